@@ -1,0 +1,4 @@
+//! Embeds build information.
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+}

@@ -1,0 +1,1 @@
+//! NCCL bindings, opened at run time.

@@ -1,0 +1,2 @@
+//! Load generator for expertd.
+fn main() {}

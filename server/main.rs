@@ -1,0 +1,2 @@
+//! The expertd binary.
+fn main() {}
