@@ -1,0 +1,1 @@
+//! The public gRPC services: decoding and validation, status mapping, health, reflection.

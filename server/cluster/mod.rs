@@ -1,0 +1,1 @@
+//! The router's side of the EP group: children, supervision, generations, liveness.

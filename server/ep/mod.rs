@@ -1,0 +1,1 @@
+//! EP groups: symmetric windows, prepare, dispatch and combine.

@@ -1,0 +1,1 @@
+//! Grouped expert MLPs.

@@ -1,0 +1,66 @@
+//! Weight matrices as they lie in a checkpoint.
+
+use std::borrow::Cow;
+
+/// Storage format of weight elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WeightFormat {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// FP8 e4m3 (finite, NaN at 0x7f and 0xff), with scales.
+    Fp8E4m3,
+    /// Microscaling FP4 e2m1: 32 elements of a row share one E8M0 exponent; two elements a byte, low nibble first.
+    Mxfp4,
+}
+
+/// Multipliers that go with the elements of a [`MatrixView`].
+#[derive(Clone, Debug)]
+pub enum Scales<'a> {
+    /// None: elements are values.
+    None,
+    /// One multiplier per block, row-major `[ceil(rows / block_rows), ceil(cols / block_cols)]`. A scale for the whole
+    /// tensor is a block of all of it, one per output channel a block of one row.
+    Block {
+        /// The multipliers (what checkpoints call `weight_scale_inv` or `weight_scale`).
+        values: Cow<'a, [f32]>,
+        /// Rows of a block.
+        block_rows: usize,
+        /// Columns of a block.
+        block_cols: usize,
+    },
+    /// E8M0 exponents of [`WeightFormat::Mxfp4`]: byte `b` of row `r`, block `c` at `r * row_stride + c` means
+    /// `2^(b - 127)`.
+    Mx {
+        /// The exponents.
+        exponents: &'a [u8],
+        /// Distance between rows, in bytes.
+        row_stride: usize,
+    },
+}
+
+/// A weight matrix `[rows, cols]` = `[output features, input features]`, borrowed from a mapped checkpoint.
+///
+/// Element `(r, c)` is element number `r * row_stride + c * col_stride` of `data` (for [`WeightFormat::Mxfp4`]:
+/// nibble number, and `col_stride` is 1). `data` is not aligned.
+#[derive(Clone, Debug)]
+pub struct MatrixView<'a> {
+    /// Storage format of the elements.
+    pub format: WeightFormat,
+    /// The bytes, starting with element `(0, 0)`.
+    pub data: &'a [u8],
+    /// Output features.
+    pub rows: usize,
+    /// Input features.
+    pub cols: usize,
+    /// Elements from one row to the next.
+    pub row_stride: usize,
+    /// Elements from one column to the next.
+    pub col_stride: usize,
+    /// Multipliers of the elements.
+    pub scales: Scales<'a>,
+}

@@ -1,0 +1,1 @@
+//! Checkpoints: config.json and safetensors to a `ModelSpec`, placement, loading.

@@ -1,0 +1,1 @@
+//! Admission, deadlines, step forming, fairness.

@@ -1,0 +1,1 @@
+//! Metric names, metrics and tracing.

@@ -1,0 +1,109 @@
+//! The words of the project as types, so that two integers of the same width cannot be swapped.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+macro_rules! id {
+    ($(#[$doc:meta])* $name:ident($inner:ty)) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[serde(transparent)]
+        pub struct $name(pub $inner);
+
+        impl $name {
+            /// The value as an index.
+            #[must_use]
+            pub const fn index(self) -> usize {
+                self.0 as usize
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+    };
+}
+
+id!(
+    /// One process of the EP group, bound to one device; `0..ranks`.
+    Rank(u32)
+);
+id!(
+    /// Index of a decoder layer, as in the checkpoint's tensor names.
+    LayerId(u32)
+);
+id!(
+    /// Global index of an expert within its layer.
+    ExpertId(u32)
+);
+id!(
+    /// One of the sets of step buffers with the routing handle that lives in it.
+    Slot(u32)
+);
+id!(
+    /// One life of the EP group; a new one after any fault. Fits 24 bits.
+    Generation(u64)
+);
+id!(
+    /// Number of an exchange within a generation; what flags carry. Fits 40 bits, starts at 1.
+    Sequence(u64)
+);
+id!(
+    /// Number of a step, unique over the life of the service.
+    StepId(u64)
+);
+id!(
+    /// Number of a loaded set of weights.
+    WeightVersion(u64)
+);
+
+/// Element type of token rows on the wire and in staging, little-endian.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[repr(u32)]
+pub enum DType {
+    /// bfloat16.
+    Bf16 = 1,
+    /// IEEE half precision.
+    F16 = 2,
+    /// IEEE single precision.
+    F32 = 3,
+}
+
+impl DType {
+    /// All of them.
+    pub const ALL: [DType; 3] = [DType::Bf16, DType::F16, DType::F32];
+
+    /// Bytes of one element.
+    #[must_use]
+    pub const fn size(self) -> usize {
+        match self {
+            DType::Bf16 | DType::F16 => 2,
+            DType::F32 => 4,
+        }
+    }
+
+    /// The inverse of `self as u32`.
+    #[must_use]
+    pub const fn from_code(code: u32) -> Option<DType> {
+        match code {
+            1 => Some(DType::Bf16),
+            2 => Some(DType::F16),
+            3 => Some(DType::F32),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            DType::Bf16 => "bf16",
+            DType::F16 => "f16",
+            DType::F32 => "f32",
+        })
+    }
+}
