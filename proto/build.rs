@@ -14,8 +14,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     let descriptors = protox::compile(PROTOS, ["."])?;
     let out = PathBuf::from(std::env::var("OUT_DIR")?);
     std::fs::write(out.join("expertd_descriptor.bin"), descriptors.encode_to_vec())?;
-    tonic_prost_build::configure()
-        .bytes(".expertd")
-        .compile_fds(descriptors)?;
+    tonic_prost_build::configure().bytes(".expertd").compile_fds(descriptors)?;
     Ok(())
 }

@@ -7,5 +7,4 @@ pub mod v1 {
 }
 
 /// Encoded `FileDescriptorSet` of the package, for reflection.
-pub const FILE_DESCRIPTOR_SET: &[u8] =
-    include_bytes!(concat!(env!("OUT_DIR"), "/expertd_descriptor.bin"));
+pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/expertd_descriptor.bin"));

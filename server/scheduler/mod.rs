@@ -1,1 +1,5 @@
 //! Admission, deadlines, step forming, fairness.
+
+mod interface;
+
+pub use interface::*;
