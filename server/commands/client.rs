@@ -1,0 +1,196 @@
+//! What the client commands share: connecting, asking for the model, and telling a person what went wrong.
+
+use std::time::Duration;
+
+use expertd_proto::v1::moe_client::MoeClient;
+use expertd_proto::v1::{GetModelRequest, GetModelResponse};
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+use tonic_types::StatusExt as _;
+
+use crate::types::DType;
+
+/// Where `expertd serve` listens unless told otherwise.
+pub const DEFAULT_ADDRESS: &str = "127.0.0.1:50051";
+
+const STREAM_WINDOW_BYTES: u32 = 16 << 20;
+const CONNECTION_WINDOW_BYTES: u32 = 64 << 20;
+
+/// Why a client command could not talk to the service.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nothing answers at the address.
+    #[error("cannot connect to {address}: {reason}; is `expertd serve` running there?")]
+    Connect {
+        /// The address as given.
+        address: String,
+        /// The chain of causes.
+        reason: String,
+    },
+    /// The service ended a call with an error.
+    #[error("{call} failed: {}", describe(status))]
+    Call {
+        /// What was called.
+        call: String,
+        /// Its status.
+        status: Box<Status>,
+    },
+}
+
+impl ClientError {
+    /// Wraps the status that `call` ended with.
+    pub fn call(call: impl Into<String>, status: Status) -> ClientError {
+        ClientError::Call { call: call.into(), status: Box::new(status) }
+    }
+}
+
+/// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:PATH`.
+///
+/// # Errors
+/// If the address is malformed or nothing answers there.
+pub async fn connect(address: &str) -> Result<MoeClient<Channel>, ClientError> {
+    let failed = |error: tonic::transport::Error| ClientError::Connect {
+        address: address.to_owned(),
+        reason: chain(&error),
+    };
+    let uri = if address.starts_with("unix:") || address.contains("://") {
+        address.to_owned()
+    } else {
+        format!("http://{address}")
+    };
+    let channel = Endpoint::from_shared(uri)
+        .map_err(failed)?
+        .connect_timeout(Duration::from_secs(5))
+        .tcp_nodelay(true)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .connect()
+        .await
+        .map_err(failed)?;
+    Ok(MoeClient::new(channel))
+}
+
+/// Asks for one model (any, if one is loaded and `name` is empty) and raises the client's message limits to what the
+/// model's largest request needs.
+///
+/// # Errors
+/// If the call fails.
+pub async fn get_model(
+    client: MoeClient<Channel>,
+    name: &str,
+) -> Result<(MoeClient<Channel>, GetModelResponse), ClientError> {
+    let mut client = client;
+    let model = client
+        .get_model(GetModelRequest { name: name.to_owned() })
+        .await
+        .map_err(|status| ClientError::call("GetModel", status))?
+        .into_inner();
+    let limit = model.limits.as_ref().map_or(0, |limits| limits.max_message_bytes);
+    let limit = usize::try_from(limit).unwrap_or(usize::MAX).max(4 << 20);
+    Ok((client.max_decoding_message_size(limit).max_encoding_message_size(limit), model))
+}
+
+/// A status in one line: the code, the message, the fields at fault and when to retry.
+#[must_use]
+pub fn describe(status: &Status) -> String {
+    let mut text = format!("{} ({})", status.message(), code_name(status.code()));
+    let details = status.get_error_details();
+    if let Some(bad) = details.bad_request() {
+        for violation in &bad.field_violations {
+            text.push_str(&format!("; {}: {}", violation.field, violation.description));
+        }
+    }
+    if let Some(delay) = details.retry_info().and_then(|retry| retry.retry_delay) {
+        text.push_str(&format!("; retry after {delay:?}"));
+    }
+    text
+}
+
+/// The code as gRPC writes it, e.g. `INVALID_ARGUMENT`.
+#[must_use]
+pub fn code_name(code: Code) -> &'static str {
+    match code {
+        Code::Ok => "OK",
+        Code::Cancelled => "CANCELLED",
+        Code::Unknown => "UNKNOWN",
+        Code::InvalidArgument => "INVALID_ARGUMENT",
+        Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
+        Code::NotFound => "NOT_FOUND",
+        Code::AlreadyExists => "ALREADY_EXISTS",
+        Code::PermissionDenied => "PERMISSION_DENIED",
+        Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
+        Code::FailedPrecondition => "FAILED_PRECONDITION",
+        Code::Aborted => "ABORTED",
+        Code::OutOfRange => "OUT_OF_RANGE",
+        Code::Unimplemented => "UNIMPLEMENTED",
+        Code::Internal => "INTERNAL",
+        Code::Unavailable => "UNAVAILABLE",
+        Code::DataLoss => "DATA_LOSS",
+        Code::Unauthenticated => "UNAUTHENTICATED",
+    }
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(&format!(": {cause}"));
+        source = cause.source();
+    }
+    text
+}
+
+/// A dtype given on the command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum DTypeArg {
+    /// bfloat16
+    Bf16,
+    /// IEEE half precision
+    F16,
+    /// IEEE single precision
+    F32,
+}
+
+impl From<DTypeArg> for DType {
+    fn from(arg: DTypeArg) -> DType {
+        match arg {
+            DTypeArg::Bf16 => DType::Bf16,
+            DTypeArg::F16 => DType::F16,
+            DTypeArg::F32 => DType::F32,
+        }
+    }
+}
+
+/// Whose routing a command asks for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum RoutingArg {
+    /// The service runs the model's gate
+    #[default]
+    Gate,
+    /// The recorded ids and weights are sent along and applied verbatim
+    Recorded,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tonic_types::ErrorDetails;
+
+    #[test]
+    fn a_status_is_told_with_its_details() {
+        let mut details = ErrorDetails::new();
+        details.set_retry_info(Some(Duration::from_millis(250)));
+        details.add_bad_request_violation("tokens", "must be at most 64, found 65");
+        let status = Status::with_error_details(Code::InvalidArgument, "bad request", details);
+        assert_eq!(
+            describe(&status),
+            "bad request (INVALID_ARGUMENT); tokens: must be at most 64, found 65; retry after 250ms"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_dead_address_is_named() {
+        let error = connect("127.0.0.1:1").await.map(|_| ()).expect_err("nothing listens on port 1");
+        assert!(error.to_string().contains("127.0.0.1:1"), "{error}");
+    }
+}
