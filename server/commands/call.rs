@@ -221,6 +221,7 @@ impl Input {
             (RoutingArg::Recorded, Some(routing)) => Some(Routing {
                 topk_ids: rows::encode_i32(&routing.ids[..tokens * routing.k]),
                 topk_weights: rows::encode(&routing.weights[..tokens * routing.k], DType::F32),
+                k: u32::try_from(routing.k).unwrap_or(u32::MAX),
             }),
             (RoutingArg::Recorded, None) => {
                 return Err(CallError::Usage(format!("no routing is recorded for layer {}", layer.layer)));

@@ -110,6 +110,9 @@ impl Golden {
     }
 }
 
+/// Rows, columns and bytes of a matrix.
+type Matrix<'a> = (usize, usize, &'a [u8]);
+
 struct Reader<'a> {
     path: &'a Path,
     tensors: SafeTensors<'a>,
@@ -125,8 +128,8 @@ impl Reader<'_> {
         }
     }
 
-    /// A matrix of `dtype` as `(rows, columns, bytes)`, or `None` if there is no such tensor.
-    fn matrix(&self, name: &str, dtype: Dtype) -> Result<Option<(usize, usize, &[u8])>, GoldenError> {
+    /// A matrix of `dtype`, or `None` if there is no such tensor.
+    fn matrix(&self, name: &str, dtype: Dtype) -> Result<Option<Matrix<'_>>, GoldenError> {
         let Ok(view) = self.tensors.tensor(name) else { return Ok(None) };
         match *view.shape() {
             [rows, columns] if view.dtype() == dtype => Ok(Some((rows, columns, view.data()))),

@@ -178,6 +178,7 @@ fn check_layers(args: &VerifyArgs, golden: &Golden, model: &GetModelResponse) ->
             return Err(mismatch(format!("rows of {} in the file, hidden {}", rows.hidden, model.hidden)));
         }
         if let Some(routing) = &rows.routing
+            && args.routing == RoutingArg::Gate
             && routing.k != served.top_k as usize
         {
             return Err(mismatch(format!(
@@ -260,6 +261,7 @@ impl Job<'_> {
         let routing = recorded.map(|GoldenRouting { k, ids, weights }| Routing {
             topk_ids: rows::encode_i32(&ids[first * k..last * k]),
             topk_weights: rows::encode(&weights[first * k..last * k], DType::F32),
+            k: u32::try_from(*k).unwrap_or(u32::MAX),
         });
         ForwardRequest {
             model: self.args.model.clone(),
