@@ -1,1 +1,15 @@
 //! Shared memory between the processes of one service: regions, rings, staging, waiting.
+//!
+//! * [`region`]: memory that several processes map, and bounds-checked views of it.
+//! * [`wait`]: spin-then-futex waiting, and the [`wait::Doorbell`] that many ring and one waits on.
+//! * [`ring`]: a single-producer, single-consumer ring of fixed-size records.
+//!
+//! Unsafe code of this layer stands in `region` (mapping and views) and in the modules that say when a view's memory
+//! belongs to whom; rings and waiting go through atomics and need none.
+
+pub mod region;
+pub mod ring;
+pub mod wait;
+
+#[cfg(test)]
+mod loom_tests;

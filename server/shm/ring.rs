@@ -1,0 +1,451 @@
+//! A ring of fixed-size records in shared memory: one producer, one consumer, no locks.
+//!
+//! Two counters, each on a cache line of its own, count the records ever pushed and ever popped; record number `n`
+//! stands in cell `n % capacity`. A cell is the record's words and a stamp, `n + 1`. The producer writes a cell, then
+//! releases the pushed counter; the consumer acquires that counter, copies the cell, then releases the popped counter,
+//! which the producer acquires before it writes to the cell again. So a producer that dies in the midst of a record has
+//! not counted it, and nobody sees it.
+//!
+//! Each side keeps its own position privately and only ever *checks* the other's counter: the other side may be dead,
+//! or write nonsense. A counter that runs backwards or further than the capacity, or a cell whose stamp is not its
+//! record's, is an error, after which the ring is not used any more. Every word is an atomic, so nothing the other
+//! side does is undefined behaviour here, and both operations end after a bounded number of steps.
+//!
+//! Rings are not re-attached: each life of a process gets a fresh one. A ring does not wake anybody; push, then ring
+//! the other side's [`Doorbell`](super::wait::Doorbell).
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytemuck::Pod;
+
+use super::region::{LINE, Layout, RegionError, SharedRegion, SharedSlice};
+
+/// Why a ring cannot be used, or not any more.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RingError {
+    /// The record type has a size that is no positive multiple of eight bytes, or the ring would hold no records.
+    #[error(
+        "a ring of {capacity} records of {record_bytes} bytes: both must be positive and bytes a multiple of 8"
+    )]
+    Shape {
+        /// Records that the ring should hold.
+        capacity: usize,
+        /// Size of one.
+        record_bytes: usize,
+    },
+    /// This side's counter is not zero: another process has been here.
+    #[error(
+        "the ring has been used before (its {side} counter is {count}); a new process needs a fresh ring"
+    )]
+    Used {
+        /// `pushed` or `popped`.
+        side: &'static str,
+        /// What the counter says.
+        count: u64,
+    },
+    /// The other side's counter cannot be true.
+    #[error("the ring's {side} counter says {found}, which cannot follow {last} in a ring of {capacity}")]
+    Counter {
+        /// `pushed` or `popped`.
+        side: &'static str,
+        /// What the counter says.
+        found: u64,
+        /// What it said before.
+        last: u64,
+        /// Records that the ring holds.
+        capacity: u64,
+    },
+    /// The pushed counter covers a cell that does not hold the record it should.
+    #[error("the ring's cell for record {record} is stamped {found}: counted, but not written")]
+    Stamp {
+        /// Number of the record, from zero.
+        record: u64,
+        /// The stamp found; `record + 1` was expected.
+        found: u64,
+    },
+}
+
+/// A 64-bit atomic; generic so that loom can check the ring.
+pub trait Word64 {
+    /// Loads the word.
+    fn load(&self, order: Ordering) -> u64;
+    /// Stores to the word.
+    fn store(&self, value: u64, order: Ordering);
+}
+
+impl Word64 for AtomicU64 {
+    fn load(&self, order: Ordering) -> u64 {
+        self.load(order)
+    }
+    fn store(&self, value: u64, order: Ordering) {
+        self.store(value, order);
+    }
+}
+
+/// The memory of a ring, zeroed when the ring is made.
+pub trait RingMemory {
+    /// The counters' atomics.
+    type Word: Word64;
+    /// The cells' words. They are never accessed by both sides at once in a sound ring, and atomics nevertheless, since
+    /// the other side may not be sound.
+    type Cell: Word64;
+    /// Records ever pushed; written by the producer.
+    fn pushed(&self) -> &Self::Word;
+    /// Records ever popped; written by the consumer.
+    fn popped(&self) -> &Self::Word;
+    /// The cells one after another, each of the record's words and one more.
+    fn cells(&self) -> &[Self::Cell];
+}
+
+/// Where a ring of `T` records stands in a region: both sides compute it from the same layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingPlace<T> {
+    offset: usize,
+    capacity: usize,
+    record: PhantomData<fn() -> T>,
+}
+
+const WORD: usize = size_of::<u64>();
+const WORDS_PER_LINE: usize = LINE / WORD;
+
+impl<T: Pod> RingPlace<T> {
+    /// Appends a ring of `capacity` records, a power of two, to a layout.
+    ///
+    /// # Errors
+    /// [`RegionError::TooLarge`].
+    pub fn reserve(layout: &mut Layout, capacity: usize) -> Result<Self, RegionError> {
+        let bytes = capacity.saturating_mul(size_of::<T>() + WORD).saturating_add(2 * LINE);
+        Ok(Self { offset: layout.line(bytes)?, capacity, record: PhantomData })
+    }
+
+    /// The ring's memory in a region of that layout.
+    ///
+    /// # Errors
+    /// [`RegionError::OutOfBounds`] if the region is of another layout.
+    pub fn memory(&self, region: &Arc<SharedRegion>) -> Result<SharedRing, RegionError> {
+        let words = 2 * WORDS_PER_LINE + self.capacity * (size_of::<T>() / WORD + 1);
+        Ok(SharedRing(region.slice(self.offset, words)?))
+    }
+}
+
+/// The memory of a ring in a region: a line for each counter, then the cells.
+#[derive(Clone, Debug)]
+pub struct SharedRing(SharedSlice<u64>);
+
+impl RingMemory for SharedRing {
+    type Word = AtomicU64;
+    type Cell = AtomicU64;
+    fn pushed(&self) -> &AtomicU64 {
+        &self.0.atomics()[0]
+    }
+    fn popped(&self) -> &AtomicU64 {
+        &self.0.atomics()[WORDS_PER_LINE]
+    }
+    fn cells(&self) -> &[AtomicU64] {
+        &self.0.atomics()[2 * WORDS_PER_LINE..]
+    }
+}
+
+/// What both ends know.
+#[derive(Debug)]
+struct End<T, M> {
+    memory: M,
+    /// Records that the ring holds.
+    capacity: u64,
+    /// Records this side has pushed or popped; the shared counter is only a copy for the other side.
+    position: u64,
+    /// The other side's counter when last loaded.
+    other: u64,
+    record: PhantomData<fn(T) -> T>,
+}
+
+impl<T: Pod, M: RingMemory> End<T, M> {
+    const RECORD_WORDS: usize = size_of::<T>() / WORD;
+
+    fn new(memory: M) -> Result<Self, RingError> {
+        let capacity = memory.cells().len() / (Self::RECORD_WORDS + 1);
+        if !capacity.is_power_of_two() || size_of::<T>() == 0 || !size_of::<T>().is_multiple_of(WORD) {
+            return Err(RingError::Shape { capacity, record_bytes: size_of::<T>() });
+        }
+        Ok(Self { memory, capacity: capacity as u64, position: 0, other: 0, record: PhantomData })
+    }
+
+    /// The cell of record `n`: its words and its stamp.
+    fn cell(&self, n: u64) -> (&[M::Cell], &M::Cell) {
+        let begin = (n % self.capacity) as usize * (Self::RECORD_WORDS + 1);
+        let cell = &self.memory.cells()[begin..=begin + Self::RECORD_WORDS];
+        (&cell[..Self::RECORD_WORDS], &cell[Self::RECORD_WORDS])
+    }
+}
+
+/// The pushing end of a ring of `T` records.
+#[derive(Debug)]
+pub struct RingProducer<T, M = SharedRing>(End<T, M>);
+
+impl<T: Pod, M: RingMemory> RingProducer<T, M> {
+    /// Takes the pushing end of a fresh ring.
+    ///
+    /// # Errors
+    /// [`RingError::Shape`] or [`RingError::Used`].
+    pub fn new(memory: M) -> Result<Self, RingError> {
+        let end = End::new(memory)?;
+        match end.memory.pushed().load(Ordering::Acquire) {
+            0 => Ok(Self(end)),
+            count => Err(RingError::Used { side: "pushed", count }),
+        }
+    }
+
+    /// Pushes a record; false if the ring is full.
+    ///
+    /// # Errors
+    /// [`RingError::Counter`] if the consumer's counter makes no sense.
+    pub fn try_push(&mut self, record: &T) -> Result<bool, RingError> {
+        let end = &mut self.0;
+        if end.position.wrapping_sub(end.other) >= end.capacity {
+            let popped = end.memory.popped().load(Ordering::Acquire);
+            // Between what it was and what has been pushed, in numbers that wrap.
+            if popped.wrapping_sub(end.other) > end.position.wrapping_sub(end.other) {
+                return Err(RingError::Counter {
+                    side: "popped",
+                    found: popped,
+                    last: end.other,
+                    capacity: end.capacity,
+                });
+            }
+            end.other = popped;
+            if end.position.wrapping_sub(end.other) >= end.capacity {
+                return Ok(false);
+            }
+        }
+        let (words, stamp) = end.cell(end.position);
+        for (word, bytes) in words.iter().zip(bytemuck::bytes_of(record).as_chunks::<WORD>().0) {
+            word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
+        }
+        stamp.store(end.position.wrapping_add(1), Ordering::Relaxed);
+        end.position = end.position.wrapping_add(1);
+        end.memory.pushed().store(end.position, Ordering::Release);
+        Ok(true)
+    }
+
+    /// Records pushed so far.
+    pub const fn pushed(&self) -> u64 {
+        self.0.position
+    }
+}
+
+/// The popping end of a ring of `T` records.
+#[derive(Debug)]
+pub struct RingConsumer<T, M = SharedRing>(End<T, M>);
+
+impl<T: Pod, M: RingMemory> RingConsumer<T, M> {
+    /// Takes the popping end of a fresh ring. Records may have been pushed already.
+    ///
+    /// # Errors
+    /// [`RingError::Shape`] or [`RingError::Used`].
+    pub fn new(memory: M) -> Result<Self, RingError> {
+        let end = End::new(memory)?;
+        match end.memory.popped().load(Ordering::Acquire) {
+            0 => Ok(Self(end)),
+            count => Err(RingError::Used { side: "popped", count }),
+        }
+    }
+
+    /// Pops the oldest record; none if the ring is empty.
+    ///
+    /// # Errors
+    /// [`RingError::Counter`] or [`RingError::Stamp`] if the producer's counter or the cell makes no sense.
+    pub fn try_pop(&mut self) -> Result<Option<T>, RingError> {
+        let end = &mut self.0;
+        if end.position == end.other {
+            let pushed = end.memory.pushed().load(Ordering::Acquire);
+            // Everything seen has been popped, so this is also the number of records waiting.
+            if pushed.wrapping_sub(end.position) > end.capacity {
+                return Err(RingError::Counter {
+                    side: "pushed",
+                    found: pushed,
+                    last: end.other,
+                    capacity: end.capacity,
+                });
+            }
+            end.other = pushed;
+            if end.position == end.other {
+                return Ok(None);
+            }
+        }
+        let (words, stamp) = end.cell(end.position);
+        let found = stamp.load(Ordering::Relaxed);
+        if found != end.position.wrapping_add(1) {
+            return Err(RingError::Stamp { record: end.position, found });
+        }
+        let mut record = T::zeroed();
+        for (word, bytes) in words.iter().zip(bytemuck::bytes_of_mut(&mut record).as_chunks_mut::<WORD>().0) {
+            *bytes = word.load(Ordering::Relaxed).to_ne_bytes();
+        }
+        end.position = end.position.wrapping_add(1);
+        end.memory.popped().store(end.position, Ordering::Release);
+        Ok(Some(record))
+    }
+
+    /// Records popped so far.
+    pub const fn popped(&self) -> u64 {
+        self.0.position
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use proptest::prelude::*;
+
+    use super::super::wait::{Doorbell, Patience};
+    use super::*;
+
+    type Record = [u64; 3];
+
+    fn ring_memory(capacity: usize) -> SharedRing {
+        let mut layout = Layout::new();
+        let place = RingPlace::<Record>::reserve(&mut layout, capacity).expect("small");
+        let region = SharedRegion::create("ring", layout.len()).expect("memfd");
+        place.memory(&region).expect("in bounds")
+    }
+
+    fn ring(capacity: usize) -> (SharedRing, RingProducer<Record>, RingConsumer<Record>) {
+        let memory = ring_memory(capacity);
+        (
+            memory.clone(),
+            RingProducer::new(memory.clone()).expect("fresh"),
+            RingConsumer::new(memory).expect("fresh"),
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn behaves_like_a_bounded_queue(log in 0u32..4, pushes in prop::collection::vec(any::<bool>(), 0..200)) {
+            let capacity = 1 << log;
+            let (_, mut tx, mut rx) = ring(capacity);
+            let mut model = std::collections::VecDeque::new();
+            for (i, push) in pushes.into_iter().enumerate() {
+                if push {
+                    let record = [i as u64, !(i as u64), 0x5555];
+                    let pushed = tx.try_push(&record).expect("sound");
+                    prop_assert_eq!(pushed, model.len() < capacity);
+                    if pushed { model.push_back(record); }
+                } else {
+                    prop_assert_eq!(rx.try_pop().expect("sound"), model.pop_front());
+                }
+            }
+            prop_assert_eq!(tx.pushed() - rx.popped(), model.len() as u64);
+        }
+
+        #[test]
+        fn nonsense_in_any_word_is_an_error_or_harmless(at in 0usize..40, value in any::<u64>(), small in 0u64..9) {
+            // Whatever one word says, both ends return, and a record that comes out was written by somebody.
+            for value in [value, small] {
+                let (memory, mut tx, mut rx) = ring(4);
+                for i in 0..6u64 {
+                    if i >= 3 { rx.try_pop().expect("sound"); }
+                    prop_assert!(tx.try_push(&[i; 3]).expect("sound"));
+                }
+                let words = memory.0.atomics();
+                words[at % words.len()].store(value, Ordering::Relaxed);
+                for _ in 0..10 {
+                    let _ = tx.try_push(&[1; 3]);
+                    let _ = rx.try_pop();
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn counters_that_cannot_be_true_are_errors() {
+        let (memory, mut tx, mut rx) = ring(4);
+        for i in 0..3 {
+            assert!(tx.try_push(&[i; 3]).expect("sound"));
+            rx.try_pop().expect("sound").expect("pushed");
+        }
+        // Ahead of what fits, backwards, and far away.
+        for pushed in [3 + 5, 2, u64::MAX, 1 << 63] {
+            memory.pushed().store(pushed, Ordering::Relaxed);
+            assert!(
+                matches!(rx.try_pop(), Err(RingError::Counter { side: "pushed", last: 3, .. })),
+                "{pushed}"
+            );
+        }
+        // Within bounds, but nobody wrote the cell.
+        memory.pushed().store(4, Ordering::Relaxed);
+        assert_eq!(rx.try_pop(), Err(RingError::Stamp { record: 3, found: 0 }));
+
+        while tx.try_push(&[9; 3]).expect("sound") {}
+        for popped in [8, 2, u64::MAX] {
+            memory.popped().store(popped, Ordering::Relaxed);
+            assert!(
+                matches!(tx.try_push(&[9; 3]), Err(RingError::Counter { side: "popped", .. })),
+                "{popped}"
+            );
+        }
+    }
+
+    #[test]
+    fn counters_wrap() {
+        let (memory, mut tx, mut rx) = ring(4);
+        let start = u64::MAX - 7;
+        for end in [&mut tx.0.position, &mut tx.0.other, &mut rx.0.position, &mut rx.0.other] {
+            *end = start;
+        }
+        memory.pushed().store(start, Ordering::Relaxed);
+        memory.popped().store(start, Ordering::Relaxed);
+        assert!(tx.try_push(&[0; 3]).expect("sound"));
+        assert!(tx.try_push(&[1; 3]).expect("sound"));
+        for i in 2..20 {
+            assert!(tx.try_push(&[i; 3]).expect("sound"));
+            assert!(tx.try_push(&[i; 3]).expect("sound"));
+            assert!(!tx.try_push(&[i; 3]).expect("sound"), "full");
+            for _ in 0..2 {
+                rx.try_pop().expect("sound").expect("pushed");
+            }
+            assert_eq!(tx.pushed().wrapping_sub(rx.popped()), 2);
+        }
+    }
+
+    #[test]
+    fn used_rings_and_odd_records_are_refused() {
+        let (memory, mut tx, mut rx) = ring(2);
+        tx.try_push(&[1; 3]).expect("sound");
+        assert!(RingConsumer::<Record>::new(memory.clone()).is_ok(), "the producer may be early");
+        assert!(matches!(RingProducer::<Record>::new(memory.clone()), Err(RingError::Used { count: 1, .. })));
+        rx.try_pop().expect("sound");
+        assert!(matches!(RingConsumer::<Record>::new(memory.clone()), Err(RingError::Used { .. })));
+        assert!(matches!(RingProducer::<[u8; 9], _>::new(memory.clone()), Err(RingError::Shape { .. })));
+        assert!(matches!(
+            RingProducer::<[u64; 9], _>::new(memory),
+            Err(RingError::Shape { capacity: 0, .. })
+        ));
+    }
+
+    #[test]
+    fn threads_with_doorbells() {
+        let (_, mut tx, mut rx) = ring(4);
+        let bells = SharedRegion::create("bells", 4096).expect("memfd");
+        let full = Doorbell::new(bells.slice(0, 1).expect("in bounds"));
+        let empty = Doorbell::new(bells.slice(64, 1).expect("in bounds"));
+        let patience = Patience::within(20, std::time::Duration::from_secs(60));
+        let count = 20_000u64;
+        thread::scope(|s| {
+            s.spawn(|| {
+                for i in 0..count {
+                    full.wait_until(patience, || tx.try_push(&[i, i * 3, !i]).expect("sound"))
+                        .expect("popped");
+                    empty.ring();
+                }
+            });
+            for i in 0..count {
+                let record = empty.wait_for(patience, || rx.try_pop().expect("sound")).expect("pushed");
+                full.ring();
+                assert_eq!(record, [i, i * 3, !i]);
+            }
+        });
+    }
+}
