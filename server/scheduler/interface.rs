@@ -249,6 +249,8 @@ pub struct MoeLayerInfo {
     pub gate_json: String,
     /// Whether requests must carry token ids.
     pub routes_by_token_id: bool,
+    /// Token ids are `0..vocabulary`; 0 where the layer does not route by token id.
+    pub vocabulary: usize,
 }
 
 /// What callers must stay within.

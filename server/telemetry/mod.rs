@@ -1,1 +1,14 @@
-//! Metric names, metrics and tracing.
+//! Metric names, the metrics endpoint, and tracing.
+
+mod endpoint;
+mod handles;
+mod logs;
+pub mod names;
+mod process;
+mod recorder;
+
+pub use endpoint::{MetricsEndpoint, Probe};
+pub use handles::{Phase, RequestMetrics, StepMetrics};
+pub use logs::{LogFormat, init_logs};
+pub use process::{ResidentBytes, resident_bytes};
+pub use recorder::{Recorder, install_recorder};
