@@ -1,4 +1,22 @@
-//! The expertd gRPC protocol: generated code, the encoded descriptors and a thin client.
+//! The expertd gRPC protocol: generated code, the encoded descriptors, the transport settings of both ends and a thin
+//! client.
+//!
+//! ```no_run
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! use expertd_proto::v1::{DType, ForwardRequest};
+//!
+//! let client = expertd_proto::Client::connect("127.0.0.1:50051").await?;
+//! let model = client.model("").await?;
+//! let rows = bytes::Bytes::from(vec![0u8; model.hidden as usize * 4]);
+//! let request = ForwardRequest::inline(model.moe_layers[0].layer, 1, DType::DtypeF32, rows);
+//! let answer = client.forward(request, None).await?;
+//! # Ok(()) }
+//! ```
+
+mod client;
+pub mod transport;
+
+pub use client::{AnswerReceiver, Client, ClientError, RequestSender, RetryPolicy, retry_delay};
 
 /// Package `expertd.v1`.
 pub mod v1 {

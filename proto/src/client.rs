@@ -1,0 +1,365 @@
+//! A thin client: connects with the right limits, builds requests, retries where that is safe and asked for.
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use tonic::transport::Channel;
+use tonic::{Code, Request, Status, Streaming};
+use tonic_types::StatusExt as _;
+
+use crate::transport::{self, CONTROL_MESSAGE_BYTES, ConnectError};
+use crate::v1::moe_client::MoeClient;
+use crate::v1::{
+    DType, ForwardRequest, ForwardResponse, ForwardStreamRequest, ForwardStreamResponse, GetModelRequest,
+    GetModelResponse, ListModelsRequest, ModelSummary, RequestStatus, Routing, SharedExperts,
+    forward_request, forward_stream_response,
+};
+
+/// Why a client could not be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// There is no connection.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// The service did not say what it serves.
+    #[error("GetModel failed: {} ({:?})", .0.message(), .0.code())]
+    Model(Box<Status>),
+}
+
+/// When and how often a failed call is tried again. The computation is pure, so trying again is always safe.
+#[derive(Clone, Copy, Debug)]
+pub struct RetryPolicy {
+    /// Calls in all, the first one included.
+    pub max_attempts: u32,
+    /// Upper bound of one pause, whatever the service asks for.
+    pub max_pause: Duration,
+    /// Time after which no further attempt starts.
+    pub max_elapsed: Duration,
+}
+
+impl Default for RetryPolicy {
+    fn default() -> RetryPolicy {
+        RetryPolicy {
+            max_attempts: 8,
+            max_pause: Duration::from_secs(2),
+            max_elapsed: Duration::from_secs(30),
+        }
+    }
+}
+
+impl RetryPolicy {
+    /// The pause before attempt `attempt + 1`, or `None` if `status` is final or the policy is used up.
+    ///
+    /// The service's own RetryInfo is honoured; without it the pause doubles from 50 ms.
+    #[must_use]
+    pub fn pause(&self, status: &Status, attempt: u32, elapsed: Duration) -> Option<Duration> {
+        if !matches!(status.code(), Code::Unavailable | Code::ResourceExhausted)
+            || attempt >= self.max_attempts
+        {
+            return None;
+        }
+        let pause = retry_delay(status)
+            .unwrap_or_else(|| Duration::from_millis(50).saturating_mul(1 << (attempt.max(1) - 1).min(10)))
+            .min(self.max_pause);
+        (elapsed + pause <= self.max_elapsed).then_some(pause)
+    }
+}
+
+/// What the service's RetryInfo asks for, if the status carries one.
+#[must_use]
+pub fn retry_delay(status: &Status) -> Option<Duration> {
+    status.get_details_retry_info().and_then(|info| info.retry_delay)
+}
+
+/// A connection to one service. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Client {
+    moe: MoeClient<Channel>,
+    retry: Option<RetryPolicy>,
+}
+
+impl Client {
+    /// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`, and takes the message limits over from the service.
+    ///
+    /// # Errors
+    /// [`ClientError`] if nothing answers there, or not with a model.
+    pub async fn connect(address: &str) -> Result<Client, ClientError> {
+        let channel = transport::connect(address).await?;
+        Client::over(channel).await
+    }
+
+    /// The same over a channel of the caller's.
+    ///
+    /// # Errors
+    /// [`ClientError::Model`] if the service does not say what it serves.
+    pub async fn over(channel: Channel) -> Result<Client, ClientError> {
+        let mut moe = MoeClient::new(channel).max_decoding_message_size(CONTROL_MESSAGE_BYTES);
+        let model = moe
+            .get_model(GetModelRequest::default())
+            .await
+            .map_err(|status| ClientError::Model(Box::new(status)))?
+            .into_inner();
+        let limit = model.limits.as_ref().map_or(0, |limits| limits.max_message_bytes);
+        let limit = usize::try_from(limit).unwrap_or(usize::MAX).max(CONTROL_MESSAGE_BYTES);
+        Ok(Client { moe: moe.max_decoding_message_size(limit).max_encoding_message_size(limit), retry: None })
+    }
+
+    /// Tries failed calls again as `policy` says. Off unless asked for.
+    #[must_use]
+    pub fn with_retry(mut self, policy: RetryPolicy) -> Client {
+        self.retry = Some(policy);
+        self
+    }
+
+    /// The generated client with this one's limits.
+    #[must_use]
+    pub fn raw(&self) -> MoeClient<Channel> {
+        self.moe.clone()
+    }
+
+    /// Dimensions, layers, limits and versions of one model; an empty name means the one that is loaded.
+    ///
+    /// # Errors
+    /// The status of the call.
+    pub async fn model(&self, name: &str) -> Result<GetModelResponse, Status> {
+        let request = GetModelRequest { name: name.to_owned() };
+        Ok(self.raw().get_model(request).await?.into_inner())
+    }
+
+    /// The loaded models.
+    ///
+    /// # Errors
+    /// The status of the call.
+    pub async fn models(&self) -> Result<Vec<ModelSummary>, Status> {
+        Ok(self.raw().list_models(ListModelsRequest {}).await?.into_inner().models)
+    }
+
+    /// Sends one token batch through one layer. `timeout` bounds the whole, retries included.
+    ///
+    /// # Errors
+    /// The status of the last attempt.
+    pub async fn forward(
+        &self,
+        request: ForwardRequest,
+        timeout: Option<Duration>,
+    ) -> Result<ForwardResponse, Status> {
+        let Some(policy) = self.retry else { return self.forward_once(request, timeout).await };
+        let start = Instant::now();
+        let mut attempt = 1;
+        loop {
+            let left = timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
+            let status = match self.forward_once(request.clone(), left).await {
+                Ok(response) => return Ok(response),
+                Err(status) => status,
+            };
+            let Some(pause) = policy.pause(&status, attempt, start.elapsed()) else { return Err(status) };
+            if timeout.is_some_and(|timeout| start.elapsed() + pause >= timeout) {
+                return Err(status);
+            }
+            tokio::time::sleep(pause).await;
+            attempt += 1;
+        }
+    }
+
+    async fn forward_once(
+        &self,
+        message: ForwardRequest,
+        timeout: Option<Duration>,
+    ) -> Result<ForwardResponse, Status> {
+        let mut request = Request::new(message);
+        let Some(timeout) = timeout else {
+            return Ok(self.raw().forward(request).await?.into_inner());
+        };
+        request.set_timeout(timeout);
+        let start = Instant::now();
+        match self.raw().forward(request).await {
+            Ok(response) => Ok(response.into_inner()),
+            // The channel's own timer says CANCELLED when it fires before the service's answer is here.
+            Err(status) if status.code() == Code::Cancelled && start.elapsed() >= timeout => {
+                Err(Status::deadline_exceeded(format!("no answer within {timeout:?}")))
+            }
+            Err(status) => Err(status),
+        }
+    }
+
+    /// Opens a stream that carries several token batches at once. `capacity` requests may wait in this process before
+    /// [`RequestSender::send`] does.
+    ///
+    /// # Errors
+    /// The status that the stream was refused with.
+    pub async fn stream(&self, capacity: usize) -> Result<(RequestSender, AnswerReceiver), Status> {
+        let (sender, receiver) = tokio::sync::mpsc::channel(capacity.max(1));
+        let outbound = tokio_stream::wrappers::ReceiverStream::new(receiver);
+        let inbound = self.raw().forward_stream(outbound).await?.into_inner();
+        Ok((RequestSender { sender }, AnswerReceiver { inbound }))
+    }
+}
+
+/// The sending half of a stream. Dropping it ends the stream once every answer is there.
+#[derive(Clone, Debug)]
+pub struct RequestSender {
+    sender: tokio::sync::mpsc::Sender<ForwardStreamRequest>,
+}
+
+impl RequestSender {
+    /// Sends a request under an id that no other request in flight on this stream has.
+    ///
+    /// # Errors
+    /// UNAVAILABLE if the stream has ended.
+    pub async fn send(
+        &self,
+        id: u64,
+        request: ForwardRequest,
+        timeout: Option<Duration>,
+    ) -> Result<(), Status> {
+        let timeout_ms = timeout.map_or(0, |t| u32::try_from(t.as_millis()).unwrap_or(u32::MAX).max(1));
+        let message = ForwardStreamRequest { id, request: Some(request), timeout_ms };
+        self.sender.send(message).await.map_err(|_| Status::unavailable("the stream has ended"))
+    }
+}
+
+/// The receiving half of a stream.
+#[derive(Debug)]
+pub struct AnswerReceiver {
+    inbound: Streaming<ForwardStreamResponse>,
+}
+
+impl AnswerReceiver {
+    /// The next answer in the order of completion: the request's id and its own result. `None` when the stream is over.
+    ///
+    /// # Errors
+    /// The status that the stream as a whole ended with.
+    pub async fn next(&mut self) -> Result<Option<(u64, Result<ForwardResponse, Status>)>, Status> {
+        let Some(message) = self.inbound.message().await? else { return Ok(None) };
+        let result = match message.result {
+            Some(forward_stream_response::Result::Response(response)) => Ok(response),
+            Some(forward_stream_response::Result::Status(status)) => Err(Status::from(status)),
+            None => Err(Status::internal("the service sent an answer with neither response nor status")),
+        };
+        Ok(Some((message.id, result)))
+    }
+}
+
+impl From<RequestStatus> for Status {
+    fn from(status: RequestStatus) -> Status {
+        let code = i32::try_from(status.code).map_or(Code::Unknown, Code::from_i32);
+        Status::with_details(code, status.message, status.details)
+    }
+}
+
+impl ForwardRequest {
+    /// A request for `tokens` rows of `layer` that lie in `rows`, gated by the service.
+    #[must_use]
+    pub fn inline(layer: u32, tokens: u32, dtype: DType, rows: Bytes) -> ForwardRequest {
+        ForwardRequest {
+            layer,
+            tokens,
+            dtype: dtype.into(),
+            payload: Some(forward_request::Payload::Inline(rows)),
+            ..ForwardRequest::default()
+        }
+    }
+
+    /// Names the model.
+    #[must_use]
+    pub fn with_model(mut self, model: impl Into<String>) -> ForwardRequest {
+        self.model = model.into();
+        self
+    }
+
+    /// Applies the caller's routing: ids int32 and weights float32, little-endian, `[tokens, k]`.
+    #[must_use]
+    pub fn with_routing(mut self, topk_ids: Bytes, topk_weights: Bytes, k: u32) -> ForwardRequest {
+        self.routing = Some(Routing { topk_ids, topk_weights, k });
+        self
+    }
+
+    /// Adds token ids, int32 little-endian `[tokens]`.
+    #[must_use]
+    pub fn with_token_ids(mut self, token_ids: Bytes) -> ForwardRequest {
+        self.token_ids = token_ids;
+        self
+    }
+
+    /// Leaves shared experts out of the output.
+    #[must_use]
+    pub fn without_shared_experts(mut self) -> ForwardRequest {
+        self.shared_experts = SharedExperts::Exclude.into();
+        self
+    }
+
+    /// Fails unless this version of the weights is loaded.
+    #[must_use]
+    pub fn expecting_weight_version(mut self, version: u64) -> ForwardRequest {
+        self.expected_weight_version = Some(version);
+        self
+    }
+
+    /// Asks for ids and weights in the receipt.
+    #[must_use]
+    pub fn returning_routing(mut self) -> ForwardRequest {
+        self.return_routing = true;
+        self
+    }
+
+    /// Asks for phase timings in the receipt.
+    #[must_use]
+    pub fn returning_timings(mut self) -> ForwardRequest {
+        self.return_timings = true;
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic_types::ErrorDetails;
+
+    use super::*;
+
+    fn busy(delay: Duration) -> Status {
+        let details = ErrorDetails::with_retry_info(Some(delay));
+        Status::with_error_details(Code::ResourceExhausted, "busy", details)
+    }
+
+    #[test]
+    fn retry_info_is_honoured_and_bounded() {
+        let policy = RetryPolicy { max_attempts: 3, ..RetryPolicy::default() };
+        let asked = Duration::from_millis(120);
+        assert_eq!(policy.pause(&busy(asked), 1, Duration::ZERO), Some(asked));
+        assert_eq!(policy.pause(&busy(Duration::from_secs(60)), 1, Duration::ZERO), Some(policy.max_pause));
+        assert_eq!(policy.pause(&busy(asked), 3, Duration::ZERO), None, "attempts are used up");
+        assert_eq!(policy.pause(&busy(asked), 1, policy.max_elapsed), None, "time is used up");
+    }
+
+    #[test]
+    fn only_passing_trouble_is_tried_again() {
+        let policy = RetryPolicy::default();
+        assert_eq!(
+            policy.pause(&Status::unavailable("gone"), 1, Duration::ZERO),
+            Some(Duration::from_millis(50))
+        );
+        assert_eq!(
+            policy.pause(&Status::unavailable("gone"), 3, Duration::ZERO),
+            Some(Duration::from_millis(200))
+        );
+        for status in
+            [Status::invalid_argument("no"), Status::deadline_exceeded("late"), Status::internal("bug")]
+        {
+            assert_eq!(policy.pause(&status, 1, Duration::ZERO), None);
+        }
+    }
+
+    #[test]
+    fn a_stream_status_keeps_its_details() {
+        let original = busy(Duration::from_millis(7));
+        let sent = RequestStatus {
+            code: 8,
+            message: "busy".to_owned(),
+            details: Bytes::copy_from_slice(original.details()),
+            retry_after: None,
+        };
+        let status = Status::from(sent);
+        assert_eq!(status.code(), Code::ResourceExhausted);
+        assert_eq!(retry_delay(&status), Some(Duration::from_millis(7)));
+    }
+}

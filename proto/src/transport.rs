@@ -1,0 +1,96 @@
+//! The transport settings of both ends, and the one place that builds channels.
+//!
+//! HTTP/2 windows are explicit and fixed: adaptive windows would override them. Token rows are megabytes, so the
+//! default windows of 64 KiB would make every answer wait for window updates.
+
+use std::time::Duration;
+
+use tonic::transport::{Channel, Endpoint};
+
+/// Bytes that one call may have under way before the receiver has taken them.
+pub const STREAM_WINDOW_BYTES: u32 = 16 << 20;
+/// Bytes that all calls of one connection may have under way together.
+pub const CONNECTION_WINDOW_BYTES: u32 = 64 << 20;
+/// Largest HTTP/2 frame that either end accepts.
+pub const MAX_FRAME_BYTES: u32 = 256 << 10;
+/// How often a silent peer is asked for a sign of life.
+pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(20);
+/// How long it may take to give one before the connection is ended.
+pub const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long connecting may take.
+pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Largest message of calls that carry no token rows, and the least that a client accepts.
+pub const CONTROL_MESSAGE_BYTES: usize = 4 << 20;
+
+/// Why there is no connection.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The address does not parse.
+    #[error("{address:?} is no address ({reason}); use HOST:PORT, http://HOST:PORT or unix:/PATH")]
+    Address {
+        /// What was given.
+        address: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// Nothing answers there.
+    #[error("cannot connect to {address}: {reason}; is `expertd serve` running there?")]
+    Unreachable {
+        /// The address as given.
+        address: String,
+        /// The chain of causes.
+        reason: String,
+    },
+}
+
+/// The endpoint for `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH` with the transport settings of this module.
+///
+/// # Errors
+/// [`ConnectError::Address`] if it is none of these.
+pub fn endpoint(address: &str) -> Result<Endpoint, ConnectError> {
+    let bad = |reason: String| ConnectError::Address { address: address.to_owned(), reason };
+    let uri = if address.starts_with("unix:") || address.contains("://") {
+        address.to_owned()
+    } else {
+        format!("http://{address}")
+    };
+    if uri == "unix:" || uri == "unix://" {
+        return Err(bad("there is no path".to_owned()));
+    }
+    let endpoint = Endpoint::from_shared(uri).map_err(|error| bad(chain(&error)))?;
+    Ok(endpoint
+        .connect_timeout(CONNECT_TIMEOUT)
+        .tcp_nodelay(true)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .http2_adaptive_window(false)
+        .max_frame_size(MAX_FRAME_BYTES)
+        .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
+        .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
+        .keep_alive_while_idle(true))
+}
+
+/// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`.
+///
+/// # Errors
+/// [`ConnectError`] if the address does not parse or nothing answers there.
+pub async fn connect(address: &str) -> Result<Channel, ConnectError> {
+    endpoint(address)?
+        .connect()
+        .await
+        .map_err(|error| ConnectError::Unreachable { address: address.to_owned(), reason: chain(&error) })
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.ends_with(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        source = cause.source();
+    }
+    text
+}
