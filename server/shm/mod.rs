@@ -3,13 +3,16 @@
 //! * [`region`]: memory that several processes map, and bounds-checked views of it.
 //! * [`wait`]: spin-then-futex waiting, and the [`wait::Doorbell`] that many ring and one waits on.
 //! * [`ring`]: a single-producer, single-consumer ring of fixed-size records.
+//! * [`window`] and [`exchange`]: the symmetric windows of an EP group on CPU ranks, and whose turn it is to touch them.
 //!
 //! Unsafe code of this layer stands in `region` (mapping and views) and in the modules that say when a view's memory
 //! belongs to whom; rings and waiting go through atomics and need none.
 
+pub mod exchange;
 pub mod region;
 pub mod ring;
 pub mod wait;
+pub mod window;
 
 #[cfg(test)]
 mod loom_tests;
