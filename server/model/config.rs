@@ -1,0 +1,222 @@
+//! `config.json`: typed access to its fields, with errors that name file and field.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::ModelError;
+
+/// No sane `config.json` is larger; quantised releases list thousands of modules in theirs.
+const MAX_CONFIG_BYTES: u64 = 64 << 20;
+
+/// Fields of a model's text part (the whole file, or its `text_config`).
+#[derive(Debug)]
+pub(super) struct Config {
+    path: PathBuf,
+    bytes: Vec<u8>,
+    /// `"text_config."` when the fields are nested.
+    prefix: &'static str,
+    text: Map<String, Value>,
+    /// The outer object of a multimodal checkpoint, without its parts.
+    outer: Map<String, Value>,
+}
+
+impl Config {
+    /// Reads `config.json` in a checkpoint's directory.
+    pub(super) fn read(dir: &Path) -> Result<Self, ModelError> {
+        let path = dir.join("config.json");
+        Self::parse(path.clone(), &read_json_file(&path, MAX_CONFIG_BYTES)?)
+    }
+
+    /// Takes apart the bytes of a `config.json`.
+    pub(super) fn parse(path: PathBuf, bytes: &[u8]) -> Result<Self, ModelError> {
+        let value: Value = serde_json::from_slice(bytes)
+            .map_err(|error| ModelError::Json { path: path.clone(), reason: error.to_string() })?;
+        let Value::Object(mut outer) = value else {
+            return Err(ModelError::Json {
+                path,
+                reason: format!("expected an object, found {}", kind(&value)),
+            });
+        };
+        match outer.remove("text_config") {
+            Some(Value::Object(mut text)) => {
+                // Multimodal releases keep it outside, beside the parts it speaks of.
+                if let Some(quantization) = outer.remove("quantization_config") {
+                    text.entry("quantization_config").or_insert(quantization);
+                }
+                outer.retain(|_, value| !value.is_object());
+                Ok(Self { path, bytes: bytes.to_vec(), prefix: "text_config.", text, outer })
+            }
+            Some(other) if !other.is_null() => Err(ModelError::Field {
+                path,
+                field: "text_config".into(),
+                expected: "an object".into(),
+                found: kind(&other).into(),
+            }),
+            _ => Ok(Self { path, bytes: bytes.to_vec(), prefix: "", text: outer, outer: Map::new() }),
+        }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The file as it was read.
+    pub(super) fn text(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Whether a field is there, be it null.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.text.contains_key(name)
+    }
+
+    /// Names of all fields, those of a multimodal checkpoint's outer object too.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.text.keys().chain(self.outer.keys()).map(String::as_str)
+    }
+
+    /// The object `quantization_config`.
+    pub(super) fn quantization(&self) -> Result<Option<&Map<String, Value>>, ModelError> {
+        match self.get("quantization_config") {
+            None => Ok(None),
+            Some(Value::Object(map)) => Ok(Some(map)),
+            Some(other) => Err(self.wrong("quantization_config", "an object", other)),
+        }
+    }
+
+    fn get(&self, name: &str) -> Option<&Value> {
+        self.text.get(name).filter(|value| !value.is_null())
+    }
+
+    /// An error about a field that is there.
+    pub(super) fn wrong(&self, name: &str, expected: &str, found: &Value) -> ModelError {
+        self.wrong_text(name, expected, &show(found))
+    }
+
+    /// An error about a field.
+    pub(super) fn wrong_text(&self, name: &str, expected: &str, found: &str) -> ModelError {
+        ModelError::Field {
+            path: self.path.clone(),
+            field: format!("{}{name}", self.prefix),
+            expected: expected.into(),
+            found: found.into(),
+        }
+    }
+
+    /// A whole number, at most `max`.
+    pub(super) fn opt_usize(&self, name: &str, max: usize) -> Result<Option<usize>, ModelError> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
+            Some(n) if n <= max => Ok(Some(n)),
+            _ => Err(self.wrong(name, &format!("a whole number from 0 to {max}"), value)),
+        }
+    }
+
+    /// The first of several names for a positive number. If more than one is there, they must agree.
+    pub(super) fn size(&self, names: &[&str], max: usize) -> Result<usize, ModelError> {
+        self.opt_size(names, max)?.ok_or_else(|| {
+            let expected = format!("a whole number from 1 to {max}");
+            self.wrong_text(&names.join("` or `"), &expected, "nothing: the field is missing")
+        })
+    }
+
+    /// Like [`Self::size`], or nothing.
+    pub(super) fn opt_size(&self, names: &[&str], max: usize) -> Result<Option<usize>, ModelError> {
+        let mut found: Option<(&str, usize)> = None;
+        for name in names {
+            let Some(n) = self.opt_usize(name, max)? else { continue };
+            if n == 0 {
+                return Err(self.wrong_text(name, &format!("a whole number from 1 to {max}"), "0"));
+            }
+            match found {
+                Some((other, m)) if m != n => {
+                    return Err(self.wrong_text(name, &format!("{m}, as `{other}` says"), &n.to_string()));
+                }
+                _ => found = Some((name, n)),
+            }
+        }
+        Ok(found.map(|(_, n)| n))
+    }
+
+    pub(super) fn opt_f32(&self, name: &str) -> Result<Option<f32>, ModelError> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        match value.as_f64() {
+            #[allow(clippy::cast_possible_truncation, reason = "f32 is what the computation runs in")]
+            Some(x) if (x as f32).is_finite() => Ok(Some(x as f32)),
+            _ => Err(self.wrong(name, "a number", value)),
+        }
+    }
+
+    pub(super) fn opt_bool(&self, name: &str) -> Result<Option<bool>, ModelError> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        value.as_bool().map(Some).ok_or_else(|| self.wrong(name, "true or false", value))
+    }
+
+    pub(super) fn opt_str(&self, name: &str) -> Result<Option<&str>, ModelError> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        value.as_str().map(Some).ok_or_else(|| self.wrong(name, "a string", value))
+    }
+
+    /// `model_type` of the text part, or of the whole.
+    pub(super) fn model_type(&self) -> Result<&str, ModelError> {
+        if let Some(own) = self.opt_str("model_type")? {
+            return Ok(own);
+        }
+        let outer = self.outer.get("model_type").and_then(Value::as_str);
+        outer.ok_or_else(|| self.wrong_text("model_type", "a string", "nothing: the field is missing"))
+    }
+
+    /// A list of layer indices.
+    pub(super) fn opt_indices(&self, name: &str) -> Result<Option<Vec<usize>>, ModelError> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let list = value.as_array().and_then(|list| {
+            list.iter().map(|v| v.as_u64().and_then(|n| usize::try_from(n).ok())).collect::<Option<Vec<_>>>()
+        });
+        list.map(Some).ok_or_else(|| self.wrong(name, "a list of layer indices", value))
+    }
+
+    /// A list of words.
+    pub(super) fn opt_words(&self, name: &str) -> Result<Option<Vec<&str>>, ModelError> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let list =
+            value.as_array().and_then(|list| list.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
+        list.map(Some).ok_or_else(|| self.wrong(name, "a list of strings", value))
+    }
+
+    /// The raw value, for fields whose type varies between releases.
+    pub(super) fn raw(&self, name: &str) -> Option<&Value> {
+        self.get(name)
+    }
+}
+
+/// Reads a JSON file whole, unless it is larger than it can honestly be.
+pub(super) fn read_json_file(path: &Path, max_bytes: u64) -> Result<Vec<u8>, ModelError> {
+    let io = |action| move |source| ModelError::Io { path: path.to_owned(), action, source };
+    let length = std::fs::metadata(path).map_err(io("open it"))?.len();
+    if length > max_bytes {
+        let reason = format!("it has {length} bytes, more than the {max_bytes} that are plausible");
+        return Err(ModelError::Json { path: path.to_owned(), reason });
+    }
+    std::fs::read(path).map_err(io("read it"))
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+fn show(value: &Value) -> String {
+    let text = value.to_string();
+    if text.len() <= 80 {
+        text
+    } else {
+        format!("{} starting {}…", kind(value), text.chars().take(60).collect::<String>())
+    }
+}

@@ -1,0 +1,312 @@
+//! The tensors of a checkpoint's directory: a single file or shards with an index, memory-mapped.
+#![allow(unsafe_code, reason = "memory-mapping the checkpoint's files")]
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::path::{Component, Path, PathBuf};
+
+use memmap2::Mmap;
+use safetensors::Dtype;
+use serde::Deserialize;
+
+use super::ModelError;
+use super::config::read_json_file;
+use super::header::Header;
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+/// The index of a model with 10^5 tensors has about 10 MB.
+const MAX_INDEX_BYTES: u64 = 128 << 20;
+
+/// A tensor that has been looked up: index into [`Store::info`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct TensorId(u32);
+
+/// Where a tensor lies.
+#[derive(Clone, Debug)]
+pub(super) struct TensorInfo {
+    pub(super) name: String,
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<usize>,
+    shard: usize,
+    range: std::ops::Range<usize>,
+}
+
+#[derive(Debug)]
+struct Mapped {
+    bytes: Mmap,
+    header: Header,
+}
+
+#[derive(Debug)]
+struct Shard {
+    path: PathBuf,
+    mapped: Option<Mapped>,
+}
+
+/// Names to mapped bytes. Shards are opened (mapped, header checked) when a tensor in them is first looked up.
+#[derive(Debug)]
+pub(super) struct Store {
+    /// What to name when no shard is to blame.
+    listing: PathBuf,
+    shards: Vec<Shard>,
+    names: HashMap<String, usize>,
+    known: HashMap<String, TensorId>,
+    tensors: Vec<TensorInfo>,
+}
+
+#[derive(Deserialize)]
+struct IndexFile {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Store {
+    /// Opens a directory. A single `model.safetensors` wins over an index, as in the reference implementation.
+    pub(super) fn open(dir: &Path) -> Result<Self, ModelError> {
+        let single = dir.join(SINGLE);
+        if single.exists() {
+            let mut store = Self::empty(single.clone());
+            store.shards.push(Shard { path: single, mapped: None });
+            store.names = store.shard(0)?.header.names().into_iter().map(|name| (name, 0)).collect();
+            return Ok(store);
+        }
+        let index = dir.join(INDEX);
+        if !index.exists() {
+            return Err(ModelError::NoWeights { path: dir.to_owned(), found: list(dir) });
+        }
+        let bytes = read_json_file(&index, MAX_INDEX_BYTES)?;
+        Self::from_index(dir, index, &bytes)
+    }
+
+    fn empty(listing: PathBuf) -> Self {
+        Self {
+            listing,
+            shards: Vec::new(),
+            names: HashMap::new(),
+            known: HashMap::new(),
+            tensors: Vec::new(),
+        }
+    }
+
+    fn from_index(dir: &Path, path: PathBuf, bytes: &[u8]) -> Result<Self, ModelError> {
+        let index: IndexFile = serde_json::from_slice(bytes)
+            .map_err(|error| ModelError::Json { path: path.clone(), reason: error.to_string() })?;
+        let mut store = Self::empty(path.clone());
+        let mut numbers: HashMap<String, usize> = HashMap::new();
+        for (name, file) in index.weight_map {
+            let plain = Path::new(&file).components().collect::<Vec<_>>();
+            if !matches!(plain[..], [Component::Normal(_)]) {
+                let reason = format!("tensor `{name}` is said to lie in {file:?}, expected a file name");
+                return Err(ModelError::Index { path, reason });
+            }
+            let next = store.shards.len();
+            let shard = *numbers.entry(file.clone()).or_insert(next);
+            if shard == next {
+                store.shards.push(Shard { path: dir.join(&file), mapped: None });
+            }
+            store.names.insert(name, shard);
+        }
+        Ok(store)
+    }
+
+    fn shard(&mut self, number: usize) -> Result<&Mapped, ModelError> {
+        let shard = &mut self.shards[number];
+        if shard.mapped.is_none() {
+            let io = |action| {
+                let path = shard.path.clone();
+                move |source| ModelError::Io { path, action, source }
+            };
+            let file = File::open(&shard.path).map_err(io("open it"))?;
+            // SAFETY: the mapping is private to this process and read-only. Should someone truncate the file while
+            // it is served, reads beyond its end raise SIGBUS and end this process, which its supervisor handles;
+            // should someone overwrite it, weights change: bytes are only ever read as numbers, never as addresses.
+            let bytes = unsafe { Mmap::map(&file) }.map_err(io("map it"))?;
+            let header = Header::parse(&bytes)
+                .map_err(|reason| ModelError::Header { path: shard.path.clone(), reason })?;
+            shard.mapped = Some(Mapped { bytes, header });
+        }
+        Ok(shard.mapped.as_ref().expect("mapped just above"))
+    }
+
+    /// Whether the checkpoint lists a tensor (without opening its shard).
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.names.contains_key(name)
+    }
+
+    /// Any name that ends so, for messages.
+    pub(super) fn example(&self, suffix: &str) -> Option<&str> {
+        self.names.keys().filter(|name| name.ends_with(suffix)).min().map(String::as_str)
+    }
+
+    /// An error about a tensor that is not there.
+    pub(super) fn missing(&self, name: &str, reason: &str) -> ModelError {
+        ModelError::MissingTensor {
+            path: self.listing.clone(),
+            tensor: name.to_owned(),
+            reason: reason.to_owned(),
+        }
+    }
+
+    /// Finds a tensor, opening its shard.
+    pub(super) fn find(&mut self, name: &str, reason: &str) -> Result<TensorId, ModelError> {
+        if let Some(&id) = self.known.get(name) {
+            return Ok(id);
+        }
+        let Some(&shard) = self.names.get(name) else { return Err(self.missing(name, reason)) };
+        let Some(entry) = self.shard(shard)?.header.entry(name) else {
+            let reason =
+                format!("{} says it is here, but the header does not list it", file_name(&self.listing));
+            let path = self.shards[shard].path.clone();
+            return Err(ModelError::MissingTensor { path, tensor: name.to_owned(), reason });
+        };
+        let id = TensorId(u32::try_from(self.tensors.len()).expect("fewer than 2^32 tensors"));
+        self.tensors.push(TensorInfo {
+            name: name.to_owned(),
+            dtype: entry.dtype,
+            shape: entry.shape,
+            shard,
+            range: entry.range,
+        });
+        self.known.insert(name.to_owned(), id);
+        Ok(id)
+    }
+
+    /// What is known about a tensor.
+    pub(super) fn info(&self, id: TensorId) -> &TensorInfo {
+        &self.tensors[id.0 as usize]
+    }
+
+    /// The file that a tensor lies in.
+    pub(super) fn path(&self, id: TensorId) -> &Path {
+        &self.shards[self.info(id).shard].path
+    }
+
+    /// A tensor's bytes.
+    pub(super) fn bytes(&self, id: TensorId) -> &[u8] {
+        let info = self.info(id);
+        let mapped =
+            self.shards[info.shard].mapped.as_ref().expect("a tensor that was found lies in a mapped shard");
+        &mapped.bytes[info.range.clone()]
+    }
+
+    /// Opened files with their whole contents and the length of the header: what a fingerprint is taken of.
+    pub(super) fn opened(&self) -> impl Iterator<Item = (&Path, &[u8], usize)> {
+        self.shards.iter().filter_map(|shard| {
+            let mapped = shard.mapped.as_ref()?;
+            Some((shard.path.as_path(), &mapped.bytes[..], mapped.header.data_start))
+        })
+    }
+
+    /// Checks a tensor's shape.
+    pub(super) fn expect_shape(
+        &self,
+        id: TensorId,
+        expected: &[usize],
+        reason: &str,
+    ) -> Result<(), ModelError> {
+        let info = self.info(id);
+        if info.shape == expected {
+            return Ok(());
+        }
+        Err(ModelError::Shape {
+            path: self.path(id).to_owned(),
+            tensor: info.name.clone(),
+            expected: expected.to_vec(),
+            found: info.shape.clone(),
+            reason: reason.to_owned(),
+        })
+    }
+
+    /// An error about a tensor's element type.
+    pub(super) fn wrong_dtype(&self, id: TensorId, expected: &str) -> ModelError {
+        let info = self.info(id);
+        ModelError::DType {
+            path: self.path(id).to_owned(),
+            tensor: info.name.clone(),
+            expected: expected.to_owned(),
+            found: format!("{:?}", info.dtype),
+        }
+    }
+
+    /// Floating-point numbers of a tensor as f32: `count` of them, `stride` apart, from element `first` on.
+    pub(super) fn floats(&self, id: TensorId, first: usize, stride: usize, count: usize) -> Vec<f32> {
+        let (bytes, dtype) = (self.bytes(id), self.info(id).dtype);
+        let size = dtype.bitsize() / 8;
+        let at = |i: usize| &bytes[(first + i * stride) * size..][..size];
+        (0..count)
+            .map(|i| match (dtype, at(i)) {
+                (Dtype::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
+                (Dtype::BF16, &[a, b]) => half::bf16::from_le_bytes([a, b]).to_f32(),
+                (Dtype::F16, &[a, b]) => half::f16::from_le_bytes([a, b]).to_f32(),
+                (Dtype::F8_E8M0, &[a]) => e8m0(a),
+                _ => unreachable!("types are checked when the tensor is found"),
+            })
+            .collect()
+    }
+
+    /// A table of experts by token id `[vocab, top_k]`, checked: it decides where rows are sent.
+    pub(super) fn token_table(
+        &self,
+        id: TensorId,
+        top_k: usize,
+        experts: usize,
+    ) -> Result<Vec<i32>, ModelError> {
+        let bytes = self.bytes(id);
+        let table: Vec<i64> = match self.info(id).dtype {
+            Dtype::I64 => bytes.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect(),
+            _ => bytes.as_chunks().0.iter().map(|b| i64::from(i32::from_le_bytes(*b))).collect(),
+        };
+        for (token, row) in table.chunks(top_k).enumerate() {
+            for (i, expert) in row.iter().enumerate() {
+                let problem = if usize::try_from(*expert).is_ok_and(|e| e < experts) {
+                    if !row[..i].contains(expert) {
+                        continue;
+                    }
+                    format!("names expert {expert} twice for token {token}")
+                } else {
+                    format!("names expert {expert} for token {token}, expected 0 to {}", experts - 1)
+                };
+                let (path, tensor) = (self.path(id).to_owned(), self.info(id).name.clone());
+                return Err(ModelError::Contents { path, tensor, reason: problem });
+            }
+        }
+        Ok(table.into_iter().map(|e| i32::try_from(e).expect("below the number of experts")).collect())
+    }
+
+    /// Finds a tensor of floating-point numbers.
+    pub(super) fn find_floats(&mut self, name: &str, reason: &str) -> Result<TensorId, ModelError> {
+        let id = self.find(name, reason)?;
+        match self.info(id).dtype {
+            Dtype::F32 | Dtype::BF16 | Dtype::F16 | Dtype::F8_E8M0 => Ok(id),
+            _ => Err(self.wrong_dtype(id, "F32, BF16 or F16")),
+        }
+    }
+}
+
+/// `2^(bits - 127)`; all ones is not a number.
+fn e8m0(bits: u8) -> f32 {
+    match bits {
+        0 => f32::from_bits(0x0040_0000),
+        255 => f32::NAN,
+        b => f32::from_bits(u32::from(b) << 23),
+    }
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
+}
+
+/// Names of a directory's files, for messages.
+fn list(dir: &Path) -> String {
+    let Ok(entries) = std::fs::read_dir(dir) else { return "no such directory".into() };
+    let mut names: Vec<String> =
+        entries.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned())).collect();
+    names.sort();
+    let more = names.len().saturating_sub(8);
+    names.truncate(8);
+    match (names.is_empty(), more) {
+        (true, _) => "an empty directory".into(),
+        (false, 0) => names.join(", "),
+        (false, more) => format!("{}, and {more} more", names.join(", ")),
+    }
+}
