@@ -1,4 +1,244 @@
-//! Build script of the CUDA kernels.
+//! Compiles the CUDA sources in `src/` when the feature `cuda` is on; does nothing otherwise.
+//!
+//! nvcc is run directly, once per source and in parallel, so that each file is a whole program of its own: separate
+//! compilation (`--device-c`, which build helpers add for several sources) makes ptxas drop `setmaxnreg` and optimise
+//! less. The objects go into one archive through `cc`.
+
 fn main() {
-    println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=build.rs");
+    #[cfg(feature = "cuda")]
+    if let Err(message) = cuda::build() {
+        eprintln!("error: feature `cuda`: {message}");
+        std::process::exit(1);
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use std::collections::BTreeSet;
+    use std::env;
+    use std::fmt::Write as _;
+    use std::fs;
+    use std::path::{Path, PathBuf};
+    use std::process::Command;
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::thread;
+
+    /// Hopper with its architecture-specific instructions (wgmma, setmaxnreg).
+    const TARGET: &str = "arch=compute_90a,code=sm_90a";
+    /// The first release with everything the kernels use.
+    const OLDEST: (u32, u32) = (12, 8);
+
+    /// A compiler that was found, and why it was looked for there.
+    struct Toolkit {
+        nvcc: PathBuf,
+        cudart: PathBuf,
+        version: String,
+        source: String,
+    }
+
+    pub(super) fn build() -> Result<(), String> {
+        let manifest = PathBuf::from(variable("CARGO_MANIFEST_DIR")?);
+        let out = PathBuf::from(variable("OUT_DIR")?);
+        let toolkit = find(&manifest)?;
+        println!("cargo::rustc-env=EXPERTD_NVCC_RELEASE={}", toolkit.version);
+        eprintln!("nvcc {} at {} ({})", toolkit.version, toolkit.nvcc.display(), toolkit.source);
+
+        let folder = manifest.join("src");
+        println!("cargo::rerun-if-changed={}", folder.display());
+        let sources = sources(&folder)?;
+        let objects = compile_all(&toolkit, &sources, &out)?;
+
+        let mut archive = cc::Build::new();
+        for object in objects {
+            archive.object(object);
+        }
+        archive
+            .try_compile("expertd_kernels")
+            .map_err(|e| format!("cannot archive the kernel objects: {e}"))?;
+        println!("cargo::rustc-link-search=native={}", toolkit.cudart.display());
+        println!("cargo::rustc-link-lib=static=cudart_static");
+        for library in ["stdc++", "dl", "rt", "pthread"] {
+            println!("cargo::rustc-link-lib=dylib={library}");
+        }
+        Ok(())
+    }
+
+    fn variable(name: &str) -> Result<String, String> {
+        env::var(name).map_err(|e| format!("{name}: {e}"))
+    }
+
+    /// The `.cu` files, sorted so that builds do not depend on the order of directory entries.
+    fn sources(folder: &Path) -> Result<Vec<PathBuf>, String> {
+        let entries = fs::read_dir(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+        let mut sources: Vec<PathBuf> = entries
+            .filter_map(Result::ok)
+            .map(|entry| entry.path())
+            .filter(|path| path.extension().is_some_and(|extension| extension == "cu"))
+            .collect();
+        sources.sort();
+        if sources.is_empty() {
+            return Err(format!("no .cu files in {}", folder.display()));
+        }
+        Ok(sources)
+    }
+
+    /// Looks for nvcc where people say it is, then where it usually is. A place that someone named and that does not
+    /// work is an error, never skipped.
+    fn find(manifest: &Path) -> Result<Toolkit, String> {
+        for name in ["CUDA_HOME", "NVCC", "PATH", "EXPERTD_NVCC_FLAGS"] {
+            println!("cargo::rerun-if-env-changed={name}");
+        }
+        if let Some(home) = env::var_os("CUDA_HOME").filter(|home| !home.is_empty()) {
+            let nvcc = Path::new(&home).join("bin/nvcc");
+            return probe(&nvcc, "CUDA_HOME").map_err(|why| {
+                format!(
+                    "CUDA_HOME={} does not hold a usable toolkit: {why}\n{WAY_OUT}",
+                    home.to_string_lossy()
+                )
+            });
+        }
+        if let Some(nvcc) = env::var_os("NVCC").filter(|nvcc| !nvcc.is_empty()) {
+            return probe(Path::new(&nvcc), "NVCC")
+                .map_err(|why| format!("NVCC={} is not usable: {why}\n{WAY_OUT}", nvcc.to_string_lossy()));
+        }
+        let mut places: Vec<(PathBuf, &str)> = env::var_os("PATH")
+            .map(|path| env::split_paths(&path).map(|entry| (entry.join("nvcc"), "PATH")).collect())
+            .unwrap_or_default();
+        places.push((PathBuf::from("/usr/local/cuda/bin/nvcc"), "the usual place"));
+        let fetched = manifest.join("../target/cuda/nvidia/cu13/bin/nvcc");
+        println!("cargo::rerun-if-changed={}", fetched.display());
+        places.push((fetched, "scripts/fetch-cuda.sh"));
+
+        let mut refused = String::new();
+        for (nvcc, source) in places {
+            if !nvcc.is_file() {
+                continue;
+            }
+            match probe(&nvcc, source) {
+                Ok(toolkit) => {
+                    if !refused.is_empty() {
+                        println!("cargo::warning=passed over:{}", refused.replace('\n', " "));
+                    }
+                    return Ok(toolkit);
+                }
+                Err(why) => {
+                    let _ = write!(refused, "\n  {} ({source}): {why}", nvcc.display());
+                }
+            }
+        }
+        Err(format!(
+            "no usable nvcc. Looked at CUDA_HOME and NVCC (not set), PATH, /usr/local/cuda and target/cuda.{refused}\n{WAY_OUT}"
+        ))
+    }
+
+    const WAY_OUT: &str = "Way out: run scripts/fetch-cuda.sh (it needs Python and pip only), or set CUDA_HOME to a \
+                           toolkit of CUDA 12.8 or newer, or build without `--features cuda`.";
+
+    /// Runs the compiler for its version and finds the static runtime library that belongs to it.
+    fn probe(nvcc: &Path, source: &str) -> Result<Toolkit, String> {
+        let output =
+            Command::new(nvcc).arg("--version").output().map_err(|e| format!("{}: {e}", nvcc.display()))?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let version = text
+            .split_once("release ")
+            .and_then(|(_, rest)| rest.split_once(','))
+            .map(|(version, _)| version.trim().to_owned())
+            .ok_or_else(|| format!("`nvcc --version` printed no release: {}", text.trim()))?;
+        let mut parts = version.split('.').map(str::parse::<u32>);
+        let (Some(Ok(major)), Some(Ok(minor))) = (parts.next(), parts.next()) else {
+            return Err(format!("cannot read the release `{version}`"));
+        };
+        if (major, minor) < OLDEST {
+            return Err(format!("release {version} found, {}.{} or newer needed", OLDEST.0, OLDEST.1));
+        }
+        // Installed toolkits may be reached through links (/usr/bin/nvcc): resolve them to find the libraries.
+        let real = nvcc.canonicalize().map_err(|e| format!("{}: {e}", nvcc.display()))?;
+        let home = real.parent().and_then(Path::parent).ok_or("nvcc stands in no folder")?;
+        let cudart = ["lib64", "lib", "targets/x86_64-linux/lib"]
+            .iter()
+            .map(|folder| home.join(folder))
+            .find(|folder| folder.join("libcudart_static.a").is_file())
+            .ok_or_else(|| format!("no libcudart_static.a under {}", home.display()))?;
+        Ok(Toolkit { nvcc: real, cudart, version, source: source.to_owned() })
+    }
+
+    /// One nvcc process per source, as many at a time as cargo allows.
+    fn compile_all(toolkit: &Toolkit, sources: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>, String> {
+        let jobs = env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1_usize);
+        let next = AtomicUsize::new(0);
+        let errors = Mutex::new(String::new());
+        let seen = Mutex::new(BTreeSet::new());
+        let objects: Vec<PathBuf> = sources
+            .iter()
+            .map(|source| out.join(source.file_stem().unwrap_or_default()).with_extension("o"))
+            .collect();
+        thread::scope(|scope| {
+            for _ in 0..jobs.min(sources.len()) {
+                scope.spawn(|| {
+                    loop {
+                        let index = next.fetch_add(1, Ordering::Relaxed);
+                        let Some(source) = sources.get(index) else { return };
+                        match compile(toolkit, source, &objects[index]) {
+                            Ok(headers) => {
+                                if let Ok(mut seen) = seen.lock() {
+                                    seen.extend(headers);
+                                }
+                            }
+                            Err(why) => {
+                                if let Ok(mut errors) = errors.lock() {
+                                    errors.push_str(&why);
+                                }
+                            }
+                        }
+                    }
+                });
+            }
+        });
+        for header in seen.into_inner().map_err(|e| e.to_string())? {
+            println!("cargo::rerun-if-changed={header}");
+        }
+        let errors = errors.into_inner().map_err(|e| e.to_string())?;
+        if errors.is_empty() { Ok(objects) } else { Err(errors) }
+    }
+
+    /// Compiles one source and returns the project's own headers that it read.
+    fn compile(toolkit: &Toolkit, source: &Path, object: &Path) -> Result<Vec<String>, String> {
+        let depfile = object.with_extension("d");
+        let mut command = Command::new(&toolkit.nvcc);
+        command
+            .args(["-c", "-std=c++17", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-DNDEBUG"])
+            .arg(format!("-gencode={TARGET}"))
+            .args(["-Xcompiler", "-fPIC,-Wall,-Wno-unknown-pragmas", "-Xptxas", "-warn-spills"])
+            .args(["-cudart", "none", "-MD", "-MF"])
+            .arg(&depfile)
+            .args(["-o"])
+            .arg(object)
+            .arg(source);
+        if let Ok(flags) = env::var("EXPERTD_NVCC_FLAGS") {
+            command.args(flags.split_whitespace());
+        }
+        let output = command.output().map_err(|e| format!("{}: {e}", toolkit.nvcc.display()))?;
+        let diagnostics = String::from_utf8_lossy(&output.stderr);
+        if !output.status.success() {
+            return Err(format!(
+                "{} failed ({}):\n{}{}\n",
+                source.display(),
+                output.status,
+                diagnostics,
+                String::from_utf8_lossy(&output.stdout)
+            ));
+        }
+        for line in diagnostics.lines().filter(|line| !line.trim().is_empty()) {
+            println!("cargo::warning={line}");
+        }
+        let text = fs::read_to_string(&depfile).map_err(|e| format!("{}: {e}", depfile.display()))?;
+        let folder = source.parent().map(|folder| folder.to_string_lossy().into_owned()).unwrap_or_default();
+        Ok(text
+            .split_whitespace()
+            .filter(|word| word.starts_with(&folder) && !word.ends_with(':'))
+            .map(str::to_owned)
+            .collect())
+    }
 }

@@ -1,0 +1,200 @@
+// Device helpers: ordered accesses across GPUs, time, bf16 rows in 16-byte pieces.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "step.h"
+
+namespace expertd {
+
+__device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* address) {
+    uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release_system(uint64_t* address, uint64_t value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ uint64_t now_ns() {
+    uint64_t value;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+    return value;
+}
+
+// Rows are read once per step: through L2, never through the non-coherent path (peers write the windows).
+__device__ __forceinline__ uint4 load_row(const uint4* address) { return __ldcg(address); }
+
+__device__ __forceinline__ void add_bf16x8(float (&sum)[8], const uint4& raw) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        // bf16 is the upper half of an f32.
+        sum[2 * i] += __uint_as_float(words[i] << 16);
+        sum[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
+    }
+}
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ uint32_t pack_f16(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ uint4 pack_bf16x8(const float (&v)[8]) {
+    return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+}
+
+__device__ __forceinline__ uint4 pack_f16x8(const float (&v)[8]) {
+    return make_uint4(pack_f16(v[0], v[1]), pack_f16(v[2], v[3]), pack_f16(v[4], v[5]), pack_f16(v[6], v[7]));
+}
+
+// The experts that a rank owns: [first, last).
+struct Range {
+    uint32_t first, last;
+};
+
+__device__ __forceinline__ Range experts_of(const Group& group, uint32_t rank) {
+    const uint32_t share = group.experts / group.ranks, extra = group.experts % group.ranks;
+    const uint32_t first = rank * share + min(rank, extra);
+    return {first, first + share + (rank < extra ? 1 : 0)};
+}
+
+__device__ __forceinline__ uint32_t owner_of(const Group& group, uint32_t expert) {
+    const uint32_t share = group.experts / group.ranks, extra = group.experts % group.ranks;
+    const uint32_t longer = extra * (share + 1);
+    return expert < longer ? expert / (share + 1) : extra + (expert - longer) / share;
+}
+
+__device__ __forceinline__ void set_error(SlotState* state, Fault fault, uint32_t peer, Phase phase) {
+    atomicCAS(&state->error, 0u, fault | peer << 8 | static_cast<uint32_t>(phase) << 16);
+}
+
+__device__ __forceinline__ void stamp_begin(SlotState* state, Phase phase) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) state->begin_ns[phase] = now_ns();
+}
+
+__device__ __forceinline__ void stamp_end(SlotState* state, Phase phase) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) state->end_ns[phase] = now_ns();
+}
+
+// What every kernel of a step looks at first. Read in one go; `ok` is the same for all threads of a block.
+struct StepView {
+    uint64_t sequence;
+    uint32_t tokens;
+    bool ok;
+};
+
+__device__ __forceinline__ StepView open_step(const Group& group) {
+    const uint4 head = __ldcg(reinterpret_cast<const uint4*>(group.state));
+    StepView view;
+    view.sequence = static_cast<uint64_t>(head.y) << 32 | head.x;
+    view.tokens = min(head.w, group.max_tokens);
+    // Another block may set the error word meanwhile: the block has to agree with itself.
+    view.ok = __syncthreads_or(head.z != 0) == 0;
+    return view;
+}
+
+template <typename T>
+__device__ __forceinline__ T* at(const Group& group, uint32_t rank, uint64_t offset) {
+    return reinterpret_cast<T*>(group.windows[rank] + offset);
+}
+
+// For tests: holds a block back for a time that differs per rank, block and step.
+__device__ __forceinline__ void random_delay(const Group& group, uint64_t sequence) {
+    if (group.delay_ns == 0) return;
+    uint64_t x = sequence * 0x9e3779b97f4a7c15ull + group.rank * 0xbf58476d1ce4e5b9ull + blockIdx.x * 0x94d049bb133111ebull;
+    x ^= x >> 31;
+    x *= 0xd6e8feb86659fd93ull;
+    x ^= x >> 29;
+    const uint64_t until = now_ns() + x % group.delay_ns;
+    while (now_ns() < until) {
+    }
+}
+
+// Tells every rank that this block's stores of this exchange are there. All threads of the block call it.
+__device__ __forceinline__ void send_flags(const Group& group, uint64_t flags, uint64_t value) {
+    __syncthreads();
+    if (threadIdx.x < group.ranks) {
+        // Own stores and, through the barrier, those of the block are ordered before the flag at system scope.
+        uint64_t* flag = at<uint64_t>(group, threadIdx.x, flags) + group.rank * kMaxBlocks + blockIdx.x;
+        store_release_system(flag, value);
+    }
+}
+
+// Waits for every block of every rank. False (for the whole block) when the deadline passed.
+__device__ __forceinline__ bool wait_flags(const Group& group, uint64_t flags, uint64_t value, Phase phase) {
+    const uint64_t* own = at<uint64_t>(group, group.rank, flags);
+    const uint32_t blocks = gridDim.x, all = blocks * group.ranks;
+    uint64_t deadline = 0;
+    bool late = false;
+    for (uint32_t i = threadIdx.x; i < all && !late; i += blockDim.x) {
+        const uint32_t source = i / blocks;
+        const uint64_t* flag = own + source * kMaxBlocks + (i - source * blocks);
+        for (uint32_t spins = 0; load_acquire_system(flag) != value; ++spins) {
+            if ((spins & 63) != 63) continue;
+            const uint64_t now = now_ns();
+            if (deadline == 0) deadline = now + group.deadline_ns;
+            if (now > deadline) {
+                set_error(group.state, kTimeout, source, phase);
+                late = true;
+                break;
+            }
+        }
+    }
+    // The barrier hands what the polling threads acquired to the rest of the block.
+    return __syncthreads_or(late) == 0;
+}
+
+// True for all threads of the last block that gets here; resets the ticket for the next kernel.
+__device__ __forceinline__ bool last_block(uint32_t* ticket, uint32_t blocks) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(ticket, 1) == blocks - 1;
+        if (last) *ticket = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
+}
+
+// By-value parameters of `count` ranks.
+template <typename Params, int Count>
+struct Ranks {
+    Params rank[Count];
+};
+
+// Launches kernel<1> for a rank of its own or kernel<kMaxRanks> for a loopback group. A group's blocks wait for each
+// other, so they have to be resident together: a cooperative launch fails instead of hanging.
+template <typename Params, typename One, typename Many>
+int launch(One one, Many many, const Params* params, uint32_t count, uint32_t blocks, uint32_t threads,
+           bool resident, void* stream) {
+    if (count == 0 || count > kMaxRanks || blocks == 0) return cudaErrorInvalidValue;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks, count);
+    config.blockDim = dim3(threads);
+    config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+    config.attrs = &attribute;
+    config.numAttrs = resident && count > 1 ? 1 : 0;
+    if (count == 1) {
+        Ranks<Params, 1> all;
+        all.rank[0] = params[0];
+        return cudaLaunchKernelEx(&config, one, all);
+    }
+    Ranks<Params, kMaxRanks> all = {};
+    for (uint32_t i = 0; i < count; ++i) all.rank[i] = params[i];
+    return cudaLaunchKernelEx(&config, many, all);
+}
+
+}  // namespace expertd

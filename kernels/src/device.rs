@@ -1,0 +1,471 @@
+//! Owners of device memory, pinned host memory, streams and graphs, over the driver API. Drops never panic.
+#![allow(unsafe_code, reason = "calls the CUDA driver")]
+
+use std::ffi::c_void;
+use std::marker::PhantomData;
+use std::ptr;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUdevice_attribute, CUdeviceptr, CUstream};
+use cudarc::driver::{CudaContext, result};
+
+/// What the driver refused.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// No driver on this machine.
+    #[error("no CUDA driver (libcuda.so.1) on this machine: install NVIDIA's driver, or use the cpu device")]
+    NoDriver,
+    /// A driver call failed.
+    #[error("{call} failed: {error:?}")]
+    Driver {
+        /// The call.
+        call: &'static str,
+        /// The driver's error.
+        error: result::DriverError,
+    },
+}
+
+fn check<T>(call: &'static str, outcome: Result<T, result::DriverError>) -> Result<T, DeviceError> {
+    outcome.map_err(|error| DeviceError::Driver { call, error })
+}
+
+/// Whether the driver's library can be opened; nothing else here may be called otherwise.
+#[must_use]
+pub fn driver_present() -> bool {
+    // SAFETY: opens the library and looks at nothing in it.
+    unsafe { sys::is_culib_present() }
+}
+
+/// One GPU with its primary context.
+#[derive(Clone, Debug)]
+pub struct Device {
+    context: Arc<CudaContext>,
+}
+
+impl Device {
+    /// Number of GPUs that this process may use.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoDriver`] without a driver, the driver's error when it does not start.
+    pub fn count() -> Result<u32, DeviceError> {
+        if !driver_present() {
+            return Err(DeviceError::NoDriver);
+        }
+        check("cuDeviceGetCount", CudaContext::device_count()).map(|count| u32::try_from(count).unwrap_or(0))
+    }
+
+    /// Opens a GPU and makes its context current on this thread.
+    ///
+    /// # Errors
+    /// As [`Device::count`], and when there is no such GPU.
+    pub fn open(ordinal: u32) -> Result<Device, DeviceError> {
+        if !driver_present() {
+            return Err(DeviceError::NoDriver);
+        }
+        let context = check("opening the device", CudaContext::new(ordinal as usize))?;
+        // SAFETY: buffers of this module order their work through streams themselves.
+        unsafe { context.disable_event_tracking() };
+        Ok(Device { context })
+    }
+
+    /// Makes the context current on the calling thread.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn bind(&self) -> Result<(), DeviceError> {
+        check("cuCtxSetCurrent", self.context.bind_to_thread())
+    }
+
+    /// The GPU's name.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn name(&self) -> Result<String, DeviceError> {
+        check("cuDeviceGetName", self.context.name())
+    }
+
+    /// Compute capability.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn capability(&self) -> Result<(i32, i32), DeviceError> {
+        check("cuDeviceGetAttribute", self.context.compute_capability())
+    }
+
+    /// Streaming multiprocessors.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn multiprocessors(&self) -> Result<u32, DeviceError> {
+        let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        check("cuDeviceGetAttribute", self.context.attribute(attribute))
+            .map(|n| u32::try_from(n).unwrap_or(0))
+    }
+
+    /// Free and total bytes of device memory.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
+        check("cuMemGetInfo", self.context.mem_get_info())
+    }
+
+    /// Whether this GPU can load and store `other`'s memory.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn reaches(&self, other: &Device) -> Result<bool, DeviceError> {
+        let mut can = 0;
+        // SAFETY: both devices exist and `can` is a valid place for the answer.
+        let status = unsafe {
+            sys::cuDeviceCanAccessPeer(&raw mut can, self.context.cu_device(), other.context.cu_device())
+        };
+        check("cuDeviceCanAccessPeer", status.result())?;
+        Ok(can != 0)
+    }
+
+    /// Waits until everything on the device is done.
+    ///
+    /// # Errors
+    /// The first error of anything that ran.
+    pub fn synchronize(&self) -> Result<(), DeviceError> {
+        check("cuCtxSynchronize", self.context.synchronize())
+    }
+
+    /// A new stream.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn stream(&self) -> Result<Stream, DeviceError> {
+        self.bind()?;
+        let raw = check("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking))?;
+        Ok(Stream { raw, device: self.clone() })
+    }
+}
+
+/// Version of the driver, as `(major, minor)` of the newest CUDA that it supports.
+///
+/// # Errors
+/// [`DeviceError::NoDriver`], or the driver's error.
+pub fn driver_version() -> Result<(i32, i32), DeviceError> {
+    if !driver_present() {
+        return Err(DeviceError::NoDriver);
+    }
+    let mut version = 0;
+    // SAFETY: works before initialisation; `version` is a valid place for the answer.
+    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut version) }.result())?;
+    Ok((version / 1000, version % 1000 / 10))
+}
+
+/// A stream of one device.
+#[derive(Debug)]
+pub struct Stream {
+    raw: CUstream,
+    device: Device,
+}
+
+// SAFETY: driver handles may be used from any thread.
+unsafe impl Send for Stream {}
+
+impl Stream {
+    /// The driver's handle.
+    #[must_use]
+    pub fn raw(&self) -> CUstream {
+        self.raw
+    }
+
+    /// Waits for everything on it.
+    ///
+    /// # Errors
+    /// The first error of anything that ran.
+    pub fn synchronize(&self) -> Result<(), DeviceError> {
+        // SAFETY: a live stream.
+        check("cuStreamSynchronize", unsafe { result::stream::synchronize(self.raw) })
+    }
+
+    /// Captures what `record` launches on this stream into a graph. Everything it launches must have run before, so
+    /// that nothing is initialised lazily in the capture.
+    ///
+    /// # Errors
+    /// `record`'s error, or the driver's.
+    pub fn capture<E: From<DeviceError>>(&self, record: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: a live stream that is not capturing.
+        check("cuStreamBeginCapture", unsafe { result::stream::begin_capture(self.raw, mode) })?;
+        let recorded = record();
+        // SAFETY: ends the capture begun above, whatever came of it.
+        let graph = check("cuStreamEndCapture", unsafe { result::stream::end_capture(self.raw) });
+        recorded?;
+        let graph = graph?;
+        let mut executable = ptr::null_mut();
+        // SAFETY: a graph that was just captured.
+        let status = unsafe { sys::cuGraphInstantiateWithFlags(&raw mut executable, graph, 0) };
+        // SAFETY: the executable graph does not need it any more.
+        let destroyed = unsafe { result::graph::destroy(graph) };
+        check("cuGraphInstantiate", status.result())?;
+        check("cuGraphDestroy", destroyed)?;
+        Ok(Graph { raw: executable, _device: self.device.clone() })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.device.bind().is_ok() {
+            // SAFETY: destroyed once. Nothing can be done about an error here.
+            let _ = unsafe { result::stream::destroy(self.raw) };
+        }
+    }
+}
+
+/// A captured step, ready for replay.
+#[derive(Debug)]
+pub struct Graph {
+    raw: sys::CUgraphExec,
+    _device: Device,
+}
+
+// SAFETY: driver handles may be used from any thread.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Replays it on a stream.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn launch(&self, stream: &Stream) -> Result<(), DeviceError> {
+        // SAFETY: both are alive.
+        check("cuGraphLaunch", unsafe { result::graph::launch(self.raw, stream.raw) })
+    }
+
+    /// Uploads it ahead of the first replay.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn upload(&self, stream: &Stream) -> Result<(), DeviceError> {
+        // SAFETY: both are alive.
+        check("cuGraphUpload", unsafe { result::graph::upload(self.raw, stream.raw) })
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: destroyed once. Nothing can be done about an error here.
+        let _ = unsafe { result::graph::exec_destroy(self.raw) };
+    }
+}
+
+/// Plain-old-data that may be copied between host and device byte by byte.
+///
+/// # Safety
+/// Any bytes are a valid value, and there is no padding that matters.
+pub unsafe trait Plain: Copy + Default {}
+// SAFETY: integers and floats.
+unsafe impl Plain for u8 {}
+// SAFETY: as above.
+unsafe impl Plain for u16 {}
+// SAFETY: as above.
+unsafe impl Plain for u32 {}
+// SAFETY: as above.
+unsafe impl Plain for u64 {}
+// SAFETY: as above.
+unsafe impl Plain for i32 {}
+// SAFETY: as above.
+unsafe impl Plain for f32 {}
+// SAFETY: integers only, laid out without gaps.
+unsafe impl Plain for crate::params::SlotState {}
+// SAFETY: as above.
+unsafe impl Plain for crate::params::StepRequest {}
+// SAFETY: as above.
+unsafe impl Plain for crate::params::Completion {}
+// SAFETY: as above.
+unsafe impl Plain for crate::params::GateLayer {}
+
+/// An array in device memory.
+#[derive(Debug)]
+pub struct Buffer<T: Plain> {
+    address: CUdeviceptr,
+    len: usize,
+    device: Device,
+    kind: PhantomData<T>,
+}
+
+impl<T: Plain> Buffer<T> {
+    /// Allocates `len` elements of zeros (at least one, so that the address is never null).
+    ///
+    /// # Errors
+    /// When memory is short.
+    pub fn zeroed(device: &Device, len: usize) -> Result<Buffer<T>, DeviceError> {
+        device.bind()?;
+        let bytes = len.max(1) * size_of::<T>();
+        // SAFETY: a current context; the memory is set before anything reads it.
+        let address = check("cuMemAlloc", unsafe { result::malloc_sync(bytes) })?;
+        let buffer = Buffer { address, len, device: device.clone(), kind: PhantomData };
+        buffer.fill_bytes(0)?;
+        Ok(buffer)
+    }
+
+    /// Allocates and copies `values`.
+    ///
+    /// # Errors
+    /// When memory is short.
+    pub fn from_slice(device: &Device, values: &[T]) -> Result<Buffer<T>, DeviceError> {
+        let buffer = Buffer::zeroed(device, values.len())?;
+        buffer.write(values)?;
+        Ok(buffer)
+    }
+
+    /// Device address.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Number of elements.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it holds nothing.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Sets every byte.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn fill_bytes(&self, byte: u8) -> Result<(), DeviceError> {
+        self.device.bind()?;
+        // SAFETY: within the allocation.
+        check("cuMemsetD8", unsafe {
+            result::memset_d8_sync(self.address, byte, self.len * size_of::<T>())
+        })?;
+        // Memset of device memory returns before it is done.
+        self.device.synchronize()
+    }
+
+    /// Copies values to the start of the array; waits until they are there.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Panics
+    /// When there are more values than elements.
+    pub fn write(&self, values: &[T]) -> Result<(), DeviceError> {
+        assert!(values.len() <= self.len, "{} values into a buffer of {}", values.len(), self.len);
+        if values.is_empty() {
+            return Ok(());
+        }
+        self.device.bind()?;
+        // SAFETY: within the allocation (checked above).
+        check("cuMemcpyHtoD", unsafe { result::memcpy_htod_sync(self.address, values) })
+    }
+
+    /// Copies the whole array to the host.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn read(&self) -> Result<Vec<T>, DeviceError> {
+        let mut values = vec![T::default(); self.len];
+        if self.len != 0 {
+            self.device.bind()?;
+            // SAFETY: as long as the allocation; any bytes are a `T`.
+            check("cuMemcpyDtoH", unsafe { result::memcpy_dtoh_sync(&mut values, self.address) })?;
+        }
+        Ok(values)
+    }
+}
+
+impl<T: Plain> Drop for Buffer<T> {
+    fn drop(&mut self) {
+        if self.device.bind().is_ok() {
+            // SAFETY: freed once. Nothing can be done about an error here.
+            let _ = unsafe { result::free_sync(self.address) };
+        }
+    }
+}
+
+/// Copies bytes from device memory at an address; what a window's resolution needs.
+///
+/// # Errors
+/// The driver's words.
+///
+/// # Safety
+/// `address` must be readable device memory of the current context for the whole length.
+pub unsafe fn read_device(address: u64, bytes: &mut [u8]) -> Result<(), String> {
+    // SAFETY: the caller's promise.
+    unsafe { result::memcpy_dtoh_sync(bytes, address) }.map_err(|error| format!("{error:?}"))
+}
+
+/// Sets bytes of device memory.
+///
+/// # Errors
+/// The driver's.
+///
+/// # Safety
+/// `address` must be writable device memory of the current context for the whole length, and nobody may be using it.
+pub unsafe fn fill_device(address: u64, byte: u8, bytes: usize) -> Result<(), DeviceError> {
+    // SAFETY: the caller's promise.
+    check("cuMemsetD8", unsafe { result::memset_d8_sync(address, byte, bytes) })?;
+    check("cuCtxSynchronize", result::ctx::synchronize())
+}
+
+/// Host memory that the device may address: pages of this process's mapping, pinned while this lives.
+#[derive(Debug)]
+pub struct Pinned<'a> {
+    host: *mut c_void,
+    address: CUdeviceptr,
+    device: Device,
+    mapping: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: an address; the memory behind it is shared with other processes anyway.
+unsafe impl Send for Pinned<'_> {}
+
+impl Pinned<'_> {
+    /// Pins and maps `bytes` at `host` into the device's address space.
+    ///
+    /// # Errors
+    /// When the pages cannot be pinned (locked-memory limit, memory short).
+    ///
+    /// # Safety
+    /// `host` must be mapped, page-aligned memory of that length, for as long as the result lives.
+    pub unsafe fn register(
+        device: &Device,
+        host: *mut u8,
+        bytes: usize,
+    ) -> Result<Pinned<'static>, DeviceError> {
+        device.bind()?;
+        let host = host.cast::<c_void>();
+        let flags = sys::CU_MEMHOSTREGISTER_DEVICEMAP | sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // SAFETY: the caller's promise.
+        check("cuMemHostRegister", unsafe { sys::cuMemHostRegister_v2(host, bytes, flags) }.result())?;
+        let mut address = 0;
+        // SAFETY: registered just now.
+        let status = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut address, host, 0) };
+        if let Err(error) = status.result() {
+            // SAFETY: registered just now.
+            let _ = unsafe { sys::cuMemHostUnregister(host) };
+            return Err(DeviceError::Driver { call: "cuMemHostGetDevicePointer", error });
+        }
+        Ok(Pinned { host, address, device: device.clone(), mapping: PhantomData })
+    }
+
+    /// Where the device sees it.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl Drop for Pinned<'_> {
+    fn drop(&mut self) {
+        if self.device.bind().is_ok() {
+            // SAFETY: registered once, unregistered once. Nothing can be done about an error here.
+            let _ = unsafe { sys::cuMemHostUnregister(self.host) };
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! Launches of the kernels in `src/*.cu` on a stream. A slice of one parameter struct is a rank of its own; a slice of
+//! several is a loopback group, whose virtual ranks run in one launch.
+#![allow(unsafe_code, reason = "calls the kernels' C launchers")]
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+use cudarc::driver::sys::CUstream;
+
+use crate::params::{CombineParams, CopyInParams, CopyOutParams, DispatchParams, GateParams, ScaleParams};
+
+unsafe extern "C" {
+    fn expertd_gate(params: *const GateParams, count: u32, tokens_at_most: u32, stream: *mut c_void)
+    -> c_int;
+    fn expertd_dispatch(params: *const DispatchParams, count: u32, blocks: u32, stream: *mut c_void)
+    -> c_int;
+    fn expertd_combine(params: *const CombineParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
+    fn expertd_scale(params: *const ScaleParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
+    fn expertd_copy_in(params: *const CopyInParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
+    fn expertd_copy_out(params: *const CopyOutParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
+    fn expertd_error_string(code: c_int) -> *const c_char;
+}
+
+/// A launch that the CUDA runtime refused.
+#[derive(Debug, thiserror::Error)]
+#[error("launching {kernel} failed with CUDA error {code}: {text}")]
+pub struct LaunchError {
+    kernel: &'static str,
+    code: c_int,
+    text: String,
+}
+
+fn check(kernel: &'static str, code: c_int) -> Result<(), LaunchError> {
+    if code == 0 {
+        return Ok(());
+    }
+    // SAFETY: the CUDA runtime returns a static string for every code.
+    let text = unsafe { CStr::from_ptr(expertd_error_string(code)) }.to_string_lossy().into_owned();
+    Err(LaunchError { kernel, code, text })
+}
+
+macro_rules! launcher {
+    ($(#[$doc:meta])* $name:ident($params:ty, $amount:ident) = $symbol:ident) => {
+        $(#[$doc])*
+        ///
+        /// # Errors
+        /// When CUDA refuses the launch; a kernel that fails while running shows in a later call and in the error word.
+        ///
+        /// # Safety
+        /// The addresses in `params` must be valid on the stream's device, with the sizes that the struct's
+        /// documentation says, until the launch (or the graph it is captured in) has run. The stream's context must be
+        /// current.
+        pub unsafe fn $name(params: &[$params], $amount: u32, stream: CUstream) -> Result<(), LaunchError> {
+            let count = u32::try_from(params.len()).unwrap_or(u32::MAX);
+            // SAFETY: the slice is valid for `count` structs, which the launcher copies; the rest is the caller's promise.
+            check(stringify!($name), unsafe { $symbol(params.as_ptr(), count, $amount, stream.cast()) })
+        }
+    };
+}
+
+launcher! {
+    /// Gate of at most `tokens_at_most` rows (the grid's size; real counts are read on the device).
+    gate(GateParams, tokens_at_most) = expertd_gate
+}
+launcher! {
+    /// Push of rows and lists of rows per expert. All `blocks` must fit on the device at once.
+    dispatch(DispatchParams, blocks) = expertd_dispatch
+}
+launcher! {
+    /// Return and reduction of partials; advances the slot's sequence. All `blocks` must fit on the device at once.
+    combine(CombineParams, blocks) = expertd_combine
+}
+launcher! {
+    /// Stand-in for experts.
+    scale(ScaleParams, blocks) = expertd_scale
+}
+launcher! {
+    /// Host staging to device memory.
+    copy_in(CopyInParams, blocks) = expertd_copy_in
+}
+launcher! {
+    /// Device memory to host staging, then the completion record.
+    copy_out(CopyOutParams, blocks) = expertd_copy_out
+}

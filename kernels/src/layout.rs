@@ -1,0 +1,189 @@
+//! What a slot's window region holds and how large everything is. Pure arithmetic: the same on every rank.
+
+use crate::params::{MAX_BLOCKS, MAX_RANKS, MAX_TOP_K};
+
+/// Sizes that an EP group is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Ranks of the group.
+    pub ranks: u32,
+    /// Rows per rank and step, at most.
+    pub max_tokens: u32,
+    /// Elements of a row.
+    pub hidden: u32,
+    /// Choices per token.
+    pub top_k: u32,
+    /// Routed experts of a layer.
+    pub experts: u32,
+}
+
+/// A size that the kernels cannot work with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ShapeError {
+    /// Number of ranks.
+    #[error("an EP group has 1 to {MAX_RANKS} ranks, not {0}")]
+    Ranks(u32),
+    /// Row length.
+    #[error("the hidden size must be a multiple of 8 (16-byte pieces of bf16), and {0} is not")]
+    Hidden(u32),
+    /// Choices per token.
+    #[error("top_k must be 1 to {MAX_TOP_K} and at most the number of experts ({experts}), not {top_k}")]
+    TopK {
+        /// What was asked for.
+        top_k: u32,
+        /// Routed experts.
+        experts: u32,
+    },
+    /// Rows per step.
+    #[error(
+        "max_tokens_per_rank must be at least 1, and ranks x max_tokens x top_k must fit 31 bits; {0} does not"
+    )]
+    MaxTokens(u32),
+}
+
+impl Shape {
+    /// Checks that the kernels can work with these sizes.
+    ///
+    /// # Errors
+    /// The first size that is wrong.
+    pub fn check(&self) -> Result<(), ShapeError> {
+        if self.ranks == 0 || self.ranks as usize > MAX_RANKS {
+            return Err(ShapeError::Ranks(self.ranks));
+        }
+        if self.hidden == 0 || !self.hidden.is_multiple_of(8) {
+            return Err(ShapeError::Hidden(self.hidden));
+        }
+        if self.top_k == 0 || self.top_k as usize > MAX_TOP_K || self.top_k > self.experts {
+            return Err(ShapeError::TopK { top_k: self.top_k, experts: self.experts });
+        }
+        let entries = u64::from(self.ranks) * u64::from(self.max_tokens) * u64::from(self.top_k);
+        // Work items (row pieces) and entries are counted in 32 bits on the device.
+        let items = u64::from(self.ranks) * u64::from(self.max_tokens) * u64::from(self.hidden.div_ceil(512));
+        if self.max_tokens == 0 || entries.max(items) > i32::MAX as u64 {
+            return Err(ShapeError::MaxTokens(self.max_tokens));
+        }
+        Ok(())
+    }
+
+    /// First expert of `rank` and one past its last: contiguous ranges, the first `experts % ranks` one longer.
+    #[must_use]
+    pub fn expert_range(&self, rank: u32) -> (u32, u32) {
+        let (share, extra) = (self.experts / self.ranks, self.experts % self.ranks);
+        let first = rank * share + rank.min(extra);
+        (first, first + share + u32::from(rank < extra))
+    }
+
+    /// Largest number of experts of one rank.
+    #[must_use]
+    pub fn max_local_experts(&self) -> u32 {
+        self.experts.div_ceil(self.ranks)
+    }
+
+    /// Assignments (row, local expert) that can meet at one rank.
+    #[must_use]
+    pub fn max_assignments(&self) -> usize {
+        self.ranks as usize * self.max_tokens as usize * self.top_k.min(self.max_local_experts()) as usize
+    }
+
+    /// Rows of a window.
+    #[must_use]
+    pub fn window_rows(&self) -> usize {
+        self.ranks as usize * self.max_tokens as usize
+    }
+}
+
+/// Byte offsets in a slot's window region, in the order of `Group` in `step.h`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WindowLayout {
+    /// u64 `[N, MAX_BLOCKS]`.
+    pub dispatch_flags: u64,
+    /// u64 `[N, MAX_BLOCKS]`.
+    pub combine_flags: u64,
+    /// u32 `[N]`.
+    pub counts: u64,
+    /// i32 `[N, max_tokens, k]`.
+    pub ids: u64,
+    /// f32 `[N, max_tokens, k]`.
+    pub weights: u64,
+    /// bf16 `[N, max_tokens, H]`.
+    pub rows: u64,
+    /// bf16 `[N, max_tokens, H]`.
+    pub partials: u64,
+}
+
+impl WindowLayout {
+    /// Lays a region out.
+    #[must_use]
+    pub fn new(shape: &Shape) -> (WindowLayout, u64) {
+        let mut end = 0_u64;
+        let mut place = |bytes: usize| {
+            let start = end;
+            end = (start + bytes as u64).next_multiple_of(1024);
+            start
+        };
+        let flags = shape.ranks as usize * MAX_BLOCKS * size_of::<u64>();
+        let entries = shape.window_rows() * shape.top_k as usize * 4;
+        let rows = shape.window_rows() * shape.hidden as usize * 2;
+        let layout = WindowLayout {
+            dispatch_flags: place(flags),
+            combine_flags: place(flags),
+            counts: place(shape.ranks as usize * 4),
+            ids: place(entries),
+            weights: place(entries),
+            rows: place(rows),
+            partials: place(rows),
+        };
+        (layout, end)
+    }
+
+    /// Bytes at the start of a region that must be zero before the first step: flags and counts.
+    #[must_use]
+    pub fn zeroed_bytes(&self) -> u64 {
+        self.ids
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: Shape = Shape { ranks: 4, max_tokens: 100, hidden: 2048, top_k: 8, experts: 10 };
+
+    #[test]
+    fn regions_do_not_overlap_and_are_aligned_for_bulk_copies() {
+        let (layout, bytes) = WindowLayout::new(&SHAPE);
+        let starts = [
+            layout.dispatch_flags,
+            layout.combine_flags,
+            layout.counts,
+            layout.ids,
+            layout.weights,
+            layout.rows,
+            layout.partials,
+            bytes,
+        ];
+        let sizes = [4 * 128 * 8, 4 * 128 * 8, 16, 12800, 12800, 4 * 100 * 4096, 4 * 100 * 4096];
+        for (pair, size) in starts.windows(2).zip(sizes) {
+            assert!(pair[1] >= pair[0] + size && pair[0] % 1024 == 0, "{starts:?}");
+        }
+    }
+
+    #[test]
+    fn experts_are_spread_as_evenly_as_they_can() {
+        let ranges: Vec<_> = (0..4).map(|rank| SHAPE.expert_range(rank)).collect();
+        assert_eq!(ranges, [(0, 3), (3, 6), (6, 8), (8, 10)]);
+        assert_eq!(SHAPE.max_local_experts(), 3);
+        assert_eq!(SHAPE.max_assignments(), 4 * 100 * 3);
+    }
+
+    #[test]
+    fn every_size_is_checked_by_name() {
+        assert_eq!(SHAPE.check(), Ok(()));
+        assert_eq!(Shape { ranks: 9, ..SHAPE }.check(), Err(ShapeError::Ranks(9)));
+        assert_eq!(Shape { hidden: 2044, ..SHAPE }.check(), Err(ShapeError::Hidden(2044)));
+        assert_eq!(Shape { top_k: 11, ..SHAPE }.check(), Err(ShapeError::TopK { top_k: 11, experts: 10 }));
+        assert_eq!(Shape { max_tokens: 0, ..SHAPE }.check(), Err(ShapeError::MaxTokens(0)));
+        assert!(Shape { max_tokens: 1 << 27, ..SHAPE }.check().is_err());
+    }
+}

@@ -1,0 +1,152 @@
+//! One rank's buffers for one slot, and the parameters of its kernels.
+
+use crate::device::{Buffer, Device, DeviceError};
+use crate::layout::{Shape, WindowLayout};
+use crate::params::{CombineParams, DispatchParams, Group, MAX_BLOCKS, MAX_RANKS, ScaleParams, SlotState};
+
+/// Rows that one warp of dispatch or combine moves a piece of; see `dispatch.cu`.
+const WARPS_PER_BLOCK: u32 = 16;
+const DISPATCH_PIECE: u32 = 1024;
+const COMBINE_PIECE: u32 = 512;
+
+/// Blocks for dispatch of at most `tokens` rows per rank. All ranks must take the same number.
+#[must_use]
+pub fn dispatch_blocks(shape: &Shape, tokens: u32, most: u32) -> u32 {
+    let items = u64::from(tokens) * u64::from(shape.hidden.div_ceil(DISPATCH_PIECE));
+    // Listing rows wants a block for every few local experts, too.
+    let experts =
+        u64::from(shape.max_local_experts().div_ceil(if tokens <= 32 { WARPS_PER_BLOCK } else { 1 }));
+    blocks(items.div_ceil(4).max(experts), most)
+}
+
+/// Blocks for combine of at most `tokens` rows per rank. All ranks must take the same number.
+#[must_use]
+pub fn combine_blocks(shape: &Shape, tokens: u32, most: u32) -> u32 {
+    let items = u64::from(tokens) * u64::from(shape.ranks) * u64::from(shape.hidden.div_ceil(COMBINE_PIECE));
+    blocks(items.div_ceil(4), most)
+}
+
+fn blocks(wanted: u64, most: u32) -> u32 {
+    let most = most.clamp(1, MAX_BLOCKS as u32);
+    u32::try_from(wanted).unwrap_or(most).clamp(1, most)
+}
+
+/// Device memory of one rank and slot, beside the window.
+#[derive(Debug)]
+pub struct SlotBuffers {
+    /// The slot's state.
+    pub state: Buffer<SlotState>,
+    /// bf16 `[max_tokens, H]`.
+    pub tokens: Buffer<u16>,
+    /// i32 `[max_tokens, k]`.
+    pub topk_ids: Buffer<i32>,
+    /// f32 `[max_tokens, k]`.
+    pub topk_weights: Buffer<f32>,
+    /// u32 `[local experts + 1]`.
+    pub expert_offsets: Buffer<u32>,
+    /// u32 `[assignments]`.
+    pub row_index: Buffer<u32>,
+    /// f32 `[assignments]`.
+    pub row_weight: Buffer<f32>,
+    /// u32 `[N, max_tokens, k]`.
+    pub position: Buffer<u32>,
+    /// bf16 `[assignments, H]`.
+    pub expert_out: Buffer<u16>,
+    /// `[max_tokens, H]` of up to four bytes.
+    pub out: Buffer<u32>,
+}
+
+impl SlotBuffers {
+    /// Allocates everything for `shape`; the sequence starts at 1.
+    ///
+    /// # Errors
+    /// When memory is short.
+    pub fn new(device: &Device, shape: &Shape) -> Result<SlotBuffers, DeviceError> {
+        let tokens = shape.max_tokens as usize;
+        let (hidden, top_k) = (shape.hidden as usize, shape.top_k as usize);
+        let assignments = shape.max_assignments();
+        Ok(SlotBuffers {
+            state: Buffer::from_slice(device, &[SlotState { sequence: 1, ..SlotState::default() }])?,
+            tokens: Buffer::zeroed(device, tokens * hidden)?,
+            topk_ids: Buffer::zeroed(device, tokens * top_k)?,
+            topk_weights: Buffer::zeroed(device, tokens * top_k)?,
+            expert_offsets: Buffer::zeroed(device, shape.max_local_experts() as usize + 1)?,
+            row_index: Buffer::zeroed(device, assignments)?,
+            row_weight: Buffer::zeroed(device, assignments)?,
+            position: Buffer::zeroed(device, shape.window_rows() * top_k)?,
+            expert_out: Buffer::zeroed(device, assignments * hidden)?,
+            out: Buffer::zeroed(device, tokens * hidden)?,
+        })
+    }
+
+    /// This rank's view of the group. `windows` are the addresses of this slot's region at every rank.
+    #[must_use]
+    pub fn group(
+        &self,
+        shape: &Shape,
+        rank: u32,
+        windows: &[u64],
+        generation: u64,
+        deadline_ns: u64,
+    ) -> Group {
+        let mut all = [0; MAX_RANKS];
+        for (place, window) in all.iter_mut().zip(windows) {
+            *place = *window;
+        }
+        Group {
+            windows: all,
+            state: self.state.address(),
+            generation: generation << 40,
+            deadline_ns,
+            rank,
+            ranks: shape.ranks,
+            hidden: shape.hidden,
+            top_k: shape.top_k,
+            experts: shape.experts,
+            max_tokens: shape.max_tokens,
+            delay_ns: 0,
+            reserved: 0,
+            layout: WindowLayout::new(shape).0,
+        }
+    }
+
+    /// Parameters of dispatch.
+    #[must_use]
+    pub fn dispatch(&self, group: Group) -> DispatchParams {
+        DispatchParams {
+            group,
+            tokens: self.tokens.address(),
+            topk_ids: self.topk_ids.address(),
+            topk_weights: self.topk_weights.address(),
+            expert_offsets: self.expert_offsets.address(),
+            row_index: self.row_index.address(),
+            row_weight: self.row_weight.address(),
+            position: self.position.address(),
+        }
+    }
+
+    /// Parameters of combine; `shared` is a bf16 `[T, H]` device address to be added, or 0.
+    #[must_use]
+    pub fn combine(&self, group: Group, shared: u64) -> CombineParams {
+        CombineParams {
+            group,
+            expert_out: self.expert_out.address(),
+            position: self.position.address(),
+            topk_ids: self.topk_ids.address(),
+            shared,
+            out: self.out.address(),
+        }
+    }
+
+    /// Parameters of the stand-in for experts.
+    #[must_use]
+    pub fn scale(&self, group: Group) -> ScaleParams {
+        ScaleParams {
+            group,
+            expert_offsets: self.expert_offsets.address(),
+            row_index: self.row_index.address(),
+            row_weight: self.row_weight.address(),
+            out: self.expert_out.address(),
+        }
+    }
+}

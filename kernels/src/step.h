@@ -1,0 +1,214 @@
+// Parameters of the kernels that move a step's tokens, shared with Rust (params.rs mirrors every struct here, and both
+// sides assert the sizes). One struct per kernel, passed by value.
+//
+// Words: N ranks, T tokens of one rank (counts live on the device), k choices per token, H elements per row, E experts.
+#pragma once
+#include <cstdint>
+
+namespace expertd {
+
+constexpr uint32_t kMaxRanks = 8;
+constexpr uint32_t kMaxTopK = 32;
+// Blocks that send in one exchange, at most: each has its own flag at every peer.
+constexpr uint32_t kMaxBlocks = 128;
+// Experts of one layer, at most (the gate keeps a token's scores in registers of one warp).
+constexpr uint32_t kMaxExperts = 1024;
+
+// Element types as on the wire (types.rs).
+enum DType : uint32_t { kBf16 = 1, kF16 = 2, kF32 = 3 };
+
+// First byte of the error word; the second is the peer (or 0xff), the third the phase.
+enum Fault : uint32_t { kNone = 0, kTimeout = 1, kBadCount = 2 };
+enum Phase : uint32_t { kCopyIn = 0, kGate, kPrepare, kDispatch, kExperts, kCombine, kCopyOut, kPhases };
+
+// One slot's state in device memory. copy_in writes the step's fields, combine advances the sequence.
+struct SlotState {
+    uint64_t sequence;       // of the current exchange, starting at 1
+    uint32_t error;          // 0, or what ended this generation
+    uint32_t tokens;         // rows of this rank in this step
+    uint32_t layer;          // index into device tables
+    uint32_t given_routing;  // 1: topk_ids and topk_weights came with the request
+    uint32_t in_dtype;
+    uint32_t out_dtype;
+    uint64_t step;
+    uint32_t ticket;         // blocks that are done with the running kernel; the last one sets it back to 0
+    uint32_t reserved;
+    uint64_t begin_ns[kPhases];  // globaltimer stamps
+    uint64_t end_ns[kPhases];
+};
+static_assert(sizeof(SlotState) == 160, "mirrored in params.rs");
+
+// The host's description of a step, in memory mapped into the device.
+struct StepRequest {
+    uint64_t step;
+    uint32_t tokens;
+    uint32_t layer;
+    uint32_t given_routing;
+    uint32_t in_dtype;
+    uint32_t out_dtype;
+    uint32_t reserved;
+};
+static_assert(sizeof(StepRequest) == 32, "mirrored in params.rs");
+
+// What the device tells the host, in mapped memory: `step` is stored last, with release.
+struct Completion {
+    uint64_t step;
+    uint32_t error;
+    uint32_t reserved;
+    uint64_t begin_ns[kPhases];
+    uint64_t end_ns[kPhases];
+};
+static_assert(sizeof(Completion) == 128, "mirrored in params.rs");
+
+// One rank's view of the EP group and of one slot's window.
+struct Group {
+    uint8_t* windows[kMaxRanks];  // this slot's region at every rank, own one included
+    SlotState* state;
+    uint64_t generation;          // already shifted: generation << 40
+    uint64_t deadline_ns;         // of each wait
+    uint32_t rank;
+    uint32_t ranks;
+    uint32_t hidden;              // multiple of 8
+    uint32_t top_k;
+    uint32_t experts;             // contiguous ranges; the first E % N ranks own one more
+    uint32_t max_tokens;          // per rank
+    uint32_t delay_ns;            // for tests: blocks wait up to this long, at random, before they send
+    uint32_t reserved;
+    // Offsets in a window region, bytes.
+    uint64_t dispatch_flags;      // u64 [N][kMaxBlocks], by source
+    uint64_t combine_flags;       // u64 [N][kMaxBlocks], by source
+    uint64_t counts;              // u32 [N]: tokens of every source
+    uint64_t ids;                 // i32 [N][max_tokens][k]
+    uint64_t weights;             // f32 [N][max_tokens][k]
+    uint64_t rows;                // bf16 [N][max_tokens][H]
+    uint64_t partials;            // bf16 [N][max_tokens][H]: own tokens, reduced by each expert rank
+};
+static_assert(sizeof(Group) == 176, "mirrored in params.rs");
+
+// Pushes every token's row once to each rank that owns one of its experts, ids and weights to all; then lists, on the
+// receiving side, the rows of every local expert. Row s * max_tokens + t of a window's `rows` is token t of source s.
+struct DispatchParams {
+    Group group;
+    const void* tokens;          // bf16 [T][H]
+    const int32_t* topk_ids;     // [T][k]
+    const float* topk_weights;   // [T][k]
+    uint32_t* expert_offsets;    // [local experts + 1]
+    uint32_t* row_index;         // [assignments]: row of each, experts in order, then (source, token, choice)
+    float* row_weight;           // [assignments]
+    uint32_t* position;          // [N][max_tokens][k]: place of a local choice in row_index; others untouched
+};
+static_assert(sizeof(DispatchParams) == 232, "mirrored in params.rs");
+
+// Reduces expert outputs per row over the local experts, in the order of a token's choices, pushes them to the source
+// ranks, and reduces there over ranks, in rank order. All sums are f32; partials travel as bf16.
+struct CombineParams {
+    Group group;
+    const void* expert_out;      // [assignments][H], bf16, routing weight included
+    const uint32_t* position;    // from dispatch
+    const int32_t* topk_ids;     // own tokens' [T][k]
+    const void* shared;          // bf16 [T][H] to be added, or null
+    void* out;                   // [T][H] of SlotState::out_dtype
+};
+static_assert(sizeof(CombineParams) == 216, "mirrored in params.rs");
+
+enum ScoreFn : uint32_t { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2, kSqrtSoftplus = 3, kSparseMixer = 4 };
+enum Choice : uint32_t { kByScores = 0, kByLogits = 1, kByTokenIds = 2 };
+enum GroupScore : uint32_t { kNoGroups = 0, kGroupMax = 1, kGroupTopTwoSum = 2 };
+enum Normalise : uint32_t { kNo = 0, kSum = 1, kSumAtLeast = 2 };
+
+// One layer of the table that the gate reads.
+struct GateLayer {
+    const void* weight;            // bf16 [E][H]
+    const float* logit_bias;       // [E] or null
+    const float* correction_bias;  // [E] or null
+    const int32_t* token_table;    // [vocab][k] or null
+};
+static_assert(sizeof(GateLayer) == 32, "mirrored in params.rs");
+
+// Routing function of a shape of layers, in the terms of GateSpec.
+struct GateParams {
+    SlotState* state;
+    const GateLayer* layers;     // indexed by SlotState::layer
+    const void* tokens;          // bf16 [T][H]
+    const int32_t* token_ids;    // [T], for layers that route by id
+    float* logits;               // scratch [max_tokens][E]
+    uint32_t* tickets;           // scratch, zero before the first step: [tiles of tokens]
+    int32_t* topk_ids;
+    float* topk_weights;
+    uint32_t hidden;
+    uint32_t experts;
+    uint32_t top_k;
+    uint32_t max_tokens;
+    uint32_t score_fn;
+    uint32_t choice;
+    uint32_t group_score;
+    uint32_t groups;
+    uint32_t groups_kept;
+    uint32_t normalise;
+    float epsilon;               // of kSum; the floor of kSumAtLeast
+    float scale;
+    float jitter;                // of kSparseMixer
+    uint32_t vocab;
+};
+static_assert(sizeof(GateParams) == 120, "mirrored in params.rs");
+
+// Rows from mapped host staging to bf16 in device memory; the step's description to SlotState.
+struct CopyInParams {
+    SlotState* state;
+    const StepRequest* request;     // mapped
+    const void* staged_rows;        // mapped, [T][H] of in_dtype
+    const int32_t* staged_ids;      // mapped, [T][k], read when routing is given
+    const float* staged_weights;    // mapped
+    const int32_t* staged_token_ids;  // mapped, [T], or null
+    void* tokens;
+    int32_t* topk_ids;
+    float* topk_weights;
+    int32_t* token_ids;
+    uint32_t hidden;
+    uint32_t top_k;
+    uint32_t max_tokens;
+    uint32_t experts;
+};
+static_assert(sizeof(CopyInParams) == 96, "mirrored in params.rs");
+
+// Result rows to mapped host staging, then the completion record.
+struct CopyOutParams {
+    SlotState* state;
+    const void* out;                // [T][H] of out_dtype
+    const int32_t* topk_ids;
+    const float* topk_weights;
+    void* staged_rows;              // mapped
+    int32_t* staged_ids;            // mapped: the routing that was used, or null
+    float* staged_weights;          // mapped, or null
+    Completion* completion;         // mapped
+    uint32_t hidden;
+    uint32_t top_k;
+    uint32_t max_tokens;
+    uint32_t reserved;
+};
+static_assert(sizeof(CopyOutParams) == 80, "mirrored in params.rs");
+
+// A stand-in for experts, for tests and for timing the exchange alone: every assignment's row times its weight and
+// (1 + global expert / E).
+struct ScaleParams {
+    Group group;
+    const uint32_t* expert_offsets;
+    const uint32_t* row_index;
+    const float* row_weight;
+    void* out;                   // bf16 [assignments][H]
+};
+static_assert(sizeof(ScaleParams) == 208, "mirrored in params.rs");
+
+}  // namespace expertd
+
+// Launchers. `count` parameter structs: 1 for a rank of its own, or one per virtual rank of a loopback group, whose
+// blocks then run in one launch. They return cudaError_t.
+extern "C" {
+int expertd_gate(const expertd::GateParams* params, uint32_t count, uint32_t tokens_at_most, void* stream);
+int expertd_dispatch(const expertd::DispatchParams* params, uint32_t count, uint32_t blocks, void* stream);
+int expertd_combine(const expertd::CombineParams* params, uint32_t count, uint32_t blocks, void* stream);
+int expertd_scale(const expertd::ScaleParams* params, uint32_t count, uint32_t blocks, void* stream);
+int expertd_copy_in(const expertd::CopyInParams* params, uint32_t count, uint32_t blocks, void* stream);
+int expertd_copy_out(const expertd::CopyOutParams* params, uint32_t count, uint32_t blocks, void* stream);
+const char* expertd_error_string(int code);
+}
