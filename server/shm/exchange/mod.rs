@@ -14,136 +14,22 @@
     reason = "turns views of shared memory into slices while the protocol says they are ours"
 )]
 
-use std::ops::Range;
+mod batch;
+mod error;
+
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+pub use self::batch::{Batch, Batches, Outgoing};
+pub use self::error::{ExchangeError, FaultCause, SlotState};
+use self::error::{decode_fault, encode_fault};
 use super::region::SharedRegion;
 use super::wait::{Patience, TimedOut};
 pub use super::window::{AttachError, BatchHead, FlagKind, WindowLayout, WindowShape};
 use super::window::{SEQUENCE_BITS, Windows, flag_value};
 use crate::types::{Generation, Rank, Sequence, Slot};
-
-/// Where a slot is in its exchange.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SlotState {
-    /// Nothing in flight.
-    Idle,
-    /// Issued: this rank may write what it dispatches.
-    Open,
-    /// Dispatch flags are released.
-    Sent,
-    /// Every peer's dispatch has arrived: received rows may be read, partials written.
-    Ready,
-    /// Combine flags are released: what was received is consumed.
-    Returning,
-    /// Every peer's partials have arrived and may be read.
-    Returned,
-}
-
-/// Why an exchange failed. All but [`State`](Self::State) end the group: its other ranks are told, and later calls
-/// give [`Ended`](Self::Ended).
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ExchangeError {
-    /// The call does not fit the slot's state.
-    #[error("slot {slot} is {found:?}, but the call needs it to be {expected:?}")]
-    State {
-        /// The slot.
-        slot: Slot,
-        /// The state the call needs.
-        expected: SlotState,
-        /// The slot's state.
-        found: SlotState,
-    },
-    /// No such slot.
-    #[error("slot {slot} is not one of {slots} slots")]
-    Slot {
-        /// The slot.
-        slot: Slot,
-        /// Slots of the group.
-        slots: usize,
-    },
-    /// Peers did not arrive in time.
-    #[error("{phase} of exchange {sequence} waited {waited:?} for rank(s) {}", list(.peers))]
-    Missing {
-        /// `dispatch` or `combine`.
-        phase: &'static str,
-        /// Which exchange.
-        sequence: Sequence,
-        /// Who did not arrive.
-        peers: Vec<Rank>,
-        /// The deadline.
-        waited: Duration,
-    },
-    /// A rank, maybe this one, reported a fault.
-    #[error("rank {rank} {cause}")]
-    Fault {
-        /// Who reported.
-        rank: Rank,
-        /// What it reported.
-        cause: FaultCause,
-    },
-    /// A peer is at a later exchange: the ranks did not run the same steps.
-    #[error(
-        "{phase} of exchange {expected}: rank {peer} is at exchange {found} already; ranks must run the same steps"
-    )]
-    Ahead {
-        /// `dispatch` or `combine`.
-        phase: &'static str,
-        /// Who is ahead.
-        peer: Rank,
-        /// This rank's exchange.
-        expected: Sequence,
-        /// The peer's.
-        found: Sequence,
-    },
-    /// What a peer announces contradicts the windows or this rank's step.
-    #[error(
-        "rank {peer} announces {rows} rows with k = {k}; this step has k = {expected_k} and at most {max_rows} rows"
-    )]
-    Head {
-        /// The peer.
-        peer: Rank,
-        /// Its rows.
-        rows: u32,
-        /// Its experts per token.
-        k: u32,
-        /// This rank's experts per token.
-        expected_k: u32,
-        /// Rows that an area holds.
-        max_rows: usize,
-    },
-    /// The generation has used all sequences.
-    #[error("the generation has used all of its 2^40 sequences; a new generation is needed")]
-    Exhausted,
-    /// The group failed before.
-    #[error("the group has ended after a fault")]
-    Ended,
-}
-
-/// What a rank reported through the error word.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FaultCause {
-    /// It failed, or left with an exchange in flight.
-    Failed,
-    /// It waited in vain for this rank (the first, if several are missing).
-    Missed(Rank),
-}
-
-impl std::fmt::Display for FaultCause {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Failed => f.write_str("failed or left during an exchange"),
-            Self::Missed(rank) => write!(f, "waited in vain for rank {rank}"),
-        }
-    }
-}
-
-fn list(ranks: &[Rank]) -> String {
-    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
-}
 
 /// How a rank takes part.
 #[derive(Clone, Copy, Debug)]
@@ -175,99 +61,6 @@ pub struct Exchange {
     slots: Vec<SlotProgress>,
     last: Sequence,
     ended: bool,
-}
-
-/// What this rank dispatches to one other: to be filled while the slot is [`SlotState::Open`].
-#[derive(Debug)]
-pub struct Outgoing<'a> {
-    /// How much of the rest is filled.
-    pub head: &'a mut BatchHead,
-    /// `[max_tokens_per_rank, max_top_k]`.
-    pub ids: &'a mut [i32],
-    /// `[max_tokens_per_rank, max_top_k]`.
-    pub weights: &'a mut [f32],
-    /// `[max_tokens_per_rank, hidden]`.
-    pub rows: &'a mut [f32],
-}
-
-/// What one source rank dispatched to this rank, and where the answer goes.
-#[derive(Debug)]
-pub struct Batch<'a> {
-    /// The source.
-    pub source: Rank,
-    /// Experts per token.
-    pub k: usize,
-    /// `[rows, hidden]`.
-    pub rows: &'a [f32],
-    /// `[rows, k]`.
-    pub ids: &'a [i32],
-    /// `[rows, k]`.
-    pub weights: &'a [f32],
-    /// `[rows, hidden]`, in the source's window: row `i` answers received row `i`.
-    pub partials: &'a mut [f32],
-}
-
-/// One [`Batch`] per source rank, in ascending order, those without rows included.
-#[derive(Debug)]
-pub struct Batches<'a> {
-    // Mutable, so that nothing else of the exchange is used while batches are out.
-    windows: &'a mut Windows,
-    slot: Slot,
-    k: usize,
-    ranks: Range<usize>,
-}
-
-impl<'a> Iterator for Batches<'a> {
-    type Item = Batch<'a>;
-
-    fn next(&mut self) -> Option<Batch<'a>> {
-        let source = self.ranks.next()?;
-        let (windows, k) = (&*self.windows, self.k);
-        let WindowShape { hidden, max_tokens_per_rank, .. } = windows.shape;
-        let at = windows.area(self.slot, source);
-        let area = &windows.incoming[at];
-        // SAFETY: the slot is ready. The source stored its dispatch flag after it wrote the area, and writes it again
-        // only after it has seen our combine flag, which is not stored while this borrow of the exchange lives. The
-        // partials nobody else writes, and the source, having stored the dispatch flag of this exchange, has finished
-        // reading those of the slot's last one and reads these after our combine flag. Each source comes once, so no
-        // second slice of its partials exists. The slices point into the region, which outlives the borrow.
-        unsafe {
-            // The count was checked when it arrived; `min` keeps a peer that scribbles later from causing a panic.
-            let rows = (area.head.as_slice()[0].rows as usize).min(max_tokens_per_rank);
-            Some(Batch {
-                source: Rank(source as u32),
-                k,
-                rows: extend(&area.rows.as_slice()[..rows * hidden]),
-                ids: extend(&area.ids.as_slice()[..rows * k]),
-                weights: extend(&area.weights.as_slice()[..rows * k]),
-                partials: extend_mut(&mut windows.partials[at].as_mut_slice()[..rows * hidden]),
-            })
-        }
-    }
-
-    fn size_hint(&self) -> (usize, Option<usize>) {
-        self.ranks.size_hint()
-    }
-}
-
-impl ExactSizeIterator for Batches<'_> {}
-
-/// Lengthens a borrow of window memory from one call of `next` to the borrow of the exchange.
-///
-/// # Safety
-/// The memory is in a region that lives as long as `'a`, and stays ours that long.
-const unsafe fn extend<'a, T>(slice: &[T]) -> &'a [T] {
-    // SAFETY: the caller's promise.
-    unsafe { std::slice::from_raw_parts(slice.as_ptr(), slice.len()) }
-}
-
-/// As [`extend`].
-///
-/// # Safety
-/// As there, and the slice is given out once.
-const unsafe fn extend_mut<'a, T>(slice: &mut [T]) -> &'a mut [T] {
-    // SAFETY: the caller's promise.
-    unsafe { std::slice::from_raw_parts_mut(slice.as_mut_ptr(), slice.len()) }
 }
 
 impl Exchange {
@@ -592,27 +385,6 @@ impl Drop for Exchange {
             self.abort();
         }
     }
-}
-
-/// `generation << 40 | (missed rank + 1) << 20 | rank + 1`: never zero.
-fn encode_fault(generation: Generation, rank: Rank, cause: FaultCause) -> u64 {
-    let missed = match cause {
-        FaultCause::Failed => 0,
-        FaultCause::Missed(peer) => u64::from(peer.0) + 1,
-    };
-    generation.0 << SEQUENCE_BITS | missed << 20 | (u64::from(rank.0) + 1)
-}
-
-fn decode_fault(generation: Generation, word: u64) -> Option<(Rank, FaultCause)> {
-    let rank = (word & 0xf_ffff) as u32;
-    if word >> SEQUENCE_BITS != generation.0 || rank == 0 {
-        return None;
-    }
-    let cause = match (word >> 20 & 0xf_ffff) as u32 {
-        0 => FaultCause::Failed,
-        missed => FaultCause::Missed(Rank(missed - 1)),
-    };
-    Some((Rank(rank - 1), cause))
 }
 
 #[cfg(test)]
