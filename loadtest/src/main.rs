@@ -1,2 +1,52 @@
-//! Load generator for expertd.
-fn main() {}
+//! The load generator's command line.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use clap::Parser as _;
+use expertd_loadtest::args::Args;
+use expertd_loadtest::report::Report;
+use expertd_loadtest::table::table;
+
+// Page faults of large messages cost more than the messages with the system's allocator.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    if let Some(threads) = args.shape.threads {
+        builder.worker_threads(threads.get());
+    }
+    let runtime = match builder.enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return usage(&format!("cannot start: {error}")),
+    };
+    match runtime.block_on(expertd_loadtest::run(&args)) {
+        Ok(report) => match show(&args, &report) {
+            Ok(()) if report.ok => ExitCode::SUCCESS,
+            Ok(()) => ExitCode::FAILURE,
+            Err(message) => usage(&message),
+        },
+        Err(error) => usage(&error.to_string()),
+    }
+}
+
+fn show(args: &Args, report: &Report) -> Result<(), String> {
+    let json = serde_json::to_string_pretty(report).map_err(|error| error.to_string())?;
+    match args.output.json.as_deref() {
+        Some(path) if path == Path::new("-") => println!("{json}"),
+        Some(path) => {
+            print!("{}", table(report));
+            std::fs::write(path, json + "\n")
+                .map_err(|error| format!("cannot write {}: {error}", path.display()))?;
+        }
+        None => print!("{}", table(report)),
+    }
+    Ok(())
+}
+
+fn usage(message: &str) -> ExitCode {
+    eprintln!("expertd-loadtest: {message}");
+    ExitCode::from(2)
+}

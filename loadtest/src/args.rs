@@ -1,0 +1,280 @@
+//! The command line.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use clap::{Args as ClapArgs, Parser, ValueEnum};
+use expertd_proto::v1;
+
+use crate::distribution::TokenCounts;
+
+/// Load generator for expertd: closed or open loop, with checked answers.
+///
+/// Every request carries other random rows. A sample of the answers is checked: rows are asked for again, routed the
+/// same, in other batches, and recorded rows (--check-golden) are compared with their recorded answers. A bare
+/// gRPC echo of the same payload runs beside the service, so that the cost of the transport is known.
+///
+/// Exit status 0 if no answer was wrong, none was lost, and every error was one that the load explains
+/// (RESOURCE_EXHAUSTED, UNAVAILABLE, DEADLINE_EXCEEDED); 1 otherwise; 2 for a bad command line or no service.
+#[derive(Parser, Clone, Debug)]
+#[command(name = "expertd-loadtest", version)]
+pub struct Args {
+    /// The service: HOST:PORT or unix:PATH
+    #[arg(long, default_value = "127.0.0.1:50051", env = "EXPERTD_ADDRESS")]
+    pub address: String,
+    /// Name of the model; may be left out when the service has one
+    #[arg(long, default_value = "")]
+    pub model: String,
+    /// How requests travel
+    #[command(flatten)]
+    pub shape: Shape,
+    /// What is in them
+    #[command(flatten)]
+    pub content: Content,
+    /// How long
+    #[command(flatten)]
+    pub bounds: Bounds,
+    /// What is checked
+    #[command(flatten)]
+    pub checks: Checks,
+    /// What is reported
+    #[command(flatten)]
+    pub output: Output,
+}
+
+/// How requests travel.
+#[derive(ClapArgs, Clone, Debug)]
+#[command(next_help_heading = "Load")]
+pub struct Shape {
+    /// Unary calls or streams
+    #[arg(long, value_enum, default_value_t)]
+    pub mode: Mode,
+    /// Connections
+    #[arg(long, default_value = "1", value_name = "N")]
+    pub connections: NonZeroUsize,
+    /// Streams on each connection (with --mode stream)
+    #[arg(long, default_value = "1", value_name = "N")]
+    pub streams: NonZeroUsize,
+    /// Closed loop: requests outstanding on each connection or stream
+    #[arg(long, default_value = "1", value_name = "N")]
+    pub outstanding: NonZeroUsize,
+    /// Open loop: requests arrive at this rate per second, Poisson-distributed, whether or not earlier ones are
+    /// answered; latency counts from the intended arrival
+    #[arg(long, value_name = "PER_SECOND", value_parser = positive)]
+    pub rate: Option<f64>,
+    /// Open loop: requests outstanding at most; arrivals beyond are dropped by the client, and reported
+    #[arg(long, default_value = "10000", value_name = "N")]
+    pub max_outstanding: NonZeroUsize,
+    /// Send a request again after a retryable status, this many times at most
+    #[arg(long, default_value_t = 0, value_name = "TIMES")]
+    pub retry: u32,
+    /// Threads of the load generator [default: one per core]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<NonZeroUsize>,
+}
+
+/// What requests contain.
+#[derive(ClapArgs, Clone, Debug)]
+#[command(next_help_heading = "Requests")]
+pub struct Content {
+    /// Decoder layers, comma-separated; each request takes one at random [default: all MoE layers]
+    #[arg(long, value_delimiter = ',', value_name = "L")]
+    pub layers: Vec<u32>,
+    /// Rows per request: N, uniform:MIN-MAX, lognormal:MEDIAN,SIGMA, zipf:MAX,EXPONENT or list:N,N,...
+    #[arg(long, default_value = "8", value_name = "DISTRIBUTION")]
+    pub tokens: TokenCounts,
+    /// Element type of the rows
+    #[arg(long, value_enum, default_value_t)]
+    pub dtype: DType,
+    /// `gate`: the service routes. `zipf:S`: each request carries routing drawn from a Zipf distribution of
+    /// exponent S over the experts (0 is uniform)
+    #[arg(long, default_value = "gate", value_name = "ROUTING")]
+    pub routing: RoutingSource,
+    /// Leave the shared experts out of the output
+    #[arg(long)]
+    pub exclude_shared_experts: bool,
+    /// Deadline sent with each request, milliseconds [default: none]
+    #[arg(long, value_name = "MS")]
+    pub deadline_ms: Option<u32>,
+    /// Seed of everything random [default: another one each time; it is reported]
+    #[arg(long)]
+    pub seed: Option<u64>,
+}
+
+/// How long the load lasts.
+#[derive(ClapArgs, Clone, Debug)]
+#[command(next_help_heading = "Bounds")]
+pub struct Bounds {
+    /// Seconds of load that are not measured
+    #[arg(long, default_value_t = 2.0, value_name = "SECONDS", value_parser = not_negative)]
+    pub warm_up: f64,
+    /// Seconds of measured load [default: 10, or 600 with --requests]
+    #[arg(long, value_name = "SECONDS", value_parser = positive)]
+    pub duration: Option<f64>,
+    /// Measured requests at most
+    #[arg(long, value_name = "N")]
+    pub requests: Option<u64>,
+    /// A request without an answer after this many seconds (beyond its deadline, if it has one) is lost
+    #[arg(long, default_value_t = 60.0, value_name = "SECONDS", value_parser = positive)]
+    pub give_up: f64,
+}
+
+/// What is checked.
+#[derive(ClapArgs, Clone, Debug)]
+#[command(next_help_heading = "Checks")]
+pub struct Checks {
+    /// Share of the requests whose answers are checked
+    #[arg(long, default_value_t = 0.01, value_name = "SHARE", value_parser = share)]
+    pub check: f64,
+    /// Recorded rows and answers (golden.safetensors) of the served model, mixed into the load as half of the checks
+    #[arg(long, value_name = "FILE")]
+    pub check_golden: Option<PathBuf>,
+    /// Largest relative L2 error of a checked row [default: 1e-3 for f32 rows computed by CPU ranks, else 2e-2]
+    #[arg(long, value_name = "ERROR", value_parser = positive)]
+    pub tolerance: Option<f64>,
+}
+
+/// What is reported.
+#[derive(ClapArgs, Clone, Debug)]
+#[command(next_help_heading = "Report")]
+pub struct Output {
+    /// Do not run the bare echo beside the service
+    #[arg(long)]
+    pub no_echo: bool,
+    /// Ask for phase timings and report them
+    #[arg(long)]
+    pub timings: bool,
+    /// Sample the memory (RssAnon + RssShmem) of this process and its children while the load runs
+    #[arg(long, value_name = "PID")]
+    pub watch_memory: Option<u32>,
+    /// Write the report as JSON to this file (`-`: standard output, instead of the table)
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// No progress bar
+    #[arg(long, short)]
+    pub quiet: bool,
+}
+
+/// Unary calls or streams.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Mode {
+    /// `Forward`
+    #[default]
+    Unary,
+    /// `ForwardStream`
+    Stream,
+}
+
+/// Element type of rows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum DType {
+    /// bfloat16
+    #[default]
+    Bf16,
+    /// IEEE half precision
+    F16,
+    /// IEEE single precision
+    F32,
+}
+
+impl DType {
+    /// Bytes of one element.
+    #[must_use]
+    pub fn size(self) -> usize {
+        if self == DType::F32 { 4 } else { 2 }
+    }
+
+    /// As in the protocol.
+    #[must_use]
+    pub fn wire(self) -> v1::DType {
+        match self {
+            DType::Bf16 => v1::DType::DtypeBf16,
+            DType::F16 => v1::DType::DtypeF16,
+            DType::F32 => v1::DType::DtypeF32,
+        }
+    }
+
+    /// As people write it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            DType::Bf16 => "bf16",
+            DType::F16 => "f16",
+            DType::F32 => "f32",
+        }
+    }
+}
+
+/// Where routing comes from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RoutingSource {
+    /// The service's gate.
+    Gate,
+    /// Drawn by the client: Zipf over the experts with this exponent.
+    Zipf(f64),
+}
+
+impl std::str::FromStr for RoutingSource {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<RoutingSource, String> {
+        if text == "gate" {
+            return Ok(RoutingSource::Gate);
+        }
+        let exponent = text.strip_prefix("zipf:").and_then(|number| number.parse::<f64>().ok());
+        match exponent {
+            Some(exponent) if (0.0..=20.0).contains(&exponent) => Ok(RoutingSource::Zipf(exponent)),
+            _ => Err(format!("expected gate or zipf:S with S from 0 to 20, found {text}")),
+        }
+    }
+}
+
+fn number(text: &str) -> Result<f64, String> {
+    text.parse::<f64>().ok().filter(|value| value.is_finite()).ok_or_else(|| format!("{text} is no number"))
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    number(text).and_then(|value| if value > 0.0 { Ok(value) } else { Err("must be above 0".to_owned()) })
+}
+
+fn not_negative(text: &str) -> Result<f64, String> {
+    number(text)
+        .and_then(|value| if value >= 0.0 { Ok(value) } else { Err("must not be negative".to_owned()) })
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    number(text).and_then(|value| {
+        if (0.0..=1.0).contains(&value) { Ok(value) } else { Err("must be from 0 to 1".to_owned()) }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn bad_values_are_refused() {
+        for bad in [
+            ["--rate", "0"],
+            ["--rate", "nan"],
+            ["--check", "1.5"],
+            ["--warm-up", "-1"],
+            ["--tokens", "uniform:9-3"],
+            ["--routing", "zipf:x"],
+            ["--connections", "0"],
+        ] {
+            assert!(Args::try_parse_from(["loadtest", bad[0], bad[1]]).is_err(), "{bad:?}");
+        }
+        let args = Args::try_parse_from(["loadtest", "--routing", "zipf:1.1", "--rate", "50"]).unwrap();
+        assert_eq!(args.content.routing, RoutingSource::Zipf(1.1));
+        assert_eq!(args.shape.rate, Some(50.0));
+    }
+}

@@ -1,0 +1,180 @@
+//! Are the answers right?
+//!
+//! A sampled answer carries the routing that produced it. Some of its rows are sent again with that routing given
+//! verbatim, in another order and among other rows, so that they travel in another batch, in other places and mostly
+//! over other ranks. The outputs must agree within the tolerance: rows that were swapped, mixed with those of another
+//! request, reduced twice or read from a stale buffer do not.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::{Bytes, BytesMut};
+use expertd_proto::v1::forward_request::Payload;
+use expertd_proto::v1::{ForwardRequest, ForwardResponse, Routing};
+use tokio::sync::{Mutex, mpsc};
+use tonic::Code;
+
+use crate::args::DType;
+use crate::connect::Client;
+use crate::request::{Drafts, Workload};
+use crate::rows;
+use crate::stats::Recorder;
+
+/// Rows of an answer that are asked for again.
+const ROWS: usize = 4;
+/// Other rows they travel with, at most.
+const COMPANY: usize = 4;
+/// How long a check is retried while the service cannot answer.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// An answered request whose routing was returned.
+#[derive(Debug)]
+pub struct Sample {
+    /// What was asked.
+    pub request: ForwardRequest,
+    /// What was answered.
+    pub response: ForwardResponse,
+}
+
+/// Largest relative L2 error of the rows in `got` against `wanted`.
+#[must_use]
+pub fn largest_error(got: &[u8], dtype: DType, wanted: &[f32], hidden: usize) -> f64 {
+    let got = rows::decode(got, dtype);
+    if got.len() != wanted.len() {
+        return f64::INFINITY;
+    }
+    let pairs = got.chunks(hidden).zip(wanted.chunks(hidden));
+    pairs.map(|(got, wanted)| rows::relative_error(got, wanted)).fold(0.0, f64::max)
+}
+
+/// Takes samples until their channel closes.
+pub async fn run(
+    workload: Arc<Workload>,
+    recorder: Arc<Recorder>,
+    samples: Arc<Mutex<mpsc::Receiver<Sample>>>,
+    mut client: Client,
+    worker: u64,
+    tolerance: f64,
+) {
+    let mut drafts = workload.drafts(worker, 0.0);
+    loop {
+        let received = samples.lock().await.recv().await;
+        let Some(sample) = received else { return };
+        let verdict = again(&workload, &mut client, &mut drafts, &sample).await;
+        let mut stats = recorder.of(worker);
+        let (layer, tokens) = (sample.request.layer, sample.request.tokens);
+        match verdict {
+            Ok(Some(error)) => {
+                stats.checked_again += 1;
+                stats.largest_error = stats.largest_error.max(error);
+                if error > tolerance {
+                    stats.wrong(format!(
+                        "layer {layer}, {tokens} tokens, steps {:?}: asked again in another batch, rows differ by \
+                         {error:.2e}",
+                        sample.response.receipt.map(|receipt| receipt.steps).unwrap_or_default()
+                    ));
+                }
+            }
+            Ok(None) => stats.unchecked += 1,
+            Err(why) => {
+                stats.checked_again += 1;
+                stats.wrong(format!("layer {layer}, {tokens} tokens: {why}"));
+            }
+        }
+    }
+}
+
+/// The largest relative error between the sampled rows and the same rows asked for again; `None` if the service did
+/// not answer or has other weights by now.
+async fn again(
+    workload: &Workload,
+    client: &mut Client,
+    drafts: &mut Drafts,
+    sample: &Sample,
+) -> Result<Option<f64>, String> {
+    let Sample { request, response } = sample;
+    let tokens = request.tokens as usize;
+    let receipt = response.receipt.as_ref().ok_or("no receipt")?;
+    let k = applied_k(request, receipt.topk_ids.len(), receipt.topk_weights.len(), tokens)?;
+    if let Some(given) = &request.routing
+        && (given.topk_ids != receipt.topk_ids || given.topk_weights != receipt.topk_weights)
+    {
+        return Err("the routing returned is not the routing given".to_owned());
+    }
+    let Some(Payload::Inline(input)) = &request.payload else { return Ok(None) };
+    let chosen = (0..tokens.min(ROWS)).map(|_| drafts.below(tokens)).collect::<Vec<_>>();
+    let company = drafts.below(COMPANY + 1);
+    let place = drafts.below(company + 1);
+    let row = |bytes: &Bytes, row: usize| {
+        let size = bytes.len() / tokens;
+        bytes.slice(row * size..(row + 1) * size)
+    };
+    // Company first up to `place`, then the chosen rows, then the rest of the company; the company borrows routing.
+    let fresh = drafts.rows(company);
+    let fresh_row = |index: usize| {
+        let size = fresh.len() / company;
+        fresh.slice(index * size..(index + 1) * size)
+    };
+    let order = (0..place).map(Err).chain(chosen.iter().copied().map(Ok)).chain((place..company).map(Err));
+    let (mut payload, mut ids, mut weights) = (BytesMut::new(), BytesMut::new(), BytesMut::new());
+    let mut token_ids = BytesMut::new();
+    for entry in order {
+        let source = entry.unwrap_or_else(|index| index % tokens);
+        payload.extend_from_slice(&entry.map_or_else(fresh_row, |index| row(input, index)));
+        ids.extend_from_slice(&row(&receipt.topk_ids, source));
+        weights.extend_from_slice(&row(&receipt.topk_weights, source));
+        if !request.token_ids.is_empty() {
+            token_ids.extend_from_slice(&row(&request.token_ids, source));
+        }
+    }
+    let asked = ForwardRequest {
+        tokens: u32::try_from(company + chosen.len()).unwrap_or(u32::MAX),
+        payload: Some(Payload::Inline(payload.freeze())),
+        routing: Some(Routing { topk_ids: ids.freeze(), topk_weights: weights.freeze(), k }),
+        token_ids: token_ids.freeze(),
+        return_routing: false,
+        return_timings: false,
+        ..request.clone()
+    };
+    let Some(answer) = ask(client, asked).await? else { return Ok(None) };
+    if answer.receipt.as_ref().is_some_and(|new| new.weight_version != receipt.weight_version) {
+        return Ok(None);
+    }
+    let hidden = workload.model.hidden as usize;
+    let size = response.rows.len() / tokens;
+    let got = answer.rows.get(place * size..(place + chosen.len()) * size).unwrap_or_default();
+    let wanted = chosen.iter().flat_map(|&index| row(&response.rows, index)).collect::<Vec<u8>>();
+    Ok(Some(largest_error(got, workload.dtype, &rows::decode(&wanted, workload.dtype), hidden)))
+}
+
+/// Experts per row in a receipt.
+fn applied_k(request: &ForwardRequest, ids: usize, weights: usize, tokens: usize) -> Result<u32, String> {
+    if ids == 0 || ids != weights || !ids.is_multiple_of(4 * tokens) {
+        return Err(format!(
+            "routing was asked for; {} rows came with {ids} bytes of ids and {weights} of weights",
+            request.tokens
+        ));
+    }
+    u32::try_from(ids / (4 * tokens)).map_err(|error| error.to_string())
+}
+
+/// Asks with patience; `None` if the service could not answer for all of it.
+async fn ask(client: &mut Client, request: ForwardRequest) -> Result<Option<ForwardResponse>, String> {
+    let begun = Instant::now();
+    while begun.elapsed() < PATIENCE {
+        match tokio::time::timeout(PATIENCE, client.forward(request.clone())).await {
+            Ok(Ok(answer)) => return Ok(Some(answer.into_inner())),
+            Ok(Err(status)) if matches!(status.code(), Code::Unavailable | Code::ResourceExhausted) => {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            Ok(Err(status)) => {
+                let (code, message) = (status.code(), status.message());
+                return Err(format!(
+                    "the same rows with the routing returned were refused: {code:?}: {message}"
+                ));
+            }
+            Err(_) => return Ok(None),
+        }
+    }
+    Ok(None)
+}

@@ -1,0 +1,255 @@
+//! What is asked for: the served model, and an endless supply of requests to it.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use expertd_proto::v1::forward_request::Payload;
+use expertd_proto::v1::{
+    ForwardRequest, GetModelRequest, GetModelResponse, MoeLayer, Routing, SharedExperts,
+};
+use rand::rngs::SmallRng;
+use rand::{RngExt as _, SeedableRng as _};
+
+use crate::Error;
+use crate::args::{Args, DType, RoutingSource};
+use crate::connect::Client;
+use crate::distribution::TokenCounts;
+use crate::golden::Golden;
+use crate::pool::{RoutingPool, RowPool};
+use crate::rows;
+
+/// Token ids drawn for layers that route by them; every vocabulary is larger.
+const TOKEN_IDS: i32 = 64;
+
+/// The served model and everything that requests are made of. Shared by all workers.
+#[derive(Debug)]
+pub struct Workload {
+    /// As `GetModel` says.
+    pub model: GetModelResponse,
+    /// The layers that take part.
+    pub layers: Vec<MoeLayer>,
+    /// Element type of rows.
+    pub dtype: DType,
+    /// Seed of everything random.
+    pub seed: u64,
+    /// Largest message.
+    pub message_bytes: usize,
+    golden: Option<Golden>,
+    name: String,
+    counts: TokenCounts,
+    limit: u32,
+    shared: SharedExperts,
+    rows: RowPool,
+    routing: Vec<RoutingPool>,
+    timings: bool,
+}
+
+/// Asks for the model.
+///
+/// # Errors
+/// If the call fails.
+pub async fn get_model(client: &mut Client, name: &str) -> Result<GetModelResponse, Error> {
+    let request = GetModelRequest { name: name.to_owned() };
+    let answer = client.get_model(request).await;
+    Ok(answer.map_err(|status| Error::GetModel { status: Box::new(status) })?.into_inner())
+}
+
+impl Workload {
+    /// Fills the pools.
+    ///
+    /// # Errors
+    /// If the arguments do not fit the model, or the golden file is not usable.
+    pub fn new(args: &Args, model: GetModelResponse) -> Result<Workload, Error> {
+        let content = &args.content;
+        let seed = content.seed.unwrap_or_else(rand::random);
+        let mut rng = SmallRng::seed_from_u64(seed);
+        let layers = pick_layers(&content.layers, &model)?;
+        let limits = model.limits.unwrap_or_default();
+        let limit = if limits.max_tokens_per_request == 0 { u32::MAX } else { limits.max_tokens_per_request };
+        // The distributions without an end of their own need one when the service states no limit.
+        let limit = limit.min(content.tokens.largest(limit.min(1 << 16)));
+        let dtype = content.dtype;
+        if !model.dtypes.is_empty() && !model.dtypes.contains(&(dtype.wire() as i32)) {
+            return Err(Error::Unfit(format!("{} does not take {} rows", model.name, dtype.name())));
+        }
+        let hidden = model.hidden as usize;
+        let golden =
+            args.checks.check_golden.as_deref().map(|path| Golden::read(path, hidden)).transpose()?;
+        if let Some(golden) = &golden
+            && !layers.iter().any(|layer| golden.layers.contains_key(&layer.layer))
+        {
+            return Err(Error::Unfit("the golden file holds none of the layers under load".to_owned()));
+        }
+        let largest = limit as usize;
+        let routing = match content.routing {
+            RoutingSource::Gate => Vec::new(),
+            RoutingSource::Zipf(exponent) => layers
+                .iter()
+                .map(|layer| RoutingPool::new(layer.num_experts, layer.top_k, exponent, largest, &mut rng))
+                .collect(),
+        };
+        let shared =
+            if content.exclude_shared_experts { SharedExperts::Exclude } else { SharedExperts::Include };
+        Ok(Workload {
+            layers,
+            dtype,
+            seed,
+            message_bytes: usize::try_from(limits.max_message_bytes).unwrap_or(usize::MAX).max(4 << 20),
+            golden,
+            name: args.model.clone(),
+            counts: content.tokens.clone(),
+            limit,
+            shared,
+            rows: RowPool::new(dtype, largest * hidden, &mut rng),
+            routing,
+            timings: args.output.timings,
+            model,
+        })
+    }
+
+    /// The supply of worker number `worker`; each worker has its own random numbers. A `check`
+    /// share of the requests is meant to be checked.
+    #[must_use]
+    pub fn drafts(self: &Arc<Self>, worker: u64, check: f64) -> Drafts {
+        let rng = SmallRng::seed_from_u64(self.seed ^ (worker + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        Drafts { workload: Arc::clone(self), check, rng }
+    }
+
+    /// Bytes that the answer to `tokens` rows must have.
+    #[must_use]
+    pub fn answer_bytes(&self, tokens: u32, dtype: i32) -> usize {
+        let size = if dtype == DType::F32.wire() as i32 { 4 } else { 2 };
+        tokens as usize * self.model.hidden as usize * size
+    }
+}
+
+/// A request, and how its answer is judged.
+#[derive(Clone, Debug)]
+pub struct Draft {
+    /// What to send.
+    pub request: ForwardRequest,
+    /// How to judge.
+    pub purpose: Purpose,
+}
+
+/// How an answer is judged.
+#[derive(Clone, Debug)]
+pub enum Purpose {
+    /// By its size and receipt.
+    Load,
+    /// Besides, some of its rows are asked for again in another batch.
+    Sampled,
+    /// By the recorded answer. Not part of the latency figures, because its size is that of the recording.
+    Known(Vec<f32>),
+}
+
+/// An endless supply of requests.
+#[derive(Debug)]
+pub struct Drafts {
+    workload: Arc<Workload>,
+    check: f64,
+    rng: SmallRng,
+}
+
+impl Drafts {
+    /// The next request.
+    pub fn next_draft(&mut self) -> Draft {
+        let purpose = self.rng.random::<f64>();
+        let check = self.check;
+        if purpose >= check {
+            return Draft { request: self.random(false), purpose: Purpose::Load };
+        }
+        if purpose < check / 2.0
+            && let Some(known) = self.known()
+        {
+            return known;
+        }
+        Draft { request: self.random(true), purpose: Purpose::Sampled }
+    }
+
+    /// A request of random rows.
+    pub fn random(&mut self, sampled: bool) -> ForwardRequest {
+        let workload = Arc::clone(&self.workload);
+        let tokens = workload.counts.draw(&mut self.rng, workload.limit);
+        let index = self.rng.random_range(0..workload.layers.len());
+        let layer = &workload.layers[index];
+        let elements = tokens as usize * workload.model.hidden as usize;
+        let routing = workload.routing.get(index).map(|pool| {
+            let (topk_ids, topk_weights) = pool.draw(tokens as usize, &mut self.rng);
+            Routing { topk_ids, topk_weights, k: layer.top_k }
+        });
+        ForwardRequest {
+            model: workload.name.clone(),
+            layer: layer.layer,
+            tokens,
+            dtype: workload.dtype.wire() as i32,
+            payload: Some(Payload::Inline(workload.rows.draw(elements, &mut self.rng))),
+            routing,
+            token_ids: if layer.routes_by_token_id { self.token_ids(tokens) } else { Bytes::new() },
+            shared_experts: workload.shared as i32,
+            expected_weight_version: None,
+            return_routing: sampled,
+            return_timings: workload.timings,
+        }
+    }
+
+    /// Random rows of the workload's dtype, without a request around them.
+    pub fn rows(&mut self, tokens: usize) -> Bytes {
+        let workload = Arc::clone(&self.workload);
+        workload.rows.draw(tokens * workload.model.hidden as usize, &mut self.rng)
+    }
+
+    /// A random number below `end`.
+    pub fn below(&mut self, end: usize) -> usize {
+        self.rng.random_range(0..end.max(1))
+    }
+
+    fn token_ids(&mut self, tokens: u32) -> Bytes {
+        (0..tokens).flat_map(|_| self.rng.random_range(0..TOKEN_IDS).to_le_bytes()).collect()
+    }
+
+    /// Some recorded rows of a recorded layer, f32, gate by the service.
+    fn known(&mut self) -> Option<Draft> {
+        let workload = Arc::clone(&self.workload);
+        let golden = workload.golden.as_ref()?;
+        let recorded = workload
+            .layers
+            .iter()
+            .filter(|layer| golden.layers.contains_key(&layer.layer))
+            .collect::<Vec<_>>();
+        let layer = recorded.get(self.below(recorded.len()))?;
+        let rows = &golden.layers[&layer.layer];
+        let hidden = workload.model.hidden as usize;
+        let first = self.below(rows.tokens);
+        let count = 1 + self.below((rows.tokens - first).min(workload.limit as usize));
+        let span = first * hidden..(first + count) * hidden;
+        let ids = golden.token_ids.get(first..first + count).unwrap_or_default();
+        let request = ForwardRequest {
+            model: workload.name.clone(),
+            layer: layer.layer,
+            tokens: u32::try_from(count).ok()?,
+            dtype: DType::F32.wire() as i32,
+            payload: Some(Payload::Inline(rows::encode(&rows.input[span.clone()], DType::F32))),
+            token_ids: ids.iter().flat_map(|id| id.to_le_bytes()).collect(),
+            ..ForwardRequest::default()
+        };
+        Some(Draft { request, purpose: Purpose::Known(rows.output[span].to_vec()) })
+    }
+}
+
+fn pick_layers(wanted: &[u32], model: &GetModelResponse) -> Result<Vec<MoeLayer>, Error> {
+    if wanted.is_empty() {
+        if model.moe_layers.is_empty() {
+            return Err(Error::Unfit(format!("{} has no MoE layer", model.name)));
+        }
+        return Ok(model.moe_layers.clone());
+    }
+    let find = |&wanted: &u32| {
+        let found = model.moe_layers.iter().find(|layer| layer.layer == wanted);
+        found.cloned().ok_or_else(|| {
+            let all = model.moe_layers.iter().map(|moe| moe.layer.to_string()).collect::<Vec<_>>().join(", ");
+            Error::Unfit(format!("layer {wanted} is no MoE layer of {}; those are {all}", model.name))
+        })
+    };
+    wanted.iter().map(find).collect()
+}

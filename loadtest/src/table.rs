@@ -1,0 +1,197 @@
+//! The report for people.
+
+use std::fmt::Write as _;
+
+use crate::report::Report;
+use crate::stats::{PHASES, Summary};
+
+/// The whole report as text.
+#[must_use]
+pub fn table(report: &Report) -> String {
+    let mut out = String::new();
+    // Writing to a string cannot fail.
+    let _ = write(&mut out, report);
+    out
+}
+
+fn write(out: &mut String, report: &Report) -> std::fmt::Result {
+    let Report { settings, checks, cpu, .. } = report;
+    let open = settings.rate_per_second.map(|rate| format!("open loop, {rate} requests/s (Poisson)"));
+    let each = if settings.mode == "stream" { " x {} streams" } else { "" };
+    let each = each.replace("{}", &settings.streams.to_string());
+    let closed = format!("closed loop, {} outstanding on each", settings.outstanding);
+    writeln!(
+        out,
+        "{} ({}), weight version {}, at {}",
+        settings.model, settings.family, settings.weight_version, settings.address
+    )?;
+    writeln!(
+        out,
+        "{}: {} connections{each}; {}; {} tokens of {}; {} layers; routing {}; seed {}",
+        settings.mode,
+        settings.connections,
+        open.unwrap_or(closed),
+        settings.tokens,
+        settings.dtype,
+        settings.layers.len(),
+        settings.routing,
+        settings.seed
+    )?;
+    writeln!(out)?;
+    writeln!(
+        out,
+        "throughput   {:.1} requests/s   {:.0} tokens/s   {:.1} MB/s of rows both ways   {:.1} steps/s{}",
+        report.requests_per_second,
+        report.tokens_per_second,
+        report.row_bytes_per_second * 1e-6,
+        report.steps_per_second,
+        report.tokens_per_step.map_or(String::new(), |tokens| format!("   {tokens:.1} tokens/step"))
+    )?;
+    writeln!(
+        out,
+        "measured     {} requests, {} tokens in {:.2} s; {} answers with warm-up and checks",
+        report.requests, report.tokens, report.elapsed_seconds, report.answers
+    )?;
+    writeln!(out)?;
+    writeln!(
+        out,
+        "{:<12} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}",
+        "", "mean", "p50", "p90", "p99", "p99.9", "max"
+    )?;
+    durations(out, "latency", &report.latency)?;
+    durations(out, "  queue", &report.queue)?;
+    durations(out, "  step", &report.step)?;
+    durations(out, "  rest", &report.rest)?;
+    if let Some(late) = &report.late {
+        durations(out, "sent late", late)?;
+    }
+    for phase in PHASES {
+        if let Some(summary) = report.phases.get(phase) {
+            durations(out, phase, summary)?;
+        }
+    }
+    writeln!(out)?;
+    echo(out, report)?;
+    writeln!(
+        out,
+        "processor    load generator {:.2} of {} cores{}",
+        cpu.load_generator_cores,
+        cpu.cores,
+        cpu.machine_busy_share.map_or(String::new(), |busy| format!(", machine {:.0} % busy", busy * 100.0))
+    )?;
+    for memory in &report.memory {
+        writeln!(
+            out,
+            "memory       {:.1} MiB at {:.0} s, {:.1} MiB at {:.0} s ({:+.2} %), peak {:.1} MiB: {} {}",
+            mib(memory.early_bytes),
+            memory.early_seconds,
+            mib(memory.last_bytes),
+            memory.last_seconds,
+            memory.growth() * 100.0,
+            mib(memory.peak_bytes),
+            memory.pid,
+            memory.command
+        )?;
+    }
+    writeln!(out, "limited by   {}", report.limit)?;
+    writeln!(out)?;
+    for (code, status) in &report.statuses {
+        writeln!(out, "status       {:>8} {code}: {}", status.count, status.example)?;
+    }
+    if report.retries > 0 {
+        writeln!(out, "retries      {:>8}", report.retries)?;
+    }
+    if report.not_sent > 0 {
+        writeln!(out, "not sent     {:>8} arrivals, beyond --max-outstanding", report.not_sent)?;
+    }
+    if report.generations.len() > 1 {
+        writeln!(out, "generations  {:?}", report.generations)?;
+    }
+    writeln!(
+        out,
+        "checked      {:>8} answers asked again, {} with recorded answers, {} could not be; largest error {:.1e} of \
+         {:.0e}",
+        checks.again, checks.known, checks.unchecked, checks.largest_error, checks.tolerance
+    )?;
+    writeln!(out, "wrong        {:>8}", report.wrong)?;
+    writeln!(out, "lost         {:>8}", report.lost)?;
+    for note in &report.notes {
+        writeln!(out, "             {note}")?;
+    }
+    writeln!(out, "{}", if report.ok { "ok" } else { "FAILED" })
+}
+
+fn echo(out: &mut String, report: &Report) -> std::fmt::Result {
+    if let Some(one) = &report.echo.one_outstanding {
+        writeln!(
+            out,
+            "beside echo  one outstanding, p50: echo {}, service {}, service less step {}: {} added",
+            short(one.echo.p50_seconds),
+            short(one.service.p50_seconds),
+            short(one.service_less_step.p50_seconds),
+            short(one.added_p50_seconds)
+        )?;
+    }
+    if let Some(same) = &report.echo.same_load {
+        writeln!(
+            out,
+            "echo's load  same connections and outstanding: {:.1} requests/s, {:.1} MB/s of rows, p50 {}",
+            same.requests_per_second,
+            same.row_bytes_per_second * 1e-6,
+            short(same.latency.p50_seconds)
+        )?;
+    }
+    Ok(())
+}
+
+fn durations(out: &mut String, name: &str, summary: &Summary) -> std::fmt::Result {
+    let columns = [
+        summary.mean_seconds,
+        summary.p50_seconds,
+        summary.p90_seconds,
+        summary.p99_seconds,
+        summary.p999_seconds,
+        summary.max_seconds,
+    ];
+    write!(out, "{name:<12}")?;
+    for seconds in columns {
+        write!(out, " {:>9}", short(seconds))?;
+    }
+    writeln!(out)
+}
+
+/// Three digits and a unit.
+fn short(seconds: f64) -> String {
+    let size = seconds.abs();
+    let (value, unit) = match size {
+        _ if size >= 1.0 => (seconds, "s"),
+        _ if size >= 1e-3 => (seconds * 1e3, "ms"),
+        _ => (seconds * 1e6, "us"),
+    };
+    let digits = if value.abs() >= 100.0 {
+        0
+    } else if value.abs() >= 10.0 {
+        1
+    } else {
+        2
+    };
+    format!("{value:.digits$} {unit}")
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_are_short() {
+        assert_eq!(short(0.0), "0.00 us");
+        assert_eq!(short(0.000_123_4), "123 us");
+        assert_eq!(short(0.012_34), "12.3 ms");
+        assert_eq!(short(2.5), "2.50 s");
+        assert_eq!(short(-0.000_05), "-50.0 us");
+    }
+}

@@ -1,0 +1,179 @@
+//! The load generator against a service with known faults: every fault is found, and a sound service passes.
+
+#![allow(clippy::unwrap_used, missing_docs, unreachable_pub)]
+
+mod fake;
+
+use clap::Parser as _;
+use expertd_loadtest::args::{Args, DType};
+use expertd_loadtest::report::Report;
+use expertd_loadtest::{rows, table};
+use fake::{Fake, Fault, HIDDEN};
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+
+const UNARY: &[&str] = &["--connections", "2", "--outstanding", "3"];
+const STREAM: &[&str] = &["--mode", "stream", "--connections", "2", "--streams", "2", "--outstanding", "4"];
+
+/// 600 requests, all answers checked, unless `more` says otherwise.
+async fn load(address: &str, more: &[&str]) -> Report {
+    let mut line = vec!["loadtest", "--address", address, "--quiet", "--no-echo", "--warm-up", "0"];
+    let defaults = [("--requests", "600"), ("--check", "1"), ("--tokens", "uniform:2-9")];
+    for (flag, value) in defaults {
+        if !more.contains(&flag) {
+            line.extend([flag, value]);
+        }
+    }
+    line.extend(more);
+    let args = Args::try_parse_from(line).unwrap();
+    let report = expertd_loadtest::run(&args).await.unwrap();
+    println!("{}", table::table(&report));
+    report
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sound_service_passes_in_every_mode() {
+    let address = fake::serve(Fault::None).await;
+    for mode in [UNARY, STREAM] {
+        for more in [
+            &["--dtype", "bf16"][..],
+            &["--dtype", "f16", "--routing", "zipf:1.2"],
+            &["--dtype", "f32", "--layers", "3", "--tokens", "list:1,64"],
+            &["--rate", "3000"],
+        ] {
+            let report = load(&address, &[mode, more].concat()).await;
+            assert!(report.ok, "{mode:?} {more:?}: {:?}", report.notes);
+            assert_eq!((report.requests, report.wrong, report.lost), (600, 0, 0));
+            // The checkers may be behind with their queue full; nothing else leaves samples unchecked.
+            assert_eq!(report.checks.again + report.checks.unchecked, 600);
+            assert!(report.checks.again >= 250, "{:?}", report.checks);
+            assert!(report.tokens >= 600 && report.latency.count == 600);
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unix_sockets_echo_and_json_work() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = fake::serve_unix(&folder.path().join("service.sock")).await;
+    let line = ["loadtest", "--address", &address, "--quiet", "--warm-up", "0.1", "--duration", "0.5"];
+    let args = Args::try_parse_from(line).unwrap();
+    let report = expertd_loadtest::run(&args).await.unwrap();
+    assert!(report.ok, "{:?}", report.notes);
+    let one = report.echo.one_outstanding.as_ref().unwrap();
+    assert!(one.echo.count > 10 && one.service.count > 10 && one.echo.p50_seconds > 0.0);
+    assert!(report.echo.same_load.unwrap().requests_per_second > 0.0);
+    let json: serde_json::Value = serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
+    assert_eq!(json["settings"]["model"], "fake");
+    assert_eq!(json["wrong"], 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wrong_answers_are_found() {
+    for mode in [UNARY, STREAM] {
+        for fault in [Fault::WrongRow(50), Fault::Shuffled(50), Fault::Short(50), Fault::OtherRouting(50)] {
+            let address = fake::serve(fault).await;
+            let report = load(&address, mode).await;
+            assert!(report.wrong > 0 && !report.ok, "{mode:?} {fault:?}");
+            assert!(!report.notes.is_empty());
+            assert_eq!(report.lost, 0, "{mode:?} {fault:?}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn silence_is_lost_and_counted_once() {
+    for mode in [UNARY, STREAM] {
+        let address = fake::serve(Fault::Silent(100)).await;
+        let report = load(&address, &[mode, &["--give-up", "0.5", "--check", "0"]].concat()).await;
+        assert_eq!((report.lost, report.requests), (6, 594), "{mode:?}");
+        assert!(!report.ok);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_in_flight_at_a_regular_end_of_stream_are_lost() {
+    let address = fake::serve(Fault::EndOfStream(20)).await;
+    let report = load(&address, &[STREAM, &["--check", "0", "--requests", "100"]].concat()).await;
+    assert!(report.lost > 0 && !report.ok);
+    assert_eq!(report.requests + report.lost, 100, "each request is either answered or lost");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn statuses_are_counted_by_code_and_retried_on_demand() {
+    for mode in [UNARY, STREAM] {
+        let address = fake::serve(Fault::Unavailable(10)).await;
+        let report = load(&address, &[mode, &["--check", "0"]].concat()).await;
+        assert_eq!(report.statuses["Unavailable"].count, 60, "{mode:?}");
+        assert_eq!((report.requests, report.retries), (540, 0));
+        assert!(report.ok, "a load may explain UNAVAILABLE");
+
+        let address = fake::serve(Fault::Unavailable(10)).await;
+        let report = load(&address, &[mode, &["--check", "0", "--retry", "8"]].concat()).await;
+        assert_eq!(report.requests, 600, "{mode:?}");
+        assert_eq!(report.retries, report.statuses["Unavailable"].count);
+
+        let address = fake::serve(Fault::Internal(10)).await;
+        let report = load(&address, &[mode, &["--check", "0"]].concat()).await;
+        assert_eq!(report.statuses["Internal"].count, 60, "{mode:?}");
+        assert!(!report.ok, "nothing explains INTERNAL");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn open_loop_counts_the_waiting_that_a_slow_service_causes() {
+    // 20 ms for each answer and 400 arrivals per second: about 8 are always in flight, none waits for another.
+    let address = fake::serve(Fault::Slow(std::time::Duration::from_millis(20))).await;
+    for mode in [UNARY, STREAM] {
+        let more = [mode, &["--rate", "400", "--requests", "200", "--check", "0"]].concat();
+        let report = load(&address, &more).await;
+        assert_eq!((report.requests, report.not_sent), (200, 0), "{mode:?}");
+        assert!(report.latency.min_seconds >= 0.02, "{mode:?}: {:?}", report.latency);
+        // With two outstanding at most, most arrivals are not sent, and that is said.
+        let report = load(&address, &[&more[..], &["--max-outstanding", "2"]].concat()).await;
+        assert!(report.not_sent > 0, "{mode:?}");
+        assert_eq!(report.requests + report.not_sent, 200);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recorded_answers_are_compared() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("golden.safetensors");
+    let input = (0..13 * HIDDEN).map(|index| (index as f32 * 0.7).sin()).collect::<Vec<_>>();
+    let right = input.chunks(HIDDEN).flat_map(|row| {
+        let (ids, weights) = Fake::gate(row);
+        Fake::output(3, row, &ids, &weights)
+    });
+    let mut output = right.collect::<Vec<_>>();
+    let write = |output: &[f32]| {
+        let (input, output) = (rows::encode(&input, DType::F32), rows::encode(output, DType::F32));
+        let view = |bytes| TensorView::new(Dtype::F32, vec![13, HIDDEN], bytes).unwrap();
+        let tensors = [("layers.3.input", view(&input)), ("layers.3.output", view(&output))];
+        std::fs::write(&path, safetensors::serialize(tensors, None).unwrap()).unwrap();
+    };
+    let address = fake::serve(Fault::None).await;
+    let golden = path.to_str().unwrap();
+    write(&output);
+    let report = load(&address, &["--check-golden", golden]).await;
+    assert!(report.ok && report.checks.known > 200 && report.checks.again > 200, "{:?}", report.checks);
+    // One recorded row that the service does not reproduce.
+    output[5 * HIDDEN] += 0.5;
+    write(&output);
+    let report = load(&address, &["--check-golden", golden]).await;
+    assert!(!report.ok && report.wrong > 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn misfits_are_named() {
+    let address = fake::serve(Fault::None).await;
+    let run = async |more: &[&str]| {
+        let line = [&["loadtest", "--address", &address, "--quiet"], more].concat();
+        let error = expertd_loadtest::run(&Args::try_parse_from(line).unwrap()).await.unwrap_err();
+        error.to_string()
+    };
+    let message = run(&["--layers", "2"]).await;
+    assert!(message.contains("layer 2") && message.contains("1, 3"), "{message}");
+    let message = run(&["--check-golden", "/no/such/file"]).await;
+    assert!(message.contains("/no/such/file"), "{message}");
+}
