@@ -1,0 +1,412 @@
+//! Weight matrices packed for the kernels.
+
+use super::decode::{e8m0_bf16, fp8_e4m3};
+use super::level::Level;
+use super::memory::Buffer;
+use super::view::{MatrixView, Scales, WeightFormat};
+
+/// Input features are packed in blocks of this many; the last block is padded with zeros.
+pub(crate) const K_BLOCK: usize = 32;
+
+/// Why a matrix cannot be packed.
+#[derive(Debug, thiserror::Error)]
+pub enum PackError {
+    /// It has no rows or no columns.
+    #[error("a weight matrix of {rows} rows and {cols} columns is empty")]
+    Empty {
+        /// Output features.
+        rows: usize,
+        /// Input features.
+        cols: usize,
+    },
+    /// Its bytes end before its last element.
+    #[error("weights [{rows}, {cols}] in {format:?} need {needed} bytes, but there are {found}")]
+    TooShort {
+        /// Output features.
+        rows: usize,
+        /// Input features.
+        cols: usize,
+        /// Format of the elements.
+        format: WeightFormat,
+        /// Bytes up to the last element.
+        needed: usize,
+        /// Bytes given.
+        found: usize,
+    },
+    /// The scales do not go with the format.
+    #[error("{format:?} weights cannot have {found}")]
+    WrongScales {
+        /// Format of the elements.
+        format: WeightFormat,
+        /// What was given, in words.
+        found: &'static str,
+    },
+    /// There are fewer or more scales than blocks.
+    #[error("weights [{rows}, {cols}] need {needed} scales, but there are {found}")]
+    ScaleCount {
+        /// Output features.
+        rows: usize,
+        /// Input features.
+        cols: usize,
+        /// Blocks of the matrix.
+        needed: usize,
+        /// Scales given.
+        found: usize,
+    },
+    /// MXFP4 elements of a row do not follow each other.
+    #[error("MXFP4 weights must be contiguous along a row, but the column stride is {0}")]
+    Strided(usize),
+    /// Gate and up projections differ in shape or format, so they cannot be interleaved.
+    #[error(
+        "gate and up projections must be alike, but are [{}, {}] in {:?} and [{}, {}] in {:?}",
+        .gate.0, .gate.1, .gate.2, .up.0, .up.1, .up.2
+    )]
+    Unlike {
+        /// Rows, columns and format of the gate projection.
+        gate: (usize, usize, WeightFormat),
+        /// Rows, columns and format of the up projection.
+        up: (usize, usize, WeightFormat),
+    },
+}
+
+/// A weight matrix `[n, k]` in its stored format, laid out for the kernels of one [`Level`].
+///
+/// Output features lie in panels of `P` (two vectors of the level). Within a panel, blocks of 32 input features follow
+/// each other, and within a block the elements of one input feature (f32, f16) or of two neighbouring ones (bf16, FP8)
+/// of all `P` outputs; so a kernel widens a vector of weights once and multiplies it with broadcast elements of several
+/// rows, without ever adding across lanes. An MXFP4 block is `P` exponents as bf16 powers of two and then four groups
+/// of `P` words with eight elements each. Scales of FP8 lie beside, one vector per panel and block of the scales.
+#[derive(Debug)]
+pub struct PackedMatrix {
+    pub(super) level: Level,
+    pub(super) format: WeightFormat,
+    n: usize,
+    k: usize,
+    interleaved: bool,
+    pub(super) data: Buffer<u8>,
+    /// `[panels, ceil(blocks / scale_blocks), P]`, FP8 only.
+    pub(super) scales: Buffer<f32>,
+    /// Blocks of input features that share a vector of scales.
+    pub(super) scale_blocks: usize,
+}
+
+impl PackedMatrix {
+    /// Packs a matrix for the level of this process.
+    ///
+    /// # Errors
+    /// If the view contradicts itself.
+    pub fn pack(view: &MatrixView<'_>) -> Result<Self, PackError> {
+        Self::pack_for(Level::active(), view)
+    }
+
+    /// Packs a matrix for `level`, which the CPU must support when the result is used.
+    ///
+    /// # Errors
+    /// If the view contradicts itself.
+    pub fn pack_for(level: Level, view: &MatrixView<'_>) -> Result<Self, PackError> {
+        view.check()?;
+        Ok(Self::pack_sources(
+            level,
+            &Sources { views: [view, view], interleaved: false, panel: level.panel() },
+        ))
+    }
+
+    /// Packs a gate and an up projection of equal shape into one matrix whose panels hold `P / 2` outputs of the gate
+    /// and then the same outputs of the up projection.
+    ///
+    /// # Errors
+    /// If a view contradicts itself or they differ in shape or format.
+    pub fn pack_gated(level: Level, gate: &MatrixView<'_>, up: &MatrixView<'_>) -> Result<Self, PackError> {
+        gate.check()?;
+        up.check()?;
+        let kind = |view: &MatrixView<'_>| (view.rows, view.cols, view.format);
+        if kind(gate) != kind(up) {
+            return Err(PackError::Unlike { gate: kind(gate), up: kind(up) });
+        }
+        Ok(Self::pack_sources(level, &Sources { views: [gate, up], interleaved: true, panel: level.panel() }))
+    }
+
+    fn pack_sources(level: Level, sources: &Sources<'_>) -> Self {
+        let [first, second] = sources.views;
+        let (n, k) = (first.rows * if sources.interleaved { 2 } else { 1 }, first.cols);
+        let scale_cols = (first.format == WeightFormat::Fp8E4m3)
+            .then(|| common_scale_cols(first, second))
+            .flatten()
+            .filter(|_| !first.has_fp8_nan() && !second.has_fp8_nan());
+        // The kernels' conversion of FP8 does not know NaN, and side scales must cover whole blocks. What does not fit
+        // (no sound checkpoint is known to) is kept as f32.
+        let format = match first.format {
+            WeightFormat::Fp8E4m3 if scale_cols.is_none() => WeightFormat::F32,
+            format => format,
+        };
+        let mut packed = PackedMatrix {
+            level,
+            format,
+            n,
+            k,
+            interleaved: sources.interleaved,
+            data: Buffer::zeroed(0),
+            scales: Buffer::zeroed(0),
+            scale_blocks: scale_cols.map_or(1, |cols| cols.div_ceil(K_BLOCK)),
+        };
+        let mut data = Buffer::zeroed(packed.panels() * packed.panel_bytes());
+        for (panel, bytes) in data.chunks_exact_mut(packed.panel_bytes()).enumerate() {
+            for (block, bytes) in bytes.chunks_exact_mut(packed.block_bytes()).enumerate() {
+                sources.pack_block(format, panel, block, bytes);
+            }
+        }
+        packed.data = data;
+        if let Some(cols) = scale_cols {
+            let mut scales = Buffer::zeroed(packed.panels() * packed.scale_vectors() * level.panel());
+            for (i, scale) in scales.iter_mut().enumerate() {
+                let (column, vector) = (i % level.panel(), i / level.panel());
+                let (panel, block) = (vector / packed.scale_vectors(), vector % packed.scale_vectors());
+                if let Some((view, row)) = sources.row(panel, column) {
+                    *scale = view.scale(row, block * cols) * FP8_BIAS;
+                }
+            }
+            packed.scales = scales;
+        }
+        packed
+    }
+
+    /// Output features (of both projections, for a gated pair).
+    #[must_use]
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// Input features.
+    #[must_use]
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Format that the elements are held in.
+    #[must_use]
+    pub fn format(&self) -> WeightFormat {
+        self.format
+    }
+
+    /// The level whose kernels read it.
+    #[must_use]
+    pub fn level(&self) -> Level {
+        self.level
+    }
+
+    /// Whether it holds a gate and an up projection.
+    pub(crate) fn is_gated(&self) -> bool {
+        self.interleaved
+    }
+
+    /// Bytes of memory that it takes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.data.len() + self.scales.len() * size_of::<f32>()
+    }
+
+    /// Panels of outputs.
+    pub(crate) fn panels(&self) -> usize {
+        if self.interleaved {
+            (self.n / 2).div_ceil(self.level.panel() / 2)
+        } else {
+            self.n.div_ceil(self.level.panel())
+        }
+    }
+
+    /// Blocks of input features.
+    pub(crate) fn blocks(&self) -> usize {
+        self.k.div_ceil(K_BLOCK)
+    }
+
+    /// Bytes of a block of a panel.
+    pub(crate) fn block_bytes(&self) -> usize {
+        let panel = self.level.panel();
+        match self.format {
+            WeightFormat::F32 => 4 * K_BLOCK * panel,
+            WeightFormat::F16 | WeightFormat::Bf16 => 2 * K_BLOCK * panel,
+            WeightFormat::Fp8E4m3 => K_BLOCK * panel,
+            WeightFormat::Mxfp4 => 2 * panel + K_BLOCK / 2 * panel,
+        }
+    }
+
+    /// Bytes of a panel.
+    pub(crate) fn panel_bytes(&self) -> usize {
+        self.blocks() * self.block_bytes()
+    }
+
+    /// The bytes of a panel.
+    pub(crate) fn panel_data(&self, panel: usize) -> &[u8] {
+        &self.data[panel * self.panel_bytes()..][..self.panel_bytes()]
+    }
+
+    /// Vectors of scales per panel.
+    pub(crate) fn scale_vectors(&self) -> usize {
+        self.blocks().div_ceil(self.scale_blocks)
+    }
+}
+
+/// Kernels read FP8 codes as if their exponent had the bias of f16; the scales make up for it.
+const FP8_BIAS: f32 = 256.0;
+
+/// Columns that share a scale in both views, if the kernels can follow.
+fn common_scale_cols(first: &MatrixView<'_>, second: &MatrixView<'_>) -> Option<usize> {
+    let cols = |view: &MatrixView<'_>| match &view.scales {
+        Scales::Block { block_cols, .. } if *block_cols < view.cols => {
+            block_cols.is_multiple_of(K_BLOCK).then_some(*block_cols)
+        }
+        _ => Some(view.cols),
+    };
+    let (first, second) = (cols(first)?, cols(second)?);
+    (first == second).then_some(first)
+}
+
+/// The one or two matrices that a packed one is made of.
+struct Sources<'a> {
+    views: [&'a MatrixView<'a>; 2],
+    interleaved: bool,
+    panel: usize,
+}
+
+impl<'a> Sources<'a> {
+    /// Where column `column` of `panel` comes from; none for padding.
+    fn row(&self, panel: usize, column: usize) -> Option<(&'a MatrixView<'a>, usize)> {
+        let (view, row) = if self.interleaved {
+            let half = self.panel / 2;
+            (self.views[column / half], panel * half + column % half)
+        } else {
+            (self.views[0], panel * self.panel + column)
+        };
+        (row < view.rows).then_some((view, row))
+    }
+
+    fn pack_block(&self, format: WeightFormat, panel: usize, block: usize, bytes: &mut [u8]) {
+        match format {
+            WeightFormat::F32 if self.views[0].format != WeightFormat::F32 => {
+                self.pack_widened(panel, block, bytes)
+            }
+            WeightFormat::F32 => self.pack_elements::<4, 1>(panel, block, bytes),
+            WeightFormat::F16 => self.pack_elements::<2, 1>(panel, block, bytes),
+            WeightFormat::Bf16 => self.pack_elements::<2, 2>(panel, block, bytes),
+            WeightFormat::Fp8E4m3 => self.pack_elements::<1, 2>(panel, block, bytes),
+            WeightFormat::Mxfp4 => self.pack_mxfp4(panel, block, bytes),
+        }
+    }
+
+    /// Elements of `N` bytes in groups of `G` neighbouring input features.
+    fn pack_elements<const N: usize, const G: usize>(&self, panel: usize, block: usize, bytes: &mut [u8]) {
+        for column in 0..self.panel {
+            let Some((view, row)) = self.row(panel, column) else { continue };
+            let start = block * K_BLOCK;
+            let count = K_BLOCK.min(view.cols - start);
+            let mut put = |i: usize, element: [u8; N]| {
+                let at = ((i / G * self.panel + column) * G + i % G) * N;
+                bytes[at..at + N].copy_from_slice(&element);
+            };
+            if view.col_stride == 1 {
+                let at = (row * view.row_stride + start) * N;
+                for (i, element) in view.data[at..at + count * N].as_chunks::<N>().0.iter().enumerate() {
+                    put(i, *element);
+                }
+            } else {
+                for i in 0..count {
+                    put(i, view.bits::<N>(row, start + i));
+                }
+            }
+        }
+    }
+
+    /// Any format as f32.
+    fn pack_widened(&self, panel: usize, block: usize, bytes: &mut [u8]) {
+        for column in 0..self.panel {
+            let Some((view, row)) = self.row(panel, column) else { continue };
+            let start = block * K_BLOCK;
+            for i in 0..K_BLOCK.min(view.cols - start) {
+                let at = (i * self.panel + column) * 4;
+                bytes[at..at + 4].copy_from_slice(&view.value(row, start + i).to_le_bytes());
+            }
+        }
+    }
+
+    fn pack_mxfp4(&self, panel: usize, block: usize, bytes: &mut [u8]) {
+        for column in 0..self.panel {
+            let Some((view, row)) = self.row(panel, column) else { continue };
+            let start = block * K_BLOCK;
+            bytes[2 * column..2 * column + 2]
+                .copy_from_slice(&e8m0_bf16(view.exponent(row, start)).to_le_bytes());
+            for i in 0..K_BLOCK.min(view.cols - start) {
+                let word = 2 * self.panel + (i / 8 * self.panel + column) * 4;
+                bytes[word + i % 8 / 2] |= view.nibble(row, start + i) << (i % 2 * 4);
+            }
+        }
+    }
+}
+
+impl MatrixView<'_> {
+    /// Whether an FP8 matrix holds a code that is not a number.
+    fn has_fp8_nan(&self) -> bool {
+        (0..self.rows).any(|row| {
+            if self.col_stride == 1 {
+                self.data[row * self.row_stride..][..self.cols].iter().any(|&code| code & 0x7f == 0x7f)
+            } else {
+                (0..self.cols).any(|col| fp8_e4m3(self.bits::<1>(row, col)[0]).is_nan())
+            }
+        })
+    }
+
+    /// Checks that bytes and scales suffice for the shape.
+    ///
+    /// # Errors
+    /// If they do not, or contradict the format.
+    pub fn check(&self) -> Result<(), PackError> {
+        let &MatrixView { format, rows, cols, .. } = self;
+        if rows == 0 || cols == 0 {
+            return Err(PackError::Empty { rows, cols });
+        }
+        let too_short = |needed, found| PackError::TooShort { rows, cols, format, needed, found };
+        let last =
+            |row_stride: usize, last_col: usize| (rows - 1).checked_mul(row_stride)?.checked_add(last_col);
+        let last_col = (cols - 1).checked_mul(self.col_stride);
+        let last_element = last_col.and_then(|col| last(self.row_stride, col));
+        let needed = last_element.and_then(|element| match format {
+            WeightFormat::F32 => element.checked_add(1)?.checked_mul(4),
+            WeightFormat::F16 | WeightFormat::Bf16 => element.checked_add(1)?.checked_mul(2),
+            WeightFormat::Fp8E4m3 => element.checked_add(1),
+            WeightFormat::Mxfp4 => Some(element / 2 + 1),
+        });
+        match needed {
+            Some(needed) if needed <= self.data.len() => {}
+            needed => return Err(too_short(needed.unwrap_or(usize::MAX), self.data.len())),
+        }
+        match (&self.scales, format) {
+            (Scales::None, WeightFormat::Mxfp4) => Err(PackError::WrongScales { format, found: "no scales" }),
+            (Scales::None, _) => Ok(()),
+            (Scales::Block { values, block_rows, block_cols }, WeightFormat::Fp8E4m3) => {
+                if *block_rows == 0 || *block_cols == 0 {
+                    return Err(PackError::WrongScales { format, found: "scales of empty blocks" });
+                }
+                let needed = rows.div_ceil(*block_rows) * cols.div_ceil(*block_cols);
+                let found = values.len();
+                if needed == found {
+                    Ok(())
+                } else {
+                    Err(PackError::ScaleCount { rows, cols, needed, found })
+                }
+            }
+            (Scales::Block { .. }, _) => Err(PackError::WrongScales { format, found: "block scales" }),
+            (Scales::Mx { exponents, row_stride }, WeightFormat::Mxfp4) => {
+                if self.col_stride != 1 {
+                    return Err(PackError::Strided(self.col_stride));
+                }
+                let needed = last(*row_stride, cols.div_ceil(32)).unwrap_or(usize::MAX);
+                let found = exponents.len();
+                if needed <= found {
+                    Ok(())
+                } else {
+                    Err(PackError::ScaleCount { rows, cols, needed, found })
+                }
+            }
+            (Scales::Mx { .. }, _) => Err(PackError::WrongScales { format, found: "E8M0 exponents" }),
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! Packed rows times one panel of packed weights.
+#![allow(unsafe_code, reason = "calls kernels, which take pointers")]
+
+use super::kernels::{Tile, kernel};
+use super::packed::{K_BLOCK, PackedMatrix};
+use super::tiles::{Tiling, padded};
+
+/// Most blocks of input features to go through before the next tile: a panel's part stays in the L2 cache.
+const MAX_BLOCKS: usize = 64;
+
+/// Adds to `acc`, `[rows, P]`, the products of `x`, `rows` rows packed in tiles, with a panel of `matrix`.
+///
+/// Sums run over input features in ascending order, in parts of up to 2048 that are added up; the bits depend on
+/// neither threads nor other panels. Meanwhile `next` is fetched into the cache.
+///
+/// # Panics
+/// If `x` or `acc` are not as long as that.
+pub(crate) fn multiply(
+    matrix: &PackedMatrix,
+    panel: usize,
+    rows: usize,
+    x: &[f32],
+    acc: &mut [f32],
+    next: &[u8],
+) {
+    let width = matrix.level.panel();
+    let k = padded(matrix.k());
+    assert!(matrix.level.is_supported(), "the weights are packed for {}, which this CPU lacks", matrix.level);
+    assert_eq!(x.len(), rows * k);
+    assert_eq!(acc.len(), rows * width);
+    let tiling = Tiling::new(matrix.level, rows);
+    let blocks = matrix.blocks();
+    let part = blocks.div_ceil(blocks.div_ceil(MAX_BLOCKS));
+    let weights = matrix.panel_data(panel);
+    let scales = &matrix.scales[..];
+    let prefetch_lines = next.len().div_ceil(64).div_ceil((tiling.tiles() * blocks).max(1));
+    let mut prefetch = next.as_ptr();
+    for first in (0..blocks).step_by(part) {
+        let blocks = part.min(blocks - first);
+        let scale_vector = panel * matrix.scale_vectors() + first / matrix.scale_blocks;
+        for tile in tiling.iter() {
+            let x = &x[tile.start * k + first * tile.rows * K_BLOCK..][..blocks * tile.rows * K_BLOCK];
+            let acc = &mut acc[tile.start * width..][..tile.rows * width];
+            let weights = &weights[first * matrix.block_bytes()..][..blocks * matrix.block_bytes()];
+            let arguments = Tile {
+                weights: weights.as_ptr(),
+                scales: scales.get(scale_vector * width..).unwrap_or_default().as_ptr(),
+                scale_left: matrix.scale_blocks - first % matrix.scale_blocks,
+                scale_blocks: matrix.scale_blocks,
+                x: x.as_ptr(),
+                blocks,
+                acc: acc.as_mut_ptr(),
+                prefetch,
+                prefetch_lines,
+            };
+            // SAFETY: the level is supported; weights, x and acc have the lengths that Tile asks for; a matrix that
+            // needs scales has `scale_vectors` vectors per panel, which cover its blocks.
+            unsafe { kernel(matrix.level, matrix.format, tile.rows)(&arguments) };
+            prefetch = prefetch.wrapping_add(blocks * prefetch_lines * 64);
+        }
+    }
+}
