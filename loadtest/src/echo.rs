@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use expertd_proto::transport;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::forward_stream_response::Result as Answered;
 use expertd_proto::v1::moe_server::{Moe, MoeServer};
@@ -21,7 +22,7 @@ use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::Error;
-use crate::connect::{self, Client};
+use crate::connect::Client;
 use crate::load;
 use crate::request::Workload;
 use crate::stats::{Durations, Summary};
@@ -98,9 +99,9 @@ impl EchoServer {
         let (stop, stopped) = oneshot::channel::<()>();
         let router = Server::builder()
             .tcp_nodelay(true)
-            .initial_stream_window_size(connect::STREAM_WINDOW_BYTES)
-            .initial_connection_window_size(connect::CONNECTION_WINDOW_BYTES)
-            .max_frame_size(connect::FRAME_BYTES)
+            .initial_stream_window_size(transport::STREAM_WINDOW_BYTES)
+            .initial_connection_window_size(transport::CONNECTION_WINDOW_BYTES)
+            .max_frame_size(transport::MAX_FRAME_BYTES)
             .add_service(
                 MoeServer::new(Echo)
                     .max_decoding_message_size(message_bytes)

@@ -25,6 +25,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use expertd_proto::transport::{CONTROL_MESSAGE_BYTES, ConnectError};
 use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::task::JoinSet;
 
@@ -48,14 +49,9 @@ const ECHO_SECONDS: f64 = 1.5;
 /// Why no load could be generated.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Nothing answers.
-    #[error("cannot connect to {address}: {reason}")]
-    Connect {
-        /// The address as given.
-        address: String,
-        /// Why.
-        reason: String,
-    },
+    /// There is no connection.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
     /// The service does not say what it serves.
     #[error("GetModel failed: {:?}: {}", status.code(), status.message())]
     GetModel {
@@ -83,7 +79,7 @@ pub enum Error {
 /// # Errors
 /// If there is no service, or the arguments do not fit what it serves.
 pub async fn run(args: &Args) -> Result<Report, Error> {
-    let mut first = connect::connect(&args.address, 4 << 20).await?;
+    let mut first = connect::connect(&args.address, CONTROL_MESSAGE_BYTES).await?;
     let model = request::get_model(&mut first, &args.model).await?;
     let workload = Arc::new(Workload::new(args, model)?);
     let echo = if args.output.no_echo { EchoReport::default() } else { beside(args, &workload).await? };

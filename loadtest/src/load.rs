@@ -56,7 +56,8 @@ pub enum Ending {
 
 impl From<Status> for Ending {
     fn from(status: Status) -> Ending {
-        Ending::Status { code: status.code(), message: status.message().to_owned(), retry_after: None }
+        let retry_after = expertd_proto::retry_delay(&status);
+        Ending::Status { code: status.code(), message: status.message().to_owned(), retry_after }
     }
 }
 

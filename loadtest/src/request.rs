@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{
     ForwardRequest, GetModelRequest, GetModelResponse, MoeLayer, Routing, SharedExperts,
@@ -94,7 +95,9 @@ impl Workload {
             layers,
             dtype,
             seed,
-            message_bytes: usize::try_from(limits.max_message_bytes).unwrap_or(usize::MAX).max(4 << 20),
+            message_bytes: usize::try_from(limits.max_message_bytes)
+                .unwrap_or(usize::MAX)
+                .max(CONTROL_MESSAGE_BYTES),
             golden,
             name: args.model.clone(),
             counts: content.tokens.clone(),

@@ -11,7 +11,7 @@ use expertd_proto::v1::{ForwardStreamRequest, ForwardStreamResponse};
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio_stream::wrappers::UnboundedReceiverStream;
-use tonic::{Code, Response, Status, Streaming};
+use tonic::{Response, Status, Streaming};
 
 use crate::arrivals::Arrival;
 use crate::connect::Client;
@@ -197,16 +197,7 @@ impl Stream {
         };
         let ending = match message.result {
             Some(Answered::Response(response)) => Ending::Answer(response),
-            Some(Answered::Status(status)) => Ending::Status {
-                code: Code::from_i32(i32::try_from(status.code).unwrap_or(2)),
-                message: status.message,
-                retry_after: status.retry_after.map(|after| {
-                    Duration::new(
-                        u64::try_from(after.seconds).unwrap_or(0),
-                        u32::try_from(after.nanos).unwrap_or(0),
-                    )
-                }),
-            },
+            Some(Answered::Status(status)) => Status::from(status).into(),
             None => Ending::Silence("an answer with neither response nor status".to_owned()),
         };
         self.end(job, ending);

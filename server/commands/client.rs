@@ -1,10 +1,9 @@
 //! What the client commands share: connecting, asking for the model, and telling a person what went wrong.
 
-use std::time::Duration;
-
+use expertd_proto::transport::{self, CONTROL_MESSAGE_BYTES, ConnectError};
 use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::{GetModelRequest, GetModelResponse};
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Status};
 use tonic_types::StatusExt as _;
 
@@ -13,20 +12,12 @@ use crate::types::DType;
 /// Where `expertd serve` listens unless told otherwise.
 pub const DEFAULT_ADDRESS: &str = "127.0.0.1:50051";
 
-const STREAM_WINDOW_BYTES: u32 = 16 << 20;
-const CONNECTION_WINDOW_BYTES: u32 = 64 << 20;
-
 /// Why a client command could not talk to the service.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nothing answers at the address.
-    #[error("cannot connect to {address}: {reason}; is `expertd serve` running there?")]
-    Connect {
-        /// The address as given.
-        address: String,
-        /// The chain of causes.
-        reason: String,
-    },
+    /// There is no connection.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
     /// The service ended a call with an error.
     #[error("{call} failed: {}", describe(status))]
     Call {
@@ -44,30 +35,12 @@ impl ClientError {
     }
 }
 
-/// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:PATH`.
+/// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`.
 ///
 /// # Errors
 /// If the address is malformed or nothing answers there.
 pub async fn connect(address: &str) -> Result<MoeClient<Channel>, ClientError> {
-    let failed = |error: tonic::transport::Error| ClientError::Connect {
-        address: address.to_owned(),
-        reason: chain(&error),
-    };
-    let uri = if address.starts_with("unix:") || address.contains("://") {
-        address.to_owned()
-    } else {
-        format!("http://{address}")
-    };
-    let channel = Endpoint::from_shared(uri)
-        .map_err(failed)?
-        .connect_timeout(Duration::from_secs(5))
-        .tcp_nodelay(true)
-        .initial_stream_window_size(STREAM_WINDOW_BYTES)
-        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
-        .connect()
-        .await
-        .map_err(failed)?;
-    Ok(MoeClient::new(channel))
+    Ok(MoeClient::new(transport::connect(address).await?))
 }
 
 /// Asks for one model (any, if one is loaded and `name` is empty) and raises the client's message limits to what the
@@ -86,7 +59,7 @@ pub async fn get_model(
         .map_err(|status| ClientError::call("GetModel", status))?
         .into_inner();
     let limit = model.limits.as_ref().map_or(0, |limits| limits.max_message_bytes);
-    let limit = usize::try_from(limit).unwrap_or(usize::MAX).max(4 << 20);
+    let limit = usize::try_from(limit).unwrap_or(usize::MAX).max(CONTROL_MESSAGE_BYTES);
     Ok((client.max_decoding_message_size(limit).max_encoding_message_size(limit), model))
 }
 
@@ -130,16 +103,6 @@ pub fn code_name(code: Code) -> &'static str {
     }
 }
 
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text.push_str(&format!(": {cause}"));
-        source = cause.source();
-    }
-    text
-}
-
 /// A dtype given on the command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum DTypeArg {
@@ -173,8 +136,11 @@ pub enum RoutingArg {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::time::Duration;
+
     use tonic_types::ErrorDetails;
+
+    use super::*;
 
     #[test]
     fn a_status_is_told_with_its_details() {
