@@ -1,0 +1,196 @@
+//! Admin, health, reflection, metrics, and the client's retries.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use expertd::api::{Server, ServerConfig, ServerError, ready_probe};
+use expertd::scheduler::{ServiceState, SubmitError};
+use expertd::telemetry::{MetricsEndpoint, install_recorder, names};
+use expertd_proto::v1::admin_client::AdminClient;
+use expertd_proto::v1::{DrainRequest, GetStatusRequest};
+use expertd_proto::{RetryPolicy, transport};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio_stream::StreamExt as _;
+use tonic::Code;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
+use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
+use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
+use tonic_reflection::pb::v1::{ServerReflectionRequest, ServerReflectionResponse};
+
+use crate::backend::{self, Fake, limits};
+use crate::harness::{Service, request};
+
+fn fake() -> Arc<Fake> {
+    Fake::new(8, limits(8, 32))
+}
+
+#[tokio::test]
+async fn health_follows_the_state() {
+    let fake = fake();
+    let service = Service::start(&fake).await;
+    for address in [&service.tcp, &service.unix, &service.admin] {
+        let mut health = HealthClient::new(transport::connect(address).await.unwrap());
+        let named = |service: &str| HealthCheckRequest { service: service.to_owned() };
+        let mut watch = health.watch(named("expertd.v1.Moe")).await.unwrap().into_inner();
+        for (state, expected) in [
+            (ServiceState::Serving, ServingStatus::Serving),
+            (ServiceState::Reforming, ServingStatus::NotServing),
+            (ServiceState::Serving, ServingStatus::Serving),
+            (ServiceState::Draining, ServingStatus::NotServing),
+        ] {
+            fake.set_state(state);
+            let seen = async { while watch.message().await.unwrap().unwrap().status() != expected {} };
+            tokio::time::timeout(Duration::from_secs(5), seen).await.expect("watchers are told");
+            let now = health.check(named("expertd.v1.Moe")).await.unwrap().into_inner().status();
+            assert_eq!(now, expected);
+            let alive = health.check(named("")).await.unwrap().into_inner().status();
+            assert_eq!(alive, ServingStatus::Serving);
+        }
+        assert_eq!(health.check(named("nothing")).await.unwrap_err().code(), Code::NotFound);
+        fake.set_state(ServiceState::Serving);
+    }
+}
+
+async fn ask_reflection(address: &str, question: MessageRequest) -> ServerReflectionResponse {
+    let mut client = ServerReflectionClient::new(transport::connect(address).await.unwrap());
+    let request = ServerReflectionRequest { host: String::new(), message_request: Some(question) };
+    let answers = client.server_reflection_info(tokio_stream::once(request)).await.unwrap().into_inner();
+    answers.collect::<Vec<_>>().await.remove(0).unwrap()
+}
+
+#[tokio::test]
+async fn reflection_lists_the_services_and_finds_their_symbols() {
+    let service = Service::start(&fake()).await;
+    let listed = ask_reflection(&service.tcp, MessageRequest::ListServices(String::new())).await;
+    let Some(MessageResponse::ListServicesResponse(list)) = listed.message_response else {
+        panic!("{listed:?}")
+    };
+    let names: BTreeSet<_> = list.service.into_iter().map(|service| service.name).collect();
+    for name in ["expertd.v1.Moe", "grpc.health.v1.Health"] {
+        assert!(names.contains(name), "{names:?} lacks {name}");
+    }
+    for symbol in ["expertd.v1.Moe", "expertd.v1.ForwardRequest", "expertd.v1.Admin"] {
+        let found =
+            ask_reflection(&service.admin, MessageRequest::FileContainingSymbol(symbol.to_owned())).await;
+        assert!(
+            matches!(found.message_response, Some(MessageResponse::FileDescriptorResponse(_))),
+            "{symbol}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn status_and_drain() {
+    let fake = fake();
+    let service = Service::start(&fake).await;
+    let mut admin = AdminClient::new(transport::connect(&service.admin).await.unwrap());
+    let status = admin.get_status(GetStatusRequest {}).await.unwrap().into_inner();
+    assert_eq!(status.state(), expertd_proto::v1::ServiceState::Serving);
+    assert_eq!((status.model.as_str(), status.generation, status.weight_version), ("fake", 3, 7));
+    assert_eq!((status.ranks[0].pid, status.ranks[0].state.as_str()), (99, "ready"));
+    assert_eq!(status.version, env!("CARGO_PKG_VERSION"));
+
+    let drained = admin.drain(DrainRequest { timeout_ms: 12 }).await.unwrap().into_inner();
+    assert_eq!(drained.requests_dropped, 12);
+    let status = admin.get_status(GetStatusRequest {}).await.unwrap().into_inner();
+    assert_eq!(status.state(), expertd_proto::v1::ServiceState::Draining);
+    let refused = service.client().await.forward(request(backend::ECHO, 1, 8), None).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unavailable);
+}
+
+#[tokio::test]
+async fn admin_stays_off_the_network() {
+    let config = ServerConfig {
+        listen: vec!["127.0.0.1:0".parse().unwrap()],
+        admin: Some("0.0.0.0:0".parse().unwrap()),
+        shutdown_grace: Duration::ZERO,
+        patience: expertd::api::Patience::default(),
+    };
+    let error = Server::bind(&config, fake()).await.err().unwrap();
+    assert!(matches!(error, ServerError::AdminNotLoopback(_)), "{error}");
+}
+
+#[tokio::test]
+async fn retries_are_opt_in_and_end() {
+    let fake = fake();
+    let service = Service::start(&fake).await;
+    let client = service.client().await;
+    let retry_after = Duration::from_millis(20);
+    fake.refuse(Some(SubmitError::Overloaded { reason: "full".to_owned(), retry_after }));
+    let good = request(backend::ECHO, 1, 8);
+    assert!(client.forward(good.clone(), None).await.is_err());
+
+    let patient = client.clone().with_retry(RetryPolicy { max_attempts: 1000, ..RetryPolicy::default() });
+    let call = tokio::spawn({
+        let (patient, good) = (patient.clone(), good.clone());
+        async move { patient.forward(good, None).await }
+    });
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    fake.refuse(None);
+    call.await.unwrap().expect("the room that came is used");
+
+    fake.refuse(Some(SubmitError::Overloaded { reason: "full".to_owned(), retry_after }));
+    let few = client.clone().with_retry(RetryPolicy { max_attempts: 3, ..RetryPolicy::default() });
+    assert_eq!(few.forward(good.clone(), None).await.unwrap_err().code(), Code::ResourceExhausted);
+    let bounded = patient.forward(good, Some(Duration::from_millis(200))).await.unwrap_err();
+    assert!(matches!(bounded.code(), Code::ResourceExhausted | Code::DeadlineExceeded));
+}
+
+async fn get(address: &str, path: &str) -> (String, String) {
+    let mut socket = tokio::net::TcpStream::connect(address).await.unwrap();
+    let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+    socket.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer).await.unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    (head.lines().next().unwrap().to_owned(), body.to_owned())
+}
+
+#[tokio::test]
+async fn the_scrape_endpoint_has_documented_names_and_probes() {
+    let recorder = install_recorder();
+    let fake = fake();
+    let endpoint = MetricsEndpoint::bind("127.0.0.1:0".parse().unwrap(), recorder, ready_probe(fake.clone()))
+        .await
+        .unwrap();
+    let address = endpoint.local_address().unwrap().to_string();
+    tokio::spawn(endpoint.run());
+
+    let service = Service::start(&fake).await;
+    let client = service.client().await;
+    client.forward(request(backend::ECHO, 3, 8), None).await.unwrap();
+    let mut bad = request(backend::ECHO, 3, 8);
+    bad.tokens = 2;
+    client.forward(bad, None).await.unwrap_err();
+    let (sender, mut receiver) = client.stream(1).await.unwrap();
+    sender.send(1, request(backend::FAULT, 3, 8), None).await.unwrap();
+    receiver.next().await.unwrap().unwrap().1.unwrap_err();
+
+    let (status, text) = get(&address, "/metrics").await;
+    assert!(status.contains("200"), "{status}");
+    let known: BTreeSet<_> = names::ALL.iter().map(|metric| metric.name).collect();
+    for line in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
+        let name = line.split(' ').next().unwrap();
+        assert!(known.contains(name), "{name} is not documented");
+    }
+    for expected in [
+        "expertd_requests_total{method=\"Forward\",code=\"OK\"}",
+        "expertd_requests_total{method=\"Forward\",code=\"INVALID_ARGUMENT\"}",
+        "expertd_requests_total{method=\"ForwardStream\",code=\"UNAVAILABLE\"}",
+        "expertd_request_duration_seconds_bucket{method=\"Forward\",le=\"0.0005\"}",
+        "expertd_build_info{",
+    ] {
+        assert!(text.contains(expected), "{expected} is missing in\n{text}");
+    }
+
+    assert!(get(&address, "/healthz").await.0.contains("200"));
+    assert!(get(&address, "/readyz").await.0.contains("200"));
+    fake.set_state(ServiceState::Reforming);
+    let (status, reason) = get(&address, "/readyz").await;
+    assert!(status.contains("503") && reason.contains("because"), "{status} {reason}");
+    assert!(get(&address, "/").await.0.contains("404"));
+}

@@ -1,0 +1,9 @@
+//! The gRPC services over real sockets, with a backend that echoes.
+#![allow(clippy::unwrap_used, missing_docs, unreachable_pub)]
+
+mod admin;
+mod backend;
+mod harness;
+mod statuses;
+mod streams;
+mod transport;
