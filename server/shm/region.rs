@@ -213,6 +213,15 @@ impl SharedRegion {
         Ok(Arc::new(Self { fd, base, len, name: name.into() }))
     }
 
+    /// Another descriptor of the same memory, which also closes on exec.
+    ///
+    /// # Errors
+    /// [`RegionError::System`] if the process has no descriptor left.
+    pub fn try_clone_fd(&self) -> Result<OwnedFd, RegionError> {
+        rustix::io::fcntl_dupfd_cloexec(&self.fd, 3)
+            .map_err(|e| system_error("duplicate the descriptor of", &self.name, self.len, e))
+    }
+
     /// Length in bytes.
     #[must_use]
     pub const fn len(&self) -> usize {

@@ -72,8 +72,8 @@ pub fn create_windows(config: &EpConfig) -> Result<Arc<SharedRegion>, EpError> {
     Ok(window_layout(config)?.create(config.generation)?)
 }
 
-/// N ranks in one process, over the same code as N processes: each goes to a thread of its own. `config.rank` is
-/// ignored.
+/// N ranks in one process, over the same code as N processes, each with a mapping of its own: for a thread each.
+/// `config.rank` is ignored.
 ///
 /// # Errors
 /// As [`create_windows`] and [`CpuGroup::attach`].
@@ -81,7 +81,11 @@ pub fn loopback(config: &EpConfig) -> Result<Vec<CpuGroup>, EpError> {
     let config = EpConfig { rank: Rank(0), ..config.clone() };
     let region = create_windows(&config)?;
     let ranks = 0..config.ranks as u32;
-    ranks.map(|rank| CpuGroup::attach(&region, EpConfig { rank: Rank(rank), ..config.clone() })).collect()
+    let join = |rank| {
+        let fd = region.try_clone_fd()?;
+        CpuGroup::from_fd(fd, EpConfig { rank: Rank(rank), ..config.clone() })
+    };
+    ranks.map(join).collect()
 }
 
 impl CpuGroup {
