@@ -18,6 +18,18 @@ pub enum WeightFormat {
     Mxfp4,
 }
 
+impl std::fmt::Display for WeightFormat {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            WeightFormat::F32 => "f32",
+            WeightFormat::F16 => "f16",
+            WeightFormat::Bf16 => "bf16",
+            WeightFormat::Fp8E4m3 => "fp8_e4m3",
+            WeightFormat::Mxfp4 => "mxfp4",
+        })
+    }
+}
+
 /// Multipliers that go with the elements of a [`MatrixView`].
 #[derive(Clone, Debug)]
 pub enum Scales<'a> {

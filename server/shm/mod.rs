@@ -4,10 +4,12 @@
 //! * [`wait`]: spin-then-futex waiting, and the [`wait::Doorbell`] that many ring and one waits on.
 //! * [`ring`]: a single-producer, single-consumer ring of fixed-size records.
 //! * [`window`] and [`exchange`]: the symmetric windows of an EP group on CPU ranks, and whose turn it is to touch them.
+//! * [`channel`]: step descriptors, completions and staging between the router and its ranks.
 //!
 //! Unsafe code of this layer stands in `region` (mapping and views) and in the modules that say when a view's memory
 //! belongs to whom; rings and waiting go through atomics and need none.
 
+pub mod channel;
 pub mod exchange;
 pub mod region;
 pub mod ring;
@@ -16,3 +18,10 @@ pub mod window;
 
 #[cfg(test)]
 mod loom_tests;
+
+pub use channel::{
+    ChannelError, Completion, ExpertsNotice, GroupShape, Pulse, RankChannel, RankStaging, RouterBell,
+    RouterChannel, Segment, StageRows, Staged, StepDescriptor,
+};
+pub use region::{RegionError, SharedRegion, SharedSlice};
+pub use wait::Patience;
