@@ -114,6 +114,14 @@ pub struct PhaseTimes {
     pub copy_out: Duration,
 }
 
+impl PhaseTimes {
+    /// In the order of [`Phase::ALL`](crate::telemetry::Phase::ALL).
+    #[must_use]
+    pub const fn all(&self) -> [Duration; 7] {
+        [self.copy_in, self.gate, self.prepare, self.dispatch, self.experts, self.combine, self.copy_out]
+    }
+}
+
 /// One step's timings in a receipt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepTiming {
