@@ -1,0 +1,220 @@
+//! The life of a rank's process: set-up, loading, the step loop, the end.
+
+use std::io::{self, BufReader};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use bytemuck::Zeroable;
+
+use super::control::{self, DeviceKind, FailureKind, FromRank, RankSetup, ToRank};
+use super::cpu::CpuEngine;
+use super::{StepEngine, StepFault};
+use crate::ep::{CpuGroup, EpConfig};
+use crate::shm::{Completion, Pulse, RankChannel, RouterBell};
+use crate::types::Rank;
+
+/// Looks at shared memory before sleeping, where there are cores to spare.
+const SPIN: u32 = 4000;
+
+/// Why a rank's process ended.
+#[derive(Debug, thiserror::Error)]
+pub enum RankExit {
+    /// The control socket is not one, or broke.
+    #[error("control socket: {0}")]
+    Control(#[from] io::Error),
+    /// Not started by a router.
+    #[error("{0}")]
+    Orphan(String),
+    /// Reported to the router before.
+    #[error("{0}")]
+    Reported(String),
+    /// A step failed; reported to the router.
+    #[error("step failed: {0}")]
+    Step(#[from] StepFault),
+    /// The channel to the router broke.
+    #[error(transparent)]
+    Channel(#[from] crate::shm::ChannelError),
+}
+
+impl RankSetup {
+    /// What the EP group is made for, as this rank sees it.
+    #[must_use]
+    pub fn ep_config(&self) -> EpConfig {
+        EpConfig {
+            ranks: self.shape.ranks as usize,
+            rank: self.rank,
+            hidden: self.shape.hidden,
+            max_top_k: self.shape.max_top_k,
+            max_tokens_per_rank: self.shape.max_tokens_per_rank,
+            slots: self.shape.slots as usize,
+            generation: self.generation,
+            wait_deadline: self.peer_timeout,
+            spin: self.spin_count(),
+            poison: false,
+        }
+    }
+
+    const fn spin_count(&self) -> u32 {
+        if self.spin { SPIN } else { 0 }
+    }
+}
+
+/// Runs a rank whose router is process `parent` and speaks over `socket`, until the router ends it.
+///
+/// # Errors
+/// Why it ended otherwise.
+pub fn run_rank(parent: u32, socket: UnixStream) -> Result<(), RankExit> {
+    // Asked for first and checked afterwards, so that a parent which died in between is noticed.
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
+        .map_err(io::Error::from)?;
+    if rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get().cast_unsigned()) != Some(parent) {
+        return Err(RankExit::Orphan(format!("process {parent}, the router of this rank, is gone")));
+    }
+    let fds = control::receive_fds(&socket)?;
+    let mut reader = BufReader::new(socket.try_clone()?);
+    let setup: RankSetup = control::receive(&mut reader)?
+        .ok_or_else(|| RankExit::Orphan("the router ended before it said what to run".into()))?;
+    let _span = tracing::info_span!("rank", rank = %setup.rank, generation = %setup.generation).entered();
+
+    match Member::join(&setup, fds, &socket) {
+        Ok(member) => member.serve(&setup, &socket, reader),
+        Err((kind, message)) => {
+            control::send(&socket, &FromRank::Failed { kind, message: message.clone() })?;
+            Err(RankExit::Reported(message))
+        }
+    }
+}
+
+/// A rank that is loaded and warm.
+struct Member {
+    channel: RankChannel,
+    engine: Box<dyn StepEngine>,
+    weight_bytes: u64,
+    device: String,
+}
+
+type Failure = (FailureKind, String);
+
+fn setup_failure(error: impl std::fmt::Display) -> Failure {
+    (FailureKind::Setup, error.to_string())
+}
+
+impl Member {
+    fn join(setup: &RankSetup, fds: Vec<OwnedFd>, socket: &UnixStream) -> Result<Self, Failure> {
+        let mut fds = fds.into_iter();
+        let mut next_fd = |what: &str| {
+            fds.next().ok_or_else(|| setup_failure(format!("the router sent no file descriptor for {what}")))
+        };
+        let channel_fd = next_fd("the channel")?;
+        let bell = RouterBell::join(next_fd("the router's bell")?).map_err(setup_failure)?;
+        let channel = RankChannel::join(&setup.shape, setup.rank, channel_fd, bell.bell().clone())
+            .map_err(setup_failure)?;
+        beat(channel.pulse(), setup.heartbeat).map_err(setup_failure)?;
+        pin(setup.rank, &setup.cores);
+        let (engine, weight_bytes, device): (Box<dyn StepEngine>, u64, String) = match setup.device {
+            DeviceKind::Cpu => {
+                let threads = setup.cores.len().max(1);
+                // This thread is one of the pool, so that steps need not wake another one to begin.
+                let pool = rayon::ThreadPoolBuilder::new()
+                    .num_threads(threads)
+                    .use_current_thread()
+                    .thread_name(|i| format!("experts-{i}"))
+                    .build()
+                    .map_err(setup_failure)?;
+                let group =
+                    CpuGroup::from_fd(next_fd("the windows")?, setup.ep_config()).map_err(setup_failure)?;
+                let mut last = std::time::Instant::now();
+                let progress = |loaded_bytes: u64, total_bytes: u64| {
+                    if last.elapsed() >= Duration::from_millis(100) || loaded_bytes == total_bytes {
+                        last = std::time::Instant::now();
+                        // A router that is gone ends this process by itself.
+                        let _ = control::send(socket, &FromRank::Loading { loaded_bytes, total_bytes });
+                    }
+                };
+                let engine = CpuEngine::load(setup, group, pool, progress)
+                    .map_err(|error| (FailureKind::Load, error.to_string()))?;
+                let (bytes, device) = (engine.weight_bytes(), engine.device());
+                (Box::new(engine), bytes, device)
+            }
+            DeviceKind::Cuda => {
+                return Err(setup_failure("this build runs ranks on the CPU only; use --device cpu"));
+            }
+        };
+        Ok(Member { channel, engine, weight_bytes, device })
+    }
+
+    fn serve(
+        mut self,
+        setup: &RankSetup,
+        socket: &UnixStream,
+        mut reader: BufReader<UnixStream>,
+    ) -> Result<(), RankExit> {
+        control::send(
+            socket,
+            &FromRank::Ready { weight_bytes: self.weight_bytes, device: self.device.clone() },
+        )?;
+        match control::receive::<ToRank>(&mut reader)? {
+            Some(ToRank::Start) => {}
+            Some(ToRank::Exit) | None => return Ok(()),
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        let listening = Arc::clone(&stop);
+        let bell = self.channel.bell().clone();
+        std::thread::Builder::new().name("control".into()).spawn(move || {
+            // Whatever comes after Start, the end of the stream included, means to leave.
+            let _ = control::receive::<ToRank>(&mut reader);
+            listening.store(true, Ordering::Release);
+            bell.ring();
+        })?;
+        tracing::debug!("joined");
+        let notice = self.channel.notice();
+        while let Some(step) = self.channel.wait_step(setup.spin_count(), &stop)? {
+            let mut completion =
+                Completion { sequence: step.sequence, slot: step.slot, ..Completion::zeroed() };
+            let result = self.engine.run(&step, self.channel.staging(&step), &notice);
+            match &result {
+                Ok(report) => {
+                    completion.phase_ns =
+                        report.phases.map(|d| u64::try_from(d.as_nanos()).unwrap_or(u64::MAX));
+                    completion.received_rows = report.received_rows as u32;
+                    completion.expert_rows = report.expert_rows as u32;
+                }
+                Err(fault) => {
+                    tracing::error!(step = step.step, %fault, "step failed");
+                    completion.fail(&fault.to_string());
+                }
+            }
+            self.channel.complete(&completion)?;
+            result?;
+        }
+        Ok(())
+    }
+}
+
+/// Shows life until the process ends.
+fn beat(pulse: Pulse, every: Duration) -> io::Result<()> {
+    pulse.beat();
+    std::thread::Builder::new()
+        .name("pulse".into())
+        .spawn(move || {
+            loop {
+                std::thread::sleep(every);
+                pulse.beat();
+            }
+        })
+        .map(drop)
+}
+
+/// Keeps this process, and the threads it will start, on its cores. Where that is not allowed it runs everywhere.
+fn pin(rank: Rank, cores: &[usize]) {
+    let mut set = rustix::thread::CpuSet::new();
+    for &core in cores.iter().filter(|&&core| core < rustix::thread::CpuSet::MAX_CPU) {
+        set.set(core);
+    }
+    if let Err(error) = rustix::thread::sched_setaffinity(None, &set) {
+        tracing::warn!(%rank, ?cores, %error, "cannot pin to cores");
+    }
+}
