@@ -1,0 +1,93 @@
+//! Which cores each rank gets.
+
+use std::fs;
+
+/// Cores that this process may run on, ascending.
+#[must_use]
+pub fn available_cores() -> Vec<usize> {
+    match rustix::thread::sched_getaffinity(None) {
+        Ok(set) => (0..rustix::thread::CpuSet::MAX_CPU).filter(|&core| set.is_set(core)).collect(),
+        Err(_) => (0..std::thread::available_parallelism().map_or(1, usize::from)).collect(),
+    }
+}
+
+/// The cores of each NUMA node that are among `cores`; one node if the machine does not tell.
+#[must_use]
+pub fn numa_nodes(cores: &[usize]) -> Vec<Vec<usize>> {
+    let mut nodes: Vec<(usize, Vec<usize>)> = fs::read_dir("/sys/devices/system/node")
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| {
+            let number = entry.file_name().to_str()?.strip_prefix("node")?.parse().ok()?;
+            let list = fs::read_to_string(entry.path().join("cpulist")).ok()?;
+            let of_node = parse_list(list.trim());
+            Some((number, cores.iter().copied().filter(|c| of_node.contains(c)).collect::<Vec<_>>()))
+        })
+        .filter(|(_, cores)| !cores.is_empty())
+        .collect();
+    nodes.sort();
+    if nodes.is_empty() { vec![cores.to_vec()] } else { nodes.into_iter().map(|(_, cores)| cores).collect() }
+}
+
+/// Parses the kernel's lists such as `0-3,8`; what is no number is left out.
+fn parse_list(text: &str) -> Vec<usize> {
+    text.split(',')
+        .filter_map(|part| {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            Some(first.trim().parse::<usize>().ok()?..=last.trim().parse().ok()?)
+        })
+        .flatten()
+        .collect()
+}
+
+/// Shares `cores` out over `ranks`: neighbours stay together, nobody has two more than another. With fewer cores than
+/// ranks, several ranks share a core.
+#[must_use]
+pub fn share_cores(cores: &[usize], ranks: usize) -> Vec<Vec<usize>> {
+    if cores.len() < ranks {
+        return (0..ranks).map(|rank| vec![cores[rank % cores.len().max(1)]]).collect();
+    }
+    let mut rest = cores;
+    (0..ranks)
+        .map(|rank| {
+            let (mine, others) = rest.split_at(rest.len() / (ranks - rank));
+            rest = others;
+            mine.to_vec()
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_even_and_complete() {
+        assert_eq!(share_cores(&[0, 1, 2, 3, 4], 2), [vec![0, 1], vec![2, 3, 4]]);
+        assert_eq!(share_cores(&[4, 6], 2), [vec![4], vec![6]]);
+        assert_eq!(share_cores(&[4, 6], 3), [vec![4], vec![6], vec![4]]);
+        for ranks in 1..=8 {
+            let cores: Vec<usize> = (0..13).collect();
+            let shares = share_cores(&cores, ranks);
+            assert_eq!(shares.concat(), cores);
+            let sizes: Vec<usize> = shares.iter().map(Vec::len).collect();
+            assert!(sizes.iter().max().unwrap_or(&0) - sizes.iter().min().unwrap_or(&0) <= 1);
+        }
+    }
+
+    #[test]
+    fn every_available_core_is_in_one_node() {
+        let cores = available_cores();
+        assert!(!cores.is_empty());
+        let mut of_nodes = numa_nodes(&cores).concat();
+        of_nodes.sort_unstable();
+        assert_eq!(of_nodes, cores);
+    }
+
+    #[test]
+    fn kernel_lists() {
+        assert_eq!(parse_list("0-2,7"), [0, 1, 2, 7]);
+        assert!(parse_list("").is_empty());
+    }
+}
