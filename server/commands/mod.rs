@@ -1,7 +1,86 @@
 //! The subcommands of the `expertd` binary.
 
+pub mod bench;
 pub mod call;
 pub mod client;
 pub mod golden;
+pub mod rank;
 pub mod rows;
+pub mod serve;
 pub mod verify;
+
+use std::fmt::Display;
+use std::future::Future;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+
+use crate::telemetry::{LogFormat, init_logs};
+
+/// Runs the Mixture-of-Experts blocks of real checkpoints with expert parallelism, over gRPC.
+///
+/// Tokens are rows of hidden states: after a layer's norm, before the residual. Start with `expertd demo`.
+#[derive(Parser, Debug)]
+#[command(name = "expertd", version, propagate_version = true, max_term_width = 100)]
+struct Cli {
+    /// What is logged to standard error: a level, or directives such as info,expertd::scheduler=debug
+    #[arg(long, global = true, env = "EXPERTD_LOG", default_value = "info", value_name = "FILTER")]
+    log: String,
+    /// How log lines look
+    #[arg(long, global = true, env = "EXPERTD_LOG_FORMAT", default_value = "text", value_enum)]
+    log_format: LogFormat,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Serve the MoE layers of a checkpoint
+    Serve(Box<serve::settings::ServeArgs>),
+    /// Send random or recorded tokens through one layer and show the receipt
+    Call(call::CallArgs),
+    /// Compare a running service with recorded outputs; exit status 0 or 1
+    Verify(verify::VerifyArgs),
+    /// Measure the phases of a step on this machine, without gRPC
+    Bench(bench::BenchArgs),
+    /// One expert rank; started by `serve`
+    #[command(hide = true)]
+    Rank(rank::RankArgs),
+}
+
+/// The whole program.
+#[must_use]
+pub fn main() -> ExitCode {
+    let matches = Cli::command().get_matches();
+    let cli = match Cli::from_arg_matches(&matches) {
+        Ok(cli) => cli,
+        Err(error) => error.exit(),
+    };
+    if let Err(error) = init_logs(&cli.log, cli.log_format) {
+        eprintln!("expertd: {error}");
+        return ExitCode::from(serve::exit::USAGE);
+    }
+    let of = |name| matches.subcommand_matches(name);
+    match cli.command {
+        Command::Serve(args) => serve::run(&args, of("serve")),
+        Command::Call(args) => block_on("call", call::run(args)),
+        Command::Verify(args) => block_on("verify", verify::run(args)),
+        Command::Bench(args) => block_on("bench", bench::run(args)),
+        Command::Rank(args) => rank::run(&args),
+    }
+}
+
+/// Runs a client command; an error is printed and is exit status 1.
+fn block_on<E: Display>(name: &str, command: impl Future<Output = Result<ExitCode, E>>) -> ExitCode {
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("expertd {name}: cannot start the asynchronous runtime: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    runtime.block_on(command).unwrap_or_else(|error| {
+        eprintln!("expertd {name}: {error}");
+        ExitCode::FAILURE
+    })
+}
