@@ -20,6 +20,7 @@ mod quant;
 mod resolve;
 mod spec;
 mod store;
+pub mod synth;
 
 pub use checkpoint::{Checkpoint, ExpertTensors, GateTensors, SharedTensors};
 pub use error::ModelError;
