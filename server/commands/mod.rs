@@ -4,9 +4,11 @@ pub mod bench;
 pub mod call;
 pub mod client;
 pub mod golden;
+pub mod inspect;
 pub mod rank;
 pub mod rows;
 pub mod serve;
+pub mod synth;
 pub mod verify;
 
 use std::fmt::Display;
@@ -41,6 +43,10 @@ enum Command {
     Call(call::CallArgs),
     /// Compare a running service with recorded outputs; exit status 0 or 1
     Verify(verify::VerifyArgs),
+    /// Show what a checkpoint holds: family, layers, gate, formats, and bytes per rank
+    Inspect(inspect::InspectArgs),
+    /// Write a random checkpoint of any supported family in Hugging Face's layout
+    Synth(synth::SynthArgs),
     /// Measure the phases of a step on this machine, without gRPC
     Bench(bench::BenchArgs),
     /// One expert rank; started by `serve`
@@ -65,6 +71,8 @@ pub fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args, of("serve")),
         Command::Call(args) => block_on("call", call::run(args)),
         Command::Verify(args) => block_on("verify", verify::run(args)),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Synth(args) => synth::run(&args),
         Command::Bench(args) => block_on("bench", bench::run(args)),
         Command::Rank(args) => rank::run(&args),
     }

@@ -9,6 +9,9 @@ use super::gate_spec::{GroupScore, Normalise};
 const SUM: Normalise = Normalise::Sum { epsilon: 0.0 };
 const SUM_EPSILON: Normalise = Normalise::Sum { epsilon: 1e-20 };
 
+/// Most families without a shared gate call the number of experts this.
+const LOCAL: &[&str] = &["num_local_experts", "num_experts"];
+
 /// The most common choices, named after nobody.
 const PLAIN: Family = Family {
     name: "",
@@ -42,6 +45,7 @@ const MIXTRAL: Family = Family {
     model_types: &["mixtral"],
     architecture: "MixtralForCausalLM",
     block: &["block_sparse_moe", "mlp"],
+    experts: LOCAL,
     width: &["intermediate_size"],
     routing: Routing { normalise: NormaliseRule::Always(SUM), ..PLAIN.routing },
     stored: Stored::Numbered,
@@ -256,7 +260,7 @@ const GPT_OSS: Family = Family {
     name: "gpt_oss",
     model_types: &["gpt_oss"],
     architecture: "GptOssForCausalLM",
-    experts: &["num_local_experts", "num_experts"],
+    experts: LOCAL,
     top_k: &["num_experts_per_tok", "experts_per_token"],
     width: &["intermediate_size"],
     routing: Routing { scores: ScoreRule::SoftmaxOfChosen, ..PLAIN.routing },
@@ -273,6 +277,7 @@ const GRANITEMOE: Family = Family {
     model_types: &["granitemoe"],
     architecture: "GraniteMoeForCausalLM",
     block: &["block_sparse_moe"],
+    experts: LOCAL,
     width: &["intermediate_size"],
     routing: Routing { scores: ScoreRule::SoftmaxOfChosen, ..PLAIN.routing },
     gate: GateNames { weight: &["router.layer.weight", "router.weight"], ..PLAIN.gate },
@@ -286,6 +291,7 @@ const LLAMA4: Family = Family {
     model_types: &["llama4_text", "llama4"],
     architecture: "Llama4ForCausalLM",
     block: &["feed_forward"],
+    experts: LOCAL,
     width: &["intermediate_size"],
     layers: LayerRule::Listed,
     routing: Routing { scores: ScoreRule::SigmoidOfChosen, ..PLAIN.routing },
@@ -306,6 +312,7 @@ const MINIMAX_M2: Family = Family {
     model_types: &["minimax_m2"],
     architecture: "MiniMaxM2ForCausalLM",
     block: &["block_sparse_moe", "mlp"],
+    experts: LOCAL,
     width: &["intermediate_size"],
     routing: Routing { scores: ScoreRule::Sigmoid, normalise: NormaliseRule::Always(SUM), ..PLAIN.routing },
     gate: GateNames {
@@ -327,6 +334,7 @@ const PHIMOE: Family = Family {
     model_types: &["phimoe"],
     architecture: "PhimoeForCausalLM",
     block: &["block_sparse_moe", "mlp"],
+    experts: LOCAL,
     width: &["intermediate_size"],
     routing: Routing { scores: ScoreRule::SparseMixer, ..PLAIN.routing },
     gate: GateNames { weight: &["gate.weight", "router.weight"], ..PLAIN.gate },

@@ -13,28 +13,57 @@ pub(super) const VOCAB: usize = 128;
 const EXTRAS: &[(&str, &str)] = &[
     ("mixtral", r#"{"head_dim": 16, "router_jitter_noise": 0.0}"#),
     ("olmoe", r#"{"norm_topk_prob": false}"#),
-    ("qwen2_moe", r#"{"norm_topk_prob": false, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 16}"#),
-    ("qwen3_moe", r#"{"norm_topk_prob": true, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 16}"#),
-    ("qwen3_next", concat!(
-        r#"{"norm_topk_prob": true, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 16, "#,
-        r#""linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "#,
-        r#""linear_num_key_heads": 2, "linear_num_value_heads": 4}"#)),
-    ("qwen3_5_moe_text", concat!(
-        r#"{"head_dim": 16, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "#,
-        r#""linear_num_key_heads": 2, "linear_num_value_heads": 4}"#)),
-    ("deepseek_v2", concat!(
-        r#"{"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, "norm_topk_prob": false, "#,
-        r#""scoring_func": "softmax", "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "#,
-        r#""qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4}"#)),
-    ("deepseek_v3", concat!(
-        r#"{"routed_scaling_factor": 2.5, "norm_topk_prob": true, "q_lora_rank": 32, "kv_lora_rank": 32, "#,
-        r#""qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4}"#)),
-    ("deepseek_v4", concat!(
-        r#"{"routed_scaling_factor": 1.5, "norm_topk_prob": true, "scoring_func": "sqrtsoftplus", "#,
-        r#""swiglu_limit": 10.0, "head_dim": 16, "q_lora_rank": 32, "o_lora_rank": 32, "o_groups": 2, "#,
-        r#""index_head_dim": 32, "index_n_heads": 4, "mlp_bias": false}"#)),
+    (
+        "qwen2_moe",
+        r#"{"norm_topk_prob": false, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 16}"#,
+    ),
+    (
+        "qwen3_moe",
+        r#"{"norm_topk_prob": true, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 16}"#,
+    ),
+    (
+        "qwen3_next",
+        concat!(
+            r#"{"norm_topk_prob": true, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 16, "#,
+            r#""linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "#,
+            r#""linear_num_key_heads": 2, "linear_num_value_heads": 4}"#
+        ),
+    ),
+    (
+        "qwen3_5_moe_text",
+        concat!(
+            r#"{"head_dim": 16, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "#,
+            r#""linear_num_key_heads": 2, "linear_num_value_heads": 4}"#
+        ),
+    ),
+    (
+        "deepseek_v2",
+        concat!(
+            r#"{"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, "norm_topk_prob": false, "#,
+            r#""scoring_func": "softmax", "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "#,
+            r#""qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4}"#
+        ),
+    ),
+    (
+        "deepseek_v3",
+        concat!(
+            r#"{"routed_scaling_factor": 2.5, "norm_topk_prob": true, "q_lora_rank": 32, "kv_lora_rank": 32, "#,
+            r#""qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4}"#
+        ),
+    ),
+    (
+        "deepseek_v4",
+        concat!(
+            r#"{"routed_scaling_factor": 1.5, "norm_topk_prob": true, "scoring_func": "sqrtsoftplus", "#,
+            r#""swiglu_limit": 10.0, "head_dim": 16, "q_lora_rank": 32, "o_lora_rank": 32, "o_groups": 2, "#,
+            r#""index_head_dim": 32, "index_n_heads": 4, "mlp_bias": false}"#
+        ),
+    ),
     ("dots1", r#"{"routed_scaling_factor": 2.0, "norm_topk_prob": true, "head_dim": 16}"#),
-    ("ernie4_5_moe", r#"{"moe_norm_min": 1e-12, "moe_layer_interval": 1, "use_bias": false, "head_dim": 16}"#),
+    (
+        "ernie4_5_moe",
+        r#"{"moe_norm_min": 1e-12, "moe_layer_interval": 1, "use_bias": false, "head_dim": 16}"#,
+    ),
     ("glm4_moe", r#"{"routed_scaling_factor": 1.7, "norm_topk_prob": true, "head_dim": 16}"#),
     ("gpt_oss", r#"{"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "head_dim": 16}"#),
     ("granitemoe", r#"{"attention_multiplier": 1.0}"#),
@@ -107,7 +136,8 @@ pub(super) fn config_json(config: &SynthConfig, family: &Family) -> Value {
         }
         LayerRule::Hashed { .. } => {
             let hashed = hashed_layers(config, family);
-            let kinds: Vec<_> = (0..config.layers).map(|i| if i < hashed { "hash_moe" } else { "moe" }).collect();
+            let kinds: Vec<_> =
+                (0..config.layers).map(|i| if i < hashed { "hash_moe" } else { "moe" }).collect();
             map.insert("mlp_layer_types".into(), kinds.into());
         }
         _ => {}

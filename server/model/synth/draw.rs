@@ -130,7 +130,8 @@ fn nearest_fp8(x: f32) -> u8 {
     let step = (exponent - 3.0).exp2();
     let steps = (magnitude / step).round() as u32;
     // A count of 16 is the next exponent's 8; encoding by addition carries it over.
-    let code = if exponent <= -6.0 && steps < 8 { steps } else { (exponent as i32 + 7) as u32 * 8 + (steps - 8) };
+    let code =
+        if exponent <= -6.0 && steps < 8 { steps } else { (exponent as i32 + 7) as u32 * 8 + (steps - 8) };
     sign | u8::try_from(code.min(0x7e)).expect("at most 0x7e")
 }
 
@@ -167,8 +168,7 @@ mod tests {
         tables.fill(&tensor, 7, PIECE as u64, tail);
         assert_eq!(whole, parts);
         assert_ne!(whole[..PIECE], whole[PIECE..2 * PIECE]);
-        let values: Vec<f32> =
-            whole.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect();
+        let values: Vec<f32> = whole.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect();
         let square: f32 = values.iter().map(|x| x * x).sum::<f32>() / values.len() as f32;
         assert!((square.sqrt() - 0.5).abs() < 0.01, "{square}");
     }

@@ -118,15 +118,26 @@ impl Layout<'_> {
     fn gate(&mut self, base: &str, hashed: bool) {
         let (names, plain) = (self.family.gate, self.plain());
         let SynthConfig { experts, hidden, top_k, .. } = *self.config;
-        self.push(format!("{base}{}", names.weight[0]), plain, &[experts, hidden], Fill::Normal(deviation(hidden)));
+        self.push(
+            format!("{base}{}", names.weight[0]),
+            plain,
+            &[experts, hidden],
+            Fill::Normal(deviation(hidden)),
+        );
         if let Some(bias) = names.bias {
             self.push(format!("{base}{bias}"), plain, &[experts], Fill::Normal(0.3));
         }
         if hashed {
-            self.push(format!("{base}{}", names.table), Element::I64, &[VOCAB, top_k], Fill::Experts { count: experts });
+            self.push(
+                format!("{base}{}", names.table),
+                Element::I64,
+                &[VOCAB, top_k],
+                Fill::Experts { count: experts },
+            );
         } else if let Some(correction) = names.correction.first() {
             // Ernie keeps a dimension for groups that it does not have.
-            let shape: &[usize] = if correction.starts_with("moe_statics") { &[1, experts] } else { &[experts] };
+            let shape: &[usize] =
+                if correction.starts_with("moe_statics") { &[1, experts] } else { &[experts] };
             self.push(format!("{base}{correction}"), Element::F32, shape, Fill::Normal(0.05));
         }
     }
@@ -181,7 +192,8 @@ impl Layout<'_> {
             Stored::Numbered => ["w1", "w3", "w2"],
             _ => ["gate_proj", "up_proj", "down_proj"],
         };
-        for (name, [rows, cols]) in names.into_iter().zip([[width, hidden], [width, hidden], [hidden, width]]) {
+        for (name, [rows, cols]) in names.into_iter().zip([[width, hidden], [width, hidden], [hidden, width]])
+        {
             let weight = format!("{module}{name}.weight");
             if self.config.format == SynthFormat::Fp8 {
                 let fill = Fill::Scales(deviation(cols) / FP8_DEVIATION);
