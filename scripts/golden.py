@@ -4,17 +4,24 @@
     python scripts/golden.py OUT [--only SUBSTRING]
     EXPERTD_GOLDEN=OUT cargo test --test golden_block
 
+    EXPERTD_SYNTH_OUT=OUT cargo test --test synth
+    python scripts/golden.py OUT --record
+    EXPERTD_GOLDEN=OUT cargo test --test golden_block
+
 Each folder has what `save_pretrained` writes and a `golden.safetensors` like those in tests/fixtures/golden: recorded
-in float32 from the checkpoint as it was loaded back from disk. Needs torch, transformers and safetensors.
+in float32 from the checkpoint as it was loaded back from disk. With --record, the checkpoints are there already;
+quantised ones are dequantised with PyTorch into a float32 copy first, and that copy is run. Needs torch, transformers and safetensors.
 """
 
 import argparse
+import json
 import math
 import pathlib
+import tempfile
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 TINY = dict(
     vocab_size=97, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -190,6 +197,104 @@ def make(folder, config, dtype, shard, seed):
     save_file(record(model, ids), folder / "golden.safetensors")
 
 
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def dequantise(tensors, transposed):
+    """Float32 tensors with the names of an unquantised checkpoint."""
+    out = {}
+    for name, tensor in tensors.items():
+        if name.endswith(("_scale_inv", "_scale", "_scales")):
+            continue
+        if name.endswith("_blocks"):
+            stem = name.removesuffix("_blocks")
+            low, high = FP4[(tensor & 15).long()], FP4[(tensor >> 4).long()]
+            values = torch.stack([low, high], dim=-1).flatten(-2)
+            exponents = tensors[stem + "_scales"].double() - 127
+            values = (values * torch.exp2(exponents)[..., None]).flatten(-2)
+            out[stem] = (values.transpose(1, 2) if transposed else values).float().contiguous()
+        elif tensor.dtype == torch.float8_e4m3fn:
+            scale = tensors.get(name + "_scale_inv", tensors.get(name + "_scale")).double()
+            rows, cols = tensor.shape[-2:]
+            for dim, size in ((-2, rows), (-1, cols)):
+                if scale.shape[dim] not in (1, size):
+                    scale = scale.repeat_interleave(128, dim).narrow(dim, 0, size)
+            values = tensor.double() * scale
+            fused = tensor.dim() == 3 and transposed
+            out[name] = (values.transpose(1, 2) if fused else values).float().contiguous()
+        else:
+            out[name] = tensor.float()
+    return out
+
+
+def unfuse(tensors, config):
+    """One by one, for families whose unquantised checkpoints have them so."""
+    numbered = config["model_type"] in ("mixtral", "minimax_m2", "phimoe", "deepseek_v4")
+    gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
+    out = {}
+    for name, tensor in tensors.items():
+        stem, _, leaf = name.rpartition(".experts.")
+        if leaf == "gate_up_proj":
+            for e, matrix in enumerate(tensor):
+                out[f"{stem}.experts.{e}.{gate}.weight"], out[f"{stem}.experts.{e}.{up}.weight"] = (
+                    part.contiguous() for part in matrix.chunk(2))
+        elif leaf == "down_proj":
+            for e, matrix in enumerate(tensor):
+                out[f"{stem}.experts.{e}.{down}.weight"] = matrix.contiguous()
+        else:
+            out[name] = tensor
+    return out
+
+
+def record_folder(folder):
+    """Golden data of a checkpoint that something else wrote."""
+    config = json.loads((folder / "config.json").read_text())
+    if config.pop("quantization_config", None) is None:
+        return run_and_record(folder, folder)
+    tensors = {}
+    for file in folder.glob("model*.safetensors"):
+        tensors |= load_file(file)
+    transposed = config["model_type"] in ("gpt_oss", "llama4_text")
+    tensors = dequantise(tensors, transposed)
+    if config["model_type"] not in ("gpt_oss", "llama4_text", "granitemoe"):
+        tensors = unfuse(tensors, config)
+    if config["model_type"] == "llama4_text":
+        tensors = fuse_llama4(tensors)
+    with tempfile.TemporaryDirectory() as copy:
+        copy = pathlib.Path(copy)
+        (copy / "config.json").write_text(json.dumps(config))
+        save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+        run_and_record(copy, folder)
+
+
+def fuse_llama4(tensors):
+    """The other way round: this family's unquantised checkpoints are fused, `[E, in, out]`."""
+    out, parts = {}, {}
+    for name, tensor in tensors.items():
+        stem, _, leaf = name.partition(".experts.")
+        if leaf.endswith(".weight"):
+            e, projection, _ = leaf.split(".")
+            parts.setdefault(stem, {}).setdefault(projection, {})[int(e)] = tensor.T
+        else:
+            out[name] = tensor
+    for stem, found in parts.items():
+        stack = {p: torch.stack([t[e] for e in sorted(t)]) for p, t in found.items()}
+        out[f"{stem}.experts.gate_up_proj"] = torch.cat([stack["gate_proj"], stack["up_proj"]], -1).contiguous()
+        out[f"{stem}.experts.down_proj"] = stack["down_proj"].contiguous()
+    return out
+
+
+def run_and_record(source, folder):
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, output_loading_info=True)
+    ours = [key for key in (*info["missing_keys"], *info["mismatched_keys"]) if "expert" in str(key) or "router" in str(key)
+            or ".gate." in str(key) or "tid2eid" in str(key)]
+    if ours or info["unexpected_keys"]:
+        raise RuntimeError(f"missing {ours}, unexpected {info['unexpected_keys']}")
+    ids = torch.randint(3, 97, (1, 13), generator=torch.Generator().manual_seed(1))
+    save_file(record(model.eval(), ids), folder / "golden.safetensors")
+
+
 def nested_config(outer, text_type, text):
     inner = transformers.AutoConfig.for_model(text_type, **text)
     vision = {
@@ -229,17 +334,28 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--only", default="", help="only folders whose name contains this")
+    parser.add_argument("--record", action="store_true", help="record the checkpoints that are in OUT")
     arguments = parser.parse_args()
+    if arguments.record:
+        for folder in sorted(path.parent for path in arguments.out.glob("*/config.json")):
+            if arguments.only in folder.name:
+                attempt(folder.name, lambda: record_folder(folder))
+        return
     for number, (name, config, dtype, shard) in enumerate(cases()):
         if arguments.only not in name:
             continue
         folder = arguments.out / name
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            make(folder, config(), dtype, shard, 1000 + number)
-            print(f"{name}: ok", flush=True)
-        except Exception as error:  # a variant that the reference itself cannot run is none of our business
-            print(f"{name}: FAILED: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        attempt(name, lambda: make(folder, config(), dtype, shard, 1000 + number))
+
+
+def attempt(name, work):
+    """Says what failed and goes on: what the reference itself cannot run is none of our business."""
+    try:
+        work()
+        print(f"{name}: ok", flush=True)
+    except Exception as error:
+        print(f"{name}: FAILED: {type(error).__name__}: {str(error)[:400]}", flush=True)
 
 
 if __name__ == "__main__":
