@@ -312,8 +312,6 @@ def nested_config(outer, text_type, text):
 def cases():
     for family, (names, extra, variants) in FAMILIES.items():
         for name, sizes, dtype, shard in COMMON:
-            if family == "phimoe":
-                sizes = (sizes[0], sizes[1], 2, sizes[3])
             config = {**TINY, **extra, **sized(names, sizes)}
             if family == "olmoe":
                 config["head_dim"] = sizes[0] // 4

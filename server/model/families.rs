@@ -338,8 +338,10 @@ const PHIMOE: Family = Family {
     width: &["intermediate_size"],
     routing: Routing { scores: ScoreRule::SparseMixer, ..PLAIN.routing },
     gate: GateNames { weight: &["gate.weight", "router.weight"], ..PLAIN.gate },
+    // The mixer chooses two, whatever this field says.
+    top_k: &[],
     stored: Stored::Numbered,
-    only: &[("num_experts_per_tok", &["2"])],
+    ignored: &["num_experts_per_tok"],
     ..PLAIN
 };
 

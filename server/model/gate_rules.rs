@@ -93,14 +93,14 @@ pub(super) fn gate_spec(
     family: &Family,
     num_experts: usize,
 ) -> Result<GateSpec, ModelError> {
-    let default_k = matches!(family.routing.scores, ScoreRule::SparseMixer).then_some(2);
-    let top_k = match default_k {
-        Some(k) => k,
-        None => config.size(family.top_k, MAX_TOP_K)?,
+    let top_k = match family.routing.scores {
+        ScoreRule::SparseMixer => 2,
+        _ => config.size(family.top_k, MAX_TOP_K)?,
     };
     if top_k > num_experts {
         let expected = format!("at most the number of experts, {num_experts}");
-        return Err(config.wrong_text(family.top_k[0], &expected, &top_k.to_string()));
+        let field = family.top_k.first().unwrap_or(&family.experts[0]);
+        return Err(config.wrong_text(field, &expected, &top_k.to_string()));
     }
     let (scores, choice) = match family.routing.scores {
         ScoreRule::Softmax => (ScoreFn::Softmax, Choice::Scores),

@@ -124,7 +124,8 @@ pub(super) fn config_json(config: &SynthConfig, family: &Family) -> Value {
     let extras = EXTRAS.iter().find(|(name, _)| *name == family.name).expect("checked before").1;
     map.append(&mut object(serde_json::from_str(extras).expect("constant JSON")));
     map.insert(family.experts[0].into(), config.experts.into());
-    map.insert(family.top_k[0].into(), config.top_k.into());
+    let top_k = family.top_k.first().unwrap_or(&"num_experts_per_tok");
+    map.insert((*top_k).into(), config.top_k.into());
     map.insert(family.width[0].into(), config.width.into());
     match family.layers {
         LayerRule::FirstDense { .. } => {
