@@ -1,13 +1,16 @@
 //! The subcommands of the `expertd` binary.
 
+pub mod admin;
 pub mod bench;
 pub mod call;
 pub mod client;
+pub mod drain;
 pub mod golden;
 pub mod inspect;
 pub mod rank;
 pub mod rows;
 pub mod serve;
+pub mod status;
 pub mod synth;
 pub mod verify;
 
@@ -49,6 +52,10 @@ enum Command {
     Synth(synth::SynthArgs),
     /// Measure the phases of a step on this machine, without gRPC
     Bench(bench::BenchArgs),
+    /// Show what a running service, its EP group and its ranks are doing
+    Status(status::StatusArgs),
+    /// Stop admitting requests, finish what is in flight, end the service
+    Drain(drain::DrainArgs),
     /// One expert rank; started by `serve`
     #[command(hide = true)]
     Rank(rank::RankArgs),
@@ -74,6 +81,8 @@ pub fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Bench(args) => block_on("bench", bench::run(args)),
+        Command::Status(args) => block_on("status", status::run(args)),
+        Command::Drain(args) => block_on("drain", drain::run(args)),
         Command::Rank(args) => rank::run(&args),
     }
 }
