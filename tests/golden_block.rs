@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use common::golden::{Golden, folders, root};
-use common::reference::{block, worst_row};
+use expertd::experts::reference::{block, worst_row};
 use expertd::gate::CpuGate;
 use expertd::model::Checkpoint;
 use expertd::types::LayerId;
@@ -34,8 +34,8 @@ fn check(dir: &Path) -> Result<(), String> {
         if let Some((expected_ids, expected_weights)) = &layer.routing {
             compare_routing(&name, layer.index, k, (&ids, &weights), (expected_ids, expected_weights))?;
         }
-        let output = block(&checkpoint, id, &layer.input, &ids, &weights);
-        let error = worst_row(&layer.output, &output, spec.hidden);
+        let output = block(&checkpoint, id, &layer.input, &ids, &weights).unwrap();
+        let error = worst_row(&output, &layer.output, spec.hidden);
         println!("{name} layer {}: {error:.1e} ({})", layer.index, moe.gate.describe());
         if error.is_nan() || error > TOLERANCE {
             return Err(format!("{name} layer {}: a row is off by {error:.2e}", layer.index));

@@ -7,7 +7,7 @@ mod common;
 
 use std::path::{Path, PathBuf};
 
-use common::reference::block;
+use expertd::experts::reference::block;
 use expertd::gate::CpuGate;
 use expertd::linalg::WeightFormat;
 use expertd::model::Checkpoint;
@@ -70,7 +70,7 @@ fn check(name: &str, config: &SynthConfig, dir: &Path) {
         let gate = CpuGate::new(&moe.gate, &checkpoint.gate(layer).unwrap());
         let (mut ids, mut weights) = (vec![-1; tokens * config.top_k], vec![f32::NAN; tokens * config.top_k]);
         gate.route(&rows, Some(&token_ids), &mut ids, &mut weights).unwrap();
-        let output = block(&checkpoint, layer, &rows, &ids, &weights);
+        let output = block(&checkpoint, layer, &rows, &ids, &weights).unwrap();
         let square = output.iter().map(|x| x * x).sum::<f64>() / output.len() as f64;
         assert!((0.01..300.0).contains(&square), "{name} layer {layer}: outputs have mean square {square}");
         let different = ids.iter().collect::<std::collections::BTreeSet<_>>().len();

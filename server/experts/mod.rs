@@ -4,6 +4,7 @@
 //! with the experts that its assignments name, and adds up the results of a row.
 
 pub mod cpu;
+pub mod reference;
 
 use crate::linalg::{Activation, MatrixView};
 

@@ -2,4 +2,3 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test uses a part of this")]
 
 pub mod golden;
-pub mod reference;
