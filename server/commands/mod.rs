@@ -1,16 +1,14 @@
 //! The subcommands of the `expertd` binary.
 
-pub mod admin;
 pub mod bench;
 pub mod call;
 pub mod client;
-pub mod drain;
+pub mod demo;
 pub mod golden;
 pub mod inspect;
 pub mod rank;
 pub mod rows;
 pub mod serve;
-pub mod status;
 pub mod synth;
 pub mod verify;
 
@@ -40,6 +38,8 @@ struct Cli {
 
 #[derive(Subcommand, Debug)]
 enum Command {
+    /// See it work: make a checkpoint, serve it, call it, verify the answers
+    Demo(demo::DemoArgs),
     /// Serve the MoE layers of a checkpoint
     Serve(Box<serve::settings::ServeArgs>),
     /// Send random or recorded tokens through one layer and show the receipt
@@ -52,10 +52,6 @@ enum Command {
     Synth(synth::SynthArgs),
     /// Measure the phases of a step on this machine, without gRPC
     Bench(bench::BenchArgs),
-    /// Show what a running service, its EP group and its ranks are doing
-    Status(status::StatusArgs),
-    /// Stop admitting requests, finish what is in flight, end the service
-    Drain(drain::DrainArgs),
     /// One expert rank; started by `serve`
     #[command(hide = true)]
     Rank(rank::RankArgs),
@@ -76,20 +72,19 @@ pub fn main() -> ExitCode {
     let of = |name| matches.subcommand_matches(name);
     match cli.command {
         Command::Serve(args) => serve::run(&args, of("serve")),
+        Command::Demo(args) => block_on("demo", demo::run(args)),
         Command::Call(args) => block_on("call", call::run(args)),
         Command::Verify(args) => block_on("verify", verify::run(args)),
         Command::Inspect(args) => inspect::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Bench(args) => block_on("bench", bench::run(args)),
-        Command::Status(args) => block_on("status", status::run(args)),
-        Command::Drain(args) => block_on("drain", drain::run(args)),
         Command::Rank(args) => rank::run(&args),
     }
 }
 
 /// Runs a client command; an error is printed and is exit status 1.
 fn block_on<E: Display>(name: &str, command: impl Future<Output = Result<ExitCode, E>>) -> ExitCode {
-    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
             eprintln!("expertd {name}: cannot start the asynchronous runtime: {error}");

@@ -114,6 +114,9 @@ impl Driver {
     fn wait(&mut self) {
         let now = Instant::now();
         let mut until = now + TICK;
+        if self.group.is_none() {
+            until = until.min(self.next_attempt);
+        }
         if let Some(lane) = self.queue.next_lane()
             && self.group.as_ref().is_some_and(|group| group.next_slot().is_some())
             && let Some(oldest) = self.queue.oldest(lane)

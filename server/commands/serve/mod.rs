@@ -4,7 +4,7 @@ pub mod plan;
 mod report;
 pub mod settings;
 
-pub use report::follow_loading;
+pub use report::{follow_loading, plan as describe_plan};
 
 use std::net::SocketAddr;
 use std::process::ExitCode;

@@ -27,7 +27,7 @@ pub(super) fn settings(shown: &[Shown]) -> String {
 
 /// What the service will do with this model on this machine.
 #[must_use]
-pub(super) fn plan(plan: &ServePlan) -> String {
+pub fn plan(plan: &ServePlan) -> String {
     let ServePlan { model, spec, cluster, scheduler, .. } = plan;
     let shape = &cluster.shape;
     let mut text = String::new();
