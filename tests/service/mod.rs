@@ -1,0 +1,203 @@
+//! The real binary as a child process, and what tests do to it.
+#![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
+
+use std::io::{BufRead as _, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+pub mod load;
+
+/// How long a service may take to be ready in a test; far more than it needs.
+const READY: Duration = Duration::from_secs(120);
+
+/// Folder of a family's fixture: checkpoint and golden.safetensors.
+pub fn fixture(family: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/golden").join(family)
+}
+
+/// The golden file of a family.
+pub fn golden(family: &str) -> PathBuf {
+    fixture(family).join("golden.safetensors")
+}
+
+/// Every family with a fixture.
+pub fn families() -> Vec<String> {
+    let folders = std::fs::read_dir(fixture("")).unwrap().map(|entry| entry.unwrap());
+    let mut families = folders
+        .filter(|folder| folder.path().join("golden.safetensors").exists())
+        .map(|folder| folder.file_name().into_string().unwrap())
+        .collect::<Vec<_>>();
+    families.sort();
+    assert!(families.len() >= 4, "fixtures are missing: {families:?}");
+    families
+}
+
+/// `expertd serve` with free ports, ready.
+pub struct Service {
+    child: Child,
+    /// Of the public API.
+    pub address: String,
+    /// Of the Admin service.
+    pub admin: String,
+    /// Of the Prometheus endpoint.
+    pub metrics: String,
+}
+
+/// The command line that serves a family's fixture on free ports.
+pub fn serve_command(model: &Path, more: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_expertd"));
+    command.arg("serve").arg("--model").arg(model).args(["--device", "cpu"]);
+    for (flag, value) in
+        [("--listen", "127.0.0.1:0"), ("--admin-listen", "127.0.0.1:0"), ("--metrics-listen", "127.0.0.1:0")]
+    {
+        if !more.contains(&flag) {
+            command.args([flag, value]);
+        }
+    }
+    command.args(more).stdin(Stdio::null()).stdout(Stdio::piped());
+    // What a user set must not change what is tested.
+    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("EXPERTD_")) {
+        command.env_remove(name);
+    }
+    command
+}
+
+impl Service {
+    /// Serves a family's fixture and waits until it is ready.
+    pub fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
+        let ranks = ranks.to_string();
+        let flags = [&["--ranks", &ranks], more].concat();
+        let mut child = serve_command(&fixture(family), &flags).spawn().unwrap();
+        let (lines, received) = mpsc::channel();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        // Reads to the end, so that the service never waits for a full pipe.
+        std::thread::spawn(move || {
+            for line in stdout.lines().map_while(Result::ok) {
+                let _ = lines.send(line);
+            }
+        });
+        let mut service =
+            Service { child, address: String::new(), admin: String::new(), metrics: String::new() };
+        let begun = Instant::now();
+        let mut seen = Vec::new();
+        while service.address.is_empty() {
+            let left = READY.saturating_sub(begun.elapsed());
+            match received.recv_timeout(left) {
+                Ok(line) => {
+                    if let Some(rest) = line.strip_prefix("ready: ") {
+                        service.address = after(rest, "listening on ");
+                        service.admin = after(rest, "admin on ");
+                        service.metrics = after(rest, "metrics on ");
+                    }
+                    seen.push(line);
+                }
+                Err(error) => {
+                    let status = service.child.try_wait();
+                    panic!("{family}, {flags:?}: no ready line ({error}), status {status:?}: {seen:#?}");
+                }
+            }
+        }
+        service
+    }
+
+    /// The router's process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The rank processes, by rank.
+    pub fn ranks(&self) -> Vec<u32> {
+        let mut ranks = children(self.pid())
+            .into_iter()
+            .filter_map(|pid| {
+                let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+                let words = line.split(|&byte| byte == 0).map(String::from_utf8_lossy).collect::<Vec<_>>();
+                let at = words.iter().position(|word| word == "--rank")?;
+                Some((words.get(at + 1)?.parse::<u32>().ok()?, pid))
+            })
+            .collect::<Vec<_>>();
+        ranks.sort_unstable();
+        ranks.into_iter().map(|(_, pid)| pid).collect()
+    }
+
+    /// Sends a signal to the router.
+    pub fn signal(&self, signal: Signal) {
+        send(self.pid(), signal);
+    }
+
+    /// Waits for the router to end.
+    pub fn wait(&mut self, patience: Duration) -> Option<ExitStatus> {
+        let begun = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return Some(status);
+            }
+            if begun.elapsed() > patience {
+                return None;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        // The ranks die with it, even stopped ones; a test of their own says so.
+        let ranks = self.ranks();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        for rank in ranks {
+            let _ = kill_process(Pid::from_raw(rank as i32).unwrap(), Signal::KILL);
+        }
+    }
+}
+
+/// The word after `prefix`.
+fn after(text: &str, prefix: &str) -> String {
+    let rest = text.split_once(prefix).map_or("", |(_, rest)| rest);
+    rest.split([',', ' ']).next().unwrap_or_default().to_owned()
+}
+
+/// Sends a signal to a process of this test.
+pub fn send(pid: u32, signal: Signal) {
+    kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
+}
+
+/// Whether a process runs (or is stopped). One that has ended and waits to be reaped does not.
+pub fn alive(pid: u32) -> bool {
+    match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Ok(stat) => stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X'])),
+        Err(_) => false,
+    }
+}
+
+/// Direct children of a process.
+fn children(parent: u32) -> Vec<u32> {
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    pids.filter(|pid| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let fields = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
+        fields.split(' ').nth(1) == Some(&parent.to_string())
+    })
+    .collect()
+}
+
+/// Waits until `condition` holds.
+pub fn eventually(patience: Duration, what: &str, mut condition: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < patience, "not within {patience:?}: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Runs `expertd serve` to its end and returns its exit code and standard error.
+pub fn serve_to_the_end(model: &Path, more: &[&str]) -> (Option<i32>, String) {
+    let output = serve_command(model, more).stderr(Stdio::piped()).output().unwrap();
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
