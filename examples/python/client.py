@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""A client of expertd with grpcio and the generated protocol code only (see README.md)."""
+
+import argparse
+import array
+import queue
+import random
+import sys
+
+import grpc
+
+from expertd.v1 import moe_pb2, moe_pb2_grpc
+
+# Both ends of a connection need large HTTP/2 messages: rows are megabytes.
+UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+def f32_bytes(values):
+    """Row-major little-endian float32."""
+    packed = array.array("f", values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def f32_list(data):
+    values = array.array("f")
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+def random_request(model, layer, tokens):
+    """Random hidden states; real ones are rows after the layer's norm and before the residual."""
+    rows = [random.gauss(0.0, 1.0) for _ in range(tokens * model.hidden)]
+    request = moe_pb2.ForwardRequest(
+        layer=layer.layer, tokens=tokens, dtype=moe_pb2.DTYPE_F32, inline=f32_bytes(rows), return_routing=True
+    )
+    if layer.routes_by_token_id:
+        request.token_ids = array.array("i", range(tokens)).tobytes()
+    return request
+
+
+def forward(stub, request, timeout=30.0):
+    """One call. The computation is pure, so UNAVAILABLE may always be tried again."""
+    for _ in range(5):
+        try:
+            return stub.Forward(request, timeout=timeout)
+        except grpc.RpcError as error:
+            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
+                raise
+    return stub.Forward(request, timeout=timeout)
+
+
+def unary(stub, model, layer, tokens):
+    request = random_request(model, layer, tokens)
+    answer = forward(stub, request)
+    receipt = answer.receipt
+    print(f"layer {layer.layer}: {tokens} rows of {model.hidden} came back in steps {list(receipt.steps)}")
+    print(f"  tokens per rank {list(receipt.tokens_per_rank)}, step {receipt.step_time.ToMicroseconds()} us")
+
+    # The same rows with the same routing, given by the caller this time.
+    request.routing.topk_ids = receipt.topk_ids
+    request.routing.topk_weights = receipt.topk_weights
+    request.routing.k = len(receipt.topk_ids) // (4 * tokens)
+    again = forward(stub, request)
+    first, second = f32_list(answer.rows), f32_list(again.rows)
+    difference = sum((a - b) ** 2 for a, b in zip(first, second)) ** 0.5
+    norm = sum(a * a for a in first) ** 0.5
+    print(f"  with the routing given back: relative difference {difference / norm:.1e}")
+    return len(first) == tokens * model.hidden and difference <= 1e-4 * norm
+
+
+def stream(stub, model, layer):
+    """Several token batches in flight; a bad one gets a status of its own and disturbs no other."""
+    requests = queue.Queue()
+
+    def outgoing():
+        while (message := requests.get()) is not None:
+            yield message
+
+    answers = stub.ForwardStream(outgoing())
+    for id in range(4):
+        requests.put(moe_pb2.ForwardStreamRequest(id=id, request=random_request(model, layer, id + 1), timeout_ms=30_000))
+    bad = random_request(model, layer, 2)
+    bad.tokens = 3
+    requests.put(moe_pb2.ForwardStreamRequest(id=99, request=bad))
+    requests.put(None)
+    rows, failures = {}, {}
+    for answer in answers:
+        if answer.WhichOneof("result") == "response":
+            rows[answer.id] = len(answer.response.rows)
+        else:
+            failures[answer.id] = answer.status.message
+    print(f"stream: bytes by id {dict(sorted(rows.items()))}; failed: {failures}")
+    return rows == {id: (id + 1) * model.hidden * 4 for id in range(4)} and list(failures) == [99]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--address", default="127.0.0.1:50051", help="HOST:PORT or unix:PATH")
+    parser.add_argument("--tokens", type=int, default=4)
+    args = parser.parse_args()
+    with grpc.insecure_channel(args.address, options=UNLIMITED) as channel:
+        stub = moe_pb2_grpc.MoeStub(channel)
+        model = stub.GetModel(moe_pb2.GetModelRequest())
+        layers = [layer.layer for layer in model.moe_layers]
+        print(f"{model.name} ({model.family}): hidden {model.hidden}, MoE layers {layers}")
+        layer = model.moe_layers[0]
+        good = unary(stub, model, layer, args.tokens) and stream(stub, model, layer)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
