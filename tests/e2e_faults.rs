@@ -134,6 +134,9 @@ async fn the_router_killed() {
     let calls = load.stop().await;
     for call in calls.iter().filter(|call| call.in_flight_at(fault)) {
         assert!(call.ended - fault < CALLS_END, "{call:?}");
+        if let Err((code, message)) = &call.result {
+            assert_eq!(*code, Code::Unavailable, "{message}");
+        }
     }
     let shared = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
     let left =

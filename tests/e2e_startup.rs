@@ -84,11 +84,11 @@ fn shapes_that_contradict_the_config() {
         let width = config["moe_intermediate_size"].as_u64().unwrap();
         config["moe_intermediate_size"] = (width + 8).into();
     });
-    refused(folder.path(), &["experts", "expected", "found"]);
+    refused(folder.path(), &["experts", "[48, 32]", "expected [56, 32]"]);
     let folder = copy();
     edit_config(folder.path(), |config| {
-        let experts = config["num_experts"].as_u64().unwrap();
-        config["num_experts"] = (experts + 1).into();
+        let experts = config["num_local_experts"].as_u64().unwrap();
+        config["num_local_experts"] = (experts + 1).into();
     });
     refused(folder.path(), &["layers."]);
 }

@@ -56,6 +56,7 @@ pub enum Ending {
 
 impl From<Status> for Ending {
     fn from(status: Status) -> Ending {
+        let status = expertd_proto::connection_loss(status);
         let retry_after = expertd_proto::retry_delay(&status);
         Ending::Status { code: status.code(), message: status.message().to_owned(), retry_after }
     }

@@ -71,6 +71,20 @@ pub fn retry_delay(status: &Status) -> Option<Duration> {
     status.get_details_retry_info().and_then(|info| info.retry_delay)
 }
 
+/// Says UNAVAILABLE where the connection broke under a call.
+///
+/// The transport calls that UNKNOWN, with its own error as the source; a status that the service sent has no source.
+/// As the computation is pure, trying again is as safe as after any other UNAVAILABLE.
+#[must_use]
+pub fn connection_loss(status: Status) -> Status {
+    match std::error::Error::source(&status) {
+        Some(_) if status.code() == Code::Unknown => {
+            Status::unavailable(format!("the connection broke: {}", status.message()))
+        }
+        _ => status,
+    }
+}
+
 /// A connection to one service. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Client {
@@ -123,7 +137,7 @@ impl Client {
     /// The status of the call.
     pub async fn model(&self, name: &str) -> Result<GetModelResponse, Status> {
         let request = GetModelRequest { name: name.to_owned() };
-        Ok(self.raw().get_model(request).await?.into_inner())
+        Ok(self.raw().get_model(request).await.map_err(connection_loss)?.into_inner())
     }
 
     /// The loaded models.
@@ -168,7 +182,7 @@ impl Client {
     ) -> Result<ForwardResponse, Status> {
         let mut request = Request::new(message);
         let Some(timeout) = timeout else {
-            return Ok(self.raw().forward(request).await?.into_inner());
+            return Ok(self.raw().forward(request).await.map_err(connection_loss)?.into_inner());
         };
         request.set_timeout(timeout);
         let start = Instant::now();
@@ -178,7 +192,7 @@ impl Client {
             Err(status) if status.code() == Code::Cancelled && start.elapsed() >= timeout => {
                 Err(Status::deadline_exceeded(format!("no answer within {timeout:?}")))
             }
-            Err(status) => Err(status),
+            Err(status) => Err(connection_loss(status)),
         }
     }
 
@@ -190,7 +204,7 @@ impl Client {
     pub async fn stream(&self, capacity: usize) -> Result<(RequestSender, AnswerReceiver), Status> {
         let (sender, receiver) = tokio::sync::mpsc::channel(capacity.max(1));
         let outbound = tokio_stream::wrappers::ReceiverStream::new(receiver);
-        let inbound = self.raw().forward_stream(outbound).await?.into_inner();
+        let inbound = self.raw().forward_stream(outbound).await.map_err(connection_loss)?.into_inner();
         Ok((RequestSender { sender }, AnswerReceiver { inbound }))
     }
 }
@@ -230,7 +244,7 @@ impl AnswerReceiver {
     /// # Errors
     /// The status that the stream as a whole ended with.
     pub async fn next(&mut self) -> Result<Option<(u64, Result<ForwardResponse, Status>)>, Status> {
-        let Some(message) = self.inbound.message().await? else { return Ok(None) };
+        let Some(message) = self.inbound.message().await.map_err(connection_loss)? else { return Ok(None) };
         let result = match message.result {
             Some(forward_stream_response::Result::Response(response)) => Ok(response),
             Some(forward_stream_response::Result::Status(status)) => Err(Status::from(status)),
@@ -347,6 +361,15 @@ mod tests {
         {
             assert_eq!(policy.pause(&status, 1, Duration::ZERO), None);
         }
+    }
+
+    #[test]
+    fn a_broken_connection_is_unavailable_and_the_services_words_stay() {
+        let broken = Status::from_error(Box::new(std::io::Error::from(std::io::ErrorKind::Other)));
+        assert_eq!(broken.code(), Code::Unknown);
+        assert_eq!(connection_loss(broken).code(), Code::Unavailable);
+        assert_eq!(connection_loss(Status::unknown("the service says so")).code(), Code::Unknown);
+        assert_eq!(connection_loss(Status::internal("bug")).code(), Code::Internal);
     }
 
     #[test]

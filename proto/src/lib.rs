@@ -16,7 +16,9 @@
 mod client;
 pub mod transport;
 
-pub use client::{AnswerReceiver, Client, ClientError, RequestSender, RetryPolicy, retry_delay};
+pub use client::{
+    AnswerReceiver, Client, ClientError, RequestSender, RetryPolicy, connection_loss, retry_delay,
+};
 
 /// Package `expertd.v1`.
 pub mod v1 {

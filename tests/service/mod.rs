@@ -63,6 +63,7 @@ pub fn serve_command(model: &Path, more: &[&str]) -> Command {
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("EXPERTD_")) {
         command.env_remove(name);
     }
+    command.env("EXPERTD_LOG", "error");
     command
 }
 
