@@ -1,7 +1,7 @@
 // The gate: logits = tokens x weight^T in bf16 with f32 sums on the tensor cores, then the choice of experts, one warp
 // per token, by the block that finishes a tile of tokens last.
 //
-// The functions are those of GateSpec, in its order; what a NaN does is fixed too: it is chosen after everything else,
+// The functions are those of GateSpec, in its order; what a NaN does is fixed too: it is chosen before everything else,
 // lower ids first, so ids are distinct and in range whatever the scores. Weights that come out of NaNs stay NaN.
 #include "common.cuh"
 
@@ -30,9 +30,9 @@ __device__ __forceinline__ float warp_sum(float v) {
     return v;
 }
 
-// Larger floats to larger integers; NaN below everything, -0 as +0. 0 stands for "not available".
+// Larger floats to larger integers; NaN above everything, -0 as +0. 0 stands for "not available".
 __device__ __forceinline__ uint32_t rank_key(float v) {
-    if (v != v) return 1;
+    if (v != v) return ~0u;
     const uint32_t bits = __float_as_uint(v + 0.0f);
     return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
 }
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint32_t take_best(uint32_t (&keys)[Per]) {
 
 // Marks the experts of groups that do not stay; `scratch` holds the warp's values by expert.
 template <int Per>
-__device__ void limit_groups(const GateParams& p, float (&values)[Per], float* scratch) {
+__device__ void limit_groups(const GateParams& p, float (&values)[Per], float (&scores)[Per], float* scratch) {
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t size = p.experts / p.groups;
 #pragma unroll
@@ -89,10 +89,10 @@ __device__ void limit_groups(const GateParams& p, float (&values)[Per], float* s
         float first = -kInfinity, second = -kInfinity;
         for (uint32_t i = 0; i < size; ++i) {
             const float v = scratch[lane * size + i];
-            if (v > first) {
+            if (rank_key(v) > rank_key(first)) {
                 second = first;
                 first = v;
-            } else if (v > second) {
+            } else if (rank_key(v) > rank_key(second)) {
                 second = v;
             }
         }
@@ -106,6 +106,7 @@ __device__ void limit_groups(const GateParams& p, float (&values)[Per], float* s
         const uint32_t expert = i * 32 + lane;
         if (expert < p.experts && (kept >> expert / size & 1) == 0) {
             values[i] = p.group_score == kGroupMax ? 0.0f : -kInfinity;
+            if (p.group_score == kGroupMax) scores[i] = 0.0f;
         }
     }
 }
@@ -187,9 +188,11 @@ __device__ void choose(const GateParams& p, const GateLayer& layer, uint32_t tok
             for (int i = 0; i < Per; ++i) {
                 const uint32_t expert = i * 32 + lane;
                 values[i] = p.choice == kByLogits ? logits[i] : scores[i];
-                if (layer.correction_bias != nullptr && expert < p.experts) values[i] += layer.correction_bias[expert];
+                if (p.choice == kByScores && layer.correction_bias != nullptr && expert < p.experts) {
+                    values[i] += layer.correction_bias[expert];
+                }
             }
-            if (p.group_score != kNoGroups) limit_groups<Per>(p, values, scratch);
+            if (p.choice == kByScores && p.group_score != kNoGroups) limit_groups<Per>(p, values, scores, scratch);
             uint32_t keys[Per];
 #pragma unroll
             for (int i = 0; i < Per; ++i) keys[i] = i * 32 + lane < p.experts ? rank_key(values[i]) : 0;
@@ -210,7 +213,8 @@ __device__ void choose(const GateParams& p, const GateLayer& layer, uint32_t tok
         }
         if (p.normalise != kNo) {
             const float sum = warp_sum(mine ? weight : 0.0f);
-            weight /= p.normalise == kSum ? sum + p.epsilon : fmaxf(sum, p.epsilon);
+            // Unlike fmaxf, lets a NaN through.
+            weight /= p.normalise == kSum ? sum + p.epsilon : (sum < p.epsilon ? p.epsilon : sum);
         }
         weight *= p.scale;
     }
