@@ -10,7 +10,20 @@ constexpr uint32_t kLoads = 2;            // 16-byte words per lane of a piece
 constexpr uint32_t kPiece = 32 * kLoads;  // 1 KB of bf16
 constexpr uint32_t kBatch = 4;            // expert outputs loaded together
 
-__device__ void send_partials(const CombineParams& p) {
+struct Counts {
+    uint32_t tokens[kMaxRanks];
+};
+
+__device__ __forceinline__ Counts load_counts(const Group& g) {
+    Counts counts;
+#pragma unroll
+    for (uint32_t source = 0; source < kMaxRanks; ++source) {
+        counts.tokens[source] = source < g.ranks ? __ldcg(at<uint32_t>(g, g.rank, g.counts) + source) : 0;
+    }
+    return counts;
+}
+
+__device__ void send_partials(const CombineParams& p, const Counts& counts) {
     const Group& g = p.group;
     const Range range = experts_of(g, g.rank);
     const uint32_t lane = threadIdx.x % 32;
@@ -20,8 +33,7 @@ __device__ void send_partials(const CombineParams& p) {
     uint32_t tokens[kMaxRanks], all = 0;
 #pragma unroll
     for (uint32_t source = 0; source < kMaxRanks; ++source) {
-        tokens[source] = source < g.ranks
-            ? min(__ldcg(at<uint32_t>(g, g.rank, g.counts) + source), g.max_tokens) : 0;
+        tokens[source] = min(counts.tokens[source], g.max_tokens);
         all += tokens[source];
     }
     for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32; item < all * pieces; item += gridDim.x * kWarps) {
@@ -43,9 +55,10 @@ __device__ void send_partials(const CombineParams& p) {
         uint32_t place = 0;
         bool local = false;
         if (lane < g.top_k) {
+            // The place of a choice that is not local means nothing, but reading it costs no second round trip.
             const uint32_t id = static_cast<uint32_t>(__ldcg(at<int32_t>(g, g.rank, g.ids) + row * g.top_k + lane));
+            place = __ldcg(p.position + row * g.top_k + lane);
             local = id >= range.first && id < range.last;
-            if (local) place = __ldcg(p.position + row * g.top_k + lane);
         }
         uint32_t chosen = __ballot_sync(~0u, local);
         if (chosen == 0) continue;
@@ -145,13 +158,16 @@ template <int Count>
 __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ Ranks<CombineParams, Count> all) {
     const CombineParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
     const Group& g = p.group;
+    begin_kernel();
     stamp_begin(g.state, kCombine);
-    const StepView step = open_step(g);
-    if (!step.ok) return;
+    const uint4 state = head(g.state);
+    const Counts counts = load_counts(g);
     const uint32_t dtype = __ldcg(&g.state->out_dtype);
+    const StepView step = open_step(state, g.max_tokens);
+    if (!step.ok) return;
     const uint64_t flag = g.generation | step.sequence;
     random_delay(g, ~step.sequence);
-    send_partials(p);
+    send_partials(p, counts);
     send_flags(g, g.combine_flags, flag);
     if (!wait_flags(g, g.combine_flags, flag, kCombine)) return;
     reduce_partials(p, step.tokens, dtype);

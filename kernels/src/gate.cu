@@ -8,7 +8,6 @@
 namespace expertd {
 namespace {
 
-constexpr uint32_t kMostExperts = 512;  // of one gate: 16 per lane
 constexpr float kInfinity = __builtin_huge_valf();
 
 __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
@@ -229,14 +228,16 @@ template <int MT, int NT, int WK, int WN>
 __global__ void __launch_bounds__(32 * WK * WN, 1) gate(const __grid_constant__ GateParams p) {
     constexpr uint32_t kWarps = WK * WN, kTokens = MT * 16, kExperts = NT * 8;
     constexpr uint32_t kPartial = kTokens * kExperts * WN;
-    constexpr uint32_t kScratch = kWarps * kMostExperts;
+    constexpr uint32_t kScratch = kWarps * kMaxExperts;
     __shared__ float shared[(WK - 1) * kPartial > kScratch ? (WK - 1) * kPartial : kScratch];
+    begin_kernel();
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) p.state->begin_ns[kGate] = now_ns();
-    const uint4 head = __ldcg(reinterpret_cast<const uint4*>(p.state));
-    const uint2 step = __ldcg(reinterpret_cast<const uint2*>(&p.state->layer));
-    const uint32_t tokens = min(head.w, p.max_tokens), first_token = blockIdx.y * kTokens;
-    if (__syncthreads_or(head.z != 0) || step.y != 0 || first_token >= tokens) return;
-    const GateLayer layer = p.layers[step.x];
+    const uint2 what = __ldcg(reinterpret_cast<const uint2*>(&p.state->layer));
+    const StepView step = open_step(head(p.state), p.max_tokens);
+    const uint32_t tokens = step.tokens, first_token = blockIdx.y * kTokens;
+    const bool routed = what.y != 0;
+    if (!step.ok || routed || first_token >= tokens) return;
+    const GateLayer layer = p.layers[what.x];
 
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint32_t row = lane / 4, quarter = lane % 4;
@@ -314,7 +315,7 @@ __global__ void __launch_bounds__(32 * WK * WN, 1) gate(const __grid_constant__ 
     }
     if (!last_block(p.tickets + blockIdx.y, gridDim.x)) return;
     for (uint32_t token = first_token + warp; token < min(first_token + kTokens, tokens); token += kWarps) {
-        float* scratch = shared + warp * kMostExperts;
+        float* scratch = shared + warp * kMaxExperts;
         if (p.experts <= 64) choose<2>(p, layer, token, scratch);
         else if (p.experts <= 128) choose<4>(p, layer, token, scratch);
         else if (p.experts <= 256) choose<8>(p, layer, token, scratch);
@@ -327,8 +328,16 @@ __global__ void __launch_bounds__(32 * WK * WN, 1) gate(const __grid_constant__ 
 template <int MT, int NT, int WK, int WN>
 int launch_gate(const GateParams& params, uint32_t tokens, cudaStream_t stream) {
     const dim3 grid((params.experts + WN * NT * 8 - 1) / (WN * NT * 8), (tokens + MT * 16 - 1) / (MT * 16));
-    gate<MT, NT, WK, WN><<<grid, 32 * WK * WN, 0, stream>>>(params);
-    return cudaPeekAtLastError();
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(32 * WK * WN);
+    config.stream = stream;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, gate<MT, NT, WK, WN>, params);
 }
 
 }  // namespace
@@ -338,7 +347,7 @@ extern "C" int expertd_gate(const expertd::GateParams* params, uint32_t count, u
     using namespace expertd;
     for (uint32_t i = 0; i < count; ++i) {
         const GateParams& p = params[i];
-        if (p.experts == 0 || p.experts > kMostExperts || p.top_k == 0 || p.top_k > kMaxTopK || p.top_k > p.experts
+        if (p.experts == 0 || p.experts > kMaxExperts || p.top_k == 0 || p.top_k > kMaxTopK || p.top_k > p.experts
             || p.hidden % 8 != 0 || (p.group_score != kNoGroups && (p.groups == 0 || p.groups > 32))) {
             return cudaErrorInvalidValue;
         }

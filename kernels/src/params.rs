@@ -107,8 +107,8 @@ pub struct SlotState {
     pub step: u64,
     /// Blocks done in the running kernel.
     pub ticket: u32,
-    /// Padding.
-    pub reserved: u32,
+    /// Passes of the barrier between a rank's own blocks.
+    pub epoch: u32,
     /// Nanoseconds of the device's clock, by phase.
     pub begin_ns: [u64; PHASES],
     /// Nanoseconds of the device's clock, by phase.
@@ -203,6 +203,8 @@ pub struct DispatchParams {
     pub row_weight: u64,
     /// Out: u32 `[N, max_tokens, k]`, place of each local choice among the assignments.
     pub position: u64,
+    /// Scratch: u32 `[MAX_BLOCKS, local experts]`.
+    pub block_counts: u64,
 }
 
 /// See `CombineParams` in `step.h`.
@@ -373,7 +375,7 @@ const _: () = {
     assert!(size_of::<StepRequest>() == 32);
     assert!(size_of::<Completion>() == 128);
     assert!(size_of::<Group>() == 176);
-    assert!(size_of::<DispatchParams>() == 232);
+    assert!(size_of::<DispatchParams>() == 240);
     assert!(size_of::<CombineParams>() == 216);
     assert!(size_of::<ScaleParams>() == 208);
     assert!(size_of::<GateLayer>() == 32);

@@ -12,7 +12,7 @@ constexpr uint32_t kMaxTopK = 32;
 // Blocks that send in one exchange, at most: each has its own flag at every peer.
 constexpr uint32_t kMaxBlocks = 128;
 // Experts of one layer, at most (the gate keeps a token's scores in registers of one warp).
-constexpr uint32_t kMaxExperts = 1024;
+constexpr uint32_t kMaxExperts = 512;
 
 // Element types as on the wire (types.rs).
 enum DType : uint32_t { kBf16 = 1, kF16 = 2, kF32 = 3 };
@@ -32,7 +32,7 @@ struct SlotState {
     uint32_t out_dtype;
     uint64_t step;
     uint32_t ticket;         // blocks that are done with the running kernel; the last one sets it back to 0
-    uint32_t reserved;
+    uint32_t epoch;          // passes of the barrier between a rank's own blocks
     uint64_t begin_ns[kPhases];  // globaltimer stamps
     uint64_t end_ns[kPhases];
 };
@@ -96,8 +96,9 @@ struct DispatchParams {
     uint32_t* row_index;         // [assignments]: row of each, experts in order, then (source, token, choice)
     float* row_weight;           // [assignments]
     uint32_t* position;          // [N][max_tokens][k]: place of a local choice in row_index; others untouched
+    uint32_t* block_counts;      // scratch [kMaxBlocks][local experts]
 };
-static_assert(sizeof(DispatchParams) == 232, "mirrored in params.rs");
+static_assert(sizeof(DispatchParams) == 240, "mirrored in params.rs");
 
 // Reduces expert outputs per row over the local experts, in the order of a token's choices, pushes them to the source
 // ranks, and reduces there over ranks, in rank order. All sums are f32; partials travel as bf16.
