@@ -109,7 +109,26 @@ __device__ void store_row(void* out, uint64_t row, uint32_t words, uint32_t word
     }
 }
 
-__device__ void reduce_partials(const CombineParams& p, uint32_t tokens, uint32_t dtype) {
+// Ranks that hold a partial of `token`.
+__device__ __forceinline__ uint32_t ranks_of(const CombineParams& p, uint32_t token) {
+    const Group& g = p.group;
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t rank = 0;
+    if (lane < g.top_k) {
+        const int32_t id = __ldcg(p.topk_ids + static_cast<uint64_t>(token) * g.top_k + lane);
+        rank = 1u << owner_of(g, static_cast<uint32_t>(id));
+    }
+    return __reduce_or_sync(~0u, rank);
+}
+
+// The same for this warp's first piece, looked up before the wait.
+__device__ __forceinline__ uint32_t first_ranks(const CombineParams& p, uint32_t tokens) {
+    const uint32_t pieces = (p.group.hidden / 8 + kPiece - 1) / kPiece;
+    const uint32_t token = (blockIdx.x * kWarps + threadIdx.x / 32) / pieces;
+    return token < tokens ? ranks_of(p, token) : 0;
+}
+
+__device__ void reduce_partials(const CombineParams& p, uint32_t tokens, uint32_t dtype, uint32_t wanted) {
     const Group& g = p.group;
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t words = g.hidden / 8;
@@ -117,12 +136,7 @@ __device__ void reduce_partials(const CombineParams& p, uint32_t tokens, uint32_
     const uint4* partials = at<uint4>(g, g.rank, g.partials);
     for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32; item < tokens * pieces; item += gridDim.x * kWarps) {
         const uint32_t token = item / pieces, piece = item - token * pieces;
-        uint32_t wanted = 0;
-        if (lane < g.top_k) {
-            const int32_t id = __ldcg(p.topk_ids + static_cast<uint64_t>(token) * g.top_k + lane);
-            wanted = 1u << owner_of(g, static_cast<uint32_t>(id));
-        }
-        wanted = __reduce_or_sync(~0u, wanted);
+        if (item >= gridDim.x * kWarps) wanted = ranks_of(p, token);
         uint4 data[kMaxRanks][kLoads];
 #pragma unroll
         for (uint32_t r = 0; r < kMaxRanks; ++r) {
@@ -163,18 +177,18 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ R
     const uint4 state = head(g.state);
     const Counts counts = load_counts(g);
     const uint32_t dtype = __ldcg(&g.state->out_dtype);
+    const uint64_t exchange = __ldcg(reinterpret_cast<const unsigned long long*>(&g.state->exchange));
     const StepView step = open_step(state, g.max_tokens);
     if (!step.ok) return;
-    const uint64_t flag = g.generation | step.sequence;
-    random_delay(g, ~step.sequence);
+    const uint64_t flag = g.generation | exchange;
+    if (blockIdx.x == 0 && threadIdx.x == 0) g.state->sequence = exchange + 1;
+    random_delay(g, ~exchange);
     send_partials(p, counts);
+    const uint32_t wanted = first_ranks(p, step.tokens);
     send_flags(g, g.combine_flags, flag);
     if (!wait_flags(g, g.combine_flags, flag, kCombine)) return;
-    reduce_partials(p, step.tokens, dtype);
-    if (last_block(&g.state->ticket, gridDim.x) && threadIdx.x == 0) {
-        g.state->sequence = step.sequence + 1;
-        g.state->end_ns[kCombine] = now_ns();
-    }
+    reduce_partials(p, step.tokens, dtype, wanted);
+    stamp_end(g.state, kCombine);
 }
 
 }  // namespace

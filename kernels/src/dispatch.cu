@@ -12,9 +12,9 @@ constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / 32;
 constexpr uint32_t kLoads = 4;                         // 16-byte loads in flight per lane
 constexpr uint32_t kPiece = 32 * kLoads;               // 16-byte words of one warp's piece of a row: 2 KB
-constexpr uint32_t kAlone = 4096;                      // entries that one block lists alone
-constexpr uint32_t kShare = 2048;                      // least entries of a block when several list
-constexpr uint32_t kAhead = 4;                         // entries per lane under way
+constexpr uint32_t kAlone = 1024;                      // entries that one block lists alone
+constexpr uint32_t kShare = 512;                       // least entries of a block when several list
+constexpr uint32_t kAhead = 8;                         // entries per lane under way
 
 // A warp's piece of a row with its token's routing.
 struct Item {
@@ -73,23 +73,49 @@ struct Entries {
     uint32_t start[kMaxRanks + 1];
 };
 
-// Entry `v`: its place in the window's ids and weights, and its row.
-struct Place {
-    uint64_t entry;
-    uint32_t row;
-};
-
-__device__ __forceinline__ Place find(const Group& g, const Entries& entries, uint32_t v) {
-    uint32_t source = 0, start = 0;
+// Where entry `v` stands in the window's ids and weights. Divided by k it is the entry's row.
+__device__ __forceinline__ uint32_t find(const Group& g, const Entries& entries, uint32_t v) {
+    uint32_t place = v;
 #pragma unroll
     for (uint32_t s = 1; s < kMaxRanks; ++s) {
-        if (s < g.ranks && v >= entries.start[s]) {
-            source = s;
-            start = entries.start[s];
+        if (s < g.ranks && v >= entries.start[s]) place = s * g.max_tokens * g.top_k + v - entries.start[s];
+    }
+    return place;
+}
+
+// Lanes with the same `key` of `bits` bits, among those with a key. Ballots over the bits: match.any takes as long as
+// there are different keys.
+__device__ __forceinline__ uint32_t lanes_alike(uint32_t key, bool has, uint32_t bits) {
+    uint32_t same = __ballot_sync(~0u, has);
+    for (uint32_t bit = 0; bit < bits; ++bit) {
+        const bool set = (key >> bit & 1) != 0;
+        const uint32_t lanes = __ballot_sync(~0u, set);
+        same &= set ? lanes : ~lanes;
+    }
+    return same;
+}
+
+// Up to kAhead entries per lane of a warp's stretch, from `base` on.
+struct Batch {
+    uint32_t expert[kAhead];  // local index, or something larger
+    float weight[kAhead];
+    uint32_t place[kAhead];
+};
+
+__device__ __forceinline__ void load_batch(const Group& g, const Entries& entries, uint32_t first, uint32_t base,
+                                           uint32_t end, Batch& batch) {
+    const int32_t* ids = at<int32_t>(g, g.rank, g.ids);
+    const float* weights = at<float>(g, g.rank, g.weights);
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) {
+        const uint32_t v = base + i * 32 + threadIdx.x % 32;
+        batch.expert[i] = ~0u;
+        if (v < end) {
+            batch.place[i] = find(g, entries, v);
+            batch.expert[i] = static_cast<uint32_t>(__ldcg(ids + batch.place[i])) - first;
+            batch.weight[i] = __ldcg(weights + batch.place[i]);
         }
     }
-    const uint32_t local = v - start;
-    return {static_cast<uint64_t>(source) * g.max_tokens * g.top_k + local, source * g.max_tokens + local / g.top_k};
 }
 
 // Lists the rows of every local expert: a stable counting sort of the entries by expert. Each warp owns a stretch of
@@ -118,26 +144,21 @@ __device__ void list_rows(const DispatchParams& p, uint32_t* counts /* shared [k
     const uint32_t blocks = max(1u, share == 0 ? 1 : (total + share - 1) / share);
     if (blockIdx.x >= blocks) return;
     const uint32_t begin = min(blockIdx.x * share + warp * stretch, total), end = min(begin + stretch, total);
-    const int32_t* ids = at<int32_t>(g, g.rank, g.ids);
-    const float* weights = at<float>(g, g.rank, g.weights);
-
+    const uint32_t bits = 32 - __clz(max(local, 1u) - 1);
+    Batch batch;
     for (uint32_t i = threadIdx.x; i < kWarps * local; i += kThreads) counts[i] = 0;
     __syncthreads();
     // First pass: how many of each expert in this warp's stretch. Lanes with equal experts find each other; the first
     // of them counts.
     uint32_t* mine = counts + warp * local;
     for (uint32_t base = begin; base < end; base += 32 * kAhead) {
-        uint32_t expert[kAhead];
-#pragma unroll
-        for (uint32_t i = 0; i < kAhead; ++i) {
-            const uint32_t v = base + i * 32 + lane;
-            expert[i] = v < end ? static_cast<uint32_t>(__ldcg(ids + find(g, entries, v).entry)) - range.first : ~0u;
-        }
+        load_batch(g, entries, range.first, base, end, batch);
 #pragma unroll
         for (uint32_t i = 0; i < kAhead; ++i) {
             if (base + i * 32 >= end) break;
-            const uint32_t same = __match_any_sync(~0u, expert[i]);
-            if (expert[i] < local && __ffs(same) - 1 == static_cast<int>(lane)) mine[expert[i]] += __popc(same);
+            const bool has = batch.expert[i] < local;
+            const uint32_t same = lanes_alike(batch.expert[i], has, bits);
+            if (has && (same & ((1u << lane) - 1)) == 0) mine[batch.expert[i]] += __popc(same);
             __syncwarp();
         }
     }
@@ -191,33 +212,24 @@ __device__ void list_rows(const DispatchParams& p, uint32_t* counts /* shared [k
         if (blockIdx.x == 0 && lane == 0) p.expert_offsets[local] = offset;
     }
     __syncthreads();
-    // Second pass: every entry to its place.
+    // Second pass: every entry to its place. A short stretch is still in registers.
     for (uint32_t base = begin; base < end; base += 32 * kAhead) {
-        uint32_t expert[kAhead];
-        float weight[kAhead];
-        Place place[kAhead];
-#pragma unroll
-        for (uint32_t i = 0; i < kAhead; ++i) {
-            const uint32_t v = base + i * 32 + lane;
-            expert[i] = ~0u;
-            if (v < end) {
-                place[i] = find(g, entries, v);
-                expert[i] = static_cast<uint32_t>(__ldcg(ids + place[i].entry)) - range.first;
-                weight[i] = __ldcg(weights + place[i].entry);
-            }
-        }
+        if (end - begin > 32 * kAhead) load_batch(g, entries, range.first, base, end, batch);
 #pragma unroll
         for (uint32_t i = 0; i < kAhead; ++i) {
             if (base + i * 32 >= end) break;
-            const uint32_t same = __match_any_sync(~0u, expert[i]);
-            if (expert[i] < local) {
-                const uint32_t to = here[expert[i]] + mine[expert[i]] + __popc(same & ((1u << lane) - 1));
-                p.row_index[to] = place[i].row;
-                p.row_weight[to] = weight[i];
-                p.position[place[i].entry] = to;
+            const uint32_t expert = batch.expert[i];
+            const bool has = expert < local;
+            const uint32_t same = lanes_alike(expert, has, bits);
+            const uint32_t before = __popc(same & ((1u << lane) - 1));
+            if (has) {
+                const uint32_t to = here[expert] + mine[expert] + before;
+                p.row_index[to] = batch.place[i] / g.top_k;
+                p.row_weight[to] = batch.weight[i];
+                p.position[batch.place[i]] = to;
             }
             __syncwarp();
-            if (expert[i] < local && __ffs(same) - 1 == static_cast<int>(lane)) mine[expert[i]] += __popc(same);
+            if (has && before == 0) mine[expert] += __popc(same);
             __syncwarp();
         }
     }
@@ -242,6 +254,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
     if (!step.ok) return;
     const uint64_t flag = g.generation | step.sequence;
     random_delay(g, step.sequence);
+    if (blockIdx.x == 0 && threadIdx.x == 0) g.state->exchange = step.sequence;
     if (blockIdx.x == 0 && threadIdx.x < g.ranks) at<uint32_t>(g, threadIdx.x, g.counts)[g.rank] = step.tokens;
     const uint32_t items = step.tokens * pieces, stride = gridDim.x * kWarps;
     while (item < items) {

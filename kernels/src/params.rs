@@ -89,7 +89,7 @@ impl DeviceFault {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SlotState {
-    /// Number of the current exchange; starts at 1.
+    /// Number of the next dispatch; starts at 1.
     pub sequence: u64,
     /// See [`DeviceFault::decode`].
     pub error: u32,
@@ -109,6 +109,8 @@ pub struct SlotState {
     pub ticket: u32,
     /// Passes of the barrier between a rank's own blocks.
     pub epoch: u32,
+    /// Number of the next combine.
+    pub exchange: u64,
     /// Nanoseconds of the device's clock, by phase.
     pub begin_ns: [u64; PHASES],
     /// Nanoseconds of the device's clock, by phase.
@@ -371,7 +373,7 @@ pub struct CopyOutParams {
 
 // The C++ side asserts the same numbers.
 const _: () = {
-    assert!(size_of::<SlotState>() == 160);
+    assert!(size_of::<SlotState>() == 168);
     assert!(size_of::<StepRequest>() == 32);
     assert!(size_of::<Completion>() == 128);
     assert!(size_of::<Group>() == 176);

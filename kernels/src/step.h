@@ -21,9 +21,10 @@ enum DType : uint32_t { kBf16 = 1, kF16 = 2, kF32 = 3 };
 enum Fault : uint32_t { kNone = 0, kTimeout = 1, kBadCount = 2 };
 enum Phase : uint32_t { kCopyIn = 0, kGate, kPrepare, kDispatch, kExperts, kCombine, kCopyOut, kPhases };
 
-// One slot's state in device memory. copy_in writes the step's fields, combine advances the sequence.
+// One slot's state in device memory. copy_in writes the step's fields. Dispatch and combine each read a sequence of
+// their own and write the other's, so that no block can see a number change under it.
 struct SlotState {
-    uint64_t sequence;       // of the current exchange, starting at 1
+    uint64_t sequence;       // of the next dispatch, starting at 1; combine's first block advances it
     uint32_t error;          // 0, or what ended this generation
     uint32_t tokens;         // rows of this rank in this step
     uint32_t layer;          // index into device tables
@@ -33,10 +34,11 @@ struct SlotState {
     uint64_t step;
     uint32_t ticket;         // blocks that are done with the running kernel; the last one sets it back to 0
     uint32_t epoch;          // passes of the barrier between a rank's own blocks
+    uint64_t exchange;       // sequence of the next combine; dispatch's first block sets it
     uint64_t begin_ns[kPhases];  // globaltimer stamps
     uint64_t end_ns[kPhases];
 };
-static_assert(sizeof(SlotState) == 160, "mirrored in params.rs");
+static_assert(sizeof(SlotState) == 168, "mirrored in params.rs");
 
 // The host's description of a step, in memory mapped into the device.
 struct StepRequest {

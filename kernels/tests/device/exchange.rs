@@ -236,7 +236,7 @@ pub fn shape(random: &mut Random, ranks: u32, most_tokens: u64) -> Shape {
 
 /// Blocks that a loopback group of `ranks` can have together on this GPU.
 pub fn most_blocks(device: &Device, ranks: u32) -> Result<u32, Box<dyn std::error::Error>> {
-    Ok((device.multiprocessors()? / ranks).max(1))
+    Ok((device.multiprocessors()? / ranks).clamp(1, 128))
 }
 
 pub fn loopback(options: &Options) -> Outcome {
