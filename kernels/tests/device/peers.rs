@@ -220,7 +220,7 @@ fn times(
                 let timed =
                     capture(device, &stream, &shape, std::slice::from_ref(&member), tokens, blocks, 3)?;
                 meet(folder, &format!("timed{hidden}-{tokens}-{i}"), rank, ranks)?;
-                let result = measure(&stream, &timed, &member)?;
+                let result = measure(&stream, &timed, &member, tokens)?;
                 if rank == 0 {
                     row(&shape, tokens, blocks, result);
                 }
