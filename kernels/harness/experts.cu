@@ -1,8 +1,8 @@
 // Checks and times the expert kernels alone, without Rust.
 //
-//   experts check            correctness against f64, determinism, corner cases
-//   experts bench [model]    time, bandwidth and rate beside the floor, at EP4-equivalent loads of one rank
-//   experts tune [model]     the same for every schedule and tile width
+//   experts check                        correctness against f64, determinism, corner cases
+//   experts bench [model|all] [tokens]   time, bandwidth and rate beside the floor, at EP4-equivalent loads of one rank
+//   experts tune [model|all] [tokens]    the same for every tile shape
 //
 // Build: see README.md beside this file.
 #include <cuda_bf16.h>
@@ -155,7 +155,7 @@ struct DeviceRouting {
     explicit DeviceRouting(const Routing& r) : offsets(r.offsets), rows(r.rows), weights(r.weights) {}
 };
 
-int h_rows_for(int assignments, int experts) { return assignments + 7 * experts + 8; }
+int panel_rows_for(int assignments, int experts) { return assignments + 7 * experts + 8; }
 
 // ---- reference in f64 ----
 
@@ -270,11 +270,11 @@ ExpertdExpertsParams parameters(const Model& m, int experts) {
 // ---- checks ----
 
 bool check_case(const Model& m, int experts, const Routing& routing, Layer& layer, const char* what, bool variants) {
-    const int a = routing.assignments(), h_rows = h_rows_for(a, experts);
+    const int a = routing.assignments(), panel_rows = panel_rows_for(a, experts);
     const size_t y_written = size_t(a) * m.hidden, y_all = y_written + 64 * size_t(m.hidden);
     auto x = random_buffer<bf16>(size_t(routing.window_rows) * m.hidden, 1.0f);
     DeviceRouting dr(routing);
-    Buffer<bf16> y(y_all), first(y_all), h(size_t(h_rows) * m.inter);
+    Buffer<bf16> y(y_all), first(y_all), h(size_t(panel_rows) * m.inter), x_panels(size_t(panel_rows) * m.hidden);
     Buffer<uint32_t> state(expertd_experts_state_words(experts));
     CHECK(cudaMemset(state.data, 0, state.count * 4));
     Buffer<ExpertdLayerWeights> table(std::vector<ExpertdLayerWeights>{ExpertdLayerWeights{}, layer.view});
@@ -284,27 +284,29 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     ExpertdExpertsParams p = parameters(m, experts);
     p.layers = table.data, p.layer = layer_index.data, p.error = error.data;
     p.expert_offsets = dr.offsets.data, p.row_index = dr.rows.data, p.row_weight = dr.weights.data;
-    p.x = x.data, p.h = h.data, p.state = state.data, p.h_rows = h_rows;
+    p.x = x.data, p.h = h.data, p.x_panels = x_panels.data, p.state = state.data, p.panel_rows = panel_rows;
 
     struct Variant {
-        int schedule, width, blocks, weight_on_input;
+        int rows, width, blocks, weight_on_input;
     };
-    std::vector<Variant> list = {{EXPERTD_SCHEDULE_AUTO, 0, 0, 0}, {EXPERTD_SCHEDULE_AUTO, 0, 0, 0}};
+    std::vector<Variant> list = {{0, 0, 0, 0}, {0, 0, 0, 0}};
     if (variants) {
-        for (int s : {EXPERTD_SCHEDULE_RANGES, EXPERTD_SCHEDULE_TILES})
-            for (int w : {32, 64, 128, 192, 256}) list.push_back({s, w, 0, 0});
-        list.push_back({EXPERTD_SCHEDULE_AUTO, 0, 7, 0});
-        list.push_back({EXPERTD_SCHEDULE_AUTO, 0, 0, 1});
+        for (int w : {32, 64, 128, 192, 256}) list.push_back({0, w, 0, 0});
+        for (int r : {16, 32, 64, 128}) list.push_back({r, 0, 0, 0});
+        list.push_back({32, 256, 0, 0});
+        list.push_back({0, 0, 7, 0});
+        list.push_back({0, 0, 0, 1});
     }
     bool good = true;
     unsigned long long differing = 0;
     double worst = 0;
     for (size_t v = 0; v < list.size(); v++) {
-        p.schedule = list[v].schedule, p.max_tile_tokens = list[v].width, p.blocks = list[v].blocks;
+        p.tile_rows = list[v].rows, p.tile_tokens = list[v].width, p.blocks = list[v].blocks;
         p.weight_on_input = list[v].weight_on_input;
         Buffer<bf16>& out = v == 0 ? first : y;
         out.poison();
         h.poison();
+        x_panels.poison();
         CHECK(cudaMemset(bad.data, 0, 16));
         p.y = out.data;
         CHECK(expertd_experts_launch(&p, nullptr));
@@ -317,8 +319,8 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         const bool clean = std::all_of(left.begin(), left.end(), [](uint32_t w) { return w == 0; });
         differing += found[1];
         if (found[0] != 0 || !clean || (v == 1 && found[1] != 0)) {
-            std::printf("  variant schedule %d width %d blocks %d: %llu bad elements, %llu differ, state %s\n", p.schedule,
-                        p.max_tile_tokens, p.blocks, found[0], found[1], clean ? "clean" : "DIRTY");
+            std::printf("  variant rows %d tokens %d blocks %d: %llu bad elements, %llu differ, state %s\n", p.tile_rows,
+                        p.tile_tokens, p.blocks, found[0], found[1], clean ? "clean" : "DIRTY");
             good = false;
         }
         if (a == 0) continue;
@@ -357,7 +359,7 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
             }
             const double relative = std::sqrt(error2 / norm2);
             if (!(relative <= 1e-2)) {
-                if (good) std::printf("  assignment %d expert %d: relative error %g (schedule %d width %d)\n", index[s], sample_expert[s], relative, p.schedule, p.max_tile_tokens);
+                if (good) std::printf("  assignment %d expert %d: relative error %g (rows %d tokens %d)\n", index[s], sample_expert[s], relative, p.tile_rows, p.tile_tokens);
                 good = false;
             }
             worst = std::max(worst, std::isnan(relative) ? 1e9 : relative);
@@ -454,7 +456,7 @@ void measure_ceiling() {
     std::printf("plain read of 4 GiB: %.0f GB/s\n", bytes / ms / 1e6);
 }
 
-void bench_model(const Model& m, bool tune, int flags) {
+void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
     const int experts = m.experts / RANKS;
     const size_t expert_bytes = size_t(3) * m.hidden * m.inter * 2;
     const int layer_count = std::max<int>(2, std::min<int>(4, int((size_t(2) << 30) / (expert_bytes * experts))));
@@ -474,6 +476,7 @@ void bench_model(const Model& m, bool tune, int flags) {
     Timer timer;
 
     for (int tokens : {1, 8, 32, 128, 512, 2048, 8192}) {
+        if (only_tokens != 0 && tokens != only_tokens) continue;
         const int repeats = tokens <= 128 ? 12 : tokens <= 512 ? 6 : 3; // fresh routing in each launch of the graph
         std::vector<Routing> routings;
         std::vector<DeviceRouting> device;
@@ -489,19 +492,20 @@ void bench_model(const Model& m, bool tune, int flags) {
             floor_us += std::max(b / HBM, f / TENSOR) * 1e6 / repeats;
         }
         auto x = random_buffer<bf16>(size_t(window) * m.hidden, 1.0f);
-        const int h_rows = h_rows_for(most, experts);
-        Buffer<bf16> y(size_t(most) * m.hidden), h(size_t(h_rows) * m.inter);
+        const int panel_rows = panel_rows_for(most, experts);
+        Buffer<bf16> y(size_t(most) * m.hidden), h(size_t(panel_rows) * m.inter), x_panels(size_t(panel_rows) * m.hidden);
         h.poison();
+        x_panels.poison();
 
         struct Variant {
-            int schedule, width;
+            int rows, width;
         };
-        std::vector<Variant> list = {{EXPERTD_SCHEDULE_AUTO, 0}};
+        std::vector<Variant> list = {{0, 0}};
         if (tune) {
             const double mean = double(most) / experts;
-            for (int s : {EXPERTD_SCHEDULE_RANGES, EXPERTD_SCHEDULE_TILES})
-                for (int w : {32, 64, 128, 192, 256})
-                    if (w * 6 >= mean && (w <= 64 || mean * 16 >= w)) list.push_back({s, w});
+            for (int w : {32, 64, 128, 192, 256})
+                for (int r : {16, 32, 64, 128})
+                    if (w * 3 >= mean && (w <= 32 || mean * 8 >= w) && (r >= 64 || mean < 48)) list.push_back({r, w});
         }
         for (const Variant& v : list) {
             cudaGraph_t graph;
@@ -512,15 +516,15 @@ void bench_model(const Model& m, bool tune, int flags) {
                 p.limit = 7.0f;
                 p.layers = table.data, p.layer = layer_indices.data + i % layer_count;
                 p.expert_offsets = device[i].offsets.data, p.row_index = device[i].rows.data, p.row_weight = device[i].weights.data;
-                p.x = x.data, p.y = y.data, p.h = h.data, p.state = state.data, p.h_rows = h_rows;
-                p.schedule = v.schedule, p.max_tile_tokens = v.width, p.flags = flags;
+                p.x = x.data, p.y = y.data, p.h = h.data, p.x_panels = x_panels.data, p.state = state.data, p.panel_rows = panel_rows;
+                p.tile_rows = v.rows, p.tile_tokens = v.width, p.flags = flags;
                 CHECK(expertd_experts_launch(&p, stream));
             }
             CHECK(cudaStreamEndCapture(stream, &graph));
             CHECK(cudaGraphInstantiate(&exec, graph, 0));
             const double us = timer.replay(exec, stream, 12) * 1e3 / repeats;
-            std::printf("%-13s T=%-5d rows/expert %6.1f active %3d/%-3d schedule %d width %3d | %9.1f us  floor %9.1f  x%.2f | %5.0f GB/s %4.0f TFLOP/s\n",
-                        m.name, tokens, double(most) / experts, routings[0].active, experts, v.schedule, v.width, us, floor_us,
+            std::printf("%-13s T=%-5d rows/expert %6.1f active %3d/%-3d rows %d tokens %3d | %9.1f us  floor %9.1f  x%.2f | %5.0f GB/s %4.0f TFLOP/s\n",
+                        m.name, tokens, double(most) / experts, routings[0].active, experts, v.rows, v.width, us, floor_us,
                         us / floor_us, bytes / us / 1e3, flops / us / 1e6);
             std::fflush(stdout);
             CHECK(cudaGraphExecDestroy(exec));
@@ -540,14 +544,14 @@ int main(int argc, char** argv) {
     CHECK(expertd_experts_setup());
     if (mode == "check") return check_all();
     if (mode != "bench" && mode != "tune") {
-        std::printf("usage: experts check | bench [model] | tune [model]\n");
+        std::printf("usage: experts check | bench [model|all] [tokens] | tune [model|all] [tokens]\n");
         return 64;
     }
     measure_ceiling();
     const char* flags = std::getenv("EXPERTS_FLAGS"); // enum ExpertdLaunchFlags
     for (const Model& m : MODELS) {
-        if (argc > 2 && std::strcmp(argv[2], m.name) != 0) continue;
-        bench_model(m, mode == "tune", flags ? std::atoi(flags) : 0);
+        if (argc > 2 && std::strcmp(argv[2], "all") != 0 && std::strcmp(argv[2], m.name) != 0) continue;
+        bench_model(m, mode == "tune", flags ? std::atoi(flags) : 0, argc > 3 ? std::atoi(argv[3]) : 0);
     }
     return 0;
 }

@@ -20,19 +20,13 @@ extern "C" {
 
 enum {
     EXPERTD_MAX_EXPERTS = 512, /* local experts of one rank */
-    EXPERTD_ERROR_ROWS = 0x45580001 /* written to *error: the assignments do not fit h_rows */
+    EXPERTD_ERROR_ROWS = 0x45580001 /* written to *error: the assignments do not fit panel_rows */
 };
 
 enum ExpertdActivation {
     EXPERTD_SWIGLU = 0,         /* silu(g) * u */
     EXPERTD_SWIGLU_CLAMPED = 1, /* silu(min(g, limit)) * clamp(u, -limit, limit) */
     EXPERTD_SWIGLU_OAI = 2      /* g * sigmoid(alpha * g) * (u + 1), g and u clamped as above */
-};
-
-enum ExpertdSchedule {
-    EXPERTD_SCHEDULE_AUTO = 0,   /* chosen on the device from the counts */
-    EXPERTD_SCHEDULE_RANGES = 1, /* every block streams an equal share of the weight rows */
-    EXPERTD_SCHEDULE_TILES = 2   /* blocks draw output tiles from a counter */
 };
 
 enum ExpertdLaunchFlags {
@@ -46,7 +40,7 @@ enum ExpertdLaunchFlags {
 /* One layer's weights on this rank; an array of these lives in device memory. */
 typedef struct ExpertdLayerWeights {
     const void* gate_up;       /* bf16 panels, [experts] x panel(2 * inter rows, hidden), rows interleaved */
-    const void* down;          /* bf16 panels, [experts] x panel(hidden rows, inter), rows permuted in sixteens */
+    const void* down;          /* bf16 panels, [experts] x panel(hidden rows, inter) */
     const float* gate_up_bias; /* [experts][2][inter], gate first, or null */
     const float* down_bias;    /* [experts][hidden], or null; multiplied by the routing weight */
 } ExpertdLayerWeights;
@@ -59,11 +53,12 @@ typedef struct ExpertdExpertsParams {
     const float* row_weight;           /* device [assignments] */
     const void* x;                     /* device bf16 rows, 16-byte aligned */
     void* y;                           /* device bf16 [assignments][hidden] */
-    void* h;                           /* device workspace bf16 [inter / 64][h_rows][64], 1024-byte aligned */
+    void* x_panels;                    /* device workspace bf16 [hidden / 64][panel_rows][64], 1024-byte aligned */
+    void* h;                           /* device workspace bf16 [inter / 64][panel_rows][64], 1024-byte aligned */
     uint32_t* state;                   /* device, expertd_experts_state_words(experts) words, zeroed once at set-up */
     uint32_t* error;                   /* device error word or null: non-zero means return without writing anything */
     uint64_t x_stride;                 /* elements between rows of x, a multiple of 8 */
-    int32_t h_rows;                    /* at least max assignments + 7 * experts */
+    int32_t panel_rows;                /* rows of x_panels and h: at least max assignments + 7 * experts */
     int32_t experts;                   /* local experts, 1 ... EXPERTD_MAX_EXPERTS */
     int32_t hidden;                    /* multiple of 64 */
     int32_t inter;                     /* multiple of 64 */
@@ -72,8 +67,8 @@ typedef struct ExpertdExpertsParams {
     float limit;                       /* EXPERTD_SWIGLU_CLAMPED, EXPERTD_SWIGLU_OAI */
     int32_t weight_on_input;           /* non-zero: the routing weight scales the row before gate and up (Llama 4) */
     int32_t blocks;                    /* thread blocks, at most one per SM; 0 = one per SM */
-    int32_t schedule;                  /* enum ExpertdSchedule */
-    int32_t max_tile_tokens;           /* widest token tile: 32, 64, 128, 192, 256; 0 = chosen on the device */
+    int32_t tile_tokens;               /* widest token tile: 32, 64, 128, 192, 256; 0 = chosen on the device */
+    int32_t tile_rows;                 /* weight rows of a tile: 16, 32, 64, 128; 0 = chosen on the device */
     int32_t flags;                     /* enum ExpertdLaunchFlags */
 } ExpertdExpertsParams;
 

@@ -32,11 +32,6 @@ EXPERTD_HD int gate_up_feature(int r, bool& second) {
     return (r / 16) * 8 + r % 8;
 }
 
-// down: panel row r holds this output feature. In every sixteen the order is 0 1 4 5 8 9 12 13, 2 3 6 7 10 11 14 15: after
-// the transposition in registers each thread then has four consecutive features, and a warp writes whole sectors.
-EXPERTD_HD int down_feature(int r) {
-    int i = r % 16;
-    return (r / 16) * 16 + ((i % 8) / 2) * 4 + (i % 2) + (i >= 8 ? 2 : 0);
-}
+// down: panel row r holds output feature r.
 
 } // namespace expertd

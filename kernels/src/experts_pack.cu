@@ -21,7 +21,7 @@ __global__ void pack_kernel(const ExpertdPackParams p, int rows, int k) {
         const int panel = in_expert / 8 / rows;
         const int column = panel * PANEL_K + ((chunk ^ (row % 8)) * 8);
         bool second = false;
-        const int feature = p.kind == EXPERTD_PACK_GATE_UP ? gate_up_feature(row, second) : down_feature(row);
+        const int feature = p.kind == EXPERTD_PACK_GATE_UP ? gate_up_feature(row, second) : row;
         const uint16_t* source = static_cast<const uint16_t*>(second ? p.second : p.first);
         source += expert * p.expert_stride + uint64_t(feature) * k + column;
         reinterpret_cast<uint4*>(p.panels)[i] = *reinterpret_cast<const uint4*>(source);

@@ -29,11 +29,6 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_
                  : "memory");
 }
 
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)
-                 : "memory");
-}
-
 // Arrives once all earlier cp.async of this thread have landed.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
@@ -97,24 +92,12 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
                  : "memory");
 }
 
-// 16 bytes of row `row`, through L2 only. The address is computed here so that it is not kept in registers for each of
-// many rows.
-__device__ __forceinline__ void copy_row_16(uint32_t destination, const void* source, uint32_t row, uint32_t stride_bytes) {
-    asm volatile("{\n.reg .u64 a;\nmad.wide.u32 a, %2, %3, %1;\ncp.async.cg.shared.global [%0], [a], 16;\n}\n" ::"r"(
-                     destination),
-                 "l"(source), "r"(row), "r"(stride_bytes)
-                 : "memory");
-}
-
 __device__ __forceinline__ void copy_4(uint32_t destination, const void* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }
 
 // Orders ordinary accesses with those of the copy engine and the tensor cores.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
-__device__ __forceinline__ void fence_async_proxy_shared() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 
 // ---- device-scope counters ----
 
@@ -137,8 +120,8 @@ template <int REGISTERS> __device__ __forceinline__ void registers_down() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-__device__ __forceinline__ void warpgroup_sync(int id) {
-    asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+template <int COUNT> __device__ __forceinline__ void named_sync(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
 }
 
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -146,11 +129,18 @@ __device__ __forceinline__ void let_next_kernel_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Transposes an 8x8 matrix of 16-bit elements held by a warp in mma fragment order.
-__device__ __forceinline__ uint32_t transpose_8x8(uint32_t fragment) {
-    uint32_t transposed;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(fragment));
-    return transposed;
+// Stores four 8x8 matrices of 16-bit elements, held by a warp in mma fragment order, transposed. Lane 8m + r gives the
+// address of row r (16 bytes) of the transposed matrix m.
+__device__ __forceinline__ void store_transposed(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1),
+                 "r"(m2), "r"(m3)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
 }
 
 // Two f32 to packed bf16, `low` in the low half, rounded to nearest even.

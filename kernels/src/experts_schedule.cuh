@@ -1,40 +1,46 @@
-// Work division of the expert kernel: which piece of which output tile a block computes, from counts on the device.
+// Work division of the expert kernel: which output tile a block computes next, from counts on the device.
 //
-// The rows of an expert (tokens, wgmma's N) are cut into near-equal tiles of at most Plan::tile_tokens. A segment is one
-// token tile times at most TILE_ROWS weight rows (wgmma's M), over the whole k. Phase 0 is gate_up, phase 1 down.
+// The tokens of an expert (wgmma's N) are cut into near-equal tiles of at most Plan::tile_tokens. A segment is one token
+// tile times Plan::rows weight rows (wgmma's M), over the whole k. Phase 0 is gate_up, phase 1 down. Blocks draw segments
+// from a counter, all of phase 0 first, ordered so that those in flight share token and weight rows in L2. Drawing
+// evens out what differs between SMs; low segments keep the tail short when few experts are active.
 //
-// Ranges: all (expert, token tile, 16 weight rows) units of a phase stand in one line, and every block takes an equal
-// stretch of it. No block streams more bytes than another, however few experts are active.
-// Tiles: blocks draw (expert, token tile, 128 weight rows) tiles from a counter, ordered so that the tiles in flight
-// share token and weight rows in L2.
+// No segment splits k, so the bits of a row depend neither on the division of work nor on the rows beside it.
 #pragma once
 
 #include "experts.h"
 
 namespace expertd {
 
-constexpr int TILE_ROWS = 128;        // weight rows of a segment: 64 per consumer warpgroup
-constexpr int UNIT_ROWS = 16;         // granularity of ranges, and of the h readiness counters
-constexpr int MAX_TILE_TOKENS = 256;  // widest wgmma
-constexpr int TOKEN_TILE_GROUP = 8;   // token tiles that share weight rows while they are in L2
-constexpr int TILES_FROM_MEAN = 128;  // mean rows per active expert from which output tiles are drawn
+constexpr int TILE_ROWS = 128;       // most weight rows of a segment: 64 per consumer warpgroup
+constexpr int UNIT_ROWS = 16;        // fewest, and the unit of the h readiness counters
+constexpr int MAX_TILE_TOKENS = 256; // widest wgmma
+constexpr int TOKEN_TILE_GROUP = 8;  // token tiles that share weight rows while these are in L2
+constexpr int LOW_ROWS = 64;         // weight rows of a segment when there would be few of full height, that is
+constexpr int SEGMENTS_PER_BLOCK = 6; // fewer than this
+constexpr int LOW_SEGMENT_TOKENS = 64; // wider token tiles would cost too much L2 traffic with low segments
 
 constexpr int STAGE_WEIGHT_BYTES = TILE_ROWS * 128;
-constexpr int RING_BYTES = 216 * 1024;
+constexpr int RING_BYTES = 200 * 1024;
 constexpr int MAX_STAGES = 10;
+
+// Words of ExpertdExpertsParams::state, apart from each other: segment counter, blocks that are done, then per expert
+// the weight rows of gate_up that are done (in units of 16, times token tiles) and the pieces of x_panels.
+constexpr int STATE_DONE = 32;
+constexpr int STATE_READY = 64;
 
 // Prefix sums over the local experts, in shared memory.
 struct Tables {
     int32_t offset[EXPERTD_MAX_EXPERTS + 1]; // assignments before expert e
     int32_t tile[EXPERTD_MAX_EXPERTS + 1];   // token tiles before expert e
-    int32_t h_row[EXPERTD_MAX_EXPERTS];      // first row of expert e in h: counts rounded up to 8
+    int32_t row[EXPERTD_MAX_EXPERTS + 1];    // panel rows before expert e: counts rounded up to 8
 };
 
 struct Plan {
     int tile_tokens;
     int stages;
-    int tiles; // token tiles of all experts
-    bool ranges;
+    int tiles;   // token tiles of all experts
+    int rows[2]; // weight rows of a segment, by phase
 };
 
 __device__ __forceinline__ int round_up_8(int n) { return (n + 7) & ~7; }
@@ -48,12 +54,18 @@ __device__ __forceinline__ int tile_tokens_for(int longest) {
     return longest <= 32 ? 32 : longest <= 64 ? 64 : longest <= 128 ? 128 : longest <= 192 ? 192 : 256;
 }
 
+// Lower segments shorten the tail of a phase, but each costs the tensor cores as much as a whole one.
+__device__ __forceinline__ int segment_rows_for(int weight_rows, const Plan& plan) {
+    if (plan.tile_tokens > LOW_SEGMENT_TOKENS) return TILE_ROWS;
+    return int64_t(plan.tiles) * divide_up(weight_rows, TILE_ROWS) < SEGMENTS_PER_BLOCK * int(gridDim.x) ? LOW_ROWS : TILE_ROWS;
+}
+
 struct alignas(16) Segment {
     int32_t phase;  // 0, 1; 2 ends the block
     int32_t expert;
     int32_t first;  // first assignment
     int32_t tokens; // 1 ... tile_tokens
-    int32_t h_row;  // row of the first assignment in h, a multiple of 8
+    int32_t panel_row; // row of the first assignment in x_panels and h, a multiple of 8
     int32_t row;    // first weight row, a multiple of 16
     int32_t rows;   // 16 ... 128
     int32_t unused;
@@ -61,7 +73,7 @@ struct alignas(16) Segment {
 
 // k panels that share a pipeline stage: low segments would otherwise leave too few bytes in flight.
 __device__ __forceinline__ int panels_per_stage(int rows, int tokens, int tile_tokens) {
-    int by_rows = rows <= 32 ? 4 : rows <= 64 ? 2 : 1;
+    int by_rows = rows <= 16 ? 8 : rows <= 32 ? 4 : rows <= 64 ? 2 : 1;
     int by_tokens = tile_tokens / round_up_8(tokens);
     return min(by_rows, max(by_tokens, 1));
 }
@@ -70,88 +82,51 @@ __device__ __forceinline__ int panels_per_stage(int rows, int tokens, int tile_t
 class Scheduler {
   public:
     __device__ Scheduler(const ExpertdExpertsParams& p, const Tables& tables, const Plan& plan)
-        : p_(p), tables_(tables), plan_(plan) {
-        if (plan_.ranges) open_range();
+        : p_(p), tables_(tables), plan_(plan), strips_(divide_up(2 * p.inter, plan.rows[0])) {
+        first_down_ = int64_t(plan.tiles) * strips_;
+        all_ = first_down_ + int64_t(plan.tiles) * divide_up(p.hidden, plan.rows[1]);
     }
 
-    __device__ bool next(Segment& segment) { return plan_.ranges ? next_of_range(segment) : next_tile(segment); }
-
-  private:
-    __device__ int weight_rows() const { return phase_ == 0 ? 2 * p_.inter : p_.hidden; }
-
-    __device__ void open_range() {
-        const int units = weight_rows() / UNIT_ROWS;
-        const int64_t all = int64_t(plan_.tiles) * units;
-        position_ = all * blockIdx.x / gridDim.x;
-        end_ = all * (blockIdx.x + 1) / gridDim.x;
-        const int tile = int(position_ / units);
-        int low = 0, high = p_.experts; // the expert whose tiles contain `tile`
-        while (high - low > 1) {
-            const int middle = (low + high) / 2;
-            if (tables_.tile[middle] <= tile) low = middle; else high = middle;
-        }
-        expert_ = low;
-    }
-
-    __device__ bool next_of_range(Segment& segment) {
-        while (position_ >= end_) {
-            if (++phase_ == 2) return false;
-            open_range();
-        }
-        const int units = weight_rows() / UNIT_ROWS;
-        const int tile = int(position_ / units), unit = int(position_ % units);
-        while (tile >= tables_.tile[expert_ + 1]) expert_++;
-        const int left = int(min(end_ - position_, int64_t(units - unit)));
-        const int take = divide_up(left, divide_up(left, TILE_ROWS / UNIT_ROWS));
-        fill(segment, tile - tables_.tile[expert_], unit * UNIT_ROWS, take * UNIT_ROWS);
-        position_ += take;
-        return true;
-    }
-
-    __device__ bool next_tile(Segment& segment) {
-        const int64_t id = tile_;
-        const int64_t gate_up_tiles = int64_t(plan_.tiles) * divide_up(2 * p_.inter, TILE_ROWS);
-        const int64_t all = gate_up_tiles + int64_t(plan_.tiles) * divide_up(p_.hidden, TILE_ROWS);
-        if (id >= all) return false;
-        tile_ = int64_t(gridDim.x) + atomicAdd(p_.state, 1u); // for the next call: its latency hides behind this tile
-        if (phase_ == 0 && id >= gate_up_tiles) {
+    __device__ bool next(Segment& segment) {
+        const int64_t id = next_;
+        if (id >= all_) return false;
+        next_ = int64_t(gridDim.x) + atomicAdd(p_.state, 1u); // for the next call: its latency hides behind this segment
+        if (phase_ == 0 && id >= first_down_) {
             phase_ = 1;
             expert_ = 0;
+            strips_ = divide_up(p_.hidden, plan_.rows[1]);
         }
-        const int64_t in_phase = phase_ == 0 ? id : id - gate_up_tiles;
-        const int strips = divide_up(weight_rows(), TILE_ROWS);
-        while (in_phase >= int64_t(tables_.tile[expert_ + 1]) * strips) expert_++;
-        const int in_expert = int(in_phase - int64_t(tables_.tile[expert_]) * strips);
+        const int64_t in_phase = phase_ == 0 ? id : id - first_down_;
+        while (in_phase >= int64_t(tables_.tile[expert_ + 1]) * strips_) expert_++;
+        const int in_expert = int(in_phase - int64_t(tables_.tile[expert_]) * strips_);
         const int token_tiles = tables_.tile[expert_ + 1] - tables_.tile[expert_];
-        const int group = in_expert / (TOKEN_TILE_GROUP * strips);
-        const int in_group = in_expert - group * TOKEN_TILE_GROUP * strips;
+        const int group = in_expert / (TOKEN_TILE_GROUP * strips_);
+        const int in_group = in_expert - group * TOKEN_TILE_GROUP * strips_;
         const int width = min(TOKEN_TILE_GROUP, token_tiles - group * TOKEN_TILE_GROUP);
-        const int row = in_group / width * TILE_ROWS;
-        fill(segment, group * TOKEN_TILE_GROUP + in_group % width, row, min(TILE_ROWS, weight_rows() - row));
+        const int token_tile = group * TOKEN_TILE_GROUP + in_group % width;
+
+        const int count = tables_.offset[expert_ + 1] - tables_.offset[expert_];
+        const int size = round_up_8(divide_up(count, token_tiles));
+        segment.phase = phase_;
+        segment.expert = expert_;
+        segment.first = tables_.offset[expert_] + token_tile * size;
+        segment.tokens = min(size, count - token_tile * size);
+        segment.panel_row = tables_.row[expert_] + token_tile * size;
+        const int rows = phase_ == 0 ? plan_.rows[0] : plan_.rows[1];
+        segment.row = in_group / width * rows;
+        segment.rows = min(rows, (phase_ == 0 ? 2 * p_.inter : p_.hidden) - segment.row);
+        segment.unused = 0;
         return true;
     }
 
-    __device__ void fill(Segment& segment, int token_tile, int row, int rows) const {
-        const int count = tables_.offset[expert_ + 1] - tables_.offset[expert_];
-        const int size = round_up_8(divide_up(count, tables_.tile[expert_ + 1] - tables_.tile[expert_]));
-        const int from = token_tile * size;
-        segment.phase = phase_;
-        segment.expert = expert_;
-        segment.first = tables_.offset[expert_] + from;
-        segment.tokens = min(size, count - from);
-        segment.h_row = tables_.h_row[expert_] + from;
-        segment.row = row;
-        segment.rows = rows;
-        segment.unused = 0;
-    }
-
+  private:
     const ExpertdExpertsParams& p_;
     const Tables& tables_;
     const Plan& plan_;
-    int phase_ = 0;
-    int expert_ = 0;
-    int64_t position_ = 0, end_ = 0; // ranges: units of this phase
-    int64_t tile_ = blockIdx.x;      // tiles: the next tile of this block
+    int phase_ = 0, expert_ = 0;
+    int strips_; // segments of a token tile in this phase
+    int64_t first_down_, all_;
+    int64_t next_ = blockIdx.x;
 };
 
 } // namespace expertd
