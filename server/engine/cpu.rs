@@ -8,7 +8,7 @@ use super::{PhaseClock, StepEngine, StepFault, StepReport};
 use crate::ep::{CpuGroup, EpGroup, HostRouting};
 use crate::experts::cpu::{CpuExpert, ExpertError, Workspace, WorkspaceSize, forward, forward_one};
 use crate::experts::{Assignments, ExpertBiases, ExpertKind, ExpertWeights, WeightOn};
-use crate::gate::{CpuGate, GateScratch};
+use crate::gate::CpuGate;
 use crate::linalg::Level;
 use crate::model::{Checkpoint, ExpertTensors, ExpertsSpec, ModelError, ModelSpec, Placement};
 use crate::shm::{ExpertsNotice, GroupShape, RankStaging, Segment, StepDescriptor};
@@ -53,11 +53,12 @@ struct Layer {
     shared: Option<Shared>,
 }
 
-/// Buffers of one slot, each `[max_tokens_per_rank, hidden]`.
-struct SlotBuffers {
+/// Rows of the step at hand, each `[max_tokens_per_rank, hidden]`. Steps run one after another on a CPU rank, so that
+/// one set serves all slots; what outlives a step is in staging and in the windows.
+struct Buffers {
     rows: Vec<f32>,
     out: Vec<f32>,
-    /// Output of the shared experts.
+    /// Output of the shared experts; empty if no layer has any.
     shared: Vec<f32>,
 }
 
@@ -75,10 +76,9 @@ pub struct CpuEngine {
     pool: rayon::ThreadPool,
     hidden: usize,
     layers: Vec<Option<Layer>>,
-    slots: Vec<SlotBuffers>,
+    buffers: Buffers,
     grouping: Grouping,
     workspace: Workspace,
-    gating: GateScratch,
     /// Multipliers of the shared experts' output.
     sigmoids: Vec<f32>,
     weight_bytes: u64,
@@ -177,18 +177,20 @@ impl CpuEngine {
         }
         let threads = pool.current_num_threads();
         let capacity = setup.shape.max_tokens_per_rank;
-        let buffer = || vec![0.0; capacity * setup.shape.hidden];
+        let elements = capacity * setup.shape.hidden;
+        let any_shared = spec.moe_layers().any(|(_, moe)| moe.shared.is_some());
         Ok(CpuEngine {
             group,
             pool,
             hidden: setup.shape.hidden,
             layers,
-            slots: (0..setup.shape.slots)
-                .map(|_| SlotBuffers { rows: buffer(), out: buffer(), shared: buffer() })
-                .collect(),
+            buffers: Buffers {
+                rows: vec![0.0; elements],
+                out: vec![0.0; elements],
+                shared: vec![0.0; if any_shared { elements } else { 0 }],
+            },
             grouping: Grouping::default(),
             workspace: workspace(spec, &setup.shape, threads),
-            gating: GateScratch::new(spec.hidden, threads),
             sigmoids: vec![0.0; capacity],
             weight_bytes: total,
         })
@@ -318,7 +320,7 @@ impl StepEngine for CpuEngine {
             .get_mut(step.layer as usize)
             .and_then(Option::as_mut)
             .ok_or(StepFault::Layer(step.layer))?;
-        let buffers = &mut self.slots[slot.index()];
+        let buffers = &mut self.buffers;
         let rows = &mut buffers.rows[..tokens * hidden];
         let out = &mut buffers.out[..tokens * hidden];
 
@@ -338,13 +340,11 @@ impl StepEngine for CpuEngine {
         for gated in runs.chunk_by(|a, b| a.gated == b.gated).filter(|chunk| chunk[0].gated) {
             let range = rows_of(gated);
             let routed = range.start * k..range.end * k;
-            layer.gate.route_with(
+            layer.gate.route(
                 &rows[range.start * hidden..range.end * hidden],
                 Some(&staging.token_ids[range]),
                 &mut staging.ids[routed.clone()],
                 &mut staging.weights[routed],
-                &mut self.gating,
-                Some(&self.pool),
             )?;
         }
         clock.end(Phase::Gate);
@@ -356,7 +356,7 @@ impl StepEngine for CpuEngine {
         self.group.dispatch_send(slot, rows)?;
         clock.end(Phase::Dispatch);
         // While peers' rows are on their way.
-        let shared_out = &mut buffers.shared[..tokens * hidden];
+        let shared_out = &mut buffers.shared[..if layer.shared.is_some() { tokens * hidden } else { 0 }];
         let with_shared =
             || runs.chunk_by(|a, b| a.shared == b.shared).filter(|chunk| chunk[0].shared).map(rows_of);
         if let Some(shared) = &layer.shared {

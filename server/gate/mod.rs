@@ -7,7 +7,5 @@
 
 mod choose;
 mod cpu;
-#[cfg(test)]
-mod tests;
 
-pub use cpu::{CpuGate, GateError, GateScratch};
+pub use cpu::{CpuGate, GateError};

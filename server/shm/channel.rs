@@ -121,7 +121,8 @@ impl Completion {
 
     /// Marks the step as failed because of `message`, cut to what fits.
     pub fn fail(&mut self, message: &str) {
-        let len = message.floor_char_boundary(self.message.len());
+        let cut = message.char_indices().map(|(at, c)| at + c.len_utf8());
+        let len = cut.take_while(|&end| end <= self.message.len()).last().unwrap_or(0);
         self.failed = 1;
         self.message_len = len as u64;
         self.message[..len].copy_from_slice(&message.as_bytes()[..len]);
@@ -393,6 +394,8 @@ impl RouterChannel {
     pub fn create(shape: &GroupShape) -> Result<Self, ChannelError> {
         let places = Places::new(shape)?;
         let region = SharedRegion::create("expertd-channel", places.bytes)?;
+        // Now rather than in the first steps, so that memory is flat from the start and its lack shows here.
+        region.populate(0, places.bytes)?;
         let mut links = Vec::new();
         for (rank, link) in places.links.iter().enumerate() {
             let ring = |source| ChannelError::Ring { rank: Rank(rank as u32), source };
@@ -605,6 +608,7 @@ impl RankChannel {
     ) -> Result<Self, ChannelError> {
         let places = Places::new(shape)?;
         let region = SharedRegion::from_fd(fd, places.bytes)?;
+        region.populate(0, places.bytes)?;
         let link = &places.links[rank.index()];
         let ring = |source| ChannelError::Ring { rank, source };
         Ok(RankChannel {
