@@ -93,15 +93,10 @@ pub enum Error {
     },
     /// Registration claimed success but gave no window.
     #[error(
-        "ncclCommWindowRegister reported success but gave no window within {} s: a peer is missing, or symmetric \
-         memory is not supported between these devices (peer access over NVLink and CUDA VMM are needed, and \
-         NCCL_CUMEM_ENABLE must not be 0)",
-        .waited.as_secs_f32()
+        "ncclCommWindowRegister succeeded but returned no window: symmetric memory is not supported between these \
+         devices (peer access over NVLink and CUDA VMM are needed, and NCCL_CUMEM_ENABLE must not be 0)"
     )]
-    NullWindow {
-        /// How long was waited.
-        waited: Duration,
-    },
+    NullWindow,
     /// The window's addresses make no sense.
     #[error("the window's addresses cannot be trusted: {0}")]
     BadWindow(String),
