@@ -1,129 +1,25 @@
 //! One generation of the EP group as the router sees it: its ranks, its shared memory, the steps in flight.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::io;
 use std::os::fd::AsFd;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
+use super::config::ClusterConfig;
+use super::fault::{Fault, FaultKind, FormError};
 use super::process::{RankEvent, RankNews, RankProcess};
 use crate::engine::control::{DeviceKind, FailureKind, FromRank, RankSetup, ToRank};
 use crate::ep;
 use crate::shm::{
-    ChannelError, Completion, GroupShape, RegionError, RouterBell, RouterChannel, SharedRegion, StageRows,
-    Staged, StepDescriptor,
+    ChannelError, Completion, RouterBell, RouterChannel, SharedRegion, StageRows, Staged, StepDescriptor,
 };
 use crate::telemetry::Phase;
 use crate::types::{Generation, LayerId, Rank, Slot, StepId};
 
 /// How often signs of life are looked at.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
-
-/// What every generation of a service has in common.
-#[derive(Clone, Debug)]
-pub struct ClusterConfig {
-    /// Shared sizes.
-    pub shape: GroupShape,
-    /// The ranks' device.
-    pub device: DeviceKind,
-    /// Folder of the checkpoint.
-    pub model: PathBuf,
-    /// Cores of each rank.
-    pub cores: Vec<Vec<usize>>,
-    /// Whether ranks spin before they sleep.
-    pub spin: bool,
-    /// How long a rank waits for its peers within a step.
-    pub peer_timeout: Duration,
-    /// A rank that shows no life for this long is given up.
-    pub liveness_timeout: Duration,
-    /// A step that takes longer is given up.
-    pub step_timeout: Duration,
-    /// Environment that ranks need beside the router's.
-    pub environment: Vec<(String, String)>,
-}
-
-/// What kind of fault ended a generation; the `reason` label of its metric.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FaultKind {
-    /// A rank's process ended.
-    Exit,
-    /// A rank showed no life.
-    Liveness,
-    /// A rank reported that a step failed.
-    Step,
-    /// A step took too long.
-    StepTimeout,
-    /// Shared memory was not as it should be.
-    Channel,
-    /// A rank could not load its weights.
-    Load,
-    /// A rank could not set up its device or the group.
-    Setup,
-}
-
-impl FaultKind {
-    /// The label.
-    #[must_use]
-    pub const fn label(self) -> &'static str {
-        match self {
-            FaultKind::Exit => "exit",
-            FaultKind::Liveness => "liveness",
-            FaultKind::Step => "step",
-            FaultKind::StepTimeout => "step_timeout",
-            FaultKind::Channel => "channel",
-            FaultKind::Load => "load",
-            FaultKind::Setup => "setup",
-        }
-    }
-}
-
-/// Why a generation ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fault {
-    /// Of which kind.
-    pub kind: FaultKind,
-    /// For people.
-    pub message: String,
-}
-
-impl fmt::Display for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
-impl std::error::Error for Fault {}
-
-impl From<ChannelError> for Fault {
-    fn from(error: ChannelError) -> Self {
-        Fault { kind: FaultKind::Channel, message: error.to_string() }
-    }
-}
-
-/// Why a generation could not be begun.
-#[derive(Debug, thiserror::Error)]
-pub enum FormError {
-    /// No process.
-    #[error("cannot start rank {rank}: {source}")]
-    Spawn {
-        /// Which.
-        rank: Rank,
-        /// The cause.
-        source: io::Error,
-    },
-    /// No staging.
-    #[error("cannot make the shared memory of a generation: {0}")]
-    Channel(#[from] ChannelError),
-    /// No windows.
-    #[error("cannot make the windows of a generation: {0}")]
-    Windows(#[from] ep::EpError),
-    /// No memory.
-    #[error("cannot make the shared memory of a generation: {0}")]
-    Region(#[from] RegionError),
-}
 
 /// How far a rank is.
 #[derive(Clone, Debug)]

@@ -1,9 +1,13 @@
 //! The router's side of the EP group: children, supervision, generations, liveness.
 
+mod config;
 mod cores;
+mod fault;
 mod group;
 mod process;
 
+pub use config::ClusterConfig;
 pub use cores::{available_cores, numa_nodes, share_cores};
-pub use group::{ClusterConfig, Fault, FaultKind, FormError, Group, RankView, StepDone};
+pub use fault::{Fault, FaultKind, FormError};
+pub use group::{Group, RankView, StepDone};
 pub use process::{RankEvent, RankNews, RankProcess};
