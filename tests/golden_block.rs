@@ -1,4 +1,5 @@
-//! Every family's gate and weights against what the reference implementation recorded: a single process, no service.
+//! Every family's gate and weights against what the reference implementation recorded: a single process, no service,
+//! once with a plain block in f64 and once with the service's kernels.
 //!
 //! `EXPERTD_GOLDEN=DIR` checks another folder of the same kind as well (`scripts/golden.py` makes some).
 #![allow(clippy::unwrap_used)]
@@ -9,6 +10,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use common::golden::{Golden, folders, root};
+use common::kernels;
 use expertd::experts::reference::{block, worst_row};
 use expertd::gate::CpuGate;
 use expertd::model::Checkpoint;
@@ -39,6 +41,12 @@ fn check(dir: &Path) -> Result<(), String> {
         println!("{name} layer {}: {error:.1e} ({})", layer.index, moe.gate.describe());
         if error.is_nan() || error > TOLERANCE {
             return Err(format!("{name} layer {}: a row is off by {error:.2e}", layer.index));
+        }
+        let recorded: Vec<f64> = layer.output.iter().map(|x| f64::from(*x)).collect();
+        let kernels = kernels::block(&checkpoint, id, &layer.input, &ids, &weights);
+        let error = worst_row(&recorded, &kernels, spec.hidden);
+        if error.is_nan() || error > TOLERANCE {
+            return Err(format!("{name} layer {}: by the kernels a row is off by {error:.2e}", layer.index));
         }
     }
     Ok(())

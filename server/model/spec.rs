@@ -9,7 +9,7 @@ use crate::types::LayerId;
 /// The MoE side of a model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelSpec {
-    /// Family, as [`super::families`] names it.
+    /// Family, see [`super::FAMILIES`].
     pub family: String,
     /// `model_type` in `config.json`.
     pub model_type: String,

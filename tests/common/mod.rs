@@ -2,3 +2,4 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test uses a part of this")]
 
 pub mod golden;
+pub mod kernels;
