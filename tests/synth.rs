@@ -3,8 +3,6 @@
 //! `EXPERTD_SYNTH_OUT=DIR` keeps them, so that `scripts/golden.py DIR --record` can run them through transformers.
 #![allow(clippy::unwrap_used)]
 
-mod common;
-
 use std::path::{Path, PathBuf};
 
 use expertd::experts::reference::block;

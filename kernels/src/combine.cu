@@ -10,7 +10,20 @@ constexpr uint32_t kLoads = 2;            // 16-byte words per lane of a piece
 constexpr uint32_t kPiece = 32 * kLoads;  // 1 KB of bf16
 constexpr uint32_t kBatch = 4;            // expert outputs loaded together
 
-__device__ void send_partials(const CombineParams& p) {
+struct Counts {
+    uint32_t tokens[kMaxRanks];
+};
+
+__device__ __forceinline__ Counts load_counts(const Group& g) {
+    Counts counts;
+#pragma unroll
+    for (uint32_t source = 0; source < kMaxRanks; ++source) {
+        counts.tokens[source] = source < g.ranks ? __ldcg(at<uint32_t>(g, g.rank, g.counts) + source) : 0;
+    }
+    return counts;
+}
+
+__device__ void send_partials(const CombineParams& p, const Counts& counts) {
     const Group& g = p.group;
     const Range range = experts_of(g, g.rank);
     const uint32_t lane = threadIdx.x % 32;
@@ -20,8 +33,7 @@ __device__ void send_partials(const CombineParams& p) {
     uint32_t tokens[kMaxRanks], all = 0;
 #pragma unroll
     for (uint32_t source = 0; source < kMaxRanks; ++source) {
-        tokens[source] = source < g.ranks
-            ? min(__ldcg(at<uint32_t>(g, g.rank, g.counts) + source), g.max_tokens) : 0;
+        tokens[source] = min(counts.tokens[source], g.max_tokens);
         all += tokens[source];
     }
     for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32; item < all * pieces; item += gridDim.x * kWarps) {
@@ -43,9 +55,10 @@ __device__ void send_partials(const CombineParams& p) {
         uint32_t place = 0;
         bool local = false;
         if (lane < g.top_k) {
+            // The place of a choice that is not local means nothing, but reading it costs no second round trip.
             const uint32_t id = static_cast<uint32_t>(__ldcg(at<int32_t>(g, g.rank, g.ids) + row * g.top_k + lane));
+            place = __ldcg(p.position + row * g.top_k + lane);
             local = id >= range.first && id < range.last;
-            if (local) place = __ldcg(p.position + row * g.top_k + lane);
         }
         uint32_t chosen = __ballot_sync(~0u, local);
         if (chosen == 0) continue;
@@ -96,7 +109,26 @@ __device__ void store_row(void* out, uint64_t row, uint32_t words, uint32_t word
     }
 }
 
-__device__ void reduce_partials(const CombineParams& p, uint32_t tokens, uint32_t dtype) {
+// Ranks that hold a partial of `token`.
+__device__ __forceinline__ uint32_t ranks_of(const CombineParams& p, uint32_t token) {
+    const Group& g = p.group;
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t rank = 0;
+    if (lane < g.top_k) {
+        const int32_t id = __ldcg(p.topk_ids + static_cast<uint64_t>(token) * g.top_k + lane);
+        rank = 1u << owner_of(g, static_cast<uint32_t>(id));
+    }
+    return __reduce_or_sync(~0u, rank);
+}
+
+// The same for this warp's first piece, looked up before the wait.
+__device__ __forceinline__ uint32_t first_ranks(const CombineParams& p, uint32_t tokens) {
+    const uint32_t pieces = (p.group.hidden / 8 + kPiece - 1) / kPiece;
+    const uint32_t token = (blockIdx.x * kWarps + threadIdx.x / 32) / pieces;
+    return token < tokens ? ranks_of(p, token) : 0;
+}
+
+__device__ void reduce_partials(const CombineParams& p, uint32_t tokens, uint32_t dtype, uint32_t wanted) {
     const Group& g = p.group;
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t words = g.hidden / 8;
@@ -104,12 +136,7 @@ __device__ void reduce_partials(const CombineParams& p, uint32_t tokens, uint32_
     const uint4* partials = at<uint4>(g, g.rank, g.partials);
     for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32; item < tokens * pieces; item += gridDim.x * kWarps) {
         const uint32_t token = item / pieces, piece = item - token * pieces;
-        uint32_t wanted = 0;
-        if (lane < g.top_k) {
-            const int32_t id = __ldcg(p.topk_ids + static_cast<uint64_t>(token) * g.top_k + lane);
-            wanted = 1u << owner_of(g, static_cast<uint32_t>(id));
-        }
-        wanted = __reduce_or_sync(~0u, wanted);
+        if (item >= gridDim.x * kWarps) wanted = ranks_of(p, token);
         uint4 data[kMaxRanks][kLoads];
 #pragma unroll
         for (uint32_t r = 0; r < kMaxRanks; ++r) {
@@ -145,20 +172,23 @@ template <int Count>
 __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ Ranks<CombineParams, Count> all) {
     const CombineParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
     const Group& g = p.group;
+    begin_kernel();
     stamp_begin(g.state, kCombine);
-    const StepView step = open_step(g);
-    if (!step.ok) return;
+    const uint4 state = head(g.state);
+    const Counts counts = load_counts(g);
     const uint32_t dtype = __ldcg(&g.state->out_dtype);
-    const uint64_t flag = g.generation | step.sequence;
-    random_delay(g, ~step.sequence);
-    send_partials(p);
+    const uint64_t exchange = __ldcg(reinterpret_cast<const unsigned long long*>(&g.state->exchange));
+    const StepView step = open_step(state, g.max_tokens);
+    if (!step.ok) return;
+    const uint64_t flag = g.generation | exchange;
+    if (blockIdx.x == 0 && threadIdx.x == 0) g.state->sequence = exchange + 1;
+    random_delay(g, ~exchange);
+    send_partials(p, counts);
+    const uint32_t wanted = first_ranks(p, step.tokens);
     send_flags(g, g.combine_flags, flag);
     if (!wait_flags(g, g.combine_flags, flag, kCombine)) return;
-    reduce_partials(p, step.tokens, dtype);
-    if (last_block(&g.state->ticket, gridDim.x) && threadIdx.x == 0) {
-        g.state->sequence = step.sequence + 1;
-        g.state->end_ns[kCombine] = now_ns();
-    }
+    reduce_partials(p, step.tokens, dtype, wanted);
+    stamp_end(g.state, kCombine);
 }
 
 }  // namespace

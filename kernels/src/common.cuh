@@ -84,18 +84,28 @@ __device__ __forceinline__ void stamp_end(SlotState* state, Phase phase) {
     if (blockIdx.x == 0 && threadIdx.x == 0) state->end_ns[phase] = now_ns();
 }
 
-// What every kernel of a step looks at first. Read in one go; `ok` is the same for all threads of a block.
+// Programmatic dependent launch: lets the next kernel's blocks come in while this one runs, and waits until the one
+// before has ended and its writes are visible. Both do nothing in a plain launch.
+__device__ __forceinline__ void begin_kernel() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    // Only now: at most one kernel waits behind a running one, whose blocks are all resident by then.
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// What every kernel of a step looks at first: the head of SlotState, read in one go. The load is issued by head() and
+// looked at by open_step(), so that other loads can be under way meanwhile.
+__device__ __forceinline__ uint4 head(const SlotState* state) { return __ldcg(reinterpret_cast<const uint4*>(state)); }
+
 struct StepView {
     uint64_t sequence;
     uint32_t tokens;
-    bool ok;
+    bool ok;  // the same for all threads of a block
 };
 
-__device__ __forceinline__ StepView open_step(const Group& group) {
-    const uint4 head = __ldcg(reinterpret_cast<const uint4*>(group.state));
+__device__ __forceinline__ StepView open_step(const uint4& head, uint32_t max_tokens) {
     StepView view;
     view.sequence = static_cast<uint64_t>(head.y) << 32 | head.x;
-    view.tokens = min(head.w, group.max_tokens);
+    view.tokens = min(head.w, max_tokens);
     // Another block may set the error word meanwhile: the block has to agree with itself.
     view.ok = __syncthreads_or(head.z != 0) == 0;
     return view;
@@ -166,27 +176,59 @@ __device__ __forceinline__ bool last_block(uint32_t* ticket, uint32_t blocks) {
     return last;
 }
 
+// A barrier between the first `blocks` blocks of one rank. False (for the whole block) when the step has failed, so
+// that nobody waits for a block that gave up.
+__device__ __forceinline__ bool rank_barrier(SlotState* state, uint32_t blocks) {
+    __shared__ bool failed;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        volatile uint32_t* epoch = &state->epoch;
+        volatile uint32_t* error = &state->error;
+        const uint32_t before = *epoch;
+        bool stop = false;
+        __threadfence();
+        if (atomicAdd(&state->ticket, 1) == blocks - 1) {
+            state->ticket = 0;
+            __threadfence();
+            *epoch = before + 1;
+        } else {
+            while (*epoch == before && !stop) stop = *error != 0;
+        }
+        __threadfence();
+        failed = stop;
+    }
+    __syncthreads();
+    return !failed;
+}
+
 // By-value parameters of `count` ranks.
 template <typename Params, int Count>
 struct Ranks {
     Params rank[Count];
 };
 
-// Launches kernel<1> for a rank of its own or kernel<kMaxRanks> for a loopback group. A group's blocks wait for each
-// other, so they have to be resident together: a cooperative launch fails instead of hanging.
+// Launches kernel<1> for a rank of its own, as a programmatic dependent launch (every kernel begins with begin_kernel),
+// or kernel<kMaxRanks> for a loopback group. A group's blocks wait for each other, so they have to be resident
+// together: a cooperative launch fails instead of hanging.
 template <typename Params, typename One, typename Many>
 int launch(One one, Many many, const Params* params, uint32_t count, uint32_t blocks, uint32_t threads,
-           bool resident, void* stream) {
+           bool resident, void* stream, uint32_t shared_bytes = 0) {
     if (count == 0 || count > kMaxRanks || blocks == 0) return cudaErrorInvalidValue;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks, count);
     config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
     cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
+    if (count == 1) {
+        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute.val.programmaticStreamSerializationAllowed = 1;
+    } else {
+        attribute.id = cudaLaunchAttributeCooperative;
+        attribute.val.cooperative = 1;
+    }
     config.attrs = &attribute;
-    config.numAttrs = resident && count > 1 ? 1 : 0;
+    config.numAttrs = count == 1 || resident ? 1 : 0;
     if (count == 1) {
         Ranks<Params, 1> all;
         all.rank[0] = params[0];

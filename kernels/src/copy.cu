@@ -25,6 +25,7 @@ template <int Count>
 __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Ranks<CopyInParams, Count> all) {
     const CopyInParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
     __shared__ StepRequest request;
+    begin_kernel();
     if (threadIdx.x == 0) {
         const uint64_t begin = now_ns();
         const uint4* words = reinterpret_cast<const uint4*>(p.request);
@@ -99,6 +100,7 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
 template <int Count>
 __global__ void __launch_bounds__(kThreads) copy_out(const __grid_constant__ Ranks<CopyOutParams, Count> all) {
     const CopyOutParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
+    begin_kernel();
     stamp_begin(p.state, kCopyOut);
     const uint32_t tokens = min(p.state->tokens, p.max_tokens);
     const uint64_t index = blockIdx.x * kThreads + threadIdx.x, stride = static_cast<uint64_t>(gridDim.x) * kThreads;

@@ -12,185 +12,261 @@ constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / 32;
 constexpr uint32_t kLoads = 4;                         // 16-byte loads in flight per lane
 constexpr uint32_t kPiece = 32 * kLoads;               // 16-byte words of one warp's piece of a row: 2 KB
-constexpr uint32_t kFewEntries = 1024;                 // up to here a warp lists an expert's rows alone
+constexpr uint32_t kAlone = 1024;                      // entries that one block lists alone
+constexpr uint32_t kShare = 512;                       // least entries of a block when several list
+constexpr uint32_t kAhead = 8;                         // entries per lane under way
 
-__device__ void send_rows(const DispatchParams& p, uint32_t tokens) {
+// A warp's piece of a row with its token's routing.
+struct Item {
+    uint4 data[kLoads];
+    int32_t id;
+    float weight;
+};
+
+__device__ __forceinline__ Item load_item(const DispatchParams& p, uint32_t item, uint32_t pieces, uint32_t words) {
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t token = item / pieces, piece = item - token * pieces;
+    const uint4* from = static_cast<const uint4*>(p.tokens) + static_cast<uint64_t>(token) * words;
+    Item loaded;
+#pragma unroll
+    for (uint32_t i = 0; i < kLoads; ++i) {
+        const uint32_t word = piece * kPiece + i * 32 + lane;
+        if (word < words) loaded.data[i] = __ldcg(from + word);
+    }
+    loaded.id = 0;
+    loaded.weight = 0.0f;
+    if (lane < p.group.top_k) {
+        loaded.id = __ldcg(p.topk_ids + static_cast<uint64_t>(token) * p.group.top_k + lane);
+        loaded.weight = __ldcg(p.topk_weights + static_cast<uint64_t>(token) * p.group.top_k + lane);
+    }
+    return loaded;
+}
+
+__device__ __forceinline__ void send_item(const DispatchParams& p, const Item& loaded, uint32_t item, uint32_t pieces,
+                                          uint32_t words) {
     const Group& g = p.group;
     const uint32_t lane = threadIdx.x % 32;
-    const uint32_t words = g.hidden / 8;
-    const uint32_t pieces = (words + kPiece - 1) / kPiece;
-    const uint64_t own = static_cast<uint64_t>(g.rank) * g.max_tokens;
-    // Neighbouring warps of one block take the pieces of one row, and blocks take rows in turn.
-    for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32; item < tokens * pieces; item += gridDim.x * kWarps) {
-        const uint32_t token = item / pieces, piece = item - token * pieces;
-        const uint4* from = static_cast<const uint4*>(p.tokens) + static_cast<uint64_t>(token) * words;
-        uint4 data[kLoads];
+    const uint32_t token = item / pieces, piece = item - token * pieces;
+    const uint64_t row = static_cast<uint64_t>(g.rank) * g.max_tokens + token;
+    const uint32_t wanted =
+        __reduce_or_sync(~0u, lane < g.top_k ? 1u << owner_of(g, static_cast<uint32_t>(loaded.id)) : 0);
+    // Every rank starts with another peer, so that no link is asked by all at once.
+    for (uint32_t step = 1; step <= g.ranks; ++step) {
+        uint32_t peer = g.rank + step;
+        if (peer >= g.ranks) peer -= g.ranks;
+        if (piece == 0 && lane < g.top_k) {
+            at<int32_t>(g, peer, g.ids)[row * g.top_k + lane] = loaded.id;
+            at<float>(g, peer, g.weights)[row * g.top_k + lane] = loaded.weight;
+        }
+        if ((wanted >> peer & 1) == 0) continue;
+        uint4* to = at<uint4>(g, peer, g.rows) + row * words;
 #pragma unroll
         for (uint32_t i = 0; i < kLoads; ++i) {
             const uint32_t word = piece * kPiece + i * 32 + lane;
-            if (word < words) data[i] = __ldcg(from + word);
-        }
-        int32_t id = 0;
-        uint32_t wanted = 0;
-        if (lane < g.top_k) {
-            id = __ldcg(p.topk_ids + static_cast<uint64_t>(token) * g.top_k + lane);
-            wanted = 1u << owner_of(g, static_cast<uint32_t>(id));
-        }
-        wanted = __reduce_or_sync(~0u, wanted);
-        if (piece == 0 && lane < g.top_k) {
-            const float weight = __ldcg(p.topk_weights + static_cast<uint64_t>(token) * g.top_k + lane);
-            const uint64_t place = (own + token) * g.top_k + lane;
-            for (uint32_t peer = 0; peer < g.ranks; ++peer) {
-                at<int32_t>(g, peer, g.ids)[place] = id;
-                at<float>(g, peer, g.weights)[place] = weight;
-            }
-        }
-        // Every rank starts with another peer, so that no link is asked by all at once.
-        for (uint32_t step = 1; step <= g.ranks; ++step) {
-            uint32_t peer = g.rank + step;
-            if (peer >= g.ranks) peer -= g.ranks;
-            if ((wanted >> peer & 1) == 0) continue;
-            uint4* to = at<uint4>(g, peer, g.rows) + (own + token) * words;
-#pragma unroll
-            for (uint32_t i = 0; i < kLoads; ++i) {
-                const uint32_t word = piece * kPiece + i * 32 + lane;
-                if (word < words) to[word] = data[i];
-            }
+            if (word < words) to[word] = loaded.data[i];
         }
     }
 }
 
-// Entries of all sources in order, without the holes between them.
+// Routing entries (token, choice) of all sources in order, without the holes between them.
 struct Entries {
-    uint32_t count[kMaxRanks];  // tokens * k of each source
-    uint32_t total;
+    uint32_t start[kMaxRanks + 1];
 };
 
-// Counts entries of [begin, end) below `first` + `expert` (and local), and equal to it. Same result on all lanes.
-__device__ uint2 count_entries(const Group& g, const Entries& entries, uint32_t begin, uint32_t end, int32_t first,
-                               int32_t expert) {
-    const uint32_t lane = threadIdx.x % 32;
-    uint32_t below = 0, equal = 0, start = 0;
-    for (uint32_t source = 0; source < g.ranks; ++source) {
-        const uint32_t from = max(begin, start), to = min(end, start + entries.count[source]);
-        const int32_t* ids = at<int32_t>(g, g.rank, g.ids) + static_cast<uint64_t>(source) * g.max_tokens * g.top_k;
-#pragma unroll 8
-        for (uint32_t i = from + lane; i < to; i += 32) {
-            const int32_t id = __ldcg(ids + (i - start));
-            below += id >= first && id < expert;
-            equal += id == expert;
-        }
-        start += entries.count[source];
+// Where entry `v` stands in the window's ids and weights. Divided by k it is the entry's row.
+__device__ __forceinline__ uint32_t find(const Group& g, const Entries& entries, uint32_t v) {
+    uint32_t place = v;
+#pragma unroll
+    for (uint32_t s = 1; s < kMaxRanks; ++s) {
+        if (s < g.ranks && v >= entries.start[s]) place = s * g.max_tokens * g.top_k + v - entries.start[s];
     }
-    return make_uint2(__reduce_add_sync(~0u, below), __reduce_add_sync(~0u, equal));
+    return place;
 }
 
-// Writes the entries of [begin, end) that chose `expert`, in order, from `place` on.
-__device__ void list_entries(const DispatchParams& p, const Entries& entries, uint32_t begin, uint32_t end,
-                             int32_t expert, uint32_t place) {
-    const Group& g = p.group;
-    const uint32_t lane = threadIdx.x % 32;
-    uint32_t start = 0;
-    for (uint32_t source = 0; source < g.ranks; ++source) {
-        const uint32_t from = max(begin, start), to = min(end, start + entries.count[source]);
-        const uint64_t base = static_cast<uint64_t>(source) * g.max_tokens * g.top_k;
-        const int32_t* ids = at<int32_t>(g, g.rank, g.ids) + base;
-        const float* weights = at<float>(g, g.rank, g.weights) + base;
-#pragma unroll 4
-        for (uint32_t chunk = from; chunk < to; chunk += 32) {
-            const uint32_t i = chunk + lane;
-            const bool chosen = i < to && __ldcg(ids + (i - start)) == expert;
-            const uint32_t mask = __ballot_sync(~0u, chosen);
-            if (chosen) {
-                const uint32_t entry = i - start;
-                const uint32_t to_place = place + __popc(mask & ((1u << lane) - 1));
-                p.row_index[to_place] = source * g.max_tokens + entry / g.top_k;
-                p.row_weight[to_place] = __ldcg(weights + entry);
-                p.position[base + entry] = to_place;
-            }
-            place += __popc(mask);
+// Lanes with the same `key` of `bits` bits, among those with a key. Ballots over the bits: match.any takes as long as
+// there are different keys.
+__device__ __forceinline__ uint32_t lanes_alike(uint32_t key, bool has, uint32_t bits) {
+    uint32_t same = __ballot_sync(~0u, has);
+    for (uint32_t bit = 0; bit < bits; ++bit) {
+        const bool set = (key >> bit & 1) != 0;
+        const uint32_t lanes = __ballot_sync(~0u, set);
+        same &= set ? lanes : ~lanes;
+    }
+    return same;
+}
+
+// Up to kAhead entries per lane of a warp's stretch, from `base` on.
+struct Batch {
+    uint32_t expert[kAhead];  // local index, or something larger
+    float weight[kAhead];
+    uint32_t place[kAhead];
+};
+
+__device__ __forceinline__ void load_batch(const Group& g, const Entries& entries, uint32_t first, uint32_t base,
+                                           uint32_t end, Batch& batch) {
+    const int32_t* ids = at<int32_t>(g, g.rank, g.ids);
+    const float* weights = at<float>(g, g.rank, g.weights);
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) {
+        const uint32_t v = base + i * 32 + threadIdx.x % 32;
+        batch.expert[i] = ~0u;
+        if (v < end) {
+            batch.place[i] = find(g, entries, v);
+            batch.expert[i] = static_cast<uint32_t>(__ldcg(ids + batch.place[i])) - first;
+            batch.weight[i] = __ldcg(weights + batch.place[i]);
         }
-        start += entries.count[source];
     }
 }
 
-__device__ void list_rows(const DispatchParams& p) {
+// Lists the rows of every local expert: a stable counting sort of the entries by expert. Each warp owns a stretch of
+// entries, counts them per expert, and after a scan over warps (and, with many entries, over blocks) puts them down in
+// order. Up to kAlone entries the first block does it alone.
+__device__ void list_rows(const DispatchParams& p, uint32_t* counts /* shared [kWarps + 2][kMaxExperts] */) {
     const Group& g = p.group;
     const Range range = experts_of(g, g.rank);
-    const int32_t first = static_cast<int32_t>(range.first);
     const uint32_t local = range.last - range.first;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Entries entries;
-    entries.total = 0;
+    uint32_t total = 0;
 #pragma unroll
     for (uint32_t source = 0; source < kMaxRanks; ++source) {
-        entries.count[source] = 0;
+        entries.start[source] = total;
         if (source < g.ranks) {
             const uint32_t tokens = __ldcg(at<uint32_t>(g, g.rank, g.counts) + source);
             if (tokens > g.max_tokens) set_error(g.state, kBadCount, source, kDispatch);
-            entries.count[source] = min(tokens, g.max_tokens) * g.top_k;
-            entries.total += entries.count[source];
+            total += min(tokens, g.max_tokens) * g.top_k;
         }
     }
-    if (local == 0) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) p.expert_offsets[0] = 0;
-        return;
-    }
-    if (entries.total <= kFewEntries) {
-        // Spread over blocks first: few experts per warp, all blocks busy.
-        for (uint32_t e = warp * gridDim.x + blockIdx.x; e < local; e += gridDim.x * kWarps) {
-            const int32_t expert = first + static_cast<int32_t>(e);
-            const uint2 seen = count_entries(g, entries, 0, entries.total, first, expert);
-            if (lane == 0) {
-                p.expert_offsets[e] = seen.x;
-                if (e == local - 1) p.expert_offsets[local] = seen.x + seen.y;
-            }
-            if (seen.y != 0) list_entries(p, entries, 0, entries.total, expert, seen.x);
+    uint32_t share = kAlone;
+    if (total > kAlone) share = max(kShare, (total + gridDim.x - 1) / gridDim.x);
+    const uint32_t stretch = ((share < total ? share : total) + kWarps * 32 - 1) / (kWarps * 32) * 32;
+    share = stretch * kWarps;
+    const uint32_t blocks = max(1u, share == 0 ? 1 : (total + share - 1) / share);
+    if (blockIdx.x >= blocks) return;
+    const uint32_t begin = min(blockIdx.x * share + warp * stretch, total), end = min(begin + stretch, total);
+    const uint32_t bits = 32 - __clz(max(local, 1u) - 1);
+    Batch batch;
+    for (uint32_t i = threadIdx.x; i < kWarps * local; i += kThreads) counts[i] = 0;
+    __syncthreads();
+    // First pass: how many of each expert in this warp's stretch. Lanes with equal experts find each other; the first
+    // of them counts.
+    uint32_t* mine = counts + warp * local;
+    for (uint32_t base = begin; base < end; base += 32 * kAhead) {
+        load_batch(g, entries, range.first, base, end, batch);
+#pragma unroll
+        for (uint32_t i = 0; i < kAhead; ++i) {
+            if (base + i * 32 >= end) break;
+            const bool has = batch.expert[i] < local;
+            const uint32_t same = lanes_alike(batch.expert[i], has, bits);
+            if (has && (same & ((1u << lane) - 1)) == 0) mine[batch.expert[i]] += __popc(same);
+            __syncwarp();
         }
-        return;
     }
-    // Many entries: a block per expert, every warp with its own stretch of entries.
-    __shared__ uint32_t below[kWarps], equal[kWarps];
-    const uint32_t stretch = ((entries.total + kWarps - 1) / kWarps + 31) / 32 * 32;
-    const uint32_t begin = min(warp * stretch, entries.total), end = min(begin + stretch, entries.total);
-    for (uint32_t e = blockIdx.x; e < local; e += gridDim.x) {
-        const int32_t expert = first + static_cast<int32_t>(e);
-        const uint2 seen = count_entries(g, entries, begin, end, first, expert);
-        __syncthreads();
-        if (lane == 0) {
-            below[warp] = seen.x;
-            equal[warp] = seen.y;
-        }
-        __syncthreads();
-        uint32_t start = 0, place = 0, count = 0;
+    __syncthreads();
+    // Counts become places: over warps here, then over blocks, then over experts.
+    uint32_t* here = counts + kWarps * local;   // entries of this block, then their first place
+    uint32_t* every = here + local;             // entries of all blocks
+    for (uint32_t e = threadIdx.x; e < local; e += kThreads) {
+        uint32_t sum = 0;
         for (uint32_t w = 0; w < kWarps; ++w) {
-            start += below[w];
-            place += w < warp ? equal[w] : 0;
-            count += equal[w];
+            const uint32_t count = counts[w * local + e];
+            counts[w * local + e] = sum;
+            sum += count;
         }
-        if (threadIdx.x == 0) {
-            p.expert_offsets[e] = start;
-            if (e == local - 1) p.expert_offsets[local] = start + count;
+        here[e] = blocks == 1 ? 0 : sum;
+        every[e] = sum;
+        if (blocks != 1) __stcg(p.block_counts + blockIdx.x * local + e, sum);
+    }
+    if (blocks != 1) {
+        if (!rank_barrier(g.state, blocks)) return;
+        for (uint32_t e = threadIdx.x; e < local; e += kThreads) {
+            uint32_t before = 0, sum = 0;
+#pragma unroll 8
+            for (uint32_t b = 0; b < blocks; ++b) {
+                const uint32_t count = __ldcg(p.block_counts + b * local + e);
+                before += b < blockIdx.x ? count : 0;
+                sum += count;
+            }
+            here[e] = before;
+            every[e] = sum;
         }
-        if (seen.y != 0) list_entries(p, entries, begin, end, expert, start + place);
+    }
+    __syncthreads();
+    if (warp == 0) {
+        uint32_t offset = 0;
+        for (uint32_t base = 0; base < local; base += 32) {
+            const uint32_t e = base + lane;
+            uint32_t sum = e < local ? every[e] : 0;
+            const uint32_t count = sum;
+#pragma unroll
+            for (uint32_t step = 1; step < 32; step *= 2) {
+                const uint32_t other = __shfl_up_sync(~0u, sum, step);
+                if (lane >= step) sum += other;
+            }
+            if (e < local) {
+                here[e] += offset + sum - count;
+                if (blockIdx.x == 0) p.expert_offsets[e] = offset + sum - count;
+            }
+            offset += __shfl_sync(~0u, sum, 31);
+        }
+        if (blockIdx.x == 0 && lane == 0) p.expert_offsets[local] = offset;
+    }
+    __syncthreads();
+    // Second pass: every entry to its place. A short stretch is still in registers.
+    for (uint32_t base = begin; base < end; base += 32 * kAhead) {
+        if (end - begin > 32 * kAhead) load_batch(g, entries, range.first, base, end, batch);
+#pragma unroll
+        for (uint32_t i = 0; i < kAhead; ++i) {
+            if (base + i * 32 >= end) break;
+            const uint32_t expert = batch.expert[i];
+            const bool has = expert < local;
+            const uint32_t same = lanes_alike(expert, has, bits);
+            const uint32_t before = __popc(same & ((1u << lane) - 1));
+            if (has) {
+                const uint32_t to = here[expert] + mine[expert] + before;
+                p.row_index[to] = batch.place[i] / g.top_k;
+                p.row_weight[to] = batch.weight[i];
+                p.position[batch.place[i]] = to;
+            }
+            __syncwarp();
+            if (has && before == 0) mine[expert] += __popc(same);
+            __syncwarp();
+        }
     }
 }
 
 template <int Count>
 __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ Ranks<DispatchParams, Count> all) {
+    extern __shared__ uint32_t counts[];
     const DispatchParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
     const Group& g = p.group;
+    begin_kernel();
     stamp_begin(g.state, kDispatch);
-    const StepView step = open_step(g);
+    const uint4 state = head(g.state);
+    // Neighbouring warps of one block take the pieces of one row, and blocks take rows in turn. The first piece is under
+    // way before the number of tokens is known: buffers have room for max_tokens whatever it is.
+    const uint32_t words = g.hidden / 8;
+    const uint32_t pieces = (words + kPiece - 1) / kPiece;
+    uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32;
+    Item loaded;
+    if (item < g.max_tokens * pieces) loaded = load_item(p, item, pieces, words);
+    const StepView step = open_step(state, g.max_tokens);
     if (!step.ok) return;
     const uint64_t flag = g.generation | step.sequence;
     random_delay(g, step.sequence);
+    if (blockIdx.x == 0 && threadIdx.x == 0) g.state->exchange = step.sequence;
     if (blockIdx.x == 0 && threadIdx.x < g.ranks) at<uint32_t>(g, threadIdx.x, g.counts)[g.rank] = step.tokens;
-    send_rows(p, step.tokens);
+    const uint32_t items = step.tokens * pieces, stride = gridDim.x * kWarps;
+    while (item < items) {
+        const Item current = loaded;
+        if (item + stride < items) loaded = load_item(p, item + stride, pieces, words);
+        send_item(p, current, item, pieces, words);
+        item += stride;
+    }
     send_flags(g, g.dispatch_flags, flag);
     if (!wait_flags(g, g.dispatch_flags, flag, kDispatch)) return;
     stamp_end(g.state, kDispatch);
-    list_rows(p);
+    list_rows(p, counts);
     stamp_end(g.state, kPrepare);
 }
 
@@ -199,6 +275,9 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
 
 extern "C" int expertd_dispatch(const expertd::DispatchParams* params, uint32_t count, uint32_t blocks, void* stream) {
     using namespace expertd;
-    if (blocks > kMaxBlocks) return cudaErrorInvalidValue;
-    return launch(dispatch<1>, dispatch<kMaxRanks>, params, count, blocks, kThreads, true, stream);
+    if (blocks > kMaxBlocks || count == 0) return cudaErrorInvalidValue;
+    const uint32_t local = (params->group.experts + params->group.ranks - 1) / params->group.ranks;
+    if (local > kMaxExperts) return cudaErrorInvalidValue;
+    const uint32_t shared = (kWarps + 2) * local * sizeof(uint32_t);
+    return launch(dispatch<1>, dispatch<kMaxRanks>, params, count, blocks, kThreads, true, stream, shared);
 }

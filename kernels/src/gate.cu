@@ -1,14 +1,13 @@
 // The gate: logits = tokens x weight^T in bf16 with f32 sums on the tensor cores, then the choice of experts, one warp
 // per token, by the block that finishes a tile of tokens last.
 //
-// The functions are those of GateSpec, in its order; what a NaN does is fixed too: it is chosen after everything else,
+// The functions are those of GateSpec, in its order; what a NaN does is fixed too: it is chosen before everything else,
 // lower ids first, so ids are distinct and in range whatever the scores. Weights that come out of NaNs stay NaN.
 #include "common.cuh"
 
 namespace expertd {
 namespace {
 
-constexpr uint32_t kMostExperts = 512;  // of one gate: 16 per lane
 constexpr float kInfinity = __builtin_huge_valf();
 
 __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
@@ -30,9 +29,9 @@ __device__ __forceinline__ float warp_sum(float v) {
     return v;
 }
 
-// Larger floats to larger integers; NaN below everything, -0 as +0. 0 stands for "not available".
+// Larger floats to larger integers; NaN above everything, -0 as +0. 0 stands for "not available".
 __device__ __forceinline__ uint32_t rank_key(float v) {
-    if (v != v) return 1;
+    if (v != v) return ~0u;
     const uint32_t bits = __float_as_uint(v + 0.0f);
     return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
 }
@@ -76,7 +75,7 @@ __device__ __forceinline__ uint32_t take_best(uint32_t (&keys)[Per]) {
 
 // Marks the experts of groups that do not stay; `scratch` holds the warp's values by expert.
 template <int Per>
-__device__ void limit_groups(const GateParams& p, float (&values)[Per], float* scratch) {
+__device__ void limit_groups(const GateParams& p, float (&values)[Per], float (&scores)[Per], float* scratch) {
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t size = p.experts / p.groups;
 #pragma unroll
@@ -89,10 +88,10 @@ __device__ void limit_groups(const GateParams& p, float (&values)[Per], float* s
         float first = -kInfinity, second = -kInfinity;
         for (uint32_t i = 0; i < size; ++i) {
             const float v = scratch[lane * size + i];
-            if (v > first) {
+            if (rank_key(v) > rank_key(first)) {
                 second = first;
                 first = v;
-            } else if (v > second) {
+            } else if (rank_key(v) > rank_key(second)) {
                 second = v;
             }
         }
@@ -106,6 +105,7 @@ __device__ void limit_groups(const GateParams& p, float (&values)[Per], float* s
         const uint32_t expert = i * 32 + lane;
         if (expert < p.experts && (kept >> expert / size & 1) == 0) {
             values[i] = p.group_score == kGroupMax ? 0.0f : -kInfinity;
+            if (p.group_score == kGroupMax) scores[i] = 0.0f;
         }
     }
 }
@@ -187,9 +187,11 @@ __device__ void choose(const GateParams& p, const GateLayer& layer, uint32_t tok
             for (int i = 0; i < Per; ++i) {
                 const uint32_t expert = i * 32 + lane;
                 values[i] = p.choice == kByLogits ? logits[i] : scores[i];
-                if (layer.correction_bias != nullptr && expert < p.experts) values[i] += layer.correction_bias[expert];
+                if (p.choice == kByScores && layer.correction_bias != nullptr && expert < p.experts) {
+                    values[i] += layer.correction_bias[expert];
+                }
             }
-            if (p.group_score != kNoGroups) limit_groups<Per>(p, values, scratch);
+            if (p.choice == kByScores && p.group_score != kNoGroups) limit_groups<Per>(p, values, scores, scratch);
             uint32_t keys[Per];
 #pragma unroll
             for (int i = 0; i < Per; ++i) keys[i] = i * 32 + lane < p.experts ? rank_key(values[i]) : 0;
@@ -210,7 +212,8 @@ __device__ void choose(const GateParams& p, const GateLayer& layer, uint32_t tok
         }
         if (p.normalise != kNo) {
             const float sum = warp_sum(mine ? weight : 0.0f);
-            weight /= p.normalise == kSum ? sum + p.epsilon : fmaxf(sum, p.epsilon);
+            // Unlike fmaxf, lets a NaN through.
+            weight /= p.normalise == kSum ? sum + p.epsilon : (sum < p.epsilon ? p.epsilon : sum);
         }
         weight *= p.scale;
     }
@@ -225,14 +228,16 @@ template <int MT, int NT, int WK, int WN>
 __global__ void __launch_bounds__(32 * WK * WN, 1) gate(const __grid_constant__ GateParams p) {
     constexpr uint32_t kWarps = WK * WN, kTokens = MT * 16, kExperts = NT * 8;
     constexpr uint32_t kPartial = kTokens * kExperts * WN;
-    constexpr uint32_t kScratch = kWarps * kMostExperts;
+    constexpr uint32_t kScratch = kWarps * kMaxExperts;
     __shared__ float shared[(WK - 1) * kPartial > kScratch ? (WK - 1) * kPartial : kScratch];
+    begin_kernel();
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) p.state->begin_ns[kGate] = now_ns();
-    const uint4 head = __ldcg(reinterpret_cast<const uint4*>(p.state));
-    const uint2 step = __ldcg(reinterpret_cast<const uint2*>(&p.state->layer));
-    const uint32_t tokens = min(head.w, p.max_tokens), first_token = blockIdx.y * kTokens;
-    if (__syncthreads_or(head.z != 0) || step.y != 0 || first_token >= tokens) return;
-    const GateLayer layer = p.layers[step.x];
+    const uint2 what = __ldcg(reinterpret_cast<const uint2*>(&p.state->layer));
+    const StepView step = open_step(head(p.state), p.max_tokens);
+    const uint32_t tokens = step.tokens, first_token = blockIdx.y * kTokens;
+    const bool routed = what.y != 0;
+    if (!step.ok || routed || first_token >= tokens) return;
+    const GateLayer layer = p.layers[what.x];
 
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint32_t row = lane / 4, quarter = lane % 4;
@@ -310,7 +315,7 @@ __global__ void __launch_bounds__(32 * WK * WN, 1) gate(const __grid_constant__ 
     }
     if (!last_block(p.tickets + blockIdx.y, gridDim.x)) return;
     for (uint32_t token = first_token + warp; token < min(first_token + kTokens, tokens); token += kWarps) {
-        float* scratch = shared + warp * kMostExperts;
+        float* scratch = shared + warp * kMaxExperts;
         if (p.experts <= 64) choose<2>(p, layer, token, scratch);
         else if (p.experts <= 128) choose<4>(p, layer, token, scratch);
         else if (p.experts <= 256) choose<8>(p, layer, token, scratch);
@@ -323,8 +328,16 @@ __global__ void __launch_bounds__(32 * WK * WN, 1) gate(const __grid_constant__ 
 template <int MT, int NT, int WK, int WN>
 int launch_gate(const GateParams& params, uint32_t tokens, cudaStream_t stream) {
     const dim3 grid((params.experts + WN * NT * 8 - 1) / (WN * NT * 8), (tokens + MT * 16 - 1) / (MT * 16));
-    gate<MT, NT, WK, WN><<<grid, 32 * WK * WN, 0, stream>>>(params);
-    return cudaPeekAtLastError();
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(32 * WK * WN);
+    config.stream = stream;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, gate<MT, NT, WK, WN>, params);
 }
 
 }  // namespace
@@ -334,7 +347,7 @@ extern "C" int expertd_gate(const expertd::GateParams* params, uint32_t count, u
     using namespace expertd;
     for (uint32_t i = 0; i < count; ++i) {
         const GateParams& p = params[i];
-        if (p.experts == 0 || p.experts > kMostExperts || p.top_k == 0 || p.top_k > kMaxTopK || p.top_k > p.experts
+        if (p.experts == 0 || p.experts > kMaxExperts || p.top_k == 0 || p.top_k > kMaxTopK || p.top_k > p.experts
             || p.hidden % 8 != 0 || (p.group_score != kNoGroups && (p.groups == 0 || p.groups > 32))) {
             return cudaErrorInvalidValue;
         }

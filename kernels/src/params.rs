@@ -89,7 +89,7 @@ impl DeviceFault {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SlotState {
-    /// Number of the current exchange; starts at 1.
+    /// Number of the next dispatch; starts at 1.
     pub sequence: u64,
     /// See [`DeviceFault::decode`].
     pub error: u32,
@@ -107,8 +107,10 @@ pub struct SlotState {
     pub step: u64,
     /// Blocks done in the running kernel.
     pub ticket: u32,
-    /// Padding.
-    pub reserved: u32,
+    /// Passes of the barrier between a rank's own blocks.
+    pub epoch: u32,
+    /// Number of the next combine.
+    pub exchange: u64,
     /// Nanoseconds of the device's clock, by phase.
     pub begin_ns: [u64; PHASES],
     /// Nanoseconds of the device's clock, by phase.
@@ -203,6 +205,8 @@ pub struct DispatchParams {
     pub row_weight: u64,
     /// Out: u32 `[N, max_tokens, k]`, place of each local choice among the assignments.
     pub position: u64,
+    /// Scratch: u32 `[MAX_BLOCKS, local experts]`.
+    pub block_counts: u64,
 }
 
 /// See `CombineParams` in `step.h`.
@@ -369,11 +373,11 @@ pub struct CopyOutParams {
 
 // The C++ side asserts the same numbers.
 const _: () = {
-    assert!(size_of::<SlotState>() == 160);
+    assert!(size_of::<SlotState>() == 168);
     assert!(size_of::<StepRequest>() == 32);
     assert!(size_of::<Completion>() == 128);
     assert!(size_of::<Group>() == 176);
-    assert!(size_of::<DispatchParams>() == 232);
+    assert!(size_of::<DispatchParams>() == 240);
     assert!(size_of::<CombineParams>() == 216);
     assert!(size_of::<ScaleParams>() == 208);
     assert!(size_of::<GateLayer>() == 32);

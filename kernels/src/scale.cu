@@ -10,7 +10,8 @@ template <int Count>
 __global__ void __launch_bounds__(kThreads) scale(const __grid_constant__ Ranks<ScaleParams, Count> all) {
     const ScaleParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
     const Group& g = p.group;
-    if (!open_step(g).ok) return;
+    begin_kernel();
+    if (!open_step(head(g.state), g.max_tokens).ok) return;
     const Range range = experts_of(g, g.rank);
     const uint32_t words = g.hidden / 8;
     const uint4* rows = at<uint4>(g, g.rank, g.rows);

@@ -4,8 +4,7 @@ use crate::device::{Buffer, Device, DeviceError};
 use crate::layout::{Shape, WindowLayout};
 use crate::params::{CombineParams, DispatchParams, Group, MAX_BLOCKS, MAX_RANKS, ScaleParams, SlotState};
 
-/// Rows that one warp of dispatch or combine moves a piece of; see `dispatch.cu`.
-const WARPS_PER_BLOCK: u32 = 16;
+/// Elements of a row that one warp moves at a time; see `dispatch.cu` and `combine.cu`.
 const DISPATCH_PIECE: u32 = 1024;
 const COMBINE_PIECE: u32 = 512;
 
@@ -13,10 +12,7 @@ const COMBINE_PIECE: u32 = 512;
 #[must_use]
 pub fn dispatch_blocks(shape: &Shape, tokens: u32, most: u32) -> u32 {
     let items = u64::from(tokens) * u64::from(shape.hidden.div_ceil(DISPATCH_PIECE));
-    // Listing rows wants a block for every few local experts, too.
-    let experts =
-        u64::from(shape.max_local_experts().div_ceil(if tokens <= 32 { WARPS_PER_BLOCK } else { 1 }));
-    blocks(items.div_ceil(4).max(experts), most)
+    blocks(items.div_ceil(4), most)
 }
 
 /// Blocks for combine of at most `tokens` rows per rank. All ranks must take the same number.
@@ -50,6 +46,8 @@ pub struct SlotBuffers {
     pub row_weight: Buffer<f32>,
     /// u32 `[N, max_tokens, k]`.
     pub position: Buffer<u32>,
+    /// Scratch of dispatch.
+    pub block_counts: Buffer<u32>,
     /// bf16 `[assignments, H]`.
     pub expert_out: Buffer<u16>,
     /// `[max_tokens, H]` of up to four bytes.
@@ -74,6 +72,7 @@ impl SlotBuffers {
             row_index: Buffer::zeroed(device, assignments)?,
             row_weight: Buffer::zeroed(device, assignments)?,
             position: Buffer::zeroed(device, shape.window_rows() * top_k)?,
+            block_counts: Buffer::zeroed(device, MAX_BLOCKS * shape.max_local_experts() as usize)?,
             expert_out: Buffer::zeroed(device, assignments * hidden)?,
             out: Buffer::zeroed(device, tokens * hidden)?,
         })
@@ -122,6 +121,7 @@ impl SlotBuffers {
             row_index: self.row_index.address(),
             row_weight: self.row_weight.address(),
             position: self.position.address(),
+            block_counts: self.block_counts.address(),
         }
     }
 

@@ -12,7 +12,7 @@ constexpr uint32_t kMaxTopK = 32;
 // Blocks that send in one exchange, at most: each has its own flag at every peer.
 constexpr uint32_t kMaxBlocks = 128;
 // Experts of one layer, at most (the gate keeps a token's scores in registers of one warp).
-constexpr uint32_t kMaxExperts = 1024;
+constexpr uint32_t kMaxExperts = 512;
 
 // Element types as on the wire (types.rs).
 enum DType : uint32_t { kBf16 = 1, kF16 = 2, kF32 = 3 };
@@ -21,9 +21,10 @@ enum DType : uint32_t { kBf16 = 1, kF16 = 2, kF32 = 3 };
 enum Fault : uint32_t { kNone = 0, kTimeout = 1, kBadCount = 2 };
 enum Phase : uint32_t { kCopyIn = 0, kGate, kPrepare, kDispatch, kExperts, kCombine, kCopyOut, kPhases };
 
-// One slot's state in device memory. copy_in writes the step's fields, combine advances the sequence.
+// One slot's state in device memory. copy_in writes the step's fields. Dispatch and combine each read a sequence of
+// their own and write the other's, so that no block can see a number change under it.
 struct SlotState {
-    uint64_t sequence;       // of the current exchange, starting at 1
+    uint64_t sequence;       // of the next dispatch, starting at 1; combine's first block advances it
     uint32_t error;          // 0, or what ended this generation
     uint32_t tokens;         // rows of this rank in this step
     uint32_t layer;          // index into device tables
@@ -32,11 +33,12 @@ struct SlotState {
     uint32_t out_dtype;
     uint64_t step;
     uint32_t ticket;         // blocks that are done with the running kernel; the last one sets it back to 0
-    uint32_t reserved;
+    uint32_t epoch;          // passes of the barrier between a rank's own blocks
+    uint64_t exchange;       // sequence of the next combine; dispatch's first block sets it
     uint64_t begin_ns[kPhases];  // globaltimer stamps
     uint64_t end_ns[kPhases];
 };
-static_assert(sizeof(SlotState) == 160, "mirrored in params.rs");
+static_assert(sizeof(SlotState) == 168, "mirrored in params.rs");
 
 // The host's description of a step, in memory mapped into the device.
 struct StepRequest {
@@ -96,8 +98,9 @@ struct DispatchParams {
     uint32_t* row_index;         // [assignments]: row of each, experts in order, then (source, token, choice)
     float* row_weight;           // [assignments]
     uint32_t* position;          // [N][max_tokens][k]: place of a local choice in row_index; others untouched
+    uint32_t* block_counts;      // scratch [kMaxBlocks][local experts]
 };
-static_assert(sizeof(DispatchParams) == 232, "mirrored in params.rs");
+static_assert(sizeof(DispatchParams) == 240, "mirrored in params.rs");
 
 // Reduces expert outputs per row over the local experts, in the order of a token's choices, pushes them to the source
 // ranks, and reduces there over ranks, in rank order. All sums are f32; partials travel as bf16.

@@ -93,10 +93,15 @@ pub enum Error {
     },
     /// Registration claimed success but gave no window.
     #[error(
-        "ncclCommWindowRegister succeeded but returned no window: symmetric memory is not supported between these \
-         devices (peer access over NVLink and CUDA VMM are needed, and NCCL_CUMEM_ENABLE must not be 0)"
+        "ncclCommWindowRegister reported success but gave no window within {} s: a peer is missing, or symmetric \
+         memory is not supported between these devices (peer access over NVLink and CUDA VMM are needed, and \
+         NCCL_CUMEM_ENABLE must not be 0)",
+        .waited.as_secs_f32()
     )]
-    NullWindow,
+    NullWindow {
+        /// How long was waited.
+        waited: Duration,
+    },
     /// The window's addresses make no sense.
     #[error("the window's addresses cannot be trusted: {0}")]
     BadWindow(String),

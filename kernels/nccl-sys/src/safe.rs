@@ -269,6 +269,34 @@ impl Communicator {
         self.library.check(call, state, self.raw)
     }
 
+    /// Waits for a window. The state alone does not tell: NCCL 2.28 reports success while a registration still runs in
+    /// the background, so the handle itself has to appear.
+    fn await_window(&self, code: Code, handle: &WindowHandle, deadline: Duration) -> Result<(), Error> {
+        let start = Instant::now();
+        if code != sys::IN_PROGRESS {
+            self.library.check("ncclCommWindowRegister", code, self.raw)?;
+        }
+        loop {
+            let state = self.state()?;
+            // SAFETY: valid memory that the library writes from a thread of its own.
+            let written = unsafe { ptr::read_volatile(handle) };
+            if state != sys::IN_PROGRESS {
+                self.library.check("ncclCommWindowRegister", state, self.raw)?;
+                if !written.is_null() {
+                    return Ok(());
+                }
+            }
+            if start.elapsed() > deadline {
+                return Err(if state == sys::IN_PROGRESS {
+                    Error::Deadline { call: "ncclCommWindowRegister", waited: deadline }
+                } else {
+                    Error::NullWindow { waited: deadline }
+                });
+            }
+            thread::sleep(POLL);
+        }
+    }
+
     /// Leaves in order: waits until all members finish, then frees everything.
     ///
     /// # Errors
@@ -416,16 +444,13 @@ impl Window {
                 sys::WINDOW_SYMMETRIC,
             )
         };
-        if let Err(error) = communicator.settle("ncclCommWindowRegister", code, deadline) {
-            // A background registration may still write the handle and use the memory: neither may go away. The rank
-            // ends after this error, so nothing is lost.
+        if let Err(error) = communicator.await_window(code, &registration.handle, deadline) {
+            // The registration may go on in the background, where it writes the handle and uses memory and
+            // communicator: none of them may go away. The rank ends after this error, so nothing is lost.
             std::mem::forget(registration);
             std::mem::forget(memory);
             std::mem::forget(communicator);
             return Err(error);
-        }
-        if registration.handle.is_null() {
-            return Err(Error::NullWindow);
         }
         let mut window = Window { registration, communicator, memory, peers: Vec::new() };
         window.peers = window.resolve(read_device)?;

@@ -1,0 +1,147 @@
+// From accumulators to memory: activation, routing weight and biases; h in panels, y in rows.
+//
+// Accumulator rows are features and columns are tokens, memory wants tokens in rows. 8x8 blocks are transposed on their
+// way into a staging area of shared memory (stmatrix), 64 tokens at a time and one area per warpgroup, and leave it in
+// pieces of 64 or 128 contiguous bytes.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "experts.h"
+#include "experts_layout.cuh"
+#include "experts_ptx.cuh"
+#include "experts_schedule.cuh"
+
+namespace expertd {
+
+constexpr int STAGING_TOKENS = 64;
+constexpr int STAGING_BYTES = STAGING_TOKENS * 128; // of one warpgroup
+
+// min and max that keep NaN, as the CPU path does.
+__device__ __forceinline__ float at_most(float x, float limit) { return x > limit ? limit : x; }
+__device__ __forceinline__ float at_least(float x, float limit) { return x < limit ? limit : x; }
+
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+__device__ __forceinline__ float activate(const ExpertdExpertsParams& p, float gate, float up) {
+    if (p.activation == EXPERTD_SWIGLU) return gate * sigmoid(gate) * up;
+    gate = at_most(gate, p.limit);
+    up = at_least(at_most(up, p.limit), -p.limit);
+    if (p.activation == EXPERTD_SWIGLU_CLAMPED) return gate * sigmoid(gate) * up;
+    return gate * sigmoid(p.alpha * gate) * (up + 1.0f);
+}
+
+// What a warpgroup's epilogue needs to know. `rows` weight rows, from `row` on, belong to this warpgroup.
+struct Epilogue {
+    const ExpertdExpertsParams& p;
+    const ExpertdLayerWeights& layer;
+    const Segment& segment;
+    int row, rows;
+    const float* weights; // shared memory, routing weights of the segment's tokens
+    uint32_t staging;     // shared memory
+    int barrier;          // named barrier of the warpgroup
+};
+
+// gate_up: 64 weight rows are 32 features of h, each warp's 16 rows are 8 features, one 16-byte chunk of a token.
+template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, float (&d)[N / 2]) {
+    const ExpertdExpertsParams& p = e.p;
+    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4;
+    const int feature = e.row / 2, tokens = e.segment.tokens;
+    float gate_bias = 0.0f, up_bias = 0.0f;
+    if (e.layer.gate_up_bias != nullptr && warp * 16 < e.rows) {
+        const float* bias = e.layer.gate_up_bias + int64_t(e.segment.expert) * 2 * p.inter + feature + warp * 8 + lane / 4;
+        gate_bias = bias[0];
+        up_bias = bias[p.inter];
+    }
+    // Panel of the warpgroup's features; a token's 64 bytes never straddle panels.
+    uint16_t* panel = static_cast<uint16_t*>(p.h) + (int64_t(feature / PANEL_K) * p.panel_rows + e.segment.panel_row) * PANEL_K;
+    const int first_chunk = feature % PANEL_K / 8;
+#pragma unroll
+    for (int from = 0; from < N; from += STAGING_TOKENS) {
+        if (from >= tokens) break;
+        uint32_t packed[STAGING_TOKENS / 8];
+#pragma unroll
+        for (int o = 0; o < STAGING_TOKENS / 8; o++) {
+            const int j = from / 8 + o;
+            packed[o] = 0;
+            if (j < N / 8) {
+                const float2 w = *reinterpret_cast<const float2*>(e.weights + j * 8 + pair * 2);
+                float g0 = d[4 * j], g1 = d[4 * j + 1], u0 = d[4 * j + 2], u1 = d[4 * j + 3];
+                if (p.weight_on_input) g0 *= w.x, u0 *= w.x, g1 *= w.y, u1 *= w.y;
+                float h0 = activate(p, g0 + gate_bias, u0 + up_bias), h1 = activate(p, g1 + gate_bias, u1 + up_bias);
+                if (!p.weight_on_input) h0 *= w.x, h1 *= w.y;
+                packed[o] = pack_bf16(h0, h1);
+            }
+        }
+        named_sync<128>(e.barrier); // the staging area has been read
+#pragma unroll
+        for (int o = 0; o < STAGING_TOKENS / 8; o += 4) { // rows of 64 bytes, chunks permuted against bank conflicts
+            if (from + o * 8 < N) {
+                const int token = o * 8 + lane;
+                store_transposed(e.staging + token * 64 + ((warp ^ (token / 2 % 4)) * 16), packed[o], packed[o + 1], packed[o + 2], packed[o + 3]);
+            }
+        }
+        named_sync<128>(e.barrier);
+#pragma unroll
+        for (int i = 0; i < STAGING_TOKENS / 32; i++) {
+            const int token = thread / 4 + i * 32, chunk = thread % 4;
+            if (from + i * 32 < N && from + token < tokens && chunk * 16 < e.rows) {
+                const uint4 v = load_shared_16(e.staging + token * 64 + ((chunk ^ (token / 2 % 4)) * 16));
+                *reinterpret_cast<uint4*>(panel + (from + token) * PANEL_K + (((first_chunk + chunk) ^ (token % 8)) * 8)) = v;
+            }
+        }
+    }
+}
+
+// down: 64 weight rows are 64 features of y, 128 bytes of a token.
+template <int N> __device__ __forceinline__ void store_y(const Epilogue& e, float (&d)[N / 2]) {
+    const ExpertdExpertsParams& p = e.p;
+    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4;
+    const int tokens = e.segment.tokens;
+    const bool biased = e.layer.down_bias != nullptr;
+    float bias_low = 0.0f, bias_high = 0.0f;
+    if (biased && warp * 16 < e.rows) {
+        const float* bias = e.layer.down_bias + int64_t(e.segment.expert) * p.hidden + e.row + warp * 16 + lane / 4;
+        bias_low = bias[0];
+        bias_high = bias[8];
+    }
+    uint16_t* y = static_cast<uint16_t*>(p.y) + int64_t(e.segment.first) * p.hidden + e.row;
+#pragma unroll
+    for (int from = 0; from < N; from += STAGING_TOKENS) {
+        if (from >= tokens) break;
+        named_sync<128>(e.barrier); // the staging area has been read
+#pragma unroll
+        for (int o = 0; o < STAGING_TOKENS / 8; o += 2) {
+            uint32_t packed[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int j = from / 8 + o + i;
+                if (j < N / 8) {
+                    float y0 = d[4 * j], y1 = d[4 * j + 1], y2 = d[4 * j + 2], y3 = d[4 * j + 3];
+                    if (biased) {
+                        float2 w = make_float2(1.0f, 1.0f);
+                        if (!p.weight_on_input) w = *reinterpret_cast<const float2*>(e.weights + j * 8 + pair * 2);
+                        y0 += w.x * bias_low, y1 += w.y * bias_low, y2 += w.x * bias_high, y3 += w.y * bias_high;
+                    }
+                    packed[2 * i] = pack_bf16(y0, y1);
+                    packed[2 * i + 1] = pack_bf16(y2, y3);
+                }
+            }
+            if (from + o * 8 < N) { // matrices: (tokens o, features low), (o, high), (o + 1, low), (o + 1, high)
+                const int token = o * 8 + lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+                store_transposed(e.staging + token * 128 + ((chunk ^ (token % 8)) * 16), packed[0], packed[1], packed[2], packed[3]);
+            }
+        }
+        named_sync<128>(e.barrier);
+#pragma unroll
+        for (int i = 0; i < STAGING_TOKENS / 16; i++) {
+            const int token = thread / 8 + i * 16, chunk = thread % 8;
+            if (from + i * 16 < N && from + token < tokens && chunk * 8 < e.rows) {
+                const uint4 v = load_shared_16(e.staging + token * 128 + ((chunk ^ (token % 8)) * 16));
+                *reinterpret_cast<uint4*>(y + int64_t(from + token) * p.hidden + chunk * 8) = v;
+            }
+        }
+    }
+}
+
+} // namespace expertd

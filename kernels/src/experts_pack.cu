@@ -1,0 +1,44 @@
+// Rewrites row-major checkpoint weights into the panel layout of experts_layout.cuh.
+#include <cuda_runtime.h>
+
+#include "experts.h"
+#include "experts_layout.cuh"
+
+namespace expertd {
+namespace {
+
+constexpr int PACK_THREADS = 256;
+
+// One thread per 16-byte chunk of the destination.
+__global__ void pack_kernel(const ExpertdPackParams p, int rows, int k) {
+    const uint64_t chunks_per_expert = uint64_t(rows) * (k / 8);
+    const uint64_t total = chunks_per_expert * p.experts;
+    for (uint64_t i = blockIdx.x * uint64_t(PACK_THREADS) + threadIdx.x; i < total;
+         i += uint64_t(gridDim.x) * PACK_THREADS) {
+        const uint64_t expert = i / chunks_per_expert, in_expert = i % chunks_per_expert;
+        const int chunk = in_expert % 8;
+        const int row = (in_expert / 8) % rows;
+        const int panel = in_expert / 8 / rows;
+        const int column = panel * PANEL_K + ((chunk ^ (row % 8)) * 8);
+        bool second = false;
+        const int feature = p.kind == EXPERTD_PACK_GATE_UP ? gate_up_feature(row, second) : row;
+        const uint16_t* source = static_cast<const uint16_t*>(second ? p.second : p.first);
+        source += expert * p.expert_stride + uint64_t(feature) * k + column;
+        reinterpret_cast<uint4*>(p.panels)[i] = *reinterpret_cast<const uint4*>(source);
+    }
+}
+
+} // namespace
+} // namespace expertd
+
+extern "C" int expertd_experts_pack(const ExpertdPackParams* params, void* stream) {
+    const ExpertdPackParams& p = *params;
+    const bool gate_up = p.kind == EXPERTD_PACK_GATE_UP;
+    if (p.hidden <= 0 || p.hidden % 64 != 0 || p.inter <= 0 || p.inter % 64 != 0 || p.experts < 1 ||
+        p.expert_stride % 8 != 0 || p.first == nullptr || (gate_up && p.second == nullptr)) {
+        return cudaErrorInvalidValue;
+    }
+    const int rows = gate_up ? 2 * p.inter : p.hidden, k = gate_up ? p.hidden : p.inter;
+    expertd::pack_kernel<<<2048, expertd::PACK_THREADS, 0, static_cast<cudaStream_t>(stream)>>>(p, rows, k);
+    return cudaGetLastError();
+}

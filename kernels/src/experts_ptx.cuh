@@ -1,0 +1,153 @@
+// Thin wrappers around the PTX that the expert kernels use (sm_90a).
+#pragma once
+
+#include <cstdint>
+
+namespace expertd {
+
+__device__ __forceinline__ uint32_t smem_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// ---- mbarriers ----
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// Arrives once all earlier cp.async of this thread have landed.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\n"
+                 "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n}\n"
+                 : "=r"(done)
+                 : "r"(smem_address(barrier)), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
+
+// Debug builds (EXPERTD_SPIN_LIMIT, in clock cycles) trap instead of hanging the device when a pipeline is wrong.
+class SpinLimit {
+  public:
+    __device__ __forceinline__ void tick() const {
+#ifdef EXPERTD_SPIN_LIMIT
+        if (cycles() - start_ > (EXPERTD_SPIN_LIMIT)) asm volatile("trap;");
+#endif
+    }
+
+  private:
+#ifdef EXPERTD_SPIN_LIMIT
+    static __device__ __forceinline__ int64_t cycles() {
+        int64_t value;
+        asm volatile("mov.u64 %0, %%clock64;" : "=l"(value));
+        return value;
+    }
+    const int64_t start_ = cycles();
+#endif
+};
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+    const SpinLimit limit;
+    while (!barrier_try_wait(barrier, parity)) limit.tick();
+}
+
+// ---- copies ----
+
+__device__ __forceinline__ uint64_t policy_evict_first() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ uint64_t policy_evict_normal() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Contiguous bytes from device to shared memory; completes on the barrier's transaction count.
+__device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint64_t* barrier,
+                                          uint64_t policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(destination), "l"(source), "r"(bytes), "r"(smem_address(barrier)), "l"(policy)
+                 : "memory");
+}
+
+__device__ __forceinline__ void copy_4(uint32_t destination, const void* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
+}
+
+// Orders ordinary accesses with those of the copy engine and the tensor cores.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// ---- device-scope counters ----
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void add_release(uint32_t* p, uint32_t value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
+// ---- threads ----
+
+template <int REGISTERS> __device__ __forceinline__ void registers_up() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS> __device__ __forceinline__ void registers_down() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int COUNT> __device__ __forceinline__ void named_sync(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_kernel_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Stores four 8x8 matrices of 16-bit elements, held by a warp in mma fragment order, transposed. Lane 8m + r gives the
+// address of row r (16 bytes) of the transposed matrix m.
+__device__ __forceinline__ void store_transposed(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1),
+                 "r"(m2), "r"(m3)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
+
+// Two f32 to packed bf16, `low` in the low half, rounded to nearest even.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+} // namespace expertd

@@ -1,0 +1,132 @@
+// Work division of the expert kernel: which output tile a block computes next, from counts on the device.
+//
+// The tokens of an expert (wgmma's N) are cut into near-equal tiles of at most Plan::tile_tokens. A segment is one token
+// tile times Plan::rows weight rows (wgmma's M), over the whole k. Phase 0 is gate_up, phase 1 down. Blocks draw segments
+// from a counter, all of phase 0 first, ordered so that those in flight share token and weight rows in L2. Drawing
+// evens out what differs between SMs; low segments keep the tail short when few experts are active.
+//
+// No segment splits k, so the bits of a row depend neither on the division of work nor on the rows beside it.
+#pragma once
+
+#include "experts.h"
+
+namespace expertd {
+
+constexpr int TILE_ROWS = 128;       // most weight rows of a segment: 64 per consumer warpgroup
+constexpr int UNIT_ROWS = 16;        // fewest, and the unit of the h readiness counters
+constexpr int MAX_TILE_TOKENS = 256; // widest wgmma
+constexpr int TOKEN_TILE_GROUP = 8;  // token tiles that share weight rows while these are in L2
+constexpr int LOW_ROWS = 64;         // weight rows of a segment when there would be few of full height, that is
+constexpr int SEGMENTS_PER_BLOCK = 6; // fewer than this
+constexpr int LOW_SEGMENT_TOKENS = 64; // wider token tiles would cost too much L2 traffic with low segments
+
+constexpr int STAGE_WEIGHT_BYTES = TILE_ROWS * 128;
+constexpr int RING_BYTES = 200 * 1024;
+constexpr int MAX_STAGES = 10;
+
+// Words of ExpertdExpertsParams::state, apart from each other: segment counter, blocks that are done, then per expert
+// the weight rows of gate_up that are done (in units of 16, times token tiles) and the pieces of x_panels.
+constexpr int STATE_DONE = 32;
+constexpr int STATE_READY = 64;
+
+// Prefix sums over the local experts, in shared memory.
+struct Tables {
+    int32_t offset[EXPERTD_MAX_EXPERTS + 1]; // assignments before expert e
+    int32_t tile[EXPERTD_MAX_EXPERTS + 1];   // token tiles before expert e
+    int32_t row[EXPERTD_MAX_EXPERTS + 1];    // panel rows before expert e: counts rounded up to 8
+};
+
+struct Plan {
+    int tile_tokens;
+    int stages;
+    int tiles;   // token tiles of all experts
+    int rows[2]; // weight rows of a segment, by phase
+};
+
+__device__ __forceinline__ int round_up_8(int n) { return (n + 7) & ~7; }
+__device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+__device__ __forceinline__ int stages_for(int tile_tokens) {
+    return min(MAX_STAGES, RING_BYTES / (STAGE_WEIGHT_BYTES + tile_tokens * 128));
+}
+
+__device__ __forceinline__ int tile_tokens_for(int longest) {
+    return longest <= 32 ? 32 : longest <= 64 ? 64 : longest <= 128 ? 128 : longest <= 192 ? 192 : 256;
+}
+
+// Lower segments shorten the tail of a phase, but each costs the tensor cores as much as a whole one.
+__device__ __forceinline__ int segment_rows_for(int weight_rows, const Plan& plan) {
+    if (plan.tile_tokens > LOW_SEGMENT_TOKENS) return TILE_ROWS;
+    return int64_t(plan.tiles) * divide_up(weight_rows, TILE_ROWS) < SEGMENTS_PER_BLOCK * int(gridDim.x) ? LOW_ROWS : TILE_ROWS;
+}
+
+struct alignas(16) Segment {
+    int32_t phase;  // 0, 1; 2 ends the block
+    int32_t expert;
+    int32_t first;  // first assignment
+    int32_t tokens; // 1 ... tile_tokens
+    int32_t panel_row; // row of the first assignment in x_panels and h, a multiple of 8
+    int32_t row;    // first weight row, a multiple of 16
+    int32_t rows;   // 16 ... 128
+    int32_t unused;
+};
+
+// k panels that share a pipeline stage: low segments would otherwise leave too few bytes in flight.
+__device__ __forceinline__ int panels_per_stage(int rows, int tokens, int tile_tokens) {
+    int by_rows = rows <= 16 ? 8 : rows <= 32 ? 4 : rows <= 64 ? 2 : 1;
+    int by_tokens = tile_tokens / round_up_8(tokens);
+    return min(by_rows, max(by_tokens, 1));
+}
+
+// Hands out the segments of one block, in the order in which they are computed. Runs in one thread.
+class Scheduler {
+  public:
+    __device__ Scheduler(const ExpertdExpertsParams& p, const Tables& tables, const Plan& plan)
+        : p_(p), tables_(tables), plan_(plan), strips_(divide_up(2 * p.inter, plan.rows[0])) {
+        first_down_ = int64_t(plan.tiles) * strips_;
+        all_ = first_down_ + int64_t(plan.tiles) * divide_up(p.hidden, plan.rows[1]);
+    }
+
+    __device__ bool next(Segment& segment) {
+        const int64_t id = next_;
+        if (id >= all_) return false;
+        next_ = int64_t(gridDim.x) + atomicAdd(p_.state, 1u); // for the next call: its latency hides behind this segment
+        if (phase_ == 0 && id >= first_down_) {
+            phase_ = 1;
+            expert_ = 0;
+            strips_ = divide_up(p_.hidden, plan_.rows[1]);
+        }
+        const int64_t in_phase = phase_ == 0 ? id : id - first_down_;
+        while (in_phase >= int64_t(tables_.tile[expert_ + 1]) * strips_) expert_++;
+        const int in_expert = int(in_phase - int64_t(tables_.tile[expert_]) * strips_);
+        const int token_tiles = tables_.tile[expert_ + 1] - tables_.tile[expert_];
+        const int group = in_expert / (TOKEN_TILE_GROUP * strips_);
+        const int in_group = in_expert - group * TOKEN_TILE_GROUP * strips_;
+        const int width = min(TOKEN_TILE_GROUP, token_tiles - group * TOKEN_TILE_GROUP);
+        const int token_tile = group * TOKEN_TILE_GROUP + in_group % width;
+
+        const int count = tables_.offset[expert_ + 1] - tables_.offset[expert_];
+        const int size = round_up_8(divide_up(count, token_tiles));
+        segment.phase = phase_;
+        segment.expert = expert_;
+        segment.first = tables_.offset[expert_] + token_tile * size;
+        segment.tokens = min(size, count - token_tile * size);
+        segment.panel_row = tables_.row[expert_] + token_tile * size;
+        const int rows = phase_ == 0 ? plan_.rows[0] : plan_.rows[1];
+        segment.row = in_group / width * rows;
+        segment.rows = min(rows, (phase_ == 0 ? 2 * p_.inter : p_.hidden) - segment.row);
+        segment.unused = 0;
+        return true;
+    }
+
+  private:
+    const ExpertdExpertsParams& p_;
+    const Tables& tables_;
+    const Plan& plan_;
+    int phase_ = 0, expert_ = 0;
+    int strips_; // segments of a token tile in this phase
+    int64_t first_down_, all_;
+    int64_t next_ = blockIdx.x;
+};
+
+} // namespace expertd

@@ -1,0 +1,314 @@
+//! The exchange (dispatch, stand-in experts, combine) against plain code, bit by bit.
+
+use expertd_kernels::device::{Buffer, Device, Stream, fill_device, read_device};
+use expertd_kernels::launch;
+use expertd_kernels::layout::{Shape, WindowLayout};
+use expertd_kernels::params::{DeviceFault, Group, Phase, SlotState};
+use expertd_kernels::slot::{SlotBuffers, combine_blocks, dispatch_blocks};
+use half::{bf16, f16};
+
+use crate::random::{Random, RankStep, step};
+use crate::{Options, Outcome};
+
+pub const SECOND: u64 = 1_000_000_000;
+
+/// What a rank must see after dispatch and return after combine.
+pub struct Expected {
+    pub offsets: Vec<u32>,
+    pub row_index: Vec<u32>,
+    pub row_weight: Vec<f32>,
+    /// Window rows that must have arrived, and what they hold.
+    pub arrived: Vec<(usize, Vec<u16>)>,
+    pub out: Vec<f32>,
+}
+
+fn owner(shape: &Shape, expert: i32) -> u32 {
+    (0..shape.ranks)
+        .find(|&rank| {
+            let (first, last) = shape.expert_range(rank);
+            (first..last).contains(&(expert as u32))
+        })
+        .expect("an owner")
+}
+
+fn scaled(bits: u16, expert: i32, weight: f32, experts: u32) -> f32 {
+    let factor = 1.0 + expert as f32 / experts as f32;
+    bf16::from_f32(bf16::from_bits(bits).to_f32() * factor * weight).to_f32()
+}
+
+pub fn expect(shape: &Shape, steps: &[RankStep], rank: u32) -> Expected {
+    let (k, h) = (shape.top_k as usize, shape.hidden as usize);
+    let (first, last) = shape.expert_range(rank);
+    let mut expected =
+        Expected { offsets: vec![0], row_index: vec![], row_weight: vec![], arrived: vec![], out: vec![] };
+    for expert in first..last {
+        for (source, step) in steps.iter().enumerate() {
+            for (entry, _) in step.ids.iter().enumerate().filter(|(_, id)| **id as u32 == expert) {
+                expected.row_index.push((source * shape.max_tokens as usize + entry / k) as u32);
+                expected.row_weight.push(step.weights[entry]);
+            }
+        }
+        expected.offsets.push(expected.row_index.len() as u32);
+    }
+    for (source, step) in steps.iter().enumerate() {
+        for token in 0..step.tokens {
+            if step.ids[token * k..][..k].iter().any(|id| (first..last).contains(&(*id as u32))) {
+                let row = step.rows[token * h..][..h].to_vec();
+                expected.arrived.push((source * shape.max_tokens as usize + token, row));
+            }
+        }
+    }
+    let own = &steps[rank as usize];
+    for token in 0..own.tokens {
+        let ids = &own.ids[token * k..][..k];
+        let weights = &own.weights[token * k..][..k];
+        for column in 0..h {
+            let bits = own.rows[token * h + column];
+            let mut sum = 0.0_f32;
+            for peer in 0..shape.ranks {
+                let local: Vec<usize> = (0..k).filter(|&j| owner(shape, ids[j]) == peer).collect();
+                if !local.is_empty() {
+                    let partial = local
+                        .iter()
+                        .fold(0.0_f32, |sum, &j| sum + scaled(bits, ids[j], weights[j], shape.experts));
+                    sum += bf16::from_f32(partial).to_f32();
+                }
+            }
+            expected.out.push(sum);
+        }
+    }
+    expected
+}
+
+/// One rank's buffers with the address of its own window.
+pub struct Member {
+    pub rank: u32,
+    pub window: u64,
+    pub buffers: SlotBuffers,
+    pub group: Group,
+}
+
+impl Member {
+    pub fn new(
+        device: &Device,
+        shape: &Shape,
+        rank: u32,
+        windows: &[u64],
+        generation: u64,
+    ) -> Result<Member, Box<dyn std::error::Error>> {
+        let buffers = SlotBuffers::new(device, shape)?;
+        let group = buffers.group(shape, rank, windows, generation, 5 * SECOND);
+        Ok(Member { rank, window: windows[rank as usize], buffers, group })
+    }
+
+    /// Fills everything that the step is to write with 0xff (NaN, -1), and brings the step's inputs.
+    pub fn load(&self, shape: &Shape, step: &RankStep, dtype: u32, poison: bool) -> Outcome {
+        let b = &self.buffers;
+        if poison {
+            let (layout, bytes) = WindowLayout::new(shape);
+            let zeroed = layout.zeroed_bytes();
+            // SAFETY: this rank's own window, past its flags, while no step runs.
+            unsafe { fill_device(self.window + zeroed, 0xff, (bytes - zeroed) as usize)? };
+            b.expert_offsets.fill_bytes(0xff)?;
+            b.row_index.fill_bytes(0xff)?;
+            b.row_weight.fill_bytes(0xff)?;
+            b.position.fill_bytes(0xff)?;
+            b.expert_out.fill_bytes(0xff)?;
+            b.out.fill_bytes(0xff)?;
+        }
+        b.tokens.write(&step.rows)?;
+        b.topk_ids.write(&step.ids)?;
+        b.topk_weights.write(&step.weights)?;
+        let mut state = b.state.read()?[0];
+        state.tokens = step.tokens as u32;
+        state.out_dtype = dtype;
+        b.state.write(&[state])?;
+        Ok(())
+    }
+
+    pub fn verify(&self, shape: &Shape, steps: &[RankStep], dtype: u32, poison: bool) -> Outcome {
+        let expected = expect(shape, steps, self.rank);
+        let rank = self.rank;
+        let b = &self.buffers;
+        let state = b.state.read()?[0];
+        if state.error != 0 {
+            return Err(format!("rank {rank}: {:?}", DeviceFault::decode(state.error)).into());
+        }
+        let offsets = b.expert_offsets.read()?;
+        if offsets[..expected.offsets.len()] != expected.offsets[..] {
+            return Err(format!("rank {rank}: offsets {offsets:?}, expected {:?}", expected.offsets).into());
+        }
+        let count = expected.row_index.len();
+        if b.row_index.read()?[..count] != expected.row_index[..] {
+            return Err(format!("rank {rank}: row_index differs").into());
+        }
+        if b.row_weight.read()?[..count] != expected.row_weight[..] {
+            return Err(format!("rank {rank}: row_weight differs").into());
+        }
+        let (layout, _) = WindowLayout::new(shape);
+        let h = shape.hidden as usize;
+        let mut window = vec![0_u8; shape.window_rows() * h * 2];
+        // SAFETY: the rows of this rank's own window, while no step runs.
+        unsafe { read_device(self.window + layout.rows, &mut window)? };
+        let mut arrived = expected.arrived.iter().peekable();
+        for (index, row) in window.chunks_exact(h * 2).enumerate() {
+            if arrived.peek().is_some_and(|(at, _)| *at == index) {
+                let (_, wanted) = arrived.next().expect("peeked");
+                let same =
+                    row.chunks_exact(2).zip(wanted).all(|(a, b)| u16::from_le_bytes([a[0], a[1]]) == *b);
+                if !same {
+                    return Err(format!("rank {rank}: row {index} arrived wrong").into());
+                }
+            } else if poison && row.iter().any(|&byte| byte != 0xff) {
+                return Err(format!("rank {rank}: row {index} was written, nobody sent it").into());
+            }
+        }
+        self.verify_out(&expected, dtype, poison)
+    }
+
+    fn verify_out(&self, expected: &Expected, dtype: u32, poison: bool) -> Outcome {
+        let raw = self.buffers.out.read()?;
+        let halves = |i: usize| (raw[i / 2] >> (16 * (i % 2))) as u16;
+        for (i, &wanted) in expected.out.iter().enumerate() {
+            let same = match dtype {
+                3 => raw[i] == wanted.to_bits(),
+                2 => halves(i) == f16::from_f32(wanted).to_bits(),
+                _ => halves(i) == bf16::from_f32(wanted).to_bits(),
+            };
+            if !same {
+                let found =
+                    if dtype == 3 { f32::from_bits(raw[i]) } else { bf16::from_bits(halves(i)).to_f32() };
+                return Err(format!("rank {}: element {i} is {found}, expected {wanted}", self.rank).into());
+            }
+        }
+        let words = if dtype == 3 { expected.out.len() } else { expected.out.len() / 2 };
+        if poison && raw[words..].iter().any(|&word| word != u32::MAX) {
+            return Err(format!("rank {}: rows past the last token were written", self.rank).into());
+        }
+        Ok(())
+    }
+}
+
+/// N virtual ranks on one GPU, the windows in one allocation.
+pub struct Loopback {
+    pub members: Vec<Member>,
+    pub stream: Stream,
+    _windows: Buffer<u8>,
+}
+
+impl Loopback {
+    pub fn new(device: &Device, shape: Shape, delay_ns: u32) -> Result<Loopback, Box<dyn std::error::Error>> {
+        shape.check()?;
+        let (_, bytes) = WindowLayout::new(&shape);
+        let memory = Buffer::zeroed(device, bytes as usize * shape.ranks as usize)?;
+        let windows: Vec<u64> =
+            (0..shape.ranks).map(|rank| memory.address() + u64::from(rank) * bytes).collect();
+        let mut members = Vec::new();
+        for rank in 0..shape.ranks {
+            let mut member = Member::new(device, &shape, rank, &windows, 7)?;
+            member.group.delay_ns = delay_ns;
+            members.push(member);
+        }
+        Ok(Loopback { members, stream: device.stream()?, _windows: memory })
+    }
+
+    pub fn launch(&self, blocks: (u32, u32), members: &[Member]) -> Outcome {
+        let dispatch: Vec<_> = members.iter().map(|m| m.buffers.dispatch(m.group)).collect();
+        let scale: Vec<_> = members.iter().map(|m| m.buffers.scale(m.group)).collect();
+        let combine: Vec<_> = members.iter().map(|m| m.buffers.combine(m.group, 0)).collect();
+        // SAFETY: all addresses are of live buffers of this group.
+        unsafe {
+            launch::dispatch(&dispatch, blocks.0, self.stream.raw())?;
+            launch::scale(&scale, 32, self.stream.raw())?;
+            launch::combine(&combine, blocks.1, self.stream.raw())?;
+        }
+        Ok(())
+    }
+}
+
+pub fn shape(random: &mut Random, ranks: u32, most_tokens: u64) -> Shape {
+    let experts = random.pick(&[1, 2, 3, 5, 8, 10, 60, 64, 128, 257]);
+    let top_k = random.pick(&[1, 2, 4, 6, 8, 10]).min(experts);
+    let hidden = random.pick(&[8, 64, 248, 512, 1032, 2048, 2880, 4096]);
+    let max_tokens = 1 + random.below(most_tokens) as u32;
+    Shape { ranks, max_tokens, hidden, top_k, experts }
+}
+
+/// Blocks that a loopback group of `ranks` can have together on this GPU.
+pub fn most_blocks(device: &Device, ranks: u32) -> Result<u32, Box<dyn std::error::Error>> {
+    Ok((device.multiprocessors()? / ranks).clamp(1, 128))
+}
+
+pub fn loopback(options: &Options) -> Outcome {
+    let device = Device::open(0)?;
+    let mut random = Random(options.number("seed", 1));
+    let cases = options.number("cases", 40);
+    let most_tokens = options.number("tokens", 300);
+    let steps_per_case = options.number("steps", 4);
+    let mut exchanges = 0;
+    for case in 0..cases {
+        let ranks = random.pick(&[1, 2, 3, 4, 4, 8]);
+        let shape = shape(&mut random, ranks, most_tokens);
+        let delay = random.pick(&[0, 0, 3_000, 50_000]);
+        let group = Loopback::new(&device, shape, delay)?;
+        let most = most_blocks(&device, ranks)?;
+        for index in 0..steps_per_case {
+            let steps = step(&mut random, &shape);
+            // Without poison, stale rows of the step before would go unnoticed only if they were right.
+            let poison = index % 2 == 0;
+            let dtype = random.pick(&[1, 2, 3]);
+            for (member, step) in group.members.iter().zip(&steps) {
+                member.load(&shape, step, dtype, poison)?;
+            }
+            let blocks = if random.below(2) == 0 {
+                (
+                    dispatch_blocks(&shape, shape.max_tokens, most),
+                    combine_blocks(&shape, shape.max_tokens, most),
+                )
+            } else {
+                (1 + random.below(u64::from(most)) as u32, 1 + random.below(u64::from(most)) as u32)
+            };
+            group.launch(blocks, &group.members)?;
+            group.stream.synchronize()?;
+            for member in &group.members {
+                member.verify(&shape, &steps, dtype, poison).map_err(|error| {
+                    format!("case {case}, step {index}, {shape:?}, blocks {blocks:?}, dtype {dtype}: {error}")
+                })?;
+                let sequence = member.buffers.state.read()?[0].sequence;
+                if sequence != index + 2 {
+                    return Err(format!("sequence {sequence} after step {index}").into());
+                }
+            }
+            exchanges += 1;
+        }
+    }
+    println!("loopback: {exchanges} exchanges in {cases} groups are bitwise right");
+    Ok(())
+}
+
+/// A group of two whose second rank never launches.
+pub fn faults() -> Outcome {
+    let device = Device::open(0)?;
+    let shape = Shape { ranks: 2, max_tokens: 4, hidden: 64, top_k: 2, experts: 4 };
+    let mut group = Loopback::new(&device, shape, 0)?;
+    group.members[0].group.deadline_ns = SECOND / 20;
+    let steps = step(&mut Random(5), &shape);
+    group.members[0].load(&shape, &steps[0], 1, true)?;
+    let start = std::time::Instant::now();
+    group.launch((2, 2), &group.members[..1])?;
+    group.stream.synchronize()?;
+    let took = start.elapsed();
+    let state: SlotState = group.members[0].buffers.state.read()?[0];
+    let fault = DeviceFault::decode(state.error);
+    if fault != Some(DeviceFault::Timeout { peer: 1, phase: Phase::Dispatch }) || state.sequence != 1 {
+        return Err(format!("expected a timeout of rank 1 in dispatch, found {fault:?}, {state:?}").into());
+    }
+    if group.members[0].buffers.out.read()?.iter().any(|&word| word != u32::MAX) {
+        return Err("a failed step wrote results".into());
+    }
+    println!(
+        "faults: a missing rank is reported ({}) after {took:?}",
+        DeviceFault::decode(state.error).expect("a fault")
+    );
+    Ok(())
+}

@@ -1,0 +1,98 @@
+//! Runs the kernels on a GPU and compares them with plain code on the host, bit by bit where the order is fixed.
+//!
+//! `device` alone checks everything on one GPU with a loopback group of virtual ranks. `device COMMAND [key=value ...]`:
+//!
+//! * `loopback cases=N seed=S`: exchanges of random shapes, counts, routing and delays.
+//! * `faults`: a rank that never comes.
+//! * `gate cases=N`: routing functions against f64.
+//! * `staging cases=N`: a whole step from pinned host memory and back, as a replayed graph.
+//! * `peers ranks=N cases=N`: the exchanges on N GPUs, a process each, over NCCL windows; then their times.
+//! * `timing`: dispatch + combine of the loopback group under graph replay.
+#![allow(unsafe_code, reason = "launches kernels on addresses")]
+#![allow(missing_docs, unreachable_pub, reason = "a test program, not a library")]
+
+mod exchange;
+mod gate;
+mod peers;
+mod random;
+mod staging;
+mod timing;
+
+use std::process::ExitCode;
+
+use expertd_kernels::device::Device;
+
+/// `key=value` arguments.
+pub struct Options(Vec<(String, String)>);
+
+impl Options {
+    fn parse(words: &[String]) -> Result<Options, String> {
+        words
+            .iter()
+            .map(|word| {
+                word.split_once('=')
+                    .map(|(key, value)| (key.to_owned(), value.to_owned()))
+                    .ok_or_else(|| format!("expected key=value, found `{word}`"))
+            })
+            .collect::<Result<_, _>>()
+            .map(Options)
+    }
+
+    pub fn number(&self, key: &str, default: u64) -> u64 {
+        self.0
+            .iter()
+            .find(|(name, _)| name == key)
+            .map_or(default, |(_, value)| value.parse().expect("a number"))
+    }
+
+    pub fn text(&self, key: &str) -> Option<&str> {
+        self.0.iter().find(|(name, _)| name == key).map(|(_, value)| value.as_str())
+    }
+}
+
+pub type Outcome = Result<(), Box<dyn std::error::Error>>;
+
+fn run(words: &[String]) -> Outcome {
+    // libtest's own flags may come through `cargo test`.
+    let words: Vec<String> = words.iter().filter(|word| !word.starts_with('-')).cloned().collect();
+    let command = words.first().map_or("all", String::as_str);
+    let options = Options::parse(words.get(1..).unwrap_or_default())?;
+    match Device::count() {
+        Ok(count) if count > 0 => {}
+        Ok(_) => {
+            println!("skipped: no GPU");
+            return Ok(());
+        }
+        Err(error) => {
+            println!("skipped: no GPU ({error})");
+            return Ok(());
+        }
+    }
+    match command {
+        "all" => {
+            exchange::loopback(&options)?;
+            exchange::faults()?;
+            gate::check(&options)?;
+            staging::check(&options)
+        }
+        "loopback" => exchange::loopback(&options),
+        "faults" => exchange::faults(),
+        "gate" => gate::check(&options),
+        "staging" => staging::check(&options),
+        "timing" => timing::loopback(&options),
+        "peers" => peers::parent(&options),
+        "peer" => peers::child(&options),
+        other => Err(format!("unknown command `{other}`").into()),
+    }
+}
+
+fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    match run(&words) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("FAILED: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
