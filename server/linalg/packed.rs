@@ -8,6 +8,9 @@ use super::view::{MatrixView, Scales, WeightFormat};
 /// Input features are packed in blocks of this many; the last block is padded with zeros.
 pub(crate) const K_BLOCK: usize = 32;
 
+/// Most outputs of a panel.
+const MAX_PANEL: usize = Level::Avx512.panel();
+
 /// Why a matrix cannot be packed.
 #[derive(Debug, thiserror::Error)]
 pub enum PackError {
@@ -285,33 +288,35 @@ impl<'a> Sources<'a> {
             WeightFormat::F32 if self.views[0].format != WeightFormat::F32 => {
                 self.pack_widened(panel, block, bytes)
             }
-            WeightFormat::F32 => self.pack_elements::<4, 1>(panel, block, bytes),
-            WeightFormat::F16 => self.pack_elements::<2, 1>(panel, block, bytes),
-            WeightFormat::Bf16 => self.pack_elements::<2, 2>(panel, block, bytes),
+            WeightFormat::F32 => self.pack_elements::<4, 4>(panel, block, bytes),
+            WeightFormat::F16 => self.pack_elements::<2, 2>(panel, block, bytes),
+            WeightFormat::Bf16 => self.pack_elements::<2, 4>(panel, block, bytes),
             WeightFormat::Fp8E4m3 => self.pack_elements::<1, 2>(panel, block, bytes),
             WeightFormat::Mxfp4 => self.pack_mxfp4(panel, block, bytes),
         }
     }
 
-    /// Elements of `N` bytes in groups of `G` neighbouring input features.
-    fn pack_elements<const N: usize, const G: usize>(&self, panel: usize, block: usize, bytes: &mut [u8]) {
-        for column in 0..self.panel {
+    /// Elements of `N` bytes in units of `U` bytes: one input feature, or two neighbouring ones.
+    fn pack_elements<const N: usize, const U: usize>(&self, panel: usize, block: usize, bytes: &mut [u8]) {
+        const ROW: usize = K_BLOCK * size_of::<f32>();
+        let mut rows = [[0_u8; ROW]; MAX_PANEL];
+        for (column, elements) in rows.iter_mut().enumerate().take(self.panel) {
             let Some((view, row)) = self.row(panel, column) else { continue };
             let start = block * K_BLOCK;
             let count = K_BLOCK.min(view.cols - start);
-            let mut put = |i: usize, element: [u8; N]| {
-                let at = ((i / G * self.panel + column) * G + i % G) * N;
-                bytes[at..at + N].copy_from_slice(&element);
-            };
             if view.col_stride == 1 {
                 let at = (row * view.row_stride + start) * N;
-                for (i, element) in view.data[at..at + count * N].as_chunks::<N>().0.iter().enumerate() {
-                    put(i, *element);
-                }
+                elements[..count * N].copy_from_slice(&view.data[at..at + count * N]);
             } else {
-                for i in 0..count {
-                    put(i, view.bits::<N>(row, start + i));
+                for (i, element) in elements.as_chunks_mut::<N>().0.iter_mut().take(count).enumerate() {
+                    *element = view.bits::<N>(row, start + i);
                 }
+            }
+        }
+        let (packed, _) = bytes.as_chunks_mut::<U>();
+        for (unit, packed) in packed.chunks_exact_mut(self.panel).enumerate() {
+            for (packed, elements) in packed.iter_mut().zip(&rows) {
+                *packed = elements.as_chunks::<U>().0[unit];
             }
         }
     }

@@ -8,10 +8,16 @@ use super::tiles::{Tiling, padded};
 /// Most blocks of input features to go through before the next tile: a panel's part stays in the L2 cache.
 const MAX_BLOCKS: usize = 64;
 
+/// Bytes between what is multiplied and what is fetched.
+const AHEAD: usize = 4096;
+
+/// Pairs of input features per block.
+const PAIRS: usize = K_BLOCK / 2;
+
 /// Adds to `acc`, `[rows, P]`, the products of `x`, `rows` rows packed in tiles, with a panel of `matrix`.
 ///
 /// Sums run over input features in ascending order, in parts of up to 2048 that are added up; the bits depend on
-/// neither threads nor other panels. Meanwhile `next` is fetched into the cache.
+/// neither threads nor other panels. If `x` is several tiles, `next` is fetched into the cache meanwhile.
 ///
 /// # Panics
 /// If `x` or `acc` are not as long as that.
@@ -33,8 +39,12 @@ pub(crate) fn multiply(
     let part = blocks.div_ceil(blocks.div_ceil(MAX_BLOCKS));
     let weights = matrix.panel_data(panel);
     let scales = &matrix.scales[..];
-    let prefetch_lines = next.len().div_ceil(64).div_ceil((tiling.tiles() * blocks).max(1));
-    let mut prefetch = next.as_ptr();
+    let (mut prefetch, prefetch_step) = match tiling.tiles() {
+        // Read once, the panel streams from memory: fetch a little ahead. It goes on where this panel ends.
+        0 | 1 => (weights.as_ptr().wrapping_add(AHEAD), matrix.block_bytes() / PAIRS),
+        // Read from the cache but for the first tile: fetch the next panel meanwhile.
+        tiles => (next.as_ptr(), next.len().div_ceil(tiles * blocks * PAIRS)),
+    };
     for first in (0..blocks).step_by(part) {
         let blocks = part.min(blocks - first);
         let scale_vector = panel * matrix.scale_vectors() + first / matrix.scale_blocks;
@@ -51,12 +61,12 @@ pub(crate) fn multiply(
                 blocks,
                 acc: acc.as_mut_ptr(),
                 prefetch,
-                prefetch_lines,
+                prefetch_step,
             };
             // SAFETY: the level is supported; weights, x and acc have the lengths that Tile asks for; a matrix that
             // needs scales has `scale_vectors` vectors per panel, which cover its blocks.
             unsafe { kernel(matrix.level, matrix.format, tile.rows)(&arguments) };
-            prefetch = prefetch.wrapping_add(blocks * prefetch_lines * 64);
+            prefetch = prefetch.wrapping_add(blocks * PAIRS * prefetch_step);
         }
     }
 }

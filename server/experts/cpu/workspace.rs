@@ -46,8 +46,8 @@ pub(super) struct Piece {
     pub(super) tiles: usize,
 }
 
-/// Bytes of packed rows that a chunk should not exceed: they are read once per panel, from the outer caches.
-const CHUNK_BYTES: usize = 24 << 20;
+/// Bytes of packed rows that a chunk should not exceed: they are read once per few panels, from the outer caches.
+const CHUNK_BYTES: usize = 6 << 20;
 
 /// Least rows of a chunk: weights are read once per chunk, and this many hide that.
 const CHUNK_ROWS: usize = 256;

@@ -204,10 +204,6 @@ unsafe fn tile<F: Format, const R: usize, const S: usize>(tile: &Tile) {
         let (mut weights, mut x, mut prefetch) = (tile.weights, tile.x, tile.prefetch);
         let (mut scales, mut scale_left) = (tile.scales, tile.scale_left);
         for _ in 0..tile.blocks {
-            for line in 0..tile.prefetch_lines {
-                _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(line * 64).cast());
-            }
-            prefetch = prefetch.wrapping_add(tile.prefetch_lines * 64);
             if F::SCALED {
                 if scale_left == 0 {
                     scales = scales.add(P);
@@ -217,6 +213,10 @@ unsafe fn tile<F: Format, const R: usize, const S: usize>(tile: &Tile) {
             }
             let scale = F::scale(weights, scales);
             for pair in 0..K_BLOCK / 2 {
+                for line in 0..F::BLOCK.div_ceil(K_BLOCK / 2 * 64) {
+                    _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(line * 64).cast());
+                }
+                prefetch = prefetch.wrapping_add(tile.prefetch_step);
                 for odd in 0..2 {
                     let i = pair * 2 + odd;
                     let wide = F::widen(weights, i, scale);

@@ -29,10 +29,11 @@ pub(super) struct Tile {
     pub(super) blocks: usize,
     /// Sums: `[R, P]`.
     pub(super) acc: *mut f32,
-    /// Where to start fetching what is needed next into the cache; any address will do.
+    /// Where to start fetching what is needed next into the L2 cache; any address will do.
     pub(super) prefetch: *const u8,
-    /// Cache lines to fetch per block.
-    pub(super) prefetch_lines: usize,
+    /// How far to go on per two input features, at most the bytes of their weights. (Spread out like this, and into
+    /// L2, fetching keeps memory busy without stalling the multiply-adds; a burst per block was 15 % slower.)
+    pub(super) prefetch_step: usize,
 }
 
 /// Adds a tile's products to its sums.
