@@ -99,3 +99,145 @@ pub enum ChannelError {
         capacity: usize,
     },
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+    use std::time::Duration;
+
+    use bytemuck::Zeroable;
+    use rand::RngExt as _;
+
+    use super::super::wait::Patience;
+    use super::*;
+    use crate::types::{DType, Slot};
+
+    fn shape() -> GroupShape {
+        GroupShape { ranks: 2, slots: 2, max_tokens_per_rank: 5, max_segments: 4, hidden: 3, max_top_k: 2 }
+    }
+
+    fn join(router: &RouterChannel, bell: &RouterBell, rank: u32) -> RankChannel {
+        let fd = router.fd().try_clone_to_owned().unwrap();
+        RankChannel::join(&shape(), Rank(rank), fd, bell.bell().clone()).unwrap()
+    }
+
+    fn step(sequence: u64, slot: u32) -> StepDescriptor {
+        StepDescriptor { sequence, step: 7, layer: 3, slot, tokens: 0, segments: 0, step_tokens: 9, top_k: 2 }
+    }
+
+    fn piece(rows: &[u8], tokens: usize, dtype: DType) -> StageRows<'_> {
+        StageRows { rows, tokens, dtype, routing: None, token_ids: None, shared_experts: true }
+    }
+
+    fn random(bytes: usize) -> Vec<u8> {
+        let mut rng = rand::rng();
+        (0..bytes).map(|_| rng.random()).collect()
+    }
+
+    #[test]
+    fn rows_and_routing_go_to_the_rank_and_answers_come_back() {
+        let bell = RouterBell::create().unwrap();
+        let mut router = RouterChannel::create(&shape()).unwrap();
+        let (mut zero, mut one) = (join(&router, &bell, 0), join(&router, &bell, 1));
+        let stop = AtomicBool::new(false);
+        for sequence in 1..50 {
+            let slot = (sequence % 2) as u32;
+            let (halves, singles) = (random(3 * 3 * 2), random(2 * 3 * 4));
+            let (ids, weights) = (random(2 * 2 * 4), random(2 * 2 * 4));
+            router.begin();
+            let staged = router.stage(Rank(1), Slot(slot), 2, &piece(&halves, 3, DType::Bf16)).unwrap();
+            let given = StageRows {
+                routing: Some((&ids, &weights)),
+                shared_experts: false,
+                ..piece(&singles, 2, DType::F32)
+            };
+            let routed = router.stage(Rank(1), Slot(slot), 2, &given).unwrap();
+            router.launch(&step(sequence, slot)).unwrap();
+
+            let idle = zero.wait_step(0, &stop).unwrap().unwrap();
+            assert_eq!((idle.tokens, idle.segments, idle.sequence), (0, 0, sequence));
+            let busy = one.wait_step(0, &stop).unwrap().unwrap();
+            assert_eq!((busy.tokens, busy.segments, busy.layer), (5, 2, 3));
+            let staging = one.staging(&busy);
+            let [first, second] = staging.segments else { panic!("two segments") };
+            assert_eq!((first.first_row, first.rows, first.dtype), (0, 3, DType::Bf16 as u32));
+            assert!(first.has(Segment::SHARED_EXPERTS) && !first.has(Segment::GIVEN_ROUTING));
+            assert!(!second.has(Segment::SHARED_EXPERTS) && second.has(Segment::GIVEN_ROUTING));
+            assert_eq!(staging.rows[..halves.len()], halves);
+            let at = second.byte_offset as usize;
+            assert_eq!(staging.rows[at..at + singles.len()], singles);
+            assert_eq!(bytemuck::cast_slice::<i32, u8>(&staging.ids[6..]), ids);
+            // The answer: every byte of the rows inverted, in place.
+            staging.rows.iter_mut().for_each(|byte| *byte = !*byte);
+            for (rank, step) in [(&mut zero, idle), (&mut one, busy)] {
+                let completion = Completion { sequence, slot: step.slot, ..Completion::zeroed() };
+                rank.complete(&completion).unwrap();
+            }
+            for rank in 0..2 {
+                let patience = Patience::within(0, Duration::from_secs(5));
+                let done = bell.bell().wait_for(patience, || router.completion(Rank(rank)).transpose());
+                assert_eq!(done.unwrap().unwrap().sequence, sequence);
+            }
+            let inverted = |rows: &[u8]| rows.iter().map(|byte| !byte).collect::<Vec<_>>();
+            assert_eq!(router.answer(&staged), inverted(&halves));
+            assert_eq!(router.answer(&routed), inverted(&singles));
+            assert_eq!(router.routing(&routed, 2), (&ids[..], &weights[..]));
+        }
+    }
+
+    #[test]
+    fn more_than_staging_holds_is_refused_before_anything_is_written() {
+        let mut router = RouterChannel::create(&shape()).unwrap();
+        router.begin();
+        let six = random(6 * 12);
+        let error = router.stage(Rank(0), Slot(0), 2, &piece(&six, 6, DType::F32)).unwrap_err();
+        assert!(
+            matches!(error, ChannelError::Capacity { what: "rows", needed: 6, capacity: 5, .. }),
+            "{error}"
+        );
+        let error = router.stage(Rank(0), Slot(0), 3, &piece(&six[..12], 1, DType::F32)).unwrap_err();
+        assert!(matches!(error, ChannelError::Capacity { what: "k", .. }), "{error}");
+        for _ in 0..4 {
+            router.stage(Rank(0), Slot(0), 2, &piece(&six[..12], 1, DType::F32)).unwrap();
+        }
+        let error = router.stage(Rank(0), Slot(0), 2, &piece(&six[..12], 1, DType::F32)).unwrap_err();
+        assert!(matches!(error, ChannelError::Capacity { what: "segments", .. }), "{error}");
+    }
+
+    #[test]
+    fn a_router_that_gets_no_completions_fills_the_ring_and_is_told() {
+        let mut router = RouterChannel::create(&shape()).unwrap();
+        let full = (1..100).find_map(|sequence| router.launch(&step(sequence, 0)).err()).unwrap();
+        assert!(matches!(full, ChannelError::Full { rank: Rank(0) }), "{full}");
+    }
+
+    #[test]
+    fn a_descriptor_that_does_not_fit_the_shape_is_an_error() {
+        let bell = RouterBell::create().unwrap();
+        let mut router = RouterChannel::create(&shape()).unwrap();
+        let mut rank = join(&router, &bell, 0);
+        for bad in [StepDescriptor { slot: 2, ..step(1, 0) }, StepDescriptor { top_k: 3, ..step(1, 0) }] {
+            router.launch(&bad).unwrap();
+            assert!(matches!(rank.step(), Err(ChannelError::Capacity { .. })));
+        }
+    }
+
+    #[test]
+    fn a_channel_of_another_shape_is_not_joined() {
+        let bell = RouterBell::create().unwrap();
+        let router = RouterChannel::create(&shape()).unwrap();
+        let other = GroupShape { hidden: 400, ..shape() };
+        let fd = router.fd().try_clone_to_owned().unwrap();
+        let error = RankChannel::join(&other, Rank(0), fd, bell.bell().clone()).unwrap_err();
+        assert!(matches!(error, ChannelError::Region(RegionError::Length { .. })), "{error}");
+    }
+
+    #[test]
+    fn long_messages_are_cut_between_characters() {
+        let mut completion = Completion::zeroed();
+        completion.fail(&"é".repeat(200));
+        assert_eq!(completion.text(), "é".repeat(84));
+        assert_eq!(completion.failed, 1);
+    }
+}
