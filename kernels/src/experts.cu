@@ -42,6 +42,8 @@ struct Shared {
     Segment segments[SEGMENT_SLOTS];
     float weights[SEGMENT_SLOTS][MAX_TILE_TOKENS]; // routing weights of the segment's tokens
     uint64_t segment_full[SEGMENT_SLOTS], segment_empty[SEGMENT_SLOTS], routing_full[SEGMENT_SLOTS];
+    uint64_t turn[2];     // the warpgroup has read the operands of a segment that it has to itself
+    uint64_t rows_loaded; // the block's first piece of x has arrived
     uint64_t weights_full[MAX_STAGES], tokens_full[MAX_STAGES], stage_empty[MAX_STAGES];
     int32_t longest;
     int32_t warp_tiles[THREADS / 32], warp_rows[THREADS / 32];
@@ -53,11 +55,8 @@ static_assert(SHARED_BYTES <= 227 * 1024, "shared memory of one block");
 struct Cursor {
     int slot = 0;
     uint32_t parity = 0;
-    __device__ __forceinline__ void advance(int size) {
-        if (++slot == size) {
-            slot = 0;
-            parity ^= 1;
-        }
+    __device__ __forceinline__ void advance(int size, int by = 1) {
+        for (slot += by; slot >= size; slot -= size) parity ^= 1;
     }
 };
 
@@ -136,6 +135,8 @@ __device__ __forceinline__ void produce_weights(const Block& block) {
     Scheduler scheduler(p, shared.tables, block.plan);
     Cursor slot, stage;
     const uint64_t once = policy_evict_first(), again = policy_evict_normal();
+    // Rows first: behind 200 KB of weights per SM in the memory system they would be late, and every block waits for them.
+    barrier_wait(&shared.rows_loaded, 0);
     bool more = true;
     while (more) {
         Segment segment;
@@ -168,7 +169,8 @@ __device__ __forceinline__ void produce_weights(const Block& block) {
     let_next_kernel_start();
 }
 
-// Counters of written panels: data is written with ordinary stores and read by the copy engine, hence the proxy fences.
+// Counters of written panels. The writers have met at a barrier, so one thread's release covers the stores of all. These
+// are ordinary stores and the copy engine reads them, hence the reader's proxy fence.
 __device__ __forceinline__ void publish(uint32_t* counter, uint32_t amount) { add_release(counter, amount); }
 __device__ __forceinline__ void await(const uint32_t* counter, uint32_t wanted) {
     const SpinLimit limit;
@@ -237,6 +239,7 @@ __device__ __forceinline__ void copy_rows(const Block& block) {
     const int slices = copy_slices(p), panels = p.hidden / PANEL_K;
     const int64_t pieces = int64_t(tables.row[p.experts] / 8) * slices;
     int expert = 0;
+    bool arrived = false;
     for (int64_t piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
         const int panel_row = int(piece / slices) * 8, slice = int(piece % slices);
         while (panel_row >= tables.row[expert + 1]) expert++;
@@ -256,27 +259,30 @@ __device__ __forceinline__ void copy_rows(const Block& block) {
                 for (int i = 0; i < COPY_BATCH; i++) {
                     if (panel + i < end) destination[int64_t(panel + i) * p.panel_rows * 8] = v[i];
                 }
+                if (!arrived) barrier_arrive(&block.shared.rows_loaded);
+                arrived = true;
             }
         }
-        fence_async_proxy();
+        if (!arrived) barrier_arrive(&block.shared.rows_loaded);
+        arrived = true;
         named_sync<COPY_THREADS>(COPY_BARRIER);
-        if (thread == 0) {
-            __threadfence();
-            publish(block.x_ready(expert), 1);
-        }
+        if (thread == 0) publish(block.x_ready(expert), 1);
     }
+    if (!arrived) barrier_arrive(&block.shared.rows_loaded);
 }
 
-__device__ __forceinline__ void release_stage(Shared& shared, int slot) {
-    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.stage_empty[slot]);
+__device__ __forceinline__ void release_stage(Shared& shared, int slot, int arrivals) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.stage_empty[slot], arrivals);
 }
 
 // Narrow wgmmas are over before their sum can be added to: k is dealt out to this many accumulators, added at the end.
 template <int N> constexpr int CHAINS = N <= 32 ? 4 : N <= 64 ? 2 : 1;
 
-// The mainloop and epilogue of one segment for one warpgroup, with tokens padded to N.
+// The mainloop and epilogue of one segment for one warpgroup, with tokens padded to N. The warpgroup computes up to 64
+// weight rows from `from` on, of a segment that it shares with the other warpgroup or has to itself.
 template <int N>
-__device__ __forceinline__ void compute(const Block& block, const Segment& segment, const Cursor& slot, Cursor& stage) {
+__device__ __forceinline__ void compute(const Block& block, const Segment& segment, int from, bool shared_segment,
+                                        const Cursor& slot, Cursor& stage) {
     Shared& shared = block.shared;
     const int warpgroup = uniform(threadIdx.x / 128);
     const int panels = block.k_panels(segment), per_stage = block.per_stage(segment);
@@ -288,7 +294,7 @@ __device__ __forceinline__ void compute(const Block& block, const Segment& segme
 #pragma unroll
         for (int i = 0; i < N / 2; i++) sums[c][i] = 0.0f; // also ends the registers' lifetime between segments
     }
-    uint64_t a = 0, b = 0;
+    uint32_t a = 0, b = 0;
     int in_stage = 0, previous = -1;
     for (int panel = 0; panel < panels; panel++) {
         if (in_stage == 0) {
@@ -296,7 +302,7 @@ __device__ __forceinline__ void compute(const Block& block, const Segment& segme
             barrier_wait(&shared.tokens_full[stage.slot], stage.parity);
             // A warpgroup reads 64 weight rows even where the segment has fewer: what lies behind them only reaches
             // accumulator rows that are not stored. The same holds for token columns.
-            a = wgmma_descriptor(block.weight_stage(stage.slot) + warpgroup * 64 * PANEL_ROW_BYTES);
+            a = wgmma_descriptor(block.weight_stage(stage.slot) + from * PANEL_ROW_BYTES);
             b = wgmma_descriptor(block.token_stage(stage.slot));
         }
         wgmma_fence();
@@ -307,7 +313,7 @@ __device__ __forceinline__ void compute(const Block& block, const Segment& segme
         b += token_step / 16;
         if (previous >= 0) {
             wgmma_wait<1>();
-            release_stage(shared, previous);
+            release_stage(shared, previous, shared_segment ? 1 : 2);
         }
         previous = -1;
         if (++in_stage == per_stage || panel + 1 == panels) {
@@ -319,7 +325,8 @@ __device__ __forceinline__ void compute(const Block& block, const Segment& segme
     wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < CHAINS<N>; c++) wgmma_pin(sums[c]);
-    release_stage(shared, previous);
+    release_stage(shared, previous, shared_segment ? 1 : 2);
+    if (!shared_segment && threadIdx.x % 32 == 0) barrier_arrive(&shared.turn[warpgroup]);
     float (&d)[N / 2] = sums[0];
 #pragma unroll
     for (int i = 0; i < N / 2; i++) {
@@ -331,8 +338,8 @@ __device__ __forceinline__ void compute(const Block& block, const Segment& segme
     const Epilogue epilogue{block.p,
                             block.layer,
                             segment,
-                            segment.row + warpgroup * 64,
-                            min(64, segment.rows - warpgroup * 64),
+                            segment.row + from,
+                            min(64, segment.rows - from),
                             shared.weights[slot.slot],
                             block.staging + warpgroup * STAGING_BYTES,
                             STAGING_BARRIER + warpgroup};
@@ -343,31 +350,28 @@ __device__ __forceinline__ void compute(const Block& block, const Segment& segme
     }
 }
 
-// A warpgroup without rows in this segment only keeps the pipeline's count.
-__device__ __forceinline__ void skip(const Block& block, const Segment& segment, Cursor& stage) {
-    const int panels = block.k_panels(segment), per_stage = block.per_stage(segment);
-    for (int panel = 0; panel < panels; panel += per_stage) {
-        barrier_wait(&block.shared.weights_full[stage.slot], stage.parity);
-        barrier_wait(&block.shared.tokens_full[stage.slot], stage.parity);
-        release_stage(block.shared, stage.slot);
-        stage.advance(block.plan.stages);
-    }
-}
-
+// High segments are shared by the warpgroups, low ones go to the two in turn: one computes while the other stores.
 __device__ __forceinline__ void consume(const Block& block) {
     Shared& shared = block.shared;
     const int warpgroup = uniform(threadIdx.x / 128);
     Cursor slot, stage;
+    int turn = 0;
+    uint32_t turn_parity = 0;
     while (true) {
         barrier_wait(&shared.segment_full[slot.slot], slot.parity);
         const Segment segment = uniform(shared.segments[slot.slot]);
         if (segment.phase == 2) break;
-        const int units = min(64, segment.rows - warpgroup * 64) / UNIT_ROWS;
-        if (units <= 0) {
-            skip(block, segment, stage);
+        const bool shared_segment = segment.rows > 64;
+        const bool mine = shared_segment || turn == warpgroup;
+        if (!shared_segment) turn ^= 1;
+        if (!mine) { // not before the other is through with them: a barrier's parity tells two rounds of the ring apart, not three
+            barrier_wait(&shared.turn[warpgroup ^ 1], turn_parity);
+            turn_parity ^= 1;
+            stage.advance(block.plan.stages, divide_up(block.k_panels(segment), block.per_stage(segment)));
         } else {
+            const int from = shared_segment ? warpgroup * 64 : 0;
             const int n = segment.tokens;
-#define EXPERTD_COMPUTE(N) compute<N>(block, segment, slot, stage)
+#define EXPERTD_COMPUTE(N) compute<N>(block, segment, from, shared_segment, slot, stage)
 #define EXPERTD_UP_TO(N) else if (n <= N) EXPERTD_COMPUTE(N);
             if (n <= 64) {
                 if (n <= 8) EXPERTD_COMPUTE(8);
@@ -395,12 +399,11 @@ __device__ __forceinline__ void consume(const Block& block) {
         }
         if (threadIdx.x % 32 == 0) barrier_arrive(&shared.segment_empty[slot.slot]);
         slot.advance(SEGMENT_SLOTS);
-        if (segment.phase == 0 && units > 0) {
-            fence_async_proxy();
+        if (segment.phase == 0 && mine) {
             named_sync<128>(STAGING_BARRIER + warpgroup);
             if (threadIdx.x % 128 == 0) {
-                __threadfence();
-                publish(block.h_ready(segment.expert), units);
+                const int from = shared_segment ? warpgroup * 64 : 0;
+                publish(block.h_ready(segment.expert), min(64, segment.rows - from) / UNIT_ROWS);
             }
         }
     }
@@ -434,19 +437,22 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_consta
             barrier_init(&shared.tokens_full[i], 1);
             barrier_init(&shared.stage_empty[i], CONSUMER_WARPS);
         }
+        barrier_init(&shared.turn[0], CONSUMER_WARPS / 2);
+        barrier_init(&shared.turn[1], CONSUMER_WARPS / 2);
+        barrier_init(&shared.rows_loaded, COPY_THREADS);
         barrier_init_fence();
     }
     __syncthreads();
     wait_for_previous_kernel();
     // Loads that do not depend on each other are issued before the first is used.
     const uint32_t failed = p.error != nullptr ? *p.error : 0, index = p.layer != nullptr ? *p.layer : 0;
+    const ExpertdLayerWeights layer = p.layers[index];
     const Plan plan = make_plan(p, shared);
     if (failed != 0) return;
     if (shared.tables.row[p.experts] > p.panel_rows) {
         if (p.error != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.error = EXPERTD_ERROR_ROWS;
         return;
     }
-    const ExpertdLayerWeights layer = p.layers[index];
     const uint32_t ring = smem_address(memory);
     const Block block{p, layer, shared, plan, ring, ring + plan.stages * STAGE_WEIGHT_BYTES, ring + RING_BYTES};
 

@@ -5,7 +5,7 @@
 // pieces of 64 or 128 contiguous bytes.
 #pragma once
 
-#include <cuda_bf16.h>
+#include <cmath>
 
 #include "experts.h"
 #include "experts_layout.cuh"
@@ -23,13 +23,22 @@ __device__ __forceinline__ float at_least(float x, float limit) { return x < lim
 
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
-__device__ __forceinline__ float activate(const ExpertdExpertsParams& p, float gate, float up) {
-    if (p.activation == EXPERTD_SWIGLU) return gate * sigmoid(gate) * up;
-    gate = at_most(gate, p.limit);
-    up = at_least(at_most(up, p.limit), -p.limit);
-    if (p.activation == EXPERTD_SWIGLU_CLAMPED) return gate * sigmoid(gate) * up;
-    return gate * sigmoid(p.alpha * gate) * (up + 1.0f);
-}
+// All activations in one formula without branches, which would keep the compiler from overlapping the latencies of many
+// elements: g * sigmoid(alpha * g) * (u + offset), g and u clamped.
+struct Activation {
+    float alpha, limit, offset;
+
+    __device__ __forceinline__ explicit Activation(const ExpertdExpertsParams& p)
+        : alpha(p.activation == EXPERTD_SWIGLU_OAI ? p.alpha : 1.0f),
+          limit(p.activation == EXPERTD_SWIGLU ? INFINITY : p.limit),
+          offset(p.activation == EXPERTD_SWIGLU_OAI ? 1.0f : 0.0f) {}
+
+    __device__ __forceinline__ float operator()(float gate, float up) const {
+        gate = at_most(gate, limit);
+        up = at_least(at_most(up, limit), -limit);
+        return gate * sigmoid(alpha * gate) * (up + offset);
+    }
+};
 
 // What a warpgroup's epilogue needs to know. `rows` weight rows, from `row` on, belong to this warpgroup.
 struct Epilogue {
@@ -53,6 +62,8 @@ template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, floa
         gate_bias = bias[0];
         up_bias = bias[p.inter];
     }
+    const Activation activate(p);
+    const bool on_input = p.weight_on_input != 0;
     // Panel of the warpgroup's features; a token's 64 bytes never straddle panels.
     uint16_t* panel = static_cast<uint16_t*>(p.h) + (int64_t(feature / PANEL_K) * p.panel_rows + e.segment.panel_row) * PANEL_K;
     const int first_chunk = feature % PANEL_K / 8;
@@ -66,11 +77,10 @@ template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, floa
             packed[o] = 0;
             if (j < N / 8) {
                 const float2 w = *reinterpret_cast<const float2*>(e.weights + j * 8 + pair * 2);
-                float g0 = d[4 * j], g1 = d[4 * j + 1], u0 = d[4 * j + 2], u1 = d[4 * j + 3];
-                if (p.weight_on_input) g0 *= w.x, u0 *= w.x, g1 *= w.y, u1 *= w.y;
-                float h0 = activate(p, g0 + gate_bias, u0 + up_bias), h1 = activate(p, g1 + gate_bias, u1 + up_bias);
-                if (!p.weight_on_input) h0 *= w.x, h1 *= w.y;
-                packed[o] = pack_bf16(h0, h1);
+                const float2 in = on_input ? w : make_float2(1.0f, 1.0f), out = on_input ? make_float2(1.0f, 1.0f) : w;
+                const float h0 = activate(d[4 * j] * in.x + gate_bias, d[4 * j + 2] * in.x + up_bias);
+                const float h1 = activate(d[4 * j + 1] * in.y + gate_bias, d[4 * j + 3] * in.y + up_bias);
+                packed[o] = pack_bf16(h0 * out.x, h1 * out.y);
             }
         }
         named_sync<128>(e.barrier); // the staging area has been read

@@ -16,9 +16,8 @@ constexpr int TILE_ROWS = 128;       // most weight rows of a segment: 64 per co
 constexpr int UNIT_ROWS = 16;        // fewest, and the unit of the h readiness counters
 constexpr int MAX_TILE_TOKENS = 256; // widest wgmma
 constexpr int TOKEN_TILE_GROUP = 8;  // token tiles that share weight rows while these are in L2
-constexpr int LOW_ROWS = 64;         // weight rows of a segment when there would be few of full height, that is
-constexpr int SEGMENTS_PER_BLOCK = 6; // fewer than this
-constexpr int LOW_SEGMENT_TOKENS = 64; // wider token tiles would cost too much L2 traffic with low segments
+constexpr int LOW_ROWS = 64;         // weight rows of a segment when there are few experts, and
+constexpr int LOW_SEGMENT_TOKENS = 32; // token tiles are no wider than this
 
 constexpr int STAGE_WEIGHT_BYTES = TILE_ROWS * 128;
 constexpr int RING_BYTES = 200 * 1024;
@@ -54,10 +53,11 @@ __device__ __forceinline__ int tile_tokens_for(int longest) {
     return longest <= 32 ? 32 : longest <= 64 ? 64 : longest <= 128 ? 128 : longest <= 192 ? 192 : 256;
 }
 
-// Lower segments shorten the tail of a phase, but each costs the tensor cores as much as a whole one.
+// Lower segments spread few strips over all SMs and shorten the tail, but each costs the tensor cores as much as a whole
+// one and brings its own copy of the tokens.
 __device__ __forceinline__ int segment_rows_for(int weight_rows, const Plan& plan) {
-    if (plan.tile_tokens > LOW_SEGMENT_TOKENS) return TILE_ROWS;
-    return int64_t(plan.tiles) * divide_up(weight_rows, TILE_ROWS) < SEGMENTS_PER_BLOCK * int(gridDim.x) ? LOW_ROWS : TILE_ROWS;
+    const int64_t segments = int64_t(plan.tiles) * divide_up(weight_rows, TILE_ROWS);
+    return plan.tile_tokens <= LOW_SEGMENT_TOKENS && segments * 4 < 7 * int64_t(gridDim.x) ? LOW_ROWS : TILE_ROWS;
 }
 
 struct alignas(16) Segment {

@@ -8,10 +8,9 @@
 
 namespace expertd {
 
-// Descriptor of an operand tile: rows of 128 bytes, groups of 8 rows 1024 bytes apart, 128-byte swizzle.
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
-    return (uint64_t(1) << 62) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 16) | ((address & 0x3FFFF) >> 4);
-}
+// Low word of the descriptor of an operand tile: its address. The high word is always the same: rows of 128 bytes, groups
+// of 8 rows 1024 bytes apart, 128-byte swizzle.
+__device__ __forceinline__ uint32_t wgmma_descriptor(uint32_t address) { return (1u << 16) | ((address & 0x3FFFF) >> 4); }
 
 // Orders register and shared-memory accesses of the warpgroup before the next wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -52,11 +51,11 @@ template <int N> struct Wgmma;
 // d += a * b^T. REGISTERS: the list of accumulators; A, B: operand numbers of the descriptors.
 #define EXPERTD_WGMMA(N, REGISTERS, A, B, ...)                                                                         \
     template <> struct Wgmma<N> {                                                                                      \
-        static __device__ __forceinline__ void mma(float (&d)[N / 2], uint64_t a, uint64_t b) {                        \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, %" #A ", %" #B     \
-                         ", 1, 1, 1, 0, 0;\n"                                                                          \
+        static __device__ __forceinline__ void mma(float (&d)[N / 2], uint32_t a, uint32_t b) {                        \
+            asm volatile("{\n.reg .b64 a, b;\nmov.b64 a, {%" #A ", 0x40000040};\nmov.b64 b, {%" #B ", 0x40000040};\n"   \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, a, b, 1, 1, 1, 0, 0;\n}\n" \
                          : __VA_ARGS__                                                                                 \
-                         : "l"(a), "l"(b));                                                                            \
+                         : "r"(a), "r"(b));                                                                            \
         }                                                                                                              \
     }
 
