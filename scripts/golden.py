@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes checkpoints of many shapes with Hugging Face transformers and records their MoE blocks.
 
-    python scripts/golden.py OUT [--only SUBSTRING]
+    python scripts/golden.py OUT [--only SUBSTRING] [--random N]
     EXPERTD_GOLDEN=OUT cargo test --test golden_block
 
     EXPERTD_SYNTH_OUT=OUT cargo test --test synth
@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import pathlib
+import random
 import tempfile
 
 import torch
@@ -192,7 +193,7 @@ def make(folder, config, dtype, shard, seed):
     model = auto.from_config(config).eval()
     randomise(model, seed)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
-    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    model = auto.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
     ids = torch.randint(3, 97, (1, 13), generator=torch.Generator().manual_seed(seed))
     save_file(record(model, ids), folder / "golden.safetensors")
 
@@ -286,7 +287,7 @@ def fuse_llama4(tensors):
 
 def run_and_record(source, folder):
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, output_loading_info=True)
+        source, dtype=torch.float32, output_loading_info=True, experts_implementation="eager")
     ours = [key for key in (*info["missing_keys"], *info["mismatched_keys"]) if "expert" in str(key) or "router" in str(key)
             or ".gate." in str(key) or "tid2eid" in str(key)]
     if ours or info["unexpected_keys"]:
@@ -328,23 +329,73 @@ def cases():
         yield f"{outer}-nested", (lambda o=outer, t=text_type, c=text: nested_config(o, t, c)), torch.float32, "50GB"
 
 
+# Options that random checkpoints choose from.
+CHOICES = {
+    "norm_topk_prob": [False, True],
+    "routed_scaling_factor": [0.5, 1.0, 2.5, 16.0],
+    "router_jitter_noise": [0.0, 0.01, 0.1, 1.0],
+    "swiglu_limit": [0.3, 1.0, 7.0],
+    "first_k_dense_replace": [0, 1],
+    "mlp_only_layers": [[], [0], [1]],
+    "moe_num_shared_experts": [0, 1, 3],
+    "n_shared_experts": [1, 2],
+    "shared_expert_intermediate_size": [8, 40],
+    "moe_norm_min": [1e-12, 0.5],
+    "use_bias": [False, True],
+    "mlp_bias": [False, True],
+    "scoring_func": ["sqrtsoftplus", "sigmoid"],
+    "swiglu_alpha": [0.7, 1.702],
+}
+
+
+def random_cases(count, seed):
+    """Random sizes and options for every family, `count` of each."""
+    dice = random.Random(seed)
+    for family, (names, extra, _) in FAMILIES.items():
+        fields = set(transformers.AutoConfig.for_model(family).to_dict())
+        for number in range(count):
+            groups = dice.choice([1, 2, 4])
+            per_group = dice.randint(3, 12)
+            experts = groups * per_group
+            kept = dice.randint(1, groups)
+            k = dice.randint(1, min(8, kept * per_group))
+            sizes = (dice.choice([32, 48, 64, 96, 136]), experts, k, dice.choice([8, 24, 33, 64, 100]))
+            config = {**TINY, **extra, **sized(names, sizes)}
+            if family == "olmoe":
+                config["head_dim"] = sizes[0] // 4
+            for field, values in CHOICES.items():
+                if field in fields and dice.random() < 0.7:
+                    config[field] = dice.choice(values)
+            if "n_group" in fields:
+                config |= dict(n_group=groups, topk_group=kept)
+            if family == "deepseek_v2":
+                config["topk_method"] = dice.choice(["greedy", "group_limited_greedy"])
+            dtype = dice.choice([torch.float32, torch.bfloat16, torch.float16])
+            shard = dice.choice(["50GB", "60KB"])
+            make_config = lambda f=family, c=config: transformers.AutoConfig.for_model(f, **c)
+            yield f"{family}-random{number}", make_config, dtype, shard
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--only", default="", help="only folders whose name contains this")
     parser.add_argument("--record", action="store_true", help="record the checkpoints that are in OUT")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="instead, N random ones of each family")
+    parser.add_argument("--seed", type=int, default=0, help="of the random ones")
     arguments = parser.parse_args()
     if arguments.record:
         for folder in sorted(path.parent for path in arguments.out.glob("*/config.json")):
             if arguments.only in folder.name:
                 attempt(folder.name, lambda: record_folder(folder))
         return
-    for number, (name, config, dtype, shard) in enumerate(cases()):
+    listed = random_cases(arguments.random, arguments.seed) if arguments.random else cases()
+    for number, (name, config, dtype, shard) in enumerate(listed):
         if arguments.only not in name:
             continue
         folder = arguments.out / name
         folder.mkdir(parents=True, exist_ok=True)
-        attempt(name, lambda: make(folder, config(), dtype, shard, 1000 + number))
+        attempt(name, lambda: make(folder, config(), dtype, shard, 1000 + number + 7919 * arguments.seed))
 
 
 def attempt(name, work):

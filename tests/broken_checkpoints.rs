@@ -444,6 +444,31 @@ mod fuzz {
         }
 
         #[test]
+        fn mutated_indexes_never_panic(
+            edits in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+        ) {
+            static SANDBOX: OnceLock<(Sandbox, Vec<u8>)> = OnceLock::new();
+            let (sandbox, index) = SANDBOX.get_or_init(|| {
+                let sandbox = sharded();
+                let index = fs::read(sandbox.path("model.safetensors.index.json")).unwrap();
+                (sandbox, index)
+            });
+            let dir = tempfile::tempdir().unwrap();
+            for entry in fs::read_dir(sandbox.dir.path()).unwrap().map(Result::unwrap) {
+                std::os::unix::fs::symlink(entry.path(), dir.path().join(entry.file_name())).unwrap();
+            }
+            let mut index = index.clone();
+            for (at, byte) in edits {
+                let at = at.index(index.len());
+                index[at] = byte;
+            }
+            let path = dir.path().join("model.safetensors.index.json");
+            fs::remove_file(&path).unwrap();
+            fs::write(path, index).unwrap();
+            survive(dir.path());
+        }
+
+        #[test]
         fn random_files_never_panic(
             config in proptest::collection::vec(any::<u8>(), 0..200),
             index in proptest::collection::vec(any::<u8>(), 0..200),
