@@ -91,6 +91,13 @@ fn all_seventeen_families_agree_with_the_recorded_blocks() {
 }
 
 #[test]
+fn quantised_checkpoints_agree_with_the_recorded_blocks_of_their_dequantised_copies() {
+    let dirs = folders(&root().with_file_name("quantised"));
+    assert_eq!(dirs.len(), 4);
+    check_all(&dirs);
+}
+
+#[test]
 fn further_golden_data_agree() {
     if let Some(dir) = std::env::var_os("EXPERTD_GOLDEN") {
         let dirs = folders(Path::new(&dir));
