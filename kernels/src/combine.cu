@@ -30,7 +30,7 @@ __device__ void send_partials(const CombineParams& p, const Counts& counts) {
     const uint32_t words = g.hidden / 8;
     const uint32_t pieces = (words + kPiece - 1) / kPiece;
     const uint4* out = static_cast<const uint4*>(p.expert_out);
-    uint32_t tokens[kMaxRanks], all = 0;
+    uint32_t tokens[kMaxRanks], all = 0, received = 0;
 #pragma unroll
     for (uint32_t source = 0; source < kMaxRanks; ++source) {
         tokens[source] = min(counts.tokens[source], g.max_tokens);
@@ -62,6 +62,7 @@ __device__ void send_partials(const CombineParams& p, const Counts& counts) {
         }
         uint32_t chosen = __ballot_sync(~0u, local);
         if (chosen == 0) continue;
+        received += piece == 0;
         float sum[kLoads][8] = {};
         while (chosen != 0) {
             uint4 data[kBatch][kLoads];
@@ -93,6 +94,7 @@ __device__ void send_partials(const CombineParams& p, const Counts& counts) {
             if (word < words) to[word] = pack_bf16x8(sum[i]);
         }
     }
+    if (lane == 0 && received != 0) atomicAdd(&g.state->received, received);
 }
 
 __device__ void store_row(void* out, uint64_t row, uint32_t words, uint32_t word, uint32_t dtype,
@@ -148,6 +150,8 @@ __device__ void reduce_partials(const CombineParams& p, uint32_t tokens, uint32_
                 data[r][i] = word < words ? load_row(from + word) : make_uint4(0, 0, 0, 0);
             }
         }
+        const bool shared =
+            p.shared != nullptr && (p.places == nullptr || (p.places[token].flags & kSharedExperts) != 0);
         float sum[kLoads][8] = {};
 #pragma unroll
         for (uint32_t r = 0; r < kMaxRanks; ++r) {
@@ -159,7 +163,7 @@ __device__ void reduce_partials(const CombineParams& p, uint32_t tokens, uint32_
         for (uint32_t i = 0; i < kLoads; ++i) {
             const uint32_t word = piece * kPiece + i * 32 + lane;
             if (word >= words) continue;
-            if (p.shared != nullptr) {
+            if (shared) {
                 add_bf16x8(sum[i], __ldcg(static_cast<const uint4*>(p.shared)
                                           + static_cast<uint64_t>(token) * words + word));
             }

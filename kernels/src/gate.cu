@@ -315,6 +315,7 @@ __global__ void __launch_bounds__(32 * WK * WN, 1) gate(const __grid_constant__ 
     }
     if (!last_block(p.tickets + blockIdx.y, gridDim.x)) return;
     for (uint32_t token = first_token + warp; token < min(first_token + kTokens, tokens); token += kWarps) {
+        if (p.places != nullptr && (p.places[token].flags & kGivenRouting) != 0) continue;
         float* scratch = shared + warp * kMaxExperts;
         if (p.experts <= 64) choose<2>(p, layer, token, scratch);
         else if (p.experts <= 128) choose<4>(p, layer, token, scratch);

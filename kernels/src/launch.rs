@@ -6,7 +6,9 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 
 use cudarc::driver::sys::CUstream;
 
-use crate::params::{CombineParams, CopyInParams, CopyOutParams, DispatchParams, GateParams, ScaleParams};
+use crate::params::{
+    CombineParams, CopyInParams, CopyOutParams, DispatchParams, GateParams, ScaleParams, SharedParams,
+};
 
 unsafe extern "C" {
     fn expertd_gate(params: *const GateParams, count: u32, tokens_at_most: u32, stream: *mut c_void)
@@ -15,6 +17,7 @@ unsafe extern "C" {
     -> c_int;
     fn expertd_combine(params: *const CombineParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
     fn expertd_scale(params: *const ScaleParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
+    fn expertd_shared(params: *const SharedParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
     fn expertd_copy_in(params: *const CopyInParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
     fn expertd_copy_out(params: *const CopyOutParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
     fn expertd_error_string(code: c_int) -> *const c_char;
@@ -72,6 +75,10 @@ launcher! {
 launcher! {
     /// Stand-in for experts.
     scale(ScaleParams, blocks) = expertd_scale
+}
+launcher! {
+    /// Assignments of the shared experts.
+    shared(SharedParams, blocks) = expertd_shared
 }
 launcher! {
     /// Host staging to device memory.

@@ -97,11 +97,11 @@ pub struct SlotState {
     pub tokens: u32,
     /// Index into device tables.
     pub layer: u32,
-    /// 1 when the request brought its routing.
+    /// 1 when all rows brought their routing.
     pub given_routing: u32,
-    /// Element type of staged rows (codes of the wire's dtypes).
-    pub in_dtype: u32,
-    /// Element type of result rows.
+    /// Rows that arrived for local experts.
+    pub received: u32,
+    /// Element type of combine's rows (codes of the wire's dtypes).
     pub out_dtype: u32,
     /// The step's number.
     pub step: u64,
@@ -127,15 +127,34 @@ pub struct StepRequest {
     pub tokens: u32,
     /// Index into device tables.
     pub layer: u32,
-    /// 1 when ids and weights are staged.
+    /// 1 when all rows bring their routing.
     pub given_routing: u32,
-    /// Element type of staged rows.
-    pub in_dtype: u32,
-    /// Element type of result rows.
+    /// Element type of result rows in device memory.
     pub out_dtype: u32,
+    /// Entries of the segment table.
+    pub segments: u32,
     /// Padding.
     pub reserved: u32,
 }
+
+/// A run of rows in staging, in mapped memory. All rows of a step belong to one.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Segment {
+    /// Where its rows begin, a multiple of 16.
+    pub byte_offset: u64,
+    /// First row of the step.
+    pub first_row: u32,
+    /// Rows.
+    pub rows: u32,
+    /// Element type.
+    pub dtype: u32,
+    /// 1: brings its routing; 2: wants the shared experts.
+    pub flags: u32,
+}
+
+/// Bytes of a row's place in device memory (`RowPlace` in `step.h`).
+pub const ROW_PLACE_BYTES: usize = 16;
 
 /// What a finished step tells the host, in mapped memory. `step` is stored last: read it with acquire.
 #[repr(C)]
@@ -145,6 +164,10 @@ pub struct Completion {
     pub step: u64,
     /// See [`DeviceFault::decode`].
     pub error: u32,
+    /// Rows that arrived for local experts.
+    pub received: u32,
+    /// Pairs of row and local expert.
+    pub assignments: u32,
     /// Padding.
     pub reserved: u32,
     /// Nanoseconds of the device's clock, by phase.
@@ -223,6 +246,8 @@ pub struct CombineParams {
     pub topk_ids: u64,
     /// bf16 `[T, H]` to be added, or 0.
     pub shared: u64,
+    /// Which rows want it, from copy_in; 0: all.
+    pub places: u64,
     /// Out: `[T, H]` of the slot's `out_dtype`.
     pub out: u64,
 }
@@ -273,6 +298,8 @@ pub struct GateParams {
     pub logits: u64,
     /// Scratch: u32, one per tile of 16 tokens, zero before the first step.
     pub tickets: u64,
+    /// Which rows brought their routing, from copy_in; 0: none.
+    pub places: u64,
     /// Out: i32 `[T, k]`.
     pub topk_ids: u64,
     /// Out: f32 `[T, k]`.
@@ -307,7 +334,7 @@ pub struct GateParams {
     pub vocab: u32,
 }
 
-/// See `CopyInParams` in `step.h`. The first six after `state` are mapped host memory.
+/// See `CopyInParams` in `step.h`. `request`, `segments` and `staged_*` are mapped host memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CopyInParams {
@@ -315,7 +342,9 @@ pub struct CopyInParams {
     pub state: u64,
     /// [`StepRequest`].
     pub request: u64,
-    /// `[T, H]` of the request's `in_dtype`.
+    /// Table of [`Segment`].
+    pub segments: u64,
+    /// Row bytes.
     pub staged_rows: u64,
     /// i32 `[T, k]`.
     pub staged_ids: u64,
@@ -331,6 +360,10 @@ pub struct CopyInParams {
     pub topk_weights: u64,
     /// Out: i32 `[T]`.
     pub token_ids: u64,
+    /// Out: row places `[T]`.
+    pub places: u64,
+    /// Bytes of `staged_rows`.
+    pub staged_bytes: u64,
     /// Elements of a row.
     pub hidden: u32,
     /// Choices per token.
@@ -353,11 +386,15 @@ pub struct CopyOutParams {
     pub topk_ids: u64,
     /// f32 `[T, k]`.
     pub topk_weights: u64,
+    /// From copy_in.
+    pub places: u64,
+    /// u32: number of assignments.
+    pub assignments: u64,
     /// Rows for the host.
     pub staged_rows: u64,
-    /// The routing that was used, or 0.
+    /// The routing that was used.
     pub staged_ids: u64,
-    /// Its weights, or 0.
+    /// Its weights.
     pub staged_weights: u64,
     /// [`Completion`].
     pub completion: u64,
@@ -371,19 +408,43 @@ pub struct CopyOutParams {
     pub reserved: u32,
 }
 
+/// See `SharedParams` in `step.h`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SharedParams {
+    /// [`SlotState`].
+    pub state: u64,
+    /// bf16 `[T, H]`.
+    pub tokens: u64,
+    /// Per layer an address of bf16 `[H]`, or 0.
+    pub gates: u64,
+    /// Out: u32 `[2]`.
+    pub expert_offsets: u64,
+    /// Out: u32 `[T]`.
+    pub row_index: u64,
+    /// Out: f32 `[T]`.
+    pub row_weight: u64,
+    /// Elements of a row.
+    pub hidden: u32,
+    /// Rows, at most.
+    pub max_tokens: u32,
+}
+
 // The C++ side asserts the same numbers.
 const _: () = {
     assert!(size_of::<SlotState>() == 168);
     assert!(size_of::<StepRequest>() == 32);
-    assert!(size_of::<Completion>() == 128);
+    assert!(size_of::<Completion>() == 136);
     assert!(size_of::<Group>() == 176);
     assert!(size_of::<DispatchParams>() == 240);
-    assert!(size_of::<CombineParams>() == 216);
+    assert!(size_of::<CombineParams>() == 224);
     assert!(size_of::<ScaleParams>() == 208);
     assert!(size_of::<GateLayer>() == 32);
-    assert!(size_of::<GateParams>() == 120);
-    assert!(size_of::<CopyInParams>() == 96);
-    assert!(size_of::<CopyOutParams>() == 80);
+    assert!(size_of::<GateParams>() == 128);
+    assert!(size_of::<CopyInParams>() == 120);
+    assert!(size_of::<CopyOutParams>() == 96);
+    assert!(size_of::<SharedParams>() == 56);
+    assert!(size_of::<Segment>() == 24);
 };
 
 #[cfg(test)]

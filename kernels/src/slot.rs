@@ -134,6 +134,7 @@ impl SlotBuffers {
             position: self.position.address(),
             topk_ids: self.topk_ids.address(),
             shared,
+            places: 0,
             out: self.out.address(),
         }
     }

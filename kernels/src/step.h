@@ -28,9 +28,9 @@ struct SlotState {
     uint32_t error;          // 0, or what ended this generation
     uint32_t tokens;         // rows of this rank in this step
     uint32_t layer;          // index into device tables
-    uint32_t given_routing;  // 1: topk_ids and topk_weights came with the request
-    uint32_t in_dtype;
-    uint32_t out_dtype;
+    uint32_t given_routing;  // 1: all of the step's rows came with their routing
+    uint32_t received;       // rows that arrived for local experts; counted by combine
+    uint32_t out_dtype;      // of combine's rows
     uint64_t step;
     uint32_t ticket;         // blocks that are done with the running kernel; the last one sets it back to 0
     uint32_t epoch;          // passes of the barrier between a rank's own blocks
@@ -45,22 +45,43 @@ struct StepRequest {
     uint64_t step;
     uint32_t tokens;
     uint32_t layer;
-    uint32_t given_routing;
-    uint32_t in_dtype;
-    uint32_t out_dtype;
+    uint32_t given_routing;  // 1: all rows came with their routing
+    uint32_t out_dtype;      // of the rows in device memory before copy_out
+    uint32_t segments;       // entries of the segment table
     uint32_t reserved;
 };
 static_assert(sizeof(StepRequest) == 32, "mirrored in params.rs");
+
+// A run of rows in staging, in mapped memory. All rows of a step belong to one.
+struct Segment {
+    uint64_t byte_offset;  // multiple of 16
+    uint32_t first_row;
+    uint32_t rows;
+    uint32_t dtype;
+    uint32_t flags;
+};
+static_assert(sizeof(Segment) == 24, "mirrored in params.rs");
+enum RowFlags : uint32_t { kGivenRouting = 1, kSharedExperts = 2 };
+
+// Where a row stands in staging, what it is, and its segment's flags.
+struct RowPlace {
+    uint64_t byte_offset;
+    uint32_t dtype;
+    uint32_t flags;
+};
+static_assert(sizeof(RowPlace) == 16, "mirrored in params.rs");
 
 // What the device tells the host, in mapped memory: `step` is stored last, with release.
 struct Completion {
     uint64_t step;
     uint32_t error;
+    uint32_t received;     // rows that arrived for local experts
+    uint32_t assignments;  // pairs of row and local expert
     uint32_t reserved;
     uint64_t begin_ns[kPhases];
     uint64_t end_ns[kPhases];
 };
-static_assert(sizeof(Completion) == 128, "mirrored in params.rs");
+static_assert(sizeof(Completion) == 136, "mirrored in params.rs");
 
 // One rank's view of the EP group and of one slot's window.
 struct Group {
@@ -110,9 +131,10 @@ struct CombineParams {
     const uint32_t* position;    // from dispatch
     const int32_t* topk_ids;     // own tokens' [T][k]
     const void* shared;          // bf16 [T][H] to be added, or null
+    const RowPlace* places;      // tells which rows want the shared experts; null: all
     void* out;                   // [T][H] of SlotState::out_dtype
 };
-static_assert(sizeof(CombineParams) == 216, "mirrored in params.rs");
+static_assert(sizeof(CombineParams) == 224, "mirrored in params.rs");
 
 enum ScoreFn : uint32_t { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2, kSqrtSoftplus = 3, kSparseMixer = 4 };
 enum Choice : uint32_t { kByScores = 0, kByLogits = 1, kByTokenIds = 2 };
@@ -136,6 +158,7 @@ struct GateParams {
     const int32_t* token_ids;    // [T], for layers that route by id
     float* logits;               // scratch [max_tokens][E]
     uint32_t* tickets;           // scratch, zero before the first step: [tiles of tokens]
+    const RowPlace* places;      // tells which rows brought their routing; null: none
     int32_t* topk_ids;
     float* topk_weights;
     uint32_t hidden;
@@ -153,43 +176,61 @@ struct GateParams {
     float jitter;                // of kSparseMixer
     uint32_t vocab;
 };
-static_assert(sizeof(GateParams) == 120, "mirrored in params.rs");
+static_assert(sizeof(GateParams) == 128, "mirrored in params.rs");
 
 // Rows from mapped host staging to bf16 in device memory; the step's description to SlotState.
 struct CopyInParams {
     SlotState* state;
     const StepRequest* request;     // mapped
-    const void* staged_rows;        // mapped, [T][H] of in_dtype
-    const int32_t* staged_ids;      // mapped, [T][k], read when routing is given
+    const Segment* segments;        // mapped
+    const uint8_t* staged_rows;     // mapped
+    const int32_t* staged_ids;      // mapped, [T][k], read for rows that bring their routing
     const float* staged_weights;    // mapped
     const int32_t* staged_token_ids;  // mapped, [T], or null
     void* tokens;
     int32_t* topk_ids;
     float* topk_weights;
     int32_t* token_ids;
+    RowPlace* places;               // [T]
+    uint64_t staged_bytes;          // of staged_rows
     uint32_t hidden;
     uint32_t top_k;
     uint32_t max_tokens;
     uint32_t experts;
 };
-static_assert(sizeof(CopyInParams) == 96, "mirrored in params.rs");
+static_assert(sizeof(CopyInParams) == 120, "mirrored in params.rs");
 
-// Result rows to mapped host staging, then the completion record.
+// Result rows to where their tokens stood in mapped host staging, in their dtype; then the completion record.
 struct CopyOutParams {
     SlotState* state;
     const void* out;                // [T][H] of out_dtype
     const int32_t* topk_ids;
     const float* topk_weights;
-    void* staged_rows;              // mapped
-    int32_t* staged_ids;            // mapped: the routing that was used, or null
-    float* staged_weights;          // mapped, or null
+    const RowPlace* places;
+    const uint32_t* assignments;    // their number: the last of expert_offsets
+    uint8_t* staged_rows;           // mapped
+    int32_t* staged_ids;            // mapped: the routing that was used
+    float* staged_weights;          // mapped
     Completion* completion;         // mapped
     uint32_t hidden;
     uint32_t top_k;
     uint32_t max_tokens;
     uint32_t reserved;
 };
-static_assert(sizeof(CopyOutParams) == 80, "mirrored in params.rs");
+static_assert(sizeof(CopyOutParams) == 96, "mirrored in params.rs");
+
+// Assignments of the shared experts, which see every token: row t is token t.
+struct SharedParams {
+    const SlotState* state;
+    const void* tokens;         // bf16 [T][H]
+    const void* const* gates;   // per layer: bf16 [H], the output is multiplied with the sigmoid of its product; or null
+    uint32_t* expert_offsets;   // [2]
+    uint32_t* row_index;        // [T]
+    float* row_weight;          // [T]
+    uint32_t hidden;
+    uint32_t max_tokens;
+};
+static_assert(sizeof(SharedParams) == 56, "mirrored in params.rs");
 
 // A stand-in for experts, for tests and for timing the exchange alone: every assignment's row times its weight and
 // (1 + global expert / E).
@@ -211,6 +252,7 @@ int expertd_gate(const expertd::GateParams* params, uint32_t count, uint32_t tok
 int expertd_dispatch(const expertd::DispatchParams* params, uint32_t count, uint32_t blocks, void* stream);
 int expertd_combine(const expertd::CombineParams* params, uint32_t count, uint32_t blocks, void* stream);
 int expertd_scale(const expertd::ScaleParams* params, uint32_t count, uint32_t blocks, void* stream);
+int expertd_shared(const expertd::SharedParams* params, uint32_t count, uint32_t blocks, void* stream);
 int expertd_copy_in(const expertd::CopyInParams* params, uint32_t count, uint32_t blocks, void* stream);
 int expertd_copy_out(const expertd::CopyOutParams* params, uint32_t count, uint32_t blocks, void* stream);
 const char* expertd_error_string(int code);
