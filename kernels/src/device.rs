@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::{self, CUdevice_attribute, CUdeviceptr, CUstream};
 use cudarc::driver::{CudaContext, result};
@@ -280,6 +281,10 @@ unsafe impl Plain for crate::params::StepRequest {}
 unsafe impl Plain for crate::params::Completion {}
 // SAFETY: as above.
 unsafe impl Plain for crate::params::GateLayer {}
+// SAFETY: as above.
+unsafe impl Plain for crate::params::Segment {}
+// SAFETY: as above.
+unsafe impl Plain for crate::experts::LayerWeights {}
 
 /// An array in device memory.
 #[derive(Debug)]
@@ -411,6 +416,76 @@ pub unsafe fn fill_device(address: u64, byte: u8, bytes: usize) -> Result<(), De
     // SAFETY: the caller's promise.
     check("cuMemsetD8", unsafe { result::memset_d8_sync(address, byte, bytes) })?;
     check("cuCtxSynchronize", result::ctx::synchronize())
+}
+
+/// One value in pinned host memory that host and device take turns on.
+#[derive(Debug)]
+pub struct Mailbox<T: Plain> {
+    host: *mut T,
+    address: CUdeviceptr,
+    device: Device,
+}
+
+// SAFETY: an address; accesses are volatile and ordered by the protocol of its users.
+unsafe impl<T: Plain> Send for Mailbox<T> {}
+
+impl<T: Plain> Mailbox<T> {
+    /// Allocates it, with `value`.
+    ///
+    /// # Errors
+    /// When memory cannot be pinned.
+    pub fn new(device: &Device, value: T) -> Result<Mailbox<T>, DeviceError> {
+        device.bind()?;
+        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
+        // SAFETY: a current context; freed in drop.
+        let host = check("cuMemHostAlloc", unsafe { result::malloc_host(size_of::<T>().max(64), flags) })?;
+        let mut address = 0;
+        // SAFETY: allocated just now with device mapping.
+        let status = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut address, host, 0) };
+        let mailbox = Mailbox { host: host.cast(), address, device: device.clone() };
+        check("cuMemHostGetDevicePointer", status.result())?;
+        mailbox.put(value);
+        Ok(mailbox)
+    }
+
+    /// Where the device sees it.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Stores a value; a launch afterwards makes the device see it.
+    pub fn put(&self, value: T) {
+        // SAFETY: live memory of this size, aligned to a page.
+        unsafe { ptr::write_volatile(self.host, value) };
+    }
+
+    /// Reads what the device stored, after [`first_word`](Self::first_word) told that it is there.
+    #[must_use]
+    pub fn get(&self) -> T {
+        // SAFETY: as in `put`; any bytes are a `T`.
+        unsafe { ptr::read_volatile(self.host) }
+    }
+
+    /// The first eight bytes, with acquire: what comes after them in the struct was stored before.
+    ///
+    /// # Panics
+    /// When `T` is smaller.
+    #[must_use]
+    pub fn first_word(&self) -> u64 {
+        assert!(size_of::<T>() >= 8, "a mailbox with a sequence has room for it");
+        // SAFETY: at least eight bytes, aligned to a page.
+        unsafe { AtomicU64::from_ptr(self.host.cast()) }.load(Ordering::Acquire)
+    }
+}
+
+impl<T: Plain> Drop for Mailbox<T> {
+    fn drop(&mut self) {
+        if self.device.bind().is_ok() {
+            // SAFETY: freed once. Nothing can be done about an error here.
+            let _ = unsafe { result::free_host(self.host.cast()) };
+        }
+    }
 }
 
 /// Host memory that the device may address: pages of this process's mapping, pinned while this lives.

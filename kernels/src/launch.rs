@@ -32,7 +32,7 @@ pub struct LaunchError {
     text: String,
 }
 
-fn check(kernel: &'static str, code: c_int) -> Result<(), LaunchError> {
+pub(crate) fn check(kernel: &'static str, code: c_int) -> Result<(), LaunchError> {
     if code == 0 {
         return Ok(());
     }

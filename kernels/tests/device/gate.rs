@@ -109,6 +109,7 @@ pub fn check(options: &Options) -> Outcome {
             token_ids: 0,
             logits: logits.address(),
             tickets: tickets.address(),
+            places: 0,
             topk_ids: ids.address(),
             topk_weights: weights.address(),
             hidden,

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use expertd_kernels::device::{Buffer, Device, Pinned};
 use expertd_kernels::launch;
 use expertd_kernels::layout::Shape;
-use expertd_kernels::params::{Completion, CopyInParams, CopyOutParams, DeviceFault, StepRequest};
+use expertd_kernels::params::{
+    Completion, CopyInParams, CopyOutParams, DeviceFault, ROW_PLACE_BYTES, Segment, StepRequest,
+};
 use expertd_kernels::slot::{combine_blocks, dispatch_blocks};
 use half::{bf16, f16};
 
@@ -56,12 +58,16 @@ impl Drop for Staging {
     }
 }
 
+/// Room for the gaps between segments.
+const SEGMENT_ROOM: usize = 8 * 64;
+
 struct Stages {
     request: Staging,
-    rows_in: Staging,
+    segments: Staging,
+    places: Buffer<u8>,
+    rows: Staging,
     ids: Staging,
     weights: Staging,
-    rows_out: Staging,
     ids_out: Staging,
     weights_out: Staging,
     completion: Staging,
@@ -87,10 +93,11 @@ pub fn check(options: &Options) -> Outcome {
             .map(|_| {
                 Ok(Stages {
                     request: Staging::new(&device, size_of::<StepRequest>())?,
-                    rows_in: Staging::new(&device, tokens * h * 4)?,
+                    segments: Staging::new(&device, 8 * size_of::<Segment>())?,
+                    places: Buffer::zeroed(&device, tokens * ROW_PLACE_BYTES)?,
+                    rows: Staging::new(&device, tokens * h * 4 + SEGMENT_ROOM)?,
                     ids: Staging::new(&device, tokens * k * 4)?,
                     weights: Staging::new(&device, tokens * k * 4)?,
-                    rows_out: Staging::new(&device, tokens * h * 4)?,
                     ids_out: Staging::new(&device, tokens * k * 4)?,
                     weights_out: Staging::new(&device, tokens * k * 4)?,
                     completion: Staging::new(&device, size_of::<Completion>())?,
@@ -99,12 +106,17 @@ pub fn check(options: &Options) -> Outcome {
             .collect::<Result<_, Box<dyn std::error::Error>>>()?;
         let token_ids = Buffer::<i32>::zeroed(&device, tokens)?;
         let (mut ins, mut outs) = (Vec::new(), Vec::new());
-        for (member, stage) in group.members.iter().zip(&stages) {
+        let local = |rank: usize| {
+            let (first, last) = shape.expert_range(rank as u32);
+            u64::from(last - first)
+        };
+        for (rank, (member, stage)) in group.members.iter().zip(&stages).enumerate() {
             let b = &member.buffers;
             ins.push(CopyInParams {
                 state: b.state.address(),
                 request: stage.request.address(),
-                staged_rows: stage.rows_in.address(),
+                segments: stage.segments.address(),
+                staged_rows: stage.rows.address(),
                 staged_ids: stage.ids.address(),
                 staged_weights: stage.weights.address(),
                 staged_token_ids: 0,
@@ -112,6 +124,8 @@ pub fn check(options: &Options) -> Outcome {
                 topk_ids: b.topk_ids.address(),
                 topk_weights: b.topk_weights.address(),
                 token_ids: token_ids.address(),
+                places: stage.places.address(),
+                staged_bytes: (tokens * h * 4 + SEGMENT_ROOM) as u64,
                 hidden: shape.hidden,
                 top_k: shape.top_k,
                 max_tokens: shape.max_tokens,
@@ -122,7 +136,9 @@ pub fn check(options: &Options) -> Outcome {
                 out: b.out.address(),
                 topk_ids: b.topk_ids.address(),
                 topk_weights: b.topk_weights.address(),
-                staged_rows: stage.rows_out.address(),
+                places: stage.places.address(),
+                assignments: b.expert_offsets.address() + local(rank) * 4,
+                staged_rows: stage.rows.address(),
                 staged_ids: stage.ids_out.address(),
                 staged_weights: stage.weights_out.address(),
                 completion: stage.completion.address(),
@@ -159,30 +175,56 @@ pub fn check(options: &Options) -> Outcome {
         let graph = graph?;
         for index in 0..6_u64 {
             let steps = step(&mut random, &shape);
-            let (in_dtype, out_dtype) = (random.pick(&[1, 2, 3]), random.pick(&[1, 2, 3]));
             let number = 1000 * case + index + 1;
-            for (stage, step) in stages.iter().zip(&steps) {
-                // The values are bf16's, so that every type carries them exactly (f16 has the range for these).
-                let values: Vec<f32> = step.rows.iter().map(|&bits| bf16::from_bits(bits).to_f32()).collect();
-                match in_dtype {
-                    1 => stage.rows_in.write(&bytes_of(&step.rows)),
-                    2 => stage.rows_in.write(&bytes_of(
-                        &values.iter().map(|&v| f16::from_f32(v).to_bits()).collect::<Vec<u16>>(),
-                    )),
-                    _ => stage.rows_in.write(&bytes_of(&values)),
+            let mut layouts = Vec::new();
+            let mut seen = steps.clone();
+            for ((stage, step), seen) in stages.iter().zip(&steps).zip(&mut seen) {
+                // Pieces of several requests, each with its own type, with gaps between them.
+                let (mut segments, mut bytes) = (Vec::new(), Vec::new());
+                let mut row = 0;
+                while row < step.tokens {
+                    let left = step.tokens - row;
+                    let rows =
+                        if segments.len() == 5 { left } else { 1 + random.below(left as u64) as usize };
+                    let dtype = random.pick(&[1_u32, 2, 3]);
+                    bytes.resize(bytes.len().next_multiple_of(64), 0xee);
+                    segments.push(Segment {
+                        byte_offset: bytes.len() as u64,
+                        first_row: row as u32,
+                        rows: rows as u32,
+                        dtype,
+                        flags: 1,
+                    });
+                    for bits in &mut seen.rows[row * h..(row + rows) * h] {
+                        let value = bf16::from_bits(*bits).to_f32();
+                        match dtype {
+                            1 => bytes.extend(bits.to_le_bytes()),
+                            2 => bytes.extend(f16::from_f32(value).to_le_bytes()),
+                            _ => bytes.extend(value.to_le_bytes()),
+                        }
+                        if dtype == 2 {
+                            // What f16 keeps of it.
+                            *bits = bf16::from_f32(f16::from_f32(value).to_f32()).to_bits();
+                        }
+                    }
+                    row += rows;
                 }
+                stage.rows.write(&vec![0xee; tokens * h * 4 + SEGMENT_ROOM]);
+                stage.rows.write(&bytes);
                 stage.ids.write(&bytes_of(&step.ids));
                 stage.weights.write(&bytes_of(&step.weights));
-                stage.rows_out.write(&vec![0xff; tokens * h * 4]);
+                stage.segments.write(&bytes_of(&segments));
+                let uniform = segments.iter().all(|s| s.dtype == segments[0].dtype);
                 stage.request.write(&bytes_of(&[StepRequest {
                     step: number,
                     tokens: step.tokens as u32,
                     layer: 0,
                     given_routing: 1,
-                    in_dtype,
-                    out_dtype,
+                    out_dtype: if uniform { segments.first().map_or(3, |s| s.dtype) } else { 3 },
+                    segments: segments.len() as u32,
                     reserved: 0,
                 }]));
+                layouts.push((segments, bytes));
             }
             graph.launch(&group.stream)?;
             for (rank, stage) in stages.iter().enumerate() {
@@ -195,42 +237,36 @@ pub fn check(options: &Options) -> Outcome {
                     }
                     std::hint::spin_loop();
                 }
-                let word = stage.completion.read(12);
-                let error = u32::from_le_bytes([word[8], word[9], word[10], word[11]]);
-                if error != 0 {
-                    return Err(format!("rank {rank}: {:?}", DeviceFault::decode(error)).into());
+                let word = |at: usize| {
+                    let bytes = stage.completion.read(at + 4);
+                    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+                };
+                if word(8) != 0 {
+                    return Err(format!("rank {rank}: {:?}", DeviceFault::decode(word(8))).into());
                 }
-                // In f16 and f32 an f16 input may have lost bits of a bf16 value far below 1: use what was sent.
-                let mut seen = steps.clone();
-                if in_dtype == 2 {
-                    for step in &mut seen {
-                        for bits in &mut step.rows {
-                            let sent = f16::from_f32(bf16::from_bits(*bits).to_f32());
-                            *bits = bf16::from_f32(sent.to_f32()).to_bits();
-                        }
-                    }
+                let expected = expect(&shape, &seen, rank as u32);
+                let counts = (word(12) as usize, word(16) as usize);
+                if counts != (expected.arrived.len(), expected.row_index.len()) {
+                    return Err(format!("rank {rank}: received and assignments are {counts:?}").into());
                 }
-                let expected = expect(&shape, &seen, rank as u32).out;
-                let width = if out_dtype == 3 { 4 } else { 2 };
-                let found = stage.rows_out.read(tokens * h * 4);
-                for (i, &wanted) in expected.iter().enumerate() {
-                    let at = &found[i * width..][..width];
-                    let same = match out_dtype {
-                        3 => at == wanted.to_le_bytes(),
-                        2 => at == f16::from_f32(wanted).to_le_bytes(),
-                        _ => at == bf16::from_f32(wanted).to_le_bytes(),
+                // The staging as it must be now: answers where the tokens were, everything else untouched.
+                let (segments, mut wanted) = layouts[rank].clone();
+                for segment in &segments {
+                    let values = &expected.out[segment.first_row as usize * h..][..segment.rows as usize * h];
+                    let answer: Vec<u8> = match segment.dtype {
+                        1 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
+                        2 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
+                        _ => values.iter().flat_map(|&v| v.to_le_bytes()).collect(),
                     };
-                    if !same {
-                        return Err(format!(
-                            "case {case}, step {index}, rank {rank}: element {i} of {shape:?}"
-                        )
-                        .into());
-                    }
+                    wanted[segment.byte_offset as usize..][..answer.len()].copy_from_slice(&answer);
                 }
-                if found[expected.len() * width..].iter().any(|&byte| byte != 0xff) {
-                    return Err(
-                        format!("case {case}, step {index}, rank {rank}: wrote past the last token").into()
-                    );
+                let found = stage.rows.read(tokens * h * 4 + SEGMENT_ROOM);
+                wanted.resize(found.len(), 0xee);
+                if let Some(at) = found.iter().zip(&wanted).position(|(a, b)| a != b) {
+                    return Err(format!(
+                        "case {case}, step {index}, rank {rank}: byte {at} of staging, {shape:?}, {segments:?}"
+                    )
+                    .into());
                 }
                 let ids = bytes_of(&steps[rank].ids);
                 if stage.ids_out.read(ids.len()) != ids {

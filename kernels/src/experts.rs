@@ -1,0 +1,168 @@
+//! The expert MLP kernel: parameters as in `experts.h`, and its launches.
+#![allow(unsafe_code, reason = "calls the kernels' C launchers")]
+
+use std::ffi::{c_int, c_void};
+
+use cudarc::driver::sys::CUstream;
+
+use crate::launch::{LaunchError, check};
+
+/// Rows and widths are multiples of this.
+pub const PANEL: usize = 64;
+/// Alignment of panels and workspaces, bytes.
+pub const ALIGNMENT: u64 = 1024;
+/// Most experts of one rank.
+pub const MAX_LOCAL_EXPERTS: usize = 512;
+
+/// `silu(g) * u`.
+pub const SWIGLU: i32 = 0;
+/// `silu(min(g, limit)) * clamp(u, -limit, limit)`.
+pub const SWIGLU_CLAMPED: i32 = 1;
+/// `g * sigmoid(alpha * g) * (u + 1)`, both clamped.
+pub const SWIGLU_OAI: i32 = 2;
+
+/// May start before the previous kernel of the stream has ended, and waits for it.
+pub const PROGRAMMATIC: i32 = 1;
+
+/// One layer's weights, in device memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LayerWeights {
+    /// bf16 panels of gate and up.
+    pub gate_up: u64,
+    /// bf16 panels of down.
+    pub down: u64,
+    /// f32 `[experts, 2, inter]`, or 0.
+    pub gate_up_bias: u64,
+    /// f32 `[experts, hidden]`, or 0.
+    pub down_bias: u64,
+}
+
+/// See `ExpertdExpertsParams` in `experts.h`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ExpertsParams {
+    /// Table of [`LayerWeights`].
+    pub layers: u64,
+    /// u32: index into the table.
+    pub layer: u64,
+    /// i32 `[experts + 1]`.
+    pub expert_offsets: u64,
+    /// i32 `[assignments]`.
+    pub row_index: u64,
+    /// f32 `[assignments]`.
+    pub row_weight: u64,
+    /// bf16 rows.
+    pub x: u64,
+    /// Out: bf16 `[assignments, hidden]`.
+    pub y: u64,
+    /// Workspace bf16 `[hidden / 64, panel_rows, 64]`.
+    pub x_panels: u64,
+    /// Workspace bf16 `[inter / 64, panel_rows, 64]`.
+    pub h: u64,
+    /// u32 `[state_words(experts)]`, zero before the first launch.
+    pub state: u64,
+    /// u32 error word, or 0.
+    pub error: u64,
+    /// Elements between rows of `x`.
+    pub x_stride: u64,
+    /// Rows of the workspaces: at least the assignments + 7 * experts.
+    pub panel_rows: i32,
+    /// Local experts.
+    pub experts: i32,
+    /// Elements of a row.
+    pub hidden: i32,
+    /// Intermediate size.
+    pub inter: i32,
+    /// [`SWIGLU`] and others.
+    pub activation: i32,
+    /// Of [`SWIGLU_OAI`].
+    pub alpha: f32,
+    /// Of the clamped ones.
+    pub limit: f32,
+    /// 1: the weight scales the input.
+    pub weight_on_input: i32,
+    /// Thread blocks; 0: one per multiprocessor.
+    pub blocks: i32,
+    /// 0: chosen on the device.
+    pub tile_tokens: i32,
+    /// 0: chosen on the device.
+    pub tile_rows: i32,
+    /// [`PROGRAMMATIC`].
+    pub flags: i32,
+}
+
+/// See `ExpertdPackParams` in `experts.h`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PackParams {
+    /// bf16 `[experts]` of gate `[inter, hidden]`, or of down `[hidden, inter]`.
+    pub first: u64,
+    /// bf16 `[experts]` of up; 0 for down.
+    pub second: u64,
+    /// Destination.
+    pub panels: u64,
+    /// Elements between experts.
+    pub expert_stride: u64,
+    /// Experts.
+    pub experts: i32,
+    /// Elements of a row.
+    pub hidden: i32,
+    /// Intermediate size.
+    pub inter: i32,
+    /// 0 gate and up, 1 down.
+    pub kind: i32,
+}
+
+const _: () = {
+    assert!(size_of::<LayerWeights>() == 32);
+    assert!(size_of::<ExpertsParams>() == 144);
+    assert!(size_of::<PackParams>() == 48);
+};
+
+unsafe extern "C" {
+    fn expertd_experts_state_words(experts: i32) -> u32;
+    fn expertd_experts_setup() -> c_int;
+    fn expertd_experts_launch(params: *const ExpertsParams, stream: *mut c_void) -> c_int;
+    fn expertd_experts_pack(params: *const PackParams, stream: *mut c_void) -> c_int;
+}
+
+/// 32-bit words of [`ExpertsParams::state`].
+#[must_use]
+pub fn state_words(experts: usize) -> usize {
+    // SAFETY: a pure function.
+    unsafe { expertd_experts_state_words(i32::try_from(experts).unwrap_or(i32::MAX)) as usize }
+}
+
+/// Once per process and device, before the first launch or capture.
+///
+/// # Errors
+/// When the device is of another kind than the kernels were compiled for.
+pub fn setup() -> Result<(), LaunchError> {
+    // SAFETY: needs a current context only, and reports when there is none.
+    check("experts_setup", unsafe { expertd_experts_setup() })
+}
+
+/// The whole expert MLP.
+///
+/// # Errors
+/// When sizes are wrong or CUDA refuses the launch.
+///
+/// # Safety
+/// Addresses must be valid as documented until the launch, or every replay of its graph, has run.
+pub unsafe fn experts(params: &ExpertsParams, stream: CUstream) -> Result<(), LaunchError> {
+    // SAFETY: the caller's promise.
+    check("experts", unsafe { expertd_experts_launch(params, stream.cast()) })
+}
+
+/// Rewrites row-major weights into panels.
+///
+/// # Errors
+/// When sizes are wrong or CUDA refuses the launch.
+///
+/// # Safety
+/// Addresses must be valid as documented until the launch has run.
+pub unsafe fn pack(params: &PackParams, stream: CUstream) -> Result<(), LaunchError> {
+    // SAFETY: the caller's promise.
+    check("experts_pack", unsafe { expertd_experts_pack(params, stream.cast()) })
+}
