@@ -14,8 +14,9 @@ use crate::distribution::TokenCounts;
 /// same, in other batches, and recorded rows (--check-golden) are compared with their recorded answers. A bare
 /// gRPC echo of the same payload runs beside the service, so that the cost of the transport is known.
 ///
-/// Exit status 0 if no answer was wrong, none was lost, and every error was one that the load explains
-/// (RESOURCE_EXHAUSTED, UNAVAILABLE, DEADLINE_EXCEEDED); 1 otherwise; 2 for a bad command line or no service.
+/// Exit status 0 if no answer was wrong, none was lost, every error was one that the load explains (RESOURCE_EXHAUSTED,
+/// UNAVAILABLE, DEADLINE_EXCEEDED), and memory kept within --max-memory-growth; 1 otherwise; 2 for a bad command line
+/// or no service.
 #[derive(Parser, Clone, Debug)]
 #[command(name = "expertd-loadtest", version)]
 pub struct Args {
@@ -147,6 +148,10 @@ pub struct Output {
     /// Sample the memory (RssAnon + RssShmem) of this process and its children while the load runs
     #[arg(long, value_name = "PID")]
     pub watch_memory: Option<u32>,
+    /// Fail if the memory of a watched process grows by more than this share from 15 s (or a quarter of a shorter load)
+    /// to the end
+    #[arg(long, value_name = "SHARE", requires = "watch_memory", value_parser = not_negative)]
+    pub max_memory_growth: Option<f64>,
     /// Write the report as JSON to this file (`-`: standard output, instead of the table)
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,

@@ -131,7 +131,8 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
     drop(load);
     checkers.join_all().await;
     let settings = Settings::new(args, &workload);
-    Ok(Report::new(settings, &window, &recorder.total(), tolerance, echo, cpu, memory))
+    let report = Report::new(settings, &window, &recorder.total(), tolerance, echo, cpu, memory);
+    Ok(report.with_growth_limit(args.output.max_memory_growth))
 }
 
 async fn connections(address: &str, shape: &Shape, message_bytes: usize) -> Result<Vec<Client>, Error> {

@@ -173,6 +173,21 @@ pub struct Report {
 }
 
 impl Report {
+    /// Fails the run if a watched process grew by more than `share`.
+    #[must_use]
+    pub fn with_growth_limit(mut self, share: Option<f64>) -> Report {
+        for memory in &self.memory {
+            if let Some(share) = share
+                && memory.growth() > share
+            {
+                let growth = memory.growth() * 100.0;
+                self.notes.push(format!("process {} grew by {growth:.2} %: {}", memory.pid, memory.command));
+                self.ok = false;
+            }
+        }
+        self
+    }
+
     /// Sums up.
     #[must_use]
     pub fn new(

@@ -177,3 +177,48 @@ async fn misfits_are_named() {
     let message = run(&["--check-golden", "/no/such/file"]).await;
     assert!(message.contains("/no/such/file"), "{message}");
 }
+
+/// Runs the binary; its exit status and standard output.
+async fn binary(more: &[&str]) -> (Option<i32>, String) {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_expertd-loadtest"));
+    command.args(["--quiet", "--no-echo", "--warm-up", "0", "--requests", "200", "--check", "1"]).args(more);
+    let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+    (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_exit_status_tells() {
+    let sound = fake::serve(Fault::None).await;
+    let (code, table) = binary(&["--address", &sound]).await;
+    assert_eq!(code, Some(0), "{table}");
+    assert!(table.contains("requests/s") && table.ends_with("ok\n"), "{table}");
+
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("report.json");
+    let wrong = fake::serve(Fault::WrongRow(20)).await;
+    let (code, table) = binary(&["--address", &wrong, "--json", file.to_str().unwrap()]).await;
+    assert_eq!(code, Some(1), "{table}");
+    let report: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    assert!(report["wrong"].as_u64().unwrap() > 0);
+    assert_eq!(report["ok"], false);
+
+    assert_eq!(binary(&["--address", "127.0.0.1:1"]).await.0, Some(2));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn growth_of_a_watched_process_fails_the_run() {
+    let address = fake::serve(Fault::None).await;
+    let pid = std::process::id().to_string();
+    let hog = tokio::spawn(async {
+        let mut kept = Vec::new();
+        loop {
+            tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+            kept.push(vec![1_u8; 8 << 20]);
+        }
+    });
+    let timed = ["--requests", "1000000", "--duration", "3", "--check", "0", "--watch-memory", &pid];
+    let report = load(&address, &[&timed[..], &["--max-memory-growth", "0.02"]].concat()).await;
+    hog.abort();
+    let own = report.memory.iter().find(|memory| memory.pid.to_string() == pid).unwrap();
+    assert!(own.growth() > 0.02 && !report.ok, "{own:?}");
+}
