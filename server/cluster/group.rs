@@ -204,6 +204,11 @@ impl Group {
         let rank = event.rank;
         let member = &mut self.members[rank.index()];
         match event.news {
+            RankNews::Message(FromRank::GroupId { id }) => {
+                for member in &self.members {
+                    member.process.send(ToRank::GroupId { id: id.clone() });
+                }
+            }
             RankNews::Message(FromRank::Loading { loaded_bytes, total_bytes }) => {
                 member.view.loaded_bytes = loaded_bytes;
                 member.view.total_bytes = total_bytes;

@@ -4,6 +4,7 @@ pub mod bench;
 pub mod call;
 pub mod client;
 pub mod demo;
+pub mod doctor;
 pub mod golden;
 pub mod inspect;
 pub mod rank;
@@ -50,6 +51,8 @@ enum Command {
     Inspect(inspect::InspectArgs),
     /// Write a random checkpoint of any supported family in Hugging Face's layout
     Synth(synth::SynthArgs),
+    /// Show what this machine can do, why not more, and what to do about it
+    Doctor(doctor::DoctorArgs),
     /// Measure the phases of a step on this machine, without gRPC
     Bench(bench::BenchArgs),
     /// One expert rank; started by `serve`
@@ -77,6 +80,7 @@ pub fn main() -> ExitCode {
         Command::Verify(args) => block_on("verify", verify::run(args)),
         Command::Inspect(args) => inspect::run(&args),
         Command::Synth(args) => synth::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Bench(args) => block_on("bench", bench::run(args)),
         Command::Rank(args) => rank::run(&args),
     }

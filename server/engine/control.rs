@@ -61,9 +61,14 @@ pub struct RankSetup {
 }
 
 /// Messages to a rank after its [`RankSetup`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ToRank {
+    /// The NCCL id that rank 0 made.
+    GroupId {
+        /// Its bytes.
+        id: Vec<u8>,
+    },
     /// Every rank is ready: join the exchanges.
     Start,
     /// Leave cleanly.
@@ -84,6 +89,11 @@ pub enum FailureKind {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FromRank {
+    /// Rank 0 made the NCCL id with which all ranks join: for the router to hand on.
+    GroupId {
+        /// Its bytes.
+        id: Vec<u8>,
+    },
     /// Progress of loading weights.
     Loading {
         /// Bytes done.

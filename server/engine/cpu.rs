@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::control::RankSetup;
 use super::convert::{narrow, widen};
+use super::segments::{Run, rows_of};
 use super::{PhaseClock, StepEngine, StepFault, StepReport};
 use crate::ep::{CpuGroup, EpGroup, HostRouting};
 use crate::experts::cpu::{CpuExpert, ExpertError, Workspace, WorkspaceSize, forward, forward_one};
@@ -11,9 +12,9 @@ use crate::experts::{Assignments, ExpertBiases, ExpertKind, ExpertWeights, Weigh
 use crate::gate::CpuGate;
 use crate::linalg::Level;
 use crate::model::{Checkpoint, ExpertTensors, ExpertsSpec, ModelError, ModelSpec, Placement};
-use crate::shm::{ExpertsNotice, GroupShape, RankStaging, Segment, StepDescriptor};
+use crate::shm::{ExpertsNotice, GroupShape, RankStaging, StepDescriptor};
 use crate::telemetry::Phase;
-use crate::types::{DType, ExpertId, LayerId, Rank, Slot};
+use crate::types::{ExpertId, LayerId, Rank, Slot};
 
 /// Why a rank's weights could not be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -244,53 +245,6 @@ impl Grouping {
     }
 }
 
-/// A segment whose places were checked.
-struct Run {
-    dtype: DType,
-    /// Rows of the step.
-    rows: Range<usize>,
-    /// Bytes of the staging's row area.
-    bytes: Range<usize>,
-    gated: bool,
-    shared: bool,
-}
-
-impl Run {
-    fn of(
-        index: usize,
-        segment: &Segment,
-        tokens: usize,
-        hidden: usize,
-        staged_bytes: usize,
-    ) -> Result<Self, StepFault> {
-        let bad = |what: &str| StepFault::Segment { index, what: what.to_owned() };
-        let dtype = DType::from_code(segment.dtype).ok_or_else(|| bad("its dtype is unknown"))?;
-        let rows = segment.first_row as usize..segment.first_row as usize + segment.rows as usize;
-        let start = usize::try_from(segment.byte_offset).map_err(|_| bad("its offset is beyond memory"))?;
-        let end = start
-            .checked_add(rows.len() * hidden * dtype.size())
-            .ok_or_else(|| bad("it is beyond memory"))?;
-        if rows.end > tokens {
-            return Err(bad("its rows are not the step's"));
-        }
-        if end > staged_bytes || start % dtype.size() != 0 {
-            return Err(bad("its bytes are not in the row area"));
-        }
-        Ok(Run {
-            dtype,
-            rows,
-            bytes: start..end,
-            gated: !segment.has(Segment::GIVEN_ROUTING),
-            shared: segment.has(Segment::SHARED_EXPERTS),
-        })
-    }
-}
-
-/// The rows of neighbouring runs.
-fn rows_of(runs: &[Run]) -> Range<usize> {
-    runs.first().map_or(0, |run| run.rows.start)..runs.last().map_or(0, |run| run.rows.end)
-}
-
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     // Eight sums, so that they run side by side.
     let (a8, a_rest) = a.as_chunks::<8>();
@@ -325,12 +279,7 @@ impl StepEngine for CpuEngine {
         let out = &mut buffers.out[..tokens * hidden];
 
         let staged_bytes = staging.rows.len();
-        let runs = staging
-            .segments
-            .iter()
-            .enumerate()
-            .map(|(index, segment)| Run::of(index, segment, tokens, hidden, staged_bytes))
-            .collect::<Result<Vec<_>, _>>()?;
+        let runs = Run::all(staging.segments, tokens, hidden, staged_bytes)?;
         for run in &runs {
             let to = run.rows.start * hidden..run.rows.end * hidden;
             widen(&staging.rows[run.bytes.clone()], run.dtype, &mut rows[to]);

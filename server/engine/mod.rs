@@ -3,7 +3,11 @@
 pub mod control;
 mod convert;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+pub mod gpu;
 mod rank;
+mod segments;
 
 pub use rank::{RankExit, run_rank};
 
@@ -40,6 +44,12 @@ pub enum StepFault {
     /// A layer that this rank does not have.
     #[error("layer {0} has no MoE block here")]
     Layer(u32),
+    /// What the device reported in its error word.
+    #[error(transparent)]
+    Fault(#[from] expertd_kernels::params::DeviceFault),
+    /// The device, or its driver.
+    #[error("{0}")]
+    Device(String),
     /// A segment that does not lie in the step's staging.
     #[error("segment {index} of the step does not lie in its staging: {what}")]
     Segment {

@@ -79,7 +79,7 @@ pub fn run_rank(parent: u32, socket: UnixStream) -> Result<(), RankExit> {
         .ok_or_else(|| RankExit::Orphan("the router ended before it said what to run".into()))?;
     let _span = tracing::info_span!("rank", rank = %setup.rank, generation = %setup.generation).entered();
 
-    match Member::join(&setup, fds, &socket) {
+    match Member::join(&setup, fds, &socket, &mut reader) {
         Ok(member) => member.serve(&setup, &socket, reader),
         Err((kind, message)) => {
             control::send(&socket, &FromRank::Failed { kind, message: message.clone() })?;
@@ -90,20 +90,26 @@ pub fn run_rank(parent: u32, socket: UnixStream) -> Result<(), RankExit> {
 
 /// A rank that is loaded and warm.
 struct Member {
-    channel: RankChannel,
+    // Before the channel: it may have the channel's pages pinned.
     engine: Box<dyn StepEngine>,
+    channel: RankChannel,
     weight_bytes: u64,
     device: String,
 }
 
-type Failure = (FailureKind, String);
+pub(super) type Failure = (FailureKind, String);
 
-fn setup_failure(error: impl std::fmt::Display) -> Failure {
+pub(super) fn setup_failure(error: impl std::fmt::Display) -> Failure {
     (FailureKind::Setup, error.to_string())
 }
 
 impl Member {
-    fn join(setup: &RankSetup, fds: Vec<OwnedFd>, socket: &UnixStream) -> Result<Self, Failure> {
+    fn join(
+        setup: &RankSetup,
+        fds: Vec<OwnedFd>,
+        socket: &UnixStream,
+        reader: &mut BufReader<UnixStream>,
+    ) -> Result<Self, Failure> {
         let mut fds = fds.into_iter();
         let mut next_fd = |what: &str| {
             fds.next().ok_or_else(|| setup_failure(format!("the router sent no file descriptor for {what}")))
@@ -114,6 +120,14 @@ impl Member {
             .map_err(setup_failure)?;
         beat(channel.pulse(), setup.heartbeat).map_err(setup_failure)?;
         pin(setup.rank, &setup.cores);
+        let mut last = std::time::Instant::now();
+        let progress = |loaded_bytes: u64, total_bytes: u64| {
+            if last.elapsed() >= Duration::from_millis(100) || loaded_bytes == total_bytes {
+                last = std::time::Instant::now();
+                // A router that is gone ends this process by itself.
+                let _ = control::send(socket, &FromRank::Loading { loaded_bytes, total_bytes });
+            }
+        };
         let (engine, weight_bytes, device): (Box<dyn StepEngine>, u64, String) = match setup.device {
             DeviceKind::Cpu => {
                 let threads = setup.cores.len().max(1);
@@ -126,22 +140,12 @@ impl Member {
                     .map_err(setup_failure)?;
                 let group =
                     CpuGroup::from_fd(next_fd("the windows")?, setup.ep_config()).map_err(setup_failure)?;
-                let mut last = std::time::Instant::now();
-                let progress = |loaded_bytes: u64, total_bytes: u64| {
-                    if last.elapsed() >= Duration::from_millis(100) || loaded_bytes == total_bytes {
-                        last = std::time::Instant::now();
-                        // A router that is gone ends this process by itself.
-                        let _ = control::send(socket, &FromRank::Loading { loaded_bytes, total_bytes });
-                    }
-                };
                 let engine = CpuEngine::load(setup, group, pool, progress)
                     .map_err(|error| (FailureKind::Load, error.to_string()))?;
                 let (bytes, device) = (engine.weight_bytes(), engine.device());
                 (Box::new(engine), bytes, device)
             }
-            DeviceKind::Cuda => {
-                return Err(setup_failure("this build runs ranks on the CPU only; use --device cpu"));
-            }
+            DeviceKind::Cuda => super::gpu::load(setup, &channel, socket, reader, progress)?,
         };
         Ok(Member { channel, engine, weight_bytes, device })
     }
@@ -159,6 +163,10 @@ impl Member {
         match control::receive::<ToRank>(&mut reader)? {
             Some(ToRank::Start) => {}
             Some(ToRank::Exit) | None => return Ok(()),
+            Some(message @ ToRank::GroupId { .. }) => {
+                let problem = format!("expected `start` from the router, found {message:?}");
+                return Err(io::Error::new(io::ErrorKind::InvalidData, problem).into());
+            }
         }
         let stop = Arc::new(AtomicBool::new(false));
         let listening = Arc::clone(&stop);

@@ -6,6 +6,8 @@
 mod config;
 pub mod cpu;
 mod group;
+#[cfg(feature = "cuda")]
+pub mod lsa;
 
 pub use config::{ConfigError, EpConfig, MAX_RANKS, MAX_SLOTS, MAX_TOP_K};
 pub use cpu::{CpuGroup, HostRouting};

@@ -4,6 +4,8 @@
 //! with the experts that its assignments name, and adds up the results of a row.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod reference;
 
 use crate::linalg::{Activation, MatrixView};

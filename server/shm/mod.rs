@@ -21,7 +21,7 @@ mod loom_tests;
 
 pub use channel::{
     ChannelError, Completion, ExpertsNotice, GroupShape, Pulse, RankChannel, RankStaging, RouterBell,
-    RouterChannel, Segment, StageRows, Staged, StepDescriptor,
+    RouterChannel, Segment, StageRows, Staged, StagingPlace, StepDescriptor,
 };
 pub use region::{RegionError, SharedRegion, SharedSlice};
 pub use wait::Patience;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::settings::{Given, SettingsError, Shown, Source, parse_cores};
 use crate::cluster::{ClusterConfig, available_cores, numa_nodes, share_cores};
 use crate::engine::control::DeviceKind;
+use crate::engine::gpu;
 use crate::ep::{self, EpConfig};
 use crate::model::{Checkpoint, ModelError, ModelSpec, Placement};
 use crate::scheduler::{Limits, ModelInfo, MoeLayerInfo, RankPlacement, SchedulerConfig};
@@ -104,9 +105,35 @@ impl ServePlan {
             None => available_cores(),
         };
         derive(&mut given.cores, list(&cores), "all that this process may run on");
-        let device = derive(&mut given.device, DeviceKind::Cpu, "this build has no GPU ranks");
-        let nodes = numa_nodes(&cores).len().clamp(1, MAX_RANKS as usize) as u32;
-        let ranks = derive(&mut given.ranks, nodes, "one per NUMA node");
+        let gpus = gpu::present();
+        let (default, why) = match (gpu::BUILT, gpus) {
+            (false, _) => (DeviceKind::Cpu, "this build has no GPU ranks"),
+            (true, 0) => (DeviceKind::Cpu, "no GPU here"),
+            (true, _) => (DeviceKind::Cuda, "GPUs are here"),
+        };
+        let device = derive(&mut given.device, default, why);
+        let ranks = match device {
+            DeviceKind::Cpu => {
+                let nodes = numa_nodes(&cores).len().clamp(1, MAX_RANKS as usize) as u32;
+                derive(&mut given.ranks, nodes, "one per NUMA node")
+            }
+            DeviceKind::Cuda => {
+                if !gpu::BUILT {
+                    return Err(value("device", gpu::BUILD_HINT));
+                }
+                if gpus == 0 {
+                    return Err(value(
+                        "device",
+                        "cuda was asked for, and there is no GPU here (no /dev/nvidia0, or CUDA_VISIBLE_DEVICES hides \
+                         it); see `expertd doctor`, or use --device cpu",
+                    ));
+                }
+                derive(&mut given.ranks, gpus.min(MAX_RANKS), "one per GPU")
+            }
+        };
+        if device == DeviceKind::Cuda && ranks > gpus {
+            return Err(value("ranks", format!("is {ranks}, and there are {gpus} GPUs here, one per rank")));
+        }
         let ranks = within("ranks", ranks, 1, MAX_RANKS)?;
 
         let setting = |s: &(Option<usize>, Source)| s.0.unwrap_or_default();
@@ -184,12 +211,20 @@ impl ServePlan {
             spin: 0,
             poison: false,
         };
-        let windows = ep::cpu::window_layout(&ep_config).map_err(|e| PlanError::Sizes(e.to_string()))?;
+        let window_bytes = match device {
+            DeviceKind::Cpu => ep::cpu::window_layout(&ep_config)
+                .map_err(|e| PlanError::Sizes(e.to_string()))?
+                .window_bytes(),
+            DeviceKind::Cuda => {
+                gpu::check(&spec, &shape).map_err(PlanError::Sizes)?;
+                gpu::window_bytes(&shape, spec.max_experts())
+            }
+        };
         let channel_bytes = shape.channel_bytes().map_err(|e| PlanError::Sizes(e.to_string()))?;
 
         let listen = |s: &(Option<String>, Source)| s.0.clone().unwrap_or_default();
         let plan = ServePlan {
-            model: model_info(&spec, name, checkpoint.weight_version(), limits, &shares),
+            model: model_info(&spec, name, checkpoint.weight_version(), limits, device, &shares),
             cluster: ClusterConfig {
                 shape,
                 device,
@@ -199,7 +234,10 @@ impl ServePlan {
                 peer_timeout: step_timeout,
                 liveness_timeout,
                 step_timeout,
-                environment: Vec::new(),
+                environment: match device {
+                    DeviceKind::Cpu => Vec::new(),
+                    DeviceKind::Cuda => gpu::environment(),
+                },
             },
             scheduler: SchedulerConfig {
                 max_tokens_per_step: per_step,
@@ -215,7 +253,7 @@ impl ServePlan {
             listen: listen(&given.listen),
             admin_listen: listen(&given.admin_listen),
             metrics_listen: listen(&given.metrics_listen),
-            window_bytes: windows.window_bytes(),
+            window_bytes,
             channel_bytes,
             shown: given.shown(),
             spec,
@@ -252,6 +290,7 @@ fn model_info(
     name: String,
     weight_version: WeightVersion,
     limits: Limits,
+    device: DeviceKind,
     cores: &[Vec<usize>],
 ) -> ModelInfo {
     let layers: BTreeMap<_, _> = spec
@@ -280,7 +319,10 @@ fn model_info(
         .zip(cores)
         .map(|(rank, cores)| RankPlacement {
             rank: Rank(rank),
-            device: format!("cpu, cores {}", list(cores)),
+            device: match device {
+                DeviceKind::Cpu => format!("cpu, cores {}", list(cores)),
+                DeviceKind::Cuda => format!("cuda, GPU {rank}, cores {}", list(cores)),
+            },
             experts: spec
                 .moe_layers()
                 .map(|(layer, moe)| {

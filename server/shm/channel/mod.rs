@@ -11,7 +11,7 @@ mod records;
 mod router;
 
 pub use places::GroupShape;
-pub use rank::{ExpertsNotice, Pulse, RankChannel, RankStaging};
+pub use rank::{ExpertsNotice, Pulse, RankChannel, RankStaging, StagingPlace};
 pub use records::{Completion, Segment, StepDescriptor};
 pub use router::{RouterChannel, StageRows, Staged};
 

@@ -5,7 +5,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::super::region::{SharedRegion, SharedSlice};
+use super::super::region::{PAGE, SharedRegion, SharedSlice};
 use super::super::ring::{RingConsumer, RingProducer};
 use super::super::wait::{Doorbell, Patience};
 use super::ChannelError;
@@ -26,6 +26,23 @@ pub struct RankChannel {
     router_bell: Doorbell,
     slots: Vec<Staging>,
     shape: GroupShape,
+}
+
+/// Addresses of a slot's staging in this process; see [`RankStaging`].
+#[derive(Clone, Copy, Debug)]
+pub struct StagingPlace {
+    /// The runs of rows.
+    pub segments: *const Segment,
+    /// Expert ids.
+    pub ids: *const i32,
+    /// Routing weights.
+    pub weights: *const f32,
+    /// Token ids.
+    pub token_ids: *const i32,
+    /// Row bytes.
+    pub rows: *const u8,
+    /// How many.
+    pub row_bytes: usize,
 }
 
 /// A slot's staging while it is the rank's.
@@ -83,6 +100,32 @@ impl RankChannel {
     #[must_use]
     pub fn pulse(&self) -> Pulse {
         Pulse(self.heartbeat.clone())
+    }
+
+    /// The whole pages that hold this rank's staging of all slots, for devices that want them pinned: first byte and
+    /// length. Valid as long as the channel lives.
+    #[must_use]
+    pub fn staging_pages(&self) -> (*mut u8, usize) {
+        let starts = self.slots.iter().map(|slot| slot.segments.as_ptr() as usize);
+        let ends = self.slots.iter().map(|slot| slot.rows.as_ptr() as usize + slot.rows.len());
+        let first = starts.min().unwrap_or(0) / PAGE * PAGE;
+        let last = ends.max().unwrap_or(first).next_multiple_of(PAGE);
+        // A region begins at a page and is a multiple of pages long, so the rounding stays within it.
+        (std::ptr::with_exposed_provenance_mut(first), last - first)
+    }
+
+    /// Where each slot's staging stands, for devices that address it by themselves.
+    #[must_use]
+    pub fn staging_places(&self) -> Vec<StagingPlace> {
+        let place = |slot: &Staging| StagingPlace {
+            segments: slot.segments.as_ptr(),
+            ids: slot.ids.as_ptr(),
+            weights: slot.weights.as_ptr(),
+            token_ids: slot.token_ids.as_ptr(),
+            rows: slot.rows.as_ptr(),
+            row_bytes: slot.rows.len(),
+        };
+        self.slots.iter().map(place).collect()
     }
 
     /// The next step, if there is one.

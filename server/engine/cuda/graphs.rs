@@ -1,0 +1,77 @@
+//! Captured steps.
+
+use std::collections::HashMap;
+
+use expertd_kernels::device::Graph;
+
+/// What distinguishes steps of one kind of layer in one slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Variant {
+    /// The most rows of any rank that it is good for.
+    pub(super) rows: u32,
+    /// Whether the gate chooses for any of this rank's rows.
+    pub(super) gated: bool,
+    /// Whether shared experts take part for any of them.
+    pub(super) shared: bool,
+}
+
+impl Variant {
+    /// Everything that can occur with at most `max_tokens` rows per rank.
+    pub(super) fn all(max_tokens: u32, has_shared: bool) -> Vec<Variant> {
+        let mut variants = Vec::new();
+        let mut rows = 1;
+        loop {
+            for gated in [false, true] {
+                variants.push(Variant { rows, gated, shared: false });
+                if has_shared {
+                    variants.push(Variant { rows, gated, shared: true });
+                }
+            }
+            if rows >= max_tokens {
+                return variants;
+            }
+            rows = (rows * 2).min(max_tokens);
+        }
+    }
+}
+
+/// Graphs by kind of layer, slot and variant.
+#[derive(Debug, Default)]
+pub(super) struct Graphs(HashMap<(usize, usize, Variant), Graph>);
+
+impl Graphs {
+    pub(super) fn insert(&mut self, class: usize, slot: usize, variant: Variant, graph: Graph) {
+        self.0.insert((class, slot, variant), graph);
+    }
+
+    pub(super) fn get(&self, class: usize, slot: usize, variant: Variant) -> Option<&Graph> {
+        self.0.get(&(class, slot, variant))
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_number_of_rows_has_a_regime() {
+        for most in [1, 2, 3, 100, 128, 2048] {
+            let variants = Variant::all(most, true);
+            for rows in 1..=most {
+                let regime = rows.next_power_of_two().min(most);
+                for gated in [false, true] {
+                    for shared in [false, true] {
+                        let wanted = Variant { rows: regime, gated, shared };
+                        assert!(variants.contains(&wanted), "{wanted:?} of {most}");
+                    }
+                }
+            }
+            let distinct: std::collections::HashSet<_> = variants.iter().collect();
+            assert_eq!(distinct.len(), variants.len());
+        }
+    }
+}

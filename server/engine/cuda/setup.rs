@@ -1,0 +1,169 @@
+//! From nothing to a loaded GPU rank: device, group, weights, buffers.
+
+#![allow(unsafe_code, reason = "pins the pages of the channel's staging")]
+
+use std::io::BufReader;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use expertd_kernels::device::{Device, DeviceError, Pinned};
+use expertd_kernels::layout::Shape;
+use nccl_sys::{Library, UniqueId};
+
+use super::layers::{Layers, device_bytes};
+use super::step::Buffers;
+use super::{CudaEngine, Host};
+use crate::engine::control::{self, FailureKind, FromRank, RankSetup, ToRank};
+use crate::engine::gpu::{self, Loaded};
+use crate::engine::rank::{Failure, setup_failure};
+use crate::ep::lsa::{ID_BYTES, LsaWindows};
+use crate::model::Checkpoint;
+use crate::shm::RankChannel;
+
+/// How long ranks wait for each other while they join.
+const JOIN_DEADLINE: Duration = Duration::from_secs(120);
+/// Device memory that is left alone: contexts, modules, NCCL's own buffers.
+const RESERVE: u64 = 1 << 30;
+/// Threads that bring weights from the page cache to pinned memory, at most.
+const LOAD_THREADS: usize = 16;
+
+/// Sets up this rank's GPU, joins the group, and loads.
+pub(in crate::engine) fn load(
+    setup: &RankSetup,
+    channel: &RankChannel,
+    socket: &UnixStream,
+    reader: &mut BufReader<UnixStream>,
+    progress: impl FnMut(u64, u64),
+) -> Result<Loaded, Failure> {
+    let device = open(setup)?;
+    let checkpoint =
+        Checkpoint::open(&setup.model).map_err(|error| (FailureKind::Load, error.to_string()))?;
+    let spec = checkpoint.spec();
+    gpu::check(spec, &setup.shape).map_err(setup_failure)?;
+    let shape = gpu::kernel_shape(&setup.shape, spec.max_experts());
+    expertd_kernels::experts::setup().map_err(setup_failure)?;
+
+    // Together first: a rank that cannot join is known before minutes are spent on loading.
+    let windows = join(setup, &device, &shape, socket, reader)?;
+    check_memory(setup, &device, &checkpoint)?;
+    let threads = setup.cores.len().clamp(1, LOAD_THREADS);
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(|i| format!("load-{i}"))
+        .build()
+        .map_err(setup_failure)?;
+    let ranks = setup.shape.ranks as usize;
+    let layers = Layers::load(&device, &checkpoint, ranks, setup.rank, &pool, progress)
+        .map_err(|error| (FailureKind::Load, error.to_string()))?;
+    drop(pool);
+
+    let (pages, bytes) = channel.staging_pages();
+    // SAFETY: the channel maps these pages as long as it lives, and it outlives the engine.
+    let staging = unsafe { Pinned::register(&device, pages, bytes) }.map_err(|error| {
+        setup_failure(format!(
+            "cannot pin {} MiB of staging: {error}; raise the limit of locked memory (ulimit -l), or lower \
+             max-tokens-per-step",
+            bytes >> 20
+        ))
+    })?;
+    let host = Host { first: pages as usize, bytes, staging };
+    let name = device.name().map_err(setup_failure)?;
+    let weight_bytes = layers.weight_bytes;
+    let describe =
+        format!("cuda, GPU {} ({name}){}", setup.rank, if ranks == 1 { "" } else { ", windows over NCCL" });
+    let padding = shape.hidden as usize != setup.shape.hidden;
+    let buffers =
+        Buffers::new(&device, &shape, &layers, setup.shape.slots, padding).map_err(setup_failure)?;
+    let engine =
+        CudaEngine::new(setup, device, shape, windows, host, layers, buffers, &channel.staging_places())
+            .map_err(setup_failure)?;
+    Ok((Box::new(engine), weight_bytes, describe))
+}
+
+/// This rank's GPU, checked for what the kernels need.
+fn open(setup: &RankSetup) -> Result<Device, Failure> {
+    let present = Device::count().map_err(setup_failure)?;
+    if setup.rank.0 >= present {
+        return Err(setup_failure(format!(
+            "rank {} needs GPU {}, but this process sees {present} GPUs; lower --ranks, or look at \
+             CUDA_VISIBLE_DEVICES",
+            setup.rank, setup.rank
+        )));
+    }
+    let device = Device::open(setup.rank.0).map_err(setup_failure)?;
+    let (major, minor) = device.capability().map_err(setup_failure)?;
+    if (major, minor) != (9, 0) {
+        let name = device.name().unwrap_or_default();
+        return Err(setup_failure(format!(
+            "GPU {} ({name}) has compute capability {major}.{minor}; the kernels are built for 9.0 (Hopper) only; \
+             use --device cpu",
+            setup.rank
+        )));
+    }
+    Ok(device)
+}
+
+fn check_memory(setup: &RankSetup, device: &Device, checkpoint: &Checkpoint) -> Result<(), Failure> {
+    let (free, total) = device.memory().map_err(setup_failure)?;
+    let needed = device_bytes(checkpoint, setup.shape.ranks as usize, setup.rank) + RESERVE;
+    if needed > free as u64 {
+        return Err(setup_failure(format!(
+            "GPU {} has {} MiB free of {} MiB, and this rank's weights and reserve need {} MiB; use more ranks",
+            setup.rank,
+            free >> 20,
+            total >> 20,
+            needed >> 20
+        )));
+    }
+    Ok(())
+}
+
+fn join(
+    setup: &RankSetup,
+    device: &Device,
+    shape: &Shape,
+    socket: &UnixStream,
+    reader: &mut BufReader<UnixStream>,
+) -> Result<LsaWindows, Failure> {
+    if shape.ranks == 1 {
+        return LsaWindows::alone(device, shape, setup.shape.slots).map_err(setup_failure);
+    }
+    let library = Library::open(None).map_err(setup_failure)?;
+    tracing::debug!(version = %library.version(), origin = library.origin(), "NCCL");
+    if setup.rank.0 == 0 {
+        let id = UniqueId::create(&library).map_err(setup_failure)?;
+        let id = id.to_bytes().to_vec();
+        control::send(socket, &FromRank::GroupId { id }).map_err(setup_failure)?;
+    }
+    let id = receive_id(socket, reader)?;
+    LsaWindows::join(&library, &id, shape, setup.rank.0, setup.shape.slots, JOIN_DEADLINE)
+        .map_err(setup_failure)
+}
+
+/// The id that rank 0 made, as the router hands it on.
+fn receive_id(socket: &UnixStream, reader: &mut BufReader<UnixStream>) -> Result<[u8; ID_BYTES], Failure> {
+    socket.set_read_timeout(Some(JOIN_DEADLINE)).map_err(setup_failure)?;
+    let message = control::receive::<ToRank>(reader)
+        .map_err(|error| setup_failure(format!("no NCCL id came from rank 0 through the router: {error}")))?;
+    socket.set_read_timeout(None).map_err(setup_failure)?;
+    match message {
+        Some(ToRank::GroupId { id }) => {
+            let found = id.len();
+            id.try_into()
+                .map_err(|_| setup_failure(format!("the NCCL id has {found} bytes, expected {ID_BYTES}")))
+        }
+        other => Err(setup_failure(format!("expected the NCCL id from the router, found {other:?}"))),
+    }
+}
+
+impl From<DeviceError> for crate::engine::StepFault {
+    fn from(error: DeviceError) -> Self {
+        crate::engine::StepFault::Device(error.to_string())
+    }
+}
+
+impl From<expertd_kernels::launch::LaunchError> for crate::engine::StepFault {
+    fn from(error: expertd_kernels::launch::LaunchError) -> Self {
+        crate::engine::StepFault::Device(error.to_string())
+    }
+}

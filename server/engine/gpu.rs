@@ -1,0 +1,227 @@
+//! What can be said about ranks on GPUs without touching a GPU: the router uses it, in every build.
+
+use std::io::BufReader;
+use std::os::unix::net::UnixStream;
+
+use expertd_kernels::layout::{Shape, WindowLayout};
+use expertd_kernels::params::MAX_EXPERTS;
+
+use super::StepEngine;
+use super::control::{FailureKind, RankSetup};
+use crate::linalg::WeightFormat;
+use crate::model::{ModelSpec, MoeLayer};
+use crate::shm::{GroupShape, RankChannel};
+
+/// Whether this build can run ranks on GPUs.
+pub const BUILT: bool = cfg!(feature = "cuda");
+
+/// What to do about a build that cannot.
+pub const BUILD_HINT: &str = "this build has no GPU ranks; build with `cargo build --release --features cuda` \
+                              (scripts/fetch-cuda.sh gets the compiler), or use --device cpu";
+
+/// Multiple that the kernels' row length has to be; shorter rows are padded.
+const ROW_UNIT: usize = 64;
+
+/// Environment that ranks on GPUs need: no NVLink multicast, and kernels loaded before anything waits on the device.
+#[must_use]
+pub fn environment() -> Vec<(String, String)> {
+    [("NCCL_NVLS_ENABLE", "0"), ("CUDA_MODULE_LOADING", "EAGER")]
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        .to_vec()
+}
+
+/// GPUs that ranks may use: those of the machine, or what `CUDA_VISIBLE_DEVICES` leaves of them. Looks at device files
+/// only, so that the router stays free of CUDA.
+#[must_use]
+pub fn present() -> u32 {
+    let files = std::fs::read_dir("/dev").map_or(0, |entries| {
+        let names = entries.filter_map(Result::ok).filter_map(|entry| entry.file_name().into_string().ok());
+        names.filter(|name| is_gpu(name)).count()
+    });
+    let files = u32::try_from(files).unwrap_or(0);
+    match std::env::var("CUDA_VISIBLE_DEVICES") {
+        Ok(list) => files.min(visible(&list)),
+        Err(_) => files,
+    }
+}
+
+fn is_gpu(name: &str) -> bool {
+    name.strip_prefix("nvidia").is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+}
+
+/// Entries of the list up to the first that cannot be one, as CUDA reads it.
+fn visible(list: &str) -> u32 {
+    let valid = |entry: &&str| !entry.is_empty() && !entry.starts_with('-');
+    list.split(',').map(str::trim).take_while(valid).count() as u32
+}
+
+/// The kernels' sizes for a group of this shape, with a model of at most `experts` experts per layer.
+#[must_use]
+pub fn kernel_shape(shape: &GroupShape, experts: usize) -> Shape {
+    Shape {
+        ranks: shape.ranks,
+        max_tokens: shape.max_tokens_per_rank as u32,
+        hidden: shape.hidden.next_multiple_of(ROW_UNIT) as u32,
+        top_k: shape.max_top_k as u32,
+        experts: experts as u32,
+    }
+}
+
+/// Bytes of one rank's window.
+#[must_use]
+pub fn window_bytes(shape: &GroupShape, experts: usize) -> usize {
+    let (_, bytes) = WindowLayout::new(&kernel_shape(shape, experts));
+    usize::try_from(bytes).unwrap_or(usize::MAX).saturating_mul(shape.slots as usize)
+}
+
+/// Checks that GPUs can run this model, from its description alone.
+///
+/// # Errors
+/// The layer and what about it GPUs cannot do yet.
+pub fn check(spec: &ModelSpec, shape: &GroupShape) -> Result<(), String> {
+    kernel_shape(shape, spec.max_experts()).check().map_err(|error| format!("device cuda: {error}"))?;
+    for (layer, moe) in spec.moe_layers() {
+        if let Some(what) = unsupported(moe) {
+            return Err(format!(
+                "device cuda: layer {layer} {what}, which GPU ranks cannot do yet; use --device cpu"
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn unsupported(moe: &MoeLayer) -> Option<String> {
+    let plain = |format| matches!(format, WeightFormat::Bf16 | WeightFormat::F16 | WeightFormat::F32);
+    let shared = moe.shared.as_ref();
+    if !plain(moe.experts.format) {
+        return Some(format!("has expert weights in {}", moe.experts.format));
+    }
+    if let Some(shared) = shared.filter(|shared| !plain(shared.format)) {
+        return Some(format!("has shared expert weights in {}", shared.format));
+    }
+    if moe.experts.count > MAX_EXPERTS {
+        return Some(format!("has {} experts (at most {MAX_EXPERTS})", moe.experts.count));
+    }
+    if let Some(groups) = moe.gate.groups.filter(|groups| groups.groups > 32) {
+        return Some(format!("chooses among {} groups of experts (at most 32)", groups.groups));
+    }
+    None
+}
+
+/// One thing that ranks need of the machine, for people.
+#[derive(Clone, Debug)]
+pub struct Gate {
+    /// What.
+    pub name: String,
+    /// What is there.
+    pub found: String,
+    /// What should be there.
+    pub needed: String,
+    /// Whether it is.
+    pub ok: bool,
+    /// Whether ranks can do without.
+    pub optional: bool,
+    /// What to do about it.
+    pub way_out: String,
+}
+
+impl Gate {
+    /// A gate that is open or not.
+    #[must_use]
+    pub fn of(name: &str, ok: bool, found: String, needed: &str) -> Self {
+        let (name, needed) = (name.to_owned(), needed.to_owned());
+        Gate { name, found, needed, ok, optional: false, way_out: String::new() }
+    }
+
+    /// A gate that is closed.
+    #[must_use]
+    pub fn failed(name: &str, found: String, needed: &str, way_out: &str) -> Self {
+        Gate::of(name, false, found, needed).way_out(way_out)
+    }
+
+    /// What to do if it is closed.
+    #[must_use]
+    pub fn way_out(mut self, text: &str) -> Self {
+        text.clone_into(&mut self.way_out);
+        self
+    }
+
+    /// Ranks can do without.
+    #[must_use]
+    pub fn only_a_hint(mut self) -> Self {
+        self.optional = true;
+        self
+    }
+}
+
+/// Every gate between this process and ranks on GPUs; opens devices, so nothing for the router.
+#[must_use]
+pub fn probe() -> Vec<Gate> {
+    #[cfg(feature = "cuda")]
+    {
+        super::cuda::probe()
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        let found = format!("without GPU ranks; {} GPUs here", present());
+        vec![Gate::failed("build", found, "feature cuda", BUILD_HINT)]
+    }
+}
+
+/// A rank's engine, the bytes of its weights, and what it computes with.
+pub(super) type Loaded = (Box<dyn StepEngine>, u64, String);
+
+/// Sets up this rank's GPU, joins the group, and loads.
+#[cfg(feature = "cuda")]
+pub(super) fn load(
+    setup: &RankSetup,
+    channel: &RankChannel,
+    socket: &UnixStream,
+    reader: &mut BufReader<UnixStream>,
+    progress: impl FnMut(u64, u64),
+) -> Result<Loaded, (FailureKind, String)> {
+    super::cuda::load(setup, channel, socket, reader, progress)
+}
+
+/// Refuses: this build has no GPU ranks.
+#[cfg(not(feature = "cuda"))]
+pub(super) fn load(
+    _setup: &RankSetup,
+    _channel: &RankChannel,
+    _socket: &UnixStream,
+    _reader: &mut BufReader<UnixStream>,
+    _progress: impl FnMut(u64, u64),
+) -> Result<Loaded, (FailureKind, String)> {
+    Err((FailureKind::Setup, BUILD_HINT.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn device_files_and_visible_devices_are_counted() {
+        assert!(is_gpu("nvidia0") && is_gpu("nvidia12"));
+        assert!(!is_gpu("nvidiactl") && !is_gpu("nvidia-uvm") && !is_gpu("nvidia") && !is_gpu("sda"));
+        assert_eq!(visible("0,1,3"), 3);
+        assert_eq!(visible("2, GPU-8932f937"), 2);
+        assert_eq!(visible(""), 0);
+        assert_eq!(visible("0,-1,2"), 1);
+    }
+
+    #[test]
+    fn rows_are_padded_to_what_the_kernels_take() {
+        let shape = GroupShape {
+            ranks: 2,
+            slots: 3,
+            max_tokens_per_rank: 10,
+            max_segments: 10,
+            hidden: 100,
+            max_top_k: 4,
+        };
+        let kernels = kernel_shape(&shape, 7);
+        assert_eq!((kernels.hidden, kernels.top_k, kernels.experts), (128, 4, 7));
+        let (_, one) = WindowLayout::new(&kernels);
+        assert_eq!(window_bytes(&shape, 7), 3 * one as usize);
+    }
+}
