@@ -276,6 +276,7 @@ impl Sequence<'_> {
             activation,
             alpha,
             limit,
+            flags: experts::PROGRAMMATIC,
             ..ExpertsParams::default()
         }
     }
