@@ -9,6 +9,6 @@ mod recorder;
 
 pub use endpoint::{MetricsEndpoint, Probe};
 pub use handles::{Phase, RequestMetrics, StepMetrics};
-pub use logs::{LogFormat, init_logs};
+pub use logs::{LogError, LogFormat, init_logs};
 pub use process::{ResidentBytes, resident_bytes};
 pub use recorder::{Recorder, install_recorder};

@@ -36,7 +36,7 @@ pub struct Segment {
     pub first_row: u32,
     /// Rows.
     pub rows: u32,
-    /// [`DType`] code.
+    /// [`DType`](crate::types::DType) code.
     pub dtype: u32,
     /// [`Segment::GIVEN_ROUTING`] and others.
     pub flags: u32,

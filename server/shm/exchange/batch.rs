@@ -10,7 +10,7 @@ use std::ops::Range;
 use super::super::window::{BatchHead, WindowShape, Windows};
 use crate::types::{Rank, Slot};
 
-/// What this rank dispatches to one other: to be filled while the slot is [`SlotState::Open`].
+/// What this rank dispatches to one other: to be filled while the slot is open ([`SlotState`](super::SlotState)).
 #[derive(Debug)]
 pub struct Outgoing<'a> {
     /// How much of the rest is filled.
