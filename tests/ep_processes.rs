@@ -83,9 +83,19 @@ fn other_rank() {
     // SAFETY: inherited, named by the parent, and used by nothing else here.
     let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
     let mut group = CpuGroup::from_fd(fd, config(rank as usize, Duration::from_millis(deadline))).unwrap();
+    let before = windows_rss();
+    assert!(before.is_some_and(|kib| kib > 0));
     for n in 0..count {
         exchange(&mut group, n, seed).unwrap();
     }
+    assert_eq!(windows_rss(), before, "pages of the windows that were not present when the rank joined");
+}
+
+/// Resident KiB of the windows, from the page tables.
+fn windows_rss() -> Option<usize> {
+    let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let windows = maps.lines().skip_while(|line| !line.contains("memfd:expertd-windows"));
+    windows.skip(1).find_map(|line| line.strip_prefix("Rss:")?.trim().strip_suffix(" kB")?.parse().ok())
 }
 
 /// A rank's process; killed when dropped, so that a failing test leaves nothing behind.

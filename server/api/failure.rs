@@ -152,7 +152,8 @@ pub(super) fn request_status(status: &Status) -> RequestStatus {
 }
 
 /// The code as gRPC writes it, e.g. `INVALID_ARGUMENT`; what metrics carry.
-pub(super) const fn code_name(code: Code) -> &'static str {
+#[must_use]
+pub const fn code_name(code: Code) -> &'static str {
     match code {
         Code::Ok => "OK",
         Code::Cancelled => "CANCELLED",

@@ -20,6 +20,6 @@ mod validate;
 
 pub use address::{Address, AddressError, BindError};
 pub use budget::Patience;
-pub use failure::ERROR_DOMAIN;
+pub use failure::{ERROR_DOMAIN, code_name};
 pub use health::ready_probe;
 pub use server::{Server, ServerConfig, ServerError};

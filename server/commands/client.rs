@@ -3,10 +3,11 @@
 use expertd_proto::transport::{self, CONTROL_MESSAGE_BYTES, ConnectError};
 use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::{GetModelRequest, GetModelResponse};
+use tonic::Status;
 use tonic::transport::Channel;
-use tonic::{Code, Status};
 use tonic_types::StatusExt as _;
 
+pub use crate::api::code_name;
 use crate::types::DType;
 
 /// Where `expertd serve` listens unless told otherwise.
@@ -69,7 +70,9 @@ pub fn describe(status: &Status) -> String {
     let mut text = format!("{} ({})", status.message(), code_name(status.code()));
     let details = status.get_error_details();
     if let Some(bad) = details.bad_request() {
-        for violation in &bad.field_violations {
+        // The service's own messages name the fields already.
+        let untold = |text: &str| !status.message().contains(text);
+        for violation in bad.field_violations.iter().filter(|violation| untold(&violation.description)) {
             text.push_str(&format!("; {}: {}", violation.field, violation.description));
         }
     }
@@ -77,30 +80,6 @@ pub fn describe(status: &Status) -> String {
         text.push_str(&format!("; retry after {delay:?}"));
     }
     text
-}
-
-/// The code as gRPC writes it, e.g. `INVALID_ARGUMENT`.
-#[must_use]
-pub fn code_name(code: Code) -> &'static str {
-    match code {
-        Code::Ok => "OK",
-        Code::Cancelled => "CANCELLED",
-        Code::Unknown => "UNKNOWN",
-        Code::InvalidArgument => "INVALID_ARGUMENT",
-        Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
-        Code::NotFound => "NOT_FOUND",
-        Code::AlreadyExists => "ALREADY_EXISTS",
-        Code::PermissionDenied => "PERMISSION_DENIED",
-        Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
-        Code::FailedPrecondition => "FAILED_PRECONDITION",
-        Code::Aborted => "ABORTED",
-        Code::OutOfRange => "OUT_OF_RANGE",
-        Code::Unimplemented => "UNIMPLEMENTED",
-        Code::Internal => "INTERNAL",
-        Code::Unavailable => "UNAVAILABLE",
-        Code::DataLoss => "DATA_LOSS",
-        Code::Unauthenticated => "UNAUTHENTICATED",
-    }
 }
 
 /// A dtype given on the command line.
@@ -138,6 +117,7 @@ pub enum RoutingArg {
 mod tests {
     use std::time::Duration;
 
+    use tonic::Code;
     use tonic_types::ErrorDetails;
 
     use super::*;

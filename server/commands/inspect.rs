@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use clap::Args;
 use serde_json::json;
 
+use crate::linalg::WeightFormat;
 use crate::model::{Checkpoint, ModelError, ModelSpec, MoeLayer, Placement};
 use crate::types::{LayerId, Rank};
 
@@ -82,7 +83,9 @@ fn as_json(checkpoint: &Checkpoint, ranks: usize) -> String {
 fn in_words(checkpoint: &Checkpoint, ranks: usize) -> String {
     let spec = checkpoint.spec();
     let mut out = String::new();
-    let mut line = |name: &str, text: &str| writeln!(out, "{name:<16}{text}").expect("a string grows");
+    let mut line = |name: &str, text: &str| {
+        writeln!(out, "{}", format!("{name:<18}{text}").trim_end()).expect("a string grows");
+    };
     line("checkpoint", &checkpoint.dir().display().to_string());
     line("family", &spec.family);
     line("model type", &spec.model_type);
@@ -97,14 +100,18 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize) -> String {
         line("  experts", &format!("{} of width {}, {}", experts.count, experts.width, experts.activation));
         let weight_on = if experts.weight_on_input { "input" } else { "output" };
         let biases = if experts.biases { "with biases" } else { "no biases" };
-        line("  weights", &format!("{:?}, {} each, {biases}", experts.format, bytes(experts.bytes)));
+        line(
+            "  weights",
+            &format!("{}, {} each, {biases}", format_name(experts.format), bytes(experts.bytes)),
+        );
         line("  routing weight", &format!("multiplies the expert's {weight_on}"));
         match &moe.shared {
             None => line("  shared", "none"),
             Some(shared) => {
                 let gated = if shared.gated { ", behind a sigmoid gate" } else { "" };
                 let size = bytes(shared.bytes);
-                line("  shared", &format!("width {}, {:?}, {size}{gated}", shared.width, shared.format));
+                let format = format_name(shared.format);
+                line("  shared", &format!("width {}, {format}, {size}{gated}", shared.width));
             }
         }
         if moe.gate.needs_token_ids() {
@@ -125,6 +132,16 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize) -> String {
     line("  all ranks", &bytes(total));
     line("fits", &fits(total, available_memory()));
     out
+}
+
+fn format_name(format: WeightFormat) -> &'static str {
+    match format {
+        WeightFormat::F32 => "f32",
+        WeightFormat::F16 => "f16",
+        WeightFormat::Bf16 => "bf16",
+        WeightFormat::Fp8E4m3 => "FP8 e4m3 with scales",
+        WeightFormat::Mxfp4 => "MXFP4",
+    }
 }
 
 /// Whether CPU ranks fit this machine's memory; what a GPU needs beyond weights is not known here.

@@ -1,15 +1,18 @@
 //! The subcommands of the `expertd` binary.
 
+pub mod admin;
 pub mod bench;
 pub mod call;
 pub mod client;
 pub mod demo;
 pub mod doctor;
+pub mod drain;
 pub mod golden;
 pub mod inspect;
 pub mod rank;
 pub mod rows;
 pub mod serve;
+pub mod status;
 pub mod synth;
 pub mod verify;
 
@@ -55,6 +58,10 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Measure the phases of a step on this machine, without gRPC
     Bench(bench::BenchArgs),
+    /// Show what a running service, its EP group and its ranks are doing
+    Status(status::StatusArgs),
+    /// Stop admitting requests, finish what is in flight, end the service
+    Drain(drain::DrainArgs),
     /// One expert rank; started by `serve`
     #[command(hide = true)]
     Rank(rank::RankArgs),
@@ -82,6 +89,8 @@ pub fn main() -> ExitCode {
         Command::Synth(args) => synth::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Bench(args) => block_on("bench", bench::run(args)),
+        Command::Status(args) => block_on("status", status::run(args)),
+        Command::Drain(args) => block_on("drain", drain::run(args)),
         Command::Rank(args) => rank::run(&args),
     }
 }

@@ -9,7 +9,7 @@ use super::{PhaseClock, StepEngine, StepFault, StepReport};
 use crate::ep::{CpuGroup, EpGroup, HostRouting};
 use crate::experts::cpu::{CpuExpert, ExpertError, Workspace, WorkspaceSize, forward, forward_one};
 use crate::experts::{Assignments, ExpertBiases, ExpertKind, ExpertWeights, WeightOn};
-use crate::gate::CpuGate;
+use crate::gate::{CpuGate, GateScratch};
 use crate::linalg::Level;
 use crate::model::{Checkpoint, ExpertTensors, ExpertsSpec, ModelError, ModelSpec, Placement};
 use crate::shm::{ExpertsNotice, GroupShape, RankStaging, StepDescriptor};
@@ -80,6 +80,7 @@ pub struct CpuEngine {
     buffers: Buffers,
     grouping: Grouping,
     workspace: Workspace,
+    gating: GateScratch,
     /// Multipliers of the shared experts' output.
     sigmoids: Vec<f32>,
     weight_bytes: u64,
@@ -192,6 +193,7 @@ impl CpuEngine {
             },
             grouping: Grouping::default(),
             workspace: workspace(spec, &setup.shape, threads),
+            gating: GateScratch::new(spec.hidden, threads),
             sigmoids: vec![0.0; capacity],
             weight_bytes: total,
         })
@@ -289,11 +291,13 @@ impl StepEngine for CpuEngine {
         for gated in runs.chunk_by(|a, b| a.gated == b.gated).filter(|chunk| chunk[0].gated) {
             let range = rows_of(gated);
             let routed = range.start * k..range.end * k;
-            layer.gate.route(
+            layer.gate.route_with(
                 &rows[range.start * hidden..range.end * hidden],
                 Some(&staging.token_ids[range]),
                 &mut staging.ids[routed.clone()],
                 &mut staging.weights[routed],
+                &mut self.gating,
+                Some(&self.pool),
             )?;
         }
         clock.end(Phase::Gate);

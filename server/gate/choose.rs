@@ -53,7 +53,7 @@ pub(super) fn softmax(values: &mut [f32]) {
 }
 
 /// Takes the groups that do not stay out of the choice. `choice` is what experts are chosen by, `scores` what they
-/// weigh; `order` and `rated` are scratch of at least `groups` elements.
+/// weigh.
 pub(super) fn limit_groups(limit: GroupLimit, choice: &mut [f32], scores: &mut [f32], scratch: &mut Scratch) {
     let size = choice.len() / limit.groups;
     let rated = &mut scratch.rated[..limit.groups];

@@ -1,9 +1,10 @@
 //! The gate on the CPU.
 
-use half::{bf16, f16};
+use rayon::ThreadPool;
+use rayon::prelude::*;
 
 use super::choose::{Scratch, finish, limit_groups, score, sparse_mixer, top_k};
-use crate::linalg::{MatrixView, WeightFormat};
+use crate::linalg::{MatmulScratch, PackedMatrix, matmul};
 use crate::model::{Choice, GateSpec, GateTensors, ScoreFn};
 
 /// Why rows cannot be routed.
@@ -50,7 +51,7 @@ pub enum GateError {
 pub struct CpuGate {
     spec: GateSpec,
     hidden: usize,
-    weight: Vec<f32>,
+    weight: PackedMatrix,
     bias: Option<Vec<f32>>,
     correction: Option<Vec<f32>>,
     table: Vec<i32>,
@@ -76,7 +77,7 @@ impl CpuGate {
         Self {
             spec: spec.clone(),
             hidden: tensors.weight.cols,
-            weight: widen(&tensors.weight),
+            weight: PackedMatrix::pack(&tensors.weight).expect("a checkpoint's views hold together"),
             bias: tensors.bias.clone(),
             correction: tensors.correction_bias.clone(),
             table,
@@ -93,6 +94,8 @@ impl CpuGate {
     /// `weights [T, k]`, best first; layers that route by token id take `token_ids [T]` and keep the table's order. The
     /// weights of a row whose scores are not numbers may not be numbers.
     ///
+    /// Works on this thread, in memory of its own; [`Self::route_with`] brings both.
+    ///
     /// # Errors
     /// Buffers of the wrong length, or token ids that are missing or out of range; then nothing is written.
     pub fn route(
@@ -102,20 +105,67 @@ impl CpuGate {
         ids: &mut [i32],
         weights: &mut [f32],
     ) -> Result<(), GateError> {
+        self.route_with(rows, token_ids, ids, weights, &mut GateScratch::new(self.hidden, 1), None)
+    }
+
+    /// Like [`Self::route`], with scratch memory and on the threads of `pool`. The result does not depend on either.
+    ///
+    /// # Errors
+    /// As [`Self::route`].
+    pub fn route_with(
+        &self,
+        rows: &[f32],
+        token_ids: Option<&[i32]>,
+        ids: &mut [i32],
+        weights: &mut [f32],
+        scratch: &mut GateScratch,
+        pool: Option<&ThreadPool>,
+    ) -> Result<(), GateError> {
         let (e, k) = (self.spec.num_experts, self.spec.top_k);
         let tokens = rows.len() / self.hidden;
         check("rows", tokens * self.hidden, rows.len())?;
         check("ids", tokens * k, ids.len())?;
         check("weights", tokens * k, weights.len())?;
         self.check_token_ids(tokens, token_ids)?;
-        let mut logits = vec![0.0; tokens * e];
-        self.logits(rows, &mut logits);
-        let mut row = RowRouter { gate: self, scratch: Scratch::new(&self.spec), choice: vec![0.0; e] };
-        let outputs = ids.chunks_exact_mut(k).zip(weights.chunks_exact_mut(k));
-        for (t, (logits, (ids, weights))) in logits.chunks_exact_mut(e).zip(outputs).enumerate() {
-            row.route(logits, token_ids.map(|ids| ids[t]), ids, weights);
+        if scratch.logits.len() < tokens * e {
+            scratch.logits.resize(tokens * e, 0.0);
+        }
+        let logits = &mut scratch.logits[..tokens * e];
+        matmul(rows, &self.weight, logits, &mut scratch.matmul, pool);
+        // Scores take some 5 ns each; below this, waking threads takes longer.
+        let per_piece = match pool {
+            Some(pool) if tokens * e >= 16384 => tokens.div_ceil(4 * pool.current_num_threads()),
+            _ => tokens.max(1),
+        };
+        let pieces: Vec<Piece<'_>> = logits
+            .chunks_mut(per_piece * e)
+            .zip(ids.chunks_mut(per_piece * k).zip(weights.chunks_mut(per_piece * k)))
+            .enumerate()
+            .map(|(i, (logits, (ids, weights)))| {
+                let first = i * per_piece;
+                let token_ids = token_ids.map(|all| &all[first..first + logits.len() / e]);
+                Piece { logits, token_ids, ids, weights }
+            })
+            .collect();
+        match pool {
+            Some(pool) if pieces.len() > 1 => {
+                pool.install(|| pieces.into_par_iter().for_each(|piece| self.route_piece(piece)));
+            }
+            _ => pieces.into_iter().for_each(|piece| self.route_piece(piece)),
         }
         Ok(())
+    }
+
+    fn route_piece(&self, piece: Piece<'_>) {
+        let (e, k) = (self.spec.num_experts, self.spec.top_k);
+        let mut row = RowRouter { gate: self, scratch: Scratch::new(&self.spec), choice: vec![0.0; e] };
+        let outputs = piece.ids.chunks_exact_mut(k).zip(piece.weights.chunks_exact_mut(k));
+        for (t, (logits, (ids, weights))) in piece.logits.chunks_exact_mut(e).zip(outputs).enumerate() {
+            for (logit, bias) in logits.iter_mut().zip(self.bias.iter().flatten()) {
+                *logit += bias;
+            }
+            row.route(logits, piece.token_ids.map(|ids| ids[t]), ids, weights);
+        }
     }
 
     fn check_token_ids(&self, tokens: usize, token_ids: Option<&[i32]>) -> Result<(), GateError> {
@@ -130,19 +180,29 @@ impl CpuGate {
             None => Ok(()),
         }
     }
+}
 
-    /// `logits [T, E]` = rows × weightᵀ + bias.
-    fn logits(&self, rows: &[f32], logits: &mut [f32]) {
-        let e = self.spec.num_experts;
-        for (row, logits) in rows.chunks_exact(self.hidden).zip(logits.chunks_exact_mut(e)) {
-            for (logit, weight) in logits.iter_mut().zip(self.weight.chunks_exact(self.hidden)) {
-                *logit = dot(row, weight);
-            }
-            for (logit, bias) in logits.iter_mut().zip(self.bias.iter().flatten()) {
-                *logit += bias;
-            }
-        }
+/// Memory that routing works in, for gates of any layer of a model.
+#[derive(Debug)]
+pub struct GateScratch {
+    matmul: MatmulScratch,
+    logits: Vec<f32>,
+}
+
+impl GateScratch {
+    /// Scratch for rows of `hidden` elements and a pool of `threads`; grows with the number of rows.
+    #[must_use]
+    pub fn new(hidden: usize, threads: usize) -> Self {
+        Self { matmul: MatmulScratch::new(hidden, threads), logits: Vec::new() }
     }
+}
+
+/// Consecutive rows.
+struct Piece<'a> {
+    logits: &'a mut [f32],
+    token_ids: Option<&'a [i32]>,
+    ids: &'a mut [i32],
+    weights: &'a mut [f32],
 }
 
 fn check(what: &'static str, expected: usize, found: usize) -> Result<(), GateError> {
@@ -194,38 +254,4 @@ impl RowRouter<'_> {
         }
         top_k(&self.choice, ids);
     }
-}
-
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut sums = [0.0f32; 16];
-    let (a, rest_a) = a.as_chunks::<16>();
-    let (b, rest_b) = b.as_chunks::<16>();
-    for (a, b) in a.iter().zip(b) {
-        for i in 0..16 {
-            sums[i] += a[i] * b[i];
-        }
-    }
-    let rest: f32 = rest_a.iter().zip(rest_b).map(|(a, b)| a * b).sum();
-    sums.iter().sum::<f32>() + rest
-}
-
-/// An unquantised matrix as f32, row-major.
-fn widen(view: &MatrixView<'_>) -> Vec<f32> {
-    let mut out = Vec::with_capacity(view.rows * view.cols);
-    for r in 0..view.rows {
-        for c in 0..view.cols {
-            let at = r * view.row_stride + c * view.col_stride;
-            out.push(match view.format {
-                WeightFormat::F32 => f32::from_le_bytes(element(view.data, at)),
-                WeightFormat::Bf16 => bf16::from_le_bytes(element(view.data, at)).to_f32(),
-                WeightFormat::F16 => f16::from_le_bytes(element(view.data, at)).to_f32(),
-                WeightFormat::Fp8E4m3 | WeightFormat::Mxfp4 => unreachable!("gates are not quantised"),
-            });
-        }
-    }
-    out
-}
-
-fn element<const N: usize>(data: &[u8], at: usize) -> [u8; N] {
-    data[at * N..][..N].try_into().expect("a slice of that length")
 }

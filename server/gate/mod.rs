@@ -7,5 +7,7 @@
 
 mod choose;
 mod cpu;
+#[cfg(test)]
+mod tests;
 
-pub use cpu::{CpuGate, GateError};
+pub use cpu::{CpuGate, GateError, GateScratch};

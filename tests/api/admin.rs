@@ -194,3 +194,20 @@ async fn the_scrape_endpoint_has_documented_names_and_probes() {
     assert!(status.contains("503") && reason.contains("because"), "{status} {reason}");
     assert!(get(&address, "/").await.0.contains("404"));
 }
+
+#[tokio::test]
+async fn the_commands_talk_to_admin_only() {
+    use expertd::commands::admin::AdminAddress;
+    use expertd::commands::drain::{DrainArgs, drain};
+    use expertd::commands::status::{StatusArgs, status};
+
+    let service = Service::start(&fake()).await;
+    let admin = AdminAddress { address: service.admin.clone() };
+    let found = status(&StatusArgs { admin: admin.clone(), json: false }).await.unwrap();
+    assert_eq!(found.model, "fake");
+    let public = AdminAddress { address: service.tcp.clone() };
+    let error = status(&StatusArgs { admin: public, json: false }).await.unwrap_err().to_string();
+    assert!(error.contains("--admin-listen"), "{error}");
+    let drained = drain(&DrainArgs { admin, timeout: Some(0.25), json: false }).await.unwrap();
+    assert_eq!(drained.requests_dropped, 250, "the stand-in answers with the timeout");
+}

@@ -261,8 +261,6 @@ fn random_step(rng: &mut ChaCha8Rng, config: &EpConfig) -> Step {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
-
     #[test]
     fn equals_the_reference_bit_by_bit(
         ranks in 1usize..=8,

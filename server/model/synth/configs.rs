@@ -140,6 +140,8 @@ pub(super) fn config_json(config: &SynthConfig, family: &Family) -> Value {
             let kinds: Vec<_> =
                 (0..config.layers).map(|i| if i < hashed { "hash_moe" } else { "moe" }).collect();
             map.insert("mlp_layer_types".into(), kinds.into());
+            // The reference implementation takes this for another name of the experts' width.
+            map.remove("intermediate_size");
         }
         _ => {}
     }
@@ -147,6 +149,10 @@ pub(super) fn config_json(config: &SynthConfig, family: &Family) -> Value {
         let (groups, kept) = groups(config);
         map.insert("n_group".into(), groups.into());
         map.insert("topk_group".into(), kept.into());
+    }
+    if extras.contains("linear_num_key_heads") {
+        let kind = |layer| if layer + 1 == config.layers { "full_attention" } else { "linear_attention" };
+        map.insert("layer_types".into(), (0..config.layers).map(kind).collect::<Vec<_>>().into());
     }
     match family.shared.map(|shared| shared.width) {
         Some(SharedWidth::Field(field)) => {

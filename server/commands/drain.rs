@@ -1,0 +1,66 @@
+//! `expertd drain`: let a running service finish and end.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use expertd_proto::v1::{DrainRequest, DrainResponse};
+use serde_json::json;
+
+use super::admin::{AdminAddress, call_error};
+use super::client::ClientError;
+
+/// Stop admitting requests, finish what is in flight, and end the service.
+///
+/// Returns when nothing is in flight any more, or the time is up. Exits 0 if every request was answered, 1 if some were
+/// given up or the service does not answer.
+#[derive(Args, Clone, Debug)]
+pub struct DrainArgs {
+    /// Where Admin answers.
+    #[command(flatten)]
+    pub admin: AdminAddress,
+    /// How long requests in flight may take, in seconds [default: the service's own limit]
+    #[arg(long, value_name = "SECONDS", value_parser = positive_seconds)]
+    pub timeout: Option<f64>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn positive_seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if seconds > 0.0 && seconds < 1e6 => Ok(seconds),
+        _ => Err("expected a number of seconds above 0".to_owned()),
+    }
+}
+
+/// Drains a service.
+///
+/// # Errors
+/// If the service does not answer.
+pub async fn drain(args: &DrainArgs) -> Result<DrainResponse, ClientError> {
+    let mut admin = args.admin.connect().await?;
+    let timeout = args.timeout.map(Duration::from_secs_f64);
+    let timeout_ms =
+        timeout.map_or(0, |timeout| u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX).max(1));
+    match admin.drain(DrainRequest { timeout_ms }).await {
+        Ok(response) => Ok(response.into_inner()),
+        Err(status) => Err(call_error("Drain", &args.admin.address, status)),
+    }
+}
+
+/// Drains and prints; exit status 0 if every request was answered.
+///
+/// # Errors
+/// As [`drain`].
+pub async fn run(args: DrainArgs) -> Result<ExitCode, ClientError> {
+    let DrainResponse { requests_dropped } = drain(&args).await?;
+    if args.json {
+        println!("{}", json!({ "requests_dropped": requests_dropped }));
+    } else if requests_dropped == 0 {
+        println!("drained: every request was answered");
+    } else {
+        println!("drained: time ran out for {requests_dropped} requests, which ended UNAVAILABLE");
+    }
+    Ok(if requests_dropped == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}

@@ -1,0 +1,175 @@
+//! `expertd status`: what a running service is doing.
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+use clap::Args;
+use expertd_proto::v1::{GetStatusRequest, GetStatusResponse, RankStatus, ServiceState};
+use serde_json::json;
+
+use super::admin::{AdminAddress, call_error};
+use super::client::ClientError;
+
+/// Show the state of a running service, its EP group and its ranks.
+///
+/// Exits 0 if requests are admitted, 1 if not or if the service does not answer.
+#[derive(Args, Clone, Debug)]
+pub struct StatusArgs {
+    /// Where Admin answers.
+    #[command(flatten)]
+    pub admin: AdminAddress,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Asks a service for its state.
+///
+/// # Errors
+/// If the service does not answer.
+pub async fn status(args: &StatusArgs) -> Result<GetStatusResponse, ClientError> {
+    let mut admin = args.admin.connect().await?;
+    match admin.get_status(GetStatusRequest {}).await {
+        Ok(response) => Ok(response.into_inner()),
+        Err(status) => Err(call_error("GetStatus", &args.admin.address, status)),
+    }
+}
+
+/// Asks and prints; exit status 0 if requests are admitted.
+///
+/// # Errors
+/// As [`status`].
+pub async fn run(args: StatusArgs) -> Result<ExitCode, ClientError> {
+    let status = status(&args).await?;
+    print!("{}", if args.json { format!("{:#}\n", to_json(&status)) } else { to_text(&status) });
+    Ok(if status.state() == ServiceState::Serving { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn state_name(state: ServiceState) -> &'static str {
+    match state {
+        ServiceState::Unspecified => "unknown",
+        ServiceState::Loading => "loading",
+        ServiceState::Serving => "serving",
+        ServiceState::Reforming => "re-forming",
+        ServiceState::Draining => "draining",
+        ServiceState::Failed => "failed",
+    }
+}
+
+fn to_text(status: &GetStatusResponse) -> String {
+    let mut text = String::new();
+    let mut line = |name: &str, value: String| {
+        let _ = writeln!(text, "{name:<12} {value}");
+    };
+    let state = state_name(status.state());
+    line(
+        "state",
+        if status.reason.is_empty() { state.to_owned() } else { format!("{state} ({})", status.reason) },
+    );
+    line("model", format!("{}, weight version {}", status.model, status.weight_version));
+    line("generation", status.generation.to_string());
+    line("steps", status.steps_total.to_string());
+    line(
+        "requests",
+        format!(
+            "{} in flight, {} queued ({} tokens)",
+            status.requests_in_flight, status.requests_queued, status.tokens_queued
+        ),
+    );
+    line("up", format!("{:.0} s, expertd {}", status.uptime_seconds, status.version));
+    for rank in &status.ranks {
+        line(&format!("rank {}", rank.rank), rank_text(rank));
+    }
+    text
+}
+
+fn rank_text(rank: &RankStatus) -> String {
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let loaded = mib(rank.weight_bytes_loaded);
+    let weights = if rank.weight_bytes_loaded >= rank.weight_bytes_total {
+        format!("{loaded:.0} MiB of weights")
+    } else {
+        format!("{loaded:.0} of {:.0} MiB of weights", mib(rank.weight_bytes_total))
+    };
+    format!("{}, pid {}, {}, {weights}", rank.state, rank.pid, rank.device)
+}
+
+fn to_json(status: &GetStatusResponse) -> serde_json::Value {
+    let ranks: Vec<_> = status
+        .ranks
+        .iter()
+        .map(|rank| {
+            json!({
+                "rank": rank.rank,
+                "pid": rank.pid,
+                "device": rank.device,
+                "state": rank.state,
+                "weight_bytes_loaded": rank.weight_bytes_loaded,
+                "weight_bytes_total": rank.weight_bytes_total,
+            })
+        })
+        .collect();
+    json!({
+        "state": state_name(status.state()),
+        "reason": status.reason,
+        "generation": status.generation,
+        "weight_version": status.weight_version,
+        "model": status.model,
+        "version": status.version,
+        "steps_total": status.steps_total,
+        "requests_in_flight": status.requests_in_flight,
+        "requests_queued": status.requests_queued,
+        "tokens_queued": status.tokens_queued,
+        "uptime_seconds": status.uptime_seconds,
+        "ranks": ranks,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn sample() -> GetStatusResponse {
+        GetStatusResponse {
+            state: ServiceState::Reforming.into(),
+            reason: "rank 1 was killed by signal 9".to_owned(),
+            generation: 4,
+            model: "olmoe".to_owned(),
+            ranks: vec![RankStatus {
+                rank: 1,
+                pid: 77,
+                device: "cpu (2 cores)".to_owned(),
+                state: "loading".to_owned(),
+                weight_bytes_loaded: 1 << 20,
+                weight_bytes_total: 3 << 20,
+            }],
+            ..GetStatusResponse::default()
+        }
+    }
+
+    #[test]
+    fn people_read_the_reason_and_the_ranks() {
+        let text = to_text(&sample());
+        assert!(text.contains("re-forming (rank 1 was killed by signal 9)"), "{text}");
+        assert!(text.contains("loading, pid 77, cpu (2 cores), 1 of 3 MiB of weights"), "{text}");
+    }
+
+    #[test]
+    fn machines_read_the_same() {
+        let value = to_json(&sample());
+        assert_eq!(
+            (value["state"].as_str().unwrap(), value["generation"].as_u64().unwrap()),
+            ("re-forming", 4)
+        );
+        assert_eq!(value["ranks"][0]["pid"], 77);
+    }
+
+    #[tokio::test]
+    async fn a_service_that_does_not_answer_is_named() {
+        let admin = AdminAddress { address: "127.0.0.1:1".to_owned() };
+        let error = status(&StatusArgs { admin, json: false }).await.unwrap_err().to_string();
+        assert!(error.contains("127.0.0.1:1") && error.contains("expertd serve"), "{error}");
+    }
+}
