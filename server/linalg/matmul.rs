@@ -10,14 +10,17 @@ use super::panel::multiply;
 use super::parallel::{Items, Shared, run};
 use super::tiles::{Tiling, pack_row, padded};
 
-/// Rows that are packed at a time.
+/// Rows that are packed at a time: few enough to stay in the L2 cache while all panels go by.
 const CHUNK: usize = 120;
+
+/// Items that a chunk should at least make, to keep all threads busy.
+const ITEMS: usize = 64;
 
 /// Memory that [`matmul`] works in.
 #[derive(Debug)]
 pub struct MatmulScratch {
     x: Buffer<f32>,
-    /// Sums of one tile, per thread.
+    /// Sums of rows with one panel, per thread.
     sums: Vec<Buffer<f32>>,
 }
 
@@ -25,10 +28,10 @@ impl MatmulScratch {
     /// Scratch for matrices of up to `max_k` input features, any number of rows, and `threads` threads.
     #[must_use]
     pub fn new(max_k: usize, threads: usize) -> Self {
-        let sums = Level::ALL.map(|level| level.tile() * level.panel()).into_iter().max().unwrap_or(0);
+        let panel = Level::ALL.map(Level::panel).into_iter().max().unwrap_or(0);
         MatmulScratch {
             x: Buffer::zeroed(CHUNK * padded(max_k)),
-            sums: (0..threads.max(1)).map(|_| Buffer::zeroed(sums)).collect(),
+            sums: (0..threads.max(1)).map(|_| Buffer::zeroed(CHUNK * panel)).collect(),
         }
     }
 }
@@ -75,34 +78,43 @@ fn chunk(
     pool: Option<&ThreadPool>,
 ) {
     let (n, k, width) = (matrix.n(), matrix.k(), matrix.level().panel());
-    let tiling = Tiling::new(matrix.level(), rows.len() / k);
-    let stride = padded(k);
-    let items = Items::new(tiling.tiles());
+    let (level, panels, count, stride) = (matrix.level(), matrix.panels(), rows.len() / k, padded(k));
+    // An item is some rows and a panel: all rows, so that a panel's weights are read once, unless there are too few
+    // panels. That must not depend on the number of threads, as the order of sums differs between sizes of tiles.
+    let parts = ITEMS.div_ceil(panels);
+    let per_part = count.div_ceil(parts).next_multiple_of(level.tile());
+    let part = |part: usize| (part * per_part, per_part.min(count - part * per_part));
+    let parts = count.div_ceil(per_part);
+
+    let items = Items::new(parts);
     let packed = Shared::new(&mut scratch.x);
     run(pool, &mut scratch.sums, |_| {
-        for (tile, _) in items.iter() {
-            let tile = tiling.tile(tile);
-            // SAFETY: tiles do not overlap, and each is one item.
-            let x = unsafe { packed.part_mut(tile.start * stride..(tile.start + tile.rows) * stride) };
-            for r in 0..tile.rows {
-                pack_row(x, tile.rows, r, &rows[(tile.start + r) * k..][..k], None);
+        for (item, _) in items.iter() {
+            let (start, count) = part(item);
+            for tile in Tiling::new(level, count).iter() {
+                let first = start + tile.start;
+                // SAFETY: tiles do not overlap, and each is in one item.
+                let x = unsafe { packed.part_mut(first * stride..(first + tile.rows) * stride) };
+                for r in 0..tile.rows {
+                    pack_row(x, tile.rows, r, &rows[(first + r) * k..][..k], None);
+                }
             }
         }
     });
-    let items = Items::new(tiling.tiles() * matrix.panels());
+
+    let items = Items::new(parts * panels);
     let (x, out) = (&scratch.x, Shared::new(out));
     run(pool, &mut scratch.sums, |sums| {
         for (item, next) in items.iter() {
-            let (tile, panel) = (tiling.tile(item / matrix.panels()), item % matrix.panels());
-            let next = next.map_or(&[][..], |next| matrix.panel_data(next % matrix.panels()));
-            let sums = &mut sums[..tile.rows * width];
+            let ((start, count), panel) = (part(item % parts), item / parts);
+            let next = next.map_or(&[][..], |next| matrix.panel_data(next / parts));
+            let sums = &mut sums[..count * width];
             sums.fill(0.0);
-            let x = &x[tile.start * stride..][..tile.rows * stride];
-            multiply(matrix, panel, tile.rows, x, sums, next);
+            multiply(matrix, panel, count, &x[start * stride..][..count * stride], sums, next);
             let columns = panel * width..n.min((panel + 1) * width);
             for (r, sums) in sums.chunks_exact(width).enumerate() {
-                let row = (tile.start + r) * n;
-                // SAFETY: an item is a tile's rows and a panel's columns, which no other item has.
+                let row = (start + r) * n;
+                // SAFETY: an item is a part's rows and a panel's columns, which no other item has.
                 let out = unsafe { out.part_mut(row + columns.start..row + columns.end) };
                 out.copy_from_slice(&sums[..columns.len()]);
             }

@@ -154,6 +154,7 @@ fn matmul_matches_the_definition() {
             (2, 40, 4106, (128, 128)),
             (5, 70, 300, (7, 33)),
             (131, 3, 64, (1, 32)),
+            (300, 20, 34, (8, 32)),
         ] {
             let matrix = TestMatrix::random(&mut rng, format, n, k, block);
             let x = random_rows(&mut rng, m * k);

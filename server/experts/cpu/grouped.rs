@@ -125,7 +125,8 @@ impl Call<'_> {
         while start < workspace.chunk && rest.0 < self.experts.len() {
             let (expert, first) = *rest;
             let end = self.offsets[expert + 1] as usize;
-            let rows = end.checked_sub(first).expect("offsets ascend").min(workspace.chunk - start);
+            let rows = end.checked_sub(first).expect("offsets ascend");
+            let rows = rows.min(workspace.chunk - start).min(workspace.piece);
             if rows > 0 {
                 let tiles = workspace.pieces.last().map_or(0, |piece| piece.tiles + piece.tiling.tiles());
                 let tiling = Tiling::new(self.level(), rows);

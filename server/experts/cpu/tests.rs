@@ -147,6 +147,7 @@ fn case(
             let size = WorkspaceSize { hidden, intermediate, assignments: routing.rows.len(), threads };
             let mut workspace = Workspace::new(size);
             workspace.chunk = chunk.unwrap_or(workspace.chunk).min(workspace.chunk);
+            workspace.piece = chunk.map_or(workspace.piece, |chunk| chunk.div_ceil(2)).min(workspace.piece);
             workspace.poison();
             let mut out = vec![f32::NAN; rows * hidden];
             // In and out are cut at different places.

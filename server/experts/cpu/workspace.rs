@@ -22,16 +22,18 @@ pub struct Workspace {
     pub(super) x: Buffer<f32>,
     /// Packed inputs of the down projections of a chunk.
     pub(super) h: Buffer<f32>,
-    /// The pieces of a chunk, one per expert.
+    /// The pieces of a chunk.
     pub(super) pieces: Vec<Piece>,
     /// Per thread.
     pub(super) sums: Vec<Buffer<f32>>,
     pub(super) size: WorkspaceSize,
     /// Assignments that are worked on at a time.
     pub(super) chunk: usize,
+    /// Most assignments of a piece.
+    pub(super) piece: usize,
 }
 
-/// Assignments of one expert within a chunk.
+/// Assignments of one expert within a chunk; an expert with many has several pieces.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Piece {
     pub(super) expert: usize,
@@ -49,6 +51,12 @@ pub(super) struct Piece {
 /// Bytes of packed rows that a chunk should not exceed: they are read once per few panels, from the outer caches.
 const CHUNK_BYTES: usize = 6 << 20;
 
+/// Bytes of packed rows that a piece should not exceed: they are read once per panel, from the L2 cache.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// Least rows to cut an expert's rows at: weights are read once per piece.
+const PIECE_ROWS: usize = 60;
+
 /// Least rows of a chunk: weights are read once per chunk, and this many hide that.
 const CHUNK_ROWS: usize = 256;
 
@@ -58,14 +66,17 @@ impl Workspace {
     pub fn new(size: WorkspaceSize) -> Self {
         let row = padded(size.hidden) + padded(size.intermediate);
         let chunk = (CHUNK_BYTES / (4 * row)).max(CHUNK_ROWS).min(size.assignments.max(1));
+        let widest = padded(size.hidden).max(padded(size.intermediate));
+        let piece = (PIECE_BYTES / (4 * widest)).max(PIECE_ROWS).min(chunk);
         let panel = Level::ALL.map(Level::panel).into_iter().max().unwrap_or(0);
         Workspace {
             x: Buffer::zeroed(chunk * padded(size.hidden)),
             h: Buffer::zeroed(chunk * padded(size.intermediate)),
             pieces: Vec::with_capacity(chunk),
-            sums: (0..size.threads.max(1)).map(|_| Buffer::zeroed(chunk * panel)).collect(),
+            sums: (0..size.threads.max(1)).map(|_| Buffer::zeroed(piece * panel)).collect(),
             size,
             chunk,
+            piece,
         }
     }
 
