@@ -292,7 +292,8 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     std::vector<Variant> list = {{0, 0, 0, 0}, {0, 0, 0, 0}};
     if (variants) {
         for (int w : {32, 64, 128, 192, 256}) list.push_back({0, w, 0, 0});
-        for (int r : {16, 32, 64, 128}) list.push_back({r, 0, 0, 0});
+        for (int r : {16, 32, 64, 128, 256}) list.push_back({r, 0, 0, 0});
+        for (int w : {32, 256}) list.push_back({128, w, 0, 0}), list.push_back({256, w, 0, 0});
         list.push_back({32, 256, 0, 0});
         list.push_back({0, 0, 7, 0});
         list.push_back({0, 0, 0, 1});
@@ -506,8 +507,8 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
         if (tune) {
             const double mean = double(most) / experts;
             for (int w : {32, 64, 128, 192, 256})
-                for (int r : {16, 32, 64, 128})
-                    if (w * 3 >= mean && (w <= 32 || mean * 8 >= w) && (r >= 64 || mean < 48)) list.push_back({r, w});
+                for (int r : {32, 64, 128, 256})
+                    if (w * 3 >= mean && (w <= 32 || mean * 8 >= w) && (r >= 128 || mean < 48)) list.push_back({r, w});
         }
         for (const Variant& v : list) {
             cudaGraph_t graph;

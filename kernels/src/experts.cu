@@ -42,6 +42,7 @@ struct Shared {
     Segment segments[SEGMENT_SLOTS];
     float weights[SEGMENT_SLOTS][MAX_TILE_TOKENS]; // routing weights of the segment's tokens
     uint64_t segment_full[SEGMENT_SLOTS], segment_empty[SEGMENT_SLOTS], routing_full[SEGMENT_SLOTS];
+    uint64_t pair_empty[MAX_STAGES]; // both blocks of the pair have read the stage
     uint64_t turn[2];     // the warpgroup has read the operands of a segment that it has to itself
     uint64_t rows_loaded; // the block's first piece of x has arrived
     uint64_t weights_full[MAX_STAGES], tokens_full[MAX_STAGES], stage_empty[MAX_STAGES];
@@ -77,7 +78,9 @@ struct Block {
     uint32_t weight_ring, token_ring, staging; // shared-memory addresses
 
     __device__ int k_panels(const Segment& s) const { return (s.phase == 0 ? p.hidden : p.inter) / PANEL_K; }
-    __device__ int per_stage(const Segment& s) const { return panels_per_stage(s.rows, s.tokens, plan.tile_tokens); }
+    __device__ int per_stage(const Segment& s) const {
+        return plan.pairs ? 1 : panels_per_stage(s.rows, s.tokens, plan.tile_tokens);
+    }
     __device__ uint32_t weight_stage(int slot) const { return weight_ring + slot * STAGE_WEIGHT_BYTES; }
     __device__ uint32_t token_stage(int slot) const { return token_ring + slot * plan.tile_tokens * PANEL_ROW_BYTES; }
     __device__ uint32_t* h_ready(int expert) const { return p.state + STATE_READY + expert; }
@@ -122,6 +125,8 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
         if (e <= p.experts) shared.tables.tile[e] = tiles_before, shared.tables.row[e] = rows_before;
         tiles_before += tiles[i], rows_before += rows[i];
     }
+    plan.pairs = p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS
+                                  : plan.tile_tokens > PAIR_TOKENS && min(p.hidden, p.inter) >= PAIR_K;
     plan.rows[0] = p.tile_rows != 0 ? p.tile_rows : segment_rows_for(2 * p.inter, plan);
     plan.rows[1] = p.tile_rows != 0 ? p.tile_rows : segment_rows_for(p.hidden, plan);
     __syncthreads();
@@ -159,7 +164,7 @@ __device__ __forceinline__ void produce_weights(const Block& block) {
             const int here = min(per_stage, panels - panel);
             barrier_wait(&shared.stage_empty[stage.slot], stage.parity ^ 1);
             barrier_arrive_expect(&shared.weights_full[stage.slot], bytes * here);
-            for (int i = 0; i < here; i++) {
+            for (int i = 0; i < here && bytes != 0; i++) {
                 bulk_load(block.weight_stage(stage.slot) + i * bytes, source, bytes, &shared.weights_full[stage.slot], policy);
                 source += int64_t(all_rows) * PANEL_ROW_BYTES;
             }
@@ -214,12 +219,21 @@ __device__ __forceinline__ void produce_tokens(const Block& block) {
             const int panels = block.k_panels(segment), per_stage = block.per_stage(segment);
             const uint32_t bytes = round_up_8(segment.tokens) * PANEL_ROW_BYTES;
             const char* source = static_cast<const char*>(segment.phase == 0 ? p.x_panels : p.h) + int64_t(segment.panel_row) * PANEL_ROW_BYTES;
+            // In a pair, the first block brings the first half of the tokens for both, the second block the second half.
+            const uint32_t half = (bytes / 2 + 1023) / 1024 * 1024;
+            const uint32_t mine_from = block.plan.pairs && blockIdx.x % 2 == 1 ? half : 0;
+            const uint32_t mine = !block.plan.pairs ? bytes : mine_from == 0 ? half : bytes - half;
             for (int panel = 0; panel < panels; panel += per_stage) {
                 const int here = min(per_stage, panels - panel);
-                barrier_wait(&shared.stage_empty[stage.slot], stage.parity ^ 1);
-                barrier_arrive_expect(&shared.tokens_full[stage.slot], bytes * here);
+                barrier_wait(block.plan.pairs ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
+                uint64_t* full = &shared.tokens_full[stage.slot];
+                barrier_arrive_expect(full, bytes * here);
                 for (int i = 0; i < here; i++) {
-                    bulk_load(block.token_stage(stage.slot) + i * bytes, source, bytes, &shared.tokens_full[stage.slot], policy);
+                    if (!block.plan.pairs) {
+                        bulk_load(block.token_stage(stage.slot) + i * bytes, source, bytes, full, policy);
+                    } else if (mine != 0) {
+                        bulk_load_both(block.token_stage(stage.slot) + mine_from, source + mine_from, mine, full, policy);
+                    }
                     source += int64_t(p.panel_rows) * PANEL_ROW_BYTES;
                 }
                 stage.advance(block.plan.stages);
@@ -271,8 +285,13 @@ __device__ __forceinline__ void copy_rows(const Block& block) {
     if (!arrived) barrier_arrive(&block.shared.rows_loaded);
 }
 
-__device__ __forceinline__ void release_stage(Shared& shared, int slot, int arrivals) {
-    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.stage_empty[slot], arrivals);
+__device__ __forceinline__ void release_stage(const Block& block, int slot, int arrivals) {
+    if (threadIdx.x % 32 != 0) return;
+    barrier_arrive(&block.shared.stage_empty[slot], arrivals);
+    if (block.plan.pairs) {
+        barrier_arrive_at(&block.shared.pair_empty[slot], 0);
+        barrier_arrive_at(&block.shared.pair_empty[slot], 1);
+    }
 }
 
 // Narrow wgmmas are over before their sum can be added to: k is dealt out to this many accumulators, added at the end.
@@ -313,7 +332,7 @@ __device__ __forceinline__ void compute(const Block& block, const Segment& segme
         b += token_step / 16;
         if (previous >= 0) {
             wgmma_wait<1>();
-            release_stage(shared, previous, shared_segment ? 1 : 2);
+            release_stage(block, previous, shared_segment ? 1 : 2);
         }
         previous = -1;
         if (++in_stage == per_stage || panel + 1 == panels) {
@@ -325,7 +344,7 @@ __device__ __forceinline__ void compute(const Block& block, const Segment& segme
     wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < CHAINS<N>; c++) wgmma_pin(sums[c]);
-    release_stage(shared, previous, shared_segment ? 1 : 2);
+    release_stage(block, previous, shared_segment ? 1 : 2);
     if (!shared_segment && threadIdx.x % 32 == 0) barrier_arrive(&shared.turn[warpgroup]);
     float (&d)[N / 2] = sums[0];
 #pragma unroll
@@ -361,7 +380,7 @@ __device__ __forceinline__ void consume(const Block& block) {
         barrier_wait(&shared.segment_full[slot.slot], slot.parity);
         const Segment segment = uniform(shared.segments[slot.slot]);
         if (segment.phase == 2) break;
-        const bool shared_segment = segment.rows > 64;
+        const bool shared_segment = segment.rows > 64 || block.plan.pairs;
         const bool mine = shared_segment || turn == warpgroup;
         if (!shared_segment) turn ^= 1;
         if (!mine) { // not before the other is through with them: a barrier's parity tells two rounds of the ring apart, not three
@@ -401,10 +420,8 @@ __device__ __forceinline__ void consume(const Block& block) {
         slot.advance(SEGMENT_SLOTS);
         if (segment.phase == 0 && mine) {
             named_sync<128>(STAGING_BARRIER + warpgroup);
-            if (threadIdx.x % 128 == 0) {
-                const int from = shared_segment ? warpgroup * 64 : 0;
-                publish(block.h_ready(segment.expert), min(64, segment.rows - from) / UNIT_ROWS);
-            }
+            const int from = shared_segment ? warpgroup * 64 : 0, rows = min(64, segment.rows - from);
+            if (threadIdx.x % 128 == 0 && rows > 0) publish(block.h_ready(segment.expert), rows / UNIT_ROWS);
         }
     }
 }
@@ -420,7 +437,8 @@ __device__ __forceinline__ void finish(const ExpertdExpertsParams& p) {
     }
 }
 
-__global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_constant__ ExpertdExpertsParams p) {
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+    experts_kernel(const __grid_constant__ ExpertdExpertsParams p) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory + RING_BYTES + 2 * STAGING_BYTES);
     const int warp = uniform(threadIdx.x / 32);
@@ -436,13 +454,14 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_consta
             barrier_init(&shared.weights_full[i], 1);
             barrier_init(&shared.tokens_full[i], 1);
             barrier_init(&shared.stage_empty[i], CONSUMER_WARPS);
+            barrier_init(&shared.pair_empty[i], 2 * CONSUMER_WARPS);
         }
         barrier_init(&shared.turn[0], CONSUMER_WARPS / 2);
         barrier_init(&shared.turn[1], CONSUMER_WARPS / 2);
         barrier_init(&shared.rows_loaded, COPY_THREADS);
         barrier_init_fence();
     }
-    __syncthreads();
+    cluster_sync();
     wait_for_previous_kernel();
     // Loads that do not depend on each other are issued before the first is used.
     const uint32_t failed = p.error != nullptr ? *p.error : 0, index = p.layer != nullptr ? *p.layer : 0;
@@ -470,14 +489,20 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_consta
         consume(block);
         if (threadIdx.x == 0) finish(p);
     }
+    __syncwarp();
+    cluster_sync(); // the other block may still write to this one's shared memory
 }
 
-int sm_count() {
+// Blocks that can be resident at once, in whole clusters: they wait for each other.
+int resident_blocks() {
     static const int count = [] {
-        int device = 0, value = 0;
-        cudaGetDevice(&device);
-        cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device);
-        return value;
+        cudaLaunchConfig_t config = {};
+        config.gridDim = dim3(2);
+        config.blockDim = dim3(THREADS);
+        config.dynamicSmemBytes = SHARED_BYTES;
+        int clusters = 0;
+        const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, experts_kernel, &config);
+        return status == cudaSuccess ? 2 * clusters : 0;
     }();
     return count;
 }
@@ -485,7 +510,7 @@ int sm_count() {
 template <class... Known> bool one_of(int value, Known... known) { return ((value == known) || ...); }
 
 bool valid(const ExpertdExpertsParams& p) {
-    return one_of(p.tile_tokens, 0, 32, 64, 128, 192, 256) && one_of(p.tile_rows, 0, 16, 32, 64, 128) &&
+    return one_of(p.tile_tokens, 0, 32, 64, 128, 192, 256) && one_of(p.tile_rows, 0, 16, 32, 64, 128, 256) &&
            p.layers != nullptr && p.expert_offsets != nullptr && p.row_index != nullptr && p.row_weight != nullptr &&
            p.x != nullptr && p.y != nullptr && p.x_panels != nullptr && p.h != nullptr && p.state != nullptr &&
            p.x_stride % 8 == 0 && p.experts >= 1 && p.experts <= EXPERTD_MAX_EXPERTS && p.hidden > 0 &&
@@ -499,13 +524,17 @@ bool valid(const ExpertdExpertsParams& p) {
 extern "C" uint32_t expertd_experts_state_words(int32_t experts) { return expertd::STATE_READY + 2 * experts; }
 
 extern "C" int expertd_experts_setup(void) {
-    return cudaFuncSetAttribute(expertd::experts_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                expertd::SHARED_BYTES);
+    const cudaError_t status = cudaFuncSetAttribute(
+        expertd::experts_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, expertd::SHARED_BYTES);
+    if (status != cudaSuccess) return status;
+    return expertd::resident_blocks() > 0 ? cudaSuccess : cudaErrorInvalidConfiguration;
 }
 
 extern "C" int expertd_experts_launch(const ExpertdExpertsParams* params, void* stream) {
     if (!expertd::valid(*params)) return cudaErrorInvalidValue;
-    const int sms = expertd::sm_count();
+    int blocks = expertd::resident_blocks();
+    if (params->blocks > 0 && params->blocks < blocks) blocks = (params->blocks + 1) / 2 * 2;
+    if (blocks == 0) return cudaErrorInvalidConfiguration;
     cudaLaunchAttribute attributes[2];
     unsigned count = 0;
     if (params->flags & EXPERTD_LAUNCH_PROGRAMMATIC) {
@@ -517,7 +546,7 @@ extern "C" int expertd_experts_launch(const ExpertdExpertsParams* params, void* 
         attributes[count++].val.cooperative = 1;
     }
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(params->blocks > 0 && params->blocks < sms ? params->blocks : sms);
+    config.gridDim = dim3(blocks);
     config.blockDim = dim3(expertd::THREADS);
     config.dynamicSmemBytes = expertd::SHARED_BYTES;
     config.stream = static_cast<cudaStream_t>(stream);

@@ -66,9 +66,9 @@ typedef struct ExpertdExpertsParams {
     float alpha;                       /* EXPERTD_SWIGLU_OAI */
     float limit;                       /* EXPERTD_SWIGLU_CLAMPED, EXPERTD_SWIGLU_OAI */
     int32_t weight_on_input;           /* non-zero: the routing weight scales the row before gate and up (Llama 4) */
-    int32_t blocks;                    /* thread blocks, at most one per SM; 0 = one per SM */
+    int32_t blocks;                    /* thread blocks, rounded up to an even number; 0 = one per SM */
     int32_t tile_tokens;               /* widest token tile: 32, 64, 128, 192, 256; 0 = chosen on the device */
-    int32_t tile_rows;                 /* weight rows of a tile: 16, 32, 64, 128; 0 = chosen on the device */
+    int32_t tile_rows;                 /* weight rows of a tile: 16, 32, 64, 128, 256; 0 = chosen on the device */
     int32_t flags;                     /* enum ExpertdLaunchFlags */
 } ExpertdExpertsParams;
 

@@ -30,6 +30,15 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_
                  : "memory");
 }
 
+// Arrives at the barrier in the same place of another block of the cluster. What the arrival announces are reads of the
+// tensor cores, already waited for; a release to the cluster would be a full memory barrier on every stage.
+__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t block) {
+    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(smem_address(barrier)),
+                 "r"(block)
+                 : "memory");
+}
+
 // Arrives once all earlier cp.async of this thread have landed.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
@@ -71,6 +80,10 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
     while (!barrier_try_wait(barrier, parity)) limit.tick();
 }
 
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // ---- copies ----
 
 __device__ __forceinline__ uint64_t policy_evict_first() {
@@ -90,6 +103,15 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
                                           uint64_t policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(destination), "l"(source), "r"(bytes), "r"(smem_address(barrier)), "l"(policy)
+                 : "memory");
+}
+
+// The same into the same place of both blocks of a cluster; completes on the barrier of each.
+__device__ __forceinline__ void bulk_load_both(uint32_t destination, const void* source, uint32_t bytes, uint64_t* barrier,
+                                               uint64_t policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+                 "[%0], [%1], %2, [%3], %4, %5;" ::"r"(destination),
+                 "l"(source), "r"(bytes), "r"(smem_address(barrier)), "h"(uint16_t(3)), "l"(policy)
                  : "memory");
 }
 

@@ -5,6 +5,10 @@
 // from a counter, all of phase 0 first, ordered so that those in flight share token and weight rows in L2. Drawing
 // evens out what differs between SMs; low segments keep the tail short when few experts are active.
 //
+// With wide token tiles the blocks work in pairs (clusters of two): both draw the same segment of twice the height, each
+// has half of its weight rows, and each brings half of the tokens for both. That saves a third of the reads from L2.
+// Pairs take every n-th segment instead of drawing, so that both blocks know the next one without a word.
+//
 // No segment splits k, so the bits of a row depend neither on the division of work nor on the rows beside it.
 #pragma once
 
@@ -18,6 +22,10 @@ constexpr int MAX_TILE_TOKENS = 256; // widest wgmma
 constexpr int TOKEN_TILE_GROUP = 8;  // token tiles that share weight rows while these are in L2
 constexpr int LOW_ROWS = 64;         // weight rows of a segment when there are few experts, and
 constexpr int LOW_SEGMENT_TOKENS = 32; // token tiles are no wider than this
+
+constexpr int PAIR_ROWS = 256;       // weight rows of a segment that the two blocks of a cluster share, half each
+constexpr int PAIR_TOKENS = 64;      // pairs work together when token tiles may be wider than this and every k is
+constexpr int PAIR_K = 2048;         // at least this long; else the coarser division costs more than L2 traffic does
 
 constexpr int STAGE_WEIGHT_BYTES = TILE_ROWS * 128;
 constexpr int RING_BYTES = 200 * 1024;
@@ -40,6 +48,7 @@ struct Plan {
     int stages;
     int tiles;   // token tiles of all experts
     int rows[2]; // weight rows of a segment, by phase
+    bool pairs;
 };
 
 __device__ __forceinline__ int round_up_8(int n) { return (n + 7) & ~7; }
@@ -57,6 +66,7 @@ __device__ __forceinline__ int tile_tokens_for(int longest) {
 // one and brings its own copy of the tokens.
 __device__ __forceinline__ int segment_rows_for(int weight_rows, const Plan& plan) {
     const int64_t segments = int64_t(plan.tiles) * divide_up(weight_rows, TILE_ROWS);
+    if (plan.pairs) return PAIR_ROWS;
     return plan.tile_tokens <= LOW_SEGMENT_TOKENS && segments * 4 < 7 * int64_t(gridDim.x) ? LOW_ROWS : TILE_ROWS;
 }
 
@@ -67,7 +77,7 @@ struct alignas(16) Segment {
     int32_t tokens; // 1 ... tile_tokens
     int32_t panel_row; // row of the first assignment in x_panels and h, a multiple of 8
     int32_t row;    // first weight row, a multiple of 16
-    int32_t rows;   // 16 ... 128
+    int32_t rows;   // 16 ... 128; in a pair 0 ... 128
     int32_t unused;
 };
 
@@ -82,7 +92,8 @@ __device__ __forceinline__ int panels_per_stage(int rows, int tokens, int tile_t
 class Scheduler {
   public:
     __device__ Scheduler(const ExpertdExpertsParams& p, const Tables& tables, const Plan& plan)
-        : p_(p), tables_(tables), plan_(plan), strips_(divide_up(2 * p.inter, plan.rows[0])) {
+        : p_(p), tables_(tables), plan_(plan), strips_(divide_up(2 * p.inter, plan.rows[0])),
+          next_(plan.pairs ? blockIdx.x / 2 : blockIdx.x) {
         first_down_ = int64_t(plan.tiles) * strips_;
         all_ = first_down_ + int64_t(plan.tiles) * divide_up(p.hidden, plan.rows[1]);
     }
@@ -90,7 +101,8 @@ class Scheduler {
     __device__ bool next(Segment& segment) {
         const int64_t id = next_;
         if (id >= all_) return false;
-        next_ = int64_t(gridDim.x) + atomicAdd(p_.state, 1u); // for the next call: its latency hides behind this segment
+        // For the next call: the latency of drawing hides behind this segment.
+        next_ = plan_.pairs ? id + gridDim.x / 2 : int64_t(gridDim.x) + atomicAdd(p_.state, 1u);
         if (phase_ == 0 && id >= first_down_) {
             phase_ = 1;
             expert_ = 0;
@@ -113,8 +125,9 @@ class Scheduler {
         segment.tokens = min(size, count - token_tile * size);
         segment.panel_row = tables_.row[expert_] + token_tile * size;
         const int rows = phase_ == 0 ? plan_.rows[0] : plan_.rows[1];
-        segment.row = in_group / width * rows;
-        segment.rows = min(rows, (phase_ == 0 ? 2 * p_.inter : p_.hidden) - segment.row);
+        const int all_rows = phase_ == 0 ? 2 * p_.inter : p_.hidden;
+        segment.row = in_group / width * rows + (plan_.pairs ? int(blockIdx.x % 2) * TILE_ROWS : 0);
+        segment.rows = max(min(min(rows, TILE_ROWS), all_rows - segment.row), 0);
         segment.unused = 0;
         return true;
     }
@@ -126,7 +139,7 @@ class Scheduler {
     int phase_ = 0, expert_ = 0;
     int strips_; // segments of a token tile in this phase
     int64_t first_down_, all_;
-    int64_t next_ = blockIdx.x;
+    int64_t next_;
 };
 
 } // namespace expertd
