@@ -178,7 +178,10 @@ fn matmul_matches_the_definition() {
                     matmul(&x, &packed, &mut out, &mut scratch, pool);
                     for ((got, want), scale) in out.iter().zip(&want).zip(&scale) {
                         let error = (f64::from(*got) - want).abs();
-                        assert!(error <= 1e-6 * scale, "{format:?} {level} [{m}, {n}, {k}]: {error:e} of {scale:e}");
+                        assert!(
+                            error <= 1e-6 * scale,
+                            "{format:?} {level} [{m}, {n}, {k}]: {error:e} of {scale:e}"
+                        );
                     }
                     let got = out.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
                     assert!(bits.as_ref().is_none_or(|bits| *bits == got), "threads change the bits");
