@@ -83,6 +83,10 @@ pub struct Memory {
     pub last_bytes: u64,
     /// When that was.
     pub last_seconds: f64,
+    /// RssShmem in `early_bytes`: windows, rings, staging.
+    pub early_shared_bytes: u64,
+    /// RssShmem in `last_bytes`.
+    pub last_shared_bytes: u64,
     /// Largest value seen.
     pub peak_bytes: u64,
 }
@@ -112,7 +116,8 @@ pub async fn watch(
         }
         let seconds = start.elapsed().as_secs_f64();
         for pid in family(pid) {
-            let Some(bytes) = resident_bytes(pid) else { continue };
+            let Some((private, shared)) = resident_bytes(pid) else { continue };
+            let bytes = private + shared;
             let memory = seen.entry(pid).or_insert_with(|| Memory {
                 pid,
                 command: command(pid),
@@ -120,12 +125,16 @@ pub async fn watch(
                 early_seconds: seconds,
                 last_bytes: bytes,
                 last_seconds: seconds,
+                early_shared_bytes: shared,
+                last_shared_bytes: shared,
                 peak_bytes: bytes,
             });
             if start.elapsed() <= early + Duration::from_millis(500) {
                 (memory.early_bytes, memory.early_seconds) = (bytes, seconds);
+                memory.early_shared_bytes = shared;
             }
             (memory.last_bytes, memory.last_seconds) = (bytes, seconds);
+            memory.last_shared_bytes = shared;
             memory.peak_bytes = memory.peak_bytes.max(bytes);
         }
     }
@@ -153,13 +162,14 @@ fn family(pid: u32) -> Vec<u32> {
     family
 }
 
-fn resident_bytes(pid: u32) -> Option<u64> {
+/// RssAnon and RssShmem.
+fn resident_bytes(pid: u32) -> Option<(u64, u64)> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let kib = |name: &str| {
         let line = status.lines().find(|line| line.starts_with(name))?;
         line.split_whitespace().nth(1)?.parse::<u64>().ok()
     };
-    Some((kib("RssAnon:")? + kib("RssShmem:")?) * 1024)
+    Some((kib("RssAnon:")? * 1024, kib("RssShmem:")? * 1024))
 }
 
 fn command(pid: u32) -> String {
@@ -184,7 +194,7 @@ mod tests {
     fn this_process_has_memory_and_a_name() {
         let pid = std::process::id();
         assert!(family(pid).contains(&pid));
-        assert!(resident_bytes(pid).is_some_and(|bytes| bytes > 100_000));
+        assert!(resident_bytes(pid).is_some_and(|(private, _)| private > 100_000));
         assert!(!command(pid).is_empty());
     }
 }

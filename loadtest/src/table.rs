@@ -82,10 +82,12 @@ fn write(out: &mut String, report: &Report) -> std::fmt::Result {
     for memory in &report.memory {
         writeln!(
             out,
-            "memory       {:.1} MiB at {:.0} s, {:.1} MiB at {:.0} s ({:+.2} %), peak {:.1} MiB: {} {}",
+            "memory       {:.1} MiB ({:.1} shared) at {:.0} s, {:.1} ({:.1}) at {:.0} s, {:+.2} %, peak {:.1}: {} {}",
             mib(memory.early_bytes),
+            mib(memory.early_shared_bytes),
             memory.early_seconds,
             mib(memory.last_bytes),
+            mib(memory.last_shared_bytes),
             memory.last_seconds,
             memory.growth() * 100.0,
             mib(memory.peak_bytes),
