@@ -18,7 +18,7 @@ use crate::distribution::TokenCounts;
 /// UNAVAILABLE, DEADLINE_EXCEEDED), and memory kept within --max-memory-growth; 1 otherwise; 2 for a bad command line
 /// or no service.
 #[derive(Parser, Clone, Debug)]
-#[command(name = "expertd-loadtest", version)]
+#[command(name = "expertd-loadtest", version, args_override_self = true)]
 pub struct Args {
     /// The service: HOST:PORT or unix:PATH
     #[arg(long, default_value = "127.0.0.1:50051", env = "EXPERTD_ADDRESS")]
