@@ -380,3 +380,7 @@ impl Body for ResponseBody {
         self.inner.size_hint()
     }
 }
+
+#[cfg(test)]
+#[path = "body_tests.rs"]
+mod tests;
