@@ -45,9 +45,16 @@ struct Lists {
     arrived: VecDeque<Arrival>,
     leaving: Vec<Ticket>,
     complete_at: Option<Instant>,
+    apart: Option<Bytes>,
 }
 
 impl Charges {
+    /// Sends these rows beside the answer that is encoded next, without copying them into it. The answer's own `rows`
+    /// must be empty.
+    pub(super) fn send_apart(&self, rows: Bytes) {
+        self.lists().apart = Some(rows);
+    }
+
     /// When the last byte of the latest message arrived.
     pub(super) fn complete_at(&self) -> Option<Instant> {
         self.lists().complete_at
@@ -67,8 +74,10 @@ impl Charges {
         self.lists().arrived.push_back(arrival);
     }
 
-    fn take_leaving(&self) -> Vec<Ticket> {
-        std::mem::take(&mut self.lists().leaving)
+    /// What leaves with the bytes that were encoded last.
+    fn take_leaving(&self) -> (Vec<Ticket>, Option<Bytes>) {
+        let mut lists = self.lists();
+        (std::mem::take(&mut lists.leaving), lists.apart.take())
     }
 
     fn lists(&self) -> MutexGuard<'_, Lists> {
@@ -162,10 +171,18 @@ impl<B> RequestBody<B> {
 
     fn admit(&mut self, ticket: Ticket, length: usize, emit: Option<[u8; PREFIX]>) -> Option<Bytes> {
         self.charges.arrive(Arrival::Charged(ticket.clone()));
-        let left = if emit.is_some() { length } else { length + PREFIX };
+        // The decoder makes room for a message once it has seen the prefix. Of a message in several chunks it gets the
+        // prefix alone first, so that it does not move the first chunk to a larger place.
+        let spans_chunks = length + PREFIX > self.pending.len();
+        let handed_on = match emit {
+            Some(prefix) => Some(Bytes::copy_from_slice(&prefix)),
+            None if spans_chunks => Some(self.pending.split_to(PREFIX)),
+            None => None,
+        };
+        let left = if handed_on.is_some() { length } else { length + PREFIX };
         self.state = State::Message { left, ticket };
         self.end_of_message();
-        emit.map(|prefix| Bytes::copy_from_slice(&prefix))
+        handed_on
     }
 
     fn refuse(&mut self, status: Status, length: usize, prefix_taken: bool) -> Result<Option<Bytes>, Status> {
@@ -333,20 +350,57 @@ where
     }
 }
 
+/// Rows of this size and more are sent without copying them into the encoded answer.
+pub(super) const APART_BYTES: usize = 64 << 10;
+
 /// A response body whose bytes hold the charges of the answers in them until they are on the socket.
 pub(super) struct ResponseBody {
     inner: tonic::body::Body,
     charges: Option<Arc<Charges>>,
+    /// Rows sent apart and what comes after them.
+    queue: VecDeque<Bytes>,
 }
 
 impl ResponseBody {
     pub(super) fn charged(inner: tonic::body::Body, charges: Arc<Charges>) -> ResponseBody {
-        ResponseBody { inner, charges: Some(charges) }
+        ResponseBody { inner, charges: Some(charges), queue: VecDeque::new() }
     }
 
     pub(super) fn plain(inner: tonic::body::Body) -> ResponseBody {
-        ResponseBody { inner, charges: None }
+        ResponseBody { inner, charges: None, queue: VecDeque::new() }
     }
+
+    /// Ties charges to encoded bytes, and puts rows that were kept apart where they belong.
+    fn leave(&mut self, encoded: Bytes) -> Bytes {
+        let Some(charges) = &self.charges else { return encoded };
+        let (tickets, apart) = charges.take_leaving();
+        let hold = |mut bytes: Bytes| {
+            for ticket in &tickets {
+                ticket.enter(Stage::Leaving);
+                bytes = charged_bytes(bytes, ticket.clone());
+            }
+            bytes
+        };
+        let Some(rows) = apart else { return hold(encoded) };
+        let head = head_of_answer(rows.len(), encoded.len() - PREFIX);
+        self.queue.push_back(hold(rows));
+        self.queue.push_back(encoded.slice(PREFIX..));
+        head
+    }
+}
+
+/// The prefix of a message and the key of its field `rows`, which is all that stands before the rows themselves; the
+/// rest of the message, `rest` bytes, comes after them.
+fn head_of_answer(rows: usize, rest: usize) -> Bytes {
+    // Field 1, length-delimited.
+    const ROWS_KEY: u8 = 0x0a;
+    let field = 1 + prost::encoding::encoded_len_varint(rows as u64);
+    let mut head = BytesMut::with_capacity(PREFIX + field);
+    head.put_u8(0);
+    head.put_u32((field + rows + rest) as u32);
+    head.put_u8(ROWS_KEY);
+    prost::encoding::encode_varint(rows as u64, &mut head);
+    head.freeze()
 }
 
 impl Body for ResponseBody {
@@ -357,27 +411,16 @@ impl Body for ResponseBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        let frame = ready!(Pin::new(&mut self.inner).poll_frame(cx));
-        let Some(charges) = &self.charges else { return Poll::Ready(frame) };
-        Poll::Ready(frame.map(|frame| {
-            frame.map(|frame| {
-                frame.map_data(|mut data| {
-                    for ticket in charges.take_leaving() {
-                        ticket.enter(Stage::Leaving);
-                        data = charged_bytes(data, ticket);
-                    }
-                    data
-                })
-            })
-        }))
+        let this = &mut *self;
+        if let Some(bytes) = this.queue.pop_front() {
+            return Poll::Ready(Some(Ok(Frame::data(bytes))));
+        }
+        let frame = ready!(Pin::new(&mut this.inner).poll_frame(cx));
+        Poll::Ready(frame.map(|frame| frame.map(|frame| frame.map_data(|encoded| this.leave(encoded)))))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
-    }
-
-    fn size_hint(&self) -> http_body::SizeHint {
-        self.inner.size_hint()
+        self.queue.is_empty() && self.inner.is_end_stream()
     }
 }
 

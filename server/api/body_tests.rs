@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
 
 use super::super::budget::{Budget, Connection};
-use super::{Arrival, Charges, RequestBody, Terms, charged_bytes};
+use super::{Arrival, Charges, RequestBody, ResponseBody, Terms, charged_bytes};
 use crate::scheduler::ClientKey;
 
 const LIMIT: usize = 300;
@@ -181,4 +181,32 @@ fn a_charge_lives_as_long_as_any_slice() {
     assert_eq!(&slice[..], b"o");
     drop(slice);
     assert_eq!(budget.held(), 0);
+}
+
+#[tokio::test]
+async fn rows_sent_apart_make_the_message_that_encoding_would() {
+    use expertd_proto::v1::{ForwardResponse, Receipt};
+    use prost::Message as _;
+
+    let receipt =
+        Receipt { steps: vec![4], generation: 5, tokens_per_rank: vec![6, 7], ..Receipt::default() };
+    for length in [1, 127, 128, 70_000] {
+        let rows: Vec<u8> = (0..length).map(|at| (at * 7) as u8).collect();
+        let rows = Bytes::from(rows);
+        let whole = ForwardResponse { rows: rows.clone(), receipt: Some(receipt.clone()) };
+        let without = ForwardResponse { rows: Bytes::new(), receipt: Some(receipt.clone()) };
+        let inner = Chunks([Bytes::from(framed(&without.encode_to_vec()))].into());
+        let charges = Arc::new(Charges::default());
+        charges.send_apart(rows.clone());
+        let mut body = ResponseBody::charged(tonic::body::Body::new(inner), charges);
+        let mut sent = Vec::new();
+        let mut uncopied = false;
+        while let Some(frame) = body.frame().await {
+            let data = frame.expect("no error").into_data().expect("data");
+            uncopied |= data.as_ptr() == rows.as_ptr();
+            sent.extend_from_slice(&data);
+        }
+        assert_eq!(sent, framed(&whole.encode_to_vec()));
+        assert!(uncopied);
+    }
 }

@@ -9,7 +9,7 @@ use expertd_proto::v1::{
 };
 use tonic::{Request, Response, Status, Streaming};
 
-use super::body::{Arrival, charged_bytes};
+use super::body::{APART_BYTES, Arrival, charged_bytes};
 use super::budget::Ticket;
 use super::call::Call;
 use super::convert;
@@ -76,7 +76,7 @@ impl Moe for MoeService {
         };
         let envelope = call.envelope(call.deadline);
         let taken = take_in(&*self.backend, &self.metrics, request.into_inner(), envelope, ticket.clone())?;
-        let response = match taken {
+        let mut response = match taken {
             Taken::Answered(response) => *response,
             Taken::Pending(pending) => match pending.await {
                 Ok(Ok(answer)) => convert::response(answer),
@@ -85,6 +85,9 @@ impl Moe for MoeService {
             },
         };
         call.charges.leave(ticket);
+        if response.rows.len() >= APART_BYTES {
+            call.charges.send_apart(std::mem::take(&mut response.rows));
+        }
         Ok(Response::new(response))
     }
 
