@@ -416,6 +416,7 @@ __device__ __forceinline__ void consume(const Block& block) {
 #undef EXPERTD_UP_TO
 #undef EXPERTD_COMPUTE
         }
+        __syncwarp(); // every lane has read the slot
         if (threadIdx.x % 32 == 0) barrier_arrive(&shared.segment_empty[slot.slot]);
         slot.advance(SEGMENT_SLOTS);
         if (segment.phase == 0 && mine) {
