@@ -91,7 +91,9 @@ mod cuda {
             println!("cargo::rerun-if-env-changed={name}");
         }
         if let Some(home) = env::var_os("CUDA_HOME").filter(|home| !home.is_empty()) {
-            let nvcc = Path::new(&home).join("bin/nvcc");
+            // The folder that scripts/fetch-cuda.sh was given holds the toolkit further down.
+            let fetched = Path::new(&home).join(FETCHED);
+            let nvcc = if fetched.is_file() { fetched } else { Path::new(&home).join("bin/nvcc") };
             return probe(&nvcc, "CUDA_HOME").map_err(|why| {
                 format!(
                     "CUDA_HOME={} does not hold a usable toolkit: {why}\n{WAY_OUT}",
@@ -107,7 +109,7 @@ mod cuda {
             .map(|path| env::split_paths(&path).map(|entry| (entry.join("nvcc"), "PATH")).collect())
             .unwrap_or_default();
         places.push((PathBuf::from("/usr/local/cuda/bin/nvcc"), "the usual place"));
-        let fetched = manifest.join("../target/cuda/nvidia/cu13/bin/nvcc");
+        let fetched = manifest.join("../target/cuda").join(FETCHED);
         println!("cargo::rerun-if-changed={}", fetched.display());
         places.push((fetched, "scripts/fetch-cuda.sh"));
 
@@ -133,6 +135,8 @@ mod cuda {
         ))
     }
 
+    /// Where pip unpacks the compiler, in the folder given to scripts/fetch-cuda.sh.
+    const FETCHED: &str = "nvidia/cu13/bin/nvcc";
     const WAY_OUT: &str = "Way out: run scripts/fetch-cuda.sh (it needs Python and pip only), or set CUDA_HOME to a \
                            toolkit of CUDA 12.8 or newer, or build without `--features cuda`.";
 

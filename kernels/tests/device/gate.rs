@@ -67,7 +67,7 @@ pub fn check(options: &Options) -> Outcome {
         let hidden = random.pick(&[64_u32, 2048, 2880, 4096, 7168]);
         let tokens = random.pick(&[1_u32, 7, 16, 33, 130, 300, 2100]).min(4_000_000 / hidden);
         let score_fn = random.pick(&[0, 1, 2, 3]);
-        let groups = if experts % 8 == 0 && experts >= 16 { random.pick(&[0, 8]) } else { 0 };
+        let groups = if experts.is_multiple_of(8) && experts >= 16 { random.pick(&[0, 8]) } else { 0 };
         let top_k = random.pick(&[1, 2, 4, 8]).min(if groups == 0 { experts } else { experts / 2 });
         let x = rows(&mut random, (tokens * hidden) as usize);
         let scale_down = 2.0 / (hidden as f32).sqrt();
