@@ -23,7 +23,7 @@ use crate::stats::Recorder;
 /// Rows of an answer that are asked for again.
 const ROWS: usize = 4;
 /// Other rows they travel with, at most.
-const COMPANY: usize = 4;
+pub const COMPANY: usize = 4;
 /// How long a check is retried while the service cannot answer.
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -103,7 +103,9 @@ async fn again(
     }
     let Some(Payload::Inline(input)) = &request.payload else { return Ok(None) };
     let chosen = (0..tokens.min(ROWS)).map(|_| drafts.below(tokens)).collect::<Vec<_>>();
-    let company = drafts.below(COMPANY + 1);
+    // All of it must still be a legal request.
+    let room = (workload.most_tokens as usize).saturating_sub(chosen.len());
+    let company = drafts.below(COMPANY.min(room) + 1);
     let place = drafts.below(company + 1);
     let row = |bytes: &Bytes, row: usize| {
         let size = bytes.len() / tokens;

@@ -13,6 +13,7 @@ use rand::{RngExt as _, SeedableRng as _};
 
 use crate::Error;
 use crate::args::{Args, DType, RoutingSource};
+use crate::check::COMPANY;
 use crate::connect::Client;
 use crate::distribution::TokenCounts;
 use crate::golden::Golden;
@@ -35,6 +36,8 @@ pub struct Workload {
     pub seed: u64,
     /// Largest message.
     pub message_bytes: usize,
+    /// Rows that the service takes in one request.
+    pub most_tokens: u32,
     golden: Option<Golden>,
     name: String,
     counts: TokenCounts,
@@ -67,6 +70,7 @@ impl Workload {
         let layers = pick_layers(&content.layers, &model)?;
         let limits = model.limits.unwrap_or_default();
         let limit = if limits.max_tokens_per_request == 0 { u32::MAX } else { limits.max_tokens_per_request };
+        let most_tokens = limit;
         // The distributions without an end of their own need one when the service states no limit.
         let limit = limit.min(content.tokens.largest(limit.min(1 << 16)));
         let dtype = content.dtype;
@@ -99,11 +103,13 @@ impl Workload {
                 .unwrap_or(usize::MAX)
                 .max(CONTROL_MESSAGE_BYTES),
             golden,
+            most_tokens,
             name: args.model.clone(),
             counts: content.tokens.clone(),
             limit,
             shared,
-            rows: RowPool::new(dtype, largest * hidden, &mut rng),
+            // Checks draw rows, too.
+            rows: RowPool::new(dtype, largest.max(COMPANY) * hidden, &mut rng),
             routing,
             timings: args.output.timings,
             model,
@@ -255,4 +261,23 @@ fn pick_layers(wanted: &[u32], model: &GetModelResponse) -> Result<Vec<MoeLayer>
         })
     };
     wanted.iter().map(find).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    #[test]
+    fn checks_find_rows_enough_where_requests_are_small() {
+        let args = Args::parse_from(["expertd-loadtest", "--tokens", "1", "--seed", "3"]);
+        let layer = MoeLayer { num_experts: 4, top_k: 2, ..MoeLayer::default() };
+        let model = GetModelResponse { hidden: 2048, moe_layers: vec![layer], ..GetModelResponse::default() };
+        let mut drafts = Arc::new(Workload::new(&args, model).unwrap()).drafts(0, 0.0);
+        for _ in 0..20_000 {
+            assert_eq!(drafts.rows(COMPANY).len(), COMPANY * 2048 * 2);
+        }
+    }
 }
