@@ -1,14 +1,17 @@
 //! `expertd bench`: the phases of a step, without gRPC.
 
+use std::collections::VecDeque;
 use std::fmt::Write as _;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use clap::Args;
-use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
+use rand::{RngExt as _, SeedableRng as _};
 use rand_distr::{Distribution as _, StandardNormal};
 use serde_json::json;
 
@@ -18,15 +21,16 @@ use super::serve::plan::{PlanError, ServePlan};
 use super::serve::settings::{Given, ServeArgs};
 use crate::engine::control::DeviceKind;
 use crate::scheduler::{
-    Answer, Backend, ClientKey, Request, RequestId, Service, ServiceState, StartError, StepError, SubmitError,
+    Backend, ClientKey, Pending, Request, RequestId, Service, ServiceState, StartError, StepError,
+    SubmitError,
 };
 use crate::telemetry::Phase;
 use crate::types::{DType, LayerId};
 
 /// Measure the phases of a step on this machine, without gRPC
 ///
-/// Starts the ranks, sends one request at a time, rotates over the model's layers and draws fresh random rows for every
-/// step. Prints medians; the spread is that of the whole step.
+/// Starts the ranks, sends one request at a time (or keeps several in flight), rotates over the model's layers and draws
+/// other random rows for every step. Prints medians; the spread is that of the whole step.
 #[derive(Args, Clone, Debug)]
 pub struct BenchArgs {
     /// Folder of the checkpoint; `expertd synth` makes one of any shape
@@ -53,6 +57,10 @@ pub struct BenchArgs {
     /// Steps to run before that
     #[arg(long, default_value_t = 5)]
     pub warmup: usize,
+    /// Requests in flight: with more than one, steps follow each other without a pause. Steps cannot hold more than the
+    /// largest of the sizes, so measure one size at a time to keep requests from joining each other
+    #[arg(long, default_value = "1")]
+    pub in_flight: NonZeroUsize,
     /// Write the figures to this file as JSON, too
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
@@ -89,12 +97,18 @@ pub enum BenchError {
     },
 }
 
+/// Offsets in the pool that rows can begin at.
+const POOL: usize = 4 << 20;
+
 /// Figures of one size.
 struct Figures {
     tokens_per_rank: usize,
     tokens: usize,
     /// Ascending.
     steps: Vec<Duration>,
+    /// From the first answer that counts to the last, and the requests in between.
+    wall: Duration,
+    requests: usize,
     /// Medians, of the slowest rank.
     phases: [Duration; Phase::ALL.len()],
 }
@@ -138,18 +152,23 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
             rank.weight_bytes_loaded / 1_000_000
         );
     }
+    let mut random = SmallRng::seed_from_u64(rand::random());
+    let elements = POOL + largest * ranks as usize * hidden;
+    let values: Vec<f32> = StandardNormal.sample_iter(&mut random).take(elements).collect();
     let mut bench = Bench {
         service: Arc::clone(&service),
         hidden,
         layers: layers.keys().copied().collect(),
         next_layer: 0,
         dtype: DType::from(args.dtype),
-        random: SmallRng::seed_from_u64(rand::random()),
+        pool: rows::encode(&values, DType::from(args.dtype)),
+        random,
         next_id: 0,
     };
+    drop(values);
     let mut figures = Vec::new();
     for &tokens in &args.tokens {
-        figures.push(bench.measure(tokens, tokens * ranks as usize, args.warmup, args.steps).await?);
+        figures.push(bench.measure(tokens, tokens * ranks as usize, &args).await?);
     }
     service.drain(None).await;
     service.join();
@@ -167,6 +186,8 @@ struct Bench {
     layers: Vec<LayerId>,
     next_layer: usize,
     dtype: DType,
+    /// Normally distributed elements: requests are slices of it.
+    pool: Bytes,
     random: SmallRng,
     next_id: u64,
 }
@@ -176,15 +197,28 @@ impl Bench {
         &mut self,
         tokens_per_rank: usize,
         tokens: usize,
-        warmup: usize,
-        steps: usize,
+        args: &BenchArgs,
     ) -> Result<Figures, BenchError> {
+        let steps = args.steps.max(1);
         let mut answers = Vec::with_capacity(steps);
-        for step in 0..warmup + steps.max(1) {
-            let answer = self.step(tokens).await?;
-            if step >= warmup {
+        let mut pending = VecDeque::with_capacity(args.in_flight.get());
+        let mut begun = Instant::now();
+        for step in 0..args.warmup + steps + args.in_flight.get() - 1 {
+            pending.push_back(self.submit(tokens)?);
+            if pending.len() < args.in_flight.get() {
+                continue;
+            }
+            let Some(answer) = pending.pop_front() else { continue };
+            let answer = answer.await.map_err(|_| BenchError::Gone)??;
+            if step + 1 < args.warmup + args.in_flight.get() {
+                begun = Instant::now();
+            } else {
                 answers.push(answer.receipt);
             }
+        }
+        let wall = begun.elapsed();
+        for answer in pending {
+            answer.await.map_err(|_| BenchError::Gone)??;
         }
         let mut times: Vec<Duration> = answers.iter().map(|receipt| receipt.step_time).collect();
         times.sort_unstable();
@@ -197,12 +231,13 @@ impl Bench {
             times.sort_unstable();
             times[times.len() / 2]
         });
-        Ok(Figures { tokens_per_rank, tokens, steps: times, phases })
+        Ok(Figures { tokens_per_rank, tokens, steps: times, wall, requests: answers.len(), phases })
     }
 
-    async fn step(&mut self, tokens: usize) -> Result<Answer, BenchError> {
-        let values: Vec<f32> =
-            StandardNormal.sample_iter(&mut self.random).take(tokens * self.hidden).collect();
+    fn submit(&mut self, tokens: usize) -> Result<Pending, BenchError> {
+        let size = self.dtype.size();
+        let first = self.random.random_range(0..POOL) * size;
+        let rows = self.pool.slice(first..first + tokens * self.hidden * size);
         let layer = self.layers[self.next_layer % self.layers.len()];
         self.next_layer += 1;
         self.next_id += 1;
@@ -219,7 +254,7 @@ impl Bench {
             layer,
             tokens,
             dtype: self.dtype,
-            rows: rows::encode(&values, self.dtype),
+            rows,
             routing: None,
             token_ids: by_id,
             shared_experts: true,
@@ -227,7 +262,7 @@ impl Bench {
             return_timings: true,
             deadline: None,
         };
-        Ok(self.service.submit(request)?.await.map_err(|_| BenchError::Gone)??)
+        Ok(self.service.submit(request)?)
     }
 }
 
@@ -246,7 +281,7 @@ fn table(figures: &[Figures]) -> String {
         let median = f.steps[f.steps.len() / 2];
         let p90 = f.steps[(f.steps.len() * 9 / 10).min(f.steps.len() - 1)];
         let spread = format!("{:.0} .. {:.0}", micros(f.steps[0]), micros(p90));
-        let rate = f.tokens as f64 / median.as_secs_f64();
+        let rate = (f.tokens * f.requests) as f64 / f.wall.as_secs_f64();
         let _ = write!(text, "{:>7} {:>10.0} {spread:>18} {rate:>10.0}", f.tokens_per_rank, micros(median));
         for time in f.phases {
             let _ = write!(text, " {:>9.0}", micros(time));
@@ -268,6 +303,7 @@ fn json(figures: &[Figures]) -> serde_json::Value {
         json!({
             "tokens_per_rank": f.tokens_per_rank,
             "tokens": f.tokens,
+            "tokens_per_second": (f.tokens * f.requests) as f64 / f.wall.as_secs_f64(),
             "step_seconds": f.steps.iter().map(Duration::as_secs_f64).collect::<Vec<_>>(),
             "phases": phases,
         })
