@@ -14,6 +14,12 @@ pub fn available_cores() -> Vec<usize> {
 /// The cores of each NUMA node that are among `cores`; one node if the machine does not tell.
 #[must_use]
 pub fn numa_nodes(cores: &[usize]) -> Vec<Vec<usize>> {
+    let nodes = numbered_nodes(cores);
+    if nodes.is_empty() { vec![cores.to_vec()] } else { nodes.into_iter().map(|(_, cores)| cores).collect() }
+}
+
+/// The same with the nodes' numbers, ascending; none if the machine does not tell.
+fn numbered_nodes(cores: &[usize]) -> Vec<(usize, Vec<usize>)> {
     let mut nodes: Vec<(usize, Vec<usize>)> = fs::read_dir("/sys/devices/system/node")
         .into_iter()
         .flatten()
@@ -27,7 +33,7 @@ pub fn numa_nodes(cores: &[usize]) -> Vec<Vec<usize>> {
         .filter(|(_, cores)| !cores.is_empty())
         .collect();
     nodes.sort();
-    if nodes.is_empty() { vec![cores.to_vec()] } else { nodes.into_iter().map(|(_, cores)| cores).collect() }
+    nodes
 }
 
 /// Parses the kernel's lists such as `0-3,8`; what is no number is left out.
@@ -58,6 +64,29 @@ pub fn share_cores(cores: &[usize], ranks: usize) -> Vec<Vec<usize>> {
         .collect()
 }
 
+/// Shares `cores` out over ranks whose devices are attached to NUMA nodes: each gets some of its node's, and no two get
+/// the same where there are enough. As [`share_cores`] if a rank's node is not known or has none of these cores.
+#[must_use]
+pub fn share_cores_near(cores: &[usize], nodes_of_ranks: &[Option<usize>]) -> Vec<Vec<usize>> {
+    share_near(cores, &numbered_nodes(cores), nodes_of_ranks)
+}
+
+fn share_near(
+    cores: &[usize],
+    nodes: &[(usize, Vec<usize>)],
+    nodes_of_ranks: &[Option<usize>],
+) -> Vec<Vec<usize>> {
+    let mut shares = vec![Vec::new(); nodes_of_ranks.len()];
+    for (number, of_node) in nodes {
+        let here: Vec<usize> =
+            (0..shares.len()).filter(|&rank| nodes_of_ranks[rank] == Some(*number)).collect();
+        for (rank, share) in here.iter().zip(share_cores(of_node, here.len())) {
+            shares[*rank] = share;
+        }
+    }
+    if shares.iter().any(Vec::is_empty) { share_cores(cores, shares.len()) } else { shares }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -74,6 +103,19 @@ mod tests {
             let sizes: Vec<usize> = shares.iter().map(Vec::len).collect();
             assert!(sizes.iter().max().unwrap_or(&0) - sizes.iter().min().unwrap_or(&0) <= 1);
         }
+    }
+
+    #[test]
+    fn ranks_get_cores_of_their_devices_nodes() {
+        let nodes = [(0, vec![0, 1, 2, 3]), (1, vec![4, 5, 6, 7])];
+        let cores: Vec<usize> = (0..8).collect();
+        let near = |of_ranks: &[Option<usize>]| share_near(&cores, &nodes, of_ranks);
+        assert_eq!(near(&[Some(1), Some(0)]), [vec![4, 5, 6, 7], vec![0, 1, 2, 3]]);
+        assert_eq!(near(&[Some(1), Some(1), Some(0)]), [vec![4, 5], vec![6, 7], vec![0, 1, 2, 3]]);
+        assert_eq!(near(&[Some(1)]), [vec![4, 5, 6, 7]]);
+        // Not known, or a node without cores for us: even shares of all.
+        assert_eq!(near(&[None, Some(1)]), share_cores(&cores, 2));
+        assert_eq!(near(&[Some(2), Some(1)]), share_cores(&cores, 2));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::io::BufReader;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 
 use expertd_kernels::layout::{Shape, WindowLayout};
 use expertd_kernels::params::MAX_EXPERTS;
@@ -25,9 +26,47 @@ const ROW_UNIT: usize = 64;
 /// Environment that ranks on GPUs need: no NVLink multicast, and kernels loaded before anything waits on the device.
 #[must_use]
 pub fn environment() -> Vec<(String, String)> {
-    [("NCCL_NVLS_ENABLE", "0"), ("CUDA_MODULE_LOADING", "EAGER")]
-        .map(|(name, value)| (name.to_owned(), value.to_owned()))
-        .to_vec()
+    let mut all = vec![("NCCL_NVLS_ENABLE", "0"), ("CUDA_MODULE_LOADING", "EAGER")];
+    if std::env::var_os(ORDER).is_none() {
+        all.push((ORDER, BY_ADDRESS));
+    }
+    all.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
+}
+
+/// How CUDA numbers GPUs; by address unless the user says otherwise, so that rank and NUMA node can be matched here.
+const ORDER: &str = "CUDA_DEVICE_ORDER";
+const BY_ADDRESS: &str = "PCI_BUS_ID";
+
+/// The NUMA node that each rank's GPU is attached to, where the machine tells. Looks at the driver's list and sysfs only.
+#[must_use]
+pub fn numa_nodes(ranks: usize) -> Vec<Option<usize>> {
+    let by_address = std::env::var(ORDER).map_or(true, |order| order == BY_ADDRESS);
+    let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let driver = Path::new("/proc/driver/nvidia/gpus");
+    let nodes =
+        if by_address { nodes_by_address(driver, Path::new("/sys/bus/pci/devices")) } else { Vec::new() };
+    (0..ranks).map(|rank| nodes.get(ordinal(rank, visible.as_deref())?).copied().flatten()).collect()
+}
+
+/// Place of a rank's GPU among all of the machine; `None` if the list of visible ones names them otherwise.
+fn ordinal(rank: usize, visible: Option<&str>) -> Option<usize> {
+    match visible {
+        Some(list) => list.split(',').nth(rank)?.trim().parse().ok(),
+        None => Some(rank),
+    }
+}
+
+/// NUMA nodes of the driver's GPUs, in the order of their addresses.
+fn nodes_by_address(driver: &Path, devices: &Path) -> Vec<Option<usize>> {
+    let entries = std::fs::read_dir(driver).into_iter().flatten().flatten();
+    let mut addresses: Vec<_> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    addresses.sort();
+    let node = |address: &String| {
+        let text = std::fs::read_to_string(devices.join(address.to_lowercase()).join("numa_node")).ok()?;
+        // -1: the machine does not tell.
+        text.trim().parse().ok()
+    };
+    addresses.iter().map(node).collect()
 }
 
 /// GPUs that ranks may use: those of the machine, or what `CUDA_VISIBLE_DEVICES` leaves of them. Looks at device files
@@ -196,8 +235,31 @@ pub(super) fn load(
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nodes_of_gpus_by_address() {
+        let folder = tempfile::tempdir().unwrap();
+        let (driver, devices) = (folder.path().join("gpus"), folder.path().join("devices"));
+        for (address, node) in [("0000:9A:00.0", "1\n"), ("0000:1b:00.0", "0\n"), ("0000:b0:00.0", "-1\n")] {
+            std::fs::create_dir_all(driver.join(address)).unwrap();
+            let device = devices.join(address.to_lowercase());
+            std::fs::create_dir_all(&device).unwrap();
+            std::fs::write(device.join("numa_node"), node).unwrap();
+        }
+        std::fs::create_dir_all(driver.join("0000:c0:00.0")).unwrap();
+        assert_eq!(nodes_by_address(&driver, &devices), [Some(0), Some(1), None, None]);
+        assert!(nodes_by_address(folder.path().join("none").as_path(), &devices).is_empty());
+    }
+
+    #[test]
+    fn ranks_take_the_visible_gpus_in_turn() {
+        assert_eq!((ordinal(0, None), ordinal(3, None)), (Some(0), Some(3)));
+        assert_eq!((ordinal(0, Some("2, 5")), ordinal(1, Some("2, 5"))), (Some(2), Some(5)));
+        assert_eq!((ordinal(2, Some("2,5")), ordinal(0, Some("GPU-8932f937"))), (None, None));
+    }
 
     #[test]
     fn device_files_and_visible_devices_are_counted() {

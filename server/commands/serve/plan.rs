@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::settings::{Given, SettingsError, Shown, Source, parse_cores};
-use crate::cluster::{ClusterConfig, available_cores, numa_nodes, share_cores};
+use crate::cluster::{ClusterConfig, available_cores, numa_nodes, share_cores, share_cores_near};
 use crate::engine::control::DeviceKind;
 use crate::engine::gpu;
 use crate::ep::{self, EpConfig};
@@ -165,7 +165,14 @@ impl ServePlan {
                 "must be at least 300: ranks show life every 100 ms at most",
             ));
         }
-        let shares = share_cores(&cores, ranks as usize);
+        let near = match device {
+            DeviceKind::Cpu => vec![None; ranks as usize],
+            DeviceKind::Cuda => gpu::numa_nodes(ranks as usize),
+        };
+        let shares = match device {
+            DeviceKind::Cpu => share_cores(&cores, ranks as usize),
+            DeviceKind::Cuda => share_cores_near(&cores, &near),
+        };
         let spin = device == DeviceKind::Cuda && cores.len() > 2 * ranks as usize;
 
         let message_bytes = Limits::message_bytes(per_request, spec.hidden, max_top_k);
@@ -224,7 +231,7 @@ impl ServePlan {
 
         let listen = |s: &(Option<String>, Source)| s.0.clone().unwrap_or_default();
         let plan = ServePlan {
-            model: model_info(&spec, name, checkpoint.weight_version(), limits, device, &shares),
+            model: model_info(&spec, name, checkpoint.weight_version(), limits, device, &shares, &near),
             cluster: ClusterConfig {
                 shape,
                 device,
@@ -292,6 +299,7 @@ fn model_info(
     limits: Limits,
     device: DeviceKind,
     cores: &[Vec<usize>],
+    near: &[Option<usize>],
 ) -> ModelInfo {
     let layers: BTreeMap<_, _> = spec
         .moe_layers()
@@ -316,12 +324,15 @@ fn model_info(
     weight_formats.dedup();
     let ranks = cores.len();
     let placement = (0..)
-        .zip(cores)
-        .map(|(rank, cores)| RankPlacement {
+        .zip(cores.iter().zip(near))
+        .map(|(rank, (cores, near))| RankPlacement {
             rank: Rank(rank),
             device: match device {
                 DeviceKind::Cpu => format!("cpu, cores {}", list(cores)),
-                DeviceKind::Cuda => format!("cuda, GPU {rank}, cores {}", list(cores)),
+                DeviceKind::Cuda => {
+                    let near = near.map_or_else(String::new, |node| format!(" (NUMA node {node})"));
+                    format!("cuda, GPU {rank}{near}, cores {}", list(cores))
+                }
             },
             experts: spec
                 .moe_layers()

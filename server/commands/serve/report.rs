@@ -51,17 +51,14 @@ pub fn plan(plan: &ServePlan) -> String {
             ),
         );
         line("gate", first.gate.describe());
-        for (rank, cores) in cluster.cores.iter().enumerate() {
-            let range = Placement::new(first.experts.count, cluster.cores.len()).range(Rank(rank as u32));
+        for (rank, place) in model.placement.iter().enumerate() {
+            let range = Placement::new(first.experts.count, model.placement.len()).range(Rank(rank as u32));
             let owned = if range.is_empty() {
                 "no experts".to_owned()
             } else {
                 format!("experts {} to {}", range.start, range.end - 1)
             };
-            line(
-                if rank == 0 { "ranks" } else { "" },
-                format!("{rank}: {} cores {cores:?}, {owned}", cluster.device),
-            );
+            line(if rank == 0 { "ranks" } else { "" }, format!("{rank}: {}; {owned}", place.device));
         }
     }
     line(
