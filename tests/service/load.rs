@@ -36,6 +36,7 @@ impl Call {
 
 /// Recorded rows of one layer, drawn at random.
 pub struct Rows {
+    tolerance: f64,
     golden: Golden,
     layers: Vec<u32>,
     rng: SmallRng,
@@ -46,7 +47,12 @@ impl Rows {
     pub fn new(path: &Path, seed: u64, largest: usize) -> Rows {
         let golden = Golden::read(path).unwrap();
         let layers = golden.layers.keys().copied().collect();
-        Rows { golden, layers, rng: SmallRng::seed_from_u64(seed), largest }
+        Rows { tolerance: TOLERANCE, golden, layers, rng: SmallRng::seed_from_u64(seed), largest }
+    }
+
+    /// The same, with another bound on a row's relative error.
+    pub fn within(self, tolerance: f64) -> Rows {
+        Rows { tolerance, ..self }
     }
 
     /// A request of random recorded rows, and its right answer.
@@ -71,13 +77,18 @@ impl Rows {
 
 /// Panics unless the answer is right.
 pub fn check(response: &ForwardResponse, wanted: &[f32], request: &ForwardRequest) {
+    check_within(TOLERANCE, response, wanted, request);
+}
+
+/// The same, with another bound on a row's relative error.
+pub fn check_within(tolerance: f64, response: &ForwardResponse, wanted: &[f32], request: &ForwardRequest) {
     let got = decode(&response.rows, DType::F32);
     let hidden = wanted.len() / request.tokens as usize;
     assert_eq!(got.len(), wanted.len(), "rows of layer {}", request.layer);
     for (row, (got, wanted)) in got.chunks(hidden).zip(wanted.chunks(hidden)).enumerate() {
         let error = relative_error(got, wanted);
         let receipt = response.receipt.as_ref();
-        assert!(error <= TOLERANCE, "layer {} row {row} is off by {error:.1e}: {receipt:?}", request.layer);
+        assert!(error <= tolerance, "layer {} row {row} is off by {error:.1e}: {receipt:?}", request.layer);
     }
 }
 
@@ -89,11 +100,15 @@ pub struct Load {
 
 impl Load {
     pub async fn start(address: &str, golden: &Path, largest: usize) -> Load {
+        Load::start_within(TOLERANCE, address, golden, largest).await
+    }
+
+    pub async fn start_within(tolerance: f64, address: &str, golden: &Path, largest: usize) -> Load {
         let stop = Arc::new(AtomicBool::new(false));
         let mut workers = JoinSet::new();
         for worker in 0..4 {
             let client = Client::connect(address).await.unwrap();
-            let rows = Rows::new(golden, worker, largest);
+            let rows = Rows::new(golden, worker, largest).within(tolerance);
             if worker % 2 == 0 {
                 workers.spawn(unary(client, rows, Arc::clone(&stop)));
             } else {
@@ -112,13 +127,14 @@ impl Load {
 }
 
 fn outcome(
+    tolerance: f64,
     result: Result<ForwardResponse, Status>,
     request: &ForwardRequest,
     wanted: &[f32],
 ) -> Result<u64, (Code, String)> {
     match result {
         Ok(response) => {
-            check(&response, wanted, request);
+            check_within(tolerance, &response, wanted, request);
             Ok(response.receipt.unwrap().generation)
         }
         Err(status) => Err((status.code(), status.message().to_owned())),
@@ -137,7 +153,7 @@ async fn unary(client: Client, mut rows: Rows, stop: Arc<AtomicBool>) -> Vec<Cal
         let (request, wanted) = rows.draw();
         let begun = Instant::now();
         let answer = tokio::time::timeout(LOST, client.forward(request.clone(), None)).await;
-        let result = outcome(answer.expect("a lost call"), &request, &wanted);
+        let result = outcome(rows.tolerance, answer.expect("a lost call"), &request, &wanted);
         pause_after(&result).await;
         calls.push(Call { begun, ended: Instant::now(), result });
     }
@@ -175,7 +191,7 @@ async fn streaming(client: Client, mut rows: Rows, stop: Arc<AtomicBool>) -> Vec
             match tokio::time::timeout(LOST, answers.next()).await.expect("a lost answer") {
                 Ok(Some((id, answer))) => {
                     let (begun, request, wanted) = pending.remove(&id).expect("an id that is in flight");
-                    let result = outcome(answer, &request, &wanted);
+                    let result = outcome(rows.tolerance, answer, &request, &wanted);
                     let ended = Instant::now();
                     pause_after(&result).await;
                     calls.push(Call { begun, ended, result });

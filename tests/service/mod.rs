@@ -47,13 +47,16 @@ pub struct Service {
     pub metrics: String,
 }
 
-/// The command line that serves a family's fixture on free ports.
+/// The command line that serves a checkpoint on free ports, on CPU ranks unless `more` says otherwise.
 pub fn serve_command(model: &Path, more: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_expertd"));
-    command.arg("serve").arg("--model").arg(model).args(["--device", "cpu"]);
-    for (flag, value) in
-        [("--listen", "127.0.0.1:0"), ("--admin-listen", "127.0.0.1:0"), ("--metrics-listen", "127.0.0.1:0")]
-    {
+    command.arg("serve").arg("--model").arg(model);
+    for (flag, value) in [
+        ("--device", "cpu"),
+        ("--listen", "127.0.0.1:0"),
+        ("--admin-listen", "127.0.0.1:0"),
+        ("--metrics-listen", "127.0.0.1:0"),
+    ] {
         if !more.contains(&flag) {
             command.args([flag, value]);
         }
@@ -70,9 +73,15 @@ pub fn serve_command(model: &Path, more: &[&str]) -> Command {
 impl Service {
     /// Serves a family's fixture and waits until it is ready.
     pub fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
+        Service::start_with(family, ranks, more, &[])
+    }
+
+    /// The same, with variables of the environment.
+    pub fn start_with(family: &str, ranks: u32, more: &[&str], environment: &[(&str, &str)]) -> Service {
         let ranks = ranks.to_string();
         let flags = [&["--ranks", &ranks], more].concat();
-        let mut child = serve_command(&fixture(family), &flags).spawn().unwrap();
+        let mut command = serve_command(&fixture(family), &flags);
+        let mut child = command.envs(environment.iter().copied()).spawn().unwrap();
         let (lines, received) = mpsc::channel();
         let stdout = BufReader::new(child.stdout.take().unwrap());
         // Reads to the end, so that the service never waits for a full pipe.
