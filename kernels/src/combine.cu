@@ -185,7 +185,11 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ R
     const StepView step = open_step(state, g.max_tokens);
     if (!step.ok) return;
     const uint64_t flag = g.generation | exchange;
-    if (blockIdx.x == 0 && threadIdx.x == 0) g.state->sequence = exchange + 1;
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        g.state->sequence = exchange + 1;
+        // A hint to the host, which publishes nothing: no fence.
+        if (p.experts_done != nullptr) *static_cast<volatile uint64_t*>(p.experts_done) = g.state->step;
+    }
     random_delay(g, ~exchange);
     send_partials(p, counts);
     const uint32_t wanted = first_ranks(p, step.tokens);

@@ -19,9 +19,22 @@ __device__ __forceinline__ uint4 load_host(const void* address) {
     return v;
 }
 
-template <typename T>
-__device__ __forceinline__ T load_host_word(const T* address) {
-    return *reinterpret_cast<const volatile T*>(address);
+__device__ __forceinline__ uint64_t load_host(const uint64_t* address) {
+    uint64_t v;
+    asm volatile("ld.global.L1::no_allocate.u64 %0, [%1];" : "=l"(v) : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ int32_t load_host(const int32_t* address) {
+    int32_t v;
+    asm volatile("ld.global.L1::no_allocate.s32 %0, [%1];" : "=r"(v) : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ float load_host(const float* address) {
+    float v;
+    asm volatile("ld.global.L1::no_allocate.f32 %0, [%1];" : "=f"(v) : "l"(address));
+    return v;
 }
 
 __device__ __forceinline__ uint32_t f16_to_bf16(uint32_t pair) {
@@ -29,17 +42,22 @@ __device__ __forceinline__ uint32_t f16_to_bf16(uint32_t pair) {
     return pack_bf16(v.x, v.y);
 }
 
-// The segment that holds `row`: segments follow each other in rows.
-__device__ Segment segment_of(const CopyInParams& p, uint32_t segments, uint32_t row) {
-    uint32_t low = 0, high = segments;
+// Entries of the segment table that a block holds at a time.
+constexpr uint32_t kTable = 1024;
+constexpr uint32_t kEntryWords = sizeof(Segment) / sizeof(uint64_t);
+// Entries that are read together with the request, before their number is known.
+constexpr uint32_t kEarly = kThreads / kEntryWords - 1;
+static_assert(kEarly * kEntryWords + sizeof(StepRequest) / 16 <= kThreads, "a thread each");
+
+// The segment that holds `row`, among `count` that follow each other in rows.
+__device__ __forceinline__ Segment segment_of(const Segment* table, uint32_t count, uint32_t row) {
+    uint32_t low = 0, high = count;
     while (high - low > 1) {
         const uint32_t middle = (low + high) / 2;
-        if (load_host_word(&p.segments[middle].first_row) <= row) low = middle;
+        if (table[middle].first_row <= row) low = middle;
         else high = middle;
     }
-    const Segment* at = p.segments + low;
-    return {load_host_word(&at->byte_offset), load_host_word(&at->first_row), load_host_word(&at->rows),
-            load_host_word(&at->dtype), load_host_word(&at->flags)};
+    return table[low];
 }
 
 // One warp: a row from staging to bf16.
@@ -85,57 +103,94 @@ __device__ void take_row(const CopyInParams& p, const uint8_t* from, uint32_t dt
     }
 }
 
+// One warp: a row with its place and routing.
+__device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row) {
+    const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
+    const uint64_t row_bytes = static_cast<uint64_t>(p.hidden) * (segment.dtype == kF32 ? 4 : 2);
+    const uint64_t offset = segment.byte_offset + (row - segment.first_row) * row_bytes;
+    // The host has checked them; a fault between there and here must not read or write astray.
+    if (offset % 16 != 0 || offset + row_bytes > p.staged_bytes || row - segment.first_row >= segment.rows) {
+        if (lane == 0) set_error(p.state, kBadCount, 0xfe, kCopyIn);
+        return;
+    }
+    // Routing first: its loads are under way while those of the row are issued.
+    const uint64_t at = static_cast<uint64_t>(row) * p.top_k + lane;
+    const bool given = (segment.flags & kGivenRouting) != 0 && lane < p.top_k;
+    const bool named = p.staged_token_ids != nullptr && lane == 0;
+    int32_t id = 0, token_id = 0;
+    float weight = 0.0f;
+    if (given) {
+        id = load_host(p.staged_ids + at);
+        weight = load_host(p.staged_weights + at);
+    }
+    if (named) token_id = load_host(p.staged_token_ids + row);
+    take_row(p, p.staged_rows + offset, segment.dtype,
+             static_cast<uint4*>(p.tokens) + static_cast<uint64_t>(row) * words);
+    if (lane == 0) p.places[row] = {offset, segment.dtype, segment.flags};
+    if (given) {
+        // Ids become addresses: see above.
+        if (id < 0 || id >= static_cast<int32_t>(p.experts)) {
+            set_error(p.state, kBadCount, 0xfe, kCopyIn);
+            id = 0;
+        }
+        p.topk_ids[at] = id;
+        p.topk_weights[at] = weight;
+    }
+    if (named) p.token_ids[row] = token_id;
+}
+
 template <int Count>
 __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Ranks<CopyInParams, Count> all) {
     const CopyInParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
     __shared__ StepRequest request;
+    __shared__ Segment table[kTable];
+    uint64_t* table_words = reinterpret_cast<uint64_t*>(table);
+    const uint64_t* entries = reinterpret_cast<const uint64_t*>(p.segments);
     begin_kernel();
-    if (threadIdx.x == 0) {
-        const uint64_t begin = now_ns();
-        const uint4 a = load_host(p.request), b = load_host(reinterpret_cast<const uint4*>(p.request) + 1);
-        reinterpret_cast<uint4*>(&request)[0] = a;
-        reinterpret_cast<uint4*>(&request)[1] = b;
-        if (request.tokens > p.max_tokens) {
-            set_error(p.state, kBadCount, 0xff, kCopyIn);
-            request.tokens = 0;
-        }
-        if (blockIdx.x == 0) {
-            p.state->tokens = request.tokens;
-            p.state->layer = request.layer;
-            p.state->given_routing = request.given_routing;
-            p.state->received = 0;
-            p.state->out_dtype = request.out_dtype;
-            p.state->step = request.step;
-            p.state->begin_ns[kCopyIn] = begin;
-        }
+    const uint64_t begin = now_ns();
+    // One round trip to the host for the request and the first entries, one for rows: a segment is looked up here, not
+    // there.
+    const uint32_t early = min(p.max_segments, kEarly);
+    if (threadIdx.x < early * kEntryWords) {
+        table_words[threadIdx.x] = load_host(entries + threadIdx.x);
+    } else if (threadIdx.x >= kThreads - sizeof(StepRequest) / 16) {
+        const uint32_t part = kThreads - 1 - threadIdx.x;
+        reinterpret_cast<uint4*>(&request)[part] = load_host(reinterpret_cast<const uint4*>(p.request) + part);
     }
     __syncthreads();
-    const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
-    for (uint32_t row = blockIdx.x * kWarps + threadIdx.x / 32; row < request.tokens; row += gridDim.x * kWarps) {
-        const Segment segment = segment_of(p, request.segments, row);
-        const uint64_t row_bytes = static_cast<uint64_t>(p.hidden) * (segment.dtype == kF32 ? 4 : 2);
-        const uint64_t offset = segment.byte_offset + (row - segment.first_row) * row_bytes;
-        // The host has checked them; a fault between there and here must not read or write astray.
-        if (offset % 16 != 0 || offset + row_bytes > p.staged_bytes || row - segment.first_row >= segment.rows) {
-            if (lane == 0) set_error(p.state, kBadCount, 0xfe, kCopyIn);
-            continue;
-        }
-        if (lane == 0) p.places[row] = {offset, segment.dtype, segment.flags};
-        take_row(p, p.staged_rows + offset, segment.dtype,
-                 static_cast<uint4*>(p.tokens) + static_cast<uint64_t>(row) * words);
-        if ((segment.flags & kGivenRouting) != 0 && lane < p.top_k) {
-            const uint64_t at = static_cast<uint64_t>(row) * p.top_k + lane;
-            int32_t id = load_host_word(p.staged_ids + at);
-            // Ids become addresses: see above.
-            if (id < 0 || id >= static_cast<int32_t>(p.experts)) {
-                set_error(p.state, kBadCount, 0xfe, kCopyIn);
-                id = 0;
-            }
-            p.topk_ids[at] = id;
-            p.topk_weights[at] = load_host_word(p.staged_weights + at);
-        }
-        if (p.staged_token_ids != nullptr && lane == 0) p.token_ids[row] = load_host_word(p.staged_token_ids + row);
+    const bool possible = request.tokens <= p.max_tokens && request.segments <= p.max_segments;
+    const uint32_t tokens = possible ? request.tokens : 0, segments = possible ? request.segments : 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        if (!possible) set_error(p.state, kBadCount, 0xff, kCopyIn);
+        p.state->tokens = tokens;
+        p.state->layer = request.layer;
+        p.state->given_routing = request.given_routing;
+        p.state->received = 0;
+        p.state->out_dtype = request.out_dtype;
+        p.state->step = request.step;
+        p.state->begin_ns[kCopyIn] = begin;
     }
+    // Neighbouring rows go to different blocks, so that few rows are spread over many SMs.
+    const uint32_t first = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+    uint32_t covered = 0;
+    for (uint32_t entry = 0; entry < segments; entry += kTable) {
+        const uint32_t count = min(kTable, segments - entry);
+        if (entry != 0) __syncthreads();
+        for (uint32_t word = (entry == 0 ? early * kEntryWords : 0) + threadIdx.x; word < count * kEntryWords;
+             word += kThreads) {
+            table_words[word] = load_host(entries + static_cast<uint64_t>(entry) * kEntryWords + word);
+        }
+        if (count > early || entry != 0) __syncthreads();
+        const Segment& last = table[count - 1];
+        // Segments follow each other; if they do not, rows would be left as they were.
+        if (table[0].first_row != covered) break;
+        const uint32_t end = min(tokens, last.first_row + last.rows);
+        for (uint32_t row = covered + first; row < end; row += gridDim.x * kWarps) {
+            take(p, segment_of(table, count, row), row);
+        }
+        covered = end;
+    }
+    if (covered != tokens && blockIdx.x == 0 && threadIdx.x == 0) set_error(p.state, kBadCount, 0xfe, kCopyIn);
     stamp_end(p.state, kCopyIn);
 }
 

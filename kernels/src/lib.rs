@@ -1,11 +1,13 @@
 //! CUDA kernels of expertd and thin wrappers to launch them.
 //!
-//! [`params`] and [`layout`] describe what the kernels work on and build everywhere; `launch`, `experts`, `slot` and `device`
-//! exist with the feature `cuda` only. A binary with that feature still starts without a driver: ask
+//! [`params`] and [`layout`] describe what the kernels work on and build everywhere; `launch`, `experts`, `slot`, `device` and
+//! `event` exist with the feature `cuda` only. A binary with that feature still starts without a driver: ask
 //! `device::driver_present` first.
 
 #[cfg(feature = "cuda")]
 pub mod device;
+#[cfg(feature = "cuda")]
+pub mod event;
 #[cfg(feature = "cuda")]
 pub mod experts;
 #[cfg(feature = "cuda")]

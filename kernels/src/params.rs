@@ -250,6 +250,8 @@ pub struct CombineParams {
     pub places: u64,
     /// Out: `[T, H]` of the slot's `out_dtype`.
     pub out: u64,
+    /// u64 in mapped memory that gets the step's number when its experts have ended; or 0.
+    pub experts_done: u64,
 }
 
 /// See `ScaleParams` in `step.h`.
@@ -372,6 +374,10 @@ pub struct CopyInParams {
     pub max_tokens: u32,
     /// Routed experts.
     pub experts: u32,
+    /// Entries that may be read at `segments`.
+    pub max_segments: u32,
+    /// Padding.
+    pub reserved: u32,
 }
 
 /// See `CopyOutParams` in `step.h`. `staged_*` and `completion` are mapped host memory.
@@ -437,11 +443,11 @@ const _: () = {
     assert!(size_of::<Completion>() == 136);
     assert!(size_of::<Group>() == 176);
     assert!(size_of::<DispatchParams>() == 240);
-    assert!(size_of::<CombineParams>() == 224);
+    assert!(size_of::<CombineParams>() == 232);
     assert!(size_of::<ScaleParams>() == 208);
     assert!(size_of::<GateLayer>() == 32);
     assert!(size_of::<GateParams>() == 128);
-    assert!(size_of::<CopyInParams>() == 120);
+    assert!(size_of::<CopyInParams>() == 128);
     assert!(size_of::<CopyOutParams>() == 96);
     assert!(size_of::<SharedParams>() == 56);
     assert!(size_of::<Segment>() == 24);

@@ -136,6 +136,7 @@ impl SlotBuffers {
             shared,
             places: 0,
             out: self.out.address(),
+            experts_done: 0,
         }
     }
 

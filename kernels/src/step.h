@@ -133,8 +133,9 @@ struct CombineParams {
     const void* shared;          // bf16 [T][H] to be added, or null
     const RowPlace* places;      // tells which rows want the shared experts; null: all
     void* out;                   // [T][H] of SlotState::out_dtype
+    uint64_t* experts_done;      // mapped, gets the step's number when its experts have ended; or null
 };
-static_assert(sizeof(CombineParams) == 224, "mirrored in params.rs");
+static_assert(sizeof(CombineParams) == 232, "mirrored in params.rs");
 
 enum ScoreFn : uint32_t { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2, kSqrtSoftplus = 3, kSparseMixer = 4 };
 enum Choice : uint32_t { kByScores = 0, kByLogits = 1, kByTokenIds = 2 };
@@ -197,8 +198,10 @@ struct CopyInParams {
     uint32_t top_k;
     uint32_t max_tokens;
     uint32_t experts;
+    uint32_t max_segments;          // entries that may be read at `segments`
+    uint32_t reserved;
 };
-static_assert(sizeof(CopyInParams) == 120, "mirrored in params.rs");
+static_assert(sizeof(CopyInParams) == 128, "mirrored in params.rs");
 
 // Result rows to where their tokens stood in mapped host staging, in their dtype; then the completion record.
 struct CopyOutParams {

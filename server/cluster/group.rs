@@ -86,6 +86,8 @@ pub struct Group {
     started: bool,
     sequence: u64,
     in_flight: VecDeque<InFlight>,
+    /// Since when the oldest of them is that.
+    front_since: Instant,
     next_check: Instant,
     /// Made here, mapped by the ranks.
     windows: Option<Arc<SharedRegion>>,
@@ -120,6 +122,7 @@ impl Group {
             started: false,
             sequence: 0,
             in_flight: VecDeque::new(),
+            front_since: Instant::now(),
             next_check: Instant::now() + CHECK_INTERVAL,
             windows,
         };
@@ -271,7 +274,7 @@ impl Group {
             }
         }
         if let Some(step) = self.in_flight.front()
-            && step.since.elapsed() > self.config.step_timeout
+            && self.front_since.elapsed() > self.config.step_timeout
         {
             let late: Vec<_> = (0..)
                 .zip(&step.completions)
@@ -287,15 +290,16 @@ impl Group {
         Ok(())
     }
 
-    /// The slot of the next step, if it may be formed now: the last one's experts phase has ended, so what arrived
-    /// meanwhile can join, and its copies overlap only the combine.
+    /// The slot of the next step, if it may be formed now: when the last one's experts phase has ended, so that what
+    /// arrived meanwhile can join, and its copies overlap only the combine; or as soon as there is a slot if it would be
+    /// `full` anyway, so that its rows travel while the last one computes.
     #[must_use]
-    pub fn next_slot(&self) -> Option<Slot> {
+    pub fn next_slot(&self, full: bool) -> Option<Slot> {
         if !self.started || self.in_flight.len() >= self.config.shape.slots as usize {
             return None;
         }
         let last = self.in_flight.back();
-        let may = last.is_none_or(|step| self.channel.experts_done() >= step.sequence);
+        let may = full || last.is_none_or(|step| self.channel.experts_done() >= step.sequence);
         may.then(|| Slot((self.sequence % u64::from(self.config.shape.slots)) as u32))
     }
 
@@ -347,6 +351,9 @@ impl Group {
             top_k: top_k as u32,
         };
         self.channel.launch(&common)?;
+        if self.in_flight.is_empty() {
+            self.front_since = Instant::now();
+        }
         self.in_flight.push_back(InFlight {
             step,
             sequence: self.sequence,
@@ -364,6 +371,7 @@ impl Group {
             return None;
         }
         let step = self.in_flight.pop_front()?;
+        self.front_since = Instant::now();
         let completions: Vec<Completion> = step.completions.into_iter().flatten().collect();
         let mut phase_ns = [0; Phase::ALL.len()];
         for (slowest, phase) in phase_ns.iter_mut().zip(0..) {

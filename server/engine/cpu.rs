@@ -261,12 +261,12 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 }
 
 impl StepEngine for CpuEngine {
-    fn run(
+    fn begin(
         &mut self,
         step: &StepDescriptor,
         staging: RankStaging<'_>,
         notice: &ExpertsNotice,
-    ) -> Result<StepReport, StepFault> {
+    ) -> Result<Option<StepReport>, StepFault> {
         let mut clock = PhaseClock::start();
         let hidden = self.hidden;
         let (tokens, k) = (step.tokens as usize, step.top_k as usize);
@@ -391,6 +391,6 @@ impl StepEngine for CpuEngine {
             narrow(&out[from], run.dtype, &mut staging.rows[run.bytes.clone()]);
         }
         clock.end(Phase::CopyOut);
-        Ok(StepReport { phases: clock.phases, received_rows, expert_rows })
+        Ok(Some(StepReport { phases: clock.phases, received_rows, expert_rows }))
     }
 }

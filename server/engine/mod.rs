@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use crate::ep::EpError;
 use crate::gate::GateError;
-use crate::shm::{ChannelError, ExpertsNotice, RankStaging, StepDescriptor};
+use crate::shm::{ChannelError, ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
 use crate::telemetry::Phase;
 
 /// What a rank did in a step.
@@ -44,6 +44,9 @@ pub enum StepFault {
     /// A layer that this rank does not have.
     #[error("layer {0} has no MoE block here")]
     Layer(u32),
+    /// A step for buffers that another one is using.
+    #[error("a step came for slot {0}, which is in use")]
+    SlotInUse(u32),
     /// What the device reported in its error word.
     #[error(transparent)]
     Fault(#[from] expertd_kernels::params::DeviceFault),
@@ -60,19 +63,34 @@ pub enum StepFault {
     },
 }
 
-/// Runs the steps of one rank on its device.
+/// Runs the steps of one rank on its device, in the order in which they are begun.
 pub trait StepEngine {
-    /// Runs this rank's part of one step: reads the rows in `staging`, writes the answer over them, and the routing of
-    /// every row beside them. Tells `notice` when the experts phase has ended.
+    /// Begins this rank's part of one step, or does all of it: reads the rows in `staging`, writes the answer over them,
+    /// and the routing of every row beside them; tells `notice` when the experts phase has ended. Without a report the
+    /// step goes on, and its staging stays the rank's.
     ///
     /// # Errors
     /// The fault, which ends the generation.
-    fn run(
+    fn begin(
         &mut self,
         step: &StepDescriptor,
         staging: RankStaging<'_>,
         notice: &ExpertsNotice,
-    ) -> Result<StepReport, StepFault>;
+    ) -> Result<Option<StepReport>, StepFault>;
+
+    /// Looks, without waiting, at `step`, the oldest that goes on; its report once it has ended.
+    ///
+    /// # Errors
+    /// As [`begin`](Self::begin).
+    fn ended(
+        &mut self,
+        step: &StepDescriptor,
+        channel: &mut RankChannel,
+        notice: &ExpertsNotice,
+    ) -> Result<Option<StepReport>, StepFault> {
+        let _ = (step, channel, notice);
+        Ok(None)
+    }
 }
 
 /// Times phases one after another.

@@ -1,5 +1,6 @@
 //! The life of a rank's process: set-up, loading, the step loop, the end.
 
+use std::collections::VecDeque;
 use std::io::{self, BufReader};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -11,9 +12,9 @@ use bytemuck::Zeroable;
 
 use super::control::{self, DeviceKind, FailureKind, FromRank, RankSetup, ToRank};
 use super::cpu::CpuEngine;
-use super::{StepEngine, StepFault};
+use super::{StepEngine, StepFault, StepReport};
 use crate::ep::{CpuGroup, EpConfig};
-use crate::shm::{Completion, Pulse, RankChannel, RouterBell};
+use crate::shm::{Completion, Pulse, RankChannel, RouterBell, StepDescriptor};
 use crate::types::Rank;
 
 /// Looks at shared memory before sleeping, where there are cores to spare.
@@ -178,26 +179,60 @@ impl Member {
             bell.ring();
         })?;
         tracing::debug!("joined");
+        self.run_steps(setup.spin_count(), &stop)
+    }
+
+    /// Takes steps and gives them back, in order. The next one is taken while others go on, as far as the device lets
+    /// it; `stop` ends the loop when none does.
+    fn run_steps(&mut self, spin: u32, stop: &AtomicBool) -> Result<(), RankExit> {
         let notice = self.channel.notice();
-        while let Some(step) = self.channel.wait_step(setup.spin_count(), &stop)? {
-            let mut completion =
-                Completion { sequence: step.sequence, slot: step.slot, ..Completion::zeroed() };
-            let result = self.engine.run(&step, self.channel.staging(&step), &notice);
-            match &result {
-                Ok(report) => {
-                    completion.phase_ns =
-                        report.phases.map(|d| u64::try_from(d.as_nanos()).unwrap_or(u64::MAX));
-                    completion.received_rows = report.received_rows as u32;
-                    completion.expert_rows = report.expert_rows as u32;
+        let mut running: VecDeque<StepDescriptor> = VecDeque::new();
+        loop {
+            let next = if running.is_empty() {
+                match self.channel.wait_step(spin, stop)? {
+                    Some(step) => Some(step),
+                    None => return Ok(()),
                 }
-                Err(fault) => {
-                    tracing::error!(step = step.step, %fault, "step failed");
-                    completion.fail(&fault.to_string());
+            } else {
+                self.channel.step()?
+            };
+            if let Some(step) = next {
+                match self.engine.begin(&step, self.channel.staging(&step), &notice) {
+                    Ok(None) => running.push_back(step),
+                    result => self.complete(&step, result)?,
                 }
             }
-            self.channel.complete(&completion)?;
-            result?;
+            if let Some(step) = running.front() {
+                let result = self.engine.ended(step, &mut self.channel, &notice);
+                if !matches!(result, Ok(None)) {
+                    self.complete(step, result)?;
+                    running.pop_front();
+                }
+            }
         }
+    }
+
+    /// Gives a step's staging back with how it ended; a fault ends the rank, too.
+    fn complete(
+        &mut self,
+        step: &StepDescriptor,
+        result: Result<Option<StepReport>, StepFault>,
+    ) -> Result<(), RankExit> {
+        let mut completion = Completion { sequence: step.sequence, slot: step.slot, ..Completion::zeroed() };
+        match &result {
+            Ok(report) => {
+                let report = report.unwrap_or_default();
+                completion.phase_ns = report.phases.map(|d| u64::try_from(d.as_nanos()).unwrap_or(u64::MAX));
+                completion.received_rows = report.received_rows as u32;
+                completion.expert_rows = report.expert_rows as u32;
+            }
+            Err(fault) => {
+                tracing::error!(step = step.step, %fault, "step failed");
+                completion.fail(&fault.to_string());
+            }
+        }
+        self.channel.complete(&completion)?;
+        result?;
         Ok(())
     }
 }

@@ -117,15 +117,16 @@ impl Driver {
         if self.group.is_none() {
             until = until.min(self.next_attempt);
         }
+        let full = self.is_full();
         if let Some(lane) = self.queue.next_lane()
-            && self.group.as_ref().is_some_and(|group| group.next_slot().is_some())
+            && self.group.as_ref().is_some_and(|group| group.next_slot(full).is_some())
             && let Some(oldest) = self.queue.oldest(lane)
         {
             until = until.min(oldest + self.config.max_wait);
         }
         let waiting = !self.queue.is_empty();
         let Driver { shared, group, .. } = self;
-        let had_slot = group.as_ref().is_some_and(|group| group.next_slot().is_some());
+        let had_slot = group.as_ref().is_some_and(|group| group.next_slot(full).is_some());
         if let Some(group) = group {
             group.want_early_notice(waiting);
         }
@@ -135,7 +136,7 @@ impl Driver {
         let _ = shared.bell.bell().wait_until(patience, || {
             shared.mail.load(Ordering::Acquire)
                 || group.as_mut().is_some_and(|group| {
-                    group.collect() || (waiting && !had_slot && group.next_slot().is_some())
+                    group.collect() || (waiting && !had_slot && group.next_slot(full).is_some())
                 })
         });
     }
@@ -266,10 +267,19 @@ impl Driver {
         self.show_queue();
     }
 
+    /// Whether the next step would have no room for what arrives later.
+    fn is_full(&self) -> bool {
+        let waiting = |lane| self.queue.waiting_tokens(lane) >= self.config.max_tokens_per_step;
+        self.queue.next_lane().is_some_and(waiting)
+    }
+
     /// Forms and launches one step if there is work and a slot; whether it did.
     fn form_step(&mut self) -> Result<bool, Fault> {
+        let full = self.is_full();
         let Some(group) = &mut self.group else { return Ok(false) };
-        let (Some(lane), Some(slot)) = (self.queue.next_lane(), group.next_slot()) else { return Ok(false) };
+        let (Some(lane), Some(slot)) = (self.queue.next_lane(), group.next_slot(full)) else {
+            return Ok(false);
+        };
         let limit = self.config.max_tokens_per_step;
         let now = Instant::now();
         if !self.config.max_wait.is_zero()

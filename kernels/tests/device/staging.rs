@@ -58,8 +58,8 @@ impl Drop for Staging {
     }
 }
 
-/// Room for the gaps between segments.
-const SEGMENT_ROOM: usize = 8 * 64;
+/// Segments begin at multiples of this.
+const SEGMENT_ALIGN: usize = 64;
 
 struct Stages {
     request: Staging,
@@ -86,16 +86,21 @@ pub fn check(options: &Options) -> Outcome {
     for case in 0..cases {
         let ranks = random.pick(&[1, 2, 4]);
         let hidden = random.pick(&[64, 2048, 2880]);
-        let shape = Shape { ranks, max_tokens: 1 + random.below(200) as u32, hidden, top_k: 4, experts: 30 };
+        // Small rows come in numbers that need more than one load of the segment table.
+        let most_tokens = if hidden == 64 { 3000 } else { 200 };
+        let max_tokens = 1 + random.below(most_tokens) as u32;
+        let shape = Shape { ranks, max_tokens, hidden, top_k: 4, experts: 30 };
         let group = Loopback::new(&device, shape, 0)?;
         let (tokens, h, k) = (shape.max_tokens as usize, shape.hidden as usize, shape.top_k as usize);
+        let max_segments = random.pick(&[1, 6, 400, tokens as u64]) as usize;
+        let row_bytes = tokens * h * 4 + max_segments * SEGMENT_ALIGN;
         let stages: Vec<Stages> = (0..ranks)
             .map(|_| {
                 Ok(Stages {
                     request: Staging::new(&device, size_of::<StepRequest>())?,
-                    segments: Staging::new(&device, 8 * size_of::<Segment>())?,
+                    segments: Staging::new(&device, max_segments * size_of::<Segment>())?,
                     places: Buffer::zeroed(&device, tokens * ROW_PLACE_BYTES)?,
-                    rows: Staging::new(&device, tokens * h * 4 + SEGMENT_ROOM)?,
+                    rows: Staging::new(&device, row_bytes)?,
                     ids: Staging::new(&device, tokens * k * 4)?,
                     weights: Staging::new(&device, tokens * k * 4)?,
                     ids_out: Staging::new(&device, tokens * k * 4)?,
@@ -125,11 +130,13 @@ pub fn check(options: &Options) -> Outcome {
                 topk_weights: b.topk_weights.address(),
                 token_ids: token_ids.address(),
                 places: stage.places.address(),
-                staged_bytes: (tokens * h * 4 + SEGMENT_ROOM) as u64,
+                staged_bytes: row_bytes as u64,
                 hidden: shape.hidden,
                 top_k: shape.top_k,
                 max_tokens: shape.max_tokens,
                 experts: shape.experts,
+                max_segments: max_segments as u32,
+                reserved: 0,
             });
             outs.push(CopyOutParams {
                 state: b.state.address(),
@@ -184,10 +191,13 @@ pub fn check(options: &Options) -> Outcome {
                 let mut row = 0;
                 while row < step.tokens {
                     let left = step.tokens - row;
-                    let rows =
-                        if segments.len() == 5 { left } else { 1 + random.below(left as u64) as usize };
+                    let rows = match max_segments - segments.len() {
+                        1 => left,
+                        2..=6 => 1 + random.below(left as u64) as usize,
+                        _ => 1 + random.below(3.min(left as u64)) as usize,
+                    };
                     let dtype = random.pick(&[1_u32, 2, 3]);
-                    bytes.resize(bytes.len().next_multiple_of(64), 0xee);
+                    bytes.resize(bytes.len().next_multiple_of(SEGMENT_ALIGN), 0xee);
                     segments.push(Segment {
                         byte_offset: bytes.len() as u64,
                         first_row: row as u32,
@@ -209,7 +219,7 @@ pub fn check(options: &Options) -> Outcome {
                     }
                     row += rows;
                 }
-                stage.rows.write(&vec![0xee; tokens * h * 4 + SEGMENT_ROOM]);
+                stage.rows.write(&vec![0xee; row_bytes]);
                 stage.rows.write(&bytes);
                 stage.ids.write(&bytes_of(&step.ids));
                 stage.weights.write(&bytes_of(&step.weights));
@@ -260,7 +270,7 @@ pub fn check(options: &Options) -> Outcome {
                     };
                     wanted[segment.byte_offset as usize..][..answer.len()].copy_from_slice(&answer);
                 }
-                let found = stage.rows.read(tokens * h * 4 + SEGMENT_ROOM);
+                let found = stage.rows.read(row_bytes);
                 wanted.resize(found.len(), 0xee);
                 if let Some(at) = found.iter().zip(&wanted).position(|(a, b)| a != b) {
                     return Err(format!(

@@ -1,7 +1,9 @@
 //! A rank on a GPU: every phase of a step is a kernel on one stream, and the host only describes and waits.
 //!
-//! Rows go straight from and to the channel's staging, which is pinned, unless the hidden size has to be padded for the
-//! kernels; then the host widens rows to f32 in pinned memory of its own, and narrows the results.
+//! Steps may follow each other before the first has ended: the one stream of kernels keeps their order, which is the same
+//! on every rank, and each has a slot's buffers to itself. Few rows go straight from and to the channel's staging, which
+//! is pinned; many are copied beside the kernels of other steps (`copies`). If the hidden size has to be padded for the
+//! kernels, the host widens rows to f32 in pinned memory of its own, and narrows the results.
 //!
 //! The launches of a step are captured as graphs before the rank is ready: one per kind of layer, slot, regime (the most
 //! rows that any rank has, rounded up to a power of two), and whether there is a gate and are shared experts. Whatever
@@ -10,37 +12,40 @@
 
 #![allow(unsafe_code, reason = "kernels work on memory that Rust only sees as addresses")]
 
+mod copies;
 mod graphs;
 mod layers;
+mod pad;
 mod probe;
+mod run;
 mod setup;
 mod step;
 
 pub(super) use probe::probe;
 pub(super) use setup::load;
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::sys::{CUresult, cuStreamQuery};
 use expertd_kernels::device::{Device, Pinned, Stream};
 use expertd_kernels::layout::Shape;
-use expertd_kernels::params::{Completion, DeviceFault, Group, Segment as DeviceSegment, StepRequest};
+use expertd_kernels::params::{Group, Segment as DeviceSegment};
 use expertd_kernels::slot::{combine_blocks, dispatch_blocks};
 
+use self::copies::Copies;
 use self::graphs::{Graphs, Variant};
 use self::layers::{Layer, Layers};
-use self::step::{Buffers, Sequence, SlotSet, Staged};
+use self::run::{Running, Watch};
+use self::step::{Buffers, COPY_BLOCKS, Sequence, SlotSet, Staged};
+use super::StepFault;
 use super::control::RankSetup;
-use super::convert::{narrow, widen};
-use super::segments::Run;
-use super::{StepEngine, StepFault, StepReport};
 use crate::ep::lsa::LsaWindows;
-use crate::shm::{ExpertsNotice, RankStaging, Segment, StagingPlace, StepDescriptor};
-use crate::telemetry::Phase;
-use crate::types::DType;
+use crate::shm::{Segment, StagingPlace};
 
-/// How often a wait for the device looks for an error of the driver.
-const QUERY_INTERVAL: Duration = Duration::from_millis(2);
+/// Bytes of bf16 rows per rank from which on copy engines carry them: below, their latency costs more than it hides.
+const COPIED_FROM: usize = 1 << 20;
+/// Set: the same in rows, for measurements.
+const COPIED_FROM_ENV: &str = "EXPERTD_CUDA_COPIED_FROM_ROWS";
 
 /// The channel's staging as the device sees it.
 struct Host {
@@ -63,6 +68,13 @@ impl Host {
 pub(super) struct CudaEngine {
     stream: Stream,
     graphs: Graphs,
+    /// Where rows need no padding.
+    copies: Option<Copies>,
+    /// Regimes of at least so many rows use them.
+    copied_from: u32,
+    /// Oldest first.
+    running: VecDeque<Running>,
+    watch: Watch,
     windows: LsaWindows,
     groups: Vec<Group>,
     buffers: Buffers,
@@ -102,9 +114,18 @@ impl CudaEngine {
         let most_blocks = device.multiprocessors()?.min(expertd_kernels::params::MAX_BLOCKS as u32);
         let stream = device.stream()?;
         device.synchronize()?;
+        let copies = if shape.hidden as usize == setup.shape.hidden {
+            Some(Copies::new(&device, staged)?)
+        } else {
+            None
+        };
         let mut engine = CudaEngine {
             stream,
             graphs: Graphs::default(),
+            copies,
+            copied_from: copied_from(&shape),
+            running: VecDeque::new(),
+            watch: Watch::start(),
             windows,
             groups,
             buffers,
@@ -131,6 +152,7 @@ impl CudaEngine {
             ids: self.host.device(place.ids),
             weights: self.host.device(place.weights),
             token_ids: self.host.device(place.token_ids),
+            max_segments: place.max_segments as u32,
             ..Staged::default()
         };
         if self.shape.hidden as usize == self.hidden {
@@ -143,6 +165,7 @@ impl CudaEngine {
         } else {
             Staged {
                 segments: slot.segments.address(),
+                max_segments: (place.max_segments as u32).min(self.shape.max_tokens),
                 rows: slot.rows.address(),
                 row_bytes: u64::from(self.shape.max_tokens) * u64::from(self.shape.hidden) * 4,
                 ..routing
@@ -156,7 +179,11 @@ impl CudaEngine {
             layer,
             slot: &self.buffers.slots[slot],
             group: Group { top_k, experts: layer.spec.experts.count as u32, ..self.groups[slot] },
-            staged: self.staged[slot],
+            staged: match self.copies_of(variant) {
+                Some(copies) => copies.staged(slot, self.staged[slot]),
+                None => self.staged[slot],
+            },
+            copy_blocks: if self.copies_of(variant).is_some() { self.most_blocks } else { COPY_BLOCKS },
             gate_rows: if variant.gated { variant.rows } else { 0 },
             shared: variant.shared,
             dispatch_blocks: dispatch_blocks(&self.shape, variant.rows, self.most_blocks),
@@ -189,184 +216,27 @@ impl CudaEngine {
         Ok(graphs)
     }
 
-    /// Waits for the completion record of `step`.
-    fn wait(&self, slot: &SlotSet, step: u64) -> Result<Completion, StepFault> {
-        let start = Instant::now();
-        let mut next_query = QUERY_INTERVAL;
-        let mut spins = 0u32;
-        while slot.completion.first_word() != step {
-            std::hint::spin_loop();
-            spins = spins.wrapping_add(1);
-            if !spins.is_multiple_of(256) {
-                continue;
-            }
-            let waited = start.elapsed();
-            if waited > next_query {
-                next_query = waited + QUERY_INTERVAL;
-                // SAFETY: a live stream.
-                let status = unsafe { cuStreamQuery(self.stream.raw()) };
-                match status {
-                    CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_NOT_READY => {}
-                    error => return Err(StepFault::Device(format!("the GPU failed: {error:?}"))),
-                }
-                if waited > self.patience {
-                    return Err(StepFault::Device(format!(
-                        "the GPU has not finished the step after {waited:?}"
-                    )));
-                }
-                std::thread::yield_now();
-            }
-        }
-        Ok(slot.completion.get())
+    /// The copies that steps of this kind use, if they do.
+    fn copies_of(&self, variant: Variant) -> Option<&Copies> {
+        self.copies.as_ref().filter(|_| variant.rows >= self.copied_from)
     }
+}
+
+/// See [`COPIED_FROM`].
+fn copied_from(shape: &Shape) -> u32 {
+    let given = std::env::var(COPIED_FROM_ENV).ok().and_then(|rows| rows.parse().ok());
+    given.unwrap_or_else(|| COPIED_FROM.div_ceil(shape.hidden as usize * 2) as u32)
 }
 
 impl Drop for CudaEngine {
     fn drop(&mut self) {
-        // Kernels may still read what is freed next. An error has been reported by the step that met it.
-        let _ = self.device.bind().and_then(|()| self.stream.synchronize());
+        // Kernels and copies may still use what is freed next. An error has been reported by the step that met it.
+        let _ = self.device.synchronize();
         if let Err(error) = self.windows.health() {
             tracing::debug!(%error, "the group at its end");
         }
     }
 }
-
-/// Rows of a step as kernels want them: f32, padded with zeros.
-fn pad(runs: &[Run], staged: &[u8], hidden: usize, wide: usize, slot: &mut SlotSet) {
-    let end = runs.last().map_or(0, |run| run.rows.end);
-    let rows = slot.rows.as_mut_slice::<f32>(end * wide);
-    for run in runs {
-        let row_bytes = hidden * run.dtype.size();
-        for (at, row) in run.rows.clone().zip(staged[run.bytes.clone()].chunks_exact(row_bytes)) {
-            let (values, padding) = rows[at * wide..(at + 1) * wide].split_at_mut(hidden);
-            widen(row, run.dtype, values);
-            padding.fill(0.0);
-        }
-    }
-    // Of the same layout as the kernels' segment.
-    let segments = slot.segments.as_mut_slice::<Segment>(runs.len());
-    for (segment, run) in segments.iter_mut().zip(runs) {
-        *segment = Segment {
-            byte_offset: (run.rows.start * wide * 4) as u64,
-            first_row: run.rows.start as u32,
-            rows: run.rows.len() as u32,
-            dtype: DType::F32 as u32,
-            flags: if run.gated { 0 } else { Segment::GIVEN_ROUTING }
-                | if run.shared { Segment::SHARED_EXPERTS } else { 0 },
-        };
-    }
-}
-
-/// The inverse of [`pad`], for results.
-fn unpad(runs: &[Run], staged: &mut [u8], hidden: usize, wide: usize, slot: &mut SlotSet) {
-    let end = runs.last().map_or(0, |run| run.rows.end);
-    let rows = slot.rows.as_mut_slice::<f32>(end * wide);
-    for run in runs {
-        let row_bytes = hidden * run.dtype.size();
-        let into = staged[run.bytes.clone()].chunks_exact_mut(row_bytes);
-        for (at, row) in run.rows.clone().zip(into) {
-            narrow(&rows[at * wide..][..hidden], run.dtype, row);
-        }
-    }
-}
-
-/// The type of result rows in device memory: the one type of all rows, or f32, from which all others are rounded.
-fn out_dtype(runs: &[Run]) -> DType {
-    match runs.split_first() {
-        None => DType::Bf16,
-        Some((first, rest)) if rest.iter().all(|run| run.dtype == first.dtype) => first.dtype,
-        Some(_) => DType::F32,
-    }
-}
-
-impl StepEngine for CudaEngine {
-    fn run(
-        &mut self,
-        step: &StepDescriptor,
-        staging: RankStaging<'_>,
-        notice: &ExpertsNotice,
-    ) -> Result<StepReport, StepFault> {
-        let slot_index = step.slot as usize;
-        let runs = Run::all(staging.segments, step.tokens as usize, self.hidden, staging.rows.len())?;
-        let layer = self
-            .layers
-            .layers
-            .get(step.layer as usize)
-            .and_then(Option::as_ref)
-            .ok_or(StepFault::Layer(step.layer))?;
-        let wide = self.shape.hidden as usize;
-        let padding = wide != self.hidden;
-        if padding {
-            pad(&runs, staging.rows, self.hidden, wide, &mut self.buffers.slots[slot_index]);
-        }
-        let slot = &self.buffers.slots[slot_index];
-        let gated = runs.iter().any(|run| run.gated);
-        slot.request.put(StepRequest {
-            step: step.sequence,
-            tokens: step.tokens,
-            layer: step.layer,
-            given_routing: u32::from(!runs.is_empty() && !gated),
-            out_dtype: if padding { DType::F32 } else { out_dtype(&runs) } as u32,
-            segments: step.segments,
-            reserved: 0,
-        });
-        let variant = Variant {
-            // The same on every rank, whatever its own number of rows: grids of an exchange must agree.
-            rows: step.step_tokens.div_ceil(self.shape.ranks).next_power_of_two().min(self.shape.max_tokens),
-            gated,
-            shared: layer.shared.is_some() && runs.iter().any(|run| run.shared),
-        };
-        match self.graphs.get(layer.class, slot_index, variant) {
-            Some(graph) if step.top_k as usize == layer.spec.gate.top_k => graph.launch(&self.stream)?,
-            _ => {
-                let sequence = self.sequence(layer, slot_index, step.top_k, variant);
-                // SAFETY: all of it lives in `self` or in the step's staging, and the step is over before this returns,
-                // but for faults, after which the engine is dropped, which drains the stream first.
-                unsafe {
-                    sequence.enqueue(&self.layers, &self.buffers, &self.shape, self.stream.raw())?;
-                }
-            }
-        }
-        let completion = self.wait(slot, step.sequence)?;
-        notice.tell(step.sequence);
-        if let Some(fault) = DeviceFault::decode(completion.error) {
-            return Err(fault.into());
-        }
-        if padding {
-            unpad(&runs, staging.rows, self.hidden, wide, &mut self.buffers.slots[slot_index]);
-        }
-        Ok(StepReport {
-            phases: phases(&completion, gated),
-            received_rows: completion.received as usize,
-            expert_rows: completion.assignments as usize,
-        })
-    }
-}
-
-/// Durations by the device's clock. Shared experts run in the experts phase.
-fn phases(record: &Completion, gated: bool) -> [Duration; Phase::ALL.len()] {
-    let begin = |phase: Phase| record.begin_ns[phase as usize];
-    let end = |phase: Phase| record.end_ns[phase as usize];
-    let between = |from: u64, to: u64| Duration::from_nanos(to.saturating_sub(from));
-    Phase::ALL.map(|phase| match phase {
-        Phase::Gate if !gated => Duration::ZERO,
-        Phase::Prepare => between(end(Phase::Dispatch), end(Phase::Prepare)),
-        Phase::Experts => between(end(Phase::Prepare), begin(Phase::Combine)),
-        _ => between(begin(phase), end(phase)),
-    })
-}
-
-const _: () = {
-    use expertd_kernels::params::Phase as Device;
-    assert!(Phase::CopyIn as u32 == Device::CopyIn as u32 && Phase::Gate as u32 == Device::Gate as u32);
-    assert!(
-        Phase::Prepare as u32 == Device::Prepare as u32 && Phase::Dispatch as u32 == Device::Dispatch as u32
-    );
-    assert!(
-        Phase::Experts as u32 == Device::Experts as u32 && Phase::Combine as u32 == Device::Combine as u32
-    );
-    assert!(Phase::CopyOut as u32 == Device::CopyOut as u32);
-};
 
 // The channel's segments are read by the device where they stand.
 const _: () = {

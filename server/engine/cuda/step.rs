@@ -18,7 +18,7 @@ use crate::experts::cuda::{HostBuffer, Panels, activation_code};
 use crate::linalg::Activation;
 
 /// Blocks of the copies between host and device: enough to keep the link busy, few enough to leave the rest alone.
-const COPY_BLOCKS: u32 = 16;
+pub(super) const COPY_BLOCKS: u32 = 16;
 /// Blocks that list the rows of shared experts.
 const LIST_BLOCKS: u32 = 32;
 
@@ -34,6 +34,8 @@ pub(super) struct SlotSet {
     shared_out: Buffer<u16>,
     pub(super) request: Mailbox<StepRequest>,
     pub(super) completion: Mailbox<Completion>,
+    /// The last step whose experts have ended.
+    pub(super) experts_done: Mailbox<u64>,
     /// Rows as the kernels want them, f32 `[max_tokens, hidden]`, where rows as staged need padding; else one.
     pub(super) rows: HostBuffer,
     /// Segments of [`rows`](Self::rows).
@@ -79,6 +81,7 @@ impl Buffers {
                 shared_out: Buffer::zeroed(device, tokens * hidden)?,
                 request: Mailbox::new(device, StepRequest::default())?,
                 completion: Mailbox::new(device, Completion::default())?,
+                experts_done: Mailbox::new(device, 0)?,
                 rows: HostBuffer::new(device, converted * hidden * 4)?,
                 segments: HostBuffer::new(device, converted * size_of::<Segment>())?,
             })
@@ -108,6 +111,7 @@ impl Buffers {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Staged {
     pub(super) segments: u64,
+    pub(super) max_segments: u32,
     pub(super) rows: u64,
     pub(super) row_bytes: u64,
     pub(super) ids: u64,
@@ -129,6 +133,8 @@ pub(super) struct Sequence<'a> {
     /// Grids of the exchange, the same on every rank.
     pub(super) dispatch_blocks: u32,
     pub(super) combine_blocks: u32,
+    /// Blocks that take rows in and give them out.
+    pub(super) copy_blocks: u32,
 }
 
 impl Sequence<'_> {
@@ -165,9 +171,11 @@ impl Sequence<'_> {
             top_k,
             max_tokens,
             experts: self.group.experts,
+            max_segments: self.staged.max_segments,
+            reserved: 0,
         };
         // SAFETY: the caller's promise, for this and every launch below.
-        unsafe { launch::copy_in(&[copy_in], COPY_BLOCKS, stream)? };
+        unsafe { launch::copy_in(&[copy_in], self.copy_blocks, stream)? };
         if self.gate_rows > 0 {
             let gate = GateParams {
                 state,
@@ -236,7 +244,8 @@ impl Sequence<'_> {
                 experts::experts(&all, stream)?;
             }
         }
-        let combine = CombineParams { places, ..k.combine(self.group, shared_out) };
+        let experts_done = self.slot.experts_done.address();
+        let combine = CombineParams { places, experts_done, ..k.combine(self.group, shared_out) };
         // SAFETY: as above.
         unsafe { launch::combine(&[combine], self.combine_blocks, stream)? };
         let copy_out = CopyOutParams {
@@ -256,7 +265,7 @@ impl Sequence<'_> {
             reserved: 0,
         };
         // SAFETY: as above.
-        unsafe { launch::copy_out(&[copy_out], COPY_BLOCKS, stream)? };
+        unsafe { launch::copy_out(&[copy_out], self.copy_blocks, stream)? };
         Ok(())
     }
 

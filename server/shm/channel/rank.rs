@@ -33,6 +33,8 @@ pub struct RankChannel {
 pub struct StagingPlace {
     /// The runs of rows.
     pub segments: *const Segment,
+    /// Of these there is room for so many.
+    pub max_segments: usize,
     /// Expert ids.
     pub ids: *const i32,
     /// Routing weights.
@@ -119,6 +121,7 @@ impl RankChannel {
     pub fn staging_places(&self) -> Vec<StagingPlace> {
         let place = |slot: &Staging| StagingPlace {
             segments: slot.segments.as_ptr(),
+            max_segments: slot.segments.len(),
             ids: slot.ids.as_ptr(),
             weights: slot.weights.as_ptr(),
             token_ids: slot.token_ids.as_ptr(),
