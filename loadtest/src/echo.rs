@@ -22,6 +22,7 @@ use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::Error;
+use crate::busy::Busy;
 use crate::connect::Client;
 use crate::load;
 use crate::request::Workload;
@@ -33,7 +34,9 @@ const ROUND_CALLS: usize = 300;
 /// First calls of a round, not counted.
 const COLD_CALLS: usize = 3;
 
-struct Echo;
+struct Echo {
+    busy: Option<Arc<Busy>>,
+}
 
 fn echo(request: ForwardRequest) -> ForwardResponse {
     let rows = match request.payload {
@@ -47,6 +50,9 @@ fn echo(request: ForwardRequest) -> ForwardResponse {
 #[tonic::async_trait]
 impl Moe for Echo {
     async fn forward(&self, request: Request<ForwardRequest>) -> Result<Response<ForwardResponse>, Status> {
+        if let Some(busy) = &self.busy {
+            busy.stream().await;
+        }
         Ok(Response::new(echo(request.into_inner())))
     }
 
@@ -87,11 +93,15 @@ pub struct EchoServer {
 }
 
 impl EchoServer {
-    /// Starts an echo on a Unix-domain socket or a loopback TCP port.
+    /// Starts an echo on a Unix-domain socket or a loopback TCP port. With `busy`, unary calls wait for its traffic.
     ///
     /// # Errors
     /// If it cannot listen.
-    pub fn start(over_unix_socket: bool, message_bytes: usize) -> Result<EchoServer, Error> {
+    pub fn start(
+        over_unix_socket: bool,
+        message_bytes: usize,
+        busy: Option<Arc<Busy>>,
+    ) -> Result<EchoServer, Error> {
         let failed = |error: std::io::Error| Error::Echo(error.to_string());
         let folder = over_unix_socket.then(tempfile::tempdir).transpose().map_err(failed)?;
         let path = folder.as_ref().map(|folder| folder.path().join("echo.sock"));
@@ -103,7 +113,7 @@ impl EchoServer {
             .initial_connection_window_size(transport::CONNECTION_WINDOW_BYTES)
             .max_frame_size(transport::MAX_FRAME_BYTES)
             .add_service(
-                MoeServer::new(Echo)
+                MoeServer::new(Echo { busy })
                     .max_decoding_message_size(message_bytes)
                     .max_encoding_message_size(message_bytes),
             );
@@ -160,33 +170,56 @@ pub struct OneOutstanding {
     pub service: Summary,
     /// Latency of the service less its step time.
     pub service_less_step: Summary,
+    /// Latency of an echo that answers after every core has streamed memory for as long as a step takes, less that
+    /// time: code and data of client, server and kernel are as cold as a step leaves them.
+    pub cold_echo: Summary,
     /// `service_less_step` at the median, less the median of the echo: what the service adds beside computing.
     pub added_p50_seconds: f64,
+    /// The same over the cold echo.
+    pub added_to_cold_p50_seconds: f64,
 }
 
-/// Measures both; `None` if the service answered nothing.
+/// Who is called.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Callee {
+    Echo,
+    Service,
+    ColdEcho,
+}
+
+/// Measures all three; `None` if one of them answered nothing. `busy` is the echo's.
 pub async fn one_outstanding(
     workload: &Arc<Workload>,
     mut service: Client,
     mut echo: Client,
+    busy: &Busy,
 ) -> Option<OneOutstanding> {
     let mut drafts = workload.drafts(u64::from(u32::MAX), 0.0);
-    let (mut of_echo, mut of_service, mut less_step) =
-        (Durations::default(), Durations::default(), Durations::default());
+    let [mut of_echo, mut of_service, mut less_step, mut steps, mut of_cold] =
+        [(); 5].map(|()| Durations::default());
     for _ in 0..ROUNDS {
-        for (client, is_service) in [(&mut echo, false), (&mut service, true)] {
+        for callee in [Callee::Echo, Callee::Service, Callee::ColdEcho] {
+            busy.ask(if callee == Callee::ColdEcho { steps.quantile(0.5) } else { Duration::ZERO });
+            let client = if callee == Callee::Service { &mut service } else { &mut echo };
             let begun = Instant::now();
             for call in 0..ROUND_CALLS {
                 let request = drafts.random(false);
                 let sent = Instant::now();
                 let Ok(answer) = client.forward(request).await else { continue };
                 let latency = sent.elapsed();
-                if call >= COLD_CALLS && is_service {
-                    let (_, step) = answer.get_ref().receipt.as_ref().map(load::times).unwrap_or_default();
-                    of_service.record(latency);
-                    less_step.record(latency.saturating_sub(step));
-                } else if call >= COLD_CALLS {
-                    of_echo.record(latency);
+                if call < COLD_CALLS {
+                    continue;
+                }
+                match callee {
+                    Callee::Echo => of_echo.record(latency),
+                    Callee::ColdEcho => of_cold.record(latency.saturating_sub(busy.took())),
+                    Callee::Service => {
+                        let receipt = answer.get_ref().receipt.as_ref();
+                        let (_, step) = receipt.map(load::times).unwrap_or_default();
+                        of_service.record(latency);
+                        less_step.record(latency.saturating_sub(step));
+                        steps.record(step);
+                    }
                 }
                 if begun.elapsed() > ROUND && call > COLD_CALLS {
                     break;
@@ -194,10 +227,17 @@ pub async fn one_outstanding(
             }
         }
     }
-    (of_service.count() > 0 && of_echo.count() > 0).then(|| OneOutstanding {
+    busy.ask(Duration::ZERO);
+    if [&of_echo, &of_service, &of_cold].iter().any(|durations| durations.count() == 0) {
+        return None;
+    }
+    let p50 = |durations: &Durations| durations.quantile(0.5).as_secs_f64();
+    Some(OneOutstanding {
         echo: of_echo.summary(),
         service: of_service.summary(),
         service_less_step: less_step.summary(),
-        added_p50_seconds: less_step.quantile(0.5).as_secs_f64() - of_echo.quantile(0.5).as_secs_f64(),
+        cold_echo: of_cold.summary(),
+        added_p50_seconds: p50(&less_step) - p50(&of_echo),
+        added_to_cold_p50_seconds: p50(&less_step) - p50(&of_cold),
     })
 }

@@ -3,6 +3,7 @@
 
 pub mod args;
 pub mod arrivals;
+pub mod busy;
 pub mod check;
 pub mod connect;
 pub mod distribution;
@@ -30,6 +31,7 @@ use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::task::JoinSet;
 
 use args::{Args, Bounds, DType, Mode, Shape};
+use busy::Busy;
 use connect::Client;
 use echo::EchoServer;
 use load::{Live, Load};
@@ -194,10 +196,13 @@ async fn check(
 
 /// Measures the echo: alone with the service, and under the shape of the load.
 async fn beside(args: &Args, workload: &Arc<Workload>) -> Result<EchoReport, Error> {
-    let server = EchoServer::start(args.address.starts_with("unix:"), workload.message_bytes)?;
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let busy = Busy::new(cores);
+    let over_unix_socket = args.address.starts_with("unix:");
+    let server = EchoServer::start(over_unix_socket, workload.message_bytes, Some(Arc::clone(&busy)))?;
     let service = connect::connect(&args.address, workload.message_bytes).await?;
     let echo = connect::connect(&server.address, workload.message_bytes).await?;
-    let one_outstanding = echo::one_outstanding(workload, service, echo).await;
+    let one_outstanding = echo::one_outstanding(workload, service, echo, &busy).await;
     let same_load =
         if args.shape.rate.is_none() { Some(same_load(args, workload, &server).await?) } else { None };
     Ok(EchoReport { one_outstanding, same_load })

@@ -133,6 +133,12 @@ fn echo(out: &mut String, report: &Report) -> std::fmt::Result {
             short(one.service_less_step.p50_seconds),
             short(one.added_p50_seconds)
         )?;
+        writeln!(
+            out,
+            "             an echo after as much memory traffic as a step's: {}; over that, {} added",
+            short(one.cold_echo.p50_seconds),
+            short(one.added_to_cold_p50_seconds)
+        )?;
     }
     if let Some(same) = &report.echo.same_load {
         writeln!(
