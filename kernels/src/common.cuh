@@ -116,10 +116,11 @@ __device__ __forceinline__ T* at(const Group& group, uint32_t rank, uint64_t off
     return reinterpret_cast<T*>(group.windows[rank] + offset);
 }
 
-// For tests: holds a block back for a time that differs per rank, block and step.
-__device__ __forceinline__ void random_delay(const Group& group, uint64_t sequence) {
+// For tests: holds a block (or a warp, with a salt of its own) back for a time that differs per rank, block and step.
+__device__ __forceinline__ void random_delay(const Group& group, uint64_t sequence, uint32_t salt = 0) {
     if (group.delay_ns == 0) return;
-    uint64_t x = sequence * 0x9e3779b97f4a7c15ull + group.rank * 0xbf58476d1ce4e5b9ull + blockIdx.x * 0x94d049bb133111ebull;
+    uint64_t x = sequence * 0x9e3779b97f4a7c15ull + group.rank * 0xbf58476d1ce4e5b9ull
+        + (salt * 1024ull + blockIdx.x) * 0x94d049bb133111ebull;
     x ^= x >> 31;
     x *= 0xd6e8feb86659fd93ull;
     x ^= x >> 29;
@@ -138,25 +139,30 @@ __device__ __forceinline__ void send_flags(const Group& group, uint64_t flags, u
     }
 }
 
-// Waits for every block of every rank. False (for the whole block) when the deadline passed.
-__device__ __forceinline__ bool wait_flags(const Group& group, uint64_t flags, uint64_t value, Phase phase) {
-    const uint64_t* own = at<uint64_t>(group, group.rank, flags);
-    const uint32_t blocks = gridDim.x, all = blocks * group.ranks;
+// Looks at a flag of `source` until it has `value`. False when the deadline passed; then the error word is set.
+__device__ __forceinline__ bool wait_flag(const Group& group, const uint64_t* flag, uint64_t value, uint32_t source,
+                                          Phase phase) {
     uint64_t deadline = 0;
-    bool late = false;
-    for (uint32_t i = threadIdx.x; i < all && !late; i += blockDim.x) {
-        const uint32_t source = i / blocks;
-        const uint64_t* flag = own + source * kMaxBlocks + (i - source * blocks);
-        for (uint32_t spins = 0; load_acquire_system(flag) != value; ++spins) {
-            if ((spins & 63) != 63) continue;
-            const uint64_t now = now_ns();
-            if (deadline == 0) deadline = now + group.deadline_ns;
-            if (now > deadline) {
-                set_error(group.state, kTimeout, source, phase);
-                late = true;
-                break;
-            }
+    for (uint32_t spins = 0; load_acquire_system(flag) != value; ++spins) {
+        if ((spins & 63) != 63) continue;
+        const uint64_t now = now_ns();
+        if (deadline == 0) deadline = now + group.deadline_ns;
+        if (now > deadline) {
+            set_error(group.state, kTimeout, source, phase);
+            return false;
         }
+    }
+    return true;
+}
+
+// Waits for blocks [first, first + count) of every rank. False (for the whole block) when the deadline passed.
+__device__ __forceinline__ bool wait_flags(const Group& group, uint64_t flags, uint64_t value, Phase phase,
+                                           uint32_t first, uint32_t count) {
+    const uint64_t* own = at<uint64_t>(group, group.rank, flags) + first;
+    bool late = false;
+    for (uint32_t i = threadIdx.x; i < count * group.ranks && !late; i += blockDim.x) {
+        const uint32_t source = i / count;
+        late = !wait_flag(group, own + source * kMaxBlocks + (i - source * count), value, source, phase);
     }
     // The barrier hands what the polling threads acquired to the rest of the block.
     return __syncthreads_or(late) == 0;

@@ -1,8 +1,12 @@
-// prepare + dispatch: rows to the ranks that own their experts, then lists of rows per local expert.
+// prepare + dispatch: rows to the ranks that own their experts, and beside it lists of rows per local expert.
 //
 // A token's place at the receiver is fixed (source * max_tokens + token), so nothing has to be counted before sending:
 // every warp moves a piece of a row as soon as it has read which ranks want it. Holes cost nothing, because experts
 // reach rows through row_index.
+//
+// The first blocks exchange the routing, which is small, and list rows while the other blocks' rows are still under way.
+// Blocks that carry rows send and are done; the first of them waits for the rows of all ranks. So the kernel ends when
+// every flag of every block of every rank is there, and the experts find both rows and lists.
 #include "common.cuh"
 
 namespace expertd {
@@ -16,11 +20,13 @@ constexpr uint32_t kAlone = 1024;                      // entries that one block
 constexpr uint32_t kShare = 512;                       // least entries of a block when several list
 constexpr uint32_t kAhead = 8;                         // entries per lane under way
 
-// A warp's piece of a row with its token's routing.
+// Of `blocks`, those that carry routing and list rows: the first ones.
+__device__ __forceinline__ uint32_t list_blocks(uint32_t blocks) { return min(max(blocks / 8, 1u), 16u); }
+
+// A warp's piece of a row with its token's experts.
 struct Item {
     uint4 data[kLoads];
     int32_t id;
-    float weight;
 };
 
 __device__ __forceinline__ Item load_item(const DispatchParams& p, uint32_t item, uint32_t pieces, uint32_t words) {
@@ -34,11 +40,7 @@ __device__ __forceinline__ Item load_item(const DispatchParams& p, uint32_t item
         if (word < words) loaded.data[i] = __ldcg(from + word);
     }
     loaded.id = 0;
-    loaded.weight = 0.0f;
-    if (lane < p.group.top_k) {
-        loaded.id = __ldcg(p.topk_ids + static_cast<uint64_t>(token) * p.group.top_k + lane);
-        loaded.weight = __ldcg(p.topk_weights + static_cast<uint64_t>(token) * p.group.top_k + lane);
-    }
+    if (lane < p.group.top_k) loaded.id = __ldcg(p.topk_ids + static_cast<uint64_t>(token) * p.group.top_k + lane);
     return loaded;
 }
 
@@ -54,10 +56,6 @@ __device__ __forceinline__ void send_item(const DispatchParams& p, const Item& l
     for (uint32_t step = 1; step <= g.ranks; ++step) {
         uint32_t peer = g.rank + step;
         if (peer >= g.ranks) peer -= g.ranks;
-        if (piece == 0 && lane < g.top_k) {
-            at<int32_t>(g, peer, g.ids)[row * g.top_k + lane] = loaded.id;
-            at<float>(g, peer, g.weights)[row * g.top_k + lane] = loaded.weight;
-        }
         if ((wanted >> peer & 1) == 0) continue;
         uint4* to = at<uint4>(g, peer, g.rows) + row * words;
 #pragma unroll
@@ -121,7 +119,8 @@ __device__ __forceinline__ void load_batch(const Group& g, const Entries& entrie
 // Lists the rows of every local expert: a stable counting sort of the entries by expert. Each warp owns a stretch of
 // entries, counts them per expert, and after a scan over warps (and, with many entries, over blocks) puts them down in
 // order. Up to kAlone entries the first block does it alone.
-__device__ void list_rows(const DispatchParams& p, uint32_t* counts /* shared [kWarps + 2][kMaxExperts] */) {
+__device__ void list_rows(const DispatchParams& p, uint32_t lists,
+                          uint32_t* counts /* shared [kWarps + 2][kMaxExperts] */) {
     const Group& g = p.group;
     const Range range = experts_of(g, g.rank);
     const uint32_t local = range.last - range.first;
@@ -138,7 +137,7 @@ __device__ void list_rows(const DispatchParams& p, uint32_t* counts /* shared [k
         }
     }
     uint32_t share = kAlone;
-    if (total > kAlone) share = max(kShare, (total + gridDim.x - 1) / gridDim.x);
+    if (total > kAlone) share = max(kShare, (total + lists - 1) / lists);
     const uint32_t stretch = ((share < total ? share : total) + kWarps * 32 - 1) / (kWarps * 32) * 32;
     share = stretch * kWarps;
     const uint32_t blocks = max(1u, share == 0 ? 1 : (total + share - 1) / share);
@@ -235,28 +234,58 @@ __device__ void list_rows(const DispatchParams& p, uint32_t* counts /* shared [k
     }
 }
 
-template <int Count>
-__global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ Ranks<DispatchParams, Count> all) {
-    extern __shared__ uint32_t counts[];
-    const DispatchParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
+// Own ids and weights to every rank, then the lists from everybody's.
+__device__ void carry_routing(const DispatchParams& p, const uint4& state, uint32_t lists, uint32_t* counts) {
     const Group& g = p.group;
-    begin_kernel();
-    stamp_begin(g.state, kDispatch);
-    const uint4 state = head(g.state);
-    // Neighbouring warps of one block take the pieces of one row, and blocks take rows in turn. The first piece is under
-    // way before the number of tokens is known: buffers have room for max_tokens whatever it is.
-    const uint32_t words = g.hidden / 8;
-    const uint32_t pieces = (words + kPiece - 1) / kPiece;
-    uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32;
-    Item loaded;
-    if (item < g.max_tokens * pieces) loaded = load_item(p, item, pieces, words);
+    // The first entry is under way before the number of tokens is known: buffers have room for max_tokens whatever it is.
+    uint32_t entry = blockIdx.x * kThreads + threadIdx.x;
+    int32_t id = 0;
+    float weight = 0.0f;
+    if (entry < g.max_tokens * g.top_k) {
+        id = __ldcg(p.topk_ids + entry);
+        weight = __ldcg(p.topk_weights + entry);
+    }
     const StepView step = open_step(state, g.max_tokens);
     if (!step.ok) return;
     const uint64_t flag = g.generation | step.sequence;
     random_delay(g, step.sequence);
     if (blockIdx.x == 0 && threadIdx.x == 0) g.state->exchange = step.sequence;
     if (blockIdx.x == 0 && threadIdx.x < g.ranks) at<uint32_t>(g, threadIdx.x, g.counts)[g.rank] = step.tokens;
-    const uint32_t items = step.tokens * pieces, stride = gridDim.x * kWarps;
+    const uint64_t start = static_cast<uint64_t>(g.rank) * g.max_tokens * g.top_k;
+    const uint32_t entries = step.tokens * g.top_k, stride = lists * kThreads;
+    for (; entry < entries; entry += stride) {
+        for (uint32_t turn = 1; turn <= g.ranks; ++turn) {
+            const uint32_t peer = g.rank + turn >= g.ranks ? g.rank + turn - g.ranks : g.rank + turn;
+            at<int32_t>(g, peer, g.ids)[start + entry] = id;
+            at<float>(g, peer, g.weights)[start + entry] = weight;
+        }
+        if (entry + stride < entries) {
+            id = __ldcg(p.topk_ids + entry + stride);
+            weight = __ldcg(p.topk_weights + entry + stride);
+        }
+    }
+    send_flags(g, g.dispatch_flags, flag);
+    if (!wait_flags(g, g.dispatch_flags, flag, kDispatch, 0, lists)) return;
+    list_rows(p, lists, counts);
+    stamp_end(g.state, kPrepare);
+}
+
+// Own rows to the ranks that want them; the first of these blocks waits for everybody's.
+__device__ void carry_rows(const DispatchParams& p, const uint4& state, uint32_t lists) {
+    const Group& g = p.group;
+    // Neighbouring warps of one block take the pieces of one row, and blocks take rows in turn. The first piece is under
+    // way before the number of tokens is known, as above.
+    const uint32_t words = g.hidden / 8;
+    const uint32_t pieces = (words + kPiece - 1) / kPiece;
+    const uint32_t block = blockIdx.x - lists, blocks = gridDim.x - lists;
+    uint32_t item = block * kWarps + threadIdx.x / 32;
+    Item loaded;
+    if (item < g.max_tokens * pieces) loaded = load_item(p, item, pieces, words);
+    const StepView step = open_step(state, g.max_tokens);
+    if (!step.ok) return;
+    const uint64_t flag = g.generation | step.sequence;
+    random_delay(g, step.sequence);
+    const uint32_t items = step.tokens * pieces, stride = blocks * kWarps;
     while (item < items) {
         const Item current = loaded;
         if (item + stride < items) loaded = load_item(p, item + stride, pieces, words);
@@ -264,10 +293,23 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
         item += stride;
     }
     send_flags(g, g.dispatch_flags, flag);
-    if (!wait_flags(g, g.dispatch_flags, flag, kDispatch)) return;
-    stamp_end(g.state, kDispatch);
-    list_rows(p, counts);
-    stamp_end(g.state, kPrepare);
+    if (block != 0 || !wait_flags(g, g.dispatch_flags, flag, kDispatch, lists, blocks)) return;
+    if (threadIdx.x == 0) g.state->end_ns[kDispatch] = now_ns();
+}
+
+template <int Count>
+__global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ Ranks<DispatchParams, Count> all) {
+    extern __shared__ uint32_t counts[];
+    const DispatchParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
+    begin_kernel();
+    stamp_begin(p.group.state, kDispatch);
+    const uint4 state = head(p.group.state);
+    const uint32_t lists = list_blocks(gridDim.x);
+    if (blockIdx.x < lists) {
+        carry_routing(p, state, lists, counts);
+    } else {
+        carry_rows(p, state, lists);
+    }
 }
 
 }  // namespace
@@ -275,7 +317,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
 
 extern "C" int expertd_dispatch(const expertd::DispatchParams* params, uint32_t count, uint32_t blocks, void* stream) {
     using namespace expertd;
-    if (blocks > kMaxBlocks || count == 0) return cudaErrorInvalidValue;
+    if (blocks > kMaxBlocks || blocks < 2 || count == 0) return cudaErrorInvalidValue;
     const uint32_t local = (params->group.experts + params->group.ranks - 1) / params->group.ranks;
     if (local > kMaxExperts) return cudaErrorInvalidValue;
     const uint32_t shared = (kWarps + 2) * local * sizeof(uint32_t);

@@ -1,6 +1,6 @@
 //! What a slot's window region holds and how large everything is. Pure arithmetic: the same on every rank.
 
-use crate::params::{MAX_BLOCKS, MAX_RANKS, MAX_TOP_K};
+use crate::params::{MAX_BLOCKS, MAX_CHUNKS, MAX_RANKS, MAX_TOP_K};
 
 /// Sizes that an EP group is built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,7 +98,7 @@ impl Shape {
 pub struct WindowLayout {
     /// u64 `[N, MAX_BLOCKS]`.
     pub dispatch_flags: u64,
-    /// u64 `[N, MAX_BLOCKS]`.
+    /// u64 `[N, MAX_BLOCKS, MAX_CHUNKS]`.
     pub combine_flags: u64,
     /// u32 `[N]`.
     pub counts: u64,
@@ -127,7 +127,7 @@ impl WindowLayout {
         let rows = shape.window_rows() * shape.hidden as usize * 2;
         let layout = WindowLayout {
             dispatch_flags: place(flags),
-            combine_flags: place(flags),
+            combine_flags: place(flags * MAX_CHUNKS),
             counts: place(shape.ranks as usize * 4),
             ids: place(entries),
             weights: place(entries),
@@ -163,7 +163,7 @@ mod tests {
             layout.partials,
             bytes,
         ];
-        let sizes = [4 * 128 * 8, 4 * 128 * 8, 16, 12800, 12800, 4 * 100 * 4096, 4 * 100 * 4096];
+        let sizes = [4 * 128 * 8, 4 * 128 * 16 * 8, 16, 12800, 12800, 4 * 100 * 4096, 4 * 100 * 4096];
         for (pair, size) in starts.windows(2).zip(sizes) {
             assert!(pair[1] >= pair[0] + size && pair[0] % 1024 == 0, "{starts:?}");
         }

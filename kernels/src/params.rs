@@ -9,6 +9,8 @@ pub const MAX_RANKS: usize = 8;
 pub const MAX_TOP_K: usize = 32;
 /// Most blocks of a dispatch or combine launch, per rank.
 pub const MAX_BLOCKS: usize = 128;
+/// Most parts that a block of combine flags on their own.
+pub const MAX_CHUNKS: usize = 16;
 /// Most experts that the gate chooses from.
 pub const MAX_EXPERTS: usize = 512;
 /// Number of timed phases, in the order of [`Phase`].
@@ -202,8 +204,9 @@ pub struct Group {
     pub max_tokens: u32,
     /// For tests: longest random delay of a block before it sends.
     pub delay_ns: u32,
-    /// Padding.
-    pub reserved: u32,
+    /// Pieces of rows that a block of combine sends before it flags them, at least; 0: the kernel's default. The same on
+    /// every rank.
+    pub chunk: u32,
     /// Where things stand in a window region.
     pub layout: WindowLayout,
 }

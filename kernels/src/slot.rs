@@ -8,18 +8,20 @@ use crate::params::{CombineParams, DispatchParams, Group, MAX_BLOCKS, MAX_RANKS,
 const DISPATCH_PIECE: u32 = 1024;
 const COMBINE_PIECE: u32 = 512;
 
-/// Blocks for dispatch of at most `tokens` rows per rank. All ranks must take the same number.
+/// Blocks for dispatch of at most `tokens` rows per rank: one in eight (at least one, at most 16) carries routing and
+/// lists rows, the others carry rows. All ranks must take the same number, 2 at least.
 #[must_use]
 pub fn dispatch_blocks(shape: &Shape, tokens: u32, most: u32) -> u32 {
     let items = u64::from(tokens) * u64::from(shape.hidden.div_ceil(DISPATCH_PIECE));
-    blocks(items.div_ceil(4), most)
+    let rows = items.div_ceil(4);
+    blocks(rows + (rows / 7).clamp(1, 16), most).max(2)
 }
 
-/// Blocks for combine of at most `tokens` rows per rank. All ranks must take the same number.
+/// Blocks for combine of at most `tokens` rows per rank: one per piece of a row while there are so many. All ranks must
+/// take the same number.
 #[must_use]
 pub fn combine_blocks(shape: &Shape, tokens: u32, most: u32) -> u32 {
-    let items = u64::from(tokens) * u64::from(shape.ranks) * u64::from(shape.hidden.div_ceil(COMBINE_PIECE));
-    blocks(items.div_ceil(4), most)
+    blocks(u64::from(tokens) * u64::from(shape.hidden.div_ceil(COMBINE_PIECE)), most)
 }
 
 fn blocks(wanted: u64, most: u32) -> u32 {
@@ -104,7 +106,7 @@ impl SlotBuffers {
             experts: shape.experts,
             max_tokens: shape.max_tokens,
             delay_ns: 0,
-            reserved: 0,
+            chunk: 0,
             layout: WindowLayout::new(shape).0,
         }
     }

@@ -11,6 +11,8 @@ constexpr uint32_t kMaxRanks = 8;
 constexpr uint32_t kMaxTopK = 32;
 // Blocks that send in one exchange, at most: each has its own flag at every peer.
 constexpr uint32_t kMaxBlocks = 128;
+// Parts that a block of combine sends and awaits on their own, at most: each has its own flag.
+constexpr uint32_t kMaxChunks = 16;
 // Experts of one layer, at most (the gate keeps a token's scores in registers of one warp).
 constexpr uint32_t kMaxExperts = 512;
 
@@ -96,10 +98,10 @@ struct Group {
     uint32_t experts;             // contiguous ranges; the first E % N ranks own one more
     uint32_t max_tokens;          // per rank
     uint32_t delay_ns;            // for tests: blocks wait up to this long, at random, before they send
-    uint32_t reserved;
+    uint32_t chunk;               // pieces of rows that a block of combine sends before it flags them, at least; 0: default
     // Offsets in a window region, bytes.
     uint64_t dispatch_flags;      // u64 [N][kMaxBlocks], by source
-    uint64_t combine_flags;       // u64 [N][kMaxBlocks], by source
+    uint64_t combine_flags;       // u64 [N][kMaxBlocks][kMaxChunks], by source
     uint64_t counts;              // u32 [N]: tokens of every source
     uint64_t ids;                 // i32 [N][max_tokens][k]
     uint64_t weights;             // f32 [N][max_tokens][k]
@@ -108,8 +110,8 @@ struct Group {
 };
 static_assert(sizeof(Group) == 176, "mirrored in params.rs");
 
-// Pushes every token's row once to each rank that owns one of its experts, ids and weights to all; then lists, on the
-// receiving side, the rows of every local expert. Row s * max_tokens + t of a window's `rows` is token t of source s.
+// Pushes every token's row once to each rank that owns one of its experts, ids and weights to all; lists meanwhile, on
+// the receiving side, the rows of every local expert. Row s * max_tokens + t of a window's `rows` is token t of source s.
 struct DispatchParams {
     Group group;
     const void* tokens;          // bf16 [T][H]

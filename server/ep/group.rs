@@ -88,9 +88,8 @@ impl EpError {
 /// A call that does not fit the slot's state is an error that changes nothing. Sequences are the group's own: each
 /// rank counts its exchanges, and because all run the same ones they agree.
 ///
-/// On a device, calls enqueue work on the group's stream and return; counts stay on the device, faults surface through
-/// the error word, and the sequence lives in device memory. Hence the associated types: nothing here says where rows,
-/// routing or counts are. After set-up, no call allocates.
+/// The associated types keep this free of where rows, routing and counts are. After set-up, no call allocates. GPU ranks
+/// keep the same protocol without this trait: see `docs/gpu.md`.
 pub trait EpGroup {
     /// A buffer of token rows `[tokens, hidden]` in f32, to dispatch from or to combine into.
     type Rows: ?Sized;

@@ -197,7 +197,13 @@ pub struct Loopback {
 }
 
 impl Loopback {
-    pub fn new(device: &Device, shape: Shape, delay_ns: u32) -> Result<Loopback, Box<dyn std::error::Error>> {
+    /// `delay_ns` and `chunk` are those of [`Group`].
+    pub fn new(
+        device: &Device,
+        shape: Shape,
+        delay_ns: u32,
+        chunk: u32,
+    ) -> Result<Loopback, Box<dyn std::error::Error>> {
         shape.check()?;
         let (_, bytes) = WindowLayout::new(&shape);
         let memory = Buffer::zeroed(device, bytes as usize * shape.ranks as usize)?;
@@ -207,22 +213,30 @@ impl Loopback {
         for rank in 0..shape.ranks {
             let mut member = Member::new(device, &shape, rank, &windows, 7)?;
             member.group.delay_ns = delay_ns;
+            member.group.chunk = chunk;
             members.push(member);
         }
         Ok(Loopback { members, stream: device.stream()?, _windows: memory })
     }
 
     pub fn launch(&self, blocks: (u32, u32), members: &[Member]) -> Outcome {
-        let dispatch: Vec<_> = members.iter().map(|m| m.buffers.dispatch(m.group)).collect();
+        self.launch_dispatch(blocks.0, members)?;
         let scale: Vec<_> = members.iter().map(|m| m.buffers.scale(m.group)).collect();
+        // SAFETY: all addresses are of live buffers of this group.
+        unsafe { launch::scale(&scale, 32, self.stream.raw())? };
+        self.launch_combine(blocks.1, members)
+    }
+
+    fn launch_dispatch(&self, blocks: u32, members: &[Member]) -> Outcome {
+        let dispatch: Vec<_> = members.iter().map(|m| m.buffers.dispatch(m.group)).collect();
+        // SAFETY: all addresses are of live buffers of this group.
+        Ok(unsafe { launch::dispatch(&dispatch, blocks, self.stream.raw())? })
+    }
+
+    fn launch_combine(&self, blocks: u32, members: &[Member]) -> Outcome {
         let combine: Vec<_> = members.iter().map(|m| m.buffers.combine(m.group, 0)).collect();
         // SAFETY: all addresses are of live buffers of this group.
-        unsafe {
-            launch::dispatch(&dispatch, blocks.0, self.stream.raw())?;
-            launch::scale(&scale, 32, self.stream.raw())?;
-            launch::combine(&combine, blocks.1, self.stream.raw())?;
-        }
-        Ok(())
+        Ok(unsafe { launch::combine(&combine, blocks, self.stream.raw())? })
     }
 }
 
@@ -250,7 +264,8 @@ pub fn loopback(options: &Options) -> Outcome {
         let ranks = random.pick(&[1, 2, 3, 4, 4, 8]);
         let shape = shape(&mut random, ranks, most_tokens);
         let delay = random.pick(&[0, 0, 3_000, 50_000]);
-        let group = Loopback::new(&device, shape, delay)?;
+        // Small chunks make several of them even in small steps.
+        let group = Loopback::new(&device, shape, delay, random.pick(&[0, 1, 2, 5]))?;
         let most = most_blocks(&device, ranks)?;
         for index in 0..steps_per_case {
             let steps = step(&mut random, &shape);
@@ -266,7 +281,7 @@ pub fn loopback(options: &Options) -> Outcome {
                     combine_blocks(&shape, shape.max_tokens, most),
                 )
             } else {
-                (1 + random.below(u64::from(most)) as u32, 1 + random.below(u64::from(most)) as u32)
+                (2 + random.below(u64::from(most) - 1) as u32, 1 + random.below(u64::from(most)) as u32)
             };
             group.launch(blocks, &group.members)?;
             group.stream.synchronize()?;
@@ -286,29 +301,39 @@ pub fn loopback(options: &Options) -> Outcome {
     Ok(())
 }
 
-/// A group of two whose second rank never launches.
+/// A group of two whose second rank never launches, or takes part in dispatch only.
 pub fn faults() -> Outcome {
     let device = Device::open(0)?;
-    let shape = Shape { ranks: 2, max_tokens: 4, hidden: 64, top_k: 2, experts: 4 };
-    let mut group = Loopback::new(&device, shape, 0)?;
-    group.members[0].group.deadline_ns = SECOND / 20;
+    let shape = Shape { ranks: 2, max_tokens: 40, hidden: 2048, top_k: 2, experts: 4 };
     let steps = step(&mut Random(5), &shape);
-    group.members[0].load(&shape, &steps[0], 1, true)?;
-    let start = std::time::Instant::now();
-    group.launch((2, 2), &group.members[..1])?;
-    group.stream.synchronize()?;
-    let took = start.elapsed();
-    let state: SlotState = group.members[0].buffers.state.read()?[0];
-    let fault = DeviceFault::decode(state.error);
-    if fault != Some(DeviceFault::Timeout { peer: 1, phase: Phase::Dispatch }) || state.sequence != 1 {
-        return Err(format!("expected a timeout of rank 1 in dispatch, found {fault:?}, {state:?}").into());
+    for phase in [Phase::Dispatch, Phase::Combine] {
+        let mut group = Loopback::new(&device, shape, 0, 2)?;
+        group.members[0].group.deadline_ns = SECOND / 20;
+        for (member, step) in group.members.iter().zip(&steps) {
+            member.load(&shape, step, 1, true)?;
+        }
+        let start = std::time::Instant::now();
+        if phase == Phase::Combine {
+            group.launch_dispatch(4, &group.members)?;
+        } else {
+            group.launch_dispatch(4, &group.members[..1])?;
+        }
+        group.launch_combine(4, &group.members[..1])?;
+        group.stream.synchronize()?;
+        let took = start.elapsed();
+        let state: SlotState = group.members[0].buffers.state.read()?[0];
+        let fault = DeviceFault::decode(state.error);
+        let sequence = if phase == Phase::Combine { 2 } else { 1 };
+        if fault != Some(DeviceFault::Timeout { peer: 1, phase }) || state.sequence != sequence {
+            return Err(
+                format!("expected a timeout of rank 1 in {phase:?}, found {fault:?}, {state:?}").into()
+            );
+        }
+        if group.members[0].buffers.out.read()?.iter().any(|&word| word != u32::MAX) {
+            return Err("a failed step wrote results".into());
+        }
+        let fault = fault.expect("a fault");
+        println!("faults: a missing rank is reported ({fault}) after {took:?}");
     }
-    if group.members[0].buffers.out.read()?.iter().any(|&word| word != u32::MAX) {
-        return Err("a failed step wrote results".into());
-    }
-    println!(
-        "faults: a missing rank is reported ({}) after {took:?}",
-        DeviceFault::decode(state.error).expect("a fault")
-    );
     Ok(())
 }

@@ -33,7 +33,7 @@ pub fn parent(options: &Options) -> Outcome {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["peer", &format!("rank={rank}"), &format!("ranks={ranks}")]);
         command.arg(format!("folder={}", folder.display()));
-        for key in ["cases", "seed", "timing", "most", "large"] {
+        for key in ["cases", "seed", "timing", "most", "large", "sweep"] {
             if let Some(value) = options.text(key) {
                 command.arg(format!("{key}={value}"));
             }
@@ -154,6 +154,7 @@ fn exchanges(
         reset(window, rank, folder, &format!("case{case}"))?;
         let mut member = Member::new(device, &shape, rank, window.peers(), case + 1)?;
         member.group.delay_ns = random.pick(&[0, 30_000]);
+        member.group.chunk = random.pick(&[0, 1, 4]);
         for index in 0..3 {
             let steps = step(&mut random, &shape);
             let dtype = random.pick(&[1, 2, 3]);
@@ -191,7 +192,7 @@ fn times(
     if options.number("timing", 1) == 0 {
         return Ok(());
     }
-    let most = options.number("most", 64) as u32;
+    let most = options.number("most", 128) as u32;
     let stream = device.stream()?;
     if rank == 0 {
         header();
@@ -203,26 +204,25 @@ fn times(
     for (hidden, experts, top_k) in SHAPES {
         for &tokens in &all {
             let shape = Shape { ranks, max_tokens: tokens, hidden, top_k, experts };
-            let mut choices =
-                vec![(dispatch_blocks(&shape, tokens, most), combine_blocks(&shape, tokens, most))];
-            if tokens >= 512 {
-                choices.extend([(24, 24), (32, 32), (100, 100), (128, 128)]);
-            } else {
-                choices.extend([
-                    (choices[0].0.div_ceil(2), choices[0].1.div_ceil(2)),
-                    (choices[0].0 * 2, choices[0].1 * 2),
-                ]);
+            // The engine's own choice, then others: blocks of dispatch, of combine, and the chunk.
+            let own = (dispatch_blocks(&shape, tokens, most), combine_blocks(&shape, tokens, most), 0);
+            let mut choices = vec![own];
+            if options.number("sweep", 0) != 0 {
+                let (d, c, _) = own;
+                choices.extend([(d.div_ceil(2), c.div_ceil(2), 0), (d * 2, c * 2, 0)]);
+                choices.extend([(100, 100, 0), (d, c, 4), (d, c, 8), (d, c, 30)]);
             }
-            for (i, blocks) in choices.into_iter().enumerate() {
-                let blocks = (blocks.0.min(128), blocks.1.min(128));
+            for (i, (d, c, chunk)) in choices.into_iter().enumerate() {
+                let blocks = (d.clamp(2, 128), c.min(128));
                 reset(window, rank, folder, &format!("time{hidden}-{tokens}-{i}"))?;
-                let member = Member::new(device, &shape, rank, window.peers(), 1)?;
+                let mut member = Member::new(device, &shape, rank, window.peers(), 1)?;
+                member.group.chunk = chunk;
                 let timed =
                     capture(device, &stream, &shape, std::slice::from_ref(&member), tokens, blocks, 3)?;
                 meet(folder, &format!("timed{hidden}-{tokens}-{i}"), rank, ranks)?;
                 let result = measure(&stream, &timed, &member, tokens)?;
                 if rank == 0 {
-                    row(&shape, tokens, blocks, result);
+                    row(&shape, tokens, blocks, chunk, result);
                 }
             }
         }

@@ -90,7 +90,7 @@ pub fn check(options: &Options) -> Outcome {
         let most_tokens = if hidden == 64 { 3000 } else { 200 };
         let max_tokens = 1 + random.below(most_tokens) as u32;
         let shape = Shape { ranks, max_tokens, hidden, top_k: 4, experts: 30 };
-        let group = Loopback::new(&device, shape, 0)?;
+        let group = Loopback::new(&device, shape, 0, 0)?;
         let (tokens, h, k) = (shape.max_tokens as usize, shape.hidden as usize, shape.top_k as usize);
         let max_segments = random.pick(&[1, 6, 400, tokens as u64]) as usize;
         let row_bytes = tokens * h * 4 + max_segments * SEGMENT_ALIGN;

@@ -105,23 +105,25 @@ pub fn measure(
         return Err(format!("error word {:#x}", state.error).into());
     }
     let span = |a: u64, b: u64| b.wrapping_sub(a) as f64 / 1000.0;
-    // dispatch to arrival, arrival to lists, combine.
+    // dispatch to arrival, dispatch to lists, combine.
     let phases = [
         span(state.begin_ns[3], state.end_ns[3]),
-        span(state.end_ns[3], state.end_ns[2]),
+        span(state.begin_ns[3], state.end_ns[2]),
         span(state.begin_ns[5], state.end_ns[5]),
     ];
     Ok((times[times.len() / 2], times[0], phases))
 }
 
 pub fn header() {
-    println!("   H    E  k     T  blocks      median      best   dispatch  list  combine  (us per exchange)");
+    println!(
+        "   H    E  k     T  blocks chunk    median      best   dispatch  list  combine  (us per exchange)"
+    );
 }
 
-pub fn row(shape: &Shape, tokens: u32, blocks: (u32, u32), result: (f64, f64, [f64; 3])) {
+pub fn row(shape: &Shape, tokens: u32, blocks: (u32, u32), chunk: u32, result: (f64, f64, [f64; 3])) {
     let (median, best, [dispatch, list, combine]) = result;
     println!(
-        "{:5} {:4} {:2} {tokens:5}  {:3} {:3}  {median:9.2} {best:9.2}  {dispatch:8.1} {list:6.1} {combine:8.1}",
+        "{:5} {:4} {:2} {tokens:5}  {:3} {:3} {chunk:3}  {median:9.2} {best:9.2}  {dispatch:8.1} {list:6.1} {combine:8.1}",
         shape.hidden, shape.experts, shape.top_k, blocks.0, blocks.1
     );
 }
@@ -136,10 +138,10 @@ pub fn loopback(options: &Options) -> Outcome {
     for (hidden, experts, top_k) in SHAPES {
         for tokens in [1, 8, 32, 128, 512] {
             let shape = Shape { ranks, max_tokens: tokens, hidden, top_k, experts };
-            let group = Loopback::new(&device, shape, 0)?;
+            let group = Loopback::new(&device, shape, 0, 0)?;
             let blocks = (dispatch_blocks(&shape, tokens, most), combine_blocks(&shape, tokens, most));
             let timed = capture(&device, &group.stream, &shape, &group.members, tokens, blocks, 3)?;
-            row(&shape, tokens, blocks, measure(&group.stream, &timed, &group.members[0], tokens)?);
+            row(&shape, tokens, blocks, 0, measure(&group.stream, &timed, &group.members[0], tokens)?);
         }
     }
     Ok(())
