@@ -13,6 +13,8 @@
 #![allow(unsafe_code, reason = "kernels work on memory that Rust only sees as addresses")]
 
 mod copies;
+#[cfg(test)]
+mod gate_tests;
 mod graphs;
 mod layers;
 mod pad;
