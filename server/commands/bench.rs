@@ -1,5 +1,8 @@
 //! `expertd bench`: the phases of a step, without gRPC.
 
+mod floor;
+mod routing;
+
 use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::num::NonZeroUsize;
@@ -15,14 +18,16 @@ use rand::{RngExt as _, SeedableRng as _};
 use rand_distr::{Distribution as _, StandardNormal};
 use serde_json::json;
 
+use self::floor::{Ceilings, Floor, LayerSizes, floor};
+use self::routing::RoutingArg;
 use super::client::DTypeArg;
 use super::rows;
 use super::serve::plan::{PlanError, ServePlan};
 use super::serve::settings::{Given, ServeArgs};
 use crate::engine::control::DeviceKind;
 use crate::scheduler::{
-    Backend, ClientKey, Pending, Request, RequestId, Service, ServiceState, StartError, StepError,
-    SubmitError,
+    Backend, ClientKey, ModelInfo, Pending, Receipt, Request, RequestId, Service, ServiceState, StartError,
+    StepError, SubmitError,
 };
 use crate::telemetry::Phase;
 use crate::types::{DType, LayerId};
@@ -31,6 +36,8 @@ use crate::types::{DType, LayerId};
 ///
 /// Starts the ranks, sends one request at a time (or keeps several in flight), rotates over the model's layers and draws
 /// other random rows for every step. Prints medians; the spread is that of the whole step.
+/// Given what the machine reaches, prints the floor of the routing that was drawn as well: the slowest rank's weights or
+/// arithmetic, and rows over the busiest link.
 #[derive(Args, Clone, Debug)]
 pub struct BenchArgs {
     /// Folder of the checkpoint; `expertd synth` makes one of any shape
@@ -61,6 +68,18 @@ pub struct BenchArgs {
     /// largest of the sizes, so measure one size at a time to keep requests from joining each other
     #[arg(long, default_value = "1")]
     pub in_flight: NonZeroUsize,
+    /// Who chooses experts: gate, uniform, zipf:S, or one-rank (all of rank 0)
+    #[arg(long, default_value = "gate")]
+    pub routing: RoutingArg,
+    /// What one rank reads from its memory, GB/s; for the floor
+    #[arg(long, value_name = "GB/s", requires = "tensor_tflops")]
+    pub memory_gbps: Option<f64>,
+    /// Matrix products of one rank, TFLOP/s; for the floor
+    #[arg(long, value_name = "TFLOP/s", requires = "memory_gbps")]
+    pub tensor_tflops: Option<f64>,
+    /// What one rank sends to others, GB/s; for the floor of several ranks
+    #[arg(long, value_name = "GB/s")]
+    pub link_gbps: Option<f64>,
     /// Write the figures to this file as JSON, too
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
@@ -111,6 +130,33 @@ struct Figures {
     requests: usize,
     /// Medians, of the slowest rank.
     phases: [Duration; Phase::ALL.len()],
+    /// Median of all phases but the copies between host and device.
+    inner: Duration,
+    /// Mean over the steps, where ceilings are known.
+    floor: Option<Floor>,
+}
+
+impl BenchArgs {
+    /// `None` without ceilings; several ranks need that of the link as well.
+    fn ceilings(&self, ranks: u32) -> Option<Ceilings> {
+        let link = self.link_gbps.or((ranks == 1).then_some(f64::INFINITY))?;
+        Some(Ceilings {
+            memory: self.memory_gbps? * 1e9,
+            tensor: self.tensor_tflops? * 1e12,
+            link: link * 1e9,
+        })
+    }
+}
+
+/// Bytes of a weight as the ranks hold it, from what they loaded: routed and shared experts and the gate.
+fn bytes_per_weight(info: &ModelInfo, loaded: u64) -> f64 {
+    let ranks = info.placement.len();
+    let weights = info.layers.values().map(|layer| {
+        let shared = ranks * layer.shared_width;
+        3 * info.hidden * (layer.num_experts * layer.expert_width + shared)
+            + ranks * layer.num_experts * info.hidden
+    });
+    loaded as f64 / weights.sum::<usize>().max(1) as f64
 }
 
 /// Runs the bench.
@@ -164,6 +210,9 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         pool: rows::encode(&values, DType::from(args.dtype)),
         random,
         next_id: 0,
+        routing: args.routing,
+        ceilings: args.ceilings(ranks),
+        weight_bytes: status.ranks.iter().map(|rank| rank.weight_bytes_loaded).sum(),
     };
     drop(values);
     let mut figures = Vec::new();
@@ -190,6 +239,10 @@ struct Bench {
     pool: Bytes,
     random: SmallRng,
     next_id: u64,
+    routing: RoutingArg,
+    ceilings: Option<Ceilings>,
+    /// Loaded by all ranks.
+    weight_bytes: u64,
 }
 
 impl Bench {
@@ -208,22 +261,24 @@ impl Bench {
             if pending.len() < args.in_flight.get() {
                 continue;
             }
-            let Some(answer) = pending.pop_front() else { continue };
+            let Some((layer, answer)) = pending.pop_front() else { continue };
             let answer = answer.await.map_err(|_| BenchError::Gone)??;
             if step + 1 < args.warmup + args.in_flight.get() {
                 begun = Instant::now();
             } else {
-                answers.push(answer.receipt);
+                answers.push((layer, answer.receipt));
             }
         }
         let wall = begun.elapsed();
-        for answer in pending {
+        for (_, answer) in pending {
             answer.await.map_err(|_| BenchError::Gone)??;
         }
-        let mut times: Vec<Duration> = answers.iter().map(|receipt| receipt.step_time).collect();
+        let floors: Vec<Floor> =
+            answers.iter().filter_map(|(layer, receipt)| self.floor(*layer, receipt)).collect();
+        let mut times: Vec<Duration> = answers.iter().map(|(_, receipt)| receipt.step_time).collect();
         times.sort_unstable();
         let phases = std::array::from_fn(|phase| {
-            let of = |receipt: &crate::scheduler::Receipt| {
+            let of = |(_, receipt): &(LayerId, Receipt)| {
                 let timings = receipt.timings.iter().map(|t| t.phases.all()[phase]);
                 timings.sum::<Duration>()
             };
@@ -231,10 +286,42 @@ impl Bench {
             times.sort_unstable();
             times[times.len() / 2]
         });
-        Ok(Figures { tokens_per_rank, tokens, steps: times, wall, requests: answers.len(), phases })
+        let inner = |(_, receipt): &(LayerId, Receipt)| {
+            let parts = receipt.timings.iter().flat_map(|t| Phase::ALL.into_iter().zip(t.phases.all()));
+            let parts = parts.filter(|(phase, _)| !matches!(phase, Phase::CopyIn | Phase::CopyOut));
+            parts.map(|(_, time)| time).sum::<Duration>()
+        };
+        let mut inner: Vec<Duration> = answers.iter().map(inner).collect();
+        inner.sort_unstable();
+        let inner = inner[inner.len() / 2];
+        let (requests, floor) = (answers.len(), Floor::mean(&floors));
+        Ok(Figures { tokens_per_rank, tokens, steps: times, wall, requests, phases, inner, floor })
     }
 
-    fn submit(&mut self, tokens: usize) -> Result<Pending, BenchError> {
+    /// The floor of a step that was measured.
+    fn floor(&self, layer: LayerId, receipt: &Receipt) -> Option<Floor> {
+        let ceilings = self.ceilings.as_ref()?;
+        let info = self.service.model();
+        let sizes = info.layers.get(&layer)?;
+        let experts: Vec<(u32, u32)> = info
+            .placement
+            .iter()
+            .filter_map(|rank| rank.experts.iter().find(|(at, ..)| *at == layer))
+            .map(|&(_, first, count)| (first, count))
+            .collect();
+        let sizes = LayerSizes {
+            hidden: info.hidden,
+            width: sizes.expert_width,
+            shared_width: sizes.shared_width,
+            bytes_per_weight: bytes_per_weight(&info, self.weight_bytes),
+        };
+        let ids = rows::decode_i32(&receipt.topk_ids);
+        let rows: u32 = receipt.tokens_per_rank.iter().sum();
+        let k = ids.len() / (rows as usize).max(1);
+        Some(floor(&ids, k, &receipt.tokens_per_rank, &experts, &sizes, ceilings))
+    }
+
+    fn submit(&mut self, tokens: usize) -> Result<(LayerId, Pending), BenchError> {
         let size = self.dtype.size();
         let first = self.random.random_range(0..POOL) * size;
         let rows = self.pool.slice(first..first + tokens * self.hidden * size);
@@ -248,6 +335,12 @@ impl Bench {
                 (0..tokens as u64).map(|_| (rand::random::<u64>() % vocabulary) as i32).collect();
             rows::encode_i32(&ids)
         });
+        let routing = info.layers.get(&layer).and_then(|sizes| {
+            let of_layer = |(at, _, count): &(LayerId, u32, u32)| (*at == layer).then_some(*count as usize);
+            let first_rank = info.placement.first().and_then(|rank| rank.experts.iter().find_map(of_layer));
+            let first_rank = first_rank.unwrap_or(sizes.num_experts);
+            self.routing.draw(tokens, sizes.num_experts, first_rank, sizes.top_k, &mut self.random)
+        });
         let request = Request {
             id: RequestId(self.next_id),
             client: ClientKey(0),
@@ -255,14 +348,14 @@ impl Bench {
             tokens,
             dtype: self.dtype,
             rows,
-            routing: None,
+            routing,
             token_ids: by_id,
             shared_experts: true,
-            return_routing: false,
+            return_routing: self.ceilings.is_some(),
             return_timings: true,
             deadline: None,
         };
-        Ok(self.service.submit(request)?)
+        Ok((layer, self.service.submit(request)?))
     }
 }
 
@@ -277,7 +370,7 @@ fn table(figures: &[Figures]) -> String {
         let _ = write!(text, " {:>9}", phase.name());
     }
     let _ = writeln!(text, " {:>9}", "rest");
-    for f in figures {
+    let measured = |text: &mut String, f: &Figures| {
         let median = f.steps[f.steps.len() / 2];
         let p90 = f.steps[(f.steps.len() * 9 / 10).min(f.steps.len() - 1)];
         let spread = format!("{:.0} .. {:.0}", micros(f.steps[0]), micros(p90));
@@ -288,9 +381,31 @@ fn table(figures: &[Figures]) -> String {
         }
         let rest = median.saturating_sub(f.phases.iter().sum());
         let _ = writeln!(text, " {:>9.0}", micros(rest));
+    };
+    for f in figures {
+        measured(&mut text, f);
+        if let Some(floor) = &f.floor {
+            floor_line(&mut text, f, floor);
+        }
     }
     text.push_str("medians; phases are those of the slowest rank in each, so that they may add up to more than the step\n");
     text
+}
+
+/// Below a measured line: the floors in the same columns, and how far the step without copies is from its floor.
+fn floor_line(text: &mut String, f: &Figures, floor: &Floor) {
+    let _ = write!(text, "{:>7} {:>10.0} {:>18} {:>10}", "floor", micros(floor.step()), "", "");
+    for phase in Phase::ALL {
+        let part = match phase {
+            Phase::Dispatch => format!("{:.0}", micros(floor.dispatch)),
+            Phase::Experts => format!("{:.0}", micros(floor.experts)),
+            Phase::Combine => format!("{:.0}", micros(floor.combine)),
+            _ => String::new(),
+        };
+        let _ = write!(text, " {part:>9}");
+    }
+    let (inner, ratio) = (micros(f.inner), f.inner.as_secs_f64() / floor.step().as_secs_f64());
+    let _ = writeln!(text, "  without copies {inner:.0} µs, {ratio:.2} x the floor");
 }
 
 fn json(figures: &[Figures]) -> serde_json::Value {
@@ -306,6 +421,13 @@ fn json(figures: &[Figures]) -> serde_json::Value {
             "tokens_per_second": (f.tokens * f.requests) as f64 / f.wall.as_secs_f64(),
             "step_seconds": f.steps.iter().map(Duration::as_secs_f64).collect::<Vec<_>>(),
             "phases": phases,
+            "without_copies_seconds": f.inner.as_secs_f64(),
+            "floor": f.floor.map(|floor| json!({
+                "step_seconds": floor.step().as_secs_f64(),
+                "dispatch_seconds": floor.dispatch.as_secs_f64(),
+                "experts_seconds": floor.experts.as_secs_f64(),
+                "combine_seconds": floor.combine.as_secs_f64(),
+            })),
         })
     };
     json!(figures.iter().map(one).collect::<Vec<_>>())

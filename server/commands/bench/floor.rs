@@ -1,0 +1,140 @@
+//! The least time that a step can take on a machine, from the routing that was drawn.
+
+use std::time::Duration;
+
+/// What the machine reaches. Measure it in the same run, with other programs than this one.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ceilings {
+    /// Bytes per second read from a rank's memory.
+    pub(super) memory: f64,
+    /// FLOP per second of a rank's matrix products.
+    pub(super) tensor: f64,
+    /// Bytes per second that a rank sends and, at the same time, receives.
+    pub(super) link: f64,
+}
+
+/// Launches, flags and the gate: what the fastest step still costs beside weights, FLOPs and rows on the wire.
+const FIXED_ALONE: f64 = 5e-6;
+const FIXED_EXCHANGE: f64 = 15e-6;
+
+/// Sizes of the layer of a step.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LayerSizes {
+    pub(super) hidden: usize,
+    pub(super) width: usize,
+    pub(super) shared_width: usize,
+    /// As weights are held by the ranks; scales included.
+    pub(super) bytes_per_weight: f64,
+}
+
+/// Floors of a step's parts, the slowest rank counting in each.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Floor {
+    /// Rows out to the experts.
+    pub(super) dispatch: Duration,
+    /// Weights read, or FLOPs, whatever takes longer.
+    pub(super) experts: Duration,
+    /// Rows back.
+    pub(super) combine: Duration,
+    /// What does not depend on rows.
+    pub(super) fixed: Duration,
+}
+
+impl Floor {
+    /// Of the whole step, its parts one after the other.
+    pub(super) fn step(&self) -> Duration {
+        self.dispatch + self.experts + self.combine + self.fixed
+    }
+
+    /// Part by part; `None` of none.
+    pub(super) fn mean(all: &[Floor]) -> Option<Floor> {
+        let count = u32::try_from(all.len()).ok().filter(|count| *count > 0)?;
+        let of = |part: fn(&Floor) -> Duration| all.iter().map(part).sum::<Duration>() / count;
+        Some(Floor {
+            dispatch: of(|f| f.dispatch),
+            experts: of(|f| f.experts),
+            combine: of(|f| f.combine),
+            fixed: of(|f| f.fixed),
+        })
+    }
+}
+
+/// The floor of a step whose rows chose `ids [rows, k]`. Rows stand on the ranks in order, `rows_per_rank` on each;
+/// `experts` holds each rank's first expert and their number. Rows are bf16 on the wire and go once to each rank.
+pub(super) fn floor(
+    ids: &[i32],
+    k: usize,
+    rows_per_rank: &[u32],
+    experts: &[(u32, u32)],
+    sizes: &LayerSizes,
+    ceilings: &Ceilings,
+) -> Floor {
+    let ranks = experts.len();
+    let mut hit: Vec<Vec<bool>> = experts.iter().map(|&(_, count)| vec![false; count as usize]).collect();
+    let mut assignments = vec![0_u64; ranks];
+    let (mut sent, mut received) = (vec![0_u64; ranks], vec![0_u64; ranks]);
+    let mut rows = ids.chunks_exact(k.max(1));
+    for (source, &count) in rows_per_rank.iter().enumerate().take(ranks) {
+        for row in rows.by_ref().take(count as usize) {
+            for (rank, &(first, count)) in experts.iter().enumerate() {
+                let mut local =
+                    row.iter().map(|&id| (id as u32).wrapping_sub(first)).filter(|&at| at < count).peekable();
+                if local.peek().is_some() && rank != source {
+                    sent[source] += 1;
+                    received[rank] += 1;
+                }
+                for at in local {
+                    hit[rank][at as usize] = true;
+                    assignments[rank] += 1;
+                }
+            }
+        }
+    }
+    let matrices = 3.0 * sizes.hidden as f64;
+    let slowest = (0..ranks).map(|rank| {
+        let own_rows = f64::from(rows_per_rank.get(rank).copied().unwrap_or(0));
+        let shared = if own_rows > 0.0 { sizes.shared_width as f64 } else { 0.0 };
+        let experts_hit = hit[rank].iter().filter(|hit| **hit).count() as f64;
+        let weights = (experts_hit * sizes.width as f64 + shared) * matrices * sizes.bytes_per_weight;
+        let flops = (assignments[rank] as f64 * sizes.width as f64 + own_rows * shared) * 2.0 * matrices;
+        (weights / ceilings.memory).max(flops / ceilings.tensor)
+    });
+    let busiest = sent.iter().chain(&received).copied().max().unwrap_or(0);
+    let wire = Duration::from_secs_f64(busiest as f64 * sizes.hidden as f64 * 2.0 / ceilings.link);
+    Floor {
+        dispatch: wire,
+        experts: Duration::from_secs_f64(slowest.fold(0.0, f64::max)),
+        combine: wire,
+        fixed: Duration::from_secs_f64(if ranks > 1 { FIXED_EXCHANGE } else { FIXED_ALONE }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CEILINGS: Ceilings = Ceilings { memory: 1e9, tensor: 1e12, link: 1e6 };
+    const SIZES: LayerSizes = LayerSizes { hidden: 10, width: 100, shared_width: 0, bytes_per_weight: 2.0 };
+
+    #[test]
+    fn the_slowest_rank_and_the_busiest_direction_count() {
+        // Rank 0 sends one row to rank 1, once, though two experts there want it; its own row stays.
+        let found = floor(&[2, 3, 0, 1], 2, &[2, 0], &[(0, 2), (2, 2)], &SIZES, &CEILINGS);
+        assert_eq!(found.dispatch, Duration::from_micros(20));
+        assert_eq!(found.combine, found.dispatch);
+        // Two experts of 3 x 10 x 100 weights of 2 bytes.
+        assert_eq!(found.experts, Duration::from_micros(12));
+        assert_eq!(found.step(), Duration::from_micros(12 + 40 + 15));
+    }
+
+    #[test]
+    fn many_rows_are_bound_by_arithmetic_and_shared_experts_add_to_it() {
+        let ids = vec![0; 1000];
+        let slow = Ceilings { tensor: 1e9, ..CEILINGS };
+        let routed = floor(&ids, 1, &[1000], &[(0, 4)], &SIZES, &slow);
+        assert_eq!(routed.experts, Duration::from_millis(6));
+        assert_eq!((routed.dispatch, routed.fixed), (Duration::ZERO, Duration::from_micros(5)));
+        let sizes = LayerSizes { shared_width: 50, ..SIZES };
+        assert_eq!(floor(&ids, 1, &[1000], &[(0, 4)], &sizes, &slow).experts, Duration::from_millis(9));
+    }
+}
