@@ -13,7 +13,8 @@ use super::process::{RankEvent, RankNews, RankProcess};
 use crate::engine::control::{DeviceKind, FailureKind, FromRank, RankSetup, ToRank};
 use crate::ep;
 use crate::shm::{
-    ChannelError, Completion, RouterBell, RouterChannel, SharedRegion, StageRows, Staged, StepDescriptor,
+    ChannelError, Completion, Copier, RouterBell, RouterChannel, SharedRegion, StageRows, Staged,
+    StepDescriptor,
 };
 use crate::telemetry::Phase;
 use crate::types::{Generation, LayerId, Rank, Slot, StepId};
@@ -313,7 +314,7 @@ impl Group {
         self.channel.begin();
     }
 
-    /// Copies rows into the staging of `rank`.
+    /// Copies rows into the staging of `rank`, with `copier`.
     ///
     /// # Errors
     /// If they do not fit: a fault of the router.
@@ -323,8 +324,9 @@ impl Group {
         slot: Slot,
         top_k: usize,
         piece: &StageRows<'_>,
+        copier: &Copier,
     ) -> Result<Staged, Fault> {
-        Ok(self.channel.stage(rank, slot, top_k, piece)?)
+        Ok(self.channel.stage(rank, slot, top_k, piece, copier)?)
     }
 
     /// Hands the staged step to all ranks.

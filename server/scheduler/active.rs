@@ -7,7 +7,7 @@ use bytes::Bytes;
 
 use super::interface::{Answer, Receipt, Request, StepError, StepTiming};
 use super::service::{Incoming, Reply};
-use crate::shm::StageRows;
+use crate::shm::{Copier, StageRows};
 use crate::telemetry::names;
 use crate::types::{Generation, Rank, StepId, WeightVersion};
 
@@ -109,8 +109,8 @@ impl Active {
 
     /// Appends the next rows of the answer; they come in order, because steps complete in order and a step's pieces
     /// are kept in the order of its rows.
-    pub(super) fn take_rows(&mut self, rows: &[u8]) {
-        self.rows.extend_from_slice(rows);
+    pub(super) fn take_rows(&mut self, rows: &[u8], copier: &Copier) {
+        copier.append(rows, &mut self.rows);
     }
 
     pub(super) fn take_routing(&mut self, ids: &[u8], weights: &[u8]) {

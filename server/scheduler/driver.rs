@@ -14,7 +14,7 @@ use super::plan::pieces;
 use super::queue::FairQueue;
 use super::service::{Admission, SchedulerConfig, ServiceEnd, Shared};
 use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, StepDone};
-use crate::shm::{Patience, Staged};
+use crate::shm::{Copier, Patience, Staged};
 use crate::telemetry::{StepMetrics, names};
 use crate::types::{Generation, LayerId, Rank, StepId};
 
@@ -52,6 +52,7 @@ pub(super) struct Driver {
     cluster: Arc<ClusterConfig>,
     config: SchedulerConfig,
     metrics: StepMetrics,
+    copier: Copier,
     queue: FairQueue<Lane, ClientKey, Key>,
     active: HashMap<Key, Active>,
     launched: VecDeque<Launched>,
@@ -77,6 +78,7 @@ impl Driver {
             cluster: Arc::new(cluster),
             config,
             metrics,
+            copier: Copier::default(),
             queue: FairQueue::default(),
             active: HashMap::new(),
             launched: VecDeque::new(),
@@ -93,6 +95,8 @@ impl Driver {
     }
 
     pub(super) fn run(mut self) {
+        // Here, because this thread is to be one of them.
+        self.copier = Copier::new(self.config.copy_threads);
         while self.end.is_none() {
             self.take_mail();
             if let Err(fault) = self.advance() {
@@ -325,7 +329,7 @@ impl Driver {
             let Some(active) = self.active.get_mut(&piece.item) else { continue };
             active.count_tokens(piece.rank, piece.rows.len());
             tokens_per_rank[piece.rank.index()] += piece.rows.len();
-            let staged = group.stage(piece.rank, slot, lane.top_k, &active.rows(piece.rows))?;
+            let staged = group.stage(piece.rank, slot, lane.top_k, &active.rows(piece.rows), &self.copier)?;
             parts.push((piece.item, staged));
         }
         group.launch(step, slot, lane.layer, lane.top_k, total)?;
@@ -357,7 +361,7 @@ impl Driver {
                 active.time(timing);
                 timed = Some(*key);
             }
-            active.take_rows(group.answer(staged));
+            active.take_rows(group.answer(staged), &self.copier);
             if active.wants_routing() {
                 let (ids, weights) = group.routing(staged, launched.lane.top_k);
                 active.take_routing(ids, weights);

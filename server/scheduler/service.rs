@@ -27,6 +27,8 @@ pub struct SchedulerConfig {
     pub max_wait: Duration,
     /// How long requests in flight may take once a drain has begun, if the drain does not say.
     pub drain_timeout: Duration,
+    /// Threads that copy the rows of large steps from requests and to answers, the step loop's own included.
+    pub copy_threads: usize,
 }
 
 /// How the service ended.

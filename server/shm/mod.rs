@@ -10,6 +10,7 @@
 //! belongs to whom; rings and waiting go through atomics and need none.
 
 pub mod channel;
+pub mod copier;
 pub mod exchange;
 pub mod region;
 pub mod ring;
@@ -23,5 +24,6 @@ pub use channel::{
     ChannelError, Completion, ExpertsNotice, GroupShape, Pulse, RankChannel, RankStaging, RouterBell,
     RouterChannel, Segment, StageRows, Staged, StagingPlace, StepDescriptor,
 };
+pub use copier::Copier;
 pub use region::{RegionError, SharedRegion, SharedSlice};
 pub use wait::Patience;

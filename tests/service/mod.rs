@@ -78,9 +78,19 @@ impl Service {
 
     /// The same, with variables of the environment.
     pub fn start_with(family: &str, ranks: u32, more: &[&str], environment: &[(&str, &str)]) -> Service {
+        Service::start_checkpoint(&fixture(family), ranks, more, environment)
+    }
+
+    /// Serves any checkpoint and waits until it is ready.
+    pub fn start_checkpoint(
+        model: &Path,
+        ranks: u32,
+        more: &[&str],
+        environment: &[(&str, &str)],
+    ) -> Service {
         let ranks = ranks.to_string();
         let flags = [&["--ranks", &ranks], more].concat();
-        let mut command = serve_command(&fixture(family), &flags);
+        let mut command = serve_command(model, &flags);
         let mut child = command.envs(environment.iter().copied()).spawn().unwrap();
         let (lines, received) = mpsc::channel();
         let stdout = BufReader::new(child.stdout.take().unwrap());
@@ -107,7 +117,7 @@ impl Service {
                 }
                 Err(error) => {
                     let status = service.child.try_wait();
-                    panic!("{family}, {flags:?}: no ready line ({error}), status {status:?}: {seen:#?}");
+                    panic!("{model:?}, {flags:?}: no ready line ({error}), status {status:?}: {seen:#?}");
                 }
             }
         }

@@ -16,6 +16,8 @@ use crate::types::{Generation, Rank, WeightVersion};
 
 /// Ranks of one host.
 const MAX_RANKS: u32 = 8;
+/// Threads of the router that copy rows of large steps for GPUs: they move some 10 GB/s each.
+const MAX_COPY_THREADS: usize = 16;
 /// Requests in flight on one stream.
 const MAX_REQUESTS_PER_STREAM: u32 = 256;
 /// Default of max-bytes-in-flight.
@@ -256,6 +258,11 @@ impl ServePlan {
                     60_000_000,
                 )?),
                 drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
+                copy_threads: match device {
+                    // Ranks have all the cores.
+                    DeviceKind::Cpu => 1,
+                    DeviceKind::Cuda => (cores.len() / 4).clamp(1, MAX_COPY_THREADS),
+                },
             },
             listen: listen(&given.listen),
             admin_listen: listen(&given.admin_listen),

@@ -109,6 +109,7 @@ mod tests {
     use bytemuck::Zeroable;
     use rand::RngExt as _;
 
+    use super::super::copier::Copier;
     use super::super::wait::Patience;
     use super::*;
     use crate::types::{DType, Slot};
@@ -146,13 +147,15 @@ mod tests {
             let (halves, singles) = (random(3 * 3 * 2), random(2 * 3 * 4));
             let (ids, weights) = (random(2 * 2 * 4), random(2 * 2 * 4));
             router.begin();
-            let staged = router.stage(Rank(1), Slot(slot), 2, &piece(&halves, 3, DType::Bf16)).unwrap();
+            let staged = router
+                .stage(Rank(1), Slot(slot), 2, &piece(&halves, 3, DType::Bf16), &Copier::default())
+                .unwrap();
             let given = StageRows {
                 routing: Some((&ids, &weights)),
                 shared_experts: false,
                 ..piece(&singles, 2, DType::F32)
             };
-            let routed = router.stage(Rank(1), Slot(slot), 2, &given).unwrap();
+            let routed = router.stage(Rank(1), Slot(slot), 2, &given, &Copier::default()).unwrap();
             router.launch(&step(sequence, slot)).unwrap();
 
             let idle = zero.wait_step(0, &stop).unwrap().unwrap();
@@ -191,17 +194,22 @@ mod tests {
         let mut router = RouterChannel::create(&shape()).unwrap();
         router.begin();
         let six = random(6 * 12);
-        let error = router.stage(Rank(0), Slot(0), 2, &piece(&six, 6, DType::F32)).unwrap_err();
+        let error =
+            router.stage(Rank(0), Slot(0), 2, &piece(&six, 6, DType::F32), &Copier::default()).unwrap_err();
         assert!(
             matches!(error, ChannelError::Capacity { what: "rows", needed: 6, capacity: 5, .. }),
             "{error}"
         );
-        let error = router.stage(Rank(0), Slot(0), 3, &piece(&six[..12], 1, DType::F32)).unwrap_err();
+        let error = router
+            .stage(Rank(0), Slot(0), 3, &piece(&six[..12], 1, DType::F32), &Copier::default())
+            .unwrap_err();
         assert!(matches!(error, ChannelError::Capacity { what: "k", .. }), "{error}");
         for _ in 0..4 {
-            router.stage(Rank(0), Slot(0), 2, &piece(&six[..12], 1, DType::F32)).unwrap();
+            router.stage(Rank(0), Slot(0), 2, &piece(&six[..12], 1, DType::F32), &Copier::default()).unwrap();
         }
-        let error = router.stage(Rank(0), Slot(0), 2, &piece(&six[..12], 1, DType::F32)).unwrap_err();
+        let error = router
+            .stage(Rank(0), Slot(0), 2, &piece(&six[..12], 1, DType::F32), &Copier::default())
+            .unwrap_err();
         assert!(matches!(error, ChannelError::Capacity { what: "segments", .. }), "{error}");
     }
 

@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 
 use bytemuck::Pod;
 
+use super::super::copier::Copier;
 use super::super::region::{SharedRegion, SharedSlice};
 use super::super::ring::{RingConsumer, RingProducer};
 use super::super::wait::Doorbell;
@@ -112,7 +113,7 @@ impl RouterChannel {
         }
     }
 
-    /// Copies rows into the staging of `rank`.
+    /// Copies rows into the staging of `rank`, with `copier`.
     ///
     /// # Errors
     /// [`ChannelError::Capacity`] if they do not fit; nothing is staged then.
@@ -122,6 +123,7 @@ impl RouterChannel {
         slot: Slot,
         top_k: usize,
         piece: &StageRows<'_>,
+        copier: &Copier,
     ) -> Result<Staged, ChannelError> {
         let shape = &self.shape;
         let link = &mut self.links[rank.index()];
@@ -139,14 +141,14 @@ impl RouterChannel {
         fits("bytes", cursor.bytes + piece.rows.len(), shape.row_area_bytes())?;
         let staging = &link.slots[slot.index()];
         let mut flags = 0;
-        copy_in(&staging.rows, cursor.bytes, piece.rows);
+        copy_in(&staging.rows, cursor.bytes, piece.rows, copier);
         if let Some((ids, weights)) = piece.routing {
             flags |= Segment::GIVEN_ROUTING;
-            copy_in(&staging.ids, cursor.rows * top_k, ids);
-            copy_in(&staging.weights, cursor.rows * top_k, weights);
+            copy_in(&staging.ids, cursor.rows * top_k, ids, copier);
+            copy_in(&staging.weights, cursor.rows * top_k, weights, copier);
         }
         if let Some(token_ids) = piece.token_ids {
-            copy_in(&staging.token_ids, cursor.rows, token_ids);
+            copy_in(&staging.token_ids, cursor.rows, token_ids, copier);
         }
         if piece.shared_experts {
             flags |= Segment::SHARED_EXPERTS;
@@ -158,7 +160,7 @@ impl RouterChannel {
             dtype: piece.dtype as u32,
             flags,
         };
-        copy_in(&staging.segments, cursor.segments, bytemuck::bytes_of(&segment));
+        copy_in(&staging.segments, cursor.segments, bytemuck::bytes_of(&segment), copier);
         link.cursor = Cursor {
             rows: cursor.rows + piece.tokens,
             bytes: (cursor.bytes + piece.rows.len()).next_multiple_of(SEGMENT_ALIGN),
@@ -242,11 +244,11 @@ impl RouterChannel {
 }
 
 /// Copies bytes to elements `at..` of `to`, which the caller has to itself.
-fn copy_in<T: Pod>(to: &SharedSlice<T>, at: usize, bytes: &[u8]) {
+fn copy_in<T: Pod>(to: &SharedSlice<T>, at: usize, bytes: &[u8], copier: &Copier) {
     let capacity = to.len() * size_of::<T>();
     let start = at * size_of::<T>();
     assert!(start <= capacity && bytes.len() <= capacity - start, "checked when the piece was staged");
     // SAFETY: in bounds (asserted); the destination is shared memory that only this side touches now (module's text),
     // and so does not overlap `bytes`.
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr().cast::<u8>().add(start), bytes.len()) }
+    unsafe { copier.copy(bytes, to.as_ptr().cast::<u8>().add(start)) }
 }
