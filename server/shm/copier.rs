@@ -55,16 +55,35 @@ impl Copier {
     /// # Safety
     /// There are as many bytes at `to`, which nobody else uses meanwhile, and which do not overlap `from`.
     pub unsafe fn copy(&self, from: &[u8], to: *mut u8) {
+        // SAFETY: the caller's promise.
+        unsafe { self.run(from, to, plain) }
+    }
+
+    /// The same for bytes that a device reads next. What several threads copy goes past their caches, from which the
+    /// device would have to fetch it line by line.
+    ///
+    /// # Safety
+    /// As for [`copy`](Self::copy).
+    pub unsafe fn stream(&self, from: &[u8], to: *mut u8) {
+        // SAFETY: the caller's promise.
+        unsafe { self.run(from, to, streaming) }
+    }
+
+    /// Copies `from` to `to`, by several threads in the way of `how`.
+    ///
+    /// # Safety
+    /// As for [`copy`](Self::copy).
+    unsafe fn run(&self, from: &[u8], to: *mut u8, how: unsafe fn(&[u8], *mut u8)) {
         let Some(pool) = self.pool.as_ref().filter(|_| from.len() >= ALONE) else {
             // SAFETY: the caller's promise.
-            unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
+            unsafe { plain(from, to) };
             return;
         };
         let to = Target(to);
         pool.install(|| {
             from.par_chunks(CHUNK).enumerate().for_each(|(index, chunk)| {
                 // SAFETY: the caller's promise; chunks are disjoint.
-                unsafe { std::ptr::copy_nonoverlapping(chunk.as_ptr(), to.at(index * CHUNK), chunk.len()) };
+                unsafe { how(chunk, to.at(index * CHUNK)) };
             });
         });
     }
@@ -81,6 +100,50 @@ impl Copier {
     }
 }
 
+/// # Safety
+/// As for [`Copier::copy`].
+unsafe fn plain(from: &[u8], to: *mut u8) {
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
+}
+
+/// # Safety
+/// As for [`Copier::copy`].
+#[cfg(target_arch = "x86_64")]
+unsafe fn streaming(from: &[u8], to: *mut u8) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+    let lines = if to.addr().is_multiple_of(16) { from.len() / 64 } else { 0 };
+    for line in 0..lines {
+        let (source, target) = (from.as_ptr().wrapping_add(line * 64), to.wrapping_add(line * 64));
+        // SAFETY: 64 bytes within both; the target is aligned to 16 bytes. The instructions are part of x86-64.
+        unsafe {
+            let (source, target) = (source.cast::<__m128i>(), target.cast::<__m128i>());
+            let a = _mm_loadu_si128(source);
+            let b = _mm_loadu_si128(source.wrapping_add(1));
+            let c = _mm_loadu_si128(source.wrapping_add(2));
+            let d = _mm_loadu_si128(source.wrapping_add(3));
+            _mm_stream_si128(target, a);
+            _mm_stream_si128(target.wrapping_add(1), b);
+            _mm_stream_si128(target.wrapping_add(2), c);
+            _mm_stream_si128(target.wrapping_add(3), d);
+        }
+    }
+    let rest = &from[lines * 64..];
+    // SAFETY: the caller's promise. The fence orders the stores above before whatever tells of them.
+    unsafe {
+        plain(rest, to.wrapping_add(lines * 64));
+        _mm_sfence();
+    }
+}
+
+/// # Safety
+/// As for [`Copier::copy`].
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn streaming(from: &[u8], to: *mut u8) {
+    // SAFETY: the caller's promise.
+    unsafe { plain(from, to) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -91,12 +154,24 @@ mod tests {
             // A thread can belong to one pool only.
             let checked = std::thread::spawn(move || {
                 let copier = Copier::new(threads);
+                let mut staged = vec![0_u8; 4 * ALONE];
                 let bytes: Vec<u8> = (0..3 * ALONE + 77).map(|i| (i * 31 % 251) as u8).collect();
                 let mut all = vec![1, 2, 3];
                 for len in [0, 1, ALONE - 1, ALONE, ALONE + CHUNK + 5, bytes.len()] {
                     let before = all.len();
                     copier.append(&bytes[..len], &mut all);
                     assert!(all[before..] == bytes[..len], "{len} bytes by {threads} threads");
+                    // Aligned to 16 bytes and not.
+                    for at in [0, 64, 3] {
+                        staged.fill(0xee);
+                        // SAFETY: as many bytes and more.
+                        unsafe { copier.stream(&bytes[..len], staged.as_mut_ptr().add(at)) };
+                        assert!(
+                            staged[at..at + len] == bytes[..len],
+                            "{len} bytes to {at} by {threads} threads"
+                        );
+                        assert!(staged[..at].iter().chain(&staged[at + len..]).all(|&byte| byte == 0xee));
+                    }
                 }
                 assert_eq!(all[..3], [1, 2, 3]);
             });

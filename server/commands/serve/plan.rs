@@ -261,7 +261,7 @@ impl ServePlan {
                 copy_threads: match device {
                     // Ranks have all the cores.
                     DeviceKind::Cpu => 1,
-                    DeviceKind::Cuda => (cores.len() / 4).clamp(1, MAX_COPY_THREADS),
+                    DeviceKind::Cuda => (cores.len() / 2).clamp(1, MAX_COPY_THREADS),
                 },
             },
             listen: listen(&given.listen),

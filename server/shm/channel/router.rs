@@ -250,5 +250,5 @@ fn copy_in<T: Pod>(to: &SharedSlice<T>, at: usize, bytes: &[u8], copier: &Copier
     assert!(start <= capacity && bytes.len() <= capacity - start, "checked when the piece was staged");
     // SAFETY: in bounds (asserted); the destination is shared memory that only this side touches now (module's text),
     // and so does not overlap `bytes`.
-    unsafe { copier.copy(bytes, to.as_ptr().cast::<u8>().add(start)) }
+    unsafe { copier.stream(bytes, to.as_ptr().cast::<u8>().add(start)) }
 }
