@@ -1,0 +1,234 @@
+"""What all GPU peers share: shapes, fresh rows and routing, a plain reference, and timing under graph replay.
+
+A peer is a layer of an MoE block on N GPUs, one process each (torchrun): gate, rows to the experts, experts, rows back.
+Words: N ranks, T rows of one rank, H elements of a row, E experts of width I, k choices per row.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one MoE layer without shared experts."""
+
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
+    "olmoe-7b": Shape(2048, 1024, 64, 8),
+    "mixtral-8x7b": Shape(4096, 14336, 8, 2),
+    "deepseek-v3": Shape(7168, 2048, 256, 8),
+}
+# Layers whose weights stand in memory and are used in turn, so that no cache holds what the next one needs.
+LAYERS = 2
+# Steps in one graph, each with rows of its own.
+STEPS = 8
+
+
+def arguments(description):
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048], help="rows of each rank")
+    parser.add_argument("--replays", type=int, default=15, help="timed replays of a graph of several steps")
+    parser.add_argument("--json", help="write the figures to this file, too")
+    return parser
+
+
+class World:
+    """This process among its peers; one process alone needs no torchrun."""
+
+    def __init__(self):
+        self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0"))
+        torch.cuda.set_device(self.rank)
+        self.device = torch.device("cuda", self.rank)
+        if self.ranks > 1:
+            dist.init_process_group("nccl", device_id=self.device)
+
+    def say(self, *words):
+        if self.rank == 0:
+            print(*words, flush=True)
+
+    def barrier(self):
+        if self.ranks > 1:
+            dist.barrier()
+        torch.cuda.synchronize()
+
+    def slowest(self, value):
+        """The largest of all ranks' values."""
+        if self.ranks == 1:
+            return value
+        held = torch.tensor(value, device=self.device, dtype=torch.float64)
+        dist.all_reduce(held, dist.ReduceOp.MAX)
+        return held.item()
+
+    def close(self):
+        if self.ranks > 1:
+            dist.destroy_process_group()
+
+
+class Layer:
+    """Weights of this rank's experts and of the gate: the same gate everywhere, experts in contiguous ranges."""
+
+    def __init__(self, world, shape, seed):
+        if shape.experts % world.ranks:
+            sys.exit(f"{shape.experts} experts do not divide among {world.ranks} ranks, as these peers need")
+        self.shape = shape
+        self.local = shape.experts // world.ranks
+        self.first = world.rank * self.local
+        every = torch.Generator(world.device).manual_seed(seed)
+        own = torch.Generator(world.device).manual_seed(seed * 1000 + world.rank + 1)
+
+        def normal(*size, scale, generator):
+            values = torch.empty(*size, device=world.device, dtype=torch.bfloat16)
+            for part in values:
+                part.copy_(torch.randn(part.shape, device=world.device, generator=generator) * scale)
+            return values
+
+        h, i, e = shape.hidden, shape.width, shape.experts
+        self.gate = normal(e, h, scale=h**-0.5, generator=every)
+        # [E/N, 2I, H], gate rows before up rows, and [E/N, H, I].
+        self.gate_up = normal(self.local, 2 * i, h, scale=h**-0.5, generator=own)
+        self.down = normal(self.local, h, i, scale=i**-0.5, generator=own)
+
+    def route(self, rows):
+        """f32 weights and i64 experts, [rows, k]: softmax of the chosen."""
+        scores = torch.softmax(F.linear(rows, self.gate).float(), -1)
+        weights, ids = torch.topk(scores, self.shape.top_k, -1)
+        return weights / weights.sum(-1, keepdim=True), ids
+
+
+def reference(world, layer, rows):
+    """The layer in plain f32 for this rank's rows: every rank adds its experts' part. Not fast."""
+    rows_of = [torch.empty_like(rows) for _ in range(world.ranks)]
+    if world.ranks > 1:
+        dist.all_gather(rows_of, rows)
+    else:
+        rows_of = [rows]
+    gathered = torch.cat(rows_of)
+    weights, ids = layer.route(gathered)
+    total = torch.zeros(gathered.shape, device=rows.device, dtype=torch.float32)
+    for local in range(layer.local):
+        row, choice = torch.where(ids == layer.first + local)
+        if row.numel() == 0:
+            continue
+        both = gathered[row].float() @ layer.gate_up[local].float().T
+        gate, up = both.chunk(2, -1)
+        out = (F.silu(gate) * up) @ layer.down[local].float().T
+        total.index_add_(0, row, out * weights[row, choice].unsqueeze(1))
+    if world.ranks > 1:
+        dist.all_reduce(total)
+    return total.chunk(world.ranks)[world.rank]
+
+
+def relative_error(found, wanted):
+    error = (found.float() - wanted).norm() / wanted.norm()
+    return error.item() if torch.isfinite(error) else float("inf")
+
+
+class Figures:
+    """One size's result."""
+
+    def __init__(self, times, error):
+        self.times = sorted(times)
+        self.error = error
+
+    def json(self, tokens):
+        return {
+            "tokens_per_rank": tokens,
+            "median_us": statistics.median(self.times),
+            "min_us": self.times[0],
+            "p90_us": self.times[int(len(self.times) * 0.9)],
+            "relative_error": self.error,
+        }
+
+
+def measure(world, layers, tokens, make, replays):
+    """Times one size of a peer.
+
+    `make(layer, rows, out)` returns a function that enqueues one step and can be captured; it reads `rows` [T, H] and
+    writes `out` [T, H]. Rows change with every step and every replay; the slowest rank counts.
+    """
+    h = layers[0].shape.hidden
+    rows = torch.empty(STEPS, tokens, h, device=world.device, dtype=torch.bfloat16)
+    out = torch.full((STEPS, tokens, h), float("nan"), device=world.device, dtype=torch.bfloat16)
+    steps = [make(layers[s % len(layers)], rows[s], out[s]) for s in range(STEPS)]
+
+    def all_steps():
+        for step in steps:
+            step()
+
+    torch.manual_seed(tokens * 100 + world.rank)
+    rows.normal_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        all_steps()
+        all_steps()
+    stream.synchronize()
+    world.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+        all_steps()
+    times = []
+    for replay in range(replays + 3):
+        rows.normal_()
+        out.fill_(float("nan"))
+        world.barrier()
+        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if replay >= 3:
+            times.append(world.slowest(begin.elapsed_time(end) * 1e3 / STEPS))
+    # What the last replay computed, all of it written, two steps of it right.
+    error = 0.0 if torch.isfinite(out).all() else float("inf")
+    for s in (0, STEPS - 1):
+        error = max(error, relative_error(out[s], reference(world, layers[s % len(layers)], rows[s])))
+    return Figures(times, world.slowest(error))
+
+
+def run(name, description, prepare):
+    """The program of a peer. `prepare(world, shape, tokens)` returns `make` of `measure`, or None where the peer
+    cannot do this size."""
+    args = arguments(description).parse_args()
+    world = World()
+    shape = SHAPES[args.shape]
+    layers = [Layer(world, shape, seed + 1) for seed in range(LAYERS)]
+    report = {"peer": name, "shape": args.shape, "ranks": world.ranks, "sizes": []}
+    with torch.inference_mode():
+        for tokens in args.tokens:
+            try:
+                make = prepare(world, shape, tokens)
+                if make is None:
+                    world.say(f"{name}: {tokens} rows per rank: not supported")
+                    continue
+                figures = measure(world, layers, tokens, make, args.replays).json(tokens)
+            except torch.OutOfMemoryError as error:
+                world.say(f"{name}: {tokens} rows per rank: {str(error)[:100]}")
+                torch.cuda.empty_cache()
+                continue
+            if not figures["relative_error"] < 2e-2:
+                world.say(f"{name}: {tokens} rows per rank: WRONG, relative error {figures['relative_error']}")
+                figures["wrong"] = True
+            report["sizes"].append(figures)
+            world.say(json.dumps({"peer": name, "shape": args.shape, "ranks": world.ranks, **figures}))
+            torch.cuda.empty_cache()
+    if args.json and world.rank == 0:
+        with open(args.json, "w") as file:
+            json.dump(report, file, indent=1)
+    world.close()

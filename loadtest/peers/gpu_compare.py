@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""Compares whole steps on GPUs, `expertd bench --device cuda`, with peers and floors measured in the same run.
+
+See README.md beside this file.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE / "gpu"))
+
+# What `expertd synth` is told for each shape; two layers are used in turn.
+SYNTH = {
+    "qwen3-30b-a3b": ["--family", "qwen3_moe", "--layers", "2"],
+    "olmoe-7b": ["--family", "olmoe", "--layers", "2"],
+    "mixtral-8x7b": ["--family", "mixtral", "--layers", "2"],
+    "deepseek-v3": ["--family", "deepseek_v3", "--layers", "2"],  # of which one is dense
+}
+PEERS = {"torch": "torch_layer.py", "triton": "triton_layer.py", "nccl_ep": "nccl_ep_layer.py"}
+SIZES = {  # as in gpu/layer.py, which needs torch to be imported
+    "qwen3-30b-a3b": (2048, 768, 128, 8),
+    "olmoe-7b": (2048, 1024, 64, 8),
+    "mixtral-8x7b": (4096, 14336, 8, 2),
+    "deepseek-v3": (7168, 2048, 256, 8),
+}
+
+
+def quiet_run(command, patience, **options):
+    """Runs a command for `patience` seconds at most; its output is shown only when it fails."""
+    # The children of a launcher go with it: they are one process group.
+    command = ["timeout", "--kill-after=5", patience, *command]
+    done = subprocess.run([str(word) for word in command], text=True, capture_output=True, **options)
+    if done.returncode != 0:
+        print(f"{' '.join(map(str, command))} failed with {done.returncode}:", file=sys.stderr)
+        print((done.stdout + done.stderr)[-3000:], file=sys.stderr)
+    return done
+
+
+def ceilings(args):
+    done = quiet_run([args.python, HERE / "gpu/ceilings.py"], args.patience)
+    return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
+
+
+def ours(args, ranks, shape, tokens, found, folder):
+    """`expertd bench` on a synthesised checkpoint of the shape."""
+    hidden, width, experts, k = SIZES[shape]
+    model = Path(args.models or folder) / shape
+    if not (model / "config.json").exists():
+        sizes = ["--hidden", hidden, "--width", width, "--experts", experts, "--top-k", k, "--dtype", "bf16"]
+        if quiet_run([args.expertd, "synth", "--out", model, *SYNTH[shape], *sizes], args.patience).returncode:
+            return []
+    report = Path(folder) / f"{shape}-{ranks}.json"
+    command = [args.expertd, "bench", "--model", model, "--device", "cuda", "--ranks", ranks, "--json", report]
+    command += ["--steps", args.steps, "--warmup", 10, "--routing", args.routing]
+    command += ["--tokens", ",".join(map(str, tokens))]
+    if found:
+        command += ["--memory-gbps", found["memory_read_bytes_per_second"] / 1e9]
+        command += ["--tensor-tflops", found["tensor_sustained_flops"] / 1e12]
+        if ranks > 1:
+            command += ["--link-gbps", found["link_bytes_per_second"] / 1e9]
+    done = quiet_run(command, args.patience)
+    if done.returncode != 0:
+        return []
+    print(done.stdout, flush=True)
+    return json.loads(report.read_text())
+
+
+def peer(args, name, ranks, shape, tokens, folder):
+    report = Path(folder) / f"{name}-{shape}-{ranks}.json"
+    launcher = [args.python]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    environment = dict(os.environ, NCCL_NVLS_ENABLE="0", OMP_NUM_THREADS="4")
+    if name == "nccl_ep":
+        library = Path(args.nccl_home) / "lib/libnccl.so.2"
+        environment |= dict(
+            NCCL_HOME=args.nccl_home,
+            NCCL_EP_HOME=str(Path(args.peer_site) / "nccl/ep"),
+            PEER_SITE=args.peer_site,
+            LD_PRELOAD=str(library),
+            LD_LIBRARY_PATH=f"{library.parent}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        )
+    command = [*launcher, HERE / "gpu" / PEERS[name], "--shape", shape, "--replays", args.replays, "--json", report]
+    done = quiet_run([*command, "--tokens", *tokens], args.patience, env=environment)
+    print(done.stdout, file=sys.stderr, flush=True)
+    if done.returncode != 0 or not report.exists():
+        return []
+    return json.loads(report.read_text())["sizes"]
+
+
+def row(tokens, mine, others):
+    floor = (mine.get("floor") or {}).get("step_seconds")
+    inner = mine.get("without_copies_seconds")
+    times = sorted(mine.get("step_seconds", []))
+    cell = lambda value: f"{value * 1e6:.0f}" if value else "-"
+    cells = [str(tokens), cell(times[len(times) // 2] if times else None), cell(inner), cell(floor)]
+    cells.append(f"{inner / floor:.2f}" if inner and floor else "-")
+    best = None
+    for name, figures in others.items():
+        here = next((f for f in figures if f["tokens_per_rank"] == tokens), None)
+        if here is None or here.get("wrong"):
+            cells.append("wrong" if here else "-")
+            continue
+        cells.append(f"{here['median_us']:.0f}")
+        best = min(best or here["median_us"], here["median_us"])
+    cells.append(f"{best / (inner * 1e6):.2f}" if best and inner else "-")
+    return "| " + " | ".join(cells) + " |"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SYNTH, nargs="+", default=["qwen3-30b-a3b"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="numbers of GPUs to measure with")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048], help="rows of each rank")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=["torch", "triton"])
+    parser.add_argument("--routing", default="gate", help="of expertd's steps; the peers have their own gate's")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--replays", type=int, default=15)
+    parser.add_argument("--expertd", default=str(ROOT / "target/release/expertd"), help="built with --features cuda")
+    parser.add_argument("--python", default=sys.executable, help="an interpreter with torch and triton")
+    parser.add_argument("--models", help="folder to keep synthesised checkpoints in [a temporary one]")
+    parser.add_argument("--peer-site", help="folder with nccl-extensions and nccl4py, for nccl_ep")
+    parser.add_argument("--nccl-home", help="NCCL 2.30.7: lib and include, for nccl_ep")
+    parser.add_argument("--patience", type=int, default=300, help="seconds that one program may take")
+    parser.add_argument("--json", type=Path, help="write everything to this file")
+    args = parser.parse_args()
+    if "nccl_ep" in args.peers and not (args.peer_site and args.nccl_home):
+        parser.error("nccl_ep needs --peer-site and --nccl-home")
+    with tempfile.TemporaryDirectory() as folder:
+        found = ceilings(args)
+        print(f"ceilings: {json.dumps(found)}")
+        everything = {"ceilings": found, "runs": []}
+        for shape in args.shape:
+            for ranks in args.ranks:
+                mine = ours(args, ranks, shape, args.tokens, found, folder)
+                # One rank has nobody to exchange with.
+                names = [name for name in args.peers if ranks > 1 or name != "nccl_ep"]
+                others = {name: peer(args, name, ranks, shape, args.tokens, folder) for name in names}
+                everything["runs"].append(dict(shape=shape, ranks=ranks, routing=args.routing, ours=mine, peers=others))
+                print(f"\n{shape}, {ranks} ranks, bf16, medians in µs")
+                columns = ["rows per rank", "step", "without copies", "floor", "x floor", *names, "best peer / ours"]
+                print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+                for tokens in args.tokens:
+                    here = next((m for m in mine if m["tokens_per_rank"] == tokens), {})
+                    print(row(tokens, here, others), flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps(everything, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
