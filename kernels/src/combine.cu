@@ -15,7 +15,6 @@ constexpr uint32_t kLoads = 2;            // 16-byte words per lane of a piece
 constexpr uint32_t kPiece = 32 * kLoads;  // 1 KB of bf16
 constexpr uint32_t kBatch = 4;            // expert outputs loaded together
 constexpr uint32_t kTogether = 4;         // ranks whose partial sums are loaded together
-constexpr uint32_t kChunk = kWorkers;     // items of a chunk, at least
 
 // What the warps of a block share.
 struct Shared {
@@ -42,7 +41,10 @@ __device__ __forceinline__ Plan make_plan(const Group& g, const Shared& shared) 
     uint32_t most = 0;
     for (uint32_t s = 0; s < g.ranks; ++s) most = max(most, shared.tokens[s]);
     plan.mine = (most * plan.pieces + gridDim.x - 1) / gridDim.x;
-    plan.chunk = max(g.chunk == 0 ? kChunk : g.chunk, (plan.mine + kMaxChunks - 1) / kMaxChunks);
+    plan.chunk = g.chunk == 0 ? kWorkers : g.chunk;
+    // As many as fit the flags; whole turns of all warps, so that none waits for the last of a turn.
+    const uint32_t least = (plan.mine + kMaxChunks - 1) / kMaxChunks;
+    if (plan.chunk < least) plan.chunk = (least + kWorkers - 1) / kWorkers * kWorkers;
     plan.chunks = max(1u, (plan.mine + plan.chunk - 1) / plan.chunk);
     return plan;
 }

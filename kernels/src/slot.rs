@@ -10,18 +10,24 @@ const COMBINE_PIECE: u32 = 512;
 
 /// Blocks for dispatch of at most `tokens` rows per rank: one in eight (at least one, at most 16) carries routing and
 /// lists rows, the others carry rows. All ranks must take the same number, 2 at least.
+///
+/// Few rows take few blocks, of dispatch and of combine: the blocks of the next kernel come in beside those of the running
+/// one only where a multiprocessor is free.
 #[must_use]
 pub fn dispatch_blocks(shape: &Shape, tokens: u32, most: u32) -> u32 {
     let items = u64::from(tokens) * u64::from(shape.hidden.div_ceil(DISPATCH_PIECE));
-    let rows = items.div_ceil(4);
+    let rows = items.div_ceil(if items < 256 { 8 } else { 4 });
     blocks(rows + (rows / 7).clamp(1, 16), most).max(2)
 }
 
-/// Blocks for combine of at most `tokens` rows per rank: one per piece of a row while there are so many. All ranks must
-/// take the same number.
+/// Blocks for combine of at most `tokens` rows per rank; few for few rows, as in [`dispatch_blocks`]. All ranks must take
+/// the same number.
 #[must_use]
 pub fn combine_blocks(shape: &Shape, tokens: u32, most: u32) -> u32 {
-    blocks(u64::from(tokens) * u64::from(shape.hidden.div_ceil(COMBINE_PIECE)), most)
+    let pieces = u64::from(shape.hidden.div_ceil(COMBINE_PIECE));
+    let units = u64::from(tokens) * u64::from(shape.ranks) * pieces;
+    let few = if units < 1024 { 64 } else { u64::from(most) };
+    blocks(units.div_ceil(4).min(few), most)
 }
 
 fn blocks(wanted: u64, most: u32) -> u32 {
