@@ -94,6 +94,15 @@ pub(super) struct CudaEngine {
     staged: Vec<Staged>,
 }
 
+/// What a rank's set-up has made for its engine.
+struct Parts {
+    shape: Shape,
+    windows: LsaWindows,
+    host: Host,
+    layers: Layers,
+    buffers: Buffers,
+}
+
 /// Set: steps are launched kernel by kernel, for debugging.
 const EAGER_ENV: &str = "EXPERTD_CUDA_EAGER";
 
@@ -101,13 +110,10 @@ impl CudaEngine {
     fn new(
         setup: &RankSetup,
         device: Device,
-        shape: Shape,
-        windows: LsaWindows,
-        host: Host,
-        layers: Layers,
-        buffers: Buffers,
+        parts: Parts,
         staged: &[StagingPlace],
     ) -> Result<Self, StepFault> {
+        let Parts { shape, windows, host, layers, buffers } = parts;
         let deadline = u64::try_from(setup.peer_timeout.as_nanos()).unwrap_or(u64::MAX);
         let groups = buffers.slots.iter().enumerate().map(|(slot, set)| {
             set.kernels.group(&shape, setup.rank.0, &windows.slot(slot), setup.generation.0, deadline)

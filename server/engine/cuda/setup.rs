@@ -12,7 +12,7 @@ use nccl_sys::{Library, UniqueId};
 
 use super::layers::{Layers, device_bytes};
 use super::step::Buffers;
-use super::{CudaEngine, Host};
+use super::{CudaEngine, Host, Parts};
 use crate::engine::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use crate::engine::gpu::{self, Loaded};
 use crate::engine::rank::{Failure, setup_failure};
@@ -74,9 +74,8 @@ pub(in crate::engine) fn load(
     let padding = shape.hidden as usize != setup.shape.hidden;
     let buffers =
         Buffers::new(&device, &shape, &layers, setup.shape.slots, padding).map_err(setup_failure)?;
-    let engine =
-        CudaEngine::new(setup, device, shape, windows, host, layers, buffers, &channel.staging_places())
-            .map_err(setup_failure)?;
+    let parts = Parts { shape, windows, host, layers, buffers };
+    let engine = CudaEngine::new(setup, device, parts, &channel.staging_places()).map_err(setup_failure)?;
     Ok((Box::new(engine), weight_bytes, describe))
 }
 
