@@ -261,3 +261,145 @@ fn pin(rank: Rank, cores: &[usize]) {
         tracing::warn!(%rank, ?cores, %error, "cannot pin to cores");
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+    use crate::engine::StepEngine;
+    use crate::shm::{
+        Copier, ExpertsNotice, GroupShape, Patience, RankStaging, RouterChannel, StageRows, Staged,
+    };
+    use crate::types::{DType, Slot};
+
+    const BYTES: usize = 3 * 4;
+
+    fn shape() -> GroupShape {
+        GroupShape { ranks: 1, slots: 2, max_tokens_per_rank: 1, max_segments: 1, hidden: 3, max_top_k: 1 }
+    }
+
+    /// Ends a step only when another one has been begun behind it, or none will come. Answers are the rows inverted.
+    struct Late {
+        running: VecDeque<StepDescriptor>,
+        no_more: Arc<AtomicBool>,
+        /// Most steps that went on at once.
+        most: Arc<AtomicUsize>,
+        fails_at: u64,
+    }
+
+    impl StepEngine for Late {
+        fn begin(
+            &mut self,
+            step: &StepDescriptor,
+            staging: RankStaging<'_>,
+            _notice: &ExpertsNotice,
+        ) -> Result<Option<StepReport>, StepFault> {
+            assert!(self.running.iter().all(|running| running.slot != step.slot), "a slot is one step's");
+            assert_eq!(staging.rows[..BYTES], [step.sequence as u8; BYTES]);
+            self.running.push_back(*step);
+            self.most.fetch_max(self.running.len(), Ordering::Relaxed);
+            Ok(None)
+        }
+
+        fn ended(
+            &mut self,
+            step: &StepDescriptor,
+            channel: &mut RankChannel,
+            _notice: &ExpertsNotice,
+        ) -> Result<Option<StepReport>, StepFault> {
+            if self.running.len() < 2 && !self.no_more.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            let oldest = self.running.pop_front().unwrap();
+            assert_eq!(oldest, *step);
+            if step.sequence == self.fails_at {
+                return Err(StepFault::Device("broken".into()));
+            }
+            channel.staging(step).rows[..BYTES].iter_mut().for_each(|byte| *byte = !*byte);
+            Ok(Some(StepReport::default()))
+        }
+    }
+
+    /// Runs `steps` steps, as many in flight as there are slots; sequences completed, most at once, how the rank ended.
+    fn run(steps: u64, fails_at: u64) -> (Vec<u64>, usize, Result<(), String>) {
+        let bell = RouterBell::create().unwrap();
+        let mut router = RouterChannel::create(&shape()).unwrap();
+        let (fd, rank_bell) = (router.fd().try_clone_to_owned().unwrap(), bell.bell().clone());
+        let (no_more, most) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+        let engine_no_more = Arc::clone(&no_more);
+        let (engine_most, stop) = (Arc::clone(&most), Arc::new(AtomicBool::new(false)));
+        let stopped = Arc::clone(&stop);
+        let rank = std::thread::spawn(move || {
+            let channel = RankChannel::join(&shape(), Rank(0), fd, rank_bell).unwrap();
+            let engine =
+                Late { running: VecDeque::new(), no_more: engine_no_more, most: engine_most, fails_at };
+            let (engine, device) = (Box::new(engine), String::new());
+            let mut member = Member { engine, channel, weight_bytes: 0, device };
+            member.run_steps(0, &stopped).map_err(|error| error.to_string())
+        });
+        let mut in_flight: VecDeque<Staged> = VecDeque::new();
+        let (mut launched, mut completed) = (0, Vec::new());
+        while completed.len() < steps as usize {
+            while launched < steps && in_flight.len() < 2 {
+                launched += 1;
+                let slot = Slot((launched % 2) as u32);
+                let (rows, dtype) = (&[launched as u8; BYTES][..], DType::F32);
+                let piece = StageRows {
+                    rows,
+                    tokens: 1,
+                    dtype,
+                    routing: None,
+                    token_ids: None,
+                    shared_experts: false,
+                };
+                router.begin();
+                in_flight.push_back(router.stage(Rank(0), slot, 1, &piece, &Copier::default()).unwrap());
+                let (sequence, slot) = (launched, slot.0);
+                let step = StepDescriptor {
+                    sequence,
+                    step: 0,
+                    layer: 0,
+                    slot,
+                    tokens: 0,
+                    segments: 0,
+                    step_tokens: 1,
+                    top_k: 1,
+                };
+                router.launch(&step).unwrap();
+            }
+            no_more.store(launched == steps, Ordering::Relaxed);
+            let patience = Patience::within(0, Duration::from_secs(20));
+            let done = bell.bell().wait_for(patience, || router.completion(Rank(0)).transpose());
+            let done = done.expect("a completion").unwrap();
+            if done.failed != 0 {
+                assert_eq!(done.text(), "broken");
+                break;
+            }
+            let staged = in_flight.pop_front().unwrap();
+            assert_eq!(router.answer(&staged), [!(done.sequence as u8); BYTES]);
+            completed.push(done.sequence);
+        }
+        stop.store(true, Ordering::Release);
+        while !rank.is_finished() {
+            router.launch(&StepDescriptor::zeroed()).ok();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        (completed, most.load(Ordering::Relaxed), rank.join().unwrap())
+    }
+
+    #[test]
+    fn the_next_step_is_taken_while_one_goes_on_and_both_are_right() {
+        let (completed, most, end) = run(201, 0);
+        assert_eq!(completed, (1..=201).collect::<Vec<_>>());
+        assert_eq!((most, end), (2, Ok(())));
+    }
+
+    #[test]
+    fn a_fault_of_a_step_that_went_on_is_reported_and_ends_the_rank() {
+        let (completed, _, end) = run(50, 7);
+        assert_eq!(completed, (1..=6).collect::<Vec<_>>());
+        assert_eq!(end, Err("step failed: broken".to_owned()));
+    }
+}
