@@ -1,4 +1,4 @@
-/* Launch interface of the expert MLP kernels (bf16, Hopper).
+/* Launch interface of the expert MLP kernels (bf16 rows; bf16, FP8 or MXFP4 weights; Hopper).
  *
  * y[a] = down(act(gate(x[row_index[a]]), up(x[row_index[a]])) * row_weight[a])   for every assignment a
  *
@@ -8,7 +8,8 @@
  * on them, so one captured graph serves every step and, through the layer table, every layer of a shape.
  *
  * Functions return a cudaError_t as int. None of them allocates; launches are graph-capturable.
- * Weight layout: experts_layout.cuh. Everything is documented in docs/decisions/0011-gpu-experts.md. */
+ * Weight layout: experts_layout.cuh. Everything is documented in docs/decisions/0011-gpu-experts.md
+ * and 0014-gpu-formats.md. */
 #ifndef EXPERTD_EXPERTS_H
 #define EXPERTD_EXPERTS_H
 
@@ -29,6 +30,13 @@ enum ExpertdActivation {
     EXPERTD_SWIGLU_OAI = 2      /* g * sigmoid(alpha * g) * (u + 1), g and u clamped as above */
 };
 
+/* How weights are held in device memory. */
+enum ExpertdFormat {
+    EXPERTD_BF16 = 0,
+    EXPERTD_FP8 = 1,  /* e4m3, f32 scales for every row and 128 k, and for every row */
+    EXPERTD_MXFP4 = 2 /* e2m1, e8m0 scales for every row and 32 k, and f32 scales for every row */
+};
+
 enum ExpertdLaunchFlags {
     /* Programmatic dependent launch: the kernel may start before the previous kernel of the stream has ended and waits
      * for it (griddepcontrol.wait) before it reads anything. */
@@ -39,10 +47,12 @@ enum ExpertdLaunchFlags {
 
 /* One layer's weights on this rank; an array of these lives in device memory. */
 typedef struct ExpertdLayerWeights {
-    const void* gate_up;       /* bf16 panels, [experts] x panel(2 * inter rows, hidden), rows interleaved */
-    const void* down;          /* bf16 panels, [experts] x panel(hidden rows, inter) */
-    const float* gate_up_bias; /* [experts][2][inter], gate first, or null */
-    const float* down_bias;    /* [experts][hidden], or null; multiplied by the routing weight */
+    const void* gate_up; /* panels or units, [experts] x (2 * inter rows, hidden), rows interleaved; 1024-byte aligned */
+    const void* down;    /* panels or units, [experts] x (hidden rows, inter); 1024-byte aligned */
+    const float* gate_up_bias;  /* [experts][2][inter], gate first, or null */
+    const float* down_bias;     /* [experts][hidden], or null; multiplied by the routing weight */
+    const float* gate_up_scale; /* FP8, MXFP4: [experts][2][inter], gate first: what the rows' sums are multiplied with */
+    const float* down_scale;    /* FP8, MXFP4: [experts][hidden] */
 } ExpertdLayerWeights;
 
 typedef struct ExpertdExpertsParams {
@@ -67,9 +77,10 @@ typedef struct ExpertdExpertsParams {
     float limit;                       /* EXPERTD_SWIGLU_CLAMPED, EXPERTD_SWIGLU_OAI */
     int32_t weight_on_input;           /* non-zero: the routing weight scales the row before gate and up (Llama 4) */
     int32_t blocks;                    /* thread blocks, rounded up to an even number; 0 = one per SM */
-    int32_t tile_tokens;               /* widest token tile: 32, 64, 128, 192, 256; 0 = chosen on the device */
+    int32_t tile_tokens;               /* widest token tile: 32, 64, 128, bf16 also 192, 256; 0 = chosen on the device */
     int32_t tile_rows;                 /* weight rows of a tile: 16, 32, 64, 128, 256; 0 = chosen on the device */
     int32_t flags;                     /* enum ExpertdLaunchFlags */
+    int32_t format;                    /* enum ExpertdFormat, of all layers that are launched with these parameters */
 } ExpertdExpertsParams;
 
 /* 32-bit words that ExpertdExpertsParams.state points to. */
@@ -97,6 +108,27 @@ typedef struct ExpertdPackParams {
 } ExpertdPackParams;
 
 int expertd_experts_pack(const ExpertdPackParams* params, void* stream);
+
+/* Rewrites one expert's FP8 or MXFP4 matrix into units, device to device. Rows that hold a code or a scale that is not a
+ * number get a row scale that is not a number: such a row of outputs is not a number, whatever it is multiplied with. */
+typedef struct ExpertdPackNarrowParams {
+    const void* first;          /* gate [inter][hidden] or down [hidden][inter]: FP8 bytes, or FP4 nibbles (low one first) */
+    const void* second;         /* up [inter][hidden]; null for down */
+    const void* first_scales;   /* FP8: f32 [rows][ceil(k / 128)]; MXFP4: e8m0 [rows][k / 32] */
+    const void* second_scales;  /* of up; null for down */
+    const float* row_scales_in; /* FP8, MXFP4: [2][inter] or [hidden]: further multipliers, 1 if there are none */
+    float* row_scales;          /* destination of the same size: for ExpertdLayerWeights */
+    void* units;                /* destination, 16-byte aligned, expertd_experts_matrix_bytes() */
+    int32_t hidden;
+    int32_t inter;
+    int32_t kind;   /* enum ExpertdPackKind */
+    int32_t format; /* EXPERTD_FP8 or EXPERTD_MXFP4 */
+} ExpertdPackNarrowParams;
+
+int expertd_experts_pack_narrow(const ExpertdPackNarrowParams* params, void* stream);
+
+/* Device bytes of one expert's gate_up or down in a format; hidden and inter are multiples of 64. */
+uint64_t expertd_experts_matrix_bytes(int32_t format, int32_t kind, int32_t hidden, int32_t inter);
 
 #ifdef __cplusplus
 }

@@ -24,18 +24,34 @@ pub const SWIGLU_OAI: i32 = 2;
 /// May start before the previous kernel of the stream has ended, and waits for it.
 pub const PROGRAMMATIC: i32 = 1;
 
+/// Weights in bf16 panels.
+pub const BF16: i32 = 0;
+/// Weights in FP8 e4m3 units.
+pub const FP8: i32 = 1;
+/// Weights in MXFP4 units.
+pub const MXFP4: i32 = 2;
+
+/// The matrices that a pack makes.
+pub const PACK_GATE_UP: i32 = 0;
+/// See [`PACK_GATE_UP`].
+pub const PACK_DOWN: i32 = 1;
+
 /// One layer's weights, in device memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LayerWeights {
-    /// bf16 panels of gate and up.
+    /// Panels or units of gate and up.
     pub gate_up: u64,
-    /// bf16 panels of down.
+    /// Panels or units of down.
     pub down: u64,
     /// f32 `[experts, 2, inter]`, or 0.
     pub gate_up_bias: u64,
     /// f32 `[experts, hidden]`, or 0.
     pub down_bias: u64,
+    /// FP8, MXFP4: f32 `[experts, 2, inter]`.
+    pub gate_up_scale: u64,
+    /// FP8, MXFP4: f32 `[experts, hidden]`.
+    pub down_scale: u64,
 }
 
 /// See `ExpertdExpertsParams` in `experts.h`.
@@ -90,6 +106,8 @@ pub struct ExpertsParams {
     pub tile_rows: i32,
     /// [`PROGRAMMATIC`].
     pub flags: i32,
+    /// [`BF16`] and others: of all layers in the table that are launched with these parameters.
+    pub format: i32,
 }
 
 /// See `ExpertdPackParams` in `experts.h`.
@@ -110,14 +128,43 @@ pub struct PackParams {
     pub hidden: i32,
     /// Intermediate size.
     pub inter: i32,
-    /// 0 gate and up, 1 down.
+    /// [`PACK_GATE_UP`] or [`PACK_DOWN`].
     pub kind: i32,
 }
 
+/// One expert's FP8 or MXFP4 matrix; see `ExpertdPackNarrowParams` in `experts.h`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PackNarrowParams {
+    /// Codes of gate `[inter, hidden]` or down `[hidden, inter]`.
+    pub first: u64,
+    /// Codes of up; 0 for down.
+    pub second: u64,
+    /// FP8: f32 `[rows, ceil(k / 128)]`; MXFP4: e8m0 `[rows, k / 32]`.
+    pub first_scales: u64,
+    /// Of up; 0 for down.
+    pub second_scales: u64,
+    /// f32 `[2, inter]` or `[hidden]`.
+    pub row_scales_in: u64,
+    /// Out: the same size.
+    pub row_scales: u64,
+    /// Out: [`matrix_bytes`].
+    pub units: u64,
+    /// Elements of a row.
+    pub hidden: i32,
+    /// Intermediate size.
+    pub inter: i32,
+    /// [`PACK_GATE_UP`] or [`PACK_DOWN`].
+    pub kind: i32,
+    /// [`FP8`] or [`MXFP4`].
+    pub format: i32,
+}
+
 const _: () = {
-    assert!(size_of::<LayerWeights>() == 32);
-    assert!(size_of::<ExpertsParams>() == 144);
+    assert!(size_of::<LayerWeights>() == 48);
+    assert!(size_of::<ExpertsParams>() == 152);
     assert!(size_of::<PackParams>() == 48);
+    assert!(size_of::<PackNarrowParams>() == 72);
 };
 
 unsafe extern "C" {
@@ -125,6 +172,8 @@ unsafe extern "C" {
     fn expertd_experts_setup() -> c_int;
     fn expertd_experts_launch(params: *const ExpertsParams, stream: *mut c_void) -> c_int;
     fn expertd_experts_pack(params: *const PackParams, stream: *mut c_void) -> c_int;
+    fn expertd_experts_pack_narrow(params: *const PackNarrowParams, stream: *mut c_void) -> c_int;
+    fn expertd_experts_matrix_bytes(format: i32, kind: i32, hidden: i32, inter: i32) -> u64;
 }
 
 /// 32-bit words of [`ExpertsParams::state`].
@@ -165,4 +214,24 @@ pub unsafe fn experts(params: &ExpertsParams, stream: CUstream) -> Result<(), La
 pub unsafe fn pack(params: &PackParams, stream: CUstream) -> Result<(), LaunchError> {
     // SAFETY: the caller's promise.
     check("experts_pack", unsafe { expertd_experts_pack(params, stream.cast()) })
+}
+
+/// Device bytes of one expert's gate and up ([`PACK_GATE_UP`]) or down ([`PACK_DOWN`]); sizes are multiples of [`PANEL`].
+#[must_use]
+pub fn matrix_bytes(format: i32, kind: i32, hidden: usize, inter: usize) -> u64 {
+    let size = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
+    // SAFETY: a pure function.
+    unsafe { expertd_experts_matrix_bytes(format, kind, size(hidden), size(inter)) }
+}
+
+/// Rewrites an FP8 or MXFP4 matrix into units.
+///
+/// # Errors
+/// When sizes are wrong or CUDA refuses the launch.
+///
+/// # Safety
+/// Addresses must be valid as documented until the launch has run.
+pub unsafe fn pack_narrow(params: &PackNarrowParams, stream: CUstream) -> Result<(), LaunchError> {
+    // SAFETY: the caller's promise.
+    check("experts_pack_narrow", unsafe { expertd_experts_pack_narrow(params, stream.cast()) })
 }

@@ -51,10 +51,22 @@ struct Epilogue {
     int barrier;          // named barrier of the warpgroup
 };
 
+// What the accumulators of this thread's two rows are still to be multiplied with (FP8, MXFP4).
+__device__ __forceinline__ float2 row_scales(const Epilogue& e) {
+    const int warp = thread_here() % 128 / 32, row = thread_here() % 32 / 4;
+    if (warp * 16 >= e.rows) return make_float2(0.0f, 0.0f);
+    if (e.segment.phase == 0) {
+        const float* scale = e.layer.gate_up_scale + int64_t(e.segment.expert) * 2 * e.p.inter + e.row / 2 + warp * 8 + row;
+        return make_float2(scale[0], scale[e.p.inter]);
+    }
+    const float* scale = e.layer.down_scale + int64_t(e.segment.expert) * e.p.hidden + e.row + warp * 16 + row;
+    return make_float2(scale[0], scale[8]);
+}
+
 // gate_up: 64 weight rows are 32 features of h, each warp's 16 rows are 8 features, one 16-byte chunk of a token.
 template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, float (&d)[N / 2]) {
     const ExpertdExpertsParams& p = e.p;
-    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4;
+    const int thread = thread_here() % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4;
     const int feature = e.row / 2, tokens = e.segment.tokens;
     float gate_bias = 0.0f, up_bias = 0.0f;
     if (e.layer.gate_up_bias != nullptr && warp * 16 < e.rows) {
@@ -106,7 +118,7 @@ template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, floa
 // down: 64 weight rows are 64 features of y, 128 bytes of a token.
 template <int N> __device__ __forceinline__ void store_y(const Epilogue& e, float (&d)[N / 2]) {
     const ExpertdExpertsParams& p = e.p;
-    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4;
+    const int thread = thread_here() % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4;
     const int tokens = e.segment.tokens;
     const bool biased = e.layer.down_bias != nullptr;
     float bias_low = 0.0f, bias_high = 0.0f;

@@ -13,11 +13,12 @@
 #pragma once
 
 #include "experts.h"
+#include "experts_layout.cuh"
 
 namespace expertd {
 
 constexpr int TILE_ROWS = 128;       // most weight rows of a segment: 64 per consumer warpgroup
-constexpr int UNIT_ROWS = 16;        // fewest, and the unit of the h readiness counters
+                                     // (fewest: UNIT_ROWS, also the unit of the h readiness counters)
 constexpr int MAX_TILE_TOKENS = 256; // widest wgmma
 constexpr int TOKEN_TILE_GROUP = 8;  // token tiles that share weight rows while these are in L2
 constexpr int LOW_ROWS = 64;         // weight rows of a segment when there are few experts, and
@@ -27,9 +28,8 @@ constexpr int PAIR_ROWS = 256;       // weight rows of a segment that the two bl
 constexpr int PAIR_TOKENS = 64;      // pairs work together when token tiles may be wider than this and every k is
 constexpr int PAIR_K = 2048;         // at least this long; else the coarser division costs more than L2 traffic does
 
-constexpr int STAGE_WEIGHT_BYTES = TILE_ROWS * 128;
 constexpr int RING_BYTES = 200 * 1024;
-constexpr int MAX_STAGES = 10;
+constexpr int MAX_STAGES = 12;
 
 // Words of ExpertdExpertsParams::state, apart from each other: segment counter, blocks that are done, then per expert
 // the weight rows of gate_up that are done (in units of 16, times token tiles) and the pieces of x_panels.
@@ -54,12 +54,25 @@ struct Plan {
 __device__ __forceinline__ int round_up_8(int n) { return (n + 7) & ~7; }
 __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-__device__ __forceinline__ int stages_for(int tile_tokens) {
-    return min(MAX_STAGES, RING_BYTES / (STAGE_WEIGHT_BYTES + tile_tokens * 128));
+template <class Format> __device__ __forceinline__ constexpr int stage_weight_bytes() {
+    return TILE_ROWS / UNIT_ROWS * Format::UNIT_BYTES;
+}
+template <class Format> __device__ __forceinline__ int stage_token_bytes(int tile_tokens) {
+    return tile_tokens * PANEL_ROW_BYTES * Format::BLOCK_PANELS;
 }
 
-__device__ __forceinline__ int tile_tokens_for(int longest) {
-    return longest <= 32 ? 32 : longest <= 64 ? 64 : longest <= 128 ? 128 : longest <= 192 ? 192 : 256;
+// Token stages follow the weight stages, at a multiple of SWIZZLE_BYTES.
+template <class Format> __device__ __forceinline__ int weight_ring_bytes(int stages) {
+    return (stages * stage_weight_bytes<Format>() + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES;
+}
+template <class Format> __device__ __forceinline__ int stages_for(int tile_tokens) {
+    constexpr int LOST = stage_weight_bytes<Format>() % SWIZZLE_BYTES == 0 ? 0 : SWIZZLE_BYTES;
+    return min(MAX_STAGES, (RING_BYTES - LOST) / (stage_weight_bytes<Format>() + stage_token_bytes<Format>(tile_tokens)));
+}
+
+template <class Format> __device__ __forceinline__ int tile_tokens_for(int longest) {
+    const int tile = longest <= 32 ? 32 : longest <= 64 ? 64 : longest <= 128 ? 128 : longest <= 192 ? 192 : 256;
+    return min(tile, Format::MAX_TOKENS);
 }
 
 // Lower segments spread few strips over all SMs and shorten the tail, but each costs the tensor cores as much as a whole
@@ -81,8 +94,8 @@ struct alignas(16) Segment {
     int32_t unused;
 };
 
-// k panels that share a pipeline stage: low segments would otherwise leave too few bytes in flight.
-__device__ __forceinline__ int panels_per_stage(int rows, int tokens, int tile_tokens) {
+// k blocks that share a pipeline stage: low segments would otherwise leave too few bytes in flight.
+__device__ __forceinline__ int blocks_per_stage(int rows, int tokens, int tile_tokens) {
     int by_rows = rows <= 16 ? 8 : rows <= 32 ? 4 : rows <= 64 ? 2 : 1;
     int by_tokens = tile_tokens / round_up_8(tokens);
     return min(by_rows, max(by_tokens, 1));

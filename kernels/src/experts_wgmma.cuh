@@ -25,6 +25,13 @@ template <int COUNT> __device__ __forceinline__ void wgmma_pin(float (&d)[COUNT]
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+template <int COUNT> __device__ __forceinline__ void wgmma_pin(uint32_t (&a)[COUNT][4]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
+    }
+}
+
 template <int N> struct Wgmma;
 
 #define EXPERTD_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -98,6 +105,29 @@ EXPERTD_WGMMA(256, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ",
               EXPERTD_R12 ", " EXPERTD_R13 ", " EXPERTD_R14 ", " EXPERTD_R15, 128, 129, EXPERTD_D32(0),
               EXPERTD_D32(32), EXPERTD_D32(64), EXPERTD_D32(96));
 
+// The same with `a` in registers (the fragment of 16 k, layout in experts_layout.cuh); d is overwritten unless `add`.
+template <int N> struct WgmmaRegisters;
+
+#define EXPERTD_WGMMA_REGISTERS(N, REGISTERS, A0, A1, A2, A3, B, ADD, ...)                                             \
+    template <> struct WgmmaRegisters<N> {                                                                             \
+        static __device__ __forceinline__ void mma(float (&d)[N / 2], const uint32_t (&a)[4], uint32_t b, int add) {   \
+            asm volatile("{\n.reg .b64 b;\n.reg .pred add;\nmov.b64 b, {%" #B ", 0x40000040};\nsetp.ne.b32 add, %" #ADD  \
+                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, {%" #A0       \
+                         ", %" #A1 ", %" #A2 ", %" #A3 "}, b, add, 1, 1, 0;\n}\n"                                      \
+                         : __VA_ARGS__                                                                                 \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));                      \
+        }                                                                                                              \
+    }
+
+EXPERTD_WGMMA_REGISTERS(8, "%0, %1, %2, %3", 4, 5, 6, 7, 8, 9, EXPERTD_D4(0));
+EXPERTD_WGMMA_REGISTERS(16, EXPERTD_R0, 8, 9, 10, 11, 12, 13, EXPERTD_D8(0));
+EXPERTD_WGMMA_REGISTERS(32, EXPERTD_R0 ", " EXPERTD_R1, 16, 17, 18, 19, 20, 21, EXPERTD_D16(0));
+EXPERTD_WGMMA_REGISTERS(64, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3, 32, 33, 34, 35, 36, 37, EXPERTD_D32(0));
+EXPERTD_WGMMA_REGISTERS(96, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ", " EXPERTD_R4 ", " EXPERTD_R5, 48,
+                        49, 50, 51, 52, 53, EXPERTD_D32(0), EXPERTD_D16(32));
+EXPERTD_WGMMA_REGISTERS(128, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ", " EXPERTD_R4 ", " EXPERTD_R5 ", "
+                        EXPERTD_R6 ", " EXPERTD_R7, 64, 65, 66, 67, 68, 69, EXPERTD_D32(0), EXPERTD_D32(32));
+
 #undef EXPERTD_R0
 #undef EXPERTD_R1
 #undef EXPERTD_R2
@@ -119,5 +149,6 @@ EXPERTD_WGMMA(256, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ",
 #undef EXPERTD_D16
 #undef EXPERTD_D32
 #undef EXPERTD_WGMMA
+#undef EXPERTD_WGMMA_REGISTERS
 
 } // namespace expertd

@@ -9,7 +9,6 @@ use expertd_kernels::params::MAX_EXPERTS;
 
 use super::StepEngine;
 use super::control::{FailureKind, RankSetup};
-use crate::linalg::WeightFormat;
 use crate::model::{ModelSpec, MoeLayer};
 use crate::shm::{GroupShape, RankChannel};
 
@@ -130,14 +129,6 @@ pub fn check(spec: &ModelSpec, shape: &GroupShape) -> Result<(), String> {
 }
 
 fn unsupported(moe: &MoeLayer) -> Option<String> {
-    let plain = |format| matches!(format, WeightFormat::Bf16 | WeightFormat::F16 | WeightFormat::F32);
-    let shared = moe.shared.as_ref();
-    if !plain(moe.experts.format) {
-        return Some(format!("has expert weights in {}", moe.experts.format));
-    }
-    if let Some(shared) = shared.filter(|shared| !plain(shared.format)) {
-        return Some(format!("has shared expert weights in {}", shared.format));
-    }
     if moe.experts.count > MAX_EXPERTS {
         return Some(format!("has {} experts (at most {MAX_EXPERTS})", moe.experts.count));
     }

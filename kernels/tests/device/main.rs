@@ -5,6 +5,7 @@
 //! * `loopback cases=N seed=S`: exchanges of random shapes, counts, routing and delays.
 //! * `faults`: a rank that never comes.
 //! * `gate cases=N`: routing functions against f64.
+//! * `experts`: the expert kernel in every weight format against f64.
 //! * `staging cases=N`: a whole step from pinned host memory and back, as a replayed graph.
 //! * `peers ranks=N cases=N`: the exchanges on N GPUs, a process each, over NCCL windows; then their times.
 //! * `timing`: dispatch + combine of the loopback group under graph replay.
@@ -12,6 +13,7 @@
 #![allow(missing_docs, unreachable_pub, reason = "a test program, not a library")]
 
 mod exchange;
+mod experts;
 mod gate;
 mod peers;
 mod random;
@@ -73,11 +75,13 @@ fn run(words: &[String]) -> Outcome {
             exchange::loopback(&options)?;
             exchange::faults()?;
             gate::check(&options)?;
+            experts::check(&options)?;
             staging::check(&options)
         }
         "loopback" => exchange::loopback(&options),
         "faults" => exchange::faults(),
         "gate" => gate::check(&options),
+        "experts" => experts::check(&options),
         "staging" => staging::check(&options),
         "timing" => timing::loopback(&options),
         "peers" => peers::parent(&options),

@@ -91,8 +91,11 @@ pub(super) fn device_bytes(checkpoint: &Checkpoint, ranks: usize, rank: Rank) ->
     let hidden = checkpoint.spec().hidden;
     let of = |moe: &MoeLayer| {
         let mine = Placement::new(moe.experts.count, ranks).range(rank).len();
-        CudaExperts::bytes(mine, hidden, moe.experts.width)
-            + moe.shared.as_ref().map_or(0, |shared| CudaExperts::bytes(1, hidden, shared.width))
+        CudaExperts::bytes(moe.experts.format.into(), mine, hidden, moe.experts.width)
+            + moe
+                .shared
+                .as_ref()
+                .map_or(0, |shared| CudaExperts::bytes(shared.format.into(), 1, hidden, shared.width))
             + (moe.experts.count * padded(hidden) * 2) as u64
     };
     checkpoint.spec().moe_layers().map(|(_, moe)| of(moe)).sum()
@@ -139,10 +142,13 @@ impl Layers {
             let mine = mine(moe);
             let mut experts = match mine.len() {
                 0 => None,
-                count => Some(
-                    CudaExperts::new(device, count, spec.hidden, moe.experts.width, moe.experts.biases)
-                        .map_err(|e| failed(e.into()))?,
-                ),
+                count => {
+                    let MoeLayer { experts, .. } = moe;
+                    let held = experts.format.into();
+                    let room =
+                        CudaExperts::new(device, held, count, spec.hidden, experts.width, experts.biases);
+                    Some(room.map_err(|e| failed(e.into()))?)
+                }
             };
             if let Some(experts) = &mut experts {
                 for (place, expert) in mine.clone().enumerate() {
@@ -155,8 +161,10 @@ impl Layers {
             }
             let shared = match (checkpoint.shared(layer)?, &moe.shared) {
                 (Some(tensors), Some(spec_of)) => {
-                    let mut experts = CudaExperts::new(device, 1, spec.hidden, spec_of.width, spec_of.biases)
-                        .map_err(|e| failed(e.into()))?;
+                    let held = spec_of.format.into();
+                    let mut experts =
+                        CudaExperts::new(device, held, 1, spec.hidden, spec_of.width, spec_of.biases)
+                            .map_err(|e| failed(e.into()))?;
                     loader.load(&mut experts, 0, &weights(&tensors.mlp)).map_err(failed)?;
                     experts.finish(device).map_err(|e| failed(e.into()))?;
                     done += spec_of.bytes;

@@ -208,6 +208,7 @@ impl Sequence<'_> {
                 experts: held.count() as i32,
                 inter: held.inter() as i32,
                 weight_on_input: i32::from(self.layer.spec.experts.weight_on_input),
+                format: held.held().code(),
                 ..self.mlp(buffers, shape, self.layer.spec.experts.activation)
             };
             // SAFETY: as above.
@@ -236,6 +237,7 @@ impl Sequence<'_> {
                 y: shared_out,
                 experts: 1,
                 inter: shared.experts.inter() as i32,
+                format: shared.experts.held().code(),
                 ..self.mlp(buffers, shape, activation)
             };
             // SAFETY: as above.

@@ -3,18 +3,15 @@
 #![allow(unsafe_code, reason = "asynchronous copies and kernel launches")]
 
 use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
-use expertd_kernels::experts::{PackParams, pack};
+use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, PackParams, pack, pack_narrow};
 use expertd_kernels::launch::LaunchError;
 use half::bf16;
 use rayon::prelude::*;
 
-use super::{CudaExperts, HostBuffer, padded};
+use super::narrow::Parts;
+use super::{CudaExperts, Held, HostBuffer, padded};
 use crate::experts::ExpertWeights;
 use crate::linalg::{MatrixView, WeightFormat};
-
-/// Codes of `ExpertdPackKind`.
-const PACK_GATE_UP: i32 = 0;
-const PACK_DOWN: i32 = 1;
 
 /// Why an expert could not be brought to the device.
 #[derive(Debug, thiserror::Error)]
@@ -28,6 +25,9 @@ pub enum PackFailure {
     /// The copy.
     #[error("copying weights to the device failed: {0}")]
     Copy(String),
+    /// The matrices are stored in a way that the kernels do not work with.
+    #[error("device cuda: {0}")]
+    Unsupported(String),
 }
 
 /// One of the two ways to the device.
@@ -48,7 +48,7 @@ pub struct Loader<'a> {
 }
 
 impl<'a> Loader<'a> {
-    /// For experts of at most `hidden` times `inter`.
+    /// For experts of at most `hidden` times `inter`, in any format: none takes more than bf16 does.
     ///
     /// # Errors
     /// When memory is short.
@@ -80,37 +80,52 @@ impl<'a> Loader<'a> {
         weights: &ExpertWeights<'_>,
     ) -> Result<(), PackFailure> {
         let (hidden, inter) = (experts.hidden, experts.inter);
-        let matrix = hidden * inter;
         let lane = &mut self.lanes[self.next];
         self.next = 1 - self.next;
         lane.stream.synchronize()?;
-        let [gate, up, down] = {
-            let (gate, rest) = lane.host.as_mut_slice::<u16>(3 * matrix).split_at_mut(matrix);
-            let (up, down) = rest.split_at_mut(matrix);
-            [gate, up, down]
-        };
-        self.pool.install(|| {
-            fill(&weights.gate, hidden, gate);
-            fill(&weights.up, hidden, up);
-            fill(&weights.down, inter, down);
-        });
         if let Some(biases) = &weights.biases {
             let at = index * 2 * inter;
             experts.host_gate_up_bias[at..][..biases.gate.len()].copy_from_slice(biases.gate);
             experts.host_gate_up_bias[at + inter..][..biases.up.len()].copy_from_slice(biases.up);
             experts.host_down_bias[index * hidden..][..biases.down.len()].copy_from_slice(biases.down);
         }
-        let staged = lane.staged.address();
-        // SAFETY: both buffers hold three matrices; they are touched again only after the stream was drained.
-        let status = unsafe {
-            cudarc::driver::sys::cuMemcpyHtoDAsync_v2(
-                staged,
-                lane.host.as_ptr().cast(),
-                3 * matrix * 2,
-                lane.stream.raw(),
-            )
+        match experts.held {
+            Held::Bf16 => lane.load_bf16(self.pool, experts, index, weights),
+            Held::Fp8 | Held::Mxfp4 => lane.load_narrow(self.pool, experts, index, weights),
+        }
+    }
+
+    /// Waits until everything has arrived.
+    ///
+    /// # Errors
+    /// The first error of any copy or kernel.
+    pub fn finish(&self) -> Result<(), DeviceError> {
+        self.lanes.iter().try_for_each(|lane| lane.stream.synchronize())
+    }
+}
+
+impl Lane {
+    fn load_bf16(
+        &mut self,
+        pool: &rayon::ThreadPool,
+        experts: &CudaExperts,
+        index: usize,
+        weights: &ExpertWeights<'_>,
+    ) -> Result<(), PackFailure> {
+        let (hidden, inter) = (experts.hidden, experts.inter);
+        let matrix = hidden * inter;
+        let [gate, up, down] = {
+            let (gate, rest) = self.host.as_mut_slice::<u16>(3 * matrix).split_at_mut(matrix);
+            let (up, down) = rest.split_at_mut(matrix);
+            [gate, up, down]
         };
-        status.result().map_err(|error| PackFailure::Copy(format!("{error:?}")))?;
+        pool.install(|| {
+            fill(&weights.gate, hidden, gate);
+            fill(&weights.up, hidden, up);
+            fill(&weights.down, inter, down);
+        });
+        self.copy(3 * matrix * 2)?;
+        let staged = self.staged.address();
         let common = PackParams {
             first: staged,
             second: staged + 2 * matrix as u64,
@@ -130,18 +145,50 @@ impl<'a> Loader<'a> {
         };
         // SAFETY: source and destination are live buffers of those sizes, and the copy comes first on the stream.
         unsafe {
-            pack(&common, lane.stream.raw())?;
-            pack(&down, lane.stream.raw())?;
+            pack(&common, self.stream.raw())?;
+            pack(&down, self.stream.raw())?;
         }
         Ok(())
     }
 
-    /// Waits until everything has arrived.
-    ///
-    /// # Errors
-    /// The first error of any copy or kernel.
-    pub fn finish(&self) -> Result<(), DeviceError> {
-        self.lanes.iter().try_for_each(|lane| lane.stream.synchronize())
+    fn load_narrow(
+        &mut self,
+        pool: &rayon::ThreadPool,
+        experts: &CudaExperts,
+        index: usize,
+        weights: &ExpertWeights<'_>,
+    ) -> Result<(), PackFailure> {
+        let (held, hidden, inter) = (experts.held, experts.hidden, experts.inter);
+        let parts = Parts::new(held, hidden, inter);
+        let to = self.host.as_mut_slice::<u8>(parts.bytes);
+        pool.install(|| parts.fill(weights, to)).map_err(PackFailure::Unsupported)?;
+        self.copy(parts.bytes)?;
+        let matrices = [&experts.gate_up, &experts.down];
+        let row_scales = [(&experts.gate_up_scale, 2 * inter), (&experts.down_scale, hidden)];
+        let bytes = held.matrix_bytes(hidden, inter);
+        for (i, mut pack) in parts.packs(self.staged.address()).into_iter().enumerate() {
+            let (scales, len) = row_scales[i];
+            pack.units = matrices[i].address + (index * bytes[i]) as u64;
+            pack.row_scales = scales.as_ref().map_or(0, |scales| scales.address() + (index * len * 4) as u64);
+            // SAFETY: as for bf16.
+            unsafe { pack_narrow(&pack, self.stream.raw())? };
+        }
+        Ok(())
+    }
+
+    /// Begins to copy what is in the host's buffer.
+    fn copy(&self, bytes: usize) -> Result<(), PackFailure> {
+        assert!(bytes <= self.staged.len() * 2, "{bytes} bytes of an expert in a smaller buffer");
+        // SAFETY: both buffers are as long; they are touched again only after the stream was drained.
+        let status = unsafe {
+            cudarc::driver::sys::cuMemcpyHtoDAsync_v2(
+                self.staged.address(),
+                self.host.as_ptr().cast(),
+                bytes,
+                self.stream.raw(),
+            )
+        };
+        status.result().map_err(|error| PackFailure::Copy(format!("{error:?}")))
     }
 }
 

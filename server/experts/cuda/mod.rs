@@ -1,17 +1,18 @@
-//! Experts on a GPU: bf16 weights in the layout of the grouped kernel (`kernels/src/experts.h`).
+//! Experts on a GPU: weights in the layouts of the grouped kernel (`kernels/src/experts.h`).
 //!
 //! Sizes that the kernel cannot work with are padded with zeros, which changes no result: a padded intermediate feature
 //! is `activation(0, 0) = 0`, a padded hidden feature meets zeros only. Weights in f32 and f16 are rounded to bf16, to
-//! nearest, ties to even.
+//! nearest, ties to even; FP8 and MXFP4 stay what they are.
 
 mod host;
 mod load;
+mod narrow;
 
 pub use host::HostBuffer;
 pub use load::{Loader, PackFailure, to_bf16};
 
 use expertd_kernels::device::{Buffer, Device, DeviceError};
-use expertd_kernels::experts::LayerWeights;
+use expertd_kernels::experts::{BF16, FP8, LayerWeights, MXFP4, PACK_DOWN, PACK_GATE_UP, matrix_bytes};
 
 use crate::linalg::{Activation, WeightFormat};
 
@@ -26,10 +27,42 @@ pub const fn padded(size: usize) -> usize {
     size.next_multiple_of(SIZE_UNIT)
 }
 
-/// Whether weights of this format can be held on a GPU.
-#[must_use]
-pub const fn format_is_supported(format: WeightFormat) -> bool {
-    matches!(format, WeightFormat::Bf16 | WeightFormat::F16 | WeightFormat::F32)
+/// How weights are held in device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Held {
+    /// Of what is stored in bf16, f16 and f32.
+    Bf16,
+    /// FP8 e4m3, with multipliers.
+    Fp8,
+    /// MXFP4.
+    Mxfp4,
+}
+
+impl From<WeightFormat> for Held {
+    fn from(format: WeightFormat) -> Self {
+        match format {
+            WeightFormat::Bf16 | WeightFormat::F16 | WeightFormat::F32 => Held::Bf16,
+            WeightFormat::Fp8E4m3 => Held::Fp8,
+            WeightFormat::Mxfp4 => Held::Mxfp4,
+        }
+    }
+}
+
+impl Held {
+    /// The kernel's code.
+    #[must_use]
+    pub const fn code(self) -> i32 {
+        match self {
+            Held::Bf16 => BF16,
+            Held::Fp8 => FP8,
+            Held::Mxfp4 => MXFP4,
+        }
+    }
+
+    /// Device bytes of one expert's gate and up, and of its down.
+    fn matrix_bytes(self, hidden: usize, inter: usize) -> [usize; 2] {
+        [PACK_GATE_UP, PACK_DOWN].map(|kind| matrix_bytes(self.code(), kind, hidden, inter) as usize)
+    }
 }
 
 /// The kernel's code of an activation, with alpha and limit.
@@ -42,7 +75,7 @@ pub const fn activation_code(activation: Activation) -> (i32, f32, f32) {
     }
 }
 
-/// bf16 panels in device memory, aligned as the kernel wants them.
+/// 16-bit elements in device memory, aligned as the kernel wants panels and weights.
 #[derive(Debug)]
 pub struct Panels {
     #[expect(dead_code, reason = "held, not read")]
@@ -71,6 +104,7 @@ impl Panels {
 /// Experts of one layer on one device: the routed ones of a rank, or the shared ones as one.
 #[derive(Debug)]
 pub struct CudaExperts {
+    held: Held,
     count: usize,
     /// Padded.
     hidden: usize,
@@ -82,6 +116,10 @@ pub struct CudaExperts {
     gate_up_bias: Option<Buffer<f32>>,
     /// f32 `[count, hidden]`.
     down_bias: Option<Buffer<f32>>,
+    /// FP8, MXFP4: f32 `[count, 2, inter]`, what the rows are multiplied with.
+    gate_up_scale: Option<Buffer<f32>>,
+    /// FP8, MXFP4: f32 `[count, hidden]`.
+    down_scale: Option<Buffer<f32>>,
     host_gate_up_bias: Vec<f32>,
     host_down_bias: Vec<f32>,
 }
@@ -93,6 +131,7 @@ impl CudaExperts {
     /// When device memory is short.
     pub fn new(
         device: &Device,
+        held: Held,
         count: usize,
         hidden: usize,
         inter: usize,
@@ -100,23 +139,32 @@ impl CudaExperts {
     ) -> Result<Self, DeviceError> {
         let (hidden, inter) = (padded(hidden), padded(inter));
         let biased = count * usize::from(biases);
+        let [gate_up, down] = held.matrix_bytes(hidden, inter);
+        let scales = |len: usize| match held {
+            Held::Bf16 => Ok(None),
+            Held::Fp8 | Held::Mxfp4 => Buffer::zeroed(device, count * len).map(Some),
+        };
         Ok(CudaExperts {
+            held,
             count,
             hidden,
             inter,
-            gate_up: Panels::new(device, count * 2 * inter * hidden)?,
-            down: Panels::new(device, count * hidden * inter)?,
+            gate_up: Panels::new(device, count * gate_up / 2)?,
+            down: Panels::new(device, count * down / 2)?,
             gate_up_bias: None,
             down_bias: None,
+            gate_up_scale: scales(2 * inter)?,
+            down_scale: scales(hidden)?,
             host_gate_up_bias: vec![0.0; biased * 2 * inter],
             host_down_bias: vec![0.0; biased * hidden],
         })
     }
 
-    /// Bytes that [`new`](Self::new) takes of the device, but for biases.
+    /// Bytes that [`new`](Self::new) takes of the device, but for biases and the scales of rows.
     #[must_use]
-    pub const fn bytes(count: usize, hidden: usize, inter: usize) -> u64 {
-        count as u64 * 3 * padded(hidden) as u64 * padded(inter) as u64 * 2
+    pub fn bytes(held: Held, count: usize, hidden: usize, inter: usize) -> u64 {
+        let [gate_up, down] = held.matrix_bytes(padded(hidden), padded(inter));
+        (count * (gate_up + down)) as u64
     }
 
     /// Sends the biases to the device, once every expert is loaded.
@@ -138,6 +186,12 @@ impl CudaExperts {
         self.count
     }
 
+    /// How the weights are held.
+    #[must_use]
+    pub const fn held(&self) -> Held {
+        self.held
+    }
+
     /// Intermediate size, padded.
     #[must_use]
     pub const fn inter(&self) -> usize {
@@ -152,6 +206,8 @@ impl CudaExperts {
             down: self.down.address,
             gate_up_bias: self.gate_up_bias.as_ref().map_or(0, Buffer::address),
             down_bias: self.down_bias.as_ref().map_or(0, Buffer::address),
+            gate_up_scale: self.gate_up_scale.as_ref().map_or(0, Buffer::address),
+            down_scale: self.down_scale.as_ref().map_or(0, Buffer::address),
         }
     }
 }

@@ -1,0 +1,139 @@
+// Times: replayed graphs with fresh routing in every launch, beside the floor.
+#pragma once
+
+#include "layer.cuh"
+#include "routing.cuh"
+
+__global__ void read_kernel(const uint4* data, size_t n, uint32_t* out) {
+    uint32_t sum = 0;
+    const size_t stride = size_t(gridDim.x) * blockDim.x;
+    size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
+    for (; i + 3 * stride < n; i += 4 * stride) {
+        uint4 v[4];
+        for (int j = 0; j < 4; j++) v[j] = __ldcs(data + i + j * stride);
+        for (int j = 0; j < 4; j++) sum += v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
+    }
+    if (sum == 0x12345678) *out = sum;
+}
+
+struct Timer {
+    cudaEvent_t from, to;
+    Timer() {
+        CHECK(cudaEventCreate(&from));
+        CHECK(cudaEventCreate(&to));
+    }
+    // Median milliseconds of one replay.
+    float replay(cudaGraphExec_t graph, cudaStream_t stream, float budget_ms) {
+        std::vector<float> times;
+        float total = -40; // at least 40 ms first: the clocks need that long to rise
+        for (int i = 0; i < 8000 && (times.size() < 5 || total < budget_ms); i++) {
+            CHECK(cudaEventRecord(from, stream));
+            CHECK(cudaGraphLaunch(graph, stream));
+            CHECK(cudaEventRecord(to, stream));
+            CHECK(cudaEventSynchronize(to));
+            float ms;
+            CHECK(cudaEventElapsedTime(&ms, from, to));
+            if (i >= 3 && total >= 0) times.push_back(ms);
+            total += ms;
+        }
+        std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+        return times[times.size() / 2];
+    }
+};
+
+void measure_ceiling() {
+    const size_t bytes = size_t(4) << 30;
+    Buffer<uint32_t> data(bytes / 4), out(1);
+    data.poison();
+    cudaStream_t stream;
+    CHECK(cudaStreamCreate(&stream));
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    read_kernel<<<132 * 8, 256, 0, stream>>>(reinterpret_cast<uint4*>(data.data), bytes / 16, out.data);
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    const float ms = Timer().replay(exec, stream, 30);
+    std::printf("plain read of 4 GiB: %.0f GB/s\n", bytes / ms / 1e6);
+}
+
+void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
+    const int experts = m.experts / RANKS;
+    const size_t expert_bytes = expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_GATE_UP, m.hidden, m.inter) +
+                                expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_DOWN, m.hidden, m.inter);
+    const int layer_count = std::max<int>(2, std::min<int>(4, int((size_t(2) << 30) / (expert_bytes * experts))));
+    std::vector<Layer> layers;
+    std::vector<ExpertdLayerWeights> views;
+    for (int i = 0; i < layer_count; i++) layers.emplace_back(m, experts, false);
+    for (auto& l : layers) views.push_back(l.view);
+    Buffer<ExpertdLayerWeights> table(views);
+    std::vector<uint32_t> indices(layer_count);
+    for (int i = 0; i < layer_count; i++) indices[i] = i;
+    Buffer<uint32_t> layer_indices(indices);
+    Buffer<uint32_t> state(expertd_experts_state_words(experts));
+    CHECK(cudaMemset(state.data, 0, state.count * 4));
+    cudaStream_t stream;
+    CHECK(cudaStreamCreate(&stream));
+    std::mt19937 rng(std::random_device{}());
+    Timer timer;
+
+    for (int tokens : {1, 8, 32, 128, 512, 2048, 8192}) {
+        if (only_tokens != 0 && tokens != only_tokens) continue;
+        const int repeats = tokens <= 128 ? 12 : tokens <= 512 ? 6 : 3; // fresh routing in each launch of the graph
+        std::vector<Routing> routings;
+        std::vector<DeviceRouting> device;
+        int most = 0, window = 0;
+        double floor_us = 0, bytes = 0, flops = 0;
+        for (int i = 0; i < repeats; i++) {
+            routings.push_back(draw(m, tokens, rng));
+            device.emplace_back(routings.back());
+            const Routing& r = routings.back();
+            most = std::max(most, r.assignments()), window = std::max(window, r.window_rows);
+            const double b = double(r.active) * expert_bytes, f = 6.0 * r.assignments() * m.hidden * m.inter;
+            bytes += b / repeats, flops += f / repeats;
+            floor_us += std::max(b / HBM, f / TENSOR) * 1e6 / repeats;
+        }
+        auto x = random_buffer<bf16>(size_t(window) * m.hidden, 1.0f);
+        const int panel_rows = panel_rows_for(most, experts);
+        Buffer<bf16> y(size_t(most) * m.hidden), h(size_t(panel_rows) * m.inter), x_panels(size_t(panel_rows) * m.hidden);
+        h.poison();
+        x_panels.poison();
+
+        struct Variant {
+            int rows, width;
+        };
+        std::vector<Variant> list = {{0, 0}};
+        if (tune) {
+            const double mean = double(most) / experts;
+            for (int w : {32, 64, 128, 192, 256}) {
+                if (w > 128 && m.format != EXPERTD_BF16) continue;
+                for (int r : {32, 64, 128, 256})
+                    if (w * 3 >= mean && (w <= 32 || mean * 8 >= w) && (r >= 128 || mean < 48)) list.push_back({r, w});
+            }
+        }
+        for (const Variant& v : list) {
+            cudaGraph_t graph;
+            cudaGraphExec_t exec;
+            CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+            for (int i = 0; i < repeats; i++) {
+                ExpertdExpertsParams p = parameters(m, experts);
+                p.limit = 7.0f;
+                p.layers = table.data, p.layer = layer_indices.data + i % layer_count;
+                p.expert_offsets = device[i].offsets.data, p.row_index = device[i].rows.data, p.row_weight = device[i].weights.data;
+                p.x = x.data, p.y = y.data, p.h = h.data, p.x_panels = x_panels.data, p.state = state.data, p.panel_rows = panel_rows;
+                p.tile_rows = v.rows, p.tile_tokens = v.width, p.flags = flags;
+                CHECK(expertd_experts_launch(&p, stream));
+            }
+            CHECK(cudaStreamEndCapture(stream, &graph));
+            CHECK(cudaGraphInstantiate(&exec, graph, 0));
+            const double us = timer.replay(exec, stream, 12) * 1e3 / repeats;
+            std::printf("%-15s T=%-5d rows/expert %6.1f active %3d/%-3d rows %d tokens %3d | %9.1f us  floor %9.1f  x%.2f | %5.0f GB/s %4.0f TFLOP/s\n",
+                        m.name, tokens, double(most) / experts, routings[0].active, experts, v.rows, v.width, us, floor_us,
+                        us / floor_us, bytes / us / 1e3, flops / us / 1e6);
+            std::fflush(stdout);
+            CHECK(cudaGraphExecDestroy(exec));
+            CHECK(cudaGraphDestroy(graph));
+        }
+    }
+    CHECK(cudaStreamDestroy(stream));
+}

@@ -1,0 +1,144 @@
+// Correctness: sampled rows against f64, unwritten and overwritten elements, determinism, every tile shape.
+#pragma once
+
+#include "layer.cuh"
+#include "reference.cuh"
+#include "routing.cuh"
+
+bool check_case(const Model& m, int experts, const Routing& routing, Layer& layer, const char* what, bool variants) {
+    const int a = routing.assignments(), panel_rows = panel_rows_for(a, experts);
+    const size_t y_written = size_t(a) * m.hidden, y_all = y_written + 64 * size_t(m.hidden);
+    auto x = random_buffer<bf16>(size_t(routing.window_rows) * m.hidden, 1.0f);
+    DeviceRouting dr(routing);
+    Buffer<bf16> y(y_all), first(y_all), h(size_t(panel_rows) * m.inter), x_panels(size_t(panel_rows) * m.hidden);
+    Buffer<uint32_t> state(expertd_experts_state_words(experts));
+    CHECK(cudaMemset(state.data, 0, state.count * 4));
+    Buffer<ExpertdLayerWeights> table(std::vector<ExpertdLayerWeights>{ExpertdLayerWeights{}, layer.view});
+    Buffer<uint32_t> layer_index(std::vector<uint32_t>{1}), error(std::vector<uint32_t>{0});
+    Buffer<unsigned long long> bad(std::vector<unsigned long long>{0, 0});
+
+    ExpertdExpertsParams p = parameters(m, experts);
+    p.layers = table.data, p.layer = layer_index.data, p.error = error.data;
+    p.expert_offsets = dr.offsets.data, p.row_index = dr.rows.data, p.row_weight = dr.weights.data;
+    p.x = x.data, p.h = h.data, p.x_panels = x_panels.data, p.state = state.data, p.panel_rows = panel_rows;
+
+    struct Variant {
+        int rows, width, blocks, weight_on_input;
+    };
+    std::vector<Variant> list = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+    if (variants) {
+        const int widest = m.format == EXPERTD_BF16 ? 256 : 128;
+        for (int w : {32, 64, 128, 192, 256})
+            if (w <= widest) list.push_back({0, w, 0, 0});
+        for (int r : {16, 32, 64, 128, 256}) list.push_back({r, 0, 0, 0});
+        for (int w : {32, widest}) list.push_back({128, w, 0, 0}), list.push_back({256, w, 0, 0});
+        list.push_back({32, widest, 0, 0});
+        list.push_back({0, 0, 7, 0});
+        list.push_back({0, 0, 0, 1});
+    }
+    bool good = true;
+    unsigned long long differing = 0;
+    double worst = 0;
+    for (size_t v = 0; v < list.size(); v++) {
+        p.tile_rows = list[v].rows, p.tile_tokens = list[v].width, p.blocks = list[v].blocks;
+        p.weight_on_input = list[v].weight_on_input;
+        Buffer<bf16>& out = v == 0 ? first : y;
+        out.poison();
+        h.poison();
+        x_panels.poison();
+        CHECK(cudaMemset(bad.data, 0, 16));
+        p.y = out.data;
+        CHECK(expertd_experts_launch(&p, nullptr));
+        CHECK(cudaGetLastError());
+        CHECK(cudaDeviceSynchronize());
+        scan_kernel<<<1024, 256>>>(reinterpret_cast<uint16_t*>(out.data), y_written, y_all, bad.data);
+        if (v > 0 && !p.weight_on_input) differ_kernel<<<1024, 256>>>(reinterpret_cast<uint16_t*>(out.data), reinterpret_cast<uint16_t*>(first.data), y_written, bad.data + 1);
+        const auto found = bad.read();
+        const auto left = state.read();
+        const bool clean = std::all_of(left.begin(), left.end(), [](uint32_t w) { return w == 0; });
+        differing += found[1];
+        if (found[0] != 0 || !clean || (v == 1 && found[1] != 0)) {
+            std::printf("  variant rows %d tokens %d blocks %d: %llu bad elements, %llu differ, state %s\n", p.tile_rows,
+                        p.tile_tokens, p.blocks, found[0], found[1], clean ? "clean" : "DIRTY");
+            good = false;
+        }
+        if (a == 0) continue;
+
+        // A sample of assignments, ends of experts included.
+        std::vector<int32_t> index, sample_row, sample_expert;
+        std::vector<float> sample_weight;
+        std::mt19937 rng(v + 5);
+        for (int e = 0; e < experts && index.size() < 40; e++) {
+            if (routing.offsets[e + 1] > routing.offsets[e]) index.push_back(routing.offsets[e]), index.push_back(routing.offsets[e + 1] - 1);
+        }
+        for (int i = 0; i < 24; i++) index.push_back(int(rng() % a));
+        for (int i : index) {
+            sample_row.push_back(routing.rows[i]);
+            sample_weight.push_back(routing.weights[i]);
+            sample_expert.push_back(int(std::upper_bound(routing.offsets.begin(), routing.offsets.end(), i) - routing.offsets.begin()) - 1);
+        }
+        const int samples = int(index.size());
+        Buffer<int32_t> d_row(sample_row), d_expert(sample_expert);
+        Buffer<float> d_weight(sample_weight);
+        Buffer<double> ref_h(size_t(samples) * m.inter), ref_y(size_t(samples) * m.hidden);
+        Reference r{layer.gate.data, layer.up.data, layer.down.data, x.data, layer.gate_up_bias.data, layer.down_bias.data,
+                    d_row.data, d_expert.data, d_weight.data, ref_h.data, ref_y.data, m.hidden, m.inter, m.activation,
+                    p.weight_on_input, p.alpha, p.limit};
+        reference_h<<<dim3(samples, m.inter / 8), 256>>>(r);
+        reference_y<<<dim3(samples, m.hidden / 8), 256>>>(r);
+        CHECK(cudaGetLastError());
+        const auto expected = ref_y.read();
+        std::vector<bf16> row(m.hidden);
+        for (int s = 0; s < samples; s++) {
+            CHECK(cudaMemcpy(row.data(), out.data + size_t(index[s]) * m.hidden, m.hidden * 2, cudaMemcpyDeviceToHost));
+            double error2 = 0, norm2 = 0;
+            for (int f = 0; f < m.hidden; f++) {
+                const double want = expected[size_t(s) * m.hidden + f], got = double(float(row[f]));
+                error2 += (got - want) * (got - want), norm2 += want * want;
+            }
+            const double relative = std::sqrt(error2 / norm2);
+            if (!(relative <= 1e-2)) {
+                if (good) std::printf("  assignment %d expert %d: relative error %g (rows %d tokens %d)\n", index[s], sample_expert[s], relative, p.tile_rows, p.tile_tokens);
+                good = false;
+            }
+            worst = std::max(worst, std::isnan(relative) ? 1e9 : relative);
+        }
+    }
+    std::printf("%-13s %-34s A=%-6d worst row error %.2e, %zu runs, %llu elements differ between variants: %s\n", m.name, what, a,
+                worst, list.size(), differing, good ? "ok" : "FAILED");
+    std::fflush(stdout);
+    return good;
+}
+
+int check_all(bool small_only, const char* only) {
+    std::mt19937 rng(std::random_device{}());
+    bool good = true;
+    for (const Model& m : MODELS) {
+        if (small_only || (only != nullptr && std::strcmp(only, m.name) != 0)) continue;
+        const int experts = m.experts / RANKS;
+        Layer layer(m, experts, true);
+        auto counts_case = [&](const char* what, std::vector<int> counts, int window, bool variants) {
+            counts.resize(experts, 0);
+            good &= check_case(m, experts, from_counts(counts, window, rng), layer, what, variants);
+        };
+        counts_case("no rows", {}, 1, true);
+        counts_case("one row on the last expert", [&] { std::vector<int> c(experts, 0); c.back() = 1; return c; }(), 3, true);
+        counts_case("odd counts with zeros", {3, experts > 2 ? 0 : 17, 17, 1, 33, 0, 65, 9, 129, 0, 257, 31}, 300, true);
+        counts_case("all rows on one expert", {0, 777}, 777, true);
+        for (int tokens : {1, 8, 32, 128, 512, 2048}) {
+            if (tokens > 512 && m.hidden > 4096) continue;
+            good &= check_case(m, experts, draw(m, tokens, rng), layer, ("uniform routing, T=" + std::to_string(tokens)).c_str(), tokens == 32);
+        }
+    }
+    for (int format : {EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4}) {
+        if (only != nullptr) break;
+        Model clamped{"clamped", small_only ? 512 : 2048, small_only ? 256 : 1024, 20, 8, EXPERTD_SWIGLU_CLAMPED, false, format};
+        Layer layer(clamped, 5, true);
+        good &= check_case(clamped, 5, from_counts({40, 0, 7, 300, 2}, 333, rng), layer, "5 experts, clamped", true);
+        Model small{"small", 64, 192, 8, 2, EXPERTD_SWIGLU, true, format};
+        Layer tiny(small, 3, true);
+        good &= check_case(small, 3, from_counts({5, 0, 40}, 41, rng), tiny, "hidden 64, inter 192, biases", true);
+    }
+    std::printf(good ? "ALL GOOD\n" : "SOME FAILED\n");
+    return good ? 0 : 1;
+}

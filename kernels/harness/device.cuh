@@ -1,0 +1,104 @@
+// Device memory with poison, random numbers, and the models that the harness knows.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../src/experts.h"
+#include "../src/experts_layout.cuh"
+
+#define CHECK(call)                                                                                  \
+    do {                                                                                             \
+        int status_ = (call);                                                                        \
+        if (status_ != cudaSuccess) {                                                                \
+            std::printf("%s:%d %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(cudaError_t(status_))); \
+            std::fflush(stdout);                                                                     \
+            std::exit(1);                                                                            \
+        }                                                                                            \
+    } while (0)
+
+using bf16 = __nv_bfloat16;
+
+struct Model {
+    const char* name;
+    int hidden, inter, experts, k, activation;
+    bool biases;
+    int format;
+};
+
+const Model MODELS[] = {
+    {"qwen3-30b", 2048, 768, 128, 8, EXPERTD_SWIGLU, false, EXPERTD_BF16},
+    {"deepseek-v3", 7168, 2048, 256, 8, EXPERTD_SWIGLU, false, EXPERTD_BF16},
+    {"mixtral-8x7b", 4096, 14336, 8, 2, EXPERTD_SWIGLU, false, EXPERTD_BF16},
+    {"olmoe-7b", 2048, 1024, 64, 8, EXPERTD_SWIGLU, false, EXPERTD_BF16},
+    {"gpt-oss-120b", 2880, 2880, 128, 4, EXPERTD_SWIGLU_OAI, true, EXPERTD_BF16},
+    {"qwen3-30b-fp8", 2048, 768, 128, 8, EXPERTD_SWIGLU, false, EXPERTD_FP8},
+    {"deepseek-v3-fp8", 7168, 2048, 256, 8, EXPERTD_SWIGLU, false, EXPERTD_FP8},
+    {"mixtral-fp8", 4096, 14336, 8, 2, EXPERTD_SWIGLU, false, EXPERTD_FP8},
+    {"gpt-oss-fp8", 2880, 2880, 128, 4, EXPERTD_SWIGLU_OAI, true, EXPERTD_FP8},
+    {"gpt-oss-mxfp4", 2880, 2880, 128, 4, EXPERTD_SWIGLU_OAI, true, EXPERTD_MXFP4},
+    {"deepseek-mxfp4", 7168, 2048, 256, 8, EXPERTD_SWIGLU, false, EXPERTD_MXFP4},
+};
+constexpr int RANKS = 4;
+constexpr double HBM = 4.2e12, TENSOR = 650e12; // the rates of the floors in docs/performance.md
+
+// ---- device memory ----
+
+template <class T> struct Buffer {
+    T* data = nullptr;
+    size_t count = 0;
+    Buffer() = default;
+    explicit Buffer(size_t n) : count(n) { CHECK(cudaMalloc(&data, std::max<size_t>(n, 1) * sizeof(T))); }
+    explicit Buffer(const std::vector<T>& v) : Buffer(v.size()) {
+        CHECK(cudaMemcpy(data, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    Buffer(const Buffer&) = delete;
+    Buffer(Buffer&& o) : data(o.data), count(o.count) { o.data = nullptr; }
+    Buffer& operator=(Buffer&& o) {
+        std::swap(data, o.data);
+        std::swap(count, o.count);
+        return *this;
+    }
+    ~Buffer() { cudaFree(data); }
+    void poison() { CHECK(cudaMemset(data, 0xFF, count * sizeof(T))); }
+    std::vector<T> read() const {
+        std::vector<T> v(count);
+        CHECK(cudaMemcpy(v.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost));
+        return v;
+    }
+};
+
+__host__ __device__ inline uint64_t mix(uint64_t z) {
+    z += 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+}
+
+template <class T> __global__ void fill_kernel(T* out, size_t n, uint64_t seed, float scale) {
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+        const uint64_t bits = mix(seed * 0x100000001ull + i);
+        // Sum of four uniforms: close enough to a normal distribution of deviation 1.
+        float sum = 0;
+        for (int j = 0; j < 4; j++) sum += float((bits >> (16 * j)) & 0xFFFF) / 65536.0f - 0.5f;
+        out[i] = T(sum * 1.7320508f * scale);
+    }
+}
+
+uint64_t next_seed = 1;
+template <class T> Buffer<T> random_buffer(size_t n, float scale) {
+    Buffer<T> b(n);
+    fill_kernel<<<2048, 256>>>(b.data, n, mix(next_seed++), scale);
+    CHECK(cudaGetLastError());
+    return b;
+}
+

@@ -1,0 +1,159 @@
+// Random weights in every format: as the kernel wants them, and dequantised for the reference.
+#pragma once
+
+#include "device.cuh"
+
+// Dequantisation by the formats' definitions, with nothing of the kernel's.
+__device__ double e4m3_value(int code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const double magnitude = exponent == 0 ? mantissa / 8.0 * exp2(-6.0) : (1 + mantissa / 8.0) * exp2(exponent - 7.0);
+    return code & 128 ? -magnitude : magnitude;
+}
+__device__ double e2m1_value(int code) {
+    const int exponent = code >> 1 & 3, mantissa = code & 1;
+    const double magnitude = exponent == 0 ? mantissa / 2.0 : (1 + mantissa / 2.0) * exp2(exponent - 1.0);
+    return code & 8 ? -magnitude : magnitude;
+}
+
+__global__ void widen_bf16_kernel(const bf16* in, float* out, size_t n) {
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) out[i] = float(in[i]);
+}
+
+__global__ void dequantise_kernel(int format, const uint8_t* codes, const void* scales, const float* row_scales, float* out,
+                                  int rows, int k) {
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < size_t(rows) * k; i += size_t(gridDim.x) * blockDim.x) {
+        const size_t row = i / k, column = i % k;
+        double value;
+        if (format == EXPERTD_FP8) {
+            value = e4m3_value(codes[i]) * double(static_cast<const float*>(scales)[row * ((k + 127) / 128) + column / 128]);
+        } else {
+            value = e2m1_value(codes[i / 2] >> (i % 2 * 4) & 15) * exp2(static_cast<const uint8_t*>(scales)[row * (k / 32) + column / 32] - 127.0);
+        }
+        out[i] = float(value * double(row_scales[row]));
+    }
+}
+
+// Any code that is a number, all as likely.
+__global__ void codes_kernel(uint8_t* out, size_t n, uint64_t seed, bool fp8) {
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+        const uint8_t code = uint8_t(mix(seed * 0x100000001ull + i) >> 32);
+        out[i] = fp8 && (code & 0x7F) == 0x7F ? code ^ 1 : code;
+    }
+}
+
+__global__ void float_scales_kernel(float* out, size_t n, uint64_t seed, float size) {
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+        out[i] = size * (0.5f + float(mix(seed * 0x100000001ull + i) >> 40) / float(1 << 24));
+    }
+}
+
+__global__ void exponents_kernel(uint8_t* out, size_t n, uint64_t seed, int largest) {
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+        out[i] = uint8_t(largest - int(mix(seed * 0x100000001ull + i) >> 32) % 4);
+    }
+}
+
+// One FP8 or MXFP4 matrix [rows, k] as a checkpoint has it.
+struct Codes {
+    Buffer<uint8_t> codes, exponents;
+    Buffer<float> scales;
+
+    Codes(int format, int rows, int k, float deviation) {
+        const bool fp8 = format == EXPERTD_FP8;
+        codes = Buffer<uint8_t>(size_t(rows) * k / (fp8 ? 1 : 2));
+        codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++), fp8);
+        // The root of the mean square of all codes is 112 for e4m3, 2.9 for e2m1.
+        if (fp8) {
+            scales = Buffer<float>(size_t(rows) * ((k + 127) / 128));
+            float_scales_kernel<<<256, 256>>>(scales.data, scales.count, mix(next_seed++), deviation / 112);
+        } else {
+            exponents = Buffer<uint8_t>(size_t(rows) * (k / 32));
+            exponents_kernel<<<256, 256>>>(exponents.data, exponents.count, mix(next_seed++), 128 + int(std::floor(std::log2(deviation / 2.9f))));
+        }
+        CHECK(cudaGetLastError());
+    }
+    const void* scale_data() const { return scales.data ? static_cast<const void*>(scales.data) : exponents.data; }
+};
+
+struct Layer {
+    Buffer<float> gate, up, down; // row-major, dequantised, kept only for checks
+    Buffer<uint8_t> gate_up_packed, down_packed;
+    Buffer<float> gate_up_bias, down_bias, gate_up_scale, down_scale;
+    ExpertdLayerWeights view{};
+
+    Layer(const Model& m, int experts, bool keep) {
+        const size_t n = size_t(experts) * m.hidden * m.inter;
+        const float in = 1.5f / std::sqrt(float(m.hidden)), out = 1.5f / std::sqrt(float(m.inter));
+        gate_up_packed = Buffer<uint8_t>(experts * expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_GATE_UP, m.hidden, m.inter));
+        down_packed = Buffer<uint8_t>(experts * expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_DOWN, m.hidden, m.inter));
+        gate_up_packed.poison();
+        down_packed.poison();
+        if (keep) gate = Buffer<float>(n), up = Buffer<float>(n), down = Buffer<float>(n);
+        if (m.format != EXPERTD_BF16) {
+            narrow(m, experts, keep, in, out);
+        } else if (keep) {
+            bf16_kept(m, experts, n, in, out);
+        } else { // for timing any order of random numbers will do
+            fill_kernel<<<2048, 256>>>(reinterpret_cast<bf16*>(gate_up_packed.data), 2 * n, mix(next_seed++), in);
+            fill_kernel<<<2048, 256>>>(reinterpret_cast<bf16*>(down_packed.data), n, mix(next_seed++), out);
+        }
+        if (m.biases) {
+            gate_up_bias = random_buffer<float>(size_t(experts) * 2 * m.inter, 0.5f);
+            down_bias = random_buffer<float>(size_t(experts) * m.hidden, 0.5f);
+        }
+        CHECK(cudaGetLastError());
+        CHECK(cudaDeviceSynchronize());
+        view = {gate_up_packed.data, down_packed.data, gate_up_bias.data, down_bias.data, gate_up_scale.data, down_scale.data};
+    }
+
+  private:
+    void bf16_kept(const Model& m, int experts, size_t n, float in, float out) {
+        auto g = random_buffer<bf16>(n, in), u = random_buffer<bf16>(n, in), d = random_buffer<bf16>(n, out);
+        widen_bf16_kernel<<<2048, 256>>>(g.data, gate.data, n);
+        widen_bf16_kernel<<<2048, 256>>>(u.data, up.data, n);
+        widen_bf16_kernel<<<2048, 256>>>(d.data, down.data, n);
+        ExpertdPackParams p{};
+        p.hidden = m.hidden, p.inter = m.inter, p.experts = experts;
+        p.expert_stride = uint64_t(m.hidden) * m.inter;
+        p.first = g.data, p.second = u.data, p.panels = gate_up_packed.data, p.kind = EXPERTD_PACK_GATE_UP;
+        CHECK(expertd_experts_pack(&p, nullptr));
+        p.first = d.data, p.second = nullptr, p.panels = down_packed.data, p.kind = EXPERTD_PACK_DOWN;
+        CHECK(expertd_experts_pack(&p, nullptr));
+        CHECK(cudaDeviceSynchronize());
+    }
+
+    void narrow(const Model& m, int experts, bool keep, float in, float out) {
+        gate_up_scale = Buffer<float>(size_t(experts) * 2 * m.inter);
+        down_scale = Buffer<float>(size_t(experts) * m.hidden);
+        Buffer<float> row_scales(size_t(2 * m.inter) + m.hidden);
+        const size_t matrix = size_t(m.hidden) * m.inter;
+        for (int e = 0; e < experts; e++) {
+            const Codes g(m.format, m.inter, m.hidden, in), u(m.format, m.inter, m.hidden, in), d(m.format, m.hidden, m.inter, out);
+            float_scales_kernel<<<64, 256>>>(row_scales.data, row_scales.count, mix(next_seed++), 1.0f);
+            const float *in_scales = row_scales.data, *out_scales = row_scales.data + 2 * m.inter;
+            ExpertdPackNarrowParams p{};
+            p.hidden = m.hidden, p.inter = m.inter, p.format = m.format, p.kind = EXPERTD_PACK_GATE_UP;
+            p.first = g.codes.data, p.second = u.codes.data, p.first_scales = g.scale_data(), p.second_scales = u.scale_data();
+            p.row_scales_in = in_scales, p.row_scales = gate_up_scale.data + size_t(e) * 2 * m.inter;
+            p.units = gate_up_packed.data + gate_up_packed.count / experts * e;
+            CHECK(expertd_experts_pack_narrow(&p, nullptr));
+            p.kind = EXPERTD_PACK_DOWN, p.first = d.codes.data, p.second = nullptr, p.first_scales = d.scale_data(), p.second_scales = nullptr;
+            p.row_scales_in = out_scales, p.row_scales = down_scale.data + size_t(e) * m.hidden;
+            p.units = down_packed.data + down_packed.count / experts * e;
+            CHECK(expertd_experts_pack_narrow(&p, nullptr));
+            if (keep) {
+                dequantise_kernel<<<2048, 256>>>(m.format, g.codes.data, g.scale_data(), in_scales, gate.data + e * matrix, m.inter, m.hidden);
+                dequantise_kernel<<<2048, 256>>>(m.format, u.codes.data, u.scale_data(), in_scales + m.inter, up.data + e * matrix, m.inter, m.hidden);
+                dequantise_kernel<<<2048, 256>>>(m.format, d.codes.data, d.scale_data(), out_scales, down.data + e * matrix, m.hidden, m.inter);
+            }
+        }
+    }
+};
+
+ExpertdExpertsParams parameters(const Model& m, int experts) {
+    ExpertdExpertsParams p{};
+    p.experts = experts, p.hidden = m.hidden, p.inter = m.inter;
+    p.x_stride = m.hidden, p.format = m.format;
+    p.activation = m.activation, p.alpha = 1.702f, p.limit = 1.5f; // a low limit, so that clamping happens
+    return p;
+}

@@ -1,0 +1,105 @@
+// What the roles of a block share: shared memory, positions in rings, the block's view of the launch.
+#pragma once
+
+#include "experts.h"
+#include "experts_epilogue.cuh"
+#include "experts_formats.cuh"
+#include "experts_layout.cuh"
+#include "experts_ptx.cuh"
+#include "experts_schedule.cuh"
+
+namespace expertd {
+
+constexpr int CONSUMER_WARPS = 8;
+constexpr int WEIGHT_WARP = 8;
+constexpr int TOKEN_WARP = 9;
+constexpr int COPY_WARP = 10; // and 11
+constexpr int COPY_THREADS = 64;
+constexpr int THREADS = 384;
+constexpr int CONSUMER_REGISTERS = 208; // 256 * 208 + 128 * 88 = 384 * 168
+constexpr int PRODUCER_REGISTERS = 88;
+
+constexpr int SEGMENT_SLOTS = 4;
+constexpr int STAGING_BARRIER = 1; // named barriers: 1 and 2 for the warpgroups' staging areas, 3 for the copy warps
+constexpr int COPY_BARRIER = 3;
+
+struct Shared {
+    ExpertdLayerWeights layer;
+    Tables tables;
+    Segment segments[SEGMENT_SLOTS];
+    float weights[SEGMENT_SLOTS][MAX_TILE_TOKENS]; // routing weights of the segment's tokens
+    uint64_t segment_full[SEGMENT_SLOTS], segment_empty[SEGMENT_SLOTS], routing_full[SEGMENT_SLOTS];
+    uint64_t pair_empty[MAX_STAGES]; // both blocks of the pair have read the stage
+    uint64_t turn[2];     // the warpgroup has read the operands of a segment that it has to itself
+    uint64_t rows_loaded; // the block's first piece of x has arrived
+    uint64_t full[MAX_STAGES]; // weights and tokens of the stage have arrived
+    uint64_t stage_empty[MAX_STAGES];
+    int32_t longest;
+    int32_t warp_tiles[THREADS / 32], warp_rows[THREADS / 32];
+};
+constexpr int SHARED_BYTES = RING_BYTES + 2 * STAGING_BYTES + sizeof(Shared);
+static_assert(SHARED_BYTES <= 227 * 1024, "shared memory of one block");
+
+template <int V> struct Constant {
+    static constexpr int value = V;
+};
+
+// Position in a ring of `size` slots; the parity flips each round.
+struct Cursor {
+    int slot = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void advance(int size, int by = 1) {
+        for (slot += by; slot >= size; slot -= size) parity ^= 1;
+    }
+};
+
+// The same value in all lanes, in a way that lets the compiler know: wgmma must not sit in code that may diverge.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
+
+__device__ __forceinline__ Segment uniform(const Segment& s) {
+    return Segment{uniform(s.phase),     uniform(s.expert), uniform(s.first), uniform(s.tokens),
+                   uniform(s.panel_row), uniform(s.row),    uniform(s.rows),  0};
+}
+
+// What every role of the block works with. Format: experts_formats.cuh.
+template <class Format> struct Block {
+    const ExpertdExpertsParams& p;
+    const ExpertdLayerWeights& layer;
+    Shared& shared;
+    const Plan& plan;
+    uint32_t weight_ring, token_ring, staging; // shared-memory addresses
+
+    __device__ int k_panels(const Segment& s) const { return (s.phase == 0 ? p.hidden : p.inter) / PANEL_K; }
+    // k blocks of a segment: what the unit of weights spans, one panel or several.
+    __device__ int k_blocks(const Segment& s) const { return divide_up(k_panels(s), Format::BLOCK_PANELS); }
+    __device__ int per_stage(const Segment& s) const {
+        return plan.pairs ? 1 : blocks_per_stage(s.rows, s.tokens, plan.tile_tokens);
+    }
+    __device__ uint32_t weight_stage(int slot) const { return weight_ring + slot * stage_weight_bytes<Format>(); }
+    __device__ uint32_t token_stage(int slot) const {
+        return token_ring + slot * stage_token_bytes<Format>(plan.tile_tokens);
+    }
+    __device__ uint32_t* h_ready(int expert) const { return p.state + STATE_READY + expert; }
+    __device__ uint32_t* x_ready(int expert) const { return p.state + STATE_READY + p.experts + expert; }
+};
+
+// Counters of written panels. The writers have met at a barrier, so one thread's release covers the stores of all. These
+// are ordinary stores and the copy engine reads them, hence the reader's proxy fence.
+__device__ __forceinline__ void publish(uint32_t* counter, uint32_t amount) { add_release(counter, amount); }
+__device__ __forceinline__ void await(const uint32_t* counter, uint32_t wanted) {
+    const SpinLimit limit;
+    while (load_acquire(counter) < wanted) limit.tick();
+    fence_async_proxy();
+}
+
+template <class Format>
+__device__ __forceinline__ void release_stage(const Block<Format>& block, int slot, int arrivals) {
+    if (threadIdx.x % 32 != 0) return;
+    barrier_arrive(&block.shared.stage_empty[slot], arrivals);
+    if (block.plan.pairs) {
+        barrier_arrive_at(&block.shared.pair_empty[slot], 0);
+        barrier_arrive_at(&block.shared.pair_empty[slot], 1);
+    }
+}
+
+} // namespace expertd

@@ -1,0 +1,99 @@
+// The mainloop of a segment with bf16 weights: both operands of wgmma in shared memory. The end of a segment, for all
+// formats.
+#pragma once
+
+#include "experts_block.cuh"
+#include "experts_epilogue.cuh"
+#include "experts_wgmma.cuh"
+
+namespace expertd {
+
+// The end of a segment: rows are scaled where the format has a scale for each, the rest is experts_epilogue.cuh.
+template <int N, class Format>
+__device__ __forceinline__ void finish_segment(const Block<Format>& block, const Segment& segment, int from, const Cursor& slot,
+                                               float (&d)[N / 2]) {
+    Shared& shared = block.shared;
+    const int warpgroup = uniform(threadIdx.x / 128);
+    const Epilogue epilogue{block.p,
+                            block.layer,
+                            segment,
+                            segment.row + from,
+                            min(64, segment.rows - from),
+                            shared.weights[slot.slot],
+                            block.staging + warpgroup * STAGING_BYTES,
+                            STAGING_BARRIER + warpgroup};
+    if constexpr (Format::BLOCK_PANELS > 1) {
+        const float2 scales = row_scales(epilogue);
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) d[i] *= i % 4 < 2 ? scales.x : scales.y;
+    }
+    barrier_wait(&shared.routing_full[slot.slot], slot.parity);
+    if (segment.phase == 0) {
+        store_h<N>(epilogue, d);
+    } else {
+        store_y<N>(epilogue, d);
+    }
+}
+
+// Narrow wgmmas are over before their sum can be added to: k is dealt out to this many accumulators, added at the end.
+template <int N> constexpr int CHAINS = N <= 32 ? 4 : N <= 64 ? 2 : 1;
+
+// The mainloop and epilogue of one segment for one warpgroup, with tokens padded to N. The warpgroup computes up to 64
+// weight rows from `from` on, of a segment that it shares with the other warpgroup or has to itself.
+template <int N>
+__device__ __forceinline__ void compute(const Block<Bf16>& block, const Segment& segment, int from, bool shared_segment,
+                                        const Cursor& slot, Cursor& stage) {
+    Shared& shared = block.shared;
+    const int warpgroup = uniform(threadIdx.x / 128);
+    const int panels = block.k_panels(segment), per_stage = block.per_stage(segment);
+    const int weight_step = segment.rows * PANEL_ROW_BYTES, token_step = round_up_8(segment.tokens) * PANEL_ROW_BYTES;
+
+    float sums[CHAINS<N>][N / 2];
+#pragma unroll
+    for (int c = 0; c < CHAINS<N>; c++) {
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) sums[c][i] = 0.0f; // also ends the registers' lifetime between segments
+    }
+    uint32_t a = 0, b = 0;
+    int in_stage = 0, previous = -1;
+    for (int panel = 0; panel < panels; panel++) {
+        if (in_stage == 0) {
+            barrier_wait(&shared.full[stage.slot], stage.parity);
+            // A warpgroup reads 64 weight rows even where the segment has fewer: what lies behind them only reaches
+            // accumulator rows that are not stored. The same holds for token columns.
+            a = wgmma_descriptor(block.weight_stage(stage.slot) + from * PANEL_ROW_BYTES);
+            b = wgmma_descriptor(block.token_stage(stage.slot));
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < PANEL_K / 16; k++) Wgmma<N>::mma(sums[k % CHAINS<N>], a + k * 2, b + k * 2);
+        wgmma_commit();
+        a += weight_step / 16;
+        b += token_step / 16;
+        if (previous >= 0) {
+            wgmma_wait<1>();
+            release_stage(block, previous, shared_segment ? 1 : 2);
+        }
+        previous = -1;
+        if (++in_stage == per_stage || panel + 1 == panels) {
+            previous = stage.slot;
+            in_stage = 0;
+            stage.advance(block.plan.stages);
+        }
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int c = 0; c < CHAINS<N>; c++) wgmma_pin(sums[c]);
+    release_stage(block, previous, shared_segment ? 1 : 2);
+    if (!shared_segment && threadIdx.x % 32 == 0) barrier_arrive(&shared.turn[warpgroup]);
+    float (&d)[N / 2] = sums[0];
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+        if constexpr (CHAINS<N> == 4) sums[1][i] += sums[3][i], d[i] += sums[2][i];
+        if constexpr (CHAINS<N> >= 2) d[i] += sums[1][i];
+    }
+
+    finish_segment<N>(block, segment, from, slot, d);
+}
+
+} // namespace expertd

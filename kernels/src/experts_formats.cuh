@@ -1,0 +1,99 @@
+// The formats that expert weights are held in, and how FP8 and MXFP4 are widened to wgmma's bf16 fragments.
+//
+// Widening is exact: e4m3 and e2m1 are put behind a bf16 exponent that is too low by a constant (subnormals of either
+// become subnormals of bf16) and multiplied by a power of two. Codes that are not numbers never come to be widened as
+// such: the packing marks their rows (experts_pack_narrow.cu). Scales of FP8 multiply sums over 128 k, in f32.
+#pragma once
+
+#include "experts_layout.cuh"
+#include "experts_ptx.cuh"
+
+namespace expertd {
+
+struct Bf16 {
+    static constexpr int UNIT_BYTES = UNIT_ROWS * PANEL_ROW_BYTES; // of 16 rows and one k block
+    static constexpr int BLOCK_PANELS = 1;                         // panels of a k block
+    static constexpr int MAX_TOKENS = 256;                         // widest token tile
+};
+
+__device__ __forceinline__ uint32_t rotate_right(uint32_t x, int by) { return __funnelshift_r(x, x, by); }
+
+__device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+struct Fp8 {
+    static constexpr int UNIT_BYTES = FP8_UNIT_BYTES;
+    static constexpr int BLOCK_PANELS = 2;
+    static constexpr int MAX_TOKENS = 128; // sums of a k block and sums of all of them share the registers
+    static constexpr bool SCALED_SUMS = true;
+    static constexpr int CHUNK_STEPS = 2; // wgmma steps of 16 k in a lane's 16 bytes
+
+    using Scales = float2; // of the lane's rows l / 4 and l / 4 + 8
+
+    // `unit`: shared-memory address.
+    static __device__ __forceinline__ Scales load_scales(uint32_t unit, int lane) {
+        const uint2 v = load_shared_8(unit + FP8_ELEMENT_BYTES + lane / 4 * 8);
+        return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+    }
+
+    static __device__ __forceinline__ void widen_word(uint32_t word, uint32_t& even, uint32_t& odd) {
+        constexpr uint32_t POWER = 0x7B807B80; // 2^120, twice
+        const uint32_t low = (rotate_right(word, 4) & 0x87808780) | ((word << 4) & 0x00700070);
+        even = multiply_bf16(word & 0x87F087F0, POWER);
+        odd = multiply_bf16(low, POWER);
+    }
+    // Chunk number `chunk` of a k block to the fragments of its steps.
+    static __device__ __forceinline__ void widen(const uint4& words, const Scales&, int, uint32_t (*a)[4]) {
+        widen_word(words.x, a[0][0], a[0][1]);
+        widen_word(words.y, a[0][2], a[0][3]);
+        widen_word(words.z, a[1][0], a[1][1]);
+        widen_word(words.w, a[1][2], a[1][3]);
+    }
+};
+
+struct Mxfp4 {
+    static constexpr int UNIT_BYTES = MXFP4_UNIT_BYTES;
+    static constexpr int BLOCK_PANELS = 2;
+    static constexpr int MAX_TOKENS = 128;
+    static constexpr bool SCALED_SUMS = false;
+    static constexpr int CHUNK_STEPS = 4;
+
+    using Scales = uint2; // four multipliers each of the lane's rows l / 4 and l / 4 + 8
+
+    static __device__ __forceinline__ Scales load_scales(uint32_t unit, int lane) {
+        return load_shared_8(unit + MXFP4_ELEMENT_BYTES + lane / 4 * 8);
+    }
+
+    // Multiplier number `i` of four, as two bf16.
+    static __device__ __forceinline__ uint32_t multiplier(uint32_t four, int i) {
+        return __byte_perm(four, 0, 0x4440 + i) * 0x00800080u;
+    }
+    // 32 k: two words to two steps.
+    static __device__ __forceinline__ void widen_block(uint32_t first, uint32_t second, uint32_t low, uint32_t high,
+                                                       uint32_t (&a)[4], uint32_t (&b)[4]) {
+        constexpr uint32_t PLACES = 0x81C081C0;
+        const uint32_t third = (first & MXFP4_LEFT) | (rotate_right(second, 32 - MXFP4_LEFT_ROTATION) & ~MXFP4_LEFT);
+        a[0] = multiply_bf16(first & PLACES, low);
+        a[1] = multiply_bf16(rotate_right(first, 4) & PLACES, high);
+        a[2] = multiply_bf16(rotate_right(first, 10) & PLACES, low);
+        a[3] = multiply_bf16(second & PLACES, high);
+        b[0] = multiply_bf16(rotate_right(second, 4) & PLACES, low);
+        b[1] = multiply_bf16(rotate_right(second, 10) & PLACES, high);
+        b[2] = multiply_bf16(rotate_right(third, 8) & PLACES, low);
+        b[3] = multiply_bf16(rotate_right(third, 14) & PLACES, high);
+    }
+    static __device__ __forceinline__ void widen(const uint4& words, const Scales& scales, int chunk, uint32_t (*a)[4]) {
+        widen_block(words.x, words.y, multiplier(scales.x, 2 * chunk), multiplier(scales.y, 2 * chunk), a[0], a[1]);
+        widen_block(words.z, words.w, multiplier(scales.x, 2 * chunk + 1), multiplier(scales.y, 2 * chunk + 1), a[2], a[3]);
+    }
+};
+
+// Chunk number `chunk` of a lane: chunks of a k block are 512 bytes of the unit apart.
+__device__ __forceinline__ uint4 load_chunk(uint32_t unit, int chunk, int lane) {
+    return load_shared_16(unit + chunk * 512 + lane * 16);
+}
+
+} // namespace expertd

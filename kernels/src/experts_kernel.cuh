@@ -1,0 +1,219 @@
+// The expert MLP of one layer on one rank, in one persistent kernel (Hopper; bf16 rows, weights in any Format).
+//
+// Weights are wgmma's M operand and tokens its N in every regime. One block per SM: two consumer warpgroups (64 weight
+// rows each), one warp that decides what comes next and streams weights, one that streams token rows, two that copy
+// received rows into panels, grouped by expert. Gate_up of all experts comes first, then down; readiness is counted per
+// expert, so a block starts down while others still finish gate_up. Weights wait for nothing: they fill the ring
+// meanwhile and the stream from HBM does not pause.
+//
+//   experts_schedule.cuh   which segment next       experts_layout.cuh          where an element lies
+//   experts_plan.cuh       tile shapes              experts_formats.cuh         FP8, MXFP4 to bf16
+//   experts_producers.cuh  weights and rows         experts_compute.cuh         mainloop, both operands in shared memory
+//   experts_rows.cuh       rows to panels           experts_compute_narrow.cuh  mainloop, weights widened in registers
+//   experts_block.cuh      what all share           experts_epilogue.cuh        activation, biases, stores
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "experts_compute.cuh"
+#include "experts_compute_narrow.cuh"
+#include "experts_plan.cuh"
+#include "experts_producers.cuh"
+#include "experts_rows.cuh"
+
+namespace expertd {
+
+// Which width of wgmma a segment takes: enough columns for its tokens.
+__device__ __forceinline__ void compute_any(const Block<Bf16>& block, const Segment& segment, int from, bool shared_segment,
+                                            const Cursor& slot, Cursor& stage) {
+    const int n = segment.tokens;
+#define EXPERTD_COMPUTE(N) compute<N>(block, segment, from, shared_segment, slot, stage)
+#define EXPERTD_UP_TO(N) else if (n <= N) EXPERTD_COMPUTE(N);
+    if (n <= 64) {
+        if (n <= 8) EXPERTD_COMPUTE(8);
+        EXPERTD_UP_TO(16)
+        EXPERTD_UP_TO(32)
+        EXPERTD_UP_TO(48)
+        else EXPERTD_COMPUTE(64);
+    } else if (n <= 160) {
+        if (n <= 80) EXPERTD_COMPUTE(80);
+        EXPERTD_UP_TO(96)
+        EXPERTD_UP_TO(112)
+        EXPERTD_UP_TO(128)
+        EXPERTD_UP_TO(144)
+        else EXPERTD_COMPUTE(160);
+    } else {
+        if (n <= 176) EXPERTD_COMPUTE(176);
+        EXPERTD_UP_TO(192)
+        EXPERTD_UP_TO(208)
+        EXPERTD_UP_TO(224)
+        EXPERTD_UP_TO(240)
+        else EXPERTD_COMPUTE(256);
+    }
+}
+
+template <class Format>
+__device__ __forceinline__ void compute_any(const Block<Format>& block, const Segment& segment, int from, bool shared_segment,
+                                            const Cursor& slot, Cursor& stage) {
+    static_assert(Format::MAX_TOKENS == 128, "the widest below");
+    const int n = segment.tokens;
+    if (n <= 8) EXPERTD_COMPUTE(8);
+    EXPERTD_UP_TO(16)
+    EXPERTD_UP_TO(32)
+    EXPERTD_UP_TO(64)
+    EXPERTD_UP_TO(96)
+    else EXPERTD_COMPUTE(128);
+#undef EXPERTD_UP_TO
+#undef EXPERTD_COMPUTE
+}
+
+// High segments are shared by the warpgroups, low ones go to the two in turn: one computes while the other stores.
+template <class Format>
+__device__ __forceinline__ void consume(const Block<Format>& block) {
+    Shared& shared = block.shared;
+    const int warpgroup = uniform(threadIdx.x / 128);
+    Cursor slot, stage;
+    int turn = 0;
+    uint32_t turn_parity = 0;
+    while (true) {
+        barrier_wait(&shared.segment_full[slot.slot], slot.parity);
+        const Segment segment = uniform(shared.segments[slot.slot]);
+        if (segment.phase == 2) break;
+        const bool shared_segment = segment.rows > 64 || block.plan.pairs;
+        const bool mine = shared_segment || turn == warpgroup;
+        if (!shared_segment) turn ^= 1;
+        if (!mine) { // not before the other is through with them: a barrier's parity tells two rounds of the ring apart, not three
+            barrier_wait(&shared.turn[warpgroup ^ 1], turn_parity);
+            turn_parity ^= 1;
+            stage.advance(block.plan.stages, divide_up(block.k_blocks(segment), block.per_stage(segment)));
+        } else {
+            const int from = shared_segment ? warpgroup * 64 : 0;
+            compute_any(block, segment, from, shared_segment, slot, stage);
+        }
+        __syncwarp(); // every lane has read the slot
+        if (threadIdx.x % 32 == 0) barrier_arrive(&shared.segment_empty[slot.slot]);
+        slot.advance(SEGMENT_SLOTS);
+        if (segment.phase == 0 && mine) {
+            named_sync<128>(STAGING_BARRIER + warpgroup);
+            const int from = shared_segment ? warpgroup * 64 : 0, rows = min(64, segment.rows - from);
+            if (threadIdx.x % 128 == 0 && rows > 0) publish(block.h_ready(segment.expert), rows / UNIT_ROWS);
+        }
+    }
+}
+
+// The last block to end leaves the counters as the next launch expects them. Every wait on them has ended by then.
+__device__ __forceinline__ void finish(const ExpertdExpertsParams& p) {
+    __threadfence();
+    if (atomicAdd(p.state + STATE_DONE, 1u) == gridDim.x - 1) {
+        for (int i = 0; i < 2 * p.experts; i++) p.state[STATE_READY + i] = 0;
+        p.state[0] = 0;
+        p.state[STATE_DONE] = 0;
+        __threadfence();
+    }
+}
+
+template <class Format>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+    experts_kernel(const __grid_constant__ ExpertdExpertsParams p) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory + RING_BYTES + 2 * STAGING_BYTES);
+    const int warp = uniform(threadIdx.x / 32);
+
+    if (threadIdx.x == 0) {
+        shared.longest = 0;
+        for (int i = 0; i < SEGMENT_SLOTS; i++) {
+            barrier_init(&shared.segment_full[i], 1);
+            barrier_init(&shared.segment_empty[i], CONSUMER_WARPS + 1);
+            barrier_init(&shared.routing_full[i], 32);
+        }
+        for (int i = 0; i < MAX_STAGES; i++) {
+            barrier_init(&shared.full[i], 2);
+            barrier_init(&shared.stage_empty[i], CONSUMER_WARPS);
+            barrier_init(&shared.pair_empty[i], 2 * CONSUMER_WARPS);
+        }
+        barrier_init(&shared.turn[0], CONSUMER_WARPS / 2);
+        barrier_init(&shared.turn[1], CONSUMER_WARPS / 2);
+        barrier_init(&shared.rows_loaded, COPY_THREADS);
+        barrier_init_fence();
+    }
+    cluster_sync();
+    wait_for_previous_kernel();
+    // Loads that do not depend on each other are issued before the first is used.
+    const uint32_t failed = p.error != nullptr ? *p.error : 0, index = p.layer != nullptr ? *p.layer : 0;
+    if (threadIdx.x < sizeof(shared.layer) / sizeof(uint64_t)) { // seen by all after the plan's barriers
+        reinterpret_cast<uint64_t*>(&shared.layer)[threadIdx.x] = reinterpret_cast<const uint64_t*>(p.layers + index)[threadIdx.x];
+    }
+    const Plan plan = make_plan<Format>(p, shared);
+    if (failed != 0) return;
+    if (shared.tables.row[p.experts] > p.panel_rows) {
+        if (p.error != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.error = EXPERTD_ERROR_ROWS;
+        return;
+    }
+    const uint32_t ring = smem_address(memory);
+    const Block<Format> block{p, shared.layer, shared, plan, ring, ring + weight_ring_bytes<Format>(plan.stages), ring + RING_BYTES};
+
+    if (warp >= WEIGHT_WARP) {
+        registers_down<PRODUCER_REGISTERS>();
+        if (warp >= COPY_WARP) {
+            copy_rows(block);
+        } else if (warp == TOKEN_WARP) {
+            produce_tokens(block);
+        } else if (threadIdx.x % 32 == 0) {
+            produce_weights(block);
+        }
+    } else {
+        registers_up<CONSUMER_REGISTERS>();
+        consume(block);
+        if (threadIdx.x == 0) finish(p);
+    }
+    __syncwarp();
+    cluster_sync(); // the other block may still write to this one's shared memory
+}
+
+// Blocks that can be resident at once, in whole clusters: they wait for each other.
+template <class Format> int resident_blocks() {
+    static const int count = [] {
+        cudaLaunchConfig_t config = {};
+        config.gridDim = dim3(2);
+        config.blockDim = dim3(THREADS);
+        config.dynamicSmemBytes = SHARED_BYTES;
+        int clusters = 0;
+        const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, experts_kernel<Format>, &config);
+        return status == cudaSuccess ? 2 * clusters : 0;
+    }();
+    return count;
+}
+
+// Host functions of one format; experts.cu chooses among them. Returned: cudaError_t.
+template <class Format> int setup_format() {
+    const cudaError_t status =
+        cudaFuncSetAttribute(experts_kernel<Format>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+    if (status != cudaSuccess) return status;
+    return resident_blocks<Format>() > 0 ? cudaSuccess : cudaErrorInvalidConfiguration;
+}
+
+template <class Format> int launch_format(const ExpertdExpertsParams& p, cudaStream_t stream) {
+    int blocks = resident_blocks<Format>();
+    if (p.blocks > 0 && p.blocks < blocks) blocks = (p.blocks + 1) / 2 * 2;
+    if (blocks == 0) return cudaErrorInvalidConfiguration;
+    cudaLaunchAttribute attributes[2];
+    unsigned count = 0;
+    if (p.flags & EXPERTD_LAUNCH_PROGRAMMATIC) {
+        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (p.flags & EXPERTD_LAUNCH_COOPERATIVE) {
+        attributes[count].id = cudaLaunchAttributeCooperative;
+        attributes[count++].val.cooperative = 1;
+    }
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(THREADS);
+    config.dynamicSmemBytes = SHARED_BYTES;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = count;
+    return cudaLaunchKernelEx(&config, experts_kernel<Format>, p);
+}
+
+} // namespace expertd

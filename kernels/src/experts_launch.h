@@ -1,0 +1,17 @@
+// The expert kernel of each format, a source of its own each: they compile in parallel. Returned: cudaError_t.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "experts.h"
+
+namespace expertd {
+
+int setup_bf16();
+int setup_fp8();
+int setup_mxfp4();
+int launch_bf16(const ExpertdExpertsParams& p, cudaStream_t stream);
+int launch_fp8(const ExpertdExpertsParams& p, cudaStream_t stream);
+int launch_mxfp4(const ExpertdExpertsParams& p, cudaStream_t stream);
+
+} // namespace expertd

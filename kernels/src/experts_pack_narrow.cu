@@ -1,0 +1,148 @@
+// Rewrites row-major FP8 and MXFP4 checkpoint weights into the units of experts_layout.cuh.
+//
+// A warp makes the units of 16 rows, k block after k block; every lane gathers what it will hold in the expert kernel. What
+// is not a number shows in the row's scale: the kernel widens the two NaN codes of e4m3 to ±480, and the NaN exponent of
+// e8m0 to some power of two.
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+#include "experts.h"
+#include "experts_layout.cuh"
+
+namespace expertd {
+namespace {
+
+constexpr int PACK_WARPS = 8;
+
+// The two rows of a lane, l / 4 and l / 4 + 8 of its unit, in the source.
+struct Rows {
+    const uint8_t* codes[2];
+    const uint8_t* scales[2];
+    int index[2]; // in row_scales
+};
+
+__device__ Rows find_rows(const ExpertdPackNarrowParams& p, int unit, int lane, int code_bytes, int scale_bytes) {
+    Rows rows;
+    for (int i = 0; i < 2; i++) {
+        const int row = unit * UNIT_ROWS + lane / 4 + 8 * i;
+        bool second = false;
+        const int feature = p.kind == EXPERTD_PACK_GATE_UP ? gate_up_feature(row, second) : row;
+        rows.codes[i] = static_cast<const uint8_t*>(second ? p.second : p.first) + uint64_t(feature) * code_bytes;
+        rows.scales[i] = static_cast<const uint8_t*>(second ? p.second_scales : p.first_scales) + uint64_t(feature) * scale_bytes;
+        rows.index[i] = feature + (second ? p.inter : 0);
+    }
+    return rows;
+}
+
+// The largest value of the four lanes that share a row.
+__device__ int quad_max(int value) {
+    value = max(value, __shfl_xor_sync(0xffffffff, value, 1));
+    return max(value, __shfl_xor_sync(0xffffffff, value, 2));
+}
+
+__device__ void write_row_scale(const ExpertdPackNarrowParams& p, int index, int lane, bool nan, int exponent) {
+    if (lane % 4 != 0) return;
+    p.row_scales[index] = nan ? NAN : ldexpf(p.row_scales_in[index], exponent);
+}
+
+__device__ void pack_fp8(const ExpertdPackNarrowParams& p, int unit, int units, int lane, int k) {
+    const int blocks = (k + BLOCK_K - 1) / BLOCK_K;
+    const Rows rows = find_rows(p, unit, lane, k, blocks * 4);
+    bool nan[2] = {false, false};
+    for (int block = 0; block < blocks; block++) {
+        uint8_t* out = static_cast<uint8_t*>(p.units) + (uint64_t(block) * units + unit) * FP8_UNIT_BYTES;
+        for (int step = 0; step < BLOCK_K / 16; step++) {
+            uint8_t codes[4][2];
+            for (int pair = 0; pair < 4; pair++) {
+                for (int i = 0; i < 2; i++) {
+                    const int column = block * BLOCK_K + fragment_k(lane, step, pair) + i;
+                    const uint8_t code = column < k ? rows.codes[pair % 2][column] : 0;
+                    nan[pair % 2] |= (code & 0x7F) == 0x7F;
+                    codes[pair][i] = code;
+                }
+            }
+            // Two steps to a chunk of 16 bytes, two chunks of every lane to a panel.
+            uint32_t* words = reinterpret_cast<uint32_t*>(out + step / 2 * 512 + lane * 16) + step % 2 * 2;
+            words[0] = fp8_word(codes[0], codes[1]);
+            words[1] = fp8_word(codes[2], codes[3]);
+        }
+        if (lane % 4 < 2) {
+            float* scales = reinterpret_cast<float*>(out + FP8_ELEMENT_BYTES);
+            scales[lane / 4 * 2 + lane % 4] = reinterpret_cast<const float*>(rows.scales[lane % 4])[block];
+        }
+    }
+    for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], lane, quad_max(nan[i]) != 0, 0);
+}
+
+__device__ void pack_mxfp4(const ExpertdPackNarrowParams& p, int unit, int units, int lane, int k) {
+    const int blocks = (k + BLOCK_K - 1) / BLOCK_K;
+    const Rows rows = find_rows(p, unit, lane, k / 2, k / 32);
+    int offset[2];
+    for (int i = 0; i < 2; i++) {
+        int largest = 0;
+        for (int j = lane % 4; j < k / 32; j += 4) largest = max(largest, int(rows.scales[i][j]));
+        largest = quad_max(largest);
+        offset[i] = largest == 255 ? 0 : max(largest - MXFP4_LARGEST, 0);
+        write_row_scale(p, rows.index[i], lane, largest == 255, offset[i]);
+    }
+    for (int block = 0; block < blocks; block++) {
+        uint8_t* out = static_cast<uint8_t*>(p.units) + (uint64_t(block) * units + unit) * MXFP4_UNIT_BYTES;
+        for (int panel = 0; panel < 2; panel++) {
+            uint32_t words[4];
+            for (int half = 0; half < 2; half++) { // 32 k each
+                uint8_t codes[8][2];
+                for (int pair = 0; pair < 8; pair++) {
+                    const int step = panel * 4 + half * 2 + pair / 4;
+                    const int column = block * BLOCK_K + fragment_k(lane, step, pair % 4);
+                    const uint8_t both = column < k ? rows.codes[pair % 2][column / 2] : 0;
+                    codes[pair][0] = both & 15;
+                    codes[pair][1] = both >> 4;
+                }
+                mxfp4_words(codes, words + 2 * half);
+            }
+            *reinterpret_cast<uint4*>(out + panel * 512 + lane * 16) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+        for (int i = 0; i < 2; i++) { // lane % 4 is the number of the 32 k
+            const int group = block * (BLOCK_K / 32) + lane % 4;
+            const int code = group < k / 32 ? rows.scales[i][group] : 0;
+            out[MXFP4_ELEMENT_BYTES + lane / 4 * 8 + i * 4 + lane % 4] = mxfp4_multiplier(code, offset[i]);
+        }
+    }
+}
+
+__global__ void pack_narrow_kernel(const ExpertdPackNarrowParams p, int units, int k) {
+    const int unit = blockIdx.x * PACK_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (unit >= units) return;
+    if (p.format == EXPERTD_FP8) {
+        pack_fp8(p, unit, units, lane, k);
+    } else {
+        pack_mxfp4(p, unit, units, lane, k);
+    }
+}
+
+} // namespace
+} // namespace expertd
+
+extern "C" int expertd_experts_pack_narrow(const ExpertdPackNarrowParams* params, void* stream) {
+    const ExpertdPackNarrowParams& p = *params;
+    const bool gate_up = p.kind == EXPERTD_PACK_GATE_UP;
+    if (p.hidden <= 0 || p.hidden % 64 != 0 || p.inter <= 0 || p.inter % 64 != 0 ||
+        (p.format != EXPERTD_FP8 && p.format != EXPERTD_MXFP4) || p.first == nullptr || p.first_scales == nullptr ||
+        (gate_up && (p.second == nullptr || p.second_scales == nullptr)) || p.row_scales_in == nullptr ||
+        p.row_scales == nullptr || p.units == nullptr) {
+        return cudaErrorInvalidValue;
+    }
+    const int rows = gate_up ? 2 * p.inter : p.hidden, k = gate_up ? p.hidden : p.inter;
+    const int units = rows / expertd::UNIT_ROWS, blocks = (units + expertd::PACK_WARPS - 1) / expertd::PACK_WARPS;
+    expertd::pack_narrow_kernel<<<blocks, expertd::PACK_WARPS * 32, 0, static_cast<cudaStream_t>(stream)>>>(p, units, k);
+    return cudaGetLastError();
+}
+
+extern "C" uint64_t expertd_experts_matrix_bytes(int32_t format, int32_t kind, int32_t hidden, int32_t inter) {
+    const bool gate_up = kind == EXPERTD_PACK_GATE_UP;
+    const uint64_t rows = gate_up ? 2 * inter : hidden, k = gate_up ? hidden : inter;
+    if (format == EXPERTD_BF16) return rows * k * 2;
+    const uint64_t unit = format == EXPERTD_FP8 ? expertd::FP8_UNIT_BYTES : expertd::MXFP4_UNIT_BYTES;
+    return rows / expertd::UNIT_ROWS * ((k + expertd::BLOCK_K - 1) / expertd::BLOCK_K) * unit;
+}

@@ -1,0 +1,55 @@
+// Counts of the step to a plan: prefix sums over experts, tile shapes, pipeline depth.
+#pragma once
+
+#include "experts_block.cuh"
+
+namespace expertd {
+
+// Prefix sums over experts and the plan that follows from them. All threads; two experts per thread.
+template <class Format>
+__device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared& shared) {
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    int count[2];
+    for (int i = 0; i < 2; i++) {
+        const int e = 2 * thread + i;
+        const int start = e <= p.experts ? p.expert_offsets[e] : 0;
+        count[i] = e < p.experts ? p.expert_offsets[e + 1] - start : 0;
+        if (e <= p.experts) shared.tables.offset[e] = start;
+    }
+    const int longest = __reduce_max_sync(0xffffffff, max(count[0], count[1]));
+    if (lane == 0 && longest > 0) atomicMax(&shared.longest, longest);
+    __syncthreads();
+
+    Plan plan;
+    plan.tile_tokens = p.tile_tokens != 0 ? p.tile_tokens : tile_tokens_for<Format>(shared.longest);
+    plan.stages = stages_for<Format>(plan.tile_tokens);
+
+    const int tiles[2] = {divide_up(count[0], plan.tile_tokens), divide_up(count[1], plan.tile_tokens)};
+    const int rows[2] = {round_up_8(count[0]), round_up_8(count[1])};
+    int tiles_before = tiles[0] + tiles[1], rows_before = rows[0] + rows[1]; // inclusive, made exclusive below
+    for (int delta = 1; delta < 32; delta *= 2) {
+        const int t = __shfl_up_sync(0xffffffff, tiles_before, delta), r = __shfl_up_sync(0xffffffff, rows_before, delta);
+        if (lane >= delta) tiles_before += t, rows_before += r;
+    }
+    if (lane == 31) shared.warp_tiles[warp] = tiles_before, shared.warp_rows[warp] = rows_before;
+    __syncthreads();
+    tiles_before -= tiles[0] + tiles[1], rows_before -= rows[0] + rows[1];
+    plan.tiles = 0;
+    for (int w = 0; w < THREADS / 32; w++) {
+        if (w < warp) tiles_before += shared.warp_tiles[w], rows_before += shared.warp_rows[w];
+        plan.tiles += shared.warp_tiles[w];
+    }
+    for (int i = 0; i < 2; i++) {
+        const int e = 2 * thread + i;
+        if (e <= p.experts) shared.tables.tile[e] = tiles_before, shared.tables.row[e] = rows_before;
+        tiles_before += tiles[i], rows_before += rows[i];
+    }
+    plan.pairs = p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS
+                                  : plan.tile_tokens > PAIR_TOKENS && min(p.hidden, p.inter) >= PAIR_K;
+    plan.rows[0] = p.tile_rows != 0 ? p.tile_rows : segment_rows_for(2 * p.inter, plan);
+    plan.rows[1] = p.tile_rows != 0 ? p.tile_rows : segment_rows_for(p.hidden, plan);
+    __syncthreads();
+    return plan;
+}
+
+} // namespace expertd

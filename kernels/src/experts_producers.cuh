@@ -1,0 +1,110 @@
+// The two streams of the expert kernel: weights, and token rows (x for gate_up, h for down).
+#pragma once
+
+#include "experts_block.cuh"
+#include "experts_rows.cuh"
+
+namespace expertd {
+
+// One thread: draws the block's segments and streams their weights. It runs as far ahead as the ring allows.
+template <class Format>
+__device__ __forceinline__ void produce_weights(const Block<Format>& block) {
+    const ExpertdExpertsParams& p = block.p;
+    Shared& shared = block.shared;
+    Scheduler scheduler(p, shared.tables, block.plan);
+    Cursor slot, stage;
+    const uint64_t once = policy_evict_first(), again = policy_evict_normal();
+    // Rows first: behind 200 KB of weights per SM in the memory system they would be late, and every block waits for them.
+    barrier_wait(&shared.rows_loaded, 0);
+    bool more = true;
+    while (more) {
+        Segment segment;
+        more = scheduler.next(segment);
+        if (!more) segment.phase = 2;
+        barrier_wait(&shared.segment_empty[slot.slot], slot.parity ^ 1);
+        shared.segments[slot.slot] = segment;
+        barrier_arrive(&shared.segment_full[slot.slot]);
+        slot.advance(SEGMENT_SLOTS);
+        if (!more) break;
+
+        const int all_rows = segment.phase == 0 ? 2 * p.inter : p.hidden;
+        const int blocks = block.k_blocks(segment), per_stage = block.per_stage(segment);
+        const int64_t block_bytes = int64_t(all_rows / UNIT_ROWS) * Format::UNIT_BYTES; // all rows of a k block
+        const char* source = static_cast<const char*>(segment.phase == 0 ? block.layer.gate_up : block.layer.down) +
+                             int64_t(segment.expert) * blocks * block_bytes + int64_t(segment.row / UNIT_ROWS) * Format::UNIT_BYTES;
+        const uint32_t bytes = segment.rows / UNIT_ROWS * Format::UNIT_BYTES;
+        const int* tile = &shared.tables.tile[segment.expert];
+        const uint64_t policy = tile[1] - tile[0] == 1 ? once : again; // is there another token tile for these rows?
+        for (int k = 0; k < blocks; k += per_stage) {
+            const int here = min(per_stage, blocks - k);
+            barrier_wait(&shared.stage_empty[stage.slot], stage.parity ^ 1);
+            barrier_arrive_expect(&shared.full[stage.slot], bytes * here);
+            for (int i = 0; i < here && bytes != 0; i++) {
+                bulk_load(block.weight_stage(stage.slot) + i * bytes, source, bytes, &shared.full[stage.slot], policy);
+                source += block_bytes;
+            }
+            stage.advance(block.plan.stages);
+        }
+    }
+    let_next_kernel_start();
+}
+
+// One warp: routing weights of each segment; its first lane streams token rows: x for gate_up, h for down.
+template <class Format>
+__device__ __forceinline__ void produce_tokens(const Block<Format>& block) {
+    const ExpertdExpertsParams& p = block.p;
+    Shared& shared = block.shared;
+    const int lane = threadIdx.x % 32;
+    const uint64_t policy = policy_evict_normal();
+    Cursor slot, stage;
+    int ready_phase = -1, ready_expert = -1;
+    while (true) {
+        barrier_wait(&shared.segment_full[slot.slot], slot.parity);
+        const Segment segment = shared.segments[slot.slot];
+        if (segment.phase == 2) break;
+        for (int i = lane; i < segment.tokens; i += 32) {
+            copy_4(smem_address(&shared.weights[slot.slot][i]), p.row_weight + segment.first + i);
+        }
+        barrier_arrive_after_copies(&shared.routing_full[slot.slot]);
+        __syncwarp();
+        if (lane == 0) {
+            barrier_arrive(&shared.segment_empty[slot.slot]);
+            if (segment.expert != ready_expert || segment.phase != ready_phase) {
+                const int e = segment.expert;
+                if (segment.phase == 0) {
+                    const int octets = (shared.tables.row[e + 1] - shared.tables.row[e]) / 8;
+                    await(block.x_ready(e), uint32_t(octets) * copy_slices(p));
+                } else {
+                    await(block.h_ready(e), uint32_t(shared.tables.tile[e + 1] - shared.tables.tile[e]) * (2 * p.inter / UNIT_ROWS));
+                }
+                ready_expert = e, ready_phase = segment.phase;
+            }
+            const int panels = block.k_panels(segment), per_stage = block.per_stage(segment) * Format::BLOCK_PANELS;
+            const uint32_t bytes = round_up_8(segment.tokens) * PANEL_ROW_BYTES;
+            const char* source = static_cast<const char*>(segment.phase == 0 ? p.x_panels : p.h) + int64_t(segment.panel_row) * PANEL_ROW_BYTES;
+            // In a pair, the first block brings the first half of the tokens for both, the second block the second half.
+            const uint32_t half = (bytes / 2 + 1023) / 1024 * 1024;
+            const uint32_t mine_from = block.plan.pairs && blockIdx.x % 2 == 1 ? half : 0;
+            const uint32_t mine = !block.plan.pairs ? bytes : mine_from == 0 ? half : bytes - half;
+            for (int panel = 0; panel < panels; panel += per_stage) {
+                const int here = min(per_stage, panels - panel);
+                barrier_wait(block.plan.pairs ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
+                uint64_t* full = &shared.full[stage.slot];
+                barrier_arrive_expect(full, bytes * here);
+                for (int i = 0; i < here; i++) {
+                    if (!block.plan.pairs) {
+                        bulk_load(block.token_stage(stage.slot) + i * bytes, source, bytes, full, policy);
+                    } else if (mine != 0) {
+                        bulk_load_both(block.token_stage(stage.slot) + i * bytes + mine_from, source + mine_from, mine, full, policy);
+                    }
+                    source += int64_t(p.panel_rows) * PANEL_ROW_BYTES;
+                }
+                stage.advance(block.plan.stages);
+            }
+        }
+        __syncwarp();
+        slot.advance(SEGMENT_SLOTS);
+    }
+}
+
+} // namespace expertd

@@ -1,0 +1,194 @@
+//! FP8 and MXFP4 experts on their way to the device: codes and scales of one expert as the packing kernel takes them.
+//!
+//! Codes stay as they are; rows and columns that sizes are padded with are zeros. FP8 scales become one multiplier for each
+//! row and 128 columns, or one for each row where a scale spans the columns of a matrix.
+
+use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, PackNarrowParams};
+use rayon::prelude::*;
+
+use super::Held;
+use crate::experts::ExpertWeights;
+use crate::linalg::{MatrixView, Scales};
+
+/// Columns that share an FP8 multiplier on the device.
+const FP8_COLS: usize = 128;
+/// Columns that share an MXFP4 exponent.
+const MX_COLS: usize = 32;
+
+/// Where the parts of one expert stand in a staging buffer, in bytes. All are multiples of 16.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Parts {
+    held: Held,
+    hidden: usize,
+    inter: usize,
+    /// Of gate, up and down.
+    codes: [usize; 3],
+    scales: [usize; 3],
+    /// f32 `[2, inter]`, then `[hidden]`.
+    row_scales: usize,
+    /// All of it.
+    pub(super) bytes: usize,
+}
+
+impl Parts {
+    /// For padded sizes.
+    pub(super) fn new(held: Held, hidden: usize, inter: usize) -> Self {
+        let mut end = 0_usize;
+        let mut take = |bytes: usize| {
+            let at = end;
+            end += bytes.next_multiple_of(16);
+            at
+        };
+        let shapes = [[inter, hidden], [inter, hidden], [hidden, inter]];
+        let codes = shapes.map(|[rows, cols]| take(rows * row_bytes(held, cols)));
+        let scales = shapes.map(|[rows, cols]| take(rows * scale_bytes(held, cols)));
+        let row_scales = take((2 * inter + hidden) * 4);
+        Parts { held, hidden, inter, codes, scales, row_scales, bytes: end }
+    }
+
+    /// Writes an expert into `to`, which has room for [`bytes`](Self::bytes).
+    ///
+    /// # Errors
+    /// What about the matrices cannot be held.
+    pub(super) fn fill(&self, weights: &ExpertWeights<'_>, to: &mut [u8]) -> Result<(), String> {
+        let (codes, rest) = to.split_at_mut(self.scales[0]);
+        let (scales, row_scales) = rest.split_at_mut(self.row_scales - self.scales[0]);
+        let row_scales: &mut [f32] =
+            bytemuck::cast_slice_mut(&mut row_scales[..(2 * self.inter + self.hidden) * 4]);
+        let (inputs, outputs) = row_scales.split_at_mut(2 * self.inter);
+        let (gate, up) = inputs.split_at_mut(self.inter);
+        let matrices = [
+            (&weights.gate, self.inter, self.hidden, gate),
+            (&weights.up, self.inter, self.hidden, up),
+            (&weights.down, self.hidden, self.inter, outputs),
+        ];
+        for (i, (view, rows, cols, row_scales)) in matrices.into_iter().enumerate() {
+            check(self.held, view)?;
+            fill_codes(
+                view,
+                cols,
+                &mut codes[self.codes[i]..][..rows * row_bytes(self.held, cols)],
+                self.held,
+            );
+            let scales =
+                &mut scales[self.scales[i] - self.scales[0]..][..rows * scale_bytes(self.held, cols)];
+            match self.held {
+                Held::Mxfp4 => {
+                    fill_exponents(view, cols / MX_COLS, scales);
+                    row_scales.fill(1.0);
+                }
+                _ => fill_multipliers(
+                    view,
+                    cols.div_ceil(FP8_COLS),
+                    bytemuck::cast_slice_mut(scales),
+                    row_scales,
+                ),
+            }
+        }
+        Ok(())
+    }
+
+    /// The packing of what was filled in, once it is at `staged` on the device. Destinations are the caller's.
+    pub(super) fn packs(&self, staged: u64) -> [PackNarrowParams; 2] {
+        let at = |offset: usize| staged + offset as u64;
+        let common = PackNarrowParams {
+            hidden: self.hidden as i32,
+            inter: self.inter as i32,
+            format: self.held.code(),
+            ..PackNarrowParams::default()
+        };
+        let gate_up = PackNarrowParams {
+            first: at(self.codes[0]),
+            second: at(self.codes[1]),
+            first_scales: at(self.scales[0]),
+            second_scales: at(self.scales[1]),
+            row_scales_in: at(self.row_scales),
+            kind: PACK_GATE_UP,
+            ..common
+        };
+        let down = PackNarrowParams {
+            first: at(self.codes[2]),
+            first_scales: at(self.scales[2]),
+            row_scales_in: at(self.row_scales + 2 * self.inter * 4),
+            kind: PACK_DOWN,
+            ..common
+        };
+        [gate_up, down]
+    }
+}
+
+/// Bytes of a row of codes.
+fn row_bytes(held: Held, cols: usize) -> usize {
+    if held == Held::Mxfp4 { cols / 2 } else { cols }
+}
+
+/// Bytes of a row's scales.
+fn scale_bytes(held: Held, cols: usize) -> usize {
+    if held == Held::Mxfp4 { cols / MX_COLS } else { cols.div_ceil(FP8_COLS) * 4 }
+}
+
+/// Whether the kernel can work with this matrix.
+fn check(held: Held, view: &MatrixView<'_>) -> Result<(), String> {
+    if Held::from(view.format) != held {
+        return Err(format!(
+            "one matrix of an expert is stored in {}, others are not; GPU ranks need one format",
+            view.format
+        ));
+    }
+    match view.scales {
+        Scales::Block { block_rows, block_cols, .. }
+            if block_cols < view.cols && !block_cols.is_multiple_of(FP8_COLS) =>
+        {
+            Err(format!(
+                "FP8 scales for blocks of {block_rows}×{block_cols}: GPU ranks need blocks as wide as the matrix or \
+                 some multiple of {FP8_COLS}; use --device cpu"
+            ))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Rows of `cols` codes; what is beyond the matrix becomes zero.
+fn fill_codes(view: &MatrixView<'_>, cols: usize, to: &mut [u8], held: Held) {
+    let bytes = row_bytes(held, cols);
+    to.par_chunks_mut(bytes).enumerate().for_each(|(row, to)| {
+        to.fill(0);
+        if row >= view.rows {
+            return;
+        }
+        let start = row * view.row_stride;
+        if held == Held::Mxfp4 {
+            if start.is_multiple_of(2) && view.cols.is_multiple_of(2) {
+                to[..view.cols / 2].copy_from_slice(&view.data[start / 2..(start + view.cols) / 2]);
+            } else {
+                (0..view.cols).for_each(|col| to[col / 2] |= view.nibble(row, col) << (col % 2 * 4));
+            }
+        } else if view.col_stride == 1 {
+            to[..view.cols].copy_from_slice(&view.data[start..start + view.cols]);
+        } else {
+            to.iter_mut().take(view.cols).enumerate().for_each(|(col, to)| [*to] = view.bits(row, col));
+        }
+    });
+}
+
+/// `[rows, cols / 32]` exponents; what is beyond the matrix meets zeros only.
+fn fill_exponents(view: &MatrixView<'_>, blocks: usize, to: &mut [u8]) {
+    for (row, to) in to.chunks_mut(blocks).enumerate() {
+        for (block, to) in to.iter_mut().enumerate() {
+            let inside = row < view.rows && block * MX_COLS < view.cols;
+            *to = if inside { view.exponent(row, block * MX_COLS) } else { 0 };
+        }
+    }
+}
+
+/// `[rows, cols / 128]` multipliers, and one for each row.
+fn fill_multipliers(view: &MatrixView<'_>, blocks: usize, to: &mut [f32], row_scales: &mut [f32]) {
+    let by_row = !matches!(view.scales, Scales::Block { block_cols, .. } if block_cols < view.cols);
+    for (row, (to, row_scale)) in to.chunks_mut(blocks).zip(row_scales).enumerate() {
+        let inside = row < view.rows;
+        *row_scale = if inside && by_row { view.scale(row, 0) } else { 1.0 };
+        for (block, to) in to.iter_mut().enumerate() {
+            *to = if inside && !by_row { view.scale(row, block * FP8_COLS) } else { 1.0 };
+        }
+    }
+}
