@@ -192,3 +192,142 @@ fn fill_multipliers(view: &MatrixView<'_>, blocks: usize, to: &mut [f32], row_sc
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::borrow::Cow;
+
+    use super::*;
+    use crate::linalg::WeightFormat;
+
+    const HIDDEN: usize = 200;
+    const INTER: usize = 96;
+    const PADDED: [usize; 2] = [256, 128];
+
+    /// Bytes that repeat late.
+    fn bytes(len: usize, seed: usize) -> Vec<u8> {
+        (0..len).map(|i| ((i * 37 + i / 251 + seed * 11) % 251) as u8).collect()
+    }
+
+    fn fp8(rows: usize, cols: usize, data: &[u8], block: [usize; 2]) -> MatrixView<'_> {
+        let [block_rows, block_cols] = block;
+        let count = rows.div_ceil(block_rows) * cols.div_ceil(block_cols);
+        let values: Vec<f32> = (0..count).map(|i| 0.5 + i as f32 * 0.25).collect();
+        MatrixView {
+            format: WeightFormat::Fp8E4m3,
+            data,
+            rows,
+            cols,
+            row_stride: cols,
+            col_stride: 1,
+            scales: Scales::Block { values: Cow::Owned(values), block_rows, block_cols },
+        }
+    }
+
+    fn expert<'a>(gate: &MatrixView<'a>, up: &MatrixView<'a>, down: &MatrixView<'a>) -> ExpertWeights<'a> {
+        ExpertWeights { gate: gate.clone(), up: up.clone(), down: down.clone(), biases: None }
+    }
+
+    fn floats(bytes: &[u8]) -> Vec<f32> {
+        bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+    }
+
+    /// Reads element `(row, col)` of matrix `which` back from what the packing kernel gets, and compares it.
+    fn compare(parts: &Parts, staged: &[u8], which: usize, view: &MatrixView<'_>) {
+        let [rows, cols] = if which == 2 { PADDED } else { [PADDED[1], PADDED[0]] };
+        let row_scales = floats(&staged[parts.row_scales..]);
+        for row in 0..rows {
+            for col in 0..cols {
+                let at = row * cols + col;
+                let value = if parts.held == Held::Mxfp4 {
+                    let code = staged[parts.codes[which] + at / 2] >> (at % 2 * 4) & 15;
+                    let exponent = staged[parts.scales[which] + row * (cols / 32) + col / 32];
+                    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)]
+                        * if code & 8 == 0 { 1.0 } else { -1.0 }
+                        * 2f64.powi(i32::from(exponent) - 127)
+                } else {
+                    let scale = (row * cols.div_ceil(128) + col / 128) * 4 + parts.scales[which];
+                    let scale = f64::from(floats(&staged[scale..scale + 4])[0]);
+                    let code = staged[parts.codes[which] + at];
+                    let plain =
+                        MatrixView { data: &[code], row_stride: 1, scales: Scales::None, ..view.clone() };
+                    f64::from(plain.value(0, 0)) * scale
+                };
+                let row_scale = row_scales[[0, PADDED[1], 2 * PADDED[1]][which] + row];
+                let inside = row < view.rows && col < view.cols;
+                let expected = if inside { f64::from(view.value(row, col)) } else { 0.0 };
+                assert_eq!((value * f64::from(row_scale)) as f32, expected as f32, "{which} ({row}, {col})");
+            }
+        }
+    }
+
+    #[test]
+    fn fp8_with_scales_of_any_height_arrives() {
+        let (gate, up, down) = (bytes(INTER * HIDDEN, 1), bytes(INTER * HIDDEN, 2), bytes(HIDDEN * INTER, 3));
+        // Codes that are not numbers are the packing kernel's business.
+        let clean =
+            |v: Vec<u8>| v.into_iter().map(|c| if c & 0x7f == 0x7f { c ^ 1 } else { c }).collect::<Vec<_>>();
+        let (gate, up, down) = (clean(gate), clean(up), clean(down));
+        for block in [[128, 128], [1, 128], [1, HIDDEN], [INTER, HIDDEN], [13, 256]] {
+            let gate = fp8(INTER, HIDDEN, &gate, block);
+            let up = fp8(INTER, HIDDEN, &up, block);
+            let down = fp8(HIDDEN, INTER, &down, [block[0], 128]);
+            let parts = Parts::new(Held::Fp8, PADDED[0], PADDED[1]);
+            let mut staged = vec![0xaa; parts.bytes];
+            parts.fill(&expert(&gate, &up, &down), &mut staged).unwrap();
+            for (which, view) in [&gate, &up, &down].into_iter().enumerate() {
+                compare(&parts, &staged, which, view);
+            }
+        }
+    }
+
+    #[test]
+    fn mxfp4_with_alternating_rows_arrives() {
+        const HIDDEN: usize = 224; // blocks of 32
+        let (gate_up, down) = (bytes(2 * INTER * HIDDEN / 2, 4), bytes(HIDDEN * INTER / 2, 5));
+        let exponents: Vec<u8> = (0..2 * INTER * (HIDDEN / 32)).map(|i| 110 + (i % 23) as u8).collect();
+        let half = |first: usize| MatrixView {
+            format: WeightFormat::Mxfp4,
+            data: &gate_up[first * HIDDEN / 2..],
+            rows: INTER,
+            cols: HIDDEN,
+            row_stride: 2 * HIDDEN,
+            col_stride: 1,
+            scales: Scales::Mx {
+                exponents: &exponents[first * (HIDDEN / 32)..],
+                row_stride: 2 * (HIDDEN / 32),
+            },
+        };
+        let (gate, up) = (half(0), half(1));
+        let down = MatrixView {
+            data: &down,
+            rows: HIDDEN,
+            cols: INTER,
+            row_stride: INTER,
+            scales: Scales::Mx { exponents: &exponents, row_stride: INTER / 32 },
+            ..half(0)
+        };
+        let parts = Parts::new(Held::Mxfp4, PADDED[0], PADDED[1]);
+        let mut staged = vec![0xaa; parts.bytes];
+        parts.fill(&expert(&gate, &up, &down), &mut staged).unwrap();
+        for (which, view) in [&gate, &up, &down].into_iter().enumerate() {
+            compare(&parts, &staged, which, view);
+        }
+    }
+
+    #[test]
+    fn what_the_kernel_cannot_hold_is_refused_by_name() {
+        let data = bytes(INTER * HIDDEN, 6);
+        let gate = fp8(INTER, HIDDEN, &data, [128, 96]);
+        let down = fp8(HIDDEN, INTER, &data, [128, 128]);
+        let parts = Parts::new(Held::Fp8, PADDED[0], PADDED[1]);
+        let mut staged = vec![0; parts.bytes];
+        let error = parts.fill(&expert(&gate, &gate, &down), &mut staged).unwrap_err();
+        assert!(error.contains("128×96") && error.contains("--device cpu"), "{error}");
+        let plain = vec![0; HIDDEN * INTER * 2];
+        let bf16 = MatrixView { format: WeightFormat::Bf16, data: &plain, scales: Scales::None, ..down };
+        let gate = fp8(INTER, HIDDEN, &data, [128, 128]);
+        let error = parts.fill(&expert(&gate, &gate, &bf16), &mut staged).unwrap_err();
+        assert!(error.contains("bf16"), "{error}");
+    }
+}
