@@ -18,7 +18,14 @@ use tonic::Code;
 /// Relative L2 error of a row computed in bf16.
 const TOLERANCE: f64 = 1e-2;
 /// Rows whose scores are so close, or so near a threshold, that bf16 rows are routed otherwise (docs/gpu.md).
-const ROUTED_OTHERWISE: [&str; 2] = ["dots1", "phimoe"];
+const ROUTED_OTHERWISE: [&str; 3] = ["dots1", "phimoe", "granitemoe-fp8-odd"];
+/// Fixtures with FP8 and MXFP4 experts, beside those of the families.
+const QUANTISED: [&str; 4] = [
+    "../quantised/deepseek_v3-fp8-odd",
+    "../quantised/gpt_oss-mxfp4-odd",
+    "../quantised/granitemoe-fp8-odd",
+    "../quantised/llama4_text-fp8-odd",
+];
 /// Nothing here takes that long.
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -46,11 +53,11 @@ fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
 async fn verified(service: &Service, family: &str, dtype: &str, batch: &str) {
     let path = golden(family);
     for routing in ["gate", "recorded"] {
-        if routing == "gate" && ROUTED_OTHERWISE.contains(&family) {
+        if routing == "gate" && ROUTED_OTHERWISE.iter().any(|name| family.ends_with(name)) {
             continue;
         }
         // This family's blocks do not expose their ids.
-        if routing == "recorded" && family == "llama4_text" {
+        if routing == "recorded" && family.contains("llama4_text") {
             continue;
         }
         let line = ["verify", "--address", &service.address, "--golden", path.to_str().unwrap()];
@@ -76,6 +83,20 @@ async fn recorded_answers_of_every_family() {
                 verified(&service, family, "bf16", "3").await;
                 println!("{family}: {ranks} GPUs");
             }
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
+async fn recorded_answers_of_quantised_checkpoints() {
+    let Some((most, _in_use)) = gpus() else { return };
+    for name in QUANTISED {
+        for ranks in 1..=most {
+            let service = start(name, ranks, &[]);
+            verified(&service, name, "f32", "1000").await;
+            verified(&service, name, "bf16", "3").await;
+            println!("{name}: {ranks} GPUs");
         }
     }
 }
