@@ -5,9 +5,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use expertd::engine::gpu;
 use expertd::experts::reference::dense;
 use expertd::model::synth::{self, SynthConfig, SynthFormat};
 use expertd::model::{Checkpoint, ModelError};
+use expertd::shm::GroupShape;
 use expertd::types::{ExpertId, LayerId};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors, serialize_to_file};
@@ -252,6 +254,24 @@ fn fp8_scales_by_block_channel_and_tensor() {
     let config = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [40, 40]});
     parts.config.insert("quantization_config".into(), config);
     same(&parts, &expected);
+    // The kernels of GPU ranks cannot do these.
+    let shape = GroupShape {
+        ranks: 1,
+        slots: 2,
+        max_tokens_per_rank: 8,
+        max_segments: 8,
+        hidden: HIDDEN,
+        max_top_k: 2,
+    };
+    let (_dir, checkpoint) = parts.open().unwrap();
+    let refused = gpu::check(checkpoint.spec(), &shape).unwrap_err();
+    assert!(refused.contains("layer 0") && refused.contains("blocks of 40 columns"), "{refused}");
+
+    let (mut parts, expected) = quantised("_scale_inv", Dtype::F32, blocks(128), scale_of);
+    let config = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]});
+    parts.config.insert("quantization_config".into(), config);
+    same(&parts, &expected);
+    gpu::check(parts.open().unwrap().1.spec(), &shape).unwrap();
 
     let (mut parts, expected) = quantised("_scale", Dtype::BF16, blocks(32), scale_of);
     let weights = json!({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32]});

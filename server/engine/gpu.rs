@@ -22,6 +22,9 @@ pub const BUILD_HINT: &str = "this build has no GPU ranks; build with `cargo bui
 /// Multiple that the kernels' row length has to be; shorter rows are padded.
 const ROW_UNIT: usize = 64;
 
+/// Multiple that blocks of FP8 scales have to be wide for the kernels, unless they span a row.
+const SCALE_COLS: usize = 128;
+
 /// Environment that ranks on GPUs need: no NVLink multicast, and kernels loaded before anything waits on the device.
 #[must_use]
 pub fn environment() -> Vec<(String, String)> {
@@ -129,6 +132,13 @@ pub fn check(spec: &ModelSpec, shape: &GroupShape) -> Result<(), String> {
 }
 
 fn unsupported(moe: &MoeLayer) -> Option<String> {
+    let shared = moe.shared.as_ref().and_then(|shared| shared.scale_cols);
+    let odd = |cols: &usize| !cols.is_multiple_of(SCALE_COLS);
+    if let Some(cols) = moe.experts.scale_cols.or(shared).filter(odd) {
+        return Some(format!(
+            "has FP8 scales for blocks of {cols} columns (blocks as wide as the matrix, or of a multiple of {SCALE_COLS})"
+        ));
+    }
     if moe.experts.count > MAX_EXPERTS {
         return Some(format!("has {} experts (at most {MAX_EXPERTS})", moe.experts.count));
     }

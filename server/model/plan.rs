@@ -85,6 +85,17 @@ pub(super) struct LayerPlan {
     pub(super) shared: Option<(MlpPlan, Option<VectorRef>)>,
 }
 
+impl MlpPlan {
+    /// Columns of a block of scales, where a row of some matrix has several: all matrices have the config's blocks.
+    pub(super) fn scale_cols(&self) -> Option<usize> {
+        let narrow = |matrix: &MatrixRef| match &matrix.scales {
+            ScalesRef::Block(scales) if scales.block[1] < matrix.cols => Some(scales.block[1]),
+            _ => None,
+        };
+        [&self.gate, &self.up, &self.down].into_iter().find_map(narrow)
+    }
+}
+
 impl VectorRef {
     pub(super) fn read(&self, store: &Store) -> Vec<f32> {
         store.floats(self.tensor, self.first, self.stride, self.len)

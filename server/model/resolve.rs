@@ -200,6 +200,7 @@ fn resolve_layer(
         weight_on_input: context.family.weight_on_input,
         biases: context.family.expert_biases,
         format: plans[0].gate.format,
+        scale_cols: plans[0].scale_cols(),
         bytes: plans[0].bytes,
     };
     let (shared_spec, shared_plan) = shared.unzip();
@@ -315,6 +316,7 @@ fn resolve_shared(
         gated: gate.is_some(),
         biases,
         format: plan.gate.format,
+        scale_cols: plan.scale_cols(),
         bytes: plan.bytes,
     };
     Ok(Some((spec, (plan, gate))))

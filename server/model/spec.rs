@@ -47,6 +47,8 @@ pub struct ExpertsSpec {
     pub biases: bool,
     /// How the weights are stored, and stay stored.
     pub format: WeightFormat,
+    /// Columns of a block of FP8 scales, where a row of some matrix has several.
+    pub scale_cols: Option<usize>,
     /// Bytes of one expert in the checkpoint, scales and biases included.
     pub bytes: u64,
 }
@@ -64,6 +66,8 @@ pub struct SharedSpec {
     pub biases: bool,
     /// How the weights are stored, and stay stored.
     pub format: WeightFormat,
+    /// As of [`ExpertsSpec`].
+    pub scale_cols: Option<usize>,
     /// Bytes in the checkpoint, scales and biases included.
     pub bytes: u64,
 }
