@@ -17,8 +17,7 @@
 
 namespace expertd {
 
-constexpr int TILE_ROWS = 128;       // most weight rows of a segment: 64 per consumer warpgroup
-                                     // (fewest: UNIT_ROWS, also the unit of the h readiness counters)
+constexpr int TILE_ROWS = 128;       // most weight rows of a segment: 64 per consumer warpgroup; UNIT_ROWS: fewest
 constexpr int MAX_TILE_TOKENS = 256; // widest wgmma
 constexpr int TOKEN_TILE_GROUP = 8;  // token tiles that share weight rows while these are in L2
 constexpr int LOW_ROWS = 64;         // weight rows of a segment when there are few experts, and
@@ -67,6 +66,8 @@ template <class Format> __device__ __forceinline__ int weight_ring_bytes(int sta
 }
 template <class Format> __device__ __forceinline__ int stages_for(int tile_tokens) {
     constexpr int LOST = stage_weight_bytes<Format>() % SWIZZLE_BYTES == 0 ? 0 : SWIZZLE_BYTES;
+    constexpr int LARGEST = stage_weight_bytes<Format>() + Format::MAX_TOKENS * PANEL_ROW_BYTES * Format::BLOCK_PANELS;
+    static_assert((RING_BYTES - LOST) / LARGEST >= 3, "a consumer may hold two stages while it waits for the third");
     return min(MAX_STAGES, (RING_BYTES - LOST) / (stage_weight_bytes<Format>() + stage_token_bytes<Format>(tile_tokens)));
 }
 

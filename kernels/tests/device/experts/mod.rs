@@ -1,0 +1,167 @@
+//! The expert kernel in every weight format against a plain MLP in f64 on the host, which reads the checkpoint's bytes by
+//! the formats' definitions.
+
+mod launch;
+mod mlp;
+mod stored;
+
+use expertd_kernels::device::Device;
+use expertd_kernels::experts;
+use half::bf16;
+
+use self::launch::{Step, load};
+use self::mlp::{Case, Expert};
+use crate::random::Random;
+use crate::{Options, Outcome};
+
+/// Largest relative L2 error of a row.
+const TOLERANCE: f64 = 1e-2;
+
+/// Compares all rows; returns the largest relative error.
+fn compare(case: &Case, all: &[Expert], step: &Step, y: &[bf16]) -> Result<f64, String> {
+    let (mut worst, mut assignment) = (0.0_f64, 0);
+    for (expert, count) in step.counts.iter().enumerate() {
+        for _ in 0..*count {
+            let x = step.row(assignment, case.hidden);
+            let (expected, _) = case.reference(&all[expert], &x, step.weights[assignment]);
+            let got = &y[assignment * case.hidden..][..case.hidden];
+            let (mut error, mut norm) = (0.0, 0.0);
+            for (feature, (want, got)) in expected.iter().zip(got).enumerate() {
+                if want.is_nan() != got.is_nan() {
+                    return Err(format!("assignment {assignment} feature {feature}: {got} for {want}"));
+                }
+                if !want.is_nan() {
+                    error += (want - got.to_f64()).powi(2);
+                    norm += want.powi(2);
+                }
+            }
+            let relative = if norm == 0.0 { error } else { (error / norm).sqrt() };
+            if relative > TOLERANCE {
+                return Err(format!(
+                    "assignment {assignment} of expert {expert}: relative error {relative:.2e}"
+                ));
+            }
+            worst = worst.max(relative);
+            assignment += 1;
+        }
+    }
+    Ok(worst)
+}
+
+/// Random weights, ragged counts, every tile shape.
+fn ragged(device: &Device, random: &mut Random, case: &Case) -> Outcome {
+    let all: Vec<Expert> = (0..4).map(|_| case.draw(random)).collect();
+    let loaded = load(device, case, &all)?;
+    let mut worst = 0.0_f64;
+    for counts in [[0, 0, 0, 0], [1, 0, 0, 0], [3, 0, 41, 9], [0, 0, 0, 150], [8, 17, 64, 33]] {
+        let step = Step::draw(random, case.hidden, &counts);
+        for tiles in [[0, 0], [16, 32], [64, 64], [128, 128], [256, 128]] {
+            let y = step.run(device, case, &loaded, tiles)?;
+            let found = compare(case, &all, &step, &y)
+                .map_err(|e| format!("counts {counts:?} tiles {tiles:?}: {e}"))?;
+            worst = worst.max(found);
+            if step.run(device, case, &loaded, tiles)? != y && !y.iter().any(|v| v.is_nan()) {
+                return Err(format!("counts {counts:?} tiles {tiles:?}: two runs differ").into());
+            }
+        }
+    }
+    println!(
+        "experts format {} hidden {} inter {} activation {}: largest error {worst:.1e}",
+        case.format, case.hidden, case.inter, case.activation
+    );
+    Ok(())
+}
+
+/// Codes and scales that are not numbers, zeros, extreme scales.
+fn specials(device: &Device, random: &mut Random, case: &Case) -> Outcome {
+    let mut all: Vec<Expert> = (0..4).map(|_| case.draw(random)).collect();
+    let [first, second, third, fourth] = &mut all[..] else { unreachable!("four were made") };
+    if case.format == experts::FP8 {
+        let k = first.down.k;
+        first.down.codes[5 * k + 3] = 0x7f;
+        first.down.codes[17 * k + k - 1] = 0xff;
+        second.down.codes.fill(0x80); // -0 everywhere
+        second.down.codes[..k].fill(0x01); // a row of the smallest subnormal
+        third.down.multipliers[0] = 1e20;
+        third.down.multipliers[1] = 1e-30;
+        third.gate.row_scales[7] = 0.0;
+        fourth.up.codes[3 * fourth.up.k] = 0xff; // reaches every output
+    } else {
+        let k = first.down.k;
+        first.down.exponents[5 * (k / 32)] = 255;
+        first.down.exponents[17 * (k / 32) + k / 32 - 1] = 255;
+        second.down.codes.fill(0x88); // -0 everywhere
+        second.down.codes[..k / 2].fill(0x11); // a row of 0.5
+        // Scales beyond what the multiplier carries, beside small ones; and a row of tiny ones.
+        third.down.exponents[..k / 32].fill(200);
+        third.down.exponents[1] = 190;
+        third.down.exponents[k / 32..2 * (k / 32)].fill(40);
+        third.down.exponents[2 * (k / 32)] = 0;
+        third.gate.exponents[0] = 0;
+        fourth.gate.exponents[3] = 255; // reaches every output
+    }
+    let loaded = load(device, case, &all)?;
+    let step = Step::draw(random, case.hidden, &[9, 20, 70, 5]);
+    let y = step.run(device, case, &loaded, [0, 0])?;
+    // Features differ in size by dozens of powers of two here: each is compared on its own. Rounding h and y to bf16 moves
+    // an output by less than 2^-7 of its terms.
+    let mut assignment = 0;
+    for (expert, count) in step.counts.iter().enumerate() {
+        for _ in 0..*count {
+            let x = step.row(assignment, case.hidden);
+            let (expected, sizes) = case.reference(&all[expert], &x, step.weights[assignment]);
+            for (feature, (want, size)) in expected.iter().zip(sizes).enumerate() {
+                let got = y[assignment * case.hidden + feature].to_f64();
+                let good =
+                    if want.is_nan() { got.is_nan() } else { (got - want).abs() <= size * 2f64.powi(-7) };
+                if !good {
+                    return Err(format!(
+                        "specials, format {}: expert {expert} feature {feature}: {got} for {want}",
+                        case.format
+                    )
+                    .into());
+                }
+            }
+            assignment += 1;
+        }
+    }
+    println!(
+        "experts format {}: codes and scales that are not numbers, zeros, extreme scales: good",
+        case.format
+    );
+    Ok(())
+}
+
+pub fn check(options: &Options) -> Outcome {
+    let device = Device::open(0)?;
+    experts::setup()?;
+    let mut random = Random(options.number("seed", 31));
+    let plain = Case {
+        format: experts::BF16,
+        hidden: 128,
+        inter: 64,
+        activation: experts::SWIGLU,
+        biases: false,
+        weight_on_input: false,
+    };
+    for format in [experts::BF16, experts::FP8, experts::MXFP4] {
+        ragged(&device, &mut random, &Case { format, ..plain })?;
+        // An odd number of panels in both, more rows than a tile, biases.
+        let other =
+            Case { hidden: 192, inter: 320, activation: experts::SWIGLU_OAI, biases: true, format, ..plain };
+        ragged(&device, &mut random, &other)?;
+        let clamped = Case {
+            hidden: 256,
+            inter: 192,
+            activation: experts::SWIGLU_CLAMPED,
+            weight_on_input: true,
+            format,
+            ..plain
+        };
+        ragged(&device, &mut random, &clamped)?;
+    }
+    for format in [experts::FP8, experts::MXFP4] {
+        specials(&device, &mut random, &Case { format, hidden: 128, inter: 256, ..plain })?;
+    }
+    Ok(())
+}

@@ -1,0 +1,104 @@
+//! Matrices as checkpoints store them, and what their elements are worth by the formats' definitions.
+
+use expertd_kernels::experts;
+use half::bf16;
+
+use crate::random::Random;
+
+/// One matrix as a checkpoint stores it, `[rows, k]`.
+pub struct Stored {
+    pub k: usize,
+    /// bf16 bits, FP8 bytes or FP4 nibbles.
+    pub codes: Vec<u8>,
+    /// FP8: `[rows, ceil(k / 128)]`.
+    pub multipliers: Vec<f32>,
+    /// MXFP4: `[rows, k / 32]`.
+    pub exponents: Vec<u8>,
+    pub row_scales: Vec<f32>,
+    pub format: i32,
+}
+
+fn e4m3(code: u8) -> f64 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7) / 8.0);
+    let magnitude = match (exponent, code & 7) {
+        (15, 7) => f64::NAN,
+        (0, _) => mantissa * 2f64.powi(-6),
+        _ => (1.0 + mantissa) * 2f64.powi(exponent - 7),
+    };
+    if code & 0x80 == 0 { magnitude } else { -magnitude }
+}
+
+fn e2m1(code: u8) -> f64 {
+    let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)];
+    if code & 8 == 0 { magnitude } else { -magnitude }
+}
+
+impl Stored {
+    /// Any codes but NaN, with values of about `size`.
+    pub fn draw(random: &mut Random, format: i32, [rows, k]: [usize; 2], size: f32) -> Stored {
+        let mut stored = Stored {
+            k,
+            codes: Vec::new(),
+            multipliers: Vec::new(),
+            exponents: Vec::new(),
+            row_scales: vec![1.0; rows],
+            format,
+        };
+        match format {
+            experts::BF16 => {
+                let values = (0..rows * k).map(|_| bf16::from_f32((random.unit() * 3.4 - 1.7) * size));
+                stored.codes = values.flat_map(|v| v.to_bits().to_le_bytes()).collect();
+            }
+            experts::FP8 => {
+                // Every code in turn, from a random start of each row: none that is a number is left out.
+                for _ in 0..rows {
+                    let start = random.below(256);
+                    let codes = (0..k as u64).map(|c| ((start + c * 37) & 255) as u8);
+                    stored.codes.extend(codes.map(|c| if c & 0x7f == 0x7f { c ^ 1 } else { c }));
+                }
+                let count = rows * k.div_ceil(128);
+                stored.multipliers = (0..count).map(|_| size / 112.0 * (0.5 + random.unit())).collect();
+            }
+            _ => {
+                stored.codes = (0..rows * k / 2).map(|_| random.below(256) as u8).collect();
+                let largest = 128 + (size / 2.9).log2().floor() as i32;
+                let exponents = (0..rows * k / 32).map(|_| (largest - random.below(4) as i32) as u8);
+                stored.exponents = exponents.collect();
+            }
+        }
+        if format != experts::BF16 {
+            stored.row_scales = (0..rows).map(|_| 0.5 + random.unit()).collect();
+        }
+        stored
+    }
+
+    pub fn value(&self, row: usize, col: usize) -> f64 {
+        let at = row * self.k + col;
+        let unscaled = match self.format {
+            experts::BF16 => {
+                return bf16::from_le_bytes([self.codes[at * 2], self.codes[at * 2 + 1]]).to_f64();
+            }
+            experts::FP8 => {
+                e4m3(self.codes[at]) * f64::from(self.multipliers[row * self.k.div_ceil(128) + col / 128])
+            }
+            _ => {
+                let exponent = self.exponents[row * (self.k / 32) + col / 32];
+                let scale = if exponent == 255 { f64::NAN } else { 2f64.powi(i32::from(exponent) - 127) };
+                e2m1(self.codes[at / 2] >> (at % 2 * 4) & 15) * scale
+            }
+        };
+        unscaled * f64::from(self.row_scales[row])
+    }
+
+    pub fn dot(&self, row: usize, x: &[f64]) -> f64 {
+        x.iter().enumerate().map(|(col, x)| self.value(row, col) * x).sum()
+    }
+
+    pub fn scale_bytes(&self) -> Vec<u8> {
+        if self.format == experts::FP8 {
+            self.multipliers.iter().flat_map(|v| v.to_le_bytes()).collect()
+        } else {
+            self.exponents.clone()
+        }
+    }
+}
