@@ -5,13 +5,14 @@ use std::ops::Range;
 use super::control::RankSetup;
 use super::convert::{narrow, widen};
 use super::segments::{Run, rows_of};
+use super::share::{Progress, Share, weights};
 use super::{PhaseClock, StepEngine, StepFault, StepReport};
 use crate::ep::{CpuGroup, EpGroup, HostRouting};
 use crate::experts::cpu::{CpuExpert, ExpertError, Workspace, WorkspaceSize, forward, forward_one};
-use crate::experts::{Assignments, ExpertBiases, ExpertKind, ExpertWeights, WeightOn};
+use crate::experts::{Assignments, ExpertKind, WeightOn};
 use crate::gate::{CpuGate, GateScratch};
 use crate::linalg::Level;
-use crate::model::{Checkpoint, ExpertTensors, ExpertsSpec, ModelError, ModelSpec, Placement};
+use crate::model::{Checkpoint, ExpertsSpec, ModelError, ModelSpec, Placement};
 use crate::shm::{ExpertsNotice, GroupShape, RankStaging, StepDescriptor};
 use crate::telemetry::Phase;
 use crate::types::{ExpertId, LayerId, Rank, Slot};
@@ -86,15 +87,6 @@ pub struct CpuEngine {
     weight_bytes: u64,
 }
 
-fn pack(tensors: &ExpertTensors<'_>) -> Result<CpuExpert, ExpertError> {
-    let biases = match (&tensors.gate_bias, &tensors.up_bias, &tensors.down_bias) {
-        (Some(gate), Some(up), Some(down)) => Some(ExpertBiases { gate, up, down }),
-        _ => None,
-    };
-    let (gate, up, down) = (tensors.gate.clone(), tensors.up.clone(), tensors.down.clone());
-    CpuExpert::pack(&ExpertWeights { gate, up, down, biases })
-}
-
 fn kind(spec: &ExpertsSpec) -> ExpertKind {
     let weight_on = if spec.weight_on_input { WeightOn::Input } else { WeightOn::Output };
     ExpertKind { activation: spec.activation, weight_on }
@@ -124,21 +116,12 @@ impl CpuEngine {
         setup: &RankSetup,
         group: CpuGroup,
         pool: rayon::ThreadPool,
-        mut progress: impl FnMut(u64, u64),
+        progress: impl FnMut(u64, u64),
     ) -> Result<Self, LoadError> {
         let checkpoint = Checkpoint::open(&setup.model)?;
         let spec = checkpoint.spec();
-        let ranks = setup.shape.ranks as usize;
-        let mine = |experts: &ExpertsSpec| Placement::new(experts.count, ranks).range(setup.rank);
-        let total: u64 = spec
-            .moe_layers()
-            .map(|(_, moe)| {
-                mine(&moe.experts).len() as u64 * moe.experts.bytes
-                    + moe.shared.as_ref().map_or(0, |s| s.bytes)
-            })
-            .sum();
-        let mut done = 0;
-        progress(done, total);
+        let share = Share::of(setup);
+        let mut progress = Progress::start(share.bytes(spec), progress);
         let mut layers = Vec::with_capacity(spec.num_layers);
         for (index, moe) in (0..).zip(&spec.layers) {
             let Some(moe) = moe else {
@@ -147,22 +130,22 @@ impl CpuEngine {
             };
             let layer = LayerId(index);
             let failed = |which: String| move |source| LoadError::Expert { layer, which, source };
-            let placement = Placement::new(moe.experts.count, ranks);
-            let mine = mine(&moe.experts);
+            let placement = Placement::new(moe.experts.count, share.ranks);
+            let mine = share.experts(moe);
             let mut experts = Vec::with_capacity(mine.len());
             for expert in mine.clone() {
                 let tensors = checkpoint.expert(layer, ExpertId(expert))?;
-                experts.push(pack(&tensors).map_err(failed(format!("expert {expert}")))?);
-                done += moe.experts.bytes;
-                progress(done, total);
+                let packed = CpuExpert::pack(&weights(&tensors));
+                experts.push(packed.map_err(failed(format!("expert {expert}")))?);
+                progress.expert(&moe.experts);
             }
             let shared = match (checkpoint.shared(layer)?, &moe.shared) {
                 (Some(tensors), Some(spec)) => {
-                    done += spec.bytes;
-                    progress(done, total);
+                    progress.shared(spec);
                     Some(Shared {
                         kind: ExpertKind { activation: spec.activation, weight_on: WeightOn::Output },
-                        mlp: pack(&tensors.mlp).map_err(failed("shared experts".into()))?,
+                        mlp: CpuExpert::pack(&weights(&tensors.mlp))
+                            .map_err(failed("shared experts".into()))?,
                         gate: tensors.gate,
                     })
                 }
@@ -195,7 +178,7 @@ impl CpuEngine {
             workspace: workspace(spec, &setup.shape, threads),
             gating: GateScratch::new(spec.hidden, threads),
             sigmoids: vec![0.0; capacity],
-            weight_bytes: total,
+            weight_bytes: progress.total(),
         })
     }
 

@@ -8,6 +8,7 @@ mod cuda;
 pub mod gpu;
 mod rank;
 mod segments;
+mod share;
 
 pub use rank::{RankExit, run_rank};
 

@@ -7,13 +7,10 @@ use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{GateLayer, GateParams};
 use half::bf16;
 
+use crate::engine::share::{Progress, Share, weights};
 use crate::experts::cuda::{CudaExperts, Loader, PackFailure, padded, to_bf16};
-use crate::experts::{ExpertBiases, ExpertWeights};
-use crate::model::{
-    Checkpoint, Choice, ExpertTensors, GateSpec, GroupScore, ModelError, MoeLayer, Normalise, Placement,
-    ScoreFn,
-};
-use crate::types::{ExpertId, LayerId, Rank};
+use crate::model::{Checkpoint, Choice, GateSpec, GroupScore, ModelError, MoeLayer, Normalise, ScoreFn};
+use crate::types::{ExpertId, LayerId};
 
 /// Why weights could not be brought to the GPU.
 #[derive(Debug, thiserror::Error)]
@@ -77,20 +74,11 @@ pub(super) struct Layers {
     pub(super) weight_bytes: u64,
 }
 
-/// Expert weights as the layer below takes them.
-fn weights<'a>(tensors: &'a ExpertTensors<'a>) -> ExpertWeights<'a> {
-    let biases = match (&tensors.gate_bias, &tensors.up_bias, &tensors.down_bias) {
-        (Some(gate), Some(up), Some(down)) => Some(ExpertBiases { gate, up, down }),
-        _ => None,
-    };
-    ExpertWeights { gate: tensors.gate.clone(), up: tensors.up.clone(), down: tensors.down.clone(), biases }
-}
-
 /// Bytes of device memory that this rank's weights take.
-pub(super) fn device_bytes(checkpoint: &Checkpoint, ranks: usize, rank: Rank) -> u64 {
+pub(super) fn device_bytes(checkpoint: &Checkpoint, share: Share) -> u64 {
     let hidden = checkpoint.spec().hidden;
     let of = |moe: &MoeLayer| {
-        let mine = Placement::new(moe.experts.count, ranks).range(rank).len();
+        let mine = share.experts(moe).len();
         CudaExperts::bytes(moe.experts.format.into(), mine, hidden, moe.experts.width)
             + moe
                 .shared
@@ -116,21 +104,14 @@ impl Layers {
     pub(super) fn load(
         device: &Device,
         checkpoint: &Checkpoint,
-        ranks: usize,
-        rank: Rank,
+        share: Share,
         pool: &rayon::ThreadPool,
-        mut progress: impl FnMut(u64, u64),
+        progress: impl FnMut(u64, u64),
     ) -> Result<Self, LoadError> {
         let spec = checkpoint.spec();
         let widest = spec.moe_layers().map(|(_, moe)| widest(moe)).max().unwrap_or(1);
         let mut loader = Loader::new(device, pool, spec.hidden, widest)?;
-        let mine = |moe: &MoeLayer| Placement::new(moe.experts.count, ranks).range(rank);
-        let total = spec.moe_layers().map(|(_, moe)| {
-            mine(moe).len() as u64 * moe.experts.bytes + moe.shared.as_ref().map_or(0, |s| s.bytes)
-        });
-        let total: u64 = total.sum();
-        let mut done = 0;
-        progress(done, total);
+        let mut progress = Progress::start(share.bytes(spec), progress);
         let mut layers = Vec::with_capacity(spec.num_layers);
         for (index, moe) in (0..).zip(&spec.layers) {
             let Some(moe) = moe else {
@@ -139,7 +120,7 @@ impl Layers {
             };
             let layer = LayerId(index);
             let failed = |source| LoadError::Pack { layer, source };
-            let mine = mine(moe);
+            let mine = share.experts(moe);
             let mut experts = match mine.len() {
                 0 => None,
                 count => {
@@ -154,8 +135,7 @@ impl Layers {
                 for (place, expert) in mine.clone().enumerate() {
                     let tensors = checkpoint.expert(layer, ExpertId(expert))?;
                     loader.load(experts, place, &weights(&tensors)).map_err(failed)?;
-                    done += moe.experts.bytes;
-                    progress(done, total);
+                    progress.expert(&moe.experts);
                 }
                 experts.finish(device).map_err(|e| failed(e.into()))?;
             }
@@ -167,8 +147,7 @@ impl Layers {
                             .map_err(|e| failed(e.into()))?;
                     loader.load(&mut experts, 0, &weights(&tensors.mlp)).map_err(failed)?;
                     experts.finish(device).map_err(|e| failed(e.into()))?;
-                    done += spec_of.bytes;
-                    progress(done, total);
+                    progress.shared(spec_of);
                     let gate = tensors.gate.map(|gate| {
                         let mut bits: Vec<u16> = gate.iter().map(|v| bf16::from_f32(*v).to_bits()).collect();
                         bits.resize(padded(spec.hidden), 0);
@@ -198,7 +177,7 @@ impl Layers {
                 }),
             )?,
             layers,
-            weight_bytes: total,
+            weight_bytes: progress.total(),
         })
     }
 }

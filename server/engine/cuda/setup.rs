@@ -16,6 +16,7 @@ use super::{CudaEngine, Host, Parts};
 use crate::engine::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use crate::engine::gpu::{self, Loaded};
 use crate::engine::rank::{Failure, setup_failure};
+use crate::engine::share::Share;
 use crate::ep::lsa::{ID_BYTES, LsaWindows};
 use crate::model::Checkpoint;
 use crate::shm::RankChannel;
@@ -52,8 +53,7 @@ pub(in crate::engine) fn load(
         .thread_name(|i| format!("load-{i}"))
         .build()
         .map_err(setup_failure)?;
-    let ranks = setup.shape.ranks as usize;
-    let layers = Layers::load(&device, &checkpoint, ranks, setup.rank, &pool, progress)
+    let layers = Layers::load(&device, &checkpoint, Share::of(setup), &pool, progress)
         .map_err(|error| (FailureKind::Load, error.to_string()))?;
     drop(pool);
 
@@ -69,8 +69,11 @@ pub(in crate::engine) fn load(
     let host = Host { first: pages as usize, bytes, staging };
     let name = device.name().map_err(setup_failure)?;
     let weight_bytes = layers.weight_bytes;
-    let describe =
-        format!("cuda, GPU {} ({name}){}", setup.rank, if ranks == 1 { "" } else { ", windows over NCCL" });
+    let describe = format!(
+        "cuda, GPU {} ({name}){}",
+        setup.rank,
+        if setup.shape.ranks == 1 { "" } else { ", windows over NCCL" }
+    );
     let padding = shape.hidden as usize != setup.shape.hidden;
     let buffers =
         Buffers::new(&device, &shape, &layers, setup.shape.slots, padding).map_err(setup_failure)?;
@@ -104,7 +107,7 @@ fn open(setup: &RankSetup) -> Result<Device, Failure> {
 
 fn check_memory(setup: &RankSetup, device: &Device, checkpoint: &Checkpoint) -> Result<(), Failure> {
     let (free, total) = device.memory().map_err(setup_failure)?;
-    let needed = device_bytes(checkpoint, setup.shape.ranks as usize, setup.rank) + RESERVE;
+    let needed = device_bytes(checkpoint, Share::of(setup)) + RESERVE;
     if needed > free as u64 {
         return Err(setup_failure(format!(
             "GPU {} has {} MiB free of {} MiB, and this rank's weights and reserve need {} MiB; use more ranks",
