@@ -6,11 +6,7 @@ use std::time::Duration;
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUresult};
 
-use crate::device::{Device, DeviceError, Stream};
-
-fn check<T>(call: &'static str, outcome: Result<T, DriverError>) -> Result<T, DeviceError> {
-    outcome.map_err(|error| DeviceError::Driver { call, error })
-}
+use crate::device::{Device, DeviceError, Stream, check};
 
 /// A point in the work of a stream, with its time.
 #[derive(Debug)]

@@ -1,0 +1,165 @@
+//! GPUs, and owners of their memory, pinned host memory, streams and graphs, over the driver API. Drops never panic.
+#![allow(unsafe_code, reason = "calls the CUDA driver")]
+
+mod memory;
+mod stream;
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUdevice_attribute};
+use cudarc::driver::{CudaContext, result};
+
+pub use memory::{Buffer, Mailbox, Pinned, Plain, fill_device, read_device};
+pub use stream::{Graph, Stream};
+
+/// What the driver refused.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// No driver on this machine.
+    #[error("no CUDA driver (libcuda.so.1) on this machine: install NVIDIA's driver, or use the cpu device")]
+    NoDriver,
+    /// A driver call failed.
+    #[error("{call} failed: {error:?}")]
+    Driver {
+        /// The call.
+        call: &'static str,
+        /// The driver's error.
+        error: result::DriverError,
+    },
+}
+
+pub(crate) fn check<T>(
+    call: &'static str,
+    outcome: Result<T, result::DriverError>,
+) -> Result<T, DeviceError> {
+    outcome.map_err(|error| DeviceError::Driver { call, error })
+}
+
+/// Whether the driver's library can be opened; nothing else here may be called otherwise.
+#[must_use]
+pub fn driver_present() -> bool {
+    // SAFETY: opens the library and looks at nothing in it.
+    unsafe { sys::is_culib_present() }
+}
+
+/// One GPU with its primary context.
+#[derive(Clone, Debug)]
+pub struct Device {
+    context: Arc<CudaContext>,
+}
+
+impl Device {
+    /// Number of GPUs that this process may use.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoDriver`] without a driver, the driver's error when it does not start.
+    pub fn count() -> Result<u32, DeviceError> {
+        if !driver_present() {
+            return Err(DeviceError::NoDriver);
+        }
+        check("cuDeviceGetCount", CudaContext::device_count()).map(|count| u32::try_from(count).unwrap_or(0))
+    }
+
+    /// Opens a GPU and makes its context current on this thread.
+    ///
+    /// # Errors
+    /// As [`Device::count`], and when there is no such GPU.
+    pub fn open(ordinal: u32) -> Result<Device, DeviceError> {
+        if !driver_present() {
+            return Err(DeviceError::NoDriver);
+        }
+        let context = check("opening the device", CudaContext::new(ordinal as usize))?;
+        // SAFETY: buffers of this module order their work through streams themselves.
+        unsafe { context.disable_event_tracking() };
+        Ok(Device { context })
+    }
+
+    /// Makes the context current on the calling thread.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn bind(&self) -> Result<(), DeviceError> {
+        check("cuCtxSetCurrent", self.context.bind_to_thread())
+    }
+
+    /// The GPU's name.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn name(&self) -> Result<String, DeviceError> {
+        check("cuDeviceGetName", self.context.name())
+    }
+
+    /// Compute capability.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn capability(&self) -> Result<(i32, i32), DeviceError> {
+        check("cuDeviceGetAttribute", self.context.compute_capability())
+    }
+
+    /// Streaming multiprocessors.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn multiprocessors(&self) -> Result<u32, DeviceError> {
+        let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        check("cuDeviceGetAttribute", self.context.attribute(attribute))
+            .map(|n| u32::try_from(n).unwrap_or(0))
+    }
+
+    /// Free and total bytes of device memory.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
+        check("cuMemGetInfo", self.context.mem_get_info())
+    }
+
+    /// Whether this GPU can load and store `other`'s memory.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn reaches(&self, other: &Device) -> Result<bool, DeviceError> {
+        let mut can = 0;
+        // SAFETY: both devices exist and `can` is a valid place for the answer.
+        let status = unsafe {
+            sys::cuDeviceCanAccessPeer(&raw mut can, self.context.cu_device(), other.context.cu_device())
+        };
+        check("cuDeviceCanAccessPeer", status.result())?;
+        Ok(can != 0)
+    }
+
+    /// Waits until everything on the device is done.
+    ///
+    /// # Errors
+    /// The first error of anything that ran.
+    pub fn synchronize(&self) -> Result<(), DeviceError> {
+        check("cuCtxSynchronize", self.context.synchronize())
+    }
+
+    /// A new stream.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn stream(&self) -> Result<Stream, DeviceError> {
+        self.bind()?;
+        let raw = check("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking))?;
+        Ok(Stream::new(raw, self.clone()))
+    }
+}
+
+/// Version of the driver, as `(major, minor)` of the newest CUDA that it supports.
+///
+/// # Errors
+/// [`DeviceError::NoDriver`], or the driver's error.
+pub fn driver_version() -> Result<(i32, i32), DeviceError> {
+    if !driver_present() {
+        return Err(DeviceError::NoDriver);
+    }
+    let mut version = 0;
+    // SAFETY: works before initialisation; `version` is a valid place for the answer.
+    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut version) }.result())?;
+    Ok((version / 1000, version % 1000 / 10))
+}
