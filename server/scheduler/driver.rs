@@ -410,15 +410,13 @@ impl Driver {
         let gone = queue.remove_where(|key| {
             active.get(&key).is_none_or(|a| !a.is_in_step() && (a.is_cancelled() || a.is_late(now)))
         });
-        if gone.is_empty() {
-            return;
-        }
         for (key, tokens) in gone {
             self.shared.inbox().queued_tokens -= tokens;
             if let Some(active) = self.active.remove(&key) {
                 active.leave(now);
             }
         }
+        // Answers do not show it: without this, a service that went idle would show its last requests for ever.
         self.show_queue();
     }
 
