@@ -25,7 +25,15 @@ impl Config {
     /// Reads `config.json` in a checkpoint's directory.
     pub(super) fn read(dir: &Path) -> Result<Self, ModelError> {
         let path = dir.join("config.json");
-        Self::parse(path.clone(), &read_json_file(&path, MAX_CONFIG_BYTES)?)
+        let bytes = read_json_file(&path, MAX_CONFIG_BYTES).map_err(|error| match error {
+            ModelError::Io { path, action, source } => {
+                let wanted = "expected a checkpoint's folder, with config.json and *.safetensors";
+                let source = std::io::Error::new(source.kind(), format!("{source}; {wanted}"));
+                ModelError::Io { path, action, source }
+            }
+            other => other,
+        })?;
+        Self::parse(path, &bytes)
     }
 
     /// Takes apart the bytes of a `config.json`.
