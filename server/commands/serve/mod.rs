@@ -95,7 +95,9 @@ pub enum StartError {
         source: api::AddressError,
     },
     /// The address of the metrics endpoint is no HOST:PORT.
-    #[error("metrics-listen: `{0}` is no IP:PORT")]
+    #[error(
+        "metrics-listen: `{0}` is no IP:PORT; use 127.0.0.1:9464, or 0.0.0.0:9464 to be scraped from elsewhere"
+    )]
     MetricsAddress(String),
     /// The metrics endpoint could not be bound.
     #[error(
@@ -118,7 +120,9 @@ pub enum StartError {
 impl StartError {
     fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
-            StartError::Address { .. } | StartError::MetricsAddress(_) => exit::USAGE,
+            StartError::Address { .. }
+            | StartError::MetricsAddress(_)
+            | StartError::Server(api::ServerError::AdminNotLoopback(_)) => exit::USAGE,
             StartError::MetricsBind { .. } | StartError::Server(_) => exit::BIND,
             StartError::Service(_) => exit::SETUP,
         })
@@ -145,7 +149,11 @@ impl Running {
             text.parse::<Address>().map_err(|source| StartError::Address { name, source })
         };
         let config = ServerConfig {
-            listen: vec![address("listen", &plan.listen)?],
+            listen: plan
+                .listen
+                .split(',')
+                .map(|text| address("listen", text.trim()))
+                .collect::<Result<_, _>>()?,
             admin: Some(address("admin-listen", &plan.admin_listen)?),
             shutdown_grace: SHUTDOWN_GRACE,
             patience: Patience::default(),

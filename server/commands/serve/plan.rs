@@ -103,7 +103,7 @@ impl ServePlan {
         let name = derive(&mut given.model_name, folder_name(&path), "the folder's name");
 
         let cores = match &given.cores.0 {
-            Some(text) => parse_cores(text).map_err(|problem| value("cores", problem))?,
+            Some(text) => chosen_cores(text).map_err(|problem| value("cores", problem))?,
             None => available_cores(),
         };
         derive(&mut given.cores, list(&cores), "all that this process may run on");
@@ -273,6 +273,17 @@ impl ServePlan {
             spec,
         };
         Ok(plan)
+    }
+}
+
+/// The cores that a setting names, all of which this process may run on.
+fn chosen_cores(text: &str) -> Result<Vec<usize>, String> {
+    let (cores, available) = (parse_cores(text)?, available_cores());
+    match cores.iter().find(|core| !available.contains(core)) {
+        Some(core) => {
+            Err(format!("`{text}` names core {core}; this process may run on {}", list(&available)))
+        }
+        None => Ok(cores),
     }
 }
 
