@@ -1,6 +1,6 @@
 //! `expertd synth`: a random checkpoint.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
@@ -8,13 +8,13 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::model::synth::{self, SynthConfig, SynthError, SynthFormat};
 
-/// Write a random checkpoint of any supported family in Hugging Face's layout.
+/// Write a random checkpoint of any supported family in Hugging Face's layout
 #[derive(Args, Clone, Debug)]
 pub struct SynthArgs {
     /// Family, such as mixtral, qwen3_moe or deepseek_v3; an unknown one lists them all
     #[arg(long)]
     pub family: String,
-    /// Directory to write; made if it is not there
+    /// Directory to write, new or empty; made if it is not there
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
     /// Elements of a token row
@@ -62,6 +62,14 @@ impl SynthArgs {
 /// Writes the checkpoint, with a progress bar on the terminal.
 #[must_use]
 pub fn run(args: &SynthArgs) -> ExitCode {
+    if let Some(found) = first_file(&args.out) {
+        eprintln!(
+            "expertd synth: {} is not empty (it has `{found}`); expected a new or an empty folder, so that nothing is \
+             overwritten: give another --out, or remove that one",
+            args.out.display()
+        );
+        return ExitCode::from(crate::model::ModelError::EXIT_CODE);
+    }
     match write(args) {
         Ok(bytes) => {
             println!("wrote {} of weights to {}", super::inspect::bytes(bytes), args.out.display());
@@ -76,6 +84,12 @@ pub fn run(args: &SynthArgs) -> ExitCode {
             ExitCode::from(crate::model::ModelError::EXIT_CODE)
         }
     }
+}
+
+/// Something that lies in the folder already.
+fn first_file(folder: &Path) -> Option<String> {
+    let entry = std::fs::read_dir(folder).ok()?.flatten().next()?;
+    Some(entry.file_name().to_string_lossy().into_owned())
 }
 
 fn write(args: &SynthArgs) -> Result<u64, SynthError> {
