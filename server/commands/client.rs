@@ -44,8 +44,8 @@ pub async fn connect(address: &str) -> Result<MoeClient<Channel>, ClientError> {
     Ok(MoeClient::new(transport::connect(address).await?))
 }
 
-/// Asks for one model (any, if one is loaded and `name` is empty) and raises the client's message limits to what the
-/// model's largest request needs.
+/// Asks for one model (any, if one is loaded and `name` is empty) and raises the client's limit of answers to what the
+/// model's largest request needs. Requests have none here: the service says best what is too large.
 ///
 /// # Errors
 /// If the call fails.
@@ -57,11 +57,22 @@ pub async fn get_model(
     let model = client
         .get_model(GetModelRequest { name: name.to_owned() })
         .await
-        .map_err(|status| ClientError::call("GetModel", status))?
+        .map_err(|status| ClientError::call("GetModel", explained(status)))?
         .into_inner();
     let limit = model.limits.as_ref().map_or(0, |limits| limits.max_message_bytes);
     let limit = usize::try_from(limit).unwrap_or(usize::MAX).max(CONTROL_MESSAGE_BYTES);
-    Ok((client.max_decoding_message_size(limit).max_encoding_message_size(limit), model))
+    Ok((client.max_decoding_message_size(limit), model))
+}
+
+/// A status with a hint, if whoever answers there does not serve models at all.
+fn explained(status: Status) -> Status {
+    if status.code() != tonic::Code::Unimplemented {
+        return status;
+    }
+    Status::unimplemented(format!(
+        "whoever answers there does not serve models; expected the public address (`serve --listen`, default \
+         {DEFAULT_ADDRESS}), not that of Admin or metrics"
+    ))
 }
 
 /// A status in one line: the code, the message, the fields at fault and when to retry.
