@@ -24,7 +24,7 @@ pub struct Args {
     #[arg(long, default_value = "127.0.0.1:50051", env = "EXPERTD_ADDRESS")]
     pub address: String,
     /// Name of the model; may be left out when the service has one
-    #[arg(long, default_value = "")]
+    #[arg(long, default_value = "", hide_default_value = true)]
     pub model: String,
     /// How requests travel
     #[command(flatten)]

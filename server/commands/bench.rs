@@ -43,23 +43,23 @@ pub struct BenchArgs {
     /// Folder of the checkpoint; `expertd synth` makes one of any shape
     #[arg(long)]
     pub model: PathBuf,
-    /// Expert ranks
+    /// Expert ranks [default: 1]
     #[arg(long)]
     pub ranks: Option<u32>,
-    /// Device of the ranks
+    /// Device of the ranks [default: cuda if this build and machine have it, else cpu]
     #[arg(long, value_enum)]
     pub device: Option<DeviceKind>,
-    /// CPU cores to use, e.g. 0-7,16
+    /// CPU cores to use, e.g. 0-7,16 [default: all that this process may run on]
     #[arg(long)]
     pub cores: Option<String>,
-    /// Tokens per rank of the steps to measure
-    #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 64, 512])]
+    /// Tokens per rank of the steps to measure, comma-separated
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 64, 512], value_parser = at_least_one)]
     pub tokens: Vec<usize>,
     /// Element type of the rows
     #[arg(long, value_enum, default_value = "bf16")]
     pub dtype: DTypeArg,
     /// Steps to measure at each size
-    #[arg(long, default_value_t = 30)]
+    #[arg(long, default_value_t = 30, value_parser = at_least_one)]
     pub steps: usize,
     /// Steps to run before that
     #[arg(long, default_value_t = 5)]
@@ -83,6 +83,13 @@ pub struct BenchArgs {
     /// Write the figures to this file as JSON, too
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(number) if number > 0 => Ok(number),
+        _ => Err("expected a whole number above 0".to_owned()),
+    }
 }
 
 /// Why there are no figures.
@@ -235,7 +242,7 @@ impl Bench {
         tokens: usize,
         args: &BenchArgs,
     ) -> Result<Figures, BenchError> {
-        let steps = args.steps.max(1);
+        let steps = args.steps;
         let mut answers = Vec::with_capacity(steps);
         let mut pending = VecDeque::with_capacity(args.in_flight.get());
         let mut begun = Instant::now();

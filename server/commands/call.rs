@@ -22,14 +22,16 @@ use crate::types::DType;
 /// Rows whose routing is printed.
 const ROUTING_ROWS: usize = 8;
 
-/// Send random or recorded tokens through one MoE layer and show the receipt.
+/// Send random or recorded tokens through one MoE layer and show the receipt
+///
+/// Exit status 0 if an answer of the right size came back, 1 otherwise; `expertd verify` judges recorded rows.
 #[derive(Args, Clone, Debug)]
 pub struct CallArgs {
     /// The service: HOST:PORT or unix:PATH
     #[arg(long, default_value = client::DEFAULT_ADDRESS, env = "EXPERTD_ADDRESS")]
     pub address: String,
     /// Name of the model; may be left out when the service has one
-    #[arg(long, default_value = "")]
+    #[arg(long, default_value = "", hide_default_value = true)]
     pub model: String,
     /// Decoder layer [default: the first MoE layer]
     #[arg(long, value_name = "L")]

@@ -33,7 +33,7 @@ const TOLERANCE: f64 = 1e-5;
 /// block, prints what happened, and leaves nothing behind.
 #[derive(Args, Clone, Debug)]
 pub struct DemoArgs {
-    /// Model family of the checkpoint; `expertd synth --help` lists them
+    /// Model family of the checkpoint; an unknown one lists them all
     #[arg(long, default_value = "qwen3_moe")]
     pub family: String,
     /// Expert ranks

@@ -10,7 +10,7 @@ use serde_json::json;
 use super::admin::{AdminAddress, call_error};
 use super::client::ClientError;
 
-/// Stop admitting requests, finish what is in flight, and end the service.
+/// Stop admitting requests, finish what is in flight, and end the service
 ///
 /// Returns when nothing is in flight any more, or the time is up. Exits 0 if every request was answered, 1 if some were
 /// given up or the service does not answer.

@@ -11,7 +11,7 @@ use crate::linalg::WeightFormat;
 use crate::model::{Checkpoint, ModelError, ModelSpec, MoeLayer, Placement};
 use crate::types::{LayerId, Rank};
 
-/// Show what a checkpoint holds: family, layers, gate, formats, and bytes per rank.
+/// Show what a checkpoint holds: family, layers, gate, formats, and bytes per rank
 #[derive(Args, Clone, Debug)]
 pub struct InspectArgs {
     /// Directory with config.json and safetensors files

@@ -31,36 +31,41 @@ use crate::telemetry::{LogFormat, init_logs};
 #[command(name = "expertd", version, propagate_version = true, max_term_width = 100)]
 struct Cli {
     /// What is logged to standard error: a level, or directives such as info,expertd::scheduler=debug
-    #[arg(long, global = true, env = "EXPERTD_LOG", default_value = "info", value_name = "FILTER")]
+    #[arg(
+        long,
+        global = true,
+        env = "EXPERTD_LOG",
+        default_value = "info",
+        value_name = "FILTER",
+        help_heading = "Logging"
+    )]
     log: String,
     /// How log lines look
-    #[arg(long, global = true, env = "EXPERTD_LOG_FORMAT", default_value = "text", value_enum)]
+    #[arg(
+        long,
+        global = true,
+        env = "EXPERTD_LOG_FORMAT",
+        default_value = "text",
+        value_enum,
+        help_heading = "Logging"
+    )]
     log_format: LogFormat,
     #[command(subcommand)]
     command: Command,
 }
 
+/// What each does stands at its arguments: a comment here would hide that from `--help`.
 #[derive(Subcommand, Debug)]
 enum Command {
-    /// See it work: make a checkpoint, serve it, call it, verify the answers
     Demo(demo::DemoArgs),
-    /// Serve the MoE layers of a checkpoint
     Serve(Box<serve::settings::ServeArgs>),
-    /// Send random or recorded tokens through one layer and show the receipt
     Call(call::CallArgs),
-    /// Compare a running service with recorded outputs; exit status 0 or 1
     Verify(verify::VerifyArgs),
-    /// Show what a checkpoint holds: family, layers, gate, formats, and bytes per rank
     Inspect(inspect::InspectArgs),
-    /// Write a random checkpoint of any supported family in Hugging Face's layout
     Synth(synth::SynthArgs),
-    /// Show what this machine can do, why not more, and what to do about it
     Doctor(doctor::DoctorArgs),
-    /// Measure the phases of a step on this machine, without gRPC
     Bench(bench::BenchArgs),
-    /// Show what a running service, its EP group and its ranks are doing
     Status(status::StatusArgs),
-    /// Stop admitting requests, finish what is in flight, end the service
     Drain(drain::DrainArgs),
     /// One expert rank; started by `serve`
     #[command(hide = true)]
@@ -79,6 +84,9 @@ pub fn main() -> ExitCode {
         eprintln!("expertd: {error}");
         return ExitCode::from(serve::exit::USAGE);
     }
+    if !matches!(cli.command, Command::Serve(_) | Command::Rank(_) | Command::Demo(_)) {
+        end_quietly_without_a_reader();
+    }
     let of = |name| matches.subcommand_matches(name);
     match cli.command {
         Command::Serve(args) => serve::run(&args, of("serve")),
@@ -93,6 +101,21 @@ pub fn main() -> ExitCode {
         Command::Drain(args) => block_on("drain", drain::run(args)),
         Command::Rank(args) => rank::run(&args),
     }
+}
+
+/// Whoever reads the output may leave first (`expertd inspect … | head`): not worth a panic's report. Commands with
+/// something to clean up keep theirs.
+fn end_quietly_without_a_reader() {
+    /// What shells show for a process that SIGPIPE ended.
+    const BROKEN_PIPE: i32 = 128 + 13;
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        let message = panic.payload().downcast_ref::<String>();
+        if message.is_some_and(|text| text.starts_with("failed printing to stdout: Broken pipe")) {
+            std::process::exit(BROKEN_PIPE);
+        }
+        report(panic);
+    }));
 }
 
 /// Runs a client command; an error is printed and is exit status 1.

@@ -10,7 +10,7 @@ use serde_json::json;
 use super::admin::{AdminAddress, call_error};
 use super::client::ClientError;
 
-/// Show the state of a running service, its EP group and its ranks.
+/// Show the state of a running service, its EP group and its ranks
 ///
 /// Exits 0 if requests are admitted, 1 if not or if the service does not answer.
 #[derive(Args, Clone, Debug)]

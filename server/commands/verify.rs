@@ -17,7 +17,7 @@ use crate::types::DType;
 mod ids;
 pub use ids::{IdsCheck, RowMismatch};
 
-/// Send recorded rows through a running service and compare the answers with the recorded ones.
+/// Send recorded rows through a running service and compare the answers with the recorded ones
 ///
 /// Exit status 0 if every MoE layer of the file is within the tolerance and was routed as recorded, 1 otherwise.
 #[derive(Args, Clone, Debug)]
@@ -30,7 +30,7 @@ pub struct VerifyArgs {
     #[arg(long, value_name = "FILE")]
     pub golden: PathBuf,
     /// Name of the model; may be left out when the service has one
-    #[arg(long, default_value = "")]
+    #[arg(long, default_value = "", hide_default_value = true)]
     pub model: String,
     /// Only these layers (comma-separated) instead of all in the file
     #[arg(long, value_delimiter = ',', value_name = "L")]

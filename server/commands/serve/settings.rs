@@ -98,7 +98,14 @@ impl<T: Show> Show for Option<T> {
 
 macro_rules! settings {
     ($( $(#[$doc:meta])* $name:ident : $ty:ty = $default:expr, env $env:literal; )*) => {
-        /// Flags of `expertd serve`.
+        /// Serve the MoE layers of a checkpoint
+        ///
+        /// Each setting comes from its flag, else from its environment variable, else from the file of --config, else it has
+        /// its default. What was chosen is printed first; the service serves once it prints `ready:`.
+        ///
+        /// Exit status 0 if it was drained (SIGTERM, SIGINT, `expertd drain`), 2 for an unknown flag or a value that does
+        /// not parse, 64 for a bad setting or a broken checkpoint, 65 if weights could not be loaded, 69 if an address could
+        /// not be bound, 70 if ranks kept failing before they were ready.
         #[derive(Args, Clone, Debug, Default)]
         pub struct ServeArgs {
             /// TOML file with any of the settings below, named as the flags with underscores
@@ -170,33 +177,33 @@ settings! {
     ranks: u32 = None, env "EXPERTD_RANKS";
     /// Device of the ranks [default: cuda if this build and machine have it, else cpu]
     device: DeviceKind = None, env "EXPERTD_DEVICE";
-    /// Address of the public API: HOST:PORT or unix:PATH; port 0 picks a free one
+    /// Addresses of the public API, comma-separated: HOST:PORT or unix:PATH; port 0 picks a free one [default: 127.0.0.1:50051]
     listen: String = Some("127.0.0.1:50051".into()), env "EXPERTD_LISTEN";
-    /// Address of the Admin service with health; keep it on loopback
+    /// Address of the Admin service with health, HOST:PORT or unix:PATH; keep it on loopback [default: 127.0.0.1:50052]
     admin_listen: String = Some("127.0.0.1:50052".into()), env "EXPERTD_ADMIN_LISTEN";
-    /// Address of the Prometheus endpoint, GET /metrics
+    /// Address of the Prometheus endpoint, GET /metrics: IP:PORT [default: 127.0.0.1:9464]
     metrics_listen: String = Some("127.0.0.1:9464".into()), env "EXPERTD_METRICS_LISTEN";
-    /// Rows of one step, all ranks together; sizes windows and staging
+    /// Rows of one step, all ranks together; sizes windows and staging [default: 2048]
     max_tokens_per_step: usize = Some(2048), env "EXPERTD_MAX_TOKENS_PER_STEP";
     /// Rows of one request; a request larger than a step is split [default: twice max-tokens-per-step]
     max_tokens_per_request: usize = None, env "EXPERTD_MAX_TOKENS_PER_REQUEST";
     /// Rows that may wait before requests are refused [default: 16 times max-tokens-per-step]
     max_queued_tokens: usize = None, env "EXPERTD_MAX_QUEUED_TOKENS";
-    /// How long the first request of a step waits for company, microseconds
+    /// How long the first request of a step waits for company, microseconds [default: 0]
     max_wait_us: u64 = Some(0), env "EXPERTD_MAX_WAIT_US";
-    /// Sets of step buffers, at least 2, so that the copies of one step overlap another's compute
+    /// Sets of step buffers, at least 2, so that the copies of one step overlap another's compute [default: 2]
     slots: u32 = Some(2), env "EXPERTD_SLOTS";
     /// CPU cores to use, e.g. 0-7,16 [default: all that this process may run on]
     cores: String = None, env "EXPERTD_CORES";
-    /// A rank that shows no life for this long ends the generation, milliseconds
+    /// A rank that shows no life for this long ends the generation, milliseconds [default: 1000]
     liveness_timeout_ms: u64 = Some(1000), env "EXPERTD_LIVENESS_TIMEOUT_MS";
-    /// A step that takes longer ends the generation, milliseconds
+    /// A step that takes longer ends the generation, milliseconds [default: 60000]
     step_timeout_ms: u64 = Some(60_000), env "EXPERTD_STEP_TIMEOUT_MS";
-    /// How long requests in flight may take after SIGTERM or a drain, milliseconds
+    /// How long requests in flight may take after SIGTERM or a drain, milliseconds [default: 10000]
     drain_timeout_ms: u64 = Some(10_000), env "EXPERTD_DRAIN_TIMEOUT_MS";
-    /// Open connections, at most
+    /// Open connections, at most [default: 1024]
     max_connections: u32 = Some(1024), env "EXPERTD_MAX_CONNECTIONS";
-    /// Streams on one connection, at most
+    /// Streams on one connection, at most [default: 128]
     max_streams_per_connection: u32 = Some(128), env "EXPERTD_MAX_STREAMS_PER_CONNECTION";
     /// Request bytes held at once, at most [default: 1 GiB, or 4 of the largest requests if that is more]
     max_bytes_in_flight: u64 = None, env "EXPERTD_MAX_BYTES_IN_FLIGHT";
