@@ -92,7 +92,7 @@ fn unsupported(config: &Config, what: &str, why: &str) -> ModelError {
 
 fn find_family(config: &Config, model_type: &str) -> Result<&'static Family, ModelError> {
     by_model_type(model_type).ok_or_else(|| {
-        let mut known: Vec<&str> = FAMILIES.iter().map(|family| family.model_types[0]).collect();
+        let mut known: Vec<&str> = FAMILIES.iter().flat_map(|family| family.model_types).copied().collect();
         known.sort_unstable();
         unsupported(config, &format!("model_type `{model_type}`"), &format!("known are {}", known.join(", ")))
     })
