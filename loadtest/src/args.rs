@@ -81,7 +81,7 @@ pub struct Content {
     /// Decoder layers, comma-separated; each request takes one at random [default: all MoE layers]
     #[arg(long, value_delimiter = ',', value_name = "L")]
     pub layers: Vec<u32>,
-    /// Rows per request: N, uniform:MIN-MAX, lognormal:MEDIAN,SIGMA, zipf:MAX,EXPONENT or list:N,N,...
+    /// Rows per request, at most what the service takes: N, uniform:MIN-MAX, lognormal:MEDIAN,SIGMA, zipf:MAX,EXPONENT or list:N,N,...
     #[arg(long, default_value = "8", value_name = "DISTRIBUTION")]
     pub tokens: TokenCounts,
     /// Element type of the rows
