@@ -32,6 +32,9 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Headers of one call.
 const MAX_HEADER_BYTES: u32 = 16 << 10;
 
+/// Why the service turns connections away or ends them.
+const ENDS: [&str; 5] = ["limit", "silent", "stalled_write", "stalled_request", "stalled_answer"];
+
 /// The connections of one kind of listener.
 pub(super) struct Connections {
     pub(super) services: Arc<Services>,
@@ -53,6 +56,10 @@ impl Connections {
         closing: CancellationToken,
         end: CancellationToken,
     ) -> Arc<Connections> {
+        // From 0 on, so that a first increment is seen as one.
+        for reason in ENDS {
+            counter!(names::CONNECTIONS_ENDED_TOTAL, "reason" => reason).increment(0);
+        }
         Arc::new(Connections {
             services: Arc::new(services),
             slots: Arc::new(Semaphore::new(max_connections.max(1) as usize)),

@@ -27,6 +27,17 @@ pub enum FaultKind {
 }
 
 impl FaultKind {
+    /// Every kind.
+    pub const ALL: [FaultKind; 7] = [
+        FaultKind::Exit,
+        FaultKind::Liveness,
+        FaultKind::Step,
+        FaultKind::StepTimeout,
+        FaultKind::Channel,
+        FaultKind::Load,
+        FaultKind::Setup,
+    ];
+
     /// The label.
     #[must_use]
     pub const fn label(self) -> &'static str {

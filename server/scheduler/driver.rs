@@ -97,6 +97,7 @@ impl Driver {
     pub(super) fn run(mut self) {
         // Here, because this thread is to be one of them.
         self.copier = Copier::new(self.config.copy_threads);
+        show_counters_of_faults();
         while self.end.is_none() {
             self.take_mail();
             if let Err(fault) = self.advance() {
@@ -193,7 +194,7 @@ impl Driver {
         }
         self.last_generation += 1;
         let generation = Generation(self.last_generation);
-        tracing::info!(%generation, ranks = self.cluster.shape.ranks, "forming a generation");
+        tracing::info!(generation = generation.0, ranks = self.cluster.shape.ranks, "forming a generation");
         let group = Group::form(&self.cluster, generation, &self.shared.bell)
             .map_err(|error| Fault { kind: FaultKind::Setup, message: error.to_string() })?;
         self.group = Some(group);
@@ -206,13 +207,16 @@ impl Driver {
         self.attempts = 0;
         self.shared.set_generation(generation);
         metrics::gauge!(names::GENERATION).set(generation.0 as f64);
+        let version =
+            self.shared.model.read().map_or_else(|e| e.into_inner().weight_version, |m| m.weight_version);
+        metrics::gauge!(names::WEIGHT_VERSION, "version" => version.to_string()).set(1.0);
         let mut inbox = self.shared.inbox();
         if !matches!(inbox.admission, Admission::Draining) {
             inbox.admission = Admission::Open;
             drop(inbox);
             self.shared.set_state(ServiceState::Serving, "");
             metrics::gauge!(names::READY).set(1.0);
-            tracing::info!(%generation, "serving");
+            tracing::info!(generation = generation.0, "serving");
         }
     }
 
@@ -488,4 +492,12 @@ impl Driver {
             status.ranks = ranks;
         }
     }
+}
+
+/// From 0 on: a rate over a counter that begins at 1 does not see the first fault.
+fn show_counters_of_faults() {
+    for kind in FaultKind::ALL {
+        metrics::counter!(names::GENERATION_ENDS_TOTAL, "reason" => kind.label()).increment(0);
+    }
+    metrics::counter!(names::REQUESTS_CANCELLED_TOTAL).increment(0);
 }

@@ -95,8 +95,8 @@ metrics_table! {
     GENERATION = "expertd_generation", Kind::Gauge, Count, [];
     /// Generations that ended, by reason.
     GENERATION_ENDS_TOTAL = "expertd_generation_ends_total", Kind::Counter, Count, ["reason"];
-    /// The loaded weight version.
-    WEIGHT_VERSION = "expertd_weight_version", Kind::Gauge, Count, [];
+    /// Always 1; the label is the loaded weight version, which has more digits than a sample can hold.
+    WEIGHT_VERSION = "expertd_weight_version", Kind::Gauge, Count, ["version"];
     /// 1 while requests are admitted, else 0.
     READY = "expertd_ready", Kind::Gauge, Count, [];
     /// Open client connections.

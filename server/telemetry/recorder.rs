@@ -191,10 +191,10 @@ mod tests {
                 .expect("writes to a string");
         }
         page.push_str(
-            "\n## Reading them\n\nImbalance of expert load over five minutes (1 is perfect):\n\n```\nmax(rate(expertd_rank_expert_rows_total[5m]))\n  / \
-             avg(rate(expertd_rank_expert_rows_total[5m]))\n```\n\nShare of time per phase on the slowest rank:\n\n```\nmax by (phase) \
-             (rate(expertd_phase_duration_seconds_sum[5m]))\n  / ignoring(phase) group_left \
-             rate(expertd_step_duration_seconds_sum[5m])\n```\n\nThe same listener answers `/healthz` (200 while the process lives) and \
+            "\n## Reading them\n\nImbalance of expert load over five minutes (1 is perfect):\n\n```\nmax by (instance) \
+             (rate(expertd_rank_expert_rows_total[5m]))\n  / avg by (instance) (rate(expertd_rank_expert_rows_total[5m]))\n```\n\nShare of time per phase on the slowest rank:\n\n```\nmax by (instance, phase) \
+             (rate(expertd_phase_duration_seconds_sum[5m]))\n  / on (instance) group_left sum by (instance) \
+             (rate(expertd_step_duration_seconds_sum[5m]))\n```\n\nThe same listener answers `/healthz` (200 while the process lives) and \
              `/readyz` (200 while requests are admitted,\nelse 503 with the reason).\n",
         );
         page
