@@ -173,10 +173,12 @@ impl StepEngine for CudaEngine {
         notice: &ExpertsNotice,
     ) -> Result<Option<StepReport>, StepFault> {
         for running in self.running.iter_mut().filter(|running| !running.told) {
-            if self.buffers.slots[running.slot].experts_done.first_word() == running.sequence {
-                running.told = true;
-                notice.tell(running.sequence);
+            if self.buffers.slots[running.slot].experts_done.first_word() != running.sequence {
+                // In order: this thread may lose its core between two looks, and find a later step's word first.
+                break;
             }
+            running.told = true;
+            notice.tell(running.sequence);
         }
         let Some(&Running { sequence, slot, copied, .. }) = self.running.front() else { return Ok(None) };
         if !self.has_ended(sequence, slot, copied)? {

@@ -214,6 +214,18 @@ mod tests {
     }
 
     #[test]
+    fn experts_that_are_told_of_late_do_not_undo_later_ones() {
+        let bell = RouterBell::create().unwrap();
+        let router = RouterChannel::create(&shape()).unwrap();
+        let (zero, one) = (join(&router, &bell, 0).notice(), join(&router, &bell, 1).notice());
+        one.tell(3);
+        for (sequence, done) in [(1, 1), (3, 3), (2, 3)] {
+            zero.tell(sequence);
+            assert_eq!(router.experts_done(), done);
+        }
+    }
+
+    #[test]
     fn a_router_that_gets_no_completions_fills_the_ring_and_is_told() {
         let mut router = RouterChannel::create(&shape()).unwrap();
         let full = (1..100).find_map(|sequence| router.launch(&step(sequence, 0)).err()).unwrap();

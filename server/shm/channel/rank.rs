@@ -227,9 +227,10 @@ pub struct ExpertsNotice {
 }
 
 impl ExpertsNotice {
-    /// The phase of exchange `sequence` has ended on this rank.
+    /// The phase of exchange `sequence` has ended on this rank, and so have those of earlier ones. Told late, of an
+    /// exchange before the last one told of, it says nothing new.
     pub fn tell(&self, sequence: u64) {
-        self.done.atomics()[0].store(sequence, Ordering::SeqCst);
+        self.done.atomics()[0].fetch_max(sequence, Ordering::SeqCst);
         if self.wanted.atomics()[0].load(Ordering::SeqCst) != 0 {
             self.router_bell.ring();
         }
