@@ -47,6 +47,30 @@ struct Launched {
     tokens_per_rank: Vec<usize>,
 }
 
+/// Rows per second of late, over the time in which there were steps: steps overlap, and no moment counts twice.
+#[derive(Debug, Default)]
+struct Rate {
+    tokens: usize,
+    busy: Duration,
+    last_end: Option<Instant>,
+}
+
+impl Rate {
+    /// Adds a step; the rate, whenever there is enough to tell.
+    fn add(&mut self, tokens: usize, formed: Instant, end: Instant) -> Option<f64> {
+        let alone_since = self.last_end.map_or(formed, |last| last.max(formed));
+        self.last_end = Some(end);
+        self.tokens += tokens;
+        self.busy += end.saturating_duration_since(alone_since);
+        if self.busy <= TICK {
+            return None;
+        }
+        let rate = self.tokens as f64 / self.busy.as_secs_f64();
+        (self.tokens, self.busy) = (0, Duration::ZERO);
+        Some(rate)
+    }
+}
+
 pub(super) struct Driver {
     shared: Arc<Shared>,
     cluster: Arc<ClusterConfig>,
@@ -66,8 +90,7 @@ pub(super) struct Driver {
     /// Whether the next tick is due.
     next_sweep: Instant,
     end: Option<ServiceEnd>,
-    /// Rows and time of the steps since the rate was last told.
-    rate: (usize, Duration),
+    rate: Rate,
 }
 
 impl Driver {
@@ -90,7 +113,7 @@ impl Driver {
             next_attempt: Instant::now(),
             next_sweep: Instant::now(),
             end: None,
-            rate: (0, Duration::ZERO),
+            rate: Rate::default(),
         }
     }
 
@@ -389,17 +412,8 @@ impl Driver {
             let phases = completion.phase_ns.map(Duration::from_nanos);
             self.metrics.rank(rank, *tokens as u64, u64::from(completion.expert_rows), &phases);
         }
-        self.tell_rate(done.tokens, elapsed);
-    }
-
-    /// Keeps the rate that overloaded callers are told to come back by.
-    fn tell_rate(&mut self, tokens: usize, elapsed: Duration) {
-        let (sum, time) = &mut self.rate;
-        *sum += tokens;
-        *time += elapsed;
-        if *time > TICK {
-            self.shared.inbox().tokens_per_second = *sum as f64 / time.as_secs_f64();
-            self.rate = (0, Duration::ZERO);
+        if let Some(rate) = self.rate.add(done.tokens, launched.formed, now) {
+            self.shared.inbox().tokens_per_second = rate;
         }
     }
 
@@ -500,4 +514,22 @@ fn show_counters_of_faults() {
         metrics::counter!(names::GENERATION_ENDS_TOTAL, "reason" => kind.label()).increment(0);
     }
     metrics::counter!(names::REQUESTS_CANCELLED_TOTAL).increment(0);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_in_which_steps_overlap_counts_once() {
+        let start = Instant::now();
+        let at = |millis| start + Duration::from_millis(millis);
+        let mut rate = Rate::default();
+        // Each is formed when the one before begins to compute, and takes 40 ms of computing.
+        assert_eq!(rate.add(100, at(0), at(40)), None);
+        assert_eq!(rate.add(100, at(0), at(80)), None);
+        assert_eq!(rate.add(100, at(40), at(120)), Some(2500.0));
+        // A pause between steps does not count.
+        assert_eq!(rate.add(100, at(1000), at(1200)), Some(500.0));
+    }
 }
