@@ -3,6 +3,8 @@
 #
 #     scripts/soak.sh [CHECKPOINT [SECONDS [flags of expertd-loadtest...]]]
 #
+# Memory has not settled before some 15 s, so loads much shorter than the default of 60 s fail for growth.
+#
 # Without a checkpoint, a random one is made. Needs release builds: cargo build --release --workspace
 set -eu
 cd "$(dirname "$0")/.."
