@@ -71,18 +71,24 @@ pub fn retry_delay(status: &Status) -> Option<Duration> {
     status.get_details_retry_info().and_then(|info| info.retry_delay)
 }
 
-/// Says UNAVAILABLE where the connection broke under a call.
+/// Says UNAVAILABLE where the connection broke under a call, or closed before it took the call.
 ///
-/// The transport calls that UNKNOWN, with its own error as the source; a status that the service sent has no source.
-/// As the computation is pure, trying again is as safe as after any other UNAVAILABLE.
+/// The transport calls the one UNKNOWN and the other CANCELLED, with its own error as the source; a status that the service
+/// sent has no source. As the computation is pure, trying again is as safe as after any other UNAVAILABLE.
 #[must_use]
 pub fn connection_loss(status: Status) -> Status {
-    match std::error::Error::source(&status) {
-        Some(_) if status.code() == Code::Unknown => {
-            Status::unavailable(format!("the connection broke: {}", status.message()))
-        }
-        _ => status,
-    }
+    let lost = std::error::Error::source(&status).is_some_and(|source| match status.code() {
+        Code::Unknown => true,
+        Code::Cancelled => !is_timeout(source),
+        _ => false,
+    });
+    if lost { Status::unavailable(format!("the connection broke: {}", status.message())) } else { status }
+}
+
+/// Whether it was the channel's own timer, which says CANCELLED as well.
+fn is_timeout(error: &(dyn std::error::Error + 'static)) -> bool {
+    std::iter::successors(Some(error), |error| error.source())
+        .any(|error| error.is::<tonic::TimeoutExpired>())
 }
 
 /// A connection to one service. Clones share it.
@@ -370,6 +376,20 @@ mod tests {
         assert_eq!(connection_loss(broken).code(), Code::Unavailable);
         assert_eq!(connection_loss(Status::unknown("the service says so")).code(), Code::Unknown);
         assert_eq!(connection_loss(Status::internal("bug")).code(), Code::Internal);
+    }
+
+    #[test]
+    fn a_call_that_a_closing_connection_did_not_take_is_unavailable_and_a_late_one_is_not() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("the transport")]
+        struct Transport(#[source] Status);
+
+        let untaken = Status::from_error(Box::new(Transport(Status::cancelled("closing"))));
+        assert_eq!(untaken.code(), Code::Cancelled);
+        assert_eq!(connection_loss(untaken).code(), Code::Unavailable);
+        let late = Status::from_error(Box::new(tonic::TimeoutExpired(())));
+        assert_eq!(connection_loss(late).code(), Code::Cancelled);
+        assert_eq!(connection_loss(Status::cancelled("the service says so")).code(), Code::Cancelled);
     }
 
     #[test]
