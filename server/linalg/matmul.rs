@@ -30,8 +30,8 @@ impl MatmulScratch {
     pub fn new(max_k: usize, threads: usize) -> Self {
         let panel = Level::ALL.map(Level::panel).into_iter().max().unwrap_or(0);
         MatmulScratch {
-            x: Buffer::zeroed(CHUNK * padded(max_k)),
-            sums: (0..threads.max(1)).map(|_| Buffer::zeroed(CHUNK * panel)).collect(),
+            x: Buffer::resident(CHUNK * padded(max_k)),
+            sums: (0..threads.max(1)).map(|_| Buffer::resident(CHUNK * panel)).collect(),
         }
     }
 }

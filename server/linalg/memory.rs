@@ -46,6 +46,22 @@ impl<T: bytemuck::Pod> Buffer<T> {
         };
         Buffer { data, len }
     }
+
+    /// `len` zeros in memory that is there already: a process whose buffers are resident before it is ready does not
+    /// grow with the largest step that it has seen.
+    ///
+    /// # Panics
+    /// As [`zeroed`](Self::zeroed).
+    pub(crate) fn resident(len: usize) -> Self {
+        let mut buffer = Self::zeroed(len);
+        let pages = buffer.iter_mut().step_by((PAGE / size_of::<T>()).max(1));
+        // Unknown to the compiler, which would leave out writing zeros to zeros.
+        pages.for_each(|element| *element = std::hint::black_box(T::zeroed()));
+        if let Some(last) = buffer.last_mut() {
+            *last = std::hint::black_box(T::zeroed());
+        }
+        buffer
+    }
 }
 
 impl<T> std::ops::Deref for Buffer<T> {
@@ -131,5 +147,24 @@ mod tests {
             assert!(buffer.iter().all(|&b| b == 0xa5));
         }
         assert_eq!(Buffer::<f32>::zeroed(HUGE / 4 + 3).len(), HUGE / 4 + 3);
+    }
+
+    #[test]
+    fn resident_memory_is_there() {
+        for len in [0, 1, 1024, 3 * HUGE / 4 + 5] {
+            assert!(Buffer::<f32>::resident(len).iter().all(|&value| value.to_bits() == 0));
+        }
+        // Page by page, without huge pages, which one write would make resident as a whole.
+        let len = (HUGE - PAGE) / size_of::<f32>();
+        let buffer = Buffer::<f32>::resident(len);
+        let first = buffer.as_ptr().expose_provenance().next_multiple_of(PAGE);
+        let last = (buffer.as_ptr().addr() + HUGE - PAGE) / PAGE * PAGE;
+        let mut pages = vec![0_u8; (last - first) / PAGE];
+        // SAFETY: asks about pages of the buffer, with a byte for each.
+        let status = unsafe {
+            libc::mincore(std::ptr::with_exposed_provenance_mut(first), last - first, pages.as_mut_ptr())
+        };
+        assert_eq!(status, 0);
+        assert!(pages.iter().all(|page| page & 1 == 1), "some page is not resident");
     }
 }

@@ -70,10 +70,10 @@ impl Workspace {
         let piece = (PIECE_BYTES / (4 * widest)).max(PIECE_ROWS).min(chunk);
         let panel = Level::ALL.map(Level::panel).into_iter().max().unwrap_or(0);
         Workspace {
-            x: Buffer::zeroed(chunk * padded(size.hidden)),
-            h: Buffer::zeroed(chunk * padded(size.intermediate)),
+            x: Buffer::resident(chunk * padded(size.hidden)),
+            h: Buffer::resident(chunk * padded(size.intermediate)),
             pieces: Vec::with_capacity(chunk),
-            sums: (0..size.threads.max(1)).map(|_| Buffer::zeroed(piece * panel)).collect(),
+            sums: (0..size.threads.max(1)).map(|_| Buffer::resident(piece * panel)).collect(),
             size,
             chunk,
             piece,
