@@ -1,5 +1,5 @@
 // copy_in and copy_out: rows between mapped host staging and device memory, with the step's description on the way in
-// and its completion on the way out. Both run beside another slot's compute, so they use few blocks.
+// and its completion on the way out. They wait for the host's link, which few blocks keep busy.
 #include "common.cuh"
 
 namespace expertd {
