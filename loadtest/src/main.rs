@@ -35,15 +35,25 @@ fn main() -> ExitCode {
 fn show(args: &Args, report: &Report) -> Result<(), String> {
     let json = serde_json::to_string_pretty(report).map_err(|error| error.to_string())?;
     match args.output.json.as_deref() {
-        Some(path) if path == Path::new("-") => println!("{json}"),
+        Some(path) if path == Path::new("-") => print(&(json + "\n"))?,
         Some(path) => {
-            print!("{}", table(report));
+            print(&table(report))?;
             std::fs::write(path, json + "\n")
                 .map_err(|error| format!("cannot write {}: {error}", path.display()))?;
         }
-        None => print!("{}", table(report)),
+        None => print(&table(report))?,
     }
     Ok(())
+}
+
+/// Writes to standard output; a reader that has seen enough is no error.
+fn print(text: &str) -> Result<(), String> {
+    use std::io::{ErrorKind, Write as _};
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(format!("cannot write the report: {error}")),
+        _ => Ok(()),
+    }
 }
 
 fn usage(message: &str) -> ExitCode {

@@ -16,6 +16,9 @@ use crate::cluster::ClusterConfig;
 use crate::shm::{RegionError, RouterBell};
 use crate::types::Generation;
 
+/// Seconds after which an overloaded caller may try again while no step has told yet how fast they are.
+const UNKNOWN_WAIT: f64 = 0.1;
+
 /// How steps are formed and how much may wait for them.
 #[derive(Clone, Debug)]
 pub struct SchedulerConfig {
@@ -219,7 +222,8 @@ impl Backend for Service {
                 "{queued} tokens wait for a step already, and {} more would exceed max-queued-tokens = {limit}",
                 request.tokens
             );
-            let wait = queued as f64 / inbox.tokens_per_second.max(1.0);
+            let rate = inbox.tokens_per_second;
+            let wait = if rate > 0.0 { queued as f64 / rate } else { UNKNOWN_WAIT };
             return Err(SubmitError::Overloaded {
                 reason,
                 retry_after: Duration::from_secs_f64(wait.clamp(0.005, 5.0)),
