@@ -51,7 +51,9 @@ fn print(text: &str) -> Result<(), String> {
     use std::io::{ErrorKind, Write as _};
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(format!("cannot write the report: {error}")),
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(format!("cannot write the report: {error}"))
+        }
         _ => Ok(()),
     }
 }
