@@ -5,6 +5,7 @@ mod driver;
 mod interface;
 mod plan;
 mod queue;
+mod rate;
 mod service;
 
 pub use interface::*;
