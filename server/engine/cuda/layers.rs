@@ -9,7 +9,9 @@ use half::bf16;
 
 use crate::engine::share::{Progress, Share, weights};
 use crate::experts::cuda::{CudaExperts, Loader, PackFailure, padded, to_bf16};
-use crate::model::{Checkpoint, Choice, GateSpec, GroupScore, ModelError, MoeLayer, Normalise, ScoreFn};
+use crate::model::{
+    Checkpoint, Choice, GateSpec, GroupScore, ModelError, ModelSpec, MoeLayer, Normalise, ScoreFn,
+};
 use crate::types::{ExpertId, LayerId};
 
 /// Why weights could not be brought to the GPU.
@@ -89,6 +91,12 @@ pub(super) fn device_bytes(checkpoint: &Checkpoint, share: Share) -> u64 {
     checkpoint.spec().moe_layers().map(|(_, moe)| of(moe)).sum()
 }
 
+/// Features of the widest MLP of any layer, as the checkpoint has it.
+pub(super) fn widest(spec: &ModelSpec) -> usize {
+    let of = |moe: &MoeLayer| moe.experts.width.max(moe.shared.as_ref().map_or(0, |shared| shared.width));
+    spec.moe_layers().map(|(_, moe)| of(moe)).max().unwrap_or(1)
+}
+
 impl Layers {
     /// One layer of each class.
     pub(super) fn classes(&self) -> impl Iterator<Item = (usize, &Layer)> {
@@ -109,8 +117,7 @@ impl Layers {
         progress: impl FnMut(u64, u64),
     ) -> Result<Self, LoadError> {
         let spec = checkpoint.spec();
-        let widest = spec.moe_layers().map(|(_, moe)| widest(moe)).max().unwrap_or(1);
-        let mut loader = Loader::new(device, pool, spec.hidden, widest)?;
+        let mut loader = Loader::new(device, pool, spec.hidden, widest(spec))?;
         let mut progress = Progress::start(share.bytes(spec), progress);
         let mut layers = Vec::with_capacity(spec.num_layers);
         for (index, moe) in (0..).zip(&spec.layers) {
@@ -187,10 +194,6 @@ fn class_of(layers: &[Option<Layer>], moe: &MoeLayer) -> usize {
     let known = || layers.iter().flatten();
     let alike = known().find(|layer| layer.spec == *moe).map(|layer| layer.class);
     alike.unwrap_or_else(|| known().map(|layer| layer.class + 1).max().unwrap_or(0))
-}
-
-fn widest(moe: &MoeLayer) -> usize {
-    moe.experts.width.max(moe.shared.as_ref().map_or(0, |shared| shared.width))
 }
 
 fn each<T: Default>(layers: &[Option<Layer>], of: impl Fn(&Layer) -> T) -> Vec<T> {

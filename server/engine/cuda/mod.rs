@@ -101,6 +101,7 @@ struct Parts {
     host: Host,
     layers: Layers,
     buffers: Buffers,
+    copies: Option<Copies>,
 }
 
 /// Set: steps are launched kernel by kernel, for debugging.
@@ -113,7 +114,7 @@ impl CudaEngine {
         parts: Parts,
         staged: &[StagingPlace],
     ) -> Result<Self, StepFault> {
-        let Parts { shape, windows, host, layers, buffers } = parts;
+        let Parts { shape, windows, host, layers, buffers, copies } = parts;
         let deadline = u64::try_from(setup.peer_timeout.as_nanos()).unwrap_or(u64::MAX);
         let groups = buffers.slots.iter().enumerate().map(|(slot, set)| {
             set.kernels.group(&shape, setup.rank.0, &windows.slot(slot), setup.generation.0, deadline)
@@ -122,11 +123,6 @@ impl CudaEngine {
         let most_blocks = device.multiprocessors()?.min(expertd_kernels::params::MAX_BLOCKS as u32);
         let stream = device.stream()?;
         device.synchronize()?;
-        let copies = if shape.hidden as usize == setup.shape.hidden {
-            Some(Copies::new(&device, staged)?)
-        } else {
-            None
-        };
         let mut engine = CudaEngine {
             stream,
             graphs: Graphs::default(),

@@ -10,7 +10,8 @@ use expertd_kernels::device::{Device, DeviceError, Pinned};
 use expertd_kernels::layout::Shape;
 use nccl_sys::{Library, UniqueId};
 
-use super::layers::{Layers, device_bytes};
+use super::copies::Copies;
+use super::layers::{Layers, device_bytes, widest};
 use super::step::Buffers;
 use super::{CudaEngine, Host, Parts};
 use crate::engine::control::{self, FailureKind, FromRank, RankSetup, ToRank};
@@ -18,12 +19,13 @@ use crate::engine::gpu::{self, Loaded};
 use crate::engine::rank::{Failure, setup_failure};
 use crate::engine::share::Share;
 use crate::ep::lsa::{ID_BYTES, LsaWindows};
+use crate::experts::cuda::padded;
 use crate::model::Checkpoint;
 use crate::shm::RankChannel;
 
 /// How long ranks wait for each other while they join.
 const JOIN_DEADLINE: Duration = Duration::from_secs(120);
-/// Device memory that is left alone: contexts, modules, NCCL's own buffers.
+/// Device memory that is left alone: graphs, tables, what a load needs for a while, and the driver's own.
 const RESERVE: u64 = 1 << 30;
 /// Threads that bring weights from the page cache to pinned memory, at most.
 const LOAD_THREADS: usize = 16;
@@ -46,39 +48,29 @@ pub(in crate::engine) fn load(
 
     // Together first: a rank that cannot join is known before minutes are spent on loading.
     let windows = join(setup, &device, &shape, socket, reader)?;
+    let host = pin(&device, channel)?;
+    let padding = shape.hidden as usize != setup.shape.hidden;
+    let staged = channel.staging_places();
+    let room = |error: DeviceError| {
+        let message = format!("{error}; lower max-tokens-per-step, or the number of slots");
+        setup_failure(format!("cannot allocate the buffers of {} slots: {message}", setup.shape.slots))
+    };
+    let inter = padded(widest(spec));
+    let buffers = Buffers::new(&device, &shape, inter, setup.shape.slots, padding).map_err(room)?;
+    let copies = if padding { None } else { Some(Copies::new(&device, &staged).map_err(room)?) };
+    // All that steps need is there: what is free now is for weights.
     check_memory(setup, &device, &checkpoint)?;
-    let threads = setup.cores.len().clamp(1, LOAD_THREADS);
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .thread_name(|i| format!("load-{i}"))
-        .build()
-        .map_err(setup_failure)?;
-    let layers = Layers::load(&device, &checkpoint, Share::of(setup), &pool, progress)
-        .map_err(|error| (FailureKind::Load, error.to_string()))?;
-    drop(pool);
+    let layers = load_weights(setup, &device, &checkpoint, progress)?;
 
-    let (pages, bytes) = channel.staging_pages();
-    // SAFETY: the channel maps these pages as long as it lives, and it outlives the engine.
-    let staging = unsafe { Pinned::register(&device, pages, bytes) }.map_err(|error| {
-        setup_failure(format!(
-            "cannot pin {} MiB of staging: {error}; raise the limit of locked memory (ulimit -l), or lower \
-             max-tokens-per-step",
-            bytes >> 20
-        ))
-    })?;
-    let host = Host { first: pages as usize, bytes, staging };
-    let name = device.name().map_err(setup_failure)?;
     let weight_bytes = layers.weight_bytes;
+    let name = device.name().map_err(setup_failure)?;
     let describe = format!(
         "cuda, GPU {} ({name}){}",
         setup.rank,
         if setup.shape.ranks == 1 { "" } else { ", windows over NCCL" }
     );
-    let padding = shape.hidden as usize != setup.shape.hidden;
-    let buffers =
-        Buffers::new(&device, &shape, &layers, setup.shape.slots, padding).map_err(setup_failure)?;
-    let parts = Parts { shape, windows, host, layers, buffers };
-    let engine = CudaEngine::new(setup, device, parts, &channel.staging_places()).map_err(setup_failure)?;
+    let parts = Parts { shape, windows, host, layers, buffers, copies };
+    let engine = CudaEngine::new(setup, device, parts, &staged).map_err(setup_failure)?;
     Ok((Box::new(engine), weight_bytes, describe))
 }
 
@@ -105,12 +97,43 @@ fn open(setup: &RankSetup) -> Result<Device, Failure> {
     Ok(device)
 }
 
+/// Pins the staging of the channel.
+fn pin(device: &Device, channel: &RankChannel) -> Result<Host, Failure> {
+    let (pages, bytes) = channel.staging_pages();
+    // SAFETY: the channel maps these pages as long as it lives, and it outlives the engine.
+    let staging = unsafe { Pinned::register(device, pages, bytes) }.map_err(|error| {
+        setup_failure(format!(
+            "cannot pin {} MiB of staging: {error}; raise the limit of locked memory (ulimit -l), or lower \
+             max-tokens-per-step",
+            bytes >> 20
+        ))
+    })?;
+    Ok(Host { first: pages as usize, bytes, staging })
+}
+
+/// Brings this rank's weights to its GPU, with as many threads as it has cores.
+fn load_weights(
+    setup: &RankSetup,
+    device: &Device,
+    checkpoint: &Checkpoint,
+    progress: impl FnMut(u64, u64),
+) -> Result<Layers, Failure> {
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(setup.cores.len().clamp(1, LOAD_THREADS))
+        .thread_name(|i| format!("load-{i}"))
+        .build()
+        .map_err(setup_failure)?;
+    Layers::load(device, checkpoint, Share::of(setup), &pool, progress)
+        .map_err(|error| (FailureKind::Load, error.to_string()))
+}
+
 fn check_memory(setup: &RankSetup, device: &Device, checkpoint: &Checkpoint) -> Result<(), Failure> {
     let (free, total) = device.memory().map_err(setup_failure)?;
     let needed = device_bytes(checkpoint, Share::of(setup)) + RESERVE;
     if needed > free as u64 {
         return Err(setup_failure(format!(
-            "GPU {} has {} MiB free of {} MiB, and this rank's weights and reserve need {} MiB; use more ranks",
+            "GPU {} has {} MiB free of {} MiB beside this rank's buffers, and its weights and a reserve need {} MiB; use \
+             more ranks, or lower max-tokens-per-step",
             setup.rank,
             free >> 20,
             total >> 20,

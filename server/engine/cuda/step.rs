@@ -59,11 +59,12 @@ const fn panel_rows(assignments: usize, experts: usize) -> usize {
 }
 
 impl Buffers {
-    /// Buffers for `slots` slots; `padding` says that rows of callers are shorter than those of kernels.
+    /// Buffers for `slots` slots and layers of which the widest MLP has `inter` features, padded; `padding` says that
+    /// rows of callers are shorter than those of kernels.
     pub(super) fn new(
         device: &Device,
         shape: &Shape,
-        layers: &Layers,
+        inter: usize,
         slots: u32,
         padding: bool,
     ) -> Result<Self, DeviceError> {
@@ -91,16 +92,12 @@ impl Buffers {
         let shared_rows = panel_rows(tokens, 1);
         // Both kinds of experts see the same workspace, with the same distance between panels.
         let rows = routed_rows.max(shared_rows);
-        let widest = layers.layers.iter().flatten().map(|layer| {
-            let routed = layer.experts.as_ref().map_or(0, |experts| experts.inter());
-            routed.max(layer.shared.as_ref().map_or(0, |shared| shared.experts.inter()))
-        });
         Ok(Buffers {
             slots: (0..slots).map(|_| slot()).collect::<Result<_, _>>()?,
             logits: Buffer::zeroed(device, tokens * shape.experts as usize)?,
             tickets: Buffer::zeroed(device, tokens.div_ceil(16) + 1)?,
             x_panels: Panels::new(device, rows * hidden)?,
-            h: Panels::new(device, rows * widest.max().unwrap_or(0))?,
+            h: Panels::new(device, rows * inter)?,
             state: Buffer::zeroed(device, experts::state_words(local.max(1)))?,
             panel_rows: rows,
         })
