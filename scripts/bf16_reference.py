@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""How exact Hugging Face's own MoE blocks are in bf16: the measure for GPU ranks, which compute in bf16, too.
+
+    python scripts/bf16_reference.py [--device cuda] [FOLDER]
+
+Every checkpoint under FOLDER (tests/fixtures/golden) is loaded in bf16, its blocks get the recorded rows, and the relative L2
+error of each row against the recorded float32 output is printed. Rows that the block's own gate routes otherwise than
+recorded are counted and left out. Needs torch, transformers and safetensors.
+"""
+
+import argparse
+import pathlib
+import statistics
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from golden import blocks
+
+
+def errors(folder, device):
+    """Relative errors of the rows, and the number of rows that were routed otherwise."""
+    golden = load_file(folder / "golden.safetensors")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, experts_implementation="eager").eval().to(device)
+    found, otherwise, routed = [], 0, {}
+
+    def watch(number, block, gate):
+        wanted = golden[f"layers.{number}.output"].double()
+        rows = golden[f"layers.{number}.input"].to(device, torch.bfloat16)
+
+        def give_recorded(_, args, kwargs):
+            if args:
+                return (rows.view_as(args[0]), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": rows.view_as(kwargs["hidden_states"])}
+
+        def note_routing(_, args, result):
+            if isinstance(result, tuple) and len(result) == 3:
+                routed[number] = result[2].cpu()
+
+        def compare(_, args, kwargs, result):
+            nonlocal otherwise
+            got = (result[0] if isinstance(result, tuple) else result).detach().cpu().double().view_as(wanted)
+            row_errors = (got - wanted).norm(dim=1) / wanted.norm(dim=1)
+            same = torch.ones(len(wanted), dtype=torch.bool)
+            if f"layers.{number}.topk_ids" in golden and number in routed:
+                recorded = golden[f"layers.{number}.topk_ids"].long().sort(1).values
+                same = (routed[number].long().sort(1).values == recorded).all(1)
+            otherwise += int((~same).sum())
+            found.extend(row_errors[same].tolist())
+
+        block.register_forward_pre_hook(give_recorded, with_kwargs=True)
+        gate.register_forward_hook(note_routing)
+        block.register_forward_hook(compare, with_kwargs=True)
+
+    for number, block, gate in blocks(model):
+        watch(number, block, gate)
+    with torch.no_grad():
+        model(input_ids=golden["input_ids"].to(device))
+    return found, otherwise
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    fixtures = pathlib.Path(__file__).resolve().parents[1] / "tests/fixtures/golden"
+    parser.add_argument("folder", type=pathlib.Path, nargs="?", default=fixtures)
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    print("| family | rows | median error | largest | routed otherwise |")
+    print("|---|---|---|---|---|")
+    for folder in sorted(path.parent for path in arguments.folder.glob("*/golden.safetensors")):
+        found, otherwise = errors(folder, arguments.device)
+        middle, largest = statistics.median(found), max(found)
+        print(f"| {folder.name} | {len(found)} | {middle:.1e} | {largest:.1e} | {otherwise} |", flush=True)
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    main()
