@@ -50,8 +50,10 @@ fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
     Service::start(family, ranks, &[&["--device", "cuda"], more].concat())
 }
 
-async fn verified(service: &Service, family: &str, dtype: &str, batch: &str) {
+/// The largest relative error of a row.
+async fn verified(service: &Service, family: &str, dtype: &str, batch: &str) -> f64 {
     let path = golden(family);
+    let mut largest: f64 = 0.0;
     for routing in ["gate", "recorded"] {
         if routing == "gate" && ROUTED_OTHERWISE.iter().any(|name| family.ends_with(name)) {
             continue;
@@ -65,7 +67,9 @@ async fn verified(service: &Service, family: &str, dtype: &str, batch: &str) {
         let report = verify(&Verify::try_parse_from([&line[..], &flags[..]].concat()).unwrap().args).await;
         let report = report.unwrap_or_else(|error| panic!("{family}, {routing}: {error}"));
         assert!(report.ok(), "{family}, {routing}, batches of {batch}: {report:#?}");
+        largest = largest.max(report.largest_error());
     }
+    largest
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -79,9 +83,9 @@ async fn recorded_answers_of_every_family() {
             if at_all || index as u32 % most + 1 == ranks {
                 let service = start(family, ranks, &[]);
                 assert_eq!(service.ranks().len(), ranks as usize);
-                verified(&service, family, "f32", "1000").await;
-                verified(&service, family, "bf16", "3").await;
-                println!("{family}: {ranks} GPUs");
+                let f32_rows = verified(&service, family, "f32", "1000").await;
+                let bf16_rows = verified(&service, family, "bf16", "3").await;
+                println!("{family}: {ranks} GPUs, largest error {f32_rows:.1e} (bf16 rows: {bf16_rows:.1e})");
             }
         }
     }
@@ -94,9 +98,9 @@ async fn recorded_answers_of_quantised_checkpoints() {
     for name in QUANTISED {
         for ranks in 1..=most {
             let service = start(name, ranks, &[]);
-            verified(&service, name, "f32", "1000").await;
-            verified(&service, name, "bf16", "3").await;
-            println!("{name}: {ranks} GPUs");
+            let f32_rows = verified(&service, name, "f32", "1000").await;
+            let bf16_rows = verified(&service, name, "bf16", "3").await;
+            println!("{name}: {ranks} GPUs, largest error {f32_rows:.1e} (bf16 rows: {bf16_rows:.1e})");
         }
     }
 }

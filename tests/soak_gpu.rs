@@ -1,7 +1,7 @@
-//! Minutes of random load on GPU ranks: sizes, routing, types and layers are drawn anew for each request, a sample of the
-//! answers is compared with CPU ranks, and neither host nor device memory may grow. Not run by default:
+//! Many steps of random load on GPU ranks: sizes, routing, types and layers are drawn anew for each request, a sample of
+//! the answers is compared with CPU ranks, and neither host nor device memory may grow. Not run by default:
 //!
-//!     EXPERTD_SOAK_SECONDS=120 cargo test --release --features cuda --test soak_gpu -- --ignored --nocapture
+//!     EXPERTD_SOAK_STEPS=1000000 cargo test --release --features cuda --test soak_gpu -- --ignored --nocapture
 #![allow(clippy::unwrap_used)]
 
 mod service;
@@ -32,7 +32,18 @@ const LARGEST: usize = 2000;
 const LARGEST_COMPARED: usize = 64;
 /// Relative L2 error of a row computed in bf16, by random weights.
 const TOLERANCE: f64 = 2e-2;
-const CALLERS: u64 = 24;
+/// Few, so that many steps hold one request only.
+const CALLERS: u64 = 8;
+/// One answer in so many is compared.
+const COMPARED: u64 = 100;
+/// Steps without `EXPERTD_SOAK_STEPS`.
+const STEPS: u64 = 50_000;
+/// Memory is compared with that after this part of the steps.
+const WARM_UP: f64 = 0.2;
+/// Growth of the ranks' memory on the host after it, at most, in kB.
+const GROWTH: u64 = 1024;
+/// Random values that requests take their rows from, each from another place.
+const POOL: usize = 1 << 24;
 
 fn synthesise(folder: &Path) {
     let sizes = [("--hidden", HIDDEN), ("--experts", EXPERTS), ("--layers", LAYERS as usize)];
@@ -44,20 +55,21 @@ fn synthesise(folder: &Path) {
     assert!(command.status().unwrap().success());
 }
 
-/// A request of random everything; `None` for the type that the wire does not know.
-fn draw(rng: &mut SmallRng, largest: usize) -> (ForwardRequest, DType) {
-    // Most are small; each power of two is as likely as another.
-    let most = largest.min(1 << rng.random_range(0..12));
+/// A request of random everything, and the type of its rows.
+fn draw(rng: &mut SmallRng, pool: &[f32], largest: usize) -> (ForwardRequest, DType) {
+    // Most are small: the lower one of two powers, each of which is as likely as another.
+    let most = largest.min(1 << rng.random_range(0..12).min(rng.random_range(0..12)));
     let tokens = rng.random_range(1..=most);
     let (dtype, wire) = match rng.random_range(0..3) {
         0 => (DType::Bf16, v1::DType::DtypeBf16),
         1 => (DType::F16, v1::DType::DtypeF16),
         _ => (DType::F32, v1::DType::DtypeF32),
     };
-    let values: Vec<f32> = StandardNormal.sample_iter(&mut *rng).take(tokens * HIDDEN).collect();
+    let first = rng.random_range(0..=pool.len() - tokens * HIDDEN);
+    let values = &pool[first..first + tokens * HIDDEN];
     let layer = rng.random_range(0..LAYERS);
     let request =
-        ForwardRequest::inline(layer, tokens as u32, wire, encode(&values, dtype)).returning_routing();
+        ForwardRequest::inline(layer, tokens as u32, wire, encode(values, dtype)).returning_routing();
     if rng.random() {
         return (request, dtype);
     }
@@ -87,20 +99,57 @@ async fn compare(cpu: &Client, request: &ForwardRequest, answer: &ForwardRespons
     rows.map(|(got, wanted)| relative_error(got, wanted)).fold(0.0, f64::max)
 }
 
-/// kB of host memory of the ranks, and MiB in use of all GPUs.
-fn memory(service: &Service) -> (u64, u64) {
-    let of_rank = |pid: &u32| {
-        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-        let value = |name: &str| {
-            let line = status.lines().find(|line| line.starts_with(name)).unwrap_or_default();
-            line.split_whitespace().nth(1).map_or(0, |number| number.parse::<u64>().unwrap())
+/// In kB.
+#[derive(Clone, Copy, Debug)]
+struct Memory {
+    router: u64,
+    ranks: u64,
+    /// Of all GPUs, in steps of 1 MiB.
+    device: u64,
+}
+
+impl Memory {
+    fn now(service: &Service) -> Memory {
+        let resident = |pid: &u32| {
+            let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+            let value = |name: &str| {
+                let line = status.lines().find(|line| line.starts_with(name)).unwrap_or_default();
+                line.split_whitespace().nth(1).map_or(0, |number| number.parse::<u64>().unwrap())
+            };
+            value("RssAnon:") + value("RssShmem:")
         };
-        value("RssAnon:") + value("RssShmem:")
-    };
-    let query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits"];
-    let used = Command::new("nvidia-smi").args(query).output().unwrap().stdout;
-    let used = String::from_utf8_lossy(&used).lines().map(|line| line.trim().parse::<u64>().unwrap()).sum();
-    (service.ranks().iter().map(of_rank).sum(), used)
+        let query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits"];
+        let used = Command::new("nvidia-smi").args(query).output().unwrap().stdout;
+        let used = String::from_utf8_lossy(&used);
+        Memory {
+            router: resident(&service.pid()),
+            ranks: service.ranks().iter().map(resident).sum(),
+            device: used.lines().map(|line| line.trim().parse::<u64>().unwrap() << 10).sum(),
+        }
+    }
+}
+
+/// What the callers have seen together.
+#[derive(Default)]
+struct Seen {
+    requests: AtomicU64,
+    rows: AtomicU64,
+    compared: AtomicU64,
+    /// Number of the last step that an answer came from; they count from 0.
+    last_step: AtomicU64,
+}
+
+impl Seen {
+    fn add(&self, answer: &ForwardResponse, tokens: u32) {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        self.rows.fetch_add(u64::from(tokens), Ordering::Relaxed);
+        let last = answer.receipt.iter().flat_map(|receipt| &receipt.steps).max();
+        self.last_step.fetch_max(last.copied().unwrap_or(0), Ordering::Relaxed);
+    }
+
+    fn steps(&self) -> u64 {
+        self.last_step.load(Ordering::Relaxed)
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -111,59 +160,68 @@ async fn random_load_is_answered_right_and_memory_stays_flat() {
         println!("skipped: no GPU");
         return;
     }
-    let seconds = std::env::var("EXPERTD_SOAK_SECONDS").map_or(20, |text| text.parse().unwrap());
+    let wanted = std::env::var("EXPERTD_SOAK_STEPS").map_or(STEPS, |text| text.parse().unwrap());
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model");
     synthesise(&model);
     let flags = ["--device", "cuda", "--max-tokens-per-step", "1024", "--max-queued-tokens", "100000"];
     let service = Service::start_checkpoint(&model, gpus, &flags, &[]);
     let reference = Service::start_checkpoint(&model, 1, &[], &[]);
-    let (answered, compared, rows) =
-        (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)), AtomicU64::new(0));
-    let rows = Arc::new(rows);
+    let pool: Arc<[f32]> = StandardNormal.sample_iter(SmallRng::seed_from_u64(CALLERS)).take(POOL).collect();
+    let seen = Arc::new(Seen::default());
     let begun = Instant::now();
     let mut callers = JoinSet::new();
     for caller in 0..CALLERS {
         let client = Client::connect(&service.address).await.unwrap();
         let cpu = Client::connect(&reference.address).await.unwrap();
-        let (answered, compared, rows) = (Arc::clone(&answered), Arc::clone(&compared), Arc::clone(&rows));
+        let (seen, pool) = (Arc::clone(&seen), Arc::clone(&pool));
         callers.spawn(async move {
             let mut rng = SmallRng::seed_from_u64(caller);
             let mut largest: f64 = 0.0;
-            while begun.elapsed() < Duration::from_secs(seconds) {
-                let compare_this = rng.random_range(0..20) == 0;
-                let (request, dtype) = draw(&mut rng, if compare_this { LARGEST_COMPARED } else { LARGEST });
+            while seen.steps() < wanted {
+                let compare_this = rng.random_range(0..COMPARED) == 0;
+                let most = if compare_this { LARGEST_COMPARED } else { LARGEST };
+                let (request, dtype) = draw(&mut rng, &pool, most);
                 let answer = client.forward(request.clone(), None).await.unwrap();
                 assert_eq!(answer.rows.len(), request.tokens as usize * HIDDEN * dtype.size());
-                answered.fetch_add(1, Ordering::Relaxed);
-                rows.fetch_add(u64::from(request.tokens), Ordering::Relaxed);
+                seen.add(&answer, request.tokens);
                 if compare_this {
                     let error = compare(&cpu, &request, &answer, dtype).await;
                     assert!(error <= TOLERANCE, "rows differ by {error:.1e}: {:?}", answer.receipt);
                     largest = largest.max(error);
-                    compared.fetch_add(1, Ordering::Relaxed);
+                    seen.compared.fetch_add(1, Ordering::Relaxed);
                 }
             }
             largest
         });
     }
-    tokio::time::sleep(Duration::from_secs(seconds / 4)).await;
-    let early = memory(&service);
+    let warm = (wanted as f64 * WARM_UP) as u64;
+    while seen.steps() < warm {
+        // Only a caller that failed ends before.
+        if let Some(ended) = callers.try_join_next() {
+            ended.unwrap();
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let early = Memory::now(&service);
     let largest = callers.join_all().await.into_iter().fold(0.0, f64::max);
-    let late = memory(&service);
-    let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    let late = Memory::now(&service);
     println!(
-        "{gpus} GPUs, {seconds} s: {} requests, {} rows, {} compared with CPU ranks, largest error {largest:.1e}; host \
-         memory {} then {} kB, device memory {} then {} MiB",
-        count(&answered),
-        count(&rows),
-        count(&compared),
-        early.0,
-        late.0,
-        early.1,
-        late.1
+        "{gpus} GPUs, {:.0} s: {} steps, {} requests, {} rows, {} compared with CPU ranks, largest error {largest:.1e}; kB \
+         after {warm} steps and at the end: router {} and {}, ranks {} and {}, devices {} and {}",
+        begun.elapsed().as_secs_f64(),
+        seen.steps(),
+        seen.requests.load(Ordering::Relaxed),
+        seen.rows.load(Ordering::Relaxed),
+        seen.compared.load(Ordering::Relaxed),
+        early.router,
+        late.router,
+        early.ranks,
+        late.ranks,
+        early.device,
+        late.device,
     );
-    assert!(count(&compared) > 0);
-    assert!(late.0 as f64 <= early.0 as f64 * 1.02, "host memory grew: {early:?}, {late:?}");
-    assert_eq!(late.1, early.1, "device memory, in MiB");
+    assert!(seen.compared.load(Ordering::Relaxed) > 0);
+    assert!(late.ranks <= early.ranks + GROWTH, "the ranks' memory grew, kB: {early:?}, {late:?}");
+    assert!(late.device <= early.device, "the devices' memory grew, kB: {early:?}, {late:?}");
 }
