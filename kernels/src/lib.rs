@@ -1,9 +1,11 @@
 //! CUDA kernels of expertd and thin wrappers to launch them.
 //!
-//! [`params`] and [`layout`] describe what the kernels work on and build everywhere; `launch`, `experts`, `slot`, `device` and
-//! `event` exist with the feature `cuda` only. A binary with that feature still starts without a driver: ask
+//! [`params`] and [`layout`] describe what the kernels work on and build everywhere; `ceilings`, `device`, `event`,
+//! `experts`, `launch` and `slot` exist with the feature `cuda` only. A binary with that feature still starts without a driver: ask
 //! `device::driver_present` first.
 
+#[cfg(feature = "cuda")]
+pub mod ceilings;
 #[cfg(feature = "cuda")]
 pub mod device;
 #[cfg(feature = "cuda")]

@@ -44,7 +44,7 @@ def quiet_run(command, patience, **options):
 
 
 def ceilings(args):
-    done = quiet_run([args.python, HERE / "gpu/ceilings.py"], args.patience)
+    done = quiet_run([args.expertd, "ceilings", "--json", "--gpus", max(args.ranks)], args.patience)
     return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
 
 
@@ -63,13 +63,13 @@ def ours(args, ranks, shape, tokens, found, folder):
     if found:
         command += ["--memory-gbps", found["memory_read_bytes_per_second"] / 1e9]
         command += ["--tensor-tflops", found["tensor_sustained_flops"] / 1e12]
-        if ranks > 1:
+        if ranks > 1 and found["link_bytes_per_second"]:
             command += ["--link-gbps", found["link_bytes_per_second"] / 1e9]
     done = quiet_run(command, args.patience)
     if done.returncode != 0:
         return []
     print(done.stdout, flush=True)
-    return json.loads(report.read_text())
+    return json.loads(report.read_text())["sizes"]
 
 
 def peer(args, name, ranks, shape, tokens, folder):

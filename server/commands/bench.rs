@@ -20,11 +20,13 @@ use rand_distr::{Distribution as _, StandardNormal};
 use self::floor::{Ceilings, Floor, LayerSizes, floor};
 use self::report::Figures;
 use self::routing::RoutingArg;
+use super::ceilings;
 use super::client::DTypeArg;
 use super::rows;
 use super::serve::plan::{PlanError, ServePlan};
 use super::serve::settings::{Given, ServeArgs};
 use crate::engine::control::DeviceKind;
+use crate::engine::gpu;
 use crate::scheduler::{
     Backend, ClientKey, ModelInfo, Pending, Receipt, Request, RequestId, Service, ServiceState, StartError,
     StepError, SubmitError,
@@ -36,8 +38,8 @@ use crate::types::{DType, LayerId};
 ///
 /// Starts the ranks, sends one request at a time (or keeps several in flight), rotates over the model's layers and draws
 /// other random rows for every step. Prints medians; the spread is that of the whole step.
-/// Given what the machine reaches, prints the floor of the routing that was drawn as well: the slowest rank's weights or
-/// arithmetic, and rows over the busiest link.
+/// On GPUs, and wherever it is given what the machine reaches, prints the floor of the routing that was drawn as well:
+/// the slowest rank's weights or arithmetic, and rows over the busiest link.
 #[derive(Args, Clone, Debug)]
 pub struct BenchArgs {
     /// Folder of the checkpoint; `expertd synth` makes one of any shape
@@ -71,13 +73,16 @@ pub struct BenchArgs {
     /// Who chooses experts: gate, uniform, zipf:S, or one-rank (all of rank 0)
     #[arg(long, default_value = "gate")]
     pub routing: RoutingArg,
-    /// What one rank reads from its memory, GB/s; for the floor
+    /// Launch the kernels of GPU ranks one by one instead of replaying graphs
+    #[arg(long)]
+    pub eager: bool,
+    /// What one rank reads from its memory, GB/s; for the floor [default: measured before, on GPUs]
     #[arg(long, value_name = "GB/s", requires = "tensor_tflops")]
     pub memory_gbps: Option<f64>,
-    /// Matrix products of one rank, TFLOP/s; for the floor
+    /// Matrix products of one rank, TFLOP/s; for the floor [default: as above]
     #[arg(long, value_name = "TFLOP/s", requires = "memory_gbps")]
     pub tensor_tflops: Option<f64>,
-    /// What one rank sends to others, GB/s; for the floor of several ranks
+    /// What one rank sends to others, GB/s; for the floor of several ranks [default: as above]
     #[arg(long, value_name = "GB/s")]
     pub link_gbps: Option<f64>,
     /// Write the figures to this file as JSON, too
@@ -127,13 +132,28 @@ pub enum BenchError {
 const POOL: usize = 4 << 20;
 
 impl BenchArgs {
-    /// `None` without ceilings; several ranks need that of the link as well.
-    fn ceilings(&self, ranks: u32) -> Option<Ceilings> {
-        let link = self.link_gbps.or((ranks == 1).then_some(f64::INFINITY))?;
+    /// What the floors are made of: as given, else as measured on the GPUs. `None` on other ranks, and where it cannot be
+    /// measured, which is said.
+    fn ceilings(&self, device: DeviceKind, ranks: u32) -> Option<Ceilings> {
+        let link_given = self.link_gbps.or((ranks == 1).then_some(f64::INFINITY));
+        if let (Some(memory), Some(tensor), Some(link)) = (self.memory_gbps, self.tensor_tflops, link_given) {
+            return Some(Ceilings { memory: memory * 1e9, tensor: tensor * 1e12, link: link * 1e9 });
+        }
+        if device != DeviceKind::Cuda {
+            return None;
+        }
+        let found = match ceilings::elsewhere(ranks) {
+            Ok(found) => found,
+            Err(error) => {
+                eprintln!("no floors: what the GPUs reach cannot be measured: {error}");
+                return None;
+            }
+        };
+        println!("{}", ceilings::in_words(&found));
         Some(Ceilings {
-            memory: self.memory_gbps? * 1e9,
-            tensor: self.tensor_tflops? * 1e12,
-            link: link * 1e9,
+            memory: self.memory_gbps.map_or(found.memory_bytes_per_second, |given| given * 1e9),
+            tensor: self.tensor_tflops.map_or(found.tensor_sustained_flops, |given| given * 1e12),
+            link: link_given.map(|given| given * 1e9).or(found.link_bytes_per_second)?,
         })
     }
 }
@@ -164,7 +184,10 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         max_tokens_per_step: Some(largest * ranks as usize),
         ..ServeArgs::default()
     };
-    let plan = ServePlan::new(Given::merge(&serve, None).map_err(PlanError::from)?)?;
+    let mut plan = ServePlan::new(Given::merge(&serve, None).map_err(PlanError::from)?)?;
+    if args.eager {
+        plan.cluster.environment.push((gpu::EAGER.to_owned(), "1".to_owned()));
+    }
     let (hidden, layers) = (plan.spec.hidden, plan.model.layers.clone());
     println!(
         "{} ({}), {} MoE layers, hidden {hidden}; {ranks} ranks, {} cores, rows in {}",
@@ -174,6 +197,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         plan.cluster.cores.concat().len(),
         DType::from(args.dtype),
     );
+    let ceilings = args.ceilings(plan.cluster.device, ranks);
     let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
     super::serve::follow_loading(Arc::clone(&service)).await;
     let status = service.status();
@@ -201,7 +225,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         random,
         next_id: 0,
         routing: args.routing,
-        ceilings: args.ceilings(ranks),
+        ceilings,
         weight_bytes: status.ranks.iter().map(|rank| rank.weight_bytes_loaded).sum(),
     };
     drop(values);
@@ -213,7 +237,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     service.join();
     print!("{}", report::table(&figures));
     if let Some(path) = &args.json {
-        let text = report::json(&figures).to_string();
+        let text = report::json(bench.ceilings.as_ref(), &figures).to_string();
         std::fs::write(path, text).map_err(|source| BenchError::Write { path: path.clone(), source })?;
     }
     Ok(ExitCode::SUCCESS)

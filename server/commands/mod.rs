@@ -3,6 +3,7 @@
 pub mod admin;
 pub mod bench;
 pub mod call;
+pub mod ceilings;
 pub mod client;
 pub mod demo;
 pub mod doctor;
@@ -65,6 +66,7 @@ enum Command {
     Synth(synth::SynthArgs),
     Doctor(doctor::DoctorArgs),
     Bench(bench::BenchArgs),
+    Ceilings(ceilings::CeilingsArgs),
     Status(status::StatusArgs),
     Drain(drain::DrainArgs),
     /// One expert rank; started by `serve`
@@ -97,6 +99,7 @@ pub fn main() -> ExitCode {
         Command::Synth(args) => synth::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Bench(args) => block_on("bench", bench::run(args)),
+        Command::Ceilings(args) => ceilings::run(&args),
         Command::Status(args) => block_on("status", status::run(args)),
         Command::Drain(args) => block_on("drain", drain::run(args)),
         Command::Rank(args) => rank::run(&args),

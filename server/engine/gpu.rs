@@ -15,6 +15,9 @@ use crate::shm::{GroupShape, RankChannel};
 /// Whether this build can run ranks on GPUs.
 pub const BUILT: bool = cfg!(feature = "cuda");
 
+/// Set: steps of GPU ranks are launched kernel by kernel, not as replayed graphs.
+pub const EAGER: &str = "EXPERTD_CUDA_EAGER";
+
 /// What to do about a build that cannot.
 pub const BUILD_HINT: &str = "this build has no GPU ranks; build with `cargo build --release --features cuda` \
                               (scripts/fetch-cuda.sh gets the compiler), or use --device cpu";
@@ -205,6 +208,40 @@ pub fn probe() -> Vec<Gate> {
     {
         let found = format!("without GPU ranks; {} GPUs here", present());
         vec![Gate::failed("build", found, "feature cuda", BUILD_HINT)]
+    }
+}
+
+/// What a GPU of this machine reaches by itself, the slowest of several; for floors.
+#[derive(Clone, Copy, Debug, serde::Serialize, serde::Deserialize)]
+pub struct Ceilings {
+    /// Bytes per second read from device memory.
+    pub memory_bytes_per_second: f64,
+    /// FLOP per second of bf16 products, for milliseconds.
+    pub tensor_burst_flops: f64,
+    /// The same kept up, at the clocks that the power limit leaves.
+    pub tensor_sustained_flops: f64,
+    /// Bytes per second that each GPU stores to the next one while all do; none of one GPU.
+    pub link_bytes_per_second: Option<f64>,
+}
+
+/// Measures the first `gpus` GPUs in about a second. Opens devices, so nothing for the router.
+///
+/// # Errors
+/// What is missing, or what failed.
+pub fn ceilings(gpus: u32) -> Result<Ceilings, String> {
+    #[cfg(feature = "cuda")]
+    {
+        let found = expertd_kernels::ceilings::measure(gpus).map_err(|error| error.to_string())?;
+        Ok(Ceilings {
+            memory_bytes_per_second: found.memory,
+            tensor_burst_flops: found.tensor_burst,
+            tensor_sustained_flops: found.tensor,
+            link_bytes_per_second: found.link,
+        })
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        Err(format!("{gpus} GPUs cannot be measured: {BUILD_HINT}"))
     }
 }
 

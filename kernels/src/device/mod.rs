@@ -131,6 +131,22 @@ impl Device {
         Ok(can != 0)
     }
 
+    /// Lets this GPU's kernels load and store `other`'s memory; whether it can.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn reach(&self, other: &Device) -> Result<bool, DeviceError> {
+        if !self.reaches(other)? {
+            return Ok(false);
+        }
+        self.bind()?;
+        // SAFETY: both contexts are alive; there are no flags.
+        match unsafe { sys::cuCtxEnablePeerAccess(other.context.cu_ctx(), 0) } {
+            sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(true),
+            status => check("cuCtxEnablePeerAccess", status.result()).map(|()| true),
+        }
+    }
+
     /// Waits until everything on the device is done.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// What the machine reaches. Measure it in the same run, with other programs than this one.
+/// What the machine reaches, without the kernels that are measured.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ceilings {
     /// Bytes per second read from a rank's memory.

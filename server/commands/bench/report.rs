@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::floor::Floor;
+use super::floor::{Ceilings, Floor};
 use crate::telemetry::Phase;
 
 /// Figures of one size.
@@ -75,8 +75,8 @@ fn floor_line(text: &mut String, f: &Figures, floor: &Floor) {
     let _ = writeln!(text, "  without copies {inner:.0} µs, {ratio:.2} x the floor");
 }
 
-/// The same for programs, all times in seconds.
-pub(super) fn json(figures: &[Figures]) -> serde_json::Value {
+/// The same for programs, all times in seconds; with what the floors are made of, where there are any.
+pub(super) fn json(ceilings: Option<&Ceilings>, figures: &[Figures]) -> serde_json::Value {
     let one = |f: &Figures| {
         let phases: serde_json::Map<_, _> = Phase::ALL
             .iter()
@@ -98,5 +98,12 @@ pub(super) fn json(figures: &[Figures]) -> serde_json::Value {
             })),
         })
     };
-    json!(figures.iter().map(one).collect::<Vec<_>>())
+    json!({
+        "ceilings": ceilings.map(|found| json!({
+            "memory_bytes_per_second": found.memory,
+            "tensor_flops": found.tensor,
+            "link_bytes_per_second": found.link.is_finite().then_some(found.link),
+        })),
+        "sizes": figures.iter().map(one).collect::<Vec<_>>(),
+    })
 }

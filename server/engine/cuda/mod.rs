@@ -41,6 +41,7 @@ use self::run::{Running, Watch};
 use self::step::{Buffers, COPY_BLOCKS, Sequence, SlotSet, Staged};
 use super::StepFault;
 use super::control::RankSetup;
+use super::gpu;
 use crate::ep::lsa::LsaWindows;
 use crate::shm::{Segment, StagingPlace};
 
@@ -104,9 +105,6 @@ struct Parts {
     copies: Option<Copies>,
 }
 
-/// Set: steps are launched kernel by kernel, for debugging.
-const EAGER_ENV: &str = "EXPERTD_CUDA_EAGER";
-
 impl CudaEngine {
     fn new(
         setup: &RankSetup,
@@ -144,7 +142,7 @@ impl CudaEngine {
         };
         let slots = engine.buffers.slots.iter().zip(staged);
         engine.staged = slots.map(|(slot, place)| engine.staged(slot, place)).collect();
-        if std::env::var_os(EAGER_ENV).is_none() {
+        if std::env::var_os(gpu::EAGER).is_none() {
             engine.graphs = engine.capture_all()?;
         }
         Ok(engine)

@@ -1,0 +1,207 @@
+//! What the GPUs of this machine reach by themselves, for floors: reads of memory, products on tensor cores, stores to peers.
+#![allow(unsafe_code, reason = "calls the kernels' C launchers")]
+
+use std::ffi::{c_int, c_void};
+use std::time::Duration;
+
+use crate::device::{Buffer, Device, DeviceError, Stream};
+use crate::event::Event;
+use crate::launch::{LaunchError, check};
+
+unsafe extern "C" {
+    fn expertd_read_memory(
+        from: *const c_void,
+        bytes: u64,
+        sink: *mut u32,
+        sms: u32,
+        stream: *mut c_void,
+    ) -> c_int;
+    fn expertd_push(to: *mut c_void, from: *const c_void, bytes: u64, sms: u32, stream: *mut c_void)
+    -> c_int;
+    fn expertd_multiply(rounds: u32, sink: *mut u32, sms: u32, stream: *mut c_void, flops: *mut f64)
+    -> c_int;
+}
+
+/// Read at once: far more than fits the caches.
+const READ_BYTES: usize = 4 << 30;
+/// Sent to a peer at once.
+const SENT_BYTES: usize = 1 << 30;
+/// Rounds of a launch of products: about 2 ms.
+const ROUNDS: u32 = 1500;
+/// Launches of products that follow each other: about 0.4 s, after which clocks have settled.
+const SUSTAINED: u32 = 200;
+/// Each figure is the median of so many.
+const REPEATS: usize = 7;
+
+/// What a GPU of this machine reaches; the slowest of several.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ceilings {
+    /// Bytes per second read from device memory.
+    pub memory: f64,
+    /// FLOP per second of bf16 products, for milliseconds.
+    pub tensor_burst: f64,
+    /// The same kept up, at the clocks that the power limit leaves.
+    pub tensor: f64,
+    /// Bytes per second that each GPU stores to the next one while all do; `None` of one GPU.
+    pub link: Option<f64>,
+}
+
+/// Why there is no figure.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CeilingError {
+    /// The driver.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// A launch.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    /// GPUs that do not see each other.
+    #[error("GPU {from} cannot reach the memory of GPU {to}")]
+    Apart {
+        /// Which.
+        from: usize,
+        /// Which not.
+        to: usize,
+    },
+}
+
+/// One GPU at work.
+struct Bench {
+    device: Device,
+    stream: Stream,
+    begin: Event,
+    end: Event,
+    sink: Buffer<u32>,
+    sms: u32,
+}
+
+impl Bench {
+    fn open(ordinal: u32) -> Result<Bench, DeviceError> {
+        let device = Device::open(ordinal)?;
+        Ok(Bench {
+            stream: device.stream()?,
+            begin: Event::new(&device)?,
+            end: Event::new(&device)?,
+            sink: Buffer::zeroed(&device, 1)?,
+            sms: device.multiprocessors()?,
+            device,
+        })
+    }
+
+    /// Enqueues work between two events.
+    fn start(&self, work: impl FnOnce() -> Result<(), LaunchError>) -> Result<(), CeilingError> {
+        self.device.bind()?;
+        self.begin.record(&self.stream)?;
+        work()?;
+        Ok(self.end.record(&self.stream)?)
+    }
+
+    /// Waits for it; how long it took.
+    fn finish(&self) -> Result<Duration, CeilingError> {
+        self.stream.synchronize()?;
+        Ok(self.end.since(&self.begin)?)
+    }
+
+    fn read(&self, buffer: &Buffer<u8>) -> Result<(), LaunchError> {
+        let (from, sink) = (buffer.address() as *const c_void, self.sink.address() as *mut u32);
+        // SAFETY: live buffers of this device, of the given size; its context is current (`start`).
+        let code = unsafe {
+            expertd_read_memory(from, buffer.len() as u64, sink, self.sms, self.stream.raw().cast())
+        };
+        check("read_memory", code)
+    }
+
+    /// FLOPs of what was enqueued.
+    fn multiply(&self) -> Result<f64, LaunchError> {
+        let mut flops = 0.0;
+        let sink = self.sink.address() as *mut u32;
+        // SAFETY: a live buffer of this device, whose context is current (`start`).
+        let code =
+            unsafe { expertd_multiply(ROUNDS, sink, self.sms, self.stream.raw().cast(), &raw mut flops) };
+        check("multiply", code).map(|()| flops)
+    }
+
+    fn push(&self, to: &Buffer<u8>, from: &Buffer<u8>) -> Result<(), LaunchError> {
+        let (to, bytes) = (to.address() as *mut c_void, from.len().min(to.len()) as u64);
+        // SAFETY: live buffers of at least that size; this device may store to the other's (`Device::reach`).
+        let code = unsafe {
+            expertd_push(to, from.address() as *const c_void, bytes, self.sms, self.stream.raw().cast())
+        };
+        check("push", code)
+    }
+}
+
+/// Measures the first `gpus` GPUs; takes about a second, and nothing else should use them.
+///
+/// # Errors
+/// [`CeilingError`].
+pub fn measure(gpus: u32) -> Result<Ceilings, CeilingError> {
+    let benches = (0..gpus).map(Bench::open).collect::<Result<Vec<_>, _>>()?;
+    let mut slowest = Ceilings {
+        memory: f64::INFINITY,
+        tensor_burst: f64::INFINITY,
+        tensor: f64::INFINITY,
+        link: links(&benches)?,
+    };
+    for bench in &benches {
+        slowest.memory = slowest.memory.min(memory(bench)?);
+        let (burst, sustained) = tensor(bench)?;
+        slowest.tensor_burst = slowest.tensor_burst.min(burst);
+        slowest.tensor = slowest.tensor.min(sustained);
+    }
+    Ok(slowest)
+}
+
+fn memory(bench: &Bench) -> Result<f64, CeilingError> {
+    let buffer = Buffer::<u8>::zeroed(&bench.device, READ_BYTES)?;
+    let time = median(|| {
+        bench.start(|| bench.read(&buffer))?;
+        bench.finish()
+    })?;
+    Ok(READ_BYTES as f64 / time.as_secs_f64())
+}
+
+/// In a burst, and sustained.
+fn tensor(bench: &Bench) -> Result<(f64, f64), CeilingError> {
+    let mut flops = 0.0;
+    let burst = median(|| {
+        bench.start(|| bench.multiply().map(|made| flops = made))?;
+        bench.finish()
+    })?;
+    bench.start(|| (0..SUSTAINED).try_for_each(|_| bench.multiply().map(drop)))?;
+    let sustained = bench.finish()?;
+    Ok((flops / burst.as_secs_f64(), flops * f64::from(SUSTAINED) / sustained.as_secs_f64()))
+}
+
+/// Every GPU stores to the next one, all at once.
+fn links(benches: &[Bench]) -> Result<Option<f64>, CeilingError> {
+    if benches.len() < 2 {
+        return Ok(None);
+    }
+    let next = |at: usize| (at + 1) % benches.len();
+    let mut buffers = Vec::with_capacity(benches.len());
+    for (at, bench) in benches.iter().enumerate() {
+        if !bench.device.reach(&benches[next(at)].device)? {
+            return Err(CeilingError::Apart { from: at, to: next(at) });
+        }
+        let room = || Buffer::<u8>::zeroed(&bench.device, SENT_BYTES);
+        buffers.push((room()?, room()?));
+    }
+    let time = median(|| {
+        for (at, bench) in benches.iter().enumerate() {
+            bench.start(|| bench.push(&buffers[next(at)].1, &buffers[at].0))?;
+        }
+        let times = benches.iter().map(Bench::finish).collect::<Result<Vec<_>, _>>()?;
+        Ok(times.into_iter().max().unwrap_or_default())
+    })?;
+    Ok(Some(SENT_BYTES as f64 / time.as_secs_f64()))
+}
+
+/// The median of several tries, after one that does not count.
+fn median(mut once: impl FnMut() -> Result<Duration, CeilingError>) -> Result<Duration, CeilingError> {
+    once()?;
+    let mut times = (0..REPEATS).map(|_| once()).collect::<Result<Vec<_>, _>>()?;
+    times.sort_unstable();
+    Ok(times[REPEATS / 2])
+}
