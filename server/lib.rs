@@ -5,7 +5,7 @@
 //!
 //! The modules form layers; a lower one never imports a higher one (`tests/layers.rs` checks it). From the top:
 //! [`commands`], [`api`], [`scheduler`], [`cluster`], [`engine`], [`ep`], [`experts`], [`gate`], [`model`], [`shm`],
-//! [`linalg`], [`telemetry`], [`types`].
+//! [`linalg`], [`memory`], [`telemetry`], [`types`].
 
 pub mod api;
 pub mod cluster;
@@ -15,6 +15,7 @@ pub mod ep;
 pub mod experts;
 pub mod gate;
 pub mod linalg;
+pub mod memory;
 pub mod model;
 pub mod scheduler;
 pub mod shm;

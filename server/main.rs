@@ -4,9 +4,9 @@ use std::process::ExitCode;
 
 use expertd::commands;
 
-/// Pages freed by one request serve the next without going back to the kernel.
+/// Memory freed by one request serves the next without going back to the kernel.
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: expertd::memory::Allocator = expertd::memory::Allocator;
 
 fn main() -> ExitCode {
     commands::main()

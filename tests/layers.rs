@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// From the top to the bottom.
-const LAYERS: [&str; 12] = [
+const LAYERS: [&str; 13] = [
     "commands",
     "api",
     "scheduler",
@@ -16,6 +16,7 @@ const LAYERS: [&str; 12] = [
     "model",
     "shm",
     "linalg",
+    "memory",
     "telemetry",
 ];
 

@@ -198,6 +198,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         DType::from(args.dtype),
     );
     let ceilings = args.ceilings(plan.cluster.device, ranks);
+    plan.buffers.reserve();
     let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
     super::serve::follow_loading(Arc::clone(&service)).await;
     let status = service.status();
@@ -361,7 +362,7 @@ impl Bench {
             layer,
             tokens,
             dtype: self.dtype,
-            rows,
+            rows: rows.into(),
             routing,
             token_ids: by_id,
             shared_experts: true,

@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 use self::plan::{PlanError, ServePlan};
 use self::settings::{Given, ServeArgs};
 use crate::api::{self, Address, Patience, Server, ServerConfig};
+use crate::memory;
 use crate::scheduler::{Backend, Service, ServiceEnd};
 use crate::telemetry::{MetricsEndpoint, Recorder, install_recorder};
 
@@ -60,6 +61,7 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
         }
     };
     print!("{}{}", report::settings(&plan.shown), report::plan(&plan));
+    plan.buffers.reserve();
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("api").build() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -68,6 +70,7 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
         }
     };
     let code = runtime.block_on(async {
+        tokio::spawn(settle_memory());
         match Running::start(plan).await {
             Ok(running) => {
                 running.announce();
@@ -81,6 +84,15 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
     });
     runtime.shutdown_timeout(Duration::from_millis(100));
     code
+}
+
+/// Gives memory that a burst of messages took back once it was not needed for a while.
+async fn settle_memory() {
+    let mut periods = tokio::time::interval(memory::PERIOD);
+    loop {
+        periods.tick().await;
+        memory::settle();
+    }
 }
 
 /// Why a service could not be started.

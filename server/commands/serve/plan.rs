@@ -9,6 +9,7 @@ use crate::cluster::{ClusterConfig, available_cores, numa_nodes, share_cores, sh
 use crate::engine::control::DeviceKind;
 use crate::engine::gpu;
 use crate::ep::{self, EpConfig};
+use crate::memory;
 use crate::model::{Checkpoint, ModelError, ModelSpec, Placement};
 use crate::scheduler::{Limits, ModelInfo, MoeLayerInfo, RankPlacement, SchedulerConfig};
 use crate::shm::GroupShape;
@@ -60,6 +61,36 @@ pub struct ServePlan {
     pub window_bytes: usize,
     /// Bytes of the channels, staging included, of all ranks.
     pub channel_bytes: usize,
+    /// Memory for messages and answers, bytes.
+    pub buffers: Buffers,
+}
+
+/// Memory of the router for messages and answers; see [`memory`](crate::memory).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Buffers {
+    /// What there is from the start, bytes.
+    pub resident_bytes: usize,
+    /// What there may be, bytes.
+    pub most_bytes: usize,
+}
+
+impl Buffers {
+    /// Follows from what may be in flight: a message lies in frames and as a whole, its answer as rows and encoded. A
+    /// step's rows in f32 have room in all four places from the start, up to a limit.
+    fn new(in_flight: usize, tokens_per_step: usize, hidden: usize) -> Self {
+        const PLACES: usize = 4;
+        const MOST_RESIDENT: usize = 256 << 20;
+        let most_bytes = in_flight.saturating_mul(PLACES);
+        let step = tokens_per_step.saturating_mul(hidden * 4 * PLACES);
+        Buffers { resident_bytes: step.min(MOST_RESIDENT).min(most_bytes), most_bytes }
+    }
+
+    /// Gives this process the memory. Without it, it serves as well, and takes more.
+    pub fn reserve(&self) {
+        if let Err(error) = memory::reserve(self.most_bytes, self.resident_bytes) {
+            tracing::warn!(%error, bytes = self.resident_bytes, "no memory set aside for messages");
+        }
+    }
 }
 
 fn value(name: &'static str, problem: impl Into<String>) -> PlanError {
@@ -269,6 +300,7 @@ impl ServePlan {
             metrics_listen: listen(&given.metrics_listen),
             window_bytes,
             channel_bytes,
+            buffers: Buffers::new(in_flight, per_step, spec.hidden),
             shown: given.shown(),
             spec,
         };

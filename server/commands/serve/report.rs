@@ -64,10 +64,12 @@ pub fn plan(plan: &ServePlan) -> String {
     line(
         "memory",
         format!(
-            "windows {} per rank ({} slots), staging and rings {}",
+            "windows {} per rank ({} slots), staging and rings {}, messages {} to {}",
             HumanBytes(plan.window_bytes as u64),
             shape.slots,
             HumanBytes(plan.channel_bytes as u64),
+            HumanBytes(plan.buffers.resident_bytes as u64),
+            HumanBytes(plan.buffers.most_bytes as u64),
         ),
     );
     line(
