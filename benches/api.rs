@@ -127,7 +127,7 @@ impl Backend for Echo {
             queue_time: Duration::ZERO,
             step_time: Duration::ZERO,
         };
-        let _ = sender.send(Ok(Answer { rows: request.rows, receipt }));
+        let _ = sender.send(Ok(Answer { rows: request.rows.to_bytes(), receipt }));
         Ok(receiver)
     }
 

@@ -1,5 +1,4 @@
-//! Bodies that are charged to the budget: requests before their bytes are taken out of the transport, answers until
-//! their bytes are on the socket.
+//! Request bodies, whose messages are charged to the budget before their bytes are taken out of the transport.
 //!
 //! gRPC has no content length, but every message starts with a flag and its length in five bytes. The request body
 //! reads these itself, charges the whole message at once, and only then hands its bytes on. Where there is no room
@@ -18,11 +17,13 @@ use bytes::{BufMut as _, Bytes, BytesMut};
 use http_body::{Body, Frame};
 use tonic::Status;
 
+use super::apart::{self, APART_BYTES, Gathering};
 use super::budget::{Budget, Connection, Stage, Ticket};
 use super::failure::Failure;
+use crate::shm::Pieces;
 
 /// Flag and length before each message.
-const PREFIX: usize = 5;
+pub(super) const PREFIX: usize = 5;
 /// Tag of field 1 and a varint: the id at the start of a `ForwardStreamRequest`.
 const ID_FIELD: usize = 11;
 
@@ -30,8 +31,18 @@ type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A message that has been admitted to the decoder, or refused before it.
 pub(super) enum Arrival {
-    Charged(Ticket),
+    /// With rows that stand empty in the message.
+    Charged(Ticket, Option<Pieces>),
     Refused(Status),
+}
+
+/// An answer on its way to the encoder.
+#[derive(Default)]
+pub(super) struct Leaving {
+    /// `None` if the request was refused before it was received.
+    pub(super) ticket: Option<Ticket>,
+    /// Rows that are to be sent without a copy; those in the message are empty then.
+    pub(super) rows: Option<Bytes>,
 }
 
 /// The charges of one call, in the order of its messages.
@@ -43,18 +54,11 @@ pub(super) struct Charges {
 #[derive(Default)]
 struct Lists {
     arrived: VecDeque<Arrival>,
-    leaving: Vec<Ticket>,
+    leaving: VecDeque<Leaving>,
     complete_at: Option<Instant>,
-    apart: Option<Bytes>,
 }
 
 impl Charges {
-    /// Sends these rows beside the answer that is encoded next, without copying them into it. The answer's own `rows`
-    /// must be empty.
-    pub(super) fn send_apart(&self, rows: Bytes) {
-        self.lists().apart = Some(rows);
-    }
-
     /// When the last byte of the latest message arrived.
     pub(super) fn complete_at(&self) -> Option<Instant> {
         self.lists().complete_at
@@ -65,19 +69,18 @@ impl Charges {
         self.lists().arrived.pop_front()
     }
 
-    /// The answer to this charge is the next thing to be encoded.
-    pub(super) fn leave(&self, ticket: Ticket) {
-        self.lists().leaving.push(ticket);
+    /// The next message to be encoded is this one.
+    pub(super) fn leave(&self, leaving: Leaving) {
+        self.lists().leaving.push_back(leaving);
     }
 
     fn arrive(&self, arrival: Arrival) {
         self.lists().arrived.push_back(arrival);
     }
 
-    /// What leaves with the bytes that were encoded last.
-    fn take_leaving(&self) -> (Vec<Ticket>, Option<Bytes>) {
-        let mut lists = self.lists();
-        (std::mem::take(&mut lists.leaving), lists.apart.take())
+    /// The messages that were encoded last.
+    pub(super) fn take_leaving(&self) -> VecDeque<Leaving> {
+        std::mem::take(&mut self.lists().leaving)
     }
 
     fn lists(&self) -> MutexGuard<'_, Lists> {
@@ -108,6 +111,8 @@ pub(super) struct Terms {
     pub(super) limit: usize,
     /// Whether several messages are legal.
     pub(super) streaming: bool,
+    /// Whether messages have rows.
+    pub(super) forward: bool,
 }
 
 type Wait = Pin<Box<dyn Future<Output = Option<Ticket>> + Send>>;
@@ -116,9 +121,11 @@ enum State {
     /// Gathers a prefix that is split over chunks.
     Prefix { bytes: [u8; PREFIX], have: usize },
     /// A prefix was read; there is no room yet.
-    Waiting { wait: Wait, length: usize, emit: Option<[u8; PREFIX]> },
+    Waiting { wait: Wait, prefix: [u8; PREFIX], length: usize, emit: Option<[u8; PREFIX]> },
     /// Hands on what is left of a charged message, prefix included if it lies in one chunk.
     Message { left: usize, ticket: Ticket },
+    /// Keeps a charged message until all of it is there, without its prefix.
+    Gathering { left: usize, ticket: Ticket, message: Gathering },
     /// Throws away what is left of a refused message.
     Skipping { left: usize, head: BytesMut, status: Status },
     /// Over: the end was reached or an error handed on.
@@ -137,12 +144,22 @@ pub(super) struct RequestBody<B> {
     state: State,
     /// Bytes taken from `inner` and not yet handed on.
     pending: Bytes,
+    /// What was gathered and is to be handed on before anything else.
+    gathered: VecDeque<Bytes>,
     messages: u64,
 }
 
 impl<B> RequestBody<B> {
     pub(super) fn new(inner: B, terms: Terms, charges: Arc<Charges>) -> RequestBody<B> {
-        RequestBody { inner, terms, charges, state: new_prefix(), pending: Bytes::new(), messages: 0 }
+        RequestBody {
+            inner,
+            terms,
+            charges,
+            state: new_prefix(),
+            pending: Bytes::new(),
+            gathered: VecDeque::new(),
+            messages: 0,
+        }
     }
 
     /// Decides about a message whose prefix is known. `emit` is the prefix if it no longer lies in `pending`.
@@ -160,17 +177,31 @@ impl<B> RequestBody<B> {
             return self.refuse(Failure::field("body", text).into(), length, emit.is_some());
         }
         match self.terms.budget.try_charge(&self.terms.connection, length) {
-            Some(ticket) => Ok(self.admit(ticket, length, emit)),
+            Some(ticket) => Ok(self.admit(ticket, prefix, length, emit)),
             None => {
                 let wait = Arc::clone(&self.terms.budget).charge(Arc::clone(&self.terms.connection), length);
-                self.state = State::Waiting { wait: Box::pin(wait), length, emit };
+                self.state = State::Waiting { wait: Box::pin(wait), prefix, length, emit };
                 Ok(None)
             }
         }
     }
 
-    fn admit(&mut self, ticket: Ticket, length: usize, emit: Option<[u8; PREFIX]>) -> Option<Bytes> {
-        self.charges.arrive(Arrival::Charged(ticket.clone()));
+    fn admit(
+        &mut self,
+        ticket: Ticket,
+        prefix: [u8; PREFIX],
+        length: usize,
+        emit: Option<[u8; PREFIX]>,
+    ) -> Option<Bytes> {
+        // Compressed ones are the decoder's to understand.
+        if self.terms.forward && length >= APART_BYTES && prefix[0] == 0 {
+            if emit.is_none() {
+                let _ = self.pending.split_to(PREFIX);
+            }
+            self.state = State::Gathering { left: length, ticket, message: Gathering::default() };
+            return None;
+        }
+        self.charges.arrive(Arrival::Charged(ticket.clone(), None));
         // The decoder makes room for a message once it has seen the prefix. Of a message in several chunks it gets the
         // prefix alone first, so that it does not move the first chunk to a larger place.
         let spans_chunks = length + PREFIX > self.pending.len();
@@ -205,6 +236,29 @@ impl<B> RequestBody<B> {
         }
     }
 
+    /// Hands a gathered message on once it is complete: without its rows, or as it came.
+    fn end_of_gathering(&mut self) {
+        let State::Gathering { left: 0, .. } = &self.state else { return };
+        let State::Gathering { ticket, message, .. } = std::mem::replace(&mut self.state, new_prefix())
+        else {
+            return;
+        };
+        let message = message.finish();
+        let split = apart::split(&message, self.terms.streaming);
+        let (message, rows) = match split {
+            Some(split) => (split.message.into(), Some(split.rows)),
+            None => (message, None),
+        };
+        let mut prefix = BytesMut::with_capacity(PREFIX);
+        prefix.put_u8(0);
+        prefix.put_u32(message.len() as u32);
+        self.gathered.push_back(prefix.freeze());
+        self.gathered.extend(message);
+        ticket.enter(Stage::Working);
+        self.charges.arrive(Arrival::Charged(ticket, rows));
+        self.charges.lists().complete_at = Some(Instant::now());
+    }
+
     /// Puts an empty message with the id of a refused one into the stream once all of it is skipped.
     fn end_of_skipping(&mut self) -> Option<Bytes> {
         let State::Skipping { left: 0, .. } = &self.state else { return None };
@@ -223,16 +277,20 @@ impl<B> RequestBody<B> {
     /// Moves on without new bytes from the transport. `Ok(None)` asks for more of them.
     fn advance(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Status>> {
         loop {
+            if let Some(bytes) = self.gathered.pop_front() {
+                return Poll::Ready(Ok(Some(bytes)));
+            }
             match &mut self.state {
                 State::Done => return Poll::Ready(Ok(None)),
                 State::Waiting { wait, .. } => {
                     let ticket = ready!(wait.as_mut().poll(cx));
-                    let State::Waiting { length, emit, .. } = std::mem::replace(&mut self.state, State::Done)
+                    let State::Waiting { prefix, length, emit, .. } =
+                        std::mem::replace(&mut self.state, State::Done)
                     else {
                         return Poll::Ready(Ok(None));
                     };
                     let handed_on = match ticket {
-                        Some(ticket) => self.admit(ticket, length, emit),
+                        Some(ticket) => self.admit(ticket, prefix, length, emit),
                         None => self.refuse(Failure::NoRoom.into(), length, emit.is_some())?,
                     };
                     if handed_on.is_some() {
@@ -246,6 +304,12 @@ impl<B> RequestBody<B> {
                     let handed_on = self.pending.split_to(take);
                     self.end_of_message();
                     return Poll::Ready(Ok(Some(handed_on)));
+                }
+                State::Gathering { left, message, .. } => {
+                    let take = (*left).min(self.pending.len());
+                    *left -= take;
+                    message.push(self.pending.split_to(take));
+                    self.end_of_gathering();
                 }
                 State::Skipping { left, head, .. } => {
                     let take = (*left).min(self.pending.len());
@@ -286,7 +350,7 @@ impl<B> RequestBody<B> {
             State::Prefix { have: 0, .. } | State::Done => return None,
             State::Prefix { have, .. } => format!("{} of the {PREFIX} bytes before a message", PREFIX - have),
             State::Waiting { length, .. } => format!("{length} bytes of a message"),
-            State::Message { left, .. } | State::Skipping { left, .. } => {
+            State::Message { left, .. } | State::Gathering { left, .. } | State::Skipping { left, .. } => {
                 format!("{left} bytes of a message")
             }
         };
@@ -345,82 +409,9 @@ where
 
     fn is_end_stream(&self) -> bool {
         self.pending.is_empty()
+            && self.gathered.is_empty()
             && matches!(self.state, State::Prefix { have: 0, .. })
             && self.inner.is_end_stream()
-    }
-}
-
-/// Rows of this size and more are sent without copying them into the encoded answer.
-pub(super) const APART_BYTES: usize = 64 << 10;
-
-/// A response body whose bytes hold the charges of the answers in them until they are on the socket.
-pub(super) struct ResponseBody {
-    inner: tonic::body::Body,
-    charges: Option<Arc<Charges>>,
-    /// Rows sent apart and what comes after them.
-    queue: VecDeque<Bytes>,
-}
-
-impl ResponseBody {
-    pub(super) fn charged(inner: tonic::body::Body, charges: Arc<Charges>) -> ResponseBody {
-        ResponseBody { inner, charges: Some(charges), queue: VecDeque::new() }
-    }
-
-    pub(super) fn plain(inner: tonic::body::Body) -> ResponseBody {
-        ResponseBody { inner, charges: None, queue: VecDeque::new() }
-    }
-
-    /// Ties charges to encoded bytes, and puts rows that were kept apart where they belong.
-    fn leave(&mut self, encoded: Bytes) -> Bytes {
-        let Some(charges) = &self.charges else { return encoded };
-        let (tickets, apart) = charges.take_leaving();
-        let hold = |mut bytes: Bytes| {
-            for ticket in &tickets {
-                ticket.enter(Stage::Leaving);
-                bytes = charged_bytes(bytes, ticket.clone());
-            }
-            bytes
-        };
-        let Some(rows) = apart else { return hold(encoded) };
-        let head = head_of_answer(rows.len(), encoded.len() - PREFIX);
-        self.queue.push_back(hold(rows));
-        self.queue.push_back(encoded.slice(PREFIX..));
-        head
-    }
-}
-
-/// The prefix of a message and the key of its field `rows`, which is all that stands before the rows themselves; the
-/// rest of the message, `rest` bytes, comes after them.
-fn head_of_answer(rows: usize, rest: usize) -> Bytes {
-    // Field 1, length-delimited.
-    const ROWS_KEY: u8 = 0x0a;
-    let field = 1 + prost::encoding::encoded_len_varint(rows as u64);
-    let mut head = BytesMut::with_capacity(PREFIX + field);
-    head.put_u8(0);
-    head.put_u32((field + rows + rest) as u32);
-    head.put_u8(ROWS_KEY);
-    prost::encoding::encode_varint(rows as u64, &mut head);
-    head.freeze()
-}
-
-impl Body for ResponseBody {
-    type Data = Bytes;
-    type Error = Status;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        let this = &mut *self;
-        if let Some(bytes) = this.queue.pop_front() {
-            return Poll::Ready(Some(Ok(Frame::data(bytes))));
-        }
-        let frame = ready!(Pin::new(&mut this.inner).poll_frame(cx));
-        Poll::Ready(frame.map(|frame| frame.map(|frame| frame.map_data(|encoded| this.leave(encoded)))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.queue.is_empty() && self.inner.is_end_stream()
     }
 }
 

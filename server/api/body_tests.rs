@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
 
 use super::super::budget::{Budget, Connection};
-use super::{Arrival, Charges, RequestBody, ResponseBody, Terms, charged_bytes};
+use super::{Arrival, Charges, RequestBody, Terms, charged_bytes};
 use crate::scheduler::ClientKey;
 
 const LIMIT: usize = 300;
@@ -53,7 +53,7 @@ fn cut(mut bytes: Bytes, sizes: &[usize]) -> Chunks {
 
 fn terms(budget: &Arc<Budget>, streaming: bool) -> Terms {
     let connection = Connection::new(ClientKey(1), CancellationToken::new());
-    Terms { budget: Arc::clone(budget), connection, limit: LIMIT, streaming }
+    Terms { budget: Arc::clone(budget), connection, limit: LIMIT, streaming, forward: true }
 }
 
 async fn read(body: RequestBody<Chunks>) -> Result<Bytes, Status> {
@@ -108,7 +108,7 @@ proptest! {
                     prop_assert!(too_large);
                     prop_assert_eq!(status.code(), Code::InvalidArgument);
                 }
-                Some(Arrival::Charged(_)) => prop_assert!(!too_large),
+                Some(Arrival::Charged(..)) => prop_assert!(!too_large),
                 None => prop_assert!(false, "a message left no trace"),
             }
         }
@@ -183,30 +183,46 @@ fn a_charge_lives_as_long_as_any_slice() {
     assert_eq!(budget.held(), 0);
 }
 
+/// Requests on a stream, in turn: rows that are kept apart, few rows, and bytes that are no request.
 #[tokio::test]
-async fn rows_sent_apart_make_the_message_that_encoding_would() {
-    use expertd_proto::v1::{ForwardResponse, Receipt};
+async fn rows_of_large_messages_wait_beside_them() {
+    use expertd_proto::v1::forward_request::Payload;
+    use expertd_proto::v1::{ForwardRequest, ForwardStreamRequest};
     use prost::Message as _;
 
-    let receipt =
-        Receipt { steps: vec![4], generation: 5, tokens_per_rank: vec![6, 7], ..Receipt::default() };
-    for length in [1, 127, 128, 70_000] {
-        let rows: Vec<u8> = (0..length).map(|at| (at * 7) as u8).collect();
-        let rows = Bytes::from(rows);
-        let whole = ForwardResponse { rows: rows.clone(), receipt: Some(receipt.clone()) };
-        let without = ForwardResponse { rows: Bytes::new(), receipt: Some(receipt.clone()) };
-        let inner = Chunks([Bytes::from(framed(&without.encode_to_vec()))].into());
+    let rows = |bytes: usize| (0..bytes).map(|at| (at * 13) as u8).collect::<Bytes>();
+    let request = |id: u64, inline: Bytes| {
+        let request =
+            ForwardRequest { tokens: 3, payload: Some(Payload::Inline(inline)), ..Default::default() };
+        ForwardStreamRequest { id, request: Some(request), timeout_ms: 5 }.encode_to_vec()
+    };
+    let garbage = vec![0xff; 70_000];
+    let sent = [request(1, rows(100_000)), request(2, rows(50)), garbage.clone(), request(3, rows(16 << 10))];
+    let expected = [request(1, Bytes::new()), request(2, rows(50)), garbage, request(3, Bytes::new())];
+    let apart = [Some(rows(100_000)), None, None, Some(rows(16 << 10))];
+    let bytes: Bytes = sent.iter().flat_map(|message| framed(message)).collect();
+
+    for sizes in [&[3][..], &[20_000], &[1 << 20], &[5, 9000, 1]] {
+        let budget = Budget::new(1 << 20, 1 << 18);
         let charges = Arc::new(Charges::default());
-        charges.send_apart(rows.clone());
-        let mut body = ResponseBody::charged(tonic::body::Body::new(inner), charges);
-        let mut sent = Vec::new();
-        let mut uncopied = false;
-        while let Some(frame) = body.frame().await {
-            let data = frame.expect("no error").into_data().expect("data");
-            uncopied |= data.as_ptr() == rows.as_ptr();
-            sent.extend_from_slice(&data);
+        let terms = Terms { limit: 1 << 18, ..terms(&budget, true) };
+        let body = RequestBody::new(cut(bytes.clone(), sizes), terms, Arc::clone(&charges));
+        let passed = read(body).await.expect("the body is in order");
+        assert!(passed == expected.iter().flat_map(|message| framed(message)).collect::<Bytes>());
+        assert!(budget.held() > 100_000);
+        for rows in &apart {
+            let Some(Arrival::Charged(_, kept)) = charges.next_arrival() else { panic!("four messages") };
+            assert!(kept.map(|kept| kept.to_bytes()) == *rows);
         }
-        assert_eq!(sent, framed(&whole.encode_to_vec()));
-        assert!(uncopied);
+        assert_eq!(budget.held(), 0, "charges come back");
+
+        // A message that never ends holds nothing once its call is gone.
+        let terms = Terms { limit: 1 << 18, ..self::terms(&budget, true) };
+        let ends_early = cut(bytes.slice(..90_000), sizes);
+        let body = RequestBody::new(ends_early, terms, Arc::default());
+        let status = read(body).await.expect_err("it is incomplete");
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert!(status.message().contains("bytes of a message are missing"), "{}", status.message());
+        assert_eq!(budget.held(), 0);
     }
 }

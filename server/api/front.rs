@@ -17,7 +17,8 @@ use tonic::service::Routes;
 use tonic::{Code, Status};
 use tower::Service as _;
 
-use super::body::{Charges, RequestBody, ResponseBody, Terms};
+use super::answer::ResponseBody;
+use super::body::{Charges, RequestBody, Terms};
 use super::budget::{Budget, Connection};
 use super::call::{Call, client_key, deadline};
 use super::failure::{Failure, code_name};
@@ -111,6 +112,7 @@ impl Public {
             connection: Arc::clone(connection),
             limit: if streaming || unary { self.message_limit } else { CONTROL_MESSAGE_BYTES },
             streaming,
+            forward: streaming || unary,
         };
         let call = Call {
             client: client_key(request.headers(), connection.key, &self.hasher),
@@ -122,9 +124,9 @@ impl Public {
         request.extensions_mut().insert(call);
         let answer = self.server.clone().call(request);
         if !unary {
-            return Box::pin(
-                async move { Ok(answer.await?.map(|body| ResponseBody::charged(body, charges))) },
-            );
+            return Box::pin(async move {
+                Ok(answer.await?.map(|body| ResponseBody::charged(body, charges, streaming)))
+            });
         }
         let metrics = Arc::clone(&self.metrics);
         Box::pin(async move {
@@ -137,7 +139,7 @@ impl Public {
             };
             metrics
                 .answered(code_name(code_of(&response)), charges.complete_at().unwrap_or(arrived).elapsed());
-            Ok(response.map(|body| ResponseBody::charged(body, charges)))
+            Ok(response.map(|body| ResponseBody::charged(body, charges, false)))
         })
     }
 }

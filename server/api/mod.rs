@@ -5,6 +5,8 @@
 
 mod address;
 mod admin;
+mod answer;
+mod apart;
 mod body;
 mod budget;
 mod call;

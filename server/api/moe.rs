@@ -9,14 +9,16 @@ use expertd_proto::v1::{
 };
 use tonic::{Request, Response, Status, Streaming};
 
-use super::body::{APART_BYTES, Arrival, charged_bytes};
+use super::answer::take_large;
+use super::body::{Arrival, Leaving, charged_bytes};
 use super::budget::Ticket;
 use super::call::Call;
 use super::convert;
 use super::failure::Failure;
 use super::stream::Exchange;
-use super::validate::{Envelope, Valid, check_model, validate};
+use super::validate::{Envelope, check_model, validate};
 use crate::scheduler::{Backend, Pending};
+use crate::shm::Pieces;
 use crate::telemetry::RequestMetrics;
 
 /// `expertd.v1.Moe` over a backend.
@@ -41,21 +43,22 @@ impl MoeService {
     }
 }
 
-/// Validates a request and hands it down. The rows hold the ticket until the scheduler has dropped them.
+/// Validates a request, whose rows may have been kept `apart`, and hands it down. The rows hold the ticket until the
+/// scheduler has dropped them.
 pub(super) fn take_in(
     backend: &dyn Backend,
     metrics: &RequestMetrics,
     message: ForwardRequest,
+    apart: Option<Pieces>,
     envelope: Envelope,
     ticket: Ticket,
 ) -> Result<Taken, Failure> {
     let model = backend.model();
-    let mut request = match validate(&model, message, envelope)? {
-        Valid::Empty => return Ok(Taken::Answered(Box::new(convert::empty_response(&model)))),
-        Valid::Work(request) => request,
+    let Some(mut request) = validate(&model, message, apart, envelope)? else {
+        return Ok(Taken::Answered(Box::new(convert::empty_response(&model))));
     };
     metrics.admitted(request.tokens);
-    request.rows = charged_bytes(request.rows, ticket);
+    request.rows = request.rows.into_iter().map(|piece| charged_bytes(piece, ticket.clone())).collect();
     tracing::trace!(request = %request.id, layer = %request.layer, tokens = request.tokens, "handed to the scheduler");
     Ok(Taken::Pending(backend.submit(request)?))
 }
@@ -69,13 +72,14 @@ fn call_of<T>(request: &Request<T>) -> Result<Call, Status> {
 impl Moe for MoeService {
     async fn forward(&self, request: Request<ForwardRequest>) -> Result<Response<ForwardResponse>, Status> {
         let call = call_of(&request)?;
-        let ticket = match call.charges.next_arrival() {
-            Some(Arrival::Charged(ticket)) => ticket,
+        let (ticket, apart) = match call.charges.next_arrival() {
+            Some(Arrival::Charged(ticket, apart)) => (ticket, apart),
             Some(Arrival::Refused(status)) => return Err(status),
             None => return Err(Status::internal("the message was not charged")),
         };
         let envelope = call.envelope(call.deadline);
-        let taken = take_in(&*self.backend, &self.metrics, request.into_inner(), envelope, ticket.clone())?;
+        let taken =
+            take_in(&*self.backend, &self.metrics, request.into_inner(), apart, envelope, ticket.clone())?;
         let mut response = match taken {
             Taken::Answered(response) => *response,
             Taken::Pending(pending) => match pending.await {
@@ -84,10 +88,8 @@ impl Moe for MoeService {
                 Err(_) => return Err(convert::abandoned().into()),
             },
         };
-        call.charges.leave(ticket);
-        if response.rows.len() >= APART_BYTES {
-            call.charges.send_apart(std::mem::take(&mut response.rows));
-        }
+        let rows = take_large(&mut response.rows);
+        call.charges.leave(Leaving { ticket: Some(ticket), rows });
         Ok(Response::new(response))
     }
 

@@ -20,13 +20,15 @@ use tokio::time::Sleep;
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::{Code, Status, Streaming};
 
-use super::body::Arrival;
+use super::answer::take_large;
+use super::body::{Arrival, Leaving};
 use super::budget::Ticket;
 use super::call::Call;
 use super::convert;
 use super::failure::{Failure, code_name, request_status};
 use super::moe::{Taken, take_in};
 use crate::scheduler::{Backend, Pending};
+use crate::shm::Pieces;
 use crate::telemetry::RequestMetrics;
 
 /// The answering side of a `ForwardStream`.
@@ -84,8 +86,8 @@ impl Exchange {
         let id = message.id;
         let (ticket, result) = match self.call.charges.next_arrival() {
             Some(Arrival::Refused(status)) => (None, Err(status)),
-            Some(Arrival::Charged(ticket)) => {
-                let result = self.submit(message, &ticket, started).map_err(Status::from);
+            Some(Arrival::Charged(ticket, apart)) => {
+                let result = self.submit(message, apart, &ticket, started).map_err(Status::from);
                 (Some(ticket), result)
             }
             None => (None, Err(Status::internal("the message was not charged"))),
@@ -100,6 +102,7 @@ impl Exchange {
     fn submit(
         &mut self,
         message: ForwardStreamRequest,
+        apart: Option<Pieces>,
         ticket: &Ticket,
         started: Instant,
     ) -> Result<Option<ForwardResponse>, Failure> {
@@ -114,7 +117,7 @@ impl Exchange {
             (message.timeout_ms > 0).then(|| started + Duration::from_millis(message.timeout_ms.into()));
         let deadline = own.into_iter().chain(self.call.deadline).min();
         let envelope = self.call.envelope(deadline);
-        match take_in(&*self.backend, &self.metrics, request, envelope, ticket.clone())? {
+        match take_in(&*self.backend, &self.metrics, request, apart, envelope, ticket.clone())? {
             Taken::Answered(response) => Ok(Some(*response)),
             Taken::Pending(pending) => {
                 self.ids.insert(id);
@@ -134,13 +137,15 @@ impl Exchange {
     fn send(&mut self, answered: Answered) -> Poll<Option<Result<ForwardStreamResponse, Status>>> {
         let code = answered.result.as_ref().map_or_else(Status::code, |_| Code::Ok);
         self.metrics.answered(code_name(code), answered.started.elapsed());
-        if let Some(ticket) = answered.ticket {
-            self.call.charges.leave(ticket);
-        }
+        let mut rows = None;
         let outcome = match answered.result {
-            Ok(response) => Outcome::Response(response),
+            Ok(mut response) => {
+                rows = take_large(&mut response.rows);
+                Outcome::Response(response)
+            }
             Err(status) => Outcome::Status(request_status(&status)),
         };
+        self.call.charges.leave(Leaving { ticket: answered.ticket, rows });
         Poll::Ready(Some(Ok(ForwardStreamResponse { id: answered.id, result: Some(outcome) })))
     }
 

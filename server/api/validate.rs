@@ -10,6 +10,7 @@ use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 
 use super::failure::{Failure, Violation};
 use crate::scheduler::{ClientKey, GivenRouting, ModelInfo, MoeLayerInfo, Request, RequestId};
+use crate::shm::Pieces;
 use crate::types::{DType, LayerId};
 
 /// What a request carries beside its message.
@@ -20,21 +21,14 @@ pub(super) struct Envelope {
     pub(super) deadline: Option<Instant>,
 }
 
-/// A request that is in order.
-#[derive(Debug)]
-pub(super) enum Valid {
-    /// There is something to compute.
-    Work(Request),
-    /// Zero tokens: the answer is empty and takes part in no step.
-    Empty,
-}
-
-/// Checks a request against the model.
+/// Checks a request against the model. Rows that were kept `apart` stand for inline ones that are empty. `None` for zero
+/// tokens: the answer is empty and takes part in no step.
 pub(super) fn validate(
     model: &ModelInfo,
     message: ForwardRequest,
+    apart: Option<Pieces>,
     envelope: Envelope,
-) -> Result<Valid, Failure> {
+) -> Result<Option<Request>, Failure> {
     check_model(model, &message.model)?;
     let layer_id = LayerId(message.layer);
     if layer_id.index() >= model.num_layers {
@@ -65,7 +59,7 @@ pub(super) fn validate(
             format!("must be DTYPE_BF16, DTYPE_F16 or DTYPE_F32, found {}", name_of(message.dtype)),
         );
     }
-    let rows = found.rows(message.payload, tokens, model.hidden, dtype);
+    let rows = found.rows(message.payload, apart, tokens, model.hidden, dtype);
     let routing = message.routing.and_then(|routing| found.routing(routing, tokens, layer));
     let token_ids = layer.routes_by_token_id.then(|| found.token_ids(message.token_ids, tokens, layer));
     let shared_experts = match SharedExperts::try_from(message.shared_experts) {
@@ -82,9 +76,9 @@ pub(super) fn validate(
         return Err(Failure::Invalid { violations: found.0 });
     };
     if tokens == 0 {
-        return Ok(Valid::Empty);
+        return Ok(None);
     }
-    Ok(Valid::Work(Request {
+    Ok(Some(Request {
         id: envelope.id,
         client: envelope.client,
         layer: layer_id,
@@ -131,12 +125,14 @@ impl Violations {
     fn rows(
         &mut self,
         payload: Option<Payload>,
+        apart: Option<Pieces>,
         tokens: usize,
         hidden: usize,
         dtype: Option<DType>,
-    ) -> Bytes {
+    ) -> Pieces {
         match payload {
             Some(Payload::Inline(rows)) => {
+                let rows = apart.filter(|_| rows.is_empty()).unwrap_or_else(|| rows.into());
                 if let Some(dtype) = dtype {
                     let shape = format!("{tokens} tokens of {hidden} {dtype}");
                     self.bytes("inline", rows.len(), tokens * hidden * dtype.size(), &shape);
@@ -150,7 +146,7 @@ impl Violations {
             None if tokens == 0 => {}
             None => self.add("inline", "the rows are missing"),
         }
-        Bytes::new()
+        Pieces::default()
     }
 
     fn routing(&mut self, routing: v1::Routing, tokens: usize, layer: &MoeLayerInfo) -> Option<GivenRouting> {

@@ -347,7 +347,7 @@ mod tests {
                 let slot = Slot((launched % 2) as u32);
                 let (rows, dtype) = (&[launched as u8; BYTES][..], DType::F32);
                 let piece = StageRows {
-                    rows,
+                    rows: rows.into(),
                     tokens: 1,
                     dtype,
                     routing: None,

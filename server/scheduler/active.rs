@@ -86,7 +86,7 @@ impl Active {
             |of: &'_ Bytes, per_row: usize| range.start * per_row..(range.end * per_row).min(of.len());
         let request = &self.request;
         StageRows {
-            rows: &request.rows[bytes(&request.rows, self.row_bytes)],
+            rows: request.rows.slices(range.start * self.row_bytes..range.end * self.row_bytes),
             tokens: range.len(),
             dtype: request.dtype,
             routing: request.routing.as_ref().map(|given| {

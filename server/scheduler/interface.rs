@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use tokio::sync::{oneshot, watch};
 
+use crate::shm::Pieces;
 use crate::types::{DType, Generation, LayerId, Rank, StepId, WeightVersion};
 
 /// Number of a request, unique over the life of the process; what logs and spans carry.
@@ -53,8 +54,9 @@ pub struct Request {
     pub tokens: usize,
     /// Element type of the rows, little-endian.
     pub dtype: DType,
-    /// Row-major `[tokens, hidden]`, exactly `tokens * hidden * dtype.size()` bytes. Unaligned.
-    pub rows: Bytes,
+    /// Row-major `[tokens, hidden]`, exactly `tokens * hidden * dtype.size()` bytes, in the pieces in which they arrived.
+    /// Unaligned.
+    pub rows: Pieces,
     /// `None`: the gate of the layer decides.
     pub routing: Option<GivenRouting>,
     /// Row-major int32 little-endian `[tokens]`; present where the layer routes by token id. Unaligned.

@@ -7,6 +7,8 @@
 
 use rayon::prelude::*;
 
+use super::pieces::Slices;
+
 /// Less than this the calling thread copies alone: waking others takes as long.
 const ALONE: usize = 1 << 19;
 /// What a thread takes at a time.
@@ -56,15 +58,15 @@ impl Copier {
     /// There are as many bytes at `to`, which nobody else uses meanwhile, and which do not overlap `from`.
     pub unsafe fn copy(&self, from: &[u8], to: *mut u8) {
         // SAFETY: the caller's promise.
-        unsafe { self.run(from, to, plain) }
+        unsafe { self.run(from.into(), to, plain) }
     }
 
-    /// The same for bytes that a device reads next. What several threads copy goes past their caches, from which the
-    /// device would have to fetch it line by line.
+    /// The same for bytes that a device reads next, and that may be in pieces. What several threads copy goes past
+    /// their caches, from which the device would have to fetch it line by line.
     ///
     /// # Safety
     /// As for [`copy`](Self::copy).
-    pub unsafe fn stream(&self, from: &[u8], to: *mut u8) {
+    pub unsafe fn stream(&self, from: Slices<'_>, to: *mut u8) {
         // SAFETY: the caller's promise.
         unsafe { self.run(from, to, streaming) }
     }
@@ -73,17 +75,25 @@ impl Copier {
     ///
     /// # Safety
     /// As for [`copy`](Self::copy).
-    unsafe fn run(&self, from: &[u8], to: *mut u8, how: unsafe fn(&[u8], *mut u8)) {
+    unsafe fn run(&self, from: Slices<'_>, to: *mut u8, how: unsafe fn(&[u8], *mut u8)) {
+        let to = Target(to);
+        let mut offset = 0;
+        let placed = from.iter().map(|slice| {
+            let at = offset;
+            offset += slice.len();
+            (at, slice)
+        });
         let Some(pool) = self.pool.as_ref().filter(|_| from.len() >= ALONE) else {
-            // SAFETY: the caller's promise.
-            unsafe { plain(from, to) };
+            // SAFETY: the caller's promise; slices follow each other.
+            placed.for_each(|(at, slice)| unsafe { plain(slice, to.at(at)) });
             return;
         };
-        let to = Target(to);
+        let chunks = placed.flat_map(|(at, slice)| (at..).step_by(CHUNK).zip(slice.chunks(CHUNK)));
+        let chunks: Vec<(usize, &[u8])> = chunks.collect();
         pool.install(|| {
-            from.par_chunks(CHUNK).enumerate().for_each(|(index, chunk)| {
+            chunks.into_par_iter().for_each(|(at, chunk)| {
                 // SAFETY: the caller's promise; chunks are disjoint.
-                unsafe { how(chunk, to.at(index * CHUNK)) };
+                unsafe { how(chunk, to.at(at)) };
             });
         });
     }
@@ -112,7 +122,12 @@ unsafe fn plain(from: &[u8], to: *mut u8) {
 #[cfg(target_arch = "x86_64")]
 unsafe fn streaming(from: &[u8], to: *mut u8) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
-    let lines = if to.addr().is_multiple_of(16) { from.len() / 64 } else { 0 };
+    // What stands before the first address that such stores can go to.
+    let (head, from) = from.split_at(to.align_offset(16).min(from.len()));
+    // SAFETY: the caller's promise.
+    unsafe { plain(head, to) };
+    let to = to.wrapping_add(head.len());
+    let lines = from.len() / 64;
     for line in 0..lines {
         let (source, target) = (from.as_ptr().wrapping_add(line * 64), to.wrapping_add(line * 64));
         // SAFETY: 64 bytes within both; the target is aligned to 16 bytes. The instructions are part of x86-64.
@@ -146,6 +161,9 @@ unsafe fn streaming(from: &[u8], to: *mut u8) {
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
+
+    use super::super::Pieces;
     use super::*;
 
     #[test]
@@ -159,13 +177,16 @@ mod tests {
                 let mut all = vec![1, 2, 3];
                 for len in [0, 1, ALONE - 1, ALONE, ALONE + CHUNK + 5, bytes.len()] {
                     let before = all.len();
+                    // In pieces, and with a byte on either side that is not asked for.
+                    let around = [&[9], &bytes[..len], &[9]].concat();
+                    let pieces: Pieces = around.chunks(CHUNK / 3 + 1).map(Bytes::copy_from_slice).collect();
                     copier.append(&bytes[..len], &mut all);
                     assert!(all[before..] == bytes[..len], "{len} bytes by {threads} threads");
                     // Aligned to 16 bytes and not.
                     for at in [0, 64, 3] {
                         staged.fill(0xee);
                         // SAFETY: as many bytes and more.
-                        unsafe { copier.stream(&bytes[..len], staged.as_mut_ptr().add(at)) };
+                        unsafe { copier.stream(pieces.slices(1..len + 1), staged.as_mut_ptr().add(at)) };
                         assert!(
                             staged[at..at + len] == bytes[..len],
                             "{len} bytes to {at} by {threads} threads"

@@ -12,6 +12,7 @@
 pub mod channel;
 pub mod copier;
 pub mod exchange;
+pub mod pieces;
 pub mod region;
 pub mod ring;
 pub mod wait;
@@ -25,5 +26,6 @@ pub use channel::{
     RouterChannel, Segment, StageRows, Staged, StagingPlace, StepDescriptor,
 };
 pub use copier::Copier;
+pub use pieces::{Pieces, Slices};
 pub use region::{RegionError, SharedRegion, SharedSlice};
 pub use wait::Patience;

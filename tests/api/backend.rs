@@ -133,7 +133,7 @@ impl Fake {
         };
         Answer {
             // A copy, as staging makes one: the request's rows are dropped.
-            rows: Bytes::copy_from_slice(&request.rows),
+            rows: Bytes::copy_from_slice(&request.rows.to_bytes()),
             receipt: Receipt {
                 steps: vec![step],
                 generation: self.model.generation,

@@ -128,7 +128,7 @@ mod tests {
     }
 
     fn piece(rows: &[u8], tokens: usize, dtype: DType) -> StageRows<'_> {
-        StageRows { rows, tokens, dtype, routing: None, token_ids: None, shared_experts: true }
+        StageRows { rows: rows.into(), tokens, dtype, routing: None, token_ids: None, shared_experts: true }
     }
 
     fn random(bytes: usize) -> Vec<u8> {

@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use bytemuck::Pod;
 
 use super::super::copier::Copier;
+use super::super::pieces::Slices;
 use super::super::region::{SharedRegion, SharedSlice};
 use super::super::ring::{RingConsumer, RingProducer};
 use super::super::wait::Doorbell;
@@ -21,7 +22,7 @@ use crate::types::{DType, Rank, Slot};
 #[derive(Clone, Copy, Debug)]
 pub struct StageRows<'a> {
     /// `[n, hidden]` in `dtype`.
-    pub rows: &'a [u8],
+    pub rows: Slices<'a>,
     /// n.
     pub tokens: usize,
     /// Element type.
@@ -244,7 +245,8 @@ impl RouterChannel {
 }
 
 /// Copies bytes to elements `at..` of `to`, which the caller has to itself.
-fn copy_in<T: Pod>(to: &SharedSlice<T>, at: usize, bytes: &[u8], copier: &Copier) {
+fn copy_in<'a, T: Pod>(to: &SharedSlice<T>, at: usize, bytes: impl Into<Slices<'a>>, copier: &Copier) {
+    let bytes = bytes.into();
     let capacity = to.len() * size_of::<T>();
     let start = at * size_of::<T>();
     assert!(start <= capacity && bytes.len() <= capacity - start, "checked when the piece was staged");
