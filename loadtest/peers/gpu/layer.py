@@ -156,37 +156,22 @@ class Figures:
         }
 
 
-def measure(world, layers, tokens, make, replays):
-    """Times one size of a peer.
-
-    `make(layer, rows, out)` returns a function that enqueues one step and can be captured; it reads `rows` [T, H] and
-    writes `out` [T, H]. Rows change with every step and every replay; the slowest rank counts.
-    """
-    h = layers[0].shape.hidden
-    rows = torch.empty(STEPS, tokens, h, device=world.device, dtype=torch.bfloat16)
-    out = torch.full((STEPS, tokens, h), float("nan"), device=world.device, dtype=torch.bfloat16)
-    steps = [make(layers[s % len(layers)], rows[s], out[s]) for s in range(STEPS)]
-
-    def all_steps():
-        for step in steps:
-            step()
-
-    torch.manual_seed(tokens * 100 + world.rank)
-    rows.normal_()
+def replay_times(world, enqueue, refresh, replays):
+    """µs per step, one figure per replay, of a graph of what `enqueue()` enqueues: STEPS steps. `refresh()` comes before
+    each replay; the slowest rank counts."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        all_steps()
-        all_steps()
+        enqueue()
+        enqueue()
     stream.synchronize()
     world.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
-        all_steps()
+        enqueue()
     times = []
     for replay in range(replays + 3):
-        rows.normal_()
-        out.fill_(float("nan"))
+        refresh()
         world.barrier()
         begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
         begin.record()
@@ -195,6 +180,31 @@ def measure(world, layers, tokens, make, replays):
         torch.cuda.synchronize()
         if replay >= 3:
             times.append(world.slowest(begin.elapsed_time(end) * 1e3 / STEPS))
+    return times
+
+
+def measure(world, layers, tokens, make, replays):
+    """Times one size of a peer.
+
+    `make(layer, rows, out)` returns a function that enqueues one step and can be captured; it reads `rows` [T, H] and
+    writes `out` [T, H]. Rows change with every step and every replay.
+    """
+    h = layers[0].shape.hidden
+    rows = torch.empty(STEPS, tokens, h, device=world.device, dtype=torch.bfloat16)
+    out = torch.empty_like(rows)
+    steps = [make(layers[s % len(layers)], rows[s], out[s]) for s in range(STEPS)]
+
+    def enqueue():
+        for step in steps:
+            step()
+
+    def refresh():
+        rows.normal_()
+        out.fill_(float("nan"))
+
+    torch.manual_seed(tokens * 100 + world.rank)
+    refresh()
+    times = replay_times(world, enqueue, refresh, replays)
     # What the last replay computed, all of it written, two steps of it right.
     error = 0.0 if torch.isfinite(out).all() else float("inf")
     for s in (0, STEPS - 1):

@@ -116,32 +116,13 @@ def exchange_only(args):
         rows = torch.randn(tokens, shape.hidden, device=world.device).bfloat16()
         out = torch.empty_like(rows)
 
-        def all_steps():
+        def enqueue():
             for ids in sets:
                 exchange.ids.copy_(ids)
                 exchange.dispatch(rows)
                 exchange.combine(exchange.received, out)
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            all_steps()
-        stream.synchronize()
-        world.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
-            all_steps()
-        times = []
-        for replay in range(args.replays + 3):
-            out.fill_(float("nan"))
-            world.barrier()
-            begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            if replay >= 3:
-                times.append(world.slowest(begin.elapsed_time(end) * 1e3 / common.STEPS))
+        times = common.replay_times(world, enqueue, lambda: out.fill_(float("nan")), args.replays)
         error = world.slowest(common.relative_error(out, rows.float()))
         figures = common.Figures(times, error).json(tokens)
         if not error < 2e-2:
