@@ -3,6 +3,7 @@
 
 #include "layer.cuh"
 #include "routing.cuh"
+#include "timer.cuh"
 
 __global__ void read_kernel(const uint4* data, size_t n, uint32_t* out) {
     uint32_t sum = 0;
@@ -15,31 +16,6 @@ __global__ void read_kernel(const uint4* data, size_t n, uint32_t* out) {
     }
     if (sum == 0x12345678) *out = sum;
 }
-
-struct Timer {
-    cudaEvent_t from, to;
-    Timer() {
-        CHECK(cudaEventCreate(&from));
-        CHECK(cudaEventCreate(&to));
-    }
-    // Median milliseconds of one replay.
-    float replay(cudaGraphExec_t graph, cudaStream_t stream, float budget_ms) {
-        std::vector<float> times;
-        float total = -40; // at least 40 ms first: the clocks need that long to rise
-        for (int i = 0; i < 8000 && (times.size() < 5 || total < budget_ms); i++) {
-            CHECK(cudaEventRecord(from, stream));
-            CHECK(cudaGraphLaunch(graph, stream));
-            CHECK(cudaEventRecord(to, stream));
-            CHECK(cudaEventSynchronize(to));
-            float ms;
-            CHECK(cudaEventElapsedTime(&ms, from, to));
-            if (i >= 3 && total >= 0) times.push_back(ms);
-            total += ms;
-        }
-        std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-        return times[times.size() / 2];
-    }
-};
 
 void measure_ceiling() {
     const size_t bytes = size_t(4) << 30;
@@ -58,7 +34,7 @@ void measure_ceiling() {
 }
 
 void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
-    const int experts = m.experts / RANKS;
+    const int experts = m.experts / ranks;
     const size_t expert_bytes = expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_GATE_UP, m.hidden, m.inter) +
                                 expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_DOWN, m.hidden, m.inter);
     const int layer_count = std::max<int>(2, std::min<int>(4, int((size_t(2) << 30) / (expert_bytes * experts))));
@@ -111,6 +87,7 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
                     if (w * 3 >= mean && (w <= 32 || mean * 8 >= w) && (r >= 128 || mean < 48)) list.push_back({r, w});
             }
         }
+        if (tune && m.format == EXPERTD_BF16) list.push_back({EXPERTD_TILE_TALL, 0});
         for (const Variant& v : list) {
             cudaGraph_t graph;
             cudaGraphExec_t exec;

@@ -33,6 +33,8 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         for (int r : {16, 32, 64, 128, 256}) list.push_back({r, 0, 0, 0});
         for (int w : {32, widest}) list.push_back({128, w, 0, 0}), list.push_back({256, w, 0, 0});
         list.push_back({32, widest, 0, 0});
+        if (m.format == EXPERTD_BF16)
+            for (int w : {0, 32, 64, 128}) list.push_back({EXPERTD_TILE_TALL, w, 0, 0});
         list.push_back({0, 0, 7, 0});
         list.push_back({0, 0, 0, 1});
     }
@@ -115,7 +117,7 @@ int check_all(bool small_only, const char* only) {
     bool good = true;
     for (const Model& m : MODELS) {
         if (small_only || (only != nullptr && std::strcmp(only, m.name) != 0)) continue;
-        const int experts = m.experts / RANKS;
+        const int experts = m.experts / ranks;
         Layer layer(m, experts, true);
         auto counts_case = [&](const char* what, std::vector<int> counts, int window, bool variants) {
             counts.resize(experts, 0);

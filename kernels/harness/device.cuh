@@ -48,7 +48,7 @@ const Model MODELS[] = {
     {"gpt-oss-mxfp4", 2880, 2880, 128, 4, EXPERTD_SWIGLU_OAI, true, EXPERTD_MXFP4},
     {"deepseek-mxfp4", 7168, 2048, 256, 8, EXPERTD_SWIGLU, false, EXPERTD_MXFP4},
 };
-constexpr int RANKS = 4;
+inline int ranks = 4; // of the group that the load belongs to
 constexpr double HBM = 4.2e12, TENSOR = 650e12; // the rates of the floors in docs/performance.md
 
 // ---- device memory ----

@@ -1,8 +1,9 @@
 // Checks and times the expert kernels alone, without Rust.
 //
 //   experts check [small|model]          correctness against f64, determinism, corner cases; small: few, for sanitizers
-//   experts bench [model|all] [tokens]   time, bandwidth and rate beside the floor, at EP4-equivalent loads of one rank
-//   experts tune [model|all] [tokens]    the same for every tile shape
+//   experts bench [model|all] [tokens] [ranks]   time, bandwidth and rate beside the floor, at the load of one rank of
+//                                                four, or of `ranks`; tokens 0: several
+//   experts tune [model|all] [tokens] [ranks]    the same for every tile shape
 //
 // Build: see README.md beside this file.
 #include "bench.cuh"
@@ -21,9 +22,10 @@ int main(int argc, char** argv) {
         return check_all(small, argc > 2 && !small ? argv[2] : nullptr);
     }
     if (mode != "bench" && mode != "tune") {
-        std::printf("usage: experts check [small|model] | bench [model|all] [tokens] | tune [model|all] [tokens]\n");
+        std::printf("usage: experts check [small|model] | bench [model|all] [tokens] [ranks] | tune [model|all] [tokens] [ranks]\n");
         return 64;
     }
+    if (argc > 4) ranks = std::max(1, std::atoi(argv[4]));
     measure_ceiling();
     const char* flags = std::getenv("EXPERTS_FLAGS"); // enum ExpertdLaunchFlags
     for (const Model& m : MODELS) {

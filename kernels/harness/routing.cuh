@@ -26,14 +26,14 @@ Routing from_counts(const std::vector<int>& counts, int window_rows, std::mt1993
     return r;
 }
 
-// What rank 0 of RANKS receives when every rank has `tokens` tokens with uniform routing.
+// What rank 0 of `ranks` receives when every rank has `tokens` tokens with uniform routing.
 Routing draw(const Model& m, int tokens, std::mt19937& rng) {
-    const int local = m.experts / RANKS;
+    const int local = m.experts / ranks;
     std::vector<std::vector<int>> by_expert(local);
     Routing r;
     std::vector<int> ids(m.experts);
     for (int e = 0; e < m.experts; e++) ids[e] = e;
-    for (int t = 0; t < RANKS * tokens; t++) {
+    for (int t = 0; t < ranks * tokens; t++) {
         bool hit = false;
         for (int i = 0; i < m.k; i++) {
             std::swap(ids[i], ids[i + rng() % (m.experts - i)]);

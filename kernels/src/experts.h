@@ -37,6 +37,10 @@ enum ExpertdFormat {
     EXPERTD_MXFP4 = 2 /* e2m1, e8m0 scales for every row and 32 k, and f32 scales for every row */
 };
 
+enum {
+    EXPERTD_TILE_TALL = 1 /* of ExpertdExpertsParams.tile_rows: 256 weight rows for one block */
+};
+
 enum ExpertdLaunchFlags {
     /* Programmatic dependent launch: the kernel may start before the previous kernel of the stream has ended and waits
      * for it (griddepcontrol.wait) before it reads anything. */
@@ -78,7 +82,8 @@ typedef struct ExpertdExpertsParams {
     int32_t weight_on_input;           /* non-zero: the routing weight scales the row before gate and up (Llama 4) */
     int32_t blocks;                    /* thread blocks, rounded up to an even number; 0 = one per SM */
     int32_t tile_tokens;               /* widest token tile: 32, 64, 128, bf16 also 192, 256; 0 = chosen on the device */
-    int32_t tile_rows;                 /* weight rows of a tile: 16, 32, 64, 128, 256; 0 = chosen on the device */
+    int32_t tile_rows;                 /* weight rows of a tile: 16, 32, 64, 128, 256 (shared by two blocks), bf16 with up to
+                                          128 tokens also EXPERTD_TILE_TALL; 0 = chosen on the device */
     int32_t flags;                     /* enum ExpertdLaunchFlags */
     int32_t format;                    /* enum ExpertdFormat, of all layers that are launched with these parameters */
 } ExpertdExpertsParams;

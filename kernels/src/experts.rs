@@ -102,7 +102,7 @@ pub struct ExpertsParams {
     pub blocks: i32,
     /// 0: chosen on the device.
     pub tile_tokens: i32,
-    /// 0: chosen on the device.
+    /// 0: chosen on the device. Other values: `experts.h`.
     pub tile_rows: i32,
     /// [`PROGRAMMATIC`].
     pub flags: i32,

@@ -34,7 +34,7 @@ struct Shared {
     uint64_t rows_loaded; // the block's first piece of x has arrived
     uint64_t full[MAX_STAGES]; // weights and tokens of the stage have arrived
     uint64_t stage_empty[MAX_STAGES];
-    int32_t longest;
+    int32_t longest, active; // most tokens of an expert, experts with any
     int32_t warp_tiles[THREADS / 32], warp_rows[THREADS / 32];
 };
 constexpr int SHARED_BYTES = RING_BYTES + 2 * STAGING_BYTES + sizeof(Shared);
@@ -75,7 +75,7 @@ template <class Format> struct Block {
     __device__ int per_stage(const Segment& s) const {
         return plan.pairs ? 1 : blocks_per_stage(s.rows, s.tokens, plan.tile_tokens);
     }
-    __device__ uint32_t weight_stage(int slot) const { return weight_ring + slot * stage_weight_bytes<Format>(); }
+    __device__ uint32_t weight_stage(int slot) const { return weight_ring + slot * stage_weight_bytes<Format>(plan.block_rows); }
     __device__ uint32_t token_stage(int slot) const {
         return token_ring + slot * stage_token_bytes<Format>(plan.tile_tokens);
     }

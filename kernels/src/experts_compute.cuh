@@ -36,11 +36,11 @@ __device__ __forceinline__ void finish_segment(const Block<Format>& block, const
 }
 
 // Narrow wgmmas are over before their sum can be added to: k is dealt out to this many accumulators, added at the end.
-template <int N> constexpr int CHAINS = N <= 32 ? 4 : N <= 64 ? 2 : 1;
+template <int N> constexpr int CHAINS_OF = N <= 32 ? 4 : N <= 64 ? 2 : 1;
 
 // The mainloop and epilogue of one segment for one warpgroup, with tokens padded to N. The warpgroup computes up to 64
-// weight rows from `from` on, of a segment that it shares with the other warpgroup or has to itself.
-template <int N>
+// weight rows, or twice that, from `from` on, of a segment that it shares with the other warpgroup or has to itself.
+template <int N, int HALVES>
 __device__ __forceinline__ void compute(const Block<Bf16>& block, const Segment& segment, int from, bool shared_segment,
                                         const Cursor& slot, Cursor& stage) {
     Shared& shared = block.shared;
@@ -48,9 +48,10 @@ __device__ __forceinline__ void compute(const Block<Bf16>& block, const Segment&
     const int panels = block.k_panels(segment), per_stage = block.per_stage(segment);
     const int weight_step = segment.rows * PANEL_ROW_BYTES, token_step = round_up_8(segment.tokens) * PANEL_ROW_BYTES;
 
-    float sums[CHAINS<N>][N / 2];
+    constexpr int CHAINS = CHAINS_OF<N * HALVES>;
+    float sums[HALVES * CHAINS][N / 2];
 #pragma unroll
-    for (int c = 0; c < CHAINS<N>; c++) {
+    for (int c = 0; c < HALVES * CHAINS; c++) {
 #pragma unroll
         for (int i = 0; i < N / 2; i++) sums[c][i] = 0.0f; // also ends the registers' lifetime between segments
     }
@@ -66,7 +67,12 @@ __device__ __forceinline__ void compute(const Block<Bf16>& block, const Segment&
         }
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < PANEL_K / 16; k++) Wgmma<N>::mma(sums[k % CHAINS<N>], a + k * 2, b + k * 2);
+        for (int k = 0; k < PANEL_K / 16; k++) {
+#pragma unroll
+            for (int half = 0; half < HALVES; half++) {
+                Wgmma<N>::mma(sums[half * CHAINS + k % CHAINS], a + half * (64 * PANEL_ROW_BYTES / 16) + k * 2, b + k * 2);
+            }
+        }
         wgmma_commit();
         a += weight_step / 16;
         b += token_step / 16;
@@ -83,17 +89,20 @@ __device__ __forceinline__ void compute(const Block<Bf16>& block, const Segment&
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (int c = 0; c < CHAINS<N>; c++) wgmma_pin(sums[c]);
+    for (int c = 0; c < HALVES * CHAINS; c++) wgmma_pin(sums[c]);
     release_stage(block, previous, shared_segment ? 1 : 2);
     if (!shared_segment && threadIdx.x % 32 == 0) barrier_arrive(&shared.turn[warpgroup]);
-    float (&d)[N / 2] = sums[0];
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-        if constexpr (CHAINS<N> == 4) sums[1][i] += sums[3][i], d[i] += sums[2][i];
-        if constexpr (CHAINS<N> >= 2) d[i] += sums[1][i];
+    for (int half = 0; half < HALVES; half++) {
+        if (HALVES == 2 && from + half * 64 >= segment.rows) break;
+        float (&d)[N / 2] = sums[half * CHAINS];
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) {
+            if constexpr (CHAINS == 4) sums[half * CHAINS + 1][i] += sums[half * CHAINS + 3][i], d[i] += sums[half * CHAINS + 2][i];
+            if constexpr (CHAINS >= 2) d[i] += sums[half * CHAINS + 1][i];
+        }
+        finish_segment<N>(block, segment, from + half * 64, slot, d);
     }
-
-    finish_segment<N>(block, segment, from, slot, d);
 }
 
 } // namespace expertd

@@ -17,11 +17,32 @@ namespace expertd {
 constexpr int STAGING_TOKENS = 64;
 constexpr int STAGING_BYTES = STAGING_TOKENS * 128; // of one warpgroup
 
-// min and max that keep NaN, as the CPU path does.
-__device__ __forceinline__ float at_most(float x, float limit) { return x > limit ? limit : x; }
-__device__ __forceinline__ float at_least(float x, float limit) { return x < limit ? limit : x; }
+// Two f32 to packed bf16, `low` in the low half, rounded to nearest even.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
 
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+// min and max that keep NaN, as the CPU path does.
+__device__ __forceinline__ float at_most(float x, float limit) {
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+    return y;
+}
+__device__ __forceinline__ float at_least(float x, float limit) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+    return y;
+}
+
+// Two instructions of the special function unit and none for subnormals, which one added to them would swallow.
+__device__ __forceinline__ float sigmoid(float x) {
+    float power, inverse;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.44269504f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+    return inverse;
+}
 
 // All activations in one formula without branches, which would keep the compiler from overlapping the latencies of many
 // elements: g * sigmoid(alpha * g) * (u + offset), g and u clamped.

@@ -1,7 +1,7 @@
 // The expert MLP of one layer on one rank, in one persistent kernel (Hopper; bf16 rows, weights in any Format).
 //
-// Weights are wgmma's M operand and tokens its N in every regime. One block per SM: two consumer warpgroups (64 weight
-// rows each), one warp that decides what comes next and streams weights, one that streams token rows, two that copy
+// Weights are wgmma's M operand and tokens its N in every regime. One block per SM: two consumer warpgroups (64 or 128
+// weight rows each), one warp that decides what comes next and streams weights, one that streams token rows, two that copy
 // received rows into panels, grouped by expert. Gate_up of all experts comes first, then down; readiness is counted per
 // expert, so a block starts down while others still finish gate_up. Weights wait for nothing: they fill the ring
 // meanwhile and the stream from HBM does not pause.
@@ -27,8 +27,22 @@ namespace expertd {
 __device__ __forceinline__ void compute_any(const Block<Bf16>& block, const Segment& segment, int from, bool shared_segment,
                                             const Cursor& slot, Cursor& stage) {
     const int n = segment.tokens;
-#define EXPERTD_COMPUTE(N) compute<N>(block, segment, from, shared_segment, slot, stage)
 #define EXPERTD_UP_TO(N) else if (n <= N) EXPERTD_COMPUTE(N);
+#define EXPERTD_COMPUTE(N) compute<N, 2>(block, segment, from, shared_segment, slot, stage)
+    if (block.plan.block_rows == TALL_ROWS) {
+        if (n <= 16) EXPERTD_COMPUTE(16);
+        EXPERTD_UP_TO(32)
+        EXPERTD_UP_TO(48)
+        EXPERTD_UP_TO(64)
+        EXPERTD_UP_TO(80)
+        EXPERTD_UP_TO(96)
+        EXPERTD_UP_TO(112)
+        EXPERTD_UP_TO(128)
+        else EXPERTD_COMPUTE(144);
+        return;
+    }
+#undef EXPERTD_COMPUTE
+#define EXPERTD_COMPUTE(N) compute<N, 1>(block, segment, from, shared_segment, slot, stage)
     if (n <= 64) {
         if (n <= 8) EXPERTD_COMPUTE(8);
         EXPERTD_UP_TO(16)
@@ -50,6 +64,7 @@ __device__ __forceinline__ void compute_any(const Block<Bf16>& block, const Segm
         EXPERTD_UP_TO(240)
         else EXPERTD_COMPUTE(256);
     }
+#undef EXPERTD_COMPUTE
 }
 
 template <class Format>
@@ -57,6 +72,7 @@ __device__ __forceinline__ void compute_any(const Block<Format>& block, const Se
                                             const Cursor& slot, Cursor& stage) {
     static_assert(Format::MAX_TOKENS == 128, "the widest below");
     const int n = segment.tokens;
+#define EXPERTD_COMPUTE(N) compute<N>(block, segment, from, shared_segment, slot, stage)
     if (n <= 8) EXPERTD_COMPUTE(8);
     EXPERTD_UP_TO(16)
     EXPERTD_UP_TO(32)
@@ -87,7 +103,7 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
             turn_parity ^= 1;
             stage.advance(block.plan.stages, divide_up(block.k_blocks(segment), block.per_stage(segment)));
         } else {
-            const int from = shared_segment ? warpgroup * 64 : 0;
+            const int from = shared_segment ? warpgroup * (block.plan.block_rows / 2) : 0;
             compute_any(block, segment, from, shared_segment, slot, stage);
         }
         __syncwarp(); // every lane has read the slot
@@ -95,7 +111,8 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
         slot.advance(SEGMENT_SLOTS);
         if (segment.phase == 0 && mine) {
             named_sync<128>(STAGING_BARRIER + warpgroup);
-            const int from = shared_segment ? warpgroup * 64 : 0, rows = min(64, segment.rows - from);
+            const int from = shared_segment ? warpgroup * (block.plan.block_rows / 2) : 0;
+            const int rows = min(block.plan.block_rows / 2, segment.rows - from);
             if (threadIdx.x % 128 == 0 && rows > 0) publish(block.h_ready(segment.expert), rows / UNIT_ROWS);
         }
     }
@@ -120,7 +137,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     const int warp = uniform(threadIdx.x / 32);
 
     if (threadIdx.x == 0) {
-        shared.longest = 0;
+        shared.longest = shared.active = 0;
         for (int i = 0; i < SEGMENT_SLOTS; i++) {
             barrier_init(&shared.segment_full[i], 1);
             barrier_init(&shared.segment_empty[i], CONSUMER_WARPS + 1);
@@ -150,7 +167,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
         return;
     }
     const uint32_t ring = smem_address(memory);
-    const Block<Format> block{p, shared.layer, shared, plan, ring, ring + weight_ring_bytes<Format>(plan.stages), ring + RING_BYTES};
+    const Block<Format> block{p, shared.layer, shared, plan, ring, ring + weight_ring_bytes<Format>(plan), ring + RING_BYTES};
 
     if (warp >= WEIGHT_WARP) {
         registers_down<PRODUCER_REGISTERS>();

@@ -17,12 +17,17 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
         if (e <= p.experts) shared.tables.offset[e] = start;
     }
     const int longest = __reduce_max_sync(0xffffffff, max(count[0], count[1]));
-    if (lane == 0 && longest > 0) atomicMax(&shared.longest, longest);
+    const int active = __popc(__ballot_sync(0xffffffff, count[0] > 0)) + __popc(__ballot_sync(0xffffffff, count[1] > 0));
+    if (lane == 0 && longest > 0) atomicMax(&shared.longest, longest), atomicAdd(&shared.active, active);
     __syncthreads();
 
     Plan plan;
-    plan.tile_tokens = p.tile_tokens != 0 ? p.tile_tokens : tile_tokens_for<Format>(shared.longest);
-    plan.stages = stages_for<Format>(plan.tile_tokens);
+    const bool tall = p.tile_rows != 0     ? p.tile_rows == EXPERTD_TILE_TALL
+                      : p.tile_tokens != 0 ? false
+                                           : tall_segments<Format>(p, shared.longest, shared.active, shared.tables.offset[p.experts]);
+    plan.block_rows = tall ? TALL_ROWS : TILE_ROWS;
+    plan.tile_tokens = p.tile_tokens != 0 ? p.tile_tokens : tile_tokens_for<Format>(shared.longest, plan.block_rows);
+    plan.stages = stages_for<Format>(plan.tile_tokens, plan.block_rows);
 
     const int tiles[2] = {divide_up(count[0], plan.tile_tokens), divide_up(count[1], plan.tile_tokens)};
     const int rows[2] = {round_up_8(count[0]), round_up_8(count[1])};
@@ -45,9 +50,9 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
         tiles_before += tiles[i], rows_before += rows[i];
     }
     plan.pairs = p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS
-                                  : plan.tile_tokens > PAIR_TOKENS && min(p.hidden, p.inter) >= PAIR_K;
-    plan.rows[0] = p.tile_rows != 0 ? p.tile_rows : segment_rows_for(2 * p.inter, plan);
-    plan.rows[1] = p.tile_rows != 0 ? p.tile_rows : segment_rows_for(p.hidden, plan);
+                                  : !tall && plan.tile_tokens > PAIR_TOKENS && min(p.hidden, p.inter) >= PAIR_K;
+    plan.rows[0] = p.tile_rows != 0 && !tall ? p.tile_rows : segment_rows_for(2 * p.inter, plan);
+    plan.rows[1] = p.tile_rows != 0 && !tall ? p.tile_rows : segment_rows_for(p.hidden, plan);
     __syncthreads();
     return plan;
 }

@@ -179,11 +179,4 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
     return v;
 }
 
-// Two f32 to packed bf16, `low` in the low half, rounded to nearest even.
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-    uint32_t packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-
 } // namespace expertd

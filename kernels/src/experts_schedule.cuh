@@ -5,7 +5,7 @@
 // from a counter, all of phase 0 first, ordered so that those in flight share token and weight rows in L2. Drawing
 // evens out what differs between SMs; low segments keep the tail short when few experts are active.
 //
-// With wide token tiles the blocks work in pairs (clusters of two): both draw the same segment of twice the height, each
+// With wide token tiles and long k the blocks work in pairs (clusters of two): both draw the same segment of twice the height, each
 // has half of its weight rows, and each brings half of the tokens for both. That saves a third of the reads from L2.
 // Pairs take every n-th segment instead of drawing, so that both blocks know the next one without a word.
 //
@@ -13,11 +13,16 @@
 #pragma once
 
 #include "experts.h"
+#include "experts_formats.cuh"
 #include "experts_layout.cuh"
 
 namespace expertd {
 
-constexpr int TILE_ROWS = 128;       // most weight rows of a segment: 64 per consumer warpgroup; UNIT_ROWS: fewest
+constexpr int TILE_ROWS = 128;       // weight rows of a segment: 64 per consumer warpgroup; UNIT_ROWS: fewest
+constexpr int TALL_ROWS = 256;       // weight rows of a tall segment, 128 per consumer warpgroup, which halves the reads of
+constexpr int TALL_TOKENS = 144;     // tokens from L2; its token tiles are no wider than this (registers)
+constexpr int TALL_MEAN = 272;       // experts have at most this many tokens, in two tiles, on average, and
+constexpr int TALL_SEGMENTS = 4;     // every SM gets this many tall segments of down
 constexpr int MAX_TILE_TOKENS = 256; // widest wgmma
 constexpr int TOKEN_TILE_GROUP = 8;  // token tiles that share weight rows while these are in L2
 constexpr int LOW_ROWS = 64;         // weight rows of a segment when there are few experts, and
@@ -45,33 +50,45 @@ struct Tables {
 struct Plan {
     int tile_tokens;
     int stages;
-    int tiles;   // token tiles of all experts
-    int rows[2]; // weight rows of a segment, by phase
+    int tiles;      // token tiles of all experts
+    int rows[2];    // weight rows of a segment, by phase
+    int block_rows; // of them one block takes no more than this: TILE_ROWS or TALL_ROWS
     bool pairs;
 };
 
 __device__ __forceinline__ int round_up_8(int n) { return (n + 7) & ~7; }
 __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-template <class Format> __device__ __forceinline__ constexpr int stage_weight_bytes() {
-    return TILE_ROWS / UNIT_ROWS * Format::UNIT_BYTES;
+template <class Format> __device__ __forceinline__ constexpr int stage_weight_bytes(int block_rows) {
+    return block_rows / UNIT_ROWS * Format::UNIT_BYTES;
 }
 template <class Format> __device__ __forceinline__ int stage_token_bytes(int tile_tokens) {
     return tile_tokens * PANEL_ROW_BYTES * Format::BLOCK_PANELS;
 }
 
 // Token stages follow the weight stages, at a multiple of SWIZZLE_BYTES.
-template <class Format> __device__ __forceinline__ int weight_ring_bytes(int stages) {
-    return (stages * stage_weight_bytes<Format>() + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES;
+template <class Format> __device__ __forceinline__ int weight_ring_bytes(const Plan& plan) {
+    return (plan.stages * stage_weight_bytes<Format>(plan.block_rows) + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES;
 }
-template <class Format> __device__ __forceinline__ int stages_for(int tile_tokens) {
-    constexpr int LOST = stage_weight_bytes<Format>() % SWIZZLE_BYTES == 0 ? 0 : SWIZZLE_BYTES;
-    constexpr int LARGEST = stage_weight_bytes<Format>() + Format::MAX_TOKENS * PANEL_ROW_BYTES * Format::BLOCK_PANELS;
+template <class Format> __device__ __forceinline__ int stages_for(int tile_tokens, int block_rows) {
+    constexpr int LOST = stage_weight_bytes<Format>(TILE_ROWS) % SWIZZLE_BYTES == 0 ? 0 : SWIZZLE_BYTES;
+    constexpr int LARGEST = stage_weight_bytes<Format>(TILE_ROWS) + Format::MAX_TOKENS * PANEL_ROW_BYTES * Format::BLOCK_PANELS;
     static_assert((RING_BYTES - LOST) / LARGEST >= 3, "a consumer may hold two stages while it waits for the third");
-    return min(MAX_STAGES, (RING_BYTES - LOST) / (stage_weight_bytes<Format>() + stage_token_bytes<Format>(tile_tokens)));
+    static_assert(RING_BYTES / (stage_weight_bytes<Bf16>(TALL_ROWS) + TALL_TOKENS * PANEL_ROW_BYTES) >= 4, "the same");
+    return min(MAX_STAGES, (RING_BYTES - LOST) / (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens)));
 }
 
-template <class Format> __device__ __forceinline__ int tile_tokens_for(int longest) {
+// Weights are read from memory once however few tokens an expert has; tall segments then save reads from L2, which is
+// what holds a few hundred tokens per expert back. With more, wide token tiles read no more, and with less segments than
+// that, SMs would be idle. `longest`: of the experts' token counts.
+template <class Format> __device__ __forceinline__ bool tall_segments(const ExpertdExpertsParams& p, int longest, int active, int all) {
+    if (!Format::TALL || longest <= LOW_SEGMENT_TOKENS || all > TALL_MEAN * active) return false;
+    const int tiles = active * (2 * all > TALL_MEAN * active ? 2 : 1);
+    return tiles * (p.hidden / TALL_ROWS) >= TALL_SEGMENTS * int(gridDim.x);
+}
+
+template <class Format> __device__ __forceinline__ int tile_tokens_for(int longest, int block_rows) {
+    if (block_rows == TALL_ROWS) return longest <= 64 ? 64 : longest <= 128 ? 128 : TALL_TOKENS;
     const int tile = longest <= 32 ? 32 : longest <= 64 ? 64 : longest <= 128 ? 128 : longest <= 192 ? 192 : 256;
     return min(tile, Format::MAX_TOKENS);
 }
@@ -81,6 +98,7 @@ template <class Format> __device__ __forceinline__ int tile_tokens_for(int longe
 __device__ __forceinline__ int segment_rows_for(int weight_rows, const Plan& plan) {
     const int64_t segments = int64_t(plan.tiles) * divide_up(weight_rows, TILE_ROWS);
     if (plan.pairs) return PAIR_ROWS;
+    if (plan.block_rows == TALL_ROWS) return TALL_ROWS;
     return plan.tile_tokens <= LOW_SEGMENT_TOKENS && segments * 4 < 7 * int64_t(gridDim.x) ? LOW_ROWS : TILE_ROWS;
 }
 
@@ -91,7 +109,7 @@ struct alignas(16) Segment {
     int32_t tokens; // 1 ... tile_tokens
     int32_t panel_row; // row of the first assignment in x_panels and h, a multiple of 8
     int32_t row;    // first weight row, a multiple of 16
-    int32_t rows;   // 16 ... 128; in a pair 0 ... 128
+    int32_t rows;   // 16 ... 256; in a pair 0 ... 128
     int32_t unused;
 };
 
@@ -140,8 +158,8 @@ class Scheduler {
         segment.panel_row = tables_.row[expert_] + token_tile * size;
         const int rows = phase_ == 0 ? plan_.rows[0] : plan_.rows[1];
         const int all_rows = phase_ == 0 ? 2 * p_.inter : p_.hidden;
-        segment.row = in_group / width * rows + (plan_.pairs ? int(blockIdx.x % 2) * TILE_ROWS : 0);
-        segment.rows = max(min(min(rows, TILE_ROWS), all_rows - segment.row), 0);
+        segment.row = in_group / width * rows + (plan_.pairs ? int(blockIdx.x % 2) * plan_.block_rows : 0);
+        segment.rows = max(min(min(rows, plan_.block_rows), all_rows - segment.row), 0);
         segment.unused = 0;
         return true;
     }
