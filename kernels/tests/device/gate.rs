@@ -14,7 +14,7 @@ fn routed(p: &GateParams, logits: &[f64], correction: Option<&[f32]>) -> (Vec<f6
         let sum: f64 = values.iter().map(|v| (v - top).exp()).sum();
         values.iter().map(|v| (v - top).exp() / sum).collect::<Vec<f64>>()
     };
-    let scores: Vec<f64> = match p.score_fn {
+    let mut scores: Vec<f64> = match p.score_fn {
         0 => exp_all(logits),
         2 => logits.iter().map(|x| 1.0 / (1.0 + (-x).exp())).collect(),
         3 => logits.iter().map(|x| x.exp().ln_1p().sqrt()).collect(),
@@ -38,6 +38,10 @@ fn routed(p: &GateParams, logits: &[f64], correction: Option<&[f32]>) -> (Vec<f6
         rated.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
         for &(_, g) in &rated[p.groups_kept as usize..] {
             values[g * size..(g + 1) * size].fill(if p.group_score == 1 { 0.0 } else { f64::NEG_INFINITY });
+            if p.group_score == 1 {
+                // A dropped expert may still be chosen where logits that stay are negative: it counts as 0.
+                scores[g * size..(g + 1) * size].fill(0.0);
+            }
         }
     }
     (scores, values)

@@ -1,0 +1,220 @@
+// The choice of a token's experts from its logits, by one warp.
+//
+// The functions are those of GateSpec, in its order; what a NaN does is fixed too: it is chosen before everything else,
+// lower ids first, so ids are distinct and in range whatever the scores. Weights that come out of NaNs stay NaN.
+#pragma once
+#include "common.cuh"
+
+namespace expertd {
+namespace {
+
+constexpr float kInfinity = __builtin_huge_valf();
+
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, offset));
+    return v;
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
+    return v;
+}
+
+// Larger floats to larger integers; NaN above everything, -0 as +0. 0 stands for "not available".
+__device__ __forceinline__ uint32_t rank_key(float v) {
+    if (v != v) return ~0u;
+    const uint32_t bits = __float_as_uint(v + 0.0f);
+    return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float score_of(uint32_t function, float logit) {
+    if (function == kSigmoid) return 1.0f / (1.0f + expf(-logit));
+    // softplus as max(x, 0) + log1p(exp(-|x|)), which neither overflows nor loses small values.
+    if (function == kSqrtSoftplus) return sqrtf(fmaxf(logit, 0.0f) + log1pf(expf(-fabsf(logit))));
+    return logit;
+}
+
+// The lane's value for expert `id`, which lane id % 32 holds at id / 32.
+template <int Per>
+__device__ __forceinline__ float value_at(const float (&values)[Per], uint32_t id) {
+    float mine = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Per; ++i) mine = i == static_cast<int>(id / 32) ? values[i] : mine;
+    return __shfl_sync(~0u, mine, id % 32);
+}
+
+// Largest key of the warp, lowest id among equals; takes it away.
+template <int Per>
+__device__ __forceinline__ uint32_t take_best(uint32_t (&keys)[Per]) {
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t best = 0, where = 0;
+#pragma unroll
+    for (int i = 0; i < Per; ++i) {
+        if (keys[i] > best) {
+            best = keys[i];
+            where = i;
+        }
+    }
+    const uint32_t top = __reduce_max_sync(~0u, best);
+    const uint32_t id = __reduce_min_sync(~0u, best == top ? where * 32 + lane : ~0u);
+#pragma unroll
+    for (int i = 0; i < Per; ++i) {
+        if (id == static_cast<uint32_t>(i) * 32 + lane) keys[i] = 0;
+    }
+    return id;
+}
+
+// Marks the experts of groups that do not stay; `scratch` holds the warp's values by expert.
+template <int Per>
+__device__ void limit_groups(const GateParams& p, float (&values)[Per], float (&scores)[Per], float* scratch) {
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t size = p.experts / p.groups;
+#pragma unroll
+    for (int i = 0; i < Per; ++i) {
+        if (i * 32 + lane < p.experts) scratch[i * 32 + lane] = values[i];
+    }
+    __syncwarp();
+    uint32_t key[1] = {0};
+    if (lane < p.groups) {
+        float first = -kInfinity, second = -kInfinity;
+        for (uint32_t i = 0; i < size; ++i) {
+            const float v = scratch[lane * size + i];
+            if (rank_key(v) > rank_key(first)) {
+                second = first;
+                first = v;
+            } else if (rank_key(v) > rank_key(second)) {
+                second = v;
+            }
+        }
+        key[0] = rank_key(p.group_score == kGroupMax || size < 2 ? first : first + second);
+    }
+    __syncwarp();
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < p.groups_kept; ++i) kept |= 1u << take_best<1>(key);
+#pragma unroll
+    for (int i = 0; i < Per; ++i) {
+        const uint32_t expert = i * 32 + lane;
+        if (expert < p.experts && (kept >> expert / size & 1) == 0) {
+            values[i] = p.group_score == kGroupMax ? 0.0f : -kInfinity;
+            if (p.group_score == kGroupMax) scores[i] = 0.0f;
+        }
+    }
+}
+
+// Phi's sparse mixer in evaluation: twice the largest logit, each weighted by a softmax over its near neighbours.
+template <int Per>
+__device__ void sparse_mixer(const GateParams& p, const float (&logits)[Per], uint32_t& id, float& weight) {
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t keys[Per];
+#pragma unroll
+    for (int i = 0; i < Per; ++i) keys[i] = i * 32 + lane < p.experts ? rank_key(logits[i]) : 0;
+    uint32_t taken = ~0u;
+    for (uint32_t round = 0; round < p.top_k; ++round) {
+        const uint32_t best = take_best<Per>(keys);
+        const float top = value_at<Per>(logits, best);
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < Per; ++i) {
+            const uint32_t expert = i * 32 + lane;
+            if (expert >= p.experts || expert == taken) continue;
+            const float distance = (top - logits[i]) / fmaxf(fabsf(logits[i]), top);
+            if (!(distance > 2.0f * p.jitter)) sum += expf(logits[i] - top);
+        }
+        sum = warp_sum(sum);
+        if (lane == round) {
+            id = best;
+            weight = 1.0f / sum;
+        }
+        taken = best;
+    }
+}
+
+// Chooses the experts of a token. A lane's logits are those of experts lane, lane + 32, ...; -infinity where there are
+// none. `scratch`: the warp's, one float per expert.
+template <int Per>
+__device__ void choose(const GateParams& p, const GateLayer& layer, uint32_t token, float (&logits)[Per], float* scratch) {
+    const uint32_t lane = threadIdx.x % 32;
+    float scores[Per];
+#pragma unroll
+    for (int i = 0; i < Per; ++i) {
+        const uint32_t expert = i * 32 + lane;
+        if (layer.logit_bias != nullptr && expert < p.experts) logits[i] += layer.logit_bias[expert];
+    }
+    uint32_t id = 0;
+    float weight = 0.0f;
+    if (p.score_fn == kSparseMixer) {
+        sparse_mixer<Per>(p, logits, id, weight);
+    } else {
+        if (p.score_fn == kSoftmax) {
+            float top = -kInfinity, sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < Per; ++i) top = fmaxf(top, logits[i]);
+            top = warp_max(top);
+#pragma unroll
+            for (int i = 0; i < Per; ++i) {
+                scores[i] = i * 32 + lane < p.experts ? expf(logits[i] - top) : 0.0f;
+                sum += scores[i];
+            }
+            sum = warp_sum(sum);
+#pragma unroll
+            for (int i = 0; i < Per; ++i) scores[i] /= sum;
+        } else {
+#pragma unroll
+            for (int i = 0; i < Per; ++i) scores[i] = score_of(p.score_fn, logits[i]);
+        }
+        if (p.choice == kByTokenIds) {
+            const uint32_t row = min(static_cast<uint32_t>(max(p.token_ids[token], 0)), p.vocab - 1);
+            for (uint32_t j = 0; j < p.top_k; ++j) {
+                const uint32_t expert = static_cast<uint32_t>(layer.token_table[row * p.top_k + j]);
+                const float w = value_at<Per>(scores, expert);
+                if (lane == j) {
+                    id = expert;
+                    weight = w;
+                }
+            }
+        } else {
+            float values[Per];
+#pragma unroll
+            for (int i = 0; i < Per; ++i) {
+                const uint32_t expert = i * 32 + lane;
+                values[i] = p.choice == kByLogits ? logits[i] : scores[i];
+                if (p.choice == kByScores && layer.correction_bias != nullptr && expert < p.experts) {
+                    values[i] += layer.correction_bias[expert];
+                }
+            }
+            if (p.choice == kByScores && p.group_score != kNoGroups) limit_groups<Per>(p, values, scores, scratch);
+            uint32_t keys[Per];
+#pragma unroll
+            for (int i = 0; i < Per; ++i) keys[i] = i * 32 + lane < p.experts ? rank_key(values[i]) : 0;
+            for (uint32_t j = 0; j < p.top_k; ++j) {
+                const uint32_t best = take_best<Per>(keys);
+                const float w = value_at<Per>(scores, best);
+                if (lane == j) {
+                    id = best;
+                    weight = w;
+                }
+            }
+        }
+        const bool mine = lane < p.top_k;
+        if (p.score_fn == kSoftmaxOfChosen) {
+            const float top = warp_max(mine ? weight : -kInfinity);
+            const float e = mine ? expf(weight - top) : 0.0f;
+            weight = e / warp_sum(e);
+        }
+        if (p.normalise != kNo) {
+            const float sum = warp_sum(mine ? weight : 0.0f);
+            // Unlike fmaxf, lets a NaN through.
+            weight /= p.normalise == kSum ? sum + p.epsilon : (sum < p.epsilon ? p.epsilon : sum);
+        }
+        weight *= p.scale;
+    }
+    if (lane < p.top_k) {
+        p.topk_ids[static_cast<uint64_t>(token) * p.top_k + lane] = static_cast<int32_t>(id);
+        p.topk_weights[static_cast<uint64_t>(token) * p.top_k + lane] = weight;
+    }
+}
+
+}  // namespace
+}  // namespace expertd

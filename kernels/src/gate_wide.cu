@@ -1,0 +1,205 @@
+// The gate of steps with many tokens: logits = tokens x weight^T in bf16 with f32 sums (wgmma), then the choice of experts,
+// one warp per token.
+//
+// A cluster of blocks takes kTile tokens and all experts; each block multiplies one part of the inner dimension. So rows
+// are read once, weights once per cluster, and a few hundred tokens keep half of the SMs at work. A block then adds up the
+// logits of its share of the tokens from the shared memory of all, in their order, and chooses: nothing goes through global
+// memory.
+#include "experts_ptx.cuh"
+#include "experts_wgmma.cuh"
+#include "gate_choice.cuh"
+#include "gate_wide.h"
+
+namespace expertd {
+namespace {
+
+constexpr int kTile = 64;        // tokens of a cluster: wgmma's M
+constexpr int kMostSplits = 8;   // blocks of a cluster
+constexpr int kWarpgroups = 4;   // a fourth of the experts each
+constexpr int kGateWarps = 4 * kWarpgroups;
+constexpr int kThreads = 32 * kGateWarps;
+constexpr int kPanel = 64;       // columns of a stage: rows of 128 bytes
+constexpr int kAlignment = 1024; // of what wgmma reads
+
+// N: wgmma's, experts of a warpgroup.
+template <int N> constexpr int kRows = kTile + kWarpgroups * N;  // of a stage: tokens, then experts
+template <int N> constexpr int kStageBytes = kRows<N> * kPanel * 2;
+template <int N> constexpr int kStages = 200 * 1024 / kStageBytes<N> < 8 ? 200 * 1024 / kStageBytes<N> : 8;
+template <int N> constexpr int kStride = kWarpgroups * N + 8;  // floats of a token's sums; 8 against bank conflicts
+static_assert(kTile * kStride<128> * 4 <= kStages<128> * kStageBytes<128>, "sums take the place of the stages");
+
+__device__ __forceinline__ void copy_16(uint32_t to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int Pending> __device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// Orders what this thread copied to shared memory before the tensor cores' reads.
+__device__ __forceinline__ void fence_shared_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t block) {
+    uint32_t remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
+    return remote;
+}
+__device__ __forceinline__ float load_peer(uint32_t address) {
+    float value;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
+
+// What a thread copies of every stage: a chunk of 16 bytes of every 64th row, with the swizzle that wgmma expects. Zeros where
+// there are no rows or columns.
+template <int N> class Copies {
+  public:
+    __device__ __forceinline__ Copies(const GateParams& p, const void* weight, uint32_t first_token, uint32_t tokens)
+        : hidden_(p.hidden), any_(p.tokens) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const uint32_t row = i * kStep + threadIdx.x / 8, token = first_token + row, expert = row - kTile;
+            const bool there = row < kTile ? token < tokens : expert < p.experts;
+            const void* rows = row < kTile ? p.tokens : weight;
+            from_[i] = there ? static_cast<const uint16_t*>(rows) + static_cast<uint64_t>(row < kTile ? token : expert) * hidden_
+                             : nullptr;
+        }
+    }
+
+    __device__ __forceinline__ void start(uint32_t panel, uint32_t stage) const {
+        const uint32_t chunk = threadIdx.x % 8, column = panel * kPanel + chunk * 8;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const uint32_t row = i * kStep + threadIdx.x / 8;
+            if (kRows<N> % kStep != 0 && row >= kRows<N>) break;
+            const bool there = from_[i] != nullptr && column < hidden_;
+            copy_16(stage + row * 128 + ((chunk ^ (row % 8)) * 16), there ? from_[i] + column : any_, there);
+        }
+    }
+
+  private:
+    static constexpr int kStep = kThreads / 8, kCount = (kRows<N> + kStep - 1) / kStep;
+    uint32_t hidden_;
+    const void* any_;
+    const uint16_t* from_[kCount];
+};
+
+template <int N>
+__global__ void __launch_bounds__(kThreads, 1) gate_wide(const __grid_constant__ GateParams p) {
+    constexpr int kPer = N <= 16 ? 2 : N / 8;
+    extern __shared__ unsigned char memory[];
+    __shared__ float scratch[kGateWarps][kPer * 32];
+    begin_kernel();
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) p.state->begin_ns[kGate] = now_ns();
+    const uint2 what = __ldcg(reinterpret_cast<const uint2*>(&p.state->layer));
+    const StepView step = open_step(head(p.state), p.max_tokens);
+    const uint32_t tokens = step.tokens, first_token = blockIdx.y * kTile;
+    const bool routed = what.y != 0;
+    // The same for the whole cluster: nobody sets the error word while this kernel runs.
+    if (!step.ok || routed || first_token >= tokens) return;
+    const GateLayer layer = p.layers[what.x];
+
+    const uint32_t ring = (smem_address(memory) + kAlignment - 1) / kAlignment * kAlignment;
+    const uint32_t panels = (p.hidden + kPanel - 1) / kPanel, splits = gridDim.x, split = blockIdx.x;
+    const uint32_t from = panels * split / splits, count = panels * (split + 1) / splits - from;
+    const Copies<N> copies(p, layer.weight, first_token, tokens);
+    for (uint32_t i = 0; i < kStages<N> - 1; ++i) {
+        if (i < count) copies.start(from + i, ring + i * kStageBytes<N>);
+        copies_commit();
+    }
+    const uint32_t warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    float sums[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sums[i] = 0.0f;
+    for (uint32_t i = 0; i < count; ++i) {
+        const uint32_t stage = ring + i % kStages<N> * kStageBytes<N>;
+        copies_wait<kStages<N> - 2>();
+        fence_shared_proxy();
+        __syncthreads();  // the stage is there, the one before has been read
+        const uint32_t a = wgmma_descriptor(stage), b = wgmma_descriptor(stage + (kTile + warpgroup * N) * 128);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kPanel / 16; ++k) Wgmma<N>::mma(sums, a + k * 2, b + k * 2);
+        wgmma_commit();
+        const uint32_t next = i + kStages<N> - 1;
+        if (next < count) copies.start(from + next, ring + next % kStages<N> * kStageBytes<N>);
+        copies_commit();
+        wgmma_wait<0>();
+        wgmma_pin(sums);
+    }
+    __syncthreads();
+
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    {
+        float* mine = reinterpret_cast<float*>(memory + (ring - smem_address(memory))) + (warp % 4 * 16 + lane / 4) * kStride<N>
+            + warpgroup * N + lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < N / 8; ++j) {
+            *reinterpret_cast<float2*>(mine + j * 8) = make_float2(sums[4 * j], sums[4 * j + 1]);
+            *reinterpret_cast<float2*>(mine + 8 * kStride<N> + j * 8) = make_float2(sums[4 * j + 2], sums[4 * j + 3]);
+        }
+    }
+    cluster_sync();
+    const uint32_t share = kTile / splits;
+#pragma unroll 1
+    for (uint32_t i = warp; i < share; i += kGateWarps) {
+        const uint32_t row = split * share + i, token = first_token + row;
+        if (token >= tokens || (p.places != nullptr && (p.places[token].flags & kGivenRouting) != 0)) continue;
+        float logits[kPer];
+#pragma unroll
+        for (int j = 0; j < kPer; ++j) logits[j] = j * 32 + lane < p.experts ? 0.0f : -kInfinity;
+#pragma unroll 4
+        for (uint32_t s = 0; s < splits; ++s) {
+            const uint32_t sum = peer_address(ring + (row * kStride<N> + lane) * 4, s);
+#pragma unroll
+            for (int j = 0; j < kPer; ++j) {
+                if (j * 32 + lane < p.experts) logits[j] += load_peer(sum + j * 128);
+            }
+        }
+        choose<kPer>(p, layer, token, logits, scratch[warp]);
+    }
+    __syncwarp();
+    cluster_sync();  // all have read this block's sums
+    if (split == 0 && threadIdx.x == 0 && tokens - first_token <= kTile) p.state->end_ns[kGate] = now_ns();
+}
+
+template <int N>
+int launch_width(const GateParams& params, uint32_t tokens, cudaStream_t stream) {
+    constexpr int kBytes = kStages<N> * kStageBytes<N> + kAlignment;
+    const cudaError_t status = cudaFuncSetAttribute(gate_wide<N>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (status != cudaSuccess) return status;
+    const uint32_t tiles = (tokens + kTile - 1) / kTile;
+    cudaLaunchConfig_t config = {};
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = kBytes;
+    config.stream = stream;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = attributes;
+    config.numAttrs = 1;
+    // As many blocks for a tile as let all clusters be resident at once.
+    for (uint32_t splits = kMostSplits; splits > 0; splits /= 2) {
+        attributes[0].val.clusterDim.x = splits;
+        config.gridDim = dim3(splits, tiles);
+        int clusters = 0;
+        const cudaError_t known = cudaOccupancyMaxActiveClusters(&clusters, gate_wide<N>, &config);
+        if (known != cudaSuccess) return known;
+        if (splits == 1 || tiles <= static_cast<uint32_t>(clusters)) break;
+    }
+    config.numAttrs = 2;
+    return cudaLaunchKernelEx(&config, gate_wide<N>, params);
+}
+
+}  // namespace
+
+int launch_gate_wide(const GateParams& params, uint32_t tokens_at_most, cudaStream_t stream) {
+    const uint32_t experts = params.experts;
+    const auto launcher = experts <= 32 ? launch_width<8> : experts <= 64 ? launch_width<16> : experts <= 128 ? launch_width<32>
+        : experts <= 256 ? launch_width<64> : experts <= 384 ? launch_width<96> : launch_width<128>;
+    return launcher(params, tokens_at_most, stream);
+}
+
+}  // namespace expertd
