@@ -286,9 +286,9 @@ __device__ void combine_alone(const CombineParams& p, const Plan& plan, uint32_t
     uint32_t received = 0;
     for (uint32_t item = blockIdx.x + warp * gridDim.x; item < tokens * plan.pieces; item += gridDim.x * kWorkers) {
         const uint32_t token = item / plan.pieces, piece = item - token * plan.pieces;
-        const Choice choice = load_choice(p, 0, token);
+        const uint32_t place = lane < g.top_k ? __ldcg(p.position + static_cast<uint64_t>(token) * g.top_k + lane) : 0;
         float sum[kLoads][8] = {};
-        add_outputs(p, __ballot_sync(~0u, lane < g.top_k), choice.place, plan.words, piece, sum);
+        add_outputs(p, __ballot_sync(~0u, lane < g.top_k), place, plan.words, piece, sum);
         received += piece == 0;
 #pragma unroll
         for (uint32_t i = 0; i < kLoads; ++i) {

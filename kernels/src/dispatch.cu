@@ -19,6 +19,7 @@ constexpr uint32_t kPiece = 32 * kLoads;               // 16-byte words of one w
 constexpr uint32_t kAlone = 1024;                      // entries that one block lists alone
 constexpr uint32_t kShare = 512;                       // least entries of a block when several list
 constexpr uint32_t kAhead = 8;                         // entries per lane under way
+constexpr uint32_t kFew = 128;                         // entries that are listed by comparing each with all
 
 // Of `blocks`, those that carry routing and list rows: the first ones.
 __device__ __forceinline__ uint32_t list_blocks(uint32_t blocks) { return min(max(blocks / 8, 1u), 16u); }
@@ -93,6 +94,18 @@ __device__ __forceinline__ uint32_t lanes_alike(uint32_t key, bool has, uint32_t
     return same;
 }
 
+// Where routing entries are read: what arrived in the window, or own ones in a group of one rank.
+struct Routing {
+    const int32_t* ids;
+    const float* weights;
+};
+
+__device__ __forceinline__ Routing routing_of(const DispatchParams& p) {
+    const Group& g = p.group;
+    if (g.ranks == 1) return {p.topk_ids, p.topk_weights};
+    return {at<int32_t>(g, g.rank, g.ids), at<float>(g, g.rank, g.weights)};
+}
+
 // Up to kAhead entries per lane of a warp's stretch, from `base` on.
 struct Batch {
     uint32_t expert[kAhead];  // local index, or something larger
@@ -100,26 +113,57 @@ struct Batch {
     uint32_t place[kAhead];
 };
 
-__device__ __forceinline__ void load_batch(const Group& g, const Entries& entries, uint32_t first, uint32_t base,
-                                           uint32_t end, Batch& batch) {
-    const int32_t* ids = at<int32_t>(g, g.rank, g.ids);
-    const float* weights = at<float>(g, g.rank, g.weights);
+__device__ __forceinline__ void load_batch(const DispatchParams& p, const Entries& entries, uint32_t first,
+                                           uint32_t base, uint32_t end, Batch& batch) {
+    const auto [ids, weights] = routing_of(p);
 #pragma unroll
     for (uint32_t i = 0; i < kAhead; ++i) {
         const uint32_t v = base + i * 32 + threadIdx.x % 32;
         batch.expert[i] = ~0u;
         if (v < end) {
-            batch.place[i] = find(g, entries, v);
+            batch.place[i] = find(p.group, entries, v);
             batch.expert[i] = static_cast<uint32_t>(__ldcg(ids + batch.place[i])) - first;
             batch.weight[i] = __ldcg(weights + batch.place[i]);
         }
     }
 }
 
+// Few entries: a thread each in the first block, which counts the ones before its own in the order of (expert, entry).
+__device__ void list_few(const DispatchParams& p, const Entries& entries, uint32_t total, const Range& range,
+                         uint32_t* keys /* shared [kFew] */) {
+    const Routing routing = routing_of(p);
+    const uint32_t local = range.last - range.first, v = threadIdx.x;
+    uint32_t key = ~0u, place = 0;
+    float weight = 0.0f;
+    if (v < total) {
+        place = find(p.group, entries, v);
+        const uint32_t expert = static_cast<uint32_t>(__ldcg(routing.ids + place)) - range.first;
+        weight = __ldcg(routing.weights + place);
+        if (expert < local) key = expert * kFew + v;
+    }
+    if (v < kFew) keys[v] = key;
+    __syncthreads();
+    if (v >= total && v > local) return;
+    uint32_t before = 0, below = 0;
+#pragma unroll 4
+    for (uint32_t i = 0; i < total; i += 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(keys + i);
+        before += (four.x < key) + (four.y < key) + (four.z < key) + (four.w < key);
+        const uint32_t first = v * kFew;
+        below += (four.x < first) + (four.y < first) + (four.z < first) + (four.w < first);
+    }
+    if (v <= local) p.expert_offsets[v] = below;
+    if (key != ~0u) {
+        p.row_index[before] = place / p.group.top_k;
+        p.row_weight[before] = weight;
+        p.position[place] = before;
+    }
+}
+
 // Lists the rows of every local expert: a stable counting sort of the entries by expert. Each warp owns a stretch of
 // entries, counts them per expert, and after a scan over warps (and, with many entries, over blocks) puts them down in
 // order. Up to kAlone entries the first block does it alone.
-__device__ void list_rows(const DispatchParams& p, uint32_t lists,
+__device__ void list_rows(const DispatchParams& p, uint32_t own, uint32_t lists,
                           uint32_t* counts /* shared [kWarps + 2][kMaxExperts] */) {
     const Group& g = p.group;
     const Range range = experts_of(g, g.rank);
@@ -131,10 +175,14 @@ __device__ void list_rows(const DispatchParams& p, uint32_t lists,
     for (uint32_t source = 0; source < kMaxRanks; ++source) {
         entries.start[source] = total;
         if (source < g.ranks) {
-            const uint32_t tokens = __ldcg(at<uint32_t>(g, g.rank, g.counts) + source);
+            const uint32_t tokens = g.ranks == 1 ? own : __ldcg(at<uint32_t>(g, g.rank, g.counts) + source);
             if (tokens > g.max_tokens) set_error(g.state, kBadCount, source, kDispatch);
             total += min(tokens, g.max_tokens) * g.top_k;
         }
+    }
+    if (total <= kFew && local < kThreads) {
+        if (blockIdx.x == 0) list_few(p, entries, total, range, counts);
+        return;
     }
     uint32_t share = kAlone;
     if (total > kAlone) share = max(kShare, (total + lists - 1) / lists);
@@ -151,7 +199,7 @@ __device__ void list_rows(const DispatchParams& p, uint32_t lists,
     // of them counts.
     uint32_t* mine = counts + warp * local;
     for (uint32_t base = begin; base < end; base += 32 * kAhead) {
-        load_batch(g, entries, range.first, base, end, batch);
+        load_batch(p, entries, range.first, base, end, batch);
 #pragma unroll
         for (uint32_t i = 0; i < kAhead; ++i) {
             if (base + i * 32 >= end) break;
@@ -213,7 +261,7 @@ __device__ void list_rows(const DispatchParams& p, uint32_t lists,
     __syncthreads();
     // Second pass: every entry to its place. A short stretch is still in registers.
     for (uint32_t base = begin; base < end; base += 32 * kAhead) {
-        if (end - begin > 32 * kAhead) load_batch(g, entries, range.first, base, end, batch);
+        if (end - begin > 32 * kAhead) load_batch(p, entries, range.first, base, end, batch);
 #pragma unroll
         for (uint32_t i = 0; i < kAhead; ++i) {
             if (base + i * 32 >= end) break;
@@ -266,7 +314,20 @@ __device__ void carry_routing(const DispatchParams& p, const uint4& state, uint3
     }
     send_flags(g, g.dispatch_flags, flag);
     if (!wait_flags(g, g.dispatch_flags, flag, kDispatch, 0, lists)) return;
-    list_rows(p, lists, counts);
+    list_rows(p, step.tokens, lists, counts);
+    stamp_end(g.state, kPrepare);
+}
+
+// A group of one rank: nothing travels. Experts read the tokens where they are.
+__device__ void list_alone(const DispatchParams& p, const uint4& state, uint32_t lists, uint32_t* counts) {
+    const Group& g = p.group;
+    const StepView step = open_step(state, g.max_tokens);
+    if (!step.ok) return;
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        g.state->exchange = step.sequence;
+        g.state->end_ns[kDispatch] = now_ns();
+    }
+    list_rows(p, step.tokens, lists, counts);
     stamp_end(g.state, kPrepare);
 }
 
@@ -305,7 +366,9 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
     stamp_begin(p.group.state, kDispatch);
     const uint4 state = head(p.group.state);
     const uint32_t lists = list_blocks(gridDim.x);
-    if (blockIdx.x < lists) {
+    if (p.group.ranks == 1) {
+        if (blockIdx.x < lists) list_alone(p, state, lists, counts);
+    } else if (blockIdx.x < lists) {
         carry_routing(p, state, lists, counts);
     } else {
         carry_rows(p, state, lists);
@@ -320,6 +383,6 @@ extern "C" int expertd_dispatch(const expertd::DispatchParams* params, uint32_t 
     if (blocks > kMaxBlocks || blocks < 2 || count == 0) return cudaErrorInvalidValue;
     const uint32_t local = (params->group.experts + params->group.ranks - 1) / params->group.ranks;
     if (local > kMaxExperts) return cudaErrorInvalidValue;
-    const uint32_t shared = (kWarps + 2) * local * sizeof(uint32_t);
+    const uint32_t shared = max((kWarps + 2) * local, kFew) * sizeof(uint32_t);
     return launch(dispatch<1>, dispatch<kMaxRanks>, params, count, blocks, kThreads, true, stream, shared);
 }

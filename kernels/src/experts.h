@@ -43,7 +43,7 @@ enum {
 
 enum ExpertdLaunchFlags {
     /* Programmatic dependent launch: the kernel may start before the previous kernel of the stream has ended and waits
-     * for it (griddepcontrol.wait) before it reads anything. */
+     * for it (griddepcontrol.wait) before it reads anything but layer and layers, which kernels before that one wrote. */
     EXPERTD_LAUNCH_PROGRAMMATIC = 1,
     /* Cooperative launch: the runtime checks that all blocks can be resident at once. Blocks wait for each other's h. */
     EXPERTD_LAUNCH_COOPERATIVE = 2

@@ -32,7 +32,8 @@ struct Shared {
     uint64_t pair_empty[MAX_STAGES]; // both blocks of the pair have read the stage
     uint64_t turn[2];     // the warpgroup has read the operands of a segment that it has to itself
     uint64_t rows_loaded; // the block's first piece of x has arrived
-    uint64_t full[MAX_STAGES]; // weights and tokens of the stage have arrived
+    uint64_t full[MAX_STAGES]; // weights and tokens of the stage have arrived; where weights are paced, tokens
+    uint64_t weights_full[MAX_STAGES]; // where they are paced
     uint64_t stage_empty[MAX_STAGES];
     int32_t longest, active; // most tokens of an expert, experts with any
     int32_t warp_tiles[THREADS / 32], warp_rows[THREADS / 32];
@@ -75,6 +76,9 @@ template <class Format> struct Block {
     __device__ int per_stage(const Segment& s) const {
         return plan.pairs ? 1 : blocks_per_stage(s.rows, s.tokens, plan.tile_tokens);
     }
+    // Few rows: x, h and the counters would be late behind a whole ring of weights in the memory system, and with little to
+    // compute each wait for them is felt. So the ring is filled in portions, each as soon as an earlier one has landed.
+    __device__ bool paced() const { return plan.tile_tokens <= LOW_SEGMENT_TOKENS; }
     __device__ uint32_t weight_stage(int slot) const { return weight_ring + slot * stage_weight_bytes<Format>(plan.block_rows); }
     __device__ uint32_t token_stage(int slot) const {
         return token_ring + slot * stage_token_bytes<Format>(plan.tile_tokens);
@@ -90,6 +94,12 @@ __device__ __forceinline__ void await(const uint32_t* counter, uint32_t wanted) 
     const SpinLimit limit;
     while (load_acquire(counter) < wanted) limit.tick();
     fence_async_proxy();
+}
+
+template <class Format>
+__device__ __forceinline__ void await_stage(const Block<Format>& block, const Cursor& stage) {
+    barrier_wait(&block.shared.full[stage.slot], stage.parity);
+    if (block.paced()) barrier_wait(&block.shared.weights_full[stage.slot], stage.parity);
 }
 
 template <class Format>

@@ -59,7 +59,7 @@ __device__ __forceinline__ void compute(const Block<Bf16>& block, const Segment&
     int in_stage = 0, previous = -1;
     for (int panel = 0; panel < panels; panel++) {
         if (in_stage == 0) {
-            barrier_wait(&shared.full[stage.slot], stage.parity);
+            await_stage(block, stage);
             // A warpgroup reads 64 weight rows even where the segment has fewer: what lies behind them only reaches
             // accumulator rows that are not stored. The same holds for token columns.
             a = wgmma_descriptor(block.weight_stage(stage.slot) + from * PANEL_ROW_BYTES);

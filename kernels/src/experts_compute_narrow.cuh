@@ -78,7 +78,7 @@ template <class Format> class KBlocks {
     __device__ __forceinline__ void next(int k) {
         if (k >= blocks_) return;
         if (in_stage_ == 0) {
-            barrier_wait(&block_.shared.full[stage_.slot], stage_.parity);
+            await_stage(block_, stage_);
             unit = block_.weight_stage(stage_.slot) + unit_;
             tokens = wgmma_descriptor(block_.token_stage(stage_.slot));
         } else {

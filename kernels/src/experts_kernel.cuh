@@ -118,15 +118,20 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
     }
 }
 
-// The last block to end leaves the counters as the next launch expects them. Every wait on them has ended by then.
+// The last block that needs the counters no more leaves them as the next launch expects them. A block's token warp calls this
+// after its last wait: what is drawn is drawn by then, and counters reach what is waited for only when all have added to
+// them. The last segments are still computed meanwhile.
 __device__ __forceinline__ void finish(const ExpertdExpertsParams& p) {
-    __threadfence();
-    if (atomicAdd(p.state + STATE_DONE, 1u) == gridDim.x - 1) {
-        for (int i = 0; i < 2 * p.experts; i++) p.state[STATE_READY + i] = 0;
-        p.state[0] = 0;
-        p.state[STATE_DONE] = 0;
+    const int lane = threadIdx.x % 32;
+    uint32_t before = 0;
+    if (lane == 0) {
         __threadfence();
+        before = atomicAdd(p.state + STATE_DONE, 1u);
     }
+    if (__shfl_sync(0xffffffff, before, 0) != gridDim.x - 1) return;
+    __threadfence();
+    for (int i = lane; i < 2 * p.experts; i += 32) p.state[STATE_READY + i] = 0;
+    if (lane == 0) p.state[0] = 0, p.state[STATE_DONE] = 0;
 }
 
 template <class Format>
@@ -145,6 +150,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
         }
         for (int i = 0; i < MAX_STAGES; i++) {
             barrier_init(&shared.full[i], 2);
+            barrier_init(&shared.weights_full[i], 1);
             barrier_init(&shared.stage_empty[i], CONSUMER_WARPS);
             barrier_init(&shared.pair_empty[i], 2 * CONSUMER_WARPS);
         }
@@ -153,13 +159,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
         barrier_init(&shared.rows_loaded, COPY_THREADS);
         barrier_init_fence();
     }
-    cluster_sync();
-    wait_for_previous_kernel();
-    // Loads that do not depend on each other are issued before the first is used.
-    const uint32_t failed = p.error != nullptr ? *p.error : 0, index = p.layer != nullptr ? *p.layer : 0;
     if (threadIdx.x < sizeof(shared.layer) / sizeof(uint64_t)) { // seen by all after the plan's barriers
+        const uint32_t index = p.layer != nullptr ? __ldcg(p.layer) : 0;
         reinterpret_cast<uint64_t*>(&shared.layer)[threadIdx.x] = reinterpret_cast<const uint64_t*>(p.layers + index)[threadIdx.x];
     }
+    cluster_sync();
+    wait_for_previous_kernel();
+    const uint32_t failed = p.error != nullptr ? *p.error : 0;
     const Plan plan = make_plan<Format>(p, shared);
     if (failed != 0) return;
     if (shared.tables.row[p.experts] > p.panel_rows) {
@@ -175,13 +181,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
             copy_rows(block);
         } else if (warp == TOKEN_WARP) {
             produce_tokens(block);
+            finish(p);
         } else if (threadIdx.x % 32 == 0) {
             produce_weights(block);
         }
     } else {
         registers_up<CONSUMER_REGISTERS>();
         consume(block);
-        if (threadIdx.x == 0) finish(p);
     }
     __syncwarp();
     cluster_sync(); // the other block may still write to this one's shared memory

@@ -12,7 +12,8 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
     const ExpertdExpertsParams& p = block.p;
     Shared& shared = block.shared;
     Scheduler scheduler(p, shared.tables, block.plan);
-    Cursor slot, stage;
+    Cursor slot, stage, landing; // landing: the oldest stage that is under way, of paced ones
+    int under_way = 0;
     const uint64_t once = policy_evict_first(), again = policy_evict_normal();
     // Rows first: behind 200 KB of weights per SM in the memory system they would be late, and every block waits for them.
     barrier_wait(&shared.rows_loaded, 0);
@@ -38,9 +39,20 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
         for (int k = 0; k < blocks; k += per_stage) {
             const int here = min(per_stage, blocks - k);
             barrier_wait(&shared.stage_empty[stage.slot], stage.parity ^ 1);
-            barrier_arrive_expect(&shared.full[stage.slot], bytes * here);
+            uint64_t* arrived = &shared.full[stage.slot];
+            if (block.paced()) {
+                if (under_way == divide_up(PACED_BYTES, stage_weight_bytes<Format>(block.plan.block_rows))) {
+                    barrier_wait(&shared.weights_full[landing.slot], landing.parity);
+                    landing.advance(block.plan.stages);
+                    under_way--;
+                }
+                under_way++;
+                barrier_arrive(arrived);
+                arrived = &shared.weights_full[stage.slot];
+            }
+            barrier_arrive_expect(arrived, bytes * here);
             for (int i = 0; i < here && bytes != 0; i++) {
-                bulk_load(block.weight_stage(stage.slot) + i * bytes, source, bytes, &shared.full[stage.slot], policy);
+                bulk_load(block.weight_stage(stage.slot) + i * bytes, source, bytes, arrived, policy);
                 source += block_bytes;
             }
             stage.advance(block.plan.stages);

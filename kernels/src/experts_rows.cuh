@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_rows(const Block<Format>& block) {
     bool arrived = false;
     for (int64_t piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
         const int panel_row = int(piece / slices) * 8, slice = int(piece % slices);
-        while (panel_row >= tables.row[expert + 1]) expert++;
+        expert = expert_at(tables.row, p.experts, expert, panel_row);
         const int in_expert = panel_row - tables.row[expert] + row;
         if (in_expert < tables.offset[expert + 1] - tables.offset[expert]) {
             const uint64_t source_row = p.row_index[tables.offset[expert] + in_expert];

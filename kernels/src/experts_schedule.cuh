@@ -34,6 +34,7 @@ constexpr int PAIR_K = 2048;         // at least this long; else the coarser div
 
 constexpr int RING_BYTES = 200 * 1024;
 constexpr int MAX_STAGES = 12;
+constexpr int PACED_BYTES = 64 * 1024; // weights that a block has under way at once where tiles are narrow
 
 // Words of ExpertdExpertsParams::state, apart from each other: segment counter, blocks that are done, then per expert
 // the weight rows of gate_up that are done (in units of 16, times token tiles) and the pieces of x_panels.
@@ -120,6 +121,19 @@ __device__ __forceinline__ int blocks_per_stage(int rows, int tokens, int tile_t
     return min(by_rows, max(by_tokens, 1));
 }
 
+// The expert e >= `from` with starts[e] <= place < starts[e + 1]; places are asked for in ascending order. Halving, because
+// with few rows most experts have none, and a step over each of a hundred takes microseconds.
+__device__ __forceinline__ int expert_at(const int32_t* starts, int experts, int from, int place) {
+    if (place < starts[from + 1]) return from;
+    int low = from + 1, high = experts - 1;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (place < starts[middle + 1]) high = middle;
+        else low = middle + 1;
+    }
+    return low;
+}
+
 // Hands out the segments of one block, in the order in which they are computed. Runs in one thread.
 class Scheduler {
   public:
@@ -141,7 +155,7 @@ class Scheduler {
             strips_ = divide_up(p_.hidden, plan_.rows[1]);
         }
         const int64_t in_phase = phase_ == 0 ? id : id - first_down_;
-        while (in_phase >= int64_t(tables_.tile[expert_ + 1]) * strips_) expert_++;
+        expert_ = expert_at(tables_.tile, p_.experts, expert_, int(in_phase) / strips_);
         const int in_expert = int(in_phase - int64_t(tables_.tile[expert_]) * strips_);
         const int token_tiles = tables_.tile[expert_ + 1] - tables_.tile[expert_];
         const int group = in_expert / (TOKEN_TILE_GROUP * strips_);

@@ -263,6 +263,8 @@ pub struct CombineParams {
 pub struct ScaleParams {
     /// The group.
     pub group: Group,
+    /// bf16 rows, where experts read them.
+    pub rows: u64,
     /// From dispatch.
     pub expert_offsets: u64,
     /// From dispatch.
@@ -447,7 +449,7 @@ const _: () = {
     assert!(size_of::<Group>() == 176);
     assert!(size_of::<DispatchParams>() == 240);
     assert!(size_of::<CombineParams>() == 232);
-    assert!(size_of::<ScaleParams>() == 208);
+    assert!(size_of::<ScaleParams>() == 216);
     assert!(size_of::<GateLayer>() == 32);
     assert!(size_of::<GateParams>() == 128);
     assert!(size_of::<CopyInParams>() == 128);

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kThreads) scale(const __grid_constant__ Ranks<
     if (!open_step(head(g.state), g.max_tokens).ok) return;
     const Range range = experts_of(g, g.rank);
     const uint32_t words = g.hidden / 8;
-    const uint4* rows = at<uint4>(g, g.rank, g.rows);
+    const uint4* rows = static_cast<const uint4*>(p.rows);
     for (uint32_t e = 0; e < range.last - range.first; ++e) {
         const float factor = 1.0f + static_cast<float>(range.first + e) / static_cast<float>(g.experts);
         for (uint32_t i = p.expert_offsets[e] + blockIdx.x; i < p.expert_offsets[e + 1]; i += gridDim.x) {

@@ -148,11 +148,23 @@ impl SlotBuffers {
         }
     }
 
+    /// Where experts read the rows that dispatch lists, bf16: in the window, or, in a group of one rank, the tokens where
+    /// they stand.
+    #[must_use]
+    pub fn rows(&self, group: &Group) -> u64 {
+        if group.ranks == 1 {
+            self.tokens.address()
+        } else {
+            group.windows[group.rank as usize] + group.layout.rows
+        }
+    }
+
     /// Parameters of the stand-in for experts.
     #[must_use]
     pub fn scale(&self, group: Group) -> ScaleParams {
         ScaleParams {
             group,
+            rows: self.rows(&group),
             expert_offsets: self.expert_offsets.address(),
             row_index: self.row_index.address(),
             row_weight: self.row_weight.address(),

@@ -112,6 +112,7 @@ static_assert(sizeof(Group) == 176, "mirrored in params.rs");
 
 // Pushes every token's row once to each rank that owns one of its experts, ids and weights to all; lists meanwhile, on
 // the receiving side, the rows of every local expert. Row s * max_tokens + t of a window's `rows` is token t of source s.
+// In a group of one rank nothing is pushed: row t is token t, where it stands.
 struct DispatchParams {
     Group group;
     const void* tokens;          // bf16 [T][H]
@@ -241,12 +242,13 @@ static_assert(sizeof(SharedParams) == 56, "mirrored in params.rs");
 // (1 + global expert / E).
 struct ScaleParams {
     Group group;
+    const void* rows;            // bf16, where the experts read them: the window's or, of a group of one rank, its tokens
     const uint32_t* expert_offsets;
     const uint32_t* row_index;
     const float* row_weight;
     void* out;                   // bf16 [assignments][H]
 };
-static_assert(sizeof(ScaleParams) == 208, "mirrored in params.rs");
+static_assert(sizeof(ScaleParams) == 216, "mirrored in params.rs");
 
 }  // namespace expertd
 

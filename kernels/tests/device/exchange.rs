@@ -17,7 +17,7 @@ pub struct Expected {
     pub offsets: Vec<u32>,
     pub row_index: Vec<u32>,
     pub row_weight: Vec<f32>,
-    /// Window rows that must have arrived, and what they hold.
+    /// Rows for local experts by their place in the window, and what they hold.
     pub arrived: Vec<(usize, Vec<u16>)>,
     pub out: Vec<f32>,
 }
@@ -150,7 +150,9 @@ impl Member {
         let mut window = vec![0_u8; shape.window_rows() * h * 2];
         // SAFETY: the rows of this rank's own window, while no step runs.
         unsafe { read_device(self.window + layout.rows, &mut window)? };
-        let mut arrived = expected.arrived.iter().peekable();
+        // A rank alone sends itself nothing: its experts read the tokens where they are.
+        let sent = if shape.ranks == 1 { &[][..] } else { &expected.arrived };
+        let mut arrived = sent.iter().peekable();
         for (index, row) in window.chunks_exact(h * 2).enumerate() {
             if arrived.peek().is_some_and(|(at, _)| *at == index) {
                 let (_, wanted) = arrived.next().expect("peeked");

@@ -6,7 +6,7 @@ use cudarc::driver::sys::CUstream;
 use expertd_kernels::device::{Buffer, Device, DeviceError, Mailbox};
 use expertd_kernels::experts::{self, ExpertsParams};
 use expertd_kernels::launch::{self, LaunchError};
-use expertd_kernels::layout::{Shape, WindowLayout};
+use expertd_kernels::layout::Shape;
 use expertd_kernels::params::{
     CombineParams, Completion, CopyInParams, CopyOutParams, GateParams, Group, ROW_PLACE_BYTES, Segment,
     SharedParams, SlotState, StepRequest,
@@ -194,13 +194,12 @@ impl Sequence<'_> {
         // SAFETY: as above.
         unsafe { launch::dispatch(&[k.dispatch(self.group)], self.dispatch_blocks, stream)? };
         if let Some(held) = &self.layer.experts {
-            let (layout, _) = WindowLayout::new(shape);
             let routed = ExpertsParams {
                 layers: layers.experts.address(),
                 expert_offsets: k.expert_offsets.address(),
                 row_index: k.row_index.address(),
                 row_weight: k.row_weight.address(),
-                x: self.group.windows[self.group.rank as usize] + layout.rows,
+                x: k.rows(&self.group),
                 y: k.expert_out.address(),
                 experts: held.count() as i32,
                 inter: held.inter() as i32,

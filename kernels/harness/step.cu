@@ -1,0 +1,247 @@
+// Times one rank's step of few rows, from staging to staging, as the service launches it: copy_in, gate, dispatch, experts,
+// combine, copy_out in one captured graph. Peers are played by the host, which sets their flags, routing and rows before
+// the step, so what is timed is this rank's own latency.
+//
+//   step STEPS MODEL:RANKS:TOKENS[:TILE_ROWS] ...      e.g. step 400 qwen3-30b:1:1 olmoe-7b:2:8
+//
+// Printed: medians in microseconds after copy_in's begin.
+#include <chrono>
+
+#include "../src/step.h"
+#include "layer.cuh"
+#include "routing.cuh"
+
+using namespace expertd;
+
+template <class T> struct Mapped {
+    T* host = nullptr;
+    T* device = nullptr;
+    explicit Mapped(size_t n) {
+        CHECK(cudaHostAlloc(&host, n * sizeof(T), cudaHostAllocMapped));
+        std::memset(static_cast<void*>(host), 0, n * sizeof(T));
+        CHECK(cudaHostGetDevicePointer(&device, host, 0));
+    }
+    ~Mapped() { cudaFreeHost(host); }
+};
+
+struct Window {
+    uint64_t dispatch_flags, combine_flags, counts, ids, weights, rows, partials, bytes;
+    Window(int ranks, int tokens, int k, int hidden) {
+        uint64_t end = 0;
+        auto place = [&](uint64_t size) {
+            const uint64_t at = end;
+            end = (end + size + 1023) / 1024 * 1024;
+            return at;
+        };
+        dispatch_flags = place(ranks * kMaxBlocks * 8);
+        combine_flags = place(uint64_t(ranks) * kMaxBlocks * kMaxChunks * 8);
+        counts = place(ranks * 4);
+        ids = place(uint64_t(ranks) * tokens * k * 4);
+        weights = place(uint64_t(ranks) * tokens * k * 4);
+        rows = place(uint64_t(ranks) * tokens * hidden * 2);
+        partials = place(uint64_t(ranks) * tokens * hidden * 2);
+        bytes = end;
+    }
+};
+
+double median(std::vector<double> v) {
+    if (v.empty()) return 0;
+    std::nth_element(v.begin(), v.begin() + v.size() / 2, v.end());
+    return v[v.size() / 2];
+}
+
+uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+
+void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps) {
+    const int local = m.experts / ranks, max_tokens = std::max(tokens, 8);
+    const size_t expert_bytes = expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_GATE_UP, m.hidden, m.inter) +
+                                expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_DOWN, m.hidden, m.inter);
+    const int layer_count = 4;
+    std::vector<Layer> layers;
+    std::vector<ExpertdLayerWeights> views;
+    std::vector<Buffer<bf16>> gates;
+    std::vector<GateLayer> gate_layers;
+    for (int i = 0; i < layer_count; i++) {
+        layers.emplace_back(m, local, false);
+        views.push_back(layers.back().view);
+        gates.push_back(random_buffer<bf16>(size_t(m.experts) * m.hidden, 1.0f));
+        gate_layers.push_back({gates.back().data, nullptr, nullptr, nullptr});
+    }
+    Buffer<ExpertdLayerWeights> table(views);
+    Buffer<GateLayer> gate_table(gate_layers);
+
+    const Window at(ranks, max_tokens, m.k, m.hidden);
+    Buffer<uint8_t> window(at.bytes), elsewhere(at.bytes);
+    CHECK(cudaMemset(window.data, 0, window.count));
+    const int entries = ranks * max_tokens * m.k, panel_rows = (entries + 7 * local + 7) / 8 * 8;
+    SlotState first{};
+    first.sequence = 1;
+    Buffer<SlotState> state(std::vector<SlotState>{first});
+    Buffer<bf16> rows(size_t(max_tokens) * m.hidden), y(size_t(entries) * m.hidden), out(2 * size_t(max_tokens) * m.hidden);
+    Buffer<bf16> x_panels(size_t(panel_rows) * m.hidden), h(size_t(panel_rows) * m.inter);
+    Buffer<int32_t> ids(max_tokens * m.k), token_ids(max_tokens);
+    Buffer<float> weights(max_tokens * m.k), logits(max_tokens * m.experts), row_weight(entries);
+    Buffer<uint32_t> offsets(local + 1), row_index(entries), position(entries), block_counts(kMaxBlocks * local);
+    Buffer<uint32_t> tickets(max_tokens), expert_state(expertd_experts_state_words(local));
+    Buffer<RowPlace> places(max_tokens);
+    CHECK(cudaMemset(tickets.data, 0, tickets.count * 4));
+    CHECK(cudaMemset(expert_state.data, 0, expert_state.count * 4));
+    Mapped<StepRequest> request(1);
+    Mapped<Segment> segments(1);
+    Mapped<uint8_t> staged(size_t(max_tokens) * m.hidden * 4);
+    Mapped<int32_t> staged_ids(max_tokens * m.k), staged_token_ids(max_tokens);
+    Mapped<float> staged_weights(max_tokens * m.k);
+    Mapped<Completion> completion(1);
+    Mapped<uint64_t> experts_done(1);
+
+    Group g{};
+    for (int r = 0; r < ranks; r++) g.windows[r] = r == 0 ? window.data : elsewhere.data;
+    g.state = state.data, g.generation = 7ull << 40, g.deadline_ns = 2000000000, g.rank = 0, g.ranks = ranks;
+    g.hidden = m.hidden, g.top_k = m.k, g.experts = m.experts, g.max_tokens = max_tokens;
+    g.dispatch_flags = at.dispatch_flags, g.combine_flags = at.combine_flags, g.counts = at.counts, g.ids = at.ids;
+    g.weights = at.weights, g.rows = at.rows, g.partials = at.partials;
+
+    CopyInParams in{};
+    in.state = state.data, in.request = request.device, in.segments = segments.device, in.staged_rows = staged.device;
+    in.staged_ids = staged_ids.device, in.staged_weights = staged_weights.device, in.tokens = rows.data;
+    in.topk_ids = ids.data, in.topk_weights = weights.data, in.token_ids = token_ids.data, in.places = places.data;
+    in.staged_bytes = size_t(max_tokens) * m.hidden * 4, in.hidden = m.hidden, in.top_k = m.k, in.max_tokens = max_tokens;
+    in.experts = m.experts, in.max_segments = 1;
+    GateParams gate{};
+    gate.state = state.data, gate.layers = gate_table.data, gate.tokens = rows.data, gate.token_ids = token_ids.data;
+    gate.logits = logits.data, gate.tickets = tickets.data, gate.places = places.data, gate.topk_ids = ids.data;
+    gate.topk_weights = weights.data, gate.hidden = m.hidden, gate.experts = m.experts, gate.top_k = m.k;
+        gate.max_tokens = max_tokens, gate.score_fn = kSoftmax, gate.normalise = kSum, gate.scale = 1.0f;
+    DispatchParams dispatch{g, rows.data, ids.data, weights.data, offsets.data, row_index.data, row_weight.data, position.data, block_counts.data};
+    ExpertdExpertsParams mlp = parameters(m, local);
+    mlp.layers = table.data, mlp.layer = &state.data->layer, mlp.error = &state.data->error;
+    mlp.expert_offsets = reinterpret_cast<int32_t*>(offsets.data), mlp.row_index = reinterpret_cast<int32_t*>(row_index.data);
+    mlp.row_weight = row_weight.data, mlp.x = ranks == 1 ? reinterpret_cast<uint8_t*>(rows.data) : window.data + at.rows, mlp.y = y.data, mlp.x_panels = x_panels.data;
+    mlp.h = h.data, mlp.state = expert_state.data, mlp.panel_rows = panel_rows, mlp.flags = EXPERTD_LAUNCH_PROGRAMMATIC;
+    mlp.tile_rows = tile_rows;
+    CombineParams combine{g, y.data, position.data, ids.data, nullptr, places.data, out.data, experts_done.device};
+    CopyOutParams back{};
+    back.state = state.data, back.out = out.data, back.topk_ids = ids.data, back.topk_weights = weights.data;
+    back.places = places.data, back.assignments = offsets.data + local, back.staged_rows = staged.device;
+    back.staged_ids = staged_ids.device, back.staged_weights = staged_weights.device, back.completion = completion.device;
+    back.hidden = m.hidden, back.top_k = m.k, back.max_tokens = max_tokens;
+
+    // As slot.rs.
+    const uint32_t items = tokens * ceil_div(m.hidden, 1024), send = ceil_div(items, items < 256 ? 8 : 4);
+    const uint32_t dispatch_blocks = std::max(2u, std::min(128u, send + std::clamp(send / 7, 1u, 16u)));
+    const uint32_t units = tokens * ranks * ceil_div(m.hidden, 512);
+    const uint32_t combine_blocks = std::max(1u, std::min(ceil_div(units, 4), units < 1024 ? 64u : 128u));
+
+    cudaStream_t stream;
+    CHECK(cudaStreamCreate(&stream));
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    auto enqueue = [&] {
+        CHECK(expertd_copy_in(&in, 1, 16, stream));
+        CHECK(expertd_gate(&gate, 1, tokens, stream));
+        CHECK(expertd_dispatch(&dispatch, 1, dispatch_blocks, stream));
+        CHECK(expertd_experts_launch(&mlp, stream));
+        CHECK(expertd_combine(&combine, 1, combine_blocks, stream));
+        CHECK(expertd_copy_out(&back, 1, 16, stream));
+    };
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    enqueue();
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+
+    std::mt19937 rng(11);
+    std::normal_distribution<float> normal;
+    std::vector<bf16> pool(1 << 20);
+    for (auto& v : pool) v = bf16(normal(rng));
+    constexpr int STAMPS = 13;
+    const char* names[STAMPS] = {"copy_in end", "gate begin", "gate end", "dispatch begin", "lists end", "dispatch end", "combine begin",
+                                 "combine end", "copy_out begin", "copy_out end", "host", "gate-combine", "phases"};
+    std::vector<double> stamps[STAMPS];
+    double active = 0;
+    for (int step = 1; step <= steps; step++) {
+        *request.host = {uint64_t(step), uint32_t(tokens), uint32_t(step % layer_count), 0, kBf16, 1, 0};
+        *segments.host = {0, 0, uint32_t(tokens), kBf16, kSharedExperts};
+        std::memcpy(staged.host, pool.data() + rng() % (pool.size() - size_t(tokens) * m.hidden), size_t(tokens) * m.hidden * 2);
+        if (ranks > 1) { // the peers have come before
+            std::vector<uint64_t> flags(size_t(ranks) * kMaxBlocks * kMaxChunks, 0);
+            const uint64_t flag = g.generation | uint64_t(step);
+            std::fill(flags.begin(), flags.end(), flag);
+            const size_t d = kMaxBlocks * 8, c = kMaxBlocks * kMaxChunks * 8;
+            CHECK(cudaMemcpy(window.data + at.dispatch_flags + d, flags.data(), (ranks - 1) * d, cudaMemcpyHostToDevice));
+            CHECK(cudaMemcpy(window.data + at.combine_flags + c, flags.data(), (ranks - 1) * c, cudaMemcpyHostToDevice));
+            for (int r = 1; r < ranks; r++) {
+                const uint32_t count = tokens;
+                CHECK(cudaMemcpy(window.data + at.counts + 4 * r, &count, 4, cudaMemcpyHostToDevice));
+                std::vector<int32_t> chosen;
+                std::vector<float> weight(tokens * m.k, 0.1f);
+                std::vector<int> all(m.experts);
+                for (int e = 0; e < m.experts; e++) all[e] = e;
+                for (int t = 0; t < tokens; t++) {
+                    for (int i = 0; i < m.k; i++) {
+                        std::swap(all[i], all[i + rng() % (m.experts - i)]);
+                        chosen.push_back(all[i]);
+                    }
+                }
+                const size_t from = size_t(r) * max_tokens;
+                CHECK(cudaMemcpy(window.data + at.ids + from * m.k * 4, chosen.data(), chosen.size() * 4, cudaMemcpyHostToDevice));
+                CHECK(cudaMemcpy(window.data + at.weights + from * m.k * 4, weight.data(), weight.size() * 4, cudaMemcpyHostToDevice));
+                CHECK(cudaMemcpy(window.data + at.rows + from * m.hidden * 2, pool.data(), size_t(tokens) * m.hidden * 2, cudaMemcpyHostToDevice));
+            }
+        }
+        CHECK(cudaDeviceSynchronize());
+        const auto begin = std::chrono::steady_clock::now();
+        CHECK(cudaGraphLaunch(exec, stream));
+        while (*const_cast<volatile uint64_t*>(&completion.host->step) != uint64_t(step)) {
+            if (std::chrono::steady_clock::now() - begin > std::chrono::seconds(5)) {
+                CHECK(cudaStreamSynchronize(stream));
+                std::printf("step %d does not end\n", step);
+                std::exit(1);
+            }
+        }
+        const double host = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count();
+        CHECK(cudaStreamSynchronize(stream));
+        const Completion& done = *completion.host;
+        if (done.error != 0) std::printf("error %x\n", done.error), std::exit(1);
+        if (step <= steps / 5) continue;
+        const double zero = double(done.begin_ns[kCopyIn]);
+        auto us = [&](uint64_t ns) { return (double(ns) - zero) / 1e3; };
+        auto span = [](uint64_t from, uint64_t to) { return to > from ? double(to - from) / 1e3 : 0.0; };
+        const double values[STAMPS] = {us(done.end_ns[kCopyIn]), us(done.begin_ns[kGate]), us(done.end_ns[kGate]), us(done.begin_ns[kDispatch]),
+                                       us(done.end_ns[kPrepare]), us(done.end_ns[kDispatch]), us(done.begin_ns[kCombine]), us(done.end_ns[kCombine]),
+                                       us(done.begin_ns[kCopyOut]), us(done.end_ns[kCopyOut]), host,
+                                       us(done.end_ns[kCombine]) - us(done.begin_ns[kGate]),
+                                       span(done.begin_ns[kGate], done.end_ns[kGate]) + span(done.end_ns[kDispatch], done.end_ns[kPrepare]) +
+                                           span(done.begin_ns[kDispatch], done.end_ns[kDispatch]) +
+                                           span(std::max(done.end_ns[kDispatch], done.end_ns[kPrepare]), done.begin_ns[kCombine]) +
+                                           span(done.begin_ns[kCombine], done.end_ns[kCombine])};
+        for (int i = 0; i < STAMPS; i++) stamps[i].push_back(values[i]);
+        const auto counts = offsets.read();
+        for (int e = 0; e < local; e++) active += counts[e + 1] > counts[e];
+    }
+    active /= stamps[0].size();
+    const double floor = active * expert_bytes / HBM * 1e6;
+    std::printf("%s ranks %d tokens %d rows %d: %.1f experts, weights %.1f us |", m.name, ranks, tokens, tile_rows, active, floor);
+    for (int i = 0; i < STAMPS; i++) std::printf(" %s %.1f%s", names[i], median(stamps[i]), i + 1 < STAMPS ? "," : "\n");
+    std::fflush(stdout);
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaStreamDestroy(stream));
+}
+
+int main(int argc, char** argv) {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+        std::printf("no CUDA device\n");
+        return 2;
+    }
+    CHECK(expertd_experts_setup());
+    for (int i = 2; i < argc; i++) {
+        char name[64];
+        int ranks = 1, tokens = 1, rows = 0;
+        std::sscanf(argv[i], "%63[^:]:%d:%d:%d", name, &ranks, &tokens, &rows);
+        for (const Model& m : MODELS) {
+            if (std::strcmp(name, m.name) == 0) time_steps(m, ranks, tokens, rows, std::atoi(argv[1]));
+        }
+    }
+    return 0;
+}
