@@ -44,7 +44,7 @@ def quiet_run(command, patience, **options):
 
 
 def ceilings(args):
-    done = quiet_run([args.expertd, "ceilings", "--json", "--gpus", max(args.ranks)], args.patience)
+    done = quiet_run([args.python, HERE / "gpu/ceilings.py"], args.patience)
     return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
 
 
