@@ -16,12 +16,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE / "gpu"))
 
-# What `expertd synth` is told for each shape; two layers are used in turn.
+# What `expertd synth` is told for each shape; layers are used in turn.
 SYNTH = {
     "qwen3-30b-a3b": ["--family", "qwen3_moe", "--layers", "2"],
     "olmoe-7b": ["--family", "olmoe", "--layers", "2"],
     "mixtral-8x7b": ["--family", "mixtral", "--layers", "2"],
-    "deepseek-v3": ["--family", "deepseek_v3", "--layers", "2"],  # of which one is dense
+    # One layer of 22.5 GB, and without shared experts, which the peers have not either.
+    "deepseek-v3": ["--family", "qwen3_moe", "--layers", "1"],
 }
 PEERS = {"torch": "torch_layer.py", "triton": "triton_layer.py", "nccl_ep": "nccl_ep_layer.py"}
 SIZES = {  # as in gpu/layer.py, which needs torch to be imported

@@ -74,6 +74,15 @@ pub struct StepDone {
     pub completions: Vec<Completion>,
 }
 
+impl StepDone {
+    /// [`Completion::computed_ns`] of the rank that took longest. Where one rank waits for another this is less than the
+    /// sum of [`phase_ns`](Self::phase_ns), which counts the wait twice.
+    #[must_use]
+    pub fn computed_ns(&self) -> u64 {
+        self.completions.iter().map(Completion::computed_ns).max().unwrap_or(0)
+    }
+}
+
 /// A generation. Dropping it kills and reaps its ranks.
 #[derive(Debug)]
 pub struct Group {

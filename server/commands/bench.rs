@@ -31,7 +31,6 @@ use crate::scheduler::{
     Backend, ClientKey, ModelInfo, Pending, Receipt, Request, RequestId, Service, ServiceState, StartError,
     StepError, SubmitError,
 };
-use crate::telemetry::Phase;
 use crate::types::{DType, LayerId};
 
 /// Measure the phases of a step on this machine, without gRPC
@@ -301,11 +300,8 @@ impl Bench {
             times.sort_unstable();
             times[times.len() / 2]
         });
-        let inner = |(_, receipt): &(LayerId, Receipt)| {
-            let parts = receipt.timings.iter().flat_map(|t| Phase::ALL.into_iter().zip(t.phases.all()));
-            let parts = parts.filter(|(phase, _)| !matches!(phase, Phase::CopyIn | Phase::CopyOut));
-            parts.map(|(_, time)| time).sum::<Duration>()
-        };
+        let inner =
+            |(_, receipt): &(LayerId, Receipt)| receipt.timings.iter().map(|t| t.computed).sum::<Duration>();
         let mut inner: Vec<Duration> = answers.iter().map(inner).collect();
         inner.sort_unstable();
         let inner = inner[inner.len() / 2];

@@ -354,6 +354,7 @@ impl Driver {
             step: done.step,
             tokens: done.tokens as u32,
             phases: PhaseTimes { copy_in, gate, prepare, dispatch, experts, combine, copy_out },
+            computed: Duration::from_nanos(done.computed_ns()),
         };
         let now = Instant::now();
         let generation = group.generation();

@@ -131,8 +131,10 @@ pub struct StepTiming {
     pub step: StepId,
     /// Tokens of the whole step, all requests together.
     pub tokens: u32,
-    /// How long each phase took.
+    /// How long each phase took on the slowest rank.
     pub phases: PhaseTimes,
+    /// All phases but the copies between host and device, of the rank that took longest for them together.
+    pub computed: Duration,
 }
 
 /// Why a request was not taken in.

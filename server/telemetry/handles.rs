@@ -50,6 +50,12 @@ impl Phase {
             Phase::CopyOut => "copy_out",
         }
     }
+
+    /// Whether it only moves rows between the host's memory and the rank's own.
+    #[must_use]
+    pub const fn is_copy(self) -> bool {
+        matches!(self, Phase::CopyIn | Phase::CopyOut)
+    }
 }
 
 /// What is recorded per step. Make it after [`super::install_recorder`].

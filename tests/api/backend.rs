@@ -126,7 +126,12 @@ impl Fake {
 
     fn answer(&self, request: &Request) -> Answer {
         let step = StepId(self.steps.fetch_add(1, Ordering::Relaxed));
-        let timings = StepTiming { step, tokens: request.tokens as u32, phases: PhaseTimes::default() };
+        let timings = StepTiming {
+            step,
+            tokens: request.tokens as u32,
+            phases: PhaseTimes::default(),
+            computed: Duration::ZERO,
+        };
         let (topk_ids, topk_weights) = match &request.routing {
             Some(routing) if request.return_routing => (routing.ids.clone(), routing.weights.clone()),
             _ => (Bytes::new(), Bytes::new()),

@@ -19,7 +19,7 @@ pub(super) struct Figures {
     pub(super) requests: usize,
     /// Medians, of the slowest rank.
     pub(super) phases: [Duration; Phase::ALL.len()],
-    /// Median of all phases but the copies between host and device.
+    /// Median of all phases but the copies between host and device, of the rank that took longest.
     pub(super) inner: Duration,
     /// Mean over the steps, where ceilings are known.
     pub(super) floor: Option<Floor>,
