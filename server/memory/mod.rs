@@ -3,7 +3,7 @@
 //! Messages, their parts and answers come in all sizes, are made by one thread and dropped by another, and are made
 //! inside the transport as often as by us. An allocator with lists for each size and thread keeps pages for each of
 //! them, so that its memory follows what sizes have met which threads, for hours. The pool has neither: allocations
-//! of [`LEAST`] bytes and more take the lowest free run of 16 KiB pages, whoever asks, and free pages next to each
+//! of more than 8 KiB take the lowest free run of 16 KiB pages, whoever asks, and free pages next to each
 //! other are one run again. So its memory is the most that was in use at once, the part that is used always is there
 //! from the start, and what a burst took is given back a minute or two later.
 //!

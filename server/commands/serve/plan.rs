@@ -65,7 +65,7 @@ pub struct ServePlan {
     pub buffers: Buffers,
 }
 
-/// Memory of the router for messages and answers; see [`memory`](crate::memory).
+/// Memory of the router for messages and answers; see [`memory`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Buffers {
     /// What there is from the start, bytes.
