@@ -201,14 +201,20 @@ async fn we_answer_the_deadline_before_the_transport() {
     let client = service.client().await;
     let held = with(|r| r.layer = backend::HOLD);
     for timeout in [60, 400] {
-        let status = client.forward(held.clone(), Some(Duration::from_millis(timeout))).await.unwrap_err();
-        assert_eq!(status.code(), Code::DeadlineExceeded);
-        let details = status.get_error_details();
-        assert_eq!(
-            details.error_info().map(|info| info.reason.as_str()),
-            Some("DEADLINE_EXCEEDED"),
-            "{status:?}"
-        );
+        let timeout = Duration::from_millis(timeout);
+        let mut seen = Vec::new();
+        // The client's transport has a clock of its own, a few milliseconds behind: on a busy machine it may win a race.
+        let ours = loop {
+            let status = client.forward(held.clone(), Some(timeout)).await.unwrap_err();
+            assert_eq!(status.code(), Code::DeadlineExceeded);
+            let details = status.get_error_details();
+            let ours = details.error_info().is_some_and(|info| info.reason == "DEADLINE_EXCEEDED");
+            seen.push(status);
+            if ours || seen.len() == 5 {
+                break ours;
+            }
+        };
+        assert!(ours, "{seen:#?}");
     }
     // On a stream each request has its own.
     let (sender, mut receiver) = client.stream(4).await.unwrap();
