@@ -61,7 +61,6 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
         }
     };
     print!("{}{}", report::settings(&plan.shown), report::plan(&plan));
-    plan.buffers.reserve();
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("api").build() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -70,7 +69,6 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
         }
     };
     let code = runtime.block_on(async {
-        tokio::spawn(settle_memory());
         match Running::start(plan).await {
             Ok(running) => {
                 running.announce();
@@ -152,7 +150,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Binds every address, then forms the first generation.
+    /// Sets memory for messages aside, binds every address, then forms the first generation.
     ///
     /// # Errors
     /// If an address cannot be had.
@@ -175,6 +173,8 @@ impl Running {
             .parse()
             .map_err(|_| StartError::MetricsAddress(plan.metrics_listen.clone()))?;
         let recorder = install_recorder();
+        plan.buffers.reserve();
+        tokio::spawn(settle_memory());
         let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
         match Self::listen(&service, &config, metrics, recorder).await {
             Ok(running) => Ok(running),
