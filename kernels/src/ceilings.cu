@@ -23,28 +23,31 @@ __device__ void keep(uint32_t value, uint32_t* sink) {
     if (value == 0x5eed5eedu) *sink = value;
 }
 
-__global__ void __launch_bounds__(THREADS) read_memory(const uint4* from, uint64_t words, uint32_t* sink) {
-    uint32_t sum = 0;
+// Reads every word once, UNROLL at a time; `use` gets a thread's words and the place of the first, THREADS apart.
+template <class Use> __device__ __forceinline__ void stream(const uint4* from, uint64_t words, Use use) {
     const uint64_t stride = uint64_t(gridDim.x) * THREADS * UNROLL;
     for (uint64_t i = uint64_t(blockIdx.x) * THREADS * UNROLL + threadIdx.x; i < words; i += stride) {
         uint4 read[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) read[u] = __ldcs(from + i + u * THREADS);
+        use(read, i);
+    }
+}
+
+__global__ void __launch_bounds__(THREADS) read_memory(const uint4* from, uint64_t words, uint32_t* sink) {
+    uint32_t sum = 0;
+    stream(from, words, [&](const uint4 (&read)[UNROLL], uint64_t) {
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) sum ^= read[u].x ^ read[u].y ^ read[u].z ^ read[u].w;
-    }
+    });
     keep(sum, sink);
 }
 
 __global__ void __launch_bounds__(THREADS) push(uint4* to, const uint4* from, uint64_t words) {
-    const uint64_t stride = uint64_t(gridDim.x) * THREADS * UNROLL;
-    for (uint64_t i = uint64_t(blockIdx.x) * THREADS * UNROLL + threadIdx.x; i < words; i += stride) {
-        uint4 read[UNROLL];
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) read[u] = __ldcs(from + i + u * THREADS);
+    stream(from, words, [&](const uint4 (&read)[UNROLL], uint64_t i) {
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) to[i + u * THREADS] = read[u];
-    }
+    });
 }
 
 // Operands stay where they are: no memory beside the tensor cores takes part. They are random, because products of zeros

@@ -124,7 +124,7 @@ impl Bench {
 
     fn push(&self, to: &Buffer<u8>, from: &Buffer<u8>) -> Result<(), LaunchError> {
         let (to, bytes) = (to.address() as *mut c_void, from.len().min(to.len()) as u64);
-        // SAFETY: live buffers of at least that size; this device may store to the other's (`Device::reach`).
+        // SAFETY: live buffers of at least that size; this device may store to the other's (`Device::map_peer`).
         let code = unsafe {
             expertd_push(to, from.address() as *const c_void, bytes, self.sms, self.stream.raw().cast())
         };
@@ -182,7 +182,7 @@ fn links(benches: &[Bench]) -> Result<Option<f64>, CeilingError> {
     let next = |at: usize| (at + 1) % benches.len();
     let mut buffers = Vec::with_capacity(benches.len());
     for (at, bench) in benches.iter().enumerate() {
-        if !bench.device.reach(&benches[next(at)].device)? {
+        if !bench.device.map_peer(&benches[next(at)].device)? {
             return Err(CeilingError::Apart { from: at, to: next(at) });
         }
         let room = || Buffer::<u8>::zeroed(&bench.device, SENT_BYTES);

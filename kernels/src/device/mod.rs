@@ -135,7 +135,7 @@ impl Device {
     ///
     /// # Errors
     /// The driver's.
-    pub fn reach(&self, other: &Device) -> Result<bool, DeviceError> {
+    pub fn map_peer(&self, other: &Device) -> Result<bool, DeviceError> {
         if !self.reaches(other)? {
             return Ok(false);
         }
