@@ -72,6 +72,13 @@ async fn verified(service: &Service, family: &str, dtype: &str, batch: &str) -> 
     largest
 }
 
+/// f32 rows all at once, and bf16 rows three at a time.
+async fn verified_in_both_types(service: &Service, family: &str, ranks: u32) {
+    let f32_rows = verified(service, family, "f32", "1000").await;
+    let bf16_rows = verified(service, family, "bf16", "3").await;
+    println!("{family}: {ranks} GPUs, largest error {f32_rows:.1e} (bf16 rows: {bf16_rows:.1e})");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn recorded_answers_of_every_family() {
@@ -83,9 +90,7 @@ async fn recorded_answers_of_every_family() {
             if at_all || index as u32 % most + 1 == ranks {
                 let service = start(family, ranks, &[]);
                 assert_eq!(service.ranks().len(), ranks as usize);
-                let f32_rows = verified(&service, family, "f32", "1000").await;
-                let bf16_rows = verified(&service, family, "bf16", "3").await;
-                println!("{family}: {ranks} GPUs, largest error {f32_rows:.1e} (bf16 rows: {bf16_rows:.1e})");
+                verified_in_both_types(&service, family, ranks).await;
             }
         }
     }
@@ -98,9 +103,7 @@ async fn recorded_answers_of_quantised_checkpoints() {
     for name in QUANTISED {
         for ranks in 1..=most {
             let service = start(name, ranks, &[]);
-            let f32_rows = verified(&service, name, "f32", "1000").await;
-            let bf16_rows = verified(&service, name, "bf16", "3").await;
-            println!("{name}: {ranks} GPUs, largest error {f32_rows:.1e} (bf16 rows: {bf16_rows:.1e})");
+            verified_in_both_types(&service, name, ranks).await;
         }
     }
 }

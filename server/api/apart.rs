@@ -77,7 +77,8 @@ pub(super) fn split(message: &Pieces, streaming: bool) -> Option<Split> {
     // The key stands before the length, which stands before the rows.
     let fields = before..rows.start - encoded_len_varint(rows.len() as u64) - 1;
 
-    let mut without = BytesMut::with_capacity(end - rows.len() + HEAD_BYTES.min(16));
+    // All lengths become shorter.
+    let mut without = BytesMut::with_capacity(end - rows.len());
     if let Some(request) = &request {
         let length = fields.len() + 2 + (request_end - rows.end);
         without.put_slice(&start[..request.start - encoded_len_varint(request.len() as u64)]);
