@@ -104,7 +104,7 @@ __device__ __forceinline__ void await_stage(const Block<Format>& block, const Cu
 
 template <class Format>
 __device__ __forceinline__ void release_stage(const Block<Format>& block, int slot, int arrivals) {
-    if (threadIdx.x % 32 != 0) return;
+    if (!arrives_for_warp()) return;
     barrier_arrive(&block.shared.stage_empty[slot], arrivals);
     if (block.plan.pairs) {
         barrier_arrive_at(&block.shared.pair_empty[slot], 0);

@@ -252,7 +252,7 @@ __device__ __forceinline__ void compute(const Block<Format>& block, const Segmen
                                         const Cursor& slot, Cursor& stage) {
     NarrowSums<Format, N> sums;
     multiply_all<N>(block, segment, from, shared_segment ? 1 : 2, stage, sums, Constant<N <= FEW_TOKENS>{});
-    if (!shared_segment && threadIdx.x % 32 == 0) barrier_arrive(&block.shared.turn[threadIdx.x / 128]);
+    if (!shared_segment && arrives_for_warp()) barrier_arrive(&block.shared.turn[threadIdx.x / 128]);
     sums.finish();
     finish_segment<N>(block, segment, from, slot, sums.total);
 }

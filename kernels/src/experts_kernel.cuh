@@ -107,7 +107,7 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
             compute_any(block, segment, from, shared_segment, slot, stage);
         }
         __syncwarp(); // every lane has read the slot
-        if (threadIdx.x % 32 == 0) barrier_arrive(&shared.segment_empty[slot.slot]);
+        if (arrives_for_warp()) barrier_arrive(&shared.segment_empty[slot.slot]);
         slot.advance(SEGMENT_SLOTS);
         if (segment.phase == 0 && mine) {
             named_sync<128>(STAGING_BARRIER + warpgroup);
@@ -145,17 +145,17 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
         shared.longest = shared.active = 0;
         for (int i = 0; i < SEGMENT_SLOTS; i++) {
             barrier_init(&shared.segment_full[i], 1);
-            barrier_init(&shared.segment_empty[i], CONSUMER_WARPS + 1);
+            barrier_init(&shared.segment_empty[i], (CONSUMER_WARPS + 1) * WARP_ARRIVALS);
             barrier_init(&shared.routing_full[i], 32);
         }
         for (int i = 0; i < MAX_STAGES; i++) {
             barrier_init(&shared.full[i], 2);
             barrier_init(&shared.weights_full[i], 1);
-            barrier_init(&shared.stage_empty[i], CONSUMER_WARPS);
-            barrier_init(&shared.pair_empty[i], 2 * CONSUMER_WARPS);
+            barrier_init(&shared.stage_empty[i], CONSUMER_WARPS * WARP_ARRIVALS);
+            barrier_init(&shared.pair_empty[i], 2 * CONSUMER_WARPS * WARP_ARRIVALS);
         }
-        barrier_init(&shared.turn[0], CONSUMER_WARPS / 2);
-        barrier_init(&shared.turn[1], CONSUMER_WARPS / 2);
+        barrier_init(&shared.turn[0], CONSUMER_WARPS / 2 * WARP_ARRIVALS);
+        barrier_init(&shared.turn[1], CONSUMER_WARPS / 2 * WARP_ARRIVALS);
         barrier_init(&shared.rows_loaded, COPY_THREADS);
         barrier_init_fence();
     }

@@ -113,6 +113,8 @@ __device__ __forceinline__ void produce_tokens(const Block<Format>& block) {
                 }
                 stage.advance(block.plan.stages);
             }
+        } else if (arrives_for_warp()) {
+            barrier_arrive(&shared.segment_empty[slot.slot]);
         }
         __syncwarp();
         slot.advance(SEGMENT_SLOTS);

@@ -55,6 +55,15 @@ __device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t par
     return done != 0;
 }
 
+// A warp hands over by the arrival of one lane, after all have met. compute-sanitizer's racecheck does not follow that: in
+// builds for it (EXPERTD_EVERY_LANE_ARRIVES) every lane arrives.
+#ifdef EXPERTD_EVERY_LANE_ARRIVES
+constexpr int WARP_ARRIVALS = 32;
+#else
+constexpr int WARP_ARRIVALS = 1;
+#endif
+__device__ __forceinline__ bool arrives_for_warp() { return threadIdx.x % 32 < WARP_ARRIVALS; }
+
 // Debug builds (EXPERTD_SPIN_LIMIT, in clock cycles) trap instead of hanging the device when a pipeline is wrong.
 class SpinLimit {
   public:
