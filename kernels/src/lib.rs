@@ -1,10 +1,9 @@
 //! CUDA kernels of expertd and thin wrappers to launch them.
 //!
-//! [`params`] and [`layout`] describe what the kernels work on and build everywhere; `ceilings`, `device`, `event`,
-//! `experts`, `launch` and `slot` exist with the feature `cuda` only. A binary with that feature still starts without a driver: ask
-//! `device::driver_present` first.
+//! [`params`] and [`layout`] describe what the kernels work on and build everywhere, as does [`ceilings::Ceilings`]; `device`,
+//! `event`, `experts`, `launch` and `slot` exist with the feature `cuda` only. A binary with that feature still starts
+//! without a driver: ask `device::driver_present` first.
 
-#[cfg(feature = "cuda")]
 pub mod ceilings;
 #[cfg(feature = "cuda")]
 pub mod device;

@@ -13,11 +13,12 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use clap::Args;
+use expertd_kernels::ceilings::Ceilings;
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 use rand_distr::{Distribution as _, StandardNormal};
 
-use self::floor::{Ceilings, Floor, LayerSizes, floor};
+use self::floor::{Floor, LayerSizes, floor};
 use self::report::Figures;
 use self::routing::RoutingArg;
 use super::ceilings;
@@ -134,26 +135,38 @@ impl BenchArgs {
     /// What the floors are made of: as given, else as measured on the GPUs. `None` on other ranks, and where it cannot be
     /// measured, which is said.
     fn ceilings(&self, device: DeviceKind, ranks: u32) -> Option<Ceilings> {
-        let link_given = self.link_gbps.or((ranks == 1).then_some(f64::INFINITY));
-        if let (Some(memory), Some(tensor), Some(link)) = (self.memory_gbps, self.tensor_tflops, link_given) {
-            return Some(Ceilings { memory: memory * 1e9, tensor: tensor * 1e12, link: link * 1e9 });
-        }
-        if device != DeviceKind::Cuda {
+        let link_known = ranks == 1 || self.link_gbps.is_some();
+        let mut reached = if self.memory_gbps.is_some() && self.tensor_tflops.is_some() && link_known {
+            Ceilings::default()
+        } else if device == DeviceKind::Cuda {
+            measured(ranks)?
+        } else {
             return None;
-        }
-        let found = match ceilings::elsewhere(ranks) {
-            Ok(found) => found,
-            Err(error) => {
-                eprintln!("no floors: what the GPUs reach cannot be measured: {error}");
-                return None;
-            }
         };
-        println!("{}", ceilings::in_words(&found));
-        Some(Ceilings {
-            memory: self.memory_gbps.map_or(found.memory_bytes_per_second, |given| given * 1e9),
-            tensor: self.tensor_tflops.map_or(found.tensor_sustained_flops, |given| given * 1e12),
-            link: link_given.map(|given| given * 1e9).or(found.link_bytes_per_second)?,
-        })
+        if let Some(given) = self.memory_gbps {
+            reached.memory_bytes_per_second = given * 1e9;
+        }
+        if let Some(given) = self.tensor_tflops {
+            reached.tensor_sustained_flops = given * 1e12;
+        }
+        if let Some(given) = self.link_gbps {
+            reached.link_bytes_per_second = Some(given * 1e9);
+        }
+        Some(reached)
+    }
+}
+
+/// What the GPUs reach, which is printed, or why that is not known.
+fn measured(gpus: u32) -> Option<Ceilings> {
+    match ceilings::elsewhere(gpus) {
+        Ok(found) => {
+            println!("{}", ceilings::in_words(&found));
+            Some(found)
+        }
+        Err(error) => {
+            eprintln!("no floors: what the GPUs reach cannot be measured: {error}");
+            None
+        }
     }
 }
 

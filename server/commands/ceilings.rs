@@ -3,8 +3,9 @@
 use std::process::{Command, ExitCode};
 
 use clap::Args;
+use expertd_kernels::ceilings::Ceilings;
 
-use crate::engine::gpu::{self, Ceilings};
+use crate::engine::gpu;
 
 /// Measure what this machine's GPUs reach: memory, tensor cores, links
 ///

@@ -4,6 +4,7 @@ use std::io::BufReader;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
+use expertd_kernels::ceilings::Ceilings;
 use expertd_kernels::layout::{Shape, WindowLayout};
 use expertd_kernels::params::MAX_EXPERTS;
 
@@ -211,19 +212,6 @@ pub fn probe() -> Vec<Gate> {
     }
 }
 
-/// What a GPU of this machine reaches by itself, the slowest of several; for floors.
-#[derive(Clone, Copy, Debug, serde::Serialize, serde::Deserialize)]
-pub struct Ceilings {
-    /// Bytes per second read from device memory.
-    pub memory_bytes_per_second: f64,
-    /// FLOP per second of bf16 products, for milliseconds.
-    pub tensor_burst_flops: f64,
-    /// The same kept up, at the clocks that the power limit leaves.
-    pub tensor_sustained_flops: f64,
-    /// Bytes per second that each GPU stores to the next one while all do; none of one GPU.
-    pub link_bytes_per_second: Option<f64>,
-}
-
 /// Measures the first `gpus` GPUs in about a second. Opens devices, so nothing for the router.
 ///
 /// # Errors
@@ -231,13 +219,7 @@ pub struct Ceilings {
 pub fn ceilings(gpus: u32) -> Result<Ceilings, String> {
     #[cfg(feature = "cuda")]
     {
-        let found = expertd_kernels::ceilings::measure(gpus).map_err(|error| error.to_string())?;
-        Ok(Ceilings {
-            memory_bytes_per_second: found.memory,
-            tensor_burst_flops: found.tensor_burst,
-            tensor_sustained_flops: found.tensor,
-            link_bytes_per_second: found.link,
-        })
+        expertd_kernels::ceilings::measure(gpus).map_err(|error| error.to_string())
     }
     #[cfg(not(feature = "cuda"))]
     {

@@ -2,16 +2,7 @@
 
 use std::time::Duration;
 
-/// What the machine reaches, without the kernels that are measured.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Ceilings {
-    /// Bytes per second read from a rank's memory.
-    pub(super) memory: f64,
-    /// FLOP per second of a rank's matrix products.
-    pub(super) tensor: f64,
-    /// Bytes per second that a rank sends and, at the same time, receives.
-    pub(super) link: f64,
-}
+use expertd_kernels::ceilings::Ceilings;
 
 /// Launches, flags and the gate: what the fastest step still costs beside weights, FLOPs and rows on the wire.
 const FIXED_ALONE: f64 = 5e-6;
@@ -97,10 +88,11 @@ pub(super) fn floor(
         let experts_hit = hit[rank].iter().filter(|hit| **hit).count() as f64;
         let weights = (experts_hit * sizes.width as f64 + shared) * matrices * sizes.bytes_per_weight;
         let flops = (assignments[rank] as f64 * sizes.width as f64 + own_rows * shared) * 2.0 * matrices;
-        (weights / ceilings.memory).max(flops / ceilings.tensor)
+        (weights / ceilings.memory_bytes_per_second).max(flops / ceilings.tensor_sustained_flops)
     });
     let busiest = sent.iter().chain(&received).copied().max().unwrap_or(0);
-    let wire = Duration::from_secs_f64(busiest as f64 * sizes.hidden as f64 * 2.0 / ceilings.link);
+    let link = ceilings.link_bytes_per_second.unwrap_or(f64::INFINITY);
+    let wire = Duration::from_secs_f64(busiest as f64 * sizes.hidden as f64 * 2.0 / link);
     Floor {
         dispatch: wire,
         experts: Duration::from_secs_f64(slowest.fold(0.0, f64::max)),
@@ -113,7 +105,12 @@ pub(super) fn floor(
 mod tests {
     use super::*;
 
-    const CEILINGS: Ceilings = Ceilings { memory: 1e9, tensor: 1e12, link: 1e6 };
+    const CEILINGS: Ceilings = Ceilings {
+        memory_bytes_per_second: 1e9,
+        tensor_burst_flops: 0.0,
+        tensor_sustained_flops: 1e12,
+        link_bytes_per_second: Some(1e6),
+    };
     const SIZES: LayerSizes = LayerSizes { hidden: 10, width: 100, shared_width: 0, bytes_per_weight: 2.0 };
 
     #[test]
@@ -130,7 +127,7 @@ mod tests {
     #[test]
     fn many_rows_are_bound_by_arithmetic_and_shared_experts_add_to_it() {
         let ids = vec![0; 1000];
-        let slow = Ceilings { tensor: 1e9, ..CEILINGS };
+        let slow = Ceilings { tensor_sustained_flops: 1e9, ..CEILINGS };
         let routed = floor(&ids, 1, &[1000], &[(0, 4)], &SIZES, &slow);
         assert_eq!(routed.experts, Duration::from_millis(6));
         assert_eq!((routed.dispatch, routed.fixed), (Duration::ZERO, Duration::from_micros(5)));

@@ -3,9 +3,10 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
+use expertd_kernels::ceilings::Ceilings;
 use serde_json::json;
 
-use super::floor::{Ceilings, Floor};
+use super::floor::Floor;
 use crate::telemetry::Phase;
 
 /// Figures of one size.
@@ -100,9 +101,9 @@ pub(super) fn json(ceilings: Option<&Ceilings>, figures: &[Figures]) -> serde_js
     };
     json!({
         "ceilings": ceilings.map(|found| json!({
-            "memory_bytes_per_second": found.memory,
-            "tensor_flops": found.tensor,
-            "link_bytes_per_second": found.link.is_finite().then_some(found.link),
+            "memory_bytes_per_second": found.memory_bytes_per_second,
+            "tensor_flops": found.tensor_sustained_flops,
+            "link_bytes_per_second": found.link_bytes_per_second,
         })),
         "sizes": figures.iter().map(one).collect::<Vec<_>>(),
     })

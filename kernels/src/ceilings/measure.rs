@@ -1,9 +1,10 @@
-//! What the GPUs of this machine reach by themselves, for floors: reads of memory, products on tensor cores, stores to peers.
+//! Measures [`Ceilings`]: reads of memory, products on tensor cores, stores to peers.
 #![allow(unsafe_code, reason = "calls the kernels' C launchers")]
 
 use std::ffi::{c_int, c_void};
 use std::time::Duration;
 
+use super::Ceilings;
 use crate::device::{Buffer, Device, DeviceError, Stream};
 use crate::event::Event;
 use crate::launch::{LaunchError, check};
@@ -32,19 +33,6 @@ const ROUNDS: u32 = 1500;
 const SUSTAINED: u32 = 200;
 /// Each figure is the median of so many.
 const REPEATS: usize = 7;
-
-/// What a GPU of this machine reaches; the slowest of several.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Ceilings {
-    /// Bytes per second read from device memory.
-    pub memory: f64,
-    /// FLOP per second of bf16 products, for milliseconds.
-    pub tensor_burst: f64,
-    /// The same kept up, at the clocks that the power limit leaves.
-    pub tensor: f64,
-    /// Bytes per second that each GPU stores to the next one while all do; `None` of one GPU.
-    pub link: Option<f64>,
-}
 
 /// Why there is no figure.
 #[derive(Debug, thiserror::Error)]
@@ -139,16 +127,16 @@ impl Bench {
 pub fn measure(gpus: u32) -> Result<Ceilings, CeilingError> {
     let benches = (0..gpus).map(Bench::open).collect::<Result<Vec<_>, _>>()?;
     let mut slowest = Ceilings {
-        memory: f64::INFINITY,
-        tensor_burst: f64::INFINITY,
-        tensor: f64::INFINITY,
-        link: links(&benches)?,
+        memory_bytes_per_second: f64::INFINITY,
+        tensor_burst_flops: f64::INFINITY,
+        tensor_sustained_flops: f64::INFINITY,
+        link_bytes_per_second: links(&benches)?,
     };
     for bench in &benches {
-        slowest.memory = slowest.memory.min(memory(bench)?);
         let (burst, sustained) = tensor(bench)?;
-        slowest.tensor_burst = slowest.tensor_burst.min(burst);
-        slowest.tensor = slowest.tensor.min(sustained);
+        slowest.memory_bytes_per_second = slowest.memory_bytes_per_second.min(memory(bench)?);
+        slowest.tensor_burst_flops = slowest.tensor_burst_flops.min(burst);
+        slowest.tensor_sustained_flops = slowest.tensor_sustained_flops.min(sustained);
     }
     Ok(slowest)
 }
