@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "experts_ptx.cuh"
-#include "experts_wgmma.cuh"
+#include "ptx.cuh"
+#include "wgmma.cuh"
 
 namespace expertd {
 namespace {

@@ -5,8 +5,8 @@
 #include "experts_epilogue.cuh"
 #include "experts_formats.cuh"
 #include "experts_layout.cuh"
-#include "experts_ptx.cuh"
 #include "experts_schedule.cuh"
+#include "ptx.cuh"
 
 namespace expertd {
 

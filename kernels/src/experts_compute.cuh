@@ -4,7 +4,7 @@
 
 #include "experts_block.cuh"
 #include "experts_epilogue.cuh"
-#include "experts_wgmma.cuh"
+#include "wgmma.cuh"
 
 namespace expertd {
 

@@ -8,7 +8,7 @@
 
 #include "experts_block.cuh"
 #include "experts_compute.cuh"
-#include "experts_wgmma.cuh"
+#include "wgmma.cuh"
 
 namespace expertd {
 

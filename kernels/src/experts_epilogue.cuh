@@ -9,8 +9,8 @@
 
 #include "experts.h"
 #include "experts_layout.cuh"
-#include "experts_ptx.cuh"
 #include "experts_schedule.cuh"
+#include "ptx.cuh"
 
 namespace expertd {
 

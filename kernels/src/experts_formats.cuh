@@ -6,7 +6,7 @@
 #pragma once
 
 #include "experts_layout.cuh"
-#include "experts_ptx.cuh"
+#include "ptx.cuh"
 
 namespace expertd {
 

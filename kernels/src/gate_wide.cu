@@ -5,10 +5,10 @@
 // are read once, weights once per cluster, and a few hundred tokens keep half of the SMs at work. A block then adds up the
 // logits of its share of the tokens from the shared memory of all, in their order, and chooses: nothing goes through global
 // memory.
-#include "experts_ptx.cuh"
-#include "experts_wgmma.cuh"
 #include "gate_choice.cuh"
 #include "gate_wide.h"
+#include "ptx.cuh"
+#include "wgmma.cuh"
 
 namespace expertd {
 namespace {
@@ -27,28 +27,6 @@ template <int N> constexpr int kStageBytes = kRows<N> * kPanel * 2;
 template <int N> constexpr int kStages = 200 * 1024 / kStageBytes<N> < 8 ? 200 * 1024 / kStageBytes<N> : 8;
 template <int N> constexpr int kStride = kWarpgroups * N + 8;  // floats of a token's sums; 8 against bank conflicts
 static_assert(kTile * kStride<128> * 4 <= kStages<128> * kStageBytes<128>, "sums take the place of the stages");
-
-__device__ __forceinline__ void copy_16(uint32_t to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int Pending> __device__ __forceinline__ void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
-}
-
-// Orders what this thread copied to shared memory before the tensor cores' reads.
-__device__ __forceinline__ void fence_shared_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-__device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t block) {
-    uint32_t remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
-    return remote;
-}
-__device__ __forceinline__ float load_peer(uint32_t address) {
-    float value;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-    return value;
-}
 
 // What a thread copies of every stage: a chunk of 16 bytes of every 64th row, with the swizzle that wgmma expects. Zeros where
 // there are no rows or columns.

@@ -1,4 +1,4 @@
-// Thin wrappers around the PTX that the expert kernels use (sm_90a).
+// Thin wrappers around the PTX that kernels share (sm_90a).
 #pragma once
 
 #include <cstdint>
@@ -89,8 +89,23 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
     while (!barrier_try_wait(barrier, parity)) limit.tick();
 }
 
+// ---- clusters ----
+
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// What lies at `address` of this block's shared memory, in another block of the cluster.
+__device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t block) {
+    uint32_t remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
+    return remote;
+}
+
+__device__ __forceinline__ float load_peer(uint32_t address) {
+    float value;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
 }
 
 // ---- copies ----
@@ -128,8 +143,20 @@ __device__ __forceinline__ void copy_4(uint32_t destination, const void* source)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }
 
+// Zeros where nothing is `there`.
+__device__ __forceinline__ void copy_16(uint32_t destination, const void* source, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(there ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // Orders ordinary accesses with those of the copy engine and the tensor cores.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// The same, of the block's shared memory alone.
+__device__ __forceinline__ void fence_shared_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- device-scope counters ----
 
