@@ -24,25 +24,24 @@ template <class T> struct Mapped {
     ~Mapped() { cudaFreeHost(host); }
 };
 
-struct Window {
-    uint64_t dispatch_flags, combine_flags, counts, ids, weights, rows, partials, bytes;
-    Window(int ranks, int tokens, int k, int hidden) {
-        uint64_t end = 0;
-        auto place = [&](uint64_t size) {
-            const uint64_t at = end;
-            end = (end + size + 1023) / 1024 * 1024;
-            return at;
-        };
-        dispatch_flags = place(ranks * kMaxBlocks * 8);
-        combine_flags = place(uint64_t(ranks) * kMaxBlocks * kMaxChunks * 8);
-        counts = place(ranks * 4);
-        ids = place(uint64_t(ranks) * tokens * k * 4);
-        weights = place(uint64_t(ranks) * tokens * k * 4);
-        rows = place(uint64_t(ranks) * tokens * hidden * 2);
-        partials = place(uint64_t(ranks) * tokens * hidden * 2);
-        bytes = end;
-    }
-};
+// Places the parts of a window, as layout.rs does; returns its bytes.
+uint64_t lay_out(Group& g) {
+    uint64_t end = 0;
+    auto place = [&](uint64_t size) {
+        const uint64_t at = end;
+        end = (end + size + 1023) / 1024 * 1024;
+        return at;
+    };
+    const uint64_t ranks = g.ranks, rows = ranks * g.max_tokens;
+    g.dispatch_flags = place(ranks * kMaxBlocks * 8);
+    g.combine_flags = place(ranks * kMaxBlocks * kMaxChunks * 8);
+    g.counts = place(ranks * 4);
+    g.ids = place(rows * g.top_k * 4);
+    g.weights = place(rows * g.top_k * 4);
+    g.rows = place(rows * g.hidden * 2);
+    g.partials = place(rows * g.hidden * 2);
+    return end;
+}
 
 double median(std::vector<double> v) {
     if (v.empty()) return 0;
@@ -70,8 +69,11 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
     Buffer<ExpertdLayerWeights> table(views);
     Buffer<GateLayer> gate_table(gate_layers);
 
-    const Window at(ranks, max_tokens, m.k, m.hidden);
-    Buffer<uint8_t> window(at.bytes), elsewhere(at.bytes);
+    Group g{};
+    g.generation = 7ull << 40, g.deadline_ns = 2000000000, g.rank = 0, g.ranks = ranks;
+    g.hidden = m.hidden, g.top_k = m.k, g.experts = m.experts, g.max_tokens = max_tokens;
+    const uint64_t window_bytes = lay_out(g);
+    Buffer<uint8_t> window(window_bytes), elsewhere(window_bytes);
     CHECK(cudaMemset(window.data, 0, window.count));
     const int entries = ranks * max_tokens * m.k, panel_rows = (entries + 7 * local + 7) / 8 * 8;
     SlotState first{};
@@ -94,12 +96,8 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
     Mapped<Completion> completion(1);
     Mapped<uint64_t> experts_done(1);
 
-    Group g{};
+    g.state = state.data;
     for (int r = 0; r < ranks; r++) g.windows[r] = r == 0 ? window.data : elsewhere.data;
-    g.state = state.data, g.generation = 7ull << 40, g.deadline_ns = 2000000000, g.rank = 0, g.ranks = ranks;
-    g.hidden = m.hidden, g.top_k = m.k, g.experts = m.experts, g.max_tokens = max_tokens;
-    g.dispatch_flags = at.dispatch_flags, g.combine_flags = at.combine_flags, g.counts = at.counts, g.ids = at.ids;
-    g.weights = at.weights, g.rows = at.rows, g.partials = at.partials;
 
     CopyInParams in{};
     in.state = state.data, in.request = request.device, in.segments = segments.device, in.staged_rows = staged.device;
@@ -111,12 +109,12 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
     gate.state = state.data, gate.layers = gate_table.data, gate.tokens = rows.data, gate.token_ids = token_ids.data;
     gate.logits = logits.data, gate.tickets = tickets.data, gate.places = places.data, gate.topk_ids = ids.data;
     gate.topk_weights = weights.data, gate.hidden = m.hidden, gate.experts = m.experts, gate.top_k = m.k;
-        gate.max_tokens = max_tokens, gate.score_fn = kSoftmax, gate.normalise = kSum, gate.scale = 1.0f;
+    gate.max_tokens = max_tokens, gate.score_fn = kSoftmax, gate.normalise = kSum, gate.scale = 1.0f;
     DispatchParams dispatch{g, rows.data, ids.data, weights.data, offsets.data, row_index.data, row_weight.data, position.data, block_counts.data};
     ExpertdExpertsParams mlp = parameters(m, local);
     mlp.layers = table.data, mlp.layer = &state.data->layer, mlp.error = &state.data->error;
     mlp.expert_offsets = reinterpret_cast<int32_t*>(offsets.data), mlp.row_index = reinterpret_cast<int32_t*>(row_index.data);
-    mlp.row_weight = row_weight.data, mlp.x = ranks == 1 ? reinterpret_cast<uint8_t*>(rows.data) : window.data + at.rows, mlp.y = y.data, mlp.x_panels = x_panels.data;
+    mlp.row_weight = row_weight.data, mlp.x = ranks == 1 ? reinterpret_cast<uint8_t*>(rows.data) : window.data + g.rows, mlp.y = y.data, mlp.x_panels = x_panels.data;
     mlp.h = h.data, mlp.state = expert_state.data, mlp.panel_rows = panel_rows, mlp.flags = EXPERTD_LAUNCH_PROGRAMMATIC;
     mlp.tile_rows = tile_rows;
     CombineParams combine{g, y.data, position.data, ids.data, nullptr, places.data, out.data, experts_done.device};
@@ -167,11 +165,11 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
             const uint64_t flag = g.generation | uint64_t(step);
             std::fill(flags.begin(), flags.end(), flag);
             const size_t d = kMaxBlocks * 8, c = kMaxBlocks * kMaxChunks * 8;
-            CHECK(cudaMemcpy(window.data + at.dispatch_flags + d, flags.data(), (ranks - 1) * d, cudaMemcpyHostToDevice));
-            CHECK(cudaMemcpy(window.data + at.combine_flags + c, flags.data(), (ranks - 1) * c, cudaMemcpyHostToDevice));
+            CHECK(cudaMemcpy(window.data + g.dispatch_flags + d, flags.data(), (ranks - 1) * d, cudaMemcpyHostToDevice));
+            CHECK(cudaMemcpy(window.data + g.combine_flags + c, flags.data(), (ranks - 1) * c, cudaMemcpyHostToDevice));
             for (int r = 1; r < ranks; r++) {
                 const uint32_t count = tokens;
-                CHECK(cudaMemcpy(window.data + at.counts + 4 * r, &count, 4, cudaMemcpyHostToDevice));
+                CHECK(cudaMemcpy(window.data + g.counts + 4 * r, &count, 4, cudaMemcpyHostToDevice));
                 std::vector<int32_t> chosen;
                 std::vector<float> weight(tokens * m.k, 0.1f);
                 std::vector<int> all(m.experts);
@@ -183,9 +181,9 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
                     }
                 }
                 const size_t from = size_t(r) * max_tokens;
-                CHECK(cudaMemcpy(window.data + at.ids + from * m.k * 4, chosen.data(), chosen.size() * 4, cudaMemcpyHostToDevice));
-                CHECK(cudaMemcpy(window.data + at.weights + from * m.k * 4, weight.data(), weight.size() * 4, cudaMemcpyHostToDevice));
-                CHECK(cudaMemcpy(window.data + at.rows + from * m.hidden * 2, pool.data(), size_t(tokens) * m.hidden * 2, cudaMemcpyHostToDevice));
+                CHECK(cudaMemcpy(window.data + g.ids + from * m.k * 4, chosen.data(), chosen.size() * 4, cudaMemcpyHostToDevice));
+                CHECK(cudaMemcpy(window.data + g.weights + from * m.k * 4, weight.data(), weight.size() * 4, cudaMemcpyHostToDevice));
+                CHECK(cudaMemcpy(window.data + g.rows + from * m.hidden * 2, pool.data(), size_t(tokens) * m.hidden * 2, cudaMemcpyHostToDevice));
             }
         }
         CHECK(cudaDeviceSynchronize());
