@@ -35,6 +35,7 @@ uint64_t lay_out(Group& g) {
     const uint64_t ranks = g.ranks, rows = ranks * g.max_tokens;
     g.dispatch_flags = place(ranks * kMaxBlocks * 8);
     g.combine_flags = place(ranks * kMaxBlocks * kMaxChunks * 8);
+    g.meet_flags = place(ranks * 8);
     g.counts = place(ranks * 4);
     g.ids = place(rows * g.top_k * 4);
     g.weights = place(rows * g.top_k * 4);

@@ -7,7 +7,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use cudarc::driver::sys::CUstream;
 
 use crate::params::{
-    CombineParams, CopyInParams, CopyOutParams, DispatchParams, GateParams, ScaleParams, SharedParams,
+    CombineParams, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group, ScaleParams, SharedParams,
 };
 
 unsafe extern "C" {
@@ -16,6 +16,7 @@ unsafe extern "C" {
     fn expertd_dispatch(params: *const DispatchParams, count: u32, blocks: u32, stream: *mut c_void)
     -> c_int;
     fn expertd_combine(params: *const CombineParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
+    fn expertd_meet(groups: *const Group, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
     fn expertd_scale(params: *const ScaleParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
     fn expertd_shared(params: *const SharedParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
     fn expertd_copy_in(params: *const CopyInParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
@@ -71,6 +72,10 @@ launcher! {
 launcher! {
     /// Return and reduction of partials; advances the slot's sequence. All `blocks` must fit on the device at once.
     combine(CombineParams, blocks) = expertd_combine
+}
+launcher! {
+    /// A meeting of all ranks, for measurements: whoever goes on knows that all have come this far. One of `blocks` does it.
+    meet(Group, blocks) = expertd_meet
 }
 launcher! {
     /// Stand-in for experts.

@@ -100,6 +100,8 @@ pub struct WindowLayout {
     pub dispatch_flags: u64,
     /// u64 `[N, MAX_BLOCKS, MAX_CHUNKS]`.
     pub combine_flags: u64,
+    /// u64 `[N]`.
+    pub meet_flags: u64,
     /// u32 `[N]`.
     pub counts: u64,
     /// i32 `[N, max_tokens, k]`.
@@ -128,6 +130,7 @@ impl WindowLayout {
         let layout = WindowLayout {
             dispatch_flags: place(flags),
             combine_flags: place(flags * MAX_CHUNKS),
+            meet_flags: place(shape.ranks as usize * size_of::<u64>()),
             counts: place(shape.ranks as usize * 4),
             ids: place(entries),
             weights: place(entries),
@@ -156,6 +159,7 @@ mod tests {
         let starts = [
             layout.dispatch_flags,
             layout.combine_flags,
+            layout.meet_flags,
             layout.counts,
             layout.ids,
             layout.weights,
@@ -163,7 +167,7 @@ mod tests {
             layout.partials,
             bytes,
         ];
-        let sizes = [4 * 128 * 8, 4 * 128 * 16 * 8, 16, 12800, 12800, 4 * 100 * 4096, 4 * 100 * 4096];
+        let sizes = [4 * 128 * 8, 4 * 128 * 16 * 8, 32, 16, 12800, 12800, 4 * 100 * 4096, 4 * 100 * 4096];
         for (pair, size) in starts.windows(2).zip(sizes) {
             assert!(pair[1] >= pair[0] + size && pair[0] % 1024 == 0, "{starts:?}");
         }

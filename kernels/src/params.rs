@@ -446,10 +446,10 @@ const _: () = {
     assert!(size_of::<SlotState>() == 168);
     assert!(size_of::<StepRequest>() == 32);
     assert!(size_of::<Completion>() == 136);
-    assert!(size_of::<Group>() == 176);
-    assert!(size_of::<DispatchParams>() == 240);
-    assert!(size_of::<CombineParams>() == 232);
-    assert!(size_of::<ScaleParams>() == 216);
+    assert!(size_of::<Group>() == 184);
+    assert!(size_of::<DispatchParams>() == 248);
+    assert!(size_of::<CombineParams>() == 240);
+    assert!(size_of::<ScaleParams>() == 224);
     assert!(size_of::<GateLayer>() == 32);
     assert!(size_of::<GateParams>() == 128);
     assert!(size_of::<CopyInParams>() == 128);

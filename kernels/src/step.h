@@ -102,13 +102,14 @@ struct Group {
     // Offsets in a window region, bytes.
     uint64_t dispatch_flags;      // u64 [N][kMaxBlocks], by source
     uint64_t combine_flags;       // u64 [N][kMaxBlocks][kMaxChunks], by source
+    uint64_t meet_flags;          // u64 [N], by source
     uint64_t counts;              // u32 [N]: tokens of every source
     uint64_t ids;                 // i32 [N][max_tokens][k]
     uint64_t weights;             // f32 [N][max_tokens][k]
     uint64_t rows;                // bf16 [N][max_tokens][H]
     uint64_t partials;            // bf16 [N][max_tokens][H]: own tokens, reduced by each expert rank
 };
-static_assert(sizeof(Group) == 176, "mirrored in params.rs");
+static_assert(sizeof(Group) == 184, "mirrored in params.rs");
 
 // Pushes every token's row once to each rank that owns one of its experts, ids and weights to all; lists meanwhile, on
 // the receiving side, the rows of every local expert. Row s * max_tokens + t of a window's `rows` is token t of source s.
@@ -124,7 +125,7 @@ struct DispatchParams {
     uint32_t* position;          // [N][max_tokens][k]: place of a local choice in row_index; others untouched
     uint32_t* block_counts;      // scratch [kMaxBlocks][local experts]
 };
-static_assert(sizeof(DispatchParams) == 240, "mirrored in params.rs");
+static_assert(sizeof(DispatchParams) == 248, "mirrored in params.rs");
 
 // Reduces expert outputs per row over the local experts, in the order of a token's choices, pushes them to the source
 // ranks, and reduces there over ranks, in rank order. All sums are f32; partials travel as bf16.
@@ -138,7 +139,7 @@ struct CombineParams {
     void* out;                   // [T][H] of SlotState::out_dtype
     uint64_t* experts_done;      // mapped, gets the step's number when its experts have ended; or null
 };
-static_assert(sizeof(CombineParams) == 232, "mirrored in params.rs");
+static_assert(sizeof(CombineParams) == 240, "mirrored in params.rs");
 
 enum ScoreFn : uint32_t { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2, kSqrtSoftplus = 3, kSparseMixer = 4 };
 enum Choice : uint32_t { kByScores = 0, kByLogits = 1, kByTokenIds = 2 };
@@ -248,7 +249,7 @@ struct ScaleParams {
     const float* row_weight;
     void* out;                   // bf16 [assignments][H]
 };
-static_assert(sizeof(ScaleParams) == 216, "mirrored in params.rs");
+static_assert(sizeof(ScaleParams) == 224, "mirrored in params.rs");
 
 }  // namespace expertd
 
@@ -258,6 +259,7 @@ extern "C" {
 int expertd_gate(const expertd::GateParams* params, uint32_t count, uint32_t tokens_at_most, void* stream);
 int expertd_dispatch(const expertd::DispatchParams* params, uint32_t count, uint32_t blocks, void* stream);
 int expertd_combine(const expertd::CombineParams* params, uint32_t count, uint32_t blocks, void* stream);
+int expertd_meet(const expertd::Group* groups, uint32_t count, uint32_t blocks, void* stream);
 int expertd_scale(const expertd::ScaleParams* params, uint32_t count, uint32_t blocks, void* stream);
 int expertd_shared(const expertd::SharedParams* params, uint32_t count, uint32_t blocks, void* stream);
 int expertd_copy_in(const expertd::CopyInParams* params, uint32_t count, uint32_t blocks, void* stream);

@@ -60,7 +60,7 @@ def ours(args, ranks, shape, tokens, found, folder):
     report = Path(folder) / f"{shape}-{ranks}.json"
     command = [args.expertd, "bench", "--model", model, "--device", "cuda", "--ranks", ranks, "--json", report]
     command += ["--steps", args.steps, "--warmup", 10, "--routing", args.routing]
-    command += ["--tokens", ",".join(map(str, tokens))]
+    command += ["--tokens", ",".join(map(str, tokens)), "--aligned"]
     if found:
         command += ["--memory-gbps", found["memory_read_bytes_per_second"] / 1e9]
         command += ["--tensor-tflops", found["tensor_sustained_flops"] / 1e12]

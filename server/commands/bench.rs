@@ -76,6 +76,10 @@ pub struct BenchArgs {
     /// Launch the kernels of GPU ranks one by one instead of replaying graphs
     #[arg(long)]
     pub eager: bool,
+    /// Let GPU ranks meet before each step's work: what is printed as "without copies" then holds no wait for a rank whose
+    /// rows came later, as in peers that copy nothing; whole steps take a few microseconds more
+    #[arg(long)]
+    pub aligned: bool,
     /// What one rank reads from its memory, GB/s; for the floor [default: measured before, on GPUs]
     #[arg(long, value_name = "GB/s", requires = "tensor_tflops")]
     pub memory_gbps: Option<f64>,
@@ -199,6 +203,9 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     let mut plan = ServePlan::new(Given::merge(&serve, None).map_err(PlanError::from)?)?;
     if args.eager {
         plan.cluster.environment.push((gpu::EAGER.to_owned(), "1".to_owned()));
+    }
+    if args.aligned {
+        plan.cluster.environment.push((gpu::ALIGNED.to_owned(), "1".to_owned()));
     }
     let (hidden, layers) = (plan.spec.hidden, plan.model.layers.clone());
     println!(

@@ -19,6 +19,9 @@ pub const BUILT: bool = cfg!(feature = "cuda");
 /// Set: steps of GPU ranks are launched kernel by kernel, not as replayed graphs.
 pub const EAGER: &str = "EXPERTD_CUDA_EAGER";
 
+/// Set: GPU ranks meet before each step's work, so that its times hold no wait for rows that came later to another rank.
+pub const ALIGNED: &str = "EXPERTD_CUDA_ALIGNED";
+
 /// What to do about a build that cannot.
 pub const BUILD_HINT: &str = "this build has no GPU ranks; build with `cargo build --release --features cuda` \
                               (scripts/fetch-cuda.sh gets the compiler), or use --device cpu";

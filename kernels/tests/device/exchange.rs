@@ -222,6 +222,9 @@ impl Loopback {
     }
 
     pub fn launch(&self, blocks: (u32, u32), members: &[Member]) -> Outcome {
+        let groups: Vec<_> = members.iter().map(|m| m.group).collect();
+        // SAFETY: all addresses are of live buffers of this group.
+        unsafe { launch::meet(&groups, 1, self.stream.raw())? };
         self.launch_dispatch(blocks.0, members)?;
         let scale: Vec<_> = members.iter().map(|m| m.buffers.scale(m.group)).collect();
         // SAFETY: all addresses are of live buffers of this group.

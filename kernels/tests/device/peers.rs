@@ -165,6 +165,7 @@ fn exchanges(
                 (dispatch_blocks(&shape, shape.max_tokens, 64), combine_blocks(&shape, shape.max_tokens, 64));
             // SAFETY: all addresses are of live buffers and of the window.
             unsafe {
+                launch::meet(&[member.group], 1, stream.raw())?;
                 launch::dispatch(&[member.buffers.dispatch(member.group)], blocks.0, stream.raw())?;
                 launch::scale(&[member.buffers.scale(member.group)], 64, stream.raw())?;
                 launch::combine(&[member.buffers.combine(member.group, 0)], blocks.1, stream.raw())?;

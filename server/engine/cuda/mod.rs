@@ -75,6 +75,8 @@ pub(super) struct CudaEngine {
     copies: Option<Copies>,
     /// Regimes of at least so many rows use them.
     copied_from: u32,
+    /// See [`gpu::ALIGNED`].
+    aligned: bool,
     /// Oldest first.
     running: VecDeque<Running>,
     watch: Watch,
@@ -126,6 +128,7 @@ impl CudaEngine {
             graphs: Graphs::default(),
             copies,
             copied_from: copied_from(&shape),
+            aligned: std::env::var_os(gpu::ALIGNED).is_some(),
             running: VecDeque::new(),
             watch: Watch::start(),
             windows,
@@ -186,6 +189,7 @@ impl CudaEngine {
                 None => self.staged[slot],
             },
             copy_blocks: if self.copies_of(variant).is_some() { self.most_blocks } else { COPY_BLOCKS },
+            aligned: self.aligned && self.shape.ranks > 1,
             gate_rows: if variant.gated { variant.rows } else { 0 },
             shared: variant.shared,
             dispatch_blocks: dispatch_blocks(&self.shape, variant.rows, self.most_blocks),

@@ -123,6 +123,8 @@ pub(super) struct Sequence<'a> {
     /// With the layer's experts and the step's k.
     pub(super) group: Group,
     pub(super) staged: Staged,
+    /// Whether ranks meet between copies and work.
+    pub(super) aligned: bool,
     /// Rows that the gate's grid has to cover; 0 where no row of this rank is gated.
     pub(super) gate_rows: u32,
     /// Whether shared experts take part.
@@ -173,6 +175,10 @@ impl Sequence<'_> {
         };
         // SAFETY: the caller's promise, for this and every launch below.
         unsafe { launch::copy_in(&[copy_in], self.copy_blocks, stream)? };
+        if self.aligned {
+            // SAFETY: as above.
+            unsafe { launch::meet(&[self.group], 1, stream)? };
+        }
         if self.gate_rows > 0 {
             let gate = GateParams {
                 state,
