@@ -22,6 +22,7 @@ use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};
 use rand_distr::{Distribution as _, StandardNormal};
 use service::Service;
+use tokio::sync::Barrier;
 use tokio::task::JoinSet;
 
 const HIDDEN: usize = 1024;
@@ -40,7 +41,10 @@ const COMPARED: u64 = 100;
 const STEPS: u64 = 50_000;
 /// Memory is compared with that after this part of the steps.
 const WARM_UP: f64 = 0.2;
-/// Growth of the ranks' memory on the host after it, at most, in kB.
+/// Times that all callers begin with a request of the largest size, together: the router's memory follows what is in
+/// flight at once, and this is the most that there can be.
+const FULL_ROUNDS: usize = 5;
+/// Growth of the memory of the router, and of all ranks, on the host after the warm-up, at most, in kB.
 const GROWTH: u64 = 1024;
 /// Random values that requests take their rows from, each from another place.
 const POOL: usize = 1 << 24;
@@ -170,14 +174,21 @@ async fn random_load_is_answered_right_and_memory_stays_flat() {
     let pool: Arc<[f32]> = StandardNormal.sample_iter(SmallRng::seed_from_u64(CALLERS)).take(POOL).collect();
     let seen = Arc::new(Seen::default());
     let begun = Instant::now();
+    let together = Arc::new(Barrier::new(CALLERS as usize));
     let mut callers = JoinSet::new();
     for caller in 0..CALLERS {
         let client = Client::connect(&service.address).await.unwrap();
         let cpu = Client::connect(&reference.address).await.unwrap();
-        let (seen, pool) = (Arc::clone(&seen), Arc::clone(&pool));
+        let (seen, pool, together) = (Arc::clone(&seen), Arc::clone(&pool), Arc::clone(&together));
         callers.spawn(async move {
             let mut rng = SmallRng::seed_from_u64(caller);
             let mut largest: f64 = 0.0;
+            for _ in 0..FULL_ROUNDS {
+                let rows = encode(&pool[..LARGEST * HIDDEN], DType::F32);
+                together.wait().await;
+                let request = ForwardRequest::inline(0, LARGEST as u32, v1::DType::DtypeF32, rows);
+                client.forward(request, None).await.unwrap();
+            }
             while seen.steps() < wanted {
                 let compare_this = rng.random_range(0..COMPARED) == 0;
                 let most = if compare_this { LARGEST_COMPARED } else { LARGEST };
@@ -222,6 +233,7 @@ async fn random_load_is_answered_right_and_memory_stays_flat() {
         late.device,
     );
     assert!(seen.compared.load(Ordering::Relaxed) > 0);
+    assert!(late.router <= early.router + GROWTH, "the router's memory grew, kB: {early:?}, {late:?}");
     assert!(late.ranks <= early.ranks + GROWTH, "the ranks' memory grew, kB: {early:?}, {late:?}");
     assert!(late.device <= early.device, "the devices' memory grew, kB: {early:?}, {late:?}");
 }
