@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use expertd::ep::cpu::loopback;
 use expertd::ep::{CpuGroup, EpConfig, EpGroup, HostRouting};
+use expertd::shm::wait::SPIN;
 use expertd::types::{Generation, Rank, Slot};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
@@ -77,7 +78,7 @@ fn bench(c: &mut Criterion) {
                 slots: 2,
                 generation: Generation(1),
                 wait_deadline: Duration::from_secs(30),
-                spin: if ranks <= cores { 2000 } else { 0 },
+                spin: if ranks <= cores { SPIN } else { Duration::ZERO },
                 poison: false,
             };
             let mut groups = loopback(&config).unwrap().into_iter();

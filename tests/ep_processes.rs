@@ -32,7 +32,7 @@ fn config(rank: usize, wait_deadline: Duration) -> EpConfig {
         slots: 2,
         generation: Generation(1),
         wait_deadline,
-        spin: 0,
+        spin: Duration::ZERO,
         poison: true,
     }
 }

@@ -22,6 +22,7 @@ use rand_chacha::ChaCha8Rng;
 type Record = [u64; 128];
 
 const KILLS: u32 = 1000;
+const BRIEFLY: Duration = Duration::from_micros(1);
 const CAPACITY: usize = 8;
 const ROLE: &str = "EXPERTD_TEST_RING_ROLE";
 const FD: &str = "EXPERTD_TEST_RING_FD";
@@ -82,7 +83,7 @@ fn produce(link: &Link) -> ! {
     let (mut ring, salt) = (link.producer(), link.salt());
     loop {
         let next = record(ring.pushed(), salt);
-        link.popped.wait_until(Patience::unlimited(20), || ring.try_push(&next).unwrap()).unwrap();
+        link.popped.wait_until(Patience::unlimited(BRIEFLY), || ring.try_push(&next).unwrap()).unwrap();
         link.pushed.ring();
     }
 }
@@ -92,7 +93,7 @@ fn consume(link: &Link) -> ! {
     let (mut ring, salt) = (link.consumer(), link.salt());
     loop {
         let n = ring.popped();
-        let found = link.pushed.wait_for(Patience::unlimited(20), || ring.try_pop().unwrap()).unwrap();
+        let found = link.pushed.wait_for(Patience::unlimited(BRIEFLY), || ring.try_pop().unwrap()).unwrap();
         link.popped.ring();
         assert_eq!(found, record(n, salt), "record {n}");
     }
@@ -145,7 +146,7 @@ fn survive_producer(rng: &mut ChaCha8Rng, link: &Link) -> u64 {
     let mut ring = link.consumer();
     let other = start("producer", &link.region);
     let limit = rng.random_range(0..200u64);
-    let patience = Patience::within(20, Duration::from_secs(60));
+    let patience = Patience::within(BRIEFLY, Duration::from_secs(60));
     while ring.popped() < limit {
         let n = ring.popped();
         let found = link.pushed.wait_for(patience, || ring.try_pop().unwrap()).unwrap();
@@ -170,7 +171,7 @@ fn survive_consumer(rng: &mut ChaCha8Rng, link: &Link) -> u64 {
     let mut ring = link.producer();
     let other = start("consumer", &link.region);
     let limit = rng.random_range(0..200u64);
-    let patience = Patience::within(20, Duration::from_secs(60));
+    let patience = Patience::within(BRIEFLY, Duration::from_secs(60));
     while ring.pushed() < limit {
         let next = record(ring.pushed(), salt);
         link.popped.wait_until(patience, || ring.try_push(&next).unwrap()).unwrap();

@@ -17,8 +17,8 @@ pub struct ClusterConfig {
     pub model: PathBuf,
     /// Cores of each rank.
     pub cores: Vec<Vec<usize>>,
-    /// Whether ranks spin before they sleep.
-    pub spin: bool,
+    /// How long ranks and the router spin before they sleep; see [`SPIN`](crate::shm::wait::SPIN).
+    pub spin: Duration,
     /// How long a rank waits for its peers within a step.
     pub peer_timeout: Duration,
     /// A rank that shows no life for this long is given up.

@@ -52,8 +52,8 @@ pub struct RankSetup {
     pub model: PathBuf,
     /// Cores of this rank.
     pub cores: Vec<usize>,
-    /// Whether waits spin before they sleep.
-    pub spin: bool,
+    /// How long waits spin before they sleep.
+    pub spin: Duration,
     /// How long a rank waits for its peers within a step.
     pub peer_timeout: Duration,
     /// How often the rank shows that it is alive.

@@ -17,9 +17,6 @@ use crate::ep::{CpuGroup, EpConfig};
 use crate::shm::{Completion, Pulse, RankChannel, RouterBell, StepDescriptor};
 use crate::types::Rank;
 
-/// Looks at shared memory before sleeping, where there are cores to spare.
-const SPIN: u32 = 4000;
-
 /// Why a rank's process ended.
 #[derive(Debug, thiserror::Error)]
 pub enum RankExit {
@@ -53,13 +50,9 @@ impl RankSetup {
             slots: self.shape.slots as usize,
             generation: self.generation,
             wait_deadline: self.peer_timeout,
-            spin: self.spin_count(),
+            spin: self.spin,
             poison: false,
         }
-    }
-
-    const fn spin_count(&self) -> u32 {
-        if self.spin { SPIN } else { 0 }
     }
 }
 
@@ -179,12 +172,12 @@ impl Member {
             bell.ring();
         })?;
         tracing::debug!("joined");
-        self.run_steps(setup.spin_count(), &stop)
+        self.run_steps(setup.spin, &stop)
     }
 
     /// Takes steps and gives them back, in order. The next one is taken while others go on, as far as the device lets
     /// it; `stop` ends the loop when none does.
-    fn run_steps(&mut self, spin: u32, stop: &AtomicBool) -> Result<(), RankExit> {
+    fn run_steps(&mut self, spin: Duration, stop: &AtomicBool) -> Result<(), RankExit> {
         let notice = self.channel.notice();
         let mut running: VecDeque<StepDescriptor> = VecDeque::new();
         loop {
@@ -337,7 +330,7 @@ mod tests {
                 Late { running: VecDeque::new(), no_more: engine_no_more, most: engine_most, fails_at };
             let (engine, device) = (Box::new(engine), String::new());
             let mut member = Member { engine, channel, weight_bytes: 0, device };
-            member.run_steps(0, &stopped).map_err(|error| error.to_string())
+            member.run_steps(Duration::ZERO, &stopped).map_err(|error| error.to_string())
         });
         let mut in_flight: VecDeque<Staged> = VecDeque::new();
         let (mut launched, mut completed) = (0, Vec::new());
@@ -370,7 +363,7 @@ mod tests {
                 router.launch(&step).unwrap();
             }
             no_more.store(launched == steps, Ordering::Relaxed);
-            let patience = Patience::within(0, Duration::from_secs(20));
+            let patience = Patience::within(Duration::ZERO, Duration::from_secs(20));
             let done = bell.bell().wait_for(patience, || router.completion(Rank(0)).transpose());
             let done = done.expect("a completion").unwrap();
             if done.failed != 0 {

@@ -30,8 +30,8 @@ pub struct EpConfig {
     pub generation: Generation,
     /// How long to wait for peers before the group ends.
     pub wait_deadline: Duration,
-    /// Looks at a flag before the waiter sleeps; zero where ranks outnumber cores.
-    pub spin: u32,
+    /// How long to look at flags before sleeping; zero where ranks outnumber cores.
+    pub spin: Duration,
     /// Overwrite buffers with 0xff bytes before each use: for tests.
     pub poison: bool,
 }
@@ -134,7 +134,7 @@ mod tests {
             slots: 2,
             generation: Generation((1 << 24) - 1),
             wait_deadline: Duration::from_secs(1),
-            spin: 0,
+            spin: Duration::ZERO,
             poison: false,
         };
         assert_eq!(good.validate(), Ok(()));

@@ -23,8 +23,6 @@ use crate::types::{Generation, LayerId, Rank, StepId};
 const TICK: Duration = Duration::from_millis(100);
 /// Generations in a row that may end before they are ready.
 const MAX_ATTEMPTS: u32 = 5;
-/// Looks at shared memory before sleeping, where there are cores to spare.
-const SPIN: u32 = 2000;
 /// The longest pause between two of them.
 const MAX_BACKOFF: Duration = Duration::from_secs(5);
 
@@ -64,6 +62,8 @@ pub(super) struct Driver {
     /// Generations in a row that ended before they were ready.
     attempts: u32,
     next_attempt: Instant,
+    /// When there was last something to do.
+    last_event: Instant,
     /// Whether the next tick is due.
     next_sweep: Instant,
     end: Option<ServiceEnd>,
@@ -88,6 +88,7 @@ impl Driver {
             last_key: 0,
             attempts: 0,
             next_attempt: Instant::now(),
+            last_event: Instant::now(),
             next_sweep: Instant::now(),
             end: None,
             rate: Rate::default(),
@@ -135,15 +136,18 @@ impl Driver {
         if let Some(group) = group {
             group.want_early_notice(waiting);
         }
-        let spin = if self.cluster.spin { SPIN } else { 0 };
+        let spin = self.cluster.spin.saturating_sub(now - self.last_event);
         let patience = Patience { spin, deadline: Some(until) };
-        // Timing out is the tick.
-        let _ = shared.bell.bell().wait_until(patience, || {
+        let event = shared.bell.bell().wait_until(patience, || {
             shared.mail.load(Ordering::Acquire)
                 || group.as_mut().is_some_and(|group| {
                     group.collect() || (waiting && !had_slot && group.next_slot(full).is_some())
                 })
         });
+        // Timing out is the tick, which is none.
+        if event.is_ok() {
+            self.last_event = Instant::now();
+        }
     }
 
     fn take_mail(&mut self) {

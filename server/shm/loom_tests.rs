@@ -165,7 +165,8 @@ fn loom_doorbell() {
                 bell.ring();
             })
         };
-        bell.wait_until(Patience::unlimited(0), || flag.load(Ordering::Acquire) == 1).expect("no deadline");
+        bell.wait_until(Patience::unlimited(Duration::ZERO), || flag.load(Ordering::Acquire) == 1)
+            .expect("no deadline");
         assert_eq!(data.load(Ordering::Relaxed), 7);
         ringer.join().expect("no panic");
     });
@@ -190,7 +191,7 @@ fn loom_doorbell_two_ringers() {
             })
             .collect();
         for flag in flags.iter() {
-            bell.wait_until(Patience::unlimited(0), || flag.load(Ordering::Acquire) == 1)
+            bell.wait_until(Patience::unlimited(Duration::ZERO), || flag.load(Ordering::Acquire) == 1)
                 .expect("no deadline");
         }
         for ringer in ringers {

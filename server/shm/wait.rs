@@ -1,4 +1,9 @@
-//! Waiting for another process: spin briefly, then sleep on a futex in shared memory.
+//! Waiting for another process or thread: spin briefly, then sleep on a futex in shared memory.
+//!
+//! # How long to spin
+//! One rule for everyone who waits for the next event of a step (the step loop, GPU ranks, the threads that copy rows):
+//! where there are cores to spare, each looks for [`SPIN`] since its last event, then sleeps until it is rung. CPU ranks
+//! need their cores to compute, and sleep at once.
 //!
 //! # The doorbell
 //! A [`Doorbell`] is one 32-bit word: bit 0 says that the waiter sleeps or is about to, the other bits count rings.
@@ -26,12 +31,20 @@ use super::region::SharedSlice;
 /// The longest single sleep; afterwards the waiter looks again. Not a polling interval: wake-ups do not depend on it.
 pub const SLICE: Duration = Duration::from_millis(250);
 
+/// How long whoever has a core to itself looks for the next event before it sleeps. A sleeper needs 50 µs and more to
+/// come back where idle cores are halted, every rank another time, and a step waits for the last of them; steps that
+/// follow each other, and what the host does between them, are mostly shorter than this. An idle service sleeps.
+pub const SPIN: Duration = Duration::from_millis(1);
+
+/// Looks between two looks at the clock.
+const LOOKS: u32 = 16;
+
 /// How long to wait and in which manner.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience {
-    /// Looks at the condition, with a processor pause between them, before sleeping. Zero where ranks outnumber
-    /// cores: spinning would take the core from whoever is waited for.
-    pub spin: u32,
+    /// Look at the condition for so long, with a processor pause between looks, before sleeping. Zero where waiters
+    /// outnumber cores: spinning would take the core from whoever is waited for.
+    pub spin: Duration,
     /// When to give up; `None` waits for ever.
     pub deadline: Option<Instant>,
 }
@@ -39,14 +52,14 @@ pub struct Patience {
 impl Patience {
     /// Gives up `limit` from now.
     #[must_use]
-    pub fn within(spin: u32, limit: Duration) -> Self {
+    pub fn within(spin: Duration, limit: Duration) -> Self {
         // A limit beyond the clock's range is as good as none.
         Self { spin, deadline: Instant::now().checked_add(limit) }
     }
 
     /// Never gives up.
     #[must_use]
-    pub const fn unlimited(spin: u32) -> Self {
+    pub const fn unlimited(spin: Duration) -> Self {
         Self { spin, deadline: None }
     }
 }
@@ -161,11 +174,17 @@ impl<W: FutexWord> Doorbell<W> {
         patience: Patience,
         mut poll: impl FnMut() -> Option<T>,
     ) -> Result<T, TimedOut> {
-        for _ in 0..patience.spin {
-            if let Some(found) = poll() {
-                return Ok(found);
+        if !patience.spin.is_zero() {
+            let begun = Instant::now();
+            let over = |now| now - begun >= patience.spin || patience.deadline.is_some_and(|end| end <= now);
+            while !over(Instant::now()) {
+                for _ in 0..LOOKS {
+                    if let Some(found) = poll() {
+                        return Ok(found);
+                    }
+                    std::hint::spin_loop();
+                }
             }
-            std::hint::spin_loop();
         }
         loop {
             if let Some(found) = poll() {
@@ -221,18 +240,41 @@ mod tests {
         let bell = doorbell();
         let start = Instant::now();
         let limit = Duration::from_millis(30);
-        assert_eq!(bell.wait_until(Patience::within(10, limit), || false), Err(TimedOut));
+        assert_eq!(bell.wait_until(Patience::within(Duration::ZERO, limit), || false), Err(TimedOut));
         assert!(start.elapsed() >= limit);
         assert_eq!(bell.0.load(Ordering::Relaxed) & SLEEPING, 0);
         // A deadline that has passed still takes what is there.
-        assert_eq!(bell.wait_for(Patience::within(0, Duration::ZERO), || Some(3)), Ok(3));
+        assert_eq!(bell.wait_for(Patience::within(SPIN, Duration::ZERO), || Some(3)), Ok(3));
+    }
+
+    #[test]
+    fn looks_for_its_time_and_sleeps_then() {
+        let bell = doorbell();
+        let (spin, limit) = (Duration::from_millis(20), Duration::from_millis(200));
+        let (mut awake, mut asleep, mut slept) = (0, 0, None);
+        let start = Instant::now();
+        let timed_out = bell.wait_until(Patience::within(spin, limit), || {
+            let sleeps = bell.0.load(Ordering::Relaxed) & SLEEPING != 0;
+            slept = slept.or_else(|| sleeps.then(|| start.elapsed()));
+            *(if sleeps { &mut asleep } else { &mut awake }) += 1;
+            false
+        });
+        assert_eq!(timed_out, Err(TimedOut));
+        assert!(start.elapsed() >= limit);
+        assert!(slept.is_some_and(|after| after >= spin), "slept after {slept:?}");
+        assert!(awake > 100 && asleep < 10, "{awake} looks awake, {asleep} between sleeps");
+        // A deadline within that time ends it.
+        let start = Instant::now();
+        let patience = Patience::within(Duration::from_secs(60), Duration::from_millis(10));
+        assert_eq!(bell.wait_until(patience, || false), Err(TimedOut));
+        assert!(start.elapsed() < Duration::from_secs(30));
     }
 
     #[test]
     fn ping_pong_without_relying_on_slices() {
         // Two doorbells, many rounds. If wake-ups were lost each would cost a slice of 250 ms, and the deadline,
         // which covers every round together, would pass.
-        for spin in [0, 200] {
+        for spin in [Duration::ZERO, Duration::from_micros(20)] {
             let (a, b) = (doorbell(), doorbell());
             let turn = AtomicU64::new(0);
             let rounds = 5_000;
@@ -271,7 +313,9 @@ mod tests {
             let mut target = 0;
             while target < ringers * each {
                 let reached = || Some(sum.load(Ordering::Acquire)).filter(|&s| s > target);
-                target = bell.wait_for(Patience::within(0, Duration::from_secs(60)), reached).expect("rung");
+                target = bell
+                    .wait_for(Patience::within(Duration::ZERO, Duration::from_secs(60)), reached)
+                    .expect("rung");
             }
         });
     }

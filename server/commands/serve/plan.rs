@@ -13,6 +13,7 @@ use crate::memory;
 use crate::model::{Checkpoint, ModelError, ModelSpec, Placement};
 use crate::scheduler::{Limits, ModelInfo, MoeLayerInfo, RankPlacement, SchedulerConfig};
 use crate::shm::GroupShape;
+use crate::shm::wait::SPIN;
 use crate::types::{Generation, Rank, WeightVersion};
 
 /// Ranks of one host.
@@ -206,7 +207,9 @@ impl ServePlan {
             DeviceKind::Cpu => share_cores(&cores, ranks as usize),
             DeviceKind::Cuda => share_cores_near(&cores, &near),
         };
-        let spin = device == DeviceKind::Cuda && cores.len() > 2 * ranks as usize;
+        // GPU ranks leave most of their cores alone; CPU ranks have all of them.
+        let spare_cores = device == DeviceKind::Cuda && cores.len() > 2 * ranks as usize;
+        let spin = if spare_cores { SPIN } else { Duration::ZERO };
 
         let message_bytes = Limits::message_bytes(per_request, spec.hidden, max_top_k);
         let in_flight = derive(
@@ -248,7 +251,7 @@ impl ServePlan {
             slots: slots as usize,
             generation: Generation(1),
             wait_deadline: step_timeout,
-            spin: 0,
+            spin: Duration::ZERO,
             poison: false,
         };
         let window_bytes = match device {

@@ -158,9 +158,9 @@ mod tests {
             let routed = router.stage(Rank(1), Slot(slot), 2, &given, &Copier::default()).unwrap();
             router.launch(&step(sequence, slot)).unwrap();
 
-            let idle = zero.wait_step(0, &stop).unwrap().unwrap();
+            let idle = zero.wait_step(Duration::ZERO, &stop).unwrap().unwrap();
             assert_eq!((idle.tokens, idle.segments, idle.sequence), (0, 0, sequence));
-            let busy = one.wait_step(0, &stop).unwrap().unwrap();
+            let busy = one.wait_step(Duration::ZERO, &stop).unwrap().unwrap();
             assert_eq!((busy.tokens, busy.segments, busy.layer), (5, 2, 3));
             let staging = one.staging(&busy);
             let [first, second] = staging.segments else { panic!("two segments") };
@@ -178,7 +178,7 @@ mod tests {
                 rank.complete(&completion).unwrap();
             }
             for rank in 0..2 {
-                let patience = Patience::within(0, Duration::from_secs(5));
+                let patience = Patience::within(Duration::ZERO, Duration::from_secs(5));
                 let done = bell.bell().wait_for(patience, || router.completion(Rank(rank)).transpose());
                 assert_eq!(done.unwrap().unwrap().sequence, sequence);
             }

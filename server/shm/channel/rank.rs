@@ -4,6 +4,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use super::super::region::{PAGE, SharedRegion, SharedSlice};
 use super::super::ring::{RingConsumer, RingProducer};
@@ -187,7 +188,7 @@ impl RankChannel {
     /// As [`step`](Self::step).
     pub fn wait_step(
         &mut self,
-        spin: u32,
+        spin: Duration,
         stop: &AtomicBool,
     ) -> Result<Option<StepDescriptor>, ChannelError> {
         let bell = self.bell.clone();

@@ -40,8 +40,8 @@ pub struct ExchangeOptions {
     pub generation: Generation,
     /// How long any wait may take.
     pub deadline: Duration,
-    /// Looks before sleeping, see [`Patience::spin`].
-    pub spin: u32,
+    /// How long to look before sleeping, see [`Patience::spin`].
+    pub spin: Duration,
     /// Fill memory with 0xff bytes (NaN rows, ids of -1) whenever it becomes this rank's to write: for tests.
     pub poison: bool,
 }

@@ -14,7 +14,7 @@ fn options(rank: u32, generation: u64) -> ExchangeOptions {
         rank: Rank(rank),
         generation: Generation(generation),
         deadline: DEADLINE,
-        spin: 3,
+        spin: Duration::from_nanos(100),
         poison: false,
     }
 }

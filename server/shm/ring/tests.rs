@@ -1,4 +1,5 @@
 use std::thread;
+use std::time::Duration;
 
 use proptest::prelude::*;
 
@@ -124,7 +125,7 @@ fn threads_with_doorbells() {
     let bells = SharedRegion::create("bells", 4096).expect("memfd");
     let full = Doorbell::new(bells.slice(0, 1).expect("in bounds"));
     let empty = Doorbell::new(bells.slice(64, 1).expect("in bounds"));
-    let patience = Patience::within(20, std::time::Duration::from_secs(60));
+    let patience = Patience::within(Duration::from_micros(1), Duration::from_secs(60));
     let count = 20_000u64;
     thread::scope(|s| {
         s.spawn(|| {

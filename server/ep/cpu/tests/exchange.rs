@@ -158,7 +158,7 @@ proptest! {
         max_tokens_per_rank in 1usize..=24,
         slots in 2usize..=3,
         steps in 1usize..=8,
-        spin in prop_oneof![Just(0u32), Just(50)],
+        spin in prop_oneof![Just(Duration::ZERO), Just(Duration::from_micros(2))],
         order in prop_oneof![Just(Order::Plain), Just(Order::Interleaved), Just(Order::Split)],
         seed in any::<u64>(),
     ) {

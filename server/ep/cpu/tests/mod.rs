@@ -19,7 +19,7 @@ fn config(ranks: usize) -> EpConfig {
         slots: 2,
         generation: Generation(3),
         wait_deadline: Duration::from_secs(60),
-        spin: 0,
+        spin: Duration::ZERO,
         poison: true,
     }
 }
