@@ -13,8 +13,7 @@ use super::process::{RankEvent, RankNews, RankProcess};
 use crate::engine::control::{DeviceKind, FailureKind, FromRank, RankSetup, ToRank};
 use crate::ep;
 use crate::shm::{
-    ChannelError, Completion, Copier, RouterBell, RouterChannel, SharedRegion, StageRows, Staged,
-    StepDescriptor,
+    ChannelError, Completion, Forming, RouterBell, RouterChannel, SharedRegion, Staged, StepDescriptor,
 };
 use crate::telemetry::Phase;
 use crate::types::{Generation, LayerId, Rank, Slot, StepId};
@@ -319,23 +318,8 @@ impl Group {
     }
 
     /// Begins forming the step of the slot that [`next_slot`](Self::next_slot) gave.
-    pub fn begin(&mut self) {
-        self.channel.begin();
-    }
-
-    /// Copies rows into the staging of `rank`, with `copier`.
-    ///
-    /// # Errors
-    /// If they do not fit: a fault of the router.
-    pub fn stage(
-        &mut self,
-        rank: Rank,
-        slot: Slot,
-        top_k: usize,
-        piece: &StageRows<'_>,
-        copier: &Copier,
-    ) -> Result<Staged, Fault> {
-        Ok(self.channel.stage(rank, slot, top_k, piece, copier)?)
+    pub fn begin(&mut self, slot: Slot, top_k: usize) -> Forming<'_, '_> {
+        self.channel.begin(slot, top_k)
     }
 
     /// Hands the staged step to all ranks.

@@ -347,8 +347,9 @@ mod tests {
                     token_ids: None,
                     shared_experts: false,
                 };
-                router.begin();
-                in_flight.push_back(router.stage(Rank(0), slot, 1, &piece, &Copier::default()).unwrap());
+                let mut forming = router.begin(slot, 1);
+                in_flight.push_back(forming.stage(Rank(0), &piece).unwrap());
+                forming.copy(&mut Copier::default());
                 let (sequence, slot) = (launched, slot.0);
                 let step = StepDescriptor {
                     sequence,

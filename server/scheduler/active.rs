@@ -7,9 +7,16 @@ use bytes::Bytes;
 
 use super::interface::{Answer, Receipt, Request, StepError, StepTiming};
 use super::service::{Incoming, Reply};
-use crate::shm::{Copier, StageRows};
+use crate::shm::StageRows;
 use crate::telemetry::names;
 use crate::types::{Generation, Rank, StepId, WeightVersion};
+
+/// What there is of an answer: rows, and expert ids and weights where they are asked for.
+pub(super) type Output = [Vec<u8>; 3];
+/// Places in an [`Output`].
+pub(super) const ROWS: usize = 0;
+pub(super) const IDS: usize = 1;
+pub(super) const WEIGHTS: usize = 2;
 
 /// A request with what there is of its answer.
 #[derive(Debug)]
@@ -20,10 +27,8 @@ pub(super) struct Active {
     row_bytes: usize,
     /// Rows given to steps so far.
     begun: usize,
-    /// Rows of the answer.
-    rows: Vec<u8>,
-    ids: Vec<u8>,
-    weights: Vec<u8>,
+    /// Given out while something is appended to it.
+    output: Output,
     steps: Vec<StepId>,
     tokens_per_rank: Vec<u32>,
     timings: Vec<StepTiming>,
@@ -39,9 +44,7 @@ impl Active {
             reply,
             admitted,
             begun: 0,
-            rows: Vec::new(),
-            ids: Vec::new(),
-            weights: Vec::new(),
+            output: Output::default(),
             steps: Vec::new(),
             tokens_per_rank: Vec::new(),
             timings: Vec::new(),
@@ -60,7 +63,7 @@ impl Active {
 
     /// Whether rows of it are in a step now.
     pub(super) const fn is_in_step(&self) -> bool {
-        self.begun * self.row_bytes > self.rows.len()
+        self.begun * self.row_bytes > self.output[ROWS].len()
     }
 
     pub(super) const fn wants_routing(&self) -> bool {
@@ -71,7 +74,7 @@ impl Active {
     pub(super) fn begin_step(&mut self, step: StepId, tokens: usize, now: Instant) -> Range<usize> {
         if self.first_step.is_none() {
             self.first_step = Some(now);
-            self.rows.reserve_exact(self.request.tokens * self.row_bytes);
+            self.output[ROWS].reserve_exact(self.request.tokens * self.row_bytes);
             metrics::histogram!(names::QUEUE_DURATION_SECONDS).record((now - self.admitted).as_secs_f64());
         }
         self.steps.push(step);
@@ -107,15 +110,15 @@ impl Active {
         self.tokens_per_rank[rank.index()] += tokens as u32;
     }
 
-    /// Appends the next rows of the answer; they come in order, because steps complete in order and a step's pieces
-    /// are kept in the order of its rows.
-    pub(super) fn take_rows(&mut self, rows: &[u8], copier: &Copier) {
-        copier.append(rows, &mut self.rows);
+    /// Gives the answer out, for what comes next to be appended. That is in order, because steps complete in order and
+    /// a step's pieces are kept in the order of its rows.
+    pub(super) fn give_output(&mut self) -> Output {
+        std::mem::take(&mut self.output)
     }
 
-    pub(super) fn take_routing(&mut self, ids: &[u8], weights: &[u8]) {
-        self.ids.extend_from_slice(ids);
-        self.weights.extend_from_slice(weights);
+    /// Takes the answer back.
+    pub(super) fn take_output(&mut self, output: Output) {
+        self.output = output;
     }
 
     pub(super) fn time(&mut self, timing: StepTiming) {
@@ -125,7 +128,7 @@ impl Active {
     }
 
     pub(super) const fn is_whole(&self) -> bool {
-        self.rows.len() == self.request.tokens * self.row_bytes
+        self.output[ROWS].len() == self.request.tokens * self.row_bytes
     }
 
     /// Hands the whole answer to the caller.
@@ -137,6 +140,7 @@ impl Active {
         now: Instant,
     ) {
         let first_step = self.first_step.unwrap_or(now);
+        let [rows, ids, weights] = self.output;
         let mut tokens_per_rank = self.tokens_per_rank;
         tokens_per_rank.resize(ranks, 0);
         tracing::debug!(request = %self.request.id, steps = ?self.steps, "answered");
@@ -146,13 +150,13 @@ impl Active {
             weight_version,
             tokens_per_rank,
             timings: self.timings,
-            topk_ids: self.ids.into(),
-            topk_weights: self.weights.into(),
+            topk_ids: ids.into(),
+            topk_weights: weights.into(),
             queue_time: first_step - self.admitted,
             step_time: now - first_step,
         };
         // A caller that went away meanwhile does not want it.
-        if self.reply.send(Ok(Answer { rows: self.rows.into(), receipt })).is_err() {
+        if self.reply.send(Ok(Answer { rows: rows.into(), receipt })).is_err() {
             metrics::counter!(names::REQUESTS_CANCELLED_TOTAL).increment(1);
         }
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::active::Active;
+use super::active::{Active, IDS, Output, ROWS, WEIGHTS};
 use super::interface::{
     ClientKey, DrainReport, PhaseTimes, RankState, RankStatus, ServiceState, StepError, StepTiming,
 };
@@ -73,12 +73,13 @@ pub(super) struct Driver {
 impl Driver {
     pub(super) fn new(shared: Arc<Shared>, cluster: ClusterConfig, config: SchedulerConfig) -> Self {
         let metrics = StepMetrics::new(cluster.shape.ranks as usize);
+        let copier = Copier::new(config.copy_threads, cluster.spin);
         Driver {
             shared,
             cluster: Arc::new(cluster),
             config,
             metrics,
-            copier: Copier::default(),
+            copier,
             queue: FairQueue::default(),
             active: HashMap::new(),
             launched: VecDeque::new(),
@@ -96,8 +97,6 @@ impl Driver {
     }
 
     pub(super) fn run(mut self) {
-        // Here, because this thread is to be one of them.
-        self.copier = Copier::new(self.config.copy_threads);
         show_counters_of_faults();
         while self.end.is_none() {
             self.take_mail();
@@ -330,16 +329,20 @@ impl Driver {
             Some((take.item, active.begin_step(step, take.tokens, now)))
         });
         let plan = pieces(ranges.collect::<Vec<_>>().into_iter(), total, ranks);
-        group.begin();
-        let mut parts = Vec::with_capacity(plan.len());
         let mut tokens_per_rank = vec![0; ranks];
-        for piece in plan {
-            let Some(active) = self.active.get_mut(&piece.item) else { continue };
-            active.count_tokens(piece.rank, piece.rows.len());
+        for piece in &plan {
             tokens_per_rank[piece.rank.index()] += piece.rows.len();
-            let staged = group.stage(piece.rank, slot, lane.top_k, &active.rows(piece.rows), &self.copier)?;
-            parts.push((piece.item, staged));
+            if let Some(active) = self.active.get_mut(&piece.item) {
+                active.count_tokens(piece.rank, piece.rows.len());
+            }
         }
+        let mut forming = group.begin(slot, lane.top_k);
+        let mut parts = Vec::with_capacity(plan.len());
+        for piece in plan {
+            let Some(active) = self.active.get(&piece.item) else { continue };
+            parts.push((piece.item, forming.stage(piece.rank, &active.rows(piece.rows))?));
+        }
+        forming.copy(&mut self.copier);
         group.launch(step, slot, lane.layer, lane.top_k, total)?;
         tracing::debug!(%step, layer = %lane.layer, tokens = total, requests = takes.len(), "step launched");
         self.launched.push_back(Launched { step, lane, formed: now, parts, tokens_per_rank });
@@ -363,18 +366,27 @@ impl Driver {
         let now = Instant::now();
         let generation = group.generation();
         let ranks = self.cluster.shape.ranks as usize;
-        let mut timed = None;
+        // A request's parts follow each other.
+        let (mut keys, mut outputs, mut pieces) = (Vec::new(), Vec::<Output>::new(), Vec::new());
+        let mut first = 0;
         for (key, staged) in &launched.parts {
             let Some(active) = self.active.get_mut(key) else { continue };
-            if timed != Some(*key) {
+            if keys.last() != Some(key) {
                 active.time(timing);
-                timed = Some(*key);
+                keys.push(*key);
+                first = outputs.as_flattened().len();
+                outputs.push(active.give_output());
             }
-            active.take_rows(group.answer(staged), &self.copier);
+            pieces.push((first + ROWS, group.answer(staged)));
             if active.wants_routing() {
                 let (ids, weights) = group.routing(staged, launched.lane.top_k);
-                active.take_routing(ids, weights);
+                pieces.extend([(first + IDS, ids), (first + WEIGHTS, weights)]);
             }
+        }
+        self.copier.append(&pieces, outputs.as_flattened_mut());
+        for (key, output) in keys.iter().zip(outputs) {
+            let Some(active) = self.active.get_mut(key) else { continue };
+            active.take_output(output);
             if active.is_whole()
                 && let Some(active) = self.active.remove(key)
             {

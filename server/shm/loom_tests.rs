@@ -1,5 +1,5 @@
-//! The ring and the doorbell under loom, which runs each small scenario in every interleaving that the memory model
-//! allows. Both algorithms are generic over their atomics, so what is checked here is the code that runs.
+//! The ring, the doorbell and the copying threads' portions under loom, which runs each small scenario in every interleaving that the memory model
+//! allows. The algorithms are generic over their atomics, so what is checked here is the code that runs.
 
 #![allow(unsafe_code, reason = "loom's cells are accessed through raw pointers")]
 
@@ -7,10 +7,11 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use loom::cell::UnsafeCell;
-use loom::sync::atomic::{AtomicU32, AtomicU64};
+use loom::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
+use super::copier::portions::Portions;
 use super::ring::{RingConsumer, RingMemory, RingProducer, Word64};
 use super::wait::{Doorbell, FutexWord, Patience};
 
@@ -197,5 +198,53 @@ fn loom_doorbell_two_ringers() {
         for ringer in ringers {
             ringer.join().expect("no panic");
         }
+    });
+}
+
+/// The owner writes the next work down only when nobody reads the last one any more, each portion is done once, and what
+/// a helper did is there for the owner.
+#[test]
+fn loom_portions() {
+    struct Work {
+        portions: Portions<AtomicUsize>,
+        number: UnsafeCell<usize>,
+        done: [UnsafeCell<usize>; 2],
+    }
+    // SAFETY: shared so that loom can check the accesses.
+    unsafe impl Sync for Work {}
+    // SAFETY: as above.
+    unsafe impl Send for Work {}
+    impl Work {
+        fn take_part(&self) {
+            while let Some(portion) = self.portions.take() {
+                // SAFETY: loom checks every access before it happens.
+                let number = self.number.with(|number| unsafe { *number });
+                // SAFETY: as above.
+                self.done[portion].with_mut(|done| unsafe { *done += number });
+                self.portions.done();
+            }
+        }
+    }
+    loom::model(|| {
+        let work = Arc::new(Work {
+            portions: Portions::over(AtomicUsize::new(0), AtomicUsize::new(0)),
+            number: UnsafeCell::new(0),
+            done: [UnsafeCell::new(0), UnsafeCell::new(0)],
+        });
+        let helping = Arc::clone(&work);
+        let helper = thread::spawn(move || helping.take_part());
+        for (number, portions) in [(3, 2), (5, 1)] {
+            // SAFETY: loom checks every access before it happens.
+            work.number.with_mut(|at| unsafe { *at = number });
+            work.portions.offer(portions);
+            work.take_part();
+            while !work.portions.all_done() {
+                thread::yield_now();
+            }
+        }
+        // SAFETY: as above.
+        let done = work.done.each_ref().map(|done| done.with(|done| unsafe { *done }));
+        assert_eq!(done, [8, 3]);
+        helper.join().expect("sound");
     });
 }

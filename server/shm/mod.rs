@@ -4,6 +4,7 @@
 //! * [`wait`]: spin-then-futex waiting, and the [`wait::Doorbell`] that many ring and one waits on.
 //! * [`ring`]: a single-producer, single-consumer ring of fixed-size records.
 //! * [`window`] and [`exchange`]: the symmetric windows of an EP group on CPU ranks, and whose turn it is to touch them.
+//! * [`copier`]: copies of many rows by several threads.
 //! * [`channel`]: step descriptors, completions and staging between the router and its ranks.
 //!
 //! Unsafe code of this layer stands in `region` (mapping and views) and in the modules that say when a view's memory
@@ -22,8 +23,8 @@ pub mod window;
 mod loom_tests;
 
 pub use channel::{
-    ChannelError, Completion, ExpertsNotice, GroupShape, Pulse, RankChannel, RankStaging, RouterBell,
-    RouterChannel, Segment, StageRows, Staged, StagingPlace, StepDescriptor,
+    ChannelError, Completion, ExpertsNotice, Forming, GroupShape, Pulse, RankChannel, RankStaging,
+    RouterBell, RouterChannel, Segment, StageRows, Staged, StagingPlace, StepDescriptor,
 };
 pub use copier::Copier;
 pub use pieces::{Pieces, Slices};

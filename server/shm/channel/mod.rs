@@ -13,7 +13,7 @@ mod router;
 pub use places::GroupShape;
 pub use rank::{ExpertsNotice, Pulse, RankChannel, RankStaging, StagingPlace};
 pub use records::{Completion, Segment, StepDescriptor};
-pub use router::{RouterChannel, StageRows, Staged};
+pub use router::{Forming, RouterChannel, StageRows, Staged};
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -107,9 +107,11 @@ mod tests {
     use std::time::Duration;
 
     use bytemuck::Zeroable;
+    use bytes::Bytes;
     use rand::RngExt as _;
 
     use super::super::copier::Copier;
+    use super::super::pieces::Pieces;
     use super::super::wait::Patience;
     use super::*;
     use crate::types::{DType, Slot};
@@ -146,16 +148,15 @@ mod tests {
             let slot = (sequence % 2) as u32;
             let (halves, singles) = (random(3 * 3 * 2), random(2 * 3 * 4));
             let (ids, weights) = (random(2 * 2 * 4), random(2 * 2 * 4));
-            router.begin();
-            let staged = router
-                .stage(Rank(1), Slot(slot), 2, &piece(&halves, 3, DType::Bf16), &Copier::default())
-                .unwrap();
+            let mut forming = router.begin(Slot(slot), 2);
+            let staged = forming.stage(Rank(1), &piece(&halves, 3, DType::Bf16)).unwrap();
             let given = StageRows {
                 routing: Some((&ids, &weights)),
                 shared_experts: false,
                 ..piece(&singles, 2, DType::F32)
             };
-            let routed = router.stage(Rank(1), Slot(slot), 2, &given, &Copier::default()).unwrap();
+            let routed = forming.stage(Rank(1), &given).unwrap();
+            forming.copy(&mut Copier::default());
             router.launch(&step(sequence, slot)).unwrap();
 
             let idle = zero.wait_step(Duration::ZERO, &stop).unwrap().unwrap();
@@ -190,27 +191,83 @@ mod tests {
     }
 
     #[test]
-    fn more_than_staging_holds_is_refused_before_anything_is_written() {
+    fn more_than_staging_holds_is_refused_before_any_row_is_copied() {
+        let bell = RouterBell::create().unwrap();
         let mut router = RouterChannel::create(&shape()).unwrap();
-        router.begin();
+        let mut rank = join(&router, &bell, 0);
         let six = random(6 * 12);
-        let error =
-            router.stage(Rank(0), Slot(0), 2, &piece(&six, 6, DType::F32), &Copier::default()).unwrap_err();
+        let one = piece(&six[..12], 1, DType::F32);
+        let mut forming = router.begin(Slot(0), 3);
+        let error = forming.stage(Rank(0), &one).unwrap_err();
+        assert!(matches!(error, ChannelError::Capacity { what: "k", .. }), "{error}");
+        let mut forming = router.begin(Slot(0), 2);
+        let error = forming.stage(Rank(0), &piece(&six, 6, DType::F32)).unwrap_err();
         assert!(
             matches!(error, ChannelError::Capacity { what: "rows", needed: 6, capacity: 5, .. }),
             "{error}"
         );
-        let error = router
-            .stage(Rank(0), Slot(0), 3, &piece(&six[..12], 1, DType::F32), &Copier::default())
-            .unwrap_err();
-        assert!(matches!(error, ChannelError::Capacity { what: "k", .. }), "{error}");
         for _ in 0..4 {
-            router.stage(Rank(0), Slot(0), 2, &piece(&six[..12], 1, DType::F32), &Copier::default()).unwrap();
+            forming.stage(Rank(0), &one).unwrap();
         }
-        let error = router
-            .stage(Rank(0), Slot(0), 2, &piece(&six[..12], 1, DType::F32), &Copier::default())
-            .unwrap_err();
+        let error = forming.stage(Rank(0), &one).unwrap_err();
         assert!(matches!(error, ChannelError::Capacity { what: "segments", .. }), "{error}");
+        router.launch(&step(1, 0)).unwrap();
+        let step = rank.wait_step(Duration::ZERO, &AtomicBool::new(false)).unwrap().unwrap();
+        assert!(rank.staging(&step).rows.iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn a_step_of_several_ranks_is_staged_in_one_batch() {
+        let shape = GroupShape { hidden: 1000, max_tokens_per_rank: 150, ..shape() };
+        let bell = RouterBell::create().unwrap();
+        let mut router = RouterChannel::create(&shape).unwrap();
+        let join = |rank| {
+            let fd = router.fd().try_clone_to_owned().unwrap();
+            RankChannel::join(&shape, Rank(rank), fd, bell.bell().clone()).unwrap()
+        };
+        let mut ranks = [join(0), join(1)];
+        let mut copier = Copier::new(3, Duration::from_micros(100));
+        for sequence in 1..20_u64 {
+            // Rows as they arrived: in frames of an odd length, in two requests, the first of which both ranks share.
+            let sizes = [200, 7 + sequence as usize];
+            let requests = sizes.map(|tokens| Bytes::from(random(tokens * 2000)));
+            let framed = |bytes: &Bytes| -> Pieces {
+                (0..bytes.len()).step_by(4097).map(|at| bytes.slice(at..bytes.len().min(at + 4097))).collect()
+            };
+            let framed = requests.each_ref().map(framed);
+            let rows = |request: usize, range: std::ops::Range<usize>| StageRows {
+                rows: framed[request].slices(range.start * 2000..range.end * 2000),
+                ..piece(&[], range.len(), DType::Bf16)
+            };
+            let slot = Slot((sequence % 2) as u32);
+            let mut forming = router.begin(slot, 2);
+            let staged = [
+                forming.stage(Rank(0), &rows(0, 0..120)).unwrap(),
+                forming.stage(Rank(1), &rows(0, 120..200)).unwrap(),
+                forming.stage(Rank(1), &rows(1, 0..sizes[1])).unwrap(),
+            ];
+            forming.copy(&mut copier);
+            router.launch(&step(sequence, slot.0)).unwrap();
+            let steps = ranks.each_mut().map(|rank| rank.step().unwrap().unwrap());
+            assert_eq!(steps.map(|step| step.tokens as usize), [120, 80 + sizes[1]]);
+            assert!(ranks[0].staging(&steps[0]).rows[..240_000] == requests[0][..240_000]);
+            let staging = ranks[1].staging(&steps[1]);
+            let second = staging.segments[1].byte_offset as usize;
+            assert!(staging.rows[..160_000] == requests[0][240_000..]);
+            assert!(staging.rows[second..][..requests[1].len()] == requests[1]);
+            for (rank, step) in ranks.iter_mut().zip(&steps) {
+                let completion = Completion { sequence, slot: step.slot, ..Completion::zeroed() };
+                rank.complete(&completion).unwrap();
+            }
+            for rank in 0..2 {
+                assert_eq!(router.completion(Rank(rank)).unwrap().unwrap().sequence, sequence);
+            }
+            let mut answers = [Vec::new(), Vec::new()];
+            let pieces: Vec<(usize, &[u8])> =
+                [0, 0, 1].into_iter().zip(staged.iter().map(|staged| router.answer(staged))).collect();
+            copier.append(&pieces, &mut answers);
+            assert!(answers[0] == requests[0] && answers[1] == requests[1]);
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use bytemuck::Pod;
 
-use super::super::copier::Copier;
+use super::super::copier::{Batch, Copier};
 use super::super::pieces::Slices;
 use super::super::region::{SharedRegion, SharedSlice};
 use super::super::ring::{RingConsumer, RingProducer};
@@ -107,74 +107,13 @@ impl RouterChannel {
         self.region.as_fd()
     }
 
-    /// Begins forming a step: every rank's staging of the next slot counts as empty.
-    pub fn begin(&mut self) {
+    /// Begins forming the step of `slot`, which no step in flight has, with `top_k` experts per token: every rank's
+    /// staging there counts as empty.
+    pub fn begin(&mut self, slot: Slot, top_k: usize) -> Forming<'_, '_> {
         for link in &mut self.links {
             link.cursor = Cursor::default();
         }
-    }
-
-    /// Copies rows into the staging of `rank`, with `copier`.
-    ///
-    /// # Errors
-    /// [`ChannelError::Capacity`] if they do not fit; nothing is staged then.
-    pub fn stage(
-        &mut self,
-        rank: Rank,
-        slot: Slot,
-        top_k: usize,
-        piece: &StageRows<'_>,
-        copier: &Copier,
-    ) -> Result<Staged, ChannelError> {
-        let shape = &self.shape;
-        let link = &mut self.links[rank.index()];
-        let cursor = link.cursor;
-        let fits = |what, needed: usize, capacity: usize| {
-            if needed <= capacity {
-                Ok(())
-            } else {
-                Err(ChannelError::Capacity { rank, what, needed, capacity })
-            }
-        };
-        fits("rows", cursor.rows + piece.tokens, shape.max_tokens_per_rank)?;
-        fits("segments", cursor.segments + 1, shape.max_segments)?;
-        fits("k", top_k, shape.max_top_k)?;
-        fits("bytes", cursor.bytes + piece.rows.len(), shape.row_area_bytes())?;
-        let staging = &link.slots[slot.index()];
-        let mut flags = 0;
-        copy_in(&staging.rows, cursor.bytes, piece.rows, copier);
-        if let Some((ids, weights)) = piece.routing {
-            flags |= Segment::GIVEN_ROUTING;
-            copy_in(&staging.ids, cursor.rows * top_k, ids, copier);
-            copy_in(&staging.weights, cursor.rows * top_k, weights, copier);
-        }
-        if let Some(token_ids) = piece.token_ids {
-            copy_in(&staging.token_ids, cursor.rows, token_ids, copier);
-        }
-        if piece.shared_experts {
-            flags |= Segment::SHARED_EXPERTS;
-        }
-        let segment = Segment {
-            byte_offset: cursor.bytes as u64,
-            first_row: cursor.rows as u32,
-            rows: piece.tokens as u32,
-            dtype: piece.dtype as u32,
-            flags,
-        };
-        copy_in(&staging.segments, cursor.segments, bytemuck::bytes_of(&segment), copier);
-        link.cursor = Cursor {
-            rows: cursor.rows + piece.tokens,
-            bytes: (cursor.bytes + piece.rows.len()).next_multiple_of(SEGMENT_ALIGN),
-            segments: cursor.segments + 1,
-        };
-        Ok(Staged {
-            rank,
-            slot,
-            byte_offset: cursor.bytes,
-            bytes: piece.rows.len(),
-            first_row: cursor.rows,
-            rows: piece.tokens,
-        })
+        Forming { channel: self, slot, top_k, batch: Batch::default() }
     }
 
     /// Hands the formed step to every rank; `common` gives what is the same for all.
@@ -244,13 +183,88 @@ impl RouterChannel {
     }
 }
 
-/// Copies bytes to elements `at..` of `to`, which the caller has to itself.
-fn copy_in<'a, T: Pod>(to: &SharedSlice<T>, at: usize, bytes: impl Into<Slices<'a>>, copier: &Copier) {
-    let bytes = bytes.into();
+/// A step being formed: rows are given their places piece by piece, and are copied there all at once.
+#[derive(Debug)]
+pub struct Forming<'c, 'a> {
+    // Mutable, so that the slot's staging is used for nothing else until the copies are made.
+    channel: &'c mut RouterChannel,
+    slot: Slot,
+    top_k: usize,
+    batch: Batch<'a>,
+}
+
+impl<'a> Forming<'_, 'a> {
+    /// Gives rows a place in the staging of `rank`.
+    ///
+    /// # Errors
+    /// [`ChannelError::Capacity`] if they do not fit.
+    pub fn stage(&mut self, rank: Rank, piece: &StageRows<'a>) -> Result<Staged, ChannelError> {
+        let Forming { channel, slot, top_k, batch } = self;
+        let (shape, top_k) = (&channel.shape, *top_k);
+        let link = &mut channel.links[rank.index()];
+        let cursor = link.cursor;
+        let fits = |what, needed: usize, capacity: usize| {
+            if needed <= capacity {
+                Ok(())
+            } else {
+                Err(ChannelError::Capacity { rank, what, needed, capacity })
+            }
+        };
+        fits("rows", cursor.rows + piece.tokens, shape.max_tokens_per_rank)?;
+        fits("segments", cursor.segments + 1, shape.max_segments)?;
+        fits("k", top_k, shape.max_top_k)?;
+        fits("bytes", cursor.bytes + piece.rows.len(), shape.row_area_bytes())?;
+        let staging = &link.slots[slot.index()];
+        let mut flags = 0;
+        place(&staging.rows, cursor.bytes, piece.rows, batch);
+        if let Some((ids, weights)) = piece.routing {
+            flags |= Segment::GIVEN_ROUTING;
+            place(&staging.ids, cursor.rows * top_k, ids.into(), batch);
+            place(&staging.weights, cursor.rows * top_k, weights.into(), batch);
+        }
+        if let Some(token_ids) = piece.token_ids {
+            place(&staging.token_ids, cursor.rows, token_ids.into(), batch);
+        }
+        if piece.shared_experts {
+            flags |= Segment::SHARED_EXPERTS;
+        }
+        // SAFETY: the slot is this side's, for this borrow of the channel alone.
+        let segments = unsafe { staging.segments.as_mut_slice() };
+        segments[cursor.segments] = Segment {
+            byte_offset: cursor.bytes as u64,
+            first_row: cursor.rows as u32,
+            rows: piece.tokens as u32,
+            dtype: piece.dtype as u32,
+            flags,
+        };
+        link.cursor = Cursor {
+            rows: cursor.rows + piece.tokens,
+            bytes: (cursor.bytes + piece.rows.len()).next_multiple_of(SEGMENT_ALIGN),
+            segments: cursor.segments + 1,
+        };
+        Ok(Staged {
+            rank,
+            slot: *slot,
+            byte_offset: cursor.bytes,
+            bytes: piece.rows.len(),
+            first_row: cursor.rows,
+            rows: piece.tokens,
+        })
+    }
+
+    /// Copies everything to its place, with `copier`.
+    pub fn copy(self, copier: &mut Copier) {
+        copier.stream(self.batch);
+    }
+}
+
+/// Has bytes copied to elements `at..` of `to`, which the caller has to itself until the batch is copied.
+fn place<'a, T: Pod>(to: &SharedSlice<T>, at: usize, bytes: Slices<'a>, batch: &mut Batch<'a>) {
     let capacity = to.len() * size_of::<T>();
     let start = at * size_of::<T>();
     assert!(start <= capacity && bytes.len() <= capacity - start, "checked when the piece was staged");
     // SAFETY: in bounds (asserted); the destination is shared memory that only this side touches now (module's text),
-    // and so does not overlap `bytes`.
-    unsafe { copier.stream(bytes, to.as_ptr().cast::<u8>().add(start)) }
+    // and so overlaps nothing that is read. Cursors advance, so it overlaps nothing that is written; the batch borrows
+    // the channel, and with it the memory.
+    unsafe { batch.push(bytes, to.as_ptr().cast::<u8>().add(start)) }
 }
