@@ -87,7 +87,7 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
                     if (w * 3 >= mean && (w <= 32 || mean * 8 >= w) && (r >= 128 || mean < 48)) list.push_back({r, w});
             }
         }
-        if (tune && m.format == EXPERTD_BF16) list.push_back({EXPERTD_TILE_TALL, 0});
+        if (tune && m.format == EXPERTD_BF16) list.push_back({EXPERTD_TILE_TALL, 0}), list.push_back({EXPERTD_TILE_TURNS, 0});
         for (const Variant& v : list) {
             cudaGraph_t graph;
             cudaGraphExec_t exec;

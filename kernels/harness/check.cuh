@@ -35,7 +35,8 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         for (int w : {32, widest}) list.push_back({128, w, blocks, 0}), list.push_back({256, w, blocks, 0});
         for (int w : {32, widest}) list.push_back({32, w, blocks, 0});
         if (m.format == EXPERTD_BF16)
-            for (int w : {0, 32, 64, 128}) list.push_back({EXPERTD_TILE_TALL, w, blocks, 0});
+            for (int r : {EXPERTD_TILE_TALL, EXPERTD_TILE_TURNS})
+                for (int w : {0, 32, 64, 128}) list.push_back({r, w, blocks, 0});
         list.push_back({0, 0, 7, 0});
         list.push_back({0, 0, blocks, 1});
     }

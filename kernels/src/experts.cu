@@ -26,7 +26,7 @@ template <class... Known> bool one_of(int value, Known... known) { return ((valu
 bool valid(const ExpertdExpertsParams& p) {
     return one_of(p.format, EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4) && p.tile_tokens <= ENTRIES[p.format].widest &&
            one_of(p.tile_tokens, 0, 32, 64, 128, 192, 256) && (one_of(p.tile_rows, 0, 16, 32, 64, 128, 256) ||
-            (p.tile_rows == EXPERTD_TILE_TALL && p.format == EXPERTD_BF16 && p.tile_tokens <= 128)) &&
+            (one_of(p.tile_rows, EXPERTD_TILE_TALL, EXPERTD_TILE_TURNS) && p.format == EXPERTD_BF16 && p.tile_tokens <= 128)) &&
            p.layers != nullptr && p.expert_offsets != nullptr && p.row_index != nullptr && p.row_weight != nullptr &&
            p.x != nullptr && p.y != nullptr && p.x_panels != nullptr && p.h != nullptr && p.state != nullptr &&
            p.x_stride % 8 == 0 && p.experts >= 1 && p.experts <= EXPERTD_MAX_EXPERTS && p.hidden > 0 &&

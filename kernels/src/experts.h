@@ -38,7 +38,9 @@ enum ExpertdFormat {
 };
 
 enum {
-    EXPERTD_TILE_TALL = 1 /* of ExpertdExpertsParams.tile_rows: 256 weight rows for one block */
+    /* Of ExpertdExpertsParams.tile_rows. */
+    EXPERTD_TILE_TALL = 1, /* 256 weight rows for one block */
+    EXPERTD_TILE_TURNS = 2 /* segments shared by two blocks, in each of which they go to the two warpgroups in turn */
 };
 
 enum ExpertdLaunchFlags {
@@ -83,7 +85,7 @@ typedef struct ExpertdExpertsParams {
     int32_t blocks;                    /* thread blocks, rounded up to an even number; 0 = one per SM */
     int32_t tile_tokens;               /* widest token tile: 32, 64, 128, bf16 also 192, 256; 0 = chosen on the device */
     int32_t tile_rows;                 /* weight rows of a tile: 16, 32, 64, 128, 256 (shared by two blocks), bf16 with up to
-                                          128 tokens also EXPERTD_TILE_TALL; 0 = chosen on the device */
+                                          128 tokens also EXPERTD_TILE_TALL and _TURNS; 0 = chosen on the device */
     int32_t flags;                     /* enum ExpertdLaunchFlags */
     int32_t format;                    /* enum ExpertdFormat, of all layers that are launched with these parameters */
 } ExpertdExpertsParams;

@@ -31,6 +31,11 @@ pub const FP8: i32 = 1;
 /// Weights in MXFP4 units.
 pub const MXFP4: i32 = 2;
 
+/// [`ExpertsParams::tile_rows`]: 256 weight rows for one block ([`BF16`], up to 128 tokens).
+pub const TILE_TALL: i32 = 1;
+/// [`ExpertsParams::tile_rows`]: segments shared by two blocks, whose warpgroups take them in turn ([`BF16`], up to 128 tokens).
+pub const TILE_TURNS: i32 = 2;
+
 /// The matrices that a pack makes.
 pub const PACK_GATE_UP: i32 = 0;
 /// See [`PACK_GATE_UP`].
@@ -102,7 +107,7 @@ pub struct ExpertsParams {
     pub blocks: i32,
     /// 0: chosen on the device.
     pub tile_tokens: i32,
-    /// 0: chosen on the device. Other values: `experts.h`.
+    /// 0: chosen on the device. [`TILE_TALL`], [`TILE_TURNS`]; other values: `experts.h`.
     pub tile_rows: i32,
     /// [`PROGRAMMATIC`].
     pub flags: i32,

@@ -74,11 +74,13 @@ template <class Format> struct Block {
     // k blocks of a segment: what the unit of weights spans, one panel or several.
     __device__ int k_blocks(const Segment& s) const { return divide_up(k_panels(s), Format::BLOCK_PANELS); }
     __device__ int per_stage(const Segment& s) const {
-        return plan.pairs ? 1 : blocks_per_stage(s.rows, s.tokens, plan.tile_tokens);
+        return blocks_per_stage(plan.rows(s.phase), s.tokens, plan);
     }
-    // Few rows: x, h and the counters would be late behind a whole ring of weights in the memory system, and with little to
-    // compute each wait for them is felt. So the ring is filled in portions, each as soon as an earlier one has landed.
-    __device__ bool paced() const { return plan.tile_tokens <= LOW_SEGMENT_TOKENS; }
+    // Shared by the warpgroups, half of the rows each; else it is one's.
+    __device__ bool shared_segment(const Segment& s) const { return !plan.in_turn && (s.rows > 64 || plan.pairs); }
+    // Little to do: x, h and the counters would be late behind a whole ring of weights in the memory system, and each wait for
+    // them is felt. So the ring is filled in portions, each as soon as an earlier one has landed.
+    __device__ bool paced() const { return plan.paced; }
     __device__ uint32_t weight_stage(int slot) const { return weight_ring + slot * stage_weight_bytes<Format>(plan.block_rows); }
     __device__ uint32_t token_stage(int slot) const {
         return token_ring + slot * stage_token_bytes<Format>(plan.tile_tokens);
@@ -107,8 +109,8 @@ __device__ __forceinline__ void release_stage(const Block<Format>& block, int sl
     if (!arrives_for_warp()) return;
     barrier_arrive(&block.shared.stage_empty[slot], arrivals);
     if (block.plan.pairs) {
-        barrier_arrive_at(&block.shared.pair_empty[slot], 0);
-        barrier_arrive_at(&block.shared.pair_empty[slot], 1);
+        barrier_arrive_at(&block.shared.pair_empty[slot], 0, arrivals);
+        barrier_arrive_at(&block.shared.pair_empty[slot], 1, arrivals);
     }
 }
 

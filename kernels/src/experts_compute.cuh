@@ -87,11 +87,12 @@ __device__ __forceinline__ void compute(const Block<Bf16>& block, const Segment&
             stage.advance(block.plan.stages);
         }
     }
+    // Everything has arrived: the other warpgroup may wait for its own.
+    if (!shared_segment && arrives_for_warp()) barrier_arrive(&shared.turn[warpgroup]);
     wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < HALVES * CHAINS; c++) wgmma_pin(sums[c]);
     release_stage(block, previous, shared_segment ? 1 : 2);
-    if (!shared_segment && arrives_for_warp()) barrier_arrive(&shared.turn[warpgroup]);
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
         if (HALVES == 2 && from + half * 64 >= segment.rows) break;

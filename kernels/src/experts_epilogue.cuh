@@ -97,9 +97,9 @@ template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, floa
     }
     const Activation activate(p);
     const bool on_input = p.weight_on_input != 0;
-    // Panel of the warpgroup's features; a token's 64 bytes never straddle panels.
-    uint16_t* panel = static_cast<uint16_t*>(p.h) + (int64_t(feature / PANEL_K) * p.panel_rows + e.segment.panel_row) * PANEL_K;
-    const int first_chunk = feature % PANEL_K / 8;
+    // What this thread stores of each token: a chunk of eight features.
+    const int stored = feature + thread % 4 * 8, stored_chunk = stored % PANEL_K / 8;
+    uint16_t* panel = static_cast<uint16_t*>(p.h) + (int64_t(stored / PANEL_K) * p.panel_rows + e.segment.panel_row) * PANEL_K;
 #pragma unroll
     for (int from = 0; from < N; from += STAGING_TOKENS) {
         if (from >= tokens) break;
@@ -130,7 +130,7 @@ template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, floa
             const int token = thread / 4 + i * 32, chunk = thread % 4;
             if (from + i * 32 < N && from + token < tokens && chunk * 16 < e.rows) {
                 const uint4 v = load_shared_16(e.staging + token * 64 + ((chunk ^ (token / 2 % 4)) * 16));
-                *reinterpret_cast<uint4*>(panel + (from + token) * PANEL_K + (((first_chunk + chunk) ^ (token % 8)) * 8)) = v;
+                *reinterpret_cast<uint4*>(panel + (from + token) * PANEL_K + ((stored_chunk ^ (token % 8)) * 8)) = v;
             }
         }
     }

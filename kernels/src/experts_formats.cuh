@@ -14,7 +14,7 @@ struct Bf16 {
     static constexpr int UNIT_BYTES = UNIT_ROWS * PANEL_ROW_BYTES; // of 16 rows and one k block
     static constexpr int BLOCK_PANELS = 1;                         // panels of a k block
     static constexpr int MAX_TOKENS = 256;                         // widest token tile
-    static constexpr bool TALL = true;                             // tall segments, see experts_schedule.cuh
+    static constexpr bool HALVES = true; // a warpgroup may compute twice 64 weight rows: tall segments, pairs in turn
 };
 
 __device__ __forceinline__ uint32_t rotate_right(uint32_t x, int by) { return __funnelshift_r(x, x, by); }
@@ -29,7 +29,7 @@ struct Fp8 {
     static constexpr int UNIT_BYTES = FP8_UNIT_BYTES;
     static constexpr int BLOCK_PANELS = 2;
     static constexpr int MAX_TOKENS = 128; // sums of a k block and sums of all of them share the registers
-    static constexpr bool TALL = false;
+    static constexpr bool HALVES = false;
     static constexpr bool SCALED_SUMS = true;
     static constexpr int CHUNK_STEPS = 2; // wgmma steps of 16 k in a lane's 16 bytes
 
@@ -60,7 +60,7 @@ struct Mxfp4 {
     static constexpr int UNIT_BYTES = MXFP4_UNIT_BYTES;
     static constexpr int BLOCK_PANELS = 2;
     static constexpr int MAX_TOKENS = 128;
-    static constexpr bool TALL = false;
+    static constexpr bool HALVES = false;
     static constexpr bool SCALED_SUMS = false;
     static constexpr int CHUNK_STEPS = 4;
 

@@ -29,7 +29,7 @@ __device__ __forceinline__ void compute_any(const Block<Bf16>& block, const Segm
     const int n = segment.tokens;
 #define EXPERTD_UP_TO(N) else if (n <= N) EXPERTD_COMPUTE(N);
 #define EXPERTD_COMPUTE(N) compute<N, 2>(block, segment, from, shared_segment, slot, stage)
-    if (block.plan.block_rows == TALL_ROWS) {
+    if (shared_segment ? block.plan.block_rows == TALL_ROWS : segment.rows > 64) {
         if (n <= 16) EXPERTD_COMPUTE(16);
         EXPERTD_UP_TO(32)
         EXPERTD_UP_TO(48)
@@ -95,7 +95,7 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
         barrier_wait(&shared.segment_full[slot.slot], slot.parity);
         const Segment segment = uniform(shared.segments[slot.slot]);
         if (segment.phase == 2) break;
-        const bool shared_segment = segment.rows > 64 || block.plan.pairs;
+        const bool shared_segment = block.shared_segment(segment);
         const bool mine = shared_segment || turn == warpgroup;
         if (!shared_segment) turn ^= 1;
         if (!mine) { // not before the other is through with them: a barrier's parity tells two rounds of the ring apart, not three
@@ -112,7 +112,7 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
         if (segment.phase == 0 && mine) {
             named_sync<128>(STAGING_BARRIER + warpgroup);
             const int from = shared_segment ? warpgroup * (block.plan.block_rows / 2) : 0;
-            const int rows = min(block.plan.block_rows / 2, segment.rows - from);
+            const int rows = shared_segment ? min(block.plan.block_rows / 2, segment.rows - from) : segment.rows;
             if (threadIdx.x % 128 == 0 && rows > 0) publish(block.h_ready(segment.expert), rows / UNIT_ROWS);
         }
     }

@@ -27,6 +27,8 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
                                            : tall_segments<Format>(p, shared.longest, shared.active, shared.tables.offset[p.experts]);
     plan.block_rows = tall ? TALL_ROWS : TILE_ROWS;
     plan.tile_tokens = p.tile_tokens != 0 ? p.tile_tokens : tile_tokens_for<Format>(shared.longest, plan.block_rows);
+    if (p.tile_rows == EXPERTD_TILE_TURNS) plan.tile_tokens = min(plan.tile_tokens, 128);
+    plan.paced = paced<Format>(p, plan, shared.active);
     plan.stages = stages_for<Format>(plan.tile_tokens, plan.block_rows);
 
     const int tiles[2] = {divide_up(count[0], plan.tile_tokens), divide_up(count[1], plan.tile_tokens)};
@@ -49,10 +51,12 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
         if (e <= p.experts) shared.tables.tile[e] = tiles_before, shared.tables.row[e] = rows_before;
         tiles_before += tiles[i], rows_before += rows[i];
     }
-    plan.pairs = p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS
-                                  : !tall && plan.tile_tokens > PAIR_TOKENS && min(p.hidden, p.inter) >= PAIR_K;
-    plan.rows[0] = p.tile_rows != 0 && !tall ? p.tile_rows : segment_rows_for(2 * p.inter, plan);
-    plan.rows[1] = p.tile_rows != 0 && !tall ? p.tile_rows : segment_rows_for(p.hidden, plan);
+    plan.in_turn = p.tile_rows != 0 ? p.tile_rows == EXPERTD_TILE_TURNS : !tall && pairs_in_turn<Format>(p, plan);
+    plan.pairs = plan.in_turn || (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS
+                                                   : !tall && plan.tile_tokens > PAIR_TOKENS && min(p.hidden, p.inter) >= PAIR_K);
+    const int given = tall || plan.in_turn ? 0 : min(p.tile_rows, TILE_ROWS);
+    plan.up_rows = plan.in_turn ? level_rows(2 * p.inter, plan.tiles) : given != 0 ? given : segment_rows_for(2 * p.inter, plan);
+    plan.down_rows = plan.in_turn ? LOW_ROWS : given != 0 ? given : segment_rows_for(p.hidden, plan);
     __syncthreads();
     return plan;
 }

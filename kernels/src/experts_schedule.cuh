@@ -9,6 +9,9 @@
 // has half of its weight rows, and each brings half of the tokens for both. That saves a third of the reads from L2.
 // Pairs take every n-th segment instead of drawing, so that both blocks know the next one without a word.
 //
+// Few wide experts with few tokens also go to pairs, for the sake of weights: what the two blocks read at a time lies
+// together in memory, also where low segments give every SM some of down. There each warpgroup has segments of its own.
+//
 // No segment splits k, so the bits of a row depend neither on the division of work nor on the rows beside it.
 #pragma once
 
@@ -22,7 +25,7 @@ constexpr int TILE_ROWS = 128;       // weight rows of a segment: 64 per consume
 constexpr int TALL_ROWS = 256;       // weight rows of a tall segment, 128 per consumer warpgroup, which halves the reads of
 constexpr int TALL_TOKENS = 144;     // tokens from L2; its token tiles are no wider than this (registers)
 constexpr int TALL_MEAN = 272;       // experts have at most this many tokens, in two tiles, on average, and
-constexpr int TALL_SEGMENTS = 4;     // every SM gets this many tall segments of down
+constexpr int TALL_SEGMENTS = 5;     // every two SMs get this many tall segments of down
 constexpr int MAX_TILE_TOKENS = 256; // widest wgmma
 constexpr int TOKEN_TILE_GROUP = 8;  // token tiles that share weight rows while these are in L2
 constexpr int LOW_ROWS = 64;         // weight rows of a segment when there are few experts, and
@@ -32,9 +35,13 @@ constexpr int PAIR_ROWS = 256;       // weight rows of a segment that the two bl
 constexpr int PAIR_TOKENS = 64;      // pairs work together when token tiles may be wider than this and every k is
 constexpr int PAIR_K = 2048;         // at least this long; else the coarser division costs more than L2 traffic does
 
+constexpr int WIDE_TOKENS = 64; // pairs in turn: token tiles are no wider than this, every k is at least
+constexpr int WIDE_K = 4096;    // this long, and down has no more strips of TILE_ROWS than there are SMs
+
 constexpr int RING_BYTES = 200 * 1024;
 constexpr int MAX_STAGES = 12;
-constexpr int PACED_BYTES = 64 * 1024; // weights that a block has under way at once where tiles are narrow
+constexpr int PACED_BYTES = 64 * 1024; // weights that a block has under way at once where tiles are narrow, and
+constexpr int PACED_WEIGHTS = 2500000; // an SM has no more weights than this to read in the whole step
 
 // Words of ExpertdExpertsParams::state, apart from each other: segment counter, blocks that are done, then per expert
 // the weight rows of gate_up that are done (in units of 16, times token tiles) and the pieces of x_panels.
@@ -52,9 +59,13 @@ struct Plan {
     int tile_tokens;
     int stages;
     int tiles;      // token tiles of all experts
-    int rows[2];    // weight rows of a segment, by phase
-    int block_rows; // of them one block takes no more than this: TILE_ROWS or TALL_ROWS
-    bool pairs;
+    int up_rows, down_rows; // weight rows that a block takes of a segment, by phase
+    int block_rows; // no more than this: TILE_ROWS or TALL_ROWS
+    bool pairs;     // two blocks share each segment
+    bool in_turn;   // each segment of a block is one warpgroup's, not only low ones
+    bool paced;     // see PACED_BYTES
+
+    __device__ __forceinline__ int rows(int phase) const { return phase == 0 ? up_rows : down_rows; }
 };
 
 __device__ __forceinline__ int round_up_8(int n) { return (n + 7) & ~7; }
@@ -83,9 +94,22 @@ template <class Format> __device__ __forceinline__ int stages_for(int tile_token
 // what holds a few hundred tokens per expert back. With more, wide token tiles read no more, and with less segments than
 // that, SMs would be idle. `longest`: of the experts' token counts.
 template <class Format> __device__ __forceinline__ bool tall_segments(const ExpertdExpertsParams& p, int longest, int active, int all) {
-    if (!Format::TALL || longest <= LOW_SEGMENT_TOKENS || all > TALL_MEAN * active) return false;
+    if (!Format::HALVES || longest <= LOW_SEGMENT_TOKENS || all > TALL_MEAN * active) return false;
     const int tiles = active * (2 * all > TALL_MEAN * active ? 2 : 1);
-    return tiles * (p.hidden / TALL_ROWS) >= TALL_SEGMENTS * int(gridDim.x);
+    return 2 * tiles * (p.hidden / TALL_ROWS) >= TALL_SEGMENTS * int(gridDim.x);
+}
+
+template <class Format>
+__device__ __forceinline__ bool pairs_in_turn(const ExpertdExpertsParams& p, const Plan& plan) {
+    return Format::HALVES && plan.tile_tokens <= WIDE_TOKENS && min(p.hidden, p.inter) >= WIDE_K &&
+           plan.tiles * divide_up(p.hidden, TILE_ROWS) <= int(gridDim.x);
+}
+
+template <class Format> __device__ __forceinline__ bool paced(const ExpertdExpertsParams& p, const Plan& plan, int active) {
+    const int units = divide_up(p.hidden / PANEL_K, Format::BLOCK_PANELS) * (2 * p.inter / UNIT_ROWS) +
+                      divide_up(p.inter / PANEL_K, Format::BLOCK_PANELS) * (p.hidden / UNIT_ROWS); // of an expert
+    return plan.tile_tokens <= LOW_SEGMENT_TOKENS &&
+           int64_t(active) * units * Format::UNIT_BYTES <= int64_t(PACED_WEIGHTS) * gridDim.x;
 }
 
 template <class Format> __device__ __forceinline__ int tile_tokens_for(int longest, int block_rows) {
@@ -98,9 +122,20 @@ template <class Format> __device__ __forceinline__ int tile_tokens_for(int longe
 // one and brings its own copy of the tokens.
 __device__ __forceinline__ int segment_rows_for(int weight_rows, const Plan& plan) {
     const int64_t segments = int64_t(plan.tiles) * divide_up(weight_rows, TILE_ROWS);
-    if (plan.pairs) return PAIR_ROWS;
+    if (plan.pairs) return TILE_ROWS;
     if (plan.block_rows == TALL_ROWS) return TALL_ROWS;
     return plan.tile_tokens <= LOW_SEGMENT_TOKENS && segments * 4 < 7 * int64_t(gridDim.x) ? LOW_ROWS : TILE_ROWS;
+}
+
+// The height at which the last wave of the pairs' segments is full, or nearly.
+__device__ __forceinline__ int level_rows(int weight_rows, int tiles) {
+    int best = TILE_ROWS, least = INT32_MAX;
+    for (int rows = TILE_ROWS; rows > TILE_ROWS * 2 / 3; rows -= UNIT_ROWS) {
+        const int waves = divide_up(tiles * divide_up(weight_rows, 2 * rows), int(gridDim.x) / 2);
+        const int cost = waves * (rows + UNIT_ROWS); // what a segment costs beside its rows, in rows
+        if (cost < least) best = rows, least = cost;
+    }
+    return best;
 }
 
 struct alignas(16) Segment {
@@ -115,10 +150,8 @@ struct alignas(16) Segment {
 };
 
 // k blocks that share a pipeline stage: low segments would otherwise leave too few bytes in flight.
-__device__ __forceinline__ int blocks_per_stage(int rows, int tokens, int tile_tokens) {
-    int by_rows = rows <= 16 ? 8 : rows <= 32 ? 4 : rows <= 64 ? 2 : 1;
-    int by_tokens = tile_tokens / round_up_8(tokens);
-    return min(by_rows, max(by_tokens, 1));
+__device__ __forceinline__ int blocks_per_stage(int rows, int tokens, const Plan& plan) {
+    return min(8, min(plan.block_rows / rows, plan.tile_tokens / round_up_8(tokens)));
 }
 
 // The expert e >= `from` with starts[e] <= place < starts[e + 1]; places are asked for in ascending order. Halving, because
@@ -138,10 +171,10 @@ __device__ __forceinline__ int expert_at(const int32_t* starts, int experts, int
 class Scheduler {
   public:
     __device__ Scheduler(const ExpertdExpertsParams& p, const Tables& tables, const Plan& plan)
-        : p_(p), tables_(tables), plan_(plan), strips_(divide_up(2 * p.inter, plan.rows[0])),
+        : p_(p), tables_(tables), plan_(plan), strips_(divide_up(2 * p.inter, strip_rows(0))),
           next_(plan.pairs ? blockIdx.x / 2 : blockIdx.x) {
         first_down_ = int64_t(plan.tiles) * strips_;
-        all_ = first_down_ + int64_t(plan.tiles) * divide_up(p.hidden, plan.rows[1]);
+        all_ = first_down_ + int64_t(plan.tiles) * divide_up(p.hidden, strip_rows(1));
     }
 
     __device__ bool next(Segment& segment) {
@@ -152,7 +185,7 @@ class Scheduler {
         if (phase_ == 0 && id >= first_down_) {
             phase_ = 1;
             expert_ = 0;
-            strips_ = divide_up(p_.hidden, plan_.rows[1]);
+            strips_ = divide_up(p_.hidden, strip_rows(1));
         }
         const int64_t in_phase = phase_ == 0 ? id : id - first_down_;
         expert_ = expert_at(tables_.tile, p_.experts, expert_, int(in_phase) / strips_);
@@ -170,15 +203,18 @@ class Scheduler {
         segment.first = tables_.offset[expert_] + token_tile * size;
         segment.tokens = min(size, count - token_tile * size);
         segment.panel_row = tables_.row[expert_] + token_tile * size;
-        const int rows = phase_ == 0 ? plan_.rows[0] : plan_.rows[1];
+        const int rows = plan_.rows(phase_);
         const int all_rows = phase_ == 0 ? 2 * p_.inter : p_.hidden;
-        segment.row = in_group / width * rows + (plan_.pairs ? int(blockIdx.x % 2) * plan_.block_rows : 0);
-        segment.rows = max(min(min(rows, plan_.block_rows), all_rows - segment.row), 0);
+        segment.row = in_group / width * strip_rows(phase_) + (plan_.pairs ? int(blockIdx.x % 2) * rows : 0);
+        segment.rows = max(min(rows, all_rows - segment.row), 0);
         segment.unused = 0;
         return true;
     }
 
   private:
+    // Weight rows of a segment, those of both blocks of a pair.
+    __device__ int strip_rows(int phase) const { return plan_.pairs ? 2 * plan_.rows(phase) : plan_.rows(phase); }
+
     const ExpertdExpertsParams& p_;
     const Tables& tables_;
     const Plan& plan_;

@@ -32,10 +32,10 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_
 
 // Arrives at the barrier in the same place of another block of the cluster. What the arrival announces are reads of the
 // tensor cores, already waited for; a release to the cluster would be a full memory barrier on every stage.
-__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t block) {
+__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t block, uint32_t arrivals) {
     asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(smem_address(barrier)),
-                 "r"(block)
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n}\n" ::"r"(smem_address(barrier)),
+                 "r"(block), "r"(arrivals)
                  : "memory");
 }
 

@@ -53,9 +53,13 @@ fn ragged(device: &Device, random: &mut Random, case: &Case) -> Outcome {
     let all: Vec<Expert> = (0..4).map(|_| case.draw(random)).collect();
     let loaded = load(device, case, &all)?;
     let mut worst = 0.0_f64;
+    let mut shapes = vec![[0, 0], [16, 32], [64, 64], [128, 128], [256, 128]];
+    if case.format == experts::BF16 {
+        shapes.extend([[experts::TILE_TALL, 128], [experts::TILE_TURNS, 32], [experts::TILE_TURNS, 128]]);
+    }
     for counts in [[0, 0, 0, 0], [1, 0, 0, 0], [3, 0, 41, 9], [0, 0, 0, 150], [8, 17, 64, 33]] {
         let step = Step::draw(random, case.hidden, &counts);
-        for tiles in [[0, 0], [16, 32], [64, 64], [128, 128], [256, 128]] {
+        for &tiles in &shapes {
             let y = step.run(device, case, &loaded, tiles)?;
             let found = compare(case, &all, &step, &y)
                 .map_err(|e| format!("counts {counts:?} tiles {tiles:?}: {e}"))?;
