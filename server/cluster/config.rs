@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::engine::control::DeviceKind;
 use crate::shm::GroupShape;
+use crate::types::Rank;
 
 /// What every generation of a service has in common.
 #[derive(Clone, Debug)]
@@ -17,6 +18,8 @@ pub struct ClusterConfig {
     pub model: PathBuf,
     /// Cores of each rank.
     pub cores: Vec<Vec<usize>>,
+    /// How many of them may be busy all the time; less than all where a container's quota allows less.
+    pub usable_cores: usize,
     /// How long ranks and the router spin before they sleep; see [`SPIN`](crate::shm::wait::SPIN).
     pub spin: Duration,
     /// How long a rank waits for its peers within a step.
@@ -27,4 +30,31 @@ pub struct ClusterConfig {
     pub step_timeout: Duration,
     /// Environment that ranks need beside the router's.
     pub environment: Vec<(String, String)>,
+}
+
+impl ClusterConfig {
+    /// Threads of a rank: one for each of its cores, or its part of what the quota allows, at least one.
+    #[must_use]
+    pub fn threads(&self, rank: Rank) -> usize {
+        let all: usize = self.cores.iter().map(Vec::len).sum();
+        part(self.cores[rank.index()].len(), all, self.usable_cores)
+    }
+}
+
+/// What `cores` of `all` cores come to where only `usable` may be busy.
+fn part(cores: usize, all: usize, usable: usize) -> usize {
+    (cores * usable.min(all)).div_ceil(all.max(1)).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::part;
+
+    #[test]
+    fn a_quota_leaves_each_rank_its_part() {
+        assert_eq!((part(4, 8, 8), part(5, 13, 13)), (4, 5));
+        assert_eq!((part(32, 64, 8), part(16, 64, 8), part(16, 64, 2)), (4, 2, 1));
+        // More ranks than cores: shares overlap.
+        assert_eq!((part(1, 3, 2), part(0, 0, 1)), (1, 1));
+    }
 }

@@ -11,6 +11,12 @@ pub fn available_cores() -> Vec<usize> {
     }
 }
 
+/// Of how many of `cores` this process may use all the time: a container's quota may allow less than the cores that it sees.
+#[must_use]
+pub fn usable(cores: &[usize]) -> usize {
+    std::thread::available_parallelism().map_or(cores.len(), usize::from).min(cores.len())
+}
+
 /// The cores of each NUMA node that are among `cores`; one node if the machine does not tell.
 #[must_use]
 pub fn numa_nodes(cores: &[usize]) -> Vec<Vec<usize>> {

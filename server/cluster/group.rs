@@ -419,6 +419,7 @@ fn rank_setup(config: &ClusterConfig, generation: Generation, rank: Rank) -> Ran
         device: config.device,
         model: config.model.clone(),
         cores: config.cores[rank.index()].clone(),
+        threads: config.threads(rank),
         spin: config.spin,
         peer_timeout: config.peer_timeout,
         heartbeat: (config.liveness_timeout / 10).min(CHECK_INTERVAL),

@@ -7,7 +7,7 @@ mod group;
 mod process;
 
 pub use config::ClusterConfig;
-pub use cores::{available_cores, numa_nodes, share_cores, share_cores_near};
+pub use cores::{available_cores, numa_nodes, share_cores, share_cores_near, usable};
 pub use fault::{Fault, FaultKind, FormError};
 pub use group::{Group, RankView, StepDone};
 pub use process::{RankEvent, RankNews, RankProcess};

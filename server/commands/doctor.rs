@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::Args;
 use serde_json::json;
 
-use crate::cluster::{available_cores, numa_nodes};
+use crate::cluster::{available_cores, numa_nodes, usable};
 use crate::engine::control::DeviceKind;
 use crate::engine::gpu::{self, Gate};
 use crate::linalg::Level;
@@ -100,6 +100,14 @@ fn cpu_gates() -> Vec<Gate> {
             format!("{} on {nodes} NUMA node(s): the default is that many ranks", cores.len()),
             "one or more per rank",
         ),
+        Gate::of(
+            "quota",
+            usable(&cores) == cores.len(),
+            format!("{} of {} cores all the time", usable(&cores), cores.len()),
+            "all cores that this process sees",
+        )
+        .way_out("give the container whole cores (Kubernetes: static CPU manager policy); ranks have fewer threads meanwhile")
+        .only_a_hint(),
         Gate::of(
             "memory",
             memory.is_none_or(|bytes| bytes >= LITTLE_MEMORY),

@@ -52,6 +52,8 @@ pub struct RankSetup {
     pub model: PathBuf,
     /// Cores of this rank.
     pub cores: Vec<usize>,
+    /// Threads that compute, and load weights.
+    pub threads: usize,
     /// How long waits spin before they sleep.
     pub spin: Duration,
     /// How long a rank waits for its peers within a step.

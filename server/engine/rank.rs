@@ -124,10 +124,9 @@ impl Member {
         };
         let (engine, weight_bytes, device): (Box<dyn StepEngine>, u64, String) = match setup.device {
             DeviceKind::Cpu => {
-                let threads = setup.cores.len().max(1);
                 // This thread is one of the pool, so that steps need not wake another one to begin.
                 let pool = rayon::ThreadPoolBuilder::new()
-                    .num_threads(threads)
+                    .num_threads(setup.threads)
                     .use_current_thread()
                     .thread_name(|i| format!("experts-{i}"))
                     .build()

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::settings::{Given, SettingsError, Shown, Source, parse_cores};
-use crate::cluster::{ClusterConfig, available_cores, numa_nodes, share_cores, share_cores_near};
+use crate::cluster::{ClusterConfig, available_cores, numa_nodes, share_cores, share_cores_near, usable};
 use crate::engine::control::DeviceKind;
 use crate::engine::gpu;
 use crate::ep::{self, EpConfig};
@@ -139,6 +139,15 @@ impl ServePlan {
             None => available_cores(),
         };
         derive(&mut given.cores, list(&cores), "all that this process may run on");
+        let usable_cores = usable(&cores);
+        if usable_cores < cores.len() {
+            tracing::warn!(
+                cores = cores.len(),
+                usable_cores,
+                "a quota allows less than all cores, so there are fewer threads; a step waits when it is used up: give the \
+                 container whole cores (Kubernetes: static CPU manager policy)"
+            );
+        }
         let gpus = gpu::present();
         let (default, why) = match (gpu::BUILT, gpus) {
             (false, _) => (DeviceKind::Cpu, "this build has no GPU ranks"),
@@ -208,7 +217,7 @@ impl ServePlan {
             DeviceKind::Cuda => share_cores_near(&cores, &near),
         };
         // GPU ranks leave most of their cores alone; CPU ranks have all of them.
-        let spare_cores = device == DeviceKind::Cuda && cores.len() > 2 * ranks as usize;
+        let spare_cores = device == DeviceKind::Cuda && usable_cores > 2 * ranks as usize;
         let spin = if spare_cores { SPIN } else { Duration::ZERO };
 
         let message_bytes = Limits::message_bytes(per_request, spec.hidden, max_top_k);
@@ -273,6 +282,7 @@ impl ServePlan {
                 device,
                 model: absolute(&path),
                 cores: shares,
+                usable_cores,
                 spin,
                 peer_timeout: step_timeout,
                 liveness_timeout,
@@ -295,7 +305,7 @@ impl ServePlan {
                 copy_threads: match device {
                     // Ranks have all the cores.
                     DeviceKind::Cpu => 1,
-                    DeviceKind::Cuda => (cores.len() / 2).clamp(1, MAX_COPY_THREADS),
+                    DeviceKind::Cuda => (usable_cores / 2).clamp(1, MAX_COPY_THREADS),
                 },
             },
             listen: listen(&given.listen),

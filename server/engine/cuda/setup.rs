@@ -119,7 +119,7 @@ fn load_weights(
     progress: impl FnMut(u64, u64),
 ) -> Result<Layers, Failure> {
     let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(setup.cores.len().clamp(1, LOAD_THREADS))
+        .num_threads(setup.threads.min(LOAD_THREADS))
         .thread_name(|i| format!("load-{i}"))
         .build()
         .map_err(setup_failure)?;
