@@ -30,12 +30,17 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_
                  : "memory");
 }
 
+// What lies at `address` of this block's shared memory, in another block of the cluster.
+__device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t block) {
+    uint32_t remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
+    return remote;
+}
+
 // Arrives at the barrier in the same place of another block of the cluster. What the arrival announces are reads of the
 // tensor cores, already waited for; a release to the cluster would be a full memory barrier on every stage.
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t block, uint32_t arrivals) {
-    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n}\n" ::"r"(smem_address(barrier)),
-                 "r"(block), "r"(arrivals)
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(peer_address(smem_address(barrier), block)), "r"(arrivals)
                  : "memory");
 }
 
@@ -93,13 +98,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// What lies at `address` of this block's shared memory, in another block of the cluster.
-__device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t block) {
-    uint32_t remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
-    return remote;
 }
 
 __device__ __forceinline__ float load_peer(uint32_t address) {
