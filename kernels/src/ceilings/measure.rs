@@ -133,8 +133,8 @@ pub fn measure(gpus: u32) -> Result<Ceilings, CeilingError> {
         link_bytes_per_second: links(&benches)?,
     };
     for bench in &benches {
-        let (burst, sustained) = tensor(bench)?;
         slowest.memory_bytes_per_second = slowest.memory_bytes_per_second.min(memory(bench)?);
+        let (burst, sustained) = tensor(bench)?;
         slowest.tensor_burst_flops = slowest.tensor_burst_flops.min(burst);
         slowest.tensor_sustained_flops = slowest.tensor_sustained_flops.min(sustained);
     }
