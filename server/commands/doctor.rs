@@ -85,7 +85,7 @@ fn section(title: &str, gates: &[Gate], open: bool) -> String {
 
 fn cpu_gates() -> Vec<Gate> {
     let cores = available_cores();
-    let nodes = numa_nodes(&cores).len();
+    let (nodes, usable) = (numa_nodes(&cores).len(), usable(&cores));
     let level = Level::active();
     let memory = memory_bytes();
     let memfd = SharedRegion::create("expertd-doctor", 4096).and_then(|region| region.populate(0, 4096));
@@ -102,8 +102,8 @@ fn cpu_gates() -> Vec<Gate> {
         ),
         Gate::of(
             "quota",
-            usable(&cores) == cores.len(),
-            format!("{} of {} cores all the time", usable(&cores), cores.len()),
+            usable == cores.len(),
+            format!("{usable} of {} cores all the time", cores.len()),
             "all cores that this process sees",
         )
         .way_out("give the container whole cores (Kubernetes: static CPU manager policy); ranks have fewer threads meanwhile")

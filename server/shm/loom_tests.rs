@@ -1,5 +1,6 @@
-//! The ring, the doorbell and the copying threads' portions under loom, which runs each small scenario in every interleaving that the memory model
-//! allows. The algorithms are generic over their atomics, so what is checked here is the code that runs.
+//! The ring, the doorbell and the copying threads' portions under loom, which runs each small scenario in every
+//! interleaving that the memory model allows. The algorithms are generic over their atomics, so what is checked here is
+//! the code that runs.
 
 #![allow(unsafe_code, reason = "loom's cells are accessed through raw pointers")]
 
