@@ -20,4 +20,4 @@ pub mod model;
 pub mod scheduler;
 pub mod shm;
 pub mod telemetry;
-pub mod types;
+pub use expertd_types as types;

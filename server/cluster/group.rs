@@ -15,7 +15,7 @@ use crate::ep;
 use crate::shm::{
     ChannelError, Completion, Forming, RouterBell, RouterChannel, SharedRegion, Staged, StepDescriptor,
 };
-use crate::telemetry::Phase;
+use crate::types::Phase;
 use crate::types::{Generation, LayerId, Rank, Slot, StepId};
 
 /// How often signs of life are looked at.

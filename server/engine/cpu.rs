@@ -14,7 +14,7 @@ use crate::gate::{CpuGate, GateScratch};
 use crate::linalg::{Buffer, Level};
 use crate::model::{Checkpoint, ExpertsSpec, ModelError, ModelSpec, Placement};
 use crate::shm::{ExpertsNotice, GroupShape, RankStaging, StepDescriptor};
-use crate::telemetry::Phase;
+use crate::types::Phase;
 use crate::types::{ExpertId, LayerId, Rank, Slot};
 
 /// Why a rank's weights could not be loaded.

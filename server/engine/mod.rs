@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use crate::ep::EpError;
 use crate::gate::GateError;
 use crate::shm::{ChannelError, ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
-use crate::telemetry::Phase;
+use crate::types::Phase;
 
 /// What a rank did in a step.
 #[derive(Clone, Copy, Debug, Default)]

@@ -117,7 +117,7 @@ pub struct PhaseTimes {
 }
 
 impl PhaseTimes {
-    /// In the order of [`Phase::ALL`](crate::telemetry::Phase::ALL).
+    /// In the order of [`Phase::ALL`](crate::types::Phase::ALL).
     #[must_use]
     pub const fn all(&self) -> [Duration; 7] {
         [self.copy_in, self.gate, self.prepare, self.dispatch, self.experts, self.combine, self.copy_out]

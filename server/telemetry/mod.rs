@@ -8,7 +8,7 @@ mod process;
 mod recorder;
 
 pub use endpoint::{MetricsEndpoint, Probe};
-pub use handles::{Phase, RequestMetrics, StepMetrics};
+pub use handles::{RequestMetrics, StepMetrics};
 pub use logs::{LogError, LogFormat, init_logs};
 pub use process::{ResidentBytes, resident_bytes};
 pub use recorder::{Recorder, install_recorder};

@@ -7,7 +7,7 @@ use expertd_kernels::ceilings::Ceilings;
 use serde_json::json;
 
 use super::floor::Floor;
-use crate::telemetry::Phase;
+use crate::types::Phase;
 
 /// Figures of one size.
 pub(super) struct Figures {

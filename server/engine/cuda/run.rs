@@ -14,7 +14,7 @@ use super::pad::{pad, unpad};
 use crate::engine::segments::Run;
 use crate::engine::{StepEngine, StepFault, StepReport};
 use crate::shm::{ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
-use crate::telemetry::Phase;
+use crate::types::Phase;
 use crate::types::DType;
 
 /// How often a wait for the device looks for an error of the driver.

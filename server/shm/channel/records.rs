@@ -2,7 +2,7 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::telemetry::Phase;
+use crate::types::Phase;
 
 /// One rank's part of a step.
 #[repr(C)]

@@ -1,4 +1,4 @@
-//! The words of the project as types, so that two integers of the same width cannot be swapped.
+//! Identifiers and element types.
 
 use std::fmt;
 

@@ -1,0 +1,9 @@
+//! The words of the project as types, so that two integers of the same width cannot be swapped. No I/O.
+
+#![forbid(unsafe_code)]
+
+mod ids;
+mod phase;
+
+pub use ids::*;
+pub use phase::Phase;
