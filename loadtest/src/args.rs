@@ -4,6 +4,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::{Args as ClapArgs, Parser, ValueEnum};
+use expertd_proto::transport::Credentials;
 use expertd_proto::v1;
 
 use crate::distribution::TokenCounts;
@@ -38,6 +39,9 @@ pub struct Args {
     /// What is checked
     #[command(flatten)]
     pub checks: Checks,
+    /// Who calls
+    #[command(flatten)]
+    pub credentials: Credentials,
     /// What is reported
     #[command(flatten)]
     pub output: Output,

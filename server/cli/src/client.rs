@@ -1,10 +1,9 @@
 //! What the client commands share: connecting, asking for the model, and telling a person what went wrong.
 
-use expertd_proto::transport::{self, CONTROL_MESSAGE_BYTES, ConnectError};
+use expertd_proto::transport::{self, CONTROL_MESSAGE_BYTES, Channel, ConnectError, Credentials};
 use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::{GetModelRequest, GetModelResponse};
 use tonic::Status;
-use tonic::transport::Channel;
 use tonic_types::StatusExt as _;
 
 pub use expertd_router::api::code_name;
@@ -36,12 +35,12 @@ impl ClientError {
     }
 }
 
-/// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`.
+/// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`, over TLS if the credentials say so.
 ///
 /// # Errors
-/// If the address is malformed or nothing answers there.
-pub async fn connect(address: &str) -> Result<MoeClient<Channel>, ClientError> {
-    Ok(MoeClient::new(transport::connect(address).await?))
+/// If the address is malformed, a file cannot be used, or nothing answers there.
+pub async fn connect(address: &str, credentials: &Credentials) -> Result<MoeClient<Channel>, ClientError> {
+    Ok(MoeClient::new(transport::connect_with(address, credentials).await?))
 }
 
 /// Asks for one model (any, if one is loaded and `name` is empty) and raises the client's limit of answers to what the
@@ -147,7 +146,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_dead_address_is_named() {
-        let error = connect("127.0.0.1:1").await.map(|_| ()).expect_err("nothing listens on port 1");
+        let error = connect("127.0.0.1:1", &Credentials::default()).await.map(|_| ()).expect_err("nothing listens on port 1");
         assert!(error.to_string().contains("127.0.0.1:1"), "{error}");
     }
 }

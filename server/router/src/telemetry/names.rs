@@ -103,9 +103,16 @@ metrics_table! {
     CONNECTIONS = "expertd_connections", Kind::Gauge, Count, [];
     /// Connections accepted.
     CONNECTIONS_ACCEPTED_TOTAL = "expertd_connections_accepted_total", Kind::Counter, Count, [];
-    /// Connections that the service turned away or ended itself: limit, silent, stalled_write, stalled_request,
-    /// stalled_answer.
+    /// Connections that the service turned away or ended itself: limit, address_limit, client_limit, tls, silent,
+    /// unauthenticated, stalled_write, stalled_request, stalled_answer, unread, flood, idle, age.
     CONNECTIONS_ENDED_TOTAL = "expertd_connections_ended_total", Kind::Counter, Count, ["reason"];
+    /// Calls of clients that authenticated themselves, by name. A stream is one call.
+    CLIENT_CALLS_TOTAL = "expertd_client_calls_total", Kind::Counter, Count, ["client"];
+    /// Certificates and token files that were read again after a change: ok, or error, which leaves the earlier ones in
+    /// force.
+    CREDENTIAL_RELOADS_TOTAL = "expertd_credential_reloads_total", Kind::Counter, Count, ["result"];
+    /// Log lines that were dropped because standard error did not take them in time.
+    LOG_LINES_DROPPED_TOTAL = "expertd_log_lines_dropped_total", Kind::Counter, Count, [];
     /// Bytes charged to requests from their arrival until their answers have left.
     BYTES_IN_FLIGHT = "expertd_bytes_in_flight", Kind::Gauge, Bytes, [];
     /// What `expertd_bytes_in_flight` is bounded by.
