@@ -9,7 +9,7 @@ use serde_json::json;
 use crate::cluster::{available_cores, numa_nodes, usable};
 use crate::engine::control::DeviceKind;
 use crate::engine::gpu::{self, Gate};
-use crate::linalg::Level;
+use crate::linalg::SimdLevel;
 use crate::shm::SharedRegion;
 
 /// Memory below which little can be served.
@@ -86,12 +86,12 @@ fn section(title: &str, gates: &[Gate], open: bool) -> String {
 fn cpu_gates() -> Vec<Gate> {
     let cores = available_cores();
     let (nodes, usable) = (numa_nodes(&cores).len(), usable(&cores));
-    let level = Level::active();
+    let level = SimdLevel::active();
     let memory = memory_bytes();
     let memfd = SharedRegion::create("expertd-doctor", 4096).and_then(|region| region.populate(0, 4096));
     let (pages, pages_ok) = huge_pages();
     vec![
-        Gate::of("instructions", level != Level::Portable, level.to_string(), "AVX2 with FMA and F16C, or AVX-512")
+        Gate::of("instructions", level != SimdLevel::Portable, level.to_string(), "AVX2 with FMA and F16C, or AVX-512")
             .way_out("kernels run without them, several times slower; look at EXPERTD_CPU and the machine type")
             .only_a_hint(),
         Gate::of(

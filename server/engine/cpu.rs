@@ -11,7 +11,7 @@ use crate::ep::{CpuGroup, EpGroup, HostRouting};
 use crate::experts::cpu::{CpuExpert, ExpertError, Workspace, WorkspaceSize, forward, forward_one};
 use crate::experts::{Assignments, ExpertKind, WeightOn};
 use crate::gate::{CpuGate, GateScratch};
-use crate::linalg::{Buffer, Level};
+use crate::linalg::{AlignedBuffer, SimdLevel};
 use crate::model::{Checkpoint, ExpertsSpec, ModelError, ModelSpec, Placement};
 use crate::shm::{ExpertsNotice, GroupShape, RankStaging, StepDescriptor};
 use crate::types::Phase;
@@ -58,10 +58,10 @@ struct Layer {
 /// Rows of the step at hand, each `[max_tokens_per_rank, hidden]`. Steps run one after another on a CPU rank, so that
 /// one set serves all slots; what outlives a step is in staging and in the windows.
 struct Buffers {
-    rows: Buffer<f32>,
-    out: Buffer<f32>,
+    rows: AlignedBuffer<f32>,
+    out: AlignedBuffer<f32>,
     /// Output of the shared experts; empty if no layer has any.
-    shared: Buffer<f32>,
+    shared: AlignedBuffer<f32>,
 }
 
 /// Received rows grouped by expert; see [`Assignments`].
@@ -170,9 +170,9 @@ impl CpuEngine {
             hidden: setup.shape.hidden,
             layers,
             buffers: Buffers {
-                rows: Buffer::resident(elements),
-                out: Buffer::resident(elements),
-                shared: Buffer::resident(if any_shared { elements } else { 0 }),
+                rows: AlignedBuffer::resident(elements),
+                out: AlignedBuffer::resident(elements),
+                shared: AlignedBuffer::resident(if any_shared { elements } else { 0 }),
             },
             grouping: Grouping::default(),
             workspace: workspace(spec, &setup.shape, threads),
@@ -191,7 +191,7 @@ impl CpuEngine {
     /// What it computes with, in words.
     #[must_use]
     pub fn device(&self) -> String {
-        format!("cpu, {} threads, {}", self.pool.current_num_threads(), Level::active())
+        format!("cpu, {} threads, {}", self.pool.current_num_threads(), SimdLevel::active())
     }
 }
 

@@ -1,7 +1,7 @@
 //! Grouped expert MLPs.
 //!
-//! An expert is `down(activation(gate(x), up(x)))`. A rank runs its experts over the rows that it received, each row
-//! with the experts that its assignments name, and adds up the results of a row.
+//! An expert is `down(activation(gate(x), up(x)))`. A rank runs each row that it received through the experts that the
+//! row's assignments name, and adds up their results.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -10,13 +10,13 @@ pub mod reference;
 
 use crate::linalg::{Activation, MatrixView};
 
-/// One expert's weights as they lie in a checkpoint: `gate` and `up` are `[intermediate, hidden]`, `down` is
-/// `[hidden, intermediate]`, biases as long as their output.
+/// One expert's weights as a checkpoint stores them: `gate` and `up` are `[intermediate, hidden]`, `down` is `[hidden,
+/// intermediate]`, and each bias has the length of its projection's output.
 #[derive(Clone, Debug)]
 pub struct ExpertWeights<'a> {
-    /// Projection that goes through the nonlinearity.
+    /// Projection that passes through the nonlinearity.
     pub gate: MatrixView<'a>,
-    /// Projection that it is multiplied with.
+    /// Projection that is multiplied with the activated gate projection.
     pub up: MatrixView<'a>,
     /// Projection back to hidden features.
     pub down: MatrixView<'a>,
@@ -24,18 +24,18 @@ pub struct ExpertWeights<'a> {
     pub biases: Option<ExpertBiases<'a>>,
 }
 
-/// Biases of the three projections.
+/// Biases of an expert's three projections.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertBiases<'a> {
     /// `[intermediate]`.
     pub gate: &'a [f32],
     /// `[intermediate]`.
     pub up: &'a [f32],
-    /// `[hidden]`; weighted like the rest of the expert's output.
+    /// `[hidden]`; multiplied by the routing weight like the rest of the expert's output.
     pub down: &'a [f32],
 }
 
-/// What the routing weight of a row multiplies.
+/// Operand that a routing weight multiplies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WeightOn {
@@ -46,24 +46,24 @@ pub enum WeightOn {
     Input,
 }
 
-/// Which rows go through which experts of this rank, grouped by expert.
+/// Assignments of rows to the experts of a rank, grouped by expert.
 ///
-/// Expert `e` gets the rows `rows[offsets[e] .. offsets[e + 1]]` with the routing weights at the same places.
+/// Expert `e` computes the rows `rows[offsets[e] .. offsets[e + 1]]`, with the routing weights at the same indices.
 #[derive(Clone, Copy, Debug)]
 pub struct Assignments<'a> {
     /// `[experts + 1]`, ascending from 0.
     pub offsets: &'a [u32],
     /// Row numbers; a row occurs at most once per expert.
     pub rows: &'a [u32],
-    /// Routing weights.
+    /// Routing weights, one per assignment.
     pub weights: &'a [f32],
 }
 
-/// How the experts of a layer compute, whatever their weights.
+/// What the experts of a layer compute, apart from their weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertKind {
-    /// Between the projections.
+    /// Activation between the projections.
     pub activation: Activation,
-    /// Where the routing weight goes.
+    /// Operand of the routing weight.
     pub weight_on: WeightOn,
 }

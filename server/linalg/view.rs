@@ -1,4 +1,4 @@
-//! Weight matrices as they lie in a checkpoint.
+//! Weight matrices as a checkpoint stores them.
 
 use std::borrow::Cow;
 
@@ -14,7 +14,8 @@ pub enum WeightFormat {
     Bf16,
     /// FP8 e4m3 (finite, NaN at 0x7f and 0xff), with scales.
     Fp8E4m3,
-    /// Microscaling FP4 e2m1: 32 elements of a row share one E8M0 exponent; two elements a byte, low nibble first.
+    /// Microscaling FP4 e2m1: 32 elements of a row share one E8M0 exponent; a byte holds two elements, low nibble
+    /// first.
     Mxfp4,
 }
 
@@ -30,23 +31,23 @@ impl std::fmt::Display for WeightFormat {
     }
 }
 
-/// Multipliers that go with the elements of a [`MatrixView`].
+/// Multipliers of the elements of a [`MatrixView`].
 #[derive(Clone, Debug)]
 pub enum Scales<'a> {
-    /// None: elements are values.
+    /// No multipliers: the elements are the values.
     None,
-    /// One multiplier per block, row-major `[ceil(rows / block_rows), ceil(cols / block_cols)]`. A scale for the whole
-    /// tensor is a block of all of it, one per output channel a block of one row.
+    /// One multiplier per block, row-major `[ceil(rows / block_rows), ceil(cols / block_cols)]`. One scale for the
+    /// whole tensor is a block of all rows and columns; one scale per output channel is a block of one row.
     Block {
-        /// The multipliers (what checkpoints call `weight_scale_inv` or `weight_scale`).
+        /// The multipliers, named `weight_scale_inv` or `weight_scale` in checkpoints.
         values: Cow<'a, [f32]>,
-        /// Rows of a block.
+        /// Rows per block.
         block_rows: usize,
-        /// Columns of a block.
+        /// Columns per block.
         block_cols: usize,
     },
-    /// E8M0 exponents of [`WeightFormat::Mxfp4`]: byte `b` of row `r`, block `c` at `r * row_stride + c` means
-    /// `2^(b - 127)`.
+    /// E8M0 exponents of [`WeightFormat::Mxfp4`]: byte `b` at `r * row_stride + c` scales block `c` of row `r` by `2^(b
+    /// - 127)`.
     Mx {
         /// The exponents.
         exponents: &'a [u8],
@@ -57,8 +58,8 @@ pub enum Scales<'a> {
 
 /// A weight matrix `[rows, cols]` = `[output features, input features]`, borrowed from a mapped checkpoint.
 ///
-/// Element `(r, c)` is element number `r * row_stride + c * col_stride` of `data` (for [`WeightFormat::Mxfp4`]:
-/// nibble number, and `col_stride` is 1). `data` is not aligned.
+/// Element `(r, c)` has index `r * row_stride + c * col_stride` in `data`. For [`WeightFormat::Mxfp4`] that index
+/// counts nibbles, and `col_stride` is 1. `data` need not be aligned.
 #[derive(Clone, Debug)]
 pub struct MatrixView<'a> {
     /// Storage format of the elements.
@@ -69,9 +70,9 @@ pub struct MatrixView<'a> {
     pub rows: usize,
     /// Input features.
     pub cols: usize,
-    /// Elements from one row to the next.
+    /// Distance between rows, in elements.
     pub row_stride: usize,
-    /// Elements from one column to the next.
+    /// Distance between columns, in elements.
     pub col_stride: usize,
     /// Multipliers of the elements.
     pub scales: Scales<'a>,

@@ -14,8 +14,8 @@ use super::pad::{pad, unpad};
 use crate::engine::segments::Run;
 use crate::engine::{StepEngine, StepFault, StepReport};
 use crate::shm::{ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
-use crate::types::Phase;
 use crate::types::DType;
+use crate::types::Phase;
 
 /// How often a wait for the device looks for an error of the driver.
 const QUERY_INTERVAL: Duration = Duration::from_millis(2);
