@@ -112,7 +112,7 @@ fn impossible_wishes_are_refused_by_name() {
     let temporary = tempfile::tempdir().unwrap();
     let refused = |config: SynthConfig| synth::write(&config, temporary.path()).unwrap_err().to_string();
     let base = SynthConfig::new("mixtral");
-    assert!(refused(SynthConfig::new("gpt2")).contains("`gpt2` is not known; known are mixtral"));
+    assert!(refused(SynthConfig::new("gpt2")).contains("`gpt2` is unknown; the known families are mixtral"));
     assert!(refused(SynthConfig { top_k: 9, ..base.clone() }).contains("top-k: expected 1 to 8, found 9"));
     assert!(refused(SynthConfig { hidden: 0, ..base.clone() }).contains("hidden"));
     let odd = SynthConfig { format: SynthFormat::Mxfp4, width: 100, ..base };

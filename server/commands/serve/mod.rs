@@ -86,10 +86,10 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
 
 /// Gives memory that a burst of messages took back once it was not needed for a while.
 async fn settle_memory() {
-    let mut periods = tokio::time::interval(memory::PERIOD);
+    let mut periods = tokio::time::interval(memory::RELEASE_PERIOD);
     loop {
         periods.tick().await;
-        memory::settle();
+        memory::release_unused();
     }
 }
 
