@@ -1,0 +1,313 @@
+//! The grouped MLP: packing of rows, gate and up projections with the activation, down projections.
+#![allow(
+    unsafe_code,
+    reason = "threads write disjoint columns of the output and disjoint parts of the scratch"
+)]
+
+use std::ops::Range;
+
+use rayon::ThreadPool;
+
+use super::segments::Segments;
+use super::workspace::ExpertPart;
+use super::{CpuExpert, Workspace};
+use crate::experts::{Assignments, ExpertKind};
+use crate::linalg::{
+    DisjointSlice, PanelOutput, SimdLevel, Tiling, WorkQueue, activate, multiply, pack_row, padded,
+    run_parallel,
+};
+use expertd_model::WeightOn;
+
+/// Runs a rank's experts over its rows: `out[r] = sum over assignments (r, weight) of weight * expert(row r)`.
+///
+/// `rows` and `out` hold the same rows, `[.., hidden]` in f32, each divided into up to 64 segments in any way; row
+/// numbers count through the segments. Every row of `out` is written, with zeros if nothing is assigned to it. Sums run
+/// in f32 over experts in ascending order, so equal calls give equal bits on any number of threads.
+///
+/// All experts must have the same shape. Runs on `pool`, or on the calling thread if there is none, and does not
+/// allocate. (A pool built with `use_current_thread` avoids waking another thread.)
+///
+/// # Panics
+/// If lengths do not match, a row number is out of range, or the workspace is too small.
+pub fn forward(
+    kind: ExpertKind,
+    experts: &[CpuExpert],
+    assignments: Assignments<'_>,
+    rows: &[&[f32]],
+    out: &mut [&mut [f32]],
+    workspace: &mut Workspace,
+    pool: Option<&ThreadPool>,
+) {
+    let Assignments { offsets, rows: numbers, weights } = assignments;
+    assert_eq!(
+        offsets.len(),
+        experts.len() + 1,
+        "{} experts need one offset more than experts",
+        experts.len()
+    );
+    assert_eq!(
+        (offsets[0], offsets[experts.len()] as usize),
+        (0, numbers.len()),
+        "the offsets must cover the assignments"
+    );
+    assert_eq!(numbers.len(), weights.len(), "each assignment needs a weight");
+    let Some(first) = experts.first() else {
+        out.iter_mut().for_each(|out| out.fill(0.0));
+        return;
+    };
+    let hidden = first.hidden();
+    let rows = Segments::of(rows, hidden);
+    let call = Call { kind, experts, offsets, numbers: Some(numbers), weights: Some(weights), rows, hidden };
+    call.run(out, workspace, pool);
+}
+
+/// Runs one expert over all rows, as shared experts are run: `out[r] = weights[r] * expert(rows[r])`, with weight 1 if
+/// no weights are given. `rows` and `out` are `[n, hidden]`.
+///
+/// # Panics
+/// See [`forward`].
+pub fn forward_one(
+    kind: ExpertKind,
+    expert: &CpuExpert,
+    weights: Option<&[f32]>,
+    rows: &[f32],
+    out: &mut [f32],
+    workspace: &mut Workspace,
+    pool: Option<&ThreadPool>,
+) {
+    let hidden = expert.hidden();
+    let rows = Segments::of(&[rows], hidden);
+    assert!(weights.is_none_or(|weights| weights.len() == rows.rows()), "each row needs a weight");
+    let offsets = [0, u32::try_from(rows.rows()).expect("the number of rows fits in 32 bits")];
+    let experts = std::slice::from_ref(expert);
+    let call = Call { kind, experts, offsets: &offsets, numbers: None, weights, rows, hidden };
+    call.run(&mut [out], workspace, pool);
+}
+
+/// The operands of one call.
+struct Call<'a> {
+    kind: ExpertKind,
+    experts: &'a [CpuExpert],
+    offsets: &'a [u32],
+    /// Row number of each assignment; if `None`, assignment `i` is row `i`.
+    numbers: Option<&'a [u32]>,
+    weights: Option<&'a [f32]>,
+    rows: Segments<&'a [f32]>,
+    hidden: usize,
+}
+
+impl Call<'_> {
+    fn run(&self, out: &mut [&mut [f32]], workspace: &mut Workspace, pool: Option<&ThreadPool>) {
+        let first = &self.experts[0];
+        let shape = (first.hidden(), first.intermediate(), first.level());
+        assert!(
+            self.experts
+                .iter()
+                .all(|expert| (expert.hidden(), expert.intermediate(), expert.level()) == shape),
+            "the experts of a call must have the same shape"
+        );
+        let size = workspace.size;
+        assert!(
+            first.hidden() <= size.hidden && first.intermediate() <= size.intermediate,
+            "the experts are larger than the workspace supports"
+        );
+        let out = Segments::of_mut(out, self.hidden);
+        assert_eq!(self.rows.rows(), out.rows(), "input and output must have the same number of rows");
+        let mut rest = (0, 0);
+        let mut fresh = true;
+        loop {
+            self.cut(&mut rest, workspace);
+            if workspace.parts.is_empty() && !fresh {
+                break;
+            }
+            self.pack(workspace, pool);
+            self.gate_up(workspace, pool);
+            self.down(&out, fresh, workspace, pool);
+            fresh = false;
+        }
+    }
+
+    /// Divides the next chunk of assignments into parts. `rest` is the expert and the assignment to continue with.
+    fn cut(&self, rest: &mut (usize, usize), workspace: &mut Workspace) {
+        let mut start = 0;
+        workspace.parts.clear();
+        while start < workspace.chunk && rest.0 < self.experts.len() {
+            let (expert, first) = *rest;
+            let end = self.offsets[expert + 1] as usize;
+            let rows = end.checked_sub(first).expect("offsets must ascend");
+            let rows = rows.min(workspace.chunk - start).min(workspace.part);
+            if rows > 0 {
+                let tiles = workspace.parts.last().map_or(0, |part| part.tiles + part.tiling.tiles());
+                let tiling = Tiling::new(self.level(), rows);
+                workspace.parts.push(ExpertPart { expert, first, rows, start, tiling, tiles });
+            }
+            start += rows;
+            *rest = if first + rows == end { (expert + 1, end) } else { (expert, first + rows) };
+        }
+    }
+
+    fn pack(&self, workspace: &mut Workspace, pool: Option<&ThreadPool>) {
+        let Workspace { x, parts, sums, .. } = workspace;
+        let tiles = parts.last().map_or(0, |part| part.tiles + part.tiling.tiles());
+        let k = padded(self.hidden);
+        let x = DisjointSlice::new(x);
+        let queue = WorkQueue::new(tiles);
+        // Copying few rows takes less time than waking threads.
+        let pool = pool.filter(|_| tiles > 4);
+        run_parallel(pool, sums, |_| {
+            for (item, _) in queue.iter() {
+                let part = &parts[parts.partition_point(|part| part.tiles <= item) - 1];
+                let tile = part.tiling.tile(item - part.tiles);
+                let at = (part.start + tile.start) * k;
+                // SAFETY: tiles do not overlap, and each is one item.
+                let packed = unsafe { x.part_mut(at..at + tile.rows * k) };
+                for r in 0..tile.rows {
+                    let assignment = part.first + tile.start + r;
+                    let factor = self.weights.filter(|_| self.kind.weight_on == WeightOn::Input);
+                    let factor = factor.map(|weights| weights[assignment]);
+                    pack_row(
+                        packed,
+                        tile.rows,
+                        r,
+                        self.rows.row(self.number(assignment), self.hidden),
+                        factor,
+                    );
+                }
+            }
+        });
+    }
+
+    fn gate_up(&self, workspace: &mut Workspace, pool: Option<&ThreadPool>) {
+        let Workspace { x, h, parts, sums, .. } = workspace;
+        let (level, panels) = (self.level(), self.experts[0].gate_up.panels());
+        let (k, padded) = (padded(self.hidden), padded(self.experts[0].intermediate()));
+        let (x, h) = (&x[..], DisjointSlice::new(h));
+        let queue = WorkQueue::new(parts.len() * panels);
+        run_parallel(pool, sums, |sums| {
+            for (item, next) in queue.iter() {
+                let (part, panel) = (&parts[item / panels], item % panels);
+                let expert = &self.experts[part.expert];
+                let next = next.map_or(&[][..], |next| {
+                    self.experts[parts[next / panels].expert].gate_up.panel_data(next % panels)
+                });
+                let sums = &mut sums[..part.rows * level.panel_width()];
+                start_sums(sums, panel, level, &expert.gate_up_bias, None);
+                let x = &x[part.start * k..][..part.rows * k];
+                multiply(&expert.gate_up, panel, part.rows, x, sums, next);
+                let last = panel + 1 == panels;
+                let output = PanelOutput { h, start: part.start * padded, padded, panel, last };
+                // SAFETY: an item owns the rows of a part and the columns of a panel; no other item has both.
+                unsafe { activate(level, self.kind.activation, sums, self.output_weights(part), output) };
+            }
+        });
+    }
+
+    /// Adds the down projections of a chunk to the output; `fresh` means that the output is to be zeroed first.
+    fn down(
+        &self,
+        out: &Segments<DisjointSlice<'_, f32>>,
+        fresh: bool,
+        workspace: &mut Workspace,
+        pool: Option<&ThreadPool>,
+    ) {
+        let Workspace { h, parts, sums, .. } = workspace;
+        let (level, panels) = (self.level(), self.experts[0].down.panels());
+        let (width, k) = (level.panel_width(), padded(self.experts[0].intermediate()));
+        let h = &h[..];
+        let per_item = panels_per_item(parts, panels, sums.len(), level);
+        let queue = WorkQueue::new(panels.div_ceil(per_item));
+        run_parallel(pool, sums, |sums| {
+            for (item, _) in queue.iter() {
+                let mine = item * per_item..panels.min((item + 1) * per_item);
+                let columns = mine.start * width..self.hidden.min(mine.end * width);
+                if fresh {
+                    for row in 0..out.rows() {
+                        let (slice, at) = out.place(row, self.hidden);
+                        // SAFETY: an item owns these columns, in all rows.
+                        unsafe { slice.part_mut(at + columns.start..at + columns.end) }.fill(0.0);
+                    }
+                }
+                for (i, part) in parts.iter().enumerate() {
+                    let expert = &self.experts[part.expert];
+                    for panel in mine.clone() {
+                        let next = if panel + 1 < mine.end {
+                            expert.down.panel_data(panel + 1)
+                        } else {
+                            let next = parts.get(i + 1);
+                            next.map_or(&[][..], |next| self.experts[next.expert].down.panel_data(mine.start))
+                        };
+                        let sums = &mut sums[..part.rows * width];
+                        start_sums(sums, panel, level, &expert.down_bias, self.output_weights(part));
+                        let h = &h[part.start * k..][..part.rows * k];
+                        multiply(&expert.down, panel, part.rows, h, sums, next);
+                        let columns = panel * width..columns.end.min((panel + 1) * width);
+                        // SAFETY: an item owns these columns, in all rows.
+                        unsafe { self.add(out, part, columns, sums) };
+                    }
+                }
+            }
+        });
+    }
+
+    /// Adds the sums of a part to columns of its rows in the output.
+    ///
+    /// # Safety
+    /// Nothing else may use these columns during the call.
+    unsafe fn add(
+        &self,
+        out: &Segments<DisjointSlice<'_, f32>>,
+        part: &ExpertPart,
+        columns: Range<usize>,
+        sums: &[f32],
+    ) {
+        for (r, sums) in sums.chunks_exact(self.level().panel_width()).enumerate() {
+            let (slice, at) = out.place(self.number(part.first + r), self.hidden);
+            // SAFETY: the caller guarantees the columns.
+            let out = unsafe { slice.part_mut(at + columns.start..at + columns.end) };
+            for (out, sum) in out.iter_mut().zip(sums) {
+                *out += sum;
+            }
+        }
+    }
+
+    fn level(&self) -> SimdLevel {
+        self.experts[0].level()
+    }
+
+    /// The row number of an assignment.
+    fn number(&self, assignment: usize) -> usize {
+        self.numbers.map_or(assignment, |numbers| numbers[assignment] as usize)
+    }
+
+    /// The routing weights of a part, if they multiply the output.
+    fn output_weights(&self, part: &ExpertPart) -> Option<&[f32]> {
+        let weights = self.weights.filter(|_| self.kind.weight_on == WeightOn::Output)?;
+        Some(&weights[part.first..][..part.rows])
+    }
+}
+
+/// Sets sums to their initial value: the bias of the panel's outputs, times the row's weight if there is one; zero
+/// without a bias.
+fn start_sums(sums: &mut [f32], panel: usize, level: SimdLevel, bias: &[f32], weights: Option<&[f32]>) {
+    if bias.is_empty() {
+        sums.fill(0.0);
+        return;
+    }
+    let width = level.panel_width();
+    let bias = &bias[panel * width..][..width];
+    for (r, sums) in sums.chunks_exact_mut(width).enumerate() {
+        let weight = weights.map_or(1.0, |weights| weights[r]);
+        for (sum, bias) in sums.iter_mut().zip(bias) {
+            *sum = bias * weight;
+        }
+    }
+}
+
+/// Number of neighbouring panels of the down projections that a thread takes at a time.
+///
+/// It is one if there are few rows, so that threads finish together. With many rows it is larger, because a part's rows
+/// are then read from the near cache for all panels but the first.
+fn panels_per_item(parts: &[ExpertPart], panels: usize, threads: usize, level: SimdLevel) -> usize {
+    let rows = parts.iter().map(|part| part.rows).max().unwrap_or(0);
+    (rows / level.max_tile_rows()).min(panels / (4 * threads)).clamp(1, 8)
+}

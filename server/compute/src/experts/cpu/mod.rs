@@ -1,0 +1,132 @@
+//! Experts on the CPU: packed weights and the grouped MLP.
+
+mod grouped;
+mod segments;
+#[cfg(test)]
+mod tests;
+mod workspace;
+
+pub use grouped::{forward, forward_one};
+pub use workspace::{Workspace, WorkspaceSize};
+
+use crate::linalg::{PackError, PackedMatrix, SimdLevel};
+use expertd_model::ExpertWeights;
+
+/// An error that prevents an expert from being packed.
+#[derive(Debug, thiserror::Error)]
+pub enum ExpertError {
+    /// A matrix is inconsistent.
+    #[error("the {projection} projection: {source}")]
+    Matrix {
+        /// Name of the projection.
+        projection: &'static str,
+        /// What is inconsistent.
+        source: PackError,
+    },
+    /// The shape of the down projection does not match the gate projection.
+    #[error("the down projection should be [{hidden}, {intermediate}], but is [{rows}, {cols}]")]
+    Down {
+        /// Input features of the gate projection.
+        hidden: usize,
+        /// Output features of the gate projection.
+        intermediate: usize,
+        /// Rows of the down projection.
+        rows: usize,
+        /// Columns of the down projection.
+        cols: usize,
+    },
+    /// A bias and its projection's output differ in length.
+    #[error("the bias of the {projection} projection should have {expected} elements, but has {found}")]
+    Bias {
+        /// Name of the projection.
+        projection: &'static str,
+        /// Output features.
+        expected: usize,
+        /// Elements of the bias.
+        found: usize,
+    },
+}
+
+/// One expert, packed for the CPU.
+#[derive(Debug)]
+pub struct CpuExpert {
+    gate_up: PackedMatrix,
+    down: PackedMatrix,
+    /// `[panels, P]`, laid out like the packed pair; empty if the expert has no biases.
+    gate_up_bias: Vec<f32>,
+    /// `[panels * P]`; empty if the expert has no biases.
+    down_bias: Vec<f32>,
+}
+
+impl CpuExpert {
+    /// Packs an expert for the active level. The weights keep their format.
+    ///
+    /// # Errors
+    /// If a matrix is inconsistent or the shapes do not match.
+    pub fn pack(weights: &ExpertWeights<'_>) -> Result<Self, ExpertError> {
+        Self::pack_for(SimdLevel::active(), weights)
+    }
+
+    /// Packs an expert for `level`.
+    ///
+    /// # Errors
+    /// If a matrix is inconsistent or the shapes do not match.
+    pub fn pack_for(level: SimdLevel, weights: &ExpertWeights<'_>) -> Result<Self, ExpertError> {
+        let (intermediate, hidden) = (weights.gate.rows, weights.gate.cols);
+        let (rows, cols) = (weights.down.rows, weights.down.cols);
+        if (rows, cols) != (hidden, intermediate) {
+            return Err(ExpertError::Down { hidden, intermediate, rows, cols });
+        }
+        let matrix = |projection| move |source| ExpertError::Matrix { projection, source };
+        let gate_up =
+            PackedMatrix::pack_gated(level, &weights.gate, &weights.up).map_err(matrix("gate or up"))?;
+        let down = PackedMatrix::pack_for(level, &weights.down).map_err(matrix("down"))?;
+        let (mut gate_up_bias, mut down_bias) = (Vec::new(), Vec::new());
+        if let Some(biases) = weights.biases {
+            for (projection, bias, expected) in [
+                ("gate", biases.gate, intermediate),
+                ("up", biases.up, intermediate),
+                ("down", biases.down, hidden),
+            ] {
+                if bias.len() != expected {
+                    return Err(ExpertError::Bias { projection, expected, found: bias.len() });
+                }
+            }
+            let (panel, half) = (level.panel_width(), level.panel_width() / 2);
+            gate_up_bias = (0..gate_up.panels() * panel)
+                .map(|i| {
+                    let (column, feature) = (i % panel, i / panel * half + i % half);
+                    let bias = if column < half { biases.gate } else { biases.up };
+                    bias.get(feature).copied().unwrap_or(0.0)
+                })
+                .collect();
+            down_bias = biases.down.to_vec();
+            down_bias.resize(down.panels() * panel, 0.0);
+        }
+        Ok(CpuExpert { gate_up, down, gate_up_bias, down_bias })
+    }
+
+    /// Length of an input and output row.
+    #[must_use]
+    pub fn hidden(&self) -> usize {
+        self.gate_up.k()
+    }
+
+    /// Number of features between the projections.
+    #[must_use]
+    pub fn intermediate(&self) -> usize {
+        self.down.k()
+    }
+
+    /// Size of the packed weights, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.gate_up.bytes()
+            + self.down.bytes()
+            + (self.gate_up_bias.len() + self.down_bias.len()) * size_of::<f32>()
+    }
+
+    fn level(&self) -> SimdLevel {
+        self.gate_up.level()
+    }
+}

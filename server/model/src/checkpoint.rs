@@ -1,0 +1,163 @@
+//! An opened checkpoint: its description, and views of its weights.
+
+use std::path::{Path, PathBuf};
+
+use super::config::Config;
+use super::fingerprint::fingerprint;
+use super::plan::{LayerPlan, MlpPlan};
+use super::resolve::resolve;
+use super::store::Store;
+use super::{ModelError, ModelSpec};
+use crate::MatrixView;
+use expertd_types::{ExpertId, LayerId, WeightVersion};
+
+/// A checkpoint in Hugging Face's layout, memory-mapped and checked by its headers. Weights are read from disk only
+/// when a view of them is used; tensors outside the MoE blocks are never read.
+#[derive(Debug)]
+pub struct Checkpoint {
+    dir: PathBuf,
+    spec: ModelSpec,
+    plans: Vec<Option<LayerPlan>>,
+    store: Store,
+    version: WeightVersion,
+}
+
+/// The MLP of an expert: `down(activation(gate(x), up(x)))`.
+#[derive(Clone, Debug)]
+pub struct ExpertTensors<'a> {
+    /// `[width, hidden]`.
+    pub gate: MatrixView<'a>,
+    /// `[width, hidden]`.
+    pub up: MatrixView<'a>,
+    /// `[hidden, width]`.
+    pub down: MatrixView<'a>,
+    /// `[width]`.
+    pub gate_bias: Option<Vec<f32>>,
+    /// `[width]`.
+    pub up_bias: Option<Vec<f32>>,
+    /// `[hidden]`; multiplied by the routing weight like the rest of the expert's output.
+    pub down_bias: Option<Vec<f32>>,
+}
+
+/// The shared experts of a layer.
+#[derive(Clone, Debug)]
+pub struct SharedTensors<'a> {
+    /// All shared experts as one MLP.
+    pub mlp: ExpertTensors<'a>,
+    /// `[hidden]`: the output is multiplied by the sigmoid of the product of this vector and the token.
+    pub gate: Option<Vec<f32>>,
+}
+
+/// The gate of a layer.
+#[derive(Clone, Debug)]
+pub struct GateTensors<'a> {
+    /// `[E, hidden]`, in bf16, f16 or f32.
+    pub weight: MatrixView<'a>,
+    /// Added to the logits, `[E]`.
+    pub bias: Option<Vec<f32>>,
+    /// Added to the values that experts are chosen by, not to their weights, `[E]`.
+    pub correction_bias: Option<Vec<f32>>,
+    /// Experts by token id, `[vocab, top_k]`: all ids are in range and distinct within a row.
+    pub token_table: Option<Vec<i32>>,
+}
+
+impl Checkpoint {
+    /// Opens a directory with `config.json` and safetensors files. Every tensor of every MoE block is checked: it must
+    /// be present, lie entirely within its file, and have the shape that the config implies and a supported type.
+    ///
+    /// # Errors
+    /// The first defect, with file, tensor or field, and what was expected and found.
+    pub fn open(dir: &Path) -> Result<Self, ModelError> {
+        let config = Config::read(dir)?;
+        let mut store = Store::open(dir)?;
+        let resolved = resolve(&config, &mut store)?;
+        let version = fingerprint(config.text(), &store);
+        Ok(Self { dir: dir.to_owned(), spec: resolved.spec, plans: resolved.plans, store, version })
+    }
+
+    /// The directory of the checkpoint.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The description of the model.
+    #[must_use]
+    pub fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    /// A fingerprint of the contents: the same for the same checkpoint at any time and place, and almost certainly
+    /// another one for other weights. `server/model/fingerprint.rs` states what it covers.
+    #[must_use]
+    pub fn weight_version(&self) -> WeightVersion {
+        self.version
+    }
+
+    fn plan(&self, layer: LayerId) -> Result<&LayerPlan, ModelError> {
+        self.spec.layer(layer)?;
+        self.plans[layer.index()].as_ref().ok_or(ModelError::DenseLayer { layer })
+    }
+
+    /// The weights of one routed expert.
+    ///
+    /// # Errors
+    /// If the layer has no MoE block, or there is no such layer or expert.
+    pub fn expert(&self, layer: LayerId, expert: ExpertId) -> Result<ExpertTensors<'_>, ModelError> {
+        let plan = self.plan(layer)?;
+        match plan.experts.get(expert.index()) {
+            Some(mlp) => Ok(self.mlp(mlp)),
+            None => Err(ModelError::NoSuchExpert { layer, expert, num_experts: plan.experts.len() }),
+        }
+    }
+
+    /// The weights of the layer's shared experts, if it has any.
+    ///
+    /// # Errors
+    /// If the layer has no MoE block, or there is no such layer.
+    pub fn shared(&self, layer: LayerId) -> Result<Option<SharedTensors<'_>>, ModelError> {
+        let plan = self.plan(layer)?;
+        Ok(plan.shared.as_ref().map(|(mlp, gate)| SharedTensors {
+            mlp: self.mlp(mlp),
+            gate: gate.map(|gate| gate.read(&self.store)),
+        }))
+    }
+
+    /// The weights of the layer's gate. For a layer that routes by token id, this reads and checks the token table.
+    ///
+    /// # Errors
+    /// If the layer has no MoE block, there is no such layer, or the token table has an expert out of range or
+    /// repeated.
+    pub fn gate(&self, layer: LayerId) -> Result<GateTensors<'_>, ModelError> {
+        let plan = &self.plan(layer)?.gate;
+        let spec = &self.spec.layer(layer)?.gate;
+        Ok(GateTensors {
+            weight: plan.weight.view(&self.store),
+            bias: plan.bias.map(|bias| bias.read(&self.store)),
+            correction_bias: plan.correction.map(|bias| bias.read(&self.store)),
+            token_table: match plan.table {
+                Some(id) => Some(self.store.token_table(id, spec.top_k, spec.num_experts)?),
+                None => None,
+            },
+        })
+    }
+
+    /// Size of one routed expert of a layer in the checkpoint, scales and biases included, in bytes; 0 for a layer
+    /// without experts.
+    #[must_use]
+    pub fn expert_bytes(&self, layer: LayerId) -> u64 {
+        self.spec.layer(layer).map_or(0, |moe| moe.experts.bytes)
+    }
+
+    fn mlp(&self, plan: &MlpPlan) -> ExpertTensors<'_> {
+        let bias = |i: usize| plan.biases.map(|biases| biases[i].read(&self.store));
+        ExpertTensors {
+            gate: plan.gate.view(&self.store),
+            up: plan.up.view(&self.store),
+            down: plan.down.view(&self.store),
+            gate_bias: bias(0),
+            up_bias: bias(1),
+            down_bias: bias(2),
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! Reading of checkpoints: `config.json` and safetensors files become a [`ModelSpec`] and views of the weights.
+//!
+//! [`Checkpoint::open`] maps a directory in Hugging Face's layout and checks it by its headers alone. The differences
+//! between model families are data in `families.rs`.
+
+mod activation;
+mod checkpoint;
+mod config;
+pub mod decode;
+mod error;
+mod experts;
+mod families;
+mod family;
+mod fingerprint;
+mod gate_rules;
+mod gate_spec;
+mod header;
+mod matrices;
+mod matrix_view;
+mod placement;
+mod plan;
+mod quant;
+mod resolve;
+mod spec;
+mod store;
+pub mod synth;
+mod weights;
+
+pub use activation::Activation;
+pub use checkpoint::{Checkpoint, ExpertTensors, GateTensors, SharedTensors};
+pub use error::ModelError;
+pub use families::{FAMILIES, by_model_type, by_name};
+pub use family::Family;
+pub use gate_spec::{Choice, GateSpec, GroupLimit, GroupScore, MAX_TOP_K, Normalise, ScoreFn};
+pub use matrix_view::{MatrixError, MatrixView, Scales, WeightFormat};
+pub use placement::Placement;
+pub use spec::{ExpertsSpec, ModelSpec, MoeLayer, SharedSpec};
+pub use weights::{ExpertBiases, ExpertWeights, WeightOn};

@@ -1,0 +1,104 @@
+//! The description of a checkpoint that all other layers use.
+
+use serde::{Deserialize, Serialize};
+
+use super::{GateSpec, ModelError};
+use crate::{Activation, WeightFormat};
+use expertd_types::LayerId;
+
+/// The MoE part of a model.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ModelSpec {
+    /// Name of the family; see [`super::FAMILIES`].
+    pub family: String,
+    /// `model_type` in `config.json`.
+    pub model_type: String,
+    /// Elements per token row.
+    pub hidden: usize,
+    /// Number of decoder layers, with and without an MoE block.
+    pub num_layers: usize,
+    /// The MoE block of each layer; `None` for a dense layer.
+    pub layers: Vec<Option<MoeLayer>>,
+}
+
+/// One MoE block.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MoeLayer {
+    /// Routing function.
+    pub gate: GateSpec,
+    /// Routed experts.
+    pub experts: ExpertsSpec,
+    /// Shared experts, which process every token.
+    pub shared: Option<SharedSpec>,
+}
+
+/// The routed experts of a layer: `down(activation(gate(x), up(x)))`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ExpertsSpec {
+    /// Number of experts, E.
+    pub count: usize,
+    /// Intermediate size, I: gate and up are `[I, hidden]`, down is `[hidden, I]`.
+    pub width: usize,
+    /// Activation between gate/up and down.
+    pub activation: Activation,
+    /// Whether the routing weight multiplies the expert's input instead of its output.
+    pub weight_on_input: bool,
+    /// Whether gate, up and down have biases.
+    pub biases: bool,
+    /// Storage format of the weights, in the checkpoint and in memory.
+    pub format: WeightFormat,
+    /// Columns per block of FP8 scales, if a row of any matrix has several blocks.
+    pub scale_cols: Option<usize>,
+    /// Size of one expert in the checkpoint, scales and biases included, in bytes.
+    pub bytes: u64,
+}
+
+/// The shared experts of a layer, as one MLP.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SharedSpec {
+    /// Intermediate size of all shared experts together.
+    pub width: usize,
+    /// Activation between gate/up and down.
+    pub activation: Activation,
+    /// Whether the output is multiplied by `sigmoid(x · g)` for a vector g `[hidden]`.
+    pub gated: bool,
+    /// Whether gate, up and down have biases.
+    pub biases: bool,
+    /// Storage format of the weights, in the checkpoint and in memory.
+    pub format: WeightFormat,
+    /// Columns per block of FP8 scales; see [`ExpertsSpec::scale_cols`].
+    pub scale_cols: Option<usize>,
+    /// Size in the checkpoint, scales and biases included, in bytes.
+    pub bytes: u64,
+}
+
+impl ModelSpec {
+    /// The MoE block of a layer.
+    ///
+    /// # Errors
+    /// [`ModelError::NoSuchLayer`] if the model has no such layer, [`ModelError::DenseLayer`] if it has no MoE block.
+    pub fn layer(&self, layer: LayerId) -> Result<&MoeLayer, ModelError> {
+        match self.layers.get(layer.index()) {
+            None => Err(ModelError::NoSuchLayer { layer, num_layers: self.num_layers }),
+            Some(None) => Err(ModelError::DenseLayer { layer }),
+            Some(Some(moe)) => Ok(moe),
+        }
+    }
+
+    /// Layers with an MoE block, in order.
+    pub fn moe_layers(&self) -> impl Iterator<Item = (LayerId, &MoeLayer)> {
+        (0u32..).zip(&self.layers).filter_map(|(i, moe)| Some((LayerId(i), moe.as_ref()?)))
+    }
+
+    /// The largest `top_k` of all layers.
+    #[must_use]
+    pub fn max_top_k(&self) -> usize {
+        self.moe_layers().map(|(_, moe)| moe.gate.top_k).max().unwrap_or(0)
+    }
+
+    /// The largest number of experts of all layers.
+    #[must_use]
+    pub fn max_experts(&self) -> usize {
+        self.moe_layers().map(|(_, moe)| moe.experts.count).max().unwrap_or(0)
+    }
+}

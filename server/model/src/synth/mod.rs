@@ -1,0 +1,176 @@
+//! Random checkpoints of any family, in Hugging Face's layout.
+//!
+//! They hold the MoE blocks only, which is what the service needs; transformers initialises the rest of the model
+//! itself when it loads one. Weights are scaled so that rows of unit variance give outputs of about unit variance.
+
+mod configs;
+mod draw;
+mod layout;
+mod write;
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Family, by_name};
+
+/// Storage format of weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
+#[serde(rename_all = "lowercase")]
+#[cfg_attr(feature = "clap", value(rename_all = "lower"))]
+pub enum SynthFormat {
+    /// bfloat16.
+    Bf16,
+    /// IEEE half precision.
+    F16,
+    /// IEEE single precision.
+    F32,
+    /// FP8 e4m3 with one scale per block of 128×128 (Llama 4: per output channel).
+    Fp8,
+    /// MXFP4: blocks of 32 inputs share an exponent.
+    Mxfp4,
+}
+
+/// The parameters of a synthesised checkpoint.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SynthConfig {
+    /// Name of a family ([`super::FAMILIES`]).
+    pub family: String,
+    /// Elements per token row.
+    pub hidden: usize,
+    /// Routed experts per layer.
+    pub experts: usize,
+    /// Experts per token.
+    pub top_k: usize,
+    /// Intermediate size of an expert.
+    pub width: usize,
+    /// Number of decoder layers. In families whose first layers are dense, the first layer is dense if there are
+    /// several.
+    pub layers: usize,
+    /// Storage format of weights.
+    pub format: SynthFormat,
+    /// Seed of the random numbers; the same seed gives the same bytes.
+    pub seed: u64,
+    /// Largest size of a file in bytes, unless a single tensor is larger.
+    pub max_shard_bytes: u64,
+}
+
+impl SynthConfig {
+    /// A small checkpoint of a family.
+    #[must_use]
+    pub fn new(family: &str) -> Self {
+        Self {
+            family: family.to_owned(),
+            hidden: 64,
+            experts: 8,
+            top_k: 2,
+            width: 96,
+            layers: 2,
+            format: SynthFormat::Bf16,
+            seed: 0,
+            max_shard_bytes: 4 << 30,
+        }
+    }
+}
+
+/// An error that prevents a checkpoint from being synthesised.
+#[derive(Debug, thiserror::Error)]
+pub enum SynthError {
+    /// The family does not exist or cannot be synthesised.
+    #[error("family `{0}` is unknown; the known families are {known}", known = configs::names().join(", "))]
+    Family(String),
+    /// A size does not fit the family.
+    #[error("{field}: expected {expected}, found {found}")]
+    Field {
+        /// Name of the size.
+        field: &'static str,
+        /// The accepted values.
+        expected: String,
+        /// The requested value.
+        found: String,
+    },
+    /// A file cannot be written.
+    #[error("{path}: cannot write the file: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The operating system's error.
+        source: std::io::Error,
+    },
+}
+
+/// Names of the families that can be synthesised.
+#[must_use]
+pub fn families() -> Vec<&'static str> {
+    configs::names()
+}
+
+/// Size of the weights that [`write()`] would write, in bytes.
+///
+/// # Errors
+/// If the family or the sizes are invalid.
+pub fn size(config: &SynthConfig) -> Result<u64, SynthError> {
+    let family = check(config)?;
+    Ok(layout::tensors(config, family).iter().map(layout::Tensor::bytes).sum())
+}
+
+/// Writes a checkpoint into a directory, which is created if it does not exist. Existing files of the same names are
+/// overwritten.
+///
+/// # Errors
+/// If the family or the sizes are invalid, or a file cannot be written.
+pub fn write(config: &SynthConfig, dir: &Path) -> Result<(), SynthError> {
+    write_with(config, dir, &mut |_| {})
+}
+
+/// Like [`write()`], and calls `progress` with the number of bytes written since its last call.
+///
+/// # Errors
+/// See [`write()`].
+pub fn write_with(config: &SynthConfig, dir: &Path, progress: &mut dyn FnMut(u64)) -> Result<(), SynthError> {
+    let family = check(config)?;
+    let io = |path: PathBuf| move |source| SynthError::Io { path, source };
+    std::fs::create_dir_all(dir).map_err(io(dir.to_owned()))?;
+    let path = dir.join("config.json");
+    let text = serde_json::to_string_pretty(&configs::config_json(config, family)).expect("plain JSON");
+    std::fs::write(&path, text + "\n").map_err(io(path))?;
+    write::tensors(&layout::tensors(config, family), config, dir, progress)
+}
+
+fn check(config: &SynthConfig) -> Result<&'static Family, SynthError> {
+    let family = by_name(&config.family).filter(|family| configs::names().contains(&family.name));
+    let family = family.ok_or_else(|| SynthError::Family(config.family.clone()))?;
+    let wrong = |field, expected: &str, found: usize| {
+        Err(SynthError::Field { field, expected: expected.to_owned(), found: found.to_string() })
+    };
+    let sizes = [
+        ("hidden", config.hidden, 1 << 20),
+        ("experts", config.experts, 65536),
+        ("width", config.width, 1 << 20),
+        ("layers", config.layers, 4096),
+    ];
+    for (field, size, max) in sizes {
+        if size == 0 || size > max {
+            return wrong(field, &format!("1 to {max}"), size);
+        }
+    }
+    if !config.hidden.is_multiple_of(8) {
+        return wrong("hidden", "a multiple of 8 (for 4 attention heads of even width)", config.hidden);
+    }
+    let most = config.experts.min(super::MAX_TOP_K);
+    if config.top_k == 0 || config.top_k > most {
+        return wrong("top-k", &format!("1 to {most}"), config.top_k);
+    }
+    if family.name == "phimoe" && config.top_k != 2 {
+        return wrong("top-k", "2, the number that this family's gate always chooses", config.top_k);
+    }
+    if config.format == SynthFormat::Mxfp4 {
+        for (field, size) in [("hidden", config.hidden), ("width", config.width)] {
+            if !size.is_multiple_of(32) {
+                return wrong(field, "a multiple of 32, the block size of MXFP4", size);
+            }
+        }
+    }
+    Ok(family)
+}
