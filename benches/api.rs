@@ -1,7 +1,8 @@
 //! The latency that the API adds to a bare tonic echo of the same payload: one request outstanding, rounds in turn,
 //! medians.
 //!
-//! `cargo bench --bench api [-- unix]`. Each server has a runtime of its own; every call sends fresh rows.
+//! `cargo bench -p expertd-benches --bench api [-- unix]`. Each server has a runtime of its own; every call sends fresh
+//! rows.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::collections::BTreeMap;

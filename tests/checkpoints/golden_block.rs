@@ -2,15 +2,12 @@
 //! a service, once with a plain block in f64 and once with the service's kernels.
 //!
 //! `EXPERTD_GOLDEN=DIR` also checks another directory of the same kind (`scripts/golden.py` creates some).
-#![allow(clippy::unwrap_used)]
-
-mod common;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use common::golden::{Golden, folders, root};
-use common::kernels;
+use crate::common::golden::{Golden, folders, root};
+use crate::common::kernels;
 use expertd_compute::experts::reference::{block, worst_row};
 use expertd_compute::gate::CpuGate;
 use expertd_model::Checkpoint;

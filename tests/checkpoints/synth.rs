@@ -2,8 +2,6 @@
 //!
 //! `EXPERTD_SYNTH_OUT=DIR` keeps the checkpoints, so that `scripts/golden.py DIR --record` can run them through
 //! transformers.
-#![allow(clippy::unwrap_used)]
-
 use std::path::{Path, PathBuf};
 
 use expertd_compute::experts::reference::block;

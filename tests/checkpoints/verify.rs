@@ -1,7 +1,5 @@
 //! Tests of `expertd verify` and `expertd call` against a scripted service: correct answers pass, every kind of wrong
 //! answer fails.
-#![allow(clippy::unwrap_used)]
-
 use std::pin::Pin;
 
 use clap::Parser as _;

@@ -1,6 +1,4 @@
 //! Tests that errors about unusable checkpoints name file, tensor or field, and what was expected and found.
-#![allow(clippy::unwrap_used)]
-
 use std::fs;
 use std::path::{Path, PathBuf};
 

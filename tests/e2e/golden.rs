@@ -1,13 +1,10 @@
 //! Tests of recorded answers through the real service: every family, several ranks, routing by the service's gate and
 //! recorded routing.
-#![allow(clippy::unwrap_used)]
 
-mod service;
-
+use crate::service::load::{Load, Rows, check};
+use crate::service::{Service, families, golden};
 use clap::Parser as _;
 use expertd_cli::verify::{VerifyArgs, verify};
-use service::load::{Load, Rows, check};
-use service::{Service, families, golden};
 
 #[derive(clap::Parser)]
 struct Verify {

@@ -1,7 +1,5 @@
 //! Tests of experts stored in every layout and format that the loader distinguishes: separate or fused in either
 //! orientation, under other prefixes, inside multimodal configs, quantised with scales of every granularity.
-#![allow(clippy::unwrap_used)]
-
 use std::collections::BTreeMap;
 use std::path::Path;
 
