@@ -76,7 +76,7 @@ class Service:
 
     Attributes:
         address: where clients connect.
-        admin_address: where `expertd status --address …` connects.
+        admin_address: where `expertd status --admin …` connects.
         metrics_url: the Prometheus endpoint.
         process: the service's process.
     """
@@ -191,4 +191,5 @@ class Service:
 
 
 def _end_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    # SIGTERM would let the service drain and log, into a pipe that nothing reads any more. Its ranks end with it.
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

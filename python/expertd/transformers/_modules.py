@@ -23,6 +23,7 @@ class _Remote(nn.Module):
         self.layer: int = served.layer
         self.num_experts: int = served.num_experts
         self.top_k: int = served.top_k
+        self.by_token_id: bool = served.routes_by_token_id
 
     def call(
         self,
@@ -39,8 +40,13 @@ class _Remote(nn.Module):
                 "outside of remote_experts"
             )
         flat = rows.reshape(-1, rows.shape[-1])
-        if token_ids is not None:
+        if not self.by_token_id:
+            token_ids = None
+        elif token_ids is not None:
             token_ids = token_ids.reshape(-1)
+        elif topk_ids is not None:
+            # The service wants token ids for this layer and does not use them when the choice is given.
+            token_ids = torch.zeros(flat.shape[0], dtype=torch.int32)
         out = moe(flat, topk_ids, topk_weights, token_ids, self.remote.number, self.layer, shared_experts)
         return out.view(rows.shape)
 
@@ -85,12 +91,11 @@ class RemoteBlock(_Remote):
     def __init__(self, remote: Remote, served: MoeLayer, pair: bool) -> None:
         super().__init__(remote, served)
         self.pair = pair
-        self.by_token_id = served.routes_by_token_id
 
     def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> Tensor | tuple[Tensor, None]:
         if self.by_token_id and input_ids is None:
             raise UnsupportedError(
                 f"layer {self.layer} routes by token id; call the model with input_ids instead of inputs_embeds"
             )
-        out = self.call(hidden_states, token_ids=input_ids if self.by_token_id else None, shared_experts=True)
+        out = self.call(hidden_states, token_ids=input_ids, shared_experts=True)
         return (out, None) if self.pair else out
