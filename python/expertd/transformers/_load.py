@@ -20,7 +20,7 @@ import transformers
 from transformers.modeling_utils import PreTrainedModel
 
 from .._client import refuse_session
-from .._errors import ModelMismatchError, UnsupportedError
+from .._errors import UnsupportedError
 from ._check import check_content, check_layer, check_model
 from ._modules import RemoteBlock, RemoteExperts, RemoteLlama4
 from ._remote import Remote
@@ -101,25 +101,19 @@ def _replace(model: PreTrainedModel, remote: Remote, mode: Mode, check_weights: 
         )
     layers = {name: int(_LAYER.search(name)[1]) for name in blocks}  # type: ignore[index]
     check_model(model, remote.model, set(layers.values()))
+    for name, block in blocks.items():
+        check_layer(name, block, remote.layer(layers[name]))
     folder = model.config.name_or_path
     if check_weights and folder and os.path.isdir(folder):
         check_content(folder, remote.model)
     for name, block in blocks.items():
-        served = remote.layer(layers[name])
-        check_layer(name, block, served)
-        if _parameter_device(block) != "meta":
-            raise ModelMismatchError(f"{name} is allocated already; expected a model that from_pretrained builds")
-        _put(model, name, block, remote, mode, served)
+        _put(model, name, block, remote, mode, remote.layer(layers[name]))
     _ignore_missing(model, list(blocks), mode)
 
 
 def _is_block(name: str, module: torch.nn.Module) -> bool:
     experts = getattr(module, "experts", None)
     return isinstance(experts, torch.nn.Module) and bool(_LAYER.search(name)) and not _NOT_TEXT.search(name)
-
-
-def _parameter_device(module: torch.nn.Module) -> str:
-    return next((parameter.device.type for parameter in module.parameters()), "meta")
 
 
 def _put(

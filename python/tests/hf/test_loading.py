@@ -150,17 +150,18 @@ def test_quantised_experts_are_not_loaded(tmp_path):
             quantised = transformers.AutoConfig.from_pretrained(folder).quantization_config
             kind = {"fp8": transformers.FineGrainedFP8Config, "mxfp4": transformers.Mxfp4Config}[dtype]
             keep = {k: v for k, v in quantised.items() if k in ("modules_to_not_convert", "weight_block_size")}
-            options = {"quantization_config": kind(**keep, dequantize=True), "dtype": torch.float32}
+            options = {"quantization_config": kind(**keep, dequantize=True), "dtype": torch.bfloat16}
             local = load(folder, **options)
             with remote_experts(service.address):
                 remote = load(folder, **options)
             assert not [name for name, _ in remote.named_parameters() if ".experts." in name]
-            ids, mask = prompts(2)
-            with torch.no_grad():
-                expected = local(input_ids=ids, attention_mask=mask).logits
-                found = remote(input_ids=ids, attention_mask=mask).logits
-            error = (found - expected)[mask.bool()].norm() / expected[mask.bool()].norm()
-            assert error < 1e-2
+            for mine, theirs in zip(remote.model.layers, local.model.layers, strict=True):
+                rows = torch.randn(1, 5, 128, dtype=torch.bfloat16)
+                with torch.no_grad():
+                    found, expected = mine.mlp(rows), theirs.mlp(rows)
+                if isinstance(expected, tuple):
+                    found, expected = found[0], expected[0]
+                assert (found - expected).float().norm() / expected.float().norm() < 2e-2
 
 
 def test_loading_takes_no_memory_for_experts(tmp_path):
