@@ -46,6 +46,24 @@ def test_given_routing_is_applied_whatever_its_integer_and_float_types(golden, r
         assert np.array_equal(np.asarray(one.rows), np.asarray(other.rows))
 
 
+def test_experts_that_are_not_asked_for_add_nothing(golden, rows):
+    it = golden("qwen3_moe")
+    layer = it.model.moe_layers[0]
+    whole = it.client.forward(layer.layer, rows, return_routing=True)
+    ids, weights = np.asarray(whole.receipt.topk_ids), np.asarray(whole.receipt.topk_weights)
+    mine = np.random.default_rng().random(ids.shape) < 0.5
+    mine[0], mine[1] = False, True
+    parts = []
+    for chosen in (mine, ~mine):
+        given = np.where(chosen, ids, -1).astype(np.int32), np.where(chosen, weights, np.nan).astype(np.float32)
+        answer = it.client.forward(layer.layer, rows, topk_ids=given[0], topk_weights=given[1], return_routing=True)
+        assert np.array_equal(np.asarray(answer.receipt.topk_ids), given[0])
+        assert np.array_equal(np.asarray(answer.receipt.topk_weights), given[1], equal_nan=True)
+        parts.append(np.asarray(answer.rows))
+    assert (parts[0][0] == 0).all() and (parts[1][1] == 0).all()
+    assert worst_row(parts[0] + parts[1], whole.rows) < 1e-5
+
+
 def test_shared_experts_can_be_left_out(golden):
     it = golden("qwen2_moe")
     layer = it.layers[0]
