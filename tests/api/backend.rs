@@ -133,7 +133,9 @@ impl Fake {
             computed: Duration::ZERO,
         };
         let (topk_ids, topk_weights) = match &request.routing {
-            Some(routing) if request.return_routing => (routing.ids.clone(), routing.weights.clone()),
+            Some(routing) if request.return_routing => {
+                routing.as_given.clone().unwrap_or_else(|| (routing.ids.clone(), routing.weights.clone()))
+            }
             _ => (Bytes::new(), Bytes::new()),
         };
         Answer {

@@ -93,7 +93,7 @@ async fn errors_of_invalid_requests_name_the_field() {
         ("weights too short", "routing.topk_weights", routed(&ok_ids, &ok_weights[..5], 2)),
         ("id above the range", "routing.topk_ids", routed(&[0, 1, 2, 3, 4, 70], &ok_weights, 0)),
         ("id far above the range", "routing.topk_ids", routed(&[0, 1, 2, 3, 4, i32::MAX], &ok_weights, 0)),
-        ("negative id", "routing.topk_ids", routed(&[0, 1, -1, 3, 4, 5], &ok_weights, 0)),
+        ("negative id", "routing.topk_ids", routed(&[0, 1, -2, 3, 4, 5], &ok_weights, 0)),
         ("repeated id", "routing.topk_ids", routed(&[0, 1, 66, 66, 4, 5], &ok_weights, 0)),
         (
             "weight not a number",
@@ -263,6 +263,13 @@ async fn valid_requests_are_answered_completely() {
         let given = everything.routing.unwrap();
         assert_eq!((receipt.topk_ids, receipt.topk_weights), (given.topk_ids, given.topk_weights));
         assert_eq!((receipt.timings.len(), receipt.generation, receipt.weight_version), (1, 3, 7));
+
+        // The id -1 may repeat and fill a row, with any weight beside it; the receipt has what the caller gave.
+        let unowned = routed(&[69, -1, -1, -1, 1, 64], &[1.0, f32::NAN, 1.0, f32::INFINITY, 3.0, 4.0], 0);
+        let receipt =
+            client.forward(unowned.clone().returning_routing(), None).await.unwrap().receipt.unwrap();
+        let given = unowned.routing.unwrap();
+        assert_eq!((receipt.topk_ids, receipt.topk_weights), (given.topk_ids, given.topk_weights));
 
         // k is below and above the layer's own.
         client.forward(routed(&[69, 0, 5], &[1.0; 3], 1), None).await.unwrap();

@@ -4,7 +4,6 @@
 use super::packed::K_BLOCK;
 use super::parallel::DisjointSlice;
 use super::simd_level::SimdLevel;
-use super::simd_level::SimdLevel;
 use super::tiles::Tiling;
 use expertd_model::Activation;
 
