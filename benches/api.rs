@@ -1,6 +1,8 @@
-//! What the API adds to a bare tonic echo of the same payload: one request outstanding, rounds interleaved, medians.
+//! The latency that the API adds to a bare tonic echo of the same payload: one request outstanding, rounds in turn,
+//! medians.
 //!
-//! `cargo bench --bench api [-- unix]`. Both servers run on runtimes of their own; rows are fresh for every call.
+//! `cargo bench -p expertd-benches --bench api [-- unix]`. Each server has a runtime of its own; every call sends fresh
+//! rows.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::collections::BTreeMap;
@@ -10,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use expertd_proto::transport;
+use expertd_proto::transport::Channel;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::moe_server::{Moe, MoeServer};
@@ -25,7 +28,6 @@ use expertd_types::{Generation, LayerId, StepId, WeightVersion};
 use rand::RngExt as _;
 use tokio::sync::{oneshot, watch};
 use tokio_util::sync::CancellationToken;
-use expertd_proto::transport::Channel;
 use tonic::{Request as Call, Response, Status, Streaming};
 
 #[global_allocator]
@@ -147,7 +149,7 @@ impl Backend for Echo {
     }
 }
 
-/// Runs `server` on two threads of its own, for ever.
+/// Runs `server` until the process ends, on two threads of its own.
 fn in_background(server: impl Future<Output = ()> + Send + 'static, runtime: tokio::runtime::Runtime) {
     std::thread::spawn(move || runtime.block_on(server));
 }

@@ -8,10 +8,10 @@ use crate::Error;
 /// A client on its own connection.
 pub type Client = MoeClient<Channel>;
 
-/// Connects to `HOST:PORT` or `unix:/PATH`; messages of up to `message_bytes` pass.
+/// Connects to `HOST:PORT` or `unix:/PATH`, for messages of up to `message_bytes` bytes.
 ///
 /// # Errors
-/// If the address is malformed, a file with credentials cannot be used, or nothing answers.
+/// If the address is malformed, a file with credentials cannot be used, or cannot be reached.
 pub async fn connect(
     address: &str,
     credentials: &Credentials,

@@ -1,11 +1,11 @@
-//! A real server over TCP and a Unix-domain socket, and ways to talk to it.
+//! A real server over TCP and a Unix-domain socket, and helpers to call it.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
-use expertd_proto::v1::{DType, ForwardRequest};
 use expertd_proto::transport::Channel;
+use expertd_proto::v1::{DType, ForwardRequest};
 use expertd_proto::{Client, transport};
 use expertd_router::api::{Access, AccessConfig, ConnectionLimits, Patience, Server, ServerConfig};
 use http::Request;
@@ -98,7 +98,7 @@ pub fn random_rows(bytes: usize) -> Bytes {
     Bytes::from(rows)
 }
 
-/// A good request for `tokens` random f32 rows.
+/// A valid request for `tokens` random f32 rows.
 pub fn request(layer: u32, tokens: usize, hidden: usize) -> ForwardRequest {
     ForwardRequest::inline(layer, tokens as u32, DType::DtypeF32, random_rows(tokens * hidden * 4))
 }
@@ -110,7 +110,7 @@ pub fn rows_of(request: &ForwardRequest) -> Bytes {
     }
 }
 
-/// Flag and length before a message.
+/// The flag and length that precede a gRPC message.
 pub fn prefix(length: usize) -> Bytes {
     let mut bytes = BytesMut::with_capacity(5);
     bytes.put_u8(0);
@@ -118,7 +118,7 @@ pub fn prefix(length: usize) -> Bytes {
     bytes.freeze()
 }
 
-/// A call with a body of our own making.
+/// A call with a given body.
 pub fn raw_call(path: &str, body: tonic::body::Body) -> Request<tonic::body::Body> {
     Request::post(path)
         .header("content-type", "application/grpc")
@@ -146,5 +146,5 @@ pub async fn eventually(what: &str, mut ready: impl FnMut() -> bool) {
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    panic!("never came true: {what}");
+    panic!("did not happen within 10 s: {what}");
 }

@@ -22,10 +22,16 @@ pub struct Credentials {
     #[cfg_attr(feature = "clap", arg(long = "tls-key", value_name = "FILE", help_heading = "Credentials"))]
     pub key: Option<PathBuf>,
     /// The name in the service's certificate, where it is not the host of the address
-    #[cfg_attr(feature = "clap", arg(long = "tls-server-name", value_name = "NAME", help_heading = "Credentials"))]
+    #[cfg_attr(
+        feature = "clap",
+        arg(long = "tls-server-name", value_name = "NAME", help_heading = "Credentials")
+    )]
     pub server_name: Option<String>,
     /// File with the client's token, alone or as `NAME TOKEN`
-    #[cfg_attr(feature = "clap", arg(long = "token-file", value_name = "FILE", help_heading = "Credentials"))]
+    #[cfg_attr(
+        feature = "clap",
+        arg(long = "token-file", value_name = "FILE", help_heading = "Credentials")
+    )]
     pub token_file: Option<PathBuf>,
 }
 
@@ -59,9 +65,7 @@ impl Credentials {
         if let Some(name) = &self.server_name {
             tls = tls.domain_name(name);
         }
-        endpoint(&format!("https://{host}"))?
-            .tls_config(tls)
-            .map_err(|error| unusable(ca, &chain(&error)))
+        endpoint(&format!("https://{host}"))?.tls_config(tls).map_err(|error| unusable(ca, &chain(&error)))
     }
 
     /// The `authorization` header, if there is a token.
@@ -102,7 +106,8 @@ mod tests {
     fn tokens_are_read_and_not_shown() {
         let path = std::env::temp_dir().join(format!("expertd-token-{}", std::process::id()));
         let credentials = Credentials { token_file: Some(path.clone()), ..Credentials::default() };
-        for (text, token) in [("abc\n", Some("Bearer abc")), ("# x\nme abc", Some("Bearer abc")), ("", None)] {
+        for (text, token) in [("abc\n", Some("Bearer abc")), ("# x\nme abc", Some("Bearer abc")), ("", None)]
+        {
             std::fs::write(&path, text).unwrap();
             let header = credentials.authorization().ok().flatten();
             assert_eq!(header.as_ref().map(|header| header.to_str().unwrap()), token);

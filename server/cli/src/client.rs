@@ -146,7 +146,10 @@ mod tests {
 
     #[tokio::test]
     async fn a_dead_address_is_named() {
-        let error = connect("127.0.0.1:1", &Credentials::default()).await.map(|_| ()).expect_err("nothing listens on port 1");
+        let error = connect("127.0.0.1:1", &Credentials::default())
+            .await
+            .map(|_| ())
+            .expect_err("nothing listens on port 1");
         assert!(error.to_string().contains("127.0.0.1:1"), "{error}");
     }
 }

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::Args;
 use serde_json::json;
 
-use expertd_compute::linalg::Level;
+use expertd_compute::linalg::SimdLevel;
 use expertd_ipc::SharedRegion;
 use expertd_ipc::control::DeviceKind;
 use expertd_rank_cuda::{self as gpu, Gate};
@@ -86,12 +86,12 @@ fn section(title: &str, gates: &[Gate], open: bool) -> String {
 fn cpu_gates() -> Vec<Gate> {
     let cores = available_cores();
     let (nodes, usable) = (numa_nodes(&cores).len(), usable(&cores));
-    let level = Level::active();
+    let level = SimdLevel::active();
     let memory = memory_bytes();
     let memfd = SharedRegion::create("expertd-doctor", 4096).and_then(|region| region.populate(0, 4096));
     let (pages, pages_ok) = huge_pages();
     vec![
-        Gate::of("instructions", level != Level::Portable, level.to_string(), "AVX2 with FMA and F16C, or AVX-512")
+        Gate::of("instructions", level != SimdLevel::Portable, level.to_string(), "AVX2 with FMA and F16C, or AVX-512")
             .way_out("kernels run without them, several times slower; look at EXPERTD_CPU and the machine type")
             .only_a_hint(),
         Gate::of(

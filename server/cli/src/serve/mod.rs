@@ -116,10 +116,10 @@ fn guard_process() -> std::io::Result<()> {
 
 /// Gives memory that a burst of messages took back once it was not needed for a while.
 async fn settle_memory() {
-    let mut periods = tokio::time::interval(memory::PERIOD);
+    let mut periods = tokio::time::interval(memory::RELEASE_PERIOD);
     loop {
         periods.tick().await;
-        memory::settle();
+        memory::release_unused();
     }
 }
 
@@ -259,9 +259,14 @@ impl Running {
     ) -> Result<Self, StartError> {
         let service = Arc::clone(service);
         let backend: Arc<dyn Backend> = Arc::clone(&service) as Arc<dyn Backend>;
-        let endpoint = MetricsEndpoint::bind(metrics, recorder, api::ready_probe(Arc::clone(&backend)), Arc::clone(&access))
-            .await
-            .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
+        let endpoint = MetricsEndpoint::bind(
+            metrics,
+            recorder,
+            api::ready_probe(Arc::clone(&backend)),
+            Arc::clone(&access),
+        )
+        .await
+        .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
         let metrics = endpoint.local_address().unwrap_or(metrics);
         let server = Server::bind(config, access, backend).await?;
         let (addresses, admin) = (server.addresses(), server.admin_address());

@@ -289,7 +289,12 @@ impl ServePlan {
             tls_cert: given.tls_cert.0.clone(),
             tls_key: given.tls_key.0.clone(),
             tls_client_ca: given.tls_client_ca.0.clone(),
-            tls_client_names: names.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect(),
+            tls_client_names: names
+                .split(',')
+                .map(str::trim)
+                .filter(|name| !name.is_empty())
+                .map(str::to_owned)
+                .collect(),
             token_file: given.token_file.0.clone(),
             admin_token_file: given.admin_token_file.0.clone(),
             insecure: given.insecure.0.unwrap_or(false),

@@ -74,7 +74,8 @@ impl RankProcess {
             // Signals of the terminal are for the router, which stops its ranks in order.
             .process_group(0)
             .spawn()?;
-        let mut process = RankProcess { pid: child.id(), child: Some(child), socket, reader: None, ended: None };
+        let mut process =
+            RankProcess { pid: child.id(), child: Some(child), socket, reader: None, ended: None };
         control::send_fds(&process.socket, fds)?;
         control::send(&process.socket, setup)?;
         let (generation, rank) = (setup.generation, setup.rank);

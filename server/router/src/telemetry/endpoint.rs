@@ -182,7 +182,10 @@ fn refusal(headers: &HeaderMap, way: Way, access: &Access) -> Option<(StatusCode
         return Some((StatusCode::FORBIDDEN, "scrapes from other hosts need https"));
     }
     if access.has_tokens() && !access.may_scrape(headers) {
-        return Some((StatusCode::UNAUTHORIZED, "scrapes from other hosts need `authorization: Bearer TOKEN`"));
+        return Some((
+            StatusCode::UNAUTHORIZED,
+            "scrapes from other hosts need `authorization: Bearer TOKEN`",
+        ));
     }
     None
 }

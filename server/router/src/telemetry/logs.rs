@@ -39,7 +39,9 @@ impl LogQueue {
         let (lines, queued) = sync_channel(QUEUE_LINES);
         let waiting = std::sync::Arc::new(AtomicUsize::new(0));
         let written = std::sync::Arc::clone(&waiting);
-        std::thread::Builder::new().name("logs".to_owned()).spawn(move || write_all(&queued, out, &written))?;
+        std::thread::Builder::new()
+            .name("logs".to_owned())
+            .spawn(move || write_all(&queued, out, &written))?;
         Ok(LogQueue { lines, waiting })
     }
 

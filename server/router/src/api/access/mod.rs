@@ -191,7 +191,11 @@ impl Access {
     }
 
     /// The name of a client of the public API; `None` where no credentials are configured.
-    pub(in crate::api) fn client(&self, headers: &HeaderMap, peer: &Peer) -> Result<Option<Arc<str>>, Failure> {
+    pub(in crate::api) fn client(
+        &self,
+        headers: &HeaderMap,
+        peer: &Peer,
+    ) -> Result<Option<Arc<str>>, Failure> {
         if let (Some(tokens), Some(given)) = (&self.tokens, bearer(headers)) {
             return match tokens.now().name(given?) {
                 Some(name) => Ok(Some(name)),
@@ -241,7 +245,10 @@ impl Access {
     /// Whether a scrape of `/metrics` from beyond loopback has a token of either file.
     pub(crate) fn may_scrape(&self, headers: &HeaderMap) -> bool {
         let Some(Ok(given)) = bearer(headers) else { return false };
-        [&self.tokens, &self.admin_tokens].into_iter().flatten().any(|tokens| tokens.now().name(given).is_some())
+        [&self.tokens, &self.admin_tokens]
+            .into_iter()
+            .flatten()
+            .any(|tokens| tokens.now().name(given).is_some())
     }
 }
 

@@ -40,7 +40,10 @@ impl ServerTls {
             .map_err(|error| contents(key, format!("expected a private key in PEM: {error}")))?;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let unusable = |error: rustls::Error| {
-            contents(cert, format!("this certificate and the key of {} do not go together: {error}", key.display()))
+            contents(
+                cert,
+                format!("this certificate and the key of {} do not go together: {error}", key.display()),
+            )
         };
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
             .with_safe_default_protocol_versions()

@@ -8,8 +8,8 @@
 //! Small messages have a part of the bound that large ones cannot take. One connection, and one owner (a peer address
 //! or an authenticated client), may hold only a share of each part.
 
-use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::sync::Semaphore;
@@ -205,7 +205,8 @@ impl Charge {
             return false;
         }
         let permits = u32::try_from(bytes).ok();
-        let Some(permit) = permits.and_then(|permits| self.budget.small.try_acquire_many(permits).ok()) else {
+        let Some(permit) = permits.and_then(|permits| self.budget.small.try_acquire_many(permits).ok())
+        else {
             self.owner.small.fetch_sub(bytes, Ordering::Relaxed);
             return false;
         };

@@ -205,7 +205,11 @@ impl Connection {
         if mine > UNREAD_BYTES && budget.too_much_unread() {
             let taken_ago = self.now_ms().saturating_sub(self.taken_at.load(Ordering::Relaxed));
             if taken_ago > TAKEN_WITHIN_MS {
-                tracing::info!(connection = self.key.0, unread_bytes = mine, "ending a connection whose messages are not taken");
+                tracing::info!(
+                    connection = self.key.0,
+                    unread_bytes = mine,
+                    "ending a connection whose messages are not taken"
+                );
                 self.end.cancel();
             }
         }

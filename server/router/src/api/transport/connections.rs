@@ -167,12 +167,8 @@ impl Connections {
             budget: Arc::clone(&self.services.budget),
             meter: FrameMeter::new(),
         });
-        let front = Front::new(
-            Arc::clone(&self.services),
-            Arc::clone(connection),
-            Arc::clone(&self.places),
-            peer,
-        );
+        let front =
+            Front::new(Arc::clone(&self.services), Arc::clone(connection), Arc::clone(&self.places), peer);
         let mut driving = std::pin::pin!(builder(self.max_streams).serve_connection(io, front));
         let mut closing = false;
         loop {

@@ -162,7 +162,8 @@ mod tests {
         let mut meter = FrameMeter::new();
         meter.read(&[0; PREFACE]);
         // Calls, each with a ping and two window updates, and answers that are taken in small windows.
-        let call = [frame(HEADERS, 4, 50), frame(DATA, 1, 0), frame(6, 0, 8), frame(8, 0, 4), frame(8, 0, 4)].concat();
+        let call = [frame(HEADERS, 4, 50), frame(DATA, 1, 0), frame(6, 0, 8), frame(8, 0, 4), frame(8, 0, 4)]
+            .concat();
         assert!((0..20_000).all(|_| !meter.read(&call).flood));
         for _ in 0..20_000 {
             meter.sent(32 << 10);

@@ -203,7 +203,9 @@ impl Service<Request<Incoming>> for Front {
             let request =
                 request.map(|body| tonic::body::Body::new(RequestBody::new(body, terms, body_charges)));
             let answer = self.services.routes.clone().call(request);
-            return Box::pin(async move { Ok(answer.await?.map(|body| ResponseBody::plain(body, Some(charge)))) });
+            return Box::pin(
+                async move { Ok(answer.await?.map(|body| ResponseBody::plain(body, Some(charge)))) },
+            );
         };
         let deadline = match deadline(request.headers(), arrived) {
             Ok(deadline) => deadline,
