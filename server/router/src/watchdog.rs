@@ -21,6 +21,7 @@ const NOTICE: Duration = Duration::from_secs(2);
 pub const TICK: Duration = Duration::from_millis(500);
 
 static WATCHED: Mutex<Vec<Arc<Pulse>>> = Mutex::new(Vec::new());
+static STOPPED: AtomicBool = AtomicBool::new(false);
 static LOST: OnceLock<String> = OnceLock::new();
 
 #[derive(Debug)]
@@ -104,6 +105,9 @@ pub fn start(end: impl FnOnce(&str) + Send + 'static) -> std::io::Result<()> {
         loop {
             std::thread::sleep(ROUND);
             let watched = WATCHED.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            if STOPPED.load(Ordering::Relaxed) {
+                return;
+            }
             if let Some(reason) = look(&watched, &mut seen) {
                 let reason = LOST.get_or_init(|| reason);
                 tracing::error!(reason, "the process cannot go on and ends");
@@ -113,6 +117,11 @@ pub fn start(end: impl FnOnce(&str) + Send + 'static) -> std::io::Result<()> {
         }
     })?;
     Ok(())
+}
+
+/// The process ends in order: heartbeats that end with it are no loss.
+pub fn stop() {
+    STOPPED.store(true, Ordering::Relaxed);
 }
 
 /// One round: `seen` has the ticks of each pulse at its last change and the rounds since.

@@ -94,6 +94,7 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
             }
         }
     });
+    watchdog::stop();
     runtime.shutdown_timeout(Duration::from_millis(100));
     code
 }

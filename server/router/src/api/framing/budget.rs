@@ -118,13 +118,14 @@ impl Budget {
         usize::try_from(self.unread.load(Ordering::Relaxed)).is_ok_and(|unread| unread > self.unread_limit())
     }
 
-    /// Charges a call, without its messages.
+    /// Charges a call, without the messages that it sends, with the `answer` bytes of what it may be sent.
     pub(in crate::api) fn try_call(
         self: &Arc<Self>,
         connection: &Arc<Connection>,
         owner: &Arc<Owner>,
+        answer: usize,
     ) -> Result<Ticket, Lack> {
-        self.ticket(connection, owner, true, None, CALL_BYTES)
+        self.ticket(connection, owner, true, None, CALL_BYTES + answer)
     }
 
     /// Charges the place of a message that announces `length` bytes, none of which have been charged yet.

@@ -36,10 +36,11 @@ const MAX_HEADER_BYTES: u32 = 16 << 10;
 const UNREAD_PART: usize = 8;
 
 /// Why the service turns connections away or ends them.
-const ENDS: [&str; 13] = [
+const ENDS: [&str; 14] = [
     "limit",
     "address_limit",
     "client_limit",
+    "evicted",
     "tls",
     "silent",
     "unauthenticated",

@@ -13,6 +13,7 @@ use http::{HeaderMap, Request, Response};
 use hyper::body::Incoming;
 use hyper::service::Service;
 use metrics::{Counter, counter};
+use prost::Message as _;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::{Code, Status};
@@ -26,6 +27,7 @@ use crate::api::framing::body::{Charges, RequestBody, Terms};
 use crate::api::framing::budget::Budget;
 use crate::api::framing::connection::{Connection, Owner};
 use crate::api::service::call::{Call, deadline};
+use crate::api::service::convert;
 use crate::api::service::failure::{Failure, code_name};
 use crate::api::service::moe::MoeService;
 use crate::backend::{Backend, ClientKey};
@@ -36,6 +38,9 @@ const FORWARD_STREAM: &str = "/expertd.v1.Moe/ForwardStream";
 const MOE: &str = "/expertd.v1.Moe/";
 /// The largest request of a call without rows: names, and questions to reflection.
 const CONTROL_REQUEST_BYTES: usize = 4 << 10;
+const HEALTH: &str = "/grpc.health.v1.Health/";
+/// What an answer of reflection or Admin may take.
+const DESCRIPTOR_BYTES: usize = 64 << 10;
 
 /// What a listener serves, and to which callers.
 pub(in crate::api) struct Services {
@@ -51,6 +56,8 @@ pub(in crate::api) struct Services {
 struct Public {
     server: MoeServer<MoeService>,
     message_limit: usize,
+    /// Bytes of the answer to GetModel.
+    model_bytes: usize,
     metrics: Arc<RequestMetrics>,
     closing: CancellationToken,
 }
@@ -70,12 +77,13 @@ impl Services {
         closing: CancellationToken,
     ) -> Services {
         let message_limit = backend.model().limits.max_message_bytes;
+        let model_bytes = convert::model(&backend.model()).encoded_len();
         let metrics = Arc::new(RequestMetrics::new("Forward"));
         let service = MoeService::new(backend, Arc::clone(&metrics));
         let server = MoeServer::new(service)
             .max_decoding_message_size(message_limit)
             .max_encoding_message_size(usize::MAX);
-        let moe = Some(Public { server, message_limit, metrics, closing });
+        let moe = Some(Public { server, message_limit, model_bytes, metrics, closing });
         Services { routes, moe, budget, access, hasher: RandomState::new() }
     }
 }
@@ -178,12 +186,18 @@ impl Service<Request<Incoming>> for Front {
             Err(failure) => return refused(failure),
         };
         let Services { budget, moe, .. } = &*self.services;
-        let Ok(charge) = budget.try_call(&self.connection, &caller.owner) else {
-            return refused(Failure::NoRoom);
-        };
         let path = request.uri().path();
         let (streaming, unary) = (path == FORWARD_STREAM, path == FORWARD);
         let public = moe.as_ref().filter(|_| path.starts_with(MOE));
+        let answer_bytes = match public {
+            Some(_) if streaming || unary => 0,
+            Some(public) => public.model_bytes,
+            None if path.starts_with(HEALTH) => 0,
+            None => DESCRIPTOR_BYTES,
+        };
+        let Ok(charge) = budget.try_call(&self.connection, &caller.owner, answer_bytes) else {
+            return refused(Failure::NoRoom);
+        };
         let limit = match public {
             Some(public) if streaming || unary => public.message_limit,
             _ => CONTROL_REQUEST_BYTES,

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
+use super::connections::count_end;
 use crate::api::framing::connection::{Connection, Owner};
 use crate::backend::ClientKey;
 
@@ -210,6 +211,7 @@ impl Table {
             .max_by_key(|place| (self.count(place.origin), place.connection.age()))
             .map(|place| (place.connection.key.0, self.count(place.origin), Arc::clone(&place.connection)));
         let (number, count, connection) = oldest?;
+        count_end("evicted");
         connection.end.cancel();
         self.remove(number);
         Some(count)
