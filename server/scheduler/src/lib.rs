@@ -23,7 +23,7 @@ mod throughput;
 mod time;
 
 pub use inbox::{Delivery, Inbox, Refusal};
-pub use queue::{AGED_STEP_INTERVAL, MAX_IDLE_CLIENTS, MAX_SKIPPED};
+pub use queue::{AGED_STEP_INTERVAL, MAX_DEBT_STEPS, MAX_IDLE_CLIENTS, MAX_SKIPPED};
 pub use recovery::{RecoveryPolicy, jittered};
 pub use request::{ClientKey, Failure, Receipt, RequestKey, StepKind, Submission};
 pub use spread::spread;

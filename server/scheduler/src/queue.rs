@@ -4,13 +4,15 @@
 //! tag*: the virtual time at which its next row begins. It advances by the rows that steps take of the client, whatever
 //! their kind, and is at least the virtual time at which the client, having nothing waiting, queued something again. A
 //! step is formed for the kind whose first client has the smallest start tag, and takes requests in the order of tags.
-//! Virtual time is the largest start tag that was served, so it moves with what steps take along, too.
+//! Virtual time follows the start tags that were served, and does not pass the tag of a client that waits.
 //!
 //! * A client that had nothing waiting keeps its tag until virtual time has passed it: what it used is not forgotten.
+//! * A request that fits is taken though others before it do not fit: room is not wasted. Its client is charged, up to
+//!   [`MAX_DEBT_STEPS`] steps' rows ahead of virtual time.
 //! * Every [`AGED_STEP_INTERVAL`]th step goes to the oldest request, so that a request of many rows is not held back by
 //!   thousands of small steps of other kinds.
-//! * For two clients of which the first always has requests waiting, the rows that steps took of the second exceed those
-//!   of the first by at most (kinds + 1) × step limit + 2 × the largest request, beside what aged steps took.
+//! * Let steps take rows of two clients for which requests always wait, of sizes that fill steps. Over any stretch they
+//!   take at most (kinds + 1) × step limit + 2 × the largest request more of one than of the other.
 //!
 //! Operations cost O(log n) in the waiting clients and requests. A client that waits in several kinds costs a further
 //! O(log n) for each of them in each step that takes rows of it.
@@ -26,7 +28,10 @@ use crate::hash::KeyMap;
 use crate::{ClientKey, RequestKey, StepKind};
 
 /// One step in this many goes to the oldest request instead of the smallest start tag.
-pub const AGED_STEP_INTERVAL: u32 = 16;
+pub const AGED_STEP_INTERVAL: u32 = 8;
+/// A client's start tag lies at most the rows of this many steps ahead of virtual time. Steps that had room to spare, and
+/// aged ones, take more rows of a client than its share; beyond this they are forgiven.
+pub const MAX_DEBT_STEPS: usize = 4;
 /// Clients with nothing waiting whose use is remembered; beyond that the smallest start tags are forgotten.
 pub const MAX_IDLE_CLIENTS: usize = 16 << 10;
 /// Clients whose first request does not fit beside what a step has already, after which the step is as full as it gets.
@@ -150,6 +155,7 @@ impl FairQueue {
         let mut taken = Taken::default();
         let Some(mut queue) = self.begin_edit(kind) else { return taken };
         let mut room = limit;
+        let mut served_tag = self.virtual_now;
         let mut skipped = Vec::new();
         // Clients that wait in other kinds, too, with the tags under which they stand there.
         let mut charged: KeyMap<ClientKey, u64> = KeyMap::default();
@@ -176,12 +182,13 @@ impl FairQueue {
                 continue;
             }
             let tokens = waiting.tokens.min(room);
-            let next_tag = tag + tokens as u64;
+            let most = self.virtual_now + (MAX_DEBT_STEPS * limit) as u64;
+            let next_tag = (tag + tokens as u64).min(most).max(tag);
             let whole = tokens == waiting.tokens;
             taken.takes.push(Take { key: head, tokens });
             room -= tokens;
             self.tokens -= tokens;
-            self.virtual_now = self.virtual_now.max(tag);
+            served_tag = served_tag.max(tag);
             if let Some(state) = self.clients.get_mut(&client) {
                 state.start_tag = next_tag;
                 if state.kinds.len() > 1 {
@@ -206,6 +213,8 @@ impl FairQueue {
                 self.restate_tag(client, old_tag, tag, Some(kind));
             }
         }
+        let waiting_tag = self.ranking.first().map_or(u64::MAX, |(tag, _, _)| *tag);
+        self.virtual_now = self.virtual_now.max(served_tag.min(waiting_tag));
         self.forget_passed();
         taken
     }

@@ -4,6 +4,9 @@ use std::time::Duration;
 
 use crate::Time;
 
+/// The shortest time in which an overdue generation is expected.
+const MIN_WAIT: Duration = Duration::from_millis(20);
+
 /// Rules for forming generations again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecoveryPolicy {
@@ -152,11 +155,9 @@ impl Recovery {
 
     /// When the generation that is forming since `forming`, or the next one, is expected to serve.
     pub(crate) fn expected_ready(&self, forming: Option<Time>, now: Time) -> Time {
-        match forming {
-            // An overdue generation is expected soon, and not at a time that has passed.
-            Some(formed) => (formed + self.estimate).max(now + self.estimate / 4),
-            None => self.next_attempt.max(now) + self.estimate,
-        }
+        let ready = forming.unwrap_or(self.next_attempt.max(now)) + self.estimate;
+        // An overdue generation is expected soon, and not at a time that has passed.
+        if ready > now { ready } else { now + (self.estimate / 4).max(MIN_WAIT) }
     }
 }
 

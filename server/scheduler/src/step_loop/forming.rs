@@ -155,7 +155,8 @@ impl StepLoop {
             is_alone,
             experts_ended: false,
         });
-        self.actions.push_back(Action::Launch { step: id });
+        // Before the failures of requests that were dropped on the way: ranks wait for it.
+        self.actions.push_front(Action::Launch { step: id });
     }
 
     /// Forgets a request that waits and is late, or whose caller has left. It is in no queue any more.
