@@ -345,8 +345,9 @@ impl World {
         if let Some(deadline) = self.drain
             && self.now >= deadline
         {
-            // The thread learns of a drain with the next exchange.
-            ensure!(self.inbox.has_mail() || self.end.is_some(), "a drain goes on after its deadline");
+            // The thread learns of a drain, and closes admission, with the next exchange.
+            let is_told = !self.inbox.has_mail() && !self.step_loop.has_news_for_inbox(self.now);
+            ensure!(!is_told || self.end.is_some(), "a drain goes on after its deadline");
         }
         let state = if self.step_loop.has_news_for_inbox(self.now) || self.inbox.has_mail() {
             self.shown
