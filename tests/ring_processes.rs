@@ -12,9 +12,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use expertd::shm::region::{Layout, SharedRegion, SharedSlice};
-use expertd::shm::ring::{RingConsumer, RingPlace, RingProducer};
-use expertd::shm::wait::{Doorbell, Patience};
+use expertd_ipc::region::{Layout, SharedRegion, SharedSlice};
+use expertd_ipc::ring::{RingConsumer, RingPlace, RingProducer};
+use expertd_ipc::wait::{Doorbell, Patience};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
