@@ -169,6 +169,14 @@ impl<P> Inbox<P> {
         self.draining = Some(self.draining.map_or(deadline, |before| before.min(deadline)));
     }
 
+    /// Closes admission for good, for a step loop that is gone: what it has not taken out.
+    pub fn close(&mut self, reason: &str) -> Vec<P> {
+        self.admission = Admission::Ended { reason: reason.into() };
+        self.incoming_tokens = 0;
+        self.waiting_tokens = 0;
+        self.incoming.drain(..).map(|mail| mail.payload).collect()
+    }
+
     /// Rows admitted and not yet in a step. Between two exchanges rows that entered a step meanwhile are counted, too.
     #[must_use]
     pub const fn queued_tokens(&self) -> usize {

@@ -76,6 +76,8 @@ metrics_table! {
     QUEUE_DURATION_SECONDS = "expertd_queue_duration_seconds", Kind::Histogram(LATENCY_BUCKETS), Seconds, [];
     /// Requests that left the queue or lost their step because the caller went away.
     REQUESTS_CANCELLED_TOTAL = "expertd_requests_cancelled_total", Kind::Counter, Count, [];
+    /// Requests that ended the EP group each time that it computed them, and were given up (POISONED).
+    REQUESTS_POISONED_TOTAL = "expertd_requests_poisoned_total", Kind::Counter, Count, [];
     /// Steps completed.
     STEPS_TOTAL = "expertd_steps_total", Kind::Counter, Count, [];
     /// Tokens per step, all requests together.
@@ -97,7 +99,7 @@ metrics_table! {
     GENERATION_ENDS_TOTAL = "expertd_generation_ends_total", Kind::Counter, Count, ["reason"];
     /// Always 1; the label is the loaded weight version, which has more digits than a sample can hold.
     WEIGHT_VERSION = "expertd_weight_version", Kind::Gauge, Count, ["version"];
-    /// 1 while requests are admitted, else 0.
+    /// 1 while requests are computed, else 0: while the first generation loads, after a fault, and in a drain.
     READY = "expertd_ready", Kind::Gauge, Count, [];
     /// Open client connections.
     CONNECTIONS = "expertd_connections", Kind::Gauge, Count, [];
