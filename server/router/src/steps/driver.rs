@@ -341,7 +341,8 @@ impl Driver {
             shared.has_mail()
                 || group.as_mut().is_some_and(|group| {
                     group.collect()
-                        || (has_waiting && group.experts_ended().is_some_and(|step| Some(step) != *experts_ended))
+                        || (has_waiting
+                            && group.experts_ended().is_some_and(|step| Some(step) != *experts_ended))
                 })
         });
         // A timeout is the periodic tick; it does not count as an event.

@@ -190,13 +190,15 @@ pub enum StartError {
 impl From<Refusal> for SubmitError {
     fn from(refusal: Refusal) -> Self {
         match refusal {
-            Refusal::Overloaded { queued_tokens, max_queued_tokens, retry_after } => SubmitError::Overloaded {
-                reason: format!(
-                    "{queued_tokens} tokens wait for a step already, and this request would exceed \
+            Refusal::Overloaded { queued_tokens, max_queued_tokens, retry_after } => {
+                SubmitError::Overloaded {
+                    reason: format!(
+                        "{queued_tokens} tokens wait for a step already, and this request would exceed \
                      max-queued-tokens = {max_queued_tokens}"
-                ),
-                retry_after,
-            },
+                    ),
+                    retry_after,
+                }
+            }
             Refusal::Draining => SubmitError::Draining,
             Refusal::NotReady { reason, retry_after } => {
                 SubmitError::NotReady { reason: reason.as_ref().to_owned(), retry_after }

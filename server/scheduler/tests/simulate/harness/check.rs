@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use expertd_scheduler::{
     AGED_STEP_INTERVAL, Action, End, Failure, MAX_SKIPPED, OnFault, Refusal, RequestKey, SWEEP_INTERVAL,
-    ServiceState, Step, StepKind, Submission, spread,
+    ServiceState, Step, StepKind, Submission, Time, spread,
 };
 use expertd_types::{Generation, StepId};
 
@@ -212,7 +212,7 @@ impl World {
             Failure::Unavailable { retry_after, .. } => {
                 let drained = self.drain.is_some_and(|deadline| deadline <= self.now);
                 let is_end = self.shown == ServiceState::Failed;
-                let cannot_wait = 
+                let cannot_wait =
                     (self.told.serving.is_none() || self.is_just_ready) && caller.deadline.is_some();
                 let may_not_wait = !self.retries();
                 ensure!(
@@ -375,6 +375,30 @@ impl World {
             );
         }
         self.check_work_is_done()
+    }
+
+    /// The thread may not sleep beyond a time at which something is due.
+    pub(super) fn check_sleep(&self, until: Time) -> Result<(), String> {
+        if self.step_loop.has_news_for_inbox(self.now) || self.inbox.has_mail() {
+            return Ok(());
+        }
+        let config = &self.schedule.config;
+        let mut due = self.now + SWEEP_INTERVAL;
+        due = self.drain.map_or(due, |deadline| due.min(deadline));
+        if self.step_loop.generation().is_none() {
+            due = due.min(self.told.ended_at + self.told.pause);
+        }
+        let can_form = self.told.in_flight.len() < config.slots
+            && self.told.in_flight.back().is_none_or(|(last, ended)| *ended && !last.is_alone);
+        if self.told.serving.is_some() && can_form {
+            for caller in self.open.iter().map(|index| &self.callers[*index]) {
+                if caller.is_received && caller.waits() && caller.lost == 0 {
+                    due = due.min(caller.admitted + config.max_wait);
+                }
+            }
+        }
+        ensure!(until <= due.max(self.now), "the thread sleeps {:?} too long", until.since(due));
+        Ok(())
     }
 
     /// No request waits while a step could be formed of it.

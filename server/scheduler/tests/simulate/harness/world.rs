@@ -394,7 +394,9 @@ impl World {
                     self.check_rest()?;
                     self.dropped_tokens = 0;
                     self.is_just_ready = false;
-                    self.turn = Turn::Sleep { until: self.step_loop.wake_at(self.now) };
+                    let until = self.step_loop.wake_at(self.now);
+                    self.check_sleep(until)?;
+                    self.turn = Turn::Sleep { until };
                     return Ok(false);
                 };
                 self.turn = Turn::Poll;
