@@ -129,7 +129,7 @@ async fn late_and_abandoned_requests_leave_the_queue() {
 #[tokio::test(flavor = "multi_thread")]
 async fn max_wait_gathers_requests_and_holds_back_no_full_step() {
     // So long that only a full step can be the cause of an answer.
-    let service = start(&["--max-wait-us", "3600000000"]);
+    let service = start(&["--max-wait-us", "60000000"]);
     let client = Client::connect(&service.address).await.unwrap();
     let mut rows = Rows::new(&golden(FAMILY), 3, STEP);
     let (first, second) = (rows.layers()[0], rows.layers()[1]);
