@@ -1,6 +1,7 @@
 //! Where everything of the channels stands in their memory.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytemuck::Pod;
@@ -58,6 +59,13 @@ pub(super) struct SlotPlaces {
     pub(super) rows: Place<u8>,
 }
 
+impl SlotPlaces {
+    /// From the first to the last byte of the slot's staging.
+    fn bytes(&self) -> Range<usize> {
+        self.segments.offset..self.rows.offset + self.rows.len
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct LinkPlaces {
     pub(super) steps: RingPlace<StepDescriptor>,
@@ -66,6 +74,14 @@ pub(super) struct LinkPlaces {
     pub(super) experts_done: Place<u64>,
     pub(super) bell: Place<u32>,
     pub(super) slots: Vec<SlotPlaces>,
+}
+
+impl LinkPlaces {
+    /// From the first to the last byte of the staging of all slots.
+    pub(super) fn staging(&self) -> Range<usize> {
+        let start = self.slots.first().map_or(0, |slot| slot.bytes().start);
+        start..self.slots.last().map_or(start, |slot| slot.bytes().end)
+    }
 }
 
 /// Where everything stands: the same for all processes, computed from the shape.

@@ -2,7 +2,9 @@
 
 #![allow(unsafe_code, reason = "copies into and out of memory that two processes take turns on")]
 
+use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -27,6 +29,9 @@ pub struct RankChannel {
     router_bell: Doorbell,
     slots: Vec<Staging>,
     shape: GroupShape,
+    region: Arc<SharedRegion>,
+    /// Bytes of the region that hold this rank's staging.
+    staging: Range<usize>,
 }
 
 /// Addresses of a slot's staging in this process; see [`RankStaging`].
@@ -76,7 +81,6 @@ impl RankChannel {
     ) -> Result<Self, ChannelError> {
         let places = Places::new(shape)?;
         let region = SharedRegion::from_fd(fd, places.bytes)?;
-        region.populate(0, places.bytes)?;
         let link = &places.links[rank.index()];
         let ring = |source| ChannelError::Ring { rank, source };
         Ok(RankChannel {
@@ -90,7 +94,18 @@ impl RankChannel {
             router_bell,
             slots: Staging::views(&link.slots, &region)?,
             shape: shape.clone(),
+            staging: link.staging(),
+            region,
         })
+    }
+
+    /// Makes the pages of this rank's staging resident. The kernel places a page on the NUMA node of the thread that touches
+    /// it first, so a rank calls this on a thread that is pinned to the rank's cores, before the router touches the pages.
+    ///
+    /// # Errors
+    /// If there is no memory for them.
+    pub fn populate(&self) -> Result<(), ChannelError> {
+        Ok(self.region.populate(self.staging.start, self.staging.len())?)
     }
 
     /// What the router rings after pushing a step.

@@ -81,8 +81,6 @@ impl RouterChannel {
     pub fn create(shape: &GroupShape) -> Result<Self, ChannelError> {
         let places = Places::new(shape)?;
         let region = SharedRegion::create("expertd-channel", places.bytes)?;
-        // Now rather than in the first steps, so that memory is flat from the start and its lack shows here.
-        region.populate(0, places.bytes)?;
         let mut links = Vec::new();
         for (rank, link) in places.links.iter().enumerate() {
             let ring = |source| ChannelError::Ring { rank: Rank(rank as u32), source };
@@ -98,6 +96,16 @@ impl RouterChannel {
         }
         let early_notice = places.early_notice.view(&region)?;
         Ok(RouterChannel { region, shape: shape.clone(), links, early_notice })
+    }
+
+    /// Maps every page of the memory, so that the first steps do not. Ranks make the pages resident, each those of its own
+    /// staging on its own NUMA node ([`RankChannel::populate`](super::RankChannel::populate)); the router calls this once
+    /// every rank is ready.
+    ///
+    /// # Errors
+    /// If there is no memory for what no rank made resident.
+    pub fn populate(&self) -> Result<(), ChannelError> {
+        Ok(self.region.populate(0, self.region.len())?)
     }
 
     /// The memory, for ranks to map.

@@ -42,7 +42,7 @@ macro_rules! counter {
 }
 
 counter!(AtomicUsize);
-#[cfg(test)]
+#[cfg(all(test, feature = "loom"))]
 counter!(loom::sync::atomic::AtomicUsize);
 
 /// The portions of one piece of work after another.
@@ -56,7 +56,7 @@ pub(crate) struct Portions<C = AtomicUsize> {
 
 impl<C: Counter> Portions<C> {
     /// None, in these counters, which are zero.
-    #[cfg(test)]
+    #[cfg(all(test, feature = "loom"))]
     pub(crate) const fn over(left: C, undone: C) -> Self {
         Portions { left, undone }
     }

@@ -76,14 +76,16 @@ impl StepLoop {
         let poison = self.take_back_steps();
         let life = Life { ready: group.ready, bore_fruit: group.steps_completed > 0 };
         let given_up = self.recovery.ended(now, life).err();
-        self.reason = self.describe(fault, now);
+        // Callers learn that there was a fault; what it was, with processes and paths, is for operators.
+        self.reason = self.describe(now).into();
+        let shown: Arc<str> = format!("{}: {}", self.reason, fault.message).into();
         if let Some(end) = given_up.map(|why| why.end(fault)).or(poison) {
             self.give_up(end);
             return;
         }
         if self.drain.is_none() {
             let state = if self.has_served { ServiceState::Reforming } else { ServiceState::Loading };
-            self.show(state, Arc::clone(&self.reason));
+            self.show(state, shown);
         }
         match self.config.on_fault {
             OnFault::Fail => self.fail_where(now, |_| true),
@@ -94,12 +96,12 @@ impl StepLoop {
         }
     }
 
-    fn describe(&self, fault: &GroupFault, now: Time) -> Arc<str> {
-        let what = if self.has_served { "the EP group is re-forming" } else { "loading again" };
+    fn describe(&self, now: Time) -> String {
+        let what =
+            if self.has_served { "the EP group is re-forming" } else { "the weights are being loaded again" };
         let pause = self.recovery.next_attempt().since(now);
         let pause = if pause.is_zero() { String::new() } else { format!(" in {} ms", pause.as_millis()) };
-        let tries = self.recovery.tries_left();
-        format!("{what}{pause}, {tries} tries left: {}", fault.message).into()
+        format!("{what}{pause}, {} tries left", self.recovery.tries_left())
     }
 
     /// Takes back the rows of the steps in flight. A request that lost a second step becomes a suspect; one that lost a
@@ -178,8 +180,8 @@ impl StepLoop {
 
     fn give_up(&mut self, end: End) {
         let (End::LoadFailed(message) | End::SetupFailed(message)) = &end else { return };
-        self.reason = message.as_str().into();
-        self.show(ServiceState::Failed, Arc::clone(&self.reason));
+        self.show(ServiceState::Failed, message.as_str().into());
+        self.reason = "the service has failed and needs a restart".into();
         self.ending = Some(end);
         self.fail_all(&Arc::clone(&self.reason));
     }

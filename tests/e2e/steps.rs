@@ -1,19 +1,17 @@
 //! The step loop of the real service: what waits, what is refused, what ends, and how the process ends. Ranks are stopped
 //! with a signal where steps have to stand still.
-#![allow(clippy::unwrap_used)]
-
-mod service;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::service;
+use crate::service::load::{Rows, check};
+use crate::service::{Service, fixture, golden, send};
 use expertd_proto::Client;
 use expertd_proto::v1::admin_client::AdminClient;
 use expertd_proto::v1::{DrainRequest, ForwardRequest, ForwardResponse, GetStatusRequest, GetStatusResponse};
 use rustix::process::Signal;
-use service::load::{Rows, check};
-use service::{Service, fixture, golden, send};
 use tokio::task::JoinHandle;
 use tonic::{Code, Status};
 use tonic_types::StatusExt as _;
