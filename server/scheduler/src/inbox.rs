@@ -112,42 +112,8 @@ impl<P> Inbox<P> {
     /// # Errors
     /// [`Refusal`] if it is not admitted now.
     pub fn submit(&mut self, now: Time, submission: Submission, payload: P) -> Result<RequestKey, Refusal> {
-        if submission.deadline.is_some_and(|deadline| deadline <= now) {
-            return Err(Refusal::DeadlineExceeded);
-        }
-        if self.draining.is_some() && !matches!(self.admission, Admission::Ended { .. }) {
-            return Err(Refusal::Draining);
-        }
-        let not_before = match &self.admission {
-            Admission::Open => now,
-            Admission::Recovering { reason, ready_at } => {
-                if submission.deadline.is_some_and(|deadline| deadline < *ready_at) {
-                    return Err(self.not_ready(Arc::clone(reason), *ready_at, now));
-                }
-                *ready_at
-            }
-            Admission::NotReady { reason, ready_at } => {
-                return Err(self.not_ready(Arc::clone(reason), *ready_at, now));
-            }
-            Admission::Ended { reason } => {
-                let ready_at = now + OVERLOAD_WAIT.1;
-                return Err(self.not_ready(Arc::clone(reason), ready_at, now));
-            }
-        };
-        let queued_tokens = self.queued_tokens();
-        if queued_tokens > 0 && queued_tokens + submission.tokens > self.max_queued_tokens {
-            let rate = self.tokens_per_second;
-            let wait = if rate > 0.0 {
-                Duration::from_secs_f64((queued_tokens as f64 / rate).min(OVERLOAD_WAIT.1.as_secs_f64()))
-            } else {
-                UNKNOWN_WAIT
-            };
-            let wait = (wait + not_before.since(now)).clamp(OVERLOAD_WAIT.0, OVERLOAD_WAIT.1);
-            return Err(Refusal::Overloaded {
-                queued_tokens,
-                max_queued_tokens: self.max_queued_tokens,
-                retry_after: jittered(wait, &mut self.jitter),
-            });
+        if let Some(refusal) = self.refuse(now, &submission) {
+            return Err(refusal);
         }
         self.has_mail = true;
         self.last_key += 1;
@@ -155,6 +121,48 @@ impl<P> Inbox<P> {
         self.incoming_tokens += submission.tokens;
         self.incoming.push(Mail { key, submission, admitted: now, payload });
         Ok(key)
+    }
+
+    /// Why a request is not admitted now; `None` if it would be.
+    pub fn refuse(&mut self, now: Time, submission: &Submission) -> Option<Refusal> {
+        if submission.deadline.is_some_and(|deadline| deadline <= now) {
+            return Some(Refusal::DeadlineExceeded);
+        }
+        if self.draining.is_some() && !matches!(self.admission, Admission::Ended { .. }) {
+            return Some(Refusal::Draining);
+        }
+        let not_before = match &self.admission {
+            Admission::Open => now,
+            Admission::Recovering { reason, ready_at } => {
+                if submission.deadline.is_some_and(|deadline| deadline < *ready_at) {
+                    return Some(self.not_ready(Arc::clone(reason), *ready_at, now));
+                }
+                *ready_at
+            }
+            Admission::NotReady { reason, ready_at } => {
+                return Some(self.not_ready(Arc::clone(reason), *ready_at, now));
+            }
+            Admission::Ended { reason } => {
+                let ready_at = now + OVERLOAD_WAIT.1;
+                return Some(self.not_ready(Arc::clone(reason), ready_at, now));
+            }
+        };
+        let queued_tokens = self.queued_tokens();
+        if queued_tokens == 0 || queued_tokens + submission.tokens <= self.max_queued_tokens {
+            return None;
+        }
+        let rate = self.tokens_per_second;
+        let wait = if rate > 0.0 {
+            Duration::from_secs_f64((queued_tokens as f64 / rate).min(OVERLOAD_WAIT.1.as_secs_f64()))
+        } else {
+            UNKNOWN_WAIT
+        };
+        let wait = (wait + not_before.since(now)).clamp(OVERLOAD_WAIT.0, OVERLOAD_WAIT.1);
+        Some(Refusal::Overloaded {
+            queued_tokens,
+            max_queued_tokens: self.max_queued_tokens,
+            retry_after: jittered(wait, &mut self.jitter),
+        })
     }
 
     fn not_ready(&mut self, reason: Arc<str>, ready_at: Time, now: Time) -> Refusal {

@@ -1,5 +1,6 @@
 //! The service in front of the step loop: admission on the caller's thread, everything else on the step loop's.
 
+use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
@@ -68,6 +69,21 @@ pub(super) struct Shared {
 }
 
 impl Shared {
+    fn new(model: ModelInfo, config: SchedulerConfig, seed: u64) -> Result<Self, RegionError> {
+        let inbox = Inbox::new(config.max_queued_tokens, seed);
+        Ok(Shared {
+            front: Mutex::new(Front { inbox, drain_waiters: Vec::new() }),
+            has_mail: AtomicBool::new(false),
+            bell: RouterBell::create()?,
+            model: RwLock::new(Arc::new(model)),
+            state: watch::Sender::new(ServiceState::Loading),
+            status: Mutex::new(ServiceStatus::default()),
+            steps_total: AtomicU64::new(0),
+            config,
+            started: Instant::now(),
+        })
+    }
+
     /// The callers' side. A panic while the lock was held leaves counts that are true: each is written by one statement.
     pub(super) fn front(&self) -> MutexGuard<'_, Front> {
         self.front.lock().unwrap_or_else(PoisonError::into_inner)
@@ -130,21 +146,8 @@ impl Service {
         cluster: ClusterConfig,
         config: SchedulerConfig,
     ) -> Result<Arc<Self>, StartError> {
-        let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), std::process::id());
-        let shared = Arc::new(Shared {
-            front: Mutex::new(Front {
-                inbox: Inbox::new(config.max_queued_tokens, seed),
-                drain_waiters: Vec::new(),
-            }),
-            has_mail: AtomicBool::new(false),
-            bell: RouterBell::create()?,
-            model: RwLock::new(Arc::new(model)),
-            state: watch::Sender::new(ServiceState::Loading),
-            status: Mutex::new(ServiceStatus::default()),
-            steps_total: AtomicU64::new(0),
-            config: config.clone(),
-            started: Instant::now(),
-        });
+        let seed = RandomState::new().hash_one(std::process::id());
+        let shared = Arc::new(Shared::new(model, config.clone(), seed)?);
         let (thread, end) = thread::start(Arc::clone(&shared), cluster, config, seed)?;
         Ok(Arc::new(Service { shared, end, thread: Mutex::new(Some(thread)) }))
     }
@@ -260,5 +263,59 @@ impl Backend for Service {
         self.wake();
         // A drain that finds the step loop gone has nothing left to wait for.
         Box::pin(async move { reported.await.unwrap_or(DrainReport { requests_dropped: 0 }) })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(super) mod tests {
+    use expertd_types::LayerId;
+
+    use super::*;
+    use crate::backend::{ClientKey, Limits};
+
+    /// What callers and a step loop would share.
+    pub(in crate::steps) fn shared() -> Arc<Shared> {
+        let limits = Limits {
+            max_tokens_per_request: 64,
+            max_tokens_per_step: 32,
+            max_tokens_per_rank: 32,
+            max_message_bytes: 1 << 20,
+            max_streams_per_connection: 1,
+            max_requests_per_stream: 1,
+            max_connections: 1,
+            max_bytes_in_flight: 1 << 20,
+        };
+        let model = ModelInfo {
+            name: "m".into(),
+            family: "f".into(),
+            weight_version: WeightVersion(1),
+            generation: Generation(0),
+            hidden: 8,
+            num_layers: 1,
+            layers: std::collections::BTreeMap::new(),
+            weight_formats: Vec::new(),
+            limits,
+            placement: Vec::new(),
+        };
+        let config = SchedulerConfig {
+            max_tokens_per_step: 32,
+            max_queued_tokens: 64,
+            max_wait: Duration::ZERO,
+            drain_timeout: Duration::from_secs(1),
+            on_fault: OnFault::Retry,
+            copy_threads: 1,
+        };
+        Arc::new(Shared::new(model, config, 1).unwrap())
+    }
+
+    /// A service whose thread is gone.
+    pub(in crate::steps) fn service(end: watch::Receiver<Option<ServiceEnd>>) -> Service {
+        Service { shared: shared(), end, thread: Mutex::new(None) }
+    }
+
+    pub(in crate::steps) fn submission() -> Submission {
+        let kind = StepKind { layer: LayerId(0), top_k: 1 };
+        Submission { client: ClientKey(1), kind, tokens: 1, deadline: None }
     }
 }
