@@ -214,7 +214,7 @@ impl<P> Inbox<P> {
 }
 
 /// What callers need to know of the step loop.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Debug)]
 pub(crate) struct View {
     pub(crate) waiting_tokens: usize,
     pub(crate) admission: Admission,

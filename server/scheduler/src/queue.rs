@@ -11,8 +11,9 @@
 //!   [`MAX_DEBT_STEPS`] steps' rows ahead of virtual time.
 //! * Every [`AGED_STEP_INTERVAL`]th step goes to the oldest request, so that a request of many rows is not held back by
 //!   thousands of small steps of other kinds.
-//! * Let steps take rows of two clients for which requests always wait, of sizes that fill steps. Over any stretch they
-//!   take at most (kinds + 1) × step limit + 2 × the largest request more of one than of the other.
+//! * Let requests of at most [`AGED_STEP_INTERVAL`] clients always wait, in sizes that fill steps. Over any stretch steps
+//!   take at most (kinds + 1) × step limit + 2 × the largest request more rows of one than of another. With more clients
+//!   aged steps, one in [`AGED_STEP_INTERVAL`], can give one of them more.
 //!
 //! Operations cost O(log n) in the waiting clients and requests. A client that waits in several kinds costs a further
 //! O(log n) for each of them in each step that takes rows of it.

@@ -64,6 +64,24 @@ struct GroupLife {
     steps_launched: u64,
 }
 
+/// Whether requests are to be admitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Standing {
+    Open,
+    Recovering,
+    NotReady,
+    Ended,
+}
+
+/// What the inbox was told last.
+#[derive(Clone, Copy, Debug)]
+struct Told {
+    waiting_tokens: usize,
+    standing: Standing,
+    ready_at: Option<Time>,
+    tokens_per_second: f64,
+}
+
 /// The step loop as a state machine. The module's text and `docs/step-loop.md` describe its use.
 #[derive(Clone, Debug)]
 pub struct StepLoop {
@@ -100,8 +118,7 @@ pub struct StepLoop {
     reason: Arc<str>,
     jitter: u64,
     actions: VecDeque<Action>,
-    /// What the inbox was told last.
-    told: Option<View>,
+    told: Option<Told>,
 }
 
 impl StepLoop {
@@ -141,30 +158,26 @@ impl StepLoop {
     /// Whether [`exchange`](Self::exchange) would tell the inbox something new.
     #[must_use]
     pub fn has_news_for_inbox(&self, now: Time) -> bool {
-        self.told.as_ref().is_none_or(|told| {
+        self.told.is_none_or(|told| {
             told.waiting_tokens != self.queued_tokens()
+                || told.standing != self.standing()
                 || told.tokens_per_second != self.throughput.tokens_per_second()
-                || match (&told.admission, self.admission(now)) {
-                    // The expected time moves while a generation is overdue: tell it when the old one has passed.
-                    (
-                        Admission::Recovering { ready_at: old, .. }
-                        | Admission::NotReady { ready_at: old, .. },
-                        Admission::Recovering { .. } | Admission::NotReady { .. },
-                    ) if told.admission.same_kind(&self.admission(now)) => *old <= now,
-                    (old, new) => !old.same_kind(&new),
-                }
+                // The expected time moves while a generation is overdue: the inbox learns it when the old one has passed.
+                || told.ready_at.is_some_and(|ready_at| ready_at <= now)
         })
     }
 
     /// Exchanges news with the callers' side, under the lock: cheap whatever came in. Give the delivery to
     /// [`receive`](Self::receive) after the lock is released.
     pub fn exchange<P>(&mut self, inbox: &mut Inbox<P>, now: Time) -> Delivery<P> {
-        let view = View {
-            waiting_tokens: self.queued_tokens(),
-            admission: self.admission(now),
-            tokens_per_second: self.throughput.tokens_per_second(),
+        let admission = self.admission(now);
+        let ready_at = match &admission {
+            Admission::Recovering { ready_at, .. } | Admission::NotReady { ready_at, .. } => Some(*ready_at),
+            Admission::Open | Admission::Ended { .. } => None,
         };
-        let (delivery, drain) = inbox.exchange(view.clone());
+        let waiting_tokens = self.queued_tokens();
+        let tokens_per_second = self.throughput.tokens_per_second();
+        let (delivery, drain) = inbox.exchange(View { waiting_tokens, admission, tokens_per_second });
         if let Some(deadline) = drain
             && self.drain.replace(deadline).is_none()
             && self.ending.is_none()
@@ -172,7 +185,12 @@ impl StepLoop {
         {
             self.show(ServiceState::Draining, "draining".into());
         }
-        self.told = Some(View { waiting_tokens: view.waiting_tokens + delivery.tokens(), ..view });
+        self.told = Some(Told {
+            waiting_tokens: waiting_tokens + delivery.tokens(),
+            standing: self.standing(),
+            ready_at,
+            tokens_per_second,
+        });
         self.is_closed = self.ending.is_some();
         delivery
     }
@@ -323,19 +341,28 @@ impl StepLoop {
         self.group.is_some_and(|group| group.ready.is_some())
     }
 
-    fn admission(&self, now: Time) -> Admission {
+    /// Whether requests are to be admitted, without the reason and the time that callers are told.
+    fn standing(&self) -> Standing {
         if self.ending.is_some() || self.has_ended {
-            return Admission::Ended { reason: Arc::clone(&self.reason) };
-        }
-        if self.is_serving() {
-            return Admission::Open;
-        }
-        let ready_at = self.expected_ready(now);
-        let reason = Arc::clone(&self.reason);
-        if self.has_served && self.config.on_fault == OnFault::Retry {
-            Admission::Recovering { reason, ready_at }
+            Standing::Ended
+        } else if self.is_serving() {
+            Standing::Open
+        } else if self.has_served && self.config.on_fault == OnFault::Retry {
+            Standing::Recovering
         } else {
-            Admission::NotReady { reason, ready_at }
+            Standing::NotReady
+        }
+    }
+
+    fn admission(&self, now: Time) -> Admission {
+        let (reason, ready_at) = (&self.reason, || self.expected_ready(now));
+        match self.standing() {
+            Standing::Open => Admission::Open,
+            Standing::Recovering => {
+                Admission::Recovering { reason: Arc::clone(reason), ready_at: ready_at() }
+            }
+            Standing::NotReady => Admission::NotReady { reason: Arc::clone(reason), ready_at: ready_at() },
+            Standing::Ended => Admission::Ended { reason: Arc::clone(reason) },
         }
     }
 
@@ -354,17 +381,5 @@ impl StepLoop {
 
     fn show(&mut self, state: ServiceState, reason: Arc<str>) {
         self.actions.push_back(Action::Show { state, reason });
-    }
-}
-
-impl Admission {
-    const fn same_kind(&self, other: &Admission) -> bool {
-        matches!(
-            (self, other),
-            (Admission::Open, Admission::Open)
-                | (Admission::Recovering { .. }, Admission::Recovering { .. })
-                | (Admission::NotReady { .. }, Admission::NotReady { .. })
-                | (Admission::Ended { .. }, Admission::Ended { .. })
-        )
     }
 }

@@ -446,9 +446,10 @@ impl World {
         let Some((_, version)) = self.told.serving.filter(|(serving, _)| *serving == generation) else {
             return;
         };
-        let Some((done, _)) = self.told.in_flight.pop_front_if(|(oldest, _)| oldest.id == step) else {
+        if self.told.in_flight.front().is_none_or(|(oldest, _)| oldest.id != step) {
             return;
-        };
+        }
+        let Some((done, _)) = self.told.in_flight.pop_front() else { return };
         self.told.steps_done += 1;
         self.told.fruitless = 0;
         for range in &done.rows {

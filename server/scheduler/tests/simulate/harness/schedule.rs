@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use expertd_scheduler::{Config, OnFault, RecoveryPolicy, StepKind};
+use expertd_scheduler::{AGED_STEP_INTERVAL, Config, OnFault, RecoveryPolicy, StepKind};
 use expertd_types::LayerId;
 
 use super::random::Random;
@@ -166,7 +166,7 @@ fn shared_backlog(random: &mut Random, seed: u64) -> Schedule {
     let config = healthy(random, seed, 64);
     let kind_count = random.between(1, 3);
     let mut inputs = vec![Input::UntilAsleep, Input::Ready, Input::UntilAsleep];
-    for client in 1..=random.between(2, 6) {
+    for client in 1..=random.between(2, AGED_STEP_INTERVAL.into()) {
         let size = random.choose(&[1, 4, 8, 32, 64, 128]);
         for kind in 0..kind_count as usize {
             if kind == (client % kind_count) as usize || random.chance(30) {
