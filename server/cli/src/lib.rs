@@ -1,5 +1,7 @@
 //! The subcommands of the `expertd` binary.
 
+#![forbid(unsafe_code)]
+
 pub mod admin;
 pub mod bench;
 pub mod call;

@@ -1,5 +1,7 @@
 //! An expert rank: its process, its step loop, and [`StepEngine`], which each kind of device implements.
 
+#![forbid(unsafe_code)]
+
 pub mod convert;
 mod process;
 pub mod segments;
