@@ -54,7 +54,7 @@ fn exchange(group: &mut CpuGroup, n: u64, seed: u64) -> Result<(), EpError> {
     let slot = Slot((n % 2) as u32);
     group.prepare(slot, HostRouting { owners: &owners, tokens, k: K, ids: &ids, weights: &weights })?;
     group.dispatch(slot, &rows)?;
-    for batch in group.work(slot)? {
+    for batch in group.received(slot)? {
         let choices = batch.ids.chunks_exact(K).zip(batch.weights.chunks_exact(K));
         let rows = batch.rows.chunks_exact(HIDDEN).zip(batch.partials.chunks_exact_mut(HIDDEN));
         for ((row, partial), (ids, weights)) in rows.zip(choices) {

@@ -18,7 +18,7 @@ use super::failure::Failure;
 use super::stream::Exchange;
 use super::validate::{Envelope, check_model, validate};
 use crate::scheduler::{Backend, Pending};
-use crate::shm::Pieces;
+use crate::shm::ChunkedBytes;
 use crate::telemetry::RequestMetrics;
 
 /// `expertd.v1.Moe` over a backend.
@@ -49,7 +49,7 @@ pub(super) fn take_in(
     backend: &dyn Backend,
     metrics: &RequestMetrics,
     message: ForwardRequest,
-    apart: Option<Pieces>,
+    apart: Option<ChunkedBytes>,
     envelope: Envelope,
     ticket: Ticket,
 ) -> Result<Taken, Failure> {

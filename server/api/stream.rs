@@ -28,7 +28,7 @@ use super::convert;
 use super::failure::{Failure, code_name, request_status};
 use super::moe::{Taken, take_in};
 use crate::scheduler::{Backend, Pending};
-use crate::shm::Pieces;
+use crate::shm::ChunkedBytes;
 use crate::telemetry::RequestMetrics;
 
 /// The answering side of a `ForwardStream`.
@@ -102,7 +102,7 @@ impl Exchange {
     fn submit(
         &mut self,
         message: ForwardStreamRequest,
-        apart: Option<Pieces>,
+        apart: Option<ChunkedBytes>,
         ticket: &Ticket,
         started: Instant,
     ) -> Result<Option<ForwardResponse>, Failure> {

@@ -10,7 +10,7 @@ use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 
 use super::failure::{Failure, Violation};
 use crate::scheduler::{ClientKey, GivenRouting, ModelInfo, MoeLayerInfo, Request, RequestId};
-use crate::shm::Pieces;
+use crate::shm::ChunkedBytes;
 use crate::types::{DType, LayerId};
 
 /// What a request carries beside its message.
@@ -26,7 +26,7 @@ pub(super) struct Envelope {
 pub(super) fn validate(
     model: &ModelInfo,
     message: ForwardRequest,
-    apart: Option<Pieces>,
+    apart: Option<ChunkedBytes>,
     envelope: Envelope,
 ) -> Result<Option<Request>, Failure> {
     check_model(model, &message.model)?;
@@ -125,11 +125,11 @@ impl Violations {
     fn rows(
         &mut self,
         payload: Option<Payload>,
-        apart: Option<Pieces>,
+        apart: Option<ChunkedBytes>,
         tokens: usize,
         hidden: usize,
         dtype: Option<DType>,
-    ) -> Pieces {
+    ) -> ChunkedBytes {
         match payload {
             Some(Payload::Inline(rows)) => {
                 let rows = apart.filter(|_| rows.is_empty()).unwrap_or_else(|| rows.into());
@@ -146,7 +146,7 @@ impl Violations {
             None if tokens == 0 => {}
             None => self.add("inline", "the rows are missing"),
         }
-        Pieces::default()
+        ChunkedBytes::default()
     }
 
     fn routing(&mut self, routing: v1::Routing, tokens: usize, layer: &MoeLayerInfo) -> Option<GivenRouting> {

@@ -323,7 +323,7 @@ impl StepEngine for CpuEngine {
         clock.end(Phase::Dispatch);
 
         let (received_rows, expert_rows) = {
-            let batches: Vec<_> = self.group.work(slot)?.collect();
+            let batches: Vec<_> = self.group.received(slot)?.collect();
             let mut first = 0;
             let firsts: Vec<usize> = batches
                 .iter()
@@ -354,7 +354,7 @@ impl StepEngine for CpuEngine {
             );
             (first, assignments.rows.len())
         };
-        notice.tell(step.sequence);
+        notice.experts_ended(step.sequence);
         clock.end(Phase::Experts);
 
         self.group.combine(slot, out)?;

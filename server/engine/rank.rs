@@ -14,7 +14,7 @@ use super::control::{self, DeviceKind, FailureKind, FromRank, RankSetup, ToRank}
 use super::cpu::CpuEngine;
 use super::{StepEngine, StepFault, StepReport};
 use crate::ep::{CpuGroup, EpConfig};
-use crate::shm::{Completion, Pulse, RankChannel, RouterBell, StepDescriptor};
+use crate::shm::{Completion, Heartbeat, RankChannel, RouterBell, StepDescriptor};
 use crate::types::Rank;
 
 /// Why a rank's process ended.
@@ -112,7 +112,7 @@ impl Member {
         let bell = RouterBell::join(next_fd("the router's bell")?).map_err(setup_failure)?;
         let channel = RankChannel::join(&setup.shape, setup.rank, channel_fd, bell.bell().clone())
             .map_err(setup_failure)?;
-        beat(channel.pulse(), setup.heartbeat).map_err(setup_failure)?;
+        beat(channel.heartbeat(), setup.heartbeat).map_err(setup_failure)?;
         pin(setup.rank, &setup.cores);
         let mut last = std::time::Instant::now();
         let progress = |loaded_bytes: u64, total_bytes: u64| {
@@ -230,14 +230,14 @@ impl Member {
 }
 
 /// Shows life until the process ends.
-fn beat(pulse: Pulse, every: Duration) -> io::Result<()> {
-    pulse.beat();
+fn beat(heartbeat: Heartbeat, every: Duration) -> io::Result<()> {
+    heartbeat.beat();
     std::thread::Builder::new()
-        .name("pulse".into())
+        .name("heartbeat".into())
         .spawn(move || {
             loop {
                 std::thread::sleep(every);
-                pulse.beat();
+                heartbeat.beat();
             }
         })
         .map(drop)
@@ -262,7 +262,7 @@ mod tests {
     use super::*;
     use crate::engine::StepEngine;
     use crate::shm::{
-        Copier, ExpertsNotice, GroupShape, Patience, RankStaging, RouterChannel, StageRows, Staged,
+        Copier, ExpertsNotice, GroupShape, RankStaging, RouterChannel, RowsToStage, StagedRows, WaitPolicy,
     };
     use crate::types::{DType, Slot};
 
@@ -331,14 +331,14 @@ mod tests {
             let mut member = Member { engine, channel, weight_bytes: 0, device };
             member.run_steps(Duration::ZERO, &stopped).map_err(|error| error.to_string())
         });
-        let mut in_flight: VecDeque<Staged> = VecDeque::new();
+        let mut in_flight: VecDeque<StagedRows> = VecDeque::new();
         let (mut launched, mut completed) = (0, Vec::new());
         while completed.len() < steps as usize {
             while launched < steps && in_flight.len() < 2 {
                 launched += 1;
                 let slot = Slot((launched % 2) as u32);
                 let (rows, dtype) = (&[launched as u8; BYTES][..], DType::F32);
-                let piece = StageRows {
+                let piece = RowsToStage {
                     rows: rows.into(),
                     tokens: 1,
                     dtype,
@@ -363,8 +363,8 @@ mod tests {
                 router.launch(&step).unwrap();
             }
             no_more.store(launched == steps, Ordering::Relaxed);
-            let patience = Patience::within(Duration::ZERO, Duration::from_secs(20));
-            let done = bell.bell().wait_for(patience, || router.completion(Rank(0)).transpose());
+            let policy = WaitPolicy::within(Duration::ZERO, Duration::from_secs(20));
+            let done = bell.bell().wait_for(policy, || router.completion(Rank(0)).transpose());
             let done = done.expect("a completion").unwrap();
             if done.failed != 0 {
                 assert_eq!(done.text(), "broken");

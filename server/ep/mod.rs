@@ -1,7 +1,7 @@
 //! EP groups: symmetric windows, prepare, dispatch and combine.
 //!
-//! [`EpGroup`] is what the engine sees of a group; [`cpu`] implements it over shared memory. The protocol stands in
-//! `docs/protocol.md`.
+//! [`EpGroup`] is the engine's interface to a group; [`cpu`] implements it over shared memory. `docs/protocol.md` describes
+//! the protocol.
 
 mod config;
 pub mod cpu;

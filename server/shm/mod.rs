@@ -1,19 +1,20 @@
-//! Shared memory between the processes of one service: regions, rings, staging, waiting.
+//! Memory that the processes of one service share: regions, rings, staging, waiting.
 //!
 //! * [`region`]: memory that several processes map, and bounds-checked views of it.
-//! * [`wait`]: spin-then-futex waiting, and the [`wait::Doorbell`] that many ring and one waits on.
+//! * [`wait`]: spin-then-futex waiting, and the [`wait::Doorbell`] that many threads ring and one waits on.
 //! * [`ring`]: a single-producer, single-consumer ring of fixed-size records.
-//! * [`window`] and [`exchange`]: the symmetric windows of an EP group on CPU ranks, and whose turn it is to touch them.
-//! * [`copier`]: copies of many rows by several threads.
+//! * [`window`] and [`exchange`]: the symmetric windows of an EP group on CPU ranks, and the protocol that decides which
+//!   rank may access which part of them.
+//! * [`chunked`]: bytes in several chunks, and [`copier`]: copies of many rows by several threads.
 //! * [`channel`]: step descriptors, completions and staging between the router and its ranks.
 //!
-//! Unsafe code of this layer stands in `region` (mapping and views) and in the modules that say when a view's memory
-//! belongs to whom; rings and waiting go through atomics and need none.
+//! Unsafe code is confined to `region` (mapping and views) and to the modules that decide which process owns a view's
+//! memory at a time. Rings and waiting use atomics and contain no unsafe code.
 
 pub mod channel;
+pub mod chunked;
 pub mod copier;
 pub mod exchange;
-pub mod pieces;
 pub mod region;
 pub mod ring;
 pub mod wait;
@@ -23,10 +24,10 @@ pub mod window;
 mod loom_tests;
 
 pub use channel::{
-    ChannelError, Completion, ExpertsNotice, Forming, GroupShape, Pulse, RankChannel, RankStaging,
-    RouterBell, RouterChannel, Segment, StageRows, Staged, StagingPlace, StepDescriptor,
+    ChannelError, Completion, ExpertsNotice, FormingStep, GroupShape, Heartbeat, RankChannel, RankStaging,
+    RouterBell, RouterChannel, RowsToStage, Segment, StagedRows, StagingAddresses, StepDescriptor,
 };
+pub use chunked::{ChunkedBytes, ChunkedSlice};
 pub use copier::Copier;
-pub use pieces::{Pieces, Slices};
 pub use region::{RegionError, SharedRegion, SharedSlice};
-pub use wait::Patience;
+pub use wait::WaitPolicy;

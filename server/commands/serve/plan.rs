@@ -13,7 +13,7 @@ use crate::memory;
 use crate::model::{Checkpoint, ModelError, ModelSpec, Placement};
 use crate::scheduler::{Limits, ModelInfo, MoeLayerInfo, RankPlacement, SchedulerConfig};
 use crate::shm::GroupShape;
-use crate::shm::wait::SPIN;
+use crate::shm::wait::SPIN_TIME;
 use crate::types::{Generation, Rank, WeightVersion};
 
 /// Ranks of one host.
@@ -218,7 +218,7 @@ impl ServePlan {
         };
         // GPU ranks leave most of their cores alone; CPU ranks have all of them.
         let spare_cores = device == DeviceKind::Cuda && usable_cores > 2 * ranks as usize;
-        let spin = if spare_cores { SPIN } else { Duration::ZERO };
+        let spin = if spare_cores { SPIN_TIME } else { Duration::ZERO };
 
         let message_bytes = Limits::message_bytes(per_request, spec.hidden, max_top_k);
         let in_flight = derive(

@@ -9,7 +9,7 @@ use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
 use expertd_kernels::event::{self, Event};
 
 use super::step::Staged;
-use crate::shm::{Segment, StagingPlace};
+use crate::shm::{Segment, StagingAddresses};
 
 /// Set: what a step copies into is filled with NaN before, so that nothing read too early goes unnoticed.
 const POISON_ENV: &str = "EXPERTD_CUDA_POISON";
@@ -17,7 +17,7 @@ const POISON_ENV: &str = "EXPERTD_CUDA_POISON";
 /// A slot's copy of its staging in device memory.
 #[derive(Debug)]
 struct SlotCopy {
-    place: StagingPlace,
+    place: StagingAddresses,
     rows: Buffer<u8>,
     segments: Buffer<u8>,
     in_begin: Event,
@@ -37,8 +37,8 @@ pub(super) struct Copies {
 }
 
 impl Copies {
-    pub(super) fn new(device: &Device, places: &[StagingPlace]) -> Result<Self, DeviceError> {
-        let slot = |place: &StagingPlace| {
+    pub(super) fn new(device: &Device, places: &[StagingAddresses]) -> Result<Self, DeviceError> {
+        let slot = |place: &StagingAddresses| {
             Ok::<_, DeviceError>(SlotCopy {
                 place: *place,
                 rows: Buffer::zeroed(device, place.row_bytes)?,

@@ -14,8 +14,8 @@ use super::pad::{pad, unpad};
 use crate::engine::segments::Run;
 use crate::engine::{StepEngine, StepFault, StepReport};
 use crate::shm::{ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
-use crate::types::Phase;
 use crate::types::DType;
+use crate::types::Phase;
 
 /// How often a wait for the device looks for an error of the driver.
 const QUERY_INTERVAL: Duration = Duration::from_millis(2);
@@ -178,7 +178,7 @@ impl StepEngine for CudaEngine {
                 break;
             }
             running.told = true;
-            notice.tell(running.sequence);
+            notice.experts_ended(running.sequence);
         }
         let Some(&Running { sequence, slot, copied, .. }) = self.running.front() else { return Ok(None) };
         if !self.has_ended(sequence, slot, copied)? {
@@ -191,7 +191,7 @@ impl StepEngine for CudaEngine {
             return Err(fault.into());
         }
         if !told {
-            notice.tell(sequence);
+            notice.experts_ended(sequence);
         }
         let wide = self.shape.hidden as usize;
         if wide != self.hidden {

@@ -50,7 +50,7 @@ pub(in crate::engine) fn load(
     let windows = join(setup, &device, &shape, socket, reader)?;
     let host = pin(&device, channel)?;
     let padding = shape.hidden as usize != setup.shape.hidden;
-    let staged = channel.staging_places();
+    let staged = channel.staging_addresses();
     let room = |error: DeviceError| {
         let message = format!("{error}; lower max-tokens-per-step, or the number of slots");
         setup_failure(format!("cannot allocate the buffers of {} slots: {message}", setup.shape.slots))

@@ -1,7 +1,7 @@
 //! EP group on CPU ranks: symmetric windows in shared memory.
 //!
-//! Rows travel by one copy: the source writes them into its area of the owner's window, and the owner's experts write
-//! their partial sums straight into its area of the source's window.
+//! Each direction takes one copy: the source writes rows into its area of the owner's window, and the owner's experts
+//! write their partial sums directly into the owner's area of the source's window.
 
 mod routing;
 
@@ -16,32 +16,33 @@ use rayon::prelude::*;
 use self::routing::Routes;
 use super::config::{ConfigError, EpConfig};
 use super::group::{EpError, EpGroup};
-pub use crate::shm::exchange::{Batch, Batches};
 use crate::shm::exchange::{Exchange, ExchangeOptions, SlotState, WindowLayout, WindowShape};
+pub use crate::shm::exchange::{ReceivedIter, ReceivedRows};
 use crate::shm::region::SharedRegion;
 use crate::types::{Rank, Sequence, Slot};
 
 /// The gate's decision for a rank's tokens, in host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct HostRouting<'a> {
-    /// Owner of each of the layer's experts.
+    /// `[experts]`: rank that owns each of the layer's experts.
     pub owners: &'a [Rank],
-    /// Tokens of this rank; may be zero.
+    /// Number of tokens of this rank; may be zero.
     pub tokens: usize,
-    /// Experts per token; the same on every rank, also on one without tokens.
+    /// Experts per token; the same on every rank, including ranks without tokens.
     pub k: usize,
-    /// `[tokens, k]`; [`NO_EXPERT`] stands for a choice that is not used.
+    /// `[tokens, k]`; [`NO_EXPERT`] marks an unused choice.
     pub ids: &'a [i32],
     /// `[tokens, k]`.
     pub weights: &'a [f32],
 }
 
-/// In received ids: a choice that another rank's expert takes. In routing: a choice that no expert takes.
+/// Id of a choice that no expert of this rank computes: in received ids the expert belongs to another rank, in routing the
+/// choice is unused.
 pub const NO_EXPERT: i32 = -1;
 
-/// Rows that one task copies or reduces.
+/// Number of rows that one task copies or reduces.
 const ROWS_PER_TASK: usize = 16;
-/// Elements below which a copy is not worth splitting.
+/// Copies and reductions of more elements are split into tasks.
 const SPLIT_ABOVE: usize = 1 << 18;
 
 /// One CPU rank's membership in an EP group.
@@ -49,7 +50,7 @@ const SPLIT_ABOVE: usize = 1 << 18;
 pub struct CpuGroup {
     config: EpConfig,
     exchange: Exchange,
-    /// Per slot.
+    /// `[slots]`.
     routes: Vec<Routes>,
 }
 
@@ -64,7 +65,7 @@ pub fn window_layout(config: &EpConfig) -> Result<WindowLayout, ConfigError> {
         .map_err(|_| ConfigError::TooLarge { ranks, slots, max_tokens_per_rank, hidden })
 }
 
-/// Creates the windows of a generation, for its ranks to inherit. The creator needs no more than the descriptor.
+/// Creates the windows of a generation, whose descriptor the ranks inherit.
 ///
 /// # Errors
 /// [`EpError::Config`] or [`EpError::Region`].
@@ -72,8 +73,8 @@ pub fn create_windows(config: &EpConfig) -> Result<Arc<SharedRegion>, EpError> {
     Ok(window_layout(config)?.create(config.generation)?)
 }
 
-/// N ranks in one process, over the same code as N processes, each with a mapping of its own: for a thread each.
-/// `config.rank` is ignored.
+/// Makes a group of N ranks in one process, for N threads. Each rank has a mapping of its own and runs the same code as in
+/// a process of its own. `config.rank` is ignored.
 ///
 /// # Errors
 /// As [`create_windows`] and [`CpuGroup::attach`].
@@ -135,7 +136,7 @@ fn options(config: &EpConfig) -> ExchangeOptions {
 impl EpGroup for CpuGroup {
     type Rows = [f32];
     type Routing<'a> = HostRouting<'a>;
-    type Work<'a> = Batches<'a>;
+    type Received<'a> = ReceivedIter<'a>;
 
     fn config(&self) -> &EpConfig {
         &self.config
@@ -177,8 +178,8 @@ impl EpGroup for CpuGroup {
         Ok(self.exchange.wait_dispatch(slot)?)
     }
 
-    fn work(&mut self, slot: Slot) -> Result<Batches<'_>, EpError> {
-        Ok(self.exchange.batches(slot)?)
+    fn received(&mut self, slot: Slot) -> Result<ReceivedIter<'_>, EpError> {
+        Ok(self.exchange.received(slot)?)
     }
 
     fn combine_send(&mut self, slot: Slot) -> Result<(), EpError> {
@@ -191,17 +192,17 @@ impl EpGroup for CpuGroup {
         self.exchange.wait_combine(slot)?;
         let hidden = self.config.hidden;
         let routes = &self.routes[slot.index()];
-        let reduce = |(out, places): (&mut [f32], &[u32])| {
-            for (out, places) in out.chunks_exact_mut(hidden).zip(places.chunks_exact(self.config.ranks)) {
-                self.reduce(slot, places, out)?;
+        let reduce = |(out, rows): (&mut [f32], &[u32])| {
+            for (out, rows) in out.chunks_exact_mut(hidden).zip(rows.chunks_exact(self.config.ranks)) {
+                self.reduce(slot, rows, out)?;
             }
             Ok::<_, EpError>(())
         };
         if out.len() > SPLIT_ABOVE {
             let tasks = out.par_chunks_mut(ROWS_PER_TASK * hidden);
-            tasks.zip(routes.places().par_chunks(ROWS_PER_TASK * self.config.ranks)).try_for_each(reduce)?;
+            tasks.zip(routes.rows().par_chunks(ROWS_PER_TASK * self.config.ranks)).try_for_each(reduce)?;
         } else {
-            reduce((out, routes.places()))?;
+            reduce((out, routes.rows()))?;
         }
         Ok(self.exchange.finish(slot)?)
     }
@@ -212,14 +213,15 @@ impl EpGroup for CpuGroup {
 }
 
 impl CpuGroup {
-    /// Adds one token's partial rows in ascending order of ranks; `places` says where each rank has it.
-    fn reduce(&self, slot: Slot, places: &[u32], out: &mut [f32]) -> Result<(), EpError> {
+    /// Adds one token's partial rows in ascending order of ranks. `rows[rank]` is the token's row among those that went to
+    /// the rank.
+    fn reduce(&self, slot: Slot, rows: &[u32], out: &mut [f32]) -> Result<(), EpError> {
         let mut first = true;
-        for (rank, &place) in places.iter().enumerate() {
-            if place == routing::NOWHERE {
+        for (rank, &row) in rows.iter().enumerate() {
+            if row == routing::NOT_SENT {
                 continue;
             }
-            let partial = &self.exchange.returned(slot, rank)?[place as usize * out.len()..][..out.len()];
+            let partial = &self.exchange.returned(slot, rank)?[row as usize * out.len()..][..out.len()];
             if first {
                 out.copy_from_slice(partial);
                 first = false;
