@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::cluster::{available_cores, numa_nodes, usable};
 use crate::engine::control::DeviceKind;
-use crate::engine::gpu::{self, Gate};
+use crate::engine::gpu::{self, Check};
 use crate::linalg::Level;
 use crate::shm::SharedRegion;
 
@@ -31,18 +31,18 @@ pub struct DoctorArgs {
 /// Looks, prints, and gives the exit status.
 #[must_use]
 pub fn run(args: &DoctorArgs) -> ExitCode {
-    let (cpu, cuda) = (cpu_gates(), gpu::probe());
-    let open = |gates: &[Gate]| gates.iter().all(|gate| gate.ok || gate.optional);
+    let (cpu, cuda) = (cpu_checks(), gpu::probe());
+    let open = |checks: &[Check]| checks.iter().all(|check| check.ok || check.optional);
     let (cpu_open, cuda_open) = (open(&cpu), open(&cuda));
     if args.json {
-        let list = |gates: &[Gate]| {
-            let one = |g: &Gate| {
+        let list = |checks: &[Check]| {
+            let one = |g: &Check| {
                 json!({
                     "name": g.name, "found": g.found, "needed": g.needed, "ok": g.ok, "optional": g.optional,
                     "way_out": g.way_out,
                 })
             };
-            gates.iter().map(one).collect::<Vec<_>>()
+            checks.iter().map(one).collect::<Vec<_>>()
         };
         println!(
             "{}",
@@ -63,27 +63,27 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
     if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn section(title: &str, gates: &[Gate], open: bool) -> String {
-    let width = gates.iter().map(|gate| gate.name.len()).max().unwrap_or(0);
+fn section(title: &str, checks: &[Check], open: bool) -> String {
+    let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
     let mut text = format!("{title}: {}\n", if open { "can run" } else { "cannot run" });
-    for gate in gates {
-        let mark = match (gate.ok, gate.optional) {
+    for check in checks {
+        let mark = match (check.ok, check.optional) {
             (true, _) => "ok  ",
             (false, true) => "hint",
             (false, false) => "NO  ",
         };
-        let _ = writeln!(text, "  {mark} {:width$}  {}", gate.name, gate.found);
-        if !gate.ok {
-            let _ = writeln!(text, "       {:width$}  needed: {}", "", gate.needed);
-            if !gate.way_out.is_empty() {
-                let _ = writeln!(text, "       {:width$}  way out: {}", "", gate.way_out);
+        let _ = writeln!(text, "  {mark} {:width$}  {}", check.name, check.found);
+        if !check.ok {
+            let _ = writeln!(text, "       {:width$}  needed: {}", "", check.needed);
+            if !check.way_out.is_empty() {
+                let _ = writeln!(text, "       {:width$}  way out: {}", "", check.way_out);
             }
         }
     }
     text
 }
 
-fn cpu_gates() -> Vec<Gate> {
+fn cpu_checks() -> Vec<Check> {
     let cores = available_cores();
     let (nodes, usable) = (numa_nodes(&cores).len(), usable(&cores));
     let level = Level::active();
@@ -91,24 +91,24 @@ fn cpu_gates() -> Vec<Gate> {
     let memfd = SharedRegion::create("expertd-doctor", 4096).and_then(|region| region.populate(0, 4096));
     let (pages, pages_ok) = huge_pages();
     vec![
-        Gate::of("instructions", level != Level::Portable, level.to_string(), "AVX2 with FMA and F16C, or AVX-512")
+        Check::new("instructions", level != Level::Portable, level.to_string(), "AVX2 with FMA and F16C, or AVX-512")
             .way_out("kernels run without them, several times slower; look at EXPERTD_CPU and the machine type")
-            .only_a_hint(),
-        Gate::of(
+            .optional(),
+        Check::new(
             "cores",
             !cores.is_empty(),
             format!("{} on {nodes} NUMA node(s): the default is that many ranks", cores.len()),
             "one or more per rank",
         ),
-        Gate::of(
+        Check::new(
             "quota",
             usable == cores.len(),
             format!("{usable} of {} cores all the time", cores.len()),
             "all cores that this process sees",
         )
         .way_out("give the container whole cores (Kubernetes: static CPU manager policy); ranks have fewer threads meanwhile")
-        .only_a_hint(),
-        Gate::of(
+        .optional(),
+        Check::new(
             "memory",
             memory.is_none_or(|bytes| bytes >= LITTLE_MEMORY),
             memory.map_or_else(
@@ -118,17 +118,17 @@ fn cpu_gates() -> Vec<Gate> {
             "the checkpoint's MoE weights once, windows and staging; `expertd inspect` and `serve` print them",
         )
         .way_out("fewer layers or a smaller model, or a machine with more memory")
-        .only_a_hint(),
-        Gate::of(
+        .optional(),
+        Check::new(
             "memfd",
             memfd.is_ok(),
             memfd.map_or_else(|error| error.to_string(), |()| "can be made, sealed and mapped".to_owned()),
             "anonymous shared memory",
         )
         .way_out("allow memfd_create in the container's seccomp profile, and give it memory"),
-        Gate::of("huge pages", pages_ok, pages, "advise, within_size or always for shared memory")
+        Check::new("huge pages", pages_ok, pages, "advise, within_size or always for shared memory")
             .way_out("echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; saves some TLB misses only")
-            .only_a_hint(),
+            .optional(),
     ]
 }
 
@@ -161,22 +161,22 @@ mod tests {
 
     #[test]
     fn a_closed_gate_says_what_is_needed_and_the_way_out() {
-        let gates = [
-            Gate::of("cores", true, "8".into(), "1"),
-            Gate::failed("driver", "none".into(), "580", "install it"),
-            Gate::failed("pages", "never".into(), "advise", "echo").only_a_hint(),
+        let checks = [
+            Check::new("cores", true, "8".into(), "1"),
+            Check::failed("driver", "none".into(), "580", "install it"),
+            Check::failed("pages", "never".into(), "advise", "echo").optional(),
         ];
-        let text = section("ranks", &gates, false);
+        let text = section("ranks", &checks, false);
         for part in
             ["cannot run", "ok   cores", "NO   driver", "needed: 580", "way out: install it", "hint pages"]
         {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
-        assert!(!text.contains("needed: 1\n"), "an open gate needs no advice:\n{text}");
+        assert!(!text.contains("needed: 1\n"), "an open check needs no advice:\n{text}");
     }
 
     #[test]
     fn this_machine_runs_cpu_ranks() {
-        assert!(cpu_gates().iter().all(|gate| gate.ok || gate.optional), "{:?}", cpu_gates());
+        assert!(cpu_checks().iter().all(|check| check.ok || check.optional), "{:?}", cpu_checks());
     }
 }

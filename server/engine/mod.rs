@@ -1,4 +1,4 @@
-//! One rank's step loop: slots and phases.
+//! A rank's process: its setup, its step loop, and the engines that run steps on CPUs and GPUs.
 
 pub mod control;
 mod convert;
@@ -19,56 +19,56 @@ use crate::gate::GateError;
 use crate::shm::{ChannelError, ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
 use crate::types::Phase;
 
-/// What a rank did in a step.
+/// Durations and counts of a rank's part of a step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StepReport {
     /// Duration of each of [`Phase::ALL`].
     pub phases: [Duration; Phase::ALL.len()],
-    /// Rows that this rank's experts received.
+    /// Number of rows that this rank's experts received.
     pub received_rows: usize,
-    /// Pairs of row and expert that it computed.
+    /// Number of pairs of row and expert that this rank computed.
     pub expert_rows: usize,
 }
 
 /// Why a rank's part of a step failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StepFault {
-    /// The exchange with the peers.
+    /// The exchange with the peers failed.
     #[error(transparent)]
     Ep(#[from] EpError),
-    /// The gate.
+    /// The gate failed.
     #[error(transparent)]
     Gate(#[from] GateError),
-    /// The router and this rank disagree.
+    /// The channel to the router is broken.
     #[error(transparent)]
     Channel(#[from] ChannelError),
-    /// A layer that this rank does not have.
-    #[error("layer {0} has no MoE block here")]
+    /// The step's layer has no MoE block.
+    #[error("layer {0} of this model has no MoE block")]
     Layer(u32),
-    /// A step for buffers that another one is using.
-    #[error("a step came for slot {0}, which is in use")]
+    /// The step's slot is occupied by another step.
+    #[error("the router sent a step for slot {0}, which another step occupies")]
     SlotInUse(u32),
-    /// What the device reported in its error word.
+    /// The device reported a fault in its error word.
     #[error(transparent)]
     Fault(#[from] expertd_kernels::params::DeviceFault),
-    /// The device, or its driver.
+    /// The device or its driver failed.
     #[error("{0}")]
     Device(String),
-    /// A segment that does not lie in the step's staging.
-    #[error("segment {index} of the step does not lie in its staging: {what}")]
+    /// A segment exceeds the step or its staging.
+    #[error("segment {index} of the step is invalid: {what}")]
     Segment {
-        /// Which.
+        /// Index of the segment.
         index: usize,
-        /// What is wrong with it.
+        /// The reason why it is invalid.
         what: String,
     },
 }
 
 /// Runs the steps of one rank on its device, in the order in which they are begun.
 pub trait StepEngine {
-    /// Begins this rank's part of one step, or does all of it: reads the rows in `staging`, writes the answer over them,
-    /// and the routing of every row beside them; tells `notice` when the experts phase has ended. Without a report the
-    /// step goes on, and its staging stays the rank's.
+    /// Begins this rank's part of a step, or runs all of it: reads the rows in `staging`, overwrites them with the answer,
+    /// writes the routing of every row, and reports the end of the experts phase to `notice`. If the result is `None`, the
+    /// step is still running and the engine keeps the staging.
     ///
     /// # Errors
     /// The fault, which ends the generation.
@@ -79,7 +79,7 @@ pub trait StepEngine {
         notice: &ExpertsNotice,
     ) -> Result<Option<StepReport>, StepFault>;
 
-    /// Looks, without waiting, at `step`, the oldest that goes on; its report once it has ended.
+    /// Polls `step`, the oldest running step, without waiting; returns its report once it has ended.
     ///
     /// # Errors
     /// As [`begin`](Self::begin).
@@ -94,7 +94,7 @@ pub trait StepEngine {
     }
 }
 
-/// Times phases one after another.
+/// Measures consecutive phases.
 struct PhaseClock {
     last: Instant,
     phases: [Duration; Phase::ALL.len()],
@@ -105,7 +105,7 @@ impl PhaseClock {
         PhaseClock { last: Instant::now(), phases: Default::default() }
     }
 
-    /// What passed since the last call was `phase`.
+    /// Ends `phase`, which began at the previous call.
     fn end(&mut self, phase: Phase) {
         let now = Instant::now();
         self.phases[phase as usize] += now - self.last;

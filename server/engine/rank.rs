@@ -1,4 +1,4 @@
-//! The life of a rank's process: set-up, loading, the step loop, the end.
+//! The main loop of a rank's process: set-up, loading, steps, exit.
 
 use std::collections::VecDeque;
 use std::io::{self, BufReader};
@@ -20,25 +20,25 @@ use crate::types::Rank;
 /// Why a rank's process ended.
 #[derive(Debug, thiserror::Error)]
 pub enum RankExit {
-    /// The control socket is not one, or broke.
+    /// The control socket failed.
     #[error("control socket: {0}")]
     Control(#[from] io::Error),
-    /// Not started by a router.
+    /// The router of this rank is gone, or the process was not started by one.
     #[error("{0}")]
     Orphan(String),
-    /// Reported to the router before.
+    /// A failure that was reported to the router before the process exits.
     #[error("{0}")]
     Reported(String),
-    /// A step failed; reported to the router.
+    /// A step failed, which was reported to the router.
     #[error("step failed: {0}")]
     Step(#[from] StepFault),
-    /// The channel to the router broke.
+    /// The channel to the router is broken.
     #[error(transparent)]
     Channel(#[from] crate::shm::ChannelError),
 }
 
 impl RankSetup {
-    /// What the EP group is made for, as this rank sees it.
+    /// The EP group's configuration for this rank.
     #[must_use]
     pub fn ep_config(&self) -> EpConfig {
         EpConfig {
@@ -56,12 +56,12 @@ impl RankSetup {
     }
 }
 
-/// Runs a rank whose router is process `parent` and speaks over `socket`, until the router ends it.
+/// Runs a rank whose router is process `parent` and sends control messages over `socket`, until the router ends it.
 ///
 /// # Errors
-/// Why it ended otherwise.
+/// The reason if the rank ends otherwise.
 pub fn run_rank(parent: u32, socket: UnixStream) -> Result<(), RankExit> {
-    // Asked for first and checked afterwards, so that a parent which died in between is noticed.
+    // The signal is requested before the parent is checked, so that a parent which dies in between is noticed.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .map_err(io::Error::from)?;
     if rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get().cast_unsigned()) != Some(parent) {
@@ -73,8 +73,8 @@ pub fn run_rank(parent: u32, socket: UnixStream) -> Result<(), RankExit> {
         .ok_or_else(|| RankExit::Orphan("the router ended before it said what to run".into()))?;
     let _span = tracing::info_span!("rank", rank = %setup.rank, generation = %setup.generation).entered();
 
-    match Member::join(&setup, fds, &socket, &mut reader) {
-        Ok(member) => member.serve(&setup, &socket, reader),
+    match ReadyRank::join(&setup, fds, &socket, &mut reader) {
+        Ok(rank) => rank.serve(&setup, &socket, reader),
         Err((kind, message)) => {
             control::send(&socket, &FromRank::Failed { kind, message: message.clone() })?;
             Err(RankExit::Reported(message))
@@ -83,8 +83,8 @@ pub fn run_rank(parent: u32, socket: UnixStream) -> Result<(), RankExit> {
 }
 
 /// A rank that is loaded and warm.
-struct Member {
-    // Before the channel: it may have the channel's pages pinned.
+struct ReadyRank {
+    // Dropped before the channel, whose pages it may have pinned.
     engine: Box<dyn StepEngine>,
     channel: RankChannel,
     weight_bytes: u64,
@@ -97,7 +97,7 @@ pub(super) fn setup_failure(error: impl std::fmt::Display) -> Failure {
     (FailureKind::Setup, error.to_string())
 }
 
-impl Member {
+impl ReadyRank {
     fn join(
         setup: &RankSetup,
         fds: Vec<OwnedFd>,
@@ -118,13 +118,13 @@ impl Member {
         let progress = |loaded_bytes: u64, total_bytes: u64| {
             if last.elapsed() >= Duration::from_millis(100) || loaded_bytes == total_bytes {
                 last = std::time::Instant::now();
-                // A router that is gone ends this process by itself.
+                // If the router is gone, its death ends this process.
                 let _ = control::send(socket, &FromRank::Loading { loaded_bytes, total_bytes });
             }
         };
         let (engine, weight_bytes, device): (Box<dyn StepEngine>, u64, String) = match setup.device {
             DeviceKind::Cpu => {
-                // This thread is one of the pool, so that steps need not wake another one to begin.
+                // This thread is part of the pool, so that a step can begin without waking another thread.
                 let pool = rayon::ThreadPoolBuilder::new()
                     .num_threads(setup.threads)
                     .use_current_thread()
@@ -140,7 +140,7 @@ impl Member {
             }
             DeviceKind::Cuda => super::gpu::load(setup, &channel, socket, reader, progress)?,
         };
-        Ok(Member { channel, engine, weight_bytes, device })
+        Ok(ReadyRank { channel, engine, weight_bytes, device })
     }
 
     fn serve(
@@ -165,7 +165,7 @@ impl Member {
         let listening = Arc::clone(&stop);
         let bell = self.channel.bell().clone();
         std::thread::Builder::new().name("control".into()).spawn(move || {
-            // Whatever comes after Start, the end of the stream included, means to leave.
+            // Any message after `Start`, and the end of the stream, ask the rank to leave.
             let _ = control::receive::<ToRank>(&mut reader);
             listening.store(true, Ordering::Release);
             bell.ring();
@@ -174,8 +174,8 @@ impl Member {
         self.run_steps(setup.spin, &stop)
     }
 
-    /// Takes steps and gives them back, in order. The next one is taken while others go on, as far as the device lets
-    /// it; `stop` ends the loop when none does.
+    /// Takes and completes steps in order. The next step is taken while earlier ones run, as far as the engine allows it.
+    /// The loop ends once `stop` is true and no step runs.
     fn run_steps(&mut self, spin: Duration, stop: &AtomicBool) -> Result<(), RankExit> {
         let notice = self.channel.notice();
         let mut running: VecDeque<StepDescriptor> = VecDeque::new();
@@ -204,7 +204,7 @@ impl Member {
         }
     }
 
-    /// Gives a step's staging back with how it ended; a fault ends the rank, too.
+    /// Sends a step's completion, which returns its staging to the router. A fault of the step ends the rank.
     fn complete(
         &mut self,
         step: &StepDescriptor,
@@ -229,7 +229,7 @@ impl Member {
     }
 }
 
-/// Shows life until the process ends.
+/// Drives the heartbeat from a thread until the process ends.
 fn beat(heartbeat: Heartbeat, every: Duration) -> io::Result<()> {
     heartbeat.beat();
     std::thread::Builder::new()
@@ -243,7 +243,7 @@ fn beat(heartbeat: Heartbeat, every: Duration) -> io::Result<()> {
         .map(drop)
 }
 
-/// Keeps this process, and the threads it will start, on its cores. Where that is not allowed it runs everywhere.
+/// Pins this process, and the threads that it starts later, to its cores. Where pinning is not allowed, it runs on any core.
 fn pin(rank: Rank, cores: &[usize]) {
     let mut set = rustix::thread::CpuSet::new();
     for &core in cores.iter().filter(|&&core| core < rustix::thread::CpuSet::MAX_CPU) {
@@ -272,23 +272,23 @@ mod tests {
         GroupShape { ranks: 1, slots: 2, max_tokens_per_rank: 1, max_segments: 1, hidden: 3, max_top_k: 1 }
     }
 
-    /// Ends a step only when another one has been begun behind it, or none will come. Answers are the rows inverted.
-    struct Late {
+    /// An engine that ends a step only after the next one has begun, or once no more steps come. The answer inverts the rows.
+    struct LateEngine {
         running: VecDeque<StepDescriptor>,
         no_more: Arc<AtomicBool>,
-        /// Most steps that went on at once.
+        /// Largest number of steps that ran at once.
         most: Arc<AtomicUsize>,
         fails_at: u64,
     }
 
-    impl StepEngine for Late {
+    impl StepEngine for LateEngine {
         fn begin(
             &mut self,
             step: &StepDescriptor,
             staging: RankStaging<'_>,
             _notice: &ExpertsNotice,
         ) -> Result<Option<StepReport>, StepFault> {
-            assert!(self.running.iter().all(|running| running.slot != step.slot), "a slot is one step's");
+            assert!(self.running.iter().all(|running| running.slot != step.slot), "the slot is occupied");
             assert_eq!(staging.rows[..BYTES], [step.sequence as u8; BYTES]);
             self.running.push_back(*step);
             self.most.fetch_max(self.running.len(), Ordering::Relaxed);
@@ -314,7 +314,8 @@ mod tests {
         }
     }
 
-    /// Runs `steps` steps, as many in flight as there are slots; sequences completed, most at once, how the rank ended.
+    /// Runs `steps` steps with every slot in flight. Returns the completed sequences, the largest number of steps that ran
+    /// at once, and the rank's result.
     fn run(steps: u64, fails_at: u64) -> (Vec<u64>, usize, Result<(), String>) {
         let bell = RouterBell::create().unwrap();
         let mut router = RouterChannel::create(&shape()).unwrap();
@@ -326,10 +327,10 @@ mod tests {
         let rank = std::thread::spawn(move || {
             let channel = RankChannel::join(&shape(), Rank(0), fd, rank_bell).unwrap();
             let engine =
-                Late { running: VecDeque::new(), no_more: engine_no_more, most: engine_most, fails_at };
+                LateEngine { running: VecDeque::new(), no_more: engine_no_more, most: engine_most, fails_at };
             let (engine, device) = (Box::new(engine), String::new());
-            let mut member = Member { engine, channel, weight_bytes: 0, device };
-            member.run_steps(Duration::ZERO, &stopped).map_err(|error| error.to_string())
+            let mut rank = ReadyRank { engine, channel, weight_bytes: 0, device };
+            rank.run_steps(Duration::ZERO, &stopped).map_err(|error| error.to_string())
         });
         let mut in_flight: VecDeque<StagedRows> = VecDeque::new();
         let (mut launched, mut completed) = (0, Vec::new());
@@ -338,7 +339,7 @@ mod tests {
                 launched += 1;
                 let slot = Slot((launched % 2) as u32);
                 let (rows, dtype) = (&[launched as u8; BYTES][..], DType::F32);
-                let piece = RowsToStage {
+                let to_stage = RowsToStage {
                     rows: rows.into(),
                     tokens: 1,
                     dtype,
@@ -347,7 +348,7 @@ mod tests {
                     shared_experts: false,
                 };
                 let mut forming = router.begin(slot, 1);
-                in_flight.push_back(forming.stage(Rank(0), &piece).unwrap());
+                in_flight.push_back(forming.stage(Rank(0), &to_stage).unwrap());
                 forming.copy(&mut Copier::default());
                 let (sequence, slot) = (launched, slot.0);
                 let step = StepDescriptor {
@@ -383,14 +384,14 @@ mod tests {
     }
 
     #[test]
-    fn the_next_step_is_taken_while_one_goes_on_and_both_are_right() {
+    fn the_next_step_is_taken_while_one_runs() {
         let (completed, most, end) = run(201, 0);
         assert_eq!(completed, (1..=201).collect::<Vec<_>>());
         assert_eq!((most, end), (2, Ok(())));
     }
 
     #[test]
-    fn a_fault_of_a_step_that_went_on_is_reported_and_ends_the_rank() {
+    fn a_fault_of_a_running_step_is_reported_and_ends_the_rank() {
         let (completed, _, end) = run(50, 7);
         assert_eq!(completed, (1..=6).collect::<Vec<_>>());
         assert_eq!(end, Err("step failed: broken".to_owned()));

@@ -2,12 +2,12 @@
 
 use super::step::SlotSet;
 use crate::engine::convert::{narrow, widen};
-use crate::engine::segments::Run;
+use crate::engine::segments::CheckedSegment;
 use crate::shm::Segment;
 use crate::types::DType;
 
 /// Rows of a step as kernels want them: f32, padded with zeros.
-pub(super) fn pad(runs: &[Run], staged: &[u8], hidden: usize, wide: usize, slot: &mut SlotSet) {
+pub(super) fn pad(runs: &[CheckedSegment], staged: &[u8], hidden: usize, wide: usize, slot: &mut SlotSet) {
     let end = runs.last().map_or(0, |run| run.rows.end);
     let rows = slot.rows.as_mut_slice::<f32>(end * wide);
     for run in runs {
@@ -33,7 +33,13 @@ pub(super) fn pad(runs: &[Run], staged: &[u8], hidden: usize, wide: usize, slot:
 }
 
 /// The inverse of [`pad`], for results.
-pub(super) fn unpad(runs: &[Run], staged: &mut [u8], hidden: usize, wide: usize, slot: &mut SlotSet) {
+pub(super) fn unpad(
+    runs: &[CheckedSegment],
+    staged: &mut [u8],
+    hidden: usize,
+    wide: usize,
+    slot: &mut SlotSet,
+) {
     let end = runs.last().map_or(0, |run| run.rows.end);
     let rows = slot.rows.as_mut_slice::<f32>(end * wide);
     for run in runs {

@@ -11,7 +11,7 @@ use super::CudaEngine;
 use super::graphs::Variant;
 use super::layers::Layer;
 use super::pad::{pad, unpad};
-use crate::engine::segments::Run;
+use crate::engine::segments::CheckedSegment;
 use crate::engine::{StepEngine, StepFault, StepReport};
 use crate::shm::{ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
 use crate::types::DType;
@@ -24,7 +24,7 @@ const QUERY_INTERVAL: Duration = Duration::from_millis(2);
 pub(super) struct Running {
     sequence: u64,
     slot: usize,
-    runs: Vec<Run>,
+    runs: Vec<CheckedSegment>,
     gated: bool,
     /// Whether its rows are copied beside the kernels.
     copied: bool,
@@ -52,7 +52,7 @@ impl CudaEngine {
         step: &StepDescriptor,
         layer: &Layer,
         variant: Variant,
-        runs: &[Run],
+        runs: &[CheckedSegment],
     ) -> Result<(), StepFault> {
         let slot = step.slot as usize;
         let bytes = runs.last().map_or(0, |run| run.bytes.end);
@@ -110,7 +110,7 @@ impl CudaEngine {
 }
 
 /// The type of result rows in device memory: the one type of all rows, or f32, from which all others are rounded.
-fn out_dtype(runs: &[Run]) -> DType {
+fn out_dtype(runs: &[CheckedSegment]) -> DType {
     match runs.split_first() {
         None => DType::Bf16,
         Some((first, rest)) if rest.iter().all(|run| run.dtype == first.dtype) => first.dtype,
@@ -129,7 +129,8 @@ impl StepEngine for CudaEngine {
         if self.running.iter().any(|running| running.slot == slot) {
             return Err(StepFault::SlotInUse(step.slot));
         }
-        let runs = Run::all(staging.segments, step.tokens as usize, self.hidden, staging.rows.len())?;
+        let runs =
+            CheckedSegment::all(staging.segments, step.tokens as usize, self.hidden, staging.rows.len())?;
         let layer = self
             .layers
             .layers

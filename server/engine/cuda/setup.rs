@@ -17,7 +17,7 @@ use super::{CudaEngine, Host, Parts};
 use crate::engine::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use crate::engine::gpu::{self, Loaded};
 use crate::engine::rank::{Failure, setup_failure};
-use crate::engine::share::Share;
+use crate::engine::share::ExpertShare;
 use crate::ep::lsa::{ID_BYTES, LsaWindows};
 use crate::experts::cuda::padded;
 use crate::model::Checkpoint;
@@ -123,13 +123,13 @@ fn load_weights(
         .thread_name(|i| format!("load-{i}"))
         .build()
         .map_err(setup_failure)?;
-    Layers::load(device, checkpoint, Share::of(setup), &pool, progress)
+    Layers::load(device, checkpoint, ExpertShare::of(setup), &pool, progress)
         .map_err(|error| (FailureKind::Load, error.to_string()))
 }
 
 fn check_memory(setup: &RankSetup, device: &Device, checkpoint: &Checkpoint) -> Result<(), Failure> {
     let (free, total) = device.memory().map_err(setup_failure)?;
-    let needed = device_bytes(checkpoint, Share::of(setup)) + RESERVE;
+    let needed = device_bytes(checkpoint, ExpertShare::of(setup)) + RESERVE;
     if needed > free as u64 {
         return Err(setup_failure(format!(
             "GPU {} has {} MiB free of {} MiB beside this rank's buffers, and its weights and a reserve need {} MiB; use \

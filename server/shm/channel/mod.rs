@@ -316,13 +316,10 @@ mod tests {
         assert!(in_flight(router.launch(&step(2, 0)).unwrap_err()));
         let error = router.begin(Slot(0), 2).stage(Rank(1), &plain_rows(&rows, 1, DType::F32)).unwrap_err();
         assert!(in_flight(error));
-        let panics = |read: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(read)).is_err();
-        assert!(panics(&|| {
-            router.answer(&staged).len();
-        }));
-        assert!(panics(&|| {
-            router.routing(&staged, 2).0.len();
-        }));
+        let panics =
+            |read: &dyn Fn() -> usize| std::panic::catch_unwind(std::panic::AssertUnwindSafe(read)).is_err();
+        assert!(panics(&|| router.answer(&staged).len()));
+        assert!(panics(&|| router.routing(&staged, 2).0.len()));
 
         let steps = ranks.each_mut().map(|rank| rank.step().unwrap().unwrap());
         let done = Completion { sequence: 1, slot: 0, ..Completion::zeroed() };
@@ -332,17 +329,10 @@ mod tests {
             rank.complete(&done).unwrap();
             assert!(matches!(rank.complete(&done), Err(ChannelError::NotInFlight { sequence: 1, .. })));
             let rank = std::cell::RefCell::new(rank);
-            assert!(panics(&|| {
-                rank.borrow_mut().staging(step).ids.len();
-            }));
+            assert!(panics(&|| rank.borrow_mut().staging(step).ids.len()));
         }
         router.completion(Rank(0)).unwrap().unwrap();
-        assert!(
-            panics(&|| {
-                router.answer(&staged).len();
-            }),
-            "rank 1 has not completed the step"
-        );
+        assert!(panics(&|| router.answer(&staged).len()), "rank 1 has not completed the step");
         router.completion(Rank(1)).unwrap().unwrap();
         assert_eq!(router.answer(&staged), rows);
         router.launch(&step(2, 0)).unwrap();
