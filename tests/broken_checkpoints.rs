@@ -4,9 +4,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use expertd::model::synth::{self, SynthConfig, SynthFormat};
-use expertd::model::{Checkpoint, ModelError};
-use expertd::types::{ExpertId, LayerId};
+use expertd_model::synth::{self, SynthConfig, SynthFormat};
+use expertd_model::{Checkpoint, ModelError};
+use expertd_types::{ExpertId, LayerId};
 use serde_json::{Map, Value, json};
 
 struct Sandbox {

@@ -4,7 +4,7 @@
 mod service;
 
 use clap::Parser as _;
-use expertd::commands::verify::{VerifyArgs, verify};
+use expertd_cli::verify::{VerifyArgs, verify};
 use service::load::{Load, Rows, check};
 use service::{Service, families, golden};
 

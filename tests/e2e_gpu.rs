@@ -8,8 +8,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::Parser as _;
-use expertd::commands::verify::{VerifyArgs, verify};
-use expertd::engine::gpu;
+use expertd_cli::verify::{VerifyArgs, verify};
+use expertd_rank_cuda as gpu;
 use rustix::process::Signal;
 use service::load::{Load, Rows};
 use service::{Service, alive, families, golden, send};

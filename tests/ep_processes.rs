@@ -9,9 +9,9 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use expertd::ep::cpu::create_windows;
-use expertd::ep::{CpuGroup, EpConfig, EpError, EpGroup, HostRouting};
-use expertd::types::{Generation, Rank, Slot};
+use expertd_rank_cpu::group::create_windows;
+use expertd_rank_cpu::{CpuGroup, EpConfig, EpError, HostRouting};
+use expertd_types::{Generation, Rank, Slot};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -11,10 +11,10 @@ use std::path::{Path, PathBuf};
 
 use common::golden::{Golden, folders, root};
 use common::kernels;
-use expertd::experts::reference::{block, worst_row};
-use expertd::gate::CpuGate;
-use expertd::model::Checkpoint;
-use expertd::types::LayerId;
+use expertd_compute::experts::reference::{block, worst_row};
+use expertd_compute::gate::CpuGate;
+use expertd_model::Checkpoint;
+use expertd_types::LayerId;
 
 const TOLERANCE: f64 = 1e-5;
 

@@ -5,12 +5,12 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use expertd::engine::gpu;
-use expertd::experts::reference::dense;
-use expertd::model::synth::{self, SynthConfig, SynthFormat};
-use expertd::model::{Checkpoint, ModelError};
-use expertd::shm::GroupShape;
-use expertd::types::{ExpertId, LayerId};
+use expertd_compute::experts::reference::dense;
+use expertd_ipc::GroupShape;
+use expertd_model::synth::{self, SynthConfig, SynthFormat};
+use expertd_model::{Checkpoint, ModelError};
+use expertd_rank_cuda as gpu;
+use expertd_types::{ExpertId, LayerId};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors, serialize_to_file};
 use serde_json::{Map, Value, json};

@@ -12,9 +12,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use expertd::shm::region::{Layout, SharedRegion, SharedSlice};
-use expertd::shm::ring::{RingConsumer, RingLayout, RingProducer};
-use expertd::shm::wait::{Doorbell, WaitPolicy};
+use expertd_ipc::region::{Layout, SharedRegion, SharedSlice};
+use expertd_ipc::ring::{RingConsumer, RingLayout, RingProducer};
+use expertd_ipc::wait::{Doorbell, WaitPolicy};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -5,11 +5,11 @@
 
 use std::path::{Path, PathBuf};
 
-use expertd::experts::reference::block;
-use expertd::gate::CpuGate;
-use expertd::linalg::WeightFormat;
-use expertd::model::Checkpoint;
-use expertd::model::synth::{self, SynthConfig, SynthFormat};
+use expertd_compute::experts::reference::block;
+use expertd_compute::gate::CpuGate;
+use expertd_model::Checkpoint;
+use expertd_model::WeightFormat;
+use expertd_model::synth::{self, SynthConfig, SynthFormat};
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
 

@@ -4,17 +4,17 @@
 use std::pin::Pin;
 
 use clap::Parser as _;
-use expertd::commands::call::{CallArgs, CallOutcome, call};
-use expertd::commands::golden::Golden;
-use expertd::commands::rows::{decode, encode, encode_i32};
-use expertd::commands::verify::{VerifyArgs, VerifyReport, verify};
-use expertd::types::DType;
+use expertd_cli::call::{CallArgs, CallOutcome, call};
+use expertd_cli::golden::Golden;
+use expertd_cli::rows::{decode, encode, encode_i32};
+use expertd_cli::verify::{VerifyArgs, VerifyReport, verify};
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::moe_server::{Moe, MoeServer};
 use expertd_proto::v1::{
     ForwardRequest, ForwardResponse, ForwardStreamRequest, ForwardStreamResponse, GetModelRequest,
     GetModelResponse, Limits, ListModelsRequest, ListModelsResponse, MoeLayer, Receipt,
 };
+use expertd_types::DType;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status, Streaming};
 

@@ -1,9 +1,9 @@
 //! An MoE block computed with the service's CPU kernels, in this process and without an EP group.
 
-use expertd::experts::cpu::{CpuExpert, Workspace, WorkspaceSize, forward, forward_one};
-use expertd::experts::{Assignments, ExpertBiases, ExpertKind, ExpertWeights, WeightOn};
-use expertd::model::{Checkpoint, ExpertTensors};
-use expertd::types::{ExpertId, LayerId};
+use expertd_compute::experts::cpu::{CpuExpert, Workspace, WorkspaceSize, forward, forward_one};
+use expertd_compute::experts::{Assignments, ExpertKind};
+use expertd_model::{Checkpoint, ExpertBiases, ExpertTensors, ExpertWeights, WeightOn};
+use expertd_types::{ExpertId, LayerId};
 
 fn pack(tensors: &ExpertTensors<'_>) -> CpuExpert {
     let biases = match (&tensors.gate_bias, &tensors.up_bias, &tensors.down_bias) {

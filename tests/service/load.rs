@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use expertd::commands::golden::Golden;
-use expertd::commands::rows::{decode, encode, encode_i32, relative_error};
-use expertd::types::DType;
+use expertd_cli::golden::Golden;
+use expertd_cli::rows::{decode, encode, encode_i32, relative_error};
 use expertd_proto::Client;
 use expertd_proto::v1::{self, ForwardRequest, ForwardResponse};
+use expertd_types::DType;
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 use tokio::task::JoinSet;

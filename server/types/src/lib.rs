@@ -2,8 +2,10 @@
 
 #![forbid(unsafe_code)]
 
+mod chunked;
 mod ids;
 mod phase;
 
+pub use chunked::{ChunkedBytes, ChunkedSlice};
 pub use ids::*;
 pub use phase::Phase;

@@ -1,0 +1,117 @@
+//! Records of the rings, and entries of a slot's segment table.
+
+use bytemuck::{Pod, Zeroable};
+
+use expertd_types::Phase;
+
+/// One rank's part of a step.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct StepDescriptor {
+    /// Number of the exchange: the same for all ranks, one more than that of the step before.
+    pub sequence: u64,
+    /// Number of the step, for logs.
+    pub step: u64,
+    /// Decoder layer.
+    pub layer: u32,
+    /// Slot whose buffers hold the step.
+    pub slot: u32,
+    /// Number of this rank's rows.
+    pub tokens: u32,
+    /// Number of entries in the slot's segment table.
+    pub segments: u32,
+    /// Number of rows of all ranks together.
+    pub step_tokens: u32,
+    /// Experts per token.
+    pub top_k: u32,
+}
+
+/// Consecutive rows of one request within one rank's part of a step.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct Segment {
+    /// Offset of the rows in the slot's row area, in bytes.
+    pub byte_offset: u64,
+    /// Index of the first row among the rank's rows of the step.
+    pub first_row: u32,
+    /// Number of rows.
+    pub rows: u32,
+    /// [`DType`](expertd_types::DType) code.
+    pub dtype: u32,
+    /// Bit set of [`Segment::GIVEN_ROUTING`] and [`Segment::SHARED_EXPERTS`].
+    pub flags: u32,
+}
+
+impl Segment {
+    /// Staging holds expert ids and weights; without this flag the gate chooses.
+    pub const GIVEN_ROUTING: u32 = 1;
+    /// The output includes the shared experts.
+    pub const SHARED_EXPERTS: u32 = 2;
+
+    /// Whether a flag is set.
+    #[must_use]
+    pub const fn has(&self, flag: u32) -> bool {
+        self.flags & flag != 0
+    }
+}
+
+/// How one rank's part of a step ended.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct Completion {
+    /// The descriptor's sequence.
+    pub sequence: u64,
+    /// Duration of each of [`Phase::ALL`], in nanoseconds.
+    pub phase_ns: [u64; Phase::ALL.len()],
+    /// The descriptor's slot.
+    pub slot: u32,
+    /// 0 if staging holds the answer; otherwise the step failed, and `message` holds the reason.
+    pub failed: u32,
+    /// Number of rows that this rank's experts received from all ranks.
+    pub received_rows: u32,
+    /// Number of pairs of row and expert that this rank computed.
+    pub expert_rows: u32,
+    /// Number of bytes of `message` in use.
+    pub message_len: u64,
+    /// Reason of a failure, in UTF-8.
+    pub message: [u8; 168],
+}
+
+impl Completion {
+    /// Sum of all phases except the copies between the host's memory and the rank's own, in nanoseconds.
+    #[must_use]
+    pub fn computed_ns(&self) -> u64 {
+        let phases = Phase::ALL.into_iter().zip(self.phase_ns);
+        phases.filter(|(phase, _)| !phase.is_copy()).map(|(_, ns)| ns).sum()
+    }
+
+    /// The message of a failed step.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let len = usize::try_from(self.message_len).unwrap_or(usize::MAX).min(self.message.len());
+        String::from_utf8_lossy(&self.message[..len]).into_owned()
+    }
+
+    /// Marks the step as failed because of `message`, which is cut to the space available.
+    pub fn fail(&mut self, message: &str) {
+        let cut = message.char_indices().map(|(at, c)| at + c.len_utf8());
+        let len = cut.take_while(|&end| end <= self.message.len()).last().unwrap_or(0);
+        self.failed = 1;
+        self.message_len = len as u64;
+        self.message[..len].copy_from_slice(&message.as_bytes()[..len]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytemuck::Zeroable as _;
+
+    use super::*;
+
+    #[test]
+    fn computed_time_excludes_copies() {
+        let mut completion = Completion::zeroed();
+        completion.phase_ns = [1000, 1, 2, 3, 4, 5, 2000];
+        assert_eq!(completion.computed_ns(), 15);
+    }
+}

@@ -1,0 +1,223 @@
+//! Control messages between the router and a rank over an inherited socketpair: file descriptors with the first byte, then
+//! one JSON message per line. Token rows never travel over it.
+
+use std::io::{self, BufRead, IoSlice, IoSliceMut, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::GroupShape;
+use expertd_types::{Generation, Rank};
+
+/// Devices that ranks run on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
+#[serde(rename_all = "lowercase")]
+pub enum DeviceKind {
+    /// A share of the CPU cores.
+    Cpu,
+    /// One NVIDIA GPU per rank.
+    Cuda,
+}
+
+impl std::fmt::Display for DeviceKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            DeviceKind::Cpu => "cpu",
+            DeviceKind::Cuda => "cuda",
+        })
+    }
+}
+
+/// Everything a rank needs to join a generation.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct RankSetup {
+    /// Number of the rank.
+    pub rank: Rank,
+    /// Generation of the group.
+    pub generation: Generation,
+    /// Sizes of the channels.
+    pub shape: GroupShape,
+    /// The device.
+    pub device: DeviceKind,
+    /// Folder of the checkpoint.
+    pub model: PathBuf,
+    /// Cores that the rank is pinned to.
+    pub cores: Vec<usize>,
+    /// Number of threads that compute and load weights.
+    pub threads: usize,
+    /// How long waits spin before they sleep.
+    pub spin: Duration,
+    /// Time limit of a wait for peers within a step.
+    pub peer_timeout: Duration,
+    /// Interval of the rank's heartbeat.
+    pub heartbeat: Duration,
+}
+
+/// Messages to a rank after its [`RankSetup`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ToRank {
+    /// The NCCL id that rank 0 made.
+    GroupId {
+        /// Bytes of the id.
+        id: Vec<u8>,
+    },
+    /// Every rank is ready; steps may follow.
+    Start,
+    /// Leave cleanly.
+    Exit,
+}
+
+/// Kind of failure that ended a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FailureKind {
+    /// The checkpoint could not be loaded.
+    Load,
+    /// The device or the group could not be set up.
+    Setup,
+}
+
+/// Messages from a rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FromRank {
+    /// Rank 0 made the NCCL id with which all ranks join; the router forwards it.
+    GroupId {
+        /// Bytes of the id.
+        id: Vec<u8>,
+    },
+    /// Progress of loading weights.
+    Loading {
+        /// Bytes loaded so far.
+        loaded_bytes: u64,
+        /// Bytes to load.
+        total_bytes: u64,
+    },
+    /// The rank is loaded and warm.
+    Ready {
+        /// Size of the loaded weights.
+        weight_bytes: u64,
+        /// Human-readable description of the device.
+        device: String,
+    },
+    /// The rank could not get ready.
+    Failed {
+        /// Kind of failure.
+        kind: FailureKind,
+        /// Human-readable cause.
+        message: String,
+    },
+}
+
+/// Sends `fds` with one byte.
+///
+/// # Errors
+/// If the peer is gone.
+pub fn send_fds(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        let problem = format!("cannot send {} file descriptors in one message; at most 4 fit", fds.len());
+        return Err(io::Error::other(problem));
+    }
+    rustix::net::sendmsg(socket.as_fd(), &[IoSlice::new(b"F")], &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// Receives the descriptors that [`send_fds`] sent.
+///
+/// # Errors
+/// If the peer is gone or sent anything else.
+pub fn receive_fds(socket: &UnixStream) -> io::Result<Vec<OwnedFd>> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0u8];
+    let received = rustix::net::recvmsg(
+        socket.as_fd(),
+        &mut [IoSliceMut::new(&mut byte)],
+        &mut control,
+        RecvFlags::CMSG_CLOEXEC,
+    )?;
+    if received.bytes != 1 || byte != *b"F" {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "the control socket did not begin with file descriptors; was this process started by `expertd serve`?",
+        ));
+    }
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(received) = message {
+            fds.extend(received);
+        }
+    }
+    Ok(fds)
+}
+
+/// Writes one message.
+///
+/// # Errors
+/// If the peer is gone.
+pub fn send<M: Serialize>(mut socket: &UnixStream, message: &M) -> io::Result<()> {
+    let mut line = serde_json::to_vec(message)?;
+    line.push(b'\n');
+    socket.write_all(&line)
+}
+
+/// Reads one message; returns `None` at the end of the stream.
+///
+/// # Errors
+/// If the line is not a message of type `M`, or the stream broke.
+pub fn receive<M: DeserializeOwned>(reader: &mut impl BufRead) -> io::Result<Option<M>> {
+    let mut line = Vec::new();
+    if reader.read_until(b'\n', &mut line)? == 0 {
+        return Ok(None);
+    }
+    Ok(Some(serde_json::from_slice(&line)?))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::io::{BufReader, Read, Seek};
+
+    use super::*;
+
+    #[test]
+    fn descriptors_and_messages_arrive() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(b"shared").unwrap();
+        send_fds(&a, &[file.as_fd(), file.as_fd()]).unwrap();
+        send(&a, &ToRank::Start).unwrap();
+        drop(a);
+        let fds = receive_fds(&b).unwrap();
+        assert_eq!(fds.len(), 2);
+        let mut copy = std::fs::File::from(fds.into_iter().next().unwrap());
+        copy.rewind().unwrap();
+        let mut text = String::new();
+        copy.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "shared");
+        let mut reader = BufReader::new(&b);
+        assert_eq!(receive(&mut reader).unwrap(), Some(ToRank::Start));
+        assert_eq!(receive::<ToRank>(&mut reader).unwrap(), None);
+    }
+
+    #[test]
+    fn another_protocol_on_the_socket_is_an_error() {
+        let (mut a, b) = UnixStream::pair().unwrap();
+        a.write_all(b"GET / HTTP/1.1\r\n").unwrap();
+        let error = receive_fds(&b).unwrap_err();
+        assert!(error.to_string().contains("expertd serve"), "{error}");
+    }
+}

@@ -1,0 +1,29 @@
+//! Memory that the processes of one service share: regions, rings, staging, waiting.
+//!
+//! * [`region`]: memory that several processes map, and bounds-checked views of it.
+//! * [`wait`]: spin-then-futex waiting, and the [`wait::Doorbell`] that many threads ring and one waits on.
+//! * [`ring`]: a single-producer, single-consumer ring of fixed-size records.
+//! * [`copier`]: copies of many rows by several threads.
+//! * [`control`]: messages over the socket between the router and a rank, and descriptors that travel with them.
+//! * [`channel`]: step descriptors, completions and staging between the router and its ranks.
+//!
+//! Unsafe code is confined to `region` (mapping and views) and to the modules that decide which process owns a view's
+//! memory at a time. Rings and waiting use atomics and contain no unsafe code.
+
+pub mod channel;
+pub mod control;
+pub mod copier;
+pub mod region;
+pub mod ring;
+pub mod wait;
+
+#[cfg(test)]
+mod loom_tests;
+
+pub use channel::{
+    ChannelError, Completion, ExpertsNotice, FormingStep, GroupShape, Heartbeat, RankChannel, RankStaging,
+    RouterBell, RouterChannel, RowsToStage, Segment, StagedRows, StagingAddresses, StepDescriptor,
+};
+pub use copier::Copier;
+pub use region::{RegionError, SharedRegion, SharedSlice};
+pub use wait::WaitPolicy;

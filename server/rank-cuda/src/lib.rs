@@ -1,0 +1,66 @@
+//! Expert ranks on GPUs.
+//!
+//! [`check`], [`environment`], [`present`] and [`window_bytes`] need no access to a GPU; they are part of every build, and
+//! the router uses them. With feature `cuda`, [`load`] makes the engine, and [`probe`] and [`ceilings`] inspect the
+//! machine's GPUs.
+
+#[cfg(feature = "cuda")]
+mod engine;
+#[cfg(feature = "cuda")]
+mod experts;
+mod host;
+#[cfg(feature = "cuda")]
+mod windows;
+
+pub use host::{
+    ALIGNED, BUILD_HINT, BUILT, Check, EAGER, check, environment, kernel_shape, numa_nodes, present,
+    window_bytes,
+};
+
+use expertd_kernels::ceilings::Ceilings;
+use expertd_rank::{Failure, Joining, Loaded};
+
+/// Checks every requirement of GPU ranks. Opens devices, so the router must not call it.
+#[must_use]
+pub fn probe() -> Vec<Check> {
+    #[cfg(feature = "cuda")]
+    {
+        engine::probe()
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        let found = format!("without GPU ranks; the machine has {} GPUs", present());
+        vec![Check::failed("build", found, "feature cuda", BUILD_HINT)]
+    }
+}
+
+/// Measures the first `gpus` GPUs in about a second. Opens devices, so the router must not call it.
+///
+/// # Errors
+/// What is missing, or what failed.
+pub fn ceilings(gpus: u32) -> Result<Ceilings, String> {
+    #[cfg(feature = "cuda")]
+    {
+        expertd_kernels::ceilings::measure(gpus).map_err(|error| error.to_string())
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        Err(format!("{gpus} GPUs cannot be measured: {BUILD_HINT}"))
+    }
+}
+
+/// Sets up this rank's GPU, joins the group, and loads; a build without feature `cuda` refuses.
+///
+/// # Errors
+/// What is missing, or what about the weights is wrong.
+pub fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
+    #[cfg(feature = "cuda")]
+    {
+        engine::load(joining)
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = joining;
+        Err(expertd_rank::setup_failure(BUILD_HINT))
+    }
+}

@@ -1,0 +1,113 @@
+//! An expert rank: its process, its step loop, and [`StepEngine`], which each kind of device implements.
+
+pub mod convert;
+mod process;
+pub mod segments;
+pub mod share;
+
+pub use process::{Failure, Joining, Loaded, RankExit, run_rank, setup_failure};
+
+use std::time::{Duration, Instant};
+
+use expertd_ipc::{ChannelError, ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
+use expertd_types::Phase;
+
+/// Durations and counts of a rank's part of a step.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StepReport {
+    /// Duration of each of [`Phase::ALL`].
+    pub phases: [Duration; Phase::ALL.len()],
+    /// Number of rows that this rank's experts received.
+    pub received_rows: usize,
+    /// Number of pairs of row and expert that this rank computed.
+    pub expert_rows: usize,
+}
+
+/// Why a rank's part of a step failed.
+#[derive(Debug, thiserror::Error)]
+pub enum StepFault {
+    /// The channel to the router is broken.
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
+    /// The step's layer has no MoE block.
+    #[error("layer {0} of this model has no MoE block")]
+    Layer(u32),
+    /// The step's slot is occupied by another step.
+    #[error("the router sent a step for slot {0}, which another step occupies")]
+    SlotInUse(u32),
+    /// The engine failed: its exchange with the peers, its gate or its device.
+    #[error("{0}")]
+    Engine(String),
+    /// A segment exceeds the step or its staging.
+    #[error("segment {index} of the step is invalid: {what}")]
+    Segment {
+        /// Index of the segment.
+        index: usize,
+        /// The reason why it is invalid.
+        what: String,
+    },
+}
+
+impl StepFault {
+    /// Makes a fault of the engine.
+    pub fn engine(error: impl std::fmt::Display) -> Self {
+        StepFault::Engine(error.to_string())
+    }
+}
+
+/// Runs the steps of one rank on its device, in the order in which they are begun.
+pub trait StepEngine {
+    /// Begins this rank's part of a step, or runs all of it: reads the rows in `staging`, overwrites them with the answer,
+    /// writes the routing of every row, and reports the end of the experts phase to `notice`. If the result is `None`, the
+    /// step is still running and the engine keeps the staging.
+    ///
+    /// # Errors
+    /// The fault, which ends the generation.
+    fn begin(
+        &mut self,
+        step: &StepDescriptor,
+        staging: RankStaging<'_>,
+        notice: &ExpertsNotice,
+    ) -> Result<Option<StepReport>, StepFault>;
+
+    /// Polls `step`, the oldest running step, without waiting; returns its report once it has ended.
+    ///
+    /// # Errors
+    /// As [`begin`](Self::begin).
+    fn ended(
+        &mut self,
+        step: &StepDescriptor,
+        channel: &mut RankChannel,
+        notice: &ExpertsNotice,
+    ) -> Result<Option<StepReport>, StepFault> {
+        let _ = (step, channel, notice);
+        Ok(None)
+    }
+}
+
+/// Measures consecutive phases.
+pub struct PhaseClock {
+    last: Instant,
+    phases: [Duration; Phase::ALL.len()],
+}
+
+impl PhaseClock {
+    /// Starts a clock, whose first phase begins now.
+    #[must_use]
+    pub fn start() -> Self {
+        PhaseClock { last: Instant::now(), phases: Default::default() }
+    }
+
+    /// Ends `phase`, which began at the previous call.
+    pub fn end(&mut self, phase: Phase) {
+        let now = Instant::now();
+        self.phases[phase as usize] += now - self.last;
+        self.last = now;
+    }
+
+    /// Duration of each of [`Phase::ALL`] up to now.
+    #[must_use]
+    pub const fn phases(&self) -> [Duration; Phase::ALL.len()] {
+        self.phases
+    }
+}

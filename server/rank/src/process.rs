@@ -1,0 +1,405 @@
+//! The main loop of a rank's process: set-up, loading, steps, exit.
+
+use std::collections::VecDeque;
+use std::io::{self, BufReader};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use bytemuck::Zeroable;
+
+use crate::{StepEngine, StepFault, StepReport};
+use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
+use expertd_ipc::{Completion, Heartbeat, RankChannel, RouterBell, StepDescriptor};
+use expertd_types::Rank;
+
+/// Why a rank's process ended.
+#[derive(Debug, thiserror::Error)]
+pub enum RankExit {
+    /// The control socket failed.
+    #[error("control socket: {0}")]
+    Control(#[from] io::Error),
+    /// The router of this rank is gone, or the process was not started by one.
+    #[error("{0}")]
+    Orphan(String),
+    /// A failure that was reported to the router before the process exits.
+    #[error("{0}")]
+    Reported(String),
+    /// A step failed, which was reported to the router.
+    #[error("step failed: {0}")]
+    Step(#[from] StepFault),
+    /// The channel to the router is broken.
+    #[error(transparent)]
+    Channel(#[from] expertd_ipc::ChannelError),
+}
+
+/// Resources of a rank that loads its engine.
+pub struct Joining<'a> {
+    /// The router's setup of this rank.
+    pub setup: &'a RankSetup,
+    /// Shared memory with the router; its staging outlives the engine.
+    pub channel: &'a RankChannel,
+    /// The control socket, for messages that ranks exchange through the router while they join.
+    pub socket: &'a UnixStream,
+    /// The reading end of the control socket.
+    pub reader: &'a mut BufReader<UnixStream>,
+    fds: std::vec::IntoIter<OwnedFd>,
+    /// Reports to the router the bytes of weights that are loaded and the bytes to load.
+    pub progress: &'a mut dyn FnMut(u64, u64),
+}
+
+impl Joining<'_> {
+    /// Takes the next file descriptor that the router sent, which is for `what`.
+    ///
+    /// # Errors
+    /// If the router sent no more descriptors.
+    pub fn next_fd(&mut self, what: &str) -> Result<OwnedFd, Failure> {
+        let missing = || setup_failure(format!("the router sent no file descriptor for {what}"));
+        self.fds.next().ok_or_else(missing)
+    }
+}
+
+/// A loaded engine.
+pub struct Loaded {
+    /// The warm engine.
+    pub engine: Box<dyn StepEngine>,
+    /// Size of the weights that the engine holds, in bytes.
+    pub weight_bytes: u64,
+    /// Human-readable description of the device.
+    pub device: String,
+}
+
+/// Runs a rank whose router is process `parent` and sends control messages over `socket`, until the router ends it. `load`
+/// makes the engine of the setup's device.
+///
+/// # Errors
+/// The reason if the rank ends otherwise.
+pub fn run_rank(
+    parent: u32,
+    socket: UnixStream,
+    load: impl FnOnce(Joining<'_>) -> Result<Loaded, Failure>,
+) -> Result<(), RankExit> {
+    // The signal is requested before the parent is checked, so that a parent which dies in between is noticed.
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
+        .map_err(io::Error::from)?;
+    if rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get().cast_unsigned()) != Some(parent) {
+        return Err(RankExit::Orphan(format!("process {parent}, the router of this rank, is gone")));
+    }
+    let fds = control::receive_fds(&socket)?;
+    let mut reader = BufReader::new(socket.try_clone()?);
+    let setup: RankSetup = control::receive(&mut reader)?
+        .ok_or_else(|| RankExit::Orphan("the router ended before it sent this rank's setup".into()))?;
+    let _span = tracing::info_span!("rank", rank = %setup.rank, generation = %setup.generation).entered();
+
+    match ReadyRank::join(&setup, fds, &socket, &mut reader, load) {
+        Ok(rank) => rank.serve(&setup, &socket, reader),
+        Err((kind, message)) => {
+            control::send(&socket, &FromRank::Failed { kind, message: message.clone() })?;
+            Err(RankExit::Reported(message))
+        }
+    }
+}
+
+/// A rank that is loaded and warm.
+struct ReadyRank {
+    // Dropped before the channel, whose pages it may have pinned.
+    engine: Box<dyn StepEngine>,
+    channel: RankChannel,
+    weight_bytes: u64,
+    device: String,
+}
+
+/// Why a rank could not get ready, as it reports to the router.
+pub type Failure = (FailureKind, String);
+
+/// Makes a failure to set up the device or the group.
+pub fn setup_failure(error: impl std::fmt::Display) -> Failure {
+    (FailureKind::Setup, error.to_string())
+}
+
+impl ReadyRank {
+    fn join(
+        setup: &RankSetup,
+        fds: Vec<OwnedFd>,
+        socket: &UnixStream,
+        reader: &mut BufReader<UnixStream>,
+        load: impl FnOnce(Joining<'_>) -> Result<Loaded, Failure>,
+    ) -> Result<Self, Failure> {
+        let mut fds = fds.into_iter();
+        let mut next_fd = |what: &str| {
+            fds.next().ok_or_else(|| setup_failure(format!("the router sent no file descriptor for {what}")))
+        };
+        let channel_fd = next_fd("the channel")?;
+        let bell = RouterBell::join(next_fd("the router's bell")?).map_err(setup_failure)?;
+        let channel = RankChannel::join(&setup.shape, setup.rank, channel_fd, bell.bell().clone())
+            .map_err(setup_failure)?;
+        beat(channel.heartbeat(), setup.heartbeat).map_err(setup_failure)?;
+        pin(setup.rank, &setup.cores);
+        let mut last = std::time::Instant::now();
+        let mut progress = |loaded_bytes: u64, total_bytes: u64| {
+            if last.elapsed() >= Duration::from_millis(100) || loaded_bytes == total_bytes {
+                last = std::time::Instant::now();
+                // If the router is gone, its death ends this process.
+                let _ = control::send(socket, &FromRank::Loading { loaded_bytes, total_bytes });
+            }
+        };
+        let joining = Joining { setup, channel: &channel, socket, reader, fds, progress: &mut progress };
+        let Loaded { engine, weight_bytes, device } = load(joining)?;
+        Ok(ReadyRank { channel, engine, weight_bytes, device })
+    }
+
+    fn serve(
+        mut self,
+        setup: &RankSetup,
+        socket: &UnixStream,
+        mut reader: BufReader<UnixStream>,
+    ) -> Result<(), RankExit> {
+        control::send(
+            socket,
+            &FromRank::Ready { weight_bytes: self.weight_bytes, device: self.device.clone() },
+        )?;
+        match control::receive::<ToRank>(&mut reader)? {
+            Some(ToRank::Start) => {}
+            Some(ToRank::Exit) | None => return Ok(()),
+            Some(message @ ToRank::GroupId { .. }) => {
+                let problem = format!("expected `start` from the router, found {message:?}");
+                return Err(io::Error::new(io::ErrorKind::InvalidData, problem).into());
+            }
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        let listening = Arc::clone(&stop);
+        let bell = self.channel.bell().clone();
+        std::thread::Builder::new().name("control".into()).spawn(move || {
+            // Any message after `Start`, and the end of the stream, ask the rank to leave.
+            let _ = control::receive::<ToRank>(&mut reader);
+            listening.store(true, Ordering::Release);
+            bell.ring();
+        })?;
+        tracing::debug!("joined");
+        self.run_steps(setup.spin, &stop)
+    }
+
+    /// Takes and completes steps in order. The next step is taken while earlier ones run, as far as the engine allows it.
+    /// The loop ends once `stop` is true and no step runs.
+    fn run_steps(&mut self, spin: Duration, stop: &AtomicBool) -> Result<(), RankExit> {
+        let notice = self.channel.notice();
+        let mut running: VecDeque<StepDescriptor> = VecDeque::new();
+        loop {
+            let next = if running.is_empty() {
+                match self.channel.wait_step(spin, stop)? {
+                    Some(step) => Some(step),
+                    None => return Ok(()),
+                }
+            } else {
+                self.channel.step()?
+            };
+            if let Some(step) = next {
+                match self.engine.begin(&step, self.channel.staging(&step), &notice) {
+                    Ok(None) => running.push_back(step),
+                    result => self.complete(&step, result)?,
+                }
+            }
+            if let Some(step) = running.front() {
+                let result = self.engine.ended(step, &mut self.channel, &notice);
+                if !matches!(result, Ok(None)) {
+                    self.complete(step, result)?;
+                    running.pop_front();
+                }
+            }
+        }
+    }
+
+    /// Sends a step's completion, which returns its staging to the router. A fault of the step ends the rank.
+    fn complete(
+        &mut self,
+        step: &StepDescriptor,
+        result: Result<Option<StepReport>, StepFault>,
+    ) -> Result<(), RankExit> {
+        let mut completion = Completion { sequence: step.sequence, slot: step.slot, ..Completion::zeroed() };
+        match &result {
+            Ok(report) => {
+                let report = report.unwrap_or_default();
+                completion.phase_ns = report.phases.map(|d| u64::try_from(d.as_nanos()).unwrap_or(u64::MAX));
+                completion.received_rows = report.received_rows as u32;
+                completion.expert_rows = report.expert_rows as u32;
+            }
+            Err(fault) => {
+                tracing::error!(step = step.step, %fault, "step failed");
+                completion.fail(&fault.to_string());
+            }
+        }
+        self.channel.complete(&completion)?;
+        result?;
+        Ok(())
+    }
+}
+
+/// Drives the heartbeat from a thread until the process ends.
+fn beat(heartbeat: Heartbeat, every: Duration) -> io::Result<()> {
+    heartbeat.beat();
+    std::thread::Builder::new()
+        .name("heartbeat".into())
+        .spawn(move || {
+            loop {
+                std::thread::sleep(every);
+                heartbeat.beat();
+            }
+        })
+        .map(drop)
+}
+
+/// Pins this process, and the threads that it starts later, to its cores. Where pinning is not allowed, it runs on any core.
+fn pin(rank: Rank, cores: &[usize]) {
+    let mut set = rustix::thread::CpuSet::new();
+    for &core in cores.iter().filter(|&&core| core < rustix::thread::CpuSet::MAX_CPU) {
+        set.set(core);
+    }
+    if let Err(error) = rustix::thread::sched_setaffinity(None, &set) {
+        tracing::warn!(%rank, ?cores, %error, "cannot pin to cores");
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+    use expertd_ipc::{
+        Copier, ExpertsNotice, GroupShape, RankStaging, RouterChannel, RowsToStage, StagedRows, WaitPolicy,
+    };
+    use expertd_types::{DType, Slot};
+
+    const BYTES: usize = 3 * 4;
+
+    fn shape() -> GroupShape {
+        GroupShape { ranks: 1, slots: 2, max_tokens_per_rank: 1, max_segments: 1, hidden: 3, max_top_k: 1 }
+    }
+
+    /// An engine that ends a step only after the next one has begun, or once no more steps come. The answer inverts the rows.
+    struct LateEngine {
+        running: VecDeque<StepDescriptor>,
+        no_more: Arc<AtomicBool>,
+        /// Largest number of steps that ran at once.
+        most: Arc<AtomicUsize>,
+        fails_at: u64,
+    }
+
+    impl StepEngine for LateEngine {
+        fn begin(
+            &mut self,
+            step: &StepDescriptor,
+            staging: RankStaging<'_>,
+            _notice: &ExpertsNotice,
+        ) -> Result<Option<StepReport>, StepFault> {
+            assert!(self.running.iter().all(|running| running.slot != step.slot), "the slot is occupied");
+            assert_eq!(staging.rows[..BYTES], [step.sequence as u8; BYTES]);
+            self.running.push_back(*step);
+            self.most.fetch_max(self.running.len(), Ordering::Relaxed);
+            Ok(None)
+        }
+
+        fn ended(
+            &mut self,
+            step: &StepDescriptor,
+            channel: &mut RankChannel,
+            _notice: &ExpertsNotice,
+        ) -> Result<Option<StepReport>, StepFault> {
+            if self.running.len() < 2 && !self.no_more.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            let oldest = self.running.pop_front().unwrap();
+            assert_eq!(oldest, *step);
+            if step.sequence == self.fails_at {
+                return Err(StepFault::engine("broken"));
+            }
+            channel.staging(step).rows[..BYTES].iter_mut().for_each(|byte| *byte = !*byte);
+            Ok(Some(StepReport::default()))
+        }
+    }
+
+    /// Runs `steps` steps with every slot in flight. Returns the completed sequences, the largest number of steps that ran
+    /// at once, and the rank's result.
+    fn run(steps: u64, fails_at: u64) -> (Vec<u64>, usize, Result<(), String>) {
+        let bell = RouterBell::create().unwrap();
+        let mut router = RouterChannel::create(&shape()).unwrap();
+        let (fd, rank_bell) = (router.fd().try_clone_to_owned().unwrap(), bell.bell().clone());
+        let (no_more, most) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+        let engine_no_more = Arc::clone(&no_more);
+        let (engine_most, stop) = (Arc::clone(&most), Arc::new(AtomicBool::new(false)));
+        let stopped = Arc::clone(&stop);
+        let rank = std::thread::spawn(move || {
+            let channel = RankChannel::join(&shape(), Rank(0), fd, rank_bell).unwrap();
+            let engine =
+                LateEngine { running: VecDeque::new(), no_more: engine_no_more, most: engine_most, fails_at };
+            let (engine, device) = (Box::new(engine), String::new());
+            let mut rank = ReadyRank { engine, channel, weight_bytes: 0, device };
+            rank.run_steps(Duration::ZERO, &stopped).map_err(|error| error.to_string())
+        });
+        let mut in_flight: VecDeque<StagedRows> = VecDeque::new();
+        let (mut launched, mut completed) = (0, Vec::new());
+        while completed.len() < steps as usize {
+            while launched < steps && in_flight.len() < 2 {
+                launched += 1;
+                let slot = Slot((launched % 2) as u32);
+                let (rows, dtype) = (&[launched as u8; BYTES][..], DType::F32);
+                let to_stage = RowsToStage {
+                    rows: rows.into(),
+                    tokens: 1,
+                    dtype,
+                    routing: None,
+                    token_ids: None,
+                    shared_experts: false,
+                };
+                let mut forming = router.begin(slot, 1);
+                in_flight.push_back(forming.stage(Rank(0), &to_stage).unwrap());
+                forming.copy(&mut Copier::default());
+                let (sequence, slot) = (launched, slot.0);
+                let step = StepDescriptor {
+                    sequence,
+                    step: 0,
+                    layer: 0,
+                    slot,
+                    tokens: 0,
+                    segments: 0,
+                    step_tokens: 1,
+                    top_k: 1,
+                };
+                router.launch(&step).unwrap();
+            }
+            no_more.store(launched == steps, Ordering::Relaxed);
+            let policy = WaitPolicy::within(Duration::ZERO, Duration::from_secs(20));
+            let done = bell.bell().wait_for(policy, || router.completion(Rank(0)).transpose());
+            let done = done.expect("a completion").unwrap();
+            if done.failed != 0 {
+                assert_eq!(done.text(), "broken");
+                break;
+            }
+            let staged = in_flight.pop_front().unwrap();
+            assert_eq!(router.answer(&staged), [!(done.sequence as u8); BYTES]);
+            completed.push(done.sequence);
+        }
+        stop.store(true, Ordering::Release);
+        while !rank.is_finished() {
+            router.launch(&StepDescriptor::zeroed()).ok();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        (completed, most.load(Ordering::Relaxed), rank.join().unwrap())
+    }
+
+    #[test]
+    fn the_next_step_is_taken_while_one_runs() {
+        let (completed, most, end) = run(201, 0);
+        assert_eq!(completed, (1..=201).collect::<Vec<_>>());
+        assert_eq!((most, end), (2, Ok(())));
+    }
+
+    #[test]
+    fn a_fault_of_a_running_step_is_reported_and_ends_the_rank() {
+        let (completed, _, end) = run(50, 7);
+        assert_eq!(completed, (1..=6).collect::<Vec<_>>());
+        assert_eq!(end, Err("step failed: broken".to_owned()));
+    }
+}
