@@ -1,6 +1,6 @@
 //! What the API adds to a bare tonic echo of the same payload: one request outstanding, rounds interleaved, medians.
 //!
-//! `cargo bench --bench api [-- unix]`. Both servers run on runtimes of their own; rows are fresh for every call.
+//! `cargo bench -p expertd-benches --bench api [-- unix]`. Both servers run on runtimes of their own; rows are fresh for every call.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::collections::BTreeMap;

@@ -17,7 +17,7 @@ pub mod region;
 pub mod ring;
 pub mod wait;
 
-#[cfg(test)]
+#[cfg(all(test, feature = "loom"))]
 mod loom_tests;
 
 pub use channel::{

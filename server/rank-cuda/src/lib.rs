@@ -7,10 +7,10 @@
 #[cfg(feature = "cuda")]
 mod engine;
 #[cfg(feature = "cuda")]
-mod experts;
+pub mod experts;
 mod host;
 #[cfg(feature = "cuda")]
-mod windows;
+pub mod windows;
 
 pub use host::{
     ALIGNED, BUILD_HINT, BUILT, Check, EAGER, check, environment, kernel_shape, numa_nodes, present,

@@ -137,6 +137,7 @@ impl ReadyRank {
             .map_err(setup_failure)?;
         beat(channel.heartbeat(), setup.heartbeat).map_err(setup_failure)?;
         pin(setup.rank, &setup.cores);
+        channel.populate().map_err(setup_failure)?;
         let mut last = std::time::Instant::now();
         let mut progress = |loaded_bytes: u64, total_bytes: u64| {
             if last.elapsed() >= Duration::from_millis(100) || loaded_bytes == total_bytes {

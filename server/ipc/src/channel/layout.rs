@@ -1,6 +1,7 @@
 //! Layout of the channels in shared memory.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytemuck::Pod;
@@ -58,6 +59,13 @@ pub(super) struct SlotLayout {
     pub(super) rows: ArrayLayout<u8>,
 }
 
+impl SlotLayout {
+    /// Range of the slot's staging in the region, in bytes.
+    fn bytes(&self) -> Range<usize> {
+        self.segments.offset..self.rows.offset + self.rows.len
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct LinkLayout {
     pub(super) steps: RingLayout<StepDescriptor>,
@@ -66,6 +74,14 @@ pub(super) struct LinkLayout {
     pub(super) experts_done: ArrayLayout<u64>,
     pub(super) bell: ArrayLayout<u32>,
     pub(super) slots: Vec<SlotLayout>,
+}
+
+impl LinkLayout {
+    /// Range of the staging of all slots in the region, in bytes.
+    pub(super) fn staging(&self) -> Range<usize> {
+        let start = self.slots.first().map_or(0, |slot| slot.bytes().start);
+        start..self.slots.last().map_or(start, |slot| slot.bytes().end)
+    }
 }
 
 /// Offsets of all arrays and rings; every process computes the same ones from the shape.

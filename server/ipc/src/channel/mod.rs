@@ -211,6 +211,28 @@ mod tests {
     }
 
     #[test]
+    fn ranks_make_their_own_staging_resident() {
+        let shape = GroupShape { hidden: 1000, max_tokens_per_rank: 500, ..shape() };
+        let bell = RouterBell::create().unwrap();
+        let router = RouterChannel::create(&shape).unwrap();
+        let resident = || {
+            let file = std::fs::File::from(router.fd().try_clone_to_owned().unwrap());
+            std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap()) as usize * 512
+        };
+        let staging = shape.slots as usize * shape.row_area_bytes();
+        assert!(resident() < staging / 4, "{} bytes before any rank joins", resident());
+        for rank in 0..shape.ranks {
+            let fd = router.fd().try_clone_to_owned().unwrap();
+            let rank = RankChannel::join(&shape, Rank(rank), fd, bell.bell().clone()).unwrap();
+            let before = resident();
+            rank.populate().unwrap();
+            assert!(resident() >= before + staging, "{} bytes, {before} before", resident());
+        }
+        router.populate().unwrap();
+        assert!(resident() >= shape.channel_bytes().unwrap());
+    }
+
+    #[test]
     fn more_than_staging_holds_is_refused_before_any_row_is_copied() {
         let bell = RouterBell::create().unwrap();
         let mut router = RouterChannel::create(&shape()).unwrap();

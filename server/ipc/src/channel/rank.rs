@@ -2,7 +2,9 @@
 
 #![allow(unsafe_code, reason = "makes slices of memory that two processes take turns at")]
 
+use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -29,6 +31,9 @@ pub struct RankChannel {
     /// `[slots]`: sequence of the step that was popped for the slot and is not completed.
     in_flight: Vec<Option<u64>>,
     shape: GroupShape,
+    region: Arc<SharedRegion>,
+    /// Bytes of the region that hold this rank's staging.
+    staging: Range<usize>,
 }
 
 /// Addresses of a slot's staging in this process; see [`RankStaging`].
@@ -78,7 +83,6 @@ impl RankChannel {
     ) -> Result<Self, ChannelError> {
         let places = ChannelLayout::new(shape)?;
         let region = SharedRegion::from_fd(fd, places.bytes)?;
-        region.populate(0, places.bytes)?;
         let link = &places.links[rank.index()];
         let ring = |source| ChannelError::Ring { rank, source };
         Ok(RankChannel {
@@ -93,7 +97,18 @@ impl RankChannel {
             slots: Staging::views(&link.slots, &region)?,
             in_flight: vec![None; link.slots.len()],
             shape: shape.clone(),
+            staging: link.staging(),
+            region,
         })
+    }
+
+    /// Makes the pages of this rank's staging resident. The kernel places a page on the NUMA node of the thread that accesses
+    /// it first, so a rank calls this on a thread that is pinned to the rank's cores, before the router accesses the pages.
+    ///
+    /// # Errors
+    /// If there is no memory for the pages.
+    pub fn populate(&self) -> Result<(), ChannelError> {
+        Ok(self.region.populate(self.staging.start, self.staging.len())?)
     }
 
     /// The doorbell that the router rings after pushing a step.

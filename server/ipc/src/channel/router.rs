@@ -97,9 +97,6 @@ impl RouterChannel {
     pub fn create(shape: &GroupShape) -> Result<Self, ChannelError> {
         let places = ChannelLayout::new(shape)?;
         let region = SharedRegion::create("expertd-channel", places.bytes)?;
-        // Pages are made present here and not in the first steps, so that memory use is constant and a lack of memory is
-        // an error of this function.
-        region.populate(0, places.bytes)?;
         let mut links = Vec::new();
         for (rank, link) in places.links.iter().enumerate() {
             let ring = |source| ChannelError::Ring { rank: Rank(rank as u32), source };
@@ -116,6 +113,16 @@ impl RouterChannel {
         }
         let early_notice = places.early_notice.view(&region)?;
         Ok(RouterChannel { region, shape: shape.clone(), links, early_notice })
+    }
+
+    /// Maps every page of the memory, so that the first steps need not. The router calls this once every rank is ready: by
+    /// then each rank has made the pages of its own staging resident on its own NUMA node
+    /// ([`RankChannel::populate`](super::RankChannel::populate)).
+    ///
+    /// # Errors
+    /// If there is no memory for the remaining pages.
+    pub fn populate(&self) -> Result<(), ChannelError> {
+        Ok(self.region.populate(0, self.region.len())?)
     }
 
     /// Descriptor of the memory, which ranks inherit and map.

@@ -42,7 +42,7 @@ macro_rules! counter {
 }
 
 counter!(AtomicUsize);
-#[cfg(test)]
+#[cfg(all(test, feature = "loom"))]
 counter!(loom::sync::atomic::AtomicUsize);
 
 /// The portions of one job after another.
@@ -56,7 +56,7 @@ pub(crate) struct Portions<C = AtomicUsize> {
 
 impl<C: Counter> Portions<C> {
     /// No portions; both counters must be zero.
-    #[cfg(test)]
+    #[cfg(all(test, feature = "loom"))]
     pub(crate) const fn over(left: C, undone: C) -> Self {
         Portions { left, undone }
     }

@@ -7,10 +7,10 @@ use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{GateLayer, GateParams};
 use half::bf16;
 
+use crate::experts::{CudaExperts, Loader, PackFailure, padded, to_bf16};
 use expertd_model::{
     Checkpoint, Choice, GateSpec, GroupScore, ModelError, ModelSpec, MoeLayer, Normalise, ScoreFn,
 };
-use expertd_model::{CudaExperts, Loader, PackFailure, padded, to_bf16};
 use expertd_rank::share::{ExpertShare, LoadProgress, weights};
 use expertd_types::{ExpertId, LayerId};
 

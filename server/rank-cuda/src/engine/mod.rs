@@ -13,6 +13,7 @@
 #![allow(unsafe_code, reason = "kernels work on memory that Rust only sees as addresses")]
 
 mod copies;
+mod fault;
 #[cfg(test)]
 mod gate_tests;
 mod graphs;
@@ -35,6 +36,7 @@ use expertd_kernels::params::{Group, Segment as DeviceSegment};
 use expertd_kernels::slot::{combine_blocks, dispatch_blocks};
 
 use self::copies::Copies;
+use self::fault::CudaFault;
 use self::graphs::{Graphs, Variant};
 use self::layers::{Layer, Layers};
 use self::run::{Running, Watch};
@@ -43,7 +45,6 @@ use crate as gpu;
 use crate::windows::LsaWindows;
 use expertd_ipc::control::RankSetup;
 use expertd_ipc::{Segment, StagingAddresses};
-use expertd_rank::StepFault;
 
 /// Bytes of bf16 rows per rank from which on copy engines carry them: below, their latency costs more than it hides.
 const COPIED_FROM: usize = 1 << 20;
@@ -113,7 +114,7 @@ impl CudaEngine {
         device: Device,
         parts: Parts,
         staged: &[StagingAddresses],
-    ) -> Result<Self, StepFault> {
+    ) -> Result<Self, CudaFault> {
         let Parts { shape, windows, host, layers, buffers, copies } = parts;
         let deadline = u64::try_from(setup.peer_timeout.as_nanos()).unwrap_or(u64::MAX);
         let groups = buffers.slots.iter().enumerate().map(|(slot, set)| {
@@ -197,7 +198,7 @@ impl CudaEngine {
         }
     }
 
-    fn capture_all(&self) -> Result<Graphs, StepFault> {
+    fn capture_all(&self) -> Result<Graphs, CudaFault> {
         let mut graphs = Graphs::default();
         let start = Instant::now();
         for (class, layer) in self.layers.classes() {
@@ -210,7 +211,7 @@ impl CudaEngine {
                         unsafe {
                             sequence.enqueue(&self.layers, &self.buffers, &self.shape, self.stream.raw())?;
                         }
-                        Ok::<_, StepFault>(())
+                        Ok::<_, CudaFault>(())
                     })?;
                     graph.upload(&self.stream)?;
                     graphs.insert(class, slot, variant, graph);

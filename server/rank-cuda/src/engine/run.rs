@@ -8,6 +8,7 @@ use cudarc::driver::sys::{CUresult, cuStreamQuery};
 use expertd_kernels::params::{Completion, DeviceFault, StepRequest};
 
 use super::CudaEngine;
+use super::fault::CudaFault;
 use super::graphs::Variant;
 use super::layers::Layer;
 use super::pad::{pad, unpad};
@@ -53,7 +54,7 @@ impl CudaEngine {
         layer: &Layer,
         variant: Variant,
         runs: &[CheckedSegment],
-    ) -> Result<(), StepFault> {
+    ) -> Result<(), CudaFault> {
         let slot = step.slot as usize;
         let bytes = runs.last().map_or(0, |run| run.bytes.end);
         let copies = self.copies_of(variant);
@@ -78,7 +79,7 @@ impl CudaEngine {
     }
 
     /// Whether the oldest running step has ended; finds out now and then whether the device still works.
-    fn has_ended(&mut self, sequence: u64, slot: usize, copied: bool) -> Result<bool, StepFault> {
+    fn has_ended(&mut self, sequence: u64, slot: usize, copied: bool) -> Result<bool, CudaFault> {
         if self.buffers.slots[slot].completion.first_word() == sequence {
             return match &self.copies {
                 Some(copies) if copied => Ok(copies.is_back(slot)?),
@@ -98,10 +99,10 @@ impl CudaEngine {
             let status = unsafe { cuStreamQuery(self.stream.raw()) };
             match status {
                 CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_NOT_READY => {}
-                error => return Err(StepFault::Engine(format!("the GPU failed: {error:?}"))),
+                error => return Err(CudaFault::Stuck(format!("the GPU failed: {error:?}"))),
             }
             if waited > self.patience {
-                return Err(StepFault::Engine(format!("the GPU has not finished the step after {waited:?}")));
+                return Err(CudaFault::Stuck(format!("the GPU has not finished the step after {waited:?}")));
             }
             std::thread::yield_now();
         }
@@ -189,7 +190,7 @@ impl StepEngine for CudaEngine {
         self.watch = Watch::start();
         let completion = self.buffers.slots[slot].completion.get();
         if let Some(fault) = DeviceFault::decode(completion.error) {
-            return Err(fault.into());
+            return Err(CudaFault::from(fault).into());
         }
         if !told {
             notice.experts_ended(sequence);
@@ -201,7 +202,7 @@ impl StepEngine for CudaEngine {
         }
         let mut phases = phases(&completion, gated);
         if let Some(copies) = self.copies.as_ref().filter(|_| copied) {
-            let (inward, outward) = copies.times(slot)?;
+            let (inward, outward) = copies.times(slot).map_err(CudaFault::from)?;
             phases[Phase::CopyIn as usize] += inward;
             phases[Phase::CopyOut as usize] += outward;
         }

@@ -15,11 +15,11 @@ use super::layers::{Layers, device_bytes, widest};
 use super::step::Buffers;
 use super::{CudaEngine, Host, Parts};
 use crate as gpu;
+use crate::experts::padded;
 use crate::windows::{ID_BYTES, LsaWindows};
 use expertd_ipc::RankChannel;
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use expertd_model::Checkpoint;
-use expertd_model::padded;
 use expertd_rank::share::ExpertShare;
 use expertd_rank::{Failure, Joining, Loaded, setup_failure};
 

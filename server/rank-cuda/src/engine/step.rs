@@ -14,8 +14,8 @@ use expertd_kernels::params::{
 use expertd_kernels::slot::SlotBuffers;
 
 use super::layers::{Layer, Layers, gate_params};
+use crate::experts::{HostBuffer, Panels, activation_code};
 use expertd_model::Activation;
-use expertd_model::{HostBuffer, Panels, activation_code};
 
 /// Blocks of the copies between host and device: enough to keep the link busy, few enough to leave the rest alone.
 pub(super) const COPY_BLOCKS: u32 = 16;

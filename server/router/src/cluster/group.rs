@@ -197,6 +197,7 @@ impl Group {
             self.hear(event)?;
         }
         if !self.started && self.members.iter().all(|member| member.view.ready) {
+            self.channel.populate()?;
             for member in &self.members {
                 member.process.send(ToRank::Start);
             }

@@ -1,6 +1,7 @@
-//! Every metric of the service, in one place: name, kind, labels, buckets, meaning. `docs/metrics.md` is made from it.
+//! Every metric of the service in one place: name, kind, labels, buckets, meaning. A test checks that `docs/metrics.md`
+//! agrees with this file, and writes the page on request.
 
-/// Kind of a metric.
+/// The kind of a metric.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
     /// Only grows; its name ends in `_total`.
@@ -22,7 +23,7 @@ pub struct Metric {
     pub unit: metrics::Unit,
     /// Names of its labels.
     pub labels: &'static [&'static str],
-    /// What it says.
+    /// What a sample of it means.
     pub help: &'static str,
 }
 
@@ -48,7 +49,7 @@ macro_rules! metrics_table {
     ($($(#[doc = $help:literal])+ $constant:ident = $name:literal, $kind:expr, $unit:ident, [$($label:literal),*];)+) => {
         $($(#[doc = $help])+ pub const $constant: &str = $name;)+
 
-        /// All of them, in the order of `docs/metrics.md`.
+        /// All metrics, in the order of `docs/metrics.md`.
         pub const ALL: &[Metric] = &[
             $(Metric {
                 name: $name,
@@ -62,58 +63,59 @@ macro_rules! metrics_table {
 }
 
 metrics_table! {
-    /// Requests answered, by method (Forward or ForwardStream) and gRPC status code. Each request of a stream counts.
+    /// Requests answered, by method (Forward or ForwardStream) and gRPC status code. Every request of a stream counts.
     REQUESTS_TOTAL = "expertd_requests_total", Kind::Counter, Count, ["method", "code"];
-    /// Time from the arrival of a whole request until its answer was handed to the transport.
+    /// Time from the arrival of a request's last byte until its answer was handed to the transport.
     REQUEST_DURATION_SECONDS = "expertd_request_duration_seconds", Kind::Histogram(LATENCY_BUCKETS), Seconds, ["method"];
-    /// Tokens per admitted request.
+    /// Tokens in each admitted request.
     REQUEST_TOKENS = "expertd_request_tokens", Kind::Histogram(TOKEN_BUCKETS), Count, [];
-    /// Requests that wait for a step.
+    /// Requests in the queue, waiting for a step.
     QUEUE_REQUESTS = "expertd_queue_requests", Kind::Gauge, Count, [];
-    /// Tokens that wait for a step.
+    /// Tokens of the requests in the queue.
     QUEUE_TOKENS = "expertd_queue_tokens", Kind::Gauge, Count, [];
-    /// Time from admission until the first step of the request formed.
+    /// Time from the admission of a request until its first step formed.
     QUEUE_DURATION_SECONDS = "expertd_queue_duration_seconds", Kind::Histogram(LATENCY_BUCKETS), Seconds, [];
-    /// Requests that left the queue or lost their step because the caller went away.
+    /// Requests whose caller went away before the answer was ready.
     REQUESTS_CANCELLED_TOTAL = "expertd_requests_cancelled_total", Kind::Counter, Count, [];
     /// Steps completed.
     STEPS_TOTAL = "expertd_steps_total", Kind::Counter, Count, [];
-    /// Tokens per step, all requests together.
+    /// Tokens in each step, of all its requests together.
     STEP_TOKENS = "expertd_step_tokens", Kind::Histogram(TOKEN_BUCKETS), Count, [];
     /// Time from the forming of a step until its last row was back at the router rank.
     STEP_DURATION_SECONDS = "expertd_step_duration_seconds", Kind::Histogram(LATENCY_BUCKETS), Seconds, [];
-    /// Time a rank spent in one phase of a step: copy_in, gate, prepare, dispatch, experts, combine, copy_out.
+    /// Time that a rank spent in one phase of a step: copy_in, gate, prepare, dispatch, experts, combine or copy_out.
     PHASE_DURATION_SECONDS = "expertd_phase_duration_seconds", Kind::Histogram(PHASE_BUCKETS), Seconds, ["rank", "phase"];
-    /// Tokens that a rank took in as their source.
+    /// Tokens that the router gave to a rank as their source rank.
     RANK_TOKENS_TOTAL = "expertd_rank_tokens_total", Kind::Counter, Count, ["rank"];
-    /// Rows that a rank's experts computed, one per token and expert. The imbalance of expert load is the largest
-    /// rank's rate over the mean.
+    /// Rows that a rank's experts computed: one for each token and chosen expert. The imbalance of expert load is the
+    /// largest rank's rate divided by the mean rate.
     RANK_EXPERT_ROWS_TOTAL = "expertd_rank_expert_rows_total", Kind::Counter, Count, ["rank"];
-    /// Weight bytes that a rank holds.
+    /// Bytes of weights that a rank holds.
     RANK_WEIGHT_BYTES = "expertd_rank_weight_bytes", Kind::Gauge, Bytes, ["rank"];
-    /// The current generation of the EP group; 0 before the first.
+    /// Number of the current generation (one life of the EP group); 0 before the first one.
     GENERATION = "expertd_generation", Kind::Gauge, Count, [];
-    /// Generations that ended, by reason.
+    /// Generations that ended, by reason: exit, liveness, step, step_timeout, channel, load or setup.
     GENERATION_ENDS_TOTAL = "expertd_generation_ends_total", Kind::Counter, Count, ["reason"];
-    /// Always 1; the label is the loaded weight version, which has more digits than a sample can hold.
+    /// Always 1. The label is the loaded weight version, which has more digits than a sample can hold.
     WEIGHT_VERSION = "expertd_weight_version", Kind::Gauge, Count, ["version"];
-    /// 1 while requests are admitted, else 0.
+    /// 1 while the service admits requests, otherwise 0.
     READY = "expertd_ready", Kind::Gauge, Count, [];
     /// Open client connections.
     CONNECTIONS = "expertd_connections", Kind::Gauge, Count, [];
-    /// Connections accepted.
+    /// Client connections accepted.
     CONNECTIONS_ACCEPTED_TOTAL = "expertd_connections_accepted_total", Kind::Counter, Count, [];
-    /// Connections that the service turned away or ended itself: limit, silent, stalled_write, stalled_request,
-    /// stalled_answer.
+    /// Connections that the service refused or closed, by reason: limit (too many connections), silent (the peer never
+    /// spoke HTTP/2), stalled_write (the peer does not read), stalled_request and stalled_answer (a message moves too
+    /// slowly).
     CONNECTIONS_ENDED_TOTAL = "expertd_connections_ended_total", Kind::Counter, Count, ["reason"];
-    /// Bytes charged to requests from their arrival until their answers have left.
+    /// Bytes charged for requests: each is charged from its arrival until its answer has left.
     BYTES_IN_FLIGHT = "expertd_bytes_in_flight", Kind::Gauge, Bytes, [];
-    /// What `expertd_bytes_in_flight` is bounded by.
+    /// Upper bound of `expertd_bytes_in_flight`; requests beyond it wait or are refused.
     BYTES_IN_FLIGHT_LIMIT = "expertd_bytes_in_flight_limit", Kind::Gauge, Bytes, [];
-    /// Resident memory of a process of the service (router or a rank number), by kind: anon, file, shmem.
+    /// Resident memory of one process of the service (`router` or the number of a rank), by kind: anon, file or shmem.
     PROCESS_RESIDENT_BYTES = "expertd_process_resident_bytes", Kind::Gauge, Bytes, ["process", "kind"];
     /// Unix time at which the service started.
     START_TIME_SECONDS = "expertd_start_time_seconds", Kind::Gauge, Seconds, [];
-    /// Always 1; the labels describe the build.
+    /// Always 1. The labels describe the build.
     BUILD_INFO = "expertd_build_info", Kind::Gauge, Count, ["version", "commit", "features"];
 }

@@ -1,6 +1,4 @@
 //! `expertd verify` and `expertd call` against a scripted service: right answers pass, every kind of wrong one fails.
-#![allow(clippy::unwrap_used)]
-
 use std::pin::Pin;
 
 use clap::Parser as _;

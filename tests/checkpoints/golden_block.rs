@@ -2,15 +2,12 @@
 //! once with a plain block in f64 and once with the service's kernels.
 //!
 //! `EXPERTD_GOLDEN=DIR` checks another folder of the same kind as well (`scripts/golden.py` makes some).
-#![allow(clippy::unwrap_used)]
-
-mod common;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use common::golden::{Golden, folders, root};
-use common::kernels;
+use crate::common::golden::{Golden, folders, root};
+use crate::common::kernels;
 use expertd_compute::experts::reference::{block, worst_row};
 use expertd_compute::gate::CpuGate;
 use expertd_model::Checkpoint;

@@ -1,7 +1,5 @@
 //! The same experts stored in every layout and format that the loader tells apart: one by one or fused, either way
 //! round, under other prefixes, inside multimodal configs, quantised with scales of every granularity.
-#![allow(clippy::unwrap_used)]
-
 use std::collections::BTreeMap;
 use std::path::Path;
 

@@ -1,6 +1,4 @@
 //! Checkpoints that cannot be served say why, with file, tensor or field, expectation and finding.
-#![allow(clippy::unwrap_used)]
-
 use std::fs;
 use std::path::{Path, PathBuf};
 

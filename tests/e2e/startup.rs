@@ -1,11 +1,8 @@
 //! Checkpoints that cannot be served: exit code 64 and a message that names the fault, before any port is bound.
-#![allow(clippy::unwrap_used)]
-
-mod service;
 
 use std::path::Path;
 
-use service::{fixture, serve_to_the_end};
+use crate::service::{fixture, serve_to_the_end};
 
 const FAMILY: &str = "qwen3_moe";
 

@@ -1,18 +1,17 @@
 //! The real service on GPU ranks: recorded answers at every number of ranks, answers under load while steps overlap, a
-//! rank killed under load. Says "skipped: no GPU" where there is none or the build has no GPU ranks.
-#![allow(clippy::unwrap_used)]
-
-mod service;
+//! rank killed under load. Ignored unless asked for:
+//!
+//!     cargo test --release --features cuda --test e2e gpu:: -- --ignored --nocapture
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::service::load::{Load, Rows};
+use crate::service::{Service, alive, families, golden, send};
 use clap::Parser as _;
 use expertd_cli::verify::{VerifyArgs, verify};
 use expertd_rank_cuda as gpu;
 use rustix::process::Signal;
-use service::load::{Load, Rows};
-use service::{Service, alive, families, golden, send};
 use tonic::Code;
 
 /// Relative L2 error of a row computed in bf16.
@@ -35,15 +34,12 @@ struct Verify {
     args: VerifyArgs,
 }
 
-/// Ranks to test with, and the right to use the GPUs; `None` without any.
-fn gpus() -> Option<(u32, MutexGuard<'static, ()>)> {
+/// Ranks to test with, at most four, and the right to use the GPUs.
+fn gpus() -> (u32, MutexGuard<'static, ()>) {
     static IN_USE: Mutex<()> = Mutex::new(());
     let ranks = if gpu::BUILT { gpu::present().min(4) } else { 0 };
-    if ranks == 0 {
-        println!("skipped: no GPU");
-        return None;
-    }
-    Some((ranks, IN_USE.lock().unwrap_or_else(PoisonError::into_inner)))
+    assert!(ranks > 0, "these tests need a build with feature `cuda` and at least one GPU");
+    (ranks, IN_USE.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
@@ -80,9 +76,10 @@ async fn verified_in_both_types(service: &Service, family: &str, ranks: u32) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn recorded_answers_of_every_family() {
-    let Some((most, _in_use)) = gpus() else { return };
+    let (most, _in_use) = gpus();
     for (index, family) in families().iter().enumerate() {
         // Each family at one number of ranks, all numbers in turn; two at every number.
         let at_all = ["qwen3_moe", "deepseek_v3"].contains(&family.as_str());
@@ -97,9 +94,10 @@ async fn recorded_answers_of_every_family() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn recorded_answers_of_quantised_checkpoints() {
-    let Some((most, _in_use)) = gpus() else { return };
+    let (most, _in_use) = gpus();
     for name in QUANTISED {
         for ranks in 1..=most {
             let service = start(name, ranks, &[]);
@@ -110,9 +108,10 @@ async fn recorded_answers_of_quantised_checkpoints() {
 
 /// Small steps, so that many are formed and the next one is staged, copied and launched while one runs.
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn every_answer_is_right_while_steps_overlap() {
-    let Some((ranks, _in_use)) = gpus() else { return };
+    let (ranks, _in_use) = gpus();
     // Copies by kernels, and by the copy engines into poisoned memory.
     for copied_from in ["1000000", "1"] {
         let environment = [("EXPERTD_CUDA_COPIED_FROM_ROWS", copied_from), ("EXPERTD_CUDA_POISON", "1")];
@@ -129,9 +128,10 @@ async fn every_answer_is_right_while_steps_overlap() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn a_rank_killed_under_load() {
-    let Some((ranks, _in_use)) = gpus() else { return };
+    let (ranks, _in_use) = gpus();
     let service = start("qwen3_moe", ranks, &[]);
     let load = Load::start_within(TOLERANCE, &service.address, &golden("qwen3_moe"), 64).await;
     tokio::time::sleep(Duration::from_secs(1)).await;

@@ -1,8 +1,6 @@
 //! Synthesised checkpoints of every family and format open, and compute something reasonable.
 //!
 //! `EXPERTD_SYNTH_OUT=DIR` keeps them, so that `scripts/golden.py DIR --record` can run them through transformers.
-#![allow(clippy::unwrap_used)]
-
 use std::path::{Path, PathBuf};
 
 use expertd_compute::experts::reference::block;

@@ -1,12 +1,9 @@
 //! Recorded answers through the real service: every family, several ranks, gate by the service and recorded routing.
-#![allow(clippy::unwrap_used)]
 
-mod service;
-
+use crate::service::load::{Load, Rows, check};
+use crate::service::{Service, families, golden};
 use clap::Parser as _;
 use expertd_cli::verify::{VerifyArgs, verify};
-use service::load::{Load, Rows, check};
-use service::{Service, families, golden};
 
 #[derive(clap::Parser)]
 struct Verify {

@@ -1,10 +1,7 @@
 //! Many steps of random load on GPU ranks: sizes, routing, types and layers are drawn anew for each request, a sample of
 //! the answers is compared with CPU ranks, and neither host nor device memory may grow. Not run by default:
 //!
-//!     EXPERTD_SOAK_STEPS=1000000 cargo test --release --features cuda --test soak_gpu -- --ignored --nocapture
-#![allow(clippy::unwrap_used)]
-
-mod service;
+//!     EXPERTD_SOAK_STEPS=1000000 cargo test --release --features cuda --test e2e soak_gpu:: -- --ignored --nocapture
 
 use std::path::Path;
 use std::process::Command;
@@ -12,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::service::Service;
 use expertd_cli::rows::{decode, encode, encode_i32, relative_error};
 use expertd_proto::Client;
 use expertd_proto::v1::{self, ForwardRequest, ForwardResponse};
@@ -21,7 +19,6 @@ use rand::rngs::SmallRng;
 use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};
 use rand_distr::{Distribution as _, StandardNormal};
-use service::Service;
 use tokio::sync::Barrier;
 use tokio::task::JoinSet;
 
@@ -157,13 +154,10 @@ impl Seen {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "takes minutes; see the top of the file"]
+#[ignore = "needs GPUs and takes minutes; the top of the file has the command"]
 async fn random_load_is_answered_right_and_memory_stays_flat() {
     let gpus = if gpu::BUILT { gpu::present().min(4) } else { 0 };
-    if gpus == 0 {
-        println!("skipped: no GPU");
-        return;
-    }
+    assert!(gpus > 0, "this test needs a build with feature `cuda` and at least one GPU");
     let wanted = std::env::var("EXPERTD_SOAK_STEPS").map_or(STEPS, |text| text.parse().unwrap());
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model");

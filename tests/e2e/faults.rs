@@ -1,14 +1,11 @@
 //! Faults under load, done to the real service. The bounds asserted are the documented ones: calls in flight end within
 //! 2 s with a retryable status, serving resumes within 10 s.
-#![allow(clippy::unwrap_used)]
-
-mod service;
 
 use std::time::{Duration, Instant};
 
+use crate::service::load::{Call, Load};
+use crate::service::{Service, alive, eventually, golden, send};
 use rustix::process::Signal;
-use service::load::{Call, Load};
-use service::{Service, alive, eventually, golden, send};
 use tonic::Code;
 
 const FAMILY: &str = "qwen3_moe";
@@ -27,7 +24,7 @@ async fn warm(service: &Service) -> Load {
 /// Waits until a call that begins now is answered.
 async fn serving_again(service: &Service, since: Instant) {
     let client = expertd_proto::Client::connect(&service.address).await.unwrap();
-    let mut rows = service::load::Rows::new(&golden(FAMILY), 77, 8);
+    let mut rows = crate::service::load::Rows::new(&golden(FAMILY), 77, 8);
     loop {
         let (request, _) = rows.draw();
         if client.forward(request, None).await.is_ok() {
