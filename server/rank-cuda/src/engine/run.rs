@@ -141,7 +141,8 @@ impl StepEngine for CudaEngine {
         let wide = self.shape.hidden as usize;
         let padding = wide != self.hidden;
         if padding {
-            pad(&runs, staging.rows, self.hidden, wide, &mut self.buffers.slots[slot]);
+            // SAFETY: no running step occupies the slot (checked above).
+            unsafe { pad(&runs, staging.rows, self.hidden, wide, &mut self.buffers.slots[slot]) };
         }
         let gated = runs.iter().any(|run| run.gated);
         self.buffers.slots[slot].request.put(StepRequest {
@@ -198,7 +199,8 @@ impl StepEngine for CudaEngine {
         let wide = self.shape.hidden as usize;
         if wide != self.hidden {
             let staged = channel.staging(step).rows;
-            unpad(&runs, staged, self.hidden, wide, &mut self.buffers.slots[slot]);
+            // SAFETY: the step has ended (`has_ended`), and the next one in the slot begins through `&mut self`.
+            unsafe { unpad(&runs, staged, self.hidden, wide, &mut self.buffers.slots[slot]) };
         }
         let mut phases = phases(&completion, gated);
         if let Some(copies) = self.copies.as_ref().filter(|_| copied) {
