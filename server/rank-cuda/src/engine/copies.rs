@@ -97,14 +97,14 @@ impl Copies {
             event::copy_to_device(&self.inward, copy.rows.address(), copy.place.rows, bytes)?;
         }
         copy.in_end.record(&self.inward)?;
-        copy.in_end.hold(compute)
+        copy.in_end.wait_event(compute)
     }
 
     /// Copies the first `bytes` of a slot's rows back, after what `compute` was given so far.
     pub(super) fn outward(&self, slot: usize, bytes: usize, compute: &Stream) -> Result<(), DeviceError> {
         let copy = &self.slots[slot];
         copy.computed.record(compute)?;
-        copy.computed.hold(&self.outward)?;
+        copy.computed.wait_event(&self.outward)?;
         copy.out_begin.record(&self.outward)?;
         // SAFETY: as above; gaps between segments get back what they were.
         unsafe {
