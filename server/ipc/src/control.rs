@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::GroupShape;
 use expertd_types::{Generation, Rank};
 
-/// Devices that ranks run on.
+/// Kind of device that ranks run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]

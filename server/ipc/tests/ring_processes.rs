@@ -1,7 +1,7 @@
 //! The ring between two processes, of which either is killed at random points.
 //!
-//! The test starts itself again as the other side. Whichever side survives must never see a torn or out-of-order
-//! record nor an error, and a new process must be able to take the place of the killed one on a fresh ring.
+//! The test starts itself again as the other side. The surviving side must see neither a torn or out-of-order record nor an
+//! error, and a new process must be able to replace the killed one on a fresh ring.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -18,7 +18,7 @@ use expertd_ipc::wait::{Doorbell, WaitPolicy};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Large, so that a kill in the midst of a record is likely.
+/// The record is large, so that a kill is likely to interrupt the copy of a record.
 type Record = [u64; 128];
 
 const KILLS: u32 = 1000;

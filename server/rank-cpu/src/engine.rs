@@ -110,10 +110,10 @@ fn workspace(spec: &ModelSpec, shape: &GroupShape, threads: usize) -> Workspace 
 /// Joins the group and loads this rank's share of the checkpoint.
 ///
 /// # Errors
-/// What is missing, or what about the weights is wrong.
+/// The reason why the group could not be joined or the weights could not be loaded.
 pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let setup = joining.setup;
-    // This thread is one of the pool, so that steps need not wake another one to begin.
+    // This thread is part of the pool, so that a step can begin without waking another thread.
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(setup.threads)
         .use_current_thread()

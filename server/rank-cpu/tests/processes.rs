@@ -1,7 +1,7 @@
-//! An EP group of processes: exchanges are right, and a killed rank ends every wait of the others.
+//! An EP group of processes: exchanges are correct, and a killed rank ends every wait of the others.
 //!
-//! The test starts itself again as the other ranks. Every rank draws the same steps from the same seed, so each can
-//! check its own answers.
+//! The test starts itself again for the other ranks. Every rank draws the same steps from the same seed and checks its own
+//! answers.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -41,7 +41,7 @@ fn owner(expert: usize) -> usize {
     expert % RANKS
 }
 
-/// One exchange; small integers, so that sums are exact in any order.
+/// Runs one exchange of small integers, whose sums are exact in any order.
 fn exchange(group: &mut CpuGroup, n: u64, seed: u64) -> Result<(), EpError> {
     let rank = group.config().rank.index() as u64;
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ n << 8 ^ rank);
@@ -149,12 +149,12 @@ fn a_killed_rank_is_named() {
         exchange(&mut group, n, seed).unwrap();
     }
     drop(others.pop());
-    // Nobody tells of a killed process here (the router would); the deadline does, and it names the rank. An exchange
-    // that the rank had finished for its part may still succeed.
+    // A router would report the killed process; here the deadline passes, and the error names the rank. An exchange to which
+    // the rank had already contributed may still succeed.
     let error =
         (20..25).find_map(|n| exchange(&mut group, n, seed).err()).expect("rank 2 is dead").to_string();
-    assert!(error.contains("rank(s) 2") || error.contains("in vain for rank 2"), "{error}");
-    // The other survivor was told, or found out itself; it does not wait for ever.
+    assert!(error.contains("rank(s) 2") || error.contains("waiting for rank 2"), "{error}");
+    // The other survivor ends as well, because of the reported fault or of its own deadline.
     let status = others.pop().unwrap().0.wait().unwrap();
     assert!(!status.success());
 }

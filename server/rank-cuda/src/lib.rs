@@ -49,10 +49,10 @@ pub fn ceilings(gpus: u32) -> Result<Ceilings, String> {
     }
 }
 
-/// Sets up this rank's GPU, joins the group, and loads; a build without feature `cuda` refuses.
+/// Sets up this rank's GPU, joins the group and loads the weights. A build without feature `cuda` returns an error.
 ///
 /// # Errors
-/// What is missing, or what about the weights is wrong.
+/// The reason why the group could not be joined or the weights could not be loaded.
 pub fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     #[cfg(feature = "cuda")]
     {

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 
 use expertd_types::DType;
 
-/// Widens `bytes`, elements of `dtype` aligned to it, exactly.
+/// Widens `bytes`, which hold aligned elements of `dtype`, to f32 without rounding.
 pub fn widen(bytes: &[u8], dtype: DType, out: &mut [f32]) {
     match dtype {
         DType::F32 => out.copy_from_slice(bytemuck::cast_slice(bytes)),
@@ -14,7 +14,7 @@ pub fn widen(bytes: &[u8], dtype: DType, out: &mut [f32]) {
     }
 }
 
-/// Rounds to `dtype`, to nearest, ties to even; what f16 cannot hold becomes an infinity.
+/// Rounds to `dtype`, to nearest, ties to even; values beyond the range of f16 become infinities.
 pub fn narrow(values: &[f32], dtype: DType, bytes: &mut [u8]) {
     match dtype {
         DType::F32 => bytemuck::cast_slice_mut(bytes).copy_from_slice(values),

@@ -1,4 +1,4 @@
-//! ChunkedSlice of window memory that an exchange lends to its caller.
+//! Slices of window memory that an exchange lends to its caller.
 
 #![allow(unsafe_code, reason = "makes slices of shared memory while the protocol assigns it to this rank")]
 

@@ -50,13 +50,13 @@ const SPLIT_ABOVE: usize = 1 << 18;
 /// An exchange is one round of these calls for a slot, in this order:
 ///
 /// ```text
-/// prepare → dispatch_send → dispatch_wait → work → combine_send → combine_wait
+/// prepare → dispatch_send → dispatch_wait → received → combine_send → combine_wait
 /// ```
 ///
 /// Between a send and its wait the caller may do other work, such as shared experts. Exchanges in different slots may
 /// be interleaved, in the same order on every rank. **Every rank runs every exchange**, with zero tokens if it has none.
-/// A call that does not fit the slot's state is an error that changes nothing. Sequences are the group's own: each
-/// rank counts its exchanges, and because all run the same ones they agree. After set-up, no call allocates.
+/// A call that does not fit the slot's state is an error that changes nothing. Each rank counts its exchanges by itself;
+/// the sequences agree because all ranks run the same exchanges. After set-up, no call allocates.
 #[derive(Debug)]
 pub struct CpuGroup {
     config: EpConfig,

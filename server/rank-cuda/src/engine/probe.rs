@@ -14,9 +14,9 @@ const DEADLINE: Duration = Duration::from_secs(20);
 /// Size of the window that is tried.
 const TRIAL_BYTES: usize = 2 << 20;
 
-/// Every gate between this process and GPU ranks.
+/// Checks every requirement of GPU ranks.
 pub(crate) fn probe() -> Vec<Check> {
-    let mut gates = vec![driver()];
+    let mut checks = vec![driver()];
     let devices = match devices() {
         Ok(devices) => devices,
         Err(error) => {

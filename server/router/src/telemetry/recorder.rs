@@ -55,7 +55,7 @@ pub(super) fn describe_all() {
 ///
 /// `features` names the features of this build, for [`names::BUILD_INFO`].
 ///
-/// Its upkeep runs on a thread of its own, so that it needs no runtime.
+/// The recorder's upkeep runs on a thread of its own and needs no asynchronous runtime.
 pub fn install_recorder(features: &'static str) -> Recorder {
     static INSTALLED: OnceLock<Recorder> = OnceLock::new();
     INSTALLED
