@@ -1,7 +1,7 @@
-//! Dispatch and combine on CPU ranks, without experts: what an exchange costs beside the arithmetic.
+//! Dispatch and combine on CPU ranks without experts: the cost of an exchange apart from the arithmetic.
 //!
-//! Ranks are threads over the same windows that processes use. The experts phase writes partial rows by copying what
-//! arrived, so that combine reduces real data.
+//! Ranks are threads over the same windows that processes use. The experts phase copies the rows that arrived as
+//! partial rows, so that combine reduces real data.
 
 #![allow(clippy::unwrap_used, reason = "a benchmark")]
 

@@ -49,7 +49,7 @@ const Model MODELS[] = {
     {"deepseek-mxfp4", 7168, 2048, 256, 8, EXPERTD_SWIGLU, false, EXPERTD_MXFP4},
 };
 inline int ranks = 4; // of the group that the load belongs to
-constexpr double HBM = 4.2e12, TENSOR = 650e12; // the rates of the floors in docs/performance.md
+constexpr double HBM = 4.2e12, TENSOR = 650e12; // the rates of the floors in docs/measurements/gpu-steps.md
 
 // ---- device memory ----
 

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::Args;
 use serde_json::json;
 
-use expertd_compute::linalg::Level;
+use expertd_compute::linalg::SimdLevel;
 use expertd_ipc::SharedRegion;
 use expertd_ipc::control::DeviceKind;
 use expertd_rank_cuda::{self as gpu, Check};
@@ -86,12 +86,12 @@ fn section(title: &str, checks: &[Check], can_run: bool) -> String {
 fn cpu_checks() -> Vec<Check> {
     let cores = available_cores();
     let (nodes, usable) = (numa_nodes(&cores).len(), usable(&cores));
-    let level = Level::active();
+    let level = SimdLevel::active();
     let memory = memory_bytes();
     let memfd = SharedRegion::create("expertd-doctor", 4096).and_then(|region| region.populate(0, 4096));
     let (pages, pages_ok) = huge_pages();
     vec![
-        Check::new("instructions", level != Level::Portable, level.to_string(), "AVX2 with FMA and F16C, or AVX-512")
+        Check::new("instructions", level != SimdLevel::Portable, level.to_string(), "AVX2 with FMA and F16C, or AVX-512")
             .way_out("kernels run several times slower without them; check EXPERTD_CPU and the machine type")
             .optional(),
         Check::new(

@@ -6,7 +6,7 @@ use crate::{CpuGroup, HostRouting};
 use expertd_compute::experts::cpu::{CpuExpert, ExpertError, Workspace, WorkspaceSize, forward, forward_one};
 use expertd_compute::experts::{Assignments, ExpertKind};
 use expertd_compute::gate::{CpuGate, GateScratch};
-use expertd_compute::linalg::{Buffer, Level};
+use expertd_compute::linalg::{AlignedBuffer, SimdLevel};
 use expertd_ipc::control::{FailureKind, RankSetup};
 use expertd_ipc::{ExpertsNotice, GroupShape, RankStaging, StepDescriptor};
 use expertd_model::{Checkpoint, ExpertsSpec, ModelError, ModelSpec, Placement, WeightOn};
@@ -58,10 +58,10 @@ struct RankLayer {
 /// Rows of the current step, each buffer `[max_tokens_per_rank, hidden]`. A CPU rank runs one step after another, so one
 /// set serves all slots; data that outlives a step is in staging and in the windows.
 struct StepBuffers {
-    rows: Buffer<f32>,
-    out: Buffer<f32>,
+    rows: AlignedBuffer<f32>,
+    out: AlignedBuffer<f32>,
     /// Output of the shared experts; empty if no layer has shared experts.
-    shared: Buffer<f32>,
+    shared: AlignedBuffer<f32>,
 }
 
 /// Received rows in the order of their experts; see [`Assignments`].
@@ -191,9 +191,9 @@ impl CpuEngine {
             hidden: setup.shape.hidden,
             layers,
             buffers: StepBuffers {
-                rows: Buffer::resident(elements),
-                out: Buffer::resident(elements),
-                shared: Buffer::resident(if any_shared { elements } else { 0 }),
+                rows: AlignedBuffer::resident(elements),
+                out: AlignedBuffer::resident(elements),
+                shared: AlignedBuffer::resident(if any_shared { elements } else { 0 }),
             },
             grouped: GroupedRows::default(),
             workspace: workspace(spec, &setup.shape, threads),
@@ -212,7 +212,7 @@ impl CpuEngine {
     /// Human-readable description of the device.
     #[must_use]
     pub fn device(&self) -> String {
-        format!("cpu, {} threads, {}", self.pool.current_num_threads(), Level::active())
+        format!("cpu, {} threads, {}", self.pool.current_num_threads(), SimdLevel::active())
     }
 }
 

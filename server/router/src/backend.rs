@@ -30,7 +30,7 @@ impl fmt::Display for RequestId {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClientKey(pub u64);
 
-/// Routing chosen by the caller, validated: applied verbatim.
+/// Routing chosen by the caller, validated: applied verbatim. The id −1 is replaced already.
 #[derive(Clone, Debug)]
 pub struct GivenRouting {
     /// Row-major int32 little-endian `[tokens, k]`, distinct within a row and in range. Unaligned.
@@ -39,6 +39,8 @@ pub struct GivenRouting {
     pub weights: Bytes,
     /// Experts per token, `1..=MoeLayerInfo::max_k`.
     pub k: usize,
+    /// Ids and weights as the caller gave them, if they had the id −1; receipts carry these.
+    pub as_given: Option<(Bytes, Bytes)>,
 }
 
 /// One validated token batch for one layer, `tokens >= 1`.

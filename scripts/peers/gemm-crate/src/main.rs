@@ -2,7 +2,7 @@
 //! rows [m, 2048] times weights [2048, 2048]. Weights rotate through 640 MB, so they are cold. Prints GFLOP/s of thread CPU
 //! time, at the 10th percentile of the calls. The arguments are values of m.
 
-use expertd_compute::linalg::{Level, MatmulScratch, MatrixView, PackedMatrix, Scales, WeightFormat, matmul};
+use expertd_compute::linalg::{SimdLevel, MatmulScratch, MatrixView, PackedMatrix, Scales, WeightFormat, matmul};
 use rand::RngExt;
 
 const N: usize = 2048;
@@ -38,7 +38,7 @@ fn main() {
     let values: Vec<f32> = (0..N * K).map(|_| rng.random_range(-0.02..0.02)).collect();
     let f32s: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
     let bf16s: Vec<u8> = values.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()).collect();
-    println!("level {}", Level::active());
+    println!("level {}", SimdLevel::active());
     println!("| m | ours, bf16 | ours, f32 | gemm, f32 |\n|---|---|---|---|");
     let (narrow, wide) = (80, 40);
     let packed_bf16: Vec<_> = (0..narrow).map(|_| pack(WeightFormat::Bf16, &bf16s)).collect();

@@ -90,6 +90,7 @@ impl RoutingArg {
             ids: rows::encode_i32(&ids),
             weights: share.iter().copied().cycle().take(tokens * k * 4).collect(),
             k,
+            as_given: None,
         })
     }
 }

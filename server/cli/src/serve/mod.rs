@@ -87,10 +87,10 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
 
 /// Periodically returns memory to the system that a burst of messages had needed.
 async fn settle_memory() {
-    let mut periods = tokio::time::interval(memory::PERIOD);
+    let mut periods = tokio::time::interval(memory::RELEASE_PERIOD);
     loop {
         periods.tick().await;
-        memory::settle();
+        memory::release_unused();
     }
 }
 

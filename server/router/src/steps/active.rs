@@ -141,6 +141,11 @@ impl Active {
     ) {
         let first_step = self.first_step.unwrap_or(now);
         let [rows, ids, weights] = self.output;
+        let as_given = self.request.routing.and_then(|given| given.as_given);
+        let (ids, weights) = match as_given.filter(|_| self.request.return_routing) {
+            Some(as_given) => as_given,
+            None => (ids.into(), weights.into()),
+        };
         let mut tokens_per_rank = self.tokens_per_rank;
         tokens_per_rank.resize(ranks, 0);
         tracing::debug!(request = %self.request.id, steps = ?self.steps, "answered");
@@ -150,8 +155,8 @@ impl Active {
             weight_version,
             tokens_per_rank,
             timings: self.timings,
-            topk_ids: ids.into(),
-            topk_weights: weights.into(),
+            topk_ids: ids,
+            topk_weights: weights,
             queue_time: first_step - self.admitted,
             step_time: now - first_step,
         };
