@@ -277,7 +277,7 @@ impl SharedRegion {
         };
         match done {
             Ok(()) => Ok(()),
-            // Kernels before 5.14 do not know the advice.
+            // Kernels before 5.14 do not support the advice.
             Err(Errno::INVAL) => {
                 for at in (first..last.min(self.len)).step_by(PAGE) {
                     // SAFETY: the page lies within the mapping; adding zero atomically changes nothing, whatever other

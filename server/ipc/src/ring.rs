@@ -25,7 +25,7 @@ use super::region::{LINE, Layout, RegionError, SharedRegion, SharedSlice};
 /// Why a ring cannot be used, or cannot be used any more.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
-    /// The record size is no positive multiple of eight bytes, or the capacity no power of two.
+    /// The record size is not a positive multiple of eight bytes, or the capacity is not a power of two.
     #[error(
         "a ring of {capacity} records of {record_bytes} bytes: the capacity must be a power of two, the record size a \
          positive multiple of 8"

@@ -18,9 +18,9 @@ pub struct GroupShape {
     pub ranks: u32,
     /// Number of slots: sets of step buffers.
     pub slots: u32,
-    /// Largest number of rows that one rank takes in one step.
+    /// Largest number of rows that one rank receives in one step.
     pub max_tokens_per_rank: usize,
-    /// Largest number of segments that one rank takes in one step.
+    /// Largest number of segments that one rank receives in one step.
     pub max_segments: usize,
     /// Elements of a row.
     pub hidden: usize,
