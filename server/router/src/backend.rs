@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use tokio::sync::{oneshot, watch};
 
-use expertd_types::Pieces;
+use expertd_types::ChunkedBytes;
 use expertd_types::{DType, Generation, LayerId, Rank, StepId, WeightVersion};
 
 /// Number of a request, unique over the life of the process; what logs and spans carry.
@@ -58,7 +58,7 @@ pub struct Request {
     pub dtype: DType,
     /// Row-major `[tokens, hidden]`, exactly `tokens * hidden * dtype.size()` bytes, in the pieces in which they arrived.
     /// Unaligned.
-    pub rows: Pieces,
+    pub rows: ChunkedBytes,
     /// `None`: the gate of the layer decides.
     pub routing: Option<GivenRouting>,
     /// Row-major int32 little-endian `[tokens]`; present where the layer routes by token id. Unaligned.

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use super::service::{Incoming, Reply};
 use crate::backend::{Answer, Receipt, Request, StepError, StepTiming};
 use crate::telemetry::names;
-use expertd_ipc::StageRows;
+use expertd_ipc::RowsToStage;
 use expertd_types::{Generation, Rank, StepId, WeightVersion};
 
 /// What there is of an answer: rows, and expert ids and weights where they are asked for.
@@ -84,12 +84,12 @@ impl Active {
     }
 
     /// The rows of `range` as they are staged.
-    pub(super) fn rows(&self, range: Range<usize>) -> StageRows<'_> {
+    pub(super) fn rows(&self, range: Range<usize>) -> RowsToStage<'_> {
         let bytes =
             |of: &'_ Bytes, per_row: usize| range.start * per_row..(range.end * per_row).min(of.len());
         let request = &self.request;
-        StageRows {
-            rows: request.rows.slices(range.start * self.row_bytes..range.end * self.row_bytes),
+        RowsToStage {
+            rows: request.rows.view(range.start * self.row_bytes..range.end * self.row_bytes),
             tokens: range.len(),
             dtype: request.dtype,
             routing: request.routing.as_ref().map(|given| {
