@@ -6,6 +6,7 @@ pub mod settings;
 
 pub use report::{follow_loading, plan as describe_plan};
 
+use std::io::Write as _;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -83,6 +84,11 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
     });
     runtime.shutdown_timeout(Duration::from_millis(100));
     code
+}
+
+/// Writes to standard error if it can be written to: `eprintln` panics if not, and the exit code would be lost.
+fn say(message: &str) {
+    let _ = writeln!(std::io::stderr(), "expertd serve: {message}");
 }
 
 /// Periodically returns memory to the system that a burst of messages had needed.
@@ -257,11 +263,11 @@ impl Running {
         match end {
             ServiceEnd::Drained => ExitCode::SUCCESS,
             ServiceEnd::LoadFailed(message) => {
-                eprintln!("expertd serve: {message}");
+                say(&message);
                 ExitCode::from(exit::LOAD)
             }
             ServiceEnd::SetupFailed(message) => {
-                eprintln!("expertd serve: {message}");
+                say(&message);
                 ExitCode::from(exit::SETUP)
             }
         }

@@ -74,6 +74,34 @@ pub struct Shown {
     pub source: Source,
 }
 
+/// What a fault of the EP group means to requests without an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum OnFault {
+    /// They wait for the next generation, as long as their deadlines allow
+    Retry,
+    /// They fail with UNAVAILABLE, and so do new ones until the next generation serves
+    Fail,
+}
+
+impl fmt::Display for OnFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            OnFault::Retry => "retry",
+            OnFault::Fail => "fail",
+        })
+    }
+}
+
+impl From<OnFault> for expertd_router::steps::OnFault {
+    fn from(on_fault: OnFault) -> Self {
+        match on_fault {
+            OnFault::Retry => Self::Retry,
+            OnFault::Fail => Self::Fail,
+        }
+    }
+}
+
 /// Formats a value for people; an absent one is a dash.
 trait Show {
     fn show(&self) -> String;
@@ -82,7 +110,7 @@ trait Show {
 macro_rules! show_as_display {
     ($($ty:ty),*) => { $(impl Show for $ty { fn show(&self) -> String { self.to_string() } })* };
 }
-show_as_display!(String, u32, u64, usize, bool, DeviceKind);
+show_as_display!(String, u32, u64, usize, bool, DeviceKind, OnFault);
 
 impl Show for PathBuf {
     fn show(&self) -> String {
@@ -199,6 +227,8 @@ settings! {
     liveness_timeout_ms: u64 = Some(1000), env "EXPERTD_LIVENESS_TIMEOUT_MS";
     /// A step that takes longer than this ends the generation, in milliseconds [default: 60000]
     step_timeout_ms: u64 = Some(60_000), env "EXPERTD_STEP_TIMEOUT_MS";
+    /// What a fault of a rank means to requests without an answer [default: retry]
+    on_fault: OnFault = Some(OnFault::Retry), env "EXPERTD_ON_FAULT";
     /// Time limit for requests in flight after SIGTERM or a drain, in milliseconds [default: 10000]
     drain_timeout_ms: u64 = Some(10_000), env "EXPERTD_DRAIN_TIMEOUT_MS";
     /// Largest number of open connections [default: 1024]
@@ -302,8 +332,8 @@ mod tests {
             shown.join(" "),
             "model=- model_name=- ranks=- device=- listen=127.0.0.1:50051 admin_listen=127.0.0.1:50052 \
              metrics_listen=127.0.0.1:9464 max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
-             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 drain_timeout_ms=10000 \
-             max_connections=1024 max_streams_per_connection=128 max_bytes_in_flight=-"
+             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 on_fault=retry \
+             drain_timeout_ms=10000 max_connections=1024 max_streams_per_connection=128 max_bytes_in_flight=-"
         );
     }
 }
