@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use expertd_ipc::StageRows;
+use expertd_ipc::RowsToStage;
 
 use super::service::Reply;
 use crate::backend::{self, Answer, Request, StepError, StepTiming};
@@ -55,12 +55,12 @@ impl Active {
     }
 
     /// The rows of `range` as they are staged.
-    pub(super) fn rows(&self, range: Range<usize>) -> StageRows<'_> {
+    pub(super) fn rows(&self, range: Range<usize>) -> RowsToStage<'_> {
         let bytes =
             |of: &'_ Bytes, per_row: usize| range.start * per_row..(range.end * per_row).min(of.len());
         let request = &self.request;
-        StageRows {
-            rows: request.rows.slices(range.start * self.row_bytes..range.end * self.row_bytes),
+        RowsToStage {
+            rows: request.rows.view(range.start * self.row_bytes..range.end * self.row_bytes),
             tokens: range.len(),
             dtype: request.dtype,
             routing: request.routing.as_ref().map(|given| {
@@ -102,6 +102,11 @@ impl Active {
     /// Gives the whole answer to the caller.
     pub(super) fn answer(self, receipt: expertd_scheduler::Receipt) {
         let [rows, ids, weights] = self.output;
+        let as_given = self.request.routing.and_then(|given| given.as_given);
+        let (ids, weights) = match as_given.filter(|_| self.request.return_routing) {
+            Some(as_given) => as_given,
+            None => (ids.into(), weights.into()),
+        };
         tracing::debug!(request = %self.request.id, steps = ?receipt.steps, "answered");
         metrics::histogram!(names::QUEUE_DURATION_SECONDS).record(receipt.queue_time.as_secs_f64());
         let receipt = backend::Receipt {
@@ -110,8 +115,8 @@ impl Active {
             weight_version: receipt.weight_version,
             tokens_per_rank: receipt.tokens_per_rank,
             timings: self.timings,
-            topk_ids: ids.into(),
-            topk_weights: weights.into(),
+            topk_ids: ids,
+            topk_weights: weights,
             queue_time: receipt.queue_time,
             step_time: receipt.step_time,
         };

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use expertd_ipc::{Copier, Patience, Staged};
+use expertd_ipc::{Copier, StagedRows, WaitPolicy};
 use expertd_scheduler::{
     Action, Config, Failure, GroupFault, Receipt, RecoveryPolicy, RequestKey, StepLoop, Time,
 };
@@ -29,7 +29,7 @@ struct Launched {
     step: StepId,
     top_k: usize,
     formed: Instant,
-    staged: Vec<(RequestKey, Staged)>,
+    staged: Vec<(RequestKey, StagedRows)>,
     tokens_per_rank: Vec<usize>,
 }
 
@@ -336,8 +336,8 @@ impl Driver {
             group.want_early_notice(has_waiting);
         }
         let spin = self.cluster.spin.saturating_sub(now - self.last_event);
-        let patience = Patience { spin, deadline: Some(until) };
-        let event = shared.bell.bell().wait_until(patience, || {
+        let policy = WaitPolicy { spin, deadline: Some(until) };
+        let event = shared.bell.bell().wait_until(policy, || {
             shared.has_mail()
                 || group.as_mut().is_some_and(|group| {
                     group.collect()
