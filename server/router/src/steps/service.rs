@@ -52,6 +52,8 @@ pub(super) struct Front {
     pub(super) inbox: Inbox<Payload>,
     /// Those who asked for a drain.
     pub(super) drain_waiters: Vec<oneshot::Sender<DrainReport>>,
+    /// Whether the step loop is gone.
+    pub(super) has_ended: bool,
 }
 
 /// What callers and the step loop share.
@@ -72,7 +74,7 @@ impl Shared {
     fn new(model: ModelInfo, config: SchedulerConfig, seed: u64) -> Result<Self, RegionError> {
         let inbox = Inbox::new(config.max_queued_tokens, seed);
         Ok(Shared {
-            front: Mutex::new(Front { inbox, drain_waiters: Vec::new() }),
+            front: Mutex::new(Front { inbox, drain_waiters: Vec::new(), has_ended: false }),
             has_mail: AtomicBool::new(false),
             bell: RouterBell::create()?,
             model: RwLock::new(Arc::new(model)),
@@ -257,7 +259,9 @@ impl Backend for Service {
         let deadline = self.shared.time(deadline);
         let mut front = self.shared.front();
         front.inbox.drain(deadline);
-        front.drain_waiters.push(report);
+        if !front.has_ended {
+            front.drain_waiters.push(report);
+        }
         self.shared.has_mail.store(true, Ordering::Release);
         drop(front);
         self.wake();

@@ -51,14 +51,22 @@ fn guarded(shared: Arc<Shared>, body: impl FnOnce() -> ServiceEnd + Send + 'stat
 
 /// Leaves nothing that waits for the step loop.
 fn close(shared: &Shared, end: &ServiceEnd) {
-    let (ServiceEnd::LoadFailed(reason) | ServiceEnd::SetupFailed(reason)) = end else { return };
+    let (public, failed) = match end {
+        ServiceEnd::Drained => ("the service has drained", None),
+        ServiceEnd::LoadFailed(reason) | ServiceEnd::SetupFailed(reason) => {
+            ("the service has failed and needs a restart", Some(reason))
+        }
+    };
     let mut front = shared.front();
-    let dropped = front.inbox.close("the service has failed and needs a restart");
+    let dropped = front.inbox.close(public);
+    front.has_ended = true;
     front.drain_waiters.clear();
     drop(front);
     // Their callers learn that they were given up.
     drop(dropped);
-    shared.set_state(ServiceState::Failed, reason);
+    if let Some(reason) = failed {
+        shared.set_state(ServiceState::Failed, reason);
+    }
 }
 
 fn text(panic: &(dyn std::any::Any + Send)) -> &str {

@@ -89,6 +89,8 @@ pub struct World {
     /// Whether the inbox was told to admit requests, and that a generation serves.
     pub(super) is_told_open: bool,
     pub(super) is_told_serving: bool,
+    /// Whether the step loop was told of a drain.
+    pub(super) is_told_drain: bool,
     pub(super) shown: ServiceState,
     pub(super) drain: Option<Time>,
     pub(super) drain_reported: bool,
@@ -122,6 +124,7 @@ impl World {
             told: Told::default(),
             is_told_open: false,
             is_told_serving: false,
+            is_told_drain: false,
             shown: ServiceState::Loading,
             drain: None,
             drain_reported: false,
