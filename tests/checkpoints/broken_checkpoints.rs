@@ -101,7 +101,7 @@ fn a_truncated_file() {
         "broken",
         "tensor `model.layers",
         "but the file holds only",
-        "truncated?",
+        "it may be truncated",
     ]);
     fs::write(&path, &bytes[..200]).unwrap();
     sandbox.refused(&["model.safetensors", "its header's length", "truncated or not safetensors"]);
