@@ -11,7 +11,7 @@ use crate::experts::{CudaExperts, Loader, PackFailure, padded, to_bf16};
 use expertd_model::{
     Checkpoint, Choice, GateSpec, GroupScore, ModelError, ModelSpec, MoeLayer, Normalise, ScoreFn,
 };
-use expertd_rank::share::{Progress, Share, weights};
+use expertd_rank::share::{ExpertShare, LoadProgress, weights};
 use expertd_types::{ExpertId, LayerId};
 
 /// Why weights could not be brought to the GPU.
@@ -77,7 +77,7 @@ pub(super) struct Layers {
 }
 
 /// Bytes of device memory that this rank's weights take.
-pub(super) fn device_bytes(checkpoint: &Checkpoint, share: Share) -> u64 {
+pub(super) fn device_bytes(checkpoint: &Checkpoint, share: ExpertShare) -> u64 {
     let hidden = checkpoint.spec().hidden;
     let of = |moe: &MoeLayer| {
         let mine = share.experts(moe).len();
@@ -112,13 +112,13 @@ impl Layers {
     pub(super) fn load(
         device: &Device,
         checkpoint: &Checkpoint,
-        share: Share,
+        share: ExpertShare,
         pool: &rayon::ThreadPool,
         progress: impl FnMut(u64, u64),
     ) -> Result<Self, LoadError> {
         let spec = checkpoint.spec();
         let mut loader = Loader::new(device, pool, spec.hidden, widest(spec))?;
-        let mut progress = Progress::start(share.bytes(spec), progress);
+        let mut progress = LoadProgress::start(share.bytes(spec), progress);
         let mut layers = Vec::with_capacity(spec.num_layers);
         for (index, moe) in (0..).zip(&spec.layers) {
             let Some(moe) = moe else {

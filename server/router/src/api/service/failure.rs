@@ -8,6 +8,7 @@
 //! | [`Failure::NoRoom`], [`SubmitError::Overloaded`] | RESOURCE_EXHAUSTED | RetryInfo |
 //! | [`Failure::DeadlineExceeded`] and its like | DEADLINE_EXCEEDED | |
 //! | draining, no group, faults | UNAVAILABLE | RetryInfo |
+//! | [`StepError::Poisoned`] | INTERNAL | |
 //!
 //! Each carries an ErrorInfo with a reason for machines.
 
@@ -76,6 +77,7 @@ impl Failure {
             Failure::ShuttingDown
             | Failure::Submit(SubmitError::Draining | SubmitError::NotReady { .. })
             | Failure::Step(StepError::Unavailable { .. }) => Code::Unavailable,
+            Failure::Step(StepError::Poisoned { .. }) => Code::Internal,
         }
     }
 
@@ -94,6 +96,7 @@ impl Failure {
             Failure::ShuttingDown | Failure::Submit(SubmitError::Draining) => "DRAINING",
             Failure::Submit(SubmitError::NotReady { .. }) => "NOT_READY",
             Failure::Step(StepError::Unavailable { .. }) => "STEP_FAILED",
+            Failure::Step(StepError::Poisoned { .. }) => "POISONED",
         }
     }
 
