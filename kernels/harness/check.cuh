@@ -21,12 +21,23 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     p.layers = table.data, p.layer = layer_index.data, p.error = error.data;
     p.expert_offsets = dr.offsets.data, p.row_index = dr.rows.data, p.row_weight = dr.weights.data;
     p.x = x.data, p.h = h.data, p.x_panels = x_panels.data, p.state = state.data, p.panel_rows = panel_rows;
+    const ScaleWorkspace scales(m, panel_rows);
+    p.x_scales = scales.x.data, p.h_scales = scales.h.data;
+    const bool w8a8 = m.format == EXPERTD_W8A8;
+    int longest = 0;
+    for (int e = 0; e < experts; e++) longest = std::max(longest, routing.offsets[e + 1] - routing.offsets[e]);
 
     struct Variant {
-        int rows, width, blocks, weight_on_input;
+        int rows, width, blocks, weight_on_input, power_of_two = 0;
     };
     std::vector<Variant> list = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-    if (variants) {
+    if (variants && w8a8) {
+        const int blocks = m.hidden > 512 ? 0 : 4;
+        for (int w : {32, 64, 128}) list.push_back({0, w, blocks, 0});
+        for (int r : {64, 128, 256, int(EXPERTD_TILE_TALL)}) list.push_back({r, 0, blocks, 0});
+        list.push_back({64, 32, blocks, 0}), list.push_back({128, 32, blocks, 0});
+        list.push_back({0, 0, 7, 0}), list.push_back({0, 0, blocks, 1}), list.push_back({0, 0, blocks, 0, 1});
+    } else if (variants) {
         const int widest = m.format == EXPERTD_BF16 ? 256 : 128;
         const int blocks = m.hidden > 512 ? 0 : 4; // small matrices: few, so that each goes round its rings
         for (int w : {32, 64, 128, 192, 256})
@@ -42,10 +53,11 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     }
     bool good = true;
     unsigned long long differing = 0;
-    double worst = 0;
+    double worst = 0, worst_exact = 0, worst_model = 0, mean_exact = 0, mean_model = 0;
+    int compared = 0;
     for (size_t v = 0; v < list.size(); v++) {
         p.tile_rows = list[v].rows, p.tile_tokens = list[v].width, p.blocks = list[v].blocks;
-        p.weight_on_input = list[v].weight_on_input;
+        p.weight_on_input = list[v].weight_on_input, p.power_of_two_scales = list[v].power_of_two;
         Buffer<bf16>& out = v == 0 ? first : y;
         out.poison();
         h.poison();
@@ -56,7 +68,7 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         CHECK(cudaGetLastError());
         CHECK(cudaDeviceSynchronize());
         scan_kernel<<<1024, 256>>>(reinterpret_cast<uint16_t*>(out.data), y_written, y_all, bad.data);
-        if (v > 0 && !p.weight_on_input) differ_kernel<<<1024, 256>>>(reinterpret_cast<uint16_t*>(out.data), reinterpret_cast<uint16_t*>(first.data), y_written, bad.data + 1);
+        if (v > 0 && !p.weight_on_input && !p.power_of_two_scales) differ_kernel<<<1024, 256>>>(reinterpret_cast<uint16_t*>(out.data), reinterpret_cast<uint16_t*>(first.data), y_written, bad.data + 1);
         const auto found = bad.read();
         const auto left = state.read();
         const bool clean = std::all_of(left.begin(), left.end(), [](uint32_t w) { return w == 0; });
@@ -85,20 +97,35 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         Buffer<int32_t> d_row(sample_row), d_expert(sample_expert);
         Buffer<float> d_weight(sample_weight);
         Buffer<double> ref_h(size_t(samples) * m.inter), ref_y(size_t(samples) * m.hidden);
-        Reference r{layer.gate.data, layer.up.data, layer.down.data, x.data, layer.gate_up_bias.data, layer.down_bias.data,
+        Reference r{layer.gate.data, layer.up.data, layer.down.data, x.data, nullptr, layer.gate_up_bias.data, layer.down_bias.data,
                     d_row.data, d_expert.data, d_weight.data, ref_h.data, ref_y.data, m.hidden, m.inter, m.activation,
                     p.weight_on_input, p.alpha, p.limit};
         reference_h<<<dim3(samples, m.inter / 8), 256>>>(r);
         reference_y<<<dim3(samples, m.hidden / 8), 256>>>(r);
         CHECK(cudaGetLastError());
-        const auto expected = ref_y.read();
+        const auto exact = ref_y.read();
+        auto expected = exact;
+        if (w8a8) { // the same with x and h quantised, h in the groups of the plan
+            const bool tall = p.tile_rows != 0 ? p.tile_rows == EXPERTD_TILE_TALL || p.tile_rows == 256 : p.tile_tokens != 0 ? p.tile_tokens > 64 : longest > 64;
+            Buffer<double> scratch(size_t(samples) * m.hidden);
+            Buffer<float> quantised(size_t(samples) * m.hidden);
+            quantise_x<<<samples, 128>>>(r, scratch.data, quantised.data, p.power_of_two_scales != 0);
+            r.quantised = quantised.data;
+            reference_h<<<dim3(samples, m.inter / 8), 256>>>(r);
+            quantise_h<<<samples, 128>>>(r, tall ? 128 : 32, p.power_of_two_scales != 0);
+            reference_y<<<dim3(samples, m.hidden / 8), 256>>>(r);
+            CHECK(cudaGetLastError());
+            expected = ref_y.read();
+        }
         std::vector<bf16> row(m.hidden);
         for (int s = 0; s < samples; s++) {
             CHECK(cudaMemcpy(row.data(), out.data + size_t(index[s]) * m.hidden, m.hidden * 2, cudaMemcpyDeviceToHost));
-            double error2 = 0, norm2 = 0;
+            double error2 = 0, norm2 = 0, exact2 = 0, model2 = 0;
             for (int f = 0; f < m.hidden; f++) {
                 const double want = expected[size_t(s) * m.hidden + f], got = double(float(row[f]));
                 error2 += (got - want) * (got - want), norm2 += want * want;
+                const double e = exact[size_t(s) * m.hidden + f];
+                exact2 += (got - e) * (got - e), model2 += (want - e) * (want - e);
             }
             const double relative = std::sqrt(error2 / norm2);
             if (!(relative <= 1e-2)) {
@@ -106,10 +133,15 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
                 good = false;
             }
             worst = std::max(worst, std::isnan(relative) ? 1e9 : relative);
+            worst_exact = std::max(worst_exact, std::sqrt(exact2 / norm2)), worst_model = std::max(worst_model, std::sqrt(model2 / norm2));
+            mean_exact += exact2 / norm2, mean_model += model2 / norm2, compared++;
         }
     }
     std::printf("%-13s %-34s A=%-6d worst row error %.2e, %zu runs, %llu elements differ between variants: %s\n", m.name, what, a,
                 worst, list.size(), differing, good ? "ok" : "FAILED");
+    if (w8a8 && compared > 0)
+        std::printf("    against f64 without quantisation, worst row and root mean square: %.2e %.2e; of the quantised reference %.2e %.2e\n",
+                    worst_exact, std::sqrt(mean_exact / compared), worst_model, std::sqrt(mean_model / compared));
     std::fflush(stdout);
     return good;
 }
@@ -134,14 +166,14 @@ int check_all(bool small_only, const char* only) {
             good &= check_case(m, experts, draw(m, tokens, rng), layer, ("uniform routing, T=" + std::to_string(tokens)).c_str(), tokens == 32);
         }
     }
-    for (int format : {EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4}) {
+    for (int format : {EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4, EXPERTD_W8A8}) {
         if (only != nullptr) break;
         Model clamped{"clamped", small_only ? 512 : 2048, small_only ? 256 : 1024, 20, 8, EXPERTD_SWIGLU_CLAMPED, false, format};
         Layer layer(clamped, 5, true);
         good &= check_case(clamped, 5, from_counts({40, 0, 7, 300, 2}, 333, rng), layer, "5 experts, clamped", true);
-        Model small{"small", 64, 192, 8, 2, EXPERTD_SWIGLU, true, format};
+        Model small{"small", 64, format == EXPERTD_W8A8 ? 256 : 192, 8, 2, EXPERTD_SWIGLU, true, format};
         Layer tiny(small, 3, true);
-        good &= check_case(small, 3, from_counts({5, 0, 40}, 41, rng), tiny, "hidden 64, inter 192, biases", true);
+        good &= check_case(small, 3, from_counts({5, 0, 40}, 41, rng), tiny, "hidden 64, inter 192 or 256, biases", true);
     }
     std::printf(good ? "ALL GOOD\n" : "SOME FAILED\n");
     return good ? 0 : 1;

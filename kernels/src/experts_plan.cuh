@@ -22,11 +22,22 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
     __syncthreads();
 
     Plan plan;
-    const bool tall = p.tile_rows != 0     ? p.tile_rows == EXPERTD_TILE_TALL
-                      : p.tile_tokens != 0 ? false
-                                           : tall_segments<Format>(p, shared.longest, shared.active, shared.tables.offset[p.experts]);
+    bool tall;
+    plan.narrow = false;
+    if constexpr (Format::PANEL_ELEMENTS == BLOCK_K) { // W8A8: tall segments make h in blocks of 128 features
+        tall = p.tile_rows != 0     ? p.tile_rows == EXPERTD_TILE_TALL || p.tile_rows == PAIR_ROWS
+               : p.tile_tokens != 0 ? p.tile_tokens > Format::NARROW_TOKENS
+                                    : shared.longest > Format::NARROW_TOKENS;
+        plan.narrow = !tall;
+        plan.tile_tokens = p.tile_tokens != 0 ? p.tile_tokens : tile_tokens_for<Format>(shared.longest, TILE_ROWS);
+        plan.tile_tokens = tall ? Format::MAX_TOKENS : min(plan.tile_tokens, Format::NARROW_TOKENS);
+    } else {
+        tall = p.tile_rows != 0     ? p.tile_rows == EXPERTD_TILE_TALL
+               : p.tile_tokens != 0 ? false
+                                    : tall_segments<Format>(p, shared.longest, shared.active, shared.tables.offset[p.experts]);
+        plan.tile_tokens = p.tile_tokens != 0 ? p.tile_tokens : tile_tokens_for<Format>(shared.longest, tall ? TALL_ROWS : TILE_ROWS);
+    }
     plan.block_rows = tall ? TALL_ROWS : TILE_ROWS;
-    plan.tile_tokens = p.tile_tokens != 0 ? p.tile_tokens : tile_tokens_for<Format>(shared.longest, plan.block_rows);
     if (p.tile_rows == EXPERTD_TILE_TURNS) plan.tile_tokens = min(plan.tile_tokens, 128);
     plan.paced = paced<Format>(p, plan, shared.active);
     plan.stages = stages_for<Format>(plan.tile_tokens, plan.block_rows);
@@ -52,9 +63,11 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
         tiles_before += tiles[i], rows_before += rows[i];
     }
     plan.in_turn = p.tile_rows != 0 ? p.tile_rows == EXPERTD_TILE_TURNS : !tall && pairs_in_turn<Format>(p, plan);
+    const bool may_pair = Format::PANEL_ELEMENTS == BLOCK_K ? tall : !tall;
     plan.pairs = plan.in_turn || (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS
-                                                   : !tall && plan.tile_tokens > PAIR_TOKENS && min(p.hidden, p.inter) >= PAIR_K);
-    const int given = tall || plan.in_turn ? 0 : min(p.tile_rows, TILE_ROWS);
+                                                   : may_pair && plan.tile_tokens > PAIR_TOKENS && min(p.hidden, p.inter) >= PAIR_K);
+    int given = tall || plan.in_turn ? 0 : min(p.tile_rows, TILE_ROWS);
+    if (plan.narrow && given != 0) given = max(given, LOW_ROWS); // 32 features of h share a scale
     plan.up_rows = plan.in_turn ? level_rows(2 * p.inter, plan.tiles) : given != 0 ? given : segment_rows_for(2 * p.inter, plan);
     plan.down_rows = plan.in_turn ? LOW_ROWS : given != 0 ? given : segment_rows_for(p.hidden, plan);
     __syncthreads();

@@ -30,15 +30,21 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
 
         const int all_rows = segment.phase == 0 ? 2 * p.inter : p.hidden;
         const int blocks = block.k_blocks(segment), per_stage = block.per_stage(segment);
-        const int64_t block_bytes = int64_t(all_rows / UNIT_ROWS) * Format::UNIT_BYTES; // all rows of a k block
+        const int64_t elements = int64_t(all_rows / UNIT_ROWS) * Format::UNIT_BYTES; // of all rows of a k block
+        const int64_t block_bytes = elements + int64_t(all_rows / UNIT_ROWS) * Format::UNIT_SCALE_BYTES;
         const char* source = static_cast<const char*>(segment.phase == 0 ? block.layer.gate_up : block.layer.down) +
                              int64_t(segment.expert) * blocks * block_bytes + int64_t(segment.row / UNIT_ROWS) * Format::UNIT_BYTES;
         const uint32_t bytes = segment.rows / UNIT_ROWS * Format::UNIT_BYTES;
+        const uint32_t scale_bytes = segment.rows / UNIT_ROWS * Format::UNIT_SCALE_BYTES;
+        // From a row's elements to its scale.
+        const int64_t to_scales = elements - int64_t(segment.row / UNIT_ROWS) * (Format::UNIT_BYTES - Format::UNIT_SCALE_BYTES);
         const int* tile = &shared.tables.tile[segment.expert];
         const uint64_t policy = tile[1] - tile[0] == 1 ? once : again; // is there another token tile for these rows?
         for (int k = 0; k < blocks; k += per_stage) {
             const int here = min(per_stage, blocks - k);
             barrier_wait(&shared.stage_empty[stage.slot], stage.parity ^ 1);
+            // What threads have read of the stage before they handed it back comes before the copies that fill it again.
+            if (Format::THREADS_READ) fence_shared_proxy();
             uint64_t* arrived = &shared.full[stage.slot];
             if (block.paced()) {
                 if (under_way == divide_up(PACED_BYTES, stage_weight_bytes<Format>(block.plan.block_rows))) {
@@ -50,9 +56,12 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
                 barrier_arrive(arrived);
                 arrived = &shared.weights_full[stage.slot];
             }
-            barrier_arrive_expect(arrived, bytes * here);
+            barrier_arrive_expect(arrived, (bytes + scale_bytes) * here);
             for (int i = 0; i < here && bytes != 0; i++) {
                 bulk_load(block.weight_stage(stage.slot) + i * bytes, source, bytes, arrived, policy);
+                if (Format::UNIT_SCALE_BYTES != 0) {
+                    bulk_load(block.scale_stage(stage.slot) + i * scale_bytes, source + to_scales, scale_bytes, arrived, policy);
+                }
                 source += block_bytes;
             }
             stage.advance(block.plan.stages);
@@ -85,9 +94,9 @@ __device__ __forceinline__ void produce_tokens(const Block<Format>& block) {
                 const int e = segment.expert;
                 if (segment.phase == 0) {
                     const int octets = (shared.tables.row[e + 1] - shared.tables.row[e]) / 8;
-                    await(block.x_ready(e), uint32_t(octets) * copy_slices(p));
+                    await(p, block.x_ready(e), uint32_t(octets) * copy_slices(p));
                 } else {
-                    await(block.h_ready(e), uint32_t(shared.tables.tile[e + 1] - shared.tables.tile[e]) * (2 * p.inter / UNIT_ROWS));
+                    await(p, block.h_ready(e), uint32_t(shared.tables.tile[e + 1] - shared.tables.tile[e]) * (2 * p.inter / UNIT_ROWS));
                 }
                 ready_expert = e, ready_phase = segment.phase;
             }
@@ -98,11 +107,18 @@ __device__ __forceinline__ void produce_tokens(const Block<Format>& block) {
             const uint32_t half = (bytes / 2 + 1023) / 1024 * 1024;
             const uint32_t mine_from = block.plan.pairs && blockIdx.x % 2 == 1 ? half : 0;
             const uint32_t mine = !block.plan.pairs ? bytes : mine_from == 0 ? half : bytes - half;
+            // W8A8: scales of these tokens, `scales` of each; a token's elements take PANEL_ROW_BYTES.
+            constexpr bool SCALED = Format::SCALE_STAGE_BYTES != 0;
+            const int scales = block.scales_per_token(segment);
+            const uint32_t scale_bytes = SCALED ? bytes / PANEL_ROW_BYTES * 4 * scales : 0;
+            const char* scale_source =
+                reinterpret_cast<const char*>((segment.phase == 0 ? p.x_scales : p.h_scales) + int64_t(segment.panel_row) * scales);
             for (int panel = 0; panel < panels; panel += per_stage) {
                 const int here = min(per_stage, panels - panel);
                 barrier_wait(block.plan.pairs ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
+                if (SCALED) fence_shared_proxy(); // as for weights
                 uint64_t* full = &shared.full[stage.slot];
-                barrier_arrive_expect(full, bytes * here);
+                barrier_arrive_expect(full, (bytes + scale_bytes) * here);
                 for (int i = 0; i < here; i++) {
                     if (!block.plan.pairs) {
                         bulk_load(block.token_stage(stage.slot) + i * bytes, source, bytes, full, policy);
@@ -110,6 +126,16 @@ __device__ __forceinline__ void produce_tokens(const Block<Format>& block) {
                         bulk_load_both(block.token_stage(stage.slot) + i * bytes + mine_from, source + mine_from, mine, full, policy);
                     }
                     source += int64_t(p.panel_rows) * PANEL_ROW_BYTES;
+                    if (SCALED) {
+                        const uint32_t to = block.token_scales(stage.slot) + i * scale_bytes;
+                        const uint32_t from = mine_from / PANEL_ROW_BYTES * 4;
+                        if (!block.plan.pairs) {
+                            bulk_load(to, scale_source, scale_bytes, full, policy);
+                        } else if (mine != 0) {
+                            bulk_load_both(to + from, scale_source + from, mine / PANEL_ROW_BYTES * 4, full, policy);
+                        }
+                        scale_source += int64_t(p.panel_rows) * 4 * scales;
+                    }
                 }
                 stage.advance(block.plan.stages);
             }

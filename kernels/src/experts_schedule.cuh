@@ -64,6 +64,7 @@ struct Plan {
     bool pairs;     // two blocks share each segment
     bool in_turn;   // each segment of a block is one warpgroup's, not only low ones
     bool paced;     // see PACED_BYTES
+    bool narrow;    // W8A8: token tiles of at most NARROW_TOKENS, h with a scale for 32 features; else tall segments, one for 128
 
     __device__ __forceinline__ int rows(int phase) const { return phase == 0 ? up_rows : down_rows; }
 };
@@ -75,7 +76,7 @@ template <class Format> __device__ __forceinline__ constexpr int stage_weight_by
     return block_rows / UNIT_ROWS * Format::UNIT_BYTES;
 }
 template <class Format> __device__ __forceinline__ int stage_token_bytes(int tile_tokens) {
-    return tile_tokens * PANEL_ROW_BYTES * Format::BLOCK_PANELS;
+    return tile_tokens * PANEL_ROW_BYTES * Format::BLOCK_PANELS; // scales stand apart
 }
 
 // Token stages follow the weight stages, at a multiple of SWIZZLE_BYTES.
@@ -87,7 +88,8 @@ template <class Format> __device__ __forceinline__ int stages_for(int tile_token
     constexpr int LARGEST = stage_weight_bytes<Format>(TILE_ROWS) + Format::MAX_TOKENS * PANEL_ROW_BYTES * Format::BLOCK_PANELS;
     static_assert((RING_BYTES - LOST) / LARGEST >= 3, "a consumer may hold two stages while it waits for the third");
     static_assert(RING_BYTES / (stage_weight_bytes<Bf16>(TALL_ROWS) + TALL_TOKENS * PANEL_ROW_BYTES) >= 4, "the same");
-    return min(MAX_STAGES, (RING_BYTES - LOST) / (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens)));
+    static_assert(RING_BYTES / (stage_weight_bytes<W8a8>(TALL_ROWS) + W8a8::MAX_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES) >= 4, "the same");
+    return min(MAX_STAGES, (RING_BYTES - LOST) / (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens) + Format::SCALE_STAGE_BYTES));
 }
 
 // Weights are read from memory once however few tokens an expert has; tall segments then save reads from L2, which is
@@ -106,8 +108,8 @@ __device__ __forceinline__ bool pairs_in_turn(const ExpertdExpertsParams& p, con
 }
 
 template <class Format> __device__ __forceinline__ bool paced(const ExpertdExpertsParams& p, const Plan& plan, int active) {
-    const int units = divide_up(p.hidden / PANEL_K, Format::BLOCK_PANELS) * (2 * p.inter / UNIT_ROWS) +
-                      divide_up(p.inter / PANEL_K, Format::BLOCK_PANELS) * (p.hidden / UNIT_ROWS); // of an expert
+    constexpr int K = Format::PANEL_ELEMENTS * Format::BLOCK_PANELS; // of a unit
+    const int units = divide_up(p.hidden, K) * (2 * p.inter / UNIT_ROWS) + divide_up(p.inter, K) * (p.hidden / UNIT_ROWS); // of an expert
     return plan.tile_tokens <= LOW_SEGMENT_TOKENS &&
            int64_t(active) * units * Format::UNIT_BYTES <= int64_t(PACED_WEIGHTS) * gridDim.x;
 }
@@ -122,8 +124,7 @@ template <class Format> __device__ __forceinline__ int tile_tokens_for(int longe
 // one and brings its own copy of the tokens.
 __device__ __forceinline__ int segment_rows_for(int weight_rows, const Plan& plan) {
     const int64_t segments = int64_t(plan.tiles) * divide_up(weight_rows, TILE_ROWS);
-    if (plan.pairs) return TILE_ROWS;
-    if (plan.block_rows == TALL_ROWS) return TALL_ROWS;
+    if (plan.pairs || plan.block_rows == TALL_ROWS) return plan.block_rows;
     return plan.tile_tokens <= LOW_SEGMENT_TOKENS && segments * 4 < 7 * int64_t(gridDim.x) ? LOW_ROWS : TILE_ROWS;
 }
 
@@ -145,7 +146,7 @@ struct alignas(16) Segment {
     int32_t tokens; // 1 ... tile_tokens
     int32_t panel_row; // row of the first assignment in x_panels and h, a multiple of 8
     int32_t row;    // first weight row, a multiple of 16
-    int32_t rows;   // 16 ... 256; in a pair 0 ... 128
+    int32_t rows;   // 16 ... 256; in a pair 0 ... 128, W8A8 0 ... 256
     int32_t unused;
 };
 
