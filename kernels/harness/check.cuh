@@ -24,19 +24,17 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     const ScaleWorkspace scales(m, panel_rows);
     p.x_scales = scales.x.data, p.h_scales = scales.h.data;
     const bool w8a8 = m.format == EXPERTD_W8A8;
-    int longest = 0;
-    for (int e = 0; e < experts; e++) longest = std::max(longest, routing.offsets[e + 1] - routing.offsets[e]);
 
     struct Variant {
-        int rows, width, blocks, weight_on_input, power_of_two = 0;
+        int rows, width, blocks, weight_on_input, power_of_two = 0, fp8_rows = 0;
     };
     std::vector<Variant> list = {{0, 0, 0, 0}, {0, 0, 0, 0}};
     if (variants && w8a8) {
         const int blocks = m.hidden > 512 ? 0 : 4;
         for (int w : {32, 64, 128}) list.push_back({0, w, blocks, 0});
-        for (int r : {64, 128, 256, int(EXPERTD_TILE_TALL)}) list.push_back({r, 0, blocks, 0});
-        list.push_back({64, 32, blocks, 0}), list.push_back({128, 32, blocks, 0});
-        list.push_back({0, 0, 7, 0}), list.push_back({0, 0, blocks, 1}), list.push_back({0, 0, blocks, 0, 1});
+        for (int r : {256, int(EXPERTD_TILE_TALL)})
+            for (int w : {0, 32, 64}) list.push_back({r, w, blocks, 0});
+        list.push_back({0, 0, 7, 0}), list.push_back({0, 0, blocks, 1}), list.push_back({0, 0, blocks, 0, 1}), list.push_back({0, 0, blocks, 0, 0, 1}), list.push_back({0, 0, blocks, 0, 1, 1});
     } else if (variants) {
         const int widest = m.format == EXPERTD_BF16 ? 256 : 128;
         const int blocks = m.hidden > 512 ? 0 : 4; // small matrices: few, so that each goes round its rings
@@ -53,11 +51,14 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     }
     bool good = true;
     unsigned long long differing = 0;
-    double worst = 0, worst_exact = 0, worst_model = 0, mean_exact = 0, mean_model = 0;
+    double worst = 0, worst_exact = 0, worst_model = 0, mean_relative = 0, mean_exact = 0, mean_model = 0;
     int compared = 0;
     for (size_t v = 0; v < list.size(); v++) {
         p.tile_rows = list[v].rows, p.tile_tokens = list[v].width, p.blocks = list[v].blocks;
         p.weight_on_input = list[v].weight_on_input, p.power_of_two_scales = list[v].power_of_two;
+        const Fp8Rows quantised_rows(x, m.hidden, p.power_of_two_scales != 0);
+        p.x = x.data, p.x_stride = 2 * m.hidden, p.x_format = list[v].fp8_rows;
+        if (p.x_format != 0) p.x = quantised_rows.data.data, p.x_stride = quantised_rows.stride;
         Buffer<bf16>& out = v == 0 ? first : y;
         out.poison();
         h.poison();
@@ -73,7 +74,8 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         const auto left = state.read();
         const bool clean = std::all_of(left.begin(), left.end(), [](uint32_t w) { return w == 0; });
         differing += found[1];
-        if (found[0] != 0 || !clean || (v == 1 && found[1] != 0)) {
+        const bool same = v == 1 || (list[v].fp8_rows && !p.power_of_two_scales && p.blocks == 0); // bits
+        if (found[0] != 0 || !clean || (same && found[1] != 0)) {
             std::printf("  variant rows %d tokens %d blocks %d: %llu bad elements, %llu differ, state %s\n", p.tile_rows,
                         p.tile_tokens, p.blocks, found[0], found[1], clean ? "clean" : "DIRTY");
             good = false;
@@ -105,14 +107,13 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         CHECK(cudaGetLastError());
         const auto exact = ref_y.read();
         auto expected = exact;
-        if (w8a8) { // the same with x and h quantised, h in the groups of the plan
-            const bool tall = p.tile_rows != 0 ? p.tile_rows == EXPERTD_TILE_TALL || p.tile_rows == 256 : p.tile_tokens != 0 ? p.tile_tokens > 64 : longest > 64;
+        if (w8a8) { // the same with x and h quantised
             Buffer<double> scratch(size_t(samples) * m.hidden);
             Buffer<float> quantised(size_t(samples) * m.hidden);
             quantise_x<<<samples, 128>>>(r, scratch.data, quantised.data, p.power_of_two_scales != 0);
             r.quantised = quantised.data;
             reference_h<<<dim3(samples, m.inter / 8), 256>>>(r);
-            quantise_h<<<samples, 128>>>(r, tall ? 128 : 32, p.power_of_two_scales != 0);
+            quantise_h<<<samples, 128>>>(r, 128, p.power_of_two_scales != 0);
             reference_y<<<dim3(samples, m.hidden / 8), 256>>>(r);
             CHECK(cudaGetLastError());
             expected = ref_y.read();
@@ -128,20 +129,24 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
                 exact2 += (got - e) * (got - e), model2 += (want - e) * (want - e);
             }
             const double relative = std::sqrt(error2 / norm2);
-            if (!(relative <= 1e-2)) {
-                if (good) std::printf("  assignment %d expert %d: relative error %g (rows %d tokens %d)\n", index[s], sample_expert[s], relative, p.tile_rows, p.tile_tokens);
+            // W8A8: an error of the last bit of a sum can move an element of h to the next code, or the scale of its group to the
+            // next power of two.
+            const double own = std::sqrt(exact2 / norm2), model = std::sqrt(model2 / norm2);
+            const double limit = !w8a8 ? 1e-2 : p.power_of_two_scales ? 8e-2 : 4e-2;
+            if (!(relative <= limit) || (w8a8 && !(own <= model * 1.25 + 5e-3))) {
+                if (good) std::printf("  assignment %d expert %d: relative error %g, %g without quantisation where the reference has %g (rows %d tokens %d variant %zu)\n", index[s], sample_expert[s], relative, own, model, p.tile_rows, p.tile_tokens, v);
                 good = false;
             }
             worst = std::max(worst, std::isnan(relative) ? 1e9 : relative);
             worst_exact = std::max(worst_exact, std::sqrt(exact2 / norm2)), worst_model = std::max(worst_model, std::sqrt(model2 / norm2));
-            mean_exact += exact2 / norm2, mean_model += model2 / norm2, compared++;
+            mean_relative += relative * relative, mean_exact += exact2 / norm2, mean_model += model2 / norm2, compared++;
         }
     }
     std::printf("%-13s %-34s A=%-6d worst row error %.2e, %zu runs, %llu elements differ between variants: %s\n", m.name, what, a,
                 worst, list.size(), differing, good ? "ok" : "FAILED");
     if (w8a8 && compared > 0)
-        std::printf("    against f64 without quantisation, worst row and root mean square: %.2e %.2e; of the quantised reference %.2e %.2e\n",
-                    worst_exact, std::sqrt(mean_exact / compared), worst_model, std::sqrt(mean_model / compared));
+        std::printf("    against f64 without quantisation, worst row and root mean square: %.2e %.2e; of the quantised reference %.2e %.2e; between the two %.2e\n",
+                    worst_exact, std::sqrt(mean_exact / compared), worst_model, std::sqrt(mean_model / compared), std::sqrt(mean_relative / compared));
     std::fflush(stdout);
     return good;
 }

@@ -1,6 +1,8 @@
 // Random weights in every format: as the kernel wants them, and dequantised for the reference.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include "device.cuh"
 
 // Dequantisation by the formats' definitions, with nothing of the kernel's.
@@ -150,11 +152,39 @@ struct Layer {
     }
 };
 
+// Rows as dispatch pushes them in FP8: codes, then scales of 128 elements each.
+__global__ void quantise_rows_kernel(const bf16* x, uint8_t* out, int hidden, int stride, bool power_of_two) {
+    const bf16* row = x + int64_t(blockIdx.x) * hidden;
+    uint8_t* to = out + int64_t(blockIdx.x) * stride;
+    for (int g = threadIdx.x; g * 128 < hidden; g += blockDim.x) {
+        const int end = min(hidden, (g + 1) * 128);
+        float largest = 7.8886091e-31f;
+        for (int i = g * 128; i < end; i++) largest = fmaxf(largest, fabsf(float(row[i])));
+        float scale = largest / 448.0f;
+        if (power_of_two) scale = float(exp2(ceil(log2(double(scale)))));
+        reinterpret_cast<float*>(to + hidden)[g] = scale;
+        const float inverse = 1.0f / scale;
+        for (int i = g * 128; i < end; i++) to[i] = __nv_cvt_float_to_fp8(float(row[i]) * inverse, __NV_SATFINITE, __NV_E4M3);
+    }
+}
+
+struct Fp8Rows {
+    int stride;
+    Buffer<uint8_t> data;
+    Fp8Rows(const Buffer<bf16>& x, int hidden, bool power_of_two)
+        : stride((hidden + (hidden + 127) / 128 * 4 + 15) / 16 * 16), data(x.count / hidden * stride) {
+        data.poison();
+        quantise_rows_kernel<<<unsigned(x.count / hidden), 64>>>(x.data, data.data, hidden, stride, power_of_two);
+        CHECK(cudaGetLastError());
+        CHECK(cudaDeviceSynchronize());
+    }
+};
+
 // Scales of x and h, which W8A8 needs beside the panels.
 struct ScaleWorkspace {
     Buffer<float> x, h;
     ScaleWorkspace(const Model& m, int panel_rows)
-        : x(size_t((m.hidden + 127) / 128) * panel_rows), h(size_t((m.inter + 127) / 128) * panel_rows * 4) {
+        : x(size_t((m.hidden + 127) / 128) * panel_rows), h(size_t((m.inter + 127) / 128) * panel_rows) {
         x.poison();
         h.poison();
     }

@@ -1,8 +1,6 @@
 // The expert MLP in f64, for sampled assignments, and comparisons of whole buffers.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include "layer.cuh"
 
 template <class T> __device__ double dot(const float* a, const T* b, int n) {

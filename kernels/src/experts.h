@@ -37,7 +37,7 @@ enum ExpertdFormat {
     EXPERTD_FP8 = 1,  /* e4m3, f32 scales for every row and 128 k, and for every row */
     EXPERTD_MXFP4 = 2, /* e2m1, e8m0 scales for every row and 32 k, and f32 scales for every row */
     /* As EXPERTD_FP8, in another layout, and multiplied as FP8: x is quantised to e4m3 for every row and 128 k, h for every row
-     * and 32 or 128 features. inter is a multiple of 128. */
+     * and 128 features. inter is a multiple of 128. */
     EXPERTD_W8A8 = 3
 };
 
@@ -84,7 +84,7 @@ typedef struct ExpertdExpertsParams {
     void* h;                           /* device workspace bf16 [inter / 64][panel_rows][64], 1024-byte aligned;
                                           W8A8: e4m3 [inter / 128][panel_rows][128] */
     float* x_scales;                   /* W8A8: device workspace [ceil(hidden / 128)][panel_rows], 32-byte aligned; else null */
-    float* h_scales;                   /* W8A8: device workspace [inter / 128][panel_rows][4], 32-byte aligned; else null */
+    float* h_scales;                   /* W8A8: device workspace [inter / 128][panel_rows], 32-byte aligned; else null */
     uint32_t* state;                   /* device, expertd_experts_state_words(experts) words, zeroed once at set-up */
     uint32_t* error;                   /* device error word or null: non-zero means return without writing anything */
     uint64_t x_stride;                 /* bytes between rows of x, a multiple of 16 */
@@ -99,8 +99,8 @@ typedef struct ExpertdExpertsParams {
     int32_t blocks;                    /* thread blocks, rounded up to an even number; 0 = one per SM */
     int32_t tile_tokens;               /* widest token tile: 32, 64, 128, bf16 also 192, 256; 0 = chosen on the device */
     int32_t tile_rows;                 /* weight rows of a tile: 16, 32, 64, 128, 256 (shared by two blocks), bf16 with up to
-                                          128 tokens also EXPERTD_TILE_TALL and _TURNS; 0 = chosen on the device. W8A8: 64, 128
-                                          with up to 64 tokens, 256 (512 rows shared by two blocks) and EXPERTD_TILE_TALL with more */
+                                          128 tokens also EXPERTD_TILE_TALL and _TURNS; 0 = chosen on the device. W8A8: 256
+                                          (256 rows of two token tiles for two blocks) and EXPERTD_TILE_TALL */
     int32_t flags;                     /* enum ExpertdLaunchFlags */
     int32_t format;                    /* enum ExpertdFormat, of all layers that are launched with these parameters */
     int32_t x_format;                  /* enum ExpertdRows */

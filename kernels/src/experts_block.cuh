@@ -24,6 +24,7 @@ constexpr int COPY_BARRIER = 3; // named barriers: beside STAGING_BARRIER and MA
 struct Shared {
     ExpertdLayerWeights layer;
     Tables tables;
+    Drawn drawn;
     Segment segments[SEGMENT_SLOTS];
     float weights[SEGMENT_SLOTS][MAX_TILE_TOKENS]; // routing weights of the segment's tokens; W8A8, whose tiles are narrower: Maxima
     uint64_t segment_full[SEGMENT_SLOTS], segment_empty[SEGMENT_SLOTS], routing_full[SEGMENT_SLOTS];
@@ -73,10 +74,11 @@ template <class Format> struct Block {
     // k blocks of a segment: what the unit of weights spans, one panel or several.
     __device__ int k_blocks(const Segment& s) const { return divide_up(k_panels(s), Format::BLOCK_PANELS); }
     __device__ int per_stage(const Segment& s) const {
+        if (Format::PANEL_ELEMENTS == BLOCK_K) return 1; // W8A8
         return blocks_per_stage(plan.rows(s.phase), s.tokens, plan);
     }
     // Shared by the warpgroups, half of the rows each; else it is one's.
-    __device__ bool shared_segment(const Segment& s) const { return !plan.in_turn && (s.rows > 64 || plan.pairs); }
+    __device__ bool shared_segment(const Segment& s) const { return !plan.in_turn && (Format::SHARED_SEGMENTS || s.rows > 64 || plan.pairs); }
     // Little to do: x, h and the counters would be late behind a whole ring of weights in the memory system, and each wait for
     // them is felt. So the ring is filled in portions, each as soon as an earlier one has landed.
     __device__ bool paced() const { return plan.paced; }
@@ -91,8 +93,6 @@ template <class Format> struct Block {
     __device__ Maxima& maxima(uint32_t set) const {
         return *reinterpret_cast<Maxima*>(&shared.weights[set][W8a8::MAX_TOKENS]);
     }
-    // W8A8: scales of a token and a k block.
-    __device__ int scales_per_token(const Segment& s) const { return plan.narrow && s.phase == 1 ? W8a8::NARROW_SCALES : 1; }
     __device__ uint32_t* h_ready(int expert) const { return p.state + STATE_READY + expert; }
     __device__ uint32_t* x_ready(int expert) const { return p.state + STATE_READY + p.experts + expert; }
 };

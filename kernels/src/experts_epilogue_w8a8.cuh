@@ -1,9 +1,8 @@
 // From accumulators to h in e4m3 with its scales: activation, routing weight and biases as in experts_epilogue.cuh, rounded to
 // bf16, then quantised.
 //
-// A warpgroup has 32 features of each token (one half of 64 weight rows) or 64 (two). Alone it quantises 32 of them with one
-// scale; the two warpgroups of a tall segment have 128 features together and meet once for every 64 tokens to find the
-// largest magnitude.
+// A warpgroup has 64 features of each token, in two halves of 64 weight rows. The two warpgroups have 128 together, which share a
+// scale: they meet once for every 64 tokens to find the largest magnitude.
 #pragma once
 
 #include "experts_epilogue.cuh"
@@ -12,9 +11,10 @@
 
 namespace expertd {
 
-constexpr int MAXIMA_BARRIER = 4; // named barrier of both warpgroups
+constexpr int MAXIMA_BARRIER = 4; // named barriers of both warpgroups
+constexpr int TURN_BARRIER = 5;   // and 6: the tensor cores are the first's, or the second's
 
-// What the warpgroups of a tall segment tell each other: the largest magnitudes of up to 64 tokens. There are two sets, used in
+// What the warpgroups tell each other: the largest magnitudes of up to 64 tokens. There are two sets, used in
 // turn: before one is written again, both warpgroups have met over the other.
 struct Maxima {
     float of[2][STAGING_TOKENS];
@@ -22,11 +22,11 @@ struct Maxima {
 
 // `from`: the warpgroup's first weight row in the segment. `sums` [half][N / 2]: sums of 64 weight rows each. `even` and `odd` are the two sets of
 // maxima, `exchanges` counts the meetings of the warpgroups.
-template <int N, int HALVES>
+template <int N>
 __device__ __forceinline__ void store_h_w8a8(const ExpertdExpertsParams& p, const ExpertdLayerWeights& layer, const Segment& segment,
                                              int from, const float* weights, uint32_t staging, Maxima& even, Maxima& odd,
-                                             uint32_t& exchanges, float (&sums)[HALVES][N / 2]) {
-    constexpr int CHUNKS = HALVES * 4;                 // of 8 features, of a token
+                                             uint32_t& exchanges, float (&sums)[2][N / 2]) {
+    constexpr int CHUNKS = 8;                             // of 8 features, of a token
     constexpr int PASSES = STAGING_TOKENS * CHUNKS / 128; // chunks that a thread quantises of 64 tokens
     const int thread = thread_here() % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4;
     const int warpgroup = __shfl_sync(0xffffffff, thread_here() / 128, 0), barrier = STAGING_BARRIER + warpgroup;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_h_w8a8(const ExpertdExpertsParams& p, cons
         if (first >= tokens) break;
         named_sync<128>(barrier); // the staging area has been read
 #pragma unroll
-        for (int half = 0; half < HALVES; half++) {
+        for (int half = 0; half < 2; half++) {
             const int64_t row = int64_t(segment.expert) * 2 * p.inter + feature + half * 32 + warp * 8 + lane / 4;
             const float gate_scale = layer.gate_up_scale[row], up_scale = layer.gate_up_scale[row + p.inter];
             float gate_bias = 0.0f, up_bias = 0.0f;
@@ -66,7 +66,7 @@ __device__ __forceinline__ void store_h_w8a8(const ExpertdExpertsParams& p, cons
             for (int o = 0; o < STAGING_TOKENS / 8; o += 4) { // a token's chunks, permuted against bank conflicts
                 if (first + o * 8 < N) {
                     const int token = o * 8 + lane, at = half * 4 + warp;
-                    const int place = HALVES == 1 ? at ^ (token / 2 % 4) : at ^ (token % 8);
+                    const int place = at ^ (token % 8);
                     store_transposed(own_staging + token * (CHUNKS * 16) + place * 16, packed[o], packed[o + 1], packed[o + 2], packed[o + 3]);
                 }
             }
@@ -79,22 +79,20 @@ __device__ __forceinline__ void store_h_w8a8(const ExpertdExpertsParams& p, cons
             const int token = thread / CHUNKS + i * (128 / CHUNKS);
             v[i] = make_uint4(0, 0, 0, 0);
             if (first + token < tokens) {
-                const int place = HALVES == 1 ? chunk ^ (token / 2 % 4) : chunk ^ (token % 8);
+                const int place = chunk ^ (token % 8);
                 v[i] = load_shared_16(own_staging + token * (CHUNKS * 16) + place * 16);
             }
             largest[i] = lanes_max<CHUNKS>(largest_of(v[i]));
         }
-        if constexpr (HALVES == 2) {
-            Maxima& all = exchanges++ % 2 == 0 ? even : odd;
+        Maxima& all = exchanges++ % 2 == 0 ? even : odd;
 #pragma unroll
-            for (int i = 0; i < PASSES; i++) {
-                if (chunk == 0) all.of[warpgroup][thread / CHUNKS + i * (128 / CHUNKS)] = largest[i];
-            }
-            named_sync<256>(MAXIMA_BARRIER);
+        for (int i = 0; i < PASSES; i++) {
+            if (chunk == 0) all.of[warpgroup][thread / CHUNKS + i * (128 / CHUNKS)] = largest[i];
+        }
+        named_sync<256>(MAXIMA_BARRIER);
 #pragma unroll
-            for (int i = 0; i < PASSES; i++) {
-                largest[i] = fmaxf(largest[i], all.of[1 - warpgroup][thread / CHUNKS + i * (128 / CHUNKS)]);
-            }
+        for (int i = 0; i < PASSES; i++) {
+            largest[i] = fmaxf(largest[i], all.of[1 - warpgroup][thread / CHUNKS + i * (128 / CHUNKS)]);
         }
 #pragma unroll
         for (int i = 0; i < PASSES; i++) {
@@ -103,11 +101,7 @@ __device__ __forceinline__ void store_h_w8a8(const ExpertdExpertsParams& p, cons
             const GroupScale group = group_scale(largest[i], p.power_of_two_scales != 0);
             const uint32_t row = first + token;
             *reinterpret_cast<uint2*>(panel + row * BLOCK_K + panel_byte(row, stored % BLOCK_K)) = quantise(v[i], group.inverse);
-            if (chunk == 0 && (HALVES == 1 || warpgroup == 0)) {
-                float* scale = HALVES == 1 ? p.h_scales + (scale_row + row) * W8a8::NARROW_SCALES + feature % BLOCK_K / 32
-                                           : p.h_scales + scale_row + row;
-                *scale = group.scale;
-            }
+            if (chunk == 0 && warpgroup == 0) p.h_scales[scale_row + row] = group.scale;
         }
     }
 }

@@ -27,6 +27,7 @@ struct Bf16 : Registers<208, 88> {
     static constexpr bool ROW_SCALES = false;                      // sums of a row are multiplied with a factor
     static constexpr bool THREADS_READ = false;                    // threads read stages, not only the tensor cores
     static constexpr int SCALE_STAGE_BYTES = 0;                    // scales of a stage
+    static constexpr bool SHARED_SEGMENTS = false;                 // both warpgroups have a share of every segment, low ones too
     static constexpr bool HALVES = true; // a warpgroup may compute twice 64 weight rows: tall segments, pairs in turn
 };
 
@@ -46,6 +47,7 @@ struct Fp8 : Registers<208, 88> {
     static constexpr bool ROW_SCALES = true;
     static constexpr bool THREADS_READ = true;
     static constexpr int SCALE_STAGE_BYTES = 0;
+    static constexpr bool SHARED_SEGMENTS = false;
     static constexpr int MAX_TOKENS = 128; // sums of a k block and sums of all of them share the registers
     static constexpr bool HALVES = false;
     static constexpr bool SCALED_SUMS = true;
@@ -82,6 +84,7 @@ struct Mxfp4 : Registers<208, 88> {
     static constexpr bool ROW_SCALES = true;
     static constexpr bool THREADS_READ = true;
     static constexpr int SCALE_STAGE_BYTES = 0;
+    static constexpr bool SHARED_SEGMENTS = false;
     static constexpr int MAX_TOKENS = 128;
     static constexpr bool HALVES = false;
     static constexpr bool SCALED_SUMS = false;
@@ -117,21 +120,19 @@ struct Mxfp4 : Registers<208, 88> {
     }
 };
 
-// FP8 weights that the tensor cores multiply with FP8 rows. Sums over 128 k, or over 32 of h where tiles are narrow, are scaled
-// in f32 before they are added up.
+// FP8 weights that the tensor cores multiply with FP8 rows. Sums over 128 k are scaled in f32 before they are added up. All
+// segments are tall: 256 rows of gate and up are 128 features of h, which share a scale.
 struct W8a8 : Registers<216, 72> {
     static constexpr int UNIT_BYTES = UNIT_ROWS * BLOCK_K;
     static constexpr int UNIT_SCALE_BYTES = UNIT_ROWS * 4;
     static constexpr int PANEL_ELEMENTS = BLOCK_K;
     static constexpr int BLOCK_PANELS = 1;
     static constexpr int MAX_TOKENS = 112; // sums of 128 rows and of a k block of 64 share the registers
-    static constexpr int NARROW_TOKENS = 64; // widest tile of which h is quantised per 32 features: a warpgroup's own
-    static constexpr int NARROW_SCALES = BLOCK_K / 32;
     static constexpr bool HALVES = false;
     static constexpr bool ROW_SCALES = true;
     static constexpr bool THREADS_READ = true;
-    // Of the weight rows, then of the tokens: 256 rows and 112 tokens, or 128 rows and 64 tokens with NARROW_SCALES each.
-    static constexpr int SCALE_STAGE_BYTES = 1536;
+    static constexpr int SCALE_STAGE_BYTES = 1536; // of 256 weight rows, then of up to 128 tokens
+    static constexpr bool SHARED_SEGMENTS = true;
 };
 
 // Chunk number `chunk` of a lane: chunks of a k block are 512 bytes of the unit apart.

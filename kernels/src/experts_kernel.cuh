@@ -84,22 +84,15 @@ __device__ __forceinline__ void compute_any(const Block<Format>& block, const Se
 #undef EXPERTD_COMPUTE
 }
 
-__device__ __forceinline__ void compute_any(const Block<W8a8>& block, const Segment& segment, int from, bool shared_segment,
+__device__ __forceinline__ void compute_any(const Block<W8a8>& block, const Segment& segment, int from, bool,
                                             const Cursor& slot, Cursor& stage, uint32_t& exchanges) {
-    static_assert(W8a8::MAX_TOKENS == 112 && W8a8::NARROW_TOKENS == 64, "the widest below");
+    static_assert(W8a8::MAX_TOKENS == 112, "the widest below");
     const int n = segment.tokens;
-#define EXPERTD_COMPUTE(N) compute_narrow<N>(block, segment, from, shared_segment, slot, stage, exchanges)
-    if (block.plan.narrow) {
-        if (n <= 8) EXPERTD_COMPUTE(8);
-        EXPERTD_UP_TO(16)
-        EXPERTD_UP_TO(32)
-        EXPERTD_UP_TO(48)
-        else EXPERTD_COMPUTE(64);
-        return;
-    }
-#undef EXPERTD_COMPUTE
-#define EXPERTD_COMPUTE(N) compute_tall<N>(block, segment, from, slot, stage, exchanges)
-    if (n <= 32) EXPERTD_COMPUTE(32);
+#define EXPERTD_COMPUTE(N) compute_w8a8<N>(block, segment, from, slot, stage, exchanges)
+    if (n <= 8) EXPERTD_COMPUTE(8);
+    EXPERTD_UP_TO(16)
+    EXPERTD_UP_TO(32)
+    EXPERTD_UP_TO(48)
     EXPERTD_UP_TO(64)
     EXPERTD_UP_TO(80)
     EXPERTD_UP_TO(96)
@@ -116,6 +109,7 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
     Cursor slot, stage;
     int turn = 0;
     uint32_t turn_parity = 0, exchanges = 0;
+    if (Format::SHARED_SEGMENTS && warpgroup == 1) named_arrive<256>(TURN_BARRIER); // the first turn is the first warpgroup's
     while (true) {
         barrier_wait(&shared.segment_full[slot.slot], slot.parity);
         const Segment segment = uniform(shared.segments[slot.slot]);
@@ -180,6 +174,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
             barrier_init(&shared.stage_empty[i], CONSUMER_WARPS * WARP_ARRIVALS);
             barrier_init(&shared.pair_empty[i], 2 * CONSUMER_WARPS * WARP_ARRIVALS);
         }
+        for (int i = 0; i < DRAWN_SLOTS; i++) barrier_init(&shared.drawn.full[i], 1);
         barrier_init(&shared.turn[0], CONSUMER_WARPS / 2 * WARP_ARRIVALS);
         barrier_init(&shared.turn[1], CONSUMER_WARPS / 2 * WARP_ARRIVALS);
         barrier_init(&shared.rows_loaded, COPY_THREADS);

@@ -11,7 +11,7 @@ template <class Format>
 __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
     const ExpertdExpertsParams& p = block.p;
     Shared& shared = block.shared;
-    Scheduler scheduler(p, shared.tables, block.plan);
+    Scheduler scheduler(p, shared.tables, block.plan, shared.drawn);
     Cursor slot, stage, landing; // landing: the oldest stage that is under way, of paced ones
     int under_way = 0;
     const uint64_t once = policy_evict_first(), again = policy_evict_normal();
@@ -39,10 +39,14 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
         // From a row's elements to its scale.
         const int64_t to_scales = elements - int64_t(segment.row / UNIT_ROWS) * (Format::UNIT_BYTES - Format::UNIT_SCALE_BYTES);
         const int* tile = &shared.tables.tile[segment.expert];
-        const uint64_t policy = tile[1] - tile[0] == 1 ? once : again; // is there another token tile for these rows?
+        const bool sharing = Format::UNIT_SCALE_BYTES != 0 && block.plan.share_weights;
+        const uint64_t policy = tile[1] - tile[0] == (sharing ? 2 : 1) ? once : again; // is there another token tile for these rows?
+        // Where a pair shares weights, each block brings half of the segment's rows for both.
+        const uint32_t half = segment.rows / 2 / UNIT_ROWS * UNIT_ROWS, mine_from = blockIdx.x % 2 == 0 ? 0 : half;
+        const uint32_t mine = blockIdx.x % 2 == 0 ? half : segment.rows - half;
         for (int k = 0; k < blocks; k += per_stage) {
             const int here = min(per_stage, blocks - k);
-            barrier_wait(&shared.stage_empty[stage.slot], stage.parity ^ 1);
+            barrier_wait(sharing ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
             // What threads have read of the stage before they handed it back comes before the copies that fill it again.
             if (Format::THREADS_READ) fence_shared_proxy();
             uint64_t* arrived = &shared.full[stage.slot];
@@ -58,6 +62,13 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
             }
             barrier_arrive_expect(arrived, (bytes + scale_bytes) * here);
             for (int i = 0; i < here && bytes != 0; i++) {
+                if (sharing) {
+                    bulk_load_both(block.weight_stage(stage.slot) + mine_from * PANEL_ROW_BYTES, source + mine_from * PANEL_ROW_BYTES,
+                                   mine * PANEL_ROW_BYTES, arrived, policy);
+                    bulk_load_both(block.scale_stage(stage.slot) + mine_from * 4, source + to_scales + mine_from * 4, mine * 4, arrived, policy);
+                    source += block_bytes;
+                    continue;
+                }
                 bulk_load(block.weight_stage(stage.slot) + i * bytes, source, bytes, arrived, policy);
                 if (Format::UNIT_SCALE_BYTES != 0) {
                     bulk_load(block.scale_stage(stage.slot) + i * scale_bytes, source + to_scales, scale_bytes, arrived, policy);
@@ -103,38 +114,31 @@ __device__ __forceinline__ void produce_tokens(const Block<Format>& block) {
             const int panels = block.k_panels(segment), per_stage = block.per_stage(segment) * Format::BLOCK_PANELS;
             const uint32_t bytes = round_up_8(segment.tokens) * PANEL_ROW_BYTES;
             const char* source = static_cast<const char*>(segment.phase == 0 ? p.x_panels : p.h) + int64_t(segment.panel_row) * PANEL_ROW_BYTES;
-            // In a pair, the first block brings the first half of the tokens for both, the second block the second half.
-            const uint32_t half = (bytes / 2 + 1023) / 1024 * 1024;
-            const uint32_t mine_from = block.plan.pairs && blockIdx.x % 2 == 1 ? half : 0;
-            const uint32_t mine = !block.plan.pairs ? bytes : mine_from == 0 ? half : bytes - half;
-            // W8A8: scales of these tokens, `scales` of each; a token's elements take PANEL_ROW_BYTES.
             constexpr bool SCALED = Format::SCALE_STAGE_BYTES != 0;
-            const int scales = block.scales_per_token(segment);
-            const uint32_t scale_bytes = SCALED ? bytes / PANEL_ROW_BYTES * 4 * scales : 0;
-            const char* scale_source =
-                reinterpret_cast<const char*>((segment.phase == 0 ? p.x_scales : p.h_scales) + int64_t(segment.panel_row) * scales);
+            // In a pair, the first block brings the first half of the tokens for both, the second block the second half.
+            const bool sharing = block.plan.pairs && !(SCALED && block.plan.share_weights);
+            const uint32_t half = (bytes / 2 + 1023) / 1024 * 1024;
+            const uint32_t mine_from = sharing && blockIdx.x % 2 == 1 ? half : 0;
+            const uint32_t mine = !sharing ? bytes : mine_from == 0 ? half : bytes - half;
+            // W8A8: a scale of each token and panel.
+            const uint32_t scale_bytes = SCALED ? bytes / PANEL_ROW_BYTES * 4 : 0;
+            const float* scale_source = (segment.phase == 0 ? p.x_scales : p.h_scales) + segment.panel_row;
             for (int panel = 0; panel < panels; panel += per_stage) {
                 const int here = min(per_stage, panels - panel);
-                barrier_wait(block.plan.pairs ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
+                barrier_wait(sharing ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
                 if (SCALED) fence_shared_proxy(); // as for weights
                 uint64_t* full = &shared.full[stage.slot];
                 barrier_arrive_expect(full, (bytes + scale_bytes) * here);
                 for (int i = 0; i < here; i++) {
-                    if (!block.plan.pairs) {
-                        bulk_load(block.token_stage(stage.slot) + i * bytes, source, bytes, full, policy);
+                    if (!sharing) {
+                        if (bytes != 0) bulk_load(block.token_stage(stage.slot) + i * bytes, source, bytes, full, policy);
                     } else if (mine != 0) {
                         bulk_load_both(block.token_stage(stage.slot) + i * bytes + mine_from, source + mine_from, mine, full, policy);
                     }
                     source += int64_t(p.panel_rows) * PANEL_ROW_BYTES;
                     if (SCALED) {
-                        const uint32_t to = block.token_scales(stage.slot) + i * scale_bytes;
-                        const uint32_t from = mine_from / PANEL_ROW_BYTES * 4;
-                        if (!block.plan.pairs) {
-                            bulk_load(to, scale_source, scale_bytes, full, policy);
-                        } else if (mine != 0) {
-                            bulk_load_both(to + from, scale_source + from, mine / PANEL_ROW_BYTES * 4, full, policy);
-                        }
-                        scale_source += int64_t(p.panel_rows) * 4 * scales;
+                        if (bytes != 0) bulk_load(block.token_scales(stage.slot) + i * scale_bytes, scale_source, scale_bytes, full, policy);
+                        scale_source += p.panel_rows;
                     }
                 }
                 stage.advance(block.plan.stages);

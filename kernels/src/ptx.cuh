@@ -44,6 +44,15 @@ __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t bl
                  : "memory");
 }
 
+// Stores a word to the shared memory of another block of the cluster and completes its bytes on a barrier there. The place and the
+// barrier are given by their addresses in this block.
+__device__ __forceinline__ void store_at(const uint32_t* place, uint32_t block, uint32_t value, uint64_t* barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                     peer_address(smem_address(place), block)),
+                 "r"(value), "r"(peer_address(smem_address(barrier), block))
+                 : "memory");
+}
+
 // Arrives once all earlier cp.async of this thread have landed.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
@@ -193,6 +202,11 @@ __device__ __forceinline__ int thread_here() {
 
 template <int COUNT> __device__ __forceinline__ void named_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
+}
+
+// The other side of named_sync: does not wait.
+template <int COUNT> __device__ __forceinline__ void named_arrive(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
 }
 
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
