@@ -1,6 +1,6 @@
 //! What the API adds to a bare tonic echo of the same payload: one request outstanding, rounds interleaved, medians.
 //!
-//! `cargo bench --bench api [-- unix]`. Both servers run on runtimes of their own; rows are fresh for every call.
+//! `cargo bench -p expertd-benches --bench api [-- unix]`. Both servers run on runtimes of their own; rows are fresh for every call.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::collections::BTreeMap;
@@ -9,11 +9,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use expertd::api::{Patience, Server, ServerConfig};
-use expertd::scheduler::{
-    Answer, Backend, DrainFuture, DrainReport, ModelInfo, MoeLayerInfo, Pending, ServiceStatus, SubmitError,
-};
-use expertd::types::{Generation, LayerId, StepId, WeightVersion};
 use expertd_proto::transport;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::moe_client::MoeClient;
@@ -22,6 +17,11 @@ use expertd_proto::v1::{
     DType, ForwardRequest, ForwardResponse, ForwardStreamRequest, ForwardStreamResponse, GetModelRequest,
     GetModelResponse, ListModelsRequest, ListModelsResponse,
 };
+use expertd_router::api::{Patience, Server, ServerConfig};
+use expertd_router::backend::{
+    Answer, Backend, DrainFuture, DrainReport, ModelInfo, MoeLayerInfo, Pending, ServiceStatus, SubmitError,
+};
+use expertd_types::{Generation, LayerId, StepId, WeightVersion};
 use rand::RngExt as _;
 use tokio::sync::{oneshot, watch};
 use tokio_util::sync::CancellationToken;
@@ -67,7 +67,7 @@ impl Moe for Bare {
 
 struct Echo {
     model: Arc<ModelInfo>,
-    state: watch::Sender<expertd::scheduler::ServiceState>,
+    state: watch::Sender<expertd_router::backend::ServiceState>,
 }
 
 impl Echo {
@@ -83,11 +83,11 @@ impl Echo {
             routes_by_token_id: false,
             vocabulary: 0,
         };
-        let limits = expertd::scheduler::Limits {
+        let limits = expertd_router::backend::Limits {
             max_tokens_per_request: MAX_TOKENS,
             max_tokens_per_step: MAX_TOKENS,
             max_tokens_per_rank: MAX_TOKENS,
-            max_message_bytes: expertd::scheduler::Limits::message_bytes(MAX_TOKENS, HIDDEN, 8),
+            max_message_bytes: expertd_router::backend::Limits::message_bytes(MAX_TOKENS, HIDDEN, 8),
             max_streams_per_connection: 128,
             max_requests_per_stream: 64,
             max_connections: 64,
@@ -105,7 +105,10 @@ impl Echo {
             limits,
             placement: Vec::new(),
         };
-        Echo { model: Arc::new(model), state: watch::channel(expertd::scheduler::ServiceState::Serving).0 }
+        Echo {
+            model: Arc::new(model),
+            state: watch::channel(expertd_router::backend::ServiceState::Serving).0,
+        }
     }
 }
 
@@ -114,9 +117,9 @@ impl Backend for Echo {
         Arc::clone(&self.model)
     }
 
-    fn submit(&self, request: expertd::scheduler::Request) -> Result<Pending, SubmitError> {
+    fn submit(&self, request: expertd_router::backend::Request) -> Result<Pending, SubmitError> {
         let (sender, receiver) = oneshot::channel();
-        let receipt = expertd::scheduler::Receipt {
+        let receipt = expertd_router::backend::Receipt {
             steps: vec![StepId(1)],
             generation: Generation(1),
             weight_version: WeightVersion(1),
@@ -135,7 +138,7 @@ impl Backend for Echo {
         ServiceStatus::default()
     }
 
-    fn watch_state(&self) -> watch::Receiver<expertd::scheduler::ServiceState> {
+    fn watch_state(&self) -> watch::Receiver<expertd_router::backend::ServiceState> {
         self.state.subscribe()
     }
 
@@ -155,7 +158,7 @@ fn runtime() -> tokio::runtime::Runtime {
 
 fn start_bare(unix: Option<&str>) -> String {
     let runtime = runtime();
-    let limit = expertd::scheduler::Limits::message_bytes(MAX_TOKENS, HIDDEN, 8);
+    let limit = expertd_router::backend::Limits::message_bytes(MAX_TOKENS, HIDDEN, 8);
     let router = tonic::transport::Server::builder()
         .tcp_nodelay(true)
         .initial_stream_window_size(transport::STREAM_WINDOW_BYTES)
@@ -194,7 +197,7 @@ fn start_service(listen: &str) -> String {
 }
 
 async fn client(address: &str) -> MoeClient<Channel> {
-    let limit = expertd::scheduler::Limits::message_bytes(MAX_TOKENS, HIDDEN, 8);
+    let limit = expertd_router::backend::Limits::message_bytes(MAX_TOKENS, HIDDEN, 8);
     MoeClient::new(transport::connect(address).await.unwrap()).max_decoding_message_size(limit)
 }
 

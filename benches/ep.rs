@@ -10,10 +10,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use expertd::ep::cpu::loopback;
-use expertd::ep::{CpuGroup, EpConfig, EpGroup, HostRouting};
-use expertd::shm::wait::SPIN;
-use expertd::types::{Generation, Rank, Slot};
+use expertd_ipc::wait::SPIN;
+use expertd_rank_cpu::group::loopback;
+use expertd_rank_cpu::{CpuGroup, EpConfig, HostRouting};
+use expertd_types::{Generation, Rank, Slot};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -9,9 +9,9 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use expertd::experts::cpu::{CpuExpert, Workspace, WorkspaceSize, forward};
-use expertd::experts::{Assignments, ExpertKind, ExpertWeights, WeightOn};
-use expertd::linalg::{Activation, MatrixView, Scales, WeightFormat};
+use expertd_compute::experts::cpu::{CpuExpert, Workspace, WorkspaceSize, forward};
+use expertd_compute::experts::{Assignments, ExpertKind};
+use expertd_model::{Activation, ExpertWeights, MatrixView, Scales, WeightFormat, WeightOn};
 use rand::seq::index::sample;
 use rand::{Rng, RngExt};
 

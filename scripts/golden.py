@@ -2,11 +2,11 @@
 """Makes checkpoints of many shapes with Hugging Face transformers and records their MoE blocks.
 
     python scripts/golden.py OUT [--only SUBSTRING] [--random N]
-    EXPERTD_GOLDEN=OUT cargo test --test golden_block
+    EXPERTD_GOLDEN=OUT cargo test --test checkpoints golden_block
 
-    EXPERTD_SYNTH_OUT=OUT cargo test --test synth
+    EXPERTD_SYNTH_OUT=OUT cargo test --test checkpoints synth
     python scripts/golden.py OUT --record
-    EXPERTD_GOLDEN=OUT cargo test --test golden_block
+    EXPERTD_GOLDEN=OUT cargo test --test checkpoints golden_block
 
 Each folder has what `save_pretrained` writes and a `golden.safetensors` like those in tests/fixtures/golden: recorded
 in float32 from the checkpoint as it was loaded back from disk. With --record, the checkpoints are there already;

@@ -1,13 +1,11 @@
-//! The `expertd` binary: picks the subcommand; everything else is in the library.
+//! The `expertd` binary: sets the allocator; everything else is in `expertd-cli`.
 
 use std::process::ExitCode;
 
-use expertd::commands;
-
 /// Memory freed by one request serves the next without going back to the kernel.
 #[global_allocator]
-static ALLOCATOR: expertd::memory::Allocator = expertd::memory::Allocator;
+static ALLOCATOR: expertd_memory::Allocator = expertd_memory::Allocator;
 
 fn main() -> ExitCode {
-    commands::main()
+    expertd_cli::main()
 }

@@ -54,7 +54,7 @@ const Model MODELS[] = {
 };
 __host__ __device__ inline bool fp8_codes(int format) { return format == EXPERTD_FP8 || format == EXPERTD_W8A8; }
 inline int ranks = 4; // of the group that the load belongs to
-constexpr double HBM = 4.2e12, TENSOR = 650e12; // the rates of the floors in docs/performance.md
+constexpr double HBM = 4.2e12, TENSOR = 650e12; // the rates of the floors in docs/measurements/gpu-steps.md
 
 // ---- device memory ----
 

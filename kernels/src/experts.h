@@ -8,8 +8,7 @@
  * on them, so one captured graph serves every step and, through the layer table, every layer of a shape.
  *
  * Functions return a cudaError_t as int. None of them allocates; launches are graph-capturable.
- * Weight layout: experts_layout.cuh. Everything is documented in docs/decisions/0011-gpu-experts.md,
- * 0014-gpu-formats.md and 0016-fp8-products.md. */
+ * Weight layout: experts_layout.cuh. Everything is documented in docs/gpu.md, "The experts' kernel". */
 #ifndef EXPERTD_EXPERTS_H
 #define EXPERTD_EXPERTS_H
 

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -130,21 +131,24 @@ def main():
     parser.add_argument("--peer-site", help="folder with nccl-extensions and nccl4py, for nccl_ep")
     parser.add_argument("--nccl-home", help="NCCL 2.30.7: lib and include, for nccl_ep")
     parser.add_argument("--patience", type=int, default=300, help="seconds that one program may take")
-    parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument("--commit", help="commit that the binary was built from, for the record")
+    parser.add_argument("--json", type=Path, help="write everything to this file, for scripts/plot_performance.py")
     args = parser.parse_args()
     if "nccl_ep" in args.peers and not (args.peer_site and args.nccl_home):
         parser.error("nccl_ep needs --peer-site and --nccl-home")
     with tempfile.TemporaryDirectory() as folder:
         found = ceilings(args)
         print(f"ceilings: {json.dumps(found)}")
-        everything = {"ceilings": found, "runs": []}
+        about = {"measured": time.strftime("%Y-%m-%d"), "commit": args.commit}
+        everything = {"about": about, "ceilings": found, "runs": []}
         for shape in args.shape:
             for ranks in args.ranks:
                 mine = ours(args, ranks, shape, args.tokens, found, folder)
                 # One rank has nobody to exchange with.
                 names = [name for name in args.peers if ranks > 1 or name != "nccl_ep"]
                 others = {name: peer(args, name, ranks, shape, args.tokens, folder) for name in names}
-                everything["runs"].append(dict(shape=shape, ranks=ranks, routing=args.routing, ours=mine, peers=others))
+                run = dict(shape=shape, ranks=ranks, format="bf16", routing=args.routing, ours=mine, peers=others)
+                everything["runs"].append(run)
                 print(f"\n{shape}, {ranks} ranks, bf16, medians in µs")
                 columns = ["rows per rank", "step", "without copies", "floor", "x floor", *names, "best peer / ours"]
                 print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")

@@ -28,3 +28,12 @@ pub mod v1 {
 
 /// Encoded `FileDescriptorSet` of the package, for reflection.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/expertd_descriptor.bin"));
+
+/// Compiles the Rust examples of the README and of docs/api.md as doctests.
+#[cfg(doctest)]
+mod documents {
+    #[doc = include_str!("../../README.md")]
+    struct Readme;
+    #[doc = include_str!("../../docs/api.md")]
+    struct Api;
+}

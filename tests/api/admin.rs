@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd::api::{Server, ServerConfig, ServerError, ready_probe};
-use expertd::scheduler::{ServiceState, SubmitError};
-use expertd::telemetry::{MetricsEndpoint, install_recorder, names};
 use expertd_proto::v1::admin_client::AdminClient;
 use expertd_proto::v1::{DrainRequest, GetStatusRequest};
 use expertd_proto::{RetryPolicy, transport};
+use expertd_router::api::{Server, ServerConfig, ServerError, ready_probe};
+use expertd_router::backend::{ServiceState, SubmitError};
+use expertd_router::telemetry::{MetricsEndpoint, install_recorder, names};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio_stream::StreamExt as _;
 use tonic::Code;
@@ -108,7 +108,7 @@ async fn admin_stays_off_the_network() {
         listen: vec!["127.0.0.1:0".parse().unwrap()],
         admin: Some("0.0.0.0:0".parse().unwrap()),
         shutdown_grace: Duration::ZERO,
-        patience: expertd::api::Patience::default(),
+        patience: expertd_router::api::Patience::default(),
     };
     let error = Server::bind(&config, fake()).await.err().unwrap();
     assert!(matches!(error, ServerError::AdminNotLoopback(_)), "{error}");
@@ -152,7 +152,7 @@ async fn get(address: &str, path: &str) -> (String, String) {
 
 #[tokio::test]
 async fn the_scrape_endpoint_has_documented_names_and_probes() {
-    let recorder = install_recorder();
+    let recorder = install_recorder("");
     let fake = fake();
     let endpoint = MetricsEndpoint::bind("127.0.0.1:0".parse().unwrap(), recorder, ready_probe(fake.clone()))
         .await
@@ -197,9 +197,9 @@ async fn the_scrape_endpoint_has_documented_names_and_probes() {
 
 #[tokio::test]
 async fn the_commands_talk_to_admin_only() {
-    use expertd::commands::admin::AdminAddress;
-    use expertd::commands::drain::{DrainArgs, drain};
-    use expertd::commands::status::{StatusArgs, status};
+    use expertd_cli::admin::AdminAddress;
+    use expertd_cli::drain::{DrainArgs, drain};
+    use expertd_cli::status::{StatusArgs, status};
 
     let service = Service::start(&fake()).await;
     let admin = AdminAddress { address: service.admin.clone() };

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use expertd::scheduler::*;
-use expertd::types::{Generation, LayerId, Rank, StepId, WeightVersion};
+use expertd_router::backend::*;
+use expertd_types::{Generation, LayerId, Rank, StepId, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
 /// Echoes at once.

@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use expertd::scheduler::SubmitError;
 use expertd_proto::v1::{
     DType, DeviceRef, ForwardRequest, Routing, SharedExperts, SharedMemoryRef, forward_request::Payload,
 };
 use expertd_proto::{Client, retry_delay};
+use expertd_router::backend::SubmitError;
 use tonic::{Code, Status};
 use tonic_types::StatusExt as _;
 

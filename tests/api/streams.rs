@@ -241,11 +241,11 @@ async fn shutting_down_ends_streams_with_a_status() {
 }
 
 fn fake_limit(fake: &Fake) -> usize {
-    expertd::scheduler::Backend::model(fake).limits.max_message_bytes
+    expertd_router::backend::Backend::model(fake).limits.max_message_bytes
 }
 
 impl Fake {
     fn held_limit(&self) -> usize {
-        expertd::scheduler::Backend::model(self).limits.max_requests_per_stream as usize
+        expertd_router::backend::Backend::model(self).limits.max_requests_per_stream as usize
     }
 }

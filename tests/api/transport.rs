@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
-use expertd::api::Patience;
-use expertd::scheduler::Limits;
 use expertd_proto::transport::endpoint;
 use expertd_proto::v1::ForwardRequest;
+use expertd_router::api::Patience;
+use expertd_router::backend::Limits;
 use http_body_util::BodyExt as _;
 use prost::Message as _;
 use rand::RngExt as _;

@@ -4,6 +4,8 @@
 
 mod ids;
 mod phase;
+mod pieces;
 
 pub use ids::*;
 pub use phase::Phase;
+pub use pieces::{Pieces, Slices};

@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Checks the Markdown files of the repository: relative links, anchors, and paths in backticks must exist.
+
+Prints each one that does not, and exits with 1 if there are any. Python's standard library and git are all it needs.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TOP = "server|kernels|proto|loadtest|tests|scripts|docs|benches|examples|deploy|python"
+
+
+def anchor(heading):
+    """The anchor that GitHub gives to a heading."""
+    text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading.strip().lower())
+    return re.sub(r"[^\w\- ]", "", text.replace("`", "")).replace(" ", "-")
+
+
+def main():
+    names = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    pages = {ROOT / name: (ROOT / name).read_text() for name in names.split()}
+    prose = {page: re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M) for page, text in pages.items()}
+    anchors = {page: {anchor(h) for h in re.findall(r"^#+ (.*)$", text, re.M)} for page, text in prose.items()}
+    wrong = []
+    for page, text in prose.items():
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if re.match(r"[a-z]+:", link):
+                continue
+            path, _, name = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists():
+                wrong.append((page, f"links to {link}, which does not exist"))
+            elif name and name not in anchors.get(target, set()):
+                wrong.append((page, f"links to {link}, but {target.name} has no such heading"))
+        for path in re.findall(rf"`((?:{TOP})/[\w./-]+)`", text):
+            if not (ROOT / path).exists():
+                wrong.append((page, f"names `{path}`, which does not exist"))
+    for page, text in wrong:
+        print(f"{page.relative_to(ROOT)}: {text}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,391 @@
+//! `expertd bench`: the phases of a step, without gRPC.
+
+mod floor;
+mod report;
+mod routing;
+
+use std::collections::VecDeque;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use clap::Args;
+use expertd_kernels::ceilings::Ceilings;
+use rand::rngs::SmallRng;
+use rand::{RngExt as _, SeedableRng as _};
+use rand_distr::{Distribution as _, StandardNormal};
+
+use self::floor::{Floor, LayerSizes, floor};
+use self::report::Figures;
+use self::routing::RoutingArg;
+use super::ceilings;
+use super::client::DTypeArg;
+use super::rows;
+use super::serve::plan::{PlanError, ServePlan};
+use super::serve::settings::{Given, ServeArgs};
+use expertd_ipc::control::DeviceKind;
+use expertd_rank_cuda as gpu;
+use expertd_router::backend::{
+    Backend, ClientKey, ModelInfo, Pending, Receipt, Request, RequestId, ServiceState, StepError, SubmitError,
+};
+use expertd_router::steps::{Service, StartError};
+use expertd_types::{DType, LayerId};
+
+/// Measure the phases of a step on this machine, without gRPC
+///
+/// Starts the ranks, sends one request at a time (or keeps several in flight), rotates over the model's layers and draws
+/// other random rows for every step. Prints medians; the spread is that of the whole step.
+/// On GPUs, and wherever it is given what the machine reaches, prints the floor of the routing that was drawn as well:
+/// the slowest rank's weights or arithmetic, and rows over the busiest link.
+#[derive(Args, Clone, Debug)]
+pub struct BenchArgs {
+    /// Folder of the checkpoint; `expertd synth` makes one of any shape
+    #[arg(long)]
+    pub model: PathBuf,
+    /// Expert ranks [default: 1]
+    #[arg(long)]
+    pub ranks: Option<u32>,
+    /// Device of the ranks [default: cuda if this build and machine have it, else cpu]
+    #[arg(long, value_enum)]
+    pub device: Option<DeviceKind>,
+    /// CPU cores to use, e.g. 0-7,16 [default: all that this process may run on]
+    #[arg(long)]
+    pub cores: Option<String>,
+    /// Tokens per rank of the steps to measure, comma-separated
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 64, 512], value_parser = at_least_one)]
+    pub tokens: Vec<usize>,
+    /// Element type of the rows
+    #[arg(long, value_enum, default_value = "bf16")]
+    pub dtype: DTypeArg,
+    /// Steps to measure at each size
+    #[arg(long, default_value_t = 30, value_parser = at_least_one)]
+    pub steps: usize,
+    /// Steps to run before that
+    #[arg(long, default_value_t = 5)]
+    pub warmup: usize,
+    /// Requests in flight: with more than one, steps follow each other without a pause. Steps cannot hold more than the
+    /// largest of the sizes, so measure one size at a time to keep requests from joining each other
+    #[arg(long, default_value = "1")]
+    pub in_flight: NonZeroUsize,
+    /// Who chooses experts: gate, uniform, zipf:S, or one-rank (all of rank 0)
+    #[arg(long, default_value = "gate")]
+    pub routing: RoutingArg,
+    /// Launch the kernels of GPU ranks one by one instead of replaying graphs
+    #[arg(long)]
+    pub eager: bool,
+    /// Let GPU ranks meet before each step's work: what is printed as "without copies" then holds no wait for a rank whose
+    /// rows came later, as in peers that copy nothing; whole steps take a few microseconds more
+    #[arg(long)]
+    pub aligned: bool,
+    /// What one rank reads from its memory, GB/s; for the floor [default: measured before, on GPUs]
+    #[arg(long, value_name = "GB/s", requires = "tensor_tflops")]
+    pub memory_gbps: Option<f64>,
+    /// Matrix products of one rank, TFLOP/s; for the floor [default: as above]
+    #[arg(long, value_name = "TFLOP/s", requires = "memory_gbps")]
+    pub tensor_tflops: Option<f64>,
+    /// What one rank sends to others, GB/s; for the floor of several ranks [default: as above]
+    #[arg(long, value_name = "GB/s")]
+    pub link_gbps: Option<f64>,
+    /// Write the figures to this file as JSON, too
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(number) if number > 0 => Ok(number),
+        _ => Err("expected a whole number above 0".to_owned()),
+    }
+}
+
+/// Why there are no figures.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// Settings or checkpoint.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// No service.
+    #[error(transparent)]
+    Start(#[from] StartError),
+    /// It did not get ready.
+    #[error("the ranks did not get ready: {0}")]
+    NotReady(String),
+    /// A step was refused.
+    #[error("a step was refused: {0}")]
+    Submit(#[from] SubmitError),
+    /// A step failed.
+    #[error("a step failed: {0}")]
+    Step(#[from] StepError),
+    /// A step had no end.
+    #[error("the service ended in the midst of a step")]
+    Gone,
+    /// The file.
+    #[error("cannot write {}: {source}", path.display())]
+    Write {
+        /// Which.
+        path: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+}
+
+/// Offsets in the pool that rows can begin at.
+const POOL: usize = 4 << 20;
+
+impl BenchArgs {
+    /// What the floors are made of: as given, else as measured on the GPUs. `None` on other ranks, and where it cannot be
+    /// measured, which is said.
+    fn ceilings(&self, device: DeviceKind, ranks: u32) -> Option<Ceilings> {
+        let link_known = ranks == 1 || self.link_gbps.is_some();
+        let mut reached = if self.memory_gbps.is_some() && self.tensor_tflops.is_some() && link_known {
+            Ceilings::default()
+        } else if device == DeviceKind::Cuda {
+            measured(ranks)?
+        } else {
+            return None;
+        };
+        if let Some(given) = self.memory_gbps {
+            reached.memory_bytes_per_second = given * 1e9;
+        }
+        if let Some(given) = self.tensor_tflops {
+            reached.tensor_sustained_flops = given * 1e12;
+        }
+        if let Some(given) = self.link_gbps {
+            reached.link_bytes_per_second = Some(given * 1e9);
+        }
+        Some(reached)
+    }
+}
+
+/// What the GPUs reach, which is printed, or why that is not known.
+fn measured(gpus: u32) -> Option<Ceilings> {
+    match ceilings::elsewhere(gpus) {
+        Ok(found) => {
+            println!("{}", ceilings::in_words(&found));
+            Some(found)
+        }
+        Err(error) => {
+            eprintln!("no floors: what the GPUs reach cannot be measured: {error}");
+            None
+        }
+    }
+}
+
+/// Bytes of a weight as the ranks hold it, from what they loaded: routed and shared experts and the gate.
+fn bytes_per_weight(info: &ModelInfo, loaded: u64) -> f64 {
+    let ranks = info.placement.len();
+    let weights = info.layers.values().map(|layer| {
+        let shared = ranks * layer.shared_width;
+        3 * info.hidden * (layer.num_experts * layer.expert_width + shared)
+            + ranks * layer.num_experts * info.hidden
+    });
+    loaded as f64 / weights.sum::<usize>().max(1) as f64
+}
+
+/// Runs the bench.
+///
+/// # Errors
+/// [`BenchError`].
+pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
+    let largest = args.tokens.iter().copied().max().unwrap_or(1);
+    let ranks = args.ranks.unwrap_or(1);
+    let serve = ServeArgs {
+        model: Some(args.model.clone()),
+        ranks: Some(ranks),
+        device: args.device,
+        cores: args.cores.clone(),
+        max_tokens_per_step: Some(largest * ranks as usize),
+        ..ServeArgs::default()
+    };
+    let mut plan = ServePlan::new(Given::merge(&serve, None).map_err(PlanError::from)?)?;
+    if args.eager {
+        plan.cluster.environment.push((gpu::EAGER.to_owned(), "1".to_owned()));
+    }
+    if args.aligned {
+        plan.cluster.environment.push((gpu::ALIGNED.to_owned(), "1".to_owned()));
+    }
+    let (hidden, layers) = (plan.spec.hidden, plan.model.layers.clone());
+    println!(
+        "{} ({}), {} MoE layers, hidden {hidden}; {ranks} ranks, {} cores, rows in {}",
+        plan.model.name,
+        plan.model.family,
+        layers.len(),
+        plan.cluster.cores.concat().len(),
+        DType::from(args.dtype),
+    );
+    let ceilings = args.ceilings(plan.cluster.device, ranks);
+    plan.buffers.reserve();
+    let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
+    super::serve::follow_loading(Arc::clone(&service)).await;
+    let status = service.status();
+    if status.state != ServiceState::Serving {
+        return Err(BenchError::NotReady(status.reason));
+    }
+    for rank in &status.ranks {
+        println!(
+            "rank {}: {}, {} MB of weights",
+            rank.rank,
+            rank.device,
+            rank.weight_bytes_loaded / 1_000_000
+        );
+    }
+    let mut random = SmallRng::seed_from_u64(rand::random());
+    let elements = POOL + largest * ranks as usize * hidden;
+    let values: Vec<f32> = StandardNormal.sample_iter(&mut random).take(elements).collect();
+    let mut bench = Bench {
+        service: Arc::clone(&service),
+        hidden,
+        layers: layers.keys().copied().collect(),
+        next_layer: 0,
+        dtype: DType::from(args.dtype),
+        pool: rows::encode(&values, DType::from(args.dtype)),
+        random,
+        next_id: 0,
+        routing: args.routing,
+        ceilings,
+        weight_bytes: status.ranks.iter().map(|rank| rank.weight_bytes_loaded).sum(),
+    };
+    drop(values);
+    let mut figures = Vec::new();
+    for &tokens in &args.tokens {
+        figures.push(bench.measure(tokens, tokens * ranks as usize, &args).await?);
+    }
+    service.drain(None).await;
+    service.join();
+    print!("{}", report::table(&figures));
+    if let Some(path) = &args.json {
+        let text = report::json(bench.ceilings.as_ref(), &figures).to_string();
+        std::fs::write(path, text).map_err(|source| BenchError::Write { path: path.clone(), source })?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+struct Bench {
+    service: Arc<Service>,
+    hidden: usize,
+    layers: Vec<LayerId>,
+    next_layer: usize,
+    dtype: DType,
+    /// Normally distributed elements: requests are slices of it.
+    pool: Bytes,
+    random: SmallRng,
+    next_id: u64,
+    routing: RoutingArg,
+    ceilings: Option<Ceilings>,
+    /// Loaded by all ranks.
+    weight_bytes: u64,
+}
+
+impl Bench {
+    async fn measure(
+        &mut self,
+        tokens_per_rank: usize,
+        tokens: usize,
+        args: &BenchArgs,
+    ) -> Result<Figures, BenchError> {
+        let steps = args.steps;
+        let mut answers = Vec::with_capacity(steps);
+        let mut pending = VecDeque::with_capacity(args.in_flight.get());
+        let mut begun = Instant::now();
+        for step in 0..args.warmup + steps + args.in_flight.get() - 1 {
+            pending.push_back(self.submit(tokens)?);
+            if pending.len() < args.in_flight.get() {
+                continue;
+            }
+            let Some((layer, answer)) = pending.pop_front() else { continue };
+            let answer = answer.await.map_err(|_| BenchError::Gone)??;
+            if step + 1 < args.warmup + args.in_flight.get() {
+                begun = Instant::now();
+            } else {
+                answers.push((layer, answer.receipt));
+            }
+        }
+        let wall = begun.elapsed();
+        for (_, answer) in pending {
+            answer.await.map_err(|_| BenchError::Gone)??;
+        }
+        let floors: Vec<Floor> =
+            answers.iter().filter_map(|(layer, receipt)| self.floor(*layer, receipt)).collect();
+        let mut times: Vec<Duration> = answers.iter().map(|(_, receipt)| receipt.step_time).collect();
+        times.sort_unstable();
+        let phases = std::array::from_fn(|phase| {
+            let of = |(_, receipt): &(LayerId, Receipt)| {
+                let timings = receipt.timings.iter().map(|t| t.phases.all()[phase]);
+                timings.sum::<Duration>()
+            };
+            let mut times: Vec<Duration> = answers.iter().map(of).collect();
+            times.sort_unstable();
+            times[times.len() / 2]
+        });
+        let inner =
+            |(_, receipt): &(LayerId, Receipt)| receipt.timings.iter().map(|t| t.computed).sum::<Duration>();
+        let mut inner: Vec<Duration> = answers.iter().map(inner).collect();
+        inner.sort_unstable();
+        let inner = inner[inner.len() / 2];
+        let (requests, floor) = (answers.len(), Floor::mean(&floors));
+        Ok(Figures { tokens_per_rank, tokens, steps: times, wall, requests, phases, inner, floor })
+    }
+
+    /// The floor of a step that was measured.
+    fn floor(&self, layer: LayerId, receipt: &Receipt) -> Option<Floor> {
+        let ceilings = self.ceilings.as_ref()?;
+        let info = self.service.model();
+        let sizes = info.layers.get(&layer)?;
+        let experts: Vec<(u32, u32)> = info
+            .placement
+            .iter()
+            .filter_map(|rank| rank.experts.iter().find(|(at, ..)| *at == layer))
+            .map(|&(_, first, count)| (first, count))
+            .collect();
+        let sizes = LayerSizes {
+            hidden: info.hidden,
+            width: sizes.expert_width,
+            shared_width: sizes.shared_width,
+            bytes_per_weight: bytes_per_weight(&info, self.weight_bytes),
+        };
+        let ids = rows::decode_i32(&receipt.topk_ids);
+        let rows: u32 = receipt.tokens_per_rank.iter().sum();
+        let k = ids.len() / (rows as usize).max(1);
+        Some(floor(&ids, k, &receipt.tokens_per_rank, &experts, &sizes, ceilings))
+    }
+
+    fn submit(&mut self, tokens: usize) -> Result<(LayerId, Pending), BenchError> {
+        let size = self.dtype.size();
+        let first = self.random.random_range(0..POOL) * size;
+        let rows = self.pool.slice(first..first + tokens * self.hidden * size);
+        let layer = self.layers[self.next_layer % self.layers.len()];
+        self.next_layer += 1;
+        self.next_id += 1;
+        let info = self.service.model();
+        let by_id = info.layers.get(&layer).filter(|layer| layer.routes_by_token_id).map(|layer| {
+            let vocabulary = layer.vocabulary.max(1) as u64;
+            let ids: Vec<i32> =
+                (0..tokens as u64).map(|_| (rand::random::<u64>() % vocabulary) as i32).collect();
+            rows::encode_i32(&ids)
+        });
+        let routing = info.layers.get(&layer).and_then(|sizes| {
+            let of_layer = |(at, _, count): &(LayerId, u32, u32)| (*at == layer).then_some(*count as usize);
+            let first_rank = info.placement.first().and_then(|rank| rank.experts.iter().find_map(of_layer));
+            let first_rank = first_rank.unwrap_or(sizes.num_experts);
+            self.routing.draw(tokens, sizes.num_experts, first_rank, sizes.top_k, &mut self.random)
+        });
+        let request = Request {
+            id: RequestId(self.next_id),
+            client: ClientKey(0),
+            layer,
+            tokens,
+            dtype: self.dtype,
+            rows: rows.into(),
+            routing,
+            token_ids: by_id,
+            shared_experts: true,
+            return_routing: self.ceilings.is_some(),
+            return_timings: true,
+            deadline: None,
+        };
+        Ok((layer, self.service.submit(request)?))
+    }
+}

@@ -1,0 +1,110 @@
+//! The figures of the bench, for people and for programs.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use expertd_kernels::ceilings::Ceilings;
+use serde_json::json;
+
+use super::floor::Floor;
+use expertd_types::Phase;
+
+/// Figures of one size.
+pub(super) struct Figures {
+    pub(super) tokens_per_rank: usize,
+    pub(super) tokens: usize,
+    /// Ascending.
+    pub(super) steps: Vec<Duration>,
+    /// From the first answer that counts to the last, and the requests in between.
+    pub(super) wall: Duration,
+    pub(super) requests: usize,
+    /// Medians, of the slowest rank.
+    pub(super) phases: [Duration; Phase::ALL.len()],
+    /// Median of all phases but the copies between host and device, of the rank that took longest.
+    pub(super) inner: Duration,
+    /// Mean over the steps, where ceilings are known.
+    pub(super) floor: Option<Floor>,
+}
+
+fn micros(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
+}
+
+/// What people read.
+pub(super) fn table(figures: &[Figures]) -> String {
+    let mut text = String::new();
+    let _ = write!(text, "{:>7} {:>10} {:>18} {:>10}", "T/rank", "step µs", "min .. p90", "tokens/s");
+    for phase in Phase::ALL {
+        let _ = write!(text, " {:>9}", phase.name());
+    }
+    let _ = writeln!(text, " {:>9}", "rest");
+    let measured = |text: &mut String, f: &Figures| {
+        let median = f.steps[f.steps.len() / 2];
+        let p90 = f.steps[(f.steps.len() * 9 / 10).min(f.steps.len() - 1)];
+        let spread = format!("{:.0} .. {:.0}", micros(f.steps[0]), micros(p90));
+        let rate = (f.tokens * f.requests) as f64 / f.wall.as_secs_f64();
+        let _ = write!(text, "{:>7} {:>10.0} {spread:>18} {rate:>10.0}", f.tokens_per_rank, micros(median));
+        for time in f.phases {
+            let _ = write!(text, " {:>9.0}", micros(time));
+        }
+        let rest = median.saturating_sub(f.phases.iter().sum());
+        let _ = writeln!(text, " {:>9.0}", micros(rest));
+    };
+    for f in figures {
+        measured(&mut text, f);
+        if let Some(floor) = &f.floor {
+            floor_line(&mut text, f, floor);
+        }
+    }
+    text.push_str("medians; phases are those of the slowest rank in each, so that they may add up to more than the step\n");
+    text
+}
+
+/// Below a measured line: the floors in the same columns, and how far the step without copies is from its floor.
+fn floor_line(text: &mut String, f: &Figures, floor: &Floor) {
+    let _ = write!(text, "{:>7} {:>10.0} {:>18} {:>10}", "floor", micros(floor.step()), "", "");
+    for phase in Phase::ALL {
+        let part = match phase {
+            Phase::Dispatch => format!("{:.0}", micros(floor.dispatch)),
+            Phase::Experts => format!("{:.0}", micros(floor.experts)),
+            Phase::Combine => format!("{:.0}", micros(floor.combine)),
+            _ => String::new(),
+        };
+        let _ = write!(text, " {part:>9}");
+    }
+    let (inner, ratio) = (micros(f.inner), f.inner.as_secs_f64() / floor.step().as_secs_f64());
+    let _ = writeln!(text, "  without copies {inner:.0} µs, {ratio:.2} x the floor");
+}
+
+/// The same for programs, all times in seconds; with what the floors are made of, where there are any.
+pub(super) fn json(ceilings: Option<&Ceilings>, figures: &[Figures]) -> serde_json::Value {
+    let one = |f: &Figures| {
+        let phases: serde_json::Map<_, _> = Phase::ALL
+            .iter()
+            .zip(f.phases)
+            .map(|(p, t)| (format!("{}_seconds", p.name()), json!(t.as_secs_f64())))
+            .collect();
+        json!({
+            "tokens_per_rank": f.tokens_per_rank,
+            "tokens": f.tokens,
+            "tokens_per_second": (f.tokens * f.requests) as f64 / f.wall.as_secs_f64(),
+            "step_seconds": f.steps.iter().map(Duration::as_secs_f64).collect::<Vec<_>>(),
+            "phases": phases,
+            "without_copies_seconds": f.inner.as_secs_f64(),
+            "floor": f.floor.map(|floor| json!({
+                "step_seconds": floor.step().as_secs_f64(),
+                "dispatch_seconds": floor.dispatch.as_secs_f64(),
+                "experts_seconds": floor.experts.as_secs_f64(),
+                "combine_seconds": floor.combine.as_secs_f64(),
+            })),
+        })
+    };
+    json!({
+        "ceilings": ceilings.map(|found| json!({
+            "memory_bytes_per_second": found.memory_bytes_per_second,
+            "tensor_flops": found.tensor_sustained_flops,
+            "link_bytes_per_second": found.link_bytes_per_second,
+        })),
+        "sizes": figures.iter().map(one).collect::<Vec<_>>(),
+    })
+}

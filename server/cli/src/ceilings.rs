@@ -1,0 +1,64 @@
+//! `expertd ceilings`: what the GPUs reach by themselves.
+
+use std::process::{Command, ExitCode};
+
+use clap::Args;
+use expertd_kernels::ceilings::Ceilings;
+
+use expertd_rank_cuda as gpu;
+
+/// Measure what this machine's GPUs reach: memory, tensor cores, links
+///
+/// Takes about a second; nothing else should use the GPUs meanwhile. These are what `expertd bench` makes its floors of.
+#[derive(Args, Clone, Debug)]
+pub struct CeilingsArgs {
+    /// GPUs to measure together [default: all that this process may use]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub gpus: Option<u32>,
+    /// Print them as JSON, in bytes and FLOP per second
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Measures and prints.
+#[must_use]
+pub fn run(args: &CeilingsArgs) -> ExitCode {
+    let gpus = args.gpus.unwrap_or_else(|| gpu::present().max(1));
+    match gpu::ceilings(gpus) {
+        Ok(found) if args.json => println!("{}", serde_json::json!(found)),
+        Ok(found) => println!("{}", in_words(&found)),
+        Err(error) => {
+            eprintln!("expertd ceilings: {error}");
+            return ExitCode::FAILURE;
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+/// One line.
+pub(super) fn in_words(found: &Ceilings) -> String {
+    let link = found.link_bytes_per_second.map_or_else(String::new, |link| {
+        format!("; {:.0} GB/s stored to another GPU while as much comes in", link / 1e9)
+    });
+    format!(
+        "each GPU reaches {:.0} GB/s read from its memory; {:.0} TFLOP/s of bf16 products, {:.0} in a burst{link}",
+        found.memory_bytes_per_second / 1e9,
+        found.tensor_sustained_flops / 1e12,
+        found.tensor_burst_flops / 1e12,
+    )
+}
+
+/// Measures in a process of its own, so that this one opens no device.
+///
+/// # Errors
+/// What that process said.
+pub(super) fn elsewhere(gpus: u32) -> Result<Ceilings, String> {
+    let program = std::env::current_exe().map_err(|error| error.to_string())?;
+    let mut command = Command::new(program);
+    command.args(["--log", "error", "ceilings", "--json", "--gpus", &gpus.to_string()]);
+    let done = command.envs(gpu::environment()).output().map_err(|error| error.to_string())?;
+    if !done.status.success() {
+        return Err(String::from_utf8_lossy(&done.stderr).trim().to_owned());
+    }
+    serde_json::from_slice(&done.stdout).map_err(|error| error.to_string())
+}

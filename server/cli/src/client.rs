@@ -1,0 +1,153 @@
+//! What the client commands share: connecting, asking for the model, and telling a person what went wrong.
+
+use expertd_proto::transport::{self, CONTROL_MESSAGE_BYTES, ConnectError};
+use expertd_proto::v1::moe_client::MoeClient;
+use expertd_proto::v1::{GetModelRequest, GetModelResponse};
+use tonic::Status;
+use tonic::transport::Channel;
+use tonic_types::StatusExt as _;
+
+pub use expertd_router::api::code_name;
+use expertd_types::DType;
+
+/// Where `expertd serve` listens unless told otherwise.
+pub const DEFAULT_ADDRESS: &str = "127.0.0.1:50051";
+
+/// Why a client command could not talk to the service.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// There is no connection.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// The service ended a call with an error.
+    #[error("{call} failed: {}", describe(status))]
+    Call {
+        /// What was called.
+        call: String,
+        /// Its status.
+        status: Box<Status>,
+    },
+}
+
+impl ClientError {
+    /// Wraps the status that `call` ended with.
+    pub fn call(call: impl Into<String>, status: Status) -> ClientError {
+        ClientError::Call { call: call.into(), status: Box::new(status) }
+    }
+}
+
+/// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`.
+///
+/// # Errors
+/// If the address is malformed or nothing answers there.
+pub async fn connect(address: &str) -> Result<MoeClient<Channel>, ClientError> {
+    Ok(MoeClient::new(transport::connect(address).await?))
+}
+
+/// Asks for one model (any, if one is loaded and `name` is empty) and raises the client's limit of answers to what the
+/// model's largest request needs. Requests have none here: the service says best what is too large.
+///
+/// # Errors
+/// If the call fails.
+pub async fn get_model(
+    client: MoeClient<Channel>,
+    name: &str,
+) -> Result<(MoeClient<Channel>, GetModelResponse), ClientError> {
+    let mut client = client;
+    let model = client
+        .get_model(GetModelRequest { name: name.to_owned() })
+        .await
+        .map_err(|status| ClientError::call("GetModel", explained(status)))?
+        .into_inner();
+    let limit = model.limits.as_ref().map_or(0, |limits| limits.max_message_bytes);
+    let limit = usize::try_from(limit).unwrap_or(usize::MAX).max(CONTROL_MESSAGE_BYTES);
+    Ok((client.max_decoding_message_size(limit), model))
+}
+
+/// A status with a hint, if whoever answers there does not serve models at all.
+fn explained(status: Status) -> Status {
+    if status.code() != tonic::Code::Unimplemented {
+        return status;
+    }
+    Status::unimplemented(format!(
+        "whoever answers there does not serve models; expected the public address (`serve --listen`, default \
+         {DEFAULT_ADDRESS}), not that of Admin or metrics"
+    ))
+}
+
+/// A status in one line: the code, the message, the fields at fault and when to retry.
+#[must_use]
+pub fn describe(status: &Status) -> String {
+    let mut text = format!("{} ({})", status.message(), code_name(status.code()));
+    let details = status.get_error_details();
+    if let Some(bad) = details.bad_request() {
+        // The service's own messages name the fields already.
+        let untold = |text: &str| !status.message().contains(text);
+        for violation in bad.field_violations.iter().filter(|violation| untold(&violation.description)) {
+            text.push_str(&format!("; {}: {}", violation.field, violation.description));
+        }
+    }
+    if let Some(delay) = details.retry_info().and_then(|retry| retry.retry_delay) {
+        text.push_str(&format!("; retry after {delay:?}"));
+    }
+    text
+}
+
+/// A dtype given on the command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum DTypeArg {
+    /// bfloat16
+    Bf16,
+    /// IEEE half precision
+    F16,
+    /// IEEE single precision
+    F32,
+}
+
+impl From<DTypeArg> for DType {
+    fn from(arg: DTypeArg) -> DType {
+        match arg {
+            DTypeArg::Bf16 => DType::Bf16,
+            DTypeArg::F16 => DType::F16,
+            DTypeArg::F32 => DType::F32,
+        }
+    }
+}
+
+/// Whose routing a command asks for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum RoutingArg {
+    /// The service runs the model's gate
+    #[default]
+    Gate,
+    /// The recorded ids and weights are sent along and applied verbatim
+    Recorded,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tonic::Code;
+    use tonic_types::ErrorDetails;
+
+    use super::*;
+
+    #[test]
+    fn a_status_is_told_with_its_details() {
+        let mut details = ErrorDetails::new();
+        details.set_retry_info(Some(Duration::from_millis(250)));
+        details.add_bad_request_violation("tokens", "must be at most 64, found 65");
+        let status = Status::with_error_details(Code::InvalidArgument, "bad request", details);
+        assert_eq!(
+            describe(&status),
+            "bad request (INVALID_ARGUMENT); tokens: must be at most 64, found 65; retry after 250ms"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_dead_address_is_named() {
+        let error = connect("127.0.0.1:1").await.map(|_| ()).expect_err("nothing listens on port 1");
+        assert!(error.to_string().contains("127.0.0.1:1"), "{error}");
+    }
+}

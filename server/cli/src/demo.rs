@@ -1,0 +1,191 @@
+//! `expertd demo`: the whole service in one command, on this machine, with a checkpoint made on the spot.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use expertd_proto::v1::forward_request::Payload;
+use expertd_proto::v1::{self, ForwardRequest};
+use indicatif::HumanBytes;
+use rand::SeedableRng as _;
+use rand::rngs::SmallRng;
+use rand_distr::{Distribution as _, StandardNormal};
+
+use super::client::{self, ClientError};
+use super::rows;
+use super::serve::plan::{PlanError, ServePlan};
+use super::serve::settings::{Given, ServeArgs};
+use super::serve::{Running, StartError, describe_plan, follow_loading};
+use expertd_compute::experts::reference;
+use expertd_ipc::control::DeviceKind;
+use expertd_model::synth::{self, SynthConfig, SynthError, SynthFormat};
+use expertd_model::{Checkpoint, ModelError};
+use expertd_router::backend::{Backend, ServiceState};
+use expertd_types::DType;
+
+/// What a right answer may differ by: f32 rows against sums in f64.
+const TOLERANCE: f64 = 1e-5;
+
+/// See it work: make a checkpoint, serve it, call it, verify the answers
+///
+/// Synthesises a random checkpoint in a temporary folder, starts a service with several expert ranks on free loopback
+/// ports, sends random tokens through every MoE layer over gRPC, compares each row with a plain f64 computation of the
+/// block, prints what happened, and leaves nothing behind.
+#[derive(Args, Clone, Debug)]
+pub struct DemoArgs {
+    /// Model family of the checkpoint; an unknown one lists them all
+    #[arg(long, default_value = "qwen3_moe")]
+    pub family: String,
+    /// Expert ranks
+    #[arg(long, default_value_t = 2)]
+    pub ranks: u32,
+    /// Device of the ranks
+    #[arg(long, value_enum, default_value = "cpu")]
+    pub device: DeviceKind,
+    /// Tokens per request
+    #[arg(long, default_value_t = 32)]
+    pub tokens: usize,
+    /// Elements of a token
+    #[arg(long, default_value_t = 256)]
+    pub hidden: usize,
+    /// Experts per layer
+    #[arg(long, default_value_t = 32)]
+    pub experts: usize,
+    /// Experts per token
+    #[arg(long, default_value_t = 4)]
+    pub top_k: usize,
+    /// Width of an expert
+    #[arg(long, default_value_t = 192)]
+    pub width: usize,
+    /// Decoder layers
+    #[arg(long, default_value_t = 3)]
+    pub layers: usize,
+}
+
+/// Why the demo did not come to its end.
+#[derive(Debug, thiserror::Error)]
+pub enum DemoError {
+    /// No folder for the checkpoint.
+    #[error("cannot make a temporary folder: {0}")]
+    Folder(std::io::Error),
+    /// No checkpoint.
+    #[error(transparent)]
+    Synth(#[from] SynthError),
+    /// It cannot be read back.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// No configuration.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// No service.
+    #[error(transparent)]
+    Start(#[from] StartError),
+    /// It did not get ready.
+    #[error("the service did not get ready: {0}")]
+    NotReady(String),
+    /// A call.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+}
+
+/// Runs the demo.
+///
+/// # Errors
+/// [`DemoError`]; a wrong answer is no error but exit status 1.
+pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
+    let folder = tempfile::Builder::new().prefix("expertd-demo-").tempdir().map_err(DemoError::Folder)?;
+    let config = SynthConfig {
+        hidden: args.hidden,
+        experts: args.experts,
+        top_k: args.top_k,
+        width: args.width,
+        layers: args.layers,
+        format: SynthFormat::Bf16,
+        seed: rand::random(),
+        ..SynthConfig::new(&args.family)
+    };
+    let path = folder.path().join(&args.family);
+    println!("1. a random {} checkpoint of {}, bf16", args.family, HumanBytes(synth::size(&config)?));
+    synth::write(&config, &path)?;
+
+    println!("2. a service with {} expert ranks, one process each", args.ranks);
+    let serve = ServeArgs {
+        model: Some(path.clone()),
+        ranks: Some(args.ranks),
+        device: Some(args.device),
+        listen: Some("127.0.0.1:0".into()),
+        admin_listen: Some("127.0.0.1:0".into()),
+        metrics_listen: Some("127.0.0.1:0".into()),
+        max_tokens_per_step: Some(args.tokens.max(64)),
+        ..ServeArgs::default()
+    };
+    let plan = ServePlan::new(Given::merge(&serve, None).map_err(PlanError::from)?)?;
+    print!("{}", describe_plan(&plan));
+    let running = Running::start(plan).await?;
+    follow_loading(running.service().clone()).await;
+    let verdict = call_all(&args, &running, &Checkpoint::open(&path)?).await;
+    let status = running.service().status();
+    running.drain().await;
+    println!("5. drained; {} steps in all, ranks reaped, nothing left behind", status.steps_total);
+    let right = verdict?;
+    println!("{}", if right { "demo: every row is right" } else { "demo: WRONG ROWS, see above" });
+    Ok(if right { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Sends tokens through every layer; whether all rows were right.
+async fn call_all(args: &DemoArgs, running: &Running, checkpoint: &Checkpoint) -> Result<bool, DemoError> {
+    let status = running.service().status();
+    if status.state != ServiceState::Serving {
+        return Err(DemoError::NotReady(status.reason));
+    }
+    let address = running.address().map(ToString::to_string).unwrap_or_default();
+    println!("3. {} tokens of random f32 rows through each MoE layer, over gRPC at {address}", args.tokens);
+    println!("4. each row against a plain f64 computation of the block:");
+    let mut client = client::connect(&address).await?;
+    let hidden = checkpoint.spec().hidden;
+    let mut random = SmallRng::seed_from_u64(rand::random());
+    let mut all_right = true;
+    for (layer, moe) in checkpoint.spec().moe_layers() {
+        let values: Vec<f32> = StandardNormal.sample_iter(&mut random).take(args.tokens * hidden).collect();
+        let token_ids: Vec<i32> = match moe.gate.vocab() {
+            Some(vocabulary) => (0..args.tokens).map(|t| (t * 7 % vocabulary) as i32).collect(),
+            None => Vec::new(),
+        };
+        let request = ForwardRequest {
+            layer: layer.0,
+            tokens: args.tokens as u32,
+            dtype: v1::DType::DtypeF32.into(),
+            payload: Some(Payload::Inline(rows::encode(&values, DType::F32))),
+            token_ids: rows::encode_i32(&token_ids),
+            return_routing: true,
+            return_timings: true,
+            ..ForwardRequest::default()
+        };
+        let sent = Instant::now();
+        let answer = client
+            .forward(request)
+            .await
+            .map_err(|status| ClientError::call("Forward", status))?
+            .into_inner();
+        let latency = sent.elapsed();
+        let receipt = answer.receipt.unwrap_or_default();
+        let ids = rows::decode_i32(&receipt.topk_ids);
+        let weights = rows::decode_f32(&receipt.topk_weights);
+        let expected = reference::block(checkpoint, layer, &values, &ids, &weights)?;
+        let error = reference::worst_row(&expected, &rows::decode_f32(&answer.rows), hidden);
+        let right = error <= TOLERANCE && answer.rows.len() == values.len() * 4;
+        all_right &= right;
+        let experts = receipt.timings.iter().map(|t| Duration::from_nanos(t.experts_ns)).sum::<Duration>();
+        println!(
+            "   layer {layer}: step {:?} of generation {}, tokens per rank {:?}, {:.2} ms ({:.2} ms in the experts), \
+             largest relative error of a row {error:.1e} {}",
+            receipt.steps,
+            receipt.generation,
+            receipt.tokens_per_rank,
+            latency.as_secs_f64() * 1e3,
+            experts.as_secs_f64() * 1e3,
+            if right { "ok" } else { "WRONG" },
+        );
+    }
+    Ok(all_right)
+}

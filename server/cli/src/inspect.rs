@@ -1,0 +1,224 @@
+//! `expertd inspect`: what a checkpoint holds, and how it would be served.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+use serde_json::json;
+
+use expertd_model::WeightFormat;
+use expertd_model::{Checkpoint, ModelError, ModelSpec, MoeLayer, Placement};
+use expertd_types::{LayerId, Rank};
+
+/// Show what a checkpoint holds: family, layers, gate, formats, and bytes per rank
+#[derive(Args, Clone, Debug)]
+pub struct InspectArgs {
+    /// Directory with config.json and safetensors files
+    #[arg(value_name = "DIR")]
+    pub model: PathBuf,
+    /// Ranks to spread the experts over
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub ranks: u16,
+    /// Print everything as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Opens the checkpoint and prints it. Exit code 64 when it cannot be served.
+#[must_use]
+pub fn run(args: &InspectArgs) -> ExitCode {
+    match Checkpoint::open(&args.model) {
+        Ok(checkpoint) => {
+            let ranks = usize::from(args.ranks);
+            print!("{}", if args.json { as_json(&checkpoint, ranks) } else { in_words(&checkpoint, ranks) });
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("expertd inspect: {error}");
+            ExitCode::from(ModelError::EXIT_CODE)
+        }
+    }
+}
+
+/// Bytes of weights that each rank would hold: its experts, and the shared experts and gates that every rank has.
+#[must_use]
+pub fn bytes_per_rank(spec: &ModelSpec, ranks: usize) -> Vec<u64> {
+    let mut bytes = vec![0; ranks];
+    for (_, moe) in spec.moe_layers() {
+        let placement = Placement::new(moe.experts.count, ranks);
+        let everywhere = moe.shared.as_ref().map_or(0, |shared| shared.bytes) + gate_bytes(spec, moe);
+        for (rank, bytes) in (0..).zip(&mut bytes) {
+            *bytes += placement.range(Rank(rank)).len() as u64 * moe.experts.bytes + everywhere;
+        }
+    }
+    bytes
+}
+
+/// Bytes of a gate at two bytes per weight, with its token table.
+fn gate_bytes(spec: &ModelSpec, moe: &MoeLayer) -> u64 {
+    let table = moe.gate.vocab().unwrap_or(0) * moe.gate.top_k * 4;
+    (moe.gate.num_experts * spec.hidden * 2 + table) as u64
+}
+
+/// Bytes that this machine could still give to processes, where it says so.
+fn available_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()? << 10)
+}
+
+fn as_json(checkpoint: &Checkpoint, ranks: usize) -> String {
+    let spec = checkpoint.spec();
+    let value = json!({
+        "model": spec,
+        "weight_version": checkpoint.weight_version(),
+        "ranks": ranks,
+        "bytes_per_rank": bytes_per_rank(spec, ranks),
+        "available_memory_bytes": available_memory(),
+    });
+    format!("{value:#}\n")
+}
+
+fn in_words(checkpoint: &Checkpoint, ranks: usize) -> String {
+    let spec = checkpoint.spec();
+    let mut out = String::new();
+    let mut line = |name: &str, text: &str| {
+        writeln!(out, "{}", format!("{name:<18}{text}").trim_end()).expect("a string grows");
+    };
+    line("checkpoint", &checkpoint.dir().display().to_string());
+    line("family", &spec.family);
+    line("model type", &spec.model_type);
+    line("hidden size", &spec.hidden.to_string());
+    let moe: Vec<LayerId> = spec.moe_layers().map(|(layer, _)| layer).collect();
+    line("layers", &format!("{}, of which {} have MoE blocks: {}", spec.num_layers, moe.len(), runs(&moe)));
+    for (layers, moe) in alike(spec) {
+        line("", "");
+        line("layers", &runs(&layers));
+        line("  gate", &moe.gate.describe());
+        let experts = &moe.experts;
+        line("  experts", &format!("{} of width {}, {}", experts.count, experts.width, experts.activation));
+        let weight_on = if experts.weight_on_input { "input" } else { "output" };
+        let biases = if experts.biases { "with biases" } else { "no biases" };
+        line(
+            "  weights",
+            &format!("{}, {} each, {biases}", format_name(experts.format), bytes(experts.bytes)),
+        );
+        line("  routing weight", &format!("multiplies the expert's {weight_on}"));
+        match &moe.shared {
+            None => line("  shared", "none"),
+            Some(shared) => {
+                let gated = if shared.gated { ", behind a sigmoid gate" } else { "" };
+                let size = bytes(shared.bytes);
+                let format = format_name(shared.format);
+                line("  shared", &format!("width {}, {format}, {size}{gated}", shared.width));
+            }
+        }
+        if moe.gate.needs_token_ids() {
+            line("  requests", "must carry token_ids");
+        }
+    }
+    let per_rank = bytes_per_rank(spec, ranks);
+    line("", "");
+    line("ranks", &ranks.to_string());
+    for (rank, size) in per_rank.iter().enumerate() {
+        let experts: Vec<String> = counts(spec).into_iter().map(|e| range(e, ranks, rank)).collect();
+        line(
+            &format!("  rank {rank}"),
+            &format!("{} of weights, experts {}", bytes(*size), experts.join(" or ")),
+        );
+    }
+    let total: u64 = per_rank.iter().sum();
+    line("  all ranks", &bytes(total));
+    line("fits", &fits(total, available_memory()));
+    out
+}
+
+fn format_name(format: WeightFormat) -> &'static str {
+    match format {
+        WeightFormat::F32 => "f32",
+        WeightFormat::F16 => "f16",
+        WeightFormat::Bf16 => "bf16",
+        WeightFormat::Fp8E4m3 => "FP8 e4m3 with scales",
+        WeightFormat::Mxfp4 => "MXFP4",
+    }
+}
+
+/// Whether CPU ranks fit this machine's memory; what a GPU needs beyond weights is not known here.
+fn fits(total: u64, available: Option<u64>) -> String {
+    match available {
+        None => "unknown: this system does not say how much memory is available".into(),
+        Some(available) if total < available => {
+            format!("yes, on CPU ranks: {} of {} available here", bytes(total), bytes(available))
+        }
+        Some(available) => format!(
+            "no, not on CPU ranks here: {} needed, {} available; it fits elsewhere if each rank's share does",
+            bytes(total),
+            bytes(available)
+        ),
+    }
+}
+
+/// Different numbers of experts in the model's layers.
+fn counts(spec: &ModelSpec) -> Vec<usize> {
+    let mut counts: Vec<usize> = spec.moe_layers().map(|(_, moe)| moe.experts.count).collect();
+    counts.sort_unstable();
+    counts.dedup();
+    counts
+}
+
+fn range(experts: usize, ranks: usize, rank: usize) -> String {
+    let range = Placement::new(experts, ranks).range(Rank(u32::try_from(rank).expect("few ranks")));
+    if range.is_empty() { "none".into() } else { format!("{} to {}", range.start, range.end - 1) }
+}
+
+/// Layers grouped by equal blocks.
+fn alike(spec: &ModelSpec) -> Vec<(Vec<LayerId>, &MoeLayer)> {
+    let mut groups: Vec<(Vec<LayerId>, &MoeLayer)> = Vec::new();
+    for (layer, moe) in spec.moe_layers() {
+        match groups.iter_mut().find(|(_, other)| *other == moe) {
+            Some((layers, _)) => layers.push(layer),
+            None => groups.push((vec![layer], moe)),
+        }
+    }
+    groups
+}
+
+/// Ascending numbers as runs: `0 to 3, 5`.
+fn runs(layers: &[LayerId]) -> String {
+    let mut runs: Vec<(u32, u32)> = Vec::new();
+    for layer in layers {
+        match runs.last_mut() {
+            Some((_, end)) if *end + 1 == layer.0 => *end = layer.0,
+            _ => runs.push((layer.0, layer.0)),
+        }
+    }
+    let text = |(start, end)| if start == end { format!("{start}") } else { format!("{start} to {end}") };
+    runs.into_iter().map(text).collect::<Vec<_>>().join(", ")
+}
+
+/// A size for people.
+#[must_use]
+pub fn bytes(size: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = size as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{size} B") } else { format!("{value:.1} {}", UNITS[unit]) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_and_sizes_read_well() {
+        let layers: Vec<LayerId> = [0, 1, 2, 5, 7, 8].map(LayerId).to_vec();
+        assert_eq!(runs(&layers), "0 to 2, 5, 7 to 8");
+        assert_eq!(bytes(17), "17 B");
+        assert_eq!(bytes(3 << 19), "1.5 MiB");
+    }
+}

@@ -1,0 +1,137 @@
+//! The subcommands of the `expertd` binary.
+
+pub mod admin;
+pub mod bench;
+pub mod call;
+pub mod ceilings;
+pub mod client;
+pub mod demo;
+pub mod doctor;
+pub mod drain;
+pub mod golden;
+pub mod inspect;
+pub mod rank;
+pub mod rows;
+pub mod serve;
+pub mod status;
+pub mod synth;
+pub mod verify;
+
+use std::fmt::Display;
+use std::future::Future;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+
+use expertd_router::telemetry::{LogFormat, init_logs};
+
+/// Runs the Mixture-of-Experts blocks of real checkpoints with expert parallelism, over gRPC.
+///
+/// Tokens are rows of hidden states: after a layer's norm, before the residual. Start with `expertd demo`.
+#[derive(Parser, Debug)]
+#[command(name = "expertd", version, propagate_version = true, max_term_width = 100)]
+struct Cli {
+    /// What is logged to standard error: a level, or directives such as info,expertd::scheduler=debug
+    #[arg(
+        long,
+        global = true,
+        env = "EXPERTD_LOG",
+        default_value = "info",
+        value_name = "FILTER",
+        help_heading = "Logging"
+    )]
+    log: String,
+    /// How log lines look
+    #[arg(
+        long,
+        global = true,
+        env = "EXPERTD_LOG_FORMAT",
+        default_value = "text",
+        value_enum,
+        help_heading = "Logging"
+    )]
+    log_format: LogFormat,
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// What each does stands at its arguments: a comment here would hide that from `--help`.
+#[derive(Subcommand, Debug)]
+enum Command {
+    Demo(demo::DemoArgs),
+    Serve(Box<serve::settings::ServeArgs>),
+    Call(call::CallArgs),
+    Verify(verify::VerifyArgs),
+    Inspect(inspect::InspectArgs),
+    Synth(synth::SynthArgs),
+    Doctor(doctor::DoctorArgs),
+    Bench(bench::BenchArgs),
+    Ceilings(ceilings::CeilingsArgs),
+    Status(status::StatusArgs),
+    Drain(drain::DrainArgs),
+    /// One expert rank; started by `serve`
+    #[command(hide = true)]
+    Rank(rank::RankArgs),
+}
+
+/// The whole program.
+#[must_use]
+pub fn main() -> ExitCode {
+    let matches = Cli::command().get_matches();
+    let cli = match Cli::from_arg_matches(&matches) {
+        Ok(cli) => cli,
+        Err(error) => error.exit(),
+    };
+    if let Err(error) = init_logs(&cli.log, cli.log_format) {
+        eprintln!("expertd: {error}");
+        return ExitCode::from(serve::exit::USAGE);
+    }
+    if !matches!(cli.command, Command::Serve(_) | Command::Rank(_) | Command::Demo(_)) {
+        end_quietly_without_a_reader();
+    }
+    let of = |name| matches.subcommand_matches(name);
+    match cli.command {
+        Command::Serve(args) => serve::run(&args, of("serve")),
+        Command::Demo(args) => block_on("demo", demo::run(args)),
+        Command::Call(args) => block_on("call", call::run(args)),
+        Command::Verify(args) => block_on("verify", verify::run(args)),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Synth(args) => synth::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Bench(args) => block_on("bench", bench::run(args)),
+        Command::Ceilings(args) => ceilings::run(&args),
+        Command::Status(args) => block_on("status", status::run(args)),
+        Command::Drain(args) => block_on("drain", drain::run(args)),
+        Command::Rank(args) => rank::run(&args),
+    }
+}
+
+/// Whoever reads the output may leave first (`expertd inspect … | head`): not worth a panic's report. Commands with
+/// something to clean up keep theirs.
+fn end_quietly_without_a_reader() {
+    /// What shells show for a process that SIGPIPE ended.
+    const BROKEN_PIPE: i32 = 128 + 13;
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        let message = panic.payload().downcast_ref::<String>();
+        if message.is_some_and(|text| text.starts_with("failed printing to stdout: Broken pipe")) {
+            std::process::exit(BROKEN_PIPE);
+        }
+        report(panic);
+    }));
+}
+
+/// Runs a client command; an error is printed and is exit status 1.
+fn block_on<E: Display>(name: &str, command: impl Future<Output = Result<ExitCode, E>>) -> ExitCode {
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("expertd {name}: cannot start the asynchronous runtime: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    runtime.block_on(command).unwrap_or_else(|error| {
+        eprintln!("expertd {name}: {error}");
+        ExitCode::FAILURE
+    })
+}

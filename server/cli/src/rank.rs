@@ -1,0 +1,52 @@
+//! `expertd rank`: one expert rank. Started by `expertd serve`, not by people.
+
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::process::ExitCode;
+
+use clap::Args;
+
+use expertd_ipc::control::DeviceKind;
+use expertd_rank::{Failure, Joining, Loaded, RankExit, run_rank};
+
+/// Flags of `expertd rank`.
+#[derive(Args, Clone, Debug)]
+pub struct RankArgs {
+    /// Number of this rank, for process lists; what counts comes over the control socket
+    #[arg(long)]
+    pub rank: u32,
+    /// Process id of the router
+    #[arg(long)]
+    pub parent: u32,
+}
+
+/// Runs the rank until its router ends it.
+#[must_use]
+pub fn run(args: &RankArgs) -> ExitCode {
+    let socket = match std::io::stdin().as_fd().try_clone_to_owned() {
+        Ok(fd) => UnixStream::from(fd),
+        Err(error) => {
+            tracing::error!(%error, "no control socket on standard input");
+            return ExitCode::FAILURE;
+        }
+    };
+    match run_rank(args.parent, socket, load) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(RankExit::Reported(message)) => {
+            tracing::debug!(rank = args.rank, message, "could not get ready");
+            ExitCode::FAILURE
+        }
+        Err(error) => {
+            tracing::error!(rank = args.rank, %error, "rank ends");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Loads the engine of the device that the router asks for.
+fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
+    match joining.setup.device {
+        DeviceKind::Cpu => expertd_rank_cpu::load(joining),
+        DeviceKind::Cuda => expertd_rank_cuda::load(joining),
+    }
+}

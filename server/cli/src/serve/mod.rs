@@ -1,0 +1,284 @@
+//! `expertd serve`: the router rank.
+
+pub mod plan;
+mod report;
+pub mod settings;
+
+pub use report::{follow_loading, plan as describe_plan};
+
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::ArgMatches;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use self::plan::{PlanError, ServePlan};
+use self::settings::{Given, ServeArgs};
+use expertd_memory as memory;
+use expertd_router::api::{self, Address, Patience, Server, ServerConfig};
+use expertd_router::backend::Backend;
+use expertd_router::steps::{Service, ServiceEnd};
+use expertd_router::telemetry::{MetricsEndpoint, Recorder, install_recorder};
+
+/// Exit codes of `expertd serve`, after sysexits.h.
+pub mod exit {
+    /// Bad configuration or a broken checkpoint, found before any port was bound.
+    pub const USAGE: u8 = 64;
+    /// The weights could not be loaded.
+    pub const LOAD: u8 = 65;
+    /// An address could not be bound.
+    pub const BIND: u8 = 69;
+    /// Ranks kept failing before they were ready.
+    pub const SETUP: u8 = 70;
+}
+
+/// How long calls may take to end after the last answer was given.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
+
+/// Runs the service until a signal, a drain, or a failure that it does not survive.
+#[must_use]
+pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
+    let plan = Given::merge(args, matches).map_err(PlanError::from).and_then(|given| {
+        if args.print_config && given.model.0.is_none() {
+            print!("{}", report::settings(&given.shown()));
+            return Ok(None);
+        }
+        ServePlan::new(given).map(Some)
+    });
+    let plan = match plan {
+        Ok(Some(plan)) if !args.print_config => plan,
+        Ok(plan) => {
+            if let Some(plan) = plan {
+                print!("{}", report::settings(&plan.shown));
+            }
+            return ExitCode::SUCCESS;
+        }
+        Err(error) => {
+            eprintln!("expertd serve: {error}");
+            return ExitCode::from(exit::USAGE);
+        }
+    };
+    print!("{}{}", report::settings(&plan.shown), report::plan(&plan));
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("api").build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("expertd serve: cannot start the asynchronous runtime: {error}");
+            return ExitCode::from(exit::SETUP);
+        }
+    };
+    let code = runtime.block_on(async {
+        match Running::start(plan).await {
+            Ok(running) => {
+                running.announce();
+                running.until_end().await
+            }
+            Err(error) => {
+                eprintln!("expertd serve: {error}");
+                error.exit_code()
+            }
+        }
+    });
+    runtime.shutdown_timeout(Duration::from_millis(100));
+    code
+}
+
+/// Gives memory that a burst of messages took back once it was not needed for a while.
+async fn settle_memory() {
+    let mut periods = tokio::time::interval(memory::PERIOD);
+    loop {
+        periods.tick().await;
+        memory::settle();
+    }
+}
+
+/// Why a service could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// An address does not parse.
+    #[error("{name}: {source}")]
+    Address {
+        /// The setting.
+        name: &'static str,
+        /// What is wrong with it.
+        source: api::AddressError,
+    },
+    /// The address of the metrics endpoint is no HOST:PORT.
+    #[error(
+        "metrics-listen: `{0}` is no IP:PORT; use 127.0.0.1:9464, or 0.0.0.0:9464 to be scraped from elsewhere"
+    )]
+    MetricsAddress(String),
+    /// The metrics endpoint could not be bound.
+    #[error(
+        "metrics-listen: cannot bind {address}: {source}; give another --metrics-listen, port 0 picks a free one"
+    )]
+    MetricsBind {
+        /// Where.
+        address: SocketAddr,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// A gRPC listener.
+    #[error(transparent)]
+    Server(#[from] api::ServerError),
+    /// The scheduler.
+    #[error(transparent)]
+    Service(#[from] expertd_router::steps::StartError),
+}
+
+impl StartError {
+    fn exit_code(&self) -> ExitCode {
+        ExitCode::from(match self {
+            StartError::Address { .. }
+            | StartError::MetricsAddress(_)
+            | StartError::Server(api::ServerError::AdminNotLoopback(_)) => exit::USAGE,
+            StartError::MetricsBind { .. } | StartError::Server(_) => exit::BIND,
+            StartError::Service(_) => exit::SETUP,
+        })
+    }
+}
+
+/// A service with its listeners.
+pub struct Running {
+    service: Arc<Service>,
+    addresses: Vec<Address>,
+    admin: Option<Address>,
+    metrics: SocketAddr,
+    shutdown: CancellationToken,
+    server: tokio::task::JoinHandle<Result<(), api::ServerError>>,
+}
+
+impl Running {
+    /// Sets memory for messages aside, binds every address, then forms the first generation.
+    ///
+    /// # Errors
+    /// If an address cannot be had.
+    pub async fn start(plan: ServePlan) -> Result<Self, StartError> {
+        let address = |name: &'static str, text: &str| {
+            text.parse::<Address>().map_err(|source| StartError::Address { name, source })
+        };
+        let config = ServerConfig {
+            listen: plan
+                .listen
+                .split(',')
+                .map(|text| address("listen", text.trim()))
+                .collect::<Result<_, _>>()?,
+            admin: Some(address("admin-listen", &plan.admin_listen)?),
+            shutdown_grace: SHUTDOWN_GRACE,
+            patience: Patience::default(),
+        };
+        let metrics: SocketAddr = plan
+            .metrics_listen
+            .parse()
+            .map_err(|_| StartError::MetricsAddress(plan.metrics_listen.clone()))?;
+        let recorder = install_recorder(if expertd_rank_cuda::BUILT { "cuda" } else { "" });
+        plan.buffers.reserve();
+        tokio::spawn(settle_memory());
+        let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
+        match Self::listen(&service, &config, metrics, recorder).await {
+            Ok(running) => Ok(running),
+            Err(error) => {
+                service.drain(Some(Duration::ZERO)).await;
+                service.join();
+                Err(error)
+            }
+        }
+    }
+
+    async fn listen(
+        service: &Arc<Service>,
+        config: &ServerConfig,
+        metrics: SocketAddr,
+        recorder: Recorder,
+    ) -> Result<Self, StartError> {
+        let service = Arc::clone(service);
+        let backend: Arc<dyn Backend> = Arc::clone(&service) as Arc<dyn Backend>;
+        let endpoint = MetricsEndpoint::bind(metrics, recorder, api::ready_probe(Arc::clone(&backend)))
+            .await
+            .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
+        let metrics = endpoint.local_address().unwrap_or(metrics);
+        let server = Server::bind(config, backend).await?;
+        let (addresses, admin) = (server.addresses(), server.admin_address());
+        tokio::spawn(endpoint.run());
+        let shutdown = CancellationToken::new();
+        let server = tokio::spawn(server.run(shutdown.clone()));
+        Ok(Running { service, addresses, admin, metrics, shutdown, server })
+    }
+
+    /// The public address.
+    #[must_use]
+    pub fn address(&self) -> Option<&Address> {
+        self.addresses.first()
+    }
+
+    /// The scheduler.
+    #[must_use]
+    pub const fn service(&self) -> &Arc<Service> {
+        &self.service
+    }
+
+    /// Prints the line that says where the service is, once it serves.
+    fn announce(&self) {
+        let (service, metrics) = (Arc::clone(&self.service), self.metrics);
+        let addresses = self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let admin = self.admin.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string);
+        tokio::spawn(async move {
+            report::follow_loading(Arc::clone(&service)).await;
+            let mut state = service.watch_state();
+            let serving = state.wait_for(|s| *s == expertd_router::backend::ServiceState::Serving).await;
+            if serving.is_ok() {
+                println!(
+                    "ready: listening on {addresses}, admin on {admin}, metrics on http://{metrics}/metrics"
+                );
+            }
+        });
+    }
+
+    /// Waits for a signal, a drain or a failure, and ends everything in order.
+    async fn until_end(self) -> ExitCode {
+        let mut signals = Vec::new();
+        for kind in [SignalKind::terminate(), SignalKind::interrupt()] {
+            match signal(kind) {
+                Ok(signal) => signals.push(signal),
+                Err(error) => tracing::warn!(%error, "cannot listen for a signal"),
+            }
+        }
+        let draining = Arc::clone(&self.service);
+        tokio::spawn(async move {
+            let any = futures_util::future::select_all(signals.iter_mut().map(|s| Box::pin(s.recv())));
+            any.await;
+            tracing::info!("signal received: draining");
+            draining.drain(None).await;
+        });
+        let end = self.service.ended().await;
+        self.stop().await;
+        match end {
+            ServiceEnd::Drained => ExitCode::SUCCESS,
+            ServiceEnd::LoadFailed(message) => {
+                eprintln!("expertd serve: {message}");
+                ExitCode::from(exit::LOAD)
+            }
+            ServiceEnd::SetupFailed(message) => {
+                eprintln!("expertd serve: {message}");
+                ExitCode::from(exit::SETUP)
+            }
+        }
+    }
+
+    /// Drains, then ends everything in order: answers out, connections closed, ranks reaped.
+    pub async fn drain(self) {
+        self.service.drain(None).await;
+        self.service.ended().await;
+        self.stop().await;
+    }
+
+    async fn stop(self) {
+        self.shutdown.cancel();
+        if let Ok(Err(error)) = self.server.await {
+            tracing::warn!(%error, "the server ended with an error");
+        }
+        self.service.join();
+    }
+}

@@ -1,0 +1,122 @@
+//! What `expertd serve` prints: the settings, the choices made, progress of loading.
+
+use std::fmt::Write as _;
+use std::io::IsTerminal as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
+
+use super::plan::ServePlan;
+use super::settings::Shown;
+use expertd_model::Placement;
+use expertd_router::backend::{Backend, RankState, ServiceState};
+use expertd_router::steps::Service;
+use expertd_types::Rank;
+
+/// Every setting with its value and source, one a line.
+#[must_use]
+pub(super) fn settings(shown: &[Shown]) -> String {
+    let name = shown.iter().map(|s| s.name.len()).max().unwrap_or(0);
+    let value = shown.iter().map(|s| s.value.len()).max().unwrap_or(0);
+    let mut text = String::new();
+    for s in shown {
+        let _ = writeln!(text, "{:name$} = {:value$}  # {}", s.name, s.value, s.source);
+    }
+    text
+}
+
+/// What the service will do with this model on this machine.
+#[must_use]
+pub fn plan(plan: &ServePlan) -> String {
+    let ServePlan { model, spec, cluster, scheduler, .. } = plan;
+    let shape = &cluster.shape;
+    let mut text = String::new();
+    let mut line = |name: &str, value: String| {
+        let _ = writeln!(text, "{name:>9}  {value}");
+    };
+    line("model", format!("{} ({}), weights {}", model.name, model.family, model.weight_formats.join(" + ")));
+    let moe: Vec<_> = spec.moe_layers().collect();
+    if let Some((_, first)) = moe.first() {
+        line(
+            "layers",
+            format!(
+                "{} with MoE of {}; hidden {}; {} experts of width {}, {} per token{}",
+                moe.len(),
+                spec.num_layers,
+                spec.hidden,
+                first.experts.count,
+                first.experts.width,
+                first.gate.top_k,
+                first.shared.as_ref().map_or_else(String::new, |s| format!("; shared width {}", s.width)),
+            ),
+        );
+        line("gate", first.gate.describe());
+        for (rank, place) in model.placement.iter().enumerate() {
+            let range = Placement::new(first.experts.count, model.placement.len()).range(Rank(rank as u32));
+            let owned = if range.is_empty() {
+                "no experts".to_owned()
+            } else {
+                format!("experts {} to {}", range.start, range.end - 1)
+            };
+            line(if rank == 0 { "ranks" } else { "" }, format!("{rank}: {}; {owned}", place.device));
+        }
+    }
+    line(
+        "memory",
+        format!(
+            "windows {} per rank ({} slots), staging and rings {}, messages {} to {}",
+            HumanBytes(plan.window_bytes as u64),
+            shape.slots,
+            HumanBytes(plan.channel_bytes as u64),
+            HumanBytes(plan.buffers.resident_bytes as u64),
+            HumanBytes(plan.buffers.most_bytes as u64),
+        ),
+    );
+    line(
+        "limits",
+        format!(
+            "{} tokens per step ({} per rank), {} per request, {} queued; messages of {}; {} in flight",
+            HumanCount(scheduler.max_tokens_per_step as u64),
+            HumanCount(shape.max_tokens_per_rank as u64),
+            HumanCount(model.limits.max_tokens_per_request as u64),
+            HumanCount(scheduler.max_queued_tokens as u64),
+            HumanBytes(model.limits.max_message_bytes as u64),
+            HumanBytes(model.limits.max_bytes_in_flight as u64),
+        ),
+    );
+    text
+}
+
+/// Follows the loading of weights until the service serves or has failed; a bar on a terminal, else a line now and
+/// then.
+pub async fn follow_loading(service: Arc<Service>) {
+    let style =
+        ProgressStyle::with_template("  loading {bar:30} {bytes}/{total_bytes} {binary_bytes_per_sec} {msg}")
+            .unwrap_or_else(|_| ProgressStyle::default_bar());
+    let bar = if std::io::stderr().is_terminal() {
+        ProgressBar::new(0).with_style(style)
+    } else {
+        ProgressBar::hidden()
+    };
+    let mut shown_percent = 0;
+    loop {
+        let status = service.status();
+        let total: u64 = status.ranks.iter().map(|r| r.weight_bytes_total).sum();
+        let loaded: u64 = status.ranks.iter().map(|r| r.weight_bytes_loaded).sum();
+        let ready = status.ranks.iter().filter(|r| r.state == RankState::Ready).count();
+        bar.set_length(total);
+        bar.set_position(loaded);
+        bar.set_message(format!("{ready}/{} ranks ready", status.ranks.len()));
+        let percent = (loaded * 100).checked_div(total).unwrap_or(0);
+        if bar.is_hidden() && percent >= shown_percent + 25 && percent < 100 {
+            shown_percent = percent;
+            tracing::info!(percent, loaded_bytes = loaded, total_bytes = total, "loading weights");
+        }
+        if !matches!(status.state, ServiceState::Loading | ServiceState::Reforming) {
+            bar.finish_and_clear();
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}

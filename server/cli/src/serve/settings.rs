@@ -1,0 +1,309 @@
+//! Settings of `expertd serve`: flags over `EXPERTD_*` environment over a TOML file over defaults.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args};
+use serde::Deserialize;
+
+use expertd_ipc::control::DeviceKind;
+
+/// Where a value came from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A command line flag.
+    Flag,
+    /// The environment variable named.
+    Environment(&'static str),
+    /// The configuration file.
+    File,
+    /// The built-in default, with why.
+    Default(String),
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Source::Flag => f.write_str("flag"),
+            Source::Environment(name) => write!(f, "{name}"),
+            Source::File => f.write_str("config file"),
+            Source::Default(why) if why.is_empty() => f.write_str("default"),
+            Source::Default(why) => write!(f, "default: {why}"),
+        }
+    }
+}
+
+/// Why the settings do not make a configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum SettingsError {
+    /// The file cannot be read.
+    #[error("config file {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: std::io::Error,
+    },
+    /// The file is not what it should be.
+    #[error("config file {}: {source}", path.display())]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: Box<toml::de::Error>,
+    },
+    /// A value is out of range, or missing.
+    #[error("{name}: {problem}")]
+    Value {
+        /// The setting's flag.
+        name: &'static str,
+        /// What is wrong and what would be right.
+        problem: String,
+    },
+}
+
+/// One resolved setting, for printing.
+#[derive(Clone, Debug)]
+pub struct Shown {
+    /// Its name in the file; the flag has dashes.
+    pub name: &'static str,
+    /// Its value.
+    pub value: String,
+    /// Where that came from.
+    pub source: Source,
+}
+
+/// A value or its absence, as people read it.
+trait Show {
+    fn show(&self) -> String;
+}
+
+macro_rules! show_as_display {
+    ($($ty:ty),*) => { $(impl Show for $ty { fn show(&self) -> String { self.to_string() } })* };
+}
+show_as_display!(String, u32, u64, usize, bool, DeviceKind);
+
+impl Show for PathBuf {
+    fn show(&self) -> String {
+        self.display().to_string()
+    }
+}
+
+impl<T: Show> Show for Option<T> {
+    fn show(&self) -> String {
+        self.as_ref().map_or_else(|| "-".to_owned(), Show::show)
+    }
+}
+
+macro_rules! settings {
+    ($( $(#[$doc:meta])* $name:ident : $ty:ty = $default:expr, env $env:literal; )*) => {
+        /// Serve the MoE layers of a checkpoint
+        ///
+        /// Each setting comes from its flag, else from its environment variable, else from the file of --config, else it has
+        /// its default. What was chosen is printed first; the service serves once it prints `ready:`.
+        ///
+        /// Exit status 0 if it was drained (SIGTERM, SIGINT, `expertd drain`), 2 for an unknown flag or a value that does
+        /// not parse, 64 for a bad setting or a broken checkpoint, 65 if weights could not be loaded, 69 if an address could
+        /// not be bound, 70 if ranks kept failing before they were ready.
+        #[derive(Args, Clone, Debug, Default)]
+        pub struct ServeArgs {
+            /// TOML file with any of the settings below, named as the flags with underscores
+            #[arg(long, env = "EXPERTD_CONFIG", value_name = "FILE")]
+            pub config: Option<PathBuf>,
+            /// Print every setting with its value and source, and exit
+            #[arg(long)]
+            pub print_config: bool,
+            $( $(#[$doc])* #[arg(long, env = $env)] pub $name: Option<$ty>, )*
+        }
+
+        #[derive(Deserialize, Default)]
+        #[serde(deny_unknown_fields)]
+        struct FileSettings { $( $name: Option<$ty>, )* }
+
+        /// What was given, and where.
+        #[derive(Clone, Debug)]
+        pub struct Given {
+            $( $(#[$doc])* pub $name: (Option<$ty>, Source), )*
+        }
+
+        impl Given {
+            /// Merges flags and environment (which clap has told apart in `matches`) with the file.
+            ///
+            /// # Errors
+            /// If the file cannot be read or has a field that is no setting.
+            pub fn merge(args: &ServeArgs, matches: Option<&ArgMatches>) -> Result<Given, SettingsError> {
+                let file = match &args.config {
+                    Some(path) => read_file(path)?,
+                    None => FileSettings::default(),
+                };
+                let from = |id: &str, env: &'static str| {
+                    match matches.and_then(|m| m.value_source(id)) {
+                        Some(ValueSource::EnvVariable) => Source::Environment(env),
+                        _ => Source::Flag,
+                    }
+                };
+                Ok(Given { $(
+                    $name: match (args.$name.clone(), file.$name) {
+                        (Some(value), _) => (Some(value), from(stringify!($name), $env)),
+                        (None, Some(value)) => (Some(value), Source::File),
+                        (None, None) => {
+                            let default: Option<$ty> = $default;
+                            (default, Source::Default(String::new()))
+                        }
+                    },
+                )* })
+            }
+
+            /// Every setting in order.
+            #[must_use]
+            pub fn shown(&self) -> Vec<Shown> {
+                vec![ $( Shown {
+                    name: stringify!($name),
+                    value: self.$name.0.show(),
+                    source: self.$name.1.clone(),
+                }, )* ]
+            }
+        }
+    };
+}
+
+settings! {
+    /// Folder of the checkpoint: config.json and *.safetensors in Hugging Face's layout
+    model: PathBuf = None, env "EXPERTD_MODEL";
+    /// Name under which clients know the model [default: the folder's name]
+    model_name: String = None, env "EXPERTD_MODEL_NAME";
+    /// Expert ranks, 1 to 8: one process each [default: one per NUMA node on CPU, one per GPU on CUDA]
+    ranks: u32 = None, env "EXPERTD_RANKS";
+    /// Device of the ranks [default: cuda if this build and machine have it, else cpu]
+    device: DeviceKind = None, env "EXPERTD_DEVICE";
+    /// Addresses of the public API, comma-separated: HOST:PORT or unix:PATH; port 0 picks a free one [default: 127.0.0.1:50051]
+    listen: String = Some("127.0.0.1:50051".into()), env "EXPERTD_LISTEN";
+    /// Address of the Admin service with health, HOST:PORT or unix:PATH; keep it on loopback [default: 127.0.0.1:50052]
+    admin_listen: String = Some("127.0.0.1:50052".into()), env "EXPERTD_ADMIN_LISTEN";
+    /// Address of the Prometheus endpoint, GET /metrics: IP:PORT [default: 127.0.0.1:9464]
+    metrics_listen: String = Some("127.0.0.1:9464".into()), env "EXPERTD_METRICS_LISTEN";
+    /// Rows of one step, all ranks together; sizes windows and staging [default: 2048]
+    max_tokens_per_step: usize = Some(2048), env "EXPERTD_MAX_TOKENS_PER_STEP";
+    /// Rows of one request; a request larger than a step is split [default: twice max-tokens-per-step]
+    max_tokens_per_request: usize = None, env "EXPERTD_MAX_TOKENS_PER_REQUEST";
+    /// Rows that may wait before requests are refused [default: 16 times max-tokens-per-step]
+    max_queued_tokens: usize = None, env "EXPERTD_MAX_QUEUED_TOKENS";
+    /// How long the first request of a step waits for company, microseconds [default: 0]
+    max_wait_us: u64 = Some(0), env "EXPERTD_MAX_WAIT_US";
+    /// Sets of step buffers, at least 2, so that the copies of one step overlap another's compute [default: 2]
+    slots: u32 = Some(2), env "EXPERTD_SLOTS";
+    /// CPU cores to use, e.g. 0-7,16 [default: all that this process may run on]
+    cores: String = None, env "EXPERTD_CORES";
+    /// A rank that shows no life for this long ends the generation, milliseconds [default: 1000]
+    liveness_timeout_ms: u64 = Some(1000), env "EXPERTD_LIVENESS_TIMEOUT_MS";
+    /// A step that takes longer ends the generation, milliseconds [default: 60000]
+    step_timeout_ms: u64 = Some(60_000), env "EXPERTD_STEP_TIMEOUT_MS";
+    /// How long requests in flight may take after SIGTERM or a drain, milliseconds [default: 10000]
+    drain_timeout_ms: u64 = Some(10_000), env "EXPERTD_DRAIN_TIMEOUT_MS";
+    /// Open connections, at most [default: 1024]
+    max_connections: u32 = Some(1024), env "EXPERTD_MAX_CONNECTIONS";
+    /// Streams on one connection, at most [default: 128]
+    max_streams_per_connection: u32 = Some(128), env "EXPERTD_MAX_STREAMS_PER_CONNECTION";
+    /// Request bytes held at once, at most [default: 1 GiB, or 4 of the largest requests if that is more]
+    max_bytes_in_flight: u64 = None, env "EXPERTD_MAX_BYTES_IN_FLIGHT";
+}
+
+fn read_file(path: &Path) -> Result<FileSettings, SettingsError> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| SettingsError::Read { path: path.to_owned(), source })?;
+    toml::from_str(&text)
+        .map_err(|source| SettingsError::Parse { path: path.to_owned(), source: Box::new(source) })
+}
+
+/// Parses a list of cores such as `0-3,8`.
+///
+/// # Errors
+/// If it is no such list, or names a core twice.
+pub fn parse_cores(text: &str) -> Result<Vec<usize>, String> {
+    let number =
+        |s: &str| s.trim().parse::<usize>().map_err(|_| format!("`{s}` is no core number in `{text}`"));
+    let mut cores = Vec::new();
+    for part in text.split(',') {
+        let (first, last) = match part.split_once('-') {
+            Some((first, last)) => (number(first)?, number(last)?),
+            None => (number(part)?, number(part)?),
+        };
+        if first > last || last >= 4096 {
+            return Err(format!("`{part}` is no range of cores"));
+        }
+        cores.extend(first..=last);
+    }
+    let mut unique = cores.clone();
+    unique.sort_unstable();
+    unique.dedup();
+    if unique.len() != cores.len() {
+        return Err(format!("`{text}` names a core twice"));
+    }
+    Ok(cores)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use clap::{CommandFactory, FromArgMatches, Parser};
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        serve: ServeArgs,
+    }
+
+    fn given(words: &[&str]) -> Result<Given, SettingsError> {
+        let matches =
+            Cli::command().get_matches_from(std::iter::once("expertd").chain(words.iter().copied()));
+        let cli = Cli::from_arg_matches(&matches).unwrap();
+        Given::merge(&cli.serve, Some(&matches))
+    }
+
+    #[test]
+    fn flags_win_over_the_file_and_the_file_over_defaults() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("expertd.toml");
+        std::fs::write(&path, "ranks = 3\nmax_wait_us = 50\nmodel = \"/models/m\"\n").unwrap();
+        let got = given(&["--config", path.to_str().unwrap(), "--ranks", "2"]).unwrap();
+        assert_eq!(got.ranks, (Some(2), Source::Flag));
+        assert_eq!(got.max_wait_us, (Some(50), Source::File));
+        assert_eq!(got.slots, (Some(2), Source::Default(String::new())));
+        assert_eq!(got.model.0, Some(PathBuf::from("/models/m")));
+    }
+
+    #[test]
+    fn a_misspelt_field_of_the_file_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("expertd.toml");
+        std::fs::write(&path, "rank = 3\n").unwrap();
+        let error = given(&["--config", path.to_str().unwrap()]).unwrap_err().to_string();
+        assert!(error.contains("rank") && error.contains("expertd.toml"), "{error}");
+    }
+
+    #[test]
+    fn core_lists() {
+        assert_eq!(parse_cores("0-2,5").unwrap(), [0, 1, 2, 5]);
+        assert!(parse_cores("3-1").is_err());
+        assert!(parse_cores("a").is_err());
+        assert!(parse_cores("1,1").is_err());
+        assert!(parse_cores("0-99999").is_err());
+    }
+
+    /// Defaults are an interface: a change shows here.
+    #[test]
+    fn defaults_are_pinned() {
+        let got = given(&[]).unwrap();
+        let shown: Vec<String> = got.shown().iter().map(|s| format!("{}={}", s.name, s.value)).collect();
+        assert_eq!(
+            shown.join(" "),
+            "model=- model_name=- ranks=- device=- listen=127.0.0.1:50051 admin_listen=127.0.0.1:50052 \
+             metrics_listen=127.0.0.1:9464 max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
+             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 drain_timeout_ms=10000 \
+             max_connections=1024 max_streams_per_connection=128 max_bytes_in_flight=-"
+        );
+    }
+}

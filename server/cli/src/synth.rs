@@ -1,0 +1,104 @@
+//! `expertd synth`: a random checkpoint.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+
+use expertd_model::synth::{self, SynthConfig, SynthError, SynthFormat};
+
+/// Write a random checkpoint of any supported family in Hugging Face's layout
+#[derive(Args, Clone, Debug)]
+pub struct SynthArgs {
+    /// Family, such as mixtral, qwen3_moe or deepseek_v3; an unknown one lists them all
+    #[arg(long)]
+    pub family: String,
+    /// Directory to write, new or empty; made if it is not there
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Elements of a token row
+    #[arg(long, default_value_t = 64)]
+    pub hidden: usize,
+    /// Routed experts of each layer
+    #[arg(long, default_value_t = 8)]
+    pub experts: usize,
+    /// Experts per token
+    #[arg(long, default_value_t = 2)]
+    pub top_k: usize,
+    /// Intermediate size of an expert
+    #[arg(long, default_value_t = 96)]
+    pub width: usize,
+    /// Decoder layers; families that begin with dense layers get one of those
+    #[arg(long, default_value_t = 2)]
+    pub layers: usize,
+    /// How weights are stored
+    #[arg(long, value_enum, default_value = "bf16")]
+    pub dtype: SynthFormat,
+    /// The same seed gives the same bytes
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Largest size of a file, in MiB
+    #[arg(long, default_value_t = 4096)]
+    pub max_shard_mib: u64,
+}
+
+impl SynthArgs {
+    fn config(&self) -> SynthConfig {
+        SynthConfig {
+            family: self.family.clone(),
+            hidden: self.hidden,
+            experts: self.experts,
+            top_k: self.top_k,
+            width: self.width,
+            layers: self.layers,
+            format: self.dtype,
+            seed: self.seed,
+            max_shard_bytes: self.max_shard_mib << 20,
+        }
+    }
+}
+
+/// Writes the checkpoint, with a progress bar on the terminal.
+#[must_use]
+pub fn run(args: &SynthArgs) -> ExitCode {
+    if let Some(found) = first_file(&args.out) {
+        eprintln!(
+            "expertd synth: {} is not empty (it has `{found}`); expected a new or an empty folder, so that nothing is \
+             overwritten: give another --out, or remove that one",
+            args.out.display()
+        );
+        return ExitCode::from(expertd_model::ModelError::EXIT_CODE);
+    }
+    match write(args) {
+        Ok(bytes) => {
+            println!("wrote {} of weights to {}", super::inspect::bytes(bytes), args.out.display());
+            ExitCode::SUCCESS
+        }
+        Err(error @ SynthError::Io { .. }) => {
+            eprintln!("expertd synth: {error}");
+            ExitCode::FAILURE
+        }
+        Err(error) => {
+            eprintln!("expertd synth: {error}");
+            ExitCode::from(expertd_model::ModelError::EXIT_CODE)
+        }
+    }
+}
+
+/// Something that lies in the folder already.
+fn first_file(folder: &Path) -> Option<String> {
+    let entry = std::fs::read_dir(folder).ok()?.flatten().next()?;
+    Some(entry.file_name().to_string_lossy().into_owned())
+}
+
+fn write(args: &SynthArgs) -> Result<u64, SynthError> {
+    let config = args.config();
+    let total = synth::size(&config)?;
+    let bar = ProgressBar::new(total);
+    let style = ProgressStyle::with_template("{bar:40} {bytes}/{total_bytes} {bytes_per_sec} {eta}");
+    bar.set_style(style.expect("a constant template"));
+    let written = synth::write_with(&config, &args.out, &mut |bytes| bar.inc(bytes));
+    bar.finish_and_clear();
+    written.map(|()| total)
+}

@@ -1,0 +1,346 @@
+//! `expertd verify`: recorded rows through a running service, compared with the recorded answers.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+use expertd_proto::v1::{
+    DType as WireDType, ForwardRequest, GetModelResponse, Routing, forward_request::Payload,
+};
+use serde::Serialize;
+
+use super::client::{self, ClientError, DTypeArg, RoutingArg};
+use super::golden::{Golden, GoldenError, GoldenLayer, GoldenRouting};
+use super::rows;
+use expertd_types::DType;
+
+mod ids;
+pub use ids::{IdsCheck, RowMismatch};
+
+/// Send recorded rows through a running service and compare the answers with the recorded ones
+///
+/// Exit status 0 if every MoE layer of the file is within the tolerance and was routed as recorded, 1 otherwise.
+#[derive(Args, Clone, Debug)]
+pub struct VerifyArgs {
+    /// The service: HOST:PORT or unix:PATH
+    #[arg(long, default_value = client::DEFAULT_ADDRESS, env = "EXPERTD_ADDRESS")]
+    pub address: String,
+    /// Recorded rows (golden.safetensors): layers.L.input, layers.L.output and, where there is routing to compare,
+    /// layers.L.topk_ids and layers.L.topk_weights
+    #[arg(long, value_name = "FILE")]
+    pub golden: PathBuf,
+    /// Name of the model; may be left out when the service has one
+    #[arg(long, default_value = "", hide_default_value = true)]
+    pub model: String,
+    /// Only these layers (comma-separated) instead of all in the file
+    #[arg(long, value_delimiter = ',', value_name = "L")]
+    pub layers: Vec<u32>,
+    /// Who routes
+    #[arg(long, value_enum, default_value_t)]
+    pub routing: RoutingArg,
+    /// Largest relative L2 error that a row may have [default: 1e-5 for f32 rows, 1e-2 for others]
+    #[arg(long)]
+    pub tolerance: Option<f64>,
+    /// Element type of the rows on the wire
+    #[arg(long, value_enum, default_value = "f32")]
+    pub dtype: DTypeArg,
+    /// Rows in a request [default: all of a layer, or as many as the service takes]
+    #[arg(long, value_name = "ROWS")]
+    pub batch: Option<usize>,
+    /// Print the report as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Why a verification could not be done.
+#[derive(Debug, thiserror::Error)]
+pub enum VerifyError {
+    /// The golden file is not usable.
+    #[error(transparent)]
+    Golden(#[from] GoldenError),
+    /// The service cannot be talked to, or refused a request.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// The file and the service's model do not belong together.
+    #[error("the golden file does not fit the served model {model}: {reason}")]
+    Mismatch {
+        /// The served model.
+        model: String,
+        /// What differs.
+        reason: String,
+    },
+}
+
+/// What was found in one layer.
+#[derive(Clone, Debug, Serialize)]
+pub struct LayerReport {
+    /// Index of the decoder layer.
+    pub layer: u32,
+    /// Rows compared.
+    pub tokens: usize,
+    /// Largest relative L2 error of a row, rows that are exceptions left out.
+    pub largest_error: f64,
+    /// The row it was found in.
+    pub largest_error_row: usize,
+    /// Rows beyond the tolerance, exceptions left out.
+    pub rows_beyond_tolerance: usize,
+    /// How the routing compared; `None` where none is recorded.
+    pub ids: Option<IdsCheck>,
+    /// Whether the layer passed.
+    pub ok: bool,
+}
+
+/// What was found in all layers.
+#[derive(Clone, Debug, Serialize)]
+pub struct VerifyReport {
+    /// The served model.
+    pub model: String,
+    /// Its family.
+    pub family: String,
+    /// Its weight version.
+    pub weight_version: u64,
+    /// The tolerance that applied.
+    pub tolerance: f64,
+    /// By layer.
+    pub layers: Vec<LayerReport>,
+}
+
+impl VerifyReport {
+    /// Whether every layer passed.
+    #[must_use]
+    pub fn ok(&self) -> bool {
+        !self.layers.is_empty() && self.layers.iter().all(|layer| layer.ok)
+    }
+
+    /// Largest relative L2 error of all layers.
+    #[must_use]
+    pub fn largest_error(&self) -> f64 {
+        self.layers.iter().map(|layer| layer.largest_error).fold(0.0, f64::max)
+    }
+}
+
+/// Verifies without printing anything.
+///
+/// # Errors
+/// If the file is not usable, does not fit the model, or the service refuses a request.
+pub async fn verify(args: &VerifyArgs) -> Result<VerifyReport, VerifyError> {
+    let golden = Golden::read(&args.golden)?;
+    let dtype = DType::from(args.dtype);
+    let tolerance = args.tolerance.unwrap_or(if dtype == DType::F32 { 1e-5 } else { 1e-2 });
+    let connection = client::connect(&args.address).await?;
+    let (mut connection, model) = client::get_model(connection, &args.model).await?;
+    let mut report = VerifyReport {
+        model: model.name.clone(),
+        family: model.family.clone(),
+        weight_version: model.weight_version,
+        tolerance,
+        layers: Vec::new(),
+    };
+    check_layers(args, &golden, &model)?;
+    for (&layer, rows) in &golden.layers {
+        if !args.layers.is_empty() && !args.layers.contains(&layer) {
+            continue;
+        }
+        let job = Job { args, dtype, tolerance, model: &model, layer, rows, token_ids: &golden.token_ids };
+        let answer = job.ask(&mut connection).await?;
+        report.layers.push(job.compare(&answer));
+    }
+    Ok(report)
+}
+
+/// Verifies, prints the report, and gives the exit status.
+///
+/// # Errors
+/// As [`verify`].
+pub async fn run(args: VerifyArgs) -> Result<ExitCode, VerifyError> {
+    let report = verify(&args).await?;
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default());
+    } else {
+        print(&args, &report);
+    }
+    Ok(if report.ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The file's layers must be the model's: a layer missing on either side would otherwise pass unnoticed.
+fn check_layers(args: &VerifyArgs, golden: &Golden, model: &GetModelResponse) -> Result<(), VerifyError> {
+    let mismatch = |reason: String| VerifyError::Mismatch { model: model.name.clone(), reason };
+    for &layer in &args.layers {
+        if !golden.layers.contains_key(&layer) {
+            return Err(mismatch(format!("layer {layer} was asked for and is not in the file")));
+        }
+    }
+    for (&layer, rows) in &golden.layers {
+        let Some(served) = model.moe_layers.iter().find(|moe| moe.layer == layer) else {
+            return Err(mismatch(format!("layer {layer} is in the file, and is no MoE layer of the model")));
+        };
+        if rows.hidden != model.hidden as usize {
+            return Err(mismatch(format!("rows of {} in the file, hidden {}", rows.hidden, model.hidden)));
+        }
+        if let Some(routing) = &rows.routing
+            && args.routing == RoutingArg::Gate
+            && routing.k != served.top_k as usize
+        {
+            return Err(mismatch(format!(
+                "layer {layer}: {} experts per row recorded, top_k {}",
+                routing.k, served.top_k
+            )));
+        }
+        if rows.routing.is_none() && args.routing == RoutingArg::Recorded {
+            return Err(mismatch(format!(
+                "layer {layer} has no recorded routing (topk_ids, topk_weights); use --routing gate"
+            )));
+        }
+        if served.routes_by_token_id && golden.token_ids.len() != rows.tokens {
+            return Err(mismatch(format!(
+                "layer {layer} routes by token id: expected {} input_ids, found {}",
+                rows.tokens,
+                golden.token_ids.len()
+            )));
+        }
+    }
+    let unrecorded = model.moe_layers.iter().map(|moe| moe.layer).find(|l| !golden.layers.contains_key(l));
+    match unrecorded {
+        Some(layer) if args.layers.is_empty() => Err(mismatch(format!(
+            "MoE layer {layer} of the model is not in the file; name the layers to compare with --layers"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// One layer's work.
+struct Job<'a> {
+    args: &'a VerifyArgs,
+    dtype: DType,
+    tolerance: f64,
+    model: &'a GetModelResponse,
+    layer: u32,
+    rows: &'a GoldenLayer,
+    token_ids: &'a [i32],
+}
+
+/// A layer's answer, all batches together.
+struct Answer {
+    output: Vec<f32>,
+    ids: Vec<i32>,
+    weights: Vec<f32>,
+}
+
+type MoeClient = expertd_proto::v1::moe_client::MoeClient<tonic::transport::Channel>;
+
+impl Job<'_> {
+    async fn ask(&self, connection: &mut MoeClient) -> Result<Answer, VerifyError> {
+        let limit = self.model.limits.as_ref().map_or(u32::MAX, |limits| limits.max_tokens_per_request);
+        let batch = self.args.batch.unwrap_or(self.rows.tokens).min(limit as usize).max(1);
+        let mut answer = Answer { output: Vec::new(), ids: Vec::new(), weights: Vec::new() };
+        let mut first = 0;
+        while first < self.rows.tokens {
+            let last = (first + batch).min(self.rows.tokens);
+            let call = format!("Forward of layer {}, rows {first}..{last},", self.layer);
+            let response = connection
+                .forward(self.request(first, last))
+                .await
+                .map_err(|status| ClientError::call(call, status))?
+                .into_inner();
+            let receipt = response.receipt.unwrap_or_default();
+            // Padding to the wanted length keeps a short batch from shifting the rows behind it; the NaN fails.
+            let mut output = rows::decode(&response.rows, self.dtype);
+            output.resize((last - first) * self.rows.hidden, f32::NAN);
+            answer.output.append(&mut output);
+            answer.ids.append(&mut rows::decode_i32(&receipt.topk_ids));
+            answer.weights.append(&mut rows::decode_f32(&receipt.topk_weights));
+            first = last;
+        }
+        Ok(answer)
+    }
+
+    fn request(&self, first: usize, last: usize) -> ForwardRequest {
+        let hidden = self.rows.hidden;
+        let input = &self.rows.input[first * hidden..last * hidden];
+        let recorded = self.rows.routing.as_ref().filter(|_| self.args.routing == RoutingArg::Recorded);
+        let routing = recorded.map(|GoldenRouting { k, ids, weights }| Routing {
+            topk_ids: rows::encode_i32(&ids[first * k..last * k]),
+            topk_weights: rows::encode(&weights[first * k..last * k], DType::F32),
+            k: u32::try_from(*k).unwrap_or(u32::MAX),
+        });
+        ForwardRequest {
+            model: self.args.model.clone(),
+            layer: self.layer,
+            tokens: u32::try_from(last - first).unwrap_or(u32::MAX),
+            dtype: WireDType::try_from(self.dtype as i32).unwrap_or_default() as i32,
+            payload: Some(Payload::Inline(rows::encode(input, self.dtype))),
+            routing,
+            token_ids: self.token_ids.get(first..last).map(rows::encode_i32).unwrap_or_default(),
+            return_routing: true,
+            ..ForwardRequest::default()
+        }
+    }
+
+    fn compare(&self, answer: &Answer) -> LayerReport {
+        let ids = self.rows.routing.as_ref().map(|recorded| match self.args.routing {
+            RoutingArg::Gate => IdsCheck::of_gate(recorded, &answer.ids, &answer.weights),
+            RoutingArg::Recorded => IdsCheck::of_verbatim(recorded, &answer.ids, &answer.weights),
+        });
+        let excused = |row: usize| ids.as_ref().is_some_and(|ids| ids.excuses(row));
+        let hidden = self.rows.hidden;
+        let mut report = LayerReport {
+            layer: self.layer,
+            tokens: self.rows.tokens,
+            largest_error: 0.0,
+            largest_error_row: 0,
+            rows_beyond_tolerance: 0,
+            ids: None,
+            ok: false,
+        };
+        for row in (0..self.rows.tokens).filter(|&row| !excused(row)) {
+            let span = row * hidden..(row + 1) * hidden;
+            let error = rows::relative_error(&answer.output[span.clone()], &self.rows.output[span]);
+            if error > report.largest_error {
+                (report.largest_error, report.largest_error_row) = (error, row);
+            }
+            report.rows_beyond_tolerance += usize::from(error > self.tolerance);
+        }
+        report.ok = report.rows_beyond_tolerance == 0 && ids.as_ref().is_none_or(IdsCheck::ok);
+        report.ids = ids;
+        report
+    }
+}
+
+fn print(args: &VerifyArgs, report: &VerifyReport) {
+    let who = match args.routing {
+        RoutingArg::Gate => "gate by the service",
+        RoutingArg::Recorded => "recorded routing",
+    };
+    println!(
+        "{} ({}), weight version {}: {} MoE layers, {who}, {} rows, tolerance {:.0e}",
+        report.model,
+        report.family,
+        report.weight_version,
+        report.layers.len(),
+        DType::from(args.dtype),
+        report.tolerance
+    );
+    println!(
+        "{:>5}  {:>6}  {:>13}  {:>6}  {:>10}  result",
+        "layer", "rows", "largest error", "at row", "ids"
+    );
+    for layer in &report.layers {
+        let ids = layer.ids.as_ref().map_or("-".to_owned(), IdsCheck::summary);
+        let result = if layer.ok { "ok" } else { "FAILED" };
+        println!(
+            "{:>5}  {:>6}  {:>13.2e}  {:>6}  {ids:>10}  {result}",
+            layer.layer, layer.tokens, layer.largest_error, layer.largest_error_row
+        );
+        for mismatch in layer.ids.iter().flat_map(|ids| &ids.mismatches) {
+            println!("       {mismatch}");
+        }
+        if layer.rows_beyond_tolerance > 0 {
+            println!("       {} rows beyond the tolerance", layer.rows_beyond_tolerance);
+        }
+    }
+    println!(
+        "{}: largest relative L2 error of a row {:.2e}",
+        if report.ok() { "verified" } else { "NOT VERIFIED" },
+        report.largest_error()
+    );
+}

@@ -1,0 +1,167 @@
+//! An MoE block computed the plain way: every matrix widened to f64, every sum in f64. Slow, and written apart from the
+//! kernels: what the demo and the tests compare them with.
+
+use expertd_model::{Activation, Checkpoint, ExpertTensors, MatrixView, ModelError, Scales, WeightFormat};
+use expertd_types::{ExpertId, LayerId};
+
+/// The element `(r, c)` of a matrix with its scale, by the definitions of the formats.
+#[must_use]
+pub fn element(view: &MatrixView<'_>, r: usize, c: usize) -> f64 {
+    let at = r * view.row_stride + c * view.col_stride;
+    let raw = match view.format {
+        WeightFormat::F32 => f64::from(f32::from_bits(u32::from_le_bytes(bytes(view, at)))),
+        WeightFormat::F16 => f64::from(half::f16::from_le_bytes(bytes(view, at))),
+        WeightFormat::Bf16 => f64::from(half::bf16::from_le_bytes(bytes(view, at))),
+        WeightFormat::Fp8E4m3 => fp8(view.data[at]),
+        WeightFormat::Mxfp4 => fp4(view.data[at / 2] >> (4 * (at % 2)) & 15),
+    };
+    raw * match &view.scales {
+        Scales::None => 1.0,
+        Scales::Block { values, block_rows, block_cols } => {
+            f64::from(values[r / block_rows * view.cols.div_ceil(*block_cols) + c / block_cols])
+        }
+        Scales::Mx { exponents, row_stride } => {
+            f64::powi(2.0, i32::from(exponents[r * row_stride + c / 32]) - 127)
+        }
+    }
+}
+
+fn bytes<const N: usize>(view: &MatrixView<'_>, at: usize) -> [u8; N] {
+    std::array::from_fn(|i| view.data[at * N + i])
+}
+
+fn fp8(bits: u8) -> f64 {
+    let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
+    let (exponent, mantissa) = (i32::from(bits >> 3 & 15), f64::from(bits & 7));
+    match (exponent, bits & 7) {
+        (15, 7) => f64::NAN,
+        (0, _) => sign * mantissa / 8.0 * f64::powi(2.0, -6),
+        _ => sign * (1.0 + mantissa / 8.0) * f64::powi(2.0, exponent - 7),
+    }
+}
+
+fn fp4(bits: u8) -> f64 {
+    let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(bits & 7)];
+    if bits & 8 == 0 { magnitude } else { -magnitude }
+}
+
+/// A matrix as f64, row-major.
+#[must_use]
+pub fn dense(view: &MatrixView<'_>) -> Vec<f64> {
+    (0..view.rows).flat_map(|r| (0..view.cols).map(move |c| element(view, r, c))).collect()
+}
+
+struct Mlp {
+    gate: Vec<f64>,
+    up: Vec<f64>,
+    down: Vec<f64>,
+    gate_bias: Option<Vec<f32>>,
+    up_bias: Option<Vec<f32>>,
+    down_bias: Option<Vec<f32>>,
+    activation: Activation,
+}
+
+impl Mlp {
+    fn new(tensors: &ExpertTensors<'_>, activation: Activation) -> Self {
+        Mlp {
+            gate: dense(&tensors.gate),
+            up: dense(&tensors.up),
+            down: dense(&tensors.down),
+            gate_bias: tensors.gate_bias.clone(),
+            up_bias: tensors.up_bias.clone(),
+            down_bias: tensors.down_bias.clone(),
+            activation,
+        }
+    }
+
+    /// `down(activation(gate(x), up(x)))` of one row.
+    fn run(&self, x: &[f64]) -> Vec<f64> {
+        let gates = linear(&self.gate, self.gate_bias.as_deref(), x);
+        let ups = linear(&self.up, self.up_bias.as_deref(), x);
+        let middle: Vec<f64> =
+            gates.iter().zip(&ups).map(|(g, u)| activate(self.activation, *g, *u)).collect();
+        linear(&self.down, self.down_bias.as_deref(), &middle)
+    }
+}
+
+fn linear(weights: &[f64], bias: Option<&[f32]>, x: &[f64]) -> Vec<f64> {
+    let products =
+        weights.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum::<f64>());
+    products.enumerate().map(|(i, y)| y + bias.map_or(0.0, |bias| f64::from(bias[i]))).collect()
+}
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+fn activate(activation: Activation, gate: f64, up: f64) -> f64 {
+    match activation {
+        Activation::SwiGlu => gate * sigmoid(gate) * up,
+        Activation::SwiGluClamped { limit } => {
+            let limit = f64::from(limit);
+            let gate = gate.min(limit);
+            gate * sigmoid(gate) * up.clamp(-limit, limit)
+        }
+        Activation::SwiGluOai { alpha, limit } => {
+            let limit = f64::from(limit);
+            let gate = gate.min(limit);
+            gate * sigmoid(gate * f64::from(alpha)) * (up.clamp(-limit, limit) + 1.0)
+        }
+    }
+}
+
+/// The block's output `[tokens, hidden]` for `rows [tokens, hidden]` and given routing `[tokens, k]`, shared experts
+/// included.
+///
+/// # Errors
+/// If the layer has no MoE block, or an id is none of its experts.
+pub fn block(
+    checkpoint: &Checkpoint,
+    layer: LayerId,
+    rows: &[f32],
+    ids: &[i32],
+    weights: &[f32],
+) -> Result<Vec<f64>, ModelError> {
+    let hidden = checkpoint.spec().hidden;
+    let moe = checkpoint.spec().layer(layer)?;
+    let k = ids.len() * hidden / rows.len().max(1);
+    let mut experts: Vec<Option<Mlp>> = (0..moe.experts.count).map(|_| None).collect();
+    let shared = match (checkpoint.shared(layer)?, &moe.shared) {
+        (Some(tensors), Some(spec)) => Some((Mlp::new(&tensors.mlp, spec.activation), tensors.gate)),
+        _ => None,
+    };
+    let mut output = vec![0.0; rows.len()];
+    for (t, (row, out)) in rows.chunks_exact(hidden).zip(output.chunks_exact_mut(hidden)).enumerate() {
+        let x: Vec<f64> = row.iter().map(|x| f64::from(*x)).collect();
+        for (&id, &weight) in ids[t * k..][..k].iter().zip(&weights[t * k..][..k]) {
+            let tensors = checkpoint.expert(layer, ExpertId(id.cast_unsigned()))?;
+            let mlp = experts[id as usize].get_or_insert_with(|| Mlp::new(&tensors, moe.experts.activation));
+            let weight = f64::from(weight);
+            let (on_input, on_output) =
+                if moe.experts.weight_on_input { (weight, 1.0) } else { (1.0, weight) };
+            let y = mlp.run(&x.iter().map(|x| x * on_input).collect::<Vec<_>>());
+            out.iter_mut().zip(y).for_each(|(out, y)| *out += on_output * y);
+        }
+        if let Some((mlp, gate)) = &shared {
+            let factor = gate.as_ref().map_or(1.0, |gate| sigmoid(linear(&widen(gate), None, &x)[0]));
+            out.iter_mut().zip(mlp.run(&x)).for_each(|(out, y)| *out += factor * y);
+        }
+    }
+    Ok(output)
+}
+
+fn widen(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|v| f64::from(*v)).collect()
+}
+
+/// The largest relative L2 error of a row; NaN if any is not a number.
+#[must_use]
+pub fn worst_row(expected: &[f64], found: &[f32], hidden: usize) -> f64 {
+    let rows = expected.chunks_exact(hidden).zip(found.chunks_exact(hidden));
+    rows.map(|(expected, found)| {
+        let error: f64 = expected.iter().zip(found).map(|(e, f)| (e - f64::from(*f)).powi(2)).sum();
+        let norm: f64 = expected.iter().map(|e| e.powi(2)).sum();
+        if error == 0.0 { 0.0 } else { (error / norm).sqrt() }
+    })
+    .fold(0.0, |worst, error| if error.is_nan() || error > worst { error } else { worst })
+}

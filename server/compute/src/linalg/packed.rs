@@ -1,0 +1,306 @@
+//! Weight matrices packed for the kernels.
+
+use super::level::Level;
+use super::memory::Buffer;
+use expertd_model::decode::e8m0_bf16;
+use expertd_model::{MatrixError, MatrixView, Scales, WeightFormat};
+
+/// Input features are packed in blocks of this many; the last block is padded with zeros.
+pub(crate) const K_BLOCK: usize = 32;
+
+/// Most outputs of a panel.
+const MAX_PANEL: usize = Level::Avx512.panel();
+
+/// Why a matrix cannot be packed.
+#[derive(Debug, thiserror::Error)]
+pub enum PackError {
+    /// It contradicts itself.
+    #[error(transparent)]
+    Matrix(#[from] MatrixError),
+    /// Gate and up projections differ in shape or format, so they cannot be interleaved.
+    #[error(
+        "gate and up projections must be alike, but are [{}, {}] in {:?} and [{}, {}] in {:?}",
+        .gate.0, .gate.1, .gate.2, .up.0, .up.1, .up.2
+    )]
+    Unlike {
+        /// Rows, columns and format of the gate projection.
+        gate: (usize, usize, WeightFormat),
+        /// Rows, columns and format of the up projection.
+        up: (usize, usize, WeightFormat),
+    },
+}
+
+/// A weight matrix `[n, k]` in its stored format, laid out for the kernels of one [`Level`].
+///
+/// Output features lie in panels of `P` (two vectors of the level). Within a panel, blocks of 32 input features follow
+/// each other, and within a block the elements of one input feature (f32, f16) or of two neighbouring ones (bf16, FP8)
+/// of all `P` outputs; so a kernel widens a vector of weights once and multiplies it with broadcast elements of several
+/// rows, without ever adding across lanes. An MXFP4 block is `P` exponents as bf16 powers of two and then four groups
+/// of `P` words with eight elements each. Scales of FP8 lie beside, one vector per panel and block of the scales.
+#[derive(Debug)]
+pub struct PackedMatrix {
+    pub(super) level: Level,
+    pub(super) format: WeightFormat,
+    n: usize,
+    k: usize,
+    interleaved: bool,
+    pub(super) data: Buffer<u8>,
+    /// `[panels, ceil(blocks / scale_blocks), P]`, FP8 only.
+    pub(super) scales: Buffer<f32>,
+    /// Blocks of input features that share a vector of scales.
+    pub(super) scale_blocks: usize,
+}
+
+impl PackedMatrix {
+    /// Packs a matrix for the level of this process.
+    ///
+    /// # Errors
+    /// If the view contradicts itself.
+    pub fn pack(view: &MatrixView<'_>) -> Result<Self, PackError> {
+        Self::pack_for(Level::active(), view)
+    }
+
+    /// Packs a matrix for `level`, which the CPU must support when the result is used.
+    ///
+    /// # Errors
+    /// If the view contradicts itself.
+    pub fn pack_for(level: Level, view: &MatrixView<'_>) -> Result<Self, PackError> {
+        view.check()?;
+        Ok(Self::pack_sources(
+            level,
+            &Sources { views: [view, view], interleaved: false, panel: level.panel() },
+        ))
+    }
+
+    /// Packs a gate and an up projection of equal shape into one matrix whose panels hold `P / 2` outputs of the gate
+    /// and then the same outputs of the up projection.
+    ///
+    /// # Errors
+    /// If a view contradicts itself or they differ in shape or format.
+    pub fn pack_gated(level: Level, gate: &MatrixView<'_>, up: &MatrixView<'_>) -> Result<Self, PackError> {
+        gate.check()?;
+        up.check()?;
+        let kind = |view: &MatrixView<'_>| (view.rows, view.cols, view.format);
+        if kind(gate) != kind(up) {
+            return Err(PackError::Unlike { gate: kind(gate), up: kind(up) });
+        }
+        Ok(Self::pack_sources(level, &Sources { views: [gate, up], interleaved: true, panel: level.panel() }))
+    }
+
+    fn pack_sources(level: Level, sources: &Sources<'_>) -> Self {
+        let [first, second] = sources.views;
+        let (n, k) = (first.rows * if sources.interleaved { 2 } else { 1 }, first.cols);
+        let scale_cols = (first.format == WeightFormat::Fp8E4m3)
+            .then(|| common_scale_cols(first, second))
+            .flatten()
+            .filter(|_| !first.has_fp8_nan() && !second.has_fp8_nan());
+        // The kernels' conversion of FP8 does not know NaN, and side scales must cover whole blocks. What does not fit
+        // (no sound checkpoint is known to) is kept as f32.
+        let format = match first.format {
+            WeightFormat::Fp8E4m3 if scale_cols.is_none() => WeightFormat::F32,
+            format => format,
+        };
+        let mut packed = PackedMatrix {
+            level,
+            format,
+            n,
+            k,
+            interleaved: sources.interleaved,
+            data: Buffer::zeroed(0),
+            scales: Buffer::zeroed(0),
+            scale_blocks: scale_cols.map_or(1, |cols| cols.div_ceil(K_BLOCK)),
+        };
+        let mut data = Buffer::zeroed(packed.panels() * packed.panel_bytes());
+        for (panel, bytes) in data.chunks_exact_mut(packed.panel_bytes()).enumerate() {
+            for (block, bytes) in bytes.chunks_exact_mut(packed.block_bytes()).enumerate() {
+                sources.pack_block(format, panel, block, bytes);
+            }
+        }
+        packed.data = data;
+        if let Some(cols) = scale_cols {
+            let mut scales = Buffer::zeroed(packed.panels() * packed.scale_vectors() * level.panel());
+            for (i, scale) in scales.iter_mut().enumerate() {
+                let (column, vector) = (i % level.panel(), i / level.panel());
+                let (panel, block) = (vector / packed.scale_vectors(), vector % packed.scale_vectors());
+                if let Some((view, row)) = sources.row(panel, column) {
+                    *scale = view.scale(row, block * cols) * FP8_BIAS;
+                }
+            }
+            packed.scales = scales;
+        }
+        packed
+    }
+
+    /// Output features (of both projections, for a gated pair).
+    #[must_use]
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// Input features.
+    #[must_use]
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Format that the elements are held in.
+    #[must_use]
+    pub fn format(&self) -> WeightFormat {
+        self.format
+    }
+
+    /// The level whose kernels read it.
+    #[must_use]
+    pub fn level(&self) -> Level {
+        self.level
+    }
+
+    /// Whether it holds a gate and an up projection.
+    pub(crate) fn is_gated(&self) -> bool {
+        self.interleaved
+    }
+
+    /// Bytes of memory that it takes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.data.len() + self.scales.len() * size_of::<f32>()
+    }
+
+    /// Panels of outputs.
+    pub(crate) fn panels(&self) -> usize {
+        if self.interleaved {
+            (self.n / 2).div_ceil(self.level.panel() / 2)
+        } else {
+            self.n.div_ceil(self.level.panel())
+        }
+    }
+
+    /// Blocks of input features.
+    pub(crate) fn blocks(&self) -> usize {
+        self.k.div_ceil(K_BLOCK)
+    }
+
+    /// Bytes of a block of a panel.
+    pub(crate) fn block_bytes(&self) -> usize {
+        let panel = self.level.panel();
+        match self.format {
+            WeightFormat::F32 => 4 * K_BLOCK * panel,
+            WeightFormat::F16 | WeightFormat::Bf16 => 2 * K_BLOCK * panel,
+            WeightFormat::Fp8E4m3 => K_BLOCK * panel,
+            WeightFormat::Mxfp4 => 2 * panel + K_BLOCK / 2 * panel,
+        }
+    }
+
+    /// Bytes of a panel.
+    pub(crate) fn panel_bytes(&self) -> usize {
+        self.blocks() * self.block_bytes()
+    }
+
+    /// The bytes of a panel.
+    pub(crate) fn panel_data(&self, panel: usize) -> &[u8] {
+        &self.data[panel * self.panel_bytes()..][..self.panel_bytes()]
+    }
+
+    /// Vectors of scales per panel.
+    pub(crate) fn scale_vectors(&self) -> usize {
+        self.blocks().div_ceil(self.scale_blocks)
+    }
+}
+
+/// Kernels read FP8 codes as if their exponent had the bias of f16; the scales make up for it.
+const FP8_BIAS: f32 = 256.0;
+
+/// Columns that share a scale in both views, if the kernels can follow.
+fn common_scale_cols(first: &MatrixView<'_>, second: &MatrixView<'_>) -> Option<usize> {
+    let cols = |view: &MatrixView<'_>| match &view.scales {
+        Scales::Block { block_cols, .. } if *block_cols < view.cols => {
+            block_cols.is_multiple_of(K_BLOCK).then_some(*block_cols)
+        }
+        _ => Some(view.cols),
+    };
+    let (first, second) = (cols(first)?, cols(second)?);
+    (first == second).then_some(first)
+}
+
+/// The one or two matrices that a packed one is made of.
+struct Sources<'a> {
+    views: [&'a MatrixView<'a>; 2],
+    interleaved: bool,
+    panel: usize,
+}
+
+impl<'a> Sources<'a> {
+    /// Where column `column` of `panel` comes from; none for padding.
+    fn row(&self, panel: usize, column: usize) -> Option<(&'a MatrixView<'a>, usize)> {
+        let (view, row) = if self.interleaved {
+            let half = self.panel / 2;
+            (self.views[column / half], panel * half + column % half)
+        } else {
+            (self.views[0], panel * self.panel + column)
+        };
+        (row < view.rows).then_some((view, row))
+    }
+
+    fn pack_block(&self, format: WeightFormat, panel: usize, block: usize, bytes: &mut [u8]) {
+        match format {
+            WeightFormat::F32 if self.views[0].format != WeightFormat::F32 => {
+                self.pack_widened(panel, block, bytes)
+            }
+            WeightFormat::F32 => self.pack_elements::<4, 4>(panel, block, bytes),
+            WeightFormat::F16 => self.pack_elements::<2, 2>(panel, block, bytes),
+            WeightFormat::Bf16 => self.pack_elements::<2, 4>(panel, block, bytes),
+            WeightFormat::Fp8E4m3 => self.pack_elements::<1, 2>(panel, block, bytes),
+            WeightFormat::Mxfp4 => self.pack_mxfp4(panel, block, bytes),
+        }
+    }
+
+    /// Elements of `N` bytes in units of `U` bytes: one input feature, or two neighbouring ones.
+    fn pack_elements<const N: usize, const U: usize>(&self, panel: usize, block: usize, bytes: &mut [u8]) {
+        const ROW: usize = K_BLOCK * size_of::<f32>();
+        let mut rows = [[0_u8; ROW]; MAX_PANEL];
+        for (column, elements) in rows.iter_mut().enumerate().take(self.panel) {
+            let Some((view, row)) = self.row(panel, column) else { continue };
+            let start = block * K_BLOCK;
+            let count = K_BLOCK.min(view.cols - start);
+            if view.col_stride == 1 {
+                let at = (row * view.row_stride + start) * N;
+                elements[..count * N].copy_from_slice(&view.data[at..at + count * N]);
+            } else {
+                for (i, element) in elements.as_chunks_mut::<N>().0.iter_mut().take(count).enumerate() {
+                    *element = view.bits::<N>(row, start + i);
+                }
+            }
+        }
+        let (packed, _) = bytes.as_chunks_mut::<U>();
+        for (unit, packed) in packed.chunks_exact_mut(self.panel).enumerate() {
+            for (packed, elements) in packed.iter_mut().zip(&rows) {
+                *packed = elements.as_chunks::<U>().0[unit];
+            }
+        }
+    }
+
+    /// Any format as f32.
+    fn pack_widened(&self, panel: usize, block: usize, bytes: &mut [u8]) {
+        for column in 0..self.panel {
+            let Some((view, row)) = self.row(panel, column) else { continue };
+            let start = block * K_BLOCK;
+            for i in 0..K_BLOCK.min(view.cols - start) {
+                let at = (i * self.panel + column) * 4;
+                bytes[at..at + 4].copy_from_slice(&view.value(row, start + i).to_le_bytes());
+            }
+        }
+    }
+
+    fn pack_mxfp4(&self, panel: usize, block: usize, bytes: &mut [u8]) {
+        for column in 0..self.panel {
+            let Some((view, row)) = self.row(panel, column) else { continue };
+            let start = block * K_BLOCK;
+            bytes[2 * column..2 * column + 2]
+                .copy_from_slice(&e8m0_bf16(view.exponent(row, start)).to_le_bytes());
+            for i in 0..K_BLOCK.min(view.cols - start) {
+                let word = 2 * self.panel + (i / 8 * self.panel + column) * 4;
+                bytes[word + i % 8 / 2] |= view.nibble(row, start + i) << (i % 2 * 4);
+            }
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Values of stored elements.
+
+use crate::{MatrixView, Scales, WeightFormat};
+
+/// Magnitudes of FP4 e2m1, by the low three bits; the fourth is the sign.
+pub const FP4: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+
+/// The value of an FP8 e4m3 code (the "fn" variant: no infinities, 0x7f and 0xff are not numbers).
+#[must_use]
+pub fn fp8_e4m3(code: u8) -> f32 {
+    if code & 0x7f == 0x7f {
+        return f32::NAN;
+    }
+    let mantissa = f32::from(code & 7);
+    let magnitude = match code >> 3 & 15 {
+        0 => mantissa * 2f32.powi(-9),
+        exponent => (8.0 + mantissa) * 2f32.powi(i32::from(exponent) - 10),
+    };
+    if code & 0x80 == 0 { magnitude } else { -magnitude }
+}
+
+/// The value of an FP4 e2m1 code in the low four bits.
+#[must_use]
+pub fn fp4_e2m1(code: u8) -> f32 {
+    let magnitude = FP4[usize::from(code & 7)];
+    if code & 8 == 0 { magnitude } else { -magnitude }
+}
+
+/// The value of an E8M0 exponent as the upper half of an f32 (which is exact: 2^-127 is the subnormal 0x0040); 0xff is
+/// not a number.
+#[must_use]
+pub fn e8m0_bf16(code: u8) -> u16 {
+    match code {
+        0 => 0x0040,
+        0xff => 0x7fc0,
+        _ => u16::from(code) << 7,
+    }
+}
+
+impl MatrixView<'_> {
+    /// Byte offset of element `(row, col)`; for MXFP4 the element number.
+    fn element(&self, row: usize, col: usize) -> usize {
+        row * self.row_stride + col * self.col_stride
+    }
+
+    /// The `N` bytes of element `(row, col)`.
+    ///
+    /// # Panics
+    /// If [`check`](Self::check) fails on this view.
+    #[must_use]
+    pub fn bits<const N: usize>(&self, row: usize, col: usize) -> [u8; N] {
+        let at = self.element(row, col) * N;
+        *self.data[at..].first_chunk().expect("MatrixView::check covers all elements")
+    }
+
+    /// The four bits of an MXFP4 element.
+    #[must_use]
+    pub fn nibble(&self, row: usize, col: usize) -> u8 {
+        let at = self.element(row, col);
+        self.data[at / 2] >> (at % 2 * 4) & 15
+    }
+
+    /// The multiplier of an FP8 element.
+    #[must_use]
+    pub fn scale(&self, row: usize, col: usize) -> f32 {
+        match &self.scales {
+            Scales::Block { values, block_rows, block_cols } => {
+                values[row / block_rows * self.cols.div_ceil(*block_cols) + col / block_cols]
+            }
+            _ => 1.0,
+        }
+    }
+
+    /// The E8M0 exponent of an MXFP4 element.
+    #[must_use]
+    pub fn exponent(&self, row: usize, col: usize) -> u8 {
+        match &self.scales {
+            Scales::Mx { exponents, row_stride } => exponents[row * row_stride + col / 32],
+            _ => 127,
+        }
+    }
+
+    /// The value of element `(row, col)`, scaled.
+    #[must_use]
+    pub fn value(&self, row: usize, col: usize) -> f32 {
+        match self.format {
+            WeightFormat::F32 => f32::from_le_bytes(self.bits(row, col)),
+            WeightFormat::F16 => half::f16::from_le_bytes(self.bits(row, col)).to_f32(),
+            WeightFormat::Bf16 => half::bf16::from_le_bytes(self.bits(row, col)).to_f32(),
+            WeightFormat::Fp8E4m3 => fp8_e4m3(self.bits::<1>(row, col)[0]) * self.scale(row, col),
+            WeightFormat::Mxfp4 => {
+                let scale = f32::from_bits(u32::from(e8m0_bf16(self.exponent(row, col))) << 16);
+                fp4_e2m1(self.nibble(row, col)) * scale
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fp8_every_code() {
+        // Spelled out from the definition: sign, 4 exponent bits of bias 7, 3 mantissa bits.
+        for code in 0..=255_u8 {
+            let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7) / 8.0);
+            let magnitude = if exponent == 0 {
+                mantissa * 2f64.powi(-6)
+            } else {
+                (1.0 + mantissa) * 2f64.powi(exponent - 7)
+            };
+            let value = f64::from(fp8_e4m3(code));
+            if code & 0x7f == 0x7f {
+                assert!(value.is_nan());
+            } else {
+                assert_eq!(value, if code < 128 { magnitude } else { -magnitude }, "{code:#x}");
+            }
+        }
+        assert_eq!(fp8_e4m3(0x7e), 448.0);
+        assert!(fp8_e4m3(0x80).is_sign_negative());
+    }
+
+    #[test]
+    fn fp4_and_e8m0_every_code() {
+        for code in 0..16_u8 {
+            let (exponent, mantissa) = (i32::from(code >> 1 & 3), f32::from(code & 1) / 2.0);
+            let magnitude = if exponent == 0 { mantissa } else { (1.0 + mantissa) * 2f32.powi(exponent - 1) };
+            assert_eq!(fp4_e2m1(code), if code < 8 { magnitude } else { -magnitude });
+        }
+        for code in 0..255_u8 {
+            let value = f32::from_bits(u32::from(e8m0_bf16(code)) << 16);
+            assert_eq!(f64::from(value), 2f64.powi(i32::from(code) - 127));
+        }
+        assert!(f32::from_bits(u32::from(e8m0_bf16(255)) << 16).is_nan());
+    }
+}

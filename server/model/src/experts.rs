@@ -1,0 +1,253 @@
+//! The tensors of a layer's experts: one by one, or fused in one of several layouts, told apart by names and shapes.
+
+use super::matrices::{matrix, mxfp4, plain_format, scale_grid};
+use super::plan::{BlockScales, MatrixRef, MlpPlan, ScalesRef, VectorRef};
+use super::resolve::{Context, vector};
+use super::store::{Store, TensorId};
+use super::{ModelError, plan};
+use crate::WeightFormat;
+
+/// Sizes of a stack of MLPs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Dims {
+    pub(super) hidden: usize,
+    pub(super) width: usize,
+    pub(super) experts: usize,
+}
+
+/// Names of gate, up and down projections of one MLP.
+const PROJECTIONS: [[&str; 3]; 2] = [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]];
+
+/// All experts of a layer.
+pub(super) fn resolve(
+    context: &Context<'_>,
+    store: &mut Store,
+    base: &str,
+    dims: Dims,
+) -> Result<Vec<MlpPlan>, ModelError> {
+    let family = context.family;
+    let reason = format!("`{}` and `hidden_size` in config.json", family.width[0]);
+    let (gate_up, down) = (format!("{base}{}", family.fused.0), format!("{base}{}", family.fused.1));
+    let plans = if store.has(&format!("{gate_up}_blocks")) {
+        fused_mxfp4(context, store, [&gate_up, &down], dims, &reason)?
+    } else if store.has(&gate_up) {
+        fused(context, store, [&gate_up, &down], dims, &reason)?
+    } else {
+        let one = |store: &mut Store, e: usize| {
+            let module = format!("{base}experts.{e}.");
+            separate(context, store, &module, dims, family.expert_biases, &reason)
+        };
+        (0..dims.experts).map(|e| one(store, e)).collect::<Result<Vec<_>, _>>()?
+    };
+    let format = plans[0].gate.format;
+    for matrix in plans.iter().flat_map(|p| [&p.gate, &p.up, &p.down]) {
+        if matrix.format != format {
+            return Err(
+                store.wrong_dtype(matrix.tensor, &format!("{format:?} like the layer's other experts"))
+            );
+        }
+    }
+    Ok(plans)
+}
+
+/// One MLP whose projections are tensors of their own.
+pub(super) fn separate(
+    context: &Context<'_>,
+    store: &mut Store,
+    module: &str,
+    dims: Dims,
+    biases: bool,
+    reason: &str,
+) -> Result<MlpPlan, ModelError> {
+    let names = PROJECTIONS
+        .iter()
+        .find(|names| store.has(&format!("{module}{}.weight", names[0])))
+        .unwrap_or(&PROJECTIONS[0])
+        .map(|name| format!("{module}{name}"));
+    let shapes = [[dims.width, dims.hidden], [dims.width, dims.hidden], [dims.hidden, dims.width]];
+    let mut bytes = 0;
+    let mut matrices = Vec::with_capacity(3);
+    for (name, shape) in names.iter().zip(shapes) {
+        let (found, size) = matrix(store, context.quantization, &format!("{name}.weight"), shape, reason)?;
+        matrices.push(found);
+        bytes += size;
+    }
+    let biases = if biases {
+        let mut bias = |i: usize| vector(store, &format!("{}.bias", names[i]), &[&[shapes[i][0]]], reason);
+        let found = [bias(0)?, bias(1)?, bias(2)?];
+        bytes += found.iter().map(|b| store.bytes(b.tensor).len() as u64).sum::<u64>();
+        Some(found)
+    } else {
+        None
+    };
+    let [gate, up, down]: [MatrixRef; 3] = matrices.try_into().expect("three were pushed");
+    Ok(MlpPlan { gate, up, down, biases, bytes })
+}
+
+/// Rows of gate and up within the fused tensor's rows: where each starts, and how far apart they are.
+fn halves(interleaved: bool, width: usize) -> ([usize; 2], usize) {
+    if interleaved { ([0, 1], 2) } else { ([0, width], 1) }
+}
+
+/// A stack of all experts in two tensors, in bf16, f16, f32 or FP8.
+fn fused(
+    context: &Context<'_>,
+    store: &mut Store,
+    [gate_up_name, down_name]: [&str; 2],
+    dims: Dims,
+    reason: &str,
+) -> Result<Vec<MlpPlan>, ModelError> {
+    let Dims { hidden, width, experts } = dims;
+    let gate_up = store.find(gate_up_name, reason)?;
+    let down = store.find(down_name, reason)?;
+    // Both tensors together decide: one alone is ambiguous when it is square.
+    let straight = [vec![experts, 2 * width, hidden], vec![experts, hidden, width]];
+    let turned = [vec![experts, hidden, 2 * width], vec![experts, width, hidden]];
+    let is = |shapes: &[Vec<usize>; 2]| {
+        store.info(gate_up).shape == shapes[0] && store.info(down).shape == shapes[1]
+    };
+    let transposed = match (is(&straight), is(&turned)) {
+        (false, true) => true,
+        (true, false) => false,
+        _ => {
+            let usual = context.family.stored == super::family::Stored::FusedTransposed;
+            let expected = if usual { &turned } else { &straight };
+            store.expect_shape(gate_up, &expected[0], reason)?;
+            store.expect_shape(down, &expected[1], reason)?;
+            usual
+        }
+    };
+    let stack = |store: &mut Store, tensor: TensorId, name: &str, shape: [usize; 2]| {
+        let dtype = store.info(tensor).dtype;
+        if dtype == safetensors::Dtype::F8_E4M3 && !transposed {
+            let grid = scale_grid(store, context.quantization, name, Some(experts), shape)?;
+            return Ok((WeightFormat::Fp8E4m3, Some(grid)));
+        }
+        let types = if transposed { "BF16, F16 or F32" } else { "BF16, F16, F32, or F8_E4M3 with scales" };
+        plain_format(dtype).map(|format| (format, None)).ok_or_else(|| store.wrong_dtype(tensor, types))
+    };
+    let (up_format, up_grid) = stack(store, gate_up, gate_up_name, [2 * width, hidden])?;
+    let (down_format, down_grid) = stack(store, down, down_name, [hidden, width])?;
+    let biases = fused_biases(context, store, [gate_up_name, down_name], dims, reason)?;
+    let tensors =
+        [Some(gate_up), Some(down), up_grid.as_ref().map(|g| g.tensor), down_grid.as_ref().map(|g| g.tensor)];
+    let bytes = bytes_per_expert(store, tensors.into_iter().flatten().chain(biases.tensors()), experts);
+    let (starts, step) = halves(context.family.interleaved, width);
+    let part = |tensor,
+                format,
+                grid: &Option<BlockScales>,
+                e: usize,
+                shape: [usize; 2],
+                all_rows,
+                row_first,
+                step| {
+        let [rows, cols] = shape;
+        let first = e * all_rows * cols;
+        let (row_stride, col_stride) = if transposed { (step, all_rows) } else { (step * cols, 1) };
+        let scales = match grid {
+            None => ScalesRef::None,
+            Some(grid) => {
+                let per_expert = store_grid_len(grid, [all_rows, cols]);
+                let first = e * per_expert;
+                ScalesRef::Block(BlockScales { first, row_first, row_step: step, ..grid.clone() })
+            }
+        };
+        let first = first + row_first * if transposed { 1 } else { cols };
+        MatrixRef { tensor, format, first, rows, cols, row_stride, col_stride, scales }
+    };
+    let half = |e, start| part(gate_up, up_format, &up_grid, e, [width, hidden], 2 * width, start, step);
+    Ok((0..experts)
+        .map(|e| MlpPlan {
+            gate: half(e, starts[0]),
+            up: half(e, starts[1]),
+            down: part(down, down_format, &down_grid, e, [hidden, width], hidden, 0, 1),
+            biases: biases.of(e),
+            bytes,
+        })
+        .collect())
+}
+
+/// Scales of one expert's matrix in a grid.
+fn store_grid_len(grid: &BlockScales, [rows, _]: [usize; 2]) -> usize {
+    rows.div_ceil(grid.block[0]) * grid.grid_cols
+}
+
+/// A stack of all experts in MXFP4.
+fn fused_mxfp4(
+    context: &Context<'_>,
+    store: &mut Store,
+    [gate_up_name, down_name]: [&str; 2],
+    dims: Dims,
+    reason: &str,
+) -> Result<Vec<MlpPlan>, ModelError> {
+    let Dims { hidden, width, experts } = dims;
+    let gate_up = mxfp4(store, gate_up_name, [experts, 2 * width, hidden], reason)?;
+    let down = mxfp4(store, down_name, [experts, hidden, width], reason)?;
+    let biases = fused_biases(context, store, [gate_up_name, down_name], dims, reason)?;
+    let tensors = [gate_up.0, gate_up.1, down.0, down.1];
+    let bytes = bytes_per_expert(store, tensors.into_iter().chain(biases.tensors()), experts);
+    let (starts, step) = halves(context.family.interleaved, width);
+    let part = |(blocks, scales), row: usize, step: usize, rows, cols: usize| MatrixRef {
+        tensor: blocks,
+        format: WeightFormat::Mxfp4,
+        first: row * cols,
+        rows,
+        cols,
+        row_stride: step * cols,
+        col_stride: 1,
+        scales: ScalesRef::Mx { tensor: scales, first: row * (cols / 32), row_stride: step * (cols / 32) },
+    };
+    Ok((0..experts)
+        .map(|e| MlpPlan {
+            gate: part(gate_up, e * 2 * width + starts[0], step, width, hidden),
+            up: part(gate_up, e * 2 * width + starts[1], step, width, hidden),
+            down: part(down, e * hidden, 1, hidden, width),
+            biases: biases.of(e),
+            bytes,
+        })
+        .collect())
+}
+
+fn bytes_per_expert(store: &Store, tensors: impl Iterator<Item = TensorId>, experts: usize) -> u64 {
+    tensors.map(|id| store.bytes(id).len() as u64).sum::<u64>() / experts as u64
+}
+
+/// Biases of fused experts, if the family has them.
+struct FusedBiases {
+    tensors: Option<[TensorId; 2]>,
+    dims: Dims,
+    interleaved: bool,
+}
+
+impl FusedBiases {
+    fn tensors(&self) -> impl Iterator<Item = TensorId> + use<> {
+        self.tensors.into_iter().flatten()
+    }
+
+    fn of(&self, e: usize) -> Option<[VectorRef; 3]> {
+        let [gate_up, down] = self.tensors?;
+        let Dims { hidden, width, .. } = self.dims;
+        let (starts, stride) = halves(self.interleaved, width);
+        let half =
+            |start| plan::VectorRef { tensor: gate_up, first: e * 2 * width + start, stride, len: width };
+        let down = plan::VectorRef { tensor: down, first: e * hidden, stride: 1, len: hidden };
+        Some([half(starts[0]), half(starts[1]), down])
+    }
+}
+
+fn fused_biases(
+    context: &Context<'_>,
+    store: &mut Store,
+    [gate_up, down]: [&str; 2],
+    dims: Dims,
+    reason: &str,
+) -> Result<FusedBiases, ModelError> {
+    let Dims { hidden, width, experts } = dims;
+    let interleaved = context.family.interleaved;
+    if !context.family.expert_biases {
+        return Ok(FusedBiases { tensors: None, dims, interleaved });
+    }
+    let gate_up = vector(store, &format!("{gate_up}_bias"), &[&[experts, 2 * width]], reason)?;
+    let down = vector(store, &format!("{down}_bias"), &[&[experts, hidden]], reason)?;
+    Ok(FusedBiases { tensors: Some([gate_up.tensor, down.tensor]), dims, interleaved })
+}

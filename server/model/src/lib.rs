@@ -1,0 +1,38 @@
+//! Checkpoints: `config.json` and safetensors to a [`ModelSpec`], placement, loading.
+//!
+//! [`Checkpoint::open`] maps a directory in Hugging Face's layout and checks it from headers alone. What distinguishes
+//! one family of models from another is data in `families.rs`.
+
+mod activation;
+mod checkpoint;
+mod config;
+pub mod decode;
+mod error;
+mod experts;
+mod families;
+mod family;
+mod fingerprint;
+mod gate_rules;
+mod gate_spec;
+mod header;
+mod matrices;
+mod matrix_view;
+mod placement;
+mod plan;
+mod quant;
+mod resolve;
+mod spec;
+mod store;
+pub mod synth;
+mod weights;
+
+pub use activation::Activation;
+pub use checkpoint::{Checkpoint, ExpertTensors, GateTensors, SharedTensors};
+pub use error::ModelError;
+pub use families::{FAMILIES, by_model_type, by_name};
+pub use family::Family;
+pub use gate_spec::{Choice, GateSpec, GroupLimit, GroupScore, MAX_TOP_K, Normalise, ScoreFn};
+pub use matrix_view::{MatrixError, MatrixView, Scales, WeightFormat};
+pub use placement::Placement;
+pub use spec::{ExpertsSpec, ModelSpec, MoeLayer, SharedSpec};
+pub use weights::{ExpertBiases, ExpertWeights, WeightOn};

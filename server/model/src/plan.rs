@@ -1,0 +1,154 @@
+//! Where the parts of a layer lie in the checkpoint's tensors, resolved and checked once.
+
+use std::borrow::Cow;
+
+use super::store::{Store, TensorId};
+use crate::{MatrixView, Scales, WeightFormat};
+
+/// A matrix inside a tensor.
+#[derive(Clone, Debug)]
+pub(super) struct MatrixRef {
+    pub(super) tensor: TensorId,
+    pub(super) format: WeightFormat,
+    /// Element number of `(0, 0)` in the tensor.
+    pub(super) first: usize,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) row_stride: usize,
+    pub(super) col_stride: usize,
+    pub(super) scales: ScalesRef,
+}
+
+/// Multipliers of a matrix inside a tensor of their own.
+#[derive(Clone, Debug)]
+pub(super) enum ScalesRef {
+    None,
+    Block(BlockScales),
+    Mx {
+        tensor: TensorId,
+        /// Byte of row 0.
+        first: usize,
+        /// Bytes from row to row.
+        row_stride: usize,
+    },
+}
+
+/// A grid of block scales, of which a matrix may use a part that does not start at a block's edge.
+#[derive(Clone, Debug)]
+pub(super) struct BlockScales {
+    pub(super) tensor: TensorId,
+    /// Element number of the grid's first scale.
+    pub(super) first: usize,
+    /// Scales in a row of the grid.
+    pub(super) grid_cols: usize,
+    pub(super) block: [usize; 2],
+    /// Row of the tensor that is the matrix's row 0, and how far apart its rows are.
+    pub(super) row_first: usize,
+    pub(super) row_step: usize,
+}
+
+/// Numbers inside a tensor, evenly spaced.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct VectorRef {
+    pub(super) tensor: TensorId,
+    pub(super) first: usize,
+    pub(super) stride: usize,
+    pub(super) len: usize,
+}
+
+/// An MLP: `down(activation(gate(x), up(x)))`.
+#[derive(Clone, Debug)]
+pub(super) struct MlpPlan {
+    pub(super) gate: MatrixRef,
+    pub(super) up: MatrixRef,
+    pub(super) down: MatrixRef,
+    /// Biases of the three, in that order.
+    pub(super) biases: Option<[VectorRef; 3]>,
+    /// Bytes in the checkpoint, with scales and biases.
+    pub(super) bytes: u64,
+}
+
+/// A gate.
+#[derive(Clone, Debug)]
+pub(super) struct GatePlan {
+    pub(super) weight: MatrixRef,
+    pub(super) bias: Option<VectorRef>,
+    pub(super) correction: Option<VectorRef>,
+    pub(super) table: Option<TensorId>,
+}
+
+/// An MoE block.
+#[derive(Clone, Debug)]
+pub(super) struct LayerPlan {
+    pub(super) gate: GatePlan,
+    pub(super) experts: Vec<MlpPlan>,
+    pub(super) shared: Option<(MlpPlan, Option<VectorRef>)>,
+}
+
+impl MlpPlan {
+    /// Columns of a block of scales, where a row of some matrix has several: all matrices have the config's blocks.
+    pub(super) fn scale_cols(&self) -> Option<usize> {
+        let narrow = |matrix: &MatrixRef| match &matrix.scales {
+            ScalesRef::Block(scales) if scales.block[1] < matrix.cols => Some(scales.block[1]),
+            _ => None,
+        };
+        [&self.gate, &self.up, &self.down].into_iter().find_map(narrow)
+    }
+}
+
+impl VectorRef {
+    pub(super) fn read(&self, store: &Store) -> Vec<f32> {
+        store.floats(self.tensor, self.first, self.stride, self.len)
+    }
+}
+
+impl MatrixRef {
+    pub(super) fn view<'a>(&self, store: &'a Store) -> MatrixView<'a> {
+        let bits = match self.format {
+            WeightFormat::F32 => 32,
+            WeightFormat::F16 | WeightFormat::Bf16 => 16,
+            WeightFormat::Fp8E4m3 => 8,
+            WeightFormat::Mxfp4 => 4,
+        };
+        let last = self.first + (self.rows - 1) * self.row_stride + (self.cols - 1) * self.col_stride;
+        MatrixView {
+            format: self.format,
+            data: &store.bytes(self.tensor)[self.first * bits / 8..((last + 1) * bits).div_ceil(8)],
+            rows: self.rows,
+            cols: self.cols,
+            row_stride: self.row_stride,
+            col_stride: self.col_stride,
+            scales: self.scales.view(store, self.rows),
+        }
+    }
+}
+
+impl ScalesRef {
+    fn view<'a>(&self, store: &'a Store, rows: usize) -> Scales<'a> {
+        match self {
+            ScalesRef::None => Scales::None,
+            ScalesRef::Block(scales) => scales.view(store, rows),
+            ScalesRef::Mx { tensor, first, row_stride } => {
+                Scales::Mx { exponents: &store.bytes(*tensor)[*first..], row_stride: *row_stride }
+            }
+        }
+    }
+}
+
+impl BlockScales {
+    fn view<'a>(&self, store: &'a Store, rows: usize) -> Scales<'a> {
+        let [block_rows, block_cols] = self.block;
+        let line = |grid_row: usize| {
+            store.floats(self.tensor, self.first + grid_row * self.grid_cols, 1, self.grid_cols)
+        };
+        if self.row_step == 1 && self.row_first.is_multiple_of(block_rows) {
+            let start = self.row_first / block_rows;
+            let values = (start..start + rows.div_ceil(block_rows)).flat_map(line).collect();
+            return Scales::Block { values: Cow::Owned(values), block_rows, block_cols };
+        }
+        // The matrix starts inside a block, or takes every other row: give each row its own scales.
+        let values =
+            (0..rows).flat_map(|r| line((self.row_first + r * self.row_step) / block_rows)).collect();
+        Scales::Block { values: Cow::Owned(values), block_rows: 1, block_cols }
+    }
+}

@@ -1,0 +1,204 @@
+//! `config.json` of synthesised checkpoints: sizes as asked for, everything else small enough to load anywhere.
+
+use serde_json::{Map, Value, json};
+
+use super::{SynthConfig, SynthFormat};
+use crate::Family;
+use crate::family::{LayerRule, SharedWidth, Stored};
+
+/// Rows of the vocabulary, and so of token tables.
+pub(super) const VOCAB: usize = 128;
+
+/// What a family's model needs besides sizes.
+const EXTRAS: &[(&str, &str)] = &[
+    ("mixtral", r#"{"head_dim": 16, "router_jitter_noise": 0.0}"#),
+    ("olmoe", r#"{"norm_topk_prob": false}"#),
+    (
+        "qwen2_moe",
+        r#"{"norm_topk_prob": false, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 16}"#,
+    ),
+    (
+        "qwen3_moe",
+        r#"{"norm_topk_prob": true, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 16}"#,
+    ),
+    (
+        "qwen3_next",
+        concat!(
+            r#"{"norm_topk_prob": true, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 16, "#,
+            r#""linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "#,
+            r#""linear_num_key_heads": 2, "linear_num_value_heads": 4}"#
+        ),
+    ),
+    (
+        "qwen3_5_moe_text",
+        concat!(
+            r#"{"head_dim": 16, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "#,
+            r#""linear_num_key_heads": 2, "linear_num_value_heads": 4}"#
+        ),
+    ),
+    (
+        "deepseek_v2",
+        concat!(
+            r#"{"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, "norm_topk_prob": false, "#,
+            r#""scoring_func": "softmax", "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "#,
+            r#""qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4}"#
+        ),
+    ),
+    (
+        "deepseek_v3",
+        concat!(
+            r#"{"routed_scaling_factor": 2.5, "norm_topk_prob": true, "q_lora_rank": 32, "kv_lora_rank": 32, "#,
+            r#""qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4}"#
+        ),
+    ),
+    (
+        "deepseek_v4",
+        concat!(
+            r#"{"routed_scaling_factor": 1.5, "norm_topk_prob": true, "scoring_func": "sqrtsoftplus", "#,
+            r#""swiglu_limit": 10.0, "head_dim": 16, "q_lora_rank": 32, "o_lora_rank": 32, "o_groups": 2, "#,
+            r#""index_head_dim": 32, "index_n_heads": 4, "mlp_bias": false}"#
+        ),
+    ),
+    ("dots1", r#"{"routed_scaling_factor": 2.0, "norm_topk_prob": true, "head_dim": 16}"#),
+    (
+        "ernie4_5_moe",
+        r#"{"moe_norm_min": 1e-12, "moe_layer_interval": 1, "use_bias": false, "head_dim": 16}"#,
+    ),
+    ("glm4_moe", r#"{"routed_scaling_factor": 1.7, "norm_topk_prob": true, "head_dim": 16}"#),
+    ("gpt_oss", r#"{"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "head_dim": 16}"#),
+    ("granitemoe", r#"{"attention_multiplier": 1.0}"#),
+    ("llama4_text", r#"{"head_dim": 16, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 1}"#),
+    ("minimax_m2", r#"{"head_dim": 16}"#),
+    ("phimoe", r#"{"router_jitter_noise": 0.01, "input_jitter_noise": 0.0}"#),
+];
+
+pub(super) fn names() -> Vec<&'static str> {
+    EXTRAS.iter().map(|(name, _)| *name).collect()
+}
+
+/// Dense layers at the start, in families that have them.
+pub(super) fn dense_layers(config: &SynthConfig, family: &Family) -> usize {
+    match family.layers {
+        LayerRule::FirstDense { .. } | LayerRule::Window if config.layers > 1 => 1,
+        _ => 0,
+    }
+}
+
+/// Layers at the start that route by token id.
+pub(super) fn hashed_layers(config: &SynthConfig, family: &Family) -> usize {
+    if matches!(family.layers, LayerRule::Hashed { .. }) { (config.layers - 1).min(3) } else { 0 }
+}
+
+/// Groups of experts and how many of them stay.
+fn groups(config: &SynthConfig) -> (usize, usize) {
+    let (groups, kept) = (4, 2);
+    let size = config.experts / groups;
+    let fits = config.experts.is_multiple_of(groups) && size >= 2 && kept * size >= config.top_k;
+    if fits { (groups, kept) } else { (1, 1) }
+}
+
+pub(super) fn config_json(config: &SynthConfig, family: &Family) -> Value {
+    let dtype = match config.format {
+        SynthFormat::F16 => "float16",
+        SynthFormat::F32 => "float32",
+        SynthFormat::Bf16 | SynthFormat::Fp8 | SynthFormat::Mxfp4 => "bfloat16",
+    };
+    let mut map = object(json!({
+        "architectures": [family.architecture],
+        "model_type": family.model_types[0],
+        "dtype": dtype,
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "vocab_size": VOCAB,
+        "hidden_act": "silu",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "intermediate_size": 2 * config.width,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": false,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }));
+    let extras = EXTRAS.iter().find(|(name, _)| *name == family.name).expect("checked before").1;
+    map.append(&mut object(serde_json::from_str(extras).expect("constant JSON")));
+    map.insert(family.experts[0].into(), config.experts.into());
+    let top_k = family.top_k.first().unwrap_or(&"num_experts_per_tok");
+    map.insert((*top_k).into(), config.top_k.into());
+    map.insert(family.width[0].into(), config.width.into());
+    match family.layers {
+        LayerRule::FirstDense { .. } => {
+            map.insert("first_k_dense_replace".into(), dense_layers(config, family).into());
+        }
+        LayerRule::Window => {
+            map.insert("moe_layer_start_index".into(), dense_layers(config, family).into());
+            map.insert("moe_layer_end_index".into(), (config.layers - 1).into());
+        }
+        LayerRule::Hashed { .. } => {
+            let hashed = hashed_layers(config, family);
+            let kinds: Vec<_> =
+                (0..config.layers).map(|i| if i < hashed { "hash_moe" } else { "moe" }).collect();
+            map.insert("mlp_layer_types".into(), kinds.into());
+            // The reference implementation takes this for another name of the experts' width.
+            map.remove("intermediate_size");
+        }
+        _ => {}
+    }
+    if family.routing.groups.is_some() {
+        let (groups, kept) = groups(config);
+        map.insert("n_group".into(), groups.into());
+        map.insert("topk_group".into(), kept.into());
+    }
+    if extras.contains("linear_num_key_heads") {
+        let kind = |layer| if layer + 1 == config.layers { "full_attention" } else { "linear_attention" };
+        map.insert("layer_types".into(), (0..config.layers).map(kind).collect::<Vec<_>>().into());
+    }
+    match family.shared.map(|shared| shared.width) {
+        Some(SharedWidth::Field(field)) => {
+            map.insert(field.into(), config.width.into());
+        }
+        Some(SharedWidth::Count { field, .. }) => {
+            map.insert(field.into(), 1.into());
+        }
+        Some(SharedWidth::SameAsExperts) | None => {}
+    }
+    if let Some(quantization) = quantization(config, family) {
+        map.insert("quantization_config".into(), quantization);
+    }
+    Value::Object(map)
+}
+
+/// Whether FP8 is written with a scale for each output channel, as the releases of this family have it.
+pub(super) fn fp8_by_channel(family: &Family) -> bool {
+    family.stored == Stored::FusedTransposed && family.weight_on_input
+}
+
+fn quantization(config: &SynthConfig, family: &Family) -> Option<Value> {
+    match config.format {
+        SynthFormat::Fp8 if fp8_by_channel(family) => Some(json!({
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": true, "dynamic": false},
+            }},
+            "ignore": ["re:.*router", "lm_head"],
+        })),
+        SynthFormat::Fp8 => Some(json!({
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "weight_block_size": [128, 128],
+            "activation_scheme": "dynamic",
+        })),
+        SynthFormat::Mxfp4 => Some(json!({"quant_method": "mxfp4"})),
+        SynthFormat::Bf16 | SynthFormat::F16 | SynthFormat::F32 => None,
+    }
+}
+
+fn object(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(map) => map,
+        _ => Map::new(),
+    }
+}

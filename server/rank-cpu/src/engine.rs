@@ -1,0 +1,403 @@
+//! A rank on CPU cores: gate, experts and exchange in f32.
+
+use std::ops::Range;
+
+use crate::{CpuGroup, HostRouting};
+use expertd_compute::experts::cpu::{CpuExpert, ExpertError, Workspace, WorkspaceSize, forward, forward_one};
+use expertd_compute::experts::{Assignments, ExpertKind};
+use expertd_compute::gate::{CpuGate, GateScratch};
+use expertd_compute::linalg::{Buffer, Level};
+use expertd_ipc::control::{FailureKind, RankSetup};
+use expertd_ipc::{ExpertsNotice, GroupShape, RankStaging, StepDescriptor};
+use expertd_model::{Checkpoint, ExpertsSpec, ModelError, ModelSpec, Placement, WeightOn};
+use expertd_rank::convert::{narrow, widen};
+use expertd_rank::segments::{Run, rows_of};
+use expertd_rank::share::{Progress, Share, weights};
+use expertd_rank::{Failure, Joining, Loaded, PhaseClock, StepEngine, StepFault, StepReport, setup_failure};
+use expertd_types::Phase;
+use expertd_types::{ExpertId, LayerId, Rank, Slot};
+
+/// Why a rank's weights could not be loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// The checkpoint.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// An expert.
+    #[error("layer {layer}, {which}: {source}")]
+    Expert {
+        /// Its layer.
+        layer: LayerId,
+        /// Which one.
+        which: String,
+        /// What is wrong.
+        source: ExpertError,
+    },
+}
+
+/// The shared experts of a layer as one MLP.
+struct Shared {
+    kind: ExpertKind,
+    mlp: CpuExpert,
+    /// `[hidden]`: the output is multiplied with the sigmoid of its product with the token.
+    gate: Option<Vec<f32>>,
+}
+
+/// One MoE block as this rank holds it: the whole gate, its own experts, the shared ones.
+struct Layer {
+    gate: CpuGate,
+    /// Owner of each expert.
+    owners: Vec<Rank>,
+    /// The experts that this rank owns.
+    mine: Range<u32>,
+    kind: ExpertKind,
+    experts: Vec<CpuExpert>,
+    shared: Option<Shared>,
+}
+
+/// Rows of the step at hand, each `[max_tokens_per_rank, hidden]`. Steps run one after another on a CPU rank, so that
+/// one set serves all slots; what outlives a step is in staging and in the windows.
+struct Buffers {
+    rows: Buffer<f32>,
+    out: Buffer<f32>,
+    /// Output of the shared experts; empty if no layer has any.
+    shared: Buffer<f32>,
+}
+
+/// Received rows grouped by expert; see [`Assignments`].
+#[derive(Default)]
+struct Grouping {
+    offsets: Vec<u32>,
+    rows: Vec<u32>,
+    weights: Vec<f32>,
+}
+
+/// One CPU rank.
+pub struct CpuEngine {
+    group: CpuGroup,
+    pool: rayon::ThreadPool,
+    hidden: usize,
+    layers: Vec<Option<Layer>>,
+    buffers: Buffers,
+    grouping: Grouping,
+    workspace: Workspace,
+    gating: GateScratch,
+    /// Multipliers of the shared experts' output.
+    sigmoids: Vec<f32>,
+    weight_bytes: u64,
+}
+
+fn kind(spec: &ExpertsSpec) -> ExpertKind {
+    let weight_on = if spec.weight_on_input { WeightOn::Input } else { WeightOn::Output };
+    ExpertKind { activation: spec.activation, weight_on }
+}
+
+/// Scratch for the largest call that any layer may make.
+fn workspace(spec: &ModelSpec, shape: &GroupShape, threads: usize) -> Workspace {
+    let ranks = shape.ranks as usize;
+    let widths =
+        spec.moe_layers().map(|(_, moe)| moe.experts.width.max(moe.shared.as_ref().map_or(0, |s| s.width)));
+    let local = spec.moe_layers().map(|(_, moe)| Placement::new(moe.experts.count, ranks).max_per_rank());
+    let per_row = shape.max_top_k.min(local.max().unwrap_or(1)).max(1);
+    Workspace::new(WorkspaceSize {
+        hidden: spec.hidden,
+        intermediate: widths.max().unwrap_or(1),
+        assignments: ranks * shape.max_tokens_per_rank * per_row,
+        threads,
+    })
+}
+
+/// Joins the group and loads this rank's share of the checkpoint.
+///
+/// # Errors
+/// What is missing, or what about the weights is wrong.
+pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
+    let setup = joining.setup;
+    // This thread is one of the pool, so that steps need not wake another one to begin.
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(setup.threads)
+        .use_current_thread()
+        .thread_name(|i| format!("experts-{i}"))
+        .build()
+        .map_err(setup_failure)?;
+    let windows = joining.next_fd("the windows")?;
+    let group = CpuGroup::from_fd(windows, crate::ep_config(setup)).map_err(setup_failure)?;
+    let engine = CpuEngine::load(setup, group, pool, &mut *joining.progress)
+        .map_err(|error| (FailureKind::Load, error.to_string()))?;
+    let (weight_bytes, device) = (engine.weight_bytes(), engine.device());
+    Ok(Loaded { engine: Box::new(engine), weight_bytes, device })
+}
+
+impl CpuEngine {
+    /// Loads this rank's share of the checkpoint; `progress` hears of bytes done and bytes in all.
+    ///
+    /// # Errors
+    /// If the checkpoint cannot be read.
+    pub fn load(
+        setup: &RankSetup,
+        group: CpuGroup,
+        pool: rayon::ThreadPool,
+        progress: impl FnMut(u64, u64),
+    ) -> Result<Self, LoadError> {
+        let checkpoint = Checkpoint::open(&setup.model)?;
+        let spec = checkpoint.spec();
+        let share = Share::of(setup);
+        let mut progress = Progress::start(share.bytes(spec), progress);
+        let mut layers = Vec::with_capacity(spec.num_layers);
+        for (index, moe) in (0..).zip(&spec.layers) {
+            let Some(moe) = moe else {
+                layers.push(None);
+                continue;
+            };
+            let layer = LayerId(index);
+            let failed = |which: String| move |source| LoadError::Expert { layer, which, source };
+            let placement = Placement::new(moe.experts.count, share.ranks);
+            let mine = share.experts(moe);
+            let mut experts = Vec::with_capacity(mine.len());
+            for expert in mine.clone() {
+                let tensors = checkpoint.expert(layer, ExpertId(expert))?;
+                let packed = CpuExpert::pack(&weights(&tensors));
+                experts.push(packed.map_err(failed(format!("expert {expert}")))?);
+                progress.expert(&moe.experts);
+            }
+            let shared = match (checkpoint.shared(layer)?, &moe.shared) {
+                (Some(tensors), Some(spec)) => {
+                    progress.shared(spec);
+                    Some(Shared {
+                        kind: ExpertKind { activation: spec.activation, weight_on: WeightOn::Output },
+                        mlp: CpuExpert::pack(&weights(&tensors.mlp))
+                            .map_err(failed("shared experts".into()))?,
+                        gate: tensors.gate,
+                    })
+                }
+                _ => None,
+            };
+            layers.push(Some(Layer {
+                gate: CpuGate::new(&moe.gate, &checkpoint.gate(layer)?),
+                owners: (0..moe.experts.count as u32).map(|e| placement.owner(ExpertId(e))).collect(),
+                mine,
+                kind: kind(&moe.experts),
+                experts,
+                shared,
+            }));
+        }
+        let threads = pool.current_num_threads();
+        let capacity = setup.shape.max_tokens_per_rank;
+        let elements = capacity * setup.shape.hidden;
+        let any_shared = spec.moe_layers().any(|(_, moe)| moe.shared.is_some());
+        Ok(CpuEngine {
+            group,
+            pool,
+            hidden: setup.shape.hidden,
+            layers,
+            buffers: Buffers {
+                rows: Buffer::resident(elements),
+                out: Buffer::resident(elements),
+                shared: Buffer::resident(if any_shared { elements } else { 0 }),
+            },
+            grouping: Grouping::default(),
+            workspace: workspace(spec, &setup.shape, threads),
+            gating: GateScratch::new(spec.hidden, threads),
+            sigmoids: vec![0.0; capacity],
+            weight_bytes: progress.total(),
+        })
+    }
+
+    /// Bytes of the weights that this rank holds.
+    #[must_use]
+    pub const fn weight_bytes(&self) -> u64 {
+        self.weight_bytes
+    }
+
+    /// What it computes with, in words.
+    #[must_use]
+    pub fn device(&self) -> String {
+        format!("cpu, {} threads, {}", self.pool.current_num_threads(), Level::active())
+    }
+}
+
+impl Grouping {
+    /// Sorts `(row, expert, weight)` by expert, rows ascending; `choices` is walked twice.
+    fn fill(&mut self, experts: &Range<u32>, choices: impl Iterator<Item = (u32, i32, f32)> + Clone) {
+        let local = |id: i32| {
+            Some(id.cast_unsigned().wrapping_sub(experts.start) as usize).filter(|&e| e < experts.len())
+        };
+        self.offsets.clear();
+        self.offsets.resize(experts.len() + 1, 0);
+        for expert in choices.clone().filter_map(|(_, id, _)| local(id)) {
+            self.offsets[expert + 1] += 1;
+        }
+        for expert in 0..experts.len() {
+            self.offsets[expert + 1] += self.offsets[expert];
+        }
+        let total = self.offsets[experts.len()] as usize;
+        self.rows.resize(total, 0);
+        self.weights.resize(total, 0.0);
+        // Each expert's offset serves as its cursor and ends where the next one began.
+        for (row, id, weight) in choices {
+            if let Some(expert) = local(id) {
+                let at = self.offsets[expert] as usize;
+                self.rows[at] = row;
+                self.weights[at] = weight;
+                self.offsets[expert] += 1;
+            }
+        }
+        self.offsets.copy_within(0..experts.len(), 1);
+        self.offsets[0] = 0;
+    }
+
+    fn assignments(&self) -> Assignments<'_> {
+        Assignments { offsets: &self.offsets, rows: &self.rows, weights: &self.weights }
+    }
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    // Eight sums, so that they run side by side.
+    let (a8, a_rest) = a.as_chunks::<8>();
+    let (b8, b_rest) = b.as_chunks::<8>();
+    let mut sums = [0.0; 8];
+    for (a, b) in a8.iter().zip(b8) {
+        for i in 0..8 {
+            sums[i] += a[i] * b[i];
+        }
+    }
+    sums.iter().sum::<f32>() + a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum::<f32>()
+}
+
+impl StepEngine for CpuEngine {
+    fn begin(
+        &mut self,
+        step: &StepDescriptor,
+        staging: RankStaging<'_>,
+        notice: &ExpertsNotice,
+    ) -> Result<Option<StepReport>, StepFault> {
+        let mut clock = PhaseClock::start();
+        let hidden = self.hidden;
+        let (tokens, k) = (step.tokens as usize, step.top_k as usize);
+        let slot = Slot(step.slot);
+        let layer = self
+            .layers
+            .get_mut(step.layer as usize)
+            .and_then(Option::as_mut)
+            .ok_or(StepFault::Layer(step.layer))?;
+        let buffers = &mut self.buffers;
+        let rows = &mut buffers.rows[..tokens * hidden];
+        let out = &mut buffers.out[..tokens * hidden];
+
+        let staged_bytes = staging.rows.len();
+        let runs = Run::all(staging.segments, tokens, hidden, staged_bytes)?;
+        for run in &runs {
+            let to = run.rows.start * hidden..run.rows.end * hidden;
+            widen(&staging.rows[run.bytes.clone()], run.dtype, &mut rows[to]);
+        }
+        clock.end(Phase::CopyIn);
+
+        for gated in runs.chunk_by(|a, b| a.gated == b.gated).filter(|chunk| chunk[0].gated) {
+            let range = rows_of(gated);
+            let routed = range.start * k..range.end * k;
+            layer
+                .gate
+                .route_with(
+                    &rows[range.start * hidden..range.end * hidden],
+                    Some(&staging.token_ids[range]),
+                    &mut staging.ids[routed.clone()],
+                    &mut staging.weights[routed],
+                    &mut self.gating,
+                    Some(&self.pool),
+                )
+                .map_err(StepFault::engine)?;
+        }
+        clock.end(Phase::Gate);
+
+        let routing =
+            HostRouting { owners: &layer.owners, tokens, k, ids: staging.ids, weights: staging.weights };
+        self.group.prepare(slot, routing)?;
+        clock.end(Phase::Prepare);
+        self.group.dispatch_send(slot, rows)?;
+        clock.end(Phase::Dispatch);
+        // While peers' rows are on their way.
+        let shared_out = &mut buffers.shared[..if layer.shared.is_some() { tokens * hidden } else { 0 }];
+        let with_shared =
+            || runs.chunk_by(|a, b| a.shared == b.shared).filter(|chunk| chunk[0].shared).map(rows_of);
+        if let Some(shared) = &layer.shared {
+            for range in with_shared() {
+                let (first, elements) = (range.start, range.start * hidden..range.end * hidden);
+                let sigmoids = shared.gate.as_ref().map(|gate| {
+                    let sigmoids = &mut self.sigmoids[..range.len()];
+                    for (sigmoid, row) in sigmoids.iter_mut().zip(rows[first * hidden..].chunks_exact(hidden))
+                    {
+                        let logit: f32 = dot(row, gate);
+                        *sigmoid = 1.0 / (1.0 + (-logit).exp());
+                    }
+                    &*sigmoids
+                });
+                forward_one(
+                    shared.kind,
+                    &shared.mlp,
+                    sigmoids,
+                    &rows[elements.clone()],
+                    &mut shared_out[elements],
+                    &mut self.workspace,
+                    Some(&self.pool),
+                );
+            }
+        }
+        clock.end(Phase::Experts);
+        self.group.dispatch_wait(slot)?;
+        clock.end(Phase::Dispatch);
+
+        let (received_rows, expert_rows) = {
+            let batches: Vec<_> = self.group.work(slot)?.collect();
+            let mut first = 0;
+            let firsts: Vec<usize> = batches
+                .iter()
+                .map(|batch| {
+                    let before = first;
+                    first += batch.rows.len() / hidden;
+                    before
+                })
+                .collect();
+            self.grouping.fill(
+                &layer.mine,
+                batches.iter().zip(&firsts).flat_map(|(batch, &first)| {
+                    let choices = batch.ids.iter().zip(batch.weights).enumerate();
+                    choices.map(move |(i, (&id, &weight))| ((first + i / batch.k) as u32, id, weight))
+                }),
+            );
+            let (rows, mut out): (Vec<&[f32]>, Vec<&mut [f32]>) =
+                batches.into_iter().map(|batch| (batch.rows, batch.partials)).unzip();
+            let assignments = self.grouping.assignments();
+            forward(
+                layer.kind,
+                &layer.experts,
+                assignments,
+                &rows,
+                &mut out,
+                &mut self.workspace,
+                Some(&self.pool),
+            );
+            (first, assignments.rows.len())
+        };
+        notice.tell(step.sequence);
+        clock.end(Phase::Experts);
+
+        self.group.combine(slot, out)?;
+        if layer.shared.is_some() {
+            for range in with_shared() {
+                let elements = range.start * hidden..range.end * hidden;
+                out[elements.clone()]
+                    .iter_mut()
+                    .zip(&shared_out[elements])
+                    .for_each(|(out, shared)| *out += shared);
+            }
+        }
+        clock.end(Phase::Combine);
+
+        for run in &runs {
+            let from = run.rows.start * hidden..run.rows.end * hidden;
+            narrow(&out[from], run.dtype, &mut staging.rows[run.bytes.clone()]);
+        }
+        clock.end(Phase::CopyOut);
+        Ok(Some(StepReport { phases: clock.phases(), received_rows, expert_rows }))
+    }
+}

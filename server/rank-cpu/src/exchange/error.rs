@@ -1,0 +1,147 @@
+//! States of a slot, and what can go wrong in an exchange.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::super::window::SEQUENCE_BITS;
+use expertd_types::{Generation, Rank, Sequence, Slot};
+
+/// Where a slot is in its exchange.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SlotState {
+    /// Nothing in flight.
+    Idle,
+    /// Issued: this rank may write what it dispatches.
+    Open,
+    /// Dispatch flags are released.
+    Sent,
+    /// Every peer's dispatch has arrived: received rows may be read, partials written.
+    Ready,
+    /// Combine flags are released: what was received is consumed.
+    Returning,
+    /// Every peer's partials have arrived and may be read.
+    Returned,
+}
+
+/// Why an exchange failed. All but [`State`](Self::State) end the group: its other ranks are told, and later calls
+/// give [`Ended`](Self::Ended).
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ExchangeError {
+    /// The call does not fit the slot's state.
+    #[error("slot {slot} is {found:?}, but the call needs it to be {expected:?}")]
+    State {
+        /// The slot.
+        slot: Slot,
+        /// The state the call needs.
+        expected: SlotState,
+        /// The slot's state.
+        found: SlotState,
+    },
+    /// No such slot.
+    #[error("slot {slot} is not one of {slots} slots")]
+    Slot {
+        /// The slot.
+        slot: Slot,
+        /// Slots of the group.
+        slots: usize,
+    },
+    /// Peers did not arrive in time.
+    #[error("{phase} of exchange {sequence} waited {waited:?} for rank(s) {}", list(.peers))]
+    Missing {
+        /// `dispatch` or `combine`.
+        phase: &'static str,
+        /// Which exchange.
+        sequence: Sequence,
+        /// Who did not arrive.
+        peers: Vec<Rank>,
+        /// The deadline.
+        waited: Duration,
+    },
+    /// A rank, maybe this one, reported a fault.
+    #[error("rank {rank} {cause}")]
+    Fault {
+        /// Who reported.
+        rank: Rank,
+        /// What it reported.
+        cause: FaultCause,
+    },
+    /// A peer is at a later exchange: the ranks did not run the same steps.
+    #[error(
+        "{phase} of exchange {expected}: rank {peer} is at exchange {found} already; ranks must run the same steps"
+    )]
+    Ahead {
+        /// `dispatch` or `combine`.
+        phase: &'static str,
+        /// Who is ahead.
+        peer: Rank,
+        /// This rank's exchange.
+        expected: Sequence,
+        /// The peer's.
+        found: Sequence,
+    },
+    /// What a peer announces contradicts the windows or this rank's step.
+    #[error(
+        "rank {peer} announces {rows} rows with k = {k}; this step has k = {expected_k} and at most {max_rows} rows"
+    )]
+    Head {
+        /// The peer.
+        peer: Rank,
+        /// Its rows.
+        rows: u32,
+        /// Its experts per token.
+        k: u32,
+        /// This rank's experts per token.
+        expected_k: u32,
+        /// Rows that an area holds.
+        max_rows: usize,
+    },
+    /// The generation has used all sequences.
+    #[error("the generation has used all of its 2^40 sequences; a new generation is needed")]
+    Exhausted,
+    /// The group failed before.
+    #[error("the group has ended after a fault")]
+    Ended,
+}
+
+/// What a rank reported through the error word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultCause {
+    /// It failed, or left with an exchange in flight.
+    Failed,
+    /// It waited in vain for this rank (the first, if several are missing).
+    Missed(Rank),
+}
+
+impl fmt::Display for FaultCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Failed => f.write_str("failed or left during an exchange"),
+            Self::Missed(rank) => write!(f, "waited in vain for rank {rank}"),
+        }
+    }
+}
+
+fn list(ranks: &[Rank]) -> String {
+    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// `generation << 40 | (missed rank + 1) << 20 | rank + 1`: never zero.
+pub(super) fn encode_fault(generation: Generation, rank: Rank, cause: FaultCause) -> u64 {
+    let missed = match cause {
+        FaultCause::Failed => 0,
+        FaultCause::Missed(peer) => u64::from(peer.0) + 1,
+    };
+    generation.0 << SEQUENCE_BITS | missed << 20 | (u64::from(rank.0) + 1)
+}
+
+pub(super) fn decode_fault(generation: Generation, word: u64) -> Option<(Rank, FaultCause)> {
+    let rank = (word & 0xf_ffff) as u32;
+    if word >> SEQUENCE_BITS != generation.0 || rank == 0 {
+        return None;
+    }
+    let cause = match (word >> 20 & 0xf_ffff) as u32 {
+        0 => FaultCause::Failed,
+        missed => FaultCause::Missed(Rank(missed - 1)),
+    };
+    Some((Rank(rank - 1), cause))
+}

@@ -1,0 +1,391 @@
+//! One rank's side of the exchanges over symmetric windows: whose turn it is to touch what.
+//!
+//! Each slot goes through the states of [`SlotState`] in order, once per exchange; in each, this module hands out only
+//! the memory that belongs to this rank then, so that callers need no unsafe code and a call out of order is an error
+//! instead of a race. `docs/protocol.md` has the argument; in short, per slot:
+//!
+//! * this rank's dispatch areas (in every window) are its own until it releases its dispatch flags, and again once it
+//!   has seen every peer's combine flag, which a peer stores when it has read them;
+//! * its partials (in every window) are its own from the time it has seen every peer's dispatch flag, which a peer
+//!   stores when it has reduced what an earlier exchange brought it, until it releases its combine flags.
+
+#![allow(
+    unsafe_code,
+    reason = "turns views of shared memory into slices while the protocol says they are ours"
+)]
+
+mod batch;
+mod error;
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+pub use self::batch::{Batch, Batches, Outgoing};
+pub use self::error::{ExchangeError, FaultCause, SlotState};
+use self::error::{decode_fault, encode_fault};
+pub use super::window::{AttachError, BatchHead, FlagKind, WindowLayout, WindowShape};
+use super::window::{SEQUENCE_BITS, Windows, flag_value};
+use expertd_ipc::region::SharedRegion;
+use expertd_ipc::wait::{Patience, TimedOut};
+use expertd_types::{Generation, Rank, Sequence, Slot};
+
+/// How a rank takes part.
+#[derive(Clone, Copy, Debug)]
+pub struct ExchangeOptions {
+    /// This rank.
+    pub rank: Rank,
+    /// The windows' generation.
+    pub generation: Generation,
+    /// How long any wait may take.
+    pub deadline: Duration,
+    /// How long to look before sleeping, see [`Patience::spin`].
+    pub spin: Duration,
+    /// Fill memory with 0xff bytes (NaN rows, ids of -1) whenever it becomes this rank's to write: for tests.
+    pub poison: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct SlotProgress {
+    state: SlotState,
+    sequence: Sequence,
+    k: u32,
+}
+
+/// One rank's side of the exchanges of a generation.
+#[derive(Debug)]
+pub struct Exchange {
+    windows: Windows,
+    options: ExchangeOptions,
+    slots: Vec<SlotProgress>,
+    last: Sequence,
+    ended: bool,
+}
+
+impl Exchange {
+    /// Attaches to the windows in `region`, claiming this rank's.
+    ///
+    /// # Errors
+    /// [`AttachError`].
+    pub fn attach(
+        layout: &WindowLayout,
+        region: &Arc<SharedRegion>,
+        options: ExchangeOptions,
+    ) -> Result<Self, AttachError> {
+        Ok(Self::over(Windows::attach(layout, region, options.rank, options.generation)?, options))
+    }
+
+    /// Maps an inherited descriptor and attaches to the windows in it.
+    ///
+    /// # Errors
+    /// [`AttachError`].
+    pub fn from_fd(
+        layout: &WindowLayout,
+        fd: OwnedFd,
+        options: ExchangeOptions,
+    ) -> Result<Self, AttachError> {
+        Ok(Self::over(Windows::from_fd(layout, fd, options.rank, options.generation)?, options))
+    }
+
+    fn over(windows: Windows, options: ExchangeOptions) -> Self {
+        let idle = SlotProgress { state: SlotState::Idle, sequence: Sequence(0), k: 0 };
+        let slots = vec![idle; windows.shape.slots];
+        Self { windows, options, slots, last: Sequence(0), ended: false }
+    }
+
+    /// The slot's state.
+    ///
+    /// # Errors
+    /// [`ExchangeError::Slot`].
+    pub fn state(&self, slot: Slot) -> Result<SlotState, ExchangeError> {
+        self.progress(slot).map(|p| p.state)
+    }
+
+    /// Begins the next exchange in an idle slot, of `k` experts per token.
+    ///
+    /// # Errors
+    /// [`ExchangeError`].
+    pub fn begin(&mut self, slot: Slot, k: u32) -> Result<Sequence, ExchangeError> {
+        self.expect(slot, SlotState::Idle)?;
+        self.check_error_word()?;
+        let sequence = Sequence(self.last.0 + 1);
+        if sequence.0 >> SEQUENCE_BITS != 0 {
+            return Err(self.fail(ExchangeError::Exhausted));
+        }
+        self.last = sequence;
+        self.slots[slot.index()] = SlotProgress { state: SlotState::Open, sequence, k };
+        if self.options.poison {
+            for peer in 0..self.windows.shape.ranks {
+                let out = self.outgoing(slot, peer)?;
+                bytemuck::bytes_of_mut(out.head).fill(0xff);
+                for bytes in [
+                    bytemuck::cast_slice_mut::<i32, u8>(out.ids),
+                    bytemuck::cast_slice_mut::<f32, u8>(out.weights),
+                    bytemuck::cast_slice_mut::<f32, u8>(out.rows),
+                ] {
+                    bytes.fill(0xff);
+                }
+            }
+        }
+        Ok(sequence)
+    }
+
+    /// What goes to `peer`.
+    ///
+    /// # Errors
+    /// [`ExchangeError::State`] unless the slot is open.
+    ///
+    /// # Panics
+    /// If there is no such peer.
+    pub fn outgoing(&mut self, slot: Slot, peer: usize) -> Result<Outgoing<'_>, ExchangeError> {
+        self.expect(slot, SlotState::Open)?;
+        let area = &self.windows.outgoing[self.windows.area(slot, peer)];
+        // SAFETY: the slot is open. Nobody but this rank (one per window, by its claim) writes these areas, and the
+        // peer reads them only between our dispatch flag and its combine flag of an exchange; the ones of the last
+        // exchange in this slot we have seen, the one of this exchange we have not stored. `&mut self` excludes a
+        // second slice.
+        unsafe {
+            Ok(Outgoing {
+                head: &mut area.head.as_mut_slice()[0],
+                ids: area.ids.as_mut_slice(),
+                weights: area.weights.as_mut_slice(),
+                rows: area.rows.as_mut_slice(),
+            })
+        }
+    }
+
+    /// Releases the dispatch flags to every peer. Never waits.
+    ///
+    /// # Errors
+    /// [`ExchangeError::State`] unless the slot is open.
+    pub fn send_dispatch(&mut self, slot: Slot) -> Result<(), ExchangeError> {
+        self.release(slot, FlagKind::Dispatch, SlotState::Open, SlotState::Sent)
+    }
+
+    /// Waits for every peer's dispatch flag, those with no rows included.
+    ///
+    /// # Errors
+    /// [`ExchangeError`].
+    pub fn wait_dispatch(&mut self, slot: Slot) -> Result<(), ExchangeError> {
+        self.wait(slot, FlagKind::Dispatch, SlotState::Sent)?;
+        let expected_k = self.slots[slot.index()].k;
+        let max_rows = self.windows.shape.max_tokens_per_rank;
+        for peer in 0..self.windows.shape.ranks {
+            let area = &self.windows.incoming[self.windows.area(slot, peer)];
+            // SAFETY: the peer's dispatch flag of this exchange has been seen, our combine flag is not stored.
+            let BatchHead { rows, k } = unsafe { area.head.as_slice() }[0];
+            if rows as usize > max_rows || k != expected_k {
+                let peer = Rank(peer as u32);
+                return Err(self.fail(ExchangeError::Head { peer, rows, k, expected_k, max_rows }));
+            }
+        }
+        self.slots[slot.index()].state = SlotState::Ready;
+        if self.options.poison {
+            for batch in self.batches(slot)? {
+                bytemuck::cast_slice_mut::<f32, u8>(batch.partials).fill(0xff);
+            }
+        }
+        Ok(())
+    }
+
+    /// What every source rank dispatched to this rank.
+    ///
+    /// # Errors
+    /// [`ExchangeError::State`] unless the slot is ready.
+    pub fn batches(&mut self, slot: Slot) -> Result<Batches<'_>, ExchangeError> {
+        self.expect(slot, SlotState::Ready)?;
+        let ranks = 0..self.windows.shape.ranks;
+        Ok(Batches { k: self.slots[slot.index()].k as usize, windows: &mut self.windows, slot, ranks })
+    }
+
+    /// Releases the combine flags to every peer: received rows are read, partials written. Never waits.
+    ///
+    /// # Errors
+    /// [`ExchangeError::State`] unless the slot is ready.
+    pub fn send_combine(&mut self, slot: Slot) -> Result<(), ExchangeError> {
+        self.release(slot, FlagKind::Combine, SlotState::Ready, SlotState::Returning)
+    }
+
+    /// Waits for every peer's combine flag, those with no rows included.
+    ///
+    /// # Errors
+    /// [`ExchangeError`].
+    pub fn wait_combine(&mut self, slot: Slot) -> Result<(), ExchangeError> {
+        self.wait(slot, FlagKind::Combine, SlotState::Returning)?;
+        self.slots[slot.index()].state = SlotState::Returned;
+        Ok(())
+    }
+
+    /// The partials that `peer` returned, `[max_tokens_per_rank, hidden]`: row `i` answers row `i` of what was
+    /// dispatched to it.
+    ///
+    /// # Errors
+    /// [`ExchangeError::State`] unless the slot is returned.
+    ///
+    /// # Panics
+    /// If there is no such peer.
+    pub fn returned(&self, slot: Slot, peer: usize) -> Result<&[f32], ExchangeError> {
+        self.expect(slot, SlotState::Returned)?;
+        // SAFETY: the peer stored its combine flag after it wrote them, and writes them again only after it has seen
+        // our dispatch flag of the slot's next exchange, which takes `&mut self`.
+        Ok(unsafe { self.windows.returned[self.windows.area(slot, peer)].as_slice() })
+    }
+
+    /// Ends the exchange: its partials have been read, the slot is idle.
+    ///
+    /// # Errors
+    /// [`ExchangeError::State`] unless the slot is returned.
+    pub fn finish(&mut self, slot: Slot) -> Result<(), ExchangeError> {
+        self.expect(slot, SlotState::Returned)?;
+        self.slots[slot.index()].state = SlotState::Idle;
+        Ok(())
+    }
+
+    /// Ends the group: tells every peer that this rank failed, so that nobody waits for it.
+    pub fn abort(&mut self) {
+        if !self.ended {
+            self.report(FaultCause::Failed);
+            self.ended = true;
+        }
+    }
+
+    fn progress(&self, slot: Slot) -> Result<&SlotProgress, ExchangeError> {
+        self.slots.get(slot.index()).ok_or(ExchangeError::Slot { slot, slots: self.slots.len() })
+    }
+
+    /// Fails unless the slot is in a state.
+    ///
+    /// # Errors
+    /// [`ExchangeError::State`], [`ExchangeError::Slot`] or [`ExchangeError::Ended`].
+    pub fn expect(&self, slot: Slot, expected: SlotState) -> Result<(), ExchangeError> {
+        if self.ended {
+            return Err(ExchangeError::Ended);
+        }
+        match self.progress(slot)?.state {
+            found if found == expected => Ok(()),
+            found => Err(ExchangeError::State { slot, expected, found }),
+        }
+    }
+
+    fn release(
+        &mut self,
+        slot: Slot,
+        kind: FlagKind,
+        from: SlotState,
+        to: SlotState,
+    ) -> Result<(), ExchangeError> {
+        self.expect(slot, from)?;
+        let progress = &mut self.slots[slot.index()];
+        progress.state = to;
+        let value = flag_value(self.windows.generation, progress.sequence);
+        let me = self.options.rank.index();
+        for peer in 0..self.windows.shape.ranks {
+            self.windows.flag(peer, slot, kind, me).store(value, Ordering::Release);
+        }
+        for peer in (0..self.windows.shape.ranks).filter(|&peer| peer != me) {
+            self.windows.doorbell(peer).ring();
+        }
+        Ok(())
+    }
+
+    fn wait(&mut self, slot: Slot, kind: FlagKind, from: SlotState) -> Result<(), ExchangeError> {
+        self.expect(slot, from)?;
+        let sequence = self.slots[slot.index()].sequence;
+        let windows = &self.windows;
+        let me = self.options.rank.index();
+        let arrived = |peer: usize| {
+            let found = windows.flag(me, slot, kind, peer).load(Ordering::Acquire);
+            let ours = found >> SEQUENCE_BITS == windows.generation.0;
+            let found = Sequence(found & ((1 << SEQUENCE_BITS) - 1));
+            match found {
+                // Another generation's flag says nothing, whatever its sequence.
+                found if !ours || found < sequence => Ok(false),
+                found if found == sequence => Ok(true),
+                found => Err(ExchangeError::Ahead {
+                    phase: kind.phase(),
+                    peer: Rank(peer as u32),
+                    expected: sequence,
+                    found,
+                }),
+            }
+        };
+        let mut next = 0;
+        let poll = || -> Option<Result<(), ExchangeError>> {
+            if let Some(fault) = self.reported() {
+                return Some(Err(fault));
+            }
+            while next < windows.shape.ranks {
+                match arrived(next) {
+                    Ok(true) => next += 1,
+                    Ok(false) => return None,
+                    Err(ahead) => return Some(Err(ahead)),
+                }
+            }
+            Some(Ok(()))
+        };
+        let patience = Patience::within(self.options.spin, self.options.deadline);
+        let failure = match windows.doorbell(me).wait_for(patience, poll) {
+            Ok(Ok(())) => return Ok(()),
+            Ok(Err(failure)) => failure,
+            Err(TimedOut) => {
+                let missing = (next..windows.shape.ranks).filter(|&peer| arrived(peer) != Ok(true));
+                let peers: Vec<Rank> = missing.map(|peer| Rank(peer as u32)).collect();
+                if peers.is_empty() {
+                    return Ok(());
+                }
+                let waited = self.options.deadline;
+                ExchangeError::Missing { phase: kind.phase(), sequence, peers, waited }
+            }
+        };
+        Err(self.fail(failure))
+    }
+
+    fn check_error_word(&mut self) -> Result<(), ExchangeError> {
+        match self.reported() {
+            Some(fault) => Err(self.fail(fault)),
+            None => Ok(()),
+        }
+    }
+
+    /// The fault in this rank's error word.
+    fn reported(&self) -> Option<ExchangeError> {
+        let word = self.windows.error(self.options.rank.index()).load(Ordering::Acquire);
+        decode_fault(self.windows.generation, word).map(|(rank, cause)| ExchangeError::Fault { rank, cause })
+    }
+
+    /// Ends the group because of `failure`, and tells the peers unless they told us.
+    fn fail(&mut self, failure: ExchangeError) -> ExchangeError {
+        match &failure {
+            ExchangeError::Fault { .. } => {}
+            ExchangeError::Missing { peers, .. } if !peers.is_empty() => {
+                self.report(FaultCause::Missed(peers[0]))
+            }
+            _ => self.report(FaultCause::Failed),
+        }
+        self.ended = true;
+        failure
+    }
+
+    /// Stores the error word in every window that has none, and wakes their owners.
+    fn report(&self, cause: FaultCause) {
+        let value = encode_fault(self.windows.generation, self.options.rank, cause);
+        for peer in 0..self.windows.shape.ranks {
+            // The first fault is the one to tell of; a later one is a consequence.
+            let _ = self.windows.error(peer).compare_exchange(0, value, Ordering::AcqRel, Ordering::Relaxed);
+            self.windows.doorbell(peer).ring();
+        }
+    }
+}
+
+impl Drop for Exchange {
+    fn drop(&mut self) {
+        // Whoever leaves in the midst of an exchange will not store the flags that others wait for.
+        if self.slots.iter().any(|slot| slot.state != SlotState::Idle) {
+            self.abort();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

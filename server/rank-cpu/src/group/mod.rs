@@ -1,0 +1,291 @@
+//! EP group on CPU ranks: symmetric windows in shared memory.
+//!
+//! Rows travel by one copy: the source writes them into its area of the owner's window, and the owner's experts write
+//! their partial sums straight into its area of the source's window.
+
+mod routing;
+
+#[cfg(test)]
+mod tests;
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use rayon::prelude::*;
+
+use self::routing::Routes;
+use crate::config::{ConfigError, EpConfig};
+use crate::error::EpError;
+pub use crate::exchange::{Batch, Batches};
+use crate::exchange::{Exchange, ExchangeOptions, SlotState, WindowLayout, WindowShape};
+use expertd_ipc::region::SharedRegion;
+use expertd_types::{Rank, Sequence, Slot};
+
+/// The gate's decision for a rank's tokens, in host memory.
+#[derive(Clone, Copy, Debug)]
+pub struct HostRouting<'a> {
+    /// Owner of each of the layer's experts.
+    pub owners: &'a [Rank],
+    /// Tokens of this rank; may be zero.
+    pub tokens: usize,
+    /// Experts per token; the same on every rank, also on one without tokens.
+    pub k: usize,
+    /// `[tokens, k]`; [`NO_EXPERT`] stands for a choice that is not used.
+    pub ids: &'a [i32],
+    /// `[tokens, k]`.
+    pub weights: &'a [f32],
+}
+
+/// In received ids: a choice that another rank's expert takes. In routing: a choice that no expert takes.
+pub const NO_EXPERT: i32 = -1;
+
+/// Rows that one task copies or reduces.
+const ROWS_PER_TASK: usize = 16;
+/// Elements below which a copy is not worth splitting.
+const SPLIT_ABOVE: usize = 1 << 18;
+
+/// One CPU rank's membership in an EP group.
+///
+/// An exchange is one round of these calls for a slot, in this order:
+///
+/// ```text
+/// prepare → dispatch_send → dispatch_wait → work → combine_send → combine_wait
+/// ```
+///
+/// Between a send and its wait the caller may do other work, such as shared experts. Exchanges in different slots may
+/// be interleaved, in the same order on every rank. **Every rank runs every exchange**, with zero tokens if it has none.
+/// A call that does not fit the slot's state is an error that changes nothing. Sequences are the group's own: each
+/// rank counts its exchanges, and because all run the same ones they agree. After set-up, no call allocates.
+#[derive(Debug)]
+pub struct CpuGroup {
+    config: EpConfig,
+    exchange: Exchange,
+    /// Per slot.
+    routes: Vec<Routes>,
+}
+
+/// The layout of a group's windows.
+///
+/// # Errors
+/// [`ConfigError`].
+pub fn window_layout(config: &EpConfig) -> Result<WindowLayout, ConfigError> {
+    config.validate()?;
+    let &EpConfig { ranks, slots, hidden, max_top_k, max_tokens_per_rank, .. } = config;
+    WindowLayout::new(WindowShape { ranks, slots, hidden, max_top_k, max_tokens_per_rank })
+        .map_err(|_| ConfigError::TooLarge { ranks, slots, max_tokens_per_rank, hidden })
+}
+
+/// Creates the windows of a generation, for its ranks to inherit. The creator needs no more than the descriptor.
+///
+/// # Errors
+/// [`EpError::Config`] or [`EpError::Region`].
+pub fn create_windows(config: &EpConfig) -> Result<Arc<SharedRegion>, EpError> {
+    Ok(window_layout(config)?.create(config.generation)?)
+}
+
+/// N ranks in one process, over the same code as N processes, each with a mapping of its own: for a thread each.
+/// `config.rank` is ignored.
+///
+/// # Errors
+/// As [`create_windows`] and [`CpuGroup::attach`].
+pub fn loopback(config: &EpConfig) -> Result<Vec<CpuGroup>, EpError> {
+    let config = EpConfig { rank: Rank(0), ..config.clone() };
+    let region = create_windows(&config)?;
+    let ranks = 0..config.ranks as u32;
+    let join = |rank| {
+        let fd = region.try_clone_fd()?;
+        CpuGroup::from_fd(fd, EpConfig { rank: Rank(rank), ..config.clone() })
+    };
+    ranks.map(join).collect()
+}
+
+impl CpuGroup {
+    /// Joins the group whose windows are in `region`.
+    ///
+    /// # Errors
+    /// [`EpError::Config`] or [`EpError::Attach`].
+    pub fn attach(region: &Arc<SharedRegion>, config: EpConfig) -> Result<Self, EpError> {
+        let exchange = Exchange::attach(&window_layout(&config)?, region, options(&config))?;
+        Ok(Self::over(exchange, config))
+    }
+
+    /// Joins the group whose windows are in an inherited descriptor.
+    ///
+    /// # Errors
+    /// [`EpError::Config`] or [`EpError::Attach`].
+    pub fn from_fd(fd: OwnedFd, config: EpConfig) -> Result<Self, EpError> {
+        let exchange = Exchange::from_fd(&window_layout(&config)?, fd, options(&config))?;
+        Ok(Self::over(exchange, config))
+    }
+
+    fn over(exchange: Exchange, config: EpConfig) -> Self {
+        let routes = (0..config.slots).map(|_| Routes::new(&config)).collect();
+        Self { config, exchange, routes }
+    }
+
+    fn expect(&self, slot: Slot, expected: SlotState) -> Result<(), EpError> {
+        Ok(self.exchange.expect(slot, expected)?)
+    }
+
+    fn check_rows(&self, slot: Slot, what: &'static str, found: usize) -> Result<(), EpError> {
+        let expected = self.routes[slot.index()].tokens() * self.config.hidden;
+        if found == expected { Ok(()) } else { Err(EpError::Length { what, expected, found }) }
+    }
+}
+
+fn options(config: &EpConfig) -> ExchangeOptions {
+    ExchangeOptions {
+        rank: config.rank,
+        generation: config.generation,
+        deadline: config.wait_deadline,
+        spin: config.spin,
+        poison: config.poison,
+    }
+}
+
+impl CpuGroup {
+    /// What the group was made for.
+    #[must_use]
+    pub fn config(&self) -> &EpConfig {
+        &self.config
+    }
+
+    /// Begins an exchange in an idle slot: finds which ranks each token goes to and lays out the routing, which lives in
+    /// the slot until [`combine_wait`](Self::combine_wait).
+    ///
+    /// # Errors
+    /// [`EpError`].
+    pub fn prepare(&mut self, slot: Slot, routing: HostRouting<'_>) -> Result<Sequence, EpError> {
+        self.expect(slot, SlotState::Idle)?;
+        self.routes[slot.index()].lay_out(&routing)?;
+        let sequence = self.exchange.begin(slot, routing.k as u32)?;
+        for (rank, route) in self.routes[slot.index()].routes().enumerate() {
+            let out = self.exchange.outgoing(slot, rank)?;
+            route.write(&routing, Rank(rank as u32), out);
+        }
+        Ok(sequence)
+    }
+
+    /// Pushes each row once to every rank that owns one of its experts, and tells all ranks. Never waits.
+    ///
+    /// # Errors
+    /// [`EpError`].
+    pub fn dispatch_send(&mut self, slot: Slot, rows: &[f32]) -> Result<(), EpError> {
+        self.expect(slot, SlotState::Open)?;
+        self.check_rows(slot, "rows", rows.len())?;
+        let hidden = self.config.hidden;
+        for (rank, route) in self.routes[slot.index()].routes().enumerate() {
+            let out = &mut self.exchange.outgoing(slot, rank)?.rows[..route.tokens.len() * hidden];
+            let copy = |(out, tokens): (&mut [f32], &[u32])| {
+                for (out, &token) in out.chunks_exact_mut(hidden).zip(tokens) {
+                    out.copy_from_slice(&rows[token as usize * hidden..][..hidden]);
+                }
+            };
+            if out.len() > SPLIT_ABOVE {
+                let tasks = out.par_chunks_mut(ROWS_PER_TASK * hidden);
+                tasks.zip(route.tokens.par_chunks(ROWS_PER_TASK)).for_each(copy);
+            } else {
+                copy((out, route.tokens));
+            }
+        }
+        Ok(self.exchange.send_dispatch(slot)?)
+    }
+
+    /// Waits until every rank's rows for this rank have arrived.
+    ///
+    /// # Errors
+    /// [`EpError`].
+    pub fn dispatch_wait(&mut self, slot: Slot) -> Result<(), EpError> {
+        Ok(self.exchange.wait_dispatch(slot)?)
+    }
+
+    /// What arrived. The caller writes **every** partial row: the sum over this rank's experts of the expert's output,
+    /// weighted.
+    ///
+    /// # Errors
+    /// [`EpError`].
+    pub fn work(&mut self, slot: Slot) -> Result<Batches<'_>, EpError> {
+        Ok(self.exchange.batches(slot)?)
+    }
+
+    /// Hands the partial rows back to their sources, and tells all ranks. Never waits.
+    ///
+    /// # Errors
+    /// [`EpError`].
+    pub fn combine_send(&mut self, slot: Slot) -> Result<(), EpError> {
+        Ok(self.exchange.send_combine(slot)?)
+    }
+
+    /// Waits until every rank's partial rows have arrived, and writes each token's sum over ranks, added in f32 in
+    /// ascending order of ranks, to `out`; zeros for a token that no rank took. Ends the exchange.
+    ///
+    /// # Errors
+    /// [`EpError`].
+    pub fn combine_wait(&mut self, slot: Slot, out: &mut [f32]) -> Result<(), EpError> {
+        self.expect(slot, SlotState::Returning)?;
+        self.check_rows(slot, "out", out.len())?;
+        self.exchange.wait_combine(slot)?;
+        let hidden = self.config.hidden;
+        let routes = &self.routes[slot.index()];
+        let reduce = |(out, places): (&mut [f32], &[u32])| {
+            for (out, places) in out.chunks_exact_mut(hidden).zip(places.chunks_exact(self.config.ranks)) {
+                self.reduce(slot, places, out)?;
+            }
+            Ok::<_, EpError>(())
+        };
+        if out.len() > SPLIT_ABOVE {
+            let tasks = out.par_chunks_mut(ROWS_PER_TASK * hidden);
+            tasks.zip(routes.places().par_chunks(ROWS_PER_TASK * self.config.ranks)).try_for_each(reduce)?;
+        } else {
+            reduce((out, routes.places()))?;
+        }
+        Ok(self.exchange.finish(slot)?)
+    }
+
+    /// Tells every rank that this one failed, so that nobody waits for it. Ends the group; dropping it in the midst of
+    /// an exchange does the same.
+    pub fn abort(&mut self) {
+        self.exchange.abort();
+    }
+
+    /// [`dispatch_send`](Self::dispatch_send), then [`dispatch_wait`](Self::dispatch_wait).
+    ///
+    /// # Errors
+    /// [`EpError`].
+    pub fn dispatch(&mut self, slot: Slot, rows: &[f32]) -> Result<(), EpError> {
+        self.dispatch_send(slot, rows)?;
+        self.dispatch_wait(slot)
+    }
+
+    /// [`combine_send`](Self::combine_send), then [`combine_wait`](Self::combine_wait).
+    ///
+    /// # Errors
+    /// [`EpError`].
+    pub fn combine(&mut self, slot: Slot, out: &mut [f32]) -> Result<(), EpError> {
+        self.combine_send(slot)?;
+        self.combine_wait(slot, out)
+    }
+}
+
+impl CpuGroup {
+    /// Adds one token's partial rows in ascending order of ranks; `places` says where each rank has it.
+    fn reduce(&self, slot: Slot, places: &[u32], out: &mut [f32]) -> Result<(), EpError> {
+        let mut first = true;
+        for (rank, &place) in places.iter().enumerate() {
+            if place == routing::NOWHERE {
+                continue;
+            }
+            let partial = &self.exchange.returned(slot, rank)?[place as usize * out.len()..][..out.len()];
+            if first {
+                out.copy_from_slice(partial);
+                first = false;
+            } else {
+                out.iter_mut().zip(partial).for_each(|(sum, part)| *sum += part);
+            }
+        }
+        if first {
+            out.fill(0.0);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,125 @@
+//! Which token goes to which rank, and where it stands there: the routing state that lives in a slot.
+
+use super::{HostRouting, NO_EXPERT};
+use crate::config::EpConfig;
+use crate::error::EpError;
+use crate::exchange::Outgoing;
+use expertd_types::Rank;
+
+/// In [`Routes::places`]: the token does not go to that rank.
+pub(super) const NOWHERE: u32 = u32::MAX;
+
+/// One exchange's routing, in buffers that are made once.
+#[derive(Debug)]
+pub(super) struct Routes {
+    ranks: usize,
+    max_tokens: usize,
+    max_top_k: usize,
+    tokens: usize,
+    /// `[max_tokens, ranks]`, of which `[tokens, ranks]` are valid: row of the token in what goes to the rank.
+    places: Vec<u32>,
+    /// `[ranks, max_tokens]`, of which `[rank, ..counts[rank]]` are valid: tokens that go to the rank, ascending.
+    sent: Vec<u32>,
+    /// Tokens that go to each rank.
+    counts: Vec<usize>,
+}
+
+/// What goes to one rank.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Route<'a> {
+    /// Tokens, in the order of their rows.
+    pub(super) tokens: &'a [u32],
+}
+
+impl Routes {
+    pub(super) fn new(config: &EpConfig) -> Self {
+        let &EpConfig { ranks, max_tokens_per_rank: max_tokens, max_top_k, .. } = config;
+        let table = vec![NOWHERE; ranks * max_tokens];
+        Self {
+            ranks,
+            max_tokens,
+            max_top_k,
+            tokens: 0,
+            places: table.clone(),
+            sent: table,
+            counts: vec![0; ranks],
+        }
+    }
+
+    /// Tokens of the exchange.
+    pub(super) const fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// `[tokens, ranks]`: the token's row among what went to the rank, or [`NOWHERE`].
+    pub(super) fn places(&self) -> &[u32] {
+        &self.places[..self.tokens * self.ranks]
+    }
+
+    /// What goes to each rank, in ascending order.
+    pub(super) fn routes(&self) -> impl Iterator<Item = Route<'_>> {
+        self.sent
+            .chunks_exact(self.max_tokens)
+            .zip(&self.counts)
+            .map(|(sent, &count)| Route { tokens: &sent[..count] })
+    }
+
+    /// Checks a routing and lays it out. On an error there is no routing (no tokens).
+    pub(super) fn lay_out(&mut self, routing: &HostRouting<'_>) -> Result<(), EpError> {
+        let &HostRouting { owners, tokens, k, ids, weights } = routing;
+        self.tokens = 0;
+        self.counts.fill(0);
+        if tokens > self.max_tokens {
+            return Err(EpError::Limit { what: "tokens", found: tokens, limit: self.max_tokens });
+        }
+        if k == 0 || k > self.max_top_k {
+            return Err(EpError::Limit { what: "k", found: k, limit: self.max_top_k });
+        }
+        for (what, found) in [("ids", ids.len()), ("weights", weights.len())] {
+            if found != tokens * k {
+                return Err(EpError::Length { what, expected: tokens * k, found });
+            }
+        }
+        let places = self.places[..tokens * self.ranks].chunks_exact_mut(self.ranks);
+        for (token, (places, ids)) in places.zip(ids.chunks_exact(k)).enumerate() {
+            places.fill(NOWHERE);
+            for &id in ids {
+                if id == NO_EXPERT {
+                    continue;
+                }
+                let Some(&Rank(owner)) = usize::try_from(id).ok().and_then(|id| owners.get(id)) else {
+                    return Err(EpError::Expert { token, id, last: owners.len() as i64 - 1 });
+                };
+                let Some(place) = places.get_mut(owner as usize) else {
+                    return Err(EpError::Owner { id, owner, ranks: self.ranks });
+                };
+                if *place == NOWHERE {
+                    let count = &mut self.counts[owner as usize];
+                    *place = *count as u32;
+                    self.sent[owner as usize * self.max_tokens + *count] = token as u32;
+                    *count += 1;
+                }
+            }
+        }
+        self.tokens = tokens;
+        Ok(())
+    }
+}
+
+impl Route<'_> {
+    /// Writes what stands beside the rows: their number, and each token's choices, those that are not `rank`'s marked.
+    pub(super) fn write(&self, routing: &HostRouting<'_>, rank: Rank, out: Outgoing<'_>) {
+        let k = routing.k;
+        out.head.rows = self.tokens.len() as u32;
+        out.head.k = k as u32;
+        let choices = out.ids.chunks_exact_mut(k).zip(out.weights.chunks_exact_mut(k));
+        for ((out_ids, out_weights), &token) in choices.zip(self.tokens) {
+            let from = token as usize * k;
+            let choices = routing.ids[from..from + k].iter().zip(&routing.weights[from..from + k]);
+            for ((out_id, out_weight), (&id, &weight)) in out_ids.iter_mut().zip(out_weights).zip(choices) {
+                let here = id != NO_EXPERT && routing.owners[id as usize] == rank;
+                (*out_id, *out_weight) = if here { (id, weight) } else { (NO_EXPERT, 0.0) };
+            }
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! Dispatch and combine against a plain reference, over ranks that are threads.
+
+mod exchange;
+mod faults;
+mod misuse;
+
+use std::time::Duration;
+
+use super::*;
+use expertd_types::Generation;
+
+fn config(ranks: usize) -> EpConfig {
+    EpConfig {
+        ranks,
+        rank: Rank(0),
+        hidden: 5,
+        max_top_k: 4,
+        max_tokens_per_rank: 6,
+        slots: 2,
+        generation: Generation(3),
+        wait_deadline: Duration::from_secs(60),
+        spin: Duration::ZERO,
+        poison: true,
+    }
+}
+
+/// One rank's tokens in one exchange.
+#[derive(Clone, Debug)]
+struct Tokens {
+    count: usize,
+    ids: Vec<i32>,
+    weights: Vec<f32>,
+    rows: Vec<f32>,
+}
+
+/// One exchange of the whole group.
+#[derive(Clone, Debug)]
+struct Step {
+    owners: Vec<Rank>,
+    k: usize,
+    ranks: Vec<Tokens>,
+}
+
+/// What "expert" `id` makes of element `i` of a row: cheap, different for each, and rounded by f32.
+fn expert(id: i32, weight: f32, x: f32, i: usize) -> f32 {
+    weight * (x * (0.37 + id as f32 * 0.61) + (i as f32 - id as f32) * 0.013)
+}
+
+/// Partial sum over the choices in order.
+fn partial(ids: &[i32], weights: &[f32], row: &[f32], mine: impl Fn(i32) -> bool, out: &mut [f32]) {
+    out.fill(0.0);
+    for (&id, &weight) in ids.iter().zip(weights).filter(|(id, _)| mine(**id)) {
+        for (i, (out, &x)) in out.iter_mut().zip(row).enumerate() {
+            *out += expert(id, weight, x, i);
+        }
+    }
+}
+
+fn reference(step: &Step, rank: usize, hidden: usize) -> Vec<f32> {
+    let tokens = &step.ranks[rank];
+    let mut out = vec![0.0; tokens.count * hidden];
+    let mut part = vec![0.0; hidden];
+    for (t, out) in out.chunks_exact_mut(hidden).enumerate() {
+        let (ids, weights) = (&tokens.ids[t * step.k..][..step.k], &tokens.weights[t * step.k..][..step.k]);
+        let mut first = true;
+        for owner in (0..step.ranks.len() as u32).map(Rank) {
+            let mine = |id: i32| id >= 0 && step.owners[id as usize] == owner;
+            if ids.iter().any(|&id| mine(id)) {
+                partial(ids, weights, &tokens.rows[t * hidden..][..hidden], mine, &mut part);
+                out.iter_mut().zip(&part).for_each(|(o, p)| *o = if first { *p } else { *o + p });
+                first = false;
+            }
+        }
+    }
+    out
+}
+
+fn routing<'a>(step: &'a Step, tokens: &'a Tokens) -> HostRouting<'a> {
+    HostRouting {
+        owners: &step.owners,
+        tokens: tokens.count,
+        k: step.k,
+        ids: &tokens.ids,
+        weights: &tokens.weights,
+    }
+}
+
+/// The experts phase: what arrived is checked, partial rows are written.
+fn run_experts(group: &mut CpuGroup, slot: Slot, step: &Step) {
+    let (hidden, me) = (group.config.hidden, group.config.rank);
+    let work = group.work(slot).expect("ready");
+    assert_eq!(work.len(), step.ranks.len());
+    for (source, batch) in work.enumerate() {
+        let sent = &step.ranks[source];
+        let wanted: Vec<usize> = (0..sent.count)
+            .filter(|t| {
+                let ids = &sent.ids[t * step.k..][..step.k];
+                ids.iter().any(|&id| id >= 0 && step.owners[id as usize] == me)
+            })
+            .collect();
+        assert_eq!((batch.source, batch.k), (Rank(source as u32), step.k));
+        assert_eq!(batch.rows.len(), wanted.len() * hidden, "each row once, and no other rows");
+        assert_eq!(batch.partials.len(), batch.rows.len());
+        assert_eq!((batch.ids.len(), batch.weights.len()), (wanted.len() * step.k, wanted.len() * step.k));
+        for (row, t) in wanted.into_iter().enumerate() {
+            let x = &batch.rows[row * hidden..][..hidden];
+            assert_eq!(x, &sent.rows[t * hidden..][..hidden]);
+            let (ids, weights) =
+                (&batch.ids[row * step.k..][..step.k], &batch.weights[row * step.k..][..step.k]);
+            for j in 0..step.k {
+                let id = sent.ids[t * step.k + j];
+                let mine = id >= 0 && step.owners[id as usize] == me;
+                let expected = if mine { (id, sent.weights[t * step.k + j]) } else { (NO_EXPERT, 0.0) };
+                assert_eq!((ids[j], weights[j]), expected);
+            }
+            partial(ids, weights, x, |id| id >= 0, &mut batch.partials[row * hidden..][..hidden]);
+        }
+    }
+}
+
+fn no_tokens(ranks: usize) -> Step {
+    let none = Tokens { count: 0, ids: vec![], weights: vec![], rows: vec![] };
+    Step { owners: vec![Rank(0)], k: 1, ranks: vec![none; ranks] }
+}
+
+/// Runs one rank's whole exchange without tokens.
+fn empty_exchange(group: &mut CpuGroup, slot: Slot) -> Result<(), EpError> {
+    let step = no_tokens(1);
+    group.prepare(slot, routing(&step, &step.ranks[0]))?;
+    group.dispatch(slot, &[])?;
+    group.combine(slot, &mut [])
+}

@@ -1,0 +1,275 @@
+//! The MoE blocks of a model as this rank's GPU holds them, and the tables through which kernels find them.
+
+use std::ops::Range;
+
+use expertd_kernels::device::{Buffer, Device, DeviceError};
+use expertd_kernels::experts::LayerWeights;
+use expertd_kernels::params::{GateLayer, GateParams};
+use half::bf16;
+
+use crate::experts::{CudaExperts, Loader, PackFailure, padded, to_bf16};
+use expertd_model::{
+    Checkpoint, Choice, GateSpec, GroupScore, ModelError, ModelSpec, MoeLayer, Normalise, ScoreFn,
+};
+use expertd_rank::share::{Progress, Share, weights};
+use expertd_types::{ExpertId, LayerId};
+
+/// Why weights could not be brought to the GPU.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum LoadError {
+    /// The checkpoint.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The device.
+    #[error("layer {layer}: {source}")]
+    Pack {
+        /// Which layer.
+        layer: LayerId,
+        /// What failed.
+        source: PackFailure,
+    },
+    /// The device.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+/// A gate's tensors; [`GateLayer`] holds their addresses.
+struct Gate {
+    weight: Buffer<u16>,
+    bias: Option<Buffer<f32>>,
+    correction: Option<Buffer<f32>>,
+    table: Option<Buffer<i32>>,
+}
+
+/// Shared experts as one MLP.
+pub(super) struct Shared {
+    pub(super) experts: CudaExperts,
+    /// bf16 `[hidden]`: the output is multiplied with the sigmoid of its product with the token.
+    gate: Option<Buffer<u16>>,
+}
+
+/// One MoE block.
+pub(super) struct Layer {
+    pub(super) spec: MoeLayer,
+    /// Layers of one class have the same sizes and functions, and so the same launches.
+    pub(super) class: usize,
+    /// The experts that this rank owns.
+    pub(super) mine: Range<u32>,
+    gate: Gate,
+    /// `None` if it owns none.
+    pub(super) experts: Option<CudaExperts>,
+    pub(super) shared: Option<Shared>,
+}
+
+/// All blocks, with the tables that kernels index with `SlotState::layer`.
+pub(super) struct Layers {
+    pub(super) layers: Vec<Option<Layer>>,
+    /// Gates.
+    pub(super) gates: Buffer<GateLayer>,
+    /// Routed experts.
+    pub(super) experts: Buffer<LayerWeights>,
+    /// Shared experts.
+    pub(super) shared: Buffer<LayerWeights>,
+    /// Address of each shared experts' gate vector.
+    pub(super) shared_gates: Buffer<u64>,
+    /// Bytes in the checkpoint of what is held.
+    pub(super) weight_bytes: u64,
+}
+
+/// Bytes of device memory that this rank's weights take.
+pub(super) fn device_bytes(checkpoint: &Checkpoint, share: Share) -> u64 {
+    let hidden = checkpoint.spec().hidden;
+    let of = |moe: &MoeLayer| {
+        let mine = share.experts(moe).len();
+        CudaExperts::bytes(moe.experts.format.into(), mine, hidden, moe.experts.width)
+            + moe
+                .shared
+                .as_ref()
+                .map_or(0, |shared| CudaExperts::bytes(shared.format.into(), 1, hidden, shared.width))
+            + (moe.experts.count * padded(hidden) * 2) as u64
+    };
+    checkpoint.spec().moe_layers().map(|(_, moe)| of(moe)).sum()
+}
+
+/// Features of the widest MLP of any layer, as the checkpoint has it.
+pub(super) fn widest(spec: &ModelSpec) -> usize {
+    let of = |moe: &MoeLayer| moe.experts.width.max(moe.shared.as_ref().map_or(0, |shared| shared.width));
+    spec.moe_layers().map(|(_, moe)| of(moe)).max().unwrap_or(1)
+}
+
+impl Layers {
+    /// One layer of each class.
+    pub(super) fn classes(&self) -> impl Iterator<Item = (usize, &Layer)> {
+        let mut next = 0;
+        self.layers.iter().flatten().filter_map(move |layer| {
+            let new = layer.class == next;
+            next += usize::from(new);
+            new.then_some((layer.class, layer))
+        })
+    }
+
+    /// Loads this rank's share; `progress` hears of bytes done and bytes in all.
+    pub(super) fn load(
+        device: &Device,
+        checkpoint: &Checkpoint,
+        share: Share,
+        pool: &rayon::ThreadPool,
+        progress: impl FnMut(u64, u64),
+    ) -> Result<Self, LoadError> {
+        let spec = checkpoint.spec();
+        let mut loader = Loader::new(device, pool, spec.hidden, widest(spec))?;
+        let mut progress = Progress::start(share.bytes(spec), progress);
+        let mut layers = Vec::with_capacity(spec.num_layers);
+        for (index, moe) in (0..).zip(&spec.layers) {
+            let Some(moe) = moe else {
+                layers.push(None);
+                continue;
+            };
+            let layer = LayerId(index);
+            let failed = |source| LoadError::Pack { layer, source };
+            let mine = share.experts(moe);
+            let mut experts = match mine.len() {
+                0 => None,
+                count => {
+                    let MoeLayer { experts, .. } = moe;
+                    let held = experts.format.into();
+                    let room =
+                        CudaExperts::new(device, held, count, spec.hidden, experts.width, experts.biases);
+                    Some(room.map_err(|e| failed(e.into()))?)
+                }
+            };
+            if let Some(experts) = &mut experts {
+                for (place, expert) in mine.clone().enumerate() {
+                    let tensors = checkpoint.expert(layer, ExpertId(expert))?;
+                    loader.load(experts, place, &weights(&tensors)).map_err(failed)?;
+                    progress.expert(&moe.experts);
+                }
+                experts.finish(device).map_err(|e| failed(e.into()))?;
+            }
+            let shared = match (checkpoint.shared(layer)?, &moe.shared) {
+                (Some(tensors), Some(spec_of)) => {
+                    let held = spec_of.format.into();
+                    let mut experts =
+                        CudaExperts::new(device, held, 1, spec.hidden, spec_of.width, spec_of.biases)
+                            .map_err(|e| failed(e.into()))?;
+                    loader.load(&mut experts, 0, &weights(&tensors.mlp)).map_err(failed)?;
+                    experts.finish(device).map_err(|e| failed(e.into()))?;
+                    progress.shared(spec_of);
+                    let gate = tensors.gate.map(|gate| {
+                        let mut bits: Vec<u16> = gate.iter().map(|v| bf16::from_f32(*v).to_bits()).collect();
+                        bits.resize(padded(spec.hidden), 0);
+                        Buffer::from_slice(device, &bits)
+                    });
+                    Some(Shared { experts, gate: gate.transpose()? })
+                }
+                _ => None,
+            };
+            let gate = Gate::load(device, checkpoint, layer, padded(spec.hidden))?;
+            let class = class_of(&layers, moe);
+            layers.push(Some(Layer { spec: moe.clone(), class, mine, gate, experts, shared }));
+        }
+        loader.finish()?;
+        drop(loader);
+        Ok(Self {
+            gates: Buffer::from_slice(device, &each(&layers, |layer| layer.gate.entry()))?,
+            experts: Buffer::from_slice(device, &each(&layers, |l| entry(l.experts.as_ref())))?,
+            shared: Buffer::from_slice(
+                device,
+                &each(&layers, |l| entry(l.shared.as_ref().map(|s| &s.experts))),
+            )?,
+            shared_gates: Buffer::from_slice(
+                device,
+                &each(&layers, |layer| {
+                    layer.shared.as_ref().and_then(|s| s.gate.as_ref()).map_or(0, Buffer::address)
+                }),
+            )?,
+            layers,
+            weight_bytes: progress.total(),
+        })
+    }
+}
+
+/// The class of the first layer like `moe`, or a new one.
+fn class_of(layers: &[Option<Layer>], moe: &MoeLayer) -> usize {
+    let known = || layers.iter().flatten();
+    let alike = known().find(|layer| layer.spec == *moe).map(|layer| layer.class);
+    alike.unwrap_or_else(|| known().map(|layer| layer.class + 1).max().unwrap_or(0))
+}
+
+fn each<T: Default>(layers: &[Option<Layer>], of: impl Fn(&Layer) -> T) -> Vec<T> {
+    layers.iter().map(|layer| layer.as_ref().map_or_else(T::default, &of)).collect()
+}
+
+fn entry(experts: Option<&CudaExperts>) -> LayerWeights {
+    experts.map(CudaExperts::weights).unwrap_or_default()
+}
+
+impl Gate {
+    fn load(
+        device: &Device,
+        checkpoint: &Checkpoint,
+        layer: LayerId,
+        hidden: usize,
+    ) -> Result<Self, LoadError> {
+        let tensors = checkpoint.gate(layer)?;
+        let floats = |values: Option<Vec<f32>>| values.map(|v| Buffer::from_slice(device, &v)).transpose();
+        Ok(Gate {
+            weight: Buffer::from_slice(device, &to_bf16(&tensors.weight, hidden))?,
+            bias: floats(tensors.bias)?,
+            correction: floats(tensors.correction_bias)?,
+            table: tensors.token_table.map(|table| Buffer::from_slice(device, &table)).transpose()?,
+        })
+    }
+
+    fn entry(&self) -> GateLayer {
+        GateLayer {
+            weight: self.weight.address(),
+            logit_bias: self.bias.as_ref().map_or(0, Buffer::address),
+            correction_bias: self.correction.as_ref().map_or(0, Buffer::address),
+            token_table: self.table.as_ref().map_or(0, Buffer::address),
+        }
+    }
+}
+
+/// The routing function in the kernel's codes (`step.h`); addresses and sizes of buffers are the caller's.
+pub(super) fn gate_params(spec: &GateSpec) -> GateParams {
+    let (score_fn, jitter) = match spec.scores {
+        ScoreFn::Softmax => (0, 0.0),
+        ScoreFn::SoftmaxOfChosen => (1, 0.0),
+        ScoreFn::Sigmoid => (2, 0.0),
+        ScoreFn::SqrtSoftplus => (3, 0.0),
+        ScoreFn::SparseMixer { jitter } => (4, jitter),
+    };
+    let (choice, vocab) = match spec.choice {
+        Choice::Scores => (0, 0),
+        Choice::Logits => (1, 0),
+        Choice::TokenIds { vocab } => (2, vocab),
+    };
+    let (group_score, groups, groups_kept) = spec.groups.map_or((0, 0, 0), |limit| {
+        let by = match limit.by {
+            GroupScore::Max => 1,
+            GroupScore::TopTwoSum => 2,
+        };
+        (by, limit.groups, limit.kept)
+    });
+    let (normalise, epsilon) = match spec.normalise {
+        Normalise::No => (0, 0.0),
+        Normalise::Sum { epsilon } => (1, epsilon),
+        Normalise::SumAtLeast { floor } => (2, floor),
+    };
+    GateParams {
+        experts: spec.num_experts as u32,
+        top_k: spec.top_k as u32,
+        score_fn,
+        choice,
+        group_score,
+        groups: groups as u32,
+        groups_kept: groups_kept as u32,
+        normalise,
+        epsilon,
+        scale: spec.scale,
+        jitter,
+        vocab: vocab as u32,
+        ..GateParams::default()
+    }
+}

@@ -1,0 +1,140 @@
+//! What this machine's GPUs can do, for `expertd doctor`.
+
+#![allow(unsafe_code, reason = "reads NCCL's window table")]
+
+use std::time::Duration;
+
+use expertd_kernels::device::{Device, DeviceError, driver_version, read_device};
+use nccl_sys::{Communicator, Library, SymmetricMemory, UniqueId, Version, Window};
+
+use crate::Gate;
+
+const DRIVER_NEEDED: &str = "580 or newer (CUDA 13)";
+const DEADLINE: Duration = Duration::from_secs(20);
+/// Size of the window that is tried.
+const TRIAL_BYTES: usize = 2 << 20;
+
+/// Every gate between this process and GPU ranks.
+pub(crate) fn probe() -> Vec<Gate> {
+    let mut gates = vec![driver()];
+    let devices = match devices() {
+        Ok(devices) => devices,
+        Err(error) => {
+            gates.push(Gate::failed(
+                "GPUs",
+                error,
+                "one per rank",
+                "run where GPUs are, or use --device cpu",
+            ));
+            return gates;
+        }
+    };
+    let needed = "compute capability 9.0 (Hopper)";
+    for (ordinal, device) in devices.iter().enumerate() {
+        gates.push(match (device.name(), device.capability(), device.memory()) {
+            (Ok(name), Ok((major, minor)), Ok((free, total))) => {
+                let found = format!(
+                    "{name}, compute capability {major}.{minor}, {} of {} GiB free",
+                    free >> 30,
+                    total >> 30
+                );
+                let gate = Gate::of(&format!("GPU {ordinal}"), (major, minor) == (9, 0), found, needed);
+                gate.way_out("hide it with CUDA_VISIBLE_DEVICES, or use --device cpu")
+            }
+            (name, capability, memory) => {
+                let error = [name.err(), capability.err(), memory.err()].into_iter().flatten().next();
+                let error = error.map_or_else(|| "does not answer".to_owned(), |e| e.to_string());
+                Gate::failed(&format!("GPU {ordinal}"), error, needed, "look at nvidia-smi and dmesg")
+            }
+        });
+    }
+    if devices.len() > 1 {
+        gates.push(peers(&devices));
+    }
+    let library = match Library::open(None) {
+        Ok(library) => library,
+        Err(error) => {
+            gates.push(nccl_missing(devices.len(), error.to_string()));
+            return gates;
+        }
+    };
+    let found = format!("{} from {}", library.version(), library.origin());
+    gates.push(Gate::of("NCCL", true, found, &format!("{} or newer", Version::OLDEST)));
+    if let Some(device) = devices.first() {
+        gates.push(window(device, &library));
+    }
+    gates
+}
+
+fn driver() -> Gate {
+    match driver_version() {
+        Ok((major, minor)) => {
+            let found = format!("supports CUDA {major}.{minor}; kernels by nvcc {}", expertd_kernels::NVCC);
+            Gate::of("driver", major >= 13, found, DRIVER_NEEDED).way_out("install a newer NVIDIA driver")
+        }
+        Err(error) => Gate::failed(
+            "driver",
+            error.to_string(),
+            DRIVER_NEEDED,
+            "install NVIDIA's driver, or start the container with GPUs (--gpus all)",
+        ),
+    }
+}
+
+fn devices() -> Result<Vec<Device>, String> {
+    let open = || (0..Device::count()?).map(Device::open).collect::<Result<Vec<_>, DeviceError>>();
+    let devices = open().map_err(|error| error.to_string())?;
+    if devices.is_empty() { Err("none".to_owned()) } else { Ok(devices) }
+}
+
+fn peers(devices: &[Device]) -> Gate {
+    let (mut pairs, mut apart) = (0, Vec::new());
+    for (i, one) in devices.iter().enumerate() {
+        for (j, other) in devices.iter().enumerate().filter(|&(j, _)| j != i) {
+            pairs += 1;
+            if !one.reaches(other).unwrap_or(false) {
+                apart.push(format!("{i} to {j}"));
+            }
+        }
+    }
+    let found = if apart.is_empty() {
+        format!("all {pairs} pairs")
+    } else {
+        format!("not from GPU {}", apart.join(", "))
+    };
+    Gate::of("peer access", apart.is_empty(), found, "every GPU reaches every other")
+        .way_out("choose GPUs that NVLink connects with CUDA_VISIBLE_DEVICES; look at `nvidia-smi topo -m`")
+}
+
+fn nccl_missing(devices: usize, error: String) -> Gate {
+    let way_out = "install libnccl2, or point EXPERTD_NCCL at libnccl.so.2; one rank needs none";
+    let gate =
+        Gate::failed("NCCL", error, &format!("{} or newer for 2 ranks and more", Version::OLDEST), way_out);
+    if devices > 1 { gate } else { gate.only_a_hint() }
+}
+
+fn window(device: &Device, library: &std::sync::Arc<Library>) -> Gate {
+    let attempt = || -> Result<String, nccl_sys::Error> {
+        device.bind().map_err(|error| nccl_sys::Error::Argument(error.to_string()))?;
+        let id = UniqueId::create(library)?;
+        let communicator = Communicator::join(library, &id, 1, 0, DEADLINE)?;
+        let memory = SymmetricMemory::allocate(library, TRIAL_BYTES)?;
+        // SAFETY: NCCL asks for the head of a table that its window handle points to.
+        let window =
+            Window::register(communicator, memory, DEADLINE, |at, into| unsafe { read_device(at, into) })?;
+        let found = format!("{} KiB registered by a group of one", window.bytes() >> 10);
+        window.finish(DEADLINE)?;
+        Ok(found)
+    };
+    let needed = "symmetric memory";
+    match attempt() {
+        Ok(found) => Gate::of("window", true, found, needed),
+        Err(error) => Gate::failed(
+            "window",
+            error.to_string(),
+            needed,
+            "leave NCCL_CUMEM_ENABLE and NCCL_WIN_ENABLE unset; see NCCL_DEBUG=INFO",
+        )
+        .only_a_hint(),
+    }
+}

@@ -1,0 +1,240 @@
+//! Steps of a GPU rank: begun, watched, ended.
+
+#![allow(unsafe_code, reason = "kernels work on memory that Rust only sees as addresses")]
+
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys::{CUresult, cuStreamQuery};
+use expertd_kernels::params::{Completion, DeviceFault, StepRequest};
+
+use super::CudaEngine;
+use super::fault::CudaFault;
+use super::graphs::Variant;
+use super::layers::Layer;
+use super::pad::{pad, unpad};
+use expertd_ipc::{ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
+use expertd_rank::segments::Run;
+use expertd_rank::{StepEngine, StepFault, StepReport};
+use expertd_types::DType;
+use expertd_types::Phase;
+
+/// How often a wait for the device looks for an error of the driver.
+const QUERY_INTERVAL: Duration = Duration::from_millis(2);
+
+/// A step that the device has been given.
+pub(super) struct Running {
+    sequence: u64,
+    slot: usize,
+    runs: Vec<Run>,
+    gated: bool,
+    /// Whether its rows are copied beside the kernels.
+    copied: bool,
+    /// Whether the router knows that its experts have ended.
+    told: bool,
+}
+
+/// The wait for the oldest running step.
+pub(super) struct Watch {
+    since: Instant,
+    next_query: Duration,
+    looks: u32,
+}
+
+impl Watch {
+    pub(super) fn start() -> Self {
+        Watch { since: Instant::now(), next_query: QUERY_INTERVAL, looks: 0 }
+    }
+}
+
+impl CudaEngine {
+    /// Gives the device one step.
+    fn launch(
+        &self,
+        step: &StepDescriptor,
+        layer: &Layer,
+        variant: Variant,
+        runs: &[Run],
+    ) -> Result<(), CudaFault> {
+        let slot = step.slot as usize;
+        let bytes = runs.last().map_or(0, |run| run.bytes.end);
+        let copies = self.copies_of(variant);
+        if let Some(copies) = copies {
+            copies.inward(slot, runs.len(), bytes, &self.stream)?;
+        }
+        match self.graphs.get(layer.class, slot, variant) {
+            Some(graph) if step.top_k as usize == layer.spec.gate.top_k => graph.launch(&self.stream)?,
+            _ => {
+                let sequence = self.sequence(layer, slot, step.top_k, variant);
+                // SAFETY: all of it lives in `self` or in the slot's staging. The step has ended before its completion is
+                // reported, and on faults the engine is dropped, which drains the streams first.
+                unsafe {
+                    sequence.enqueue(&self.layers, &self.buffers, &self.shape, self.stream.raw())?;
+                }
+            }
+        }
+        if let Some(copies) = copies {
+            copies.outward(slot, bytes, &self.stream)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the oldest running step has ended; finds out now and then whether the device still works.
+    fn has_ended(&mut self, sequence: u64, slot: usize, copied: bool) -> Result<bool, CudaFault> {
+        if self.buffers.slots[slot].completion.first_word() == sequence {
+            return match &self.copies {
+                Some(copies) if copied => Ok(copies.is_back(slot)?),
+                _ => Ok(true),
+            };
+        }
+        std::hint::spin_loop();
+        let watch = &mut self.watch;
+        watch.looks = watch.looks.wrapping_add(1);
+        if !watch.looks.is_multiple_of(256) {
+            return Ok(false);
+        }
+        let waited = watch.since.elapsed();
+        if waited > watch.next_query {
+            watch.next_query = waited + QUERY_INTERVAL;
+            // SAFETY: a live stream.
+            let status = unsafe { cuStreamQuery(self.stream.raw()) };
+            match status {
+                CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_NOT_READY => {}
+                error => return Err(CudaFault::Stuck(format!("the GPU failed: {error:?}"))),
+            }
+            if waited > self.patience {
+                return Err(CudaFault::Stuck(format!("the GPU has not finished the step after {waited:?}")));
+            }
+            std::thread::yield_now();
+        }
+        Ok(false)
+    }
+}
+
+/// The type of result rows in device memory: the one type of all rows, or f32, from which all others are rounded.
+fn out_dtype(runs: &[Run]) -> DType {
+    match runs.split_first() {
+        None => DType::Bf16,
+        Some((first, rest)) if rest.iter().all(|run| run.dtype == first.dtype) => first.dtype,
+        Some(_) => DType::F32,
+    }
+}
+
+impl StepEngine for CudaEngine {
+    fn begin(
+        &mut self,
+        step: &StepDescriptor,
+        staging: RankStaging<'_>,
+        _notice: &ExpertsNotice,
+    ) -> Result<Option<StepReport>, StepFault> {
+        let slot = step.slot as usize;
+        if self.running.iter().any(|running| running.slot == slot) {
+            return Err(StepFault::SlotInUse(step.slot));
+        }
+        let runs = Run::all(staging.segments, step.tokens as usize, self.hidden, staging.rows.len())?;
+        let layer = self
+            .layers
+            .layers
+            .get(step.layer as usize)
+            .and_then(Option::as_ref)
+            .ok_or(StepFault::Layer(step.layer))?;
+        let wide = self.shape.hidden as usize;
+        let padding = wide != self.hidden;
+        if padding {
+            pad(&runs, staging.rows, self.hidden, wide, &mut self.buffers.slots[slot]);
+        }
+        let gated = runs.iter().any(|run| run.gated);
+        self.buffers.slots[slot].request.put(StepRequest {
+            step: step.sequence,
+            tokens: step.tokens,
+            layer: step.layer,
+            given_routing: u32::from(!runs.is_empty() && !gated),
+            out_dtype: if padding { DType::F32 } else { out_dtype(&runs) } as u32,
+            segments: step.segments,
+            reserved: 0,
+        });
+        let variant = Variant {
+            // The same on every rank, whatever its own number of rows: grids of an exchange must agree.
+            rows: step.step_tokens.div_ceil(self.shape.ranks).next_power_of_two().min(self.shape.max_tokens),
+            gated,
+            shared: layer.shared.is_some() && runs.iter().any(|run| run.shared),
+        };
+        self.launch(step, layer, variant, &runs)?;
+        if self.running.is_empty() {
+            self.watch = Watch::start();
+        }
+        let copied = self.copies_of(variant).is_some();
+        self.running.push_back(Running { sequence: step.sequence, slot, runs, gated, copied, told: false });
+        Ok(None)
+    }
+
+    fn ended(
+        &mut self,
+        step: &StepDescriptor,
+        channel: &mut RankChannel,
+        notice: &ExpertsNotice,
+    ) -> Result<Option<StepReport>, StepFault> {
+        for running in self.running.iter_mut().filter(|running| !running.told) {
+            if self.buffers.slots[running.slot].experts_done.first_word() != running.sequence {
+                // In order: this thread may lose its core between two looks, and find a later step's word first.
+                break;
+            }
+            running.told = true;
+            notice.tell(running.sequence);
+        }
+        let Some(&Running { sequence, slot, copied, .. }) = self.running.front() else { return Ok(None) };
+        if !self.has_ended(sequence, slot, copied)? {
+            return Ok(None);
+        }
+        let Some(Running { runs, gated, told, .. }) = self.running.pop_front() else { return Ok(None) };
+        self.watch = Watch::start();
+        let completion = self.buffers.slots[slot].completion.get();
+        if let Some(fault) = DeviceFault::decode(completion.error) {
+            return Err(CudaFault::from(fault).into());
+        }
+        if !told {
+            notice.tell(sequence);
+        }
+        let wide = self.shape.hidden as usize;
+        if wide != self.hidden {
+            let staged = channel.staging(step).rows;
+            unpad(&runs, staged, self.hidden, wide, &mut self.buffers.slots[slot]);
+        }
+        let mut phases = phases(&completion, gated);
+        if let Some(copies) = self.copies.as_ref().filter(|_| copied) {
+            let (inward, outward) = copies.times(slot).map_err(CudaFault::from)?;
+            phases[Phase::CopyIn as usize] += inward;
+            phases[Phase::CopyOut as usize] += outward;
+        }
+        Ok(Some(StepReport {
+            phases,
+            received_rows: completion.received as usize,
+            expert_rows: completion.assignments as usize,
+        }))
+    }
+}
+
+/// Durations by the device's clock. Shared experts run in the experts phase.
+fn phases(record: &Completion, gated: bool) -> [Duration; Phase::ALL.len()] {
+    let begin = |phase: Phase| record.begin_ns[phase as usize];
+    let end = |phase: Phase| record.end_ns[phase as usize];
+    let between = |from: u64, to: u64| Duration::from_nanos(to.saturating_sub(from));
+    Phase::ALL.map(|phase| match phase {
+        Phase::Gate if !gated => Duration::ZERO,
+        Phase::Prepare => between(end(Phase::Dispatch), end(Phase::Prepare)),
+        // Not from the end of the lists alone: phases must not overlap, whichever of the two ends last.
+        Phase::Experts => between(end(Phase::Dispatch).max(end(Phase::Prepare)), begin(Phase::Combine)),
+        _ => between(begin(phase), end(phase)),
+    })
+}
+
+const _: () = {
+    use expertd_kernels::params::Phase as Device;
+    assert!(Phase::CopyIn as u32 == Device::CopyIn as u32 && Phase::Gate as u32 == Device::Gate as u32);
+    assert!(
+        Phase::Prepare as u32 == Device::Prepare as u32 && Phase::Dispatch as u32 == Device::Dispatch as u32
+    );
+    assert!(
+        Phase::Experts as u32 == Device::Experts as u32 && Phase::Combine as u32 == Device::Combine as u32
+    );
+    assert!(Phase::CopyOut as u32 == Device::CopyOut as u32);
+};

@@ -1,0 +1,177 @@
+//! From nothing to a loaded GPU rank: device, group, weights, buffers.
+
+#![allow(unsafe_code, reason = "pins the pages of the channel's staging")]
+
+use std::io::BufReader;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use expertd_kernels::device::{Device, DeviceError, Pinned};
+use expertd_kernels::layout::Shape;
+use nccl_sys::{Library, UniqueId};
+
+use super::copies::Copies;
+use super::layers::{Layers, device_bytes, widest};
+use super::step::Buffers;
+use super::{CudaEngine, Host, Parts};
+use crate as gpu;
+use crate::experts::padded;
+use crate::windows::{ID_BYTES, LsaWindows};
+use expertd_ipc::RankChannel;
+use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
+use expertd_model::Checkpoint;
+use expertd_rank::share::Share;
+use expertd_rank::{Failure, Joining, Loaded, setup_failure};
+
+/// How long ranks wait for each other while they join.
+const JOIN_DEADLINE: Duration = Duration::from_secs(120);
+/// Device memory that is left alone: graphs, tables, what a load needs for a while, and the driver's own.
+const RESERVE: u64 = 1 << 30;
+/// Threads that bring weights from the page cache to pinned memory, at most.
+const LOAD_THREADS: usize = 16;
+
+/// Sets up this rank's GPU, joins the group, and loads.
+pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
+    let Joining { setup, channel, socket, reader, progress, .. } = joining;
+    let device = open(setup)?;
+    let checkpoint =
+        Checkpoint::open(&setup.model).map_err(|error| (FailureKind::Load, error.to_string()))?;
+    let spec = checkpoint.spec();
+    gpu::check(spec, &setup.shape).map_err(setup_failure)?;
+    let shape = gpu::kernel_shape(&setup.shape, spec.max_experts());
+    expertd_kernels::experts::setup().map_err(setup_failure)?;
+
+    // Together first: a rank that cannot join is known before minutes are spent on loading.
+    let windows = join(setup, &device, &shape, socket, reader)?;
+    let host = pin(&device, channel)?;
+    let padding = shape.hidden as usize != setup.shape.hidden;
+    let staged = channel.staging_places();
+    let room = |error: DeviceError| {
+        let message = format!("{error}; lower max-tokens-per-step, or the number of slots");
+        setup_failure(format!("cannot allocate the buffers of {} slots: {message}", setup.shape.slots))
+    };
+    let inter = padded(widest(spec));
+    let buffers = Buffers::new(&device, &shape, inter, setup.shape.slots, padding).map_err(room)?;
+    let copies = if padding { None } else { Some(Copies::new(&device, &staged).map_err(room)?) };
+    // All that steps need is there: what is free now is for weights.
+    check_memory(setup, &device, &checkpoint)?;
+    let layers = load_weights(setup, &device, &checkpoint, progress)?;
+
+    let weight_bytes = layers.weight_bytes;
+    let name = device.name().map_err(setup_failure)?;
+    let describe = format!(
+        "cuda, GPU {} ({name}){}",
+        setup.rank,
+        if setup.shape.ranks == 1 { "" } else { ", windows over NCCL" }
+    );
+    let parts = Parts { shape, windows, host, layers, buffers, copies };
+    let engine = CudaEngine::new(setup, device, parts, &staged).map_err(setup_failure)?;
+    Ok(Loaded { engine: Box::new(engine), weight_bytes, device: describe })
+}
+
+/// This rank's GPU, checked for what the kernels need.
+fn open(setup: &RankSetup) -> Result<Device, Failure> {
+    let present = Device::count().map_err(setup_failure)?;
+    if setup.rank.0 >= present {
+        return Err(setup_failure(format!(
+            "rank {} needs GPU {}, but this process sees {present} GPUs; lower --ranks, or look at \
+             CUDA_VISIBLE_DEVICES",
+            setup.rank, setup.rank
+        )));
+    }
+    let device = Device::open(setup.rank.0).map_err(setup_failure)?;
+    let (major, minor) = device.capability().map_err(setup_failure)?;
+    if (major, minor) != (9, 0) {
+        let name = device.name().unwrap_or_default();
+        return Err(setup_failure(format!(
+            "GPU {} ({name}) has compute capability {major}.{minor}; the kernels are built for 9.0 (Hopper) only; \
+             use --device cpu",
+            setup.rank
+        )));
+    }
+    Ok(device)
+}
+
+/// Pins the staging of the channel.
+fn pin(device: &Device, channel: &RankChannel) -> Result<Host, Failure> {
+    let (pages, bytes) = channel.staging_pages();
+    // SAFETY: the channel maps these pages as long as it lives, and it outlives the engine.
+    let staging = unsafe { Pinned::register(device, pages, bytes) }.map_err(|error| {
+        setup_failure(format!(
+            "cannot pin {} MiB of staging: {error}; raise the limit of locked memory (ulimit -l), or lower \
+             max-tokens-per-step",
+            bytes >> 20
+        ))
+    })?;
+    Ok(Host { first: pages as usize, bytes, staging })
+}
+
+/// Brings this rank's weights to its GPU, with as many threads as it has cores.
+fn load_weights(
+    setup: &RankSetup,
+    device: &Device,
+    checkpoint: &Checkpoint,
+    progress: impl FnMut(u64, u64),
+) -> Result<Layers, Failure> {
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(setup.threads.min(LOAD_THREADS))
+        .thread_name(|i| format!("load-{i}"))
+        .build()
+        .map_err(setup_failure)?;
+    Layers::load(device, checkpoint, Share::of(setup), &pool, progress)
+        .map_err(|error| (FailureKind::Load, error.to_string()))
+}
+
+fn check_memory(setup: &RankSetup, device: &Device, checkpoint: &Checkpoint) -> Result<(), Failure> {
+    let (free, total) = device.memory().map_err(setup_failure)?;
+    let needed = device_bytes(checkpoint, Share::of(setup)) + RESERVE;
+    if needed > free as u64 {
+        return Err(setup_failure(format!(
+            "GPU {} has {} MiB free of {} MiB beside this rank's buffers, and its weights and a reserve need {} MiB; use \
+             more ranks, or lower max-tokens-per-step",
+            setup.rank,
+            free >> 20,
+            total >> 20,
+            needed >> 20
+        )));
+    }
+    Ok(())
+}
+
+fn join(
+    setup: &RankSetup,
+    device: &Device,
+    shape: &Shape,
+    socket: &UnixStream,
+    reader: &mut BufReader<UnixStream>,
+) -> Result<LsaWindows, Failure> {
+    if shape.ranks == 1 {
+        return LsaWindows::alone(device, shape, setup.shape.slots).map_err(setup_failure);
+    }
+    let library = Library::open(None).map_err(setup_failure)?;
+    tracing::debug!(version = %library.version(), origin = library.origin(), "NCCL");
+    if setup.rank.0 == 0 {
+        let id = UniqueId::create(&library).map_err(setup_failure)?;
+        let id = id.to_bytes().to_vec();
+        control::send(socket, &FromRank::GroupId { id }).map_err(setup_failure)?;
+    }
+    let id = receive_id(socket, reader)?;
+    LsaWindows::join(&library, &id, shape, setup.rank.0, setup.shape.slots, JOIN_DEADLINE)
+        .map_err(setup_failure)
+}
+
+/// The id that rank 0 made, as the router hands it on.
+fn receive_id(socket: &UnixStream, reader: &mut BufReader<UnixStream>) -> Result<[u8; ID_BYTES], Failure> {
+    socket.set_read_timeout(Some(JOIN_DEADLINE)).map_err(setup_failure)?;
+    let message = control::receive::<ToRank>(reader)
+        .map_err(|error| setup_failure(format!("no NCCL id came from rank 0 through the router: {error}")))?;
+    socket.set_read_timeout(None).map_err(setup_failure)?;
+    match message {
+        Some(ToRank::GroupId { id }) => {
+            let found = id.len();
+            id.try_into()
+                .map_err(|_| setup_failure(format!("the NCCL id has {found} bytes, expected {ID_BYTES}")))
+        }
+        other => Err(setup_failure(format!("expected the NCCL id from the router, found {other:?}"))),
+    }
+}

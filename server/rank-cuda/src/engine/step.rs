@@ -1,0 +1,296 @@
+//! What one step's kernels work on, and their launches in order.
+
+#![allow(unsafe_code, reason = "launches kernels")]
+
+use cudarc::driver::sys::CUstream;
+use expertd_kernels::device::{Buffer, Device, DeviceError, Mailbox};
+use expertd_kernels::experts::{self, ExpertsParams};
+use expertd_kernels::launch::{self, LaunchError};
+use expertd_kernels::layout::Shape;
+use expertd_kernels::params::{
+    CombineParams, Completion, CopyInParams, CopyOutParams, GateParams, Group, ROW_PLACE_BYTES, Segment,
+    SharedParams, SlotState, StepRequest,
+};
+use expertd_kernels::slot::SlotBuffers;
+
+use super::layers::{Layer, Layers, gate_params};
+use crate::experts::{HostBuffer, Panels, activation_code};
+use expertd_model::Activation;
+
+/// Blocks of the copies between host and device: enough to keep the link busy, few enough to leave the rest alone.
+pub(super) const COPY_BLOCKS: u32 = 16;
+/// Blocks that list the rows of shared experts.
+const LIST_BLOCKS: u32 = 32;
+
+/// One slot.
+pub(super) struct SlotSet {
+    pub(super) kernels: SlotBuffers,
+    token_ids: Buffer<i32>,
+    /// `RowPlace` of each row.
+    places: Buffer<u8>,
+    shared_offsets: Buffer<u32>,
+    shared_index: Buffer<u32>,
+    shared_weight: Buffer<f32>,
+    shared_out: Buffer<u16>,
+    pub(super) request: Mailbox<StepRequest>,
+    pub(super) completion: Mailbox<Completion>,
+    /// The last step whose experts have ended.
+    pub(super) experts_done: Mailbox<u64>,
+    /// Rows as the kernels want them, f32 `[max_tokens, hidden]`, where rows as staged need padding; else one.
+    pub(super) rows: HostBuffer,
+    /// Segments of [`rows`](Self::rows).
+    pub(super) segments: HostBuffer,
+}
+
+/// Everything that steps need beside weights and windows.
+pub(super) struct Buffers {
+    pub(super) slots: Vec<SlotSet>,
+    logits: Buffer<f32>,
+    tickets: Buffer<u32>,
+    x_panels: Panels,
+    h: Panels,
+    state: Buffer<u32>,
+    panel_rows: usize,
+}
+
+/// Rows of a workspace for `assignments` over `experts` experts, each of whose rows begin at a multiple of 8.
+const fn panel_rows(assignments: usize, experts: usize) -> usize {
+    (assignments + 7 * experts).next_multiple_of(8)
+}
+
+impl Buffers {
+    /// Buffers for `slots` slots and layers of which the widest MLP has `inter` features, padded; `padding` says that
+    /// rows of callers are shorter than those of kernels.
+    pub(super) fn new(
+        device: &Device,
+        shape: &Shape,
+        inter: usize,
+        slots: u32,
+        padding: bool,
+    ) -> Result<Self, DeviceError> {
+        let tokens = shape.max_tokens as usize;
+        let hidden = shape.hidden as usize;
+        let converted = if padding { tokens } else { 0 };
+        let slot = || {
+            Ok::<_, DeviceError>(SlotSet {
+                kernels: SlotBuffers::new(device, shape)?,
+                token_ids: Buffer::zeroed(device, tokens)?,
+                places: Buffer::zeroed(device, tokens * ROW_PLACE_BYTES)?,
+                shared_offsets: Buffer::zeroed(device, 2)?,
+                shared_index: Buffer::zeroed(device, tokens)?,
+                shared_weight: Buffer::zeroed(device, tokens)?,
+                shared_out: Buffer::zeroed(device, tokens * hidden)?,
+                request: Mailbox::new(device, StepRequest::default())?,
+                completion: Mailbox::new(device, Completion::default())?,
+                experts_done: Mailbox::new(device, 0)?,
+                rows: HostBuffer::new(device, converted * hidden * 4)?,
+                segments: HostBuffer::new(device, converted * size_of::<Segment>())?,
+            })
+        };
+        let local = shape.max_local_experts() as usize;
+        let routed_rows = panel_rows(shape.max_assignments(), local);
+        let shared_rows = panel_rows(tokens, 1);
+        // Both kinds of experts see the same workspace, with the same distance between panels.
+        let rows = routed_rows.max(shared_rows);
+        Ok(Buffers {
+            slots: (0..slots).map(|_| slot()).collect::<Result<_, _>>()?,
+            logits: Buffer::zeroed(device, tokens * shape.experts as usize)?,
+            tickets: Buffer::zeroed(device, tokens.div_ceil(16) + 1)?,
+            x_panels: Panels::new(device, rows * hidden)?,
+            h: Panels::new(device, rows * inter)?,
+            state: Buffer::zeroed(device, experts::state_words(local.max(1)))?,
+            panel_rows: rows,
+        })
+    }
+}
+
+/// Where a slot's rows and routing stand on the host, as the device sees it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Staged {
+    pub(super) segments: u64,
+    pub(super) max_segments: u32,
+    pub(super) rows: u64,
+    pub(super) row_bytes: u64,
+    pub(super) ids: u64,
+    pub(super) weights: u64,
+    pub(super) token_ids: u64,
+}
+
+/// What distinguishes one sequence of launches from another.
+pub(super) struct Sequence<'a> {
+    pub(super) layer: &'a Layer,
+    pub(super) slot: &'a SlotSet,
+    /// With the layer's experts and the step's k.
+    pub(super) group: Group,
+    pub(super) staged: Staged,
+    /// Whether ranks meet between copies and work.
+    pub(super) aligned: bool,
+    /// Rows that the gate's grid has to cover; 0 where no row of this rank is gated.
+    pub(super) gate_rows: u32,
+    /// Whether shared experts take part.
+    pub(super) shared: bool,
+    /// Grids of the exchange, the same on every rank.
+    pub(super) dispatch_blocks: u32,
+    pub(super) combine_blocks: u32,
+    /// Blocks that take rows in and give them out.
+    pub(super) copy_blocks: u32,
+}
+
+impl Sequence<'_> {
+    /// Enqueues the whole step.
+    ///
+    /// # Safety
+    /// All addresses are live until the stream has run what is enqueued, and the device's context is current.
+    pub(super) unsafe fn enqueue(
+        &self,
+        layers: &Layers,
+        buffers: &Buffers,
+        shape: &Shape,
+        stream: CUstream,
+    ) -> Result<(), LaunchError> {
+        let k = &self.slot.kernels;
+        let state = k.state.address();
+        let places = self.slot.places.address();
+        let (hidden, max_tokens, top_k) = (shape.hidden, shape.max_tokens, self.group.top_k);
+        let copy_in = CopyInParams {
+            state,
+            request: self.slot.request.address(),
+            segments: self.staged.segments,
+            staged_rows: self.staged.rows,
+            staged_ids: self.staged.ids,
+            staged_weights: self.staged.weights,
+            staged_token_ids: if self.layer.spec.gate.needs_token_ids() { self.staged.token_ids } else { 0 },
+            tokens: k.tokens.address(),
+            topk_ids: k.topk_ids.address(),
+            topk_weights: k.topk_weights.address(),
+            token_ids: self.slot.token_ids.address(),
+            places,
+            staged_bytes: self.staged.row_bytes,
+            hidden,
+            top_k,
+            max_tokens,
+            experts: self.group.experts,
+            max_segments: self.staged.max_segments,
+            reserved: 0,
+        };
+        // SAFETY: the caller's promise, for this and every launch below.
+        unsafe { launch::copy_in(&[copy_in], self.copy_blocks, stream)? };
+        if self.aligned {
+            // SAFETY: as above.
+            unsafe { launch::meet(&[self.group], 1, stream)? };
+        }
+        if self.gate_rows > 0 {
+            let gate = GateParams {
+                state,
+                layers: layers.gates.address(),
+                tokens: k.tokens.address(),
+                token_ids: self.slot.token_ids.address(),
+                logits: buffers.logits.address(),
+                tickets: buffers.tickets.address(),
+                places,
+                topk_ids: k.topk_ids.address(),
+                topk_weights: k.topk_weights.address(),
+                hidden,
+                max_tokens,
+                ..gate_params(&self.layer.spec.gate)
+            };
+            // SAFETY: as above.
+            unsafe { launch::gate(&[gate], self.gate_rows, stream)? };
+        }
+        // SAFETY: as above.
+        unsafe { launch::dispatch(&[k.dispatch(self.group)], self.dispatch_blocks, stream)? };
+        if let Some(held) = &self.layer.experts {
+            let routed = ExpertsParams {
+                layers: layers.experts.address(),
+                expert_offsets: k.expert_offsets.address(),
+                row_index: k.row_index.address(),
+                row_weight: k.row_weight.address(),
+                x: k.rows(&self.group),
+                y: k.expert_out.address(),
+                experts: held.count() as i32,
+                inter: held.inter() as i32,
+                weight_on_input: i32::from(self.layer.spec.experts.weight_on_input),
+                format: held.held().code(),
+                ..self.mlp(buffers, shape, self.layer.spec.experts.activation)
+            };
+            // SAFETY: as above.
+            unsafe { experts::experts(&routed, stream)? };
+        }
+        let mut shared_out = 0;
+        if let Some(shared) = self.layer.shared.as_ref().filter(|_| self.shared) {
+            shared_out = self.slot.shared_out.address();
+            let list = SharedParams {
+                state,
+                tokens: k.tokens.address(),
+                gates: layers.shared_gates.address(),
+                expert_offsets: self.slot.shared_offsets.address(),
+                row_index: self.slot.shared_index.address(),
+                row_weight: self.slot.shared_weight.address(),
+                hidden,
+                max_tokens,
+            };
+            let activation = self.layer.spec.shared.as_ref().map_or(Activation::SwiGlu, |s| s.activation);
+            let all = ExpertsParams {
+                layers: layers.shared.address(),
+                expert_offsets: list.expert_offsets,
+                row_index: list.row_index,
+                row_weight: list.row_weight,
+                x: list.tokens,
+                y: shared_out,
+                experts: 1,
+                inter: shared.experts.inter() as i32,
+                format: shared.experts.held().code(),
+                ..self.mlp(buffers, shape, activation)
+            };
+            // SAFETY: as above.
+            unsafe {
+                launch::shared(&[list], LIST_BLOCKS, stream)?;
+                experts::experts(&all, stream)?;
+            }
+        }
+        let experts_done = self.slot.experts_done.address();
+        let combine = CombineParams { places, experts_done, ..k.combine(self.group, shared_out) };
+        // SAFETY: as above.
+        unsafe { launch::combine(&[combine], self.combine_blocks, stream)? };
+        let copy_out = CopyOutParams {
+            state,
+            out: k.out.address(),
+            topk_ids: k.topk_ids.address(),
+            topk_weights: k.topk_weights.address(),
+            places,
+            assignments: k.expert_offsets.address() + self.layer.mine.len() as u64 * 4,
+            staged_rows: self.staged.rows,
+            staged_ids: self.staged.ids,
+            staged_weights: self.staged.weights,
+            completion: self.slot.completion.address(),
+            hidden,
+            top_k,
+            max_tokens,
+            reserved: 0,
+        };
+        // SAFETY: as above.
+        unsafe { launch::copy_out(&[copy_out], self.copy_blocks, stream)? };
+        Ok(())
+    }
+
+    /// What routed and shared experts have in common.
+    fn mlp(&self, buffers: &Buffers, shape: &Shape, activation: Activation) -> ExpertsParams {
+        let (activation, alpha, limit) = activation_code(activation);
+        let state = self.slot.kernels.state.address();
+        ExpertsParams {
+            layer: state + std::mem::offset_of!(SlotState, layer) as u64,
+            error: state + std::mem::offset_of!(SlotState, error) as u64,
+            x_panels: buffers.x_panels.address(),
+            h: buffers.h.address(),
+            state: buffers.state.address(),
+            x_stride: u64::from(shape.hidden),
+            panel_rows: buffers.panel_rows as i32,
+            hidden: shape.hidden as i32,
+            activation,
+            alpha,
+            limit,
+            flags: experts::PROGRAMMATIC,
+            ..ExpertsParams::default()
+        }
+    }
+}

@@ -1,0 +1,333 @@
+//! FP8 and MXFP4 experts on their way to the device: codes and scales of one expert as the packing kernel takes them.
+//!
+//! Codes stay as they are; rows and columns that sizes are padded with are zeros. FP8 scales become one multiplier for each
+//! row and 128 columns, or one for each row where a scale spans the columns of a matrix.
+
+use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, PackNarrowParams};
+use rayon::prelude::*;
+
+use super::Held;
+use expertd_model::ExpertWeights;
+use expertd_model::{MatrixView, Scales};
+
+/// Columns that share an FP8 multiplier on the device.
+const FP8_COLS: usize = 128;
+/// Columns that share an MXFP4 exponent.
+const MX_COLS: usize = 32;
+
+/// Where the parts of one expert stand in a staging buffer, in bytes. All are multiples of 16.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Parts {
+    held: Held,
+    hidden: usize,
+    inter: usize,
+    /// Of gate, up and down.
+    codes: [usize; 3],
+    scales: [usize; 3],
+    /// f32 `[2, inter]`, then `[hidden]`.
+    row_scales: usize,
+    /// All of it.
+    pub(super) bytes: usize,
+}
+
+impl Parts {
+    /// For padded sizes.
+    pub(super) fn new(held: Held, hidden: usize, inter: usize) -> Self {
+        let mut end = 0_usize;
+        let mut take = |bytes: usize| {
+            let at = end;
+            end += bytes.next_multiple_of(16);
+            at
+        };
+        let shapes = [[inter, hidden], [inter, hidden], [hidden, inter]];
+        let codes = shapes.map(|[rows, cols]| take(rows * row_bytes(held, cols)));
+        let scales = shapes.map(|[rows, cols]| take(rows * scale_bytes(held, cols)));
+        let row_scales = take((2 * inter + hidden) * 4);
+        Parts { held, hidden, inter, codes, scales, row_scales, bytes: end }
+    }
+
+    /// Writes an expert into `to`, which has room for [`bytes`](Self::bytes).
+    ///
+    /// # Errors
+    /// What about the matrices cannot be held.
+    pub(super) fn fill(&self, weights: &ExpertWeights<'_>, to: &mut [u8]) -> Result<(), String> {
+        let (codes, rest) = to.split_at_mut(self.scales[0]);
+        let (scales, row_scales) = rest.split_at_mut(self.row_scales - self.scales[0]);
+        let row_scales: &mut [f32] =
+            bytemuck::cast_slice_mut(&mut row_scales[..(2 * self.inter + self.hidden) * 4]);
+        let (inputs, outputs) = row_scales.split_at_mut(2 * self.inter);
+        let (gate, up) = inputs.split_at_mut(self.inter);
+        let matrices = [
+            (&weights.gate, self.inter, self.hidden, gate),
+            (&weights.up, self.inter, self.hidden, up),
+            (&weights.down, self.hidden, self.inter, outputs),
+        ];
+        for (i, (view, rows, cols, row_scales)) in matrices.into_iter().enumerate() {
+            check(self.held, view)?;
+            fill_codes(
+                view,
+                cols,
+                &mut codes[self.codes[i]..][..rows * row_bytes(self.held, cols)],
+                self.held,
+            );
+            let scales =
+                &mut scales[self.scales[i] - self.scales[0]..][..rows * scale_bytes(self.held, cols)];
+            match self.held {
+                Held::Mxfp4 => {
+                    fill_exponents(view, cols / MX_COLS, scales);
+                    row_scales.fill(1.0);
+                }
+                _ => fill_multipliers(
+                    view,
+                    cols.div_ceil(FP8_COLS),
+                    bytemuck::cast_slice_mut(scales),
+                    row_scales,
+                ),
+            }
+        }
+        Ok(())
+    }
+
+    /// The packing of what was filled in, once it is at `staged` on the device. Destinations are the caller's.
+    pub(super) fn packs(&self, staged: u64) -> [PackNarrowParams; 2] {
+        let at = |offset: usize| staged + offset as u64;
+        let common = PackNarrowParams {
+            hidden: self.hidden as i32,
+            inter: self.inter as i32,
+            format: self.held.code(),
+            ..PackNarrowParams::default()
+        };
+        let gate_up = PackNarrowParams {
+            first: at(self.codes[0]),
+            second: at(self.codes[1]),
+            first_scales: at(self.scales[0]),
+            second_scales: at(self.scales[1]),
+            row_scales_in: at(self.row_scales),
+            kind: PACK_GATE_UP,
+            ..common
+        };
+        let down = PackNarrowParams {
+            first: at(self.codes[2]),
+            first_scales: at(self.scales[2]),
+            row_scales_in: at(self.row_scales + 2 * self.inter * 4),
+            kind: PACK_DOWN,
+            ..common
+        };
+        [gate_up, down]
+    }
+}
+
+/// Bytes of a row of codes.
+fn row_bytes(held: Held, cols: usize) -> usize {
+    if held == Held::Mxfp4 { cols / 2 } else { cols }
+}
+
+/// Bytes of a row's scales.
+fn scale_bytes(held: Held, cols: usize) -> usize {
+    if held == Held::Mxfp4 { cols / MX_COLS } else { cols.div_ceil(FP8_COLS) * 4 }
+}
+
+/// Whether the kernel can work with this matrix.
+fn check(held: Held, view: &MatrixView<'_>) -> Result<(), String> {
+    if Held::from(view.format) != held {
+        return Err(format!(
+            "one matrix of an expert is stored in {}, others are not; GPU ranks need one format",
+            view.format
+        ));
+    }
+    match view.scales {
+        Scales::Block { block_rows, block_cols, .. }
+            if block_cols < view.cols && !block_cols.is_multiple_of(FP8_COLS) =>
+        {
+            Err(format!(
+                "FP8 scales for blocks of {block_rows}×{block_cols}: GPU ranks need blocks as wide as the matrix or \
+                 some multiple of {FP8_COLS}; use --device cpu"
+            ))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Rows of `cols` codes; what is beyond the matrix becomes zero.
+fn fill_codes(view: &MatrixView<'_>, cols: usize, to: &mut [u8], held: Held) {
+    let bytes = row_bytes(held, cols);
+    to.par_chunks_mut(bytes).enumerate().for_each(|(row, to)| {
+        to.fill(0);
+        if row >= view.rows {
+            return;
+        }
+        let start = row * view.row_stride;
+        if held == Held::Mxfp4 {
+            if start.is_multiple_of(2) && view.cols.is_multiple_of(2) {
+                to[..view.cols / 2].copy_from_slice(&view.data[start / 2..(start + view.cols) / 2]);
+            } else {
+                (0..view.cols).for_each(|col| to[col / 2] |= view.nibble(row, col) << (col % 2 * 4));
+            }
+        } else if view.col_stride == 1 {
+            to[..view.cols].copy_from_slice(&view.data[start..start + view.cols]);
+        } else {
+            to.iter_mut().take(view.cols).enumerate().for_each(|(col, to)| [*to] = view.bits(row, col));
+        }
+    });
+}
+
+/// `[rows, cols / 32]` exponents; what is beyond the matrix meets zeros only.
+fn fill_exponents(view: &MatrixView<'_>, blocks: usize, to: &mut [u8]) {
+    for (row, to) in to.chunks_mut(blocks).enumerate() {
+        for (block, to) in to.iter_mut().enumerate() {
+            let inside = row < view.rows && block * MX_COLS < view.cols;
+            *to = if inside { view.exponent(row, block * MX_COLS) } else { 0 };
+        }
+    }
+}
+
+/// `[rows, cols / 128]` multipliers, and one for each row.
+fn fill_multipliers(view: &MatrixView<'_>, blocks: usize, to: &mut [f32], row_scales: &mut [f32]) {
+    let by_row = !matches!(view.scales, Scales::Block { block_cols, .. } if block_cols < view.cols);
+    for (row, (to, row_scale)) in to.chunks_mut(blocks).zip(row_scales).enumerate() {
+        let inside = row < view.rows;
+        *row_scale = if inside && by_row { view.scale(row, 0) } else { 1.0 };
+        for (block, to) in to.iter_mut().enumerate() {
+            *to = if inside && !by_row { view.scale(row, block * FP8_COLS) } else { 1.0 };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::borrow::Cow;
+
+    use super::*;
+    use expertd_model::WeightFormat;
+
+    const HIDDEN: usize = 200;
+    const INTER: usize = 96;
+    const PADDED: [usize; 2] = [256, 128];
+
+    /// Bytes that repeat late.
+    fn bytes(len: usize, seed: usize) -> Vec<u8> {
+        (0..len).map(|i| ((i * 37 + i / 251 + seed * 11) % 251) as u8).collect()
+    }
+
+    fn fp8(rows: usize, cols: usize, data: &[u8], block: [usize; 2]) -> MatrixView<'_> {
+        let [block_rows, block_cols] = block;
+        let count = rows.div_ceil(block_rows) * cols.div_ceil(block_cols);
+        let values: Vec<f32> = (0..count).map(|i| 0.5 + i as f32 * 0.25).collect();
+        MatrixView {
+            format: WeightFormat::Fp8E4m3,
+            data,
+            rows,
+            cols,
+            row_stride: cols,
+            col_stride: 1,
+            scales: Scales::Block { values: Cow::Owned(values), block_rows, block_cols },
+        }
+    }
+
+    fn expert<'a>(gate: &MatrixView<'a>, up: &MatrixView<'a>, down: &MatrixView<'a>) -> ExpertWeights<'a> {
+        ExpertWeights { gate: gate.clone(), up: up.clone(), down: down.clone(), biases: None }
+    }
+
+    fn floats(bytes: &[u8]) -> Vec<f32> {
+        bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+    }
+
+    /// Reads element `(row, col)` of matrix `which` back from what the packing kernel gets, and compares it.
+    fn compare(parts: &Parts, staged: &[u8], which: usize, view: &MatrixView<'_>) {
+        let [rows, cols] = if which == 2 { PADDED } else { [PADDED[1], PADDED[0]] };
+        let row_scales = floats(&staged[parts.row_scales..]);
+        for row in 0..rows {
+            for col in 0..cols {
+                let at = row * cols + col;
+                let value = if parts.held == Held::Mxfp4 {
+                    let code = staged[parts.codes[which] + at / 2] >> (at % 2 * 4) & 15;
+                    let exponent = staged[parts.scales[which] + row * (cols / 32) + col / 32];
+                    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)]
+                        * if code & 8 == 0 { 1.0 } else { -1.0 }
+                        * 2f64.powi(i32::from(exponent) - 127)
+                } else {
+                    let scale = (row * cols.div_ceil(128) + col / 128) * 4 + parts.scales[which];
+                    let scale = f64::from(floats(&staged[scale..scale + 4])[0]);
+                    let code = staged[parts.codes[which] + at];
+                    let plain =
+                        MatrixView { data: &[code], row_stride: 1, scales: Scales::None, ..view.clone() };
+                    f64::from(plain.value(0, 0)) * scale
+                };
+                let row_scale = row_scales[[0, PADDED[1], 2 * PADDED[1]][which] + row];
+                let inside = row < view.rows && col < view.cols;
+                let expected = if inside { f64::from(view.value(row, col)) } else { 0.0 };
+                assert_eq!((value * f64::from(row_scale)) as f32, expected as f32, "{which} ({row}, {col})");
+            }
+        }
+    }
+
+    #[test]
+    fn fp8_with_scales_of_any_height_arrives() {
+        let (gate, up, down) = (bytes(INTER * HIDDEN, 1), bytes(INTER * HIDDEN, 2), bytes(HIDDEN * INTER, 3));
+        // Codes that are not numbers are the packing kernel's business.
+        let clean =
+            |v: Vec<u8>| v.into_iter().map(|c| if c & 0x7f == 0x7f { c ^ 1 } else { c }).collect::<Vec<_>>();
+        let (gate, up, down) = (clean(gate), clean(up), clean(down));
+        for block in [[128, 128], [1, 128], [1, HIDDEN], [INTER, HIDDEN], [13, 256]] {
+            let gate = fp8(INTER, HIDDEN, &gate, block);
+            let up = fp8(INTER, HIDDEN, &up, block);
+            let down = fp8(HIDDEN, INTER, &down, [block[0], 128]);
+            let parts = Parts::new(Held::Fp8, PADDED[0], PADDED[1]);
+            let mut staged = vec![0xaa; parts.bytes];
+            parts.fill(&expert(&gate, &up, &down), &mut staged).unwrap();
+            for (which, view) in [&gate, &up, &down].into_iter().enumerate() {
+                compare(&parts, &staged, which, view);
+            }
+        }
+    }
+
+    #[test]
+    fn mxfp4_with_alternating_rows_arrives() {
+        const HIDDEN: usize = 224; // blocks of 32
+        let (gate_up, down) = (bytes(2 * INTER * HIDDEN / 2, 4), bytes(HIDDEN * INTER / 2, 5));
+        let exponents: Vec<u8> = (0..2 * INTER * (HIDDEN / 32)).map(|i| 110 + (i % 23) as u8).collect();
+        let half = |first: usize| MatrixView {
+            format: WeightFormat::Mxfp4,
+            data: &gate_up[first * HIDDEN / 2..],
+            rows: INTER,
+            cols: HIDDEN,
+            row_stride: 2 * HIDDEN,
+            col_stride: 1,
+            scales: Scales::Mx {
+                exponents: &exponents[first * (HIDDEN / 32)..],
+                row_stride: 2 * (HIDDEN / 32),
+            },
+        };
+        let (gate, up) = (half(0), half(1));
+        let down = MatrixView {
+            data: &down,
+            rows: HIDDEN,
+            cols: INTER,
+            row_stride: INTER,
+            scales: Scales::Mx { exponents: &exponents, row_stride: INTER / 32 },
+            ..half(0)
+        };
+        let parts = Parts::new(Held::Mxfp4, PADDED[0], PADDED[1]);
+        let mut staged = vec![0xaa; parts.bytes];
+        parts.fill(&expert(&gate, &up, &down), &mut staged).unwrap();
+        for (which, view) in [&gate, &up, &down].into_iter().enumerate() {
+            compare(&parts, &staged, which, view);
+        }
+    }
+
+    #[test]
+    fn what_the_kernel_cannot_hold_is_refused_by_name() {
+        let data = bytes(INTER * HIDDEN, 6);
+        let gate = fp8(INTER, HIDDEN, &data, [128, 96]);
+        let down = fp8(HIDDEN, INTER, &data, [128, 128]);
+        let parts = Parts::new(Held::Fp8, PADDED[0], PADDED[1]);
+        let mut staged = vec![0; parts.bytes];
+        let error = parts.fill(&expert(&gate, &gate, &down), &mut staged).unwrap_err();
+        assert!(error.contains("128×96") && error.contains("--device cpu"), "{error}");
+        let plain = vec![0; HIDDEN * INTER * 2];
+        let bf16 = MatrixView { format: WeightFormat::Bf16, data: &plain, scales: Scales::None, ..down };
+        let gate = fp8(INTER, HIDDEN, &data, [128, 128]);
+        let error = parts.fill(&expert(&gate, &gate, &bf16), &mut staged).unwrap_err();
+        assert!(error.contains("bf16"), "{error}");
+    }
+}

@@ -1,0 +1,251 @@
+//! What can be said about ranks on GPUs without touching a GPU: the router uses it, in every build.
+
+use std::path::Path;
+
+use expertd_kernels::layout::{Shape, WindowLayout};
+use expertd_kernels::params::MAX_EXPERTS;
+
+use expertd_ipc::GroupShape;
+use expertd_model::{ModelSpec, MoeLayer};
+
+/// Whether this build can run ranks on GPUs.
+pub const BUILT: bool = cfg!(feature = "cuda");
+
+/// Set: steps of GPU ranks are launched kernel by kernel, not as replayed graphs.
+pub const EAGER: &str = "EXPERTD_CUDA_EAGER";
+
+/// Set: GPU ranks meet before each step's work, so that its times hold no wait for rows that came later to another rank.
+pub const ALIGNED: &str = "EXPERTD_CUDA_ALIGNED";
+
+/// What to do about a build that cannot.
+pub const BUILD_HINT: &str = "this build has no GPU ranks; build with `cargo build --release --features cuda` \
+                              (scripts/fetch-cuda.sh gets the compiler), or use --device cpu";
+
+/// Multiple that the kernels' row length has to be; shorter rows are padded.
+const ROW_UNIT: usize = 64;
+
+/// Multiple that blocks of FP8 scales have to be wide for the kernels, unless they span a row.
+const SCALE_COLS: usize = 128;
+
+/// Environment that ranks on GPUs need: no NVLink multicast, and kernels loaded before anything waits on the device.
+#[must_use]
+pub fn environment() -> Vec<(String, String)> {
+    let mut all = vec![("NCCL_NVLS_ENABLE", "0"), ("CUDA_MODULE_LOADING", "EAGER")];
+    if std::env::var_os(ORDER).is_none() {
+        all.push((ORDER, BY_ADDRESS));
+    }
+    all.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
+}
+
+/// How CUDA numbers GPUs; by address unless the user says otherwise, so that rank and NUMA node can be matched here.
+const ORDER: &str = "CUDA_DEVICE_ORDER";
+const BY_ADDRESS: &str = "PCI_BUS_ID";
+
+/// The NUMA node that each rank's GPU is attached to, where the machine tells. Looks at the driver's list and sysfs only.
+#[must_use]
+pub fn numa_nodes(ranks: usize) -> Vec<Option<usize>> {
+    let by_address = std::env::var(ORDER).map_or(true, |order| order == BY_ADDRESS);
+    let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let driver = Path::new("/proc/driver/nvidia/gpus");
+    let nodes =
+        if by_address { nodes_by_address(driver, Path::new("/sys/bus/pci/devices")) } else { Vec::new() };
+    (0..ranks).map(|rank| nodes.get(ordinal(rank, visible.as_deref())?).copied().flatten()).collect()
+}
+
+/// Place of a rank's GPU among all of the machine; `None` if the list of visible ones names them otherwise.
+fn ordinal(rank: usize, visible: Option<&str>) -> Option<usize> {
+    match visible {
+        Some(list) => list.split(',').nth(rank)?.trim().parse().ok(),
+        None => Some(rank),
+    }
+}
+
+/// NUMA nodes of the driver's GPUs, in the order of their addresses.
+fn nodes_by_address(driver: &Path, devices: &Path) -> Vec<Option<usize>> {
+    let entries = std::fs::read_dir(driver).into_iter().flatten().flatten();
+    let mut addresses: Vec<_> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    addresses.sort();
+    let node = |address: &String| {
+        let text = std::fs::read_to_string(devices.join(address.to_lowercase()).join("numa_node")).ok()?;
+        // -1: the machine does not tell.
+        text.trim().parse().ok()
+    };
+    addresses.iter().map(node).collect()
+}
+
+/// GPUs that ranks may use: those of the machine, or what `CUDA_VISIBLE_DEVICES` leaves of them. Looks at device files
+/// only, so that the router stays free of CUDA.
+#[must_use]
+pub fn present() -> u32 {
+    let files = std::fs::read_dir("/dev").map_or(0, |entries| {
+        let names = entries.filter_map(Result::ok).filter_map(|entry| entry.file_name().into_string().ok());
+        names.filter(|name| is_gpu(name)).count()
+    });
+    let files = u32::try_from(files).unwrap_or(0);
+    match std::env::var("CUDA_VISIBLE_DEVICES") {
+        Ok(list) => files.min(visible(&list)),
+        Err(_) => files,
+    }
+}
+
+fn is_gpu(name: &str) -> bool {
+    name.strip_prefix("nvidia").is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+}
+
+/// Entries of the list up to the first that cannot be one, as CUDA reads it.
+fn visible(list: &str) -> u32 {
+    let valid = |entry: &&str| !entry.is_empty() && !entry.starts_with('-');
+    list.split(',').map(str::trim).take_while(valid).count() as u32
+}
+
+/// The kernels' sizes for a group of this shape, with a model of at most `experts` experts per layer.
+#[must_use]
+pub fn kernel_shape(shape: &GroupShape, experts: usize) -> Shape {
+    Shape {
+        ranks: shape.ranks,
+        max_tokens: shape.max_tokens_per_rank as u32,
+        hidden: shape.hidden.next_multiple_of(ROW_UNIT) as u32,
+        top_k: shape.max_top_k as u32,
+        experts: experts as u32,
+    }
+}
+
+/// Bytes of one rank's window.
+#[must_use]
+pub fn window_bytes(shape: &GroupShape, experts: usize) -> usize {
+    let (_, bytes) = WindowLayout::new(&kernel_shape(shape, experts));
+    usize::try_from(bytes).unwrap_or(usize::MAX).saturating_mul(shape.slots as usize)
+}
+
+/// Checks that GPUs can run this model, from its description alone.
+///
+/// # Errors
+/// The layer and what about it GPUs cannot do yet.
+pub fn check(spec: &ModelSpec, shape: &GroupShape) -> Result<(), String> {
+    kernel_shape(shape, spec.max_experts()).check().map_err(|error| format!("device cuda: {error}"))?;
+    for (layer, moe) in spec.moe_layers() {
+        if let Some(what) = unsupported(moe) {
+            return Err(format!(
+                "device cuda: layer {layer} {what}, which GPU ranks cannot do yet; use --device cpu"
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn unsupported(moe: &MoeLayer) -> Option<String> {
+    let shared = moe.shared.as_ref().and_then(|shared| shared.scale_cols);
+    let odd = |cols: &usize| !cols.is_multiple_of(SCALE_COLS);
+    if let Some(cols) = moe.experts.scale_cols.or(shared).filter(odd) {
+        return Some(format!(
+            "has FP8 scales for blocks of {cols} columns (blocks as wide as the matrix, or of a multiple of {SCALE_COLS})"
+        ));
+    }
+    if moe.experts.count > MAX_EXPERTS {
+        return Some(format!("has {} experts (at most {MAX_EXPERTS})", moe.experts.count));
+    }
+    if let Some(groups) = moe.gate.groups.filter(|groups| groups.groups > 32) {
+        return Some(format!("chooses among {} groups of experts (at most 32)", groups.groups));
+    }
+    None
+}
+
+/// One thing that ranks need of the machine, for people.
+#[derive(Clone, Debug)]
+pub struct Gate {
+    /// What.
+    pub name: String,
+    /// What is there.
+    pub found: String,
+    /// What should be there.
+    pub needed: String,
+    /// Whether it is.
+    pub ok: bool,
+    /// Whether ranks can do without.
+    pub optional: bool,
+    /// What to do about it.
+    pub way_out: String,
+}
+
+impl Gate {
+    /// A gate that is open or not.
+    #[must_use]
+    pub fn of(name: &str, ok: bool, found: String, needed: &str) -> Self {
+        let (name, needed) = (name.to_owned(), needed.to_owned());
+        Gate { name, found, needed, ok, optional: false, way_out: String::new() }
+    }
+
+    /// A gate that is closed.
+    #[must_use]
+    pub fn failed(name: &str, found: String, needed: &str, way_out: &str) -> Self {
+        Gate::of(name, false, found, needed).way_out(way_out)
+    }
+
+    /// What to do if it is closed.
+    #[must_use]
+    pub fn way_out(mut self, text: &str) -> Self {
+        text.clone_into(&mut self.way_out);
+        self
+    }
+
+    /// Ranks can do without.
+    #[must_use]
+    pub fn only_a_hint(mut self) -> Self {
+        self.optional = true;
+        self
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_of_gpus_by_address() {
+        let folder = tempfile::tempdir().unwrap();
+        let (driver, devices) = (folder.path().join("gpus"), folder.path().join("devices"));
+        for (address, node) in [("0000:9A:00.0", "1\n"), ("0000:1b:00.0", "0\n"), ("0000:b0:00.0", "-1\n")] {
+            std::fs::create_dir_all(driver.join(address)).unwrap();
+            let device = devices.join(address.to_lowercase());
+            std::fs::create_dir_all(&device).unwrap();
+            std::fs::write(device.join("numa_node"), node).unwrap();
+        }
+        std::fs::create_dir_all(driver.join("0000:c0:00.0")).unwrap();
+        assert_eq!(nodes_by_address(&driver, &devices), [Some(0), Some(1), None, None]);
+        assert!(nodes_by_address(folder.path().join("none").as_path(), &devices).is_empty());
+    }
+
+    #[test]
+    fn ranks_take_the_visible_gpus_in_turn() {
+        assert_eq!((ordinal(0, None), ordinal(3, None)), (Some(0), Some(3)));
+        assert_eq!((ordinal(0, Some("2, 5")), ordinal(1, Some("2, 5"))), (Some(2), Some(5)));
+        assert_eq!((ordinal(2, Some("2,5")), ordinal(0, Some("GPU-8932f937"))), (None, None));
+    }
+
+    #[test]
+    fn device_files_and_visible_devices_are_counted() {
+        assert!(is_gpu("nvidia0") && is_gpu("nvidia12"));
+        assert!(!is_gpu("nvidiactl") && !is_gpu("nvidia-uvm") && !is_gpu("nvidia") && !is_gpu("sda"));
+        assert_eq!(visible("0,1,3"), 3);
+        assert_eq!(visible("2, GPU-8932f937"), 2);
+        assert_eq!(visible(""), 0);
+        assert_eq!(visible("0,-1,2"), 1);
+    }
+
+    #[test]
+    fn rows_are_padded_to_what_the_kernels_take() {
+        let shape = GroupShape {
+            ranks: 2,
+            slots: 3,
+            max_tokens_per_rank: 10,
+            max_segments: 10,
+            hidden: 100,
+            max_top_k: 4,
+        };
+        let kernels = kernel_shape(&shape, 7);
+        assert_eq!((kernels.hidden, kernels.top_k, kernels.experts), (128, 4, 7));
+        let (_, one) = WindowLayout::new(&kernels);
+        assert_eq!(window_bytes(&shape, 7), 3 * one as usize);
+    }
+}

@@ -1,0 +1,125 @@
+//! What is known about a call from its headers.
+
+use std::hash::{BuildHasher as _, RandomState};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use http::HeaderMap;
+use tokio_util::sync::CancellationToken;
+
+use super::failure::Failure;
+use super::validate::Envelope;
+use crate::api::framing::body::Charges;
+use crate::backend::{ClientKey, RequestId};
+
+/// The most by which our answer comes before the caller's deadline.
+const MAX_MARGIN: Duration = Duration::from_millis(10);
+
+/// What a handler needs to know about its call; travels in the request's extensions.
+#[derive(Clone)]
+pub(in crate::api) struct Call {
+    pub(in crate::api) client: ClientKey,
+    /// When we answer DEADLINE_EXCEEDED.
+    pub(in crate::api) deadline: Option<Instant>,
+    pub(in crate::api) charges: Arc<Charges>,
+    /// The service is shutting down: streams finish what is in flight and end.
+    pub(in crate::api) closing: CancellationToken,
+}
+
+impl Call {
+    /// The envelope of the next request of this call.
+    pub(in crate::api) fn envelope(&self, deadline: Option<Instant>) -> Envelope {
+        Envelope { id: next_request_id(), client: self.client, deadline }
+    }
+}
+
+fn next_request_id() -> RequestId {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    RequestId(NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Whom a call counts for: the hash of its `authorization` header, else its connection.
+pub(in crate::api) fn client_key(
+    headers: &HeaderMap,
+    connection: ClientKey,
+    hasher: &RandomState,
+) -> ClientKey {
+    match headers.get(http::header::AUTHORIZATION) {
+        Some(credential) => ClientKey(hasher.hash_one(credential.as_bytes())),
+        None => connection,
+    }
+}
+
+/// When we answer DEADLINE_EXCEEDED, from the `grpc-timeout` header: a tenth of the time before the caller's own timer
+/// fires, at most 10 ms, so that the caller gets our status and not its transport's.
+pub(in crate::api) fn deadline(headers: &HeaderMap, arrived: Instant) -> Result<Option<Instant>, Failure> {
+    let Some(value) = headers.get("grpc-timeout") else { return Ok(None) };
+    let timeout = value.to_str().ok().and_then(parse_timeout).ok_or_else(|| {
+        Failure::field(
+            "grpc-timeout",
+            format!("expected up to 8 digits and one of H, M, S, m, u, n; found {value:?}"),
+        )
+    })?;
+    Ok(arrived.checked_add(timeout - (timeout / 10).min(MAX_MARGIN)))
+}
+
+/// The value of a `grpc-timeout` header, as gRPC's HTTP/2 mapping defines it.
+fn parse_timeout(text: &str) -> Option<Duration> {
+    let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    let number: u64 = digits.parse().ok()?;
+    match unit {
+        "H" => Some(Duration::from_secs(number * 3600)),
+        "M" => Some(Duration::from_secs(number * 60)),
+        "S" => Some(Duration::from_secs(number)),
+        "m" => Some(Duration::from_millis(number)),
+        "u" => Some(Duration::from_micros(number)),
+        "n" => Some(Duration::from_nanos(number)),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn timeouts_parse_as_grpc_defines_them() {
+        assert_eq!(parse_timeout("250m"), Some(Duration::from_millis(250)));
+        assert_eq!(parse_timeout("99999999H"), Some(Duration::from_secs(99_999_999 * 3600)));
+        assert_eq!(parse_timeout("1n"), Some(Duration::from_nanos(1)));
+        for bad in ["", "m", "5", "5x", "-5m", "+5m", "123456789m", "1 m", "5µ"] {
+            assert_eq!(parse_timeout(bad), None, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn our_answer_comes_before_the_callers_timer() {
+        let now = Instant::now();
+        let at = |text: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert("grpc-timeout", text.parse().unwrap());
+            deadline(&headers, now)
+        };
+        assert_eq!(at("50m"), Ok(Some(now + Duration::from_millis(45))));
+        assert_eq!(at("10S"), Ok(Some(now + Duration::from_millis(9990))));
+        assert!(at("soon").is_err());
+        assert_eq!(deadline(&HeaderMap::new(), now), Ok(None));
+    }
+
+    #[test]
+    fn credentials_come_before_connections() {
+        let hasher = RandomState::new();
+        let mut headers = HeaderMap::new();
+        assert_eq!(client_key(&headers, ClientKey(7), &hasher), ClientKey(7));
+        headers.insert("authorization", "Bearer x".parse().unwrap());
+        let key = client_key(&headers, ClientKey(7), &hasher);
+        assert_eq!(key, client_key(&headers, ClientKey(8), &hasher));
+        assert_ne!(key, ClientKey(7));
+    }
+}

@@ -1,0 +1,169 @@
+//! Scheduler's data as messages.
+
+use expertd_proto::v1;
+
+use super::failure::Failure;
+use crate::backend::{Answer, ModelInfo, PhaseTimes, RankState, Receipt, ServiceState, ServiceStatus};
+use expertd_types::DType;
+
+fn narrow(value: usize) -> u32 {
+    u32::try_from(value).unwrap_or(u32::MAX)
+}
+
+fn nanos(duration: std::time::Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+pub(in crate::api) fn response(answer: Answer) -> v1::ForwardResponse {
+    v1::ForwardResponse { rows: answer.rows, receipt: Some(receipt(answer.receipt)) }
+}
+
+/// The answer to a request without tokens.
+pub(in crate::api) fn empty_response(model: &ModelInfo) -> v1::ForwardResponse {
+    v1::ForwardResponse {
+        rows: bytes::Bytes::new(),
+        receipt: Some(v1::Receipt {
+            generation: model.generation.0,
+            weight_version: model.weight_version.0,
+            tokens_per_rank: vec![0; model.placement.len()],
+            ..v1::Receipt::default()
+        }),
+    }
+}
+
+fn receipt(receipt: Receipt) -> v1::Receipt {
+    v1::Receipt {
+        steps: receipt.steps.iter().map(|step| step.0).collect(),
+        generation: receipt.generation.0,
+        weight_version: receipt.weight_version.0,
+        tokens_per_rank: receipt.tokens_per_rank,
+        timings: receipt.timings.iter().map(|t| step_timing(t.step.0, t.tokens, &t.phases)).collect(),
+        topk_ids: receipt.topk_ids,
+        topk_weights: receipt.topk_weights,
+        queue_time: receipt.queue_time.try_into().ok(),
+        step_time: receipt.step_time.try_into().ok(),
+    }
+}
+
+fn step_timing(step: u64, tokens: u32, phases: &PhaseTimes) -> v1::StepTiming {
+    v1::StepTiming {
+        step,
+        tokens,
+        copy_in_ns: nanos(phases.copy_in),
+        gate_ns: nanos(phases.gate),
+        prepare_ns: nanos(phases.prepare),
+        dispatch_ns: nanos(phases.dispatch),
+        experts_ns: nanos(phases.experts),
+        combine_ns: nanos(phases.combine),
+        copy_out_ns: nanos(phases.copy_out),
+    }
+}
+
+pub(in crate::api) fn summary(model: &ModelInfo) -> v1::ModelSummary {
+    v1::ModelSummary {
+        name: model.name.clone(),
+        family: model.family.clone(),
+        weight_version: model.weight_version.0,
+    }
+}
+
+pub(in crate::api) fn model(model: &ModelInfo) -> v1::GetModelResponse {
+    let limits = &model.limits;
+    v1::GetModelResponse {
+        name: model.name.clone(),
+        family: model.family.clone(),
+        weight_version: model.weight_version.0,
+        generation: model.generation.0,
+        hidden: narrow(model.hidden),
+        num_layers: narrow(model.num_layers),
+        moe_layers: model
+            .layers
+            .iter()
+            .map(|(id, layer)| v1::MoeLayer {
+                layer: id.0,
+                num_experts: narrow(layer.num_experts),
+                top_k: narrow(layer.top_k),
+                max_k: narrow(layer.max_k),
+                expert_width: narrow(layer.expert_width),
+                shared_width: narrow(layer.shared_width),
+                gate: layer.gate.clone(),
+                gate_json: layer.gate_json.clone(),
+                routes_by_token_id: layer.routes_by_token_id,
+            })
+            .collect(),
+        dtypes: DType::ALL.iter().map(|&dtype| dtype as i32).collect(),
+        limits: Some(v1::Limits {
+            max_tokens_per_request: narrow(limits.max_tokens_per_request),
+            max_tokens_per_step: narrow(limits.max_tokens_per_step),
+            max_tokens_per_rank: narrow(limits.max_tokens_per_rank),
+            max_message_bytes: limits.max_message_bytes as u64,
+            max_streams_per_connection: limits.max_streams_per_connection,
+            max_connections: limits.max_connections,
+            max_bytes_in_flight: limits.max_bytes_in_flight as u64,
+            max_requests_per_stream: limits.max_requests_per_stream,
+        }),
+        placement: model
+            .placement
+            .iter()
+            .map(|rank| v1::RankPlacement {
+                rank: rank.rank.0,
+                device: rank.device.clone(),
+                experts: rank
+                    .experts
+                    .iter()
+                    .map(|&(layer, first, count)| v1::ExpertRange { layer: layer.0, first, count })
+                    .collect(),
+            })
+            .collect(),
+        weight_formats: model.weight_formats.clone(),
+    }
+}
+
+pub(in crate::api) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::GetStatusResponse {
+    v1::GetStatusResponse {
+        state: match status.state {
+            ServiceState::Loading => v1::ServiceState::Loading,
+            ServiceState::Serving => v1::ServiceState::Serving,
+            ServiceState::Reforming => v1::ServiceState::Reforming,
+            ServiceState::Draining => v1::ServiceState::Draining,
+            ServiceState::Failed => v1::ServiceState::Failed,
+        }
+        .into(),
+        reason: status.reason,
+        generation: status.generation,
+        weight_version: model.weight_version.0,
+        model: model.name.clone(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        ranks: status
+            .ranks
+            .into_iter()
+            .map(|rank| v1::RankStatus {
+                rank: rank.rank.0,
+                pid: rank.pid,
+                device: rank.device,
+                state: match rank.state {
+                    RankState::Loading => "loading",
+                    RankState::Ready => "ready",
+                    RankState::Gone => "gone",
+                }
+                .to_owned(),
+                weight_bytes_loaded: rank.weight_bytes_loaded,
+                weight_bytes_total: rank.weight_bytes_total,
+            })
+            .collect(),
+        steps_total: status.steps_total,
+        requests_in_flight: status.requests_in_flight,
+        requests_queued: status.requests_queued,
+        tokens_queued: status.tokens_queued,
+        uptime_seconds: status.uptime.as_secs_f64(),
+    }
+}
+
+/// The status of a request whose backend went away without an answer.
+pub(in crate::api) fn abandoned() -> Failure {
+    crate::backend::StepError::Unavailable {
+        reason: "the request was given up by the scheduler".to_owned(),
+        retry_after: std::time::Duration::from_millis(500),
+    }
+    .into()
+}

@@ -1,0 +1,176 @@
+//! Why a request has no answer, and the gRPC status that says so.
+//!
+//! | failure | status | details |
+//! |---|---|---|
+//! | [`Failure::Invalid`] | INVALID_ARGUMENT | BadRequest |
+//! | [`Failure::UnknownModel`], [`Failure::UnknownLayer`] | NOT_FOUND | ResourceInfo |
+//! | [`Failure::WeightVersion`] | FAILED_PRECONDITION | PreconditionFailure |
+//! | [`Failure::NoRoom`], [`SubmitError::Overloaded`] | RESOURCE_EXHAUSTED | RetryInfo |
+//! | [`Failure::DeadlineExceeded`] and its like | DEADLINE_EXCEEDED | |
+//! | draining, no group, faults | UNAVAILABLE | RetryInfo |
+//!
+//! Each carries an ErrorInfo with a reason for machines.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use bytes::Bytes;
+use expertd_proto::v1::RequestStatus;
+use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt as _};
+
+use crate::backend::{StepError, SubmitError};
+
+/// The domain of our ErrorInfo.
+pub const ERROR_DOMAIN: &str = "expertd";
+/// What a caller is told when the service will not be back soon.
+const RETRY_AFTER_DRAIN: Duration = Duration::from_secs(1);
+/// What a caller is told when there is no room for its bytes.
+const RETRY_WITHOUT_ROOM: Duration = Duration::from_millis(200);
+
+/// One field at fault.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::api) struct Violation {
+    pub(in crate::api) field: &'static str,
+    pub(in crate::api) text: String,
+}
+
+/// Why a request has no answer.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(in crate::api) enum Failure {
+    #[error("{}", violations.iter().map(|v| format!("{}: {}", v.field, v.text)).collect::<Vec<_>>().join("; "))]
+    Invalid { violations: Vec<Violation> },
+    #[error("there is no model {given:?}; {known:?} is loaded")]
+    UnknownModel { given: String, known: String },
+    #[error("there is no layer {layer}; the checkpoint has layers 0 to {}", num_layers.saturating_sub(1))]
+    UnknownLayer { layer: u32, num_layers: usize },
+    #[error("weight version {expected} is expected, {loaded} is loaded")]
+    WeightVersion { expected: u64, loaded: u64 },
+    #[error("the service holds as many request bytes as it may (max_bytes_in_flight)")]
+    NoRoom,
+    #[error("the deadline passed before the answer was complete")]
+    DeadlineExceeded,
+    #[error("the service is shutting down")]
+    ShuttingDown,
+    #[error(transparent)]
+    Submit(#[from] SubmitError),
+    #[error(transparent)]
+    Step(#[from] StepError),
+}
+
+impl Failure {
+    /// One field at fault.
+    pub(in crate::api) fn field(field: &'static str, text: impl Into<String>) -> Failure {
+        Failure::Invalid { violations: vec![Violation { field, text: text.into() }] }
+    }
+
+    fn code(&self) -> Code {
+        match self {
+            Failure::Invalid { .. } => Code::InvalidArgument,
+            Failure::UnknownModel { .. } | Failure::UnknownLayer { .. } => Code::NotFound,
+            Failure::WeightVersion { .. } => Code::FailedPrecondition,
+            Failure::NoRoom | Failure::Submit(SubmitError::Overloaded { .. }) => Code::ResourceExhausted,
+            Failure::DeadlineExceeded
+            | Failure::Submit(SubmitError::DeadlineExceeded)
+            | Failure::Step(StepError::DeadlineExceeded) => Code::DeadlineExceeded,
+            Failure::ShuttingDown
+            | Failure::Submit(SubmitError::Draining | SubmitError::NotReady { .. })
+            | Failure::Step(StepError::Unavailable { .. }) => Code::Unavailable,
+        }
+    }
+
+    /// The reason in ErrorInfo.
+    fn reason(&self) -> &'static str {
+        match self {
+            Failure::Invalid { .. } => "INVALID_REQUEST",
+            Failure::UnknownModel { .. } => "UNKNOWN_MODEL",
+            Failure::UnknownLayer { .. } => "UNKNOWN_LAYER",
+            Failure::WeightVersion { .. } => "WEIGHT_VERSION_MISMATCH",
+            Failure::NoRoom => "BYTES_IN_FLIGHT",
+            Failure::Submit(SubmitError::Overloaded { .. }) => "OVERLOADED",
+            Failure::DeadlineExceeded
+            | Failure::Submit(SubmitError::DeadlineExceeded)
+            | Failure::Step(StepError::DeadlineExceeded) => "DEADLINE_EXCEEDED",
+            Failure::ShuttingDown | Failure::Submit(SubmitError::Draining) => "DRAINING",
+            Failure::Submit(SubmitError::NotReady { .. }) => "NOT_READY",
+            Failure::Step(StepError::Unavailable { .. }) => "STEP_FAILED",
+        }
+    }
+
+    fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Failure::NoRoom => Some(RETRY_WITHOUT_ROOM),
+            Failure::ShuttingDown | Failure::Submit(SubmitError::Draining) => Some(RETRY_AFTER_DRAIN),
+            Failure::Submit(
+                SubmitError::Overloaded { retry_after, .. } | SubmitError::NotReady { retry_after, .. },
+            )
+            | Failure::Step(StepError::Unavailable { retry_after, .. }) => Some(*retry_after),
+            _ => None,
+        }
+    }
+}
+
+impl From<Failure> for Status {
+    fn from(failure: Failure) -> Status {
+        let mut details = ErrorDetails::with_error_info(failure.reason(), ERROR_DOMAIN, HashMap::new());
+        if let Some(after) = failure.retry_after() {
+            details.set_retry_info(Some(after));
+        }
+        match &failure {
+            Failure::Invalid { violations } => {
+                for violation in violations {
+                    details.add_bad_request_violation(violation.field, violation.text.clone());
+                }
+            }
+            Failure::UnknownModel { given, known } => {
+                details.set_resource_info("model", given.clone(), "", format!("{known:?} is loaded"));
+            }
+            Failure::UnknownLayer { layer, num_layers } => {
+                details.set_resource_info("layer", layer.to_string(), "", format!("{num_layers} layers"));
+            }
+            Failure::WeightVersion { loaded, .. } => {
+                details.add_precondition_failure_violation(
+                    "WEIGHT_VERSION",
+                    "expected_weight_version",
+                    format!("{loaded} is loaded"),
+                );
+            }
+            _ => {}
+        }
+        Status::with_error_details(failure.code(), failure.to_string(), details)
+    }
+}
+
+/// The same status as a message on a stream.
+pub(in crate::api) fn request_status(status: &Status) -> RequestStatus {
+    RequestStatus {
+        code: status.code() as i32 as u32,
+        message: status.message().to_owned(),
+        details: Bytes::copy_from_slice(status.details()),
+        retry_after: expertd_proto::retry_delay(status).and_then(|delay| delay.try_into().ok()),
+    }
+}
+
+/// The code as gRPC writes it, e.g. `INVALID_ARGUMENT`; what metrics carry.
+#[must_use]
+pub const fn code_name(code: Code) -> &'static str {
+    match code {
+        Code::Ok => "OK",
+        Code::Cancelled => "CANCELLED",
+        Code::Unknown => "UNKNOWN",
+        Code::InvalidArgument => "INVALID_ARGUMENT",
+        Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
+        Code::NotFound => "NOT_FOUND",
+        Code::AlreadyExists => "ALREADY_EXISTS",
+        Code::PermissionDenied => "PERMISSION_DENIED",
+        Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
+        Code::FailedPrecondition => "FAILED_PRECONDITION",
+        Code::Aborted => "ABORTED",
+        Code::OutOfRange => "OUT_OF_RANGE",
+        Code::Unimplemented => "UNIMPLEMENTED",
+        Code::Internal => "INTERNAL",
+        Code::Unavailable => "UNAVAILABLE",
+        Code::DataLoss => "DATA_LOSS",
+        Code::Unauthenticated => "UNAUTHENTICATED",
+    }
+}

@@ -1,0 +1,10 @@
+//! The services.
+
+pub(super) mod admin;
+pub(super) mod call;
+mod convert;
+pub(super) mod failure;
+pub(super) mod health;
+pub(super) mod moe;
+mod stream;
+mod validate;

@@ -1,0 +1,127 @@
+//! The public service.
+
+use std::sync::Arc;
+
+use expertd_proto::v1::moe_server::Moe;
+use expertd_proto::v1::{
+    ForwardRequest, ForwardResponse, ForwardStreamRequest, GetModelRequest, GetModelResponse,
+    ListModelsRequest, ListModelsResponse,
+};
+use tonic::{Request, Response, Status, Streaming};
+
+use super::call::Call;
+use super::convert;
+use super::failure::Failure;
+use super::stream::Exchange;
+use super::validate::{Envelope, check_model, validate};
+use crate::api::framing::answer::take_large;
+use crate::api::framing::body::{Arrival, Leaving, charged_bytes};
+use crate::api::framing::budget::Ticket;
+use crate::backend::{Backend, Pending};
+use crate::telemetry::RequestMetrics;
+use expertd_types::Pieces;
+
+/// `expertd.v1.Moe` over a backend.
+pub(in crate::api) struct MoeService {
+    backend: Arc<dyn Backend>,
+    metrics: Arc<RequestMetrics>,
+    stream_metrics: Arc<RequestMetrics>,
+}
+
+/// A request that was taken in.
+pub(in crate::api) enum Taken {
+    /// Its answer will come.
+    Pending(Pending),
+    /// Its answer is known at once.
+    Answered(Box<ForwardResponse>),
+}
+
+impl MoeService {
+    /// `metrics` are those of unary calls, which whoever answers them records.
+    pub(in crate::api) fn new(backend: Arc<dyn Backend>, metrics: Arc<RequestMetrics>) -> MoeService {
+        MoeService { backend, metrics, stream_metrics: Arc::new(RequestMetrics::new("ForwardStream")) }
+    }
+}
+
+/// Validates a request, whose rows may have been kept `apart`, and hands it down. The rows hold the ticket until the
+/// scheduler has dropped them.
+pub(in crate::api) fn take_in(
+    backend: &dyn Backend,
+    metrics: &RequestMetrics,
+    message: ForwardRequest,
+    apart: Option<Pieces>,
+    envelope: Envelope,
+    ticket: Ticket,
+) -> Result<Taken, Failure> {
+    let model = backend.model();
+    let Some(mut request) = validate(&model, message, apart, envelope)? else {
+        return Ok(Taken::Answered(Box::new(convert::empty_response(&model))));
+    };
+    metrics.admitted(request.tokens);
+    request.rows = request.rows.into_iter().map(|piece| charged_bytes(piece, ticket.clone())).collect();
+    tracing::trace!(request = %request.id, layer = %request.layer, tokens = request.tokens, "handed to the scheduler");
+    Ok(Taken::Pending(backend.submit(request)?))
+}
+
+fn call_of<T>(request: &Request<T>) -> Result<Call, Status> {
+    let call = request.extensions().get::<Call>().cloned();
+    call.ok_or_else(|| Status::internal("the call came in without its context"))
+}
+
+#[tonic::async_trait]
+impl Moe for MoeService {
+    async fn forward(&self, request: Request<ForwardRequest>) -> Result<Response<ForwardResponse>, Status> {
+        let call = call_of(&request)?;
+        let (ticket, apart) = match call.charges.next_arrival() {
+            Some(Arrival::Charged(ticket, apart)) => (ticket, apart),
+            Some(Arrival::Refused(status)) => return Err(status),
+            None => return Err(Status::internal("the message was not charged")),
+        };
+        let envelope = call.envelope(call.deadline);
+        let taken =
+            take_in(&*self.backend, &self.metrics, request.into_inner(), apart, envelope, ticket.clone())?;
+        let mut response = match taken {
+            Taken::Answered(response) => *response,
+            Taken::Pending(pending) => match pending.await {
+                Ok(Ok(answer)) => convert::response(answer),
+                Ok(Err(error)) => return Err(Failure::from(error).into()),
+                Err(_) => return Err(convert::abandoned().into()),
+            },
+        };
+        let rows = take_large(&mut response.rows);
+        call.charges.leave(Leaving { ticket: Some(ticket), rows });
+        Ok(Response::new(response))
+    }
+
+    type ForwardStreamStream = Exchange;
+
+    async fn forward_stream(
+        &self,
+        request: Request<Streaming<ForwardStreamRequest>>,
+    ) -> Result<Response<Exchange>, Status> {
+        let call = call_of(&request)?;
+        let backend = Arc::clone(&self.backend);
+        Ok(Response::new(Exchange::new(
+            backend,
+            Arc::clone(&self.stream_metrics),
+            call,
+            request.into_inner(),
+        )))
+    }
+
+    async fn list_models(
+        &self,
+        _: Request<ListModelsRequest>,
+    ) -> Result<Response<ListModelsResponse>, Status> {
+        Ok(Response::new(ListModelsResponse { models: vec![convert::summary(&self.backend.model())] }))
+    }
+
+    async fn get_model(
+        &self,
+        request: Request<GetModelRequest>,
+    ) -> Result<Response<GetModelResponse>, Status> {
+        let model = self.backend.model();
+        check_model(&model, &request.get_ref().name)?;
+        Ok(Response::new(convert::model(&model)))
+    }
+}

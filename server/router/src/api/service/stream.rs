@@ -1,0 +1,243 @@
+//! One `ForwardStream`: several requests in flight, each with its own status and deadline.
+//!
+//! The exchange lives in the task that the transport gives the call: it takes requests in when it is polled for
+//! answers, so there is no further task and no queue between. A client that takes no answers is not read from either,
+//! which is what bounds its memory.
+
+use std::collections::HashSet;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use expertd_proto::v1::{
+    ForwardResponse, ForwardStreamRequest, ForwardStreamResponse, forward_stream_response::Result as Outcome,
+};
+use futures_util::Stream;
+use futures_util::stream::FuturesUnordered;
+use tokio::time::Sleep;
+use tokio_util::sync::WaitForCancellationFutureOwned;
+use tonic::{Code, Status, Streaming};
+
+use super::call::Call;
+use super::convert;
+use super::failure::{Failure, code_name, request_status};
+use super::moe::{Taken, take_in};
+use crate::api::framing::answer::take_large;
+use crate::api::framing::body::{Arrival, Leaving};
+use crate::api::framing::budget::Ticket;
+use crate::backend::{Backend, Pending};
+use crate::telemetry::RequestMetrics;
+use expertd_types::Pieces;
+
+/// The answering side of a `ForwardStream`.
+pub(in crate::api) struct Exchange {
+    backend: Arc<dyn Backend>,
+    metrics: Arc<RequestMetrics>,
+    call: Call,
+    /// `None` once the client has sent its last request.
+    inbound: Option<Streaming<ForwardStreamRequest>>,
+    in_flight: FuturesUnordered<InFlight>,
+    ids: HashSet<u64>,
+    max_in_flight: usize,
+    deadline: Option<Pin<Box<Sleep>>>,
+    closing: Pin<Box<WaitForCancellationFutureOwned>>,
+    /// What the stream ends with once nothing is in flight.
+    end: Option<Status>,
+    over: bool,
+}
+
+/// An answer and what it takes along.
+struct Answered {
+    id: u64,
+    result: Result<ForwardResponse, Status>,
+    /// `None` if the message was refused before it was received.
+    ticket: Option<Ticket>,
+    started: Instant,
+}
+
+impl Exchange {
+    pub(in crate::api) fn new(
+        backend: Arc<dyn Backend>,
+        metrics: Arc<RequestMetrics>,
+        call: Call,
+        inbound: Streaming<ForwardStreamRequest>,
+    ) -> Exchange {
+        let max_in_flight = backend.model().limits.max_requests_per_stream.max(1) as usize;
+        Exchange {
+            backend,
+            metrics,
+            inbound: Some(inbound),
+            in_flight: FuturesUnordered::new(),
+            ids: HashSet::new(),
+            max_in_flight,
+            deadline: call.deadline.map(|at| Box::pin(tokio::time::sleep_until(at.into()))),
+            closing: Box::pin(call.closing.clone().cancelled_owned()),
+            call,
+            end: None,
+            over: false,
+        }
+    }
+
+    /// Takes one request in; `Some` if its answer is known at once.
+    fn take(&mut self, message: ForwardStreamRequest) -> Option<Answered> {
+        let started = Instant::now();
+        let id = message.id;
+        let (ticket, result) = match self.call.charges.next_arrival() {
+            Some(Arrival::Refused(status)) => (None, Err(status)),
+            Some(Arrival::Charged(ticket, apart)) => {
+                let result = self.submit(message, apart, &ticket, started).map_err(Status::from);
+                (Some(ticket), result)
+            }
+            None => (None, Err(Status::internal("the message was not charged"))),
+        };
+        match result {
+            Ok(None) => None,
+            Ok(Some(response)) => Some(Answered { id, result: Ok(response), ticket, started }),
+            Err(status) => Some(Answered { id, result: Err(status), ticket, started }),
+        }
+    }
+
+    fn submit(
+        &mut self,
+        message: ForwardStreamRequest,
+        apart: Option<Pieces>,
+        ticket: &Ticket,
+        started: Instant,
+    ) -> Result<Option<ForwardResponse>, Failure> {
+        let id = message.id;
+        if self.ids.contains(&id) {
+            return Err(Failure::field("id", format!("a request with id {id} is in flight on this stream")));
+        }
+        let Some(request) = message.request else {
+            return Err(Failure::field("request", "the request is missing"));
+        };
+        let own =
+            (message.timeout_ms > 0).then(|| started + Duration::from_millis(message.timeout_ms.into()));
+        let deadline = own.into_iter().chain(self.call.deadline).min();
+        let envelope = self.call.envelope(deadline);
+        match take_in(&*self.backend, &self.metrics, request, apart, envelope, ticket.clone())? {
+            Taken::Answered(response) => Ok(Some(*response)),
+            Taken::Pending(pending) => {
+                self.ids.insert(id);
+                self.in_flight.push(InFlight {
+                    id,
+                    pending,
+                    // The stream's own deadline is watched over once for all.
+                    deadline: own.map(|at| Box::pin(tokio::time::sleep_until(at.into()))),
+                    ticket: Some(ticket.clone()),
+                    started,
+                });
+                Ok(None)
+            }
+        }
+    }
+
+    fn send(&mut self, answered: Answered) -> Poll<Option<Result<ForwardStreamResponse, Status>>> {
+        let code = answered.result.as_ref().map_or_else(Status::code, |_| Code::Ok);
+        self.metrics.answered(code_name(code), answered.started.elapsed());
+        let mut rows = None;
+        let outcome = match answered.result {
+            Ok(mut response) => {
+                rows = take_large(&mut response.rows);
+                Outcome::Response(response)
+            }
+            Err(status) => Outcome::Status(request_status(&status)),
+        };
+        self.call.charges.leave(Leaving { ticket: answered.ticket, rows });
+        Poll::Ready(Some(Ok(ForwardStreamResponse { id: answered.id, result: Some(outcome) })))
+    }
+
+    /// Ends the stream now; what is in flight is cancelled.
+    fn finish(&mut self, status: Option<Status>) -> Poll<Option<Result<ForwardStreamResponse, Status>>> {
+        self.over = true;
+        self.inbound = None;
+        for _ in 0..self.in_flight.len() {
+            let code = status.as_ref().map_or(Code::Cancelled, Status::code);
+            self.metrics.answered(code_name(code), Duration::ZERO);
+        }
+        self.in_flight.clear();
+        Poll::Ready(status.map(Err))
+    }
+}
+
+impl Stream for Exchange {
+    type Item = Result<ForwardStreamResponse, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let this = &mut *self;
+        if this.over {
+            return Poll::Ready(None);
+        }
+        if let Some(deadline) = &mut this.deadline
+            && deadline.as_mut().poll(cx).is_ready()
+        {
+            return this.finish(Some(Failure::DeadlineExceeded.into()));
+        }
+        if this.inbound.is_some() && this.closing.as_mut().poll(cx).is_ready() {
+            this.inbound = None;
+            this.end = Some(Failure::ShuttingDown.into());
+        }
+        loop {
+            if let Poll::Ready(Some(answered)) = Pin::new(&mut this.in_flight).poll_next(cx) {
+                this.ids.remove(&answered.id);
+                return this.send(answered);
+            }
+            let Some(inbound) = &mut this.inbound else {
+                if this.in_flight.is_empty() {
+                    let end = this.end.take();
+                    return this.finish(end);
+                }
+                return Poll::Pending;
+            };
+            if this.in_flight.len() >= this.max_in_flight {
+                return Poll::Pending;
+            }
+            match Pin::new(inbound).poll_next(cx) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Some(Ok(message))) => {
+                    if let Some(answered) = this.take(message) {
+                        return this.send(answered);
+                    }
+                }
+                Poll::Ready(Some(Err(status))) => {
+                    this.end = Some(status);
+                    this.inbound = None;
+                }
+                Poll::Ready(None) => this.inbound = None,
+            }
+        }
+    }
+}
+
+/// A request of the stream that the scheduler has.
+struct InFlight {
+    id: u64,
+    pending: Pending,
+    deadline: Option<Pin<Box<Sleep>>>,
+    ticket: Option<Ticket>,
+    started: Instant,
+}
+
+impl Future for InFlight {
+    type Output = Answered;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answered> {
+        let this = &mut *self;
+        let result = match Pin::new(&mut this.pending).poll(cx) {
+            Poll::Ready(Ok(Ok(answer))) => Ok(convert::response(answer)),
+            Poll::Ready(Ok(Err(error))) => Err(Failure::from(error).into()),
+            Poll::Ready(Err(_)) => Err(convert::abandoned().into()),
+            Poll::Pending => {
+                let late =
+                    this.deadline.as_mut().is_some_and(|deadline| deadline.as_mut().poll(cx).is_ready());
+                if !late {
+                    return Poll::Pending;
+                }
+                Err(Failure::DeadlineExceeded.into())
+            }
+        };
+        Poll::Ready(Answered { id: this.id, result, ticket: this.ticket.take(), started: this.started })
+    }
+}

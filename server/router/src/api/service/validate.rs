@@ -1,0 +1,230 @@
+//! Turns a wire request into a scheduler's request, or says which fields are at fault.
+//!
+//! Nothing is copied: rows, ids and weights stay slices of the received message, at whatever alignment they have.
+
+use std::time::Instant;
+
+use bytes::Bytes;
+use expertd_proto::v1::forward_request::Payload;
+use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
+
+use super::failure::{Failure, Violation};
+use crate::backend::{ClientKey, GivenRouting, ModelInfo, MoeLayerInfo, Request, RequestId};
+use expertd_types::Pieces;
+use expertd_types::{DType, LayerId};
+
+/// What a request carries beside its message.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::api) struct Envelope {
+    pub(in crate::api) id: RequestId,
+    pub(in crate::api) client: ClientKey,
+    pub(in crate::api) deadline: Option<Instant>,
+}
+
+/// Checks a request against the model. Rows that were kept `apart` stand for inline ones that are empty. `None` for zero
+/// tokens: the answer is empty and takes part in no step.
+pub(in crate::api) fn validate(
+    model: &ModelInfo,
+    message: ForwardRequest,
+    apart: Option<Pieces>,
+    envelope: Envelope,
+) -> Result<Option<Request>, Failure> {
+    check_model(model, &message.model)?;
+    let layer_id = LayerId(message.layer);
+    if layer_id.index() >= model.num_layers {
+        return Err(Failure::UnknownLayer { layer: message.layer, num_layers: model.num_layers });
+    }
+    let Some(layer) = model.layers.get(&layer_id) else {
+        return Err(Failure::field(
+            "layer",
+            format!("layer {} has no MoE block; GetModel lists those that have", message.layer),
+        ));
+    };
+    if let Some(expected) = message.expected_weight_version
+        && expected != model.weight_version.0
+    {
+        return Err(Failure::WeightVersion { expected, loaded: model.weight_version.0 });
+    }
+
+    let mut found = Violations::default();
+    let tokens = message.tokens as usize;
+    if tokens > model.limits.max_tokens_per_request {
+        let limit = model.limits.max_tokens_per_request;
+        return Err(Failure::field("tokens", format!("at most {limit} per request, found {tokens}")));
+    }
+    let dtype = u32::try_from(message.dtype).ok().and_then(DType::from_code);
+    if dtype.is_none() {
+        found.add(
+            "dtype",
+            format!("must be DTYPE_BF16, DTYPE_F16 or DTYPE_F32, found {}", name_of(message.dtype)),
+        );
+    }
+    let rows = found.rows(message.payload, apart, tokens, model.hidden, dtype);
+    let routing = message.routing.and_then(|routing| found.routing(routing, tokens, layer));
+    let token_ids = layer.routes_by_token_id.then(|| found.token_ids(message.token_ids, tokens, layer));
+    let shared_experts = match SharedExperts::try_from(message.shared_experts) {
+        Ok(SharedExperts::Unspecified | SharedExperts::Include) => true,
+        Ok(SharedExperts::Exclude) => false,
+        Err(_) => {
+            let value = message.shared_experts;
+            found.add("shared_experts", format!("must be INCLUDE or EXCLUDE, found {value}"));
+            true
+        }
+    };
+
+    let (Some(dtype), true) = (dtype, found.0.is_empty()) else {
+        return Err(Failure::Invalid { violations: found.0 });
+    };
+    if tokens == 0 {
+        return Ok(None);
+    }
+    Ok(Some(Request {
+        id: envelope.id,
+        client: envelope.client,
+        layer: layer_id,
+        tokens,
+        dtype,
+        rows,
+        routing,
+        token_ids,
+        shared_experts,
+        return_routing: message.return_routing,
+        return_timings: message.return_timings,
+        deadline: envelope.deadline,
+    }))
+}
+
+/// An empty name means the loaded model.
+pub(in crate::api) fn check_model(model: &ModelInfo, name: &str) -> Result<(), Failure> {
+    if name.is_empty() || name == model.name {
+        return Ok(());
+    }
+    Err(Failure::UnknownModel { given: name.to_owned(), known: model.name.clone() })
+}
+
+fn name_of(dtype: i32) -> String {
+    v1::DType::try_from(dtype).map_or_else(|_| dtype.to_string(), |dtype| dtype.as_str_name().to_owned())
+}
+
+/// Fields at fault, found so far.
+#[derive(Default)]
+struct Violations(Vec<Violation>);
+
+impl Violations {
+    fn add(&mut self, field: &'static str, text: impl Into<String>) {
+        self.0.push(Violation { field, text: text.into() });
+    }
+
+    fn bytes(&mut self, field: &'static str, found: usize, expected: usize, shape: &str) -> bool {
+        if found != expected {
+            self.add(field, format!("must have {expected} bytes ({shape}), found {found}"));
+        }
+        found == expected
+    }
+
+    fn rows(
+        &mut self,
+        payload: Option<Payload>,
+        apart: Option<Pieces>,
+        tokens: usize,
+        hidden: usize,
+        dtype: Option<DType>,
+    ) -> Pieces {
+        match payload {
+            Some(Payload::Inline(rows)) => {
+                let rows = apart.filter(|_| rows.is_empty()).unwrap_or_else(|| rows.into());
+                if let Some(dtype) = dtype {
+                    let shape = format!("{tokens} tokens of {hidden} {dtype}");
+                    self.bytes("inline", rows.len(), tokens * hidden * dtype.size(), &shape);
+                }
+                return rows;
+            }
+            Some(Payload::SharedMemory(_)) => {
+                self.add("shared_memory", "not served yet; send the rows inline")
+            }
+            Some(Payload::Device(_)) => self.add("device", "not served yet; send the rows inline"),
+            None if tokens == 0 => {}
+            None => self.add("inline", "the rows are missing"),
+        }
+        Pieces::default()
+    }
+
+    fn routing(&mut self, routing: v1::Routing, tokens: usize, layer: &MoeLayerInfo) -> Option<GivenRouting> {
+        let k = if routing.k == 0 { layer.top_k } else { routing.k as usize };
+        if k == 0 || k > layer.max_k {
+            self.add("routing.k", format!("must be 1 to {} for this layer, found {k}", layer.max_k));
+            return None;
+        }
+        let shape = format!("{tokens} tokens, k = {k}, 4 bytes each");
+        let expected = tokens * k * 4;
+        let ids_fit = self.bytes("routing.topk_ids", routing.topk_ids.len(), expected, &shape);
+        let weights_fit = self.bytes("routing.topk_weights", routing.topk_weights.len(), expected, &shape);
+        if ids_fit && let Err(text) = check_ids(&routing.topk_ids, k, layer.num_experts) {
+            self.add("routing.topk_ids", text);
+        }
+        if weights_fit && let Err(text) = check_weights(&routing.topk_weights, k) {
+            self.add("routing.topk_weights", text);
+        }
+        Some(GivenRouting { ids: routing.topk_ids, weights: routing.topk_weights, k })
+    }
+
+    fn token_ids(&mut self, ids: Bytes, tokens: usize, layer: &MoeLayerInfo) -> Bytes {
+        let shape = format!("{tokens} int32; this layer routes by token id");
+        if self.bytes("token_ids", ids.len(), tokens * 4, &shape) {
+            let bad = le_words(&ids)
+                .map(i32::from_le_bytes)
+                .enumerate()
+                .find(|&(_, id)| !in_range(id, layer.vocabulary));
+            if let Some((token, id)) = bad {
+                self.add(
+                    "token_ids",
+                    format!(
+                        "token {token} has id {id}, expected 0 to {}",
+                        layer.vocabulary.saturating_sub(1)
+                    ),
+                );
+            }
+        }
+        ids
+    }
+}
+
+fn le_words(bytes: &[u8]) -> impl Iterator<Item = [u8; 4]> + '_ {
+    bytes.as_chunks::<4>().0.iter().copied()
+}
+
+fn in_range(id: i32, bound: usize) -> bool {
+    usize::try_from(id).is_ok_and(|id| id < bound)
+}
+
+/// Ids become addresses: each in range, none twice in a row.
+fn check_ids(ids: &[u8], k: usize, num_experts: usize) -> Result<(), String> {
+    let mut seen = vec![0u64; num_experts.div_ceil(64)];
+    for (token, row) in ids.chunks_exact(k * 4).enumerate() {
+        for id in le_words(row).map(i32::from_le_bytes) {
+            if !in_range(id, num_experts) {
+                return Err(format!(
+                    "token {token} names expert {id}, expected 0 to {}",
+                    num_experts.saturating_sub(1)
+                ));
+            }
+            let (word, bit) = (id as usize / 64, 1u64 << (id as usize % 64));
+            if seen[word] & bit != 0 {
+                return Err(format!("token {token} names expert {id} twice"));
+            }
+            seen[word] |= bit;
+        }
+        for id in le_words(row).map(i32::from_le_bytes) {
+            seen[id as usize / 64] = 0;
+        }
+    }
+    Ok(())
+}
+
+fn check_weights(weights: &[u8], k: usize) -> Result<(), String> {
+    let bad = le_words(weights).map(f32::from_le_bytes).position(|weight| !weight.is_finite());
+    match bad {
+        Some(at) => Err(format!("token {} has a weight that is not finite", at / k)),
+        None => Ok(()),
+    }
+}

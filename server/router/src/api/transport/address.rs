@@ -1,0 +1,306 @@
+//! Where the service listens: TCP and Unix-domain sockets.
+
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::str::FromStr;
+use std::task::{Context, Poll};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+
+/// An address to listen on: `HOST:PORT` (numeric host, port 0 picks a free one) or `unix:/PATH`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Address {
+    /// TCP.
+    Tcp(SocketAddr),
+    /// A Unix-domain socket.
+    Unix(PathBuf),
+}
+
+/// An address that does not parse.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{given:?} is no address to listen on: {reason}; use 127.0.0.1:50051, [::1]:50051 or unix:/run/expertd.sock"
+)]
+pub struct AddressError {
+    given: String,
+    reason: String,
+}
+
+impl FromStr for Address {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Address, AddressError> {
+        let bad = |reason: String| AddressError { given: text.to_owned(), reason };
+        if let Some(path) = text.strip_prefix("unix:") {
+            let path = path.strip_prefix("//").unwrap_or(path);
+            if path.is_empty() {
+                return Err(bad("the path is missing".to_owned()));
+            }
+            // sun_path holds 108 bytes with the terminating zero.
+            if path.len() > 107 {
+                return Err(bad(format!("the path has {} bytes, a socket's path at most 107", path.len())));
+            }
+            return Ok(Address::Unix(PathBuf::from(path)));
+        }
+        let numeric = text.strip_prefix("localhost:").map(|port| format!("127.0.0.1:{port}"));
+        numeric.as_deref().unwrap_or(text).parse().map(Address::Tcp).map_err(|error| bad(format!("{error}")))
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Address::Tcp(address) => address.fmt(f),
+            Address::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+/// Why an address could not be bound.
+#[derive(Debug, thiserror::Error)]
+pub enum BindError {
+    /// The system refused.
+    #[error("cannot listen on {address}: {source}{}", hint(address, source))]
+    System {
+        /// The address.
+        address: Address,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Another process answers on the socket.
+    #[error("cannot listen on unix:{}: another process serves on it; stop that one or choose another path", path.display())]
+    InUse {
+        /// The socket's path.
+        path: PathBuf,
+    },
+    /// Something that is no socket lies at the path.
+    #[error("cannot listen on unix:{}: a file that is no socket lies there; it is left alone: move it or choose another path", path.display())]
+    NotASocket {
+        /// The path.
+        path: PathBuf,
+    },
+}
+
+fn hint(address: &Address, error: &io::Error) -> &'static str {
+    match (error.kind(), address) {
+        (io::ErrorKind::AddrInUse, _) => {
+            "; another process has it: choose another port, or port 0 for a free one"
+        }
+        (io::ErrorKind::PermissionDenied, Address::Tcp(_)) => "; ports below 1024 need privileges",
+        (io::ErrorKind::NotFound, Address::Unix(_)) => "; its directory does not exist",
+        _ => "",
+    }
+}
+
+/// A bound listener. A Unix-domain socket's file goes away with it.
+pub(in crate::api) enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener, SocketFile),
+}
+
+impl Listener {
+    pub(in crate::api) async fn bind(address: &Address) -> Result<Listener, BindError> {
+        let failed = |source| BindError::System { address: address.clone(), source };
+        match address {
+            Address::Tcp(socket) => TcpListener::bind(socket).await.map(Listener::Tcp).map_err(failed),
+            Address::Unix(path) => bind_unix(path),
+        }
+    }
+
+    /// The address with the port that the system picked.
+    pub(in crate::api) fn address(&self) -> io::Result<Address> {
+        match self {
+            Listener::Tcp(listener) => listener.local_addr().map(Address::Tcp),
+            Listener::Unix(_, file) => Ok(Address::Unix(file.path.clone())),
+        }
+    }
+
+    pub(in crate::api) async fn accept(&self) -> io::Result<Socket> {
+        match self {
+            Listener::Tcp(listener) => {
+                let (stream, _) = listener.accept().await?;
+                stream.set_nodelay(true)?;
+                Ok(Socket::Tcp(stream))
+            }
+            Listener::Unix(listener, _) => Ok(Socket::Unix(listener.accept().await?.0)),
+        }
+    }
+}
+
+fn bind_unix(path: &Path) -> Result<Listener, BindError> {
+    let failed = |source| BindError::System { address: Address::Unix(path.to_owned()), source };
+    let listener = match UnixListener::bind(path) {
+        Ok(listener) => listener,
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            remove_stale(path)?;
+            UnixListener::bind(path).map_err(failed)?
+        }
+        Err(error) => return Err(failed(error)),
+    };
+    let file = SocketFile::of(path).map_err(failed)?;
+    Ok(Listener::Unix(listener, file))
+}
+
+/// Removes a socket file that a dead process left behind, and nothing else: a refused connection proves that nobody
+/// listens.
+fn remove_stale(path: &Path) -> Result<(), BindError> {
+    let failed = |source| BindError::System { address: Address::Unix(path.to_owned()), source };
+    let metadata = match std::fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(failed(error)),
+    };
+    if !metadata.file_type().is_socket() {
+        return Err(BindError::NotASocket { path: path.to_owned() });
+    }
+    match std::os::unix::net::UnixStream::connect(path) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            tracing::info!(path = %path.display(), "removing the socket that an earlier process left behind");
+            std::fs::remove_file(path).map_err(failed)
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Err(failed(error)),
+        _ => Err(BindError::InUse { path: path.to_owned() }),
+    }
+}
+
+/// Removes the socket's file on drop, if it still is the one that was bound.
+pub(in crate::api) struct SocketFile {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl SocketFile {
+    fn of(path: &Path) -> io::Result<SocketFile> {
+        let metadata = std::fs::symlink_metadata(path)?;
+        Ok(SocketFile { path: path.to_owned(), device: metadata.dev(), inode: metadata.ino() })
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let ours = std::fs::symlink_metadata(&self.path)
+            .is_ok_and(|found| found.dev() == self.device && found.ino() == self.inode);
+        if ours && let Err(error) = std::fs::remove_file(&self.path) {
+            tracing::debug!(path = %self.path.display(), %error, "the socket file stays behind");
+        }
+    }
+}
+
+/// An accepted connection.
+pub(in crate::api) enum Socket {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+macro_rules! forward {
+    ($self:ident, $stream:ident => $call:expr) => {
+        match $self.get_mut() {
+            Socket::Tcp(stream) => {
+                let $stream = Pin::new(stream);
+                $call
+            }
+            Socket::Unix(stream) => {
+                let $stream = Pin::new(stream);
+                $call
+            }
+        }
+    };
+}
+
+impl AsyncRead for Socket {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        forward!(self, stream => stream.poll_read(cx, buf))
+    }
+}
+
+impl AsyncWrite for Socket {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        forward!(self, stream => stream.poll_write(cx, buf))
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        forward!(self, stream => stream.poll_write_vectored(cx, bufs))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        forward!(self, stream => stream.poll_flush(cx))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        forward!(self, stream => stream.poll_shutdown(cx))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn addresses_parse_and_print() {
+        for text in ["127.0.0.1:50051", "[::1]:0", "unix:/tmp/x.sock"] {
+            assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
+        }
+        assert_eq!("localhost:7".parse::<Address>().unwrap().to_string(), "127.0.0.1:7");
+        assert_eq!("unix:///tmp/x".parse::<Address>().unwrap(), Address::Unix("/tmp/x".into()));
+        let long = format!("unix:/{}", "x".repeat(200));
+        for text in ["", "50051", "example.org:1", "unix:", &long] {
+            let error = text.parse::<Address>().unwrap_err().to_string();
+            assert!(error.contains("use 127.0.0.1:50051"), "{error}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s.sock");
+        let address = Address::Unix(path.clone());
+
+        // A dead process leaves its file behind.
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        assert!(path.exists());
+        let live = Listener::bind(&address).await.unwrap();
+
+        assert!(matches!(Listener::bind(&address).await, Err(BindError::InUse { .. })));
+        drop(live);
+        assert!(!path.exists(), "the socket file goes away with its listener");
+
+        std::fs::write(&path, "precious").unwrap();
+        assert!(matches!(Listener::bind(&address).await, Err(BindError::NotASocket { .. })));
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
+    }
+
+    #[tokio::test]
+    async fn a_socket_of_somebody_else_is_not_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s.sock");
+        let ours = Listener::bind(&Address::Unix(path.clone())).await.unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let _theirs = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        drop(ours);
+        assert!(path.exists());
+    }
+
+    #[tokio::test]
+    async fn a_taken_port_says_the_way_out() {
+        let first = Listener::bind(&"127.0.0.1:0".parse().unwrap()).await.unwrap();
+        let error = Listener::bind(&first.address().unwrap()).await.err().unwrap().to_string();
+        assert!(error.contains("choose another port"), "{error}");
+    }
+}

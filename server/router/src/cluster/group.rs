@@ -1,0 +1,435 @@
+//! One generation of the EP group as the router sees it: its ranks, its shared memory, the steps in flight.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::{Duration, Instant};
+
+use super::config::ClusterConfig;
+use super::fault::{Fault, FaultKind, FormError};
+use super::process::{RankEvent, RankNews, RankProcess};
+use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
+use expertd_ipc::{
+    ChannelError, Completion, Forming, RouterBell, RouterChannel, SharedRegion, Staged, StepDescriptor,
+};
+use expertd_types::Phase;
+use expertd_types::{Generation, LayerId, Rank, Slot, StepId};
+
+/// How often signs of life are looked at.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// How far a rank is.
+#[derive(Clone, Debug)]
+pub struct RankView {
+    /// Its process.
+    pub pid: u32,
+    /// What it computes with, once it said so.
+    pub device: Option<String>,
+    /// Whether it is loaded and warm.
+    pub ready: bool,
+    /// Weight bytes in place.
+    pub loaded_bytes: u64,
+    /// Weight bytes it will have.
+    pub total_bytes: u64,
+}
+
+#[derive(Debug)]
+struct Member {
+    process: RankProcess,
+    view: RankView,
+    heartbeat: u64,
+    /// Checks in a row that saw no beat: counted rather than timed, so that a stall of the router itself, which sees
+    /// the beats that it missed all at once, does not count against a rank.
+    still: u32,
+}
+
+#[derive(Debug)]
+struct InFlight {
+    step: StepId,
+    sequence: u64,
+    slot: Slot,
+    tokens: usize,
+    since: Instant,
+    completions: Vec<Option<Completion>>,
+}
+
+/// A completed step.
+#[derive(Debug)]
+pub struct StepDone {
+    /// Which.
+    pub step: StepId,
+    /// Its step buffers, free again after the answers are read.
+    pub slot: Slot,
+    /// Rows of all ranks.
+    pub tokens: usize,
+    /// Since it was launched.
+    pub elapsed: Duration,
+    /// Of the slowest rank in each phase.
+    pub phase_ns: [u64; Phase::ALL.len()],
+    /// By rank.
+    pub completions: Vec<Completion>,
+}
+
+impl StepDone {
+    /// [`Completion::computed_ns`] of the rank that took longest. Where one rank waits for another this is less than the
+    /// sum of [`phase_ns`](Self::phase_ns), which counts the wait twice.
+    #[must_use]
+    pub fn computed_ns(&self) -> u64 {
+        self.completions.iter().map(Completion::computed_ns).max().unwrap_or(0)
+    }
+}
+
+/// A generation. Dropping it kills and reaps its ranks.
+#[derive(Debug)]
+pub struct Group {
+    config: Arc<ClusterConfig>,
+    generation: Generation,
+    channel: RouterChannel,
+    members: Vec<Member>,
+    events: Receiver<RankEvent>,
+    heard: VecDeque<RankEvent>,
+    completed: VecDeque<(Rank, Result<Completion, ChannelError>)>,
+    started: bool,
+    sequence: u64,
+    in_flight: VecDeque<InFlight>,
+    /// Since when the oldest of them is that.
+    front_since: Instant,
+    next_check: Instant,
+    /// Made here, mapped by the ranks.
+    windows: Option<Arc<SharedRegion>>,
+}
+
+impl Group {
+    /// Starts the processes of a generation; they load on their own, and [`poll`](Self::poll) follows them.
+    ///
+    /// # Errors
+    /// If memory or a process cannot be had.
+    pub fn form(
+        config: &Arc<ClusterConfig>,
+        generation: Generation,
+        bell: &RouterBell,
+    ) -> Result<Self, FormError> {
+        let channel = RouterChannel::create(&config.shape)?;
+        let windows = config.windows.map(|make| make(&rank_setup(config, generation, Rank(0))));
+        let windows = windows.transpose().map_err(FormError::Windows)?;
+        let (sender, events) = mpsc::channel();
+        let mut group = Group {
+            config: Arc::clone(config),
+            generation,
+            channel,
+            members: Vec::new(),
+            events,
+            heard: VecDeque::new(),
+            completed: VecDeque::new(),
+            started: false,
+            sequence: 0,
+            in_flight: VecDeque::new(),
+            front_since: Instant::now(),
+            next_check: Instant::now() + CHECK_INTERVAL,
+            windows,
+        };
+        for rank in 0..config.shape.ranks {
+            let rank = Rank(rank);
+            let process = group
+                .spawn(rank, sender.clone(), bell)
+                .map_err(|source| FormError::Spawn { rank, source })?;
+            let view =
+                RankView { pid: process.pid(), device: None, ready: false, loaded_bytes: 0, total_bytes: 0 };
+            group.members.push(Member { process, view, heartbeat: 0, still: 0 });
+        }
+        Ok(group)
+    }
+
+    fn spawn(&self, rank: Rank, events: Sender<RankEvent>, bell: &RouterBell) -> io::Result<RankProcess> {
+        let setup = rank_setup(&self.config, self.generation, rank);
+        let mut fds = vec![self.channel.fd(), bell.fd()];
+        fds.extend(self.windows.as_ref().map(|windows| windows.as_fd()));
+        RankProcess::spawn(&setup, &fds, &self.config.environment, events, bell.clone())
+    }
+
+    /// The number of this generation.
+    #[must_use]
+    pub const fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    /// How far each rank is.
+    pub fn ranks(&self) -> impl Iterator<Item = &RankView> {
+        self.members.iter().map(|member| &member.view)
+    }
+
+    /// Whether steps can be launched.
+    #[must_use]
+    pub const fn is_started(&self) -> bool {
+        self.started
+    }
+
+    /// Collects what ranks have said, without waiting; whether there is anything for [`poll`](Self::poll).
+    pub fn collect(&mut self) -> bool {
+        self.heard.extend(self.events.try_iter());
+        for rank in 0..self.members.len() {
+            let rank = Rank(rank as u32);
+            while let Some(completion) = self.channel.completion(rank).transpose() {
+                let broken = completion.is_err();
+                self.completed.push_back((rank, completion));
+                if broken {
+                    break;
+                }
+            }
+        }
+        !self.heard.is_empty() || !self.completed.is_empty()
+    }
+
+    /// Takes in what ranks have said, without waiting; whether there was anything.
+    ///
+    /// # Errors
+    /// The fault that ends this generation.
+    pub fn poll(&mut self) -> Result<bool, Fault> {
+        let news = self.collect();
+        // Completions first: a rank that reports why its step failed says more than the end of its process.
+        while let Some((rank, completion)) = self.completed.pop_front() {
+            self.record(rank, completion?)?;
+        }
+        while let Some(event) = self.heard.pop_front() {
+            self.hear(event)?;
+        }
+        if !self.started && self.members.iter().all(|member| member.view.ready) {
+            self.channel.populate()?;
+            for member in &self.members {
+                member.process.send(ToRank::Start);
+            }
+            self.started = true;
+        }
+        if Instant::now() >= self.next_check {
+            self.check_life()?;
+        }
+        Ok(news)
+    }
+
+    fn hear(&mut self, event: RankEvent) -> Result<(), Fault> {
+        let rank = event.rank;
+        let member = &mut self.members[rank.index()];
+        match event.news {
+            RankNews::Message(FromRank::GroupId { id }) => {
+                for member in &self.members {
+                    member.process.send(ToRank::GroupId { id: id.clone() });
+                }
+            }
+            RankNews::Message(FromRank::Loading { loaded_bytes, total_bytes }) => {
+                member.view.loaded_bytes = loaded_bytes;
+                member.view.total_bytes = total_bytes;
+            }
+            RankNews::Message(FromRank::Ready { weight_bytes, device }) => {
+                member.view.ready = true;
+                member.view.device = Some(device);
+                member.view.loaded_bytes = weight_bytes;
+                member.view.total_bytes = weight_bytes;
+            }
+            RankNews::Message(FromRank::Failed { kind, message }) => {
+                let kind = match kind {
+                    FailureKind::Load => FaultKind::Load,
+                    FailureKind::Setup => FaultKind::Setup,
+                };
+                return Err(Fault { kind, message: format!("rank {rank}: {message}") });
+            }
+            RankNews::Gone => {
+                // A process that leaves its socket is about to end: tell how, if it does so soon.
+                member.process.wait_until(Instant::now() + Duration::from_millis(50));
+                member.process.kill();
+                let how = member.process.reap().map_or_else(String::new, |status| format!(" ({status})"));
+                return Err(Fault {
+                    kind: FaultKind::Exit,
+                    message: format!("rank {rank}, process {}, ended{how}", member.view.pid),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn record(&mut self, rank: Rank, completion: Completion) -> Result<(), Fault> {
+        if completion.failed != 0 {
+            let message = format!("rank {rank}: step failed: {}", completion.text());
+            return Err(Fault { kind: FaultKind::Step, message });
+        }
+        let Some(step) = self.in_flight.iter_mut().find(|s| s.sequence == completion.sequence) else {
+            let message =
+                format!("rank {rank} completed exchange {}, which is not in flight", completion.sequence);
+            return Err(Fault { kind: FaultKind::Channel, message });
+        };
+        step.completions[rank.index()] = Some(completion);
+        Ok(())
+    }
+
+    fn check_life(&mut self) -> Result<(), Fault> {
+        self.next_check = Instant::now() + CHECK_INTERVAL;
+        let allowed = self.config.liveness_timeout.div_duration_f64(CHECK_INTERVAL).ceil().max(2.0) as u32;
+        for (rank, member) in self.members.iter_mut().enumerate() {
+            let beat = self.channel.heartbeat(Rank(rank as u32));
+            member.still = if beat == member.heartbeat { member.still + 1 } else { 0 };
+            member.heartbeat = beat;
+            // A process that has just been started has yet to map the channel.
+            let grace = if beat == 0 { 100 } else { 1 };
+            if member.still >= allowed * grace {
+                let waited = CHECK_INTERVAL * member.still;
+                let message =
+                    format!("rank {rank}, process {}, showed no life for {waited:?}", member.view.pid);
+                return Err(Fault { kind: FaultKind::Liveness, message });
+            }
+        }
+        if let Some(step) = self.in_flight.front()
+            && self.front_since.elapsed() > self.config.step_timeout
+        {
+            let late: Vec<_> = (0..)
+                .zip(&step.completions)
+                .filter(|(_, c)| c.is_none())
+                .map(|(r, _)| r)
+                .collect::<Vec<u32>>();
+            let message = format!(
+                "step {} is not done after {:?} on ranks {late:?}; if steps of this size take that long, raise step-timeout-ms",
+                step.step, self.config.step_timeout
+            );
+            return Err(Fault { kind: FaultKind::StepTimeout, message });
+        }
+        Ok(())
+    }
+
+    /// The slot of the next step, if it may be formed now: when the last one's experts phase has ended, so that what
+    /// arrived meanwhile can join, and its copies overlap only the combine; or as soon as there is a slot if it would be
+    /// `full` anyway, so that its rows travel while the last one computes.
+    #[must_use]
+    pub fn next_slot(&self, full: bool) -> Option<Slot> {
+        if !self.started || self.in_flight.len() >= self.config.shape.slots as usize {
+            return None;
+        }
+        let last = self.in_flight.back();
+        let may = full || last.is_none_or(|step| self.channel.experts_done() >= step.sequence);
+        may.then(|| Slot((self.sequence % u64::from(self.config.shape.slots)) as u32))
+    }
+
+    /// Whether ranks ring when an experts phase ends: wanted while requests wait that could form a step then.
+    pub fn want_early_notice(&self, on: bool) {
+        self.channel.set_early_notice(on);
+    }
+
+    /// Begins forming the step of the slot that [`next_slot`](Self::next_slot) gave.
+    pub fn begin(&mut self, slot: Slot, top_k: usize) -> Forming<'_, '_> {
+        self.channel.begin(slot, top_k)
+    }
+
+    /// Hands the staged step to all ranks.
+    ///
+    /// # Errors
+    /// If a rank does not take it.
+    pub fn launch(
+        &mut self,
+        step: StepId,
+        slot: Slot,
+        layer: LayerId,
+        top_k: usize,
+        tokens: usize,
+    ) -> Result<(), Fault> {
+        self.sequence += 1;
+        let common = StepDescriptor {
+            sequence: self.sequence,
+            step: step.0,
+            layer: layer.0,
+            slot: slot.0,
+            tokens: 0,
+            segments: 0,
+            step_tokens: tokens as u32,
+            top_k: top_k as u32,
+        };
+        self.channel.launch(&common)?;
+        if self.in_flight.is_empty() {
+            self.front_since = Instant::now();
+        }
+        self.in_flight.push_back(InFlight {
+            step,
+            sequence: self.sequence,
+            slot,
+            tokens,
+            since: Instant::now(),
+            completions: vec![None; self.members.len()],
+        });
+        Ok(())
+    }
+
+    /// The oldest step in flight, if every rank has completed it.
+    pub fn take_done(&mut self) -> Option<StepDone> {
+        if self.in_flight.front()?.completions.iter().any(Option::is_none) {
+            return None;
+        }
+        let step = self.in_flight.pop_front()?;
+        self.front_since = Instant::now();
+        let completions: Vec<Completion> = step.completions.into_iter().flatten().collect();
+        let mut phase_ns = [0; Phase::ALL.len()];
+        for (slowest, phase) in phase_ns.iter_mut().zip(0..) {
+            *slowest = completions.iter().map(|c: &Completion| c.phase_ns[phase]).max().unwrap_or(0);
+        }
+        Some(StepDone {
+            step: step.step,
+            slot: step.slot,
+            tokens: step.tokens,
+            elapsed: step.since.elapsed(),
+            phase_ns,
+            completions,
+        })
+    }
+
+    /// Steps in flight.
+    #[must_use]
+    pub fn steps_in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// Output rows of a completed step.
+    #[must_use]
+    pub fn answer(&self, staged: &Staged) -> &[u8] {
+        self.channel.answer(staged)
+    }
+
+    /// Ids and weights of a completed step.
+    #[must_use]
+    pub fn routing(&self, staged: &Staged, top_k: usize) -> (&[u8], &[u8]) {
+        self.channel.routing(staged, top_k)
+    }
+
+    /// Lets the ranks leave by themselves until `deadline`, then kills and reaps what is left.
+    pub fn leave(mut self, deadline: Instant) {
+        for member in &self.members {
+            member.process.send(ToRank::Exit);
+        }
+        for member in &mut self.members {
+            member.process.wait_until(deadline);
+        }
+    }
+}
+
+fn rank_setup(config: &ClusterConfig, generation: Generation, rank: Rank) -> RankSetup {
+    RankSetup {
+        rank,
+        generation,
+        shape: config.shape.clone(),
+        device: config.device,
+        model: config.model.clone(),
+        cores: config.cores[rank.index()].clone(),
+        threads: config.threads(rank),
+        spin: config.spin,
+        peer_timeout: config.peer_timeout,
+        heartbeat: (config.liveness_timeout / 10).min(CHECK_INTERVAL),
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // All first, then wait: the kernel tears their memory down side by side.
+        for member in &mut self.members {
+            member.process.kill();
+        }
+        for member in &mut self.members {
+            member.process.reap();
+        }
+    }
+}

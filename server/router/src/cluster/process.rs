@@ -1,0 +1,157 @@
+//! One expert rank as a child process: started with its control socket as standard input, killed and reaped when its
+//! generation ends.
+
+use std::io::{self, BufReader};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::Sender;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use expertd_ipc::RouterBell;
+use expertd_ipc::control::{self, FromRank, RankSetup, ToRank};
+use expertd_types::{Generation, Rank};
+
+/// What the control socket of a rank brought.
+#[derive(Debug)]
+pub enum RankNews {
+    /// A message.
+    Message(FromRank),
+    /// The socket ended: the process is gone or about to be.
+    Gone,
+}
+
+/// News of one rank.
+#[derive(Debug)]
+pub struct RankEvent {
+    /// Of which life of the group; news of an earlier one is of no interest.
+    pub generation: Generation,
+    /// Of which rank.
+    pub rank: Rank,
+    /// The news.
+    pub news: RankNews,
+}
+
+/// A running rank. Dropping it kills and reaps the process.
+#[derive(Debug)]
+pub struct RankProcess {
+    child: Child,
+    socket: UnixStream,
+    reader: Option<JoinHandle<()>>,
+    reaped: bool,
+}
+
+impl RankProcess {
+    /// Starts a rank. News of it goes to `events`, and `bell` is rung.
+    ///
+    /// Must be called on a thread that lives as long as the rank should: the parent-death signal comes when the
+    /// *thread* that started a child ends.
+    ///
+    /// # Errors
+    /// If the process cannot be started.
+    pub fn spawn(
+        setup: &RankSetup,
+        fds: &[BorrowedFd<'_>],
+        environment: &[(String, String)],
+        events: Sender<RankEvent>,
+        bell: RouterBell,
+    ) -> io::Result<Self> {
+        let (socket, theirs) = UnixStream::pair()?;
+        let reading = socket.try_clone()?;
+        let child = Command::new("/proc/self/exe")
+            .arg0("expertd")
+            .args(["rank", "--rank", &setup.rank.to_string(), "--parent", &std::process::id().to_string()])
+            .envs(environment.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            // Signals of the terminal are for the router, which stops its ranks in order.
+            .process_group(0)
+            .spawn()?;
+        let mut process = RankProcess { child, socket, reader: None, reaped: false };
+        control::send_fds(&process.socket, fds)?;
+        control::send(&process.socket, setup)?;
+        let (generation, rank) = (setup.generation, setup.rank);
+        process.reader = Some(
+            std::thread::Builder::new()
+                .name(format!("control-{rank}"))
+                .spawn(move || read_control(&reading, generation, rank, &events, &bell))?,
+        );
+        Ok(process)
+    }
+
+    /// The process id.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends a message; a rank that is gone shows through its events.
+    pub fn send(&self, message: ToRank) {
+        let _ = control::send(&self.socket, &message);
+    }
+
+    /// Waits until `deadline` for the process to leave by itself; whether it did.
+    pub fn wait_until(&mut self, deadline: Instant) -> bool {
+        loop {
+            match self.child.try_wait() {
+                Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(2)),
+                Ok(None) => return false,
+                Ok(Some(_)) | Err(_) => {
+                    self.reaped = true;
+                    return true;
+                }
+            }
+        }
+    }
+
+    /// Kills the process, also a stopped one; [`reap`](Self::reap) it afterwards.
+    pub fn kill(&mut self) {
+        if !self.reaped {
+            let _ = self.child.kill();
+        }
+    }
+
+    /// Waits for the end of a killed process, and tells how it ended.
+    pub fn reap(&mut self) -> Option<std::process::ExitStatus> {
+        let status = self.child.wait().ok();
+        self.reaped = true;
+        if let Some(reader) = self.reader.take() {
+            let _ = reader.join();
+        }
+        status
+    }
+}
+
+impl Drop for RankProcess {
+    fn drop(&mut self) {
+        self.kill();
+        self.reap();
+    }
+}
+
+fn read_control(
+    socket: &UnixStream,
+    generation: Generation,
+    rank: Rank,
+    events: &Sender<RankEvent>,
+    bell: &RouterBell,
+) {
+    let mut reader = BufReader::new(socket);
+    loop {
+        let news = match control::receive::<FromRank>(&mut reader) {
+            Ok(Some(message)) => RankNews::Message(message),
+            Ok(None) => RankNews::Gone,
+            Err(error) => {
+                tracing::debug!(%rank, %error, "control socket broke");
+                RankNews::Gone
+            }
+        };
+        let last = matches!(news, RankNews::Gone);
+        let heard = events.send(RankEvent { generation, rank, news });
+        bell.bell().ring();
+        if last || heard.is_err() {
+            return;
+        }
+    }
+}

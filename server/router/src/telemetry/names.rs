@@ -1,0 +1,121 @@
+//! Every metric of the service in one place: name, kind, labels, buckets, meaning. A test checks that `docs/metrics.md`
+//! agrees with this file, and writes the page on request.
+
+/// The kind of a metric.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Kind {
+    /// Only grows; its name ends in `_total`.
+    Counter,
+    /// Goes up and down.
+    Gauge,
+    /// Counts observations in the given buckets (upper bounds).
+    Histogram(&'static [f64]),
+}
+
+/// One metric.
+#[derive(Clone, Copy, Debug)]
+pub struct Metric {
+    /// Its name; units are in it.
+    pub name: &'static str,
+    /// Counter, gauge or histogram.
+    pub kind: Kind,
+    /// Its unit, for `describe_*`.
+    pub unit: metrics::Unit,
+    /// Names of its labels.
+    pub labels: &'static [&'static str],
+    /// What a sample of it means.
+    pub help: &'static str,
+}
+
+/// Seconds from 10 µs to 10 s: whole requests, queues and steps.
+pub const LATENCY_BUCKETS: &[f64] = &[
+    1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 3.5e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7.5e-3, 1e-2, 2e-2,
+    5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
+];
+
+/// Seconds from 1 µs to 1 s: the phases of a step.
+pub const PHASE_BUCKETS: &[f64] = &[
+    1e-6, 2e-6, 3.5e-6, 5e-6, 7.5e-6, 1e-5, 1.5e-5, 2e-5, 3.5e-5, 5e-5, 7.5e-5, 1e-4, 1.5e-4, 2e-4, 3.5e-4,
+    5e-4, 7.5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0,
+];
+
+/// Token counts, powers of two.
+pub const TOKEN_BUCKETS: &[f64] = &[
+    1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0,
+    32768.0,
+];
+
+macro_rules! metrics_table {
+    ($($(#[doc = $help:literal])+ $constant:ident = $name:literal, $kind:expr, $unit:ident, [$($label:literal),*];)+) => {
+        $($(#[doc = $help])+ pub const $constant: &str = $name;)+
+
+        /// All metrics, in the order of `docs/metrics.md`.
+        pub const ALL: &[Metric] = &[
+            $(Metric {
+                name: $name,
+                kind: $kind,
+                unit: metrics::Unit::$unit,
+                labels: &[$($label),*],
+                help: concat!($($help),+).trim_ascii(),
+            },)+
+        ];
+    };
+}
+
+metrics_table! {
+    /// Requests answered, by method (Forward or ForwardStream) and gRPC status code. Every request of a stream counts.
+    REQUESTS_TOTAL = "expertd_requests_total", Kind::Counter, Count, ["method", "code"];
+    /// Time from the arrival of a request's last byte until its answer was handed to the transport.
+    REQUEST_DURATION_SECONDS = "expertd_request_duration_seconds", Kind::Histogram(LATENCY_BUCKETS), Seconds, ["method"];
+    /// Tokens in each admitted request.
+    REQUEST_TOKENS = "expertd_request_tokens", Kind::Histogram(TOKEN_BUCKETS), Count, [];
+    /// Requests in the queue, waiting for a step.
+    QUEUE_REQUESTS = "expertd_queue_requests", Kind::Gauge, Count, [];
+    /// Tokens of the requests in the queue.
+    QUEUE_TOKENS = "expertd_queue_tokens", Kind::Gauge, Count, [];
+    /// Time from the admission of a request until its first step formed.
+    QUEUE_DURATION_SECONDS = "expertd_queue_duration_seconds", Kind::Histogram(LATENCY_BUCKETS), Seconds, [];
+    /// Requests whose caller went away before the answer was ready.
+    REQUESTS_CANCELLED_TOTAL = "expertd_requests_cancelled_total", Kind::Counter, Count, [];
+    /// Steps completed.
+    STEPS_TOTAL = "expertd_steps_total", Kind::Counter, Count, [];
+    /// Tokens in each step, of all its requests together.
+    STEP_TOKENS = "expertd_step_tokens", Kind::Histogram(TOKEN_BUCKETS), Count, [];
+    /// Time from the forming of a step until its last row was back at the router rank.
+    STEP_DURATION_SECONDS = "expertd_step_duration_seconds", Kind::Histogram(LATENCY_BUCKETS), Seconds, [];
+    /// Time that a rank spent in one phase of a step: copy_in, gate, prepare, dispatch, experts, combine or copy_out.
+    PHASE_DURATION_SECONDS = "expertd_phase_duration_seconds", Kind::Histogram(PHASE_BUCKETS), Seconds, ["rank", "phase"];
+    /// Tokens that the router gave to a rank as their source rank.
+    RANK_TOKENS_TOTAL = "expertd_rank_tokens_total", Kind::Counter, Count, ["rank"];
+    /// Rows that a rank's experts computed: one for each token and chosen expert. The imbalance of expert load is the
+    /// largest rank's rate divided by the mean rate.
+    RANK_EXPERT_ROWS_TOTAL = "expertd_rank_expert_rows_total", Kind::Counter, Count, ["rank"];
+    /// Bytes of weights that a rank holds.
+    RANK_WEIGHT_BYTES = "expertd_rank_weight_bytes", Kind::Gauge, Bytes, ["rank"];
+    /// Number of the current generation (one life of the EP group); 0 before the first one.
+    GENERATION = "expertd_generation", Kind::Gauge, Count, [];
+    /// Generations that ended, by reason: exit, liveness, step, step_timeout, channel, load or setup.
+    GENERATION_ENDS_TOTAL = "expertd_generation_ends_total", Kind::Counter, Count, ["reason"];
+    /// Always 1. The label is the loaded weight version, which has more digits than a sample can hold.
+    WEIGHT_VERSION = "expertd_weight_version", Kind::Gauge, Count, ["version"];
+    /// 1 while the service admits requests, otherwise 0.
+    READY = "expertd_ready", Kind::Gauge, Count, [];
+    /// Open client connections.
+    CONNECTIONS = "expertd_connections", Kind::Gauge, Count, [];
+    /// Client connections accepted.
+    CONNECTIONS_ACCEPTED_TOTAL = "expertd_connections_accepted_total", Kind::Counter, Count, [];
+    /// Connections that the service refused or closed, by reason: limit (too many connections), silent (the peer never
+    /// spoke HTTP/2), stalled_write (the peer does not read), stalled_request and stalled_answer (a message moves too
+    /// slowly).
+    CONNECTIONS_ENDED_TOTAL = "expertd_connections_ended_total", Kind::Counter, Count, ["reason"];
+    /// Bytes charged for requests: each is charged from its arrival until its answer has left.
+    BYTES_IN_FLIGHT = "expertd_bytes_in_flight", Kind::Gauge, Bytes, [];
+    /// Upper bound of `expertd_bytes_in_flight`; requests beyond it wait or are refused.
+    BYTES_IN_FLIGHT_LIMIT = "expertd_bytes_in_flight_limit", Kind::Gauge, Bytes, [];
+    /// Resident memory of one process of the service (`router` or the number of a rank), by kind: anon, file or shmem.
+    PROCESS_RESIDENT_BYTES = "expertd_process_resident_bytes", Kind::Gauge, Bytes, ["process", "kind"];
+    /// Unix time at which the service started.
+    START_TIME_SECONDS = "expertd_start_time_seconds", Kind::Gauge, Seconds, [];
+    /// Always 1. The labels describe the build.
+    BUILD_INFO = "expertd_build_info", Kind::Gauge, Count, ["version", "commit", "features"];
+}

@@ -1,0 +1,11 @@
+//! Checkpoints of all families and formats: reading, refusing, synthesising, and what the blocks compute.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod broken_checkpoints;
+mod common;
+mod golden_block;
+mod layouts;
+mod models_doc;
+mod synth;
+mod verify;

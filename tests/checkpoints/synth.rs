@@ -1,0 +1,118 @@
+//! Synthesised checkpoints of every family and format open, and compute something reasonable.
+//!
+//! `EXPERTD_SYNTH_OUT=DIR` keeps them, so that `scripts/golden.py DIR --record` can run them through transformers.
+use std::path::{Path, PathBuf};
+
+use expertd_compute::experts::reference::block;
+use expertd_compute::gate::CpuGate;
+use expertd_model::Checkpoint;
+use expertd_model::WeightFormat;
+use expertd_model::synth::{self, SynthConfig, SynthFormat};
+use rand::{RngExt, SeedableRng};
+use rand_distr::StandardNormal;
+
+const FORMATS: [(SynthFormat, &str); 5] = [
+    (SynthFormat::Bf16, "bf16"),
+    (SynthFormat::F16, "f16"),
+    (SynthFormat::F32, "f32"),
+    (SynthFormat::Fp8, "fp8"),
+    (SynthFormat::Mxfp4, "mxfp4"),
+];
+
+fn configs(family: &str) -> Vec<(String, SynthConfig)> {
+    let mut all = Vec::new();
+    for (format, name) in FORMATS {
+        let small = SynthConfig { format, layers: 3, seed: 11, ..SynthConfig::new(family) };
+        all.push((format!("{family}-{name}"), small.clone()));
+        // Sizes that neither 128 nor each other divide, and several files.
+        let odd = match format {
+            SynthFormat::Mxfp4 => (96, 160),
+            _ => (72, 136),
+        };
+        let top_k = if family == "phimoe" { 2 } else { 3 };
+        let (hidden, width) = odd;
+        let odd = SynthConfig { hidden, width, experts: 9, top_k, max_shard_bytes: 1 << 20, ..small };
+        all.push((format!("{family}-{name}-odd"), odd));
+    }
+    all
+}
+
+fn directory(temporary: &tempfile::TempDir, name: &str) -> PathBuf {
+    let root = std::env::var_os("EXPERTD_SYNTH_OUT").map_or(temporary.path().to_owned(), PathBuf::from);
+    root.join(name)
+}
+
+fn check(name: &str, config: &SynthConfig, dir: &Path) {
+    let checkpoint = Checkpoint::open(dir).unwrap_or_else(|error| panic!("{name}: {error}"));
+    let spec = checkpoint.spec();
+    assert_eq!(
+        (spec.family.as_str(), spec.hidden, spec.num_layers),
+        (config.family.as_str(), config.hidden, 3)
+    );
+    let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(5);
+    for (layer, moe) in spec.moe_layers() {
+        let expected = match config.format {
+            SynthFormat::Bf16 => WeightFormat::Bf16,
+            SynthFormat::F16 => WeightFormat::F16,
+            SynthFormat::F32 => WeightFormat::F32,
+            SynthFormat::Fp8 => WeightFormat::Fp8E4m3,
+            SynthFormat::Mxfp4 => WeightFormat::Mxfp4,
+        };
+        assert_eq!(moe.experts.format, expected, "{name}");
+        assert_eq!((moe.experts.count, moe.gate.top_k), (config.experts, config.top_k), "{name}");
+        let tokens = 6;
+        let rows: Vec<f32> = (0..tokens * config.hidden).map(|_| rng.sample(StandardNormal)).collect();
+        let token_ids: Vec<i32> = (0..tokens).map(|_| rng.random_range(0..128)).collect();
+        let gate = CpuGate::new(&moe.gate, &checkpoint.gate(layer).unwrap());
+        let (mut ids, mut weights) = (vec![-1; tokens * config.top_k], vec![f32::NAN; tokens * config.top_k]);
+        gate.route(&rows, Some(&token_ids), &mut ids, &mut weights).unwrap();
+        let output = block(&checkpoint, layer, &rows, &ids, &weights).unwrap();
+        let square = output.iter().map(|x| x * x).sum::<f64>() / output.len() as f64;
+        assert!((0.01..300.0).contains(&square), "{name} layer {layer}: outputs have mean square {square}");
+        let different = ids.iter().collect::<std::collections::BTreeSet<_>>().len();
+        assert!(
+            different > config.experts / 4,
+            "{name} layer {layer}: only {different} experts are ever chosen"
+        );
+    }
+}
+
+#[test]
+fn every_family_and_format_can_be_written_and_opened() {
+    let temporary = tempfile::tempdir().unwrap();
+    assert_eq!(synth::families().len(), 17);
+    for family in synth::families() {
+        for (name, config) in configs(family) {
+            let dir = directory(&temporary, &name);
+            let mut written = 0;
+            synth::write_with(&config, &dir, &mut |bytes| written += bytes).unwrap();
+            assert_eq!(written, synth::size(&config).unwrap(), "{name}");
+            check(&name, &config, &dir);
+        }
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_version_and_another_seed_another() {
+    let temporary = tempfile::tempdir().unwrap();
+    let version = |name: &str, seed| {
+        let dir = temporary.path().join(name);
+        synth::write(&SynthConfig { seed, ..SynthConfig::new("qwen2_moe") }, &dir).unwrap();
+        Checkpoint::open(&dir).unwrap().weight_version()
+    };
+    let first = version("a", 1);
+    assert_eq!(first, version("b", 1));
+    assert_ne!(first, version("c", 2));
+}
+
+#[test]
+fn impossible_wishes_are_refused_by_name() {
+    let temporary = tempfile::tempdir().unwrap();
+    let refused = |config: SynthConfig| synth::write(&config, temporary.path()).unwrap_err().to_string();
+    let base = SynthConfig::new("mixtral");
+    assert!(refused(SynthConfig::new("gpt2")).contains("`gpt2` is not known; known are mixtral"));
+    assert!(refused(SynthConfig { top_k: 9, ..base.clone() }).contains("top-k: expected 1 to 8, found 9"));
+    assert!(refused(SynthConfig { hidden: 0, ..base.clone() }).contains("hidden"));
+    let odd = SynthConfig { format: SynthFormat::Mxfp4, width: 100, ..base };
+    assert!(refused(odd).contains("width: expected a multiple of 32"));
+}

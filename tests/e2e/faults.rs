@@ -1,0 +1,193 @@
+//! Faults under load, done to the real service. The bounds asserted are the documented ones: calls in flight end within
+//! 2 s with a retryable status, serving resumes within 10 s.
+
+use std::time::{Duration, Instant};
+
+use crate::service::load::{Call, Load};
+use crate::service::{Service, alive, eventually, golden, send};
+use rustix::process::Signal;
+use tonic::Code;
+
+const FAMILY: &str = "qwen3_moe";
+const RANKS: u32 = 3;
+const CALLS_END: Duration = Duration::from_secs(2);
+const SERVING_RESUMES: Duration = Duration::from_secs(10);
+/// Rows of the largest request.
+const LARGEST: usize = 256;
+
+async fn warm(service: &Service) -> Load {
+    let load = Load::start(&service.address, &golden(FAMILY), LARGEST).await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    load
+}
+
+/// Waits until a call that begins now is answered.
+async fn serving_again(service: &Service, since: Instant) {
+    let client = expertd_proto::Client::connect(&service.address).await.unwrap();
+    let mut rows = crate::service::load::Rows::new(&golden(FAMILY), 77, 8);
+    loop {
+        let (request, _) = rows.draw();
+        if client.forward(request, None).await.is_ok() {
+            return;
+        }
+        assert!(since.elapsed() < SERVING_RESUMES, "serving did not resume within {SERVING_RESUMES:?}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// What every fault must satisfy.
+fn assert_contract(calls: &[Call], fault: Instant) {
+    let answered = calls.iter().filter(|call| call.result.is_ok());
+    assert!(answered.clone().any(|call| call.ended < fault), "the load ran before the fault");
+    assert!(answered.clone().any(|call| call.begun > fault), "the load ran after the fault");
+    assert!(calls.iter().any(|call| call.in_flight_at(fault)), "calls were in flight");
+    for call in calls {
+        if let Err((code, message)) = &call.result {
+            assert!(
+                matches!(code, Code::Unavailable | Code::ResourceExhausted),
+                "retryable statuses only: {code:?} {message}"
+            );
+        }
+        let took = call.ended - call.begun;
+        assert!(!call.in_flight_at(fault) || call.ended - fault < CALLS_END, "took {took:?}: {call:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_rank_killed_in_turn() {
+    let service = Service::start(FAMILY, RANKS, &[]);
+    for rank in 0..RANKS as usize {
+        let load = warm(&service).await;
+        let ranks = service.ranks();
+        assert_eq!(ranks.len(), RANKS as usize);
+        let fault = Instant::now();
+        send(ranks[rank], Signal::KILL);
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        serving_again(&service, fault).await;
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        let calls = load.stop().await;
+        assert_contract(&calls, fault);
+        let generation = |call: &Call| call.result.as_ref().ok().copied();
+        let before = calls.iter().filter(|call| call.ended < fault).filter_map(generation).max().unwrap();
+        let after = calls.iter().filter_map(generation).max().unwrap();
+        assert!(after > before, "a fault ends the generation: {before}, then {after}");
+        for old in &ranks {
+            assert!(!alive(*old), "rank process {old} of the ended generation is gone");
+        }
+        // Reaped as well: a zombie would still be listed as a child.
+        assert!(service.ranks().iter().all(|pid| !ranks.contains(pid)));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rank_stopped_and_continued() {
+    let service = Service::start(FAMILY, RANKS, &[]);
+    let load = warm(&service).await;
+    let stopped = service.ranks()[1];
+    let fault = Instant::now();
+    send(stopped, Signal::STOP);
+    tokio::time::sleep(Duration::from_millis(2500)).await;
+    serving_again(&service, fault).await;
+    // Were the stopped process still there, it would wake up now, and must write nowhere.
+    if alive(stopped) {
+        send(stopped, Signal::CONT);
+    }
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let calls = load.stop().await;
+    assert_contract(&calls, fault);
+    assert!(!alive(stopped), "a rank of an ended generation is killed, stopped or not");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rank_stopped_for_a_moment_only_harms_nothing() {
+    let service = Service::start(FAMILY, RANKS, &[]);
+    let load = warm(&service).await;
+    let fault = Instant::now();
+    for _ in 0..5 {
+        let rank = service.ranks()[2];
+        send(rank, Signal::STOP);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        if alive(rank) {
+            send(rank, Signal::CONT);
+        }
+        tokio::time::sleep(Duration::from_millis(300)).await;
+    }
+    serving_again(&service, Instant::now()).await;
+    assert_contract(&load.stop().await, fault);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_router_killed() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = format!("unix:{}", folder.path().join("expertd.sock").display());
+    let mut service = Service::start(FAMILY, RANKS, &["--listen", &socket]);
+    let load = warm(&service).await;
+    let ranks = service.ranks();
+    let fault = Instant::now();
+    service.signal(Signal::KILL);
+    service.wait(Duration::from_secs(5)).expect("killed");
+    eventually(Duration::from_secs(5), "ranks die with the router", || !ranks.iter().any(|&pid| alive(pid)));
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let calls = load.stop().await;
+    for call in calls.iter().filter(|call| call.in_flight_at(fault)) {
+        assert!(call.ended - fault < CALLS_END, "{call:?}");
+        if let Err((code, message)) = &call.result {
+            assert_eq!(*code, Code::Unavailable, "{message}");
+        }
+    }
+    let shared = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    let left =
+        shared.map(|entry| entry.file_name()).filter(|name| name.to_string_lossy().contains("expertd"));
+    assert_eq!(left.collect::<Vec<_>>(), [] as [std::ffi::OsString; 0], "nothing is left in /dev/shm");
+    // The socket's file outlives a killed process; a new service takes it over.
+    let again = Service::start(FAMILY, RANKS, &["--listen", &socket]);
+    serving_again(&again, Instant::now()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stopped_rank_dies_with_the_router() {
+    let mut service = Service::start(FAMILY, 2, &[]);
+    let ranks = service.ranks();
+    send(ranks[0], Signal::STOP);
+    service.signal(Signal::KILL);
+    service.wait(Duration::from_secs(5)).expect("killed");
+    eventually(Duration::from_secs(5), "stopped ranks die with the router", || {
+        !ranks.iter().any(|&pid| alive(pid))
+    });
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn signals_drain() {
+    for signal in [Signal::TERM, Signal::INT] {
+        let mut service = Service::start(FAMILY, RANKS, &[]);
+        let load = warm(&service).await;
+        let ranks = service.ranks();
+        let asked = Instant::now();
+        service.signal(signal);
+        let status = service.wait(Duration::from_secs(20)).expect("a drained service ends");
+        assert_eq!(status.code(), Some(0), "{signal:?}");
+        assert!(!ranks.iter().any(|&pid| alive(pid)), "no rank outlives the service");
+        let calls = load.stop().await;
+        for call in calls.iter().filter(|call| call.in_flight_at(asked)) {
+            if let Err((code, message)) = &call.result {
+                assert_eq!(*code, Code::Unavailable, "{message}");
+            }
+        }
+        assert!(calls.iter().any(|call| call.in_flight_at(asked) && call.result.is_ok()));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_services_on_one_machine_do_not_meet() {
+    let first = Service::start(FAMILY, 2, &[]);
+    let second = Service::start(FAMILY, 2, &[]);
+    assert_ne!(first.address, second.address);
+    let (of_first, of_second) = (warm(&first).await, warm(&second).await);
+    // The death of the one is nothing to the other.
+    drop(first);
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    of_first.stop().await;
+    let calls = of_second.stop().await;
+    let failed = calls.iter().find(|call| call.result.is_err());
+    assert!(failed.is_none() && calls.len() > 20, "{failed:?}");
+}

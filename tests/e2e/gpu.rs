@@ -1,0 +1,162 @@
+//! The real service on GPU ranks: recorded answers at every number of ranks, answers under load while steps overlap, a
+//! rank killed under load. Ignored unless asked for:
+//!
+//!     cargo test --release --features cuda --test e2e gpu:: -- --ignored --nocapture
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::service::load::{Load, Rows};
+use crate::service::{Service, alive, families, golden, send};
+use clap::Parser as _;
+use expertd_cli::verify::{VerifyArgs, verify};
+use expertd_rank_cuda as gpu;
+use rustix::process::Signal;
+use tonic::Code;
+
+/// Relative L2 error of a row computed in bf16.
+const TOLERANCE: f64 = 1e-2;
+/// Rows whose scores are so close, or so near a threshold, that bf16 rows are routed otherwise (docs/gpu.md).
+const ROUTED_OTHERWISE: [&str; 3] = ["dots1", "phimoe", "granitemoe-fp8-odd"];
+/// Fixtures with FP8 and MXFP4 experts, beside those of the families.
+const QUANTISED: [&str; 4] = [
+    "../quantised/deepseek_v3-fp8-odd",
+    "../quantised/gpt_oss-mxfp4-odd",
+    "../quantised/granitemoe-fp8-odd",
+    "../quantised/llama4_text-fp8-odd",
+];
+/// Nothing here takes that long.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+#[derive(clap::Parser)]
+struct Verify {
+    #[command(flatten)]
+    args: VerifyArgs,
+}
+
+/// Ranks to test with, at most four, and the right to use the GPUs.
+fn gpus() -> (u32, MutexGuard<'static, ()>) {
+    static IN_USE: Mutex<()> = Mutex::new(());
+    let ranks = if gpu::BUILT { gpu::present().min(4) } else { 0 };
+    assert!(ranks > 0, "these tests need a build with feature `cuda` and at least one GPU");
+    (ranks, IN_USE.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
+    Service::start(family, ranks, &[&["--device", "cuda"], more].concat())
+}
+
+/// The largest relative error of a row.
+async fn verified(service: &Service, family: &str, dtype: &str, batch: &str) -> f64 {
+    let path = golden(family);
+    let mut largest: f64 = 0.0;
+    for routing in ["gate", "recorded"] {
+        if routing == "gate" && ROUTED_OTHERWISE.iter().any(|name| family.ends_with(name)) {
+            continue;
+        }
+        // This family's blocks do not expose their ids.
+        if routing == "recorded" && family.contains("llama4_text") {
+            continue;
+        }
+        let line = ["verify", "--address", &service.address, "--golden", path.to_str().unwrap()];
+        let flags = ["--routing", routing, "--batch", batch, "--dtype", dtype, "--tolerance", "1e-2"];
+        let report = verify(&Verify::try_parse_from([&line[..], &flags[..]].concat()).unwrap().args).await;
+        let report = report.unwrap_or_else(|error| panic!("{family}, {routing}: {error}"));
+        assert!(report.ok(), "{family}, {routing}, batches of {batch}: {report:#?}");
+        largest = largest.max(report.largest_error());
+    }
+    largest
+}
+
+/// f32 rows all at once, and bf16 rows three at a time.
+async fn verified_in_both_types(service: &Service, family: &str, ranks: u32) {
+    let f32_rows = verified(service, family, "f32", "1000").await;
+    let bf16_rows = verified(service, family, "bf16", "3").await;
+    println!("{family}: {ranks} GPUs, largest error {f32_rows:.1e} (bf16 rows: {bf16_rows:.1e})");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
+async fn recorded_answers_of_every_family() {
+    let (most, _in_use) = gpus();
+    for (index, family) in families().iter().enumerate() {
+        // Each family at one number of ranks, all numbers in turn; two at every number.
+        let at_all = ["qwen3_moe", "deepseek_v3"].contains(&family.as_str());
+        for ranks in 1..=most {
+            if at_all || index as u32 % most + 1 == ranks {
+                let service = start(family, ranks, &[]);
+                assert_eq!(service.ranks().len(), ranks as usize);
+                verified_in_both_types(&service, family, ranks).await;
+            }
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
+async fn recorded_answers_of_quantised_checkpoints() {
+    let (most, _in_use) = gpus();
+    for name in QUANTISED {
+        for ranks in 1..=most {
+            let service = start(name, ranks, &[]);
+            verified_in_both_types(&service, name, ranks).await;
+        }
+    }
+}
+
+/// Small steps, so that many are formed and the next one is staged, copied and launched while one runs.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
+async fn every_answer_is_right_while_steps_overlap() {
+    let (ranks, _in_use) = gpus();
+    // Copies by kernels, and by the copy engines into poisoned memory.
+    for copied_from in ["1000000", "1"] {
+        let environment = [("EXPERTD_CUDA_COPIED_FROM_ROWS", copied_from), ("EXPERTD_CUDA_POISON", "1")];
+        let flags = ["--device", "cuda", "--max-tokens-per-step", "48"];
+        let service = Service::start_with("qwen2_moe", ranks, &flags, &environment);
+        let load = Load::start_within(TOLERANCE, &service.address, &golden("qwen2_moe"), 64).await;
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        let calls = load.stop().await;
+        let failed = calls.iter().find_map(|call| call.result.as_ref().err());
+        assert!(failed.is_none(), "{failed:?}");
+        assert!(calls.len() > 100, "{} calls", calls.len());
+        println!("copied from {copied_from} rows: {} answers", calls.len());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
+async fn a_rank_killed_under_load() {
+    let (ranks, _in_use) = gpus();
+    let service = start("qwen3_moe", ranks, &[]);
+    let load = Load::start_within(TOLERANCE, &service.address, &golden("qwen3_moe"), 64).await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let old = service.ranks();
+    let fault = Instant::now();
+    send(*old.last().unwrap(), Signal::KILL);
+    let client = expertd_proto::Client::connect(&service.address).await.unwrap();
+    let mut rows = Rows::new(&golden("qwen3_moe"), 77, 8);
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    while client.forward(rows.draw().0, None).await.is_err() {
+        assert!(fault.elapsed() < PATIENCE, "serving did not resume");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    println!("serving again after {:?}", fault.elapsed());
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    let calls = load.stop().await;
+    for (code, message) in calls.iter().filter_map(|call| call.result.as_ref().err()) {
+        assert!(matches!(code, Code::Unavailable | Code::ResourceExhausted), "{code:?} {message}");
+    }
+    let generations = |after: bool| {
+        calls.iter().filter(move |call| (call.begun > fault) == after).flat_map(|c| c.result.clone())
+    };
+    assert!(generations(false).max().unwrap() < generations(true).max().unwrap());
+    assert!(calls.iter().any(|call| call.in_flight_at(fault)), "calls were in flight");
+    for pid in old {
+        assert!(!alive(pid), "rank process {pid} of the ended generation is gone");
+    }
+}

@@ -1,0 +1,10 @@
+//! The service from outside: `expertd serve` as a process, with its ranks, over gRPC.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod faults;
+mod golden;
+mod gpu;
+mod service;
+mod soak_gpu;
+mod startup;

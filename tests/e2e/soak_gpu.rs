@@ -1,0 +1,233 @@
+//! Many steps of random load on GPU ranks: sizes, routing, types and layers are drawn anew for each request, a sample of
+//! the answers is compared with CPU ranks, and neither host nor device memory may grow. Not run by default:
+//!
+//!     EXPERTD_SOAK_STEPS=1000000 cargo test --release --features cuda --test e2e soak_gpu:: -- --ignored --nocapture
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::service::Service;
+use expertd_cli::rows::{decode, encode, encode_i32, relative_error};
+use expertd_proto::Client;
+use expertd_proto::v1::{self, ForwardRequest, ForwardResponse};
+use expertd_rank_cuda as gpu;
+use expertd_types::DType;
+use rand::rngs::SmallRng;
+use rand::seq::SliceRandom as _;
+use rand::{RngExt as _, SeedableRng as _};
+use rand_distr::{Distribution as _, StandardNormal};
+use tokio::sync::Barrier;
+use tokio::task::JoinSet;
+
+const HIDDEN: usize = 1024;
+const EXPERTS: usize = 64;
+const LAYERS: u32 = 2;
+/// Rows of the largest request, and of the largest that CPU ranks compute again.
+const LARGEST: usize = 2000;
+const LARGEST_COMPARED: usize = 64;
+/// Relative L2 error of a row computed in bf16, by random weights.
+const TOLERANCE: f64 = 2e-2;
+/// Few, so that many steps hold one request only.
+const CALLERS: u64 = 8;
+/// One answer in so many is compared.
+const COMPARED: u64 = 100;
+/// Steps without `EXPERTD_SOAK_STEPS`.
+const STEPS: u64 = 50_000;
+/// Memory is compared with that after this part of the steps.
+const WARM_UP: f64 = 0.2;
+/// Times that all callers begin with a request of the largest size, together: the router's memory follows what is in
+/// flight at once, and this is the most that there can be.
+const FULL_ROUNDS: usize = 5;
+/// Growth of the memory of the router, and of all ranks, on the host after the warm-up, at most, in kB.
+const GROWTH: u64 = 1024;
+/// Random values that requests take their rows from, each from another place.
+const POOL: usize = 1 << 24;
+
+fn synthesise(folder: &Path) {
+    let sizes = [("--hidden", HIDDEN), ("--experts", EXPERTS), ("--layers", LAYERS as usize)];
+    let mut command = Command::new(env!("CARGO_BIN_EXE_expertd"));
+    command.args(["synth", "--family", "qwen3_moe", "--top-k", "8", "--width", "512", "--out"]).arg(folder);
+    for (flag, size) in sizes {
+        command.args([flag, &size.to_string()]);
+    }
+    assert!(command.status().unwrap().success());
+}
+
+/// A request of random everything, and the type of its rows.
+fn draw(rng: &mut SmallRng, pool: &[f32], largest: usize) -> (ForwardRequest, DType) {
+    // Most are small: the lower one of two powers, each of which is as likely as another.
+    let most = largest.min(1 << rng.random_range(0..12).min(rng.random_range(0..12)));
+    let tokens = rng.random_range(1..=most);
+    let (dtype, wire) = match rng.random_range(0..3) {
+        0 => (DType::Bf16, v1::DType::DtypeBf16),
+        1 => (DType::F16, v1::DType::DtypeF16),
+        _ => (DType::F32, v1::DType::DtypeF32),
+    };
+    let first = rng.random_range(0..=pool.len() - tokens * HIDDEN);
+    let values = &pool[first..first + tokens * HIDDEN];
+    let layer = rng.random_range(0..LAYERS);
+    let request =
+        ForwardRequest::inline(layer, tokens as u32, wire, encode(values, dtype)).returning_routing();
+    if rng.random() {
+        return (request, dtype);
+    }
+    // Often all on the same few experts.
+    let k = rng.random_range(1..=8_usize);
+    let pool = if rng.random() { EXPERTS } else { 8 };
+    let mut experts: Vec<i32> = (0..pool as i32).collect();
+    let (mut ids, mut weights) = (Vec::new(), Vec::new());
+    for _ in 0..tokens {
+        experts.shuffle(rng);
+        ids.extend_from_slice(&experts[..k]);
+        weights.extend((0..k).map(|_| rng.random_range(0.05_f32..0.5)));
+    }
+    (request.with_routing(encode_i32(&ids), encode(&weights, DType::F32), k as u32), dtype)
+}
+
+/// The same rows, routed the same, by CPU ranks; the largest relative error of a row.
+async fn compare(cpu: &Client, request: &ForwardRequest, answer: &ForwardResponse, dtype: DType) -> f64 {
+    let receipt = answer.receipt.as_ref().unwrap();
+    let (ids, weights) = (receipt.topk_ids.clone(), receipt.topk_weights.clone());
+    let k = ids.len() / 4 / request.tokens as usize;
+    let again = request.clone().with_routing(ids, weights, k as u32);
+    let wanted = cpu.forward(again, None).await.unwrap();
+    let (got, wanted) = (decode(&answer.rows, dtype), decode(&wanted.rows, dtype));
+    assert_eq!(got.len(), wanted.len());
+    let rows = got.chunks(HIDDEN).zip(wanted.chunks(HIDDEN));
+    rows.map(|(got, wanted)| relative_error(got, wanted)).fold(0.0, f64::max)
+}
+
+/// In kB.
+#[derive(Clone, Copy, Debug)]
+struct Memory {
+    router: u64,
+    ranks: u64,
+    /// Of all GPUs, in steps of 1 MiB.
+    device: u64,
+}
+
+impl Memory {
+    fn now(service: &Service) -> Memory {
+        let resident = |pid: &u32| {
+            let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+            let value = |name: &str| {
+                let line = status.lines().find(|line| line.starts_with(name)).unwrap_or_default();
+                line.split_whitespace().nth(1).map_or(0, |number| number.parse::<u64>().unwrap())
+            };
+            value("RssAnon:") + value("RssShmem:")
+        };
+        let query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits"];
+        let used = Command::new("nvidia-smi").args(query).output().unwrap().stdout;
+        let used = String::from_utf8_lossy(&used);
+        Memory {
+            router: resident(&service.pid()),
+            ranks: service.ranks().iter().map(resident).sum(),
+            device: used.lines().map(|line| line.trim().parse::<u64>().unwrap() << 10).sum(),
+        }
+    }
+}
+
+/// What the callers have seen together.
+#[derive(Default)]
+struct Seen {
+    requests: AtomicU64,
+    rows: AtomicU64,
+    compared: AtomicU64,
+    /// Number of the last step that an answer came from; they count from 0.
+    last_step: AtomicU64,
+}
+
+impl Seen {
+    fn add(&self, answer: &ForwardResponse, tokens: u32) {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        self.rows.fetch_add(u64::from(tokens), Ordering::Relaxed);
+        let last = answer.receipt.iter().flat_map(|receipt| &receipt.steps).max();
+        self.last_step.fetch_max(last.copied().unwrap_or(0), Ordering::Relaxed);
+    }
+
+    fn steps(&self) -> u64 {
+        self.last_step.load(Ordering::Relaxed)
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs and takes minutes; the top of the file has the command"]
+async fn random_load_is_answered_right_and_memory_stays_flat() {
+    let gpus = if gpu::BUILT { gpu::present().min(4) } else { 0 };
+    assert!(gpus > 0, "this test needs a build with feature `cuda` and at least one GPU");
+    let wanted = std::env::var("EXPERTD_SOAK_STEPS").map_or(STEPS, |text| text.parse().unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    synthesise(&model);
+    let flags = ["--device", "cuda", "--max-tokens-per-step", "1024", "--max-queued-tokens", "100000"];
+    let service = Service::start_checkpoint(&model, gpus, &flags, &[]);
+    let reference = Service::start_checkpoint(&model, 1, &[], &[]);
+    let pool: Arc<[f32]> = StandardNormal.sample_iter(SmallRng::seed_from_u64(CALLERS)).take(POOL).collect();
+    let seen = Arc::new(Seen::default());
+    let begun = Instant::now();
+    let together = Arc::new(Barrier::new(CALLERS as usize));
+    let mut callers = JoinSet::new();
+    for caller in 0..CALLERS {
+        let client = Client::connect(&service.address).await.unwrap();
+        let cpu = Client::connect(&reference.address).await.unwrap();
+        let (seen, pool, together) = (Arc::clone(&seen), Arc::clone(&pool), Arc::clone(&together));
+        callers.spawn(async move {
+            let mut rng = SmallRng::seed_from_u64(caller);
+            let mut largest: f64 = 0.0;
+            for _ in 0..FULL_ROUNDS {
+                let rows = encode(&pool[..LARGEST * HIDDEN], DType::F32);
+                together.wait().await;
+                let request = ForwardRequest::inline(0, LARGEST as u32, v1::DType::DtypeF32, rows);
+                client.forward(request, None).await.unwrap();
+            }
+            while seen.steps() < wanted {
+                let compare_this = rng.random_range(0..COMPARED) == 0;
+                let most = if compare_this { LARGEST_COMPARED } else { LARGEST };
+                let (request, dtype) = draw(&mut rng, &pool, most);
+                let answer = client.forward(request.clone(), None).await.unwrap();
+                assert_eq!(answer.rows.len(), request.tokens as usize * HIDDEN * dtype.size());
+                seen.add(&answer, request.tokens);
+                if compare_this {
+                    let error = compare(&cpu, &request, &answer, dtype).await;
+                    assert!(error <= TOLERANCE, "rows differ by {error:.1e}: {:?}", answer.receipt);
+                    largest = largest.max(error);
+                    seen.compared.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            largest
+        });
+    }
+    let warm = (wanted as f64 * WARM_UP) as u64;
+    while seen.steps() < warm {
+        // Only a caller that failed ends before.
+        if let Some(ended) = callers.try_join_next() {
+            ended.unwrap();
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let early = Memory::now(&service);
+    let largest = callers.join_all().await.into_iter().fold(0.0, f64::max);
+    let late = Memory::now(&service);
+    println!(
+        "{gpus} GPUs, {:.0} s: {} steps, {} requests, {} rows, {} compared with CPU ranks, largest error {largest:.1e}; kB \
+         after {warm} steps and at the end: router {} and {}, ranks {} and {}, devices {} and {}",
+        begun.elapsed().as_secs_f64(),
+        seen.steps(),
+        seen.requests.load(Ordering::Relaxed),
+        seen.rows.load(Ordering::Relaxed),
+        seen.compared.load(Ordering::Relaxed),
+        early.router,
+        late.router,
+        early.ranks,
+        late.ranks,
+        early.device,
+        late.device,
+    );
+    assert!(seen.compared.load(Ordering::Relaxed) > 0);
+    assert!(late.router <= early.router + GROWTH, "the router's memory grew, kB: {early:?}, {late:?}");
+    assert!(late.ranks <= early.ranks + GROWTH, "the ranks' memory grew, kB: {early:?}, {late:?}");
+    assert!(late.device <= early.device, "the devices' memory grew, kB: {early:?}, {late:?}");
+}

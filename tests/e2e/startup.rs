@@ -1,0 +1,124 @@
+//! Checkpoints that cannot be served: exit code 64 and a message that names the fault, before any port is bound.
+
+use std::path::Path;
+
+use crate::service::{fixture, serve_to_the_end};
+
+const FAMILY: &str = "qwen3_moe";
+
+/// A copy of the fixture that a test may break.
+fn copy() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for file in std::fs::read_dir(fixture(FAMILY)).unwrap().flatten() {
+        std::fs::copy(file.path(), folder.path().join(file.file_name())).unwrap();
+    }
+    folder
+}
+
+/// Serves a broken checkpoint on a port that is taken. If the port were bound before the checkpoint is looked at, the
+/// exit code would be that of an address that cannot be had.
+fn refused(model: &Path, words: &[&str]) {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let all =
+        ["--ranks", "2", "--listen", &address, "--admin-listen", &address, "--metrics-listen", &address];
+    let (code, message) = serve_to_the_end(model, &all);
+    assert_eq!(code, Some(64), "{message}");
+    for word in words {
+        assert!(message.contains(word), "expected {word:?} in: {message}");
+    }
+}
+
+fn edit_config(folder: &Path, edit: impl FnOnce(&mut serde_json::Value)) {
+    let path = folder.join("config.json");
+    let mut config = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    edit(&mut config);
+    std::fs::write(&path, config.to_string()).unwrap();
+}
+
+#[test]
+fn no_folder_and_no_config() {
+    refused(Path::new("/no/such/checkpoint"), &["/no/such/checkpoint"]);
+    let folder = copy();
+    std::fs::remove_file(folder.path().join("config.json")).unwrap();
+    refused(folder.path(), &["config.json"]);
+    let folder = copy();
+    std::fs::write(folder.path().join("config.json"), "{ not json").unwrap();
+    refused(folder.path(), &["config.json"]);
+}
+
+#[test]
+fn no_weights_and_truncated_weights() {
+    let folder = copy();
+    std::fs::remove_file(folder.path().join("model.safetensors")).unwrap();
+    refused(folder.path(), &["safetensors"]);
+    for keep in [0, 4, 100, 20_000] {
+        let folder = copy();
+        let path = folder.path().join("model.safetensors");
+        let whole = std::fs::read(&path).unwrap();
+        assert!(keep < whole.len());
+        std::fs::write(&path, &whole[..keep]).unwrap();
+        refused(folder.path(), &["model.safetensors"]);
+    }
+}
+
+#[test]
+fn corrupt_headers() {
+    for length in [u64::MAX, 1 << 40, 7] {
+        let folder = copy();
+        let path = folder.path().join("model.safetensors");
+        let mut bytes = std::fs::read(&path).unwrap();
+        bytes[..8].copy_from_slice(&length.to_le_bytes());
+        std::fs::write(&path, bytes).unwrap();
+        refused(folder.path(), &["model.safetensors"]);
+    }
+}
+
+#[test]
+fn shapes_that_contradict_the_config() {
+    let folder = copy();
+    edit_config(folder.path(), |config| {
+        let width = config["moe_intermediate_size"].as_u64().unwrap();
+        config["moe_intermediate_size"] = (width + 8).into();
+    });
+    refused(folder.path(), &["experts", "[48, 32]", "expected [56, 32]"]);
+    let folder = copy();
+    edit_config(folder.path(), |config| {
+        let experts = config["num_local_experts"].as_u64().unwrap();
+        config["num_local_experts"] = (experts + 1).into();
+    });
+    refused(folder.path(), &["layers."]);
+}
+
+#[test]
+fn families_that_are_not_supported() {
+    let folder = copy();
+    edit_config(folder.path(), |config| config["model_type"] = "no_such_family".into());
+    refused(folder.path(), &["no_such_family"]);
+}
+
+#[test]
+fn bad_settings() {
+    for (flags, word) in [
+        (&["--ranks", "0"][..], "ranks"),
+        (&["--ranks", "9"], "ranks"),
+        (&["--max-tokens-per-step", "0"], "max"),
+        (&["--cores", "4095"], "names core 4095"),
+        (&["--admin-listen", "0.0.0.0:0"], "not a loopback address"),
+        (&["--listen", "127.0.0.1:0,here"], "\"here\" is no address"),
+        (&["--config", "/no/such/file.toml"], "/no/such/file.toml"),
+    ] {
+        let (code, message) = serve_to_the_end(&fixture(FAMILY), flags);
+        assert!(matches!(code, Some(2 | 64)), "{flags:?}: {code:?} {message}");
+        assert!(message.contains(word), "{message}");
+    }
+}
+
+#[test]
+fn an_address_that_is_taken_is_named() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let (code, message) = serve_to_the_end(&fixture(FAMILY), &["--listen", &address]);
+    assert!(code.is_some_and(|code| code != 0 && code != 64), "{code:?}");
+    assert!(message.contains(&address), "{message}");
+}
