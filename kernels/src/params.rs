@@ -233,6 +233,16 @@ pub struct DispatchParams {
     pub position: u64,
     /// Scratch: u32 `[MAX_BLOCKS, local experts]`.
     pub block_counts: u64,
+    /// 1: rows are quantised as they are sent and take [`fp8_row_bytes`] in the window.
+    pub fp8_rows: u32,
+    /// 1: scales of these rows are rounded up to powers of two.
+    pub power_of_two_scales: u32,
+}
+
+/// Bytes of a row of `hidden` elements that is pushed in FP8: e4m3 codes, then an f32 scale for every 128 of them.
+#[must_use]
+pub const fn fp8_row_bytes(hidden: usize) -> usize {
+    (hidden + hidden.div_ceil(128) * 4).next_multiple_of(16)
 }
 
 /// See `CombineParams` in `step.h`.
@@ -447,7 +457,7 @@ const _: () = {
     assert!(size_of::<StepRequest>() == 32);
     assert!(size_of::<Completion>() == 136);
     assert!(size_of::<Group>() == 184);
-    assert!(size_of::<DispatchParams>() == 248);
+    assert!(size_of::<DispatchParams>() == 256);
     assert!(size_of::<CombineParams>() == 240);
     assert!(size_of::<ScaleParams>() == 224);
     assert!(size_of::<GateLayer>() == 32);

@@ -130,6 +130,8 @@ impl SlotBuffers {
             row_weight: self.row_weight.address(),
             position: self.position.address(),
             block_counts: self.block_counts.address(),
+            fp8_rows: 0,
+            power_of_two_scales: 0,
         }
     }
 
@@ -148,7 +150,7 @@ impl SlotBuffers {
         }
     }
 
-    /// Where experts read the rows that dispatch lists, bf16: in the window, or, in a group of one rank, the tokens where
+    /// Where experts read the rows that dispatch lists, bf16 unless they were pushed in FP8: in the window, or, in a group of one rank, the tokens where
     /// they stand.
     #[must_use]
     pub fn rows(&self, group: &Group) -> u64 {

@@ -106,7 +106,7 @@ struct Group {
     uint64_t counts;              // u32 [N]: tokens of every source
     uint64_t ids;                 // i32 [N][max_tokens][k]
     uint64_t weights;             // f32 [N][max_tokens][k]
-    uint64_t rows;                // bf16 [N][max_tokens][H]
+    uint64_t rows;                // bf16 [N][max_tokens][H], or FP8 rows, which are shorter
     uint64_t partials;            // bf16 [N][max_tokens][H]: own tokens, reduced by each expert rank
 };
 static_assert(sizeof(Group) == 184, "mirrored in params.rs");
@@ -124,8 +124,19 @@ struct DispatchParams {
     float* row_weight;           // [assignments]
     uint32_t* position;          // [N][max_tokens][k]: place of a local choice in row_index; others untouched
     uint32_t* block_counts;      // scratch [kMaxBlocks][local experts]
+    uint32_t fp8_rows;           // 1: rows are quantised as they are sent; a row of the window then takes fp8_row_bytes()
+    uint32_t power_of_two_scales;  // of these rows
 };
-static_assert(sizeof(DispatchParams) == 248, "mirrored in params.rs");
+static_assert(sizeof(DispatchParams) == 256, "mirrored in params.rs");
+
+// Bytes of a row that is pushed in FP8: e4m3 [H], then f32 [ceil(H / 128)] scales. H is a multiple of 64 then.
+inline constexpr uint32_t kScaleElements = 128;
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+constexpr uint32_t fp8_row_bytes(uint32_t hidden) {
+    return (hidden + (hidden + kScaleElements - 1) / kScaleElements * 4 + 15) / 16 * 16;
+}
 
 // Reduces expert outputs per row over the local experts, in the order of a token's choices, pushes them to the source
 // ranks, and reduces there over ranks, in rank order. All sums are f32; partials travel as bf16.

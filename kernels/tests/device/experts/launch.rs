@@ -180,7 +180,7 @@ impl Step {
             x_panels,
             h,
             state: state.address(),
-            x_stride: hidden as u64,
+            x_stride: hidden as u64 * 2,
             panel_rows: panel_rows as i32,
             experts: count as i32,
             hidden: hidden as i32,

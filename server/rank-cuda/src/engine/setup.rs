@@ -11,8 +11,8 @@ use expertd_kernels::layout::Shape;
 use nccl_sys::{Library, UniqueId};
 
 use super::copies::Copies;
-use super::layers::{Layers, device_bytes, widest};
-use super::step::Buffers;
+use super::layers::{Layers, any_fp8_products, device_bytes, widest};
+use super::step::{Buffers, Sizes};
 use super::{CudaEngine, Host, Parts};
 use crate as gpu;
 use crate::experts::padded;
@@ -50,8 +50,13 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
         let message = format!("{error}; lower max-tokens-per-step, or the number of slots");
         setup_failure(format!("cannot allocate the buffers of {} slots: {message}", setup.shape.slots))
     };
-    let inter = padded(widest(spec));
-    let buffers = Buffers::new(&device, &shape, inter, setup.shape.slots, padding).map_err(room)?;
+    let sizes = Sizes {
+        inter: padded(widest(spec)),
+        slots: setup.shape.slots,
+        padding,
+        fp8_products: any_fp8_products(spec, setup.fp8_compute),
+    };
+    let buffers = Buffers::new(&device, &shape, &sizes).map_err(room)?;
     let copies = if padding { None } else { Some(Copies::new(&device, &staged).map_err(room)?) };
     // All that steps need is there: what is free now is for weights.
     check_memory(setup, &device, &checkpoint)?;
@@ -118,13 +123,13 @@ fn load_weights(
         .thread_name(|i| format!("load-{i}"))
         .build()
         .map_err(setup_failure)?;
-    Layers::load(device, checkpoint, Share::of(setup), &pool, progress)
+    Layers::load(device, checkpoint, Share::of(setup), setup.fp8_compute, &pool, progress)
         .map_err(|error| (FailureKind::Load, error.to_string()))
 }
 
 fn check_memory(setup: &RankSetup, device: &Device, checkpoint: &Checkpoint) -> Result<(), Failure> {
     let (free, total) = device.memory().map_err(setup_failure)?;
-    let needed = device_bytes(checkpoint, Share::of(setup)) + RESERVE;
+    let needed = device_bytes(checkpoint, Share::of(setup), setup.fp8_compute) + RESERVE;
     if needed > free as u64 {
         return Err(setup_failure(format!(
             "GPU {} has {} MiB free of {} MiB beside this rank's buffers, and its weights and a reserve need {} MiB; use \
