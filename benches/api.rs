@@ -1,6 +1,8 @@
-//! What the API adds to a bare tonic echo of the same payload: one request outstanding, rounds interleaved, medians.
+//! The latency that the API adds to a bare tonic echo of the same payload: one request outstanding, rounds in turn,
+//! medians.
 //!
-//! `cargo bench -p expertd-benches --bench api [-- unix]`. Both servers run on runtimes of their own; rows are fresh for every call.
+//! `cargo bench -p expertd-benches --bench api [-- unix]`. Each server has a runtime of its own; every call sends fresh
+//! rows.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::collections::BTreeMap;
@@ -147,7 +149,7 @@ impl Backend for Echo {
     }
 }
 
-/// Runs `server` on two threads of its own, for ever.
+/// Runs `server` until the process ends, on two threads of its own.
 fn in_background(server: impl Future<Output = ()> + Send + 'static, runtime: tokio::runtime::Runtime) {
     std::thread::spawn(move || runtime.block_on(server));
 }

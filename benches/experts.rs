@@ -1,7 +1,7 @@
 //! The experts of one OLMoE-sized layer (H2048 I1024 E64 k8) on all cores, without gate and exchange.
 //!
-//! Every call has fresh random rows and routing. In bf16 a layer is 0.8 GB, so weights that a call does not repeat are
-//! cold. `EXPERTD_CPU=avx2` measures another level.
+//! Every call has fresh random rows and routing. A layer has 0.8 GB in bf16, so weights that the previous call did not
+//! use are cold. `EXPERTD_CPU=avx2` measures another SIMD level.
 
 #![allow(clippy::unwrap_used, reason = "a benchmark")]
 
@@ -21,7 +21,7 @@ const EXPERTS: usize = 64;
 const K: usize = 8;
 const KIND: ExpertKind = ExpertKind { activation: Activation::SwiGlu, weight_on: WeightOn::Output };
 
-/// One projection's bytes and scales; all experts are copies of one another.
+/// One projection's bytes and scales; all experts have the same ones.
 struct Projection {
     format: WeightFormat,
     data: Vec<u8>,
@@ -72,7 +72,7 @@ impl Projection {
     }
 }
 
-/// Time of one call with fresh rows and routing.
+/// Duration of one call with fresh rows and routing.
 fn call(
     rng: &mut impl Rng,
     experts: &[CpuExpert],

@@ -1,4 +1,4 @@
-//! Compiles the protos in pure Rust (protox), so that no protoc is needed.
+//! Compiles the protos with protox, in pure Rust, so that the build needs no protoc.
 
 use std::error::Error;
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A client of expertd with grpcio and the generated protocol code only (see README.md)."""
+"""A client of expertd that needs only grpcio and the generated protocol code (see README.md)."""
 
 import argparse
 import array
@@ -11,12 +11,12 @@ import grpc
 
 from expertd.v1 import moe_pb2, moe_pb2_grpc
 
-# Both ends of a connection need large HTTP/2 messages: rows are megabytes.
+# Messages hold megabytes of rows; the default limits of gRPC are too small for them.
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
 def f32_bytes(values):
-    """Row-major little-endian float32."""
+    """Packs values as little-endian float32."""
     packed = array.array("f", values)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -32,7 +32,7 @@ def f32_list(data):
 
 
 def random_request(model, layer, tokens):
-    """Random hidden states; real ones are rows after the layer's norm and before the residual."""
+    """A request with random rows; real rows are hidden states after the layer's norm and before the residual."""
     rows = [random.gauss(0.0, 1.0) for _ in range(tokens * model.hidden)]
     request = moe_pb2.ForwardRequest(
         layer=layer.layer, tokens=tokens, dtype=moe_pb2.DTYPE_F32, inline=f32_bytes(rows), return_routing=True
@@ -43,7 +43,7 @@ def random_request(model, layer, tokens):
 
 
 def forward(stub, request, timeout=30.0):
-    """One call. The computation is pure, so UNAVAILABLE may always be tried again."""
+    """Makes one call. The computation is pure, so a call that ended with UNAVAILABLE may always be retried."""
     for _ in range(5):
         try:
             return stub.Forward(request, timeout=timeout)
@@ -60,7 +60,7 @@ def unary(stub, model, layer, tokens):
     print(f"layer {layer.layer}: {tokens} rows of {model.hidden} came back in steps {list(receipt.steps)}")
     print(f"  tokens per rank {list(receipt.tokens_per_rank)}, step {receipt.step_time.ToMicroseconds()} us")
 
-    # The same rows with the same routing, given by the caller this time.
+    # Send the same rows with the same routing, this time given by the caller.
     request.routing.topk_ids = receipt.topk_ids
     request.routing.topk_weights = receipt.topk_weights
     request.routing.k = len(receipt.topk_ids) // (4 * tokens)
@@ -68,12 +68,12 @@ def unary(stub, model, layer, tokens):
     first, second = f32_list(answer.rows), f32_list(again.rows)
     difference = sum((a - b) ** 2 for a, b in zip(first, second)) ** 0.5
     norm = sum(a * a for a in first) ** 0.5
-    print(f"  with the routing given back: relative difference {difference / norm:.1e}")
+    print(f"  with the returned routing given: relative difference {difference / norm:.1e}")
     return len(first) == tokens * model.hidden and difference <= 1e-4 * norm
 
 
 def stream(stub, model, layer):
-    """Several token batches in flight; a bad one gets a status of its own and disturbs no other."""
+    """Sends several token batches at once; an invalid one gets its own status and affects no other."""
     requests = queue.Queue()
 
     def outgoing():

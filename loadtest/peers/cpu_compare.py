@@ -18,7 +18,7 @@ GOALS = {1: 1.2, 8: 1.5, 64: 1.5, 512: 1.3}
 
 
 def cores(text):
-    """`0,2-4` as a set."""
+    """Parses a list of cores such as `0,2-4` into a set."""
     found = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -27,7 +27,7 @@ def cores(text):
 
 
 def blocks(config, names, threads):
-    """The family's block by name, e.g. `bf16 grouped_mm`."""
+    """The family's block in each variant, by name, e.g. `bf16 grouped_mm`."""
     import torch
     from transformers import AutoConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -44,7 +44,7 @@ def blocks(config, names, threads):
     torch.set_num_threads(threads)
     config = AutoConfig.from_pretrained(config)
     if config.model_type not in families:
-        sys.exit(f"no block for model_type {config.model_type}; there are {', '.join(families)}")
+        sys.exit(f"no block for model_type {config.model_type}; supported are {', '.join(families)}")
     made = {}
     for name in names:
         dtype, implementation = name.split()
@@ -65,7 +65,7 @@ def torch_round(block, hidden, tokens, seconds):
     dtype = next(block.parameters()).dtype
     times = []
     with torch.inference_mode():
-        block(torch.randn(1, tokens, hidden).to(dtype))  # warms up
+        block(torch.randn(1, tokens, hidden).to(dtype))  # warm-up
         end = time.perf_counter() + seconds
         while len(times) < 3 or time.perf_counter() < end:
             rows = torch.randn(1, tokens, hidden).to(dtype)
@@ -76,7 +76,7 @@ def torch_round(block, hidden, tokens, seconds):
 
 
 def service_round(args, tokens):
-    """Median seconds of a call through gRPC, one outstanding; and of its step."""
+    """Median seconds of a gRPC call, with one outstanding, and of its step."""
     command = [args.loadtest, "--address", args.address, "--tokens", str(tokens), "--dtype", args.dtype]
     command += ["--warm-up", "0.5", "--duration", str(args.seconds), "--no-echo", "--quiet", "--check", "0"]
     done = subprocess.run(command + ["--json", "-"], capture_output=True, text=True)
@@ -94,14 +94,14 @@ def spread(values):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", default="127.0.0.1:50051", help="the running service")
-    parser.add_argument("--model", required=True, help="the served checkpoint's folder (its config.json)")
-    parser.add_argument("--cores", type=cores, help="cores for client and PyTorch; serve with the same [all allowed]")
+    parser.add_argument("--model", required=True, help="directory of the served checkpoint (config.json is read)")
+    parser.add_argument("--cores", type=cores, help="cores of client and PyTorch; serve with the same [default: all]")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
-    parser.add_argument("--dtype", default="bf16", help="of the rows on the wire")
+    parser.add_argument("--dtype", default="bf16", help="element type of the rows on the wire")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each measurement")
     peers = ["bf16 eager", "bf16 grouped_mm", "f32 eager", "f32 grouped_mm"]
-    parser.add_argument("--peers", nargs="+", default=peers, help=f"from {peers}")
+    parser.add_argument("--peers", nargs="+", default=peers, help=f"peers to compare with, of {peers}")
     parser.add_argument("--loadtest", default=str(ROOT / "target/release/expertd-loadtest"))
     parser.add_argument("--json", type=Path, help="write all rounds to this file")
     args = parser.parse_args()

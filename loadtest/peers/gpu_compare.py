@@ -17,16 +17,16 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE / "gpu"))
 
-# What `expertd synth` is told for each shape; layers are used in turn.
+# Arguments of `expertd synth` for each shape; layers are used in turn.
 SYNTH = {
     "qwen3-30b-a3b": ["--family", "qwen3_moe", "--layers", "2"],
     "olmoe-7b": ["--family", "olmoe", "--layers", "2"],
     "mixtral-8x7b": ["--family", "mixtral", "--layers", "2"],
-    # One layer of 22.5 GB, and without shared experts, which the peers have not either.
+    # One layer of 22.5 GB without shared experts, because the peers have none.
     "deepseek-v3": ["--family", "qwen3_moe", "--layers", "1"],
 }
 PEERS = {"torch": "torch_layer.py", "triton": "triton_layer.py", "nccl_ep": "nccl_ep_layer.py"}
-SIZES = {  # as in gpu/layer.py, which needs torch to be imported
+SIZES = {  # the sizes in gpu/layer.py, which cannot be imported without torch
     "qwen3-30b-a3b": (2048, 768, 128, 8),
     "olmoe-7b": (2048, 1024, 64, 8),
     "mixtral-8x7b": (4096, 14336, 8, 2),
@@ -35,8 +35,8 @@ SIZES = {  # as in gpu/layer.py, which needs torch to be imported
 
 
 def quiet_run(command, patience, **options):
-    """Runs a command for `patience` seconds at most; its output is shown only when it fails."""
-    # The children of a launcher go with it: they are one process group.
+    """Runs a command for at most `patience` seconds; its output is shown only if it fails."""
+    # The timeout also ends the children of a launcher: they are in one process group.
     command = ["timeout", "--kill-after=5", patience, *command]
     done = subprocess.run([str(word) for word in command], text=True, capture_output=True, **options)
     if done.returncode != 0:
@@ -120,17 +120,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SYNTH, nargs="+", default=["qwen3-30b-a3b"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="numbers of GPUs to measure with")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048], help="rows of each rank")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048], help="rows per rank")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=["torch", "triton"])
-    parser.add_argument("--routing", default="gate", help="of expertd's steps; the peers have their own gate's")
+    parser.add_argument("--routing", default="gate", help="routing of expertd's steps; each peer uses its own gate")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--expertd", default=str(ROOT / "target/release/expertd"), help="built with --features cuda")
     parser.add_argument("--python", default=sys.executable, help="an interpreter with torch and triton")
-    parser.add_argument("--models", help="folder to keep synthesised checkpoints in [a temporary one]")
-    parser.add_argument("--peer-site", help="folder with nccl-extensions and nccl4py, for nccl_ep")
+    parser.add_argument("--models", help="directory for synthesised checkpoints [default: a temporary one]")
+    parser.add_argument("--peer-site", help="directory with nccl-extensions and nccl4py, for nccl_ep")
     parser.add_argument("--nccl-home", help="NCCL 2.30.7: lib and include, for nccl_ep")
-    parser.add_argument("--patience", type=int, default=300, help="seconds that one program may take")
+    parser.add_argument("--patience", type=int, default=300, help="time limit of each program in seconds")
     parser.add_argument("--commit", help="commit that the binary was built from, for the record")
     parser.add_argument("--json", type=Path, help="write everything to this file, for scripts/plot_performance.py")
     args = parser.parse_args()
@@ -144,7 +144,7 @@ def main():
         for shape in args.shape:
             for ranks in args.ranks:
                 mine = ours(args, ranks, shape, args.tokens, found, folder)
-                # One rank has nobody to exchange with.
+                # A single rank has no peer to exchange with.
                 names = [name for name in args.peers if ranks > 1 or name != "nccl_ep"]
                 others = {name: peer(args, name, ranks, shape, args.tokens, folder) for name in names}
                 run = dict(shape=shape, ranks=ranks, format="bf16", routing=args.routing, ours=mine, peers=others)

@@ -10,66 +10,66 @@ use crate::distribution::TokenCounts;
 
 /// Load generator for expertd: closed or open loop, with checked answers.
 ///
-/// Every request carries other random rows. A sample of the answers is checked: rows are asked for again, routed the
-/// same, in other batches, and recorded rows (--check-golden) are compared with their recorded answers. A bare
-/// gRPC echo of the same payload runs beside the service, so that the cost of the transport is known.
+/// Every request carries different random rows. A sample of the answers is checked: rows are sent again with the same
+/// routing in other batches, and recorded rows (--check-golden) are compared with their recorded answers. A bare gRPC
+/// echo of the same payload is measured for comparison, so that the cost of the transport is known.
 ///
-/// Exit status 0 if no answer was wrong, none was lost, every error was one that the load explains (RESOURCE_EXHAUSTED,
-/// UNAVAILABLE, DEADLINE_EXCEEDED), and memory kept within --max-memory-growth; 1 otherwise; 2 for a bad command line
-/// or no service.
+/// The exit status is 0 if no answer was wrong, none was lost, every error was one that load explains
+/// (RESOURCE_EXHAUSTED, UNAVAILABLE, DEADLINE_EXCEEDED), and memory stayed within --max-memory-growth; 1 otherwise; 2
+/// for an invalid command line or if the service cannot be reached.
 #[derive(Parser, Clone, Debug)]
 #[command(name = "expertd-loadtest", version, args_override_self = true)]
 pub struct Args {
-    /// The service: HOST:PORT or unix:PATH
+    /// Address of the service: HOST:PORT or unix:PATH
     #[arg(long, default_value = "127.0.0.1:50051", env = "EXPERTD_ADDRESS")]
     pub address: String,
-    /// Name of the model; may be left out when the service has one
+    /// Name of the model; optional if the service has only one
     #[arg(long, default_value = "", hide_default_value = true)]
     pub model: String,
-    /// How requests travel
+    /// How requests are sent
     #[command(flatten)]
     pub shape: Shape,
-    /// What is in them
+    /// What requests contain
     #[command(flatten)]
     pub content: Content,
-    /// How long
+    /// Duration of the load
     #[command(flatten)]
     pub bounds: Bounds,
-    /// What is checked
+    /// Checks of the answers
     #[command(flatten)]
     pub checks: Checks,
-    /// What is reported
+    /// Reporting
     #[command(flatten)]
     pub output: Output,
 }
 
-/// How requests travel.
+/// How requests are sent.
 #[derive(ClapArgs, Clone, Debug)]
 #[command(next_help_heading = "Load")]
 pub struct Shape {
     /// Unary calls or streams
     #[arg(long, value_enum, default_value_t)]
     pub mode: Mode,
-    /// Connections
+    /// Number of connections
     #[arg(long, default_value = "1", value_name = "N")]
     pub connections: NonZeroUsize,
-    /// Streams on each connection (with --mode stream)
+    /// Number of streams per connection (with --mode stream)
     #[arg(long, default_value = "1", value_name = "N")]
     pub streams: NonZeroUsize,
-    /// Closed loop: requests outstanding on each connection or stream
+    /// Closed loop: number of outstanding requests per connection or stream
     #[arg(long, default_value = "1", value_name = "N")]
     pub outstanding: NonZeroUsize,
-    /// Open loop: requests arrive at this rate per second, Poisson-distributed, whether or not earlier ones are
-    /// answered; latency counts from the intended arrival
+    /// Open loop: mean arrival rate in requests per second, Poisson-distributed and independent of answers; latency
+    /// counts from the intended arrival
     #[arg(long, value_name = "PER_SECOND", value_parser = positive)]
     pub rate: Option<f64>,
-    /// Open loop: requests outstanding at most; arrivals beyond are dropped by the client, and reported
+    /// Open loop: largest number of outstanding requests; the client drops and reports further arrivals
     #[arg(long, default_value = "10000", value_name = "N")]
     pub max_outstanding: NonZeroUsize,
-    /// Send a request again after a retryable status, this many times at most
+    /// Number of times that a request is sent again after a retryable status
     #[arg(long, default_value_t = 0, value_name = "TIMES")]
     pub retry: u32,
-    /// Threads of the load generator [default: one per core]
+    /// Number of threads of the load generator [default: one per core]
     #[arg(long, value_name = "N")]
     pub threads: Option<NonZeroUsize>,
 }
@@ -78,56 +78,57 @@ pub struct Shape {
 #[derive(ClapArgs, Clone, Debug)]
 #[command(next_help_heading = "Requests")]
 pub struct Content {
-    /// Decoder layers, comma-separated; each request takes one at random [default: all MoE layers]
+    /// Decoder layers, comma-separated; each request names one of them at random [default: all MoE layers]
     #[arg(long, value_delimiter = ',', value_name = "L")]
     pub layers: Vec<u32>,
-    /// Rows per request, at most what the service takes: N, uniform:MIN-MAX, lognormal:MEDIAN,SIGMA, zipf:MAX,EXPONENT or list:N,N,...
+    /// Rows per request, at most the service's limit: N, uniform:MIN-MAX, lognormal:MEDIAN,SIGMA, zipf:MAX,EXPONENT or
+    /// list:N,N,...
     #[arg(long, default_value = "8", value_name = "DISTRIBUTION")]
     pub tokens: TokenCounts,
     /// Element type of the rows
     #[arg(long, value_enum, default_value_t)]
     pub dtype: DType,
-    /// `gate`: the service routes. `zipf:S`: each request carries routing drawn from a Zipf distribution of
+    /// `gate`: the service's gate routes. `zipf:S`: each request carries routing drawn from a Zipf distribution with
     /// exponent S over the experts (0 is uniform)
     #[arg(long, default_value = "gate", value_name = "ROUTING")]
     pub routing: RoutingSource,
     /// Leave the shared experts out of the output
     #[arg(long)]
     pub exclude_shared_experts: bool,
-    /// Deadline sent with each request, milliseconds [default: none]
+    /// Deadline of each request in milliseconds [default: none]
     #[arg(long, value_name = "MS")]
     pub deadline_ms: Option<u32>,
-    /// Seed of everything random [default: another one each time; it is reported]
+    /// Seed of all random numbers [default: a new one for each run, which is reported]
     #[arg(long)]
     pub seed: Option<u64>,
 }
 
-/// How long the load lasts.
+/// Duration of the load.
 #[derive(ClapArgs, Clone, Debug)]
 #[command(next_help_heading = "Bounds")]
 pub struct Bounds {
-    /// Seconds of load that are not measured
+    /// Seconds of load before the measurement starts
     #[arg(long, default_value_t = 2.0, value_name = "SECONDS", value_parser = not_negative)]
     pub warm_up: f64,
     /// Seconds of measured load [default: 10, or 600 with --requests]
     #[arg(long, value_name = "SECONDS", value_parser = positive)]
     pub duration: Option<f64>,
-    /// Measured requests at most
+    /// Largest number of measured requests
     #[arg(long, value_name = "N")]
     pub requests: Option<u64>,
-    /// A request without an answer after this many seconds (beyond its deadline, if it has one) is lost
+    /// Seconds after which a request without an answer counts as lost (after its deadline, if it has one)
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", value_parser = positive)]
     pub give_up: f64,
 }
 
-/// What is checked.
+/// Checks of the answers.
 #[derive(ClapArgs, Clone, Debug)]
 #[command(next_help_heading = "Checks")]
 pub struct Checks {
-    /// Share of the requests whose answers are checked
+    /// Share of requests whose answers are checked
     #[arg(long, default_value_t = 0.01, value_name = "SHARE", value_parser = share)]
     pub check: f64,
-    /// Recorded rows and answers (golden.safetensors) of the served model, mixed into the load as half of the checks
+    /// Recorded rows and answers of the served model (golden.safetensors); they make up half of the checked requests
     #[arg(long, value_name = "FILE")]
     pub check_golden: Option<PathBuf>,
     /// Largest relative L2 error of a checked row [default: 1e-3 for f32 rows computed by CPU ranks, else 2e-2]
@@ -135,27 +136,27 @@ pub struct Checks {
     pub tolerance: Option<f64>,
 }
 
-/// What is reported.
+/// Reporting.
 #[derive(ClapArgs, Clone, Debug)]
 #[command(next_help_heading = "Report")]
 pub struct Output {
-    /// Do not run the bare echo beside the service
+    /// Do not measure the bare echo
     #[arg(long)]
     pub no_echo: bool,
-    /// Ask for phase timings and report them
+    /// Request phase timings and report them
     #[arg(long)]
     pub timings: bool,
-    /// Sample the memory (RssAnon + RssShmem) of this process and its children while the load runs
+    /// Process id; the memory (RssAnon + RssShmem) of this process and its children is sampled during the load
     #[arg(long, value_name = "PID")]
     pub watch_memory: Option<u32>,
-    /// Fail if the memory of a watched process grows by more than this share from 15 s (or a quarter of a shorter load)
-    /// to the end
+    /// Fail if the memory of a watched process grows by more than this share between 15 s (or a quarter of a shorter
+    /// load) and the end
     #[arg(long, value_name = "SHARE", requires = "watch_memory", value_parser = not_negative)]
     pub max_memory_growth: Option<f64>,
-    /// Write the report as JSON to this file (`-`: standard output, instead of the table)
+    /// Write the report as JSON to this file (`-`: to standard output, instead of the table)
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
-    /// No progress bar
+    /// Do not show a progress bar
     #[arg(long, short)]
     pub quiet: bool,
 }
@@ -189,7 +190,7 @@ impl DType {
         if self == DType::F32 { 4 } else { 2 }
     }
 
-    /// As in the protocol.
+    /// The protocol's value.
     #[must_use]
     pub fn wire(self) -> v1::DType {
         match self {
@@ -199,7 +200,7 @@ impl DType {
         }
     }
 
-    /// As people write it.
+    /// Name on the command line.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -210,12 +211,12 @@ impl DType {
     }
 }
 
-/// Where routing comes from.
+/// The source of a request's routing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RoutingSource {
-    /// The service's gate.
+    /// The gate of the service.
     Gate,
-    /// Drawn by the client: Zipf over the experts with this exponent.
+    /// The client: draws from a Zipf distribution over the experts with this exponent.
     Zipf(f64),
 }
 
@@ -229,27 +230,32 @@ impl std::str::FromStr for RoutingSource {
         let exponent = text.strip_prefix("zipf:").and_then(|number| number.parse::<f64>().ok());
         match exponent {
             Some(exponent) if (0.0..=20.0).contains(&exponent) => Ok(RoutingSource::Zipf(exponent)),
-            _ => Err(format!("expected gate or zipf:S with S from 0 to 20, found {text}")),
+            _ => Err(format!("expected `gate` or `zipf:S` with S from 0 to 20, found `{text}`")),
         }
     }
 }
 
 fn number(text: &str) -> Result<f64, String> {
-    text.parse::<f64>().ok().filter(|value| value.is_finite()).ok_or_else(|| format!("{text} is no number"))
+    text.parse::<f64>()
+        .ok()
+        .filter(|value| value.is_finite())
+        .ok_or_else(|| format!("expected a number, found `{text}`"))
 }
 
 fn positive(text: &str) -> Result<f64, String> {
-    number(text).and_then(|value| if value > 0.0 { Ok(value) } else { Err("must be above 0".to_owned()) })
+    number(text)
+        .and_then(|value| if value > 0.0 { Ok(value) } else { Err("the value must be above 0".to_owned()) })
 }
 
 fn not_negative(text: &str) -> Result<f64, String> {
-    number(text)
-        .and_then(|value| if value >= 0.0 { Ok(value) } else { Err("must not be negative".to_owned()) })
+    number(text).and_then(|value| {
+        if value >= 0.0 { Ok(value) } else { Err("the value must not be negative".to_owned()) }
+    })
 }
 
 fn share(text: &str) -> Result<f64, String> {
     number(text).and_then(|value| {
-        if (0.0..=1.0).contains(&value) { Ok(value) } else { Err("must be from 0 to 1".to_owned()) }
+        if (0.0..=1.0).contains(&value) { Ok(value) } else { Err("the value must be from 0 to 1".to_owned()) }
     })
 }
 

@@ -1,7 +1,7 @@
-//! Open loop: when requests arrive.
+//! Arrival times of an open loop.
 //!
-//! The schedule does not depend on the answers. Who measures from the intended arrival sees the waiting that a slow
-//! service causes, even while the client itself is held up (no coordinated omission).
+//! The schedule does not depend on the answers. Latencies measured from the intended arrival therefore include the
+//! waiting that a slow service causes, even while the client itself is delayed (no coordinated omission).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,12 +11,12 @@ use rand::{Rng, SeedableRng as _};
 use rand_distr::{Distribution as _, Exp1};
 use tokio::sync::mpsc::UnboundedSender;
 
-use crate::window::Window;
+use crate::period::LoadPeriod;
 
-/// The system's sleep may be this late; the rest is spun.
+/// Possible delay of the system's sleep; the thread spins for the rest.
 const SLEEP_ERROR: Duration = Duration::from_micros(80);
 
-/// A Poisson process: intended arrival times with exponential gaps, from `start` on.
+/// A Poisson process: intended arrival times with exponential gaps.
 #[derive(Debug)]
 pub struct Poisson<R> {
     next: Instant,
@@ -25,7 +25,7 @@ pub struct Poisson<R> {
 }
 
 impl<R: Rng> Poisson<R> {
-    /// `rate` arrivals per second.
+    /// Creates a process of `rate` arrivals per second, beginning at `start`.
     pub fn new(start: Instant, rate: f64, rng: R) -> Poisson<R> {
         Poisson { next: start, mean_gap_seconds: 1.0 / rate, rng }
     }
@@ -36,29 +36,29 @@ impl<R: Rng> Iterator for Poisson<R> {
 
     fn next(&mut self) -> Option<Instant> {
         let gap: f64 = Exp1.sample(&mut self.rng);
-        // A day without arrivals is as good as none, and does not overflow.
+        // The gap is limited to a day, so that the addition does not overflow.
         self.next += Duration::from_secs_f64((gap * self.mean_gap_seconds).min(86_400.0));
         Some(self.next)
     }
 }
 
-/// An arrival: when, and whether it is measured.
+/// An arrival of the schedule.
 #[derive(Clone, Copy, Debug)]
 pub struct Arrival {
     /// The intended time.
     pub intended: Instant,
-    /// Outside the warm-up.
+    /// Whether the request is measured: false during the warm-up.
     pub measured: bool,
 }
 
-/// Starts a thread that sends each arrival at its time, in turn to each of `workers`, until the window closes.
+/// Starts a thread that sends each arrival at its time, to each of `workers` in turn, until no more requests may begin.
 ///
-/// A thread of its own, because timers of the runtime are exact to a millisecond only.
-pub fn start(window: Arc<Window>, rate: f64, seed: u64, workers: Vec<UnboundedSender<Arrival>>) {
+/// It is a thread because the runtime's timers are only exact to a millisecond.
+pub fn start(period: Arc<LoadPeriod>, rate: f64, seed: u64, workers: Vec<UnboundedSender<Arrival>>) {
     std::thread::spawn(move || {
-        let arrivals = Poisson::new(window.start, rate, SmallRng::seed_from_u64(seed));
+        let arrivals = Poisson::new(period.start, rate, SmallRng::seed_from_u64(seed));
         for (intended, worker) in arrivals.zip(workers.iter().cycle()) {
-            let Some(measured) = window.admit(intended) else { break };
+            let Some(measured) = period.admit(intended) else { break };
             wait_until(intended);
             if worker.send(Arrival { intended, measured }).is_err() {
                 break;
@@ -100,14 +100,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn arrivals_keep_their_times_when_nobody_takes_them() {
+    async fn arrivals_keep_their_times_when_none_are_received() {
         let bounds = Bounds { warm_up: 0.0, duration: Some(30.0), requests: Some(200), give_up: 1.0 };
-        let window = Arc::new(Window::open(&bounds, None));
+        let period = Arc::new(LoadPeriod::open(&bounds, None));
         let (a, mut from_a) = tokio::sync::mpsc::unbounded_channel();
         let (b, mut from_b) = tokio::sync::mpsc::unbounded_channel();
-        start(Arc::clone(&window), 2000.0, 5, vec![a, b]);
-        let wanted = Poisson::new(window.start, 2000.0, SmallRng::seed_from_u64(5)).take(200);
-        // Nothing is received for a while, and the times stay those of the schedule.
+        start(Arc::clone(&period), 2000.0, 5, vec![a, b]);
+        let wanted = Poisson::new(period.start, 2000.0, SmallRng::seed_from_u64(5)).take(200);
+        // Nothing is received for a while; the times stay those of the schedule.
         tokio::time::sleep(Duration::from_millis(50)).await;
         let mut got = Vec::new();
         for _ in 0..100 {
@@ -117,6 +117,6 @@ mod tests {
             got.iter().map(|arrival| arrival.intended).collect::<Vec<_>>(),
             wanted.collect::<Vec<_>>()
         );
-        assert!(from_a.recv().await.is_none(), "the window bounds the count");
+        assert!(from_a.recv().await.is_none(), "the period bounds the count");
     }
 }

@@ -1,9 +1,9 @@
-//! Are the answers right?
+//! Checks of answers.
 //!
 //! A sampled answer carries the routing that produced it. Some of its rows are sent again with that routing given
-//! verbatim, in another order and among other rows, so that they travel in another batch, in other places and mostly
-//! over other ranks. The outputs must agree within the tolerance: rows that were swapped, mixed with those of another
-//! request, reduced twice or read from a stale buffer do not.
+//! verbatim, in another order and among other rows, so that they are in another batch, at other positions and mostly on
+//! other ranks. The outputs must agree within the tolerance. They would not if rows had been swapped, mixed with rows
+//! of another request, reduced twice or read from a stale buffer.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,27 +16,27 @@ use tonic::Code;
 
 use crate::args::DType;
 use crate::connect::Client;
-use crate::request::{Drafts, Workload};
+use crate::request::{RequestSource, Workload};
 use crate::rows;
 use crate::stats::Recorder;
 
-/// Rows of an answer that are asked for again.
+/// Number of rows of an answer that are sent again.
 const ROWS: usize = 4;
-/// Other rows they travel with, at most.
-pub const COMPANY: usize = 4;
-/// How long a check is retried while the service cannot answer.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// Largest number of extra rows that are sent with them.
+pub const EXTRA_ROWS: usize = 4;
+/// Time for which a check is retried while the service cannot answer.
+const RETRY_TIME: Duration = Duration::from_secs(20);
 
 /// An answered request whose routing was returned.
 #[derive(Debug)]
 pub struct Sample {
-    /// What was asked.
+    /// The request.
     pub request: ForwardRequest,
-    /// What was answered.
+    /// Its answer.
     pub response: ForwardResponse,
 }
 
-/// Largest relative L2 error of the rows in `got` against `wanted`.
+/// The largest relative L2 error of a row in `got`, compared with `wanted`.
 #[must_use]
 pub fn largest_error(got: &[u8], dtype: DType, wanted: &[f32], hidden: usize) -> f64 {
     let got = rows::decode(got, dtype);
@@ -47,7 +47,7 @@ pub fn largest_error(got: &[u8], dtype: DType, wanted: &[f32], hidden: usize) ->
     pairs.map(|(got, wanted)| rows::relative_error(got, wanted)).fold(0.0, f64::max)
 }
 
-/// Takes samples until their channel closes.
+/// Checks samples until their channel closes.
 pub async fn run(
     workload: Arc<Workload>,
     recorder: Arc<Recorder>,
@@ -56,11 +56,11 @@ pub async fn run(
     worker: u64,
     tolerance: f64,
 ) {
-    let mut drafts = workload.drafts(worker, 0.0);
+    let mut source = workload.source(worker, 0.0);
     loop {
         let received = samples.lock().await.recv().await;
         let Some(sample) = received else { return };
-        let verdict = again(&workload, &mut client, &mut drafts, &sample).await;
+        let verdict = error_in_another_batch(&workload, &mut client, &mut source, &sample).await;
         let mut stats = recorder.of(worker);
         let (layer, tokens) = (sample.request.layer, sample.request.tokens);
         match verdict {
@@ -69,7 +69,7 @@ pub async fn run(
                 stats.largest_error = stats.largest_error.max(error);
                 if error > tolerance {
                     stats.wrong(format!(
-                        "layer {layer}, {tokens} tokens, steps {:?}: asked again in another batch, rows differ by \
+                        "layer {layer}, {tokens} tokens, steps {:?}: sent again in another batch, rows differ by \
                          {error:.2e}",
                         sample.response.receipt.map(|receipt| receipt.steps).unwrap_or_default()
                     ));
@@ -84,12 +84,12 @@ pub async fn run(
     }
 }
 
-/// The largest relative error between the sampled rows and the same rows asked for again; `None` if the service did
-/// not answer or has other weights by now.
-async fn again(
+/// The largest relative error between the sampled rows and the same rows sent again; `None` if the service did not
+/// answer or now has other weights.
+async fn error_in_another_batch(
     workload: &Workload,
     client: &mut Client,
-    drafts: &mut Drafts,
+    source: &mut RequestSource,
     sample: &Sample,
 ) -> Result<Option<f64>, String> {
     let Sample { request, response } = sample;
@@ -99,25 +99,26 @@ async fn again(
     if let Some(given) = &request.routing
         && (given.topk_ids != receipt.topk_ids || given.topk_weights != receipt.topk_weights)
     {
-        return Err("the routing returned is not the routing given".to_owned());
+        return Err("the returned routing differs from the given routing".to_owned());
     }
     let Some(Payload::Inline(input)) = &request.payload else { return Ok(None) };
-    let chosen = (0..tokens.min(ROWS)).map(|_| drafts.below(tokens)).collect::<Vec<_>>();
-    // All of it must still be a legal request.
+    let chosen = (0..tokens.min(ROWS)).map(|_| source.below(tokens)).collect::<Vec<_>>();
+    // The new request must not exceed the service's limit either.
     let room = (workload.most_tokens as usize).saturating_sub(chosen.len());
-    let company = drafts.below(COMPANY.min(room) + 1);
-    let place = drafts.below(company + 1);
+    let extra = source.below(EXTRA_ROWS.min(room) + 1);
+    let place = source.below(extra + 1);
     let row = |bytes: &Bytes, row: usize| {
         let size = bytes.len() / tokens;
         bytes.slice(row * size..(row + 1) * size)
     };
-    // Company first up to `place`, then the chosen rows, then the rest of the company; the company borrows routing.
-    let fresh = drafts.rows(company);
+    // The order is `place` extra rows, the chosen rows, then the other extra rows; extra rows get the routing of
+    // sampled rows.
+    let fresh = source.rows(extra);
     let fresh_row = |index: usize| {
-        let size = fresh.len() / company;
+        let size = fresh.len() / extra;
         fresh.slice(index * size..(index + 1) * size)
     };
-    let order = (0..place).map(Err).chain(chosen.iter().copied().map(Ok)).chain((place..company).map(Err));
+    let order = (0..place).map(Err).chain(chosen.iter().copied().map(Ok)).chain((place..extra).map(Err));
     let (mut payload, mut ids, mut weights) = (BytesMut::new(), BytesMut::new(), BytesMut::new());
     let mut token_ids = BytesMut::new();
     for entry in order {
@@ -130,7 +131,7 @@ async fn again(
         }
     }
     let asked = ForwardRequest {
-        tokens: u32::try_from(company + chosen.len()).unwrap_or(u32::MAX),
+        tokens: u32::try_from(extra + chosen.len()).unwrap_or(u32::MAX),
         payload: Some(Payload::Inline(payload.freeze())),
         routing: Some(Routing { topk_ids: ids.freeze(), topk_weights: weights.freeze(), k }),
         token_ids: token_ids.freeze(),
@@ -149,22 +150,22 @@ async fn again(
     Ok(Some(largest_error(got, workload.dtype, &rows::decode(&wanted, workload.dtype), hidden)))
 }
 
-/// Experts per row in a receipt.
+/// Number of experts per row in a receipt.
 fn applied_k(request: &ForwardRequest, ids: usize, weights: usize, tokens: usize) -> Result<u32, String> {
     if ids == 0 || ids != weights || !ids.is_multiple_of(4 * tokens) {
         return Err(format!(
-            "routing was asked for; {} rows came with {ids} bytes of ids and {weights} of weights",
+            "routing was requested, but {} rows came with {ids} bytes of ids and {weights} bytes of weights",
             request.tokens
         ));
     }
     u32::try_from(ids / (4 * tokens)).map_err(|error| error.to_string())
 }
 
-/// Asks with patience; `None` if the service could not answer for all of it.
+/// Calls the service and retries while it cannot answer; `None` if it did not answer within [`RETRY_TIME`].
 async fn ask(client: &mut Client, request: ForwardRequest) -> Result<Option<ForwardResponse>, String> {
     let begun = Instant::now();
-    while begun.elapsed() < PATIENCE {
-        match tokio::time::timeout(PATIENCE, client.forward(request.clone())).await {
+    while begun.elapsed() < RETRY_TIME {
+        match tokio::time::timeout(RETRY_TIME, client.forward(request.clone())).await {
             Ok(Ok(answer)) => return Ok(Some(answer.into_inner())),
             Ok(Err(status)) if matches!(status.code(), Code::Unavailable | Code::ResourceExhausted) => {
                 tokio::time::sleep(Duration::from_millis(50)).await;
@@ -172,7 +173,7 @@ async fn ask(client: &mut Client, request: ForwardRequest) -> Result<Option<Forw
             Ok(Err(status)) => {
                 let (code, message) = (status.code(), status.message());
                 return Err(format!(
-                    "the same rows with the routing returned were refused: {code:?}: {message}"
+                    "the same rows with the returned routing were refused: {code:?}: {message}"
                 ));
             }
             Err(_) => return Ok(None),

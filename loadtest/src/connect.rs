@@ -9,10 +9,10 @@ use crate::Error;
 /// A client on its own connection.
 pub type Client = MoeClient<Channel>;
 
-/// Connects to `HOST:PORT` or `unix:/PATH`; messages of up to `message_bytes` pass.
+/// Connects to `HOST:PORT` or `unix:/PATH`, for messages of up to `message_bytes` bytes.
 ///
 /// # Errors
-/// If the address is malformed or nothing answers.
+/// If the address is malformed or cannot be reached.
 pub async fn connect(address: &str, message_bytes: usize) -> Result<Client, Error> {
     Ok(MoeClient::new(transport::connect(address).await?)
         .max_decoding_message_size(message_bytes)

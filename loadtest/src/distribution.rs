@@ -1,4 +1,4 @@
-//! How many rows a request has.
+//! Distributions of the number of rows per request.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,16 +6,16 @@ use std::str::FromStr;
 use rand::{Rng, RngExt as _};
 use rand_distr::{Distribution as _, LogNormal, Zipf};
 
-/// A distribution over row counts, all at least 1.
+/// A distribution of row counts, all at least 1.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TokenCounts {
-    /// Always the same.
+    /// Always the same count.
     Fixed(u32),
     /// Each count of an inclusive range with equal probability.
     Uniform(u32, u32),
-    /// Log-normal by its median and the standard deviation of the logarithm; prompts look like this.
+    /// Log-normal, given by its median and the standard deviation of the logarithm; lengths of prompts have this shape.
     LogNormal {
-        /// Half of the requests have fewer rows.
+        /// Median number of rows.
         median: f64,
         /// Standard deviation of ln(rows).
         sigma: f64,
@@ -27,7 +27,7 @@ pub enum TokenCounts {
         /// Exponent.
         exponent: f64,
     },
-    /// Each of these with equal probability.
+    /// Each of these counts with equal probability.
     List(Vec<u32>),
 }
 
@@ -37,7 +37,7 @@ impl TokenCounts {
         let count = match self {
             TokenCounts::Fixed(count) => *count,
             TokenCounts::Uniform(low, high) => rng.random_range(*low..=*high),
-            // Both were checked when they were parsed; the floor keeps a bad value harmless all the same.
+            // Parsing has checked both parameters; `max` keeps the count valid in any case.
             TokenCounts::LogNormal { median, sigma } => {
                 LogNormal::new(median.ln(), *sigma).map_or(1, |drawn| drawn.sample(rng).round() as u32)
             }
@@ -49,7 +49,7 @@ impl TokenCounts {
         count.clamp(1, limit.max(1))
     }
 
-    /// The largest count that can be drawn below `limit`.
+    /// The largest count that can be drawn, at most `limit`.
     #[must_use]
     pub fn largest(&self, limit: u32) -> u32 {
         let largest = match self {
@@ -148,9 +148,9 @@ mod tests {
     }
 
     #[test]
-    fn fixed_and_list_give_what_they_say() {
+    fn fixed_and_list_give_their_counts() {
         assert!(draws("12", 64).iter().all(|&count| count == 12));
-        assert!(draws("100", 64).iter().all(|&count| count == 64), "limited by the service");
+        assert!(draws("100", 64).iter().all(|&count| count == 64), "the service's limit applies");
         let drawn = draws("list:1,8,64", 4096);
         for count in [1, 8, 64] {
             let share = share(&drawn, |drawn| drawn == count);
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn zipf_follows_its_law() {
+    fn zipf_has_its_probabilities() {
         let drawn = draws("zipf:64,1", 4096);
         let (one, four) = (share(&drawn, |c| c == 1), share(&drawn, |c| c == 4));
         assert!((one / four - 4.0).abs() < 0.6, "{one} {four}");
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_distributions_are_refused() {
         for bad in
             ["0", "-1", "x", "uniform:5-2", "uniform:0-2", "lognormal:0.5,1", "zipf:0,1", "list:", "no:1"]
         {

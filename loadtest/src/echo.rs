@@ -1,5 +1,5 @@
-//! A bare gRPC echo of the same payload over the same transport with the same settings: what remains of a latency when
-//! the service does nothing.
+//! A bare gRPC echo of the same payload over the same transport with the same settings: its latency is what remains if
+//! the service computes nothing.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -22,20 +22,20 @@ use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::Error;
-use crate::busy::Busy;
 use crate::connect::Client;
 use crate::load;
+use crate::memory_traffic::MemoryTraffic;
 use crate::request::Workload;
 use crate::stats::{Durations, Summary};
 
 const ROUNDS: usize = 6;
 const ROUND: Duration = Duration::from_millis(300);
 const ROUND_CALLS: usize = 300;
-/// First calls of a round, not counted.
+/// Calls at the start of a round that are not counted.
 const COLD_CALLS: usize = 3;
 
 struct Echo {
-    busy: Option<Arc<Busy>>,
+    traffic: Option<Arc<MemoryTraffic>>,
 }
 
 fn echo(request: ForwardRequest) -> ForwardResponse {
@@ -50,8 +50,8 @@ fn echo(request: ForwardRequest) -> ForwardResponse {
 #[tonic::async_trait]
 impl Moe for Echo {
     async fn forward(&self, request: Request<ForwardRequest>) -> Result<Response<ForwardResponse>, Status> {
-        if let Some(busy) = &self.busy {
-            busy.stream().await;
+        if let Some(traffic) = &self.traffic {
+            traffic.stream().await;
         }
         Ok(Response::new(echo(request.into_inner())))
     }
@@ -74,18 +74,18 @@ impl Moe for Echo {
         &self,
         _: Request<ListModelsRequest>,
     ) -> Result<Response<ListModelsResponse>, Status> {
-        Err(Status::unimplemented("an echo has no models"))
+        Err(Status::unimplemented("the echo has no models"))
     }
 
     async fn get_model(&self, _: Request<GetModelRequest>) -> Result<Response<GetModelResponse>, Status> {
-        Err(Status::unimplemented("an echo has no models"))
+        Err(Status::unimplemented("the echo has no models"))
     }
 }
 
-/// A running echo, on a runtime of its own. Dropping it stops it.
+/// A running echo on a runtime of its own. Dropping it stops it.
 #[derive(Debug)]
 pub struct EchoServer {
-    /// Where it listens, as `connect` takes it.
+    /// The address that it listens on, as `connect` accepts it.
     pub address: String,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<std::thread::JoinHandle<()>>,
@@ -93,14 +93,15 @@ pub struct EchoServer {
 }
 
 impl EchoServer {
-    /// Starts an echo on a Unix-domain socket or a loopback TCP port. With `busy`, unary calls wait for its traffic.
+    /// Starts an echo on a Unix-domain socket or a loopback TCP port. With `traffic`, unary calls are delayed by its
+    /// memory traffic.
     ///
     /// # Errors
     /// If it cannot listen.
     pub fn start(
         over_unix_socket: bool,
         message_bytes: usize,
-        busy: Option<Arc<Busy>>,
+        traffic: Option<Arc<MemoryTraffic>>,
     ) -> Result<EchoServer, Error> {
         let failed = |error: std::io::Error| Error::Echo(error.to_string());
         let folder = over_unix_socket.then(tempfile::tempdir).transpose().map_err(failed)?;
@@ -113,7 +114,7 @@ impl EchoServer {
             .initial_connection_window_size(transport::CONNECTION_WINDOW_BYTES)
             .max_frame_size(transport::MAX_FRAME_BYTES)
             .add_service(
-                MoeServer::new(Echo { busy })
+                MoeServer::new(Echo { traffic })
                     .max_decoding_message_size(message_bytes)
                     .max_encoding_message_size(message_bytes),
             );
@@ -138,7 +139,7 @@ impl EchoServer {
         };
         drop(_guard);
         let thread = std::thread::spawn(move || {
-            // An echo that breaks shows as failed calls.
+            // An echo that fails shows as failed calls.
             let _ = runtime.block_on(serve);
             runtime.shutdown_background();
         });
@@ -161,25 +162,26 @@ impl Drop for EchoServer {
     }
 }
 
-/// Echo and service side by side, one request outstanding, in alternating rounds.
+/// Latencies of echo and service with one outstanding request, in alternating rounds.
 #[derive(Clone, Debug, Serialize)]
 pub struct OneOutstanding {
     /// Latency of the echo.
     pub echo: Summary,
     /// Latency of the service.
     pub service: Summary,
-    /// Latency of the service less its step time.
+    /// Latency of the service minus its step time.
     pub service_less_step: Summary,
-    /// Latency of an echo that answers after every core has streamed memory for as long as a step takes, less that
-    /// time: code and data of client, server and kernel are as cold as a step leaves them.
+    /// Latency of an echo that answers after every core has streamed memory for as long as a step takes, minus that
+    /// time: the caches of client, server and kernel are as cold as after a step.
     pub cold_echo: Summary,
-    /// `service_less_step` at the median, less the median of the echo: what the service adds beside computing.
+    /// Median of `service_less_step` minus median of `echo`: the time that the service adds to the transport, apart
+    /// from computing.
     pub added_p50_seconds: f64,
-    /// The same over the cold echo.
+    /// Median of `service_less_step` minus median of `cold_echo`.
     pub added_to_cold_p50_seconds: f64,
 }
 
-/// Who is called.
+/// The server that a call goes to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Callee {
     Echo,
@@ -187,23 +189,23 @@ enum Callee {
     ColdEcho,
 }
 
-/// Measures all three; `None` if one of them answered nothing. `busy` is the echo's.
+/// Measures all three; `None` if one of them answered no call. `traffic` generates the echo's memory traffic.
 pub async fn one_outstanding(
     workload: &Arc<Workload>,
     mut service: Client,
     mut echo: Client,
-    busy: &Busy,
+    traffic: &MemoryTraffic,
 ) -> Option<OneOutstanding> {
-    let mut drafts = workload.drafts(u64::from(u32::MAX), 0.0);
+    let mut source = workload.source(u64::from(u32::MAX), 0.0);
     let [mut of_echo, mut of_service, mut less_step, mut steps, mut of_cold] =
         [(); 5].map(|()| Durations::default());
     for _ in 0..ROUNDS {
         for callee in [Callee::Echo, Callee::Service, Callee::ColdEcho] {
-            busy.ask(if callee == Callee::ColdEcho { steps.quantile(0.5) } else { Duration::ZERO });
+            traffic.ask(if callee == Callee::ColdEcho { steps.quantile(0.5) } else { Duration::ZERO });
             let client = if callee == Callee::Service { &mut service } else { &mut echo };
             let begun = Instant::now();
             for call in 0..ROUND_CALLS {
-                let request = drafts.random(false);
+                let request = source.random(false);
                 let sent = Instant::now();
                 let Ok(answer) = client.forward(request).await else { continue };
                 let latency = sent.elapsed();
@@ -212,7 +214,7 @@ pub async fn one_outstanding(
                 }
                 match callee {
                     Callee::Echo => of_echo.record(latency),
-                    Callee::ColdEcho => of_cold.record(latency.saturating_sub(busy.took())),
+                    Callee::ColdEcho => of_cold.record(latency.saturating_sub(traffic.took())),
                     Callee::Service => {
                         let receipt = answer.get_ref().receipt.as_ref();
                         let (_, step) = receipt.map(load::times).unwrap_or_default();
@@ -227,7 +229,7 @@ pub async fn one_outstanding(
             }
         }
     }
-    busy.ask(Duration::ZERO);
+    traffic.ask(Duration::ZERO);
     if [&of_echo, &of_service, &of_cold].iter().any(|durations| durations.count() == 0) {
         return None;
     }

@@ -1,4 +1,4 @@
-//! Recorded rows whose answers are known.
+//! Recorded rows with their answers.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,25 +12,25 @@ use crate::rows;
 /// Recorded rows of one layer.
 #[derive(Clone, Debug)]
 pub struct GoldenLayer {
-    /// Rows.
+    /// Number of rows.
     pub tokens: usize,
-    /// `[tokens, hidden]`.
+    /// Input rows, `[tokens, hidden]`.
     pub input: Vec<f32>,
-    /// `[tokens, hidden]`.
+    /// Output rows, `[tokens, hidden]`.
     pub output: Vec<f32>,
 }
 
 /// Recorded layers of one model.
 #[derive(Clone, Debug, Default)]
 pub struct Golden {
-    /// By layer.
+    /// Recorded layers by number.
     pub layers: BTreeMap<u32, GoldenLayer>,
     /// One token id per row, if recorded.
     pub token_ids: Vec<i32>,
 }
 
 impl Golden {
-    /// Reads `layers.L.input`, `layers.L.output` (f32, `[tokens, hidden]`) and `input_ids` of a safetensors file.
+    /// Reads `layers.L.input`, `layers.L.output` (f32, `[tokens, hidden]`) and `input_ids` from a safetensors file.
     ///
     /// # Errors
     /// If the file cannot be read, or its rows do not have `hidden` columns.
@@ -43,7 +43,7 @@ impl Golden {
             if view.dtype() != Dtype::F32 || view.shape().len() != 2 || view.shape()[1] != hidden {
                 let (shape, dtype) = (view.shape(), view.dtype());
                 return Err(bad(format!(
-                    "{name}: expected F32 [tokens, {hidden}] (the model's hidden), found {dtype:?} {shape:?}"
+                    "{name}: expected F32 [tokens, {hidden}] (the model's hidden size), found {dtype:?} {shape:?}"
                 )));
             }
             Ok(rows::decode(view.data(), DType::F32))
@@ -54,13 +54,15 @@ impl Golden {
             let Some(layer) = layer.and_then(|digits| digits.parse::<u32>().ok()) else { continue };
             let (input, output) = (rows(name)?, rows(&format!("layers.{layer}.output"))?);
             if input.len() != output.len() {
-                return Err(bad(format!("layer {layer}: input and output differ in rows")));
+                return Err(bad(format!("layer {layer}: input and output have different numbers of rows")));
             }
             let tokens = input.len() / hidden;
             golden.layers.insert(layer, GoldenLayer { tokens, input, output });
         }
         if golden.layers.is_empty() {
-            return Err(bad("expected tensors layers.L.input and layers.L.output, found none".to_owned()));
+            return Err(bad(
+                "expected tensors named layers.L.input and layers.L.output, found none".to_owned()
+            ));
         }
         if let Ok(ids) = file.tensor("input_ids") {
             golden.token_ids = match ids.dtype() {

@@ -1,15 +1,16 @@
-//! Load generator for expertd: closed and open loop, unary and streaming, with checked answers and a bare echo beside
-//! the service. Uses the protocol only.
+//! Load generator for expertd: closed and open loop, unary calls and streams, with checked answers and a bare gRPC echo
+//! for comparison. It uses nothing of expertd but the protocol.
 
 pub mod args;
 pub mod arrivals;
-pub mod busy;
 pub mod check;
 pub mod connect;
 pub mod distribution;
 pub mod echo;
 pub mod golden;
 pub mod load;
+pub mod memory_traffic;
+pub mod period;
 pub mod pool;
 pub mod progress;
 pub mod report;
@@ -20,7 +21,6 @@ pub mod stats;
 pub mod stream;
 pub mod table;
 pub mod unary;
-pub mod window;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -31,70 +31,71 @@ use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::task::JoinSet;
 
 use args::{Args, Bounds, DType, Mode, Shape};
-use busy::Busy;
 use connect::Client;
 use echo::EchoServer;
-use load::{Live, Load};
+use load::{Load, ProgressCounters};
+use memory_traffic::MemoryTraffic;
+use period::LoadPeriod;
 use report::{EchoLoad, EchoReport, Report, Settings};
 use request::Workload;
 use resources::CpuTime;
 use stats::Recorder;
-use window::Window;
 
-/// Samples that wait for the checkers.
+/// Capacity of the queue of samples to check.
 const SAMPLES: usize = 256;
-/// Checkers, each on a connection of its own.
+/// Number of checkers, each with its own connection.
 const CHECKERS: u64 = 2;
-/// How long the echo runs under the shape of the load.
+/// Duration of the echo measurement with the load's connections and outstanding requests, in seconds.
 const ECHO_SECONDS: f64 = 1.5;
 
-/// Why no load could be generated.
+/// An error that prevents load from being generated.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// There is no connection.
+    /// The service cannot be reached.
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    /// The service does not say what it serves.
+    /// `GetModel` failed.
     #[error("GetModel failed: {:?}: {}", status.code(), status.message())]
     GetModel {
-        /// How the call ended.
+        /// The call's status.
         status: Box<tonic::Status>,
     },
     /// The golden file is not usable.
     #[error("{}: {reason}", path.display())]
     Golden {
-        /// The file.
+        /// The golden file.
         path: PathBuf,
-        /// Why.
+        /// The reason, in words.
         reason: String,
     },
     /// The arguments do not fit the served model.
     #[error("{0}")]
     Unfit(String),
-    /// The echo cannot run.
+    /// The echo cannot be started.
     #[error("cannot start the echo: {0}")]
     Echo(String),
 }
 
-/// Runs the load that the command line describes.
+/// Generates the load that the command line describes.
 ///
 /// # Errors
-/// If there is no service, or the arguments do not fit what it serves.
+/// If the service cannot be reached, or the arguments do not fit its model.
 pub async fn run(args: &Args) -> Result<Report, Error> {
     let mut first = connect::connect(&args.address, CONTROL_MESSAGE_BYTES).await?;
     let model = request::get_model(&mut first, &args.model).await?;
     let workload = Arc::new(Workload::new(args, model)?);
-    let echo = if args.output.no_echo { EchoReport::default() } else { beside(args, &workload).await? };
-    // Devices compute in bf16 whatever the rows are; processors compute in f32.
+    let echo =
+        if args.output.no_echo { EchoReport::default() } else { measure_echo(args, &workload).await? };
+    // GPU ranks compute in bf16 whatever the element type of the rows; CPU ranks compute in f32.
     let exact = workload.model.placement.iter().all(|rank| rank.device.starts_with("cpu"));
     let tolerance_of = |dtype| if exact && dtype == DType::F32 { 1e-3 } else { 2e-2 };
     let tolerance = args.checks.tolerance.unwrap_or(tolerance_of(args.content.dtype));
     let (samples, received) = mpsc::channel(SAMPLES);
     let load = Arc::new(Load {
         workload: Arc::clone(&workload),
-        window: Arc::new(Window::open(&args.bounds, args.content.deadline_ms)),
+        period: Arc::new(LoadPeriod::open(&args.bounds, args.content.deadline_ms)),
         recorder: Arc::new(Recorder::new(args.shape.connections.get() * args.shape.streams.get())),
-        live: Live::default(),
+        progress: ProgressCounters::default(),
         check: args.checks.check,
         samples: Some(samples),
         retry: args.shape.retry,
@@ -105,12 +106,12 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
     let checkers = check(args, &load, received, tolerance).await?;
     let (stop_watching, watched) = oneshot::channel();
     let memory = args.output.watch_memory.map(|pid| {
-        let window = &load.window;
-        tokio::spawn(resources::watch(pid, window.start, window.stop - window.start, watched))
+        let period = &load.period;
+        tokio::spawn(resources::watch(pid, period.start, period.stop - period.start, watched))
     });
     let bar = (!args.output.quiet).then(|| progress::show(Arc::clone(&load)));
     let measured = tokio::spawn({
-        let measured = load.window.measured;
+        let measured = load.period.measured;
         async move {
             tokio::time::sleep_until(measured.into()).await;
             CpuTime::now()
@@ -128,12 +129,12 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
         Some(watch) => watch.await.unwrap_or_default(),
         None => Vec::new(),
     };
-    // The last holder of the samples' sender is gone with the load: the checkers finish what waits, and end.
-    let (window, recorder) = (Arc::clone(&load.window), Arc::clone(&load.recorder));
+    // The load held the last sender of samples: the checkers now finish the queued samples and end.
+    let (period, recorder) = (Arc::clone(&load.period), Arc::clone(&load.recorder));
     drop(load);
     checkers.join_all().await;
     let settings = Settings::new(args, &workload);
-    let report = Report::new(settings, &window, &recorder.total(), tolerance, echo, cpu, memory);
+    let report = Report::new(settings, &period, &recorder.total(), tolerance, echo, cpu, memory);
     Ok(report.with_growth_limit(args.output.max_memory_growth))
 }
 
@@ -145,7 +146,7 @@ async fn connections(address: &str, shape: &Shape, message_bytes: usize) -> Resu
     Ok(clients)
 }
 
-/// Runs all workers until the window closes and everything has ended.
+/// Runs all workers until no more requests may begin and all have ended.
 async fn drive(load: &Arc<Load>, shape: &Shape, clients: Vec<Client>) {
     let mut workers = JoinSet::new();
     let per_client = match (shape.mode, shape.rate) {
@@ -154,7 +155,7 @@ async fn drive(load: &Arc<Load>, shape: &Shape, clients: Vec<Client>) {
         (Mode::Unary, None) => shape.outstanding.get(),
     };
     let mut arrivals = Vec::new();
-    // Worker by worker over all connections, so that arrivals in turn change connections too.
+    // Workers alternate between connections, so that consecutive arrivals also use different connections.
     for index in 0..per_client * clients.len() {
         let (load, client, worker) = (Arc::clone(load), clients[index % clients.len()].clone(), index as u64);
         let received = shape.rate.map(|_| {
@@ -171,7 +172,7 @@ async fn drive(load: &Arc<Load>, shape: &Shape, clients: Vec<Client>) {
         };
     }
     if let Some(rate) = shape.rate {
-        arrivals::start(Arc::clone(&load.window), rate, load.workload.seed ^ 0xa5a5, arrivals);
+        arrivals::start(Arc::clone(&load.period), rate, load.workload.seed ^ 0xa5a5, arrivals);
     }
     workers.join_all().await;
 }
@@ -194,15 +195,15 @@ async fn check(
     Ok(checkers)
 }
 
-/// Measures the echo: alone with the service, and under the shape of the load.
-async fn beside(args: &Args, workload: &Arc<Workload>) -> Result<EchoReport, Error> {
+/// Measures the echo: with one outstanding request in turn with the service, then under the load's shape.
+async fn measure_echo(args: &Args, workload: &Arc<Workload>) -> Result<EchoReport, Error> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let busy = Busy::new(cores);
+    let traffic = MemoryTraffic::new(cores);
     let over_unix_socket = args.address.starts_with("unix:");
-    let server = EchoServer::start(over_unix_socket, workload.message_bytes, Some(Arc::clone(&busy)))?;
+    let server = EchoServer::start(over_unix_socket, workload.message_bytes, Some(Arc::clone(&traffic)))?;
     let service = connect::connect(&args.address, workload.message_bytes).await?;
     let echo = connect::connect(&server.address, workload.message_bytes).await?;
-    let one_outstanding = echo::one_outstanding(workload, service, echo, &busy).await;
+    let one_outstanding = echo::one_outstanding(workload, service, echo, &traffic).await;
     let same_load =
         if args.shape.rate.is_none() { Some(same_load(args, workload, &server).await?) } else { None };
     Ok(EchoReport { one_outstanding, same_load })
@@ -213,9 +214,9 @@ async fn same_load(args: &Args, workload: &Arc<Workload>, server: &EchoServer) -
     let bounds = Bounds { warm_up: 0.3, duration: Some(ECHO_SECONDS), requests: None, give_up: 10.0 };
     let load = Arc::new(Load {
         workload: Arc::clone(workload),
-        window: Arc::new(Window::open(&bounds, None)),
+        period: Arc::new(LoadPeriod::open(&bounds, None)),
         recorder: Arc::new(Recorder::new(clients.len())),
-        live: Live::default(),
+        progress: ProgressCounters::default(),
         check: 0.0,
         samples: None,
         retry: 0,
@@ -225,9 +226,9 @@ async fn same_load(args: &Args, workload: &Arc<Workload>, server: &EchoServer) -
     });
     drive(&load, &args.shape, clients).await;
     let stats = load.recorder.total();
-    let end = stats.last_answer.unwrap_or(load.window.stop);
+    let end = stats.last_answer.unwrap_or(load.period.stop);
     let elapsed =
-        end.saturating_duration_since(load.window.measured).max(Duration::from_nanos(1)).as_secs_f64();
+        end.saturating_duration_since(load.period.measured).max(Duration::from_nanos(1)).as_secs_f64();
     Ok(EchoLoad {
         requests_per_second: stats.answered as f64 / elapsed,
         row_bytes_per_second: stats.row_bytes as f64 / elapsed,

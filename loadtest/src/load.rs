@@ -1,4 +1,4 @@
-//! What workers of both modes share: jobs, and settling them.
+//! The common part of unary and streaming workers: jobs and their outcomes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,60 +9,60 @@ use tokio::sync::mpsc;
 use tonic::{Code, Status};
 
 use crate::check::{self, Sample};
-use crate::request::{Draft, Drafts, Purpose, Workload};
+use crate::period::LoadPeriod;
+use crate::request::{PlannedRequest, Purpose, RequestSource, Workload};
 use crate::stats::{self, Recorder, Stats};
-use crate::window::Window;
 
-/// One request on its way, from its first sending to its last answer.
+/// A request from its first sending to its outcome.
 #[derive(Debug)]
 pub struct Job {
     /// The request.
-    pub draft: Draft,
-    /// Latency counts from here: the intended arrival, or the first sending.
+    pub planned: PlannedRequest,
+    /// Start of its latency: the intended arrival, or the first sending.
     pub began: Instant,
-    /// The last sending.
+    /// Time of the last sending.
     pub sent: Instant,
-    /// Outside the warm-up.
+    /// Whether the request is measured: false during the warm-up.
     pub measured: bool,
-    /// Sendings so far.
+    /// Number of sendings so far.
     pub attempts: u32,
 }
 
 impl Job {
-    /// A job that is about to be sent for the first time.
+    /// Creates a job that is about to be sent for the first time.
     #[must_use]
-    pub fn new(draft: Draft, began: Instant, measured: bool) -> Job {
-        Job { draft, began, sent: Instant::now(), measured, attempts: 1 }
+    pub fn new(planned: PlannedRequest, began: Instant, measured: bool) -> Job {
+        Job { planned, began, sent: Instant::now(), measured, attempts: 1 }
     }
 }
 
-/// How a request ended.
+/// The outcome of a sending.
 #[derive(Debug)]
-pub enum Ending {
-    /// With an answer.
+pub enum Outcome {
+    /// The service answered.
     Answer(ForwardResponse),
-    /// With a status.
+    /// The call ended with a status.
     Status {
         /// Its code.
         code: Code,
-        /// Its text.
+        /// Its message.
         message: String,
-        /// After how long to retry, if the service said so.
+        /// Delay before a retry, if the service stated one.
         retry_after: Option<Duration>,
     },
-    /// With neither.
-    Silence(String),
+    /// Neither an answer nor a status came.
+    NoAnswer(String),
 }
 
-impl From<Status> for Ending {
-    fn from(status: Status) -> Ending {
+impl From<Status> for Outcome {
+    fn from(status: Status) -> Outcome {
         let status = expertd_proto::connection_loss(status);
         let retry_after = expertd_proto::retry_delay(&status);
-        Ending::Status { code: status.code(), message: status.message().to_owned(), retry_after }
+        Outcome::Status { code: status.code(), message: status.message().to_owned(), retry_after }
     }
 }
 
-/// Whether the load may explain an error of this code. Retrying is always safe: the computation is pure.
+/// Whether load may explain a status of this code. Retrying is always safe, because the computation is pure.
 #[must_use]
 pub fn explained(code: Code) -> bool {
     matches!(code, Code::Unavailable | Code::ResourceExhausted | Code::DeadlineExceeded)
@@ -72,68 +72,68 @@ fn retryable(code: Code) -> bool {
     matches!(code, Code::Unavailable | Code::ResourceExhausted)
 }
 
-/// Counters that the progress bar reads.
+/// Counters for the progress bar.
 #[derive(Debug, Default)]
-pub struct Live {
-    /// Requests answered.
+pub struct ProgressCounters {
+    /// Number of requests answered.
     pub answered: AtomicU64,
-    /// Rows in them.
+    /// Number of rows in them.
     pub tokens: AtomicU64,
-    /// Requests that ended otherwise.
+    /// Number of requests with another outcome.
     pub failed: AtomicU64,
-    /// Requests on their way.
+    /// Number of outstanding requests.
     pub outstanding: AtomicU64,
 }
 
-/// One run of load.
+/// The state of a running load.
 #[derive(Debug)]
 pub struct Load {
-    /// What is asked for.
+    /// The model and the content of requests.
     pub workload: Arc<Workload>,
-    /// When.
-    pub window: Arc<Window>,
-    /// What was seen.
+    /// The bounds of the load.
+    pub period: Arc<LoadPeriod>,
+    /// The records of the workers.
     pub recorder: Arc<Recorder>,
-    /// For the progress bar.
-    pub live: Live,
+    /// Counters for the progress bar.
+    pub progress: ProgressCounters,
     /// Share of checked requests.
     pub check: f64,
-    /// Where sampled answers go.
+    /// Channel of the checkers for sampled answers.
     pub samples: Option<mpsc::Sender<Sample>>,
-    /// Retries of a request at most.
+    /// Largest number of retries of a request.
     pub retry: u32,
-    /// Sent with each request.
+    /// Deadline of each request, in milliseconds.
     pub deadline_ms: Option<u32>,
-    /// Tolerance of known answers, which are f32.
+    /// Largest accepted error of recorded answers, which are f32.
     pub tolerance: f64,
-    /// Open loop: requests outstanding at most.
+    /// Open loop: largest number of outstanding requests.
     pub max_outstanding: u64,
 }
 
 impl Load {
-    /// The supply of one worker.
+    /// The requests of one worker.
     #[must_use]
-    pub fn drafts(&self, worker: u64) -> Drafts {
-        self.workload.drafts(worker, self.check)
+    pub fn source(&self, worker: u64) -> RequestSource {
+        self.workload.source(worker, self.check)
     }
 
-    /// Records how `job` ended. `Some` hands it back to be sent again after a while.
-    pub fn settle(&self, worker: u64, mut job: Job, ending: Ending) -> Option<(Job, Duration)> {
+    /// Records the outcome of a sending. `Some` means that the job is to be sent again after this delay.
+    pub fn finish(&self, worker: u64, mut job: Job, outcome: Outcome) -> Option<(Job, Duration)> {
         let now = Instant::now();
-        match ending {
-            Ending::Answer(response) => {
-                self.live.answered.fetch_add(1, Ordering::Relaxed);
-                self.live.tokens.fetch_add(u64::from(job.draft.request.tokens), Ordering::Relaxed);
+        match outcome {
+            Outcome::Answer(response) => {
+                self.progress.answered.fetch_add(1, Ordering::Relaxed);
+                self.progress.tokens.fetch_add(u64::from(job.planned.request.tokens), Ordering::Relaxed);
                 self.answered(&mut self.recorder.of(worker), &job, &response, now);
-                if matches!(job.draft.purpose, Purpose::Sampled)
+                if matches!(job.planned.purpose, Purpose::Sampled)
                     && let Some(samples) = &self.samples
-                    && samples.try_send(Sample { request: job.draft.request, response }).is_err()
+                    && samples.try_send(Sample { request: job.planned.request, response }).is_err()
                 {
                     self.recorder.of(worker).unchecked += 1;
                 }
                 None
             }
-            Ending::Status { code, message, retry_after } => {
+            Outcome::Status { code, message, retry_after } => {
                 let mut stats = self.recorder.of(worker);
                 stats.status(code, &message);
                 if retryable(code) && job.attempts <= self.retry {
@@ -142,12 +142,12 @@ impl Load {
                     job.attempts += 1;
                     return Some((job, retry_after.unwrap_or(backoff)));
                 }
-                self.live.failed.fetch_add(1, Ordering::Relaxed);
+                self.progress.failed.fetch_add(1, Ordering::Relaxed);
                 None
             }
-            Ending::Silence(why) => {
-                self.live.failed.fetch_add(1, Ordering::Relaxed);
-                let request = &job.draft.request;
+            Outcome::NoAnswer(why) => {
+                self.progress.failed.fetch_add(1, Ordering::Relaxed);
+                let request = &job.planned.request;
                 let note = format!("layer {}, {} tokens: lost: {why}", request.layer, request.tokens);
                 self.recorder.of(worker).lost(note);
                 None
@@ -156,13 +156,13 @@ impl Load {
     }
 
     fn answered(&self, stats: &mut Stats, job: &Job, response: &ForwardResponse, now: Instant) {
-        let request = &job.draft.request;
+        let request = &job.planned.request;
         stats.answered_all += 1;
         let receipt = response.receipt.as_ref();
         if let Err(why) = self.judge(job, response) {
             stats.wrong(format!("layer {}, {} tokens: {why}", request.layer, request.tokens));
         }
-        if let Purpose::Known(output) = &job.draft.purpose {
+        if let Purpose::Known(output) = &job.planned.purpose {
             stats.checked_known += 1;
             let wanted = self.workload.model.hidden as usize;
             let error = check::largest_error(&response.rows, crate::args::DType::F32, output, wanted);
@@ -202,17 +202,17 @@ impl Load {
         }
     }
 
-    /// What every answer must satisfy.
+    /// Checks what every answer must satisfy.
     fn judge(&self, job: &Job, response: &ForwardResponse) -> Result<(), String> {
-        let request = &job.draft.request;
+        let request = &job.planned.request;
         let expected = self.workload.answer_bytes(request.tokens, request.dtype);
         if response.rows.len() != expected {
             return Err(format!("expected {expected} bytes of rows, found {}", response.rows.len()));
         }
-        let Some(receipt) = &response.receipt else { return Err("no receipt".to_owned()) };
+        let Some(receipt) = &response.receipt else { return Err("the answer has no receipt".to_owned()) };
         let placed: u64 = receipt.tokens_per_rank.iter().copied().map(u64::from).sum();
         if placed != u64::from(request.tokens) {
-            return Err(format!("the receipt places {placed} tokens: {:?}", receipt.tokens_per_rank));
+            return Err(format!("the receipt accounts for {placed} tokens: {:?}", receipt.tokens_per_rank));
         }
         Ok(())
     }
@@ -221,7 +221,7 @@ impl Load {
 /// Queue time and step time of a receipt.
 #[must_use]
 pub fn times(receipt: &Receipt) -> (Duration, Duration) {
-    // Written out, so that the message's own duration type need not be named.
+    // The fields are converted here, so that the message's duration type need not be named.
     let queue = receipt.queue_time.as_ref().map(|time| (time.seconds, time.nanos));
     let step = receipt.step_time.as_ref().map(|time| (time.seconds, time.nanos));
     let duration = |(seconds, nanos)| {

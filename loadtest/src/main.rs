@@ -8,7 +8,8 @@ use expertd_loadtest::args::Args;
 use expertd_loadtest::report::Report;
 use expertd_loadtest::table::table;
 
-// Page faults of large messages cost more than the messages with the system's allocator.
+// The system's allocator returns the pages of large messages to the kernel; their page faults then cost more than the
+// messages.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -46,7 +47,7 @@ fn show(args: &Args, report: &Report) -> Result<(), String> {
     Ok(())
 }
 
-/// Writes to standard output; a reader that has seen enough is no error.
+/// Writes to standard output. A reader that closes the pipe early is not an error.
 fn print(text: &str) -> Result<(), String> {
     use std::io::{ErrorKind, Write as _};
     let mut out = std::io::stdout().lock();

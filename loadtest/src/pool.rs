@@ -1,6 +1,6 @@
-//! Random content that costs nothing to draw: pools filled once, sliced at random offsets without copying.
+//! Random content without cost per request: pools are filled once and sliced at random offsets without copying.
 //!
-//! Two requests carry the same rows only if they draw the same offset, one chance in millions.
+//! Two requests carry the same rows only if they draw the same offset, with a probability of one in millions.
 
 use bytes::Bytes;
 use rand::{Rng, RngExt as _};
@@ -9,9 +9,9 @@ use rand_distr::{Distribution as _, Exp1, StandardNormal};
 use crate::args::DType;
 use crate::rows;
 
-/// Offsets that a slice of rows can begin at.
+/// Number of offsets at which a slice of rows can begin.
 const ROW_OFFSETS: usize = 4 << 20;
-/// Offsets that a slice of routing can begin at.
+/// Number of offsets at which a slice of routing can begin.
 const ROUTING_OFFSETS: usize = 4096;
 
 /// Normally distributed elements.
@@ -22,20 +22,20 @@ pub struct RowPool {
 }
 
 impl RowPool {
-    /// A pool from which up to `largest` elements can be drawn at once.
+    /// Creates a pool from which up to `largest` elements can be drawn at once.
     pub fn new(dtype: DType, largest: usize, rng: &mut impl Rng) -> RowPool {
         let values: Vec<f32> = StandardNormal.sample_iter(rng).take(ROW_OFFSETS + largest).collect();
         RowPool { elements: rows::encode(&values, dtype), dtype }
     }
 
-    /// `count` elements that begin anywhere.
+    /// Draws `count` elements from a random offset on.
     pub fn draw(&self, count: usize, rng: &mut impl Rng) -> Bytes {
         let first = rng.random_range(0..ROW_OFFSETS) * self.dtype.size();
         self.elements.slice(first..first + count * self.dtype.size())
     }
 }
 
-/// Routing of rows: `k` distinct experts each, drawn without replacement with Zipf probabilities.
+/// Routing of rows: `k` distinct experts per row, drawn without replacement with Zipf probabilities.
 #[derive(Clone, Debug)]
 pub struct RoutingPool {
     k: usize,
@@ -44,8 +44,8 @@ pub struct RoutingPool {
 }
 
 impl RoutingPool {
-    /// A pool for one layer. Which experts are popular is another random permutation for each layer, so that the load
-    /// of one layer does not predict that of the next.
+    /// Creates a pool for one layer. The order of the experts' popularity is a random permutation for each layer, so
+    /// that the load of one layer does not predict that of the next.
     pub fn new(experts: u32, k: u32, exponent: f64, largest: usize, rng: &mut impl Rng) -> RoutingPool {
         let (experts, k) = (experts as usize, k as usize);
         let popularity = (1..=experts).map(|rank| (rank as f64).powf(-exponent));
@@ -59,8 +59,8 @@ impl RoutingPool {
         let (mut ids, mut weights) = (Vec::with_capacity(rows * k * 4), Vec::with_capacity(rows * k * 4));
         let mut race: Vec<(f64, i32)> = Vec::with_capacity(experts);
         for _ in 0..rows {
-            // The k first arrivals of independent exponential clocks are a sample without replacement
-            // (Efraimidis and Spirakis, 2006).
+            // The first k arrivals of independent exponential clocks are a sample without replacement (Efraimidis and
+            // Spirakis, 2006).
             race.clear();
             race.extend(probability.iter().map(|&(rate, id)| {
                 let waited: f64 = Exp1.sample(rng);
@@ -77,7 +77,7 @@ impl RoutingPool {
         RoutingPool { k, ids: ids.into(), weights: weights.into() }
     }
 
-    /// Ids and weights of `rows` rows.
+    /// Draws the ids and weights of `rows` rows.
     pub fn draw(&self, rows: usize, rng: &mut impl Rng) -> (Bytes, Bytes) {
         let mut slice = |from: &Bytes| {
             let first = rng.random_range(0..ROUTING_OFFSETS) * self.k * 4;
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_differ_from_draw_to_draw_and_are_ordinary_numbers() {
+    fn rows_differ_between_draws_and_are_finite() {
         let mut rng = SmallRng::seed_from_u64(1);
         for dtype in [DType::Bf16, DType::F16, DType::F32] {
             let pool = RowPool::new(dtype, 4096, &mut rng);
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn routing_is_legal_and_skewed_as_asked() {
+    fn routing_is_valid_and_has_the_requested_skew() {
         let mut rng = SmallRng::seed_from_u64(2);
         for (exponent, skewed) in [(0.0, false), (1.0, true)] {
             let pool = RoutingPool::new(16, 3, exponent, 64, &mut rng);

@@ -11,11 +11,11 @@ use crate::load::Load;
 
 const REFRESH: Duration = Duration::from_millis(250);
 
-/// Shows a bar on standard error (if that is a terminal) until the handle is aborted.
+/// Shows a bar on standard error, if that is a terminal, until the handle is aborted.
 pub fn show(load: Arc<Load>) -> JoinHandle<()> {
     tokio::spawn(async move {
-        let (_, limit) = load.window.counted();
-        let length = load.window.stop - load.window.start;
+        let (_, limit) = load.period.counted();
+        let length = load.period.stop - load.period.start;
         let bar = ProgressBar::new(1000);
         if let Ok(style) = ProgressStyle::with_template("{elapsed:>4} [{bar:30}] {percent:>3}% {msg}") {
             bar.set_style(style.progress_chars("=> "));
@@ -24,20 +24,20 @@ pub fn show(load: Arc<Load>) -> JoinHandle<()> {
         loop {
             tokio::time::sleep(REFRESH).await;
             let now = Instant::now();
-            let of_time = (now - load.window.start).as_secs_f64() / length.as_secs_f64();
-            let of_count = limit.map_or(0.0, |limit| load.window.counted().0 as f64 / limit.max(1) as f64);
+            let of_time = (now - load.period.start).as_secs_f64() / length.as_secs_f64();
+            let of_count = limit.map_or(0.0, |limit| load.period.counted().0 as f64 / limit.max(1) as f64);
             bar.set_position((of_time.max(of_count).min(1.0) * 1000.0) as u64);
-            let answered = load.live.answered.load(Ordering::Relaxed);
-            let tokens = load.live.tokens.load(Ordering::Relaxed);
+            let answered = load.progress.answered.load(Ordering::Relaxed);
+            let tokens = load.progress.tokens.load(Ordering::Relaxed);
             let seconds = (now - last.0).as_secs_f64();
-            let phase = if now < load.window.measured { "warm-up, " } else { "" };
-            let failed = load.live.failed.load(Ordering::Relaxed);
+            let phase = if now < load.period.measured { "warm-up, " } else { "" };
+            let failed = load.progress.failed.load(Ordering::Relaxed);
             let failed = if failed > 0 { format!(", {failed} failed") } else { String::new() };
             bar.set_message(format!(
                 "{phase}{:.0} requests/s, {:.0} tokens/s, {} outstanding{failed}",
                 (answered - last.1) as f64 / seconds,
                 (tokens - last.2) as f64 / seconds,
-                load.live.outstanding.load(Ordering::Relaxed)
+                load.progress.outstanding.load(Ordering::Relaxed)
             ));
             last = (now, answered, tokens);
         }

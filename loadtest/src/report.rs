@@ -1,4 +1,4 @@
-//! The outcome of a load, as data.
+//! The results of a load, as data.
 
 use std::collections::BTreeMap;
 
@@ -8,14 +8,14 @@ use tonic::Code;
 use crate::args::{Args, Mode, RoutingSource};
 use crate::echo::OneOutstanding;
 use crate::load::explained;
+use crate::period::LoadPeriod;
 use crate::request::Workload;
 use crate::resources::{CpuUse, Memory};
 use crate::stats::{PHASES, Stats, Summary};
-use crate::window::Window;
 
-/// What was run.
+/// The parameters of a run.
 #[derive(Clone, Debug, Serialize)]
-#[allow(missing_docs, reason = "as on the command line")]
+#[allow(missing_docs, reason = "the fields are named like the command line's options")]
 pub struct Settings {
     pub address: String,
     pub model: String,
@@ -26,7 +26,7 @@ pub struct Settings {
     pub connections: usize,
     pub streams: usize,
     pub outstanding: usize,
-    /// Open loop only.
+    /// Arrival rate of an open loop.
     pub rate_per_second: Option<f64>,
     pub tokens: String,
     pub dtype: &'static str,
@@ -37,7 +37,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// From the command line and the served model.
+    /// Collects the parameters from the command line and the served model.
     #[must_use]
     pub fn new(args: &Args, workload: &Workload) -> Settings {
         let stream = args.shape.mode == Mode::Stream;
@@ -65,110 +65,110 @@ impl Settings {
     }
 }
 
-/// Statuses of one code.
+/// The calls that ended with one status code.
 #[derive(Clone, Debug, Serialize)]
 pub struct StatusCount {
-    /// How many.
+    /// Number of calls.
     pub count: u64,
-    /// The text of one of them.
+    /// The message of one of them.
     pub example: String,
-    /// Whether load or a fault may cause it; others make the run fail.
+    /// Whether load or a fault explains the status; any other status fails the run.
     pub explained: bool,
 }
 
-/// What was checked.
+/// The checks of answers.
 #[derive(Clone, Debug, Serialize)]
 pub struct CheckReport {
-    /// Answers compared with recorded ones.
+    /// Number of answers compared with recorded ones.
     pub known: u64,
-    /// Answers compared with the same rows in another batch.
+    /// Number of answers compared with the same rows in another batch.
     pub again: u64,
-    /// Samples that could not be compared, because the service could not answer or the checker was busy.
+    /// Number of samples that were not compared, because the service did not answer or the checkers were busy.
     pub unchecked: u64,
-    /// Largest relative L2 error of a row.
+    /// Largest relative L2 error of any row.
     pub largest_error: f64,
-    /// What is tolerated.
+    /// Largest accepted error.
     pub tolerance: f64,
 }
 
-/// The echo beside the service.
+/// The echo measurements.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct EchoReport {
-    /// One request outstanding, alternating with the service.
+    /// Latencies with one outstanding request, in turn with the service.
     pub one_outstanding: Option<OneOutstanding>,
-    /// Closed loop with the connections, streams and outstanding requests of the load.
+    /// Closed loop with the load's connections, streams and outstanding requests.
     pub same_load: Option<EchoLoad>,
 }
 
-/// The echo under the load's own shape.
+/// The echo under the load's connections, streams and outstanding requests.
 #[derive(Clone, Copy, Debug, Serialize)]
-#[allow(missing_docs, reason = "the names say it")]
+#[allow(missing_docs, reason = "the names are complete descriptions")]
 pub struct EchoLoad {
     pub requests_per_second: f64,
     pub row_bytes_per_second: f64,
     pub latency: Summary,
 }
 
-/// All of it.
+/// The report of a run.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// What was run.
+    /// The parameters of the run.
     pub settings: Settings,
-    /// From the end of the warm-up to the last measured answer.
+    /// Time from the end of the warm-up to the last measured answer, in seconds.
     pub elapsed_seconds: f64,
-    /// Measured requests answered.
+    /// Number of measured requests that were answered.
     pub requests: u64,
-    /// Rows in them.
+    /// Number of rows in them.
     pub tokens: u64,
-    /// Rates over the elapsed time.
+    /// Answered requests per second of elapsed time.
     pub requests_per_second: f64,
-    /// Rows per second.
+    /// Rows per second of elapsed time.
     pub tokens_per_second: f64,
-    /// Bytes of rows per second, both directions.
+    /// Bytes of rows per second of elapsed time, in both directions together.
     pub row_bytes_per_second: f64,
-    /// From the intended arrival (open loop) or the sending (closed loop) to the decoded answer.
+    /// Time from the intended arrival (open loop) or the sending (closed loop) to the decoded answer.
     pub latency: Summary,
-    /// Parts of it: waiting for a step,
+    /// The part of the latency spent waiting for a step.
     pub queue: Summary,
-    /// the steps,
+    /// The part of the latency spent in steps.
     pub step: Summary,
-    /// and the rest, transport and client.
+    /// The rest of the latency: transport and client.
     pub rest: Summary,
-    /// Open loop: how late the client itself sent.
+    /// Open loop: delay of the client's own sending.
     pub late: Option<Summary>,
-    /// Steps per second of the whole service, by step numbers.
+    /// Steps per second of the whole service, from step numbers.
     pub steps_per_second: f64,
-    /// Mean rows of a step, with `--timings`.
+    /// Mean rows per step, with `--timings`.
     pub tokens_per_step: Option<f64>,
-    /// By phase, with `--timings`.
+    /// Durations by phase, with `--timings`.
     pub phases: BTreeMap<&'static str, Summary>,
-    /// Generations seen; more than one means that the EP group was formed anew.
+    /// Generations seen in receipts; several mean that the EP group was re-formed.
     pub generations: Vec<u64>,
-    /// Answers from the first request on, warm-up and checks included.
+    /// Number of answers since the start, warm-up and checks included.
     pub answers: u64,
-    /// By code, from the first request on.
+    /// Statuses by code since the start.
     pub statuses: BTreeMap<String, StatusCount>,
-    /// Requests sent again after a retryable status.
+    /// Number of requests sent again after a retryable status.
     pub retries: u64,
-    /// Requests without an answer or a status.
+    /// Number of requests that ended without an answer or a status.
     pub lost: u64,
-    /// Wrong answers.
+    /// Number of wrong answers.
     pub wrong: u64,
-    /// Arrivals that the client did not send.
+    /// Number of arrivals that the client did not send.
     pub not_sent: u64,
-    /// What was wrong, the first few.
+    /// Descriptions of the first wrong and lost answers.
     pub notes: Vec<String>,
-    /// What was checked.
+    /// The checks of answers.
     pub checks: CheckReport,
-    /// The echo.
+    /// The echo measurements.
     pub echo: EchoReport,
-    /// Processor use while measured.
+    /// Processor use during the measurement.
     pub cpu: CpuUse,
     /// Memory of the watched processes.
     pub memory: Vec<Memory>,
-    /// What seems to limit the throughput.
+    /// The likely limit of the throughput, in words.
     pub limit: String,
-    /// Whether nothing was wrong or lost, and every error is explained.
+    /// Whether no answer was wrong or lost and every error is explained.
     pub ok: bool,
 }
 
@@ -188,19 +188,19 @@ impl Report {
         self
     }
 
-    /// Sums up.
+    /// Computes the report.
     #[must_use]
     pub fn new(
         settings: Settings,
-        window: &Window,
+        period: &LoadPeriod,
         stats: &Stats,
         tolerance: f64,
         echo: EchoReport,
         cpu: CpuUse,
         memory: Vec<Memory>,
     ) -> Report {
-        let end = stats.last_answer.unwrap_or(window.stop);
-        let elapsed = end.saturating_duration_since(window.measured).as_secs_f64().max(1e-9);
+        let end = stats.last_answer.unwrap_or(period.stop);
+        let elapsed = end.saturating_duration_since(period.measured).as_secs_f64().max(1e-9);
         let statuses = stats.statuses.iter().map(|(&code, &count)| {
             let code = Code::from_i32(code);
             let example = stats.status_texts.get(&(code as i32)).cloned().unwrap_or_default();
@@ -251,18 +251,18 @@ impl Report {
         report
     }
 
-    /// What the figures say about the limit. A reading of them, not a measurement of its own.
+    /// The likely limit, derived from the other figures.
     fn limiting(&self) -> String {
         let cpu = &self.cpu;
         let refused = self.statuses.get("ResourceExhausted").map_or(0, |status| status.count);
         if self.requests == 0 {
-            return "nothing was answered while measured".to_owned();
+            return "no request was answered during the measurement".to_owned();
         }
         if let Some(rate) = self.settings.rate_per_second
             && self.requests_per_second > 0.95 * rate
             && self.queue.p50_seconds < self.step.p50_seconds
         {
-            return format!("the offered rate: {rate} requests/s arrive, and the service keeps up");
+            return format!("the offered rate: the service answers all {rate} requests/s");
         }
         if refused as f64 > 0.01 * self.requests as f64 {
             return format!("admission: {refused} requests were refused (RESOURCE_EXHAUSTED)");
@@ -282,17 +282,17 @@ impl Report {
             );
         }
         if self.settings.connections * self.settings.streams * self.settings.outstanding == 1 {
-            return "one request is outstanding at a time: latency".to_owned();
+            return "latency: only one request is outstanding at a time".to_owned();
         }
         let busy = cpu.machine_busy_share.unwrap_or(0.0);
         if self.queue.p50_seconds > 0.2 * self.step.p50_seconds {
             let busy =
                 if busy > 0.0 { format!("; machine {:.0} % busy", busy * 100.0) } else { String::new() };
-            return format!("the service's steps: requests wait for the step before them{busy}");
+            return format!("the service's steps: requests wait for earlier steps{busy}");
         }
         if busy > 0.92 {
             return format!("processor cores: the machine is {:.0} % busy", busy * 100.0);
         }
-        "requests outstanding: more of them would raise the throughput".to_owned()
+        "the number of outstanding requests: more would raise the throughput".to_owned()
     }
 }

@@ -1,4 +1,4 @@
-//! What is asked for: the served model, and an endless supply of requests to it.
+//! Requests: the served model, and an endless supply of requests to it.
 
 use std::sync::Arc;
 
@@ -13,30 +13,30 @@ use rand::{RngExt as _, SeedableRng as _};
 
 use crate::Error;
 use crate::args::{Args, DType, RoutingSource};
-use crate::check::COMPANY;
+use crate::check::EXTRA_ROWS;
 use crate::connect::Client;
 use crate::distribution::TokenCounts;
 use crate::golden::Golden;
 use crate::pool::{RoutingPool, RowPool};
 use crate::rows;
 
-/// Token ids drawn for layers that route by them; every vocabulary is larger.
+/// Range of token ids for layers that route by them; every vocabulary is larger.
 const TOKEN_IDS: i32 = 64;
 
-/// The served model and everything that requests are made of. Shared by all workers.
+/// The served model and the content of requests. All workers share it.
 #[derive(Debug)]
 pub struct Workload {
-    /// As `GetModel` says.
+    /// The answer of `GetModel`.
     pub model: GetModelResponse,
-    /// The layers that take part.
+    /// The layers that requests name.
     pub layers: Vec<MoeLayer>,
     /// Element type of rows.
     pub dtype: DType,
-    /// Seed of everything random.
+    /// Seed of all random numbers.
     pub seed: u64,
-    /// Largest message.
+    /// Largest message, in bytes.
     pub message_bytes: usize,
-    /// Rows that the service takes in one request.
+    /// Largest number of rows that the service accepts per request.
     pub most_tokens: u32,
     golden: Option<Golden>,
     name: String,
@@ -48,7 +48,7 @@ pub struct Workload {
     timings: bool,
 }
 
-/// Asks for the model.
+/// Calls `GetModel`.
 ///
 /// # Errors
 /// If the call fails.
@@ -59,7 +59,7 @@ pub async fn get_model(client: &mut Client, name: &str) -> Result<GetModelRespon
 }
 
 impl Workload {
-    /// Fills the pools.
+    /// Fills the pools of random content.
     ///
     /// # Errors
     /// If the arguments do not fit the model, or the golden file is not usable.
@@ -71,7 +71,7 @@ impl Workload {
         let limits = model.limits.unwrap_or_default();
         let limit = if limits.max_tokens_per_request == 0 { u32::MAX } else { limits.max_tokens_per_request };
         let most_tokens = limit;
-        // The distributions without an end of their own need one when the service states no limit.
+        // A distribution without an upper bound needs one if the service states no limit.
         let limit = limit.min(content.tokens.largest(limit.min(1 << 16)));
         let dtype = content.dtype;
         if !model.dtypes.is_empty() && !model.dtypes.contains(&(dtype.wire() as i32)) {
@@ -83,7 +83,7 @@ impl Workload {
         if let Some(golden) = &golden
             && !layers.iter().any(|layer| golden.layers.contains_key(&layer.layer))
         {
-            return Err(Error::Unfit("the golden file holds none of the layers under load".to_owned()));
+            return Err(Error::Unfit("the golden file has none of the layers under load".to_owned()));
         }
         let largest = limit as usize;
         let routing = match content.routing {
@@ -108,23 +108,23 @@ impl Workload {
             counts: content.tokens.clone(),
             limit,
             shared,
-            // Checks draw rows, too.
-            rows: RowPool::new(dtype, largest.max(COMPANY) * hidden, &mut rng),
+            // Checks draw rows as well.
+            rows: RowPool::new(dtype, largest.max(EXTRA_ROWS) * hidden, &mut rng),
             routing,
             timings: args.output.timings,
             model,
         })
     }
 
-    /// The supply of worker number `worker`; each worker has its own random numbers. A `check`
-    /// share of the requests is meant to be checked.
+    /// The requests of worker number `worker`; each worker has its own random numbers. A share `check` of the requests
+    /// is marked for checking.
     #[must_use]
-    pub fn drafts(self: &Arc<Self>, worker: u64, check: f64) -> Drafts {
+    pub fn source(self: &Arc<Self>, worker: u64, check: f64) -> RequestSource {
         let rng = SmallRng::seed_from_u64(self.seed ^ (worker + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        Drafts { workload: Arc::clone(self), check, rng }
+        RequestSource { workload: Arc::clone(self), check, rng }
     }
 
-    /// Bytes that the answer to `tokens` rows must have.
+    /// Size of the answer to `tokens` rows, in bytes.
     #[must_use]
     pub fn answer_bytes(&self, tokens: u32, dtype: i32) -> usize {
         let size = if dtype == DType::F32.wire() as i32 { 4 } else { 2 };
@@ -132,48 +132,49 @@ impl Workload {
     }
 }
 
-/// A request, and how its answer is judged.
+/// A request, and how its answer is checked.
 #[derive(Clone, Debug)]
-pub struct Draft {
-    /// What to send.
+pub struct PlannedRequest {
+    /// The request.
     pub request: ForwardRequest,
-    /// How to judge.
+    /// How its answer is checked.
     pub purpose: Purpose,
 }
 
-/// How an answer is judged.
+/// How an answer is checked.
 #[derive(Clone, Debug)]
 pub enum Purpose {
     /// By its size and receipt.
     Load,
-    /// Besides, some of its rows are asked for again in another batch.
+    /// By its size and receipt, and some of its rows are sent again in another batch.
     Sampled,
-    /// By the recorded answer. Not part of the latency figures, because its size is that of the recording.
+    /// By comparison with the recorded answer. The latency figures exclude it, because the recording determines its
+    /// size.
     Known(Vec<f32>),
 }
 
 /// An endless supply of requests.
 #[derive(Debug)]
-pub struct Drafts {
+pub struct RequestSource {
     workload: Arc<Workload>,
     check: f64,
     rng: SmallRng,
 }
 
-impl Drafts {
+impl RequestSource {
     /// The next request.
-    pub fn next_draft(&mut self) -> Draft {
+    pub fn next_request(&mut self) -> PlannedRequest {
         let purpose = self.rng.random::<f64>();
         let check = self.check;
         if purpose >= check {
-            return Draft { request: self.random(false), purpose: Purpose::Load };
+            return PlannedRequest { request: self.random(false), purpose: Purpose::Load };
         }
         if purpose < check / 2.0
             && let Some(known) = self.known()
         {
             return known;
         }
-        Draft { request: self.random(true), purpose: Purpose::Sampled }
+        PlannedRequest { request: self.random(true), purpose: Purpose::Sampled }
     }
 
     /// A request of random rows.
@@ -202,7 +203,7 @@ impl Drafts {
         }
     }
 
-    /// Random rows of the workload's dtype, without a request around them.
+    /// Random rows of the workload's element type.
     pub fn rows(&mut self, tokens: usize) -> Bytes {
         let workload = Arc::clone(&self.workload);
         workload.rows.draw(tokens * workload.model.hidden as usize, &mut self.rng)
@@ -217,8 +218,8 @@ impl Drafts {
         (0..tokens).flat_map(|_| self.rng.random_range(0..TOKEN_IDS).to_le_bytes()).collect()
     }
 
-    /// Some recorded rows of a recorded layer, f32, gate by the service.
-    fn known(&mut self) -> Option<Draft> {
+    /// A request of some recorded rows of a recorded layer, in f32, routed by the service's gate.
+    fn known(&mut self) -> Option<PlannedRequest> {
         let workload = Arc::clone(&self.workload);
         let golden = workload.golden.as_ref()?;
         let recorded = workload
@@ -242,7 +243,7 @@ impl Drafts {
             token_ids: ids.iter().flat_map(|id| id.to_le_bytes()).collect(),
             ..ForwardRequest::default()
         };
-        Some(Draft { request, purpose: Purpose::Known(rows.output[span].to_vec()) })
+        Some(PlannedRequest { request, purpose: Purpose::Known(rows.output[span].to_vec()) })
     }
 }
 
@@ -257,7 +258,10 @@ fn pick_layers(wanted: &[u32], model: &GetModelResponse) -> Result<Vec<MoeLayer>
         let found = model.moe_layers.iter().find(|layer| layer.layer == wanted);
         found.cloned().ok_or_else(|| {
             let all = model.moe_layers.iter().map(|moe| moe.layer.to_string()).collect::<Vec<_>>().join(", ");
-            Error::Unfit(format!("layer {wanted} is no MoE layer of {}; those are {all}", model.name))
+            Error::Unfit(format!(
+                "layer {wanted} is not an MoE layer of {}; the MoE layers are {all}",
+                model.name
+            ))
         })
     };
     wanted.iter().map(find).collect()
@@ -271,13 +275,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn checks_find_rows_enough_where_requests_are_small() {
+    fn checks_have_enough_rows_when_requests_are_small() {
         let args = Args::parse_from(["expertd-loadtest", "--tokens", "1", "--seed", "3"]);
         let layer = MoeLayer { num_experts: 4, top_k: 2, ..MoeLayer::default() };
         let model = GetModelResponse { hidden: 2048, moe_layers: vec![layer], ..GetModelResponse::default() };
-        let mut drafts = Arc::new(Workload::new(&args, model).unwrap()).drafts(0, 0.0);
+        let mut source = Arc::new(Workload::new(&args, model).unwrap()).source(0, 0.0);
         for _ in 0..20_000 {
-            assert_eq!(drafts.rows(COMPANY).len(), COMPANY * 2048 * 2);
+            assert_eq!(source.rows(EXTRA_ROWS).len(), EXTRA_ROWS * 2048 * 2);
         }
     }
 }

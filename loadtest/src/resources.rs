@@ -1,4 +1,4 @@
-//! What the load costs: processor time of this process and of the machine, memory of watched processes.
+//! Resource use of the load: processor time of this process and of the machine, and memory of watched processes.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use serde::Serialize;
 /// Clock ticks per second in /proc, the same on every Linux architecture that Rust runs on.
 const TICKS: f64 = 100.0;
 
-/// Processor time up to now.
+/// Processor time used so far.
 #[derive(Clone, Copy, Debug)]
 pub struct CpuTime {
     when: Instant,
@@ -16,19 +16,19 @@ pub struct CpuTime {
     machine: Option<(f64, f64)>,
 }
 
-/// Processor use over a span.
+/// Processor use over an interval.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct CpuUse {
-    /// Cores of the machine.
+    /// Number of cores of the machine.
     pub cores: usize,
-    /// Cores that the load generator kept busy.
+    /// Mean number of cores that the load generator kept busy.
     pub load_generator_cores: f64,
-    /// Share of all cores' time that was not idle; absent where /proc does not say.
+    /// Share of all cores' time that was not idle, if /proc/stat states it.
     pub machine_busy_share: Option<f64>,
 }
 
 impl CpuTime {
-    /// Reads the clocks.
+    /// Reads the processor times.
     #[must_use]
     pub fn now() -> CpuTime {
         let own_seconds = std::fs::read_to_string("/proc/self/stat").ok().as_deref().and_then(own_seconds);
@@ -36,7 +36,7 @@ impl CpuTime {
         CpuTime { when: Instant::now(), own_seconds: own_seconds.unwrap_or(0.0), machine }
     }
 
-    /// Use since then.
+    /// Processor use since `self` was read.
     #[must_use]
     pub fn since(&self) -> CpuUse {
         let now = CpuTime::now();
@@ -50,17 +50,18 @@ impl CpuTime {
     }
 }
 
-/// User and system time of `/proc/PID/stat`. The name before them may hold blanks and parentheses.
+/// User plus system time in `/proc/PID/stat`, in seconds. The process name before them may contain blanks and
+/// parentheses.
 fn own_seconds(stat: &str) -> Option<f64> {
     let fields = stat.rsplit_once(')')?.1.split_whitespace().collect::<Vec<_>>();
     let ticks = |index: usize| fields.get(index)?.parse::<f64>().ok();
     Some((ticks(11)? + ticks(12)?) / TICKS)
 }
 
-/// Busy and total ticks of the first line of `/proc/stat`.
+/// MemoryTraffic and total ticks in the first line of `/proc/stat`.
 fn busy_and_total(stat: &str) -> Option<(f64, f64)> {
     let line = stat.lines().next()?.strip_prefix("cpu ")?;
-    // guest time is part of user time already
+    // User time already includes guest time.
     let ticks = line.split_whitespace().take(8).map(|field| field.parse::<f64>().unwrap_or(0.0));
     let ticks = ticks.collect::<Vec<_>>();
     let total: f64 = ticks.iter().sum();
@@ -68,31 +69,31 @@ fn busy_and_total(stat: &str) -> Option<(f64, f64)> {
     Some((total - idle, total))
 }
 
-/// Memory of one process over the load.
+/// Memory of one process during the load.
 #[derive(Clone, Debug, Serialize)]
 pub struct Memory {
-    /// The process.
+    /// Process id.
     pub pid: u32,
-    /// Its command line, the first few words.
+    /// The first words of its command line.
     pub command: String,
-    /// RssAnon + RssShmem a quarter into the load (at most 15 s), bytes.
+    /// RssAnon + RssShmem a quarter into the load (after at most 15 s), in bytes.
     pub early_bytes: u64,
-    /// When that was, seconds from the start of the load.
+    /// Time of `early_bytes`, in seconds from the start of the load.
     pub early_seconds: f64,
-    /// At the end.
+    /// RssAnon + RssShmem at the end, in bytes.
     pub last_bytes: u64,
-    /// When that was.
+    /// Time of `last_bytes`, in seconds from the start of the load.
     pub last_seconds: f64,
-    /// RssShmem in `early_bytes`: windows, rings, staging.
+    /// The part of `early_bytes` that is RssShmem: windows, rings, staging.
     pub early_shared_bytes: u64,
-    /// RssShmem in `last_bytes`.
+    /// The part of `last_bytes` that is RssShmem.
     pub last_shared_bytes: u64,
-    /// Largest value seen.
+    /// Largest sampled value, in bytes.
     pub peak_bytes: u64,
 }
 
 impl Memory {
-    /// Relative growth between the two.
+    /// Growth from `early_bytes` to `last_bytes`, as a fraction.
     #[must_use]
     pub fn growth(&self) -> f64 {
         self.last_bytes as f64 / self.early_bytes.max(1) as f64 - 1.0
@@ -140,7 +141,7 @@ pub async fn watch(
     }
 }
 
-/// `pid` and its descendants.
+/// The process `pid` and its descendants.
 fn family(pid: u32) -> Vec<u32> {
     let mut parents: BTreeMap<u32, u32> = BTreeMap::new();
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
@@ -162,7 +163,7 @@ fn family(pid: u32) -> Vec<u32> {
     family
 }
 
-/// RssAnon and RssShmem.
+/// RssAnon and RssShmem, in bytes.
 fn resident_bytes(pid: u32) -> Option<(u64, u64)> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let kib = |name: &str| {
@@ -183,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clocks_are_parsed_whatever_the_process_is_called() {
+    fn processor_times_are_parsed_for_any_process_name() {
         let stat = "42 (a ) b) S 1 2 3 4 5 6 7 8 9 10 250 50 0 0 20 0 1 0 0";
         assert_eq!(own_seconds(stat), Some(3.0));
         assert_eq!(busy_and_total("cpu  10 0 10 70 10 0 0 0 5 5\ncpu0 1"), Some((20.0, 100.0)));

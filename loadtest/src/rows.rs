@@ -5,7 +5,7 @@ use half::{bf16, f16};
 
 use crate::args::DType;
 
-/// Encodes `values` in `dtype`.
+/// Encodes `values` as `dtype`.
 #[must_use]
 pub fn encode(values: &[f32], dtype: DType) -> Bytes {
     let mut out = Vec::with_capacity(values.len() * dtype.size());
@@ -30,7 +30,7 @@ pub fn decode(bytes: &[u8], dtype: DType) -> Vec<f32> {
     }
 }
 
-/// Relative L2 error of `got` against `wanted`; infinity if they cannot be compared or are not finite.
+/// Relative L2 error of `got` compared with `wanted`; infinite if the lengths differ or a value is not finite.
 #[must_use]
 pub fn relative_error(got: &[f32], wanted: &[f32]) -> f64 {
     if got.len() != wanted.len() {

@@ -1,4 +1,4 @@
-//! What the workers record, and what becomes of it.
+//! Records of the workers and their evaluation.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,45 +9,45 @@ use hdrhistogram::Histogram;
 use serde::Serialize;
 use tonic::Code;
 
-/// Wrong answers that are described one by one.
+/// Number of wrong or lost answers that are described individually.
 const NOTES: usize = 20;
 
-/// A histogram of durations from 1 ns to 1 h, to three digits.
+/// A histogram of durations from 1 ns to 1 h with three significant digits.
 #[derive(Clone, Debug)]
 pub struct Durations(Histogram<u64>);
 
 impl Default for Durations {
     fn default() -> Durations {
         let histogram = Histogram::new_with_bounds(1, 3_600_000_000_000, 3);
-        Durations(histogram.expect("the bounds are constants that are valid"))
+        Durations(histogram.expect("the constant bounds are valid"))
     }
 }
 
 impl Durations {
-    /// Counts one duration.
+    /// Records one duration.
     pub fn record(&mut self, duration: Duration) {
         self.0.saturating_record(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX).max(1));
     }
 
-    /// Adds all of `other`.
+    /// Adds the durations of `other`.
     pub fn merge(&mut self, other: &Durations) {
-        // Both have the same bounds, the one thing that can make this fail.
+        // Merging fails only if the bounds differ, and all histograms have the same bounds.
         let _ = self.0.add(&other.0);
     }
 
-    /// Durations counted.
+    /// Number of recorded durations.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.0.len()
     }
 
-    /// The duration that `quantile` (0 to 1) of the counted ones do not exceed.
+    /// The smallest recorded duration that a share of `quantile` (0 to 1) does not exceed.
     #[must_use]
     pub fn quantile(&self, quantile: f64) -> Duration {
         Duration::from_nanos(self.0.value_at_quantile(quantile))
     }
 
-    /// The percentiles that people ask for.
+    /// The usual percentiles.
     #[must_use]
     pub fn summary(&self) -> Summary {
         let at = |quantile| self.quantile(quantile).as_secs_f64();
@@ -65,9 +65,9 @@ impl Durations {
     }
 }
 
-/// Percentiles of durations, seconds.
+/// Percentiles of durations, in seconds.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
-#[allow(missing_docs, reason = "the names say it")]
+#[allow(missing_docs, reason = "the names are complete descriptions")]
 pub struct Summary {
     pub count: u64,
     pub mean_seconds: f64,
@@ -82,7 +82,7 @@ pub struct Summary {
 /// The phases of a step, in order.
 pub const PHASES: [&str; 7] = ["copy_in", "gate", "prepare", "dispatch", "experts", "combine", "copy_out"];
 
-/// Durations by phase, in the order of [`PHASES`].
+/// Durations by phase in nanoseconds, in the order of [`PHASES`].
 #[must_use]
 pub fn phases(timing: &StepTiming) -> [u64; 7] {
     [
@@ -96,59 +96,59 @@ pub fn phases(timing: &StepTiming) -> [u64; 7] {
     ]
 }
 
-/// What one worker saw. Durations and sums are of measured requests only; everything that can be wrong is counted from
-/// the first request on.
+/// The record of one worker. Durations and sums cover measured requests only; faults are counted from the first request
+/// on.
 #[derive(Clone, Debug, Default)]
 pub struct Stats {
-    /// From the intended arrival (open loop) or the sending (closed loop) until the decoded answer.
+    /// Time from the intended arrival (open loop) or the sending (closed loop) to the decoded answer.
     pub latency: Durations,
-    /// Step time, from the receipts.
+    /// Step time, from receipts.
     pub step: Durations,
-    /// Queue time, from the receipts.
+    /// Queue time, from receipts.
     pub queue: Durations,
-    /// What is left of the time since sending: transport, client, validation.
+    /// Rest of the time since sending: transport, client, validation.
     pub rest: Durations,
-    /// How late the client itself sent (open loop).
+    /// Delay of the client's own sending (open loop).
     pub late: Durations,
-    /// By phase; empty without `--timings`.
+    /// Durations by phase; empty without `--timings`.
     pub phases: BTreeMap<usize, Durations>,
-    /// Tokens of the steps that requests took part in, summed, and the number of summands.
+    /// Sum of the tokens of the steps that requests took part in, and the number of summands.
     pub step_tokens: (u64, u64),
-    /// Measured requests answered.
+    /// Number of measured requests that were answered.
     pub answered: u64,
-    /// Rows in them.
+    /// Number of rows in them.
     pub tokens: u64,
     /// Bytes of rows sent and received in them.
     pub row_bytes: u64,
-    /// All answers, warm-up included.
+    /// Number of all answers, warm-up included.
     pub answered_all: u64,
-    /// Statuses by code, warm-up included; retried ones too.
+    /// Number of statuses by code, warm-up and retried calls included.
     pub statuses: BTreeMap<i32, u64>,
-    /// Text of one status per code.
+    /// Message of one status per code.
     pub status_texts: BTreeMap<i32, String>,
-    /// Requests sent again.
+    /// Number of requests sent again.
     pub retries: u64,
-    /// Requests that ended without an answer or a status.
+    /// Number of requests that ended without an answer or a status.
     pub lost: u64,
-    /// Answers that are wrong.
+    /// Number of wrong answers.
     pub wrong: u64,
-    /// Arrivals that were not sent because too many were outstanding.
+    /// Number of arrivals that were not sent because too many requests were outstanding.
     pub shed: u64,
-    /// Answers compared, by known answers and by asking again.
+    /// Number of answers compared with recorded answers.
     pub checked_known: u64,
-    /// See `checked_known`.
+    /// Number of answers whose rows were sent again and compared.
     pub checked_again: u64,
-    /// Samples that could not be compared.
+    /// Number of samples that were not compared.
     pub unchecked: u64,
-    /// Largest relative L2 error among compared rows.
+    /// Largest relative L2 error of compared rows.
     pub largest_error: f64,
-    /// What was wrong, the first few.
+    /// Descriptions of the first wrong and lost answers.
     pub notes: Vec<String>,
-    /// Smallest and largest step number seen in measured answers.
+    /// Smallest and largest step number in measured answers.
     pub steps: Option<(u64, u64)>,
-    /// Generations seen.
+    /// Generations in receipts.
     pub generations: BTreeSet<u64>,
-    /// When the last measured answer came.
+    /// Time of the last measured answer.
     pub last_answer: Option<Instant>,
 }
 
@@ -175,7 +175,7 @@ impl Stats {
         self.status_texts.entry(code as i32).or_insert_with(|| message.to_owned());
     }
 
-    /// Adds all of `other`.
+    /// Adds the record `other`.
     pub fn merge(&mut self, other: &Stats) {
         self.latency.merge(&other.latency);
         self.step.merge(&other.step);
@@ -216,24 +216,24 @@ impl Stats {
     }
 }
 
-/// Records of all workers: a few locks, so that workers do not wait for one another.
+/// The records of all workers, behind several locks, so that workers seldom wait for each other.
 #[derive(Debug)]
 pub struct Recorder(Vec<Mutex<Stats>>);
 
 impl Recorder {
-    /// With room for about `workers` at once.
+    /// Creates records for about `workers` simultaneous writers.
     #[must_use]
     pub fn new(workers: usize) -> Recorder {
         Recorder((0..workers.clamp(1, 16)).map(|_| Mutex::default()).collect())
     }
 
-    /// The record that `worker` writes to.
+    /// The record that worker `worker` writes to.
     pub fn of(&self, worker: u64) -> MutexGuard<'_, Stats> {
         let index = worker as usize % self.0.len();
         self.0[index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All records together.
+    /// The sum of all records.
     #[must_use]
     pub fn total(&self) -> Stats {
         let mut total = Stats::default();
@@ -249,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_those_of_the_recorded_durations() {
+    fn percentiles_match_the_recorded_durations() {
         let (mut odd, mut even) = (Durations::default(), Durations::default());
         for ms in 1..=1000 {
             let half = if ms % 2 == 0 { &mut even } else { &mut odd };
@@ -292,7 +292,7 @@ mod tests {
         let total = recorder.total();
         assert_eq!((total.answered, total.wrong, total.notes.len()), (10, 10, 10));
         assert_eq!(total.statuses[&(Code::Unavailable as i32)], 10);
-        // Shards keep the last of their workers' spans, so the total is that of the last three workers.
+        // A shared record keeps the span of its last worker, so the total covers the last three workers.
         assert_eq!(total.steps, Some((7, 10)));
     }
 }

@@ -1,4 +1,4 @@
-//! Load by streams: many requests in flight on each, matched by id.
+//! Load on streams: many requests in flight on each stream, matched by id.
 
 use std::collections::{HashMap, HashSet};
 use std::pin::Pin;
@@ -15,21 +15,21 @@ use tonic::{Response, Status, Streaming};
 
 use crate::arrivals::Arrival;
 use crate::connect::Client;
-use crate::load::{Ending, Job, Load};
-use crate::request::Drafts;
+use crate::load::{Job, Load, Outcome};
+use crate::request::RequestSource;
 
-/// How often unanswered requests are looked through.
+/// Interval between searches for requests that have waited too long.
 const SWEEP: Duration = Duration::from_millis(250);
-/// Pause before a broken stream is opened again.
+/// Delay before a broken stream is opened again.
 const REOPEN: Duration = Duration::from_millis(100);
 
 type Inbound = Streaming<ForwardStreamResponse>;
 type Opening = Pin<Box<dyn Future<Output = Result<Response<Inbound>, Status>> + Send>>;
 type Retry = Pin<Box<dyn Future<Output = Job> + Send>>;
 
-/// One stream's worth of load, until the window closes and everything is answered.
+/// Generates the load of one stream until no more requests may begin and all are answered.
 ///
-/// Without `arrivals`, closed loop: `outstanding` requests are kept in flight.
+/// Without `arrivals` this is a closed loop that keeps `outstanding` requests in flight.
 pub async fn run(
     load: Arc<Load>,
     client: Client,
@@ -37,13 +37,13 @@ pub async fn run(
     outstanding: usize,
     arrivals: Option<UnboundedReceiver<Arrival>>,
 ) {
-    let drafts = load.drafts(worker);
+    let source = load.source(worker);
     let open_loop = arrivals.is_some();
     let stream = Stream {
         load,
         client,
         worker,
-        drafts,
+        source,
         outstanding: if open_loop { 0 } else { outstanding },
         next_id: 0,
         pending: HashMap::new(),
@@ -58,26 +58,26 @@ struct Stream {
     load: Arc<Load>,
     client: Client,
     worker: u64,
-    drafts: Drafts,
-    /// Closed loop: requests kept in flight.
+    source: RequestSource,
+    /// Closed loop: number of requests kept in flight.
     outstanding: usize,
     next_id: u64,
     pending: HashMap<u64, Job>,
     retries: FuturesUnordered<Retry>,
-    /// Counted as lost; their answers may still come.
+    /// Ids of requests that count as lost; their answers may still arrive.
     given_up: HashSet<u64>,
-    /// No new request begins.
+    /// Whether no new request may begin.
     closed: bool,
 }
 
-/// One gRPC stream: opening, then open.
+/// A gRPC stream that is being opened or is open.
 enum Link {
     Opening(Opening),
     Open(Box<Inbound>),
 }
 
 impl Link {
-    /// The next message, `None` at the end of the stream.
+    /// The next message; `None` at the end of the stream.
     async fn message(&mut self) -> Result<Option<ForwardStreamResponse>, Status> {
         if let Link::Opening(opening) = self {
             let inbound = opening.await?.into_inner();
@@ -108,7 +108,7 @@ impl Stream {
         self.closed && self.pending.is_empty() && self.retries.is_empty()
     }
 
-    /// Works on one gRPC stream until it breaks or nothing is left to do.
+    /// Uses one gRPC stream until it breaks or all work is done.
     async fn drive(
         &mut self,
         link: &mut Link,
@@ -139,28 +139,28 @@ impl Stream {
         }
     }
 
-    /// Closed loop: keeps the wanted number in flight.
+    /// Closed loop: sends requests until the wanted number is in flight.
     fn fill(&mut self, outbound: &UnboundedSender<ForwardStreamRequest>) {
         while !self.closed && self.pending.len() + self.retries.len() < self.outstanding {
             let now = Instant::now();
-            match self.load.window.admit(now) {
+            match self.load.period.admit(now) {
                 Some(measured) => {
-                    let job = Job::new(self.drafts.next_draft(), now, measured);
+                    let job = Job::new(self.source.next_request(), now, measured);
                     self.begin(job, outbound);
                 }
                 None => self.closed = true,
             }
         }
-        self.closed |= self.load.window.over();
+        self.closed |= self.load.period.over();
     }
 
     fn arrive(&mut self, arrival: Arrival, outbound: &UnboundedSender<ForwardStreamRequest>) {
-        if self.load.live.outstanding.load(Ordering::Relaxed) >= self.load.max_outstanding {
+        if self.load.progress.outstanding.load(Ordering::Relaxed) >= self.load.max_outstanding {
             self.load.recorder.of(self.worker).shed += 1;
             return;
         }
         let Arrival { intended, measured } = arrival;
-        let job = Job::new(self.drafts.next_draft(), intended, measured);
+        let job = Job::new(self.source.next_request(), intended, measured);
         if measured {
             self.load.recorder.of(self.worker).late.record(job.sent.saturating_duration_since(intended));
         }
@@ -168,7 +168,7 @@ impl Stream {
     }
 
     fn begin(&mut self, job: Job, outbound: &UnboundedSender<ForwardStreamRequest>) {
-        self.load.live.outstanding.fetch_add(1, Ordering::Relaxed);
+        self.load.progress.outstanding.fetch_add(1, Ordering::Relaxed);
         self.send(job, outbound);
     }
 
@@ -178,10 +178,10 @@ impl Stream {
         job.sent = Instant::now();
         let message = ForwardStreamRequest {
             id,
-            request: Some(job.draft.request.clone()),
+            request: Some(job.planned.request.clone()),
             timeout_ms: self.load.deadline_ms.unwrap_or(0),
         };
-        // If the stream is gone, its end is the next thing that is read, and ends this job as well.
+        // If the stream is gone, the next read returns its end, which ends this job as well.
         let _ = outbound.send(message);
         self.pending.insert(id, job);
     }
@@ -191,53 +191,54 @@ impl Stream {
             if self.given_up.remove(&message.id) {
                 return;
             }
-            let note = format!("an answer to id {}, which is not in flight on this stream", message.id);
+            let note =
+                format!("received an answer to id {}, which is not in flight on this stream", message.id);
             self.load.recorder.of(self.worker).wrong(note);
             return;
         };
-        let ending = match message.result {
-            Some(Answered::Response(response)) => Ending::Answer(response),
+        let outcome = match message.result {
+            Some(Answered::Response(response)) => Outcome::Answer(response),
             Some(Answered::Status(status)) => Status::from(status).into(),
-            None => Ending::Silence("an answer with neither response nor status".to_owned()),
+            None => Outcome::NoAnswer("an answer with neither response nor status".to_owned()),
         };
-        self.end(job, ending);
+        self.end(job, outcome);
     }
 
-    fn end(&mut self, job: Job, ending: Ending) {
-        match self.load.settle(self.worker, job, ending) {
+    fn end(&mut self, job: Job, outcome: Outcome) {
+        match self.load.finish(self.worker, job, outcome) {
             Some((job, after)) => self.retries.push(Box::pin(async move {
                 tokio::time::sleep(after).await;
                 job
             })),
             None => {
-                self.load.live.outstanding.fetch_sub(1, Ordering::Relaxed);
+                self.load.progress.outstanding.fetch_sub(1, Ordering::Relaxed);
             }
         }
     }
 
-    /// The stream ended. With a status, that is how its requests ended; without, they are lost.
+    /// Handles the end of the stream: its requests end with `status`, or are lost if there is none.
     fn broken(&mut self, status: Option<&Status>) {
         for (_, job) in std::mem::take(&mut self.pending) {
-            let ending = match status {
+            let outcome = match status {
                 Some(status) => status.clone().into(),
-                None => Ending::Silence("the stream ended without an answer".to_owned()),
+                None => Outcome::NoAnswer("the stream ended without an answer".to_owned()),
             };
-            self.end(job, ending);
+            self.end(job, outcome);
         }
     }
 
-    /// Gives up on requests that nobody answers.
+    /// Gives up on requests that have waited too long.
     fn sweep(&mut self) {
-        let give_up = self.load.window.give_up;
+        let give_up = self.load.period.give_up;
         let late = self.pending.iter().filter(|(_, job)| job.sent.elapsed() > give_up).map(|(&id, _)| id);
         for id in late.collect::<Vec<_>>() {
             if let Some(job) = self.pending.remove(&id) {
                 self.given_up.insert(id);
-                self.end(job, Ending::Silence(format!("no answer within {give_up:?}")));
+                self.end(job, Outcome::NoAnswer(format!("no answer within {give_up:?}")));
             }
         }
         if self.outstanding > 0 {
-            self.closed |= self.load.window.over();
+            self.closed |= self.load.period.over();
         }
     }
 }

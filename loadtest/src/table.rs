@@ -1,11 +1,11 @@
-//! The report for people.
+//! The report as text.
 
 use std::fmt::Write as _;
 
 use crate::report::Report;
 use crate::stats::{PHASES, Summary};
 
-/// The whole report as text.
+/// Formats the whole report.
 #[must_use]
 pub fn table(report: &Report) -> String {
     let mut out = String::new();
@@ -104,14 +104,14 @@ fn write(out: &mut String, report: &Report) -> std::fmt::Result {
         writeln!(out, "retries      {:>8}", report.retries)?;
     }
     if report.not_sent > 0 {
-        writeln!(out, "not sent     {:>8} arrivals, beyond --max-outstanding", report.not_sent)?;
+        writeln!(out, "not sent     {:>8} arrivals, because of --max-outstanding", report.not_sent)?;
     }
     if report.generations.len() > 1 {
         writeln!(out, "generations  {:?}", report.generations)?;
     }
     writeln!(
         out,
-        "checked      {:>8} answers asked again, {} with recorded answers, {} could not be; largest error {:.1e} of \
+        "checked      {:>8} answers sent again, {} compared with recorded answers, {} not compared; largest error {:.1e} of \
          {:.0e}",
         checks.again, checks.known, checks.unchecked, checks.largest_error, checks.tolerance
     )?;
@@ -135,7 +135,7 @@ fn echo(out: &mut String, report: &Report) -> std::fmt::Result {
         )?;
         writeln!(
             out,
-            "             an echo after as much memory traffic as a step's: {}; over that, {} added",
+            "             an echo after as much memory traffic as a step has: {}; compared with it, {} added",
             short(one.cold_echo.p50_seconds),
             short(one.added_to_cold_p50_seconds)
         )?;
@@ -168,7 +168,7 @@ fn durations(out: &mut String, name: &str, summary: &Summary) -> std::fmt::Resul
     writeln!(out)
 }
 
-/// Three digits and a unit.
+/// Formats a duration with three digits and a unit.
 fn short(seconds: f64) -> String {
     let size = seconds.abs();
     let (value, unit) = match size {

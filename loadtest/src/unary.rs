@@ -10,30 +10,30 @@ use tonic::{Code, Request};
 
 use crate::arrivals::Arrival;
 use crate::connect::Client;
-use crate::load::{Ending, Job, Load};
+use crate::load::{Job, Load, Outcome};
 
-/// Closed loop: one request after the other, until the window closes.
+/// Closed loop: sends one request after the other until no more may begin.
 pub async fn closed(load: Arc<Load>, client: Client, worker: u64) {
-    let mut drafts = load.drafts(worker);
+    let mut source = load.source(worker);
     loop {
-        let draft = drafts.next_draft();
+        let planned = source.next_request();
         let now = Instant::now();
-        let Some(measured) = load.window.admit(now) else { return };
-        exchange(&load, client.clone(), Job::new(draft, now, measured), worker).await;
+        let Some(measured) = load.period.admit(now) else { return };
+        exchange(&load, client.clone(), Job::new(planned, now, measured), worker).await;
     }
 }
 
-/// Open loop: a request for each arrival, whether or not earlier ones are answered.
+/// Open loop: sends a request for each arrival, whether or not earlier ones are answered.
 pub async fn open(load: Arc<Load>, client: Client, worker: u64, mut arrivals: UnboundedReceiver<Arrival>) {
-    let mut drafts = load.drafts(worker);
+    let mut source = load.source(worker);
     let mut calls = JoinSet::new();
     while let Some(Arrival { intended, measured }) = arrivals.recv().await {
         while calls.try_join_next().is_some() {}
-        if load.live.outstanding.load(Ordering::Relaxed) >= load.max_outstanding {
+        if load.progress.outstanding.load(Ordering::Relaxed) >= load.max_outstanding {
             load.recorder.of(worker).shed += 1;
             continue;
         }
-        let job = Job::new(drafts.next_draft(), intended, measured);
+        let job = Job::new(source.next_request(), intended, measured);
         if measured {
             load.recorder.of(worker).late.record(job.sent.saturating_duration_since(intended));
         }
@@ -43,30 +43,30 @@ pub async fn open(load: Arc<Load>, client: Client, worker: u64, mut arrivals: Un
     while calls.join_next().await.is_some() {}
 }
 
-/// Sends a job until it has ended for good.
+/// Sends a job until it has its final outcome.
 async fn exchange(load: &Load, mut client: Client, mut job: Job, worker: u64) {
-    load.live.outstanding.fetch_add(1, Ordering::Relaxed);
+    load.progress.outstanding.fetch_add(1, Ordering::Relaxed);
     loop {
-        let mut request = Request::new(job.draft.request.clone());
+        let mut request = Request::new(job.planned.request.clone());
         if let Some(deadline) = load.deadline_ms {
             request.set_timeout(Duration::from_millis(deadline.into()));
         }
         job.sent = Instant::now();
-        let give_up = load.window.give_up;
-        let ending = match tokio::time::timeout(give_up, client.forward(request)).await {
-            Ok(Ok(answer)) => Ending::Answer(answer.into_inner()),
-            // The client's transport watches the deadline too, and says it so.
+        let give_up = load.period.give_up;
+        let outcome = match tokio::time::timeout(give_up, client.forward(request)).await {
+            Ok(Ok(answer)) => Outcome::Answer(answer.into_inner()),
+            // The client's transport also enforces the deadline, and reports it as CANCELLED.
             Ok(Err(status)) if status.code() == Code::Cancelled && load.deadline_ms.is_some() => {
-                Ending::Status {
+                Outcome::Status {
                     code: Code::DeadlineExceeded,
                     message: status.message().to_owned(),
                     retry_after: None,
                 }
             }
             Ok(Err(status)) => status.into(),
-            Err(_) => Ending::Silence(format!("no answer within {give_up:?}")),
+            Err(_) => Outcome::NoAnswer(format!("no answer within {give_up:?}")),
         };
-        match load.settle(worker, job, ending) {
+        match load.finish(worker, job, outcome) {
             Some((again, after)) => {
                 job = again;
                 tokio::time::sleep(after).await;
@@ -74,5 +74,5 @@ async fn exchange(load: &Load, mut client: Client, mut job: Job, worker: u64) {
             None => break,
         }
     }
-    load.live.outstanding.fetch_sub(1, Ordering::Relaxed);
+    load.progress.outstanding.fetch_sub(1, Ordering::Relaxed);
 }

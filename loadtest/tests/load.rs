@@ -1,4 +1,4 @@
-//! The load generator against a service with known faults: every fault is found, and a sound service passes.
+//! Tests of the load generator against a fake service: every injected fault is found, and a correct service passes.
 
 #![allow(clippy::unwrap_used, missing_docs, unreachable_pub)]
 
@@ -15,7 +15,7 @@ use safetensors::tensor::TensorView;
 const UNARY: &[&str] = &["--connections", "2", "--outstanding", "3"];
 const STREAM: &[&str] = &["--mode", "stream", "--connections", "2", "--streams", "2", "--outstanding", "4"];
 
-/// 600 requests, all answers checked, unless `more` says otherwise.
+/// Runs 600 requests with all answers checked, unless `more` overrides this.
 async fn load(address: &str, more: &[&str]) -> Report {
     let mut line = vec!["loadtest", "--address", address, "--quiet", "--no-echo", "--warm-up", "0"];
     let defaults = [("--requests", "600"), ("--check", "1"), ("--tokens", "uniform:2-9")];
@@ -32,7 +32,7 @@ async fn load(address: &str, more: &[&str]) -> Report {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_sound_service_passes_in_every_mode() {
+async fn a_correct_service_passes_in_every_mode() {
     let address = fake::serve(Fault::None).await;
     for mode in [UNARY, STREAM] {
         for more in [
@@ -44,7 +44,7 @@ async fn a_sound_service_passes_in_every_mode() {
             let report = load(&address, &[mode, more].concat()).await;
             assert!(report.ok, "{mode:?} {more:?}: {:?}", report.notes);
             assert_eq!((report.requests, report.wrong, report.lost), (600, 0, 0));
-            // The checkers may be behind with their queue full; nothing else leaves samples unchecked.
+            // The checkers' queue may be full; no other cause leaves samples unchecked.
             assert_eq!(report.checks.again + report.checks.unchecked, 600);
             assert!(report.checks.again >= 250, "{:?}", report.checks);
             assert!(report.tokens >= 600 && report.latency.count == 600);
@@ -82,7 +82,7 @@ async fn wrong_answers_are_found() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn silence_is_lost_and_counted_once() {
+async fn unanswered_requests_are_lost_and_counted_once() {
     for mode in [UNARY, STREAM] {
         let address = fake::serve(Fault::Silent(100)).await;
         let report = load(&address, &[mode, &["--give-up", "0.5", "--check", "0"]].concat()).await;
@@ -106,7 +106,7 @@ async fn statuses_are_counted_by_code_and_retried_on_demand() {
         let report = load(&address, &[mode, &["--check", "0"]].concat()).await;
         assert_eq!(report.statuses["Unavailable"].count, 60, "{mode:?}");
         assert_eq!((report.requests, report.retries), (540, 0));
-        assert!(report.ok, "a load may explain UNAVAILABLE");
+        assert!(report.ok, "load may explain UNAVAILABLE");
 
         let address = fake::serve(Fault::Unavailable(10)).await;
         let report = load(&address, &[mode, &["--check", "0", "--retry", "8"]].concat()).await;
@@ -116,20 +116,21 @@ async fn statuses_are_counted_by_code_and_retried_on_demand() {
         let address = fake::serve(Fault::Internal(10)).await;
         let report = load(&address, &[mode, &["--check", "0"]].concat()).await;
         assert_eq!(report.statuses["Internal"].count, 60, "{mode:?}");
-        assert!(!report.ok, "nothing explains INTERNAL");
+        assert!(!report.ok, "load never explains INTERNAL");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn open_loop_counts_the_waiting_that_a_slow_service_causes() {
-    // 20 ms for each answer and 400 arrivals per second: about 8 are always in flight, none waits for another.
+async fn open_loop_latency_includes_waiting_for_a_slow_service() {
+    // With 20 ms per answer and 400 arrivals per second, about 8 requests are always in flight, and none waits for
+    // another.
     let address = fake::serve(Fault::Slow(std::time::Duration::from_millis(20))).await;
     for mode in [UNARY, STREAM] {
         let more = [mode, &["--rate", "400", "--requests", "200", "--check", "0"]].concat();
         let report = load(&address, &more).await;
         assert_eq!((report.requests, report.not_sent), (200, 0), "{mode:?}");
         assert!(report.latency.min_seconds >= 0.02, "{mode:?}: {:?}", report.latency);
-        // With two outstanding at most, most arrivals are not sent, and that is said.
+        // With at most two outstanding requests most arrivals are not sent, and the report counts them.
         let report = load(&address, &[&more[..], &["--max-outstanding", "2"]].concat()).await;
         assert!(report.not_sent > 0, "{mode:?}");
         assert_eq!(report.requests + report.not_sent, 200);
@@ -157,7 +158,7 @@ async fn recorded_answers_are_compared() {
     write(&output);
     let report = load(&address, &["--check-golden", golden]).await;
     assert!(report.ok && report.checks.known > 200 && report.checks.again > 200, "{:?}", report.checks);
-    // One recorded row that the service does not reproduce.
+    // One recorded row has an answer that the service does not reproduce.
     output[5 * HIDDEN] += 0.5;
     write(&output);
     let report = load(&address, &["--check-golden", golden]).await;
@@ -165,7 +166,7 @@ async fn recorded_answers_are_compared() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn misfits_are_named() {
+async fn unfit_arguments_are_named() {
     let address = fake::serve(Fault::None).await;
     let run = async |more: &[&str]| {
         let line = [&["loadtest", "--address", &address, "--quiet"], more].concat();
@@ -178,7 +179,7 @@ async fn misfits_are_named() {
     assert!(message.contains("/no/such/file"), "{message}");
 }
 
-/// Runs the binary; its exit status and standard output.
+/// Runs the binary and returns its exit status and standard output.
 async fn binary(more: &[&str]) -> (Option<i32>, String) {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_expertd-loadtest"));
     command.args(["--quiet", "--no-echo", "--warm-up", "0", "--requests", "200", "--check", "1"]).args(more);
@@ -187,7 +188,7 @@ async fn binary(more: &[&str]) -> (Option<i32>, String) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_exit_status_tells() {
+async fn the_exit_status_reports_the_result() {
     let sound = fake::serve(Fault::None).await;
     let (code, table) = binary(&["--address", &sound]).await;
     assert_eq!(code, Some(0), "{table}");

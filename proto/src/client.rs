@@ -1,4 +1,4 @@
-//! A thin client: connects with the right limits, builds requests, retries where that is safe and asked for.
+//! A thin client: it connects with the service's limits, builds requests and, on request, retries them.
 
 use std::time::{Duration, Instant};
 
@@ -15,23 +15,23 @@ use crate::v1::{
     forward_request, forward_stream_response,
 };
 
-/// Why a client could not be set up.
+/// An error that prevents a client from being created.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// There is no connection.
+    /// The service cannot be reached.
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    /// The service did not say what it serves.
+    /// `GetModel` failed.
     #[error("GetModel failed: {} ({:?})", .0.message(), .0.code())]
     Model(Box<Status>),
 }
 
-/// When and how often a failed call is tried again. The computation is pure, so trying again is always safe.
+/// Limits on retries of a failed call. The computation is pure, so a retry is always safe.
 #[derive(Clone, Copy, Debug)]
 pub struct RetryPolicy {
-    /// Calls in all, the first one included.
+    /// Largest number of attempts, the first one included.
     pub max_attempts: u32,
-    /// Upper bound of one pause, whatever the service asks for.
+    /// Upper bound of one pause, whatever delay the service states.
     pub max_pause: Duration,
     /// Time after which no further attempt starts.
     pub max_elapsed: Duration,
@@ -48,9 +48,9 @@ impl Default for RetryPolicy {
 }
 
 impl RetryPolicy {
-    /// The pause before attempt `attempt + 1`, or `None` if `status` is final or the policy is used up.
+    /// The pause before attempt `attempt + 1`, or `None` if `status` is final or the limits are reached.
     ///
-    /// The service's own RetryInfo is honoured; without it the pause doubles from 50 ms.
+    /// The pause is the delay in the service's RetryInfo; without RetryInfo it starts at 50 ms and doubles.
     #[must_use]
     pub fn pause(&self, status: &Status, attempt: u32, elapsed: Duration) -> Option<Duration> {
         if !matches!(status.code(), Code::Unavailable | Code::ResourceExhausted)
@@ -65,16 +65,17 @@ impl RetryPolicy {
     }
 }
 
-/// What the service's RetryInfo asks for, if the status carries one.
+/// The delay in the service's RetryInfo, if the status carries one.
 #[must_use]
 pub fn retry_delay(status: &Status) -> Option<Duration> {
     status.get_details_retry_info().and_then(|info| info.retry_delay)
 }
 
-/// Says UNAVAILABLE where the connection broke under a call, or closed before it took the call.
+/// Converts the status of a lost connection to UNAVAILABLE: one that broke during a call, or that closed before the
+/// service took the call.
 ///
-/// The transport calls the one UNKNOWN and the other CANCELLED, with its own error as the source; a status that the service
-/// sent has no source. As the computation is pure, trying again is as safe as after any other UNAVAILABLE.
+/// The transport reports the first as UNKNOWN and the second as CANCELLED, with its own error as the source; a status
+/// from the service has no source. The computation is pure, so a retry is as safe as after any other UNAVAILABLE.
 #[must_use]
 pub fn connection_loss(status: Status) -> Status {
     let lost = std::error::Error::source(&status).is_some_and(|source| match status.code() {
@@ -85,7 +86,7 @@ pub fn connection_loss(status: Status) -> Status {
     if lost { Status::unavailable(format!("the connection broke: {}", status.message())) } else { status }
 }
 
-/// Whether it was the channel's own timer, which says CANCELLED as well.
+/// Whether the error is that of the channel's own timer, which also reports CANCELLED.
 fn is_timeout(error: &(dyn std::error::Error + 'static)) -> bool {
     std::iter::successors(Some(error), |error| error.source())
         .any(|error| error.is::<tonic::TimeoutExpired>())
@@ -99,19 +100,19 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`, and takes the message limits over from the service.
+    /// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`, and adopts the service's message limits.
     ///
     /// # Errors
-    /// [`ClientError`] if nothing answers there, or not with a model.
+    /// [`ClientError`] if the service cannot be reached or `GetModel` fails.
     pub async fn connect(address: &str) -> Result<Client, ClientError> {
         let channel = transport::connect(address).await?;
         Client::over(channel).await
     }
 
-    /// The same over a channel of the caller's.
+    /// Like [`connect`](Self::connect), over a given channel.
     ///
     /// # Errors
-    /// [`ClientError::Model`] if the service does not say what it serves.
+    /// [`ClientError::Model`] if `GetModel` fails.
     pub async fn over(channel: Channel) -> Result<Client, ClientError> {
         let mut moe = MoeClient::new(channel).max_decoding_message_size(CONTROL_MESSAGE_BYTES);
         let model = moe
@@ -124,20 +125,20 @@ impl Client {
         Ok(Client { moe: moe.max_decoding_message_size(limit).max_encoding_message_size(limit), retry: None })
     }
 
-    /// Tries failed calls again as `policy` says. Off unless asked for.
+    /// Retries failed calls within the limits of `policy`. Without this, no call is retried.
     #[must_use]
     pub fn with_retry(mut self, policy: RetryPolicy) -> Client {
         self.retry = Some(policy);
         self
     }
 
-    /// The generated client with this one's limits.
+    /// The generated client with the limits of this one.
     #[must_use]
     pub fn raw(&self) -> MoeClient<Channel> {
         self.moe.clone()
     }
 
-    /// Dimensions, layers, limits and versions of one model; an empty name means the one that is loaded.
+    /// Dimensions, layers, limits and versions of one model. The name may be empty if only one model is loaded.
     ///
     /// # Errors
     /// The status of the call.
@@ -154,7 +155,7 @@ impl Client {
         Ok(self.raw().list_models(ListModelsRequest {}).await?.into_inner().models)
     }
 
-    /// Sends one token batch through one layer. `timeout` bounds the whole, retries included.
+    /// Sends one token batch through one layer. `timeout` bounds the whole call, retries included.
     ///
     /// # Errors
     /// The status of the last attempt.
@@ -194,7 +195,7 @@ impl Client {
         let start = Instant::now();
         match self.raw().forward(request).await {
             Ok(response) => Ok(response.into_inner()),
-            // The channel's own timer says CANCELLED when it fires before the service's answer is here.
+            // The channel's own timer reports CANCELLED if it fires before the service's answer arrives.
             Err(status) if status.code() == Code::Cancelled && start.elapsed() >= timeout => {
                 Err(Status::deadline_exceeded(format!("no answer within {timeout:?}")))
             }
@@ -202,8 +203,8 @@ impl Client {
         }
     }
 
-    /// Opens a stream that carries several token batches at once. `capacity` requests may wait in this process before
-    /// [`RequestSender::send`] does.
+    /// Opens a stream for several token batches at once. `capacity` is the number of requests that may be queued in
+    /// this process before [`RequestSender::send`] waits.
     ///
     /// # Errors
     /// The status that the stream was refused with.
@@ -215,14 +216,14 @@ impl Client {
     }
 }
 
-/// The sending half of a stream. Dropping it ends the stream once every answer is there.
+/// The sending half of a stream. Dropping it ends the stream once all answers have arrived.
 #[derive(Clone, Debug)]
 pub struct RequestSender {
     sender: tokio::sync::mpsc::Sender<ForwardStreamRequest>,
 }
 
 impl RequestSender {
-    /// Sends a request under an id that no other request in flight on this stream has.
+    /// Sends a request. No other request in flight on this stream may have the same id.
     ///
     /// # Errors
     /// UNAVAILABLE if the stream has ended.
@@ -245,7 +246,7 @@ pub struct AnswerReceiver {
 }
 
 impl AnswerReceiver {
-    /// The next answer in the order of completion: the request's id and its own result. `None` when the stream is over.
+    /// The next answer in order of completion: the request's id and its result. `None` at the end of the stream.
     ///
     /// # Errors
     /// The status that the stream as a whole ended with.
@@ -268,7 +269,7 @@ impl From<RequestStatus> for Status {
 }
 
 impl ForwardRequest {
-    /// A request for `tokens` rows of `layer` that lie in `rows`, gated by the service.
+    /// A request for `tokens` rows in `rows` through `layer`, routed by the service's gate.
     #[must_use]
     pub fn inline(layer: u32, tokens: u32, dtype: DType, rows: Bytes) -> ForwardRequest {
         ForwardRequest {
@@ -280,21 +281,21 @@ impl ForwardRequest {
         }
     }
 
-    /// Names the model.
+    /// Sets the name of the model.
     #[must_use]
     pub fn with_model(mut self, model: impl Into<String>) -> ForwardRequest {
         self.model = model.into();
         self
     }
 
-    /// Applies the caller's routing: ids int32 and weights float32, little-endian, `[tokens, k]`.
+    /// Sets the routing: ids int32 and weights float32, little-endian, `[tokens, k]`.
     #[must_use]
     pub fn with_routing(mut self, topk_ids: Bytes, topk_weights: Bytes, k: u32) -> ForwardRequest {
         self.routing = Some(Routing { topk_ids, topk_weights, k });
         self
     }
 
-    /// Adds token ids, int32 little-endian `[tokens]`.
+    /// Sets the token ids, int32 little-endian `[tokens]`.
     #[must_use]
     pub fn with_token_ids(mut self, token_ids: Bytes) -> ForwardRequest {
         self.token_ids = token_ids;
@@ -308,21 +309,21 @@ impl ForwardRequest {
         self
     }
 
-    /// Fails unless this version of the weights is loaded.
+    /// Lets the request fail unless this version of the weights is loaded.
     #[must_use]
     pub fn expecting_weight_version(mut self, version: u64) -> ForwardRequest {
         self.expected_weight_version = Some(version);
         self
     }
 
-    /// Asks for ids and weights in the receipt.
+    /// Requests ids and weights in the receipt.
     #[must_use]
     pub fn returning_routing(mut self) -> ForwardRequest {
         self.return_routing = true;
         self
     }
 
-    /// Asks for phase timings in the receipt.
+    /// Requests phase timings in the receipt.
     #[must_use]
     pub fn returning_timings(mut self) -> ForwardRequest {
         self.return_timings = true;
@@ -342,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn retry_info_is_honoured_and_bounded() {
+    fn retry_info_is_used_within_limits() {
         let policy = RetryPolicy { max_attempts: 3, ..RetryPolicy::default() };
         let asked = Duration::from_millis(120);
         assert_eq!(policy.pause(&busy(asked), 1, Duration::ZERO), Some(asked));
@@ -352,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn only_passing_trouble_is_tried_again() {
+    fn only_temporary_errors_are_retried() {
         let policy = RetryPolicy::default();
         assert_eq!(
             policy.pause(&Status::unavailable("gone"), 1, Duration::ZERO),
@@ -370,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_connection_is_unavailable_and_the_services_words_stay() {
+    fn a_broken_connection_is_unavailable_but_a_service_status_stays() {
         let broken = Status::from_error(Box::new(std::io::Error::from(std::io::ErrorKind::Other)));
         assert_eq!(broken.code(), Code::Unknown);
         assert_eq!(connection_loss(broken).code(), Code::Unavailable);
@@ -379,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_that_a_closing_connection_did_not_take_is_unavailable_and_a_late_one_is_not() {
+    fn a_call_refused_by_a_closing_connection_is_unavailable_but_a_timeout_is_not() {
         #[derive(Debug, thiserror::Error)]
         #[error("the transport")]
         struct Transport(#[source] Status);

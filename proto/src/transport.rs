@@ -7,36 +7,36 @@ use std::time::Duration;
 
 use tonic::transport::{Channel, Endpoint};
 
-/// Bytes that one call may have under way before the receiver has taken them.
+/// Flow-control window of one call, in bytes: data sent that the receiver has not yet taken.
 pub const STREAM_WINDOW_BYTES: u32 = 16 << 20;
-/// Bytes that all calls of one connection may have under way together.
+/// Flow-control window of one connection, in bytes, for all its calls together.
 pub const CONNECTION_WINDOW_BYTES: u32 = 64 << 20;
 /// Largest HTTP/2 frame that either end accepts.
 pub const MAX_FRAME_BYTES: u32 = 256 << 10;
-/// How often a silent peer is asked for a sign of life.
+/// Interval of keep-alive pings on a connection.
 pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(20);
-/// How long it may take to give one before the connection is ended.
+/// Time within which a ping must be answered; otherwise the connection is closed.
 pub const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long connecting may take.
+/// Time limit for connecting.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Largest message of calls that carry no token rows, and the least that a client accepts.
+/// Largest message, in bytes, of calls without token rows; a client accepts at least this.
 pub const CONTROL_MESSAGE_BYTES: usize = 4 << 20;
 
-/// Why there is no connection.
+/// An error that prevents a connection.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     /// The address does not parse.
-    #[error("{address:?} is no address ({reason}); use HOST:PORT, http://HOST:PORT or unix:/PATH")]
+    #[error("{address:?} is not an address ({reason}); use HOST:PORT, http://HOST:PORT or unix:/PATH")]
     Address {
-        /// What was given.
+        /// The given address.
         address: String,
         /// What is wrong with it.
         reason: String,
     },
-    /// Nothing answers there.
+    /// The address cannot be reached.
     #[error("cannot connect to {address}: {reason}; is `expertd serve` running there?")]
     Unreachable {
-        /// The address as given.
+        /// The given address.
         address: String,
         /// The chain of causes.
         reason: String,
@@ -46,7 +46,7 @@ pub enum ConnectError {
 /// The endpoint for `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH` with the transport settings of this module.
 ///
 /// # Errors
-/// [`ConnectError::Address`] if it is none of these.
+/// [`ConnectError::Address`] if the address has none of these forms.
 pub fn endpoint(address: &str) -> Result<Endpoint, ConnectError> {
     let bad = |reason: String| ConnectError::Address { address: address.to_owned(), reason };
     let uri = if address.starts_with("unix:") || address.contains("://") {
@@ -55,7 +55,7 @@ pub fn endpoint(address: &str) -> Result<Endpoint, ConnectError> {
         format!("http://{address}")
     };
     if uri == "unix:" || uri == "unix://" {
-        return Err(bad("there is no path".to_owned()));
+        return Err(bad("the path is missing".to_owned()));
     }
     let endpoint = Endpoint::from_shared(uri).map_err(|error| bad(chain(&error)))?;
     Ok(endpoint
@@ -73,7 +73,7 @@ pub fn endpoint(address: &str) -> Result<Endpoint, ConnectError> {
 /// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`.
 ///
 /// # Errors
-/// [`ConnectError`] if the address does not parse or nothing answers there.
+/// [`ConnectError`] if the address does not parse or cannot be reached.
 pub async fn connect(address: &str) -> Result<Channel, ConnectError> {
     endpoint(address)?
         .connect()

@@ -1,4 +1,4 @@
-//! Admin, health, reflection, metrics, and the client's retries.
+//! Tests of Admin, health, reflection, metrics and the client's retries.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ async fn health_follows_the_state() {
         ] {
             fake.set_state(state);
             let seen = async { while watch.message().await.unwrap().unwrap().status() != expected {} };
-            tokio::time::timeout(Duration::from_secs(5), seen).await.expect("watchers are told");
+            tokio::time::timeout(Duration::from_secs(5), seen).await.expect("watchers must be notified");
             let now = health.check(named("expertd.v1.Moe")).await.unwrap().into_inner().status();
             assert_eq!(now, expected);
             let alive = health.check(named("")).await.unwrap().into_inner().status();
@@ -103,7 +103,7 @@ async fn status_and_drain() {
 }
 
 #[tokio::test]
-async fn admin_stays_off_the_network() {
+async fn admin_listens_on_loopback_only() {
     let config = ServerConfig {
         listen: vec!["127.0.0.1:0".parse().unwrap()],
         admin: Some("0.0.0.0:0".parse().unwrap()),
@@ -115,7 +115,7 @@ async fn admin_stays_off_the_network() {
 }
 
 #[tokio::test]
-async fn retries_are_opt_in_and_end() {
+async fn retries_are_opt_in_and_limited() {
     let fake = fake();
     let service = Service::start(&fake).await;
     let client = service.client().await;
@@ -131,7 +131,7 @@ async fn retries_are_opt_in_and_end() {
     });
     tokio::time::sleep(Duration::from_millis(100)).await;
     fake.refuse(None);
-    call.await.unwrap().expect("the room that came is used");
+    call.await.unwrap().expect("the retry must succeed once there is room");
 
     fake.refuse(Some(SubmitError::Overloaded { reason: "full".to_owned(), retry_after }));
     let few = client.clone().with_retry(RetryPolicy { max_attempts: 3, ..RetryPolicy::default() });
@@ -175,7 +175,7 @@ async fn the_scrape_endpoint_has_documented_names_and_probes() {
     let known: BTreeSet<_> = names::ALL.iter().map(|metric| metric.name).collect();
     for line in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
         let name = line.split(' ').next().unwrap();
-        assert!(known.contains(name), "{name} is not documented");
+        assert!(known.contains(name), "{name} must be documented");
     }
     for expected in [
         "expertd_requests_total{method=\"Forward\",code=\"OK\"}",
@@ -209,5 +209,5 @@ async fn the_commands_talk_to_admin_only() {
     let error = status(&StatusArgs { admin: public, json: false }).await.unwrap_err().to_string();
     assert!(error.contains("--admin-listen"), "{error}");
     let drained = drain(&DrainArgs { admin, timeout: Some(0.25), json: false }).await.unwrap();
-    assert_eq!(drained.requests_dropped, 250, "the stand-in answers with the timeout");
+    assert_eq!(drained.requests_dropped, 250, "the fake backend answers with the timeout");
 }

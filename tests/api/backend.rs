@@ -1,4 +1,4 @@
-//! A backend that echoes rows and can be told to misbehave.
+//! A fake backend that echoes rows and can be told to fail.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -10,17 +10,17 @@ use expertd_router::backend::*;
 use expertd_types::{Generation, LayerId, Rank, StepId, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
-/// Echoes at once.
+/// Echoes immediately.
 pub const ECHO: u32 = 1;
-/// Keeps requests until [`Fake::release`].
+/// Holds requests until [`Fake::release`].
 pub const HOLD: u32 = 2;
-/// Every step fails.
+/// Fails every step.
 pub const FAULT: u32 = 3;
-/// Routes by token id, echoes.
+/// Routes by token id and echoes.
 pub const BY_TOKEN_ID: u32 = 4;
 /// Drops requests without an answer.
 pub const ABANDON: u32 = 5;
-/// Has no MoE block.
+/// A layer without an MoE block.
 pub const DENSE: u32 = 0;
 pub const NUM_LAYERS: usize = 6;
 
@@ -107,7 +107,7 @@ impl Fake {
         self.state.send_replace(state);
     }
 
-    /// Requests that are held and still wanted.
+    /// Number of held requests that are not cancelled.
     pub fn wanted(&self) -> usize {
         self.held.lock().unwrap().iter().filter(|(_, sender)| !sender.is_closed()).count()
     }
@@ -116,7 +116,7 @@ impl Fake {
         self.held.lock().unwrap().len()
     }
 
-    /// Answers what is held, last come first served.
+    /// Answers the held requests, last in first out.
     pub fn release(&self) {
         let held: Vec<_> = self.held.lock().unwrap().drain(..).collect();
         for (request, sender) in held.into_iter().rev() {
@@ -133,11 +133,13 @@ impl Fake {
             computed: Duration::ZERO,
         };
         let (topk_ids, topk_weights) = match &request.routing {
-            Some(routing) if request.return_routing => (routing.ids.clone(), routing.weights.clone()),
+            Some(routing) if request.return_routing => {
+                routing.as_given.clone().unwrap_or_else(|| (routing.ids.clone(), routing.weights.clone()))
+            }
             _ => (Bytes::new(), Bytes::new()),
         };
         Answer {
-            // A copy, as staging makes one: the request's rows are dropped.
+            // The rows are copied, as staging copies them, and the request's rows are dropped.
             rows: Bytes::copy_from_slice(&request.rows.to_bytes()),
             receipt: Receipt {
                 steps: vec![step],

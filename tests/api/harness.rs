@@ -1,4 +1,4 @@
-//! A real server over TCP and a Unix-domain socket, and ways to talk to it.
+//! A real server over TCP and a Unix-domain socket, and helpers to call it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -79,7 +79,7 @@ pub fn random_rows(bytes: usize) -> Bytes {
     Bytes::from(rows)
 }
 
-/// A good request for `tokens` random f32 rows.
+/// A valid request for `tokens` random f32 rows.
 pub fn request(layer: u32, tokens: usize, hidden: usize) -> ForwardRequest {
     ForwardRequest::inline(layer, tokens as u32, DType::DtypeF32, random_rows(tokens * hidden * 4))
 }
@@ -91,7 +91,7 @@ pub fn rows_of(request: &ForwardRequest) -> Bytes {
     }
 }
 
-/// Flag and length before a message.
+/// The flag and length that precede a gRPC message.
 pub fn prefix(length: usize) -> Bytes {
     let mut bytes = BytesMut::with_capacity(5);
     bytes.put_u8(0);
@@ -99,7 +99,7 @@ pub fn prefix(length: usize) -> Bytes {
     bytes.freeze()
 }
 
-/// A call with a body of our own making.
+/// A call with a given body.
 pub fn raw_call(path: &str, body: tonic::body::Body) -> Request<tonic::body::Body> {
     Request::post(path)
         .header("content-type", "application/grpc")
@@ -127,5 +127,5 @@ pub async fn eventually(what: &str, mut ready: impl FnMut() -> bool) {
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    panic!("never came true: {what}");
+    panic!("did not happen within 10 s: {what}");
 }

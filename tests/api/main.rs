@@ -1,4 +1,4 @@
-//! The gRPC services over real sockets, with a backend that echoes.
+//! Tests of the gRPC services over real sockets, with a backend that echoes.
 #![allow(clippy::unwrap_used, missing_docs, unreachable_pub)]
 
 mod admin;

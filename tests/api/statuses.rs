@@ -1,4 +1,4 @@
-//! Every row of the status table, as a unary call and on a stream, over TCP and a Unix-domain socket.
+//! Tests of every row of the status table, as a unary call and on a stream, over TCP and a Unix-domain socket.
 
 use std::time::Duration;
 
@@ -40,19 +40,19 @@ fn with(change: impl FnOnce(&mut ForwardRequest)) -> ForwardRequest {
     request
 }
 
-/// The status of the same request as a unary call and on a stream; they must be equal.
+/// The status of a request as a unary call and on a stream, which must be equal.
 async fn refused(client: &Client, request: ForwardRequest) -> Status {
-    let unary = client.forward(request.clone(), None).await.expect_err("the request is bad");
+    let unary = client.forward(request.clone(), None).await.expect_err("the request must be refused");
     let (sender, mut receiver) = client.stream(1).await.unwrap();
     sender.send(5, request, None).await.unwrap();
     let (id, streamed) = receiver.next().await.unwrap().unwrap();
-    let streamed = streamed.expect_err("the request is bad");
+    let streamed = streamed.expect_err("the request must be refused");
     assert_eq!(id, 5);
     assert_eq!(streamed.code(), unary.code());
     assert_eq!(streamed.message(), unary.message());
     assert_eq!(streamed.details(), unary.details());
 
-    // The stream goes on.
+    // The stream continues.
     let fine = good();
     sender.send(5, fine.clone(), None).await.unwrap();
     assert_eq!(receiver.next().await.unwrap().unwrap().1.unwrap().rows, rows_of(&fine));
@@ -60,7 +60,7 @@ async fn refused(client: &Client, request: ForwardRequest) -> Status {
 }
 
 #[tokio::test]
-async fn bad_requests_name_their_field() {
+async fn errors_of_invalid_requests_name_the_field() {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, MAX_TOKENS));
     let service = Service::start(&fake).await;
     let ok_ids = [0, 1, 2, 3, 4, 69];
@@ -93,7 +93,7 @@ async fn bad_requests_name_their_field() {
         ("weights too short", "routing.topk_weights", routed(&ok_ids, &ok_weights[..5], 2)),
         ("id above the range", "routing.topk_ids", routed(&[0, 1, 2, 3, 4, 70], &ok_weights, 0)),
         ("id far above the range", "routing.topk_ids", routed(&[0, 1, 2, 3, 4, i32::MAX], &ok_weights, 0)),
-        ("negative id", "routing.topk_ids", routed(&[0, 1, -1, 3, 4, 5], &ok_weights, 0)),
+        ("negative id", "routing.topk_ids", routed(&[0, 1, -2, 3, 4, 5], &ok_weights, 0)),
         ("repeated id", "routing.topk_ids", routed(&[0, 1, 66, 66, 4, 5], &ok_weights, 0)),
         (
             "weight not a number",
@@ -132,7 +132,7 @@ async fn bad_requests_name_their_field() {
 }
 
 #[tokio::test]
-async fn what_is_not_there_is_not_found() {
+async fn unknown_models_and_layers_are_not_found() {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, MAX_TOKENS));
     let client = Service::start(&fake).await.client().await;
     for (request, reason) in [
@@ -158,7 +158,7 @@ async fn another_weight_version_is_a_failed_precondition() {
 }
 
 #[tokio::test]
-async fn passing_trouble_says_when_to_come_back() {
+async fn temporary_errors_carry_retry_info() {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, MAX_TOKENS));
     let client = Service::start(&fake).await.client().await;
     let after = Duration::from_millis(170);
@@ -195,7 +195,7 @@ async fn passing_trouble_says_when_to_come_back() {
 }
 
 #[tokio::test]
-async fn we_answer_the_deadline_before_the_transport() {
+async fn the_service_answers_the_deadline_before_the_transport() {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, MAX_TOKENS));
     let service = Service::start(&fake).await;
     let client = service.client().await;
@@ -203,7 +203,7 @@ async fn we_answer_the_deadline_before_the_transport() {
     for timeout in [60, 400] {
         let timeout = Duration::from_millis(timeout);
         let mut seen = Vec::new();
-        // The client's transport has a clock of its own, a few milliseconds behind: on a busy machine it may win a race.
+        // The client's transport has its own timer, a few milliseconds later; on a busy machine it may fire first.
         let ours = loop {
             let status = client.forward(held.clone(), Some(timeout)).await.unwrap_err();
             assert_eq!(status.code(), Code::DeadlineExceeded);
@@ -216,23 +216,23 @@ async fn we_answer_the_deadline_before_the_transport() {
         };
         assert!(ours, "{seen:#?}");
     }
-    // On a stream each request has its own.
+    // On a stream each request has its own deadline.
     let (sender, mut receiver) = client.stream(4).await.unwrap();
     sender.send(1, held.clone(), Some(Duration::from_millis(30))).await.unwrap();
     sender.send(2, held.clone(), None).await.unwrap();
     let (id, result) = receiver.next().await.unwrap().unwrap();
     assert_eq!((id, result.unwrap_err().code()), (1, Code::DeadlineExceeded));
-    assert_eq!(fake.wanted(), 1, "requests whose deadline passed are cancelled");
+    assert_eq!(fake.wanted(), 1, "requests whose deadline has passed must be cancelled");
     fake.release();
     assert_eq!(receiver.next().await.unwrap().unwrap().0, 2);
 
-    // The backend's own word for it.
+    // The backend itself reports an exceeded deadline.
     fake.refuse(Some(SubmitError::DeadlineExceeded));
     assert_eq!(client.forward(good(), None).await.unwrap_err().code(), Code::DeadlineExceeded);
 }
 
 #[tokio::test]
-async fn good_requests_come_back_whole() {
+async fn valid_requests_are_answered_completely() {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, MAX_TOKENS));
     let service = Service::start(&fake).await;
     for address in [&service.tcp, &service.unix] {
@@ -264,7 +264,14 @@ async fn good_requests_come_back_whole() {
         assert_eq!((receipt.topk_ids, receipt.topk_weights), (given.topk_ids, given.topk_weights));
         assert_eq!((receipt.timings.len(), receipt.generation, receipt.weight_version), (1, 3, 7));
 
-        // k below and above the layer's own.
+        // The id -1 may repeat and fill a row, with any weight beside it; the receipt has what the caller gave.
+        let unowned = routed(&[69, -1, -1, -1, 1, 64], &[1.0, f32::NAN, 1.0, f32::INFINITY, 3.0, 4.0], 0);
+        let receipt =
+            client.forward(unowned.clone().returning_routing(), None).await.unwrap().receipt.unwrap();
+        let given = unowned.routing.unwrap();
+        assert_eq!((receipt.topk_ids, receipt.topk_weights), (given.topk_ids, given.topk_weights));
+
+        // k is below and above the layer's own.
         client.forward(routed(&[69, 0, 5], &[1.0; 3], 1), None).await.unwrap();
         let twelve: Vec<i32> = (0..12).collect();
         client.forward(routed(&twelve, &[1.0; 12], 4), None).await.unwrap();

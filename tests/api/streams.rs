@@ -1,4 +1,4 @@
-//! `ForwardStream`: several requests in flight, good and bad ones mixed.
+//! Tests of `ForwardStream`: several requests in flight, valid and invalid ones mixed.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -20,7 +20,7 @@ use crate::harness::{FORWARD_STREAM, Service, eventually, prefix, raw_call, requ
 const HIDDEN: usize = 16;
 
 #[tokio::test]
-async fn answers_come_as_they_complete_and_match_by_id() {
+async fn answers_arrive_in_order_of_completion_with_their_ids() {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, 32));
     let client = Service::start(&fake).await.client().await;
     let (sender, mut receiver) = client.stream(8).await.unwrap();
@@ -30,9 +30,9 @@ async fn answers_come_as_they_complete_and_match_by_id() {
         sent.insert(id, rows_of(&held));
         sender.send(id, held, None).await.unwrap();
     }
-    eventually("four are held", || fake.held() == 4).await;
+    eventually("four requests are held", || fake.held() == 4).await;
 
-    // Good and bad ones overtake them.
+    // Requests that complete and invalid requests overtake them.
     let good = request(backend::ECHO, 2, HIDDEN);
     sender.send(99, good.clone(), None).await.unwrap();
     let (id, answer) = receiver.next().await.unwrap().unwrap();
@@ -43,7 +43,7 @@ async fn answers_come_as_they_complete_and_match_by_id() {
     let (id, answer) = receiver.next().await.unwrap().unwrap();
     assert_eq!((id, answer.unwrap_err().code()), (100, Code::InvalidArgument));
 
-    // An id in flight is taken; one that was answered is free again.
+    // An id in flight is refused; an id that was answered may be used again.
     sender.send(17, good.clone(), None).await.unwrap();
     let (id, answer) = receiver.next().await.unwrap().unwrap();
     let status = answer.unwrap_err();
@@ -59,7 +59,7 @@ async fn answers_come_as_they_complete_and_match_by_id() {
         assert_eq!(answer.unwrap().rows, sent.remove(&id).unwrap());
         order.push(id);
     }
-    assert!(sent.is_empty(), "every request is answered before the stream ends");
+    assert!(sent.is_empty(), "every request must be answered before the stream ends");
     assert_eq!(order.len(), 4);
 }
 
@@ -84,7 +84,7 @@ async fn a_stream_holds_a_bounded_number_of_requests() {
     }
 }
 
-/// Sends raw bytes as the body of a `ForwardStream` and decodes what comes back, and the status in the trailers.
+/// Sends raw bytes as the body of a `ForwardStream`; returns the decoded answers and the status in the trailers.
 async fn raw_stream(service: &Service, parts: Vec<Bytes>) -> (Vec<ForwardStreamResponse>, tonic::Status) {
     let frames = parts.into_iter().map(|part| Ok::<_, tonic::Status>(http_body::Frame::data(part)));
     let body = tonic::body::Body::new(http_body_util::StreamBody::new(tokio_stream::iter(frames)));
@@ -127,7 +127,7 @@ async fn an_oversized_message_is_skipped_and_the_stream_goes_on() {
     for large_id in [0, 5, u64::MAX] {
         let large = framed(large_id, backend::ECHO, 8000);
         assert!(large.len() > fake_limit(&fake));
-        // Whole, and cut into pieces at awkward places.
+        // The message is sent whole, and cut at inconvenient positions.
         for cuts in [vec![], vec![1, 4, 6, 9, 17], vec![5, 6, 70_000, 70_001]] {
             let mut all = BytesMut::from(&framed(1, backend::ECHO, 1)[..]);
             let offset = all.len();
@@ -159,7 +159,7 @@ async fn a_message_that_does_not_decode_ends_only_its_stream() {
     garbage.extend_from_slice(b"\xff\xff\xff\xff\xff\xff\xff");
     let parts = vec![framed(1, backend::ECHO, 1), garbage.freeze(), framed(2, backend::ECHO, 1)];
     let (answers, status) = raw_stream(&service, parts).await;
-    assert_eq!(answers.iter().map(code).collect::<Vec<_>>(), [(1, 0)], "what came before is answered");
+    assert_eq!(answers.iter().map(code).collect::<Vec<_>>(), [(1, 0)], "earlier requests must be answered");
     assert_ne!(status.code(), Code::Ok);
 
     // A body that ends in the middle of a message.
@@ -171,7 +171,7 @@ async fn a_message_that_does_not_decode_ends_only_its_stream() {
         assert_eq!(status.code(), Code::InvalidArgument, "cut at {cut}: {status:?}");
     }
 
-    // Another stream of the same service notices nothing.
+    // Another stream of the same service is not affected.
     let good = request(backend::ECHO, 3, HIDDEN);
     sender.send(4, good.clone(), None).await.unwrap();
     assert_eq!(receiver.next().await.unwrap().unwrap().1.unwrap().rows, rows_of(&good));
@@ -202,7 +202,7 @@ async fn a_stream_ends_at_its_own_deadline() {
     sender.send(message).await.unwrap();
     let status = inbound.message().await.unwrap_err();
     assert_eq!(status.code(), Code::DeadlineExceeded);
-    eventually("what was in flight is cancelled", || fake.wanted() == 0).await;
+    eventually("the requests in flight are cancelled", || fake.wanted() == 0).await;
 }
 
 #[tokio::test]
@@ -213,9 +213,9 @@ async fn closing_a_stream_cancels_what_it_has_in_flight() {
     for id in 0..3 {
         sender.send(id, request(backend::HOLD, 1, HIDDEN), None).await.unwrap();
     }
-    eventually("three are held", || fake.wanted() == 3).await;
+    eventually("three requests are held", || fake.wanted() == 3).await;
     drop((sender, receiver));
-    eventually("they are cancelled", || fake.wanted() == 0).await;
+    eventually("the requests are cancelled", || fake.wanted() == 0).await;
     assert_eq!(fake.submitted.load(Ordering::SeqCst), 3);
 }
 
@@ -226,18 +226,18 @@ async fn shutting_down_ends_streams_with_a_status() {
     let client = service.client().await;
     let (sender, mut receiver) = client.stream(4).await.unwrap();
     sender.send(1, request(backend::HOLD, 1, HIDDEN), None).await.unwrap();
-    eventually("it is held", || fake.wanted() == 1).await;
+    eventually("the request is held", || fake.wanted() == 1).await;
     service.shutdown.cancel();
     tokio::time::sleep(Duration::from_millis(20)).await;
     fake.release();
     let (id, answer) = receiver.next().await.unwrap().unwrap();
     assert_eq!(id, 1);
-    answer.expect("what is in flight is finished");
+    answer.expect("the request in flight must be finished");
     let status = receiver.next().await.unwrap_err();
     assert_eq!(status.code(), Code::Unavailable);
     assert!(expertd_proto::retry_delay(&status).is_some());
     service.running.await.unwrap();
-    assert!(!service.directory.path().join("api.sock").exists(), "the socket file is gone");
+    assert!(!service.directory.path().join("api.sock").exists(), "the socket file must be removed");
 }
 
 fn fake_limit(fake: &Fake) -> usize {

@@ -1,4 +1,5 @@
-//! Garbage, truncation, oversized messages, slow readers and writers: none disturbs other callers or holds memory.
+//! Tests of garbage, truncation, oversized messages, slow readers and slow writers: none of them may disturb other
+//! callers or hold memory.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -44,7 +45,7 @@ fn framed(request: &ForwardRequest) -> Bytes {
 }
 
 #[tokio::test]
-async fn garbage_on_the_port_disturbs_nobody() {
+async fn garbage_on_the_port_does_not_affect_others() {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, MAX_TOKENS));
     let service = Service::start(&fake).await;
     let client = service.client().await;
@@ -56,9 +57,9 @@ async fn garbage_on_the_port_disturbs_nobody() {
         match round % 4 {
             0 => {}
             1 => garbage = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
-            // A good preface, then rubbish in place of frames.
+            // A valid preface, then garbage in place of frames.
             2 => garbage = [&preface[..], &garbage].concat(),
-            // A good preface and empty settings, then rubbish.
+            // A valid preface and empty settings, then garbage.
             _ => garbage = [&preface[..], &[0, 0, 0, 4, 0, 0, 0, 0, 0], &garbage].concat(),
         }
         let send = async {
@@ -74,16 +75,17 @@ async fn garbage_on_the_port_disturbs_nobody() {
                 socket.read_to_end(&mut Vec::new()).await
             }
         };
-        // It ends, well or badly, soon.
-        let _ =
-            tokio::time::timeout(Duration::from_secs(5), send).await.expect("the server lets go of garbage");
+        // The connection must end soon, with or without an error.
+        let _ = tokio::time::timeout(Duration::from_secs(5), send)
+            .await
+            .expect("the server must close the connection");
         let good = request(backend::ECHO, 2, HIDDEN);
         assert_eq!(client.forward(good.clone(), None).await.unwrap().rows, rows_of(&good));
     }
 }
 
 #[tokio::test]
-async fn broken_calls_end_with_a_status_of_their_own() {
+async fn broken_calls_end_with_their_own_status() {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, MAX_TOKENS));
     let service = Service::start(&fake).await;
     let channel = service.channel().await;
@@ -91,7 +93,7 @@ async fn broken_calls_end_with_a_status_of_their_own() {
 
     for cut in [0, 1, 4, 5, 6, good.len() - 1] {
         let status = raw_status(channel.clone(), FORWARD, good.slice(..cut)).await;
-        // An empty body is no message at all.
+        // An empty body contains no message.
         let expected = if cut == 0 { Code::Internal } else { Code::InvalidArgument };
         assert_eq!(status.code(), expected, "cut at {cut}: {status:?}");
     }
@@ -100,7 +102,7 @@ async fn broken_calls_end_with_a_status_of_their_own() {
     let trailing = [&good[..], &[0, 0]].concat();
     assert_eq!(raw_status(channel.clone(), FORWARD, trailing.into()).await.code(), Code::InvalidArgument);
 
-    // Refused from its prefix, before any byte of it was sent.
+    // The message is refused because of its prefix, before any of its bytes is sent.
     let limit = small_budget().max_message_bytes;
     for length in [limit + 1, u32::MAX as usize] {
         let never_ends =
@@ -118,7 +120,7 @@ async fn broken_calls_end_with_a_status_of_their_own() {
         assert_eq!(status.code(), Code::InvalidArgument);
         assert!(status.message().contains(&limit.to_string()), "{status:?}");
     }
-    // The largest legal request passes.
+    // The largest legal request is accepted.
     let largest = request(backend::ECHO, MAX_TOKENS, HIDDEN);
     assert_eq!(service.client().await.forward(largest.clone(), None).await.unwrap().rows, rows_of(&largest));
 
@@ -147,7 +149,7 @@ async fn h2_call(
 }
 
 #[tokio::test]
-async fn slow_readers_hold_a_bounded_share_and_are_ended() {
+async fn slow_readers_hold_bounded_memory_and_are_disconnected() {
     let fake = Fake::new(HIDDEN, small_budget());
     let service = Service::start_with(&fake, impatient()).await;
     let slow = endpoint(&service.tcp)
@@ -157,7 +159,7 @@ async fn slow_readers_hold_a_bounded_share_and_are_ended() {
         .connect()
         .await
         .unwrap();
-    // 1 MiB each; their answers are never read.
+    // The answers of these calls, 1 MiB each, are never read.
     let largest = framed(&request(backend::ECHO, MAX_TOKENS, HIDDEN));
     let calls: Vec<_> = (0..40)
         .map(|_| {
@@ -168,14 +170,17 @@ async fn slow_readers_hold_a_bounded_share_and_are_ended() {
         })
         .collect();
 
-    // Meanwhile another connection is served.
+    // Another connection is served meanwhile.
     let client = service.client().await;
     for _ in 0..20 {
         let good = request(backend::ECHO, 16, HIDDEN);
         assert_eq!(client.forward(good.clone(), None).await.unwrap().rows, rows_of(&good));
     }
     let slow_bytes = fake.submitted_bytes.load(Ordering::SeqCst) - 20 * 16 * HIDDEN * 4;
-    assert!(slow_bytes <= 4 << 20, "{slow_bytes} bytes were taken in from one connection that reads nothing");
+    assert!(
+        slow_bytes <= 4 << 20,
+        "the service holds {slow_bytes} bytes of one connection that reads nothing"
+    );
 
     let mut refused = 0;
     let mut unread = Vec::new();
@@ -189,17 +194,17 @@ async fn slow_readers_hold_a_bounded_share_and_are_ended() {
                 }
                 None => unread.push(response),
             },
-            // The connection has been ended already.
+            // The connection has already been closed.
             Err(_) => refused += 1,
         }
     }
-    assert!(refused >= 36, "{refused} of 40 calls were refused");
-    // Its connection is ended without anything being read, and with it what it held.
+    assert!(refused >= 36, "only {refused} of 40 calls were refused");
+    // The connection is closed although nothing is read, and what it held is released.
     assert!(!unread.is_empty());
     tokio::time::sleep(Duration::from_millis(1500)).await;
     for response in unread {
         let body = tokio::time::timeout(Duration::from_secs(10), response.into_body().collect()).await;
-        assert!(body.expect("the connection is ended").is_err());
+        assert!(body.expect("the connection must be closed").is_err());
     }
     let all = request(backend::ECHO, MAX_TOKENS, HIDDEN);
     for _ in 0..8 {
@@ -208,7 +213,7 @@ async fn slow_readers_hold_a_bounded_share_and_are_ended() {
 }
 
 #[tokio::test]
-async fn slow_writers_hold_a_bounded_share_and_are_ended() {
+async fn slow_writers_hold_bounded_memory_and_are_disconnected() {
     let fake = Fake::new(HIDDEN, small_budget());
     let service = Service::start_with(&fake, impatient()).await;
     let slow = service.channel().await;
@@ -234,7 +239,7 @@ async fn slow_writers_hold_a_bounded_share_and_are_ended() {
     }
     for call in calls {
         let ended =
-            tokio::time::timeout(Duration::from_secs(10), call).await.expect("stalled calls are ended");
+            tokio::time::timeout(Duration::from_secs(10), call).await.expect("stalled calls must be ended");
         if let Ok(response) = ended.unwrap() {
             let status = tonic::Status::from_header_map(response.headers()).unwrap();
             assert_ne!(status.code(), Code::Ok);
@@ -251,7 +256,7 @@ async fn a_message_without_room_on_a_stream_does_not_end_it() {
     for id in 0..5 {
         sender.send(id, request(backend::HOLD, MAX_TOKENS, HIDDEN), None).await.unwrap();
     }
-    // One connection holds half of 3 MiB: one such message.
+    // One connection may hold half of 3 MiB: one such message.
     let mut refused = Vec::new();
     for _ in 0..4 {
         let (id, answer) = receiver.next().await.unwrap().unwrap();
@@ -270,7 +275,7 @@ async fn a_message_without_room_on_a_stream_does_not_end_it() {
 }
 
 #[tokio::test]
-async fn silent_connections_and_those_above_the_limit_are_ended() {
+async fn silent_connections_and_those_above_the_limit_are_closed() {
     let fake = Fake::new(HIDDEN, Limits { max_connections: 3, ..limits(HIDDEN, MAX_TOKENS) });
     let service = Service::start_with(&fake, impatient()).await;
     let mut silent = Vec::new();
@@ -280,17 +285,17 @@ async fn silent_connections_and_those_above_the_limit_are_ended() {
     tokio::time::sleep(Duration::from_millis(50)).await;
     let mut above = TcpStream::connect(&service.tcp).await.unwrap();
     let read = tokio::time::timeout(Duration::from_secs(5), above.read(&mut [0; 16])).await;
-    assert!(matches!(read.expect("turned away at once"), Ok(0) | Err(_)));
+    assert!(matches!(read.expect("the connection must be closed at once"), Ok(0) | Err(_)));
     for mut socket in silent {
         let read = tokio::time::timeout(Duration::from_secs(5), socket.read_to_end(&mut Vec::new())).await;
-        read.expect("silent connections are ended").ok();
+        read.expect("silent connections must be closed").ok();
     }
-    // Their places are free again.
+    // Closed connections no longer count towards the limit.
     service.client().await.forward(request(backend::ECHO, 1, HIDDEN), None).await.unwrap();
 }
 
 #[tokio::test]
-async fn a_caller_that_goes_away_cancels_its_request() {
+async fn a_caller_that_disconnects_cancels_its_request() {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, MAX_TOKENS));
     let service = Service::start(&fake).await;
     let client = service.client().await;
@@ -298,17 +303,17 @@ async fn a_caller_that_goes_away_cancels_its_request() {
         let client = client.clone();
         async move { client.forward(request(backend::HOLD, 1, HIDDEN), None).await }
     });
-    eventually("it is held", || fake.wanted() == 1).await;
+    eventually("the request is held", || fake.wanted() == 1).await;
     call.abort();
-    eventually("it is cancelled", || fake.wanted() == 0).await;
+    eventually("the request is cancelled", || fake.wanted() == 0).await;
 
-    // The same when the whole connection goes.
+    // Closing the whole connection has the same effect.
     let other = service.client().await;
     let call = tokio::spawn(async move { other.forward(request(backend::HOLD, 1, HIDDEN), None).await });
-    eventually("it is held", || fake.wanted() == 1).await;
+    eventually("the request is held", || fake.wanted() == 1).await;
     call.abort();
     drop(call);
-    eventually("it is cancelled", || fake.wanted() == 0).await;
+    eventually("the request is cancelled", || fake.wanted() == 0).await;
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! Checkpoints that cannot be served say why, with file, tensor or field, expectation and finding.
+//! Tests that errors about unusable checkpoints name file, tensor or field, and what was expected and found.
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -46,7 +46,7 @@ impl Sandbox {
         fs::write(path, config.to_string()).unwrap();
     }
 
-    /// Rewrites the header of the single file; data stay as they are.
+    /// Rewrites the header of the single file; its data stay as they are.
     fn header(&self, change: impl FnOnce(&mut Map<String, Value>)) {
         let path = self.path("model.safetensors");
         let bytes = fs::read(&path).unwrap();
@@ -83,11 +83,11 @@ fn a_missing_tensor() {
 }
 
 #[test]
-fn a_missing_gate_lists_what_there_is() {
+fn a_missing_gate_names_a_similar_tensor() {
     let sandbox = Sandbox::of("mixtral");
     let layer0 = "model.layers.0.block_sparse_moe.gate.weight";
     sandbox.rename_tensor(layer0, "model.decoder.layers.0.block_sparse_moe.gate.weight");
-    sandbox.refused(&[layer0, "is missing", "there is `model.decoder.layers.0", "prefixes tried: `model.`"]);
+    sandbox.refused(&[layer0, "is missing", "found `model.decoder.layers.0", "prefixes tried: `model.`"]);
 }
 
 #[test]
@@ -104,9 +104,9 @@ fn a_truncated_file() {
         "truncated?",
     ]);
     fs::write(&path, &bytes[..200]).unwrap();
-    sandbox.refused(&["model.safetensors", "its header claims", "truncated, or not safetensors"]);
+    sandbox.refused(&["model.safetensors", "its header's length", "truncated or not safetensors"]);
     fs::write(&path, b"").unwrap();
-    sandbox.refused(&["model.safetensors", "expected at least 8 bytes", "found a file of 0"]);
+    sandbox.refused(&["model.safetensors", "expected at least 8 bytes", "but the file has 0 bytes"]);
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn a_corrupt_header() {
     let mut bytes = fs::read(&path).unwrap();
     bytes[..8].copy_from_slice(&u64::MAX.to_le_bytes());
     fs::write(&path, &bytes).unwrap();
-    sandbox.refused(&["its header claims 18446744073709551615 bytes"]);
+    sandbox.refused(&["its header's length is given as 18446744073709551615 bytes"]);
     bytes[..8].copy_from_slice(&64u64.to_le_bytes());
     fs::write(&path, &bytes).unwrap();
     sandbox.refused(&["its header does not parse"]);
@@ -168,7 +168,7 @@ fn element_types_that_cannot_be_used() {
 fn experts_of_one_layer_in_two_formats() {
     let sandbox = Sandbox::of("mixtral");
     sandbox.header(|header| {
-        // The same bytes as twice as many halves would have another shape: take a gate bias' worth instead.
+        // Twice as many half-precision bytes would have another shape, so the bytes of a gate bias are used instead.
         let shape = header[EXPERT]["shape"].as_array().unwrap().clone();
         assert_eq!(shape, [64, 96].map(Value::from));
         let offsets = header[EXPERT]["data_offsets"].as_array().unwrap().clone();
@@ -184,10 +184,10 @@ fn experts_of_one_layer_in_two_formats() {
 }
 
 #[test]
-fn config_fields_that_are_missing_or_make_no_sense() {
+fn missing_and_invalid_config_fields() {
     let cases: [(&str, Value, &[&str]); 8] = [
         ("hidden_size", Value::Null, &["field `hidden_size`", "nothing: the field is missing"]),
-        ("hidden_size", json!("64"), &["field `hidden_size`", "whole number", "found \"64\""]),
+        ("hidden_size", json!("64"), &["field `hidden_size`", "an integer", "found \"64\""]),
         ("hidden_size", json!(-1), &["found -1"]),
         ("hidden_size", json!(1e30), &["field `hidden_size`"]),
         ("num_hidden_layers", json!(u64::MAX), &["field `num_hidden_layers`", "from 0 to 4096"]),
@@ -197,7 +197,11 @@ fn config_fields_that_are_missing_or_make_no_sense() {
             &["field `num_experts_per_tok`", "at most the number of experts, 8"],
         ),
         ("hidden_act", json!("gelu"), &["field `hidden_act`", "expected `silu`, found `gelu`"]),
-        ("model_type", json!("llama"), &["model_type `llama` is not supported", "known are", "mixtral"]),
+        (
+            "model_type",
+            json!("llama"),
+            &["model_type `llama` is not supported", "the supported types are", "mixtral"],
+        ),
     ];
     for (field, value, expected) in cases {
         let sandbox = Sandbox::of("mixtral");
@@ -244,7 +248,7 @@ fn quantisation_that_is_not_supported_is_refused_by_name() {
     for (quantization, expected) in cases {
         let sandbox = Sandbox::of("qwen3_moe");
         sandbox.config(|config| drop(config.insert("quantization_config".into(), quantization)));
-        sandbox.refused(&["config.json", expected, "is not supported", "supported are `fp8`"]);
+        sandbox.refused(&["config.json", expected, "is not supported", "the supported methods are `fp8`"]);
     }
 }
 
@@ -261,7 +265,7 @@ fn fp8_without_or_with_wrong_scales() {
 }
 
 #[test]
-fn token_tables_that_lead_nowhere() {
+fn token_tables_with_invalid_experts() {
     let sandbox = Sandbox::new(&SynthConfig { layers: 4, ..SynthConfig::new("deepseek_v4") });
     let path = sandbox.path("model.safetensors");
     let bytes = fs::read(&path).unwrap();
@@ -271,7 +275,7 @@ fn token_tables_that_lead_nowhere() {
     let start = header[name]["data_offsets"][0].as_u64().unwrap() as usize + bytes.len()
         - header.values().filter_map(|info| info["data_offsets"][1].as_u64()).max().unwrap() as usize;
     for (value, expected) in
-        [(8i64, "names expert 8 for token 0"), (-1, "names expert -1"), (i64::MAX, "names expert")]
+        [(8i64, "lists expert 8 for token 0"), (-1, "lists expert -1"), (i64::MAX, "lists expert")]
     {
         let mut broken = bytes.clone();
         broken[start..start + 8].copy_from_slice(&value.to_le_bytes());
@@ -294,7 +298,7 @@ fn directories_without_weights_or_config() {
     assert!(message.contains("config.json: cannot open it"), "{message}");
     let sandbox = Sandbox::of("mixtral");
     fs::rename(sandbox.path("model.safetensors"), sandbox.path("pytorch_model.bin")).unwrap();
-    sandbox.refused(&["no model.safetensors", "found: config.json, pytorch_model.bin"]);
+    sandbox.refused(&["model.safetensors.index.json here, found config.json, pytorch_model.bin"]);
     let message = Checkpoint::open(Path::new("/nowhere/at/all")).unwrap_err().to_string();
     assert!(message.contains("/nowhere/at/all/config.json: cannot open it"), "{message}");
 }
@@ -304,7 +308,7 @@ fn sharded() -> Sandbox {
 }
 
 #[test]
-fn shards_that_are_missing_or_lie() {
+fn missing_and_mislabelled_shards() {
     let sandbox = sharded();
     let second = fs::read_dir(sandbox.dir.path())
         .unwrap()
@@ -318,7 +322,7 @@ fn shards_that_are_missing_or_lie() {
     let index = sandbox.path("model.safetensors.index.json");
     let text = fs::read_to_string(&index).unwrap();
     fs::write(&index, text.replace("model-00001-of", "../model-00001-of")).unwrap();
-    sandbox.refused(&["index.json", "is said to lie in \"../model-00001-of", "expected a file name"]);
+    sandbox.refused(&["index.json", "is listed in \"../model-00001-of", "expected a file name"]);
     fs::write(&index, "{").unwrap();
     sandbox.refused(&["index.json", "not a usable JSON file"]);
     let mut json: Value = serde_json::from_str(&text).unwrap();
@@ -330,11 +334,11 @@ fn shards_that_are_missing_or_lie() {
         }
     }
     fs::write(&index, json.to_string()).unwrap();
-    sandbox.refused(&["is missing", "model.safetensors.index.json says it is here"]);
+    sandbox.refused(&["is missing", "model.safetensors.index.json lists it in this file"]);
 }
 
 #[test]
-fn questions_without_an_answer() {
+fn layers_and_experts_out_of_range() {
     let sandbox = Sandbox::of("deepseek_v3");
     let checkpoint = sandbox.open().unwrap();
     let beyond = checkpoint.expert(LayerId(2), ExpertId(0)).unwrap_err();
@@ -352,7 +356,7 @@ mod fuzz {
 
     use super::*;
 
-    /// Opens, and if it opens uses everything once: nothing may panic, whatever the bytes.
+    /// Opens the checkpoint and, if that succeeds, reads everything once: nothing may panic, whatever the bytes.
     fn survive(dir: &Path) {
         let Ok(checkpoint) = Checkpoint::open(dir) else { return };
         let layers: Vec<LayerId> = checkpoint.spec().moe_layers().map(|(layer, _)| layer).collect();

@@ -1,7 +1,7 @@
-//! Every family's gate and weights against what the reference implementation recorded: a single process, no service,
-//! once with a plain block in f64 and once with the service's kernels.
+//! Tests of every family's gate and weights against recordings of the reference implementation: in one process without
+//! a service, once with a plain block in f64 and once with the service's kernels.
 //!
-//! `EXPERTD_GOLDEN=DIR` checks another folder of the same kind as well (`scripts/golden.py` makes some).
+//! `EXPERTD_GOLDEN=DIR` also checks another directory of the same kind (`scripts/golden.py` creates some).
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -43,7 +43,10 @@ fn check(dir: &Path) -> Result<(), String> {
         let kernels = kernels::block(&checkpoint, id, &layer.input, &ids, &weights);
         let error = worst_row(&recorded, &kernels, spec.hidden);
         if error.is_nan() || error > TOLERANCE {
-            return Err(format!("{name} layer {}: by the kernels a row is off by {error:.2e}", layer.index));
+            return Err(format!(
+                "{name} layer {}: computed by the kernels, a row is off by {error:.2e}",
+                layer.index
+            ));
         }
     }
     Ok(())
@@ -68,7 +71,7 @@ fn compare_routing(
             let at = expected.0[t * k..][..k].iter().position(|e| e == id).unwrap();
             let other = expected.1[t * k + at];
             if (weight - other).abs() > 1e-5 * other.abs().max(1e-3) {
-                return Err(format!("{place}: expert {id} weighs {weight}, expected {other}"));
+                return Err(format!("{place}: expert {id} has weight {weight}, expected {other}"));
             }
         }
     }

@@ -1,5 +1,5 @@
-//! The same experts stored in every layout and format that the loader tells apart: one by one or fused, either way
-//! round, under other prefixes, inside multimodal configs, quantised with scales of every granularity.
+//! Tests of experts stored in every layout and format that the loader distinguishes: separate or fused in either
+//! orientation, under other prefixes, inside multimodal configs, quantised with scales of every granularity.
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -25,12 +25,12 @@ struct Tensor {
 }
 
 #[derive(Clone)]
-struct Parts {
+struct CheckpointParts {
     config: Map<String, Value>,
     tensors: BTreeMap<String, Tensor>,
 }
 
-impl Parts {
+impl CheckpointParts {
     fn of(family: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let format = SynthFormat::F32;
@@ -96,7 +96,7 @@ fn transpose(values: &[f32], rows: usize, cols: usize) -> Vec<f32> {
 }
 
 /// Gathers a layer's separate experts into the two fused tensors.
-fn fuse(parts: &mut Parts, base: &str, transposed: bool) {
+fn fuse(parts: &mut CheckpointParts, base: &str, transposed: bool) {
     let (mut gate_up, mut down) = (Vec::new(), Vec::new());
     for e in 0..EXPERTS {
         let mut take = |leaf: &str| parts.take(&format!("{base}experts.{e}.{leaf}.weight"));
@@ -134,7 +134,7 @@ fn all_experts(checkpoint: &Checkpoint) -> Vec<[Vec<f64>; 3]> {
 
 #[test]
 fn fused_experts_are_told_apart_by_shape() {
-    let original = Parts::of("qwen3_moe");
+    let original = CheckpointParts::of("qwen3_moe");
     let expected = all_experts(&original.open().unwrap().1);
     for transposed in [false, true] {
         let mut parts = original.clone();
@@ -148,8 +148,8 @@ fn fused_experts_are_told_apart_by_shape() {
 }
 
 #[test]
-fn prefixes_and_nested_configs_are_found() {
-    let original = Parts::of("qwen3_moe");
+fn prefixes_and_nested_configs_are_recognised() {
+    let original = CheckpointParts::of("qwen3_moe");
     let expected = all_experts(&original.open().unwrap().1);
     for prefix in ["model.language_model.", "language_model.model.", "language_model.", ""] {
         let mut parts = original.clone();
@@ -172,7 +172,7 @@ fn prefixes_and_nested_configs_are_found() {
     }
 }
 
-/// Every FP8 code in turn, but for the two that are not numbers.
+/// All FP8 codes in turn, except the two that are NaN.
 fn fp8_codes(count: usize, salt: usize) -> Vec<u8> {
     (0..count)
         .map(|i| ((i * 7 + salt) % 256) as u8)
@@ -180,7 +180,7 @@ fn fp8_codes(count: usize, salt: usize) -> Vec<u8> {
         .collect()
 }
 
-/// By the definition of e4m3: sign, four bits of exponent with bias 7, three of mantissa.
+/// The value by the definition of e4m3: sign, four bits of exponent with bias 7, three bits of mantissa.
 fn fp8_value(code: u8) -> f64 {
     let magnitude = match (code >> 3 & 15, f64::from(code & 7)) {
         (0, mantissa) => mantissa * 2f64.powi(-9),
@@ -191,14 +191,14 @@ fn fp8_value(code: u8) -> f64 {
 
 type Scale = fn(usize, usize) -> f32;
 
-/// A checkpoint with FP8 experts one by one, and what its matrices are worth.
+/// A checkpoint with separate FP8 experts, and the values of its matrices.
 fn quantised(
     suffix: &str,
     dtype: Dtype,
     shape: impl Fn([usize; 2]) -> (Vec<usize>, [usize; 2]),
     scale: Scale,
-) -> (Parts, Vec<[Vec<f64>; 3]>) {
-    let mut parts = Parts::of("qwen3_moe");
+) -> (CheckpointParts, Vec<[Vec<f64>; 3]>) {
+    let mut parts = CheckpointParts::of("qwen3_moe");
     let mut expected = Vec::new();
     for layer in 0..2 {
         for e in 0..EXPERTS {
@@ -232,13 +232,13 @@ fn quantised(
     (parts, expected)
 }
 
-/// Exact in bf16, and different everywhere.
+/// A scale that is exact in bf16 and different everywhere.
 fn scale_of(r: usize, c: usize) -> f32 {
     (1.0 + ((r * 5 + c * 3) % 7) as f32 / 8.0) / 64.0
 }
 
 #[track_caller]
-fn same(parts: &Parts, expected: &[[Vec<f64>; 3]]) {
+fn same(parts: &CheckpointParts, expected: &[[Vec<f64>; 3]]) {
     let (_dir, checkpoint) = parts.open().unwrap();
     assert!(all_experts(&checkpoint) == expected, "dequantised matrices differ");
 }
@@ -252,7 +252,7 @@ fn fp8_scales_by_block_channel_and_tensor() {
     let config = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [40, 40]});
     parts.config.insert("quantization_config".into(), config);
     same(&parts, &expected);
-    // The kernels of GPU ranks cannot do these.
+    // The kernels of GPU ranks do not support these blocks.
     let shape = GroupShape {
         ranks: 1,
         slots: 2,
@@ -306,7 +306,7 @@ fn layers_that_a_quantised_checkpoint_leaves_alone_stay_as_they_are() {
         |[r, c]| (vec![r.div_ceil(128), c.div_ceil(128)], [128, 128]),
         scale_of,
     );
-    let plain = Parts::of("qwen3_moe");
+    let plain = CheckpointParts::of("qwen3_moe");
     let all = all_experts(&plain.open().unwrap().1);
     for (name, tensor) in &plain.tensors {
         if name.starts_with("model.layers.1.") {

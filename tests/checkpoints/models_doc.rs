@@ -1,4 +1,4 @@
-//! `docs/models.md` lists the config fields that families use and ignore; `UPDATE_DOCS=1` writes the list.
+//! Tests that `docs/models.md` lists the config fields that families use and ignore; `UPDATE_DOCS=1` writes the list.
 use std::collections::BTreeSet;
 use std::path::Path;
 

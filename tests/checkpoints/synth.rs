@@ -1,6 +1,7 @@
-//! Synthesised checkpoints of every family and format open, and compute something reasonable.
+//! Tests that synthesised checkpoints of every family and format open and give outputs of reasonable size.
 //!
-//! `EXPERTD_SYNTH_OUT=DIR` keeps them, so that `scripts/golden.py DIR --record` can run them through transformers.
+//! `EXPERTD_SYNTH_OUT=DIR` keeps the checkpoints, so that `scripts/golden.py DIR --record` can run them through
+//! transformers.
 use std::path::{Path, PathBuf};
 
 use expertd_compute::experts::reference::block;
@@ -24,7 +25,7 @@ fn configs(family: &str) -> Vec<(String, SynthConfig)> {
     for (format, name) in FORMATS {
         let small = SynthConfig { format, layers: 3, seed: 11, ..SynthConfig::new(family) };
         all.push((format!("{family}-{name}"), small.clone()));
-        // Sizes that neither 128 nor each other divide, and several files.
+        // Sizes that are not divisors of 128 or of each other, and several files.
         let odd = match format {
             SynthFormat::Mxfp4 => (96, 160),
             _ => (72, 136),
@@ -70,10 +71,7 @@ fn check(name: &str, config: &SynthConfig, dir: &Path) {
         let square = output.iter().map(|x| x * x).sum::<f64>() / output.len() as f64;
         assert!((0.01..300.0).contains(&square), "{name} layer {layer}: outputs have mean square {square}");
         let different = ids.iter().collect::<std::collections::BTreeSet<_>>().len();
-        assert!(
-            different > config.experts / 4,
-            "{name} layer {layer}: only {different} experts are ever chosen"
-        );
+        assert!(different > config.experts / 4, "{name} layer {layer}: only {different} experts were chosen");
     }
 }
 
@@ -106,11 +104,11 @@ fn the_same_seed_gives_the_same_version_and_another_seed_another() {
 }
 
 #[test]
-fn impossible_wishes_are_refused_by_name() {
+fn invalid_sizes_are_refused_by_name() {
     let temporary = tempfile::tempdir().unwrap();
     let refused = |config: SynthConfig| synth::write(&config, temporary.path()).unwrap_err().to_string();
     let base = SynthConfig::new("mixtral");
-    assert!(refused(SynthConfig::new("gpt2")).contains("`gpt2` is not known; known are mixtral"));
+    assert!(refused(SynthConfig::new("gpt2")).contains("`gpt2` is unknown; the known families are mixtral"));
     assert!(refused(SynthConfig { top_k: 9, ..base.clone() }).contains("top-k: expected 1 to 8, found 9"));
     assert!(refused(SynthConfig { hidden: 0, ..base.clone() }).contains("hidden"));
     let odd = SynthConfig { format: SynthFormat::Mxfp4, width: 100, ..base };

@@ -1,4 +1,5 @@
-//! `expertd verify` and `expertd call` against a scripted service: right answers pass, every kind of wrong one fails.
+//! Tests of `expertd verify` and `expertd call` against a scripted service: correct answers pass, every kind of wrong
+//! answer fails.
 use std::pin::Pin;
 
 use clap::Parser as _;
@@ -19,29 +20,29 @@ use tonic::{Request, Response, Status, Streaming};
 const FIXTURE: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/golden/qwen3_moe/golden.safetensors");
 
-/// How the scripted service errs.
+/// The error of the scripted service.
 #[derive(Clone, Copy)]
-enum Twist {
+enum Fault {
     None,
-    /// One output row is another one's.
+    /// One output row is replaced by another.
     Row,
-    /// One element is not a number.
+    /// One element is NaN.
     Nan,
     /// The last row is missing.
     Short,
-    /// One row's last expert is another one, of a weight that differs by this factor.
+    /// The last expert of one row is replaced by another, whose weight differs by this factor.
     Expert(f32),
-    /// Ids come as recorded, in another order, with their weights.
+    /// Ids are the recorded ones in another order, with their weights.
     Order,
     /// The service does not return the routing.
     NoRouting,
 }
 
-/// Answers recorded rows with recorded outputs, recognising a row by its bits.
+/// Answers recorded rows with recorded outputs; recognises a row by its bits.
 struct Scripted {
     golden: Golden,
     hidden: usize,
-    twist: Twist,
+    fault: Fault,
 }
 
 #[tonic::async_trait]
@@ -59,25 +60,29 @@ impl Moe for Scripted {
             weights.extend_from_slice(&routing.weights[index * routing.k..][..routing.k]);
         }
         if let Some(given) = &request.routing {
-            assert_eq!(given.topk_ids, encode_i32(&ids), "recorded routing travels row by row");
+            assert_eq!(
+                given.topk_ids,
+                encode_i32(&ids),
+                "the routing must be the recorded one of these rows"
+            );
         }
-        match self.twist {
-            Twist::None => {}
-            Twist::Row => output.copy_within(self.hidden..2 * self.hidden, 0),
-            Twist::Nan => output[3] = f32::NAN,
-            Twist::Short => output.truncate(output.len() - self.hidden),
-            Twist::Expert(factor) => {
+        match self.fault {
+            Fault::None => {}
+            Fault::Row => output.copy_within(self.hidden..2 * self.hidden, 0),
+            Fault::Nan => output[3] = f32::NAN,
+            Fault::Short => output.truncate(output.len() - self.hidden),
+            Fault::Expert(factor) => {
                 let (last, _) =
                     weights[..routing.k].iter().enumerate().min_by(|a, b| a.1.total_cmp(b.1)).unwrap();
                 ids[last] = (0..).find(|id| !ids[..routing.k].contains(id)).unwrap();
                 weights[last] *= factor;
                 output[..self.hidden].fill(0.5);
             }
-            Twist::Order => {
+            Fault::Order => {
                 ids[..routing.k].reverse();
                 weights[..routing.k].reverse();
             }
-            Twist::NoRouting => (ids, weights) = (Vec::new(), Vec::new()),
+            Fault::NoRouting => (ids, weights) = (Vec::new(), Vec::new()),
         }
         let receipt = Receipt {
             steps: vec![7],
@@ -122,12 +127,12 @@ impl Moe for Scripted {
     }
 }
 
-async fn serve(twist: Twist) -> String {
+async fn serve(fault: Fault) -> String {
     let golden = Golden::read(FIXTURE.as_ref()).unwrap();
     let hidden = golden.layers.values().next().unwrap().hidden;
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let service = MoeServer::new(Scripted { golden, hidden, twist });
+    let service = MoeServer::new(Scripted { golden, hidden, fault });
     let server = tonic::transport::Server::builder().add_service(service);
     tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
     address
@@ -145,8 +150,8 @@ struct Call {
     args: CallArgs,
 }
 
-async fn verified(twist: Twist, more: &[&str]) -> VerifyReport {
-    let address = serve(twist).await;
+async fn verified(fault: Fault, more: &[&str]) -> VerifyReport {
+    let address = serve(fault).await;
     let line = [&["verify", "--address", &address, "--golden", FIXTURE], more].concat();
     verify(&Verify::try_parse_from(line).unwrap().args).await.unwrap()
 }
@@ -155,20 +160,20 @@ async fn verified(twist: Twist, more: &[&str]) -> VerifyReport {
 async fn right_answers_pass_in_batches_of_any_size() {
     for batch in ["1", "3", "5", "100"] {
         for routing in ["gate", "recorded"] {
-            let report = verified(Twist::None, &["--batch", batch, "--routing", routing]).await;
+            let report = verified(Fault::None, &["--batch", batch, "--routing", routing]).await;
             assert!(report.ok() && report.largest_error() == 0.0, "{report:?}");
             assert!(report.layers.iter().all(|layer| layer.ids.as_ref().unwrap().mismatches.is_empty()));
         }
     }
-    let report = verified(Twist::Order, &["--routing", "gate"]).await;
-    assert!(report.ok(), "ids are compared as sets: {report:?}");
+    let report = verified(Fault::Order, &["--routing", "gate"]).await;
+    assert!(report.ok(), "ids must be compared as sets: {report:?}");
 }
 
 #[tokio::test]
 async fn wrong_rows_fail() {
-    for twist in [Twist::Row, Twist::Nan, Twist::Short] {
+    for fault in [Fault::Row, Fault::Nan, Fault::Short] {
         for routing in ["gate", "recorded"] {
-            let report = verified(twist, &["--routing", routing]).await;
+            let report = verified(fault, &["--routing", routing]).await;
             assert!(!report.ok(), "{report:?}");
             assert!(report.layers.iter().all(|layer| layer.rows_beyond_tolerance > 0), "{report:?}");
         }
@@ -176,22 +181,25 @@ async fn wrong_rows_fail() {
 }
 
 #[tokio::test]
-async fn another_expert_is_excused_at_the_edge_only() {
-    // The service limits requests to 5 rows, so each batch has one twisted row.
-    let report = verified(Twist::Expert(1.0 + 4e-7), &["--routing", "gate"]).await;
+async fn another_expert_is_accepted_only_near_a_tie() {
+    // The service limits requests to 5 rows, so each batch has one faulty row.
+    let report = verified(Fault::Expert(1.0 + 4e-7), &["--routing", "gate"]).await;
     assert!(report.ok(), "{report:?}");
     let exceptions = &report.layers[0].ids.as_ref().unwrap().mismatches;
-    assert!(!exceptions.is_empty() && exceptions.iter().all(|row| row.exception), "every exception is told");
+    assert!(
+        !exceptions.is_empty() && exceptions.iter().all(|row| row.exception),
+        "every exception must be listed"
+    );
     for (factor, routing) in [(1.0 + 4e-6, "gate"), (1.0 + 4e-7, "recorded")] {
-        let report = verified(Twist::Expert(factor), &["--routing", routing]).await;
+        let report = verified(Fault::Expert(factor), &["--routing", routing]).await;
         assert!(!report.ok(), "{routing}: {report:?}");
     }
-    assert!(!verified(Twist::NoRouting, &["--routing", "gate"]).await.ok(), "no routing is no agreement");
+    assert!(!verified(Fault::NoRouting, &["--routing", "gate"]).await.ok(), "a missing routing must fail");
 }
 
 #[tokio::test]
 async fn a_file_that_does_not_fit_the_model_is_refused() {
-    let address = serve(Twist::None).await;
+    let address = serve(Fault::None).await;
     let other = FIXTURE.replace("qwen3_moe/", "deepseek_v2/");
     let line = ["verify", "--address", &address, "--golden", &other];
     let error = verify(&Verify::try_parse_from(line).unwrap().args).await.unwrap_err().to_string();
@@ -199,7 +207,7 @@ async fn a_file_that_does_not_fit_the_model_is_refused() {
 }
 
 async fn called(more: &[&str]) -> CallOutcome {
-    let address = serve(Twist::None).await;
+    let address = serve(Fault::None).await;
     let line = [&["call", "--address", &address], more].concat();
     call(&Call::try_parse_from(line).unwrap().args).await.unwrap()
 }
@@ -210,7 +218,7 @@ async fn call_sends_recorded_rows_and_reads_the_receipt() {
     assert_eq!((outcome.tokens, outcome.error), (4, Some(0.0)));
     assert_eq!(outcome.routing().len(), 4);
     assert_eq!(outcome.response.receipt.unwrap().steps, [7]);
-    let address = serve(Twist::None).await;
+    let address = serve(Fault::None).await;
     for wrong in
         [&["--routing", "recorded"][..], &["--layer", "99"], &["--golden", FIXTURE, "--tokens", "99"]]
     {

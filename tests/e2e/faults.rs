@@ -1,5 +1,5 @@
-//! Faults under load, done to the real service. The bounds asserted are the documented ones: calls in flight end within
-//! 2 s with a retryable status, serving resumes within 10 s.
+//! Tests of faults under load in the real service. They assert the documented bounds: calls in flight end within 2 s
+//! with a retryable status, and serving resumes within 10 s.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ const FAMILY: &str = "qwen3_moe";
 const RANKS: u32 = 3;
 const CALLS_END: Duration = Duration::from_secs(2);
 const SERVING_RESUMES: Duration = Duration::from_secs(10);
-/// Rows of the largest request.
+/// Number of rows of the largest request.
 const LARGEST: usize = 256;
 
 async fn warm(service: &Service) -> Load {
@@ -21,7 +21,7 @@ async fn warm(service: &Service) -> Load {
     load
 }
 
-/// Waits until a call that begins now is answered.
+/// Waits until a call that began after `since` is answered.
 async fn serving_again(service: &Service, since: Instant) {
     let client = expertd_proto::Client::connect(&service.address).await.unwrap();
     let mut rows = crate::service::load::Rows::new(&golden(FAMILY), 77, 8);
@@ -35,17 +35,20 @@ async fn serving_again(service: &Service, since: Instant) {
     }
 }
 
-/// What every fault must satisfy.
+/// Asserts the documented behaviour for a fault at time `fault`.
 fn assert_contract(calls: &[Call], fault: Instant) {
     let answered = calls.iter().filter(|call| call.result.is_ok());
-    assert!(answered.clone().any(|call| call.ended < fault), "the load ran before the fault");
-    assert!(answered.clone().any(|call| call.begun > fault), "the load ran after the fault");
-    assert!(calls.iter().any(|call| call.in_flight_at(fault)), "calls were in flight");
+    assert!(
+        answered.clone().any(|call| call.ended < fault),
+        "calls must have been answered before the fault"
+    );
+    assert!(answered.clone().any(|call| call.begun > fault), "calls must have been answered after the fault");
+    assert!(calls.iter().any(|call| call.in_flight_at(fault)), "calls must have been in flight");
     for call in calls {
         if let Err((code, message)) = &call.result {
             assert!(
                 matches!(code, Code::Unavailable | Code::ResourceExhausted),
-                "retryable statuses only: {code:?} {message}"
+                "the status must be retryable: {code:?} {message}"
             );
         }
         let took = call.ended - call.begun;
@@ -70,11 +73,11 @@ async fn each_rank_killed_in_turn() {
         let generation = |call: &Call| call.result.as_ref().ok().copied();
         let before = calls.iter().filter(|call| call.ended < fault).filter_map(generation).max().unwrap();
         let after = calls.iter().filter_map(generation).max().unwrap();
-        assert!(after > before, "a fault ends the generation: {before}, then {after}");
+        assert!(after > before, "the generation must change: {before}, then {after}");
         for old in &ranks {
-            assert!(!alive(*old), "rank process {old} of the ended generation is gone");
+            assert!(!alive(*old), "rank process {old} of the ended generation must have ended");
         }
-        // Reaped as well: a zombie would still be listed as a child.
+        // The process must also be reaped: a zombie would still be listed as a child.
         assert!(service.ranks().iter().all(|pid| !ranks.contains(pid)));
     }
 }
@@ -88,18 +91,18 @@ async fn a_rank_stopped_and_continued() {
     send(stopped, Signal::STOP);
     tokio::time::sleep(Duration::from_millis(2500)).await;
     serving_again(&service, fault).await;
-    // Were the stopped process still there, it would wake up now, and must write nowhere.
+    // If the stopped process still existed, it would continue now, and must write nowhere.
     if alive(stopped) {
         send(stopped, Signal::CONT);
     }
     tokio::time::sleep(Duration::from_secs(1)).await;
     let calls = load.stop().await;
     assert_contract(&calls, fault);
-    assert!(!alive(stopped), "a rank of an ended generation is killed, stopped or not");
+    assert!(!alive(stopped), "a stopped rank of an ended generation must be killed");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_rank_stopped_for_a_moment_only_harms_nothing() {
+async fn a_rank_stopped_for_a_moment_causes_no_fault() {
     let service = Service::start(FAMILY, RANKS, &[]);
     let load = warm(&service).await;
     let fault = Instant::now();
@@ -138,8 +141,8 @@ async fn the_router_killed() {
     let shared = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
     let left =
         shared.map(|entry| entry.file_name()).filter(|name| name.to_string_lossy().contains("expertd"));
-    assert_eq!(left.collect::<Vec<_>>(), [] as [std::ffi::OsString; 0], "nothing is left in /dev/shm");
-    // The socket's file outlives a killed process; a new service takes it over.
+    assert_eq!(left.collect::<Vec<_>>(), [] as [std::ffi::OsString; 0], "no file may be left in /dev/shm");
+    // The socket file outlives a killed process; a new service replaces it.
     let again = Service::start(FAMILY, RANKS, &["--listen", &socket]);
     serving_again(&again, Instant::now()).await;
 }
@@ -157,16 +160,16 @@ async fn a_stopped_rank_dies_with_the_router() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn signals_drain() {
+async fn a_signal_drains_the_service() {
     for signal in [Signal::TERM, Signal::INT] {
         let mut service = Service::start(FAMILY, RANKS, &[]);
         let load = warm(&service).await;
         let ranks = service.ranks();
         let asked = Instant::now();
         service.signal(signal);
-        let status = service.wait(Duration::from_secs(20)).expect("a drained service ends");
+        let status = service.wait(Duration::from_secs(20)).expect("a drained service must exit");
         assert_eq!(status.code(), Some(0), "{signal:?}");
-        assert!(!ranks.iter().any(|&pid| alive(pid)), "no rank outlives the service");
+        assert!(!ranks.iter().any(|&pid| alive(pid)), "all ranks must end with the service");
         let calls = load.stop().await;
         for call in calls.iter().filter(|call| call.in_flight_at(asked)) {
             if let Err((code, message)) = &call.result {
@@ -178,12 +181,12 @@ async fn signals_drain() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_services_on_one_machine_do_not_meet() {
+async fn two_services_on_one_machine_are_independent() {
     let first = Service::start(FAMILY, 2, &[]);
     let second = Service::start(FAMILY, 2, &[]);
     assert_ne!(first.address, second.address);
     let (of_first, of_second) = (warm(&first).await, warm(&second).await);
-    // The death of the one is nothing to the other.
+    // The death of one service does not affect the other.
     drop(first);
     tokio::time::sleep(Duration::from_secs(1)).await;
     of_first.stop().await;

@@ -1,4 +1,5 @@
-//! Recorded answers through the real service: every family, several ranks, gate by the service and recorded routing.
+//! Tests of recorded answers through the real service: every family, several ranks, routing by the service's gate and
+//! recorded routing.
 
 use crate::service::load::{Load, Rows, check};
 use crate::service::{Service, families, golden};
@@ -11,11 +12,11 @@ struct Verify {
     args: VerifyArgs,
 }
 
-/// Verifies one family on one running service, whole and in batches.
+/// Verifies one family on one running service, all rows at once and in batches.
 async fn verified(service: &Service, family: &str, batches: &[&str]) {
     let path = golden(family);
     for routing in ["gate", "recorded"] {
-        // This family's blocks do not expose their ids.
+        // This family's blocks do not return their ids.
         if routing == "recorded" && family == "llama4_text" {
             continue;
         }

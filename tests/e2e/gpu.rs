@@ -1,5 +1,5 @@
-//! The real service on GPU ranks: recorded answers at every number of ranks, answers under load while steps overlap, a
-//! rank killed under load. Ignored unless asked for:
+//! Tests of the real service on GPU ranks: recorded answers at every number of ranks, answers under load while steps
+//! overlap, and a rank killed under load. They are ignored by default:
 //!
 //!     cargo test --release --features cuda --test e2e gpu:: -- --ignored --nocapture
 
@@ -16,17 +16,18 @@ use tonic::Code;
 
 /// Relative L2 error of a row computed in bf16.
 const TOLERANCE: f64 = 1e-2;
-/// Rows whose scores are so close, or so near a threshold, that bf16 rows are routed otherwise (docs/gpu.md).
+/// Fixtures with rows whose scores are so close, or so near a threshold, that bf16 rows get other routing
+/// (docs/gpu.md).
 const ROUTED_OTHERWISE: [&str; 3] = ["dots1", "phimoe", "granitemoe-fp8-odd"];
-/// Fixtures with FP8 and MXFP4 experts, beside those of the families.
+/// Fixtures with FP8 and MXFP4 experts, in addition to those of the families.
 const QUANTISED: [&str; 4] = [
     "../quantised/deepseek_v3-fp8-odd",
     "../quantised/gpt_oss-mxfp4-odd",
     "../quantised/granitemoe-fp8-odd",
     "../quantised/llama4_text-fp8-odd",
 ];
-/// Nothing here takes that long.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// Time limit of each wait in these tests.
+const TIME_LIMIT: Duration = Duration::from_secs(120);
 
 #[derive(clap::Parser)]
 struct Verify {
@@ -34,7 +35,7 @@ struct Verify {
     args: VerifyArgs,
 }
 
-/// Ranks to test with, at most four, and the right to use the GPUs.
+/// The number of ranks to test with, at most four, and a lock on the GPUs.
 fn gpus() -> (u32, MutexGuard<'static, ()>) {
     static IN_USE: Mutex<()> = Mutex::new(());
     let ranks = if gpu::BUILT { gpu::present().min(4) } else { 0 };
@@ -46,7 +47,7 @@ fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
     Service::start(family, ranks, &[&["--device", "cuda"], more].concat())
 }
 
-/// The largest relative error of a row.
+/// Verifies one family and returns the largest relative error of a row.
 async fn verified(service: &Service, family: &str, dtype: &str, batch: &str) -> f64 {
     let path = golden(family);
     let mut largest: f64 = 0.0;
@@ -54,7 +55,7 @@ async fn verified(service: &Service, family: &str, dtype: &str, batch: &str) -> 
         if routing == "gate" && ROUTED_OTHERWISE.iter().any(|name| family.ends_with(name)) {
             continue;
         }
-        // This family's blocks do not expose their ids.
+        // This family's blocks do not return their ids.
         if routing == "recorded" && family.contains("llama4_text") {
             continue;
         }
@@ -68,7 +69,7 @@ async fn verified(service: &Service, family: &str, dtype: &str, batch: &str) -> 
     largest
 }
 
-/// f32 rows all at once, and bf16 rows three at a time.
+/// Verifies f32 rows all at once and bf16 rows three at a time.
 async fn verified_in_both_types(service: &Service, family: &str, ranks: u32) {
     let f32_rows = verified(service, family, "f32", "1000").await;
     let bf16_rows = verified(service, family, "bf16", "3").await;
@@ -81,7 +82,7 @@ async fn verified_in_both_types(service: &Service, family: &str, ranks: u32) {
 async fn recorded_answers_of_every_family() {
     let (most, _in_use) = gpus();
     for (index, family) in families().iter().enumerate() {
-        // Each family at one number of ranks, all numbers in turn; two at every number.
+        // Each family runs at one number of ranks, taken in turn; two families run at every number.
         let at_all = ["qwen3_moe", "deepseek_v3"].contains(&family.as_str());
         for ranks in 1..=most {
             if at_all || index as u32 % most + 1 == ranks {
@@ -106,13 +107,13 @@ async fn recorded_answers_of_quantised_checkpoints() {
     }
 }
 
-/// Small steps, so that many are formed and the next one is staged, copied and launched while one runs.
+/// Steps are small, so that many are formed and the next one is staged, copied and launched while one runs.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn every_answer_is_right_while_steps_overlap() {
     let (ranks, _in_use) = gpus();
-    // Copies by kernels, and by the copy engines into poisoned memory.
+    // Kernels copy the rows in one case; copy engines copy them into poisoned memory in the other.
     for copied_from in ["1000000", "1"] {
         let environment = [("EXPERTD_CUDA_COPIED_FROM_ROWS", copied_from), ("EXPERTD_CUDA_POISON", "1")];
         let flags = ["--device", "cuda", "--max-tokens-per-step", "48"];
@@ -142,7 +143,7 @@ async fn a_rank_killed_under_load() {
     let mut rows = Rows::new(&golden("qwen3_moe"), 77, 8);
     tokio::time::sleep(Duration::from_millis(200)).await;
     while client.forward(rows.draw().0, None).await.is_err() {
-        assert!(fault.elapsed() < PATIENCE, "serving did not resume");
+        assert!(fault.elapsed() < TIME_LIMIT, "serving did not resume within {TIME_LIMIT:?}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     println!("serving again after {:?}", fault.elapsed());
@@ -155,8 +156,8 @@ async fn a_rank_killed_under_load() {
         calls.iter().filter(move |call| (call.begun > fault) == after).flat_map(|c| c.result.clone())
     };
     assert!(generations(false).max().unwrap() < generations(true).max().unwrap());
-    assert!(calls.iter().any(|call| call.in_flight_at(fault)), "calls were in flight");
+    assert!(calls.iter().any(|call| call.in_flight_at(fault)), "calls must have been in flight");
     for pid in old {
-        assert!(!alive(pid), "rank process {pid} of the ended generation is gone");
+        assert!(!alive(pid), "rank process {pid} of the ended generation must have ended");
     }
 }

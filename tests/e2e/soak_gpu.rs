@@ -1,5 +1,6 @@
-//! Many steps of random load on GPU ranks: sizes, routing, types and layers are drawn anew for each request, a sample of
-//! the answers is compared with CPU ranks, and neither host nor device memory may grow. Not run by default:
+//! Soak test: many steps of random load on GPU ranks. Sizes, routing, element types and layers are drawn for each
+//! request, a sample of the answers is compared with CPU ranks, and neither host nor device memory may grow. Not run by
+//! default:
 //!
 //!     EXPERTD_SOAK_STEPS=1000000 cargo test --release --features cuda --test e2e soak_gpu:: -- --ignored --nocapture
 
@@ -25,25 +26,25 @@ use tokio::task::JoinSet;
 const HIDDEN: usize = 1024;
 const EXPERTS: usize = 64;
 const LAYERS: u32 = 2;
-/// Rows of the largest request, and of the largest that CPU ranks compute again.
+/// Number of rows of the largest request, and of the largest that CPU ranks compute again.
 const LARGEST: usize = 2000;
 const LARGEST_COMPARED: usize = 64;
-/// Relative L2 error of a row computed in bf16, by random weights.
+/// Relative L2 error of a row of random weights computed in bf16.
 const TOLERANCE: f64 = 2e-2;
-/// Few, so that many steps hold one request only.
+/// Number of callers: few, so that many steps hold only one request.
 const CALLERS: u64 = 8;
-/// One answer in so many is compared.
+/// One of this many answers is compared.
 const COMPARED: u64 = 100;
-/// Steps without `EXPERTD_SOAK_STEPS`.
+/// Number of steps without `EXPERTD_SOAK_STEPS`.
 const STEPS: u64 = 50_000;
-/// Memory is compared with that after this part of the steps.
+/// Share of the steps after which memory is first measured.
 const WARM_UP: f64 = 0.2;
-/// Times that all callers begin with a request of the largest size, together: the router's memory follows what is in
-/// flight at once, and this is the most that there can be.
+/// Number of rounds at the start in which all callers together send a request of the largest size. The router's memory
+/// follows the bytes in flight, and no later load has more in flight.
 const FULL_ROUNDS: usize = 5;
-/// Growth of the memory of the router, and of all ranks, on the host after the warm-up, at most, in kB.
+/// Largest growth of the host memory of the router, and of all ranks, after the warm-up, in kB.
 const GROWTH: u64 = 1024;
-/// Random values that requests take their rows from, each from another place.
+/// Number of random values in the pool from which requests take rows at random offsets.
 const POOL: usize = 1 << 24;
 
 fn synthesise(folder: &Path) {
@@ -56,9 +57,9 @@ fn synthesise(folder: &Path) {
     assert!(command.status().unwrap().success());
 }
 
-/// A request of random everything, and the type of its rows.
+/// A request with random content, and the element type of its rows.
 fn draw(rng: &mut SmallRng, pool: &[f32], largest: usize) -> (ForwardRequest, DType) {
-    // Most are small: the lower one of two powers, each of which is as likely as another.
+    // Most are small: the size is the smaller of two powers of random exponents.
     let most = largest.min(1 << rng.random_range(0..12).min(rng.random_range(0..12)));
     let tokens = rng.random_range(1..=most);
     let (dtype, wire) = match rng.random_range(0..3) {
@@ -74,7 +75,7 @@ fn draw(rng: &mut SmallRng, pool: &[f32], largest: usize) -> (ForwardRequest, DT
     if rng.random() {
         return (request, dtype);
     }
-    // Often all on the same few experts.
+    // Often all rows go to the same few experts.
     let k = rng.random_range(1..=8_usize);
     let pool = if rng.random() { EXPERTS } else { 8 };
     let mut experts: Vec<i32> = (0..pool as i32).collect();
@@ -87,7 +88,7 @@ fn draw(rng: &mut SmallRng, pool: &[f32], largest: usize) -> (ForwardRequest, DT
     (request.with_routing(encode_i32(&ids), encode(&weights, DType::F32), k as u32), dtype)
 }
 
-/// The same rows, routed the same, by CPU ranks; the largest relative error of a row.
+/// Sends the same rows with the same routing to CPU ranks; returns the largest relative error of a row.
 async fn compare(cpu: &Client, request: &ForwardRequest, answer: &ForwardResponse, dtype: DType) -> f64 {
     let receipt = answer.receipt.as_ref().unwrap();
     let (ids, weights) = (receipt.topk_ids.clone(), receipt.topk_weights.clone());
@@ -100,12 +101,12 @@ async fn compare(cpu: &Client, request: &ForwardRequest, answer: &ForwardRespons
     rows.map(|(got, wanted)| relative_error(got, wanted)).fold(0.0, f64::max)
 }
 
-/// In kB.
+/// Memory in use, in kB.
 #[derive(Clone, Copy, Debug)]
 struct Memory {
     router: u64,
     ranks: u64,
-    /// Of all GPUs, in steps of 1 MiB.
+    /// Memory of all GPUs, in steps of 1 MiB.
     device: u64,
 }
 
@@ -130,13 +131,13 @@ impl Memory {
     }
 }
 
-/// What the callers have seen together.
+/// Counts over all callers.
 #[derive(Default)]
 struct Seen {
     requests: AtomicU64,
     rows: AtomicU64,
     compared: AtomicU64,
-    /// Number of the last step that an answer came from; they count from 0.
+    /// Number of the last step that computed an answer; steps are numbered from 0.
     last_step: AtomicU64,
 }
 
@@ -192,7 +193,11 @@ async fn random_load_is_answered_right_and_memory_stays_flat() {
                 seen.add(&answer, request.tokens);
                 if compare_this {
                     let error = compare(&cpu, &request, &answer, dtype).await;
-                    assert!(error <= TOLERANCE, "rows differ by {error:.1e}: {:?}", answer.receipt);
+                    assert!(
+                        error <= TOLERANCE,
+                        "the rows of CPU and GPU ranks differ by {error:.1e}: {:?}",
+                        answer.receipt
+                    );
                     largest = largest.max(error);
                     seen.compared.fetch_add(1, Ordering::Relaxed);
                 }
@@ -202,7 +207,7 @@ async fn random_load_is_answered_right_and_memory_stays_flat() {
     }
     let warm = (wanted as f64 * WARM_UP) as u64;
     while seen.steps() < warm {
-        // Only a caller that failed ends before.
+        // Callers end earlier only if they fail.
         if let Some(ended) = callers.try_join_next() {
             ended.unwrap();
         }

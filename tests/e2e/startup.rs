@@ -1,4 +1,5 @@
-//! Checkpoints that cannot be served: exit code 64 and a message that names the fault, before any port is bound.
+//! Tests of checkpoints that cannot be served: exit code 64 and a message that names the defect, before any port is
+//! bound.
 
 use std::path::Path;
 
@@ -6,7 +7,7 @@ use crate::service::{fixture, serve_to_the_end};
 
 const FAMILY: &str = "qwen3_moe";
 
-/// A copy of the fixture that a test may break.
+/// A copy of the fixture that a test may modify.
 fn copy() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for file in std::fs::read_dir(fixture(FAMILY)).unwrap().flatten() {
@@ -15,8 +16,8 @@ fn copy() -> tempfile::TempDir {
     folder
 }
 
-/// Serves a broken checkpoint on a port that is taken. If the port were bound before the checkpoint is looked at, the
-/// exit code would be that of an address that cannot be had.
+/// Serves a broken checkpoint on a port that is in use. If the port were bound before the checkpoint is checked, the
+/// exit code would be the one for an unavailable address.
 fn refused(model: &Path, words: &[&str]) {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
@@ -103,7 +104,7 @@ fn bad_settings() {
         (&["--ranks", "0"][..], "ranks"),
         (&["--ranks", "9"], "ranks"),
         (&["--max-tokens-per-step", "0"], "max"),
-        (&["--cores", "4095"], "names core 4095"),
+        (&["--cores", "4095"], "contains core 4095"),
         (&["--admin-listen", "0.0.0.0:0"], "not a loopback address"),
         (&["--listen", "127.0.0.1:0,here"], "\"here\" is no address"),
         (&["--config", "/no/such/file.toml"], "/no/such/file.toml"),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What this machine's GPUs reach: device memory, matrix products, copies to peers. Prints one line of JSON.
+"""Measures ceilings of this machine's GPUs: device memory, matrix products, copies to peers. Prints one line of JSON.
 
 One process for all GPUs; run it while nothing else uses them.
 """
@@ -12,7 +12,7 @@ import torch
 
 
 def timed(work, devices, repeats=9):
-    """Median seconds of `work()` on all devices at once, as the host sees it."""
+    """Median seconds of `work()` on all devices at once, measured on the host."""
     times = []
     for _ in range(repeats + 2):
         for device in devices:
@@ -26,7 +26,7 @@ def timed(work, devices, repeats=9):
 
 
 def memory(device):
-    """Bytes per second of a sum over 8 GiB: reads only, as weights are."""
+    """Bytes per second of a sum over 8 GiB, which only reads, as a step reads weights."""
     values = torch.randn(1 << 31, device=device).mul_(1).view(-1)
     seconds = timed(lambda: torch.linalg.vector_norm(values, ord=1), [device])
     copy = torch.empty_like(values)
@@ -35,7 +35,7 @@ def memory(device):
 
 
 def products(device):
-    """FLOP/s of 8192^3 in bf16 on random data: a burst, and kept up for a third of a second."""
+    """FLOP/s of products of 8192^3 in bf16 on random data: in a burst, and sustained for a third of a second."""
     n = 8192
     a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
@@ -46,7 +46,7 @@ def products(device):
 
 
 def links(devices):
-    """Bytes per second that every GPU sends to the next one, all at once."""
+    """Bytes per second that each GPU sends to the next one while all send."""
     if len(devices) < 2:
         return None
     size = 1 << 28

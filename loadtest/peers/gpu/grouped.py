@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def count_kernel(ids, counts, place, first, local, entries, BLOCK: tl.constexpr):
-    """Every choice of a local expert draws its place among that expert's rows."""
+    """Gives each choice of a local expert its index among that expert's rows."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(ids + at, mask=at < entries, other=-1).to(tl.int32) - first
     mine = (expert >= 0) & (expert < local)
@@ -17,7 +17,7 @@ def count_kernel(ids, counts, place, first, local, entries, BLOCK: tl.constexpr)
 
 @triton.jit
 def tiles_kernel(counts, starts, tile_expert, local, tiles, EXPERTS: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr):
-    """Where every expert's rows start, in whole tiles of M rows, and whose each tile is."""
+    """Computes each expert's first row, in whole tiles of M rows, and the expert of each tile."""
     expert = tl.arange(0, EXPERTS)
     needed = (tl.load(counts + expert, mask=expert < local, other=0) + M - 1) // M
     ends = tl.cumsum(needed, 0)
@@ -41,7 +41,7 @@ def gate_up_kernel(
     x, w, h, listed, tile_expert, counts, inter, hidden, capacity, tiles_per_expert,
     K: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """h[slot] = silu(x[row] gate^T) * (x[row] up^T). Rows through `listed`, or PADDED: [experts, capacity, hidden]."""
+    """h[slot] = silu(x[row] gate^T) * (x[row] up^T). Rows by `listed`, or PADDED: [experts, capacity, hidden]."""
     tile = tl.program_id(0) // tl.cdiv(inter, N)
     column = tl.program_id(0) % tl.cdiv(inter, N)
     lane = tl.arange(0, M)
@@ -87,7 +87,7 @@ def down_kernel(
     h, w, y, listed, weights, tile_expert, counts, inter, hidden, capacity, tiles_per_expert,
     PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """y[entry] = weight * h[slot] down^T; PADDED: y[slot], not weighted."""
+    """y[entry] = weight * h[slot] down^T; if PADDED, y[slot] without the weight."""
     tile = tl.program_id(0) // tl.cdiv(hidden, N)
     column = tl.program_id(0) % tl.cdiv(hidden, N)
     lane = tl.arange(0, M)
@@ -138,7 +138,7 @@ def sum_kernel(y, ids, out, first, local, hidden, K: tl.constexpr, BLOCK: tl.con
 
 
 def config(rows_per_expert):
-    """Tiles of M rows x N features, BK of the inner dimension, warps, stages; for gate_up, then down."""
+    """Tile sizes (M rows x N features, BK of the inner dimension), warps and stages, for gate_up and then down."""
     if rows_per_expert <= 16:
         return (16, 64, 128, 4, 4), (16, 64, 128, 4, 5)
     if rows_per_expert <= 48:
@@ -149,7 +149,7 @@ def config(rows_per_expert):
 
 
 class Grouped:
-    """Experts of one rank for at most `entries` choices, rows reached through lists made here."""
+    """Experts of one rank for at most `entries` choices; rows are indexed by lists built here."""
 
     def __init__(self, device, shape, local, entries, rows_per_expert):
         self.shape, self.local, self.entries = shape, local, entries
@@ -164,7 +164,7 @@ class Grouped:
         self.y = torch.empty(entries, shape.hidden, device=device, dtype=torch.bfloat16)
 
     def __call__(self, layer, rows, weights, ids, out):
-        """rows bf16 [R, H], weights f32 and ids i64 [R, k]; out bf16 [R, H], the sum over local choices."""
+        """Takes rows bf16 [R, H], weights f32 and ids i64 [R, k]; writes out bf16 [R, H], sums over local choices."""
         s, entries = self.shape, self.entries
         self.counts.zero_()
         self.listed.fill_(-1)
@@ -192,7 +192,7 @@ class Grouped:
 
 
 class Padded:
-    """Experts of one rank for rows that stand as [local experts, capacity, H] with counts on the device."""
+    """Experts of one rank for rows laid out as [local experts, capacity, H], with counts on the device."""
 
     def __init__(self, device, shape, local, capacity, rows_per_expert):
         self.shape, self.local, self.capacity = shape, local, capacity

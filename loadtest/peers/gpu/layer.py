@@ -1,4 +1,4 @@
-"""What all GPU peers share: shapes, fresh rows and routing, a plain reference, and timing under graph replay.
+"""Code that all GPU peers share: shapes, fresh rows and routing, a reference, and timing under graph replay.
 
 A peer is a layer of an MoE block on N GPUs, one process each (torchrun): gate, rows to the experts, experts, rows back.
 Words: N ranks, T rows of one rank, H elements of a row, E experts of width I, k choices per row.
@@ -32,23 +32,23 @@ SHAPES = {
     "mixtral-8x7b": Shape(4096, 14336, 8, 2),
     "deepseek-v3": Shape(7168, 2048, 256, 8),
 }
-# Layers whose weights stand in memory and are used in turn, so that no cache holds what the next one needs.
+# Number of layers in memory, used in turn, so that no cache holds the weights of the next one.
 LAYERS = 2
-# Steps in one graph, each with rows of its own.
+# Steps per graph, each with its own rows.
 STEPS = 8
 
 
 def arguments(description):
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048], help="rows of each rank")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048], help="rows per rank")
     parser.add_argument("--replays", type=int, default=15, help="timed replays of a graph of several steps")
-    parser.add_argument("--json", help="write the figures to this file, too")
+    parser.add_argument("--json", help="also write the figures to this file")
     return parser
 
 
 class World:
-    """This process among its peers; one process alone needs no torchrun."""
+    """The process group; a single process needs no torchrun."""
 
     def __init__(self):
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -68,7 +68,7 @@ class World:
         torch.cuda.synchronize()
 
     def slowest(self, value):
-        """The largest of all ranks' values."""
+        """The maximum of all ranks' values."""
         if self.ranks == 1:
             return value
         held = torch.tensor(value, device=self.device, dtype=torch.float64)
@@ -81,11 +81,11 @@ class World:
 
 
 class Layer:
-    """Weights of this rank's experts and of the gate: the same gate everywhere, experts in contiguous ranges."""
+    """Weights of this rank's experts and of the gate. All ranks have the same gate; a rank's experts are contiguous."""
 
     def __init__(self, world, shape, seed):
         if shape.experts % world.ranks:
-            sys.exit(f"{shape.experts} experts do not divide among {world.ranks} ranks, as these peers need")
+            sys.exit(f"{shape.experts} experts cannot be divided evenly among {world.ranks} ranks, as peers need")
         self.shape = shape
         self.local = shape.experts // world.ranks
         self.first = world.rank * self.local
@@ -105,14 +105,14 @@ class Layer:
         self.down = normal(self.local, h, i, scale=i**-0.5, generator=own)
 
     def route(self, rows):
-        """f32 weights and i64 experts, [rows, k]: softmax of the chosen."""
+        """f32 weights and i64 experts, [rows, k]: softmax over the chosen experts."""
         scores = torch.softmax(F.linear(rows, self.gate).float(), -1)
         weights, ids = torch.topk(scores, self.shape.top_k, -1)
         return weights / weights.sum(-1, keepdim=True), ids
 
 
 def reference(world, layer, rows):
-    """The layer in plain f32 for this rank's rows: every rank adds its experts' part. Not fast."""
+    """A slow f32 reference of the layer for this rank's rows: every rank adds its experts' part."""
     rows_of = [torch.empty_like(rows) for _ in range(world.ranks)]
     if world.ranks > 1:
         dist.all_gather(rows_of, rows)
@@ -140,7 +140,7 @@ def relative_error(found, wanted):
 
 
 class Figures:
-    """One size's result."""
+    """The result for one size."""
 
     def __init__(self, times, error):
         self.times = sorted(times)
@@ -157,8 +157,8 @@ class Figures:
 
 
 def replay_times(world, enqueue, refresh, replays):
-    """µs per step, one figure per replay, of a graph of what `enqueue()` enqueues: STEPS steps. `refresh()` comes before
-    each replay; the slowest rank counts."""
+    """µs per step, one figure per replay, of a graph of the STEPS steps that `enqueue()` enqueues. `refresh()` runs
+    before each replay; the time is that of the slowest rank."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -205,7 +205,7 @@ def measure(world, layers, tokens, make, replays):
     torch.manual_seed(tokens * 100 + world.rank)
     refresh()
     times = replay_times(world, enqueue, refresh, replays)
-    # What the last replay computed, all of it written, two steps of it right.
+    # Check the results of the last replay: all are written, and two steps are compared with the reference.
     error = 0.0 if torch.isfinite(out).all() else float("inf")
     for s in (0, STEPS - 1):
         error = max(error, relative_error(out[s], reference(world, layers[s % len(layers)], rows[s])))
@@ -213,8 +213,8 @@ def measure(world, layers, tokens, make, replays):
 
 
 def run(name, description, prepare):
-    """The program of a peer. `prepare(world, shape, tokens)` returns `make` of `measure`, or None where the peer
-    cannot do this size."""
+    """The program of a peer. `prepare(world, shape, tokens)` returns the `make` of `measure`, or None if the
+    peer does not support this size."""
     args = arguments(description).parse_args()
     world = World()
     shape = SHAPES[args.shape]

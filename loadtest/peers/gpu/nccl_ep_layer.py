@@ -18,7 +18,7 @@ import torch  # noqa: E402
 import layer as common  # noqa: E402
 from grouped import Padded  # noqa: E402
 
-# Beyond this many rows per rank the low-latency mode is not what anybody would use.
+# Above this number of rows per rank the low-latency mode is not meant to be used.
 MOST = 512
 
 
@@ -47,14 +47,14 @@ class Exchange:
         self.ids.copy_(torch.arange(shape.top_k, device=world.device).expand(tokens, -1))
         self.weights = new(tokens, shape.top_k, dtype=torch.float32)
         torch.cuda.synchronize()
-        # Descriptors live as long as the group: the library may look at them when a graph is replayed.
+        # Descriptors live as long as the group, because the library may read them when a graph is replayed.
         self.held = {}
         stream = torch.cuda.current_stream()
         self.handle = self.group.create_handle(ep.Layout.EXPERT_MAJOR, self.describe(self.ids), stream=stream)
         torch.cuda.synchronize()
 
     def describe(self, tensor):
-        """The library's descriptor of a tensor that stays where it is."""
+        """The library's descriptor of a tensor with a fixed address."""
         if tensor.data_ptr() not in self.held:
             self.held[tensor.data_ptr()] = (self.ep.Tensor(tensor), tensor)
         return self.held[tensor.data_ptr()][0]
@@ -103,7 +103,7 @@ def prepare(world, shape, tokens):
 
 
 def exchange_only(args):
-    """dispatch + combine without experts: what comes back are the rows themselves, since the weights add up to 1."""
+    """Dispatch and combine without experts. The result is the rows themselves, because the weights add up to 1."""
     world = common.World()
     shape = common.SHAPES[args.shape]
     report = {"peer": "nccl_ep exchange", "shape": args.shape, "ranks": world.ranks, "sizes": []}

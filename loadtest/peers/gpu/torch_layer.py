@@ -15,8 +15,8 @@ ALIGN = 16
 
 def prepare(world, shape, tokens):
     total, k = tokens * world.ranks, shape.top_k
-    # A graph's sizes are fixed, counts are not: room for a quarter more than this rank's share of the choices, and for
-    # all of them where they are few. Choices beyond it would be lost, and the check of the result would tell.
+    # A graph has fixed sizes but variable counts: the capacity is a quarter above this rank's share of the choices, or
+    # all choices if they are few. Further choices would be lost, which the check of the result would show.
     capacity = total * k
     if total * k > 4096:
         capacity = min(capacity, -(-total * k * 5 // (world.ranks * 4)))
@@ -41,7 +41,7 @@ def prepare(world, shape, tokens):
             both = torch._grouped_mm(source.index_select(0, row), gate_up, offs=offsets)
             gate, up = both.chunk(2, -1)
             result = torch._grouped_mm(F.silu(gate) * up, down, offs=offsets)
-            # Rows past the last expert's are whatever was in memory.
+            # Rows after the last expert's rows are uninitialised memory.
             mine = (ordered < layer.local).unsqueeze(1)
             weighted = result * weights.flatten()[order].to(torch.bfloat16).unsqueeze(1)
             weighted = torch.where(mine, weighted, torch.zeros((), device=world.device, dtype=torch.bfloat16))

@@ -16,7 +16,7 @@ def prepare(world, shape, tokens):
     total = tokens * world.ranks
     rows_per_expert = total * shape.top_k / shape.experts
     local = shape.experts // world.ranks
-    # Scratch that all steps of a graph share, as an engine would.
+    # All steps of a graph share scratch memory, as in an engine.
     experts = Grouped(world.device, shape, local, total * shape.top_k, rows_per_expert)
     gathered = torch.empty(total, shape.hidden, device=world.device, dtype=torch.bfloat16)
     summed = torch.empty(total, shape.hidden, device=world.device, dtype=torch.bfloat16)

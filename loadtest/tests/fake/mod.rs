@@ -1,7 +1,7 @@
-//! A service with a model that is simple enough to check, and with faults on demand.
+//! A fake service with a model that is simple enough to check, and with faults on demand.
 //!
-//! The output of a row is `(layer + 1) * sum_j weight_j * (id_j + 1) * row`, so that it depends on the row, on its
-//! routing and on the layer. The "gate" derives ids and weights from the row.
+//! The output of a row is `(layer + 1) * sum_j weight_j * (id_j + 1) * row`, so it depends on the row, on its routing
+//! and on the layer. The fake's gate derives ids and weights from the row.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -25,21 +25,21 @@ pub const K: usize = 3;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Fault {
     None,
-    /// Every n-th answer has its first row changed.
+    /// The first row of every n-th answer is changed.
     WrongRow(u64),
-    /// Every n-th answer has its rows in another order.
+    /// The rows of every n-th answer are in another order.
     Shuffled(u64),
     /// Every n-th answer lacks a row.
     Short(u64),
     /// Every n-th request is never answered.
     Silent(u64),
-    /// Every n-th request ends UNAVAILABLE.
+    /// Every n-th request ends with UNAVAILABLE.
     Unavailable(u64),
-    /// Every n-th request ends INTERNAL.
+    /// Every n-th request ends with INTERNAL.
     Internal(u64),
-    /// The stream ends well after n requests, whatever is still in flight.
+    /// The stream ends with OK after n requests, even if some are in flight.
     EndOfStream(u64),
-    /// Routing given by the caller is not applied verbatim in every n-th answer.
+    /// Every n-th answer does not apply the caller's routing verbatim.
     OtherRouting(u64),
     /// Every answer takes this long.
     Slow(Duration),
@@ -172,7 +172,7 @@ impl Moe for Fake {
                     let _ = answers.send(Ok(ForwardStreamResponse { id, result: Some(result) })).await;
                 });
             }
-            // What has been taken is answered; the next request is taken and dropped, and the stream ends.
+            // Requests taken so far are answered; the next one is taken and dropped, and the stream ends.
             let _ = requests.next().await;
         });
         Ok(Response::new(Box::pin(tokio_stream::wrappers::ReceiverStream::new(answered))))
@@ -215,7 +215,7 @@ pub async fn serve(fault: Fault) -> String {
     let fake = MoeServer::new(Fake { fault, calls: Arc::default() });
     let server = tonic::transport::Server::builder().add_service(fake);
     let incoming = TcpListenerStream::new(listener).inspect(|socket| {
-        // Else Nagle's algorithm and delayed acknowledgements cost 40 ms a call.
+        // Without this option, Nagle's algorithm and delayed acknowledgements cost 40 ms per call.
         socket.as_ref().unwrap().set_nodelay(true).unwrap();
     });
     tokio::spawn(server.serve_with_incoming(incoming));

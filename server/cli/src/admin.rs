@@ -1,4 +1,4 @@
-//! What `status` and `drain` share: where Admin answers and how to say that it does not.
+//! Connection of `status` and `drain` to the Admin service.
 
 use clap::Args;
 use expertd_proto::transport;
@@ -7,10 +7,10 @@ use tonic::transport::Channel;
 
 use super::client::ClientError;
 
-/// Where `expertd serve` serves Admin unless told otherwise.
+/// Default address of Admin.
 pub const DEFAULT_ADMIN_ADDRESS: &str = "127.0.0.1:50052";
 
-/// Where to find the service's Admin.
+/// Address of a service's Admin.
 #[derive(Args, Clone, Debug)]
 pub struct AdminAddress {
     /// The service's admin address: HOST:PORT or unix:PATH (`serve --admin-listen`)
@@ -19,20 +19,20 @@ pub struct AdminAddress {
 }
 
 impl AdminAddress {
-    /// Connects.
+    /// Connects to Admin.
     ///
     /// # Errors
-    /// If the address is malformed or nothing answers there.
+    /// If the address is malformed or the connection fails.
     pub async fn connect(&self) -> Result<AdminClient<Channel>, ClientError> {
         Ok(AdminClient::new(transport::connect(&self.address).await?))
     }
 }
 
-/// Wraps the status of an Admin call; a service that has no Admin there gets a hint.
+/// Wraps the status of an Admin call, with a hint if the address does not serve Admin.
 pub(super) fn call_error(call: &str, address: &str, status: tonic::Status) -> ClientError {
     if status.code() == tonic::Code::Unimplemented {
         let text = format!(
-            "{address} does not serve Admin; it has an address of its own (`serve --admin-listen`, default {DEFAULT_ADMIN_ADDRESS})"
+            "{address} does not serve Admin; use the service's admin address (`serve --admin-listen`, default {DEFAULT_ADMIN_ADDRESS})"
         );
         return ClientError::call(call, tonic::Status::unimplemented(text));
     }

@@ -2,7 +2,7 @@
 //!
 //! * [`linalg`]: packed matrices and the SIMD kernels that multiply rows with them.
 //! * [`gate`]: routing functions, driven by data.
-//! * [`experts`]: the grouped MLP, and the plain f64 reference of a whole block.
+//! * [`experts`]: the grouped MLP, and an f64 reference of the whole block.
 
 pub mod experts;
 pub mod gate;

@@ -1,7 +1,7 @@
-//! The ring between two processes, of which either is killed at random points.
+//! Tests of the ring between two processes, either of which is killed at random points.
 //!
-//! The test starts itself again as the other side. Whichever side survives must never see a torn or out-of-order
-//! record nor an error, and a new process must be able to take the place of the killed one on a fresh ring.
+//! The test starts itself again as the other side. The surviving side must never get an error or see a torn or
+//! out-of-order record, and a new process must be able to replace the killed one on a fresh ring.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -13,12 +13,12 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use expertd_ipc::region::{Layout, SharedRegion, SharedSlice};
-use expertd_ipc::ring::{RingConsumer, RingPlace, RingProducer};
-use expertd_ipc::wait::{Doorbell, Patience};
+use expertd_ipc::ring::{RingConsumer, RingLayout, RingProducer};
+use expertd_ipc::wait::{Doorbell, WaitPolicy};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Large, so that a kill in the midst of a record is likely.
+/// A large record, so that a kill in the middle of one is likely.
 type Record = [u64; 128];
 
 const KILLS: u32 = 1000;
@@ -32,7 +32,7 @@ fn record(n: u64, salt: u64) -> Record {
 }
 
 struct Sides {
-    place: RingPlace<Record>,
+    place: RingLayout<Record>,
     bytes: usize,
     pushed_bell: usize,
     popped_bell: usize,
@@ -43,7 +43,7 @@ fn sides() -> Sides {
     let mut layout = Layout::new();
     let (pushed_bell, popped_bell) = (layout.line(4).unwrap(), layout.line(4).unwrap());
     let salt = layout.line(8).unwrap();
-    let place = RingPlace::reserve(&mut layout, CAPACITY).unwrap();
+    let place = RingLayout::reserve(&mut layout, CAPACITY).unwrap();
     Sides { place, bytes: layout.len(), pushed_bell, popped_bell, salt }
 }
 
@@ -78,39 +78,39 @@ impl Link {
     }
 }
 
-/// Pushes for ever, until killed.
+/// Pushes until it is killed.
 fn produce(link: &Link) -> ! {
     let (mut ring, salt) = (link.producer(), link.salt());
     loop {
         let next = record(ring.pushed(), salt);
-        link.popped.wait_until(Patience::unlimited(BRIEFLY), || ring.try_push(&next).unwrap()).unwrap();
+        link.popped.wait_until(WaitPolicy::unlimited(BRIEFLY), || ring.try_push(&next).unwrap()).unwrap();
         link.pushed.ring();
     }
 }
 
-/// Pops and checks for ever, until killed; dies of a panic at anything wrong.
+/// Pops and checks until it is killed; panics at any wrong record.
 fn consume(link: &Link) -> ! {
     let (mut ring, salt) = (link.consumer(), link.salt());
     loop {
         let n = ring.popped();
-        let found = link.pushed.wait_for(Patience::unlimited(BRIEFLY), || ring.try_pop().unwrap()).unwrap();
+        let found = link.pushed.wait_for(WaitPolicy::unlimited(BRIEFLY), || ring.try_pop().unwrap()).unwrap();
         link.popped.ring();
         assert_eq!(found, record(n, salt), "record {n}");
     }
 }
 
-/// Not a test of its own: what the other process runs.
+/// The entry point of the other process, not a test of its own.
 #[test]
 fn other_side() {
     let (Ok(role), Ok(fd)) = (std::env::var(ROLE), std::env::var(FD)) else { return };
     #[allow(unsafe_code, reason = "the descriptor that the parent left open for this process")]
-    // SAFETY: inherited, named by the parent, and used by nothing else here.
+    // SAFETY: the descriptor is inherited, the parent names it, and nothing else here uses it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd.parse().unwrap()) };
     let link = Link::over(SharedRegion::from_fd(fd, sides().bytes).unwrap());
     if role == "producer" { produce(&link) } else { consume(&link) }
 }
 
-/// The other side; killed when dropped, so that a failing test leaves nothing behind.
+/// The process of the other side. It is killed on drop, so that a failing test leaves no process behind.
 struct OtherSide(Child);
 
 impl Drop for OtherSide {
@@ -121,7 +121,7 @@ impl Drop for OtherSide {
 }
 
 fn start(role: &str, region: &SharedRegion) -> OtherSide {
-    // A duplicate without the close-on-exec flag, for the time of the spawn.
+    // A duplicate without the close-on-exec flag, which exists only during the spawn.
     let fd = rustix::io::dup(region).unwrap();
     let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "other_side", "--nocapture", "--test-threads=1"])
@@ -133,23 +133,23 @@ fn start(role: &str, region: &SharedRegion) -> OtherSide {
     OtherSide(child)
 }
 
-/// Kills the other side, which must not have died of anything else.
+/// Kills the other side and asserts that it had not ended before.
 fn kill(mut other: OtherSide) {
     other.0.kill().unwrap();
     let status = other.0.wait().unwrap();
-    assert_eq!(status.signal(), Some(9), "the other side ended by itself: {status}");
+    assert_eq!(status.signal(), Some(9), "the other side had ended before it was killed: {status}");
 }
 
-/// This process pops what the other pushes; returns the records that were popped.
+/// Pops what the other process pushes; returns the number of records popped.
 fn survive_producer(rng: &mut ChaCha8Rng, link: &Link) -> u64 {
     let salt = link.salt();
     let mut ring = link.consumer();
     let other = start("producer", &link.region);
     let limit = rng.random_range(0..200u64);
-    let patience = Patience::within(BRIEFLY, Duration::from_secs(60));
+    let policy = WaitPolicy::within(BRIEFLY, Duration::from_secs(60));
     while ring.popped() < limit {
         let n = ring.popped();
-        let found = link.pushed.wait_for(patience, || ring.try_pop().unwrap()).unwrap();
+        let found = link.pushed.wait_for(policy, || ring.try_pop().unwrap()).unwrap();
         link.popped.ring();
         assert_eq!(found, record(n, salt), "record {n}");
     }
@@ -165,23 +165,23 @@ fn survive_producer(rng: &mut ChaCha8Rng, link: &Link) -> u64 {
     ring.popped()
 }
 
-/// This process pushes what the other pops; returns the records that were pushed.
+/// Pushes to the other process; returns the number of records pushed.
 fn survive_consumer(rng: &mut ChaCha8Rng, link: &Link) -> u64 {
     let salt = link.salt();
     let mut ring = link.producer();
     let other = start("consumer", &link.region);
     let limit = rng.random_range(0..200u64);
-    let patience = Patience::within(BRIEFLY, Duration::from_secs(60));
+    let policy = WaitPolicy::within(BRIEFLY, Duration::from_secs(60));
     while ring.pushed() < limit {
         let next = record(ring.pushed(), salt);
-        link.popped.wait_until(patience, || ring.try_push(&next).unwrap()).unwrap();
+        link.popped.wait_until(policy, || ring.try_push(&next).unwrap()).unwrap();
         link.pushed.ring();
     }
     if rng.random() {
         std::thread::sleep(Duration::from_micros(rng.random_range(0..300)));
     }
     kill(other);
-    // The ring fills up and says so; nothing errs or hangs.
+    // The ring fills up and reports that it is full, without an error or a hang.
     let mut more = 0;
     while ring.try_push(&record(ring.pushed(), salt)).unwrap() {
         more += 1;
@@ -205,5 +205,5 @@ fn either_side_is_killed_at_random_points() {
         };
     }
     println!("{KILLS} kills, {records} records");
-    assert!(records > u64::from(KILLS), "the rings were used");
+    assert!(records > u64::from(KILLS), "every ring must have been used");
 }

@@ -1,18 +1,18 @@
-//! The allocator of the process: mimalloc, and in the router a pool of pages for what token rows lie in.
+//! The allocator of the process: mimalloc, and in the router a pool of pages for the buffers of token rows.
 //!
-//! Messages, their parts and answers come in all sizes, are made by one thread and dropped by another, and are made
-//! inside the transport as often as by us. An allocator with lists for each size and thread keeps pages for each of
-//! them, so that its memory follows what sizes have met which threads, for hours. The pool has neither: allocations
-//! of more than 8 KiB take the lowest free run of 16 KiB pages, whoever asks, and free pages next to each
-//! other are one run again. So its memory is the most that was in use at once, the part that is used always is there
-//! from the start, and what a burst took is given back a minute or two later.
+//! Messages, their parts and answers have all sizes, are allocated on one thread and freed on another, and are
+//! allocated by the transport as often as by this program. An allocator with lists for each size and thread keeps pages
+//! in each list, so its memory grows for hours with each new combination of size and thread. The pool has no such
+//! lists: allocations of more than 8 KiB take the lowest free range of 16 KiB pages, and neighbouring free pages merge
+//! into one range. Its memory is therefore the most that was in use at once; the part that is always used is resident
+//! from the start, and the memory of a burst is returned a minute or two later.
 //!
-//! When the pool has no room, or is not there, mimalloc serves.
+//! mimalloc serves the other allocations, and all of them if the pool is full or was not reserved.
 
 #![allow(unsafe_code, reason = "an allocator hands out memory")]
 
+mod page_map;
 mod pool;
-mod runs;
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::io;
@@ -21,49 +21,49 @@ use std::time::Duration;
 use mimalloc::MiMalloc;
 
 use self::pool::Pool;
-pub use self::pool::PoolUse;
+pub use self::pool::PoolUsage;
 
-/// The smallest allocation that the pool serves, bytes. The transport's own buffers, of one size and many in number,
-/// are smaller.
-const LEAST: usize = (8 << 10) + 1;
-/// The largest alignment that the pool serves.
-const ALIGN: usize = 4 << 10;
-/// Memory that was not used for one to two of these goes back to the system.
-pub const PERIOD: Duration = Duration::from_secs(60);
+/// Size of the smallest allocation that the pool serves, in bytes. The transport has many buffers of its own, all of
+/// one smaller size.
+const MIN_BYTES: usize = (8 << 10) + 1;
+/// The largest alignment that the pool serves, in bytes.
+const MAX_ALIGN: usize = 4 << 10;
+/// Time between calls of [`release_unused`]. Memory that was unused for one to two periods is returned to the system.
+pub const RELEASE_PERIOD: Duration = Duration::from_secs(60);
 
 static POOL: Pool = Pool::new();
 
-/// Gives this process a pool of up to `bytes`, of which the first `resident` are backed by memory from now on.
+/// Gives this process a pool of up to `bytes` bytes; the first `resident` bytes are made resident.
 ///
 /// # Errors
-/// If the system has no such memory. The process does without a pool then.
+/// If the system cannot provide the memory. The process then has no pool.
 pub fn reserve(bytes: usize, resident: usize) -> io::Result<()> {
     POOL.reserve(bytes, resident)
 }
 
-/// Gives memory that was not used of late back to the system; to be called once in each [`PERIOD`].
-pub fn settle() {
-    POOL.settle();
+/// Returns recently unused memory of the pool to the system; to be called once per [`RELEASE_PERIOD`].
+pub fn release_unused() {
+    POOL.release_unused();
 }
 
-/// How full the pool is.
+/// Current use of the pool.
 #[must_use]
-pub fn usage() -> PoolUse {
+pub fn usage() -> PoolUsage {
     POOL.usage()
 }
 
-/// What a binary names as its `#[global_allocator]`.
+/// The allocator, to be declared as the `#[global_allocator]` of a binary.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Allocator;
 
-/// Whether the pool serves such allocations while it has room.
+/// Whether the pool serves allocations of this layout while it has room.
 const fn is_large(layout: &Layout) -> bool {
-    layout.size() >= LEAST && layout.align() <= ALIGN
+    layout.size() >= MIN_BYTES && layout.align() <= MAX_ALIGN
 }
 
-// SAFETY: what the pool hands out is as large and as aligned as was asked for, and nobody else has it; everything else
-// is mimalloc's. Which of them serves an allocation follows from its address, and the pool owns none that is not
-// `is_large`, so that the layout tells most of them.
+// SAFETY: the pool returns memory of the requested size and alignment that nothing else uses; mimalloc serves all other
+// allocations. The address tells which of them served an allocation. The pool owns no allocation that is not
+// `is_large`, so that the layout answers this for most of them.
 unsafe impl GlobalAlloc for Allocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if is_large(&layout) {
@@ -72,7 +72,7 @@ unsafe impl GlobalAlloc for Allocator {
                 return address;
             }
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc::alloc`.
         unsafe { MiMalloc.alloc(layout) }
     }
 
@@ -80,12 +80,12 @@ unsafe impl GlobalAlloc for Allocator {
         if is_large(&layout) {
             let address = POOL.take(layout.size());
             if !address.is_null() {
-                // SAFETY: as many bytes were taken.
+                // SAFETY: the pool returned as many bytes.
                 unsafe { address.write_bytes(0, layout.size()) };
                 return address;
             }
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc::alloc_zeroed`.
         unsafe { MiMalloc.alloc_zeroed(layout) }
     }
 
@@ -94,12 +94,12 @@ unsafe impl GlobalAlloc for Allocator {
             POOL.free(address, layout.size());
             return;
         }
-        // SAFETY: the caller's promise; it is none of the pool's.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc::dealloc`, and mimalloc served this allocation.
         unsafe { MiMalloc.dealloc(address, layout) }
     }
 
     unsafe fn realloc(&self, address: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: the caller promises that such a layout is legal.
+        // SAFETY: by the contract of `GlobalAlloc::realloc` the layout is valid.
         let after = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
         let pooled = is_large(&layout) && POOL.owns(address);
         if pooled && is_large(&after) && POOL.resize(address, layout.size(), size) {
@@ -107,13 +107,13 @@ unsafe impl GlobalAlloc for Allocator {
         }
         let serves = is_large(&after) && POOL.is_open();
         if !pooled && !serves {
-            // SAFETY: the caller's promise; it is none of the pool's, and need not become one.
+            // SAFETY: mimalloc served this allocation, and it need not move to the pool.
             return unsafe { MiMalloc.realloc(address, layout, size) };
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc::alloc`.
         let moved = unsafe { self.alloc(after) };
         if !moved.is_null() {
-            // SAFETY: both have as many bytes, and the new one was nobody's.
+            // SAFETY: both allocations have at least this many bytes, and the new one does not overlap the old one.
             unsafe {
                 std::ptr::copy_nonoverlapping(address, moved, layout.size().min(size));
                 self.dealloc(address, layout);

@@ -1,4 +1,4 @@
-//! One range of addresses, handed out in runs of pages.
+//! An address range whose pages are allocated in contiguous ranges.
 
 use std::io;
 use std::ptr::null_mut;
@@ -8,14 +8,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-use super::runs::Runs;
+use super::page_map::PageMap;
 
-/// What is handed out is a multiple of this, bytes.
+/// Granularity of allocations, in bytes.
 const PAGE: usize = 16 << 10;
-/// What the system gives memory in, at least.
+/// Smallest page size of the system, in bytes.
 const SYSTEM_PAGE: usize = 4 << 10;
 
-/// A pool of pages; empty, and of no use, until [`reserve`](Pool::reserve).
+/// A pool of pages; it serves nothing until [`reserve`](Pool::reserve) is called.
 pub(super) struct Pool {
     start: AtomicUsize,
     end: AtomicUsize,
@@ -23,21 +23,21 @@ pub(super) struct Pool {
 }
 
 struct State {
-    runs: Runs,
-    /// Pages from the start that are never given back to the system.
+    map: PageMap,
+    /// Number of pages, from the start, that are never returned to the system.
     resident: usize,
-    /// Pages from the start that were used since the system had them last.
+    /// Number of pages, from the start, that may have been used since they were last returned to the system.
     touched: usize,
-    /// The largest end of what was taken, in this period and in the one before.
+    /// The highest end of the taken pages in this period and in the one before.
     peaks: [usize; 2],
 }
 
-/// How full a pool is, bytes.
+/// Use of a pool, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PoolUse {
-    /// Taken now.
+pub struct PoolUsage {
+    /// Bytes in allocated pages.
     pub taken: usize,
-    /// Backed by memory, at most.
+    /// Upper bound of the resident bytes.
     pub resident: usize,
 }
 
@@ -47,17 +47,17 @@ const fn pages(bytes: usize) -> usize {
 
 impl Pool {
     pub(super) const fn new() -> Self {
-        let state = State { runs: Runs::empty(), resident: 0, touched: 0, peaks: [0; 2] };
+        let state = State { map: PageMap::empty(), resident: 0, touched: 0, peaks: [0; 2] };
         Pool { start: AtomicUsize::new(0), end: AtomicUsize::new(0), state: Mutex::new(state) }
     }
 
-    /// Gives the pool `bytes` of addresses, the first `resident` of which are backed by memory from now on. A pool that
-    /// has some already keeps these.
+    /// Reserves an address range of `bytes` bytes and makes its first `resident` bytes resident. A pool that already
+    /// has addresses keeps them.
     ///
     /// # Errors
-    /// If the system has no such memory.
+    /// If the system cannot provide the memory.
     pub(super) fn reserve(&self, bytes: usize, resident: usize) -> io::Result<()> {
-        let runs = Runs::new(pages(bytes));
+        let map = PageMap::new(pages(bytes));
         let bytes = pages(bytes) * PAGE;
         let resident = resident.min(bytes).next_multiple_of(PAGE);
         let mut state = self.state();
@@ -65,17 +65,17 @@ impl Pool {
             return Ok(());
         }
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: a new mapping, of which nobody else knows.
+        // SAFETY: a new mapping at an address that the kernel chooses affects no other memory.
         let start = unsafe { mmap_anonymous(null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, flags) }?;
         if let Err(error) = populate(start.cast(), resident) {
-            // SAFETY: nobody has learned of the mapping.
+            // SAFETY: the address of the mapping has not been published.
             let _ = unsafe { munmap(start, bytes) };
             return Err(error.into());
         }
         let resident = pages(resident);
-        *state = State { runs, resident, touched: resident, peaks: [0; 2] };
+        *state = State { map, resident, touched: resident, peaks: [0; 2] };
         self.end.store(start.addr() + bytes, Ordering::Relaxed);
-        // The end must be known to whoever sees the start.
+        // A thread that sees the start must also see the end.
         self.start.store(start.expose_provenance(), Ordering::Release);
         Ok(())
     }
@@ -85,13 +85,13 @@ impl Pool {
         self.start.load(Ordering::Acquire) != 0
     }
 
-    /// Whether `address` is one of the pool's.
+    /// Whether the pool contains `address`.
     pub(super) fn owns(&self, address: *mut u8) -> bool {
         let start = self.start.load(Ordering::Acquire);
         start != 0 && (start..self.end.load(Ordering::Relaxed)).contains(&address.addr())
     }
 
-    /// Takes `bytes >= 1`, aligned to a page; null if there is no room for them. What they hold is anything.
+    /// Allocates `bytes >= 1` bytes of unspecified content, aligned to a page; null if there is no room.
     pub(super) fn take(&self, bytes: usize) -> *mut u8 {
         let start = self.start.load(Ordering::Acquire);
         if start == 0 {
@@ -99,54 +99,57 @@ impl Pool {
         }
         let count = pages(bytes);
         let mut state = self.state();
-        let Some(first) = state.runs.take(count) else { return null_mut() };
+        let Some(first) = state.map.take(count) else { return null_mut() };
         state.used_up_to(first + count);
         std::ptr::with_exposed_provenance_mut(start + first * PAGE)
     }
 
-    /// Takes back what [`take`](Pool::take) gave.
+    /// Frees an allocation of [`take`](Pool::take).
     pub(super) fn free(&self, address: *mut u8, bytes: usize) {
         let first = self.index(address);
-        self.state().runs.free(first, pages(bytes));
+        self.state().map.free(first, pages(bytes));
     }
 
-    /// Lets what [`take`](Pool::take) gave have `bytes` instead of `before` where it lies, if there is room.
+    /// Changes the size of an allocation of [`take`](Pool::take) from `before` to `bytes` without moving it, if there
+    /// is room.
     pub(super) fn resize(&self, address: *mut u8, before: usize, bytes: usize) -> bool {
         let (first, before, after) = (self.index(address), pages(before), pages(bytes));
         let mut state = self.state();
         if after <= before {
-            state.runs.free(first + after, before - after);
+            state.map.free(first + after, before - after);
             return true;
         }
-        let fits = state.runs.take_at(first + before, after - before);
+        let fits = state.map.take_at(first + before, after - before);
         if fits {
             state.used_up_to(first + after);
         }
         fits
     }
 
-    /// Begins a new period, and gives back what lies beyond all that was taken in the last two.
-    pub(super) fn settle(&self) {
+    /// Starts a new period and returns the pages beyond the highest end of the last two periods to the system.
+    pub(super) fn release_unused(&self) {
         let mut state = self.state();
         let State { resident, touched, peaks, .. } = *state;
-        let end = state.runs.end();
+        let end = state.map.end();
         state.peaks = [end, peaks[0]];
         let keep = resident.max(peaks[0]).max(peaks[1]);
-        if touched <= keep || !state.runs.take_at(keep, touched - keep) {
+        if touched <= keep || !state.map.take_at(keep, touched - keep) {
             return;
         }
         state.touched = keep;
         drop(state);
-        // Without the lock, which all threads need: this can take milliseconds. The range counts as taken meanwhile.
+        // The system call runs without the lock, which all threads need, because it can take milliseconds. The range is
+        // marked as taken meanwhile.
         let range = std::ptr::with_exposed_provenance_mut(self.start.load(Ordering::Acquire) + keep * PAGE);
-        // SAFETY: within the mapping, and nobody has it. Where it fails the memory stays, which harms nobody.
+        // SAFETY: the range lies within the mapping and is not in use. If the call fails, the memory stays resident,
+        // which is harmless.
         let _ = unsafe { madvise(range, (touched - keep) * PAGE, Advice::LinuxDontNeed) };
-        self.state().runs.free(keep, touched - keep);
+        self.state().map.free(keep, touched - keep);
     }
 
-    pub(super) fn usage(&self) -> PoolUse {
+    pub(super) fn usage(&self) -> PoolUsage {
         let state = self.state();
-        PoolUse { taken: state.runs.taken() * PAGE, resident: state.touched * PAGE }
+        PoolUsage { taken: state.map.taken() * PAGE, resident: state.touched * PAGE }
     }
 
     fn index(&self, address: *mut u8) -> usize {
@@ -158,17 +161,17 @@ impl Pool {
     }
 }
 
-/// Backs the first `bytes` of a new mapping with memory.
+/// Makes the first `bytes` bytes of a new mapping resident.
 fn populate(start: *mut u8, bytes: usize) -> Result<(), Errno> {
     if bytes == 0 {
         return Ok(());
     }
-    // SAFETY: the range lies within the mapping, of which nobody else knows.
+    // SAFETY: the range lies within the mapping, whose address has not been published.
     match unsafe { madvise(start.cast(), bytes, Advice::LinuxPopulateWrite) } {
-        // Kernels before 5.14 do not know the advice.
+        // Kernels before 5.14 do not support the advice.
         Err(Errno::INVAL) => {
             for page in (0..bytes).step_by(SYSTEM_PAGE) {
-                // SAFETY: as above.
+                // SAFETY: the byte lies within the same range.
                 unsafe { start.wrapping_add(page).write_volatile(0) };
             }
             Ok(())

@@ -2,77 +2,77 @@
 
 use proptest::prelude::*;
 
+use super::page_map::PageMap;
 use super::pool::Pool;
-use super::runs::Runs;
 
 const PAGE: usize = 16 << 10;
 
-/// What a test does with the map next; numbers are taken modulo what there is.
+/// An operation on the map; its numbers are taken modulo the number of possibilities.
 #[derive(Clone, Debug)]
-enum Act {
+enum Operation {
     Take(usize),
     Extend(usize, usize),
     Free(usize),
 }
 
-fn acts() -> impl Strategy<Value = Vec<Act>> {
+fn operations() -> impl Strategy<Value = Vec<Operation>> {
     let act = prop_oneof![
-        (1usize..6).prop_map(Act::Take),
-        (1usize..150).prop_map(Act::Take),
-        (any::<usize>(), 1usize..70).prop_map(|(of, pages)| Act::Extend(of, pages)),
-        any::<usize>().prop_map(Act::Free),
-        any::<usize>().prop_map(Act::Free),
+        (1usize..6).prop_map(Operation::Take),
+        (1usize..150).prop_map(Operation::Take),
+        (any::<usize>(), 1usize..70).prop_map(|(of, pages)| Operation::Extend(of, pages)),
+        any::<usize>().prop_map(Operation::Free),
+        any::<usize>().prop_map(Operation::Free),
     ];
     prop::collection::vec(act, 0..200)
 }
 
 proptest! {
     #[test]
-    fn runs_are_the_lowest_that_fit(pages in 1usize..400, acts in acts()) {
-        let mut runs = Runs::new(pages);
+    fn allocations_take_the_lowest_range_that_fits(pages in 1usize..400, operations in operations()) {
+        let mut map = PageMap::new(pages);
         let mut taken = vec![false; pages];
         let mut held: Vec<(usize, usize)> = Vec::new();
-        for act in acts {
+        for act in operations {
             match act {
-                Act::Take(count) => {
+                Operation::Take(count) => {
                     let lowest = taken.windows(count).position(|run| run.iter().all(|taken| !taken));
-                    prop_assert_eq!(runs.take(count), lowest);
+                    prop_assert_eq!(map.take(count), lowest);
                     if let Some(first) = lowest {
                         taken[first..first + count].fill(true);
                         held.push((first, count));
                     }
                 }
-                Act::Extend(of, more) if !held.is_empty() => {
+                Operation::Extend(of, more) if !held.is_empty() => {
                     let index = of % held.len();
                     let (first, count) = held[index];
                     let behind = first + count..first + count + more;
                     let free = taken.get(behind.clone()).is_some_and(|run| run.iter().all(|taken| !taken));
-                    prop_assert_eq!(runs.take_at(behind.start, more), free);
+                    prop_assert_eq!(map.take_at(behind.start, more), free);
                     if free {
                         taken[behind].fill(true);
                         held[index].1 += more;
                     }
                 }
-                Act::Free(of) if !held.is_empty() => {
+                Operation::Free(of) if !held.is_empty() => {
                     let (first, count) = held.swap_remove(of % held.len());
-                    runs.free(first, count);
+                    map.free(first, count);
                     taken[first..first + count].fill(false);
                 }
-                Act::Extend(..) | Act::Free(_) => {}
+                Operation::Extend(..) | Operation::Free(_) => {}
             }
-            prop_assert_eq!(runs.taken(), taken.iter().filter(|taken| **taken).count());
-            prop_assert_eq!(runs.end(), taken.iter().rposition(|taken| *taken).map_or(0, |last| last + 1));
+            prop_assert_eq!(map.taken(), taken.iter().filter(|taken| **taken).count());
+            prop_assert_eq!(map.end(), taken.iter().rposition(|taken| *taken).map_or(0, |last| last + 1));
         }
     }
 }
 
 fn fill(address: *mut u8, bytes: usize, with: u8) {
-    // SAFETY: a test's own memory.
+    // SAFETY: the memory belongs to the test.
     unsafe { address.write_bytes(with, bytes) };
 }
 
 fn holds(address: *mut u8, bytes: usize, what: u8) -> bool {
-    // SAFETY: a test's own memory, written before.
+    // SAFETY: the memory belongs to the test and has been written.
     unsafe { std::slice::from_raw_parts(address, bytes) }.iter().all(|byte| *byte == what)
 }
 
@@ -82,7 +82,7 @@ fn a_pool_without_addresses_serves_nothing() {
     assert!(!pool.is_open());
     assert!(pool.take(1).is_null());
     assert!(!pool.owns((&raw const pool).cast_mut().cast()));
-    pool.settle();
+    pool.release_unused();
 }
 
 #[test]
@@ -96,17 +96,17 @@ fn a_full_pool_serves_nothing_more() {
     );
     assert!(pool.take(1).is_null());
     pool.free(all, 3 * PAGE + 1);
-    assert_eq!(pool.take(1), all, "the lowest page again");
+    assert_eq!(pool.take(1), all, "the lowest page is taken again");
 }
 
 #[test]
-fn what_was_taken_grows_where_there_is_room() {
+fn allocations_grow_in_place_where_there_is_room() {
     let pool = Pool::new();
     pool.reserve(8 * PAGE, 0).unwrap();
     let (one, two) = (pool.take(PAGE), pool.take(PAGE));
     fill(one, PAGE, 1);
-    assert!(pool.resize(one, PAGE, 100), "still a page");
-    assert!(!pool.resize(one, 100, PAGE + 1), "another one is behind it");
+    assert!(pool.resize(one, PAGE, 100), "the size is still one page");
+    assert!(!pool.resize(one, 100, PAGE + 1), "the next page is taken");
     assert!(pool.resize(two, PAGE, 7 * PAGE));
     assert!(pool.take(1).is_null());
     assert!(pool.resize(two, 7 * PAGE, PAGE));
@@ -115,7 +115,7 @@ fn what_was_taken_grows_where_there_is_room() {
 }
 
 #[test]
-fn what_a_burst_took_is_given_back_two_periods_later() {
+fn memory_of_a_burst_is_returned_two_periods_later() {
     let pool = Pool::new();
     pool.reserve(64 * PAGE, 4 * PAGE).unwrap();
     assert_eq!(pool.usage().resident, 4 * PAGE);
@@ -124,18 +124,18 @@ fn what_a_burst_took_is_given_back_two_periods_later() {
     let burst = pool.take(50 * PAGE);
     fill(burst, 50 * PAGE, 5);
     pool.free(burst, 50 * PAGE);
-    pool.settle();
-    pool.settle();
-    assert_eq!(pool.usage().resident, 56 * PAGE, "it was used in the period before");
-    pool.settle();
+    pool.release_unused();
+    pool.release_unused();
+    assert_eq!(pool.usage().resident, 56 * PAGE, "the pages were used in the previous period");
+    pool.release_unused();
     assert_eq!(pool.usage().resident, 6 * PAGE);
     assert!(holds(kept, 6 * PAGE, 6));
     let burst = pool.take(50 * PAGE);
-    assert!(holds(burst, 50 * PAGE, 0), "the system has had it meanwhile");
+    assert!(holds(burst, 50 * PAGE, 0), "pages that were returned to the system hold zeros");
     pool.free(burst, 50 * PAGE);
     pool.free(kept, 6 * PAGE);
-    (0..3).for_each(|_| pool.settle());
-    assert_eq!(pool.usage(), super::PoolUse { taken: 0, resident: 4 * PAGE });
+    (0..3).for_each(|_| pool.release_unused());
+    assert_eq!(pool.usage(), super::PoolUsage { taken: 0, resident: 4 * PAGE });
 }
 
 #[test]
@@ -155,7 +155,7 @@ fn threads_never_share_a_page() {
                         pool.free(address, bytes);
                     }
                     if round % 100 == 0 {
-                        pool.settle();
+                        pool.release_unused();
                     }
                 }
             });

@@ -1,10 +1,10 @@
-//! Activations of expert MLPs: what lies between the gate/up projections and the down projection.
+//! Activations of expert MLPs, applied between the gate and up projections and the down projection.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// How an expert MLP combines its gate and up projections, element by element, in f32.
+/// The function that combines an expert's gate and up projections, element by element, in f32.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind")]
 pub enum Activation {
@@ -25,7 +25,7 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// One element, the plain way: the reference that kernels are compared with.
+    /// The value for one element: the scalar reference that kernels are compared with.
     #[must_use]
     pub fn apply(self, gate: f32, up: f32) -> f32 {
         let sigmoid = |x: f32| 1.0 / (1.0 + (-x).exp());
@@ -43,7 +43,7 @@ impl Activation {
     }
 }
 
-/// `min` that lets a not-a-number through, as PyTorch's `clamp` does.
+/// `min` that returns NaN for NaN, as PyTorch's `clamp` does.
 fn at_most(x: f32, limit: f32) -> f32 {
     if x > limit { limit } else { x }
 }

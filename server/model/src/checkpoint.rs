@@ -1,4 +1,4 @@
-//! An opened checkpoint: what it holds, and views of its weights.
+//! An opened checkpoint: its description, and views of its weights.
 
 use std::path::{Path, PathBuf};
 
@@ -11,8 +11,8 @@ use super::{ModelError, ModelSpec};
 use crate::MatrixView;
 use expertd_types::{ExpertId, LayerId, WeightVersion};
 
-/// A checkpoint in Hugging Face's layout, memory-mapped and checked from its headers. Weights are only read from disk
-/// when a view of them is used; tensors outside the MoE blocks are never touched.
+/// A checkpoint in Hugging Face's layout, memory-mapped and checked by its headers. Weights are read from disk only
+/// when a view of them is used; tensors outside the MoE blocks are never read.
 #[derive(Debug)]
 pub struct Checkpoint {
     dir: PathBuf,
@@ -35,16 +35,16 @@ pub struct ExpertTensors<'a> {
     pub gate_bias: Option<Vec<f32>>,
     /// `[width]`.
     pub up_bias: Option<Vec<f32>>,
-    /// `[hidden]`, weighted with the expert's output.
+    /// `[hidden]`; multiplied by the routing weight like the rest of the expert's output.
     pub down_bias: Option<Vec<f32>>,
 }
 
 /// The shared experts of a layer.
 #[derive(Clone, Debug)]
 pub struct SharedTensors<'a> {
-    /// All of them as one MLP.
+    /// All shared experts as one MLP.
     pub mlp: ExpertTensors<'a>,
-    /// `[hidden]`: the output is multiplied with the sigmoid of its product with the token.
+    /// `[hidden]`: the output is multiplied by the sigmoid of the product of this vector and the token.
     pub gate: Option<Vec<f32>>,
 }
 
@@ -55,18 +55,18 @@ pub struct GateTensors<'a> {
     pub weight: MatrixView<'a>,
     /// Added to the logits, `[E]`.
     pub bias: Option<Vec<f32>>,
-    /// Added for the choice only, `[E]`.
+    /// Added to the values that experts are chosen by, not to their weights, `[E]`.
     pub correction_bias: Option<Vec<f32>>,
-    /// Experts by token id, `[vocab, top_k]`: all in range, no expert twice in a row.
+    /// Experts by token id, `[vocab, top_k]`: all ids are in range and distinct within a row.
     pub token_table: Option<Vec<i32>>,
 }
 
 impl Checkpoint {
-    /// Opens a directory with `config.json` and safetensors files, and checks every tensor of every MoE block: that it
-    /// is there, lies whole in its file, has the shape that follows from the config, and a type that can be used.
+    /// Opens a directory with `config.json` and safetensors files. Every tensor of every MoE block is checked: it must
+    /// be present, lie entirely within its file, and have the shape that the config implies and a supported type.
     ///
     /// # Errors
-    /// Whatever is wrong, with file, tensor or field, expectation and finding.
+    /// The first defect, with file, tensor or field, and what was expected and found.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
         let config = Config::read(dir)?;
         let mut store = Store::open(dir)?;
@@ -75,20 +75,20 @@ impl Checkpoint {
         Ok(Self { dir: dir.to_owned(), spec: resolved.spec, plans: resolved.plans, store, version })
     }
 
-    /// The directory it was opened from.
+    /// The directory of the checkpoint.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// What it holds.
+    /// The description of the model.
     #[must_use]
     pub fn spec(&self) -> &ModelSpec {
         &self.spec
     }
 
-    /// A number that follows from the contents: the same wherever and whenever the same checkpoint is opened, another
-    /// (all but surely) for other weights. See `server/model/fingerprint.rs` for what it is taken of.
+    /// A fingerprint of the contents: the same for the same checkpoint at any time and place, and almost certainly
+    /// another one for other weights. `server/model/fingerprint.rs` states what it covers.
     #[must_use]
     pub fn weight_version(&self) -> WeightVersion {
         self.version
@@ -102,7 +102,7 @@ impl Checkpoint {
     /// The weights of one routed expert.
     ///
     /// # Errors
-    /// A layer without MoE block, or no such layer or expert.
+    /// If the layer has no MoE block, or there is no such layer or expert.
     pub fn expert(&self, layer: LayerId, expert: ExpertId) -> Result<ExpertTensors<'_>, ModelError> {
         let plan = self.plan(layer)?;
         match plan.experts.get(expert.index()) {
@@ -114,7 +114,7 @@ impl Checkpoint {
     /// The weights of the layer's shared experts, if it has any.
     ///
     /// # Errors
-    /// A layer without MoE block, or no such layer.
+    /// If the layer has no MoE block, or there is no such layer.
     pub fn shared(&self, layer: LayerId) -> Result<Option<SharedTensors<'_>>, ModelError> {
         let plan = self.plan(layer)?;
         Ok(plan.shared.as_ref().map(|(mlp, gate)| SharedTensors {
@@ -123,10 +123,11 @@ impl Checkpoint {
         }))
     }
 
-    /// The weights of the layer's gate. Reads and checks the token table of a layer that routes by token id.
+    /// The weights of the layer's gate. For a layer that routes by token id, this reads and checks the token table.
     ///
     /// # Errors
-    /// A layer without MoE block, no such layer, or a token table with an expert out of range or repeated.
+    /// If the layer has no MoE block, there is no such layer, or the token table has an expert out of range or
+    /// repeated.
     pub fn gate(&self, layer: LayerId) -> Result<GateTensors<'_>, ModelError> {
         let plan = &self.plan(layer)?.gate;
         let spec = &self.spec.layer(layer)?.gate;
@@ -141,7 +142,8 @@ impl Checkpoint {
         })
     }
 
-    /// Bytes of one routed expert of a layer in the checkpoint, scales and biases included; 0 where there is none.
+    /// Size of one routed expert of a layer in the checkpoint, scales and biases included, in bytes; 0 for a layer
+    /// without experts.
     #[must_use]
     pub fn expert_bytes(&self, layer: LayerId) -> u64 {
         self.spec.layer(layer).map_or(0, |moe| moe.experts.bytes)

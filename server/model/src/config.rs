@@ -1,4 +1,4 @@
-//! `config.json`: typed access to its fields, with errors that name file and field.
+//! Typed access to the fields of `config.json`, with errors that name file and field.
 
 use std::path::{Path, PathBuf};
 
@@ -6,15 +6,15 @@ use serde_json::{Map, Value};
 
 use super::ModelError;
 
-/// No sane `config.json` is larger; quantised releases list thousands of modules in theirs.
+/// Largest accepted `config.json`; quantised releases list thousands of modules in theirs.
 const MAX_CONFIG_BYTES: u64 = 64 << 20;
 
-/// Fields of a model's text part (the whole file, or its `text_config`).
+/// The fields of a model's text part: the whole file, or its `text_config`.
 #[derive(Debug)]
 pub(super) struct Config {
     path: PathBuf,
     bytes: Vec<u8>,
-    /// `"text_config."` when the fields are nested.
+    /// `"text_config."` if the fields are nested, otherwise empty.
     prefix: &'static str,
     text: Map<String, Value>,
     /// The outer object of a multimodal checkpoint, without its parts.
@@ -22,12 +22,12 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// Reads `config.json` in a checkpoint's directory.
+    /// Reads `config.json` in the directory of a checkpoint.
     pub(super) fn read(dir: &Path) -> Result<Self, ModelError> {
         let path = dir.join("config.json");
         let bytes = read_json_file(&path, MAX_CONFIG_BYTES).map_err(|error| match error {
             ModelError::Io { path, action, source } => {
-                let wanted = "expected a checkpoint's folder, with config.json and *.safetensors";
+                let wanted = "expected the directory of a checkpoint with config.json and *.safetensors";
                 let source = std::io::Error::new(source.kind(), format!("{source}; {wanted}"));
                 ModelError::Io { path, action, source }
             }
@@ -36,7 +36,7 @@ impl Config {
         Self::parse(path, &bytes)
     }
 
-    /// Takes apart the bytes of a `config.json`.
+    /// Parses the bytes of a `config.json`.
     pub(super) fn parse(path: PathBuf, bytes: &[u8]) -> Result<Self, ModelError> {
         let value: Value = serde_json::from_slice(bytes)
             .map_err(|error| ModelError::Json { path: path.clone(), reason: error.to_string() })?;
@@ -48,7 +48,7 @@ impl Config {
         };
         match outer.remove("text_config") {
             Some(Value::Object(mut text)) => {
-                // Multimodal releases keep it outside, beside the parts it speaks of.
+                // Multimodal releases keep this field in the outer object, beside the parts that it applies to.
                 if let Some(quantization) = outer.remove("quantization_config") {
                     text.entry("quantization_config").or_insert(quantization);
                 }
@@ -74,17 +74,17 @@ impl Config {
         &self.bytes
     }
 
-    /// Whether a field is there, be it null.
+    /// Whether a field is present, even if it is null.
     pub(super) fn has(&self, name: &str) -> bool {
         self.text.contains_key(name)
     }
 
-    /// Names of all fields, those of a multimodal checkpoint's outer object too.
+    /// Names of all fields, including those of a multimodal checkpoint's outer object.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.text.keys().chain(self.outer.keys()).map(String::as_str)
     }
 
-    /// The object `quantization_config`.
+    /// The object `quantization_config`, if it is present.
     pub(super) fn quantization(&self) -> Result<Option<&Map<String, Value>>, ModelError> {
         match self.get("quantization_config") {
             None => Ok(None),
@@ -97,7 +97,7 @@ impl Config {
         self.text.get(name).filter(|value| !value.is_null())
     }
 
-    /// An error about a field that is there.
+    /// An error about a field that is present.
     pub(super) fn wrong(&self, name: &str, expected: &str, found: &Value) -> ModelError {
         self.wrong_text(name, expected, &show(found))
     }
@@ -112,34 +112,38 @@ impl Config {
         }
     }
 
-    /// A whole number, at most `max`.
+    /// An integer of at most `max`, if the field is present.
     pub(super) fn opt_usize(&self, name: &str, max: usize) -> Result<Option<usize>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
             Some(n) if n <= max => Ok(Some(n)),
-            _ => Err(self.wrong(name, &format!("a whole number from 0 to {max}"), value)),
+            _ => Err(self.wrong(name, &format!("an integer from 0 to {max}"), value)),
         }
     }
 
-    /// The first of several names for a positive number. If more than one is there, they must agree.
+    /// A positive integer that has several possible names. If more than one is present, they must agree.
     pub(super) fn size(&self, names: &[&str], max: usize) -> Result<usize, ModelError> {
         self.opt_size(names, max)?.ok_or_else(|| {
-            let expected = format!("a whole number from 1 to {max}");
+            let expected = format!("an integer from 1 to {max}");
             self.wrong_text(&names.join("` or `"), &expected, "nothing: the field is missing")
         })
     }
 
-    /// Like [`Self::size`], or nothing.
+    /// Like [`Self::size`], but `None` if no name is present.
     pub(super) fn opt_size(&self, names: &[&str], max: usize) -> Result<Option<usize>, ModelError> {
         let mut found: Option<(&str, usize)> = None;
         for name in names {
             let Some(n) = self.opt_usize(name, max)? else { continue };
             if n == 0 {
-                return Err(self.wrong_text(name, &format!("a whole number from 1 to {max}"), "0"));
+                return Err(self.wrong_text(name, &format!("an integer from 1 to {max}"), "0"));
             }
             match found {
                 Some((other, m)) if m != n => {
-                    return Err(self.wrong_text(name, &format!("{m}, as `{other}` says"), &n.to_string()));
+                    return Err(self.wrong_text(
+                        name,
+                        &format!("{m}, the value of `{other}`"),
+                        &n.to_string(),
+                    ));
                 }
                 _ => found = Some((name, n)),
             }
@@ -150,7 +154,7 @@ impl Config {
     pub(super) fn opt_f32(&self, name: &str) -> Result<Option<f32>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         match value.as_f64() {
-            #[allow(clippy::cast_possible_truncation, reason = "f32 is what the computation runs in")]
+            #[allow(clippy::cast_possible_truncation, reason = "the computation is in f32")]
             Some(x) if (x as f32).is_finite() => Ok(Some(x as f32)),
             _ => Err(self.wrong(name, "a number", value)),
         }
@@ -166,7 +170,7 @@ impl Config {
         value.as_str().map(Some).ok_or_else(|| self.wrong(name, "a string", value))
     }
 
-    /// `model_type` of the text part, or of the whole.
+    /// `model_type` of the text part, or else of the whole file.
     pub(super) fn model_type(&self) -> Result<&str, ModelError> {
         if let Some(own) = self.opt_str("model_type")? {
             return Ok(own);
@@ -175,7 +179,7 @@ impl Config {
         outer.ok_or_else(|| self.wrong_text("model_type", "a string", "nothing: the field is missing"))
     }
 
-    /// A list of layer indices.
+    /// A list of layer indices, if the field is present.
     pub(super) fn opt_indices(&self, name: &str) -> Result<Option<Vec<usize>>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let list = value.as_array().and_then(|list| {
@@ -184,7 +188,7 @@ impl Config {
         list.map(Some).ok_or_else(|| self.wrong(name, "a list of layer indices", value))
     }
 
-    /// A list of words.
+    /// A list of strings, if the field is present.
     pub(super) fn opt_words(&self, name: &str) -> Result<Option<Vec<&str>>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let list =
@@ -198,12 +202,12 @@ impl Config {
     }
 }
 
-/// Reads a JSON file whole, unless it is larger than it can honestly be.
+/// Reads a whole JSON file unless it is larger than `max_bytes`.
 pub(super) fn read_json_file(path: &Path, max_bytes: u64) -> Result<Vec<u8>, ModelError> {
     let io = |action| move |source| ModelError::Io { path: path.to_owned(), action, source };
     let length = std::fs::metadata(path).map_err(io("open it"))?.len();
     if length > max_bytes {
-        let reason = format!("it has {length} bytes, more than the {max_bytes} that are plausible");
+        let reason = format!("it has {length} bytes, more than the accepted {max_bytes}");
         return Err(ModelError::Json { path: path.to_owned(), reason });
     }
     std::fs::read(path).map_err(io("read it"))

@@ -1,11 +1,11 @@
-//! Values of stored elements.
+//! Conversion of stored weight elements to values.
 
 use crate::{MatrixView, Scales, WeightFormat};
 
-/// Magnitudes of FP4 e2m1, by the low three bits; the fourth is the sign.
+/// Magnitudes of FP4 e2m1, indexed by the low three bits of a code; the fourth bit is the sign.
 pub const FP4: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
-/// The value of an FP8 e4m3 code (the "fn" variant: no infinities, 0x7f and 0xff are not numbers).
+/// The value of an FP8 e4m3 code ("fn" variant: no infinities; 0x7f and 0xff are NaN).
 #[must_use]
 pub fn fp8_e4m3(code: u8) -> f32 {
     if code & 0x7f == 0x7f {
@@ -26,8 +26,8 @@ pub fn fp4_e2m1(code: u8) -> f32 {
     if code & 8 == 0 { magnitude } else { -magnitude }
 }
 
-/// The value of an E8M0 exponent as the upper half of an f32 (which is exact: 2^-127 is the subnormal 0x0040); 0xff is
-/// not a number.
+/// The value of an E8M0 exponent as the upper half of an f32. The conversion is exact: 2^-127 is the subnormal 0x0040.
+/// 0xff is NaN.
 #[must_use]
 pub fn e8m0_bf16(code: u8) -> u16 {
     match code {
@@ -38,7 +38,7 @@ pub fn e8m0_bf16(code: u8) -> u16 {
 }
 
 impl MatrixView<'_> {
-    /// Byte offset of element `(row, col)`; for MXFP4 the element number.
+    /// Byte offset of element `(row, col)`; for MXFP4 its index in nibbles.
     fn element(&self, row: usize, col: usize) -> usize {
         row * self.row_stride + col * self.col_stride
     }
@@ -101,8 +101,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fp8_every_code() {
-        // Spelled out from the definition: sign, 4 exponent bits of bias 7, 3 mantissa bits.
+    fn fp8_codes_match_the_definition() {
+        // The expected value follows from the definition: sign, 4 exponent bits of bias 7, 3 mantissa bits.
         for code in 0..=255_u8 {
             let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7) / 8.0);
             let magnitude = if exponent == 0 {
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn fp4_and_e8m0_every_code() {
+    fn fp4_and_e8m0_codes_match_the_definition() {
         for code in 0..16_u8 {
             let (exponent, mantissa) = (i32::from(code >> 1 & 3), f32::from(code & 1) / 2.0);
             let magnitude = if exponent == 0 { mantissa } else { (1.0 + mantissa) * 2f32.powi(exponent - 1) };

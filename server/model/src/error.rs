@@ -1,150 +1,150 @@
-//! Why a checkpoint cannot be served, said so that the reader can mend it.
+//! Errors of checkpoints, with what was found and expected, so that the reader can fix the cause.
 
 use std::path::PathBuf;
 
 use expertd_types::{ExpertId, LayerId};
 
-/// A checkpoint that cannot be opened, or a question about it that has no answer.
+/// The error for a checkpoint that cannot be opened, or for a layer or expert that it does not have.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
-    /// A file that cannot be read.
+    /// A file cannot be read.
     #[error("{path}: cannot {action}: {source}")]
     Io {
         /// The file.
         path: PathBuf,
-        /// What was tried.
+        /// The operation that failed.
         action: &'static str,
-        /// The system's answer.
+        /// The operating system's error.
         source: std::io::Error,
     },
-    /// No weights in the directory.
-    #[error("{path}: no model.safetensors and no model.safetensors.index.json here; found: {found}")]
+    /// The directory has no weights.
+    #[error("{path}: expected model.safetensors or model.safetensors.index.json here, found {found}")]
     NoWeights {
         /// The directory.
         path: PathBuf,
-        /// What lies there instead.
+        /// The names of the files that are there.
         found: String,
     },
-    /// A field of `config.json` that is missing, malformed or contradictory.
+    /// A field of `config.json` is missing, malformed or contradictory.
     #[error("{path}: field `{field}`: expected {expected}, found {found}")]
     Field {
         /// The file.
         path: PathBuf,
-        /// The field, with its path inside the file.
+        /// Path of the field inside the file.
         field: String,
-        /// What would be right.
+        /// The expected value, in words.
         expected: String,
-        /// What is there.
+        /// The value found.
         found: String,
     },
-    /// A model type, field, value or format that expertd does not know how to serve.
+    /// A model type, field, value or format is not supported.
     #[error("{path}: {what} is not supported: {why}")]
     Unsupported {
         /// The file.
         path: PathBuf,
-        /// The thing by its name.
+        /// The name of the unsupported thing.
         what: String,
-        /// What is known and supported instead.
+        /// What is supported instead.
         why: String,
     },
-    /// A JSON file that does not parse, or is too large to be one.
+    /// A JSON file does not parse or is too large.
     #[error("{path}: not a usable JSON file: {reason}")]
     Json {
         /// The file.
         path: PathBuf,
-        /// What the parser says.
+        /// The parser's message.
         reason: String,
     },
-    /// A shard index that does not make sense.
+    /// A shard index is invalid.
     #[error("{path}: {reason}")]
     Index {
         /// The index file.
         path: PathBuf,
-        /// What is wrong.
+        /// What is invalid.
         reason: String,
     },
-    /// A safetensors file that is truncated or whose header is corrupt.
+    /// A safetensors file is truncated or its header is corrupt.
     #[error("{path}: broken safetensors file: {reason}")]
     Header {
         /// The file.
         path: PathBuf,
-        /// What is wrong, with the tensor's name where one is concerned.
+        /// What is wrong, with the tensor's name where it concerns one.
         reason: String,
     },
-    /// A tensor that the config promises and the files do not have.
+    /// A tensor that the config implies is missing.
     #[error("{path}: tensor `{tensor}` is missing: {reason}")]
     MissingTensor {
-        /// The file (or index) that should have it.
+        /// The file or index that should list it.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Why it is expected, and what is there instead.
+        /// Why the tensor is expected, and what was found instead.
         reason: String,
     },
-    /// A tensor whose shape contradicts the config.
+    /// The shape of a tensor contradicts the config.
     #[error("{path}: tensor `{tensor}` has shape {found:?}, expected {expected:?} ({reason})")]
     Shape {
         /// The file.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// The shape that follows from the config.
+        /// The shape that the config implies.
         expected: Vec<usize>,
         /// The shape in the file.
         found: Vec<usize>,
-        /// Which fields the expectation comes from.
+        /// The config fields that imply the shape.
         reason: String,
     },
-    /// A tensor stored in an element type that cannot be used where it stands.
+    /// A tensor has an element type that is not supported for its purpose.
     #[error("{path}: tensor `{tensor}` is stored as {found}, expected {expected}")]
     DType {
         /// The file.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// The types that would do.
+        /// The supported types.
         expected: String,
         /// The type in the file.
         found: String,
     },
-    /// Contents of a tensor that would be unsafe or meaningless to use.
+    /// The contents of a tensor are unsafe or meaningless to use.
     #[error("{path}: tensor `{tensor}`: {reason}")]
     Contents {
         /// The file.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// What is wrong.
+        /// What is wrong with them.
         reason: String,
     },
-    /// A layer index beyond the model.
+    /// The model has no layer of this index.
     #[error("the model has no layer {layer}: it has {num_layers} layers, 0 to {}", num_layers.saturating_sub(1))]
     NoSuchLayer {
-        /// The index asked for.
+        /// The requested index.
         layer: LayerId,
-        /// How many there are.
+        /// Number of layers.
         num_layers: usize,
     },
-    /// A layer that has a plain MLP instead of an MoE block.
+    /// The layer has a plain MLP instead of an MoE block.
     #[error("layer {layer} has no MoE block: it is dense")]
     DenseLayer {
-        /// The layer.
+        /// The requested index.
         layer: LayerId,
     },
-    /// An expert index beyond the layer.
+    /// The layer has no expert of this index.
     #[error("layer {layer} has no expert {expert}: it has {num_experts}")]
     NoSuchExpert {
-        /// The layer.
+        /// The requested layer.
         layer: LayerId,
-        /// The index asked for.
+        /// The requested index.
         expert: ExpertId,
-        /// How many there are.
+        /// Number of experts.
         num_experts: usize,
     },
 }
 
 impl ModelError {
-    /// Exit code for a checkpoint or configuration that is broken or not supported, found before anything starts
-    /// (`EX_USAGE`, as `docs/operations.md` lists it).
+    /// Exit code for a broken or unsupported checkpoint or configuration that is found before any process is started
+    /// (`EX_USAGE`; `docs/operations.md` lists all exit codes).
     pub const EXIT_CODE: u8 = 64;
 }

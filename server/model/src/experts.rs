@@ -1,4 +1,5 @@
-//! The tensors of a layer's experts: one by one, or fused in one of several layouts, told apart by names and shapes.
+//! Lookup of the tensors of a layer's experts: separate, or fused in one of several layouts, which names and shapes
+//! tell apart.
 
 use super::matrices::{matrix, mxfp4, plain_format, scale_grid};
 use super::plan::{BlockScales, MatrixRef, MlpPlan, ScalesRef, VectorRef};
@@ -7,7 +8,7 @@ use super::store::{Store, TensorId};
 use super::{ModelError, plan};
 use crate::WeightFormat;
 
-/// Sizes of a stack of MLPs.
+/// Dimensions of a stack of MLPs.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Dims {
     pub(super) hidden: usize,
@@ -15,10 +16,10 @@ pub(super) struct Dims {
     pub(super) experts: usize,
 }
 
-/// Names of gate, up and down projections of one MLP.
+/// Names of the gate, up and down projections of one MLP.
 const PROJECTIONS: [[&str; 3]; 2] = [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]];
 
-/// All experts of a layer.
+/// Finds all experts of a layer.
 pub(super) fn resolve(
     context: &Context<'_>,
     store: &mut Store,
@@ -50,7 +51,7 @@ pub(super) fn resolve(
     Ok(plans)
 }
 
-/// One MLP whose projections are tensors of their own.
+/// Finds one MLP whose projections are separate tensors.
 pub(super) fn separate(
     context: &Context<'_>,
     store: &mut Store,
@@ -80,16 +81,16 @@ pub(super) fn separate(
     } else {
         None
     };
-    let [gate, up, down]: [MatrixRef; 3] = matrices.try_into().expect("three were pushed");
+    let [gate, up, down]: [MatrixRef; 3] = matrices.try_into().expect("three matrices were pushed");
     Ok(MlpPlan { gate, up, down, biases, bytes })
 }
 
-/// Rows of gate and up within the fused tensor's rows: where each starts, and how far apart they are.
+/// The first rows of gate and up within the fused tensor, and the distance between their rows.
 fn halves(interleaved: bool, width: usize) -> ([usize; 2], usize) {
     if interleaved { ([0, 1], 2) } else { ([0, width], 1) }
 }
 
-/// A stack of all experts in two tensors, in bf16, f16, f32 or FP8.
+/// Finds a stack of all experts in two tensors, in bf16, f16, f32 or FP8.
 fn fused(
     context: &Context<'_>,
     store: &mut Store,
@@ -100,7 +101,7 @@ fn fused(
     let Dims { hidden, width, experts } = dims;
     let gate_up = store.find(gate_up_name, reason)?;
     let down = store.find(down_name, reason)?;
-    // Both tensors together decide: one alone is ambiguous when it is square.
+    // The layout follows from both tensors together: one alone is ambiguous if it is square.
     let straight = [vec![experts, 2 * width, hidden], vec![experts, hidden, width]];
     let turned = [vec![experts, hidden, 2 * width], vec![experts, width, hidden]];
     let is = |shapes: &[Vec<usize>; 2]| {
@@ -110,7 +111,7 @@ fn fused(
         (false, true) => true,
         (true, false) => false,
         _ => {
-            let usual = context.family.stored == super::family::Stored::FusedTransposed;
+            let usual = context.family.stored == super::family::StoredLayout::FusedTransposed;
             let expected = if usual { &turned } else { &straight };
             store.expect_shape(gate_up, &expected[0], reason)?;
             store.expect_shape(down, &expected[1], reason)?;
@@ -167,12 +168,12 @@ fn fused(
         .collect())
 }
 
-/// Scales of one expert's matrix in a grid.
+/// Number of scales of one expert's matrix in a grid.
 fn store_grid_len(grid: &BlockScales, [rows, _]: [usize; 2]) -> usize {
     rows.div_ceil(grid.block[0]) * grid.grid_cols
 }
 
-/// A stack of all experts in MXFP4.
+/// Finds a stack of all experts in MXFP4.
 fn fused_mxfp4(
     context: &Context<'_>,
     store: &mut Store,

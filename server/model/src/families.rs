@@ -1,18 +1,18 @@
-//! All families. A description says what differs from [`PLAIN`].
+//! All families. Each description states its differences from [`PLAIN`].
 
 use super::family::{
     ActivationRule, Family, GateNames, LayerRule, NormaliseRule, Routing, ScoreRule, SharedRule, SharedWidth,
-    Stored,
+    StoredLayout,
 };
 use super::gate_spec::{GroupScore, Normalise};
 
 const SUM: Normalise = Normalise::Sum { epsilon: 0.0 };
 const SUM_EPSILON: Normalise = Normalise::Sum { epsilon: 1e-20 };
 
-/// Most families without a shared gate call the number of experts this.
+/// The config field with the number of experts in most families without a shared gate.
 const LOCAL: &[&str] = &["num_local_experts", "num_experts"];
 
-/// The most common choices, named after nobody.
+/// The most common values of all fields; no model has exactly these.
 const PLAIN: Family = Family {
     name: "",
     model_types: &[],
@@ -35,7 +35,7 @@ const PLAIN: Family = Family {
     interleaved: false,
     expert_biases: false,
     shared: None,
-    stored: Stored::Projections,
+    stored: StoredLayout::Projections,
     only: &[],
     ignored: &["router_jitter_noise"],
 };
@@ -48,7 +48,7 @@ const MIXTRAL: Family = Family {
     experts: LOCAL,
     width: &["intermediate_size"],
     routing: Routing { normalise: NormaliseRule::Always(SUM), ..PLAIN.routing },
-    stored: Stored::Numbered,
+    stored: StoredLayout::Numbered,
     ..PLAIN
 };
 
@@ -93,7 +93,7 @@ const QWEN3_VL_MOE: Family = Family {
     model_types: &["qwen3_vl_moe_text", "qwen3_vl_moe"],
     architecture: "Qwen3VLMoeForConditionalGeneration",
     routing: Routing { normalise: NormaliseRule::Always(SUM), ..PLAIN.routing },
-    stored: Stored::FusedTransposed,
+    stored: StoredLayout::FusedTransposed,
     ignored: &["router_jitter_noise", "shared_expert_intermediate_size", "norm_topk_prob"],
     ..QWEN3_MOE
 };
@@ -142,12 +142,12 @@ const DEEPSEEK_V2: Family = Family {
         ..DEEPSEEK_SHARED
     }),
     only: &[("scoring_func", &["softmax"]), ("moe_layer_freq", &["1"])],
-    // The reference implementation does not renormalise here, whatever this field says.
+    // The reference implementation does not renormalise here, whatever this field is.
     ignored: &["router_jitter_noise", "norm_topk_prob"],
     ..PLAIN
 };
 
-/// DeepSeek-V3 and what shares its block: R1, V3.1, V3.2, Kimi-K2.
+/// DeepSeek-V3 and the models that share its block: R1, V3.1, V3.2, Kimi-K2.
 const DEEPSEEK_V3: Family = Family {
     name: "deepseek_v3",
     model_types: &["deepseek_v3", "deepseek_v32", "kimi_k2"],
@@ -185,9 +185,9 @@ const DEEPSEEK_V4: Family = Family {
         bias_field: Some("mlp_bias"),
         ..DEEPSEEK_SHARED
     }),
-    stored: Stored::Numbered,
+    stored: StoredLayout::Numbered,
     only: &[("topk_method", &["noaux_tc"]), ("moe_layer_freq", &["1"])],
-    // The reference implementation has one shared expert and always renormalises, whatever these say.
+    // The reference implementation has one shared expert and always renormalises, whatever these fields are.
     ignored: &["router_jitter_noise", "norm_topk_prob", "n_shared_experts"],
     ..DEEPSEEK_V2
 };
@@ -210,7 +210,7 @@ const DOTS1: Family = Family {
     ..DEEPSEEK_V3
 };
 
-/// GLM-4.5 to 4.7, also within GLM-4.5V.
+/// GLM-4.5 to 4.7, and the text part of GLM-4.5V.
 const GLM4_MOE: Family = Family {
     name: "glm4_moe",
     model_types: &["glm4_moe", "glm4v_moe_text", "glm4_moe_lite"],
@@ -268,7 +268,7 @@ const GPT_OSS: Family = Family {
     activation: ActivationRule::Oai { alpha: 1.702, limit: 7.0 },
     interleaved: true,
     expert_biases: true,
-    stored: Stored::FusedTransposed,
+    stored: StoredLayout::FusedTransposed,
     ..PLAIN
 };
 
@@ -282,7 +282,7 @@ const GRANITEMOE: Family = Family {
     routing: Routing { scores: ScoreRule::SoftmaxOfChosen, ..PLAIN.routing },
     gate: GateNames { weight: &["router.layer.weight", "router.weight"], ..PLAIN.gate },
     fused: ("input_linear.weight", "output_linear.weight"),
-    stored: Stored::Fused,
+    stored: StoredLayout::Fused,
     ..PLAIN
 };
 
@@ -303,7 +303,7 @@ const LLAMA4: Family = Family {
         gate: None,
         bias_field: None,
     }),
-    stored: Stored::FusedTransposed,
+    stored: StoredLayout::FusedTransposed,
     ..PLAIN
 };
 
@@ -319,7 +319,7 @@ const MINIMAX_M2: Family = Family {
         correction: &["e_score_correction_bias", "gate.e_score_correction_bias"],
         ..PLAIN.gate
     },
-    stored: Stored::Numbered,
+    stored: StoredLayout::Numbered,
     only: &[
         ("scoring_func", &["sigmoid"]),
         ("use_routing_bias", &["true"]),
@@ -338,9 +338,9 @@ const PHIMOE: Family = Family {
     width: &["intermediate_size"],
     routing: Routing { scores: ScoreRule::SparseMixer, ..PLAIN.routing },
     gate: GateNames { weight: &["gate.weight", "router.weight"], ..PLAIN.gate },
-    // The mixer chooses two, whatever this field says.
+    // The mixer always chooses two experts, whatever this field is.
     top_k: &[],
-    stored: Stored::Numbered,
+    stored: StoredLayout::Numbered,
     ignored: &["num_experts_per_tok"],
     ..PLAIN
 };
@@ -374,7 +374,7 @@ pub fn by_model_type(model_type: &str) -> Option<&'static Family> {
     FAMILIES.iter().find(|family| family.model_types.contains(&model_type))
 }
 
-/// A family by its own name.
+/// A family by its name.
 #[must_use]
 pub fn by_name(name: &str) -> Option<&'static Family> {
     FAMILIES.iter().find(|family| family.name == name)

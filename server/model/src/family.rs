@@ -1,138 +1,139 @@
-//! What a family of models looks like: which config fields mean what, how its tensors are called, how it routes.
+//! The description of a model family: the meaning of its config fields, the names of its tensors and its routing.
 //!
-//! A family is a constant of [`Family`], nothing else; `families.rs` has them all. `docs/models.md` shows how to add
-//! one.
+//! A family is nothing but a constant of type [`Family`]; `families.rs` has all of them. `docs/models.md` shows how to
+//! add one.
 
 use super::gate_spec::{GroupScore, Normalise};
 
 /// One family of models.
 #[derive(Clone, Copy, Debug)]
 pub struct Family {
-    /// Name, that of the reference implementation's model type.
+    /// Name of the family, equal to the reference implementation's model type.
     pub name: &'static str,
-    /// Values of `model_type` (of the text part) that are served as this family. The first is what `synth` writes.
+    /// Values of `model_type` (of the text part) that this family serves. `synth` writes the first.
     pub model_types: &'static [&'static str],
-    /// Class name in `architectures` for a text-only checkpoint.
+    /// Class name in `architectures` of a text-only checkpoint.
     pub architecture: &'static str,
     /// Names of the MoE block within a layer, in the order in which they are tried.
     pub block: &'static [&'static str],
     /// Config field with the number of routed experts; further names are aliases that must agree.
     pub experts: &'static [&'static str],
-    /// Config field with the experts per token, likewise.
+    /// Config field with the number of experts per token, and its aliases.
     pub top_k: &'static [&'static str],
-    /// Config field with the experts' intermediate size, likewise.
+    /// Config field with the experts' intermediate size, and its aliases.
     pub width: &'static [&'static str],
-    /// Which layers have an MoE block.
+    /// Rule for which layers have an MoE block.
     pub layers: LayerRule,
-    /// How the gate decides.
+    /// How the gate chooses experts and computes their weights.
     pub routing: Routing,
-    /// Tensors of the gate, within the block.
+    /// Names of the gate's tensors within the block.
     pub gate: GateNames,
     /// The experts' activation.
     pub activation: ActivationRule,
     /// Whether the routing weight multiplies the expert's input instead of its output.
     pub weight_on_input: bool,
-    /// Tensors of fused experts, within the block: gate and up in one, and down.
+    /// Names of the tensors of fused experts within the block: gate and up in one tensor, and down.
     pub fused: (&'static str, &'static str),
-    /// Whether gate and up rows alternate in fused experts (gate, up, gate, up, …) instead of following each other.
+    /// Whether gate and up rows alternate in fused experts (gate, up, gate, up, …) instead of being two halves.
     pub interleaved: bool,
     /// Whether experts have biases.
     pub expert_biases: bool,
-    /// Shared experts.
+    /// Shared experts, if the family has them.
     pub shared: Option<SharedRule>,
-    /// How this family's released checkpoints store experts: what `synth` writes.
-    pub stored: Stored,
-    /// Config fields that must have one of these values where they are present.
+    /// The layout in which this family's released checkpoints store experts; `synth` writes it.
+    pub stored: StoredLayout,
+    /// Config fields that must have one of these values if they are present.
     pub only: &'static [(&'static str, &'static [&'static str])],
-    /// Config fields that sound as if they mattered and do not, here.
+    /// Config fields that sound relevant to the block but are not in this family.
     pub ignored: &'static [&'static str],
 }
 
-/// How released checkpoints store experts.
+/// The layout in which released checkpoints store experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stored {
-    /// One by one: `experts.N.gate_proj.weight`, `up_proj`, `down_proj`.
+pub enum StoredLayout {
+    /// Separate tensors: `experts.N.gate_proj.weight`, `up_proj`, `down_proj`.
     Projections,
-    /// One by one: `experts.N.w1.weight` (gate), `w3` (up), `w2` (down).
+    /// Separate tensors: `experts.N.w1.weight` (gate), `w3` (up), `w2` (down).
     Numbered,
-    /// All in one tensor, `[E, out, in]`.
+    /// One tensor for all experts, `[E, out, in]`.
     Fused,
-    /// All in one tensor, `[E, in, out]`.
+    /// One tensor for all experts, `[E, in, out]`.
     FusedTransposed,
 }
 
-/// Which layers have an MoE block.
+/// A rule for which layers have an MoE block.
 #[derive(Clone, Copy, Debug)]
 pub enum LayerRule {
-    /// All of them.
+    /// All layers.
     All,
-    /// `mlp_layer_types` where present, else all but the first `first_k_dense_replace`.
+    /// The layers that `mlp_layer_types` names; without that field, all but the first `first_k_dense_replace`.
     FirstDense {
-        /// Where the field is absent.
+        /// Value of `first_k_dense_replace` if both fields are absent.
         default: usize,
     },
-    /// Every `decoder_sparse_step`-th, except `mlp_only_layers`.
+    /// Every `decoder_sparse_step`-th layer, except `mlp_only_layers`.
     SparseStep,
-    /// `moe_layer_start_index` to `moe_layer_end_index`, every `moe_layer_interval`-th.
+    /// Every `moe_layer_interval`-th layer from `moe_layer_start_index` to `moe_layer_end_index`.
     Window,
-    /// `moe_layers` where present, else every `interleave_moe_layer_step`-th.
+    /// `moe_layers`; without that field, every `interleave_moe_layer_step`-th layer.
     Listed,
-    /// All; those that `mlp_layer_types` calls `hash_moe` (else the first `num_hash_layers`) route by token id.
+    /// All layers. Those that `mlp_layer_types` calls `hash_moe` (without that field, the first `num_hash_layers`)
+    /// route by token id.
     Hashed {
-        /// Where both fields are absent.
+        /// Value of `num_hash_layers` if both fields are absent.
         default: usize,
     },
 }
 
-/// How the gate decides.
+/// How the gate chooses experts and computes their weights.
 #[derive(Clone, Copy, Debug)]
 pub struct Routing {
-    /// From logits to scores.
+    /// Function from logits to scores.
     pub scores: ScoreRule,
-    /// Group-limited choice by `n_group` and `topk_group`.
+    /// Choice limited to groups by `n_group` and `topk_group`.
     pub groups: Option<GroupScore>,
     /// Renormalisation of the chosen weights.
     pub normalise: NormaliseRule,
-    /// Field with the multiplier of the weights, and its default.
+    /// Config field with the multiplier of the weights, and the value if it is absent.
     pub scale: Option<(&'static str, f32)>,
 }
 
-/// From logits to scores.
+/// A rule for the function from logits to scores.
 #[derive(Clone, Copy, Debug)]
 pub enum ScoreRule {
-    /// Softmax over all experts, then choice.
+    /// Softmax over all experts, then the choice.
     Softmax,
-    /// Choice by logits, then softmax over the chosen.
+    /// Choice by logits, then softmax over the chosen experts.
     SoftmaxOfChosen,
-    /// Sigmoid, then choice.
+    /// Sigmoid, then the choice.
     Sigmoid,
     /// Choice by logits, then sigmoid.
     SigmoidOfChosen,
-    /// What `scoring_func` says: `sqrtsoftplus` or `sigmoid`.
+    /// The function that `scoring_func` names: `sqrtsoftplus` or `sigmoid`.
     ScoringFunc,
     /// PhiMoE's sparse mixer with `router_jitter_noise`.
     SparseMixer,
 }
 
-/// Renormalisation of the chosen weights.
+/// A rule for the renormalisation of the chosen weights.
 #[derive(Clone, Copy, Debug)]
 pub enum NormaliseRule {
     /// Never.
     Never,
     /// Always.
     Always(Normalise),
-    /// If `norm_topk_prob` says so.
+    /// If `norm_topk_prob` is true.
     NormTopkProb {
-        /// Where the field is absent.
+        /// Value of `norm_topk_prob` if it is absent.
         default: bool,
-        /// How.
+        /// The normalisation.
         how: Normalise,
     },
-    /// Always, by at least `moe_norm_min`.
+    /// Always, with `moe_norm_min` as the smallest divisor.
     NormMin,
 }
 
-/// Tensors of the gate, within the block; alternatives in the order in which they are tried.
+/// Names of the gate's tensors within the block; alternatives are in the order in which they are tried.
 #[derive(Clone, Copy, Debug)]
 pub struct GateNames {
     /// `[E, hidden]`.
@@ -141,62 +142,63 @@ pub struct GateNames {
     pub bias: Option<&'static str>,
     /// Correction bias, `[E]` or `[1, E]`.
     pub correction: &'static [&'static str],
-    /// Token table, `[vocab, top_k]`, in layers that route by token id.
+    /// Token table, `[vocab, top_k]`, of layers that route by token id.
     pub table: &'static str,
 }
 
-/// An MLP's activation.
+/// A rule for the activation of an MLP.
 #[derive(Clone, Copy, Debug)]
 pub enum ActivationRule {
-    /// `hidden_act`, which must be SiLU.
+    /// The activation `hidden_act`, which must be SiLU.
     HiddenAct,
     /// SiLU clamped at `swiglu_limit`.
     Clamped {
-        /// Where the field is absent.
+        /// Value of `swiglu_limit` if it is absent.
         default: f32,
     },
-    /// gpt-oss: `swiglu_alpha`, `swiglu_limit`.
+    /// The activation of gpt-oss with `swiglu_alpha` and `swiglu_limit`.
     Oai {
-        /// Where `swiglu_alpha` is absent.
+        /// Value of `swiglu_alpha` if it is absent.
         alpha: f32,
-        /// Where `swiglu_limit` is absent.
+        /// Value of `swiglu_limit` if it is absent.
         limit: f32,
     },
 }
 
-/// Shared experts.
+/// A description of shared experts.
 #[derive(Clone, Copy, Debug)]
 pub struct SharedRule {
-    /// Their module within the block.
+    /// Name of their module within the block.
     pub module: &'static str,
     /// Their intermediate size.
     pub width: SharedWidth,
-    /// Tensor `[1, hidden]` of their sigmoid gate, within the block.
+    /// Name of the tensor `[1, hidden]` of their sigmoid gate within the block.
     pub gate: Option<&'static str>,
-    /// Config field that gives their projections biases.
+    /// Config field that states whether their projections have biases.
     pub bias_field: Option<&'static str>,
 }
 
 /// Intermediate size of the shared experts together.
 #[derive(Clone, Copy, Debug)]
 pub enum SharedWidth {
-    /// A field of its own.
+    /// The value of a field of its own.
     Field(&'static str),
     /// A count times the experts' intermediate size.
     Count {
-        /// The field with the count.
+        /// Config field with the count.
         field: &'static str,
-        /// Where it is absent.
+        /// Value of the field if it is absent.
         default: usize,
     },
-    /// That of a routed expert.
+    /// The intermediate size of a routed expert.
     SameAsExperts,
 }
 
-/// Parts of names that make a config field suspicious: not knowing one of these is a reason to refuse.
-const TELLING: [&str; 6] = ["expert", "moe", "router", "gate", "topk", "swiglu"];
+/// Substrings of config field names that may change the block's arithmetic: an unknown field with one of them is
+/// refused.
+const RELEVANT_PARTS: [&str; 6] = ["expert", "moe", "router", "gate", "topk", "swiglu"];
 
-/// Fields about training and outputs, or about attention, that no family's block depends on.
+/// Config fields about training, outputs or attention that no family's block depends on.
 pub(super) const COMMONLY_IGNORED: &[&str] = &[
     "output_router_logits",
     "router_aux_loss_coef",
@@ -252,7 +254,7 @@ impl Family {
         fields
     }
 
-    /// Config fields that this family knowingly ignores.
+    /// Config fields that this family ignores on purpose.
     #[must_use]
     pub fn ignores(&self) -> Vec<&'static str> {
         let uses = self.uses();
@@ -260,10 +262,10 @@ impl Family {
         all.filter(|field| !uses.contains(field)).collect()
     }
 
-    /// Whether a config field sounds as if it mattered, and this family knows nothing of it.
+    /// Whether a config field sounds relevant to the block and this family's description does not cover it.
     pub(super) fn is_unknown(&self, field: &str) -> bool {
         let lower = field.to_lowercase();
-        TELLING.iter().any(|part| lower.contains(part))
+        RELEVANT_PARTS.iter().any(|part| lower.contains(part))
             && !self.uses().contains(&field)
             && !self.ignored.contains(&field)
             && !COMMONLY_IGNORED.contains(&field)

@@ -1,15 +1,15 @@
-//! A weight version from contents.
+//! The weight version of a checkpoint, computed from its contents.
 //!
-//! Reading all weights to number them would cost minutes. Instead a 64-bit FNV-1a hash is taken of `config.json`, and
-//! of each file with MoE tensors: its length, its header, and [`SAMPLES`] windows of its data, evenly spaced. Files
-//! that differ only between the windows get the same number; a new training or conversion run does not.
+//! Hashing all weights would take minutes. Instead, a 64-bit FNV-1a hash covers `config.json` and, for each file with
+//! MoE tensors, its length, its header and [`SAMPLES`] evenly spaced samples of its data. Files that differ only
+//! between the samples get the same version; new training or conversion runs do not.
 
 use super::store::Store;
 use expertd_types::WeightVersion;
 
-/// Windows of each file.
+/// Samples per file.
 const SAMPLES: usize = 32;
-/// Bytes of a window.
+/// Bytes per sample.
 const WINDOW: usize = 64;
 
 pub(super) fn fingerprint(config: &[u8], store: &Store) -> WeightVersion {

@@ -1,11 +1,11 @@
-//! From a family's rules and a config to the layers' gates.
+//! The gates of a model's layers, from its family's rules and its config.
 
 use super::config::Config;
 use super::family::{Family, LayerRule, NormaliseRule, ScoreRule};
 use super::gate_spec::{Choice, GateSpec, GroupLimit, GroupScore, MAX_TOP_K, Normalise, ScoreFn};
 use super::{ModelError, resolve::MAX_EXPERTS, resolve::MAX_LAYERS};
 
-/// What a layer is.
+/// The kind of a decoder layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LayerKind {
     Dense,
@@ -14,7 +14,7 @@ pub(super) enum LayerKind {
     Hashed,
 }
 
-/// Which layers have MoE blocks.
+/// Determines the kind of each layer.
 pub(super) fn layer_kinds(
     config: &Config,
     family: &Family,
@@ -40,7 +40,7 @@ pub(super) fn layer_kinds(
         }
         LayerRule::Window => {
             let start = number("moe_layer_start_index", 1)?;
-            // -1 stands for the last layer.
+            // -1 means the last layer.
             let open = config.raw("moe_layer_end_index").is_some_and(|value| value.as_i64() == Some(-1));
             let end = if open { layers } else { number("moe_layer_end_index", layers)? };
             let step = config.opt_size(&["moe_layer_interval"], MAX_LAYERS)?.unwrap_or(1);
@@ -66,7 +66,7 @@ pub(super) fn layer_kinds(
     Ok((0..layers).map(rule).collect())
 }
 
-/// `mlp_layer_types`, where present.
+/// The layer kinds in `mlp_layer_types`, if the field is present.
 fn typed_layers(
     config: &Config,
     layers: usize,
@@ -87,7 +87,7 @@ fn typed_layers(
     list.iter().take(layers).map(kind).collect::<Result<_, _>>().map(Some)
 }
 
-/// The gate of the family's scored layers; `hashed` turns it into that of a layer that routes by token id.
+/// The gate of the family's scored layers; `hashed` turns it into the gate of a layer that routes by token id.
 pub(super) fn gate_spec(
     config: &Config,
     family: &Family,
@@ -175,13 +175,13 @@ fn groups(
     }
     let size = num_experts / groups;
     if by == GroupScore::TopTwoSum && size < 2 {
-        let expected = "groups of at least two experts, which the group's score is the sum of";
+        let expected = "groups of at least two experts, because the group's score is a sum of two";
         return Err(config.wrong_text("n_group", expected, &format!("{groups} groups of {size}")));
     }
     if by == GroupScore::TopTwoSum && kept * size < top_k {
         let expected = format!("enough groups of {size} experts to choose {top_k} from");
         return Err(config.wrong_text("topk_group", &expected, &kept.to_string()));
     }
-    // Choosing among all groups is no restriction.
+    // A choice among all groups is no restriction.
     Ok((kept < groups).then_some(GroupLimit { groups, kept, by }))
 }

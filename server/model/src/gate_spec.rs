@@ -1,58 +1,60 @@
-//! The gate of a layer as data: everything that distinguishes one routing function from another.
+//! The gate of a layer as data: the parameters that distinguish routing functions.
 
 use serde::{Deserialize, Serialize};
 
-/// Largest `top_k` that the service carries through a step.
+/// Largest `top_k` that the service supports.
 pub const MAX_TOP_K: usize = 32;
 
 /// A routing function: `[tokens, hidden]` rows to `topk_ids [tokens, top_k]` and `topk_weights [tokens, top_k]`.
 ///
-/// In this order: logits = rows × weightᵀ (+ bias); scores = [`ScoreFn`] of them; a value to choose by
-/// ([`Choice`], + correction bias, limited to groups); the `top_k` largest, lower id first among equals; weights = the
-/// chosen experts' scores, [`Normalise`]d, times `scale`. All of it in f32, whatever the weights are stored in.
+/// The steps are: logits = rows × weightᵀ (+ bias); scores = [`ScoreFn`] of the logits; selection values = the scores,
+/// the logits or a token table ([`Choice`]), plus the correction bias, limited to groups; chosen experts = the `top_k`
+/// largest selection values, lower id first among equals; weights = the chosen experts' scores, [`Normalise`]d, times
+/// `scale`. All of it is in f32, in whatever format the weights are stored.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GateSpec {
     /// Number of routed experts, E.
     pub num_experts: usize,
     /// Experts per token, k.
     pub top_k: usize,
-    /// From logits to scores.
+    /// Function from logits to scores.
     pub scores: ScoreFn,
-    /// What the choice looks at.
+    /// Values that experts are chosen by.
     pub choice: Choice,
     /// Whether a bias `[E]` is added to the logits.
     pub logit_bias: bool,
-    /// Whether a bias `[E]` is added for the choice only: it chooses but does not weigh.
+    /// Whether a bias `[E]` is added to the values that experts are chosen by, but not to their weights.
     pub correction_bias: bool,
     /// Restriction of the choice to the best groups of experts.
     pub groups: Option<GroupLimit>,
-    /// What happens to the chosen weights.
+    /// Normalisation of the chosen weights.
     pub normalise: Normalise,
-    /// Multiplier of the weights, last.
+    /// Multiplier of the weights, applied last.
     pub scale: f32,
 }
 
-/// From logits to scores.
+/// A function from logits to scores.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind")]
 pub enum ScoreFn {
     /// Softmax over all experts.
     Softmax,
-    /// Softmax over the chosen experts only (choose by logits).
+    /// Softmax over the chosen experts only; experts are chosen by their logits.
     SoftmaxOfChosen,
-    /// Each logit on its own.
+    /// Sigmoid of each logit.
     Sigmoid,
-    /// `sqrt(ln(1 + exp(logit)))`, each logit on its own.
+    /// `sqrt(ln(1 + exp(logit)))` of each logit.
     SqrtSoftplus,
-    /// PhiMoE's sparse mixer, as it runs in evaluation: twice the largest logit, each weighted with a softmax over the
-    /// experts whose logits lie within a relative distance of `2 * jitter` of it. Always two experts.
+    /// PhiMoE's sparse mixer in evaluation mode: the largest logit is chosen twice, each time weighted by a softmax
+    /// over the experts whose logits lie within a relative distance of `2 * jitter` of it. It always chooses two
+    /// experts.
     SparseMixer {
-        /// `router_jitter_noise`.
+        /// The config's `router_jitter_noise`.
         jitter: f32,
     },
 }
 
-/// What the choice of experts looks at.
+/// The values that experts are chosen by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind")]
 pub enum Choice {
@@ -60,48 +62,48 @@ pub enum Choice {
     Scores,
     /// The logits.
     Logits,
-    /// A table `[vocab, top_k]`: the token's id decides, scores only weigh.
+    /// A table `[vocab, top_k]` indexed by token id; scores only determine the weights.
     TokenIds {
         /// Rows of the table.
         vocab: usize,
     },
 }
 
-/// Choice among the experts of the best groups only. Groups are equal runs of consecutive experts.
+/// Restriction of the choice to the experts of the best groups. Groups are equal ranges of consecutive experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupLimit {
-    /// Number of groups; divides E.
+    /// Number of groups; it divides E.
     pub groups: usize,
-    /// Groups that stay.
+    /// Number of groups that experts may be chosen from.
     pub kept: usize,
     /// How a group is rated.
     pub by: GroupScore,
 }
 
-/// How a group is rated, and what becomes of experts in groups that do not stay.
+/// The rating of a group, and the treatment of experts outside the best groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GroupScore {
-    /// By its largest value; the others' scores become zero (DeepSeek-V2).
+    /// The rating is the largest value; the scores of experts in other groups become zero (DeepSeek-V2).
     Max,
-    /// By the sum of its two largest values; the others cannot be chosen (DeepSeek-V3).
+    /// The rating is the sum of the two largest values; experts in other groups cannot be chosen (DeepSeek-V3).
     TopTwoSum,
 }
 
-/// What happens to the chosen weights before scaling.
+/// Normalisation of the chosen weights before scaling.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind")]
 pub enum Normalise {
-    /// Nothing.
+    /// The weights stay as they are.
     No,
-    /// Divided by `sum + epsilon`.
+    /// The weights are divided by `sum + epsilon`.
     Sum {
-        /// Added to the sum.
+        /// Number added to the sum.
         epsilon: f32,
     },
-    /// Divided by `max(sum, floor)`.
+    /// The weights are divided by `max(sum, floor)`.
     SumAtLeast {
-        /// Least divisor.
+        /// Smallest divisor.
         floor: f32,
     },
 }
@@ -113,7 +115,7 @@ impl GateSpec {
         matches!(self.choice, Choice::TokenIds { .. })
     }
 
-    /// Rows of the token table, for layers that route by token id.
+    /// Number of rows of the token table, for layers that route by token id.
     #[must_use]
     pub const fn vocab(&self) -> Option<usize> {
         match self.choice {

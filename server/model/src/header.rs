@@ -1,8 +1,8 @@
-//! The header of a safetensors file, checked before anything in it is believed.
+//! The header of a safetensors file, checked before its contents are used.
 //!
-//! The `safetensors` crate decides whether a header is valid (its length is bounded before it is read, tensors are
-//! disjoint, cover the data exactly and have the size that shape and type say). This module turns a refusal into a
-//! message that names the tensor.
+//! The `safetensors` crate decides whether a header is valid: it bounds the header's length before reading it and
+//! checks that tensors are disjoint, cover the data exactly and have the size that shape and type imply. This module
+//! turns a refusal into a message that names the tensor.
 
 use safetensors::tensor::{Metadata, SafeTensorError};
 use safetensors::{Dtype, SafeTensors};
@@ -11,12 +11,12 @@ use serde_json::Value;
 /// A valid header.
 #[derive(Debug)]
 pub(super) struct Header {
-    /// Where tensor data start in the file.
+    /// Offset of the tensor data in the file, in bytes.
     pub(super) data_start: usize,
     metadata: Metadata,
 }
 
-/// One tensor of a file.
+/// The header's entry for one tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) dtype: Dtype,
@@ -26,7 +26,7 @@ pub(super) struct Entry {
 }
 
 impl Header {
-    /// Parses the header of a whole (mapped) file. Touches the header's pages only.
+    /// Parses the header of a whole (mapped) file. Only the header's pages are read.
     pub(super) fn parse(file: &[u8]) -> Result<Self, String> {
         match SafeTensors::read_metadata(file) {
             Ok((length, metadata)) => Ok(Self { data_start: length + 8, metadata }),
@@ -34,7 +34,7 @@ impl Header {
         }
     }
 
-    /// One tensor, by name.
+    /// The entry of a tensor.
     pub(super) fn entry(&self, name: &str) -> Option<Entry> {
         let info = self.metadata.info(name)?;
         let (start, end) = info.data_offsets;
@@ -51,22 +51,25 @@ impl Header {
     }
 }
 
-/// What exactly is wrong with a file that the library refuses.
+/// Describes the defect of a file that the `safetensors` crate refuses.
 fn explain(file: &[u8], error: &SafeTensorError) -> String {
     let Some(length) = file.first_chunk::<8>().map(|bytes| u64::from_le_bytes(*bytes)) else {
-        return format!("expected at least 8 bytes for the header's length, found a file of {}", file.len());
+        return format!(
+            "expected at least 8 bytes for the header's length, but the file has {} bytes",
+            file.len()
+        );
     };
     match error {
         SafeTensorError::HeaderTooLarge => {
-            format!("its header claims {length} bytes, more than any header has")
+            format!("its header's length is given as {length} bytes, which is more than a header may have")
         }
         SafeTensorError::InvalidHeaderLength => format!(
-            "its header claims {length} bytes, but the file has {} after the first 8: truncated, or not safetensors",
+            "its header's length is given as {length} bytes, but only {} bytes follow: the file is truncated or not safetensors",
             file.len() - 8
         ),
         SafeTensorError::InvalidHeader(error) => format!("its header is not UTF-8 text: {error}"),
         SafeTensorError::InvalidHeaderDeserialization(error) => format!("its header does not parse: {error}"),
-        SafeTensorError::ValidationOverflow => "a tensor's shape overflows its size in bytes".into(),
+        SafeTensorError::ValidationOverflow => "the size of a tensor in bytes overflows".into(),
         other => {
             let length = usize::try_from(length).unwrap_or(usize::MAX);
             let header = file.get(8..length.saturating_add(8)).unwrap_or_default();
@@ -76,7 +79,7 @@ fn explain(file: &[u8], error: &SafeTensorError) -> String {
     }
 }
 
-/// Walks the tensors by offset and reports the first that cannot be right.
+/// Finds the first tensor, in order of offsets, that is invalid.
 fn first_problem(header: &[u8], data_length: usize) -> Option<String> {
     let Ok(Value::Object(map)) = serde_json::from_slice(header) else { return None };
     let mut tensors: Vec<(u64, u64, String, Option<u64>)> = Vec::new();
@@ -89,7 +92,9 @@ fn first_problem(header: &[u8], data_length: usize) -> Option<String> {
     let mut previous: (u64, &str) = (0, "the header");
     for (start, end, name, size) in &tensors {
         if end < start {
-            return Some(format!("tensor `{name}`: its offsets [{start}, {end}] run backwards"));
+            return Some(format!(
+                "tensor `{name}`: its end offset comes before its start offset: [{start}, {end}]"
+            ));
         }
         if *start < previous.0 {
             return Some(format!(
@@ -99,7 +104,7 @@ fn first_problem(header: &[u8], data_length: usize) -> Option<String> {
         }
         if *start > previous.0 {
             return Some(format!(
-                "tensor `{name}` starts at byte {start}, expected {} right after {}: there is a gap",
+                "tensor `{name}` starts at byte {start}, but should start at {}, right after {}: there is a gap",
                 previous.0, previous.1
             ));
         }
@@ -107,13 +112,13 @@ fn first_problem(header: &[u8], data_length: usize) -> Option<String> {
             && *size != end - start
         {
             return Some(format!(
-                "tensor `{name}`: its shape and type need {size} bytes, its offsets [{start}, {end}] hold {}",
+                "tensor `{name}`: its shape and type need {size} bytes, but its offsets [{start}, {end}] hold {}",
                 end - start
             ));
         }
         if *end > data_length as u64 {
             return Some(format!(
-                "tensor `{name}` ends at byte {end} of the data, but the file holds only {data_length}: truncated?"
+                "tensor `{name}` ends at byte {end} of the data, but the file holds only {data_length}: it may be truncated"
             ));
         }
         previous = (*end, name);
@@ -171,8 +176,8 @@ mod tests {
         refused(&[1, 2, 3], "at least 8 bytes");
         refused(&file(GOOD, 30), "tensor `b` ends at byte 32 of the data, but the file holds only 30");
         refused(&file(GOOD, 33), "1 bytes follow the last tensor");
-        refused(&file(GOOD, 32)[..40], "truncated, or not safetensors");
-        refused(&u64::MAX.to_le_bytes(), "more than any header has");
+        refused(&file(GOOD, 32)[..40], "truncated or not safetensors");
+        refused(&u64::MAX.to_le_bytes(), "more than a header may have");
         refused(&file("{\"a\"", 0), "does not parse");
         refused(&file(&GOOD.replace("[24,32]", "[20,28]"), 28), "`b` starts at byte 20 and overlaps `a`");
         refused(&file(&GOOD.replace("[24,32]", "[28,36]"), 36), "there is a gap");

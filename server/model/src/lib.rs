@@ -1,7 +1,7 @@
-//! Checkpoints: `config.json` and safetensors to a [`ModelSpec`], placement, loading.
+//! Reading of checkpoints: `config.json` and safetensors files become a [`ModelSpec`] and views of the weights.
 //!
-//! [`Checkpoint::open`] maps a directory in Hugging Face's layout and checks it from headers alone. What distinguishes
-//! one family of models from another is data in `families.rs`.
+//! [`Checkpoint::open`] maps a directory in Hugging Face's layout and checks it by its headers alone. The differences
+//! between model families are data in `families.rs`.
 
 mod activation;
 mod checkpoint;

@@ -1,4 +1,4 @@
-//! One weight matrix: its tensor, its format, its scales.
+//! Lookup of one weight matrix: its tensor, format and scales.
 
 use safetensors::Dtype;
 
@@ -21,7 +21,7 @@ pub(super) fn plain_format(dtype: Dtype) -> Option<WeightFormat> {
     }
 }
 
-/// A matrix `[rows, cols]` that must not be quantised.
+/// Finds a matrix `[rows, cols]` that must not be quantised.
 pub(super) fn plain(
     store: &mut Store,
     name: &str,
@@ -45,7 +45,8 @@ pub(super) fn plain(
     })
 }
 
-/// A matrix `[rows, cols]`, possibly FP8 with scales beside it. Returns the bytes of both too.
+/// Finds a matrix `[rows, cols]`, possibly in FP8 with scales in a second tensor. Also returns the size of both in
+/// bytes.
 pub(super) fn matrix(
     store: &mut Store,
     quantization: Quantization,
@@ -78,7 +79,7 @@ pub(super) fn matrix(
     Ok((found, bytes + scale_bytes))
 }
 
-/// Finds the scales of an FP8 tensor of `experts` (or one) matrices `[rows, cols]`.
+/// Finds the scales of an FP8 tensor that holds one matrix `[rows, cols]`, or `experts` of them.
 pub(super) fn scale_grid(
     store: &mut Store,
     quantization: Quantization,
@@ -88,7 +89,7 @@ pub(super) fn scale_grid(
 ) -> Result<BlockScales, ModelError> {
     let names = ["_scale_inv", "_scale"].map(|suffix| format!("{name}{suffix}"));
     let name = names.iter().find(|name| store.has(name)).unwrap_or(&names[0]);
-    let tensor = store.find_floats(name, "the weights beside it are FP8, which needs scales")?;
+    let tensor = store.find_floats(name, "its weights are FP8, which needs scales")?;
     let shape = &store.info(tensor).shape;
     let (lead, rest) = match (experts, shape.split_first()) {
         (Some(e), Some((first, rest))) if *first == e => (true, rest),
@@ -109,8 +110,8 @@ pub(super) fn scale_grid(
         let mut expected: Vec<usize> = experts.into_iter().collect();
         expected.extend(grid);
         let reason = match quantization.block {
-            Some([r, c]) => format!("blocks of {r}×{c}, as `quantization_config` says"),
-            None => "blocks of 128×128; one scale for each row or for all would do as well".to_owned(),
+            Some([r, c]) => format!("blocks of {r}×{c}, the size in `quantization_config`"),
+            None => "blocks of 128×128, one scale per row, or one scale".to_owned(),
         };
         store.expect_shape(tensor, &expected, &reason)?;
         unreachable!("the shape differs from the grid's");
@@ -122,7 +123,8 @@ pub(super) fn scale_grid(
     Ok(BlockScales { tensor, first: 0, grid_cols, block, row_first: 0, row_step: 1 })
 }
 
-/// The two tensors of an MXFP4 stack `[E, rows, cols]`: `_blocks [E, rows, cols / 32, 16]`, `_scales [E, rows, cols / 32]`.
+/// Finds the two tensors of an MXFP4 stack `[E, rows, cols]`: `_blocks [E, rows, cols / 32, 16]` and `_scales [E, rows,
+/// cols / 32]`.
 pub(super) fn mxfp4(
     store: &mut Store,
     name: &str,
@@ -130,7 +132,7 @@ pub(super) fn mxfp4(
     reason: &str,
 ) -> Result<(TensorId, TensorId), ModelError> {
     let blocks = store.find(&format!("{name}_blocks"), reason)?;
-    let scales = store.find(&format!("{name}_scales"), "the `_blocks` beside it need scales")?;
+    let scales = store.find(&format!("{name}_scales"), "its `_blocks` need scales")?;
     for id in [blocks, scales] {
         if store.info(id).dtype != Dtype::U8 {
             return Err(store.wrong_dtype(id, "U8"));
@@ -141,7 +143,7 @@ pub(super) fn mxfp4(
             path: store.path(blocks).to_owned(),
             tensor: store.info(blocks).name.clone(),
             reason: format!(
-                "MXFP4 stores blocks of 32 inputs, which {cols} (from config.json) is no multiple of"
+                "MXFP4 stores blocks of 32 inputs, but {cols} (from config.json) is not a multiple of 32"
             ),
         });
     }

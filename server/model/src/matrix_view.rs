@@ -1,4 +1,4 @@
-//! Weight matrices as they lie in a checkpoint.
+//! Weight matrices as a checkpoint stores them.
 
 use std::borrow::Cow;
 
@@ -16,7 +16,8 @@ pub enum WeightFormat {
     Bf16,
     /// FP8 e4m3 (finite, NaN at 0x7f and 0xff), with scales.
     Fp8E4m3,
-    /// Microscaling FP4 e2m1: 32 elements of a row share one E8M0 exponent; two elements a byte, low nibble first.
+    /// Microscaling FP4 e2m1: 32 elements of a row share one E8M0 exponent; a byte holds two elements, low
+    /// nibble first.
     Mxfp4,
 }
 
@@ -32,22 +33,22 @@ impl std::fmt::Display for WeightFormat {
     }
 }
 
-/// Multipliers that go with the elements of a [`MatrixView`].
+/// Multipliers of the elements of a [`MatrixView`].
 #[derive(Clone, Debug)]
 pub enum Scales<'a> {
-    /// None: elements are values.
+    /// No multipliers: the elements are the values.
     None,
-    /// One multiplier per block, row-major `[ceil(rows / block_rows), ceil(cols / block_cols)]`. A scale for the whole
-    /// tensor is a block of all of it, one per output channel a block of one row.
+    /// One multiplier per block, row-major `[ceil(rows / block_rows), ceil(cols / block_cols)]`. One scale for the
+    /// whole tensor is a block of all rows and columns; one scale per output channel is a block of one row.
     Block {
-        /// The multipliers (what checkpoints call `weight_scale_inv` or `weight_scale`).
+        /// The multipliers, named `weight_scale_inv` or `weight_scale` in checkpoints.
         values: Cow<'a, [f32]>,
-        /// Rows of a block.
+        /// Rows per block.
         block_rows: usize,
-        /// Columns of a block.
+        /// Columns per block.
         block_cols: usize,
     },
-    /// E8M0 exponents of [`WeightFormat::Mxfp4`]: byte `b` of row `r`, block `c` at `r * row_stride + c` means
+    /// E8M0 exponents of [`WeightFormat::Mxfp4`]: byte `b` at `r * row_stride + c` scales block `c` of row `r` by
     /// `2^(b - 127)`.
     Mx {
         /// The exponents.
@@ -59,8 +60,8 @@ pub enum Scales<'a> {
 
 /// A weight matrix `[rows, cols]` = `[output features, input features]`, borrowed from a mapped checkpoint.
 ///
-/// Element `(r, c)` is element number `r * row_stride + c * col_stride` of `data` (for [`WeightFormat::Mxfp4`]:
-/// nibble number, and `col_stride` is 1). `data` is not aligned.
+/// Element `(r, c)` has index `r * row_stride + c * col_stride` in `data`. For [`WeightFormat::Mxfp4`] that index
+/// counts nibbles, and `col_stride` is 1. `data` need not be aligned.
 #[derive(Clone, Debug)]
 pub struct MatrixView<'a> {
     /// Storage format of the elements.
@@ -71,18 +72,18 @@ pub struct MatrixView<'a> {
     pub rows: usize,
     /// Input features.
     pub cols: usize,
-    /// Elements from one row to the next.
+    /// Distance between rows, in elements.
     pub row_stride: usize,
-    /// Elements from one column to the next.
+    /// Distance between columns, in elements.
     pub col_stride: usize,
     /// Multipliers of the elements.
     pub scales: Scales<'a>,
 }
 
-/// Why a matrix cannot be packed.
+/// An inconsistency of a [`MatrixView`].
 #[derive(Debug, thiserror::Error)]
 pub enum MatrixError {
-    /// It has no rows or no columns.
+    /// The matrix has no rows or no columns.
     #[error("a weight matrix of {rows} rows and {cols} columns is empty")]
     Empty {
         /// Output features.
@@ -90,8 +91,8 @@ pub enum MatrixError {
         /// Input features.
         cols: usize,
     },
-    /// Its bytes end before its last element.
-    #[error("weights [{rows}, {cols}] in {format:?} need {needed} bytes, but there are {found}")]
+    /// The data end before the last element.
+    #[error("weights [{rows}, {cols}] in {format:?} need {needed} bytes, but {found} were given")]
     TooShort {
         /// Output features.
         rows: usize,
@@ -99,12 +100,12 @@ pub enum MatrixError {
         cols: usize,
         /// Format of the elements.
         format: WeightFormat,
-        /// Bytes up to the last element.
+        /// Bytes up to the end of the last element.
         needed: usize,
         /// Bytes given.
         found: usize,
     },
-    /// The scales do not go with the format.
+    /// The scales do not fit the format.
     #[error("{format:?} weights cannot have {found}")]
     WrongScales {
         /// Format of the elements.
@@ -112,8 +113,8 @@ pub enum MatrixError {
         /// What was given, in words.
         found: &'static str,
     },
-    /// There are fewer or more scales than blocks.
-    #[error("weights [{rows}, {cols}] need {needed} scales, but there are {found}")]
+    /// The number of scales differs from the number of blocks.
+    #[error("weights [{rows}, {cols}] need {needed} scales, but {found} were given")]
     ScaleCount {
         /// Output features.
         rows: usize,
@@ -124,13 +125,13 @@ pub enum MatrixError {
         /// Scales given.
         found: usize,
     },
-    /// MXFP4 elements of a row do not follow each other.
+    /// The MXFP4 elements of a row are not contiguous.
     #[error("MXFP4 weights must be contiguous along a row, but the column stride is {0}")]
     Strided(usize),
 }
 
 impl MatrixView<'_> {
-    /// Whether an FP8 matrix holds a code that is not a number.
+    /// Whether an FP8 matrix holds a NaN code.
     #[must_use]
     pub fn has_fp8_nan(&self) -> bool {
         (0..self.rows).any(|row| {
@@ -142,10 +143,10 @@ impl MatrixView<'_> {
         })
     }
 
-    /// Checks that bytes and scales suffice for the shape.
+    /// Checks that data and scales suffice for the shape.
     ///
     /// # Errors
-    /// If they do not, or contradict the format.
+    /// If they do not, or if the scales do not fit the format.
     pub fn check(&self) -> Result<(), MatrixError> {
         let &MatrixView { format, rows, cols, .. } = self;
         if rows == 0 || cols == 0 {

@@ -1,4 +1,4 @@
-//! Which rank owns which expert.
+//! The assignment of experts to ranks.
 
 use std::ops::Range;
 
@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use expertd_types::{ExpertId, Rank};
 
-/// Experts of a layer over ranks: contiguous ranges in rank order. The first `num_experts % ranks` ranks own one more
-/// than the others; with fewer experts than ranks the last ranks own none.
+/// The placement of a layer's experts: contiguous ranges in rank order. The first `num_experts % ranks` ranks own one
+/// expert more than the others; with fewer experts than ranks, the last ranks own none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placement {
     num_experts: u32,
@@ -15,16 +15,16 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// Places `num_experts` over `ranks`.
+    /// Distributes `num_experts` experts over `ranks` ranks.
     ///
     /// # Panics
-    /// When `ranks` is zero or a number does not fit 32 bits.
+    /// If `ranks` is zero or a number does not fit in 32 bits.
     #[must_use]
     pub fn new(num_experts: usize, ranks: usize) -> Self {
         assert!(ranks > 0, "an EP group has at least one rank");
         Self {
-            num_experts: u32::try_from(num_experts).expect("an expert index fits 32 bits"),
-            ranks: u32::try_from(ranks).expect("a rank fits 32 bits"),
+            num_experts: u32::try_from(num_experts).expect("an expert index fits in 32 bits"),
+            ranks: u32::try_from(ranks).expect("a rank fits in 32 bits"),
         }
     }
 
@@ -49,7 +49,7 @@ impl Placement {
         start..start + share + (rank.0 < extra) as u32
     }
 
-    /// The rank that owns `expert`, which must be one of `0..num_experts`.
+    /// The rank that owns `expert`, which must lie in `0..num_experts`.
     #[must_use]
     pub const fn owner(&self, expert: ExpertId) -> Rank {
         let (share, extra) = (self.num_experts / self.ranks, self.num_experts % self.ranks);

@@ -1,4 +1,4 @@
-//! Where the parts of a layer lie in the checkpoint's tensors, resolved and checked once.
+//! The location of a layer's parts in the checkpoint's tensors, resolved and checked once.
 
 use std::borrow::Cow;
 
@@ -10,7 +10,7 @@ use crate::{MatrixView, Scales, WeightFormat};
 pub(super) struct MatrixRef {
     pub(super) tensor: TensorId,
     pub(super) format: WeightFormat,
-    /// Element number of `(0, 0)` in the tensor.
+    /// Element index of `(0, 0)` in the tensor.
     pub(super) first: usize,
     pub(super) rows: usize,
     pub(super) cols: usize,
@@ -19,35 +19,35 @@ pub(super) struct MatrixRef {
     pub(super) scales: ScalesRef,
 }
 
-/// Multipliers of a matrix inside a tensor of their own.
+/// The multipliers of a matrix, in a tensor of their own.
 #[derive(Clone, Debug)]
 pub(super) enum ScalesRef {
     None,
     Block(BlockScales),
     Mx {
         tensor: TensorId,
-        /// Byte of row 0.
+        /// Byte offset of row 0.
         first: usize,
-        /// Bytes from row to row.
+        /// Distance between rows, in bytes.
         row_stride: usize,
     },
 }
 
-/// A grid of block scales, of which a matrix may use a part that does not start at a block's edge.
+/// A grid of block scales; the part that a matrix uses need not start at the edge of a block.
 #[derive(Clone, Debug)]
 pub(super) struct BlockScales {
     pub(super) tensor: TensorId,
-    /// Element number of the grid's first scale.
+    /// Element index of the grid's first scale.
     pub(super) first: usize,
-    /// Scales in a row of the grid.
+    /// Number of scales per row of the grid.
     pub(super) grid_cols: usize,
     pub(super) block: [usize; 2],
-    /// Row of the tensor that is the matrix's row 0, and how far apart its rows are.
+    /// Row of the tensor that is the matrix's row 0, and the distance between the matrix's rows.
     pub(super) row_first: usize,
     pub(super) row_step: usize,
 }
 
-/// Numbers inside a tensor, evenly spaced.
+/// Evenly spaced numbers inside a tensor.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct VectorRef {
     pub(super) tensor: TensorId,
@@ -62,9 +62,9 @@ pub(super) struct MlpPlan {
     pub(super) gate: MatrixRef,
     pub(super) up: MatrixRef,
     pub(super) down: MatrixRef,
-    /// Biases of the three, in that order.
+    /// Biases of gate, up and down, in that order.
     pub(super) biases: Option<[VectorRef; 3]>,
-    /// Bytes in the checkpoint, with scales and biases.
+    /// Size in the checkpoint, scales and biases included, in bytes.
     pub(super) bytes: u64,
 }
 
@@ -86,7 +86,8 @@ pub(super) struct LayerPlan {
 }
 
 impl MlpPlan {
-    /// Columns of a block of scales, where a row of some matrix has several: all matrices have the config's blocks.
+    /// Columns per block of scales, if a row of any matrix has several blocks; all matrices have the config's block
+    /// size.
     pub(super) fn scale_cols(&self) -> Option<usize> {
         let narrow = |matrix: &MatrixRef| match &matrix.scales {
             ScalesRef::Block(scales) if scales.block[1] < matrix.cols => Some(scales.block[1]),
@@ -146,7 +147,7 @@ impl BlockScales {
             let values = (start..start + rows.div_ceil(block_rows)).flat_map(line).collect();
             return Scales::Block { values: Cow::Owned(values), block_rows, block_cols };
         }
-        // The matrix starts inside a block, or takes every other row: give each row its own scales.
+        // The matrix starts inside a block or takes every other row, so each row gets its own scales.
         let values =
             (0..rows).flat_map(|r| line((self.row_first + r * self.row_step) / block_rows)).collect();
         Scales::Block { values: Cow::Owned(values), block_rows: 1, block_cols }

@@ -1,27 +1,27 @@
-//! `quantization_config`: which formats a checkpoint says it is stored in.
+//! `quantization_config`: the storage formats that a checkpoint declares.
 
 use serde_json::{Map, Value};
 
 use super::ModelError;
 use super::config::Config;
 
-/// What the config says about the stored form of weights. Tensors that are stored in bf16, f16 or f32 need nothing of
-/// it; those in FP8 and MXFP4 are checked against it.
+/// The declared storage formats of weights. Tensors stored in bf16, f16 or f32 do not depend on them; those in FP8 and
+/// MXFP4 are checked against them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Quantization {
-    /// FP8 may occur.
+    /// Whether FP8 may occur.
     pub(super) fp8: bool,
-    /// MXFP4 may occur.
+    /// Whether MXFP4 may occur.
     pub(super) mxfp4: bool,
-    /// `[rows, cols]` of an FP8 scale block, where scales are per block.
+    /// `[rows, cols]` of an FP8 scale block, if scales are per block.
     pub(super) block: Option<[usize; 2]>,
 }
 
-const SUPPORTED: &str = "supported are `fp8` (e4m3; scales per block, channel or tensor), `compressed-tensors` with \
+const SUPPORTED: &str = "the supported methods are `fp8` (e4m3; scales per block, channel or tensor), `compressed-tensors` with \
      8-bit float weights, and `mxfp4`; convert the checkpoint, or use its bf16 release";
 
 impl Quantization {
-    /// Reads the config. Without `quantization_config` nothing is quantised.
+    /// Reads `quantization_config`. Without it nothing is quantised.
     pub(super) fn read(config: &Config) -> Result<Self, ModelError> {
         let Some(map) = config.quantization()? else { return Ok(Self::default()) };
         let method = text(map, "quant_method");

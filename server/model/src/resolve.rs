@@ -1,5 +1,5 @@
-//! From config and tensor headers to a [`ModelSpec`] and the place of everything in the files. All checks that headers
-//! allow happen here, so that a checkpoint which resolves can be loaded.
+//! Resolution of a config and tensor headers to a [`ModelSpec`] and the location of every tensor. All checks that
+//! headers allow are made here, so that a checkpoint which resolves can be loaded.
 
 use super::config::Config;
 use super::experts::{self, Dims};
@@ -14,23 +14,23 @@ use super::store::{Store, TensorId};
 use super::{ModelError, matrices};
 use crate::Activation;
 
-/// Bounds of what a config may claim, so that no field makes a loop or an allocation absurd.
+/// Bounds of the values in a config, so that no field makes a loop or an allocation unreasonably large.
 pub(super) const MAX_LAYERS: usize = 4096;
 pub(super) const MAX_EXPERTS: usize = 65536;
 const MAX_HIDDEN: usize = 1 << 20;
 const MAX_VOCAB: usize = 1 << 24;
 
-/// What comes before `layers.N.`, in the order in which it is tried.
+/// Prefixes of `layers.N.`, in the order in which they are tried.
 const PREFIXES: [&str; 5] =
     ["model.", "model.language_model.", "language_model.model.", "language_model.", ""];
 
-/// Config and store, resolved.
+/// The resolved description of a checkpoint.
 pub(super) struct Resolved {
     pub(super) spec: ModelSpec,
     pub(super) plans: Vec<Option<LayerPlan>>,
 }
 
-/// What holds for the whole model.
+/// Values that hold for the whole model.
 pub(super) struct Context<'a> {
     pub(super) config: &'a Config,
     pub(super) family: &'static Family,
@@ -68,11 +68,11 @@ pub(super) fn resolve(config: &Config, store: &mut Store) -> Result<Resolved, Mo
     let Some(first) = kinds.iter().position(|kind| *kind != LayerKind::Dense) else {
         return Err(unsupported(
             config,
-            "a model without any MoE layer",
-            "by its config every layer is dense",
+            "a model without MoE layers",
+            "according to its config every layer is dense",
         ));
     };
-    let names = Names::detect(store, family, first)?;
+    let names = TensorNames::detect(store, family, first)?;
     for (layer, kind) in kinds.iter().enumerate().filter(|(_, kind)| **kind != LayerKind::Dense) {
         let mut gate = gate.clone();
         if *kind == LayerKind::Hashed {
@@ -94,17 +94,21 @@ fn find_family(config: &Config, model_type: &str) -> Result<&'static Family, Mod
     by_model_type(model_type).ok_or_else(|| {
         let mut known: Vec<&str> = FAMILIES.iter().flat_map(|family| family.model_types).copied().collect();
         known.sort_unstable();
-        unsupported(config, &format!("model_type `{model_type}`"), &format!("known are {}", known.join(", ")))
+        unsupported(
+            config,
+            &format!("model_type `{model_type}`"),
+            &format!("the supported types are {}", known.join(", ")),
+        )
     })
 }
 
-/// Refuses fields that might change the block's arithmetic in a way the family's description does not know.
+/// Refuses fields that might change the block's arithmetic in a way that the family's description does not cover.
 fn check_fields(config: &Config, family: &Family) -> Result<(), ModelError> {
     for field in config.names() {
         if family.is_unknown(field) {
             let why = format!(
-                "the description of family `{}` does not know this field, which by its name may matter; \
-                 if it does not, add it to the fields that the family ignores",
+                "the description of family `{}` does not cover this field, and its name suggests that it matters; \
+                 if it does not matter, add it to the fields that the family ignores",
                 family.name
             );
             return Err(unsupported(config, &format!("config field `{field}`"), &why));
@@ -146,13 +150,13 @@ fn activation(config: &Config, family: &Family) -> Result<Activation, ModelError
     })
 }
 
-/// How tensors are called in this checkpoint.
-struct Names {
+/// The names of tensors in this checkpoint.
+struct TensorNames {
     prefix: &'static str,
     block: &'static str,
 }
 
-impl Names {
+impl TensorNames {
     fn detect(store: &Store, family: &'static Family, first: usize) -> Result<Self, ModelError> {
         for prefix in PREFIXES {
             for block in family.block {
@@ -165,14 +169,14 @@ impl Names {
         }
         let gate = family.gate.weight[0];
         let seen = match store.example(gate) {
-            Some(name) => format!("there is `{name}`"),
-            None => format!("no tensor's name ends in `{gate}`"),
+            Some(name) => format!("found `{name}`"),
+            None => format!("no tensor name ends in `{gate}`"),
         };
         let prefixes: Vec<_> = PREFIXES.iter().map(|prefix| format!("`{prefix}`")).collect();
         Err(store.missing(
             &format!("model.layers.{first}.{}.{gate}", family.block[0]),
             &format!(
-                "it is the gate of the first layer that has an MoE block by the config; {seen}; prefixes tried: {}",
+                "according to the config it is the gate of the first layer with an MoE block; {seen}; prefixes tried: {}",
                 prefixes.join(", ")
             ),
         ))
@@ -245,13 +249,13 @@ fn token_table(store: &mut Store, name: &str, shape: [usize; 2]) -> Result<Tenso
     }
 }
 
-/// The first of several names that the checkpoint has, or the first.
+/// The first of several names that the checkpoint has; the first of all if it has none.
 fn first_present(store: &Store, base: &str, names: &[&str]) -> String {
     let found = names.iter().map(|name| format!("{base}{name}")).find(|name| store.has(name));
     found.unwrap_or_else(|| format!("{base}{}", names[0]))
 }
 
-/// A vector of one of several shapes.
+/// Finds a vector whose shape is one of `shapes`.
 pub(super) fn vector(
     store: &mut Store,
     name: &str,
@@ -265,23 +269,24 @@ pub(super) fn vector(
     Ok(VectorRef { tensor: id, first: 0, stride: 1, len: shapes[0].iter().product() })
 }
 
-type Shared = (SharedSpec, (MlpPlan, Option<VectorRef>));
+type ResolvedShared = (SharedSpec, (MlpPlan, Option<VectorRef>));
 
 fn resolve_shared(
     context: &Context<'_>,
     store: &mut Store,
     base: &str,
-) -> Result<Option<Shared>, ModelError> {
+) -> Result<Option<ResolvedShared>, ModelError> {
     let Some(rule) = context.family.shared else { return Ok(None) };
     let config = context.config;
     let (width, reason) = match rule.width {
         SharedWidth::Field(field) => {
             let width = config.opt_usize(field, MAX_HIDDEN)?;
-            let missing = || config.wrong_text(field, "a whole number", "nothing: the field is missing");
+            let missing = || config.wrong_text(field, "an integer", "nothing: the field is missing");
             (width.ok_or_else(missing)?, format!("`{field}` and `hidden_size` in config.json"))
         }
         SharedWidth::Count { field, default } => {
-            // An explicit null means none; an absent field means what the reference implementation assumes.
+            // An explicit null means no shared experts; for an absent field the reference implementation's default
+            // holds.
             let absent = if config.has(field) { 0 } else { default };
             let count = config.opt_usize(field, MAX_EXPERTS)?.unwrap_or(absent);
             let width = count.saturating_mul(context.width).min(MAX_HIDDEN);

@@ -1,4 +1,4 @@
-//! What a checkpoint holds, as data that every layer above works from.
+//! The description of a checkpoint that all other layers use.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,18 +6,18 @@ use super::{GateSpec, ModelError};
 use crate::{Activation, WeightFormat};
 use expertd_types::LayerId;
 
-/// The MoE side of a model.
+/// The MoE part of a model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelSpec {
-    /// Family, see [`super::FAMILIES`].
+    /// Name of the family; see [`super::FAMILIES`].
     pub family: String,
     /// `model_type` in `config.json`.
     pub model_type: String,
-    /// Elements of a token row.
+    /// Elements per token row.
     pub hidden: usize,
-    /// Decoder layers, with and without an MoE block.
+    /// Number of decoder layers, with and without an MoE block.
     pub num_layers: usize,
-    /// Per layer its MoE block; `None` for a dense layer.
+    /// The MoE block of each layer; `None` for a dense layer.
     pub layers: Vec<Option<MoeLayer>>,
 }
 
@@ -28,7 +28,7 @@ pub struct MoeLayer {
     pub gate: GateSpec,
     /// Routed experts.
     pub experts: ExpertsSpec,
-    /// Shared experts, which see every token.
+    /// Shared experts, which process every token.
     pub shared: Option<SharedSpec>,
 }
 
@@ -39,36 +39,36 @@ pub struct ExpertsSpec {
     pub count: usize,
     /// Intermediate size, I: gate and up are `[I, hidden]`, down is `[hidden, I]`.
     pub width: usize,
-    /// Between gate/up and down.
+    /// Activation between gate/up and down.
     pub activation: Activation,
     /// Whether the routing weight multiplies the expert's input instead of its output.
     pub weight_on_input: bool,
     /// Whether gate, up and down have biases.
     pub biases: bool,
-    /// How the weights are stored, and stay stored.
+    /// Storage format of the weights, in the checkpoint and in memory.
     pub format: WeightFormat,
-    /// Columns of a block of FP8 scales, where a row of some matrix has several.
+    /// Columns per block of FP8 scales, if a row of any matrix has several blocks.
     pub scale_cols: Option<usize>,
-    /// Bytes of one expert in the checkpoint, scales and biases included.
+    /// Size of one expert in the checkpoint, scales and biases included, in bytes.
     pub bytes: u64,
 }
 
 /// The shared experts of a layer, as one MLP.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SharedSpec {
-    /// Intermediate size of all of them together.
+    /// Intermediate size of all shared experts together.
     pub width: usize,
-    /// Between gate/up and down.
+    /// Activation between gate/up and down.
     pub activation: Activation,
-    /// Whether the output is multiplied with `sigmoid(x · g)` for a vector g `[hidden]`.
+    /// Whether the output is multiplied by `sigmoid(x · g)` for a vector g `[hidden]`.
     pub gated: bool,
     /// Whether gate, up and down have biases.
     pub biases: bool,
-    /// How the weights are stored, and stay stored.
+    /// Storage format of the weights, in the checkpoint and in memory.
     pub format: WeightFormat,
-    /// As of [`ExpertsSpec`].
+    /// Columns per block of FP8 scales; see [`ExpertsSpec::scale_cols`].
     pub scale_cols: Option<usize>,
-    /// Bytes in the checkpoint, scales and biases included.
+    /// Size in the checkpoint, scales and biases included, in bytes.
     pub bytes: u64,
 }
 
@@ -76,7 +76,7 @@ impl ModelSpec {
     /// The MoE block of a layer.
     ///
     /// # Errors
-    /// [`ModelError::NoSuchLayer`] beyond the model, [`ModelError::DenseLayer`] for a layer without MoE block.
+    /// [`ModelError::NoSuchLayer`] if the model has no such layer, [`ModelError::DenseLayer`] if it has no MoE block.
     pub fn layer(&self, layer: LayerId) -> Result<&MoeLayer, ModelError> {
         match self.layers.get(layer.index()) {
             None => Err(ModelError::NoSuchLayer { layer, num_layers: self.num_layers }),
@@ -90,13 +90,13 @@ impl ModelSpec {
         (0u32..).zip(&self.layers).filter_map(|(i, moe)| Some((LayerId(i), moe.as_ref()?)))
     }
 
-    /// The largest `top_k` of any layer.
+    /// The largest `top_k` of all layers.
     #[must_use]
     pub fn max_top_k(&self) -> usize {
         self.moe_layers().map(|(_, moe)| moe.gate.top_k).max().unwrap_or(0)
     }
 
-    /// The largest number of experts of any layer.
+    /// The largest number of experts of all layers.
     #[must_use]
     pub fn max_experts(&self) -> usize {
         self.moe_layers().map(|(_, moe)| moe.experts.count).max().unwrap_or(0)

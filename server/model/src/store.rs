@@ -15,14 +15,14 @@ use super::header::Header;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
-/// The index of a model with 10^5 tensors has about 10 MB.
+/// Largest accepted index; the index of a model with 10^5 tensors has about 10 MB.
 const MAX_INDEX_BYTES: u64 = 128 << 20;
 
-/// A tensor that has been looked up: index into [`Store::info`].
+/// The index of a tensor that has been looked up, in [`Store::info`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct TensorId(u32);
 
-/// Where a tensor lies.
+/// The type, shape and location of a tensor.
 #[derive(Clone, Debug)]
 pub(super) struct TensorInfo {
     pub(super) name: String,
@@ -44,10 +44,11 @@ struct Shard {
     mapped: Option<Mapped>,
 }
 
-/// Names to mapped bytes. Shards are opened (mapped, header checked) when a tensor in them is first looked up.
+/// A map from tensor names to mapped bytes. A shard is opened (mapped, header checked) when one of its tensors is first
+/// looked up.
 #[derive(Debug)]
 pub(super) struct Store {
-    /// What to name when no shard is to blame.
+    /// File or directory to name in errors that concern no single shard.
     listing: PathBuf,
     shards: Vec<Shard>,
     names: HashMap<String, usize>,
@@ -61,7 +62,8 @@ struct IndexFile {
 }
 
 impl Store {
-    /// Opens a directory. A single `model.safetensors` wins over an index, as in the reference implementation.
+    /// Opens a directory. A single `model.safetensors` takes precedence over an index, as in the reference
+    /// implementation.
     pub(super) fn open(dir: &Path) -> Result<Self, ModelError> {
         let single = dir.join(SINGLE);
         if single.exists() {
@@ -96,7 +98,7 @@ impl Store {
         for (name, file) in index.weight_map {
             let plain = Path::new(&file).components().collect::<Vec<_>>();
             if !matches!(plain[..], [Component::Normal(_)]) {
-                let reason = format!("tensor `{name}` is said to lie in {file:?}, expected a file name");
+                let reason = format!("tensor `{name}` is listed in {file:?}, expected a file name");
                 return Err(ModelError::Index { path, reason });
             }
             let next = store.shards.len();
@@ -117,28 +119,28 @@ impl Store {
                 move |source| ModelError::Io { path, action, source }
             };
             let file = File::open(&shard.path).map_err(io("open it"))?;
-            // SAFETY: the mapping is private to this process and read-only. Should someone truncate the file while
-            // it is served, reads beyond its end raise SIGBUS and end this process, which its supervisor handles;
-            // should someone overwrite it, weights change: bytes are only ever read as numbers, never as addresses.
+            // SAFETY: the mapping is read-only and private to this process. If another process truncates the file while
+            // it is served, reads beyond its end raise SIGBUS and end this process, which its supervisor handles. If
+            // another process overwrites it, weights change: bytes are only read as numbers, never as addresses.
             let bytes = unsafe { Mmap::map(&file) }.map_err(io("map it"))?;
             let header = Header::parse(&bytes)
                 .map_err(|reason| ModelError::Header { path: shard.path.clone(), reason })?;
             shard.mapped = Some(Mapped { bytes, header });
         }
-        Ok(shard.mapped.as_ref().expect("mapped just above"))
+        Ok(shard.mapped.as_ref().expect("the shard was mapped just now"))
     }
 
-    /// Whether the checkpoint lists a tensor (without opening its shard).
+    /// Whether the checkpoint lists a tensor. Does not open its shard.
     pub(super) fn has(&self, name: &str) -> bool {
         self.names.contains_key(name)
     }
 
-    /// Any name that ends so, for messages.
+    /// A tensor name that ends in `suffix`, for error messages.
     pub(super) fn example(&self, suffix: &str) -> Option<&str> {
         self.names.keys().filter(|name| name.ends_with(suffix)).min().map(String::as_str)
     }
 
-    /// An error about a tensor that is not there.
+    /// An error about a missing tensor.
     pub(super) fn missing(&self, name: &str, reason: &str) -> ModelError {
         ModelError::MissingTensor {
             path: self.listing.clone(),
@@ -147,7 +149,7 @@ impl Store {
         }
     }
 
-    /// Finds a tensor, opening its shard.
+    /// Looks a tensor up, which opens its shard.
     pub(super) fn find(&mut self, name: &str, reason: &str) -> Result<TensorId, ModelError> {
         if let Some(&id) = self.known.get(name) {
             return Ok(id);
@@ -155,7 +157,7 @@ impl Store {
         let Some(&shard) = self.names.get(name) else { return Err(self.missing(name, reason)) };
         let Some(entry) = self.shard(shard)?.header.entry(name) else {
             let reason =
-                format!("{} says it is here, but the header does not list it", file_name(&self.listing));
+                format!("{} lists it in this file, but the file's header does not", file_name(&self.listing));
             let path = self.shards[shard].path.clone();
             return Err(ModelError::MissingTensor { path, tensor: name.to_owned(), reason });
         };
@@ -171,25 +173,27 @@ impl Store {
         Ok(id)
     }
 
-    /// What is known about a tensor.
+    /// The type, shape and location of a tensor.
     pub(super) fn info(&self, id: TensorId) -> &TensorInfo {
         &self.tensors[id.0 as usize]
     }
 
-    /// The file that a tensor lies in.
+    /// The file that holds a tensor.
     pub(super) fn path(&self, id: TensorId) -> &Path {
         &self.shards[self.info(id).shard].path
     }
 
-    /// A tensor's bytes.
+    /// The bytes of a tensor.
     pub(super) fn bytes(&self, id: TensorId) -> &[u8] {
         let info = self.info(id);
-        let mapped =
-            self.shards[info.shard].mapped.as_ref().expect("a tensor that was found lies in a mapped shard");
+        let mapped = self.shards[info.shard]
+            .mapped
+            .as_ref()
+            .expect("the shard of a tensor that was looked up is mapped");
         &mapped.bytes[info.range.clone()]
     }
 
-    /// Opened files with their whole contents and the length of the header: what a fingerprint is taken of.
+    /// The opened files with their whole contents and the length of the header, for the fingerprint.
     pub(super) fn opened(&self) -> impl Iterator<Item = (&Path, &[u8], usize)> {
         self.shards.iter().filter_map(|shard| {
             let mapped = shard.mapped.as_ref()?;
@@ -197,7 +201,7 @@ impl Store {
         })
     }
 
-    /// Checks a tensor's shape.
+    /// Checks the shape of a tensor.
     pub(super) fn expect_shape(
         &self,
         id: TensorId,
@@ -217,7 +221,7 @@ impl Store {
         })
     }
 
-    /// An error about a tensor's element type.
+    /// An error about the element type of a tensor.
     pub(super) fn wrong_dtype(&self, id: TensorId, expected: &str) -> ModelError {
         let info = self.info(id);
         ModelError::DType {
@@ -228,7 +232,7 @@ impl Store {
         }
     }
 
-    /// Floating-point numbers of a tensor as f32: `count` of them, `stride` apart, from element `first` on.
+    /// `count` floating-point elements of a tensor as f32, `stride` elements apart, from element `first` on.
     pub(super) fn floats(&self, id: TensorId, first: usize, stride: usize, count: usize) -> Vec<f32> {
         let (bytes, dtype) = (self.bytes(id), self.info(id).dtype);
         let size = dtype.bitsize() / 8;
@@ -239,12 +243,13 @@ impl Store {
                 (Dtype::BF16, &[a, b]) => half::bf16::from_le_bytes([a, b]).to_f32(),
                 (Dtype::F16, &[a, b]) => half::f16::from_le_bytes([a, b]).to_f32(),
                 (Dtype::F8_E8M0, &[a]) => e8m0(a),
-                _ => unreachable!("types are checked when the tensor is found"),
+                _ => unreachable!("types are checked when the tensor is looked up"),
             })
             .collect()
     }
 
-    /// A table of experts by token id `[vocab, top_k]`, checked: it decides where rows are sent.
+    /// A table of experts by token id `[vocab, top_k]`. Its ids are checked, because they determine where rows are
+    /// sent.
     pub(super) fn token_table(
         &self,
         id: TensorId,
@@ -262,18 +267,21 @@ impl Store {
                     if !row[..i].contains(expert) {
                         continue;
                     }
-                    format!("names expert {expert} twice for token {token}")
+                    format!("lists expert {expert} twice for token {token}")
                 } else {
-                    format!("names expert {expert} for token {token}, expected 0 to {}", experts - 1)
+                    format!("lists expert {expert} for token {token}, expected 0 to {}", experts - 1)
                 };
                 let (path, tensor) = (self.path(id).to_owned(), self.info(id).name.clone());
                 return Err(ModelError::Contents { path, tensor, reason: problem });
             }
         }
-        Ok(table.into_iter().map(|e| i32::try_from(e).expect("below the number of experts")).collect())
+        Ok(table
+            .into_iter()
+            .map(|e| i32::try_from(e).expect("the id is below the number of experts"))
+            .collect())
     }
 
-    /// Finds a tensor of floating-point numbers.
+    /// Looks up a tensor of floating-point numbers.
     pub(super) fn find_floats(&mut self, name: &str, reason: &str) -> Result<TensorId, ModelError> {
         let id = self.find(name, reason)?;
         match self.info(id).dtype {
@@ -283,7 +291,7 @@ impl Store {
     }
 }
 
-/// `2^(bits - 127)`; all ones is not a number.
+/// `2^(bits - 127)`; all ones is NaN.
 fn e8m0(bits: u8) -> f32 {
     match bits {
         0 => f32::from_bits(0x0040_0000),
@@ -296,9 +304,9 @@ fn file_name(path: &Path) -> String {
     path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
 }
 
-/// Names of a directory's files, for messages.
+/// Names of a directory's files, for error messages.
 fn list(dir: &Path) -> String {
-    let Ok(entries) = std::fs::read_dir(dir) else { return "no such directory".into() };
+    let Ok(entries) = std::fs::read_dir(dir) else { return "nothing: there is no such directory".into() };
     let mut names: Vec<String> =
         entries.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned())).collect();
     names.sort();

@@ -1,14 +1,14 @@
-//! One expert's weights as a backend packs them.
+//! The weights of one expert, which each backend packs.
 
 use crate::MatrixView;
 
-/// One expert's weights as they lie in a checkpoint: `gate` and `up` are `[intermediate, hidden]`, `down` is
-/// `[hidden, intermediate]`, biases as long as their output.
+/// One expert's weights as a checkpoint stores them: `gate` and `up` are `[intermediate, hidden]`, `down` is `[hidden,
+/// intermediate]`, and each bias has the length of its projection's output.
 #[derive(Clone, Debug)]
 pub struct ExpertWeights<'a> {
-    /// Projection that goes through the nonlinearity.
+    /// Projection that passes through the nonlinearity.
     pub gate: MatrixView<'a>,
-    /// Projection that it is multiplied with.
+    /// Projection that is multiplied with the activated gate projection.
     pub up: MatrixView<'a>,
     /// Projection back to hidden features.
     pub down: MatrixView<'a>,
@@ -16,18 +16,18 @@ pub struct ExpertWeights<'a> {
     pub biases: Option<ExpertBiases<'a>>,
 }
 
-/// Biases of the three projections.
+/// Biases of an expert's three projections.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertBiases<'a> {
     /// `[intermediate]`.
     pub gate: &'a [f32],
     /// `[intermediate]`.
     pub up: &'a [f32],
-    /// `[hidden]`; weighted like the rest of the expert's output.
+    /// `[hidden]`; multiplied by the routing weight like the rest of the expert's output.
     pub down: &'a [f32],
 }
 
-/// What the routing weight of a row multiplies.
+/// Operand that a routing weight multiplies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WeightOn {

@@ -1,7 +1,7 @@
-//! An EP group of processes: exchanges are right, and a killed rank ends every wait of the others.
+//! Tests of an EP group of processes: exchanges are correct, and a killed rank ends every wait of the others.
 //!
-//! The test starts itself again as the other ranks. Every rank draws the same steps from the same seed, so each can
-//! check its own answers.
+//! The test starts itself again for the other ranks. Every rank draws the same steps from the same seed and checks its own
+//! answers.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -41,7 +41,7 @@ fn owner(expert: usize) -> usize {
     expert % RANKS
 }
 
-/// One exchange; small integers, so that sums are exact in any order.
+/// Makes one exchange of small integers, whose sums are exact in any order.
 fn exchange(group: &mut CpuGroup, n: u64, seed: u64) -> Result<(), EpError> {
     let rank = group.config().rank.index() as u64;
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ n << 8 ^ rank);
@@ -54,7 +54,7 @@ fn exchange(group: &mut CpuGroup, n: u64, seed: u64) -> Result<(), EpError> {
     let slot = Slot((n % 2) as u32);
     group.prepare(slot, HostRouting { owners: &owners, tokens, k: K, ids: &ids, weights: &weights })?;
     group.dispatch(slot, &rows)?;
-    for batch in group.work(slot)? {
+    for batch in group.received(slot)? {
         let choices = batch.ids.chunks_exact(K).zip(batch.weights.chunks_exact(K));
         let rows = batch.rows.chunks_exact(HIDDEN).zip(batch.partials.chunks_exact_mut(HIDDEN));
         for ((row, partial), (ids, weights)) in rows.zip(choices) {
@@ -73,14 +73,14 @@ fn exchange(group: &mut CpuGroup, n: u64, seed: u64) -> Result<(), EpError> {
     Ok(())
 }
 
-/// Not a test of its own: what the other ranks run.
+/// The entry point of the other ranks, not a test of its own.
 #[test]
 fn other_rank() {
     let Ok(arguments) = std::env::var(ENV) else { return };
     let arguments: Vec<u64> = arguments.split(',').map(|n| n.parse().unwrap()).collect();
     let &[fd, rank, seed, count, deadline] = &arguments[..] else { panic!("five numbers") };
     #[allow(unsafe_code, reason = "the descriptor that the parent left open for this process")]
-    // SAFETY: inherited, named by the parent, and used by nothing else here.
+    // SAFETY: the descriptor is inherited, the parent names it, and nothing else here uses it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
     let mut group = CpuGroup::from_fd(fd, config(rank as usize, Duration::from_millis(deadline))).unwrap();
     let before = windows_rss();
@@ -91,14 +91,14 @@ fn other_rank() {
     assert_eq!(windows_rss(), before, "pages of the windows that were not present when the rank joined");
 }
 
-/// Resident KiB of the windows, from the page tables.
+/// Resident size of the windows in KiB, from the page tables.
 fn windows_rss() -> Option<usize> {
     let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let windows = maps.lines().skip_while(|line| !line.contains("memfd:expertd-windows"));
     windows.skip(1).find_map(|line| line.strip_prefix("Rss:")?.trim().strip_suffix(" kB")?.parse().ok())
 }
 
-/// A rank's process; killed when dropped, so that a failing test leaves nothing behind.
+/// The process of another rank. It is killed on drop, so that a failing test leaves no process behind.
 struct OtherRank(Child);
 
 impl Drop for OtherRank {
@@ -108,11 +108,11 @@ impl Drop for OtherRank {
     }
 }
 
-/// Starts all ranks but the first, which joins here.
+/// Starts all ranks but the first, which joins in this process.
 fn start(seed: u64, count: u64, deadline: Duration) -> (CpuGroup, Vec<OtherRank>) {
     let region = create_windows(&config(0, deadline)).unwrap();
     let spawn = |rank| {
-        // A duplicate without the close-on-exec flag, for the time of the spawn.
+        // A duplicate without the close-on-exec flag, which exists only during the spawn.
         let fd = rustix::io::dup(&*region).unwrap();
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "other_rank", "--nocapture", "--test-threads=1"])
@@ -136,7 +136,7 @@ fn processes_exchange_rows() {
         exchange(&mut group, n, seed).unwrap();
     }
     for other in &mut others {
-        assert!(other.0.wait().unwrap().success(), "another rank's answers were wrong");
+        assert!(other.0.wait().unwrap().success(), "another rank had wrong answers");
     }
 }
 
@@ -149,12 +149,14 @@ fn a_killed_rank_is_named() {
         exchange(&mut group, n, seed).unwrap();
     }
     drop(others.pop());
-    // Nobody tells of a killed process here (the router would); the deadline does, and it names the rank. An exchange
-    // that the rank had finished for its part may still succeed.
-    let error =
-        (20..25).find_map(|n| exchange(&mut group, n, seed).err()).expect("rank 2 is dead").to_string();
-    assert!(error.contains("rank(s) 2") || error.contains("in vain for rank 2"), "{error}");
-    // The other survivor was told, or found out itself; it does not wait for ever.
+    // There is no router that reports the killed process; the deadline ends the wait and names the rank. An exchange
+    // whose part the rank had finished may still succeed.
+    let error = (20..25)
+        .find_map(|n| exchange(&mut group, n, seed).err())
+        .expect("an exchange must fail because rank 2 is dead")
+        .to_string();
+    assert!(error.contains("rank(s) 2") || error.contains("waiting for rank 2"), "{error}");
+    // The other surviving rank was notified or reached its deadline; it does not wait for ever.
     let status = others.pop().unwrap().0.wait().unwrap();
     assert!(!status.success());
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use tokio::sync::{oneshot, watch};
 
-use expertd_types::Pieces;
+use expertd_types::ChunkedBytes;
 use expertd_types::{DType, Generation, LayerId, Rank, StepId, WeightVersion};
 
 /// Number of a request, unique over the life of the process; what logs and spans carry.
@@ -30,7 +30,7 @@ impl fmt::Display for RequestId {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClientKey(pub u64);
 
-/// Routing chosen by the caller, validated: applied verbatim.
+/// Routing chosen by the caller, validated: applied verbatim. The id −1 is replaced already.
 #[derive(Clone, Debug)]
 pub struct GivenRouting {
     /// Row-major int32 little-endian `[tokens, k]`, distinct within a row and in range. Unaligned.
@@ -39,6 +39,8 @@ pub struct GivenRouting {
     pub weights: Bytes,
     /// Experts per token, `1..=MoeLayerInfo::max_k`.
     pub k: usize,
+    /// Ids and weights as the caller gave them, if they had the id −1; receipts carry these.
+    pub as_given: Option<(Bytes, Bytes)>,
 }
 
 /// One validated token batch for one layer, `tokens >= 1`.
@@ -56,7 +58,7 @@ pub struct Request {
     pub dtype: DType,
     /// Row-major `[tokens, hidden]`, exactly `tokens * hidden * dtype.size()` bytes, in the pieces in which they arrived.
     /// Unaligned.
-    pub rows: Pieces,
+    pub rows: ChunkedBytes,
     /// `None`: the gate of the layer decides.
     pub routing: Option<GivenRouting>,
     /// Row-major int32 little-endian `[tokens]`; present where the layer routes by token id. Unaligned.

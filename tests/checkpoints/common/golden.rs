@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 
 use safetensors::{Dtype, SafeTensors};
 
-/// Folder with one folder per family.
+/// The directory that holds one directory per family.
 pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/golden")
 }
 
-/// Folders of `root` that hold golden data, sorted.
+/// The directories under `root` that hold golden data, sorted.
 pub fn folders(root: &Path) -> Vec<PathBuf> {
     let mut all: Vec<_> = std::fs::read_dir(root)
         .unwrap_or_else(|error| panic!("{}: {error}", root.display()))
@@ -20,18 +20,18 @@ pub fn folders(root: &Path) -> Vec<PathBuf> {
     all
 }
 
-/// What was recorded of one layer.
+/// The recording of one layer.
 pub struct Layer {
     pub index: u32,
     /// `[tokens, hidden]`.
     pub input: Vec<f32>,
     /// `[tokens, hidden]`.
     pub output: Vec<f32>,
-    /// `[tokens, k]`, where the block exposes it.
+    /// `[tokens, k]`, if the block returns it.
     pub routing: Option<(Vec<i32>, Vec<f32>)>,
 }
 
-/// What was recorded of one model.
+/// The recording of one model.
 pub struct Golden {
     pub layers: Vec<Layer>,
     pub token_ids: Vec<i32>,

@@ -1,4 +1,4 @@
-//! Parts shared by integration tests: golden data, and an MoE block computed the plain way.
+//! Parts that integration tests share: golden data, and an MoE block computed in this process.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test uses a part of this")]
 
 pub mod golden;

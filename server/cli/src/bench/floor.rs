@@ -1,43 +1,44 @@
-//! The least time that a step can take on a machine, from the routing that was drawn.
+//! The floor of a step: the least time that it can take on a machine with a given routing.
 
 use std::time::Duration;
 
 use expertd_kernels::ceilings::Ceilings;
 
-/// Launches, flags and the gate: what the fastest step still costs beside weights, FLOPs and rows on the wire.
+/// Seconds for launches and the gate on one rank, beside weights and FLOPs.
 const FIXED_ALONE: f64 = 5e-6;
+/// Seconds for launches, flags and the gate on several ranks, beside weights, FLOPs and rows on the wire.
 const FIXED_EXCHANGE: f64 = 15e-6;
 
-/// Sizes of the layer of a step.
+/// Sizes of a step's layer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LayerSizes {
     pub(super) hidden: usize,
     pub(super) width: usize,
     pub(super) shared_width: usize,
-    /// As weights are held by the ranks; scales included.
+    /// Bytes per weight in the format that ranks hold, scales included.
     pub(super) bytes_per_weight: f64,
 }
 
-/// Floors of a step's parts, the slowest rank counting in each.
+/// Floors of a step's parts; in each part the slowest rank counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Floor {
-    /// Rows out to the experts.
+    /// Time to send rows to their experts.
     pub(super) dispatch: Duration,
-    /// Weights read, or FLOPs, whatever takes longer.
+    /// Time to read weights or to compute, whichever is longer.
     pub(super) experts: Duration,
-    /// Rows back.
+    /// Time to return rows.
     pub(super) combine: Duration,
-    /// What does not depend on rows.
+    /// Time that does not depend on rows.
     pub(super) fixed: Duration,
 }
 
 impl Floor {
-    /// Of the whole step, its parts one after the other.
+    /// Floor of the whole step: the sum of its parts.
     pub(super) fn step(&self) -> Duration {
         self.dispatch + self.experts + self.combine + self.fixed
     }
 
-    /// Part by part; `None` of none.
+    /// Mean of each part; `None` if there are no floors.
     pub(super) fn mean(all: &[Floor]) -> Option<Floor> {
         let count = u32::try_from(all.len()).ok().filter(|count| *count > 0)?;
         let of = |part: fn(&Floor) -> Duration| all.iter().map(part).sum::<Duration>() / count;
@@ -50,8 +51,9 @@ impl Floor {
     }
 }
 
-/// The floor of a step whose rows chose `ids [rows, k]`. Rows stand on the ranks in order, `rows_per_rank` on each;
-/// `experts` holds each rank's first expert and their number. Rows are bf16 on the wire and go once to each rank.
+/// Computes the floor of a step whose rows chose `ids [rows, k]`. The first `rows_per_rank[0]` rows belong to rank 0, the
+/// next ones to rank 1 and so on; `experts` holds each rank's first expert and number of experts. Rows are bf16 on the wire
+/// and go once to each rank.
 pub(super) fn floor(
     ids: &[i32],
     k: usize,
@@ -115,7 +117,7 @@ mod tests {
 
     #[test]
     fn the_slowest_rank_and_the_busiest_direction_count() {
-        // Rank 0 sends one row to rank 1, once, though two experts there want it; its own row stays.
+        // Rank 0 sends one row to rank 1, once for its two experts there; the other row stays on rank 0.
         let found = floor(&[2, 3, 0, 1], 2, &[2, 0], &[(0, 2), (2, 2)], &SIZES, &CEILINGS);
         assert_eq!(found.dispatch, Duration::from_micros(20));
         assert_eq!(found.combine, found.dispatch);

@@ -1,31 +1,31 @@
 //! Grouped expert MLPs.
 //!
-//! An expert is `down(activation(gate(x), up(x)))`. A rank runs its experts over the rows that it received, each row
-//! with the experts that its assignments name, and adds up the results of a row.
+//! An expert is `down(activation(gate(x), up(x)))`. A rank runs each row that it received through the experts that the
+//! row's assignments name, and adds up their results.
 
 pub mod cpu;
 pub mod reference;
 
 use expertd_model::{Activation, WeightOn};
 
-/// Which rows go through which experts of this rank, grouped by expert.
+/// Assignments of rows to the experts of a rank, grouped by expert.
 ///
-/// Expert `e` gets the rows `rows[offsets[e] .. offsets[e + 1]]` with the routing weights at the same places.
+/// Expert `e` computes the rows `rows[offsets[e] .. offsets[e + 1]]`, with the routing weights at the same indices.
 #[derive(Clone, Copy, Debug)]
 pub struct Assignments<'a> {
     /// `[experts + 1]`, ascending from 0.
     pub offsets: &'a [u32],
     /// Row numbers; a row occurs at most once per expert.
     pub rows: &'a [u32],
-    /// Routing weights.
+    /// Routing weights, one per assignment.
     pub weights: &'a [f32],
 }
 
-/// How the experts of a layer compute, whatever their weights.
+/// What the experts of a layer compute, apart from their weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertKind {
-    /// Between the projections.
+    /// Activation between the projections.
     pub activation: Activation,
-    /// Where the routing weight goes.
+    /// Operand of the routing weight.
     pub weight_on: WeightOn,
 }

@@ -1,10 +1,10 @@
-//! An MoE block computed the plain way: every matrix widened to f64, every sum in f64. Slow, and written apart from the
-//! kernels: what the demo and the tests compare them with.
+//! A slow reference of the MoE block: every matrix is widened to f64, every sum is in f64. It shares no code with the
+//! kernels, because the demo and the tests compare them with it.
 
 use expertd_model::{Activation, Checkpoint, ExpertTensors, MatrixView, ModelError, Scales, WeightFormat};
 use expertd_types::{ExpertId, LayerId};
 
-/// The element `(r, c)` of a matrix with its scale, by the definitions of the formats.
+/// Element `(r, c)` of a matrix, scaled, by the definition of its format.
 #[must_use]
 pub fn element(view: &MatrixView<'_>, r: usize, c: usize) -> f64 {
     let at = r * view.row_stride + c * view.col_stride;
@@ -45,7 +45,7 @@ fn fp4(bits: u8) -> f64 {
     if bits & 8 == 0 { magnitude } else { -magnitude }
 }
 
-/// A matrix as f64, row-major.
+/// A matrix widened to f64, row-major.
 #[must_use]
 pub fn dense(view: &MatrixView<'_>) -> Vec<f64> {
     (0..view.rows).flat_map(|r| (0..view.cols).map(move |c| element(view, r, c))).collect()
@@ -114,7 +114,7 @@ fn activate(activation: Activation, gate: f64, up: f64) -> f64 {
 /// included.
 ///
 /// # Errors
-/// If the layer has no MoE block, or an id is none of its experts.
+/// If the layer has no MoE block, or an id names no expert of it.
 pub fn block(
     checkpoint: &Checkpoint,
     layer: LayerId,
@@ -154,7 +154,7 @@ fn widen(values: &[f32]) -> Vec<f64> {
     values.iter().map(|v| f64::from(*v)).collect()
 }
 
-/// The largest relative L2 error of a row; NaN if any is not a number.
+/// The largest relative L2 error of any row; NaN if an element is NaN.
 #[must_use]
 pub fn worst_row(expected: &[f64], found: &[f32], hidden: usize) -> f64 {
     let rows = expected.chunks_exact(hidden).zip(found.chunks_exact(hidden));

@@ -1,20 +1,21 @@
-//! From one token's logits to its experts and weights.
+//! The choice of a token's experts and weights from its logits.
 
 use expertd_model::{GateSpec, GroupLimit, GroupScore, Normalise, ScoreFn};
 
-/// Larger first; not-a-number before everything, as PyTorch's `topk` has it. Never "unordered", so that the choice is
-/// always complete.
-fn before(a: f32, b: f32) -> bool {
+/// Whether `a` ranks before `b`: larger values first, and NaN before everything, as in PyTorch's `topk`. The order is
+/// total up to ties, so that k experts are always chosen.
+fn ranks_before(a: f32, b: f32) -> bool {
     a > b || (a.is_nan() && !b.is_nan())
 }
 
-/// The `ids.len()` best of `values`, best first, the lower index first among equals. Needs as many values.
+/// Writes the indices of the `ids.len()` best of `values`, best first; among equal values the lower index comes first.
+/// `values` must have at least as many elements as `ids`.
 pub(super) fn top_k(values: &[f32], ids: &mut [i32]) {
     let k = ids.len();
     let mut filled = 0;
     for (i, &value) in values.iter().enumerate() {
         let mut at = filled;
-        while at > 0 && before(value, values[ids[at - 1] as usize]) {
+        while at > 0 && ranks_before(value, values[ids[at - 1] as usize]) {
             at -= 1;
         }
         if at == k {
@@ -22,12 +23,12 @@ pub(super) fn top_k(values: &[f32], ids: &mut [i32]) {
         }
         let end = if filled < k { filled + 1 } else { k };
         ids.copy_within(at..end - 1, at + 1);
-        ids[at] = i32::try_from(i).expect("an expert index fits 32 bits");
+        ids[at] = i32::try_from(i).expect("an expert index fits in 32 bits");
         filled = end;
     }
 }
 
-/// Scores of all experts, in place of their logits.
+/// Replaces the logits of all experts with their scores.
 pub(super) fn score(scores: ScoreFn, values: &mut [f32]) {
     match scores {
         ScoreFn::Softmax => softmax(values),
@@ -37,7 +38,7 @@ pub(super) fn score(scores: ScoreFn, values: &mut [f32]) {
     }
 }
 
-/// `ln(1 + exp(x))`, linear beyond 20 like PyTorch's.
+/// `ln(1 + exp(x))`, linear above 20 like PyTorch's.
 fn softplus(x: f32) -> f32 {
     if x > 20.0 { x } else { x.exp().ln_1p() }
 }
@@ -52,9 +53,14 @@ pub(super) fn softmax(values: &mut [f32]) {
     values.iter_mut().for_each(|x| *x /= sum);
 }
 
-/// Takes the groups that do not stay out of the choice. `choice` is what experts are chosen by, `scores` what they
-/// weigh.
-pub(super) fn limit_groups(limit: GroupLimit, choice: &mut [f32], scores: &mut [f32], scratch: &mut Scratch) {
+/// Removes all but the best groups from the choice. `choice` holds the values that experts are chosen by, `scores` the
+/// values that their weights are computed from.
+pub(super) fn limit_groups(
+    limit: GroupLimit,
+    choice: &mut [f32],
+    scores: &mut [f32],
+    scratch: &mut GroupScratch,
+) {
     let size = choice.len() / limit.groups;
     let rated = &mut scratch.rated[..limit.groups];
     for (rating, group) in rated.iter_mut().zip(choice.chunks(size)) {
@@ -84,14 +90,14 @@ pub(super) fn limit_groups(limit: GroupLimit, choice: &mut [f32], scores: &mut [
     }
 }
 
-/// Room for the choice among groups.
+/// GroupScratch memory for the choice among groups.
 #[derive(Debug)]
-pub(super) struct Scratch {
+pub(super) struct GroupScratch {
     rated: Vec<f32>,
     kept: Vec<i32>,
 }
 
-impl Scratch {
+impl GroupScratch {
     pub(super) fn new(spec: &GateSpec) -> Self {
         let groups = spec.groups.map_or(0, |limit| limit.groups);
         Self { rated: vec![0.0; groups], kept: vec![0; groups] }
@@ -99,7 +105,7 @@ impl Scratch {
 }
 
 /// Normalises and scales the chosen weights.
-pub(super) fn finish(spec: &GateSpec, weights: &mut [f32]) {
+pub(super) fn finish_weights(spec: &GateSpec, weights: &mut [f32]) {
     if spec.scores == ScoreFn::SoftmaxOfChosen {
         softmax(weights);
     }
@@ -108,7 +114,7 @@ pub(super) fn finish(spec: &GateSpec, weights: &mut [f32]) {
         Normalise::Sum { epsilon } => Some(weights.iter().sum::<f32>() + epsilon),
         Normalise::SumAtLeast { floor } => {
             let sum: f32 = weights.iter().sum();
-            // Unlike `max`, lets a not-a-number through.
+            // Unlike `max`, this returns NaN for NaN.
             Some(if sum < floor { floor } else { sum })
         }
     };
@@ -120,8 +126,8 @@ pub(super) fn finish(spec: &GateSpec, weights: &mut [f32]) {
     }
 }
 
-/// PhiMoE's sparse mixer in evaluation: the largest logit, then the largest of the rest; each weighs as in a softmax
-/// over the logits (the first one left out the second time) that lie close to it.
+/// PhiMoE's sparse mixer in evaluation mode: the largest logit is chosen, then the largest of the others. The weight of
+/// each is its softmax over the logits close to it; the second softmax leaves out the first expert.
 pub(super) fn sparse_mixer(jitter: f32, logits: &[f32], ids: &mut [i32], weights: &mut [f32]) {
     top_k(logits, &mut ids[..2]);
     for pick in 0..2 {
@@ -144,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ties_go_to_the_lower_index_and_not_a_number_comes_first() {
+    fn ties_go_to_the_lower_index_and_nan_comes_first() {
         let mut ids = [0; 3];
         top_k(&[1.0, 3.0, 3.0, 0.5, 3.0], &mut ids);
         assert_eq!(ids, [1, 2, 4]);

@@ -3,20 +3,22 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::choose::{Scratch, finish, limit_groups, score, sparse_mixer, top_k};
+use super::choose::{GroupScratch, finish_weights, limit_groups, score, sparse_mixer, top_k};
 use crate::linalg::{MatmulScratch, PackedMatrix, matmul};
 use expertd_model::{Choice, GateSpec, GateTensors, ScoreFn};
 
-/// Why rows cannot be routed.
+/// An error that prevents rows from being routed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GateError {
-    /// The layer routes by token id, and none were given.
-    #[error("this layer routes by token id: expected one token id for each of {tokens} tokens, found none")]
+    /// The layer routes by token id, and no token ids were given.
+    #[error(
+        "this layer routes by token id: expected one token id for each of {tokens} tokens, none were given"
+    )]
     TokenIdsMissing {
         /// Rows to route.
         tokens: usize,
     },
-    /// Not one token id for each row.
+    /// The number of token ids differs from the number of rows.
     #[error("expected one token id for each of {tokens} tokens, found {found}")]
     TokenIdCount {
         /// Rows to route.
@@ -24,24 +26,24 @@ pub enum GateError {
         /// Token ids given.
         found: usize,
     },
-    /// A token id beyond the vocabulary.
+    /// A token id lies outside the vocabulary.
     #[error("token id {id} of token {token} is out of range: the vocabulary has {vocab}, 0 to {}", vocab - 1)]
     TokenIdRange {
         /// Index of the row.
         token: usize,
-        /// Its id.
+        /// The token id.
         id: i32,
         /// Size of the vocabulary.
         vocab: usize,
     },
-    /// Buffers that do not fit each other.
+    /// The length of a buffer does not match the number of rows.
     #[error("{what}: expected {expected} elements, found {found}")]
     Size {
-        /// Which one.
+        /// Name of the buffer.
         what: &'static str,
-        /// What the number of rows asks for.
+        /// Length that the number of rows requires.
         expected: usize,
-        /// Its length.
+        /// Length of the buffer.
         found: usize,
     },
 }
@@ -58,46 +60,46 @@ pub struct CpuGate {
 }
 
 impl CpuGate {
-    /// Takes over a layer's gate.
+    /// Packs a layer's gate.
     ///
     /// # Panics
-    /// When `tensors` are not those of `spec`; a checkpoint checks them when it is opened.
+    /// If `tensors` do not match `spec`; opening a checkpoint checks that they do.
     #[must_use]
     pub fn new(spec: &GateSpec, tensors: &GateTensors<'_>) -> Self {
-        assert_eq!(tensors.weight.rows, spec.num_experts, "one row of weights for each expert");
+        assert_eq!(tensors.weight.rows, spec.num_experts, "the gate needs one row of weights per expert");
         for bias in [&tensors.bias, &tensors.correction_bias].into_iter().flatten() {
-            assert_eq!(bias.len(), spec.num_experts, "one bias for each expert");
+            assert_eq!(bias.len(), spec.num_experts, "the gate needs one bias per expert");
         }
         let table = tensors.token_table.clone().unwrap_or_default();
         assert_eq!(
             table.len(),
             spec.vocab().unwrap_or(0) * spec.top_k,
-            "one row of the table for each token id"
+            "the table needs one row per token id"
         );
         Self {
             spec: spec.clone(),
             hidden: tensors.weight.cols,
-            weight: PackedMatrix::pack(&tensors.weight).expect("a checkpoint's views hold together"),
+            weight: PackedMatrix::pack(&tensors.weight).expect("opening a checkpoint checks its views"),
             bias: tensors.bias.clone(),
             correction: tensors.correction_bias.clone(),
             table,
         }
     }
 
-    /// How it routes.
+    /// How the layer routes.
     #[must_use]
     pub fn spec(&self) -> &GateSpec {
         &self.spec
     }
 
     /// Routes `rows [T, hidden]`: writes `ids [T, k]` (in range and distinct within a row, whatever the scores) and
-    /// `weights [T, k]`, best first; layers that route by token id take `token_ids [T]` and keep the table's order. The
-    /// weights of a row whose scores are not numbers may not be numbers.
+    /// `weights [T, k]`, best first. Layers that route by token id take `token_ids [T]` and keep the table's order. If
+    /// scores of a row are NaN, its weights may be NaN.
     ///
-    /// Works on this thread, in memory of its own; [`Self::route_with`] brings both.
+    /// Runs on the calling thread and allocates its scratch; see [`Self::route_with`].
     ///
     /// # Errors
-    /// Buffers of the wrong length, or token ids that are missing or out of range; then nothing is written.
+    /// If a buffer has the wrong length, or token ids are missing or out of range. Nothing is written then.
     pub fn route(
         &self,
         rows: &[f32],
@@ -108,10 +110,10 @@ impl CpuGate {
         self.route_with(rows, token_ids, ids, weights, &mut GateScratch::new(self.hidden, 1), None)
     }
 
-    /// Like [`Self::route`], with scratch memory and on the threads of `pool`. The result does not depend on either.
+    /// Like [`Self::route`], with given scratch memory and on the threads of `pool`. The result depends on neither.
     ///
     /// # Errors
-    /// As [`Self::route`].
+    /// See [`Self::route`].
     pub fn route_with(
         &self,
         rows: &[f32],
@@ -132,39 +134,39 @@ impl CpuGate {
         }
         let logits = &mut scratch.logits[..tokens * e];
         matmul(rows, &self.weight, logits, &mut scratch.matmul, pool);
-        // Scores take some 5 ns each; below this, waking threads takes longer.
-        let per_piece = match pool {
+        // Scoring takes about 5 ns per expert; below this size waking threads takes longer than the work.
+        let rows_per_chunk = match pool {
             Some(pool) if tokens * e >= 16384 => tokens.div_ceil(4 * pool.current_num_threads()),
             _ => tokens.max(1),
         };
-        let pieces: Vec<Piece<'_>> = logits
-            .chunks_mut(per_piece * e)
-            .zip(ids.chunks_mut(per_piece * k).zip(weights.chunks_mut(per_piece * k)))
+        let chunks: Vec<RowChunk<'_>> = logits
+            .chunks_mut(rows_per_chunk * e)
+            .zip(ids.chunks_mut(rows_per_chunk * k).zip(weights.chunks_mut(rows_per_chunk * k)))
             .enumerate()
             .map(|(i, (logits, (ids, weights)))| {
-                let first = i * per_piece;
+                let first = i * rows_per_chunk;
                 let token_ids = token_ids.map(|all| &all[first..first + logits.len() / e]);
-                Piece { logits, token_ids, ids, weights }
+                RowChunk { logits, token_ids, ids, weights }
             })
             .collect();
         match pool {
-            Some(pool) if pieces.len() > 1 => {
-                pool.install(|| pieces.into_par_iter().for_each(|piece| self.route_piece(piece)));
+            Some(pool) if chunks.len() > 1 => {
+                pool.install(|| chunks.into_par_iter().for_each(|chunk| self.route_chunk(chunk)));
             }
-            _ => pieces.into_iter().for_each(|piece| self.route_piece(piece)),
+            _ => chunks.into_iter().for_each(|chunk| self.route_chunk(chunk)),
         }
         Ok(())
     }
 
-    fn route_piece(&self, piece: Piece<'_>) {
+    fn route_chunk(&self, chunk: RowChunk<'_>) {
         let (e, k) = (self.spec.num_experts, self.spec.top_k);
-        let mut row = RowRouter { gate: self, scratch: Scratch::new(&self.spec), choice: vec![0.0; e] };
-        let outputs = piece.ids.chunks_exact_mut(k).zip(piece.weights.chunks_exact_mut(k));
-        for (t, (logits, (ids, weights))) in piece.logits.chunks_exact_mut(e).zip(outputs).enumerate() {
+        let mut row = TokenGate { gate: self, scratch: GroupScratch::new(&self.spec), choice: vec![0.0; e] };
+        let outputs = chunk.ids.chunks_exact_mut(k).zip(chunk.weights.chunks_exact_mut(k));
+        for (t, (logits, (ids, weights))) in chunk.logits.chunks_exact_mut(e).zip(outputs).enumerate() {
             for (logit, bias) in logits.iter_mut().zip(self.bias.iter().flatten()) {
                 *logit += bias;
             }
-            row.route(logits, piece.token_ids.map(|ids| ids[t]), ids, weights);
+            row.route(logits, chunk.token_ids.map(|ids| ids[t]), ids, weights);
         }
     }
 
@@ -182,7 +184,7 @@ impl CpuGate {
     }
 }
 
-/// Memory that routing works in, for gates of any layer of a model.
+/// GroupScratch memory for routing by the gates of any layer of a model.
 #[derive(Debug)]
 pub struct GateScratch {
     matmul: MatmulScratch,
@@ -190,15 +192,15 @@ pub struct GateScratch {
 }
 
 impl GateScratch {
-    /// Scratch for rows of `hidden` elements and a pool of `threads`; grows with the number of rows.
+    /// GroupScratch for rows of `hidden` elements and a pool of `threads` threads; it grows with the number of rows.
     #[must_use]
     pub fn new(hidden: usize, threads: usize) -> Self {
         Self { matmul: MatmulScratch::new(hidden, threads), logits: Vec::new() }
     }
 }
 
-/// Consecutive rows.
-struct Piece<'a> {
+/// Logits and outputs of consecutive tokens.
+struct RowChunk<'a> {
     logits: &'a mut [f32],
     token_ids: Option<&'a [i32]>,
     ids: &'a mut [i32],
@@ -209,14 +211,14 @@ fn check(what: &'static str, expected: usize, found: usize) -> Result<(), GateEr
     if expected == found { Ok(()) } else { Err(GateError::Size { what, expected, found }) }
 }
 
-/// One token at a time, with the room that needs.
-struct RowRouter<'a> {
+/// A gate with the scratch memory for one token.
+struct TokenGate<'a> {
     gate: &'a CpuGate,
-    scratch: Scratch,
+    scratch: GroupScratch,
     choice: Vec<f32>,
 }
 
-impl RowRouter<'_> {
+impl TokenGate<'_> {
     fn route(&mut self, scores: &mut [f32], token_id: Option<i32>, ids: &mut [i32], weights: &mut [f32]) {
         let spec = &self.gate.spec;
         if let ScoreFn::SparseMixer { jitter } = spec.scores {
@@ -241,7 +243,7 @@ impl RowRouter<'_> {
         for (weight, id) in weights.iter_mut().zip(ids.iter()) {
             *weight = scores[*id as usize];
         }
-        finish(spec, weights);
+        finish_weights(spec, weights);
     }
 
     fn choose(&mut self, scores: &mut [f32], ids: &mut [i32]) {

@@ -1,5 +1,5 @@
-//! Routing of hostile and awkward scores. What routing functions compute is checked against recorded data in
-//! `tests/golden_block.rs`.
+//! Tests of routing with extreme and ambiguous scores. `tests/golden_block.rs` compares the routing functions with
+//! recorded data.
 #![allow(clippy::unwrap_used)]
 
 use proptest::prelude::*;
@@ -10,7 +10,7 @@ use expertd_model::{
     WeightFormat,
 };
 
-/// A gate whose logits are the row itself: weights are the identity, and `hidden` is the number of experts.
+/// A gate whose logits are the row itself: its weights are the identity, and `hidden` is the number of experts.
 fn identity(spec: &GateSpec, correction: Option<Vec<f32>>, table: Option<Vec<i32>>) -> CpuGate {
     let e = spec.num_experts;
     let data: Vec<u8> =
@@ -53,7 +53,7 @@ fn route(gate: &CpuGate, rows: &[f32]) -> (Vec<i32>, Vec<f32>) {
 }
 
 #[test]
-fn a_correction_bias_chooses_but_does_not_weigh() {
+fn a_correction_bias_changes_the_choice_but_not_the_weights() {
     let spec = GateSpec { correction_bias: true, ..spec(4, 2, ScoreFn::Sigmoid) };
     let gate = identity(&spec, Some(vec![0.0, 0.0, 0.0, 5.0]), None);
     let (ids, weights) = route(&gate, &[0.0, 3.0, 1.0, -1.0]);
@@ -74,7 +74,7 @@ fn groups_are_rated_by_their_best_or_their_best_two() {
 }
 
 #[test]
-fn equal_scores_go_to_the_lower_experts() {
+fn ties_go_to_the_lower_expert() {
     for scores in [ScoreFn::Softmax, ScoreFn::Sigmoid, ScoreFn::SqrtSoftplus, ScoreFn::SoftmaxOfChosen] {
         let (ids, _) = route(&identity(&spec(5, 3, scores), None, None), &[1.0; 5]);
         assert_eq!(ids, [0, 1, 2], "{scores:?}");
@@ -82,7 +82,7 @@ fn equal_scores_go_to_the_lower_experts() {
 }
 
 #[test]
-fn token_ids_must_be_there_and_in_range() {
+fn token_ids_must_be_present_and_in_range() {
     let spec = GateSpec { choice: Choice::TokenIds { vocab: 2 }, ..spec(3, 2, ScoreFn::Sigmoid) };
     let gate = identity(&spec, None, Some(vec![2, 0, 1, 2]));
     let rows = [0.0; 6];
@@ -109,7 +109,7 @@ fn wrong_lengths_are_refused() {
 }
 
 #[test]
-fn threads_and_scratch_do_not_change_a_bit() {
+fn results_do_not_depend_on_threads_or_scratch() {
     let spec = GateSpec {
         normalise: Normalise::Sum { epsilon: 1e-20 },
         scale: 2.5,
@@ -150,7 +150,7 @@ fn any_value() -> impl Strategy<Value = f32> {
 
 proptest! {
     #[test]
-    fn ids_are_in_range_and_distinct_whatever_the_scores(
+    fn ids_are_in_range_and_distinct_for_any_scores(
         scores in any_score(),
         k in 1usize..9,
         groups in 0usize..4,
@@ -172,7 +172,7 @@ proptest! {
         sorted.sort_unstable();
         sorted.dedup();
         prop_assert_eq!(sorted.len(), k, "{:?}", ids);
-        // Finite scores, whose products with zeros are finite too, give finite weights.
+        // Finite scores, whose products with zeros are also finite, give finite weights.
         if row.iter().all(|x| x.abs() <= 20.0) && !normalise {
             prop_assert!(weights.iter().all(|w| w.is_finite()), "{weights:?}");
         }

@@ -1,126 +1,146 @@
-//! The activation, fused behind the gate and up projections.
+//! The activation, fused into the end of the gate and up projections.
 #![allow(unsafe_code, reason = "the same code, compiled for several CPU features")]
 
-use super::level::Level;
 use super::packed::K_BLOCK;
-use super::parallel::Shared;
+use super::parallel::DisjointSlice;
+use super::simd_level::SimdLevel;
 use super::tiles::Tiling;
 use expertd_model::Activation;
 
-/// Turns one panel of gate and up projections into inputs of the down projection.
+/// Computes inputs of the down projection from one panel of gate and up projections.
 ///
-/// `acc` is `[rows, P]`, of which the first half of a row are gate and the second half up projections; `weights` the
-/// routing weight of each row, if it is to be multiplied in.
+/// `acc` is `[rows, P]`: the first half of a row holds gate projections, the second half up projections. `weights`
+/// holds the routing weight of each row if the results are to be multiplied by it.
 ///
 /// # Safety
-/// No one else uses the columns of `place` meanwhile.
+/// Nothing else may use the columns of `output` during the call.
 ///
 /// # Panics
-/// If the place does not lie within its buffer.
+/// If `output` does not lie within its buffer.
 pub(crate) unsafe fn activate(
-    level: Level,
+    level: SimdLevel,
     activation: Activation,
     acc: &[f32],
     weights: Option<&[f32]>,
-    place: Place<'_>,
+    output: PanelOutput<'_>,
 ) {
     assert!(level.is_supported());
     match level {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the level is supported, and the place is the caller's.
-        Level::Avx512 => unsafe { avx512(activation, acc, weights, place) },
+        // SAFETY: the level is supported, and the caller guarantees the columns of `output`.
+        SimdLevel::Avx512 => unsafe { avx512(activation, acc, weights, output) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the level is supported, and the place is the caller's.
-        Level::Avx2 => unsafe { avx2(activation, acc, weights, place) },
-        // SAFETY: the place is the caller's.
+        // SAFETY: the level is supported, and the caller guarantees the columns of `output`.
+        SimdLevel::Avx2 => unsafe { avx2(activation, acc, weights, output) },
+        // SAFETY: the caller guarantees the columns of `output`.
         _ => unsafe {
-            by_activation::<{ Level::Portable.panel() / 2 }>(level, activation, acc, weights, place)
+            by_activation::<{ SimdLevel::Portable.panel_width() / 2 }>(
+                level, activation, acc, weights, output,
+            )
         },
     }
 }
 
-/// Where the results of a panel go: in rows packed in tiles, the columns from `panel * P / 2` on, to the end of their
-/// block if the panel is the last.
+/// Destination of a panel's results: in rows packed in tiles, the columns from `panel * P / 2` on. The last panel also
+/// fills its block up to the end.
 #[derive(Clone, Copy)]
-pub(crate) struct Place<'a> {
+pub(crate) struct PanelOutput<'a> {
     /// The buffer that holds the packed rows.
-    pub(crate) h: Shared<'a, f32>,
-    /// Where the rows start.
+    pub(crate) h: DisjointSlice<'a, f32>,
+    /// Offset of the first row in `h`, in elements.
     pub(crate) start: usize,
     /// Length of a row, padding included.
     pub(crate) padded: usize,
-    /// Number of the panel.
+    /// Index of the panel.
     pub(crate) panel: usize,
-    /// Whether it is the last.
+    /// Whether the panel is the last one.
     pub(crate) last: bool,
 }
 
 /// # Safety
-/// The CPU has the features; as [`activate`].
+/// The CPU supports the features; otherwise see [`activate`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn avx512(activation: Activation, acc: &[f32], weights: Option<&[f32]>, place: Place<'_>) {
-    // SAFETY: the place is the caller's.
-    unsafe { by_activation::<{ Level::Avx512.panel() / 2 }>(Level::Avx512, activation, acc, weights, place) }
+unsafe fn avx512(activation: Activation, acc: &[f32], weights: Option<&[f32]>, output: PanelOutput<'_>) {
+    // SAFETY: the caller guarantees the columns of `output`.
+    unsafe {
+        by_activation::<{ SimdLevel::Avx512.panel_width() / 2 }>(
+            SimdLevel::Avx512,
+            activation,
+            acc,
+            weights,
+            output,
+        )
+    }
 }
 
 /// # Safety
-/// The CPU has the features; as [`activate`].
+/// The CPU supports the features; otherwise see [`activate`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2(activation: Activation, acc: &[f32], weights: Option<&[f32]>, place: Place<'_>) {
-    // SAFETY: the place is the caller's.
-    unsafe { by_activation::<{ Level::Avx2.panel() / 2 }>(Level::Avx2, activation, acc, weights, place) }
+unsafe fn avx2(activation: Activation, acc: &[f32], weights: Option<&[f32]>, output: PanelOutput<'_>) {
+    // SAFETY: the caller guarantees the columns of `output`.
+    unsafe {
+        by_activation::<{ SimdLevel::Avx2.panel_width() / 2 }>(
+            SimdLevel::Avx2,
+            activation,
+            acc,
+            weights,
+            output,
+        )
+    }
 }
 
 /// # Safety
-/// As [`activate`].
+/// See [`activate`].
 #[inline(always)]
 unsafe fn by_activation<const HALF: usize>(
-    level: Level,
+    level: SimdLevel,
     activation: Activation,
     acc: &[f32],
     weights: Option<&[f32]>,
-    place: Place<'_>,
+    output: PanelOutput<'_>,
 ) {
-    // SAFETY: the place is the caller's.
+    // SAFETY: the caller guarantees the columns of `output`.
     unsafe {
         match activation {
             Activation::SwiGlu => {
-                rows::<HALF>(level, acc, weights, place, |gate, up| gate / (1.0 + exp(-gate)) * up);
+                rows::<HALF>(level, acc, weights, output, |gate, up| gate / (1.0 + exp(-gate)) * up);
             }
-            Activation::SwiGluClamped { limit } => rows::<HALF>(level, acc, weights, place, |gate, up| {
+            Activation::SwiGluClamped { limit } => rows::<HALF>(level, acc, weights, output, |gate, up| {
                 let gate = at_most(gate, limit);
                 gate / (1.0 + exp(-gate)) * within(up, limit)
             }),
-            Activation::SwiGluOai { alpha, limit } => rows::<HALF>(level, acc, weights, place, |gate, up| {
-                let gate = at_most(gate, limit);
-                gate / (1.0 + exp(-alpha * gate)) * (within(up, limit) + 1.0)
-            }),
+            Activation::SwiGluOai { alpha, limit } => {
+                rows::<HALF>(level, acc, weights, output, |gate, up| {
+                    let gate = at_most(gate, limit);
+                    gate / (1.0 + exp(-alpha * gate)) * (within(up, limit) + 1.0)
+                })
+            }
         }
     }
 }
 
 /// # Safety
-/// As [`activate`].
+/// See [`activate`].
 #[inline(always)]
 unsafe fn rows<const HALF: usize>(
-    level: Level,
+    level: SimdLevel,
     acc: &[f32],
     weights: Option<&[f32]>,
-    place: Place<'_>,
+    output: PanelOutput<'_>,
     function: impl Fn(f32, f32) -> f32,
 ) {
     let (halves, _) = acc.as_chunks::<HALF>();
-    let (block, offset) = (place.panel * HALF / K_BLOCK, place.panel * HALF % K_BLOCK);
-    let width = if place.last { K_BLOCK - offset } else { HALF };
+    let (block, offset) = (output.panel * HALF / K_BLOCK, output.panel * HALF % K_BLOCK);
+    let width = if output.last { K_BLOCK - offset } else { HALF };
     for tile in Tiling::new(level, halves.len() / 2).iter() {
         for r in 0..tile.rows {
             let row = tile.start + r;
             let weight = weights.map_or(1.0, |weights| weights[row]);
-            let at = place.start + tile.start * place.padded + (block * tile.rows + r) * K_BLOCK + offset;
-            // SAFETY: these columns are the caller's.
-            let (values, rest) = unsafe { place.h.part_mut(at..at + width) }.split_at_mut(HALF);
+            let at = output.start + tile.start * output.padded + (block * tile.rows + r) * K_BLOCK + offset;
+            // SAFETY: the caller guarantees these columns.
+            let (values, rest) = unsafe { output.h.part_mut(at..at + width) }.split_at_mut(HALF);
             for ((value, gate), up) in values.iter_mut().zip(&halves[2 * row]).zip(&halves[2 * row + 1]) {
                 *value = function(*gate, *up) * weight;
             }
@@ -129,7 +149,7 @@ unsafe fn rows<const HALF: usize>(
     }
 }
 
-/// `min` that lets a not-a-number through, as PyTorch's `clamp` does.
+/// `min` that returns NaN for NaN, as PyTorch's `clamp` does.
 #[inline(always)]
 fn at_most(x: f32, limit: f32) -> f32 {
     if x > limit { limit } else { x }
@@ -140,14 +160,14 @@ fn within(x: f32, limit: f32) -> f32 {
     if x < -limit { -limit } else { at_most(x, limit) }
 }
 
-/// The exponential function to about one unit in the last place, without branches or calls, so that it vectorises:
-/// `2^n e^r` with `|r| <= ln 2 / 2` and e^r by the minimax polynomial of Cephes' `expf`. What is below the smallest
-/// normal number becomes 0; not-a-number becomes anything.
+/// The exponential function to about one unit in the last place, without branches or calls, so that the compiler can
+/// vectorise it: `2^n e^r` with `|r| <= ln 2 / 2`, and `e^r` by the minimax polynomial of Cephes' `expf`. Results below
+/// the smallest normal number become 0; the result for NaN is unspecified.
 #[inline(always)]
 fn exp(x: f32) -> f32 {
-    // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
+    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
     const ROUND: f32 = 12_582_912.0;
-    // ln 2 in two parts; n times the first is exact.
+    // ln 2 in two parts; the product of n and the first part is exact.
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     let bounded = within(x, 100.0);
@@ -161,7 +181,7 @@ fn exp(x: f32) -> f32 {
     let p = p * r * r + r + 1.0;
     let power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
     let result = if x < -87.33 { 0.0 } else { p * power };
-    // Above this n would be 128, which the exponent cannot hold.
+    // From here on n would be 128, which the exponent cannot hold.
     if x > 88.37 { f32::INFINITY } else { result }
 }
 
@@ -187,26 +207,26 @@ mod tests {
     #[test]
     fn activations_at_every_level() {
         let mut rng = rand::rng();
-        for level in Level::ALL.into_iter().filter(|level| level.is_supported()) {
+        for level in SimdLevel::ALL.into_iter().filter(|level| level.is_supported()) {
             for activation in [
                 Activation::SwiGlu,
                 Activation::SwiGluClamped { limit: 2.5 },
                 Activation::SwiGluOai { alpha: 1.702, limit: 7.0 },
             ] {
                 for (count, features) in [(1, 5), (7, 40), (13, 96), (25, 33)] {
-                    let half = level.panel() / 2;
+                    let half = level.panel_width() / 2;
                     let panels = usize::div_ceil(features, half);
                     let weights: Vec<f32> = (0..count).map(|_| rng.random_range(0.0..2.0)).collect();
                     let mut h = vec![f32::NAN; count * padded(features)];
                     let accs: Vec<Vec<f32>> = (0..panels)
                         .map(|_| (0..count * 2 * half).map(|_| rng.random_range(-12.0..12.0)).collect())
                         .collect();
-                    let shared = Shared::new(&mut h);
+                    let shared = DisjointSlice::new(&mut h);
                     for (panel, acc) in accs.iter().enumerate() {
                         let (padded, last) = (padded(features), panel + 1 == panels);
-                        let place = Place { h: shared, start: 0, padded, panel, last };
+                        let output = PanelOutput { h: shared, start: 0, padded, panel, last };
                         // SAFETY: there is one thread.
-                        unsafe { activate(level, activation, acc, Some(&weights), place) };
+                        unsafe { activate(level, activation, acc, Some(&weights), output) };
                     }
                     for tile in Tiling::new(level, count).iter() {
                         for (r, column) in

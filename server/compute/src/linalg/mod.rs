@@ -2,22 +2,22 @@
 
 mod epilogue;
 mod kernels;
-mod level;
 mod matmul;
 mod memory;
 mod packed;
 mod panel;
 mod parallel;
+mod simd_level;
 #[cfg(test)]
 pub(crate) mod tests;
 mod tiles;
 
-pub use level::{LEVEL_ENV, Level};
 pub use matmul::{MatmulScratch, matmul};
 pub use packed::{PackError, PackedMatrix};
+pub use simd_level::{SIMD_LEVEL_ENV, SimdLevel};
 
-pub(crate) use epilogue::{Place, activate};
-pub use memory::Buffer;
+pub(crate) use epilogue::{PanelOutput, activate};
+pub use memory::AlignedBuffer;
 pub(crate) use panel::multiply;
-pub(crate) use parallel::{Items, Shared, run};
+pub(crate) use parallel::{DisjointSlice, WorkQueue, run_parallel};
 pub(crate) use tiles::{Tiling, pack_row, padded};

@@ -1,25 +1,25 @@
 //! Weight matrices packed for the kernels.
 
-use super::level::Level;
-use super::memory::Buffer;
+use super::memory::AlignedBuffer;
+use super::simd_level::SimdLevel;
 use expertd_model::decode::e8m0_bf16;
 use expertd_model::{MatrixError, MatrixView, Scales, WeightFormat};
 
-/// Input features are packed in blocks of this many; the last block is padded with zeros.
+/// Input features per packed block; the last block is padded with zeros.
 pub(crate) const K_BLOCK: usize = 32;
 
-/// Most outputs of a panel.
-const MAX_PANEL: usize = Level::Avx512.panel();
+/// Outputs of the widest panel.
+const MAX_PANEL: usize = SimdLevel::Avx512.panel_width();
 
-/// Why a matrix cannot be packed.
+/// An error that prevents a matrix from being packed.
 #[derive(Debug, thiserror::Error)]
 pub enum PackError {
-    /// It contradicts itself.
+    /// The matrix is inconsistent.
     #[error(transparent)]
     Matrix(#[from] MatrixError),
     /// Gate and up projections differ in shape or format, so they cannot be interleaved.
     #[error(
-        "gate and up projections must be alike, but are [{}, {}] in {:?} and [{}, {}] in {:?}",
+        "gate and up projections must have the same shape and format, but are [{}, {}] in {:?} and [{}, {}] in {:?}",
         .gate.0, .gate.1, .gate.2, .up.0, .up.1, .up.2
     )]
     Unlike {
@@ -30,72 +30,80 @@ pub enum PackError {
     },
 }
 
-/// A weight matrix `[n, k]` in its stored format, laid out for the kernels of one [`Level`].
+/// A weight matrix `[n, k]` in its stored format, laid out for the kernels of one [`SimdLevel`].
 ///
-/// Output features lie in panels of `P` (two vectors of the level). Within a panel, blocks of 32 input features follow
-/// each other, and within a block the elements of one input feature (f32, f16) or of two neighbouring ones (bf16, FP8)
-/// of all `P` outputs; so a kernel widens a vector of weights once and multiplies it with broadcast elements of several
-/// rows, without ever adding across lanes. An MXFP4 block is `P` exponents as bf16 powers of two and then four groups
-/// of `P` words with eight elements each. Scales of FP8 lie beside, one vector per panel and block of the scales.
+/// Output features are grouped into panels of `P` (two vectors of the level). A panel is a sequence of blocks of 32
+/// input features. A block holds, for one input feature after the other (f32, f16) or for one pair of neighbouring
+/// input features after the other (bf16, FP8), the elements of all `P` outputs. A kernel can therefore widen a vector
+/// of weights once and multiply it with broadcast elements of several rows, without adding across SIMD lanes. An MXFP4
+/// block is `P` exponents as bf16 powers of two, then four groups of `P` words with eight elements each. FP8 scales are
+/// stored apart from the weights, one vector per panel and block of scales.
 #[derive(Debug)]
 pub struct PackedMatrix {
-    pub(super) level: Level,
+    pub(super) level: SimdLevel,
     pub(super) format: WeightFormat,
     n: usize,
     k: usize,
     interleaved: bool,
-    pub(super) data: Buffer<u8>,
+    pub(super) data: AlignedBuffer<u8>,
     /// `[panels, ceil(blocks / scale_blocks), P]`, FP8 only.
-    pub(super) scales: Buffer<f32>,
+    pub(super) scales: AlignedBuffer<f32>,
     /// Blocks of input features that share a vector of scales.
     pub(super) scale_blocks: usize,
 }
 
 impl PackedMatrix {
-    /// Packs a matrix for the level of this process.
+    /// Packs a matrix for the [active](SimdLevel::active) level.
     ///
     /// # Errors
-    /// If the view contradicts itself.
+    /// If the view is inconsistent: see [`MatrixView::check`].
     pub fn pack(view: &MatrixView<'_>) -> Result<Self, PackError> {
-        Self::pack_for(Level::active(), view)
+        Self::pack_for(SimdLevel::active(), view)
     }
 
-    /// Packs a matrix for `level`, which the CPU must support when the result is used.
+    /// Packs a matrix for `level`, which the CPU must support when the packed matrix is used.
     ///
     /// # Errors
-    /// If the view contradicts itself.
-    pub fn pack_for(level: Level, view: &MatrixView<'_>) -> Result<Self, PackError> {
+    /// If the view is inconsistent: see [`MatrixView::check`].
+    pub fn pack_for(level: SimdLevel, view: &MatrixView<'_>) -> Result<Self, PackError> {
         view.check()?;
         Ok(Self::pack_sources(
             level,
-            &Sources { views: [view, view], interleaved: false, panel: level.panel() },
+            &PackSources { views: [view, view], interleaved: false, panel: level.panel_width() },
         ))
     }
 
-    /// Packs a gate and an up projection of equal shape into one matrix whose panels hold `P / 2` outputs of the gate
-    /// and then the same outputs of the up projection.
+    /// Packs a gate and an up projection of equal shape into one matrix. Each panel holds `P / 2` outputs of the gate
+    /// projection, followed by the same outputs of the up projection.
     ///
     /// # Errors
-    /// If a view contradicts itself or they differ in shape or format.
-    pub fn pack_gated(level: Level, gate: &MatrixView<'_>, up: &MatrixView<'_>) -> Result<Self, PackError> {
+    /// If a view is inconsistent or the two differ in shape or format.
+    pub fn pack_gated(
+        level: SimdLevel,
+        gate: &MatrixView<'_>,
+        up: &MatrixView<'_>,
+    ) -> Result<Self, PackError> {
         gate.check()?;
         up.check()?;
         let kind = |view: &MatrixView<'_>| (view.rows, view.cols, view.format);
         if kind(gate) != kind(up) {
             return Err(PackError::Unlike { gate: kind(gate), up: kind(up) });
         }
-        Ok(Self::pack_sources(level, &Sources { views: [gate, up], interleaved: true, panel: level.panel() }))
+        Ok(Self::pack_sources(
+            level,
+            &PackSources { views: [gate, up], interleaved: true, panel: level.panel_width() },
+        ))
     }
 
-    fn pack_sources(level: Level, sources: &Sources<'_>) -> Self {
+    fn pack_sources(level: SimdLevel, sources: &PackSources<'_>) -> Self {
         let [first, second] = sources.views;
         let (n, k) = (first.rows * if sources.interleaved { 2 } else { 1 }, first.cols);
         let scale_cols = (first.format == WeightFormat::Fp8E4m3)
             .then(|| common_scale_cols(first, second))
             .flatten()
             .filter(|_| !first.has_fp8_nan() && !second.has_fp8_nan());
-        // The kernels' conversion of FP8 does not know NaN, and side scales must cover whole blocks. What does not fit
-        // (no sound checkpoint is known to) is kept as f32.
+        // The kernels cannot convert FP8 NaN, and a vector of scales must cover whole blocks. A matrix that breaks
+        // either rule (no valid checkpoint is known to) is kept as f32.
         let format = match first.format {
             WeightFormat::Fp8E4m3 if scale_cols.is_none() => WeightFormat::F32,
             format => format,
@@ -106,11 +114,11 @@ impl PackedMatrix {
             n,
             k,
             interleaved: sources.interleaved,
-            data: Buffer::zeroed(0),
-            scales: Buffer::zeroed(0),
+            data: AlignedBuffer::zeroed(0),
+            scales: AlignedBuffer::zeroed(0),
             scale_blocks: scale_cols.map_or(1, |cols| cols.div_ceil(K_BLOCK)),
         };
-        let mut data = Buffer::zeroed(packed.panels() * packed.panel_bytes());
+        let mut data = AlignedBuffer::zeroed(packed.panels() * packed.panel_bytes());
         for (panel, bytes) in data.chunks_exact_mut(packed.panel_bytes()).enumerate() {
             for (block, bytes) in bytes.chunks_exact_mut(packed.block_bytes()).enumerate() {
                 sources.pack_block(format, panel, block, bytes);
@@ -118,9 +126,10 @@ impl PackedMatrix {
         }
         packed.data = data;
         if let Some(cols) = scale_cols {
-            let mut scales = Buffer::zeroed(packed.panels() * packed.scale_vectors() * level.panel());
+            let mut scales =
+                AlignedBuffer::zeroed(packed.panels() * packed.scale_vectors() * level.panel_width());
             for (i, scale) in scales.iter_mut().enumerate() {
-                let (column, vector) = (i % level.panel(), i / level.panel());
+                let (column, vector) = (i % level.panel_width(), i / level.panel_width());
                 let (panel, block) = (vector / packed.scale_vectors(), vector % packed.scale_vectors());
                 if let Some((view, row)) = sources.row(panel, column) {
                     *scale = view.scale(row, block * cols) * FP8_BIAS;
@@ -143,46 +152,46 @@ impl PackedMatrix {
         self.k
     }
 
-    /// Format that the elements are held in.
+    /// Format of the packed elements.
     #[must_use]
     pub fn format(&self) -> WeightFormat {
         self.format
     }
 
-    /// The level whose kernels read it.
+    /// The level whose kernels read the matrix.
     #[must_use]
-    pub fn level(&self) -> Level {
+    pub fn level(&self) -> SimdLevel {
         self.level
     }
 
-    /// Whether it holds a gate and an up projection.
+    /// Whether the matrix holds a gate and an up projection.
     pub(crate) fn is_gated(&self) -> bool {
         self.interleaved
     }
 
-    /// Bytes of memory that it takes.
+    /// Size in memory, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.data.len() + self.scales.len() * size_of::<f32>()
     }
 
-    /// Panels of outputs.
+    /// Number of panels.
     pub(crate) fn panels(&self) -> usize {
         if self.interleaved {
-            (self.n / 2).div_ceil(self.level.panel() / 2)
+            (self.n / 2).div_ceil(self.level.panel_width() / 2)
         } else {
-            self.n.div_ceil(self.level.panel())
+            self.n.div_ceil(self.level.panel_width())
         }
     }
 
-    /// Blocks of input features.
+    /// Number of blocks of input features.
     pub(crate) fn blocks(&self) -> usize {
         self.k.div_ceil(K_BLOCK)
     }
 
-    /// Bytes of a block of a panel.
+    /// Bytes per block of a panel.
     pub(crate) fn block_bytes(&self) -> usize {
-        let panel = self.level.panel();
+        let panel = self.level.panel_width();
         match self.format {
             WeightFormat::F32 => 4 * K_BLOCK * panel,
             WeightFormat::F16 | WeightFormat::Bf16 => 2 * K_BLOCK * panel,
@@ -191,7 +200,7 @@ impl PackedMatrix {
         }
     }
 
-    /// Bytes of a panel.
+    /// Bytes per panel.
     pub(crate) fn panel_bytes(&self) -> usize {
         self.blocks() * self.block_bytes()
     }
@@ -207,10 +216,10 @@ impl PackedMatrix {
     }
 }
 
-/// Kernels read FP8 codes as if their exponent had the bias of f16; the scales make up for it.
+/// Factor in the scales: kernels read FP8 codes as if their exponent had the bias of f16.
 const FP8_BIAS: f32 = 256.0;
 
-/// Columns that share a scale in both views, if the kernels can follow.
+/// Columns that share a scale in both views; `None` if the kernels do not support their blocks.
 fn common_scale_cols(first: &MatrixView<'_>, second: &MatrixView<'_>) -> Option<usize> {
     let cols = |view: &MatrixView<'_>| match &view.scales {
         Scales::Block { block_cols, .. } if *block_cols < view.cols => {
@@ -222,15 +231,15 @@ fn common_scale_cols(first: &MatrixView<'_>, second: &MatrixView<'_>) -> Option<
     (first == second).then_some(first)
 }
 
-/// The one or two matrices that a packed one is made of.
-struct Sources<'a> {
+/// The one or two matrices that are packed into one.
+struct PackSources<'a> {
     views: [&'a MatrixView<'a>; 2],
     interleaved: bool,
     panel: usize,
 }
 
-impl<'a> Sources<'a> {
-    /// Where column `column` of `panel` comes from; none for padding.
+impl<'a> PackSources<'a> {
+    /// The matrix and row that column `column` of `panel` is packed from; `None` for padding.
     fn row(&self, panel: usize, column: usize) -> Option<(&'a MatrixView<'a>, usize)> {
         let (view, row) = if self.interleaved {
             let half = self.panel / 2;
@@ -254,7 +263,7 @@ impl<'a> Sources<'a> {
         }
     }
 
-    /// Elements of `N` bytes in units of `U` bytes: one input feature, or two neighbouring ones.
+    /// Packs elements of `N` bytes in units of `U` bytes: one input feature, or two neighbouring ones.
     fn pack_elements<const N: usize, const U: usize>(&self, panel: usize, block: usize, bytes: &mut [u8]) {
         const ROW: usize = K_BLOCK * size_of::<f32>();
         let mut rows = [[0_u8; ROW]; MAX_PANEL];
@@ -279,7 +288,7 @@ impl<'a> Sources<'a> {
         }
     }
 
-    /// Any format as f32.
+    /// Packs elements of any format as f32.
     fn pack_widened(&self, panel: usize, block: usize, bytes: &mut [u8]) {
         for column in 0..self.panel {
             let Some((view, row)) = self.row(panel, column) else { continue };

@@ -1,26 +1,28 @@
-//! Packed rows times one panel of packed weights.
+//! Products of packed rows with one panel of packed weights.
 #![allow(unsafe_code, reason = "calls kernels, which take pointers")]
 
-use super::kernels::{Tile, kernel};
+use super::kernels::{KernelArgs, kernel};
 use super::packed::{K_BLOCK, PackedMatrix};
 use super::tiles::{Tiling, padded};
 
-/// Most blocks of input features to go through before the next tile: a panel's part stays in the L2 cache.
+/// Largest number of blocks of input features per pass over the tiles, so that this part of a panel stays in the L2
+/// cache.
 const MAX_BLOCKS: usize = 64;
 
-/// Bytes between what is multiplied and what is fetched.
+/// Distance between the weights that are multiplied and the weights that are prefetched, in bytes.
 const AHEAD: usize = 4096;
 
 /// Pairs of input features per block.
 const PAIRS: usize = K_BLOCK / 2;
 
-/// Adds to `acc`, `[rows, P]`, the products of `x`, `rows` rows packed in tiles, with a panel of `matrix`.
+/// Adds to `acc`, `[rows, P]`, the products of `x` (`rows` rows packed in tiles) with one panel of `matrix`.
 ///
-/// Sums run over input features in ascending order, in parts of up to 2048 that are added up; the bits depend on
-/// neither threads nor other panels. If `x` is several tiles, `next` is fetched into the cache meanwhile.
+/// Each sum runs over the input features in ascending order, in parts of up to 2048 that are then added; its bits
+/// depend neither on threads nor on other panels. If `x` has several tiles, `next` is prefetched into the cache
+/// meanwhile.
 ///
 /// # Panics
-/// If `x` or `acc` are not as long as that.
+/// If `x` or `acc` has another length than `rows` rows need.
 pub(crate) fn multiply(
     matrix: &PackedMatrix,
     panel: usize,
@@ -29,9 +31,13 @@ pub(crate) fn multiply(
     acc: &mut [f32],
     next: &[u8],
 ) {
-    let width = matrix.level.panel();
+    let width = matrix.level.panel_width();
     let k = padded(matrix.k());
-    assert!(matrix.level.is_supported(), "the weights are packed for {}, which this CPU lacks", matrix.level);
+    assert!(
+        matrix.level.is_supported(),
+        "the weights are packed for {}, which this CPU does not support",
+        matrix.level
+    );
     assert_eq!(x.len(), rows * k);
     assert_eq!(acc.len(), rows * width);
     let tiling = Tiling::new(matrix.level, rows);
@@ -40,9 +46,9 @@ pub(crate) fn multiply(
     let weights = matrix.panel_data(panel);
     let scales = &matrix.scales[..];
     let (mut prefetch, prefetch_step) = match tiling.tiles() {
-        // Read once, the panel streams from memory: fetch a little ahead. It goes on where this panel ends.
+        // The panel is read once and streams from memory: prefetch a little ahead, past its end into the next panel.
         0 | 1 => (weights.as_ptr().wrapping_add(AHEAD), matrix.block_bytes() / PAIRS),
-        // Read from the cache but for the first tile: fetch the next panel meanwhile.
+        // Only the first tile reads the panel from memory, the others from the cache: prefetch the next panel.
         tiles => (next.as_ptr(), next.len().div_ceil(tiles * blocks * PAIRS)),
     };
     for first in (0..blocks).step_by(part) {
@@ -52,7 +58,7 @@ pub(crate) fn multiply(
             let x = &x[tile.start * k + first * tile.rows * K_BLOCK..][..blocks * tile.rows * K_BLOCK];
             let acc = &mut acc[tile.start * width..][..tile.rows * width];
             let weights = &weights[first * matrix.block_bytes()..][..blocks * matrix.block_bytes()];
-            let arguments = Tile {
+            let arguments = KernelArgs {
                 weights: weights.as_ptr(),
                 scales: scales.get(scale_vector * width..).unwrap_or_default().as_ptr(),
                 scale_left: matrix.scale_blocks - first % matrix.scale_blocks,
@@ -63,7 +69,7 @@ pub(crate) fn multiply(
                 prefetch,
                 prefetch_step,
             };
-            // SAFETY: the level is supported; weights, x and acc have the lengths that Tile asks for; a matrix that
+            // SAFETY: the level is supported; weights, x and acc have the lengths that KernelArgs asks for; a matrix that
             // needs scales has `scale_vectors` vectors per panel, which cover its blocks.
             unsafe { kernel(matrix.level, matrix.format, tile.rows)(&arguments) };
             prefetch = prefetch.wrapping_add(blocks * PAIRS * prefetch_step);

@@ -1,4 +1,4 @@
-//! Work shared between threads.
+//! Work that threads share.
 #![allow(unsafe_code, reason = "threads write disjoint parts of one buffer")]
 
 use std::marker::PhantomData;
@@ -8,11 +8,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-/// Runs `work` once per scratch, on the threads of `pool` (on this one if there is none), and waits for all.
+/// Runs `work` once per element of `scratch`, on the threads of `pool` (on the calling thread if there is none), and
+/// waits for all.
 ///
-/// Which thread does what differs from run to run; `work` takes its share from [`Items`], and each item's result must
-/// not depend on who computes it.
-pub(crate) fn run<S: Send>(
+/// `work` takes items from [`WorkQueue`]. Which thread computes an item differs between runs, so an item's result must
+/// not depend on it.
+pub(crate) fn run_parallel<S: Send>(
     pool: Option<&ThreadPool>,
     scratch: &mut [S],
     work: impl Fn(&mut S) + Sync + Send,
@@ -24,19 +25,19 @@ pub(crate) fn run<S: Send>(
     }
 }
 
-/// Numbered items of work, handed out in order.
-pub(crate) struct Items {
+/// A queue of numbered items of work, handed out in ascending order.
+pub(crate) struct WorkQueue {
     next: AtomicUsize,
     count: usize,
 }
 
-impl Items {
+impl WorkQueue {
     pub(crate) fn new(count: usize) -> Self {
-        Items { next: AtomicUsize::new(0), count }
+        WorkQueue { next: AtomicUsize::new(0), count }
     }
 
-    /// The items that this caller gets, until all are taken. It takes each item before it has dealt with the one
-    /// before, so that it can look ahead: items come with their successor.
+    /// The items that the calling thread takes, until none are left, each with the item that it computes next. An item
+    /// is taken before the one before it is computed, so that its weights can be prefetched.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, Option<usize>)> + '_ {
         let mut ahead = self.take();
         std::iter::from_fn(move || {
@@ -54,33 +55,34 @@ impl Items {
 
 /// A slice of which threads borrow disjoint parts.
 #[derive(Clone, Copy)]
-pub(crate) struct Shared<'a, T> {
+pub(crate) struct DisjointSlice<'a, T> {
     data: *mut T,
     len: usize,
     borrowed: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: it gives out parts only through part_mut, whose callers vouch that they are disjoint.
-unsafe impl<T: Send> Send for Shared<'_, T> {}
-// SAFETY: as above.
-unsafe impl<T: Send> Sync for Shared<'_, T> {}
+// SAFETY: parts are borrowed only through `part_mut`, whose callers guarantee that they are disjoint.
+unsafe impl<T: Send> Send for DisjointSlice<'_, T> {}
+// SAFETY: see `Send`.
+unsafe impl<T: Send> Sync for DisjointSlice<'_, T> {}
 
-impl<'a, T> Shared<'a, T> {
+impl<'a, T> DisjointSlice<'a, T> {
     pub(crate) fn new(slice: &'a mut [T]) -> Self {
-        Shared { data: slice.as_mut_ptr(), len: slice.len(), borrowed: PhantomData }
+        DisjointSlice { data: slice.as_mut_ptr(), len: slice.len(), borrowed: PhantomData }
     }
 
-    /// A part of the slice.
+    /// Borrows a part of the slice.
     ///
     /// # Safety
-    /// No other part that overlaps it is in use.
+    /// No overlapping part may be in use.
     ///
     /// # Panics
-    /// If the range is not within the slice.
+    /// If the range does not lie within the slice.
     #[allow(clippy::mut_from_ref, reason = "disjoint parts, by the contract")]
     pub(crate) unsafe fn part_mut(&self, range: Range<usize>) -> &mut [T] {
         assert!(range.start <= range.end && range.end <= self.len);
-        // SAFETY: within the slice that new borrowed mutably, and used by no one else.
+        // SAFETY: the range lies within the slice that `new` borrowed mutably, and by the contract no overlapping part
+        // is in use.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(range.start), range.end - range.start) }
     }
 }
@@ -90,17 +92,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_item_once() {
+    fn every_item_is_handed_out_once() {
         for threads in [1, 2, 5] {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads start");
             for count in [0, 1, 2, 1000] {
                 let mut done = vec![0_u8; count];
-                let shared = Shared::new(&mut done);
-                let items = Items::new(count);
-                run(Some(&pool), &mut vec![(); threads], |()| {
-                    for (item, next) in items.iter() {
+                let shared = DisjointSlice::new(&mut done);
+                let queue = WorkQueue::new(count);
+                run_parallel(Some(&pool), &mut vec![(); threads], |()| {
+                    for (item, next) in queue.iter() {
                         assert!(next.is_none_or(|next| next > item));
-                        // SAFETY: an item is handed out once.
+                        // SAFETY: each item is handed out once.
                         let part = unsafe { shared.part_mut(item..item + 1) };
                         part[0] += 1;
                     }

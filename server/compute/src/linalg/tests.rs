@@ -1,4 +1,4 @@
-//! Packed products against plain ones, for every format, level and odd shapes.
+//! Tests of packed products against plain ones, for every format and level and for odd shapes.
 #![allow(clippy::unwrap_used)]
 
 use rand::{Rng, RngExt};
@@ -7,7 +7,7 @@ use super::*;
 use expertd_model::decode;
 use expertd_model::{MatrixView, Scales, WeightFormat};
 
-/// A matrix in some format: bytes as in a checkpoint, and the values that they mean, computed here.
+/// A matrix in some format: the bytes as in a checkpoint, and the values they encode, computed here.
 pub(crate) struct TestMatrix {
     format: WeightFormat,
     data: Vec<u8>,
@@ -22,7 +22,7 @@ pub(crate) const FORMATS: [WeightFormat; 5] =
     [WeightFormat::F32, WeightFormat::F16, WeightFormat::Bf16, WeightFormat::Fp8E4m3, WeightFormat::Mxfp4];
 
 impl TestMatrix {
-    /// Random elements; FP8 scales in blocks of `block`, rows by columns.
+    /// A matrix of random elements; `block` is rows by columns of an FP8 scale block.
     pub(crate) fn random(
         rng: &mut impl Rng,
         format: WeightFormat,
@@ -120,8 +120,8 @@ impl TestMatrix {
     }
 }
 
-pub(crate) fn levels() -> impl Iterator<Item = Level> {
-    Level::ALL.into_iter().filter(|level| level.is_supported())
+pub(crate) fn levels() -> impl Iterator<Item = SimdLevel> {
+    SimdLevel::ALL.into_iter().filter(|level| level.is_supported())
 }
 
 pub(crate) fn random_rows(rng: &mut impl Rng, len: usize) -> Vec<f32> {
@@ -142,7 +142,7 @@ fn product(x: &[f32], values: &[f64], n: usize, k: usize) -> Vec<f64> {
         .collect()
 }
 
-/// What rounding is measured against: the sums of the products' magnitudes, which do not cancel.
+/// The scale of rounding errors: sums of the products' magnitudes, which do not cancel.
 fn magnitudes(x: &[f32], values: &[f64], n: usize, k: usize) -> Vec<f64> {
     let x: Vec<f32> = x.iter().map(|x| x.abs()).collect();
     let values: Vec<f64> = values.iter().map(|w| w.abs()).collect();
@@ -195,8 +195,9 @@ fn matmul_matches_the_definition() {
 }
 
 #[test]
-fn every_code_is_exact() {
-    // The identity as rows: the output is the weights. FP8 and FP4 codes in all positions of a pair or word; NaN too.
+fn every_code_is_converted_exactly() {
+    // The rows are the identity, so the output is the weights: FP8 and FP4 codes in all positions of a pair or word,
+    // NaN included.
     let k = 64;
     let identity: Vec<f32> = (0..k * k).map(|i| if i / k == i % k { 1.0 } else { 0.0 }).collect();
     for level in levels() {
@@ -224,7 +225,7 @@ fn every_code_is_exact() {
                     let (col, row) = (i / 256, i % 256);
                     let code = codes[row * k + col];
                     let want = decode::fp8_e4m3(code) * scales[row / 128];
-                    // A row with a NaN poisons its own output feature only.
+                    // A NaN poisons only the output feature whose weights contain it.
                     let nan = codes[row * k..][..k].iter().any(|code| code & 0x7f == 0x7f);
                     assert!(
                         if nan { got.is_nan() } else { *got == want },
@@ -234,7 +235,7 @@ fn every_code_is_exact() {
             }
             let nibbles: Vec<u8> =
                 (0..32 * k / 2).map(|i| ((i * 17 + i / 16 + offset * 29) % 256) as u8).collect();
-            // Up to where 6 * 2^e is still finite.
+            // The largest exponents keep 6 * 2^e finite.
             let exponents: Vec<u8> = (0..64).map(|i| (i * 4 + offset / 2).min(252) as u8).collect();
             let view = MatrixView {
                 format: WeightFormat::Mxfp4,
@@ -261,7 +262,7 @@ fn every_code_is_exact() {
 }
 
 #[test]
-fn strides_do_not_matter() {
+fn packing_does_not_depend_on_strides() {
     let mut rng = rand::rng();
     let (n, k) = (45, 70);
     for format in [WeightFormat::F32, WeightFormat::F16, WeightFormat::Bf16, WeightFormat::Fp8E4m3] {
@@ -284,7 +285,7 @@ fn strides_do_not_matter() {
 }
 
 #[test]
-fn wild_inputs_stay_in_their_rows() {
+fn non_finite_inputs_affect_only_their_rows() {
     let mut rng = rand::rng();
     for format in FORMATS {
         let matrix = TestMatrix::random(&mut rng, format, 40, 70, (128, 128));
@@ -303,7 +304,7 @@ fn wild_inputs_stay_in_their_rows() {
 }
 
 #[test]
-fn contradictions_are_refused() {
+fn inconsistent_views_are_refused() {
     let data = vec![0_u8; 64];
     let view = |format, rows, cols, scales| MatrixView {
         format,
@@ -323,11 +324,11 @@ fn contradictions_are_refused() {
         |view: &MatrixView<'_>| PackedMatrix::pack(view).map(|_| ()).map_err(|error| error.to_string());
     assert!(check(&view(WeightFormat::F32, 4, 4, Scales::None)).is_ok());
     for (bad, words) in [
-        (view(WeightFormat::F32, 4, 5, Scales::None), "need 80 bytes, but there are 64"),
+        (view(WeightFormat::F32, 4, 5, Scales::None), "need 80 bytes, but 64 were given"),
         (view(WeightFormat::Bf16, usize::MAX, 2, Scales::None), "bytes"),
         (view(WeightFormat::F32, 0, 4, Scales::None), "empty"),
         (view(WeightFormat::F32, 4, 4, block(1, 4, 4)), "block scales"),
-        (view(WeightFormat::Fp8E4m3, 4, 4, block(3, 2, 2)), "need 4 scales, but there are 3"),
+        (view(WeightFormat::Fp8E4m3, 4, 4, block(3, 2, 2)), "need 4 scales, but 3 were given"),
         (view(WeightFormat::Fp8E4m3, 4, 4, block(1, 0, 2)), "empty blocks"),
         (view(WeightFormat::Mxfp4, 2, 32, Scales::None), "no scales"),
         (
@@ -341,6 +342,6 @@ fn contradictions_are_refused() {
     }
     let (gate, up) =
         (view(WeightFormat::F32, 4, 4, Scales::None), view(WeightFormat::F32, 2, 4, Scales::None));
-    let message = PackedMatrix::pack_gated(Level::Portable, &gate, &up).unwrap_err().to_string();
+    let message = PackedMatrix::pack_gated(SimdLevel::Portable, &gate, &up).unwrap_err().to_string();
     assert!(message.contains("[4, 4]") && message.contains("[2, 4]"), "{message}");
 }

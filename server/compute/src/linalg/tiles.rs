@@ -1,12 +1,12 @@
-//! Rows of activations, cut into the register tiles of the kernels.
+//! Rows of hidden states, cut into the register tiles of the kernels.
 
-use super::level::Level;
 use super::packed::K_BLOCK;
+use super::simd_level::SimdLevel;
 
-/// How a number of rows is cut into tiles: as few as possible, of nearly equal size.
+/// The division of rows into as few tiles as possible, of nearly equal size.
 ///
-/// Packed rows lie tile by tile; a tile of `R` rows is `[blocks, R, 32]`: blocks of 32 input features, padded with
-/// zeros. So a kernel walks through it in order, and packing copies whole cache lines.
+/// Packed rows are stored tile by tile. A tile of `R` rows is `[blocks, R, 32]`: blocks of 32 input features, padded
+/// with zeros. A kernel thus reads it in order, and packing copies whole cache lines.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tiling {
     rows: usize,
@@ -21,8 +21,8 @@ pub(crate) struct RowTile {
 }
 
 impl Tiling {
-    pub(crate) fn new(level: Level, rows: usize) -> Self {
-        Tiling { rows, tiles: rows.div_ceil(level.tile()) }
+    pub(crate) fn new(level: SimdLevel, rows: usize) -> Self {
+        Tiling { rows, tiles: rows.div_ceil(level.max_tile_rows()) }
     }
 
     pub(crate) fn tiles(self) -> usize {
@@ -39,12 +39,12 @@ impl Tiling {
     }
 }
 
-/// Input features of a packed row, padding included.
+/// Length of a packed row of `k` input features, padding included.
 pub(crate) const fn padded(k: usize) -> usize {
     k.next_multiple_of(K_BLOCK)
 }
 
-/// Packs row `r` of a tile of `rows` rows into `tile`, `[blocks, rows, 32]`, multiplied by `factor` if there is one.
+/// Packs row `r` of a tile of `rows` rows into `tile`, `[blocks, rows, 32]`, multiplied by `factor` if it is given.
 pub(crate) fn pack_row(tile: &mut [f32], rows: usize, r: usize, row: &[f32], factor: Option<f32>) {
     let (blocks, rest) = row.as_chunks::<K_BLOCK>();
     let (packed, _) = tile.as_chunks_mut::<K_BLOCK>();
@@ -70,18 +70,18 @@ mod tests {
 
     #[test]
     fn tiles_cover_rows_in_order() {
-        for level in Level::ALL {
+        for level in SimdLevel::ALL {
             for rows in 0..100 {
                 let tiling = Tiling::new(level, rows);
                 let mut next = 0;
                 for (index, tile) in tiling.iter().enumerate() {
                     assert_eq!(tile, tiling.tile(index));
                     assert_eq!(tile.start, next);
-                    assert!((1..=level.tile()).contains(&tile.rows));
+                    assert!((1..=level.max_tile_rows()).contains(&tile.rows));
                     next += tile.rows;
                 }
                 assert_eq!(next, rows);
-                assert_eq!(tiling.tiles(), rows.div_ceil(level.tile()));
+                assert_eq!(tiling.tiles(), rows.div_ceil(level.max_tile_rows()));
             }
         }
     }

@@ -1,15 +1,15 @@
-//! `config.json` of synthesised checkpoints: sizes as asked for, everything else small enough to load anywhere.
+//! `config.json` of synthesised checkpoints: the requested sizes, and otherwise values small enough to load anywhere.
 
 use serde_json::{Map, Value, json};
 
 use super::{SynthConfig, SynthFormat};
 use crate::Family;
-use crate::family::{LayerRule, SharedWidth, Stored};
+use crate::family::{LayerRule, SharedWidth, StoredLayout};
 
-/// Rows of the vocabulary, and so of token tables.
+/// Size of the vocabulary, and so the number of rows of token tables.
 pub(super) const VOCAB: usize = 128;
 
-/// What a family's model needs besides sizes.
+/// Config fields that a family's model needs besides sizes.
 const EXTRAS: &[(&str, &str)] = &[
     ("mixtral", r#"{"head_dim": 16, "router_jitter_noise": 0.0}"#),
     ("olmoe", r#"{"norm_topk_prob": false}"#),
@@ -76,7 +76,7 @@ pub(super) fn names() -> Vec<&'static str> {
     EXTRAS.iter().map(|(name, _)| *name).collect()
 }
 
-/// Dense layers at the start, in families that have them.
+/// Number of dense layers at the start, in families that have them.
 pub(super) fn dense_layers(config: &SynthConfig, family: &Family) -> usize {
     match family.layers {
         LayerRule::FirstDense { .. } | LayerRule::Window if config.layers > 1 => 1,
@@ -84,12 +84,12 @@ pub(super) fn dense_layers(config: &SynthConfig, family: &Family) -> usize {
     }
 }
 
-/// Layers at the start that route by token id.
+/// Number of layers at the start that route by token id.
 pub(super) fn hashed_layers(config: &SynthConfig, family: &Family) -> usize {
     if matches!(family.layers, LayerRule::Hashed { .. }) { (config.layers - 1).min(3) } else { 0 }
 }
 
-/// Groups of experts and how many of them stay.
+/// The number of groups of experts, and how many of them experts are chosen from.
 fn groups(config: &SynthConfig) -> (usize, usize) {
     let (groups, kept) = (4, 2);
     let size = config.experts / groups;
@@ -121,7 +121,8 @@ pub(super) fn config_json(config: &SynthConfig, family: &Family) -> Value {
         "bos_token_id": 1,
         "eos_token_id": 2,
     }));
-    let extras = EXTRAS.iter().find(|(name, _)| *name == family.name).expect("checked before").1;
+    let extras =
+        EXTRAS.iter().find(|(name, _)| *name == family.name).expect("the family was checked before").1;
     map.append(&mut object(serde_json::from_str(extras).expect("constant JSON")));
     map.insert(family.experts[0].into(), config.experts.into());
     let top_k = family.top_k.first().unwrap_or(&"num_experts_per_tok");
@@ -140,7 +141,7 @@ pub(super) fn config_json(config: &SynthConfig, family: &Family) -> Value {
             let kinds: Vec<_> =
                 (0..config.layers).map(|i| if i < hashed { "hash_moe" } else { "moe" }).collect();
             map.insert("mlp_layer_types".into(), kinds.into());
-            // The reference implementation takes this for another name of the experts' width.
+            // The reference implementation treats this field as another name of the experts' width.
             map.remove("intermediate_size");
         }
         _ => {}
@@ -169,9 +170,9 @@ pub(super) fn config_json(config: &SynthConfig, family: &Family) -> Value {
     Value::Object(map)
 }
 
-/// Whether FP8 is written with a scale for each output channel, as the releases of this family have it.
+/// Whether FP8 weights get one scale per output channel, as in this family's releases.
 pub(super) fn fp8_by_channel(family: &Family) -> bool {
-    family.stored == Stored::FusedTransposed && family.weight_on_input
+    family.stored == StoredLayout::FusedTransposed && family.weight_on_input
 }
 
 fn quantization(config: &SynthConfig, family: &Family) -> Option<Value> {

@@ -1,8 +1,8 @@
-//! Random numbers by the gigabyte.
+//! Random numbers for gigabytes of weights.
 //!
-//! Weights are drawn from a table of 2^16 numbers that follow the distribution, each already stored as the element
-//! type: 16 random bits make a weight. The generator is SplitMix64 (Steele, Lea, Flood 2014), seeded per piece of a
-//! tensor, so that pieces can be drawn in parallel and do not depend on how the work was split.
+//! Weights are drawn from a table of 2^16 numbers of the wanted distribution, already stored in the element type, so
+//! that 16 random bits yield a weight. The generator is SplitMix64 (Steele, Lea, Flood 2014), seeded for each block of
+//! a tensor, so that blocks can be drawn in parallel and the result does not depend on how the work was divided.
 
 use half::{bf16, f16};
 use rand::seq::index;
@@ -14,9 +14,9 @@ use rayon::prelude::*;
 use super::layout::{Element, FP4_DEVIATION, FP8_DEVIATION, Fill, Tensor};
 
 /// Bytes drawn from one seed.
-const PIECE: usize = 1 << 16;
+const SEED_BLOCK: usize = 1 << 16;
 
-/// Numbers to draw from.
+/// Tables of numbers to draw from.
 pub(super) struct Tables {
     normal: Vec<f32>,
     fp8: Vec<u8>,
@@ -30,43 +30,43 @@ impl Tables {
         Self { normal, fp8 }
     }
 
-    /// Fills bytes `start..` of a tensor. `start` is a multiple of [`PIECE`]'s size.
+    /// Fills bytes `start..` of a tensor. `start` must be a multiple of [`SEED_BLOCK`].
     pub(super) fn fill(&self, tensor: &Tensor, seed: u64, start: u64, out: &mut [u8]) {
-        let first = start / PIECE as u64;
+        let first = start / SEED_BLOCK as u64;
         let seeded = |i: usize| SplitMix(mix(seed ^ mix(first + i as u64)));
-        let pieces = out.par_chunks_mut(PIECE).enumerate();
+        let blocks = out.par_chunks_mut(SEED_BLOCK).enumerate();
         match (tensor.fill, tensor.element) {
             (Fill::Normal(deviation), Element::F32) => {
                 let table = self.bytes(deviation, f32::to_le_bytes);
-                pieces.for_each(|(i, out)| seeded(i).pick4(&table, out));
+                blocks.for_each(|(i, out)| seeded(i).pick4(&table, out));
             }
             (Fill::Normal(deviation), Element::F16) => {
                 let table = self.bytes(deviation, |x| f16::from_f32(x).to_le_bytes());
-                pieces.for_each(|(i, out)| seeded(i).pick4(&table, out));
+                blocks.for_each(|(i, out)| seeded(i).pick4(&table, out));
             }
             (Fill::Normal(deviation), _) => {
                 let table = self.bytes(deviation, |x| bf16::from_f32(x).to_le_bytes());
-                pieces.for_each(|(i, out)| seeded(i).pick4(&table, out));
+                blocks.for_each(|(i, out)| seeded(i).pick4(&table, out));
             }
             (Fill::Fp8Codes, _) => {
                 let table: Vec<[u8; 1]> = self.fp8.iter().map(|b| [*b]).collect();
-                pieces.for_each(|(i, out)| seeded(i).pick4(&table, out));
+                blocks.for_each(|(i, out)| seeded(i).pick4(&table, out));
             }
-            (Fill::Fp4Codes, _) => pieces.for_each(|(i, out)| seeded(i).raw(out)),
+            (Fill::Fp4Codes, _) => blocks.for_each(|(i, out)| seeded(i).raw(out)),
             (Fill::Exponents(deviation), _) => {
                 let middle = (deviation / FP4_DEVIATION).log2().round() + 127.0;
                 let middle = middle.clamp(2.0, 252.0) as u8;
                 let table: Vec<[u8; 1]> = (0..1 << 16).map(|i| [middle - 1 + (i % 4 != 0) as u8]).collect();
-                pieces.for_each(|(i, out)| seeded(i).pick4(&table, out));
+                blocks.for_each(|(i, out)| seeded(i).pick4(&table, out));
             }
             (Fill::Scales(mean), element) => {
                 let values = (0..1 << 16).map(|i| mean * (0.5 + i as f32 / 65536.0));
                 if element == Element::F32 {
                     let table: Vec<[u8; 4]> = values.map(f32::to_le_bytes).collect();
-                    pieces.for_each(|(i, out)| seeded(i).pick4(&table, out));
+                    blocks.for_each(|(i, out)| seeded(i).pick4(&table, out));
                 } else {
                     let table: Vec<[u8; 2]> = values.map(|x| bf16::from_f32(x).to_le_bytes()).collect();
-                    pieces.for_each(|(i, out)| seeded(i).pick4(&table, out));
+                    blocks.for_each(|(i, out)| seeded(i).pick4(&table, out));
                 }
             }
             (Fill::Experts { count }, _) => {
@@ -95,7 +95,7 @@ impl SplitMix {
         mix(self.0)
     }
 
-    /// Elements from a table of 2^16.
+    /// Draws elements from a table of 2^16.
     fn pick4<const N: usize>(&mut self, table: &[[u8; N]], out: &mut [u8]) {
         let table: &[[u8; N]; 1 << 16] = table.try_into().expect("tables have 2^16 entries");
         for four in out.as_chunks_mut::<N>().0.chunks_mut(4) {
@@ -114,25 +114,25 @@ impl SplitMix {
     }
 }
 
-/// The finalizer of SplitMix64.
+/// The finaliser of SplitMix64.
 pub(super) fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
 }
 
-/// The FP8 e4m3 code of a number, rounded to nearest, saturating at 448.
+/// The FP8 e4m3 code of a number, rounded to nearest and saturated at 448.
 fn nearest_fp8(x: f32) -> u8 {
     let sign = if x < 0.0 { 0x80 } else { 0 };
     let magnitude = x.abs().min(448.0);
-    // Steps are powers of two: 2^-9 among subnormals, and an eighth of the power of two below otherwise.
+    // Steps are powers of two: 2^-9 among subnormals, otherwise an eighth of the power of two below the number.
     let exponent = magnitude.log2().floor().max(-6.0);
     let step = (exponent - 3.0).exp2();
     let steps = (magnitude / step).round() as u32;
-    // A count of 16 is the next exponent's 8; encoding by addition carries it over.
+    // A count of 16 is the next exponent's 8; the addition below carries it over.
     let code =
         if exponent <= -6.0 && steps < 8 { steps } else { (exponent as i32 + 7) as u32 * 8 + (steps - 8) };
-    sign | u8::try_from(code.min(0x7e)).expect("at most 0x7e")
+    sign | u8::try_from(code.min(0x7e)).expect("the code is at most 0x7e")
 }
 
 #[cfg(test)]
@@ -157,17 +157,17 @@ mod tests {
         let tensor = Tensor {
             name: "t".into(),
             element: Element::Bf16,
-            shape: vec![3 * PIECE / 2],
+            shape: vec![3 * SEED_BLOCK / 2],
             fill: Fill::Normal(0.5),
         };
-        let mut whole = vec![0; 3 * PIECE];
+        let mut whole = vec![0; 3 * SEED_BLOCK];
         tables.fill(&tensor, 7, 0, &mut whole);
-        let mut parts = vec![0; 3 * PIECE];
-        let (head, tail) = parts.split_at_mut(PIECE);
+        let mut parts = vec![0; 3 * SEED_BLOCK];
+        let (head, tail) = parts.split_at_mut(SEED_BLOCK);
         tables.fill(&tensor, 7, 0, head);
-        tables.fill(&tensor, 7, PIECE as u64, tail);
+        tables.fill(&tensor, 7, SEED_BLOCK as u64, tail);
         assert_eq!(whole, parts);
-        assert_ne!(whole[..PIECE], whole[PIECE..2 * PIECE]);
+        assert_ne!(whole[..SEED_BLOCK], whole[SEED_BLOCK..2 * SEED_BLOCK]);
         let values: Vec<f32> = whole.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect();
         let square: f32 = values.iter().map(|x| x * x).sum::<f32>() / values.len() as f32;
         assert!((square.sqrt() - 0.5).abs() < 0.01, "{square}");

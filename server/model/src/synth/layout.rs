@@ -1,36 +1,36 @@
-//! Which tensors a synthesised checkpoint has, and what they are filled with.
+//! The tensors of a synthesised checkpoint and the distribution of their elements.
 
 use super::configs::{VOCAB, dense_layers, fp8_by_channel, hashed_layers};
 use super::{SynthConfig, SynthFormat};
 use crate::Family;
-use crate::family::{SharedWidth, Stored};
+use crate::family::{SharedWidth, StoredLayout};
 
-/// What a tensor is filled with.
+/// The distribution of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Fill {
-    /// Normal, of this standard deviation.
+    /// Normal, with this standard deviation.
     Normal(f32),
     /// FP8 codes of normal numbers with a standard deviation of [`FP8_DEVIATION`].
     Fp8Codes,
-    /// Scales around a mean, from half of it to one and a half times.
+    /// Scales, uniform from half to one and a half times this mean.
     Scales(f32),
-    /// Pairs of FP4 codes, all alike likely.
+    /// Pairs of FP4 codes, all equally likely.
     Fp4Codes,
-    /// E8M0 exponents such that FP4 values have about this standard deviation.
+    /// E8M0 exponents that give FP4 values about this standard deviation.
     Exponents(f32),
     /// Distinct experts in each row.
     Experts {
-        /// Of so many.
+        /// Number of experts to draw from.
         count: usize,
     },
 }
 
-/// Standard deviation of FP8 codes, in units of their scale: uses most of the range up to 448.
+/// Standard deviation of FP8 codes, in units of their scale; it uses most of the range up to 448.
 pub(super) const FP8_DEVIATION: f32 = 96.0;
 /// Standard deviation of uniformly drawn FP4 codes.
 pub(super) const FP4_DEVIATION: f32 = 2.926;
 
-/// Element types as safetensors calls them.
+/// Element types, named as in safetensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Element {
     Bf16,
@@ -106,7 +106,7 @@ impl Layout<'_> {
         self.tensors.push(Tensor { name, element, shape: shape.to_vec(), fill });
     }
 
-    /// How unquantised tensors are stored.
+    /// The element type of unquantised tensors.
     fn plain(&self) -> Element {
         match self.config.format {
             SynthFormat::F16 => Element::F16,
@@ -135,7 +135,7 @@ impl Layout<'_> {
                 Fill::Experts { count: experts },
             );
         } else if let Some(correction) = names.correction.first() {
-            // Ernie keeps a dimension for groups that it does not have.
+            // Ernie keeps a dimension for groups, of which it has one.
             let shape: &[usize] =
                 if correction.starts_with("moe_statics") { &[1, experts] } else { &[experts] };
             self.push(format!("{base}{correction}"), Element::F32, shape, Fill::Normal(0.05));
@@ -145,7 +145,7 @@ impl Layout<'_> {
     fn experts(&mut self, base: &str) {
         let SynthConfig { experts, width, hidden, format, .. } = *self.config;
         let fused = [(self.family.fused.0, [2 * width, hidden]), (self.family.fused.1, [hidden, width])];
-        let one_by_one = matches!(self.family.stored, Stored::Projections | Stored::Numbered);
+        let one_by_one = matches!(self.family.stored, StoredLayout::Projections | StoredLayout::Numbered);
         match format {
             SynthFormat::Mxfp4 => {
                 for (name, [rows, cols]) in fused {
@@ -171,7 +171,7 @@ impl Layout<'_> {
                 return;
             }
             _ => {
-                let transposed = self.family.stored == Stored::FusedTransposed;
+                let transposed = self.family.stored == StoredLayout::FusedTransposed;
                 for (name, [rows, cols]) in fused {
                     let shape = if transposed { [experts, cols, rows] } else { [experts, rows, cols] };
                     self.push(format!("{base}{name}"), self.plain(), &shape, Fill::Normal(deviation(cols)));
@@ -185,11 +185,11 @@ impl Layout<'_> {
         }
     }
 
-    /// One MLP with projections of their own.
+    /// Adds one MLP with separate projections.
     fn mlp(&mut self, module: &str, width: usize, biases: bool) {
         let hidden = self.config.hidden;
         let names = match self.family.stored {
-            Stored::Numbered => ["w1", "w3", "w2"],
+            StoredLayout::Numbered => ["w1", "w3", "w2"],
             _ => ["gate_proj", "up_proj", "down_proj"],
         };
         for (name, [rows, cols]) in names.into_iter().zip([[width, hidden], [width, hidden], [hidden, width]])
@@ -224,7 +224,8 @@ impl Layout<'_> {
     }
 }
 
-/// Of weights that multiply `inputs` numbers of unit variance, so that activations stay near one.
+/// Standard deviation of weights that multiply `inputs` numbers of unit variance, so that activations have a variance
+/// near one.
 fn deviation(inputs: usize) -> f32 {
     1.5 / (inputs as f32).sqrt()
 }

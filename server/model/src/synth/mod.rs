@@ -1,7 +1,7 @@
 //! Random checkpoints of any family, in Hugging Face's layout.
 //!
-//! They hold the MoE blocks only: what the service needs. Loaded into transformers, the rest of the model is
-//! initialised by that library. Weights are scaled so that rows of unit variance give outputs of about unit variance.
+//! They hold the MoE blocks only, which is what the service needs; transformers initialises the rest of the model
+//! itself when it loads one. Weights are scaled so that rows of unit variance give outputs of about unit variance.
 
 mod configs;
 mod draw;
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Family, by_name};
 
-/// How weights are stored.
+/// Storage format of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
@@ -26,32 +26,33 @@ pub enum SynthFormat {
     F16,
     /// IEEE single precision.
     F32,
-    /// FP8 e4m3 with a scale for each block of 128×128 (Llama 4: for each output channel).
+    /// FP8 e4m3 with one scale per block of 128×128 (Llama 4: per output channel).
     Fp8,
     /// MXFP4: blocks of 32 inputs share an exponent.
     Mxfp4,
 }
 
-/// What to synthesise.
+/// The parameters of a synthesised checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SynthConfig {
     /// Name of a family ([`super::FAMILIES`]).
     pub family: String,
-    /// Elements of a token row.
+    /// Elements per token row.
     pub hidden: usize,
-    /// Routed experts of each layer.
+    /// Routed experts per layer.
     pub experts: usize,
     /// Experts per token.
     pub top_k: usize,
     /// Intermediate size of an expert.
     pub width: usize,
-    /// Decoder layers. In families whose first layers are dense, the first one is, if there are more.
+    /// Number of decoder layers. In families whose first layers are dense, the first layer is dense if there are
+    /// several.
     pub layers: usize,
-    /// How weights are stored.
+    /// Storage format of weights.
     pub format: SynthFormat,
-    /// The same seed gives the same bytes.
+    /// Seed of the random numbers; the same seed gives the same bytes.
     pub seed: u64,
-    /// Files are not made larger than this, if a single tensor fits.
+    /// Largest size of a file in bytes, unless a single tensor is larger.
     pub max_shard_bytes: u64,
 }
 
@@ -73,28 +74,28 @@ impl SynthConfig {
     }
 }
 
-/// Why a checkpoint cannot be synthesised.
+/// An error that prevents a checkpoint from being synthesised.
 #[derive(Debug, thiserror::Error)]
 pub enum SynthError {
-    /// No such family.
-    #[error("family `{0}` is not known; known are {known}", known = configs::names().join(", "))]
+    /// The family does not exist or cannot be synthesised.
+    #[error("family `{0}` is unknown; the known families are {known}", known = configs::names().join(", "))]
     Family(String),
-    /// Sizes that make no model.
+    /// A size does not fit the family.
     #[error("{field}: expected {expected}, found {found}")]
     Field {
-        /// Which one.
+        /// Name of the size.
         field: &'static str,
-        /// What would be right.
+        /// The accepted values.
         expected: String,
-        /// What was asked for.
+        /// The requested value.
         found: String,
     },
-    /// A file that cannot be written.
-    #[error("{path}: cannot write it: {source}")]
+    /// A file cannot be written.
+    #[error("{path}: cannot write the file: {source}")]
     Io {
         /// The file.
         path: PathBuf,
-        /// The system's answer.
+        /// The operating system's error.
         source: std::io::Error,
     },
 }
@@ -105,27 +106,28 @@ pub fn families() -> Vec<&'static str> {
     configs::names()
 }
 
-/// Bytes of weights that [`write()`] would write.
+/// Size of the weights that [`write()`] would write, in bytes.
 ///
 /// # Errors
-/// A family or sizes that make no model.
+/// If the family or the sizes are invalid.
 pub fn size(config: &SynthConfig) -> Result<u64, SynthError> {
     let family = check(config)?;
     Ok(layout::tensors(config, family).iter().map(layout::Tensor::bytes).sum())
 }
 
-/// Writes a checkpoint into a directory, which is made if it is not there. Files of the same names are overwritten.
+/// Writes a checkpoint into a directory, which is created if it does not exist. Existing files of the same names are
+/// overwritten.
 ///
 /// # Errors
-/// A family or sizes that make no model, or a file that cannot be written.
+/// If the family or the sizes are invalid, or a file cannot be written.
 pub fn write(config: &SynthConfig, dir: &Path) -> Result<(), SynthError> {
     write_with(config, dir, &mut |_| {})
 }
 
-/// Like [`write()`], and tells `progress` how many more bytes have been written.
+/// Like [`write()`], and calls `progress` with the number of bytes written since its last call.
 ///
 /// # Errors
-/// As [`write()`].
+/// See [`write()`].
 pub fn write_with(config: &SynthConfig, dir: &Path, progress: &mut dyn FnMut(u64)) -> Result<(), SynthError> {
     let family = check(config)?;
     let io = |path: PathBuf| move |source| SynthError::Io { path, source };
@@ -154,14 +156,14 @@ fn check(config: &SynthConfig) -> Result<&'static Family, SynthError> {
         }
     }
     if !config.hidden.is_multiple_of(8) {
-        return wrong("hidden", "a multiple of 8 (4 attention heads of even width)", config.hidden);
+        return wrong("hidden", "a multiple of 8 (for 4 attention heads of even width)", config.hidden);
     }
     let most = config.experts.min(super::MAX_TOP_K);
     if config.top_k == 0 || config.top_k > most {
         return wrong("top-k", &format!("1 to {most}"), config.top_k);
     }
     if family.name == "phimoe" && config.top_k != 2 {
-        return wrong("top-k", "2, which this family's gate always chooses", config.top_k);
+        return wrong("top-k", "2, the number that this family's gate always chooses", config.top_k);
     }
     if config.format == SynthFormat::Mxfp4 {
         for (field, size) in [("hidden", config.hidden), ("width", config.width)] {

@@ -1,4 +1,4 @@
-//! Safetensors files, written piece by piece.
+//! Safetensors files, written in blocks.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -45,7 +45,7 @@ pub(super) fn tensors(
     Ok(())
 }
 
-/// Consecutive tensors, filled up to a size.
+/// Divides the tensors into groups of consecutive ones of up to `max_bytes`.
 fn split(tensors: &[Tensor], max_bytes: u64) -> Vec<&[Tensor]> {
     let mut shards = Vec::new();
     let (mut start, mut size) = (0, 0);
@@ -76,7 +76,7 @@ fn file(
     for (tensor, seed) in tensors.iter().zip(seeds) {
         let mut start = 0;
         while start < tensor.bytes() {
-            // Small tensors are gathered; a piece never starts anywhere but at a multiple of the chunk.
+            // Small tensors are gathered; a block of a tensor always starts at a multiple of the chunk size.
             let length = (tensor.bytes() - start).min(CHUNK as u64) as usize;
             if filled + length > CHUNK {
                 file.write_all(&buffer[..filled])?;
@@ -93,7 +93,7 @@ fn file(
     file.flush()
 }
 
-/// The JSON header, padded with spaces so that data start at a multiple of eight.
+/// The JSON header, padded with spaces so that the data start at a multiple of eight bytes.
 fn header(tensors: &[Tensor]) -> Vec<u8> {
     let mut map = Map::new();
     map.insert("__metadata__".into(), json!({"format": "pt"}));

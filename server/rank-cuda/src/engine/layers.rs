@@ -12,7 +12,7 @@ use expertd_ipc::control::Fp8Compute;
 use expertd_model::{
     Checkpoint, Choice, GateSpec, GroupScore, ModelError, ModelSpec, MoeLayer, Normalise, ScoreFn,
 };
-use expertd_rank::share::{Progress, Share, weights};
+use expertd_rank::share::{ExpertShare, LoadProgress, weights};
 use expertd_types::{ExpertId, LayerId};
 
 /// Why weights could not be brought to the GPU.
@@ -80,14 +80,15 @@ pub(super) struct Layers {
 }
 
 /// Bytes of device memory that this rank's weights take.
-pub(super) fn device_bytes(checkpoint: &Checkpoint, share: Share, fp8: Fp8Compute) -> u64 {
+pub(super) fn device_bytes(checkpoint: &Checkpoint, share: ExpertShare, fp8: Fp8Compute) -> u64 {
     let hidden = checkpoint.spec().hidden;
     let of = |moe: &MoeLayer| {
         let mine = share.experts(moe).len();
         CudaExperts::bytes(Held::of(moe.experts.format, fp8), mine, hidden, moe.experts.width)
-            + moe.shared.as_ref().map_or(0, |shared| {
-                CudaExperts::bytes(Held::of(shared.format, fp8), 1, hidden, shared.width)
-            })
+            + moe
+                .shared
+                .as_ref()
+                .map_or(0, |shared| CudaExperts::bytes(Held::of(shared.format, fp8), 1, hidden, shared.width))
             + (moe.experts.count * padded(hidden) * 2) as u64
     };
     checkpoint.spec().moe_layers().map(|(_, moe)| of(moe)).sum()
@@ -123,14 +124,14 @@ impl Layers {
     pub(super) fn load(
         device: &Device,
         checkpoint: &Checkpoint,
-        share: Share,
+        share: ExpertShare,
         fp8: Fp8Compute,
         pool: &rayon::ThreadPool,
         progress: impl FnMut(u64, u64),
     ) -> Result<Self, LoadError> {
         let spec = checkpoint.spec();
         let mut loader = Loader::new(device, pool, spec.hidden, widest(spec))?;
-        let mut progress = Progress::start(share.bytes(spec), progress);
+        let mut progress = LoadProgress::start(share.bytes(spec), progress);
         let mut layers = Vec::with_capacity(spec.num_layers);
         for (index, moe) in (0..).zip(&spec.layers) {
             let Some(moe) = moe else {

@@ -20,7 +20,7 @@ use crate::windows::{ID_BYTES, LsaWindows};
 use expertd_ipc::RankChannel;
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use expertd_model::Checkpoint;
-use expertd_rank::share::Share;
+use expertd_rank::share::ExpertShare;
 use expertd_rank::{Failure, Joining, Loaded, setup_failure};
 
 /// How long ranks wait for each other while they join.
@@ -45,7 +45,7 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     let windows = join(setup, &device, &shape, socket, reader)?;
     let host = pin(&device, channel)?;
     let padding = shape.hidden as usize != setup.shape.hidden;
-    let staged = channel.staging_places();
+    let staged = channel.staging_addresses();
     let room = |error: DeviceError| {
         let message = format!("{error}; lower max-tokens-per-step, or the number of slots");
         setup_failure(format!("cannot allocate the buffers of {} slots: {message}", setup.shape.slots))
@@ -123,13 +123,13 @@ fn load_weights(
         .thread_name(|i| format!("load-{i}"))
         .build()
         .map_err(setup_failure)?;
-    Layers::load(device, checkpoint, Share::of(setup), setup.fp8_compute, &pool, progress)
+    Layers::load(device, checkpoint, ExpertShare::of(setup), setup.fp8_compute, &pool, progress)
         .map_err(|error| (FailureKind::Load, error.to_string()))
 }
 
 fn check_memory(setup: &RankSetup, device: &Device, checkpoint: &Checkpoint) -> Result<(), Failure> {
     let (free, total) = device.memory().map_err(setup_failure)?;
-    let needed = device_bytes(checkpoint, Share::of(setup), setup.fp8_compute) + RESERVE;
+    let needed = device_bytes(checkpoint, ExpertShare::of(setup), setup.fp8_compute) + RESERVE;
     if needed > free as u64 {
         return Err(setup_failure(format!(
             "GPU {} has {} MiB free of {} MiB beside this rank's buffers, and its weights and a reserve need {} MiB; use \

@@ -8,8 +8,8 @@ use expertd_kernels::experts::{self, ExpertsParams};
 use expertd_kernels::launch::{self, LaunchError};
 use expertd_kernels::layout::Shape;
 use expertd_kernels::params::{
-    CombineParams, Completion, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group, ROW_PLACE_BYTES, Segment,
-    SharedParams, SlotState, StepRequest, fp8_row_bytes,
+    CombineParams, Completion, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group,
+    ROW_PLACE_BYTES, Segment, SharedParams, SlotState, StepRequest, fp8_row_bytes,
 };
 use expertd_kernels::slot::SlotBuffers;
 
@@ -226,7 +226,11 @@ impl Sequence<'_> {
                 weight_on_input: i32::from(self.layer.spec.experts.weight_on_input),
                 format: held.held().code(),
                 x_format: if fp8_rows { experts::ROWS_FP8 } else { experts::ROWS_BF16 },
-                x_stride: if fp8_rows { fp8_row_bytes(hidden as usize) as u64 } else { u64::from(hidden) * 2 },
+                x_stride: if fp8_rows {
+                    fp8_row_bytes(hidden as usize) as u64
+                } else {
+                    u64::from(hidden) * 2
+                },
                 ..self.mlp(buffers, shape, self.layer.spec.experts.activation)
             };
             // SAFETY: as above.

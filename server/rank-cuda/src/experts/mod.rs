@@ -12,8 +12,8 @@ mod narrow;
 pub use host::HostBuffer;
 pub use load::{Loader, PackFailure, to_bf16};
 
-use expertd_kernels::device::{Buffer, Device, DeviceError};
 use expertd_ipc::control::Fp8Compute;
+use expertd_kernels::device::{Buffer, Device, DeviceError};
 use expertd_kernels::experts::{
     BF16, FP8, LayerWeights, MXFP4, PACK_DOWN, PACK_GATE_UP, SCALE_ELEMENTS, W8A8, matrix_bytes,
 };

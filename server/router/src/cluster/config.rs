@@ -28,7 +28,7 @@ pub struct ClusterConfig {
     pub cores: Vec<Vec<usize>>,
     /// How many of them may be busy all the time; less than all where a container's quota allows less.
     pub usable_cores: usize,
-    /// How long ranks and the router spin before they sleep; see [`SPIN`](expertd_ipc::wait::SPIN).
+    /// How long ranks and the router spin before they sleep; see [`SPIN_TIME`](expertd_ipc::wait::SPIN_TIME).
     pub spin: Duration,
     /// How long a rank waits for its peers within a step.
     pub peer_timeout: Duration,

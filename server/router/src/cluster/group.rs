@@ -12,7 +12,8 @@ use super::fault::{Fault, FaultKind, FormError};
 use super::process::{RankEvent, RankNews, RankProcess};
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::{
-    ChannelError, Completion, Forming, RouterBell, RouterChannel, SharedRegion, Staged, StepDescriptor,
+    ChannelError, Completion, FormingStep, RouterBell, RouterChannel, SharedRegion, StagedRows,
+    StepDescriptor,
 };
 use expertd_types::Phase;
 use expertd_types::{Generation, LayerId, Rank, Slot, StepId};
@@ -314,7 +315,7 @@ impl Group {
     }
 
     /// Begins forming the step of the slot that [`next_slot`](Self::next_slot) gave.
-    pub fn begin(&mut self, slot: Slot, top_k: usize) -> Forming<'_, '_> {
+    pub fn begin(&mut self, slot: Slot, top_k: usize) -> FormingStep<'_, '_> {
         self.channel.begin(slot, top_k)
     }
 
@@ -386,13 +387,13 @@ impl Group {
 
     /// Output rows of a completed step.
     #[must_use]
-    pub fn answer(&self, staged: &Staged) -> &[u8] {
+    pub fn answer(&self, staged: &StagedRows) -> &[u8] {
         self.channel.answer(staged)
     }
 
     /// Ids and weights of a completed step.
     #[must_use]
-    pub fn routing(&self, staged: &Staged, top_k: usize) -> (&[u8], &[u8]) {
+    pub fn routing(&self, staged: &StagedRows, top_k: usize) -> (&[u8], &[u8]) {
         self.channel.routing(staged, top_k)
     }
 

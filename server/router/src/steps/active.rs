@@ -8,7 +8,7 @@ use bytes::Bytes;
 use super::service::{Incoming, Reply};
 use crate::backend::{Answer, Receipt, Request, StepError, StepTiming};
 use crate::telemetry::names;
-use expertd_ipc::StageRows;
+use expertd_ipc::RowsToStage;
 use expertd_types::{Generation, Rank, StepId, WeightVersion};
 
 /// What there is of an answer: rows, and expert ids and weights where they are asked for.
@@ -84,12 +84,12 @@ impl Active {
     }
 
     /// The rows of `range` as they are staged.
-    pub(super) fn rows(&self, range: Range<usize>) -> StageRows<'_> {
+    pub(super) fn rows(&self, range: Range<usize>) -> RowsToStage<'_> {
         let bytes =
             |of: &'_ Bytes, per_row: usize| range.start * per_row..(range.end * per_row).min(of.len());
         let request = &self.request;
-        StageRows {
-            rows: request.rows.slices(range.start * self.row_bytes..range.end * self.row_bytes),
+        RowsToStage {
+            rows: request.rows.view(range.start * self.row_bytes..range.end * self.row_bytes),
             tokens: range.len(),
             dtype: request.dtype,
             routing: request.routing.as_ref().map(|given| {
@@ -141,6 +141,11 @@ impl Active {
     ) {
         let first_step = self.first_step.unwrap_or(now);
         let [rows, ids, weights] = self.output;
+        let as_given = self.request.routing.and_then(|given| given.as_given);
+        let (ids, weights) = match as_given.filter(|_| self.request.return_routing) {
+            Some(as_given) => as_given,
+            None => (ids.into(), weights.into()),
+        };
         let mut tokens_per_rank = self.tokens_per_rank;
         tokens_per_rank.resize(ranks, 0);
         tracing::debug!(request = %self.request.id, steps = ?self.steps, "answered");
@@ -150,8 +155,8 @@ impl Active {
             weight_version,
             tokens_per_rank,
             timings: self.timings,
-            topk_ids: ids.into(),
-            topk_weights: weights.into(),
+            topk_ids: ids,
+            topk_weights: weights,
             queue_time: first_step - self.admitted,
             step_time: now - first_step,
         };

@@ -17,7 +17,7 @@ use super::service::{Admission, SchedulerConfig, ServiceEnd, Shared};
 use crate::backend::{ClientKey, DrainReport, PhaseTimes, ServiceState, StepError, StepTiming};
 use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, StepDone};
 use crate::telemetry::{StepMetrics, names};
-use expertd_ipc::{Copier, Patience, Staged};
+use expertd_ipc::{Copier, StagedRows, WaitPolicy};
 use expertd_types::{Generation, LayerId, StepId};
 
 /// The loop looks at deadlines and at its ranks at least this often.
@@ -43,7 +43,7 @@ struct Launched {
     step: StepId,
     lane: Lane,
     formed: Instant,
-    parts: Vec<(Key, Staged)>,
+    parts: Vec<(Key, StagedRows)>,
     tokens_per_rank: Vec<usize>,
 }
 
@@ -137,8 +137,8 @@ impl Driver {
             group.want_early_notice(waiting);
         }
         let spin = self.cluster.spin.saturating_sub(now - self.last_event);
-        let patience = Patience { spin, deadline: Some(until) };
-        let event = shared.bell.bell().wait_until(patience, || {
+        let policy = WaitPolicy { spin, deadline: Some(until) };
+        let event = shared.bell.bell().wait_until(policy, || {
             shared.mail.load(Ordering::Acquire)
                 || group.as_mut().is_some_and(|group| {
                     group.collect() || (waiting && !had_slot && group.next_slot(full).is_some())

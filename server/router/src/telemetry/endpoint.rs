@@ -1,4 +1,4 @@
-//! The scrape endpoint: `/metrics`, and `/healthz` and `/readyz` for probes that speak HTTP.
+//! The HTTP endpoint for scrapers (`/metrics`) and probes (`/healthz`, `/readyz`).
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -17,17 +17,17 @@ use tokio::sync::Semaphore;
 
 use super::recorder::Recorder;
 
-/// Scrapers at once; more wait.
+/// Largest number of open connections; further ones wait.
 const MAX_CONNECTIONS: usize = 16;
-/// How long a client may take to send its request.
+/// Time limit for a client to send its request.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a connection may last: a scrape is one short exchange.
+/// Longest duration of a connection, which serves one short scrape.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Says whether requests are admitted: `Err` with the reason when not.
+/// Returns whether requests are admitted, and the reason if they are not.
 pub type Probe = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
 
-/// A bound scrape endpoint.
+/// A bound metrics endpoint.
 pub struct MetricsEndpoint {
     listener: TcpListener,
     recorder: Recorder,
@@ -35,10 +35,10 @@ pub struct MetricsEndpoint {
 }
 
 impl MetricsEndpoint {
-    /// Binds it.
+    /// Binds the endpoint to `address`.
     ///
     /// # Errors
-    /// What `bind` says.
+    /// The error of `bind`.
     pub async fn bind(
         address: SocketAddr,
         recorder: Recorder,
@@ -47,10 +47,10 @@ impl MetricsEndpoint {
         Ok(MetricsEndpoint { listener: TcpListener::bind(address).await?, recorder, ready })
     }
 
-    /// The address it is bound to.
+    /// The address that the endpoint is bound to.
     ///
     /// # Errors
-    /// What `getsockname` says.
+    /// The error of `getsockname`.
     pub fn local_address(&self) -> std::io::Result<SocketAddr> {
         self.listener.local_addr()
     }
@@ -80,7 +80,7 @@ impl MetricsEndpoint {
                     .header_read_timeout(HEADER_TIMEOUT)
                     .serve_connection(TokioIo::new(stream), service);
                 if let Ok(Err(error)) = tokio::time::timeout(CONNECTION_TIMEOUT, connection).await {
-                    tracing::debug!(%error, "a scrape ended early");
+                    tracing::debug!(%error, "a connection to the metrics endpoint failed");
                 }
                 drop(slot);
             });
@@ -90,7 +90,7 @@ impl MetricsEndpoint {
 
 fn answer(request: &Request<Incoming>, recorder: &Recorder, ready: &Probe) -> Response<Full<Bytes>> {
     if request.method() != Method::GET && request.method() != Method::HEAD {
-        return text(StatusCode::METHOD_NOT_ALLOWED, "use GET\n".to_owned());
+        return text(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD are allowed\n".to_owned());
     }
     match request.uri().path() {
         "/metrics" => text(StatusCode::OK, recorder.render()),
@@ -99,7 +99,10 @@ fn answer(request: &Request<Incoming>, recorder: &Recorder, ready: &Probe) -> Re
             Ok(()) => text(StatusCode::OK, "ready\n".to_owned()),
             Err(reason) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")),
         },
-        _ => text(StatusCode::NOT_FOUND, "there are /metrics, /healthz and /readyz\n".to_owned()),
+        _ => text(
+            StatusCode::NOT_FOUND,
+            "not found; the paths are /metrics, /healthz and /readyz\n".to_owned(),
+        ),
     }
 }
 

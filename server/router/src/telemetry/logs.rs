@@ -1,10 +1,10 @@
-//! Structured logs on standard error: text for people, JSON for machines. Request and step ids are in the spans.
+//! Structured logs on standard error, as text for people or JSON for machines. Spans carry the ids of requests and steps.
 
 use std::io::IsTerminal;
 
 use tracing_subscriber::EnvFilter;
 
-/// How log lines look.
+/// Format of log lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
@@ -24,20 +24,20 @@ pub enum LogError {
         "--log {filter:?}: {reason}; expected a level (error, warn, info, debug, trace) or directives such as `info,expertd::scheduler=debug`"
     )]
     Filter {
-        /// What was given.
+        /// The filter.
         filter: String,
-        /// What is wrong with it.
+        /// The parser's error.
         reason: String,
     },
-    /// A subscriber is installed already.
-    #[error("logs are set up already")]
+    /// A subscriber is already installed.
+    #[error("logs are already set up in this process")]
     Installed,
 }
 
 /// Sets up the logs of this process: `filter` is a level or a list of `tracing` directives.
 ///
 /// # Errors
-/// [`LogError`] when the filter does not parse or logs are set up already.
+/// [`LogError`] if the filter does not parse or logs are already set up.
 pub fn init_logs(filter: &str, format: LogFormat) -> Result<(), LogError> {
     let parsed = EnvFilter::try_new(filter)
         .map_err(|error| LogError::Filter { filter: filter.to_owned(), reason: error.to_string() })?;

@@ -1,4 +1,4 @@
-//! The grouped MLP: pack rows, gate and up projections with the activation, down projections.
+//! The grouped MLP: packing of rows, gate and up projections with the activation, down projections.
 #![allow(
     unsafe_code,
     reason = "threads write disjoint columns of the output and disjoint parts of the scratch"
@@ -9,23 +9,26 @@ use std::ops::Range;
 use rayon::ThreadPool;
 
 use super::segments::Segments;
-use super::workspace::Piece;
+use super::workspace::ExpertPart;
 use super::{CpuExpert, Workspace};
 use crate::experts::{Assignments, ExpertKind};
-use crate::linalg::{Items, Level, Place, Shared, Tiling, activate, multiply, pack_row, padded, run};
+use crate::linalg::{
+    DisjointSlice, PanelOutput, SimdLevel, Tiling, WorkQueue, activate, multiply, pack_row, padded,
+    run_parallel,
+};
 use expertd_model::WeightOn;
 
 /// Runs a rank's experts over its rows: `out[r] = sum over assignments (r, weight) of weight * expert(row r)`.
 ///
-/// `rows` and `out` are the same rows, `[.., hidden]` in f32, each cut into up to 64 segments as the caller likes; row
+/// `rows` and `out` hold the same rows, `[.., hidden]` in f32, each divided into up to 64 segments in any way; row
 /// numbers count through the segments. Every row of `out` is written, with zeros if nothing is assigned to it. Sums run
 /// in f32 over experts in ascending order, so equal calls give equal bits on any number of threads.
 ///
-/// All experts have the same shape. Works on `pool`, or on this thread if there is none, and does not allocate. (A pool
-/// built with `use_current_thread` saves waking this thread.)
+/// All experts must have the same shape. Runs on `pool`, or on the calling thread if there is none, and does not
+/// allocate. (A pool built with `use_current_thread` avoids waking another thread.)
 ///
 /// # Panics
-/// If lengths contradict each other, a row number is out of range, or the workspace is too small.
+/// If lengths do not match, a row number is out of range, or the workspace is too small.
 pub fn forward(
     kind: ExpertKind,
     experts: &[CpuExpert],
@@ -36,13 +39,18 @@ pub fn forward(
     pool: Option<&ThreadPool>,
 ) {
     let Assignments { offsets, rows: numbers, weights } = assignments;
-    assert_eq!(offsets.len(), experts.len() + 1, "offsets of {} experts", experts.len());
+    assert_eq!(
+        offsets.len(),
+        experts.len() + 1,
+        "{} experts need one offset more than experts",
+        experts.len()
+    );
     assert_eq!(
         (offsets[0], offsets[experts.len()] as usize),
         (0, numbers.len()),
-        "offsets cover the assignments"
+        "the offsets must cover the assignments"
     );
-    assert_eq!(numbers.len(), weights.len(), "a weight per assignment");
+    assert_eq!(numbers.len(), weights.len(), "each assignment needs a weight");
     let Some(first) = experts.first() else {
         out.iter_mut().for_each(|out| out.fill(0.0));
         return;
@@ -53,11 +61,11 @@ pub fn forward(
     call.run(out, workspace, pool);
 }
 
-/// Runs one expert over all rows, as shared experts do: `out[r] = weights[r] * expert(rows[r])`, with weight 1 if there
-/// are no weights. `rows` and `out` are `[n, hidden]`.
+/// Runs one expert over all rows, as shared experts are run: `out[r] = weights[r] * expert(rows[r])`, with weight 1 if
+/// no weights are given. `rows` and `out` are `[n, hidden]`.
 ///
 /// # Panics
-/// As [`forward`].
+/// See [`forward`].
 pub fn forward_one(
     kind: ExpertKind,
     expert: &CpuExpert,
@@ -69,19 +77,19 @@ pub fn forward_one(
 ) {
     let hidden = expert.hidden();
     let rows = Segments::of(&[rows], hidden);
-    assert!(weights.is_none_or(|weights| weights.len() == rows.rows()), "a weight per row");
-    let offsets = [0, u32::try_from(rows.rows()).expect("rows are counted in 32 bits")];
+    assert!(weights.is_none_or(|weights| weights.len() == rows.rows()), "each row needs a weight");
+    let offsets = [0, u32::try_from(rows.rows()).expect("the number of rows fits in 32 bits")];
     let experts = std::slice::from_ref(expert);
     let call = Call { kind, experts, offsets: &offsets, numbers: None, weights, rows, hidden };
     call.run(&mut [out], workspace, pool);
 }
 
-/// What one call works on.
+/// The operands of one call.
 struct Call<'a> {
     kind: ExpertKind,
     experts: &'a [CpuExpert],
     offsets: &'a [u32],
-    /// Row number of each assignment; without, assignment `i` is row `i`.
+    /// Row number of each assignment; if `None`, assignment `i` is row `i`.
     numbers: Option<&'a [u32]>,
     weights: Option<&'a [f32]>,
     rows: Segments<&'a [f32]>,
@@ -96,20 +104,20 @@ impl Call<'_> {
             self.experts
                 .iter()
                 .all(|expert| (expert.hidden(), expert.intermediate(), expert.level()) == shape),
-            "the experts of a call have the same shape"
+            "the experts of a call must have the same shape"
         );
         let size = workspace.size;
         assert!(
             first.hidden() <= size.hidden && first.intermediate() <= size.intermediate,
-            "the workspace is for smaller experts"
+            "the experts are larger than the workspace supports"
         );
         let out = Segments::of_mut(out, self.hidden);
-        assert_eq!(self.rows.rows(), out.rows(), "as many rows out as in");
+        assert_eq!(self.rows.rows(), out.rows(), "input and output must have the same number of rows");
         let mut rest = (0, 0);
         let mut fresh = true;
         loop {
             self.cut(&mut rest, workspace);
-            if workspace.pieces.is_empty() && !fresh {
+            if workspace.parts.is_empty() && !fresh {
                 break;
             }
             self.pack(workspace, pool);
@@ -119,19 +127,19 @@ impl Call<'_> {
         }
     }
 
-    /// Cuts the next chunk off the assignments. `rest` is the expert and the assignment to go on with.
+    /// Divides the next chunk of assignments into parts. `rest` is the expert and the assignment to continue with.
     fn cut(&self, rest: &mut (usize, usize), workspace: &mut Workspace) {
         let mut start = 0;
-        workspace.pieces.clear();
+        workspace.parts.clear();
         while start < workspace.chunk && rest.0 < self.experts.len() {
             let (expert, first) = *rest;
             let end = self.offsets[expert + 1] as usize;
-            let rows = end.checked_sub(first).expect("offsets ascend");
-            let rows = rows.min(workspace.chunk - start).min(workspace.piece);
+            let rows = end.checked_sub(first).expect("offsets must ascend");
+            let rows = rows.min(workspace.chunk - start).min(workspace.part);
             if rows > 0 {
-                let tiles = workspace.pieces.last().map_or(0, |piece| piece.tiles + piece.tiling.tiles());
+                let tiles = workspace.parts.last().map_or(0, |part| part.tiles + part.tiling.tiles());
                 let tiling = Tiling::new(self.level(), rows);
-                workspace.pieces.push(Piece { expert, first, rows, start, tiling, tiles });
+                workspace.parts.push(ExpertPart { expert, first, rows, start, tiling, tiles });
             }
             start += rows;
             *rest = if first + rows == end { (expert + 1, end) } else { (expert, first + rows) };
@@ -139,22 +147,22 @@ impl Call<'_> {
     }
 
     fn pack(&self, workspace: &mut Workspace, pool: Option<&ThreadPool>) {
-        let Workspace { x, pieces, sums, .. } = workspace;
-        let tiles = pieces.last().map_or(0, |piece| piece.tiles + piece.tiling.tiles());
+        let Workspace { x, parts, sums, .. } = workspace;
+        let tiles = parts.last().map_or(0, |part| part.tiles + part.tiling.tiles());
         let k = padded(self.hidden);
-        let x = Shared::new(x);
-        let items = Items::new(tiles);
-        // A few rows are copied sooner than threads wake up.
+        let x = DisjointSlice::new(x);
+        let queue = WorkQueue::new(tiles);
+        // Copying few rows takes less time than waking threads.
         let pool = pool.filter(|_| tiles > 4);
-        run(pool, sums, |_| {
-            for (item, _) in items.iter() {
-                let piece = &pieces[pieces.partition_point(|piece| piece.tiles <= item) - 1];
-                let tile = piece.tiling.tile(item - piece.tiles);
-                let at = (piece.start + tile.start) * k;
+        run_parallel(pool, sums, |_| {
+            for (item, _) in queue.iter() {
+                let part = &parts[parts.partition_point(|part| part.tiles <= item) - 1];
+                let tile = part.tiling.tile(item - part.tiles);
+                let at = (part.start + tile.start) * k;
                 // SAFETY: tiles do not overlap, and each is one item.
                 let packed = unsafe { x.part_mut(at..at + tile.rows * k) };
                 for r in 0..tile.rows {
-                    let assignment = piece.first + tile.start + r;
+                    let assignment = part.first + tile.start + r;
                     let factor = self.weights.filter(|_| self.kind.weight_on == WeightOn::Input);
                     let factor = factor.map(|weights| weights[assignment]);
                     pack_row(
@@ -170,91 +178,91 @@ impl Call<'_> {
     }
 
     fn gate_up(&self, workspace: &mut Workspace, pool: Option<&ThreadPool>) {
-        let Workspace { x, h, pieces, sums, .. } = workspace;
+        let Workspace { x, h, parts, sums, .. } = workspace;
         let (level, panels) = (self.level(), self.experts[0].gate_up.panels());
         let (k, padded) = (padded(self.hidden), padded(self.experts[0].intermediate()));
-        let (x, h) = (&x[..], Shared::new(h));
-        let items = Items::new(pieces.len() * panels);
-        run(pool, sums, |sums| {
-            for (item, next) in items.iter() {
-                let (piece, panel) = (&pieces[item / panels], item % panels);
-                let expert = &self.experts[piece.expert];
+        let (x, h) = (&x[..], DisjointSlice::new(h));
+        let queue = WorkQueue::new(parts.len() * panels);
+        run_parallel(pool, sums, |sums| {
+            for (item, next) in queue.iter() {
+                let (part, panel) = (&parts[item / panels], item % panels);
+                let expert = &self.experts[part.expert];
                 let next = next.map_or(&[][..], |next| {
-                    self.experts[pieces[next / panels].expert].gate_up.panel_data(next % panels)
+                    self.experts[parts[next / panels].expert].gate_up.panel_data(next % panels)
                 });
-                let sums = &mut sums[..piece.rows * level.panel()];
+                let sums = &mut sums[..part.rows * level.panel_width()];
                 start_sums(sums, panel, level, &expert.gate_up_bias, None);
-                let x = &x[piece.start * k..][..piece.rows * k];
-                multiply(&expert.gate_up, panel, piece.rows, x, sums, next);
+                let x = &x[part.start * k..][..part.rows * k];
+                multiply(&expert.gate_up, panel, part.rows, x, sums, next);
                 let last = panel + 1 == panels;
-                let place = Place { h, start: piece.start * padded, padded, panel, last };
-                // SAFETY: an item is the rows of a piece and the columns of a panel, which no other item has.
-                unsafe { activate(level, self.kind.activation, sums, self.output_weights(piece), place) };
+                let output = PanelOutput { h, start: part.start * padded, padded, panel, last };
+                // SAFETY: an item owns the rows of a part and the columns of a panel; no other item has both.
+                unsafe { activate(level, self.kind.activation, sums, self.output_weights(part), output) };
             }
         });
     }
 
-    /// `fresh`: the output holds nothing yet.
+    /// Adds the down projections of a chunk to the output; `fresh` means that the output is to be zeroed first.
     fn down(
         &self,
-        out: &Segments<Shared<'_, f32>>,
+        out: &Segments<DisjointSlice<'_, f32>>,
         fresh: bool,
         workspace: &mut Workspace,
         pool: Option<&ThreadPool>,
     ) {
-        let Workspace { h, pieces, sums, .. } = workspace;
+        let Workspace { h, parts, sums, .. } = workspace;
         let (level, panels) = (self.level(), self.experts[0].down.panels());
-        let (width, k) = (level.panel(), padded(self.experts[0].intermediate()));
+        let (width, k) = (level.panel_width(), padded(self.experts[0].intermediate()));
         let h = &h[..];
-        let per_item = panels_per_item(pieces, panels, sums.len(), level);
-        let items = Items::new(panels.div_ceil(per_item));
-        run(pool, sums, |sums| {
-            for (item, _) in items.iter() {
+        let per_item = panels_per_item(parts, panels, sums.len(), level);
+        let queue = WorkQueue::new(panels.div_ceil(per_item));
+        run_parallel(pool, sums, |sums| {
+            for (item, _) in queue.iter() {
                 let mine = item * per_item..panels.min((item + 1) * per_item);
                 let columns = mine.start * width..self.hidden.min(mine.end * width);
                 if fresh {
                     for row in 0..out.rows() {
                         let (slice, at) = out.place(row, self.hidden);
-                        // SAFETY: an item is these columns, of all rows.
+                        // SAFETY: an item owns these columns, in all rows.
                         unsafe { slice.part_mut(at + columns.start..at + columns.end) }.fill(0.0);
                     }
                 }
-                for (i, piece) in pieces.iter().enumerate() {
-                    let expert = &self.experts[piece.expert];
+                for (i, part) in parts.iter().enumerate() {
+                    let expert = &self.experts[part.expert];
                     for panel in mine.clone() {
                         let next = if panel + 1 < mine.end {
                             expert.down.panel_data(panel + 1)
                         } else {
-                            let next = pieces.get(i + 1);
+                            let next = parts.get(i + 1);
                             next.map_or(&[][..], |next| self.experts[next.expert].down.panel_data(mine.start))
                         };
-                        let sums = &mut sums[..piece.rows * width];
-                        start_sums(sums, panel, level, &expert.down_bias, self.output_weights(piece));
-                        let h = &h[piece.start * k..][..piece.rows * k];
-                        multiply(&expert.down, panel, piece.rows, h, sums, next);
+                        let sums = &mut sums[..part.rows * width];
+                        start_sums(sums, panel, level, &expert.down_bias, self.output_weights(part));
+                        let h = &h[part.start * k..][..part.rows * k];
+                        multiply(&expert.down, panel, part.rows, h, sums, next);
                         let columns = panel * width..columns.end.min((panel + 1) * width);
-                        // SAFETY: as above.
-                        unsafe { self.add(out, piece, columns, sums) };
+                        // SAFETY: an item owns these columns, in all rows.
+                        unsafe { self.add(out, part, columns, sums) };
                     }
                 }
             }
         });
     }
 
-    /// Adds the sums of a piece to columns of its rows of the output.
+    /// Adds the sums of a part to columns of its rows in the output.
     ///
     /// # Safety
-    /// No one else uses these columns.
+    /// Nothing else may use these columns during the call.
     unsafe fn add(
         &self,
-        out: &Segments<Shared<'_, f32>>,
-        piece: &Piece,
+        out: &Segments<DisjointSlice<'_, f32>>,
+        part: &ExpertPart,
         columns: Range<usize>,
         sums: &[f32],
     ) {
-        for (r, sums) in sums.chunks_exact(self.level().panel()).enumerate() {
-            let (slice, at) = out.place(self.number(piece.first + r), self.hidden);
-            // SAFETY: the columns are the caller's.
+        for (r, sums) in sums.chunks_exact(self.level().panel_width()).enumerate() {
+            let (slice, at) = out.place(self.number(part.first + r), self.hidden);
+            // SAFETY: the caller guarantees the columns.
             let out = unsafe { slice.part_mut(at + columns.start..at + columns.end) };
             for (out, sum) in out.iter_mut().zip(sums) {
                 *out += sum;
@@ -262,7 +270,7 @@ impl Call<'_> {
         }
     }
 
-    fn level(&self) -> Level {
+    fn level(&self) -> SimdLevel {
         self.experts[0].level()
     }
 
@@ -271,20 +279,21 @@ impl Call<'_> {
         self.numbers.map_or(assignment, |numbers| numbers[assignment] as usize)
     }
 
-    /// Routing weights of a piece, if they multiply the output.
-    fn output_weights(&self, piece: &Piece) -> Option<&[f32]> {
+    /// The routing weights of a part, if they multiply the output.
+    fn output_weights(&self, part: &ExpertPart) -> Option<&[f32]> {
         let weights = self.weights.filter(|_| self.kind.weight_on == WeightOn::Output)?;
-        Some(&weights[piece.first..][..piece.rows])
+        Some(&weights[part.first..][..part.rows])
     }
 }
 
-/// What sums start from: the bias of the panel's outputs, times the weight of the row if there is one; else zero.
-fn start_sums(sums: &mut [f32], panel: usize, level: Level, bias: &[f32], weights: Option<&[f32]>) {
+/// Sets sums to their initial value: the bias of the panel's outputs, times the row's weight if there is one; zero
+/// without a bias.
+fn start_sums(sums: &mut [f32], panel: usize, level: SimdLevel, bias: &[f32], weights: Option<&[f32]>) {
     if bias.is_empty() {
         sums.fill(0.0);
         return;
     }
-    let width = level.panel();
+    let width = level.panel_width();
     let bias = &bias[panel * width..][..width];
     for (r, sums) in sums.chunks_exact_mut(width).enumerate() {
         let weight = weights.map_or(1.0, |weights| weights[r]);
@@ -294,11 +303,11 @@ fn start_sums(sums: &mut [f32], panel: usize, level: Level, bias: &[f32], weight
     }
 }
 
-/// Neighbouring panels of the down projections that one thread takes at a time.
+/// Number of neighbouring panels of the down projections that a thread takes at a time.
 ///
-/// With few rows one, so that threads finish together; with many rows more, as a piece's rows are then read from the
-/// near cache for all panels but the first.
-fn panels_per_item(pieces: &[Piece], panels: usize, threads: usize, level: Level) -> usize {
-    let rows = pieces.iter().map(|piece| piece.rows).max().unwrap_or(0);
-    (rows / level.tile()).min(panels / (4 * threads)).clamp(1, 8)
+/// It is one if there are few rows, so that threads finish together. With many rows it is larger, because a part's rows
+/// are then read from the near cache for all panels but the first.
+fn panels_per_item(parts: &[ExpertPart], panels: usize, threads: usize, level: SimdLevel) -> usize {
+    let rows = parts.iter().map(|part| part.rows).max().unwrap_or(0);
+    (rows / level.max_tile_rows()).min(panels / (4 * threads)).clamp(1, 8)
 }

@@ -1,4 +1,4 @@
-//! Experts on the CPU: packed weights, and the grouped MLP over them.
+//! Experts on the CPU: packed weights and the grouped MLP.
 
 mod grouped;
 mod segments;
@@ -9,40 +9,40 @@ mod workspace;
 pub use grouped::{forward, forward_one};
 pub use workspace::{Workspace, WorkspaceSize};
 
-use crate::linalg::{Level, PackError, PackedMatrix};
+use crate::linalg::{PackError, PackedMatrix, SimdLevel};
 use expertd_model::ExpertWeights;
 
-/// Why an expert cannot be packed.
+/// An error that prevents an expert from being packed.
 #[derive(Debug, thiserror::Error)]
 pub enum ExpertError {
-    /// A matrix contradicts itself.
+    /// A matrix is inconsistent.
     #[error("the {projection} projection: {source}")]
     Matrix {
-        /// Which one.
+        /// Name of the projection.
         projection: &'static str,
-        /// What is wrong.
+        /// What is inconsistent.
         source: PackError,
     },
-    /// The down projection does not lead from the intermediate to the hidden features.
+    /// The shape of the down projection does not match the gate projection.
     #[error("the down projection should be [{hidden}, {intermediate}], but is [{rows}, {cols}]")]
     Down {
         /// Input features of the gate projection.
         hidden: usize,
         /// Output features of the gate projection.
         intermediate: usize,
-        /// Rows found.
+        /// Rows of the down projection.
         rows: usize,
-        /// Columns found.
+        /// Columns of the down projection.
         cols: usize,
     },
-    /// A bias is not as long as its projection's output.
+    /// A bias and its projection's output differ in length.
     #[error("the bias of the {projection} projection should have {expected} elements, but has {found}")]
     Bias {
-        /// Which one.
+        /// Name of the projection.
         projection: &'static str,
         /// Output features.
         expected: usize,
-        /// Elements found.
+        /// Elements of the bias.
         found: usize,
     },
 }
@@ -52,26 +52,26 @@ pub enum ExpertError {
 pub struct CpuExpert {
     gate_up: PackedMatrix,
     down: PackedMatrix,
-    /// `[panels, P]`, laid out like the packed pair; empty if there are none.
+    /// `[panels, P]`, laid out like the packed pair; empty if the expert has no biases.
     gate_up_bias: Vec<f32>,
-    /// `[panels * P]`; empty if there are none.
+    /// `[panels * P]`; empty if the expert has no biases.
     down_bias: Vec<f32>,
 }
 
 impl CpuExpert {
-    /// Packs an expert for the level of this process. The weights keep their format.
+    /// Packs an expert for the active level. The weights keep their format.
     ///
     /// # Errors
-    /// If the matrices contradict themselves or each other.
+    /// If a matrix is inconsistent or the shapes do not match.
     pub fn pack(weights: &ExpertWeights<'_>) -> Result<Self, ExpertError> {
-        Self::pack_for(Level::active(), weights)
+        Self::pack_for(SimdLevel::active(), weights)
     }
 
     /// Packs an expert for `level`.
     ///
     /// # Errors
-    /// If the matrices contradict themselves or each other.
-    pub fn pack_for(level: Level, weights: &ExpertWeights<'_>) -> Result<Self, ExpertError> {
+    /// If a matrix is inconsistent or the shapes do not match.
+    pub fn pack_for(level: SimdLevel, weights: &ExpertWeights<'_>) -> Result<Self, ExpertError> {
         let (intermediate, hidden) = (weights.gate.rows, weights.gate.cols);
         let (rows, cols) = (weights.down.rows, weights.down.cols);
         if (rows, cols) != (hidden, intermediate) {
@@ -92,7 +92,7 @@ impl CpuExpert {
                     return Err(ExpertError::Bias { projection, expected, found: bias.len() });
                 }
             }
-            let (panel, half) = (level.panel(), level.panel() / 2);
+            let (panel, half) = (level.panel_width(), level.panel_width() / 2);
             gate_up_bias = (0..gate_up.panels() * panel)
                 .map(|i| {
                     let (column, feature) = (i % panel, i / panel * half + i % half);
@@ -106,19 +106,19 @@ impl CpuExpert {
         Ok(CpuExpert { gate_up, down, gate_up_bias, down_bias })
     }
 
-    /// Features of a row.
+    /// Length of an input and output row.
     #[must_use]
     pub fn hidden(&self) -> usize {
         self.gate_up.k()
     }
 
-    /// Features between the projections.
+    /// Number of features between the projections.
     #[must_use]
     pub fn intermediate(&self) -> usize {
         self.down.k()
     }
 
-    /// Bytes of memory that its weights take.
+    /// Size of the packed weights, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.gate_up.bytes()
@@ -126,7 +126,7 @@ impl CpuExpert {
             + (self.gate_up_bias.len() + self.down_bias.len()) * size_of::<f32>()
     }
 
-    fn level(&self) -> Level {
+    fn level(&self) -> SimdLevel {
         self.gate_up.level()
     }
 }

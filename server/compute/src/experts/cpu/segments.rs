@@ -1,14 +1,14 @@
-//! Rows that lie in several slices.
+//! Rows stored in several slices.
 
-use crate::linalg::Shared;
+use crate::linalg::DisjointSlice;
 
-/// Most slices of one call.
+/// Largest number of slices per call.
 pub(super) const MAX_SEGMENTS: usize = 64;
 
-/// Where rows lie that are numbered through several slices.
+/// Slices of rows whose numbers count through all slices.
 pub(super) struct Segments<S> {
     slices: [Option<S>; MAX_SEGMENTS],
-    /// Rows up to the end of each slice.
+    /// Number of rows up to the end of each slice.
     ends: [usize; MAX_SEGMENTS],
     rows: usize,
 }
@@ -18,10 +18,10 @@ impl<S> Segments<S> {
         let mut segments =
             Segments { slices: [const { None }; MAX_SEGMENTS], ends: [usize::MAX; MAX_SEGMENTS], rows: 0 };
         for (i, (slice, len)) in slices.enumerate() {
-            assert!(i < MAX_SEGMENTS, "rows lie in more than {MAX_SEGMENTS} segments");
+            assert!(i < MAX_SEGMENTS, "the rows have more than {MAX_SEGMENTS} segments");
             assert!(
                 len.is_multiple_of(hidden),
-                "a segment of {len} elements is no number of rows of {hidden}"
+                "a segment of {len} elements is not a whole number of rows of {hidden} elements"
             );
             segments.rows += len / hidden;
             segments.ends[i] = segments.rows;
@@ -34,15 +34,15 @@ impl<S> Segments<S> {
         self.rows
     }
 
-    /// The slice that holds a row, and the row's number within it.
+    /// The slice that holds a row, and the row's index within it.
     fn find(&self, row: usize) -> (&S, usize) {
-        assert!(row < self.rows, "row {row} of {}", self.rows);
+        assert!(row < self.rows, "row {row} is out of range: there are {} rows", self.rows);
         let (mut i, mut start) = (0, 0);
         while self.ends[i] <= row {
             start = self.ends[i];
             i += 1;
         }
-        (self.slices[i].as_ref().expect("rows lie in slices"), row - start)
+        (self.slices[i].as_ref().expect("the slices cover all rows"), row - start)
     }
 }
 
@@ -57,16 +57,19 @@ impl<'a> Segments<&'a [f32]> {
     }
 }
 
-impl<'a> Segments<Shared<'a, f32>> {
+impl<'a> Segments<DisjointSlice<'a, f32>> {
     pub(super) fn of_mut(slices: &'a mut [&mut [f32]], hidden: usize) -> Self {
         Segments::new(
-            slices.iter_mut().map(|slice| (slice.len(), slice)).map(|(len, slice)| (Shared::new(slice), len)),
+            slices
+                .iter_mut()
+                .map(|slice| (slice.len(), slice))
+                .map(|(len, slice)| (DisjointSlice::new(slice), len)),
             hidden,
         )
     }
 
-    /// The slice that holds a row, and the place in it where the row starts.
-    pub(super) fn place(&self, row: usize, hidden: usize) -> (&Shared<'a, f32>, usize) {
+    /// The slice that holds a row, and the offset in it at which the row starts.
+    pub(super) fn place(&self, row: usize, hidden: usize) -> (&DisjointSlice<'a, f32>, usize) {
         let (slice, row) = self.find(row);
         (slice, row * hidden)
     }
@@ -87,8 +90,8 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "row 2 of 2")]
-    fn rows_beyond_the_end_are_not() {
+    #[should_panic(expected = "row 2 is out of range: there are 2 rows")]
+    fn rows_beyond_the_end_panic() {
         let _ = Segments::of(&[&[0.0; 4]], 2).row(2, 2);
     }
 }

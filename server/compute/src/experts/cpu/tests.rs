@@ -1,4 +1,4 @@
-//! Grouped experts against the definition, in f64.
+//! Tests of grouped experts against the definition, in f64.
 #![allow(clippy::unwrap_used)]
 
 use rand::RngExt;
@@ -32,14 +32,14 @@ impl TestExpert {
         TestExpert { gate, up, down, biases }
     }
 
-    fn pack(&self, level: Level) -> CpuExpert {
+    fn pack(&self, level: SimdLevel) -> CpuExpert {
         let biases = self.biases.as_ref();
         let biases = biases.map(|[gate, up, down]| ExpertBiases { gate, up, down });
         let (gate, up, down) = (self.gate.view(), self.up.view(), self.down.view());
         CpuExpert::pack_for(level, &ExpertWeights { gate, up, down, biases }).unwrap()
     }
 
-    /// `weight * expert(x)`, or with the weight on the input.
+    /// `weight * expert(x)`, or `expert(weight * x)` if the kind weighs the input.
     fn apply(&self, kind: ExpertKind, x: &[f32], weight: f64) -> Vec<f64> {
         let on = |place| if kind.weight_on == place { weight } else { 1.0 };
         let x: Vec<f64> = x.iter().map(|x| f64::from(*x) * on(WeightOn::Input)).collect();
@@ -70,7 +70,7 @@ impl TestExpert {
     }
 }
 
-/// Assignments in the layout of [`Assignments`], owned.
+/// Owned storage in the layout of [`Assignments`].
 struct Routing {
     offsets: Vec<u32>,
     rows: Vec<u32>,
@@ -78,17 +78,17 @@ struct Routing {
 }
 
 impl Routing {
-    /// Each expert gets a row if `wants` says so.
+    /// Assigns row `r` to expert `e` if `is_assigned` returns true for them.
     fn new(
         rng: &mut ThreadRng,
         experts: usize,
         rows: usize,
-        wants: impl Fn(&mut ThreadRng, usize, usize) -> bool,
+        is_assigned: impl Fn(&mut ThreadRng, usize, usize) -> bool,
     ) -> Self {
         let mut routing = Routing { offsets: vec![0], rows: Vec::new(), weights: Vec::new() };
         for expert in 0..experts {
             for row in 0..rows {
-                if wants(rng, expert, row) {
+                if is_assigned(rng, expert, row) {
                     routing.rows.push(row as u32);
                     routing.weights.push(rng.random_range(0.05..1.0));
                 }
@@ -126,7 +126,7 @@ fn check(got: &[f32], want: &[f64], hidden: usize, what: &str) {
     }
 }
 
-/// Runs a case at all levels, on one and on three threads, and compares.
+/// Runs a case at all levels, on one and on three threads, and compares the results.
 fn case(
     rng: &mut ThreadRng,
     kind: ExpertKind,
@@ -135,8 +135,8 @@ fn case(
     rows: usize,
     chunk: Option<usize>,
 ) {
-    let hidden = experts[0].pack(Level::Portable).hidden();
-    let intermediate = experts[0].pack(Level::Portable).intermediate();
+    let hidden = experts[0].pack(SimdLevel::Portable).hidden();
+    let intermediate = experts[0].pack(SimdLevel::Portable).intermediate();
     let x = random_rows(rng, rows * hidden);
     let want = routing.reference(kind, experts, &x, hidden);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
@@ -147,10 +147,10 @@ fn case(
             let size = WorkspaceSize { hidden, intermediate, assignments: routing.rows.len(), threads };
             let mut workspace = Workspace::new(size);
             workspace.chunk = chunk.unwrap_or(workspace.chunk).min(workspace.chunk);
-            workspace.piece = chunk.map_or(workspace.piece, |chunk| chunk.div_ceil(2)).min(workspace.piece);
+            workspace.part = chunk.map_or(workspace.part, |chunk| chunk.div_ceil(2)).min(workspace.part);
             workspace.poison();
             let mut out = vec![f32::NAN; rows * hidden];
-            // In and out are cut at different places.
+            // Input and output are divided at different rows.
             let (a, b) = x.split_at(rng.random_range(0..=rows) * hidden);
             let (c, d) = out.split_at_mut(rng.random_range(0..=rows) * hidden);
             forward(kind, &packed, routing.assignments(), &[a, &[], b], &mut [c, d], &mut workspace, pool);
@@ -193,13 +193,13 @@ fn every_format_and_kind() {
 }
 
 #[test]
-fn skew_and_chunks() {
+fn skewed_routing_and_several_chunks() {
     let mut rng = rand::rng();
     let kind = kinds()[0];
     let experts: Vec<_> =
         (0..4).map(|_| TestExpert::random(&mut rng, WeightFormat::Bf16, 96, 70, true)).collect();
     for chunk in [None, Some(1), Some(7), Some(40)] {
-        // All rows on one expert; all on all; none at all; no rows.
+        // Cases: all rows on one expert; every row on all experts; no assignments; no rows.
         let one = Routing::new(&mut rng, 4, 150, |_, expert, _| expert == 1);
         case(&mut rng, kind, &experts, &one, 150, chunk);
         let all = Routing::new(&mut rng, 4, 37, |_, _, _| true);
@@ -246,7 +246,7 @@ fn one_expert_for_all_rows() {
 }
 
 #[test]
-fn wild_rows_stay_alone() {
+fn non_finite_rows_do_not_affect_others() {
     let mut rng = rand::rng();
     let expert = TestExpert::random(&mut rng, WeightFormat::Bf16, 64, 50, true);
     let mut x = random_rows(&mut rng, 20 * 64);
@@ -266,10 +266,10 @@ fn wild_rows_stay_alone() {
 }
 
 #[test]
-#[should_panic(expected = "row 3 of 3")]
+#[should_panic(expected = "row 3 is out of range: there are 3 rows")]
 fn a_row_out_of_range_panics() {
     let mut rng = rand::rng();
-    let expert = TestExpert::random(&mut rng, WeightFormat::F32, 32, 32, false).pack(Level::Portable);
+    let expert = TestExpert::random(&mut rng, WeightFormat::F32, 32, 32, false).pack(SimdLevel::Portable);
     let size = WorkspaceSize { hidden: 32, intermediate: 32, assignments: 4, threads: 1 };
     let assignments = Assignments { offsets: &[0, 2], rows: &[1, 3], weights: &[1.0, 1.0] };
     let mut out = vec![0.0; 96];
@@ -278,7 +278,7 @@ fn a_row_out_of_range_panics() {
 }
 
 #[test]
-fn contradictions_are_refused() {
+fn mismatched_shapes_are_refused() {
     let mut rng = rand::rng();
     let expert = TestExpert::random(&mut rng, WeightFormat::F32, 32, 16, true);
     let weights = |down: &'_ TestMatrix| -> String {

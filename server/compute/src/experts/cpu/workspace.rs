@@ -1,17 +1,17 @@
-//! Memory that the grouped MLP works in.
+//! Scratch memory of the grouped MLP.
 
-use crate::linalg::{Buffer, Level, Tiling, padded};
+use crate::linalg::{AlignedBuffer, SimdLevel, Tiling, padded};
 
-/// What a [`Workspace`] is for.
+/// Largest sizes that a [`Workspace`] supports.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkspaceSize {
-    /// Most features of a row.
+    /// Length of the longest row.
     pub hidden: usize,
-    /// Most features between the projections of an expert (shared experts too).
+    /// Largest number of features between the projections of an expert, shared experts included.
     pub intermediate: usize,
-    /// Most assignments of a call: rows times the most local experts that a row can have.
+    /// Largest number of assignments per call: rows times the most local experts that a row can have.
     pub assignments: usize,
-    /// Threads of the pool that calls will pass; 1 without one.
+    /// Threads of the pool that calls pass; 1 without a pool.
     pub threads: usize,
 }
 
@@ -19,68 +19,68 @@ pub struct WorkspaceSize {
 #[derive(Debug)]
 pub struct Workspace {
     /// Packed input rows of a chunk.
-    pub(super) x: Buffer<f32>,
+    pub(super) x: AlignedBuffer<f32>,
     /// Packed inputs of the down projections of a chunk.
-    pub(super) h: Buffer<f32>,
-    /// The pieces of a chunk.
-    pub(super) pieces: Vec<Piece>,
-    /// Per thread.
-    pub(super) sums: Vec<Buffer<f32>>,
+    pub(super) h: AlignedBuffer<f32>,
+    /// The parts of a chunk.
+    pub(super) parts: Vec<ExpertPart>,
+    /// Sums of rows with one panel, one buffer per thread.
+    pub(super) sums: Vec<AlignedBuffer<f32>>,
     pub(super) size: WorkspaceSize,
-    /// Assignments that are worked on at a time.
+    /// Largest number of assignments computed together.
     pub(super) chunk: usize,
-    /// Most assignments of a piece.
-    pub(super) piece: usize,
+    /// Largest number of assignments of a part.
+    pub(super) part: usize,
 }
 
-/// Assignments of one expert within a chunk; an expert with many has several pieces.
+/// A part of a chunk: assignments of one expert. An expert with many assignments has several parts.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Piece {
+pub(super) struct ExpertPart {
     pub(super) expert: usize,
-    /// The first one, as a place in [`Assignments`](crate::experts::Assignments).
+    /// Index of the first one in [`Assignments`](crate::experts::Assignments).
     pub(super) first: usize,
     pub(super) rows: usize,
-    /// Rows of the chunk before it.
+    /// Number of rows in earlier parts of the chunk.
     pub(super) start: usize,
-    /// Its rows as tiles.
+    /// The part's rows as tiles.
     pub(super) tiling: Tiling,
-    /// Tiles of the chunk before it.
+    /// Number of tiles in earlier parts of the chunk.
     pub(super) tiles: usize,
 }
 
-/// Bytes of packed rows that a chunk should not exceed: they are read once per few panels, from the outer caches.
+/// Target size of a chunk's packed rows: the outer caches supply them once per few panels.
 const CHUNK_BYTES: usize = 6 << 20;
 
-/// Bytes of packed rows that a piece should not exceed: they are read once per panel, from the L2 cache.
-const PIECE_BYTES: usize = 1 << 20;
+/// Target size of a part's packed rows: the L2 cache supplies them once per panel.
+const PART_BYTES: usize = 1 << 20;
 
-/// Least rows to cut an expert's rows at: weights are read once per piece.
-const PIECE_ROWS: usize = 60;
+/// Smallest limit on the rows of a part: weights are read once per part.
+const PART_ROWS: usize = 60;
 
-/// Least rows of a chunk: weights are read once per chunk, and this many hide that.
+/// Smallest limit on the rows of a chunk: weights are read once per chunk, and the work of this many rows hides that.
 const CHUNK_ROWS: usize = 256;
 
 impl Workspace {
-    /// Allocates what calls of that size need.
+    /// Allocates the memory that calls up to `size` need.
     #[must_use]
     pub fn new(size: WorkspaceSize) -> Self {
         let row = padded(size.hidden) + padded(size.intermediate);
         let chunk = (CHUNK_BYTES / (4 * row)).max(CHUNK_ROWS).min(size.assignments.max(1));
         let widest = padded(size.hidden).max(padded(size.intermediate));
-        let piece = (PIECE_BYTES / (4 * widest)).max(PIECE_ROWS).min(chunk);
-        let panel = Level::ALL.map(Level::panel).into_iter().max().unwrap_or(0);
+        let part = (PART_BYTES / (4 * widest)).max(PART_ROWS).min(chunk);
+        let panel = SimdLevel::ALL.map(SimdLevel::panel_width).into_iter().max().unwrap_or(0);
         Workspace {
-            x: Buffer::resident(chunk * padded(size.hidden)),
-            h: Buffer::resident(chunk * padded(size.intermediate)),
-            pieces: Vec::with_capacity(chunk),
-            sums: (0..size.threads.max(1)).map(|_| Buffer::resident(piece * panel)).collect(),
+            x: AlignedBuffer::resident(chunk * padded(size.hidden)),
+            h: AlignedBuffer::resident(chunk * padded(size.intermediate)),
+            parts: Vec::with_capacity(chunk),
+            sums: (0..size.threads.max(1)).map(|_| AlignedBuffer::resident(part * panel)).collect(),
             size,
             chunk,
-            piece,
+            part,
         }
     }
 
-    /// Bytes that it takes once all of it has been used.
+    /// Size of the workspace once all of it has been used, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         (self.x.len() + self.h.len() + self.sums.iter().map(|sums| sums.len()).sum::<usize>())

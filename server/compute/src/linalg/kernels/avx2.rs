@@ -1,21 +1,21 @@
-//! Kernels for AVX2 with FMA and F16C: panels of 16 outputs (two vectors), tiles of up to 6 rows: 12 sums stay in
-//! registers.
+//! Kernels for AVX2 with FMA and F16C: panels of 16 outputs (two vectors) and tiles of up to 6 rows, whose 12 sums stay
+//! in registers.
 #![allow(unsafe_code, reason = "SIMD intrinsics and pointers into packed panels")]
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, Tile};
-use crate::linalg::level::Level;
+use super::{Kernel, KernelArgs};
 use crate::linalg::packed::K_BLOCK;
+use crate::linalg::simd_level::SimdLevel;
 use expertd_model::WeightFormat;
 use expertd_model::decode::FP4;
 
-const P: usize = Level::Avx2.panel();
-const ROWS: usize = Level::Avx2.tile();
+const P: usize = SimdLevel::Avx2.panel_width();
+const ROWS: usize = SimdLevel::Avx2.max_tile_rows();
 
 macro_rules! by_rows {
     ($format:ty) => {
-        // Few rows have registers to spare: two sets of sums hide the latency of the multiply-add.
+        // A tile of few rows has registers to spare: a second set of sums hides the latency of the multiply-add.
         &[
             tile::<$format, 1, 2>,
             tile::<$format, 2, 2>,
@@ -37,25 +37,25 @@ pub(super) fn kernels(format: WeightFormat) -> &'static [Kernel; ROWS] {
     }
 }
 
-/// Sixteen weights of one input feature.
+/// The weights of one input feature for the 16 outputs of a panel.
 type Wide = [__m256; 2];
 
-/// How a format is read. The functions are inlined into `tile`, which enables the CPU features.
+/// The decoding of one format. The functions are inlined into `tile`, which enables the CPU features.
 trait Format {
     const BLOCK: usize;
-    /// Whether scales lie beside the weights.
+    /// Whether scales are stored apart from the weights.
     const SCALED: bool = false;
 
-    /// What holds for a whole block.
+    /// Loads the scales that hold for a whole block.
     ///
     /// # Safety
-    /// AVX2; `block` points to a block, `scales` to a vector of scales if the format is `SCALED`.
+    /// Requires AVX2; `block` points to a block, `scales` to a vector of scales if the format is `SCALED`.
     unsafe fn scale(block: *const u8, scales: *const f32) -> Wide;
 
-    /// The weights of input feature `i`.
+    /// Widens the weights of input feature `i`.
     ///
     /// # Safety
-    /// AVX2, F16C; `block` points to a block and `i < K_BLOCK`.
+    /// Requires AVX2 and F16C; `block` points to a block and `i < K_BLOCK`.
     unsafe fn widen(block: *const u8, i: usize, scale: Wide) -> Wide;
 }
 
@@ -114,7 +114,7 @@ impl Format for Bf16 {
 
     #[inline(always)]
     unsafe fn widen(block: *const u8, i: usize, _: Wide) -> Wide {
-        // SAFETY: 64 bytes per two input features; a lane holds the even one below the odd one.
+        // SAFETY: a block has 64 bytes per two input features; a 32-bit lane holds the even one in its low half.
         unsafe {
             let at = block.add(i / 2 * P * 4).cast::<__m256i>();
             let pairs = [_mm256_loadu_si256(at), _mm256_loadu_si256(at.add(1))];
@@ -140,10 +140,10 @@ impl Format for Fp8 {
 
     #[inline(always)]
     unsafe fn widen(block: *const u8, i: usize, scale: Wide) -> Wide {
-        // SAFETY: 32 bytes per two input features; a 16-bit lane holds the even one below the odd one.
+        // SAFETY: a block has 32 bytes per two input features; a 16-bit lane holds the even one in its low byte.
         //
-        // An e4m3 code whose exponent and mantissa start at bit 13 reads as an f16 that is too small by 2^8, which the
-        // scales make up for; the sign, shifted in twice, must go from bit 14.
+        // An e4m3 code whose exponent and mantissa start at bit 13 reads as an f16 that is too small by 2^8; the scales
+        // include that factor. The arithmetic shift copies the sign into bit 14, where it is masked out.
         unsafe {
             let pairs = _mm256_loadu_si256(block.add(i / 2 * P * 2).cast());
             let high = if i.is_multiple_of(2) { _mm256_slli_epi16::<8>(pairs) } else { pairs };
@@ -173,7 +173,7 @@ impl Format for Mxfp4 {
 
     #[inline(always)]
     unsafe fn widen(block: *const u8, i: usize, scale: Wide) -> Wide {
-        // SAFETY: after the exponents, P words per eight input features.
+        // SAFETY: P words per eight input features follow the exponents.
         unsafe {
             let at = block.add(2 * P + i / 8 * P * 4).cast::<__m256i>();
             let words = [_mm256_loadu_si256(at), _mm256_loadu_si256(at.add(1))];
@@ -182,7 +182,7 @@ impl Format for Mxfp4 {
             let right = _mm_cvtsi32_si128((i % 8 * 4) as i32);
             let left = _mm_cvtsi32_si128((28 - i % 8 * 4) as i32);
             let minus = _mm256_set1_epi32(i32::MIN);
-            // The permutation looks at the low three bits of its indices; the fourth is the sign.
+            // The permutation uses the low three bits of its indices; the fourth bit is the sign.
             let value = |word| {
                 let magnitude = _mm256_permutevar8x32_ps(magnitudes, _mm256_srl_epi32(word, right));
                 let sign = _mm256_and_si256(_mm256_sll_epi32(word, left), minus);
@@ -196,19 +196,19 @@ impl Format for Mxfp4 {
 /// `S` is the number of sets of sums.
 ///
 /// # Safety
-/// As [`Kernel`].
+/// See [`Kernel`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn tile<F: Format, const R: usize, const S: usize>(tile: &Tile) {
-    // SAFETY: the caller vouches for the CPU and for the extents that Tile states.
+unsafe fn tile<F: Format, const R: usize, const S: usize>(args: &KernelArgs) {
+    // SAFETY: the caller guarantees the CPU features and the extents that `KernelArgs` states.
     unsafe {
         let mut acc = [[[_mm256_setzero_ps(); 2]; R]; S];
-        let (mut weights, mut x, mut prefetch) = (tile.weights, tile.x, tile.prefetch);
-        let (mut scales, mut scale_left) = (tile.scales, tile.scale_left);
-        for _ in 0..tile.blocks {
+        let (mut weights, mut x, mut prefetch) = (args.weights, args.x, args.prefetch);
+        let (mut scales, mut scale_left) = (args.scales, args.scale_left);
+        for _ in 0..args.blocks {
             if F::SCALED {
                 if scale_left == 0 {
                     scales = scales.add(P);
-                    scale_left = tile.scale_blocks;
+                    scale_left = args.scale_blocks;
                 }
                 scale_left -= 1;
             }
@@ -217,7 +217,7 @@ unsafe fn tile<F: Format, const R: usize, const S: usize>(tile: &Tile) {
                 for line in 0..F::BLOCK.div_ceil(K_BLOCK / 2 * 64) {
                     _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(line * 64).cast());
                 }
-                prefetch = prefetch.wrapping_add(tile.prefetch_step);
+                prefetch = prefetch.wrapping_add(args.prefetch_step);
                 for odd in 0..2 {
                     let i = pair * 2 + odd;
                     let wide = F::widen(weights, i, scale);
@@ -234,7 +234,7 @@ unsafe fn tile<F: Format, const R: usize, const S: usize>(tile: &Tile) {
         let (low, high) = (acc[0], acc[S - 1]);
         for (r, (low, high)) in low.into_iter().zip(high).enumerate() {
             for (half, (low, high)) in low.into_iter().zip(high).enumerate() {
-                let at = tile.acc.add(r * P + half * 8);
+                let at = args.acc.add(r * P + half * 8);
                 let sum = if S == 2 { _mm256_add_ps(low, high) } else { low };
                 _mm256_storeu_ps(at, _mm256_add_ps(_mm256_loadu_ps(at), sum));
             }

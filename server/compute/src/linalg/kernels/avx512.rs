@@ -1,20 +1,20 @@
-//! Kernels for AVX-512: panels of 32 outputs (two vectors), tiles of up to 12 rows: 24 sums stay in registers.
+//! Kernels for AVX-512: panels of 32 outputs (two vectors) and tiles of up to 12 rows, whose 24 sums stay in registers.
 #![allow(unsafe_code, reason = "SIMD intrinsics and pointers into packed panels")]
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, Tile};
-use crate::linalg::level::Level;
+use super::{Kernel, KernelArgs};
 use crate::linalg::packed::K_BLOCK;
+use crate::linalg::simd_level::SimdLevel;
 use expertd_model::WeightFormat;
 use expertd_model::decode::FP4;
 
-const P: usize = Level::Avx512.panel();
-const ROWS: usize = Level::Avx512.tile();
+const P: usize = SimdLevel::Avx512.panel_width();
+const ROWS: usize = SimdLevel::Avx512.max_tile_rows();
 
 macro_rules! by_rows {
     ($format:ty) => {
-        // Few rows have registers to spare: two sets of sums hide the latency of the multiply-add.
+        // A tile of few rows has registers to spare: a second set of sums hides the latency of the multiply-add.
         &[
             tile::<$format, 1, 2>,
             tile::<$format, 2, 2>,
@@ -42,25 +42,25 @@ pub(super) fn kernels(format: WeightFormat) -> &'static [Kernel; ROWS] {
     }
 }
 
-/// Thirty-two weights of one input feature.
+/// The weights of one input feature for the 32 outputs of a panel.
 type Wide = [__m512; 2];
 
-/// How a format is read. The functions are inlined into `tile`, which enables the CPU features.
+/// The decoding of one format. The functions are inlined into `tile`, which enables the CPU features.
 trait Format {
     const BLOCK: usize;
-    /// Whether scales lie beside the weights.
+    /// Whether scales are stored apart from the weights.
     const SCALED: bool = false;
 
-    /// What holds for a whole block.
+    /// Loads the scales that hold for a whole block.
     ///
     /// # Safety
-    /// AVX-512; `block` points to a block, `scales` to a vector of scales if the format is `SCALED`.
+    /// Requires AVX-512; `block` points to a block, `scales` to a vector of scales if the format is `SCALED`.
     unsafe fn scale(block: *const u8, scales: *const f32) -> Wide;
 
-    /// The weights of input feature `i`.
+    /// Widens the weights of input feature `i`.
     ///
     /// # Safety
-    /// AVX-512; `block` points to a block and `i < K_BLOCK`.
+    /// Requires AVX-512; `block` points to a block and `i < K_BLOCK`.
     unsafe fn widen(block: *const u8, i: usize, scale: Wide) -> Wide;
 }
 
@@ -119,7 +119,7 @@ impl Format for Bf16 {
 
     #[inline(always)]
     unsafe fn widen(block: *const u8, i: usize, _: Wide) -> Wide {
-        // SAFETY: 128 bytes per two input features; a lane holds the even one below the odd one.
+        // SAFETY: a block has 128 bytes per two input features; a 32-bit lane holds the even one in its low half.
         unsafe {
             let at = block.add(i / 2 * P * 4).cast::<i32>();
             let pairs = [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(16).cast())];
@@ -145,10 +145,10 @@ impl Format for Fp8 {
 
     #[inline(always)]
     unsafe fn widen(block: *const u8, i: usize, scale: Wide) -> Wide {
-        // SAFETY: 64 bytes per two input features; a 16-bit lane holds the even one below the odd one.
+        // SAFETY: a block has 64 bytes per two input features; a 16-bit lane holds the even one in its low byte.
         //
-        // An e4m3 code whose exponent and mantissa start at bit 13 reads as an f16 that is too small by 2^8, which the
-        // scales make up for; the sign, shifted in twice, must go from bit 14.
+        // An e4m3 code whose exponent and mantissa start at bit 13 reads as an f16 that is too small by 2^8; the scales
+        // include that factor. The arithmetic shift copies the sign into bit 14, where it is masked out.
         unsafe {
             let pairs = _mm512_loadu_si512(block.add(i / 2 * P * 2).cast());
             let high = if i.is_multiple_of(2) { _mm512_slli_epi16::<8>(pairs) } else { pairs };
@@ -178,14 +178,14 @@ impl Format for Mxfp4 {
 
     #[inline(always)]
     unsafe fn widen(block: *const u8, i: usize, scale: Wide) -> Wide {
-        // SAFETY: after the exponents, P words per eight input features.
+        // SAFETY: P words per eight input features follow the exponents.
         unsafe {
             let at = block.add(2 * P + i / 8 * P * 4).cast::<i32>();
             let words = [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(16).cast())];
             let [a, b, c, d, e, f, g, h] = FP4;
             let table = _mm512_setr_ps(a, b, c, d, e, f, g, h, -a, -b, -c, -d, -e, -f, -g, -h);
             let shift = _mm_cvtsi32_si128((i % 8 * 4) as i32);
-            // The permutation looks at the low four bits of its indices.
+            // The permutation uses the low four bits of its indices.
             let value = |word| _mm512_permutexvar_ps(_mm512_srl_epi32(word, shift), table);
             [_mm512_mul_ps(value(words[0]), scale[0]), _mm512_mul_ps(value(words[1]), scale[1])]
         }
@@ -195,19 +195,19 @@ impl Format for Mxfp4 {
 /// `S` is the number of sets of sums.
 ///
 /// # Safety
-/// As [`Kernel`].
+/// See [`Kernel`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn tile<F: Format, const R: usize, const S: usize>(tile: &Tile) {
-    // SAFETY: the caller vouches for the CPU and for the extents that Tile states.
+unsafe fn tile<F: Format, const R: usize, const S: usize>(args: &KernelArgs) {
+    // SAFETY: the caller guarantees the CPU features and the extents that `KernelArgs` states.
     unsafe {
         let mut acc = [[[_mm512_setzero_ps(); 2]; R]; S];
-        let (mut weights, mut x, mut prefetch) = (tile.weights, tile.x, tile.prefetch);
-        let (mut scales, mut scale_left) = (tile.scales, tile.scale_left);
-        for _ in 0..tile.blocks {
+        let (mut weights, mut x, mut prefetch) = (args.weights, args.x, args.prefetch);
+        let (mut scales, mut scale_left) = (args.scales, args.scale_left);
+        for _ in 0..args.blocks {
             if F::SCALED {
                 if scale_left == 0 {
                     scales = scales.add(P);
-                    scale_left = tile.scale_blocks;
+                    scale_left = args.scale_blocks;
                 }
                 scale_left -= 1;
             }
@@ -216,7 +216,7 @@ unsafe fn tile<F: Format, const R: usize, const S: usize>(tile: &Tile) {
                 for line in 0..F::BLOCK.div_ceil(K_BLOCK / 2 * 64) {
                     _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(line * 64).cast());
                 }
-                prefetch = prefetch.wrapping_add(tile.prefetch_step);
+                prefetch = prefetch.wrapping_add(args.prefetch_step);
                 for odd in 0..2 {
                     let i = pair * 2 + odd;
                     let wide = F::widen(weights, i, scale);
@@ -233,7 +233,7 @@ unsafe fn tile<F: Format, const R: usize, const S: usize>(tile: &Tile) {
         let (low, high) = (acc[0], acc[S - 1]);
         for (r, (low, high)) in low.into_iter().zip(high).enumerate() {
             for (half, (low, high)) in low.into_iter().zip(high).enumerate() {
-                let at = tile.acc.add(r * P + half * 16);
+                let at = args.acc.add(r * P + half * 16);
                 let sum = if S == 2 { _mm512_add_ps(low, high) } else { low };
                 _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), sum));
             }

@@ -1,4 +1,4 @@
-//! Kernels in plain Rust, for the compiler to vectorise.
+//! Kernels in plain Rust that the compiler vectorises.
 #![allow(
     unsafe_code,
     reason = "kernels share one signature, of pointers; this file turns them into slices at once"
@@ -6,14 +6,14 @@
 
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 
-use super::{Kernel, Tile};
-use crate::linalg::level::Level;
+use super::{Kernel, KernelArgs};
 use crate::linalg::packed::K_BLOCK;
+use crate::linalg::simd_level::SimdLevel;
 use expertd_model::WeightFormat;
 use expertd_model::decode::{fp4_e2m1, fp8_e4m3};
 
-const P: usize = Level::Portable.panel();
-const ROWS: usize = Level::Portable.tile();
+const P: usize = SimdLevel::Portable.panel_width();
+const ROWS: usize = SimdLevel::Portable.max_tile_rows();
 
 pub(super) fn kernels(format: WeightFormat) -> &'static [Kernel; ROWS] {
     match format {
@@ -27,10 +27,10 @@ pub(super) fn kernels(format: WeightFormat) -> &'static [Kernel; ROWS] {
 
 trait Format {
     const BLOCK: usize;
-    /// Whether scales lie beside the weights.
+    /// Whether scales are stored apart from the weights.
     const SCALED: bool = false;
 
-    /// The `P` weights of input feature `i` of a block.
+    /// Widens the `P` weights of input feature `i` of a block.
     fn widen(block: &[u8], i: usize, scales: &[f32; P]) -> [f32; P];
 }
 
@@ -78,7 +78,7 @@ impl Format for Fp8 {
     #[inline(always)]
     fn widen(block: &[u8], i: usize, scales: &[f32; P]) -> [f32; P] {
         let pairs = block[i / 2 * P * 2..][..P * 2].as_chunks::<2>().0;
-        // The scales carry a factor of 2^8 for the vector kernels.
+        // The scales include the factor 2^8 that the vector kernels need.
         std::array::from_fn(|c| fp8_e4m3(pairs[c][i % 2]) * (scales[c] * (1.0 / 256.0)))
     }
 }
@@ -99,23 +99,23 @@ impl Format for Mxfp4 {
 }
 
 /// # Safety
-/// As [`Kernel`].
-unsafe fn tile<F: Format, const R: usize>(tile: &Tile) {
-    // SAFETY: the caller vouches for the extents; weights, rows and sums do not overlap.
+/// See [`Kernel`].
+unsafe fn tile<F: Format, const R: usize>(args: &KernelArgs) {
+    // SAFETY: the caller guarantees the extents; weights, rows and sums do not overlap.
     let (weights, x, sums) = unsafe {
         (
-            from_raw_parts(tile.weights, tile.blocks * F::BLOCK),
-            from_raw_parts(tile.x, tile.blocks * R * K_BLOCK),
-            from_raw_parts_mut(tile.acc, R * P),
+            from_raw_parts(args.weights, args.blocks * F::BLOCK),
+            from_raw_parts(args.x, args.blocks * R * K_BLOCK),
+            from_raw_parts_mut(args.acc, R * P),
         )
     };
     let mut acc = [[0.0_f32; P]; R];
     let mut scales = [1.0; P];
     for (b, (weights, x)) in weights.chunks_exact(F::BLOCK).zip(x.chunks_exact(R * K_BLOCK)).enumerate() {
         if F::SCALED {
-            let vector = (b + tile.scale_blocks - tile.scale_left) / tile.scale_blocks;
-            // SAFETY: the caller vouches for a vector of scales for each block.
-            scales = unsafe { *tile.scales.add(vector * P).cast::<[f32; P]>() };
+            let vector = (b + args.scale_blocks - args.scale_left) / args.scale_blocks;
+            // SAFETY: the caller guarantees a vector of scales for each block.
+            scales = unsafe { *args.scales.add(vector * P).cast::<[f32; P]>() };
         }
         for i in 0..K_BLOCK {
             let w = F::widen(weights, i, &scales);

@@ -20,7 +20,7 @@ use tonic::Status;
 use super::apart::{self, APART_BYTES, Gathering};
 use super::budget::{Budget, Connection, Stage, Ticket};
 use crate::api::service::failure::Failure;
-use expertd_types::Pieces;
+use expertd_types::ChunkedBytes;
 
 /// Flag and length before each message.
 pub(in crate::api) const PREFIX: usize = 5;
@@ -32,7 +32,7 @@ type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// A message that has been admitted to the decoder, or refused before it.
 pub(in crate::api) enum Arrival {
     /// With rows that stand empty in the message.
-    Charged(Ticket, Option<Pieces>),
+    Charged(Ticket, Option<ChunkedBytes>),
     Refused(Status),
 }
 

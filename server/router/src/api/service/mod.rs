@@ -7,4 +7,5 @@ pub(super) mod failure;
 pub(super) mod health;
 pub(super) mod moe;
 mod stream;
+mod unowned;
 mod validate;

@@ -9,8 +9,9 @@ use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 
 use super::failure::{Failure, Violation};
+use super::unowned::{self, UNOWNED};
 use crate::backend::{ClientKey, GivenRouting, ModelInfo, MoeLayerInfo, Request, RequestId};
-use expertd_types::Pieces;
+use expertd_types::ChunkedBytes;
 use expertd_types::{DType, LayerId};
 
 /// What a request carries beside its message.
@@ -26,7 +27,7 @@ pub(in crate::api) struct Envelope {
 pub(in crate::api) fn validate(
     model: &ModelInfo,
     message: ForwardRequest,
-    apart: Option<Pieces>,
+    apart: Option<ChunkedBytes>,
     envelope: Envelope,
 ) -> Result<Option<Request>, Failure> {
     check_model(model, &message.model)?;
@@ -125,11 +126,11 @@ impl Violations {
     fn rows(
         &mut self,
         payload: Option<Payload>,
-        apart: Option<Pieces>,
+        apart: Option<ChunkedBytes>,
         tokens: usize,
         hidden: usize,
         dtype: Option<DType>,
-    ) -> Pieces {
+    ) -> ChunkedBytes {
         match payload {
             Some(Payload::Inline(rows)) => {
                 let rows = apart.filter(|_| rows.is_empty()).unwrap_or_else(|| rows.into());
@@ -146,7 +147,7 @@ impl Violations {
             None if tokens == 0 => {}
             None => self.add("inline", "the rows are missing"),
         }
-        Pieces::default()
+        ChunkedBytes::default()
     }
 
     fn routing(&mut self, routing: v1::Routing, tokens: usize, layer: &MoeLayerInfo) -> Option<GivenRouting> {
@@ -162,10 +163,25 @@ impl Violations {
         if ids_fit && let Err(text) = check_ids(&routing.topk_ids, k, layer.num_experts) {
             self.add("routing.topk_ids", text);
         }
-        if weights_fit && let Err(text) = check_weights(&routing.topk_weights, k) {
+        if weights_fit
+            && ids_fit
+            && let Err(text) = check_weights(&routing.topk_weights, &routing.topk_ids, k)
+        {
             self.add("routing.topk_weights", text);
         }
-        Some(GivenRouting { ids: routing.topk_ids, weights: routing.topk_weights, k })
+        let (ids, weights) = (routing.topk_ids, routing.topk_weights);
+        if !self.0.is_empty() {
+            return None;
+        }
+        Some(match unowned::replace(&ids, &weights, k, layer.num_experts) {
+            None => GivenRouting { ids, weights, k, as_given: None },
+            Some(replaced) => GivenRouting {
+                ids: replaced.ids,
+                weights: replaced.weights,
+                k,
+                as_given: Some((ids, weights)),
+            },
+        })
     }
 
     fn token_ids(&mut self, ids: Bytes, tokens: usize, layer: &MoeLayerInfo) -> Bytes {
@@ -197,14 +213,15 @@ fn in_range(id: i32, bound: usize) -> bool {
     usize::try_from(id).is_ok_and(|id| id < bound)
 }
 
-/// Ids become addresses: each in range, none twice in a row.
+/// Ids become addresses: each is in range and none stands twice in a row, apart from −1, which is replaced.
 fn check_ids(ids: &[u8], k: usize, num_experts: usize) -> Result<(), String> {
     let mut seen = vec![0u64; num_experts.div_ceil(64)];
     for (token, row) in ids.chunks_exact(k * 4).enumerate() {
-        for id in le_words(row).map(i32::from_le_bytes) {
+        let owned = || le_words(row).map(i32::from_le_bytes).filter(|&id| id != UNOWNED);
+        for id in owned() {
             if !in_range(id, num_experts) {
                 return Err(format!(
-                    "token {token} names expert {id}, expected 0 to {}",
+                    "token {token} names expert {id}, expected 0 to {}, or -1 for none",
                     num_experts.saturating_sub(1)
                 ));
             }
@@ -214,15 +231,18 @@ fn check_ids(ids: &[u8], k: usize, num_experts: usize) -> Result<(), String> {
             }
             seen[word] |= bit;
         }
-        for id in le_words(row).map(i32::from_le_bytes) {
+        for id in owned() {
             seen[id as usize / 64] = 0;
         }
     }
     Ok(())
 }
 
-fn check_weights(weights: &[u8], k: usize) -> Result<(), String> {
-    let bad = le_words(weights).map(f32::from_le_bytes).position(|weight| !weight.is_finite());
+/// Weights are finite, apart from those beside −1, which are ignored.
+fn check_weights(weights: &[u8], ids: &[u8], k: usize) -> Result<(), String> {
+    let bad = le_words(weights).zip(le_words(ids)).position(|(weight, id)| {
+        !f32::from_le_bytes(weight).is_finite() && i32::from_le_bytes(id) != UNOWNED
+    });
     match bad {
         Some(at) => Err(format!("token {} has a weight that is not finite", at / k)),
         None => Ok(()),

@@ -1,47 +1,47 @@
-//! Which pages of the pool are taken.
+//! A map of the pool's taken pages.
 
-/// Pages in a word of the map.
+/// Pages per word of the map.
 const WORD: usize = u64::BITS as usize;
 
-/// A map of pages, one bit each, set where a page is taken.
+/// A bit map of pages, in which the bit of a taken page is set.
 #[derive(Debug)]
-pub(super) struct Runs {
+pub(super) struct PageMap {
     words: Vec<u64>,
     pages: usize,
     taken: usize,
 }
 
-impl Runs {
-    /// No pages.
+impl PageMap {
+    /// A map of no pages.
     pub(super) const fn empty() -> Self {
-        Runs { words: Vec::new(), pages: 0, taken: 0 }
+        PageMap { words: Vec::new(), pages: 0, taken: 0 }
     }
 
-    /// `pages` free pages.
+    /// A map of `pages` free pages.
     pub(super) fn new(pages: usize) -> Self {
         let mut words = vec![0; pages.div_ceil(WORD)];
-        // What the last word has beyond the end is never free.
+        // The bits of the last word beyond the end are never free.
         if let Some(last) = words.last_mut()
             && !pages.is_multiple_of(WORD)
         {
             *last = u64::MAX << (pages % WORD);
         }
-        Runs { words, pages, taken: 0 }
+        PageMap { words, pages, taken: 0 }
     }
 
-    /// Pages taken.
+    /// Number of taken pages.
     pub(super) const fn taken(&self) -> usize {
         self.taken
     }
 
-    /// Takes the lowest `pages >= 1` free pages that follow each other; the first of them.
+    /// Takes the lowest `pages >= 1` contiguous free pages and returns the first of them.
     pub(super) fn take(&mut self, pages: usize) -> Option<usize> {
         let first = self.find(pages)?;
         self.mark(first, pages, true);
         Some(first)
     }
 
-    /// Takes `pages` from `first` on, if all of them are free.
+    /// Takes `pages` pages from `first` on if all of them are free.
     pub(super) fn take_at(&mut self, first: usize, pages: usize) -> bool {
         let free = first + pages <= self.pages
             && parts(first, pages).all(|(word, mask)| self.words[word] & mask == 0);
@@ -56,7 +56,7 @@ impl Runs {
         self.mark(first, pages, false);
     }
 
-    /// The page behind the last one that is taken; 0 if none is.
+    /// The index after the last taken page; 0 if no page is taken.
     pub(super) fn end(&self) -> usize {
         let beyond = self.words.len() * WORD - self.pages;
         for (index, &word) in self.words.iter().enumerate().rev() {
@@ -75,7 +75,7 @@ impl Runs {
                 run = 0;
                 continue;
             }
-            // Runs of free pages from the lowest bit on.
+            // Scan alternating ranges of free and taken pages from the lowest bit on.
             let mut bit = 0;
             while bit < WORD {
                 let rest = word >> bit;
@@ -102,10 +102,10 @@ impl Runs {
     fn mark(&mut self, first: usize, pages: usize, taken: bool) {
         for (word, mask) in parts(first, pages) {
             if taken {
-                debug_assert_eq!(self.words[word] & mask, 0, "free before");
+                debug_assert_eq!(self.words[word] & mask, 0, "the pages must be free");
                 self.words[word] |= mask;
             } else {
-                debug_assert_eq!(self.words[word] & mask, mask, "taken before");
+                debug_assert_eq!(self.words[word] & mask, mask, "the pages must be taken");
                 self.words[word] &= !mask;
             }
         }
@@ -117,7 +117,7 @@ impl Runs {
     }
 }
 
-/// The words of pages `first..first + pages`, with the bits of these pages.
+/// The words of the map that cover pages `first..first + pages`, each with a mask of these pages.
 fn parts(first: usize, pages: usize) -> impl Iterator<Item = (usize, u64)> {
     let end = first + pages;
     let mut at = first;

@@ -1,46 +1,47 @@
-//! Memory traffic like that of a step, for an echo that is found as cold as a service is after streaming weights.
+//! Memory traffic like that of a step, which leaves the caches as cold for the echo as streaming weights leaves them
+//! for the service.
 
 use std::hint::black_box;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// More than the last level of cache of a host.
+/// Size of the memory that is read: more than the last-level cache of a host.
 const BYTES: usize = 256 << 20;
-/// Read between two looks at the clock.
+/// Bytes read between two checks of the clock.
 const BLOCK: usize = 64 << 10;
 
-/// Cores that stream memory for a while before each answer.
+/// Threads that stream memory for a while before each answer of the echo.
 #[derive(Debug)]
-pub struct Busy {
+pub struct MemoryTraffic {
     memory: Vec<u64>,
     threads: usize,
     asked_ns: AtomicU64,
     took_ns: AtomicU64,
 }
 
-impl Busy {
-    /// Streams over `threads` threads once it is asked to.
+impl MemoryTraffic {
+    /// Prepares streaming on `threads` threads; none happens before [`Self::ask`].
     #[must_use]
-    pub fn new(threads: usize) -> Arc<Busy> {
+    pub fn new(threads: usize) -> Arc<MemoryTraffic> {
         let memory = (0..(BYTES / size_of::<u64>()) as u64).collect();
         let (asked_ns, took_ns) = (AtomicU64::new(0), AtomicU64::new(0));
-        Arc::new(Busy { memory, threads: threads.max(1), asked_ns, took_ns })
+        Arc::new(MemoryTraffic { memory, threads: threads.max(1), asked_ns, took_ns })
     }
 
-    /// How long each answer is kept waiting from now on; zero is not at all.
+    /// Sets the time that later answers are delayed by; zero disables the traffic.
     pub fn ask(&self, time: Duration) {
         self.asked_ns.store(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
-    /// How long the last answer was kept waiting.
+    /// The delay of the last answer.
     #[must_use]
     pub fn took(&self) -> Duration {
         Duration::from_nanos(self.took_ns.load(Ordering::Relaxed))
     }
 
-    /// Reads memory on all threads for as long as was asked.
-    pub async fn stream(self: &Arc<Busy>) {
+    /// Reads memory on all threads for the requested time.
+    pub async fn stream(self: &Arc<MemoryTraffic>) {
         let begun = Instant::now();
         let until = begun + Duration::from_nanos(self.asked_ns.load(Ordering::Relaxed));
         if until == begun {
@@ -59,7 +60,7 @@ impl Busy {
                 }
             })
         });
-        // A thread that could not run leaves the caches warmer, which shows in no other way.
+        // A thread that fails only leaves the caches warmer.
         let _ = futures_util::future::join_all(threads).await;
         self.took_ns.store(u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
     }

@@ -1,0 +1,185 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Unpack
+
+from ._errors import UnsupportedError
+from ._native import NativeClient, NativeStream, Pending
+
+if TYPE_CHECKING:
+    from ._native import Answer, Model, ModelSummary
+    from ._types import DType, ForwardOptions, Rows, SharedExperts
+
+PendingAnswer = Pending
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """When and how often a call is tried again that ended UNAVAILABLE or RESOURCE_EXHAUSTED.
+
+    The computation is pure, so trying again is always safe. Pauses are those that the service names (RetryInfo); without
+    one they double from 50 ms.
+
+    Attributes:
+        max_attempts: calls in all, the first one included.
+        max_pause: upper bound of one pause, seconds.
+        max_elapsed: seconds after which no further attempt starts.
+    """
+
+    max_attempts: int = 8
+    max_pause: float = 2.0
+    max_elapsed: float = 30.0
+
+
+DEFAULT_RETRY = RetryPolicy()
+
+
+def options(
+    model: str = "",
+    dtype: DType | None = None,
+    topk_ids: Rows | None = None,
+    topk_weights: Rows | None = None,
+    token_ids: Rows | None = None,
+    shared_experts: SharedExperts = "include",
+    expected_weight_version: int | None = None,
+    return_routing: bool = False,
+    return_timings: bool = False,
+) -> dict[str, Any]:
+    """Optional arguments of `forward` as the native half takes them."""
+    return {
+        "model": model,
+        "dtype": dtype,
+        "topk_ids": topk_ids,
+        "topk_weights": topk_weights,
+        "token_ids": token_ids,
+        "shared_experts": shared_experts,
+        "expected_weight_version": expected_weight_version,
+        "return_routing": return_routing,
+        "return_timings": return_timings,
+    }
+
+
+def refuse_session(session: str | None) -> None:
+    """Sessions are shared memory with a service on the same host."""
+    if session is not None:
+        raise UnsupportedError(
+            f"session={session!r}: the service has no sessions yet; leave session out, and rows travel over gRPC"
+        )
+
+
+class Client:
+    """A connection to one service, for blocking calls. Threads may share it; the GIL is released while a call waits.
+
+    Arguments:
+        address: `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`.
+        session: only None; "host" and "cuda" are refused, because the service has no sessions yet.
+        retry: when failed calls are tried again; None means never.
+
+    Raises:
+        ConnectError: nothing answers at the address.
+    """
+
+    def __init__(
+        self, address: str, *, session: str | None = None, retry: RetryPolicy | None = DEFAULT_RETRY
+    ) -> None:
+        refuse_session(session)
+        self.address = address
+        self._native = NativeClient(address, retry)
+        self._native.connect()
+
+    def forward(self, layer: int, rows: Rows, *, timeout: float | None = None, **arguments: Unpack[ForwardOptions]) -> Answer:
+        """Sends one token batch through one layer's MoE block.
+
+        Arguments:
+            layer: index of the decoder layer, as in the checkpoint's tensor names.
+            rows: `[tokens, hidden]` in bf16, f16 or f32, row-major in host memory: anything with the buffer protocol
+                (numpy, memoryview) or DLPack (torch). They must not be written to before the call returns.
+            timeout: seconds for the whole call, retries included; None means no limit.
+            dtype: "bf16" or "f16" if `rows` are 16-bit integers that stand for it.
+            topk_ids: `[tokens, k]` int32 or int64 expert ids, distinct within a row; the service applies them instead of
+                running the gate.
+            topk_weights: `[tokens, k]` floats, the multipliers of the experts' outputs; belongs to `topk_ids`.
+            token_ids: `[tokens]` int32 or int64; required by layers that route by token id, else ignored.
+            shared_experts: "include" (default) or "exclude" them from the output.
+            expected_weight_version: the call fails unless this version is loaded.
+            return_routing: return `topk_ids` and `topk_weights` in the receipt.
+            return_timings: return the phase timings of the call's steps in the receipt.
+            model: name of the model; may be empty when one is loaded.
+
+        Returns:
+            `answer.rows`, `[tokens, hidden]` in the dtype of `rows`, and `answer.receipt`.
+
+        Raises:
+            InvalidRequestError, NotFoundError, WeightVersionError, OverloadedError, DeadlineError, UnavailableError: as
+                the service says.
+            TypeError, ValueError, BufferError: an argument that no request can be made of.
+        """
+        return self._native.forward(layer, rows, timeout, options(**arguments))
+
+    def stream(self, capacity: int = 64) -> Stream:
+        """A stream that carries many calls at once.
+
+        Arguments:
+            capacity: calls that may wait in this process before they are sent.
+        """
+        return Stream(self._native.stream(capacity))
+
+    def model(self, name: str = "") -> Model:
+        """Dimensions, MoE layers, limits, placement and versions; an empty name means the loaded model."""
+        return self._native.model(name)
+
+    def models(self) -> list[ModelSummary]:
+        """The loaded models."""
+        return self._native.models()
+
+    def close(self) -> None:
+        """Ends the client. Its connection closes when the last stream and call have ended."""
+        self._native = _Closed()  # type: ignore[assignment]
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Stream:
+    """Many calls in flight on one gRPC stream, each with its own answer or exception.
+
+    A call that fails does not disturb the others. After a lost connection the stream is opened again, and calls that
+    were under way are tried again as the client's RetryPolicy says.
+    """
+
+    def __init__(self, native: NativeStream) -> None:
+        self._native = native
+
+    def submit(self, layer: int, rows: Rows, *, timeout: float | None = None, **arguments: Unpack[ForwardOptions]) -> PendingAnswer:
+        """Starts a call and returns without waiting; arguments as for `Client.forward`.
+
+        `result()` of the returned object waits for the answer. `rows` must not be written to before it has returned.
+        """
+        return self._native.submit(layer, rows, timeout, options(**arguments))
+
+    def close(self) -> None:
+        """Lets calls in flight end and takes no more."""
+        self._native.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Closed:
+    """Stands for the connection of a closed client."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError("the client is closed; make another one")

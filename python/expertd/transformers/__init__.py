@@ -1,0 +1,13 @@
+"""Hugging Face models whose experts are served by expertd.
+
+    import expertd.transformers, transformers
+
+    with expertd.transformers.remote_experts("unix:/run/expertd.sock"):
+        model = transformers.AutoModelForCausalLM.from_pretrained("path/to/checkpoint")
+
+The weights of the experts are neither allocated nor read in this process. `docs/transformers.md` has the details.
+"""
+
+from ._load import remote_experts
+
+__all__ = ["remote_experts"]

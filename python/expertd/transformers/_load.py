@@ -1,0 +1,139 @@
+"""Replaces MoE blocks, or their experts, while `from_pretrained` builds a model.
+
+transformers builds a model on the meta device, lets quantisers replace modules, and then calls `_get_dtype_plan` before it
+maps devices and reads weights. That call is the seam: at that point modules have their final names and kinds, nothing is
+allocated, and tensors of a checkpoint that no module wants are not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import transformers
+from transformers.modeling_utils import PreTrainedModel
+
+from .._client import refuse_session
+from .._errors import UnsupportedError
+from ._check import check_content, check_layer, check_model
+from ._modules import RemoteBlock, RemoteExperts, RemoteLlama4
+from ._remote import Remote
+
+_VERSIONS = ((5, 17), (5, 23))
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.[^.]+$")
+_NOT_TEXT = re.compile(r"vision|visual|audio|(?:^|\.)mtp")
+Mode = Literal["experts", "block"]
+
+# What the running `with` block wants; None outside of one, and in threads that it did not start in.
+_wanted: contextvars.ContextVar[tuple[Remote, Mode, bool] | None] = contextvars.ContextVar("expertd", default=None)
+
+
+@contextlib.contextmanager
+def remote_experts(
+    address: str, mode: Mode = "experts", session: str | None = None, *, check_weights: bool = True
+) -> Iterator[None]:
+    """Models that `from_pretrained` loads inside this block have their experts at `address`.
+
+    Arguments:
+        address: of the service that holds the same checkpoint: `HOST:PORT` or `unix:/PATH`.
+        mode: "experts": the model's own gate chooses and weighs experts, shared experts are computed locally, and the
+            service applies the choice. "block": the service computes the whole MoE block, gate and shared experts
+            included, and their weights are not read, either.
+        session: only None; "host" and "cuda" are refused, because the service has no sessions yet.
+        check_weights: compare the service's weight version with that of the checkpoint where the checkpoint is a local
+            folder. Dimensions, layers and family are always compared.
+
+    Raises:
+        UnsupportedError: this version of transformers was not tried, or the model cannot work with remote experts.
+        ModelMismatchError: the service holds another model.
+        ConnectError: nothing answers at the address.
+    """
+    refuse_session(session)
+    if mode not in ("experts", "block"):
+        raise ValueError(f'mode is {mode!r}; expected "experts" or "block"')
+    _refuse_other_versions()
+    _install()
+    token = _wanted.set((Remote(address), mode, check_weights))
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def _refuse_other_versions() -> None:
+    found = transformers.__version__
+    match = re.match(r"(\d+)\.(\d+)", found)
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not _VERSIONS[0] <= version <= _VERSIONS[1]:
+        first, last = (".".join(map(str, v)) for v in _VERSIONS)
+        raise UnsupportedError(
+            f"transformers {found} is installed; remote experts were tried with {first} to {last}: "
+            f"pip install 'transformers>={first},<{_VERSIONS[1][0]}.{_VERSIONS[1][1] + 1}'"
+        )
+
+
+@functools.cache
+def _install() -> None:
+    """Hooks into the loading of every model; without a `with` block around it the hook does nothing."""
+    original = PreTrainedModel._get_dtype_plan
+
+    @functools.wraps(original)
+    def with_remote_experts(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        wanted = _wanted.get()
+        if wanted is not None:
+            _replace(model, *wanted)
+        return original(model, *args, **kwargs)
+
+    PreTrainedModel._get_dtype_plan = with_remote_experts
+
+
+def _replace(model: PreTrainedModel, remote: Remote, mode: Mode, check_weights: bool) -> None:
+    blocks = {name: block for name, block in model.named_modules() if _is_block(name, block)}
+    if not blocks:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no MoE block with a module `experts`; load it outside of remote_experts"
+        )
+    layers = {name: int(_LAYER.search(name)[1]) for name in blocks}  # type: ignore[index]
+    check_model(model, remote.model, set(layers.values()))
+    for name, block in blocks.items():
+        check_layer(name, block, remote.layer(layers[name]))
+    folder = model.config.name_or_path
+    if check_weights and folder and os.path.isdir(folder):
+        check_content(folder, remote.model)
+    for name, block in blocks.items():
+        _put(model, name, block, remote, mode, remote.layer(layers[name]))
+    _ignore_missing(model, list(blocks), mode)
+
+
+def _is_block(name: str, module: torch.nn.Module) -> bool:
+    experts = getattr(module, "experts", None)
+    return isinstance(experts, torch.nn.Module) and bool(_LAYER.search(name)) and not _NOT_TEXT.search(name)
+
+
+def _put(
+    model: PreTrainedModel, name: str, block: torch.nn.Module, remote: Remote, mode: Mode, served: Any
+) -> None:
+    parent = model.get_submodule(name.rpartition(".")[0])
+    attribute = name.rpartition(".")[2]
+    kind = type(block).__name__
+    pair = kind.startswith(("GptOss", "Llama4"))
+    if mode == "block":
+        setattr(parent, attribute, RemoteBlock(remote, served, pair))
+    elif kind.startswith("Llama4"):
+        setattr(parent, attribute, RemoteLlama4(remote, served, block))
+    else:
+        block.experts = RemoteExperts(remote, served)
+
+
+def _ignore_missing(model: PreTrainedModel, blocks: list[str], mode: Mode) -> None:
+    """Keeps transformers from reporting the tensors that are not read, under the names of checkpoints and of modules."""
+    owners = {re.escape(name.rpartition(".")[2]) for name in blocks} | {"mlp", "block_sparse_moe", "feed_forward", "ffn"}
+    inside = r"\." if mode == "block" else r"\.experts\."
+    pattern = rf"layers\.(?:{'|'.join(sorted({str(_LAYER.search(n)[1]) for n in blocks}))})\.(?:{'|'.join(sorted(owners))}){inside}"  # type: ignore[index]
+    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), pattern}

@@ -1,0 +1,118 @@
+"""The service behind a model's modules, and the operator that calls it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._client import Client, RetryPolicy
+from .._errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .._native import Model, MoeLayer
+
+# A rank that died is replaced within seconds; reading a large checkpoint again takes minutes.
+_RETRY = RetryPolicy(max_attempts=1_000, max_pause=2.0, max_elapsed=600.0)
+_numbers = itertools.count(1)
+_remotes: weakref.WeakValueDictionary[int, Remote] = weakref.WeakValueDictionary()
+
+
+class Remote:
+    """A connection that the modules of a model share. Copies of a model share it, too."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.client = Client(address, retry=_RETRY)
+        self.model: Model = self.client.model()
+        self.number = next(_numbers)
+        _remotes[self.number] = self
+
+    def layer(self, number: int) -> MoeLayer:
+        """The service's description of one layer."""
+        return next(layer for layer in self.model.moe_layers if layer.layer == number)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Remote:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Remote, (self.address,))
+
+    def forward(
+        self,
+        layer: int,
+        rows: Tensor,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+        token_ids: Tensor | None,
+        shared_experts: bool,
+    ) -> Tensor:
+        """Sends rows `[tokens, hidden]` in pieces that the service takes; the result lies where `rows` do."""
+        tokens, most = rows.shape[0], self.model.limits.max_tokens_per_request
+        if tokens == 0:
+            return torch.empty_like(rows)
+        here = rows.detach().cpu().contiguous()
+        ids, weights, tids = (None if t is None else t.detach().cpu().contiguous() for t in (topk_ids, topk_weights, token_ids))
+        # The service refuses weights that are not finite. A model has them in rows that are not finite, such as padding
+        # that attention masks entirely; those rows stay what they are.
+        spoiled = None
+        if weights is not None and not bool(torch.isfinite(weights).all()):
+            spoiled = ~torch.isfinite(weights).all(dim=-1)
+            weights = torch.where(spoiled[:, None], torch.zeros_like(weights), weights)
+        parts = []
+        for start in range(0, tokens, most):
+            piece = slice(start, min(start + most, tokens))
+            answer = self.client.forward(
+                layer,
+                here[piece],
+                topk_ids=None if ids is None else ids[piece],
+                topk_weights=None if weights is None else weights[piece],
+                token_ids=None if tids is None else tids[piece],
+                shared_experts="include" if shared_experts else "exclude",
+            )
+            parts.append(torch.from_dlpack(answer.rows))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if spoiled is not None:
+            out[spoiled] = float("nan")
+        return out.to(rows.device)
+
+
+@torch.library.custom_op("expertd::moe", mutates_args=())
+def moe(
+    rows: Tensor,
+    topk_ids: Tensor | None,
+    topk_weights: Tensor | None,
+    token_ids: Tensor | None,
+    remote: int,
+    layer: int,
+    shared_experts: bool,
+) -> Tensor:
+    """One layer's MoE block, or its routed experts alone, at the service with this number."""
+    return _remotes[remote].forward(layer, rows, topk_ids, topk_weights, token_ids, shared_experts)
+
+
+@moe.register_fake
+def _(
+    rows: Tensor,
+    topk_ids: Tensor | None,
+    topk_weights: Tensor | None,
+    token_ids: Tensor | None,
+    remote: int,
+    layer: int,
+    shared_experts: bool,
+) -> Tensor:
+    return torch.empty_like(rows, memory_format=torch.contiguous_format)
+
+
+def _refuse_gradients(context: Any, gradient: Tensor) -> None:
+    raise UnsupportedError(
+        "remote experts compute no gradients; load the model outside of remote_experts to train it, and run it under "
+        "torch.no_grad() otherwise"
+    )
+
+
+moe.register_autograd(_refuse_gradients)

@@ -1,0 +1,82 @@
+//! Futures of the runtime as futures of `asyncio`.
+
+use pyo3::prelude::*;
+use pyo3::{IntoPyObjectExt as _, intern};
+use tokio::task::AbortHandle;
+
+use crate::errors::Failure;
+use crate::runtime;
+
+/// Ends the task when its `asyncio` future was cancelled.
+#[pyclass(frozen)]
+struct OnDone(AbortHandle);
+
+#[pymethods]
+impl OnDone {
+    fn __call__(&self, future: &Bound<'_, PyAny>) -> PyResult<()> {
+        if future.call_method0(intern!(future.py(), "cancelled"))?.is_truthy()? {
+            self.0.abort();
+        }
+        Ok(())
+    }
+}
+
+/// Runs `future` on the runtime and returns a future of the running event loop that gets its result.
+///
+/// # Errors
+/// If no event loop runs in this thread.
+pub(crate) fn spawn<'py, T>(
+    py: Python<'py>,
+    future: impl Future<Output = Result<T, Failure>> + Send + 'static,
+) -> PyResult<Bound<'py, PyAny>>
+where
+    T: for<'a> IntoPyObject<'a> + Send + 'static,
+{
+    let event_loop = py.import(intern!(py, "asyncio"))?.call_method0(intern!(py, "get_running_loop"))?;
+    let promise = event_loop.call_method0(intern!(py, "create_future"))?;
+    let (their_loop, their_promise) = (event_loop.unbind(), promise.clone().unbind());
+    let task = runtime::handle()?.spawn(async move {
+        let result = future.await;
+        // At exit there is no interpreter to tell.
+        Python::try_attach(|py| {
+            let delivered = deliver(py, &their_loop, their_promise, result);
+            if let Err(error) = delivered
+                && !loop_is_closed(py, &their_loop)
+            {
+                error.write_unraisable(py, None);
+            }
+        });
+    });
+    promise.call_method1(intern!(py, "add_done_callback"), (OnDone(task.abort_handle()),))?;
+    Ok(promise)
+}
+
+/// Hands the result to the event loop's own thread.
+fn deliver<T: for<'a> IntoPyObject<'a>>(
+    py: Python<'_>,
+    event_loop: &Py<PyAny>,
+    promise: Py<PyAny>,
+    result: Result<T, Failure>,
+) -> PyResult<()> {
+    let settle = py.import(intern!(py, "expertd._aio"))?.getattr(intern!(py, "settle"))?;
+    let schedule = intern!(py, "call_soon_threadsafe");
+    match result {
+        Ok(value) => {
+            let value = value.into_py_any(py)?;
+            event_loop.call_method1(py, schedule, (settle, promise, value, py.None()))?;
+        }
+        Err(failure) => {
+            let exception = failure.into_exception(py);
+            event_loop.call_method1(py, schedule, (settle, promise, py.None(), exception))?;
+        }
+    }
+    Ok(())
+}
+
+/// A closed loop takes no results, and its futures have no reader.
+fn loop_is_closed(py: Python<'_>, event_loop: &Py<PyAny>) -> bool {
+    event_loop
+        .call_method0(py, intern!(py, "is_closed"))
+        .and_then(|closed| closed.is_truthy(py))
+        .unwrap_or(true)
+}

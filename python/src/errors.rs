@@ -1,0 +1,62 @@
+//! Failures of calls as exceptions of the package (`expertd/_errors.py`).
+
+use expertd_proto::{ClientError, retry_delay};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tonic::Status;
+use tonic_types::StatusExt as _;
+
+/// Why a call has no answer.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The service or the transport said so.
+    Status(Box<Status>),
+    /// There is no connection.
+    Connect(String),
+}
+
+impl From<Status> for Failure {
+    fn from(status: Status) -> Failure {
+        Failure::Status(Box::new(status))
+    }
+}
+
+impl From<ClientError> for Failure {
+    fn from(error: ClientError) -> Failure {
+        match error {
+            ClientError::Model(status) => Failure::Status(status),
+            ClientError::Connect(error) => Failure::Connect(error.to_string()),
+        }
+    }
+}
+
+impl Failure {
+    /// The exception of its cause. An exception that importing or constructing it raises is returned instead.
+    pub(crate) fn into_exception(self, py: Python<'_>) -> PyErr {
+        self.exception(py).unwrap_or_else(|error| error)
+    }
+
+    fn exception(self, py: Python<'_>) -> PyResult<PyErr> {
+        let errors = py.import(intern!(py, "expertd._errors"))?;
+        let exception = match self {
+            Failure::Connect(message) => errors.call_method1(intern!(py, "connect_error"), (message,))?,
+            Failure::Status(status) => {
+                let details = PyDict::new(py);
+                details.set_item("retry_after", retry_delay(&status).map(|delay| delay.as_secs_f64()))?;
+                details.set_item("reason", status.get_details_error_info().map(|info| info.reason))?;
+                let fields: Vec<(String, String)> = status
+                    .get_details_bad_request()
+                    .map(|bad| bad.field_violations)
+                    .unwrap_or_default()
+                    .into_iter()
+                    .map(|violation| (violation.field, violation.description))
+                    .collect();
+                details.set_item("fields", fields)?;
+                let code = status.code() as i32;
+                errors.call_method(intern!(py, "from_status"), (code, status.message()), Some(&details))?
+            }
+        };
+        Ok(PyErr::from_value(exception))
+    }
+}

@@ -1,0 +1,73 @@
+//! The asynchronous runtime of this process, and waiting for it without keeping other Python threads from running.
+
+use std::pin::pin;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use tokio::runtime::{Builder, Handle, Runtime};
+
+/// Threads that drive connections.
+const WORKERS: usize = 2;
+/// How often a blocking call looks for signals such as Ctrl-C.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The runtime and the process that made it: threads do not survive a fork.
+static RUNTIME: Mutex<Option<(u32, Handle)>> = Mutex::new(None);
+
+/// The runtime of this process, made when it is first needed.
+///
+/// # Errors
+/// If its threads cannot be started.
+pub(crate) fn handle() -> PyResult<Handle> {
+    let mut current = RUNTIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let process = std::process::id();
+    if let Some((owner, handle)) = &*current
+        && *owner == process
+    {
+        return Ok(handle.clone());
+    }
+    let runtime: Runtime = Builder::new_multi_thread()
+        .worker_threads(WORKERS)
+        .thread_name("expertd")
+        .enable_all()
+        .build()
+        .map_err(|error| PyRuntimeError::new_err(format!("cannot start the client's threads: {error}")))?;
+    let handle = runtime.handle().clone();
+    // The runtime lives as long as the process: clients come and go, and a runtime whose threads a fork left behind
+    // cannot be shut down.
+    std::mem::forget(runtime);
+    *current = Some((process, handle.clone()));
+    Ok(handle)
+}
+
+/// Waits for `future` on this thread, detached from the interpreter.
+///
+/// # Errors
+/// The exception of a signal handler, such as KeyboardInterrupt; the future is dropped then.
+pub(crate) fn wait<T: Send>(py: Python<'_>, future: impl Future<Output = T> + Send) -> PyResult<T> {
+    let handle = handle()?;
+    let mut future = pin!(future);
+    loop {
+        let step = async { tokio::time::timeout(SIGNAL_INTERVAL, future.as_mut()).await.ok() };
+        match py.detach(|| handle.block_on(step)) {
+            Some(value) => return Ok(value),
+            None => py.check_signals()?,
+        }
+    }
+}
+
+/// A timeout in seconds, as Python passes it.
+///
+/// # Errors
+/// ValueError if it is negative, zero or not a number.
+pub(crate) fn timeout(seconds: Option<f64>, what: &str) -> PyResult<Option<Duration>> {
+    let Some(seconds) = seconds else { return Ok(None) };
+    match Duration::try_from_secs_f64(seconds) {
+        Ok(duration) if !duration.is_zero() => Ok(Some(duration)),
+        _ => Err(PyValueError::new_err(format!(
+            "{what} is {seconds}; expected a positive number of seconds, or None for no limit"
+        ))),
+    }
+}

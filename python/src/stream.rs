@@ -1,0 +1,265 @@
+//! Many calls in flight on one gRPC stream.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use expertd_proto::v1::{ForwardRequest, ForwardResponse};
+use expertd_proto::{AnswerReceiver, RequestSender};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use tokio::runtime::Handle;
+use tokio::sync::{Mutex as AsyncMutex, oneshot};
+use tokio::task::JoinHandle;
+use tonic::Status;
+
+use crate::asyncio;
+use crate::client::Connection;
+use crate::errors::Failure;
+use crate::receipt::{Answer, Received};
+use crate::request::{self, Options, Shape};
+use crate::runtime::{timeout, wait};
+
+type Reply = oneshot::Sender<Result<ForwardResponse, Status>>;
+
+/// The calls of one open stream that wait for their answers.
+#[derive(Debug)]
+enum Waiting {
+    Open(HashMap<u64, Reply>),
+    /// The stream ended, with this status.
+    Over(Status),
+}
+
+/// An open stream.
+#[derive(Clone, Debug)]
+struct Open {
+    sender: RequestSender,
+    waiting: Arc<Mutex<Waiting>>,
+}
+
+impl Open {
+    /// Sends a request and waits for its answer.
+    async fn call(
+        &self,
+        id: u64,
+        message: ForwardRequest,
+        timeout: Option<Duration>,
+    ) -> Result<ForwardResponse, Status> {
+        let (reply, answer) = oneshot::channel();
+        match &mut *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) {
+            Waiting::Open(calls) => calls.insert(id, reply),
+            Waiting::Over(status) => return Err(status.clone()),
+        };
+        if let Err(closed) = self.sender.send(id, message, timeout).await {
+            return Err(self.end().unwrap_or(closed));
+        }
+        answer.await.unwrap_or_else(|_| Err(Status::unavailable("the stream ended without an answer")))
+    }
+
+    /// The status that the stream ended with, if it has.
+    fn end(&self) -> Option<Status> {
+        match &*self.waiting.lock().unwrap_or_else(PoisonError::into_inner) {
+            Waiting::Open(_) => None,
+            Waiting::Over(status) => Some(status.clone()),
+        }
+    }
+}
+
+/// Gives answers to the calls that wait for them, until the stream ends.
+async fn receive(mut answers: AnswerReceiver, waiting: Arc<Mutex<Waiting>>) {
+    let end = loop {
+        match answers.next().await {
+            Ok(Some((id, result))) => {
+                let mut waiting = waiting.lock().unwrap_or_else(PoisonError::into_inner);
+                if let Waiting::Open(calls) = &mut *waiting
+                    && let Some(reply) = calls.remove(&id)
+                {
+                    // The caller may have stopped waiting.
+                    let _ = reply.send(result);
+                }
+            }
+            Ok(None) => break Status::unavailable("the stream has ended"),
+            Err(status) => break status,
+        }
+    };
+    let over = std::mem::replace(
+        &mut *waiting.lock().unwrap_or_else(PoisonError::into_inner),
+        Waiting::Over(end.clone()),
+    );
+    if let Waiting::Open(calls) = over {
+        for reply in calls.into_values() {
+            let _ = reply.send(Err(end.clone()));
+        }
+    }
+}
+
+/// A stream that is opened when it is first needed and opened again after the connection was lost.
+#[derive(Debug)]
+struct Shared {
+    connection: Arc<Connection>,
+    capacity: usize,
+    current: AsyncMutex<Current>,
+}
+
+#[derive(Debug, Default)]
+struct Current {
+    open: Option<Open>,
+    next_id: u64,
+    closed: bool,
+}
+
+impl Shared {
+    /// The open stream and an id that no other call has.
+    async fn open(&self) -> Result<(Open, u64), Failure> {
+        let mut current = self.current.lock().await;
+        if current.closed {
+            return Err(Status::cancelled("the stream was closed; open another with client.stream()").into());
+        }
+        let open = match current.open.as_ref().filter(|open| open.end().is_none()) {
+            Some(open) => open.clone(),
+            None => {
+                let (sender, answers) = self.connection.client().await?.stream(self.capacity).await?;
+                let waiting = Arc::new(Mutex::new(Waiting::Open(HashMap::new())));
+                tokio::spawn(receive(answers, Arc::clone(&waiting)));
+                let open = Open { sender, waiting };
+                current.open = Some(open.clone());
+                open
+            }
+        };
+        current.next_id += 1;
+        Ok((open, current.next_id))
+    }
+
+    /// One call, tried again as the client's policy says.
+    async fn call(
+        &self,
+        message: ForwardRequest,
+        shape: Shape,
+        timeout: Option<Duration>,
+    ) -> Result<Received, Failure> {
+        let start = Instant::now();
+        let mut attempt = 1;
+        loop {
+            let left = timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
+            let status = match self.call_once(message.clone(), left).await {
+                Ok(response) => return request::answer(response, &shape),
+                Err(Failure::Status(status)) => status,
+                Err(failure) => return Err(failure),
+            };
+            let pause =
+                self.connection.retry().and_then(|retry| retry.pause(&status, attempt, start.elapsed()));
+            match pause {
+                Some(pause) if timeout.is_none_or(|timeout| start.elapsed() + pause < timeout) => {
+                    tokio::time::sleep(pause).await;
+                    attempt += 1;
+                }
+                _ => return Err(Failure::Status(status)),
+            }
+        }
+    }
+
+    async fn call_once(
+        &self,
+        message: ForwardRequest,
+        timeout: Option<Duration>,
+    ) -> Result<ForwardResponse, Failure> {
+        let (open, id) = self.open().await?;
+        let call = open.call(id, message, timeout);
+        let Some(timeout) = timeout else { return Ok(call.await?) };
+        // The service answers in time; this ends the wait if the connection does not bring its answer.
+        match tokio::time::timeout(timeout, call).await {
+            Ok(result) => Ok(result?),
+            Err(_) => Err(Status::deadline_exceeded(format!("no answer within {timeout:?}")).into()),
+        }
+    }
+}
+
+/// What `Stream` and `AsyncStream` hold.
+#[pyclass(frozen)]
+#[derive(Debug)]
+pub(crate) struct NativeStream {
+    shared: Arc<Shared>,
+    runtime: Handle,
+}
+
+impl NativeStream {
+    pub(crate) fn new(connection: Arc<Connection>, runtime: Handle, capacity: usize) -> NativeStream {
+        let shared = Arc::new(Shared { connection, capacity, current: AsyncMutex::default() });
+        NativeStream { shared, runtime }
+    }
+}
+
+#[pymethods]
+impl NativeStream {
+    /// Starts a call and returns without waiting.
+    fn submit<'py>(
+        &self,
+        layer: u32,
+        rows: &Bound<'py, PyAny>,
+        seconds: Option<f64>,
+        options: Options<'py>,
+    ) -> PyResult<Pending> {
+        let seconds = timeout(seconds, "timeout")?;
+        let (message, shape) = request::build(layer, rows, &options)?;
+        let shared = Arc::clone(&self.shared);
+        let task = self.runtime.spawn(async move { shared.call(message, shape, seconds).await });
+        Ok(Pending { task: Mutex::new(Some(task)) })
+    }
+
+    fn forward_async<'py>(
+        &self,
+        py: Python<'py>,
+        layer: u32,
+        rows: &Bound<'py, PyAny>,
+        seconds: Option<f64>,
+        options: Options<'py>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let seconds = timeout(seconds, "timeout")?;
+        let (message, shape) = request::build(layer, rows, &options)?;
+        let shared = Arc::clone(&self.shared);
+        asyncio::spawn(py, async move { shared.call(message, shape, seconds).await })
+    }
+
+    /// Lets calls in flight end and takes no more.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        wait(py, async {
+            let mut current = self.shared.current.lock().await;
+            current.closed = true;
+            current.open = None;
+        })
+    }
+}
+
+/// A call under way.
+#[pyclass(frozen, module = "expertd")]
+#[derive(Debug)]
+pub(crate) struct Pending {
+    task: Mutex<Option<JoinHandle<Result<Received, Failure>>>>,
+}
+
+#[pymethods]
+impl Pending {
+    /// Waits for the answer and returns it, once.
+    fn result<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, Answer>> {
+        let task = self.task.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(task) = task else {
+            return Err(PyRuntimeError::new_err("the result was taken already; keep the first one"));
+        };
+        match wait(py, task)? {
+            Ok(received) => received.map_err(|failure| failure.into_exception(py))?.into_pyobject(py),
+            Err(error) => Err(PyRuntimeError::new_err(format!("the call ended without a result: {error}"))),
+        }
+    }
+
+    /// Whether `result` returns without waiting.
+    fn done(&self) -> bool {
+        self.task.lock().unwrap_or_else(PoisonError::into_inner).as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Stops waiting for the answer.
+    fn cancel(&self) {
+        if let Some(task) = self.task.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            task.abort();
+        }
+    }
+}

@@ -1,0 +1,137 @@
+"""Every cause has its exception, which says what was found and what to do."""
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+import expertd
+
+
+def test_what_the_service_refuses(golden, rows):
+    it = golden("qwen3_moe")
+    layer = it.layers[0]
+    with pytest.raises(expertd.NotFoundError, match="layer 99") as caught:
+        it.client.forward(99, rows)
+    assert (caught.value.code, caught.value.reason) == ("NOT_FOUND", "UNKNOWN_LAYER")
+    with pytest.raises(expertd.NotFoundError, match="other"):
+        it.client.forward(layer, rows, model="other")
+    with pytest.raises(expertd.InvalidRequestError) as caught:
+        it.client.forward(layer, rows[:, :5].copy())
+    assert caught.value.fields[0][0] == "inline" and isinstance(caught.value, ValueError)
+    with pytest.raises(expertd.WeightVersionError, match="weight version 3"):
+        it.client.forward(layer, rows, expected_weight_version=3)
+    ids = np.zeros((len(rows), 2), np.int32)
+    with pytest.raises(expertd.InvalidRequestError, match="names expert 0 twice"):
+        it.client.forward(layer, rows, topk_ids=ids, topk_weights=np.ones((len(rows), 2), np.float32))
+
+
+def test_what_no_request_can_be_made_of(golden, rows):
+    client, layer = golden("qwen3_moe").client, golden("qwen3_moe").layers[0]
+    ids, weights = np.zeros((len(rows), 1), np.int32), np.ones((len(rows), 1), np.float32)
+    cases = [
+        (TypeError, "list", lambda: client.forward(layer, [[1.0]])),
+        (TypeError, "f64", lambda: client.forward(layer, rows.astype(np.float64))),
+        (TypeError, "dtype says", lambda: client.forward(layer, rows, dtype="bf16")),
+        (TypeError, "another type", lambda: client.forward(layer, rows.astype(">f4"))),
+        (ValueError, r"\[tokens, hidden\]", lambda: client.forward(layer, rows[0])),
+        (BufferError, "contiguous", lambda: client.forward(layer, rows[:, ::2])),
+        (ValueError, "belong together", lambda: client.forward(layer, rows, topk_ids=ids)),
+        (ValueError, "topk_weights", lambda: client.forward(layer, rows, topk_ids=ids, topk_weights=weights[:3])),
+        (TypeError, "int32", lambda: client.forward(layer, rows, topk_ids=weights, topk_weights=weights)),
+        (ValueError, "no int32", lambda: client.forward(layer, rows, topk_ids=ids.astype(np.int64) + (1 << 40), topk_weights=weights)),
+        (ValueError, "include", lambda: client.forward(layer, rows, shared_experts="some")),
+        (ValueError, "positive", lambda: client.forward(layer, rows, timeout=0)),
+        (TypeError, "unexpected keyword", lambda: client.forward(layer, rows, return_routings=True)),
+    ]
+    for kind, words, call in cases:
+        with pytest.raises(kind, match=words):
+            call()
+
+
+def test_addresses_and_sessions():
+    with pytest.raises(expertd.ConnectError, match="refused"):
+        expertd.Client("127.0.0.1:1")
+    with pytest.raises(ConnectionError, match="address"):
+        expertd.Client("unix:")
+    for session in ("host", "cuda"):
+        with pytest.raises(expertd.UnsupportedError, match="no sessions"):
+            expertd.Client("127.0.0.1:1", session=session)
+
+
+def test_a_closed_client_says_so(golden, rows):
+    it = golden("qwen3_moe")
+    with it.service.client() as client:
+        client.forward(it.layers[0], rows)
+    with pytest.raises(ValueError, match="closed"):
+        client.forward(it.layers[0], rows)
+
+
+def stopped(service):
+    """Stops the service's process; returns what lets it go on."""
+    os.kill(service.process.pid, signal.SIGSTOP)
+    return lambda: os.kill(service.process.pid, signal.SIGCONT)
+
+
+def test_a_deadline_passes_when_the_service_stands_still(golden, rows):
+    it = golden("qwen3_moe")
+    go_on = stopped(it.service)
+    try:
+        with pytest.raises(expertd.DeadlineError) as caught:
+            it.client.forward(it.layers[0], rows, timeout=0.2)
+        assert isinstance(caught.value, TimeoutError)
+    finally:
+        go_on()
+
+
+def test_a_waiting_call_lets_other_threads_run(golden, rows):
+    it = golden("qwen3_moe")
+    go_on = stopped(it.service)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(it.client.forward(it.layers[0], rows)))
+    thread.start()
+    # With the GIL held by the call, this thread would not get here, and nothing would ever wake the service.
+    go_on()
+    thread.join()
+    assert answers[0].rows.shape == rows.shape
+
+
+def test_a_signal_ends_a_waiting_call(golden, rows):
+    it = golden("qwen3_moe")
+    go_on = stopped(it.service)
+
+    class Alarm(Exception):
+        pass
+
+    def ring(number, frame):
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(Alarm):
+            it.client.forward(it.layers[0], rows)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        go_on()
+
+
+def test_clients_of_a_parent_are_refused_after_a_fork_and_new_ones_work(golden, rows):
+    it = golden("qwen3_moe")
+    it.client.forward(it.layers[0], rows)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            try:
+                it.client.forward(it.layers[0], rows)
+            except RuntimeError as error:
+                fresh = expertd.Client(it.service.address)
+                fresh.forward(it.layers[0], rows)
+                status = 0 if "fork" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,0 +1,78 @@
+"""Services as context managers, and the command that the wheel brings along."""
+
+import os
+import pathlib
+import select
+import signal
+import subprocess
+import sys
+import sysconfig
+import textwrap
+
+import numpy as np
+import pytest
+from conftest import GOLDEN
+
+import expertd
+
+
+def test_the_command_is_the_one_of_the_wheel():
+    assert pathlib.Path(expertd.command()) == pathlib.Path(sysconfig.get_path("scripts")) / "expertd"
+    printed = subprocess.run([expertd.command(), "--version"], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["expertd", expertd.__version__]
+
+
+def test_a_service_ends_with_its_block():
+    with expertd.serve(GOLDEN / "mixtral", ranks=1) as service:
+        assert service.process.poll() is None
+        status = [expertd.command(), "status", "--admin", service.admin_address]
+        assert "serving" in subprocess.run(status, capture_output=True, text=True, check=True).stdout.lower()
+        socket = pathlib.Path(service.address.removeprefix("unix:"))
+        assert socket.exists()
+    assert service.process.returncode == 0 and not socket.exists()
+
+
+def test_a_service_that_cannot_start_says_why(tmp_path):
+    with pytest.raises(expertd.ServiceError, match="config.json") as caught:
+        expertd.serve(tmp_path / "nothing")
+    assert caught.value.exit_code == 64
+    with pytest.raises(expertd.ServiceError, match="no-such-setting"):
+        expertd.serve(GOLDEN / "mixtral", no_such_setting=1)
+    with pytest.raises(expertd.ServiceError, match="not ready in time"):
+        expertd.serve(GOLDEN / "mixtral", ranks=1, ready_timeout=1e-6)
+
+
+def test_a_command_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("EXPERTD_BINARY", "/nowhere/expertd")
+    with pytest.raises(expertd.UnsupportedError, match="EXPERTD_BINARY"):
+        expertd.command()
+
+
+def test_a_service_ends_with_the_process_that_started_it():
+    program = textwrap.dedent(f"""
+        import expertd, os, signal, threading
+        box = []
+        # The thread that starts the service ends before the process does.
+        thread = threading.Thread(target=lambda: box.append(expertd.serve({str(GOLDEN / "mixtral")!r}, ranks=1)))
+        thread.start()
+        thread.join()
+        print(box[0].process.pid, box[0].process.poll(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert printed.returncode == -signal.SIGKILL, printed.stderr
+    pid, state = printed.stdout.split()
+    assert state == "None"
+    try:
+        handle = os.pidfd_open(int(pid))
+    except ProcessLookupError:
+        return
+    assert select.select([handle], [], [], 60)[0], "the service still runs"
+
+
+def test_two_services_do_not_meet():
+    with expertd.serve(GOLDEN / "mixtral", ranks=1) as one, expertd.serve(GOLDEN / "olmoe", ranks=1) as other:
+        families = [service.client().model().family for service in (one, other)]
+        assert families == ["mixtral", "olmoe"]
+        rows = np.zeros((2, one.client().model().hidden), np.float32)
+        assert one.client().forward(one.client().model().moe_layers[0].layer, rows).rows.shape == rows.shape

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Builds the Python package's wheel, installs it into a fresh virtual environment and runs its tests against services from
+# that wheel. Cargo's artefacts of the workspace are reused (release profile).
+#
+#   scripts/python_tests.sh [PYTEST ARGUMENTS]
+#
+# With EXPERTD_TEST_TRANSFORMERS=5.23.0 the tests of expertd.transformers run as well, with that version and torch.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
+venv=$CARGO_TARGET_DIR/python-tests
+
+"$python" -m venv --clear "$venv"
+"$venv/bin/pip" install --quiet ./python'[test]' mypy
+if [[ -n ${EXPERTD_TEST_TRANSFORMERS:-} ]]; then
+    "$venv/bin/pip" install --quiet torch "transformers==$EXPERTD_TEST_TRANSFORMERS"
+fi
+"$venv/bin/mypy" --strict --python-version 3.11 python/expertd --exclude expertd/transformers
+"$venv/bin/pytest" -q python/tests "$@"
