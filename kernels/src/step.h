@@ -16,11 +16,14 @@ constexpr uint32_t kMaxChunks = 16;
 // Experts of one layer, at most (the gate keeps a token's scores in registers of one warp).
 constexpr uint32_t kMaxExperts = 512;
 
+// Low bits of a flag: the sequence; the others are the generation.
+constexpr uint32_t kSequenceBits = 40;
+
 // Element types as on the wire (types.rs).
 enum DType : uint32_t { kBf16 = 1, kF16 = 2, kF32 = 3 };
 
 // First byte of the error word; the second is the peer (or 0xff), the third the phase.
-enum Fault : uint32_t { kNone = 0, kTimeout = 1, kBadCount = 2 };
+enum Fault : uint32_t { kNone = 0, kTimeout = 1, kBadCount = 2, kAhead = 3 };
 enum Phase : uint32_t { kCopyIn = 0, kGate, kPrepare, kDispatch, kExperts, kCombine, kCopyOut, kPhases };
 
 // One slot's state in device memory. copy_in writes the step's fields. Dispatch and combine each read a sequence of
@@ -89,7 +92,7 @@ static_assert(sizeof(Completion) == 136, "mirrored in params.rs");
 struct Group {
     uint8_t* windows[kMaxRanks];  // this slot's region at every rank, own one included
     SlotState* state;
-    uint64_t generation;          // already shifted: generation << 40
+    uint64_t generation;          // already shifted: generation << kSequenceBits
     uint64_t deadline_ns;         // of each wait
     uint32_t rank;
     uint32_t ranks;
@@ -171,6 +174,7 @@ struct GateParams {
     SlotState* state;
     const GateLayer* layers;     // indexed by SlotState::layer
     const void* tokens;          // bf16 [T][H]
+    const void* tokens_low;      // bf16 [T][H]: what rounding took from rows that came in more than bf16; null: not known
     const int32_t* token_ids;    // [T], for layers that route by id
     float* logits;               // scratch [max_tokens][E]
     uint32_t* tickets;           // scratch, zero before the first step: [tiles of tokens]
@@ -192,7 +196,7 @@ struct GateParams {
     float jitter;                // of kSparseMixer
     uint32_t vocab;
 };
-static_assert(sizeof(GateParams) == 128, "mirrored in params.rs");
+static_assert(sizeof(GateParams) == 136, "mirrored in params.rs");
 
 // Rows from mapped host staging to bf16 in device memory; the step's description to SlotState.
 struct CopyInParams {
@@ -204,6 +208,7 @@ struct CopyInParams {
     const float* staged_weights;    // mapped
     const int32_t* staged_token_ids;  // mapped, [T], or null
     void* tokens;
+    void* tokens_low;               // bf16 [T][H]: rows minus `tokens`, or null; written where a row of the step is not bf16
     int32_t* topk_ids;
     float* topk_weights;
     int32_t* token_ids;
@@ -216,7 +221,7 @@ struct CopyInParams {
     uint32_t max_segments;          // entries that may be read at `segments`
     uint32_t reserved;
 };
-static_assert(sizeof(CopyInParams) == 128, "mirrored in params.rs");
+static_assert(sizeof(CopyInParams) == 136, "mirrored in params.rs");
 
 // Result rows to where their tokens stood in mapped host staging, in their dtype; then the completion record.
 struct CopyOutParams {

@@ -94,6 +94,8 @@ pub enum ToRank {
     GroupId {
         /// Bytes of the id.
         id: Vec<u8>,
+        /// Multiprocessors of rank 0's GPU; all ranks need as many.
+        multiprocessors: u32,
     },
     /// Every rank is ready; steps may follow.
     Start,
@@ -119,6 +121,8 @@ pub enum FromRank {
     GroupId {
         /// Bytes of the id.
         id: Vec<u8>,
+        /// Multiprocessors of rank 0's GPU; all ranks need as many.
+        multiprocessors: u32,
     },
     /// Progress of loading weights.
     Loading {

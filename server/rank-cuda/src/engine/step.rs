@@ -26,6 +26,8 @@ const LIST_BLOCKS: u32 = 32;
 pub(super) struct SlotSet {
     pub(super) kernels: SlotBuffers,
     token_ids: Buffer<i32>,
+    /// bf16 `[max_tokens, hidden]`: what rounding took from rows that came in f32 or f16.
+    tokens_low: Buffer<u16>,
     /// `RowPlace` of each row.
     places: Buffer<u8>,
     shared_offsets: Buffer<u32>,
@@ -83,6 +85,7 @@ impl Buffers {
             Ok::<_, DeviceError>(SlotSet {
                 kernels: SlotBuffers::new(device, shape)?,
                 token_ids: Buffer::zeroed(device, tokens)?,
+                tokens_low: Buffer::zeroed(device, tokens * hidden)?,
                 places: Buffer::zeroed(device, tokens * ROW_PLACE_BYTES)?,
                 shared_offsets: Buffer::zeroed(device, 2)?,
                 shared_index: Buffer::zeroed(device, tokens)?,
@@ -172,6 +175,7 @@ impl Sequence<'_> {
             staged_weights: self.staged.weights,
             staged_token_ids: if self.layer.spec.gate.needs_token_ids() { self.staged.token_ids } else { 0 },
             tokens: k.tokens.address(),
+            tokens_low: self.slot.tokens_low.address(),
             topk_ids: k.topk_ids.address(),
             topk_weights: k.topk_weights.address(),
             token_ids: self.slot.token_ids.address(),
@@ -195,6 +199,7 @@ impl Sequence<'_> {
                 state,
                 layers: layers.gates.address(),
                 tokens: k.tokens.address(),
+                tokens_low: self.slot.tokens_low.address(),
                 token_ids: self.slot.token_ids.address(),
                 logits: buffers.logits.address(),
                 tickets: buffers.tickets.address(),
