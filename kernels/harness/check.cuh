@@ -151,7 +151,8 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     return good;
 }
 
-int check_all(bool small_only, const char* only) {
+// `only_format`: of the small checks; -1: all.
+int check_all(bool small_only, const char* only, int only_format) {
     std::mt19937 rng(std::random_device{}());
     bool good = true;
     for (const Model& m : MODELS) {
@@ -173,6 +174,7 @@ int check_all(bool small_only, const char* only) {
     }
     for (int format : {EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4, EXPERTD_W8A8}) {
         if (only != nullptr) break;
+        if (only_format >= 0 && format != only_format) continue;
         Model clamped{"clamped", small_only ? 512 : 2048, small_only ? 256 : 1024, 20, 8, EXPERTD_SWIGLU_CLAMPED, false, format};
         Layer layer(clamped, 5, true);
         good &= check_case(clamped, 5, from_counts({40, 0, 7, 300, 2}, 333, rng), layer, "5 experts, clamped", true);

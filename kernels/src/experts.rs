@@ -40,7 +40,7 @@ pub const ROWS_BF16: i32 = 0;
 /// Rows of x as dispatch pushes them in FP8.
 pub const ROWS_FP8: i32 = 1;
 
-/// [`ExpertsParams::tile_rows`]: 256 weight rows for one block ([`BF16`], up to 128 tokens).
+/// [`ExpertsParams::tile_rows`]: 256 weight rows for one block ([`BF16`], [`W8A8`], up to 128 tokens).
 pub const TILE_TALL: i32 = 1;
 /// [`ExpertsParams::tile_rows`]: segments shared by two blocks, whose warpgroups take them in turn ([`BF16`], up to 128 tokens).
 pub const TILE_TURNS: i32 = 2;
