@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::super::admin::default_admin_address;
 use super::settings::{Given, OnFault, SettingsError, Shown, Source, parse_cores};
-use expertd_ipc::control::{DeviceKind, RankSetup};
+use expertd_ipc::control::{DeviceKind, Fp8Compute, RankSetup};
 use expertd_ipc::wait::SPIN_TIME;
 use expertd_ipc::{GroupShape, SharedRegion};
 use expertd_memory as memory;
@@ -194,6 +194,17 @@ impl ServePlan {
             ));
         }
         let ranks = within("ranks", ranks, 1, MAX_RANKS)?;
+        let fp8_compute = match device {
+            DeviceKind::Cpu => {
+                derive(&mut given.fp8_compute, Fp8Compute::Bf16, "CPU ranks widen FP8 weights")
+            }
+            DeviceKind::Cuda => {
+                derive(&mut given.fp8_compute, Fp8Compute::Fp8, "as FP8 checkpoints are meant")
+            }
+        };
+        if device == DeviceKind::Cpu && fp8_compute == Fp8Compute::Fp8 {
+            return Err(value("fp8-compute", "is fp8, which CPU ranks cannot do; leave it out, or use bf16"));
+        }
 
         let setting = |s: &(Option<usize>, Source)| s.0.unwrap_or_default();
         let per_step = within("max-tokens-per-step", setting(&given.max_tokens_per_step), 1, 1 << 20)?;
@@ -217,6 +228,7 @@ impl ServePlan {
             Ok::<_, PlanError>(Duration::from_millis(within(name, s.0.unwrap_or(0), 1, 24 * 3_600_000)?))
         };
         let step_timeout = millis("step-timeout-ms", &given.step_timeout_ms)?;
+        let device_timeout = millis("device-timeout-ms", &given.device_timeout_ms)?;
         let liveness_timeout = millis("liveness-timeout-ms", &given.liveness_timeout_ms)?;
         if liveness_timeout < Duration::from_millis(300) {
             return Err(value(
@@ -317,10 +329,14 @@ impl ServePlan {
                 },
                 device,
                 model: absolute(&path),
+                fp8_compute,
                 cores: shares,
                 usable_cores,
                 spin,
-                peer_timeout: step_timeout,
+                peer_timeout: match device {
+                    DeviceKind::Cpu => step_timeout,
+                    DeviceKind::Cuda => device_timeout.min(step_timeout),
+                },
                 liveness_timeout,
                 step_timeout,
                 environment: match device {

@@ -7,7 +7,7 @@ use clap::parser::ValueSource;
 use clap::{ArgMatches, Args};
 use serde::Deserialize;
 
-use expertd_ipc::control::DeviceKind;
+use expertd_ipc::control::{DeviceKind, Fp8Compute};
 
 /// Source of a setting's value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -110,7 +110,7 @@ trait Show {
 macro_rules! show_as_display {
     ($($ty:ty),*) => { $(impl Show for $ty { fn show(&self) -> String { self.to_string() } })* };
 }
-show_as_display!(String, u32, u64, usize, bool, DeviceKind, OnFault);
+show_as_display!(String, u32, u64, usize, bool, DeviceKind, OnFault, Fp8Compute);
 
 impl Show for PathBuf {
     fn show(&self) -> String {
@@ -205,6 +205,9 @@ settings! {
     ranks: u32 = None, env "EXPERTD_RANKS";
     /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
     device: DeviceKind = None, env "EXPERTD_DEVICE";
+    /// How GPU ranks multiply FP8 weights: fp8 quantises rows, too (as the checkpoints are meant to be run); bf16 widens the
+    /// weights, which is more exact; CPU ranks always widen them [default: fp8 on GPUs]
+    fp8_compute: Fp8Compute = None, env "EXPERTD_FP8_COMPUTE";
     /// Addresses of the public API, comma-separated: HOST:PORT or unix:PATH; port 0 picks a free one [default: 127.0.0.1:50051]
     listen: String = Some("127.0.0.1:50051".into()), env "EXPERTD_LISTEN";
     /// Address of the Admin service with health: unix:PATH, or HOST:PORT with --admin-token-file [default: a socket of this user]
@@ -241,6 +244,8 @@ settings! {
     liveness_timeout_ms: u64 = Some(1000), env "EXPERTD_LIVENESS_TIMEOUT_MS";
     /// A step that takes longer than this ends the generation, in milliseconds [default: 60000]
     step_timeout_ms: u64 = Some(60_000), env "EXPERTD_STEP_TIMEOUT_MS";
+    /// A GPU that waits longer than this for other GPUs within a step ends the generation, in milliseconds [default: 2000]
+    device_timeout_ms: u64 = Some(2000), env "EXPERTD_DEVICE_TIMEOUT_MS";
     /// What a fault of a rank means to requests without an answer [default: retry]
     on_fault: OnFault = Some(OnFault::Retry), env "EXPERTD_ON_FAULT";
     /// Time limit for requests in flight after SIGTERM or a drain, in milliseconds [default: 10000]
@@ -346,10 +351,10 @@ mod tests {
         let shown: Vec<String> = got.shown().iter().map(|s| format!("{}={}", s.name, s.value)).collect();
         assert_eq!(
             shown.join(" "),
-            "model=- model_name=- ranks=- device=- listen=127.0.0.1:50051 admin_listen=- \
+            "model=- model_name=- ranks=- device=- fp8_compute=- listen=127.0.0.1:50051 admin_listen=- \
              metrics_listen=127.0.0.1:9464 tls_cert=- tls_key=- tls_client_ca=- tls_client_names=- token_file=- \
              admin_token_file=- insecure=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
-             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 on_fault=retry \
+             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 on_fault=retry \
              drain_timeout_ms=10000 max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"
         );
     }
