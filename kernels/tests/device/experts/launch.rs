@@ -169,7 +169,8 @@ impl Step {
         y.fill_bytes(0xff)?;
         let (_x_held, x_panels) = room(device, (panel_rows * hidden * 2) as u64)?;
         let (_h_held, h) = room(device, (panel_rows * inter * 2) as u64)?;
-        let scales = |k: usize| Buffer::<f32>::zeroed(device, k.div_ceil(experts::SCALE_ELEMENTS) * panel_rows);
+        let scales =
+            |k: usize| Buffer::<f32>::zeroed(device, k.div_ceil(experts::SCALE_ELEMENTS) * panel_rows);
         let (x_scales, h_scales) = (scales(hidden)?, scales(inter)?);
         let params = ExpertsParams {
             layers: layers.address(),

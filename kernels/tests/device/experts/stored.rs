@@ -118,7 +118,8 @@ fn to_e4m3(value: f64) -> f64 {
 /// What quantisation to e4m3 leaves of values: a scale for every 128 of them, as the kernels choose it.
 pub fn quantised(values: &[f64]) -> Vec<f64> {
     let group = |values: &[f64]| -> Vec<f64> {
-        let largest = values.iter().fold(2f64.powi(-100), |most, v| if v.abs() > most { v.abs() } else { most });
+        let largest =
+            values.iter().fold(2f64.powi(-100), |most, v| if v.abs() > most { v.abs() } else { most });
         let scale = largest as f32 / 448.0;
         let inverse = 1.0 / scale;
         let code = |v: &f64| to_e4m3(f64::from(*v as f32 * inverse)) * f64::from(scale);
