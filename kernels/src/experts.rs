@@ -30,8 +30,17 @@ pub const BF16: i32 = 0;
 pub const FP8: i32 = 1;
 /// Weights in MXFP4 units.
 pub const MXFP4: i32 = 2;
+/// Weights in FP8 e4m3 panels, multiplied with FP8 rows; the intermediate size is a multiple of [`SCALE_ELEMENTS`].
+pub const W8A8: i32 = 3;
+/// Elements that share a scale in [`W8A8`].
+pub const SCALE_ELEMENTS: usize = 128;
 
-/// [`ExpertsParams::tile_rows`]: 256 weight rows for one block ([`BF16`], up to 128 tokens).
+/// Rows of x in bf16.
+pub const ROWS_BF16: i32 = 0;
+/// Rows of x as dispatch pushes them in FP8.
+pub const ROWS_FP8: i32 = 1;
+
+/// [`ExpertsParams::tile_rows`]: 256 weight rows for one block ([`BF16`], [`W8A8`], up to 128 tokens).
 pub const TILE_TALL: i32 = 1;
 /// [`ExpertsParams::tile_rows`]: segments shared by two blocks, whose warpgroups take them in turn ([`BF16`], up to 128 tokens).
 pub const TILE_TURNS: i32 = 2;
@@ -73,19 +82,23 @@ pub struct ExpertsParams {
     pub row_index: u64,
     /// f32 `[assignments]`.
     pub row_weight: u64,
-    /// bf16 rows.
+    /// Rows of `x_format`.
     pub x: u64,
     /// Out: bf16 `[assignments, hidden]`.
     pub y: u64,
-    /// Workspace bf16 `[hidden / 64, panel_rows, 64]`.
+    /// Workspace bf16 `[hidden / 64, panel_rows, 64]`; [`W8A8`]: e4m3 `[ceil(hidden / 128), panel_rows, 128]`.
     pub x_panels: u64,
-    /// Workspace bf16 `[inter / 64, panel_rows, 64]`.
+    /// Workspace bf16 `[inter / 64, panel_rows, 64]`; [`W8A8`]: e4m3 `[inter / 128, panel_rows, 128]`.
     pub h: u64,
+    /// [`W8A8`]: workspace f32 `[ceil(hidden / 128), panel_rows]`.
+    pub x_scales: u64,
+    /// [`W8A8`]: workspace f32 `[inter / 128, panel_rows]`.
+    pub h_scales: u64,
     /// u32 `[state_words(experts)]`, zero before the first launch.
     pub state: u64,
     /// u32 error word, or 0.
     pub error: u64,
-    /// Distance between rows of `x`, in elements.
+    /// Distance between rows of `x`, in bytes.
     pub x_stride: u64,
     /// Number of rows of the workspaces: at least the largest number of assignments + 7 * experts.
     pub panel_rows: i32,
@@ -113,6 +126,12 @@ pub struct ExpertsParams {
     pub flags: i32,
     /// [`BF16`] and others: of all layers in the table that are launched with these parameters.
     pub format: i32,
+    /// [`ROWS_BF16`] or, with [`W8A8`], [`ROWS_FP8`].
+    pub x_format: i32,
+    /// [`W8A8`]: 1 rounds the scales of x and h up to powers of two.
+    pub power_of_two_scales: i32,
+    /// Longest wait of a block for others, nanoseconds; 0: no limit.
+    pub deadline_ns: u64,
 }
 
 /// See `ExpertdPackParams` in `experts.h`.
@@ -145,7 +164,7 @@ pub struct PackNarrowParams {
     pub first: u64,
     /// Codes of up; 0 for down.
     pub second: u64,
-    /// FP8: f32 `[rows, ceil(k / 128)]`; MXFP4: e8m0 `[rows, k / 32]`.
+    /// FP8, W8A8: f32 `[rows, ceil(k / 128)]`; MXFP4: e8m0 `[rows, k / 32]`.
     pub first_scales: u64,
     /// Scales of up; 0 for down.
     pub second_scales: u64,
@@ -161,13 +180,13 @@ pub struct PackNarrowParams {
     pub inter: i32,
     /// [`PACK_GATE_UP`] or [`PACK_DOWN`].
     pub kind: i32,
-    /// [`FP8`] or [`MXFP4`].
+    /// [`FP8`], [`MXFP4`] or [`W8A8`].
     pub format: i32,
 }
 
 const _: () = {
     assert!(size_of::<LayerWeights>() == 48);
-    assert!(size_of::<ExpertsParams>() == 152);
+    assert!(size_of::<ExpertsParams>() == 184);
     assert!(size_of::<PackParams>() == 48);
     assert!(size_of::<PackNarrowParams>() == 72);
 };

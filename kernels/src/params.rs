@@ -64,6 +64,17 @@ pub enum DeviceFault {
         /// The phase that found it.
         phase: Phase,
     },
+    /// A peer's flag shows a later exchange of this generation: ranks do not run the same steps.
+    #[error("rank {peer} is at a later exchange in phase {phase:?}; ranks do not run the same steps")]
+    Ahead {
+        /// The rank that was waited for.
+        peer: u32,
+        /// The phase that waited.
+        phase: Phase,
+    },
+    /// A block of the experts' kernel waited too long for the others.
+    #[error("the experts' kernel waited too long for its own blocks")]
+    Stuck,
     /// The step has more assignments than the experts' workspace holds.
     #[error("the experts' workspace is too small for this step's assignments")]
     Workspace,
@@ -80,8 +91,10 @@ impl DeviceFault {
         match (word, word & 0xff, Phase::from_code(word >> 16)) {
             (0, ..) => None,
             (0x4558_0001, ..) => Some(DeviceFault::Workspace),
+            (0x4558_0002, ..) => Some(DeviceFault::Stuck),
             (_, 1, Some(phase)) => Some(DeviceFault::Timeout { peer, phase }),
             (_, 2, Some(phase)) => Some(DeviceFault::BadCount { peer, phase }),
+            (_, 3, Some(phase)) => Some(DeviceFault::Ahead { peer, phase }),
             _ => Some(DeviceFault::Unknown(word)),
         }
     }
@@ -233,6 +246,16 @@ pub struct DispatchParams {
     pub position: u64,
     /// Scratch: u32 `[MAX_BLOCKS, local experts]`.
     pub block_counts: u64,
+    /// 1: rows are quantised as they are sent and take [`fp8_row_bytes`] in the window.
+    pub fp8_rows: u32,
+    /// 1: scales of these rows are rounded up to powers of two.
+    pub power_of_two_scales: u32,
+}
+
+/// Bytes of a row of `hidden` elements that is pushed in FP8: e4m3 codes, then an f32 scale for every 128 of them.
+#[must_use]
+pub const fn fp8_row_bytes(hidden: usize) -> usize {
+    (hidden + hidden.div_ceil(128) * 4).next_multiple_of(16)
 }
 
 /// See `CombineParams` in `step.h`.
@@ -299,6 +322,8 @@ pub struct GateParams {
     pub layers: u64,
     /// bf16 `[T, H]`.
     pub tokens: u64,
+    /// bf16 `[T, H]`: what rounding to bf16 took from rows that came in more, or 0: not known.
+    pub tokens_low: u64,
     /// i32 `[T]`, or 0.
     pub token_ids: u64,
     /// Scratch: f32 `[max_tokens, E]`.
@@ -361,6 +386,8 @@ pub struct CopyInParams {
     pub staged_token_ids: u64,
     /// Out: bf16 `[T, H]`.
     pub tokens: u64,
+    /// Out: bf16 `[T, H]`, rows minus `tokens` in steps with any row that is not bf16; or 0.
+    pub tokens_low: u64,
     /// Out: i32 `[T, k]`.
     pub topk_ids: u64,
     /// Out: f32 `[T, k]`.
@@ -447,12 +474,12 @@ const _: () = {
     assert!(size_of::<StepRequest>() == 32);
     assert!(size_of::<Completion>() == 136);
     assert!(size_of::<Group>() == 184);
-    assert!(size_of::<DispatchParams>() == 248);
+    assert!(size_of::<DispatchParams>() == 256);
     assert!(size_of::<CombineParams>() == 240);
     assert!(size_of::<ScaleParams>() == 224);
     assert!(size_of::<GateLayer>() == 32);
-    assert!(size_of::<GateParams>() == 128);
-    assert!(size_of::<CopyInParams>() == 128);
+    assert!(size_of::<GateParams>() == 136);
+    assert!(size_of::<CopyInParams>() == 136);
     assert!(size_of::<CopyOutParams>() == 96);
     assert!(size_of::<SharedParams>() == 56);
     assert!(size_of::<Segment>() == 24);
@@ -469,6 +496,9 @@ mod tests {
         assert_eq!(DeviceFault::decode(word), Some(DeviceFault::Timeout { peer: 3, phase: Phase::Combine }));
         assert_eq!(DeviceFault::decode(2), Some(DeviceFault::BadCount { peer: 0, phase: Phase::CopyIn }));
         assert_eq!(DeviceFault::decode(0x4558_0001), Some(DeviceFault::Workspace));
+        assert_eq!(DeviceFault::decode(0x4558_0002), Some(DeviceFault::Stuck));
+        let word = 3 | 1 << 8 | (Phase::Dispatch as u32) << 16;
+        assert_eq!(DeviceFault::decode(word), Some(DeviceFault::Ahead { peer: 1, phase: Phase::Dispatch }));
         assert_eq!(DeviceFault::decode(0x77), Some(DeviceFault::Unknown(0x77)));
     }
 }

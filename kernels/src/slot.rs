@@ -131,6 +131,8 @@ impl SlotBuffers {
             row_weight: self.row_weight.address(),
             position: self.position.address(),
             block_counts: self.block_counts.address(),
+            fp8_rows: 0,
+            power_of_two_scales: 0,
         }
     }
 
@@ -149,7 +151,7 @@ impl SlotBuffers {
         }
     }
 
-    /// Device address of the bf16 rows that dispatch lists and experts read: in the window or, in a group of one rank,
+    /// Device address of the rows (bf16 unless they were pushed in FP8) that dispatch lists and experts read: in the window or, in a group of one rank,
     /// `tokens` itself.
     #[must_use]
     pub fn rows(&self, group: &Group) -> u64 {

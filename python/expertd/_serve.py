@@ -61,7 +61,7 @@ def serve(model: str | os.PathLike[str], *, ready_timeout: float = 600.0, **sett
         model: folder of the checkpoint, in Hugging Face's layout.
         ready_timeout: seconds that loading may take.
         settings: any setting of `expertd serve --help` with underscores, such as `ranks=2`, `device="cpu"`,
-            `listen="127.0.0.1:50051"`. By default the service and its Admin listen on Unix-domain sockets in a folder
+            `listen="127.0.0.1:50051"`. By default the service and its admin listen on Unix-domain sockets in a folder
             of their own, and metrics on a free loopback port.
 
     Raises:

@@ -26,7 +26,7 @@ use super::client::DTypeArg;
 use super::rows;
 use super::serve::plan::{PlanError, ServePlan};
 use super::serve::settings::{Given, ServeArgs};
-use expertd_ipc::control::DeviceKind;
+use expertd_ipc::control::{DeviceKind, Fp8Compute};
 use expertd_rank_cuda as gpu;
 use expertd_router::backend::{
     Backend, ClientKey, ModelInfo, Pending, Receipt, Request, RequestId, ServiceState, StepError, SubmitError,
@@ -51,6 +51,9 @@ pub struct BenchArgs {
     /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
     #[arg(long, value_enum)]
     pub device: Option<DeviceKind>,
+    /// How GPU ranks multiply FP8 weights [default: fp8 on GPUs]
+    #[arg(long, value_enum)]
+    pub fp8_compute: Option<Fp8Compute>,
     /// CPU cores to use, e.g. 0-7,16 [default: all that this process may run on]
     #[arg(long)]
     pub cores: Option<String>,
@@ -196,6 +199,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         model: Some(args.model.clone()),
         ranks: Some(ranks),
         device: args.device,
+        fp8_compute: args.fp8_compute,
         cores: args.cores.clone(),
         max_tokens_per_step: Some(largest * ranks as usize),
         ..ServeArgs::default()

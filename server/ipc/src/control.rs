@@ -38,6 +38,27 @@ impl std::fmt::Display for DeviceKind {
     }
 }
 
+/// How the products of FP8 experts are computed on GPUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
+#[serde(rename_all = "lowercase")]
+pub enum Fp8Compute {
+    /// Rows are quantised to FP8, too, in blocks of 128 elements.
+    Fp8,
+    /// Weights are widened to bf16.
+    #[default]
+    Bf16,
+}
+
+impl std::fmt::Display for Fp8Compute {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Fp8Compute::Fp8 => "fp8",
+            Fp8Compute::Bf16 => "bf16",
+        })
+    }
+}
+
 /// Everything a rank needs to join a generation.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RankSetup {
@@ -51,6 +72,8 @@ pub struct RankSetup {
     pub device: DeviceKind,
     /// Folder of the checkpoint.
     pub model: PathBuf,
+    /// How the products of FP8 experts are computed; CPU ranks widen the weights.
+    pub fp8_compute: Fp8Compute,
     /// Cores that the rank is pinned to.
     pub cores: Vec<usize>,
     /// Number of threads that compute and load weights.
@@ -71,6 +94,8 @@ pub enum ToRank {
     GroupId {
         /// Bytes of the id.
         id: Vec<u8>,
+        /// Multiprocessors of rank 0's GPU; all ranks need as many.
+        multiprocessors: u32,
     },
     /// Every rank is ready; steps may follow.
     Start,
@@ -96,6 +121,8 @@ pub enum FromRank {
     GroupId {
         /// Bytes of the id.
         id: Vec<u8>,
+        /// Multiprocessors of rank 0's GPU; all ranks need as many.
+        multiprocessors: u32,
     },
     /// Progress of loading weights.
     Loading {

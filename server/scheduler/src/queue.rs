@@ -4,7 +4,8 @@
 //! tag*: the virtual time at which its next row begins. It advances by the rows that steps take of the client, whatever
 //! their kind, and is at least the virtual time at which the client, having nothing waiting, queued something again. A
 //! step is formed for the kind whose first client has the smallest start tag, and takes requests in the order of tags.
-//! Virtual time follows the start tags that were served, and does not pass the tag of a client that waits.
+//! Virtual time follows the start tags that were served, and does not pass the tag of a client that waits or has rows in a
+//! step: a client that sends its next request when the last one is answered loses nothing meanwhile.
 //!
 //! * A client that had nothing waiting keeps its tag until virtual time has passed it: what it used is not forgotten.
 //! * A request that fits is taken though others before it do not fit: room is not wasted. Its client is charged, up to
@@ -44,6 +45,8 @@ struct Client {
     start_tag: u64,
     /// The kinds in which it has requests waiting.
     kinds: Vec<StepKind>,
+    /// Requests that steps under way took of it.
+    in_steps: usize,
 }
 
 /// Rows that a step takes of one request.
@@ -74,7 +77,9 @@ pub(crate) struct FairQueue {
     kinds: BTreeMap<StepKind, KindQueue>,
     /// Kinds with requests, by the start tag and the first request of the client that comes first in each.
     ranking: BTreeSet<(u64, RequestKey, StepKind)>,
-    /// Clients with nothing waiting, by start tag.
+    /// Clients with nothing waiting and rows in a step, by start tag.
+    computing: BTreeSet<(u64, ClientKey)>,
+    /// Clients with nothing waiting and nothing in a step, by start tag.
     idle: BTreeSet<(u64, ClientKey)>,
     /// Empty queues for reuse.
     spare: Vec<VecDeque<Waiting>>,
@@ -192,6 +197,7 @@ impl FairQueue {
             served_tag = served_tag.max(tag);
             if let Some(state) = self.clients.get_mut(&client) {
                 state.start_tag = next_tag;
+                state.in_steps += 1;
                 if state.kinds.len() > 1 {
                     charged.entry(client).or_insert(tag);
                 }
@@ -215,9 +221,20 @@ impl FairQueue {
             }
         }
         let waiting_tag = self.ranking.first().map_or(u64::MAX, |(tag, _, _)| *tag);
-        self.virtual_now = self.virtual_now.max(served_tag.min(waiting_tag));
+        let computing_tag = self.computing.first().map_or(u64::MAX, |(tag, _)| *tag);
+        self.virtual_now = self.virtual_now.max(served_tag.min(waiting_tag).min(computing_tag));
         self.forget_passed();
         taken
+    }
+
+    /// A request that a step took of `client` is complete, or comes back with [`put_back`](Self::put_back).
+    pub(crate) fn release(&mut self, client: ClientKey) {
+        self.unlist(client);
+        if let Some(state) = self.clients.get_mut(&client) {
+            state.in_steps = state.in_steps.saturating_sub(1);
+        }
+        self.list(client);
+        self.forget_passed();
     }
 
     /// Everything that was used is forgotten. For the moment when nothing waits and no step is under way.
@@ -231,10 +248,10 @@ impl FairQueue {
     /// The start tag under which `client` waits in `kind` from now on.
     fn activate(&mut self, client: ClientKey, kind: StepKind) -> u64 {
         let now = self.virtual_now;
-        let state =
-            self.clients.entry(client).or_insert_with(|| Client { start_tag: now, kinds: Vec::new() });
+        self.unlist(client);
+        let new = || Client { start_tag: now, kinds: Vec::new(), in_steps: 0 };
+        let state = self.clients.entry(client).or_insert_with(new);
         if state.kinds.is_empty() {
-            self.idle.remove(&(state.start_tag, client));
             state.start_tag = state.start_tag.max(now);
         }
         if !state.kinds.contains(&kind) {
@@ -247,8 +264,24 @@ impl FairQueue {
     fn leave_kind(&mut self, client: ClientKey, kind: StepKind) {
         let Some(state) = self.clients.get_mut(&client) else { return };
         state.kinds.retain(|other| *other != kind);
-        if state.kinds.is_empty() {
-            self.idle.insert((state.start_tag, client));
+        self.list(client);
+    }
+
+    /// The set in which a client with nothing waiting stands.
+    fn listing(&mut self, client: ClientKey) -> Option<(u64, &mut BTreeSet<(u64, ClientKey)>)> {
+        let state = self.clients.get(&client).filter(|state| state.kinds.is_empty())?;
+        Some((state.start_tag, if state.in_steps > 0 { &mut self.computing } else { &mut self.idle }))
+    }
+
+    fn list(&mut self, client: ClientKey) {
+        if let Some((tag, set)) = self.listing(client) {
+            set.insert((tag, client));
+        }
+    }
+
+    fn unlist(&mut self, client: ClientKey) {
+        if let Some((tag, set)) = self.listing(client) {
+            set.remove(&(tag, client));
         }
     }
 

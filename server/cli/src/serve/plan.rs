@@ -5,13 +5,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::super::admin::default_admin_address;
 use super::settings::{Given, OnFault, SettingsError, Shown, Source, parse_cores};
-use expertd_ipc::control::{DeviceKind, RankSetup};
+use expertd_ipc::control::{DeviceKind, Fp8Compute, RankSetup};
 use expertd_ipc::wait::SPIN_TIME;
 use expertd_ipc::{GroupShape, SharedRegion};
 use expertd_memory as memory;
 use expertd_model::{Checkpoint, ModelError, ModelSpec, Placement};
 use expertd_rank_cuda as gpu;
+use expertd_router::api::{AccessConfig, ConnectionLimits};
 use expertd_router::backend::{Limits, ModelInfo, MoeLayerInfo, RankPlacement};
 use expertd_router::cluster::{
     ClusterConfig, available_cores, numa_nodes, share_cores, share_cores_near, usable,
@@ -61,6 +63,10 @@ pub struct ServePlan {
     pub admin_listen: String,
     /// Address of the Prometheus endpoint.
     pub metrics_listen: String,
+    /// Who may call.
+    pub access: AccessConfig,
+    /// How many connections there may be, descriptors permitting.
+    pub connections: ConnectionLimits,
     /// Bytes of one rank's window.
     pub window_bytes: usize,
     /// Bytes of the channels of all ranks, staging included.
@@ -188,6 +194,17 @@ impl ServePlan {
             ));
         }
         let ranks = within("ranks", ranks, 1, MAX_RANKS)?;
+        let fp8_compute = match device {
+            DeviceKind::Cpu => {
+                derive(&mut given.fp8_compute, Fp8Compute::Bf16, "CPU ranks widen FP8 weights")
+            }
+            DeviceKind::Cuda => {
+                derive(&mut given.fp8_compute, Fp8Compute::Fp8, "as FP8 checkpoints are meant")
+            }
+        };
+        if device == DeviceKind::Cpu && fp8_compute == Fp8Compute::Fp8 {
+            return Err(value("fp8-compute", "is fp8, which CPU ranks cannot do; leave it out, or use bf16"));
+        }
 
         let setting = |s: &(Option<usize>, Source)| s.0.unwrap_or_default();
         let per_step = within("max-tokens-per-step", setting(&given.max_tokens_per_step), 1, 1 << 20)?;
@@ -211,6 +228,7 @@ impl ServePlan {
             Ok::<_, PlanError>(Duration::from_millis(within(name, s.0.unwrap_or(0), 1, 24 * 3_600_000)?))
         };
         let step_timeout = millis("step-timeout-ms", &given.step_timeout_ms)?;
+        let device_timeout = millis("device-timeout-ms", &given.device_timeout_ms)?;
         let liveness_timeout = millis("liveness-timeout-ms", &given.liveness_timeout_ms)?;
         if liveness_timeout < Duration::from_millis(300) {
             return Err(value(
@@ -272,6 +290,34 @@ impl ServePlan {
         };
         let channel_bytes = shape.channel_bytes().map_err(|e| PlanError::Sizes(e.to_string()))?;
 
+        let connections = ConnectionLimits::for_tcp(limits.max_connections as usize);
+        let per_client = derive(
+            &mut given.max_connections_per_client,
+            u32::try_from(connections.per_client).unwrap_or(u32::MAX),
+            "half of max-connections",
+        );
+        let per_client =
+            within("max-connections-per-client", per_client, 1, limits.max_connections)? as usize;
+        let connections = ConnectionLimits { per_client, per_address: per_client, ..connections };
+        if given.admin_listen.0.is_none() {
+            let address = default_admin_address().map_err(|problem| value("admin-listen", problem))?;
+            derive(&mut given.admin_listen, address, "a socket of this user");
+        }
+        let names = given.tls_client_names.0.clone().unwrap_or_default();
+        let access = AccessConfig {
+            tls_cert: given.tls_cert.0.clone(),
+            tls_key: given.tls_key.0.clone(),
+            tls_client_ca: given.tls_client_ca.0.clone(),
+            tls_client_names: names
+                .split(',')
+                .map(str::trim)
+                .filter(|name| !name.is_empty())
+                .map(str::to_owned)
+                .collect(),
+            token_file: given.token_file.0.clone(),
+            admin_token_file: given.admin_token_file.0.clone(),
+            insecure: given.insecure.0.unwrap_or(false),
+        };
         let listen = |s: &(Option<String>, Source)| s.0.clone().unwrap_or_default();
         let plan = ServePlan {
             model: model_info(&spec, name, checkpoint.weight_version(), limits, device, &shares, &near),
@@ -283,10 +329,14 @@ impl ServePlan {
                 },
                 device,
                 model: absolute(&path),
+                fp8_compute,
                 cores: shares,
                 usable_cores,
                 spin,
-                peer_timeout: step_timeout,
+                peer_timeout: match device {
+                    DeviceKind::Cpu => step_timeout,
+                    DeviceKind::Cuda => device_timeout.min(step_timeout),
+                },
                 liveness_timeout,
                 step_timeout,
                 environment: match device {
@@ -314,6 +364,8 @@ impl ServePlan {
             listen: listen(&given.listen),
             admin_listen: listen(&given.admin_listen),
             metrics_listen: listen(&given.metrics_listen),
+            access,
+            connections,
             window_bytes,
             channel_bytes,
             buffers: MessageMemory::new(in_flight, per_step, spec.hidden),

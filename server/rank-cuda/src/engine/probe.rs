@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code, reason = "reads NCCL's window table")]
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_kernels::device::{Device, DeviceError, driver_version, read_device};
@@ -60,9 +61,7 @@ pub(crate) fn probe() -> Vec<Check> {
     };
     let found = format!("{} from {}", library.version(), library.origin());
     checks.push(Check::new("NCCL", true, found, &format!("{} or newer", Version::OLDEST)));
-    if let Some(device) = devices.first() {
-        checks.push(window(device, &library));
-    }
+    checks.push(window(&devices, &library));
     checks
 }
 
@@ -113,22 +112,18 @@ fn nccl_missing(devices: usize, error: String) -> Check {
     if devices > 1 { check } else { check.optional() }
 }
 
-fn window(device: &Device, library: &std::sync::Arc<Library>) -> Check {
-    let attempt = || -> Result<String, nccl_sys::Error> {
-        device.bind().map_err(|error| nccl_sys::Error::Argument(error.to_string()))?;
-        let id = UniqueId::create(library)?;
-        let communicator = Communicator::join(library, &id, 1, 0, DEADLINE)?;
-        let memory = SymmetricMemory::allocate(library, TRIAL_BYTES)?;
-        // SAFETY: NCCL asks for the head of a table that its window handle points to.
-        let window =
-            Window::register(communicator, memory, DEADLINE, |at, into| unsafe { read_device(at, into) })?;
-        let found = format!("{} KiB registered by a group of one", window.bytes() >> 10);
-        window.finish(DEADLINE)?;
-        Ok(found)
-    };
-    let needed = "symmetric memory";
-    match attempt() {
-        Ok(found) => Check::new("window", true, found, needed),
+/// Registers a window between the first two GPUs, as ranks do. One rank registers none: NCCL has no peer to map for it, and may
+/// then return a handle that is no device window.
+fn window(devices: &[Device], library: &Arc<Library>) -> Check {
+    let needed = "symmetric memory for 2 ranks and more";
+    if devices.len() < 2 {
+        return Check::new("window", true, "not tried, because one rank needs none".to_owned(), needed);
+    }
+    match try_window(library) {
+        Ok(bytes) => {
+            let found = format!("{} KiB registered by GPU 0 and GPU 1", bytes >> 10);
+            Check::new("window", true, found, needed)
+        }
         Err(error) => Check::failed(
             "window",
             error.to_string(),
@@ -137,4 +132,29 @@ fn window(device: &Device, library: &std::sync::Arc<Library>) -> Check {
         )
         .optional(),
     }
+}
+
+/// Bytes of the window that two ranks registered, a thread each.
+fn try_window(library: &Arc<Library>) -> Result<usize, nccl_sys::Error> {
+    let id = UniqueId::create(library)?.to_bytes();
+    let join = |rank: u32| -> Result<usize, nccl_sys::Error> {
+        let argument = |error: DeviceError| nccl_sys::Error::Argument(error.to_string());
+        let device = Device::open(rank).map_err(argument)?;
+        device.bind().map_err(argument)?;
+        let communicator = Communicator::join(library, &UniqueId::from_bytes(&id)?, 2, rank, DEADLINE)?;
+        let memory = SymmetricMemory::allocate(library, TRIAL_BYTES)?;
+        // SAFETY: NCCL asks for the head of a table that its window handle points to.
+        let window =
+            Window::register(communicator, memory, DEADLINE, |at, into| unsafe { read_device(at, into) })?;
+        let bytes = window.bytes();
+        window.finish(DEADLINE)?;
+        Ok(bytes)
+    };
+    let gone = || nccl_sys::Error::Argument("a thread of the trial ended early".to_owned());
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| join(1));
+        let first = join(0);
+        other.join().map_err(|_| gone())??;
+        first
+    })
 }

@@ -160,6 +160,13 @@ impl StepEngine for CudaEngine {
             gated,
             shared: layer.shared.is_some() && runs.iter().any(|run| run.shared),
         };
+        // Grids cover the rows of the regime; a row beyond them would be left out without a word.
+        if step.tokens > variant.rows {
+            return Err(StepFault::engine(format!(
+                "the router sent {} rows of a step that has at most {} on each rank ({} in all)",
+                step.tokens, variant.rows, step.step_tokens
+            )));
+        }
         self.launch(step, layer, variant, &runs)?;
         if self.running.is_empty() {
             self.watch = Watch::start();

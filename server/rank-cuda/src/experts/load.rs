@@ -58,7 +58,8 @@ impl<'a> Loader<'a> {
         hidden: usize,
         inter: usize,
     ) -> Result<Self, DeviceError> {
-        let elements = 3 * padded(hidden) * padded(inter);
+        // FP8 takes half of bf16's bytes and its scales, and pads the intermediate size further where it is multiplied as FP8.
+        let elements = 3 * padded(hidden) * Held::W8a8.padded_inter(inter);
         let lane = || {
             Ok::<_, DeviceError>(Lane {
                 stream: device.stream()?,
@@ -91,7 +92,7 @@ impl<'a> Loader<'a> {
         }
         match experts.held {
             Held::Bf16 => lane.load_bf16(self.pool, experts, index, weights),
-            Held::Fp8 | Held::Mxfp4 => lane.load_narrow(self.pool, experts, index, weights),
+            Held::Fp8 | Held::W8a8 | Held::Mxfp4 => lane.load_narrow(self.pool, experts, index, weights),
         }
     }
 

@@ -213,9 +213,9 @@ impl Group {
         let rank = event.rank;
         let member = &mut self.members[rank.index()];
         match event.news {
-            RankNews::Message(FromRank::GroupId { id }) => {
+            RankNews::Message(FromRank::GroupId { id, multiprocessors }) => {
                 for member in &self.members {
-                    member.process.send(ToRank::GroupId { id: id.clone() });
+                    member.process.send(ToRank::GroupId { id: id.clone(), multiprocessors });
                 }
             }
             RankNews::Message(FromRank::Loading { loaded_bytes, total_bytes }) => {
@@ -413,6 +413,7 @@ fn rank_setup(config: &ClusterConfig, generation: Generation, rank: Rank) -> Ran
         shape: config.shape.clone(),
         device: config.device,
         model: config.model.clone(),
+        fp8_compute: config.fp8_compute,
         cores: config.cores[rank.index()].clone(),
         threads: config.threads(rank),
         spin: config.spin,

@@ -106,10 +106,17 @@ metrics_table! {
     CONNECTIONS = "expertd_connections", Kind::Gauge, Count, [];
     /// Client connections accepted.
     CONNECTIONS_ACCEPTED_TOTAL = "expertd_connections_accepted_total", Kind::Counter, Count, [];
-    /// Connections that the service refused or closed, by reason: limit (too many connections), silent (the peer never
-    /// spoke HTTP/2), stalled_write (the peer does not read), stalled_request and stalled_answer (a message moves too
-    /// slowly).
+    /// Connections that the service refused or closed, by reason: limit, address_limit and client_limit (too many
+    /// connections), evicted (made way for another one), tls (failed or slow handshake), silent (the peer never spoke HTTP/2), unauthenticated (no credentials
+    /// in time), stalled_write (the peer does not read), stalled_request and stalled_answer (a message moves too slowly),
+    /// unread (too many bytes in the transport), flood (too many control frames), idle, age.
     CONNECTIONS_ENDED_TOTAL = "expertd_connections_ended_total", Kind::Counter, Count, ["reason"];
+    /// Calls of authenticated clients, by name. A stream is one call.
+    CLIENT_CALLS_TOTAL = "expertd_client_calls_total", Kind::Counter, Count, ["client"];
+    /// Reloads of changed certificates and token files: ok, or error, which leaves the earlier ones in force.
+    CREDENTIAL_RELOADS_TOTAL = "expertd_credential_reloads_total", Kind::Counter, Count, ["result"];
+    /// Log lines dropped because standard error did not take them in time.
+    LOG_LINES_DROPPED_TOTAL = "expertd_log_lines_dropped_total", Kind::Counter, Count, [];
     /// Bytes charged for requests: each is charged from its arrival until its answer has left.
     BYTES_IN_FLIGHT = "expertd_bytes_in_flight", Kind::Gauge, Bytes, [];
     /// Upper bound of `expertd_bytes_in_flight`; requests beyond it wait or are refused.

@@ -13,9 +13,36 @@ fn push(queue: &mut FairQueue, kind: StepKind, client: u64, key: u64, tokens: us
     queue.push(kind, ClientKey(client), RequestKey(key), tokens);
 }
 
+/// Takes for a step that is complete at once.
 fn take(queue: &mut FairQueue, kind: StepKind, limit: usize) -> Vec<(u64, usize)> {
     let taken = queue.take(kind, limit, usize::MAX, None, |_| false);
+    let clients: Vec<ClientKey> =
+        queue.clients.iter().flat_map(|(client, state)| vec![*client; state.in_steps]).collect();
+    for client in clients {
+        queue.release(client);
+    }
     taken.takes.iter().map(|take| (take.key.0, take.tokens)).collect()
+}
+
+#[test]
+fn virtual_time_does_not_pass_a_client_in_a_step() {
+    let mut queue = FairQueue::default();
+    push(&mut queue, L0, 1, 1, 8);
+    queue.take(L0, 8, usize::MAX, None, |_| false);
+    for key in 2..10 {
+        push(&mut queue, L0, 2, key, 8);
+        take_only(&mut queue, ClientKey(2));
+    }
+    assert_eq!(queue.virtual_now, 8, "client 1 has had 8 rows and comes back");
+    queue.release(ClientKey(1));
+    push(&mut queue, L0, 1, 20, 8);
+    push(&mut queue, L0, 2, 21, 8);
+    assert_eq!(take(&mut queue, L0, 8), [(20, 8)]);
+}
+
+fn take_only(queue: &mut FairQueue, client: ClientKey) {
+    queue.take(L0, 8, usize::MAX, None, |_| false);
+    queue.release(client);
 }
 
 #[test]

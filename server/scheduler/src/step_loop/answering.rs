@@ -43,6 +43,9 @@ impl StepLoop {
                 self.in_step -= 1;
             }
         }
+        for client in done.clients {
+            self.queue.release(client);
+        }
         if self.in_flight.is_empty() && self.queue.is_empty() {
             self.queue.end_busy_period();
         }

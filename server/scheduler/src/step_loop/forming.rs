@@ -136,8 +136,12 @@ impl StepLoop {
         let id = StepId(self.last_step);
         let tokens = takes.iter().map(|take| take.tokens).sum();
         let (requests, in_step) = (&mut self.requests, &mut self.in_step);
+        let mut clients = Vec::with_capacity(if is_alone { 0 } else { takes.len() });
         let ranges = takes.iter().filter_map(|take| {
             let request = requests.get_mut(&take.key)?;
+            if !is_alone {
+                clients.push(request.client);
+            }
             *in_step += usize::from(!request.is_in_step());
             request.first_step.get_or_insert(now);
             let begin = request.begun;
@@ -154,6 +158,7 @@ impl StepLoop {
             rows,
             is_alone,
             experts_ended: false,
+            clients,
         });
         // Before the failures of requests that were dropped on the way: ranks wait for it.
         self.actions.push_front(Action::Launch { step: id });

@@ -109,6 +109,9 @@ impl StepLoop {
     fn take_back_steps(&mut self) -> Option<End> {
         let steps: Vec<_> = self.in_flight.drain(..).collect();
         self.in_step = 0;
+        for client in steps.iter().flat_map(|step| &step.clients) {
+            self.queue.release(*client);
+        }
         let is_alone = steps.first().is_some_and(|step| step.is_alone);
         let mut lost: Vec<RequestKey> =
             steps.iter().flat_map(|step| step.rows.iter().map(|range| range.key)).collect();

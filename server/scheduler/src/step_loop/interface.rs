@@ -104,6 +104,8 @@ pub struct Step {
     /// Whether it holds one suspected request, and no other step is in flight beside it.
     pub is_alone: bool,
     pub(super) experts_ended: bool,
+    /// The clients of the requests that the fair queue gave, one entry for each request.
+    pub(super) clients: Vec<crate::ClientKey>,
 }
 
 /// What the thread that drives the machine has to do. Actions come one at a time, in the order in which they must be

@@ -182,8 +182,10 @@ fn shared_backlog(random: &mut Random, seed: u64) -> Schedule {
 fn shared_closed_loop(random: &mut Random, seed: u64) -> Schedule {
     let config = healthy(random, seed, 64);
     let mut inputs = vec![Input::UntilAsleep, Input::Ready, Input::UntilAsleep];
+    // The smallest have to come back so often that they wait most of the time, however many steps are in flight.
+    let smallest = if config.slots < 3 { 16 } else { 32 };
     for client in 1..=random.between(MIN_CLOSED_LOOPS as u64, 40) {
-        inputs.push(Input::ClosedLoop { client, kind: 0, tokens: random.choose(&[16, 32, 64]) });
+        inputs.push(Input::ClosedLoop { client, kind: 0, tokens: random.choose(&[smallest, 32, 64]) });
     }
     inputs.extend(vec![Input::Round; 400]);
     Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), inputs }
