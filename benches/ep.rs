@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use expertd_ipc::wait::SPIN;
+use expertd_ipc::wait::SPIN_TIME;
 use expertd_rank_cpu::group::loopback;
 use expertd_rank_cpu::{CpuGroup, EpConfig, HostRouting};
 use expertd_types::{Generation, Rank, Slot};
@@ -56,7 +56,7 @@ fn exchanges(group: &mut CpuGroup, input: &mut Input, count: u64) {
             HostRouting { owners: &input.owners, tokens, k: K, ids: &input.ids, weights: &input.weights };
         group.prepare(slot, routing).unwrap();
         group.dispatch(slot, &input.rows).unwrap();
-        for batch in group.work(slot).unwrap() {
+        for batch in group.received(slot).unwrap() {
             batch.partials.copy_from_slice(batch.rows);
         }
         group.combine(slot, &mut input.out).unwrap();
@@ -78,7 +78,7 @@ fn bench(c: &mut Criterion) {
                 slots: 2,
                 generation: Generation(1),
                 wait_deadline: Duration::from_secs(30),
-                spin: if ranks <= cores { SPIN } else { Duration::ZERO },
+                spin: if ranks <= cores { SPIN_TIME } else { Duration::ZERO },
                 poison: false,
             };
             let mut groups = loopback(&config).unwrap().into_iter();

@@ -30,7 +30,7 @@ mod cuda {
     /// The first release with everything the kernels use.
     const OLDEST: (u32, u32) = (12, 8);
 
-    /// A compiler that was found, and why it was looked for there.
+    /// A compiler, and the reason why it was searched for at its place.
     struct Toolkit {
         nvcc: PathBuf,
         cudart: PathBuf,
@@ -84,14 +84,14 @@ mod cuda {
         Ok(sources)
     }
 
-    /// Looks for nvcc where people say it is, then where it usually is. A place that someone named and that does not
-    /// work is an error, never skipped.
+    /// Finds nvcc: at the place that CUDA_HOME or NVCC names, otherwise at the usual places. A named place without a usable
+    /// compiler is an error and is never skipped.
     fn find(manifest: &Path) -> Result<Toolkit, String> {
         for name in ["CUDA_HOME", "NVCC", "PATH", "EXPERTD_NVCC_FLAGS"] {
             println!("cargo::rerun-if-env-changed={name}");
         }
         if let Some(home) = env::var_os("CUDA_HOME").filter(|home| !home.is_empty()) {
-            // The folder that scripts/fetch-cuda.sh was given holds the toolkit further down.
+            // In a folder of scripts/fetch-cuda.sh the toolkit is in a subfolder.
             let fetched = Path::new(&home).join(FETCHED);
             let nvcc = if fetched.is_file() { fetched } else { Path::new(&home).join("bin/nvcc") };
             return probe(&nvcc, "CUDA_HOME").map_err(|why| {
@@ -135,7 +135,7 @@ mod cuda {
         ))
     }
 
-    /// Where pip unpacks the compiler, in the folder given to scripts/fetch-cuda.sh.
+    /// Path of the compiler that pip installs, in the folder given to scripts/fetch-cuda.sh.
     const FETCHED: &str = "nvidia/cu13/bin/nvcc";
     const WAY_OUT: &str = "Way out: run scripts/fetch-cuda.sh (it needs Python and pip only), or set CUDA_HOME to a \
                            toolkit of CUDA 12.8 or newer, or build without `--features cuda`.";
@@ -155,11 +155,11 @@ mod cuda {
             return Err(format!("cannot read the release `{version}`"));
         };
         if (major, minor) < OLDEST {
-            return Err(format!("release {version} found, {}.{} or newer needed", OLDEST.0, OLDEST.1));
+            return Err(format!("its release is {version}, expected {}.{} or newer", OLDEST.0, OLDEST.1));
         }
         // Installed toolkits may be reached through links (/usr/bin/nvcc): resolve them to find the libraries.
         let real = nvcc.canonicalize().map_err(|e| format!("{}: {e}", nvcc.display()))?;
-        let home = real.parent().and_then(Path::parent).ok_or("nvcc stands in no folder")?;
+        let home = real.parent().and_then(Path::parent).ok_or("nvcc is not in a bin folder")?;
         let cudart = ["lib64", "lib", "targets/x86_64-linux/lib"]
             .iter()
             .map(|folder| home.join(folder))

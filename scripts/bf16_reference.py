@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How exact Hugging Face's own MoE blocks are in bf16: the measure for GPU ranks, which compute in bf16, too.
+"""Measures the accuracy of Hugging Face's MoE blocks in bf16, the standard for GPU ranks, which also compute in bf16.
 
     python scripts/bf16_reference.py [--device cuda] [FOLDER]
 
-Every checkpoint under FOLDER (tests/fixtures/golden) is loaded in bf16, its blocks get the recorded rows, and the relative L2
-error of each row against the recorded float32 output is printed. Rows that the block's own gate routes otherwise than
-recorded are counted and left out. Needs torch, transformers and safetensors.
+Loads every checkpoint under FOLDER (default tests/fixtures/golden) in bf16, runs its blocks on the recorded rows, and prints
+the relative L2 error of the rows against the recorded float32 output. Rows that the block's gate routes differently from the
+recording are counted and left out. Needs torch, transformers and safetensors.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from golden import blocks
 
 
 def errors(folder, device):
-    """Relative errors of the rows, and the number of rows that were routed otherwise."""
+    """Returns the relative errors of the rows, and the number of rows that were routed differently."""
     golden = load_file(folder / "golden.safetensors")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, experts_implementation="eager").eval().to(device)
-    found, otherwise, routed = [], 0, {}
+    found, rerouted, routed = [], 0, {}
 
     def watch(number, block, gate):
         wanted = golden[f"layers.{number}.output"].double()
@@ -40,14 +40,14 @@ def errors(folder, device):
                 routed[number] = result[2].cpu()
 
         def compare(_, args, kwargs, result):
-            nonlocal otherwise
+            nonlocal rerouted
             got = (result[0] if isinstance(result, tuple) else result).detach().cpu().double().view_as(wanted)
             row_errors = (got - wanted).norm(dim=1) / wanted.norm(dim=1)
             same = torch.ones(len(wanted), dtype=torch.bool)
             if f"layers.{number}.topk_ids" in golden and number in routed:
                 recorded = golden[f"layers.{number}.topk_ids"].long().sort(1).values
                 same = (routed[number].long().sort(1).values == recorded).all(1)
-            otherwise += int((~same).sum())
+            rerouted += int((~same).sum())
             found.extend(row_errors[same].tolist())
 
         block.register_forward_pre_hook(give_recorded, with_kwargs=True)
@@ -58,7 +58,7 @@ def errors(folder, device):
         watch(number, block, gate)
     with torch.no_grad():
         model(input_ids=golden["input_ids"].to(device))
-    return found, otherwise
+    return found, rerouted
 
 
 def main():
@@ -67,12 +67,12 @@ def main():
     parser.add_argument("folder", type=pathlib.Path, nargs="?", default=fixtures)
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
-    print("| family | rows | median error | largest | routed otherwise |")
+    print("| family | rows | median error | largest error | rows routed differently |")
     print("|---|---|---|---|---|")
     for folder in sorted(path.parent for path in arguments.folder.glob("*/golden.safetensors")):
-        found, otherwise = errors(folder, arguments.device)
+        found, rerouted = errors(folder, arguments.device)
         middle, largest = statistics.median(found), max(found)
-        print(f"| {folder.name} | {len(found)} | {middle:.1e} | {largest:.1e} | {otherwise} |", flush=True)
+        print(f"| {folder.name} | {len(found)} | {middle:.1e} | {largest:.1e} | {rerouted} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@
     python scripts/golden.py OUT --record
     EXPERTD_GOLDEN=OUT cargo test --test checkpoints golden_block
 
-Each folder has what `save_pretrained` writes and a `golden.safetensors` like those in tests/fixtures/golden: recorded
-in float32 from the checkpoint as it was loaded back from disk. With --record, the checkpoints are there already;
-quantised ones are dequantised with PyTorch into a float32 copy first, and that copy is run. Needs torch, transformers and safetensors.
+Each folder gets the files of `save_pretrained` and a `golden.safetensors` like those in tests/fixtures/golden, recorded in
+float32 from the checkpoint after it was loaded back from disk. With --record, the script records existing checkpoints; it
+dequantises quantised ones with PyTorch into a float32 copy and runs the copy. Needs torch, transformers and safetensors.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PLAIN = dict(experts="num_experts", k="num_experts_per_tok", width="moe_intermed
 DEEP = dict(experts="n_routed_experts", k="num_experts_per_tok", width="moe_intermediate_size")
 ERNIE = dict(experts="moe_num_experts", k="moe_k", width="moe_intermediate_size")
 
-# Per family: names of its sizes, what the model needs besides, and variants of its own: (name, sizes, overrides).
+# Per family: the names of its sizes, further options that the model needs, and its variants: (name, sizes, overrides).
 # Sizes are (hidden, experts, k, width).
 FAMILIES = {
     "mixtral": (LOCAL, {}, []),
@@ -103,14 +103,14 @@ FAMILIES = {
         ("nojitter", (64, 12, 2, 40), dict(router_jitter_noise=0.0)),
     ]),
 }
-# Every family at these sizes: (name, sizes, stored dtype, shard size).
+# Variants of every family: (name, sizes, stored dtype, shard size).
 COMMON = [
     ("odd", (72, 7, 3, 40), torch.float32, "50GB"),
     ("one", (64, 6, 1, 24), torch.float16, "50GB"),
     ("all", (32, 8, 8, 24), torch.float32, "50GB"),
     ("many", (128, 66, 8, 56), torch.bfloat16, "100KB"),
 ]
-# Checkpoints in which the text model is a part: class, text family, vision overrides.
+# Checkpoints whose text model is nested in a multimodal one: text family, names of its sizes, further options.
 NESTED = {
     "qwen3_vl_moe": ("qwen3_vl_moe_text", PLAIN, dict(intermediate_size=96)),
     "qwen3_5_moe": ("qwen3_5_moe_text", PLAIN, dict(shared_expert_intermediate_size=24, num_hidden_layers=4, **LINEAR)),
@@ -132,7 +132,7 @@ def sized(names, sizes):
 
 
 def blocks(model):
-    """(layer number, MoE block, gate) of the text model."""
+    """Yields (layer number, MoE block, gate) of the text model."""
     for name, module in model.named_modules():
         if name.endswith(".layers") and "visual" not in name and "vision" not in name:
             for number, layer in enumerate(module):
@@ -143,7 +143,7 @@ def blocks(model):
 
 
 def randomise(model, seed):
-    """Weights of MoE blocks large enough that every part of the arithmetic matters."""
+    """Sets the weights of MoE blocks to random values that are large enough for every part of the arithmetic to matter."""
     generator = torch.Generator().manual_seed(seed)
     for _, block, _ in blocks(model):
         tensors = list(block.named_parameters()) + list(block.named_buffers())
@@ -202,7 +202,7 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -
 
 
 def dequantise(tensors, transposed):
-    """Float32 tensors with the names of an unquantised checkpoint."""
+    """Returns float32 tensors with the names of an unquantised checkpoint."""
     out = {}
     for name, tensor in tensors.items():
         if name.endswith(("_scale_inv", "_scale", "_scales")):
@@ -229,7 +229,7 @@ def dequantise(tensors, transposed):
 
 
 def unfuse(tensors, config):
-    """One by one, for families whose unquantised checkpoints have them so."""
+    """Splits fused experts, for families whose unquantised checkpoints store each expert by itself."""
     numbered = config["model_type"] in ("mixtral", "minimax_m2", "phimoe", "deepseek_v4")
     gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
     out = {}
@@ -248,7 +248,7 @@ def unfuse(tensors, config):
 
 
 def record_folder(folder):
-    """Golden data of a checkpoint that something else wrote."""
+    """Records golden data of an existing checkpoint."""
     config = json.loads((folder / "config.json").read_text())
     if config.pop("quantization_config", None) is None:
         return run_and_record(folder, folder)
@@ -269,7 +269,7 @@ def record_folder(folder):
 
 
 def fuse_llama4(tensors):
-    """The other way round: this family's unquantised checkpoints are fused, `[E, in, out]`."""
+    """Fuses the experts of Llama 4, whose unquantised checkpoints store them as `[E, in, out]`."""
     out, parts = {}, {}
     for name, tensor in tensors.items():
         stem, _, leaf = name.partition(".experts.")
@@ -288,10 +288,10 @@ def fuse_llama4(tensors):
 def run_and_record(source, folder):
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, output_loading_info=True, experts_implementation="eager")
-    ours = [key for key in (*info["missing_keys"], *info["mismatched_keys"]) if "expert" in str(key) or "router" in str(key)
+    missing = [key for key in (*info["missing_keys"], *info["mismatched_keys"]) if "expert" in str(key) or "router" in str(key)
             or ".gate." in str(key) or "tid2eid" in str(key)]
-    if ours or info["unexpected_keys"]:
-        raise RuntimeError(f"missing {ours}, unexpected {info['unexpected_keys']}")
+    if missing or info["unexpected_keys"]:
+        raise RuntimeError(f"missing {missing}, unexpected {info['unexpected_keys']}")
     ids = torch.randint(3, 97, (1, 13), generator=torch.Generator().manual_seed(1))
     save_file(record(model.eval(), ids), folder / "golden.safetensors")
 
@@ -329,7 +329,7 @@ def cases():
         yield f"{outer}-nested", (lambda o=outer, t=text_type, c=text: nested_config(o, t, c)), torch.float32, "50GB"
 
 
-# Options that random checkpoints choose from.
+# Values of options for random checkpoints.
 CHOICES = {
     "norm_topk_prob": [False, True],
     "routed_scaling_factor": [0.5, 1.0, 2.5, 16.0],
@@ -349,7 +349,7 @@ CHOICES = {
 
 
 def random_cases(count, seed):
-    """Random sizes and options for every family, `count` of each."""
+    """Yields `count` cases of every family with random sizes and options."""
     dice = random.Random(seed)
     for family, (names, extra, _) in FAMILIES.items():
         fields = set(transformers.AutoConfig.for_model(family).to_dict())
@@ -379,10 +379,10 @@ def random_cases(count, seed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path)
-    parser.add_argument("--only", default="", help="only folders whose name contains this")
-    parser.add_argument("--record", action="store_true", help="record the checkpoints that are in OUT")
-    parser.add_argument("--random", type=int, default=0, metavar="N", help="instead, N random ones of each family")
-    parser.add_argument("--seed", type=int, default=0, help="of the random ones")
+    parser.add_argument("--only", default="", help="make only folders whose name contains this text")
+    parser.add_argument("--record", action="store_true", help="record the existing checkpoints in OUT")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="make N random checkpoints of each family instead")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random checkpoints")
     arguments = parser.parse_args()
     if arguments.record:
         for folder in sorted(path.parent for path in arguments.out.glob("*/config.json")):
@@ -399,7 +399,7 @@ def main():
 
 
 def attempt(name, work):
-    """Says what failed and goes on: what the reference itself cannot run is none of our business."""
+    """Prints a failure and continues, because the reference cannot run every random configuration."""
     try:
         work()
         print(f"{name}: ok", flush=True)

@@ -1,11 +1,12 @@
 #!/bin/sh
-# Saturates a service for a minute: nothing may be lost or wrong, and no process may grow by more than 2 % from 15 s on.
+# Saturates a service for a minute. Fails if an answer is missing or wrong, or if a process grows by more than 2 % after the
+# first 15 s.
 #
 #     scripts/soak.sh [CHECKPOINT [SECONDS [flags of expertd-loadtest...]]]
 #
-# Memory has not settled before some 15 s, so loads much shorter than the default of 60 s fail for growth.
+# Memory settles after about 15 s, so runs that are much shorter than the default of 60 s fail because of growth.
 #
-# Without a checkpoint, a random one is made. Needs release builds: cargo build --release --workspace
+# Without CHECKPOINT the script makes a random one. It needs release builds: cargo build --release --workspace
 set -eu
 cd "$(dirname "$0")/.."
 bin=${EXPERTD_BIN:-target/release}

@@ -74,6 +74,9 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
         Buffer<bf16> y(size_t(most) * m.hidden), h(size_t(panel_rows) * m.inter), x_panels(size_t(panel_rows) * m.hidden);
         h.poison();
         x_panels.poison();
+        const ScaleWorkspace scales(m, panel_rows);
+        const bool fp8_rows = m.format == EXPERTD_W8A8 && std::getenv("EXPERTS_BF16_ROWS") == nullptr;
+        const Fp8Rows quantised(x, m.hidden, false);
 
         struct Variant {
             int rows, width;
@@ -84,9 +87,10 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
             for (int w : {32, 64, 128, 192, 256}) {
                 if (w > 128 && m.format != EXPERTD_BF16) continue;
                 for (int r : {32, 64, 128, 256})
-                    if (w * 3 >= mean && (w <= 32 || mean * 8 >= w) && (r >= 128 || mean < 48)) list.push_back({r, w});
+                    if (m.format != EXPERTD_W8A8 && w * 3 >= mean && (w <= 32 || mean * 8 >= w) && (r >= 128 || mean < 48)) list.push_back({r, w});
             }
         }
+        if (tune && m.format == EXPERTD_W8A8) list.push_back({EXPERTD_TILE_TALL, 0}), list.push_back({256, 0}), list.push_back({256, 64});
         if (tune && m.format == EXPERTD_BF16) list.push_back({EXPERTD_TILE_TALL, 0}), list.push_back({EXPERTD_TILE_TURNS, 0});
         for (const Variant& v : list) {
             cudaGraph_t graph;
@@ -98,6 +102,8 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
                 p.layers = table.data, p.layer = layer_indices.data + i % layer_count;
                 p.expert_offsets = device[i].offsets.data, p.row_index = device[i].rows.data, p.row_weight = device[i].weights.data;
                 p.x = x.data, p.y = y.data, p.h = h.data, p.x_panels = x_panels.data, p.state = state.data, p.panel_rows = panel_rows;
+                p.x_scales = scales.x.data, p.h_scales = scales.h.data;
+                if (fp8_rows) p.x = quantised.data.data, p.x_stride = quantised.stride, p.x_format = EXPERTD_ROWS_FP8;
                 p.tile_rows = v.rows, p.tile_tokens = v.width, p.flags = flags;
                 CHECK(expertd_experts_launch(&p, stream));
             }

@@ -47,7 +47,12 @@ const Model MODELS[] = {
     {"gpt-oss-fp8", 2880, 2880, 128, 4, EXPERTD_SWIGLU_OAI, true, EXPERTD_FP8},
     {"gpt-oss-mxfp4", 2880, 2880, 128, 4, EXPERTD_SWIGLU_OAI, true, EXPERTD_MXFP4},
     {"deepseek-mxfp4", 7168, 2048, 256, 8, EXPERTD_SWIGLU, false, EXPERTD_MXFP4},
+    {"qwen3-30b-w8a8", 2048, 768, 128, 8, EXPERTD_SWIGLU, false, EXPERTD_W8A8},
+    {"deepseek-v3-w8a8", 7168, 2048, 256, 8, EXPERTD_SWIGLU, false, EXPERTD_W8A8},
+    {"mixtral-w8a8", 4096, 14336, 8, 2, EXPERTD_SWIGLU, false, EXPERTD_W8A8},
+    {"gpt-oss-w8a8", 2880, 2944, 128, 4, EXPERTD_SWIGLU_OAI, true, EXPERTD_W8A8}, // inter padded, as loaders do
 };
+__host__ __device__ inline bool fp8_codes(int format) { return format == EXPERTD_FP8 || format == EXPERTD_W8A8; }
 inline int ranks = 4; // of the group that the load belongs to
 constexpr double HBM = 4.2e12, TENSOR = 650e12; // the rates of the floors in docs/measurements/gpu-steps.md
 

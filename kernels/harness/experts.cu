@@ -1,6 +1,6 @@
 // Checks and times the expert kernels alone, without Rust.
 //
-//   experts check [small|model]          correctness against f64, determinism, corner cases; small: few, for sanitizers
+//   experts check [small [format]|model] correctness against f64, determinism, corner cases; small: few, for sanitizers
 //   experts bench [model|all] [tokens] [ranks]   time, bandwidth and rate beside the floor, at the load of one rank of
 //                                                four, or of `ranks`; tokens 0: several
 //   experts tune [model|all] [tokens] [ranks]    the same for every tile shape
@@ -19,10 +19,10 @@ int main(int argc, char** argv) {
     CHECK(expertd_experts_setup());
     if (mode == "check") {
         const bool small = argc > 2 && std::strcmp(argv[2], "small") == 0;
-        return check_all(small, argc > 2 && !small ? argv[2] : nullptr);
+        return check_all(small, argc > 2 && !small ? argv[2] : nullptr, small && argc > 3 ? std::atoi(argv[3]) : -1);
     }
     if (mode != "bench" && mode != "tune") {
-        std::printf("usage: experts check [small|model] | bench [model|all] [tokens] [ranks] | tune [model|all] [tokens] [ranks]\n");
+        std::printf("usage: experts check [small [format]|model] | bench [model|all] [tokens] [ranks] | tune [model|all] [tokens] [ranks]\n");
         return 64;
     }
     if (argc > 4) ranks = std::max(1, std::atoi(argv[4]));

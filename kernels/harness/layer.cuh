@@ -1,6 +1,8 @@
 // Random weights in every format: as the kernel wants them, and dequantised for the reference.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include "device.cuh"
 
 // Dequantisation by the formats' definitions, with nothing of the kernel's.
@@ -24,7 +26,7 @@ __global__ void dequantise_kernel(int format, const uint8_t* codes, const void* 
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < size_t(rows) * k; i += size_t(gridDim.x) * blockDim.x) {
         const size_t row = i / k, column = i % k;
         double value;
-        if (format == EXPERTD_FP8) {
+        if (fp8_codes(format)) {
             value = e4m3_value(codes[i]) * double(static_cast<const float*>(scales)[row * ((k + 127) / 128) + column / 128]);
         } else {
             value = e2m1_value(codes[i / 2] >> (i % 2 * 4) & 15) * exp2(static_cast<const uint8_t*>(scales)[row * (k / 32) + column / 32] - 127.0);
@@ -59,7 +61,7 @@ struct Codes {
     Buffer<float> scales;
 
     Codes(int format, int rows, int k, float deviation) {
-        const bool fp8 = format == EXPERTD_FP8;
+        const bool fp8 = fp8_codes(format);
         codes = Buffer<uint8_t>(size_t(rows) * k / (fp8 ? 1 : 2));
         codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++), fp8);
         // The root of the mean square of all codes is 112 for e4m3, 2.9 for e2m1.
@@ -150,10 +152,48 @@ struct Layer {
     }
 };
 
+// Rows as dispatch pushes them in FP8: codes, then scales of 128 elements each.
+__global__ void quantise_rows_kernel(const bf16* x, uint8_t* out, int hidden, int stride, bool power_of_two) {
+    const bf16* row = x + int64_t(blockIdx.x) * hidden;
+    uint8_t* to = out + int64_t(blockIdx.x) * stride;
+    for (int g = threadIdx.x; g * 128 < hidden; g += blockDim.x) {
+        const int end = min(hidden, (g + 1) * 128);
+        float largest = 7.8886091e-31f;
+        for (int i = g * 128; i < end; i++) largest = fmaxf(largest, fabsf(float(row[i])));
+        float scale = largest / 448.0f;
+        if (power_of_two) scale = float(exp2(ceil(log2(double(scale)))));
+        reinterpret_cast<float*>(to + hidden)[g] = scale;
+        const float inverse = 1.0f / scale;
+        for (int i = g * 128; i < end; i++) to[i] = __nv_cvt_float_to_fp8(float(row[i]) * inverse, __NV_SATFINITE, __NV_E4M3);
+    }
+}
+
+struct Fp8Rows {
+    int stride;
+    Buffer<uint8_t> data;
+    Fp8Rows(const Buffer<bf16>& x, int hidden, bool power_of_two)
+        : stride((hidden + (hidden + 127) / 128 * 4 + 15) / 16 * 16), data(x.count / hidden * stride) {
+        data.poison();
+        quantise_rows_kernel<<<unsigned(x.count / hidden), 64>>>(x.data, data.data, hidden, stride, power_of_two);
+        CHECK(cudaGetLastError());
+        CHECK(cudaDeviceSynchronize());
+    }
+};
+
+// Scales of x and h, which W8A8 needs beside the panels.
+struct ScaleWorkspace {
+    Buffer<float> x, h;
+    ScaleWorkspace(const Model& m, int panel_rows)
+        : x(size_t((m.hidden + 127) / 128) * panel_rows), h(size_t((m.inter + 127) / 128) * panel_rows) {
+        x.poison();
+        h.poison();
+    }
+};
+
 ExpertdExpertsParams parameters(const Model& m, int experts) {
     ExpertdExpertsParams p{};
     p.experts = experts, p.hidden = m.hidden, p.inter = m.inter;
-    p.x_stride = m.hidden, p.format = m.format;
+    p.x_stride = 2 * m.hidden, p.format = m.format, p.deadline_ns = 2000000000;
     p.activation = m.activation, p.alpha = 1.702f, p.limit = 1.5f; // a low limit, so that clamping happens
     return p;
 }

@@ -57,5 +57,5 @@ struct DeviceRouting {
     explicit DeviceRouting(const Routing& r) : offsets(r.offsets), rows(r.rows), weights(r.weights) {}
 };
 
-int panel_rows_for(int assignments, int experts) { return assignments + 7 * experts + 8; }
+int panel_rows_for(int assignments, int experts) { return (assignments + 7 * experts + 8) / 8 * 8; }
 

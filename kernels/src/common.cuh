@@ -111,6 +111,18 @@ __device__ __forceinline__ StepView open_step(const uint4& head, uint32_t max_to
     return view;
 }
 
+// What the gate asks of a step.
+struct StepKind {
+    uint32_t layer;
+    bool routed;  // all rows came with their routing
+    bool wide;    // some rows came in more than bf16
+};
+
+__device__ __forceinline__ StepKind step_kind(const SlotState* state) {
+    const uint2 words = __ldcg(reinterpret_cast<const uint2*>(&state->layer));
+    return {words.x, words.y != 0, __ldcg(&state->out_dtype) != kBf16};
+}
+
 template <typename T>
 __device__ __forceinline__ T* at(const Group& group, uint32_t rank, uint64_t offset) {
     return reinterpret_cast<T*>(group.windows[rank] + offset);
@@ -139,11 +151,18 @@ __device__ __forceinline__ void send_flags(const Group& group, uint64_t flags, u
     }
 }
 
-// Looks at a flag of `source` until it has `value`. False when the deadline passed; then the error word is set.
+// Looks at a flag of `source` until it has `value`. False when the deadline passed, or when the flag shows a later exchange of this
+// generation: then ranks do not run the same steps. The error word is set.
 __device__ __forceinline__ bool wait_flag(const Group& group, const uint64_t* flag, uint64_t value, uint32_t source,
                                           Phase phase) {
     uint64_t deadline = 0;
-    for (uint32_t spins = 0; load_acquire_system(flag) != value; ++spins) {
+    for (uint32_t spins = 0;; ++spins) {
+        const uint64_t seen = load_acquire_system(flag);
+        if (seen == value) return true;
+        if (seen > value && seen >> kSequenceBits == value >> kSequenceBits) {
+            set_error(group.state, kAhead, source, phase);
+            return false;
+        }
         if ((spins & 63) != 63) continue;
         const uint64_t now = now_ns();
         if (deadline == 0) deadline = now + group.deadline_ns;
@@ -152,7 +171,6 @@ __device__ __forceinline__ bool wait_flag(const Group& group, const uint64_t* fl
             return false;
         }
     }
-    return true;
 }
 
 // Waits for blocks [first, first + count) of every rank. False (for the whole block) when the deadline passed.

@@ -37,11 +37,6 @@ __device__ __forceinline__ float load_host(const float* address) {
     return v;
 }
 
-__device__ __forceinline__ uint32_t f16_to_bf16(uint32_t pair) {
-    const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&pair));
-    return pack_bf16(v.x, v.y);
-}
-
 // Entries of the segment table that a block holds at a time.
 constexpr uint32_t kTable = 1024;
 constexpr uint32_t kEntryWords = sizeof(Segment) / sizeof(uint64_t);
@@ -60,8 +55,26 @@ __device__ __forceinline__ Segment segment_of(const Segment* table, uint32_t cou
     return table[low];
 }
 
-// One warp: a row from staging to bf16.
-__device__ void take_row(const CopyInParams& p, const uint8_t* from, uint32_t dtype, uint4* to) {
+// What rounding to bf16 took from values, rounded to bf16; nothing where they are not finite.
+__device__ __forceinline__ uint4 rest_of(const float (&v)[8], const uint4& rounded) {
+    float sum[8] = {};
+    add_bf16x8(sum, rounded);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] = isfinite(sum[i]) ? v[i] - sum[i] : 0.0f;
+    return pack_bf16x8(sum);
+}
+
+__device__ __forceinline__ void widen_f16(const uint4& raw, float (&v)[8]) {
+    const uint32_t pairs[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
+        v[2 * i] = two.x, v[2 * i + 1] = two.y;
+    }
+}
+
+// One warp: a row from staging to bf16 and, where `low` is not null, what that leaves of it.
+__device__ void take_row(const CopyInParams& p, const uint8_t* from, uint32_t dtype, uint4* to, uint4* low) {
     const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
     if (dtype == kF32) {
         for (uint32_t base = 0; base < words; base += 32 * kUnroll) {
@@ -80,7 +93,9 @@ __device__ void take_row(const CopyInParams& p, const uint8_t* from, uint32_t dt
                 const float v[8] = {__uint_as_float(a[i].x), __uint_as_float(a[i].y), __uint_as_float(a[i].z),
                                     __uint_as_float(a[i].w), __uint_as_float(b[i].x), __uint_as_float(b[i].y),
                                     __uint_as_float(b[i].z), __uint_as_float(b[i].w)};
-                to[word] = pack_bf16x8(v);
+                const uint4 rounded = pack_bf16x8(v);
+                to[word] = rounded;
+                if (low != nullptr) low[word] = rest_of(v, rounded);
             }
         }
         return;
@@ -96,15 +111,22 @@ __device__ void take_row(const CopyInParams& p, const uint8_t* from, uint32_t dt
         for (uint32_t i = 0; i < 2 * kUnroll; ++i) {
             const uint32_t word = base + i * 32 + lane;
             if (word >= words) continue;
-            uint4 v = data[i];
-            if (dtype == kF16) v = make_uint4(f16_to_bf16(v.x), f16_to_bf16(v.y), f16_to_bf16(v.z), f16_to_bf16(v.w));
-            to[word] = v;
+            if (dtype == kF16) {
+                float v[8];
+                widen_f16(data[i], v);
+                const uint4 rounded = pack_bf16x8(v);
+                to[word] = rounded;
+                if (low != nullptr) low[word] = rest_of(v, rounded);
+            } else {
+                to[word] = data[i];
+                if (low != nullptr) low[word] = make_uint4(0, 0, 0, 0);
+            }
         }
     }
 }
 
 // One warp: a row with its place and routing.
-__device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row) {
+__device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row, bool wide) {
     const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
     const uint64_t row_bytes = static_cast<uint64_t>(p.hidden) * (segment.dtype == kF32 ? 4 : 2);
     const uint64_t offset = segment.byte_offset + (row - segment.first_row) * row_bytes;
@@ -124,8 +146,9 @@ __device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row
         weight = load_host(p.staged_weights + at);
     }
     if (named) token_id = load_host(p.staged_token_ids + row);
-    take_row(p, p.staged_rows + offset, segment.dtype,
-             static_cast<uint4*>(p.tokens) + static_cast<uint64_t>(row) * words);
+    const uint64_t first_word = static_cast<uint64_t>(row) * words;
+    take_row(p, p.staged_rows + offset, segment.dtype, static_cast<uint4*>(p.tokens) + first_word,
+             wide && p.tokens_low != nullptr ? static_cast<uint4*>(p.tokens_low) + first_word : nullptr);
     if (lane == 0) p.places[row] = {offset, segment.dtype, segment.flags};
     if (given) {
         // Ids become addresses: see above.
@@ -186,7 +209,7 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
         if (table[0].first_row != covered) break;
         const uint32_t end = min(tokens, last.first_row + last.rows);
         for (uint32_t row = covered + first; row < end; row += gridDim.x * kWarps) {
-            take(p, segment_of(table, count, row), row);
+            take(p, segment_of(table, count, row), row, request.out_dtype != kBf16);
         }
         covered = end;
     }

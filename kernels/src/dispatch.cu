@@ -8,6 +8,7 @@
 // Blocks that carry rows send and are done; the first of them waits for the rows of all ranks. So the kernel ends when
 // every flag of every block of every rank is there, and the experts find both rows and lists.
 #include "common.cuh"
+#include "experts_quantise.cuh"
 
 namespace expertd {
 namespace {
@@ -38,11 +39,39 @@ __device__ __forceinline__ Item load_item(const DispatchParams& p, uint32_t item
 #pragma unroll
     for (uint32_t i = 0; i < kLoads; ++i) {
         const uint32_t word = piece * kPiece + i * 32 + lane;
-        if (word < words) loaded.data[i] = __ldcg(from + word);
+        loaded.data[i] = word < words ? __ldcg(from + word) : make_uint4(0, 0, 0, 0);
     }
     loaded.id = 0;
     if (lane < p.group.top_k) loaded.id = __ldcg(p.topk_ids + static_cast<uint64_t>(token) * p.group.top_k + lane);
     return loaded;
+}
+
+// Quantises a piece of a row, 16 lanes to a scale, and sends it.
+__device__ __forceinline__ void send_fp8(const DispatchParams& p, const Item& loaded, uint32_t wanted, uint64_t row, uint32_t piece,
+                                         uint32_t words) {
+    const Group& g = p.group;
+    const uint32_t lane = threadIdx.x % 32;
+    uint2 codes[kLoads];
+    float scales[kLoads];
+#pragma unroll
+    for (uint32_t i = 0; i < kLoads; ++i) {
+        const GroupScale group = group_scale(lanes_max<16>(largest_of(loaded.data[i])), p.power_of_two_scales != 0);
+        codes[i] = quantise(loaded.data[i], group.inverse);
+        scales[i] = group.scale;
+    }
+    for (uint32_t step = 1; step <= g.ranks; ++step) {
+        uint32_t peer = g.rank + step;
+        if (peer >= g.ranks) peer -= g.ranks;
+        if ((wanted >> peer & 1) == 0) continue;
+        uint8_t* to = at<uint8_t>(g, peer, g.rows) + row * fp8_row_bytes(g.hidden);
+#pragma unroll
+        for (uint32_t i = 0; i < kLoads; ++i) {
+            const uint32_t word = piece * kPiece + i * 32 + lane;  // eight elements
+            if (word >= words) continue;
+            reinterpret_cast<uint2*>(to)[word] = codes[i];
+            if (lane % 16 == 0) reinterpret_cast<float*>(to + g.hidden)[word / 16] = scales[i];
+        }
+    }
 }
 
 __device__ __forceinline__ void send_item(const DispatchParams& p, const Item& loaded, uint32_t item, uint32_t pieces,
@@ -53,6 +82,10 @@ __device__ __forceinline__ void send_item(const DispatchParams& p, const Item& l
     const uint64_t row = static_cast<uint64_t>(g.rank) * g.max_tokens + token;
     const uint32_t wanted =
         __reduce_or_sync(~0u, lane < g.top_k ? 1u << owner_of(g, static_cast<uint32_t>(loaded.id)) : 0);
+    if (p.fp8_rows != 0) {
+        send_fp8(p, loaded, wanted, row, piece, words);
+        return;
+    }
     // Every rank starts with another peer, so that no link is asked by all at once.
     for (uint32_t step = 1; step <= g.ranks; ++step) {
         uint32_t peer = g.rank + step;
@@ -381,6 +414,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
 extern "C" int expertd_dispatch(const expertd::DispatchParams* params, uint32_t count, uint32_t blocks, void* stream) {
     using namespace expertd;
     if (blocks > kMaxBlocks || blocks < 2 || count == 0) return cudaErrorInvalidValue;
+    if (params->fp8_rows != 0 && params->group.hidden % 64 != 0) return cudaErrorInvalidValue;
     const uint32_t local = (params->group.experts + params->group.ranks - 1) / params->group.ranks;
     if (local > kMaxExperts) return cudaErrorInvalidValue;
     const uint32_t shared = max((kWarps + 2) * local, kFew) * sizeof(uint32_t);

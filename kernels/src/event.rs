@@ -1,4 +1,4 @@
-//! Events, and copies that run beside kernels.
+//! Events, and asynchronous copies.
 #![allow(unsafe_code, reason = "calls the CUDA driver")]
 
 use std::time::Duration;
@@ -8,7 +8,7 @@ use cudarc::driver::sys::{self, CUresult};
 
 use crate::device::{Device, DeviceError, Stream, check};
 
-/// A point in the work of a stream, with its time.
+/// A CUDA event: a point in the work of a stream, with its time.
 #[derive(Debug)]
 pub struct Event {
     raw: sys::CUevent,
@@ -19,41 +19,41 @@ pub struct Event {
 unsafe impl Send for Event {}
 
 impl Event {
-    /// An event that counts as passed until it is recorded.
+    /// Creates an event, which counts as passed until it is recorded.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn new(device: &Device) -> Result<Event, DeviceError> {
         device.bind()?;
         let raw = check("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
         Ok(Event { raw, device: device.clone() })
     }
 
-    /// Marks what `stream` has been given so far.
+    /// Records the event after all work that `stream` has so far.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn record(&self, stream: &Stream) -> Result<(), DeviceError> {
-        // SAFETY: both are alive.
+        // SAFETY: event and stream are alive.
         check("cuEventRecord", unsafe { result::event::record(self.raw, stream.raw()) })
     }
 
-    /// What `stream` is given from now on begins when the event has passed.
+    /// Makes later work on `stream` wait for this event.
     ///
     /// # Errors
-    /// The driver's.
-    pub fn hold(&self, stream: &Stream) -> Result<(), DeviceError> {
+    /// The driver's error.
+    pub fn wait_event(&self, stream: &Stream) -> Result<(), DeviceError> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: both are alive.
+        // SAFETY: event and stream are alive.
         check("cuStreamWaitEvent", unsafe { result::stream::wait_event(stream.raw(), self.raw, flags) })
     }
 
-    /// Whether everything before it is done.
+    /// Whether all work before the event has ended.
     ///
     /// # Errors
-    /// The first error of anything that ran.
+    /// The first error of any earlier work.
     pub fn has_passed(&self) -> Result<bool, DeviceError> {
-        // SAFETY: a live event.
+        // SAFETY: the event is alive.
         match unsafe { result::event::query(self.raw) } {
             Ok(()) => Ok(true),
             Err(DriverError(CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
@@ -64,9 +64,9 @@ impl Event {
     /// Time between two events that have passed.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn since(&self, earlier: &Event) -> Result<Duration, DeviceError> {
-        // SAFETY: both are alive.
+        // SAFETY: both events are alive.
         let millis = check("cuEventElapsedTime", unsafe { result::event::elapsed(earlier.raw, self.raw) })?;
         Ok(Duration::from_secs_f64(f64::from(millis.max(0.0)) / 1e3))
     }
@@ -75,19 +75,20 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
-            // SAFETY: destroyed once. Nothing can be done about an error here.
+            // SAFETY: the event is destroyed once. An error cannot be handled here.
             let _ = unsafe { result::event::destroy(self.raw) };
         }
     }
 }
 
-/// Enqueues a copy from pinned host memory.
+/// Enqueues a copy from pinned host memory to device memory.
 ///
 /// # Errors
-/// The driver's.
+/// The driver's error.
 ///
 /// # Safety
-/// Both places have `bytes` bytes, live until the copy is done, and nobody else writes to them meanwhile.
+/// Source and destination have `bytes` bytes and live until the copy has ended. Until then nothing else writes the source,
+/// and nothing else reads or writes the destination.
 pub unsafe fn copy_to_device(
     stream: &Stream,
     to: u64,
@@ -99,26 +100,26 @@ pub unsafe fn copy_to_device(
     check("cuMemcpyHtoDAsync", status.result())
 }
 
-/// Enqueues a copy to pinned host memory.
+/// Enqueues a copy from device memory to pinned host memory.
 ///
 /// # Errors
-/// The driver's.
+/// The driver's error.
 ///
 /// # Safety
-/// As for [`copy_to_device`]; nobody reads the host's place before the copy is done.
+/// As for [`copy_to_device`].
 pub unsafe fn copy_to_host(stream: &Stream, to: *mut u8, from: u64, bytes: usize) -> Result<(), DeviceError> {
     // SAFETY: the caller's promise.
     let status = unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, stream.raw()) };
     check("cuMemcpyDtoHAsync", status.result())
 }
 
-/// Enqueues setting bytes of device memory.
+/// Enqueues a fill of device memory.
 ///
 /// # Errors
-/// The driver's.
+/// The driver's error.
 ///
 /// # Safety
-/// The place has `bytes` bytes, which nobody else uses until it is done.
+/// `at` is device memory of `bytes` bytes, which nothing else uses until the fill has ended.
 pub unsafe fn fill(stream: &Stream, at: u64, byte: u8, bytes: usize) -> Result<(), DeviceError> {
     // SAFETY: the caller's promise.
     check("cuMemsetD8Async", unsafe { result::memset_d8_async(at, byte, bytes, stream.raw()) })

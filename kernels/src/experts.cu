@@ -19,17 +19,22 @@ const Entry ENTRIES[] = {
     {setup_bf16, launch_bf16, Bf16::MAX_TOKENS},
     {setup_fp8, launch_fp8, Fp8::MAX_TOKENS},
     {setup_mxfp4, launch_mxfp4, Mxfp4::MAX_TOKENS},
+    {setup_w8a8, launch_w8a8, W8a8::MAX_TOKENS},
 };
 
 template <class... Known> bool one_of(int value, Known... known) { return ((value == known) || ...); }
 
 bool valid(const ExpertdExpertsParams& p) {
-    return one_of(p.format, EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4) && p.tile_tokens <= ENTRIES[p.format].widest &&
+    return one_of(p.format, EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4, EXPERTD_W8A8) && p.tile_tokens <= (ENTRIES[p.format].widest + 31) / 32 * 32 &&
            one_of(p.tile_tokens, 0, 32, 64, 128, 192, 256) && (one_of(p.tile_rows, 0, 16, 32, 64, 128, 256) ||
-            (one_of(p.tile_rows, EXPERTD_TILE_TALL, EXPERTD_TILE_TURNS) && p.format == EXPERTD_BF16 && p.tile_tokens <= 128)) &&
+            (one_of(p.tile_rows, EXPERTD_TILE_TALL, EXPERTD_TILE_TURNS) && p.format == EXPERTD_BF16 && p.tile_tokens <= 128) ||
+            (p.tile_rows == EXPERTD_TILE_TALL && p.format == EXPERTD_W8A8)) &&
+           (p.format != EXPERTD_W8A8 || one_of(p.tile_rows, 0, EXPERTD_TILE_TALL, 256)) &&
+           (p.format == EXPERTD_W8A8 ? p.x_scales != nullptr && p.h_scales != nullptr && p.inter % BLOCK_K == 0 && p.panel_rows % 8 == 0
+                                     : p.x_format == EXPERTD_ROWS_BF16) &&
            p.layers != nullptr && p.expert_offsets != nullptr && p.row_index != nullptr && p.row_weight != nullptr &&
            p.x != nullptr && p.y != nullptr && p.x_panels != nullptr && p.h != nullptr && p.state != nullptr &&
-           p.x_stride % 8 == 0 && p.experts >= 1 && p.experts <= EXPERTD_MAX_EXPERTS && p.hidden > 0 &&
+           p.x_stride % 16 == 0 && p.experts >= 1 && p.experts <= EXPERTD_MAX_EXPERTS && p.hidden > 0 &&
            p.hidden % 64 == 0 && p.inter > 0 && p.inter % 64 == 0 && p.panel_rows > 0 && p.blocks >= 0 &&
            p.activation >= EXPERTD_SWIGLU && p.activation <= EXPERTD_SWIGLU_OAI;
 }

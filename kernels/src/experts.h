@@ -1,4 +1,4 @@
-/* Launch interface of the expert MLP kernels (bf16 rows; bf16, FP8 or MXFP4 weights; Hopper).
+/* Launch interface of the expert MLP kernels (bf16 or FP8 rows; bf16, FP8 or MXFP4 weights; Hopper).
  *
  * y[a] = down(act(gate(x[row_index[a]]), up(x[row_index[a]])) * row_weight[a])   for every assignment a
  *
@@ -20,7 +20,8 @@ extern "C" {
 
 enum {
     EXPERTD_MAX_EXPERTS = 512, /* local experts of one rank */
-    EXPERTD_ERROR_ROWS = 0x45580001 /* written to *error: the assignments do not fit panel_rows */
+    EXPERTD_ERROR_ROWS = 0x45580001, /* written to *error: the assignments do not fit panel_rows */
+    EXPERTD_ERROR_TIMEOUT = 0x45580002 /* written to *error: a wait inside the kernel outlasted deadline_ns */
 };
 
 enum ExpertdActivation {
@@ -33,7 +34,16 @@ enum ExpertdActivation {
 enum ExpertdFormat {
     EXPERTD_BF16 = 0,
     EXPERTD_FP8 = 1,  /* e4m3, f32 scales for every row and 128 k, and for every row */
-    EXPERTD_MXFP4 = 2 /* e2m1, e8m0 scales for every row and 32 k, and f32 scales for every row */
+    EXPERTD_MXFP4 = 2, /* e2m1, e8m0 scales for every row and 32 k, and f32 scales for every row */
+    /* As EXPERTD_FP8, in another layout, and multiplied as FP8: x is quantised to e4m3 for every row and 128 k, h for every row
+     * and 128 features. inter is a multiple of 128. */
+    EXPERTD_W8A8 = 3
+};
+
+/* Rows of x. */
+enum ExpertdRows {
+    EXPERTD_ROWS_BF16 = 0, /* [hidden] bf16 */
+    EXPERTD_ROWS_FP8 = 1   /* W8A8: [hidden] e4m3, then f32 [ceil(hidden / 128)] scales */
 };
 
 enum {
@@ -56,8 +66,8 @@ typedef struct ExpertdLayerWeights {
     const void* down;    /* panels or units, [experts] x (hidden rows, inter); 1024-byte aligned */
     const float* gate_up_bias;  /* [experts][2][inter], gate first, or null */
     const float* down_bias;     /* [experts][hidden], or null; multiplied by the routing weight */
-    const float* gate_up_scale; /* FP8, MXFP4: [experts][2][inter], gate first: what the rows' sums are multiplied with */
-    const float* down_scale;    /* FP8, MXFP4: [experts][hidden] */
+    const float* gate_up_scale; /* all but bf16: [experts][2][inter], gate first: what the rows' sums are multiplied with */
+    const float* down_scale;    /* all but bf16: [experts][hidden] */
 } ExpertdLayerWeights;
 
 typedef struct ExpertdExpertsParams {
@@ -66,14 +76,18 @@ typedef struct ExpertdExpertsParams {
     const int32_t* expert_offsets;     /* device [experts + 1], ascending, first 0 */
     const int32_t* row_index;          /* device [assignments]: row of x */
     const float* row_weight;           /* device [assignments] */
-    const void* x;                     /* device bf16 rows, 16-byte aligned */
+    const void* x;                     /* device rows of x_format, 16-byte aligned */
     void* y;                           /* device bf16 [assignments][hidden] */
-    void* x_panels;                    /* device workspace bf16 [hidden / 64][panel_rows][64], 1024-byte aligned */
-    void* h;                           /* device workspace bf16 [inter / 64][panel_rows][64], 1024-byte aligned */
+    void* x_panels;                    /* device workspace bf16 [hidden / 64][panel_rows][64], 1024-byte aligned;
+                                          W8A8: e4m3 [ceil(hidden / 128)][panel_rows][128] */
+    void* h;                           /* device workspace bf16 [inter / 64][panel_rows][64], 1024-byte aligned;
+                                          W8A8: e4m3 [inter / 128][panel_rows][128] */
+    float* x_scales;                   /* W8A8: device workspace [ceil(hidden / 128)][panel_rows], 32-byte aligned; else null */
+    float* h_scales;                   /* W8A8: device workspace [inter / 128][panel_rows], 32-byte aligned; else null */
     uint32_t* state;                   /* device, expertd_experts_state_words(experts) words, zeroed once at set-up */
     uint32_t* error;                   /* device error word or null: non-zero means return without writing anything */
-    uint64_t x_stride;                 /* elements between rows of x, a multiple of 8 */
-    int32_t panel_rows;                /* rows of x_panels and h: at least max assignments + 7 * experts */
+    uint64_t x_stride;                 /* bytes between rows of x, a multiple of 16 */
+    int32_t panel_rows;                /* rows of x_panels and h: at least max assignments + 7 * experts; W8A8: multiple of 8 */
     int32_t experts;                   /* local experts, 1 ... EXPERTD_MAX_EXPERTS */
     int32_t hidden;                    /* multiple of 64 */
     int32_t inter;                     /* multiple of 64 */
@@ -84,9 +98,13 @@ typedef struct ExpertdExpertsParams {
     int32_t blocks;                    /* thread blocks, rounded up to an even number; 0 = one per SM */
     int32_t tile_tokens;               /* widest token tile: 32, 64, 128, bf16 also 192, 256; 0 = chosen on the device */
     int32_t tile_rows;                 /* weight rows of a tile: 16, 32, 64, 128, 256 (shared by two blocks), bf16 with up to
-                                          128 tokens also EXPERTD_TILE_TALL and _TURNS; 0 = chosen on the device */
+                                          128 tokens also EXPERTD_TILE_TALL and _TURNS; 0 = chosen on the device. W8A8: 256
+                                          (256 rows of two token tiles for two blocks) and EXPERTD_TILE_TALL */
     int32_t flags;                     /* enum ExpertdLaunchFlags */
     int32_t format;                    /* enum ExpertdFormat, of all layers that are launched with these parameters */
+    int32_t x_format;                  /* enum ExpertdRows */
+    int32_t power_of_two_scales;       /* W8A8: non-zero rounds the scales of x and h up to powers of two */
+    uint64_t deadline_ns;              /* longest wait of a block for others; then the kernel sets *error and ends. 0: no limit */
 } ExpertdExpertsParams;
 
 /* 32-bit words that ExpertdExpertsParams.state points to. */
@@ -115,20 +133,20 @@ typedef struct ExpertdPackParams {
 
 int expertd_experts_pack(const ExpertdPackParams* params, void* stream);
 
-/* Rewrites one expert's FP8 or MXFP4 matrix into units, device to device. Rows that hold a code or a scale that is not a
+/* Rewrites one expert's FP8 or MXFP4 matrix into units or, for W8A8, panels, device to device. Rows that hold a code or a scale that is not a
  * number get a row scale that is not a number: such a row of outputs is not a number, whatever it is multiplied with. */
 typedef struct ExpertdPackNarrowParams {
     const void* first;          /* gate [inter][hidden] or down [hidden][inter]: FP8 bytes, or FP4 nibbles (low one first) */
     const void* second;         /* up [inter][hidden]; null for down */
-    const void* first_scales;   /* FP8: f32 [rows][ceil(k / 128)]; MXFP4: e8m0 [rows][k / 32] */
+    const void* first_scales;   /* FP8, W8A8: f32 [rows][ceil(k / 128)]; MXFP4: e8m0 [rows][k / 32] */
     const void* second_scales;  /* of up; null for down */
-    const float* row_scales_in; /* FP8, MXFP4: [2][inter] or [hidden]: further multipliers, 1 if there are none */
+    const float* row_scales_in; /* [2][inter] or [hidden]: further multipliers, 1 if there are none */
     float* row_scales;          /* destination of the same size: for ExpertdLayerWeights */
     void* units;                /* destination, 16-byte aligned, expertd_experts_matrix_bytes() */
     int32_t hidden;
     int32_t inter;
     int32_t kind;   /* enum ExpertdPackKind */
-    int32_t format; /* EXPERTD_FP8 or EXPERTD_MXFP4 */
+    int32_t format; /* EXPERTD_FP8, EXPERTD_MXFP4 or EXPERTD_W8A8 */
 } ExpertdPackNarrowParams;
 
 int expertd_experts_pack_narrow(const ExpertdPackNarrowParams* params, void* stream);

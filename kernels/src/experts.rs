@@ -1,4 +1,4 @@
-//! The expert MLP kernel: parameters as in `experts.h`, and its launches.
+//! Parameters of the expert MLP kernels, which mirror `experts.h`, and their launches.
 #![allow(unsafe_code, reason = "calls the kernels' C launchers")]
 
 use std::ffi::{c_int, c_void};
@@ -7,11 +7,11 @@ use cudarc::driver::sys::CUstream;
 
 use crate::launch::{LaunchError, check};
 
-/// Rows and widths are multiples of this.
+/// Row lengths and intermediate sizes are multiples of this number of elements.
 pub const PANEL: usize = 64;
-/// Alignment of panels and workspaces, bytes.
+/// Alignment of panels and workspaces, in bytes.
 pub const ALIGNMENT: u64 = 1024;
-/// Most experts of one rank.
+/// Largest number of experts of one rank.
 pub const MAX_LOCAL_EXPERTS: usize = 512;
 
 /// `silu(g) * u`.
@@ -21,7 +21,7 @@ pub const SWIGLU_CLAMPED: i32 = 1;
 /// `g * sigmoid(alpha * g) * (u + 1)`, both clamped.
 pub const SWIGLU_OAI: i32 = 2;
 
-/// May start before the previous kernel of the stream has ended, and waits for it.
+/// Launch flag: the kernel may start before the previous kernel of the stream has ended, and then waits for it.
 pub const PROGRAMMATIC: i32 = 1;
 
 /// Weights in bf16 panels.
@@ -30,15 +30,24 @@ pub const BF16: i32 = 0;
 pub const FP8: i32 = 1;
 /// Weights in MXFP4 units.
 pub const MXFP4: i32 = 2;
+/// Weights in FP8 e4m3 panels, multiplied with FP8 rows; the intermediate size is a multiple of [`SCALE_ELEMENTS`].
+pub const W8A8: i32 = 3;
+/// Elements that share a scale in [`W8A8`].
+pub const SCALE_ELEMENTS: usize = 128;
 
-/// [`ExpertsParams::tile_rows`]: 256 weight rows for one block ([`BF16`], up to 128 tokens).
+/// Rows of x in bf16.
+pub const ROWS_BF16: i32 = 0;
+/// Rows of x as dispatch pushes them in FP8.
+pub const ROWS_FP8: i32 = 1;
+
+/// [`ExpertsParams::tile_rows`]: 256 weight rows for one block ([`BF16`], [`W8A8`], up to 128 tokens).
 pub const TILE_TALL: i32 = 1;
 /// [`ExpertsParams::tile_rows`]: segments shared by two blocks, whose warpgroups take them in turn ([`BF16`], up to 128 tokens).
 pub const TILE_TURNS: i32 = 2;
 
-/// The matrices that a pack makes.
+/// Packs the gate and up matrices.
 pub const PACK_GATE_UP: i32 = 0;
-/// See [`PACK_GATE_UP`].
+/// Packs the down matrix.
 pub const PACK_DOWN: i32 = 1;
 
 /// One layer's weights, in device memory.
@@ -65,7 +74,7 @@ pub struct LayerWeights {
 pub struct ExpertsParams {
     /// Table of [`LayerWeights`].
     pub layers: u64,
-    /// u32: index into the table.
+    /// u32: index of the layer in the table.
     pub layer: u64,
     /// i32 `[experts + 1]`.
     pub expert_offsets: u64,
@@ -73,39 +82,43 @@ pub struct ExpertsParams {
     pub row_index: u64,
     /// f32 `[assignments]`.
     pub row_weight: u64,
-    /// bf16 rows.
+    /// Rows of `x_format`.
     pub x: u64,
     /// Out: bf16 `[assignments, hidden]`.
     pub y: u64,
-    /// Workspace bf16 `[hidden / 64, panel_rows, 64]`.
+    /// Workspace bf16 `[hidden / 64, panel_rows, 64]`; [`W8A8`]: e4m3 `[ceil(hidden / 128), panel_rows, 128]`.
     pub x_panels: u64,
-    /// Workspace bf16 `[inter / 64, panel_rows, 64]`.
+    /// Workspace bf16 `[inter / 64, panel_rows, 64]`; [`W8A8`]: e4m3 `[inter / 128, panel_rows, 128]`.
     pub h: u64,
+    /// [`W8A8`]: workspace f32 `[ceil(hidden / 128), panel_rows]`.
+    pub x_scales: u64,
+    /// [`W8A8`]: workspace f32 `[inter / 128, panel_rows]`.
+    pub h_scales: u64,
     /// u32 `[state_words(experts)]`, zero before the first launch.
     pub state: u64,
     /// u32 error word, or 0.
     pub error: u64,
-    /// Elements between rows of `x`.
+    /// Distance between rows of `x`, in bytes.
     pub x_stride: u64,
-    /// Rows of the workspaces: at least the assignments + 7 * experts.
+    /// Number of rows of the workspaces: at least the largest number of assignments + 7 * experts.
     pub panel_rows: i32,
-    /// Local experts.
+    /// Number of local experts.
     pub experts: i32,
     /// Elements of a row.
     pub hidden: i32,
     /// Intermediate size.
     pub inter: i32,
-    /// [`SWIGLU`] and others.
+    /// [`SWIGLU`], [`SWIGLU_CLAMPED`] or [`SWIGLU_OAI`].
     pub activation: i32,
-    /// Of [`SWIGLU_OAI`].
+    /// Alpha of [`SWIGLU_OAI`].
     pub alpha: f32,
-    /// Of the clamped ones.
+    /// Limit of [`SWIGLU_CLAMPED`] and [`SWIGLU_OAI`].
     pub limit: f32,
-    /// 1: the weight scales the input.
+    /// 1 if the routing weight scales the input.
     pub weight_on_input: i32,
-    /// Thread blocks; 0: one per multiprocessor.
+    /// Number of thread blocks; 0 means one per multiprocessor.
     pub blocks: i32,
-    /// 0: chosen on the device.
+    /// Widest token tile; 0 lets the device choose.
     pub tile_tokens: i32,
     /// 0: chosen on the device. [`TILE_TALL`], [`TILE_TURNS`]; other values: `experts.h`.
     pub tile_rows: i32,
@@ -113,6 +126,12 @@ pub struct ExpertsParams {
     pub flags: i32,
     /// [`BF16`] and others: of all layers in the table that are launched with these parameters.
     pub format: i32,
+    /// [`ROWS_BF16`] or, with [`W8A8`], [`ROWS_FP8`].
+    pub x_format: i32,
+    /// [`W8A8`]: 1 rounds the scales of x and h up to powers of two.
+    pub power_of_two_scales: i32,
+    /// Longest wait of a block for others, nanoseconds; 0: no limit.
+    pub deadline_ns: u64,
 }
 
 /// See `ExpertdPackParams` in `experts.h`.
@@ -125,9 +144,9 @@ pub struct PackParams {
     pub second: u64,
     /// Destination.
     pub panels: u64,
-    /// Elements between experts.
+    /// Distance between experts of `first`, and of `second`, in elements.
     pub expert_stride: u64,
-    /// Experts.
+    /// Number of experts.
     pub experts: i32,
     /// Elements of a row.
     pub hidden: i32,
@@ -145,15 +164,15 @@ pub struct PackNarrowParams {
     pub first: u64,
     /// Codes of up; 0 for down.
     pub second: u64,
-    /// FP8: f32 `[rows, ceil(k / 128)]`; MXFP4: e8m0 `[rows, k / 32]`.
+    /// FP8, W8A8: f32 `[rows, ceil(k / 128)]`; MXFP4: e8m0 `[rows, k / 32]`.
     pub first_scales: u64,
-    /// Of up; 0 for down.
+    /// Scales of up; 0 for down.
     pub second_scales: u64,
-    /// f32 `[2, inter]` or `[hidden]`.
+    /// f32 `[2, inter]` or `[hidden]`, further factors of the rows.
     pub row_scales_in: u64,
-    /// Out: the same size.
+    /// Out: f32 of the same shape.
     pub row_scales: u64,
-    /// Out: [`matrix_bytes`].
+    /// Out: [`matrix_bytes`] bytes.
     pub units: u64,
     /// Elements of a row.
     pub hidden: i32,
@@ -161,13 +180,13 @@ pub struct PackNarrowParams {
     pub inter: i32,
     /// [`PACK_GATE_UP`] or [`PACK_DOWN`].
     pub kind: i32,
-    /// [`FP8`] or [`MXFP4`].
+    /// [`FP8`], [`MXFP4`] or [`W8A8`].
     pub format: i32,
 }
 
 const _: () = {
     assert!(size_of::<LayerWeights>() == 48);
-    assert!(size_of::<ExpertsParams>() == 152);
+    assert!(size_of::<ExpertsParams>() == 184);
     assert!(size_of::<PackParams>() == 48);
     assert!(size_of::<PackNarrowParams>() == 72);
 };
@@ -181,61 +200,62 @@ unsafe extern "C" {
     fn expertd_experts_matrix_bytes(format: i32, kind: i32, hidden: i32, inter: i32) -> u64;
 }
 
-/// 32-bit words of [`ExpertsParams::state`].
+/// Size of [`ExpertsParams::state`], in 32-bit words.
 #[must_use]
 pub fn state_words(experts: usize) -> usize {
-    // SAFETY: a pure function.
+    // SAFETY: the function is pure.
     unsafe { expertd_experts_state_words(i32::try_from(experts).unwrap_or(i32::MAX)) as usize }
 }
 
-/// Once per process and device, before the first launch or capture.
+/// Prepares the kernels. Must be called once per process and device, before the first launch or capture.
 ///
 /// # Errors
-/// When the device is of another kind than the kernels were compiled for.
+/// If the kernels were not compiled for the device's architecture.
 pub fn setup() -> Result<(), LaunchError> {
-    // SAFETY: needs a current context only, and reports when there is none.
+    // SAFETY: the function only needs a current context, and reports an error if there is none.
     check("experts_setup", unsafe { expertd_experts_setup() })
 }
 
-/// The whole expert MLP.
+/// Launches the whole expert MLP.
 ///
 /// # Errors
-/// When sizes are wrong or CUDA refuses the launch.
+/// If sizes are invalid or CUDA refuses the launch.
 ///
 /// # Safety
-/// Addresses must be valid as documented until the launch, or every replay of its graph, has run.
+/// Addresses must be valid as documented until the launch, or the last replay of its graph, has ended.
 pub unsafe fn experts(params: &ExpertsParams, stream: CUstream) -> Result<(), LaunchError> {
     // SAFETY: the caller's promise.
     check("experts", unsafe { expertd_experts_launch(params, stream.cast()) })
 }
 
-/// Rewrites row-major weights into panels.
+/// Launches the conversion of row-major weights to panels.
 ///
 /// # Errors
-/// When sizes are wrong or CUDA refuses the launch.
+/// If sizes are invalid or CUDA refuses the launch.
 ///
 /// # Safety
-/// Addresses must be valid as documented until the launch has run.
+/// Addresses must be valid as documented until the launch has ended.
 pub unsafe fn pack(params: &PackParams, stream: CUstream) -> Result<(), LaunchError> {
     // SAFETY: the caller's promise.
     check("experts_pack", unsafe { expertd_experts_pack(params, stream.cast()) })
 }
 
-/// Device bytes of one expert's gate and up ([`PACK_GATE_UP`]) or down ([`PACK_DOWN`]); sizes are multiples of [`PANEL`].
+/// Size on the device of one expert's gate and up ([`PACK_GATE_UP`]) or down ([`PACK_DOWN`]) matrices, in bytes. `hidden` and
+/// `inter` are multiples of [`PANEL`].
 #[must_use]
 pub fn matrix_bytes(format: i32, kind: i32, hidden: usize, inter: usize) -> u64 {
     let size = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
-    // SAFETY: a pure function.
+    // SAFETY: the function is pure.
     unsafe { expertd_experts_matrix_bytes(format, kind, size(hidden), size(inter)) }
 }
 
-/// Rewrites an FP8 or MXFP4 matrix into units.
+/// Launches the conversion of an FP8 or MXFP4 matrix to units.
 ///
 /// # Errors
-/// When sizes are wrong or CUDA refuses the launch.
+/// If sizes are invalid or CUDA refuses the launch.
 ///
 /// # Safety
-/// Addresses must be valid as documented until the launch has run.
+/// Addresses must be valid as documented until the launch has ended.
 pub unsafe fn pack_narrow(params: &PackNarrowParams, stream: CUstream) -> Result<(), LaunchError> {
     // SAFETY: the caller's promise.
     check("experts_pack_narrow", unsafe { expertd_experts_pack_narrow(params, stream.cast()) })

@@ -3,6 +3,7 @@
 
 #include "experts.h"
 #include "experts_epilogue.cuh"
+#include "experts_epilogue_w8a8.cuh"
 #include "experts_formats.cuh"
 #include "experts_layout.cuh"
 #include "experts_schedule.cuh"
@@ -16,18 +17,16 @@ constexpr int TOKEN_WARP = 9;
 constexpr int COPY_WARP = 10; // and 11
 constexpr int COPY_THREADS = 64;
 constexpr int THREADS = 384;
-constexpr int CONSUMER_REGISTERS = 208; // 256 * 208 + 128 * 88 = 384 * 168
-constexpr int PRODUCER_REGISTERS = 88;
 
 constexpr int SEGMENT_SLOTS = 4;
-constexpr int STAGING_BARRIER = 1; // named barriers: 1 and 2 for the warpgroups' staging areas, 3 for the copy warps
-constexpr int COPY_BARRIER = 3;
+constexpr int COPY_BARRIER = 3; // named barriers: beside STAGING_BARRIER and MAXIMA_BARRIER
 
 struct Shared {
     ExpertdLayerWeights layer;
     Tables tables;
+    Drawn drawn;
     Segment segments[SEGMENT_SLOTS];
-    float weights[SEGMENT_SLOTS][MAX_TILE_TOKENS]; // routing weights of the segment's tokens
+    float weights[SEGMENT_SLOTS][MAX_TILE_TOKENS]; // routing weights of the segment's tokens; W8A8, whose tiles are narrower: Maxima
     uint64_t segment_full[SEGMENT_SLOTS], segment_empty[SEGMENT_SLOTS], routing_full[SEGMENT_SLOTS];
     uint64_t pair_empty[MAX_STAGES]; // both blocks of the pair have read the stage
     uint64_t turn[2];     // the warpgroup has read the operands of a segment that it has to itself
@@ -38,6 +37,7 @@ struct Shared {
     int32_t longest, active; // most tokens of an expert, experts with any
     int32_t warp_tiles[THREADS / 32], warp_rows[THREADS / 32];
 };
+static_assert(W8a8::MAX_TOKENS * sizeof(float) + sizeof(Maxima) <= sizeof(Shared::weights[0]), "both fit a slot");
 constexpr int SHARED_BYTES = RING_BYTES + 2 * STAGING_BYTES + sizeof(Shared);
 static_assert(SHARED_BYTES <= 227 * 1024, "shared memory of one block");
 
@@ -68,22 +68,30 @@ template <class Format> struct Block {
     const ExpertdLayerWeights& layer;
     Shared& shared;
     const Plan& plan;
-    uint32_t weight_ring, token_ring, staging; // shared-memory addresses
+    uint32_t weight_ring, token_ring, scale_ring, staging; // shared-memory addresses
 
-    __device__ int k_panels(const Segment& s) const { return (s.phase == 0 ? p.hidden : p.inter) / PANEL_K; }
+    __device__ int k_panels(const Segment& s) const { return divide_up(s.phase == 0 ? p.hidden : p.inter, Format::PANEL_ELEMENTS); }
     // k blocks of a segment: what the unit of weights spans, one panel or several.
     __device__ int k_blocks(const Segment& s) const { return divide_up(k_panels(s), Format::BLOCK_PANELS); }
     __device__ int per_stage(const Segment& s) const {
+        if (Format::PANEL_ELEMENTS == BLOCK_K) return 1; // W8A8
         return blocks_per_stage(plan.rows(s.phase), s.tokens, plan);
     }
     // Shared by the warpgroups, half of the rows each; else it is one's.
-    __device__ bool shared_segment(const Segment& s) const { return !plan.in_turn && (s.rows > 64 || plan.pairs); }
+    __device__ bool shared_segment(const Segment& s) const { return !plan.in_turn && (Format::SHARED_SEGMENTS || s.rows > 64 || plan.pairs); }
     // Little to do: x, h and the counters would be late behind a whole ring of weights in the memory system, and each wait for
     // them is felt. So the ring is filled in portions, each as soon as an earlier one has landed.
     __device__ bool paced() const { return plan.paced; }
     __device__ uint32_t weight_stage(int slot) const { return weight_ring + slot * stage_weight_bytes<Format>(plan.block_rows); }
     __device__ uint32_t token_stage(int slot) const {
         return token_ring + slot * stage_token_bytes<Format>(plan.tile_tokens);
+    }
+    // W8A8: f32 scales of the stage's weight rows, then of its tokens.
+    __device__ uint32_t scale_stage(int slot) const { return scale_ring + slot * Format::SCALE_STAGE_BYTES; }
+    __device__ uint32_t token_scales(int slot) const { return scale_stage(slot) + plan.block_rows * 4; }
+    // W8A8: set 0 or 1.
+    __device__ Maxima& maxima(uint32_t set) const {
+        return *reinterpret_cast<Maxima*>(&shared.weights[set][W8a8::MAX_TOKENS]);
     }
     __device__ uint32_t* h_ready(int expert) const { return p.state + STATE_READY + expert; }
     __device__ uint32_t* x_ready(int expert) const { return p.state + STATE_READY + p.experts + expert; }
@@ -92,9 +100,20 @@ template <class Format> struct Block {
 // Counters of written panels. The writers have met at a barrier, so one thread's release covers the stores of all. These
 // are ordinary stores and the copy engine reads them, hence the reader's proxy fence.
 __device__ __forceinline__ void publish(uint32_t* counter, uint32_t amount) { add_release(counter, amount); }
-__device__ __forceinline__ void await(const uint32_t* counter, uint32_t wanted) {
-    const SpinLimit limit;
-    while (load_acquire(counter) < wanted) limit.tick();
+//
+// A wait that outlasts the deadline, or that finds the step failed, ends: the error word is set, and what is computed from then
+// on is used by no one. Everything that the block does afterwards is bounded and stays within its buffers.
+__device__ __forceinline__ void await(const ExpertdExpertsParams& p, const uint32_t* counter, uint32_t wanted) {
+    uint64_t deadline = 0;
+    for (uint32_t spins = 1; load_acquire(counter) < wanted; spins++) {
+        if (spins % 256 != 0 || p.deadline_ns == 0) continue;
+        const uint64_t now = device_time_ns();
+        if (deadline == 0) deadline = now + p.deadline_ns;
+        const bool late = now > deadline, failed = p.error != nullptr && load_acquire(p.error) != 0;
+        if (!late && !failed) continue;
+        if (late && p.error != nullptr) atomicCAS(p.error, 0u, uint32_t(EXPERTD_ERROR_TIMEOUT));
+        break;
+    }
     fence_async_proxy();
 }
 

@@ -22,7 +22,7 @@ __device__ __forceinline__ void finish_segment(const Block<Format>& block, const
                             shared.weights[slot.slot],
                             block.staging + warpgroup * STAGING_BYTES,
                             STAGING_BARRIER + warpgroup};
-    if constexpr (Format::BLOCK_PANELS > 1) {
+    if constexpr (Format::ROW_SCALES) {
         const float2 scales = row_scales(epilogue);
 #pragma unroll
         for (int i = 0; i < N / 2; i++) d[i] *= i % 4 < 2 ? scales.x : scales.y;

@@ -16,6 +16,7 @@ namespace expertd {
 
 constexpr int STAGING_TOKENS = 64;
 constexpr int STAGING_BYTES = STAGING_TOKENS * 128; // of one warpgroup
+constexpr int STAGING_BARRIER = 1;                  // named barriers 1 and 2: the warpgroups' staging areas
 
 // Two f32 to packed bf16, `low` in the low half, rounded to nearest even.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {

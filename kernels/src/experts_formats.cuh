@@ -1,4 +1,5 @@
-// The formats that expert weights are held in, and how FP8 and MXFP4 are widened to wgmma's bf16 fragments.
+// The formats that expert weights are held in, and how FP8 and MXFP4 are widened to wgmma's bf16 fragments. (W8A8 multiplies
+// FP8 weights as they are: experts_compute_w8a8.cuh.)
 //
 // Widening is exact: e4m3 and e2m1 are put behind a bf16 exponent that is too low by a constant (subnormals of either
 // become subnormals of bf16) and multiplied by a power of two. Codes that are not numbers never come to be widened as
@@ -10,10 +11,23 @@
 
 namespace expertd {
 
-struct Bf16 {
+// Registers of the 256 threads that compute and of the 128 others: together those of 384 threads with 168 each.
+template <int CONSUMER, int PRODUCER> struct Registers {
+    static_assert(2 * CONSUMER + PRODUCER <= 3 * 168 && CONSUMER % 8 == 0 && PRODUCER % 8 == 0);
+    static constexpr int CONSUMER_REGISTERS = CONSUMER;
+    static constexpr int PRODUCER_REGISTERS = PRODUCER;
+};
+
+struct Bf16 : Registers<208, 88> {
     static constexpr int UNIT_BYTES = UNIT_ROWS * PANEL_ROW_BYTES; // of 16 rows and one k block
+    static constexpr int UNIT_SCALE_BYTES = 0;                     // scales that stand behind all rows of a k block, of 16 rows
+    static constexpr int PANEL_ELEMENTS = PANEL_K;                 // elements of k in a panel of x and h
     static constexpr int BLOCK_PANELS = 1;                         // panels of a k block
     static constexpr int MAX_TOKENS = 256;                         // widest token tile
+    static constexpr bool ROW_SCALES = false;                      // sums of a row are multiplied with a factor
+    static constexpr bool THREADS_READ = false;                    // threads read stages, not only the tensor cores
+    static constexpr int SCALE_STAGE_BYTES = 0;                    // scales of a stage
+    static constexpr bool SHARED_SEGMENTS = false;                 // both warpgroups have a share of every segment, low ones too
     static constexpr bool HALVES = true; // a warpgroup may compute twice 64 weight rows: tall segments, pairs in turn
 };
 
@@ -25,9 +39,15 @@ __device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
     return product;
 }
 
-struct Fp8 {
+struct Fp8 : Registers<208, 88> {
     static constexpr int UNIT_BYTES = FP8_UNIT_BYTES;
+    static constexpr int UNIT_SCALE_BYTES = 0;
+    static constexpr int PANEL_ELEMENTS = PANEL_K;
     static constexpr int BLOCK_PANELS = 2;
+    static constexpr bool ROW_SCALES = true;
+    static constexpr bool THREADS_READ = true;
+    static constexpr int SCALE_STAGE_BYTES = 0;
+    static constexpr bool SHARED_SEGMENTS = false;
     static constexpr int MAX_TOKENS = 128; // sums of a k block and sums of all of them share the registers
     static constexpr bool HALVES = false;
     static constexpr bool SCALED_SUMS = true;
@@ -56,9 +76,15 @@ struct Fp8 {
     }
 };
 
-struct Mxfp4 {
+struct Mxfp4 : Registers<208, 88> {
     static constexpr int UNIT_BYTES = MXFP4_UNIT_BYTES;
+    static constexpr int UNIT_SCALE_BYTES = 0;
+    static constexpr int PANEL_ELEMENTS = PANEL_K;
     static constexpr int BLOCK_PANELS = 2;
+    static constexpr bool ROW_SCALES = true;
+    static constexpr bool THREADS_READ = true;
+    static constexpr int SCALE_STAGE_BYTES = 0;
+    static constexpr bool SHARED_SEGMENTS = false;
     static constexpr int MAX_TOKENS = 128;
     static constexpr bool HALVES = false;
     static constexpr bool SCALED_SUMS = false;
@@ -92,6 +118,21 @@ struct Mxfp4 {
         widen_block(words.x, words.y, multiplier(scales.x, 2 * chunk), multiplier(scales.y, 2 * chunk), a[0], a[1]);
         widen_block(words.z, words.w, multiplier(scales.x, 2 * chunk + 1), multiplier(scales.y, 2 * chunk + 1), a[2], a[3]);
     }
+};
+
+// FP8 weights that the tensor cores multiply with FP8 rows. Sums over 128 k are scaled in f32 before they are added up. All
+// segments are tall: 256 rows of gate and up are 128 features of h, which share a scale.
+struct W8a8 : Registers<216, 72> {
+    static constexpr int UNIT_BYTES = UNIT_ROWS * BLOCK_K;
+    static constexpr int UNIT_SCALE_BYTES = UNIT_ROWS * 4;
+    static constexpr int PANEL_ELEMENTS = BLOCK_K;
+    static constexpr int BLOCK_PANELS = 1;
+    static constexpr int MAX_TOKENS = 112; // sums of 128 rows and of a k block of 64 share the registers
+    static constexpr bool HALVES = false;
+    static constexpr bool ROW_SCALES = true;
+    static constexpr bool THREADS_READ = true;
+    static constexpr int SCALE_STAGE_BYTES = 1536; // of 256 weight rows, then of up to 128 tokens
+    static constexpr bool SHARED_SEGMENTS = true;
 };
 
 // Chunk number `chunk` of a lane: chunks of a k block are 512 bytes of the unit apart.

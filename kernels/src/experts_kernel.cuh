@@ -10,13 +10,15 @@
 //   experts_plan.cuh       tile shapes              experts_formats.cuh         FP8, MXFP4 to bf16
 //   experts_producers.cuh  weights and rows         experts_compute.cuh         mainloop, both operands in shared memory
 //   experts_rows.cuh       rows to panels           experts_compute_narrow.cuh  mainloop, weights widened in registers
-//   experts_block.cuh      what all share           experts_epilogue.cuh        activation, biases, stores
+//   experts_block.cuh      what all share           experts_compute_w8a8.cuh    mainloop, FP8 products
+//   experts_quantise.cuh   e4m3 codes and scales    experts_epilogue.cuh        activation, biases, stores (_w8a8: h in e4m3)
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "experts_compute.cuh"
 #include "experts_compute_narrow.cuh"
+#include "experts_compute_w8a8.cuh"
 #include "experts_plan.cuh"
 #include "experts_producers.cuh"
 #include "experts_rows.cuh"
@@ -25,7 +27,7 @@ namespace expertd {
 
 // Which width of wgmma a segment takes: enough columns for its tokens.
 __device__ __forceinline__ void compute_any(const Block<Bf16>& block, const Segment& segment, int from, bool shared_segment,
-                                            const Cursor& slot, Cursor& stage) {
+                                            const Cursor& slot, Cursor& stage, uint32_t&) {
     const int n = segment.tokens;
 #define EXPERTD_UP_TO(N) else if (n <= N) EXPERTD_COMPUTE(N);
 #define EXPERTD_COMPUTE(N) compute<N, 2>(block, segment, from, shared_segment, slot, stage)
@@ -69,7 +71,7 @@ __device__ __forceinline__ void compute_any(const Block<Bf16>& block, const Segm
 
 template <class Format>
 __device__ __forceinline__ void compute_any(const Block<Format>& block, const Segment& segment, int from, bool shared_segment,
-                                            const Cursor& slot, Cursor& stage) {
+                                            const Cursor& slot, Cursor& stage, uint32_t&) {
     static_assert(Format::MAX_TOKENS == 128, "the widest below");
     const int n = segment.tokens;
 #define EXPERTD_COMPUTE(N) compute<N>(block, segment, from, shared_segment, slot, stage)
@@ -79,6 +81,22 @@ __device__ __forceinline__ void compute_any(const Block<Format>& block, const Se
     EXPERTD_UP_TO(64)
     EXPERTD_UP_TO(96)
     else EXPERTD_COMPUTE(128);
+#undef EXPERTD_COMPUTE
+}
+
+__device__ __forceinline__ void compute_any(const Block<W8a8>& block, const Segment& segment, int from, bool,
+                                            const Cursor& slot, Cursor& stage, uint32_t& exchanges) {
+    static_assert(W8a8::MAX_TOKENS == 112, "the widest below");
+    const int n = segment.tokens;
+#define EXPERTD_COMPUTE(N) compute_w8a8<N>(block, segment, from, slot, stage, exchanges)
+    if (n <= 8) EXPERTD_COMPUTE(8);
+    EXPERTD_UP_TO(16)
+    EXPERTD_UP_TO(32)
+    EXPERTD_UP_TO(48)
+    EXPERTD_UP_TO(64)
+    EXPERTD_UP_TO(80)
+    EXPERTD_UP_TO(96)
+    else EXPERTD_COMPUTE(112);
 #undef EXPERTD_UP_TO
 #undef EXPERTD_COMPUTE
 }
@@ -90,7 +108,8 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
     const int warpgroup = uniform(threadIdx.x / 128);
     Cursor slot, stage;
     int turn = 0;
-    uint32_t turn_parity = 0;
+    uint32_t turn_parity = 0, exchanges = 0;
+    if (Format::SHARED_SEGMENTS && warpgroup == 1) named_arrive<256>(TURN_BARRIER); // the first turn is the first warpgroup's
     while (true) {
         barrier_wait(&shared.segment_full[slot.slot], slot.parity);
         const Segment segment = uniform(shared.segments[slot.slot]);
@@ -104,16 +123,17 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
             stage.advance(block.plan.stages, divide_up(block.k_blocks(segment), block.per_stage(segment)));
         } else {
             const int from = shared_segment ? warpgroup * (block.plan.block_rows / 2) : 0;
-            compute_any(block, segment, from, shared_segment, slot, stage);
+            compute_any(block, segment, from, shared_segment, slot, stage, exchanges);
         }
+        const Segment done = uniform(shared.segments[slot.slot]); // read again: it would hold registers meanwhile
         __syncwarp(); // every lane has read the slot
         if (arrives_for_warp()) barrier_arrive(&shared.segment_empty[slot.slot]);
         slot.advance(SEGMENT_SLOTS);
-        if (segment.phase == 0 && mine) {
+        if (done.phase == 0 && mine) {
             named_sync<128>(STAGING_BARRIER + warpgroup);
             const int from = shared_segment ? warpgroup * (block.plan.block_rows / 2) : 0;
-            const int rows = shared_segment ? min(block.plan.block_rows / 2, segment.rows - from) : segment.rows;
-            if (threadIdx.x % 128 == 0 && rows > 0) publish(block.h_ready(segment.expert), rows / UNIT_ROWS);
+            const int rows = shared_segment ? min(block.plan.block_rows / 2, done.rows - from) : done.rows;
+            if (threadIdx.x % 128 == 0 && rows > 0) publish(block.h_ready(done.expert), rows / UNIT_ROWS);
         }
     }
 }
@@ -154,6 +174,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
             barrier_init(&shared.stage_empty[i], CONSUMER_WARPS * WARP_ARRIVALS);
             barrier_init(&shared.pair_empty[i], 2 * CONSUMER_WARPS * WARP_ARRIVALS);
         }
+        for (int i = 0; i < DRAWN_SLOTS; i++) barrier_init(&shared.drawn.full[i], 1);
         barrier_init(&shared.turn[0], CONSUMER_WARPS / 2 * WARP_ARRIVALS);
         barrier_init(&shared.turn[1], CONSUMER_WARPS / 2 * WARP_ARRIVALS);
         barrier_init(&shared.rows_loaded, COPY_THREADS);
@@ -173,10 +194,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
         return;
     }
     const uint32_t ring = smem_address(memory);
-    const Block<Format> block{p, shared.layer, shared, plan, ring, ring + weight_ring_bytes<Format>(plan), ring + RING_BYTES};
+    const uint32_t token_ring = ring + weight_ring_bytes<Format>(plan);
+    const uint32_t scale_ring = token_ring + plan.stages * stage_token_bytes<Format>(plan.tile_tokens);
+    const Block<Format> block{p, shared.layer, shared, plan, ring, token_ring, scale_ring, ring + RING_BYTES};
 
     if (warp >= WEIGHT_WARP) {
-        registers_down<PRODUCER_REGISTERS>();
+        registers_down<Format::PRODUCER_REGISTERS>();
         if (warp >= COPY_WARP) {
             copy_rows(block);
         } else if (warp == TOKEN_WARP) {
@@ -186,7 +209,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
             produce_weights(block);
         }
     } else {
-        registers_up<CONSUMER_REGISTERS>();
+        registers_up<Format::CONSUMER_REGISTERS>();
         consume(block);
     }
     __syncwarp();

@@ -10,8 +10,10 @@ namespace expertd {
 int setup_bf16();
 int setup_fp8();
 int setup_mxfp4();
+int setup_w8a8();
 int launch_bf16(const ExpertdExpertsParams& p, cudaStream_t stream);
 int launch_fp8(const ExpertdExpertsParams& p, cudaStream_t stream);
 int launch_mxfp4(const ExpertdExpertsParams& p, cudaStream_t stream);
+int launch_w8a8(const ExpertdExpertsParams& p, cudaStream_t stream);
 
 } // namespace expertd

@@ -11,6 +11,10 @@
 // what a lane needs of a panel stands together in 16-byte chunks, lane beside lane, so a warp reads its unit without bank
 // conflicts; the scales of the unit follow its elements. The bits of a chunk's words are spread such that widening needs
 // few instructions (fp8_word, mxfp4_words). Where k / 64 is odd, the second panel of the last k block is zeros.
+//
+// W8A8: wgmma reads FP8 weights from shared memory. [ceil(k / 128)][rows][128], 128 bytes per row with the same permutation of
+// chunks as in bf16; behind the rows of each panel stand their scales, f32 [rows]. x_panels and h have the same layout, their
+// scales are arrays of their own. Elements of k behind the last are zeros.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +31,7 @@ constexpr int PANEL_K = 64;          // elements of k in a panel
 constexpr int PANEL_ROW_BYTES = 128; // bytes of a bf16 row in a panel
 constexpr int SWIZZLE_BYTES = 1024;  // alignment of what wgmma reads from shared memory
 constexpr int UNIT_ROWS = 16;        // rows of a unit: those of one warp in wgmma's M
-constexpr int BLOCK_K = 128;         // elements of k in an FP8 or MXFP4 unit
+constexpr int BLOCK_K = 128;         // elements of k in an FP8 or MXFP4 unit, and in a panel of W8A8
 
 // Element (row, k) of a bf16 matrix with `rows` rows.
 EXPERTD_HD uint64_t panel_index(uint64_t row, uint64_t k, uint64_t rows) {
@@ -43,6 +47,10 @@ EXPERTD_HD int gate_up_feature(int r, bool& second) {
 }
 
 // down: panel row r holds output feature r.
+
+// W8A8: where byte k of a panel's row stands in that row.
+EXPERTD_HD uint32_t panel_byte(uint32_t row, uint32_t k) { return ((k / 16 ^ (row % 8)) * 16) | (k % 16); }
+constexpr int W8A8_UNIT_BYTES = UNIT_ROWS * (BLOCK_K + 4); // of 16 rows and one panel, scales included
 
 // ---- wgmma's A operand in registers ----
 //

@@ -1,4 +1,4 @@
-// Rewrites row-major FP8 and MXFP4 checkpoint weights into the units of experts_layout.cuh.
+// Rewrites row-major FP8 and MXFP4 checkpoint weights into the units and panels of experts_layout.cuh.
 //
 // A warp makes the units of 16 rows, k block after k block; every lane gathers what it will hold in the expert kernel. What
 // is not a number shows in the row's scale: the kernel widens the two NaN codes of e4m3 to ±480, and the NaN exponent of
@@ -75,6 +75,33 @@ __device__ void pack_fp8(const ExpertdPackNarrowParams& p, int unit, int units, 
     for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], lane, quad_max(nan[i]) != 0, 0);
 }
 
+// Rows of 128 bytes, whose chunks are permuted, and behind all rows of a panel their scales.
+__device__ void pack_w8a8(const ExpertdPackNarrowParams& p, int unit, int units, int lane, int k) {
+    const int blocks = (k + BLOCK_K - 1) / BLOCK_K;
+    const uint64_t rows_all = uint64_t(units) * UNIT_ROWS;
+    for (int r = 0; r < UNIT_ROWS; r++) {
+        const int row = unit * UNIT_ROWS + r;
+        bool second = false;
+        const int feature = p.kind == EXPERTD_PACK_GATE_UP ? gate_up_feature(row, second) : row;
+        const uint8_t* codes = static_cast<const uint8_t*>(second ? p.second : p.first) + uint64_t(feature) * k;
+        const float* scales = static_cast<const float*>(second ? p.second_scales : p.first_scales) + uint64_t(feature) * blocks;
+        for (int block = 0; block < blocks; block++) {
+            uint8_t* out = static_cast<uint8_t*>(p.units) + block * rows_all * (BLOCK_K + 4);
+            uint32_t word = 0; // four elements
+            for (int i = 0; i < 4; i++) {
+                const int column = block * BLOCK_K + lane * 4 + i;
+                word |= uint32_t(column < k ? codes[column] : 0) << (8 * i);
+            }
+            *reinterpret_cast<uint32_t*>(out + uint64_t(row) * BLOCK_K + panel_byte(row, lane * 4)) = word;
+            if (lane == 0) reinterpret_cast<float*>(out + rows_all * BLOCK_K)[row] = scales[block];
+        }
+        if (lane == 0) {
+            const int index = feature + (second ? p.inter : 0);
+            p.row_scales[index] = p.row_scales_in[index];
+        }
+    }
+}
+
 __device__ void pack_mxfp4(const ExpertdPackNarrowParams& p, int unit, int units, int lane, int k) {
     const int blocks = (k + BLOCK_K - 1) / BLOCK_K;
     const Rows rows = find_rows(p, unit, lane, k / 2, k / 32);
@@ -116,6 +143,8 @@ __global__ void pack_narrow_kernel(const ExpertdPackNarrowParams p, int units, i
     if (unit >= units) return;
     if (p.format == EXPERTD_FP8) {
         pack_fp8(p, unit, units, lane, k);
+    } else if (p.format == EXPERTD_W8A8) {
+        pack_w8a8(p, unit, units, lane, k);
     } else {
         pack_mxfp4(p, unit, units, lane, k);
     }
@@ -128,7 +157,7 @@ extern "C" int expertd_experts_pack_narrow(const ExpertdPackNarrowParams* params
     const ExpertdPackNarrowParams& p = *params;
     const bool gate_up = p.kind == EXPERTD_PACK_GATE_UP;
     if (p.hidden <= 0 || p.hidden % 64 != 0 || p.inter <= 0 || p.inter % 64 != 0 ||
-        (p.format != EXPERTD_FP8 && p.format != EXPERTD_MXFP4) || p.first == nullptr || p.first_scales == nullptr ||
+        (p.format != EXPERTD_FP8 && p.format != EXPERTD_MXFP4 && p.format != EXPERTD_W8A8) || p.first == nullptr || p.first_scales == nullptr ||
         (gate_up && (p.second == nullptr || p.second_scales == nullptr)) || p.row_scales_in == nullptr ||
         p.row_scales == nullptr || p.units == nullptr) {
         return cudaErrorInvalidValue;
@@ -143,6 +172,7 @@ extern "C" uint64_t expertd_experts_matrix_bytes(int32_t format, int32_t kind, i
     const bool gate_up = kind == EXPERTD_PACK_GATE_UP;
     const uint64_t rows = gate_up ? 2 * inter : hidden, k = gate_up ? hidden : inter;
     if (format == EXPERTD_BF16) return rows * k * 2;
-    const uint64_t unit = format == EXPERTD_FP8 ? expertd::FP8_UNIT_BYTES : expertd::MXFP4_UNIT_BYTES;
+    static_assert(expertd::FP8_UNIT_BYTES == expertd::W8A8_UNIT_BYTES, "FP8 takes the same memory in both layouts");
+    const uint64_t unit = format == EXPERTD_MXFP4 ? expertd::MXFP4_UNIT_BYTES : expertd::FP8_UNIT_BYTES;
     return rows / expertd::UNIT_ROWS * ((k + expertd::BLOCK_K - 1) / expertd::BLOCK_K) * unit;
 }

@@ -22,16 +22,24 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
     __syncthreads();
 
     Plan plan;
-    const bool tall = p.tile_rows != 0     ? p.tile_rows == EXPERTD_TILE_TALL
+    constexpr bool W8A8 = Format::PANEL_ELEMENTS == BLOCK_K;
+    const bool tall = W8A8                 ? true
+                      : p.tile_rows != 0   ? p.tile_rows == EXPERTD_TILE_TALL
                       : p.tile_tokens != 0 ? false
                                            : tall_segments<Format>(p, shared.longest, shared.active, shared.tables.offset[p.experts]);
+    plan.tile_tokens = p.tile_tokens != 0 ? min(p.tile_tokens, Format::MAX_TOKENS)
+                       : W8A8             ? tile_tokens_for<Format>(shared.longest, TILE_ROWS)
+                                          : tile_tokens_for<Format>(shared.longest, tall ? TALL_ROWS : TILE_ROWS);
     plan.block_rows = tall ? TALL_ROWS : TILE_ROWS;
-    plan.tile_tokens = p.tile_tokens != 0 ? p.tile_tokens : tile_tokens_for<Format>(shared.longest, plan.block_rows);
     if (p.tile_rows == EXPERTD_TILE_TURNS) plan.tile_tokens = min(plan.tile_tokens, 128);
     plan.paced = paced<Format>(p, plan, shared.active);
     plan.stages = stages_for<Format>(plan.tile_tokens, plan.block_rows);
 
-    const int tiles[2] = {divide_up(count[0], plan.tile_tokens), divide_up(count[1], plan.tile_tokens)};
+    plan.late_draw = W8A8;
+    plan.share_weights = W8A8 && (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS : shares_weights(shared.longest, Format::MAX_TOKENS));
+    // Tiles of an expert, an even number of them where two blocks take them at once.
+    const int step = plan.share_weights ? 2 : 1;
+    const int tiles[2] = {divide_up(count[0], plan.tile_tokens * step) * step, divide_up(count[1], plan.tile_tokens * step) * step};
     const int rows[2] = {round_up_8(count[0]), round_up_8(count[1])};
     int tiles_before = tiles[0] + tiles[1], rows_before = rows[0] + rows[1]; // inclusive, made exclusive below
     for (int delta = 1; delta < 32; delta *= 2) {
@@ -54,6 +62,7 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
     plan.in_turn = p.tile_rows != 0 ? p.tile_rows == EXPERTD_TILE_TURNS : !tall && pairs_in_turn<Format>(p, plan);
     plan.pairs = plan.in_turn || (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS
                                                    : !tall && plan.tile_tokens > PAIR_TOKENS && min(p.hidden, p.inter) >= PAIR_K);
+    if (W8A8) plan.pairs = plan.share_weights;
     const int given = tall || plan.in_turn ? 0 : min(p.tile_rows, TILE_ROWS);
     plan.up_rows = plan.in_turn ? level_rows(2 * p.inter, plan.tiles) : given != 0 ? given : segment_rows_for(2 * p.inter, plan);
     plan.down_rows = plan.in_turn ? LOW_ROWS : given != 0 ? given : segment_rows_for(p.hidden, plan);

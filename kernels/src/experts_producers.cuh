@@ -11,7 +11,7 @@ template <class Format>
 __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
     const ExpertdExpertsParams& p = block.p;
     Shared& shared = block.shared;
-    Scheduler scheduler(p, shared.tables, block.plan);
+    Scheduler scheduler(p, shared.tables, block.plan, shared.drawn);
     Cursor slot, stage, landing; // landing: the oldest stage that is under way, of paced ones
     int under_way = 0;
     const uint64_t once = policy_evict_first(), again = policy_evict_normal();
@@ -30,15 +30,25 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
 
         const int all_rows = segment.phase == 0 ? 2 * p.inter : p.hidden;
         const int blocks = block.k_blocks(segment), per_stage = block.per_stage(segment);
-        const int64_t block_bytes = int64_t(all_rows / UNIT_ROWS) * Format::UNIT_BYTES; // all rows of a k block
+        const int64_t elements = int64_t(all_rows / UNIT_ROWS) * Format::UNIT_BYTES; // of all rows of a k block
+        const int64_t block_bytes = elements + int64_t(all_rows / UNIT_ROWS) * Format::UNIT_SCALE_BYTES;
         const char* source = static_cast<const char*>(segment.phase == 0 ? block.layer.gate_up : block.layer.down) +
                              int64_t(segment.expert) * blocks * block_bytes + int64_t(segment.row / UNIT_ROWS) * Format::UNIT_BYTES;
         const uint32_t bytes = segment.rows / UNIT_ROWS * Format::UNIT_BYTES;
+        const uint32_t scale_bytes = segment.rows / UNIT_ROWS * Format::UNIT_SCALE_BYTES;
+        // From a row's elements to its scale.
+        const int64_t to_scales = elements - int64_t(segment.row / UNIT_ROWS) * (Format::UNIT_BYTES - Format::UNIT_SCALE_BYTES);
         const int* tile = &shared.tables.tile[segment.expert];
-        const uint64_t policy = tile[1] - tile[0] == 1 ? once : again; // is there another token tile for these rows?
+        const bool sharing = Format::UNIT_SCALE_BYTES != 0 && block.plan.share_weights;
+        const uint64_t policy = tile[1] - tile[0] == (sharing ? 2 : 1) ? once : again; // is there another token tile for these rows?
+        // Where a pair shares weights, each block brings half of the segment's rows for both.
+        const uint32_t half = segment.rows / 2 / UNIT_ROWS * UNIT_ROWS, mine_from = blockIdx.x % 2 == 0 ? 0 : half;
+        const uint32_t mine = blockIdx.x % 2 == 0 ? half : segment.rows - half;
         for (int k = 0; k < blocks; k += per_stage) {
             const int here = min(per_stage, blocks - k);
-            barrier_wait(&shared.stage_empty[stage.slot], stage.parity ^ 1);
+            barrier_wait(sharing ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
+            // What threads have read of the stage before they handed it back comes before the copies that fill it again.
+            if (Format::THREADS_READ) fence_shared_proxy();
             uint64_t* arrived = &shared.full[stage.slot];
             if (block.paced()) {
                 if (under_way == divide_up(PACED_BYTES, stage_weight_bytes<Format>(block.plan.block_rows))) {
@@ -50,9 +60,19 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
                 barrier_arrive(arrived);
                 arrived = &shared.weights_full[stage.slot];
             }
-            barrier_arrive_expect(arrived, bytes * here);
+            barrier_arrive_expect(arrived, (bytes + scale_bytes) * here);
             for (int i = 0; i < here && bytes != 0; i++) {
+                if (sharing) {
+                    bulk_load_both(block.weight_stage(stage.slot) + mine_from * PANEL_ROW_BYTES, source + mine_from * PANEL_ROW_BYTES,
+                                   mine * PANEL_ROW_BYTES, arrived, policy);
+                    bulk_load_both(block.scale_stage(stage.slot) + mine_from * 4, source + to_scales + mine_from * 4, mine * 4, arrived, policy);
+                    source += block_bytes;
+                    continue;
+                }
                 bulk_load(block.weight_stage(stage.slot) + i * bytes, source, bytes, arrived, policy);
+                if (Format::UNIT_SCALE_BYTES != 0) {
+                    bulk_load(block.scale_stage(stage.slot) + i * scale_bytes, source + to_scales, scale_bytes, arrived, policy);
+                }
                 source += block_bytes;
             }
             stage.advance(block.plan.stages);
@@ -85,31 +105,41 @@ __device__ __forceinline__ void produce_tokens(const Block<Format>& block) {
                 const int e = segment.expert;
                 if (segment.phase == 0) {
                     const int octets = (shared.tables.row[e + 1] - shared.tables.row[e]) / 8;
-                    await(block.x_ready(e), uint32_t(octets) * copy_slices(p));
+                    await(p, block.x_ready(e), uint32_t(octets) * copy_slices(p));
                 } else {
-                    await(block.h_ready(e), uint32_t(shared.tables.tile[e + 1] - shared.tables.tile[e]) * (2 * p.inter / UNIT_ROWS));
+                    await(p, block.h_ready(e), uint32_t(shared.tables.tile[e + 1] - shared.tables.tile[e]) * (2 * p.inter / UNIT_ROWS));
                 }
                 ready_expert = e, ready_phase = segment.phase;
             }
             const int panels = block.k_panels(segment), per_stage = block.per_stage(segment) * Format::BLOCK_PANELS;
             const uint32_t bytes = round_up_8(segment.tokens) * PANEL_ROW_BYTES;
             const char* source = static_cast<const char*>(segment.phase == 0 ? p.x_panels : p.h) + int64_t(segment.panel_row) * PANEL_ROW_BYTES;
+            constexpr bool SCALED = Format::SCALE_STAGE_BYTES != 0;
             // In a pair, the first block brings the first half of the tokens for both, the second block the second half.
+            const bool sharing = block.plan.pairs && !(SCALED && block.plan.share_weights);
             const uint32_t half = (bytes / 2 + 1023) / 1024 * 1024;
-            const uint32_t mine_from = block.plan.pairs && blockIdx.x % 2 == 1 ? half : 0;
-            const uint32_t mine = !block.plan.pairs ? bytes : mine_from == 0 ? half : bytes - half;
+            const uint32_t mine_from = sharing && blockIdx.x % 2 == 1 ? half : 0;
+            const uint32_t mine = !sharing ? bytes : mine_from == 0 ? half : bytes - half;
+            // W8A8: a scale of each token and panel.
+            const uint32_t scale_bytes = SCALED ? bytes / PANEL_ROW_BYTES * 4 : 0;
+            const float* scale_source = (segment.phase == 0 ? p.x_scales : p.h_scales) + segment.panel_row;
             for (int panel = 0; panel < panels; panel += per_stage) {
                 const int here = min(per_stage, panels - panel);
-                barrier_wait(block.plan.pairs ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
+                barrier_wait(sharing ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
+                if (SCALED) fence_shared_proxy(); // as for weights
                 uint64_t* full = &shared.full[stage.slot];
-                barrier_arrive_expect(full, bytes * here);
+                barrier_arrive_expect(full, (bytes + scale_bytes) * here);
                 for (int i = 0; i < here; i++) {
-                    if (!block.plan.pairs) {
-                        bulk_load(block.token_stage(stage.slot) + i * bytes, source, bytes, full, policy);
+                    if (!sharing) {
+                        if (bytes != 0) bulk_load(block.token_stage(stage.slot) + i * bytes, source, bytes, full, policy);
                     } else if (mine != 0) {
                         bulk_load_both(block.token_stage(stage.slot) + i * bytes + mine_from, source + mine_from, mine, full, policy);
                     }
                     source += int64_t(p.panel_rows) * PANEL_ROW_BYTES;
+                    if (SCALED) {
+                        if (bytes != 0) bulk_load(block.token_scales(stage.slot) + i * scale_bytes, scale_source, scale_bytes, full, policy);
+                        scale_source += p.panel_rows;
+                    }
                 }
                 stage.advance(block.plan.stages);
             }

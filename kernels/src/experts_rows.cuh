@@ -2,6 +2,7 @@
 #pragma once
 
 #include "experts_block.cuh"
+#include "experts_quantise.cuh"
 
 namespace expertd {
 
@@ -11,6 +12,90 @@ constexpr int COPY_BATCH = 8; // 16-byte loads in flight per thread
 
 __device__ __forceinline__ int copy_slices(const ExpertdExpertsParams& p) {
     return divide_up(p.hidden, COPY_PANELS * PANEL_K);
+}
+
+// What eight threads copy together: panels `first` to `end` (of 64 elements) of a row at `source`, to `row` of the panels. They
+// call `loaded` once their first loads have arrived.
+struct Piece {
+    const char* source;
+    int row, first, end;
+};
+
+// Rows in bf16 to panels in bf16.
+template <class Format, class Loaded>
+__device__ __forceinline__ void copy_piece(const ExpertdExpertsParams& p, const Piece& piece, int chunk, Constant<0>, Loaded loaded) {
+    const uint4* source = reinterpret_cast<const uint4*>(piece.source) + chunk;
+    uint4* destination = static_cast<uint4*>(p.x_panels) + int64_t(piece.row) * 8 + (chunk ^ (piece.row % 8));
+    for (int panel = piece.first; panel < piece.end; panel += COPY_BATCH) {
+        uint4 v[COPY_BATCH];
+#pragma unroll
+        for (int i = 0; i < COPY_BATCH; i++) {
+            if (panel + i < piece.end) v[i] = __ldcg(source + (panel + i) * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < COPY_BATCH; i++) {
+            if (panel + i < piece.end) destination[int64_t(panel + i) * p.panel_rows * 8] = v[i];
+        }
+        loaded();
+    }
+}
+
+// Rows in bf16, quantised, or in e4m3 to panels in e4m3, each of which is two panels of bf16. The eight threads of a row stand
+// side by side in a warp; all of them come here, or none.
+template <class Format, class Loaded>
+__device__ __forceinline__ void copy_piece(const ExpertdExpertsParams& p, const Piece& piece, int chunk, Constant<1>, Loaded loaded) {
+    constexpr int BATCH = 4;
+    const uint32_t lanes = 0xFFu << (threadIdx.x % 32 / 8 * 8);
+    uint8_t* destination = static_cast<uint8_t*>(p.x_panels) + int64_t(piece.row) * BLOCK_K;
+    const int64_t panel_bytes = int64_t(p.panel_rows) * BLOCK_K;
+    if (p.x_format == EXPERTD_ROWS_FP8) {
+        const float* scales = reinterpret_cast<const float*>(piece.source + p.hidden);
+        for (int first = piece.first / 2; 2 * first < piece.end; first += BATCH) {
+            uint4 v[BATCH];
+            float scale[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const int panel = first + i, k = panel * BLOCK_K + chunk * 16;
+                v[i] = make_uint4(0, 0, 0, 0);
+                if (2 * panel < piece.end && k < p.hidden) v[i] = __ldcg(reinterpret_cast<const uint4*>(piece.source + k));
+                if (2 * panel < piece.end && chunk == 0) scale[i] = __ldcg(scales + panel);
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const int panel = first + i;
+                if (2 * panel >= piece.end) break;
+                *reinterpret_cast<uint4*>(destination + panel * panel_bytes + panel_byte(piece.row, chunk * 16)) = v[i];
+                if (chunk == 0) p.x_scales[int64_t(panel) * p.panel_rows + piece.row] = scale[i];
+            }
+            loaded();
+        }
+        return;
+    }
+    const uint4* source = reinterpret_cast<const uint4*>(piece.source) + chunk;
+    for (int panel = piece.first; panel < piece.end; panel += BATCH) {
+        uint4 v[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            v[i] = make_uint4(0, 0, 0, 0);
+            if (panel + i < piece.end) v[i] = __ldcg(source + (panel + i) * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i += 2) {
+            if (panel + i >= piece.end) break;
+            float largest = fmaxf(largest_of(v[i]), largest_of(v[i + 1]));
+#pragma unroll
+            for (int by = 1; by < 8; by *= 2) largest = fmaxf(largest, __shfl_xor_sync(lanes, largest, by));
+            const GroupScale group = group_scale(largest, p.power_of_two_scales != 0);
+            const int block = (panel + i) / 2;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                *reinterpret_cast<uint2*>(destination + block * panel_bytes + panel_byte(piece.row, half * 64 + chunk * 8)) =
+                    quantise(v[i + half], group.inverse);
+            }
+            if (chunk == 0) p.x_scales[int64_t(block) * p.panel_rows + piece.row] = group.scale;
+        }
+        loaded();
+    }
 }
 
 // Two warps: copy received rows into panels, one contiguous run of rows per expert, in the order of need. All blocks
@@ -24,35 +109,25 @@ __device__ __forceinline__ void copy_rows(const Block<Format>& block) {
     const int64_t pieces = int64_t(tables.row[p.experts] / 8) * slices;
     int expert = 0;
     bool arrived = false;
+    auto loaded = [&] { // the block's first rows are there
+        if (!arrived) barrier_arrive(&block.shared.rows_loaded);
+        arrived = true;
+    };
     for (int64_t piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
         const int panel_row = int(piece / slices) * 8, slice = int(piece % slices);
         expert = expert_at(tables.row, p.experts, expert, panel_row);
         const int in_expert = panel_row - tables.row[expert] + row;
         if (in_expert < tables.offset[expert + 1] - tables.offset[expert]) {
             const uint64_t source_row = p.row_index[tables.offset[expert] + in_expert];
-            const uint4* source = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.x) + source_row * p.x_stride) + chunk;
-            uint4* destination = static_cast<uint4*>(p.x_panels) + int64_t(panel_row + row) * 8 + (chunk ^ row);
-            const int end = min(panels, (slice + 1) * COPY_PANELS);
-            for (int panel = slice * COPY_PANELS; panel < end; panel += COPY_BATCH) {
-                uint4 v[COPY_BATCH];
-#pragma unroll
-                for (int i = 0; i < COPY_BATCH; i++) {
-                    if (panel + i < end) v[i] = __ldcg(source + (panel + i) * 8);
-                }
-#pragma unroll
-                for (int i = 0; i < COPY_BATCH; i++) {
-                    if (panel + i < end) destination[int64_t(panel + i) * p.panel_rows * 8] = v[i];
-                }
-                if (!arrived) barrier_arrive(&block.shared.rows_loaded);
-                arrived = true;
-            }
+            const Piece from{static_cast<const char*>(p.x) + source_row * p.x_stride, panel_row + row, slice * COPY_PANELS,
+                             min(panels, (slice + 1) * COPY_PANELS)};
+            copy_piece<Format>(p, from, chunk, Constant<Format::SCALE_STAGE_BYTES != 0>{}, loaded);
         }
-        if (!arrived) barrier_arrive(&block.shared.rows_loaded);
-        arrived = true;
+        loaded();
         named_sync<COPY_THREADS>(COPY_BARRIER);
         if (thread == 0) publish(block.x_ready(expert), 1);
     }
-    if (!arrived) barrier_arrive(&block.shared.rows_loaded);
+    loaded();
 }
 
 } // namespace expertd

@@ -12,12 +12,17 @@
 // Few wide experts with few tokens also go to pairs, for the sake of weights: what the two blocks read at a time lies
 // together in memory, also where low segments give every SM some of down. There each warpgroup has segments of its own.
 //
+// Pairs of W8A8 share weights instead: both blocks compute the same weight rows, each for a token tile of its own, and each brings
+// half of the rows for both. The first block draws, when it needs a segment and not before: those who share weights then
+// start together, and find them in L2.
+//
 // No segment splits k, so the bits of a row depend neither on the division of work nor on the rows beside it.
 #pragma once
 
 #include "experts.h"
 #include "experts_formats.cuh"
 #include "experts_layout.cuh"
+#include "ptx.cuh"
 
 namespace expertd {
 
@@ -34,6 +39,7 @@ constexpr int LOW_SEGMENT_TOKENS = 32; // token tiles are no wider than this
 constexpr int PAIR_ROWS = 256;       // weight rows of a segment that the two blocks of a cluster share, half each
 constexpr int PAIR_TOKENS = 64;      // pairs work together when token tiles may be wider than this and every k is
 constexpr int PAIR_K = 2048;         // at least this long; else the coarser division costs more than L2 traffic does
+constexpr int DRAWN_SLOTS = 16;      // more segments than the first block of a pair can be ahead of the second, which is MAX_STAGES
 
 constexpr int WIDE_TOKENS = 64; // pairs in turn: token tiles are no wider than this, every k is at least
 constexpr int WIDE_K = 4096;    // this long, and down has no more strips of TILE_ROWS than there are SMs
@@ -62,6 +68,8 @@ struct Plan {
     int up_rows, down_rows; // weight rows that a block takes of a segment, by phase
     int block_rows; // no more than this: TILE_ROWS or TALL_ROWS
     bool pairs;     // two blocks share each segment
+    bool late_draw; // segments are drawn when they are needed, not one ahead
+    bool share_weights; // pairs of W8A8: the two blocks have the same weight rows and neighbouring token tiles
     bool in_turn;   // each segment of a block is one warpgroup's, not only low ones
     bool paced;     // see PACED_BYTES
 
@@ -75,7 +83,7 @@ template <class Format> __device__ __forceinline__ constexpr int stage_weight_by
     return block_rows / UNIT_ROWS * Format::UNIT_BYTES;
 }
 template <class Format> __device__ __forceinline__ int stage_token_bytes(int tile_tokens) {
-    return tile_tokens * PANEL_ROW_BYTES * Format::BLOCK_PANELS;
+    return tile_tokens * PANEL_ROW_BYTES * Format::BLOCK_PANELS; // scales stand apart
 }
 
 // Token stages follow the weight stages, at a multiple of SWIZZLE_BYTES.
@@ -87,7 +95,8 @@ template <class Format> __device__ __forceinline__ int stages_for(int tile_token
     constexpr int LARGEST = stage_weight_bytes<Format>(TILE_ROWS) + Format::MAX_TOKENS * PANEL_ROW_BYTES * Format::BLOCK_PANELS;
     static_assert((RING_BYTES - LOST) / LARGEST >= 3, "a consumer may hold two stages while it waits for the third");
     static_assert(RING_BYTES / (stage_weight_bytes<Bf16>(TALL_ROWS) + TALL_TOKENS * PANEL_ROW_BYTES) >= 4, "the same");
-    return min(MAX_STAGES, (RING_BYTES - LOST) / (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens)));
+    static_assert(RING_BYTES / (stage_weight_bytes<W8a8>(TALL_ROWS) + W8a8::MAX_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES) >= 4, "the same");
+    return min(MAX_STAGES, (RING_BYTES - LOST) / (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens) + Format::SCALE_STAGE_BYTES));
 }
 
 // Weights are read from memory once however few tokens an expert has; tall segments then save reads from L2, which is
@@ -99,6 +108,11 @@ template <class Format> __device__ __forceinline__ bool tall_segments(const Expe
     return 2 * tiles * (p.hidden / TALL_ROWS) >= TALL_SEGMENTS * int(gridDim.x);
 }
 
+// W8A8: two token tiles are a pair's; with more, an even number of them costs more than L2 saves, and with one, halves of it do.
+__device__ __forceinline__ bool shares_weights(int longest, int tile_tokens) {
+    return longest > tile_tokens && longest <= 2 * tile_tokens;
+}
+
 template <class Format>
 __device__ __forceinline__ bool pairs_in_turn(const ExpertdExpertsParams& p, const Plan& plan) {
     return Format::HALVES && plan.tile_tokens <= WIDE_TOKENS && min(p.hidden, p.inter) >= WIDE_K &&
@@ -106,8 +120,8 @@ __device__ __forceinline__ bool pairs_in_turn(const ExpertdExpertsParams& p, con
 }
 
 template <class Format> __device__ __forceinline__ bool paced(const ExpertdExpertsParams& p, const Plan& plan, int active) {
-    const int units = divide_up(p.hidden / PANEL_K, Format::BLOCK_PANELS) * (2 * p.inter / UNIT_ROWS) +
-                      divide_up(p.inter / PANEL_K, Format::BLOCK_PANELS) * (p.hidden / UNIT_ROWS); // of an expert
+    constexpr int K = Format::PANEL_ELEMENTS * Format::BLOCK_PANELS; // of a unit
+    const int units = divide_up(p.hidden, K) * (2 * p.inter / UNIT_ROWS) + divide_up(p.inter, K) * (p.hidden / UNIT_ROWS); // of an expert
     return plan.tile_tokens <= LOW_SEGMENT_TOKENS &&
            int64_t(active) * units * Format::UNIT_BYTES <= int64_t(PACED_WEIGHTS) * gridDim.x;
 }
@@ -122,8 +136,7 @@ template <class Format> __device__ __forceinline__ int tile_tokens_for(int longe
 // one and brings its own copy of the tokens.
 __device__ __forceinline__ int segment_rows_for(int weight_rows, const Plan& plan) {
     const int64_t segments = int64_t(plan.tiles) * divide_up(weight_rows, TILE_ROWS);
-    if (plan.pairs) return TILE_ROWS;
-    if (plan.block_rows == TALL_ROWS) return TALL_ROWS;
+    if (plan.pairs || plan.block_rows == TALL_ROWS) return plan.block_rows;
     return plan.tile_tokens <= LOW_SEGMENT_TOKENS && segments * 4 < 7 * int64_t(gridDim.x) ? LOW_ROWS : TILE_ROWS;
 }
 
@@ -145,7 +158,7 @@ struct alignas(16) Segment {
     int32_t tokens; // 1 ... tile_tokens
     int32_t panel_row; // row of the first assignment in x_panels and h, a multiple of 8
     int32_t row;    // first weight row, a multiple of 16
-    int32_t rows;   // 16 ... 256; in a pair 0 ... 128
+    int32_t rows;   // 16 ... 256; in a pair 0 ... 128, W8A8 0 ... 256
     int32_t unused;
 };
 
@@ -167,45 +180,57 @@ __device__ __forceinline__ int expert_at(const int32_t* starts, int experts, int
     return low;
 }
 
+// What the first block of a pair drew, in the second block's shared memory.
+struct Drawn {
+    uint32_t ids[DRAWN_SLOTS];
+    uint64_t full[DRAWN_SLOTS];
+};
+
 // Hands out the segments of one block, in the order in which they are computed. Runs in one thread.
 class Scheduler {
   public:
-    __device__ Scheduler(const ExpertdExpertsParams& p, const Tables& tables, const Plan& plan)
-        : p_(p), tables_(tables), plan_(plan), strips_(divide_up(2 * p.inter, strip_rows(0))),
+    __device__ Scheduler(const ExpertdExpertsParams& p, const Tables& tables, const Plan& plan, Drawn& drawn)
+        : p_(p), tables_(tables), plan_(plan), drawn_(drawn), strips_(divide_up(2 * p.inter, strip_rows(0))),
           next_(plan.pairs ? blockIdx.x / 2 : blockIdx.x) {
-        first_down_ = int64_t(plan.tiles) * strips_;
-        all_ = first_down_ + int64_t(plan.tiles) * divide_up(p.hidden, strip_rows(1));
+        first_down_ = int64_t(plan.tiles / tiles_at_once()) * strips_;
+        all_ = first_down_ + int64_t(plan.tiles / tiles_at_once()) * divide_up(p.hidden, strip_rows(1));
     }
 
     __device__ bool next(Segment& segment) {
+        // Of a W8A8 segment, which is large, the drawing is hidden by what the ring holds.
+        if (plan_.late_draw && !first_) next_ = plan_.share_weights ? draw_for_pair() : int64_t(gridDim.x) + atomicAdd(p_.state, 1u);
+        first_ = false;
         const int64_t id = next_;
         if (id >= all_) return false;
         // For the next call: the latency of drawing hides behind this segment.
-        next_ = plan_.pairs ? id + gridDim.x / 2 : int64_t(gridDim.x) + atomicAdd(p_.state, 1u);
+        if (!plan_.late_draw) next_ = plan_.pairs ? id + gridDim.x / 2 : int64_t(gridDim.x) + atomicAdd(p_.state, 1u);
         if (phase_ == 0 && id >= first_down_) {
             phase_ = 1;
             expert_ = 0;
             strips_ = divide_up(p_.hidden, strip_rows(1));
         }
+        const int at_once = tiles_at_once();
         const int64_t in_phase = phase_ == 0 ? id : id - first_down_;
-        expert_ = expert_at(tables_.tile, p_.experts, expert_, int(in_phase) / strips_);
-        const int in_expert = int(in_phase - int64_t(tables_.tile[expert_]) * strips_);
+        expert_ = expert_at(tables_.tile, p_.experts, expert_, int(in_phase) / strips_ * at_once);
+        const int in_expert = int(in_phase - int64_t(tables_.tile[expert_] / at_once) * strips_);
         const int token_tiles = tables_.tile[expert_ + 1] - tables_.tile[expert_];
         const int group = in_expert / (TOKEN_TILE_GROUP * strips_);
         const int in_group = in_expert - group * TOKEN_TILE_GROUP * strips_;
-        const int width = min(TOKEN_TILE_GROUP, token_tiles - group * TOKEN_TILE_GROUP);
-        const int token_tile = group * TOKEN_TILE_GROUP + in_group % width;
+        const int width = min(TOKEN_TILE_GROUP, token_tiles / at_once - group * TOKEN_TILE_GROUP);
+        const int in_pair = plan_.share_weights ? blockIdx.x % 2 : 0;
+        const int token_tile = (group * TOKEN_TILE_GROUP + in_group % width) * at_once + in_pair;
 
         const int count = tables_.offset[expert_ + 1] - tables_.offset[expert_];
         const int size = round_up_8(divide_up(count, token_tiles));
+        const int first = min(token_tile * size, count);
         segment.phase = phase_;
         segment.expert = expert_;
-        segment.first = tables_.offset[expert_] + token_tile * size;
-        segment.tokens = min(size, count - token_tile * size);
+        segment.first = tables_.offset[expert_] + first;
+        segment.tokens = min(size, count - first);
         segment.panel_row = tables_.row[expert_] + token_tile * size;
         const int rows = plan_.rows(phase_);
         const int all_rows = phase_ == 0 ? 2 * p_.inter : p_.hidden;
-        segment.row = in_group / width * strip_rows(phase_) + (plan_.pairs ? int(blockIdx.x % 2) * rows : 0);
+        segment.row = in_group / width * strip_rows(phase_) + (plan_.pairs && !plan_.share_weights ? int(blockIdx.x % 2) * rows : 0);
         segment.rows = max(min(rows, all_rows - segment.row), 0);
         segment.unused = 0;
         return true;
@@ -213,13 +238,33 @@ class Scheduler {
 
   private:
     // Weight rows of a segment, those of both blocks of a pair.
-    __device__ int strip_rows(int phase) const { return plan_.pairs ? 2 * plan_.rows(phase) : plan_.rows(phase); }
+    __device__ int strip_rows(int phase) const {
+        return plan_.pairs && !plan_.share_weights ? 2 * plan_.rows(phase) : plan_.rows(phase);
+    }
+    // Token tiles of an id.
+    __device__ int tiles_at_once() const { return plan_.share_weights ? 2 : 1; }
+
+    __device__ int64_t draw_for_pair() {
+        const uint32_t slot = turn_ % DRAWN_SLOTS, parity = turn_ / DRAWN_SLOTS % 2;
+        turn_++;
+        if (blockIdx.x % 2 == 0) {
+            const uint32_t id = gridDim.x / 2 + atomicAdd(p_.state, 1u);
+            store_at(&drawn_.ids[slot], 1, id, &drawn_.full[slot]);
+            return id;
+        }
+        barrier_arrive_expect(&drawn_.full[slot], sizeof(uint32_t));
+        barrier_wait(&drawn_.full[slot], parity);
+        return *static_cast<volatile uint32_t*>(&drawn_.ids[slot]);
+    }
 
     const ExpertdExpertsParams& p_;
     const Tables& tables_;
     const Plan& plan_;
+    Drawn& drawn_;
+    bool first_ = true;
+    uint32_t turn_ = 0;
     int phase_ = 0, expert_ = 0;
-    int strips_; // segments of a token tile in this phase
+    int strips_; // ids of a token tile, or of two at once, in this phase
     int64_t first_down_, all_;
     int64_t next_;
 };

@@ -36,37 +36,38 @@ __global__ void __launch_bounds__(32 * kGateWarps, 1) gate(const __grid_constant
     __shared__ float shared[kScratch];
     begin_kernel();
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) p.state->begin_ns[kGate] = now_ns();
-    const uint2 what = __ldcg(reinterpret_cast<const uint2*>(&p.state->layer));
+    const StepKind what = step_kind(p.state);
     const StepView step = open_step(head(p.state), p.max_tokens);
     const uint32_t tokens = step.tokens, first_token = blockIdx.y * kTokens;
-    const bool routed = what.y != 0;
-    if (!step.ok || routed || first_token >= tokens) return;
-    const GateLayer layer = p.layers[what.x];
+    if (!step.ok || what.routed || first_token >= tokens) return;
+    const GateLayer layer = p.layers[what.layer];
 
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint32_t row = lane / 4, quarter = lane % 4;
     const uint32_t first_expert = blockIdx.x * kColumns;
     const uint32_t words = p.hidden / 8;
-    const uint4* x = static_cast<const uint4*>(p.tokens);
     const uint4* w = static_cast<const uint4*>(layer.weight);
     const uint32_t weight_row = first_expert + row;
     float acc[4] = {};
     // 32 columns a step. A lane's 16-byte load feeds two instructions; the order of columns within the step differs
     // from the instruction's, in the same way for both operands, which does not change the sum's set of terms.
+    for (uint32_t part = 0; part < row_parts(p, what); ++part) {
+        const uint4* x = static_cast<const uint4*>(part == 0 ? p.tokens : p.tokens_low);
 #pragma unroll 4
-    for (uint32_t block = warp; block * 4 < words; block += kGateWarps) {
-        const uint32_t word = block * 4 + quarter;
-        const bool inside = word < words;
-        uint4 a[2];
+        for (uint32_t block = warp; block * 4 < words; block += kGateWarps) {
+            const uint32_t word = block * 4 + quarter;
+            const bool inside = word < words;
+            uint4 a[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const uint32_t token = first_token + half * 8 + row;
-            a[half] = inside && token < tokens ? __ldg(x + static_cast<uint64_t>(token) * words + word) : make_uint4(0, 0, 0, 0);
+            for (int half = 0; half < 2; ++half) {
+                const uint32_t token = first_token + half * 8 + row;
+                a[half] = inside && token < tokens ? load_row(x + static_cast<uint64_t>(token) * words + word) : make_uint4(0, 0, 0, 0);
+            }
+            const uint4 b = inside && weight_row < p.experts ? __ldg(w + static_cast<uint64_t>(weight_row) * words + word)
+                                                             : make_uint4(0, 0, 0, 0);
+            mma(acc, a[0].x, a[1].x, a[0].y, a[1].y, b.x, b.y);
+            mma(acc, a[0].z, a[1].z, a[0].w, a[1].w, b.z, b.w);
         }
-        const uint4 b = inside && weight_row < p.experts ? __ldg(w + static_cast<uint64_t>(weight_row) * words + word)
-                                                         : make_uint4(0, 0, 0, 0);
-        mma(acc, a[0].x, a[1].x, a[0].y, a[1].y, b.x, b.y);
-        mma(acc, a[0].z, a[1].z, a[0].w, a[1].w, b.z, b.w);
     }
     // Sum over the warps in their order.
     if (warp != 0) {

@@ -8,6 +8,12 @@
 namespace expertd {
 namespace {
 
+// Rows are one bf16 matrix, or two whose sum they are: f32 rows to 2^-17 of an element, f16 rows exactly. So the choice is made from
+// what came, not from what it was rounded to.
+__device__ __forceinline__ uint32_t row_parts(const GateParams& p, const StepKind& kind) {
+    return kind.wide && p.tokens_low != nullptr ? 2 : 1;
+}
+
 constexpr float kInfinity = __builtin_huge_valf();
 
 __device__ __forceinline__ float warp_max(float v) {

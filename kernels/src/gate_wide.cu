@@ -33,7 +33,8 @@ static_assert(kTile * kStride<128> * 4 <= kStages<128> * kStageBytes<128>, "sums
 template <int N> class Copies {
   public:
     __device__ __forceinline__ Copies(const GateParams& p, const void* weight, uint32_t first_token, uint32_t tokens)
-        : hidden_(p.hidden), any_(p.tokens) {
+        : hidden_(p.hidden), panels_((p.hidden + kPanel - 1) / kPanel), any_(p.tokens),
+          to_low_(p.tokens_low == nullptr ? 0 : static_cast<const uint16_t*>(p.tokens_low) - static_cast<const uint16_t*>(p.tokens)) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const uint32_t row = i * kStep + threadIdx.x / 8, token = first_token + row, expert = row - kTile;
@@ -44,21 +45,24 @@ template <int N> class Copies {
         }
     }
 
+    // Panels behind those of the rows are those of what rounding took from them; weights come again.
     __device__ __forceinline__ void start(uint32_t panel, uint32_t stage) const {
-        const uint32_t chunk = threadIdx.x % 8, column = panel * kPanel + chunk * 8;
+        const bool low = panel >= panels_;
+        const uint32_t chunk = threadIdx.x % 8, column = (low ? panel - panels_ : panel) * kPanel + chunk * 8;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const uint32_t row = i * kStep + threadIdx.x / 8;
             if (kRows<N> % kStep != 0 && row >= kRows<N>) break;
             const bool there = from_[i] != nullptr && column < hidden_;
-            copy_16(stage + row * 128 + ((chunk ^ (row % 8)) * 16), there ? from_[i] + column : any_, there);
+            copy_16(stage + row * 128 + ((chunk ^ (row % 8)) * 16), there ? from_[i] + column + (low && row < kTile ? to_low_ : 0) : any_, there);
         }
     }
 
   private:
     static constexpr int kStep = kThreads / 8, kCount = (kRows<N> + kStep - 1) / kStep;
-    uint32_t hidden_;
+    uint32_t hidden_, panels_;
     const void* any_;
+    int64_t to_low_; // elements from a row to what rounding took from it
     const uint16_t* from_[kCount];
 };
 
@@ -69,16 +73,15 @@ __global__ void __launch_bounds__(kThreads, 1) gate_wide(const __grid_constant__
     __shared__ float scratch[kGateWarps][kPer * 32];
     begin_kernel();
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) p.state->begin_ns[kGate] = now_ns();
-    const uint2 what = __ldcg(reinterpret_cast<const uint2*>(&p.state->layer));
+    const StepKind what = step_kind(p.state);
     const StepView step = open_step(head(p.state), p.max_tokens);
     const uint32_t tokens = step.tokens, first_token = blockIdx.y * kTile;
-    const bool routed = what.y != 0;
     // The same for the whole cluster: nobody sets the error word while this kernel runs.
-    if (!step.ok || routed || first_token >= tokens) return;
-    const GateLayer layer = p.layers[what.x];
+    if (!step.ok || what.routed || first_token >= tokens) return;
+    const GateLayer layer = p.layers[what.layer];
 
     const uint32_t ring = (smem_address(memory) + kAlignment - 1) / kAlignment * kAlignment;
-    const uint32_t panels = (p.hidden + kPanel - 1) / kPanel, splits = gridDim.x, split = blockIdx.x;
+    const uint32_t panels = (p.hidden + kPanel - 1) / kPanel * row_parts(p, what), splits = gridDim.x, split = blockIdx.x;
     const uint32_t from = panels * split / splits, count = panels * (split + 1) / splits - from;
     const Copies<N> copies(p, layer.weight, first_token, tokens);
     for (uint32_t i = 0; i < kStages<N> - 1; ++i) {

@@ -1,5 +1,5 @@
-//! Launches of the kernels in `src/*.cu` on a stream. A slice of one parameter struct is a rank of its own; a slice of
-//! several is a loopback group, whose virtual ranks run in one launch.
+//! Launches of the kernels in `src/*.cu` on a stream. A slice of one parameter struct launches one rank; a slice of several
+//! launches a loopback group, whose virtual ranks run in one launch.
 #![allow(unsafe_code, reason = "calls the kernels' C launchers")]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -47,49 +47,48 @@ macro_rules! launcher {
         $(#[$doc])*
         ///
         /// # Errors
-        /// When CUDA refuses the launch; a kernel that fails while running shows in a later call and in the error word.
+        /// If CUDA refuses the launch. A fault of a running kernel is reported by a later call and in the error word.
         ///
         /// # Safety
-        /// The addresses in `params` must be valid on the stream's device, with the sizes that the struct's
-        /// documentation says, until the launch (or the graph it is captured in) has run. The stream's context must be
-        /// current.
+        /// The addresses in `params` must be valid on the stream's device, with the sizes that the struct documents, until
+        /// the launch, or the last replay of a graph that captured it, has ended. The stream's context must be current.
         pub unsafe fn $name(params: &[$params], $amount: u32, stream: CUstream) -> Result<(), LaunchError> {
             let count = u32::try_from(params.len()).unwrap_or(u32::MAX);
-            // SAFETY: the slice is valid for `count` structs, which the launcher copies; the rest is the caller's promise.
+            // SAFETY: the slice holds `count` structs, which the launcher copies; the caller promises the rest.
             check(stringify!($name), unsafe { $symbol(params.as_ptr(), count, $amount, stream.cast()) })
         }
     };
 }
 
 launcher! {
-    /// Gate of at most `tokens_at_most` rows (the grid's size; real counts are read on the device).
+    /// Runs the gate on at most `tokens_at_most` rows, which determines the grid; the actual count is read on the device.
     gate(GateParams, tokens_at_most) = expertd_gate
 }
 launcher! {
-    /// Push of rows and lists of rows per expert. All `blocks` must fit on the device at once.
+    /// Pushes rows to their experts' ranks and lists received rows by expert. All `blocks` must fit on the device at once.
     dispatch(DispatchParams, blocks) = expertd_dispatch
 }
 launcher! {
-    /// Return and reduction of partials; advances the slot's sequence. All `blocks` must fit on the device at once.
+    /// Returns and reduces partials, and advances the slot's sequence. All `blocks` must fit on the device at once.
     combine(CombineParams, blocks) = expertd_combine
 }
 launcher! {
-    /// A meeting of all ranks, for measurements: whoever goes on knows that all have come this far. One of `blocks` does it.
+    /// Waits until all ranks have reached this launch, for measurements. One of the `blocks` waits.
     meet(Group, blocks) = expertd_meet
 }
 launcher! {
-    /// Stand-in for experts.
+    /// Runs a stand-in for experts.
     scale(ScaleParams, blocks) = expertd_scale
 }
 launcher! {
-    /// Assignments of the shared experts.
+    /// Makes the assignments of the shared experts.
     shared(SharedParams, blocks) = expertd_shared
 }
 launcher! {
-    /// Host staging to device memory.
+    /// Copies from host staging to device memory.
     copy_in(CopyInParams, blocks) = expertd_copy_in
 }
 launcher! {
-    /// Device memory to host staging, then the completion record.
+    /// Copies from device memory to host staging, then writes the completion record.
     copy_out(CopyOutParams, blocks) = expertd_copy_out
 }

@@ -1,51 +1,54 @@
-//! What a slot's window region holds and how large everything is. Pure arithmetic: the same on every rank.
+//! Layout of a slot's window region, computed equally by every rank.
 
 use crate::params::{MAX_BLOCKS, MAX_CHUNKS, MAX_RANKS, MAX_TOP_K};
 
-/// Sizes that an EP group is built for.
+/// The sizes that determine the kernels' buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Ranks of the group.
+    /// Number of ranks in the group.
     pub ranks: u32,
-    /// Rows per rank and step, at most.
+    /// Largest number of rows per rank in a step.
     pub max_tokens: u32,
     /// Elements of a row.
     pub hidden: u32,
-    /// Choices per token.
+    /// Experts per token.
     pub top_k: u32,
-    /// Routed experts of a layer.
+    /// Number of routed experts of a layer.
     pub experts: u32,
 }
 
-/// A size that the kernels cannot work with.
+/// A size that the kernels do not support.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShapeError {
-    /// Number of ranks.
-    #[error("an EP group has 1 to {MAX_RANKS} ranks, not {0}")]
+    /// The number of ranks is out of range.
+    #[error("the number of ranks is {0}, expected 1 to {MAX_RANKS}")]
     Ranks(u32),
-    /// Row length.
-    #[error("the hidden size must be a multiple of 8 (16-byte pieces of bf16), and {0} is not")]
+    /// The row length is not a multiple of eight.
+    #[error("the hidden size is {0}, expected a positive multiple of 8 (16 bytes of bf16)")]
     Hidden(u32),
-    /// Choices per token.
-    #[error("top_k must be 1 to {MAX_TOP_K} and at most the number of experts ({experts}), not {top_k}")]
+    /// The number of experts per token is out of range.
+    #[error(
+        "top_k is {top_k}, expected 1 to {MAX_TOP_K} and at most the number of experts, which is {experts}"
+    )]
     TopK {
-        /// What was asked for.
+        /// Experts per token.
         top_k: u32,
-        /// Routed experts.
+        /// Number of routed experts.
         experts: u32,
     },
-    /// Rows per step.
+    /// The number of rows per rank is out of range.
     #[error(
-        "max_tokens_per_rank must be at least 1, and ranks x max_tokens x top_k must fit 31 bits; {0} does not"
+        "max_tokens_per_rank is {0}, expected at least 1 and so few that ranks x max_tokens_per_rank x top_k and the \
+         pieces of all rows fit 31 bits"
     )]
     MaxTokens(u32),
 }
 
 impl Shape {
-    /// Checks that the kernels can work with these sizes.
+    /// Checks that the kernels support these sizes.
     ///
     /// # Errors
-    /// The first size that is wrong.
+    /// The first size that is not supported.
     pub fn check(&self) -> Result<(), ShapeError> {
         if self.ranks == 0 || self.ranks as usize > MAX_RANKS {
             return Err(ShapeError::Ranks(self.ranks));
@@ -57,7 +60,7 @@ impl Shape {
             return Err(ShapeError::TopK { top_k: self.top_k, experts: self.experts });
         }
         let entries = u64::from(self.ranks) * u64::from(self.max_tokens) * u64::from(self.top_k);
-        // Work items (row pieces) and entries are counted in 32 bits on the device.
+        // The device counts entries and pieces of rows in 32 bits.
         let items = u64::from(self.ranks) * u64::from(self.max_tokens) * u64::from(self.hidden.div_ceil(512));
         if self.max_tokens == 0 || entries.max(items) > i32::MAX as u64 {
             return Err(ShapeError::MaxTokens(self.max_tokens));
@@ -65,7 +68,8 @@ impl Shape {
         Ok(())
     }
 
-    /// First expert of `rank` and one past its last: contiguous ranges, the first `experts % ranks` one longer.
+    /// Range of `rank`'s experts: its first expert, and one past its last. The first `experts % ranks` ranks own one expert
+    /// more than the others.
     #[must_use]
     pub fn expert_range(&self, rank: u32) -> (u32, u32) {
         let (share, extra) = (self.experts / self.ranks, self.experts % self.ranks);
@@ -79,13 +83,13 @@ impl Shape {
         self.experts.div_ceil(self.ranks)
     }
 
-    /// Assignments (row, local expert) that can meet at one rank.
+    /// Largest number of assignments, which are pairs of row and local expert, at one rank.
     #[must_use]
     pub fn max_assignments(&self) -> usize {
         self.ranks as usize * self.max_tokens as usize * self.top_k.min(self.max_local_experts()) as usize
     }
 
-    /// Rows of a window.
+    /// Number of rows of a window.
     #[must_use]
     pub fn window_rows(&self) -> usize {
         self.ranks as usize * self.max_tokens as usize
@@ -115,7 +119,7 @@ pub struct WindowLayout {
 }
 
 impl WindowLayout {
-    /// Lays a region out.
+    /// Lays out a region; returns the offsets and the region's size in bytes.
     #[must_use]
     pub fn new(shape: &Shape) -> (WindowLayout, u64) {
         let mut end = 0_u64;
@@ -140,7 +144,7 @@ impl WindowLayout {
         (layout, end)
     }
 
-    /// Bytes at the start of a region that must be zero before the first step: flags and counts.
+    /// Number of bytes at the start of a region that must be zero before the first step: flags and counts.
     #[must_use]
     pub fn zeroed_bytes(&self) -> u64 {
         self.ids
@@ -174,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn experts_are_spread_as_evenly_as_they_can() {
+    fn experts_are_placed_evenly() {
         let ranges: Vec<_> = (0..4).map(|rank| SHAPE.expert_range(rank)).collect();
         assert_eq!(ranges, [(0, 3), (3, 6), (6, 8), (8, 10)]);
         assert_eq!(SHAPE.max_local_experts(), 3);
@@ -182,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn every_size_is_checked_by_name() {
+    fn every_size_is_checked() {
         assert_eq!(SHAPE.check(), Ok(()));
         assert_eq!(Shape { ranks: 9, ..SHAPE }.check(), Err(ShapeError::Ranks(9)));
         assert_eq!(Shape { hidden: 2044, ..SHAPE }.check(), Err(ShapeError::Hidden(2044)));

@@ -1,8 +1,8 @@
-//! CUDA kernels of expertd and thin wrappers to launch them.
+//! CUDA kernels of expertd and thin wrappers that launch them.
 //!
-//! [`params`] and [`layout`] describe what the kernels work on and build everywhere, as does [`ceilings::Ceilings`]; `device`,
-//! `event`, `experts`, `launch` and `slot` exist with the feature `cuda` only. A binary with that feature still starts
-//! without a driver: ask `device::driver_present` first.
+//! [`params`], [`layout`] and [`ceilings::Ceilings`] describe the kernels' data and build everywhere; `device`, `event`,
+//! `experts`, `launch` and `slot` need the feature `cuda`. A binary with that feature also starts on a machine without a
+//! driver; it must call `device::driver_present` before anything else of these modules.
 
 pub mod ceilings;
 #[cfg(feature = "cuda")]
@@ -11,6 +11,8 @@ pub mod device;
 pub mod event;
 #[cfg(feature = "cuda")]
 pub mod experts;
+#[cfg(test)]
+mod header;
 #[cfg(feature = "cuda")]
 pub mod launch;
 pub mod layout;
@@ -18,6 +20,6 @@ pub mod params;
 #[cfg(feature = "cuda")]
 pub mod slot;
 
-/// Release of nvcc that compiled the kernels.
+/// Release of the nvcc that compiled the kernels.
 #[cfg(feature = "cuda")]
 pub const NVCC: &str = env!("EXPERTD_NVCC_RELEASE");

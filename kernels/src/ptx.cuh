@@ -44,6 +44,15 @@ __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t bl
                  : "memory");
 }
 
+// Stores a word to the shared memory of another block of the cluster and completes its bytes on a barrier there. The place and the
+// barrier are given by their addresses in this block.
+__device__ __forceinline__ void store_at(const uint32_t* place, uint32_t block, uint32_t value, uint64_t* barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                     peer_address(smem_address(place), block)),
+                 "r"(value), "r"(peer_address(smem_address(barrier), block))
+                 : "memory");
+}
+
 // Arrives once all earlier cp.async of this thread have landed.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
@@ -156,6 +165,13 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 // The same, of the block's shared memory alone.
 __device__ __forceinline__ void fence_shared_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Nanoseconds, the same clock for all blocks.
+__device__ __forceinline__ uint64_t device_time_ns() {
+    uint64_t value;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+    return value;
+}
+
 // ---- device-scope counters ----
 
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
@@ -188,6 +204,11 @@ template <int COUNT> __device__ __forceinline__ void named_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
 }
 
+// The other side of named_sync: does not wait.
+template <int COUNT> __device__ __forceinline__ void named_arrive(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
+}
+
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_kernel_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -204,6 +225,24 @@ __device__ __forceinline__ void store_transposed(uint32_t address, uint32_t m0, 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float load_shared_f32(uint32_t address) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float2 load_shared_2f32(uint32_t address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float4 load_shared_4f32(uint32_t address) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
     return v;
 }
 

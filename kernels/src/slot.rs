@@ -1,18 +1,19 @@
-//! One rank's buffers for one slot, and the parameters of its kernels.
+//! Device buffers of one rank and slot, and the parameters of the kernels that use them.
 
 use crate::device::{Buffer, Device, DeviceError};
 use crate::layout::{Shape, WindowLayout};
 use crate::params::{CombineParams, DispatchParams, Group, MAX_BLOCKS, MAX_RANKS, ScaleParams, SlotState};
 
-/// Elements of a row that one warp moves at a time; see `dispatch.cu` and `combine.cu`.
+/// Elements of a row that one warp moves at a time; see `dispatch.cu`.
 const DISPATCH_PIECE: u32 = 1024;
+/// Elements of a row that one warp moves at a time; see `combine.cu`.
 const COMBINE_PIECE: u32 = 512;
 
-/// Blocks for dispatch of at most `tokens` rows per rank: one in eight (at least one, at most 16) carries routing and
-/// lists rows, the others carry rows. All ranks must take the same number, 2 at least.
+/// Number of blocks for a dispatch of at most `tokens` rows per rank. One block in eight (at least one, at most 16) sends
+/// routing and lists rows, the others send rows. All ranks must use the same number, which is at least 2.
 ///
-/// Few rows take few blocks, of dispatch and of combine: the blocks of the next kernel come in beside those of the running
-/// one only where a multiprocessor is free.
+/// Dispatch and combine use few blocks for few rows, because blocks of the next kernel start beside those of the running
+/// one only on free multiprocessors.
 #[must_use]
 pub fn dispatch_blocks(shape: &Shape, tokens: u32, most: u32) -> u32 {
     let items = u64::from(tokens) * u64::from(shape.hidden.div_ceil(DISPATCH_PIECE));
@@ -20,8 +21,8 @@ pub fn dispatch_blocks(shape: &Shape, tokens: u32, most: u32) -> u32 {
     blocks(rows + (rows / 7).clamp(1, 16), most).max(2)
 }
 
-/// Blocks for combine of at most `tokens` rows per rank; few for few rows, as in [`dispatch_blocks`]. All ranks must take
-/// the same number.
+/// Number of blocks for a combine of at most `tokens` rows per rank; few for few rows, as in [`dispatch_blocks`]. All ranks
+/// must use the same number.
 #[must_use]
 pub fn combine_blocks(shape: &Shape, tokens: u32, most: u32) -> u32 {
     let pieces = u64::from(shape.hidden.div_ceil(COMBINE_PIECE));
@@ -35,7 +36,7 @@ fn blocks(wanted: u64, most: u32) -> u32 {
     u32::try_from(wanted).unwrap_or(most).clamp(1, most)
 }
 
-/// Device memory of one rank and slot, beside the window.
+/// Device memory of one rank and slot, without the window.
 #[derive(Debug)]
 pub struct SlotBuffers {
     /// The slot's state.
@@ -54,19 +55,19 @@ pub struct SlotBuffers {
     pub row_weight: Buffer<f32>,
     /// u32 `[N, max_tokens, k]`.
     pub position: Buffer<u32>,
-    /// Scratch of dispatch.
+    /// Scratch memory of dispatch, u32 `[MAX_BLOCKS, local experts]`.
     pub block_counts: Buffer<u32>,
     /// bf16 `[assignments, H]`.
     pub expert_out: Buffer<u16>,
-    /// `[max_tokens, H]` of up to four bytes.
+    /// `[max_tokens, H]` of elements of up to four bytes.
     pub out: Buffer<u32>,
 }
 
 impl SlotBuffers {
-    /// Allocates everything for `shape`; the sequence starts at 1.
+    /// Allocates all buffers for `shape`; the sequence starts at 1.
     ///
     /// # Errors
-    /// When memory is short.
+    /// If there is not enough device memory.
     pub fn new(device: &Device, shape: &Shape) -> Result<SlotBuffers, DeviceError> {
         let tokens = shape.max_tokens as usize;
         let (hidden, top_k) = (shape.hidden as usize, shape.top_k as usize);
@@ -86,7 +87,7 @@ impl SlotBuffers {
         })
     }
 
-    /// This rank's view of the group. `windows` are the addresses of this slot's region at every rank.
+    /// This rank's view of the group. `windows` holds the address of this slot's region at each rank.
     #[must_use]
     pub fn group(
         &self,
@@ -97,8 +98,8 @@ impl SlotBuffers {
         deadline_ns: u64,
     ) -> Group {
         let mut all = [0; MAX_RANKS];
-        for (place, window) in all.iter_mut().zip(windows) {
-            *place = *window;
+        for (address, window) in all.iter_mut().zip(windows) {
+            *address = *window;
         }
         Group {
             windows: all,
@@ -130,10 +131,12 @@ impl SlotBuffers {
             row_weight: self.row_weight.address(),
             position: self.position.address(),
             block_counts: self.block_counts.address(),
+            fp8_rows: 0,
+            power_of_two_scales: 0,
         }
     }
 
-    /// Parameters of combine; `shared` is a bf16 `[T, H]` device address to be added, or 0.
+    /// Parameters of combine; `shared` is the device address of bf16 `[T, H]` to be added, or 0.
     #[must_use]
     pub fn combine(&self, group: Group, shared: u64) -> CombineParams {
         CombineParams {
@@ -148,8 +151,8 @@ impl SlotBuffers {
         }
     }
 
-    /// Where experts read the rows that dispatch lists, bf16: in the window, or, in a group of one rank, the tokens where
-    /// they stand.
+    /// Device address of the rows (bf16 unless they were pushed in FP8) that dispatch lists and experts read: in the window or, in a group of one rank,
+    /// `tokens` itself.
     #[must_use]
     pub fn rows(&self, group: &Group) -> u64 {
         if group.ranks == 1 {
@@ -159,7 +162,7 @@ impl SlotBuffers {
         }
     }
 
-    /// Parameters of the stand-in for experts.
+    /// Parameters of the kernel that stands in for experts.
     #[must_use]
     pub fn scale(&self, group: Group) -> ScaleParams {
         ScaleParams {

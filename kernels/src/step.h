@@ -16,11 +16,14 @@ constexpr uint32_t kMaxChunks = 16;
 // Experts of one layer, at most (the gate keeps a token's scores in registers of one warp).
 constexpr uint32_t kMaxExperts = 512;
 
+// Low bits of a flag: the sequence; the others are the generation.
+constexpr uint32_t kSequenceBits = 40;
+
 // Element types as on the wire (types.rs).
 enum DType : uint32_t { kBf16 = 1, kF16 = 2, kF32 = 3 };
 
 // First byte of the error word; the second is the peer (or 0xff), the third the phase.
-enum Fault : uint32_t { kNone = 0, kTimeout = 1, kBadCount = 2 };
+enum Fault : uint32_t { kNone = 0, kTimeout = 1, kBadCount = 2, kAhead = 3 };
 enum Phase : uint32_t { kCopyIn = 0, kGate, kPrepare, kDispatch, kExperts, kCombine, kCopyOut, kPhases };
 
 // One slot's state in device memory. copy_in writes the step's fields. Dispatch and combine each read a sequence of
@@ -89,7 +92,7 @@ static_assert(sizeof(Completion) == 136, "mirrored in params.rs");
 struct Group {
     uint8_t* windows[kMaxRanks];  // this slot's region at every rank, own one included
     SlotState* state;
-    uint64_t generation;          // already shifted: generation << 40
+    uint64_t generation;          // already shifted: generation << kSequenceBits
     uint64_t deadline_ns;         // of each wait
     uint32_t rank;
     uint32_t ranks;
@@ -106,7 +109,7 @@ struct Group {
     uint64_t counts;              // u32 [N]: tokens of every source
     uint64_t ids;                 // i32 [N][max_tokens][k]
     uint64_t weights;             // f32 [N][max_tokens][k]
-    uint64_t rows;                // bf16 [N][max_tokens][H]
+    uint64_t rows;                // bf16 [N][max_tokens][H], or FP8 rows, which are shorter
     uint64_t partials;            // bf16 [N][max_tokens][H]: own tokens, reduced by each expert rank
 };
 static_assert(sizeof(Group) == 184, "mirrored in params.rs");
@@ -124,8 +127,19 @@ struct DispatchParams {
     float* row_weight;           // [assignments]
     uint32_t* position;          // [N][max_tokens][k]: place of a local choice in row_index; others untouched
     uint32_t* block_counts;      // scratch [kMaxBlocks][local experts]
+    uint32_t fp8_rows;           // 1: rows are quantised as they are sent; a row of the window then takes fp8_row_bytes()
+    uint32_t power_of_two_scales;  // of these rows
 };
-static_assert(sizeof(DispatchParams) == 248, "mirrored in params.rs");
+static_assert(sizeof(DispatchParams) == 256, "mirrored in params.rs");
+
+// Bytes of a row that is pushed in FP8: e4m3 [H], then f32 [ceil(H / 128)] scales. H is a multiple of 64 then.
+inline constexpr uint32_t kScaleElements = 128;
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+constexpr uint32_t fp8_row_bytes(uint32_t hidden) {
+    return (hidden + (hidden + kScaleElements - 1) / kScaleElements * 4 + 15) / 16 * 16;
+}
 
 // Reduces expert outputs per row over the local experts, in the order of a token's choices, pushes them to the source
 // ranks, and reduces there over ranks, in rank order. All sums are f32; partials travel as bf16.
@@ -160,6 +174,7 @@ struct GateParams {
     SlotState* state;
     const GateLayer* layers;     // indexed by SlotState::layer
     const void* tokens;          // bf16 [T][H]
+    const void* tokens_low;      // bf16 [T][H]: what rounding took from rows that came in more than bf16; null: not known
     const int32_t* token_ids;    // [T], for layers that route by id
     float* logits;               // scratch [max_tokens][E]
     uint32_t* tickets;           // scratch, zero before the first step: [tiles of tokens]
@@ -181,7 +196,7 @@ struct GateParams {
     float jitter;                // of kSparseMixer
     uint32_t vocab;
 };
-static_assert(sizeof(GateParams) == 128, "mirrored in params.rs");
+static_assert(sizeof(GateParams) == 136, "mirrored in params.rs");
 
 // Rows from mapped host staging to bf16 in device memory; the step's description to SlotState.
 struct CopyInParams {
@@ -193,6 +208,7 @@ struct CopyInParams {
     const float* staged_weights;    // mapped
     const int32_t* staged_token_ids;  // mapped, [T], or null
     void* tokens;
+    void* tokens_low;               // bf16 [T][H]: rows minus `tokens`, or null; written where a row of the step is not bf16
     int32_t* topk_ids;
     float* topk_weights;
     int32_t* token_ids;
@@ -205,7 +221,7 @@ struct CopyInParams {
     uint32_t max_segments;          // entries that may be read at `segments`
     uint32_t reserved;
 };
-static_assert(sizeof(CopyInParams) == 128, "mirrored in params.rs");
+static_assert(sizeof(CopyInParams) == 136, "mirrored in params.rs");
 
 // Result rows to where their tokens stood in mapped host staging, in their dtype; then the completion record.
 struct CopyOutParams {

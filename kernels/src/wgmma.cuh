@@ -128,6 +128,30 @@ EXPERTD_WGMMA_REGISTERS(96, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPE
 EXPERTD_WGMMA_REGISTERS(128, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ", " EXPERTD_R4 ", " EXPERTD_R5 ", "
                         EXPERTD_R6 ", " EXPERTD_R7, 64, 65, 66, 67, 68, 69, EXPERTD_D32(0), EXPERTD_D32(32));
 
+// The same of e4m3 operands, both in shared memory: m64nNk32; d is overwritten unless `add`.
+template <int N> struct WgmmaFp8;
+
+#define EXPERTD_WGMMA_FP8(N, REGISTERS, A, B, ADD, ...)                                                                \
+    template <> struct WgmmaFp8<N> {                                                                                   \
+        static __device__ __forceinline__ void mma(float (&d)[N / 2], uint32_t a, uint32_t b, int add) {               \
+            asm volatile("{\n.reg .b64 a, b;\n.reg .pred add;\nmov.b64 a, {%" #A ", 0x40000040};\nmov.b64 b, {%" #B \
+                         ", 0x40000040};\nsetp.ne.b32 add, %" #ADD                                                    \
+                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" REGISTERS                 \
+                         "}, a, b, add, 1, 1;\n}\n"                                                                  \
+                         : __VA_ARGS__                                                                                 \
+                         : "r"(a), "r"(b), "r"(add));                                                                  \
+        }                                                                                                              \
+    }
+
+EXPERTD_WGMMA_FP8(8, "%0, %1, %2, %3", 4, 5, 6, EXPERTD_D4(0));
+EXPERTD_WGMMA_FP8(16, EXPERTD_R0, 8, 9, 10, EXPERTD_D8(0));
+EXPERTD_WGMMA_FP8(32, EXPERTD_R0 ", " EXPERTD_R1, 16, 17, 18, EXPERTD_D16(0));
+EXPERTD_WGMMA_FP8(48, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2, 24, 25, 26, EXPERTD_D16(0), EXPERTD_D8(16));
+EXPERTD_WGMMA_FP8(64, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3, 32, 33, 34, EXPERTD_D32(0));
+EXPERTD_WGMMA_FP8(80, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ", " EXPERTD_R4, 40, 41, 42, EXPERTD_D32(0), EXPERTD_D8(32));
+EXPERTD_WGMMA_FP8(96, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ", " EXPERTD_R4 ", " EXPERTD_R5, 48, 49, 50, EXPERTD_D32(0), EXPERTD_D16(32));
+EXPERTD_WGMMA_FP8(112, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ", " EXPERTD_R4 ", " EXPERTD_R5 ", " EXPERTD_R6, 56, 57, 58, EXPERTD_D32(0), EXPERTD_D16(32), EXPERTD_D8(48));
+
 #undef EXPERTD_R0
 #undef EXPERTD_R1
 #undef EXPERTD_R2
@@ -150,5 +174,6 @@ EXPERTD_WGMMA_REGISTERS(128, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXP
 #undef EXPERTD_D32
 #undef EXPERTD_WGMMA
 #undef EXPERTD_WGMMA_REGISTERS
+#undef EXPERTD_WGMMA_FP8
 
 } // namespace expertd

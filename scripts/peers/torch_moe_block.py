@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Times the Hugging Face OLMoE block (H2048 I1024 E64 k8) on the CPU: what expertd's CPU ranks are compared with.
+"""Times the Hugging Face OLMoE block (H2048 I1024 E64 k8) on the CPU, for comparison with expertd's CPU ranks.
 
-Random weights, fresh random tokens in every call. Weights are larger than the caches, and so cold, where a call does
-not touch all of them. Prints milliseconds per call: least and median.
+Weights are random; every call gets new random tokens. The weights exceed the caches, so they are cold in calls that use only
+some of them. Prints the least and the median time per call, in milliseconds.
 
     pip install torch transformers
     taskset -c 0,1 scripts/peers/torch_moe_block.py --threads 2
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--implementations", nargs="+", default=["eager", "grouped_mm"])
-    parser.add_argument("--seconds", type=float, default=4.0, help="per measurement")
+    parser.add_argument("--seconds", type=float, default=4.0, help="duration of each measurement")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=1024)
     parser.add_argument("--experts", type=int, default=64)
@@ -47,9 +47,9 @@ def main() -> None:
     parser.add_argument(
         "--cpu-time",
         action="store_true",
-        help="CPU time of the process instead of elapsed time: for one thread on a machine that others use too",
+        help="measure the process's CPU time instead of elapsed time, for one thread on a shared machine",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args()
     clock = time.process_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(args.threads)

@@ -104,7 +104,7 @@ fn bad_settings() {
         (&["--ranks", "0"][..], "ranks"),
         (&["--ranks", "9"], "ranks"),
         (&["--max-tokens-per-step", "0"], "max"),
-        (&["--cores", "4095"], "names core 4095"),
+        (&["--cores", "4095"], "contains core 4095"),
         (&["--admin-listen", "127.0.0.1:0"], "--admin-token-file"),
         (&["--listen", "0.0.0.0:0"], "--insecure"),
         (&["--metrics-listen", "0.0.0.0:0"], "--token-file"),

@@ -8,11 +8,11 @@ use crate::sys::Code;
 /// Version of an NCCL library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version {
-    /// First number.
+    /// Major version.
     pub major: u32,
-    /// Second number.
+    /// Minor version.
     pub minor: u32,
-    /// Third number.
+    /// Patch level.
     pub patch: u32,
 }
 
@@ -20,7 +20,7 @@ impl Version {
     /// The oldest version with symmetric windows.
     pub const OLDEST: Version = Version { major: 2, minor: 28, patch: 0 };
 
-    /// Reads `NCCL_VERSION_CODE`: `major * 10000 + minor * 100 + patch`, and thousands for the major number up to 2.8.
+    /// Decodes `NCCL_VERSION_CODE`: `major * 10000 + minor * 100 + patch`; up to 2.8 the major version counts thousands.
     #[must_use]
     pub const fn from_code(code: u32) -> Version {
         let unit = if code < 10_000 { 1000 } else { 10_000 };
@@ -34,41 +34,41 @@ impl fmt::Display for Version {
     }
 }
 
-/// What can go wrong between this process and NCCL.
+/// Errors of NCCL and of its windows.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The library could not be opened.
     #[error(
-        "cannot open NCCL from {tried}: {why}; install libnccl2 {} or newer, or point EXPERTD_NCCL at a libnccl.so.2",
+        "cannot open NCCL from {tried}: {why}; install libnccl2 {} or newer, or set EXPERTD_NCCL to a libnccl.so.2",
         Version::OLDEST
     )]
     Open {
-        /// The path or name, and who asked for it.
+        /// The path or name, and its source.
         tried: String,
-        /// The loader's words.
+        /// The loader's message.
         why: String,
     },
     /// A function is missing in the library.
     #[error(
-        "{tried} has no symbol {symbol}: NCCL {} or newer is needed; point EXPERTD_NCCL at such a libnccl.so.2",
+        "{tried} has no symbol {symbol}: NCCL {} or newer is needed; set EXPERTD_NCCL to such a libnccl.so.2",
         Version::OLDEST
     )]
     Symbol {
-        /// The path or name, and who asked for it.
+        /// The path or name, and its source.
         tried: String,
         /// The missing function.
         symbol: &'static str,
     },
     /// The library is too old.
     #[error(
-        "{tried} is NCCL {found}; {} or newer is needed; point EXPERTD_NCCL at such a libnccl.so.2",
+        "{tried} is NCCL {found}; {} or newer is needed; set EXPERTD_NCCL to such a libnccl.so.2",
         Version::OLDEST
     )]
     TooOld {
-        /// The path or name, and who asked for it.
+        /// The path or name, and its source.
         tried: String,
-        /// Its version.
+        /// Version of the library.
         found: Version,
     },
     /// A call failed.
@@ -76,11 +76,11 @@ pub enum Error {
     Call {
         /// The C function.
         call: &'static str,
-        /// `ncclResult_t`.
+        /// The call's `ncclResult_t`.
         code: Code,
-        /// `ncclGetErrorString`.
+        /// Result of `ncclGetErrorString`.
         text: String,
-        /// `ncclGetLastError`, possibly empty.
+        /// Result of `ncclGetLastError`, possibly empty.
         last: String,
     },
     /// Peers did not take part in time.
@@ -88,24 +88,24 @@ pub enum Error {
     Deadline {
         /// The C function.
         call: &'static str,
-        /// How long was waited.
+        /// Duration of the wait.
         waited: Duration,
     },
-    /// Registration claimed success but gave no window.
+    /// Registration reported success but returned no window.
     #[error(
-        "ncclCommWindowRegister reported success but gave no window within {} s: a peer is missing, or symmetric \
+        "ncclCommWindowRegister reported success but returned no window within {} s: a peer is missing, or symmetric \
          memory is not supported between these devices (peer access over NVLink and CUDA VMM are needed, and \
          NCCL_CUMEM_ENABLE must not be 0)",
         .waited.as_secs_f32()
     )]
     NullWindow {
-        /// How long was waited.
+        /// Duration of the wait.
         waited: Duration,
     },
-    /// The window's addresses make no sense.
-    #[error("the window's addresses cannot be trusted: {0}")]
+    /// The window's addresses are invalid.
+    #[error("the window's addresses are invalid: {0}")]
     BadWindow(String),
-    /// Arguments that NCCL would reject cryptically, or hang on.
+    /// An argument that NCCL would reject with an obscure error, or hang on.
     #[error("{0}")]
     Argument(String),
 }
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn version_codes_of_both_schemes() {
+    fn version_codes_of_both_schemes_are_decoded() {
         assert_eq!(Version::from_code(22809), Version { major: 2, minor: 28, patch: 9 });
         assert_eq!(Version::from_code(23007), Version { major: 2, minor: 30, patch: 7 });
         assert_eq!(Version::from_code(2708), Version { major: 2, minor: 7, patch: 8 });

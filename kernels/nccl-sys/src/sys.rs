@@ -1,4 +1,4 @@
-//! The C interface, as in `nccl.h` of NCCL 2.28: types, constants, and the functions resolved from a library.
+//! The C interface of NCCL 2.28, as in `nccl.h`: types, constants, and the functions resolved from a library.
 #![allow(unsafe_code, reason = "declares and resolves C functions")]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -9,23 +9,23 @@ use libloading::Library;
 pub type Comm = *mut c_void;
 /// `ncclWindow_t`.
 pub type WindowHandle = *mut c_void;
-/// `ncclResult_t`. An integer, not an enum: newer libraries may return codes that are not known here.
+/// `ncclResult_t`, an integer and not an enum because newer libraries may return unknown codes.
 pub type Code = c_int;
 
 /// `ncclSuccess`.
 pub const SUCCESS: Code = 0;
-/// `ncclInProgress`: a non-blocking call was accepted and goes on in the background.
+/// `ncclInProgress`: a non-blocking call was accepted and runs in the background.
 pub const IN_PROGRESS: Code = 7;
 /// `NCCL_WIN_COLL_SYMMETRIC`.
 pub const WINDOW_SYMMETRIC: c_int = 1;
-/// `NCCL_WIN_REQUIRED_ALIGNMENT`, bytes.
+/// `NCCL_WIN_REQUIRED_ALIGNMENT`, in bytes.
 pub const WINDOW_ALIGNMENT: usize = 4096;
 /// `NCCL_UNIQUE_ID_BYTES`.
 pub const UNIQUE_ID_BYTES: usize = 128;
 
 const CONFIG_MAGIC: c_uint = 0xcafe_beef;
 const UNDEFINED: c_int = c_int::MIN;
-/// The version whose `ncclConfig_t` is declared here. Later libraries accept the shorter struct by its size.
+/// The version whose `ncclConfig_t` is declared here. Later libraries recognise the shorter struct by its size.
 const CONFIG_VERSION: c_uint = 22800;
 
 /// `ncclUniqueId`, passed by value.
@@ -36,14 +36,14 @@ pub struct RawUniqueId {
     pub internal: [c_char; UNIQUE_ID_BYTES],
 }
 
-/// `ncclConfig_t` of 2.28. Made by [`Config::new`] only, so that size, magic and version are always there.
+/// `ncclConfig_t` of 2.28. Only [`Config::new`] makes it, so that size, magic and version are always set.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
     size: usize,
     magic: c_uint,
     version: c_uint,
-    /// 0: calls return at once and finish in the background.
+    /// 0 makes calls return at once and finish in the background.
     pub blocking: c_int,
     cga_cluster_size: c_int,
     min_ctas: c_int,
@@ -61,7 +61,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// Every field as `NCCL_CONFIG_INITIALIZER` leaves it: undefined, for the library to choose.
+    /// The values of `NCCL_CONFIG_INITIALIZER`: all options are undefined, so that the library chooses.
     #[must_use]
     pub const fn new() -> Config {
         Config {
@@ -92,25 +92,25 @@ impl Default for Config {
     }
 }
 
-/// The head of the device-side table that an `ncclWindow_t` of NCCL 2.28 points to. Later versions answer the same
-/// question through `ncclGetLsaDevicePointer`, which is preferred where the library has it.
+/// The head of the device-side table that an `ncclWindow_t` of NCCL 2.28 points to. Later versions provide the addresses
+/// through `ncclGetLsaDevicePointer`, which is preferred if the library has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowTable {
-    /// Device address of the LSA (load/store accessible) range: rank 0's copy of the window.
+    /// Device address of the LSA (load/store accessible) range, which begins with rank 0's window.
     pub base: u64,
-    /// This rank's place in the LSA team.
+    /// Index of this rank in the LSA team.
     pub lsa_rank: u32,
-    /// This rank's place in the communicator.
+    /// Index of this rank in the communicator.
     pub world_rank: u32,
-    /// Distance between the copies of neighbouring ranks, in units of 4 GiB.
+    /// Distance between the windows of consecutive ranks, in units of 4 GiB.
     pub stride_4g: u32,
 }
 
 impl WindowTable {
-    /// Bytes of the table that are read.
+    /// Number of bytes that are read from the table.
     pub const BYTES: usize = 28;
 
-    /// Reads the head of the table: `{u64 host object, u64 base, u32 LSA rank, u32 world rank, u32 stride}`.
+    /// Decodes the head of the table: `{u64 host object, u64 base, u32 LSA rank, u32 world rank, u32 stride}`.
     #[must_use]
     pub fn decode(bytes: &[u8; WindowTable::BYTES]) -> WindowTable {
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
@@ -122,7 +122,7 @@ impl WindowTable {
         }
     }
 
-    /// Device address of `peer`'s copy of the window, as this rank may load and store it.
+    /// Device address of `peer`'s window, for loads and stores by this rank.
     #[must_use]
     pub fn peer(&self, peer: u32) -> u64 {
         self.base + u64::from(peer) * (u64::from(self.stride_4g) << 32)
@@ -142,14 +142,14 @@ macro_rules! functions {
             /// Names of all functions that must be present.
             pub const REQUIRED: &'static [&'static str] = &[$($symbol),*];
 
-            /// Resolves every function. The error is the name of the first one that is missing.
+            /// Resolves every function. The error is the name of the first function that is missing.
             ///
             /// # Safety
-            /// `library` must be an NCCL library, and must outlive what is made of the result.
+            /// `library` must be an NCCL library, and must outlive the result.
             pub unsafe fn resolve(library: &Library) -> Result<Functions, &'static str> {
                 Ok(Functions {
                     $($field: {
-                        // SAFETY: the caller says that this is NCCL; the signature is the one in nccl.h.
+                        // SAFETY: the caller promises that this is NCCL; the signature is that of nccl.h.
                         let symbol = unsafe {
                             library.get::<unsafe extern "C" fn($($ty),*) $(-> $ret)?>($symbol.as_bytes())
                         };
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_config_says_what_it_is_and_chooses_nothing() {
+    fn a_new_config_has_size_magic_and_version_and_no_options() {
         let config = Config::new();
         assert_eq!(config.size, size_of::<Config>());
         assert_eq!(config.magic, 0xcafe_beef);
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn the_window_table_is_read_field_by_field() {
+    fn the_window_table_is_decoded() {
         let mut bytes = [0_u8; WindowTable::BYTES];
         bytes[..8].copy_from_slice(&0x1111_2222_3333_4444_u64.to_le_bytes());
         bytes[8..16].copy_from_slice(&0x0a00_0000_0020_0000_u64.to_le_bytes());

@@ -1,4 +1,4 @@
-//! Measures [`Ceilings`]: reads of memory, products on tensor cores, stores to peers.
+//! Measurement of [`Ceilings`]: memory reads, tensor core products, stores to peers.
 #![allow(unsafe_code, reason = "calls the kernels' C launchers")]
 
 use std::ffi::{c_int, c_void};
@@ -23,39 +23,41 @@ unsafe extern "C" {
     -> c_int;
 }
 
-/// Read at once: far more than fits the caches.
+/// Bytes read by one launch: far more than the caches hold.
 const READ_BYTES: usize = 4 << 30;
-/// Sent to a peer at once.
+/// Bytes sent to a peer by one launch.
 const SENT_BYTES: usize = 1 << 30;
-/// Rounds of a launch of products: about 2 ms.
+/// Rounds of products in one launch, which takes about 2 ms.
 const ROUNDS: u32 = 1500;
-/// Launches of products that follow each other: about 0.4 s, after which clocks have settled.
-const SUSTAINED: u32 = 200;
-/// Each figure is the median of so many.
+/// Consecutive launches of products, which take about 0.4 s, so that clocks settle.
+const SUSTAINED_LAUNCHES: u32 = 200;
+/// Number of measurements whose median is a figure.
 const REPEATS: usize = 7;
 
-/// Why there is no figure.
+/// Why a measurement failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CeilingError {
-    /// The driver.
+    /// The driver failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// A launch.
+    /// A launch was refused.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// GPUs that do not see each other.
-    #[error("GPU {from} cannot reach the memory of GPU {to}")]
-    Apart {
-        /// Which.
+    /// A GPU has no peer access to another.
+    #[error(
+        "GPU {from} cannot access the memory of GPU {to}; all measured GPUs need peer access to the next one"
+    )]
+    NoPeerAccess {
+        /// The source GPU.
         from: usize,
-        /// Which not.
+        /// The destination GPU.
         to: usize,
     },
 }
 
-/// One GPU at work.
-struct Bench {
+/// One measured GPU.
+struct GpuBench {
     device: Device,
     stream: Stream,
     begin: Event,
@@ -64,10 +66,10 @@ struct Bench {
     sms: u32,
 }
 
-impl Bench {
-    fn open(ordinal: u32) -> Result<Bench, DeviceError> {
+impl GpuBench {
+    fn open(ordinal: u32) -> Result<GpuBench, DeviceError> {
         let device = Device::open(ordinal)?;
-        Ok(Bench {
+        Ok(GpuBench {
             stream: device.stream()?,
             begin: Event::new(&device)?,
             end: Event::new(&device)?,
@@ -85,7 +87,7 @@ impl Bench {
         Ok(self.end.record(&self.stream)?)
     }
 
-    /// Waits for it; how long it took.
+    /// Waits for the work; returns its duration.
     fn finish(&self) -> Result<Duration, CeilingError> {
         self.stream.synchronize()?;
         Ok(self.end.since(&self.begin)?)
@@ -93,18 +95,18 @@ impl Bench {
 
     fn read(&self, buffer: &Buffer<u8>) -> Result<(), LaunchError> {
         let (from, sink) = (buffer.address() as *const c_void, self.sink.address() as *mut u32);
-        // SAFETY: live buffers of this device, of the given size; its context is current (`start`).
+        // SAFETY: the buffers are alive, on this device and of the given size; its context is current (`start`).
         let code = unsafe {
             expertd_read_memory(from, buffer.len() as u64, sink, self.sms, self.stream.raw().cast())
         };
         check("read_memory", code)
     }
 
-    /// FLOPs of what was enqueued.
+    /// Enqueues products; returns their number of FLOPs.
     fn multiply(&self) -> Result<f64, LaunchError> {
         let mut flops = 0.0;
         let sink = self.sink.address() as *mut u32;
-        // SAFETY: a live buffer of this device, whose context is current (`start`).
+        // SAFETY: the buffer is alive and on this device, whose context is current (`start`).
         let code =
             unsafe { expertd_multiply(ROUNDS, sink, self.sms, self.stream.raw().cast(), &raw mut flops) };
         check("multiply", code).map(|()| flops)
@@ -112,7 +114,7 @@ impl Bench {
 
     fn push(&self, to: &Buffer<u8>, from: &Buffer<u8>) -> Result<(), LaunchError> {
         let (to, bytes) = (to.address() as *mut c_void, from.len().min(to.len()) as u64);
-        // SAFETY: live buffers of at least that size; this device may store to the other's (`Device::map_peer`).
+        // SAFETY: the buffers are alive and at least that large; this device may store to the peer's (`Device::map_peer`).
         let code = unsafe {
             expertd_push(to, from.address() as *const c_void, bytes, self.sms, self.stream.raw().cast())
         };
@@ -120,12 +122,12 @@ impl Bench {
     }
 }
 
-/// Measures the first `gpus` GPUs; takes about a second, and nothing else should use them.
+/// Measures the first `gpus` GPUs in about a second, during which nothing else should use them.
 ///
 /// # Errors
 /// [`CeilingError`].
 pub fn measure(gpus: u32) -> Result<Ceilings, CeilingError> {
-    let benches = (0..gpus).map(Bench::open).collect::<Result<Vec<_>, _>>()?;
+    let benches = (0..gpus).map(GpuBench::open).collect::<Result<Vec<_>, _>>()?;
     let mut slowest = Ceilings {
         memory_bytes_per_second: f64::INFINITY,
         tensor_burst_flops: f64::INFINITY,
@@ -141,7 +143,7 @@ pub fn measure(gpus: u32) -> Result<Ceilings, CeilingError> {
     Ok(slowest)
 }
 
-fn memory(bench: &Bench) -> Result<f64, CeilingError> {
+fn memory(bench: &GpuBench) -> Result<f64, CeilingError> {
     let buffer = Buffer::<u8>::zeroed(&bench.device, READ_BYTES)?;
     let time = median(|| {
         bench.start(|| bench.read(&buffer))?;
@@ -150,20 +152,20 @@ fn memory(bench: &Bench) -> Result<f64, CeilingError> {
     Ok(READ_BYTES as f64 / time.as_secs_f64())
 }
 
-/// In a burst, and sustained.
-fn tensor(bench: &Bench) -> Result<(f64, f64), CeilingError> {
+/// FLOP per second in a burst, and sustained.
+fn tensor(bench: &GpuBench) -> Result<(f64, f64), CeilingError> {
     let mut flops = 0.0;
     let burst = median(|| {
         bench.start(|| bench.multiply().map(|made| flops = made))?;
         bench.finish()
     })?;
-    bench.start(|| (0..SUSTAINED).try_for_each(|_| bench.multiply().map(drop)))?;
+    bench.start(|| (0..SUSTAINED_LAUNCHES).try_for_each(|_| bench.multiply().map(drop)))?;
     let sustained = bench.finish()?;
-    Ok((flops / burst.as_secs_f64(), flops * f64::from(SUSTAINED) / sustained.as_secs_f64()))
+    Ok((flops / burst.as_secs_f64(), flops * f64::from(SUSTAINED_LAUNCHES) / sustained.as_secs_f64()))
 }
 
-/// Every GPU stores to the next one, all at once.
-fn links(benches: &[Bench]) -> Result<Option<f64>, CeilingError> {
+/// Bytes per second that each GPU stores to the next one while all GPUs do so.
+fn links(benches: &[GpuBench]) -> Result<Option<f64>, CeilingError> {
     if benches.len() < 2 {
         return Ok(None);
     }
@@ -171,22 +173,22 @@ fn links(benches: &[Bench]) -> Result<Option<f64>, CeilingError> {
     let mut buffers = Vec::with_capacity(benches.len());
     for (at, bench) in benches.iter().enumerate() {
         if !bench.device.map_peer(&benches[next(at)].device)? {
-            return Err(CeilingError::Apart { from: at, to: next(at) });
+            return Err(CeilingError::NoPeerAccess { from: at, to: next(at) });
         }
-        let room = || Buffer::<u8>::zeroed(&bench.device, SENT_BYTES);
-        buffers.push((room()?, room()?));
+        let buffer = || Buffer::<u8>::zeroed(&bench.device, SENT_BYTES);
+        buffers.push((buffer()?, buffer()?));
     }
     let time = median(|| {
         for (at, bench) in benches.iter().enumerate() {
             bench.start(|| bench.push(&buffers[next(at)].1, &buffers[at].0))?;
         }
-        let times = benches.iter().map(Bench::finish).collect::<Result<Vec<_>, _>>()?;
+        let times = benches.iter().map(GpuBench::finish).collect::<Result<Vec<_>, _>>()?;
         Ok(times.into_iter().max().unwrap_or_default())
     })?;
     Ok(Some(SENT_BYTES as f64 / time.as_secs_f64()))
 }
 
-/// The median of several tries, after one that does not count.
+/// The median of several measurements, after one warm-up.
 fn median(mut once: impl FnMut() -> Result<Duration, CeilingError>) -> Result<Duration, CeilingError> {
     once()?;
     let mut times = (0..REPEATS).map(|_| once()).collect::<Result<Vec<_>, _>>()?;

@@ -1,4 +1,4 @@
-//! Memory of devices, and of the host where devices reach it.
+//! Device memory, and host memory that devices can address.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -10,10 +10,10 @@ use cudarc::driver::sys::{self, CUdeviceptr};
 
 use super::{Device, DeviceError, check};
 
-/// Plain-old-data that may be copied between host and device byte by byte.
+/// Plain data that may be copied between host and device as bytes.
 ///
 /// # Safety
-/// Any bytes are a valid value, and there is no padding that matters.
+/// Any bytes are a valid value, and the type has no padding.
 pub unsafe trait Plain: Copy + Default {}
 // SAFETY: integers and floats.
 unsafe impl Plain for u8 {}
@@ -27,7 +27,7 @@ unsafe impl Plain for u64 {}
 unsafe impl Plain for i32 {}
 // SAFETY: as above.
 unsafe impl Plain for f32 {}
-// SAFETY: integers only, laid out without gaps.
+// SAFETY: the struct consists of integers without padding.
 unsafe impl Plain for crate::params::SlotState {}
 // SAFETY: as above.
 unsafe impl Plain for crate::params::StepRequest {}
@@ -50,24 +50,24 @@ pub struct Buffer<T: Plain> {
 }
 
 impl<T: Plain> Buffer<T> {
-    /// Allocates `len` elements of zeros (at least one, so that the address is never null).
+    /// Allocates `len` zeros; at least one element is allocated, so that the address is never null.
     ///
     /// # Errors
-    /// When memory is short.
+    /// If there is not enough device memory.
     pub fn zeroed(device: &Device, len: usize) -> Result<Buffer<T>, DeviceError> {
         device.bind()?;
         let bytes = len.max(1) * size_of::<T>();
-        // SAFETY: a current context; the memory is set before anything reads it.
+        // SAFETY: the context is current, and the memory is set before anything reads it.
         let address = check("cuMemAlloc", unsafe { result::malloc_sync(bytes) })?;
         let buffer = Buffer { address, len, device: device.clone(), kind: PhantomData };
         buffer.fill_bytes(0)?;
         Ok(buffer)
     }
 
-    /// Allocates and copies `values`.
+    /// Allocates a buffer and copies `values` to it.
     ///
     /// # Errors
-    /// When memory is short.
+    /// If there is not enough device memory.
     pub fn from_slice(device: &Device, values: &[T]) -> Result<Buffer<T>, DeviceError> {
         let buffer = Buffer::zeroed(device, values.len())?;
         buffer.write(values)?;
@@ -86,52 +86,52 @@ impl<T: Plain> Buffer<T> {
         self.len
     }
 
-    /// Whether it holds nothing.
+    /// Whether there are no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Sets every byte.
+    /// Sets every byte to `byte`, and waits until that is done.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn fill_bytes(&self, byte: u8) -> Result<(), DeviceError> {
         self.device.bind()?;
-        // SAFETY: within the allocation.
+        // SAFETY: the range is the allocation.
         check("cuMemsetD8", unsafe {
             result::memset_d8_sync(self.address, byte, self.len * size_of::<T>())
         })?;
-        // Memset of device memory returns before it is done.
+        // The driver's memset of device memory is asynchronous.
         self.device.synchronize()
     }
 
-    /// Copies values to the start of the array; waits until they are there.
+    /// Copies `values` to the start of the buffer, and waits until that is done.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     ///
     /// # Panics
-    /// When there are more values than elements.
+    /// If there are more values than elements.
     pub fn write(&self, values: &[T]) -> Result<(), DeviceError> {
-        assert!(values.len() <= self.len, "{} values into a buffer of {}", values.len(), self.len);
+        assert!(values.len() <= self.len, "{} values do not fit a buffer of {}", values.len(), self.len);
         if values.is_empty() {
             return Ok(());
         }
         self.device.bind()?;
-        // SAFETY: within the allocation (checked above).
+        // SAFETY: the range lies within the allocation (asserted).
         check("cuMemcpyHtoD", unsafe { result::memcpy_htod_sync(self.address, values) })
     }
 
-    /// Copies the whole array to the host.
+    /// Copies the whole buffer to the host.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn read(&self) -> Result<Vec<T>, DeviceError> {
         let mut values = vec![T::default(); self.len];
         if self.len != 0 {
             self.device.bind()?;
-            // SAFETY: as long as the allocation; any bytes are a `T`.
+            // SAFETY: `values` has the length of the allocation, and any bytes are a `T`.
             check("cuMemcpyDtoH", unsafe { result::memcpy_dtoh_sync(&mut values, self.address) })?;
         }
         Ok(values)
@@ -141,16 +141,16 @@ impl<T: Plain> Buffer<T> {
 impl<T: Plain> Drop for Buffer<T> {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
-            // SAFETY: freed once. Nothing can be done about an error here.
+            // SAFETY: the memory is freed once. An error cannot be handled here.
             let _ = unsafe { result::free_sync(self.address) };
         }
     }
 }
 
-/// Copies bytes from device memory at an address; what a window's resolution needs.
+/// Copies bytes from device memory at an address.
 ///
 /// # Errors
-/// The driver's words.
+/// The driver's message.
 ///
 /// # Safety
 /// `address` must be readable device memory of the current context for the whole length.
@@ -159,20 +159,20 @@ pub unsafe fn read_device(address: u64, bytes: &mut [u8]) -> Result<(), String> 
     unsafe { result::memcpy_dtoh_sync(bytes, address) }.map_err(|error| format!("{error:?}"))
 }
 
-/// Sets bytes of device memory.
+/// Sets bytes of device memory, and waits until that is done.
 ///
 /// # Errors
-/// The driver's.
+/// The driver's error.
 ///
 /// # Safety
-/// `address` must be writable device memory of the current context for the whole length, and nobody may be using it.
+/// `address` must be writable device memory of the current context for the whole length, and nothing else may use it.
 pub unsafe fn fill_device(address: u64, byte: u8, bytes: usize) -> Result<(), DeviceError> {
     // SAFETY: the caller's promise.
     check("cuMemsetD8", unsafe { result::memset_d8_sync(address, byte, bytes) })?;
     check("cuCtxSynchronize", result::ctx::synchronize())
 }
 
-/// One value in pinned host memory that host and device take turns on.
+/// One value in pinned host memory, which host and device access in turns.
 #[derive(Debug)]
 pub struct Mailbox<T: Plain> {
     host: *mut T,
@@ -180,21 +180,21 @@ pub struct Mailbox<T: Plain> {
     device: Device,
 }
 
-// SAFETY: an address; accesses are volatile and ordered by the protocol of its users.
+// SAFETY: the memory may be accessed from any thread; accesses are volatile and ordered by the users' protocol.
 unsafe impl<T: Plain> Send for Mailbox<T> {}
 
 impl<T: Plain> Mailbox<T> {
-    /// Allocates it, with `value`.
+    /// Allocates a mailbox that holds `value`.
     ///
     /// # Errors
-    /// When memory cannot be pinned.
+    /// If memory cannot be pinned.
     pub fn new(device: &Device, value: T) -> Result<Mailbox<T>, DeviceError> {
         device.bind()?;
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
-        // SAFETY: a current context; freed in drop.
+        // SAFETY: the context is current; the memory is freed in drop.
         let host = check("cuMemHostAlloc", unsafe { result::malloc_host(size_of::<T>().max(64), flags) })?;
         let mut address = 0;
-        // SAFETY: allocated just now with device mapping.
+        // SAFETY: the memory was just allocated with device mapping.
         let status = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut address, host, 0) };
         let mailbox = Mailbox { host: host.cast(), address, device: device.clone() };
         check("cuMemHostGetDevicePointer", status.result())?;
@@ -202,33 +202,34 @@ impl<T: Plain> Mailbox<T> {
         Ok(mailbox)
     }
 
-    /// Where the device sees it.
+    /// Device address of the memory.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Stores a value; a launch afterwards makes the device see it.
+    /// Stores a value, which kernels of later launches see.
     pub fn put(&self, value: T) {
-        // SAFETY: live memory of this size, aligned to a page.
+        // SAFETY: the memory is alive, of this size and aligned to a page.
         unsafe { ptr::write_volatile(self.host, value) };
     }
 
-    /// Reads what the device stored, after [`first_word`](Self::first_word) told that it is there.
+    /// Loads the value that the device stored. [`first_word`](Self::first_word) shows when it is complete.
     #[must_use]
     pub fn get(&self) -> T {
         // SAFETY: as in `put`; any bytes are a `T`.
         unsafe { ptr::read_volatile(self.host) }
     }
 
-    /// The first eight bytes, with acquire: what comes after them in the struct was stored before.
+    /// Loads the first eight bytes with acquire ordering. The device stores them last, so the rest of the value belongs to
+    /// them.
     ///
     /// # Panics
-    /// When `T` is smaller.
+    /// If `T` has fewer than eight bytes.
     #[must_use]
     pub fn first_word(&self) -> u64 {
-        assert!(size_of::<T>() >= 8, "a mailbox with a sequence has room for it");
-        // SAFETY: at least eight bytes, aligned to a page.
+        assert!(size_of::<T>() >= 8, "the mailbox's type is smaller than a word of eight bytes");
+        // SAFETY: the memory has at least eight bytes and is aligned to a page.
         unsafe { AtomicU64::from_ptr(self.host.cast()) }.load(Ordering::Acquire)
     }
 }
@@ -236,13 +237,13 @@ impl<T: Plain> Mailbox<T> {
 impl<T: Plain> Drop for Mailbox<T> {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
-            // SAFETY: freed once. Nothing can be done about an error here.
+            // SAFETY: the memory is freed once. An error cannot be handled here.
             let _ = unsafe { result::free_host(self.host.cast()) };
         }
     }
 }
 
-/// Host memory that the device may address: pages of this process's mapping, pinned while this lives.
+/// Pages of this process that are pinned and addressable by the device while this value lives.
 #[derive(Debug)]
 pub struct Pinned<'a> {
     host: *mut c_void,
@@ -251,14 +252,14 @@ pub struct Pinned<'a> {
     mapping: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: an address; the memory behind it is shared with other processes anyway.
+// SAFETY: the value is only an address; it gives no access to the memory on the host.
 unsafe impl Send for Pinned<'_> {}
 
 impl Pinned<'_> {
-    /// Pins and maps `bytes` at `host` into the device's address space.
+    /// Pins `bytes` at `host` and maps them into the device's address space.
     ///
     /// # Errors
-    /// When the pages cannot be pinned (locked-memory limit, memory short).
+    /// If the pages cannot be pinned, because of the limit of locked memory or a lack of memory.
     ///
     /// # Safety
     /// `host` must be mapped, page-aligned memory of that length, for as long as the result lives.
@@ -273,17 +274,17 @@ impl Pinned<'_> {
         // SAFETY: the caller's promise.
         check("cuMemHostRegister", unsafe { sys::cuMemHostRegister_v2(host, bytes, flags) }.result())?;
         let mut address = 0;
-        // SAFETY: registered just now.
+        // SAFETY: the pages were just registered.
         let status = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut address, host, 0) };
         if let Err(error) = status.result() {
-            // SAFETY: registered just now.
+            // SAFETY: the pages were just registered.
             let _ = unsafe { sys::cuMemHostUnregister(host) };
             return Err(DeviceError::Driver { call: "cuMemHostGetDevicePointer", error });
         }
         Ok(Pinned { host, address, device: device.clone(), mapping: PhantomData })
     }
 
-    /// Where the device sees it.
+    /// Device address of the memory.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.address
@@ -293,7 +294,7 @@ impl Pinned<'_> {
 impl Drop for Pinned<'_> {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
-            // SAFETY: registered once, unregistered once. Nothing can be done about an error here.
+            // SAFETY: the pages are registered and are unregistered once. An error cannot be handled here.
             let _ = unsafe { sys::cuMemHostUnregister(self.host) };
         }
     }

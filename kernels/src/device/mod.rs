@@ -1,4 +1,4 @@
-//! GPUs, and owners of their memory, pinned host memory, streams and graphs, over the driver API. Drops never panic.
+//! GPUs, and owners of device memory, pinned host memory, streams and graphs, over the driver API. Drops never panic.
 #![allow(unsafe_code, reason = "calls the CUDA driver")]
 
 mod memory;
@@ -12,17 +12,17 @@ use cudarc::driver::{CudaContext, result};
 pub use memory::{Buffer, Mailbox, Pinned, Plain, fill_device, read_device};
 pub use stream::{Graph, Stream};
 
-/// What the driver refused.
+/// Errors of the CUDA driver.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// No driver on this machine.
-    #[error("no CUDA driver (libcuda.so.1) on this machine: install NVIDIA's driver, or use the cpu device")]
+    /// The machine has no driver.
+    #[error("the CUDA driver (libcuda.so.1) was not found: install NVIDIA's driver, or use --device cpu")]
     NoDriver,
     /// A driver call failed.
     #[error("{call} failed: {error:?}")]
     Driver {
-        /// The call.
+        /// Name of the call.
         call: &'static str,
         /// The driver's error.
         error: result::DriverError,
@@ -36,10 +36,10 @@ pub(crate) fn check<T>(
     outcome.map_err(|error| DeviceError::Driver { call, error })
 }
 
-/// Whether the driver's library can be opened; nothing else here may be called otherwise.
+/// Whether the driver's library can be loaded. If not, nothing else of this module may be called.
 #[must_use]
 pub fn driver_present() -> bool {
-    // SAFETY: opens the library and looks at nothing in it.
+    // SAFETY: the call only loads the library.
     unsafe { sys::is_culib_present() }
 }
 
@@ -53,7 +53,7 @@ impl Device {
     /// Number of GPUs that this process may use.
     ///
     /// # Errors
-    /// [`DeviceError::NoDriver`] without a driver, the driver's error when it does not start.
+    /// [`DeviceError::NoDriver`] without a driver; the driver's error if it does not start.
     pub fn count() -> Result<u32, DeviceError> {
         if !driver_present() {
             return Err(DeviceError::NoDriver);
@@ -64,13 +64,13 @@ impl Device {
     /// Opens a GPU and makes its context current on this thread.
     ///
     /// # Errors
-    /// As [`Device::count`], and when there is no such GPU.
+    /// As [`Device::count`], and the driver's error if there is no such GPU.
     pub fn open(ordinal: u32) -> Result<Device, DeviceError> {
         if !driver_present() {
             return Err(DeviceError::NoDriver);
         }
         let context = check("opening the device", CudaContext::new(ordinal as usize))?;
-        // SAFETY: buffers of this module order their work through streams themselves.
+        // SAFETY: this module does not use cudarc's buffers, which the tracked events would order.
         unsafe { context.disable_event_tracking() };
         Ok(Device { context })
     }
@@ -78,7 +78,7 @@ impl Device {
     /// Makes the context current on the calling thread.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn bind(&self) -> Result<(), DeviceError> {
         check("cuCtxSetCurrent", self.context.bind_to_thread())
     }
@@ -86,23 +86,23 @@ impl Device {
     /// The GPU's name.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn name(&self) -> Result<String, DeviceError> {
         check("cuDeviceGetName", self.context.name())
     }
 
-    /// Compute capability.
+    /// Compute capability, as `(major, minor)`.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn capability(&self) -> Result<(i32, i32), DeviceError> {
         check("cuDeviceGetAttribute", self.context.compute_capability())
     }
 
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn multiprocessors(&self) -> Result<u32, DeviceError> {
         let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
         check("cuDeviceGetAttribute", self.context.attribute(attribute))
@@ -112,7 +112,7 @@ impl Device {
     /// Free and total bytes of device memory.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
         check("cuMemGetInfo", self.context.mem_get_info())
     }
@@ -120,10 +120,10 @@ impl Device {
     /// Whether this GPU can load and store `other`'s memory.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn reaches(&self, other: &Device) -> Result<bool, DeviceError> {
         let mut can = 0;
-        // SAFETY: both devices exist and `can` is a valid place for the answer.
+        // SAFETY: both devices exist, and `can` is valid for writes.
         let status = unsafe {
             sys::cuDeviceCanAccessPeer(&raw mut can, self.context.cu_device(), other.context.cu_device())
         };
@@ -131,34 +131,34 @@ impl Device {
         Ok(can != 0)
     }
 
-    /// Lets this GPU's kernels load and store `other`'s memory; whether it can.
+    /// Lets this GPU's kernels load and store `other`'s memory; returns false if they cannot.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn map_peer(&self, other: &Device) -> Result<bool, DeviceError> {
         if !self.reaches(other)? {
             return Ok(false);
         }
         self.bind()?;
-        // SAFETY: both contexts are alive; there are no flags.
+        // SAFETY: both contexts are alive, and the call takes no flags.
         match unsafe { sys::cuCtxEnablePeerAccess(other.context.cu_ctx(), 0) } {
             sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(true),
             status => check("cuCtxEnablePeerAccess", status.result()).map(|()| true),
         }
     }
 
-    /// Waits until everything on the device is done.
+    /// Waits until all work on the device has ended.
     ///
     /// # Errors
-    /// The first error of anything that ran.
+    /// The first error of that work.
     pub fn synchronize(&self) -> Result<(), DeviceError> {
         check("cuCtxSynchronize", self.context.synchronize())
     }
 
-    /// A new stream.
+    /// Creates a stream.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn stream(&self) -> Result<Stream, DeviceError> {
         self.bind()?;
         let raw = check("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking))?;
@@ -166,7 +166,7 @@ impl Device {
     }
 }
 
-/// Version of the driver, as `(major, minor)` of the newest CUDA that it supports.
+/// The newest CUDA version that the driver supports, as `(major, minor)`.
 ///
 /// # Errors
 /// [`DeviceError::NoDriver`], or the driver's error.
@@ -175,7 +175,7 @@ pub fn driver_version() -> Result<(i32, i32), DeviceError> {
         return Err(DeviceError::NoDriver);
     }
     let mut version = 0;
-    // SAFETY: works before initialisation; `version` is a valid place for the answer.
+    // SAFETY: the call works before initialisation, and `version` is valid for writes.
     check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut version) }.result())?;
     Ok((version / 1000, version % 1000 / 10))
 }

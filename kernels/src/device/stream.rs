@@ -1,4 +1,4 @@
-//! Streams, and what was captured on them.
+//! Streams and captured graphs.
 
 use std::ptr;
 
@@ -28,33 +28,33 @@ impl Stream {
         self.raw
     }
 
-    /// Waits for everything on it.
+    /// Waits until all work on the stream has ended.
     ///
     /// # Errors
-    /// The first error of anything that ran.
+    /// The first error of that work.
     pub fn synchronize(&self) -> Result<(), DeviceError> {
-        // SAFETY: a live stream.
+        // SAFETY: the stream is alive.
         check("cuStreamSynchronize", unsafe { result::stream::synchronize(self.raw) })
     }
 
-    /// Captures what `record` launches on this stream into a graph. Everything it launches must have run before, so
-    /// that nothing is initialised lazily in the capture.
+    /// Captures the launches of `record` on this stream into a graph. Every kernel must have run before, so that nothing is
+    /// initialised lazily during the capture.
     ///
     /// # Errors
-    /// `record`'s error, or the driver's.
+    /// The error of `record`, or the driver's error.
     pub fn capture<E: From<DeviceError>>(&self, record: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: a live stream that is not capturing.
+        // SAFETY: the stream is alive and not capturing.
         check("cuStreamBeginCapture", unsafe { result::stream::begin_capture(self.raw, mode) })?;
         let recorded = record();
-        // SAFETY: ends the capture begun above, whatever came of it.
+        // SAFETY: ends the capture that was begun above, even if `record` failed.
         let graph = check("cuStreamEndCapture", unsafe { result::stream::end_capture(self.raw) });
         recorded?;
         let graph = graph?;
         let mut executable = ptr::null_mut();
-        // SAFETY: a graph that was just captured.
+        // SAFETY: the graph was just captured.
         let status = unsafe { sys::cuGraphInstantiateWithFlags(&raw mut executable, graph, 0) };
-        // SAFETY: the executable graph does not need it any more.
+        // SAFETY: the executable graph does not need the captured one any more.
         let destroyed = unsafe { result::graph::destroy(graph) };
         check("cuGraphInstantiate", status.result())?;
         check("cuGraphDestroy", destroyed)?;
@@ -65,13 +65,13 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
-            // SAFETY: destroyed once. Nothing can be done about an error here.
+            // SAFETY: the stream is destroyed once. An error cannot be handled here.
             let _ = unsafe { result::stream::destroy(self.raw) };
         }
     }
 }
 
-/// A captured step, ready for replay.
+/// An executable graph of captured launches.
 #[derive(Debug)]
 pub struct Graph {
     raw: sys::CUgraphExec,
@@ -82,28 +82,28 @@ pub struct Graph {
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Replays it on a stream.
+    /// Replays the graph on a stream.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn launch(&self, stream: &Stream) -> Result<(), DeviceError> {
-        // SAFETY: both are alive.
+        // SAFETY: graph and stream are alive.
         check("cuGraphLaunch", unsafe { result::graph::launch(self.raw, stream.raw) })
     }
 
-    /// Uploads it ahead of the first replay.
+    /// Uploads the graph to the device before its first replay.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn upload(&self, stream: &Stream) -> Result<(), DeviceError> {
-        // SAFETY: both are alive.
+        // SAFETY: graph and stream are alive.
         check("cuGraphUpload", unsafe { result::graph::upload(self.raw, stream.raw) })
     }
 }
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // SAFETY: destroyed once. Nothing can be done about an error here.
+        // SAFETY: the graph is destroyed once. An error cannot be handled here.
         let _ = unsafe { result::graph::exec_destroy(self.raw) };
     }
 }

@@ -1,4 +1,4 @@
-//! What `status` and `drain` share: where Admin answers and how to say that it does not.
+//! Connection of `status` and `drain` to the Admin service.
 
 use std::fs::DirBuilder;
 use std::io;
@@ -11,7 +11,7 @@ use expertd_proto::v1::admin_client::AdminClient;
 
 use super::client::ClientError;
 
-/// Where to find the service's Admin.
+/// Address of a service's Admin.
 #[derive(Args, Clone, Debug, Default)]
 pub struct AdminAddress {
     /// The service's admin address: unix:PATH or HOST:PORT (`serve --admin-listen`) [default: the socket of this user]
@@ -23,10 +23,10 @@ pub struct AdminAddress {
 }
 
 impl AdminAddress {
-    /// Connects.
+    /// Connects to Admin.
     ///
     /// # Errors
-    /// If the address is malformed or nothing answers there.
+    /// If the address is malformed or the connection fails.
     pub async fn connect(&self) -> Result<AdminClient<Channel>, ClientError> {
         Ok(AdminClient::new(transport::connect_with(&self.shown(), &self.credentials).await?))
     }
@@ -80,7 +80,7 @@ fn private(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Wraps the status of an Admin call; a service that has no Admin there gets a hint.
+/// Wraps the status of an Admin call, with a hint if the address does not serve Admin.
 pub(super) fn call_error(call: &str, address: &str, status: tonic::Status) -> ClientError {
     if status.code() == tonic::Code::Unimplemented {
         let text = format!(

@@ -1,4 +1,4 @@
-//! `expertd bench`: the phases of a step, without gRPC.
+//! `expertd bench`: measures the phases of a step, without gRPC.
 
 mod floor;
 mod report;
@@ -26,7 +26,8 @@ use super::client::DTypeArg;
 use super::rows;
 use super::serve::plan::{PlanError, ServePlan};
 use super::serve::settings::{Given, ServeArgs};
-use expertd_ipc::control::DeviceKind;
+use expertd_ipc::control::{DeviceKind, Fp8Compute};
+use expertd_model::WeightFormat;
 use expertd_rank_cuda as gpu;
 use expertd_router::backend::{
     Backend, ClientKey, ModelInfo, Pending, Receipt, Request, RequestId, ServiceState, StepError, SubmitError,
@@ -37,59 +38,62 @@ use expertd_types::{DType, LayerId};
 /// Measure the phases of a step on this machine, without gRPC
 ///
 /// Starts the ranks, sends one request at a time (or keeps several in flight), rotates over the model's layers and draws
-/// other random rows for every step. Prints medians; the spread is that of the whole step.
-/// On GPUs, and wherever it is given what the machine reaches, prints the floor of the routing that was drawn as well:
-/// the slowest rank's weights or arithmetic, and rows over the busiest link.
+/// new random rows for every step. Prints medians, and the range of the whole step. On GPUs, and if the machine's speed
+/// limits are given, it also prints the floor for the routing that was drawn: the weights or arithmetic of the slowest rank,
+/// and the rows over the busiest link.
 #[derive(Args, Clone, Debug)]
 pub struct BenchArgs {
-    /// Folder of the checkpoint; `expertd synth` makes one of any shape
+    /// Folder of the checkpoint; `expertd synth` writes one of any shape
     #[arg(long)]
     pub model: PathBuf,
-    /// Expert ranks [default: 1]
+    /// Number of expert ranks [default: 1]
     #[arg(long)]
     pub ranks: Option<u32>,
-    /// Device of the ranks [default: cuda if this build and machine have it, else cpu]
+    /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
     #[arg(long, value_enum)]
     pub device: Option<DeviceKind>,
+    /// How GPU ranks multiply FP8 weights [default: fp8 on GPUs]
+    #[arg(long, value_enum)]
+    pub fp8_compute: Option<Fp8Compute>,
     /// CPU cores to use, e.g. 0-7,16 [default: all that this process may run on]
     #[arg(long)]
     pub cores: Option<String>,
-    /// Tokens per rank of the steps to measure, comma-separated
+    /// Step sizes to measure, in tokens per rank, comma-separated
     #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 64, 512], value_parser = at_least_one)]
     pub tokens: Vec<usize>,
     /// Element type of the rows
     #[arg(long, value_enum, default_value = "bf16")]
     pub dtype: DTypeArg,
-    /// Steps to measure at each size
+    /// Number of steps to measure at each size
     #[arg(long, default_value_t = 30, value_parser = at_least_one)]
     pub steps: usize,
-    /// Steps to run before that
+    /// Number of steps to run before measuring
     #[arg(long, default_value_t = 5)]
     pub warmup: usize,
-    /// Requests in flight: with more than one, steps follow each other without a pause. Steps cannot hold more than the
-    /// largest of the sizes, so measure one size at a time to keep requests from joining each other
+    /// Number of requests in flight; with more than one, steps follow each other without a pause. A step holds as many tokens
+    /// as the largest size, so measure one size at a time to prevent requests from sharing a step
     #[arg(long, default_value = "1")]
     pub in_flight: NonZeroUsize,
-    /// Who chooses experts: gate, uniform, zipf:S, or one-rank (all of rank 0)
+    /// How experts are chosen: gate, uniform, zipf:S, or one-rank (only experts of rank 0)
     #[arg(long, default_value = "gate")]
     pub routing: RoutingArg,
     /// Launch the kernels of GPU ranks one by one instead of replaying graphs
     #[arg(long)]
     pub eager: bool,
-    /// Let GPU ranks meet before each step's work: what is printed as "without copies" then holds no wait for a rank whose
-    /// rows came later, as in peers that copy nothing; whole steps take a few microseconds more
+    /// Make GPU ranks wait for each other before each step's work, so that the time printed as "without copies" includes no
+    /// wait for a rank whose rows arrived later, as in peers that copy nothing; whole steps take a few microseconds more
     #[arg(long)]
     pub aligned: bool,
-    /// What one rank reads from its memory, GB/s; for the floor [default: measured before, on GPUs]
+    /// Memory bandwidth of one rank in GB/s, for the floor [default: measured first, on GPUs]
     #[arg(long, value_name = "GB/s", requires = "tensor_tflops")]
     pub memory_gbps: Option<f64>,
-    /// Matrix products of one rank, TFLOP/s; for the floor [default: as above]
+    /// Matrix product rate of one rank in TFLOP/s, for the floor [default: measured first, on GPUs]
     #[arg(long, value_name = "TFLOP/s", requires = "memory_gbps")]
     pub tensor_tflops: Option<f64>,
-    /// What one rank sends to others, GB/s; for the floor of several ranks [default: as above]
+    /// Rate at which one rank sends to others in GB/s, for the floor of several ranks [default: measured first, on GPUs]
     #[arg(long, value_name = "GB/s")]
     pub link_gbps: Option<f64>,
-    /// Write the figures to this file as JSON, too
+    /// Also write the figures to this file, as JSON
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
@@ -97,20 +101,20 @@ pub struct BenchArgs {
 fn at_least_one(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(number) if number > 0 => Ok(number),
-        _ => Err("expected a whole number above 0".to_owned()),
+        _ => Err("expected a whole number of at least 1".to_owned()),
     }
 }
 
-/// Why there are no figures.
+/// Why a benchmark failed.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
-    /// Settings or checkpoint.
+    /// A setting is invalid or the checkpoint cannot be served.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// No service.
+    /// The service could not be started.
     #[error(transparent)]
     Start(#[from] StartError),
-    /// It did not get ready.
+    /// The ranks did not get ready.
     #[error("the ranks did not get ready: {0}")]
     NotReady(String),
     /// A step was refused.
@@ -119,25 +123,25 @@ pub enum BenchError {
     /// A step failed.
     #[error("a step failed: {0}")]
     Step(#[from] StepError),
-    /// A step had no end.
-    #[error("the service ended in the midst of a step")]
+    /// The service ended before it answered a step.
+    #[error("the service ended during a step")]
     Gone,
-    /// The file.
+    /// The JSON file could not be written.
     #[error("cannot write {}: {source}", path.display())]
     Write {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The system's error.
         source: std::io::Error,
     },
 }
 
-/// Offsets in the pool that rows can begin at.
+/// Number of offsets in the pool of random elements at which the rows of a request can begin.
 const POOL: usize = 4 << 20;
 
 impl BenchArgs {
-    /// What the floors are made of: as given, else as measured on the GPUs. `None` on other ranks, and where it cannot be
-    /// measured, which is said.
+    /// The ceilings from which floors are computed: as given, otherwise measured on the GPUs. Returns `None` on CPU ranks
+    /// without given ceilings, and prints why if the measurement fails.
     fn ceilings(&self, device: DeviceKind, ranks: u32) -> Option<Ceilings> {
         let link_known = ranks == 1 || self.link_gbps.is_some();
         let mut reached = if self.memory_gbps.is_some() && self.tensor_tflops.is_some() && link_known {
@@ -160,21 +164,21 @@ impl BenchArgs {
     }
 }
 
-/// What the GPUs reach, which is printed, or why that is not known.
+/// Measures and prints the GPUs' ceilings; prints why if the measurement fails.
 fn measured(gpus: u32) -> Option<Ceilings> {
-    match ceilings::elsewhere(gpus) {
+    match ceilings::in_child_process(gpus) {
         Ok(found) => {
             println!("{}", ceilings::in_words(&found));
             Some(found)
         }
         Err(error) => {
-            eprintln!("no floors: what the GPUs reach cannot be measured: {error}");
+            eprintln!("no floors are printed, because the GPUs' ceilings cannot be measured: {error}");
             None
         }
     }
 }
 
-/// Bytes of a weight as the ranks hold it, from what they loaded: routed and shared experts and the gate.
+/// Mean bytes per weight as ranks hold it, from the bytes they loaded: routed experts, shared experts and gates.
 fn bytes_per_weight(info: &ModelInfo, loaded: u64) -> f64 {
     let ranks = info.placement.len();
     let weights = info.layers.values().map(|layer| {
@@ -185,7 +189,7 @@ fn bytes_per_weight(info: &ModelInfo, loaded: u64) -> f64 {
     loaded as f64 / weights.sum::<usize>().max(1) as f64
 }
 
-/// Runs the bench.
+/// Runs the benchmark.
 ///
 /// # Errors
 /// [`BenchError`].
@@ -196,6 +200,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         model: Some(args.model.clone()),
         ranks: Some(ranks),
         device: args.device,
+        fp8_compute: args.fp8_compute,
         cores: args.cores.clone(),
         max_tokens_per_step: Some(largest * ranks as usize),
         ..ServeArgs::default()
@@ -216,6 +221,8 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         plan.cluster.cores.concat().len(),
         DType::from(args.dtype),
     );
+    let fp8_stored = plan.spec.moe_layers().any(|(_, moe)| moe.experts.format == WeightFormat::Fp8E4m3);
+    let fp8_products = fp8_stored && plan.cluster.fp8_compute == Fp8Compute::Fp8;
     let ceilings = args.ceilings(plan.cluster.device, ranks);
     plan.buffers.reserve();
     let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
@@ -247,6 +254,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         routing: args.routing,
         ceilings,
         weight_bytes: status.ranks.iter().map(|rank| rank.weight_bytes_loaded).sum(),
+        fp8_products,
     };
     drop(values);
     let mut figures = Vec::new();
@@ -269,14 +277,16 @@ struct Bench {
     layers: Vec<LayerId>,
     next_layer: usize,
     dtype: DType,
-    /// Normally distributed elements: requests are slices of it.
+    /// Normally distributed elements; the rows of a request are a slice of it.
     pool: Bytes,
     random: SmallRng,
     next_id: u64,
     routing: RoutingArg,
     ceilings: Option<Ceilings>,
-    /// Loaded by all ranks.
+    /// Bytes of weights that all ranks loaded together.
     weight_bytes: u64,
+    /// Whether routed experts are multiplied as FP8.
+    fp8_products: bool,
 }
 
 impl Bench {
@@ -329,7 +339,7 @@ impl Bench {
         Ok(Figures { tokens_per_rank, tokens, steps: times, wall, requests, phases, inner, floor })
     }
 
-    /// The floor of a step that was measured.
+    /// The floor of a measured step.
     fn floor(&self, layer: LayerId, receipt: &Receipt) -> Option<Floor> {
         let ceilings = self.ceilings.as_ref()?;
         let info = self.service.model();
@@ -345,6 +355,7 @@ impl Bench {
             width: sizes.expert_width,
             shared_width: sizes.shared_width,
             bytes_per_weight: bytes_per_weight(&info, self.weight_bytes),
+            fp8_products: self.fp8_products,
         };
         let ids = rows::decode_i32(&receipt.topk_ids);
         let rows: u32 = receipt.tokens_per_rank.iter().sum();

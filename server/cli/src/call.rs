@@ -1,4 +1,4 @@
-//! `expertd call`: one request, and everything its receipt says.
+//! `expertd call`: sends one request and shows its receipt.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -20,36 +20,36 @@ use super::golden::{Golden, GoldenError, GoldenLayer};
 use super::rows;
 use expertd_types::DType;
 
-/// Rows whose routing is printed.
+/// Number of rows whose routing is printed.
 const ROUTING_ROWS: usize = 8;
 
 /// Send random or recorded tokens through one MoE layer and show the receipt
 ///
-/// Exit status 0 if an answer of the right size came back, 1 otherwise; `expertd verify` judges recorded rows.
+/// Exits with status 0 if the answer has the right size, 1 otherwise. Use `expertd verify` to check recorded rows.
 #[derive(Args, Clone, Debug)]
 pub struct CallArgs {
     /// The service: HOST:PORT or unix:PATH
     #[arg(long, default_value = client::DEFAULT_ADDRESS, env = "EXPERTD_ADDRESS")]
     pub address: String,
-    /// Name of the model; may be left out when the service has one
+    /// Name of the model; not needed if the service has one model
     #[arg(long, default_value = "", hide_default_value = true)]
     pub model: String,
     /// Decoder layer [default: the first MoE layer]
     #[arg(long, value_name = "L")]
     pub layer: Option<u32>,
-    /// Rows to send [default: 8, or all recorded ones]
+    /// Number of rows to send [default: 8, or all recorded rows]
     #[arg(long, value_name = "N")]
     pub tokens: Option<usize>,
-    /// Element type of the rows [default: bf16, or f32 for recorded ones]
+    /// Element type of the rows [default: bf16, or f32 for recorded rows]
     #[arg(long, value_enum)]
     pub dtype: Option<DTypeArg>,
-    /// Seed of the random rows [default: another one each time]
+    /// Seed of the random rows [default: a random one]
     #[arg(long)]
     pub seed: Option<u64>,
     /// Send rows recorded in this file (golden.safetensors) instead of random ones, and compare the answer
     #[arg(long, value_name = "FILE")]
     pub golden: Option<PathBuf>,
-    /// Who routes; `recorded` needs --golden
+    /// Source of the routing; `recorded` needs --golden
     #[arg(long, value_enum, default_value_t)]
     pub routing: RoutingArg,
     /// Leave the shared experts out of the output
@@ -58,7 +58,7 @@ pub struct CallArgs {
     /// Fail unless this version of the weights is loaded
     #[arg(long, value_name = "VERSION")]
     pub expected_weight_version: Option<u64>,
-    /// Ask for the phase timings of the steps and show them
+    /// Request and show the phase timings of the steps
     #[arg(long)]
     pub timings: bool,
     /// Who calls, and how the service is known.
@@ -69,13 +69,13 @@ pub struct CallArgs {
     pub json: bool,
 }
 
-/// Why a call could not be made or failed.
+/// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
     /// The golden file is not usable.
     #[error(transparent)]
     Golden(#[from] GoldenError),
-    /// The service cannot be talked to, or refused the request.
+    /// The service cannot be reached, or refused the request.
     #[error(transparent)]
     Client(#[from] ClientError),
     /// The arguments contradict each other, the file or the model.
@@ -83,28 +83,28 @@ pub enum CallError {
     Usage(String),
 }
 
-/// What was sent and what came back.
+/// A request and its answer.
 #[derive(Clone, Debug)]
 pub struct CallOutcome {
     /// The served model.
     pub model: GetModelResponse,
     /// The layer.
     pub layer: u32,
-    /// Rows sent.
+    /// Number of rows sent.
     pub tokens: usize,
-    /// Their dtype.
+    /// Element type of the rows.
     pub dtype: DType,
-    /// The seed of random rows.
+    /// Seed of the rows, if they were random.
     pub seed: Option<u64>,
     /// The answer.
     pub response: ForwardResponse,
-    /// From sending until the decoded answer.
+    /// Time from sending the request to the decoded answer.
     pub latency: Duration,
     /// Largest relative L2 error of a row against the recorded output.
     pub error: Option<f64>,
 }
 
-/// Calls without printing anything.
+/// Makes the call without printing anything.
 ///
 /// # Errors
 /// If the arguments contradict each other, or the service cannot be reached or refuses the request.
@@ -119,7 +119,7 @@ pub async fn call(args: &CallArgs) -> Result<CallOutcome, CallError> {
     let recorded = match &golden {
         Some(golden) => Some(golden.layers.get(&layer.layer).ok_or_else(|| {
             let has = golden.layers.keys().map(u32::to_string).collect::<Vec<_>>().join(", ");
-            CallError::Usage(format!("layer {} is not in the golden file; it has {has}", layer.layer))
+            CallError::Usage(format!("layer {} is not in the golden file, which has {has}", layer.layer))
         })?),
         None => None,
     };
@@ -150,7 +150,7 @@ pub async fn call(args: &CallArgs) -> Result<CallOutcome, CallError> {
     Ok(CallOutcome { model, layer, tokens, dtype, seed, response, latency, error })
 }
 
-/// Calls and prints; exit status 0 if an answer of the right size came back.
+/// Makes the call and prints the result; exit status 0 if the answer has the right size.
 ///
 /// # Errors
 /// As [`call`].
@@ -177,7 +177,7 @@ fn pick_layer<'a>(args: &CallArgs, model: &'a GetModelResponse) -> Result<&'a Mo
     found.ok_or_else(|| {
         let all = model.moe_layers.iter().map(|moe| moe.layer.to_string()).collect::<Vec<_>>().join(", ");
         let wanted = args.layer.map_or("any layer".to_owned(), |layer| format!("layer {layer}"));
-        CallError::Usage(format!("{wanted} is no MoE layer of {}; its MoE layers: {all}", model.name))
+        CallError::Usage(format!("{wanted} is not a MoE layer of {}, whose MoE layers are {all}", model.name))
     })
 }
 
@@ -204,7 +204,7 @@ impl Input {
             let tokens = args.tokens.unwrap_or(8);
             let normal = StandardNormal;
             let values = (0..tokens * hidden).map(|_| normal.sample(&mut rng)).collect();
-            // Any vocabulary has these ids, and the service says so if one does not.
+            // Practically every vocabulary has these ids; otherwise the service refuses the request.
             let ids =
                 if layer.routes_by_token_id { (0..tokens as i32).map(|i| i % 64).collect() } else { vec![] };
             return Ok(Input { tokens, values, token_ids: ids, routing: None });
@@ -212,13 +212,13 @@ impl Input {
         let tokens = args.tokens.unwrap_or(recorded.tokens);
         if tokens > recorded.tokens {
             return Err(CallError::Usage(format!(
-                "--tokens {tokens}: {} rows are recorded",
+                "--tokens is {tokens}, but the golden file has only {} rows",
                 recorded.tokens
             )));
         }
         if recorded.hidden != hidden {
             return Err(CallError::Usage(format!(
-                "the golden file has rows of {}, {} has hidden {hidden}",
+                "the golden file has rows of {} elements, but the hidden size of {} is {hidden}",
                 recorded.hidden, model.name
             )));
         }
@@ -230,7 +230,9 @@ impl Input {
                 k: u32::try_from(routing.k).unwrap_or(u32::MAX),
             }),
             (RoutingArg::Recorded, None) => {
-                return Err(CallError::Usage(format!("no routing is recorded for layer {}", layer.layer)));
+                let problem =
+                    format!("the golden file has no routing for layer {}; use --routing gate", layer.layer);
+                return Err(CallError::Usage(problem));
             }
         };
         let values = recorded.input[..tokens * hidden].to_vec();
@@ -305,7 +307,7 @@ impl CallOutcome {
             println!("{:<12} row {row}: {}", if row == 0 { "routing" } else { "" }, pairs.join("  "));
         }
         if self.tokens > ROUTING_ROWS {
-            println!("{:<12} and {} rows more", "", self.tokens - ROUTING_ROWS);
+            println!("{:<12} and {} more rows", "", self.tokens - ROUTING_ROWS);
         }
         for timing in &receipt.timings {
             let phases = phases(timing).map(|(name, ns)| format!("{name} {:?}", Duration::from_nanos(ns)));

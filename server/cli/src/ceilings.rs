@@ -1,4 +1,4 @@
-//! `expertd ceilings`: what the GPUs reach by themselves.
+//! `expertd ceilings`: measures the speed limits of this machine's GPUs.
 
 use std::process::{Command, ExitCode};
 
@@ -7,20 +7,21 @@ use expertd_kernels::ceilings::Ceilings;
 
 use expertd_rank_cuda as gpu;
 
-/// Measure what this machine's GPUs reach: memory, tensor cores, links
+/// Measure the speed limits of this machine's GPUs: memory, tensor cores, links
 ///
-/// Takes about a second; nothing else should use the GPUs meanwhile. These are what `expertd bench` makes its floors of.
+/// Takes about a second, during which nothing else should use the GPUs. `expertd bench` computes its floors from these
+/// figures.
 #[derive(Args, Clone, Debug)]
 pub struct CeilingsArgs {
-    /// GPUs to measure together [default: all that this process may use]
+    /// Number of GPUs to measure together [default: all that this process may use]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub gpus: Option<u32>,
-    /// Print them as JSON, in bytes and FLOP per second
+    /// Print the figures as JSON, in bytes and FLOP per second
     #[arg(long)]
     pub json: bool,
 }
 
-/// Measures and prints.
+/// Measures the GPUs and prints the figures.
 #[must_use]
 pub fn run(args: &CeilingsArgs) -> ExitCode {
     let gpus = args.gpus.unwrap_or_else(|| gpu::present().max(1));
@@ -35,7 +36,7 @@ pub fn run(args: &CeilingsArgs) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// One line.
+/// Formats the figures in one line.
 pub(super) fn in_words(found: &Ceilings) -> String {
     let link = found.link_bytes_per_second.map_or_else(String::new, |link| {
         format!("; {:.0} GB/s stored to another GPU while as much comes in", link / 1e9)
@@ -48,11 +49,11 @@ pub(super) fn in_words(found: &Ceilings) -> String {
     )
 }
 
-/// Measures in a process of its own, so that this one opens no device.
+/// Measures in a child process, so that this process opens no device.
 ///
 /// # Errors
-/// What that process said.
-pub(super) fn elsewhere(gpus: u32) -> Result<Ceilings, String> {
+/// The child's error.
+pub(super) fn in_child_process(gpus: u32) -> Result<Ceilings, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let mut command = Command::new(program);
     command.args(["--log", "error", "ceilings", "--json", "--gpus", &gpus.to_string()]);

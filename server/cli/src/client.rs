@@ -1,4 +1,4 @@
-//! What the client commands share: connecting, asking for the model, and telling a person what went wrong.
+//! Common parts of the client commands: connections, the model's description, error messages.
 
 use expertd_proto::transport::{self, CONTROL_MESSAGE_BYTES, Channel, ConnectError, Credentials};
 use expertd_proto::v1::moe_client::MoeClient;
@@ -9,21 +9,21 @@ use tonic_types::StatusExt as _;
 pub use expertd_router::api::code_name;
 use expertd_types::DType;
 
-/// Where `expertd serve` listens unless told otherwise.
+/// Default address of the public API.
 pub const DEFAULT_ADDRESS: &str = "127.0.0.1:50051";
 
-/// Why a client command could not talk to the service.
+/// Why a client command's call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// There is no connection.
+    /// The connection could not be made.
     #[error(transparent)]
     Connect(#[from] ConnectError),
     /// The service ended a call with an error.
     #[error("{call} failed: {}", describe(status))]
     Call {
-        /// What was called.
+        /// Name of the call.
         call: String,
-        /// Its status.
+        /// Status of the call.
         status: Box<Status>,
     },
 }
@@ -38,13 +38,14 @@ impl ClientError {
 /// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`, over TLS if the credentials say so.
 ///
 /// # Errors
-/// If the address is malformed, a file cannot be used, or nothing answers there.
+/// If the address is malformed, a file cannot be used, or the connection fails.
 pub async fn connect(address: &str, credentials: &Credentials) -> Result<MoeClient<Channel>, ClientError> {
     Ok(MoeClient::new(transport::connect_with(address, credentials).await?))
 }
 
-/// Asks for one model (any, if one is loaded and `name` is empty) and raises the client's limit of answers to what the
-/// model's largest request needs. Requests have none here: the service says best what is too large.
+/// Gets the description of a model (of the only one if `name` is empty) and raises the client's limit for answers to what
+/// the model's largest request needs. The client does not limit requests: the service's error for a large one is more
+/// precise.
 ///
 /// # Errors
 /// If the call fails.
@@ -63,26 +64,26 @@ pub async fn get_model(
     Ok((client.max_decoding_message_size(limit), model))
 }
 
-/// A status with a hint, if whoever answers there does not serve models at all.
+/// Adds a hint to the status if the address does not serve models at all.
 fn explained(status: Status) -> Status {
     if status.code() != tonic::Code::Unimplemented {
         return status;
     }
     Status::unimplemented(format!(
-        "whoever answers there does not serve models; expected the public address (`serve --listen`, default \
-         {DEFAULT_ADDRESS}), not that of Admin or metrics"
+        "this address does not serve models; use the public address (`serve --listen`, default {DEFAULT_ADDRESS}), not \
+         that of Admin or metrics"
     ))
 }
 
-/// A status in one line: the code, the message, the fields at fault and when to retry.
+/// Formats a status in one line: message, code, invalid fields and retry delay.
 #[must_use]
 pub fn describe(status: &Status) -> String {
     let mut text = format!("{} ({})", status.message(), code_name(status.code()));
     let details = status.get_error_details();
     if let Some(bad) = details.bad_request() {
-        // The service's own messages name the fields already.
-        let untold = |text: &str| !status.message().contains(text);
-        for violation in bad.field_violations.iter().filter(|violation| untold(&violation.description)) {
+        // The service's own messages already contain the descriptions.
+        let is_new = |text: &str| !status.message().contains(text);
+        for violation in bad.field_violations.iter().filter(|violation| is_new(&violation.description)) {
             text.push_str(&format!("; {}: {}", violation.field, violation.description));
         }
     }
@@ -92,7 +93,7 @@ pub fn describe(status: &Status) -> String {
     text
 }
 
-/// A dtype given on the command line.
+/// Value of a `--dtype` flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum DTypeArg {
     /// bfloat16
@@ -113,13 +114,13 @@ impl From<DTypeArg> for DType {
     }
 }
 
-/// Whose routing a command asks for.
+/// Value of a `--routing` flag.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum RoutingArg {
     /// The service runs the model's gate
     #[default]
     Gate,
-    /// The recorded ids and weights are sent along and applied verbatim
+    /// The recorded ids and weights are sent with the rows and applied verbatim
     Recorded,
 }
 
@@ -133,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_status_is_told_with_its_details() {
+    fn a_status_is_described_with_its_details() {
         let mut details = ErrorDetails::new();
         details.set_retry_info(Some(Duration::from_millis(250)));
         details.add_bad_request_violation("tokens", "must be at most 64, found 65");
@@ -145,7 +146,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_dead_address_is_named() {
+    async fn the_error_names_an_address_without_a_listener() {
         let error = connect("127.0.0.1:1", &Credentials::default())
             .await
             .map(|_| ())

@@ -1,4 +1,4 @@
-//! `expertd demo`: the whole service in one command, on this machine, with a checkpoint made on the spot.
+//! `expertd demo`: makes a checkpoint, serves it on this machine, calls the service and verifies its answers.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -24,67 +24,67 @@ use expertd_model::{Checkpoint, ModelError};
 use expertd_router::backend::{Backend, ServiceState};
 use expertd_types::DType;
 
-/// What a right answer may differ by: f32 rows against sums in f64.
+/// Largest relative error of a correct row: f32 arithmetic against sums in f64.
 const TOLERANCE: f64 = 1e-5;
 
 /// See it work: make a checkpoint, serve it, call it, verify the answers
 ///
 /// Synthesises a random checkpoint in a temporary folder, starts a service with several expert ranks on free loopback
 /// ports, sends random tokens through every MoE layer over gRPC, compares each row with a plain f64 computation of the
-/// block, prints what happened, and leaves nothing behind.
+/// block, prints the results, and removes everything.
 #[derive(Args, Clone, Debug)]
 pub struct DemoArgs {
-    /// Model family of the checkpoint; an unknown one lists them all
+    /// Model family of the checkpoint; an unknown name lists all families
     #[arg(long, default_value = "qwen3_moe")]
     pub family: String,
-    /// Expert ranks
+    /// Number of expert ranks
     #[arg(long, default_value_t = 2)]
     pub ranks: u32,
     /// Device of the ranks
     #[arg(long, value_enum, default_value = "cpu")]
     pub device: DeviceKind,
-    /// Tokens per request
+    /// Number of tokens per request
     #[arg(long, default_value_t = 32)]
     pub tokens: usize,
     /// Elements of a token
     #[arg(long, default_value_t = 256)]
     pub hidden: usize,
-    /// Experts per layer
+    /// Number of experts per layer
     #[arg(long, default_value_t = 32)]
     pub experts: usize,
-    /// Experts per token
+    /// Number of experts per token
     #[arg(long, default_value_t = 4)]
     pub top_k: usize,
-    /// Width of an expert
+    /// Intermediate size of an expert
     #[arg(long, default_value_t = 192)]
     pub width: usize,
-    /// Decoder layers
+    /// Number of decoder layers
     #[arg(long, default_value_t = 3)]
     pub layers: usize,
 }
 
-/// Why the demo did not come to its end.
+/// Why the demo failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DemoError {
-    /// No folder for the checkpoint.
+    /// The folder for the checkpoint could not be made.
     #[error("cannot make a temporary folder: {0}")]
     Folder(std::io::Error),
-    /// No checkpoint.
+    /// The checkpoint could not be written.
     #[error(transparent)]
     Synth(#[from] SynthError),
-    /// It cannot be read back.
+    /// The checkpoint could not be read back.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// No configuration.
+    /// The service could not be planned.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// No service.
+    /// The service could not be started.
     #[error(transparent)]
     Start(#[from] StartError),
-    /// It did not get ready.
+    /// The service did not get ready.
     #[error("the service did not get ready: {0}")]
     NotReady(String),
-    /// A call.
+    /// A call failed.
     #[error(transparent)]
     Client(#[from] ClientError),
 }
@@ -92,7 +92,7 @@ pub enum DemoError {
 /// Runs the demo.
 ///
 /// # Errors
-/// [`DemoError`]; a wrong answer is no error but exit status 1.
+/// [`DemoError`]. A wrong answer is not an error but exit status 1.
 pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     let folder = tempfile::Builder::new().prefix("expertd-demo-").tempdir().map_err(DemoError::Folder)?;
     let config = SynthConfig {
@@ -133,7 +133,7 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     Ok(if right { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Sends tokens through every layer; whether all rows were right.
+/// Sends tokens through every layer; returns whether all rows were right.
 async fn call_all(args: &DemoArgs, running: &Running, checkpoint: &Checkpoint) -> Result<bool, DemoError> {
     let status = running.service().status();
     if status.state != ServiceState::Serving {

@@ -1,4 +1,4 @@
-//! `expertd doctor`: what this machine can do, and why not more.
+//! `expertd doctor`: which ranks this machine can run, and what prevents others.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -9,18 +9,18 @@ use serde_json::json;
 use expertd_compute::linalg::SimdLevel;
 use expertd_ipc::SharedRegion;
 use expertd_ipc::control::DeviceKind;
-use expertd_rank_cuda::{self as gpu, Gate};
+use expertd_rank_cuda::{self as gpu, Check};
 use expertd_router::cluster::{available_cores, numa_nodes, usable};
 
-/// Memory below which little can be served.
-const LITTLE_MEMORY: u64 = 2 << 30;
+/// Smallest amount of available memory, in bytes, that the check accepts.
+const MIN_MEMORY: u64 = 2 << 30;
 
-/// Show what this machine can do, why not more, and what to do about it
+/// Show which ranks this machine can run, what prevents others, and what to do about it
 ///
-/// Exit status 1 if ranks cannot run on the device asked for (by default: neither on GPUs nor on the CPU).
+/// Exits with status 1 if ranks cannot run on the device given by --device, or, without it, on any device.
 #[derive(Args, Clone, Debug)]
 pub struct DoctorArgs {
-    /// Only what this device needs decides about the exit status
+    /// Device whose requirements decide the exit status
     #[arg(long, value_enum)]
     pub device: Option<DeviceKind>,
     /// Print everything as JSON
@@ -28,62 +28,62 @@ pub struct DoctorArgs {
     pub json: bool,
 }
 
-/// Looks, prints, and gives the exit status.
+/// Checks the machine and prints the results; exit status 0 if ranks can run.
 #[must_use]
 pub fn run(args: &DoctorArgs) -> ExitCode {
-    let (cpu, cuda) = (cpu_gates(), gpu::probe());
-    let open = |gates: &[Gate]| gates.iter().all(|gate| gate.ok || gate.optional);
-    let (cpu_open, cuda_open) = (open(&cpu), open(&cuda));
+    let (cpu, cuda) = (cpu_checks(), gpu::probe());
+    let can_run = |checks: &[Check]| checks.iter().all(|check| check.ok || check.optional);
+    let (cpu_runs, cuda_runs) = (can_run(&cpu), can_run(&cuda));
     if args.json {
-        let list = |gates: &[Gate]| {
-            let one = |g: &Gate| {
+        let list = |checks: &[Check]| {
+            let entry = |check: &Check| {
                 json!({
-                    "name": g.name, "found": g.found, "needed": g.needed, "ok": g.ok, "optional": g.optional,
-                    "way_out": g.way_out,
+                    "name": check.name, "found": check.found, "needed": check.needed, "ok": check.ok,
+                    "optional": check.optional, "way_out": check.way_out,
                 })
             };
-            gates.iter().map(one).collect::<Vec<_>>()
+            checks.iter().map(entry).collect::<Vec<_>>()
         };
         println!(
             "{}",
             json!({
-                "cpu": { "ok": cpu_open, "gates": list(&cpu) },
-                "cuda": { "ok": cuda_open, "gates": list(&cuda) },
+                "cpu": { "ok": cpu_runs, "gates": list(&cpu) },
+                "cuda": { "ok": cuda_runs, "gates": list(&cuda) },
             })
         );
     } else {
-        print!("{}", section("ranks on the CPU (--device cpu)", &cpu, cpu_open));
-        print!("{}", section("ranks on GPUs (--device cuda)", &cuda, cuda_open));
+        print!("{}", section("ranks on the CPU (--device cpu)", &cpu, cpu_runs));
+        print!("{}", section("ranks on GPUs (--device cuda)", &cuda, cuda_runs));
     }
     let ok = match args.device {
-        Some(DeviceKind::Cpu) => cpu_open,
-        Some(DeviceKind::Cuda) => cuda_open,
-        None => cpu_open || cuda_open,
+        Some(DeviceKind::Cpu) => cpu_runs,
+        Some(DeviceKind::Cuda) => cuda_runs,
+        None => cpu_runs || cuda_runs,
     };
     if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn section(title: &str, gates: &[Gate], open: bool) -> String {
-    let width = gates.iter().map(|gate| gate.name.len()).max().unwrap_or(0);
-    let mut text = format!("{title}: {}\n", if open { "can run" } else { "cannot run" });
-    for gate in gates {
-        let mark = match (gate.ok, gate.optional) {
+fn section(title: &str, checks: &[Check], can_run: bool) -> String {
+    let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
+    let mut text = format!("{title}: {}\n", if can_run { "can run" } else { "cannot run" });
+    for check in checks {
+        let mark = match (check.ok, check.optional) {
             (true, _) => "ok  ",
             (false, true) => "hint",
             (false, false) => "NO  ",
         };
-        let _ = writeln!(text, "  {mark} {:width$}  {}", gate.name, gate.found);
-        if !gate.ok {
-            let _ = writeln!(text, "       {:width$}  needed: {}", "", gate.needed);
-            if !gate.way_out.is_empty() {
-                let _ = writeln!(text, "       {:width$}  way out: {}", "", gate.way_out);
+        let _ = writeln!(text, "  {mark} {:width$}  {}", check.name, check.found);
+        if !check.ok {
+            let _ = writeln!(text, "       {:width$}  needed: {}", "", check.needed);
+            if !check.way_out.is_empty() {
+                let _ = writeln!(text, "       {:width$}  way out: {}", "", check.way_out);
             }
         }
     }
     text
 }
 
-fn cpu_gates() -> Vec<Gate> {
+fn cpu_checks() -> Vec<Check> {
     let cores = available_cores();
     let (nodes, usable) = (numa_nodes(&cores).len(), usable(&cores));
     let level = SimdLevel::active();
@@ -91,48 +91,48 @@ fn cpu_gates() -> Vec<Gate> {
     let memfd = SharedRegion::create("expertd-doctor", 4096).and_then(|region| region.populate(0, 4096));
     let (pages, pages_ok) = huge_pages();
     vec![
-        Gate::of("instructions", level != SimdLevel::Portable, level.to_string(), "AVX2 with FMA and F16C, or AVX-512")
-            .way_out("kernels run without them, several times slower; look at EXPERTD_CPU and the machine type")
-            .only_a_hint(),
-        Gate::of(
+        Check::new("instructions", level != SimdLevel::Portable, level.to_string(), "AVX2 with FMA and F16C, or AVX-512")
+            .way_out("kernels run several times slower without them; check EXPERTD_CPU and the machine type")
+            .optional(),
+        Check::new(
             "cores",
             !cores.is_empty(),
-            format!("{} on {nodes} NUMA node(s): the default is that many ranks", cores.len()),
+            format!("{} on {nodes} NUMA node(s); the default is one rank per node", cores.len()),
             "one or more per rank",
         ),
-        Gate::of(
+        Check::new(
             "quota",
             usable == cores.len(),
-            format!("{usable} of {} cores all the time", cores.len()),
+            format!("enough for {usable} of {} cores at all times", cores.len()),
             "all cores that this process sees",
         )
-        .way_out("give the container whole cores (Kubernetes: static CPU manager policy); ranks have fewer threads meanwhile")
-        .only_a_hint(),
-        Gate::of(
+        .way_out("give the container whole cores (Kubernetes: static CPU manager policy); until then ranks start fewer threads")
+        .optional(),
+        Check::new(
             "memory",
-            memory.is_none_or(|bytes| bytes >= LITTLE_MEMORY),
+            memory.is_none_or(|bytes| bytes >= MIN_MEMORY),
             memory.map_or_else(
-                || "not known".to_owned(),
+                || "unknown".to_owned(),
                 |bytes| format!("{:.1} GiB available", bytes as f64 / f64::from(1 << 30)),
             ),
-            "the checkpoint's MoE weights once, windows and staging; `expertd inspect` and `serve` print them",
+            "room for the checkpoint's MoE weights, windows and staging; `expertd inspect` and `serve` print their sizes",
         )
-        .way_out("fewer layers or a smaller model, or a machine with more memory")
-        .only_a_hint(),
-        Gate::of(
+        .way_out("serve a smaller model, or use a machine with more memory")
+        .optional(),
+        Check::new(
             "memfd",
             memfd.is_ok(),
-            memfd.map_or_else(|error| error.to_string(), |()| "can be made, sealed and mapped".to_owned()),
+            memfd.map_or_else(|error| error.to_string(), |()| "can be created, sealed and mapped".to_owned()),
             "anonymous shared memory",
         )
         .way_out("allow memfd_create in the container's seccomp profile, and give it memory"),
-        Gate::of("huge pages", pages_ok, pages, "advise, within_size or always for shared memory")
-            .way_out("echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; saves some TLB misses only")
-            .only_a_hint(),
+        Check::new("huge pages", pages_ok, pages, "advise, within_size or always for shared memory")
+            .way_out("echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; it only saves some TLB misses")
+            .optional(),
     ]
 }
 
-/// Memory that can still be had, by the machine and by the control group.
+/// Available memory in bytes: the smaller of the machine's and the control group's.
 fn memory_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -144,14 +144,14 @@ fn memory_bytes() -> Option<u64> {
     Some(group.map_or(machine, |group| group.min(machine)))
 }
 
-/// How shared memory uses huge pages, and whether it can.
+/// Describes how shared memory uses huge pages; returns whether it can use them.
 fn huge_pages() -> (String, bool) {
     match std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled") {
         Ok(text) => {
             let mode = text.split('[').nth(1).and_then(|rest| rest.split(']').next()).unwrap_or("unknown");
             (format!("shared memory: {mode}"), matches!(mode, "always" | "within_size" | "advise" | "force"))
         }
-        Err(_) => ("the kernel does not tell".to_owned(), false),
+        Err(_) => ("shared memory: not reported by the kernel".to_owned(), false),
     }
 }
 
@@ -160,23 +160,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_closed_gate_says_what_is_needed_and_the_way_out() {
-        let gates = [
-            Gate::of("cores", true, "8".into(), "1"),
-            Gate::failed("driver", "none".into(), "580", "install it"),
-            Gate::failed("pages", "never".into(), "advise", "echo").only_a_hint(),
+    fn a_failed_check_says_what_is_needed_and_the_way_out() {
+        let checks = [
+            Check::new("cores", true, "8".into(), "1"),
+            Check::failed("driver", "none".into(), "580", "install it"),
+            Check::failed("pages", "never".into(), "advise", "echo").optional(),
         ];
-        let text = section("ranks", &gates, false);
+        let text = section("ranks", &checks, false);
         for part in
             ["cannot run", "ok   cores", "NO   driver", "needed: 580", "way out: install it", "hint pages"]
         {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
-        assert!(!text.contains("needed: 1\n"), "an open gate needs no advice:\n{text}");
+        assert!(!text.contains("needed: 1\n"), "a check that is met has no advice:\n{text}");
     }
 
     #[test]
     fn this_machine_runs_cpu_ranks() {
-        assert!(cpu_gates().iter().all(|gate| gate.ok || gate.optional), "{:?}", cpu_gates());
+        assert!(cpu_checks().iter().all(|check| check.ok || check.optional), "{:?}", cpu_checks());
     }
 }

@@ -1,4 +1,4 @@
-//! `expertd drain`: let a running service finish and end.
+//! `expertd drain`: lets a running service finish its requests and end.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -12,14 +12,14 @@ use super::client::ClientError;
 
 /// Stop admitting requests, finish what is in flight, and end the service
 ///
-/// Returns when nothing is in flight any more, or the time is up. Exits 0 if every request was answered, 1 if some were
-/// given up or the service does not answer.
+/// Returns when no request is in flight or the time limit has passed. Exits with status 0 if every request was answered, 1 if
+/// some were dropped or the service does not answer.
 #[derive(Args, Clone, Debug)]
 pub struct DrainArgs {
-    /// Where Admin answers.
+    /// Address of Admin.
     #[command(flatten)]
     pub admin: AdminAddress,
-    /// How long requests in flight may take, in seconds [default: the service's own limit]
+    /// Time limit for requests in flight, in seconds [default: the service's drain-timeout-ms]
     #[arg(long, value_name = "SECONDS", value_parser = positive_seconds)]
     pub timeout: Option<f64>,
     /// Print JSON
@@ -30,7 +30,7 @@ pub struct DrainArgs {
 fn positive_seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(seconds) if seconds > 0.0 && seconds < 1e6 => Ok(seconds),
-        _ => Err("expected a number of seconds above 0".to_owned()),
+        _ => Err("expected a number of seconds between 0 and 1000000".to_owned()),
     }
 }
 
@@ -49,7 +49,7 @@ pub async fn drain(args: &DrainArgs) -> Result<DrainResponse, ClientError> {
     }
 }
 
-/// Drains and prints; exit status 0 if every request was answered.
+/// Drains a service and prints the result; exit status 0 if every request was answered.
 ///
 /// # Errors
 /// As [`drain`].
@@ -60,7 +60,9 @@ pub async fn run(args: DrainArgs) -> Result<ExitCode, ClientError> {
     } else if requests_dropped == 0 {
         println!("drained: every request was answered");
     } else {
-        println!("drained: time ran out for {requests_dropped} requests, which ended UNAVAILABLE");
+        println!(
+            "drained: the time limit passed for {requests_dropped} requests, which ended with UNAVAILABLE"
+        );
     }
     Ok(if requests_dropped == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

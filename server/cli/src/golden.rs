@@ -1,8 +1,8 @@
 //! Recorded inputs and outputs of MoE blocks (`golden.safetensors`).
 //!
-//! For every MoE layer L: `layers.L.input` and `layers.L.output` `[tokens, hidden]` f32 and, where the recorded block
-//! exposes them, `layers.L.topk_ids` i32 and `layers.L.topk_weights` f32 `[tokens, k]`; besides, `input_ids` with one
-//! token id per row.
+//! For every MoE layer L the file has `layers.L.input` and `layers.L.output` `[tokens, hidden]` f32 and, if the recorded
+//! block exposes them, `layers.L.topk_ids` i32 and `layers.L.topk_weights` f32 `[tokens, k]`. `input_ids` has one token id
+//! per row.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ pub enum GoldenError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// Not a safetensors file.
@@ -27,23 +27,23 @@ pub enum GoldenError {
     Format {
         /// The file.
         path: PathBuf,
-        /// What the parser said.
+        /// The parser's error.
         source: safetensors::SafeTensorError,
     },
-    /// A tensor has another shape or element type than it must have.
+    /// A tensor is missing or has the wrong shape or element type.
     #[error("{}: tensor {tensor}: expected {expected}, found {found}", path.display())]
     Tensor {
         /// The file.
         path: PathBuf,
         /// Name of the tensor.
         tensor: String,
-        /// What it should be.
+        /// Expected property of the tensor.
         expected: String,
-        /// What it is.
+        /// Actual property of the tensor.
         found: String,
     },
-    /// No layer is recorded.
-    #[error("{} holds no recorded layer: expected tensors layers.L.input and layers.L.output", path.display())]
+    /// The file has no recorded layer.
+    #[error("{} has no recorded layer: expected tensors layers.L.input and layers.L.output", path.display())]
     Empty {
         /// The file.
         path: PathBuf,
@@ -53,33 +53,33 @@ pub enum GoldenError {
 /// Routing of the recorded rows.
 #[derive(Clone, Debug)]
 pub struct GoldenRouting {
-    /// Experts of a row.
+    /// Number of experts per row.
     pub k: usize,
     /// `[tokens, k]`.
     pub ids: Vec<i32>,
-    /// `[tokens, k]`, final multipliers of the expert outputs.
+    /// `[tokens, k]`, the factors that expert outputs are multiplied by.
     pub weights: Vec<f32>,
 }
 
 /// One recorded layer.
 #[derive(Clone, Debug)]
 pub struct GoldenLayer {
-    /// Rows.
+    /// Number of rows.
     pub tokens: usize,
-    /// Columns.
+    /// Number of columns.
     pub hidden: usize,
     /// `[tokens, hidden]`.
     pub input: Vec<f32>,
     /// `[tokens, hidden]`.
     pub output: Vec<f32>,
-    /// The routing, where it was recorded.
+    /// The routing, if it was recorded.
     pub routing: Option<GoldenRouting>,
 }
 
 /// The recorded layers of one model.
 #[derive(Clone, Debug)]
 pub struct Golden {
-    /// By layer index.
+    /// The recorded layers by index.
     pub layers: BTreeMap<u32, GoldenLayer>,
     /// One token id per row; empty if none were recorded.
     pub token_ids: Vec<i32>,
@@ -89,7 +89,7 @@ impl Golden {
     /// Reads a file.
     ///
     /// # Errors
-    /// If the file cannot be read, is no safetensors file, records no layer, or a tensor contradicts the layout.
+    /// If the file cannot be read, is not a safetensors file, has no recorded layer, or a tensor has the wrong shape or type.
     pub fn read(path: &Path) -> Result<Golden, GoldenError> {
         let data =
             std::fs::read(path).map_err(|source| GoldenError::Read { path: path.to_owned(), source })?;
@@ -110,7 +110,7 @@ impl Golden {
     }
 }
 
-/// Rows, columns and bytes of a matrix.
+/// Number of rows, number of columns and bytes of a matrix.
 type Matrix<'a> = (usize, usize, &'a [u8]);
 
 struct Reader<'a> {
@@ -128,7 +128,7 @@ impl Reader<'_> {
         }
     }
 
-    /// A matrix of `dtype`, or `None` if there is no such tensor.
+    /// The matrix `name` of type `dtype`, or `None` if the file does not have it.
     fn matrix(&self, name: &str, dtype: Dtype) -> Result<Option<Matrix<'_>>, GoldenError> {
         let Ok(view) = self.tensors.tensor(name) else { return Ok(None) };
         match *view.shape() {
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_layers_routing_and_token_ids() {
+    fn layers_routing_and_token_ids_are_read() {
         let rows = floats(&[1.0, 2.0, 3.0, 4.0]);
         let file = file(vec![
             ("layers.3.input", Dtype::F32, vec![2, 2], rows.clone()),
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn says_which_tensor_is_wrong() {
+    fn errors_name_the_wrong_tensor() {
         let rows = floats(&[1.0, 2.0]);
         let wrong = file(vec![
             ("layers.0.input", Dtype::F32, vec![1, 2], rows.clone()),

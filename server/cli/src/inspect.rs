@@ -1,4 +1,4 @@
-//! `expertd inspect`: what a checkpoint holds, and how it would be served.
+//! `expertd inspect`: describes a checkpoint and how its experts would be placed.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -11,13 +11,13 @@ use expertd_model::WeightFormat;
 use expertd_model::{Checkpoint, ModelError, ModelSpec, MoeLayer, Placement};
 use expertd_types::{LayerId, Rank};
 
-/// Show what a checkpoint holds: family, layers, gate, formats, and bytes per rank
+/// Show the contents of a checkpoint: family, layers, gate, formats, and bytes per rank
 #[derive(Args, Clone, Debug)]
 pub struct InspectArgs {
     /// Directory with config.json and safetensors files
     #[arg(value_name = "DIR")]
     pub model: PathBuf,
-    /// Ranks to spread the experts over
+    /// Number of ranks to place the experts on
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: u16,
     /// Print everything as JSON
@@ -25,7 +25,7 @@ pub struct InspectArgs {
     pub json: bool,
 }
 
-/// Opens the checkpoint and prints it. Exit code 64 when it cannot be served.
+/// Opens a checkpoint and describes it; exit status 64 if it cannot be served.
 #[must_use]
 pub fn run(args: &InspectArgs) -> ExitCode {
     match Checkpoint::open(&args.model) {
@@ -41,27 +41,27 @@ pub fn run(args: &InspectArgs) -> ExitCode {
     }
 }
 
-/// Bytes of weights that each rank would hold: its experts, and the shared experts and gates that every rank has.
+/// `[ranks]`: bytes of weights that each rank would hold: its routed experts, and all shared experts and gates.
 #[must_use]
 pub fn bytes_per_rank(spec: &ModelSpec, ranks: usize) -> Vec<u64> {
     let mut bytes = vec![0; ranks];
     for (_, moe) in spec.moe_layers() {
         let placement = Placement::new(moe.experts.count, ranks);
-        let everywhere = moe.shared.as_ref().map_or(0, |shared| shared.bytes) + gate_bytes(spec, moe);
+        let replicated = moe.shared.as_ref().map_or(0, |shared| shared.bytes) + gate_bytes(spec, moe);
         for (rank, bytes) in (0..).zip(&mut bytes) {
-            *bytes += placement.range(Rank(rank)).len() as u64 * moe.experts.bytes + everywhere;
+            *bytes += placement.range(Rank(rank)).len() as u64 * moe.experts.bytes + replicated;
         }
     }
     bytes
 }
 
-/// Bytes of a gate at two bytes per weight, with its token table.
+/// Size of a gate in bytes, with two bytes per weight, including its token table.
 fn gate_bytes(spec: &ModelSpec, moe: &MoeLayer) -> u64 {
     let table = moe.gate.vocab().unwrap_or(0) * moe.gate.top_k * 4;
     (moe.gate.num_experts * spec.hidden * 2 + table) as u64
 }
 
-/// Bytes that this machine could still give to processes, where it says so.
+/// Available memory of this machine in bytes, if the system reports it.
 fn available_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -91,10 +91,10 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize) -> String {
     line("model type", &spec.model_type);
     line("hidden size", &spec.hidden.to_string());
     let moe: Vec<LayerId> = spec.moe_layers().map(|(layer, _)| layer).collect();
-    line("layers", &format!("{}, of which {} have MoE blocks: {}", spec.num_layers, moe.len(), runs(&moe)));
-    for (layers, moe) in alike(spec) {
+    line("layers", &format!("{}, of which {} have MoE blocks: {}", spec.num_layers, moe.len(), ranges(&moe)));
+    for (layers, moe) in group_equal(spec) {
         line("", "");
-        line("layers", &runs(&layers));
+        line("layers", &ranges(&layers));
         line("  gate", &moe.gate.describe());
         let experts = &moe.experts;
         line("  experts", &format!("{} of width {}, {}", experts.count, experts.width, experts.activation));
@@ -144,22 +144,22 @@ fn format_name(format: WeightFormat) -> &'static str {
     }
 }
 
-/// Whether CPU ranks fit this machine's memory; what a GPU needs beyond weights is not known here.
+/// Describes whether the weights fit this machine's memory on CPU ranks. GPU memory is not considered.
 fn fits(total: u64, available: Option<u64>) -> String {
     match available {
-        None => "unknown: this system does not say how much memory is available".into(),
+        None => "unknown: this system does not report its available memory".into(),
         Some(available) if total < available => {
-            format!("yes, on CPU ranks: {} of {} available here", bytes(total), bytes(available))
+            format!("yes, on CPU ranks: {} of {} available", bytes(total), bytes(available))
         }
         Some(available) => format!(
-            "no, not on CPU ranks here: {} needed, {} available; it fits elsewhere if each rank's share does",
+            "no, not on CPU ranks of this machine: {} needed, {} available; elsewhere each rank needs room for its share",
             bytes(total),
             bytes(available)
         ),
     }
 }
 
-/// Different numbers of experts in the model's layers.
+/// The distinct numbers of experts in the model's layers, ascending.
 fn counts(spec: &ModelSpec) -> Vec<usize> {
     let mut counts: Vec<usize> = spec.moe_layers().map(|(_, moe)| moe.experts.count).collect();
     counts.sort_unstable();
@@ -172,8 +172,8 @@ fn range(experts: usize, ranks: usize, rank: usize) -> String {
     if range.is_empty() { "none".into() } else { format!("{} to {}", range.start, range.end - 1) }
 }
 
-/// Layers grouped by equal blocks.
-fn alike(spec: &ModelSpec) -> Vec<(Vec<LayerId>, &MoeLayer)> {
+/// Groups layers whose blocks are equal.
+fn group_equal(spec: &ModelSpec) -> Vec<(Vec<LayerId>, &MoeLayer)> {
     let mut groups: Vec<(Vec<LayerId>, &MoeLayer)> = Vec::new();
     for (layer, moe) in spec.moe_layers() {
         match groups.iter_mut().find(|(_, other)| *other == moe) {
@@ -184,20 +184,20 @@ fn alike(spec: &ModelSpec) -> Vec<(Vec<LayerId>, &MoeLayer)> {
     groups
 }
 
-/// Ascending numbers as runs: `0 to 3, 5`.
-fn runs(layers: &[LayerId]) -> String {
-    let mut runs: Vec<(u32, u32)> = Vec::new();
+/// Formats ascending numbers as ranges: `0 to 3, 5`.
+fn ranges(layers: &[LayerId]) -> String {
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
     for layer in layers {
-        match runs.last_mut() {
+        match ranges.last_mut() {
             Some((_, end)) if *end + 1 == layer.0 => *end = layer.0,
-            _ => runs.push((layer.0, layer.0)),
+            _ => ranges.push((layer.0, layer.0)),
         }
     }
     let text = |(start, end)| if start == end { format!("{start}") } else { format!("{start} to {end}") };
-    runs.into_iter().map(text).collect::<Vec<_>>().join(", ")
+    ranges.into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
-/// A size for people.
+/// Formats a size for people.
 #[must_use]
 pub fn bytes(size: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -215,9 +215,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layers_and_sizes_read_well() {
+    fn layers_and_sizes_are_formatted() {
         let layers: Vec<LayerId> = [0, 1, 2, 5, 7, 8].map(LayerId).to_vec();
-        assert_eq!(runs(&layers), "0 to 2, 5, 7 to 8");
+        assert_eq!(ranges(&layers), "0 to 2, 5, 7 to 8");
         assert_eq!(bytes(17), "17 B");
         assert_eq!(bytes(3 << 19), "1.5 MiB");
     }

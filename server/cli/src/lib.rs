@@ -1,5 +1,7 @@
 //! The subcommands of the `expertd` binary.
 
+#![forbid(unsafe_code)]
+
 pub mod admin;
 pub mod bench;
 pub mod call;
@@ -27,11 +29,11 @@ use expertd_router::telemetry::{LogFormat, flush_logs, init_logs};
 
 /// Runs the Mixture-of-Experts blocks of real checkpoints with expert parallelism, over gRPC.
 ///
-/// Tokens are rows of hidden states: after a layer's norm, before the residual. Start with `expertd demo`.
+/// A token is a row of hidden states, taken after a layer's norm and before the residual. Start with `expertd demo`.
 #[derive(Parser, Debug)]
 #[command(name = "expertd", version, propagate_version = true, max_term_width = 100)]
 struct Cli {
-    /// What is logged to standard error: a level, or directives such as info,expertd::scheduler=debug
+    /// Filter of the log on standard error: a level, or directives such as info,expertd::scheduler=debug
     #[arg(
         long,
         global = true,
@@ -41,7 +43,7 @@ struct Cli {
         help_heading = "Logging"
     )]
     log: String,
-    /// How log lines look
+    /// Format of log lines
     #[arg(
         long,
         global = true,
@@ -55,7 +57,7 @@ struct Cli {
     command: Command,
 }
 
-/// What each does stands at its arguments: a comment here would hide that from `--help`.
+/// Each subcommand's help text is the comment of its arguments; a comment on a variant here would replace it.
 #[derive(Subcommand, Debug)]
 enum Command {
     Demo(demo::DemoArgs),
@@ -69,12 +71,12 @@ enum Command {
     Ceilings(ceilings::CeilingsArgs),
     Status(status::StatusArgs),
     Drain(drain::DrainArgs),
-    /// One expert rank; started by `serve`
+    /// Run one expert rank (internal; started by `serve`)
     #[command(hide = true)]
     Rank(rank::RankArgs),
 }
 
-/// The whole program.
+/// Runs the program and returns its exit status.
 #[must_use]
 pub fn main() -> ExitCode {
     let matches = Cli::command().get_matches();
@@ -108,10 +110,10 @@ pub fn main() -> ExitCode {
     code
 }
 
-/// Whoever reads the output may leave first (`expertd inspect … | head`): not worth a panic's report. Commands with
-/// something to clean up keep theirs.
+/// Makes a closed output pipe (`expertd inspect … | head`) end the process without a panic report. Commands that must clean
+/// up do not use it.
 fn end_quietly_without_a_reader() {
-    /// What shells show for a process that SIGPIPE ended.
+    /// The exit status that shells show for a process that SIGPIPE ended.
     const BROKEN_PIPE: i32 = 128 + 13;
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -123,7 +125,7 @@ fn end_quietly_without_a_reader() {
     }));
 }
 
-/// Runs a client command; an error is printed and is exit status 1.
+/// Runs a client command; prints its error and maps it to exit status 1.
 fn block_on<E: Display>(name: &str, command: impl Future<Output = Result<ExitCode, E>>) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,

@@ -1,4 +1,4 @@
-//! `expertd rank`: one expert rank. Started by `expertd serve`, not by people.
+//! `expertd rank`: one expert rank, started by `expertd serve` and not by users.
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -13,7 +13,7 @@ use expertd_rank::{Failure, Joining, Loaded, RankExit, run_rank};
 /// Flags of `expertd rank`.
 #[derive(Args, Clone, Debug)]
 pub struct RankArgs {
-    /// Number of this rank, for process lists; what counts comes over the control socket
+    /// Number of this rank, shown in process lists; the setup comes over the control socket
     #[arg(long)]
     pub rank: u32,
     /// Process id of the router
@@ -27,7 +27,7 @@ pub fn run(args: &RankArgs) -> ExitCode {
     let socket = match std::io::stdin().as_fd().try_clone_to_owned() {
         Ok(fd) => UnixStream::from(fd),
         Err(error) => {
-            tracing::error!(%error, "no control socket on standard input");
+            tracing::error!(%error, "cannot use standard input as the control socket");
             return ExitCode::FAILURE;
         }
     };
@@ -38,7 +38,7 @@ pub fn run(args: &RankArgs) -> ExitCode {
             ExitCode::FAILURE
         }
         Err(error) => {
-            tracing::error!(rank = args.rank, %error, "rank ends");
+            tracing::error!(rank = args.rank, %error, "the rank ended with an error");
             ExitCode::FAILURE
         }
     }

@@ -1,4 +1,4 @@
-//! Token rows on the wire: row-major, little-endian, in the request's dtype.
+//! Encoding of token rows on the wire: row-major, little-endian, in the request's dtype.
 
 use bytes::Bytes;
 use half::{bf16, f16};
@@ -53,8 +53,8 @@ pub fn encode_i32(values: &[i32]) -> Bytes {
 
 /// Relative L2 error of `got` against `wanted`: `|got - wanted| / |wanted|`, in f64.
 ///
-/// A zero `wanted` row gives 0 for equal rows and infinity otherwise; a value that is not finite, or rows of
-/// different lengths, give infinity, so that no comparison with a tolerance can let them pass.
+/// If `wanted` is zero, the result is 0 for equal rows and infinity otherwise. Values that are not finite, and rows of
+/// different lengths, give infinity, so that they fail every comparison with a tolerance.
 #[must_use]
 pub fn relative_error(got: &[f32], wanted: &[f32]) -> f64 {
     if got.len() != wanted.len() || got.iter().any(|value| !value.is_finite()) {
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_relative_and_never_hide_bad_values() {
+    fn errors_are_relative_and_bad_values_are_infinite() {
         assert_eq!(relative_error(&[1.0, 2.0], &[1.0, 2.0]), 0.0);
         assert!((relative_error(&[1.1, 0.0], &[1.0, 0.0]) - 0.1).abs() < 1e-6);
         assert_eq!(relative_error(&[f32::NAN], &[1.0]), f64::INFINITY);

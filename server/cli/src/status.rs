@@ -1,4 +1,4 @@
-//! `expertd status`: what a running service is doing.
+//! `expertd status`: the state of a running service.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -12,10 +12,10 @@ use super::client::ClientError;
 
 /// Show the state of a running service, its EP group and its ranks
 ///
-/// Exits 0 if requests are admitted, 1 if not or if the service does not answer.
+/// Exits with status 0 if requests are admitted, 1 if they are not or the service does not answer.
 #[derive(Args, Clone, Debug)]
 pub struct StatusArgs {
-    /// Where Admin answers.
+    /// Address of Admin.
     #[command(flatten)]
     pub admin: AdminAddress,
     /// Print JSON
@@ -23,7 +23,7 @@ pub struct StatusArgs {
     pub json: bool,
 }
 
-/// Asks a service for its state.
+/// Gets the state of a service.
 ///
 /// # Errors
 /// If the service does not answer.
@@ -35,7 +35,7 @@ pub async fn status(args: &StatusArgs) -> Result<GetStatusResponse, ClientError>
     }
 }
 
-/// Asks and prints; exit status 0 if requests are admitted.
+/// Prints the state of a service; exit status 0 if requests are admitted.
 ///
 /// # Errors
 /// As [`status`].
@@ -150,14 +150,14 @@ mod tests {
     }
 
     #[test]
-    fn people_read_the_reason_and_the_ranks() {
+    fn the_text_has_the_reason_and_the_ranks() {
         let text = to_text(&sample());
         assert!(text.contains("re-forming (rank 1 was killed by signal 9)"), "{text}");
         assert!(text.contains("loading, pid 77, cpu (2 cores), 1 of 3 MiB of weights"), "{text}");
     }
 
     #[test]
-    fn machines_read_the_same() {
+    fn the_json_has_the_state_and_the_ranks() {
         let value = to_json(&sample());
         assert_eq!(
             (value["state"].as_str().unwrap(), value["generation"].as_u64().unwrap()),

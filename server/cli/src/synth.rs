@@ -1,4 +1,4 @@
-//! `expertd synth`: a random checkpoint.
+//! `expertd synth`: writes a random checkpoint.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -8,37 +8,37 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use expertd_model::synth::{self, SynthConfig, SynthError, SynthFormat};
 
-/// Write a random checkpoint of any supported family in Hugging Face's layout
+/// Write a random checkpoint of any supported family in Hugging Face layout
 #[derive(Args, Clone, Debug)]
 pub struct SynthArgs {
-    /// Family, such as mixtral, qwen3_moe or deepseek_v3; an unknown one lists them all
+    /// Family, such as mixtral, qwen3_moe or deepseek_v3; an unknown name lists all families
     #[arg(long)]
     pub family: String,
-    /// Directory to write, new or empty; made if it is not there
+    /// Directory to write, which must be empty or not exist
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
     /// Elements of a token row
     #[arg(long, default_value_t = 64)]
     pub hidden: usize,
-    /// Routed experts of each layer
+    /// Number of routed experts per layer
     #[arg(long, default_value_t = 8)]
     pub experts: usize,
-    /// Experts per token
+    /// Number of experts per token
     #[arg(long, default_value_t = 2)]
     pub top_k: usize,
     /// Intermediate size of an expert
     #[arg(long, default_value_t = 96)]
     pub width: usize,
-    /// Decoder layers; families that begin with dense layers get one of those
+    /// Number of decoder layers; families that begin with dense layers get one dense layer
     #[arg(long, default_value_t = 2)]
     pub layers: usize,
-    /// How weights are stored
+    /// Format of the weights
     #[arg(long, value_enum, default_value = "bf16")]
     pub dtype: SynthFormat,
-    /// The same seed gives the same bytes
+    /// Seed of the weights; the same seed gives the same bytes
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
-    /// Largest size of a file, in MiB
+    /// Largest size of a safetensors file, in MiB
     #[arg(long, default_value_t = 4096)]
     pub max_shard_mib: u64,
 }
@@ -64,8 +64,8 @@ impl SynthArgs {
 pub fn run(args: &SynthArgs) -> ExitCode {
     if let Some(found) = first_file(&args.out) {
         eprintln!(
-            "expertd synth: {} is not empty (it has `{found}`); expected a new or an empty folder, so that nothing is \
-             overwritten: give another --out, or remove that one",
+            "expertd synth: {} is not empty (it contains `{found}`); expected an empty or new folder, so that nothing is \
+             overwritten: choose another --out, or empty the folder",
             args.out.display()
         );
         return ExitCode::from(expertd_model::ModelError::EXIT_CODE);
@@ -86,7 +86,7 @@ pub fn run(args: &SynthArgs) -> ExitCode {
     }
 }
 
-/// Something that lies in the folder already.
+/// Name of an entry of the folder, if it has any.
 fn first_file(folder: &Path) -> Option<String> {
     let entry = std::fs::read_dir(folder).ok()?.flatten().next()?;
     Some(entry.file_name().to_string_lossy().into_owned())

@@ -1,4 +1,4 @@
-//! `expertd verify`: recorded rows through a running service, compared with the recorded answers.
+//! `expertd verify`: sends recorded rows through a running service and compares the answers with the recorded ones.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -20,32 +20,32 @@ pub use ids::{IdsCheck, RowMismatch};
 
 /// Send recorded rows through a running service and compare the answers with the recorded ones
 ///
-/// Exit status 0 if every MoE layer of the file is within the tolerance and was routed as recorded, 1 otherwise.
+/// Exits with status 0 if every MoE layer of the file is within the tolerance and was routed as recorded, 1 otherwise.
 #[derive(Args, Clone, Debug)]
 pub struct VerifyArgs {
     /// The service: HOST:PORT or unix:PATH
     #[arg(long, default_value = client::DEFAULT_ADDRESS, env = "EXPERTD_ADDRESS")]
     pub address: String,
-    /// Recorded rows (golden.safetensors): layers.L.input, layers.L.output and, where there is routing to compare,
+    /// File of recorded rows (golden.safetensors): layers.L.input, layers.L.output and, to compare routing,
     /// layers.L.topk_ids and layers.L.topk_weights
     #[arg(long, value_name = "FILE")]
     pub golden: PathBuf,
-    /// Name of the model; may be left out when the service has one
+    /// Name of the model; not needed if the service has one model
     #[arg(long, default_value = "", hide_default_value = true)]
     pub model: String,
-    /// Only these layers (comma-separated) instead of all in the file
+    /// Layers to verify, comma-separated [default: all layers of the file]
     #[arg(long, value_delimiter = ',', value_name = "L")]
     pub layers: Vec<u32>,
-    /// Who routes
+    /// Source of the routing
     #[arg(long, value_enum, default_value_t)]
     pub routing: RoutingArg,
-    /// Largest relative L2 error that a row may have [default: 1e-5 for f32 rows, 1e-2 for others]
+    /// Largest accepted relative L2 error of a row [default: 1e-5 for f32 rows, 1e-2 for others]
     #[arg(long)]
     pub tolerance: Option<f64>,
     /// Element type of the rows on the wire
     #[arg(long, value_enum, default_value = "f32")]
     pub dtype: DTypeArg,
-    /// Rows in a request [default: all of a layer, or as many as the service takes]
+    /// Number of rows per request [default: all rows of a layer, or the service's limit]
     #[arg(long, value_name = "ROWS")]
     pub batch: Option<usize>,
     /// Who calls, and how the service is known.
@@ -56,56 +56,56 @@ pub struct VerifyArgs {
     pub json: bool,
 }
 
-/// Why a verification could not be done.
+/// Why a verification failed before rows were compared.
 #[derive(Debug, thiserror::Error)]
 pub enum VerifyError {
     /// The golden file is not usable.
     #[error(transparent)]
     Golden(#[from] GoldenError),
-    /// The service cannot be talked to, or refused a request.
+    /// The service cannot be reached, or refused a request.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// The file and the service's model do not belong together.
+    /// The file does not match the service's model.
     #[error("the golden file does not fit the served model {model}: {reason}")]
     Mismatch {
         /// The served model.
         model: String,
-        /// What differs.
+        /// The difference.
         reason: String,
     },
 }
 
-/// What was found in one layer.
+/// Result of comparing one layer.
 #[derive(Clone, Debug, Serialize)]
 pub struct LayerReport {
     /// Index of the decoder layer.
     pub layer: u32,
-    /// Rows compared.
+    /// Number of rows compared.
     pub tokens: usize,
-    /// Largest relative L2 error of a row, rows that are exceptions left out.
+    /// Largest relative L2 error of a row, without rows that are exceptions.
     pub largest_error: f64,
-    /// The row it was found in.
+    /// Index of the row with the largest error.
     pub largest_error_row: usize,
-    /// Rows beyond the tolerance, exceptions left out.
+    /// Number of rows beyond the tolerance, without rows that are exceptions.
     pub rows_beyond_tolerance: usize,
-    /// How the routing compared; `None` where none is recorded.
+    /// Comparison of the routing; `None` if the file has none.
     pub ids: Option<IdsCheck>,
     /// Whether the layer passed.
     pub ok: bool,
 }
 
-/// What was found in all layers.
+/// Result of comparing all layers.
 #[derive(Clone, Debug, Serialize)]
 pub struct VerifyReport {
     /// The served model.
     pub model: String,
-    /// Its family.
+    /// Family of the model.
     pub family: String,
-    /// Its weight version.
+    /// Weight version of the model.
     pub weight_version: u64,
-    /// The tolerance that applied.
+    /// The tolerance that was applied.
     pub tolerance: f64,
-    /// By layer.
+    /// One result per layer.
     pub layers: Vec<LayerReport>,
 }
 
@@ -116,14 +116,14 @@ impl VerifyReport {
         !self.layers.is_empty() && self.layers.iter().all(|layer| layer.ok)
     }
 
-    /// Largest relative L2 error of all layers.
+    /// Largest relative L2 error of a row in all layers.
     #[must_use]
     pub fn largest_error(&self) -> f64 {
         self.layers.iter().map(|layer| layer.largest_error).fold(0.0, f64::max)
     }
 }
 
-/// Verifies without printing anything.
+/// Compares all layers without printing anything.
 ///
 /// # Errors
 /// If the file is not usable, does not fit the model, or the service refuses a request.
@@ -145,14 +145,15 @@ pub async fn verify(args: &VerifyArgs) -> Result<VerifyReport, VerifyError> {
         if !args.layers.is_empty() && !args.layers.contains(&layer) {
             continue;
         }
-        let job = Job { args, dtype, tolerance, model: &model, layer, rows, token_ids: &golden.token_ids };
+        let job =
+            LayerCheck { args, dtype, tolerance, model: &model, layer, rows, token_ids: &golden.token_ids };
         let answer = job.ask(&mut connection).await?;
         report.layers.push(job.compare(&answer));
     }
     Ok(report)
 }
 
-/// Verifies, prints the report, and gives the exit status.
+/// Compares all layers and prints the report; exit status 0 if every layer passed.
 ///
 /// # Errors
 /// As [`verify`].
@@ -166,27 +167,30 @@ pub async fn run(args: VerifyArgs) -> Result<ExitCode, VerifyError> {
     Ok(if report.ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The file's layers must be the model's: a layer missing on either side would otherwise pass unnoticed.
+/// Checks that file and model have the same layers, so that a layer that is missing on either side does not go unnoticed.
 fn check_layers(args: &VerifyArgs, golden: &Golden, model: &GetModelResponse) -> Result<(), VerifyError> {
     let mismatch = |reason: String| VerifyError::Mismatch { model: model.name.clone(), reason };
     for &layer in &args.layers {
         if !golden.layers.contains_key(&layer) {
-            return Err(mismatch(format!("layer {layer} was asked for and is not in the file")));
+            return Err(mismatch(format!("--layers has layer {layer}, which is not in the file")));
         }
     }
     for (&layer, rows) in &golden.layers {
         let Some(served) = model.moe_layers.iter().find(|moe| moe.layer == layer) else {
-            return Err(mismatch(format!("layer {layer} is in the file, and is no MoE layer of the model")));
+            return Err(mismatch(format!("layer {layer} of the file is not a MoE layer of the model")));
         };
         if rows.hidden != model.hidden as usize {
-            return Err(mismatch(format!("rows of {} in the file, hidden {}", rows.hidden, model.hidden)));
+            return Err(mismatch(format!(
+                "rows of the file have {} elements, but the model's hidden size is {}",
+                rows.hidden, model.hidden
+            )));
         }
         if let Some(routing) = &rows.routing
             && args.routing == RoutingArg::Gate
             && routing.k != served.top_k as usize
         {
             return Err(mismatch(format!(
-                "layer {layer}: {} experts per row recorded, top_k {}",
+                "layer {layer}: the file has {} experts per row, but the model's top_k is {}",
                 routing.k, served.top_k
             )));
         }
@@ -212,8 +216,8 @@ fn check_layers(args: &VerifyArgs, golden: &Golden, model: &GetModelResponse) ->
     }
 }
 
-/// One layer's work.
-struct Job<'a> {
+/// The comparison of one layer.
+struct LayerCheck<'a> {
     args: &'a VerifyArgs,
     dtype: DType,
     tolerance: f64,
@@ -223,8 +227,8 @@ struct Job<'a> {
     token_ids: &'a [i32],
 }
 
-/// A layer's answer, all batches together.
-struct Answer {
+/// The answers for a layer, all batches together.
+struct LayerAnswer {
     output: Vec<f32>,
     ids: Vec<i32>,
     weights: Vec<f32>,
@@ -232,11 +236,11 @@ struct Answer {
 
 type MoeClient = expertd_proto::v1::moe_client::MoeClient<expertd_proto::transport::Channel>;
 
-impl Job<'_> {
-    async fn ask(&self, connection: &mut MoeClient) -> Result<Answer, VerifyError> {
+impl LayerCheck<'_> {
+    async fn ask(&self, connection: &mut MoeClient) -> Result<LayerAnswer, VerifyError> {
         let limit = self.model.limits.as_ref().map_or(u32::MAX, |limits| limits.max_tokens_per_request);
         let batch = self.args.batch.unwrap_or(self.rows.tokens).min(limit as usize).max(1);
-        let mut answer = Answer { output: Vec::new(), ids: Vec::new(), weights: Vec::new() };
+        let mut answer = LayerAnswer { output: Vec::new(), ids: Vec::new(), weights: Vec::new() };
         let mut first = 0;
         while first < self.rows.tokens {
             let last = (first + batch).min(self.rows.tokens);
@@ -247,7 +251,7 @@ impl Job<'_> {
                 .map_err(|status| ClientError::call(call, status))?
                 .into_inner();
             let receipt = response.receipt.unwrap_or_default();
-            // Padding to the wanted length keeps a short batch from shifting the rows behind it; the NaN fails.
+            // A short answer is padded with NaN, so that later rows are not shifted and the comparison fails.
             let mut output = rows::decode(&response.rows, self.dtype);
             output.resize((last - first) * self.rows.hidden, f32::NAN);
             answer.output.append(&mut output);
@@ -280,7 +284,7 @@ impl Job<'_> {
         }
     }
 
-    fn compare(&self, answer: &Answer) -> LayerReport {
+    fn compare(&self, answer: &LayerAnswer) -> LayerReport {
         let ids = self.rows.routing.as_ref().map(|recorded| match self.args.routing {
             RoutingArg::Gate => IdsCheck::of_gate(recorded, &answer.ids, &answer.weights),
             RoutingArg::Recorded => IdsCheck::of_verbatim(recorded, &answer.ids, &answer.weights),
@@ -311,12 +315,12 @@ impl Job<'_> {
 }
 
 fn print(args: &VerifyArgs, report: &VerifyReport) {
-    let who = match args.routing {
+    let routing = match args.routing {
         RoutingArg::Gate => "gate by the service",
         RoutingArg::Recorded => "recorded routing",
     };
     println!(
-        "{} ({}), weight version {}: {} MoE layers, {who}, {} rows, tolerance {:.0e}",
+        "{} ({}), weight version {}: {} MoE layers, {routing}, {} rows, tolerance {:.0e}",
         report.model,
         report.family,
         report.weight_version,

@@ -1,5 +1,5 @@
-//! What the router and a rank say to each other over their inherited socketpair: one JSON message a line, and file
-//! descriptors beside the first byte. No token rows travel here.
+//! Control messages between the router and a rank over an inherited socketpair: file descriptors with the first byte, then
+//! one JSON message per line. Token rows never travel over it.
 
 use std::io::{self, BufRead, IoSlice, IoSliceMut, Write};
 use std::mem::MaybeUninit;
@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::GroupShape;
 use expertd_types::{Generation, Rank};
 
-/// Devices that ranks run on.
+/// Kind of device that ranks run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
@@ -38,28 +38,51 @@ impl std::fmt::Display for DeviceKind {
     }
 }
 
+/// How the products of FP8 experts are computed on GPUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
+#[serde(rename_all = "lowercase")]
+pub enum Fp8Compute {
+    /// Rows are quantised to FP8, too, in blocks of 128 elements.
+    Fp8,
+    /// Weights are widened to bf16.
+    #[default]
+    Bf16,
+}
+
+impl std::fmt::Display for Fp8Compute {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Fp8Compute::Fp8 => "fp8",
+            Fp8Compute::Bf16 => "bf16",
+        })
+    }
+}
+
 /// Everything a rank needs to join a generation.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RankSetup {
-    /// Which rank this is.
+    /// Number of the rank.
     pub rank: Rank,
-    /// Life of the group.
+    /// Generation of the group.
     pub generation: Generation,
-    /// Shared sizes.
+    /// Sizes of the channels.
     pub shape: GroupShape,
     /// The device.
     pub device: DeviceKind,
     /// Folder of the checkpoint.
     pub model: PathBuf,
-    /// Cores of this rank.
+    /// How the products of FP8 experts are computed; CPU ranks widen the weights.
+    pub fp8_compute: Fp8Compute,
+    /// Cores that the rank is pinned to.
     pub cores: Vec<usize>,
-    /// Threads that compute, and load weights.
+    /// Number of threads that compute and load weights.
     pub threads: usize,
     /// How long waits spin before they sleep.
     pub spin: Duration,
-    /// How long a rank waits for its peers within a step.
+    /// Time limit of a wait for peers within a step.
     pub peer_timeout: Duration,
-    /// How often the rank shows that it is alive.
+    /// Interval of the rank's heartbeat.
     pub heartbeat: Duration,
 }
 
@@ -69,16 +92,18 @@ pub struct RankSetup {
 pub enum ToRank {
     /// The NCCL id that rank 0 made.
     GroupId {
-        /// Its bytes.
+        /// Bytes of the id.
         id: Vec<u8>,
+        /// Multiprocessors of rank 0's GPU; all ranks need as many.
+        multiprocessors: u32,
     },
-    /// Every rank is ready: join the exchanges.
+    /// Every rank is ready; steps may follow.
     Start,
     /// Leave cleanly.
     Exit,
 }
 
-/// What kind of failure ended a rank.
+/// Kind of failure that ended a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureKind {
@@ -92,35 +117,37 @@ pub enum FailureKind {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FromRank {
-    /// Rank 0 made the NCCL id with which all ranks join: for the router to hand on.
+    /// Rank 0 made the NCCL id with which all ranks join; the router forwards it.
     GroupId {
-        /// Its bytes.
+        /// Bytes of the id.
         id: Vec<u8>,
+        /// Multiprocessors of rank 0's GPU; all ranks need as many.
+        multiprocessors: u32,
     },
     /// Progress of loading weights.
     Loading {
-        /// Bytes done.
+        /// Bytes loaded so far.
         loaded_bytes: u64,
-        /// Bytes in all.
+        /// Bytes to load.
         total_bytes: u64,
     },
-    /// Loaded and warm.
+    /// The rank is loaded and warm.
     Ready {
-        /// Bytes of weights held.
+        /// Size of the loaded weights.
         weight_bytes: u64,
-        /// What the rank computes with, for people.
+        /// Human-readable description of the device.
         device: String,
     },
-    /// Could not get ready.
+    /// The rank could not get ready.
     Failed {
-        /// What failed.
+        /// Kind of failure.
         kind: FailureKind,
-        /// The cause, for people.
+        /// Human-readable cause.
         message: String,
     },
 }
 
-/// Sends `fds` beside one byte.
+/// Sends `fds` with one byte.
 ///
 /// # Errors
 /// If the peer is gone.
@@ -128,16 +155,17 @@ pub fn send_fds(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(io::Error::other("more file descriptors than one message carries"));
+        let problem = format!("cannot send {} file descriptors in one message; at most 4 fit", fds.len());
+        return Err(io::Error::other(problem));
     }
     rustix::net::sendmsg(socket.as_fd(), &[IoSlice::new(b"F")], &mut control, SendFlags::NOSIGNAL)?;
     Ok(())
 }
 
-/// Receives what [`send_fds`] sent.
+/// Receives the descriptors that [`send_fds`] sent.
 ///
 /// # Errors
-/// If the peer is gone or sent something else.
+/// If the peer is gone or sent anything else.
 pub fn receive_fds(socket: &UnixStream) -> io::Result<Vec<OwnedFd>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -173,10 +201,10 @@ pub fn send<M: Serialize>(mut socket: &UnixStream, message: &M) -> io::Result<()
     socket.write_all(&line)
 }
 
-/// Reads one message; `None` at the end of the stream.
+/// Reads one message; returns `None` at the end of the stream.
 ///
 /// # Errors
-/// If the line is not such a message, or the stream broke.
+/// If the line is not a message of type `M`, or the stream broke.
 pub fn receive<M: DeserializeOwned>(reader: &mut impl BufRead) -> io::Result<Option<M>> {
     let mut line = Vec::new();
     if reader.read_until(b'\n', &mut line)? == 0 {
@@ -213,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stranger_on_the_socket_is_an_error() {
+    fn another_protocol_on_the_socket_is_an_error() {
         let (mut a, b) = UnixStream::pair().unwrap();
         a.write_all(b"GET / HTTP/1.1\r\n").unwrap();
         let error = receive_fds(&b).unwrap_err();

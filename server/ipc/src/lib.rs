@@ -1,14 +1,14 @@
-//! Shared memory between the processes of one service: regions, rings, staging, waiting.
+//! Memory that the processes of one service share: regions, rings, staging, waiting.
 //!
 //! * [`region`]: memory that several processes map, and bounds-checked views of it.
-//! * [`wait`]: spin-then-futex waiting, and the [`wait::Doorbell`] that many ring and one waits on.
+//! * [`wait`]: spin-then-futex waiting, and the [`wait::Doorbell`] that many threads ring and one waits on.
 //! * [`ring`]: a single-producer, single-consumer ring of fixed-size records.
 //! * [`copier`]: copies of many rows by several threads.
 //! * [`control`]: messages over the socket between the router and a rank, and descriptors that travel with them.
 //! * [`channel`]: step descriptors, completions and staging between the router and its ranks.
 //!
-//! Unsafe code of this layer stands in `region` (mapping and views) and in the modules that say when a view's memory
-//! belongs to whom; rings and waiting go through atomics and need none.
+//! Unsafe code is confined to `region` (mapping and views) and to the modules that decide which process owns a view's
+//! memory at a time. Rings and waiting use atomics and contain no unsafe code.
 
 pub mod channel;
 pub mod control;
@@ -21,9 +21,9 @@ pub mod wait;
 mod loom_tests;
 
 pub use channel::{
-    ChannelError, Completion, ExpertsNotice, Forming, GroupShape, Pulse, RankChannel, RankStaging,
-    RouterBell, RouterChannel, Segment, StageRows, Staged, StagingPlace, StepDescriptor,
+    ChannelError, Completion, ExpertsNotice, FormingStep, GroupShape, Heartbeat, RankChannel, RankStaging,
+    RouterBell, RouterChannel, RowsToStage, Segment, StagedRows, StagingAddresses, StepDescriptor,
 };
 pub use copier::Copier;
 pub use region::{RegionError, SharedRegion, SharedSlice};
-pub use wait::Patience;
+pub use wait::WaitPolicy;

@@ -1,6 +1,5 @@
-//! The ring, the doorbell and the copying threads' portions under loom, which runs each small scenario in every
-//! interleaving that the memory model allows. The algorithms are generic over their atomics, so what is checked here is
-//! the code that runs.
+//! The ring, the doorbell and the copy pool's portions under loom, which runs each small scenario in every interleaving
+//! that the memory model allows. The algorithms are generic over their atomics, so loom checks the production code.
 
 #![allow(unsafe_code, reason = "loom's cells are accessed through raw pointers")]
 
@@ -14,7 +13,7 @@ use loom::thread;
 
 use super::copier::portions::Portions;
 use super::ring::{RingConsumer, RingMemory, RingProducer, Word64};
-use super::wait::{Doorbell, FutexWord, Patience};
+use super::wait::{Doorbell, FutexWord, WaitPolicy};
 
 impl Word64 for AtomicU64 {
     fn load(&self, order: Ordering) -> u64 {
@@ -77,7 +76,7 @@ fn record(n: u64) -> Record {
     [n + 10, !n]
 }
 
-/// Records come out whole and in order, cells are not overwritten before they are read, and no counter is mistaken.
+/// Records come out whole and in order, cells are not overwritten before they are read, and neither end reports an error.
 #[test]
 fn loom_ring() {
     for capacity in [1, 2] {
@@ -108,7 +107,7 @@ fn loom_ring() {
     }
 }
 
-/// A futex as the kernel has it: compare and sleep are one step with respect to a wake.
+/// A model of the kernel's futex: comparing and going to sleep are one atomic step with respect to a wake-up.
 struct ModelFutex {
     word: AtomicU32,
     queue: Mutex<()>,
@@ -152,7 +151,7 @@ fn model_doorbell() -> Doorbell<Arc<ModelFutex>> {
     }))
 }
 
-/// The waiter ends in every interleaving, whoever rings, and sees what the ringer published.
+/// In every interleaving the waiter returns and sees what the ringer published.
 #[test]
 fn loom_doorbell() {
     loom::model(|| {
@@ -167,14 +166,14 @@ fn loom_doorbell() {
                 bell.ring();
             })
         };
-        bell.wait_until(Patience::unlimited(Duration::ZERO), || flag.load(Ordering::Acquire) == 1)
+        bell.wait_until(WaitPolicy::unlimited(Duration::ZERO), || flag.load(Ordering::Acquire) == 1)
             .expect("no deadline");
         assert_eq!(data.load(Ordering::Relaxed), 7);
         ringer.join().expect("no panic");
     });
 }
 
-/// As a rank that waits for two peers: their flags come one by one and share the doorbell.
+/// A rank waits for two peers, whose flags arrive separately and share one doorbell.
 #[test]
 fn loom_doorbell_two_ringers() {
     let mut model = loom::model::Builder::new();
@@ -193,7 +192,7 @@ fn loom_doorbell_two_ringers() {
             })
             .collect();
         for flag in flags.iter() {
-            bell.wait_until(Patience::unlimited(Duration::ZERO), || flag.load(Ordering::Acquire) == 1)
+            bell.wait_until(WaitPolicy::unlimited(Duration::ZERO), || flag.load(Ordering::Acquire) == 1)
                 .expect("no deadline");
         }
         for ringer in ringers {
@@ -202,20 +201,20 @@ fn loom_doorbell_two_ringers() {
     });
 }
 
-/// The owner writes the next work down only when nobody reads the last one any more, each portion is done once, and what
-/// a helper did is there for the owner.
+/// The owner writes a job only when no helper reads the previous one, each portion is done once, and the owner sees what
+/// the helper did.
 #[test]
 fn loom_portions() {
-    struct Work {
+    struct Job {
         portions: Portions<AtomicUsize>,
         number: UnsafeCell<usize>,
         done: [UnsafeCell<usize>; 2],
     }
     // SAFETY: shared so that loom can check the accesses.
-    unsafe impl Sync for Work {}
+    unsafe impl Sync for Job {}
     // SAFETY: as above.
-    unsafe impl Send for Work {}
-    impl Work {
+    unsafe impl Send for Job {}
+    impl Job {
         fn take_part(&self) {
             while let Some(portion) = self.portions.take() {
                 // SAFETY: loom checks every access before it happens.
@@ -227,24 +226,24 @@ fn loom_portions() {
         }
     }
     loom::model(|| {
-        let work = Arc::new(Work {
+        let job = Arc::new(Job {
             portions: Portions::over(AtomicUsize::new(0), AtomicUsize::new(0)),
             number: UnsafeCell::new(0),
             done: [UnsafeCell::new(0), UnsafeCell::new(0)],
         });
-        let helping = Arc::clone(&work);
+        let helping = Arc::clone(&job);
         let helper = thread::spawn(move || helping.take_part());
         for (number, portions) in [(3, 2), (5, 1)] {
             // SAFETY: loom checks every access before it happens.
-            work.number.with_mut(|at| unsafe { *at = number });
-            work.portions.offer(portions);
-            work.take_part();
-            while !work.portions.all_done() {
+            job.number.with_mut(|at| unsafe { *at = number });
+            job.portions.offer(portions);
+            job.take_part();
+            while !job.portions.all_done() {
                 thread::yield_now();
             }
         }
         // SAFETY: as above.
-        let done = work.done.each_ref().map(|done| done.with(|done| unsafe { *done }));
+        let done = job.done.each_ref().map(|done| done.with(|done| unsafe { *done }));
         assert_eq!(done, [8, 3]);
         helper.join().expect("sound");
     });

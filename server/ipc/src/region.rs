@@ -1,10 +1,10 @@
 //! Memory that several processes map: one sealed memfd, and bounds-checked views of it.
 //!
-//! A region is created by one process, its descriptor is inherited by others, and each maps all of it. Its length is
-//! fixed by seals, so that no process can make another fault by truncating it. A new generation gets a new region:
-//! a process that wakes up late still writes to the old one, where nobody looks.
+//! One process creates a region, others inherit its descriptor, and each maps all of it. Seals fix its length, so that no
+//! process can cause a fault in another by truncating it. A new generation gets a new region: a process that wakes up
+//! late still writes to the old one, which nothing reads any more.
 
-#![allow(unsafe_code, reason = "mapping memory and making typed views of it is what this module is for")]
+#![allow(unsafe_code, reason = "the module maps memory and makes typed views of it")]
 
 use std::fmt;
 use std::io;
@@ -19,24 +19,24 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-/// Bytes of a cache line: what is written by different processes stands on different lines.
+/// Bytes of a cache line. Words that different processes write are placed on different lines.
 pub const LINE: usize = 64;
-/// Bytes of a page: what big areas are aligned to.
+/// Bytes of a page, the alignment of large areas.
 pub const PAGE: usize = 4096;
 
-/// Why a region or a view of one could not be had.
+/// Why a region or a view of one could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum RegionError {
-    /// The areas add up to more than an address space holds.
+    /// The areas together exceed the address space.
     #[error("shared memory layout exceeds the address space: an area of {bytes} bytes at offset {offset}")]
     TooLarge {
-        /// Where the area would have begun.
+        /// Offset of the area that does not fit.
         offset: usize,
-        /// Its length.
+        /// Length of that area.
         bytes: usize,
     },
-    /// A region of no bytes was asked for.
-    #[error("shared memory region {name:?} would have no bytes")]
+    /// The requested length is zero.
+    #[error("shared memory region {name:?} would have no bytes; at least one is required")]
     Empty {
         /// Name of the region.
         name: String,
@@ -44,13 +44,13 @@ pub enum RegionError {
     /// A system call failed.
     #[error("cannot {what} shared memory region {name:?} of {bytes} bytes: {source}")]
     System {
-        /// Which step failed.
+        /// The operation that failed, as a verb.
         what: &'static str,
         /// Name of the region.
         name: String,
-        /// Its length.
+        /// Length of the region.
         bytes: usize,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The descriptor's memory has another length.
@@ -58,37 +58,39 @@ pub enum RegionError {
         "inherited shared memory has {found} bytes, expected {expected}: both sides must agree on its layout"
     )]
     Length {
-        /// What the caller's layout says.
+        /// Length by the caller's layout.
         expected: usize,
-        /// What the descriptor says.
+        /// Length of the descriptor's memory.
         found: u64,
     },
-    /// The descriptor's length is not fixed, so that another process could truncate it under us.
-    #[error("inherited shared memory is not sealed against changes of its length")]
+    /// The descriptor's length is not fixed: another process could truncate it while it is mapped.
+    #[error(
+        "inherited shared memory is not sealed against changes of its length (F_SEAL_SHRINK and F_SEAL_GROW)"
+    )]
     Unsealed,
     /// A view reaches past the end.
     #[error("a view of {bytes} bytes at offset {offset} reaches past a region of {len} bytes")]
     OutOfBounds {
-        /// Where the view begins.
+        /// Offset of the view, in bytes.
         offset: usize,
-        /// Its length.
+        /// Length of the view.
         bytes: usize,
-        /// The region's length.
+        /// Length of the region.
         len: usize,
     },
-    /// A view's offset does not suit its element type.
+    /// A view's offset is not aligned for its element type.
     #[error("offset {offset} is not a multiple of {align}, the alignment of the view's elements")]
     Misaligned {
-        /// Where the view begins.
+        /// Offset of the view, in bytes.
         offset: usize,
-        /// What it must be a multiple of.
+        /// The alignment that the elements need.
         align: usize,
     },
 }
 
 /// Assigns aligned offsets to the areas of a region, one after another.
 ///
-/// Both sides build the same layout from the same numbers; nothing but the region's length needs to be told.
+/// All processes build the same layout from the same numbers, so offsets need not be transmitted.
 #[derive(Clone, Debug, Default)]
 pub struct Layout {
     len: usize,
@@ -117,10 +119,10 @@ impl Layout {
         self.area(bytes, PAGE)
     }
 
-    /// Bytes that hold all areas, a multiple of [`PAGE`].
+    /// Length of a region that holds all areas, in bytes: a multiple of [`PAGE`].
     #[must_use]
     pub const fn len(&self) -> usize {
-        // `area` keeps room for this rounding.
+        // `area` refuses lengths that this rounding would overflow.
         self.len.next_multiple_of(PAGE)
     }
 
@@ -152,14 +154,14 @@ pub struct SharedRegion {
 }
 
 // SAFETY: the mapping is plain memory, valid in every thread until drop; access goes through atomics or through
-// unsafe views whose users state who may touch what.
+// unsafe views whose users state which side owns the memory.
 unsafe impl Send for SharedRegion {}
 // SAFETY: as above.
 unsafe impl Sync for SharedRegion {}
 
 impl SharedRegion {
-    /// Creates a region of `len` zero bytes. Its descriptor closes on exec; whoever starts a child that should
-    /// inherit it clears that for the child only.
+    /// Creates a region of `len` zero bytes. Its descriptor closes on exec, unless the flag is cleared in a child that
+    /// inherits it.
     ///
     /// # Errors
     /// [`RegionError::Empty`], or [`RegionError::System`] if the kernel refuses.
@@ -176,7 +178,7 @@ impl SharedRegion {
         Self::map(fd, len, name)
     }
 
-    /// Maps a region that another process created; `expected_len` is what this side's layout says.
+    /// Maps a region that another process created; `expected_len` is the length by this side's layout.
     ///
     /// # Errors
     /// [`RegionError::Length`] or [`RegionError::Unsealed`] if the descriptor is not such a region,
@@ -196,7 +198,7 @@ impl SharedRegion {
     }
 
     fn map(fd: OwnedFd, len: usize, name: &str) -> Result<Arc<Self>, RegionError> {
-        // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory.
+        // SAFETY: a fresh mapping at an address of the kernel's choice does not affect existing memory.
         let base = unsafe {
             rustix::mm::mmap(
                 ptr::null_mut(),
@@ -213,10 +215,10 @@ impl SharedRegion {
         Ok(Arc::new(Self { fd, base, len, name: name.into() }))
     }
 
-    /// Another descriptor of the same memory, which also closes on exec.
+    /// Duplicates the descriptor; the duplicate closes on exec, too.
     ///
     /// # Errors
-    /// [`RegionError::System`] if the process has no descriptor left.
+    /// [`RegionError::System`] if the process has no descriptors left.
     pub fn try_clone_fd(&self) -> Result<OwnedFd, RegionError> {
         rustix::io::fcntl_dupfd_cloexec(&self.fd, 3)
             .map_err(|e| system_error("duplicate the descriptor of", &self.name, self.len, e))
@@ -251,12 +253,11 @@ impl SharedRegion {
         Ok(SharedSlice { region: Arc::clone(self), ptr, len, element: PhantomData })
     }
 
-    /// Makes the pages of `offset .. offset + bytes` present and writable, so that no later access allocates:
-    /// memory that is missing is an error here instead of a killed process later, and the process's resident size
-    /// does not creep up with the batches it sees.
+    /// Makes the pages of `offset .. offset + bytes` present and writable, so that no later access allocates: a lack of
+    /// memory is an error here instead of a killed process later, and the resident size does not grow with the traffic.
     ///
     /// # Errors
-    /// [`RegionError::OutOfBounds`]; [`RegionError::System`] if the memory is not to be had.
+    /// [`RegionError::OutOfBounds`]; [`RegionError::System`] if there is no memory for the pages.
     pub fn populate(&self, offset: usize, bytes: usize) -> Result<(), RegionError> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.len) {
             return Err(RegionError::OutOfBounds { offset, bytes, len: self.len });
@@ -276,11 +277,11 @@ impl SharedRegion {
         };
         match done {
             Ok(()) => Ok(()),
-            // Kernels before 5.14 do not know the advice.
+            // Kernels before 5.14 do not support the advice.
             Err(Errno::INVAL) => {
                 for at in (first..last.min(self.len)).step_by(PAGE) {
-                    // SAFETY: the page lies within the mapping; adding zero atomically leaves its contents alone,
-                    // whoever else writes there.
+                    // SAFETY: the page lies within the mapping; adding zero atomically changes nothing, whatever other
+                    // processes write there.
                     unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(at).cast()) }
                         .fetch_add(0, Ordering::Relaxed);
                 }
@@ -309,7 +310,7 @@ impl fmt::Debug for SharedRegion {
 impl Drop for SharedRegion {
     fn drop(&mut self) {
         // SAFETY: the mapping was made by `map`, and every view holds an `Arc` of this region, so none is left.
-        // A failure would leave it mapped, which harms nobody.
+        // A failure leaves the memory mapped, which is harmless.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
@@ -318,11 +319,11 @@ fn system_error(what: &'static str, name: &str, bytes: usize, errno: Errno) -> R
     RegionError::System { what, name: name.into(), bytes, source: errno.into() }
 }
 
-/// `len` elements of `T` in a region, by whoever maps it.
+/// A view of `len` elements of `T` in a region.
 ///
-/// Having the view grants nothing: other threads and processes may write the same bytes. Words that several sides
-/// access at once go through [`atomics`](Self::atomics); plain data goes through [`as_slice`](Self::as_slice) and
-/// [`as_mut_slice`](Self::as_mut_slice) by whoever owns it at that time by some protocol of flags.
+/// A view is only an address: other threads and processes may write the same bytes. Words that several sides access at
+/// once are accessed through [`atomics`](Self::atomics); plain data through [`as_slice`](Self::as_slice) and
+/// [`as_mut_slice`](Self::as_mut_slice), by the side that owns the data according to a protocol of flags.
 pub struct SharedSlice<T> {
     region: Arc<SharedRegion>,
     ptr: NonNull<T>,
@@ -330,13 +331,13 @@ pub struct SharedSlice<T> {
     element: PhantomData<T>,
 }
 
-// SAFETY: a pointer into a region that the view keeps alive; elements are plain data.
+// SAFETY: the pointer leads into a region that the view keeps alive; elements are plain data.
 unsafe impl<T: Pod> Send for SharedSlice<T> {}
 // SAFETY: as above; shared use needs atomics or an unsafe claim of ownership.
 unsafe impl<T: Pod> Sync for SharedSlice<T> {}
 
 impl<T: Pod> SharedSlice<T> {
-    /// Elements.
+    /// Number of elements.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
@@ -348,7 +349,7 @@ impl<T: Pod> SharedSlice<T> {
         self.len == 0
     }
 
-    /// The region that this is part of.
+    /// The region that holds the elements.
     #[must_use]
     pub const fn region(&self) -> &Arc<SharedRegion> {
         &self.region
@@ -360,13 +361,12 @@ impl<T: Pod> SharedSlice<T> {
         self.ptr.as_ptr()
     }
 
-    /// The elements, for reading. Any bit pattern is a valid `T`, so their values need no promise, only their
-    /// stillness does.
+    /// The elements, for reading. Any bit pattern is a valid `T`.
     ///
     /// # Safety
-    /// While the slice lives nobody, in any process, writes these elements: their writer released them (a flag
-    /// stored with release ordering that the caller has loaded with acquire) and will not write again before the
-    /// caller in turn has released them.
+    /// No thread of any process writes these elements while the slice lives: their writer has released them (by storing
+    /// a flag with release ordering that the caller has loaded with acquire ordering) and does not write again before
+    /// the caller has released them in turn.
     #[must_use]
     pub unsafe fn as_slice(&self) -> &[T] {
         // SAFETY: in bounds and aligned (checked when the view was made), initialised (memfds are zeroed), unchanged
@@ -377,8 +377,8 @@ impl<T: Pod> SharedSlice<T> {
     /// The elements, for writing.
     ///
     /// # Safety
-    /// While the slice lives nobody else, in any process, accesses these elements: all others released them as for
-    /// [`as_slice`](Self::as_slice), and the caller makes no second slice of them meanwhile.
+    /// No other thread of any process accesses these elements while the slice lives: all others have released them as
+    /// for [`as_slice`](Self::as_slice), and the caller makes no second slice of them meanwhile.
     #[must_use]
     #[allow(clippy::mut_from_ref, reason = "exclusive by the caller's promise: the view is only an address")]
     pub unsafe fn as_mut_slice(&self) -> &mut [T] {
@@ -391,7 +391,7 @@ impl SharedSlice<u64> {
     /// The elements as atomics, which any number of processes may access at once.
     #[must_use]
     pub const fn atomics(&self) -> &[AtomicU64] {
-        // SAFETY: same size and alignment; nobody makes plain slices of words that are used as atomics.
+        // SAFETY: same size and alignment; words that are used as atomics are never made plain slices of.
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().cast::<AtomicU64>(), self.len) }
     }
 }
@@ -400,7 +400,7 @@ impl SharedSlice<u32> {
     /// The elements as atomics, which any number of processes may access at once.
     #[must_use]
     pub const fn atomics(&self) -> &[AtomicU32] {
-        // SAFETY: same size and alignment; nobody makes plain slices of words that are used as atomics.
+        // SAFETY: same size and alignment; words that are used as atomics are never made plain slices of.
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().cast::<AtomicU32>(), self.len) }
     }
 }

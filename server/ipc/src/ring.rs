@@ -1,17 +1,17 @@
 //! A ring of fixed-size records in shared memory: one producer, one consumer, no locks.
 //!
-//! Two counters, each on a cache line of its own, count the records ever pushed and ever popped; record number `n`
-//! stands in cell `n % capacity`. A cell is the record's words and a stamp, `n + 1`. The producer writes a cell, then
+//! Two counters, each on a cache line of its own, count the records ever pushed and ever popped; record number `n` is in
+//! cell `n % capacity`. A cell consists of the record's words and a stamp, `n + 1`. The producer writes a cell, then
 //! releases the pushed counter; the consumer acquires that counter, copies the cell, then releases the popped counter,
-//! which the producer acquires before it writes to the cell again. So a producer that dies in the midst of a record has
-//! not counted it, and nobody sees it.
+//! which the producer acquires before it writes to the cell again. A producer that dies while it writes a record has
+//! not counted it, so the consumer never sees it.
 //!
-//! Each side keeps its own position privately and only ever *checks* the other's counter: the other side may be dead,
-//! or write nonsense. A counter that runs backwards or further than the capacity, or a cell whose stamp is not its
-//! record's, is an error, after which the ring is not used any more. Every word is an atomic, so nothing the other
-//! side does is undefined behaviour here, and both operations end after a bounded number of steps.
+//! Each side keeps its own position privately and validates the other's counter: the other side may be dead or write
+//! nonsense. A counter that runs backwards or further than the capacity, or a cell with a wrong stamp, is an error, after
+//! which the ring is not used any more. Every word is an atomic, so nothing that the other side does is undefined
+//! behaviour here, and both operations end after a bounded number of steps.
 //!
-//! Rings are not re-attached: each life of a process gets a fresh one. A ring does not wake anybody; push, then ring
+//! Rings are not re-attached: every new process gets a fresh one. A ring wakes no waiter; a producer pushes and then rings
 //! the other side's [`Doorbell`](super::wait::Doorbell).
 
 use std::marker::PhantomData;
@@ -22,47 +22,53 @@ use bytemuck::Pod;
 
 use super::region::{LINE, Layout, RegionError, SharedRegion, SharedSlice};
 
-/// Why a ring cannot be used, or not any more.
+/// Why a ring cannot be used, or cannot be used any more.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
-    /// The record type has a size that is no positive multiple of eight bytes, or the ring would hold no records.
+    /// The record size is not a positive multiple of eight bytes, or the capacity is not a power of two.
     #[error(
-        "a ring of {capacity} records of {record_bytes} bytes: both must be positive and bytes a multiple of 8"
+        "a ring of {capacity} records of {record_bytes} bytes: the capacity must be a power of two, the record size a \
+         positive multiple of 8"
     )]
     Shape {
-        /// Records that the ring should hold.
+        /// Capacity of the ring, in records.
         capacity: usize,
-        /// Size of one.
+        /// Size of a record.
         record_bytes: usize,
     },
-    /// This side's counter is not zero: another process has been here.
+    /// This side's counter is not zero: another process has used the ring.
     #[error(
         "the ring has been used before (its {side} counter is {count}); a new process needs a fresh ring"
     )]
     Used {
         /// `pushed` or `popped`.
         side: &'static str,
-        /// What the counter says.
+        /// The counter's value.
         count: u64,
     },
-    /// The other side's counter cannot be true.
-    #[error("the ring's {side} counter says {found}, which cannot follow {last} in a ring of {capacity}")]
+    /// The other side's counter has an impossible value.
+    #[error(
+        "the ring's {side} counter is {found}, which cannot follow {last} in a ring of {capacity} records"
+    )]
     Counter {
         /// `pushed` or `popped`.
         side: &'static str,
-        /// What the counter says.
+        /// The counter's value.
         found: u64,
-        /// What it said before.
+        /// Its previous value.
         last: u64,
-        /// Records that the ring holds.
+        /// Capacity of the ring, in records.
         capacity: u64,
     },
-    /// The pushed counter covers a cell that does not hold the record it should.
-    #[error("the ring's cell for record {record} is stamped {found}: counted, but not written")]
+    /// The pushed counter includes a record that its cell does not hold.
+    #[error(
+        "the ring's cell for record {record} has stamp {found} instead of {}: the record was counted, but not written",
+        .record.wrapping_add(1)
+    )]
     Stamp {
         /// Number of the record, from zero.
         record: u64,
-        /// The stamp found; `record + 1` was expected.
+        /// The stamp in the cell.
         found: u64,
     },
 }
@@ -71,7 +77,7 @@ pub enum RingError {
 pub trait Word64 {
     /// Loads the word.
     fn load(&self, order: Ordering) -> u64;
-    /// Stores to the word.
+    /// Stores `value` in the word.
     fn store(&self, value: u64, order: Ordering);
 }
 
@@ -84,24 +90,24 @@ impl Word64 for AtomicU64 {
     }
 }
 
-/// The memory of a ring, zeroed when the ring is made.
+/// The memory of a ring, which is zero when the ring is made.
 pub trait RingMemory {
     /// The counters' atomics.
     type Word: Word64;
-    /// The cells' words. They are never accessed by both sides at once in a sound ring, and atomics nevertheless, since
-    /// the other side may not be sound.
+    /// Type of the cells' words. They are atomics although two correct sides never access a cell at once: the other side
+    /// may be incorrect.
     type Cell: Word64;
-    /// Records ever pushed; written by the producer.
+    /// Counter of all records pushed; written by the producer.
     fn pushed(&self) -> &Self::Word;
-    /// Records ever popped; written by the consumer.
+    /// Counter of all records popped; written by the consumer.
     fn popped(&self) -> &Self::Word;
-    /// The cells one after another, each of the record's words and one more.
+    /// The cells, each with the record's words and a stamp.
     fn cells(&self) -> &[Self::Cell];
 }
 
-/// Where a ring of `T` records stands in a region: both sides compute it from the same layout.
+/// Offset and capacity of a ring of `T` records in a region. Both sides compute them from the same layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RingPlace<T> {
+pub struct RingLayout<T> {
     offset: usize,
     capacity: usize,
     record: PhantomData<fn() -> T>,
@@ -110,7 +116,7 @@ pub struct RingPlace<T> {
 const WORD: usize = size_of::<u64>();
 const WORDS_PER_LINE: usize = LINE / WORD;
 
-impl<T: Pod> RingPlace<T> {
+impl<T: Pod> RingLayout<T> {
     /// Appends a ring of `capacity` records, a power of two, to a layout.
     ///
     /// # Errors
@@ -120,17 +126,17 @@ impl<T: Pod> RingPlace<T> {
         Ok(Self { offset: layout.line(bytes)?, capacity, record: PhantomData })
     }
 
-    /// The ring's memory in a region of that layout.
+    /// The ring's memory in `region`.
     ///
     /// # Errors
-    /// [`RegionError::OutOfBounds`] if the region is of another layout.
+    /// [`RegionError::OutOfBounds`] if the region has another layout.
     pub fn memory(&self, region: &Arc<SharedRegion>) -> Result<SharedRing, RegionError> {
         let words = 2 * WORDS_PER_LINE + self.capacity * (size_of::<T>() / WORD + 1);
         Ok(SharedRing(region.slice(self.offset, words)?))
     }
 }
 
-/// The memory of a ring in a region: a line for each counter, then the cells.
+/// The memory of a ring in a region: a cache line for each counter, then the cells.
 #[derive(Clone, Debug)]
 pub struct SharedRing(SharedSlice<u64>);
 
@@ -148,20 +154,20 @@ impl RingMemory for SharedRing {
     }
 }
 
-/// What both ends know.
+/// State of one end of a ring.
 #[derive(Debug)]
-struct End<T, M> {
+struct RingEnd<T, M> {
     memory: M,
-    /// Records that the ring holds.
+    /// Capacity in records.
     capacity: u64,
-    /// Records this side has pushed or popped; the shared counter is only a copy for the other side.
+    /// Number of records that this side has pushed or popped; the shared counter is a copy for the other side.
     position: u64,
-    /// The other side's counter when last loaded.
+    /// The other side's counter when it was last loaded.
     other: u64,
     record: PhantomData<fn(T) -> T>,
 }
 
-impl<T: Pod, M: RingMemory> End<T, M> {
+impl<T: Pod, M: RingMemory> RingEnd<T, M> {
     const RECORD_WORDS: usize = size_of::<T>() / WORD;
 
     fn new(memory: M) -> Result<Self, RingError> {
@@ -172,7 +178,7 @@ impl<T: Pod, M: RingMemory> End<T, M> {
         Ok(Self { memory, capacity: capacity as u64, position: 0, other: 0, record: PhantomData })
     }
 
-    /// The cell of record `n`: its words and its stamp.
+    /// Words and stamp of the cell of record `n`.
     fn cell(&self, n: u64) -> (&[M::Cell], &M::Cell) {
         let begin = (n % self.capacity) as usize * (Self::RECORD_WORDS + 1);
         let cell = &self.memory.cells()[begin..=begin + Self::RECORD_WORDS];
@@ -182,7 +188,7 @@ impl<T: Pod, M: RingMemory> End<T, M> {
 
 /// The pushing end of a ring of `T` records.
 #[derive(Debug)]
-pub struct RingProducer<T, M = SharedRing>(End<T, M>);
+pub struct RingProducer<T, M = SharedRing>(RingEnd<T, M>);
 
 impl<T: Pod, M: RingMemory> RingProducer<T, M> {
     /// Takes the pushing end of a fresh ring.
@@ -190,22 +196,22 @@ impl<T: Pod, M: RingMemory> RingProducer<T, M> {
     /// # Errors
     /// [`RingError::Shape`] or [`RingError::Used`].
     pub fn new(memory: M) -> Result<Self, RingError> {
-        let end = End::new(memory)?;
+        let end = RingEnd::new(memory)?;
         match end.memory.pushed().load(Ordering::Acquire) {
             0 => Ok(Self(end)),
             count => Err(RingError::Used { side: "pushed", count }),
         }
     }
 
-    /// Pushes a record; false if the ring is full.
+    /// Pushes a record; returns false if the ring is full.
     ///
     /// # Errors
-    /// [`RingError::Counter`] if the consumer's counter makes no sense.
+    /// [`RingError::Counter`] if the consumer's counter is impossible.
     pub fn try_push(&mut self, record: &T) -> Result<bool, RingError> {
         let end = &mut self.0;
         if end.position.wrapping_sub(end.other) >= end.capacity {
             let popped = end.memory.popped().load(Ordering::Acquire);
-            // Between what it was and what has been pushed, in numbers that wrap.
+            // The counter must lie between its previous value and the position, in wrapping arithmetic.
             if popped.wrapping_sub(end.other) > end.position.wrapping_sub(end.other) {
                 return Err(RingError::Counter {
                     side: "popped",
@@ -229,7 +235,7 @@ impl<T: Pod, M: RingMemory> RingProducer<T, M> {
         Ok(true)
     }
 
-    /// Records pushed so far.
+    /// Number of records pushed so far.
     pub const fn pushed(&self) -> u64 {
         self.0.position
     }
@@ -237,30 +243,30 @@ impl<T: Pod, M: RingMemory> RingProducer<T, M> {
 
 /// The popping end of a ring of `T` records.
 #[derive(Debug)]
-pub struct RingConsumer<T, M = SharedRing>(End<T, M>);
+pub struct RingConsumer<T, M = SharedRing>(RingEnd<T, M>);
 
 impl<T: Pod, M: RingMemory> RingConsumer<T, M> {
-    /// Takes the popping end of a fresh ring. Records may have been pushed already.
+    /// Takes the popping end of a fresh ring, in which records may have been pushed already.
     ///
     /// # Errors
     /// [`RingError::Shape`] or [`RingError::Used`].
     pub fn new(memory: M) -> Result<Self, RingError> {
-        let end = End::new(memory)?;
+        let end = RingEnd::new(memory)?;
         match end.memory.popped().load(Ordering::Acquire) {
             0 => Ok(Self(end)),
             count => Err(RingError::Used { side: "popped", count }),
         }
     }
 
-    /// Pops the oldest record; none if the ring is empty.
+    /// Pops the oldest record; returns `None` if the ring is empty.
     ///
     /// # Errors
-    /// [`RingError::Counter`] or [`RingError::Stamp`] if the producer's counter or the cell makes no sense.
+    /// [`RingError::Counter`] if the producer's counter is impossible, [`RingError::Stamp`] if the cell was not written.
     pub fn try_pop(&mut self) -> Result<Option<T>, RingError> {
         let end = &mut self.0;
         if end.position == end.other {
             let pushed = end.memory.pushed().load(Ordering::Acquire);
-            // Everything seen has been popped, so this is also the number of records waiting.
+            // All records counted before have been popped, so the difference is the number of records waiting.
             if pushed.wrapping_sub(end.position) > end.capacity {
                 return Err(RingError::Counter {
                     side: "pushed",
@@ -288,7 +294,7 @@ impl<T: Pod, M: RingMemory> RingConsumer<T, M> {
         Ok(Some(record))
     }
 
-    /// Records popped so far.
+    /// Number of records popped so far.
     pub const fn popped(&self) -> u64 {
         self.0.position
     }

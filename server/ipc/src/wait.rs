@@ -1,25 +1,25 @@
 //! Waiting for another process or thread: spin briefly, then sleep on a futex in shared memory.
 //!
 //! # How long to spin
-//! One rule for everyone who waits for the next event of a step (the step loop, GPU ranks, the threads that copy rows):
-//! where there are cores to spare, each looks for [`SPIN`] since its last event, then sleeps until it is rung. CPU ranks
-//! need their cores to compute, and sleep at once.
+//! All threads that wait for the next event of a step (the step loop, GPU ranks, the threads that copy rows) follow one
+//! rule: where there are cores to spare, a thread spins for [`SPIN_TIME`] after its last event, then sleeps until it is
+//! rung. CPU ranks need their cores to compute, and sleep at once.
 //!
 //! # The doorbell
-//! A [`Doorbell`] is one 32-bit word: bit 0 says that the waiter sleeps or is about to, the other bits count rings.
-//! One process (one thread of it) waits; any number ring, each after it has published what the waiter looks for.
+//! A [`Doorbell`] is one 32-bit word: bit 0 says that the waiter sleeps or is about to sleep, the other bits count rings.
+//! One thread waits; any number of threads ring, each after it has published what the waiter polls for.
 //!
-//! No wake-up is lost. The waiter sets the sleeping bit, executes a sequentially consistent fence and looks once more
-//! at its condition. A ringer publishes, executes such a fence and then looks at the word. Of two such fences one
-//! comes first:
-//! * if the waiter's does, the ringer sees the bit, changes the word and wakes. If the waiter is not asleep yet, the
-//!   kernel finds that the word is not the one the waiter saw, and does not put it to sleep;
-//! * if the ringer's does, the waiter's second look sees what was published.
+//! No wake-up is lost. The waiter sets the sleeping bit, executes a sequentially consistent fence and polls its
+//! condition once more. A ringer publishes, executes such a fence and then loads the word. One of the two fences comes
+//! first:
+//! * if the waiter's comes first, the ringer sees the bit, changes the word and wakes the waiter. If the waiter is not
+//!   asleep yet, the kernel finds that the word has changed since the waiter loaded it, and does not put it to sleep;
+//! * if the ringer's comes first, the waiter's second poll sees what was published.
 //!
 //! A ringer that finds the bit clear is done after one fence and one load: ringing costs next to nothing while the
-//! waiter spins or works. The waiter alone clears the bit, so that a ringer which dies between its two steps takes only
-//! its own wake-up with it; and sleeps are cut into slices ([`SLICE`]), so that even this costs a moment, not a
-//! deadline. `loom_tests` checks the protocol over its interleavings.
+//! waiter spins or works. Only the waiter clears the bit, so that a ringer which dies between publishing and waking loses
+//! no other ringer's wake-up. Because one sleep lasts [`MAX_SLEEP`] at most, even that lost wake-up costs a moment and
+//! not the whole deadline. `loom_tests` checks the protocol over its interleavings.
 
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::time::{Duration, Instant};
@@ -28,32 +28,32 @@ use rustix::thread::futex;
 
 use super::region::SharedSlice;
 
-/// The longest single sleep; afterwards the waiter looks again. Not a polling interval: wake-ups do not depend on it.
-pub const SLICE: Duration = Duration::from_millis(250);
+/// The longest single sleep; afterwards the waiter polls again. It is not a polling interval: wake-ups do not depend on it.
+pub const MAX_SLEEP: Duration = Duration::from_millis(250);
 
-/// How long whoever has a core to itself looks for the next event before it sleeps. A sleeper needs 50 µs and more to
-/// come back where idle cores are halted, every rank another time, and a step waits for the last of them; steps that
-/// follow each other, and what the host does between them, are mostly shorter than this. An idle service sleeps.
-pub const SPIN: Duration = Duration::from_millis(1);
+/// How long a thread with a core to itself spins for the next event before it sleeps. Waking a sleeper takes 50 µs or
+/// more where idle cores are halted, a different time on every rank, and a step waits for the slowest rank. Consecutive
+/// steps and the host's work between them are mostly shorter than this. An idle service sleeps.
+pub const SPIN_TIME: Duration = Duration::from_millis(1);
 
-/// Looks between two looks at the clock.
-const LOOKS: u32 = 16;
+/// Polls of the condition between two readings of the clock.
+const POLLS_PER_CLOCK_READ: u32 = 16;
 
-/// How long to wait and in which manner.
+/// How long a wait spins before it sleeps, and when it gives up.
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
-    /// Look at the condition for so long, with a processor pause between looks, before sleeping. Zero where waiters
-    /// outnumber cores: spinning would take the core from whoever is waited for.
+pub struct WaitPolicy {
+    /// How long the condition is polled, with a processor pause between polls, before the thread sleeps. Zero where
+    /// waiters outnumber cores: spinning would take the core from the thread that is waited for.
     pub spin: Duration,
-    /// When to give up; `None` waits for ever.
+    /// When the wait gives up; `None` waits for ever.
     pub deadline: Option<Instant>,
 }
 
-impl Patience {
+impl WaitPolicy {
     /// Gives up `limit` from now.
     #[must_use]
     pub fn within(spin: Duration, limit: Duration) -> Self {
-        // A limit beyond the clock's range is as good as none.
+        // A limit beyond the clock's range means no deadline.
         Self { spin, deadline: Instant::now().checked_add(limit) }
     }
 
@@ -66,28 +66,28 @@ impl Patience {
 
 /// The deadline passed before the condition held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the deadline passed")]
+#[error("the deadline passed before the condition held")]
 pub struct TimedOut;
 
 /// A word that processes sleep on; generic so that loom can check the protocol.
 pub trait FutexWord {
     /// Loads the word.
     fn load(&self, order: Ordering) -> u32;
-    /// Adds, returning the previous value.
+    /// Adds `value` and returns the previous word.
     fn fetch_add(&self, value: u32, order: Ordering) -> u32;
-    /// Ors, returning the previous value.
+    /// Sets the bits of `value` and returns the previous word.
     fn fetch_or(&self, value: u32, order: Ordering) -> u32;
-    /// Ands, returning the previous value.
+    /// Clears the bits that `value` lacks and returns the previous word.
     fn fetch_and(&self, value: u32, order: Ordering) -> u32;
     /// A sequentially consistent fence.
     fn fence();
-    /// Sleeps until woken or `limit` passes, unless the word differs from `expected`. May wake up for no reason.
+    /// Sleeps until woken or until `limit` has passed, unless the word differs from `expected`. May wake up spuriously.
     fn sleep(&self, expected: u32, limit: Duration);
-    /// Wakes whoever sleeps on the word.
+    /// Wakes all threads that sleep on the word.
     fn wake(&self);
 }
 
-/// One word of shared memory.
+/// A futex word in shared memory.
 #[derive(Clone, Debug)]
 pub struct SharedWord(SharedSlice<u32>);
 
@@ -118,11 +118,12 @@ impl FutexWord for SharedWord {
             tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: i64::from(limit.subsec_nanos()),
         };
-        // Shared between processes, hence not PRIVATE. Changed, interrupted, timed out: the caller looks again.
+        // The word is shared between processes, hence not PRIVATE. Whether the word had changed, the sleep was interrupted
+        // or it timed out: the caller polls again.
         let _ = futex::wait(self.word(), futex::Flags::empty(), expected, Some(&limit));
     }
     fn wake(&self) {
-        // Fails for no word that is mapped.
+        // The call cannot fail for a mapped word.
         let _ = futex::wake(self.word(), futex::Flags::empty(), u32::MAX >> 1);
     }
 }
@@ -130,14 +131,14 @@ impl FutexWord for SharedWord {
 const SLEEPING: u32 = 1;
 const RING: u32 = 2;
 
-/// A word that many processes ring and one thread waits on. See the module's text for the protocol.
+/// A word that many threads ring and one thread waits on. The module's text describes the protocol.
 ///
-/// A second waiter at the same time would be safe and slow: the first to leave clears the other's bit.
+/// Two simultaneous waiters would be safe but slow: the first one to leave clears the other's sleeping bit.
 #[derive(Clone, Debug)]
 pub struct Doorbell<W = SharedWord>(W);
 
 impl Doorbell {
-    /// A doorbell in the first of `words`; zeroed memory is a doorbell that nobody rang.
+    /// A doorbell in the first of `words`. Zeroed memory is a doorbell that has not been rung.
     ///
     /// # Panics
     /// If `words` is empty.
@@ -149,13 +150,13 @@ impl Doorbell {
 }
 
 impl<W: FutexWord> Doorbell<W> {
-    /// A doorbell over a given word.
+    /// A doorbell over the given word.
     pub const fn over(word: W) -> Self {
         Self(word)
     }
 
-    /// Tells the waiter to look again at what this process has published. Stores made before, with any ordering, are
-    /// seen by a waiter that this wakes.
+    /// Makes the waiter poll again. A waiter that this call wakes sees all earlier stores of this thread, whatever their
+    /// ordering.
     pub fn ring(&self) {
         W::fence();
         if self.0.load(Ordering::Relaxed) & SLEEPING != 0 {
@@ -164,21 +165,21 @@ impl<W: FutexWord> Doorbell<W> {
         }
     }
 
-    /// Waits until `poll` returns something, and returns that. `poll` loads what it looks at with acquire ordering;
-    /// whoever makes it return something rings afterwards.
+    /// Waits until `poll` returns a value, and returns it. `poll` must load with acquire ordering, and a thread that
+    /// changes its result must ring afterwards.
     ///
     /// # Errors
-    /// [`TimedOut`]; `poll` was asked once more after the deadline.
+    /// [`TimedOut`], after a last poll at the deadline.
     pub fn wait_for<T>(
         &self,
-        patience: Patience,
+        policy: WaitPolicy,
         mut poll: impl FnMut() -> Option<T>,
     ) -> Result<T, TimedOut> {
-        if !patience.spin.is_zero() {
+        if !policy.spin.is_zero() {
             let begun = Instant::now();
-            let over = |now| now - begun >= patience.spin || patience.deadline.is_some_and(|end| end <= now);
+            let over = |now| now - begun >= policy.spin || policy.deadline.is_some_and(|end| end <= now);
             while !over(Instant::now()) {
-                for _ in 0..LOOKS {
+                for _ in 0..POLLS_PER_CLOCK_READ {
                     if let Some(found) = poll() {
                         return Ok(found);
                     }
@@ -193,9 +194,9 @@ impl<W: FutexWord> Doorbell<W> {
             let seen = self.0.fetch_or(SLEEPING, Ordering::AcqRel) | SLEEPING;
             W::fence();
             let found = poll();
-            let limit = match patience.deadline {
-                None => SLICE,
-                Some(deadline) => deadline.saturating_duration_since(Instant::now()).min(SLICE),
+            let limit = match policy.deadline {
+                None => MAX_SLEEP,
+                Some(deadline) => deadline.saturating_duration_since(Instant::now()).min(MAX_SLEEP),
             };
             if found.is_none() && !limit.is_zero() {
                 self.0.sleep(seen, limit);
@@ -209,16 +210,16 @@ impl<W: FutexWord> Doorbell<W> {
         }
     }
 
-    /// [`wait_for`](Self::wait_for) a condition.
+    /// Waits until `condition` holds, as [`wait_for`](Self::wait_for) does for a value.
     ///
     /// # Errors
     /// [`TimedOut`].
     pub fn wait_until(
         &self,
-        patience: Patience,
+        policy: WaitPolicy,
         mut condition: impl FnMut() -> bool,
     ) -> Result<(), TimedOut> {
-        self.wait_for(patience, || condition().then_some(()))
+        self.wait_for(policy, || condition().then_some(()))
     }
 }
 
@@ -236,24 +237,24 @@ mod tests {
     }
 
     #[test]
-    fn times_out_and_leaves_no_trace() {
+    fn a_timeout_clears_the_sleeping_bit() {
         let bell = doorbell();
         let start = Instant::now();
         let limit = Duration::from_millis(30);
-        assert_eq!(bell.wait_until(Patience::within(Duration::ZERO, limit), || false), Err(TimedOut));
+        assert_eq!(bell.wait_until(WaitPolicy::within(Duration::ZERO, limit), || false), Err(TimedOut));
         assert!(start.elapsed() >= limit);
         assert_eq!(bell.0.load(Ordering::Relaxed) & SLEEPING, 0);
-        // A deadline that has passed still takes what is there.
-        assert_eq!(bell.wait_for(Patience::within(SPIN, Duration::ZERO), || Some(3)), Ok(3));
+        // A value that is available is returned even if the deadline has passed.
+        assert_eq!(bell.wait_for(WaitPolicy::within(SPIN_TIME, Duration::ZERO), || Some(3)), Ok(3));
     }
 
     #[test]
-    fn looks_for_its_time_and_sleeps_then() {
+    fn the_waiter_spins_for_its_time_and_then_sleeps() {
         let bell = doorbell();
         let (spin, limit) = (Duration::from_millis(20), Duration::from_millis(200));
         let (mut awake, mut asleep, mut slept) = (0, 0, None);
         let start = Instant::now();
-        let timed_out = bell.wait_until(Patience::within(spin, limit), || {
+        let timed_out = bell.wait_until(WaitPolicy::within(spin, limit), || {
             let sleeps = bell.0.load(Ordering::Relaxed) & SLEEPING != 0;
             slept = slept.or_else(|| sleeps.then(|| start.elapsed()));
             *(if sleeps { &mut asleep } else { &mut awake }) += 1;
@@ -262,27 +263,26 @@ mod tests {
         assert_eq!(timed_out, Err(TimedOut));
         assert!(start.elapsed() >= limit);
         assert!(slept.is_some_and(|after| after >= spin), "slept after {slept:?}");
-        assert!(awake > 100 && asleep < 10, "{awake} looks awake, {asleep} between sleeps");
-        // A deadline within that time ends it.
+        assert!(awake > 100 && asleep < 10, "{awake} polls awake, {asleep} between sleeps");
+        // A deadline within the spin time ends the wait.
         let start = Instant::now();
-        let patience = Patience::within(Duration::from_secs(60), Duration::from_millis(10));
-        assert_eq!(bell.wait_until(patience, || false), Err(TimedOut));
+        let policy = WaitPolicy::within(Duration::from_secs(60), Duration::from_millis(10));
+        assert_eq!(bell.wait_until(policy, || false), Err(TimedOut));
         assert!(start.elapsed() < Duration::from_secs(30));
     }
 
     #[test]
-    fn ping_pong_without_relying_on_slices() {
-        // Two doorbells, many rounds. If wake-ups were lost each would cost a slice of 250 ms, and the deadline,
-        // which covers every round together, would pass.
+    fn ping_pong_loses_no_wake_up() {
+        // Each lost wake-up would cost a sleep of 250 ms, and the deadline, which covers all rounds together, would pass.
         for spin in [Duration::ZERO, Duration::from_micros(20)] {
             let (a, b) = (doorbell(), doorbell());
             let turn = AtomicU64::new(0);
             let rounds = 5_000;
-            let patience = Patience::within(spin, Duration::from_secs(60));
+            let policy = WaitPolicy::within(spin, Duration::from_secs(60));
             thread::scope(|s| {
                 s.spawn(|| {
                     for i in 0..rounds {
-                        a.wait_until(patience, || turn.load(Ordering::Acquire) > 2 * i).expect("rung");
+                        a.wait_until(policy, || turn.load(Ordering::Acquire) > 2 * i).expect("rung");
                         turn.store(2 * i + 2, Ordering::Release);
                         b.ring();
                     }
@@ -290,7 +290,7 @@ mod tests {
                 for i in 0..rounds {
                     turn.store(2 * i + 1, Ordering::Release);
                     a.ring();
-                    b.wait_until(patience, || turn.load(Ordering::Acquire) == 2 * i + 2).expect("rung");
+                    b.wait_until(policy, || turn.load(Ordering::Acquire) == 2 * i + 2).expect("rung");
                 }
             });
         }
@@ -314,7 +314,7 @@ mod tests {
             while target < ringers * each {
                 let reached = || Some(sum.load(Ordering::Acquire)).filter(|&s| s > target);
                 target = bell
-                    .wait_for(Patience::within(Duration::ZERO, Duration::from_secs(60)), reached)
+                    .wait_for(WaitPolicy::within(Duration::ZERO, Duration::from_secs(60)), reached)
                     .expect("rung");
             }
         });

@@ -13,8 +13,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use expertd_ipc::region::{Layout, SharedRegion, SharedSlice};
-use expertd_ipc::ring::{RingConsumer, RingPlace, RingProducer};
-use expertd_ipc::wait::{Doorbell, Patience};
+use expertd_ipc::ring::{RingConsumer, RingLayout, RingProducer};
+use expertd_ipc::wait::{Doorbell, WaitPolicy};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -32,7 +32,7 @@ fn record(n: u64, salt: u64) -> Record {
 }
 
 struct Sides {
-    place: RingPlace<Record>,
+    place: RingLayout<Record>,
     bytes: usize,
     pushed_bell: usize,
     popped_bell: usize,
@@ -43,7 +43,7 @@ fn sides() -> Sides {
     let mut layout = Layout::new();
     let (pushed_bell, popped_bell) = (layout.line(4).unwrap(), layout.line(4).unwrap());
     let salt = layout.line(8).unwrap();
-    let place = RingPlace::reserve(&mut layout, CAPACITY).unwrap();
+    let place = RingLayout::reserve(&mut layout, CAPACITY).unwrap();
     Sides { place, bytes: layout.len(), pushed_bell, popped_bell, salt }
 }
 
@@ -83,7 +83,7 @@ fn produce(link: &Link) -> ! {
     let (mut ring, salt) = (link.producer(), link.salt());
     loop {
         let next = record(ring.pushed(), salt);
-        link.popped.wait_until(Patience::unlimited(BRIEFLY), || ring.try_push(&next).unwrap()).unwrap();
+        link.popped.wait_until(WaitPolicy::unlimited(BRIEFLY), || ring.try_push(&next).unwrap()).unwrap();
         link.pushed.ring();
     }
 }
@@ -93,7 +93,7 @@ fn consume(link: &Link) -> ! {
     let (mut ring, salt) = (link.consumer(), link.salt());
     loop {
         let n = ring.popped();
-        let found = link.pushed.wait_for(Patience::unlimited(BRIEFLY), || ring.try_pop().unwrap()).unwrap();
+        let found = link.pushed.wait_for(WaitPolicy::unlimited(BRIEFLY), || ring.try_pop().unwrap()).unwrap();
         link.popped.ring();
         assert_eq!(found, record(n, salt), "record {n}");
     }
@@ -146,10 +146,10 @@ fn survive_producer(rng: &mut ChaCha8Rng, link: &Link) -> u64 {
     let mut ring = link.consumer();
     let other = start("producer", &link.region);
     let limit = rng.random_range(0..200u64);
-    let patience = Patience::within(BRIEFLY, Duration::from_secs(60));
+    let policy = WaitPolicy::within(BRIEFLY, Duration::from_secs(60));
     while ring.popped() < limit {
         let n = ring.popped();
-        let found = link.pushed.wait_for(patience, || ring.try_pop().unwrap()).unwrap();
+        let found = link.pushed.wait_for(policy, || ring.try_pop().unwrap()).unwrap();
         link.popped.ring();
         assert_eq!(found, record(n, salt), "record {n}");
     }
@@ -171,10 +171,10 @@ fn survive_consumer(rng: &mut ChaCha8Rng, link: &Link) -> u64 {
     let mut ring = link.producer();
     let other = start("consumer", &link.region);
     let limit = rng.random_range(0..200u64);
-    let patience = Patience::within(BRIEFLY, Duration::from_secs(60));
+    let policy = WaitPolicy::within(BRIEFLY, Duration::from_secs(60));
     while ring.pushed() < limit {
         let next = record(ring.pushed(), salt);
-        link.popped.wait_until(patience, || ring.try_push(&next).unwrap()).unwrap();
+        link.popped.wait_until(policy, || ring.try_push(&next).unwrap()).unwrap();
         link.pushed.ring();
     }
     if rng.random() {

@@ -1,84 +1,84 @@
-//! What an EP group is made for; everything its buffers' sizes follow from.
+//! Configuration of an EP group, which determines the sizes of its buffers.
 
 use std::time::Duration;
 
 use expertd_types::{Generation, Rank};
 
-/// Most ranks of a group on one host.
+/// Largest number of ranks in a group on one host.
 pub const MAX_RANKS: usize = 64;
-/// Most experts per token.
+/// Largest number of experts per token.
 pub const MAX_TOP_K: usize = 32;
-/// Most slots.
+/// Largest number of slots.
 pub const MAX_SLOTS: usize = 16;
 
-/// An EP group as one of its ranks sees it. All but `rank` must be the same on every rank.
+/// Configuration of one rank of an EP group. All fields but `rank` must be the same on every rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EpConfig {
-    /// Ranks of the group.
+    /// Number of ranks in the group.
     pub ranks: usize,
     /// This rank.
     pub rank: Rank,
     /// Elements of a row.
     pub hidden: usize,
-    /// Most experts per token, over all layers.
+    /// Largest number of experts per token, over all layers.
     pub max_top_k: usize,
-    /// Most tokens that one rank brings to a step.
+    /// Largest number of tokens that one rank contributes to a step.
     pub max_tokens_per_rank: usize,
-    /// Sets of step buffers: exchanges that may be in flight at once.
+    /// Number of slots: exchanges that may be in flight at once.
     pub slots: usize,
-    /// This life of the group.
+    /// Generation of the group.
     pub generation: Generation,
-    /// How long to wait for peers before the group ends.
+    /// Time limit of a wait for peers; when it passes, the group ends.
     pub wait_deadline: Duration,
-    /// How long to look at flags before sleeping; zero where ranks outnumber cores.
+    /// How long a wait polls flags before it sleeps; zero where ranks outnumber cores.
     pub spin: Duration,
-    /// Overwrite buffers with 0xff bytes before each use: for tests.
+    /// For tests: whether buffers are overwritten with 0xff bytes before each use.
     pub poison: bool,
 }
 
-/// A field of [`EpConfig`] that makes no sense, with what would.
+/// An invalid field of [`EpConfig`], with the values that are valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// `ranks`.
+    /// `ranks` is out of range.
     #[error("ranks is {0}, expected 1 to {MAX_RANKS}")]
     Ranks(usize),
-    /// `rank`.
+    /// `rank` is not less than `ranks`.
     #[error("rank is {rank}, expected less than ranks, which is {ranks}")]
     Rank {
         /// The rank.
         rank: Rank,
-        /// Ranks of the group.
+        /// Number of ranks in the group.
         ranks: usize,
     },
-    /// `hidden`.
-    #[error("hidden is 0, expected the elements of a token row")]
+    /// `hidden` is zero.
+    #[error("hidden is 0, expected the number of elements of a token row")]
     Hidden,
-    /// `max_top_k`.
+    /// `max_top_k` is out of range.
     #[error("max_top_k is {0}, expected 1 to {MAX_TOP_K}")]
     TopK(usize),
-    /// `max_tokens_per_rank`.
+    /// `max_tokens_per_rank` is out of range.
     #[error("max_tokens_per_rank is {0}, expected 1 to 2^31 - 1")]
     Tokens(usize),
-    /// `slots`.
-    #[error("slots is {0}, expected 2 to {MAX_SLOTS}: with one, copies cannot overlap compute")]
+    /// `slots` is out of range.
+    #[error("slots is {0}, expected 2 to {MAX_SLOTS}: with one slot, copies cannot overlap compute")]
     Slots(usize),
-    /// `generation`.
+    /// `generation` is too large.
     #[error("generation is {0}, expected less than 2^24: flags have 24 bits for it")]
     Generation(Generation),
-    /// `wait_deadline`.
+    /// `wait_deadline` is zero.
     #[error("wait_deadline is zero, expected the time that the slowest peer may take for a step")]
     WaitDeadline,
-    /// All of the sizes together.
+    /// All windows together exceed the address space.
     #[error(
         "windows for {ranks} ranks, {slots} slots, max_tokens_per_rank = {max_tokens_per_rank} and hidden = {hidden} \
          exceed the address space: lower max_tokens_per_rank"
     )]
     TooLarge {
-        /// Ranks of the group.
+        /// Number of ranks in the group.
         ranks: usize,
-        /// Sets of step buffers.
+        /// Number of slots.
         slots: usize,
-        /// Tokens per rank.
+        /// Largest number of tokens per rank.
         max_tokens_per_rank: usize,
         /// Elements of a row.
         hidden: usize,
@@ -89,7 +89,7 @@ impl EpConfig {
     /// Checks every field.
     ///
     /// # Errors
-    /// The first field that makes no sense.
+    /// The first invalid field.
     pub fn validate(&self) -> Result<(), ConfigError> {
         if !(1..=MAX_RANKS).contains(&self.ranks) {
             return Err(ConfigError::Ranks(self.ranks));
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_field_has_its_own_message() {
+    fn every_invalid_field_has_its_own_message() {
         let good = EpConfig {
             ranks: 3,
             rank: Rank(2),
@@ -138,8 +138,8 @@ mod tests {
             poison: false,
         };
         assert_eq!(good.validate(), Ok(()));
-        type Spoil = fn(&mut EpConfig);
-        let cases: [(Spoil, &str); 12] = [
+        type MakeInvalid = fn(&mut EpConfig);
+        let cases: [(MakeInvalid, &str); 12] = [
             (|c| c.ranks = 0, "ranks is 0"),
             (|c| c.ranks = 65, "ranks is 65"),
             (|c| c.rank = Rank(3), "rank is 3"),
@@ -153,9 +153,9 @@ mod tests {
             (|c| c.generation = Generation(1 << 24), "generation is 16777216"),
             (|c| c.wait_deadline = Duration::ZERO, "wait_deadline is zero"),
         ];
-        for (spoil, message) in cases {
+        for (make_invalid, message) in cases {
             let mut config = good.clone();
-            spoil(&mut config);
+            make_invalid(&mut config);
             let found = config.validate().expect_err(message).to_string();
             assert!(found.starts_with(message), "{found}");
         }

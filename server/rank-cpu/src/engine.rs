@@ -1,4 +1,4 @@
-//! A rank on CPU cores: gate, experts and exchange in f32.
+//! The engine of a CPU rank: gate, experts and exchange in f32.
 
 use std::ops::Range;
 
@@ -11,8 +11,8 @@ use expertd_ipc::control::{FailureKind, RankSetup};
 use expertd_ipc::{ExpertsNotice, GroupShape, RankStaging, StepDescriptor};
 use expertd_model::{Checkpoint, ExpertsSpec, ModelError, ModelSpec, Placement, WeightOn};
 use expertd_rank::convert::{narrow, widen};
-use expertd_rank::segments::{Run, rows_of};
-use expertd_rank::share::{Progress, Share, weights};
+use expertd_rank::segments::{CheckedSegment, rows_of};
+use expertd_rank::share::{ExpertShare, LoadProgress, weights};
 use expertd_rank::{Failure, Joining, Loaded, PhaseClock, StepEngine, StepFault, StepReport, setup_failure};
 use expertd_types::Phase;
 use expertd_types::{ExpertId, LayerId, Rank, Slot};
@@ -20,69 +20,69 @@ use expertd_types::{ExpertId, LayerId, Rank, Slot};
 /// Why a rank's weights could not be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// The checkpoint.
+    /// The checkpoint cannot be read.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// An expert.
+    /// An expert cannot be packed.
     #[error("layer {layer}, {which}: {source}")]
     Expert {
-        /// Its layer.
+        /// The expert's layer.
         layer: LayerId,
-        /// Which one.
+        /// Name of the expert.
         which: String,
-        /// What is wrong.
+        /// The reason.
         source: ExpertError,
     },
 }
 
-/// The shared experts of a layer as one MLP.
-struct Shared {
+/// The shared experts of a layer, packed as one MLP.
+struct SharedMlp {
     kind: ExpertKind,
     mlp: CpuExpert,
-    /// `[hidden]`: the output is multiplied with the sigmoid of its product with the token.
+    /// `[hidden]`: the output of each token is multiplied by the sigmoid of this vector's dot product with the token.
     gate: Option<Vec<f32>>,
 }
 
-/// One MoE block as this rank holds it: the whole gate, its own experts, the shared ones.
-struct Layer {
+/// A rank's part of one MoE block: the whole gate, the routed experts that the rank owns, and the shared experts.
+struct RankLayer {
     gate: CpuGate,
-    /// Owner of each expert.
+    /// `[experts]`: rank that owns each expert.
     owners: Vec<Rank>,
-    /// The experts that this rank owns.
+    /// Range of experts that this rank owns.
     mine: Range<u32>,
     kind: ExpertKind,
     experts: Vec<CpuExpert>,
-    shared: Option<Shared>,
+    shared: Option<SharedMlp>,
 }
 
-/// Rows of the step at hand, each `[max_tokens_per_rank, hidden]`. Steps run one after another on a CPU rank, so that
-/// one set serves all slots; what outlives a step is in staging and in the windows.
-struct Buffers {
+/// Rows of the current step, each buffer `[max_tokens_per_rank, hidden]`. A CPU rank runs one step after another, so one
+/// set serves all slots; data that outlives a step is in staging and in the windows.
+struct StepBuffers {
     rows: AlignedBuffer<f32>,
     out: AlignedBuffer<f32>,
-    /// Output of the shared experts; empty if no layer has any.
+    /// Output of the shared experts; empty if no layer has shared experts.
     shared: AlignedBuffer<f32>,
 }
 
-/// Received rows grouped by expert; see [`Assignments`].
+/// Received rows in the order of their experts; see [`Assignments`].
 #[derive(Default)]
-struct Grouping {
+struct GroupedRows {
     offsets: Vec<u32>,
     rows: Vec<u32>,
     weights: Vec<f32>,
 }
 
-/// One CPU rank.
+/// The engine of one CPU rank.
 pub struct CpuEngine {
     group: CpuGroup,
     pool: rayon::ThreadPool,
     hidden: usize,
-    layers: Vec<Option<Layer>>,
-    buffers: Buffers,
-    grouping: Grouping,
+    layers: Vec<Option<RankLayer>>,
+    buffers: StepBuffers,
+    grouped: GroupedRows,
     workspace: Workspace,
-    gating: GateScratch,
-    /// Multipliers of the shared experts' output.
+    gate_scratch: GateScratch,
+    /// `[max_tokens_per_rank]`: factors of the shared experts' output.
     sigmoids: Vec<f32>,
     weight_bytes: u64,
 }
@@ -92,7 +92,7 @@ fn kind(spec: &ExpertsSpec) -> ExpertKind {
     ExpertKind { activation: spec.activation, weight_on }
 }
 
-/// Scratch for the largest call that any layer may make.
+/// Scratch memory for the largest call of any layer.
 fn workspace(spec: &ModelSpec, shape: &GroupShape, threads: usize) -> Workspace {
     let ranks = shape.ranks as usize;
     let widths =
@@ -110,10 +110,10 @@ fn workspace(spec: &ModelSpec, shape: &GroupShape, threads: usize) -> Workspace 
 /// Joins the group and loads this rank's share of the checkpoint.
 ///
 /// # Errors
-/// What is missing, or what about the weights is wrong.
+/// The reason why the group could not be joined or the weights could not be loaded.
 pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let setup = joining.setup;
-    // This thread is one of the pool, so that steps need not wake another one to begin.
+    // This thread is part of the pool, so that a step can begin without waking another thread.
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(setup.threads)
         .use_current_thread()
@@ -129,7 +129,7 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
 }
 
 impl CpuEngine {
-    /// Loads this rank's share of the checkpoint; `progress` hears of bytes done and bytes in all.
+    /// Loads this rank's share of the checkpoint; calls `progress` with the bytes loaded and the bytes to load.
     ///
     /// # Errors
     /// If the checkpoint cannot be read.
@@ -141,8 +141,8 @@ impl CpuEngine {
     ) -> Result<Self, LoadError> {
         let checkpoint = Checkpoint::open(&setup.model)?;
         let spec = checkpoint.spec();
-        let share = Share::of(setup);
-        let mut progress = Progress::start(share.bytes(spec), progress);
+        let share = ExpertShare::of(setup);
+        let mut progress = LoadProgress::start(share.bytes(spec), progress);
         let mut layers = Vec::with_capacity(spec.num_layers);
         for (index, moe) in (0..).zip(&spec.layers) {
             let Some(moe) = moe else {
@@ -163,7 +163,7 @@ impl CpuEngine {
             let shared = match (checkpoint.shared(layer)?, &moe.shared) {
                 (Some(tensors), Some(spec)) => {
                     progress.shared(spec);
-                    Some(Shared {
+                    Some(SharedMlp {
                         kind: ExpertKind { activation: spec.activation, weight_on: WeightOn::Output },
                         mlp: CpuExpert::pack(&weights(&tensors.mlp))
                             .map_err(failed("shared experts".into()))?,
@@ -172,7 +172,7 @@ impl CpuEngine {
                 }
                 _ => None,
             };
-            layers.push(Some(Layer {
+            layers.push(Some(RankLayer {
                 gate: CpuGate::new(&moe.gate, &checkpoint.gate(layer)?),
                 owners: (0..moe.experts.count as u32).map(|e| placement.owner(ExpertId(e))).collect(),
                 mine,
@@ -190,34 +190,34 @@ impl CpuEngine {
             pool,
             hidden: setup.shape.hidden,
             layers,
-            buffers: Buffers {
+            buffers: StepBuffers {
                 rows: AlignedBuffer::resident(elements),
                 out: AlignedBuffer::resident(elements),
                 shared: AlignedBuffer::resident(if any_shared { elements } else { 0 }),
             },
-            grouping: Grouping::default(),
+            grouped: GroupedRows::default(),
             workspace: workspace(spec, &setup.shape, threads),
-            gating: GateScratch::new(spec.hidden, threads),
+            gate_scratch: GateScratch::new(spec.hidden, threads),
             sigmoids: vec![0.0; capacity],
             weight_bytes: progress.total(),
         })
     }
 
-    /// Bytes of the weights that this rank holds.
+    /// Size of the weights that this rank holds, in bytes.
     #[must_use]
     pub const fn weight_bytes(&self) -> u64 {
         self.weight_bytes
     }
 
-    /// What it computes with, in words.
+    /// Human-readable description of the device.
     #[must_use]
     pub fn device(&self) -> String {
         format!("cpu, {} threads, {}", self.pool.current_num_threads(), SimdLevel::active())
     }
 }
 
-impl Grouping {
-    /// Sorts `(row, expert, weight)` by expert, rows ascending; `choices` is walked twice.
+impl GroupedRows {
+    /// Sorts `(row, expert, weight)` by expert, rows ascending; `choices` is iterated twice.
     fn fill(&mut self, experts: &Range<u32>, choices: impl Iterator<Item = (u32, i32, f32)> + Clone) {
         let local = |id: i32| {
             Some(id.cast_unsigned().wrapping_sub(experts.start) as usize).filter(|&e| e < experts.len())
@@ -233,7 +233,7 @@ impl Grouping {
         let total = self.offsets[experts.len()] as usize;
         self.rows.resize(total, 0);
         self.weights.resize(total, 0.0);
-        // Each expert's offset serves as its cursor and ends where the next one began.
+        // Each expert's offset serves as its write position, which ends at the next expert's first offset.
         for (row, id, weight) in choices {
             if let Some(expert) = local(id) {
                 let at = self.offsets[expert] as usize;
@@ -252,7 +252,7 @@ impl Grouping {
 }
 
 fn dot(a: &[f32], b: &[f32]) -> f32 {
-    // Eight sums, so that they run side by side.
+    // Eight independent sums let the additions run in parallel.
     let (a8, a_rest) = a.as_chunks::<8>();
     let (b8, b_rest) = b.as_chunks::<8>();
     let mut sums = [0.0; 8];
@@ -285,14 +285,14 @@ impl StepEngine for CpuEngine {
         let out = &mut buffers.out[..tokens * hidden];
 
         let staged_bytes = staging.rows.len();
-        let runs = Run::all(staging.segments, tokens, hidden, staged_bytes)?;
-        for run in &runs {
-            let to = run.rows.start * hidden..run.rows.end * hidden;
-            widen(&staging.rows[run.bytes.clone()], run.dtype, &mut rows[to]);
+        let segments = CheckedSegment::all(staging.segments, tokens, hidden, staged_bytes)?;
+        for segment in &segments {
+            let to = segment.rows.start * hidden..segment.rows.end * hidden;
+            widen(&staging.rows[segment.bytes.clone()], segment.dtype, &mut rows[to]);
         }
         clock.end(Phase::CopyIn);
 
-        for gated in runs.chunk_by(|a, b| a.gated == b.gated).filter(|chunk| chunk[0].gated) {
+        for gated in segments.chunk_by(|a, b| a.gated == b.gated).filter(|chunk| chunk[0].gated) {
             let range = rows_of(gated);
             let routed = range.start * k..range.end * k;
             layer
@@ -302,7 +302,7 @@ impl StepEngine for CpuEngine {
                     Some(&staging.token_ids[range]),
                     &mut staging.ids[routed.clone()],
                     &mut staging.weights[routed],
-                    &mut self.gating,
+                    &mut self.gate_scratch,
                     Some(&self.pool),
                 )
                 .map_err(StepFault::engine)?;
@@ -315,10 +315,10 @@ impl StepEngine for CpuEngine {
         clock.end(Phase::Prepare);
         self.group.dispatch_send(slot, rows)?;
         clock.end(Phase::Dispatch);
-        // While peers' rows are on their way.
+        // The shared experts are computed while the peers' rows arrive.
         let shared_out = &mut buffers.shared[..if layer.shared.is_some() { tokens * hidden } else { 0 }];
         let with_shared =
-            || runs.chunk_by(|a, b| a.shared == b.shared).filter(|chunk| chunk[0].shared).map(rows_of);
+            || segments.chunk_by(|a, b| a.shared == b.shared).filter(|chunk| chunk[0].shared).map(rows_of);
         if let Some(shared) = &layer.shared {
             for range in with_shared() {
                 let (first, elements) = (range.start, range.start * hidden..range.end * hidden);
@@ -347,7 +347,7 @@ impl StepEngine for CpuEngine {
         clock.end(Phase::Dispatch);
 
         let (received_rows, expert_rows) = {
-            let batches: Vec<_> = self.group.work(slot)?.collect();
+            let batches: Vec<_> = self.group.received(slot)?.collect();
             let mut first = 0;
             let firsts: Vec<usize> = batches
                 .iter()
@@ -357,7 +357,7 @@ impl StepEngine for CpuEngine {
                     before
                 })
                 .collect();
-            self.grouping.fill(
+            self.grouped.fill(
                 &layer.mine,
                 batches.iter().zip(&firsts).flat_map(|(batch, &first)| {
                     let choices = batch.ids.iter().zip(batch.weights).enumerate();
@@ -366,7 +366,7 @@ impl StepEngine for CpuEngine {
             );
             let (rows, mut out): (Vec<&[f32]>, Vec<&mut [f32]>) =
                 batches.into_iter().map(|batch| (batch.rows, batch.partials)).unzip();
-            let assignments = self.grouping.assignments();
+            let assignments = self.grouped.assignments();
             forward(
                 layer.kind,
                 &layer.experts,
@@ -378,7 +378,7 @@ impl StepEngine for CpuEngine {
             );
             (first, assignments.rows.len())
         };
-        notice.tell(step.sequence);
+        notice.experts_ended(step.sequence);
         clock.end(Phase::Experts);
 
         self.group.combine(slot, out)?;
@@ -393,9 +393,9 @@ impl StepEngine for CpuEngine {
         }
         clock.end(Phase::Combine);
 
-        for run in &runs {
-            let from = run.rows.start * hidden..run.rows.end * hidden;
-            narrow(&out[from], run.dtype, &mut staging.rows[run.bytes.clone()]);
+        for segment in &segments {
+            let from = segment.rows.start * hidden..segment.rows.end * hidden;
+            narrow(&out[from], segment.dtype, &mut staging.rows[segment.bytes.clone()]);
         }
         clock.end(Phase::CopyOut);
         Ok(Some(StepReport { phases: clock.phases(), received_rows, expert_rows }))

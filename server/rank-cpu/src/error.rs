@@ -1,70 +1,70 @@
-//! Why a call on an EP group fails.
+//! Errors of an EP group.
 
 use super::config::ConfigError;
 use crate::exchange::{AttachError, ExchangeError};
 use expertd_ipc::region::RegionError;
 use expertd_rank::StepFault;
 
-/// Why a call on a group failed. Unless [`is_misuse`](EpError::is_misuse) says otherwise the group has ended: its peers
-/// have been told, and nothing but dropping it makes sense.
+/// Why a call on a group failed. Unless [`is_misuse`](EpError::is_misuse) returns true, the group has ended: its peers have
+/// been notified, and the caller can only drop it.
 #[derive(Debug, thiserror::Error)]
 pub enum EpError {
-    /// A configuration that makes no sense.
+    /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// The windows cannot be joined.
     #[error(transparent)]
     Attach(#[from] AttachError),
-    /// The windows cannot be had.
+    /// The memory of the windows cannot be created or mapped.
     #[error(transparent)]
     Region(#[from] RegionError),
     /// The exchange with the peers failed, or a call was out of order.
     #[error(transparent)]
     Exchange(#[from] ExchangeError),
-    /// More than the windows hold.
-    #[error("{what} is {found}, the group was made for at most {limit}")]
+    /// An argument exceeds the capacity of the windows.
+    #[error("{what} is {found}, expected 1 to {limit}, the group's limit")]
     Limit {
         /// `tokens` or `k`.
         what: &'static str,
-        /// What the call says.
+        /// Value of the argument.
         found: usize,
-        /// What the group was made for.
+        /// Largest value that the group supports.
         limit: usize,
     },
-    /// A buffer of another length than the call's other arguments imply.
+    /// The length of a buffer does not match the call's other arguments.
     #[error("{what} has {found} elements, expected {expected}")]
     Length {
-        /// Which buffer.
+        /// Name of the buffer.
         what: &'static str,
-        /// What it must have.
+        /// Expected number of elements.
         expected: usize,
-        /// What it has.
+        /// Number of elements.
         found: usize,
     },
-    /// An expert that the layer does not have.
+    /// A token's expert id is out of range.
     #[error("token {token} chooses expert {id}, but the layer has experts 0 to {last}")]
     Expert {
         /// Index of the token.
         token: usize,
-        /// What it chooses.
+        /// The id.
         id: i32,
         /// The layer's last expert.
         last: i64,
     },
-    /// An expert whose owner is not a rank of the group.
+    /// The owner of an expert is not a rank of the group.
     #[error("expert {id} is placed on rank {owner}, but the group has {ranks} ranks")]
     Owner {
         /// The expert.
         id: i32,
-        /// Its owner.
+        /// The expert's owner.
         owner: u32,
-        /// Ranks of the group.
+        /// Number of ranks in the group.
         ranks: usize,
     },
 }
 
 impl EpError {
-    /// Whether the caller made a mistake that left the group as it was.
+    /// Whether the error is a caller's mistake that left the group unchanged.
     #[must_use]
     pub fn is_misuse(&self) -> bool {
         match self {

@@ -1,8 +1,8 @@
 //! Expert ranks on CPUs.
 //!
 //! * [`window`]: the symmetric windows of a generation, in one region of shared memory.
-//! * [`exchange`]: which rank may touch which part of a window when.
-//! * [`CpuGroup`]: prepare, dispatch and combine over them. The protocol stands in `docs/protocol.md`.
+//! * [`exchange`]: the protocol that decides which rank may access which part of a window, described in `docs/protocol.md`.
+//! * [`CpuGroup`]: prepare, dispatch and combine over the windows.
 //! * [`CpuEngine`]: the phases of a step in f32.
 
 mod config;
@@ -24,10 +24,10 @@ use expertd_ipc::control::RankSetup;
 use expertd_ipc::{GroupShape, SharedRegion};
 use expertd_types::{Generation, Rank};
 
-/// Creates the windows of the generation that `setup` belongs to, for its ranks to inherit.
+/// Creates the windows of `setup`'s generation, whose descriptor the ranks inherit.
 ///
 /// # Errors
-/// If the configuration makes no sense or there is no memory for it.
+/// If the configuration is invalid or there is no memory for the windows.
 pub fn create_windows(setup: &RankSetup) -> Result<Arc<SharedRegion>, EpError> {
     group::create_windows(&ep_config(setup))
 }
@@ -35,14 +35,14 @@ pub fn create_windows(setup: &RankSetup) -> Result<Arc<SharedRegion>, EpError> {
 /// Bytes of one rank's window in a group of this shape.
 ///
 /// # Errors
-/// If the shape makes no sense or its windows are larger than memory can be.
+/// If the shape is invalid or its windows exceed the address space.
 pub fn window_bytes(shape: &GroupShape) -> Result<usize, ConfigError> {
-    // Sizes do not depend on the rank, the generation or on how ranks wait.
+    // Sizes depend neither on the rank nor on the generation nor on how ranks wait.
     let config = config_of(shape, Rank(0), Generation(1), Duration::from_secs(1), Duration::ZERO);
     Ok(group::window_layout(&config)?.window_bytes())
 }
 
-/// What the EP group is made for, as the rank of `setup` sees it.
+/// The EP group's configuration for the rank of `setup`.
 #[must_use]
 pub fn ep_config(setup: &RankSetup) -> EpConfig {
     config_of(&setup.shape, setup.rank, setup.generation, setup.peer_timeout, setup.spin)

@@ -3,10 +3,10 @@
 //! Every window has the same layout:
 //!
 //! ```text
-//! shape       what the creator laid out; whoever attaches compares
+//! shape       the sizes that the creator used; a rank that attaches compares them with its own
 //! claim       set by the rank that the window belongs to
-//! doorbell    rung by peers after they stored a flag or an error here
-//! error       first fault that anybody reported
+//! doorbell    rung by peers after they have stored a flag or an error here
+//! error       the first fault that any rank reported
 //! flags       [slots, 2 kinds, ranks], generation << 40 | sequence, each on a line of its own
 //! per slot and source rank, written by that rank:
 //!   head      rows and k
@@ -17,8 +17,8 @@
 //!   partials  [max_tokens_per_rank, hidden] f32
 //! ```
 //!
-//! This module knows where things are. Who may touch them when is [`exchange`](super::exchange)'s matter, and why that
-//! is safe stands in `docs/protocol.md`.
+//! This module computes addresses. [`exchange`](super::exchange) decides which rank may access what and when;
+//! `docs/protocol.md` explains why that is safe.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -30,16 +30,16 @@ use expertd_ipc::region::{LINE, Layout, RegionError, SharedRegion, SharedSlice};
 use expertd_ipc::wait::Doorbell;
 use expertd_types::{Generation, Rank, Sequence, Slot};
 
-/// Bits of a flag that hold the sequence; the generation stands above.
+/// Low bits of a flag, which hold the sequence; the generation is in the bits above.
 pub const SEQUENCE_BITS: u32 = 40;
 
-/// What a flag says: which exchange of which generation its writer has reached.
+/// The value of a flag whose writer has reached exchange `sequence` of `generation`.
 #[must_use]
 pub const fn flag_value(generation: Generation, sequence: Sequence) -> u64 {
     generation.0 << SEQUENCE_BITS | sequence.0
 }
 
-/// What the size of a window follows from. All fields are at least one.
+/// The sizes that determine the layout of a window. All fields are at least one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowShape {
     /// Ranks of the group.
@@ -48,23 +48,23 @@ pub struct WindowShape {
     pub slots: usize,
     /// Elements of a row.
     pub hidden: usize,
-    /// Most experts per token.
+    /// Largest number of experts per token.
     pub max_top_k: usize,
-    /// Most tokens that one rank brings to a step.
+    /// Largest number of tokens that one rank contributes to a step.
     pub max_tokens_per_rank: usize,
 }
 
 /// The two flags of an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlagKind {
-    /// The peer's rows for this rank are here.
+    /// The peer's rows for this rank have been written.
     Dispatch = 0,
-    /// The peer has read its rows of this exchange, and its partials for this rank are here.
+    /// The peer has read this rank's rows of this exchange and written its partials for this rank.
     Combine = 1,
 }
 
 impl FlagKind {
-    /// The phase that waits for the flag.
+    /// Name of the phase that waits for the flag.
     #[must_use]
     pub const fn phase(self) -> &'static str {
         match self {
@@ -74,11 +74,11 @@ impl FlagKind {
     }
 }
 
-/// What goes before the rows of a dispatch area.
+/// The header of a dispatch area.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
-pub struct BatchHead {
-    /// Rows.
+pub struct AreaHeader {
+    /// Number of rows in the area.
     pub rows: u32,
     /// Experts per token in this step.
     pub k: u32,
@@ -87,22 +87,22 @@ pub struct BatchHead {
 /// Why a rank cannot attach to windows.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
-    /// Memory trouble.
+    /// The memory could not be mapped.
     #[error(transparent)]
     Region(#[from] RegionError),
     /// Creator and rank were configured differently.
     #[error("the windows were created with {field} = {found}, this rank expects {expected}")]
     Shape {
-        /// Which number differs.
+        /// Name of the number that differs.
         field: &'static str,
-        /// This rank's.
+        /// This rank's value.
         expected: u64,
-        /// The creator's.
+        /// The creator's value.
         found: u64,
     },
-    /// The rank's window has an owner.
+    /// Another process has claimed the rank's window.
     #[error(
-        "rank {rank}'s window of generation {generation} has been claimed before; windows are never re-used"
+        "rank {rank}'s window of generation {generation} has been claimed before; windows are never reused"
     )]
     Claimed {
         /// The rank.
@@ -132,7 +132,7 @@ pub struct WindowLayout {
     doorbell: usize,
     error: usize,
     flags: usize,
-    /// Bytes until all that precedes rows and partials ends.
+    /// Bytes of the control words, which precede the areas.
     control: usize,
     /// `[slots, ranks]`.
     areas: Vec<AreaOffsets>,
@@ -166,7 +166,7 @@ impl WindowLayout {
         let mut areas = Vec::new();
         for _ in 0..slots * ranks {
             areas.push(AreaOffsets {
-                head: layout.page(size_of::<BatchHead>())?,
+                head: layout.page(size_of::<AreaHeader>())?,
                 ids: layout.line(area(max_top_k))?,
                 weights: layout.line(area(max_top_k))?,
                 rows: layout.page(area(hidden))?,
@@ -186,7 +186,7 @@ impl WindowLayout {
         self.bytes
     }
 
-    /// Bytes of the region: a window per rank.
+    /// Bytes of the region, which holds one window per rank.
     #[must_use]
     pub const fn region_bytes(&self) -> usize {
         self.bytes * self.shape.ranks
@@ -195,7 +195,7 @@ impl WindowLayout {
     /// Creates the windows of a generation; ranks inherit the region's descriptor.
     ///
     /// # Errors
-    /// [`RegionError`] if the memory is not to be had.
+    /// [`RegionError`] if there is no memory for them.
     pub fn create(&self, generation: Generation) -> Result<Arc<SharedRegion>, RegionError> {
         let region = SharedRegion::create(&format!("expertd-windows-{generation}"), self.region_bytes())?;
         for rank in 0..self.shape.ranks {
@@ -215,10 +215,10 @@ impl WindowLayout {
     }
 }
 
-/// What one rank writes for another in one slot, or has been written for it: views of a window's areas.
+/// Views of a dispatch area: what one rank writes for one other in one slot.
 #[derive(Clone, Debug)]
 pub(super) struct Area {
-    pub(super) head: SharedSlice<BatchHead>,
+    pub(super) head: SharedSlice<AreaHeader>,
     pub(super) ids: SharedSlice<i32>,
     pub(super) weights: SharedSlice<f32>,
     pub(super) rows: SharedSlice<f32>,
@@ -229,22 +229,24 @@ pub(super) struct Area {
 pub(super) struct Windows {
     pub(super) shape: WindowShape,
     pub(super) generation: Generation,
-    /// Per rank.
+    /// `[ranks]`.
     doorbells: Vec<Doorbell>,
+    /// `[ranks]`.
     errors: Vec<SharedSlice<u64>>,
+    /// `[ranks]`.
     flags: Vec<SharedSlice<u64>>,
-    /// `[slots, ranks]`: this rank's area in that rank's window.
+    /// `[slots, ranks]`: this rank's dispatch area in the peer's window.
     pub(super) outgoing: Vec<Area>,
-    /// `[slots, ranks]`: that rank's area in this rank's window.
+    /// `[slots, ranks]`: the peer's dispatch area in this rank's window.
     pub(super) incoming: Vec<Area>,
-    /// `[slots, ranks]`: this rank's partials in that rank's window.
+    /// `[slots, ranks]`: this rank's partials in the peer's window.
     pub(super) partials: Vec<SharedSlice<f32>>,
-    /// `[slots, ranks]`: that rank's partials in this rank's window.
+    /// `[slots, ranks]`: the peer's partials in this rank's window.
     pub(super) returned: Vec<SharedSlice<f32>>,
 }
 
 impl Windows {
-    /// Claims `rank`'s window and makes every page that this rank will touch present.
+    /// Claims `rank`'s window and makes every page present that this rank will access.
     pub(super) fn attach(
         layout: &WindowLayout,
         region: &Arc<SharedRegion>,
@@ -321,7 +323,7 @@ impl Windows {
         Self::attach(layout, &region, rank, generation)
     }
 
-    /// The flag in `owner`'s window that `writer` stores to.
+    /// The flag in `owner`'s window that `writer` sets.
     pub(super) fn flag(&self, owner: usize, slot: Slot, kind: FlagKind, writer: usize) -> &AtomicU64 {
         let line = (slot.index() * 2 + kind as usize) * self.shape.ranks + writer;
         &self.flags[owner].atomics()[line * (LINE / size_of::<u64>())]

@@ -1,7 +1,7 @@
 //! Tests of an EP group of processes: exchanges are correct, and a killed rank ends every wait of the others.
 //!
-//! The test starts itself again as the other ranks. Every rank draws the same steps from the same seed, so each can
-//! check its own answers.
+//! The test starts itself again for the other ranks. Every rank draws the same steps from the same seed and checks its own
+//! answers.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -54,7 +54,7 @@ fn exchange(group: &mut CpuGroup, n: u64, seed: u64) -> Result<(), EpError> {
     let slot = Slot((n % 2) as u32);
     group.prepare(slot, HostRouting { owners: &owners, tokens, k: K, ids: &ids, weights: &weights })?;
     group.dispatch(slot, &rows)?;
-    for batch in group.work(slot)? {
+    for batch in group.received(slot)? {
         let choices = batch.ids.chunks_exact(K).zip(batch.weights.chunks_exact(K));
         let rows = batch.rows.chunks_exact(HIDDEN).zip(batch.partials.chunks_exact_mut(HIDDEN));
         for ((row, partial), (ids, weights)) in rows.zip(choices) {
@@ -155,7 +155,7 @@ fn a_killed_rank_is_named() {
         .find_map(|n| exchange(&mut group, n, seed).err())
         .expect("an exchange must fail because rank 2 is dead")
         .to_string();
-    assert!(error.contains("rank(s) 2") || error.contains("in vain for rank 2"), "{error}");
+    assert!(error.contains("rank(s) 2") || error.contains("waiting for rank 2"), "{error}");
     // The other surviving rank was notified or reached its deadline; it does not wait for ever.
     let status = others.pop().unwrap().0.wait().unwrap();
     assert!(!status.success());

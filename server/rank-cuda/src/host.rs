@@ -1,4 +1,4 @@
-//! What can be said about ranks on GPUs without touching a GPU: the router uses it, in every build.
+//! Properties of ranks on GPUs that need no access to a GPU. The router uses them, in every build.
 
 use std::path::Path;
 
@@ -11,23 +11,25 @@ use expertd_model::{ModelSpec, MoeLayer};
 /// Whether this build can run ranks on GPUs.
 pub const BUILT: bool = cfg!(feature = "cuda");
 
-/// Set: steps of GPU ranks are launched kernel by kernel, not as replayed graphs.
+/// Environment variable that makes GPU ranks launch steps kernel by kernel instead of replaying graphs.
 pub const EAGER: &str = "EXPERTD_CUDA_EAGER";
 
-/// Set: GPU ranks meet before each step's work, so that its times hold no wait for rows that came later to another rank.
+/// Environment variable that makes GPU ranks wait for each other before each step's work, so that the step's times include
+/// no wait for a rank whose rows arrived later.
 pub const ALIGNED: &str = "EXPERTD_CUDA_ALIGNED";
 
-/// What to do about a build that cannot.
+/// Error message for a build without GPU ranks, with the way out.
 pub const BUILD_HINT: &str = "this build has no GPU ranks; build with `cargo build --release --features cuda` \
                               (scripts/fetch-cuda.sh gets the compiler), or use --device cpu";
 
-/// Multiple that the kernels' row length has to be; shorter rows are padded.
+/// The kernels' row length is a multiple of this number of elements; shorter rows are padded.
 const ROW_UNIT: usize = 64;
 
-/// Multiple that blocks of FP8 scales have to be wide for the kernels, unless they span a row.
+/// Blocks of FP8 scales must be a multiple of this number of columns wide, unless they span a row.
 const SCALE_COLS: usize = 128;
 
-/// Environment that ranks on GPUs need: no NVLink multicast, and kernels loaded before anything waits on the device.
+/// Environment variables that ranks on GPUs need: no NVLink multicast, and all kernels loaded before any wait on the
+/// device.
 #[must_use]
 pub fn environment() -> Vec<(String, String)> {
     let mut all = vec![("NCCL_NVLS_ENABLE", "0"), ("CUDA_MODULE_LOADING", "EAGER")];
@@ -37,11 +39,12 @@ pub fn environment() -> Vec<(String, String)> {
     all.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 
-/// How CUDA numbers GPUs; by address unless the user says otherwise, so that rank and NUMA node can be matched here.
+/// Variable that decides how CUDA numbers GPUs: by PCI address unless the user sets it, so that the router can compute the
+/// NUMA node of each rank.
 const ORDER: &str = "CUDA_DEVICE_ORDER";
 const BY_ADDRESS: &str = "PCI_BUS_ID";
 
-/// The NUMA node that each rank's GPU is attached to, where the machine tells. Looks at the driver's list and sysfs only.
+/// `[ranks]`: NUMA node of each rank's GPU, where the machine reports it. Reads only the driver's list and sysfs.
 #[must_use]
 pub fn numa_nodes(ranks: usize) -> Vec<Option<usize>> {
     let by_address = std::env::var(ORDER).map_or(true, |order| order == BY_ADDRESS);
@@ -52,7 +55,7 @@ pub fn numa_nodes(ranks: usize) -> Vec<Option<usize>> {
     (0..ranks).map(|rank| nodes.get(ordinal(rank, visible.as_deref())?).copied().flatten()).collect()
 }
 
-/// Place of a rank's GPU among all of the machine; `None` if the list of visible ones names them otherwise.
+/// Index of a rank's GPU among all GPUs of the machine; `None` if `visible` lists them by anything but index.
 fn ordinal(rank: usize, visible: Option<&str>) -> Option<usize> {
     match visible {
         Some(list) => list.split(',').nth(rank)?.trim().parse().ok(),
@@ -60,21 +63,21 @@ fn ordinal(rank: usize, visible: Option<&str>) -> Option<usize> {
     }
 }
 
-/// NUMA nodes of the driver's GPUs, in the order of their addresses.
+/// NUMA nodes of the driver's GPUs, in the order of their PCI addresses.
 fn nodes_by_address(driver: &Path, devices: &Path) -> Vec<Option<usize>> {
     let entries = std::fs::read_dir(driver).into_iter().flatten().flatten();
     let mut addresses: Vec<_> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
     addresses.sort();
     let node = |address: &String| {
         let text = std::fs::read_to_string(devices.join(address.to_lowercase()).join("numa_node")).ok()?;
-        // -1: the machine does not tell.
+        // -1 means unknown and fails to parse.
         text.trim().parse().ok()
     };
     addresses.iter().map(node).collect()
 }
 
-/// GPUs that ranks may use: those of the machine, or what `CUDA_VISIBLE_DEVICES` leaves of them. Looks at device files
-/// only, so that the router stays free of CUDA.
+/// Number of GPUs that ranks may use: those of the machine, as far as `CUDA_VISIBLE_DEVICES` allows. Reads only device
+/// files, so that the router stays free of CUDA.
 #[must_use]
 pub fn present() -> u32 {
     let files = std::fs::read_dir("/dev").map_or(0, |entries| {
@@ -92,7 +95,7 @@ fn is_gpu(name: &str) -> bool {
     name.strip_prefix("nvidia").is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Entries of the list up to the first that cannot be one, as CUDA reads it.
+/// Number of entries before the first invalid one, as CUDA reads the list.
 fn visible(list: &str) -> u32 {
     let valid = |entry: &&str| !entry.is_empty() && !entry.starts_with('-');
     list.split(',').map(str::trim).take_while(valid).count() as u32
@@ -110,23 +113,23 @@ pub fn kernel_shape(shape: &GroupShape, experts: usize) -> Shape {
     }
 }
 
-/// Bytes of one rank's window.
+/// Bytes of one rank's window, all slots included.
 #[must_use]
 pub fn window_bytes(shape: &GroupShape, experts: usize) -> usize {
     let (_, bytes) = WindowLayout::new(&kernel_shape(shape, experts));
     usize::try_from(bytes).unwrap_or(usize::MAX).saturating_mul(shape.slots as usize)
 }
 
-/// Checks that GPUs can run this model, from its description alone.
+/// Checks whether GPU ranks support the model.
 ///
 /// # Errors
-/// The layer and what about it GPUs cannot do yet.
+/// The first unsupported layer and the reason.
 pub fn check(spec: &ModelSpec, shape: &GroupShape) -> Result<(), String> {
     kernel_shape(shape, spec.max_experts()).check().map_err(|error| format!("device cuda: {error}"))?;
     for (layer, moe) in spec.moe_layers() {
         if let Some(what) = unsupported(moe) {
             return Err(format!(
-                "device cuda: layer {layer} {what}, which GPU ranks cannot do yet; use --device cpu"
+                "device cuda: layer {layer} {what}, which GPU ranks do not support; use --device cpu"
             ));
         }
     }
@@ -138,59 +141,59 @@ fn unsupported(moe: &MoeLayer) -> Option<String> {
     let odd = |cols: &usize| !cols.is_multiple_of(SCALE_COLS);
     if let Some(cols) = moe.experts.scale_cols.or(shared).filter(odd) {
         return Some(format!(
-            "has FP8 scales for blocks of {cols} columns (blocks as wide as the matrix, or of a multiple of {SCALE_COLS})"
+            "has FP8 scales for blocks of {cols} columns (supported: as wide as the matrix, or a multiple of {SCALE_COLS})"
         ));
     }
     if moe.experts.count > MAX_EXPERTS {
-        return Some(format!("has {} experts (at most {MAX_EXPERTS})", moe.experts.count));
+        return Some(format!("has {} experts (supported: at most {MAX_EXPERTS})", moe.experts.count));
     }
     if let Some(groups) = moe.gate.groups.filter(|groups| groups.groups > 32) {
-        return Some(format!("chooses among {} groups of experts (at most 32)", groups.groups));
+        return Some(format!("chooses among {} groups of experts (supported: at most 32)", groups.groups));
     }
     None
 }
 
-/// One thing that ranks need of the machine, for people.
+/// The result of checking one requirement of GPU ranks, for people.
 #[derive(Clone, Debug)]
-pub struct Gate {
-    /// What.
+pub struct Check {
+    /// Name of the requirement.
     pub name: String,
-    /// What is there.
+    /// State of the machine.
     pub found: String,
-    /// What should be there.
+    /// Required state.
     pub needed: String,
-    /// Whether it is.
+    /// Whether the requirement is met.
     pub ok: bool,
-    /// Whether ranks can do without.
+    /// Whether ranks also run if it is not met.
     pub optional: bool,
-    /// What to do about it.
+    /// What to do if it is not met.
     pub way_out: String,
 }
 
-impl Gate {
-    /// A gate that is open or not.
+impl Check {
+    /// A required check.
     #[must_use]
-    pub fn of(name: &str, ok: bool, found: String, needed: &str) -> Self {
+    pub fn new(name: &str, ok: bool, found: String, needed: &str) -> Self {
         let (name, needed) = (name.to_owned(), needed.to_owned());
-        Gate { name, found, needed, ok, optional: false, way_out: String::new() }
+        Check { name, found, needed, ok, optional: false, way_out: String::new() }
     }
 
-    /// A gate that is closed.
+    /// A required check that failed.
     #[must_use]
     pub fn failed(name: &str, found: String, needed: &str, way_out: &str) -> Self {
-        Gate::of(name, false, found, needed).way_out(way_out)
+        Check::new(name, false, found, needed).way_out(way_out)
     }
 
-    /// What to do if it is closed.
+    /// Sets what to do if the requirement is not met.
     #[must_use]
     pub fn way_out(mut self, text: &str) -> Self {
         text.clone_into(&mut self.way_out);
         self
     }
 
-    /// Ranks can do without.
+    /// Makes the requirement optional.
     #[must_use]
-    pub fn only_a_hint(mut self) -> Self {
+    pub fn optional(mut self) -> Self {
         self.optional = true;
         self
     }
@@ -202,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nodes_of_gpus_by_address() {
+    fn numa_nodes_are_in_the_order_of_pci_addresses() {
         let folder = tempfile::tempdir().unwrap();
         let (driver, devices) = (folder.path().join("gpus"), folder.path().join("devices"));
         for (address, node) in [("0000:9A:00.0", "1\n"), ("0000:1b:00.0", "0\n"), ("0000:b0:00.0", "-1\n")] {
@@ -234,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_padded_to_what_the_kernels_take() {
+    fn rows_are_padded_to_the_kernels_row_unit() {
         let shape = GroupShape {
             ranks: 2,
             slots: 3,

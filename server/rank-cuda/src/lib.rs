@@ -1,7 +1,7 @@
 //! Expert ranks on GPUs.
 //!
-//! What can be said about GPUs without touching one is in every build, and the router uses it: [`check`], [`environment`],
-//! [`present`], [`window_bytes`]. With feature `cuda`, [`load`] makes the engine, [`probe`] and [`ceilings`] look at the
+//! [`check`], [`environment`], [`present`] and [`window_bytes`] need no access to a GPU; they are part of every build, and
+//! the router uses them. With feature `cuda`, [`load`] makes the engine, and [`probe`] and [`ceilings`] inspect the
 //! machine's GPUs.
 
 #[cfg(feature = "cuda")]
@@ -13,24 +13,24 @@ mod host;
 pub mod windows;
 
 pub use host::{
-    ALIGNED, BUILD_HINT, BUILT, EAGER, Gate, check, environment, kernel_shape, numa_nodes, present,
+    ALIGNED, BUILD_HINT, BUILT, Check, EAGER, check, environment, kernel_shape, numa_nodes, present,
     window_bytes,
 };
 
 use expertd_kernels::ceilings::Ceilings;
 use expertd_rank::{Failure, Joining, Loaded};
 
-/// Every requirement that ranks on GPUs have of this machine. Opens devices, so the router must not call it.
+/// Checks every requirement of GPU ranks. Opens devices, so the router must not call it.
 #[must_use]
-pub fn probe() -> Vec<Gate> {
+pub fn probe() -> Vec<Check> {
     #[cfg(feature = "cuda")]
     {
         engine::probe()
     }
     #[cfg(not(feature = "cuda"))]
     {
-        let found = format!("without GPU ranks; {} GPUs here", present());
-        vec![Gate::failed("build", found, "feature cuda", BUILD_HINT)]
+        let found = format!("without GPU ranks; the machine has {} GPUs", present());
+        vec![Check::failed("build", found, "feature cuda", BUILD_HINT)]
     }
 }
 
@@ -49,10 +49,10 @@ pub fn ceilings(gpus: u32) -> Result<Ceilings, String> {
     }
 }
 
-/// Sets up this rank's GPU, joins the group, and loads; a build without feature `cuda` refuses.
+/// Sets up this rank's GPU, joins the group and loads the weights. A build without feature `cuda` returns an error.
 ///
 /// # Errors
-/// What is missing, or what about the weights is wrong.
+/// The reason why the group could not be joined or the weights could not be loaded.
 pub fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     #[cfg(feature = "cuda")]
     {

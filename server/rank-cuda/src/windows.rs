@@ -1,8 +1,8 @@
-//! Windows in GPU memory: every rank's copy is addressable by every kernel of every rank, over NVLink.
+//! Windows in GPU memory: kernels of every rank can address the window of every rank over NVLink.
 //!
-//! One allocation per rank holds the regions of all slots (see `expertd_kernels::layout`); it is registered once as a
-//! symmetric window and the addresses of the peers' copies are resolved once. From then on kernels use plain pointers.
-//! A group of one rank needs neither NCCL nor peers.
+//! One allocation per rank holds the regions of all slots (see `expertd_kernels::layout`). It is registered once as a
+//! symmetric window, and the addresses of the peers' windows are resolved once; kernels then use plain pointers. A group
+//! of one rank needs neither NCCL nor peers.
 
 #![allow(unsafe_code, reason = "clears device memory and reads NCCL's window table")]
 
@@ -12,53 +12,54 @@ use expertd_kernels::device::{Buffer, Device, DeviceError, fill_device, read_dev
 use expertd_kernels::layout::{Shape, WindowLayout};
 use nccl_sys::{Communicator, Library, SymmetricMemory, UniqueId, Window};
 
-/// Bytes of an NCCL id.
+/// Size of an NCCL id.
 pub const ID_BYTES: usize = nccl_sys::sys::UNIQUE_ID_BYTES;
 
-/// Why there are no windows.
+/// Why windows could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum LsaError {
-    /// The driver.
+    /// The CUDA driver failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// NCCL.
+    /// NCCL failed.
     #[error(transparent)]
     Nccl(#[from] nccl_sys::Error),
 }
 
-/// Who holds the memory. Its fields know the order of their destruction: window, communicator, memory.
+/// Owner of the window memory. A [`Window`] drops in the required order: registration, communicator, memory.
 #[derive(Debug)]
-enum Memory {
+enum WindowMemory {
     Alone(#[expect(dead_code, reason = "held, not read")] Buffer<u8>),
     Group(Window),
 }
 
-/// One rank's windows, all slots.
+/// One rank's windows for all slots.
 #[derive(Debug)]
 pub struct LsaWindows {
-    /// Start of every rank's copy.
+    /// `[ranks]`: address of each rank's window.
     peers: Vec<u64>,
+    /// Size of a slot's region.
     region_bytes: u64,
-    memory: Memory,
+    memory: WindowMemory,
 }
 
 impl LsaWindows {
-    /// The windows of a group of one rank.
+    /// Makes the windows of a group of one rank.
     ///
     /// # Errors
-    /// When device memory is short.
+    /// If there is not enough device memory.
     pub fn alone(device: &Device, shape: &Shape, slots: u32) -> Result<Self, LsaError> {
         let (_, region_bytes) = WindowLayout::new(shape);
         let bytes = usize::try_from(region_bytes).unwrap_or(usize::MAX).saturating_mul(slots as usize);
         let memory = Buffer::zeroed(device, bytes)?;
-        Ok(LsaWindows { peers: vec![memory.address()], region_bytes, memory: Memory::Alone(memory) })
+        Ok(LsaWindows { peers: vec![memory.address()], region_bytes, memory: WindowMemory::Alone(memory) })
     }
 
-    /// Joins `shape.ranks` ranks as `rank` with the id that one of them made. Every wait for peers ends after
-    /// `deadline`.
+    /// Joins a group of `shape.ranks` ranks as `rank`, with the id that one of the ranks made. Each wait for peers lasts
+    /// `deadline` at most.
     ///
     /// # Errors
-    /// When memory is short, when NCCL or the machine cannot do it, and when peers do not come.
+    /// If there is not enough memory, NCCL or the machine does not support windows, or peers do not join in time.
     pub fn join(
         library: &std::sync::Arc<Library>,
         id: &[u8; ID_BYTES],
@@ -72,30 +73,30 @@ impl LsaWindows {
         let (_, region_bytes) = WindowLayout::new(shape);
         let bytes = usize::try_from(region_bytes).unwrap_or(usize::MAX).saturating_mul(slots as usize);
         let memory = SymmetricMemory::allocate(library, bytes)?;
-        // Flags must be zero before any peer can write one. Registration ends after every rank has begun it, so no
-        // peer has the address yet.
-        // SAFETY: the memory was just allocated, and nobody else knows it.
+        // Flags must be zero before any peer can write one. No rank's registration ends before every rank has begun its
+        // own, so no peer has the address yet.
+        // SAFETY: the memory was just allocated and is not used by anything else.
         unsafe { fill_device(memory.address(), 0, memory.bytes())? };
-        // SAFETY: NCCL asks for the head of a table that its window handle points to.
+        // SAFETY: the address is that of the table's head, which NCCL's window handle points to.
         let window =
             Window::register(communicator, memory, deadline, |at, into| unsafe { read_device(at, into) })?;
-        Ok(LsaWindows { peers: window.peers().to_vec(), region_bytes, memory: Memory::Group(window) })
+        Ok(LsaWindows { peers: window.peers().to_vec(), region_bytes, memory: WindowMemory::Group(window) })
     }
 
-    /// Where a slot's region stands at every rank.
+    /// `[ranks]`: address of a slot's region in each rank's window.
     #[must_use]
     pub fn slot(&self, slot: usize) -> Vec<u64> {
         self.peers.iter().map(|start| start + slot as u64 * self.region_bytes).collect()
     }
 
-    /// NCCL's background state.
+    /// Checks NCCL's asynchronous state.
     ///
     /// # Errors
-    /// The error that it met.
+    /// The asynchronous error of the communicator.
     pub fn health(&self) -> Result<(), LsaError> {
         match &self.memory {
-            Memory::Alone(_) => Ok(()),
-            Memory::Group(window) => Ok(window.health()?),
+            WindowMemory::Alone(_) => Ok(()),
+            WindowMemory::Group(window) => Ok(window.health()?),
         }
     }
 }

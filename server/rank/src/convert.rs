@@ -1,11 +1,11 @@
-//! Rows between their dtype in staging and the f32 that CPU ranks compute in.
+//! Conversion of rows between their dtype in staging and f32, in which CPU ranks compute.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use expertd_types::DType;
 
-/// Widens `bytes`, elements of `dtype` aligned to it, exactly.
+/// Widens `bytes`, which hold aligned elements of `dtype`, to f32 without rounding.
 pub fn widen(bytes: &[u8], dtype: DType, out: &mut [f32]) {
     match dtype {
         DType::F32 => out.copy_from_slice(bytemuck::cast_slice(bytes)),
@@ -14,7 +14,7 @@ pub fn widen(bytes: &[u8], dtype: DType, out: &mut [f32]) {
     }
 }
 
-/// Rounds to `dtype`, to nearest, ties to even; what f16 cannot hold becomes an infinity.
+/// Rounds to `dtype`, to nearest, ties to even; values beyond the range of f16 become infinities.
 pub fn narrow(values: &[f32], dtype: DType, bytes: &mut [u8]) {
     match dtype {
         DType::F32 => bytemuck::cast_slice_mut(bytes).copy_from_slice(values),
@@ -45,7 +45,7 @@ mod tests {
     #[test]
     fn ties_round_to_even() {
         let mut bytes = [0u16; 2];
-        // 1 + 2^-8 lies between two bf16 values, as does 1 + 3 * 2^-8.
+        // 1 + 2^-8 and 1 + 3 * 2^-8 lie halfway between two bf16 values.
         narrow(&[1.0 + 0.003_906_25, 1.0 + 0.011_718_75], DType::Bf16, bytemuck::cast_slice_mut(&mut bytes));
         assert_eq!(bytes, [0x3f80, 0x3f82]);
     }

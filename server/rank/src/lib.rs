@@ -1,5 +1,7 @@
 //! An expert rank: its process, its step loop, and [`StepEngine`], which each kind of device implements.
 
+#![forbid(unsafe_code)]
+
 pub mod convert;
 mod process;
 pub mod segments;
@@ -12,44 +14,44 @@ use std::time::{Duration, Instant};
 use expertd_ipc::{ChannelError, ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
 use expertd_types::Phase;
 
-/// What a rank did in a step.
+/// Durations and counts of a rank's part of a step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StepReport {
     /// Duration of each of [`Phase::ALL`].
     pub phases: [Duration; Phase::ALL.len()],
-    /// Rows that this rank's experts received.
+    /// Number of rows that this rank's experts received.
     pub received_rows: usize,
-    /// Pairs of row and expert that it computed.
+    /// Number of pairs of row and expert that this rank computed.
     pub expert_rows: usize,
 }
 
 /// Why a rank's part of a step failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StepFault {
-    /// The router and this rank disagree.
+    /// The channel to the router is broken.
     #[error(transparent)]
     Channel(#[from] ChannelError),
-    /// A layer that this rank does not have.
-    #[error("layer {0} has no MoE block here")]
+    /// The step's layer has no MoE block.
+    #[error("layer {0} of this model has no MoE block")]
     Layer(u32),
-    /// A step for buffers that another one is using.
-    #[error("a step came for slot {0}, which is in use")]
+    /// The step's slot is occupied by another step.
+    #[error("the router sent a step for slot {0}, which another step occupies")]
     SlotInUse(u32),
-    /// What the engine found: its exchange with the peers, its gate, its device.
+    /// The engine failed: its exchange with the peers, its gate or its device.
     #[error("{0}")]
     Engine(String),
-    /// A segment that does not lie in the step's staging.
-    #[error("segment {index} of the step does not lie in its staging: {what}")]
+    /// A segment exceeds the step or its staging.
+    #[error("segment {index} of the step is invalid: {what}")]
     Segment {
-        /// Which.
+        /// Index of the segment.
         index: usize,
-        /// What is wrong with it.
+        /// The reason why it is invalid.
         what: String,
     },
 }
 
 impl StepFault {
-    /// A fault that the engine found.
+    /// Makes a fault of the engine.
     pub fn engine(error: impl std::fmt::Display) -> Self {
         StepFault::Engine(error.to_string())
     }
@@ -57,9 +59,9 @@ impl StepFault {
 
 /// Runs the steps of one rank on its device, in the order in which they are begun.
 pub trait StepEngine {
-    /// Begins this rank's part of one step, or does all of it: reads the rows in `staging`, writes the answer over them,
-    /// and the routing of every row beside them; tells `notice` when the experts phase has ended. Without a report the
-    /// step goes on, and its staging stays the rank's.
+    /// Begins this rank's part of a step, or runs all of it: reads the rows in `staging`, overwrites them with the answer,
+    /// writes the routing of every row, and reports the end of the experts phase to `notice`. If the result is `None`, the
+    /// step is still running and the engine keeps the staging.
     ///
     /// # Errors
     /// The fault, which ends the generation.
@@ -70,7 +72,7 @@ pub trait StepEngine {
         notice: &ExpertsNotice,
     ) -> Result<Option<StepReport>, StepFault>;
 
-    /// Looks, without waiting, at `step`, the oldest that goes on; its report once it has ended.
+    /// Polls `step`, the oldest running step, without waiting; returns its report once it has ended.
     ///
     /// # Errors
     /// As [`begin`](Self::begin).
@@ -85,27 +87,27 @@ pub trait StepEngine {
     }
 }
 
-/// Times phases one after another.
+/// Measures consecutive phases.
 pub struct PhaseClock {
     last: Instant,
     phases: [Duration; Phase::ALL.len()],
 }
 
 impl PhaseClock {
-    /// A clock whose first phase begins now.
+    /// Starts a clock, whose first phase begins now.
     #[must_use]
     pub fn start() -> Self {
         PhaseClock { last: Instant::now(), phases: Default::default() }
     }
 
-    /// What passed since the last call was `phase`.
+    /// Ends `phase`, which began at the previous call.
     pub fn end(&mut self, phase: Phase) {
         let now = Instant::now();
         self.phases[phase as usize] += now - self.last;
         self.last = now;
     }
 
-    /// Duration of each of [`Phase::ALL`] so far.
+    /// Duration of each of [`Phase::ALL`] up to now.
     #[must_use]
     pub const fn phases(&self) -> [Duration; Phase::ALL.len()] {
         self.phases

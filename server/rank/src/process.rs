@@ -1,4 +1,4 @@
-//! The life of a rank's process: set-up, loading, the step loop, the end.
+//! The main loop of a rank's process: set-up, loading, steps, exit.
 
 use std::collections::VecDeque;
 use std::io::{self, BufReader};
@@ -12,32 +12,32 @@ use bytemuck::Zeroable;
 
 use crate::{StepEngine, StepFault, StepReport};
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
-use expertd_ipc::{Completion, Pulse, RankChannel, RouterBell, StepDescriptor};
+use expertd_ipc::{Completion, Heartbeat, RankChannel, RouterBell, StepDescriptor};
 use expertd_types::Rank;
 
 /// Why a rank's process ended.
 #[derive(Debug, thiserror::Error)]
 pub enum RankExit {
-    /// The control socket is not one, or broke.
+    /// The control socket failed.
     #[error("control socket: {0}")]
     Control(#[from] io::Error),
-    /// Not started by a router.
+    /// The router of this rank is gone, or the process was not started by one.
     #[error("{0}")]
     Orphan(String),
-    /// Reported to the router before.
+    /// A failure that was reported to the router before the process exits.
     #[error("{0}")]
     Reported(String),
-    /// A step failed; reported to the router.
+    /// A step failed, which was reported to the router.
     #[error("step failed: {0}")]
     Step(#[from] StepFault),
-    /// The channel to the router broke.
+    /// The channel to the router is broken.
     #[error(transparent)]
     Channel(#[from] expertd_ipc::ChannelError),
 }
 
-/// What a rank has while it loads its engine.
+/// Resources of a rank that loads its engine.
 pub struct Joining<'a> {
-    /// What the router said this rank is.
+    /// The router's setup of this rank.
     pub setup: &'a RankSetup,
     /// Shared memory with the router; its staging outlives the engine.
     pub channel: &'a RankChannel,
@@ -46,15 +46,15 @@ pub struct Joining<'a> {
     /// The reading end of the control socket.
     pub reader: &'a mut BufReader<UnixStream>,
     fds: std::vec::IntoIter<OwnedFd>,
-    /// Tells the router how many bytes of weights are in place, of how many.
+    /// Reports to the router the bytes of weights that are loaded and the bytes to load.
     pub progress: &'a mut dyn FnMut(u64, u64),
 }
 
 impl Joining<'_> {
-    /// The next file descriptor that the router sent, which is for `what`.
+    /// Takes the next file descriptor that the router sent, which is for `what`.
     ///
     /// # Errors
-    /// If it sent no more.
+    /// If the router sent no more descriptors.
     pub fn next_fd(&mut self, what: &str) -> Result<OwnedFd, Failure> {
         let missing = || setup_failure(format!("the router sent no file descriptor for {what}"));
         self.fds.next().ok_or_else(missing)
@@ -63,25 +63,25 @@ impl Joining<'_> {
 
 /// A loaded engine.
 pub struct Loaded {
-    /// The engine, warm.
+    /// The warm engine.
     pub engine: Box<dyn StepEngine>,
-    /// Bytes of weights that it holds.
+    /// Size of the weights that the engine holds, in bytes.
     pub weight_bytes: u64,
-    /// What it computes with, in words.
+    /// Human-readable description of the device.
     pub device: String,
 }
 
-/// Runs a rank whose router is process `parent` and speaks over `socket`, until the router ends it. `load` makes the
-/// engine of the device that the setup names.
+/// Runs a rank whose router is process `parent` and sends control messages over `socket`, until the router ends it. `load`
+/// makes the engine of the setup's device.
 ///
 /// # Errors
-/// Why it ended otherwise.
+/// The reason if the rank ends otherwise.
 pub fn run_rank(
     parent: u32,
     socket: UnixStream,
     load: impl FnOnce(Joining<'_>) -> Result<Loaded, Failure>,
 ) -> Result<(), RankExit> {
-    // Asked for first and checked afterwards, so that a parent which died in between is noticed.
+    // The signal is requested before the parent is checked, so that a parent which dies in between is noticed.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .map_err(io::Error::from)?;
     if rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get().cast_unsigned()) != Some(parent) {
@@ -90,11 +90,11 @@ pub fn run_rank(
     let fds = control::receive_fds(&socket)?;
     let mut reader = BufReader::new(socket.try_clone()?);
     let setup: RankSetup = control::receive(&mut reader)?
-        .ok_or_else(|| RankExit::Orphan("the router ended before it said what to run".into()))?;
+        .ok_or_else(|| RankExit::Orphan("the router ended before it sent this rank's setup".into()))?;
     let _span = tracing::info_span!("rank", rank = %setup.rank, generation = %setup.generation).entered();
 
-    match Member::join(&setup, fds, &socket, &mut reader, load) {
-        Ok(member) => member.serve(&setup, &socket, reader),
+    match ReadyRank::join(&setup, fds, &socket, &mut reader, load) {
+        Ok(rank) => rank.serve(&setup, &socket, reader),
         Err((kind, message)) => {
             control::send(&socket, &FromRank::Failed { kind, message: message.clone() })?;
             Err(RankExit::Reported(message))
@@ -103,23 +103,23 @@ pub fn run_rank(
 }
 
 /// A rank that is loaded and warm.
-struct Member {
-    // Before the channel: it may have the channel's pages pinned.
+struct ReadyRank {
+    // Dropped before the channel, whose pages it may have pinned.
     engine: Box<dyn StepEngine>,
     channel: RankChannel,
     weight_bytes: u64,
     device: String,
 }
 
-/// Why a rank could not get ready, as the router is told.
+/// Why a rank could not get ready, as it reports to the router.
 pub type Failure = (FailureKind, String);
 
-/// A failure to set up the device or the group.
+/// Makes a failure to set up the device or the group.
 pub fn setup_failure(error: impl std::fmt::Display) -> Failure {
     (FailureKind::Setup, error.to_string())
 }
 
-impl Member {
+impl ReadyRank {
     fn join(
         setup: &RankSetup,
         fds: Vec<OwnedFd>,
@@ -135,20 +135,20 @@ impl Member {
         let bell = RouterBell::join(next_fd("the router's bell")?).map_err(setup_failure)?;
         let channel = RankChannel::join(&setup.shape, setup.rank, channel_fd, bell.bell().clone())
             .map_err(setup_failure)?;
-        beat(channel.pulse(), setup.heartbeat).map_err(setup_failure)?;
+        beat(channel.heartbeat(), setup.heartbeat).map_err(setup_failure)?;
         pin(setup.rank, &setup.cores);
         channel.populate().map_err(setup_failure)?;
         let mut last = std::time::Instant::now();
         let mut progress = |loaded_bytes: u64, total_bytes: u64| {
             if last.elapsed() >= Duration::from_millis(100) || loaded_bytes == total_bytes {
                 last = std::time::Instant::now();
-                // A router that is gone ends this process by itself.
+                // If the router is gone, its death ends this process.
                 let _ = control::send(socket, &FromRank::Loading { loaded_bytes, total_bytes });
             }
         };
         let joining = Joining { setup, channel: &channel, socket, reader, fds, progress: &mut progress };
         let Loaded { engine, weight_bytes, device } = load(joining)?;
-        Ok(Member { channel, engine, weight_bytes, device })
+        Ok(ReadyRank { channel, engine, weight_bytes, device })
     }
 
     fn serve(
@@ -173,7 +173,7 @@ impl Member {
         let listening = Arc::clone(&stop);
         let bell = self.channel.bell().clone();
         std::thread::Builder::new().name("control".into()).spawn(move || {
-            // Whatever comes after Start, the end of the stream included, means to leave.
+            // Any message after `Start`, and the end of the stream, ask the rank to leave.
             let _ = control::receive::<ToRank>(&mut reader);
             listening.store(true, Ordering::Release);
             bell.ring();
@@ -182,8 +182,8 @@ impl Member {
         self.run_steps(setup.spin, &stop)
     }
 
-    /// Takes steps and gives them back, in order. The next one is taken while others go on, as far as the device lets
-    /// it; `stop` ends the loop when none does.
+    /// Takes and completes steps in order. The next step is taken while earlier ones run, as far as the engine allows it.
+    /// The loop ends once `stop` is true and no step runs.
     fn run_steps(&mut self, spin: Duration, stop: &AtomicBool) -> Result<(), RankExit> {
         let notice = self.channel.notice();
         let mut running: VecDeque<StepDescriptor> = VecDeque::new();
@@ -212,7 +212,7 @@ impl Member {
         }
     }
 
-    /// Gives a step's staging back with how it ended; a fault ends the rank, too.
+    /// Sends a step's completion, which returns its staging to the router. A fault of the step ends the rank.
     fn complete(
         &mut self,
         step: &StepDescriptor,
@@ -237,21 +237,21 @@ impl Member {
     }
 }
 
-/// Shows life until the process ends.
-fn beat(pulse: Pulse, every: Duration) -> io::Result<()> {
-    pulse.beat();
+/// Drives the heartbeat from a thread until the process ends.
+fn beat(heartbeat: Heartbeat, every: Duration) -> io::Result<()> {
+    heartbeat.beat();
     std::thread::Builder::new()
-        .name("pulse".into())
+        .name("heartbeat".into())
         .spawn(move || {
             loop {
                 std::thread::sleep(every);
-                pulse.beat();
+                heartbeat.beat();
             }
         })
         .map(drop)
 }
 
-/// Keeps this process, and the threads it will start, on its cores. Where that is not allowed it runs everywhere.
+/// Pins this process, and the threads that it starts later, to its cores. Where pinning is not allowed, it runs on any core.
 fn pin(rank: Rank, cores: &[usize]) {
     let mut set = rustix::thread::CpuSet::new();
     for &core in cores.iter().filter(|&&core| core < rustix::thread::CpuSet::MAX_CPU) {
@@ -269,7 +269,7 @@ mod tests {
 
     use super::*;
     use expertd_ipc::{
-        Copier, ExpertsNotice, GroupShape, Patience, RankStaging, RouterChannel, StageRows, Staged,
+        Copier, ExpertsNotice, GroupShape, RankStaging, RouterChannel, RowsToStage, StagedRows, WaitPolicy,
     };
     use expertd_types::{DType, Slot};
 
@@ -279,23 +279,23 @@ mod tests {
         GroupShape { ranks: 1, slots: 2, max_tokens_per_rank: 1, max_segments: 1, hidden: 3, max_top_k: 1 }
     }
 
-    /// Ends a step only when another one has been begun behind it, or none will come. Answers are the rows inverted.
-    struct Late {
+    /// An engine that ends a step only after the next one has begun, or once no more steps come. The answer inverts the rows.
+    struct LateEngine {
         running: VecDeque<StepDescriptor>,
         no_more: Arc<AtomicBool>,
-        /// Most steps that went on at once.
+        /// Largest number of steps that ran at once.
         most: Arc<AtomicUsize>,
         fails_at: u64,
     }
 
-    impl StepEngine for Late {
+    impl StepEngine for LateEngine {
         fn begin(
             &mut self,
             step: &StepDescriptor,
             staging: RankStaging<'_>,
             _notice: &ExpertsNotice,
         ) -> Result<Option<StepReport>, StepFault> {
-            assert!(self.running.iter().all(|running| running.slot != step.slot), "a slot is one step's");
+            assert!(self.running.iter().all(|running| running.slot != step.slot), "the slot is occupied");
             assert_eq!(staging.rows[..BYTES], [step.sequence as u8; BYTES]);
             self.running.push_back(*step);
             self.most.fetch_max(self.running.len(), Ordering::Relaxed);
@@ -321,7 +321,8 @@ mod tests {
         }
     }
 
-    /// Runs `steps` steps, as many in flight as there are slots; sequences completed, most at once, how the rank ended.
+    /// Runs `steps` steps with every slot in flight. Returns the completed sequences, the largest number of steps that ran
+    /// at once, and the rank's result.
     fn run(steps: u64, fails_at: u64) -> (Vec<u64>, usize, Result<(), String>) {
         let bell = RouterBell::create().unwrap();
         let mut router = RouterChannel::create(&shape()).unwrap();
@@ -333,19 +334,19 @@ mod tests {
         let rank = std::thread::spawn(move || {
             let channel = RankChannel::join(&shape(), Rank(0), fd, rank_bell).unwrap();
             let engine =
-                Late { running: VecDeque::new(), no_more: engine_no_more, most: engine_most, fails_at };
+                LateEngine { running: VecDeque::new(), no_more: engine_no_more, most: engine_most, fails_at };
             let (engine, device) = (Box::new(engine), String::new());
-            let mut member = Member { engine, channel, weight_bytes: 0, device };
-            member.run_steps(Duration::ZERO, &stopped).map_err(|error| error.to_string())
+            let mut rank = ReadyRank { engine, channel, weight_bytes: 0, device };
+            rank.run_steps(Duration::ZERO, &stopped).map_err(|error| error.to_string())
         });
-        let mut in_flight: VecDeque<Staged> = VecDeque::new();
+        let mut in_flight: VecDeque<StagedRows> = VecDeque::new();
         let (mut launched, mut completed) = (0, Vec::new());
         while completed.len() < steps as usize {
             while launched < steps && in_flight.len() < 2 {
                 launched += 1;
                 let slot = Slot((launched % 2) as u32);
                 let (rows, dtype) = (&[launched as u8; BYTES][..], DType::F32);
-                let piece = StageRows {
+                let to_stage = RowsToStage {
                     rows: rows.into(),
                     tokens: 1,
                     dtype,
@@ -354,7 +355,7 @@ mod tests {
                     shared_experts: false,
                 };
                 let mut forming = router.begin(slot, 1);
-                in_flight.push_back(forming.stage(Rank(0), &piece).unwrap());
+                in_flight.push_back(forming.stage(Rank(0), &to_stage).unwrap());
                 forming.copy(&mut Copier::default());
                 let (sequence, slot) = (launched, slot.0);
                 let step = StepDescriptor {
@@ -370,8 +371,8 @@ mod tests {
                 router.launch(&step).unwrap();
             }
             no_more.store(launched == steps, Ordering::Relaxed);
-            let patience = Patience::within(Duration::ZERO, Duration::from_secs(20));
-            let done = bell.bell().wait_for(patience, || router.completion(Rank(0)).transpose());
+            let policy = WaitPolicy::within(Duration::ZERO, Duration::from_secs(20));
+            let done = bell.bell().wait_for(policy, || router.completion(Rank(0)).transpose());
             let done = done.expect("a completion").unwrap();
             if done.failed != 0 {
                 assert_eq!(done.text(), "broken");
@@ -390,14 +391,14 @@ mod tests {
     }
 
     #[test]
-    fn the_next_step_is_taken_while_one_goes_on_and_both_are_right() {
+    fn the_next_step_is_taken_while_one_runs() {
         let (completed, most, end) = run(201, 0);
         assert_eq!(completed, (1..=201).collect::<Vec<_>>());
         assert_eq!((most, end), (2, Ok(())));
     }
 
     #[test]
-    fn a_fault_of_a_step_that_went_on_is_reported_and_ends_the_rank() {
+    fn a_fault_of_a_running_step_is_reported_and_ends_the_rank() {
         let (completed, _, end) = run(50, 7);
         assert_eq!(completed, (1..=6).collect::<Vec<_>>());
         assert_eq!(end, Err("step failed: broken".to_owned()));

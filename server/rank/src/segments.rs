@@ -1,4 +1,4 @@
-//! The runs of rows that a step consists of.
+//! Validated segments of a step.
 
 use std::ops::Range;
 
@@ -6,22 +6,25 @@ use super::StepFault;
 use expertd_ipc::Segment;
 use expertd_types::DType;
 
-/// A segment whose places were checked.
-pub struct Run {
-    /// Element type of its rows.
+/// A segment whose bounds were checked.
+pub struct CheckedSegment {
+    /// Element type of the rows.
     pub dtype: DType,
-    /// Rows of the step.
+    /// Range of rows among the rank's rows of the step.
     pub rows: Range<usize>,
-    /// Bytes of the staging's row area.
+    /// Range of bytes in the staging's row area.
     pub bytes: Range<usize>,
-    /// Whether the gate chooses; otherwise ids and weights are staged.
+    /// Whether the gate chooses experts; otherwise ids and weights are staged.
     pub gated: bool,
-    /// Whether shared experts are part of the output.
+    /// Whether the output includes the shared experts.
     pub shared: bool,
 }
 
-impl Run {
-    /// The segments of a step, checked.
+impl CheckedSegment {
+    /// Checks all segments of a step that has `tokens` rows of `hidden` elements in `staged_bytes` bytes of staging.
+    ///
+    /// # Errors
+    /// [`StepFault::Segment`].
     pub fn all(
         segments: &[Segment],
         tokens: usize,
@@ -29,7 +32,9 @@ impl Run {
         staged_bytes: usize,
     ) -> Result<Vec<Self>, StepFault> {
         let segments = segments.iter().enumerate();
-        segments.map(|(index, segment)| Run::of(index, segment, tokens, hidden, staged_bytes)).collect()
+        segments
+            .map(|(index, segment)| CheckedSegment::of(index, segment, tokens, hidden, staged_bytes))
+            .collect()
     }
 
     fn of(
@@ -39,20 +44,24 @@ impl Run {
         hidden: usize,
         staged_bytes: usize,
     ) -> Result<Self, StepFault> {
-        let bad = |what: &str| StepFault::Segment { index, what: what.to_owned() };
-        let dtype = DType::from_code(segment.dtype).ok_or_else(|| bad("its dtype is unknown"))?;
+        let bad = |what: String| StepFault::Segment { index, what };
+        let dtype = DType::from_code(segment.dtype)
+            .ok_or_else(|| bad(format!("dtype code {} is unknown", segment.dtype)))?;
         let rows = segment.first_row as usize..segment.first_row as usize + segment.rows as usize;
-        let start = usize::try_from(segment.byte_offset).map_err(|_| bad("its offset is beyond memory"))?;
-        let end = start
-            .checked_add(rows.len() * hidden * dtype.size())
-            .ok_or_else(|| bad("it is beyond memory"))?;
+        let len = rows.len() * hidden * dtype.size();
+        let outside = || bad(format!("{len} bytes at offset {} exceed the row area", segment.byte_offset));
+        let start = usize::try_from(segment.byte_offset).map_err(|_| outside())?;
+        let end = start.checked_add(len).ok_or_else(outside)?;
         if rows.end > tokens {
-            return Err(bad("its rows are not the step's"));
+            return Err(bad(format!("rows {rows:?} exceed the step's {tokens} rows")));
         }
-        if end > staged_bytes || start % dtype.size() != 0 {
-            return Err(bad("its bytes are not in the row area"));
+        if end > staged_bytes {
+            return Err(outside());
         }
-        Ok(Run {
+        if start % dtype.size() != 0 {
+            return Err(bad(format!("byte offset {start} is not a multiple of the element size")));
+        }
+        Ok(CheckedSegment {
             dtype,
             rows,
             bytes: start..end,
@@ -62,7 +71,9 @@ impl Run {
     }
 }
 
-/// The rows of neighbouring runs.
-pub fn rows_of(runs: &[Run]) -> Range<usize> {
-    runs.first().map_or(0, |run| run.rows.start)..runs.last().map_or(0, |run| run.rows.end)
+/// The range of rows that consecutive segments cover.
+#[must_use]
+pub fn rows_of(segments: &[CheckedSegment]) -> Range<usize> {
+    let start = segments.first().map_or(0, |segment| segment.rows.start);
+    start..segments.last().map_or(0, |segment| segment.rows.end)
 }

@@ -1,4 +1,4 @@
-//! A rank's share of a checkpoint: what both kinds of ranks load, and how far they are.
+//! A rank's share of a checkpoint and the progress of loading it, for ranks on CPUs and GPUs.
 
 use std::ops::Range;
 
@@ -8,27 +8,27 @@ use expertd_model::{
 };
 use expertd_types::Rank;
 
-/// Which share: that of one rank of so many.
+/// One rank's share of the experts.
 #[derive(Clone, Copy, Debug)]
-pub struct Share {
-    /// Ranks of the group.
+pub struct ExpertShare {
+    /// Number of ranks in the group.
     pub ranks: usize,
     rank: Rank,
 }
 
-impl Share {
-    /// The share of the rank that `setup` is for.
+impl ExpertShare {
+    /// The share of the rank that `setup` describes.
     #[must_use]
     pub fn of(setup: &RankSetup) -> Self {
-        Share { ranks: setup.shape.ranks as usize, rank: setup.rank }
+        ExpertShare { ranks: setup.shape.ranks as usize, rank: setup.rank }
     }
 
-    /// The experts of a layer that this rank owns.
+    /// Range of a layer's experts that this rank owns.
     pub fn experts(self, moe: &MoeLayer) -> Range<u32> {
         Placement::new(moe.experts.count, self.ranks).range(self.rank)
     }
 
-    /// Bytes in the checkpoint of this rank's experts and of all shared ones.
+    /// Size in the checkpoint of this rank's routed experts and all shared experts, in bytes.
     pub fn bytes(self, spec: &ModelSpec) -> u64 {
         let of = |moe: &MoeLayer| {
             self.experts(moe).len() as u64 * moe.experts.bytes + moe.shared.as_ref().map_or(0, |s| s.bytes)
@@ -37,42 +37,42 @@ impl Share {
     }
 }
 
-/// Tells how much of a share is loaded.
-pub struct Progress<F> {
+/// Reports how much of a share is loaded.
+pub struct LoadProgress<F> {
     done: u64,
     total: u64,
-    tell: F,
+    report: F,
 }
 
-impl<F: FnMut(u64, u64)> Progress<F> {
-    /// Nothing of `total` bytes yet; `tell` hears of bytes done and bytes in all.
-    pub fn start(total: u64, mut tell: F) -> Self {
-        tell(0, total);
-        Progress { done: 0, total, tell }
+impl<F: FnMut(u64, u64)> LoadProgress<F> {
+    /// Progress of loading `total` bytes; calls `report` with bytes loaded and `total`, first with zero bytes.
+    pub fn start(total: u64, mut report: F) -> Self {
+        report(0, total);
+        LoadProgress { done: 0, total, report }
     }
 
-    /// One routed expert is loaded.
+    /// Adds one routed expert.
     pub fn expert(&mut self, spec: &ExpertsSpec) {
         self.add(spec.bytes);
     }
 
-    /// A layer's shared experts are loaded.
+    /// Adds a layer's shared experts.
     pub fn shared(&mut self, spec: &SharedSpec) {
         self.add(spec.bytes);
     }
 
-    /// Bytes in all.
+    /// Bytes to load.
     pub const fn total(&self) -> u64 {
         self.total
     }
 
     fn add(&mut self, bytes: u64) {
         self.done += bytes;
-        (self.tell)(self.done, self.total);
+        (self.report)(self.done, self.total);
     }
 }
 
-/// Expert weights as the layer below takes them.
+/// Converts an expert's tensors to the form that the CPU and GPU packers take.
 pub fn weights<'a>(tensors: &'a ExpertTensors<'a>) -> ExpertWeights<'a> {
     let biases = match (&tensors.gate_bias, &tensors.up_bias, &tensors.down_bias) {
         (Some(gate), Some(up), Some(down)) => Some(ExpertBiases { gate, up, down }),

@@ -2,10 +2,10 @@
 
 #![forbid(unsafe_code)]
 
+mod chunked;
 mod ids;
 mod phase;
-mod pieces;
 
+pub use chunked::{ChunkedBytes, ChunkedSlice};
 pub use ids::*;
 pub use phase::Phase;
-pub use pieces::{Pieces, Slices};

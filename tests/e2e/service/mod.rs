@@ -136,17 +136,7 @@ impl Service {
 
     /// The rank processes, by rank.
     pub fn ranks(&self) -> Vec<u32> {
-        let mut ranks = children(self.pid())
-            .into_iter()
-            .filter_map(|pid| {
-                let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-                let words = line.split(|&byte| byte == 0).map(String::from_utf8_lossy).collect::<Vec<_>>();
-                let at = words.iter().position(|word| word == "--rank")?;
-                Some((words.get(at + 1)?.parse::<u32>().ok()?, pid))
-            })
-            .collect::<Vec<_>>();
-        ranks.sort_unstable();
-        ranks.into_iter().map(|(_, pid)| pid).collect()
+        ranks_of(self.pid())
     }
 
     /// Sends a signal to the router.
@@ -182,6 +172,21 @@ impl Drop for Service {
             let _ = kill_process(Pid::from_raw(rank as i32).unwrap(), Signal::KILL);
         }
     }
+}
+
+/// The rank processes of a router, by rank.
+pub fn ranks_of(router: u32) -> Vec<u32> {
+    let mut ranks = children(router)
+        .into_iter()
+        .filter_map(|pid| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+            let words = line.split(|&byte| byte == 0).map(String::from_utf8_lossy).collect::<Vec<_>>();
+            let at = words.iter().position(|word| word == "--rank")?;
+            Some((words.get(at + 1)?.parse::<u32>().ok()?, pid))
+        })
+        .collect::<Vec<_>>();
+    ranks.sort_unstable();
+    ranks.into_iter().map(|(_, pid)| pid).collect()
 }
 
 /// The word after `prefix`.

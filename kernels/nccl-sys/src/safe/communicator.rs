@@ -1,4 +1,4 @@
-//! A group's rendezvous and the membership in it.
+//! The id of a group, and a rank's membership in the group.
 
 use std::ffi::c_int;
 use std::ptr;
@@ -10,9 +10,10 @@ use super::{Library, record};
 use crate::result::Error;
 use crate::sys::{self, Code, Comm, Config, RawUniqueId, WindowHandle};
 
-const POLL: Duration = Duration::from_micros(200);
+/// Interval at which a non-blocking call's state is polled.
+const POLL_INTERVAL: Duration = Duration::from_micros(200);
 
-/// The rendezvous of one communicator: made by one rank, given to all.
+/// The id of a communicator: made by one rank and sent to all others.
 #[derive(Clone, Copy)]
 pub struct UniqueId(RawUniqueId);
 
@@ -23,40 +24,40 @@ impl std::fmt::Debug for UniqueId {
 }
 
 impl UniqueId {
-    /// Asks the library for a new one; opens a listening socket in this process.
+    /// Makes a new id, which opens a listening socket in this process.
     ///
     /// # Errors
-    /// When NCCL finds no usable network interface (loopback suffices).
+    /// If NCCL finds no usable network interface (loopback suffices).
     pub fn create(library: &Arc<Library>) -> Result<UniqueId, Error> {
         let mut raw = RawUniqueId { internal: [0; sys::UNIQUE_ID_BYTES] };
-        // SAFETY: `raw` is a valid place for the answer.
+        // SAFETY: `raw` is valid for writes.
         let code = unsafe { (library.functions.get_unique_id)(&raw mut raw) };
         library.check("ncclGetUniqueId", code, ptr::null_mut())?;
         Ok(UniqueId(raw))
     }
 
-    /// Its bytes, for the other ranks.
+    /// Bytes of the id, for the other ranks.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; sys::UNIQUE_ID_BYTES] {
         self.0.internal.map(|byte| byte.to_ne_bytes()[0])
     }
 
-    /// The inverse of [`UniqueId::to_bytes`].
+    /// Makes an id from the bytes that another rank sent.
     ///
     /// # Errors
-    /// When all bytes are zero: NCCL would wait for ever on an id that nobody wrote.
+    /// If all bytes are zero: NCCL would wait for ever on an id that was never written.
     pub fn from_bytes(bytes: &[u8; sys::UNIQUE_ID_BYTES]) -> Result<UniqueId, Error> {
         if bytes.iter().all(|&byte| byte == 0) {
             return Err(Error::Argument(
-                "the NCCL id is all zeros: the rank that makes it failed or never sent it".into(),
+                "the NCCL id is all zeros: the rank that makes it has failed or has not sent it".into(),
             ));
         }
         Ok(UniqueId(RawUniqueId { internal: bytes.map(|byte| std::ffi::c_char::from_ne_bytes([byte])) }))
     }
 }
 
-/// One rank's membership in a group. Non-blocking: every wait has a deadline. Dropping it aborts, which does not wait
-/// for peers; [`Communicator::finish`] is the orderly way out.
+/// One rank's membership in a group. The communicator is non-blocking, so that every wait has a deadline. Dropping it aborts
+/// the communicator, which does not wait for peers; [`Communicator::finish`] leaves the group in order.
 pub struct Communicator {
     pub(super) library: Arc<Library>,
     pub(super) raw: Comm,
@@ -64,8 +65,8 @@ pub struct Communicator {
     rank: u32,
 }
 
-// SAFETY: NCCL allows calls on a communicator from any one thread at a time, and the methods that change it take the
-// lock of their owner: registration and finishing are `&mut` or consume it; the rest reads fields.
+// SAFETY: NCCL allows calls on a communicator from any thread, one at a time. The type is not `Sync`, so only the thread
+// that owns it calls NCCL.
 unsafe impl Send for Communicator {}
 
 impl std::fmt::Debug for Communicator {
@@ -76,10 +77,10 @@ impl std::fmt::Debug for Communicator {
 
 impl Communicator {
     /// Joins the group of `ranks` members as `rank`, with the CUDA device that is current on this thread. Returns when
-    /// all have joined.
+    /// all members have joined.
     ///
     /// # Errors
-    /// On NCCL's errors and when the others do not come before the deadline.
+    /// NCCL's errors, and [`Error::Deadline`] if other members do not join in time.
     pub fn join(
         library: &Arc<Library>,
         id: &UniqueId,
@@ -88,16 +89,18 @@ impl Communicator {
         deadline: Duration,
     ) -> Result<Communicator, Error> {
         let (Ok(count), Ok(mine)) = (c_int::try_from(ranks), c_int::try_from(rank)) else {
-            return Err(Error::Argument(format!("rank {rank} of {ranks} is out of range")));
+            return Err(Error::Argument(format!("rank {rank} of {ranks} does not fit a C int")));
         };
         if rank >= ranks {
-            return Err(Error::Argument(format!("rank {rank} does not exist in a group of {ranks}")));
+            return Err(Error::Argument(format!(
+                "rank is {rank}, expected less than {ranks}, the group's size"
+            )));
         }
         let mut config = Config::new();
         config.blocking = 0;
         let mut communicator =
             Communicator { library: Arc::clone(library), raw: ptr::null_mut(), ranks, rank };
-        // SAFETY: all pointers are valid during the call; NCCL copies the config.
+        // SAFETY: all pointers are valid during the call, and NCCL copies the config.
         let code = unsafe {
             (library.functions.comm_init)(&raw mut communicator.raw, count, id.0, mine, &raw mut config)
         };
@@ -111,16 +114,16 @@ impl Communicator {
         self.ranks
     }
 
-    /// This member.
+    /// Rank of this member.
     #[must_use]
     pub fn rank(&self) -> u32 {
         self.rank
     }
 
-    /// The error that NCCL met in the background, if any.
+    /// Checks NCCL's asynchronous state.
     ///
     /// # Errors
-    /// That error.
+    /// The asynchronous error.
     pub fn health(&self) -> Result<(), Error> {
         match self.state()? {
             sys::IN_PROGRESS => Ok(()),
@@ -130,13 +133,13 @@ impl Communicator {
 
     fn state(&self) -> Result<Code, Error> {
         let mut state = sys::SUCCESS;
-        // SAFETY: the communicator exists (checked by callers or by `join`), `state` is a valid place.
+        // SAFETY: the communicator exists (checked by callers or by `join`), and `state` is valid for writes.
         let code = unsafe { (self.library.functions.async_error)(self.raw, &raw mut state) };
         self.library.check("ncclCommGetAsyncError", code, self.raw)?;
         Ok(state)
     }
 
-    /// Waits for a non-blocking call to end.
+    /// Waits until a non-blocking call ends.
     fn settle(&self, call: &'static str, code: Code, deadline: Duration) -> Result<(), Error> {
         let start = Instant::now();
         let mut state = code;
@@ -144,14 +147,14 @@ impl Communicator {
             if start.elapsed() > deadline {
                 return Err(Error::Deadline { call, waited: deadline });
             }
-            thread::sleep(POLL);
+            thread::sleep(POLL_INTERVAL);
             state = self.state()?;
         }
         self.library.check(call, state, self.raw)
     }
 
-    /// Waits for a window. The state alone does not tell: NCCL 2.28 reports success while a registration still runs in
-    /// the background, so the handle itself has to appear.
+    /// Waits for a window. The state alone is not sufficient: NCCL 2.28 reports success while a registration still runs in
+    /// the background, so this also waits until the handle is written.
     pub(super) fn await_window(
         &self,
         code: Code,
@@ -164,7 +167,7 @@ impl Communicator {
         }
         loop {
             let state = self.state()?;
-            // SAFETY: valid memory that the library writes from a thread of its own.
+            // SAFETY: the handle is valid memory, which a thread of the library writes.
             let written = unsafe { ptr::read_volatile(handle) };
             if state != sys::IN_PROGRESS {
                 self.library.check("ncclCommWindowRegister", state, self.raw)?;
@@ -179,20 +182,20 @@ impl Communicator {
                     Error::NullWindow { waited: deadline }
                 });
             }
-            thread::sleep(POLL);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
-    /// Leaves in order: waits until all members finish, then frees everything.
+    /// Leaves the group in order: waits until all members finish, then destroys the communicator.
     ///
     /// # Errors
-    /// On NCCL's errors and when peers do not finish before the deadline; the communicator is aborted then.
+    /// NCCL's errors, and [`Error::Deadline`] if peers do not finish in time. The communicator is then aborted.
     pub fn finish(mut self, deadline: Duration) -> Result<(), Error> {
-        // SAFETY: the communicator is alive until its handle is cleared below.
+        // SAFETY: the communicator lives until its handle is cleared below.
         let code = unsafe { (self.library.functions.comm_finalize)(self.raw) };
         self.settle("ncclCommFinalize", code, deadline)?;
         let raw = std::mem::replace(&mut self.raw, ptr::null_mut());
-        // SAFETY: finalised, and never used again.
+        // SAFETY: the communicator is finalised and is not used again.
         let code = unsafe { (self.library.functions.comm_destroy)(raw) };
         self.library.check("ncclCommDestroy", code, ptr::null_mut())
     }
@@ -201,7 +204,7 @@ impl Communicator {
 impl Drop for Communicator {
     fn drop(&mut self) {
         if !self.raw.is_null() {
-            // SAFETY: still alive; the handle is not used again.
+            // SAFETY: the communicator is alive, and its handle is not used again.
             let code = unsafe { (self.library.functions.comm_abort)(self.raw) };
             if code != sys::IN_PROGRESS {
                 record(self.library.check("ncclCommAbort", code, ptr::null_mut()));

@@ -1,4 +1,4 @@
-//! The opened library.
+//! Loading of the NCCL library.
 
 use std::env;
 use std::ffi::{CStr, OsString, c_int};
@@ -12,12 +12,12 @@ use crate::sys::{self, Code, Comm, Functions};
 pub const LIBRARY_VARIABLE: &str = "EXPERTD_NCCL";
 const DEFAULT_LIBRARY: &str = "libnccl.so.2";
 
-/// An opened NCCL library of a version that is new enough.
+/// A loaded NCCL library, at least of version [`Version::OLDEST`].
 pub struct Library {
     pub(super) functions: Functions,
     version: Version,
     origin: String,
-    // Kept last: the functions above are code of this library.
+    // The last field, because the functions above are code of this library.
     _library: libloading::Library,
 }
 
@@ -28,11 +28,11 @@ impl std::fmt::Debug for Library {
 }
 
 impl Library {
-    /// Opens `path`, else what `EXPERTD_NCCL` names, else `libnccl.so.2` wherever the loader finds it. A place that was
-    /// named is the only one that is tried.
+    /// Loads `path` if it is given, otherwise the library that `EXPERTD_NCCL` names, otherwise `libnccl.so.2` from the
+    /// loader's search path. There is no fallback from a named library.
     ///
     /// # Errors
-    /// When it cannot be opened, lacks a function or is older than [`Version::OLDEST`].
+    /// If the library cannot be opened, lacks a function or is older than [`Version::OLDEST`].
     pub fn open(path: Option<&Path>) -> Result<Arc<Library>, Error> {
         let named = env::var_os(LIBRARY_VARIABLE).filter(|value| !value.is_empty());
         let (name, source): (OsString, &str) = match (path, named) {
@@ -41,20 +41,20 @@ impl Library {
             (None, None) => (DEFAULT_LIBRARY.into(), "the loader's search path"),
         };
         let tried = format!("{} ({source})", name.to_string_lossy());
-        // SAFETY: loading runs the library's initialisers; NCCL's have no requirements.
+        // SAFETY: loading runs the library's initialisers; those of NCCL have no requirements.
         let library = unsafe { libloading::Library::new(&name) }
             .map_err(|e| Error::Open { tried: tried.clone(), why: e.to_string() })?;
-        // The version comes first, so that an old library is called old and not incomplete.
+        // The version is checked first, so that an old library is reported as old and not as incomplete.
         let version = {
-            // SAFETY: declared so in nccl.h since its first version.
+            // SAFETY: the signature is that of nccl.h since its first version.
             let get = unsafe { library.get::<unsafe extern "C" fn(*mut c_int) -> Code>(b"ncclGetVersion") }
                 .map_err(|_| Error::Symbol { tried: tried.clone(), symbol: "ncclGetVersion" })?;
             let mut code: c_int = 0;
-            // SAFETY: `code` is a valid place for the answer.
+            // SAFETY: `code` is valid for writes.
             let status = unsafe { get(&raw mut code) };
             if status != sys::SUCCESS || code <= 0 {
                 return Err(Error::Argument(format!(
-                    "{tried}: ncclGetVersion returned {status}, version {code}"
+                    "{tried}: ncclGetVersion returned status {status} and version {code}; expected 0 and a positive version"
                 )));
             }
             Version::from_code(code.unsigned_abs())
@@ -62,7 +62,7 @@ impl Library {
         if version < Version::OLDEST {
             return Err(Error::TooOld { tried, found: version });
         }
-        // SAFETY: it answered as NCCL does; the functions live in the same struct as the library.
+        // SAFETY: the library answered as NCCL does; the functions are stored in the same struct as the library.
         let functions = unsafe { Functions::resolve(&library) }
             .map_err(|symbol| Error::Symbol { tried: tried.clone(), symbol })?;
         Ok(Arc::new(Library { functions, version, origin: tried, _library: library }))
@@ -74,13 +74,13 @@ impl Library {
         self.version
     }
 
-    /// What was opened and who named it.
+    /// The path or name that was opened, and its source.
     #[must_use]
     pub fn origin(&self) -> &str {
         &self.origin
     }
 
-    /// Whether `ncclGetLsaDevicePointer` is there; older libraries' window tables are read instead.
+    /// Whether the library has `ncclGetLsaDevicePointer`. Without it, window tables are read directly.
     #[must_use]
     pub fn has_lsa_pointer(&self) -> bool {
         self.functions.lsa_pointer.is_some()

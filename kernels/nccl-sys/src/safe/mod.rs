@@ -1,4 +1,4 @@
-//! Owners of what NCCL hands out. Drops never panic and never wait for peers; what goes wrong in them is recorded.
+//! Owners of NCCL's resources. Drops neither panic nor wait for peers; their errors are recorded.
 #![allow(unsafe_code, reason = "calls C functions through resolved pointers")]
 
 mod communicator;
@@ -17,7 +17,7 @@ use crate::result::Error;
 
 static DROP_ERRORS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
-/// Takes the errors that destructors met since the last call; they have nobody to return them to.
+/// Takes the errors of destructors, which cannot return them, since the last call.
 #[must_use]
 pub fn take_drop_errors() -> Vec<String> {
     DROP_ERRORS.lock().map(|mut errors| std::mem::take(&mut *errors)).unwrap_or_default()
@@ -26,7 +26,7 @@ pub fn take_drop_errors() -> Vec<String> {
 fn record(outcome: Result<(), Error>) {
     if let Err(error) = outcome
         && let Ok(mut errors) = DROP_ERRORS.lock()
-        // A bound, in case nobody ever asks.
+        // The list is bounded in case it is never taken.
         && errors.len() < 64
     {
         errors.push(error.to_string());

@@ -6,7 +6,7 @@ use crate::result::Version;
 use crate::sys;
 
 #[test]
-fn a_missing_library_names_what_was_tried_and_the_way_out() {
+fn the_error_of_a_missing_library_names_the_path_and_the_way_out() {
     let error = Library::open(Some(Path::new("/nowhere/libnccl.so.2"))).expect_err("there is no such file");
     let text = error.to_string();
     for part in ["/nowhere/libnccl.so.2 (as configured)", "EXPERTD_NCCL", "2.28.0 or newer"] {
@@ -15,13 +15,13 @@ fn a_missing_library_names_what_was_tried_and_the_way_out() {
 }
 
 #[test]
-fn a_library_that_is_not_nccl_is_refused_by_symbol() {
+fn a_library_that_is_not_nccl_is_refused() {
     let error = Library::open(Some(Path::new("libc.so.6"))).expect_err("libc is no NCCL");
     assert!(matches!(error, Error::Symbol { symbol: "ncclGetVersion", .. }), "{error}");
 }
 
 #[test]
-fn an_id_that_nobody_wrote_is_refused() {
+fn an_id_of_zeros_is_refused() {
     assert!(UniqueId::from_bytes(&[0; sys::UNIQUE_ID_BYTES]).is_err());
     let mut bytes = [0; sys::UNIQUE_ID_BYTES];
     bytes[127] = 0xfe;
@@ -29,7 +29,7 @@ fn an_id_that_nobody_wrote_is_refused() {
     assert_eq!(id.to_bytes(), bytes);
 }
 
-/// Runs where a real library is at hand (EXPERTD_NCCL); elsewhere there is nothing to look at.
+/// Needs a real library, named by EXPERTD_NCCL.
 #[test]
 fn a_real_library_has_every_symbol() {
     if env::var_os(LIBRARY_VARIABLE).is_none() {

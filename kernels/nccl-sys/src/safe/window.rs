@@ -1,4 +1,4 @@
-//! Symmetric memory and the window that all members make of it.
+//! Symmetric memory, and the window that all members register.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -9,14 +9,14 @@ use super::{Communicator, Library, record};
 use crate::result::Error;
 use crate::sys::{self, Comm, WindowHandle, WindowTable};
 
-/// Device memory that can become a window (`ncclMemAlloc`). Needs a current CUDA context.
+/// Device memory that can be registered as a window (`ncclMemAlloc`). Requires a current CUDA context.
 pub struct SymmetricMemory {
     library: Arc<Library>,
     address: *mut c_void,
     bytes: usize,
 }
 
-// SAFETY: an address of device memory; the host never dereferences it.
+// SAFETY: the field is an address of device memory, which the host never dereferences.
 unsafe impl Send for SymmetricMemory {}
 
 impl std::fmt::Debug for SymmetricMemory {
@@ -29,14 +29,14 @@ impl SymmetricMemory {
     /// Allocates at least `bytes`, rounded up to the alignment of windows. The contents are not initialised.
     ///
     /// # Errors
-    /// When NCCL cannot allocate.
+    /// If NCCL cannot allocate the memory.
     pub fn allocate(library: &Arc<Library>, bytes: usize) -> Result<SymmetricMemory, Error> {
         if bytes == 0 {
-            return Err(Error::Argument("a window of 0 bytes was asked for".into()));
+            return Err(Error::Argument("the window's size is 0 bytes, expected at least 1".into()));
         }
         let bytes = bytes.next_multiple_of(sys::WINDOW_ALIGNMENT);
         let mut address = ptr::null_mut();
-        // SAFETY: `address` is a valid place for the answer.
+        // SAFETY: `address` is valid for writes.
         let code = unsafe { (library.functions.mem_alloc)(&raw mut address, bytes) };
         library.check("ncclMemAlloc", code, ptr::null_mut())?;
         Ok(SymmetricMemory { library: Arc::clone(library), address, bytes })
@@ -57,14 +57,14 @@ impl SymmetricMemory {
 
 impl Drop for SymmetricMemory {
     fn drop(&mut self) {
-        // SAFETY: allocated by `ncclMemAlloc`, freed once.
+        // SAFETY: the memory was allocated by `ncclMemAlloc` and is freed once.
         let code = unsafe { (self.library.functions.mem_free)(self.address) };
         record(self.library.check("ncclMemFree", code, ptr::null_mut()));
     }
 }
 
-/// Memory that every member of a group registered, with the addresses of all copies. It owns what it needs; the order
-/// of its fields is the order of destruction: window, communicator, memory.
+/// Memory that every member of a group has registered, with the addresses of all members' windows. Its fields are dropped in
+/// the required order: registration, communicator, memory.
 pub struct Window {
     registration: Registration,
     communicator: Communicator,
@@ -78,20 +78,20 @@ impl std::fmt::Debug for Window {
     }
 }
 
-/// The handle, boxed because a non-blocking registration writes it after the call returned.
+/// A window handle, boxed because a non-blocking registration writes it after the call has returned.
 struct Registration {
     library: Arc<Library>,
     comm: Comm,
     handle: Box<WindowHandle>,
 }
 
-// SAFETY: handles, used under the same rules as the communicator's.
+// SAFETY: the handles are used under the same rules as the communicator's.
 unsafe impl Send for Registration {}
 
 impl Drop for Registration {
     fn drop(&mut self) {
         if !self.handle.is_null() {
-            // SAFETY: registered with this communicator, which is dropped after this.
+            // SAFETY: the handle was registered with this communicator, which is dropped later.
             let code = unsafe { (self.library.functions.window_deregister)(self.comm, *self.handle) };
             if code != sys::IN_PROGRESS {
                 record(self.library.check("ncclCommWindowDeregister", code, self.comm));
@@ -101,11 +101,12 @@ impl Drop for Registration {
 }
 
 impl Window {
-    /// Registers `memory` together with all peers (each with the same size) and resolves their addresses.
-    /// `read_device` copies bytes from device memory at an address; it serves libraries before 2.29.
+    /// Registers `memory` together with all peers, which register the same size, and resolves the addresses of their
+    /// windows. `read_device` copies bytes from a device address; only libraries before 2.29 need it.
     ///
     /// # Errors
-    /// On NCCL's errors, when peers do not register before the deadline, and when the result is no usable window.
+    /// NCCL's errors, [`Error::Deadline`] if peers do not register in time, and [`Error::NullWindow`] or
+    /// [`Error::BadWindow`] if the result is not a usable window.
     pub fn register(
         communicator: Communicator,
         memory: SymmetricMemory,
@@ -118,8 +119,8 @@ impl Window {
             comm: communicator.raw,
             handle: Box::new(ptr::null_mut()),
         };
-        // SAFETY: the memory is NCCL's own; the boxed handle stays in place until the call settles or, after a missed
-        // deadline, for ever (it is leaked below).
+        // SAFETY: the memory was allocated by NCCL; the boxed handle stays in place until the registration ends or, after a
+        // missed deadline, for ever (it is leaked below).
         let code = unsafe {
             (library.functions.window_register)(
                 communicator.raw,
@@ -130,8 +131,8 @@ impl Window {
             )
         };
         if let Err(error) = communicator.await_window(code, &registration.handle, deadline) {
-            // The registration may go on in the background, where it writes the handle and uses memory and
-            // communicator: none of them may go away. The rank ends after this error, so nothing is lost.
+            // The registration may still run in the background, where it writes the handle and uses memory and
+            // communicator, so none of them may be freed. The leak is harmless, because the rank ends after this error.
             std::mem::forget(registration);
             std::mem::forget(memory);
             std::mem::forget(communicator);
@@ -153,7 +154,7 @@ impl Window {
                 .map(|peer| {
                     let mut address = ptr::null_mut();
                     let index = c_int::try_from(peer).unwrap_or(c_int::MAX);
-                    // SAFETY: a live window; NCCL checks the index.
+                    // SAFETY: the window is alive, and NCCL checks the index.
                     let code = unsafe { lsa_pointer(handle, 0, index, &raw mut address) };
                     self.registration.library.check(
                         "ncclGetLsaDevicePointer",
@@ -166,12 +167,12 @@ impl Window {
         } else {
             let mut bytes = [0_u8; WindowTable::BYTES];
             read_device(handle as u64, &mut bytes)
-                .map_err(|why| Error::BadWindow(format!("its table cannot be read: {why}")))?;
+                .map_err(|why| Error::BadWindow(format!("the window table cannot be read: {why}")))?;
             let table = WindowTable::decode(&bytes);
             if table.lsa_rank != self.communicator.rank() || table.world_rank != self.communicator.rank() {
                 return Err(Error::BadWindow(format!(
-                    "its table names rank {} ({} among directly connected ones), expected {}: not all GPUs reach \
-                     each other, or this NCCL lays windows out differently",
+                    "the window table has rank {} ({} among directly connected GPUs), expected {}: not all GPUs reach \
+                     each other, or this NCCL has another window layout",
                     table.world_rank,
                     table.lsa_rank,
                     self.communicator.rank()
@@ -180,7 +181,7 @@ impl Window {
             (0..ranks).map(|peer| table.peer(peer)).collect()
         };
         if let Some(missing) = peers.iter().position(|&address| address == 0) {
-            return Err(Error::BadWindow(format!("no address for rank {missing}")));
+            return Err(Error::BadWindow(format!("the address of rank {missing} is null")));
         }
         let mut distinct = peers.clone();
         distinct.sort_unstable();
@@ -191,7 +192,7 @@ impl Window {
         Ok(peers)
     }
 
-    /// Addresses of every rank's copy, as this rank may load and store them.
+    /// `[ranks]`: address of each rank's window, for loads and stores by this rank.
     #[must_use]
     pub fn peers(&self) -> &[u64] {
         &self.peers
@@ -203,15 +204,15 @@ impl Window {
         self.memory.bytes
     }
 
-    /// The group's background state.
+    /// Checks NCCL's asynchronous state.
     ///
     /// # Errors
-    /// The error that NCCL met.
+    /// The asynchronous error.
     pub fn health(&self) -> Result<(), Error> {
         self.communicator.health()
     }
 
-    /// Deregisters and leaves the group in order.
+    /// Deregisters the window and leaves the group in order.
     ///
     /// # Errors
     /// As [`Communicator::finish`].

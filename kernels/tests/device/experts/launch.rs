@@ -157,7 +157,7 @@ impl Step {
         for c in &self.counts {
             offsets.push(offsets.last().unwrap_or(&0) + *c as i32);
         }
-        let panel_rows = total + 7 * count + 8;
+        let panel_rows = (total + 7 * count + 8).next_multiple_of(8);
         let bits: Vec<u16> = self.x.iter().map(|v| v.to_bits()).collect();
         let (x, offsets) = (Buffer::from_slice(device, &bits)?, Buffer::from_slice(device, &offsets)?);
         let index = Buffer::from_slice(device, &[&self.index[..], &[0]].concat())?;
@@ -169,6 +169,9 @@ impl Step {
         y.fill_bytes(0xff)?;
         let (_x_held, x_panels) = room(device, (panel_rows * hidden * 2) as u64)?;
         let (_h_held, h) = room(device, (panel_rows * inter * 2) as u64)?;
+        let scales =
+            |k: usize| Buffer::<f32>::zeroed(device, k.div_ceil(experts::SCALE_ELEMENTS) * panel_rows);
+        let (x_scales, h_scales) = (scales(hidden)?, scales(inter)?);
         let params = ExpertsParams {
             layers: layers.address(),
             layer: layer.address(),
@@ -178,9 +181,11 @@ impl Step {
             x: x.address(),
             y: y.address(),
             x_panels,
+            x_scales: x_scales.address(),
+            h_scales: h_scales.address(),
             h,
             state: state.address(),
-            x_stride: hidden as u64,
+            x_stride: hidden as u64 * 2,
             panel_rows: panel_rows as i32,
             experts: count as i32,
             hidden: hidden as i32,

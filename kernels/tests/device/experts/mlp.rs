@@ -2,7 +2,7 @@
 
 use expertd_kernels::experts;
 
-use super::stored::Stored;
+use super::stored::{Stored, quantised};
 use crate::random::Random;
 
 /// Of the activations that have them.
@@ -52,6 +52,9 @@ impl Case {
     pub fn reference(&self, expert: &Expert, x: &[f64], weight: f32) -> (Vec<f64>, Vec<f64>) {
         let weight = f64::from(weight);
         let (on_input, on_output) = if self.weight_on_input { (weight, 1.0) } else { (1.0, weight) };
+        let fp8 = self.format == experts::W8A8;
+        let rows = if fp8 { quantised(x) } else { x.to_vec() };
+        let x = &rows[..];
         let h: Vec<f64> = (0..self.inter)
             .map(|f| {
                 let mut g = expert.gate.dot(f, x) * on_input + f64::from(expert.gate_bias[f]);
@@ -75,6 +78,13 @@ impl Case {
                 g / (1.0 + (-alpha * g).exp()) * (u + offset)
             })
             .collect();
+        // The kernel quantises the weighted h, rounded to bf16.
+        let narrow = |h: &f64| half::bf16::from_f64(h * on_output).to_f64();
+        let h = if fp8 {
+            quantised(&h.iter().map(narrow).collect::<Vec<_>>()).iter().map(|h| h / on_output).collect()
+        } else {
+            h
+        };
         let bias = |f: usize| f64::from(expert.down_bias[f]);
         let y = (0..self.hidden).map(|f| (expert.down.dot(f, &h) + bias(f)) * on_output);
         let sizes = (0..self.hidden).map(|f| {

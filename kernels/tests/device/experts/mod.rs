@@ -16,6 +16,9 @@ use crate::{Options, Outcome};
 
 /// Largest relative L2 error of a row.
 const TOLERANCE: f64 = 1e-2;
+/// The same of FP8 products, against a reference that quantises, too: an error of the last bit of a sum can move an element of h to
+/// the next code.
+const TOLERANCE_FP8: f64 = 5e-2;
 
 /// Compares all rows; returns the largest relative error.
 fn compare(case: &Case, all: &[Expert], step: &Step, y: &[bf16]) -> Result<f64, String> {
@@ -36,7 +39,8 @@ fn compare(case: &Case, all: &[Expert], step: &Step, y: &[bf16]) -> Result<f64, 
                 }
             }
             let relative = if norm == 0.0 { error } else { (error / norm).sqrt() };
-            if relative > TOLERANCE {
+            let tolerance = if case.format == experts::W8A8 { TOLERANCE_FP8 } else { TOLERANCE };
+            if relative > tolerance {
                 return Err(format!(
                     "assignment {assignment} of expert {expert}: relative error {relative:.2e}"
                 ));
@@ -54,6 +58,9 @@ fn ragged(device: &Device, random: &mut Random, case: &Case) -> Outcome {
     let loaded = load(device, case, &all)?;
     let mut worst = 0.0_f64;
     let mut shapes = vec![[0, 0], [16, 32], [64, 64], [128, 128], [256, 128]];
+    if case.format == experts::W8A8 {
+        shapes = vec![[0, 0], [0, 32], [experts::TILE_TALL, 128], [256, 32], [256, 128]];
+    }
     if case.format == experts::BF16 {
         shapes.extend([[experts::TILE_TALL, 128], [experts::TILE_TURNS, 32], [experts::TILE_TURNS, 128]]);
     }
@@ -164,6 +171,19 @@ pub fn check(options: &Options) -> Outcome {
         };
         ragged(&device, &mut random, &clamped)?;
     }
+    // Intermediate sizes are multiples of 128 there; hidden sizes need not be.
+    let fp8 = Case { format: experts::W8A8, hidden: 192, inter: 128, ..plain };
+    ragged(&device, &mut random, &fp8)?;
+    ragged(
+        &device,
+        &mut random,
+        &Case { hidden: 320, inter: 384, activation: experts::SWIGLU_OAI, biases: true, ..fp8 },
+    )?;
+    ragged(
+        &device,
+        &mut random,
+        &Case { hidden: 256, activation: experts::SWIGLU_CLAMPED, weight_on_input: true, ..fp8 },
+    )?;
     for format in [experts::FP8, experts::MXFP4] {
         specials(&device, &mut random, &Case { format, hidden: 128, inter: 256, ..plain })?;
     }

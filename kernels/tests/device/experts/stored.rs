@@ -49,7 +49,7 @@ impl Stored {
                 let values = (0..rows * k).map(|_| bf16::from_f32((random.unit() * 3.4 - 1.7) * size));
                 stored.codes = values.flat_map(|v| v.to_bits().to_le_bytes()).collect();
             }
-            experts::FP8 => {
+            experts::FP8 | experts::W8A8 => {
                 // Every code in turn, from a random start of each row: none that is a number is left out.
                 for _ in 0..rows {
                     let start = random.below(256);
@@ -78,7 +78,7 @@ impl Stored {
             experts::BF16 => {
                 return bf16::from_le_bytes([self.codes[at * 2], self.codes[at * 2 + 1]]).to_f64();
             }
-            experts::FP8 => {
+            experts::FP8 | experts::W8A8 => {
                 e4m3(self.codes[at]) * f64::from(self.multipliers[row * self.k.div_ceil(128) + col / 128])
             }
             _ => {
@@ -95,10 +95,35 @@ impl Stored {
     }
 
     pub fn scale_bytes(&self) -> Vec<u8> {
-        if self.format == experts::FP8 {
+        if matches!(self.format, experts::FP8 | experts::W8A8) {
             self.multipliers.iter().flat_map(|v| v.to_le_bytes()).collect()
         } else {
             self.exponents.clone()
         }
     }
+}
+
+/// The nearest value of e4m3, ties to the even code; what is beyond the largest becomes the largest.
+fn to_e4m3(value: f64) -> f64 {
+    if value.is_nan() {
+        return f64::NAN;
+    }
+    let magnitude = value.abs().min(448.0);
+    // Steps of codes: 2^-9 below 2^-6, else an eighth of the power of two.
+    let exponent = if magnitude < 2f64.powi(-6) { -6 } else { magnitude.log2().floor() as i32 };
+    let step = 2f64.powi(exponent - 3);
+    ((magnitude / step).round_ties_even() * step).copysign(value)
+}
+
+/// What quantisation to e4m3 leaves of values: a scale for every 128 of them, as the kernels choose it.
+pub fn quantised(values: &[f64]) -> Vec<f64> {
+    let group = |values: &[f64]| -> Vec<f64> {
+        let largest =
+            values.iter().fold(2f64.powi(-100), |most, v| if v.abs() > most { v.abs() } else { most });
+        let scale = largest as f32 / 448.0;
+        let inverse = 1.0 / scale;
+        let code = |v: &f64| to_e4m3(f64::from(*v as f32 * inverse)) * f64::from(scale);
+        values.iter().map(code).collect()
+    };
+    values.chunks(experts::SCALE_ELEMENTS).flat_map(group).collect()
 }

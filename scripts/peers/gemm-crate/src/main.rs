@@ -1,8 +1,8 @@
-//! One thread: rows [m, 2048] times weights [2048, 2048], by our kernels (f32 and bf16 weights) and by the `gemm`
-//! crate (f32; it has no bf16). Weights rotate through 640 MB, so they are cold. Prints GFLOP/s of thread CPU time, at
-//! the 10th percentile of the calls. Arguments are the values of m.
+//! Compares our matrix products (f32 and bf16 weights) with those of the `gemm` crate (f32; it has no bf16) on one thread:
+//! rows [m, 2048] times weights [2048, 2048]. Weights rotate through 640 MB, so they are cold. Prints GFLOP/s of thread CPU
+//! time, at the 10th percentile of the calls. The arguments are values of m.
 
-use expertd::linalg::{SimdLevel, MatmulScratch, MatrixView, PackedMatrix, Scales, WeightFormat, matmul};
+use expertd_compute::linalg::{SimdLevel, MatmulScratch, MatrixView, PackedMatrix, Scales, WeightFormat, matmul};
 use rand::RngExt;
 
 const N: usize = 2048;
@@ -14,7 +14,7 @@ fn cpu_seconds() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
-/// GFLOP/s of `call(i)`, with `count` matrices in turn.
+/// GFLOP/s of `call(i)`, where `i` is the index of one of `count` matrices, used in turn.
 fn rate(m: usize, count: usize, mut call: impl FnMut(usize)) -> f64 {
     let mut times: Vec<f64> = (0..3 * count)
         .map(|i| {
@@ -30,7 +30,7 @@ fn rate(m: usize, count: usize, mut call: impl FnMut(usize)) -> f64 {
 fn pack(format: WeightFormat, data: &[u8]) -> PackedMatrix {
     let view =
         MatrixView { format, data, rows: N, cols: K, row_stride: K, col_stride: 1, scales: Scales::None };
-    PackedMatrix::pack(&view).expect("a sound matrix")
+    PackedMatrix::pack(&view).expect("the matrix is valid")
 }
 
 fn main() {

@@ -1,4 +1,4 @@
-//! The figures of the bench, for people and for programs.
+//! Output of the benchmark, as a table and as JSON.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -9,20 +9,20 @@ use serde_json::json;
 use super::floor::Floor;
 use expertd_types::Phase;
 
-/// Figures of one size.
+/// Figures of one step size.
 pub(super) struct Figures {
     pub(super) tokens_per_rank: usize,
     pub(super) tokens: usize,
-    /// Ascending.
+    /// Durations of the steps, ascending.
     pub(super) steps: Vec<Duration>,
-    /// From the first answer that counts to the last, and the requests in between.
+    /// Time over which `requests` answers were measured.
     pub(super) wall: Duration,
     pub(super) requests: usize,
-    /// Medians, of the slowest rank.
+    /// Median duration of each phase on the slowest rank.
     pub(super) phases: [Duration; Phase::ALL.len()],
-    /// Median of all phases but the copies between host and device, of the rank that took longest.
+    /// Median of the sum of all phases except the copies between host and device, on the slowest rank.
     pub(super) inner: Duration,
-    /// Mean over the steps, where ceilings are known.
+    /// Mean floor of the steps, if ceilings are known.
     pub(super) floor: Option<Floor>,
 }
 
@@ -30,7 +30,7 @@ fn micros(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }
 
-/// What people read.
+/// Formats the figures as a table.
 pub(super) fn table(figures: &[Figures]) -> String {
     let mut text = String::new();
     let _ = write!(text, "{:>7} {:>10} {:>18} {:>10}", "T/rank", "step µs", "min .. p90", "tokens/s");
@@ -56,11 +56,13 @@ pub(super) fn table(figures: &[Figures]) -> String {
             floor_line(&mut text, f, floor);
         }
     }
-    text.push_str("medians; phases are those of the slowest rank in each, so that they may add up to more than the step\n");
+    text.push_str(
+        "medians; each phase is that of its slowest rank, so phases may add up to more than the step\n",
+    );
     text
 }
 
-/// Below a measured line: the floors in the same columns, and how far the step without copies is from its floor.
+/// Appends the floors in the columns of the line above, and the ratio of the step without copies to its floor.
 fn floor_line(text: &mut String, f: &Figures, floor: &Floor) {
     let _ = write!(text, "{:>7} {:>10.0} {:>18} {:>10}", "floor", micros(floor.step()), "", "");
     for phase in Phase::ALL {
@@ -76,7 +78,7 @@ fn floor_line(text: &mut String, f: &Figures, floor: &Floor) {
     let _ = writeln!(text, "  without copies {inner:.0} µs, {ratio:.2} x the floor");
 }
 
-/// The same for programs, all times in seconds; with what the floors are made of, where there are any.
+/// Formats the figures as JSON, with all times in seconds, and the ceilings if they are known.
 pub(super) fn json(ceilings: Option<&Ceilings>, figures: &[Figures]) -> serde_json::Value {
     let one = |f: &Figures| {
         let phases: serde_json::Map<_, _> = Phase::ALL

@@ -1,4 +1,4 @@
-//! Routing that the bench draws itself, in place of the model's gate.
+//! Random routing that the benchmark uses instead of the model's gate.
 
 use std::str::FromStr;
 
@@ -9,16 +9,16 @@ use rand::seq::SliceRandom as _;
 use crate::rows;
 use expertd_router::backend::GivenRouting;
 
-/// Who chooses the experts of a step.
+/// Value of `--routing`: how the experts of a step are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RoutingArg {
-    /// The layer's own gate, from the rows.
+    /// By the layer's gate.
     Gate,
-    /// Every expert is as likely as the others.
+    /// At random, all experts with equal probability.
     Uniform,
-    /// The r-th most popular expert is chosen with a weight of `r^-exponent`; who is popular changes with every step.
+    /// At random; the r-th most popular expert has weight `r^-exponent`. The order of popularity changes with every step.
     Zipf(f64),
-    /// Only experts of rank 0, as far as it has k of them; every one as likely as the others.
+    /// At random among the experts of rank 0 (and further ones if it has fewer than k), with equal probability.
     OneRank,
 }
 
@@ -33,7 +33,7 @@ impl FromStr for RoutingArg {
             Some(("zipf", exponent)) => match exponent.parse::<f64>() {
                 Ok(exponent) if exponent.is_finite() && exponent >= 0.0 => Ok(RoutingArg::Zipf(exponent)),
                 _ => Err(format!(
-                    "`{exponent}` is no exponent: zipf:S takes a number from 0, such as zipf:1.0"
+                    "`{exponent}` is not an exponent: zipf:S takes a number of at least 0, such as zipf:1.0"
                 )),
             },
             _ => Err(format!("expected gate, uniform, zipf:S or one-rank, found `{text}`")),
@@ -42,8 +42,8 @@ impl FromStr for RoutingArg {
 }
 
 impl RoutingArg {
-    /// Routing of `tokens` rows over `experts` experts, the first `first_rank` of which are rank 0's; `None` for the
-    /// gate. Every choice weighs the same.
+    /// Draws the routing of `tokens` rows over `experts` experts, of which rank 0 owns the first `first_rank`. All weights
+    /// are equal. Returns `None` for the gate.
     pub(super) fn draw(
         self,
         tokens: usize,
@@ -70,7 +70,7 @@ impl RoutingArg {
         if self != RoutingArg::OneRank {
             order.shuffle(random);
         }
-        // The k largest of ln(weight) + Gumbel noise are k draws without putting back.
+        // The k largest of ln(weight) + Gumbel noise are k draws without replacement.
         let logs: Vec<f64> = (0..experts).map(|rank| weight(rank).ln()).collect();
         let mut keys: Vec<(f64, usize)> = Vec::with_capacity(experts);
         let mut ids = Vec::with_capacity(tokens * k);
@@ -117,14 +117,14 @@ mod tests {
     }
 
     #[test]
-    fn all_experts_are_chosen_evenly_or_only_those_of_one_rank() {
+    fn uniform_uses_all_experts_and_one_rank_those_of_rank_0() {
         assert!(counts(RoutingArg::Uniform).iter().all(|n| (250..500).contains(n)));
         let one = counts(RoutingArg::OneRank);
         assert!(one[..5].iter().all(|&n| n > 1000) && one[5..].iter().all(|&n| n == 0), "{one:?}");
     }
 
     #[test]
-    fn skew_shows_within_a_step() {
+    fn zipf_is_skewed_within_a_step() {
         let mut random = SmallRng::seed_from_u64(3);
         let drawn = RoutingArg::Zipf(2.0).draw(200, 64, 16, 1, &mut random).expect("not the gate's");
         let mut counts = [0; 64];
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn the_gate_is_left_alone_and_nonsense_is_refused() {
+    fn the_gate_draws_nothing_and_invalid_values_are_refused() {
         assert!(RoutingArg::Gate.draw(1, 4, 2, 2, &mut SmallRng::seed_from_u64(1)).is_none());
         assert_eq!("zipf:1.5".parse(), Ok(RoutingArg::Zipf(1.5)));
         assert!("zipf:-1".parse::<RoutingArg>().is_err());

@@ -29,7 +29,7 @@ use expertd_router::watchdog;
 
 /// Exit codes of `expertd serve`, after sysexits.h.
 pub mod exit {
-    /// Bad configuration or a broken checkpoint, found before any port was bound.
+    /// The configuration is invalid or the checkpoint is broken, which was found before any port was bound.
     pub const USAGE: u8 = 64;
     /// The weights could not be loaded.
     pub const LOAD: u8 = 65;
@@ -41,13 +41,13 @@ pub mod exit {
     pub const LOST: u8 = 71;
 }
 
-/// How long calls may take to end after the last answer was given.
+/// Time limit for connections to close after the last answer was sent.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
 
-/// How long the end may take after a second signal.
+/// Time limit for the end of the service after a second signal.
 const END_AT_ONCE: Duration = Duration::from_secs(3);
 
-/// Runs the service until a signal, a drain, or a failure that it does not survive.
+/// Runs the service until a signal, a drain, or a failure that it cannot recover from.
 #[must_use]
 pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
     let plan = Given::merge(args, matches).map_err(PlanError::from).and_then(|given| {
@@ -115,7 +115,7 @@ fn guard_process() -> std::io::Result<()> {
     })
 }
 
-/// Gives memory that a burst of messages took back once it was not needed for a while.
+/// Periodically returns memory to the system that a burst of messages had needed.
 async fn settle_memory() {
     let mut periods = tokio::time::interval(memory::RELEASE_PERIOD);
     loop {
@@ -130,24 +130,24 @@ pub enum StartError {
     /// An address does not parse.
     #[error("{name}: {source}")]
     Address {
-        /// The setting.
+        /// Name of the setting.
         name: &'static str,
-        /// What is wrong with it.
+        /// The parser's error.
         source: api::AddressError,
     },
-    /// The address of the metrics endpoint is no HOST:PORT.
+    /// The address of the metrics endpoint does not parse.
     #[error(
-        "metrics-listen: `{0}` is no IP:PORT; use 127.0.0.1:9464, or 0.0.0.0:9464 to be scraped from elsewhere"
+        "metrics-listen: `{0}` is not IP:PORT; use 127.0.0.1:9464, or 0.0.0.0:9464 for scrapers on other hosts"
     )]
     MetricsAddress(String),
     /// The metrics endpoint could not be bound.
     #[error(
-        "metrics-listen: cannot bind {address}: {source}; give another --metrics-listen, port 0 picks a free one"
+        "metrics-listen: cannot bind {address}: {source}; choose another --metrics-listen (port 0 picks a free one)"
     )]
     MetricsBind {
-        /// Where.
+        /// The address.
         address: SocketAddr,
-        /// Why not.
+        /// The error of `bind`.
         source: std::io::Error,
     },
     /// The metrics endpoint would be open to other hosts.
@@ -162,10 +162,10 @@ pub enum StartError {
     /// The limit on open files.
     #[error("{0}")]
     Descriptors(String),
-    /// A gRPC listener.
+    /// A gRPC listener could not be started.
     #[error(transparent)]
     Server(#[from] api::ServerError),
-    /// The scheduler.
+    /// The scheduler could not be started.
     #[error(transparent)]
     Service(#[from] expertd_router::steps::StartError),
 }
@@ -189,7 +189,7 @@ impl StartError {
     }
 }
 
-/// A service with its listeners.
+/// A running service with its listeners.
 pub struct Running {
     service: Arc<Service>,
     addresses: Vec<Address>,
@@ -203,7 +203,7 @@ impl Running {
     /// Checks addresses and credentials, sets memory for messages aside, binds every address, then forms the first generation.
     ///
     /// # Errors
-    /// If an address cannot be had.
+    /// If an address is invalid or cannot be bound, or the scheduler cannot be started.
     pub async fn start(plan: ServePlan) -> Result<Self, StartError> {
         let address = |name: &'static str, text: &str| {
             text.parse::<Address>().map_err(|source| StartError::Address { name, source })
@@ -277,7 +277,7 @@ impl Running {
         Ok(Running { service, addresses, admin, metrics, shutdown, server })
     }
 
-    /// The public address.
+    /// The first public address.
     #[must_use]
     pub fn address(&self) -> Option<&Address> {
         self.addresses.first()
@@ -289,7 +289,7 @@ impl Running {
         &self.service
     }
 
-    /// Prints the line that says where the service is, once it serves.
+    /// Prints the service's addresses once it serves.
     fn announce(&self) {
         let (service, metrics) = (Arc::clone(&self.service), self.metrics);
         let addresses = self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
@@ -311,7 +311,7 @@ impl Running {
         });
     }
 
-    /// Waits for a signal, a drain or a failure, and ends everything in order.
+    /// Waits for a signal, a drain or a failure, and then stops the service.
     async fn until_end(self) -> ExitCode {
         let mut signals = Vec::new();
         for kind in [SignalKind::terminate(), SignalKind::interrupt()] {
@@ -355,7 +355,7 @@ impl Running {
         }
     }
 
-    /// Drains, then ends everything in order: answers out, connections closed, ranks reaped.
+    /// Drains and stops the service: sends all answers, closes connections, reaps ranks.
     pub async fn drain(self) {
         self.service.drain(None).await;
         self.service.ended().await;

@@ -1,4 +1,4 @@
-//! From settings and a checkpoint to everything that a service is started with.
+//! Resolves settings against the machine and a checkpoint to a complete plan of a service.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::super::admin::default_admin_address;
-use super::settings::{Given, SettingsError, Shown, Source, parse_cores};
-use expertd_ipc::control::{DeviceKind, RankSetup};
-use expertd_ipc::wait::SPIN;
+use super::settings::{Given, OnFault, SettingsError, Shown, Source, parse_cores};
+use expertd_ipc::control::{DeviceKind, Fp8Compute, RankSetup};
+use expertd_ipc::wait::SPIN_TIME;
 use expertd_ipc::{GroupShape, SharedRegion};
 use expertd_memory as memory;
 use expertd_model::{Checkpoint, ModelError, ModelSpec, Placement};
@@ -21,41 +21,41 @@ use expertd_router::cluster::{
 use expertd_router::steps::SchedulerConfig;
 use expertd_types::{Generation, Rank, WeightVersion};
 
-/// Ranks of one host.
+/// Largest number of ranks on one host.
 const MAX_RANKS: u32 = 8;
-/// Threads of the router that copy rows of large steps for GPUs: they move some 10 GB/s each.
+/// Largest number of router threads that copy rows of large steps for GPUs. Each moves about 10 GB/s.
 const MAX_COPY_THREADS: usize = 16;
-/// Requests in flight on one stream.
+/// Largest number of requests in flight on one stream.
 const MAX_REQUESTS_PER_STREAM: u32 = 256;
-/// Default of max-bytes-in-flight.
+/// Smallest default of max-bytes-in-flight.
 const BYTES_IN_FLIGHT: usize = 1 << 30;
 
-/// Why there is no service to start: exit code 64.
+/// Why a service cannot be planned; exit status 64.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
-    /// A setting.
+    /// A setting is invalid.
     #[error(transparent)]
     Settings(#[from] SettingsError),
-    /// The checkpoint.
+    /// The checkpoint cannot be served.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// The sizes do not fit together.
+    /// The sizes contradict each other or exceed the address space.
     #[error("{0}")]
     Sizes(String),
 }
 
-/// All that a service is started with.
+/// Everything that a service needs to start.
 #[derive(Debug)]
 pub struct ServePlan {
     /// Every setting with its value and source.
     pub shown: Vec<Shown>,
-    /// The model as callers see it.
+    /// Description of the model for callers.
     pub model: ModelInfo,
-    /// Its layers.
+    /// Specification of the model's layers.
     pub spec: ModelSpec,
-    /// The EP group.
+    /// Configuration of the EP group.
     pub cluster: ClusterConfig,
-    /// Step forming and admission.
+    /// Configuration of step forming and admission.
     pub scheduler: SchedulerConfig,
     /// Address of the public API.
     pub listen: String,
@@ -67,38 +67,39 @@ pub struct ServePlan {
     pub access: AccessConfig,
     /// How many connections there may be, descriptors permitting.
     pub connections: ConnectionLimits,
-    /// Bytes of one rank's window, and of the channels of all ranks.
+    /// Bytes of one rank's window.
     pub window_bytes: usize,
-    /// Bytes of the channels, staging included, of all ranks.
+    /// Bytes of the channels of all ranks, staging included.
     pub channel_bytes: usize,
-    /// Memory for messages and answers, bytes.
-    pub buffers: Buffers,
+    /// Memory for messages and answers.
+    pub buffers: MessageMemory,
 }
 
 /// Memory of the router for messages and answers; see [`memory`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Buffers {
-    /// What there is from the start, bytes.
+pub struct MessageMemory {
+    /// Bytes that are resident from the start.
     pub resident_bytes: usize,
-    /// What there may be, bytes.
-    pub most_bytes: usize,
+    /// Largest number of bytes.
+    pub max_bytes: usize,
 }
 
-impl Buffers {
-    /// Follows from what may be in flight: a message lies in frames and as a whole, its answer as rows and encoded. A
-    /// step's rows in f32 have room in all four places from the start, up to a limit.
+impl MessageMemory {
+    /// Derives the sizes from the bytes that may be in flight. There are up to four copies of them: a message in frames and
+    /// assembled, its answer as rows and encoded. Memory for four copies of a step's rows in f32 is resident from the
+    /// start, up to a limit.
     fn new(in_flight: usize, tokens_per_step: usize, hidden: usize) -> Self {
-        const PLACES: usize = 4;
-        const MOST_RESIDENT: usize = 256 << 20;
-        let most_bytes = in_flight.saturating_mul(PLACES);
-        let step = tokens_per_step.saturating_mul(hidden * 4 * PLACES);
-        Buffers { resident_bytes: step.min(MOST_RESIDENT).min(most_bytes), most_bytes }
+        const COPIES: usize = 4;
+        const MAX_RESIDENT: usize = 256 << 20;
+        let max_bytes = in_flight.saturating_mul(COPIES);
+        let step = tokens_per_step.saturating_mul(hidden * 4 * COPIES);
+        MessageMemory { resident_bytes: step.min(MAX_RESIDENT).min(max_bytes), max_bytes }
     }
 
-    /// Gives this process the memory. Without it, it serves as well, and takes more.
+    /// Reserves the memory. A process without the reservation serves as well, but uses more memory.
     pub fn reserve(&self) {
-        if let Err(error) = memory::reserve(self.most_bytes, self.resident_bytes) {
-            tracing::warn!(%error, bytes = self.resident_bytes, "no memory set aside for messages");
+        if let Err(error) = memory::reserve(self.max_bytes, self.resident_bytes) {
+            tracing::warn!(%error, bytes = self.resident_bytes, "cannot reserve memory for messages");
         }
     }
 }
@@ -107,7 +108,7 @@ fn value(name: &'static str, problem: impl Into<String>) -> PlanError {
     PlanError::Settings(SettingsError::Value { name, problem: problem.into() })
 }
 
-/// Notes a default that was derived rather than fixed.
+/// Returns the setting's value; sets it to `default`, with `why` as its source, if it was not given.
 fn derive<T: Clone>(setting: &mut (Option<T>, Source), default: T, why: impl Into<String>) -> T {
     setting
         .0
@@ -131,13 +132,16 @@ fn within<T: PartialOrd + std::fmt::Display>(
 }
 
 impl ServePlan {
-    /// Resolves settings against the machine and the checkpoint. Opens no port.
+    /// Resolves settings against the machine and the checkpoint. Binds no port and starts no process.
     ///
     /// # Errors
-    /// What is wrong with a setting or with the checkpoint.
+    /// The first setting that is invalid, or the checkpoint's error.
     pub fn new(mut given: Given) -> Result<Self, PlanError> {
         let path = given.model.0.clone().ok_or_else(|| {
-            value("model", "no checkpoint given; pass --model DIR, or try `expertd demo`, which makes one")
+            value(
+                "model",
+                "no checkpoint was given; pass --model DIR, or try `expertd demo`, which makes one",
+            )
         })?;
         let checkpoint = Checkpoint::open(&path)?;
         let spec = checkpoint.spec().clone();
@@ -153,15 +157,15 @@ impl ServePlan {
             tracing::warn!(
                 cores = cores.len(),
                 usable_cores,
-                "a quota allows less than all cores, so there are fewer threads; a step waits when it is used up: give the \
-                 container whole cores (Kubernetes: static CPU manager policy)"
+                "a CPU quota allows fewer cores than this process sees, so fewer threads are started; steps stall when the \
+                 quota is used up: give the container whole cores (Kubernetes: static CPU manager policy)"
             );
         }
         let gpus = gpu::present();
         let (default, why) = match (gpu::BUILT, gpus) {
             (false, _) => (DeviceKind::Cpu, "this build has no GPU ranks"),
-            (true, 0) => (DeviceKind::Cpu, "no GPU here"),
-            (true, _) => (DeviceKind::Cuda, "GPUs are here"),
+            (true, 0) => (DeviceKind::Cpu, "no GPU found"),
+            (true, _) => (DeviceKind::Cuda, "GPUs found"),
         };
         let device = derive(&mut given.device, default, why);
         let ranks = match device {
@@ -176,17 +180,31 @@ impl ServePlan {
                 if gpus == 0 {
                     return Err(value(
                         "device",
-                        "cuda was asked for, and there is no GPU here (no /dev/nvidia0, or CUDA_VISIBLE_DEVICES hides \
-                         it); see `expertd doctor`, or use --device cpu",
+                        "is cuda, but no GPU was found (no /dev/nvidia0, or CUDA_VISIBLE_DEVICES hides it); see \
+                         `expertd doctor`, or use --device cpu",
                     ));
                 }
                 derive(&mut given.ranks, gpus.min(MAX_RANKS), "one per GPU")
             }
         };
         if device == DeviceKind::Cuda && ranks > gpus {
-            return Err(value("ranks", format!("is {ranks}, and there are {gpus} GPUs here, one per rank")));
+            return Err(value(
+                "ranks",
+                format!("is {ranks}, but only {gpus} GPUs were found; each rank needs one"),
+            ));
         }
         let ranks = within("ranks", ranks, 1, MAX_RANKS)?;
+        let fp8_compute = match device {
+            DeviceKind::Cpu => {
+                derive(&mut given.fp8_compute, Fp8Compute::Bf16, "CPU ranks widen FP8 weights")
+            }
+            DeviceKind::Cuda => {
+                derive(&mut given.fp8_compute, Fp8Compute::Fp8, "as FP8 checkpoints are meant")
+            }
+        };
+        if device == DeviceKind::Cpu && fp8_compute == Fp8Compute::Fp8 {
+            return Err(value("fp8-compute", "is fp8, which CPU ranks cannot do; leave it out, or use bf16"));
+        }
 
         let setting = |s: &(Option<usize>, Source)| s.0.unwrap_or_default();
         let per_step = within("max-tokens-per-step", setting(&given.max_tokens_per_step), 1, 1 << 20)?;
@@ -210,11 +228,12 @@ impl ServePlan {
             Ok::<_, PlanError>(Duration::from_millis(within(name, s.0.unwrap_or(0), 1, 24 * 3_600_000)?))
         };
         let step_timeout = millis("step-timeout-ms", &given.step_timeout_ms)?;
+        let device_timeout = millis("device-timeout-ms", &given.device_timeout_ms)?;
         let liveness_timeout = millis("liveness-timeout-ms", &given.liveness_timeout_ms)?;
         if liveness_timeout < Duration::from_millis(300) {
             return Err(value(
                 "liveness-timeout-ms",
-                "must be at least 300: ranks show life every 100 ms at most",
+                "must be at least 300, because the heartbeat's interval is up to 100 ms",
             ));
         }
         let near = match device {
@@ -225,9 +244,9 @@ impl ServePlan {
             DeviceKind::Cpu => share_cores(&cores, ranks as usize),
             DeviceKind::Cuda => share_cores_near(&cores, &near),
         };
-        // GPU ranks leave most of their cores alone; CPU ranks have all of them.
+        // GPU ranks leave most of their cores idle; CPU ranks use all of theirs.
         let spare_cores = device == DeviceKind::Cuda && usable_cores > 2 * ranks as usize;
-        let spin = if spare_cores { SPIN } else { Duration::ZERO };
+        let spin = if spare_cores { SPIN_TIME } else { Duration::ZERO };
 
         let message_bytes = Limits::message_bytes(per_request, spec.hidden, max_top_k);
         let in_flight = derive(
@@ -240,8 +259,8 @@ impl ServePlan {
             return Err(value(
                 "max-bytes-in-flight",
                 format!(
-                    "is {in_flight}, but one request of max-tokens-per-request = {per_request} tokens takes up to \
-                     {message_bytes} bytes: raise the one or lower the other"
+                    "is {in_flight}, but one request of max-tokens-per-request = {per_request} tokens needs up to \
+                     {message_bytes} bytes: raise max-bytes-in-flight or lower max-tokens-per-request"
                 ),
             ));
         }
@@ -310,10 +329,14 @@ impl ServePlan {
                 },
                 device,
                 model: absolute(&path),
+                fp8_compute,
                 cores: shares,
                 usable_cores,
                 spin,
-                peer_timeout: step_timeout,
+                peer_timeout: match device {
+                    DeviceKind::Cpu => step_timeout,
+                    DeviceKind::Cuda => device_timeout.min(step_timeout),
+                },
                 liveness_timeout,
                 step_timeout,
                 environment: match device {
@@ -330,9 +353,10 @@ impl ServePlan {
                     0,
                     60_000_000,
                 )?),
+                on_fault: given.on_fault.0.unwrap_or(OnFault::Retry).into(),
                 drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
                 copy_threads: match device {
-                    // Ranks have all the cores.
+                    // Ranks use all cores.
                     DeviceKind::Cpu => 1,
                     DeviceKind::Cuda => (usable_cores / 2).clamp(1, MAX_COPY_THREADS),
                 },
@@ -344,7 +368,7 @@ impl ServePlan {
             connections,
             window_bytes,
             channel_bytes,
-            buffers: Buffers::new(in_flight, per_step, spec.hidden),
+            buffers: MessageMemory::new(in_flight, per_step, spec.hidden),
             shown: given.shown(),
             spec,
         };
@@ -352,13 +376,14 @@ impl ServePlan {
     }
 }
 
-/// The cores that a setting names, all of which this process may run on.
+/// Parses a list of cores, each of which must be available to this process.
 fn chosen_cores(text: &str) -> Result<Vec<usize>, String> {
     let (cores, available) = (parse_cores(text)?, available_cores());
     match cores.iter().find(|core| !available.contains(core)) {
-        Some(core) => {
-            Err(format!("`{text}` names core {core}; this process may run on {}", list(&available)))
-        }
+        Some(core) => Err(format!(
+            "`{text}` contains core {core}, but this process may run only on {}",
+            list(&available)
+        )),
         None => Ok(cores),
     }
 }
@@ -390,7 +415,7 @@ fn list(cores: &[usize]) -> String {
     parts.iter().map(show).collect::<Vec<_>>().join(",")
 }
 
-/// What callers see of a model that is not served yet.
+/// Describes a model for callers, before its first generation.
 fn model_info(
     spec: &ModelSpec,
     name: String,

@@ -1,4 +1,4 @@
-//! What `expertd serve` prints: the settings, the choices made, progress of loading.
+//! Output of `expertd serve`: the settings, the plan, the progress of loading.
 
 use std::fmt::Write as _;
 use std::io::IsTerminal as _;
@@ -14,7 +14,7 @@ use expertd_router::backend::{Backend, RankState, ServiceState};
 use expertd_router::steps::Service;
 use expertd_types::Rank;
 
-/// Every setting with its value and source, one a line.
+/// One line per setting, with its value and source.
 #[must_use]
 pub(super) fn settings(shown: &[Shown]) -> String {
     let name = shown.iter().map(|s| s.name.len()).max().unwrap_or(0);
@@ -26,7 +26,7 @@ pub(super) fn settings(shown: &[Shown]) -> String {
     text
 }
 
-/// What the service will do with this model on this machine.
+/// Description of how the service will run this model on this machine.
 #[must_use]
 pub fn plan(plan: &ServePlan) -> String {
     let ServePlan { model, spec, cluster, scheduler, .. } = plan;
@@ -52,14 +52,14 @@ pub fn plan(plan: &ServePlan) -> String {
             ),
         );
         line("gate", first.gate.describe());
-        for (rank, place) in model.placement.iter().enumerate() {
+        for (rank, placed) in model.placement.iter().enumerate() {
             let range = Placement::new(first.experts.count, model.placement.len()).range(Rank(rank as u32));
             let owned = if range.is_empty() {
                 "no experts".to_owned()
             } else {
                 format!("experts {} to {}", range.start, range.end - 1)
             };
-            line(if rank == 0 { "ranks" } else { "" }, format!("{rank}: {}; {owned}", place.device));
+            line(if rank == 0 { "ranks" } else { "" }, format!("{rank}: {}; {owned}", placed.device));
         }
     }
     line(
@@ -70,7 +70,7 @@ pub fn plan(plan: &ServePlan) -> String {
             shape.slots,
             HumanBytes(plan.channel_bytes as u64),
             HumanBytes(plan.buffers.resident_bytes as u64),
-            HumanBytes(plan.buffers.most_bytes as u64),
+            HumanBytes(plan.buffers.max_bytes as u64),
         ),
     );
     line(
@@ -105,8 +105,7 @@ pub fn plan(plan: &ServePlan) -> String {
     text
 }
 
-/// Follows the loading of weights until the service serves or has failed; a bar on a terminal, else a line now and
-/// then.
+/// Shows the progress of loading until the service serves or has failed: a bar on a terminal, otherwise log lines.
 pub async fn follow_loading(service: Arc<Service>) {
     let style =
         ProgressStyle::with_template("  loading {bar:30} {bytes}/{total_bytes} {binary_bytes_per_sec} {msg}")

@@ -1,4 +1,4 @@
-//! Settings of `expertd serve`: flags over `EXPERTD_*` environment over a TOML file over defaults.
+//! Settings of `expertd serve`. Flags override `EXPERTD_*` variables, which override a TOML file, which overrides defaults.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -7,18 +7,18 @@ use clap::parser::ValueSource;
 use clap::{ArgMatches, Args};
 use serde::Deserialize;
 
-use expertd_ipc::control::DeviceKind;
+use expertd_ipc::control::{DeviceKind, Fp8Compute};
 
-/// Where a value came from.
+/// Source of a setting's value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
     /// A command line flag.
     Flag,
-    /// The environment variable named.
+    /// The environment variable of this name.
     Environment(&'static str),
     /// The configuration file.
     File,
-    /// The built-in default, with why.
+    /// The default, with the reason if it was derived.
     Default(String),
 }
 
@@ -34,7 +34,7 @@ impl fmt::Display for Source {
     }
 }
 
-/// Why the settings do not make a configuration.
+/// Why the settings are invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum SettingsError {
     /// The file cannot be read.
@@ -45,7 +45,7 @@ pub enum SettingsError {
         /// The cause.
         source: std::io::Error,
     },
-    /// The file is not what it should be.
+    /// The file is not valid TOML, or has an unknown setting or a value of the wrong type.
     #[error("config file {}: {source}", path.display())]
     Parse {
         /// The file.
@@ -56,25 +56,53 @@ pub enum SettingsError {
     /// A value is out of range, or missing.
     #[error("{name}: {problem}")]
     Value {
-        /// The setting's flag.
+        /// Name of the setting's flag.
         name: &'static str,
-        /// What is wrong and what would be right.
+        /// What was found, what was expected and what to do.
         problem: String,
     },
 }
 
-/// One resolved setting, for printing.
+/// A resolved setting as it is printed.
 #[derive(Clone, Debug)]
 pub struct Shown {
-    /// Its name in the file; the flag has dashes.
+    /// Name of the setting in the file; the flag has dashes instead of underscores.
     pub name: &'static str,
-    /// Its value.
+    /// The value.
     pub value: String,
-    /// Where that came from.
+    /// Source of the value.
     pub source: Source,
 }
 
-/// A value or its absence, as people read it.
+/// What a fault of the EP group means to requests without an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum OnFault {
+    /// They wait for the next generation, as long as their deadlines allow
+    Retry,
+    /// They fail with UNAVAILABLE, and so do new ones until the next generation serves
+    Fail,
+}
+
+impl fmt::Display for OnFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            OnFault::Retry => "retry",
+            OnFault::Fail => "fail",
+        })
+    }
+}
+
+impl From<OnFault> for expertd_router::steps::OnFault {
+    fn from(on_fault: OnFault) -> Self {
+        match on_fault {
+            OnFault::Retry => Self::Retry,
+            OnFault::Fail => Self::Fail,
+        }
+    }
+}
+
+/// Formats a value for people; an absent one is a dash.
 trait Show {
     fn show(&self) -> String;
 }
@@ -82,7 +110,7 @@ trait Show {
 macro_rules! show_as_display {
     ($($ty:ty),*) => { $(impl Show for $ty { fn show(&self) -> String { self.to_string() } })* };
 }
-show_as_display!(String, u32, u64, usize, bool, DeviceKind);
+show_as_display!(String, u32, u64, usize, bool, DeviceKind, OnFault, Fp8Compute);
 
 impl Show for PathBuf {
     fn show(&self) -> String {
@@ -100,16 +128,15 @@ macro_rules! settings {
     ($( $(#[$doc:meta])* $name:ident : $ty:ty = $default:expr, env $env:literal $(, arg($($arg:tt)*))?; )*) => {
         /// Serve the MoE layers of a checkpoint
         ///
-        /// Each setting comes from its flag, else from its environment variable, else from the file of --config, else it has
-        /// its default. What was chosen is printed first; the service serves once it prints `ready:`.
+        /// Each setting comes from its flag, otherwise from its environment variable, otherwise from the file given by
+        /// --config, otherwise from its default. The service first prints all settings, and prints `ready:` once it serves.
         ///
-        /// Exit status 0 if it was drained (SIGTERM, SIGINT, `expertd drain`), 2 for an unknown flag or a value that does
-        /// not parse, 64 for a bad setting or a broken checkpoint, 65 if weights could not be loaded, 69 if an address could
-        /// not be bound, 70 if ranks kept failing before they were ready, 71 if it lost a thread that it cannot
-        /// do without.
+        /// Exits with status 0 after a drain (SIGTERM, SIGINT, `expertd drain`), 2 for an unknown flag or a value that does
+        /// not parse, 64 for an invalid setting or a broken checkpoint, 65 if weights could not be loaded, 69 if an address
+        /// could not be bound, 70 if ranks kept failing or the step loop failed, 71 if a thread was lost that the service needs.
         #[derive(Args, Clone, Debug, Default)]
         pub struct ServeArgs {
-            /// TOML file with any of the settings below, named as the flags with underscores
+            /// TOML file with any of the settings below; names have underscores instead of dashes
             #[arg(long, env = "EXPERTD_CONFIG", value_name = "FILE")]
             pub config: Option<PathBuf>,
             /// Print every setting with its value and source, and exit
@@ -122,17 +149,17 @@ macro_rules! settings {
         #[serde(deny_unknown_fields)]
         struct FileSettings { $( $name: Option<$ty>, )* }
 
-        /// What was given, and where.
+        /// The settings with their sources, before defaults are derived.
         #[derive(Clone, Debug)]
         pub struct Given {
             $( $(#[$doc])* pub $name: (Option<$ty>, Source), )*
         }
 
         impl Given {
-            /// Merges flags and environment (which clap has told apart in `matches`) with the file.
+            /// Merges flags and environment variables, which `matches` distinguishes, with the file.
             ///
             /// # Errors
-            /// If the file cannot be read or has a field that is no setting.
+            /// If the file cannot be read or parsed, or has an unknown setting.
             pub fn merge(args: &ServeArgs, matches: Option<&ArgMatches>) -> Result<Given, SettingsError> {
                 let file = match &args.config {
                     Some(path) => read_file(path)?,
@@ -156,7 +183,7 @@ macro_rules! settings {
                 )* })
             }
 
-            /// Every setting in order.
+            /// All settings in the order of the help text.
             #[must_use]
             pub fn shown(&self) -> Vec<Shown> {
                 vec![ $( Shown {
@@ -170,14 +197,17 @@ macro_rules! settings {
 }
 
 settings! {
-    /// Folder of the checkpoint: config.json and *.safetensors in Hugging Face's layout
+    /// Folder of the checkpoint: config.json and *.safetensors in Hugging Face layout
     model: PathBuf = None, env "EXPERTD_MODEL";
-    /// Name under which clients know the model [default: the folder's name]
+    /// Name of the model for clients [default: the folder's name]
     model_name: String = None, env "EXPERTD_MODEL_NAME";
-    /// Expert ranks, 1 to 8: one process each [default: one per NUMA node on CPU, one per GPU on CUDA]
+    /// Number of expert ranks, 1 to 8; each is a process [default: one per NUMA node on CPU, one per GPU on CUDA]
     ranks: u32 = None, env "EXPERTD_RANKS";
-    /// Device of the ranks [default: cuda if this build and machine have it, else cpu]
+    /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
     device: DeviceKind = None, env "EXPERTD_DEVICE";
+    /// How GPU ranks multiply FP8 weights: fp8 quantises rows, too (as the checkpoints are meant to be run); bf16 widens the
+    /// weights, which is more exact; CPU ranks always widen them [default: fp8 on GPUs]
+    fp8_compute: Fp8Compute = None, env "EXPERTD_FP8_COMPUTE";
     /// Addresses of the public API, comma-separated: HOST:PORT or unix:PATH; port 0 picks a free one [default: 127.0.0.1:50051]
     listen: String = Some("127.0.0.1:50051".into()), env "EXPERTD_LISTEN";
     /// Address of the Admin service with health: unix:PATH, or HOST:PORT with --admin-token-file [default: a socket of this user]
@@ -198,31 +228,35 @@ settings! {
     admin_token_file: PathBuf = None, env "EXPERTD_ADMIN_TOKEN_FILE";
     /// Allow plaintext and open metrics beyond loopback, on a network that is trusted [default: false]
     insecure: bool = Some(false), env "EXPERTD_INSECURE", arg(num_args = 0..=1, default_missing_value = "true");
-    /// Rows of one step, all ranks together; sizes windows and staging [default: 2048]
+    /// Largest number of rows in one step, all ranks together; determines the size of windows and staging [default: 2048]
     max_tokens_per_step: usize = Some(2048), env "EXPERTD_MAX_TOKENS_PER_STEP";
-    /// Rows of one request; a request larger than a step is split [default: twice max-tokens-per-step]
+    /// Largest number of rows in one request; a request larger than a step is split [default: twice max-tokens-per-step]
     max_tokens_per_request: usize = None, env "EXPERTD_MAX_TOKENS_PER_REQUEST";
-    /// Rows that may wait before requests are refused [default: 16 times max-tokens-per-step]
+    /// Largest number of rows in the queue; further requests are refused [default: 16 times max-tokens-per-step]
     max_queued_tokens: usize = None, env "EXPERTD_MAX_QUEUED_TOKENS";
-    /// How long the first request of a step waits for company, microseconds [default: 0]
+    /// How long the oldest request waits for others to join its step, in microseconds [default: 0]
     max_wait_us: u64 = Some(0), env "EXPERTD_MAX_WAIT_US";
-    /// Sets of step buffers, at least 2, so that the copies of one step overlap another's compute [default: 2]
+    /// Number of slots (sets of step buffers), at least 2, so that copies of one step overlap compute of another [default: 2]
     slots: u32 = Some(2), env "EXPERTD_SLOTS";
     /// CPU cores to use, e.g. 0-7,16 [default: all that this process may run on]
     cores: String = None, env "EXPERTD_CORES";
-    /// A rank that shows no life for this long ends the generation, milliseconds [default: 1000]
+    /// A rank without a heartbeat for this long ends the generation, in milliseconds [default: 1000]
     liveness_timeout_ms: u64 = Some(1000), env "EXPERTD_LIVENESS_TIMEOUT_MS";
-    /// A step that takes longer ends the generation, milliseconds [default: 60000]
+    /// A step that takes longer than this ends the generation, in milliseconds [default: 60000]
     step_timeout_ms: u64 = Some(60_000), env "EXPERTD_STEP_TIMEOUT_MS";
-    /// How long requests in flight may take after SIGTERM or a drain, milliseconds [default: 10000]
+    /// A GPU that waits longer than this for other GPUs within a step ends the generation, in milliseconds [default: 2000]
+    device_timeout_ms: u64 = Some(2000), env "EXPERTD_DEVICE_TIMEOUT_MS";
+    /// What a fault of a rank means to requests without an answer [default: retry]
+    on_fault: OnFault = Some(OnFault::Retry), env "EXPERTD_ON_FAULT";
+    /// Time limit for requests in flight after SIGTERM or a drain, in milliseconds [default: 10000]
     drain_timeout_ms: u64 = Some(10_000), env "EXPERTD_DRAIN_TIMEOUT_MS";
-    /// Open connections, at most [default: 1024]
+    /// Largest number of open connections [default: 1024]
     max_connections: u32 = Some(1024), env "EXPERTD_MAX_CONNECTIONS";
-    /// Open connections from one address or of one client, at most [default: half of max-connections]
+    /// Largest number of open connections from one address or of one client [default: half of max-connections]
     max_connections_per_client: u32 = None, env "EXPERTD_MAX_CONNECTIONS_PER_CLIENT";
-    /// Streams on one connection, at most [default: 128]
+    /// Largest number of streams on one connection [default: 128]
     max_streams_per_connection: u32 = Some(128), env "EXPERTD_MAX_STREAMS_PER_CONNECTION";
-    /// Request bytes held at once, at most [default: 1 GiB, or 4 of the largest requests if that is more]
+    /// Largest number of request bytes held at once [default: 1 GiB, or 4 of the largest requests if that is more]
     max_bytes_in_flight: u64 = None, env "EXPERTD_MAX_BYTES_IN_FLIGHT";
 }
 
@@ -236,10 +270,10 @@ fn read_file(path: &Path) -> Result<FileSettings, SettingsError> {
 /// Parses a list of cores such as `0-3,8`.
 ///
 /// # Errors
-/// If it is no such list, or names a core twice.
+/// If the text is not such a list, or contains a core twice.
 pub fn parse_cores(text: &str) -> Result<Vec<usize>, String> {
     let number =
-        |s: &str| s.trim().parse::<usize>().map_err(|_| format!("`{s}` is no core number in `{text}`"));
+        |s: &str| s.trim().parse::<usize>().map_err(|_| format!("`{s}` in `{text}` is not a core number"));
     let mut cores = Vec::new();
     for part in text.split(',') {
         let (first, last) = match part.split_once('-') {
@@ -247,7 +281,7 @@ pub fn parse_cores(text: &str) -> Result<Vec<usize>, String> {
             None => (number(part)?, number(part)?),
         };
         if first > last || last >= 4096 {
-            return Err(format!("`{part}` is no range of cores"));
+            return Err(format!("`{part}` is not a range of cores; expected FIRST-LAST, below 4096"));
         }
         cores.extend(first..=last);
     }
@@ -255,7 +289,7 @@ pub fn parse_cores(text: &str) -> Result<Vec<usize>, String> {
     unique.sort_unstable();
     unique.dedup();
     if unique.len() != cores.len() {
-        return Err(format!("`{text}` names a core twice"));
+        return Err(format!("`{text}` contains a core twice"));
     }
     Ok(cores)
 }
@@ -302,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn core_lists() {
+    fn core_lists_are_parsed() {
         assert_eq!(parse_cores("0-2,5").unwrap(), [0, 1, 2, 5]);
         assert!(parse_cores("3-1").is_err());
         assert!(parse_cores("a").is_err());
@@ -310,18 +344,18 @@ mod tests {
         assert!(parse_cores("0-99999").is_err());
     }
 
-    /// Defaults are an interface: a change shows here.
+    /// Defaults are part of the interface: a change must change this test.
     #[test]
     fn defaults_are_pinned() {
         let got = given(&[]).unwrap();
         let shown: Vec<String> = got.shown().iter().map(|s| format!("{}={}", s.name, s.value)).collect();
         assert_eq!(
             shown.join(" "),
-            "model=- model_name=- ranks=- device=- listen=127.0.0.1:50051 admin_listen=- \
+            "model=- model_name=- ranks=- device=- fp8_compute=- listen=127.0.0.1:50051 admin_listen=- \
              metrics_listen=127.0.0.1:9464 tls_cert=- tls_key=- tls_client_ca=- tls_client_names=- token_file=- \
              admin_token_file=- insecure=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
-             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 drain_timeout_ms=10000 \
-             max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"
+             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 on_fault=retry \
+             drain_timeout_ms=10000 max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"
         );
     }
 }

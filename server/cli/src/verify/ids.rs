@@ -1,4 +1,4 @@
-//! Returned routing against recorded routing.
+//! Comparison of returned routing with recorded routing.
 
 use std::fmt;
 
@@ -6,22 +6,22 @@ use serde::Serialize;
 
 use crate::golden::GoldenRouting;
 
-/// Two scores nearer to each other than this, relatively, may be ranked either way by correct gates that sum in
-/// different orders.
-const EDGE: f64 = 1e-6;
+/// Relative difference of two scores below which correct gates may rank them either way, because they sum in different
+/// orders.
+const TIE_TOLERANCE: f64 = 1e-6;
 
-/// A row that was not routed as recorded. Pairs are `(expert id, weight)`, by falling weight.
+/// A row that was not routed as recorded. Pairs are `(expert id, weight)`, in descending order of weight.
 #[derive(Clone, Debug, Serialize)]
 pub struct RowMismatch {
-    /// The row.
+    /// Index of the row.
     pub row: usize,
-    /// What is recorded.
+    /// Recorded pairs.
     pub recorded: Vec<(i32, f32)>,
-    /// What was returned.
+    /// Returned pairs.
     pub returned: Vec<(i32, f32)>,
-    /// Largest relative difference between the weights of the experts that were exchanged for one another.
+    /// Largest relative difference between the weights of two experts of which each routing has one.
     pub edge_difference: f64,
-    /// Whether the scores at the edge are so close that both choices are right.
+    /// Whether these weights are so close that both choices are correct.
     pub exception: bool,
 }
 
@@ -40,31 +40,31 @@ impl fmt::Display for RowMismatch {
     }
 }
 
-/// How the routing of a layer compared.
+/// Comparison of a layer's routing.
 #[derive(Clone, Debug, Serialize)]
 pub struct IdsCheck {
-    /// Rows with the recorded ids (as sets).
+    /// Number of rows with the recorded set of ids.
     pub equal_rows: usize,
-    /// All other rows.
+    /// The other rows.
     pub mismatches: Vec<RowMismatch>,
     /// Largest relative difference of a weight in rows with equal ids.
     pub largest_weight_difference: f64,
 }
 
 impl IdsCheck {
-    /// Compares what the service's gate chose with what is recorded: ids as sets; another choice is an exception if
-    /// the weights of the exchanged experts differ by less than 1e-6 relative.
+    /// Compares the choice of the service's gate with the recorded one, ids as sets. A different choice is an exception if
+    /// the relative difference between the weights of the exchanged experts is less than 1e-6.
     #[must_use]
     pub fn of_gate(recorded: &GoldenRouting, ids: &[i32], weights: &[f32]) -> IdsCheck {
-        Self::compare(recorded, ids, weights, EDGE)
+        Self::compare(recorded, ids, weights, TIE_TOLERANCE)
     }
 
-    /// Compares what the service applied with what it was given: the same ids, and no exceptions.
+    /// Compares the routing that the service applied with the one it was given: equal ids, no exceptions.
     #[must_use]
     pub fn of_verbatim(recorded: &GoldenRouting, ids: &[i32], weights: &[f32]) -> IdsCheck {
         let mut check = Self::compare(recorded, ids, weights, 0.0);
         if check.mismatches.is_empty() && check.largest_weight_difference > 0.0 {
-            // Verbatim means to the bit: a changed weight is as wrong as a changed id.
+            // Verbatim means bit by bit: a changed weight is as wrong as a changed id.
             let k = recorded.k;
             let changed = (0..recorded.ids.len() / k)
                 .filter(|row| pairs(recorded, *row) != row_pairs(ids, weights, k, *row))
@@ -75,7 +75,7 @@ impl IdsCheck {
         check
     }
 
-    fn compare(recorded: &GoldenRouting, ids: &[i32], weights: &[f32], edge: f64) -> IdsCheck {
+    fn compare(recorded: &GoldenRouting, ids: &[i32], weights: &[f32], tie_tolerance: f64) -> IdsCheck {
         let k = recorded.k;
         let mut check = IdsCheck { equal_rows: 0, mismatches: Vec::new(), largest_weight_difference: 0.0 };
         for row in 0..recorded.ids.len() / k.max(1) {
@@ -93,7 +93,7 @@ impl IdsCheck {
                     check.largest_weight_difference = check.largest_weight_difference.max(difference);
                 }
             } else {
-                check.mismatches.push(mismatch(wanted, got, row, edge));
+                check.mismatches.push(mismatch(wanted, got, row, tie_tolerance));
             }
         }
         check
@@ -105,13 +105,13 @@ impl IdsCheck {
         self.mismatches.iter().all(|mismatch| mismatch.exception)
     }
 
-    /// Whether `row` is an exception, whose output rightly differs from the recorded one.
+    /// Whether `row` is an exception, whose output may differ from the recorded one.
     #[must_use]
     pub fn excuses(&self, row: usize) -> bool {
         self.mismatches.iter().any(|mismatch| mismatch.exception && mismatch.row == row)
     }
 
-    /// One word for a table.
+    /// Summary for a table cell.
     #[must_use]
     pub fn summary(&self) -> String {
         let exceptions = self.mismatches.iter().filter(|mismatch| mismatch.exception).count();
@@ -123,7 +123,7 @@ impl IdsCheck {
     }
 }
 
-/// `(id, weight)` of a recorded row by falling weight.
+/// `(id, weight)` of a recorded row, in descending order of weight.
 fn pairs(recorded: &GoldenRouting, row: usize) -> Vec<(i32, f32)> {
     row_pairs(&recorded.ids, &recorded.weights, recorded.k, row)
 }
@@ -136,7 +136,12 @@ fn row_pairs(ids: &[i32], weights: &[f32], k: usize, row: usize) -> Vec<(i32, f3
     pairs
 }
 
-fn mismatch(recorded: Vec<(i32, f32)>, returned: Vec<(i32, f32)>, row: usize, edge: f64) -> RowMismatch {
+fn mismatch(
+    recorded: Vec<(i32, f32)>,
+    returned: Vec<(i32, f32)>,
+    row: usize,
+    tie_tolerance: f64,
+) -> RowMismatch {
     let only = |these: &[(i32, f32)], those: &[(i32, f32)]| -> Vec<f32> {
         let absent = |id: i32| those.iter().all(|other| other.0 != id);
         these.iter().filter(|pair| absent(pair.0)).map(|pair| pair.1).collect()
@@ -147,8 +152,8 @@ fn mismatch(recorded: Vec<(i32, f32)>, returned: Vec<(i32, f32)>, row: usize, ed
     } else {
         f64::INFINITY
     };
-    // Equal ids with other weights reach this with an edge of 0 and are no exception.
-    let exception = !lost.is_empty() && edge_difference < edge;
+    // Rows with equal ids and different weights have no lost ids and are not exceptions.
+    let exception = !lost.is_empty() && edge_difference < tie_tolerance;
     RowMismatch { row, recorded, returned, edge_difference, exception }
 }
 
@@ -177,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn another_choice_is_an_exception_only_at_the_edge() {
+    fn a_different_choice_is_an_exception_only_in_a_tie() {
         let near = 0.4 * (1.0 + 3e-7);
         let check = IdsCheck::of_gate(&recorded(), &[3, 7, 0, 2], &[0.6, near, 0.7, 0.3]);
         assert!(check.ok() && check.excuses(0) && !check.excuses(1), "{check:?}");
@@ -196,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn verbatim_allows_no_exception_and_no_other_weight() {
+    fn verbatim_routing_allows_neither_exceptions_nor_changed_weights() {
         let same = IdsCheck::of_verbatim(&recorded(), &[3, 1, 0, 2], &[0.6, 0.4, 0.7, 0.3]);
         assert!(same.ok());
         let near = 0.4 * (1.0 + 3e-7);

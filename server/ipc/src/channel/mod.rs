@@ -1,19 +1,20 @@
-//! What the router and the ranks of one generation share: step descriptors and completions in rings, token rows in
-//! staging, signs of life.
+//! The memory that the router shares with the ranks of one generation: step descriptors and completions in rings, token
+//! rows in staging, heartbeats.
 //!
-//! Per rank and slot, staging holds one area of rows, and the routing of each row. The router writes the rows of a step
-//! there and pushes a [`StepDescriptor`]; the rank writes the answer over them, each row in its dtype and at its place,
-//! and pushes a [`Completion`]. Between the two pushes the area is the rank's, otherwise the router's.
+//! For each rank and slot, staging holds one area of rows and the routing of each row. The router writes the rows of a
+//! step there and pushes a [`StepDescriptor`]; the rank overwrites each row with its answer, in the row's dtype, and
+//! pushes a [`Completion`]. Between the two pushes the area belongs to the rank, otherwise to the router. Each end records
+//! which slots are in flight and refuses to access an area that the other side owns.
 
-mod places;
+mod layout;
 mod rank;
 mod records;
 mod router;
 
-pub use places::GroupShape;
-pub use rank::{ExpertsNotice, Pulse, RankChannel, RankStaging, StagingPlace};
+pub use layout::GroupShape;
+pub use rank::{ExpertsNotice, Heartbeat, RankChannel, RankStaging, StagingAddresses};
 pub use records::{Completion, Segment, StepDescriptor};
-pub use router::{Forming, RouterChannel, StageRows, Staged};
+pub use router::{FormingStep, RouterChannel, RowsToStage, StagedRows};
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -21,10 +22,10 @@ use std::sync::Arc;
 use super::region::{PAGE, RegionError, SharedRegion};
 use super::ring::RingError;
 use super::wait::Doorbell;
-use expertd_types::Rank;
+use expertd_types::{Rank, Slot};
 
-/// The doorbell of the router: what ranks ring after a completion, and whoever else has news for its step loop. It
-/// outlives generations; a ring too many only makes the router look.
+/// The doorbell of the router's step loop. Ranks ring it after a completion, other threads of the router after any other
+/// event for the step loop. It outlives generations; a superfluous ring only makes the step loop poll.
 #[derive(Clone, Debug)]
 pub struct RouterBell {
     region: Arc<SharedRegion>,
@@ -32,7 +33,7 @@ pub struct RouterBell {
 }
 
 impl RouterBell {
-    /// Makes the bell in memory of its own.
+    /// Makes a doorbell in memory of its own.
     ///
     /// # Errors
     /// If there is no memory for it.
@@ -40,10 +41,10 @@ impl RouterBell {
         Self::over(SharedRegion::create("expertd-bell", PAGE)?)
     }
 
-    /// The bell in inherited memory.
+    /// Maps the doorbell in inherited memory.
     ///
     /// # Errors
-    /// If the descriptor is not a router's bell.
+    /// If the descriptor is not that of a router's doorbell.
     pub fn join(fd: OwnedFd) -> Result<Self, RegionError> {
         Self::over(SharedRegion::from_fd(fd, PAGE)?)
     }
@@ -53,13 +54,13 @@ impl RouterBell {
         Ok(RouterBell { region, bell })
     }
 
-    /// The memory, for ranks to map.
+    /// Descriptor of the memory, which ranks inherit and map.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.region.as_fd()
     }
 
-    /// The bell itself.
+    /// The doorbell itself.
     #[must_use]
     pub const fn bell(&self) -> &Doorbell {
         &self.bell
@@ -69,34 +70,54 @@ impl RouterBell {
 /// Why a channel could not be made or used.
 #[derive(Debug, thiserror::Error)]
 pub enum ChannelError {
-    /// Its memory.
+    /// The shared memory failed.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// One of its rings.
+    /// A ring is broken.
     #[error("rank {rank}: {source}")]
     Ring {
-        /// Whose.
+        /// The rank at one end of the ring.
         rank: Rank,
-        /// What is wrong.
+        /// The ring's error.
         source: RingError,
     },
-    /// The other side has not taken what was pushed before.
-    #[error("rank {rank}: the ring is full; the other side does not take what it is given")]
+    /// The other side has not popped earlier records.
+    #[error("rank {rank}: the ring is full because the other side does not pop its records")]
     Full {
-        /// Whose.
+        /// The rank at one end of the ring.
         rank: Rank,
     },
-    /// More than the staging of a slot holds.
-    #[error("rank {rank}: {what} would be {needed}, and the staging of a slot holds {capacity}")]
+    /// A step exceeds the staging of a slot.
+    #[error("rank {rank}: the step needs {needed} {what}, but the staging of a slot holds {capacity}")]
     Capacity {
-        /// Whose.
+        /// The rank whose staging is too small.
         rank: Rank,
-        /// What there is too much of.
+        /// The quantity that exceeds its capacity.
         what: &'static str,
-        /// How much.
+        /// Amount that the step needs.
         needed: usize,
-        /// How much fits.
+        /// Amount that fits.
         capacity: usize,
+    },
+    /// A slot is in flight, so that its staging belongs to the step of an earlier exchange.
+    #[error("rank {rank}: slot {slot} is in flight until exchange {sequence} is completed")]
+    InFlight {
+        /// The rank.
+        rank: Rank,
+        /// The slot.
+        slot: Slot,
+        /// The exchange that occupies the slot.
+        sequence: u64,
+    },
+    /// A rank completes a step that is not in flight.
+    #[error("rank {rank}: exchange {sequence} in slot {slot} is not in flight, so it cannot be completed")]
+    NotInFlight {
+        /// The rank.
+        rank: Rank,
+        /// The slot.
+        slot: Slot,
+        /// The exchange.
+        sequence: u64,
     },
 }
 
@@ -111,9 +132,9 @@ mod tests {
     use rand::RngExt as _;
 
     use super::super::copier::Copier;
-    use super::super::wait::Patience;
+    use super::super::wait::WaitPolicy;
     use super::*;
-    use expertd_types::{DType, Pieces, Slot};
+    use expertd_types::{ChunkedBytes, DType, Slot};
 
     fn shape() -> GroupShape {
         GroupShape { ranks: 2, slots: 2, max_tokens_per_rank: 5, max_segments: 4, hidden: 3, max_top_k: 2 }
@@ -128,8 +149,8 @@ mod tests {
         StepDescriptor { sequence, step: 7, layer: 3, slot, tokens: 0, segments: 0, step_tokens: 9, top_k: 2 }
     }
 
-    fn piece(rows: &[u8], tokens: usize, dtype: DType) -> StageRows<'_> {
-        StageRows { rows: rows.into(), tokens, dtype, routing: None, token_ids: None, shared_experts: true }
+    fn plain_rows(rows: &[u8], tokens: usize, dtype: DType) -> RowsToStage<'_> {
+        RowsToStage { rows: rows.into(), tokens, dtype, routing: None, token_ids: None, shared_experts: true }
     }
 
     fn random(bytes: usize) -> Vec<u8> {
@@ -148,11 +169,11 @@ mod tests {
             let (halves, singles) = (random(3 * 3 * 2), random(2 * 3 * 4));
             let (ids, weights) = (random(2 * 2 * 4), random(2 * 2 * 4));
             let mut forming = router.begin(Slot(slot), 2);
-            let staged = forming.stage(Rank(1), &piece(&halves, 3, DType::Bf16)).unwrap();
-            let given = StageRows {
+            let staged = forming.stage(Rank(1), &plain_rows(&halves, 3, DType::Bf16)).unwrap();
+            let given = RowsToStage {
                 routing: Some((&ids, &weights)),
                 shared_experts: false,
-                ..piece(&singles, 2, DType::F32)
+                ..plain_rows(&singles, 2, DType::F32)
             };
             let routed = forming.stage(Rank(1), &given).unwrap();
             forming.copy(&mut Copier::default());
@@ -171,15 +192,15 @@ mod tests {
             let at = second.byte_offset as usize;
             assert_eq!(staging.rows[at..at + singles.len()], singles);
             assert_eq!(bytemuck::cast_slice::<i32, u8>(&staging.ids[6..]), ids);
-            // The answer: every byte of the rows inverted, in place.
+            // The answer inverts every byte of the rows in place.
             staging.rows.iter_mut().for_each(|byte| *byte = !*byte);
             for (rank, step) in [(&mut zero, idle), (&mut one, busy)] {
                 let completion = Completion { sequence, slot: step.slot, ..Completion::zeroed() };
                 rank.complete(&completion).unwrap();
             }
             for rank in 0..2 {
-                let patience = Patience::within(Duration::ZERO, Duration::from_secs(5));
-                let done = bell.bell().wait_for(patience, || router.completion(Rank(rank)).transpose());
+                let policy = WaitPolicy::within(Duration::ZERO, Duration::from_secs(5));
+                let done = bell.bell().wait_for(policy, || router.completion(Rank(rank)).transpose());
                 assert_eq!(done.unwrap().unwrap().sequence, sequence);
             }
             let inverted = |rows: &[u8]| rows.iter().map(|byte| !byte).collect::<Vec<_>>();
@@ -217,12 +238,12 @@ mod tests {
         let mut router = RouterChannel::create(&shape()).unwrap();
         let mut rank = join(&router, &bell, 0);
         let six = random(6 * 12);
-        let one = piece(&six[..12], 1, DType::F32);
+        let one = plain_rows(&six[..12], 1, DType::F32);
         let mut forming = router.begin(Slot(0), 3);
         let error = forming.stage(Rank(0), &one).unwrap_err();
-        assert!(matches!(error, ChannelError::Capacity { what: "k", .. }), "{error}");
+        assert!(matches!(error, ChannelError::Capacity { what: "experts per token", .. }), "{error}");
         let mut forming = router.begin(Slot(0), 2);
-        let error = forming.stage(Rank(0), &piece(&six, 6, DType::F32)).unwrap_err();
+        let error = forming.stage(Rank(0), &plain_rows(&six, 6, DType::F32)).unwrap_err();
         assert!(
             matches!(error, ChannelError::Capacity { what: "rows", needed: 6, capacity: 5, .. }),
             "{error}"
@@ -238,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_of_several_ranks_is_staged_in_one_batch() {
+    fn the_rows_of_several_ranks_are_staged_in_one_batch() {
         let shape = GroupShape { hidden: 1000, max_tokens_per_rank: 150, ..shape() };
         let bell = RouterBell::create().unwrap();
         let mut router = RouterChannel::create(&shape).unwrap();
@@ -249,16 +270,16 @@ mod tests {
         let mut ranks = [join(0), join(1)];
         let mut copier = Copier::new(3, Duration::from_micros(100));
         for sequence in 1..20_u64 {
-            // Rows as they arrived: in frames of an odd length, in two requests, the first of which both ranks share.
+            // Two requests whose rows arrived in frames of odd length; both ranks share the first one.
             let sizes = [200, 7 + sequence as usize];
             let requests = sizes.map(|tokens| Bytes::from(random(tokens * 2000)));
-            let framed = |bytes: &Bytes| -> Pieces {
+            let framed = |bytes: &Bytes| -> ChunkedBytes {
                 (0..bytes.len()).step_by(4097).map(|at| bytes.slice(at..bytes.len().min(at + 4097))).collect()
             };
             let framed = requests.each_ref().map(framed);
-            let rows = |request: usize, range: std::ops::Range<usize>| StageRows {
-                rows: framed[request].slices(range.start * 2000..range.end * 2000),
-                ..piece(&[], range.len(), DType::Bf16)
+            let rows = |request: usize, range: std::ops::Range<usize>| RowsToStage {
+                rows: framed[request].view(range.start * 2000..range.end * 2000),
+                ..plain_rows(&[], range.len(), DType::Bf16)
             };
             let slot = Slot((sequence % 2) as u32);
             let mut forming = router.begin(slot, 2);
@@ -284,30 +305,60 @@ mod tests {
                 assert_eq!(router.completion(Rank(rank)).unwrap().unwrap().sequence, sequence);
             }
             let mut answers = [Vec::new(), Vec::new()];
-            let pieces: Vec<(usize, &[u8])> =
+            let parts: Vec<(usize, &[u8])> =
                 [0, 0, 1].into_iter().zip(staged.iter().map(|staged| router.answer(staged))).collect();
-            copier.append(&pieces, &mut answers);
+            copier.append(&parts, &mut answers);
             assert!(answers[0] == requests[0] && answers[1] == requests[1]);
         }
     }
 
     #[test]
-    fn experts_that_are_told_of_late_do_not_undo_later_ones() {
+    fn late_notices_do_not_undo_later_ones() {
         let bell = RouterBell::create().unwrap();
         let router = RouterChannel::create(&shape()).unwrap();
         let (zero, one) = (join(&router, &bell, 0).notice(), join(&router, &bell, 1).notice());
-        one.tell(3);
+        one.experts_ended(3);
         for (sequence, done) in [(1, 1), (3, 3), (2, 3)] {
-            zero.tell(sequence);
+            zero.experts_ended(sequence);
             assert_eq!(router.experts_done(), done);
         }
     }
 
     #[test]
-    fn a_router_that_gets_no_completions_fills_the_ring_and_is_told() {
+    fn a_slot_in_flight_belongs_to_the_rank_alone() {
+        let bell = RouterBell::create().unwrap();
         let mut router = RouterChannel::create(&shape()).unwrap();
-        let full = (1..100).find_map(|sequence| router.launch(&step(sequence, 0)).err()).unwrap();
-        assert!(matches!(full, ChannelError::Full { rank: Rank(0) }), "{full}");
+        let mut ranks = [join(&router, &bell, 0), join(&router, &bell, 1)];
+        let rows = random(12);
+        let mut forming = router.begin(Slot(0), 2);
+        let staged = forming.stage(Rank(1), &plain_rows(&rows, 1, DType::F32)).unwrap();
+        forming.copy(&mut Copier::default());
+        router.launch(&step(1, 0)).unwrap();
+
+        let in_flight = |error| matches!(error, ChannelError::InFlight { slot: Slot(0), sequence: 1, .. });
+        assert!(in_flight(router.launch(&step(2, 0)).unwrap_err()));
+        let error = router.begin(Slot(0), 2).stage(Rank(1), &plain_rows(&rows, 1, DType::F32)).unwrap_err();
+        assert!(in_flight(error));
+        let panics =
+            |read: &dyn Fn() -> usize| std::panic::catch_unwind(std::panic::AssertUnwindSafe(read)).is_err();
+        assert!(panics(&|| router.answer(&staged).len()));
+        assert!(panics(&|| router.routing(&staged, 2).0.len()));
+
+        let steps = ranks.each_mut().map(|rank| rank.step().unwrap().unwrap());
+        let done = Completion { sequence: 1, slot: 0, ..Completion::zeroed() };
+        for (rank, step) in ranks.iter_mut().zip(&steps) {
+            let other = Completion { sequence: 2, ..done };
+            assert!(matches!(rank.complete(&other), Err(ChannelError::NotInFlight { sequence: 2, .. })));
+            rank.complete(&done).unwrap();
+            assert!(matches!(rank.complete(&done), Err(ChannelError::NotInFlight { sequence: 1, .. })));
+            let rank = std::cell::RefCell::new(rank);
+            assert!(panics(&|| rank.borrow_mut().staging(step).ids.len()));
+        }
+        router.completion(Rank(0)).unwrap().unwrap();
+        assert!(panics(&|| router.answer(&staged).len()), "rank 1 has not completed the step");
+        router.completion(Rank(1)).unwrap().unwrap();
+        assert_eq!(router.answer(&staged), rows);
+        router.launch(&step(2, 0)).unwrap();
     }
 
     #[test]
@@ -315,10 +366,10 @@ mod tests {
         let bell = RouterBell::create().unwrap();
         let mut router = RouterChannel::create(&shape()).unwrap();
         let mut rank = join(&router, &bell, 0);
-        for bad in [StepDescriptor { slot: 2, ..step(1, 0) }, StepDescriptor { top_k: 3, ..step(1, 0) }] {
-            router.launch(&bad).unwrap();
-            assert!(matches!(rank.step(), Err(ChannelError::Capacity { .. })));
-        }
+        let error = router.launch(&step(1, 2)).unwrap_err();
+        assert!(matches!(error, ChannelError::Capacity { what: "slots", needed: 3, .. }), "{error}");
+        router.launch(&StepDescriptor { top_k: 3, ..step(1, 0) }).unwrap();
+        assert!(matches!(rank.step(), Err(ChannelError::Capacity { what: "experts per token", .. })));
     }
 
     #[test]

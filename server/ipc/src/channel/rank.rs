@@ -1,6 +1,6 @@
 //! A rank's end of its channel.
 
-#![allow(unsafe_code, reason = "copies into and out of memory that two processes take turns on")]
+#![allow(unsafe_code, reason = "makes slices of memory that two processes take turns at")]
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use super::super::region::{PAGE, SharedRegion, SharedSlice};
 use super::super::ring::{RingConsumer, RingProducer};
-use super::super::wait::{Doorbell, Patience};
+use super::super::wait::{Doorbell, WaitPolicy};
 use super::ChannelError;
-use super::places::{GroupShape, Places, Staging};
+use super::layout::{ChannelLayout, GroupShape, Staging};
 use super::records::{Completion, Segment, StepDescriptor};
-use expertd_types::Rank;
+use expertd_types::{Rank, Slot};
 
 /// A rank's end of its channel.
 #[derive(Debug)]
@@ -28,6 +28,8 @@ pub struct RankChannel {
     bell: Doorbell,
     router_bell: Doorbell,
     slots: Vec<Staging>,
+    /// `[slots]`: sequence of the step that was popped for the slot and is not completed.
+    in_flight: Vec<Option<u64>>,
     shape: GroupShape,
     region: Arc<SharedRegion>,
     /// Bytes of the region that hold this rank's staging.
@@ -36,10 +38,10 @@ pub struct RankChannel {
 
 /// Addresses of a slot's staging in this process; see [`RankStaging`].
 #[derive(Clone, Copy, Debug)]
-pub struct StagingPlace {
-    /// The runs of rows.
+pub struct StagingAddresses {
+    /// Segment table.
     pub segments: *const Segment,
-    /// Of these there is room for so many.
+    /// Capacity of `segments`, in entries.
     pub max_segments: usize,
     /// Expert ids.
     pub ids: *const i32,
@@ -47,24 +49,24 @@ pub struct StagingPlace {
     pub weights: *const f32,
     /// Token ids.
     pub token_ids: *const i32,
-    /// Row bytes.
+    /// Row area.
     pub rows: *const u8,
-    /// How many.
+    /// Size of the row area, in bytes.
     pub row_bytes: usize,
 }
 
-/// A slot's staging while it is the rank's.
+/// A slot's staging while it belongs to the rank.
 #[derive(Debug)]
 pub struct RankStaging<'a> {
-    /// The runs of rows.
+    /// Segment table of the step.
     pub segments: &'a [Segment],
-    /// All row bytes; a segment's begin at its `byte_offset`. Answers go where the rows came from.
+    /// The whole row area; a segment's rows begin at its `byte_offset`. The answer overwrites the rows.
     pub rows: &'a mut [u8],
-    /// `[tokens, k]`: given ids are here, the gate's go here.
+    /// `[tokens, k]`: the caller's ids on entry where given, otherwise to be written by the gate.
     pub ids: &'a mut [i32],
-    /// `[tokens, k]`: given weights are here, the gate's go here.
+    /// `[tokens, k]`: the caller's weights on entry where given, otherwise to be written by the gate.
     pub weights: &'a mut [f32],
-    /// `[tokens]`; meaningful for layers that route by token id.
+    /// `[tokens]`; only layers that route by token id use them.
     pub token_ids: &'a [i32],
 }
 
@@ -72,14 +74,14 @@ impl RankChannel {
     /// Maps the router's memory.
     ///
     /// # Errors
-    /// If the descriptor is not what the shape says, or another process has been here.
+    /// If the descriptor's memory does not have the shape's layout, or another process has used this rank's channel.
     pub fn join(
         shape: &GroupShape,
         rank: Rank,
         fd: OwnedFd,
         router_bell: Doorbell,
     ) -> Result<Self, ChannelError> {
-        let places = Places::new(shape)?;
+        let places = ChannelLayout::new(shape)?;
         let region = SharedRegion::from_fd(fd, places.bytes)?;
         let link = &places.links[rank.index()];
         let ring = |source| ChannelError::Ring { rank, source };
@@ -93,49 +95,50 @@ impl RankChannel {
             bell: Doorbell::new(link.bell.view(&region)?),
             router_bell,
             slots: Staging::views(&link.slots, &region)?,
+            in_flight: vec![None; link.slots.len()],
             shape: shape.clone(),
             staging: link.staging(),
             region,
         })
     }
 
-    /// Makes the pages of this rank's staging resident. The kernel places a page on the NUMA node of the thread that touches
-    /// it first, so a rank calls this on a thread that is pinned to the rank's cores, before the router touches the pages.
+    /// Makes the pages of this rank's staging resident. The kernel places a page on the NUMA node of the thread that accesses
+    /// it first, so a rank calls this on a thread that is pinned to the rank's cores, before the router accesses the pages.
     ///
     /// # Errors
-    /// If there is no memory for them.
+    /// If there is no memory for the pages.
     pub fn populate(&self) -> Result<(), ChannelError> {
         Ok(self.region.populate(self.staging.start, self.staging.len())?)
     }
 
-    /// What the router rings after pushing a step.
+    /// The doorbell that the router rings after pushing a step.
     #[must_use]
     pub const fn bell(&self) -> &Doorbell {
         &self.bell
     }
 
-    /// A handle that shows life; it may live on another thread.
+    /// The heartbeat of this rank, which another thread may drive.
     #[must_use]
-    pub fn pulse(&self) -> Pulse {
-        Pulse(self.heartbeat.clone())
+    pub fn heartbeat(&self) -> Heartbeat {
+        Heartbeat(self.heartbeat.clone())
     }
 
-    /// The whole pages that hold this rank's staging of all slots, for devices that want them pinned: first byte and
-    /// length. Valid as long as the channel lives.
+    /// Address and length, in bytes, of the whole pages that hold this rank's staging of all slots, for devices that need
+    /// them pinned. Valid as long as the channel lives.
     #[must_use]
     pub fn staging_pages(&self) -> (*mut u8, usize) {
         let starts = self.slots.iter().map(|slot| slot.segments.as_ptr() as usize);
         let ends = self.slots.iter().map(|slot| slot.rows.as_ptr() as usize + slot.rows.len());
         let first = starts.min().unwrap_or(0) / PAGE * PAGE;
         let last = ends.max().unwrap_or(first).next_multiple_of(PAGE);
-        // A region begins at a page and is a multiple of pages long, so the rounding stays within it.
+        // A region begins on a page boundary and its length is a multiple of pages, so the rounding stays within it.
         (std::ptr::with_exposed_provenance_mut(first), last - first)
     }
 
-    /// Where each slot's staging stands, for devices that address it by themselves.
+    /// Addresses of each slot's staging, for devices that access it directly.
     #[must_use]
-    pub fn staging_places(&self) -> Vec<StagingPlace> {
-        let place = |slot: &Staging| StagingPlace {
+    pub fn staging_addresses(&self) -> Vec<StagingAddresses> {
+        let addresses = |slot: &Staging| StagingAddresses {
             segments: slot.segments.as_ptr(),
             max_segments: slot.segments.len(),
             ids: slot.ids.as_ptr(),
@@ -144,38 +147,52 @@ impl RankChannel {
             rows: slot.rows.as_ptr(),
             row_bytes: slot.rows.len(),
         };
-        self.slots.iter().map(place).collect()
+        self.slots.iter().map(addresses).collect()
     }
 
-    /// The next step, if there is one.
+    /// Takes the next step, if there is one. Its slot is in flight until [`complete`](Self::complete).
     ///
     /// # Errors
-    /// If the ring is broken, or the descriptor is not one of this shape.
+    /// If the ring is broken, the descriptor exceeds the shape, or its slot is in flight.
     pub fn step(&mut self) -> Result<Option<StepDescriptor>, ChannelError> {
         let rank = self.rank;
         let Some(step) = self.steps.try_pop().map_err(|source| ChannelError::Ring { rank, source })? else {
             return Ok(None);
         };
         let limits = [
-            ("slot", step.slot as usize + 1, self.slots.len()),
+            ("slots", step.slot as usize + 1, self.slots.len()),
             ("rows", step.tokens as usize, self.shape.max_tokens_per_rank),
             ("segments", step.segments as usize, self.shape.max_segments),
-            ("k", step.top_k as usize, self.shape.max_top_k),
+            ("experts per token", step.top_k as usize, self.shape.max_top_k),
         ];
         for (what, needed, capacity) in limits {
             if needed > capacity {
                 return Err(ChannelError::Capacity { rank, what, needed, capacity });
             }
         }
+        let in_flight = &mut self.in_flight[step.slot as usize];
+        if let Some(sequence) = *in_flight {
+            return Err(ChannelError::InFlight { rank, slot: Slot(step.slot), sequence });
+        }
+        *in_flight = Some(step.sequence);
         Ok(Some(step))
     }
 
-    /// The staging of a step that was popped and not completed yet.
+    /// The staging of a step that was taken and is not completed.
+    ///
+    /// # Panics
+    /// If the step is not in flight.
     pub fn staging(&mut self, step: &StepDescriptor) -> RankStaging<'_> {
-        let staging = &self.slots[step.slot as usize];
+        let slot = step.slot as usize;
+        assert_eq!(
+            self.in_flight.get(slot),
+            Some(&Some(step.sequence)),
+            "staging of slot {slot} was requested for an exchange that is not in flight there"
+        );
+        let staging = &self.slots[slot];
         let (tokens, routed) = (step.tokens as usize, step.tokens as usize * step.top_k as usize);
-        // SAFETY: between a popped descriptor and its completion the slot's staging is this rank's alone, and the
-        // borrow of `self` keeps a second set of slices from being made.
+        // SAFETY: the step was popped and is not completed (asserted), so the slot's staging belongs to this rank alone;
+        // the mutable borrow of `self` excludes a second set of slices and a completion while these slices live.
         unsafe {
             RankStaging {
                 segments: &staging.segments.as_slice()[..step.segments as usize],
@@ -187,7 +204,7 @@ impl RankChannel {
         }
     }
 
-    /// A handle that tells of the end of an experts phase while the step's staging is borrowed.
+    /// A handle that reports the end of an experts phase while the step's staging is borrowed.
     #[must_use]
     pub fn notice(&self) -> ExpertsNotice {
         ExpertsNotice {
@@ -197,7 +214,7 @@ impl RankChannel {
         }
     }
 
-    /// Waits for the next step; `None` once `stop` says so.
+    /// Waits for the next step; returns `None` once `stop` is true.
     ///
     /// # Errors
     /// As [`step`](Self::step).
@@ -207,7 +224,7 @@ impl RankChannel {
         stop: &AtomicBool,
     ) -> Result<Option<StepDescriptor>, ChannelError> {
         let bell = self.bell.clone();
-        let found = bell.wait_for(Patience::unlimited(spin), || {
+        let found = bell.wait_for(WaitPolicy::unlimited(spin), || {
             if stop.load(Ordering::Acquire) {
                 Some(Ok(None))
             } else {
@@ -217,12 +234,17 @@ impl RankChannel {
         found.unwrap_or(Ok(None))
     }
 
-    /// Gives a step's staging back with how it ended.
+    /// Returns a step's staging to the router, with the step's result.
     ///
     /// # Errors
-    /// If the ring is full or broken.
+    /// If the step is not in flight, or the ring is full or broken.
     pub fn complete(&mut self, completion: &Completion) -> Result<(), ChannelError> {
         let rank = self.rank;
+        let Completion { sequence, slot, .. } = *completion;
+        match self.in_flight.get_mut(slot as usize) {
+            Some(in_flight) if *in_flight == Some(sequence) => *in_flight = None,
+            _ => return Err(ChannelError::NotInFlight { rank, slot: Slot(slot), sequence }),
+        }
         match self.completions.try_push(completion) {
             Ok(true) => {
                 self.router_bell.ring();
@@ -234,7 +256,7 @@ impl RankChannel {
     }
 }
 
-/// Tells the router that the experts phase of a step has ended.
+/// Reports the end of experts phases to the router.
 #[derive(Clone, Debug)]
 pub struct ExpertsNotice {
     done: SharedSlice<u64>,
@@ -243,9 +265,9 @@ pub struct ExpertsNotice {
 }
 
 impl ExpertsNotice {
-    /// The phase of exchange `sequence` has ended on this rank, and so have those of earlier ones. Told late, of an
-    /// exchange before the last one told of, it says nothing new.
-    pub fn tell(&self, sequence: u64) {
+    /// Reports that the experts phases of all exchanges up to `sequence` have ended on this rank. A report for an earlier
+    /// exchange than the last one reported has no effect.
+    pub fn experts_ended(&self, sequence: u64) {
         self.done.atomics()[0].fetch_max(sequence, Ordering::SeqCst);
         if self.wanted.atomics()[0].load(Ordering::SeqCst) != 0 {
             self.router_bell.ring();
@@ -253,12 +275,12 @@ impl ExpertsNotice {
     }
 }
 
-/// Shows that a process is alive.
+/// A counter that shows that a process is alive.
 #[derive(Clone, Debug)]
-pub struct Pulse(SharedSlice<u64>);
+pub struct Heartbeat(SharedSlice<u64>);
 
-impl Pulse {
-    /// Moves the counter.
+impl Heartbeat {
+    /// Increments the counter.
     pub fn beat(&self) {
         self.0.atomics()[0].fetch_add(1, Ordering::Relaxed);
     }

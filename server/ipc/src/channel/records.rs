@@ -1,4 +1,4 @@
-//! What travels through the rings, and the segment table of a slot.
+//! Records of the rings, and entries of a slot's segment table.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -8,44 +8,44 @@ use expertd_types::Phase;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct StepDescriptor {
-    /// Number of the exchange: the same for all ranks, one more than the last step's.
+    /// Number of the exchange: the same for all ranks, one more than that of the step before.
     pub sequence: u64,
     /// Number of the step, for logs.
     pub step: u64,
     /// Decoder layer.
     pub layer: u32,
-    /// Step buffers.
+    /// Slot whose buffers hold the step.
     pub slot: u32,
-    /// This rank's rows.
+    /// Number of this rank's rows.
     pub tokens: u32,
-    /// Entries of the slot's segment table.
+    /// Number of entries in the slot's segment table.
     pub segments: u32,
-    /// Rows of all ranks together.
+    /// Number of rows of all ranks together.
     pub step_tokens: u32,
     /// Experts per token.
     pub top_k: u32,
 }
 
-/// A run of rows of one request within one rank's part of a step.
+/// Consecutive rows of one request within one rank's part of a step.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct Segment {
-    /// Where the rows begin in the slot's row area, in bytes.
+    /// Offset of the rows in the slot's row area, in bytes.
     pub byte_offset: u64,
-    /// First row, counted over the rank's rows of the step.
+    /// Index of the first row among the rank's rows of the step.
     pub first_row: u32,
-    /// Rows.
+    /// Number of rows.
     pub rows: u32,
     /// [`DType`](expertd_types::DType) code.
     pub dtype: u32,
-    /// [`Segment::GIVEN_ROUTING`] and others.
+    /// Bit set of [`Segment::GIVEN_ROUTING`] and [`Segment::SHARED_EXPERTS`].
     pub flags: u32,
 }
 
 impl Segment {
-    /// Ids and weights stand in staging; otherwise the gate chooses.
+    /// Staging holds expert ids and weights; without this flag the gate chooses.
     pub const GIVEN_ROUTING: u32 = 1;
-    /// Shared experts are part of the output.
+    /// The output includes the shared experts.
     pub const SHARED_EXPERTS: u32 = 2;
 
     /// Whether a flag is set.
@@ -59,26 +59,26 @@ impl Segment {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct Completion {
-    /// The descriptor's.
+    /// The descriptor's sequence.
     pub sequence: u64,
-    /// Duration of each of [`Phase::ALL`].
+    /// Duration of each of [`Phase::ALL`], in nanoseconds.
     pub phase_ns: [u64; Phase::ALL.len()],
-    /// The descriptor's.
+    /// The descriptor's slot.
     pub slot: u32,
-    /// 0: the answer stands in staging. Else the step failed, and `message` says why.
+    /// 0 if staging holds the answer; otherwise the step failed, and `message` holds the reason.
     pub failed: u32,
-    /// Rows that this rank's experts received from all ranks.
+    /// Number of rows that this rank's experts received from all ranks.
     pub received_rows: u32,
-    /// Pairs of row and expert that it computed.
+    /// Number of pairs of row and expert that this rank computed.
     pub expert_rows: u32,
-    /// Bytes of `message` in use.
+    /// Number of bytes of `message` in use.
     pub message_len: u64,
-    /// UTF-8.
+    /// Reason of a failure, in UTF-8.
     pub message: [u8; 168],
 }
 
 impl Completion {
-    /// All phases but the copies between the host's memory and the rank's own, one after the other.
+    /// Sum of all phases except the copies between the host's memory and the rank's own, in nanoseconds.
     #[must_use]
     pub fn computed_ns(&self) -> u64 {
         let phases = Phase::ALL.into_iter().zip(self.phase_ns);
@@ -92,7 +92,7 @@ impl Completion {
         String::from_utf8_lossy(&self.message[..len]).into_owned()
     }
 
-    /// Marks the step as failed because of `message`, cut to what fits.
+    /// Marks the step as failed because of `message`, which is cut to the space available.
     pub fn fail(&mut self, message: &str) {
         let cut = message.char_indices().map(|(at, c)| at + c.len_utf8());
         let len = cut.take_while(|&end| end <= self.message.len()).last().unwrap_or(0);
@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_rank_computed_is_everything_but_copies() {
+    fn computed_time_excludes_copies() {
         let mut completion = Completion::zeroed();
         completion.phase_ns = [1000, 1, 2, 3, 4, 5, 2000];
         assert_eq!(completion.computed_ns(), 15);

@@ -1,6 +1,6 @@
 //! The router's end of the channels.
 
-#![allow(unsafe_code, reason = "copies into and out of memory that two processes take turns on")]
+#![allow(unsafe_code, reason = "makes slices of memory that two processes take turns at")]
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -8,35 +8,35 @@ use std::sync::atomic::Ordering;
 
 use bytemuck::Pod;
 
-use super::super::copier::{Batch, Copier};
+use super::super::copier::{Copier, CopyBatch};
 use super::super::region::{SharedRegion, SharedSlice};
 use super::super::ring::{RingConsumer, RingProducer};
 use super::super::wait::Doorbell;
 use super::ChannelError;
-use super::places::{GroupShape, Places, SEGMENT_ALIGN, Staging};
+use super::layout::{ChannelLayout, GroupShape, SEGMENT_ALIGN, Staging};
 use super::records::{Completion, Segment, StepDescriptor};
-use expertd_types::{DType, Rank, Slices, Slot};
+use expertd_types::{ChunkedSlice, DType, Rank, Slot};
 
-/// Rows of one request for one rank, as the router stages them.
+/// Rows of one request that the router stages for one rank.
 #[derive(Clone, Copy, Debug)]
-pub struct StageRows<'a> {
+pub struct RowsToStage<'a> {
     /// `[n, hidden]` in `dtype`.
-    pub rows: Slices<'a>,
-    /// n.
+    pub rows: ChunkedSlice<'a>,
+    /// Number of rows, n.
     pub tokens: usize,
-    /// Element type.
+    /// Element type of the rows.
     pub dtype: DType,
-    /// `[n, k]` int32 and f32, little-endian; the gate chooses if absent.
+    /// Expert ids `[n, k]` int32 and weights `[n, k]` f32, little-endian; the gate chooses if absent.
     pub routing: Option<(&'a [u8], &'a [u8])>,
     /// `[n]` int32, little-endian.
     pub token_ids: Option<&'a [u8]>,
-    /// Whether shared experts are part of the output.
+    /// Whether the output includes the shared experts.
     pub shared_experts: bool,
 }
 
-/// Where staged rows stand, and their answer after the step.
+/// Location of staged rows, and of their answer after the step.
 #[derive(Clone, Copy, Debug)]
-pub struct Staged {
+pub struct StagedRows {
     rank: Rank,
     slot: Slot,
     byte_offset: usize,
@@ -45,7 +45,7 @@ pub struct Staged {
     rows: usize,
 }
 
-/// How far a rank's staging of the step being formed is filled.
+/// Fill level of a rank's staging for the step that is being formed.
 #[derive(Clone, Copy, Debug, Default)]
 struct Cursor {
     rows: usize,
@@ -61,7 +61,23 @@ struct RouterLink {
     experts_done: SharedSlice<u64>,
     bell: Doorbell,
     slots: Vec<Staging>,
+    /// `[slots]`: sequence of the step that was pushed for the slot and is not completed.
+    in_flight: Vec<Option<u64>>,
     cursor: Cursor,
+}
+
+impl RouterLink {
+    /// Fails if the staging of `slot` belongs to the rank.
+    fn expect_idle(&self, rank: Rank, slot: Slot) -> Result<(), ChannelError> {
+        match self.in_flight.get(slot.index()) {
+            Some(None) => Ok(()),
+            Some(&Some(sequence)) => Err(ChannelError::InFlight { rank, slot, sequence }),
+            None => {
+                let (needed, capacity) = (slot.index() + 1, self.in_flight.len());
+                Err(ChannelError::Capacity { rank, what: "slots", needed, capacity })
+            }
+        }
+    }
 }
 
 /// The router's end of the channels of one generation.
@@ -74,12 +90,12 @@ pub struct RouterChannel {
 }
 
 impl RouterChannel {
-    /// Makes new shared memory for one generation.
+    /// Makes the shared memory of a generation.
     ///
     /// # Errors
     /// If there is no memory for it.
     pub fn create(shape: &GroupShape) -> Result<Self, ChannelError> {
-        let places = Places::new(shape)?;
+        let places = ChannelLayout::new(shape)?;
         let region = SharedRegion::create("expertd-channel", places.bytes)?;
         let mut links = Vec::new();
         for (rank, link) in places.links.iter().enumerate() {
@@ -91,6 +107,7 @@ impl RouterChannel {
                 experts_done: link.experts_done.view(&region)?,
                 bell: Doorbell::new(link.bell.view(&region)?),
                 slots: Staging::views(&link.slots, &region)?,
+                in_flight: vec![None; link.slots.len()],
                 cursor: Cursor::default(),
             });
         }
@@ -98,36 +115,40 @@ impl RouterChannel {
         Ok(RouterChannel { region, shape: shape.clone(), links, early_notice })
     }
 
-    /// Maps every page of the memory, so that the first steps do not. Ranks make the pages resident, each those of its own
-    /// staging on its own NUMA node ([`RankChannel::populate`](super::RankChannel::populate)); the router calls this once
-    /// every rank is ready.
+    /// Maps every page of the memory, so that the first steps need not. The router calls this once every rank is ready: by
+    /// then each rank has made the pages of its own staging resident on its own NUMA node
+    /// ([`RankChannel::populate`](super::RankChannel::populate)).
     ///
     /// # Errors
-    /// If there is no memory for what no rank made resident.
+    /// If there is no memory for the remaining pages.
     pub fn populate(&self) -> Result<(), ChannelError> {
         Ok(self.region.populate(0, self.region.len())?)
     }
 
-    /// The memory, for ranks to map.
+    /// Descriptor of the memory, which ranks inherit and map.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.region.as_fd()
     }
 
-    /// Begins forming the step of `slot`, which no step in flight has, with `top_k` experts per token: every rank's
-    /// staging there counts as empty.
-    pub fn begin(&mut self, slot: Slot, top_k: usize) -> Forming<'_, '_> {
+    /// Begins to form a step in `slot`, with `top_k` experts per token. The slot's staging counts as empty on every rank.
+    pub fn begin(&mut self, slot: Slot, top_k: usize) -> FormingStep<'_, '_> {
         for link in &mut self.links {
             link.cursor = Cursor::default();
         }
-        Forming { channel: self, slot, top_k, batch: Batch::default() }
+        FormingStep { channel: self, slot, top_k, batch: CopyBatch::default() }
     }
 
-    /// Hands the formed step to every rank; `common` gives what is the same for all.
+    /// Pushes the formed step to every rank; `common` holds the fields that are equal for all of them. The slot is in
+    /// flight on each rank until its [`completion`](Self::completion).
     ///
     /// # Errors
-    /// If a rank's ring is full or broken.
+    /// If the slot is in flight, or a rank's ring is full or broken.
     pub fn launch(&mut self, common: &StepDescriptor) -> Result<(), ChannelError> {
+        let slot = Slot(common.slot);
+        for (rank, link) in self.links.iter().enumerate() {
+            link.expect_idle(Rank(rank as u32), slot)?;
+        }
         for (rank, link) in self.links.iter_mut().enumerate() {
             let rank = Rank(rank as u32);
             let descriptor = StepDescriptor {
@@ -136,7 +157,10 @@ impl RouterChannel {
                 ..*common
             };
             match link.steps.try_push(&descriptor) {
-                Ok(true) => link.bell.ring(),
+                Ok(true) => {
+                    link.in_flight[slot.index()] = Some(common.sequence);
+                    link.bell.ring();
+                }
                 Ok(false) => return Err(ChannelError::Full { rank }),
                 Err(source) => return Err(ChannelError::Ring { rank, source }),
             }
@@ -144,71 +168,95 @@ impl RouterChannel {
         Ok(())
     }
 
-    /// The next completion of `rank`, if there is one.
+    /// Takes the next completion of `rank`, if there is one. It returns the slot's staging to the router; a completion of a
+    /// step that is not in flight returns none.
     ///
     /// # Errors
     /// If the ring is broken.
     pub fn completion(&mut self, rank: Rank) -> Result<Option<Completion>, ChannelError> {
-        self.links[rank.index()].completions.try_pop().map_err(|source| ChannelError::Ring { rank, source })
+        let link = &mut self.links[rank.index()];
+        let completion = link.completions.try_pop().map_err(|source| ChannelError::Ring { rank, source })?;
+        if let Some(completion) = &completion
+            && let Some(in_flight) = link.in_flight.get_mut(completion.slot as usize)
+            && *in_flight == Some(completion.sequence)
+        {
+            *in_flight = None;
+        }
+        Ok(completion)
     }
 
-    /// Output rows of a completed step, in the dtype they came in.
+    /// Output rows of a completed step, in the dtype of the rows that were staged.
+    ///
+    /// # Panics
+    /// If the step is in flight on the rows' rank.
     #[must_use]
-    pub fn answer(&self, staged: &Staged) -> &[u8] {
-        let staging = &self.links[staged.rank.index()].slots[staged.slot.index()];
-        // SAFETY: the caller has the completion of the step, so the rank has let go of the slot's staging, and writes
-        // there only after another `launch`, which takes `&mut self`.
+    pub fn answer(&self, staged: &StagedRows) -> &[u8] {
+        let staging = self.returned_staging(staged);
+        // SAFETY: the staging belongs to the router; the rank writes there only after another `launch`, which takes
+        // `&mut self`.
         let rows = unsafe { staging.rows.as_slice() };
         &rows[staged.byte_offset..][..staged.bytes]
     }
 
     /// Expert ids `[rows, k]` int32 and weights `[rows, k]` f32 of a completed step, as bytes.
+    ///
+    /// # Panics
+    /// If the step is in flight on the rows' rank.
     #[must_use]
-    pub fn routing(&self, staged: &Staged, top_k: usize) -> (&[u8], &[u8]) {
-        let staging = &self.links[staged.rank.index()].slots[staged.slot.index()];
+    pub fn routing(&self, staged: &StagedRows, top_k: usize) -> (&[u8], &[u8]) {
+        let staging = self.returned_staging(staged);
         let range = staged.first_row * top_k..(staged.first_row + staged.rows) * top_k;
         // SAFETY: as in `answer`.
         let (ids, weights) = unsafe { (staging.ids.as_slice(), staging.weights.as_slice()) };
         (bytemuck::cast_slice(&ids[range.clone()]), bytemuck::cast_slice(&weights[range]))
     }
 
-    /// The last exchange whose experts phase has ended on every rank.
+    /// The staging that holds the rows, which must belong to the router.
+    fn returned_staging(&self, staged: &StagedRows) -> &Staging {
+        let link = &self.links[staged.rank.index()];
+        let slot = staged.slot.index();
+        assert_eq!(link.in_flight[slot], None, "slot {slot} was read while its step was in flight");
+        &link.slots[slot]
+    }
+
+    /// Sequence of the last exchange whose experts phase has ended on every rank.
     #[must_use]
     pub fn experts_done(&self) -> u64 {
         self.links.iter().map(|l| l.experts_done.atomics()[0].load(Ordering::Acquire)).min().unwrap_or(0)
     }
 
-    /// Whether ranks ring at the end of an experts phase, too.
+    /// Sets whether ranks ring at the end of an experts phase, too.
     pub fn set_early_notice(&self, on: bool) {
         self.early_notice.atomics()[0].store(u32::from(on), Ordering::SeqCst);
     }
 
-    /// A counter that moves while the rank's process runs.
+    /// The rank's heartbeat, a counter that increases while its process runs.
     #[must_use]
     pub fn heartbeat(&self, rank: Rank) -> u64 {
         self.links[rank.index()].heartbeat.atomics()[0].load(Ordering::Relaxed)
     }
 }
 
-/// A step being formed: rows are given their places piece by piece, and are copied there all at once.
+/// A step that is being formed: each call of [`stage`](Self::stage) allocates staging, [`copy`](Self::copy) copies all rows.
 #[derive(Debug)]
-pub struct Forming<'c, 'a> {
-    // Mutable, so that the slot's staging is used for nothing else until the copies are made.
+pub struct FormingStep<'c, 'a> {
+    // A mutable borrow, so that the slot's staging is not used otherwise before the copies are made.
     channel: &'c mut RouterChannel,
     slot: Slot,
     top_k: usize,
-    batch: Batch<'a>,
+    batch: CopyBatch<'a>,
 }
 
-impl<'a> Forming<'_, 'a> {
-    /// Gives rows a place in the staging of `rank`.
+impl<'a> FormingStep<'_, 'a> {
+    /// Allocates space for `rows` in the staging of `rank`.
     ///
     /// # Errors
-    /// [`ChannelError::Capacity`] if they do not fit.
-    pub fn stage(&mut self, rank: Rank, piece: &StageRows<'a>) -> Result<Staged, ChannelError> {
-        let Forming { channel, slot, top_k, batch } = self;
+    /// [`ChannelError::Capacity`] if they do not fit, [`ChannelError::InFlight`] if the slot is in flight on the rank.
+    pub fn stage(&mut self, rank: Rank, rows: &RowsToStage<'a>) -> Result<StagedRows, ChannelError> {
+        let FormingStep { channel, slot, top_k, batch } = self;
         let (shape, top_k) = (&channel.shape, *top_k);
         let link = &mut channel.links[rank.index()];
+        link.expect_idle(rank, *slot)?;
         let cursor = link.cursor;
         let fits = |what, needed: usize, capacity: usize| {
             if needed <= capacity {
@@ -217,61 +265,62 @@ impl<'a> Forming<'_, 'a> {
                 Err(ChannelError::Capacity { rank, what, needed, capacity })
             }
         };
-        fits("rows", cursor.rows + piece.tokens, shape.max_tokens_per_rank)?;
+        fits("rows", cursor.rows + rows.tokens, shape.max_tokens_per_rank)?;
         fits("segments", cursor.segments + 1, shape.max_segments)?;
-        fits("k", top_k, shape.max_top_k)?;
-        fits("bytes", cursor.bytes + piece.rows.len(), shape.row_area_bytes())?;
+        fits("experts per token", top_k, shape.max_top_k)?;
+        fits("bytes", cursor.bytes + rows.rows.len(), shape.row_area_bytes())?;
         let staging = &link.slots[slot.index()];
         let mut flags = 0;
-        place(&staging.rows, cursor.bytes, piece.rows, batch);
-        if let Some((ids, weights)) = piece.routing {
+        push_copy(batch, rows.rows, &staging.rows, cursor.bytes);
+        if let Some((ids, weights)) = rows.routing {
             flags |= Segment::GIVEN_ROUTING;
-            place(&staging.ids, cursor.rows * top_k, ids.into(), batch);
-            place(&staging.weights, cursor.rows * top_k, weights.into(), batch);
+            push_copy(batch, ids.into(), &staging.ids, cursor.rows * top_k);
+            push_copy(batch, weights.into(), &staging.weights, cursor.rows * top_k);
         }
-        if let Some(token_ids) = piece.token_ids {
-            place(&staging.token_ids, cursor.rows, token_ids.into(), batch);
+        if let Some(token_ids) = rows.token_ids {
+            push_copy(batch, token_ids.into(), &staging.token_ids, cursor.rows);
         }
-        if piece.shared_experts {
+        if rows.shared_experts {
             flags |= Segment::SHARED_EXPERTS;
         }
-        // SAFETY: the slot is this side's, for this borrow of the channel alone.
+        // SAFETY: the slot is not in flight (checked), so its staging belongs to the router, and this borrow of the channel
+        // is exclusive.
         let segments = unsafe { staging.segments.as_mut_slice() };
         segments[cursor.segments] = Segment {
             byte_offset: cursor.bytes as u64,
             first_row: cursor.rows as u32,
-            rows: piece.tokens as u32,
-            dtype: piece.dtype as u32,
+            rows: rows.tokens as u32,
+            dtype: rows.dtype as u32,
             flags,
         };
         link.cursor = Cursor {
-            rows: cursor.rows + piece.tokens,
-            bytes: (cursor.bytes + piece.rows.len()).next_multiple_of(SEGMENT_ALIGN),
+            rows: cursor.rows + rows.tokens,
+            bytes: (cursor.bytes + rows.rows.len()).next_multiple_of(SEGMENT_ALIGN),
             segments: cursor.segments + 1,
         };
-        Ok(Staged {
+        Ok(StagedRows {
             rank,
             slot: *slot,
             byte_offset: cursor.bytes,
-            bytes: piece.rows.len(),
+            bytes: rows.rows.len(),
             first_row: cursor.rows,
-            rows: piece.tokens,
+            rows: rows.tokens,
         })
     }
 
-    /// Copies everything to its place, with `copier`.
+    /// Copies all staged rows with `copier`.
     pub fn copy(self, copier: &mut Copier) {
         copier.stream(self.batch);
     }
 }
 
-/// Has bytes copied to elements `at..` of `to`, which the caller has to itself until the batch is copied.
-fn place<'a, T: Pod>(to: &SharedSlice<T>, at: usize, bytes: Slices<'a>, batch: &mut Batch<'a>) {
+/// Adds a copy of `bytes` to elements `at..` of `to`, which must be staging of a slot that is not in flight.
+fn push_copy<'a, T: Pod>(batch: &mut CopyBatch<'a>, bytes: ChunkedSlice<'a>, to: &SharedSlice<T>, at: usize) {
     let capacity = to.len() * size_of::<T>();
     let start = at * size_of::<T>();
-    assert!(start <= capacity && bytes.len() <= capacity - start, "checked when the piece was staged");
-    // SAFETY: in bounds (asserted); the destination is shared memory that only this side touches now (module's text),
-    // and so overlaps nothing that is read. Cursors advance, so it overlaps nothing that is written; the batch borrows
-    // the channel, and with it the memory.
+    assert!(start <= capacity && bytes.len() <= capacity - start, "the rows exceed the staging");
+    // SAFETY: in bounds (asserted). The slot is not in flight, so only the router accesses the destination; it is shared
+    // memory, so it overlaps no source, and cursors advance, so it overlaps no other destination. The batch lives with a
+    // mutable borrow of the channel, which keeps the memory mapped and the slot out of flight.
     unsafe { batch.push(bytes, to.as_ptr().cast::<u8>().add(start)) }
 }

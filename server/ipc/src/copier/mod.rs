@@ -1,143 +1,144 @@
 //! Copies of many rows by several threads: one core moves about 10 GB/s, a GPU's link takes 50.
 //!
-//! All that a step copies in one direction is one [`Batch`], whichever requests and ranks its rows belong to: small
-//! pieces share the threads as large ones do, and the step waits for others once.
+//! All copies of a step in one direction form one [`CopyBatch`], across requests and ranks. Small copies share the threads
+//! as large ones do, and the step waits for the helper threads once.
 
 #![allow(
     unsafe_code,
-    reason = "copies into memory that two processes take turns on, or that holds nothing yet"
+    reason = "copies into memory that two processes take turns at, or into uninitialised memory"
 )]
 
-mod crew;
+mod pool;
 pub(super) mod portions;
 mod stores;
 
 use std::marker::PhantomData;
 use std::time::Duration;
 
-use self::crew::{Crew, Work};
-use self::stores::Store;
-use expertd_types::Slices;
+use self::pool::{CopyJob, CopyPool};
+use self::stores::StoreKind;
+use expertd_types::ChunkedSlice;
 
-/// Less than this the calling thread copies alone.
-const ALONE: usize = 256 << 10;
-/// So much for each thread makes it worth waking.
-const SHARE: usize = 64 << 10;
-/// What a thread takes at a time: two portions each, so that a late one costs little, within these bounds.
+/// Smaller batches, in bytes, are copied by the calling thread alone.
+const MIN_PARALLEL: usize = 256 << 10;
+/// Bytes per thread that make waking the thread worthwhile.
+const MIN_PER_THREAD: usize = 64 << 10;
+/// Bounds of a portion, in bytes. Within them there are two portions per thread, so that a late thread costs little.
 const PORTION: std::ops::RangeInclusive<usize> = 32 << 10..=128 << 10;
 
 /// One copy of a batch.
 #[derive(Clone, Copy, Debug)]
-struct Run {
+struct CopyRange {
     from: *const u8,
     to: *mut u8,
     bytes: usize,
-    /// Bytes of the batch up to the end of this run.
+    /// Offset of this range's end in the batch, in bytes.
     end: usize,
 }
 
-impl Run {
+impl CopyRange {
     const fn begin(&self) -> usize {
         self.end - self.bytes
     }
 }
 
-/// Copies that are to be made together.
+/// Copies that are made together.
 #[derive(Debug, Default)]
-pub struct Batch<'a> {
-    runs: Vec<Run>,
+pub struct CopyBatch<'a> {
+    ranges: Vec<CopyRange>,
     sources: PhantomData<&'a [u8]>,
 }
 
-impl<'a> Batch<'a> {
+impl<'a> CopyBatch<'a> {
     /// Adds a copy of `from` to `to`.
     ///
     /// # Safety
-    /// Until the batch is copied or dropped, `to` is good for writes of as many bytes, which nobody else uses, and which
-    /// overlap nothing that the batch reads or writes elsewhere.
-    pub unsafe fn push(&mut self, from: Slices<'a>, mut to: *mut u8) {
+    /// Until the batch is copied or dropped, `to` is valid for writes of `from.len()` bytes. Nothing else reads or writes
+    /// these bytes meanwhile, and they overlap no other source or destination of the batch.
+    pub unsafe fn push(&mut self, from: ChunkedSlice<'a>, mut to: *mut u8) {
         for slice in from.iter() {
             let (bytes, end) = (slice.len(), self.bytes() + slice.len());
-            self.runs.push(Run { from: slice.as_ptr(), to, bytes, end });
+            self.ranges.push(CopyRange { from: slice.as_ptr(), to, bytes, end });
             to = to.wrapping_add(bytes);
         }
     }
 
-    /// Bytes of all copies together.
+    /// Size of all copies together, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.runs.last().map_or(0, |run| run.end)
+        self.ranges.last().map_or(0, |range| range.end)
     }
 }
 
-/// Makes copies, many of them over several threads.
+/// Copies batches, large ones on several threads.
 #[derive(Debug, Default)]
 pub struct Copier {
-    crew: Option<Crew>,
+    pool: Option<CopyPool>,
 }
 
 impl Copier {
-    /// Copies over `threads` threads, of which the calling one is the first; the others look for work for `spin` before
-    /// they sleep. With one, or if others cannot be had, it copies alone.
+    /// A copier for `threads` threads. The calling thread is one of them; the others spin for `spin` before they sleep.
+    /// The calling thread copies alone if `threads` is below two or the other threads cannot be started.
     #[must_use]
     pub fn new(threads: usize, spin: Duration) -> Self {
         if threads < 2 {
             return Copier::default();
         }
-        let crew = Crew::start(threads - 1, spin);
-        if let Err(error) = &crew {
-            tracing::warn!(%error, "rows are copied by one thread");
+        let pool = CopyPool::start(threads - 1, spin);
+        if let Err(error) = &pool {
+            tracing::warn!(%error, "cannot start threads that copy rows; one thread copies alone");
         }
-        Copier { crew: crew.ok() }
+        Copier { pool: pool.ok() }
     }
 
-    /// Makes the copies of `batch` for a device that reads them next. What several threads copy goes past their caches;
-    /// one alone is faster with plain stores.
-    pub fn stream(&mut self, batch: Batch<'_>) {
-        self.copy(batch, Store::Streaming);
+    /// Copies `batch` to memory that a device reads next. Several threads use streaming stores, which bypass their caches;
+    /// one thread alone is faster with plain stores.
+    pub fn stream(&mut self, batch: CopyBatch<'_>) {
+        self.copy(batch, StoreKind::Streaming);
     }
 
-    /// Appends each of `pieces` to the vector whose index stands beside it.
+    /// Appends each slice to the vector of `to` whose index is paired with it.
     ///
     /// # Panics
-    /// If there is no such vector.
-    pub fn append(&mut self, pieces: &[(usize, &[u8])], to: &mut [Vec<u8>]) {
+    /// If `to` has no such vector.
+    pub fn append(&mut self, slices: &[(usize, &[u8])], to: &mut [Vec<u8>]) {
         let mut lengths: Vec<usize> = to.iter().map(Vec::len).collect();
-        pieces.iter().for_each(|&(index, piece)| lengths[index] += piece.len());
+        slices.iter().for_each(|&(index, slice)| lengths[index] += slice.len());
         for (vec, length) in to.iter_mut().zip(&lengths) {
             vec.reserve(length - vec.len());
         }
         let mut ends: Vec<*mut u8> =
             to.iter_mut().map(|vec| vec.spare_capacity_mut().as_mut_ptr().cast()).collect();
-        let mut batch = Batch::default();
-        for &(index, piece) in pieces {
-            // SAFETY: room for all pieces of a vector was reserved behind what it holds, and they follow each other
-            // there. The vectors are borrowed until the batch is copied, so they are nobody else's and no piece's.
-            unsafe { batch.push(piece.into(), ends[index]) };
-            ends[index] = ends[index].wrapping_add(piece.len());
+        let mut batch = CopyBatch::default();
+        for &(index, slice) in slices {
+            // SAFETY: each vector has capacity for all its slices behind its contents (reserved above), where they follow
+            // each other. The vectors are mutably borrowed until the batch is copied, so nothing else uses them and no
+            // slice lies in them.
+            unsafe { batch.push(slice.into(), ends[index]) };
+            ends[index] = ends[index].wrapping_add(slice.len());
         }
-        self.copy(batch, Store::Plain);
+        self.copy(batch, StoreKind::Plain);
         for (vec, length) in to.iter_mut().zip(lengths) {
-            // SAFETY: reserved and written above.
+            // SAFETY: `length` elements were reserved and written above.
             unsafe { vec.set_len(length) };
         }
     }
 
-    fn copy(&mut self, batch: Batch<'_>, store: Store) {
+    fn copy(&mut self, batch: CopyBatch<'_>, store: StoreKind) {
         let bytes = batch.bytes();
-        let Some(crew) = self.crew.as_mut().filter(|_| bytes >= ALONE) else {
-            for run in batch.runs {
-                // SAFETY: promised when it was pushed; the source is borrowed.
-                unsafe { Store::Plain.copy(run.from, run.to, run.bytes) };
+        let Some(pool) = self.pool.as_mut().filter(|_| bytes >= MIN_PARALLEL) else {
+            for range in batch.ranges {
+                // SAFETY: the caller of `push` promised it; the source is borrowed.
+                unsafe { StoreKind::Plain.copy(range.from, range.to, range.bytes) };
             }
             return;
         };
-        let helpers = (bytes / SHARE - 1).min(crew.helpers());
+        let helpers = (bytes / MIN_PER_THREAD - 1).min(pool.helpers());
         let portion = (bytes / (2 * (helpers + 1))).clamp(*PORTION.start(), *PORTION.end());
-        // Cut between lines, where the runs begin at lines.
-        let work = Work { runs: batch.runs, portion: portion.next_multiple_of(4 << 10), store };
-        // SAFETY: promised when the copies were pushed; sources are borrowed until this returns.
-        unsafe { crew.run(work, helpers) };
+        // Portions are multiples of cache lines: ranges that begin on a line are cut between lines.
+        let job = CopyJob { ranges: batch.ranges, portion: portion.next_multiple_of(4 << 10), store };
+        // SAFETY: the callers of `push` promised it; the sources are borrowed until this returns.
+        unsafe { pool.run(job, helpers) };
     }
 }
 

@@ -1,27 +1,27 @@
-//! Who does which part of a piece of work that its owner has cut into portions.
+//! Distribution of a job's portions over threads.
 //!
-//! The owner writes the work down, [offers](Portions::offer) its portions, and writes the next one down only when
-//! [all are done](Portions::all_done). Others read it between [taking](Portions::take) a portion and having
-//! [done](Portions::done) it. So nobody reads while the owner writes: a portion that is taken is not done, and whoever
-//! comes late finds none to take, or those of the work that is there by then. Taking acquires what the offer released (a
-//! taker's change of the number in between keeps that), and the owner acquires what is done. `loom_tests` checks it over
-//! its interleavings.
+//! The owner writes a job, [offers](Portions::offer) its portions, and writes the next job only when
+//! [all are done](Portions::all_done). A worker reads the job between [taking](Portions::take) a portion and marking it
+//! [done](Portions::done). No thread reads while the owner writes: a portion that is taken is not done, and a worker
+//! that comes late takes no portion, or one of the job that is current by then. Taking a portion acquires what the offer
+//! released, also after other workers have decremented the counter, and the owner acquires the workers' results.
+//! `loom_tests` checks the protocol over its interleavings.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A number that threads share; generic so that loom can check the protocol.
+/// An atomic counter; generic so that loom can check the protocol.
 pub(crate) trait Counter {
-    /// Loads the number.
+    /// Loads the value.
     fn load(&self, order: Ordering) -> usize;
-    /// Stores a number.
+    /// Stores a value.
     fn store(&self, value: usize, order: Ordering);
-    /// Subtracts, returning the previous number.
+    /// Subtracts `value` and returns the previous value.
     fn fetch_sub(&self, value: usize, order: Ordering) -> usize;
-    /// Subtracts one from any number but zero, returning the previous one.
+    /// Decrements the counter unless it is zero, and returns the previous value.
     fn take_one(&self, order: Ordering) -> Option<usize>;
 }
 
-/// The same over another atomic type.
+/// Implements [`Counter`] for an atomic type.
 macro_rules! counter {
     ($atomic:ty) => {
         impl Counter for $atomic {
@@ -45,44 +45,44 @@ counter!(AtomicUsize);
 #[cfg(all(test, feature = "loom"))]
 counter!(loom::sync::atomic::AtomicUsize);
 
-/// The portions of one piece of work after another.
+/// The portions of one job after another.
 #[derive(Debug, Default)]
 pub(crate) struct Portions<C = AtomicUsize> {
-    /// Nobody has taken them.
+    /// Portions that no thread has taken.
     left: C,
-    /// They are not done.
+    /// Portions that are not done.
     undone: C,
 }
 
 impl<C: Counter> Portions<C> {
-    /// None, in these counters, which are zero.
+    /// No portions; both counters must be zero.
     #[cfg(all(test, feature = "loom"))]
     pub(crate) const fn over(left: C, undone: C) -> Self {
         Portions { left, undone }
     }
 
-    /// Lets others have portions of what the owner has written down.
+    /// Offers `portions` portions of the job that the owner has just written.
     pub(crate) fn offer(&self, portions: usize) {
         self.undone.store(portions, Ordering::Relaxed);
         self.left.store(portions, Ordering::Release);
     }
 
-    /// Whether there is one to take.
+    /// Whether a portion can be taken.
     pub(crate) fn any_left(&self) -> bool {
         self.left.load(Ordering::Acquire) > 0
     }
 
-    /// The number of a portion that is the caller's now, from the last to the first.
+    /// Takes a portion for the caller and returns its number. Numbers descend to zero.
     pub(crate) fn take(&self) -> Option<usize> {
         self.left.take_one(Ordering::AcqRel).map(|left| left - 1)
     }
 
-    /// Tells that a portion is done, and that its taker has read all it will of the work.
+    /// Marks a portion as done; its taker does not read the job after this.
     pub(crate) fn done(&self) {
         self.undone.fetch_sub(1, Ordering::Release);
     }
 
-    /// Whether the owner has the work to itself again.
+    /// Whether the owner has exclusive access to the job again.
     pub(crate) fn all_done(&self) -> bool {
         self.undone.load(Ordering::Acquire) == 0
     }

@@ -1,50 +1,50 @@
-//! How bytes are stored: through the caches, or past them.
+//! Copies with plain or with streaming stores.
 
 #![allow(
     unsafe_code,
     reason = "copies between addresses, some with instructions that the compiler does not choose"
 )]
 
-/// How bytes are stored.
+/// The kind of store that a copy uses.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Store {
-    /// Whoever reads them next finds them in the caches.
+pub(super) enum StoreKind {
+    /// Stores through the caches, for data that a processor reads next.
     Plain,
-    /// They go past the caches, from which a device would have to fetch them line by line.
+    /// Stores past the caches, for data that a device reads next: it would have to fetch cached lines one by one.
     Streaming,
 }
 
-impl Store {
+impl StoreKind {
     /// Copies `bytes` bytes.
     ///
     /// # Safety
-    /// `from` is good for reads of as many bytes and `to` for writes; they do not overlap, and nobody writes the one or
-    /// uses the other meanwhile.
+    /// `from` is valid for reads of `bytes` bytes and `to` for writes of `bytes` bytes; they do not overlap. During the
+    /// copy nothing else writes `from`, and nothing else reads or writes `to`.
     pub(super) unsafe fn copy(self, from: *const u8, to: *mut u8, bytes: usize) {
         // SAFETY: the caller's promise.
         unsafe {
             match self {
-                Store::Plain => plain(from, to, bytes),
-                Store::Streaming => streaming(from, to, bytes),
+                StoreKind::Plain => plain(from, to, bytes),
+                StoreKind::Streaming => streaming(from, to, bytes),
             }
         }
     }
 }
 
 /// # Safety
-/// As for [`Store::copy`].
+/// As for [`StoreKind::copy`].
 unsafe fn plain(from: *const u8, to: *mut u8, bytes: usize) {
     // SAFETY: the caller's promise.
     unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
 }
 
 /// # Safety
-/// As for [`Store::copy`].
+/// As for [`StoreKind::copy`].
 #[cfg(target_arch = "x86_64")]
 unsafe fn streaming(from: *const u8, to: *mut u8, bytes: usize) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
     const LINE: usize = 64;
-    // What stands before the first address that such stores can go to.
+    // Bytes before the first aligned address, which streaming stores require.
     let head = to.align_offset(size_of::<__m128i>()).min(bytes);
     // SAFETY: the caller's promise.
     unsafe { plain(from, to, head) };
@@ -65,7 +65,7 @@ unsafe fn streaming(from: *const u8, to: *mut u8, bytes: usize) {
         }
         done += LINE;
     }
-    // SAFETY: the caller's promise. The fence orders the stores above before whatever tells of them.
+    // SAFETY: the caller's promise. The fence orders the stores above before a later store that announces them.
     unsafe {
         plain(from.wrapping_add(done), to.wrapping_add(done), bytes - done);
         _mm_sfence();
@@ -73,7 +73,7 @@ unsafe fn streaming(from: *const u8, to: *mut u8, bytes: usize) {
 }
 
 /// # Safety
-/// As for [`Store::copy`].
+/// As for [`StoreKind::copy`].
 #[cfg(not(target_arch = "x86_64"))]
 unsafe fn streaming(from: *const u8, to: *mut u8, bytes: usize) {
     // SAFETY: the caller's promise.

@@ -1,7 +1,7 @@
 use super::*;
 
 #[test]
-fn layout_aligns_and_never_overlaps() {
+fn areas_are_aligned_and_do_not_overlap() {
     let mut layout = Layout::new();
     let a = layout.line(1).expect("small");
     let b = layout.line(65).expect("small");

@@ -4,13 +4,13 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::*;
-use crate::wait::{Doorbell, Patience};
+use crate::wait::{Doorbell, WaitPolicy};
 
 type Record = [u64; 3];
 
 fn ring_memory(capacity: usize) -> SharedRing {
     let mut layout = Layout::new();
-    let place = RingPlace::<Record>::reserve(&mut layout, capacity).expect("small");
+    let place = RingLayout::<Record>::reserve(&mut layout, capacity).expect("small");
     let region = SharedRegion::create("ring", layout.len()).expect("memfd");
     place.memory(&region).expect("in bounds")
 }
@@ -44,8 +44,7 @@ proptest! {
     }
 
     #[test]
-    fn nonsense_in_any_word_is_an_error_or_harmless(at in 0usize..40, value in any::<u64>(), small in 0u64..9) {
-        // Whatever one word says, both ends return, and a record that comes out was written by somebody.
+    fn both_ends_return_after_any_word_is_overwritten(at in 0usize..40, value in any::<u64>(), small in 0u64..9) {
         for value in [value, small] {
             let (memory, mut tx, mut rx) = ring(4);
             for i in 0..6u64 {
@@ -63,18 +62,18 @@ proptest! {
 }
 
 #[test]
-fn counters_that_cannot_be_true_are_errors() {
+fn impossible_counters_are_errors() {
     let (memory, mut tx, mut rx) = ring(4);
     for i in 0..3 {
         assert!(tx.try_push(&[i; 3]).expect("sound"));
         rx.try_pop().expect("sound").expect("pushed");
     }
-    // Ahead of what fits, backwards, and far away.
+    // Further ahead than the capacity, backwards, and far away.
     for pushed in [3 + 5, 2, u64::MAX, 1 << 63] {
         memory.pushed().store(pushed, Ordering::Relaxed);
         assert!(matches!(rx.try_pop(), Err(RingError::Counter { side: "pushed", last: 3, .. })), "{pushed}");
     }
-    // Within bounds, but nobody wrote the cell.
+    // Within bounds, but the cell was not written.
     memory.pushed().store(4, Ordering::Relaxed);
     assert_eq!(rx.try_pop(), Err(RingError::Stamp { record: 3, found: 0 }));
 
@@ -108,7 +107,7 @@ fn counters_wrap() {
 }
 
 #[test]
-fn used_rings_and_odd_records_are_refused() {
+fn used_rings_and_unsupported_record_sizes_are_refused() {
     let (memory, mut tx, mut rx) = ring(2);
     tx.try_push(&[1; 3]).expect("sound");
     assert!(RingConsumer::<Record>::new(memory.clone()).is_ok(), "the producer may be early");
@@ -120,22 +119,22 @@ fn used_rings_and_odd_records_are_refused() {
 }
 
 #[test]
-fn threads_with_doorbells() {
+fn threads_exchange_records_with_doorbells() {
     let (_, mut tx, mut rx) = ring(4);
     let bells = SharedRegion::create("bells", 4096).expect("memfd");
     let full = Doorbell::new(bells.slice(0, 1).expect("in bounds"));
     let empty = Doorbell::new(bells.slice(64, 1).expect("in bounds"));
-    let patience = Patience::within(Duration::from_micros(1), Duration::from_secs(60));
+    let policy = WaitPolicy::within(Duration::from_micros(1), Duration::from_secs(60));
     let count = 20_000u64;
     thread::scope(|s| {
         s.spawn(|| {
             for i in 0..count {
-                full.wait_until(patience, || tx.try_push(&[i, i * 3, !i]).expect("sound")).expect("popped");
+                full.wait_until(policy, || tx.try_push(&[i, i * 3, !i]).expect("sound")).expect("popped");
                 empty.ring();
             }
         });
         for i in 0..count {
-            let record = empty.wait_for(patience, || rx.try_pop().expect("sound")).expect("pushed");
+            let record = empty.wait_for(policy, || rx.try_pop().expect("sound")).expect("pushed");
             full.ring();
             assert_eq!(record, [i, i * 3, !i]);
         }

@@ -1,4 +1,4 @@
-//! States of a slot, and what can go wrong in an exchange.
+//! States of a slot, and errors of an exchange.
 
 use std::fmt;
 use std::time::Duration;
@@ -6,33 +6,33 @@ use std::time::Duration;
 use super::super::window::SEQUENCE_BITS;
 use expertd_types::{Generation, Rank, Sequence, Slot};
 
-/// Where a slot is in its exchange.
+/// Progress of a slot's exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SlotState {
-    /// Nothing in flight.
+    /// No exchange is in flight.
     Idle,
-    /// Issued: this rank may write what it dispatches.
+    /// The exchange has begun: this rank may write what it dispatches.
     Open,
     /// Dispatch flags are released.
     Sent,
     /// Every peer's dispatch has arrived: received rows may be read, partials written.
     Ready,
-    /// Combine flags are released: what was received is consumed.
+    /// Combine flags are released: received rows have been consumed.
     Returning,
     /// Every peer's partials have arrived and may be read.
     Returned,
 }
 
-/// Why an exchange failed. All but [`State`](Self::State) end the group: its other ranks are told, and later calls
-/// give [`Ended`](Self::Ended).
+/// Why an exchange failed. All errors but [`State`](Self::State) and [`Slot`](Self::Slot) end the group: the other ranks are
+/// notified, and later calls return [`Ended`](Self::Ended).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ExchangeError {
     /// The call does not fit the slot's state.
-    #[error("slot {slot} is {found:?}, but the call needs it to be {expected:?}")]
+    #[error("slot {slot} is {found:?}, but the call requires {expected:?}")]
     State {
         /// The slot.
         slot: Slot,
-        /// The state the call needs.
+        /// The state that the call requires.
         expected: SlotState,
         /// The slot's state.
         found: SlotState,
@@ -42,7 +42,7 @@ pub enum ExchangeError {
     Slot {
         /// The slot.
         slot: Slot,
-        /// Slots of the group.
+        /// Number of slots in the group.
         slots: usize,
     },
     /// Peers did not arrive in time.
@@ -50,19 +50,19 @@ pub enum ExchangeError {
     Missing {
         /// `dispatch` or `combine`.
         phase: &'static str,
-        /// Which exchange.
+        /// The exchange.
         sequence: Sequence,
-        /// Who did not arrive.
+        /// The ranks that did not arrive.
         peers: Vec<Rank>,
-        /// The deadline.
+        /// How long this rank waited.
         waited: Duration,
     },
-    /// A rank, maybe this one, reported a fault.
+    /// A rank, possibly this one, reported a fault.
     #[error("rank {rank} {cause}")]
     Fault {
-        /// Who reported.
+        /// The rank that reported.
         rank: Rank,
-        /// What it reported.
+        /// The cause that it reported.
         cause: FaultCause,
     },
     /// A peer is at a later exchange: the ranks did not run the same steps.
@@ -72,43 +72,43 @@ pub enum ExchangeError {
     Ahead {
         /// `dispatch` or `combine`.
         phase: &'static str,
-        /// Who is ahead.
+        /// The rank that is ahead.
         peer: Rank,
         /// This rank's exchange.
         expected: Sequence,
-        /// The peer's.
+        /// The peer's exchange.
         found: Sequence,
     },
-    /// What a peer announces contradicts the windows or this rank's step.
+    /// A peer's header contradicts the windows or this rank's step.
     #[error(
         "rank {peer} announces {rows} rows with k = {k}; this step has k = {expected_k} and at most {max_rows} rows"
     )]
     Head {
         /// The peer.
         peer: Rank,
-        /// Its rows.
+        /// The peer's number of rows.
         rows: u32,
-        /// Its experts per token.
+        /// The peer's number of experts per token.
         k: u32,
-        /// This rank's experts per token.
+        /// This rank's number of experts per token.
         expected_k: u32,
-        /// Rows that an area holds.
+        /// Capacity of a dispatch area, in rows.
         max_rows: usize,
     },
     /// The generation has used all sequences.
     #[error("the generation has used all of its 2^40 sequences; a new generation is needed")]
     Exhausted,
-    /// The group failed before.
-    #[error("the group has ended after a fault")]
+    /// An earlier fault has ended the group.
+    #[error("the group has ended after an earlier fault")]
     Ended,
 }
 
-/// What a rank reported through the error word.
+/// The fault that a rank reports through the error word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultCause {
-    /// It failed, or left with an exchange in flight.
+    /// The reporting rank failed, or left with an exchange in flight.
     Failed,
-    /// It waited in vain for this rank (the first, if several are missing).
+    /// The reporting rank's wait for this peer (the first of several missing ones) timed out.
     Missed(Rank),
 }
 
@@ -116,7 +116,7 @@ impl fmt::Display for FaultCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Failed => f.write_str("failed or left during an exchange"),
-            Self::Missed(rank) => write!(f, "waited in vain for rank {rank}"),
+            Self::Missed(rank) => write!(f, "timed out while waiting for rank {rank}"),
         }
     }
 }
@@ -125,7 +125,7 @@ fn list(ranks: &[Rank]) -> String {
     ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// `generation << 40 | (missed rank + 1) << 20 | rank + 1`: never zero.
+/// The error word of a fault: `generation << 40 | (missed rank + 1) << 20 | rank + 1`, which is never zero.
 pub(super) fn encode_fault(generation: Generation, rank: Rank, cause: FaultCause) -> u64 {
     let missed = match cause {
         FaultCause::Failed => 0,

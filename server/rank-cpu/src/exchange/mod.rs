@@ -1,20 +1,17 @@
-//! One rank's side of the exchanges over symmetric windows: whose turn it is to touch what.
+//! One rank's side of the exchanges over symmetric windows: which memory belongs to the rank at which time.
 //!
-//! Each slot goes through the states of [`SlotState`] in order, once per exchange; in each, this module hands out only
-//! the memory that belongs to this rank then, so that callers need no unsafe code and a call out of order is an error
-//! instead of a race. `docs/protocol.md` has the argument; in short, per slot:
+//! Each slot goes through the states of [`SlotState`] in order, once per exchange. In each state this module lends only
+//! memory that belongs to this rank, so that callers need no unsafe code and a call out of order is an error instead of
+//! a race. `docs/protocol.md` has the full argument; in short, for each slot:
 //!
-//! * this rank's dispatch areas (in every window) are its own until it releases its dispatch flags, and again once it
+//! * this rank's dispatch areas (in every window) belong to it until it releases its dispatch flags, and again after it
 //!   has seen every peer's combine flag, which a peer stores when it has read them;
-//! * its partials (in every window) are its own from the time it has seen every peer's dispatch flag, which a peer
-//!   stores when it has reduced what an earlier exchange brought it, until it releases its combine flags.
+//! * its partials (in every window) belong to it after it has seen every peer's dispatch flag, which a peer stores when it
+//!   has reduced the partials of the slot's previous exchange, until it releases its combine flags.
 
-#![allow(
-    unsafe_code,
-    reason = "turns views of shared memory into slices while the protocol says they are ours"
-)]
+#![allow(unsafe_code, reason = "makes slices of shared memory while the protocol assigns it to this rank")]
 
-mod batch;
+mod areas;
 mod error;
 
 use std::os::fd::OwnedFd;
@@ -22,27 +19,27 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-pub use self::batch::{Batch, Batches, Outgoing};
+pub use self::areas::{Outgoing, ReceivedIter, ReceivedRows};
 pub use self::error::{ExchangeError, FaultCause, SlotState};
 use self::error::{decode_fault, encode_fault};
-pub use super::window::{AttachError, BatchHead, FlagKind, WindowLayout, WindowShape};
+pub use super::window::{AreaHeader, AttachError, FlagKind, WindowLayout, WindowShape};
 use super::window::{SEQUENCE_BITS, Windows, flag_value};
 use expertd_ipc::region::SharedRegion;
-use expertd_ipc::wait::{Patience, TimedOut};
+use expertd_ipc::wait::{TimedOut, WaitPolicy};
 use expertd_types::{Generation, Rank, Sequence, Slot};
 
-/// How a rank takes part.
+/// Parameters of a rank's exchanges.
 #[derive(Clone, Copy, Debug)]
 pub struct ExchangeOptions {
     /// This rank.
     pub rank: Rank,
     /// The windows' generation.
     pub generation: Generation,
-    /// How long any wait may take.
+    /// Time limit of each wait.
     pub deadline: Duration,
-    /// How long to look before sleeping, see [`Patience::spin`].
+    /// How long a wait spins before it sleeps, see [`WaitPolicy::spin`].
     pub spin: Duration,
-    /// Fill memory with 0xff bytes (NaN rows, ids of -1) whenever it becomes this rank's to write: for tests.
+    /// For tests: whether memory is filled with 0xff bytes (NaN rows, ids of -1) whenever this rank may begin to write it.
     pub poison: bool,
 }
 
@@ -102,7 +99,7 @@ impl Exchange {
         self.progress(slot).map(|p| p.state)
     }
 
-    /// Begins the next exchange in an idle slot, of `k` experts per token.
+    /// Begins the next exchange in an idle slot, with `k` experts per token.
     ///
     /// # Errors
     /// [`ExchangeError`].
@@ -131,7 +128,7 @@ impl Exchange {
         Ok(sequence)
     }
 
-    /// What goes to `peer`.
+    /// The memory for what this rank dispatches to `peer`.
     ///
     /// # Errors
     /// [`ExchangeError::State`] unless the slot is open.
@@ -141,10 +138,10 @@ impl Exchange {
     pub fn outgoing(&mut self, slot: Slot, peer: usize) -> Result<Outgoing<'_>, ExchangeError> {
         self.expect(slot, SlotState::Open)?;
         let area = &self.windows.outgoing[self.windows.area(slot, peer)];
-        // SAFETY: the slot is open. Nobody but this rank (one per window, by its claim) writes these areas, and the
-        // peer reads them only between our dispatch flag and its combine flag of an exchange; the ones of the last
-        // exchange in this slot we have seen, the one of this exchange we have not stored. `&mut self` excludes a
-        // second slice.
+        // SAFETY: the slot is open. Only this rank writes these areas (one process per window, by its claim), and the peer
+        // reads them only between our dispatch flag and its combine flag of an exchange. We have seen its combine flag of
+        // the slot's previous exchange and have not stored our dispatch flag of this one. `&mut self` excludes a second
+        // slice.
         unsafe {
             Ok(Outgoing {
                 head: &mut area.head.as_mut_slice()[0],
@@ -155,7 +152,7 @@ impl Exchange {
         }
     }
 
-    /// Releases the dispatch flags to every peer. Never waits.
+    /// Releases this rank's dispatch flag to every peer. Never waits.
     ///
     /// # Errors
     /// [`ExchangeError::State`] unless the slot is open.
@@ -163,7 +160,7 @@ impl Exchange {
         self.release(slot, FlagKind::Dispatch, SlotState::Open, SlotState::Sent)
     }
 
-    /// Waits for every peer's dispatch flag, those with no rows included.
+    /// Waits for the dispatch flag of every peer, including peers with no rows.
     ///
     /// # Errors
     /// [`ExchangeError`].
@@ -173,8 +170,8 @@ impl Exchange {
         let max_rows = self.windows.shape.max_tokens_per_rank;
         for peer in 0..self.windows.shape.ranks {
             let area = &self.windows.incoming[self.windows.area(slot, peer)];
-            // SAFETY: the peer's dispatch flag of this exchange has been seen, our combine flag is not stored.
-            let BatchHead { rows, k } = unsafe { area.head.as_slice() }[0];
+            // SAFETY: the peer's dispatch flag of this exchange has been seen, and our combine flag is not stored yet.
+            let AreaHeader { rows, k } = unsafe { area.head.as_slice() }[0];
             if rows as usize > max_rows || k != expected_k {
                 let peer = Rank(peer as u32);
                 return Err(self.fail(ExchangeError::Head { peer, rows, k, expected_k, max_rows }));
@@ -182,24 +179,24 @@ impl Exchange {
         }
         self.slots[slot.index()].state = SlotState::Ready;
         if self.options.poison {
-            for batch in self.batches(slot)? {
+            for batch in self.received(slot)? {
                 bytemuck::cast_slice_mut::<f32, u8>(batch.partials).fill(0xff);
             }
         }
         Ok(())
     }
 
-    /// What every source rank dispatched to this rank.
+    /// The rows that each source rank dispatched to this rank.
     ///
     /// # Errors
     /// [`ExchangeError::State`] unless the slot is ready.
-    pub fn batches(&mut self, slot: Slot) -> Result<Batches<'_>, ExchangeError> {
+    pub fn received(&mut self, slot: Slot) -> Result<ReceivedIter<'_>, ExchangeError> {
         self.expect(slot, SlotState::Ready)?;
         let ranks = 0..self.windows.shape.ranks;
-        Ok(Batches { k: self.slots[slot.index()].k as usize, windows: &mut self.windows, slot, ranks })
+        Ok(ReceivedIter { k: self.slots[slot.index()].k as usize, windows: &mut self.windows, slot, ranks })
     }
 
-    /// Releases the combine flags to every peer: received rows are read, partials written. Never waits.
+    /// Releases this rank's combine flag to every peer, after received rows were read and partials written. Never waits.
     ///
     /// # Errors
     /// [`ExchangeError::State`] unless the slot is ready.
@@ -207,7 +204,7 @@ impl Exchange {
         self.release(slot, FlagKind::Combine, SlotState::Ready, SlotState::Returning)
     }
 
-    /// Waits for every peer's combine flag, those with no rows included.
+    /// Waits for the combine flag of every peer, including peers with no rows.
     ///
     /// # Errors
     /// [`ExchangeError`].
@@ -217,8 +214,7 @@ impl Exchange {
         Ok(())
     }
 
-    /// The partials that `peer` returned, `[max_tokens_per_rank, hidden]`: row `i` answers row `i` of what was
-    /// dispatched to it.
+    /// The partials that `peer` returned, `[max_tokens_per_rank, hidden]`; row `i` is the result of row `i` dispatched to it.
     ///
     /// # Errors
     /// [`ExchangeError::State`] unless the slot is returned.
@@ -227,12 +223,12 @@ impl Exchange {
     /// If there is no such peer.
     pub fn returned(&self, slot: Slot, peer: usize) -> Result<&[f32], ExchangeError> {
         self.expect(slot, SlotState::Returned)?;
-        // SAFETY: the peer stored its combine flag after it wrote them, and writes them again only after it has seen
-        // our dispatch flag of the slot's next exchange, which takes `&mut self`.
+        // SAFETY: the peer stored its combine flag after it wrote the partials, and writes them again only after it has
+        // seen our dispatch flag of the slot's next exchange, which is stored through `&mut self`.
         Ok(unsafe { self.windows.returned[self.windows.area(slot, peer)].as_slice() })
     }
 
-    /// Ends the exchange: its partials have been read, the slot is idle.
+    /// Ends the exchange after its partials were read; the slot becomes idle.
     ///
     /// # Errors
     /// [`ExchangeError::State`] unless the slot is returned.
@@ -242,7 +238,7 @@ impl Exchange {
         Ok(())
     }
 
-    /// Ends the group: tells every peer that this rank failed, so that nobody waits for it.
+    /// Ends the group: reports to every peer that this rank failed, so that none waits for it.
     pub fn abort(&mut self) {
         if !self.ended {
             self.report(FaultCause::Failed);
@@ -254,7 +250,7 @@ impl Exchange {
         self.slots.get(slot.index()).ok_or(ExchangeError::Slot { slot, slots: self.slots.len() })
     }
 
-    /// Fails unless the slot is in a state.
+    /// Fails unless the slot is in state `expected`.
     ///
     /// # Errors
     /// [`ExchangeError::State`], [`ExchangeError::Slot`] or [`ExchangeError::Ended`].
@@ -299,7 +295,7 @@ impl Exchange {
             let ours = found >> SEQUENCE_BITS == windows.generation.0;
             let found = Sequence(found & ((1 << SEQUENCE_BITS) - 1));
             match found {
-                // Another generation's flag says nothing, whatever its sequence.
+                // A flag of another generation does not count, whatever its sequence.
                 found if !ours || found < sequence => Ok(false),
                 found if found == sequence => Ok(true),
                 found => Err(ExchangeError::Ahead {
@@ -324,8 +320,8 @@ impl Exchange {
             }
             Some(Ok(()))
         };
-        let patience = Patience::within(self.options.spin, self.options.deadline);
-        let failure = match windows.doorbell(me).wait_for(patience, poll) {
+        let policy = WaitPolicy::within(self.options.spin, self.options.deadline);
+        let failure = match windows.doorbell(me).wait_for(policy, poll) {
             Ok(Ok(())) => return Ok(()),
             Ok(Err(failure)) => failure,
             Err(TimedOut) => {
@@ -348,13 +344,13 @@ impl Exchange {
         }
     }
 
-    /// The fault in this rank's error word.
+    /// The fault in this rank's error word, if there is one of this generation.
     fn reported(&self) -> Option<ExchangeError> {
         let word = self.windows.error(self.options.rank.index()).load(Ordering::Acquire);
         decode_fault(self.windows.generation, word).map(|(rank, cause)| ExchangeError::Fault { rank, cause })
     }
 
-    /// Ends the group because of `failure`, and tells the peers unless they told us.
+    /// Ends the group because of `failure`, and reports it to the peers unless a peer reported it.
     fn fail(&mut self, failure: ExchangeError) -> ExchangeError {
         match &failure {
             ExchangeError::Fault { .. } => {}
@@ -367,11 +363,11 @@ impl Exchange {
         failure
     }
 
-    /// Stores the error word in every window that has none, and wakes their owners.
+    /// Stores an error word in every window that has none, and wakes the windows' owners.
     fn report(&self, cause: FaultCause) {
         let value = encode_fault(self.windows.generation, self.options.rank, cause);
         for peer in 0..self.windows.shape.ranks {
-            // The first fault is the one to tell of; a later one is a consequence.
+            // Only the first fault is kept: later ones are its consequences.
             let _ = self.windows.error(peer).compare_exchange(0, value, Ordering::AcqRel, Ordering::Relaxed);
             self.windows.doorbell(peer).ring();
         }
@@ -380,7 +376,7 @@ impl Exchange {
 
 impl Drop for Exchange {
     fn drop(&mut self) {
-        // Whoever leaves in the midst of an exchange will not store the flags that others wait for.
+        // A rank that leaves during an exchange will not store the flags that its peers wait for.
         if self.slots.iter().any(|slot| slot.state != SlotState::Idle) {
             self.abort();
         }

@@ -19,13 +19,13 @@ fn options(rank: u32, generation: u64) -> ExchangeOptions {
     }
 }
 
-/// Rank 0 of two, in the midst of dispatching exchange 1 in slot 0.
+/// Rank 0 of two after it has sent its dispatch of exchange 1 in slot 0.
 fn waiting(generation: u64) -> Exchange {
     let region = layout().create(Generation(generation)).expect("memory");
     let mut exchange = Exchange::attach(&layout(), &region, options(0, generation)).expect("fresh");
     exchange.begin(Slot(0), 1).expect("idle");
     let head = exchange.outgoing(Slot(0), 0).expect("open").head;
-    *head = BatchHead { rows: 0, k: 1 };
+    *head = AreaHeader { rows: 0, k: 1 };
     exchange.send_dispatch(Slot(0)).expect("open");
     exchange
 }
@@ -36,8 +36,7 @@ fn set_flag(exchange: &Exchange, generation: u64, sequence: u64) {
 }
 
 #[test]
-fn flags_of_other_generations_say_nothing() {
-    // Even in the very same memory, whatever their sequence; and neither do they of earlier exchanges.
+fn flags_of_other_generations_and_earlier_exchanges_are_ignored() {
     for (generation, sequence) in [(4, 1), (4, 2), (4, (1 << 40) - 1), (6, 1), (0, 1), (5, 0)] {
         let mut exchange = waiting(5);
         set_flag(&exchange, generation, sequence);
@@ -56,7 +55,7 @@ fn flags_of_other_generations_say_nothing() {
 }
 
 #[test]
-fn errors_of_other_generations_say_nothing() {
+fn error_words_of_other_generations_are_ignored() {
     let exchange = waiting(5);
     let stale = encode_fault(Generation(4), Rank(1), FaultCause::Failed);
     exchange.windows.error(0).store(stale, Ordering::Release);
@@ -72,21 +71,22 @@ fn errors_of_other_generations_say_nothing() {
 
 #[test]
 fn announced_counts_are_checked_before_they_are_used() {
-    for head in [BatchHead { rows: 5, k: 1 }, BatchHead { rows: u32::MAX, k: 1 }, BatchHead { rows: 1, k: 2 }]
+    for head in
+        [AreaHeader { rows: 5, k: 1 }, AreaHeader { rows: u32::MAX, k: 1 }, AreaHeader { rows: 1, k: 2 }]
     {
         let mut exchange = waiting(0);
         let area = &exchange.windows.incoming[exchange.windows.area(Slot(0), 1)];
-        // SAFETY: there is no rank 1 in this test; its memory is ours.
+        // SAFETY: this test has no rank 1, so nothing else accesses its memory.
         unsafe { area.head.as_mut_slice()[0] = head };
         set_flag(&exchange, 0, 1);
         let error = exchange.wait_dispatch(Slot(0)).expect_err("nonsense");
         assert!(matches!(error, ExchangeError::Head { peer: Rank(1), max_rows: 4, .. }), "{error}");
-        assert!(matches!(exchange.batches(Slot(0)).err(), Some(ExchangeError::Ended)));
+        assert!(matches!(exchange.received(Slot(0)).err(), Some(ExchangeError::Ended)));
     }
 }
 
 #[test]
-fn sequences_end_before_they_run_into_the_generation() {
+fn sequences_end_before_they_overflow_into_the_generation() {
     let region = layout().create(Generation(1)).expect("memory");
     let mut exchange = Exchange::attach(&layout(), &region, options(0, 1)).expect("fresh");
     exchange.last = Sequence((1 << 40) - 2);
@@ -95,7 +95,7 @@ fn sequences_end_before_they_run_into_the_generation() {
 }
 
 #[test]
-fn the_first_fault_is_the_one_that_is_told() {
+fn the_first_fault_is_the_one_that_ranks_report() {
     let region = layout().create(Generation(1)).expect("memory");
     let attach = |rank| Exchange::attach(&layout(), &region, options(rank, 1)).expect("fresh");
     let (mut a, mut b) = (attach(0), attach(1));

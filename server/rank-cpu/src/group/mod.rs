@@ -1,7 +1,7 @@
 //! EP group on CPU ranks: symmetric windows in shared memory.
 //!
-//! Rows travel by one copy: the source writes them into its area of the owner's window, and the owner's experts write
-//! their partial sums straight into its area of the source's window.
+//! Each direction takes one copy: the source writes rows into its area of the owner's window, and the owner's experts
+//! write their partial sums directly into the owner's area of the source's window.
 
 mod routing;
 
@@ -16,32 +16,33 @@ use rayon::prelude::*;
 use self::routing::Routes;
 use crate::config::{ConfigError, EpConfig};
 use crate::error::EpError;
-pub use crate::exchange::{Batch, Batches};
 use crate::exchange::{Exchange, ExchangeOptions, SlotState, WindowLayout, WindowShape};
+pub use crate::exchange::{ReceivedIter, ReceivedRows};
 use expertd_ipc::region::SharedRegion;
 use expertd_types::{Rank, Sequence, Slot};
 
 /// The gate's decision for a rank's tokens, in host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct HostRouting<'a> {
-    /// Owner of each of the layer's experts.
+    /// `[experts]`: rank that owns each of the layer's experts.
     pub owners: &'a [Rank],
-    /// Tokens of this rank; may be zero.
+    /// Number of tokens of this rank; may be zero.
     pub tokens: usize,
-    /// Experts per token; the same on every rank, also on one without tokens.
+    /// Experts per token; the same on every rank, including ranks without tokens.
     pub k: usize,
-    /// `[tokens, k]`; [`NO_EXPERT`] stands for a choice that is not used.
+    /// `[tokens, k]`; [`NO_EXPERT`] marks an unused choice.
     pub ids: &'a [i32],
     /// `[tokens, k]`.
     pub weights: &'a [f32],
 }
 
-/// In received ids: a choice that another rank's expert takes. In routing: a choice that no expert takes.
+/// Id of a choice that no expert of this rank computes: in received ids the expert belongs to another rank, in routing the
+/// choice is unused.
 pub const NO_EXPERT: i32 = -1;
 
-/// Rows that one task copies or reduces.
+/// Number of rows that one task copies or reduces.
 const ROWS_PER_TASK: usize = 16;
-/// Elements below which a copy is not worth splitting.
+/// Copies and reductions of more elements are split into tasks.
 const SPLIT_ABOVE: usize = 1 << 18;
 
 /// One CPU rank's membership in an EP group.
@@ -49,18 +50,18 @@ const SPLIT_ABOVE: usize = 1 << 18;
 /// An exchange is one round of these calls for a slot, in this order:
 ///
 /// ```text
-/// prepare → dispatch_send → dispatch_wait → work → combine_send → combine_wait
+/// prepare → dispatch_send → dispatch_wait → received → combine_send → combine_wait
 /// ```
 ///
 /// Between a send and its wait the caller may do other work, such as shared experts. Exchanges in different slots may
 /// be interleaved, in the same order on every rank. **Every rank runs every exchange**, with zero tokens if it has none.
-/// A call that does not fit the slot's state is an error that changes nothing. Sequences are the group's own: each
-/// rank counts its exchanges, and because all run the same ones they agree. After set-up, no call allocates.
+/// A call that does not fit the slot's state is an error that changes nothing. Each rank counts its exchanges by itself;
+/// the sequences agree because all ranks run the same exchanges. After set-up, no call allocates.
 #[derive(Debug)]
 pub struct CpuGroup {
     config: EpConfig,
     exchange: Exchange,
-    /// Per slot.
+    /// `[slots]`.
     routes: Vec<Routes>,
 }
 
@@ -75,7 +76,7 @@ pub fn window_layout(config: &EpConfig) -> Result<WindowLayout, ConfigError> {
         .map_err(|_| ConfigError::TooLarge { ranks, slots, max_tokens_per_rank, hidden })
 }
 
-/// Creates the windows of a generation, for its ranks to inherit. The creator needs no more than the descriptor.
+/// Creates the windows of a generation, whose descriptor the ranks inherit.
 ///
 /// # Errors
 /// [`EpError::Config`] or [`EpError::Region`].
@@ -83,8 +84,8 @@ pub fn create_windows(config: &EpConfig) -> Result<Arc<SharedRegion>, EpError> {
     Ok(window_layout(config)?.create(config.generation)?)
 }
 
-/// N ranks in one process, over the same code as N processes, each with a mapping of its own: for a thread each.
-/// `config.rank` is ignored.
+/// Makes a group of N ranks in one process, for N threads. Each rank has a mapping of its own and runs the same code as in
+/// a process of its own. `config.rank` is ignored.
 ///
 /// # Errors
 /// As [`create_windows`] and [`CpuGroup::attach`].
@@ -144,14 +145,14 @@ fn options(config: &EpConfig) -> ExchangeOptions {
 }
 
 impl CpuGroup {
-    /// What the group was made for.
+    /// The configuration of the group.
     #[must_use]
     pub fn config(&self) -> &EpConfig {
         &self.config
     }
 
-    /// Begins an exchange in an idle slot: finds which ranks each token goes to and lays out the routing, which lives in
-    /// the slot until [`combine_wait`](Self::combine_wait).
+    /// Begins an exchange in an idle slot: determines which ranks each token goes to and lays out the routing, which the
+    /// slot keeps until [`combine_wait`](Self::combine_wait).
     ///
     /// # Errors
     /// [`EpError`].
@@ -166,7 +167,7 @@ impl CpuGroup {
         Ok(sequence)
     }
 
-    /// Pushes each row once to every rank that owns one of its experts, and tells all ranks. Never waits.
+    /// Pushes each row once to every rank that owns one of its experts, and signals all ranks. Never waits.
     ///
     /// # Errors
     /// [`EpError`].
@@ -199,16 +200,16 @@ impl CpuGroup {
         Ok(self.exchange.wait_dispatch(slot)?)
     }
 
-    /// What arrived. The caller writes **every** partial row: the sum over this rank's experts of the expert's output,
-    /// weighted.
+    /// The rows that arrived. The caller writes **every** partial row: the weighted sum of the outputs of this rank's
+    /// experts.
     ///
     /// # Errors
     /// [`EpError`].
-    pub fn work(&mut self, slot: Slot) -> Result<Batches<'_>, EpError> {
-        Ok(self.exchange.batches(slot)?)
+    pub fn received(&mut self, slot: Slot) -> Result<ReceivedIter<'_>, EpError> {
+        Ok(self.exchange.received(slot)?)
     }
 
-    /// Hands the partial rows back to their sources, and tells all ranks. Never waits.
+    /// Returns the partial rows to their sources, and signals all ranks. Never waits.
     ///
     /// # Errors
     /// [`EpError`].
@@ -216,8 +217,8 @@ impl CpuGroup {
         Ok(self.exchange.send_combine(slot)?)
     }
 
-    /// Waits until every rank's partial rows have arrived, and writes each token's sum over ranks, added in f32 in
-    /// ascending order of ranks, to `out`; zeros for a token that no rank took. Ends the exchange.
+    /// Waits until every rank's partial rows have arrived, and writes each token's sum over ranks to `out`, added in f32 in
+    /// ascending order of ranks. A token without experts gets zeros. Ends the exchange.
     ///
     /// # Errors
     /// [`EpError`].
@@ -227,28 +228,28 @@ impl CpuGroup {
         self.exchange.wait_combine(slot)?;
         let hidden = self.config.hidden;
         let routes = &self.routes[slot.index()];
-        let reduce = |(out, places): (&mut [f32], &[u32])| {
-            for (out, places) in out.chunks_exact_mut(hidden).zip(places.chunks_exact(self.config.ranks)) {
-                self.reduce(slot, places, out)?;
+        let reduce = |(out, rows): (&mut [f32], &[u32])| {
+            for (out, rows) in out.chunks_exact_mut(hidden).zip(rows.chunks_exact(self.config.ranks)) {
+                self.reduce(slot, rows, out)?;
             }
             Ok::<_, EpError>(())
         };
         if out.len() > SPLIT_ABOVE {
             let tasks = out.par_chunks_mut(ROWS_PER_TASK * hidden);
-            tasks.zip(routes.places().par_chunks(ROWS_PER_TASK * self.config.ranks)).try_for_each(reduce)?;
+            tasks.zip(routes.rows().par_chunks(ROWS_PER_TASK * self.config.ranks)).try_for_each(reduce)?;
         } else {
-            reduce((out, routes.places()))?;
+            reduce((out, routes.rows()))?;
         }
         Ok(self.exchange.finish(slot)?)
     }
 
-    /// Tells every rank that this one failed, so that nobody waits for it. Ends the group; dropping it in the midst of
+    /// Reports to every rank that this one failed, so that none waits for it, and ends the group. Dropping the group during
     /// an exchange does the same.
     pub fn abort(&mut self) {
         self.exchange.abort();
     }
 
-    /// [`dispatch_send`](Self::dispatch_send), then [`dispatch_wait`](Self::dispatch_wait).
+    /// Calls [`dispatch_send`](Self::dispatch_send), then [`dispatch_wait`](Self::dispatch_wait).
     ///
     /// # Errors
     /// [`EpError`].
@@ -257,7 +258,7 @@ impl CpuGroup {
         self.dispatch_wait(slot)
     }
 
-    /// [`combine_send`](Self::combine_send), then [`combine_wait`](Self::combine_wait).
+    /// Calls [`combine_send`](Self::combine_send), then [`combine_wait`](Self::combine_wait).
     ///
     /// # Errors
     /// [`EpError`].
@@ -268,14 +269,15 @@ impl CpuGroup {
 }
 
 impl CpuGroup {
-    /// Adds one token's partial rows in ascending order of ranks; `places` says where each rank has it.
-    fn reduce(&self, slot: Slot, places: &[u32], out: &mut [f32]) -> Result<(), EpError> {
+    /// Adds one token's partial rows in ascending order of ranks. `rows[rank]` is the token's row among those that went to
+    /// the rank.
+    fn reduce(&self, slot: Slot, rows: &[u32], out: &mut [f32]) -> Result<(), EpError> {
         let mut first = true;
-        for (rank, &place) in places.iter().enumerate() {
-            if place == routing::NOWHERE {
+        for (rank, &row) in rows.iter().enumerate() {
+            if row == routing::NOT_SENT {
                 continue;
             }
-            let partial = &self.exchange.returned(slot, rank)?[place as usize * out.len()..][..out.len()];
+            let partial = &self.exchange.returned(slot, rank)?[row as usize * out.len()..][..out.len()];
             if first {
                 out.copy_from_slice(partial);
                 first = false;

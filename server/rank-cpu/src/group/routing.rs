@@ -1,4 +1,4 @@
-//! Which token goes to which rank, and where it stands there: the routing state that lives in a slot.
+//! The routing state of a slot: which token goes to which rank, and in which row.
 
 use super::{HostRouting, NO_EXPERT};
 use crate::config::EpConfig;
@@ -6,57 +6,58 @@ use crate::error::EpError;
 use crate::exchange::Outgoing;
 use expertd_types::Rank;
 
-/// In [`Routes::places`]: the token does not go to that rank.
-pub(super) const NOWHERE: u32 = u32::MAX;
+/// Entry of [`Routes::rows`] for a token that does not go to the rank.
+pub(super) const NOT_SENT: u32 = u32::MAX;
 
-/// One exchange's routing, in buffers that are made once.
+/// The routing of one exchange, in buffers that are reused.
 #[derive(Debug)]
 pub(super) struct Routes {
     ranks: usize,
     max_tokens: usize,
     max_top_k: usize,
     tokens: usize,
-    /// `[max_tokens, ranks]`, of which `[tokens, ranks]` are valid: row of the token in what goes to the rank.
-    places: Vec<u32>,
+    /// `[max_tokens, ranks]`, of which `[tokens, ranks]` are valid: the token's row among those that go to the rank, or
+    /// [`NOT_SENT`].
+    rows: Vec<u32>,
     /// `[ranks, max_tokens]`, of which `[rank, ..counts[rank]]` are valid: tokens that go to the rank, ascending.
     sent: Vec<u32>,
-    /// Tokens that go to each rank.
+    /// `[ranks]`: number of tokens that go to each rank.
     counts: Vec<usize>,
 }
 
-/// What goes to one rank.
+/// The tokens that go to one rank.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Route<'a> {
-    /// Tokens, in the order of their rows.
+    /// Indices of the tokens, in the order of their rows.
     pub(super) tokens: &'a [u32],
 }
 
 impl Routes {
     pub(super) fn new(config: &EpConfig) -> Self {
         let &EpConfig { ranks, max_tokens_per_rank: max_tokens, max_top_k, .. } = config;
-        let table = vec![NOWHERE; ranks * max_tokens];
+        let table = vec![NOT_SENT; ranks * max_tokens];
         Self {
             ranks,
             max_tokens,
             max_top_k,
             tokens: 0,
-            places: table.clone(),
+            rows: table.clone(),
             sent: table,
             counts: vec![0; ranks],
         }
     }
 
-    /// Tokens of the exchange.
+    /// Number of this rank's tokens in the exchange.
     pub(super) const fn tokens(&self) -> usize {
         self.tokens
     }
 
-    /// `[tokens, ranks]`: the token's row among what went to the rank, or [`NOWHERE`].
-    pub(super) fn places(&self) -> &[u32] {
-        &self.places[..self.tokens * self.ranks]
+    /// `[tokens, ranks]`: the token's row among those that went to the rank, or [`NOT_SENT`].
+    pub(super) fn rows(&self) -> &[u32] {
+        &self.rows[..self.tokens * self.ranks]
     }
 
-    /// What goes to each rank, in ascending order.
+    /// The route to each rank, in ascending order.
     pub(super) fn routes(&self) -> impl Iterator<Item = Route<'_>> {
         self.sent
             .chunks_exact(self.max_tokens)
@@ -64,7 +65,7 @@ impl Routes {
             .map(|(sent, &count)| Route { tokens: &sent[..count] })
     }
 
-    /// Checks a routing and lays it out. On an error there is no routing (no tokens).
+    /// Checks a routing and lays it out. After an error the exchange has no tokens.
     pub(super) fn lay_out(&mut self, routing: &HostRouting<'_>) -> Result<(), EpError> {
         let &HostRouting { owners, tokens, k, ids, weights } = routing;
         self.tokens = 0;
@@ -80,9 +81,9 @@ impl Routes {
                 return Err(EpError::Length { what, expected: tokens * k, found });
             }
         }
-        let places = self.places[..tokens * self.ranks].chunks_exact_mut(self.ranks);
-        for (token, (places, ids)) in places.zip(ids.chunks_exact(k)).enumerate() {
-            places.fill(NOWHERE);
+        let rows = self.rows[..tokens * self.ranks].chunks_exact_mut(self.ranks);
+        for (token, (rows, ids)) in rows.zip(ids.chunks_exact(k)).enumerate() {
+            rows.fill(NOT_SENT);
             for &id in ids {
                 if id == NO_EXPERT {
                     continue;
@@ -90,12 +91,12 @@ impl Routes {
                 let Some(&Rank(owner)) = usize::try_from(id).ok().and_then(|id| owners.get(id)) else {
                     return Err(EpError::Expert { token, id, last: owners.len() as i64 - 1 });
                 };
-                let Some(place) = places.get_mut(owner as usize) else {
+                let Some(row) = rows.get_mut(owner as usize) else {
                     return Err(EpError::Owner { id, owner, ranks: self.ranks });
                 };
-                if *place == NOWHERE {
+                if *row == NOT_SENT {
                     let count = &mut self.counts[owner as usize];
-                    *place = *count as u32;
+                    *row = *count as u32;
                     self.sent[owner as usize * self.max_tokens + *count] = token as u32;
                     *count += 1;
                 }
@@ -107,7 +108,7 @@ impl Routes {
 }
 
 impl Route<'_> {
-    /// Writes what stands beside the rows: their number, and each token's choices, those that are not `rank`'s marked.
+    /// Writes the header and each token's choices; a choice whose expert `rank` does not own becomes [`NO_EXPERT`].
     pub(super) fn write(&self, routing: &HostRouting<'_>, rank: Rank, out: Outgoing<'_>) {
         let k = routing.k;
         out.head.rows = self.tokens.len() as u32;

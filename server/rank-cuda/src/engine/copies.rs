@@ -9,7 +9,7 @@ use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
 use expertd_kernels::event::{self, Event};
 
 use super::step::Staged;
-use expertd_ipc::{Segment, StagingPlace};
+use expertd_ipc::{Segment, StagingAddresses};
 
 /// Set: what a step copies into is filled with NaN before, so that nothing read too early goes unnoticed.
 const POISON_ENV: &str = "EXPERTD_CUDA_POISON";
@@ -17,7 +17,7 @@ const POISON_ENV: &str = "EXPERTD_CUDA_POISON";
 /// A slot's copy of its staging in device memory.
 #[derive(Debug)]
 struct SlotCopy {
-    place: StagingPlace,
+    place: StagingAddresses,
     rows: Buffer<u8>,
     segments: Buffer<u8>,
     in_begin: Event,
@@ -37,8 +37,8 @@ pub(super) struct Copies {
 }
 
 impl Copies {
-    pub(super) fn new(device: &Device, places: &[StagingPlace]) -> Result<Self, DeviceError> {
-        let slot = |place: &StagingPlace| {
+    pub(super) fn new(device: &Device, places: &[StagingAddresses]) -> Result<Self, DeviceError> {
+        let slot = |place: &StagingAddresses| {
             Ok::<_, DeviceError>(SlotCopy {
                 place: *place,
                 rows: Buffer::zeroed(device, place.row_bytes)?,
@@ -97,14 +97,14 @@ impl Copies {
             event::copy_to_device(&self.inward, copy.rows.address(), copy.place.rows, bytes)?;
         }
         copy.in_end.record(&self.inward)?;
-        copy.in_end.hold(compute)
+        copy.in_end.wait_event(compute)
     }
 
     /// Copies the first `bytes` of a slot's rows back, after what `compute` was given so far.
     pub(super) fn outward(&self, slot: usize, bytes: usize, compute: &Stream) -> Result<(), DeviceError> {
         let copy = &self.slots[slot];
         copy.computed.record(compute)?;
-        copy.computed.hold(&self.outward)?;
+        copy.computed.wait_event(&self.outward)?;
         copy.out_begin.record(&self.outward)?;
         // SAFETY: as above; gaps between segments get back what they were.
         unsafe {

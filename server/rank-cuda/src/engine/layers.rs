@@ -7,11 +7,12 @@ use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{GateLayer, GateParams};
 use half::bf16;
 
-use crate::experts::{CudaExperts, Loader, PackFailure, padded, to_bf16};
+use crate::experts::{CudaExperts, Held, Loader, PackFailure, padded, to_bf16};
+use expertd_ipc::control::Fp8Compute;
 use expertd_model::{
     Checkpoint, Choice, GateSpec, GroupScore, ModelError, ModelSpec, MoeLayer, Normalise, ScoreFn,
 };
-use expertd_rank::share::{Progress, Share, weights};
+use expertd_rank::share::{ExpertShare, LoadProgress, weights};
 use expertd_types::{ExpertId, LayerId};
 
 /// Why weights could not be brought to the GPU.
@@ -55,6 +56,8 @@ pub(super) struct Layer {
     pub(super) class: usize,
     /// The experts that this rank owns.
     pub(super) mine: Range<u32>,
+    /// How the layer's experts are held, on ranks without any of them, too.
+    pub(super) held: Held,
     gate: Gate,
     /// `None` if it owns none.
     pub(super) experts: Option<CudaExperts>,
@@ -77,15 +80,15 @@ pub(super) struct Layers {
 }
 
 /// Bytes of device memory that this rank's weights take.
-pub(super) fn device_bytes(checkpoint: &Checkpoint, share: Share) -> u64 {
+pub(super) fn device_bytes(checkpoint: &Checkpoint, share: ExpertShare, fp8: Fp8Compute) -> u64 {
     let hidden = checkpoint.spec().hidden;
     let of = |moe: &MoeLayer| {
         let mine = share.experts(moe).len();
-        CudaExperts::bytes(moe.experts.format.into(), mine, hidden, moe.experts.width)
+        CudaExperts::bytes(Held::of(moe.experts.format, fp8), mine, hidden, moe.experts.width)
             + moe
                 .shared
                 .as_ref()
-                .map_or(0, |shared| CudaExperts::bytes(shared.format.into(), 1, hidden, shared.width))
+                .map_or(0, |shared| CudaExperts::bytes(Held::of(shared.format, fp8), 1, hidden, shared.width))
             + (moe.experts.count * padded(hidden) * 2) as u64
     };
     checkpoint.spec().moe_layers().map(|(_, moe)| of(moe)).sum()
@@ -95,6 +98,15 @@ pub(super) fn device_bytes(checkpoint: &Checkpoint, share: Share) -> u64 {
 pub(super) fn widest(spec: &ModelSpec) -> usize {
     let of = |moe: &MoeLayer| moe.experts.width.max(moe.shared.as_ref().map_or(0, |shared| shared.width));
     spec.moe_layers().map(|(_, moe)| of(moe)).max().unwrap_or(1)
+}
+
+/// Whether any layer's experts are multiplied as FP8.
+pub(super) fn any_fp8_products(spec: &ModelSpec, fp8: Fp8Compute) -> bool {
+    let of = |moe: &MoeLayer| {
+        let shared = moe.shared.as_ref().map(|shared| shared.format);
+        [Some(moe.experts.format), shared].into_iter().flatten().any(|f| Held::of(f, fp8) == Held::W8a8)
+    };
+    spec.moe_layers().any(|(_, moe)| of(moe))
 }
 
 impl Layers {
@@ -112,13 +124,14 @@ impl Layers {
     pub(super) fn load(
         device: &Device,
         checkpoint: &Checkpoint,
-        share: Share,
+        share: ExpertShare,
+        fp8: Fp8Compute,
         pool: &rayon::ThreadPool,
         progress: impl FnMut(u64, u64),
     ) -> Result<Self, LoadError> {
         let spec = checkpoint.spec();
         let mut loader = Loader::new(device, pool, spec.hidden, widest(spec))?;
-        let mut progress = Progress::start(share.bytes(spec), progress);
+        let mut progress = LoadProgress::start(share.bytes(spec), progress);
         let mut layers = Vec::with_capacity(spec.num_layers);
         for (index, moe) in (0..).zip(&spec.layers) {
             let Some(moe) = moe else {
@@ -132,7 +145,7 @@ impl Layers {
                 0 => None,
                 count => {
                     let MoeLayer { experts, .. } = moe;
-                    let held = experts.format.into();
+                    let held = Held::of(experts.format, fp8);
                     let room =
                         CudaExperts::new(device, held, count, spec.hidden, experts.width, experts.biases);
                     Some(room.map_err(|e| failed(e.into()))?)
@@ -148,7 +161,7 @@ impl Layers {
             }
             let shared = match (checkpoint.shared(layer)?, &moe.shared) {
                 (Some(tensors), Some(spec_of)) => {
-                    let held = spec_of.format.into();
+                    let held = Held::of(spec_of.format, fp8);
                     let mut experts =
                         CudaExperts::new(device, held, 1, spec.hidden, spec_of.width, spec_of.biases)
                             .map_err(|e| failed(e.into()))?;
@@ -166,7 +179,8 @@ impl Layers {
             };
             let gate = Gate::load(device, checkpoint, layer, padded(spec.hidden))?;
             let class = class_of(&layers, moe);
-            layers.push(Some(Layer { spec: moe.clone(), class, mine, gate, experts, shared }));
+            let held = Held::of(moe.experts.format, fp8);
+            layers.push(Some(Layer { spec: moe.clone(), class, mine, held, gate, experts, shared }));
         }
         loader.finish()?;
         drop(loader);

@@ -44,7 +44,7 @@ use self::step::{Buffers, COPY_BLOCKS, Sequence, SlotSet, Staged};
 use crate as gpu;
 use crate::windows::LsaWindows;
 use expertd_ipc::control::RankSetup;
-use expertd_ipc::{Segment, StagingPlace};
+use expertd_ipc::{Segment, StagingAddresses};
 
 /// Bytes of bf16 rows per rank from which on copy engines carry them: below, their latency costs more than it hides.
 const COPIED_FROM: usize = 1 << 20;
@@ -113,7 +113,7 @@ impl CudaEngine {
         setup: &RankSetup,
         device: Device,
         parts: Parts,
-        staged: &[StagingPlace],
+        staged: &[StagingAddresses],
     ) -> Result<Self, CudaFault> {
         let Parts { shape, windows, host, layers, buffers, copies } = parts;
         let deadline = u64::try_from(setup.peer_timeout.as_nanos()).unwrap_or(u64::MAX);
@@ -153,7 +153,7 @@ impl CudaEngine {
     }
 
     /// What the kernels of a slot read and write on the host: the same for every step.
-    fn staged(&self, slot: &SlotSet, place: &StagingPlace) -> Staged {
+    fn staged(&self, slot: &SlotSet, place: &StagingAddresses) -> Staged {
         let routing = Staged {
             ids: self.host.device(place.ids),
             weights: self.host.device(place.weights),

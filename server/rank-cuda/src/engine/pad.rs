@@ -1,15 +1,27 @@
-//! Rows whose length the kernels do not take: widened and padded by the host, in pinned memory of its own.
+//! Conversion of rows whose length the kernels do not support: the host widens and pads them, in pinned memory of its own.
+
+#![allow(unsafe_code, reason = "accesses memory that host and device take turns at")]
 
 use super::step::SlotSet;
 use expertd_ipc::Segment;
 use expertd_rank::convert::{narrow, widen};
-use expertd_rank::segments::Run;
+use expertd_rank::segments::CheckedSegment;
 use expertd_types::DType;
 
-/// Rows of a step as kernels want them: f32, padded with zeros.
-pub(super) fn pad(runs: &[Run], staged: &[u8], hidden: usize, wide: usize, slot: &mut SlotSet) {
+/// Writes the rows of a step to the slot's host buffers as f32, padded with zeros, with their segment table.
+///
+/// # Safety
+/// No step is in flight in the slot.
+pub(super) unsafe fn pad(
+    runs: &[CheckedSegment],
+    staged: &[u8],
+    hidden: usize,
+    wide: usize,
+    slot: &mut SlotSet,
+) {
     let end = runs.last().map_or(0, |run| run.rows.end);
-    let rows = slot.rows.as_mut_slice::<f32>(end * wide);
+    // SAFETY: the device uses the buffer only for a step in flight in the slot.
+    let rows = unsafe { slot.rows.as_mut_slice::<f32>(end * wide) };
     for run in runs {
         let row_bytes = hidden * run.dtype.size();
         for (at, row) in run.rows.clone().zip(staged[run.bytes.clone()].chunks_exact(row_bytes)) {
@@ -18,8 +30,9 @@ pub(super) fn pad(runs: &[Run], staged: &[u8], hidden: usize, wide: usize, slot:
             padding.fill(0.0);
         }
     }
-    // Of the same layout as the kernels' segment.
-    let segments = slot.segments.as_mut_slice::<Segment>(runs.len());
+    // The type has the layout of the kernels' segment.
+    // SAFETY: as above.
+    let segments = unsafe { slot.segments.as_mut_slice::<Segment>(runs.len()) };
     for (segment, run) in segments.iter_mut().zip(runs) {
         *segment = Segment {
             byte_offset: (run.rows.start * wide * 4) as u64,
@@ -32,10 +45,20 @@ pub(super) fn pad(runs: &[Run], staged: &[u8], hidden: usize, wide: usize, slot:
     }
 }
 
-/// The inverse of [`pad`], for results.
-pub(super) fn unpad(runs: &[Run], staged: &mut [u8], hidden: usize, wide: usize, slot: &mut SlotSet) {
+/// Narrows the result rows of a step from the slot's host buffer to staging, without their padding.
+///
+/// # Safety
+/// No step is in flight in the slot.
+pub(super) unsafe fn unpad(
+    runs: &[CheckedSegment],
+    staged: &mut [u8],
+    hidden: usize,
+    wide: usize,
+    slot: &mut SlotSet,
+) {
     let end = runs.last().map_or(0, |run| run.rows.end);
-    let rows = slot.rows.as_mut_slice::<f32>(end * wide);
+    // SAFETY: the device uses the buffer only for a step in flight in the slot.
+    let rows = unsafe { slot.rows.as_mut_slice::<f32>(end * wide) };
     for run in runs {
         let row_bytes = hidden * run.dtype.size();
         let into = staged[run.bytes.clone()].chunks_exact_mut(row_bytes);

@@ -2,77 +2,76 @@
 
 #![allow(unsafe_code, reason = "reads NCCL's window table")]
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_kernels::device::{Device, DeviceError, driver_version, read_device};
 use nccl_sys::{Communicator, Library, SymmetricMemory, UniqueId, Version, Window};
 
-use crate::Gate;
+use crate::Check;
 
 const DRIVER_NEEDED: &str = "580 or newer (CUDA 13)";
 const DEADLINE: Duration = Duration::from_secs(20);
 /// Size of the window that is tried.
 const TRIAL_BYTES: usize = 2 << 20;
 
-/// Every gate between this process and GPU ranks.
-pub(crate) fn probe() -> Vec<Gate> {
-    let mut gates = vec![driver()];
+/// Checks every requirement of GPU ranks.
+pub(crate) fn probe() -> Vec<Check> {
+    let mut checks = vec![driver()];
     let devices = match devices() {
         Ok(devices) => devices,
         Err(error) => {
-            gates.push(Gate::failed(
+            checks.push(Check::failed(
                 "GPUs",
                 error,
                 "one per rank",
                 "run where GPUs are, or use --device cpu",
             ));
-            return gates;
+            return checks;
         }
     };
     let needed = "compute capability 9.0 (Hopper)";
     for (ordinal, device) in devices.iter().enumerate() {
-        gates.push(match (device.name(), device.capability(), device.memory()) {
+        checks.push(match (device.name(), device.capability(), device.memory()) {
             (Ok(name), Ok((major, minor)), Ok((free, total))) => {
                 let found = format!(
                     "{name}, compute capability {major}.{minor}, {} of {} GiB free",
                     free >> 30,
                     total >> 30
                 );
-                let gate = Gate::of(&format!("GPU {ordinal}"), (major, minor) == (9, 0), found, needed);
-                gate.way_out("hide it with CUDA_VISIBLE_DEVICES, or use --device cpu")
+                let check = Check::new(&format!("GPU {ordinal}"), (major, minor) == (9, 0), found, needed);
+                check.way_out("hide it with CUDA_VISIBLE_DEVICES, or use --device cpu")
             }
             (name, capability, memory) => {
                 let error = [name.err(), capability.err(), memory.err()].into_iter().flatten().next();
                 let error = error.map_or_else(|| "does not answer".to_owned(), |e| e.to_string());
-                Gate::failed(&format!("GPU {ordinal}"), error, needed, "look at nvidia-smi and dmesg")
+                Check::failed(&format!("GPU {ordinal}"), error, needed, "look at nvidia-smi and dmesg")
             }
         });
     }
     if devices.len() > 1 {
-        gates.push(peers(&devices));
+        checks.push(peers(&devices));
     }
     let library = match Library::open(None) {
         Ok(library) => library,
         Err(error) => {
-            gates.push(nccl_missing(devices.len(), error.to_string()));
-            return gates;
+            checks.push(nccl_missing(devices.len(), error.to_string()));
+            return checks;
         }
     };
     let found = format!("{} from {}", library.version(), library.origin());
-    gates.push(Gate::of("NCCL", true, found, &format!("{} or newer", Version::OLDEST)));
-    if let Some(device) = devices.first() {
-        gates.push(window(device, &library));
-    }
-    gates
+    checks.push(Check::new("NCCL", true, found, &format!("{} or newer", Version::OLDEST)));
+    checks.push(window(&devices, &library));
+    checks
 }
 
-fn driver() -> Gate {
+fn driver() -> Check {
     match driver_version() {
         Ok((major, minor)) => {
             let found = format!("supports CUDA {major}.{minor}; kernels by nvcc {}", expertd_kernels::NVCC);
-            Gate::of("driver", major >= 13, found, DRIVER_NEEDED).way_out("install a newer NVIDIA driver")
+            Check::new("driver", major >= 13, found, DRIVER_NEEDED).way_out("install a newer NVIDIA driver")
         }
-        Err(error) => Gate::failed(
+        Err(error) => Check::failed(
             "driver",
             error.to_string(),
             DRIVER_NEEDED,
@@ -87,7 +86,7 @@ fn devices() -> Result<Vec<Device>, String> {
     if devices.is_empty() { Err("none".to_owned()) } else { Ok(devices) }
 }
 
-fn peers(devices: &[Device]) -> Gate {
+fn peers(devices: &[Device]) -> Check {
     let (mut pairs, mut apart) = (0, Vec::new());
     for (i, one) in devices.iter().enumerate() {
         for (j, other) in devices.iter().enumerate().filter(|&(j, _)| j != i) {
@@ -102,39 +101,60 @@ fn peers(devices: &[Device]) -> Gate {
     } else {
         format!("not from GPU {}", apart.join(", "))
     };
-    Gate::of("peer access", apart.is_empty(), found, "every GPU reaches every other")
+    Check::new("peer access", apart.is_empty(), found, "every GPU reaches every other")
         .way_out("choose GPUs that NVLink connects with CUDA_VISIBLE_DEVICES; look at `nvidia-smi topo -m`")
 }
 
-fn nccl_missing(devices: usize, error: String) -> Gate {
+fn nccl_missing(devices: usize, error: String) -> Check {
     let way_out = "install libnccl2, or point EXPERTD_NCCL at libnccl.so.2; one rank needs none";
-    let gate =
-        Gate::failed("NCCL", error, &format!("{} or newer for 2 ranks and more", Version::OLDEST), way_out);
-    if devices > 1 { gate } else { gate.only_a_hint() }
+    let check =
+        Check::failed("NCCL", error, &format!("{} or newer for 2 ranks and more", Version::OLDEST), way_out);
+    if devices > 1 { check } else { check.optional() }
 }
 
-fn window(device: &Device, library: &std::sync::Arc<Library>) -> Gate {
-    let attempt = || -> Result<String, nccl_sys::Error> {
-        device.bind().map_err(|error| nccl_sys::Error::Argument(error.to_string()))?;
-        let id = UniqueId::create(library)?;
-        let communicator = Communicator::join(library, &id, 1, 0, DEADLINE)?;
-        let memory = SymmetricMemory::allocate(library, TRIAL_BYTES)?;
-        // SAFETY: NCCL asks for the head of a table that its window handle points to.
-        let window =
-            Window::register(communicator, memory, DEADLINE, |at, into| unsafe { read_device(at, into) })?;
-        let found = format!("{} KiB registered by a group of one", window.bytes() >> 10);
-        window.finish(DEADLINE)?;
-        Ok(found)
-    };
-    let needed = "symmetric memory";
-    match attempt() {
-        Ok(found) => Gate::of("window", true, found, needed),
-        Err(error) => Gate::failed(
+/// Registers a window between the first two GPUs, as ranks do. One rank registers none: NCCL has no peer to map for it, and may
+/// then return a handle that is no device window.
+fn window(devices: &[Device], library: &Arc<Library>) -> Check {
+    let needed = "symmetric memory for 2 ranks and more";
+    if devices.len() < 2 {
+        return Check::new("window", true, "not tried, because one rank needs none".to_owned(), needed);
+    }
+    match try_window(library) {
+        Ok(bytes) => {
+            let found = format!("{} KiB registered by GPU 0 and GPU 1", bytes >> 10);
+            Check::new("window", true, found, needed)
+        }
+        Err(error) => Check::failed(
             "window",
             error.to_string(),
             needed,
             "leave NCCL_CUMEM_ENABLE and NCCL_WIN_ENABLE unset; see NCCL_DEBUG=INFO",
         )
-        .only_a_hint(),
+        .optional(),
     }
+}
+
+/// Bytes of the window that two ranks registered, a thread each.
+fn try_window(library: &Arc<Library>) -> Result<usize, nccl_sys::Error> {
+    let id = UniqueId::create(library)?.to_bytes();
+    let join = |rank: u32| -> Result<usize, nccl_sys::Error> {
+        let argument = |error: DeviceError| nccl_sys::Error::Argument(error.to_string());
+        let device = Device::open(rank).map_err(argument)?;
+        device.bind().map_err(argument)?;
+        let communicator = Communicator::join(library, &UniqueId::from_bytes(&id)?, 2, rank, DEADLINE)?;
+        let memory = SymmetricMemory::allocate(library, TRIAL_BYTES)?;
+        // SAFETY: NCCL asks for the head of a table that its window handle points to.
+        let window =
+            Window::register(communicator, memory, DEADLINE, |at, into| unsafe { read_device(at, into) })?;
+        let bytes = window.bytes();
+        window.finish(DEADLINE)?;
+        Ok(bytes)
+    };
+    let gone = || nccl_sys::Error::Argument("a thread of the trial ended early".to_owned());
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| join(1));
+        let first = join(0);
+        other.join().map_err(|_| gone())??;
+        first
+    })
 }

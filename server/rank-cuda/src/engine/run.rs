@@ -13,7 +13,7 @@ use super::graphs::Variant;
 use super::layers::Layer;
 use super::pad::{pad, unpad};
 use expertd_ipc::{ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
-use expertd_rank::segments::Run;
+use expertd_rank::segments::CheckedSegment;
 use expertd_rank::{StepEngine, StepFault, StepReport};
 use expertd_types::DType;
 use expertd_types::Phase;
@@ -25,7 +25,7 @@ const QUERY_INTERVAL: Duration = Duration::from_millis(2);
 pub(super) struct Running {
     sequence: u64,
     slot: usize,
-    runs: Vec<Run>,
+    runs: Vec<CheckedSegment>,
     gated: bool,
     /// Whether its rows are copied beside the kernels.
     copied: bool,
@@ -53,7 +53,7 @@ impl CudaEngine {
         step: &StepDescriptor,
         layer: &Layer,
         variant: Variant,
-        runs: &[Run],
+        runs: &[CheckedSegment],
     ) -> Result<(), CudaFault> {
         let slot = step.slot as usize;
         let bytes = runs.last().map_or(0, |run| run.bytes.end);
@@ -111,7 +111,7 @@ impl CudaEngine {
 }
 
 /// The type of result rows in device memory: the one type of all rows, or f32, from which all others are rounded.
-fn out_dtype(runs: &[Run]) -> DType {
+fn out_dtype(runs: &[CheckedSegment]) -> DType {
     match runs.split_first() {
         None => DType::Bf16,
         Some((first, rest)) if rest.iter().all(|run| run.dtype == first.dtype) => first.dtype,
@@ -130,7 +130,8 @@ impl StepEngine for CudaEngine {
         if self.running.iter().any(|running| running.slot == slot) {
             return Err(StepFault::SlotInUse(step.slot));
         }
-        let runs = Run::all(staging.segments, step.tokens as usize, self.hidden, staging.rows.len())?;
+        let runs =
+            CheckedSegment::all(staging.segments, step.tokens as usize, self.hidden, staging.rows.len())?;
         let layer = self
             .layers
             .layers
@@ -140,7 +141,8 @@ impl StepEngine for CudaEngine {
         let wide = self.shape.hidden as usize;
         let padding = wide != self.hidden;
         if padding {
-            pad(&runs, staging.rows, self.hidden, wide, &mut self.buffers.slots[slot]);
+            // SAFETY: no running step occupies the slot (checked above).
+            unsafe { pad(&runs, staging.rows, self.hidden, wide, &mut self.buffers.slots[slot]) };
         }
         let gated = runs.iter().any(|run| run.gated);
         self.buffers.slots[slot].request.put(StepRequest {
@@ -158,6 +160,13 @@ impl StepEngine for CudaEngine {
             gated,
             shared: layer.shared.is_some() && runs.iter().any(|run| run.shared),
         };
+        // Grids cover the rows of the regime; a row beyond them would be left out without a word.
+        if step.tokens > variant.rows {
+            return Err(StepFault::engine(format!(
+                "the router sent {} rows of a step that has at most {} on each rank ({} in all)",
+                step.tokens, variant.rows, step.step_tokens
+            )));
+        }
         self.launch(step, layer, variant, &runs)?;
         if self.running.is_empty() {
             self.watch = Watch::start();
@@ -179,7 +188,7 @@ impl StepEngine for CudaEngine {
                 break;
             }
             running.told = true;
-            notice.tell(running.sequence);
+            notice.experts_ended(running.sequence);
         }
         let Some(&Running { sequence, slot, copied, .. }) = self.running.front() else { return Ok(None) };
         if !self.has_ended(sequence, slot, copied)? {
@@ -192,12 +201,13 @@ impl StepEngine for CudaEngine {
             return Err(CudaFault::from(fault).into());
         }
         if !told {
-            notice.tell(sequence);
+            notice.experts_ended(sequence);
         }
         let wide = self.shape.hidden as usize;
         if wide != self.hidden {
             let staged = channel.staging(step).rows;
-            unpad(&runs, staged, self.hidden, wide, &mut self.buffers.slots[slot]);
+            // SAFETY: the step has ended (`has_ended`), and the next one in the slot begins through `&mut self`.
+            unsafe { unpad(&runs, staged, self.hidden, wide, &mut self.buffers.slots[slot]) };
         }
         let mut phases = phases(&completion, gated);
         if let Some(copies) = self.copies.as_ref().filter(|_| copied) {

@@ -11,8 +11,8 @@ use expertd_kernels::layout::Shape;
 use nccl_sys::{Library, UniqueId};
 
 use super::copies::Copies;
-use super::layers::{Layers, device_bytes, widest};
-use super::step::Buffers;
+use super::layers::{Layers, any_fp8_products, device_bytes, widest};
+use super::step::{Buffers, Sizes};
 use super::{CudaEngine, Host, Parts};
 use crate as gpu;
 use crate::experts::padded;
@@ -20,7 +20,7 @@ use crate::windows::{ID_BYTES, LsaWindows};
 use expertd_ipc::RankChannel;
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use expertd_model::Checkpoint;
-use expertd_rank::share::Share;
+use expertd_rank::share::ExpertShare;
 use expertd_rank::{Failure, Joining, Loaded, setup_failure};
 
 /// How long ranks wait for each other while they join.
@@ -45,13 +45,18 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     let windows = join(setup, &device, &shape, socket, reader)?;
     let host = pin(&device, channel)?;
     let padding = shape.hidden as usize != setup.shape.hidden;
-    let staged = channel.staging_places();
+    let staged = channel.staging_addresses();
     let room = |error: DeviceError| {
         let message = format!("{error}; lower max-tokens-per-step, or the number of slots");
         setup_failure(format!("cannot allocate the buffers of {} slots: {message}", setup.shape.slots))
     };
-    let inter = padded(widest(spec));
-    let buffers = Buffers::new(&device, &shape, inter, setup.shape.slots, padding).map_err(room)?;
+    let sizes = Sizes {
+        inter: padded(widest(spec)),
+        slots: setup.shape.slots,
+        padding,
+        fp8_products: any_fp8_products(spec, setup.fp8_compute),
+    };
+    let buffers = Buffers::new(&device, &shape, &sizes).map_err(room)?;
     let copies = if padding { None } else { Some(Copies::new(&device, &staged).map_err(room)?) };
     // All that steps need is there: what is free now is for weights.
     check_memory(setup, &device, &checkpoint)?;
@@ -118,13 +123,13 @@ fn load_weights(
         .thread_name(|i| format!("load-{i}"))
         .build()
         .map_err(setup_failure)?;
-    Layers::load(device, checkpoint, Share::of(setup), &pool, progress)
+    Layers::load(device, checkpoint, ExpertShare::of(setup), setup.fp8_compute, &pool, progress)
         .map_err(|error| (FailureKind::Load, error.to_string()))
 }
 
 fn check_memory(setup: &RankSetup, device: &Device, checkpoint: &Checkpoint) -> Result<(), Failure> {
     let (free, total) = device.memory().map_err(setup_failure)?;
-    let needed = device_bytes(checkpoint, Share::of(setup)) + RESERVE;
+    let needed = device_bytes(checkpoint, ExpertShare::of(setup), setup.fp8_compute) + RESERVE;
     if needed > free as u64 {
         return Err(setup_failure(format!(
             "GPU {} has {} MiB free of {} MiB beside this rank's buffers, and its weights and a reserve need {} MiB; use \
@@ -148,26 +153,39 @@ fn join(
     if shape.ranks == 1 {
         return LsaWindows::alone(device, shape, setup.shape.slots).map_err(setup_failure);
     }
+    let multiprocessors = device.multiprocessors().map_err(setup_failure)?;
     let library = Library::open(None).map_err(setup_failure)?;
     tracing::debug!(version = %library.version(), origin = library.origin(), "NCCL");
     if setup.rank.0 == 0 {
         let id = UniqueId::create(&library).map_err(setup_failure)?;
         let id = id.to_bytes().to_vec();
-        control::send(socket, &FromRank::GroupId { id }).map_err(setup_failure)?;
+        let group = FromRank::GroupId { id, multiprocessors };
+        control::send(socket, &group).map_err(setup_failure)?;
     }
-    let id = receive_id(socket, reader)?;
+    let id = receive_id(socket, reader, multiprocessors)?;
     LsaWindows::join(&library, &id, shape, setup.rank.0, setup.shape.slots, JOIN_DEADLINE)
         .map_err(setup_failure)
 }
 
-/// The id that rank 0 made, as the router hands it on.
-fn receive_id(socket: &UnixStream, reader: &mut BufReader<UnixStream>) -> Result<[u8; ID_BYTES], Failure> {
+/// The id that rank 0 made, as the router hands it on. The ranks' GPUs must have equal numbers of multiprocessors, because the grids of
+/// an exchange follow from it and have to agree.
+fn receive_id(
+    socket: &UnixStream,
+    reader: &mut BufReader<UnixStream>,
+    multiprocessors: u32,
+) -> Result<[u8; ID_BYTES], Failure> {
     socket.set_read_timeout(Some(JOIN_DEADLINE)).map_err(setup_failure)?;
     let message = control::receive::<ToRank>(reader)
         .map_err(|error| setup_failure(format!("no NCCL id came from rank 0 through the router: {error}")))?;
     socket.set_read_timeout(None).map_err(setup_failure)?;
     match message {
-        Some(ToRank::GroupId { id }) => {
+        Some(ToRank::GroupId { multiprocessors: of_rank_0, .. }) if of_rank_0 != multiprocessors => {
+            Err(setup_failure(format!(
+                "this rank's GPU has {multiprocessors} multiprocessors and rank 0's has {of_rank_0}; choose GPUs of one kind with \
+                 CUDA_VISIBLE_DEVICES"
+            )))
+        }
+        Some(ToRank::GroupId { id, .. }) => {
             let found = id.len();
             id.try_into()
                 .map_err(|_| setup_failure(format!("the NCCL id has {found} bytes, expected {ID_BYTES}")))

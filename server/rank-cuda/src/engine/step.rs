@@ -8,13 +8,13 @@ use expertd_kernels::experts::{self, ExpertsParams};
 use expertd_kernels::launch::{self, LaunchError};
 use expertd_kernels::layout::Shape;
 use expertd_kernels::params::{
-    CombineParams, Completion, CopyInParams, CopyOutParams, GateParams, Group, ROW_PLACE_BYTES, Segment,
-    SharedParams, SlotState, StepRequest,
+    CombineParams, Completion, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group,
+    ROW_PLACE_BYTES, Segment, SharedParams, SlotState, StepRequest, fp8_row_bytes,
 };
 use expertd_kernels::slot::SlotBuffers;
 
 use super::layers::{Layer, Layers, gate_params};
-use crate::experts::{HostBuffer, Panels, activation_code};
+use crate::experts::{Held, HostBuffer, Panels, activation_code};
 use expertd_model::Activation;
 
 /// Blocks of the copies between host and device: enough to keep the link busy, few enough to leave the rest alone.
@@ -26,6 +26,8 @@ const LIST_BLOCKS: u32 = 32;
 pub(super) struct SlotSet {
     pub(super) kernels: SlotBuffers,
     token_ids: Buffer<i32>,
+    /// bf16 `[max_tokens, hidden]`: what rounding took from rows that came in f32 or f16.
+    tokens_low: Buffer<u16>,
     /// `RowPlace` of each row.
     places: Buffer<u8>,
     shared_offsets: Buffer<u32>,
@@ -49,6 +51,9 @@ pub(super) struct Buffers {
     tickets: Buffer<u32>,
     x_panels: Panels,
     h: Panels,
+    /// Scales of `x_panels` and `h` where experts are multiplied as FP8.
+    x_scales: Buffer<f32>,
+    h_scales: Buffer<f32>,
     state: Buffer<u32>,
     panel_rows: usize,
 }
@@ -58,16 +63,21 @@ const fn panel_rows(assignments: usize, experts: usize) -> usize {
     (assignments + 7 * experts).next_multiple_of(8)
 }
 
+/// What buffers are sized by, beside the group's shape.
+pub(super) struct Sizes {
+    /// Features of the widest MLP of any layer, padded.
+    pub(super) inter: usize,
+    pub(super) slots: u32,
+    /// Whether rows of callers are shorter than those of kernels.
+    pub(super) padding: bool,
+    /// Whether any layer's experts are multiplied as FP8.
+    pub(super) fp8_products: bool,
+}
+
 impl Buffers {
-    /// Buffers for `slots` slots and layers of which the widest MLP has `inter` features, padded; `padding` says that
-    /// rows of callers are shorter than those of kernels.
-    pub(super) fn new(
-        device: &Device,
-        shape: &Shape,
-        inter: usize,
-        slots: u32,
-        padding: bool,
-    ) -> Result<Self, DeviceError> {
+    /// Buffers for a group of this shape.
+    pub(super) fn new(device: &Device, shape: &Shape, sizes: &Sizes) -> Result<Self, DeviceError> {
+        let &Sizes { inter, slots, padding, fp8_products } = sizes;
         let tokens = shape.max_tokens as usize;
         let hidden = shape.hidden as usize;
         let converted = if padding { tokens } else { 0 };
@@ -75,6 +85,7 @@ impl Buffers {
             Ok::<_, DeviceError>(SlotSet {
                 kernels: SlotBuffers::new(device, shape)?,
                 token_ids: Buffer::zeroed(device, tokens)?,
+                tokens_low: Buffer::zeroed(device, tokens * hidden)?,
                 places: Buffer::zeroed(device, tokens * ROW_PLACE_BYTES)?,
                 shared_offsets: Buffer::zeroed(device, 2)?,
                 shared_index: Buffer::zeroed(device, tokens)?,
@@ -92,12 +103,15 @@ impl Buffers {
         let shared_rows = panel_rows(tokens, 1);
         // Both kinds of experts see the same workspace, with the same distance between panels.
         let rows = routed_rows.max(shared_rows);
+        let scales = |k: usize| if fp8_products { k.div_ceil(experts::SCALE_ELEMENTS) * rows } else { 0 };
         Ok(Buffers {
             slots: (0..slots).map(|_| slot()).collect::<Result<_, _>>()?,
             logits: Buffer::zeroed(device, tokens * shape.experts as usize)?,
             tickets: Buffer::zeroed(device, tokens.div_ceil(16) + 1)?,
             x_panels: Panels::new(device, rows * hidden)?,
             h: Panels::new(device, rows * inter)?,
+            x_scales: Buffer::zeroed(device, scales(hidden))?,
+            h_scales: Buffer::zeroed(device, scales(inter))?,
             state: Buffer::zeroed(device, experts::state_words(local.max(1)))?,
             panel_rows: rows,
         })
@@ -161,6 +175,7 @@ impl Sequence<'_> {
             staged_weights: self.staged.weights,
             staged_token_ids: if self.layer.spec.gate.needs_token_ids() { self.staged.token_ids } else { 0 },
             tokens: k.tokens.address(),
+            tokens_low: self.slot.tokens_low.address(),
             topk_ids: k.topk_ids.address(),
             topk_weights: k.topk_weights.address(),
             token_ids: self.slot.token_ids.address(),
@@ -184,6 +199,7 @@ impl Sequence<'_> {
                 state,
                 layers: layers.gates.address(),
                 tokens: k.tokens.address(),
+                tokens_low: self.slot.tokens_low.address(),
                 token_ids: self.slot.token_ids.address(),
                 logits: buffers.logits.address(),
                 tickets: buffers.tickets.address(),
@@ -197,8 +213,15 @@ impl Sequence<'_> {
             // SAFETY: as above.
             unsafe { launch::gate(&[gate], self.gate_rows, stream)? };
         }
+        // Every rank sends rows as the layer's experts take them; a rank alone sends none.
+        let fp8_rows = self.layer.held == Held::W8a8 && self.group.ranks > 1;
+        let dispatch = DispatchParams {
+            fp8_rows: u32::from(fp8_rows),
+            power_of_two_scales: u32::from(self.layer.spec.experts.power_of_two_scales),
+            ..k.dispatch(self.group)
+        };
         // SAFETY: as above.
-        unsafe { launch::dispatch(&[k.dispatch(self.group)], self.dispatch_blocks, stream)? };
+        unsafe { launch::dispatch(&[dispatch], self.dispatch_blocks, stream)? };
         if let Some(held) = &self.layer.experts {
             let routed = ExpertsParams {
                 layers: layers.experts.address(),
@@ -210,7 +233,14 @@ impl Sequence<'_> {
                 experts: held.count() as i32,
                 inter: held.inter() as i32,
                 weight_on_input: i32::from(self.layer.spec.experts.weight_on_input),
+                power_of_two_scales: i32::from(self.layer.spec.experts.power_of_two_scales),
                 format: held.held().code(),
+                x_format: if fp8_rows { experts::ROWS_FP8 } else { experts::ROWS_BF16 },
+                x_stride: if fp8_rows {
+                    fp8_row_bytes(hidden as usize) as u64
+                } else {
+                    u64::from(hidden) * 2
+                },
                 ..self.mlp(buffers, shape, self.layer.spec.experts.activation)
             };
             // SAFETY: as above.
@@ -229,7 +259,8 @@ impl Sequence<'_> {
                 hidden,
                 max_tokens,
             };
-            let activation = self.layer.spec.shared.as_ref().map_or(Activation::SwiGlu, |s| s.activation);
+            let spec = self.layer.spec.shared.as_ref();
+            let activation = spec.map_or(Activation::SwiGlu, |s| s.activation);
             let all = ExpertsParams {
                 layers: layers.shared.address(),
                 expert_offsets: list.expert_offsets,
@@ -239,6 +270,7 @@ impl Sequence<'_> {
                 y: shared_out,
                 experts: 1,
                 inter: shared.experts.inter() as i32,
+                power_of_two_scales: i32::from(spec.is_some_and(|s| s.power_of_two_scales)),
                 format: shared.experts.held().code(),
                 ..self.mlp(buffers, shape, activation)
             };
@@ -282,8 +314,11 @@ impl Sequence<'_> {
             error: state + std::mem::offset_of!(SlotState, error) as u64,
             x_panels: buffers.x_panels.address(),
             h: buffers.h.address(),
+            x_scales: buffers.x_scales.address(),
+            h_scales: buffers.h_scales.address(),
             state: buffers.state.address(),
-            x_stride: u64::from(shape.hidden),
+            x_stride: u64::from(shape.hidden) * 2,
+            deadline_ns: self.group.deadline_ns,
             panel_rows: buffers.panel_rows as i32,
             hidden: shape.hidden as i32,
             activation,

@@ -58,7 +58,8 @@ impl<'a> Loader<'a> {
         hidden: usize,
         inter: usize,
     ) -> Result<Self, DeviceError> {
-        let elements = 3 * padded(hidden) * padded(inter);
+        // FP8 takes half of bf16's bytes and its scales, and pads the intermediate size further where it is multiplied as FP8.
+        let elements = 3 * padded(hidden) * Held::W8a8.padded_inter(inter);
         let lane = || {
             Ok::<_, DeviceError>(Lane {
                 stream: device.stream()?,
@@ -91,7 +92,7 @@ impl<'a> Loader<'a> {
         }
         match experts.held {
             Held::Bf16 => lane.load_bf16(self.pool, experts, index, weights),
-            Held::Fp8 | Held::Mxfp4 => lane.load_narrow(self.pool, experts, index, weights),
+            Held::Fp8 | Held::W8a8 | Held::Mxfp4 => lane.load_narrow(self.pool, experts, index, weights),
         }
     }
 
@@ -115,7 +116,9 @@ impl Lane {
         let (hidden, inter) = (experts.hidden, experts.inter);
         let matrix = hidden * inter;
         let [gate, up, down] = {
-            let (gate, rest) = self.host.as_mut_slice::<u16>(3 * matrix).split_at_mut(matrix);
+            // SAFETY: `Loader::load` has drained the lane's stream, so no copy reads the buffer.
+            let host = unsafe { self.host.as_mut_slice::<u16>(3 * matrix) };
+            let (gate, rest) = host.split_at_mut(matrix);
             let (up, down) = rest.split_at_mut(matrix);
             [gate, up, down]
         };
@@ -160,7 +163,8 @@ impl Lane {
     ) -> Result<(), PackFailure> {
         let (held, hidden, inter) = (experts.held, experts.hidden, experts.inter);
         let parts = Parts::new(held, hidden, inter);
-        let to = self.host.as_mut_slice::<u8>(parts.bytes);
+        // SAFETY: as for bf16.
+        let to = unsafe { self.host.as_mut_slice::<u8>(parts.bytes) };
         pool.install(|| parts.fill(weights, to)).map_err(PackFailure::Unsupported)?;
         self.copy(parts.bytes)?;
         let matrices = [&experts.gate_up, &experts.down];

@@ -2,7 +2,8 @@
 //!
 //! Sizes that the kernel cannot work with are padded with zeros, which changes no result: a padded intermediate feature
 //! is `activation(0, 0) = 0`, a padded hidden feature meets zeros only. Weights in f32 and f16 are rounded to bf16, to
-//! nearest, ties to even; FP8 and MXFP4 stay what they are.
+//! nearest, ties to even; FP8 and MXFP4 stay what they are, in one layout where they are widened and another where FP8 is
+//! multiplied as FP8.
 
 mod host;
 mod load;
@@ -11,8 +12,11 @@ mod narrow;
 pub use host::HostBuffer;
 pub use load::{Loader, PackFailure, to_bf16};
 
+use expertd_ipc::control::Fp8Compute;
 use expertd_kernels::device::{Buffer, Device, DeviceError};
-use expertd_kernels::experts::{BF16, FP8, LayerWeights, MXFP4, PACK_DOWN, PACK_GATE_UP, matrix_bytes};
+use expertd_kernels::experts::{
+    BF16, FP8, LayerWeights, MXFP4, PACK_DOWN, PACK_GATE_UP, SCALE_ELEMENTS, W8A8, matrix_bytes,
+};
 
 use expertd_model::{Activation, WeightFormat};
 
@@ -32,23 +36,40 @@ pub const fn padded(size: usize) -> usize {
 pub enum Held {
     /// Of what is stored in bf16, f16 and f32.
     Bf16,
-    /// FP8 e4m3, with multipliers.
+    /// FP8 e4m3, with multipliers, widened to bf16 before it is multiplied.
     Fp8,
+    /// The same, multiplied as FP8.
+    W8a8,
     /// MXFP4.
     Mxfp4,
 }
 
-impl From<WeightFormat> for Held {
-    fn from(format: WeightFormat) -> Self {
-        match format {
-            WeightFormat::Bf16 | WeightFormat::F16 | WeightFormat::F32 => Held::Bf16,
-            WeightFormat::Fp8E4m3 => Held::Fp8,
-            WeightFormat::Mxfp4 => Held::Mxfp4,
+impl Held {
+    /// How weights that are stored in `format` are held.
+    #[must_use]
+    pub const fn of(format: WeightFormat, fp8: Fp8Compute) -> Self {
+        match (format, fp8) {
+            (WeightFormat::Bf16 | WeightFormat::F16 | WeightFormat::F32, _) => Held::Bf16,
+            (WeightFormat::Fp8E4m3, Fp8Compute::Bf16) => Held::Fp8,
+            (WeightFormat::Fp8E4m3, Fp8Compute::Fp8) => Held::W8a8,
+            (WeightFormat::Mxfp4, _) => Held::Mxfp4,
         }
     }
-}
 
-impl Held {
+    /// Whether weights that are stored in `format` can be held so.
+    fn holds(self, format: WeightFormat) -> bool {
+        [Fp8Compute::Bf16, Fp8Compute::Fp8].iter().any(|fp8| Held::of(format, *fp8) == self)
+    }
+
+    /// The intermediate size that the kernel works with.
+    #[must_use]
+    pub const fn padded_inter(self, inter: usize) -> usize {
+        match self {
+            Held::W8a8 => inter.next_multiple_of(SCALE_ELEMENTS),
+            Held::Bf16 | Held::Fp8 | Held::Mxfp4 => padded(inter),
+        }
+    }
+
     /// The kernel's code.
     #[must_use]
     pub const fn code(self) -> i32 {
@@ -56,6 +77,7 @@ impl Held {
             Held::Bf16 => BF16,
             Held::Fp8 => FP8,
             Held::Mxfp4 => MXFP4,
+            Held::W8a8 => W8A8,
         }
     }
 
@@ -116,9 +138,9 @@ pub struct CudaExperts {
     gate_up_bias: Option<Buffer<f32>>,
     /// f32 `[count, hidden]`.
     down_bias: Option<Buffer<f32>>,
-    /// FP8, MXFP4: f32 `[count, 2, inter]`, what the rows are multiplied with.
+    /// All but bf16: f32 `[count, 2, inter]`, what the rows are multiplied with.
     gate_up_scale: Option<Buffer<f32>>,
-    /// FP8, MXFP4: f32 `[count, hidden]`.
+    /// All but bf16: f32 `[count, hidden]`.
     down_scale: Option<Buffer<f32>>,
     host_gate_up_bias: Vec<f32>,
     host_down_bias: Vec<f32>,
@@ -137,12 +159,12 @@ impl CudaExperts {
         inter: usize,
         biases: bool,
     ) -> Result<Self, DeviceError> {
-        let (hidden, inter) = (padded(hidden), padded(inter));
+        let (hidden, inter) = (padded(hidden), held.padded_inter(inter));
         let biased = count * usize::from(biases);
         let [gate_up, down] = held.matrix_bytes(hidden, inter);
         let scales = |len: usize| match held {
             Held::Bf16 => Ok(None),
-            Held::Fp8 | Held::Mxfp4 => Buffer::zeroed(device, count * len).map(Some),
+            Held::Fp8 | Held::W8a8 | Held::Mxfp4 => Buffer::zeroed(device, count * len).map(Some),
         };
         Ok(CudaExperts {
             held,
@@ -163,7 +185,7 @@ impl CudaExperts {
     /// Bytes that [`new`](Self::new) takes of the device, but for biases and the scales of rows.
     #[must_use]
     pub fn bytes(held: Held, count: usize, hidden: usize, inter: usize) -> u64 {
-        let [gate_up, down] = held.matrix_bytes(padded(hidden), padded(inter));
+        let [gate_up, down] = held.matrix_bytes(padded(hidden), held.padded_inter(inter));
         (count * (gate_up + down)) as u64
     }
 

@@ -129,7 +129,7 @@ fn scale_bytes(held: Held, cols: usize) -> usize {
 
 /// Whether the kernel can work with this matrix.
 fn check(held: Held, view: &MatrixView<'_>) -> Result<(), String> {
-    if Held::from(view.format) != held {
+    if !held.holds(view.format) {
         return Err(format!(
             "one matrix of an expert is stored in {}, others are not; GPU ranks need one format",
             view.format

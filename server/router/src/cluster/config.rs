@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_ipc::control::{DeviceKind, RankSetup};
+use expertd_ipc::control::{DeviceKind, Fp8Compute, RankSetup};
 use expertd_ipc::{GroupShape, SharedRegion};
 use expertd_types::Rank;
 
@@ -22,11 +22,13 @@ pub struct ClusterConfig {
     pub device: DeviceKind,
     /// Folder of the checkpoint.
     pub model: PathBuf,
+    /// How the products of FP8 experts are computed on GPUs.
+    pub fp8_compute: Fp8Compute,
     /// Cores of each rank.
     pub cores: Vec<Vec<usize>>,
     /// How many of them may be busy all the time; less than all where a container's quota allows less.
     pub usable_cores: usize,
-    /// How long ranks and the router spin before they sleep; see [`SPIN`](expertd_ipc::wait::SPIN).
+    /// How long ranks and the router spin before they sleep; see [`SPIN_TIME`](expertd_ipc::wait::SPIN_TIME).
     pub spin: Duration,
     /// How long a rank waits for its peers within a step.
     pub peer_timeout: Duration,

@@ -12,7 +12,8 @@ use super::fault::{Fault, FaultKind, FormError};
 use super::process::{RankEvent, RankNews, RankProcess};
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::{
-    ChannelError, Completion, Forming, RouterBell, RouterChannel, SharedRegion, Staged, StepDescriptor,
+    ChannelError, Completion, FormingStep, RouterBell, RouterChannel, SharedRegion, StagedRows,
+    StepDescriptor,
 };
 use expertd_types::Phase;
 use expertd_types::{Generation, LayerId, Rank, Slot, StepId};
@@ -212,9 +213,9 @@ impl Group {
         let rank = event.rank;
         let member = &mut self.members[rank.index()];
         match event.news {
-            RankNews::Message(FromRank::GroupId { id }) => {
+            RankNews::Message(FromRank::GroupId { id, multiprocessors }) => {
                 for member in &self.members {
-                    member.process.send(ToRank::GroupId { id: id.clone() });
+                    member.process.send(ToRank::GroupId { id: id.clone(), multiprocessors });
                 }
             }
             RankNews::Message(FromRank::Loading { loaded_bytes, total_bytes }) => {
@@ -295,17 +296,15 @@ impl Group {
         Ok(())
     }
 
-    /// The slot of the next step, if it may be formed now: when the last one's experts phase has ended, so that what
-    /// arrived meanwhile can join, and its copies overlap only the combine; or as soon as there is a slot if it would be
-    /// `full` anyway, so that its rows travel while the last one computes.
+    /// The newest step in flight whose experts phase has ended on every rank.
     #[must_use]
-    pub fn next_slot(&self, full: bool) -> Option<Slot> {
-        if !self.started || self.in_flight.len() >= self.config.shape.slots as usize {
-            return None;
+    pub fn experts_ended(&self) -> Option<StepId> {
+        let last = self.in_flight.back()?;
+        let done = self.channel.experts_done();
+        if last.sequence <= done {
+            return Some(last.step);
         }
-        let last = self.in_flight.back();
-        let may = full || last.is_none_or(|step| self.channel.experts_done() >= step.sequence);
-        may.then(|| Slot((self.sequence % u64::from(self.config.shape.slots)) as u32))
+        self.in_flight.iter().rev().find(|step| step.sequence <= done).map(|step| step.step)
     }
 
     /// Whether ranks ring when an experts phase ends: wanted while requests wait that could form a step then.
@@ -313,8 +312,8 @@ impl Group {
         self.channel.set_early_notice(on);
     }
 
-    /// Begins forming the step of the slot that [`next_slot`](Self::next_slot) gave.
-    pub fn begin(&mut self, slot: Slot, top_k: usize) -> Forming<'_, '_> {
+    /// Begins forming a step in `slot`, which no step in flight has.
+    pub fn begin(&mut self, slot: Slot, top_k: usize) -> FormingStep<'_, '_> {
         self.channel.begin(slot, top_k)
     }
 
@@ -386,13 +385,13 @@ impl Group {
 
     /// Output rows of a completed step.
     #[must_use]
-    pub fn answer(&self, staged: &Staged) -> &[u8] {
+    pub fn answer(&self, staged: &StagedRows) -> &[u8] {
         self.channel.answer(staged)
     }
 
     /// Ids and weights of a completed step.
     #[must_use]
-    pub fn routing(&self, staged: &Staged, top_k: usize) -> (&[u8], &[u8]) {
+    pub fn routing(&self, staged: &StagedRows, top_k: usize) -> (&[u8], &[u8]) {
         self.channel.routing(staged, top_k)
     }
 
@@ -414,6 +413,7 @@ fn rank_setup(config: &ClusterConfig, generation: Generation, rank: Rank) -> Ran
         shape: config.shape.clone(),
         device: config.device,
         model: config.model.clone(),
+        fp8_compute: config.fp8_compute,
         cores: config.cores[rank.index()].clone(),
         threads: config.threads(rank),
         spin: config.spin,

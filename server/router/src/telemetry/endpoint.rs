@@ -34,10 +34,10 @@ const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
 /// The first byte of a TLS handshake, which no HTTP request starts with.
 const TLS_HANDSHAKE: u8 = 22;
 
-/// Says whether requests are admitted: `Err` with the reason when not.
+/// Returns whether requests are admitted, and the reason if they are not.
 pub type Probe = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
 
-/// A bound scrape endpoint.
+/// A bound metrics endpoint.
 pub struct MetricsEndpoint {
     listener: TcpListener,
     shared: Arc<Shared>,
@@ -57,10 +57,10 @@ struct Way {
 }
 
 impl MetricsEndpoint {
-    /// Binds it.
+    /// Binds the endpoint to `address`.
     ///
     /// # Errors
-    /// What `bind` says.
+    /// The error of `bind`.
     pub async fn bind(
         address: SocketAddr,
         recorder: Recorder,
@@ -71,10 +71,10 @@ impl MetricsEndpoint {
         Ok(MetricsEndpoint { listener: TcpListener::bind(address).await?, shared })
     }
 
-    /// The address it is bound to.
+    /// The address that the endpoint is bound to.
     ///
     /// # Errors
-    /// What `getsockname` says.
+    /// The error of `getsockname`.
     pub fn local_address(&self) -> std::io::Result<SocketAddr> {
         self.listener.local_addr()
     }
@@ -153,7 +153,7 @@ async fn exchange(stream: impl AsyncRead + AsyncWrite + Unpin, way: Way, shared:
 
 fn answer(request: &Request<Incoming>, way: Way, shared: &Shared) -> Response<Full<Bytes>> {
     if request.method() != Method::GET && request.method() != Method::HEAD {
-        return text(StatusCode::METHOD_NOT_ALLOWED, "use GET\n".to_owned());
+        return text(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD are allowed\n".to_owned());
     }
     let unwell = watchdog::lost();
     match request.uri().path() {
@@ -169,7 +169,10 @@ fn answer(request: &Request<Incoming>, way: Way, shared: &Shared) -> Response<Fu
             Ok(()) => text(StatusCode::OK, "ready\n".to_owned()),
             Err(reason) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")),
         },
-        _ => text(StatusCode::NOT_FOUND, "there are /metrics, /healthz and /readyz\n".to_owned()),
+        _ => text(
+            StatusCode::NOT_FOUND,
+            "not found; the paths are /metrics, /healthz and /readyz\n".to_owned(),
+        ),
     }
 }
 

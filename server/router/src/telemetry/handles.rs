@@ -1,4 +1,4 @@
-//! Metric handles for the hot paths, looked up once instead of once per event.
+//! Metric handles for hot paths, which are looked up once and not for every event.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use metrics::{Counter, Histogram, counter, histogram};
 use super::names;
 use expertd_types::Phase;
 
-/// What is recorded per step. Make it after [`super::install_recorder`].
+/// Metrics of steps. Must be made after [`super::install_recorder`].
 pub struct StepMetrics {
     steps: Counter,
     tokens: Histogram,
@@ -22,7 +22,7 @@ struct RankMetrics {
 }
 
 impl StepMetrics {
-    /// Handles for a group of `ranks` ranks.
+    /// Makes the handles for a group of `ranks` ranks.
     #[must_use]
     pub fn new(ranks: usize) -> StepMetrics {
         StepMetrics {
@@ -40,8 +40,8 @@ impl StepMetrics {
         self.duration.record(duration.as_secs_f64());
     }
 
-    /// Records what one rank did in a step: the tokens it was the source of, the rows its experts computed, and the
-    /// time of each phase in the order of [`Phase::ALL`].
+    /// Records one rank's part of a step: the tokens that it was the source of, the pairs of row and expert that it
+    /// computed, and the duration of each phase in the order of [`Phase::ALL`].
     pub fn rank(&self, rank: usize, tokens: u64, expert_rows: u64, phases: &[Duration; 7]) {
         let Some(metrics) = self.ranks.get(rank) else { return };
         metrics.tokens.increment(tokens);
@@ -65,7 +65,7 @@ impl RankMetrics {
     }
 }
 
-/// What is recorded per request of one method. Make it after [`super::install_recorder`].
+/// Metrics of the requests of one method. Must be made after [`super::install_recorder`].
 pub struct RequestMetrics {
     method: &'static str,
     ok: Counter,
@@ -74,7 +74,7 @@ pub struct RequestMetrics {
 }
 
 impl RequestMetrics {
-    /// Handles for `Forward` or `ForwardStream`.
+    /// Makes the handles for `method`, which is `Forward` or `ForwardStream`.
     #[must_use]
     pub fn new(method: &'static str) -> RequestMetrics {
         RequestMetrics {

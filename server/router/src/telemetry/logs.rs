@@ -113,7 +113,7 @@ pub fn flush_logs() {
     }
 }
 
-/// How log lines look.
+/// Format of log lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
@@ -133,23 +133,23 @@ pub enum LogError {
         "--log {filter:?}: {reason}; expected a level (error, warn, info, debug, trace) or directives such as `info,expertd::scheduler=debug`"
     )]
     Filter {
-        /// What was given.
+        /// The filter.
         filter: String,
-        /// What is wrong with it.
+        /// The parser's error.
         reason: String,
     },
     /// The thread that writes cannot be started.
     #[error("cannot start the thread that writes logs: {0}")]
     Thread(io::Error),
-    /// A subscriber is installed already.
-    #[error("logs are set up already")]
+    /// A subscriber is already installed.
+    #[error("logs are already set up in this process")]
     Installed,
 }
 
 /// Sets up the logs of this process: `filter` is a level or a list of `tracing` directives.
 ///
 /// # Errors
-/// [`LogError`] when the filter does not parse or logs are set up already.
+/// [`LogError`] if the filter does not parse or logs are already set up.
 pub fn init_logs(filter: &str, format: LogFormat) -> Result<(), LogError> {
     let parsed = EnvFilter::try_new(filter)
         .map_err(|error| LogError::Filter { filter: filter.to_owned(), reason: error.to_string() })?;

@@ -1,4 +1,4 @@
-//! Metric names, the metrics endpoint, and tracing.
+//! Metrics, their endpoint, and logs.
 
 mod endpoint;
 mod handles;

@@ -77,6 +77,8 @@ metrics_table! {
     QUEUE_DURATION_SECONDS = "expertd_queue_duration_seconds", Kind::Histogram(LATENCY_BUCKETS), Seconds, [];
     /// Requests whose caller went away before the answer was ready.
     REQUESTS_CANCELLED_TOTAL = "expertd_requests_cancelled_total", Kind::Counter, Count, [];
+    /// Requests that ended the EP group each time that it computed them, and were given up (POISONED).
+    REQUESTS_POISONED_TOTAL = "expertd_requests_poisoned_total", Kind::Counter, Count, [];
     /// Steps completed.
     STEPS_TOTAL = "expertd_steps_total", Kind::Counter, Count, [];
     /// Tokens in each step, of all its requests together.
@@ -98,7 +100,7 @@ metrics_table! {
     GENERATION_ENDS_TOTAL = "expertd_generation_ends_total", Kind::Counter, Count, ["reason"];
     /// Always 1. The label is the loaded weight version, which has more digits than a sample can hold.
     WEIGHT_VERSION = "expertd_weight_version", Kind::Gauge, Count, ["version"];
-    /// 1 while the service admits requests, otherwise 0.
+    /// 1 while a generation serves and the service does not drain, otherwise 0.
     READY = "expertd_ready", Kind::Gauge, Count, [];
     /// Open client connections.
     CONNECTIONS = "expertd_connections", Kind::Gauge, Count, [];

@@ -1,4 +1,4 @@
-//! Resident memory of the processes of a service, from `/proc`.
+//! Resident memory of a service's processes, from `/proc`.
 
 use metrics::gauge;
 
@@ -16,7 +16,7 @@ pub struct ResidentBytes {
 }
 
 impl ResidentBytes {
-    /// Sets the gauges of `process` (`router`, or a rank's number).
+    /// Sets the gauges whose `process` label is `process`: `router` or a rank's number.
     pub fn record(self, process: &str) {
         for (kind, bytes) in [("anon", self.anon), ("file", self.file), ("shmem", self.shmem)] {
             gauge!(names::PROCESS_RESIDENT_BYTES, "process" => process.to_owned(), "kind" => kind)
@@ -34,7 +34,7 @@ impl ResidentBytes {
     }
 }
 
-/// Resident memory of a process; `None` if it is gone or the system does not say.
+/// Resident memory of a process; `None` if the process is gone or the system does not report it.
 #[must_use]
 pub fn resident_bytes(pid: u32) -> Option<ResidentBytes> {
     ResidentBytes::parse(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_the_kinds() {
+    fn status_is_parsed_by_kind() {
         let text =
             "Name:\tx\nVmRSS:\t  9 kB\nRssAnon:\t    4 kB\nRssFile:\t    3 kB\nRssShmem:\t       2 kB\n";
         assert_eq!(ResidentBytes::parse(text), Some(ResidentBytes { anon: 4096, file: 3072, shmem: 2048 }));

@@ -9,10 +9,10 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, 
 use super::names::{self, Kind};
 use super::process::resident_bytes;
 
-/// How often histograms are drained and process memory is read.
+/// Interval at which histograms are drained and the process's memory is recorded.
 const UPKEEP_EVERY: Duration = Duration::from_secs(5);
 
-/// Renders what the process has recorded.
+/// Renders the metrics of this process.
 #[derive(Clone)]
 pub struct Recorder {
     handle: PrometheusHandle,
@@ -26,7 +26,7 @@ impl Recorder {
     }
 }
 
-/// A recorder with explicit buckets for every histogram of [`names::ALL`].
+/// Builds a recorder with explicit buckets for every histogram of [`names::ALL`].
 pub(super) fn build() -> PrometheusRecorder {
     let mut builder = PrometheusBuilder::new();
     for metric in names::ALL {
@@ -50,12 +50,12 @@ pub(super) fn describe_all() {
     }
 }
 
-/// Installs the recorder of this process, once; later calls return the same one. Handles that were made before it was
-/// installed record nothing.
+/// Installs the recorder of this process at the first call; later calls return the same one. Metric handles that were made
+/// before the first call record nothing.
 ///
 /// `features` names the features of this build, for [`names::BUILD_INFO`].
 ///
-/// Its upkeep runs on a thread of its own, so that it needs no runtime.
+/// The recorder's upkeep runs on a thread of its own and needs no asynchronous runtime.
 pub fn install_recorder(features: &'static str) -> Recorder {
     static INSTALLED: OnceLock<Recorder> = OnceLock::new();
     INSTALLED
@@ -63,7 +63,7 @@ pub fn install_recorder(features: &'static str) -> Recorder {
             let recorder = build();
             let handle = recorder.handle();
             if metrics::set_global_recorder(recorder).is_err() {
-                tracing::warn!("another metrics recorder is installed already; metrics will be empty");
+                tracing::warn!("another metrics recorder is installed already; metrics will stay empty");
             }
             describe_all();
             record_build(features);
@@ -76,7 +76,7 @@ pub fn install_recorder(features: &'static str) -> Recorder {
                 }
             });
             if let Err(error) = thread {
-                tracing::warn!(%error, "no thread for the upkeep of metrics: histograms will hold memory until scraped");
+                tracing::warn!(%error, "cannot start the thread that drains histograms; they will grow until metrics are scraped");
             }
             Recorder { handle }
         })
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn names_carry_their_units() {
+    fn names_end_in_their_units() {
         let mut seen = BTreeSet::new();
         for metric in names::ALL {
             assert!(seen.insert(metric.name), "{} twice", metric.name);
@@ -174,7 +174,7 @@ mod tests {
         }
     }
 
-    /// The metrics page, made from the table.
+    /// Text of docs/metrics.md, made from the table.
     fn page() -> String {
         use std::fmt::Write as _;
         let mut page = String::from(

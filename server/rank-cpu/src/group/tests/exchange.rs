@@ -1,4 +1,4 @@
-//! Exchanges of whole groups, bit by bit as the reference.
+//! Exchanges of whole groups, which must equal the reference bit by bit.
 
 use std::thread;
 use std::time::Duration;
@@ -10,14 +10,14 @@ use rand_chacha::ChaCha8Rng;
 
 use super::*;
 
-/// In which order a rank runs its exchanges; the same on every rank.
+/// The order in which every rank runs its exchanges.
 #[derive(Clone, Copy, Debug)]
 enum Order {
-    /// One after the other.
+    /// One exchange after the other.
     Plain,
     /// Dispatch A, dispatch B, combine A, combine B.
     Interleaved,
-    /// As before, with every send before any wait.
+    /// As [`Interleaved`](Self::Interleaved), with every send before any wait.
     Split,
 }
 
@@ -32,7 +32,7 @@ fn run_rank(group: &mut CpuGroup, steps: &[Step], order: Order, delays: &mut Cha
     };
     let group_size = if matches!(order, Order::Plain) { 1 } else { slots };
     for (round, together) in steps.chunks(group_size).enumerate() {
-        // The first slot used moves on, so that slots and positions in a round are not the same thing.
+        // The first slot changes from round to round, so that an exchange's slot differs from its position in the round.
         let slot = |i: usize| Slot(((round + i) % slots) as u32);
         let mut outs: Vec<_> = together.iter().map(|s| vec![f32::NAN; s.ranks[me].count * hidden]).collect();
         for (i, step) in together.iter().enumerate() {
@@ -111,7 +111,7 @@ fn random_tokens(
         }
         ids.extend_from_slice(&all[..k]);
         if rng.random_bool(0.05) {
-            // An unused choice, and sometimes a token without any.
+            // An unused choice, and sometimes a token without choices.
             let last = ids.len();
             let from = if rng.random() { last - k } else { last - 1 };
             ids[from..].fill(NO_EXPERT);
@@ -125,7 +125,7 @@ fn random_step(rng: &mut ChaCha8Rng, config: &EpConfig) -> Step {
     let experts = rng.random_range(1..=40);
     let k = rng.random_range(1..=experts.min(config.max_top_k));
     let ranks = config.ranks;
-    // Contiguous ranges, which need not divide evenly and may be empty; or any placement at all.
+    // Contiguous ranges, which may be of unequal size or empty, or an arbitrary placement.
     let owners = if rng.random() {
         (0..experts).map(|e| Rank((e * ranks / experts) as u32)).collect()
     } else {
@@ -151,7 +151,7 @@ fn random_step(rng: &mut ChaCha8Rng, config: &EpConfig) -> Step {
 
 proptest! {
     #[test]
-    fn equals_the_reference_bit_by_bit(
+    fn exchanges_equal_the_reference_bit_by_bit(
         ranks in 1usize..=8,
         hidden in 1usize..=17,
         max_top_k in 1usize..=32,
@@ -185,7 +185,7 @@ fn large_steps_split_over_threads() {
 }
 
 #[test]
-fn batches_shrink_grow_and_vanish() {
+fn steps_may_shrink_grow_and_be_empty() {
     let config = config(3);
     let mut rng = ChaCha8Rng::seed_from_u64(11);
     let steps: Vec<Step> = [6, 1, 6, 0, 0, 0, 2, 0, 6]
@@ -202,7 +202,7 @@ fn batches_shrink_grow_and_vanish() {
 }
 
 #[test]
-fn a_late_writer_of_an_old_generation_writes_nowhere() {
+fn a_late_writer_of_an_old_generation_does_not_disturb_the_next() {
     let config = config(2);
     let mut old = loopback(&config).expect("memory");
     let mut late = old.pop().expect("two");
@@ -214,7 +214,7 @@ fn a_late_writer_of_an_old_generation_writes_nowhere() {
     let next = EpConfig { generation: Generation(config.generation.0 + 1), ..config.clone() };
     let groups = loopback(&next).expect("memory");
     thread::scope(|s| {
-        // The late rank wakes up while the next generation works, and goes on as if nothing had happened.
+        // The late rank wakes up while the next generation runs, and continues its exchange.
         s.spawn(move || {
             late.dispatch_send(Slot(0), &stale.ranks[1].rows).expect("its own windows are still mapped");
             drop((late, old));

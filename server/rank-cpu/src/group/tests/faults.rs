@@ -1,4 +1,4 @@
-//! Ranks that do not come, leave, or do something else.
+//! Ranks that do not arrive, that leave, or that run different steps.
 
 use std::thread;
 use std::time::Duration;
@@ -15,10 +15,10 @@ fn a_peer_that_never_arrives_is_named_and_ends_every_wait() {
     let short = Duration::from_millis(50);
     let (mut first, mut last) = (attach(0, short), attach(2, Duration::from_secs(3600)));
     thread::scope(|s| {
-        // This one would wait for an hour if nobody told it.
+        // Rank 2 would wait for an hour if rank 0 did not report its timeout.
         let last = s.spawn(move || empty_exchange(&mut last, Slot(0)).expect_err("rank 1 is missing"));
         let error = empty_exchange(&mut first, Slot(0)).expect_err("rank 1 is missing");
-        // Rank 2's thread may be late as well, but rank 1 is missing for sure.
+        // Rank 2's thread may be late as well, but rank 1 is certainly missing.
         let EpError::Exchange(ExchangeError::Missing { phase: "dispatch", peers, waited, .. }) = &error
         else {
             panic!("{error}");
@@ -26,10 +26,11 @@ fn a_peer_that_never_arrives_is_named_and_ends_every_wait() {
         assert!(peers.contains(&Rank(1)) && !peers.contains(&Rank(0)));
         assert_eq!(*waited, short);
         assert!(!error.is_misuse());
-        let told = last.join().expect("no panic");
-        let EpError::Exchange(ExchangeError::Fault { rank: Rank(0), cause: FaultCause::Missed(_) }) = told
+        let reported = last.join().expect("no panic");
+        let EpError::Exchange(ExchangeError::Fault { rank: Rank(0), cause: FaultCause::Missed(_) }) =
+            reported
         else {
-            panic!("{told}");
+            panic!("{reported}");
         };
     });
     let after = empty_exchange(&mut first, Slot(1)).expect_err("ended");
@@ -54,7 +55,7 @@ fn a_peer_missing_in_combine_is_named() {
 }
 
 #[test]
-fn leaving_in_the_midst_stops_the_peers() {
+fn a_rank_that_leaves_during_an_exchange_stops_its_peers() {
     for abort in [false, true] {
         let mut groups =
             loopback(&EpConfig { wait_deadline: Duration::from_secs(3600), ..config(3) }).expect("memory");
@@ -81,8 +82,8 @@ fn leaving_in_the_midst_stops_the_peers() {
 }
 
 #[test]
-fn ranks_that_run_different_steps_find_out() {
-    // Another k.
+fn ranks_that_run_different_steps_get_an_error() {
+    // The ranks use different k.
     let mut groups = loopback(&config(2)).expect("memory");
     for (group, k) in groups.iter_mut().zip([1, 2]) {
         let routing = HostRouting { owners: &[Rank(0)], tokens: 0, k, ids: &[], weights: &[] };
@@ -95,7 +96,7 @@ fn ranks_that_run_different_steps_find_out() {
         "{error}"
     );
 
-    // Another number of exchanges: rank 1 has begun one in the other slot first.
+    // The ranks run a different number of exchanges: rank 1 has begun one in the other slot first.
     let mut groups = loopback(&config(2)).expect("memory");
     let step = no_tokens(2);
     for (group, slots) in groups.iter_mut().zip([&[0][..], &[1, 0]]) {
@@ -106,6 +107,6 @@ fn ranks_that_run_different_steps_find_out() {
     }
     let error = groups[0].dispatch_wait(Slot(0)).expect_err("ahead");
     assert!(matches!(error, EpError::Exchange(ExchangeError::Ahead { peer: Rank(1), .. })), "{error}");
-    let error = groups[1].dispatch_wait(Slot(0)).expect_err("told");
+    let error = groups[1].dispatch_wait(Slot(0)).expect_err("rank 0 has reported its fault");
     assert!(matches!(error, EpError::Exchange(ExchangeError::Fault { rank: Rank(0), .. })), "{error}");
 }

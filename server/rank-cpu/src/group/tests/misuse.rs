@@ -27,12 +27,12 @@ fn calls_out_of_order_are_errors_that_change_nothing() {
             &|g| g.prepare(slot, routing(&step, tokens)).map(drop),
             &|g| g.dispatch_send(slot, &tokens.rows),
             &|g| g.dispatch_wait(slot),
-            &|g| g.work(slot).map(drop),
+            &|g| g.received(slot).map(drop),
             &|g| g.combine_send(slot),
             &|g| g.combine_wait(slot, &mut [0.0; 5]),
         ];
         for (i, call) in calls.iter().enumerate() {
-            // Work may be asked for as often as one likes, and combining is due beside it.
+            // `received` may be called repeatedly, and `combine_send` is due at the same time.
             if i != due && !(due == 3 && i == 4) {
                 let error = call(group).expect_err("not due");
                 assert!(
@@ -74,9 +74,9 @@ fn bad_routing_is_refused_and_leaves_the_slot_idle() {
     let good = HostRouting { owners: &owners, tokens: 1, k: 2, ids: &ids, weights: &weights };
     let many = [0; 14];
     let cases = [
-        (HostRouting { tokens: 7, ids: &many, ..good }, "tokens is 7, the group was made for at most 6"),
-        (HostRouting { k: 5, ..good }, "k is 5, the group was made for at most 4"),
-        (HostRouting { k: 0, ..good }, "k is 0, the group was made for at most 4"),
+        (HostRouting { tokens: 7, ids: &many, ..good }, "tokens is 7, expected 1 to 6, the group's limit"),
+        (HostRouting { k: 5, ..good }, "k is 5, expected 1 to 4, the group's limit"),
+        (HostRouting { k: 0, ..good }, "k is 0, expected 1 to 4, the group's limit"),
         (HostRouting { tokens: 2, ..good }, "ids has 2 elements, expected 4"),
         (HostRouting { weights: &[1.0], ..good }, "weights has 1 elements, expected 2"),
         (HostRouting { ids: &[0, 3], ..good }, "token 0 chooses expert 3, but the layer has experts 0 to 2"),

@@ -1,4 +1,4 @@
-//! Dispatch and combine against a plain reference, over ranks that are threads.
+//! Dispatch and combine against a plain reference, with ranks that are threads.
 
 mod exchange;
 mod faults;
@@ -41,12 +41,12 @@ struct Step {
     ranks: Vec<Tokens>,
 }
 
-/// What "expert" `id` makes of element `i` of a row: cheap, different for each, and rounded by f32.
+/// The stand-in for expert `id`, applied to element `i` of a row: cheap, different for each expert, and rounded to f32.
 fn expert(id: i32, weight: f32, x: f32, i: usize) -> f32 {
     weight * (x * (0.37 + id as f32 * 0.61) + (i as f32 - id as f32) * 0.013)
 }
 
-/// Partial sum over the choices in order.
+/// Sums the outputs of the experts that `mine` selects, in the order of the choices.
 fn partial(ids: &[i32], weights: &[f32], row: &[f32], mine: impl Fn(i32) -> bool, out: &mut [f32]) {
     out.fill(0.0);
     for (&id, &weight) in ids.iter().zip(weights).filter(|(id, _)| mine(**id)) {
@@ -85,12 +85,12 @@ fn routing<'a>(step: &'a Step, tokens: &'a Tokens) -> HostRouting<'a> {
     }
 }
 
-/// The experts phase: what arrived is checked, partial rows are written.
+/// Runs the experts phase: checks the received rows and writes partial rows.
 fn run_experts(group: &mut CpuGroup, slot: Slot, step: &Step) {
     let (hidden, me) = (group.config.hidden, group.config.rank);
-    let work = group.work(slot).expect("ready");
-    assert_eq!(work.len(), step.ranks.len());
-    for (source, batch) in work.enumerate() {
+    let received = group.received(slot).expect("ready");
+    assert_eq!(received.len(), step.ranks.len());
+    for (source, batch) in received.enumerate() {
         let sent = &step.ranks[source];
         let wanted: Vec<usize> = (0..sent.count)
             .filter(|t| {
@@ -123,7 +123,7 @@ fn no_tokens(ranks: usize) -> Step {
     Step { owners: vec![Rank(0)], k: 1, ranks: vec![none; ranks] }
 }
 
-/// Runs one rank's whole exchange without tokens.
+/// Runs a complete exchange of one rank without tokens.
 fn empty_exchange(group: &mut CpuGroup, slot: Slot) -> Result<(), EpError> {
     let step = no_tokens(1);
     group.prepare(slot, routing(&step, &step.ranks[0]))?;

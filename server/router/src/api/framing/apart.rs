@@ -9,7 +9,7 @@ use std::ops::Range;
 use bytes::{BufMut as _, Bytes, BytesMut};
 use prost::encoding::{decode_varint, encode_varint, encoded_len_varint};
 
-use expertd_types::Pieces;
+use expertd_types::ChunkedBytes;
 
 /// Messages of this size and more are looked into, and rows of this size and more are kept apart.
 pub(in crate::api) const APART_BYTES: usize = 16 << 10;
@@ -42,7 +42,7 @@ impl Gathering {
     }
 
     /// The message, or what there is of it.
-    pub(in crate::api) fn finish(mut self) -> Pieces {
+    pub(in crate::api) fn finish(mut self) -> ChunkedBytes {
         self.join();
         self.pieces.into_iter().collect()
     }
@@ -58,14 +58,14 @@ impl Gathering {
 pub(in crate::api) struct Split {
     /// The same message with empty rows.
     pub(in crate::api) message: Bytes,
-    pub(in crate::api) rows: Pieces,
+    pub(in crate::api) rows: ChunkedBytes,
 }
 
 /// Takes the rows out of a `ForwardStreamRequest` or, if not `streaming`, a `ForwardRequest`. `None` if they are few, or
 /// not where encoders put them: the message is then to be decoded as it is.
-pub(in crate::api) fn split(message: &Pieces, streaming: bool) -> Option<Split> {
+pub(in crate::api) fn split(message: &ChunkedBytes, streaming: bool) -> Option<Split> {
     let end = message.len();
-    let start = message.slices(0..end.min(HEAD_BYTES)).iter().collect::<Vec<_>>().concat();
+    let start = message.view(0..end.min(HEAD_BYTES)).iter().collect::<Vec<_>>().concat();
     let mut head = Head { bytes: &start, at: 0 };
     let request = if streaming { Some(head.find(REQUEST_KEY, end)?) } else { None };
     let request_end = request.as_ref().map_or(end, |request| request.end);
@@ -86,8 +86,8 @@ pub(in crate::api) fn split(message: &Pieces, streaming: bool) -> Option<Split> 
     }
     without.put_slice(&start[fields]);
     without.put_slice(&[INLINE_KEY, 0]);
-    message.slices(rows.end..end).iter().for_each(|rest| without.put_slice(rest));
-    Some(Split { message: without.freeze(), rows: message.part(rows) })
+    message.view(rows.end..end).iter().for_each(|rest| without.put_slice(rest));
+    Some(Split { message: without.freeze(), rows: message.slice(rows) })
 }
 
 /// The start of a message.
@@ -159,7 +159,7 @@ mod tests {
         }
     }
 
-    fn cut(message: &[u8], sizes: &[usize]) -> Pieces {
+    fn cut(message: &[u8], sizes: &[usize]) -> ChunkedBytes {
         let mut gathering = Gathering::default();
         let mut rest = Bytes::copy_from_slice(message);
         for size in sizes.iter().cycle() {
@@ -171,7 +171,7 @@ mod tests {
         gathering.finish()
     }
 
-    fn with_rows(mut request: ForwardRequest, rows: &Pieces) -> ForwardRequest {
+    fn with_rows(mut request: ForwardRequest, rows: &ChunkedBytes) -> ForwardRequest {
         assert_eq!(request.payload, Some(Payload::Inline(Bytes::new())));
         request.payload = Some(Payload::Inline(rows.to_bytes()));
         request

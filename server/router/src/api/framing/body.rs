@@ -21,7 +21,7 @@ use super::apart::{self, APART_BYTES, Gathering};
 use super::budget::{Budget, Ticket};
 use super::connection::{Connection, Owner, Stage};
 use crate::api::service::failure::Failure;
-use expertd_types::Pieces;
+use expertd_types::ChunkedBytes;
 
 /// Flag and length before each message.
 pub(in crate::api) const PREFIX: usize = 5;
@@ -33,7 +33,7 @@ type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// A message that has been admitted to the decoder, or refused before it.
 pub(in crate::api) enum Arrival {
     /// With rows that stand empty in the message.
-    Charged(Ticket, Option<Pieces>),
+    Charged(Ticket, Option<ChunkedBytes>),
     Refused(Status),
 }
 
@@ -184,7 +184,7 @@ impl<B> RequestBody<B> {
     }
 
     /// Notes that a message is complete.
-    fn arrived(&self, ticket: Ticket, rows: Option<Pieces>) {
+    fn arrived(&self, ticket: Ticket, rows: Option<ChunkedBytes>) {
         ticket.enter(Stage::Working);
         if self.terms.forward {
             self.charges.arrive(Arrival::Charged(ticket, rows));
@@ -239,7 +239,7 @@ impl<B> RequestBody<B> {
     fn give_up(&mut self, message: Gathering, left: usize) -> Result<Option<Bytes>, Status> {
         let message = message.finish();
         let mut head = BytesMut::with_capacity(ID_FIELD);
-        message.slices(0..message.len().min(ID_FIELD)).iter().for_each(|part| head.extend_from_slice(part));
+        message.view(0..message.len().min(ID_FIELD)).iter().for_each(|part| head.extend_from_slice(part));
         self.refuse(Failure::NoRoom.into(), left, head)
     }
 

@@ -10,6 +10,7 @@
 //! | [`Failure::Unauthenticated`] | UNAUTHENTICATED | |
 //! | [`Failure::NotAllowed`] | PERMISSION_DENIED | |
 //! | draining, no group, faults | UNAVAILABLE | RetryInfo |
+//! | [`StepError::Poisoned`] | INTERNAL | |
 //!
 //! Each carries an ErrorInfo with a reason for machines.
 
@@ -88,6 +89,7 @@ impl Failure {
             Failure::ShuttingDown
             | Failure::Submit(SubmitError::Draining | SubmitError::NotReady { .. })
             | Failure::Step(StepError::Unavailable { .. }) => Code::Unavailable,
+            Failure::Step(StepError::Poisoned { .. }) => Code::Internal,
         }
     }
 
@@ -109,6 +111,7 @@ impl Failure {
             Failure::ShuttingDown | Failure::Submit(SubmitError::Draining) => "DRAINING",
             Failure::Submit(SubmitError::NotReady { .. }) => "NOT_READY",
             Failure::Step(StepError::Unavailable { .. }) => "STEP_FAILED",
+            Failure::Step(StepError::Poisoned { .. }) => "POISONED",
         }
     }
 

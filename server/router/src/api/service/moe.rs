@@ -19,7 +19,7 @@ use crate::api::framing::body::{Arrival, Leaving, charged_bytes};
 use crate::api::framing::budget::Ticket;
 use crate::backend::{Backend, Pending};
 use crate::telemetry::RequestMetrics;
-use expertd_types::Pieces;
+use expertd_types::ChunkedBytes;
 
 /// `expertd.v1.Moe` over a backend.
 pub(in crate::api) struct MoeService {
@@ -49,7 +49,7 @@ pub(in crate::api) fn take_in(
     backend: &dyn Backend,
     metrics: &RequestMetrics,
     message: ForwardRequest,
-    apart: Option<Pieces>,
+    apart: Option<ChunkedBytes>,
     envelope: Envelope,
     ticket: Ticket,
 ) -> Result<Taken, Failure> {

@@ -29,7 +29,7 @@ use crate::api::framing::body::{Arrival, Leaving};
 use crate::api::framing::budget::Ticket;
 use crate::backend::{Backend, Pending};
 use crate::telemetry::RequestMetrics;
-use expertd_types::Pieces;
+use expertd_types::ChunkedBytes;
 
 /// The answering side of a `ForwardStream`.
 pub(in crate::api) struct Exchange {
@@ -102,7 +102,7 @@ impl Exchange {
     fn submit(
         &mut self,
         message: ForwardStreamRequest,
-        apart: Option<Pieces>,
+        apart: Option<ChunkedBytes>,
         ticket: &Ticket,
         started: Instant,
     ) -> Result<Option<ForwardResponse>, Failure> {

@@ -11,7 +11,7 @@ use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 use super::failure::{Failure, Violation};
 use super::unowned::{self, UNOWNED};
 use crate::backend::{ClientKey, GivenRouting, ModelInfo, MoeLayerInfo, Request, RequestId};
-use expertd_types::Pieces;
+use expertd_types::ChunkedBytes;
 use expertd_types::{DType, LayerId};
 
 /// The longest name of a model, bytes.
@@ -30,7 +30,7 @@ pub(in crate::api) struct Envelope {
 pub(in crate::api) fn validate(
     model: &ModelInfo,
     message: ForwardRequest,
-    apart: Option<Pieces>,
+    apart: Option<ChunkedBytes>,
     envelope: Envelope,
 ) -> Result<Option<Request>, Failure> {
     check_model(model, &message.model)?;
@@ -136,11 +136,11 @@ impl Violations {
     fn rows(
         &mut self,
         payload: Option<Payload>,
-        apart: Option<Pieces>,
+        apart: Option<ChunkedBytes>,
         tokens: usize,
         hidden: usize,
         dtype: Option<DType>,
-    ) -> Pieces {
+    ) -> ChunkedBytes {
         match payload {
             Some(Payload::Inline(rows)) => {
                 let rows = apart.filter(|_| rows.is_empty()).unwrap_or_else(|| rows.into());
@@ -157,7 +157,7 @@ impl Violations {
             None if tokens == 0 => {}
             None => self.add("inline", "the rows are missing"),
         }
-        Pieces::default()
+        ChunkedBytes::default()
     }
 
     fn routing(&mut self, routing: v1::Routing, tokens: usize, layer: &MoeLayerInfo) -> Option<GivenRouting> {

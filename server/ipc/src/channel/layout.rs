@@ -1,4 +1,4 @@
-//! Where everything of the channels stands in their memory.
+//! Layout of the channels in shared memory.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -8,19 +8,19 @@ use bytemuck::Pod;
 use serde::{Deserialize, Serialize};
 
 use super::super::region::{Layout, RegionError, SharedRegion, SharedSlice};
-use super::super::ring::RingPlace;
+use super::super::ring::RingLayout;
 use super::records::{Completion, Segment, StepDescriptor};
 
-/// The sizes that the router and all ranks of a generation share; what the layout of shared memory follows from.
+/// The sizes that determine the layout of the channels. The router and all ranks of a generation use the same ones.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupShape {
-    /// Ranks of the group.
+    /// Number of ranks in the group.
     pub ranks: u32,
-    /// Sets of step buffers.
+    /// Number of slots: sets of step buffers.
     pub slots: u32,
-    /// Rows that one rank takes in one step, at most.
+    /// Largest number of rows that one rank receives in one step.
     pub max_tokens_per_rank: usize,
-    /// Pieces of requests that one rank takes in one step, at most.
+    /// Largest number of segments that one rank receives in one step.
     pub max_segments: usize,
     /// Elements of a row.
     pub hidden: usize,
@@ -28,21 +28,21 @@ pub struct GroupShape {
     pub max_top_k: usize,
 }
 
-/// Rows are copied in runs that begin on their own cache line.
+/// Alignment of a segment's rows in bytes: each segment begins on its own cache line.
 pub(super) const SEGMENT_ALIGN: usize = 64;
 
-/// Where an array of `T` stands.
+/// Offset and length of an array of `T`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place<T> {
+pub(super) struct ArrayLayout<T> {
     offset: usize,
     pub(super) len: usize,
     pub(super) element: PhantomData<fn() -> T>,
 }
 
-impl<T: Pod> Place<T> {
+impl<T: Pod> ArrayLayout<T> {
     fn reserve(layout: &mut Layout, len: usize) -> Result<Self, RegionError> {
         let offset = layout.line(len.saturating_mul(size_of::<T>()))?;
-        Ok(Place { offset, len, element: PhantomData })
+        Ok(ArrayLayout { offset, len, element: PhantomData })
     }
 
     pub(super) fn view(&self, region: &Arc<SharedRegion>) -> Result<SharedSlice<T>, RegionError> {
@@ -51,80 +51,80 @@ impl<T: Pod> Place<T> {
 }
 
 #[derive(Debug)]
-pub(super) struct SlotPlaces {
-    pub(super) segments: Place<Segment>,
-    pub(super) ids: Place<i32>,
-    pub(super) weights: Place<f32>,
-    pub(super) token_ids: Place<i32>,
-    pub(super) rows: Place<u8>,
+pub(super) struct SlotLayout {
+    pub(super) segments: ArrayLayout<Segment>,
+    pub(super) ids: ArrayLayout<i32>,
+    pub(super) weights: ArrayLayout<f32>,
+    pub(super) token_ids: ArrayLayout<i32>,
+    pub(super) rows: ArrayLayout<u8>,
 }
 
-impl SlotPlaces {
-    /// From the first to the last byte of the slot's staging.
+impl SlotLayout {
+    /// Range of the slot's staging in the region, in bytes.
     fn bytes(&self) -> Range<usize> {
         self.segments.offset..self.rows.offset + self.rows.len
     }
 }
 
 #[derive(Debug)]
-pub(super) struct LinkPlaces {
-    pub(super) steps: RingPlace<StepDescriptor>,
-    pub(super) completions: RingPlace<Completion>,
-    pub(super) heartbeat: Place<u64>,
-    pub(super) experts_done: Place<u64>,
-    pub(super) bell: Place<u32>,
-    pub(super) slots: Vec<SlotPlaces>,
+pub(super) struct LinkLayout {
+    pub(super) steps: RingLayout<StepDescriptor>,
+    pub(super) completions: RingLayout<Completion>,
+    pub(super) heartbeat: ArrayLayout<u64>,
+    pub(super) experts_done: ArrayLayout<u64>,
+    pub(super) bell: ArrayLayout<u32>,
+    pub(super) slots: Vec<SlotLayout>,
 }
 
-impl LinkPlaces {
-    /// From the first to the last byte of the staging of all slots.
+impl LinkLayout {
+    /// Range of the staging of all slots in the region, in bytes.
     pub(super) fn staging(&self) -> Range<usize> {
         let start = self.slots.first().map_or(0, |slot| slot.bytes().start);
         start..self.slots.last().map_or(start, |slot| slot.bytes().end)
     }
 }
 
-/// Where everything stands: the same for all processes, computed from the shape.
+/// Offsets of all arrays and rings; every process computes the same ones from the shape.
 #[derive(Debug)]
-pub(super) struct Places {
-    pub(super) early_notice: Place<u32>,
-    pub(super) links: Vec<LinkPlaces>,
+pub(super) struct ChannelLayout {
+    pub(super) early_notice: ArrayLayout<u32>,
+    pub(super) links: Vec<LinkLayout>,
     pub(super) bytes: usize,
 }
 
-impl Places {
+impl ChannelLayout {
     pub(super) fn new(shape: &GroupShape) -> Result<Self, RegionError> {
         let mut layout = Layout::new();
-        let early_notice = Place::reserve(&mut layout, 1)?;
+        let early_notice = ArrayLayout::reserve(&mut layout, 1)?;
         let records = (shape.slots as usize * 2).next_power_of_two();
         let rows = shape.max_tokens_per_rank;
         let mut links = Vec::new();
         for _ in 0..shape.ranks {
-            let mut link = LinkPlaces {
-                steps: RingPlace::reserve(&mut layout, records)?,
-                completions: RingPlace::reserve(&mut layout, records)?,
-                heartbeat: Place::reserve(&mut layout, 1)?,
-                experts_done: Place::reserve(&mut layout, 1)?,
-                bell: Place::reserve(&mut layout, 1)?,
+            let mut link = LinkLayout {
+                steps: RingLayout::reserve(&mut layout, records)?,
+                completions: RingLayout::reserve(&mut layout, records)?,
+                heartbeat: ArrayLayout::reserve(&mut layout, 1)?,
+                experts_done: ArrayLayout::reserve(&mut layout, 1)?,
+                bell: ArrayLayout::reserve(&mut layout, 1)?,
                 slots: Vec::new(),
             };
             for _ in 0..shape.slots {
-                link.slots.push(SlotPlaces {
-                    segments: Place::reserve(&mut layout, shape.max_segments)?,
-                    ids: Place::reserve(&mut layout, rows.saturating_mul(shape.max_top_k))?,
-                    weights: Place::reserve(&mut layout, rows.saturating_mul(shape.max_top_k))?,
-                    token_ids: Place::reserve(&mut layout, rows)?,
-                    rows: Place::reserve(&mut layout, shape.row_area_bytes())?,
+                link.slots.push(SlotLayout {
+                    segments: ArrayLayout::reserve(&mut layout, shape.max_segments)?,
+                    ids: ArrayLayout::reserve(&mut layout, rows.saturating_mul(shape.max_top_k))?,
+                    weights: ArrayLayout::reserve(&mut layout, rows.saturating_mul(shape.max_top_k))?,
+                    token_ids: ArrayLayout::reserve(&mut layout, rows)?,
+                    rows: ArrayLayout::reserve(&mut layout, shape.row_area_bytes())?,
                 });
             }
             links.push(link);
         }
-        Ok(Places { early_notice, links, bytes: layout.len() })
+        Ok(ChannelLayout { early_notice, links, bytes: layout.len() })
     }
 }
 
 impl GroupShape {
-    /// Bytes of a slot's row area: every row in f32, and each segment on its own line.
+    /// Bytes of a slot's row area: all rows in f32, and each segment on its own cache line.
     #[must_use]
     pub const fn row_area_bytes(&self) -> usize {
         (self.max_tokens_per_rank.saturating_mul(self.hidden).saturating_mul(4))
@@ -136,7 +136,7 @@ impl GroupShape {
     /// # Errors
     /// If that exceeds the address space.
     pub fn channel_bytes(&self) -> Result<usize, RegionError> {
-        Places::new(self).map(|places| places.bytes)
+        ChannelLayout::new(self).map(|places| places.bytes)
     }
 }
 
@@ -151,7 +151,7 @@ pub(super) struct Staging {
 }
 
 impl Staging {
-    pub(super) fn views(places: &[SlotPlaces], region: &Arc<SharedRegion>) -> Result<Vec<Self>, RegionError> {
+    pub(super) fn views(places: &[SlotLayout], region: &Arc<SharedRegion>) -> Result<Vec<Self>, RegionError> {
         places
             .iter()
             .map(|slot| {

@@ -1,20 +1,17 @@
-//! The memory that an exchange hands out.
+//! Slices of window memory that an exchange lends to its caller.
 
-#![allow(
-    unsafe_code,
-    reason = "turns views of shared memory into slices while the protocol says they are ours"
-)]
+#![allow(unsafe_code, reason = "makes slices of shared memory while the protocol assigns it to this rank")]
 
 use std::ops::Range;
 
-use super::super::window::{BatchHead, WindowShape, Windows};
+use super::super::window::{AreaHeader, WindowShape, Windows};
 use expertd_types::{Rank, Slot};
 
-/// What this rank dispatches to one other: to be filled while the slot is open ([`SlotState`](super::SlotState)).
+/// What this rank dispatches to one peer: to be filled while the slot is open ([`SlotState`](super::SlotState)).
 #[derive(Debug)]
 pub struct Outgoing<'a> {
-    /// How much of the rest is filled.
-    pub head: &'a mut BatchHead,
+    /// Number of rows, and k.
+    pub head: &'a mut AreaHeader,
     /// `[max_tokens_per_rank, max_top_k]`.
     pub ids: &'a mut [i32],
     /// `[max_tokens_per_rank, max_top_k]`.
@@ -23,10 +20,10 @@ pub struct Outgoing<'a> {
     pub rows: &'a mut [f32],
 }
 
-/// What one source rank dispatched to this rank, and where the answer goes.
+/// Rows that one source rank dispatched to this rank, and the memory for their partials.
 #[derive(Debug)]
-pub struct Batch<'a> {
-    /// The source.
+pub struct ReceivedRows<'a> {
+    /// The source rank.
     pub source: Rank,
     /// Experts per token.
     pub k: usize,
@@ -36,38 +33,39 @@ pub struct Batch<'a> {
     pub ids: &'a [i32],
     /// `[rows, k]`.
     pub weights: &'a [f32],
-    /// `[rows, hidden]`, in the source's window: row `i` answers received row `i`.
+    /// `[rows, hidden]` in the source's window; row `i` is the result of received row `i`.
     pub partials: &'a mut [f32],
 }
 
-/// One [`Batch`] per source rank, in ascending order, those without rows included.
+/// Iterator over one [`ReceivedRows`] per source rank, in ascending order, including ranks without rows.
 #[derive(Debug)]
-pub struct Batches<'a> {
-    // Mutable, so that nothing else of the exchange is used while batches are out.
+pub struct ReceivedIter<'a> {
+    // A mutable borrow, so that the exchange is not used otherwise while its memory is lent.
     pub(super) windows: &'a mut Windows,
     pub(super) slot: Slot,
     pub(super) k: usize,
     pub(super) ranks: Range<usize>,
 }
 
-impl<'a> Iterator for Batches<'a> {
-    type Item = Batch<'a>;
+impl<'a> Iterator for ReceivedIter<'a> {
+    type Item = ReceivedRows<'a>;
 
-    fn next(&mut self) -> Option<Batch<'a>> {
+    fn next(&mut self) -> Option<ReceivedRows<'a>> {
         let source = self.ranks.next()?;
         let (windows, k) = (&*self.windows, self.k);
         let WindowShape { hidden, max_tokens_per_rank, .. } = windows.shape;
         let at = windows.area(self.slot, source);
         let area = &windows.incoming[at];
         // SAFETY: the slot is ready. The source stored its dispatch flag after it wrote the area, and writes it again
-        // only after it has seen our combine flag, which is not stored while this borrow of the exchange lives. The
-        // partials nobody else writes, and the source, having stored the dispatch flag of this exchange, has finished
-        // reading those of the slot's last one and reads these after our combine flag. Each source comes once, so no
-        // second slice of its partials exists. The slices point into the region, which outlives the borrow.
+        // only after it has seen our combine flag, which is not stored while this borrow of the exchange lives. No other
+        // rank writes the partials. The source has finished reading the partials of the slot's previous exchange, because
+        // it has stored the dispatch flag of this one, and reads the new ones only after our combine flag. Each source is
+        // yielded once, so no second slice of its partials exists. The slices point into the region, which outlives the
+        // borrow.
         unsafe {
-            // The count was checked when it arrived; `min` keeps a peer that scribbles later from causing a panic.
+            // The count was checked when it arrived; `min` prevents a panic if the peer overwrites it later.
             let rows = (area.head.as_slice()[0].rows as usize).min(max_tokens_per_rank);
-            Some(Batch {
+            Some(ReceivedRows {
                 source: Rank(source as u32),
                 k,
                 rows: extend(&area.rows.as_slice()[..rows * hidden]),
@@ -83,21 +81,21 @@ impl<'a> Iterator for Batches<'a> {
     }
 }
 
-impl ExactSizeIterator for Batches<'_> {}
+impl ExactSizeIterator for ReceivedIter<'_> {}
 
-/// Lengthens a borrow of window memory from one call of `next` to the borrow of the exchange.
+/// Extends a borrow of window memory from one call of `next` to the borrow of the exchange.
 ///
 /// # Safety
-/// The memory is in a region that lives as long as `'a`, and stays ours that long.
+/// The memory is in a region that lives as long as `'a`, and belongs to this rank that long.
 const unsafe fn extend<'a, T>(slice: &[T]) -> &'a [T] {
     // SAFETY: the caller's promise.
     unsafe { std::slice::from_raw_parts(slice.as_ptr(), slice.len()) }
 }
 
-/// As [`extend`].
+/// Extends a mutable borrow, as [`extend`] does a shared one.
 ///
 /// # Safety
-/// As there, and the slice is given out once.
+/// As for [`extend`], and no other slice of the memory is made while `'a` lasts.
 const unsafe fn extend_mut<'a, T>(slice: &mut [T]) -> &'a mut [T] {
     // SAFETY: the caller's promise.
     unsafe { std::slice::from_raw_parts_mut(slice.as_mut_ptr(), slice.len()) }

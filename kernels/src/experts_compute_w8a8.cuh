@@ -1,0 +1,146 @@
+// The mainloop of a segment with FP8 weights and FP8 rows: both operands of wgmma in shared memory, sums over 128 k multiplied
+// with the scales of weight row and token in f32, and added up there.
+//
+// A warpgroup has twice 64 rows of up to 112 tokens. The warpgroups take turns with the tensor cores, so that one scales its sums
+// while they work for the other.
+#pragma once
+
+#include "experts_block.cuh"
+#include "experts_compute.cuh"
+#include "experts_epilogue_w8a8.cuh"
+#include "wgmma.cuh"
+
+namespace expertd {
+
+constexpr int W8A8_STEPS = BLOCK_K / 32; // wgmmas of a k block
+
+// Where a thread's scales stand among those of 64 weight rows and of the tokens: its rows are l / 4 and l / 4 + 8 of its warp's
+// 16, its tokens 2 (l % 4) and the next of every eight.
+struct ScalePlaces {
+    uint32_t row, token;
+    __device__ __forceinline__ ScalePlaces()
+        : row((thread_here() % 128 / 32 * 16 + thread_here() % 32 / 4) * 4), token(thread_here() % 4 * 2) {}
+};
+
+__device__ __forceinline__ float2 weight_scales(uint32_t scales) {
+    return make_float2(load_shared_f32(scales), load_shared_f32(scales + 32));
+}
+
+// Multiplies a k block of 64 weight rows into `sums`, which are overwritten; two groups of wgmmas.
+template <int N> __device__ __forceinline__ void multiply_w8a8(float (&sums)[N / 2], uint32_t a, uint32_t b) {
+#pragma unroll
+    for (int step = 0; step < W8A8_STEPS; step++) {
+        WgmmaFp8<N>::mma(sums, a + step * 2, b + step * 2, step > 0);
+        if (step % 2 == 1) wgmma_commit();
+    }
+}
+
+// Scales of a thread's tokens, a few columns ahead of their use: while the tensor cores work, loads from shared memory take long.
+template <int N> class TokenScales {
+  public:
+    __device__ __forceinline__ explicit TokenScales(uint32_t at) : at_(at) {
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) ahead_[j] = load_shared_2f32(at_ + j * 32);
+    }
+    // Of columns 8 j and up; j in ascending order.
+    __device__ __forceinline__ float2 next(int j) {
+        const float2 scales = ahead_[j % AHEAD];
+        if (j + AHEAD < N / 8) ahead_[j % AHEAD] = load_shared_2f32(at_ + (j + AHEAD) * 32);
+        return scales;
+    }
+
+  private:
+    static constexpr int AHEAD = N / 8 < 4 ? N / 8 : 4;
+    uint32_t at_;
+    float2 ahead_[AHEAD];
+};
+
+template <int N>
+__device__ __forceinline__ void add_scaled(float (&total)[N / 2], float (&sums)[N / 2], float2 rows, TokenScales<N>& scales) {
+    wgmma_pin(sums);
+#pragma unroll
+    for (int j = 0; j < N / 8; j++) {
+        const float2 tokens = scales.next(j);
+        total[4 * j] = fmaf(sums[4 * j], tokens.x * rows.x, total[4 * j]);
+        total[4 * j + 1] = fmaf(sums[4 * j + 1], tokens.y * rows.x, total[4 * j + 1]);
+        total[4 * j + 2] = fmaf(sums[4 * j + 2], tokens.x * rows.y, total[4 * j + 2]);
+        total[4 * j + 3] = fmaf(sums[4 * j + 3], tokens.y * rows.y, total[4 * j + 3]);
+    }
+}
+
+// The tensor cores are the warpgroup's from `begin` to `end`. Each has as many turns as the other.
+class Turn {
+  public:
+    __device__ __forceinline__ explicit Turn(int warpgroup) : own_(TURN_BARRIER + warpgroup), other_(TURN_BARRIER + 1 - warpgroup) {}
+    __device__ __forceinline__ void begin() const { named_sync<256>(own_); }
+    __device__ __forceinline__ void end() const { named_arrive<256>(other_); }
+
+  private:
+    int own_, other_;
+};
+
+// A segment: the warpgroup has rows `from` to `from` + 127 of it.
+template <int N>
+__device__ __forceinline__ void compute_w8a8(const Block<W8a8>& block, const Segment& at_first, int from, const Cursor& slot,
+                                             Cursor& stage, uint32_t& exchanges) {
+    constexpr int SETS = N <= 80 ? 2 : 1; // of sums: with two, one is scaled while the other is filled
+    constexpr uint32_t HALF = 64 * PANEL_ROW_BYTES / 16; // from the first 64 weight rows to the second
+    const Turn turn(uniform(threadIdx.x / 128));
+    const ScalePlaces places;
+    float total[2][N / 2], sums[SETS][N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) total[0][i] = total[1][i] = sums[0][i] = sums[SETS - 1][i] = 0.0f;
+#pragma unroll 1
+    for (int panels = block.k_panels(at_first); panels > 0; panels--) {
+        await_stage(block, stage);
+        const uint32_t a = wgmma_descriptor(block.weight_stage(stage.slot) + from * PANEL_ROW_BYTES);
+        const uint32_t b = wgmma_descriptor(block.token_stage(stage.slot));
+        const uint32_t row_scales = block.scale_stage(stage.slot) + from * 4 + places.row;
+        const uint32_t token_scales = block.token_scales(stage.slot) + places.token * 4;
+        turn.begin();
+        wgmma_fence();
+        multiply_w8a8<N>(sums[0], a, b);
+        if constexpr (SETS == 2) multiply_w8a8<N>(sums[1], a + HALF, b);
+        const float2 first_rows = weight_scales(row_scales), second_rows = weight_scales(row_scales + 64 * 4);
+        TokenScales<N> first(token_scales);
+        // A turn ends when half of its last product is done: the other's product begins meanwhile.
+        if constexpr (SETS == 1) {
+            wgmma_wait<1>();
+            turn.end();
+            wgmma_wait<0>();
+        } else {
+            wgmma_wait<2>();
+        }
+        add_scaled<N>(total[0], sums[0], first_rows, first);
+        if constexpr (SETS == 1) {
+            wgmma_pin(sums[0]);
+            turn.begin();
+            wgmma_fence();
+            multiply_w8a8<N>(sums[0], a + HALF, b);
+        }
+        TokenScales<N> second(token_scales);
+        wgmma_wait<1>();
+        turn.end();
+        wgmma_wait<0>();
+        add_scaled<N>(total[1], sums[SETS - 1], second_rows, second);
+        // The scales have been used, so they have been read, by every lane of the warp.
+        wgmma_pin(total[0]);
+        wgmma_pin(total[1]);
+        __syncwarp();
+        release_stage(block, stage.slot, 1);
+        stage.advance(block.plan.stages);
+    }
+    const Segment segment = uniform(block.shared.segments[slot.slot]); // read again: it would hold registers meanwhile
+    if (segment.phase == 0) {
+        barrier_wait(&block.shared.routing_full[slot.slot], slot.parity);
+        store_h_w8a8<N>(block.p, block.layer, segment, from, block.shared.weights[slot.slot], block.staging,
+                           block.maxima(0), block.maxima(1), exchanges, total);
+    } else {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (from + half * 64 < segment.rows) finish_segment<N>(block, segment, from + half * 64, slot, total[half]);
+        }
+    }
+}
+
+} // namespace expertd

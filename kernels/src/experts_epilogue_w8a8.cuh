@@ -1,0 +1,109 @@
+// From accumulators to h in e4m3 with its scales: activation, routing weight and biases as in experts_epilogue.cuh, rounded to
+// bf16, then quantised.
+//
+// A warpgroup has 64 features of each token, in two halves of 64 weight rows. The two warpgroups have 128 together, which share a
+// scale: they meet once for every 64 tokens to find the largest magnitude.
+#pragma once
+
+#include "experts_epilogue.cuh"
+#include "experts_formats.cuh"
+#include "experts_quantise.cuh"
+
+namespace expertd {
+
+constexpr int MAXIMA_BARRIER = 4; // named barriers of both warpgroups
+constexpr int TURN_BARRIER = 5;   // and 6: the tensor cores are the first's, or the second's
+
+// What the warpgroups tell each other: the largest magnitudes of up to 64 tokens. There are two sets, used in
+// turn: before one is written again, both warpgroups have met over the other.
+struct Maxima {
+    float of[2][STAGING_TOKENS];
+};
+
+// `from`: the warpgroup's first weight row in the segment. `sums` [half][N / 2]: sums of 64 weight rows each. `even` and `odd` are the two sets of
+// maxima, `exchanges` counts the meetings of the warpgroups.
+template <int N>
+__device__ __forceinline__ void store_h_w8a8(const ExpertdExpertsParams& p, const ExpertdLayerWeights& layer, const Segment& segment,
+                                             int from, const float* weights, uint32_t staging, Maxima& even, Maxima& odd,
+                                             uint32_t& exchanges, float (&sums)[2][N / 2]) {
+    constexpr int CHUNKS = 8;                             // of 8 features, of a token
+    constexpr int PASSES = STAGING_TOKENS * CHUNKS / 128; // chunks that a thread quantises of 64 tokens
+    const int thread = thread_here() % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4;
+    const int warpgroup = __shfl_sync(0xffffffff, thread_here() / 128, 0), barrier = STAGING_BARRIER + warpgroup;
+    const int feature = (segment.row + from) / 2, tokens = segment.tokens;
+    const uint32_t own_staging = staging + warpgroup * STAGING_BYTES;
+    const Activation activate(p);
+    const bool on_input = p.weight_on_input != 0;
+    // What this thread quantises of each token: a chunk of eight features.
+    const int chunk = thread % CHUNKS, stored = feature + chunk * 8;
+    uint8_t* panel = static_cast<uint8_t*>(p.h) + (int64_t(stored / BLOCK_K) * p.panel_rows + segment.panel_row) * BLOCK_K;
+    const int64_t scale_row = int64_t(feature / BLOCK_K) * p.panel_rows + segment.panel_row;
+#pragma unroll
+    for (int first = 0; first < N; first += STAGING_TOKENS) {
+        if (first >= tokens) break;
+        named_sync<128>(barrier); // the staging area has been read
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int64_t row = int64_t(segment.expert) * 2 * p.inter + feature + half * 32 + warp * 8 + lane / 4;
+            const float gate_scale = layer.gate_up_scale[row], up_scale = layer.gate_up_scale[row + p.inter];
+            float gate_bias = 0.0f, up_bias = 0.0f;
+            if (layer.gate_up_bias != nullptr) gate_bias = layer.gate_up_bias[row], up_bias = layer.gate_up_bias[row + p.inter];
+            const float(&d)[N / 2] = sums[half];
+            uint32_t packed[STAGING_TOKENS / 8];
+#pragma unroll
+            for (int o = 0; o < STAGING_TOKENS / 8; o++) {
+                const int j = first / 8 + o;
+                packed[o] = 0;
+                if (j < N / 8) {
+                    const float2 w = *reinterpret_cast<const float2*>(weights + j * 8 + pair * 2);
+                    const float2 in = on_input ? w : make_float2(1.0f, 1.0f), out = on_input ? make_float2(1.0f, 1.0f) : w;
+                    const float h0 = activate(d[4 * j] * gate_scale * in.x + gate_bias, d[4 * j + 2] * up_scale * in.x + up_bias);
+                    const float h1 = activate(d[4 * j + 1] * gate_scale * in.y + gate_bias, d[4 * j + 3] * up_scale * in.y + up_bias);
+                    packed[o] = pack_bf16(h0 * out.x, h1 * out.y);
+                }
+            }
+#pragma unroll
+            for (int o = 0; o < STAGING_TOKENS / 8; o += 4) { // a token's chunks, permuted against bank conflicts
+                if (first + o * 8 < N) {
+                    const int token = o * 8 + lane, at = half * 4 + warp;
+                    const int place = at ^ (token % 8);
+                    store_transposed(own_staging + token * (CHUNKS * 16) + place * 16, packed[o], packed[o + 1], packed[o + 2], packed[o + 3]);
+                }
+            }
+        }
+        named_sync<128>(barrier);
+        uint4 v[PASSES];
+        float largest[PASSES];
+#pragma unroll
+        for (int i = 0; i < PASSES; i++) {
+            const int token = thread / CHUNKS + i * (128 / CHUNKS);
+            v[i] = make_uint4(0, 0, 0, 0);
+            if (first + token < tokens) {
+                const int place = chunk ^ (token % 8);
+                v[i] = load_shared_16(own_staging + token * (CHUNKS * 16) + place * 16);
+            }
+            largest[i] = lanes_max<CHUNKS>(largest_of(v[i]));
+        }
+        Maxima& all = exchanges++ % 2 == 0 ? even : odd;
+#pragma unroll
+        for (int i = 0; i < PASSES; i++) {
+            if (chunk == 0) all.of[warpgroup][thread / CHUNKS + i * (128 / CHUNKS)] = largest[i];
+        }
+        named_sync<256>(MAXIMA_BARRIER);
+#pragma unroll
+        for (int i = 0; i < PASSES; i++) {
+            largest[i] = fmaxf(largest[i], all.of[1 - warpgroup][thread / CHUNKS + i * (128 / CHUNKS)]);
+        }
+#pragma unroll
+        for (int i = 0; i < PASSES; i++) {
+            const int token = thread / CHUNKS + i * (128 / CHUNKS);
+            if (first + token >= tokens) continue;
+            const GroupScale group = group_scale(largest[i], p.power_of_two_scales != 0);
+            const uint32_t row = first + token;
+            *reinterpret_cast<uint2*>(panel + row * BLOCK_K + panel_byte(row, stored % BLOCK_K)) = quantise(v[i], group.inverse);
+            if (chunk == 0 && warpgroup == 0) p.h_scales[scale_row + row] = group.scale;
+        }
+    }
+}
+
+} // namespace expertd

@@ -1,0 +1,64 @@
+// Quantisation to e4m3, the same for rows where they come from, for x and for h.
+//
+// A group of elements shares the scale s = largest magnitude / 448, which is rounded up to a power of two where the checkpoint
+// wants that; a code is element * (1 / s), rounded to nearest even. An element that is not a number stays one, and in a group with
+// an infinity no element is a number or all others are zero. Groups of zeros, and magnitudes below 2^-100, have the scale
+// 2^-100 / 448.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx.cuh"
+
+namespace expertd {
+
+constexpr float E4M3_LARGEST = 448.0f;
+constexpr float SMALLEST_MAXIMUM = 7.8886091e-31f; // 2^-100
+
+struct GroupScale {
+    float scale, inverse;
+};
+
+__device__ __forceinline__ GroupScale group_scale(float largest, bool power_of_two) {
+    float scale = __fdiv_rn(fmaxf(largest, SMALLEST_MAXIMUM), E4M3_LARGEST);
+    if (power_of_two) scale = __uint_as_float((__float_as_uint(scale) + 0x7FFFFFu) & 0x7F800000u);
+    return {scale, __frcp_rn(scale)};
+}
+
+// Four values to four codes, the first in the low byte.
+__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
+    uint16_t low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return uint32_t(high) << 16 | low;
+}
+
+// bf16 is the upper half of an f32.
+__device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
+// The largest magnitude of eight bf16; what is not a number counts as nothing.
+__device__ __forceinline__ float largest_of(const uint4& v) {
+    uint32_t largest = 0;
+    const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        asm("max.bf16x2 %0, %0, %1;" : "+r"(largest) : "r"(pairs[i] & 0x7FFF7FFFu));
+    }
+    return fmaxf(low_bf16(largest), high_bf16(largest));
+}
+
+// Eight bf16 to eight codes.
+__device__ __forceinline__ uint2 quantise(const uint4& v, float inverse) {
+    return make_uint2(pack_e4m3(low_bf16(v.x) * inverse, high_bf16(v.x) * inverse, low_bf16(v.y) * inverse, high_bf16(v.y) * inverse),
+                      pack_e4m3(low_bf16(v.z) * inverse, high_bf16(v.z) * inverse, low_bf16(v.w) * inverse, high_bf16(v.w) * inverse));
+}
+
+// The largest value of LANES neighbouring lanes.
+template <int LANES> __device__ __forceinline__ float lanes_max(float value) {
+#pragma unroll
+    for (int by = 1; by < LANES; by *= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, by));
+    return value;
+}
+
+} // namespace expertd
