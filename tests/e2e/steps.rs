@@ -37,7 +37,7 @@ async fn submit(client: &Client, request: &ForwardRequest, timeout: Option<Durat
 }
 
 async fn status(service: &Service) -> GetStatusResponse {
-    let mut admin = AdminClient::connect(format!("http://{}", service.admin)).await.unwrap();
+    let mut admin = AdminClient::new(expertd_proto::transport::connect(&service.admin).await.unwrap());
     admin.get_status(GetStatusRequest {}).await.unwrap().into_inner()
 }
 

@@ -27,6 +27,7 @@ use super::rows;
 use super::serve::plan::{PlanError, ServePlan};
 use super::serve::settings::{Given, ServeArgs};
 use expertd_ipc::control::{DeviceKind, Fp8Compute};
+use expertd_model::WeightFormat;
 use expertd_rank_cuda as gpu;
 use expertd_router::backend::{
     Backend, ClientKey, ModelInfo, Pending, Receipt, Request, RequestId, ServiceState, StepError, SubmitError,
@@ -220,6 +221,8 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         plan.cluster.cores.concat().len(),
         DType::from(args.dtype),
     );
+    let fp8_stored = plan.spec.moe_layers().any(|(_, moe)| moe.experts.format == WeightFormat::Fp8E4m3);
+    let fp8_products = fp8_stored && plan.cluster.fp8_compute == Fp8Compute::Fp8;
     let ceilings = args.ceilings(plan.cluster.device, ranks);
     plan.buffers.reserve();
     let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
@@ -251,6 +254,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         routing: args.routing,
         ceilings,
         weight_bytes: status.ranks.iter().map(|rank| rank.weight_bytes_loaded).sum(),
+        fp8_products,
     };
     drop(values);
     let mut figures = Vec::new();
@@ -281,6 +285,8 @@ struct Bench {
     ceilings: Option<Ceilings>,
     /// Bytes of weights that all ranks loaded together.
     weight_bytes: u64,
+    /// Whether routed experts are multiplied as FP8.
+    fp8_products: bool,
 }
 
 impl Bench {
@@ -349,6 +355,7 @@ impl Bench {
             width: sizes.expert_width,
             shared_width: sizes.shared_width,
             bytes_per_weight: bytes_per_weight(&info, self.weight_bytes),
+            fp8_products: self.fp8_products,
         };
         let ids = rows::decode_i32(&receipt.topk_ids);
         let rows: u32 = receipt.tokens_per_rank.iter().sum();

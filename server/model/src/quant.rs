@@ -15,6 +15,8 @@ pub(super) struct Quantization {
     pub(super) mxfp4: bool,
     /// `[rows, cols]` of an FP8 scale block, if scales are per block.
     pub(super) block: Option<[usize; 2]>,
+    /// Whether rows that are quantised to FP8 get scales that are powers of two (`scale_fmt` = ue8m0).
+    pub(super) power_of_two_scales: bool,
 }
 
 const SUPPORTED: &str = "the supported methods are `fp8` (e4m3; scales per block, channel or tensor), `compressed-tensors` with \
@@ -42,7 +44,8 @@ impl Quantization {
             None | Some(Value::Null) => None,
             Some(value) => Some(block_size(config, "quantization_config.weight_block_size", value)?),
         };
-        Ok(Self { fp8: true, block, ..Self::default() })
+        let power_of_two_scales = text(map, "scale_fmt").as_deref() == Some("ue8m0");
+        Ok(Self { fp8: true, block, power_of_two_scales, ..Self::default() })
     }
 
     fn compressed_tensors(config: &Config, map: &Map<String, Value>) -> Result<Self, ModelError> {

@@ -205,6 +205,7 @@ fn resolve_layer(
         biases: context.family.expert_biases,
         format: plans[0].gate.format,
         scale_cols: plans[0].scale_cols(),
+        power_of_two_scales: context.quantization.power_of_two_scales,
         bytes: plans[0].bytes,
     };
     let (shared_spec, shared_plan) = shared.unzip();
@@ -322,6 +323,7 @@ fn resolve_shared(
         biases,
         format: plan.gate.format,
         scale_cols: plan.scale_cols(),
+        power_of_two_scales: context.quantization.power_of_two_scales,
         bytes: plan.bytes,
     };
     Ok(Some((spec, (plan, gate))))

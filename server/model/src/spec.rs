@@ -49,6 +49,9 @@ pub struct ExpertsSpec {
     pub format: WeightFormat,
     /// Columns per block of FP8 scales, if a row of any matrix has several blocks.
     pub scale_cols: Option<usize>,
+    /// Whether scales of rows that are quantised to FP8 are rounded up to powers of two.
+    #[serde(default)]
+    pub power_of_two_scales: bool,
     /// Size of one expert in the checkpoint, scales and biases included, in bytes.
     pub bytes: u64,
 }
@@ -68,6 +71,9 @@ pub struct SharedSpec {
     pub format: WeightFormat,
     /// Columns per block of FP8 scales; see [`ExpertsSpec::scale_cols`].
     pub scale_cols: Option<usize>,
+    /// Whether scales of rows that are quantised to FP8 are rounded up to powers of two.
+    #[serde(default)]
+    pub power_of_two_scales: bool,
     /// Size in the checkpoint, scales and biases included, in bytes.
     pub bytes: u64,
 }

@@ -215,7 +215,11 @@ impl Sequence<'_> {
         }
         // Every rank sends rows as the layer's experts take them; a rank alone sends none.
         let fp8_rows = self.layer.held == Held::W8a8 && self.group.ranks > 1;
-        let dispatch = DispatchParams { fp8_rows: u32::from(fp8_rows), ..k.dispatch(self.group) };
+        let dispatch = DispatchParams {
+            fp8_rows: u32::from(fp8_rows),
+            power_of_two_scales: u32::from(self.layer.spec.experts.power_of_two_scales),
+            ..k.dispatch(self.group)
+        };
         // SAFETY: as above.
         unsafe { launch::dispatch(&[dispatch], self.dispatch_blocks, stream)? };
         if let Some(held) = &self.layer.experts {
@@ -229,6 +233,7 @@ impl Sequence<'_> {
                 experts: held.count() as i32,
                 inter: held.inter() as i32,
                 weight_on_input: i32::from(self.layer.spec.experts.weight_on_input),
+                power_of_two_scales: i32::from(self.layer.spec.experts.power_of_two_scales),
                 format: held.held().code(),
                 x_format: if fp8_rows { experts::ROWS_FP8 } else { experts::ROWS_BF16 },
                 x_stride: if fp8_rows {
@@ -254,7 +259,8 @@ impl Sequence<'_> {
                 hidden,
                 max_tokens,
             };
-            let activation = self.layer.spec.shared.as_ref().map_or(Activation::SwiGlu, |s| s.activation);
+            let spec = self.layer.spec.shared.as_ref();
+            let activation = spec.map_or(Activation::SwiGlu, |s| s.activation);
             let all = ExpertsParams {
                 layers: layers.shared.address(),
                 expert_offsets: list.expert_offsets,
@@ -264,6 +270,7 @@ impl Sequence<'_> {
                 y: shared_out,
                 experts: 1,
                 inter: shared.experts.inter() as i32,
+                power_of_two_scales: i32::from(spec.is_some_and(|s| s.power_of_two_scales)),
                 format: shared.experts.held().code(),
                 ..self.mlp(buffers, shape, activation)
             };

@@ -190,6 +190,8 @@ impl Driver {
                     }
                 }
                 Action::Show { state, reason } => {
+                    // Callers who see the state find the inbox open or closed as it says.
+                    self.exchange();
                     self.shared.set_state(state, &reason);
                     metrics::gauge!(names::READY).set(f64::from(u8::from(state == ServiceState::Serving)));
                     tracing::info!(?state, %reason, "state");
