@@ -78,6 +78,15 @@ impl World {
             && (self.is_told_serving || self.told.has_served && self.retries());
     }
 
+    /// Callers who see that the service serves are admitted.
+    pub(super) fn check_shown(&self) -> Result<(), String> {
+        ensure!(
+            self.shown != ServiceState::Serving || self.is_told_open,
+            "the service shows that it serves, and admits nothing"
+        );
+        Ok(())
+    }
+
     /// Counts are those of the callers' own, whenever no decided action waits to be carried out.
     pub(super) fn check_counts(&self) -> Result<(), String> {
         if self.step_loop.has_actions() {

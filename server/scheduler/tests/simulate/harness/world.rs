@@ -365,19 +365,12 @@ impl World {
                 if !self.inbox.has_mail() && !self.step_loop.has_news_for_inbox(self.now) {
                     return Ok(false);
                 }
-                let delivery = self.step_loop.exchange(&mut self.inbox, self.now);
-                self.check_exchange();
-                self.turn = Turn::Receive(delivery);
+                self.turn = Turn::Receive(self.exchange());
                 Ok(true)
             }
             Turn::Receive(delivery) => {
                 self.turn = Turn::TakeEvent;
-                let (now, callers) = (self.now, &mut self.callers);
-                self.step_loop.receive(delivery, now, |_, index| {
-                    callers[index].is_received = true;
-                    callers[index].waits_since = now;
-                });
-                self.check_counts()?;
+                self.receive(delivery)?;
                 Ok(true)
             }
             Turn::TakeEvent => {
@@ -415,6 +408,21 @@ impl World {
                 Ok(false)
             }
         }
+    }
+
+    fn exchange(&mut self) -> Delivery<usize> {
+        let delivery = self.step_loop.exchange(&mut self.inbox, self.now);
+        self.check_exchange();
+        delivery
+    }
+
+    fn receive(&mut self, delivery: Delivery<usize>) -> Result<(), String> {
+        let (now, callers) = (self.now, &mut self.callers);
+        self.step_loop.receive(delivery, now, |_, index| {
+            callers[index].is_received = true;
+            callers[index].waits_since = now;
+        });
+        self.check_counts()
     }
 
     fn tell(&mut self, event: &Event) -> Result<(), String> {
@@ -495,7 +503,13 @@ impl World {
                 (caller.begun, caller.completed, caller.version) = (0, 0, None);
                 caller.steps.clear();
             }
-            Action::Show { state, .. } => self.shown = state,
+            Action::Show { state, .. } => {
+                self.shown = state;
+                // Before others see the state: they find the inbox as it says.
+                let delivery = self.exchange();
+                self.receive(delivery)?;
+                self.check_shown()?;
+            }
             Action::ReportDrain { .. } => self.drain_reported = true,
             Action::End(end) => self.end = Some(end),
         }
