@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use expertd_proto::transport;
+use expertd_proto::transport::Channel;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::moe_server::{Moe, MoeServer};
@@ -19,7 +20,7 @@ use expertd_proto::v1::{
     DType, ForwardRequest, ForwardResponse, ForwardStreamRequest, ForwardStreamResponse, GetModelRequest,
     GetModelResponse, ListModelsRequest, ListModelsResponse,
 };
-use expertd_router::api::{Patience, Server, ServerConfig};
+use expertd_router::api::{Access, AccessConfig, ConnectionLimits, Patience, Server, ServerConfig};
 use expertd_router::backend::{
     Answer, Backend, DrainFuture, DrainReport, ModelInfo, MoeLayerInfo, Pending, ServiceStatus, SubmitError,
 };
@@ -27,7 +28,6 @@ use expertd_types::{Generation, LayerId, StepId, WeightVersion};
 use rand::RngExt as _;
 use tokio::sync::{oneshot, watch};
 use tokio_util::sync::CancellationToken;
-use tonic::transport::Channel;
 use tonic::{Request as Call, Response, Status, Streaming};
 
 #[global_allocator]
@@ -189,10 +189,13 @@ fn start_service(listen: &str) -> String {
     let config = ServerConfig {
         listen: vec![listen.parse().unwrap()],
         admin: None,
+        insecure: false,
+        connections: ConnectionLimits::for_tcp(64),
         shutdown_grace: Duration::ZERO,
         patience: Patience::default(),
     };
-    let server = runtime.block_on(Server::bind(&config, Arc::new(Echo::new()))).unwrap();
+    let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
+    let server = runtime.block_on(Server::bind(&config, access, Arc::new(Echo::new()))).unwrap();
     let address = server.addresses()[0].to_string();
     in_background(async { server.run(CancellationToken::new()).await.unwrap() }, runtime);
     address

@@ -4,12 +4,17 @@
 #
 #   scripts/python_tests.sh [PYTEST ARGUMENTS]
 #
+# EXPERTD_BINARY=target/debug/expertd puts a command into the wheel that was built already, which saves minutes.
 # With EXPERTD_TEST_TRANSFORMERS=5.23.0 the tests of expertd.transformers run as well, with that version and torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
+if [[ -n ${EXPERTD_BINARY:-} ]]; then
+    EXPERTD_BINARY=$(realpath "$EXPERTD_BINARY")
+    export EXPERTD_BINARY
+fi
 venv=$CARGO_TARGET_DIR/python-tests
 
 "$python" -m venv --clear "$venv"
@@ -17,5 +22,7 @@ venv=$CARGO_TARGET_DIR/python-tests
 if [[ -n ${EXPERTD_TEST_TRANSFORMERS:-} ]]; then
     "$venv/bin/pip" install --quiet torch "transformers==$EXPERTD_TEST_TRANSFORMERS"
 fi
+# From here on the command is the wheel's own.
+unset EXPERTD_BINARY
 "$venv/bin/mypy" --strict --python-version 3.11 python/expertd --exclude expertd/transformers
 "$venv/bin/pytest" -q python/tests "$@"

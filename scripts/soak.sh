@@ -22,7 +22,7 @@ if [ -z "$model" ]; then
     "$bin/expertd" synth --family qwen3_moe --hidden 512 --width 256 --experts 32 --top-k 4 --out "$model"
 fi
 "$bin/expertd" serve --model "$model" --listen "unix:$folder/expertd.sock" \
-    --admin-listen 127.0.0.1:0 --metrics-listen 127.0.0.1:0 >"$folder/out" &
+    --admin-listen "unix:$folder/admin.sock" --metrics-listen 127.0.0.1:0 >"$folder/out" &
 service=$!
 until grep -q '^ready: ' "$folder/out"; do
     kill -0 "$service" || { cat "$folder/out"; exit 1; }

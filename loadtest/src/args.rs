@@ -4,6 +4,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::{Args as ClapArgs, Parser, ValueEnum};
+use expertd_proto::transport::Credentials;
 use expertd_proto::v1;
 
 use crate::distribution::TokenCounts;
@@ -38,6 +39,9 @@ pub struct Args {
     /// Checks of the answers
     #[command(flatten)]
     pub checks: Checks,
+    /// Credentials of the client
+    #[command(flatten)]
+    pub credentials: Credentials,
     /// Reporting
     #[command(flatten)]
     pub output: Output,

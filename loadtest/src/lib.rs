@@ -26,7 +26,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_proto::transport::{CONTROL_MESSAGE_BYTES, ConnectError};
+use expertd_proto::transport::{CONTROL_MESSAGE_BYTES, ConnectError, Credentials};
 use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::task::JoinSet;
 
@@ -81,7 +81,7 @@ pub enum Error {
 /// # Errors
 /// If the service cannot be reached, or the arguments do not fit its model.
 pub async fn run(args: &Args) -> Result<Report, Error> {
-    let mut first = connect::connect(&args.address, CONTROL_MESSAGE_BYTES).await?;
+    let mut first = connect::connect(&args.address, &args.credentials, CONTROL_MESSAGE_BYTES).await?;
     let model = request::get_model(&mut first, &args.model).await?;
     let workload = Arc::new(Workload::new(args, model)?);
     let echo =
@@ -117,7 +117,7 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
             CpuTime::now()
         }
     });
-    let clients = connections(&args.address, &args.shape, workload.message_bytes).await?;
+    let clients = connections(&args.address, &args.credentials, &args.shape, workload.message_bytes).await?;
     drive(&load, &args.shape, clients).await;
     let since = if measured.is_finished() { measured.await.ok() } else { None };
     let cpu = since.unwrap_or_else(CpuTime::now).since();
@@ -138,10 +138,15 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
     Ok(report.with_growth_limit(args.output.max_memory_growth))
 }
 
-async fn connections(address: &str, shape: &Shape, message_bytes: usize) -> Result<Vec<Client>, Error> {
+async fn connections(
+    address: &str,
+    credentials: &Credentials,
+    shape: &Shape,
+    message_bytes: usize,
+) -> Result<Vec<Client>, Error> {
     let mut clients = Vec::new();
     for _ in 0..shape.connections.get() {
-        clients.push(connect::connect(address, message_bytes).await?);
+        clients.push(connect::connect(address, credentials, message_bytes).await?);
     }
     Ok(clients)
 }
@@ -187,7 +192,7 @@ async fn check(
     let samples = Arc::new(Mutex::new(samples));
     let mut checkers = JoinSet::new();
     for number in 0..CHECKERS {
-        let client = connect::connect(&args.address, load.workload.message_bytes).await?;
+        let client = connect::connect(&args.address, &args.credentials, load.workload.message_bytes).await?;
         let (workload, recorder) = (Arc::clone(&load.workload), Arc::clone(&load.recorder));
         let worker = 1_000_000 + number;
         checkers.spawn(check::run(workload, recorder, Arc::clone(&samples), client, worker, tolerance));
@@ -201,8 +206,8 @@ async fn measure_echo(args: &Args, workload: &Arc<Workload>) -> Result<EchoRepor
     let traffic = MemoryTraffic::new(cores);
     let over_unix_socket = args.address.starts_with("unix:");
     let server = EchoServer::start(over_unix_socket, workload.message_bytes, Some(Arc::clone(&traffic)))?;
-    let service = connect::connect(&args.address, workload.message_bytes).await?;
-    let echo = connect::connect(&server.address, workload.message_bytes).await?;
+    let service = connect::connect(&args.address, &args.credentials, workload.message_bytes).await?;
+    let echo = connect::connect(&server.address, &Credentials::default(), workload.message_bytes).await?;
     let one_outstanding = echo::one_outstanding(workload, service, echo, &traffic).await;
     let same_load =
         if args.shape.rate.is_none() { Some(same_load(args, workload, &server).await?) } else { None };
@@ -210,7 +215,8 @@ async fn measure_echo(args: &Args, workload: &Arc<Workload>) -> Result<EchoRepor
 }
 
 async fn same_load(args: &Args, workload: &Arc<Workload>, server: &EchoServer) -> Result<EchoLoad, Error> {
-    let clients = connections(&server.address, &args.shape, workload.message_bytes).await?;
+    let clients =
+        connections(&server.address, &Credentials::default(), &args.shape, workload.message_bytes).await?;
     let bounds = Bounds { warm_up: 0.3, duration: Some(ECHO_SECONDS), requests: None, give_up: 10.0 };
     let load = Arc::new(Load {
         workload: Arc::clone(workload),

@@ -3,11 +3,10 @@
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use tonic::transport::Channel;
 use tonic::{Code, Request, Status, Streaming};
 use tonic_types::StatusExt as _;
 
-use crate::transport::{self, CONTROL_MESSAGE_BYTES, ConnectError};
+use crate::transport::{self, CONTROL_MESSAGE_BYTES, Channel, ConnectError, Credentials};
 use crate::v1::moe_client::MoeClient;
 use crate::v1::{
     DType, ForwardRequest, ForwardResponse, ForwardStreamRequest, ForwardStreamResponse, GetModelRequest,
@@ -105,16 +104,23 @@ impl Client {
     /// # Errors
     /// [`ClientError`] if the service cannot be reached or `GetModel` fails.
     pub async fn connect(address: &str) -> Result<Client, ClientError> {
-        let channel = transport::connect(address).await?;
-        Client::over(channel).await
+        Client::connect_with(address, &Credentials::default()).await
+    }
+
+    /// The same with TLS and credentials.
+    ///
+    /// # Errors
+    /// [`ClientError`] if a file cannot be used, nothing answers there, or not with a model.
+    pub async fn connect_with(address: &str, credentials: &Credentials) -> Result<Client, ClientError> {
+        Client::over(transport::connect_with(address, credentials).await?).await
     }
 
     /// Like [`connect`](Self::connect), over a given channel.
     ///
     /// # Errors
     /// [`ClientError::Model`] if `GetModel` fails.
-    pub async fn over(channel: Channel) -> Result<Client, ClientError> {
-        let mut moe = MoeClient::new(channel).max_decoding_message_size(CONTROL_MESSAGE_BYTES);
+    pub async fn over(channel: impl Into<Channel>) -> Result<Client, ClientError> {
+        let mut moe = MoeClient::new(channel.into()).max_decoding_message_size(CONTROL_MESSAGE_BYTES);
         let model = moe
             .get_model(GetModelRequest::default())
             .await

@@ -5,7 +5,13 @@
 
 use std::time::Duration;
 
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Endpoint;
+
+mod channel;
+mod credentials;
+
+pub use channel::Channel;
+pub use credentials::Credentials;
 
 /// Flow-control window of one call, in bytes: data sent that the receiver has not yet taken.
 pub const STREAM_WINDOW_BYTES: u32 = 16 << 20;
@@ -31,6 +37,14 @@ pub enum ConnectError {
         /// The given address.
         address: String,
         /// What is wrong with it.
+        reason: String,
+    },
+    /// A file with credentials cannot be used.
+    #[error("{file}: {reason}")]
+    Credentials {
+        /// The file.
+        file: String,
+        /// What was found and what is expected.
         reason: String,
     },
     /// The address cannot be reached.
@@ -70,15 +84,26 @@ pub fn endpoint(address: &str) -> Result<Endpoint, ConnectError> {
         .keep_alive_while_idle(true))
 }
 
-/// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`.
+/// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`, in plaintext and without credentials.
 ///
 /// # Errors
 /// [`ConnectError`] if the address does not parse or cannot be reached.
 pub async fn connect(address: &str) -> Result<Channel, ConnectError> {
-    endpoint(address)?
+    connect_with(address, &Credentials::default()).await
+}
+
+/// Connects with TLS and credentials as `credentials` say; Unix-domain sockets are never encrypted.
+///
+/// # Errors
+/// [`ConnectError`] if the address does not parse, a file cannot be used or nothing answers there.
+pub async fn connect_with(address: &str, credentials: &Credentials) -> Result<Channel, ConnectError> {
+    let endpoint = credentials.apply(address)?;
+    let authorization = credentials.authorization()?;
+    let channel = endpoint
         .connect()
         .await
-        .map_err(|error| ConnectError::Unreachable { address: address.to_owned(), reason: chain(&error) })
+        .map_err(|error| ConnectError::Unreachable { address: address.to_owned(), reason: chain(&error) })?;
+    Ok(Channel::new(channel, authorization))
 }
 
 fn chain(error: &dyn std::error::Error) -> String {

@@ -61,8 +61,8 @@ def serve(model: str | os.PathLike[str], *, ready_timeout: float = 600.0, **sett
         model: folder of the checkpoint, in Hugging Face's layout.
         ready_timeout: seconds that loading may take.
         settings: any setting of `expertd serve --help` with underscores, such as `ranks=2`, `device="cpu"`,
-            `listen="127.0.0.1:50051"`. By default the service listens on a Unix-domain socket in a folder of its own and
-            on free loopback ports for admin and metrics.
+            `listen="127.0.0.1:50051"`. By default the service and its admin listen on Unix-domain sockets in a folder
+            of their own, and metrics on a free loopback port.
 
     Raises:
         ServiceError: the service ended before it was ready, or did not get ready in time; the message has the end of its
@@ -90,7 +90,7 @@ class Service:
         self._folder = tempfile.TemporaryDirectory(prefix="expertd-", ignore_cleanup_errors=True)
         defaults = {
             "listen": f"unix:{self._folder.name}/api.sock",
-            "admin_listen": "127.0.0.1:0",
+            "admin_listen": f"unix:{self._folder.name}/admin.sock",
             "metrics_listen": "127.0.0.1:0",
         }
         self._arguments = [command(), "serve", "--model", os.fspath(model)]

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use expertd_proto::v1::{ForwardRequest, ForwardResponse};
 use expertd_proto::{AnswerReceiver, RequestSender};
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex as AsyncMutex, oneshot};
@@ -105,16 +105,12 @@ struct Shared {
 struct Current {
     open: Option<Open>,
     next_id: u64,
-    closed: bool,
 }
 
 impl Shared {
     /// The open stream and an id that no other call has.
     async fn open(&self) -> Result<(Open, u64), Failure> {
         let mut current = self.current.lock().await;
-        if current.closed {
-            return Err(Status::cancelled("the stream was closed; open another with client.stream()").into());
-        }
         let open = match current.open.as_ref().filter(|open| open.end().is_none()) {
             Some(open) => open.clone(),
             None => {
@@ -178,14 +174,22 @@ impl Shared {
 #[pyclass(frozen)]
 #[derive(Debug)]
 pub(crate) struct NativeStream {
-    shared: Arc<Shared>,
+    /// `None` once it was closed. Calls in flight hold it as well, and the gRPC stream ends with the last holder.
+    shared: Mutex<Option<Arc<Shared>>>,
     runtime: Handle,
 }
 
 impl NativeStream {
     pub(crate) fn new(connection: Arc<Connection>, runtime: Handle, capacity: usize) -> NativeStream {
         let shared = Arc::new(Shared { connection, capacity, current: AsyncMutex::default() });
-        NativeStream { shared, runtime }
+        NativeStream { shared: Mutex::new(Some(shared)), runtime }
+    }
+
+    fn shared(&self) -> PyResult<Arc<Shared>> {
+        let shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.as_ref().map(Arc::clone).ok_or_else(|| {
+            PyValueError::new_err("the stream is closed; open another one with client.stream()")
+        })
     }
 }
 
@@ -201,7 +205,7 @@ impl NativeStream {
     ) -> PyResult<Pending> {
         let seconds = timeout(seconds, "timeout")?;
         let (message, shape) = request::build(layer, rows, &options)?;
-        let shared = Arc::clone(&self.shared);
+        let shared = self.shared()?;
         let task = self.runtime.spawn(async move { shared.call(message, shape, seconds).await });
         Ok(Pending { task: Mutex::new(Some(task)) })
     }
@@ -216,17 +220,13 @@ impl NativeStream {
     ) -> PyResult<Bound<'py, PyAny>> {
         let seconds = timeout(seconds, "timeout")?;
         let (message, shape) = request::build(layer, rows, &options)?;
-        let shared = Arc::clone(&self.shared);
+        let shared = self.shared()?;
         asyncio::spawn(py, async move { shared.call(message, shape, seconds).await })
     }
 
     /// Lets calls in flight end and takes no more.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
-        wait(py, async {
-            let mut current = self.shared.current.lock().await;
-            current.closed = true;
-            current.open = None;
-        })
+    fn close(&self) {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 }
 
@@ -242,10 +242,18 @@ impl Pending {
     /// Waits for the answer and returns it, once.
     fn result<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, Answer>> {
         let task = self.task.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(task) = task else {
+        let Some(mut task) = task else {
             return Err(PyRuntimeError::new_err("the result was taken already; keep the first one"));
         };
-        match wait(py, task)? {
+        let ended = match wait(py, &mut task) {
+            Ok(ended) => ended,
+            Err(interrupted) => {
+                // The call goes on, and its result can still be asked for.
+                *self.task.lock().unwrap_or_else(PoisonError::into_inner) = Some(task);
+                return Err(interrupted);
+            }
+        };
+        match ended {
             Ok(received) => received.map_err(|failure| failure.into_exception(py))?.into_pyobject(py),
             Err(error) => Err(PyRuntimeError::new_err(format!("the call ended without a result: {error}"))),
         }

@@ -31,8 +31,11 @@ def test_a_stream_answers_each_call_and_a_bad_one_disturbs_no_other(golden):
             assert one.done()
         with pytest.raises(RuntimeError, match="taken already"):
             one.result()
-    with pytest.raises(expertd.UnavailableError, match="closed"):
-        stream.submit(it.layers[0], given[0]).result()
+        late = [stream.submit(it.layers[0], rows) for rows in given]
+    for rows, one in zip(given, late, strict=True):
+        assert one.result().rows.shape == rows.shape
+    with pytest.raises(ValueError, match="closed"):
+        stream.submit(it.layers[0], given[0])
 
 
 def test_threads_share_a_client(golden):

@@ -7,7 +7,9 @@ use std::time::Duration;
 use expertd_proto::v1::admin_client::AdminClient;
 use expertd_proto::v1::{DrainRequest, GetStatusRequest};
 use expertd_proto::{RetryPolicy, transport};
-use expertd_router::api::{Server, ServerConfig, ServerError, ready_probe};
+use expertd_router::api::{
+    Access, AccessConfig, ConnectionLimits, Patience, Server, ServerConfig, ServerError, ready_probe,
+};
 use expertd_router::backend::{ServiceState, SubmitError};
 use expertd_router::telemetry::{MetricsEndpoint, install_recorder, names};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -103,15 +105,26 @@ async fn status_and_drain() {
 }
 
 #[tokio::test]
-async fn admin_listens_on_loopback_only() {
-    let config = ServerConfig {
-        listen: vec!["127.0.0.1:0".parse().unwrap()],
-        admin: Some("0.0.0.0:0".parse().unwrap()),
-        shutdown_grace: Duration::ZERO,
-        patience: expertd_router::api::Patience::default(),
+async fn plaintext_and_an_open_admin_stay_off_the_network() {
+    let bind = async |listen: &str, admin: Option<&str>, insecure: bool| {
+        let config = ServerConfig {
+            listen: vec![listen.parse().unwrap()],
+            admin: admin.map(|address| address.parse().unwrap()),
+            insecure,
+            connections: ConnectionLimits::for_tcp(8),
+            shutdown_grace: Duration::ZERO,
+            patience: Patience::default(),
+        };
+        let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
+        Server::bind(&config, access, fake()).await.err()
     };
-    let error = Server::bind(&config, fake()).await.err().unwrap();
-    assert!(matches!(error, ServerError::AdminNotLoopback(_)), "{error}");
+    let plaintext = bind("0.0.0.0:0", None, false).await.unwrap();
+    assert!(matches!(plaintext, ServerError::Plaintext(_)), "{plaintext}");
+    assert!(bind("0.0.0.0:0", None, true).await.is_none());
+    for admin in ["127.0.0.1:0", "0.0.0.0:0"] {
+        let error = bind("127.0.0.1:0", Some(admin), true).await.unwrap();
+        assert!(matches!(error, ServerError::AdminWithoutTokens(_)), "{error}");
+    }
 }
 
 #[tokio::test]
@@ -154,9 +167,10 @@ async fn get(address: &str, path: &str) -> (String, String) {
 async fn the_scrape_endpoint_has_documented_names_and_probes() {
     let recorder = install_recorder("");
     let fake = fake();
-    let endpoint = MetricsEndpoint::bind("127.0.0.1:0".parse().unwrap(), recorder, ready_probe(fake.clone()))
-        .await
-        .unwrap();
+    let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
+    let probe = ready_probe(fake.clone());
+    let endpoint =
+        MetricsEndpoint::bind("127.0.0.1:0".parse().unwrap(), recorder, probe, access).await.unwrap();
     let address = endpoint.local_address().unwrap().to_string();
     tokio::spawn(endpoint.run());
 
@@ -202,10 +216,10 @@ async fn the_commands_talk_to_admin_only() {
     use expertd_cli::status::{StatusArgs, status};
 
     let service = Service::start(&fake()).await;
-    let admin = AdminAddress { address: service.admin.clone() };
+    let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
     let found = status(&StatusArgs { admin: admin.clone(), json: false }).await.unwrap();
     assert_eq!(found.model, "fake");
-    let public = AdminAddress { address: service.tcp.clone() };
+    let public = AdminAddress { address: Some(service.tcp.clone()), ..AdminAddress::default() };
     let error = status(&StatusArgs { admin: public, json: false }).await.unwrap_err().to_string();
     assert!(error.contains("--admin-listen"), "{error}");
     let drained = drain(&DrainArgs { admin, timeout: Some(0.25), json: false }).await.unwrap();

@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
+use expertd_proto::transport::Channel;
 use expertd_proto::v1::{DType, ForwardRequest};
 use expertd_proto::{Client, transport};
-use expertd_router::api::{Patience, Server, ServerConfig};
+use expertd_router::api::{Access, AccessConfig, ConnectionLimits, Patience, Server, ServerConfig};
 use http::Request;
 use http_body_util::BodyExt as _;
 use rand::RngExt as _;
@@ -14,8 +15,9 @@ use tempfile::TempDir;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
-use tonic::transport::Channel;
 use tower::ServiceExt as _;
+
+use expertd_router::backend::Backend as _;
 
 use crate::backend::Fake;
 
@@ -37,15 +39,32 @@ impl Service {
     }
 
     pub async fn start_with(backend: &Arc<Fake>, patience: Patience) -> Service {
+        let tcp = backend.model().limits.max_connections as usize;
+        // All clients of a test have one address.
+        let connections = ConnectionLimits { per_address: tcp, ..ConnectionLimits::for_tcp(tcp) };
+        Service::start_guarded(backend, patience, connections, &AccessConfig::default(), None).await
+    }
+
+    /// Serves with credentials and limits; Admin on a socket unless `admin` says otherwise.
+    pub async fn start_guarded(
+        backend: &Arc<Fake>,
+        patience: Patience,
+        connections: ConnectionLimits,
+        access: &AccessConfig,
+        admin: Option<&str>,
+    ) -> Service {
         let directory = tempfile::tempdir().unwrap();
-        let socket = format!("unix:{}", directory.path().join("api.sock").display());
+        let socket = |name: &str| format!("unix:{}", directory.path().join(name).display());
         let config = ServerConfig {
-            listen: vec!["127.0.0.1:0".parse().unwrap(), socket.parse().unwrap()],
-            admin: Some("127.0.0.1:0".parse().unwrap()),
+            listen: vec!["127.0.0.1:0".parse().unwrap(), socket("api.sock").parse().unwrap()],
+            admin: Some(admin.unwrap_or(&socket("admin.sock")).parse().unwrap()),
+            insecure: access.insecure,
+            connections,
             shutdown_grace: Duration::from_millis(500),
             patience,
         };
-        let server = Server::bind(&config, Arc::clone(backend) as _).await.unwrap();
+        let access = Arc::new(Access::load(access).unwrap());
+        let server = Server::bind(&config, access, Arc::clone(backend) as _).await.unwrap();
         let addresses = server.addresses();
         let admin = server.admin_address().unwrap().to_string();
         let shutdown = CancellationToken::new();

@@ -32,6 +32,7 @@ fn impatient() -> Patience {
         stalled: Duration::from_millis(600),
         stalled_when_short: Duration::from_millis(200),
         min_bytes_per_second: 64 << 20,
+        ..Patience::default()
     }
 }
 

@@ -101,7 +101,7 @@ fn a_truncated_file() {
         "broken",
         "tensor `model.layers",
         "but the file holds only",
-        "truncated?",
+        "it may be truncated",
     ]);
     fs::write(&path, &bytes[..200]).unwrap();
     sandbox.refused(&["model.safetensors", "its header's length", "truncated or not safetensors"]);
@@ -168,7 +168,7 @@ fn element_types_that_cannot_be_used() {
 fn experts_of_one_layer_in_two_formats() {
     let sandbox = Sandbox::of("mixtral");
     sandbox.header(|header| {
-        // Twice as many half-precision bytes would have another shape, so the bytes of a gate bias are used instead.
+        // In BF16 the same shape needs half the bytes, so another tensor covers the other half.
         let shape = header[EXPERT]["shape"].as_array().unwrap().clone();
         assert_eq!(shape, [64, 96].map(Value::from));
         let offsets = header[EXPERT]["data_offsets"].as_array().unwrap().clone();

@@ -8,3 +8,4 @@ mod gpu;
 mod service;
 mod soak_gpu;
 mod startup;
+mod steps;

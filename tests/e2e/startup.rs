@@ -105,7 +105,12 @@ fn bad_settings() {
         (&["--ranks", "9"], "ranks"),
         (&["--max-tokens-per-step", "0"], "max"),
         (&["--cores", "4095"], "contains core 4095"),
-        (&["--admin-listen", "0.0.0.0:0"], "not a loopback address"),
+        (&["--admin-listen", "127.0.0.1:0"], "--admin-token-file"),
+        (&["--listen", "0.0.0.0:0"], "--insecure"),
+        (&["--metrics-listen", "0.0.0.0:0"], "--token-file"),
+        (&["--tls-cert", "/no/such/cert.pem"], "--tls-key"),
+        (&["--tls-cert", "/no/such/cert.pem", "--tls-key", "/no/such/key.pem"], "/no/such/cert.pem"),
+        (&["--token-file", "/no/such/tokens"], "/no/such/tokens"),
         (&["--listen", "127.0.0.1:0,here"], "\"here\" is no address"),
         (&["--config", "/no/such/file.toml"], "/no/such/file.toml"),
     ] {

@@ -1,6 +1,5 @@
 """Tiny full models of every family, made with the same sizes and random weights as the golden data."""
 
-import contextlib
 import importlib.util
 import pathlib
 
@@ -41,21 +40,28 @@ def write_checkpoint(config, folder, dtype=torch.float32, auto=transformers.Auto
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory):
-    """`served(family, **overrides)`: a checkpoint's folder and a service that holds it."""
-    with contextlib.ExitStack() as stack:
-        known = {}
+    """`served(family, **overrides)`: a checkpoint's folder and a service that holds it; one service at a time."""
+    folders = {}
+    running = {}
 
-        def of(family, **overrides):
-            key = (family, *sorted(overrides.items()))
-            if key not in known:
-                folder = tmp_path_factory.mktemp(family)
-                make_checkpoint(family, folder, **overrides)
-                # Limits below what the tests send, so that steps and requests are split.
-                service = expertd.serve(folder, ranks=2, max_tokens_per_step=64, max_tokens_per_request=40)
-                known[key] = (folder, stack.enter_context(service))
-            return known[key]
+    def stop():
+        for service in running.values():
+            service.stop()
+        running.clear()
 
-        yield of
+    def of(family, **overrides):
+        key = (family, *sorted(overrides.items()))
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp(family)
+            make_checkpoint(family, folders[key], **overrides)
+        if key not in running:
+            stop()
+            # Limits below what the tests send, so that steps and requests are split.
+            running[key] = expertd.serve(folders[key], ranks=2, max_tokens_per_step=64, max_tokens_per_request=40)
+        return folders[key], running[key]
+
+    yield of
+    stop()
 
 
 def prompts(batch, length=13):

@@ -1,21 +1,25 @@
 //! Connection of `status` and `drain` to the Admin service.
 
+use std::fs::DirBuilder;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+
 use clap::Args;
-use expertd_proto::transport;
+use expertd_proto::transport::{self, Channel, Credentials};
 use expertd_proto::v1::admin_client::AdminClient;
-use tonic::transport::Channel;
 
 use super::client::ClientError;
 
-/// Default address of Admin.
-pub const DEFAULT_ADMIN_ADDRESS: &str = "127.0.0.1:50052";
-
 /// Address of a service's Admin.
-#[derive(Args, Clone, Debug)]
+#[derive(Args, Clone, Debug, Default)]
 pub struct AdminAddress {
-    /// The service's admin address: HOST:PORT or unix:PATH (`serve --admin-listen`)
-    #[arg(long = "admin", value_name = "ADDR", default_value = DEFAULT_ADMIN_ADDRESS, env = "EXPERTD_ADMIN_LISTEN")]
-    pub address: String,
+    /// The service's admin address: unix:PATH or HOST:PORT (`serve --admin-listen`) [default: the socket of this user]
+    #[arg(long = "admin", value_name = "ADDR", env = "EXPERTD_ADMIN_LISTEN")]
+    pub address: Option<String>,
+    /// Who calls, and how the service is known.
+    #[command(flatten)]
+    pub credentials: Credentials,
 }
 
 impl AdminAddress {
@@ -24,17 +28,89 @@ impl AdminAddress {
     /// # Errors
     /// If the address is malformed or the connection fails.
     pub async fn connect(&self) -> Result<AdminClient<Channel>, ClientError> {
-        Ok(AdminClient::new(transport::connect(&self.address).await?))
+        Ok(AdminClient::new(transport::connect_with(&self.shown(), &self.credentials).await?))
     }
+
+    /// The address that is connected to.
+    #[must_use]
+    pub fn shown(&self) -> String {
+        self.address.clone().unwrap_or_else(|| {
+            let mut sockets = folders().map(|folder| folder.join(SOCKET));
+            let first = folders().next().map(|folder| folder.join(SOCKET)).unwrap_or_default();
+            format!("unix:{}", sockets.find(|socket| socket.exists()).unwrap_or(first).display())
+        })
+    }
+}
+
+/// Name of Admin's socket in its folder.
+const SOCKET: &str = "admin.sock";
+
+/// The folders that may hold this user's socket, the preferred one first: that of the login session, and one that does
+/// not depend on how the service was started.
+fn folders() -> impl Iterator<Item = PathBuf> {
+    let session = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|folder| folder.is_dir());
+    let user = rustix::process::geteuid().as_raw();
+    session.map(|folder| folder.join("expertd")).into_iter().chain([format!("/tmp/expertd-{user}").into()])
+}
+
+/// Where `expertd serve` serves Admin unless told otherwise: a socket in a folder that only this user may enter, which is
+/// made if need be.
+///
+/// # Errors
+/// If the folder cannot be made, or others may change it.
+pub fn default_admin_address() -> Result<String, String> {
+    let folder = folders().next().unwrap_or_default();
+    private(&folder).map_err(|error| {
+        format!("cannot use {} for Admin's socket: {error}; give --admin-listen unix:PATH", folder.display())
+    })?;
+    Ok(format!("unix:{}", folder.join(SOCKET).display()))
+}
+
+/// Makes a folder that only this user may enter, or checks that it is one.
+fn private(folder: &Path) -> io::Result<()> {
+    match DirBuilder::new().mode(0o700).create(folder) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let found = std::fs::symlink_metadata(folder)?;
+    let own = found.uid() == rustix::process::geteuid().as_raw();
+    if !found.is_dir() || !own || found.mode() & 0o022 != 0 {
+        return Err(io::Error::other("it is not a folder that only this user may change"));
+    }
+    Ok(())
 }
 
 /// Wraps the status of an Admin call, with a hint if the address does not serve Admin.
 pub(super) fn call_error(call: &str, address: &str, status: tonic::Status) -> ClientError {
     if status.code() == tonic::Code::Unimplemented {
         let text = format!(
-            "{address} does not serve Admin; use the service's admin address (`serve --admin-listen`, default {DEFAULT_ADMIN_ADDRESS})"
+            "{address} does not serve Admin; it has an address of its own (`serve --admin-listen`, by default a socket of its user)"
         );
         return ClientError::call(call, tonic::Status::unimplemented(text));
     }
     ClientError::call(call, status)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::fs::{Permissions, set_permissions};
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    #[test]
+    fn a_folder_that_others_may_change_is_not_used() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = parent.path().join("expertd");
+        private(&folder).unwrap();
+        assert_eq!(std::fs::metadata(&folder).unwrap().mode() & 0o777, 0o700);
+        private(&folder).unwrap();
+        set_permissions(&folder, Permissions::from_mode(0o770)).unwrap();
+        assert!(private(&folder).is_err());
+        let link = parent.path().join("link");
+        std::os::unix::fs::symlink(parent.path(), &link).unwrap();
+        assert!(private(&link).is_err());
+    }
 }

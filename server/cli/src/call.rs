@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use expertd_proto::transport::Credentials;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{
     ForwardRequest, ForwardResponse, GetModelResponse, MoeLayer, Receipt, Routing, SharedExperts, StepTiming,
@@ -60,6 +61,9 @@ pub struct CallArgs {
     /// Request and show the phase timings of the steps
     #[arg(long)]
     pub timings: bool,
+    /// Who calls, and how the service is known.
+    #[command(flatten)]
+    pub credentials: Credentials,
     /// Print the receipt as JSON
     #[arg(long)]
     pub json: bool,
@@ -109,7 +113,7 @@ pub async fn call(args: &CallArgs) -> Result<CallOutcome, CallError> {
         return Err(CallError::Usage("--routing recorded needs --golden FILE".to_owned()));
     }
     let golden = args.golden.as_deref().map(Golden::read).transpose()?;
-    let connection = client::connect(&args.address).await?;
+    let connection = client::connect(&args.address, &args.credentials).await?;
     let (mut connection, model) = client::get_model(connection, &args.model).await?;
     let layer = pick_layer(args, &model)?;
     let recorded = match &golden {

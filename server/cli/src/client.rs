@@ -1,10 +1,9 @@
 //! Common parts of the client commands: connections, the model's description, error messages.
 
-use expertd_proto::transport::{self, CONTROL_MESSAGE_BYTES, ConnectError};
+use expertd_proto::transport::{self, CONTROL_MESSAGE_BYTES, Channel, ConnectError, Credentials};
 use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::{GetModelRequest, GetModelResponse};
 use tonic::Status;
-use tonic::transport::Channel;
 use tonic_types::StatusExt as _;
 
 pub use expertd_router::api::code_name;
@@ -36,12 +35,12 @@ impl ClientError {
     }
 }
 
-/// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`.
+/// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`, over TLS if the credentials say so.
 ///
 /// # Errors
-/// If the address is malformed or the connection fails.
-pub async fn connect(address: &str) -> Result<MoeClient<Channel>, ClientError> {
-    Ok(MoeClient::new(transport::connect(address).await?))
+/// If the address is malformed, a file cannot be used, or the connection fails.
+pub async fn connect(address: &str, credentials: &Credentials) -> Result<MoeClient<Channel>, ClientError> {
+    Ok(MoeClient::new(transport::connect_with(address, credentials).await?))
 }
 
 /// Gets the description of a model (of the only one if `name` is empty) and raises the client's limit for answers to what
@@ -148,7 +147,10 @@ mod tests {
 
     #[tokio::test]
     async fn the_error_names_an_address_without_a_listener() {
-        let error = connect("127.0.0.1:1").await.map(|_| ()).expect_err("nothing listens on port 1");
+        let error = connect("127.0.0.1:1", &Credentials::default())
+            .await
+            .map(|_| ())
+            .expect_err("nothing listens on port 1");
         assert!(error.to_string().contains("127.0.0.1:1"), "{error}");
     }
 }

@@ -4,6 +4,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use expertd_proto::transport::Credentials;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{self, ForwardRequest};
 use indicatif::HumanBytes;
@@ -114,7 +115,7 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
         ranks: Some(args.ranks),
         device: Some(args.device),
         listen: Some("127.0.0.1:0".into()),
-        admin_listen: Some("127.0.0.1:0".into()),
+        admin_listen: Some(format!("unix:{}", folder.path().join("admin.sock").display())),
         metrics_listen: Some("127.0.0.1:0".into()),
         max_tokens_per_step: Some(args.tokens.max(64)),
         ..ServeArgs::default()
@@ -141,7 +142,7 @@ async fn call_all(args: &DemoArgs, running: &Running, checkpoint: &Checkpoint) -
     let address = running.address().map(ToString::to_string).unwrap_or_default();
     println!("3. {} tokens of random f32 rows through each MoE layer, over gRPC at {address}", args.tokens);
     println!("4. each row against a plain f64 computation of the block:");
-    let mut client = client::connect(&address).await?;
+    let mut client = client::connect(&address, &Credentials::default()).await?;
     let hidden = checkpoint.spec().hidden;
     let mut random = SmallRng::seed_from_u64(rand::random());
     let mut all_right = true;

@@ -45,7 +45,7 @@ pub async fn drain(args: &DrainArgs) -> Result<DrainResponse, ClientError> {
         timeout.map_or(0, |timeout| u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX).max(1));
     match admin.drain(DrainRequest { timeout_ms }).await {
         Ok(response) => Ok(response.into_inner()),
-        Err(status) => Err(call_error("Drain", &args.admin.address, status)),
+        Err(status) => Err(call_error("Drain", &args.admin.shown(), status)),
     }
 }
 

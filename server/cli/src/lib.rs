@@ -25,7 +25,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use expertd_router::telemetry::{LogFormat, init_logs};
+use expertd_router::telemetry::{LogFormat, flush_logs, init_logs};
 
 /// Runs the Mixture-of-Experts blocks of real checkpoints with expert parallelism, over gRPC.
 ///
@@ -92,7 +92,7 @@ pub fn main() -> ExitCode {
         end_quietly_without_a_reader();
     }
     let of = |name| matches.subcommand_matches(name);
-    match cli.command {
+    let code = match cli.command {
         Command::Serve(args) => serve::run(&args, of("serve")),
         Command::Demo(args) => block_on("demo", demo::run(args)),
         Command::Call(args) => block_on("call", call::run(args)),
@@ -105,7 +105,9 @@ pub fn main() -> ExitCode {
         Command::Status(args) => block_on("status", status::run(args)),
         Command::Drain(args) => block_on("drain", drain::run(args)),
         Command::Rank(args) => rank::run(&args),
-    }
+    };
+    flush_logs();
+    code
 }
 
 /// Makes a closed output pipe (`expertd inspect … | head`) end the process without a panic report. Commands that must clean

@@ -5,6 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 
 use clap::Args;
+use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 
 use expertd_ipc::control::DeviceKind;
 use expertd_rank::{Failure, Joining, Loaded, RankExit, run_rank};
@@ -46,7 +47,13 @@ pub fn run(args: &RankArgs) -> ExitCode {
 /// Loads the engine of the device that the router asks for.
 fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     match joining.setup.device {
-        DeviceKind::Cpu => expertd_rank_cpu::load(joining),
+        DeviceKind::Cpu => {
+            // Weights and rows are for this process and its peers only. GPU drivers look into processes themselves.
+            if let Err(error) = set_dumpable_behavior(DumpableBehavior::NotDumpable) {
+                tracing::warn!(%error, "other processes of this user may read this one's memory");
+            }
+            expertd_rank_cpu::load(joining)
+        }
         DeviceKind::Cuda => expertd_rank_cuda::load(joining),
     }
 }

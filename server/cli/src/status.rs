@@ -31,7 +31,7 @@ pub async fn status(args: &StatusArgs) -> Result<GetStatusResponse, ClientError>
     let mut admin = args.admin.connect().await?;
     match admin.get_status(GetStatusRequest {}).await {
         Ok(response) => Ok(response.into_inner()),
-        Err(status) => Err(call_error("GetStatus", &args.admin.address, status)),
+        Err(status) => Err(call_error("GetStatus", &args.admin.shown(), status)),
     }
 }
 
@@ -168,7 +168,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_service_that_does_not_answer_is_named() {
-        let admin = AdminAddress { address: "127.0.0.1:1".to_owned() };
+        let admin = AdminAddress { address: Some("127.0.0.1:1".to_owned()), ..AdminAddress::default() };
         let error = status(&StatusArgs { admin, json: false }).await.unwrap_err().to_string();
         assert!(error.contains("127.0.0.1:1") && error.contains("expertd serve"), "{error}");
     }

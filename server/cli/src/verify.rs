@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use expertd_proto::transport::Credentials;
 use expertd_proto::v1::{
     DType as WireDType, ForwardRequest, GetModelResponse, Routing, forward_request::Payload,
 };
@@ -47,6 +48,9 @@ pub struct VerifyArgs {
     /// Number of rows per request [default: all rows of a layer, or the service's limit]
     #[arg(long, value_name = "ROWS")]
     pub batch: Option<usize>,
+    /// Who calls, and how the service is known.
+    #[command(flatten)]
+    pub credentials: Credentials,
     /// Print the report as JSON
     #[arg(long)]
     pub json: bool,
@@ -127,7 +131,7 @@ pub async fn verify(args: &VerifyArgs) -> Result<VerifyReport, VerifyError> {
     let golden = Golden::read(&args.golden)?;
     let dtype = DType::from(args.dtype);
     let tolerance = args.tolerance.unwrap_or(if dtype == DType::F32 { 1e-5 } else { 1e-2 });
-    let connection = client::connect(&args.address).await?;
+    let connection = client::connect(&args.address, &args.credentials).await?;
     let (mut connection, model) = client::get_model(connection, &args.model).await?;
     let mut report = VerifyReport {
         model: model.name.clone(),
@@ -230,7 +234,7 @@ struct LayerAnswer {
     weights: Vec<f32>,
 }
 
-type MoeClient = expertd_proto::v1::moe_client::MoeClient<tonic::transport::Channel>;
+type MoeClient = expertd_proto::v1::moe_client::MoeClient<expertd_proto::transport::Channel>;
 
 impl LayerCheck<'_> {
     async fn ask(&self, connection: &mut MoeClient) -> Result<LayerAnswer, VerifyError> {

@@ -7,7 +7,7 @@ pub const MAX_TOP_K: usize = 32;
 
 /// A routing function: `[tokens, hidden]` rows to `topk_ids [tokens, top_k]` and `topk_weights [tokens, top_k]`.
 ///
-/// The steps are: logits = rows × weightᵀ (+ bias); scores = [`ScoreFn`] of the logits; selection values = the scores,
+/// It computes: logits = rows × weightᵀ (+ bias); scores = [`ScoreFn`] of the logits; selection values = the scores,
 /// the logits or a token table ([`Choice`]), plus the correction bias, limited to groups; chosen experts = the `top_k`
 /// largest selection values, lower id first among equals; weights = the chosen experts' scores, [`Normalise`]d, times
 /// `scale`. All of it is in f32, in whatever format the weights are stored.

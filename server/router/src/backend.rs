@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+pub use expertd_scheduler::{ClientKey, ServiceState};
 use tokio::sync::{oneshot, watch};
 
 use expertd_types::ChunkedBytes;
@@ -25,10 +26,6 @@ impl fmt::Display for RequestId {
         self.0.fmt(f)
     }
 }
-
-/// Whom a request counts for when load is shared out: the caller's credential, else its connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ClientKey(pub u64);
 
 /// Routing chosen by the caller, validated: applied verbatim. The id −1 is replaced already.
 #[derive(Clone, Debug)]
@@ -180,6 +177,15 @@ pub enum StepError {
     /// The deadline passed before it was in a step, or before its last row was back (DEADLINE_EXCEEDED).
     #[error("the deadline passed before the answer was complete")]
     DeadlineExceeded,
+    /// Steps with the request kept ending their generation, the last time while nothing else was computed (INTERNAL:
+    /// retrying is harmful).
+    #[error(
+        "{lost_steps} steps with this request ended the EP group, the last one while it was alone; it is not tried again"
+    )]
+    Poisoned {
+        /// Steps that were lost with the request in them.
+        lost_steps: u32,
+    },
 }
 
 /// What comes back for a submitted request. Dropping it cancels the request: it leaves the queue, or its rows are
@@ -306,22 +312,6 @@ pub struct RankPlacement {
     pub device: String,
     /// Per MoE layer: first expert and count.
     pub experts: Vec<(LayerId, u32, u32)>,
-}
-
-/// What the service as a whole is doing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum ServiceState {
-    /// Ranks load weights.
-    #[default]
-    Loading,
-    /// Requests are admitted.
-    Serving,
-    /// A fault ended the generation; the next one is being formed.
-    Reforming,
-    /// No new requests; what is in flight ends.
-    Draining,
-    /// It will not serve without a restart.
-    Failed,
 }
 
 /// State of the service, its group and its ranks.

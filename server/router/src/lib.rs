@@ -5,6 +5,7 @@
 //! * [`steps`]: the step loop.
 //! * [`cluster`]: one generation of the EP group; child processes.
 //! * [`telemetry`]: metric names, the metrics endpoint, logs.
+//! * [`watchdog`]: ends a process that lost a thread or task without which it is useless.
 
 #![forbid(unsafe_code)]
 
@@ -13,3 +14,4 @@ pub mod backend;
 pub mod cluster;
 pub mod steps;
 pub mod telemetry;
+pub mod watchdog;

@@ -58,8 +58,18 @@ impl Rows {
     /// A request of random recorded rows, and its right answer.
     pub fn draw(&mut self) -> (ForwardRequest, Vec<f32>) {
         let layer = self.layers[self.rng.random_range(0..self.layers.len())];
-        let rows = &self.golden.layers[&layer];
         let count = self.rng.random_range(1..=self.largest);
+        self.draw_of(layer, count)
+    }
+
+    /// The layers that were recorded.
+    pub fn layers(&self) -> &[u32] {
+        &self.layers
+    }
+
+    /// A request of `count` random recorded rows of `layer`, and its right answer.
+    pub fn draw_of(&mut self, layer: u32, count: usize) -> (ForwardRequest, Vec<f32>) {
+        let rows = &self.golden.layers[&layer];
         let (mut input, mut output, mut ids) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..count {
             let row = self.rng.random_range(0..rows.tokens);

@@ -4,6 +4,7 @@
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -49,12 +50,16 @@ pub struct Service {
 
 /// The command line that serves a checkpoint on free ports, on CPU ranks unless `more` says otherwise.
 pub fn serve_command(model: &Path, more: &[&str]) -> Command {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let socket = std::env::temp_dir().join(format!("expertd-test-{}-{number}.sock", std::process::id()));
+    let admin = format!("unix:{}", socket.display());
     let mut command = Command::new(env!("CARGO_BIN_EXE_expertd"));
     command.arg("serve").arg("--model").arg(model);
     for (flag, value) in [
         ("--device", "cpu"),
         ("--listen", "127.0.0.1:0"),
-        ("--admin-listen", "127.0.0.1:0"),
+        ("--admin-listen", admin.as_str()),
         ("--metrics-listen", "127.0.0.1:0"),
     ] {
         if !more.contains(&flag) {
@@ -131,17 +136,7 @@ impl Service {
 
     /// The rank processes, by rank.
     pub fn ranks(&self) -> Vec<u32> {
-        let mut ranks = children(self.pid())
-            .into_iter()
-            .filter_map(|pid| {
-                let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-                let words = line.split(|&byte| byte == 0).map(String::from_utf8_lossy).collect::<Vec<_>>();
-                let at = words.iter().position(|word| word == "--rank")?;
-                Some((words.get(at + 1)?.parse::<u32>().ok()?, pid))
-            })
-            .collect::<Vec<_>>();
-        ranks.sort_unstable();
-        ranks.into_iter().map(|(_, pid)| pid).collect()
+        ranks_of(self.pid())
     }
 
     /// Sends a signal to the router.
@@ -170,10 +165,28 @@ impl Drop for Service {
         let ranks = self.ranks();
         let _ = self.child.kill();
         let _ = self.child.wait();
+        if let Some(socket) = self.admin.strip_prefix("unix:") {
+            let _ = std::fs::remove_file(socket);
+        }
         for rank in ranks {
             let _ = kill_process(Pid::from_raw(rank as i32).unwrap(), Signal::KILL);
         }
     }
+}
+
+/// The rank processes of a router, by rank.
+pub fn ranks_of(router: u32) -> Vec<u32> {
+    let mut ranks = children(router)
+        .into_iter()
+        .filter_map(|pid| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+            let words = line.split(|&byte| byte == 0).map(String::from_utf8_lossy).collect::<Vec<_>>();
+            let at = words.iter().position(|word| word == "--rank")?;
+            Some((words.get(at + 1)?.parse::<u32>().ok()?, pid))
+        })
+        .collect::<Vec<_>>();
+    ranks.sort_unstable();
+    ranks.into_iter().map(|(_, pid)| pid).collect()
 }
 
 /// The word after `prefix`.

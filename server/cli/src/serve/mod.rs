@@ -1,27 +1,31 @@
 //! `expertd serve`: the router rank.
 
+mod descriptors;
 pub mod plan;
 mod report;
 pub mod settings;
 
 pub use report::{follow_loading, plan as describe_plan};
 
+use std::io::Write as _;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
 use clap::ArgMatches;
+use rustix::process::DumpableBehavior;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use self::plan::{PlanError, ServePlan};
 use self::settings::{Given, ServeArgs};
 use expertd_memory as memory;
-use expertd_router::api::{self, Address, Patience, Server, ServerConfig};
+use expertd_router::api::{self, Access, Address, ConnectionLimits, Patience, Server, ServerConfig};
 use expertd_router::backend::Backend;
 use expertd_router::steps::{Service, ServiceEnd};
-use expertd_router::telemetry::{MetricsEndpoint, Recorder, install_recorder};
+use expertd_router::telemetry::{MetricsEndpoint, Recorder, flush_logs, install_recorder, tell};
+use expertd_router::watchdog;
 
 /// Exit codes of `expertd serve`, after sysexits.h.
 pub mod exit {
@@ -33,17 +37,22 @@ pub mod exit {
     pub const BIND: u8 = 69;
     /// Ranks kept failing before they were ready.
     pub const SETUP: u8 = 70;
+    /// A thread or task without which the service is useless was lost.
+    pub const LOST: u8 = 71;
 }
 
 /// Time limit for connections to close after the last answer was sent.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
+
+/// Time limit for the end of the service after a second signal.
+const END_AT_ONCE: Duration = Duration::from_secs(3);
 
 /// Runs the service until a signal, a drain, or a failure that it cannot recover from.
 #[must_use]
 pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
     let plan = Given::merge(args, matches).map_err(PlanError::from).and_then(|given| {
         if args.print_config && given.model.0.is_none() {
-            print!("{}", report::settings(&given.shown()));
+            print(&report::settings(&given.shown()));
             return Ok(None);
         }
         ServePlan::new(given).map(Some)
@@ -52,20 +61,24 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
         Ok(Some(plan)) if !args.print_config => plan,
         Ok(plan) => {
             if let Some(plan) = plan {
-                print!("{}", report::settings(&plan.shown));
+                print(&report::settings(&plan.shown));
             }
             return ExitCode::SUCCESS;
         }
         Err(error) => {
-            eprintln!("expertd serve: {error}");
+            tell(&format!("expertd serve: {error}"));
             return ExitCode::from(exit::USAGE);
         }
     };
-    print!("{}{}", report::settings(&plan.shown), report::plan(&plan));
+    print(&format!("{}{}", report::settings(&plan.shown), report::plan(&plan)));
+    if let Err(error) = guard_process() {
+        tell(&format!("expertd serve: {error}"));
+        return ExitCode::from(exit::SETUP);
+    }
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("api").build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            eprintln!("expertd serve: cannot start the asynchronous runtime: {error}");
+            tell(&format!("expertd serve: cannot start the asynchronous runtime: {error}"));
             return ExitCode::from(exit::SETUP);
         }
     };
@@ -76,13 +89,30 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
                 running.until_end().await
             }
             Err(error) => {
-                eprintln!("expertd serve: {error}");
+                tell(&format!("expertd serve: {error}"));
                 error.exit_code()
             }
         }
     });
+    watchdog::stop();
     runtime.shutdown_timeout(Duration::from_millis(100));
     code
+}
+
+/// Prints what the user asked for. Standard output that is closed changes nothing else.
+fn print(text: &str) {
+    let _ = std::io::stdout().write_all(text.as_bytes());
+}
+
+/// Keeps the memory of this process from other processes of the user and from core files, and ends it when it has lost
+/// what it cannot do without.
+fn guard_process() -> std::io::Result<()> {
+    rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
+    watchdog::start(|reason| {
+        tell(&format!("expertd serve: {reason}"));
+        flush_logs();
+        std::process::exit(i32::from(exit::LOST));
+    })
 }
 
 /// Periodically returns memory to the system that a burst of messages had needed.
@@ -120,6 +150,18 @@ pub enum StartError {
         /// The error of `bind`.
         source: std::io::Error,
     },
+    /// The metrics endpoint would be open to other hosts.
+    #[error(
+        "metrics-listen: {0} can be reached from other hosts, and scrapes need a token there; give --token-file or \
+         --admin-token-file, use 127.0.0.1, or pass --insecure if the network is trusted"
+    )]
+    OpenMetrics(SocketAddr),
+    /// Credentials.
+    #[error(transparent)]
+    Access(#[from] api::AccessError),
+    /// The limit on open files.
+    #[error("{0}")]
+    Descriptors(String),
     /// A gRPC listener could not be started.
     #[error(transparent)]
     Server(#[from] api::ServerError),
@@ -133,7 +175,14 @@ impl StartError {
         ExitCode::from(match self {
             StartError::Address { .. }
             | StartError::MetricsAddress(_)
-            | StartError::Server(api::ServerError::AdminNotLoopback(_)) => exit::USAGE,
+            | StartError::OpenMetrics(_)
+            | StartError::Access(_)
+            | StartError::Descriptors(_)
+            | StartError::Server(
+                api::ServerError::Plaintext(_)
+                | api::ServerError::AdminWithoutTokens(_)
+                | api::ServerError::NoAddress,
+            ) => exit::USAGE,
             StartError::MetricsBind { .. } | StartError::Server(_) => exit::BIND,
             StartError::Service(_) => exit::SETUP,
         })
@@ -151,7 +200,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Reserves memory for messages, starts the scheduler, which forms the first generation, and binds all addresses.
+    /// Checks addresses and credentials, sets memory for messages aside, binds every address, then forms the first generation.
     ///
     /// # Errors
     /// If an address is invalid or cannot be bound, or the scheduler cannot be started.
@@ -166,18 +215,33 @@ impl Running {
                 .map(|text| address("listen", text.trim()))
                 .collect::<Result<_, _>>()?,
             admin: Some(address("admin-listen", &plan.admin_listen)?),
+            insecure: plan.access.insecure,
+            connections: ConnectionLimits {
+                tcp: descriptors::connections(
+                    plan.connections.tcp,
+                    plan.connections.unix,
+                    plan.cluster.shape.ranks as usize,
+                )
+                .map_err(StartError::Descriptors)?,
+                ..plan.connections
+            },
             shutdown_grace: SHUTDOWN_GRACE,
             patience: Patience::default(),
         };
+        let access = Arc::new(Access::load(&plan.access)?);
+        config.check(&access)?;
         let metrics: SocketAddr = plan
             .metrics_listen
             .parse()
             .map_err(|_| StartError::MetricsAddress(plan.metrics_listen.clone()))?;
+        if Address::Tcp(metrics).is_beyond_loopback() && !access.has_tokens() && !plan.access.insecure {
+            return Err(StartError::OpenMetrics(metrics));
+        }
         let recorder = install_recorder(if expertd_rank_cuda::BUILT { "cuda" } else { "" });
         plan.buffers.reserve();
         tokio::spawn(settle_memory());
         let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
-        match Self::listen(&service, &config, metrics, recorder).await {
+        match Self::listen(&service, &config, access, metrics, recorder).await {
             Ok(running) => Ok(running),
             Err(error) => {
                 service.drain(Some(Duration::ZERO)).await;
@@ -190,16 +254,22 @@ impl Running {
     async fn listen(
         service: &Arc<Service>,
         config: &ServerConfig,
+        access: Arc<Access>,
         metrics: SocketAddr,
         recorder: Recorder,
     ) -> Result<Self, StartError> {
         let service = Arc::clone(service);
         let backend: Arc<dyn Backend> = Arc::clone(&service) as Arc<dyn Backend>;
-        let endpoint = MetricsEndpoint::bind(metrics, recorder, api::ready_probe(Arc::clone(&backend)))
-            .await
-            .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
+        let endpoint = MetricsEndpoint::bind(
+            metrics,
+            recorder,
+            api::ready_probe(Arc::clone(&backend)),
+            Arc::clone(&access),
+        )
+        .await
+        .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
         let metrics = endpoint.local_address().unwrap_or(metrics);
-        let server = Server::bind(config, backend).await?;
+        let server = Server::bind(config, access, backend).await?;
         let (addresses, admin) = (server.addresses(), server.admin_address());
         tokio::spawn(endpoint.run());
         let shutdown = CancellationToken::new();
@@ -224,14 +294,19 @@ impl Running {
         let (service, metrics) = (Arc::clone(&self.service), self.metrics);
         let addresses = self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let admin = self.admin.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string);
+        let (loading, handle) = (Arc::clone(&service), tokio::runtime::Handle::current());
+        // A thread of its own: a terminal that takes no output holds up what draws on it.
+        let follow = move || handle.block_on(report::follow_loading(loading));
+        if let Err(error) = std::thread::Builder::new().name("progress".to_owned()).spawn(follow) {
+            tracing::warn!(%error, "the progress of loading is not shown");
+        }
         tokio::spawn(async move {
-            report::follow_loading(Arc::clone(&service)).await;
             let mut state = service.watch_state();
             let serving = state.wait_for(|s| *s == expertd_router::backend::ServiceState::Serving).await;
             if serving.is_ok() {
-                println!(
-                    "ready: listening on {addresses}, admin on {admin}, metrics on http://{metrics}/metrics"
-                );
+                print(&format!(
+                    "ready: listening on {addresses}, admin on {admin}, metrics on http://{metrics}/metrics\n"
+                ));
             }
         });
     }
@@ -247,21 +322,34 @@ impl Running {
         }
         let draining = Arc::clone(&self.service);
         tokio::spawn(async move {
-            let any = futures_util::future::select_all(signals.iter_mut().map(|s| Box::pin(s.recv())));
-            any.await;
-            tracing::info!("signal received: draining");
-            draining.drain(None).await;
+            let mut first = true;
+            while !signals.is_empty() {
+                futures_util::future::select_all(signals.iter_mut().map(|s| Box::pin(s.recv()))).await;
+                if first {
+                    tracing::info!("signal received: draining; another one ends the drain at once");
+                    tokio::spawn(draining.drain(None));
+                } else {
+                    tracing::warn!("another signal received: ending at once");
+                    tokio::spawn(draining.drain(Some(Duration::ZERO)));
+                    tokio::spawn(async {
+                        tokio::time::sleep(END_AT_ONCE).await;
+                        tell("expertd serve: ended by a second signal before the drain was over");
+                        std::process::exit(i32::from(exit::SETUP));
+                    });
+                }
+                first = false;
+            }
         });
         let end = self.service.ended().await;
         self.stop().await;
         match end {
             ServiceEnd::Drained => ExitCode::SUCCESS,
             ServiceEnd::LoadFailed(message) => {
-                eprintln!("expertd serve: {message}");
+                tell(&format!("expertd serve: {message}"));
                 ExitCode::from(exit::LOAD)
             }
             ServiceEnd::SetupFailed(message) => {
-                eprintln!("expertd serve: {message}");
+                tell(&format!("expertd serve: {message}"));
                 ExitCode::from(exit::SETUP)
             }
         }

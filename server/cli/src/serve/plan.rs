@@ -5,13 +5,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::settings::{Given, SettingsError, Shown, Source, parse_cores};
+use super::super::admin::default_admin_address;
+use super::settings::{Given, OnFault, SettingsError, Shown, Source, parse_cores};
 use expertd_ipc::control::{DeviceKind, Fp8Compute, RankSetup};
 use expertd_ipc::wait::SPIN_TIME;
 use expertd_ipc::{GroupShape, SharedRegion};
 use expertd_memory as memory;
 use expertd_model::{Checkpoint, ModelError, ModelSpec, Placement};
 use expertd_rank_cuda as gpu;
+use expertd_router::api::{AccessConfig, ConnectionLimits};
 use expertd_router::backend::{Limits, ModelInfo, MoeLayerInfo, RankPlacement};
 use expertd_router::cluster::{
     ClusterConfig, available_cores, numa_nodes, share_cores, share_cores_near, usable,
@@ -61,6 +63,10 @@ pub struct ServePlan {
     pub admin_listen: String,
     /// Address of the Prometheus endpoint.
     pub metrics_listen: String,
+    /// Who may call.
+    pub access: AccessConfig,
+    /// How many connections there may be, descriptors permitting.
+    pub connections: ConnectionLimits,
     /// Bytes of one rank's window.
     pub window_bytes: usize,
     /// Bytes of the channels of all ranks, staging included.
@@ -284,6 +290,34 @@ impl ServePlan {
         };
         let channel_bytes = shape.channel_bytes().map_err(|e| PlanError::Sizes(e.to_string()))?;
 
+        let connections = ConnectionLimits::for_tcp(limits.max_connections as usize);
+        let per_client = derive(
+            &mut given.max_connections_per_client,
+            u32::try_from(connections.per_client).unwrap_or(u32::MAX),
+            "half of max-connections",
+        );
+        let per_client =
+            within("max-connections-per-client", per_client, 1, limits.max_connections)? as usize;
+        let connections = ConnectionLimits { per_client, per_address: per_client, ..connections };
+        if given.admin_listen.0.is_none() {
+            let address = default_admin_address().map_err(|problem| value("admin-listen", problem))?;
+            derive(&mut given.admin_listen, address, "a socket of this user");
+        }
+        let names = given.tls_client_names.0.clone().unwrap_or_default();
+        let access = AccessConfig {
+            tls_cert: given.tls_cert.0.clone(),
+            tls_key: given.tls_key.0.clone(),
+            tls_client_ca: given.tls_client_ca.0.clone(),
+            tls_client_names: names
+                .split(',')
+                .map(str::trim)
+                .filter(|name| !name.is_empty())
+                .map(str::to_owned)
+                .collect(),
+            token_file: given.token_file.0.clone(),
+            admin_token_file: given.admin_token_file.0.clone(),
+            insecure: given.insecure.0.unwrap_or(false),
+        };
         let listen = |s: &(Option<String>, Source)| s.0.clone().unwrap_or_default();
         let plan = ServePlan {
             model: model_info(&spec, name, checkpoint.weight_version(), limits, device, &shares, &near),
@@ -319,6 +353,7 @@ impl ServePlan {
                     0,
                     60_000_000,
                 )?),
+                on_fault: given.on_fault.0.unwrap_or(OnFault::Retry).into(),
                 drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
                 copy_threads: match device {
                     // Ranks use all cores.
@@ -329,6 +364,8 @@ impl ServePlan {
             listen: listen(&given.listen),
             admin_listen: listen(&given.admin_listen),
             metrics_listen: listen(&given.metrics_listen),
+            access,
+            connections,
             window_bytes,
             channel_bytes,
             buffers: MessageMemory::new(in_flight, per_step, spec.hidden),

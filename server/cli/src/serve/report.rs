@@ -85,6 +85,23 @@ pub fn plan(plan: &ServePlan) -> String {
             HumanBytes(model.limits.max_bytes_in_flight as u64),
         ),
     );
+    let connections = &plan.connections;
+    line(
+        "callers",
+        format!(
+            "{}; {} connections, {} from one address or client; requests hold at most {} and as many as {} more on their way in",
+            match (plan.access.tls_cert.is_some(), plan.access.token_file.is_some()) {
+                (true, true) => "TLS, tokens",
+                (true, false) => "TLS",
+                (false, true) => "tokens",
+                (false, false) => "anyone who can connect",
+            },
+            HumanCount(connections.tcp as u64),
+            HumanCount(connections.per_address as u64),
+            HumanBytes(model.limits.max_bytes_in_flight as u64),
+            HumanBytes(model.limits.max_bytes_in_flight as u64 / 2),
+        ),
+    );
     text
 }
 

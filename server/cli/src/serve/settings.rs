@@ -74,6 +74,34 @@ pub struct Shown {
     pub source: Source,
 }
 
+/// What a fault of the EP group means to requests without an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum OnFault {
+    /// They wait for the next generation, as long as their deadlines allow
+    Retry,
+    /// They fail with UNAVAILABLE, and so do new ones until the next generation serves
+    Fail,
+}
+
+impl fmt::Display for OnFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            OnFault::Retry => "retry",
+            OnFault::Fail => "fail",
+        })
+    }
+}
+
+impl From<OnFault> for expertd_router::steps::OnFault {
+    fn from(on_fault: OnFault) -> Self {
+        match on_fault {
+            OnFault::Retry => Self::Retry,
+            OnFault::Fail => Self::Fail,
+        }
+    }
+}
+
 /// Formats a value for people; an absent one is a dash.
 trait Show {
     fn show(&self) -> String;
@@ -82,7 +110,7 @@ trait Show {
 macro_rules! show_as_display {
     ($($ty:ty),*) => { $(impl Show for $ty { fn show(&self) -> String { self.to_string() } })* };
 }
-show_as_display!(String, u32, u64, usize, bool, DeviceKind, Fp8Compute);
+show_as_display!(String, u32, u64, usize, bool, DeviceKind, OnFault, Fp8Compute);
 
 impl Show for PathBuf {
     fn show(&self) -> String {
@@ -97,7 +125,7 @@ impl<T: Show> Show for Option<T> {
 }
 
 macro_rules! settings {
-    ($( $(#[$doc:meta])* $name:ident : $ty:ty = $default:expr, env $env:literal; )*) => {
+    ($( $(#[$doc:meta])* $name:ident : $ty:ty = $default:expr, env $env:literal $(, arg($($arg:tt)*))?; )*) => {
         /// Serve the MoE layers of a checkpoint
         ///
         /// Each setting comes from its flag, otherwise from its environment variable, otherwise from the file given by
@@ -105,7 +133,7 @@ macro_rules! settings {
         ///
         /// Exits with status 0 after a drain (SIGTERM, SIGINT, `expertd drain`), 2 for an unknown flag or a value that does
         /// not parse, 64 for an invalid setting or a broken checkpoint, 65 if weights could not be loaded, 69 if an address
-        /// could not be bound, 70 if ranks kept failing before they were ready.
+        /// could not be bound, 70 if ranks kept failing or the step loop failed, 71 if a thread was lost that the service needs.
         #[derive(Args, Clone, Debug, Default)]
         pub struct ServeArgs {
             /// TOML file with any of the settings below; names have underscores instead of dashes
@@ -114,7 +142,7 @@ macro_rules! settings {
             /// Print every setting with its value and source, and exit
             #[arg(long)]
             pub print_config: bool,
-            $( $(#[$doc])* #[arg(long, env = $env)] pub $name: Option<$ty>, )*
+            $( $(#[$doc])* #[arg(long, env = $env $(, $($arg)*)?)] pub $name: Option<$ty>, )*
         }
 
         #[derive(Deserialize, Default)]
@@ -182,10 +210,24 @@ settings! {
     fp8_compute: Fp8Compute = None, env "EXPERTD_FP8_COMPUTE";
     /// Addresses of the public API, comma-separated: HOST:PORT or unix:PATH; port 0 picks a free one [default: 127.0.0.1:50051]
     listen: String = Some("127.0.0.1:50051".into()), env "EXPERTD_LISTEN";
-    /// Address of the Admin and health services, HOST:PORT or unix:PATH; keep it on loopback [default: 127.0.0.1:50052]
-    admin_listen: String = Some("127.0.0.1:50052".into()), env "EXPERTD_ADMIN_LISTEN";
+    /// Address of the Admin service with health: unix:PATH, or HOST:PORT with --admin-token-file [default: a socket of this user]
+    admin_listen: String = None, env "EXPERTD_ADMIN_LISTEN";
     /// Address of the Prometheus endpoint, GET /metrics: IP:PORT [default: 127.0.0.1:9464]
     metrics_listen: String = Some("127.0.0.1:9464".into()), env "EXPERTD_METRICS_LISTEN";
+    /// The server's certificate chain, PEM; every TCP listener then speaks TLS
+    tls_cert: PathBuf = None, env "EXPERTD_TLS_CERT";
+    /// The private key of the server's certificate, PEM
+    tls_key: PathBuf = None, env "EXPERTD_TLS_KEY";
+    /// Certificate authorities of clients, PEM; a client then needs a certificate, or a token where there are tokens
+    tls_client_ca: PathBuf = None, env "EXPERTD_TLS_CLIENT_CA";
+    /// DNS names of client certificates that may call, comma-separated [default: all that the authorities signed]
+    tls_client_names: String = None, env "EXPERTD_TLS_CLIENT_NAMES";
+    /// File with the tokens of clients, a line `NAME TOKEN` each; calls over TCP then need one
+    token_file: PathBuf = None, env "EXPERTD_TOKEN_FILE";
+    /// File with the tokens of operators, for Admin over TCP
+    admin_token_file: PathBuf = None, env "EXPERTD_ADMIN_TOKEN_FILE";
+    /// Allow plaintext and open metrics beyond loopback, on a network that is trusted [default: false]
+    insecure: bool = Some(false), env "EXPERTD_INSECURE", arg(num_args = 0..=1, default_missing_value = "true");
     /// Largest number of rows in one step, all ranks together; determines the size of windows and staging [default: 2048]
     max_tokens_per_step: usize = Some(2048), env "EXPERTD_MAX_TOKENS_PER_STEP";
     /// Largest number of rows in one request; a request larger than a step is split [default: twice max-tokens-per-step]
@@ -204,10 +246,14 @@ settings! {
     step_timeout_ms: u64 = Some(60_000), env "EXPERTD_STEP_TIMEOUT_MS";
     /// A GPU that waits longer than this for other GPUs within a step ends the generation, in milliseconds [default: 2000]
     device_timeout_ms: u64 = Some(2000), env "EXPERTD_DEVICE_TIMEOUT_MS";
+    /// What a fault of a rank means to requests without an answer [default: retry]
+    on_fault: OnFault = Some(OnFault::Retry), env "EXPERTD_ON_FAULT";
     /// Time limit for requests in flight after SIGTERM or a drain, in milliseconds [default: 10000]
     drain_timeout_ms: u64 = Some(10_000), env "EXPERTD_DRAIN_TIMEOUT_MS";
     /// Largest number of open connections [default: 1024]
     max_connections: u32 = Some(1024), env "EXPERTD_MAX_CONNECTIONS";
+    /// Largest number of open connections from one address or of one client [default: half of max-connections]
+    max_connections_per_client: u32 = None, env "EXPERTD_MAX_CONNECTIONS_PER_CLIENT";
     /// Largest number of streams on one connection [default: 128]
     max_streams_per_connection: u32 = Some(128), env "EXPERTD_MAX_STREAMS_PER_CONNECTION";
     /// Largest number of request bytes held at once [default: 1 GiB, or 4 of the largest requests if that is more]
@@ -305,11 +351,11 @@ mod tests {
         let shown: Vec<String> = got.shown().iter().map(|s| format!("{}={}", s.name, s.value)).collect();
         assert_eq!(
             shown.join(" "),
-            "model=- model_name=- ranks=- device=- fp8_compute=- listen=127.0.0.1:50051 admin_listen=127.0.0.1:50052 \
-             metrics_listen=127.0.0.1:9464 max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
-             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 \
-             drain_timeout_ms=10000 \
-             max_connections=1024 max_streams_per_connection=128 max_bytes_in_flight=-"
+            "model=- model_name=- ranks=- device=- fp8_compute=- listen=127.0.0.1:50051 admin_listen=- \
+             metrics_listen=127.0.0.1:9464 tls_cert=- tls_key=- tls_client_ca=- tls_client_names=- token_file=- \
+             admin_token_file=- insecure=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
+             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 on_fault=retry \
+             drain_timeout_ms=10000 max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"
         );
     }
 }

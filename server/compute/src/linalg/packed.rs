@@ -216,7 +216,7 @@ impl PackedMatrix {
     }
 }
 
-/// Factor in the scales: kernels read FP8 codes as if their exponent had the bias of f16.
+/// Factor that packed scales include, because kernels read FP8 codes as if their exponent had the bias of f16.
 const FP8_BIAS: f32 = 256.0;
 
 /// Columns that share a scale in both views; `None` if the kernels do not support their blocks.

@@ -69,8 +69,8 @@ pub(crate) fn multiply(
                 prefetch,
                 prefetch_step,
             };
-            // SAFETY: the level is supported; weights, x and acc have the lengths that KernelArgs asks for; a matrix that
-            // needs scales has `scale_vectors` vectors per panel, which cover its blocks.
+            // SAFETY: the level is supported; weights, x and acc have the lengths that `KernelArgs` asks for; a matrix
+            // that needs scales has `scale_vectors` vectors per panel, which cover its blocks.
             unsafe { kernel(matrix.level, matrix.format, tile.rows)(&arguments) };
             prefetch = prefetch.wrapping_add(blocks * PAIRS * prefetch_step);
         }

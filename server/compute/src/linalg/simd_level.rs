@@ -21,8 +21,8 @@ impl SimdLevel {
     /// All levels, lowest first.
     pub const ALL: [SimdLevel; 3] = [SimdLevel::Portable, SimdLevel::Avx2, SimdLevel::Avx512];
 
-    /// The level of this process: the one that [`SIMD_LEVEL_ENV`] names if the CPU supports it, otherwise the best supported
-    /// one.
+    /// The level of this process: the one that [`SIMD_LEVEL_ENV`] names if the CPU supports it, otherwise the best
+    /// supported one.
     #[must_use]
     pub fn active() -> SimdLevel {
         static ACTIVE: OnceLock<SimdLevel> = OnceLock::new();

@@ -142,7 +142,7 @@ fn product(x: &[f32], values: &[f64], n: usize, k: usize) -> Vec<f64> {
         .collect()
 }
 
-/// The scale of rounding errors: sums of the products' magnitudes, which do not cancel.
+/// Sums of the absolute values of the products, which errors are compared with because they do not cancel.
 fn magnitudes(x: &[f32], values: &[f64], n: usize, k: usize) -> Vec<f64> {
     let x: Vec<f32> = x.iter().map(|x| x.abs()).collect();
     let values: Vec<f64> = values.iter().map(|w| w.abs()).collect();

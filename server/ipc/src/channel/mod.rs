@@ -330,7 +330,9 @@ mod tests {
         let mut router = RouterChannel::create(&shape()).unwrap();
         let mut ranks = [join(&router, &bell, 0), join(&router, &bell, 1)];
         let rows = random(12);
-        let staged = router.begin(Slot(0), 2).stage(Rank(1), &plain_rows(&rows, 1, DType::F32)).unwrap();
+        let mut forming = router.begin(Slot(0), 2);
+        let staged = forming.stage(Rank(1), &plain_rows(&rows, 1, DType::F32)).unwrap();
+        forming.copy(&mut Copier::default());
         router.launch(&step(1, 0)).unwrap();
 
         let in_flight = |error| matches!(error, ChannelError::InFlight { slot: Slot(0), sequence: 1, .. });

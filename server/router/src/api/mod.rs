@@ -1,17 +1,23 @@
 //! The public gRPC services: decoding and validation, status mapping, health, reflection.
 //!
-//! * `transport`: addresses, connections (limits, keep-alive), and `front`, which every call passes (deadline, charges).
+//! * `access`: who may call: TLS, client certificates, tokens, users of this host.
+//! * `transport`: addresses, connections (limits, keep-alive), and `front`, which every call passes (credentials, deadline,
+//!   charges).
 //! * `framing`: messages as bytes: what they are charged, rows that stay in the frames in which they arrived, answers.
 //! * `service`: the services themselves; `validate` turns a message into a request for the step loop.
 //!
 //! `docs/api.md` is the page for callers.
 
+mod access;
 mod framing;
 mod service;
 mod transport;
 
-pub use framing::budget::Patience;
+pub use access::{Access, AccessConfig, AccessError};
+pub(crate) use access::{Protocol, ServerTls};
+pub use framing::connection::Patience;
 pub use service::failure::{ERROR_DOMAIN, code_name};
 pub use service::health::ready_probe;
 pub use transport::address::{Address, AddressError, BindError};
+pub use transport::places::ConnectionLimits;
 pub use transport::server::{Server, ServerConfig, ServerError};

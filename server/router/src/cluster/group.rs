@@ -296,17 +296,15 @@ impl Group {
         Ok(())
     }
 
-    /// The slot of the next step, if it may be formed now: when the last one's experts phase has ended, so that what
-    /// arrived meanwhile can join, and its copies overlap only the combine; or as soon as there is a slot if it would be
-    /// `full` anyway, so that its rows travel while the last one computes.
+    /// The newest step in flight whose experts phase has ended on every rank.
     #[must_use]
-    pub fn next_slot(&self, full: bool) -> Option<Slot> {
-        if !self.started || self.in_flight.len() >= self.config.shape.slots as usize {
-            return None;
+    pub fn experts_ended(&self) -> Option<StepId> {
+        let last = self.in_flight.back()?;
+        let done = self.channel.experts_done();
+        if last.sequence <= done {
+            return Some(last.step);
         }
-        let last = self.in_flight.back();
-        let may = full || last.is_none_or(|step| self.channel.experts_done() >= step.sequence);
-        may.then(|| Slot((self.sequence % u64::from(self.config.shape.slots)) as u32))
+        self.in_flight.iter().rev().find(|step| step.sequence <= done).map(|step| step.step)
     }
 
     /// Whether ranks ring when an experts phase ends: wanted while requests wait that could form a step then.
@@ -314,7 +312,7 @@ impl Group {
         self.channel.set_early_notice(on);
     }
 
-    /// Begins forming the step of the slot that [`next_slot`](Self::next_slot) gave.
+    /// Begins forming a step in `slot`, which no step in flight has.
     pub fn begin(&mut self, slot: Slot, top_k: usize) -> FormingStep<'_, '_> {
         self.channel.begin(slot, top_k)
     }

@@ -5,14 +5,18 @@ use std::io::{self, BufReader};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::watchdog;
 use expertd_ipc::RouterBell;
 use expertd_ipc::control::{self, FromRank, RankSetup, ToRank};
 use expertd_types::{Generation, Rank};
+
+/// How long the end of a killed process is waited for: it gives gigabytes of memory back first.
+const REAP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What the control socket of a rank brought.
 #[derive(Debug)]
@@ -37,10 +41,12 @@ pub struct RankEvent {
 /// A running rank. Dropping it kills and reaps the process.
 #[derive(Debug)]
 pub struct RankProcess {
-    child: Child,
+    /// `None` once it is reaped, or left to a thread that waits for it.
+    child: Option<Child>,
+    pid: u32,
     socket: UnixStream,
     reader: Option<JoinHandle<()>>,
-    reaped: bool,
+    ended: Option<ExitStatus>,
 }
 
 impl RankProcess {
@@ -68,7 +74,8 @@ impl RankProcess {
             // Signals of the terminal are for the router, which stops its ranks in order.
             .process_group(0)
             .spawn()?;
-        let mut process = RankProcess { child, socket, reader: None, reaped: false };
+        let mut process =
+            RankProcess { pid: child.id(), child: Some(child), socket, reader: None, ended: None };
         control::send_fds(&process.socket, fds)?;
         control::send(&process.socket, setup)?;
         let (generation, rank) = (setup.generation, setup.rank);
@@ -83,7 +90,7 @@ impl RankProcess {
     /// The process id.
     #[must_use]
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.pid
     }
 
     /// Sends a message; a rank that is gone shows through its events.
@@ -93,13 +100,25 @@ impl RankProcess {
 
     /// Waits until `deadline` for the process to leave by itself; whether it did.
     pub fn wait_until(&mut self, deadline: Instant) -> bool {
+        self.status_until(deadline).is_some() || self.child.is_none()
+    }
+
+    /// Reaps the process if it ends until `deadline`; how it ended.
+    fn status_until(&mut self, deadline: Instant) -> Option<ExitStatus> {
         loop {
-            match self.child.try_wait() {
+            // The wait has an end: it is no standstill of the thread that waits.
+            watchdog::tick();
+            match self.child.as_mut()?.try_wait() {
                 Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(2)),
-                Ok(None) => return false,
-                Ok(Some(_)) | Err(_) => {
-                    self.reaped = true;
-                    return true;
+                Ok(None) => return None,
+                Ok(Some(status)) => {
+                    self.child = None;
+                    self.ended = Some(status);
+                    return Some(status);
+                }
+                Err(_) => {
+                    self.child = None;
+                    return None;
                 }
             }
         }
@@ -107,17 +126,29 @@ impl RankProcess {
 
     /// Kills the process, also a stopped one; [`reap`](Self::reap) it afterwards.
     pub fn kill(&mut self) {
-        if !self.reaped {
-            let _ = self.child.kill();
+        if let Some(child) = &mut self.child {
+            let _ = child.kill();
         }
     }
 
-    /// Waits for the end of a killed process, and tells how it ended.
-    pub fn reap(&mut self) -> Option<std::process::ExitStatus> {
-        let status = self.child.wait().ok();
-        self.reaped = true;
+    /// Waits for the end of a killed process, and tells how it ended. A process that does not end in time (stuck in a
+    /// driver) is left to a thread of its own, so that nothing else waits for it.
+    pub fn reap(&mut self) -> Option<ExitStatus> {
+        let status = self.status_until(Instant::now() + REAP_TIMEOUT).or(self.ended);
+        // Also where the process still has its end of the socket.
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
         if let Some(reader) = self.reader.take() {
             let _ = reader.join();
+        }
+        if let Some(mut child) = self.child.take() {
+            let pid = self.pid;
+            tracing::error!(pid, waited = ?REAP_TIMEOUT, "a killed rank does not end; going on without it");
+            let wait = std::thread::Builder::new().name(format!("reap-{pid}"));
+            // Without the thread the process is reaped when this one ends.
+            let _ = wait.spawn(move || {
+                let ended = child.wait();
+                tracing::warn!(pid, ?ended, "the rank that did not end is reaped");
+            });
         }
         status
     }

@@ -1,5 +1,5 @@
-//! The step loop: one thread that takes requests in, forms steps, hands answers back, and keeps a generation of the
-//! EP group alive under it.
+//! The thread's side of the step loop: it tells the state machine what happened, carries out what it decides, and keeps
+//! the rows of requests and the EP group.
 
 mod show;
 
@@ -8,351 +8,250 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use self::show::show_counters_of_faults;
+use expertd_ipc::{Copier, StagedRows, WaitPolicy};
+use expertd_scheduler::{
+    Action, Config, Failure, GroupFault, Receipt, RecoveryPolicy, RequestKey, StepLoop, Time,
+};
+use expertd_types::{Generation, StepId};
+
+use self::show::{Shown, show_counters_of_faults};
 use super::active::{Active, IDS, Output, ROWS, WEIGHTS};
-use super::plan::pieces;
-use super::queue::FairQueue;
-use super::rate::Rate;
-use super::service::{Admission, SchedulerConfig, ServiceEnd, Shared};
-use crate::backend::{ClientKey, DrainReport, PhaseTimes, ServiceState, StepError, StepTiming};
+use super::service::{SchedulerConfig, ServiceEnd, Shared};
+use crate::backend::{DrainReport, PhaseTimes, ServiceState, StepError, StepTiming};
 use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, StepDone};
 use crate::telemetry::{StepMetrics, names};
-use expertd_ipc::{Copier, StagedRows, WaitPolicy};
-use expertd_types::{Generation, LayerId, StepId};
 
-/// The loop looks at deadlines and at its ranks at least this often.
-const TICK: Duration = Duration::from_millis(100);
-/// Generations in a row that may end before they are ready.
-const MAX_ATTEMPTS: u32 = 5;
-/// The longest pause between two of them.
-const MAX_BACKOFF: Duration = Duration::from_secs(5);
+/// How long ranks may take to leave by themselves when the service ends.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What the requests of one step must share.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Lane {
-    layer: LayerId,
-    top_k: usize,
-}
-
-/// Number of a request within the loop.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-struct Key(u64);
-
-/// A step that was launched: whose rows stand where.
+/// A launched step and where each request's rows were staged.
 struct Launched {
     step: StepId,
-    lane: Lane,
+    top_k: usize,
     formed: Instant,
-    parts: Vec<(Key, StagedRows)>,
+    staged: Vec<(RequestKey, StagedRows)>,
     tokens_per_rank: Vec<usize>,
 }
 
 pub(super) struct Driver {
     shared: Arc<Shared>,
     cluster: Arc<ClusterConfig>,
-    config: SchedulerConfig,
     metrics: StepMetrics,
     copier: Copier,
-    queue: FairQueue<Lane, ClientKey, Key>,
-    active: HashMap<Key, Active>,
+    step_loop: StepLoop,
+    active: HashMap<RequestKey, Active>,
     launched: VecDeque<Launched>,
     group: Option<Group>,
-    last_generation: u64,
-    last_step: u64,
-    last_key: u64,
-    /// Generations in a row that ended before they were ready.
-    attempts: u32,
-    next_attempt: Instant,
-    /// When there was last something to do.
+    /// The newest step of which the state machine was told that its experts phase has ended.
+    experts_ended: Option<StepId>,
+    /// When something last happened: spinning begins there.
     last_event: Instant,
-    /// Whether the next tick is due.
-    next_sweep: Instant,
-    end: Option<ServiceEnd>,
-    rate: Rate,
+    shown: Shown,
 }
 
 impl Driver {
-    pub(super) fn new(shared: Arc<Shared>, cluster: ClusterConfig, config: SchedulerConfig) -> Self {
-        let metrics = StepMetrics::new(cluster.shape.ranks as usize);
-        let copier = Copier::new(config.copy_threads, cluster.spin);
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        cluster: ClusterConfig,
+        config: SchedulerConfig,
+        seed: u64,
+    ) -> Self {
+        let step_loop = StepLoop::new(Config {
+            ranks: cluster.shape.ranks as usize,
+            slots: cluster.shape.slots as usize,
+            max_tokens_per_step: config.max_tokens_per_step,
+            max_segments_per_rank: cluster.shape.max_segments,
+            max_wait: config.max_wait,
+            on_fault: config.on_fault,
+            recovery: RecoveryPolicy::default(),
+            seed,
+        });
         Driver {
+            metrics: StepMetrics::new(cluster.shape.ranks as usize),
+            copier: Copier::new(config.copy_threads, cluster.spin),
             shared,
             cluster: Arc::new(cluster),
-            config,
-            metrics,
-            copier,
-            queue: FairQueue::default(),
+            step_loop,
             active: HashMap::new(),
             launched: VecDeque::new(),
             group: None,
-            last_generation: 0,
-            last_step: 0,
-            last_key: 0,
-            attempts: 0,
-            next_attempt: Instant::now(),
+            experts_ended: None,
             last_event: Instant::now(),
-            next_sweep: Instant::now(),
-            end: None,
-            rate: Rate::default(),
+            shown: Shown::default(),
         }
     }
 
-    pub(super) fn run(mut self) {
+    /// Runs until the service ends.
+    pub(super) fn run(mut self) -> ServiceEnd {
         show_counters_of_faults();
-        while self.end.is_none() {
-            self.take_mail();
-            if let Err(fault) = self.advance() {
-                self.end_generation(&fault);
+        let end = loop {
+            self.exchange();
+            self.hear_ranks();
+            if let Some(end) = self.act() {
+                break end;
             }
-            self.sweep();
-            self.check_drain();
-            if self.end.is_none() {
+            self.show_queue();
+            if !self.step_loop.has_news_for_inbox(self.now()) {
                 self.wait();
             }
-        }
+        };
         if let Some(group) = self.group.take() {
-            group.leave(Instant::now() + Duration::from_secs(1));
+            group.leave(Instant::now() + LEAVE_TIMEOUT);
         }
-        self.shared.end.send_replace(self.end.take());
+        end
     }
 
-    /// Sleeps until something happened: mail, a completion, a rank's news, or the next tick.
-    fn wait(&mut self) {
-        let now = Instant::now();
-        let mut until = now + TICK;
-        if self.group.is_none() {
-            until = until.min(self.next_attempt);
-        }
-        let full = self.is_full();
-        if let Some(lane) = self.queue.next_lane()
-            && self.group.as_ref().is_some_and(|group| group.next_slot(full).is_some())
-            && let Some(oldest) = self.queue.oldest(lane)
-        {
-            until = until.min(oldest + self.config.max_wait);
-        }
-        let waiting = !self.queue.is_empty();
-        let Driver { shared, group, .. } = self;
-        let had_slot = group.as_ref().is_some_and(|group| group.next_slot(full).is_some());
-        if let Some(group) = group {
-            group.want_early_notice(waiting);
-        }
-        let spin = self.cluster.spin.saturating_sub(now - self.last_event);
-        let policy = WaitPolicy { spin, deadline: Some(until) };
-        let event = shared.bell.bell().wait_until(policy, || {
-            shared.mail.load(Ordering::Acquire)
-                || group.as_mut().is_some_and(|group| {
-                    group.collect() || (waiting && !had_slot && group.next_slot(full).is_some())
-                })
-        });
-        // Timing out is the tick, which is none.
-        if event.is_ok() {
-            self.last_event = Instant::now();
-        }
+    fn now(&self) -> Time {
+        self.shared.time(Instant::now())
     }
 
-    fn take_mail(&mut self) {
-        if !self.shared.mail.swap(false, Ordering::AcqRel) {
+    /// Exchanges news with callers, if there are any.
+    fn exchange(&mut self) {
+        let now = self.now();
+        // In this order: mail that comes after the flag is taken sets it again.
+        if !self.shared.take_mail_flag() && !self.step_loop.has_news_for_inbox(now) {
             return;
         }
-        let incoming = std::mem::take(&mut self.shared.inbox().incoming);
-        for mail in incoming {
-            self.last_key += 1;
-            let key = Key(self.last_key);
-            let default_k = self
-                .shared
-                .model
-                .read()
-                .ok()
-                .and_then(|m| m.layers.get(&mail.request.layer).map(|l| l.top_k));
-            let top_k = mail.request.routing.as_ref().map_or(default_k.unwrap_or(1), |r| r.k);
-            let lane = Lane { layer: mail.request.layer, top_k };
-            self.queue.push(lane, mail.request.client, key, mail.request.tokens, mail.admitted);
-            self.active.insert(key, Active::new(mail, self.cluster.shape.hidden));
-        }
-        self.show_queue();
+        let delivery = self.step_loop.exchange(&mut self.shared.front().inbox, now);
+        let (active, hidden) = (&mut self.active, self.cluster.shape.hidden);
+        self.step_loop.receive(delivery, now, |key, payload| {
+            active.insert(key, Active::new(payload.request, payload.reply, hidden));
+        });
     }
 
-    /// Moves the generation on: forms one if there is none, answers completed steps, forms new ones.
-    fn advance(&mut self) -> Result<(), Fault> {
-        let Some(group) = &mut self.group else {
-            return self.form_generation();
-        };
+    /// Tells the state machine what the ranks have said.
+    fn hear_ranks(&mut self) {
+        let Some(group) = &mut self.group else { return };
+        let generation = group.generation();
         let was_started = group.is_started();
-        let news = group.poll()?;
-        if news && !was_started {
-            self.show_ranks();
-            if self.group.as_ref().is_some_and(Group::is_started) {
-                self.begin_serving();
+        let news = group.poll();
+        let is_started = group.is_started();
+        let ended = group.experts_ended();
+        if ended.is_some() && ended != self.experts_ended {
+            self.experts_ended = ended;
+            if let Some(step) = ended {
+                self.step_loop.experts_ended(generation, step);
             }
         }
+        // Steps that all ranks completed before a fault count.
         while let Some(done) = self.group.as_mut().and_then(Group::take_done) {
-            self.answer(&done);
+            self.collect(&done);
         }
-        while self.form_step()? {}
-        Ok(())
-    }
-
-    fn form_generation(&mut self) -> Result<(), Fault> {
-        if Instant::now() < self.next_attempt {
-            return Ok(());
-        }
-        self.last_generation += 1;
-        let generation = Generation(self.last_generation);
-        tracing::info!(generation = generation.0, ranks = self.cluster.shape.ranks, "forming a generation");
-        let group = Group::form(&self.cluster, generation, &self.shared.bell)
-            .map_err(|error| Fault { kind: FaultKind::Setup, message: error.to_string() })?;
-        self.group = Some(group);
-        self.show_ranks();
-        Ok(())
-    }
-
-    fn begin_serving(&mut self) {
-        let generation = Generation(self.last_generation);
-        self.attempts = 0;
-        self.shared.set_generation(generation);
-        metrics::gauge!(names::GENERATION).set(generation.0 as f64);
-        let version =
-            self.shared.model.read().map_or_else(|e| e.into_inner().weight_version, |m| m.weight_version);
-        metrics::gauge!(names::WEIGHT_VERSION, "version" => version.to_string()).set(1.0);
-        let mut inbox = self.shared.inbox();
-        if !matches!(inbox.admission, Admission::Draining) {
-            inbox.admission = Admission::Open;
-            drop(inbox);
-            self.shared.set_state(ServiceState::Serving, "");
-            metrics::gauge!(names::READY).set(1.0);
-            tracing::info!(generation = generation.0, "serving");
-        }
-    }
-
-    /// Fails what is in flight, kills and reaps every rank, and leaves the next generation to [`advance`](Self::advance).
-    fn end_generation(&mut self, fault: &Fault) {
-        let was_serving = self.group.as_ref().is_some_and(Group::is_started);
-        tracing::error!(generation = self.last_generation, reason = fault.kind.label(), %fault, "generation ended");
-        metrics::counter!(names::GENERATION_ENDS_TOTAL, "reason" => fault.kind.label()).increment(1);
-        metrics::gauge!(names::READY).set(0.0);
-        let retry_after = Duration::from_millis(500);
-        let reason = format!("the EP group is re-forming: {fault}");
-        let draining = {
-            let mut inbox = self.shared.inbox();
-            let draining = matches!(inbox.admission, Admission::Draining);
-            if !draining {
-                inbox.admission = Admission::NotReady { reason: reason.clone(), retry_after };
-            }
-            draining
-        };
-        self.take_mail();
-        if !draining {
-            let state =
-                if fault.kind == FaultKind::Load { ServiceState::Failed } else { ServiceState::Reforming };
-            self.shared.set_state(state, &reason);
-        }
-        self.fail_all(&StepError::Unavailable { reason, retry_after });
-        // Kills and reaps: a rank that wakes up late has nothing left to write to.
-        self.group = None;
-        self.show_ranks();
-        self.attempts = if was_serving { 0 } else { self.attempts + 1 };
-        self.next_attempt = Instant::now()
-            + if self.attempts == 0 {
-                Duration::ZERO
-            } else {
-                (TICK * 2u32.pow(self.attempts)).min(MAX_BACKOFF)
-            };
-        if self.attempts >= MAX_ATTEMPTS {
-            let message = format!(
-                "{MAX_ATTEMPTS} generations in a row ended before they were ready; the last one: {fault}"
-            );
-            self.shared.set_state(ServiceState::Failed, &message);
-            self.end = Some(match fault.kind {
-                FaultKind::Load => ServiceEnd::LoadFailed(message),
-                _ => ServiceEnd::SetupFailed(message),
-            });
-        }
-    }
-
-    fn fail_all(&mut self, error: &StepError) {
-        self.queue = FairQueue::default();
-        self.launched.clear();
-        for (_, active) in self.active.drain() {
-            active.finish(Err(error.clone()));
-        }
-        self.shared.inbox().queued_tokens = 0;
-        self.show_queue();
-    }
-
-    /// Whether the next step would have no room for what arrives later.
-    fn is_full(&self) -> bool {
-        let waiting = |lane| self.queue.waiting_tokens(lane) >= self.config.max_tokens_per_step;
-        self.queue.next_lane().is_some_and(waiting)
-    }
-
-    /// Forms and launches one step if there is work and a slot; whether it did.
-    fn form_step(&mut self) -> Result<bool, Fault> {
-        let full = self.is_full();
-        let Some(group) = &mut self.group else { return Ok(false) };
-        let (Some(lane), Some(slot)) = (self.queue.next_lane(), group.next_slot(full)) else {
-            return Ok(false);
-        };
-        let limit = self.config.max_tokens_per_step;
-        let now = Instant::now();
-        if !self.config.max_wait.is_zero()
-            && self.queue.waiting_tokens(lane) < limit
-            && self.queue.oldest(lane).is_some_and(|oldest| now < oldest + self.config.max_wait)
-        {
-            return Ok(false);
-        }
-        let mut takes = self.queue.take(lane, limit, usize::MAX);
-        let taken: usize = takes.iter().map(|take| take.tokens).sum();
-        self.shared.inbox().queued_tokens -= taken;
-        // Deadlines and cancellations are looked at here, and only here matter: what is in a step is computed.
-        takes.retain(|take| {
-            let Some(active) = self.active.get(&take.item) else { return false };
-            let gone = active.is_cancelled() || active.is_late(now);
-            if gone {
-                let rest = self.queue.remove_where(|key| key == take.item);
-                self.shared.inbox().queued_tokens -= rest.iter().map(|(_, tokens)| tokens).sum::<usize>();
-                if let Some(active) = self.active.remove(&take.item) {
-                    active.leave(now);
+        match news {
+            Err(fault) => self.fault(generation, &fault),
+            Ok(news) if news && !was_started => {
+                self.show_ranks();
+                if is_started {
+                    self.begin_serving(generation);
                 }
             }
-            !gone
-        });
-        if takes.is_empty() {
-            self.show_queue();
-            return Ok(true);
+            Ok(_) => {}
         }
-
-        self.last_step += 1;
-        let step = StepId(self.last_step);
-        let ranks = self.cluster.shape.ranks as usize;
-        let total: usize = takes.iter().map(|take| take.tokens).sum();
-        let ranges = takes.iter().filter_map(|take| {
-            let active = self.active.get_mut(&take.item)?;
-            Some((take.item, active.begin_step(step, take.tokens, now)))
-        });
-        let plan = pieces(ranges.collect::<Vec<_>>().into_iter(), total, ranks);
-        let mut tokens_per_rank = vec![0; ranks];
-        for piece in &plan {
-            tokens_per_rank[piece.rank.index()] += piece.rows.len();
-            if let Some(active) = self.active.get_mut(&piece.item) {
-                active.count_tokens(piece.rank, piece.rows.len());
-            }
-        }
-        let mut forming = group.begin(slot, lane.top_k);
-        let mut parts = Vec::with_capacity(plan.len());
-        for piece in plan {
-            let Some(active) = self.active.get(&piece.item) else { continue };
-            parts.push((piece.item, forming.stage(piece.rank, &active.rows(piece.rows))?));
-        }
-        forming.copy(&mut self.copier);
-        group.launch(step, slot, lane.layer, lane.top_k, total)?;
-        tracing::debug!(%step, layer = %lane.layer, tokens = total, requests = takes.len(), "step launched");
-        self.launched.push_back(Launched { step, lane, formed: now, parts, tokens_per_rank });
-        self.show_queue();
-        Ok(true)
     }
 
-    /// Hands the rows of a completed step to their requests, and answers those that are whole.
-    fn answer(&mut self, done: &StepDone) {
+    fn begin_serving(&mut self, generation: Generation) {
+        let version = self.shared.weight_version();
+        self.shared.set_generation(generation);
+        metrics::gauge!(names::GENERATION).set(generation.0 as f64);
+        metrics::gauge!(names::WEIGHT_VERSION, "version" => version.to_string()).set(1.0);
+        self.step_loop.group_ready(generation, version, self.now());
+    }
+
+    fn fault(&mut self, generation: Generation, fault: &Fault) {
+        tracing::error!(generation = generation.0, reason = fault.kind.label(), %fault, "generation ended");
+        metrics::counter!(names::GENERATION_ENDS_TOTAL, "reason" => fault.kind.label()).increment(1);
+        let fault = GroupFault { is_load: fault.kind == FaultKind::Load, message: fault.to_string() };
+        self.step_loop.group_ended(generation, &fault, self.now());
+    }
+
+    /// Carries out what the state machine decides; how the service ends, when it does.
+    fn act(&mut self) -> Option<ServiceEnd> {
+        loop {
+            let (now, active) = (self.now(), &self.active);
+            let has_left = |key: RequestKey| active.get(&key).is_none_or(Active::is_cancelled);
+            match self.step_loop.poll(now, &has_left)? {
+                Action::FormGroup { generation } => self.form_group(generation),
+                Action::EndGroup { .. } => {
+                    // Kills and reaps: a rank that wakes up late has nothing left to write to.
+                    self.group = None;
+                    self.launched.clear();
+                    self.experts_ended = None;
+                    self.show_ranks();
+                }
+                Action::Launch { step } => self.launch(step),
+                Action::Answer { key, receipt } => self.answer(key, receipt),
+                Action::Fail { key, failure } => self.fail(key, failure),
+                Action::Restart { key } => {
+                    if let Some(active) = self.active.get_mut(&key) {
+                        active.restart();
+                    }
+                }
+                Action::Show { state, reason } => {
+                    // Callers who see the state find the inbox open or closed as it says.
+                    self.exchange();
+                    self.shared.set_state(state, &reason);
+                    metrics::gauge!(names::READY).set(f64::from(u8::from(state == ServiceState::Serving)));
+                    tracing::info!(?state, %reason, "state");
+                }
+                Action::ReportDrain { requests_dropped } => {
+                    tracing::info!(requests_dropped, "drained");
+                    for waiter in std::mem::take(&mut self.shared.front().drain_waiters) {
+                        let _ = waiter.send(DrainReport { requests_dropped });
+                    }
+                }
+                Action::End(end) => return Some(end),
+            }
+        }
+    }
+
+    fn form_group(&mut self, generation: Generation) {
+        tracing::info!(generation = generation.0, ranks = self.cluster.shape.ranks, "forming a generation");
+        match Group::form(&self.cluster, generation, &self.shared.bell) {
+            Ok(group) => {
+                self.group = Some(group);
+                self.show_ranks();
+            }
+            Err(error) => {
+                self.fault(generation, &Fault { kind: FaultKind::Setup, message: error.to_string() });
+            }
+        }
+    }
+
+    /// Copies the rows of the newest step to its slot and hands it to the ranks.
+    fn launch(&mut self, id: StepId) {
+        let Some(generation) = self.group.as_ref().map(Group::generation) else { return };
+        if let Err(fault) = self.try_launch(id) {
+            self.fault(generation, &fault);
+        }
+    }
+
+    fn try_launch(&mut self, id: StepId) -> Result<(), Fault> {
+        let Driver { group: Some(group), step_loop, active, copier, .. } = self else { return Ok(()) };
+        let Some(step) = step_loop.in_flight().back().filter(|step| step.id == id) else { return Ok(()) };
+        let formed = Instant::now();
+        let mut tokens_per_rank = vec![0; self.cluster.shape.ranks as usize];
+        for range in &step.rows {
+            tokens_per_rank[range.rank.index()] += range.rows.len();
+            if let Some(active) = active.get_mut(&range.key) {
+                active.begin_output();
+            }
+        }
+        let top_k = step.kind.top_k;
+        let mut forming = group.begin(step.slot, top_k);
+        let mut staged = Vec::with_capacity(step.rows.len());
+        for range in &step.rows {
+            let Some(active) = active.get(&range.key) else { continue };
+            staged.push((range.key, forming.stage(range.rank, &active.rows(range.rows.clone()))?));
+        }
+        forming.copy(copier);
+        group.launch(id, step.slot, step.kind.layer, top_k, step.tokens)?;
+        tracing::debug!(step = %id, layer = %step.kind.layer, tokens = step.tokens, ranges = step.rows.len(), "step launched");
+        self.launched.push_back(Launched { step: id, top_k, formed, staged, tokens_per_rank });
+        Ok(())
+    }
+
+    /// Appends the rows of a completed step to the answers of its requests, and tells the state machine.
+    fn collect(&mut self, done: &StepDone) {
         let Some(launched) = self.launched.pop_front() else { return };
         debug_assert_eq!(launched.step, done.step, "steps complete in order");
         let Some(group) = &self.group else { return };
@@ -364,97 +263,93 @@ impl Driver {
             phases: PhaseTimes { copy_in, gate, prepare, dispatch, experts, combine, copy_out },
             computed: Duration::from_nanos(done.computed_ns()),
         };
-        let now = Instant::now();
-        let generation = group.generation();
-        let ranks = self.cluster.shape.ranks as usize;
-        // A request's parts follow each other.
-        let (mut keys, mut outputs, mut pieces) = (Vec::new(), Vec::<Output>::new(), Vec::new());
+        // A request's ranges follow each other.
+        let (mut keys, mut outputs, mut copies) = (Vec::new(), Vec::<Output>::new(), Vec::new());
         let mut first = 0;
-        for (key, staged) in &launched.parts {
+        for (key, staged) in &launched.staged {
+            // A request that ended meanwhile has no use for its rows.
             let Some(active) = self.active.get_mut(key) else { continue };
             if keys.last() != Some(key) {
-                active.time(timing);
+                active.add_timing(timing);
                 keys.push(*key);
                 first = outputs.as_flattened().len();
-                outputs.push(active.give_output());
+                outputs.push(active.take_output());
             }
-            pieces.push((first + ROWS, group.answer(staged)));
-            if active.wants_routing() {
-                let (ids, weights) = group.routing(staged, launched.lane.top_k);
-                pieces.extend([(first + IDS, ids), (first + WEIGHTS, weights)]);
+            copies.push((first + ROWS, group.answer(staged)));
+            if active.request().return_routing {
+                let (ids, weights) = group.routing(staged, launched.top_k);
+                copies.extend([(first + IDS, ids), (first + WEIGHTS, weights)]);
             }
         }
-        self.copier.append(&pieces, outputs.as_flattened_mut());
+        self.copier.append(&copies, outputs.as_flattened_mut());
         for (key, output) in keys.iter().zip(outputs) {
-            let Some(active) = self.active.get_mut(key) else { continue };
-            active.take_output(output);
-            if active.is_whole()
-                && let Some(active) = self.active.remove(key)
-            {
-                let version = self
-                    .shared
-                    .model
-                    .read()
-                    .map_or_else(|e| e.into_inner().weight_version, |m| m.weight_version);
-                active.answer(generation, version, ranks, now);
+            if let Some(active) = self.active.get_mut(key) {
+                active.put_output(output);
             }
         }
-        let elapsed = now - launched.formed;
+        let now = Instant::now();
+        self.step_loop.step_done(group.generation(), done.step, self.shared.time(now));
         self.shared.steps_total.fetch_add(1, Ordering::Relaxed);
-        self.metrics.step(done.tokens, elapsed);
+        self.metrics.step(done.tokens, now - launched.formed);
         for (rank, (completion, tokens)) in done.completions.iter().zip(&launched.tokens_per_rank).enumerate()
         {
             let phases = completion.phase_ns.map(Duration::from_nanos);
             self.metrics.rank(rank, *tokens as u64, u64::from(completion.expert_rows), &phases);
         }
-        if let Some(rate) = self.rate.add(done.tokens, launched.formed, now) {
-            self.shared.inbox().tokens_per_second = rate;
+    }
+
+    fn answer(&mut self, key: RequestKey, receipt: Receipt) {
+        if let Some(active) = self.active.remove(&key) {
+            active.answer(receipt);
         }
     }
 
-    /// Drops requests whose caller went away or whose deadline passed while no step could be formed.
-    fn sweep(&mut self) {
-        let now = Instant::now();
-        if now < self.next_sweep {
-            return;
-        }
-        self.next_sweep = now + TICK;
-        let Driver { queue, active, .. } = self;
-        let gone = queue.remove_where(|key| {
-            active.get(&key).is_none_or(|a| !a.is_in_step() && (a.is_cancelled() || a.is_late(now)))
-        });
-        for (key, tokens) in gone {
-            self.shared.inbox().queued_tokens -= tokens;
-            if let Some(active) = self.active.remove(&key) {
-                active.leave(now);
+    fn fail(&mut self, key: RequestKey, failure: Failure) {
+        let Some(active) = self.active.remove(&key) else { return };
+        let request = active.request();
+        match failure {
+            Failure::Unavailable { reason, retry_after } => {
+                active.fail(StepError::Unavailable { reason: reason.as_ref().to_owned(), retry_after });
+            }
+            Failure::DeadlineExceeded => active.fail(StepError::DeadlineExceeded),
+            Failure::Cancelled => {
+                tracing::debug!(request = %request.id, "cancelled");
+                metrics::counter!(names::REQUESTS_CANCELLED_TOTAL).increment(1);
+            }
+            Failure::Poisoned { lost_steps } => {
+                tracing::error!(
+                    request = %request.id, layer = %request.layer, tokens = request.tokens, dtype = %request.dtype,
+                    k = request.routing.as_ref().map(|given| given.k), lost_steps,
+                    "a request ended the generation that computed nothing else; it is not tried again"
+                );
+                metrics::counter!(names::REQUESTS_POISONED_TOTAL).increment(1);
+                active.fail(StepError::Poisoned { lost_steps });
             }
         }
-        // Answers do not show it: without this, a service that went idle would show its last requests for ever.
-        self.show_queue();
     }
 
-    fn check_drain(&mut self) {
-        let mut inbox = self.shared.inbox();
-        let Some(drain) = &mut inbox.drain else { return };
-        let idle = self.active.is_empty();
-        if !idle && Instant::now() < drain.deadline {
-            return;
+    /// Sleeps until something happens: mail, a completion, news of a rank, or the time of the next decision.
+    fn wait(&mut self) {
+        let now = Instant::now();
+        let until = self.shared.instant(self.step_loop.wake_at(self.shared.time(now)));
+        let has_waiting = self.step_loop.has_waiting();
+        let Driver { shared, group, experts_ended, .. } = self;
+        if let Some(group) = group {
+            group.want_early_notice(has_waiting);
         }
-        if !inbox.incoming.is_empty() {
-            return;
-        }
-        let waiters = inbox.drain.take().map(|drain| drain.waiters).unwrap_or_default();
-        drop(inbox);
-        let dropped = self.active.len() as u64;
-        self.fail_all(&StepError::Unavailable {
-            reason: "the service is draining, and its drain timeout passed before the answer was complete"
-                .into(),
-            retry_after: Duration::from_secs(1),
+        let spin = self.cluster.spin.saturating_sub(now - self.last_event);
+        let policy = WaitPolicy { spin, deadline: Some(until) };
+        let event = shared.bell.bell().wait_until(policy, || {
+            shared.has_mail()
+                || group.as_mut().is_some_and(|group| {
+                    group.collect()
+                        || (has_waiting
+                            && group.experts_ended().is_some_and(|step| Some(step) != *experts_ended))
+                })
         });
-        tracing::info!(requests_dropped = dropped, "drained");
-        for waiter in waiters {
-            let _ = waiter.send(DrainReport { requests_dropped: dropped });
+        // A timeout is the periodic tick; it does not count as an event.
+        if event.is_ok() {
+            self.last_event = Instant::now();
         }
-        self.end = Some(ServiceEnd::Drained);
     }
 }

@@ -1,10 +1,9 @@
-//! The step loop: admission, deadlines, step forming, fairness.
+//! The step loop: the thread that drives the state machine of [`expertd_scheduler`], and the service in front of it.
 
 mod active;
 mod driver;
-mod plan;
-mod queue;
-mod rate;
 mod service;
+mod thread;
 
+pub use expertd_scheduler::OnFault;
 pub use service::{SchedulerConfig, Service, ServiceEnd, StartError};

@@ -1,108 +1,117 @@
-//! The scheduler as the API sees it: admission on the caller's thread, everything else on the step loop's.
+//! The service in front of the step loop: admission on the caller's thread, everything else on the step loop's.
 
+use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use expertd_ipc::{RegionError, RouterBell};
+use expertd_scheduler::{Inbox, OnFault, Refusal, StepKind, Submission, Time};
+use expertd_types::{Generation, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
-use super::driver::Driver;
+use super::thread;
 use crate::backend::{
     Backend, DrainFuture, DrainReport, ModelInfo, Pending, Request, ServiceState, ServiceStatus, StepError,
     SubmitError,
 };
 use crate::cluster::ClusterConfig;
-use expertd_ipc::{RegionError, RouterBell};
-use expertd_types::Generation;
 
-/// Seconds after which an overloaded caller may try again while no step has told yet how fast they are.
-const UNKNOWN_WAIT: f64 = 0.1;
+/// How the service ended.
+pub use expertd_scheduler::End as ServiceEnd;
 
 /// How steps are formed and how much may wait for them.
 #[derive(Clone, Debug)]
 pub struct SchedulerConfig {
     /// Rows of one step, all ranks together.
     pub max_tokens_per_step: usize,
-    /// Rows that may wait; a request is taken in whatever its size while nothing waits.
+    /// Rows that may wait; an empty queue accepts a request of any size.
     pub max_queued_tokens: usize,
-    /// How long the first request of a step waits for company.
+    /// How long the oldest request waits for others to join its step.
     pub max_wait: Duration,
     /// How long requests in flight may take once a drain has begun, if the drain does not say.
     pub drain_timeout: Duration,
+    /// What a fault of the EP group means to requests without an answer.
+    pub on_fault: OnFault,
     /// Threads that copy the rows of large steps from requests and to answers, the step loop's own included.
     pub copy_threads: usize,
-}
-
-/// How the service ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ServiceEnd {
-    /// By a drain.
-    Drained,
-    /// Weights could not be loaded, several times over.
-    LoadFailed(String),
-    /// Generations kept ending before they were ready.
-    SetupFailed(String),
 }
 
 /// The answer's way back.
 pub(super) type Reply = oneshot::Sender<Result<crate::backend::Answer, StepError>>;
 
-/// A request on its way from the API to the step loop.
-pub(super) struct Incoming {
+/// What belongs to a request beside its [`Submission`].
+pub(super) struct Payload {
     pub(super) request: Request,
     pub(super) reply: Reply,
-    pub(super) admitted: Instant,
 }
 
-/// Whether requests are taken in.
-pub(super) enum Admission {
-    Open,
-    NotReady { reason: String, retry_after: Duration },
-    Draining,
+/// The callers' side: what the lock guards.
+pub(super) struct Front {
+    pub(super) inbox: Inbox<Payload>,
+    /// Those who asked for a drain.
+    pub(super) drain_waiters: Vec<oneshot::Sender<DrainReport>>,
+    /// Whether the step loop is gone.
+    pub(super) has_ended: bool,
 }
 
-/// What the API writes and the step loop takes out.
-pub(super) struct Inbox {
-    pub(super) admission: Admission,
-    pub(super) incoming: Vec<Incoming>,
-    /// Rows admitted and not yet in a step.
-    pub(super) queued_tokens: usize,
-    /// Rows per second of late; what the hint to an overloaded caller follows from.
-    pub(super) tokens_per_second: f64,
-    pub(super) drain: Option<Drain>,
-}
-
-/// A drain that was asked for.
-pub(super) struct Drain {
-    pub(super) deadline: Instant,
-    pub(super) waiters: Vec<oneshot::Sender<DrainReport>>,
-}
-
-/// What both sides share.
+/// What callers and the step loop share.
 pub(super) struct Shared {
-    pub(super) inbox: Mutex<Inbox>,
-    /// Set with the inbox, so that the step loop need not lock it to see that nothing came.
-    pub(super) mail: AtomicBool,
+    front: Mutex<Front>,
+    /// Set together with news for the step loop, so that it need not take the lock to see that there are none.
+    has_mail: AtomicBool,
     pub(super) bell: RouterBell,
     pub(super) model: RwLock<Arc<ModelInfo>>,
     pub(super) state: watch::Sender<ServiceState>,
     pub(super) status: Mutex<ServiceStatus>,
     pub(super) steps_total: AtomicU64,
-    pub(super) end: watch::Sender<Option<ServiceEnd>>,
     config: SchedulerConfig,
     started: Instant,
 }
 
 impl Shared {
-    pub(super) fn inbox(&self) -> MutexGuard<'_, Inbox> {
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    fn new(model: ModelInfo, config: SchedulerConfig, seed: u64) -> Result<Self, RegionError> {
+        let inbox = Inbox::new(config.max_queued_tokens, seed);
+        Ok(Shared {
+            front: Mutex::new(Front { inbox, drain_waiters: Vec::new(), has_ended: false }),
+            has_mail: AtomicBool::new(false),
+            bell: RouterBell::create()?,
+            model: RwLock::new(Arc::new(model)),
+            state: watch::Sender::new(ServiceState::Loading),
+            status: Mutex::new(ServiceStatus::default()),
+            steps_total: AtomicU64::new(0),
+            config,
+            started: Instant::now(),
+        })
     }
 
-    /// Wakes the step loop.
-    pub(super) fn wake(&self) {
-        self.mail.store(true, Ordering::Release);
-        self.bell.bell().ring();
+    /// The callers' side. A panic while the lock was held leaves counts that are true: each is written by one statement.
+    pub(super) fn front(&self) -> MutexGuard<'_, Front> {
+        self.front.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The time as the state machine counts it.
+    pub(super) fn time(&self, instant: Instant) -> Time {
+        Time(0) + instant.saturating_duration_since(self.started)
+    }
+
+    /// The instant of a time.
+    pub(super) fn instant(&self, time: Time) -> Instant {
+        self.started + time.since(Time(0))
+    }
+
+    /// Whether callers have left anything since the last call.
+    pub(super) fn take_mail_flag(&self) -> bool {
+        self.has_mail.swap(false, Ordering::AcqRel)
+    }
+
+    pub(super) fn has_mail(&self) -> bool {
+        self.has_mail.load(Ordering::Acquire)
+    }
+
+    pub(super) fn weight_version(&self) -> WeightVersion {
+        self.model.read().unwrap_or_else(PoisonError::into_inner).weight_version
     }
 
     pub(super) fn set_state(&self, state: ServiceState, reason: &str) {
@@ -121,9 +130,11 @@ impl Shared {
     }
 }
 
-/// The scheduler and the EP group under it.
+/// The step loop and the EP group under it.
 pub struct Service {
     shared: Arc<Shared>,
+    /// The step loop's thread holds the sender: it ends with the thread, however that ends.
+    end: watch::Receiver<Option<ServiceEnd>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -137,42 +148,21 @@ impl Service {
         cluster: ClusterConfig,
         config: SchedulerConfig,
     ) -> Result<Arc<Self>, StartError> {
-        let shared = Arc::new(Shared {
-            inbox: Mutex::new(Inbox {
-                admission: Admission::NotReady {
-                    reason: "the weights are being loaded".into(),
-                    retry_after: Duration::from_secs(1),
-                },
-                incoming: Vec::new(),
-                queued_tokens: 0,
-                tokens_per_second: 0.0,
-                drain: None,
-            }),
-            mail: AtomicBool::new(false),
-            bell: RouterBell::create()?,
-            model: RwLock::new(Arc::new(model)),
-            state: watch::Sender::new(ServiceState::Loading),
-            status: Mutex::new(ServiceStatus::default()),
-            steps_total: AtomicU64::new(0),
-            end: watch::Sender::new(None),
-            config: config.clone(),
-            started: Instant::now(),
-        });
-        let driver = Driver::new(Arc::clone(&shared), cluster, config);
-        // One thread for the whole life of the service: ranks die with the thread that started them.
-        let thread = std::thread::Builder::new().name("steps".into()).spawn(move || driver.run())?;
-        Ok(Arc::new(Service { shared, thread: Mutex::new(Some(thread)) }))
+        let seed = RandomState::new().hash_one(std::process::id());
+        let shared = Arc::new(Shared::new(model, config.clone(), seed)?);
+        let (thread, end) = thread::start(Arc::clone(&shared), cluster, config, seed)?;
+        Ok(Arc::new(Service { shared, end, thread: Mutex::new(Some(thread)) }))
     }
 
-    /// Resolves when the service has ended.
+    /// Resolves when the service has ended, also by a fault of the step loop itself.
     pub async fn ended(&self) -> ServiceEnd {
-        let mut end = self.shared.end.subscribe();
+        let mut end = self.end.clone();
         loop {
             if let Some(end) = end.borrow_and_update().clone() {
                 return end;
             }
             if end.changed().await.is_err() {
-                return ServiceEnd::SetupFailed("the step loop ended unexpectedly".into());
+                return ServiceEnd::SetupFailed(thread::GONE.into());
             }
         }
     }
@@ -183,6 +173,11 @@ impl Service {
         if let Some(thread) = thread {
             let _ = thread.join();
         }
+    }
+
+    /// Wakes the step loop.
+    fn wake(&self) {
+        self.shared.bell.bell().ring();
     }
 }
 
@@ -197,43 +192,52 @@ pub enum StartError {
     Thread(#[from] std::io::Error),
 }
 
+impl From<Refusal> for SubmitError {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Overloaded { queued_tokens, max_queued_tokens, retry_after } => {
+                SubmitError::Overloaded {
+                    reason: format!(
+                        "{queued_tokens} tokens wait for a step already, and this request would exceed \
+                     max-queued-tokens = {max_queued_tokens}"
+                    ),
+                    retry_after,
+                }
+            }
+            Refusal::Draining => SubmitError::Draining,
+            Refusal::NotReady { reason, retry_after } => {
+                SubmitError::NotReady { reason: reason.as_ref().to_owned(), retry_after }
+            }
+            Refusal::DeadlineExceeded => SubmitError::DeadlineExceeded,
+        }
+    }
+}
+
 impl Backend for Service {
     fn model(&self) -> Arc<ModelInfo> {
         Arc::clone(&self.shared.model.read().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn submit(&self, request: Request) -> Result<Pending, SubmitError> {
-        let now = Instant::now();
-        if request.deadline.is_some_and(|deadline| deadline <= now) {
-            return Err(SubmitError::DeadlineExceeded);
-        }
-        let limit = self.shared.config.max_queued_tokens;
-        let mut inbox = self.shared.inbox();
-        match &inbox.admission {
-            Admission::Open => {}
-            Admission::Draining => return Err(SubmitError::Draining),
-            Admission::NotReady { reason, retry_after } => {
-                return Err(SubmitError::NotReady { reason: reason.clone(), retry_after: *retry_after });
-            }
-        }
-        let queued = inbox.queued_tokens;
-        if queued > 0 && queued + request.tokens > limit {
-            let reason = format!(
-                "{queued} tokens wait for a step already, and {} more would exceed max-queued-tokens = {limit}",
-                request.tokens
-            );
-            let rate = inbox.tokens_per_second;
-            let wait = if rate > 0.0 { queued as f64 / rate } else { UNKNOWN_WAIT };
-            return Err(SubmitError::Overloaded {
-                reason,
-                retry_after: Duration::from_secs_f64(wait.clamp(0.005, 5.0)),
-            });
-        }
-        inbox.queued_tokens += request.tokens;
+        let model = self.shared.model.read().unwrap_or_else(PoisonError::into_inner);
+        let own_k = model.layers.get(&request.layer).map_or(1, |layer| layer.top_k);
+        drop(model);
+        let top_k = request.routing.as_ref().map_or(own_k, |given| given.k);
+        let submission = Submission {
+            client: request.client,
+            kind: StepKind { layer: request.layer, top_k },
+            tokens: request.tokens,
+            deadline: request.deadline.map(|deadline| self.shared.time(deadline)),
+        };
+        let now = self.shared.time(Instant::now());
         let (reply, pending) = oneshot::channel();
-        inbox.incoming.push(Incoming { request, reply, admitted: now });
-        drop(inbox);
-        self.shared.wake();
+        let payload = Payload { request, reply };
+        let mut front = self.shared.front();
+        front.inbox.submit(now, submission, payload)?;
+        // Under the lock, so that mail never lies there without the flag.
+        self.shared.has_mail.store(true, Ordering::Release);
+        drop(front);
+        self.wake();
         Ok(pending)
     }
 
@@ -241,7 +245,7 @@ impl Backend for Service {
         let mut status = self.shared.status.lock().unwrap_or_else(PoisonError::into_inner).clone();
         status.uptime = self.shared.started.elapsed();
         status.steps_total = self.shared.steps_total.load(Ordering::Relaxed);
-        status.tokens_queued = self.shared.inbox().queued_tokens as u64;
+        status.tokens_queued = self.shared.front().inbox.queued_tokens() as u64;
         status
     }
 
@@ -252,15 +256,70 @@ impl Backend for Service {
     fn drain(&self, timeout: Option<Duration>) -> DrainFuture {
         let (report, reported) = oneshot::channel();
         let deadline = Instant::now() + timeout.unwrap_or(self.shared.config.drain_timeout);
-        let mut inbox = self.shared.inbox();
-        inbox.admission = Admission::Draining;
-        let drain = inbox.drain.get_or_insert_with(|| Drain { deadline, waiters: Vec::new() });
-        drain.deadline = drain.deadline.min(deadline);
-        drain.waiters.push(report);
-        drop(inbox);
-        self.shared.set_state(ServiceState::Draining, "draining");
-        self.shared.wake();
+        let deadline = self.shared.time(deadline);
+        let mut front = self.shared.front();
+        front.inbox.drain(deadline);
+        if !front.has_ended {
+            front.drain_waiters.push(report);
+        }
+        self.shared.has_mail.store(true, Ordering::Release);
+        drop(front);
+        self.wake();
         // A drain that finds the step loop gone has nothing left to wait for.
         Box::pin(async move { reported.await.unwrap_or(DrainReport { requests_dropped: 0 }) })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(super) mod tests {
+    use expertd_types::LayerId;
+
+    use super::*;
+    use crate::backend::{ClientKey, Limits};
+
+    /// What callers and a step loop would share.
+    pub(in crate::steps) fn shared() -> Arc<Shared> {
+        let limits = Limits {
+            max_tokens_per_request: 64,
+            max_tokens_per_step: 32,
+            max_tokens_per_rank: 32,
+            max_message_bytes: 1 << 20,
+            max_streams_per_connection: 1,
+            max_requests_per_stream: 1,
+            max_connections: 1,
+            max_bytes_in_flight: 1 << 20,
+        };
+        let model = ModelInfo {
+            name: "m".into(),
+            family: "f".into(),
+            weight_version: WeightVersion(1),
+            generation: Generation(0),
+            hidden: 8,
+            num_layers: 1,
+            layers: std::collections::BTreeMap::new(),
+            weight_formats: Vec::new(),
+            limits,
+            placement: Vec::new(),
+        };
+        let config = SchedulerConfig {
+            max_tokens_per_step: 32,
+            max_queued_tokens: 64,
+            max_wait: Duration::ZERO,
+            drain_timeout: Duration::from_secs(1),
+            on_fault: OnFault::Retry,
+            copy_threads: 1,
+        };
+        Arc::new(Shared::new(model, config, 1).unwrap())
+    }
+
+    /// A service whose thread is gone.
+    pub(in crate::steps) fn service(end: watch::Receiver<Option<ServiceEnd>>) -> Service {
+        Service { shared: shared(), end, thread: Mutex::new(None) }
+    }
+
+    pub(in crate::steps) fn submission() -> Submission {
+        let kind = StepKind { layer: LayerId(0), top_k: 1 };
+        Submission { client: ClientKey(1), kind, tokens: 1, deadline: None }
     }
 }

@@ -1,28 +1,38 @@
-//! The HTTP endpoint for scrapers (`/metrics`) and probes (`/healthz`, `/readyz`).
+//! The scrape endpoint: `/metrics`, and `/healthz` and `/readyz` for probes that speak HTTP.
+//!
+//! Probes need no credentials and may speak plaintext. A scrape from beyond loopback needs a token, over TLS where that
+//! is configured. Every connection is served at once; the oldest one makes way when there are too many.
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Method, Request, Response, StatusCode, header};
+use http::{HeaderMap, Method, Request, Response, StatusCode, header};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_util::sync::CancellationToken;
 
+use super::Rarely;
 use super::recorder::Recorder;
+use crate::api::{Access, Protocol, ServerTls};
+use crate::watchdog;
 
-/// Largest number of open connections; further ones wait.
-const MAX_CONNECTIONS: usize = 16;
-/// Time limit for a client to send its request.
+/// Connections at once. The oldest one is ended when there are more.
+const MAX_CONNECTIONS: usize = 64;
+/// How long a client may take to send its request, TLS handshake included.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Longest duration of a connection, which serves one short scrape.
-const CONNECTION_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long a connection may last: a scrape is one short exchange.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
+/// The first byte of a TLS handshake, which no HTTP request starts with.
+const TLS_HANDSHAKE: u8 = 22;
 
 /// Returns whether requests are admitted, and the reason if they are not.
 pub type Probe = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
@@ -30,8 +40,20 @@ pub type Probe = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
 /// A bound metrics endpoint.
 pub struct MetricsEndpoint {
     listener: TcpListener,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
     recorder: Recorder,
     ready: Probe,
+    access: Arc<Access>,
+}
+
+/// How a request came.
+#[derive(Clone, Copy)]
+struct Way {
+    loopback: bool,
+    encrypted: bool,
 }
 
 impl MetricsEndpoint {
@@ -43,8 +65,10 @@ impl MetricsEndpoint {
         address: SocketAddr,
         recorder: Recorder,
         ready: Probe,
+        access: Arc<Access>,
     ) -> std::io::Result<MetricsEndpoint> {
-        Ok(MetricsEndpoint { listener: TcpListener::bind(address).await?, recorder, ready })
+        let shared = Arc::new(Shared { recorder, ready, access });
+        Ok(MetricsEndpoint { listener: TcpListener::bind(address).await?, shared })
     }
 
     /// The address that the endpoint is bound to.
@@ -57,45 +81,91 @@ impl MetricsEndpoint {
 
     /// Serves until the future is dropped.
     pub async fn run(self) {
-        let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        let mut open: VecDeque<CancellationToken> = VecDeque::new();
+        let mut failed = Rarely::default();
         loop {
-            let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
-            let stream = match self.listener.accept().await {
-                Ok((stream, _)) => stream,
+            let (stream, peer) = match self.listener.accept().await {
+                Ok(accepted) => accepted,
                 Err(error) => {
-                    tracing::warn!(%error, "the metrics endpoint could not accept a connection");
-                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    if let Some(times) = failed.now() {
+                        tracing::warn!(%error, times, "the metrics endpoint could not accept a connection");
+                    }
+                    tokio::time::sleep(Duration::from_millis(50)).await;
                     continue;
                 }
             };
-            let recorder = self.recorder.clone();
-            let ready = Arc::clone(&self.ready);
+            open.retain(|end| !end.is_cancelled());
+            if open.len() >= MAX_CONNECTIONS
+                && let Some(oldest) = open.pop_front()
+            {
+                oldest.cancel();
+            }
+            let end = CancellationToken::new();
+            open.push_back(end.clone());
+            let shared = Arc::clone(&self.shared);
             tokio::spawn(async move {
-                let service = service_fn(move |request| {
-                    let response = answer(&request, &recorder, &ready);
-                    async move { Ok::<_, Infallible>(response) }
-                });
-                let connection = http1::Builder::new()
-                    .timer(TokioTimer::new())
-                    .header_read_timeout(HEADER_TIMEOUT)
-                    .serve_connection(TokioIo::new(stream), service);
-                if let Ok(Err(error)) = tokio::time::timeout(CONNECTION_TIMEOUT, connection).await {
-                    tracing::debug!(%error, "a connection to the metrics endpoint failed");
+                let over = end.clone().drop_guard();
+                let serving = serve(stream, peer.ip().to_canonical().is_loopback(), shared);
+                tokio::select! {
+                    () = end.cancelled() => {}
+                    _ = tokio::time::timeout(CONNECTION_TIMEOUT, serving) => {}
                 }
-                drop(slot);
+                drop(over);
             });
         }
     }
 }
 
-fn answer(request: &Request<Incoming>, recorder: &Recorder, ready: &Probe) -> Response<Full<Bytes>> {
+/// Serves one connection, which may begin with a TLS handshake where TLS is configured.
+async fn serve(stream: TcpStream, loopback: bool, shared: Arc<Shared>) {
+    let mut first = [0];
+    let Some(tls) = shared.access.tls() else {
+        return exchange(stream, Way { loopback, encrypted: false }, shared).await;
+    };
+    match tokio::time::timeout(HEADER_TIMEOUT, stream.peek(&mut first)).await {
+        Ok(Ok(1)) if first == [TLS_HANDSHAKE] => serve_tls(stream, loopback, &tls, shared).await,
+        Ok(Ok(1)) => exchange(stream, Way { loopback, encrypted: false }, shared).await,
+        _ => {}
+    }
+}
+
+async fn serve_tls(stream: TcpStream, loopback: bool, tls: &ServerTls, shared: Arc<Shared>) {
+    let handshake = tls.acceptor(Protocol::Http1).accept(stream);
+    if let Ok(Ok(stream)) = tokio::time::timeout(HEADER_TIMEOUT, handshake).await {
+        exchange(stream, Way { loopback, encrypted: true }, shared).await;
+    }
+}
+
+async fn exchange(stream: impl AsyncRead + AsyncWrite + Unpin, way: Way, shared: Arc<Shared>) {
+    let service = service_fn(move |request| {
+        let response = answer(&request, way, &shared);
+        async move { Ok::<_, Infallible>(response) }
+    });
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_TIMEOUT)
+        .max_buf_size(16 << 10)
+        .serve_connection(TokioIo::new(stream), service);
+    if let Err(error) = connection.await {
+        tracing::debug!(%error, "a scrape ended early");
+    }
+}
+
+fn answer(request: &Request<Incoming>, way: Way, shared: &Shared) -> Response<Full<Bytes>> {
     if request.method() != Method::GET && request.method() != Method::HEAD {
         return text(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD are allowed\n".to_owned());
     }
+    let unwell = watchdog::lost();
     match request.uri().path() {
-        "/metrics" => text(StatusCode::OK, recorder.render()),
+        "/metrics" => match refusal(request.headers(), way, &shared.access) {
+            None => text(StatusCode::OK, shared.recorder.render()),
+            Some((status, why)) => text(status, format!("{why}\n")),
+        },
+        "/healthz" | "/readyz" if unwell.is_some() => {
+            text(StatusCode::SERVICE_UNAVAILABLE, format!("{}\n", unwell.unwrap_or_default()))
+        }
         "/healthz" => text(StatusCode::OK, "alive\n".to_owned()),
-        "/readyz" => match ready() {
+        "/readyz" => match (shared.ready)() {
             Ok(()) => text(StatusCode::OK, "ready\n".to_owned()),
             Err(reason) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")),
         },
@@ -104,6 +174,23 @@ fn answer(request: &Request<Incoming>, recorder: &Recorder, ready: &Probe) -> Re
             "not found; the paths are /metrics, /healthz and /readyz\n".to_owned(),
         ),
     }
+}
+
+/// Why a scrape is refused, if it is. Where neither tokens nor TLS are configured, `--insecure` has allowed it.
+fn refusal(headers: &HeaderMap, way: Way, access: &Access) -> Option<(StatusCode, &'static str)> {
+    if way.loopback {
+        return None;
+    }
+    if access.has_tls() && !way.encrypted {
+        return Some((StatusCode::FORBIDDEN, "scrapes from other hosts need https"));
+    }
+    if access.has_tokens() && !access.may_scrape(headers) {
+        return Some((
+            StatusCode::UNAUTHORIZED,
+            "scrapes from other hosts need `authorization: Bearer TOKEN`",
+        ));
+    }
+    None
 }
 
 fn text(status: StatusCode, body: String) -> Response<Full<Bytes>> {

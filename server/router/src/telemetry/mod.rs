@@ -5,10 +5,12 @@ mod handles;
 mod logs;
 pub mod names;
 mod process;
+mod rarely;
 mod recorder;
 
 pub use endpoint::{MetricsEndpoint, Probe};
 pub use handles::{RequestMetrics, StepMetrics};
-pub use logs::{LogError, LogFormat, init_logs};
+pub use logs::{LogError, LogFormat, flush_logs, init_logs, tell};
 pub use process::{ResidentBytes, resident_bytes};
+pub(crate) use rarely::Rarely;
 pub use recorder::{Recorder, install_recorder};

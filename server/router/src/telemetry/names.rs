@@ -77,6 +77,8 @@ metrics_table! {
     QUEUE_DURATION_SECONDS = "expertd_queue_duration_seconds", Kind::Histogram(LATENCY_BUCKETS), Seconds, [];
     /// Requests whose caller went away before the answer was ready.
     REQUESTS_CANCELLED_TOTAL = "expertd_requests_cancelled_total", Kind::Counter, Count, [];
+    /// Requests that ended the EP group each time that it computed them, and were given up (POISONED).
+    REQUESTS_POISONED_TOTAL = "expertd_requests_poisoned_total", Kind::Counter, Count, [];
     /// Steps completed.
     STEPS_TOTAL = "expertd_steps_total", Kind::Counter, Count, [];
     /// Tokens in each step, of all its requests together.
@@ -98,16 +100,23 @@ metrics_table! {
     GENERATION_ENDS_TOTAL = "expertd_generation_ends_total", Kind::Counter, Count, ["reason"];
     /// Always 1. The label is the loaded weight version, which has more digits than a sample can hold.
     WEIGHT_VERSION = "expertd_weight_version", Kind::Gauge, Count, ["version"];
-    /// 1 while the service admits requests, otherwise 0.
+    /// 1 while a generation serves and the service does not drain, otherwise 0.
     READY = "expertd_ready", Kind::Gauge, Count, [];
     /// Open client connections.
     CONNECTIONS = "expertd_connections", Kind::Gauge, Count, [];
     /// Client connections accepted.
     CONNECTIONS_ACCEPTED_TOTAL = "expertd_connections_accepted_total", Kind::Counter, Count, [];
-    /// Connections that the service refused or closed, by reason: limit (too many connections), silent (the peer never
-    /// spoke HTTP/2), stalled_write (the peer does not read), stalled_request and stalled_answer (a message moves too
-    /// slowly).
+    /// Connections that the service refused or closed, by reason: limit, address_limit and client_limit (too many
+    /// connections), evicted (made way for another one), tls (failed or slow handshake), silent (the peer never spoke HTTP/2), unauthenticated (no credentials
+    /// in time), stalled_write (the peer does not read), stalled_request and stalled_answer (a message moves too slowly),
+    /// unread (too many bytes in the transport), flood (too many control frames), idle, age.
     CONNECTIONS_ENDED_TOTAL = "expertd_connections_ended_total", Kind::Counter, Count, ["reason"];
+    /// Calls of authenticated clients, by name. A stream is one call.
+    CLIENT_CALLS_TOTAL = "expertd_client_calls_total", Kind::Counter, Count, ["client"];
+    /// Reloads of changed certificates and token files: ok, or error, which leaves the earlier ones in force.
+    CREDENTIAL_RELOADS_TOTAL = "expertd_credential_reloads_total", Kind::Counter, Count, ["result"];
+    /// Log lines dropped because standard error did not take them in time.
+    LOG_LINES_DROPPED_TOTAL = "expertd_log_lines_dropped_total", Kind::Counter, Count, [];
     /// Bytes charged for requests: each is charged from its arrival until its answer has left.
     BYTES_IN_FLIGHT = "expertd_bytes_in_flight", Kind::Gauge, Bytes, [];
     /// Upper bound of `expertd_bytes_in_flight`; requests beyond it wait or are refused.

@@ -12,7 +12,8 @@ use prost::encoding::{decode_varint, encode_varint, encoded_len_varint};
 use tonic::Status;
 
 use super::body::{Charges, Leaving, PREFIX, charged_bytes};
-use super::budget::{Stage, Ticket};
+use super::budget::Ticket;
+use super::connection::Stage;
 
 /// Rows of this size and more are sent without copying them into the encoded answer.
 const APART_BYTES: usize = 64 << 10;
@@ -35,6 +36,8 @@ pub(in crate::api) fn take_large(rows: &mut Bytes) -> Option<Bytes> {
 pub(in crate::api) struct ResponseBody {
     inner: tonic::body::Body,
     charges: Option<Arc<Charges>>,
+    /// What the call itself is charged, until its last byte has left.
+    _call: Option<Ticket>,
     /// Whether messages are those of a `ForwardStream`.
     streaming: bool,
     /// What was encoded and is to be sent before anything else.
@@ -45,13 +48,14 @@ impl ResponseBody {
     pub(in crate::api) fn charged(
         inner: tonic::body::Body,
         charges: Arc<Charges>,
+        call: Option<Ticket>,
         streaming: bool,
     ) -> ResponseBody {
-        ResponseBody { inner, charges: Some(charges), streaming, queue: VecDeque::new() }
+        ResponseBody { inner, charges: Some(charges), _call: call, streaming, queue: VecDeque::new() }
     }
 
-    pub(in crate::api) fn plain(inner: tonic::body::Body) -> ResponseBody {
-        ResponseBody { inner, charges: None, streaming: false, queue: VecDeque::new() }
+    pub(in crate::api) fn plain(inner: tonic::body::Body, call: Option<Ticket>) -> ResponseBody {
+        ResponseBody { inner, charges: None, _call: call, streaming: false, queue: VecDeque::new() }
     }
 
     /// Ties charges to encoded messages, and puts rows that were kept apart where they belong.
@@ -161,7 +165,8 @@ mod tests {
     use prost::Message;
     use tokio_util::sync::CancellationToken;
 
-    use super::super::budget::{Budget, Connection};
+    use super::super::budget::Budget;
+    use super::super::connection::Connection;
     use super::*;
     use crate::backend::ClientKey;
 
@@ -183,7 +188,7 @@ mod tests {
     /// What is sent, and where its frames lay.
     async fn send(encoded: Vec<u8>, charges: Arc<Charges>, streaming: bool) -> (Vec<u8>, Vec<*const u8>) {
         let inner = tonic::body::Body::new(Full::new(Bytes::from(encoded)));
-        let mut body = ResponseBody::charged(inner, charges, streaming);
+        let mut body = ResponseBody::charged(inner, charges, None, streaming);
         let (mut sent, mut addresses) = (Vec::new(), Vec::new());
         while let Some(frame) = body.frame().await {
             let data = frame.expect("no error").into_data().expect("data");
@@ -210,11 +215,11 @@ mod tests {
     #[tokio::test]
     async fn on_a_stream_each_answer_gets_its_own_rows_and_keeps_its_charge() {
         let budget = Budget::new(1 << 20, 1 << 10);
-        let connection = Connection::new(ClientKey(1), CancellationToken::new());
+        let connection = Connection::new(ClientKey(1), Arc::default(), CancellationToken::new());
         let charges = Arc::new(Charges::default());
         let (mut encoded, mut expected, mut apart) = (Vec::new(), Vec::new(), Vec::new());
         let mut leave = |id: u64, length: Option<usize>, large: bool| {
-            let ticket = budget.try_charge(&connection, 100).expect("there is room");
+            let ticket = budget.try_message(&connection, &connection.peer, 100).expect("there is room");
             let message = |rows: Bytes| {
                 let result = match length {
                     Some(_) => Outcome::Response(answer(rows)),

@@ -1,10 +1,10 @@
-//! Request bodies, whose messages are charged to the budget before their bytes are taken out of the transport.
+//! Request bodies, whose messages are charged to the budget as their bytes arrive.
 //!
 //! gRPC has no content length, but every message starts with a flag and its length in five bytes. The request body
-//! reads these itself, charges the whole message at once, and only then hands its bytes on. Where there is no room
-//! (or the message is too large) a unary call ends at once; on a stream the message is skipped at wire speed and
-//! stands in the stream as an empty one with its id, so that the stream goes on and the transport's windows never
-//! fill with bytes that nobody takes.
+//! reads these itself, keeps the message until all of it is there, and charges each part of it before it keeps it. Where
+//! there is no room (or the message is too large) a unary call ends at once; on a stream the message is skipped at wire
+//! speed and stands in the stream as an empty one with its id, so that the stream goes on and the transport's windows
+//! never fill with bytes that nothing takes.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -18,7 +18,8 @@ use http_body::{Body, Frame};
 use tonic::Status;
 
 use super::apart::{self, APART_BYTES, Gathering};
-use super::budget::{Budget, Connection, Stage, Ticket};
+use super::budget::{Budget, Ticket};
+use super::connection::{Connection, Owner, Stage};
 use crate::api::service::failure::Failure;
 use expertd_types::ChunkedBytes;
 
@@ -107,6 +108,8 @@ pub(in crate::api) fn charged_bytes(bytes: Bytes, ticket: Ticket) -> Bytes {
 pub(in crate::api) struct Terms {
     pub(in crate::api) budget: Arc<Budget>,
     pub(in crate::api) connection: Arc<Connection>,
+    /// What the charges count for.
+    pub(in crate::api) owner: Arc<Owner>,
     /// Largest message.
     pub(in crate::api) limit: usize,
     /// Whether several messages are legal.
@@ -115,17 +118,15 @@ pub(in crate::api) struct Terms {
     pub(in crate::api) forward: bool,
 }
 
-type Wait = Pin<Box<dyn Future<Output = Option<Ticket>> + Send>>;
+type Wait = Pin<Box<dyn Future<Output = bool> + Send>>;
 
 enum State {
     /// Gathers a prefix that is split over chunks.
     Prefix { bytes: [u8; PREFIX], have: usize },
-    /// A prefix was read; there is no room yet.
-    Waiting { wait: Wait, prefix: [u8; PREFIX], length: usize, emit: Option<[u8; PREFIX]> },
-    /// Hands on what is left of a charged message, prefix included if it lies in one chunk.
-    Message { left: usize, ticket: Ticket },
     /// Keeps a charged message until all of it is there, without its prefix.
     Gathering { left: usize, ticket: Ticket, message: Gathering },
+    /// There is no room yet for the next `take` bytes of a message.
+    Waiting { wait: Wait, take: usize, left: usize, ticket: Ticket, message: Gathering },
     /// Throws away what is left of a refused message.
     Skipping { left: usize, head: BytesMut, status: Status },
     /// Over: the end was reached or an error handed on.
@@ -151,6 +152,7 @@ pub(in crate::api) struct RequestBody<B> {
 
 impl<B> RequestBody<B> {
     pub(in crate::api) fn new(inner: B, terms: Terms, charges: Arc<Charges>) -> RequestBody<B> {
+        terms.connection.body_begins();
         RequestBody {
             inner,
             terms,
@@ -162,78 +164,74 @@ impl<B> RequestBody<B> {
         }
     }
 
-    /// Decides about a message whose prefix is known. `emit` is the prefix if it no longer lies in `pending`.
-    fn begin(&mut self, prefix: [u8; PREFIX], emit: Option<[u8; PREFIX]>) -> Result<Option<Bytes>, Status> {
+    /// The next message with its prefix, if it is small, lies in `pending` as a whole, and can be charged at once.
+    fn small_message(&mut self) -> Option<Bytes> {
+        let (&[flag, a, b, c, d], rest) = self.pending.split_first_chunk::<PREFIX>()?;
+        let length = u32::from_be_bytes([a, b, c, d]) as usize;
+        let small = length <= self.terms.limit && !(self.terms.forward && length >= APART_BYTES);
+        if flag != 0 || !small || rest.len() < length || (self.messages > 0 && !self.terms.streaming) {
+            return None;
+        }
+        let Terms { budget, connection, owner, .. } = &self.terms;
+        let ticket = budget.try_message(connection, owner, length).ok()?;
+        ticket.try_grow(length).ok()?;
+        self.messages += 1;
+        self.arrived(ticket, None);
+        Some(self.pending.split_to(PREFIX + length))
+    }
+
+    /// Notes that a message is complete.
+    fn arrived(&self, ticket: Ticket, rows: Option<ChunkedBytes>) {
+        ticket.enter(Stage::Working);
+        if self.terms.forward {
+            self.charges.arrive(Arrival::Charged(ticket, rows));
+        }
+        self.charges.lists().complete_at = Some(Instant::now());
+    }
+
+    /// Decides about a message whose prefix has been taken out of `pending`.
+    fn begin(&mut self, prefix: [u8; PREFIX]) -> Result<Option<Bytes>, Status> {
         let length = u32::from_be_bytes([prefix[1], prefix[2], prefix[3], prefix[4]]) as usize;
         self.messages += 1;
         if self.messages > 1 && !self.terms.streaming {
             return Err(Failure::field("body", "a unary call has one message, found a second one").into());
+        }
+        if prefix[0] != 0 {
+            return Err(Status::unimplemented("compressed messages are not accepted; send them as they are"));
         }
         if length > self.terms.limit {
             let text = format!(
                 "the message has {length} bytes, at most {} are accepted (GetModel says so); send fewer tokens per request",
                 self.terms.limit
             );
-            return self.refuse(Failure::field("body", text).into(), length, emit.is_some());
+            return self.refuse(Failure::field("body", text).into(), length, BytesMut::new());
         }
-        match self.terms.budget.try_charge(&self.terms.connection, length) {
-            Some(ticket) => Ok(self.admit(ticket, prefix, length, emit)),
-            None => {
-                let wait = Arc::clone(&self.terms.budget).charge(Arc::clone(&self.terms.connection), length);
-                self.state = State::Waiting { wait: Box::pin(wait), prefix, length, emit };
+        let Terms { budget, connection, owner, .. } = &self.terms;
+        match budget.try_message(connection, owner, length) {
+            Ok(ticket) => {
+                self.state = State::Gathering { left: length, ticket, message: Gathering::default() };
+                self.end_of_gathering();
                 Ok(None)
             }
+            Err(_) => self.refuse(Failure::NoRoom.into(), length, BytesMut::new()),
         }
     }
 
-    fn admit(
-        &mut self,
-        ticket: Ticket,
-        prefix: [u8; PREFIX],
-        length: usize,
-        emit: Option<[u8; PREFIX]>,
-    ) -> Option<Bytes> {
-        // Compressed ones are the decoder's to understand.
-        if self.terms.forward && length >= APART_BYTES && prefix[0] == 0 {
-            if emit.is_none() {
-                let _ = self.pending.split_to(PREFIX);
-            }
-            self.state = State::Gathering { left: length, ticket, message: Gathering::default() };
-            return None;
-        }
-        self.charges.arrive(Arrival::Charged(ticket.clone(), None));
-        // The decoder makes room for a message once it has seen the prefix. Of a message in several chunks it gets the
-        // prefix alone first, so that it does not move the first chunk to a larger place.
-        let spans_chunks = length + PREFIX > self.pending.len();
-        let handed_on = match emit {
-            Some(prefix) => Some(Bytes::copy_from_slice(&prefix)),
-            None if spans_chunks => Some(self.pending.split_to(PREFIX)),
-            None => None,
-        };
-        let left = if handed_on.is_some() { length } else { length + PREFIX };
-        self.state = State::Message { left, ticket };
-        self.end_of_message();
-        handed_on
-    }
-
-    fn refuse(&mut self, status: Status, length: usize, prefix_taken: bool) -> Result<Option<Bytes>, Status> {
-        if !self.terms.streaming {
+    /// Ends a unary call, or skips the `left` bytes of a message that starts with `head`.
+    fn refuse(&mut self, status: Status, left: usize, head: BytesMut) -> Result<Option<Bytes>, Status> {
+        if !self.terms.streaming || !self.terms.forward {
             return Err(status);
         }
-        if !prefix_taken {
-            let _ = self.pending.split_to(PREFIX);
-        }
-        self.state = State::Skipping { left: length, head: BytesMut::with_capacity(ID_FIELD), status };
+        self.state = State::Skipping { left, head, status };
         Ok(self.end_of_skipping())
     }
 
-    /// Leaves the state of a message that is complete.
-    fn end_of_message(&mut self) {
-        if let State::Message { left: 0, ticket } = &self.state {
-            ticket.enter(Stage::Working);
-            self.charges.lists().complete_at = Some(Instant::now());
-            self.state = new_prefix();
-        }
+    /// Refuses the message that is being gathered.
+    fn give_up(&mut self, message: Gathering, left: usize) -> Result<Option<Bytes>, Status> {
+        let message = message.finish();
+        let mut head = BytesMut::with_capacity(ID_FIELD);
+        message.view(0..message.len().min(ID_FIELD)).iter().for_each(|part| head.extend_from_slice(part));
+        self.refuse(Failure::NoRoom.into(), left, head)
     }
 
     /// Hands a gathered message on once it is complete: without its rows, or as it came.
@@ -244,7 +242,8 @@ impl<B> RequestBody<B> {
             return;
         };
         let message = message.finish();
-        let split = apart::split(&message, self.terms.streaming);
+        let worth_it = self.terms.forward && message.len() >= APART_BYTES;
+        let split = if worth_it { apart::split(&message, self.terms.streaming) } else { None };
         let (message, rows) = match split {
             Some(split) => (split.message.into(), Some(split.rows)),
             None => (message, None),
@@ -254,9 +253,7 @@ impl<B> RequestBody<B> {
         prefix.put_u32(message.len() as u32);
         self.gathered.push_back(prefix.freeze());
         self.gathered.extend(message);
-        ticket.enter(Stage::Working);
-        self.charges.arrive(Arrival::Charged(ticket, rows));
-        self.charges.lists().complete_at = Some(Instant::now());
+        self.arrived(ticket, rows);
     }
 
     /// Puts an empty message with the id of a refused one into the stream once all of it is skipped.
@@ -280,36 +277,41 @@ impl<B> RequestBody<B> {
             if let Some(bytes) = self.gathered.pop_front() {
                 return Poll::Ready(Ok(Some(bytes)));
             }
+            if matches!(self.state, State::Prefix { have: 0, .. })
+                && let Some(message) = self.small_message()
+            {
+                return Poll::Ready(Ok(Some(message)));
+            }
             match &mut self.state {
                 State::Done => return Poll::Ready(Ok(None)),
                 State::Waiting { wait, .. } => {
-                    let ticket = ready!(wait.as_mut().poll(cx));
-                    let State::Waiting { prefix, length, emit, .. } =
+                    let grown = ready!(wait.as_mut().poll(cx));
+                    let State::Waiting { take, left, ticket, mut message, .. } =
                         std::mem::replace(&mut self.state, State::Done)
                     else {
                         return Poll::Ready(Ok(None));
                     };
-                    let handed_on = match ticket {
-                        Some(ticket) => self.admit(ticket, prefix, length, emit),
-                        None => self.refuse(Failure::NoRoom.into(), length, emit.is_some())?,
-                    };
-                    if handed_on.is_some() {
-                        return Poll::Ready(Ok(handed_on));
+                    if grown {
+                        message.push(self.pending.split_to(take));
+                        self.state = State::Gathering { left: left - take, ticket, message };
+                        self.end_of_gathering();
+                    } else if let Some(stand_in) = self.give_up(message, left)? {
+                        return Poll::Ready(Ok(Some(stand_in)));
                     }
                 }
                 _ if self.pending.is_empty() => return Poll::Ready(Ok(None)),
-                State::Message { left, .. } => {
+                State::Gathering { left, ticket, message } => {
                     let take = (*left).min(self.pending.len());
-                    *left -= take;
-                    let handed_on = self.pending.split_to(take);
-                    self.end_of_message();
-                    return Poll::Ready(Ok(Some(handed_on)));
-                }
-                State::Gathering { left, message, .. } => {
-                    let take = (*left).min(self.pending.len());
-                    *left -= take;
-                    message.push(self.pending.split_to(take));
-                    self.end_of_gathering();
+                    if ticket.try_grow(take).is_ok() {
+                        *left -= take;
+                        message.push(self.pending.split_to(take));
+                        self.end_of_gathering();
+                    } else {
+                        let (left, ticket) = (*left, ticket.clone());
+                        let message = std::mem::take(message);
+                        let wait = Box::pin(ticket.clone().grow(take));
+                        self.state = State::Waiting { wait, take, left, ticket, message };
+                    }
                 }
                 State::Skipping { left, head, .. } => {
                     let take = (*left).min(self.pending.len());
@@ -321,13 +323,6 @@ impl<B> RequestBody<B> {
                         return Poll::Ready(Ok(Some(stand_in)));
                     }
                 }
-                State::Prefix { have: 0, .. } if self.pending.len() >= PREFIX => {
-                    let mut prefix = [0; PREFIX];
-                    prefix.copy_from_slice(&self.pending[..PREFIX]);
-                    if let Some(handed_on) = self.begin(prefix, None)? {
-                        return Poll::Ready(Ok(Some(handed_on)));
-                    }
-                }
                 State::Prefix { bytes, have } => {
                     let take = (PREFIX - *have).min(self.pending.len());
                     let part = self.pending.split_to(take);
@@ -335,7 +330,7 @@ impl<B> RequestBody<B> {
                     *have += take;
                     if *have == PREFIX {
                         let prefix = *bytes;
-                        if let Some(handed_on) = self.begin(prefix, Some(prefix))? {
+                        if let Some(handed_on) = self.begin(prefix)? {
                             return Poll::Ready(Ok(Some(handed_on)));
                         }
                     }
@@ -349,8 +344,7 @@ impl<B> RequestBody<B> {
         let missing = match &self.state {
             State::Prefix { have: 0, .. } | State::Done => return None,
             State::Prefix { have, .. } => format!("{} of the {PREFIX} bytes before a message", PREFIX - have),
-            State::Waiting { length, .. } => format!("{length} bytes of a message"),
-            State::Message { left, .. } | State::Gathering { left, .. } | State::Skipping { left, .. } => {
+            State::Waiting { left, .. } | State::Gathering { left, .. } | State::Skipping { left, .. } => {
                 format!("{left} bytes of a message")
             }
         };
@@ -401,7 +395,10 @@ where
                 return Poll::Ready(truncation.map(|status| Err(status.into())));
             };
             match frame.map_err(Into::into)?.into_data() {
-                Ok(data) => this.pending = data,
+                Ok(data) => {
+                    this.terms.connection.note_taken(data.len(), &this.terms.budget);
+                    this.pending = data;
+                }
                 Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
             }
         }
@@ -412,6 +409,12 @@ where
             && self.gathered.is_empty()
             && matches!(self.state, State::Prefix { have: 0, .. })
             && self.inner.is_end_stream()
+    }
+}
+
+impl<B> Drop for RequestBody<B> {
+    fn drop(&mut self) {
+        self.terms.connection.body_ends(&self.terms.budget);
     }
 }
 

@@ -12,7 +12,8 @@ use proptest::prelude::*;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
 
-use super::super::budget::{Budget, Connection};
+use super::super::budget::{Budget, MESSAGE_BYTES};
+use super::super::connection::Connection;
 use super::{Arrival, Charges, RequestBody, Terms, charged_bytes};
 use crate::backend::ClientKey;
 
@@ -52,8 +53,9 @@ fn cut(mut bytes: Bytes, sizes: &[usize]) -> Chunks {
 }
 
 fn terms(budget: &Arc<Budget>, streaming: bool) -> Terms {
-    let connection = Connection::new(ClientKey(1), CancellationToken::new());
-    Terms { budget: Arc::clone(budget), connection, limit: LIMIT, streaming, forward: true }
+    let connection = Connection::new(ClientKey(1), Arc::default(), CancellationToken::new());
+    let owner = Arc::clone(&connection.peer);
+    Terms { budget: Arc::clone(budget), connection, owner, limit: LIMIT, streaming, forward: true }
 }
 
 async fn read(body: RequestBody<Chunks>) -> Result<Bytes, Status> {
@@ -149,11 +151,11 @@ async fn messages_reach_the_decoder_without_a_copy() {
 
 #[tokio::test]
 async fn without_room_a_unary_call_ends_and_a_stream_goes_on() {
-    let budget = Budget::new(2 * (LIMIT + 1024), LIMIT);
-    let other = Connection::new(ClientKey(2), CancellationToken::new());
-    let third = Connection::new(ClientKey(3), CancellationToken::new());
-    let held = [budget.try_charge(&other, LIMIT), budget.try_charge(&third, LIMIT)];
-    assert!(held.iter().all(Option::is_some));
+    let budget = Budget::new(1, LIMIT);
+    let other = Connection::new(ClientKey(2), Arc::default(), CancellationToken::new());
+    let held = budget.try_message(&other, &other.peer, LIMIT).expect("there is room");
+    // Room for a message's place and a part of its bytes.
+    held.try_grow(budget.total() - budget.held() - MESSAGE_BYTES - 100).expect("there is room");
 
     let (field, whole) = message(1 << 40, 250);
     let bytes = Bytes::from(framed(&whole));
@@ -169,11 +171,36 @@ async fn without_room_a_unary_call_ends_and_a_stream_goes_on() {
     );
 }
 
+/// The bytes that a message announces are not charged before they are there.
+#[tokio::test]
+async fn a_prefix_alone_costs_next_to_nothing() {
+    struct Open(Option<Bytes>);
+    impl Body for Open {
+        type Data = Bytes;
+        type Error = Status;
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+            self.0.take().map_or(Poll::Pending, |bytes| Poll::Ready(Some(Ok(Frame::data(bytes)))))
+        }
+    }
+    let budget = Budget::new(1 << 20, 1 << 18);
+    let terms = Terms { limit: 1 << 18, ..terms(&budget, false) };
+    let prefix = Bytes::from_static(&[0, 0, 3, 0, 0, 1, 2, 3]);
+    let mut body = RequestBody::new(Open(Some(prefix)), terms, Arc::default());
+    let waiting = tokio::time::timeout(std::time::Duration::from_millis(5), body.frame()).await;
+    assert!(waiting.is_err(), "the message is not complete");
+    assert_eq!(budget.held(), MESSAGE_BYTES + 3);
+    drop(body);
+    assert_eq!(budget.held(), 0);
+}
+
 #[test]
 fn a_charge_lives_as_long_as_any_slice() {
     let budget = Budget::new(1 << 20, LIMIT);
-    let connection = Connection::new(ClientKey(1), CancellationToken::new());
-    let ticket = budget.try_charge(&connection, 100).expect("there is room");
+    let connection = Connection::new(ClientKey(1), Arc::default(), CancellationToken::new());
+    let ticket = budget.try_message(&connection, &connection.peer, 100).expect("there is room");
     let bytes = charged_bytes(Bytes::from_static(b"rows"), ticket);
     let slice = bytes.slice(1..2);
     drop(bytes);

@@ -1,63 +1,103 @@
-//! The bound on request bytes that the service holds at once, and what it knows about each connection.
+//! The bound on request bytes that the service holds at once.
 //!
-//! A message is charged when its length is known and before its bytes are taken out of the transport, all at once, so
-//! that no two half-arrived messages can wait for each other. The charge is given back when both its rows are dropped
-//! and its answer has left for the socket.
+//! A message is charged for the bytes of it that have arrived, never for the length that it announces. The charge is
+//! given back when both its rows are dropped and its answer has left for the socket. A message that finds no room for
+//! its next bytes waits a little and is then refused, which gives back what it held; so half-arrived messages never
+//! wait for each other for long.
+//!
+//! Small messages have a part of the bound that large ones cannot take. One connection, and one owner (a peer address
+//! or an authenticated client), may hold only a share of each part.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use tokio::sync::{Semaphore, TryAcquireError};
-use tokio_util::sync::CancellationToken;
+use tokio::sync::Semaphore;
 
-use crate::backend::ClientKey;
+use super::connection::{Connection, Owner, Stage};
 
 /// What a message costs on top of its own bytes: its place in tables and queues.
-const OVERHEAD_BYTES: usize = 1 << 10;
+pub(in crate::api) const MESSAGE_BYTES: usize = 1 << 10;
+/// What a call costs on top of its messages: its tasks, headers and buffers.
+pub(in crate::api) const CALL_BYTES: usize = 4 << 10;
 /// How long a message waits for room before it is refused.
 pub(in crate::api) const WAIT_FOR_ROOM: Duration = Duration::from_millis(100);
-/// What every HTTP/2 client sends first. Keep-alive watches over a connection from then on.
-const PREFACE_BYTES: u64 = 24;
+/// How often a message that waits for its connection's or owner's share looks again.
+const SHARE_ROUND: Duration = Duration::from_millis(5);
+/// Messages of one connection that may wait for room at once; further ones are refused at once.
+const MAX_WAITING: usize = 16;
 /// How long after a refusal the service counts as short of room.
 const PRESSURE: Duration = Duration::from_secs(1);
+/// Messages up to this length may use the part that is kept for small ones.
+const SMALL_BYTES: usize = 64 << 10;
 
 /// Bytes that may be in flight, over all connections.
 pub(in crate::api) struct Budget {
-    room: Semaphore,
-    total: usize,
+    common: Semaphore,
+    /// Kept for small messages and for calls.
+    small: Semaphore,
+    common_total: usize,
+    small_total: usize,
     per_connection: usize,
+    per_owner: usize,
+    small_per_owner: usize,
     epoch: Instant,
-    /// Milliseconds since `epoch` of the last time somebody had to wait, plus one; 0 if never.
+    /// Milliseconds since `epoch` of the last time that a message had to wait for others, plus one; 0 if never.
     short_at: AtomicU64,
+    /// Bytes of messages that lie in the transport and that no call has taken yet. Approximate.
+    unread: AtomicI64,
+}
+
+/// Why a charge could not be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::api) enum Lack {
+    /// The connection holds its share.
+    Connection,
+    /// The peer address or the client holds its share.
+    Owner,
+    /// The service holds as much as it may.
+    Service,
 }
 
 impl Budget {
-    /// `total` bytes in all; one connection may hold half of it, or one largest message.
+    /// `total` bytes in all, at least one largest message. One connection may hold half of it and one owner three
+    /// quarters; an eighth is kept for small messages.
     pub(in crate::api) fn new(total: usize, largest_message: usize) -> Arc<Budget> {
-        let largest = largest_message + OVERHEAD_BYTES;
-        let total = total.max(largest).min(Semaphore::MAX_PERMITS);
+        let largest = largest_message.saturating_add(MESSAGE_BYTES + CALL_BYTES);
+        let total = total.max(largest).min(Semaphore::MAX_PERMITS / 2);
+        let small_total = (total / 8).min(total - largest.min(total));
+        let common_total = total - small_total;
         Arc::new(Budget {
-            room: Semaphore::new(total),
-            total,
+            common: Semaphore::new(common_total),
+            small: Semaphore::new(small_total),
+            common_total,
+            small_total,
             per_connection: (total / 2).max(largest),
+            per_owner: (total / 4 * 3).max(largest),
+            small_per_owner: small_total / 2,
             epoch: Instant::now(),
             short_at: AtomicU64::new(0),
+            unread: AtomicI64::new(0),
         })
     }
 
     /// The bound itself.
     pub(in crate::api) fn total(&self) -> usize {
-        self.total
+        self.common_total + self.small_total
+    }
+
+    /// The bound on bytes that lie in the transport before a call takes them.
+    pub(in crate::api) fn unread_limit(&self) -> usize {
+        self.total() / 2
     }
 
     /// Bytes charged now.
     pub(in crate::api) fn held(&self) -> usize {
-        self.total - self.room.available_permits().min(self.total)
+        let free = self.common.available_permits() + self.small.available_permits();
+        self.total() - free.min(self.total())
     }
 
-    /// Whether somebody had to wait for room just now.
+    /// Whether a message had to wait for others within the last second.
     pub(in crate::api) fn is_short(&self) -> bool {
         let at = self.short_at.load(Ordering::Relaxed);
         at != 0 && self.epoch.elapsed() < Duration::from_millis(at - 1) + PRESSURE
@@ -68,316 +108,237 @@ impl Budget {
         self.short_at.store(now + 1, Ordering::Relaxed);
     }
 
-    /// Charges a message without waiting.
-    pub(in crate::api) fn try_charge(
+    /// Adds to the bytes that lie in the transport; the sum.
+    pub(in crate::api) fn add_unread(&self, bytes: i64) -> i64 {
+        self.unread.fetch_add(bytes, Ordering::Relaxed) + bytes
+    }
+
+    /// Whether more bytes lie in the transport than there should.
+    pub(in crate::api) fn too_much_unread(&self) -> bool {
+        usize::try_from(self.unread.load(Ordering::Relaxed)).is_ok_and(|unread| unread > self.unread_limit())
+    }
+
+    /// Charges a call, without the messages that it sends, with the `answer` bytes of what it may be sent.
+    pub(in crate::api) fn try_call(
         self: &Arc<Self>,
         connection: &Arc<Connection>,
-        message: usize,
-    ) -> Option<Ticket> {
-        let bytes = message + OVERHEAD_BYTES;
-        if !connection.reserve(bytes, self.per_connection) {
-            return None;
-        }
-        let permits = u32::try_from(bytes).ok()?;
-        match self.room.try_acquire_many(permits) {
-            Ok(permit) => {
-                permit.forget();
-                Some(Ticket::new(self, connection, bytes))
-            }
-            Err(TryAcquireError::NoPermits | TryAcquireError::Closed) => {
-                connection.unreserve(bytes);
-                None
-            }
-        }
+        owner: &Arc<Owner>,
+        answer: usize,
+    ) -> Result<Ticket, Lack> {
+        self.ticket(connection, owner, true, None, CALL_BYTES + answer)
     }
 
-    /// Charges a message, waiting a little for room; `None` if there is none.
-    pub(in crate::api) async fn charge(
-        self: Arc<Self>,
-        connection: Arc<Connection>,
-        message: usize,
-    ) -> Option<Ticket> {
-        self.note_shortage();
-        let bytes = message + OVERHEAD_BYTES;
-        let permits = u32::try_from(bytes).ok()?;
-        let deadline = tokio::time::Instant::now() + WAIT_FOR_ROOM;
-        // The connection's own share first: somebody who waits for himself must not stand in the common queue.
-        while !connection.reserve(bytes, self.per_connection) {
-            if tokio::time::Instant::now() >= deadline {
-                return None;
-            }
-            tokio::time::sleep(Duration::from_millis(2)).await;
-        }
-        let reservation = Reservation { connection: &connection, bytes };
-        let permit = tokio::time::timeout_at(deadline, self.room.acquire_many(permits)).await.ok()?.ok()?;
-        permit.forget();
-        std::mem::forget(reservation);
-        Some(Ticket::new(&self, &connection, bytes))
+    /// Charges the place of a message that announces `length` bytes, none of which have been charged yet.
+    pub(in crate::api) fn try_message(
+        self: &Arc<Self>,
+        connection: &Arc<Connection>,
+        owner: &Arc<Owner>,
+        length: usize,
+    ) -> Result<Ticket, Lack> {
+        let number = connection.track();
+        self.ticket(connection, owner, length <= SMALL_BYTES, Some(number), MESSAGE_BYTES)
+    }
+
+    fn ticket(
+        self: &Arc<Self>,
+        connection: &Arc<Connection>,
+        owner: &Arc<Owner>,
+        small: bool,
+        number: Option<u64>,
+        bytes: usize,
+    ) -> Result<Ticket, Lack> {
+        let ticket = Ticket(Arc::new(Charge {
+            budget: Arc::clone(self),
+            connection: Arc::clone(connection),
+            owner: Arc::clone(owner),
+            number,
+            small,
+            from_common: AtomicUsize::new(0),
+            from_small: AtomicUsize::new(0),
+        }));
+        // If this fails, the end of the ticket ends the tracking.
+        // Places and calls may use the small part, whatever the message's length.
+        ticket.0.take(bytes, true)?;
+        Ok(ticket)
     }
 }
 
-/// Gives a connection's reservation back if the wait for room ends or is dropped without a ticket.
-struct Reservation<'a> {
-    connection: &'a Connection,
-    bytes: usize,
-}
-
-impl Drop for Reservation<'_> {
-    fn drop(&mut self) {
-        self.connection.unreserve(self.bytes);
-    }
-}
-
-/// Where the message of a ticket is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::api) enum Stage {
-    /// Its bytes are being received.
-    Arriving,
-    /// It is queued or in a step.
-    Working,
-    /// Its answer is being sent.
-    Leaving,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Tracked {
-    stage: Stage,
-    since: Instant,
-    bytes: usize,
-}
-
-/// A charge. Clones share it; the last one to go gives it back.
+/// A charge, which grows as bytes arrive. Clones share it; the last one to go gives it back.
 #[derive(Clone)]
 pub(in crate::api) struct Ticket(Arc<Charge>);
 
 struct Charge {
     budget: Arc<Budget>,
     connection: Arc<Connection>,
-    number: u64,
-    bytes: usize,
+    owner: Arc<Owner>,
+    /// The message's number on its connection; `None` for a call.
+    number: Option<u64>,
+    /// Whether it may use the part that is kept for small messages.
+    small: bool,
+    from_common: AtomicUsize,
+    from_small: AtomicUsize,
+}
+
+impl Charge {
+    /// Takes `bytes` more from the shares and from the budget, all or nothing.
+    fn take(&self, bytes: usize, small: bool) -> Result<(), Lack> {
+        self.reserve(bytes)?;
+        if small && self.take_small(bytes) {
+            return Ok(());
+        }
+        // A request for more permits than there can be is a lack of room, not an error.
+        let permits = u32::try_from(bytes).ok();
+        match permits.and_then(|permits| self.budget.common.try_acquire_many(permits).ok()) {
+            Some(permit) => {
+                permit.forget();
+                self.from_common.fetch_add(bytes, Ordering::Relaxed);
+                Ok(())
+            }
+            None => {
+                self.unreserve(bytes);
+                Err(Lack::Service)
+            }
+        }
+    }
+
+    fn take_small(&self, bytes: usize) -> bool {
+        if !reserve(&self.owner.small, bytes, self.budget.small_per_owner) {
+            return false;
+        }
+        let permits = u32::try_from(bytes).ok();
+        let Some(permit) = permits.and_then(|permits| self.budget.small.try_acquire_many(permits).ok())
+        else {
+            self.owner.small.fetch_sub(bytes, Ordering::Relaxed);
+            return false;
+        };
+        permit.forget();
+        self.from_small.fetch_add(bytes, Ordering::Relaxed);
+        true
+    }
+
+    fn reserve(&self, bytes: usize) -> Result<(), Lack> {
+        if !reserve(&self.connection.held, bytes, self.budget.per_connection) {
+            return Err(Lack::Connection);
+        }
+        if !reserve(&self.owner.held, bytes, self.budget.per_owner) {
+            self.connection.held.fetch_sub(bytes, Ordering::Relaxed);
+            return Err(Lack::Owner);
+        }
+        Ok(())
+    }
+
+    fn unreserve(&self, bytes: usize) {
+        self.connection.held.fetch_sub(bytes, Ordering::Relaxed);
+        self.owner.held.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+/// Adds `bytes` to a counter that may reach `limit`.
+fn reserve(counter: &AtomicUsize, bytes: usize, limit: usize) -> bool {
+    let add = |held: usize| held.checked_add(bytes).filter(|&sum| sum <= limit);
+    counter.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).is_ok()
 }
 
 impl Ticket {
-    fn new(budget: &Arc<Budget>, connection: &Arc<Connection>, bytes: usize) -> Ticket {
-        let number = connection.track(bytes);
-        Ticket(Arc::new(Charge {
-            budget: Arc::clone(budget),
-            connection: Arc::clone(connection),
-            number,
-            bytes,
-        }))
+    /// Charges `bytes` more of a message without waiting.
+    pub(in crate::api) fn try_grow(&self, bytes: usize) -> Result<(), Lack> {
+        self.0.take(bytes, self.0.small)?;
+        self.note_arrival(bytes);
+        Ok(())
+    }
+
+    /// Charges `bytes` more of a message, waiting a little for room; whether there was any.
+    pub(in crate::api) async fn grow(self, bytes: usize) -> bool {
+        let charge = &*self.0;
+        let Some(_waiting) = Waiting::begin(&charge.connection) else { return false };
+        let deadline = tokio::time::Instant::now() + WAIT_FOR_ROOM;
+        // Shares first: a connection that waits for itself must not stand in the common queue.
+        loop {
+            match charge.reserve(bytes) {
+                Ok(()) => break,
+                Err(lack) => {
+                    if lack == Lack::Owner {
+                        charge.budget.note_shortage();
+                    }
+                    if tokio::time::Instant::now() >= deadline {
+                        return false;
+                    }
+                    tokio::time::sleep(SHARE_ROUND).await;
+                }
+            }
+        }
+        let reservation = Reservation { charge, bytes };
+        if charge.small && charge.take_small(bytes) {
+            std::mem::forget(reservation);
+            self.note_arrival(bytes);
+            return true;
+        }
+        charge.budget.note_shortage();
+        let Ok(permits) = u32::try_from(bytes) else { return false };
+        let room = charge.budget.common.acquire_many(permits);
+        let Ok(Ok(permit)) = tokio::time::timeout_at(deadline, room).await else { return false };
+        permit.forget();
+        charge.from_common.fetch_add(bytes, Ordering::Relaxed);
+        std::mem::forget(reservation);
+        self.note_arrival(bytes);
+        true
+    }
+
+    fn note_arrival(&self, bytes: usize) {
+        if let Some(number) = self.0.number {
+            self.0.connection.note_arrival(number, bytes);
+        }
     }
 
     /// Notes where the message is now.
     pub(in crate::api) fn enter(&self, stage: Stage) {
-        if let Some(tracked) = self.0.connection.tracked().get_mut(&self.0.number) {
-            tracked.stage = stage;
-            tracked.since = Instant::now();
+        if let Some(number) = self.0.number {
+            self.0.connection.enter(number, stage);
         }
+    }
+}
+
+/// Gives a reservation back if the wait for room ends or is dropped without success.
+struct Reservation<'a> {
+    charge: &'a Charge,
+    bytes: usize,
+}
+
+impl Drop for Reservation<'_> {
+    fn drop(&mut self) {
+        self.charge.unreserve(self.bytes);
+    }
+}
+
+/// One message of a connection that waits for room.
+struct Waiting<'a>(&'a Connection);
+
+impl<'a> Waiting<'a> {
+    fn begin(connection: &'a Connection) -> Option<Waiting<'a>> {
+        reserve(&connection.waiting, 1, MAX_WAITING).then(|| Waiting(connection))
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        self.connection.tracked().remove(&self.number);
-        self.connection.unreserve(self.bytes);
-        self.budget.room.add_permits(self.bytes);
-    }
-}
-
-/// How long a connection may leave things undone before the service ends it.
-#[derive(Clone, Copy, Debug)]
-pub struct Patience {
-    /// From accepting until the HTTP/2 preface is there.
-    pub silent: Duration,
-    /// For a message to arrive or an answer to leave, on top of `bytes / min_bytes_per_second`.
-    pub stalled: Duration,
-    /// The same while others wait for room.
-    pub stalled_when_short: Duration,
-    /// The least speed that counts as progress.
-    pub min_bytes_per_second: usize,
-}
-
-impl Default for Patience {
-    fn default() -> Patience {
-        Patience {
-            silent: Duration::from_secs(10),
-            stalled: Duration::from_secs(30),
-            stalled_when_short: Duration::from_secs(2),
-            min_bytes_per_second: 1 << 20,
+        if let Some(number) = self.number {
+            self.connection.forget(number);
         }
-    }
-}
-
-impl Patience {
-    fn allows(&self, tracked: &Tracked, short: bool) -> bool {
-        let grace = if short { self.stalled_when_short } else { self.stalled };
-        let transfer = Duration::from_secs_f64(tracked.bytes as f64 / self.min_bytes_per_second as f64);
-        tracked.stage == Stage::Working || tracked.since.elapsed() <= grace + transfer
-    }
-}
-
-/// What is known about one connection.
-pub(in crate::api) struct Connection {
-    pub(in crate::api) key: ClientKey,
-    /// Ends the connection at once.
-    pub(in crate::api) end: CancellationToken,
-    opened: Instant,
-    held: AtomicUsize,
-    read_bytes: AtomicU64,
-    /// Milliseconds since `opened`, plus one, at which the socket took no more bytes; 0 while it does.
-    blocked_at: AtomicU64,
-    next_ticket: AtomicU64,
-    tickets: Mutex<HashMap<u64, Tracked>>,
-}
-
-impl Connection {
-    pub(in crate::api) fn new(key: ClientKey, end: CancellationToken) -> Arc<Connection> {
-        Arc::new(Connection {
-            key,
-            end,
-            opened: Instant::now(),
-            held: AtomicUsize::new(0),
-            read_bytes: AtomicU64::new(0),
-            blocked_at: AtomicU64::new(0),
-            next_ticket: AtomicU64::new(0),
-            tickets: Mutex::default(),
-        })
-    }
-
-    pub(in crate::api) fn note_read(&self, bytes: usize) {
-        self.read_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-    }
-
-    /// Notes whether the socket takes bytes.
-    pub(in crate::api) fn note_write(&self, blocked: bool) {
-        let was = self.blocked_at.load(Ordering::Relaxed);
-        if blocked && was == 0 {
-            let now = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
-            self.blocked_at.store(now + 1, Ordering::Relaxed);
-        } else if !blocked && was != 0 {
-            self.blocked_at.store(0, Ordering::Relaxed);
-        }
-    }
-
-    /// Why the connection should be ended, if it should.
-    pub(in crate::api) fn overdue(&self, patience: &Patience, short: bool) -> Option<&'static str> {
-        if self.read_bytes.load(Ordering::Relaxed) < PREFACE_BYTES && self.opened.elapsed() > patience.silent
-        {
-            return Some("silent");
-        }
-        let blocked = self.blocked_at.load(Ordering::Relaxed);
-        if blocked != 0 && self.opened.elapsed() > Duration::from_millis(blocked - 1) + patience.stalled {
-            return Some("stalled_write");
-        }
-        self.tracked().values().find(|tracked| !patience.allows(tracked, short)).map(|tracked| match tracked
-            .stage
-        {
-            Stage::Leaving => "stalled_answer",
-            Stage::Arriving | Stage::Working => "stalled_request",
-        })
-    }
-
-    fn reserve(&self, bytes: usize, limit: usize) -> bool {
-        self.held
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |held| {
-                held.checked_add(bytes).filter(|&sum| sum <= limit)
-            })
-            .is_ok()
-    }
-
-    fn unreserve(&self, bytes: usize) {
-        self.held.fetch_sub(bytes, Ordering::Relaxed);
-    }
-
-    fn track(&self, bytes: usize) -> u64 {
-        let number = self.next_ticket.fetch_add(1, Ordering::Relaxed);
-        self.tracked().insert(number, Tracked { stage: Stage::Arriving, since: Instant::now(), bytes });
-        number
-    }
-
-    fn tracked(&self) -> MutexGuard<'_, HashMap<u64, Tracked>> {
-        self.tickets.lock().unwrap_or_else(PoisonError::into_inner)
+        let common = *self.from_common.get_mut();
+        let small = *self.from_small.get_mut();
+        self.unreserve(common + small);
+        self.owner.small.fetch_sub(small, Ordering::Relaxed);
+        self.budget.common.add_permits(common);
+        self.budget.small.add_permits(small);
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn connection(number: u64) -> Arc<Connection> {
-        Connection::new(ClientKey(number), CancellationToken::new())
-    }
-
-    #[test]
-    fn charges_come_back_when_the_last_clone_goes() {
-        let budget = Budget::new(1 << 20, 1 << 10);
-        let one = connection(1);
-        let ticket = budget.try_charge(&one, 1000).expect("there is room");
-        assert_eq!(budget.held(), 1000 + OVERHEAD_BYTES);
-        let clone = ticket.clone();
-        drop(ticket);
-        assert_eq!(budget.held(), 1000 + OVERHEAD_BYTES);
-        drop(clone);
-        assert_eq!(budget.held(), 0);
-        assert_eq!(one.held.load(Ordering::Relaxed), 0);
-        assert!(one.tracked().is_empty());
-    }
-
-    #[test]
-    fn one_connection_gets_half() {
-        let budget = Budget::new(1 << 20, 1 << 10);
-        let greedy = connection(1);
-        let mut tickets = Vec::new();
-        while let Some(ticket) = budget.try_charge(&greedy, 50_000) {
-            tickets.push(ticket);
-        }
-        assert!(budget.held() <= 1 << 19);
-        assert!(budget.held() > (1 << 19) - 60_000);
-        assert!(budget.try_charge(&connection(2), 50_000).is_some(), "others still have room");
-    }
-
-    #[test]
-    fn the_largest_message_always_fits_an_idle_service() {
-        let budget = Budget::new(10, 1 << 20);
-        assert!(budget.try_charge(&connection(1), 1 << 20).is_some());
-    }
-
-    #[tokio::test]
-    async fn waiting_for_room_ends_and_leaves_nothing_behind() {
-        let budget = Budget::new(100_000, 90_000);
-        let (one, two) = (connection(1), connection(2));
-        let held = budget.try_charge(&one, 90_000).expect("there is room");
-        assert!(!budget.is_short());
-        assert!(Arc::clone(&budget).charge(Arc::clone(&two), 90_000).await.is_none());
-        assert!(budget.is_short());
-        assert_eq!(two.held.load(Ordering::Relaxed), 0);
-
-        let waiting = tokio::spawn(Arc::clone(&budget).charge(Arc::clone(&two), 90_000));
-        tokio::task::yield_now().await;
-        drop(held);
-        assert!(waiting.await.expect("no panic").is_some(), "room that comes back in time is used");
-        assert_eq!(budget.held(), 0);
-    }
-
-    #[test]
-    fn stalled_transfers_are_overdue_and_work_is_not() {
-        let patience = Patience {
-            silent: Duration::from_secs(100),
-            stalled: Duration::from_secs(100),
-            stalled_when_short: Duration::ZERO,
-            min_bytes_per_second: usize::MAX,
-        };
-        let budget = Budget::new(1 << 20, 1 << 10);
-        let one = connection(1);
-        let ticket = budget.try_charge(&one, 10).expect("there is room");
-        std::thread::sleep(Duration::from_millis(2));
-        assert_eq!(one.overdue(&patience, true), Some("stalled_request"));
-        assert_eq!(one.overdue(&patience, false), None);
-        ticket.enter(Stage::Working);
-        assert_eq!(one.overdue(&patience, true), None);
-        ticket.enter(Stage::Leaving);
-        std::thread::sleep(Duration::from_millis(2));
-        assert_eq!(one.overdue(&patience, true), Some("stalled_answer"));
-    }
-}
+#[path = "budget_tests.rs"]
+mod tests;

@@ -4,3 +4,4 @@ pub(super) mod answer;
 mod apart;
 pub(super) mod body;
 pub(super) mod budget;
+pub(super) mod connection;

@@ -1,6 +1,5 @@
 //! What is known about a call from its headers.
 
-use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -37,18 +36,6 @@ impl Call {
 fn next_request_id() -> RequestId {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     RequestId(NEXT.fetch_add(1, Ordering::Relaxed))
-}
-
-/// Whom a call counts for: the hash of its `authorization` header, else its connection.
-pub(in crate::api) fn client_key(
-    headers: &HeaderMap,
-    connection: ClientKey,
-    hasher: &RandomState,
-) -> ClientKey {
-    match headers.get(http::header::AUTHORIZATION) {
-        Some(credential) => ClientKey(hasher.hash_one(credential.as_bytes())),
-        None => connection,
-    }
 }
 
 /// When we answer DEADLINE_EXCEEDED, from the `grpc-timeout` header: a tenth of the time before the caller's own timer
@@ -110,16 +97,5 @@ mod tests {
         assert_eq!(at("10S"), Ok(Some(now + Duration::from_millis(9990))));
         assert!(at("soon").is_err());
         assert_eq!(deadline(&HeaderMap::new(), now), Ok(None));
-    }
-
-    #[test]
-    fn credentials_come_before_connections() {
-        let hasher = RandomState::new();
-        let mut headers = HeaderMap::new();
-        assert_eq!(client_key(&headers, ClientKey(7), &hasher), ClientKey(7));
-        headers.insert("authorization", "Bearer x".parse().unwrap());
-        let key = client_key(&headers, ClientKey(7), &hasher);
-        assert_eq!(key, client_key(&headers, ClientKey(8), &hasher));
-        assert_ne!(key, ClientKey(7));
     }
 }

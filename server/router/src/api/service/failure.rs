@@ -7,7 +7,10 @@
 //! | [`Failure::WeightVersion`] | FAILED_PRECONDITION | PreconditionFailure |
 //! | [`Failure::NoRoom`], [`SubmitError::Overloaded`] | RESOURCE_EXHAUSTED | RetryInfo |
 //! | [`Failure::DeadlineExceeded`] and its like | DEADLINE_EXCEEDED | |
+//! | [`Failure::Unauthenticated`] | UNAUTHENTICATED | |
+//! | [`Failure::NotAllowed`] | PERMISSION_DENIED | |
 //! | draining, no group, faults | UNAVAILABLE | RetryInfo |
+//! | [`StepError::Poisoned`] | INTERNAL | |
 //!
 //! Each carries an ErrorInfo with a reason for machines.
 
@@ -48,6 +51,12 @@ pub(in crate::api) enum Failure {
     WeightVersion { expected: u64, loaded: u64 },
     #[error("the service holds as many request bytes as it may (max_bytes_in_flight)")]
     NoRoom,
+    #[error("this client has {limit} connections already; end some of them")]
+    TooManyConnections { limit: usize },
+    #[error("{0}")]
+    Unauthenticated(&'static str),
+    #[error("{0}")]
+    NotAllowed(&'static str),
     #[error("the deadline passed before the answer was complete")]
     DeadlineExceeded,
     #[error("the service is shutting down")]
@@ -69,13 +78,18 @@ impl Failure {
             Failure::Invalid { .. } => Code::InvalidArgument,
             Failure::UnknownModel { .. } | Failure::UnknownLayer { .. } => Code::NotFound,
             Failure::WeightVersion { .. } => Code::FailedPrecondition,
-            Failure::NoRoom | Failure::Submit(SubmitError::Overloaded { .. }) => Code::ResourceExhausted,
+            Failure::NoRoom
+            | Failure::TooManyConnections { .. }
+            | Failure::Submit(SubmitError::Overloaded { .. }) => Code::ResourceExhausted,
+            Failure::Unauthenticated(_) => Code::Unauthenticated,
+            Failure::NotAllowed(_) => Code::PermissionDenied,
             Failure::DeadlineExceeded
             | Failure::Submit(SubmitError::DeadlineExceeded)
             | Failure::Step(StepError::DeadlineExceeded) => Code::DeadlineExceeded,
             Failure::ShuttingDown
             | Failure::Submit(SubmitError::Draining | SubmitError::NotReady { .. })
             | Failure::Step(StepError::Unavailable { .. }) => Code::Unavailable,
+            Failure::Step(StepError::Poisoned { .. }) => Code::Internal,
         }
     }
 
@@ -87,6 +101,9 @@ impl Failure {
             Failure::UnknownLayer { .. } => "UNKNOWN_LAYER",
             Failure::WeightVersion { .. } => "WEIGHT_VERSION_MISMATCH",
             Failure::NoRoom => "BYTES_IN_FLIGHT",
+            Failure::TooManyConnections { .. } => "TOO_MANY_CONNECTIONS",
+            Failure::Unauthenticated(_) => "UNAUTHENTICATED",
+            Failure::NotAllowed(_) => "PERMISSION_DENIED",
             Failure::Submit(SubmitError::Overloaded { .. }) => "OVERLOADED",
             Failure::DeadlineExceeded
             | Failure::Submit(SubmitError::DeadlineExceeded)
@@ -94,12 +111,13 @@ impl Failure {
             Failure::ShuttingDown | Failure::Submit(SubmitError::Draining) => "DRAINING",
             Failure::Submit(SubmitError::NotReady { .. }) => "NOT_READY",
             Failure::Step(StepError::Unavailable { .. }) => "STEP_FAILED",
+            Failure::Step(StepError::Poisoned { .. }) => "POISONED",
         }
     }
 
     fn retry_after(&self) -> Option<Duration> {
         match self {
-            Failure::NoRoom => Some(RETRY_WITHOUT_ROOM),
+            Failure::NoRoom | Failure::TooManyConnections { .. } => Some(RETRY_WITHOUT_ROOM),
             Failure::ShuttingDown | Failure::Submit(SubmitError::Draining) => Some(RETRY_AFTER_DRAIN),
             Failure::Submit(
                 SubmitError::Overloaded { retry_after, .. } | SubmitError::NotReady { retry_after, .. },
@@ -119,7 +137,7 @@ impl From<Failure> for Status {
         match &failure {
             Failure::Invalid { violations } => {
                 for violation in violations {
-                    details.add_bad_request_violation(violation.field, violation.text.clone());
+                    details.add_bad_request_violation(violation.field, one_line(&violation.text));
                 }
             }
             Failure::UnknownModel { given, known } => {
@@ -137,8 +155,47 @@ impl From<Failure> for Status {
             }
             _ => {}
         }
-        Status::with_error_details(failure.code(), failure.to_string(), details)
+        let text = match &failure {
+            // These begin in the cluster, whose texts are for operators.
+            Failure::Submit(_) | Failure::Step(_) => public_text(&failure.to_string()),
+            _ => failure.to_string(),
+        };
+        Status::with_error_details(failure.code(), one_line(&text), details)
     }
+}
+
+/// The longest message of a status, bytes. It travels in a header, whose size clients limit.
+const MAX_MESSAGE_BYTES: usize = 1024;
+
+/// A message without control characters and not too long.
+fn one_line(text: &str) -> String {
+    let end = text.floor_char_boundary(MAX_MESSAGE_BYTES);
+    let cut = end < text.len();
+    let mut line: String =
+        text[..end].chars().map(|char| if char.is_control() { ' ' } else { char }).collect();
+    if cut {
+        line.push('…');
+    }
+    line
+}
+
+/// A reason without what only operators should read: paths and process ids.
+pub(in crate::api) fn public_text(text: &str) -> String {
+    let mut words: Vec<String> = Vec::new();
+    for word in text.split(' ') {
+        let inner = word.trim_start_matches(['`', '"', '\'', '(', '[']);
+        let after_process = words.last().is_some_and(|last| last == "process" || last == "pid");
+        if after_process && inner.starts_with(|char: char| char.is_ascii_digit()) {
+            // "rank 1, process 77, ended" becomes "rank 1, process, ended".
+            let rest = inner.trim_start_matches(|char: char| char.is_ascii_digit());
+            words.last_mut().iter_mut().for_each(|last| last.push_str(rest));
+        } else if inner.len() > 1 && inner.starts_with('/') {
+            words.push("(a file of the service)".to_owned());
+        } else {
+            words.push(word.to_owned());
+        }
+    }
+    words.join(" ")
 }
 
 /// The same status as a message on a stream.
@@ -172,5 +229,30 @@ pub const fn code_name(code: Code) -> &'static str {
         Code::Unavailable => "UNAVAILABLE",
         Code::DataLoss => "DATA_LOSS",
         Code::Unauthenticated => "UNAUTHENTICATED",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clients_read_no_paths_and_no_process_ids() {
+        for (text, public) in [
+            ("rank 1, process 4711, ended (signal: 9)", "rank 1, process, ended (signal: 9)"),
+            ("rank 0: /models/m/model.safetensors: short", "rank 0: (a file of the service) short"),
+            ("cannot open `/etc/x` (/tmp/y)", "cannot open (a file of the service) (a file of the service)"),
+            ("7 of 8 steps and/or more", "7 of 8 steps and/or more"),
+        ] {
+            assert_eq!(public_text(text), public);
+        }
+    }
+
+    #[test]
+    fn a_status_is_one_short_line() {
+        let text = format!("a\nb{}", "é".repeat(5000));
+        let status = Status::from(Failure::field("model", text));
+        assert!(status.message().len() <= MAX_MESSAGE_BYTES + 4 && !status.message().contains('\n'));
+        assert!(status.details().len() < 2 * MAX_MESSAGE_BYTES);
     }
 }

@@ -4,25 +4,51 @@ use std::sync::Arc;
 
 use metrics::gauge;
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
+use super::failure::public_text;
 use crate::backend::{Backend, ServiceState};
 use crate::telemetry::{Probe, names};
+use crate::watchdog;
 
 const MOE: &str = "expertd.v1.Moe";
 
-/// Keeps the readiness in `reporter` at what the backend says, until the backend is gone.
-pub(in crate::api) async fn follow(reporter: HealthReporter, mut state: watch::Receiver<ServiceState>) {
+/// Keeps the readiness in `reporter` at what the backend says, until the backend is gone or the
+/// service has ended. Once the watchdog has missed something, nothing is serving any more.
+pub(in crate::api) async fn follow(
+    reporter: HealthReporter,
+    mut state: watch::Receiver<ServiceState>,
+    end: CancellationToken,
+) {
+    let heartbeat = watchdog::watch("the task that follows the service's health");
     loop {
-        let serving = *state.borrow_and_update() == ServiceState::Serving;
+        let lost = watchdog::lost().is_some();
+        let serving = *state.borrow_and_update() == ServiceState::Serving && !lost;
         gauge!(names::READY).set(if serving { 1.0 } else { 0.0 });
         let status = if serving { ServingStatus::Serving } else { ServingStatus::NotServing };
         reporter.set_service_status(MOE, status).await;
-        if state.changed().await.is_err() {
-            gauge!(names::READY).set(0.0);
-            reporter.set_service_status(MOE, ServingStatus::NotServing).await;
-            return;
+        if lost {
+            reporter.set_service_status("", ServingStatus::NotServing).await;
+        }
+        loop {
+            heartbeat.tick();
+            let changed = tokio::time::timeout(watchdog::TICK, state.changed());
+            let changed = tokio::select! {
+                () = end.cancelled() => return heartbeat.finish(),
+                changed = changed => changed,
+            };
+            match changed {
+                Ok(Ok(())) => break,
+                Err(_) if watchdog::lost().is_some() != lost => break,
+                Err(_) => {}
+                Ok(Err(_)) => {
+                    gauge!(names::READY).set(0.0);
+                    reporter.set_service_status(MOE, ServingStatus::NotServing).await;
+                    return heartbeat.finish();
+                }
+            }
         }
     }
 }
@@ -30,11 +56,14 @@ pub(in crate::api) async fn follow(reporter: HealthReporter, mut state: watch::R
 /// Readiness for probes that speak HTTP.
 pub fn ready_probe(backend: Arc<dyn Backend>) -> Probe {
     Arc::new(move || {
+        if let Some(reason) = watchdog::lost() {
+            return Err(reason.to_owned());
+        }
         let status = backend.status();
         match status.state {
             ServiceState::Serving => Ok(()),
             state if status.reason.is_empty() => Err(format!("{state:?}")),
-            state => Err(format!("{state:?}: {}", status.reason)),
+            state => Err(format!("{state:?}: {}", public_text(&status.reason))),
         }
     })
 }

@@ -2,7 +2,7 @@
 
 pub(super) mod admin;
 pub(super) mod call;
-mod convert;
+pub(super) mod convert;
 pub(super) mod failure;
 pub(super) mod health;
 pub(super) mod moe;

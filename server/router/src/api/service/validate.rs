@@ -14,6 +14,9 @@ use crate::backend::{ClientKey, GivenRouting, ModelInfo, MoeLayerInfo, Request, 
 use expertd_types::ChunkedBytes;
 use expertd_types::{DType, LayerId};
 
+/// The longest name of a model, bytes.
+const MAX_NAME_BYTES: usize = 256;
+
 /// What a request carries beside its message.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::api) struct Envelope {
@@ -99,6 +102,13 @@ pub(in crate::api) fn validate(
 pub(in crate::api) fn check_model(model: &ModelInfo, name: &str) -> Result<(), Failure> {
     if name.is_empty() || name == model.name {
         return Ok(());
+    }
+    if name.len() > MAX_NAME_BYTES {
+        let found = name.len();
+        return Err(Failure::field(
+            "model",
+            format!("a name has at most {MAX_NAME_BYTES} bytes, found {found}"),
+        ));
     }
     Err(Failure::UnknownModel { given: name.to_owned(), known: model.name.clone() })
 }

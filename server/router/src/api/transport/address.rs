@@ -1,9 +1,10 @@
 //! Where the service listens: TCP and Unix-domain sockets.
 
 use std::fmt;
+use std::fs::Permissions;
 use std::io;
 use std::net::SocketAddr;
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::str::FromStr;
@@ -11,6 +12,9 @@ use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio_rustls::server::TlsStream;
+
+use super::places::Origin;
 
 /// An address to listen on: `HOST:PORT` (numeric host, port 0 picks a free one) or `unix:/PATH`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -61,6 +65,14 @@ impl fmt::Display for Address {
     }
 }
 
+impl Address {
+    /// Whether hosts other than this one can reach it.
+    #[must_use]
+    pub fn is_beyond_loopback(&self) -> bool {
+        matches!(self, Address::Tcp(address) if !address.ip().is_loopback())
+    }
+}
+
 /// Why an address could not be bound.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
@@ -104,11 +116,12 @@ pub(in crate::api) enum Listener {
 }
 
 impl Listener {
-    pub(in crate::api) async fn bind(address: &Address) -> Result<Listener, BindError> {
+    /// Binds an address. A Unix-domain socket gets `mode`.
+    pub(in crate::api) async fn bind(address: &Address, mode: u32) -> Result<Listener, BindError> {
         let failed = |source| BindError::System { address: address.clone(), source };
         match address {
             Address::Tcp(socket) => TcpListener::bind(socket).await.map(Listener::Tcp).map_err(failed),
-            Address::Unix(path) => bind_unix(path),
+            Address::Unix(path) => bind_unix(path, mode),
         }
     }
 
@@ -120,19 +133,25 @@ impl Listener {
         }
     }
 
-    pub(in crate::api) async fn accept(&self) -> io::Result<Socket> {
+    /// The next connection and where it comes from.
+    pub(in crate::api) async fn accept(&self) -> io::Result<(Socket, Origin)> {
         match self {
             Listener::Tcp(listener) => {
-                let (stream, _) = listener.accept().await?;
-                stream.set_nodelay(true)?;
-                Ok(Socket::Tcp(stream))
+                let (stream, peer) = listener.accept().await?;
+                // Fails where the peer is gone already, which the first read tells.
+                let _ = stream.set_nodelay(true);
+                Ok((Socket::Tcp(stream), Origin::address(peer.ip())))
             }
-            Listener::Unix(listener, _) => Ok(Socket::Unix(listener.accept().await?.0)),
+            Listener::Unix(listener, _) => {
+                let (stream, _) = listener.accept().await?;
+                let user = stream.peer_cred()?.uid();
+                Ok((Socket::Unix(stream), Origin::User(user)))
+            }
         }
     }
 }
 
-fn bind_unix(path: &Path) -> Result<Listener, BindError> {
+fn bind_unix(path: &Path, mode: u32) -> Result<Listener, BindError> {
     let failed = |source| BindError::System { address: Address::Unix(path.to_owned()), source };
     let listener = match UnixListener::bind(path) {
         Ok(listener) => listener,
@@ -143,6 +162,8 @@ fn bind_unix(path: &Path) -> Result<Listener, BindError> {
         Err(error) => return Err(failed(error)),
     };
     let file = SocketFile::of(path).map_err(failed)?;
+    // Until here the process's umask decides; who connects earlier is told apart by its user all the same.
+    std::fs::set_permissions(path, Permissions::from_mode(mode)).map_err(failed)?;
     Ok(Listener::Unix(listener, file))
 }
 
@@ -196,6 +217,7 @@ impl Drop for SocketFile {
 /// An accepted connection.
 pub(in crate::api) enum Socket {
     Tcp(TcpStream),
+    Tls(Box<TlsStream<TcpStream>>),
     Unix(UnixStream),
 }
 
@@ -204,6 +226,10 @@ macro_rules! forward {
         match $self.get_mut() {
             Socket::Tcp(stream) => {
                 let $stream = Pin::new(stream);
+                $call
+            }
+            Socket::Tls(stream) => {
+                let $stream = Pin::new(&mut **stream);
                 $call
             }
             Socket::Unix(stream) => {
@@ -275,14 +301,15 @@ mod tests {
         // A dead process leaves its file behind.
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         assert!(path.exists());
-        let live = Listener::bind(&address).await.unwrap();
+        let live = Listener::bind(&address, 0o600).await.unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
 
-        assert!(matches!(Listener::bind(&address).await, Err(BindError::InUse { .. })));
+        assert!(matches!(Listener::bind(&address, 0o600).await, Err(BindError::InUse { .. })));
         drop(live);
         assert!(!path.exists(), "the socket file goes away with its listener");
 
         std::fs::write(&path, "precious").unwrap();
-        assert!(matches!(Listener::bind(&address).await, Err(BindError::NotASocket { .. })));
+        assert!(matches!(Listener::bind(&address, 0o600).await, Err(BindError::NotASocket { .. })));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
     }
 
@@ -290,7 +317,7 @@ mod tests {
     async fn a_socket_of_somebody_else_is_not_removed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s.sock");
-        let ours = Listener::bind(&Address::Unix(path.clone())).await.unwrap();
+        let ours = Listener::bind(&Address::Unix(path.clone()), 0o600).await.unwrap();
         std::fs::remove_file(&path).unwrap();
         let _theirs = std::os::unix::net::UnixListener::bind(&path).unwrap();
         drop(ours);
@@ -299,8 +326,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_taken_port_says_the_way_out() {
-        let first = Listener::bind(&"127.0.0.1:0".parse().unwrap()).await.unwrap();
-        let error = Listener::bind(&first.address().unwrap()).await.err().unwrap().to_string();
+        let first = Listener::bind(&"127.0.0.1:0".parse().unwrap(), 0).await.unwrap();
+        let error = Listener::bind(&first.address().unwrap(), 0).await.err().unwrap().to_string();
         assert!(error.contains("choose another port"), "{error}");
     }
 }

@@ -1,10 +1,8 @@
 //! Accepting connections, driving them, and ending those that leave things undone.
 
-use std::collections::HashMap;
 use std::io;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -15,32 +13,57 @@ use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use metrics::{counter, gauge};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::address::{Listener, Socket};
+use super::frames::FrameMeter;
 use super::front::{Front, Services};
-use crate::api::framing::budget::{Budget, Connection, Patience};
-use crate::backend::ClientKey;
-use crate::telemetry::names;
+use super::places::{Origin, Places};
+use crate::api::access::{Peer, Protocol, peer_name};
+use crate::api::framing::budget::Budget;
+use crate::api::framing::connection::{Connection, Patience, Verdict};
+use crate::telemetry::{Rarely, names};
+use crate::watchdog;
 
 /// How often connections are looked over.
 const ROUND: Duration = Duration::from_millis(250);
-/// Pause after the system could not give us a connection (no file descriptors left, say).
+/// Pause after the system could not give a connection (no file descriptors left, say).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Headers of one call.
 const MAX_HEADER_BYTES: u32 = 16 << 10;
+/// Of the connections with messages in the transport, one in so many is ended when there are too many of them.
+const UNREAD_PART: usize = 8;
 
 /// Why the service turns connections away or ends them.
-const ENDS: [&str; 5] = ["limit", "silent", "stalled_write", "stalled_request", "stalled_answer"];
+const ENDS: [&str; 14] = [
+    "limit",
+    "address_limit",
+    "client_limit",
+    "evicted",
+    "tls",
+    "silent",
+    "unauthenticated",
+    "stalled_write",
+    "stalled_request",
+    "stalled_answer",
+    "unread",
+    "flood",
+    "idle",
+    "age",
+];
+
+/// Counts a connection that the service turned away or ended.
+pub(super) fn count_end(reason: &'static str) {
+    counter!(names::CONNECTIONS_ENDED_TOTAL, "reason" => reason).increment(1);
+}
 
 /// The connections of one kind of listener.
 pub(in crate::api) struct Connections {
-    pub(in crate::api) services: Arc<Services>,
-    slots: Arc<Semaphore>,
+    services: Arc<Services>,
+    places: Arc<Places>,
+    patience: Patience,
     max_streams: u32,
-    open: Mutex<HashMap<u64, Arc<Connection>>>,
     tasks: TaskTracker,
     /// No new connections; those that are open finish their calls.
     closing: CancellationToken,
@@ -51,7 +74,8 @@ pub(in crate::api) struct Connections {
 impl Connections {
     pub(in crate::api) fn new(
         services: Services,
-        max_connections: u32,
+        places: Arc<Places>,
+        patience: Patience,
         max_streams: u32,
         closing: CancellationToken,
         end: CancellationToken,
@@ -62,101 +86,173 @@ impl Connections {
         }
         Arc::new(Connections {
             services: Arc::new(services),
-            slots: Arc::new(Semaphore::new(max_connections.max(1) as usize)),
+            places,
+            patience,
             max_streams: max_streams.max(1),
-            open: Mutex::default(),
             tasks: TaskTracker::new(),
             closing,
             end,
         })
     }
 
-    /// Accepts until the service closes. A connection above the limit is turned away at once, so that its client knows.
+    /// Accepts until the service closes. A connection above a limit is turned away at once, so that its client learns it.
     pub(in crate::api) async fn accept(self: Arc<Self>, listener: Listener) {
+        let (mut turned_away, mut failed) = (Rarely::default(), Rarely::default());
+        let heartbeat = watchdog::watch("the task that accepts connections");
         loop {
-            let socket = tokio::select! {
-                () = self.closing.cancelled() => return,
+            heartbeat.tick();
+            let (socket, origin) = tokio::select! {
+                () = self.closing.cancelled() => return heartbeat.finish(),
+                () = tokio::time::sleep(watchdog::TICK) => continue,
                 accepted = listener.accept() => match accepted {
-                    Ok(socket) => socket,
+                    Ok(accepted) => accepted,
                     Err(error) => {
-                        tracing::warn!(%error, "could not accept a connection");
+                        if let Some(times) = failed.now() {
+                            tracing::warn!(%error, times, "could not accept a connection");
+                        }
                         tokio::time::sleep(ACCEPT_PAUSE).await;
                         continue;
                     }
                 },
             };
-            let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() else {
-                counter!(names::CONNECTIONS_ENDED_TOTAL, "reason" => "limit").increment(1);
-                tracing::warn!("turned a connection away: max_connections are open");
-                continue;
-            };
-            counter!(names::CONNECTIONS_ACCEPTED_TOTAL).increment(1);
-            self.tasks.spawn(Arc::clone(&self).drive(socket, slot));
+            match self.places.open(origin, &self.end) {
+                Ok(connection) => {
+                    counter!(names::CONNECTIONS_ACCEPTED_TOTAL).increment(1);
+                    self.tasks.spawn(Arc::clone(&self).drive(socket, origin, connection));
+                }
+                Err(reason) => {
+                    count_end(reason);
+                    if let Some(times) = turned_away.now() {
+                        tracing::warn!(reason, times, "turned connections away");
+                    }
+                }
+            }
         }
     }
 
-    async fn drive(self: Arc<Self>, socket: Socket, _slot: OwnedSemaphorePermit) {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let connection = Connection::new(ClientKey(number), self.end.child_token());
-        self.open().insert(number, Arc::clone(&connection));
-        let io = TokioIo::new(Watched { socket, connection: Arc::clone(&connection) });
-        let front = Front { services: Arc::clone(&self.services), connection: Arc::clone(&connection) };
+    async fn drive(self: Arc<Self>, socket: Socket, origin: Origin, connection: Arc<Connection>) {
+        let secured = tokio::select! {
+            () = connection.end.cancelled() => None,
+            secured = tokio::time::timeout(self.patience.silent, self.secure(socket, origin)) => {
+                secured.ok().and_then(Result::ok)
+            }
+        };
+        match secured {
+            Some((socket, peer)) => self.serve(socket, peer, &connection).await,
+            None => count_end("tls"),
+        }
+        connection.forget_unread(&self.services.budget);
+        self.places.close(&connection);
+    }
+
+    /// Takes the TLS handshake, where TLS is configured; what is known about the peer.
+    async fn secure(&self, socket: Socket, origin: Origin) -> io::Result<(Socket, Peer)> {
+        let access = &self.services.access;
+        match (socket, origin, access.tls()) {
+            (Socket::Tcp(stream), _, Some(tls)) => {
+                let stream = tls.acceptor(Protocol::Http2).accept(stream).await?;
+                let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+                let peer = certificate
+                    .map_or(Peer::Unknown, |certificate| access.certificate_peer(peer_name(certificate)));
+                Ok((Socket::Tls(Box::new(stream)), peer))
+            }
+            (socket, Origin::User(user), _) => Ok((socket, Peer::User(user))),
+            (socket, Origin::Address(_), _) => Ok((socket, Peer::Unknown)),
+        }
+    }
+
+    async fn serve(&self, socket: Socket, peer: Peer, connection: &Arc<Connection>) {
+        let io = TokioIo::new(Watched {
+            socket,
+            connection: Arc::clone(connection),
+            budget: Arc::clone(&self.services.budget),
+            meter: FrameMeter::new(),
+        });
+        let front =
+            Front::new(Arc::clone(&self.services), Arc::clone(connection), Arc::clone(&self.places), peer);
         let mut driving = std::pin::pin!(builder(self.max_streams).serve_connection(io, front));
         let mut closing = false;
         loop {
+            let close = async {
+                tokio::select! {
+                    () = self.closing.cancelled() => {}
+                    () = connection.close.cancelled() => {}
+                }
+            };
             tokio::select! {
                 result = &mut driving => {
                     if let Err(error) = result {
-                        tracing::debug!(connection = number, %error, "a connection ended with an error");
+                        tracing::debug!(connection = connection.key.0, %error, "a connection ended with an error");
                     }
-                    break;
+                    return;
                 }
-                () = connection.end.cancelled() => break,
-                () = self.closing.cancelled(), if !closing => {
+                () = connection.end.cancelled() => return,
+                () = close, if !closing => {
                     closing = true;
                     driving.as_mut().graceful_shutdown();
                 }
             }
         }
-        self.open().remove(&number);
     }
 
-    /// Looks the connections over until the service ends; sets the gauges of `budget`, if there is one.
-    pub(in crate::api) async fn watch(self: Arc<Self>, patience: Patience, budget: Option<Arc<Budget>>) {
+    /// Looks the connections over until the service ends; sets the gauges if these are the public ones.
+    pub(in crate::api) async fn watch(self: Arc<Self>, public: bool) {
+        let budget = Arc::clone(&self.services.budget);
+        let heartbeat = watchdog::watch("the task that watches over connections");
         let mut rounds = tokio::time::interval(ROUND);
         rounds.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
-                () = self.end.cancelled() => return,
-                _ = rounds.tick() => {}
+                () = self.end.cancelled() => return heartbeat.finish(),
+                _ = rounds.tick() => heartbeat.tick(),
             }
-            let short = budget.as_ref().is_some_and(|budget| budget.is_short());
-            let open: Vec<_> = self.open().values().cloned().collect();
-            if let Some(budget) = &budget {
+            let open = self.places.all();
+            if public {
                 gauge!(names::CONNECTIONS).set(open.len() as f64);
                 gauge!(names::BYTES_IN_FLIGHT).set(budget.held() as f64);
                 gauge!(names::BYTES_IN_FLIGHT_LIMIT).set(budget.total() as f64);
             }
-            for connection in open {
-                if let Some(reason) = connection.overdue(&patience, short) {
-                    counter!(names::CONNECTIONS_ENDED_TOTAL, "reason" => reason).increment(1);
-                    tracing::info!(connection = connection.key.0, reason, "ending a connection");
-                    connection.end.cancel();
+            let short = budget.is_short();
+            for (origin, connection) in &open {
+                let must_authenticate = self.places.must_authenticate(*origin);
+                match connection.verdict(&self.patience, short, must_authenticate) {
+                    Verdict::Keep => {}
+                    Verdict::Close(reason) if !connection.close.is_cancelled() => {
+                        count_end(reason);
+                        connection.close.cancel();
+                    }
+                    Verdict::Close(_) => {}
+                    Verdict::End(reason) => end(connection, reason),
                 }
+            }
+            if budget.too_much_unread() {
+                end_unread(&open);
             }
         }
     }
 
-    /// Resolves once no connection is open; call after closing.
+    /// Resolves when the service closes and every connection has ended.
     pub(in crate::api) async fn closed(&self) {
+        self.closing.cancelled().await;
         self.tasks.close();
         self.tasks.wait().await;
     }
+}
 
-    fn open(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Arc<Connection>>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+fn end(connection: &Connection, reason: &'static str) {
+    if !connection.end.is_cancelled() {
+        count_end(reason);
+        tracing::debug!(connection = connection.key.0, reason, "ending a connection");
+        connection.end.cancel();
     }
+}
+
+/// Ends the connections that leave the most bytes in the transport.
+fn end_unread(open: &[(Origin, Arc<Connection>)]) {
+    let mut unread: Vec<_> =
+        open.iter().map(|(_, connection)| connection).filter(|connection| connection.unread() > 0).collect();
+    unread.sort_unstable_by_key(|connection| std::cmp::Reverse(connection.unread()));
+    unread.iter().take(unread.len().div_ceil(UNREAD_PART)).for_each(|connection| end(connection, "unread"));
 }
 
 fn builder(max_streams: u32) -> http2::Builder<TokioExecutor> {
@@ -178,11 +274,16 @@ fn builder(max_streams: u32) -> http2::Builder<TokioExecutor> {
 struct Watched {
     socket: Socket,
     connection: Arc<Connection>,
+    budget: Arc<Budget>,
+    meter: FrameMeter,
 }
 
 impl Watched {
-    fn note(&self, result: &Poll<io::Result<usize>>) {
+    fn note(&mut self, result: &Poll<io::Result<usize>>) {
         self.connection.note_write(result.is_pending());
+        if let Poll::Ready(Ok(sent)) = result {
+            self.meter.sent(*sent);
+        }
     }
 }
 
@@ -193,8 +294,19 @@ impl AsyncRead for Watched {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
-        let result = Pin::new(&mut self.socket).poll_read(cx, buf);
-        self.connection.note_read(buf.filled().len() - before);
+        let this = &mut *self;
+        let result = Pin::new(&mut this.socket).poll_read(cx, buf);
+        let read = &buf.filled()[before..];
+        if !read.is_empty() {
+            this.connection.note_read(read.len());
+            let seen = this.meter.read(read);
+            if seen.data_bytes > 0 {
+                this.connection.note_data(seen.data_bytes, &this.budget);
+            }
+            if seen.flood {
+                end(&this.connection, "flood");
+            }
+        }
         result
     }
 }

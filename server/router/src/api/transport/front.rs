@@ -1,80 +1,173 @@
-//! What every HTTP/2 call passes first: its deadline, its charges, and the way to its service.
+//! What every HTTP/2 call passes first: its credentials, its deadline, its charges, and the way to its service.
 
 use std::convert::Infallible;
 use std::future::Future;
-use std::hash::RandomState;
+use std::hash::{BuildHasher as _, RandomState};
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use expertd_proto::v1::moe_server::MoeServer;
-use http::{Request, Response};
+use http::{HeaderMap, Request, Response};
 use hyper::body::Incoming;
 use hyper::service::Service;
+use metrics::{Counter, counter};
+use prost::Message as _;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::{Code, Status};
 use tower::Service as _;
 
+use super::connections::count_end;
+use super::places::Places;
+use crate::api::access::{Access, Peer};
 use crate::api::framing::answer::ResponseBody;
 use crate::api::framing::body::{Charges, RequestBody, Terms};
-use crate::api::framing::budget::{Budget, Connection};
-use crate::api::service::call::{Call, client_key, deadline};
+use crate::api::framing::budget::Budget;
+use crate::api::framing::connection::{Connection, Owner};
+use crate::api::service::call::{Call, deadline};
+use crate::api::service::convert;
 use crate::api::service::failure::{Failure, code_name};
 use crate::api::service::moe::MoeService;
-use crate::backend::Backend;
-use crate::telemetry::RequestMetrics;
+use crate::backend::{Backend, ClientKey};
+use crate::telemetry::{RequestMetrics, names};
 
 const FORWARD: &str = "/expertd.v1.Moe/Forward";
 const FORWARD_STREAM: &str = "/expertd.v1.Moe/ForwardStream";
 const MOE: &str = "/expertd.v1.Moe/";
+/// The largest request of a call without rows: names, and questions to reflection.
+const CONTROL_REQUEST_BYTES: usize = 4 << 10;
+const HEALTH: &str = "/grpc.health.v1.Health/";
+/// What an answer of reflection or Admin may take.
+const DESCRIPTOR_BYTES: usize = 64 << 10;
 
-/// What a listener serves.
+/// What a listener serves, and to which callers.
 pub(in crate::api) struct Services {
     /// Health, reflection and, on its own listener, Admin.
     routes: Routes,
     moe: Option<Public>,
+    pub(super) budget: Arc<Budget>,
+    pub(super) access: Arc<Access>,
+    hasher: RandomState,
 }
 
 /// The public service with its bounds.
 struct Public {
     server: MoeServer<MoeService>,
-    budget: Arc<Budget>,
     message_limit: usize,
+    /// Bytes of the answer to GetModel.
+    model_bytes: usize,
     metrics: Arc<RequestMetrics>,
-    hasher: RandomState,
     closing: CancellationToken,
 }
 
 impl Services {
-    /// Health and reflection and whatever else is routed, without token rows.
-    pub(in crate::api) fn control(routes: Routes) -> Services {
-        Services { routes, moe: None }
+    /// Admin with whatever else is routed, for operators.
+    pub(in crate::api) fn control(routes: Routes, budget: Arc<Budget>, access: Arc<Access>) -> Services {
+        Services { routes, moe: None, budget, access, hasher: RandomState::new() }
     }
 
-    /// The same beside the public service.
+    /// The public service with whatever else is routed.
     pub(in crate::api) fn public(
         routes: Routes,
         backend: Arc<dyn Backend>,
         budget: Arc<Budget>,
+        access: Arc<Access>,
         closing: CancellationToken,
     ) -> Services {
         let message_limit = backend.model().limits.max_message_bytes;
+        let model_bytes = convert::model(&backend.model()).encoded_len();
         let metrics = Arc::new(RequestMetrics::new("Forward"));
         let service = MoeService::new(backend, Arc::clone(&metrics));
         let server = MoeServer::new(service)
             .max_decoding_message_size(message_limit)
             .max_encoding_message_size(usize::MAX);
-        let hasher = RandomState::new();
-        Services { routes, moe: Some(Public { server, budget, message_limit, metrics, hasher, closing }) }
+        let moe = Some(Public { server, message_limit, model_bytes, metrics, closing });
+        Services { routes, moe, budget, access, hasher: RandomState::new() }
     }
 }
 
 /// The HTTP/2 service of one connection.
 pub(in crate::api) struct Front {
-    pub(in crate::api) services: Arc<Services>,
-    pub(in crate::api) connection: Arc<Connection>,
+    services: Arc<Services>,
+    connection: Arc<Connection>,
+    places: Arc<Places>,
+    peer: Peer,
+    /// The client that the last call named.
+    client: Mutex<Option<Client>>,
+}
+
+/// A client that has authenticated itself on a connection.
+#[derive(Clone)]
+struct Client {
+    name: Arc<str>,
+    key: ClientKey,
+    owner: Arc<Owner>,
+    calls: Counter,
+}
+
+/// What a call counts for.
+struct Caller {
+    key: ClientKey,
+    owner: Arc<Owner>,
+}
+
+impl Front {
+    pub(in crate::api) fn new(
+        services: Arc<Services>,
+        connection: Arc<Connection>,
+        places: Arc<Places>,
+        peer: Peer,
+    ) -> Front {
+        Front { services, connection, places, peer, client: Mutex::default() }
+    }
+
+    /// Who calls, if the credentials are good and the client does not have too many connections.
+    fn caller(&self, headers: &HeaderMap) -> Result<Caller, Failure> {
+        let Services { access, moe, hasher, .. } = &*self.services;
+        let name = match moe {
+            Some(_) => access.client(headers, &self.peer)?,
+            None => Some(access.admin(headers, &self.peer)?),
+        };
+        let Some(name) = name else {
+            return Ok(Caller { key: self.connection.key, owner: Arc::clone(&self.connection.peer) });
+        };
+        self.connection.authenticate();
+        let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
+        if client.as_ref().is_none_or(|client| client.name != name) {
+            let owner = self.places.client(&name);
+            let connections = owner.connections.fetch_add(1, Ordering::Relaxed) + 1;
+            let calls = counter!(names::CLIENT_CALLS_TOTAL, "client" => name.to_string());
+            let key = ClientKey(hasher.hash_one(&*name));
+            let left = client.replace(Client { name, key, owner, calls });
+            left.iter().for_each(Client::leave);
+            if connections > self.places.per_client() {
+                count_end("client_limit");
+                self.connection.close.cancel();
+                return Err(Failure::TooManyConnections { limit: self.places.per_client() });
+            }
+        }
+        match &*client {
+            Some(client) => {
+                client.calls.increment(1);
+                Ok(Caller { key: client.key, owner: Arc::clone(&client.owner) })
+            }
+            None => Err(Failure::Unauthenticated("the credentials were lost")),
+        }
+    }
+}
+
+impl Client {
+    fn leave(&self) {
+        self.owner.connections.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Front {
+    fn drop(&mut self) {
+        self.client.get_mut().unwrap_or_else(PoisonError::into_inner).iter().for_each(Client::leave);
+    }
 }
 
 type Answer = Result<Response<ResponseBody>, Infallible>;
@@ -86,49 +179,67 @@ impl Service<Request<Incoming>> for Front {
     type Future = AnswerFuture;
 
     fn call(&self, request: Request<Incoming>) -> AnswerFuture {
-        match &self.services.moe {
-            Some(public) if request.uri().path().starts_with(MOE) => public.call(request, &self.connection),
-            _ => {
-                let answer = self.services.routes.clone().call(request.map(tonic::body::Body::new));
-                Box::pin(async move { Ok(answer.await?.map(ResponseBody::plain)) })
-            }
-        }
-    }
-}
-
-impl Public {
-    fn call(&self, request: Request<Incoming>, connection: &Arc<Connection>) -> AnswerFuture {
         let arrived = Instant::now();
+        self.connection.note_activity();
+        let caller = match self.caller(request.headers()) {
+            Ok(caller) => caller,
+            Err(failure) => return refused(failure),
+        };
+        let Services { budget, moe, .. } = &*self.services;
         let path = request.uri().path();
-        let streaming = path == FORWARD_STREAM;
-        let unary = path == FORWARD;
-        let deadline = match deadline(request.headers(), arrived) {
-            Ok(deadline) => deadline,
-            Err(failure) => return Box::pin(async move { Ok(plain(failure.into())) }),
+        let (streaming, unary) = (path == FORWARD_STREAM, path == FORWARD);
+        let public = moe.as_ref().filter(|_| path.starts_with(MOE));
+        let answer_bytes = match public {
+            Some(_) if streaming || unary => 0,
+            Some(public) => public.model_bytes,
+            None if path.starts_with(HEALTH) => 0,
+            None => DESCRIPTOR_BYTES,
+        };
+        let Ok(charge) = budget.try_call(&self.connection, &caller.owner, answer_bytes) else {
+            return refused(Failure::NoRoom);
+        };
+        let limit = match public {
+            Some(public) if streaming || unary => public.message_limit,
+            _ => CONTROL_REQUEST_BYTES,
+        };
+        let terms = Terms {
+            budget: Arc::clone(budget),
+            connection: Arc::clone(&self.connection),
+            owner: caller.owner,
+            limit,
+            // Reflection takes several questions on one stream.
+            streaming: streaming || public.is_none(),
+            forward: public.is_some() && (streaming || unary),
         };
         let charges = Arc::new(Charges::default());
-        let terms = Terms {
-            budget: Arc::clone(&self.budget),
-            connection: Arc::clone(connection),
-            limit: if streaming || unary { self.message_limit } else { CONTROL_MESSAGE_BYTES },
-            streaming,
-            forward: streaming || unary,
+        let body_charges = Arc::clone(&charges);
+        let Some(public) = public else {
+            let request =
+                request.map(|body| tonic::body::Body::new(RequestBody::new(body, terms, body_charges)));
+            let answer = self.services.routes.clone().call(request);
+            return Box::pin(
+                async move { Ok(answer.await?.map(|body| ResponseBody::plain(body, Some(charge)))) },
+            );
+        };
+        let deadline = match deadline(request.headers(), arrived) {
+            Ok(deadline) => deadline,
+            Err(failure) => return refused(failure),
         };
         let call = Call {
-            client: client_key(request.headers(), connection.key, &self.hasher),
+            client: caller.key,
             deadline,
             charges: Arc::clone(&charges),
-            closing: self.closing.clone(),
+            closing: public.closing.clone(),
         };
-        let mut request = request.map(|body| RequestBody::new(body, terms, Arc::clone(&charges)));
+        let mut request = request.map(|body| RequestBody::new(body, terms, body_charges));
         request.extensions_mut().insert(call);
-        let answer = self.server.clone().call(request);
+        let answer = public.server.clone().call(request);
         if !unary {
             return Box::pin(async move {
-                Ok(answer.await?.map(|body| ResponseBody::charged(body, charges, streaming)))
+                Ok(answer.await?.map(|body| ResponseBody::charged(body, charges, Some(charge), streaming)))
             });
         }
-        let metrics = Arc::clone(&self.metrics);
+        let metrics = Arc::clone(&public.metrics);
         Box::pin(async move {
             let response = match deadline {
                 None => answer.await?,
@@ -139,13 +250,14 @@ impl Public {
             };
             metrics
                 .answered(code_name(code_of(&response)), charges.complete_at().unwrap_or(arrived).elapsed());
-            Ok(response.map(|body| ResponseBody::charged(body, charges, false)))
+            Ok(response.map(|body| ResponseBody::charged(body, charges, Some(charge), false)))
         })
     }
 }
 
-fn plain(status: Status) -> Response<ResponseBody> {
-    status.into_http().map(ResponseBody::plain)
+fn refused(failure: Failure) -> AnswerFuture {
+    let response = Status::from(failure).into_http().map(|body| ResponseBody::plain(body, None));
+    Box::pin(async move { Ok(response) })
 }
 
 /// The status of a unary answer: errors have it in their headers, successes only in their trailers.

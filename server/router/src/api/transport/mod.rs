@@ -2,5 +2,7 @@
 
 pub(super) mod address;
 mod connections;
+mod frames;
 mod front;
+pub(super) mod places;
 pub(super) mod server;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use expertd_proto::v1::admin_server::AdminServer;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
@@ -10,23 +11,38 @@ use tonic::service::Routes;
 use super::address::{Address, BindError, Listener};
 use super::connections::Connections;
 use super::front::Services;
-use crate::api::framing::budget::{Budget, Patience};
+use super::places::{ConnectionLimits, Places};
+use crate::api::access::Access;
+use crate::api::framing::budget::Budget;
+use crate::api::framing::connection::Patience;
 use crate::api::service::admin::AdminService;
 use crate::api::service::health;
 use crate::backend::Backend;
 
 /// Connections to the admin listener at once.
-const ADMIN_CONNECTIONS: u32 = 32;
+const ADMIN_CONNECTIONS: usize = 32;
 /// Calls on one of them.
 const ADMIN_STREAMS: u32 = 32;
+/// Bytes that calls to Admin may hold.
+const ADMIN_BYTES: usize = 4 << 20;
+/// How long a call to Admin may take without a sign of life: a drain answers when it is over.
+const MAX_DRAIN: Duration = Duration::from_secs(24 * 3600);
+/// Mode of a public Unix-domain socket: the service's user and group may connect.
+const PUBLIC_MODE: u32 = 0o660;
+/// Mode of Admin's.
+const ADMIN_MODE: u32 = 0o600;
 
 /// Where and how to listen.
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
     /// Public addresses, one or more.
     pub listen: Vec<Address>,
-    /// Where Admin is served: a loopback address or a Unix-domain socket.
+    /// Where Admin is served: a Unix-domain socket, or a TCP address if there are tokens for it.
     pub admin: Option<Address>,
+    /// Whether TCP listeners beyond loopback may go without TLS.
+    pub insecure: bool,
+    /// How many connections there may be.
+    pub connections: ConnectionLimits,
     /// How long calls may take to end once the service shuts down.
     pub shutdown_grace: Duration,
     /// How long connections may leave things undone.
@@ -39,11 +55,18 @@ pub enum ServerError {
     /// An address could not be bound.
     #[error(transparent)]
     Bind(#[from] BindError),
-    /// Admin would be open to the network.
+    /// Rows and credentials would cross the network in plaintext.
     #[error(
-        "the admin address {0} is not a loopback address: whoever reaches it can drain the service; use 127.0.0.1 or unix:/PATH"
+        "{0} can be reached from other hosts and would speak plaintext; give --tls-cert and --tls-key, listen on \
+         127.0.0.1 or unix:/PATH, or pass --insecure if the network is trusted"
     )]
-    AdminNotLoopback(Address),
+    Plaintext(Address),
+    /// Every process that reaches the port could drain the service.
+    #[error(
+        "Admin on the TCP address {0} needs tokens; give --admin-token-file, or serve it on a Unix-domain socket with \
+         --admin-listen unix:/PATH"
+    )]
+    AdminWithoutTokens(Address),
     /// There is nothing to listen on.
     #[error("there is no address to listen on; give --listen")]
     NoAddress,
@@ -57,8 +80,35 @@ pub struct Server {
     public: Vec<(Address, Listener)>,
     admin: Option<(Address, Listener)>,
     backend: Arc<dyn Backend>,
+    access: Arc<Access>,
+    connections: ConnectionLimits,
     patience: Patience,
     grace: Duration,
+}
+
+impl ServerConfig {
+    /// Checks the addresses against the credentials. Opens nothing.
+    ///
+    /// # Errors
+    /// [`ServerError`] if there is no address, or one that must not be served with these credentials.
+    pub fn check(&self, access: &Access) -> Result<(), ServerError> {
+        if self.listen.is_empty() {
+            return Err(ServerError::NoAddress);
+        }
+        let mut open = self.listen.iter().chain(&self.admin).filter(|address| address.is_beyond_loopback());
+        if let Some(address) = open.next()
+            && !access.has_tls()
+            && !self.insecure
+        {
+            return Err(ServerError::Plaintext(address.clone()));
+        }
+        match &self.admin {
+            Some(address @ Address::Tcp(_)) if !access.has_admin_tokens() => {
+                Err(ServerError::AdminWithoutTokens(address.clone()))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Server {
@@ -66,24 +116,22 @@ impl Server {
     ///
     /// # Errors
     /// [`ServerError`] if an address cannot be bound or must not be.
-    pub async fn bind(config: &ServerConfig, backend: Arc<dyn Backend>) -> Result<Server, ServerError> {
-        if config.listen.is_empty() {
-            return Err(ServerError::NoAddress);
-        }
-        if let Some(Address::Tcp(address)) = &config.admin
-            && !address.ip().is_loopback()
-        {
-            return Err(ServerError::AdminNotLoopback(Address::Tcp(*address)));
-        }
+    pub async fn bind(
+        config: &ServerConfig,
+        access: Arc<Access>,
+        backend: Arc<dyn Backend>,
+    ) -> Result<Server, ServerError> {
+        config.check(&access)?;
         let mut public = Vec::new();
         for address in &config.listen {
-            public.push(bind(address).await?);
+            public.push(bind(address, PUBLIC_MODE).await?);
         }
         let admin = match &config.admin {
-            Some(address) => Some(bind(address).await?),
+            Some(address) => Some(bind(address, ADMIN_MODE).await?),
             None => None,
         };
-        Ok(Server { public, admin, backend, patience: config.patience, grace: config.shutdown_grace })
+        let ServerConfig { connections, patience, shutdown_grace: grace, .. } = *config;
+        Ok(Server { public, admin, backend, access, connections, patience, grace })
     }
 
     /// The public addresses, with the ports that the system picked.
@@ -106,36 +154,43 @@ impl Server {
         let limits = self.backend.model().limits;
         let budget = Budget::new(limits.max_bytes_in_flight, limits.max_message_bytes);
         let (reporter, health) = tonic_health::server::health_reporter();
-        let follower = tokio::spawn(health::follow(reporter, self.backend.watch_state()));
-
         let end = CancellationToken::new();
+        tokio::spawn(health::follow(reporter, self.backend.watch_state(), end.clone()));
+
         let shared =
             Routes::new(health).add_service(reflection_v1()?).add_service(reflection_v1alpha()?).prepare();
+        let access = self.access;
         let services = Services::public(
             shared.clone(),
             Arc::clone(&self.backend),
-            Arc::clone(&budget),
+            budget,
+            Arc::clone(&access),
             shutdown.clone(),
         );
         let public = Connections::new(
             services,
-            limits.max_connections,
+            Arc::new(Places::new(self.connections, access.required())),
+            self.patience,
             limits.max_streams_per_connection,
             shutdown.clone(),
             end.clone(),
         );
         let admin_routes =
             shared.add_service(AdminServer::new(AdminService { backend: self.backend })).prepare();
+        let admin_budget = Budget::new(ADMIN_BYTES, CONTROL_MESSAGE_BYTES);
         let admin = Connections::new(
-            Services::control(admin_routes),
-            ADMIN_CONNECTIONS,
+            Services::control(admin_routes, admin_budget, Arc::clone(&access)),
+            Arc::new(Places::new(ConnectionLimits::for_tcp(ADMIN_CONNECTIONS), true)),
+            // A drain takes as long as it takes.
+            Patience { idle: MAX_DRAIN, ..self.patience },
             ADMIN_STREAMS,
             shutdown.clone(),
             end.clone(),
         );
 
-        tokio::spawn(Arc::clone(&public).watch(self.patience, Some(budget)));
-        tokio::spawn(Arc::clone(&admin).watch(self.patience, None));
+        let reloading = tokio::spawn(access.watch());
+        tokio::spawn(Arc::clone(&public).watch(true));
+        tokio::spawn(Arc::clone(&admin).watch(false));
         for (_, listener) in self.public {
             tokio::spawn(Arc::clone(&public).accept(listener));
         }
@@ -151,13 +206,13 @@ impl Server {
             tracing::info!("ending the connections that are still open");
             tokio::join!(public.closed(), admin.closed());
         }
-        follower.abort();
+        reloading.abort();
         Ok(())
     }
 }
 
-async fn bind(address: &Address) -> Result<(Address, Listener), ServerError> {
-    let listener = Listener::bind(address).await?;
+async fn bind(address: &Address, mode: u32) -> Result<(Address, Listener), ServerError> {
+    let listener = Listener::bind(address, mode).await?;
     let bound =
         listener.address().map_err(|source| BindError::System { address: address.clone(), source })?;
     Ok((bound, listener))

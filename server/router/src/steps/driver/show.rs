@@ -1,4 +1,6 @@
-//! What the step loop tells about itself: metrics, and the status that others read.
+//! What the step loop shows of itself: metrics, and the status that callers read.
+
+use std::sync::PoisonError;
 
 use super::Driver;
 use crate::backend::{RankState, RankStatus};
@@ -6,16 +8,31 @@ use crate::cluster::FaultKind;
 use crate::telemetry::names;
 use expertd_types::Rank;
 
+/// Counts of the queue as they were shown last.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Shown {
+    queued_tokens: usize,
+    requests_queued: usize,
+    requests_in_step: usize,
+}
+
 impl Driver {
-    pub(super) fn show_queue(&self) {
-        let tokens = self.shared.inbox().queued_tokens;
-        let in_step = self.active.values().filter(|a| a.is_in_step()).count();
-        metrics::gauge!(names::QUEUE_TOKENS).set(tokens as f64);
-        metrics::gauge!(names::QUEUE_REQUESTS).set((self.active.len() - in_step) as f64);
-        if let Ok(mut status) = self.shared.status.lock() {
-            status.requests_in_flight = in_step as u64;
-            status.requests_queued = (self.active.len() - in_step) as u64;
+    /// Shows the queue's counts if they have changed.
+    pub(super) fn show_queue(&mut self) {
+        let counts = Shown {
+            queued_tokens: self.step_loop.queued_tokens(),
+            requests_queued: self.step_loop.requests_queued(),
+            requests_in_step: self.step_loop.requests_in_step(),
+        };
+        if counts == self.shown {
+            return;
         }
+        self.shown = counts;
+        metrics::gauge!(names::QUEUE_TOKENS).set(counts.queued_tokens as f64);
+        metrics::gauge!(names::QUEUE_REQUESTS).set(counts.requests_queued as f64);
+        let mut status = self.shared.status.lock().unwrap_or_else(PoisonError::into_inner);
+        status.requests_in_flight = counts.requests_in_step as u64;
+        status.requests_queued = counts.requests_queued as u64;
     }
 
     pub(super) fn show_ranks(&self) {
@@ -46,16 +63,15 @@ impl Driver {
                 })
                 .collect(),
         };
-        if let Ok(mut status) = self.shared.status.lock() {
-            status.ranks = ranks;
-        }
+        self.shared.status.lock().unwrap_or_else(PoisonError::into_inner).ranks = ranks;
     }
 }
 
-/// From 0 on: a rate over a counter that begins at 1 does not see the first fault.
+/// Counters start at 0: a rate over a counter that begins at 1 misses the first fault.
 pub(super) fn show_counters_of_faults() {
     for kind in FaultKind::ALL {
         metrics::counter!(names::GENERATION_ENDS_TOTAL, "reason" => kind.label()).increment(0);
     }
     metrics::counter!(names::REQUESTS_CANCELLED_TOTAL).increment(0);
+    metrics::counter!(names::REQUESTS_POISONED_TOTAL).increment(0);
 }

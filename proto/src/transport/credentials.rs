@@ -1,0 +1,128 @@
+//! What a client shows to a service, and how it knows the service.
+
+use std::path::{Path, PathBuf};
+
+use tonic::codegen::http::HeaderValue;
+use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
+
+use super::{ConnectError, chain, endpoint};
+
+/// Files with credentials. Without any, connections are plaintext and calls anonymous. Files are read when a
+/// connection is made.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct Credentials {
+    /// Certificate authorities of the service, PEM; turns TLS on
+    #[cfg_attr(feature = "clap", arg(long = "tls-ca", value_name = "FILE", help_heading = "Credentials"))]
+    pub ca: Option<PathBuf>,
+    /// The client's certificate chain, PEM; needs its key
+    #[cfg_attr(feature = "clap", arg(long = "tls-cert", value_name = "FILE", help_heading = "Credentials"))]
+    pub cert: Option<PathBuf>,
+    /// The private key of the client's certificate, PEM
+    #[cfg_attr(feature = "clap", arg(long = "tls-key", value_name = "FILE", help_heading = "Credentials"))]
+    pub key: Option<PathBuf>,
+    /// The name in the service's certificate, where it is not the host of the address
+    #[cfg_attr(
+        feature = "clap",
+        arg(long = "tls-server-name", value_name = "NAME", help_heading = "Credentials")
+    )]
+    pub server_name: Option<String>,
+    /// File with the client's token, alone or as `NAME TOKEN`
+    #[cfg_attr(
+        feature = "clap",
+        arg(long = "token-file", value_name = "FILE", help_heading = "Credentials")
+    )]
+    pub token_file: Option<PathBuf>,
+}
+
+impl Credentials {
+    /// The endpoint of an address, with TLS if there are authorities.
+    pub(super) fn apply(&self, address: &str) -> Result<Endpoint, ConnectError> {
+        if address.starts_with("unix:") {
+            return endpoint(address);
+        }
+        let Some(ca) = &self.ca else {
+            let bad = |reason: &str| {
+                Err(ConnectError::Address { address: address.to_owned(), reason: reason.to_owned() })
+            };
+            if address.starts_with("https://") {
+                return bad("https needs the service's certificate authority; give --tls-ca");
+            }
+            if self.cert.is_some() || self.key.is_some() {
+                return bad("a client certificate needs TLS; give --tls-ca");
+            }
+            return endpoint(address);
+        };
+        let host = address.trim_start_matches("https://").trim_start_matches("http://");
+        let mut tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read(ca)?));
+        match (&self.cert, &self.key) {
+            (Some(cert), Some(key)) => tls = tls.identity(Identity::from_pem(read(cert)?, read(key)?)),
+            (None, None) => {}
+            (Some(file), None) | (None, Some(file)) => {
+                return Err(unusable(file, "a certificate and its key need each other; give both"));
+            }
+        }
+        if let Some(name) = &self.server_name {
+            tls = tls.domain_name(name);
+        }
+        endpoint(&format!("https://{host}"))?.tls_config(tls).map_err(|error| unusable(ca, &chain(&error)))
+    }
+
+    /// The `authorization` header, if there is a token.
+    pub(super) fn authorization(&self) -> Result<Option<HeaderValue>, ConnectError> {
+        let Some(file) = &self.token_file else { return Ok(None) };
+        let text = String::from_utf8(read(file)?).map_err(|_| unusable(file, "expected text"))?;
+        let mut words = text
+            .lines()
+            .find(|line| !line.trim().is_empty() && !line.starts_with('#'))
+            .unwrap_or_default()
+            .split_whitespace();
+        let token = match (words.next(), words.next()) {
+            (Some(token), None) | (Some(_), Some(token)) => token,
+            _ => return Err(unusable(file, "expected a token, or NAME TOKEN")),
+        };
+        let mut value = HeaderValue::try_from(format!("Bearer {token}"))
+            .map_err(|_| unusable(file, "the token has characters that a header cannot carry"))?;
+        value.set_sensitive(true);
+        Ok(Some(value))
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, ConnectError> {
+    std::fs::read(path).map_err(|error| unusable(path, &error.to_string()))
+}
+
+fn unusable(file: &Path, reason: &str) -> ConnectError {
+    ConnectError::Credentials { file: file.display().to_string(), reason: reason.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn tokens_are_read_and_not_shown() {
+        let path = std::env::temp_dir().join(format!("expertd-token-{}", std::process::id()));
+        let credentials = Credentials { token_file: Some(path.clone()), ..Credentials::default() };
+        for (text, token) in [("abc\n", Some("Bearer abc")), ("# x\nme abc", Some("Bearer abc")), ("", None)]
+        {
+            std::fs::write(&path, text).unwrap();
+            let header = credentials.authorization().ok().flatten();
+            assert_eq!(header.as_ref().map(|header| header.to_str().unwrap()), token);
+            assert!(!format!("{header:?}").contains("abc"));
+        }
+        std::fs::remove_file(&path).unwrap();
+        let error = credentials.authorization().unwrap_err().to_string();
+        assert!(error.contains("expertd-token-"), "{error}");
+    }
+
+    #[test]
+    fn tls_without_an_authority_says_what_is_missing() {
+        let error = Credentials::default().apply("https://host:1").unwrap_err().to_string();
+        assert!(error.contains("--tls-ca"), "{error}");
+        let lone = Credentials { cert: Some("c".into()), ..Credentials::default() };
+        assert!(lone.apply("host:1").unwrap_err().to_string().contains("--tls-ca"));
+    }
+}

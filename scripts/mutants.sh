@@ -1,0 +1,35 @@
+#!/bin/sh
+# Puts known faults into the step loop, one at a time, and lets the simulation find each of them.
+#
+#   scripts/mutants.sh            all of server/scheduler/mutants/*.patch, against the last commit
+#   scripts/mutants.sh NAME...    some of them, by the beginnings of their names
+#
+# Prints for each fault the seed that found it and how many schedules that took. Fails if a fault survives 10,000.
+set -eu
+cd "$(dirname "$0")/.."
+root=$(pwd)
+schedules=10000
+tree=$(mktemp -d)
+trap 'git worktree remove --force "$tree" >/dev/null 2>&1; rm -rf "$tree"' EXIT
+git worktree add --quiet --detach "$tree" HEAD
+export CARGO_TARGET_DIR="$root/target/mutants"
+[ $# -gt 0 ] || set -- ""
+survived=0
+printf '%-34s %-8s %-10s %s\n' mutant seed schedules fault
+for prefix in "$@"; do
+    for patch in "$root/server/scheduler/mutants/$prefix"*.patch; do
+        name=$(basename "$patch" .patch)
+        fault=$(head -n 1 "$patch")
+        git -C "$tree" checkout --quiet -- .
+        git -C "$tree" apply "$patch"
+        (cd "$tree" && cargo build --quiet --release -p expertd-scheduler --example simulate 2>/dev/null)
+        if output=$("$CARGO_TARGET_DIR/release/examples/simulate" 0 $schedules); then
+            printf '%-34s %-8s %-10s %s\n' "$name" - "$schedules" "SURVIVED: $fault"
+            survived=1
+        else
+            found=$(printf '%s\n' "$output" | sed -n 's/^seed \([0-9]*\), schedule number \([0-9]*\),.*/\1 \2/p')
+            printf '%-34s %-8s %-10s %s\n' "$name" ${found:-"panicked -"} "$fault"
+        fi
+    done
+done
+exit $survived

@@ -1,0 +1,125 @@
+//! The tokens of a file, one client a line.
+
+use std::collections::HashSet;
+use std::path::Path;
+use std::sync::Arc;
+
+use ring::digest::{SHA256, digest};
+use subtle::ConstantTimeEq as _;
+
+use super::AccessError;
+
+/// The least length of a token, bytes.
+const MIN_TOKEN_BYTES: usize = 16;
+/// The longest name of a client, bytes.
+const MAX_NAME_BYTES: usize = 64;
+
+/// Clients by token. Only digests are kept: tokens do not lie in memory, and all have the same length.
+#[derive(Debug)]
+pub(super) struct Tokens {
+    clients: Vec<(Arc<str>, [u8; 32])>,
+}
+
+impl Tokens {
+    pub(super) fn load(path: &Path) -> Result<Tokens, AccessError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| AccessError::Read { path: path.to_owned(), source })?;
+        parse(&text).map_err(|reason| AccessError::Contents { path: path.to_owned(), reason })
+    }
+
+    /// The client that a token belongs to. Takes the same time for every token of one length.
+    pub(super) fn name(&self, token: &[u8]) -> Option<Arc<str>> {
+        let given = hash(token);
+        let mut found = None;
+        for (name, known) in &self.clients {
+            if bool::from(known.ct_eq(&given)) {
+                found = Some(name);
+            }
+        }
+        found.cloned()
+    }
+}
+
+fn hash(token: &[u8]) -> [u8; 32] {
+    let mut bytes = [0; 32];
+    bytes.copy_from_slice(digest(&SHA256, token).as_ref());
+    bytes
+}
+
+/// Lines of `NAME TOKEN`. Empty lines and those that start with `#` say nothing. A client may have several tokens, so
+/// that one can be replaced without a gap.
+fn parse(text: &str) -> Result<Tokens, String> {
+    let mut clients = Vec::new();
+    let mut seen = HashSet::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let mut words = line.split_whitespace();
+        let (Some(name), Some(token), None) = (words.next(), words.next(), words.next()) else {
+            return Err(format!("line {number}: expected `NAME TOKEN`"));
+        };
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+        if name.len() > MAX_NAME_BYTES || !name.bytes().all(plain) {
+            return Err(format!(
+                "line {number}: a name has at most {MAX_NAME_BYTES} letters, digits, dots, dashes and underscores"
+            ));
+        }
+        if token.len() < MIN_TOKEN_BYTES {
+            return Err(format!("line {number}: a token has at least {MIN_TOKEN_BYTES} characters"));
+        }
+        let hash = hash(token.as_bytes());
+        if !seen.insert(hash) {
+            return Err(format!("line {number}: the token stands in an earlier line"));
+        }
+        clients.push((Arc::from(name), hash));
+    }
+    if clients.is_empty() {
+        return Err("there is no token; expected lines of `NAME TOKEN`".to_owned());
+    }
+    Ok(Tokens { clients })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn tokens_name_their_clients() {
+        let tokens = parse("# clients\nengine-a 0123456789abcdef\n\n engine-b\tfedcba9876543210 \nengine-b 00000000000000000\n").unwrap();
+        let name = |token: &str| tokens.name(token.as_bytes()).map(|name| name.to_string());
+        assert_eq!(name("0123456789abcdef").as_deref(), Some("engine-a"));
+        assert_eq!(name("fedcba9876543210").as_deref(), Some("engine-b"));
+        assert_eq!(name("00000000000000000").as_deref(), Some("engine-b"));
+        for wrong in ["", "0123456789abcde", "0123456789abcdeF", "engine-a"] {
+            assert_eq!(name(wrong), None, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_bad_line_is_named_and_the_token_is_not_shown() {
+        for (text, word) in [
+            ("", "no token"),
+            ("a", "line 1: expected `NAME TOKEN`"),
+            ("a short", "at least 16"),
+            ("a b c", "expected `NAME TOKEN`"),
+            ("ä 0123456789abcdef", "line 1: a name"),
+            ("a 0123456789abcdef\nb 0123456789abcdef", "line 2: the token stands"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(word) && !error.contains("0123456789"), "{error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_tokens_or_a_reason(text in "\\PC{0,200}(\n[a-z #]{0,40}){0,4}") {
+            let _ = parse(&text);
+        }
+    }
+}

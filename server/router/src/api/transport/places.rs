@@ -1,0 +1,316 @@
+//! Which connections there may be: at most so many in all and for each peer address, and some always for clients that
+//! can authenticate themselves.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+
+use super::connections::count_end;
+use crate::api::framing::connection::{Connection, Owner};
+use crate::backend::ClientKey;
+
+/// A connection that has been open for less is not given up for a new one.
+const SETTLED: Duration = Duration::from_secs(1);
+/// Owners beyond those with connections that are remembered before the list is tidied.
+const STALE_OWNERS: usize = 256;
+
+/// How many connections there may be.
+#[derive(Clone, Copy, Debug)]
+pub struct ConnectionLimits {
+    /// Over TCP in all.
+    pub tcp: usize,
+    /// Over TCP from one address (IPv6: from one network of 64 bits).
+    pub per_address: usize,
+    /// Of one authenticated client.
+    pub per_client: usize,
+    /// Over Unix-domain sockets.
+    pub unix: usize,
+    /// Over TCP that have not yet authenticated themselves, where that is required.
+    pub unauthenticated: usize,
+}
+
+impl ConnectionLimits {
+    /// The defaults for a number of TCP connections: half of them for one address or client, a quarter for those that
+    /// have not yet authenticated themselves, 256 over Unix-domain sockets.
+    #[must_use]
+    pub fn for_tcp(tcp: usize) -> ConnectionLimits {
+        let tcp = tcp.max(1);
+        ConnectionLimits {
+            tcp,
+            per_address: tcp.div_ceil(2),
+            per_client: tcp.div_ceil(2),
+            unix: 256,
+            unauthenticated: tcp.div_ceil(4),
+        }
+    }
+}
+
+/// Where a connection comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(in crate::api) enum Origin {
+    /// An address, without the lower half of IPv6 ones, which one host may choose freely.
+    Address(IpAddr),
+    /// A user of this host.
+    User(u32),
+}
+
+impl Origin {
+    pub(in crate::api) fn address(address: IpAddr) -> Origin {
+        Origin::Address(match address.to_canonical() {
+            IpAddr::V6(address) => {
+                let [a, b, c, d, ..] = address.segments();
+                IpAddr::from([a, b, c, d, 0, 0, 0, 0])
+            }
+            address => address,
+        })
+    }
+}
+
+/// What connections count for.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum OwnerKey {
+    Origin(Origin),
+    Client(Arc<str>),
+}
+
+/// The open connections of one kind of listener.
+pub(in crate::api) struct Places {
+    limits: ConnectionLimits,
+    /// Whether TCP connections have to authenticate themselves.
+    must_authenticate: bool,
+    table: Mutex<Table>,
+}
+
+#[derive(Default)]
+struct Table {
+    open: HashMap<u64, Place>,
+    tcp: usize,
+    unix: usize,
+    by_origin: HashMap<Origin, usize>,
+    owners: HashMap<OwnerKey, Weak<Owner>>,
+}
+
+struct Place {
+    origin: Origin,
+    connection: Arc<Connection>,
+}
+
+impl Places {
+    pub(in crate::api) fn new(limits: ConnectionLimits, must_authenticate: bool) -> Places {
+        Places { limits, must_authenticate, table: Mutex::default() }
+    }
+
+    /// Whether a connection that stays without credentials is to be ended.
+    pub(in crate::api) fn must_authenticate(&self, origin: Origin) -> bool {
+        self.must_authenticate && matches!(origin, Origin::Address(_))
+    }
+
+    /// Opens a place for a new connection, if need be by ending one that does nothing. `Err` with the reason if there is
+    /// none.
+    pub(in crate::api) fn open(
+        &self,
+        origin: Origin,
+        end: &CancellationToken,
+    ) -> Result<Arc<Connection>, &'static str> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let mut table = self.table();
+        match origin {
+            Origin::User(_) if table.unix >= self.limits.unix => return Err("limit"),
+            Origin::User(_) => {}
+            Origin::Address(_) => {
+                if table.count(origin) >= self.limits.per_address {
+                    return Err("address_limit");
+                }
+                if self.must_authenticate && table.unauthenticated() >= self.limits.unauthenticated {
+                    table.give_up(|connection| !connection.is_authenticated());
+                }
+                if table.tcp >= self.limits.tcp && !table.make_room(origin) {
+                    return Err("limit");
+                }
+            }
+        }
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let owner = table.owner(OwnerKey::Origin(origin));
+        let connection = Connection::new(ClientKey(number), owner, end.child_token());
+        table.insert(number, Place { origin, connection: Arc::clone(&connection) });
+        Ok(connection)
+    }
+
+    /// Closes the place of a connection that has ended.
+    pub(in crate::api) fn close(&self, connection: &Connection) {
+        self.table().remove(connection.key.0);
+    }
+
+    /// The owner that the calls of a client count for.
+    pub(in crate::api) fn client(&self, name: &Arc<str>) -> Arc<Owner> {
+        self.table().owner(OwnerKey::Client(Arc::clone(name)))
+    }
+
+    /// Connections that one client may have.
+    pub(in crate::api) fn per_client(&self) -> usize {
+        self.limits.per_client
+    }
+
+    /// All open connections.
+    pub(in crate::api) fn all(&self) -> Vec<(Origin, Arc<Connection>)> {
+        self.table().open.values().map(|place| (place.origin, Arc::clone(&place.connection))).collect()
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Table {
+    fn count(&self, origin: Origin) -> usize {
+        self.by_origin.get(&origin).copied().unwrap_or(0)
+    }
+
+    fn insert(&mut self, number: u64, place: Place) {
+        *self.by_origin.entry(place.origin).or_default() += 1;
+        match place.origin {
+            Origin::Address(_) => self.tcp += 1,
+            Origin::User(_) => self.unix += 1,
+        }
+        self.open.insert(number, place);
+    }
+
+    fn remove(&mut self, number: u64) {
+        let Some(place) = self.open.remove(&number) else { return };
+        if let Some(count) = self.by_origin.get_mut(&place.origin) {
+            *count -= 1;
+            if *count == 0 {
+                self.by_origin.remove(&place.origin);
+            }
+        }
+        match place.origin {
+            Origin::Address(_) => self.tcp -= 1,
+            Origin::User(_) => self.unix -= 1,
+        }
+    }
+
+    fn unauthenticated(&self) -> usize {
+        let waits = |place: &&Place| {
+            matches!(place.origin, Origin::Address(_)) && !place.connection.is_authenticated()
+        };
+        self.open.values().filter(waits).count()
+    }
+
+    /// Ends the oldest TCP connection that `may_go` of the address that has the most of those; that address's count of
+    /// connections.
+    fn give_up(&mut self, may_go: impl Fn(&Connection) -> bool) -> Option<usize> {
+        let tcp = |place: &&Place| matches!(place.origin, Origin::Address(_)) && may_go(&place.connection);
+        let oldest = self
+            .open
+            .values()
+            .filter(tcp)
+            .max_by_key(|place| (self.count(place.origin), place.connection.age()))
+            .map(|place| (place.connection.key.0, self.count(place.origin), Arc::clone(&place.connection)));
+        let (number, count, connection) = oldest?;
+        count_end("evicted");
+        connection.end.cancel();
+        self.remove(number);
+        Some(count)
+    }
+
+    /// Ends an idle connection of an address that has more connections than `origin` would.
+    fn make_room(&mut self, origin: Origin) -> bool {
+        let own = self.count(origin) + 1;
+        let most = self.by_origin.iter().filter(|(origin, _)| matches!(origin, Origin::Address(_)));
+        let most = most.map(|(_, &count)| count).max().unwrap_or(0);
+        most > own && self.give_up(|connection| connection.is_idle() && connection.age() > SETTLED).is_some()
+    }
+
+    fn owner(&mut self, key: OwnerKey) -> Arc<Owner> {
+        if let Some(owner) = self.owners.get(&key).and_then(Weak::upgrade) {
+            return owner;
+        }
+        if self.owners.len() > 2 * self.open.len() + STALE_OWNERS {
+            self.owners.retain(|_, owner| owner.strong_count() > 0);
+        }
+        let owner: Arc<Owner> = Arc::default();
+        self.owners.insert(key, Arc::downgrade(&owner));
+        owner
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::net::{Ipv4Addr, Ipv6Addr};
+
+    use super::*;
+
+    fn from(last: u8) -> Origin {
+        Origin::address(Ipv4Addr::new(10, 0, 0, last).into())
+    }
+
+    fn limits() -> ConnectionLimits {
+        ConnectionLimits { tcp: 8, per_address: 6, per_client: 4, unix: 2, unauthenticated: 4 }
+    }
+
+    #[test]
+    fn one_address_does_not_take_all_places() {
+        let places = Places::new(limits(), false);
+        let end = CancellationToken::new();
+        let open: Vec<_> = (0..6).map(|_| places.open(from(1), &end).unwrap()).collect();
+        assert_eq!(places.open(from(1), &end).err(), Some("address_limit"));
+        assert!(Arc::ptr_eq(&open[0].peer, &open[5].peer), "an address is one owner");
+        places.open(from(2), &end).unwrap();
+        places.open(from(3), &end).unwrap();
+        // Full, and no connection has been idle for long enough.
+        assert_eq!(places.open(from(4), &end).err(), Some("limit"));
+        places.close(&open[0]);
+        places.open(from(4), &end).unwrap();
+    }
+
+    #[test]
+    fn a_new_address_gets_the_place_of_an_idle_connection_of_the_largest() {
+        let places = Places::new(ConnectionLimits { per_address: 8, ..limits() }, false);
+        let end = CancellationToken::new();
+        let open: Vec<_> = (0..8).map(|_| places.open(from(1), &end).unwrap()).collect();
+        std::thread::sleep(SETTLED + Duration::from_millis(50));
+        open.iter().take(3).for_each(|connection| connection.body_begins());
+        places.open(from(2), &end).unwrap();
+        let ended: Vec<_> = open.iter().map(|connection| connection.end.is_cancelled()).collect();
+        assert_eq!(ended.iter().filter(|&&ended| ended).count(), 1);
+        assert!(!ended[..3].contains(&true), "busy connections stay");
+    }
+
+    #[test]
+    fn those_without_credentials_make_way_for_one_another() {
+        let places = Places::new(limits(), true);
+        let end = CancellationToken::new();
+        let honest: Vec<_> = (0..3).map(|_| places.open(from(1), &end).unwrap()).collect();
+        honest.iter().for_each(|connection| connection.authenticate());
+        let waiting: Vec<_> = (0..5).map(|_| places.open(from(2), &end).unwrap()).collect();
+        assert!(waiting[0].end.is_cancelled(), "the oldest goes first");
+        assert!(waiting[1..].iter().all(|connection| !connection.end.is_cancelled()));
+        assert!(honest.iter().all(|connection| !connection.end.is_cancelled()));
+    }
+
+    #[test]
+    fn unix_sockets_have_places_of_their_own() {
+        let places = Places::new(limits(), true);
+        let end = CancellationToken::new();
+        for at in 0..8 {
+            places.open(from(at % 2), &end).unwrap();
+        }
+        places.open(Origin::User(1), &end).unwrap();
+        places.open(Origin::User(1), &end).unwrap();
+        assert_eq!(places.open(Origin::User(1), &end).err(), Some("limit"));
+    }
+
+    #[test]
+    fn a_network_of_ipv6_is_one_address() {
+        let address = |last| Origin::address(Ipv6Addr::new(0x2001, 0xdb8, 0, 1, 0, 0, 0, last).into());
+        assert_eq!(address(1), address(2));
+        let mapped = Ipv4Addr::new(10, 0, 0, 1).to_ipv6_mapped();
+        assert_eq!(Origin::address(mapped.into()), from(1));
+    }
+}

@@ -1,0 +1,113 @@
+//! The step loop's thread, and what is left in order when it panics.
+
+use std::io::{self, Write as _};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use tokio::sync::watch;
+
+use super::driver::Driver;
+use super::service::{SchedulerConfig, ServiceEnd, Shared};
+use crate::backend::ServiceState;
+use crate::cluster::ClusterConfig;
+
+/// What callers are told when the step loop has ended without a word.
+pub(super) const GONE: &str = "the step loop ended unexpectedly; this is a fault of expertd, restart it";
+
+/// The thread and the receiver of how it ended.
+pub(super) type Started = (JoinHandle<()>, watch::Receiver<Option<ServiceEnd>>);
+
+/// Starts the step loop on a thread of its own, for the whole life of the service: ranks die with the thread that
+/// started them.
+pub(super) fn start(
+    shared: Arc<Shared>,
+    cluster: ClusterConfig,
+    config: SchedulerConfig,
+    seed: u64,
+) -> io::Result<Started> {
+    let of_driver = Arc::clone(&shared);
+    guarded(shared, move || Driver::new(of_driver, cluster, config, seed).run())
+}
+
+/// Runs `body` on a thread. The sender of how it ended dies with the thread, so the receiver resolves in any case. After
+/// a panic nothing waits for the step loop any more.
+fn guarded(shared: Arc<Shared>, body: impl FnOnce() -> ServiceEnd + Send + 'static) -> io::Result<Started> {
+    let (sender, receiver) = watch::channel(None);
+    let thread = std::thread::Builder::new().name("steps".into()).spawn(move || {
+        // A panic drops the driver: its group kills and reaps every rank, and callers in flight get UNAVAILABLE.
+        // Nothing of the driver is used afterwards; what callers share with it is behind locks that ignore poison.
+        let end = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
+            let message = format!("the step loop panicked: {}", text(&*panic));
+            // Logging may be what panicked: this line goes out directly, or not at all.
+            let _ = writeln!(io::stderr(), "expertd: {message}");
+            ServiceEnd::SetupFailed(message)
+        });
+        close(&shared, &end);
+        sender.send_replace(Some(end));
+    })?;
+    Ok((thread, receiver))
+}
+
+/// Leaves nothing that waits for the step loop.
+fn close(shared: &Shared, end: &ServiceEnd) {
+    let (public, failed) = match end {
+        ServiceEnd::Drained => ("the service has drained", None),
+        ServiceEnd::LoadFailed(reason) | ServiceEnd::SetupFailed(reason) => {
+            ("the service has failed and needs a restart", Some(reason))
+        }
+    };
+    let mut front = shared.front();
+    let dropped = front.inbox.close(public);
+    front.has_ended = true;
+    front.drain_waiters.clear();
+    drop(front);
+    // Their callers learn that they were given up.
+    drop(dropped);
+    if let Some(reason) = failed {
+        shared.set_state(ServiceState::Failed, reason);
+    }
+}
+
+fn text(panic: &(dyn std::any::Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::time::Duration;
+
+    use expertd_scheduler::{Inbox, Refusal};
+
+    use super::*;
+    use crate::steps::service::tests::{shared, submission};
+
+    #[tokio::test]
+    async fn a_panic_ends_the_service_and_leaves_nothing_waiting() {
+        let shared = shared();
+        let (report, reported) = tokio::sync::oneshot::channel();
+        shared.front().drain_waiters.push(report);
+        let state = shared.state.subscribe();
+        let (thread, mut end) = guarded(Arc::clone(&shared), || panic!("planted")).unwrap();
+        let ended = tokio::time::timeout(Duration::from_secs(10), end.wait_for(Option::is_some)).await;
+        let ended = ended.expect("the end is known").unwrap().clone();
+        assert_eq!(ended, Some(ServiceEnd::SetupFailed("the step loop panicked: planted".into())));
+        thread.join().unwrap();
+        assert_eq!(*state.borrow(), ServiceState::Failed);
+        assert!(reported.await.is_err(), "the drain does not wait");
+        let now = shared.time(std::time::Instant::now());
+        let front = &mut shared.front();
+        let inbox: &mut Inbox<_> = &mut front.inbox;
+        assert!(matches!(inbox.refuse(now, &submission()), Some(Refusal::NotReady { .. })));
+    }
+
+    #[tokio::test]
+    async fn the_end_is_known_even_if_the_thread_says_nothing() {
+        let (sender, receiver) = watch::channel(None);
+        let service = crate::steps::service::tests::service(receiver);
+        drop(sender);
+        assert_eq!(service.ended().await, ServiceEnd::SetupFailed(GONE.into()));
+    }
+}

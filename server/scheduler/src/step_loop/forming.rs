@@ -1,0 +1,217 @@
+//! Which requests the next step takes.
+
+use expertd_types::{Slot, StepId};
+
+use super::{Action, Callers, Request, Step, StepLoop};
+use crate::queue::{AGED_STEP_INTERVAL, Take, Taken};
+use crate::spread::cut;
+use crate::{Failure, RequestKey, StepKind, Time};
+
+/// What the next step may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Choice {
+    /// One suspected request, alone.
+    Suspect(RequestKey),
+    /// Requests of a kind, `lead` first if given.
+    Kind { kind: StepKind, lead: Option<RequestKey> },
+}
+
+impl StepLoop {
+    /// Forms one step if there is work and a slot; whether it did, or dropped requests on the way.
+    pub(super) fn form_step(&mut self, now: Time, callers: &impl Callers) -> bool {
+        match self.choose(now) {
+            Some(Choice::Suspect(key)) => self.form_alone(key, now, callers),
+            Some(Choice::Kind { kind, lead }) => self.form_shared(kind, lead, now, callers),
+            None => false,
+        }
+    }
+
+    /// When a request that still waits for others has waited long enough, while a step could form. What has waited long
+    /// enough already is formed by the next call of `poll`, or after an event.
+    pub(super) fn next_ripe(&self, now: Time) -> Option<Time> {
+        if self.config.max_wait.is_zero() || !self.may_form(true) {
+            return None;
+        }
+        let oldest = |kind| self.queue.oldest(kind).and_then(|key| self.requests.get(&key));
+        let due =
+            self.queue.kinds().filter_map(oldest).map(|request| request.admitted + self.config.max_wait);
+        due.filter(|due| *due > now).min()
+    }
+
+    /// Whether a waiting step could be formed now: what the thread that drives the machine waits for, beside events.
+    #[must_use]
+    pub fn can_form(&self, now: Time) -> bool {
+        self.choose(now).is_some()
+    }
+
+    /// Whether a step may form now. One experts phase runs at a time: a step forms when the last one's has ended, so that
+    /// arrivals can join it until then; or as soon as there is a slot if it is `full` anyway, so that its rows travel
+    /// while the last one computes.
+    fn may_form(&self, full: bool) -> bool {
+        self.is_serving()
+            && self.in_flight.len() < self.config.slots
+            && self.in_flight.back().is_none_or(|last| !last.is_alone && (full || last.experts_ended))
+    }
+
+    fn choose(&self, now: Time) -> Option<Choice> {
+        if !self.may_form(true) {
+            return None;
+        }
+        if let Some(key) = self.suspects.first() {
+            return self.in_flight.is_empty().then_some(Choice::Suspect(*key));
+        }
+        let full = |kind: &StepKind| self.queue.tokens_of(*kind) >= self.config.max_tokens_per_step;
+        let ripe = |kind: &StepKind| {
+            self.config.max_wait.is_zero()
+                || self.drain.is_some()
+                || full(kind)
+                || self.queue.oldest(*kind).and_then(|key| self.requests.get(&key)).is_some_and(
+                    // Requests that a step was lost of have waited before.
+                    |oldest| oldest.lost_steps > 0 || now >= oldest.admitted + self.config.max_wait,
+                )
+        };
+        let is_aged = self.steps_since_aged + 1 >= AGED_STEP_INTERVAL;
+        let mut ripe_kinds = self.queue.kinds().filter(ripe);
+        let (kind, lead) = if is_aged {
+            let (lead, kind) =
+                ripe_kinds.filter_map(|kind| self.queue.oldest(kind).map(|key| (key, kind))).min()?;
+            (kind, Some(lead))
+        } else {
+            (ripe_kinds.next()?, None)
+        };
+        self.may_form(full(&kind)).then_some(Choice::Kind { kind, lead })
+    }
+
+    fn form_shared(
+        &mut self,
+        kind: StepKind,
+        lead: Option<RequestKey>,
+        now: Time,
+        callers: &impl Callers,
+    ) -> bool {
+        let limit = self.config.max_tokens_per_step;
+        // A range has a row at least, so ranges can only be too many where fewer of them than rows are accepted.
+        let segments = self.config.max_segments_per_rank;
+        let max_takes =
+            if segments >= limit.div_ceil(self.config.ranks) { usize::MAX } else { segments.max(1) };
+        let requests = &self.requests;
+        // Deadlines and callers are checked only while a step forms; rows that are in a step are always computed.
+        let unwanted =
+            |key| requests.get(&key).is_none_or(|request| request.is_late(now) || callers.has_left(key));
+        let Taken { takes, dropped, examined } = self.queue.take(kind, limit, max_takes, lead, unwanted);
+        self.examined = examined;
+        for key in dropped {
+            self.drop_request(key, now, callers);
+        }
+        if takes.is_empty() {
+            return true;
+        }
+        self.steps_since_aged = if lead.is_some() { 0 } else { self.steps_since_aged + 1 };
+        self.launch(kind, &takes, false, now);
+        true
+    }
+
+    fn form_alone(&mut self, key: RequestKey, now: Time, callers: &impl Callers) -> bool {
+        let Some(request) = self.requests.get(&key) else {
+            self.suspects.remove(&key);
+            return true;
+        };
+        let (kind, waiting) = (request.kind, request.tokens - request.begun);
+        if request.is_late(now) || callers.has_left(key) {
+            self.leave_suspects(key);
+            self.drop_request(key, now, callers);
+            return true;
+        }
+        let tokens = waiting.min(self.config.max_tokens_per_step);
+        self.suspect_tokens -= tokens;
+        self.launch(kind, &[Take { key, tokens }], true, now);
+        true
+    }
+
+    fn launch(&mut self, kind: StepKind, takes: &[Take], is_alone: bool, now: Time) {
+        let Some(group) = &mut self.group else { return };
+        let slot = Slot((group.steps_launched % self.config.slots as u64) as u32);
+        group.steps_launched += 1;
+        self.last_step += 1;
+        let id = StepId(self.last_step);
+        let tokens = takes.iter().map(|take| take.tokens).sum();
+        let (requests, in_step) = (&mut self.requests, &mut self.in_step);
+        let mut clients = Vec::with_capacity(if is_alone { 0 } else { takes.len() });
+        let ranges = takes.iter().filter_map(|take| {
+            let request = requests.get_mut(&take.key)?;
+            if !is_alone {
+                clients.push(request.client);
+            }
+            *in_step += usize::from(!request.is_in_step());
+            request.first_step.get_or_insert(now);
+            let begin = request.begun;
+            request.begun += take.tokens;
+            Some((take.key, begin..request.begun))
+        });
+        let rows = cut(ranges, tokens, self.config.ranks);
+        self.in_flight.push_back(Step {
+            id,
+            slot,
+            kind,
+            formed: now,
+            tokens,
+            rows,
+            is_alone,
+            experts_ended: false,
+            clients,
+        });
+        // Before the failures of requests that were dropped on the way: ranks wait for it.
+        self.actions.push_front(Action::Launch { step: id });
+    }
+
+    /// Forgets a request that waits and is late, or whose caller has left. It is in no queue any more.
+    pub(super) fn drop_request(&mut self, key: RequestKey, now: Time, callers: &impl Callers) {
+        let Some(request) = self.requests.remove(&key) else { return };
+        self.forget_in_step(&request);
+        let failure = if request.is_late(now) && !callers.has_left(key) {
+            Failure::DeadlineExceeded
+        } else {
+            Failure::Cancelled
+        };
+        self.actions.push_back(Action::Fail { key, failure });
+    }
+
+    /// Drops waiting requests that are late or whose callers have left. Requests with rows in a step are left alone.
+    pub(super) fn sweep(&mut self, now: Time, callers: &impl Callers) {
+        self.next_sweep = now + super::SWEEP_INTERVAL;
+        let unwanted = |(key, request): (&RequestKey, &Request)| {
+            let unwanted = !request.is_in_step() && (request.is_late(now) || callers.has_left(*key));
+            unwanted.then_some(*key)
+        };
+        let mut keys: Vec<RequestKey> = self.requests.iter().filter_map(unwanted).collect();
+        keys.sort_unstable();
+        for key in keys {
+            self.leave_queue(key);
+            self.drop_request(key, now, callers);
+        }
+    }
+
+    /// Takes what waits of a request out of the queue, or of the suspects.
+    pub(super) fn leave_queue(&mut self, key: RequestKey) {
+        let Some(request) = self.requests.get(&key) else { return };
+        if self.suspects.contains(&key) {
+            self.leave_suspects(key);
+        } else if request.begun < request.tokens {
+            self.queue.remove(request.kind, request.client, key);
+        }
+    }
+
+    pub(super) fn leave_suspects(&mut self, key: RequestKey) {
+        if self.suspects.remove(&key)
+            && let Some(request) = self.requests.get(&key)
+        {
+            self.suspect_tokens -= request.tokens - request.begun;
+        }
+    }
+
+    pub(super) const fn forget_in_step(&mut self, request: &Request) {
+        if request.is_in_step() {
+            self.in_step -= 1;
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! Generations, their faults, the drain and the end.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use expertd_types::{Generation, WeightVersion};
+
+use super::{Action, End, GroupFault, GroupLife, OnFault, ServiceState, StepLoop};
+use crate::recovery::{GiveUp, Life, jittered};
+use crate::{Failure, RequestKey, Time};
+
+/// A request that lost this many steps runs alone.
+const SUSPECT_AFTER: u32 = 2;
+/// What a caller is told to wait when the service ends.
+const RETRY_AFTER_END: Duration = Duration::from_secs(1);
+
+impl StepLoop {
+    /// Forms the next generation if it is time; whether it did.
+    pub(super) fn form_group(&mut self, now: Time) -> bool {
+        if now < self.recovery.next_attempt() {
+            return false;
+        }
+        self.last_generation += 1;
+        let generation = Generation(self.last_generation);
+        self.group =
+            Some(GroupLife { generation, formed: now, ready: None, steps_completed: 0, steps_launched: 0 });
+        self.actions.push_back(Action::FormGroup { generation });
+        true
+    }
+
+    /// All ranks of a generation are ready, with weights of `version`.
+    pub fn group_ready(&mut self, generation: Generation, version: WeightVersion, now: Time) {
+        let Some(group) = self.group.as_mut().filter(|g| g.generation == generation && g.ready.is_none())
+        else {
+            return;
+        };
+        group.ready = Some(now);
+        self.recovery.ready(group.formed, now);
+        self.has_served = true;
+        self.reason = "".into();
+        if self.weight_version.replace(version).is_some_and(|before| before != version) {
+            self.restart_partly_answered();
+        }
+        if self.drain.is_none() {
+            self.show(ServiceState::Serving, "".into());
+        }
+    }
+
+    /// Starts requests again of which rows were computed with other weights.
+    fn restart_partly_answered(&mut self) {
+        let partly = self.requests.iter().filter(|(_, request)| request.completed > 0);
+        let mut keys: Vec<RequestKey> = partly.map(|(key, _)| *key).collect();
+        keys.sort_unstable();
+        for key in keys.into_iter().rev() {
+            let Some(request) = self.requests.get_mut(&key) else { continue };
+            let (kind, client, completed) = (request.kind, request.client, request.completed);
+            (request.completed, request.begun) = (0, 0);
+            request.steps.clear();
+            request.tokens_per_rank.clear();
+            if self.suspects.contains(&key) {
+                self.suspect_tokens += completed;
+            } else {
+                self.queue.put_back(kind, client, key, completed);
+            }
+            self.actions.push_back(Action::Restart { key });
+        }
+    }
+
+    /// A generation has ended by a fault, or could not begin. A generation that ended before is ignored.
+    pub fn group_ended(&mut self, generation: Generation, fault: &GroupFault, now: Time) {
+        if self.ending.is_some() || self.has_ended {
+            return;
+        }
+        let Some(group) = self.group.take_if(|group| group.generation == generation) else { return };
+        self.actions.push_back(Action::EndGroup { generation });
+        let poison = self.take_back_steps();
+        let life = Life { ready: group.ready, bore_fruit: group.steps_completed > 0 };
+        let given_up = self.recovery.ended(now, life).err();
+        // Callers learn that there was a fault; what it was, with processes and paths, is for operators.
+        self.reason = self.describe(now).into();
+        let shown: Arc<str> = format!("{}: {}", self.reason, fault.message).into();
+        if let Some(end) = given_up.map(|why| why.end(fault)).or(poison) {
+            self.give_up(end);
+            return;
+        }
+        if self.drain.is_none() {
+            let state = if self.has_served { ServiceState::Reforming } else { ServiceState::Loading };
+            self.show(state, shown);
+        }
+        match self.config.on_fault {
+            OnFault::Fail => self.fail_where(now, |_| true),
+            OnFault::Retry => {
+                let ready_at = self.expected_ready(now);
+                self.fail_where(now, |deadline| deadline.is_some_and(|deadline| deadline < ready_at));
+            }
+        }
+    }
+
+    fn describe(&self, now: Time) -> String {
+        let what =
+            if self.has_served { "the EP group is re-forming" } else { "the weights are being loaded again" };
+        let pause = self.recovery.next_attempt().since(now);
+        let pause = if pause.is_zero() { String::new() } else { format!(" in {} ms", pause.as_millis()) };
+        format!("{what}{pause}, {} tries left", self.recovery.tries_left())
+    }
+
+    /// Takes back the rows of the steps in flight. A request that lost a second step becomes a suspect; one that lost a
+    /// step in which it was alone fails. The end of the service, if a layer has done that too often.
+    fn take_back_steps(&mut self) -> Option<End> {
+        let steps: Vec<_> = self.in_flight.drain(..).collect();
+        self.in_step = 0;
+        for client in steps.iter().flat_map(|step| &step.clients) {
+            self.queue.release(*client);
+        }
+        let is_alone = steps.first().is_some_and(|step| step.is_alone);
+        let mut lost: Vec<RequestKey> =
+            steps.iter().flat_map(|step| step.rows.iter().map(|range| range.key)).collect();
+        lost.sort_unstable();
+        lost.dedup();
+        let mut end = None;
+        for key in lost.into_iter().rev() {
+            let Some(request) = self.requests.get_mut(&key) else { continue };
+            let (kind, client, rows) = (request.kind, request.client, request.begun - request.completed);
+            request.begun = request.completed;
+            request.lost_steps += 1;
+            let lost_steps = request.lost_steps;
+            if is_alone {
+                self.suspects.remove(&key);
+                // What was not in the lost step counted as waiting.
+                if let Some(request) = self.requests.remove(&key) {
+                    self.suspect_tokens -= request.tokens - request.begun - rows;
+                }
+                self.actions.push_back(Action::Fail { key, failure: Failure::Poisoned { lost_steps } });
+                self.recovery.explained();
+                let verdicts = self.poisoned.entry(kind.layer).or_insert(0);
+                *verdicts += 1;
+                if *verdicts >= self.recovery.policy().max_poisoned_per_layer {
+                    end = Some(End::SetupFailed(format!(
+                        "{verdicts} requests in a row for layer {} ended a generation alone, and no step of that \
+                         layer was complete in between",
+                        kind.layer
+                    )));
+                }
+            } else if lost_steps >= SUSPECT_AFTER {
+                let waiting = self.queue.remove(kind, client, key).unwrap_or(0);
+                self.suspects.insert(key);
+                self.suspect_tokens += rows + waiting;
+            } else {
+                self.queue.put_back(kind, client, key, rows);
+            }
+        }
+        end
+    }
+
+    /// Fails the requests whose deadline `chosen` names, as unavailable.
+    fn fail_where(&mut self, now: Time, chosen: impl Fn(Option<Time>) -> bool) {
+        let matching = self.requests.iter().filter(|(_, request)| chosen(request.deadline));
+        let mut keys: Vec<RequestKey> = matching.map(|(key, _)| *key).collect();
+        keys.sort_unstable();
+        for key in keys {
+            let failure = self.unavailable(now);
+            self.fail(key, failure);
+        }
+    }
+
+    fn fail(&mut self, key: RequestKey, failure: Failure) {
+        self.leave_queue(key);
+        if let Some(request) = self.requests.remove(&key) {
+            self.forget_in_step(&request);
+            self.actions.push_back(Action::Fail { key, failure });
+        }
+    }
+
+    fn fail_all(&mut self, reason: &Arc<str>) -> u64 {
+        let mut keys: Vec<RequestKey> = self.requests.keys().copied().collect();
+        keys.sort_unstable();
+        for key in &keys {
+            let retry_after = jittered(RETRY_AFTER_END, &mut self.jitter);
+            self.fail(*key, Failure::Unavailable { reason: Arc::clone(reason), retry_after });
+        }
+        keys.len() as u64
+    }
+
+    fn give_up(&mut self, end: End) {
+        let (End::LoadFailed(message) | End::SetupFailed(message)) = &end else { return };
+        self.show(ServiceState::Failed, message.as_str().into());
+        self.reason = "the service has failed and needs a restart".into();
+        self.ending = Some(end);
+        self.fail_all(&Arc::clone(&self.reason));
+    }
+
+    /// Ends the service if it drains and nothing is left, or time is up; whether it did.
+    pub(super) fn check_drain(&mut self, now: Time) -> bool {
+        let Some(deadline) = self.drain else { return false };
+        if !self.requests.is_empty() && now < deadline {
+            return false;
+        }
+        let reason = "the service is draining, and its drain timeout passed before the answer was complete";
+        let dropped = self.fail_all(&reason.into());
+        self.reason = "the service has drained".into();
+        self.actions.push_back(Action::ReportDrain { requests_dropped: dropped });
+        // The inbox is closed since the drain was asked for.
+        self.ending = Some(End::Drained);
+        self.is_closed = true;
+        true
+    }
+
+    pub(super) fn end(&mut self) -> bool {
+        let Some(end) = self.ending.take() else { return false };
+        if self.drain.is_some() && end != End::Drained {
+            self.actions.push_back(Action::ReportDrain { requests_dropped: 0 });
+        }
+        self.actions.push_back(Action::End(end));
+        self.has_ended = true;
+        true
+    }
+}
+
+impl GiveUp {
+    fn end(self, fault: &GroupFault) -> End {
+        let message = match self {
+            GiveUp::Unready(ends) => {
+                format!(
+                    "{ends} generations in a row ended before they were ready; the last one: {}",
+                    fault.message
+                )
+            }
+            GiveUp::Fruitless(ends) => {
+                format!(
+                    "{ends} generations in a row ended before they completed a step; the last one: {}",
+                    fault.message
+                )
+            }
+        };
+        if fault.is_load { End::LoadFailed(message) } else { End::SetupFailed(message) }
+    }
+}

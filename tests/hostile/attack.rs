@@ -1,0 +1,178 @@
+//! Attackers by the hundred against a real service, and an honest client beside them.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use expertd_proto::Client;
+use expertd_proto::v1::{DType, ForwardRequest};
+use hyper_util::rt::TokioIo;
+use tokio::io::AsyncReadExt as _;
+use tokio::net::{TcpSocket, TcpStream};
+use tokio::task::JoinSet;
+use tonic::transport::Endpoint;
+use tower::service_fn;
+
+use crate::frames::{self, hello, send};
+use crate::service::Service;
+
+/// What an attacker does once it is connected, until it cannot any more.
+pub type Attack = for<'a> fn(&'a mut TcpStream, &'a AtomicBool) -> Doing<'a>;
+pub type Doing<'a> = std::pin::Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
+
+/// A number from the environment, else the size for every day.
+fn size(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
+}
+
+/// What an honest client got.
+#[derive(Debug)]
+pub struct Honest {
+    pub calls: usize,
+    pub failed: Vec<String>,
+    pub per_second: f64,
+    pub p99: Duration,
+}
+
+/// A connection from another address of this host than the attackers'.
+pub async fn connect_from(from: &str, to: &str) -> std::io::Result<TcpStream> {
+    let socket = TcpSocket::new_v4()?;
+    socket.set_reuseaddr(true)?;
+    socket.bind(SocketAddr::new(from.parse().unwrap(), 0))?;
+    socket.connect(to.parse().unwrap()).await
+}
+
+/// An honest client with an address of its own.
+pub async fn honest_client(address: &str) -> Result<Client, String> {
+    let to = address.to_owned();
+    let connector = service_fn(move |_| {
+        let to = to.clone();
+        async move { Ok::<_, std::io::Error>(TokioIo::new(connect_from("127.0.0.2", &to).await?)) }
+    });
+    let channel = Endpoint::from_static("http://service")
+        .connect_with_connector(connector)
+        .await
+        .map_err(|error| format!("connect: {error}"))?;
+    Client::over(channel).await.map_err(|error| format!("GetModel: {error}"))
+}
+
+/// Calls for `time`, one call at a time on each of four tasks.
+pub async fn honest(address: &str, time: Duration) -> Honest {
+    let client = match honest_client(address).await {
+        Ok(client) => client,
+        Err(error) => return Honest { calls: 0, failed: vec![error], per_second: 0.0, p99: time },
+    };
+    let model = client.model("").await.unwrap();
+    let begun = Instant::now();
+    let mut tasks = JoinSet::new();
+    for _ in 0..4 {
+        let (client, layer, hidden) = (client.clone(), model.moe_layers[0].layer, model.hidden as usize);
+        tasks.spawn(async move {
+            let (mut times, mut failed) = (Vec::new(), Vec::new());
+            while begun.elapsed() < time {
+                let rows = Bytes::from(vec![0; hidden * 4]);
+                let request = ForwardRequest::inline(layer, 1, DType::DtypeF32, rows);
+                let sent = Instant::now();
+                match client.forward(request, Some(Duration::from_secs(10))).await {
+                    Ok(_) => times.push(sent.elapsed()),
+                    Err(status) => failed.push(status.to_string()),
+                }
+            }
+            (times, failed)
+        });
+    }
+    let (mut times, mut failed) = (Vec::new(), Vec::new());
+    for (some, errors) in tasks.join_all().await {
+        times.extend(some);
+        failed.extend(errors);
+    }
+    times.sort_unstable();
+    Honest {
+        calls: times.len(),
+        failed,
+        per_second: times.len() as f64 / begun.elapsed().as_secs_f64(),
+        p99: times.get(times.len() * 99 / 100).copied().unwrap_or(time),
+    }
+}
+
+/// Resident memory of a process, MiB.
+pub fn resident_mib(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap_or("0 kB");
+    line.trim().split(' ').next().and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) / 1024
+}
+
+/// Runs an attack beside an honest client; every call of the honest client has an answer.
+pub async fn run(name: &str, attack: Attack) {
+    let service = Service::start("qwen3_moe", 1, &["--max-bytes-in-flight", "67108864"]);
+    let time = Duration::from_secs(size("HOSTILE_SECONDS", 2));
+    let attackers = size("HOSTILE_ATTACKERS", 24);
+    let alone = honest(&service.address, time).await;
+    let before = resident_mib(service.pid());
+
+    let over = Arc::new(AtomicBool::new(false));
+    let connected = Arc::new(AtomicU64::new(0));
+    let mut tasks = JoinSet::new();
+    for _ in 0..attackers {
+        let (over, connected, address) = (Arc::clone(&over), Arc::clone(&connected), service.address.clone());
+        tasks.spawn(async move {
+            while !over.load(Ordering::Relaxed) {
+                if let Ok(mut socket) = TcpStream::connect(&address).await {
+                    connected.fetch_add(1, Ordering::Relaxed);
+                    attack(&mut socket, &over).await;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        });
+    }
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let most = tokio::spawn({
+        let (over, pid) = (Arc::clone(&over), service.pid());
+        async move {
+            let mut most = 0;
+            while !over.load(Ordering::Relaxed) {
+                most = most.max(resident_mib(pid));
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            most
+        }
+    });
+    let beside = honest(&service.address, time).await;
+    over.store(true, Ordering::Relaxed);
+    let most = most.await.unwrap();
+    tasks.abort_all();
+    println!(
+        "| {name} | {attackers} | {} | {:.0} | {:.0} | {:.2} | {:.2} | {before} | {most} |",
+        connected.load(Ordering::Relaxed),
+        alone.per_second,
+        beside.per_second,
+        alone.p99.as_secs_f64() * 1e3,
+        beside.p99.as_secs_f64() * 1e3,
+    );
+    assert!(connected.load(Ordering::Relaxed) > 0, "the attack took place");
+    assert!(alone.failed.is_empty(), "alone: {:?}", alone.failed);
+    assert!(beside.failed.is_empty() && beside.calls > 0, "beside the attack: {:?}", beside.failed);
+    // 64 MiB in flight, half as much in the transport, each in up to two places, and connections.
+    assert!(most <= before + 256, "{before} MiB before, {most} MiB under attack");
+}
+
+/// Says hello and takes what comes in the background of the attack's own sends.
+pub async fn greet(socket: &mut TcpStream, settings: &[(u16, u32)]) -> bool {
+    send(socket, &hello(settings)).await
+        && send(socket, &frames::frame(frames::SETTINGS, frames::ACK, 0, &[])).await
+}
+
+/// Reads until the peer is gone, for at most `time`.
+pub async fn take(socket: &mut TcpStream, time: Duration) -> bool {
+    let mut bytes = vec![0; 16 << 10];
+    let until = tokio::time::Instant::now() + time;
+    loop {
+        match tokio::time::timeout_at(until, socket.read(&mut bytes)).await {
+            Ok(Ok(0) | Err(_)) => return false,
+            Ok(Ok(_)) => {}
+            Err(_) => return true,
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! Limits on connections and messages, against a server in this process with short deadlines.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use expertd_proto::Client;
+use expertd_router::api::{Access, AccessConfig, ConnectionLimits, Patience, ready_probe};
+use expertd_router::backend::Limits;
+use expertd_router::telemetry::{MetricsEndpoint, install_recorder};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tonic::Code;
+
+use crate::attack::{connect_from, greet, honest_client, take};
+use crate::backend::{ECHO, Fake, limits};
+use crate::frames::{DATA, call, frame, send};
+use crate::harness::{FORWARD, Service, prefix, request, rows_of};
+
+const HIDDEN: usize = 256;
+
+async fn start(tcp: usize, patience: Patience) -> Service {
+    let fake = Fake::new(HIDDEN, Limits { max_bytes_in_flight: 64 << 20, ..limits(HIDDEN, 16 << 10) });
+    Service::start_guarded(&fake, patience, ConnectionLimits::for_tcp(tcp), &AccessConfig::default(), None)
+        .await
+}
+
+async fn works(client: &Client) {
+    let good = request(ECHO, 4, HIDDEN);
+    assert_eq!(client.forward(good.clone(), None).await.unwrap().rows, rows_of(&good));
+}
+
+/// Whether the service ends a connection within 10 s.
+async fn is_ended(socket: &mut TcpStream) -> bool {
+    !take(socket, Duration::from_secs(10)).await
+}
+
+#[tokio::test]
+async fn announced_lengths_take_no_room_from_others() {
+    let service = start(64, Patience::default()).await;
+    let mut sockets = Vec::new();
+    for _ in 0..2 {
+        let mut socket = TcpStream::connect(&service.tcp).await.unwrap();
+        assert!(greet(&mut socket, &[]).await);
+        for stream in (0..32).map(|call| 2 * call + 1) {
+            let bytes = [call(stream, FORWARD, &[]), frame(DATA, 0, stream, &prefix(16 << 20))].concat();
+            assert!(send(&mut socket, &bytes).await);
+        }
+        sockets.push(socket);
+    }
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    // The largest request there is.
+    let client = Client::connect(&service.tcp).await.unwrap();
+    let largest = request(ECHO, 16 << 10, HIDDEN);
+    assert_eq!(client.forward(largest.clone(), None).await.unwrap().rows, rows_of(&largest));
+}
+
+#[tokio::test]
+async fn names_are_short_and_errors_are_one_line() {
+    let service = start(64, Patience::default()).await;
+    let client = Client::connect(&service.tcp).await.unwrap();
+    let mut wrong = request(ECHO, 1, HIDDEN);
+    wrong.model = "m".repeat(10 << 20);
+    let status = client.forward(wrong.clone(), None).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument);
+    assert!(status.message().len() < 200 && status.details().len() < 1000);
+    wrong.model = "m\n".repeat(100);
+    let status = client.forward(wrong, None).await.unwrap_err();
+    assert_eq!(status.code(), Code::NotFound);
+    assert!(!status.message().contains('\n'));
+    let long = client.model(&"n".repeat(3000)).await.unwrap_err();
+    assert_eq!(long.code(), Code::InvalidArgument);
+    let longer = client.model(&"n".repeat(30_000)).await.unwrap_err();
+    assert_eq!(longer.code(), Code::InvalidArgument);
+    works(&client).await;
+}
+
+#[tokio::test]
+async fn idle_connections_are_closed_and_clients_come_back() {
+    let patience = Patience {
+        idle: Duration::from_millis(300),
+        silent: Duration::from_millis(300),
+        ..Patience::default()
+    };
+    let service = start(64, patience).await;
+    let mut idle = TcpStream::connect(&service.tcp).await.unwrap();
+    assert!(greet(&mut idle, &[]).await);
+    // A call without a message does not keep a connection.
+    let mut waiting = TcpStream::connect(&service.tcp).await.unwrap();
+    assert!(greet(&mut waiting, &[]).await && send(&mut waiting, &call(1, FORWARD, &[])).await);
+    let client = Client::connect(&service.tcp).await.unwrap();
+    works(&client).await;
+    assert!(is_ended(&mut idle).await && is_ended(&mut waiting).await);
+    works(&client).await;
+}
+
+#[tokio::test]
+async fn old_connections_are_closed_without_a_failed_call() {
+    let patience = Patience { max_age: Duration::from_millis(300), ..Patience::default() };
+    let service = start(64, patience).await;
+    let client = Client::connect(&service.tcp).await.unwrap();
+    let begun = std::time::Instant::now();
+    while begun.elapsed() < Duration::from_secs(2) {
+        works(&client).await;
+    }
+}
+
+#[tokio::test]
+async fn one_address_leaves_places_for_others_and_sockets_have_their_own() {
+    let service = start(8, Patience::default()).await;
+    let mut attackers = Vec::new();
+    for _ in 0..8 {
+        let mut socket = connect_from("127.0.0.3", &service.tcp).await.unwrap();
+        let _ = greet(&mut socket, &[]).await;
+        attackers.push(socket);
+    }
+    assert!(is_ended(attackers.last_mut().unwrap()).await, "one address gets half");
+    works(&honest_client(&service.tcp).await.unwrap()).await;
+    works(&Client::connect(&service.unix).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn idle_sockets_on_the_metrics_port_delay_no_probe() {
+    let fake = Fake::new(HIDDEN, limits(HIDDEN, 64));
+    let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
+    let probe = ready_probe(fake);
+    let endpoint = MetricsEndpoint::bind("127.0.0.1:0".parse().unwrap(), install_recorder(""), probe, access);
+    let endpoint = endpoint.await.unwrap();
+    let address = endpoint.local_address().unwrap().to_string();
+    tokio::spawn(endpoint.run());
+    let mut idle = Vec::new();
+    for _ in 0..200 {
+        idle.push(TcpStream::connect(&address).await.unwrap());
+    }
+    let mut socket = TcpStream::connect(&address).await.unwrap();
+    socket.write_all(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
+    let mut answer = String::new();
+    // Without the idle sockets' header deadline of 5 s passing.
+    let read = tokio::time::timeout(Duration::from_secs(4), socket.read_to_string(&mut answer)).await;
+    assert!(read.is_ok() && answer.contains("alive"), "{answer}");
+}

@@ -1,0 +1,19 @@
+//! Hostile clients and broken surroundings: whatever a peer sends or withholds costs itself, not its neighbours.
+//!
+//! `cargo test --test hostile` runs everything in small sizes; `scripts/hostile.sh` runs the attacks in full size and
+//! prints what they cost an honest client.
+#![allow(clippy::unwrap_used, dead_code, missing_docs, unreachable_pub)]
+
+mod access;
+mod attack;
+mod attacks;
+#[path = "../api/backend.rs"]
+mod backend;
+mod certificates;
+mod frames;
+#[path = "../api/harness.rs"]
+mod harness;
+mod limits;
+#[path = "../e2e/service/mod.rs"]
+mod service;
+mod surroundings;

@@ -1,0 +1,89 @@
+//! Broken surroundings of a real service: standard error, signals, descriptors.
+
+use std::io::{BufRead as _, BufReader, Read as _};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::attack::honest;
+use crate::service::{Service, fixture, serve_command, serve_to_the_end};
+
+/// Starts a service that logs a lot to the given standard error; its public address.
+fn start(stderr: Stdio) -> (Child, String) {
+    let mut command = serve_command(&fixture("qwen3_moe"), &["--ranks", "1"]);
+    command.env("EXPERTD_LOG", "trace").stderr(stderr);
+    let mut child = command.spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let ready = lines.find_map(|line| line.ok()?.strip_prefix("ready: listening on ").map(str::to_owned));
+    // Reads on, so that the pipe never fills.
+    std::thread::spawn(move || lines.for_each(drop));
+    (child, ready.unwrap().split(',').next().unwrap().to_owned())
+}
+
+async fn serves_and_ends(mut child: Child, address: &str) {
+    let got = honest(address, Duration::from_secs(1)).await;
+    assert!(got.failed.is_empty() && got.calls > 0, "{got:?}");
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    let status = tokio::task::spawn_blocking(move || child.wait().unwrap()).await.unwrap();
+    assert_eq!(status.code(), Some(0), "drained");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn standard_error_that_nobody_reads() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    let (child, address) = start(writer.into());
+    serves_and_ends(child, &address).await;
+    let mut some = [0; 100];
+    let mut reader = reader;
+    reader.read_exact(&mut some).unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn standard_error_whose_reader_is_gone() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let (child, address) = start(writer.into());
+    serves_and_ends(child, &address).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn standard_error_that_is_full() {
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let (child, address) = start(full.into());
+    serves_and_ends(child, &address).await;
+}
+
+#[test]
+fn a_second_signal_ends_a_drain() {
+    let mut service = Service::start("qwen3_moe", 1, &["--drain-timeout-ms", "600000"]);
+    // A stopped rank never completes its step.
+    let ranks = service.ranks();
+    kill_process(Pid::from_raw(ranks[0] as i32).unwrap(), Signal::STOP).unwrap();
+    service.signal(Signal::TERM);
+    std::thread::sleep(Duration::from_millis(200));
+    service.signal(Signal::TERM);
+    assert!(service.wait(Duration::from_secs(30)).is_some(), "the second signal ends it");
+}
+
+#[test]
+fn too_few_descriptors_are_found_at_the_start() {
+    let model = fixture("qwen3_moe");
+    let command = serve_command(&model, &["--ranks", "1"]);
+    let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy().into_owned()).collect();
+    let output = Command::new("sh")
+        .args(["-c", "ulimit -Hn 200; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_expertd")])
+        .args(words)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(64), "{text}");
+    assert!(text.contains("ulimit -n"), "{text}");
+}
+
+#[test]
+fn plaintext_beyond_loopback_is_refused() {
+    let (code, text) = serve_to_the_end(&fixture("qwen3_moe"), &["--listen", "0.0.0.0:0"]);
+    assert_eq!(code, Some(64), "{text}");
+    assert!(text.contains("--tls-cert") && text.contains("--insecure"), "{text}");
+}
