@@ -47,7 +47,7 @@ pub async fn connect_from(from: &str, to: &str) -> std::io::Result<TcpStream> {
 /// An honest client with an address of its own.
 pub async fn honest_client(address: &str) -> Result<Client, String> {
     let to = address.to_owned();
-    let connector = service_fn(move |_| {
+    let connector = service_fn(move |_: http::Uri| {
         let to = to.clone();
         async move { Ok::<_, std::io::Error>(TokioIo::new(connect_from("127.0.0.2", &to).await?)) }
     });

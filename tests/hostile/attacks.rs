@@ -39,7 +39,7 @@ fn half_sent<'a>(
             return;
         }
         for stream in (0..32).map(|call| 2 * call + 1) {
-            let part = [&prefix(announced)[..], &vec![7; sent]].concat();
+            let part = [&prefix(announced)[..], &vec![7u8; sent][..]].concat();
             let bytes = [call(stream, path, &[]), frame(DATA, 0, stream, &part)].concat();
             if !send(socket, &bytes).await {
                 return;
@@ -154,9 +154,9 @@ async fn unread_answers() {
                 return;
             }
             for stream in (0..32).map(|call| 2 * call + 1) {
-                let whole = [&prefix(0)[..], &[]].concat();
                 let bytes =
-                    [call(stream, "/expertd.v1.Moe/GetModel", &[]), frame(DATA, 1, stream, &whole)].concat();
+                    [call(stream, "/expertd.v1.Moe/GetModel", &[]), frame(DATA, 1, stream, &prefix(0))]
+                        .concat();
                 if !send(socket, &bytes).await {
                     return;
                 }

@@ -36,22 +36,19 @@ pub fn hello(settings: &[(u16, u32)]) -> Vec<u8> {
 
 /// A header as a literal without indexing.
 fn literal(block: &mut Vec<u8>, name: &str, value: &str) {
+    block.push(0);
     for text in [name, value] {
-        if text.as_ptr() == name.as_ptr() {
-            block.push(0);
-        }
-        // Lengths from 127 on continue in a second byte and so on.
-        match text.len() {
-            length @ 0..127 => block.push(length as u8),
-            length => {
-                block.push(127);
-                let mut rest = length - 127;
-                while rest >= 128 {
-                    block.push((rest % 128) as u8 | 128);
-                    rest /= 128;
-                }
-                block.push(rest as u8);
+        // Lengths from 127 on continue in the next bytes.
+        if text.len() < 127 {
+            block.push(text.len() as u8);
+        } else {
+            block.push(127);
+            let mut rest = text.len() - 127;
+            while rest >= 128 {
+                block.push((rest % 128) as u8 | 128);
+                rest /= 128;
             }
+            block.push(rest as u8);
         }
         block.extend(text.as_bytes());
     }

@@ -4,9 +4,11 @@ use std::io::{BufRead as _, BufReader, Read as _};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use bytes::Bytes;
+use expertd_proto::v1::{DType, ForwardRequest};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::attack::honest;
+use crate::attack::{honest, honest_client};
 use crate::service::{Service, fixture, serve_command, serve_to_the_end};
 
 /// Starts a service that logs a lot to the given standard error; its public address.
@@ -54,16 +56,25 @@ async fn standard_error_that_is_full() {
     serves_and_ends(child, &address).await;
 }
 
-#[test]
-fn a_second_signal_ends_a_drain() {
-    let mut service = Service::start("qwen3_moe", 1, &["--drain-timeout-ms", "600000"]);
-    // A stopped rank never completes its step.
-    let ranks = service.ranks();
-    kill_process(Pid::from_raw(ranks[0] as i32).unwrap(), Signal::STOP).unwrap();
+#[tokio::test(flavor = "multi_thread")]
+async fn a_second_signal_ends_a_drain() {
+    let forever = "600000";
+    let flags =
+        ["--drain-timeout-ms", forever, "--step-timeout-ms", forever, "--liveness-timeout-ms", forever];
+    let mut service = Service::start("qwen3_moe", 1, &flags);
+    // A stopped rank never completes the step of this call.
+    kill_process(Pid::from_raw(service.ranks()[0] as i32).unwrap(), Signal::STOP).unwrap();
+    let client = honest_client(&service.address).await.unwrap();
+    let model = client.model("").await.unwrap();
+    let rows = Bytes::from(vec![0; model.hidden as usize * 4]);
+    let request = ForwardRequest::inline(model.moe_layers[0].layer, 1, DType::DtypeF32, rows);
+    let call = tokio::spawn(async move { client.forward(request, None).await });
+    tokio::time::sleep(Duration::from_millis(500)).await;
     service.signal(Signal::TERM);
-    std::thread::sleep(Duration::from_millis(200));
+    assert!(service.wait(Duration::from_secs(1)).is_none(), "the drain waits for the call");
     service.signal(Signal::TERM);
     assert!(service.wait(Duration::from_secs(30)).is_some(), "the second signal ends it");
+    assert!(call.await.unwrap().is_err());
 }
 
 #[test]
@@ -72,7 +83,7 @@ fn too_few_descriptors_are_found_at_the_start() {
     let command = serve_command(&model, &["--ranks", "1"]);
     let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy().into_owned()).collect();
     let output = Command::new("sh")
-        .args(["-c", "ulimit -Hn 200; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_expertd")])
+        .args(["-c", "ulimit -n 200; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_expertd")])
         .args(words)
         .output()
         .unwrap();

@@ -118,6 +118,7 @@ pub(in crate::api) struct Terms {
     pub(in crate::api) forward: bool,
 }
 
+type Admission = Pin<Box<dyn Future<Output = Option<Ticket>> + Send>>;
 type Wait = Pin<Box<dyn Future<Output = bool> + Send>>;
 
 enum State {
@@ -125,6 +126,8 @@ enum State {
     Prefix { bytes: [u8; PREFIX], have: usize },
     /// Keeps a charged message until all of it is there, without its prefix.
     Gathering { left: usize, ticket: Ticket, message: Gathering },
+    /// The prefix of a message was read; there is no room yet for the message.
+    Admitting { admission: Admission, length: usize },
     /// There is no room yet for the next `take` bytes of a message.
     Waiting { wait: Wait, take: usize, left: usize, ticket: Ticket, message: Gathering },
     /// Throws away what is left of a refused message.
@@ -213,7 +216,13 @@ impl<B> RequestBody<B> {
                 self.end_of_gathering();
                 Ok(None)
             }
-            Err(_) => self.refuse(Failure::NoRoom.into(), length, BytesMut::new()),
+            Err(_) => {
+                let (budget, connection, owner) =
+                    (Arc::clone(budget), Arc::clone(connection), Arc::clone(owner));
+                let admission = Box::pin(budget.message(connection, owner, length));
+                self.state = State::Admitting { admission, length };
+                Ok(None)
+            }
         }
     }
 
@@ -284,6 +293,22 @@ impl<B> RequestBody<B> {
             }
             match &mut self.state {
                 State::Done => return Poll::Ready(Ok(None)),
+                State::Admitting { admission, length } => {
+                    let ticket = ready!(admission.as_mut().poll(cx));
+                    let left = *length;
+                    match ticket {
+                        Some(ticket) => {
+                            self.state = State::Gathering { left, ticket, message: Gathering::default() };
+                            self.end_of_gathering();
+                        }
+                        None => {
+                            let refused = self.refuse(Failure::NoRoom.into(), left, BytesMut::new())?;
+                            if let Some(stand_in) = refused {
+                                return Poll::Ready(Ok(Some(stand_in)));
+                            }
+                        }
+                    }
+                }
                 State::Waiting { wait, .. } => {
                     let grown = ready!(wait.as_mut().poll(cx));
                     let State::Waiting { take, left, ticket, mut message, .. } =
@@ -344,7 +369,10 @@ impl<B> RequestBody<B> {
         let missing = match &self.state {
             State::Prefix { have: 0, .. } | State::Done => return None,
             State::Prefix { have, .. } => format!("{} of the {PREFIX} bytes before a message", PREFIX - have),
-            State::Waiting { left, .. } | State::Gathering { left, .. } | State::Skipping { left, .. } => {
+            State::Admitting { length: left, .. }
+            | State::Waiting { left, .. }
+            | State::Gathering { left, .. }
+            | State::Skipping { left, .. } => {
                 format!("{left} bytes of a message")
             }
         };

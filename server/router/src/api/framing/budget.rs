@@ -5,8 +5,10 @@
 //! its next bytes waits a little and is then refused, which gives back what it held; so half-arrived messages never
 //! wait for each other for long.
 //!
-//! Small messages have a part of the bound that large ones cannot take. One connection, and one owner (a peer address
-//! or an authenticated client), may hold only a share of each part.
+//! Small messages have a part of the bound that large ones cannot take. One owner (a peer address or an authenticated
+//! client) may hold only a share of each part. A connection has a share, too, which its messages take with the lengths
+//! that they announce: so a few of its messages arrive as a whole, rather than a part of each, and announcements cost
+//! nobody but the connection itself.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
@@ -125,7 +127,7 @@ impl Budget {
         owner: &Arc<Owner>,
         answer: usize,
     ) -> Result<Ticket, Lack> {
-        self.ticket(connection, owner, true, None, CALL_BYTES + answer)
+        self.ticket(connection, owner, true, None, CALL_BYTES + answer, CALL_BYTES + answer)
     }
 
     /// Charges the place of a message that announces `length` bytes, none of which have been charged yet.
@@ -136,7 +138,36 @@ impl Budget {
         length: usize,
     ) -> Result<Ticket, Lack> {
         let number = connection.track();
-        self.ticket(connection, owner, length <= SMALL_BYTES, Some(number), MESSAGE_BYTES)
+        let announced = length.saturating_add(MESSAGE_BYTES);
+        self.ticket(connection, owner, length <= SMALL_BYTES, Some(number), announced, MESSAGE_BYTES)
+    }
+
+    /// The same, waiting a little for room; `None` if there is none.
+    pub(in crate::api) async fn message(
+        self: Arc<Self>,
+        connection: Arc<Connection>,
+        owner: Arc<Owner>,
+        length: usize,
+    ) -> Option<Ticket> {
+        let _waiting = Waiting::begin(&connection)?;
+        let deadline = tokio::time::Instant::now() + WAIT_FOR_ROOM;
+        loop {
+            match self.try_message(&connection, &owner, length) {
+                Ok(ticket) => return Some(ticket),
+                Err(lack) => self.note_lack(lack),
+            }
+            if tokio::time::Instant::now() >= deadline {
+                return None;
+            }
+            tokio::time::sleep(SHARE_ROUND).await;
+        }
+    }
+
+    /// A connection that lacks its own share makes nobody else short.
+    fn note_lack(&self, lack: Lack) {
+        if lack != Lack::Connection {
+            self.note_shortage();
+        }
     }
 
     fn ticket(
@@ -145,14 +176,20 @@ impl Budget {
         owner: &Arc<Owner>,
         small: bool,
         number: Option<u64>,
+        announced: usize,
         bytes: usize,
     ) -> Result<Ticket, Lack> {
+        if !reserve(&connection.held, announced, self.per_connection) {
+            number.into_iter().for_each(|number| connection.forget(number));
+            return Err(Lack::Connection);
+        }
         let ticket = Ticket(Arc::new(Charge {
             budget: Arc::clone(self),
             connection: Arc::clone(connection),
             owner: Arc::clone(owner),
             number,
             small,
+            announced,
             from_common: AtomicUsize::new(0),
             from_small: AtomicUsize::new(0),
         }));
@@ -175,12 +212,14 @@ struct Charge {
     number: Option<u64>,
     /// Whether it may use the part that is kept for small messages.
     small: bool,
+    /// What it takes of the connection's share.
+    announced: usize,
     from_common: AtomicUsize,
     from_small: AtomicUsize,
 }
 
 impl Charge {
-    /// Takes `bytes` more from the shares and from the budget, all or nothing.
+    /// Takes `bytes` more from the owner's share and from the budget, all or nothing.
     fn take(&self, bytes: usize, small: bool) -> Result<(), Lack> {
         self.reserve(bytes)?;
         if small && self.take_small(bytes) {
@@ -217,18 +256,10 @@ impl Charge {
     }
 
     fn reserve(&self, bytes: usize) -> Result<(), Lack> {
-        if !reserve(&self.connection.held, bytes, self.budget.per_connection) {
-            return Err(Lack::Connection);
-        }
-        if !reserve(&self.owner.held, bytes, self.budget.per_owner) {
-            self.connection.held.fetch_sub(bytes, Ordering::Relaxed);
-            return Err(Lack::Owner);
-        }
-        Ok(())
+        if reserve(&self.owner.held, bytes, self.budget.per_owner) { Ok(()) } else { Err(Lack::Owner) }
     }
 
     fn unreserve(&self, bytes: usize) {
-        self.connection.held.fetch_sub(bytes, Ordering::Relaxed);
         self.owner.held.fetch_sub(bytes, Ordering::Relaxed);
     }
 }
@@ -257,9 +288,7 @@ impl Ticket {
             match charge.reserve(bytes) {
                 Ok(()) => break,
                 Err(lack) => {
-                    if lack == Lack::Owner {
-                        charge.budget.note_shortage();
-                    }
+                    charge.budget.note_lack(lack);
                     if tokio::time::Instant::now() >= deadline {
                         return false;
                     }
@@ -332,6 +361,7 @@ impl Drop for Charge {
         }
         let common = *self.from_common.get_mut();
         let small = *self.from_small.get_mut();
+        self.connection.held.fetch_sub(self.announced, Ordering::Relaxed);
         self.unreserve(common + small);
         self.owner.small.fetch_sub(small, Ordering::Relaxed);
         self.budget.common.add_permits(common);
