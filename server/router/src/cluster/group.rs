@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind, FormError};
+use crate::watchdog;
+
 use super::process::{RankEvent, RankNews, RankProcess};
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::{
@@ -132,6 +134,7 @@ impl Group {
             windows,
         };
         for rank in 0..config.shape.ranks {
+            watchdog::tick();
             let rank = Rank(rank);
             let process = group
                 .spawn(rank, sender.clone(), bell)
