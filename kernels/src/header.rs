@@ -151,16 +151,16 @@ fn the_group_mirrors_step_h() {
 fn kernel_parameters_mirror_step_h() {
     let h = step_h();
     assert_mirrors!(h, "DispatchParams", DispatchParams: group, tokens, topk_ids, topk_weights, expert_offsets, row_index,
-        row_weight, position, block_counts);
+        row_weight, position, block_counts, fp8_rows, power_of_two_scales);
     assert_mirrors!(h, "CombineParams", CombineParams: group, expert_out, position, topk_ids, shared, places, out,
         experts_done);
     assert_mirrors!(h, "ScaleParams", ScaleParams: group, rows, expert_offsets, row_index, row_weight, out);
     assert_mirrors!(h, "GateLayer", GateLayer: weight, logit_bias, correction_bias, token_table);
-    assert_mirrors!(h, "GateParams", GateParams: state, layers, tokens, token_ids, logits, tickets, places, topk_ids,
+    assert_mirrors!(h, "GateParams", GateParams: state, layers, tokens, tokens_low, token_ids, logits, tickets, places, topk_ids,
         topk_weights, hidden, experts, top_k, max_tokens, score_fn, choice, group_score, groups, groups_kept, normalise,
         epsilon, scale, jitter, vocab);
     assert_mirrors!(h, "CopyInParams", CopyInParams: state, request, segments, staged_rows, staged_ids, staged_weights,
-        staged_token_ids, tokens, topk_ids, topk_weights, token_ids, places, staged_bytes, hidden, top_k, max_tokens,
+        staged_token_ids, tokens, tokens_low, topk_ids, topk_weights, token_ids, places, staged_bytes, hidden, top_k, max_tokens,
         experts, max_segments, reserved);
     assert_mirrors!(h, "CopyOutParams", CopyOutParams: state, out, topk_ids, topk_weights, places, assignments,
         staged_rows, staged_ids, staged_weights, completion, hidden, top_k, max_tokens, reserved);
@@ -176,8 +176,8 @@ fn expert_parameters_mirror_experts_h() {
     assert_mirrors!(h, "ExpertdLayerWeights", LayerWeights: gate_up, down, gate_up_bias, down_bias, gate_up_scale,
         down_scale);
     assert_mirrors!(h, "ExpertdExpertsParams", ExpertsParams: layers, layer, expert_offsets, row_index, row_weight, x, y,
-        x_panels, h, state, error, x_stride, panel_rows, experts, hidden, inter, activation, alpha, limit,
-        weight_on_input, blocks, tile_tokens, tile_rows, flags, format);
+        x_panels, h, x_scales, h_scales, state, error, x_stride, panel_rows, experts, hidden, inter, activation, alpha, limit,
+        weight_on_input, blocks, tile_tokens, tile_rows, flags, format, x_format, power_of_two_scales, deadline_ns);
     assert_mirrors!(h, "ExpertdPackParams", PackParams: first, second, panels, expert_stride, experts, hidden, inter,
         kind);
     assert_mirrors!(h, "ExpertdPackNarrowParams", PackNarrowParams: first, second, first_scales, second_scales,

@@ -252,6 +252,17 @@ fn fp8_scales_by_block_channel_and_tensor() {
     let config = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [40, 40]});
     parts.config.insert("quantization_config".into(), config);
     same(&parts, &expected);
+    // How rows would be scaled is declared beside the format of the weights.
+    for (declared, expected) in [(None, false), (Some("ue8m0"), true)] {
+        let mut config = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [40, 40]});
+        if let Some(declared) = declared {
+            config["scale_fmt"] = json!(declared);
+        }
+        parts.config.insert("quantization_config".into(), config);
+        let (_dir, checkpoint) = parts.open().unwrap();
+        let found = checkpoint.spec().moe_layers().map(|(_, moe)| moe.experts.power_of_two_scales);
+        assert!(found.collect::<Vec<_>>().iter().all(|found| *found == expected), "{declared:?}");
+    }
     // The kernels of GPU ranks do not support these blocks.
     let shape = GroupShape {
         ranks: 1,

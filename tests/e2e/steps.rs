@@ -156,7 +156,7 @@ async fn a_drain_ends_when_its_time_is_up() {
     let (request, _) = rows.draw_of(layer, STEP);
     let in_step = submit(&client, &request, None).await;
     until(&service, 1, 0).await;
-    let mut admin = AdminClient::connect(format!("http://{}", service.admin)).await.unwrap();
+    let mut admin = AdminClient::new(expertd_proto::transport::connect(&service.admin).await.unwrap());
     let drained = admin.drain(DrainRequest { timeout_ms: 200 }).await.unwrap().into_inner();
     assert_eq!(drained.requests_dropped, 1);
     let dropped = in_step.await.unwrap().unwrap_err();

@@ -226,7 +226,8 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     let ceilings = args.ceilings(plan.cluster.device, ranks);
     plan.buffers.reserve();
     let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
-    super::serve::follow_loading(Arc::clone(&service)).await;
+    let loading = Arc::clone(&service);
+    let _ = tokio::task::spawn_blocking(move || super::serve::follow_loading(&loading)).await;
     let status = service.status();
     if status.state != ServiceState::Serving {
         return Err(BenchError::NotReady(status.reason));

@@ -123,7 +123,8 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     let plan = ServePlan::new(Given::merge(&serve, None).map_err(PlanError::from)?)?;
     print!("{}", describe_plan(&plan));
     let running = Running::start(plan).await?;
-    follow_loading(running.service().clone()).await;
+    let service = std::sync::Arc::clone(running.service());
+    let _ = tokio::task::spawn_blocking(move || follow_loading(&service)).await;
     let verdict = call_all(&args, &running, &Checkpoint::open(&path)?).await;
     let status = running.service().status();
     running.drain().await;

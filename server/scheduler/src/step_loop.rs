@@ -380,6 +380,8 @@ impl StepLoop {
     }
 
     fn show(&mut self, state: ServiceState, reason: Arc<str>) {
+        // A state that was not shown yet is outdated.
+        self.actions.retain(|action| !matches!(action, Action::Show { .. }));
         self.actions.push_back(Action::Show { state, reason });
     }
 }

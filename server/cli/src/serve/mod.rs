@@ -294,9 +294,9 @@ impl Running {
         let (service, metrics) = (Arc::clone(&self.service), self.metrics);
         let addresses = self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let admin = self.admin.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string);
-        let (loading, handle) = (Arc::clone(&service), tokio::runtime::Handle::current());
+        let loading = Arc::clone(&service);
         // A thread of its own: a terminal that takes no output holds up what draws on it.
-        let follow = move || handle.block_on(report::follow_loading(loading));
+        let follow = move || report::follow_loading(&loading);
         if let Err(error) = std::thread::Builder::new().name("progress".to_owned()).spawn(follow) {
             tracing::warn!(%error, "the progress of loading is not shown");
         }

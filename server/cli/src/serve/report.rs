@@ -2,7 +2,6 @@
 
 use std::fmt::Write as _;
 use std::io::IsTerminal as _;
-use std::sync::Arc;
 use std::time::Duration;
 
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
@@ -106,7 +105,7 @@ pub fn plan(plan: &ServePlan) -> String {
 }
 
 /// Shows the progress of loading until the service serves or has failed: a bar on a terminal, otherwise log lines.
-pub async fn follow_loading(service: Arc<Service>) {
+pub fn follow_loading(service: &Service) {
     let style =
         ProgressStyle::with_template("  loading {bar:30} {bytes}/{total_bytes} {binary_bytes_per_sec} {msg}")
             .unwrap_or_else(|_| ProgressStyle::default_bar());
@@ -133,6 +132,6 @@ pub async fn follow_loading(service: Arc<Service>) {
             bar.finish_and_clear();
             return;
         }
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        std::thread::sleep(Duration::from_millis(50));
     }
 }

@@ -20,6 +20,7 @@ use super::service::{SchedulerConfig, ServiceEnd, Shared};
 use crate::backend::{DrainReport, PhaseTimes, ServiceState, StepError, StepTiming};
 use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, StepDone};
 use crate::telemetry::{StepMetrics, names};
+use crate::watchdog;
 
 /// How long ranks may take to leave by themselves when the service ends.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -85,6 +86,8 @@ impl Driver {
     pub(super) fn run(mut self) -> ServiceEnd {
         show_counters_of_faults();
         let end = loop {
+            // At least every SWEEP_INTERVAL; whatever takes longer ticks by itself.
+            watchdog::tick();
             self.exchange();
             self.hear_ranks();
             if let Some(end) = self.act() {

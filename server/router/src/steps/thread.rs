@@ -11,6 +11,7 @@ use super::driver::Driver;
 use super::service::{SchedulerConfig, ServiceEnd, Shared};
 use crate::backend::ServiceState;
 use crate::cluster::ClusterConfig;
+use crate::watchdog;
 
 /// What callers are told when the step loop has ended without a word.
 pub(super) const GONE: &str = "the step loop ended unexpectedly; this is a fault of expertd, restart it";
@@ -35,6 +36,7 @@ pub(super) fn start(
 fn guarded(shared: Arc<Shared>, body: impl FnOnce() -> ServiceEnd + Send + 'static) -> io::Result<Started> {
     let (sender, receiver) = watch::channel(None);
     let thread = std::thread::Builder::new().name("steps".into()).spawn(move || {
+        let heartbeat = watchdog::watch_thread("the step loop");
         // A panic drops the driver: its group kills and reaps every rank, and callers in flight get UNAVAILABLE.
         // Nothing of the driver is used afterwards; what callers share with it is behind locks that ignore poison.
         let end = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
@@ -45,6 +47,7 @@ fn guarded(shared: Arc<Shared>, body: impl FnOnce() -> ServiceEnd + Send + 'stat
         });
         close(&shared, &end);
         sender.send_replace(Some(end));
+        heartbeat.finish();
     })?;
     Ok((thread, receiver))
 }

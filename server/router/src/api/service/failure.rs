@@ -169,7 +169,8 @@ const MAX_MESSAGE_BYTES: usize = 512;
 
 /// A message without control characters and not too long.
 fn one_line(text: &str) -> String {
-    let end = text.floor_char_boundary(MAX_MESSAGE_BYTES);
+    let longest = text.len().min(MAX_MESSAGE_BYTES);
+    let end = (0..=longest).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
     let cut = end < text.len();
     let mut line: String =
         text[..end].chars().map(|char| if char.is_control() { ' ' } else { char }).collect();

@@ -1,17 +1,14 @@
-//! What must be true after every event.
+//! What must be true of admissions, actions and answers.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
-use expertd_scheduler::{
-    AGED_STEP_INTERVAL, Action, End, Failure, MAX_SKIPPED, OnFault, Refusal, RequestKey, SWEEP_INTERVAL,
-    ServiceState, Step, StepKind, Submission, Time, spread,
-};
-use expertd_types::{Generation, StepId};
+use expertd_scheduler::{Action, End, Failure, OnFault, Refusal, RequestKey, ServiceState, Submission};
+use expertd_types::Generation;
 
 use super::callers::Caller;
 use super::world::World;
 
+/// Ends the enclosing check with a text unless the condition holds.
 macro_rules! ensure {
     ($condition:expr, $($text:tt)+) => {
         if !$condition {
@@ -19,9 +16,10 @@ macro_rules! ensure {
         }
     };
 }
+pub(super) use ensure;
 
 impl World {
-    fn caller(&self, key: RequestKey) -> Result<&Caller, String> {
+    pub(super) fn caller(&self, key: RequestKey) -> Result<&Caller, String> {
         let caller = (key.0 as usize).checked_sub(1).and_then(|index| self.callers.get(index));
         caller.ok_or_else(|| format!("there is no request {key}"))
     }
@@ -76,6 +74,15 @@ impl World {
         self.is_told_drain = self.drain.is_some();
         self.is_told_open = self.shown != ServiceState::Failed
             && (self.is_told_serving || self.told.has_served && self.retries());
+    }
+
+    /// Callers who see that the service serves are admitted.
+    pub(super) fn check_shown(&self) -> Result<(), String> {
+        ensure!(
+            self.shown != ServiceState::Serving || self.is_told_open,
+            "the service shows that it serves, and admits nothing"
+        );
+        Ok(())
     }
 
     /// Counts are those of the callers' own, whenever no decided action waits to be carried out.
@@ -226,291 +233,6 @@ impl World {
             }
         }
         Ok(())
-    }
-
-    /// No step exceeds a limit, and each row is in one place.
-    pub(super) fn check_step(&self, step: &Step) -> Result<(), String> {
-        let config = &self.schedule.config;
-        let in_flight = &self.told.in_flight;
-        let id = step.id;
-        ensure!(self.told.serving.is_some(), "step {id} is launched and no generation serves");
-        ensure!(in_flight.len() < config.slots, "step {id} is launched and all slots are taken");
-        ensure!(step.slot.index() < config.slots, "step {id} has slot {}", step.slot);
-        ensure!(
-            in_flight.iter().all(|(other, _)| other.slot != step.slot && other.id < id),
-            "step {id} shares slot {} with a step in flight",
-            step.slot
-        );
-        let tokens: usize = step.rows.iter().map(|range| range.rows.len()).sum();
-        ensure!(tokens == step.tokens && tokens > 0, "step {id} has {tokens} rows and says {}", step.tokens);
-        ensure!(tokens <= config.max_tokens_per_step, "step {id} has {tokens} rows");
-        for (rank, share) in spread(tokens, config.ranks).enumerate() {
-            let here = step.rows.iter().filter(|range| range.rank.index() == rank);
-            let rows: usize = here.clone().map(|range| range.rows.len()).sum();
-            ensure!(rows == share, "step {id} gives rank {rank} {rows} rows instead of {share}");
-            let segments = here.count();
-            ensure!(
-                segments <= config.max_segments_per_rank,
-                "step {id} gives rank {rank} {segments} ranges"
-            );
-        }
-        let mut taken: BTreeMap<RequestKey, usize> = BTreeMap::new();
-        for range in &step.rows {
-            let caller = self.caller(range.key)?;
-            ensure!(!caller.is_answered, "step {id} computes request {}, which is answered", range.key);
-            ensure!(caller.kind == step.kind, "step {id} mixes kinds");
-            ensure!(caller.left.is_none(), "step {id} computes request {}, whose caller left", range.key);
-            ensure!(
-                caller.deadline.is_none_or(|deadline| deadline > self.now),
-                "step {id} computes request {}, which is late",
-                range.key
-            );
-            let next = taken.entry(range.key).or_insert(caller.begun);
-            ensure!(
-                range.rows.start == *next && range.rows.end <= caller.tokens,
-                "step {id} takes rows {:?} of request {}, of which {next} are taken",
-                range.rows,
-                range.key
-            );
-            *next = range.rows.end;
-        }
-        for (key, end) in &taken {
-            let caller = self.caller(*key)?;
-            ensure!(
-                caller.tokens > config.max_tokens_per_step || *end == caller.tokens,
-                "step {id} splits request {key} of {} rows",
-                caller.tokens
-            );
-            ensure!(caller.lost < 2 || step.is_alone, "step {id} computes suspect {key} beside others");
-        }
-        ensure!(!step.is_alone || taken.len() == 1 && in_flight.is_empty(), "step {id} is not alone");
-        ensure!(
-            in_flight.iter().all(|(other, _)| !other.is_alone),
-            "step {id} is launched beside one that has to be alone"
-        );
-        if let Some((_, false)) = in_flight.back() {
-            let waiting: usize = self.kind_waiting(step.kind).map(Caller::waiting_tokens).sum();
-            ensure!(
-                waiting + self.dropped_tokens >= config.max_tokens_per_step,
-                "step {id} forms with {waiting} rows while an experts phase runs"
-            );
-        }
-        let examined = self.step_loop.entries_examined();
-        let dropped = self.callers.iter().filter(|caller| caller.left.is_some() || caller.deadline.is_some());
-        ensure!(
-            step.is_alone || examined <= taken.len() + MAX_SKIPPED + dropped.count(),
-            "to form step {id} of {} requests, {examined} queue entries were examined",
-            taken.len()
-        );
-        Ok(())
-    }
-
-    /// A waiting request is served within a number of steps that its place in the queue implies.
-    pub(super) fn check_waits(&self) -> Result<(), String> {
-        if !self.schedule.config.max_wait.is_zero() {
-            return Ok(());
-        }
-        for caller in self.open.iter().map(|index| &self.callers[*index]) {
-            ensure!(
-                !caller.is_received
-                    || caller.left.is_some()
-                    || caller.steps_waited <= caller.max_steps_waited,
-                "request {} has waited for {} steps; the bound is {}",
-                caller.key,
-                caller.steps_waited,
-                caller.max_steps_waited
-            );
-        }
-        Ok(())
-    }
-
-    /// Every so many steps the oldest request is served: those before it, and itself, range by range.
-    pub(super) fn bound_wait(&mut self, index: usize) {
-        let limit = self.schedule.config.max_tokens_per_step;
-        let steps = |caller: &Caller| 1 + caller.tokens / limit;
-        let before = self.open.iter().filter(|other| **other <= index);
-        let ahead: usize = before.map(|other| steps(&self.callers[*other])).sum();
-        let caller = &mut self.callers[index];
-        caller.steps_waited = 0;
-        caller.max_steps_waited = AGED_STEP_INTERVAL as usize * (ahead + 1);
-    }
-
-    pub(super) fn bound_waits(&mut self) {
-        for index in self.open.clone() {
-            self.bound_wait(index);
-        }
-    }
-
-    /// What must be true when the step loop has nothing to do.
-    pub(super) fn check_rest(&self) -> Result<(), String> {
-        self.check_counts()?;
-        if let Some(deadline) = self.drain
-            && self.now >= deadline
-        {
-            // The thread learns of a drain, and closes admission, with the next exchange.
-            let is_told = !self.inbox.has_mail() && !self.step_loop.has_news_for_inbox(self.now);
-            ensure!(!is_told || self.end.is_some(), "a drain goes on after its deadline");
-        }
-        let state = if self.step_loop.has_news_for_inbox(self.now) || self.inbox.has_mail() {
-            self.shown
-        } else if self.shown == ServiceState::Failed {
-            return Ok(());
-        } else if self.drain.is_some() {
-            ServiceState::Draining
-        } else if self.told.serving.is_some() {
-            ServiceState::Serving
-        } else if self.told.has_served {
-            ServiceState::Reforming
-        } else {
-            ServiceState::Loading
-        };
-        ensure!(self.shown == state, "the service shows {:?} and is {state:?}", self.shown);
-        for caller in self.open.iter().map(|index| &self.callers[*index]) {
-            if !caller.is_received || caller.is_in_step() {
-                continue;
-            }
-            let too_long = |since| self.now.since(caller.waits_since.max(since)) > SWEEP_INTERVAL;
-            ensure!(
-                !caller.deadline.is_some_and(too_long) && !caller.left.is_some_and(too_long),
-                "request {} is unwanted for long and not dropped",
-                caller.key
-            );
-        }
-        self.check_work_is_done()
-    }
-
-    /// The thread may not sleep beyond a time at which something is due.
-    pub(super) fn check_sleep(&self, until: Time) -> Result<(), String> {
-        if self.step_loop.has_news_for_inbox(self.now) || self.inbox.has_mail() {
-            return Ok(());
-        }
-        let config = &self.schedule.config;
-        let mut due = self.now + SWEEP_INTERVAL;
-        due = self.drain.map_or(due, |deadline| due.min(deadline));
-        if self.step_loop.generation().is_none() {
-            due = due.min(self.told.ended_at + self.told.pause);
-        }
-        let can_form = self.told.in_flight.len() < config.slots
-            && self.told.in_flight.back().is_none_or(|(last, ended)| *ended && !last.is_alone);
-        if self.told.serving.is_some() && can_form {
-            for caller in self.open.iter().map(|index| &self.callers[*index]) {
-                if caller.is_received && caller.waits() && caller.lost == 0 {
-                    due = due.min(caller.admitted + config.max_wait);
-                }
-            }
-        }
-        ensure!(until <= due.max(self.now), "the thread sleeps {:?} too long", until.since(due));
-        Ok(())
-    }
-
-    /// No request waits while a step could be formed of it.
-    fn check_work_is_done(&self) -> Result<(), String> {
-        let config = &self.schedule.config;
-        let in_flight = &self.told.in_flight;
-        if self.told.serving.is_none() || self.end.is_some() || in_flight.len() >= config.slots {
-            return Ok(());
-        }
-        let mut kinds: BTreeMap<StepKind, (usize, bool)> = BTreeMap::new();
-        for caller in self.open.iter().map(|index| &self.callers[*index]) {
-            if !caller.is_received || !caller.waits() {
-                continue;
-            }
-            if caller.lost >= 2 {
-                ensure!(!in_flight.is_empty(), "suspect {} waits and nothing is in flight", caller.key);
-                return Ok(());
-            }
-            let (tokens, is_ripe) = kinds.entry(caller.kind).or_default();
-            *tokens += caller.waiting_tokens();
-            *is_ripe |= self.now >= caller.admitted + config.max_wait;
-        }
-        let is_draining = self.drain.is_some() && !self.inbox.has_mail();
-        let (may_form, may_form_full) = match in_flight.back() {
-            None => (true, true),
-            Some((last, experts_ended)) => (*experts_ended && !last.is_alone, !last.is_alone),
-        };
-        let only_one = kinds.len() == 1;
-        for (kind, (tokens, is_ripe)) in kinds {
-            let is_full = tokens >= config.max_tokens_per_step;
-            ensure!(
-                !may_form || !(is_full || is_ripe || is_draining),
-                "{tokens} rows of {kind:?} wait though a step could form"
-            );
-            ensure!(
-                !(may_form_full && only_one && is_full),
-                "{tokens} rows of {kind:?} wait though they fill a step and a slot is free"
-            );
-        }
-        Ok(())
-    }
-
-    /// Notes that the step loop is told of a completed step.
-    pub(super) fn note_done(&mut self, generation: Generation, step: StepId) {
-        let Some((_, version)) = self.told.serving.filter(|(serving, _)| *serving == generation) else {
-            return;
-        };
-        if self.told.in_flight.front().is_none_or(|(oldest, _)| oldest.id != step) {
-            return;
-        }
-        let Some((done, _)) = self.told.in_flight.pop_front() else { return };
-        self.told.steps_done += 1;
-        self.told.fruitless = 0;
-        for range in &done.rows {
-            let caller = &mut self.callers[range.key.0 as usize - 1];
-            if caller.is_answered {
-                continue;
-            }
-            caller.completed = range.rows.end;
-            caller.waits_since = self.now;
-            caller.generation = Some(generation);
-            if caller.version.is_none_or(|first| first == version) {
-                caller.version = Some(version);
-            } else {
-                caller.is_mixed = true;
-            }
-            if caller.steps.last() != Some(&step) {
-                caller.steps.push(step);
-            }
-        }
-    }
-
-    /// Notes that the step loop is told of the end of a generation.
-    pub(super) fn note_ended(&mut self, generation: Generation) {
-        if self.step_loop.generation() != Some(generation) {
-            return;
-        }
-        self.seen.faults += 1;
-        let told = &mut self.told;
-        let lived = told.ready_at.map_or(Duration::ZERO, |ready| self.now.since(ready));
-        told.unready += u32::from(told.ready_at.is_none());
-        if lived >= Duration::from_secs(60) {
-            (told.short_lived, told.fruitless) = (0, 0);
-        } else {
-            told.short_lived += 1;
-            told.fruitless += u32::from(told.steps_done == 0);
-        }
-        told.pause = match told.short_lived {
-            0 | 1 => Duration::ZERO,
-            ends => (Duration::from_millis(100) * 2u32.pow((ends - 2).min(10))).min(Duration::from_secs(5)),
-        };
-        told.ended_at = self.now;
-        (told.serving, told.ready_at, told.steps_done) = (None, None, 0);
-        let lost: Vec<_> = told.in_flight.drain(..).collect();
-        self.seen.steps_lost += lost.len() as u64;
-        let mut keys: Vec<RequestKey> =
-            lost.iter().flat_map(|(step, _)| step.rows.iter().map(|range| range.key)).collect();
-        keys.sort_unstable();
-        keys.dedup();
-        for key in &keys {
-            let caller = &mut self.callers[key.0 as usize - 1];
-            if caller.is_answered {
-                continue;
-            }
-            caller.begun = caller.completed;
-            caller.waits_since = self.now;
-            caller.lost += 1;
-            caller.was_lost_alone = keys.len() == 1 && lost.len() == 1;
-        }
-        self.bound_waits();
     }
 
     /// After the end every request has its answer, and nothing is taken in.

@@ -2,7 +2,9 @@
 
 mod callers;
 mod check;
+mod check_steps;
 mod random;
+mod ranks;
 mod schedule;
 mod shares;
 mod world;

@@ -5,13 +5,14 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use expertd_scheduler::{
-    Action, ClientKey, Delivery, End, GroupFault, Inbox, Refusal, RequestKey, ServiceState, Step, StepKind,
-    StepLoop, Submission, Time,
+    Action, ClientKey, Delivery, End, Inbox, Refusal, RequestKey, ServiceState, Step, StepKind, StepLoop,
+    Submission, Time,
 };
 use expertd_types::{Generation, StepId, WeightVersion};
 
 use super::Seen;
 use super::callers::Caller;
+use super::ranks::{Event, RankStep, Ranks};
 use super::schedule::{Input, Schedule};
 use super::shares::Shares;
 
@@ -23,34 +24,6 @@ enum Turn {
     TakeEvent,
     Poll,
     Sleep { until: Time },
-}
-
-/// News of the ranks on their way to the step loop.
-#[derive(Clone, Debug)]
-pub(super) enum Event {
-    Ready(Generation, WeightVersion),
-    ExpertsEnded(Generation, StepId),
-    Done(Generation, StepId),
-    Ended(Generation, GroupFault),
-}
-
-/// A step as the ranks see it.
-#[derive(Clone, Debug)]
-pub(super) struct RankStep {
-    pub(super) step: Step,
-    is_poison: bool,
-    experts_ended: bool,
-    is_done: bool,
-}
-
-/// The ranks of the generation that was formed last.
-#[derive(Clone, Debug)]
-pub(super) struct Ranks {
-    pub(super) generation: Generation,
-    is_ready: bool,
-    is_dead: bool,
-    version: WeightVersion,
-    steps: VecDeque<RankStep>,
 }
 
 /// What the step loop was told of the present generation, and what it came to.
@@ -80,11 +53,11 @@ pub struct World {
     /// Callers without an answer.
     pub(super) open: Vec<usize>,
     turn: Turn,
-    events: VecDeque<Event>,
-    ranks: Option<Ranks>,
+    pub(super) events: VecDeque<Event>,
+    pub(super) ranks: Option<Ranks>,
     next_form_fails: bool,
     weights: u64,
-    last_step: Option<(Generation, StepId)>,
+    pub(super) last_step: Option<(Generation, StepId)>,
     pub(super) told: Told,
     /// Whether the inbox was told to admit requests, and that a generation serves.
     pub(super) is_told_open: bool,
@@ -258,56 +231,6 @@ impl World {
         self.drain = Some(self.drain.map_or(deadline, |before| before.min(deadline)));
     }
 
-    fn ranks_ready(&mut self) {
-        if let Some(ranks) = self.ranks.as_mut().filter(|ranks| !ranks.is_ready && !ranks.is_dead) {
-            ranks.is_ready = true;
-            self.events.push_back(Event::Ready(ranks.generation, ranks.version));
-        }
-    }
-
-    fn ranks_end_experts(&mut self) {
-        let Some(ranks) = self.ranks.as_mut().filter(|ranks| !ranks.is_dead) else { return };
-        if let Some(step) = ranks.steps.iter_mut().find(|step| !step.experts_ended) {
-            step.experts_ended = true;
-            self.events.push_back(Event::ExpertsEnded(ranks.generation, step.step.id));
-        }
-    }
-
-    fn ranks_complete(&mut self) {
-        let Some(ranks) = self.ranks.as_mut().filter(|ranks| !ranks.is_dead) else { return };
-        let Some(step) = ranks.steps.iter_mut().find(|step| !step.is_done) else { return };
-        if step.is_poison {
-            return self.ranks_fail("a poisoned request", false);
-        }
-        if !step.experts_ended {
-            step.experts_ended = true;
-            self.events.push_back(Event::ExpertsEnded(ranks.generation, step.step.id));
-        }
-        step.is_done = true;
-        self.events.push_back(Event::Done(ranks.generation, step.step.id));
-    }
-
-    fn ranks_fail(&mut self, what: &str, is_load: bool) {
-        if let Some(ranks) = self.ranks.as_mut().filter(|ranks| !ranks.is_dead) {
-            ranks.is_dead = true;
-            let fault = GroupFault { is_load, message: what.to_owned() };
-            self.events.push_back(Event::Ended(ranks.generation, fault));
-        }
-    }
-
-    fn stale_news(&mut self) {
-        let current = self.ranks.as_ref().map(|ranks| ranks.generation);
-        if let Some((generation, step)) = self.last_step.filter(|(old, _)| Some(*old) != current) {
-            let fault = GroupFault { is_load: false, message: "stale".to_owned() };
-            let running = self.ranks.as_ref().and_then(|ranks| ranks.steps.front());
-            let step = running.map_or(step, |running| running.step.id);
-            self.events.push_front(Event::Done(generation, step));
-            self.events.push_back(Event::ExpertsEnded(generation, step));
-            self.events.push_back(Event::Ready(generation, WeightVersion(999)));
-            self.events.push_back(Event::Ended(generation, fault));
-        }
-    }
-
     /// A step forms, computes and completes; the next one forms when its experts phase ends, if slots allow.
     fn round(&mut self) -> Result<(), String> {
         for (client, kind, tokens, size) in self.shares.backlogs() {
@@ -365,19 +288,12 @@ impl World {
                 if !self.inbox.has_mail() && !self.step_loop.has_news_for_inbox(self.now) {
                     return Ok(false);
                 }
-                let delivery = self.step_loop.exchange(&mut self.inbox, self.now);
-                self.check_exchange();
-                self.turn = Turn::Receive(delivery);
+                self.turn = Turn::Receive(self.exchange());
                 Ok(true)
             }
             Turn::Receive(delivery) => {
                 self.turn = Turn::TakeEvent;
-                let (now, callers) = (self.now, &mut self.callers);
-                self.step_loop.receive(delivery, now, |_, index| {
-                    callers[index].is_received = true;
-                    callers[index].waits_since = now;
-                });
-                self.check_counts()?;
+                self.receive(delivery)?;
                 Ok(true)
             }
             Turn::TakeEvent => {
@@ -415,6 +331,21 @@ impl World {
                 Ok(false)
             }
         }
+    }
+
+    fn exchange(&mut self) -> Delivery<usize> {
+        let delivery = self.step_loop.exchange(&mut self.inbox, self.now);
+        self.check_exchange();
+        delivery
+    }
+
+    fn receive(&mut self, delivery: Delivery<usize>) -> Result<(), String> {
+        let (now, callers) = (self.now, &mut self.callers);
+        self.step_loop.receive(delivery, now, |_, index| {
+            callers[index].is_received = true;
+            callers[index].waits_since = now;
+        });
+        self.check_counts()
     }
 
     fn tell(&mut self, event: &Event) -> Result<(), String> {
@@ -495,7 +426,13 @@ impl World {
                 (caller.begun, caller.completed, caller.version) = (0, 0, None);
                 caller.steps.clear();
             }
-            Action::Show { state, .. } => self.shown = state,
+            Action::Show { state, .. } => {
+                self.shown = state;
+                // Before others see the state: they find the inbox as it says.
+                let delivery = self.exchange();
+                self.receive(delivery)?;
+                self.check_shown()?;
+            }
             Action::ReportDrain { .. } => self.drain_reported = true,
             Action::End(end) => self.end = Some(end),
         }
