@@ -1,13 +1,14 @@
 //! Watches over the threads and tasks without which the process would be useless: its supervisor should start another
 //! one rather than keep a process that only looks alive.
 //!
-//! [`watch`] hands out a [`Heartbeat`]; its holder ticks at least once a second. A heartbeat that is dropped without
-//! [`Heartbeat::finish`] (its holder panicked or returned), or that stands still for 2 s, is a loss. From then on
-//! [`lost`] says so, which health and readiness report, and a little later the process ends.
+//! [`watch`] hands out a [`Heartbeat`]; its holder ticks at least once a second. After a standstill of 2 s, [`lost`] says
+//! so, which health and readiness report; the process ends if it lasts for 5 s. A process that starves for processor
+//! time for a moment recovers. A heartbeat that is dropped without [`Heartbeat::finish`] (its holder panicked or
+//! returned) is a loss for good: the process ends 2 s later.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// How often heartbeats are looked at.
@@ -15,14 +16,16 @@ const ROUND: Duration = Duration::from_millis(250);
 /// Rounds in a row without a tick that make a standstill: 2 s. Counted rather than timed, so that a stop of the whole
 /// process does not count against its threads.
 const STILL_ROUNDS: u32 = 8;
-/// How long probes see the loss before the process ends.
+/// Rounds in a row without a tick after which the process ends: 5 s.
+const END_ROUNDS: u32 = 20;
+/// How long probes see a loss before the process ends.
 const NOTICE: Duration = Duration::from_secs(2);
 /// How often holders without other work should tick.
 pub const TICK: Duration = Duration::from_millis(500);
 
 static WATCHED: Mutex<Vec<Arc<Pulse>>> = Mutex::new(Vec::new());
 static STOPPED: AtomicBool = AtomicBool::new(false);
-static LOST: OnceLock<String> = OnceLock::new();
+static LOST: Mutex<Option<String>> = Mutex::new(None);
 
 #[derive(Debug)]
 struct Pulse {
@@ -89,13 +92,22 @@ pub fn tick() {
     });
 }
 
-/// What was lost, if anything was: the process is about to end.
+/// What stands still or was lost, if anything is.
 #[must_use]
-pub fn lost() -> Option<&'static str> {
-    LOST.get().map(String::as_str)
+pub fn lost() -> Option<String> {
+    LOST.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// Starts the thread that looks at heartbeats. `end` is called once, some 2 s after a loss; it should end the process.
+/// What a round found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Found {
+    Life,
+    Standstill(String),
+    Loss(String),
+}
+
+/// Starts the thread that looks at heartbeats. `end` is called once, when the process is to end; it should
+/// end it.
 ///
 /// # Errors
 /// If the thread cannot be started.
@@ -108,11 +120,22 @@ pub fn start(end: impl FnOnce(&str) + Send + 'static) -> std::io::Result<()> {
             if STOPPED.load(Ordering::Relaxed) {
                 return;
             }
-            if let Some(reason) = look(&watched, &mut seen) {
-                let reason = LOST.get_or_init(|| reason);
-                tracing::error!(reason, "the process cannot go on and ends");
-                std::thread::sleep(NOTICE);
-                return end(reason);
+            let found = look(&watched, &mut seen);
+            let reason = match &found {
+                Found::Life => None,
+                Found::Standstill(reason) | Found::Loss(reason) => Some(reason.clone()),
+            };
+            let before =
+                std::mem::replace(&mut *LOST.lock().unwrap_or_else(PoisonError::into_inner), reason.clone());
+            if let (Some(reason), None) = (&reason, &before) {
+                tracing::error!(reason, "the service does not serve");
+            }
+            if let Found::Loss(reason) = found {
+                // Probes have seen a standstill for long enough.
+                if before.is_none() {
+                    std::thread::sleep(NOTICE);
+                }
+                return end(&reason);
             }
         }
     })?;
@@ -125,23 +148,27 @@ pub fn stop() {
 }
 
 /// One round: `seen` has the ticks of each pulse at its last change and the rounds since.
-fn look(watched: &[Arc<Pulse>], seen: &mut Vec<(u64, u32)>) -> Option<String> {
+fn look(watched: &[Arc<Pulse>], seen: &mut Vec<(u64, u32)>) -> Found {
     seen.resize(watched.len(), (u64::MAX, 0));
+    let mut found = Found::Life;
     for (pulse, (ticks, still)) in watched.iter().zip(seen) {
         if pulse.finished.load(Ordering::Relaxed) {
             continue;
         }
         if pulse.dropped.load(Ordering::Relaxed) {
-            return Some(format!("{} ended unexpectedly", pulse.name));
+            return Found::Loss(format!("{} ended unexpectedly", pulse.name));
         }
         let now = pulse.ticks.load(Ordering::Relaxed);
         *still = if now == *ticks { *still + 1 } else { 0 };
         *ticks = now;
+        if *still >= END_ROUNDS {
+            return Found::Loss(format!("{} has shown no life for {:?}", pulse.name, ROUND * END_ROUNDS));
+        }
         if *still >= STILL_ROUNDS {
-            return Some(format!("{} has shown no life for {:?}", pulse.name, ROUND * STILL_ROUNDS));
+            found = Found::Standstill(format!("{} shows no life", pulse.name));
         }
     }
-    None
+    found
 }
 
 #[cfg(test)]
@@ -163,14 +190,22 @@ mod tests {
         let mut seen = Vec::new();
         for _ in 0..100 {
             watched.iter().for_each(|pulse| _ = pulse.ticks.fetch_add(3, Ordering::Relaxed));
-            assert_eq!(look(&watched, &mut seen), None);
+            assert_eq!(look(&watched, &mut seen), Found::Life);
         }
         for _ in 1..STILL_ROUNDS {
             watched[0].ticks.fetch_add(1, Ordering::Relaxed);
-            assert_eq!(look(&watched, &mut seen), None);
+            assert_eq!(look(&watched, &mut seen), Found::Life);
         }
         watched[0].ticks.fetch_add(1, Ordering::Relaxed);
-        assert_eq!(look(&watched, &mut seen).as_deref(), Some("two has shown no life for 2s"));
+        assert_eq!(look(&watched, &mut seen), Found::Standstill("two shows no life".to_owned()));
+        watched.iter().for_each(|pulse| _ = pulse.ticks.fetch_add(1, Ordering::Relaxed));
+        assert_eq!(look(&watched, &mut seen), Found::Life, "it recovers");
+        for _ in 0..END_ROUNDS {
+            watched[0].ticks.fetch_add(1, Ordering::Relaxed);
+            look(&watched, &mut seen);
+        }
+        watched[0].ticks.fetch_add(1, Ordering::Relaxed);
+        assert_eq!(look(&watched, &mut seen), Found::Loss("two has shown no life for 5s".to_owned()));
     }
 
     #[test]
@@ -178,13 +213,13 @@ mod tests {
         let watched = [pulse("one"), pulse("two")];
         let mut seen = Vec::new();
         Heartbeat(Arc::clone(&watched[0])).finish();
-        assert_eq!(look(&watched, &mut seen), None);
+        assert_eq!(look(&watched, &mut seen), Found::Life);
         let heartbeat = Heartbeat(Arc::clone(&watched[1]));
         let panicked = std::thread::spawn(move || {
             heartbeat.tick();
             std::panic::resume_unwind(Box::new("lost"));
         });
         assert!(panicked.join().is_err());
-        assert_eq!(look(&watched, &mut seen).as_deref(), Some("two ended unexpectedly"));
+        assert_eq!(look(&watched, &mut seen), Found::Loss("two ended unexpectedly".to_owned()));
     }
 }

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use expertd_proto::transport::CONNECTION_WINDOW_BYTES;
 use tokio::sync::Semaphore;
 
 use super::connection::{Connection, Owner, Stage};
@@ -88,9 +89,10 @@ impl Budget {
         self.common_total + self.small_total
     }
 
-    /// The bound on bytes that lie in the transport before a call takes them.
+    /// The bound on bytes that lie in the transport before a call takes them: what one connection may send ahead is
+    /// always within it.
     pub(in crate::api) fn unread_limit(&self) -> usize {
-        self.total() / 2
+        (self.total() / 2).max(CONNECTION_WINDOW_BYTES as usize)
     }
 
     /// Bytes charged now.

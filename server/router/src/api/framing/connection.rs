@@ -378,7 +378,7 @@ mod tests {
         let connection = Connection::new(ClientKey(0), Arc::default(), CancellationToken::new());
         connection.body_begins();
         std::thread::sleep(Duration::from_millis(TAKEN_WITHIN_MS + 50));
-        connection.note_data(1 << 20, &budget);
+        connection.note_data(64 << 20, &budget);
         assert!(!connection.end.is_cancelled());
         connection.note_data(2 << 20, &budget);
         assert!(connection.end.is_cancelled());

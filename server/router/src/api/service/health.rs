@@ -29,9 +29,8 @@ pub(in crate::api) async fn follow(
         gauge!(names::READY).set(if serving { 1.0 } else { 0.0 });
         let status = if serving { ServingStatus::Serving } else { ServingStatus::NotServing };
         reporter.set_service_status(MOE, status).await;
-        if lost {
-            reporter.set_service_status("", ServingStatus::NotServing).await;
-        }
+        let alive = if lost { ServingStatus::NotServing } else { ServingStatus::Serving };
+        reporter.set_service_status("", alive).await;
         loop {
             heartbeat.tick();
             let changed = tokio::time::timeout(watchdog::TICK, state.changed());
@@ -57,7 +56,7 @@ pub(in crate::api) async fn follow(
 pub fn ready_probe(backend: Arc<dyn Backend>) -> Probe {
     Arc::new(move || {
         if let Some(reason) = watchdog::lost() {
-            return Err(reason.to_owned());
+            return Err(reason);
         }
         let status = backend.status();
         match status.state {

@@ -305,6 +305,9 @@ impl AsyncRead for Watched {
             }
             if seen.flood {
                 end(&this.connection, "flood");
+                // The HTTP/2 layer would go on with what it has read for as long as there is more.
+                buf.set_filled(before);
+                return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
             }
         }
         result

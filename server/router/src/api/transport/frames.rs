@@ -9,16 +9,19 @@ const PREFACE: usize = 24;
 const HEAD: usize = 9;
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
+const RST_STREAM: u8 = 3;
 /// Flag of a DATA or HEADERS frame: the last of its stream.
 const END_STREAM: u8 = 1;
 
 /// Frames about nothing (SETTINGS, PING, RST_STREAM, WINDOW_UPDATE, CONTINUATION, empty DATA and the like) that a
 /// connection may send at once.
-const BURST: f64 = 1000.0;
+const BURST: f64 = 200.0;
 /// The same per second.
-const PER_SECOND: f64 = 100.0;
+const PER_SECOND: f64 = 50.0;
 /// The same for each call.
 const PER_CALL: f64 = 8.0;
+/// What a reset takes: what its call has brought, and a half more.
+const PER_RESET: f64 = PER_CALL + 0.5;
 /// The same for each byte of messages, either way: peers acknowledge what they receive in windows of 64 KiB and less.
 const PER_BYTE: f64 = 1.0 / 4096.0;
 
@@ -103,6 +106,7 @@ impl FrameMeter {
         self.data = kind == DATA;
         match kind {
             HEADERS => self.allow(PER_CALL),
+            RST_STREAM => self.allowance -= PER_RESET,
             DATA if self.skip > 0 || flags & END_STREAM != 0 => {}
             _ => self.allowance -= 1.0,
         }
@@ -156,9 +160,16 @@ mod tests {
             let mut meter = FrameMeter::new();
             meter.read(&[0; PREFACE]);
             let frames = frame(kind, 0, 0).repeat(100);
-            assert!((0..9).all(|_| !meter.read(&frames).flood), "a burst of kind {kind}");
+            let few = frame(kind, 0, 0).repeat(20);
+            assert!(!meter.read(&few).flood, "a burst of kind {kind}");
             assert!((0..5).any(|_| meter.read(&frames).flood), "a flood of kind {kind}");
         }
+        // A call that is reset at once is work about nothing, too.
+        let mut meter = FrameMeter::new();
+        meter.read(&[0; PREFACE]);
+        let reset = [frame(HEADERS, 4, 50), frame(RST_STREAM, 0, 4)].concat();
+        assert!((0..300).all(|_| !meter.read(&reset).flood));
+        assert!((0..300).any(|_| meter.read(&reset).flood));
         let mut meter = FrameMeter::new();
         meter.read(&[0; PREFACE]);
         // Calls, each with a ping and two window updates, and answers that are taken in small windows.
