@@ -1,4 +1,4 @@
-//! DLPack's C structs (https://dmlc.github.io/dlpack/latest/c_api.html) and the capsules that carry them.
+//! DLPack's C structs (<https://dmlc.github.io/dlpack/latest/c_api.html>) and the capsules that carry them.
 //!
 //! Arrays come in through the unversioned struct, which every producer can make, and go out through whichever the consumer
 //! asks for.
