@@ -110,6 +110,7 @@ pub fn check(options: &Options) -> Outcome {
             state: state.address(),
             layers: table.address(),
             tokens: x_device.address(),
+            tokens_low: 0,
             token_ids: 0,
             logits: logits.address(),
             tickets: tickets.address(),

@@ -126,6 +126,7 @@ pub fn check(options: &Options) -> Outcome {
                 staged_weights: stage.weights.address(),
                 staged_token_ids: 0,
                 tokens: b.tokens.address(),
+                tokens_low: 0,
                 topk_ids: b.topk_ids.address(),
                 topk_weights: b.topk_weights.address(),
                 token_ids: token_ids.address(),
