@@ -1,6 +1,6 @@
 //! The step loop's thread, and what is left in order when it panics.
 
-use std::io::{self, Write as _};
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -11,7 +11,7 @@ use super::driver::Driver;
 use super::service::{SchedulerConfig, ServiceEnd, Shared};
 use crate::backend::ServiceState;
 use crate::cluster::ClusterConfig;
-use crate::watchdog;
+use crate::{telemetry, watchdog};
 
 /// What callers are told when the step loop has ended without a word.
 pub(super) const GONE: &str = "the step loop ended unexpectedly; this is a fault of expertd, restart it";
@@ -41,8 +41,8 @@ fn guarded(shared: Arc<Shared>, body: impl FnOnce() -> ServiceEnd + Send + 'stat
         // Nothing of the driver is used afterwards; what callers share with it is behind locks that ignore poison.
         let end = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
             let message = format!("the step loop panicked: {}", text(&*panic));
-            // Logging may be what panicked: this line goes out directly, or not at all.
-            let _ = writeln!(io::stderr(), "expertd: {message}");
+            // Standard error may be full or not read: what waits for the step loop must not wait for that.
+            telemetry::tell(&format!("expertd: {message}"));
             ServiceEnd::SetupFailed(message)
         });
         close(&shared, &end);
