@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::super::admin::default_admin_address;
-use super::settings::{Given, OnFault, SettingsError, Shown, Source, parse_cores};
+use super::settings::{Given, SettingsError, Shown, Source, parse_cores};
 use expertd_ipc::control::{DeviceKind, Fp8Compute, RankSetup};
 use expertd_ipc::wait::SPIN_TIME;
 use expertd_ipc::{GroupShape, SharedRegion};
@@ -353,7 +353,7 @@ impl ServePlan {
                     0,
                     60_000_000,
                 )?),
-                on_fault: given.on_fault.0.unwrap_or(OnFault::Retry).into(),
+                on_fault: given.on_fault.0.unwrap_or_default(),
                 drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
                 copy_threads: match device {
                     // Ranks use all cores.

@@ -8,6 +8,7 @@ use clap::{ArgMatches, Args};
 use serde::Deserialize;
 
 use expertd_ipc::control::{DeviceKind, Fp8Compute};
+use expertd_scheduler::OnFault;
 
 /// Source of a setting's value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,34 +73,6 @@ pub struct Shown {
     pub value: String,
     /// Source of the value.
     pub source: Source,
-}
-
-/// What a fault of the EP group means to requests without an answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum OnFault {
-    /// They wait for the next generation, as long as their deadlines allow
-    Retry,
-    /// They fail with UNAVAILABLE, and so do new ones until the next generation serves
-    Fail,
-}
-
-impl fmt::Display for OnFault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            OnFault::Retry => "retry",
-            OnFault::Fail => "fail",
-        })
-    }
-}
-
-impl From<OnFault> for expertd_router::steps::OnFault {
-    fn from(on_fault: OnFault) -> Self {
-        match on_fault {
-            OnFault::Retry => Self::Retry,
-            OnFault::Fail => Self::Fail,
-        }
-    }
 }
 
 /// Formats a value for people; an absent one is a dash.

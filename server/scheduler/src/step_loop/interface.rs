@@ -1,5 +1,6 @@
 //! What goes in and what comes out.
 
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +22,7 @@ pub struct Config {
     pub max_segments_per_rank: usize,
     /// How long the oldest request waits for others to join its step.
     pub max_wait: Duration,
-    /// What a fault of a generation means to the requests that it did not answer.
+    /// The treatment of requests without an answer after a fault.
     pub on_fault: OnFault,
     /// How generations are formed again.
     pub recovery: RecoveryPolicy,
@@ -29,14 +30,25 @@ pub struct Config {
     pub seed: u64,
 }
 
-/// What a fault of a generation means to the requests that it did not answer.
+/// The treatment of requests without an answer after a fault of the EP group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
+#[cfg_attr(feature = "serde", derive(serde::Deserialize), serde(rename_all = "lowercase"))]
 pub enum OnFault {
-    /// They go on in the next generation as long as their deadlines allow, and new ones are admitted meanwhile.
+    /// They continue in the next generation, as long as their deadlines allow; new requests are admitted meanwhile
     #[default]
     Retry,
-    /// They fail at once, and none is admitted until the next generation serves.
+    /// They fail with UNAVAILABLE, and so do new requests until the next generation serves
     Fail,
+}
+
+impl fmt::Display for OnFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            OnFault::Retry => "retry",
+            OnFault::Fail => "fail",
+        })
+    }
 }
 
 /// What the service as a whole is doing.

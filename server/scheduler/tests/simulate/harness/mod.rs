@@ -7,6 +7,7 @@ mod random;
 mod ranks;
 mod schedule;
 mod shares;
+mod thread;
 mod world;
 
 use std::fmt;
