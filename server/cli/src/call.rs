@@ -15,10 +15,9 @@ use rand::rngs::SmallRng;
 use rand_distr::{Distribution as _, StandardNormal};
 use serde_json::json;
 
-use super::client::{self, ClientError, DTypeArg, RoutingArg};
+use super::client::{self, ClientError, RoutingArg};
 use super::golden::{Golden, GoldenError, GoldenLayer};
-use super::rows;
-use expertd_types::DType;
+use expertd_types::{DType, rows};
 
 /// Number of rows whose routing is printed.
 const ROUTING_ROWS: usize = 8;
@@ -42,7 +41,7 @@ pub struct CallArgs {
     pub tokens: Option<usize>,
     /// Element type of the rows [default: bf16, or f32 for recorded rows]
     #[arg(long, value_enum)]
-    pub dtype: Option<DTypeArg>,
+    pub dtype: Option<DType>,
     /// Seed of the random rows [default: a random one]
     #[arg(long)]
     pub seed: Option<u64>,
@@ -124,7 +123,7 @@ pub async fn call(args: &CallArgs) -> Result<CallOutcome, CallError> {
         None => None,
     };
     let token_ids = golden.as_ref().map_or(&[][..], |golden| &golden.token_ids);
-    let dtype = args.dtype.map_or(if recorded.is_some() { DType::F32 } else { DType::Bf16 }, DType::from);
+    let dtype = args.dtype.unwrap_or(if recorded.is_some() { DType::F32 } else { DType::Bf16 });
     let seed = args.seed.unwrap_or_else(rand::random);
     let input = Input::new(args, &model, layer, recorded, token_ids, seed)?;
     let request = input.request(args, layer, dtype);
