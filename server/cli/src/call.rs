@@ -60,7 +60,7 @@ pub struct CallArgs {
     /// Request and show the phase timings of the steps
     #[arg(long)]
     pub timings: bool,
-    /// Who calls, and how the service is known.
+    /// Credentials of the caller, and how the service is authenticated.
     #[command(flatten)]
     pub credentials: Credentials,
     /// Print the receipt as JSON
@@ -203,7 +203,7 @@ impl Input {
             let tokens = args.tokens.unwrap_or(8);
             let normal = StandardNormal;
             let values = (0..tokens * hidden).map(|_| normal.sample(&mut rng)).collect();
-            // Practically every vocabulary has these ids; otherwise the service refuses the request.
+            // Nearly every vocabulary has these ids. If one does not, the service refuses the request.
             let ids =
                 if layer.routes_by_token_id { (0..tokens as i32).map(|i| i % 64).collect() } else { vec![] };
             return Ok(Input { tokens, values, token_ids: ids, routing: None });

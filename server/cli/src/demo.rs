@@ -23,7 +23,7 @@ use expertd_model::{Checkpoint, ModelError};
 use expertd_router::backend::{Backend, ServiceState};
 use expertd_types::{DType, rows};
 
-/// Largest relative error of a correct row: f32 arithmetic against sums in f64.
+/// Largest relative error of a correct row, which f32 arithmetic computes and sums in f64 check.
 const TOLERANCE: f64 = 1e-5;
 
 /// See it work: make a checkpoint, serve it, call it, verify the answers

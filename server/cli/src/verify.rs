@@ -47,7 +47,7 @@ pub struct VerifyArgs {
     /// Number of rows per request [default: all rows of a layer, or the service's limit]
     #[arg(long, value_name = "ROWS")]
     pub batch: Option<usize>,
-    /// Who calls, and how the service is known.
+    /// Credentials of the caller, and how the service is authenticated.
     #[command(flatten)]
     pub credentials: Credentials,
     /// Print the report as JSON
