@@ -17,8 +17,8 @@ use crate::asyncio;
 use crate::client::Connection;
 use crate::errors::Failure;
 use crate::receipt::{Answer, Received};
-use crate::request::{self, Options, Shape};
-use crate::runtime::{timeout, wait};
+use crate::request::{Call, Options};
+use crate::runtime::wait;
 
 type Reply = oneshot::Sender<Result<ForwardResponse, Status>>;
 
@@ -127,18 +127,14 @@ impl Shared {
     }
 
     /// One call, tried again as the client's policy says.
-    async fn call(
-        &self,
-        message: ForwardRequest,
-        shape: Shape,
-        timeout: Option<Duration>,
-    ) -> Result<Received, Failure> {
+    async fn call(&self, call: &Call) -> Result<Received, Failure> {
         let start = Instant::now();
+        let timeout = call.timeout;
         let mut attempt = 1;
         loop {
             let left = timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
-            let status = match self.call_once(message.clone(), left).await {
-                Ok(response) => return request::answer(response, &shape),
+            let status = match self.call_once(call.message.clone(), left).await {
+                Ok(response) => return call.shape.read_answer(response),
                 Err(Failure::Status(status)) => status,
                 Err(failure) => return Err(failure),
             };
@@ -203,10 +199,9 @@ impl NativeStream {
         seconds: Option<f64>,
         options: Options<'py>,
     ) -> PyResult<Pending> {
-        let seconds = timeout(seconds, "timeout")?;
-        let (message, shape) = request::build(layer, rows, &options)?;
+        let call = Call::new(layer, rows, seconds, &options)?;
         let shared = self.shared()?;
-        let task = self.runtime.spawn(async move { shared.call(message, shape, seconds).await });
+        let task = self.runtime.spawn(async move { shared.call(&call).await });
         Ok(Pending { task: Mutex::new(Some(task)) })
     }
 
@@ -218,10 +213,9 @@ impl NativeStream {
         seconds: Option<f64>,
         options: Options<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let seconds = timeout(seconds, "timeout")?;
-        let (message, shape) = request::build(layer, rows, &options)?;
+        let call = Call::new(layer, rows, seconds, &options)?;
         let shared = self.shared()?;
-        asyncio::spawn(py, async move { shared.call(message, shape, seconds).await })
+        asyncio::spawn(py, async move { shared.call(&call).await })
     }
 
     /// Lets calls in flight end and takes no more.

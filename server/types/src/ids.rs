@@ -63,13 +63,14 @@ id!(
 /// Element type of token rows on the wire and in staging, little-endian.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[repr(u32)]
 pub enum DType {
-    /// bfloat16.
+    /// bfloat16
     Bf16 = 1,
-    /// IEEE half precision.
+    /// IEEE half precision
     F16 = 2,
-    /// IEEE single precision.
+    /// IEEE single precision
     F32 = 3,
 }
 

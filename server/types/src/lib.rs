@@ -5,6 +5,7 @@
 mod chunked;
 mod ids;
 mod phase;
+pub mod rows;
 
 pub use chunked::{ChunkedBytes, ChunkedSlice};
 pub use ids::*;

@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use expertd_cli::golden::Golden;
-use expertd_cli::rows::{decode, encode, encode_i32, relative_error};
 use expertd_proto::Client;
 use expertd_proto::v1::{self, ForwardRequest, ForwardResponse};
 use expertd_types::DType;
+use expertd_types::rows::{decode, encode, encode_i32, relative_error};
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 use tokio::task::JoinSet;
