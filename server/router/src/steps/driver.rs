@@ -258,6 +258,8 @@ impl Driver {
         let Some(launched) = self.launched.pop_front() else { return };
         debug_assert_eq!(launched.step, done.step, "steps complete in order");
         let Some(group) = &self.group else { return };
+        // The time of a step ends here; copying its rows to the answers is not part of it.
+        let now = Instant::now();
         let [copy_in, gate, prepare, dispatch, experts, combine, copy_out] =
             done.phase_ns.map(Duration::from_nanos);
         let timing = StepTiming {
@@ -290,7 +292,6 @@ impl Driver {
                 active.put_output(output);
             }
         }
-        let now = Instant::now();
         self.step_loop.step_done(group.generation(), done.step, self.shared.time(now));
         self.shared.steps_total.fetch_add(1, Ordering::Relaxed);
         self.metrics.step(done.tokens, now - launched.formed);
