@@ -1,4 +1,4 @@
-//! One connection, for blocking calls and for `asyncio`.
+//! A connection, for blocking calls and for `asyncio`.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::request::{Call, Options};
 use crate::runtime::{self, timeout, wait};
 use crate::stream::NativeStream;
 
-/// An address and the connection to it once there is one.
+/// An address, and the connection to it after the first call.
 #[derive(Debug)]
 pub(crate) struct Connection {
     address: String,
@@ -52,7 +52,7 @@ impl Connection {
     }
 }
 
-/// Retries as the Python class `RetryPolicy` states them.
+/// The fields of the Python class `RetryPolicy`.
 #[derive(FromPyObject)]
 pub(crate) struct RetryArguments {
     max_attempts: u32,

@@ -32,13 +32,13 @@ enum Fault {
     Short,
     /// The last expert of one row is replaced by another, whose weight differs by this factor.
     Expert(f32),
-    /// Ids are the recorded ones in another order, with their weights.
+    /// The recorded ids and their weights are in another order.
     Order,
     /// The service does not return the routing.
     NoRouting,
 }
 
-/// Answers recorded rows with recorded outputs; recognises a row by its bits.
+/// Answers recorded rows with recorded outputs. It recognises rows by their bits.
 struct Scripted {
     golden: Golden,
     hidden: usize,

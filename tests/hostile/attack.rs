@@ -1,4 +1,4 @@
-//! Attackers by the hundred against a real service, and an honest client beside them.
+//! Hundreds of attackers of a real service, and an honest client that uses it at the same time.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -19,11 +19,11 @@ use tower::service_fn;
 use crate::frames::{self, hello, send};
 use crate::service::Service;
 
-/// What an attacker does once it is connected, until it cannot any more.
+/// The actions of an attacker on a connection, until the connection ends.
 pub type Attack = for<'a> fn(&'a mut TcpStream, &'a AtomicBool) -> Doing<'a>;
 pub type Doing<'a> = std::pin::Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
 
-/// A number from the environment, else the size for every day.
+/// The value of an environment variable, otherwise `default`.
 fn size(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
@@ -35,7 +35,7 @@ fn authenticated() -> bool {
 
 const TOKEN: &str = "0123456789abcdef0123456789abcdef";
 
-/// What an honest client got.
+/// The results of an honest client.
 #[derive(Debug)]
 pub struct Honest {
     pub calls: usize,
@@ -44,7 +44,7 @@ pub struct Honest {
     pub p99: Duration,
 }
 
-/// A connection from another address of this host than the attackers'.
+/// Connects from a given address of this host.
 pub async fn connect_from(from: &str, to: &str) -> std::io::Result<TcpStream> {
     let socket = TcpSocket::new_v4()?;
     socket.set_reuseaddr(true)?;
@@ -52,7 +52,7 @@ pub async fn connect_from(from: &str, to: &str) -> std::io::Result<TcpStream> {
     socket.connect(to.parse().unwrap()).await
 }
 
-/// An honest client with an address of its own.
+/// An honest client whose address differs from the attackers' addresses.
 pub async fn honest_client(address: &str) -> Result<Client, String> {
     let to = address.to_owned();
     let connector = service_fn(move |_: http::Uri| {
@@ -116,7 +116,7 @@ async fn call_for(address: &str, time: Duration) -> Honest {
     }
 }
 
-/// Resident memory of a process, MiB.
+/// Resident memory of a process in MiB.
 pub fn resident_mib(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap_or("0 kB");
@@ -133,7 +133,7 @@ async fn settled(pid: u32, before: u64) -> (u64, u64) {
     (resident_mib(pid), begun.elapsed().as_secs())
 }
 
-/// Runs an attack beside an honest client; every call of the honest client has an answer.
+/// Runs an attack and an honest client at the same time, and checks that every call of the honest client has an answer.
 pub async fn run(name: &str, attack: Attack) {
     let folder = tempfile::tempdir().unwrap();
     let tokens = folder.path().join("tokens");
@@ -197,17 +197,17 @@ pub async fn run(name: &str, attack: Attack) {
         beside.failed.len(),
         beside.failed.first()
     );
-    // 64 MiB in flight, half as much in the transport, each in up to two places, and connections.
+    // The limit is 64 MiB in flight and half as much in the transport, each in up to two places, plus connections.
     assert!(most <= before + 256, "{before} MiB before, {most} MiB under attack");
 }
 
-/// Says hello and takes what comes in the background of the attack's own sends.
+/// Sends the preface with `settings`, and acknowledges the settings of the service.
 pub async fn greet(socket: &mut TcpStream, settings: &[(u16, u32)]) -> bool {
     send(socket, &hello(settings)).await
         && send(socket, &frames::frame(frames::SETTINGS, frames::ACK, 0, &[])).await
 }
 
-/// Reads until the peer is gone, for at most `time`.
+/// Reads until the peer closes the connection, for at most `time`.
 pub async fn take(socket: &mut TcpStream, time: Duration) -> bool {
     let mut bytes = vec![0; 16 << 10];
     let until = tokio::time::Instant::now() + time;

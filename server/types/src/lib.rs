@@ -1,4 +1,4 @@
-//! The words of the project as types, so that two integers of the same width cannot be swapped. No I/O.
+//! The project's identifiers and quantities as types, so that two integers of the same width cannot be swapped. No I/O.
 
 #![forbid(unsafe_code)]
 
