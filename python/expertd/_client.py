@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -35,6 +36,25 @@ class RetryPolicy:
 
 
 DEFAULT_RETRY = RetryPolicy()
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Files with what the client shows to the service, and how it knows the service. They are read when it connects.
+
+    Attributes:
+        ca: certificate authorities of the service, PEM; turns TLS on.
+        cert: the client's certificate chain, PEM; needs `key`.
+        key: the private key of that certificate, PEM.
+        server_name: the name in the service's certificate, where it is not the host of the address.
+        token_file: file with the client's token, alone or as `NAME TOKEN`.
+    """
+
+    ca: str | os.PathLike[str] | None = None
+    cert: str | os.PathLike[str] | None = None
+    key: str | os.PathLike[str] | None = None
+    server_name: str | None = None
+    token_file: str | os.PathLike[str] | None = None
 
 
 def options(
@@ -77,17 +97,23 @@ class Client:
         address: `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`.
         session: only None; "host" and "cuda" are refused, because the service has no sessions yet.
         retry: rules for retrying failed calls; None means no retries.
+        credentials: certificates and token; None means plaintext and no token.
 
     Raises:
         ConnectError: nothing answers at the address.
     """
 
     def __init__(
-        self, address: str, *, session: str | None = None, retry: RetryPolicy | None = DEFAULT_RETRY
+        self,
+        address: str,
+        *,
+        session: str | None = None,
+        retry: RetryPolicy | None = DEFAULT_RETRY,
+        credentials: Credentials | None = None,
     ) -> None:
         refuse_session(session)
         self.address = address
-        self._native = NativeClient(address, retry)
+        self._native = NativeClient(address, retry, credentials)
         self._native.connect()
 
     def forward(self, layer: int, rows: Rows, *, timeout: float | None = None, **arguments: Unpack[ForwardOptions]) -> Answer:

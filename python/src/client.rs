@@ -1,8 +1,10 @@
 //! A connection, for blocking calls and for `asyncio`.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use expertd_proto::transport::Credentials;
 use expertd_proto::{Client, RetryPolicy};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -20,6 +22,7 @@ use crate::stream::NativeStream;
 #[derive(Debug)]
 pub(crate) struct Connection {
     address: String,
+    credentials: Credentials,
     retry: Option<RetryPolicy>,
     client: OnceCell<Client>,
 }
@@ -29,7 +32,7 @@ impl Connection {
     pub(crate) async fn client(&self) -> Result<&Client, Failure> {
         self.client
             .get_or_try_init(|| async {
-                let client = Client::connect(&self.address).await?;
+                let client = Client::connect_with(&self.address, &self.credentials).await?;
                 Ok(match self.retry {
                     Some(policy) => client.with_retry(policy),
                     None => client,
@@ -55,6 +58,23 @@ pub(crate) struct RetryArguments {
     max_attempts: u32,
     max_pause: f64,
     max_elapsed: f64,
+}
+
+/// Files with credentials as the Python class `Credentials` states them.
+#[derive(FromPyObject)]
+pub(crate) struct CredentialArguments {
+    ca: Option<PathBuf>,
+    cert: Option<PathBuf>,
+    key: Option<PathBuf>,
+    server_name: Option<String>,
+    token_file: Option<PathBuf>,
+}
+
+impl From<CredentialArguments> for Credentials {
+    fn from(given: CredentialArguments) -> Credentials {
+        let CredentialArguments { ca, cert, key, server_name, token_file } = given;
+        Credentials { ca, cert, key, server_name, token_file }
+    }
 }
 
 /// The native part of `Client` and `AsyncClient`.
@@ -83,7 +103,11 @@ impl NativeClient {
 #[pymethods]
 impl NativeClient {
     #[new]
-    fn new(address: String, retry: Option<RetryArguments>) -> PyResult<NativeClient> {
+    fn new(
+        address: String,
+        retry: Option<RetryArguments>,
+        credentials: Option<CredentialArguments>,
+    ) -> PyResult<NativeClient> {
         let policy = |retry: RetryArguments| {
             Ok::<_, PyErr>(RetryPolicy {
                 max_attempts: retry.max_attempts,
@@ -92,7 +116,8 @@ impl NativeClient {
             })
         };
         let retry = retry.map(policy).transpose()?;
-        let connection = Arc::new(Connection { address, retry, client: OnceCell::new() });
+        let credentials = credentials.map_or_else(Credentials::default, Credentials::from);
+        let connection = Arc::new(Connection { address, credentials, retry, client: OnceCell::new() });
         Ok(NativeClient { connection, process: std::process::id() })
     }
 

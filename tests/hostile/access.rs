@@ -7,7 +7,7 @@ use expertd_proto::transport::{self, Credentials};
 use expertd_proto::v1::GetStatusRequest;
 use expertd_proto::v1::admin_client::AdminClient;
 use expertd_proto::{Client, ClientError};
-use expertd_router::api::{AccessConfig, ConnectionLimits, Patience};
+use expertd_router::api::{AccessConfig, ConnectionLimits, ConnectionTimeouts};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tonic::Code;
 
@@ -45,7 +45,8 @@ fn client_side(folder: &Path) -> Credentials {
 
 async fn start(access: &AccessConfig, admin: Option<&str>) -> Service {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, 32));
-    Service::start_guarded(&fake, Patience::default(), ConnectionLimits::for_tcp(64), access, admin).await
+    Service::start_guarded(&fake, ConnectionTimeouts::default(), ConnectionLimits::for_tcp(64), access, admin)
+        .await
 }
 
 async fn works(address: &str, credentials: &Credentials) {

@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers.modeling_utils import PreTrainedModel
 
-from .._client import refuse_session
+from .._client import Credentials, refuse_session
 from .._errors import UnsupportedError
 from ._check import check_content, check_layer, check_model
 from ._modules import RemoteBlock, RemoteExperts, RemoteLlama4
@@ -36,7 +36,12 @@ _wanted: contextvars.ContextVar[tuple[Remote, Mode, bool] | None] = contextvars.
 
 @contextlib.contextmanager
 def remote_experts(
-    address: str, mode: Mode = "experts", session: str | None = None, *, check_weights: bool = True
+    address: str,
+    mode: Mode = "experts",
+    session: str | None = None,
+    *,
+    credentials: Credentials | None = None,
+    check_weights: bool = True,
 ) -> Iterator[None]:
     """Models that `from_pretrained` loads inside this block have their experts at `address`.
 
@@ -46,6 +51,7 @@ def remote_experts(
             service applies the choice. "block": the service computes the whole MoE block, gate and shared experts
             included, and their weights are not read, either.
         session: only None; "host" and "cuda" are refused, because the service has no sessions yet.
+        credentials: certificates and token, as of `expertd.Client`.
         check_weights: compare the service's weight version with that of the checkpoint where the checkpoint is a local
             folder. Dimensions, layers and family are always compared.
 
@@ -59,7 +65,7 @@ def remote_experts(
         raise ValueError(f'mode is {mode!r}; expected "experts" or "block"')
     _refuse_other_versions()
     _install()
-    token = _wanted.set((Remote(address), mode, check_weights))
+    token = _wanted.set((Remote(address, credentials), mode, check_weights))
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._client import Client, RetryPolicy
+from .._client import Client, Credentials, RetryPolicy
 from .._errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -25,9 +25,10 @@ _remotes: weakref.WeakValueDictionary[int, Remote] = weakref.WeakValueDictionary
 class Remote:
     """A connection that the modules of a model, and copies of the model, share."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self.address = address
-        self.client = Client(address, retry=_RETRY)
+        self.credentials = credentials
+        self.client = Client(address, retry=_RETRY, credentials=credentials)
         self.model: Model = self.client.model()
         self.number = next(_numbers)
         _remotes[self.number] = self
@@ -40,7 +41,7 @@ class Remote:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Remote, (self.address,))
+        return (Remote, (self.address, self.credentials))
 
     def forward(
         self,

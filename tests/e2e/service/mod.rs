@@ -145,13 +145,13 @@ impl Service {
     }
 
     /// Waits for the end of the router.
-    pub fn wait(&mut self, patience: Duration) -> Option<ExitStatus> {
+    pub fn wait(&mut self, limit: Duration) -> Option<ExitStatus> {
         let begun = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return Some(status);
             }
-            if begun.elapsed() > patience {
+            if begun.elapsed() > limit {
                 return None;
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -221,10 +221,10 @@ fn children(parent: u32) -> Vec<u32> {
 }
 
 /// Waits until `condition` holds.
-pub fn eventually(patience: Duration, what: &str, mut condition: impl FnMut() -> bool) {
+pub fn eventually(limit: Duration, what: &str, mut condition: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !condition() {
-        assert!(begun.elapsed() < patience, "did not happen within {patience:?}: {what}");
+        assert!(begun.elapsed() < limit, "did not happen within {limit:?}: {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }

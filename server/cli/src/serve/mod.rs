@@ -21,7 +21,9 @@ use tokio_util::sync::CancellationToken;
 use self::plan::{PlanError, ServePlan};
 use self::settings::{Given, ServeArgs};
 use expertd_memory as memory;
-use expertd_router::api::{self, Access, Address, ConnectionLimits, Patience, Server, ServerConfig};
+use expertd_router::api::{
+    self, Access, Address, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig,
+};
 use expertd_router::backend::Backend;
 use expertd_router::steps::{Service, ServiceEnd};
 use expertd_router::telemetry::{MetricsEndpoint, Recorder, flush_logs, install_recorder, tell};
@@ -226,7 +228,7 @@ impl Running {
                 ..plan.connections
             },
             shutdown_grace: SHUTDOWN_GRACE,
-            patience: Patience::default(),
+            timeouts: ConnectionTimeouts::default(),
         };
         let access = Arc::new(Access::load(&plan.access)?);
         config.check(&access)?;
