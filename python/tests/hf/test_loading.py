@@ -183,7 +183,7 @@ def test_loading_takes_no_memory_for_experts(tmp_path):
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
         folder, address, tiny, tiny_address = sys.argv[1:]
-        # A first model brings in the libraries' own memory.
+        # Load a model first, so that the memory of the libraries is not counted.
         with remote_experts(tiny_address):
             transformers.AutoModelForCausalLM.from_pretrained(tiny)
         before, before_peak = resident(), peak()
