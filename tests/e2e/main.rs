@@ -9,3 +9,4 @@ mod service;
 mod soak_gpu;
 mod startup;
 mod steps;
+mod weights;

@@ -46,7 +46,7 @@ def remote_experts(
             service applies the choice. "block": the service computes the whole MoE block, gate and shared experts
             included, and their weights are not read, either.
         session: only None; "host" and "cuda" are refused, because the service has no sessions yet.
-        check_weights: compare the service's weight version with that of the checkpoint where the checkpoint is a local
+        check_weights: compare the fingerprint of the service's weights with that of the checkpoint where the checkpoint is a local
             folder. Dimensions, layers and family are always compared.
 
     Raises:

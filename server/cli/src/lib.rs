@@ -12,6 +12,7 @@ pub mod doctor;
 pub mod drain;
 pub mod golden;
 pub mod inspect;
+pub mod loader;
 pub mod rank;
 pub mod rows;
 pub mod serve;
@@ -74,6 +75,9 @@ enum Command {
     /// Run one expert rank (internal; started by `serve`)
     #[command(hide = true)]
     Rank(rank::RankArgs),
+    /// Pack the weights of one expert rank (internal; started by `serve`)
+    #[command(hide = true)]
+    Loader(loader::LoaderArgs),
 }
 
 /// Runs the program and returns its exit status.
@@ -88,7 +92,7 @@ pub fn main() -> ExitCode {
         eprintln!("expertd: {error}");
         return ExitCode::from(serve::exit::USAGE);
     }
-    if !matches!(cli.command, Command::Serve(_) | Command::Rank(_) | Command::Demo(_)) {
+    if !matches!(cli.command, Command::Serve(_) | Command::Rank(_) | Command::Loader(_) | Command::Demo(_)) {
         end_quietly_without_a_reader();
     }
     let of = |name| matches.subcommand_matches(name);
@@ -105,6 +109,7 @@ pub fn main() -> ExitCode {
         Command::Status(args) => block_on("status", status::run(args)),
         Command::Drain(args) => block_on("drain", drain::run(args)),
         Command::Rank(args) => rank::run(&args),
+        Command::Loader(args) => loader::run(&args),
     };
     flush_logs();
     code

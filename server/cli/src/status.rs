@@ -66,7 +66,8 @@ fn to_text(status: &GetStatusResponse) -> String {
         "state",
         if status.reason.is_empty() { state.to_owned() } else { format!("{state} ({})", status.reason) },
     );
-    line("model", format!("{}, weight version {}", status.model, status.weight_version));
+    line("model", status.model.clone());
+    line("weights", format!("version {}, {}", status.weight_version, status.weight_fingerprint));
     line("generation", status.generation.to_string());
     line("steps", status.steps_total.to_string());
     line(
@@ -114,6 +115,7 @@ fn to_json(status: &GetStatusResponse) -> serde_json::Value {
         "reason": status.reason,
         "generation": status.generation,
         "weight_version": status.weight_version,
+        "weight_fingerprint": status.weight_fingerprint,
         "model": status.model,
         "version": status.version,
         "steps_total": status.steps_total,

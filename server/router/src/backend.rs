@@ -15,7 +15,7 @@ pub use expertd_scheduler::{ClientKey, ServiceState};
 use tokio::sync::{oneshot, watch};
 
 use expertd_types::ChunkedBytes;
-use expertd_types::{DType, Generation, LayerId, Rank, StepId, WeightVersion};
+use expertd_types::{DType, Generation, LayerId, Rank, StepId, WeightFingerprint, WeightVersion};
 
 /// Number of a request, unique over the life of the process; what logs and spans carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -62,6 +62,8 @@ pub struct Request {
     pub token_ids: Option<Bytes>,
     /// Whether shared experts are part of the output.
     pub shared_experts: bool,
+    /// The only version of the weights that may compute the answer.
+    pub expected_version: Option<WeightVersion>,
     /// Whether the receipt carries ids and weights.
     pub return_routing: bool,
     /// Whether the receipt carries phase timings.
@@ -88,6 +90,8 @@ pub struct Receipt {
     pub generation: Generation,
     /// The weights that computed it.
     pub weight_version: WeightVersion,
+    /// Their fingerprint.
+    pub weight_fingerprint: WeightFingerprint,
     /// This request's tokens on each rank, summed over its steps.
     pub tokens_per_rank: Vec<u32>,
     /// One entry per step if `return_timings`, else empty.
@@ -174,6 +178,14 @@ pub enum StepError {
         /// When a retry makes sense.
         retry_after: Duration,
     },
+    /// Other weights were loaded while the request waited (FAILED_PRECONDITION).
+    #[error("the call expects weight version {expected}, and version {loaded} was loaded while it waited")]
+    OtherWeights {
+        /// The expected version.
+        expected: WeightVersion,
+        /// The loaded version.
+        loaded: WeightVersion,
+    },
     /// The deadline passed before it was in a step, or before its last row was back (DEADLINE_EXCEEDED).
     #[error("the deadline passed before the answer was complete")]
     DeadlineExceeded,
@@ -232,8 +244,10 @@ pub struct ModelInfo {
     pub name: String,
     /// `model_type` of config.json.
     pub family: String,
-    /// Of the loaded weights.
+    /// Number of the loaded weights.
     pub weight_version: WeightVersion,
+    /// Fingerprint of the loaded weights.
+    pub weight_fingerprint: WeightFingerprint,
     /// The current generation; 0 before the first.
     pub generation: Generation,
     /// Elements of a token row.

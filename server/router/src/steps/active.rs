@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use expertd_ipc::RowsToStage;
+use expertd_types::WeightFingerprint;
 
 use super::service::Reply;
 use crate::backend::{self, Answer, Request, StepError, StepTiming};
@@ -100,7 +101,7 @@ impl Active {
     }
 
     /// Gives the whole answer to the caller.
-    pub(super) fn answer(self, receipt: expertd_scheduler::Receipt) {
+    pub(super) fn answer(self, receipt: expertd_scheduler::Receipt, fingerprint: WeightFingerprint) {
         let [rows, ids, weights] = self.output;
         let as_given = self.request.routing.and_then(|given| given.as_given);
         let (ids, weights) = match as_given.filter(|_| self.request.return_routing) {
@@ -113,6 +114,7 @@ impl Active {
             steps: receipt.steps,
             generation: receipt.generation,
             weight_version: receipt.weight_version,
+            weight_fingerprint: fingerprint,
             tokens_per_rank: receipt.tokens_per_rank,
             timings: self.timings,
             topk_ids: ids,

@@ -12,18 +12,21 @@ use expertd_ipc::{Copier, StagedRows, WaitPolicy};
 use expertd_scheduler::{
     Action, Config, Failure, GroupFault, Receipt, RecoveryPolicy, RequestKey, StepLoop, Time,
 };
-use expertd_types::{Generation, StepId};
+use expertd_types::{Generation, StepId, WeightVersion};
 
 use self::show::{Shown, show_counters_of_faults};
 use super::active::{Active, IDS, Output, ROWS, WEIGHTS};
 use super::service::{SchedulerConfig, ServiceEnd, Shared};
 use crate::backend::{DrainReport, PhaseTimes, ServiceState, StepError, StepTiming};
-use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, StepDone};
+use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, Loading, StepDone, WeightHolder, WeightSet};
 use crate::telemetry::{StepMetrics, names};
 use crate::watchdog;
 
 /// How long ranks may take to leave by themselves when the service ends.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Version of the first weights.
+const FIRST_VERSION: WeightVersion = WeightVersion(1);
 
 /// A launched step and where each request's rows were staged.
 struct Launched {
@@ -43,6 +46,10 @@ pub(super) struct Driver {
     active: HashMap<RequestKey, Active>,
     launched: VecDeque<Launched>,
     group: Option<Group>,
+    /// The weights that generations serve; `None` until loaders have packed them.
+    weights: Option<Arc<WeightSet>>,
+    /// The first weights while they are loaded, and the generation that waits for them.
+    loading: Option<(Generation, Loading)>,
     /// The newest step of which the state machine was told that its experts phase has ended.
     experts_ended: Option<StepId>,
     /// When something last happened: spinning begins there.
@@ -67,6 +74,13 @@ impl Driver {
             recovery: RecoveryPolicy::default(),
             seed,
         });
+        let weights = match cluster.weights {
+            WeightHolder::Router => None,
+            WeightHolder::Ranks => {
+                let set = WeightSet::loaded_by_ranks(FIRST_VERSION, cluster.checkpoint.clone());
+                Some(Arc::new(set))
+            }
+        };
         Driver {
             metrics: StepMetrics::new(cluster.shape.ranks as usize),
             copier: Copier::new(config.copy_threads, cluster.spin),
@@ -76,6 +90,8 @@ impl Driver {
             active: HashMap::new(),
             launched: VecDeque::new(),
             group: None,
+            weights,
+            loading: None,
             experts_ended: None,
             last_event: Instant::now(),
             shown: Shown::default(),
@@ -89,6 +105,7 @@ impl Driver {
             // At least every SWEEP_INTERVAL; whatever takes longer ticks by itself.
             watchdog::tick();
             self.exchange();
+            self.hear_loaders();
             self.hear_ranks();
             if let Some(end) = self.act() {
                 break end;
@@ -152,11 +169,33 @@ impl Driver {
         }
     }
 
+    /// Takes in what loaders have said; the ranks of the generation that waits for them start once the weights are packed.
+    fn hear_loaders(&mut self) {
+        let Some((generation, loading)) = &mut self.loading else { return };
+        let generation = *generation;
+        let has_news = loading.collect();
+        match loading.poll() {
+            Ok(None) if has_news => self.show_ranks(),
+            Ok(None) => {}
+            Ok(Some(weights)) => {
+                self.loading = None;
+                self.weights = Some(Arc::new(weights));
+                self.start_ranks(generation);
+            }
+            Err(fault) => {
+                self.loading = None;
+                self.fault(generation, &fault);
+            }
+        }
+    }
+
     fn begin_serving(&mut self, generation: Generation) {
-        let version = self.shared.weight_version();
+        let Some(weights) = &self.weights else { return };
+        let version = weights.version;
+        self.shared.set_weights(version, weights.source.fingerprint);
         self.shared.set_generation(generation);
         metrics::gauge!(names::GENERATION).set(generation.0 as f64);
-        metrics::gauge!(names::WEIGHT_VERSION, "version" => version.to_string()).set(1.0);
+        metrics::gauge!(names::WEIGHT_VERSION).set(version.0 as f64);
         self.step_loop.group_ready(generation, version, self.now());
     }
 
@@ -177,6 +216,7 @@ impl Driver {
                 Action::EndGroup { .. } => {
                     // Kills and reaps: a rank that wakes up late has nothing left to write to.
                     self.group = None;
+                    self.loading = None;
                     self.launched.clear();
                     self.experts_ended = None;
                     self.show_ranks();
@@ -209,7 +249,26 @@ impl Driver {
 
     fn form_group(&mut self, generation: Generation) {
         tracing::info!(generation = generation.0, ranks = self.cluster.shape.ranks, "forming a generation");
-        match Group::form(&self.cluster, generation, &self.shared.bell) {
+        if self.weights.is_some() {
+            self.start_ranks(generation);
+            return;
+        }
+        let (cluster, source) = (&self.cluster, self.cluster.checkpoint.clone());
+        match Loading::start(cluster, FIRST_VERSION, source, false, &self.shared.bell) {
+            Ok(loading) => {
+                self.loading = Some((generation, loading));
+                self.show_ranks();
+            }
+            Err(error) => {
+                let message = format!("cannot start the loaders: {error}");
+                self.fault(generation, &Fault { kind: FaultKind::Setup, message });
+            }
+        }
+    }
+
+    fn start_ranks(&mut self, generation: Generation) {
+        let Some(weights) = &self.weights else { return };
+        match Group::form(&self.cluster, generation, weights, &self.shared.bell) {
             Ok(group) => {
                 self.group = Some(group);
                 self.show_ranks();
@@ -303,7 +362,8 @@ impl Driver {
 
     fn answer(&mut self, key: RequestKey, receipt: Receipt) {
         if let Some(active) = self.active.remove(&key) {
-            active.answer(receipt);
+            let fingerprint = self.shared.fingerprint();
+            active.answer(receipt, fingerprint);
         }
     }
 
@@ -336,7 +396,7 @@ impl Driver {
         let now = Instant::now();
         let until = self.shared.instant(self.step_loop.wake_at(self.shared.time(now)));
         let has_waiting = self.step_loop.has_waiting();
-        let Driver { shared, group, experts_ended, .. } = self;
+        let Driver { shared, group, loading, experts_ended, .. } = self;
         if let Some(group) = group {
             group.want_early_notice(has_waiting);
         }
@@ -344,6 +404,7 @@ impl Driver {
         let policy = WaitPolicy { spin, deadline: Some(until) };
         let event = shared.bell.bell().wait_until(policy, || {
             shared.has_mail()
+                || loading.as_mut().is_some_and(|(_, loading)| loading.collect())
                 || group.as_mut().is_some_and(|group| {
                     group.collect()
                         || (has_waiting

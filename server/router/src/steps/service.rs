@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use expertd_ipc::{RegionError, RouterBell};
 use expertd_scheduler::{Inbox, OnFault, Refusal, StepKind, Submission, Time};
-use expertd_types::{Generation, WeightVersion};
+use expertd_types::{Generation, WeightFingerprint, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
 use super::thread;
@@ -110,8 +110,14 @@ impl Shared {
         self.has_mail.load(Ordering::Acquire)
     }
 
-    pub(super) fn weight_version(&self) -> WeightVersion {
-        self.model.read().unwrap_or_else(PoisonError::into_inner).weight_version
+    /// The fingerprint of the weights that the present generation serves, or the last one served.
+    pub(super) fn fingerprint(&self) -> WeightFingerprint {
+        self.model.read().unwrap_or_else(PoisonError::into_inner).weight_fingerprint
+    }
+
+    pub(super) fn set_weights(&self, weight_version: WeightVersion, weight_fingerprint: WeightFingerprint) {
+        let mut model = self.model.write().unwrap_or_else(PoisonError::into_inner);
+        *model = Arc::new(ModelInfo { weight_version, weight_fingerprint, ..ModelInfo::clone(&model) });
     }
 
     pub(super) fn set_state(&self, state: ServiceState, reason: &str) {
@@ -273,7 +279,7 @@ impl Backend for Service {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 pub(super) mod tests {
-    use expertd_types::LayerId;
+    use expertd_types::{Coverage, LayerId};
 
     use super::*;
     use crate::backend::{ClientKey, Limits};
@@ -294,6 +300,7 @@ pub(super) mod tests {
             name: "m".into(),
             family: "f".into(),
             weight_version: WeightVersion(1),
+            weight_fingerprint: WeightFingerprint { coverage: Coverage::Sampled, digest: [1; 16] },
             generation: Generation(0),
             hidden: 8,
             num_layers: 1,
