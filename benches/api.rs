@@ -22,7 +22,8 @@ use expertd_proto::v1::{
 };
 use expertd_router::api::{Access, AccessConfig, ConnectionLimits, Patience, Server, ServerConfig};
 use expertd_router::backend::{
-    Answer, Backend, DrainFuture, DrainReport, ModelInfo, MoeLayerInfo, Pending, ServiceStatus, SubmitError,
+    Answer, Backend, DrainFuture, DrainReport, ModelInfo, MoeLayerInfo, Pending, ReloadFuture, ServiceStatus,
+    SubmitError,
 };
 use expertd_types::{Coverage, Generation, LayerId, StepId, WeightFingerprint, WeightVersion};
 use rand::RngExt as _;
@@ -144,6 +145,10 @@ impl Backend for Echo {
 
     fn watch_state(&self) -> watch::Receiver<expertd_router::backend::ServiceState> {
         self.state.subscribe()
+    }
+
+    fn reload(&self, folder: Option<std::path::PathBuf>) -> ReloadFuture {
+        Box::pin(async move { Err(format!("a fake has no weights to load from {folder:?}")) })
     }
 
     fn drain(&self, _: Option<Duration>) -> DrainFuture {

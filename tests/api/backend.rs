@@ -214,6 +214,10 @@ impl Backend for Fake {
         self.state.subscribe()
     }
 
+    fn reload(&self, folder: Option<std::path::PathBuf>) -> ReloadFuture {
+        Box::pin(async move { Err(format!("a fake has no weights to load from {folder:?}")) })
+    }
+
     fn drain(&self, timeout: Option<Duration>) -> DrainFuture {
         self.set_state(ServiceState::Draining);
         self.refuse(Some(SubmitError::Draining));

@@ -5,6 +5,7 @@
 mod faults;
 mod golden;
 mod gpu;
+mod reload;
 mod service;
 mod soak_gpu;
 mod startup;

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use expertd_cli::rows::{decode, relative_error};
 use expertd_model::synth::{self, SynthConfig};
 use expertd_proto::Client;
 use expertd_proto::v1::{DType, ForwardRequest, ForwardResponse, Routing};
@@ -19,23 +20,25 @@ use crate::service::{Service, alive, eventually, loaders_of, ranks_of, send, ser
 
 const RANKS: u32 = 2;
 const TOKENS: u32 = 5;
+/// Largest relative error of a row: the bits depend on how a request is split.
+const TOLERANCE: f64 = 1e-5;
 
 /// A small checkpoint of random weights.
-fn checkpoint(folder: &Path, seed: u64) -> PathBuf {
+pub(crate) fn checkpoint(folder: &Path, seed: u64) -> PathBuf {
     let path = folder.join(format!("seed-{seed}"));
     synth::write(&SynthConfig { seed, ..SynthConfig::new("qwen3_moe") }, &path).unwrap();
     path
 }
 
 /// Requests with the same rows and routing for every set of weights, and the answers of each fingerprint.
-struct Answers {
-    request: ForwardRequest,
-    by_fingerprint: HashMap<String, Vec<u8>>,
+pub(crate) struct Answers {
+    pub(crate) request: ForwardRequest,
+    by_fingerprint: HashMap<String, Vec<f32>>,
 }
 
 impl Answers {
     /// Asks a service of each checkpoint.
-    async fn of(checkpoints: &[&Path]) -> Answers {
+    pub(crate) async fn of(checkpoints: &[&Path]) -> Answers {
         let mut answers: Option<Answers> = None;
         for path in checkpoints {
             let service = Service::start_checkpoint(path, RANKS, &[], &[]);
@@ -59,19 +62,33 @@ impl Answers {
             let response = client.forward(answers.request.clone(), None).await.unwrap();
             let fingerprint = response.receipt.unwrap().weight_fingerprint;
             assert_eq!(fingerprint, model.weight_fingerprint);
-            answers.by_fingerprint.insert(fingerprint, response.rows.to_vec());
+            answers.by_fingerprint.insert(fingerprint, decode(&response.rows, expertd_types::DType::F32));
         }
         let answers = answers.unwrap();
-        assert_eq!(answers.by_fingerprint.len(), checkpoints.len(), "each checkpoint has its own fingerprint");
+        assert_eq!(
+            answers.by_fingerprint.len(),
+            checkpoints.len(),
+            "each checkpoint has its own fingerprint"
+        );
+        let mut all = answers.by_fingerprint.values();
+        if let (Some(first), Some(second)) = (all.next(), all.next()) {
+            assert!(relative_error(first, second) > 0.1, "the answers of the checkpoints differ");
+        }
         answers
     }
 
     /// Panics unless the rows are those of the weights that the receipt names.
-    fn check(&self, response: &ForwardResponse) {
+    pub(crate) fn check(&self, response: &ForwardResponse) {
         let receipt = response.receipt.as_ref().unwrap();
         let expected = self.by_fingerprint.get(&receipt.weight_fingerprint);
         let expected = expected.unwrap_or_else(|| panic!("no checkpoint has this fingerprint: {receipt:?}"));
-        assert!(response.rows[..] == expected[..], "the rows are not of the weights of {receipt:?}");
+        let rows = decode(&response.rows, expertd_types::DType::F32);
+        assert_eq!(rows.len(), expected.len());
+        let row_length = rows.len() / TOKENS as usize;
+        for (row, expected) in rows.chunks(row_length).zip(expected.chunks(row_length)) {
+            let error = relative_error(row, expected);
+            assert!(error < TOLERANCE, "a row is off by {error:.1e} from the weights of {receipt:?}");
+        }
     }
 }
 
@@ -163,16 +180,17 @@ async fn a_call_can_expect_a_fingerprint() {
     assert!(loaded.starts_with("whole:"), "{loaded}");
     let request = sampled.request.clone().expecting_weights(&loaded);
     let response = client.forward(request, None).await.unwrap();
-    let (before, rows) = sampled.by_fingerprint.iter().next().unwrap();
-    assert_eq!(response.rows[..], rows[..]);
+    assert_eq!(response.receipt.unwrap().weight_fingerprint, loaded);
+    let before = sampled.by_fingerprint.keys().next().unwrap();
     let status = client.forward(sampled.request.clone().expecting_weights(before), None).await.unwrap_err();
     assert_eq!(status.code(), tonic::Code::FailedPrecondition, "{status:?}");
-    let status = client.forward(sampled.request.clone().expecting_weights("nothing"), None).await.unwrap_err();
+    let status =
+        client.forward(sampled.request.clone().expecting_weights("nothing"), None).await.unwrap_err();
     assert_eq!(status.code(), tonic::Code::InvalidArgument, "{status:?}");
 }
 
 /// A checkpoint that is large enough for its loaders to be caught.
-fn large(folder: &Path) -> PathBuf {
+pub(crate) fn large(folder: &Path) -> PathBuf {
     let path = folder.join("large");
     let config = SynthConfig { experts: 64, width: 1024, hidden: 256, ..SynthConfig::new("qwen3_moe") };
     synth::write(&config, &path).unwrap();

@@ -14,6 +14,7 @@ pub mod golden;
 pub mod inspect;
 pub mod loader;
 pub mod rank;
+pub mod reload;
 pub mod rows;
 pub mod serve;
 pub mod status;
@@ -72,6 +73,7 @@ enum Command {
     Ceilings(ceilings::CeilingsArgs),
     Status(status::StatusArgs),
     Drain(drain::DrainArgs),
+    Reload(reload::ReloadArgs),
     /// Run one expert rank (internal; started by `serve`)
     #[command(hide = true)]
     Rank(rank::RankArgs),
@@ -108,6 +110,7 @@ pub fn main() -> ExitCode {
         Command::Ceilings(args) => ceilings::run(&args),
         Command::Status(args) => block_on("status", status::run(args)),
         Command::Drain(args) => block_on("drain", drain::run(args)),
+        Command::Reload(args) => block_on("reload", reload::run(args)),
         Command::Rank(args) => rank::run(&args),
         Command::Loader(args) => loader::run(&args),
     };

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -228,6 +229,26 @@ pub trait Backend: Send + Sync + 'static {
     /// `timeout` (`None`: the service's own limit), when what is left ends [`StepError::Unavailable`]. The process
     /// then ends with exit code 0.
     fn drain(&self, timeout: Option<Duration>) -> DrainFuture;
+
+    /// Loads the weights of the checkpoint in `folder` (`None`: of the present one) and lets them serve. The future
+    /// resolves when they serve, or with the reason why the earlier weights go on.
+    fn reload(&self, folder: Option<PathBuf>) -> ReloadFuture;
+}
+
+/// The future of a reload.
+pub type ReloadFuture = Pin<Box<dyn Future<Output = Result<ReloadReport, String>> + Send + 'static>>;
+
+/// The end of a reload.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ReloadReport {
+    /// Number of the weights that serve now.
+    pub weight_version: WeightVersion,
+    /// Their fingerprint.
+    pub weight_fingerprint: WeightFingerprint,
+    /// From the start of the loaders until the weights were packed.
+    pub load_time: Duration,
+    /// From the end of the last generation with the earlier weights until the first one with these served.
+    pub pause: Duration,
 }
 
 /// The end of a drain.
@@ -349,6 +370,8 @@ pub struct ServiceStatus {
     pub uptime: Duration,
     /// One entry per rank.
     pub ranks: Vec<RankStatus>,
+    /// Bytes loaded and bytes to load of a reload that is under way.
+    pub reload: Option<(u64, u64)>,
 }
 
 /// State of one rank.

@@ -22,7 +22,8 @@ pub struct RecoveryPolicy {
     /// Generations in a row that may end before a step of theirs is complete; then the service gives up. Ends that a
     /// poisoned request explains do not count.
     pub max_fruitless: u32,
-    /// Poisoned requests of one layer without a complete step of that layer in between; then the service gives up.
+    /// Poisoned requests of one layer without a complete step of that layer in between; then one row of zeros is tried, and
+    /// the service gives up if it ends its generation, too.
     pub max_poisoned_per_layer: u32,
     /// The expected time from the start of a generation's processes until it serves, as long as none was measured.
     pub first_estimate: Duration,
@@ -116,6 +117,11 @@ impl Recovery {
     /// The last ends are explained by one request.
     pub(crate) const fn explained(&mut self) {
         self.fruitless = 0;
+    }
+
+    /// A generation has ended because the next one is to serve other weights: that is no fault.
+    pub(crate) const fn replaced(&mut self, now: Time) {
+        self.next_attempt = now;
     }
 
     /// A generation has ended.

@@ -18,7 +18,7 @@ use expertd_router::backend::{Limits, ModelInfo, MoeLayerInfo, RankPlacement};
 use expertd_router::cluster::{
     ClusterConfig, WeightHolder, available_cores, numa_nodes, share_cores, share_cores_near, usable,
 };
-use expertd_router::steps::SchedulerConfig;
+use expertd_router::steps::{ReloadPlanner, SchedulerConfig};
 use expertd_types::{Coverage, Generation, Rank, WeightFingerprint, WeightVersion};
 
 /// Largest number of ranks on one host.
@@ -331,6 +331,7 @@ impl ServePlan {
                     DeviceKind::Cuda => None,
                 },
                 device,
+                description: serde_json::to_value(&spec).unwrap_or_default(),
                 checkpoint: CheckpointSource { folder: absolute(&path), fingerprint },
                 weights: match device {
                     DeviceKind::Cpu => WeightHolder::Router,
@@ -362,6 +363,7 @@ impl ServePlan {
                 )?),
                 on_fault: given.on_fault.0.unwrap_or(OnFault::Retry).into(),
                 drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
+                reload: ReloadPlanner(super::reload::plan),
                 copy_threads: match device {
                     // Ranks use all cores.
                     DeviceKind::Cpu => 1,

@@ -29,6 +29,8 @@ pub struct ClusterConfig {
     pub windows: Option<MakeWindows>,
     /// The ranks' device.
     pub device: DeviceKind,
+    /// Description of the model, with which that of a checkpoint to reload is compared.
+    pub description: serde_json::Value,
     /// The checkpoint that the first generation serves.
     pub checkpoint: CheckpointSource,
     /// Which processes hold packed weights.

@@ -15,7 +15,8 @@ use expertd_scheduler::{
 use expertd_types::{Generation, StepId, WeightVersion};
 
 use self::show::{Shown, show_counters_of_faults};
-use super::active::{Active, IDS, Output, ROWS, WEIGHTS};
+use super::active::{Active, IDS, Output, ROWS, TrialRow, WEIGHTS};
+use super::reload::Reload;
 use super::service::{SchedulerConfig, ServiceEnd, Shared};
 use crate::backend::{DrainReport, PhaseTimes, ServiceState, StepError, StepTiming};
 use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, Loading, StepDone, WeightHolder, WeightSet};
@@ -38,18 +39,22 @@ struct Launched {
 }
 
 pub(super) struct Driver {
-    shared: Arc<Shared>,
-    cluster: Arc<ClusterConfig>,
+    pub(super) shared: Arc<Shared>,
+    pub(super) cluster: Arc<ClusterConfig>,
     metrics: StepMetrics,
     copier: Copier,
-    step_loop: StepLoop,
+    pub(super) step_loop: StepLoop,
     active: HashMap<RequestKey, Active>,
     launched: VecDeque<Launched>,
     group: Option<Group>,
     /// The weights that generations serve; `None` until loaders have packed them.
-    weights: Option<Arc<WeightSet>>,
+    pub(super) weights: Option<Arc<WeightSet>>,
     /// The first weights while they are loaded, and the generation that waits for them.
     loading: Option<(Generation, Loading)>,
+    /// The weights that the present generation serves or is formed for.
+    pub(super) group_weights: Option<Arc<WeightSet>>,
+    /// A reload that is under way.
+    pub(super) reload: Option<Reload>,
     /// The newest step of which the state machine was told that its experts phase has ended.
     experts_ended: Option<StepId>,
     /// When something last happened: spinning begins there.
@@ -92,6 +97,8 @@ impl Driver {
             group: None,
             weights,
             loading: None,
+            group_weights: None,
+            reload: None,
             experts_ended: None,
             last_event: Instant::now(),
             shown: Shown::default(),
@@ -106,6 +113,7 @@ impl Driver {
             watchdog::tick();
             self.exchange();
             self.hear_loaders();
+            self.hear_reload();
             self.hear_ranks();
             if let Some(end) = self.act() {
                 break end;
@@ -121,7 +129,7 @@ impl Driver {
         end
     }
 
-    fn now(&self) -> Time {
+    pub(super) fn now(&self) -> Time {
         self.shared.time(Instant::now())
     }
 
@@ -132,7 +140,13 @@ impl Driver {
         if !self.shared.take_mail_flag() && !self.step_loop.has_news_for_inbox(now) {
             return;
         }
-        let delivery = self.step_loop.exchange(&mut self.shared.front().inbox, now);
+        let mut front = self.shared.front();
+        let delivery = self.step_loop.exchange(&mut front.inbox, now);
+        let reloads = std::mem::take(&mut front.reloads);
+        drop(front);
+        for mail in reloads {
+            self.start_reload(mail);
+        }
         let (active, hidden) = (&mut self.active, self.cluster.shape.hidden);
         self.step_loop.receive(delivery, now, |key, payload| {
             active.insert(key, Active::new(payload.request, payload.reply, hidden));
@@ -190,9 +204,11 @@ impl Driver {
     }
 
     fn begin_serving(&mut self, generation: Generation) {
-        let Some(weights) = &self.weights else { return };
+        let Some(weights) = self.group_weights.clone() else { return };
         let version = weights.version;
         self.shared.set_weights(version, weights.source.fingerprint);
+        self.weights = Some(Arc::clone(&weights));
+        self.end_reload(&weights);
         self.shared.set_generation(generation);
         metrics::gauge!(names::GENERATION).set(generation.0 as f64);
         metrics::gauge!(names::WEIGHT_VERSION).set(version.0 as f64);
@@ -202,6 +218,7 @@ impl Driver {
     fn fault(&mut self, generation: Generation, fault: &Fault) {
         tracing::error!(generation = generation.0, reason = fault.kind.label(), %fault, "generation ended");
         metrics::counter!(names::GENERATION_ENDS_TOTAL, "reason" => fault.kind.label()).increment(1);
+        self.give_up_reload(fault);
         let fault = GroupFault { is_load: fault.kind == FaultKind::Load, message: fault.to_string() };
         self.step_loop.group_ended(generation, &fault, self.now());
     }
@@ -217,6 +234,7 @@ impl Driver {
                     // Kills and reaps: a rank that wakes up late has nothing left to write to.
                     self.group = None;
                     self.loading = None;
+                    self.note_pause();
                     self.launched.clear();
                     self.experts_ended = None;
                     self.show_ranks();
@@ -267,8 +285,10 @@ impl Driver {
     }
 
     fn start_ranks(&mut self, generation: Generation) {
-        let Some(weights) = &self.weights else { return };
-        match Group::form(&self.cluster, generation, weights, &self.shared.bell) {
+        let candidate = self.reload.as_ref().and_then(Reload::candidate);
+        let Some(weights) = candidate.or_else(|| self.weights.clone()) else { return };
+        self.group_weights = Some(Arc::clone(&weights));
+        match Group::form(&self.cluster, generation, &weights, &self.shared.bell) {
             Ok(group) => {
                 self.group = Some(group);
                 self.show_ranks();
@@ -288,10 +308,12 @@ impl Driver {
     }
 
     fn try_launch(&mut self, id: StepId) -> Result<(), Fault> {
-        let Driver { group: Some(group), step_loop, active, copier, .. } = self else { return Ok(()) };
+        let Driver { group: Some(group), step_loop, active, copier, shared, cluster, .. } = self else {
+            return Ok(());
+        };
         let Some(step) = step_loop.in_flight().back().filter(|step| step.id == id) else { return Ok(()) };
         let formed = Instant::now();
-        let mut tokens_per_rank = vec![0; self.cluster.shape.ranks as usize];
+        let mut tokens_per_rank = vec![0; cluster.shape.ranks as usize];
         for range in &step.rows {
             tokens_per_rank[range.rank.index()] += range.rows.len();
             if let Some(active) = active.get_mut(&range.key) {
@@ -299,9 +321,14 @@ impl Driver {
             }
         }
         let top_k = step.kind.top_k;
+        let trial = TrialRow::new(cluster.shape.hidden, top_k);
+        let routed_by_gate = shared.top_k(step.kind.layer) == Some(top_k);
         let mut forming = group.begin(step.slot, top_k);
         let mut staged = Vec::with_capacity(step.rows.len());
         for range in &step.rows {
+            if range.key == RequestKey::TRIAL {
+                staged.push((range.key, forming.stage(range.rank, &trial.rows(routed_by_gate))?));
+            }
             let Some(active) = active.get(&range.key) else { continue };
             staged.push((range.key, forming.stage(range.rank, &active.rows(range.rows.clone()))?));
         }
@@ -375,6 +402,9 @@ impl Driver {
                 active.fail(StepError::Unavailable { reason: reason.as_ref().to_owned(), retry_after });
             }
             Failure::DeadlineExceeded => active.fail(StepError::DeadlineExceeded),
+            Failure::OtherWeights { expected, loaded } => {
+                active.fail(StepError::OtherWeights { expected, loaded });
+            }
             Failure::Cancelled => {
                 tracing::debug!(request = %request.id, "cancelled");
                 metrics::counter!(names::REQUESTS_CANCELLED_TOTAL).increment(1);
@@ -396,7 +426,7 @@ impl Driver {
         let now = Instant::now();
         let until = self.shared.instant(self.step_loop.wake_at(self.shared.time(now)));
         let has_waiting = self.step_loop.has_waiting();
-        let Driver { shared, group, loading, experts_ended, .. } = self;
+        let Driver { shared, group, loading, reload, experts_ended, .. } = self;
         if let Some(group) = group {
             group.want_early_notice(has_waiting);
         }
@@ -405,6 +435,7 @@ impl Driver {
         let event = shared.bell.bell().wait_until(policy, || {
             shared.has_mail()
                 || loading.as_mut().is_some_and(|(_, loading)| loading.collect())
+                || reload.as_mut().is_some_and(Reload::collect)
                 || group.as_mut().is_some_and(|group| {
                     group.collect()
                         || (has_waiting

@@ -64,6 +64,7 @@ fn close(shared: &Shared, end: &ServiceEnd) {
     let dropped = front.inbox.close(public);
     front.has_ended = true;
     front.drain_waiters.clear();
+    front.reloads.clear();
     drop(front);
     // Their callers learn that they were given up.
     drop(dropped);

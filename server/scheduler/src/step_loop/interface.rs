@@ -99,9 +99,9 @@ pub struct Step {
     pub formed: Time,
     /// Rows of all ranks.
     pub tokens: usize,
-    /// Each row once: by rank, and by request within a rank; the ranges of one request follow each other in order.
+    /// Each row once, or the row of a trial ([`RequestKey::TRIAL`]): by rank, and by request within a rank; the ranges of one request follow each other in order.
     pub rows: Vec<RankRows>,
-    /// Whether it holds one suspected request, and no other step is in flight beside it.
+    /// Whether it holds one suspected request or a trial, and no other step is in flight beside it.
     pub is_alone: bool,
     pub(super) experts_ended: bool,
     /// The clients of the requests that the fair queue gave, one entry for each request.

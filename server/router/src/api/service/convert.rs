@@ -161,6 +161,10 @@ pub(in crate::api) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::Ge
         requests_queued: status.requests_queued,
         tokens_queued: status.tokens_queued,
         uptime_seconds: status.uptime.as_secs_f64(),
+        reload: status.reload.map(|(loaded, total)| v1::ReloadStatus {
+            weight_bytes_loaded: loaded,
+            weight_bytes_total: total,
+        }),
     }
 }
 

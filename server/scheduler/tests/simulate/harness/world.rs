@@ -1,6 +1,6 @@
 //! The world around the step loop: its thread, its ranks, its callers, and time.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
 use std::time::Duration;
 
@@ -8,10 +8,11 @@ use expertd_scheduler::{
     Action, ClientKey, Delivery, End, Inbox, Refusal, RequestKey, ServiceState, Step, StepKind, StepLoop,
     Submission, Time,
 };
-use expertd_types::{Generation, StepId, WeightVersion};
+use expertd_types::{Generation, LayerId, StepId, WeightVersion};
 
 use super::Seen;
 use super::callers::Caller;
+use super::check_steps::is_trial;
 use super::ranks::{Event, RankStep, Ranks};
 use super::schedule::{Input, Schedule};
 use super::shares::Shares;
@@ -31,6 +32,11 @@ enum Turn {
 pub(super) struct Told {
     /// The generation that serves.
     pub(super) serving: Option<(Generation, WeightVersion)>,
+    /// The last version that served.
+    pub(super) version: Option<WeightVersion>,
+    /// Whether the present generation is to be replaced, and whether the next one replaces it without a fault.
+    pub(super) is_replaced: bool,
+    pub(super) is_replacement: bool,
     pub(super) ready_at: Option<Time>,
     pub(super) has_served: bool,
     pub(super) steps_done: u64,
@@ -57,6 +63,8 @@ pub struct World {
     pub(super) ranks: Option<Ranks>,
     next_form_fails: bool,
     weights: u64,
+    /// The version that the next submitted request expects.
+    pinned: Option<WeightVersion>,
     pub(super) last_step: Option<(Generation, StepId)>,
     pub(super) told: Told,
     /// Whether the inbox was told to admit requests, and that a generation serves.
@@ -73,6 +81,10 @@ pub struct World {
     /// Whether a generation became ready while decided actions were not carried out yet.
     pub(super) is_just_ready: bool,
     shares: Shares,
+    /// Poisoned requests of each layer since its last complete step.
+    pub(super) verdicts: BTreeMap<LayerId, u32>,
+    /// Trials that ended their generations.
+    pub(super) trials_lost: u32,
     /// Whether clients send no further requests.
     is_over: bool,
     trace: Option<String>,
@@ -93,6 +105,7 @@ impl World {
             ranks: None,
             next_form_fails: false,
             weights: 1,
+            pinned: None,
             last_step: None,
             told: Told::default(),
             is_told_open: false,
@@ -105,6 +118,8 @@ impl World {
             dropped_tokens: 0,
             is_just_ready: false,
             shares: Shares::default(),
+            verdicts: BTreeMap::new(),
+            trials_lost: 0,
             is_over: false,
             trace: traced.then(|| format!("{:#?}\n", schedule.config)),
             seen: Seen::default(),
@@ -133,8 +148,9 @@ impl World {
 
     fn apply(&mut self, input: Input) -> Result<(), String> {
         match input {
-            Input::Submit { client, kind, tokens, deadline_millis, is_poison } => {
+            Input::Submit { client, kind, tokens, deadline_millis, is_poison, is_pinned } => {
                 let deadline = deadline_millis.map(|millis| self.now + Duration::from_millis(millis));
+                self.pinned = self.told.version.filter(|_| is_pinned);
                 self.submit(client, kind, tokens, deadline, is_poison, false)?;
             }
             Input::Leave { which } => {
@@ -156,6 +172,11 @@ impl World {
             Input::Fault { is_load } => self.ranks_fail("a fault of the schedule", is_load),
             Input::NextFormFails => self.next_form_fails = true,
             Input::NewWeights => self.weights += 1,
+            Input::Replace => {
+                self.weights += 1;
+                self.step_loop.replace_group();
+                self.told.is_replaced |= self.step_loop.generation().is_some();
+            }
             Input::StaleNews => self.stale_news(),
             Input::ClosedLoop { client, kind, tokens } => {
                 self.submit(client, kind, tokens, None, false, true)?;
@@ -179,7 +200,9 @@ impl World {
         is_closed_loop: bool,
     ) -> Result<(), String> {
         let kind = self.schedule.kinds[kind];
-        let submission = Submission { client: ClientKey(client), kind, tokens, deadline };
+        let expected = self.pinned.take();
+        let submission =
+            Submission { client: ClientKey(client), kind, tokens, deadline, expected_version: expected };
         let queued = self.inbox.queued_tokens();
         let index = self.callers.len();
         match self.inbox.submit(self.now, submission, index) {
@@ -197,6 +220,7 @@ impl World {
                     deadline,
                     admitted: self.now,
                     is_poison,
+                    expected,
                     is_closed_loop,
                     left: None,
                     is_received: false,
@@ -353,6 +377,8 @@ impl World {
             Event::Ready(generation, version) => {
                 if self.step_loop.generation() == Some(*generation) {
                     self.told.serving = Some((*generation, *version));
+                    self.told.version = Some(*version);
+                    self.told.is_replacement = false;
                     self.told.ready_at = Some(self.now);
                     self.told.has_served = true;
                     self.told.unready = 0;
@@ -401,6 +427,7 @@ impl World {
                 }
             }
             Action::EndGroup { generation } => {
+                self.note_replaced(generation)?;
                 if let Some(ranks) = self.ranks.take_if(|ranks| ranks.generation == generation) {
                     let last = ranks.steps.back().map(|step| step.step.id);
                     self.last_step = Some((generation, last.unwrap_or(StepId(1))));
@@ -444,8 +471,8 @@ impl World {
         let step = step.ok_or_else(|| format!("step {id} is launched and is not the newest in flight"))?;
         self.check_step(&step)?;
         self.dropped_tokens = 0;
-        let mut is_poison = false;
-        for range in &step.rows {
+        let mut is_poison = self.schedule.broken == Some(step.kind.layer);
+        for range in step.rows.iter().filter(|range| range.key != RequestKey::TRIAL) {
             let caller = &mut self.callers[range.key.0 as usize - 1];
             caller.begun = range.rows.end;
             is_poison |= caller.is_poison;
@@ -458,6 +485,7 @@ impl World {
             }
         }
         self.seen.steps += 1;
+        self.seen.trials += u64::from(is_trial(&step));
         self.told.in_flight.push_back((step.clone(), false));
         if let Some(ranks) = &mut self.ranks {
             ranks.steps.push_back(RankStep { step, is_poison, experts_ended: false, is_done: false });
