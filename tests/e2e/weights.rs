@@ -55,7 +55,7 @@ impl Answers {
                     topk_weights: weights.collect(),
                     k: 0,
                 };
-                let request = ForwardRequest::inline(layer.layer, TOKENS, DType::F32, rows.into());
+                let request = ForwardRequest::inline(layer.layer, TOKENS, DType::DtypeF32, rows.into());
                 let request = ForwardRequest { routing: Some(routing), ..request };
                 Answers { request, by_fingerprint: HashMap::new() }
             });
@@ -241,4 +241,23 @@ fn a_file_that_is_truncated_while_it_is_loaded_is_a_failure_with_a_reason() {
     let log = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(65), "{log}");
     assert!(log.contains("in a row ended before they were ready"), "{log}");
+}
+
+/// Memory that cannot grow is a failed load with a reason, and the service ends.
+#[test]
+fn memory_that_cannot_grow_is_a_failure_with_a_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = large(folder.path());
+    let command = serve_command(&path, &["--ranks", "2", "--max-tokens-per-step", "16"]);
+    // Files of more than 32 MiB cannot be written, and a rank's weights need more.
+    let mut limited = std::process::Command::new("sh");
+    limited
+        .args(["-c", "ulimit -f 65536; exec \"$0\" \"$@\""])
+        .arg(command.get_program())
+        .args(command.get_args());
+    limited.env("EXPERTD_LOG", "error").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let output = limited.output().unwrap();
+    let log = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(65), "{log}");
+    assert!(log.contains("the loader of rank"), "{log}");
 }
