@@ -15,7 +15,6 @@ pub mod inspect;
 pub mod loader;
 pub mod rank;
 pub mod reload;
-pub mod rows;
 pub mod serve;
 pub mod status;
 pub mod synth;

@@ -51,7 +51,8 @@ impl FdReader {
         FdReader { socket, fds: Vec::new() }
     }
 
-    /// The descriptors that came so far.
+    /// The descriptors that came so far. One read can bring several messages, so take them only after the message that
+    /// announces them.
     pub fn take_fds(&mut self) -> Vec<OwnedFd> {
         std::mem::take(&mut self.fds)
     }

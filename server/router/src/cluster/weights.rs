@@ -59,6 +59,22 @@ impl WeightSet {
     }
 }
 
+impl Drop for WeightSet {
+    fn drop(&mut self) {
+        if let Some(shares) = self.shares.take() {
+            release(shares);
+        }
+    }
+}
+
+/// Closes shares on a thread of its own: the system takes seconds to free hundreds of gigabytes, and the step loop must not
+/// wait for that.
+fn release(shares: Vec<OwnedFd>) {
+    let thread = std::thread::Builder::new().name("free-weights".into());
+    // Without the thread the shares are closed here.
+    let _ = thread.spawn(move || drop(shares));
+}
+
 /// How far a loader is.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LoaderView {
@@ -275,6 +291,7 @@ impl Drop for Loading {
         for member in &mut self.members {
             member.process.reap();
         }
+        release(self.members.iter_mut().filter_map(|member| member.share.take()).collect());
     }
 }
 
@@ -286,7 +303,12 @@ fn read(socket: UnixStream, rank: Rank, events: &Sender<(Rank, News)>, bell: &Ro
     let mut reader = BufReader::new(FdReader::new(socket));
     loop {
         let news = match control::receive::<FromLoader>(&mut reader) {
-            Ok(Some(message)) => News::Message(message, reader.get_mut().take_fds()),
+            Ok(Some(message)) => {
+                // One read may bring several messages: descriptors belong to the one that announces them.
+                let is_last = matches!(message, FromLoader::Loaded { .. });
+                let fds = if is_last { reader.get_mut().take_fds() } else { Vec::new() };
+                News::Message(message, fds)
+            }
             Ok(None) => News::Gone,
             Err(error) => {
                 tracing::debug!(%rank, %error, "a loader's control socket broke");
