@@ -24,7 +24,7 @@ use expertd_router::api::{Access, AccessConfig, ConnectionLimits, Patience, Serv
 use expertd_router::backend::{
     Answer, Backend, DrainFuture, DrainReport, ModelInfo, MoeLayerInfo, Pending, ServiceStatus, SubmitError,
 };
-use expertd_types::{Generation, LayerId, StepId, WeightVersion};
+use expertd_types::{Generation, LayerId, LayerRange, StepId, WeightVersion};
 use rand::RngExt as _;
 use tokio::sync::{oneshot, watch};
 use tokio_util::sync::CancellationToken;
@@ -102,6 +102,7 @@ impl Echo {
             generation: Generation(1),
             hidden: HIDDEN,
             num_layers: 1,
+            held: LayerRange::whole(1),
             layers: BTreeMap::from([(LayerId(0), layer)]),
             weight_formats: Vec::new(),
             limits,

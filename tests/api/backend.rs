@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use expertd_router::backend::*;
-use expertd_types::{Generation, LayerId, Rank, StepId, WeightVersion};
+use expertd_types::{Generation, LayerId, LayerRange, Rank, StepId, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
 /// Echoes immediately.
@@ -22,7 +22,10 @@ pub const BY_TOKEN_ID: u32 = 4;
 pub const ABANDON: u32 = 5;
 /// A layer without an MoE block.
 pub const DENSE: u32 = 0;
-pub const NUM_LAYERS: usize = 6;
+/// A layer that another service holds.
+pub const ELSEWHERE: u32 = 6;
+const HELD_LAST: u32 = 5;
+pub const NUM_LAYERS: usize = 7;
 
 pub const EXPERTS: usize = 70;
 pub const TOP_K: usize = 2;
@@ -69,7 +72,7 @@ impl Fake {
             vocabulary: if by_token_id { VOCABULARY } else { 0 },
         };
         let layers: BTreeMap<_, _> =
-            (1..NUM_LAYERS as u32).map(|id| (LayerId(id), layer(id == BY_TOKEN_ID))).collect();
+            (1..=HELD_LAST).map(|id| (LayerId(id), layer(id == BY_TOKEN_ID))).collect();
         let model = ModelInfo {
             name: "fake".to_owned(),
             family: "mixtral".to_owned(),
@@ -77,6 +80,7 @@ impl Fake {
             generation: Generation(3),
             hidden,
             num_layers: NUM_LAYERS,
+            held: LayerRange { first: LayerId(0), last: LayerId(HELD_LAST) },
             layers,
             weight_formats: vec!["bf16".to_owned()],
             limits,

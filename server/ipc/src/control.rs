@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::GroupShape;
-use expertd_types::{Generation, Rank};
+use expertd_types::{Generation, LayerRange, Rank};
 
 /// Kind of device that ranks run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,6 +72,8 @@ pub struct RankSetup {
     pub device: DeviceKind,
     /// Folder of the checkpoint.
     pub model: PathBuf,
+    /// The layers to load.
+    pub layers: LayerRange,
     /// How the products of FP8 experts are computed; CPU ranks widen the weights.
     pub fp8_compute: Fp8Compute,
     /// Cores that the rank is pinned to.

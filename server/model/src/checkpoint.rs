@@ -7,7 +7,7 @@ use super::fingerprint::fingerprint;
 use super::plan::{LayerPlan, MlpPlan};
 use super::resolve::resolve;
 use super::store::Store;
-use super::{ModelError, ModelSpec};
+use super::{LayerChoice, ModelError, ModelSpec};
 use crate::MatrixView;
 use expertd_types::{ExpertId, LayerId, WeightVersion};
 
@@ -68,9 +68,19 @@ impl Checkpoint {
     /// # Errors
     /// The first defect, with file, tensor or field, and what was expected and found.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
+        Self::open_layers(dir, LayerChoice::All)
+    }
+
+    /// Like [`open`](Self::open), for some of the layers: only their tensors are checked and can be used. The files of
+    /// all MoE blocks must be there nevertheless, because the weight version covers them, whatever layers are chosen.
+    ///
+    /// # Errors
+    /// The first defect of the chosen layers or of a file's header; [`ModelError::Layers`] if the choice does not fit
+    /// the model.
+    pub fn open_layers(dir: &Path, layers: LayerChoice) -> Result<Self, ModelError> {
         let config = Config::read(dir)?;
         let mut store = Store::open(dir)?;
-        let resolved = resolve(&config, &mut store)?;
+        let resolved = resolve(&config, &mut store, layers)?;
         let version = fingerprint(config.text(), &store);
         Ok(Self { dir: dir.to_owned(), spec: resolved.spec, plans: resolved.plans, store, version })
     }

@@ -11,8 +11,9 @@ use super::plan::{GatePlan, LayerPlan, MlpPlan, VectorRef};
 use super::quant::Quantization;
 use super::spec::{ExpertsSpec, ModelSpec, MoeLayer, SharedSpec};
 use super::store::{Store, TensorId};
-use super::{ModelError, matrices};
+use super::{LayerChoice, ModelError, matrices};
 use crate::Activation;
+use expertd_types::LayerId;
 
 /// Bounds of the values in a config, so that no field makes a loop or an allocation unreasonably large.
 pub(super) const MAX_LAYERS: usize = 4096;
@@ -41,7 +42,11 @@ pub(super) struct Context<'a> {
     pub(super) activation: Activation,
 }
 
-pub(super) fn resolve(config: &Config, store: &mut Store) -> Result<Resolved, ModelError> {
+pub(super) fn resolve(
+    config: &Config,
+    store: &mut Store,
+    choice: LayerChoice,
+) -> Result<Resolved, ModelError> {
     let model_type = config.model_type()?;
     let family = find_family(config, model_type)?;
     check_fields(config, family)?;
@@ -57,25 +62,36 @@ pub(super) fn resolve(config: &Config, store: &mut Store) -> Result<Resolved, Mo
     };
     let kinds = layer_kinds(config, family, num_layers)?;
     let gate = gate_spec(config, family, context.num_experts)?;
-    let mut spec = ModelSpec {
-        family: family.name.to_owned(),
-        model_type: model_type.to_owned(),
-        hidden: context.hidden,
-        num_layers,
-        layers: vec![None; num_layers],
-    };
-    let mut plans: Vec<Option<LayerPlan>> = (0..num_layers).map(|_| None).collect();
-    let Some(first) = kinds.iter().position(|kind| *kind != LayerKind::Dense) else {
+    let moe: Vec<usize> = (0..num_layers).filter(|&layer| kinds[layer] != LayerKind::Dense).collect();
+    let Some(&first) = moe.first() else {
         return Err(unsupported(
             config,
             "a model without MoE layers",
             "according to its config every layer is dense",
         ));
     };
+    let held = choice.range(num_layers, &moe).map_err(|reason| ModelError::Layers {
+        path: config.path().to_owned(),
+        chosen: choice,
+        reason,
+    })?;
+    let mut spec = ModelSpec {
+        family: family.name.to_owned(),
+        model_type: model_type.to_owned(),
+        hidden: context.hidden,
+        num_layers,
+        held,
+        layers: vec![None; num_layers],
+    };
+    let mut plans: Vec<Option<LayerPlan>> = (0..num_layers).map(|_| None).collect();
     let names = TensorNames::detect(store, family, first)?;
-    for (layer, kind) in kinds.iter().enumerate().filter(|(_, kind)| **kind != LayerKind::Dense) {
+    for layer in moe {
+        if !held.contains(LayerId(layer as u32)) {
+            store.open_files(&names.block(layer))?;
+            continue;
+        }
         let mut gate = gate.clone();
-        if *kind == LayerKind::Hashed {
+        if kinds[layer] == LayerKind::Hashed {
             gate.choice = Choice::TokenIds { vocab: config.size(&["vocab_size"], MAX_VOCAB)? };
             gate.correction_bias = false;
         }

@@ -130,6 +130,15 @@ impl Store {
         Ok(shard.mapped.as_ref().expect("the shard was mapped just now"))
     }
 
+    /// Opens the files of all tensors whose names begin with `prefix`, so that the fingerprint covers them.
+    pub(super) fn open_files(&mut self, prefix: &str) -> Result<(), ModelError> {
+        let names = self.names.iter().filter(|(name, _)| name.starts_with(prefix));
+        let mut shards: Vec<usize> = names.map(|(_, &shard)| shard).collect();
+        shards.sort_unstable();
+        shards.dedup();
+        shards.into_iter().try_for_each(|shard| self.shard(shard).map(drop))
+    }
+
     /// Whether the checkpoint lists a tensor. Does not open its shard.
     pub(super) fn has(&self, name: &str) -> bool {
         self.names.contains_key(name)

@@ -9,7 +9,7 @@ use expertd_compute::gate::{CpuGate, GateScratch};
 use expertd_compute::linalg::{AlignedBuffer, SimdLevel};
 use expertd_ipc::control::{FailureKind, RankSetup};
 use expertd_ipc::{ExpertsNotice, GroupShape, RankStaging, StepDescriptor};
-use expertd_model::{Checkpoint, ExpertsSpec, ModelError, ModelSpec, Placement, WeightOn};
+use expertd_model::{Checkpoint, ExpertsSpec, LayerChoice, ModelError, ModelSpec, Placement, WeightOn};
 use expertd_rank::convert::{narrow, widen};
 use expertd_rank::segments::{CheckedSegment, rows_of};
 use expertd_rank::share::{ExpertShare, LoadProgress, weights};
@@ -139,7 +139,7 @@ impl CpuEngine {
         pool: rayon::ThreadPool,
         progress: impl FnMut(u64, u64),
     ) -> Result<Self, LoadError> {
-        let checkpoint = Checkpoint::open(&setup.model)?;
+        let checkpoint = Checkpoint::open_layers(&setup.model, LayerChoice::Range(setup.layers))?;
         let spec = checkpoint.spec();
         let share = ExpertShare::of(setup);
         let mut progress = LoadProgress::start(share.bytes(spec), progress);

@@ -4,8 +4,10 @@
 
 mod chunked;
 mod ids;
+mod layers;
 mod phase;
 
 pub use chunked::{ChunkedBytes, ChunkedSlice};
 pub use ids::*;
+pub use layers::LayerRange;
 pub use phase::Phase;

@@ -19,7 +19,7 @@ use crate::experts::padded;
 use crate::windows::{ID_BYTES, LsaWindows};
 use expertd_ipc::RankChannel;
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
-use expertd_model::Checkpoint;
+use expertd_model::{Checkpoint, LayerChoice};
 use expertd_rank::share::ExpertShare;
 use expertd_rank::{Failure, Joining, Loaded, setup_failure};
 
@@ -34,8 +34,8 @@ const LOAD_THREADS: usize = 16;
 pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     let Joining { setup, channel, socket, reader, progress, .. } = joining;
     let device = open(setup)?;
-    let checkpoint =
-        Checkpoint::open(&setup.model).map_err(|error| (FailureKind::Load, error.to_string()))?;
+    let checkpoint = Checkpoint::open_layers(&setup.model, LayerChoice::Range(setup.layers))
+        .map_err(|error| (FailureKind::Load, error.to_string()))?;
     let spec = checkpoint.spec();
     gpu::check(spec, &setup.shape).map_err(setup_failure)?;
     let shape = gpu::kernel_shape(&setup.shape, spec.max_experts());

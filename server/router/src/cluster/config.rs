@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use expertd_ipc::control::{DeviceKind, Fp8Compute, RankSetup};
 use expertd_ipc::{GroupShape, SharedRegion};
-use expertd_types::Rank;
+use expertd_types::{LayerRange, Rank};
 
 /// Makes the windows of the generation that a rank is set up for.
 pub type MakeWindows = fn(&RankSetup) -> Result<Arc<SharedRegion>, String>;
@@ -22,6 +22,8 @@ pub struct ClusterConfig {
     pub device: DeviceKind,
     /// Folder of the checkpoint.
     pub model: PathBuf,
+    /// The layers that ranks load.
+    pub layers: LayerRange,
     /// How the products of FP8 experts are computed on GPUs.
     pub fp8_compute: Fp8Compute,
     /// Cores of each rank.

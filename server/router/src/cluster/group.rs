@@ -416,6 +416,7 @@ fn rank_setup(config: &ClusterConfig, generation: Generation, rank: Rank) -> Ran
         shape: config.shape.clone(),
         device: config.device,
         model: config.model.clone(),
+        layers: config.layers,
         fp8_compute: config.fp8_compute,
         cores: config.cores[rank.index()].clone(),
         threads: config.threads(rank),

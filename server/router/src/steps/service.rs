@@ -273,7 +273,7 @@ impl Backend for Service {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 pub(super) mod tests {
-    use expertd_types::LayerId;
+    use expertd_types::{LayerId, LayerRange};
 
     use super::*;
     use crate::backend::{ClientKey, Limits};
@@ -297,6 +297,7 @@ pub(super) mod tests {
             generation: Generation(0),
             hidden: 8,
             num_layers: 1,
+            held: LayerRange::whole(1),
             layers: std::collections::BTreeMap::new(),
             weight_formats: Vec::new(),
             limits,
