@@ -15,6 +15,7 @@ pub mod inspect;
 pub mod rank;
 pub mod rows;
 pub mod serve;
+pub mod size;
 pub mod status;
 pub mod synth;
 pub mod verify;
@@ -65,6 +66,7 @@ enum Command {
     Call(call::CallArgs),
     Verify(verify::VerifyArgs),
     Inspect(inspect::InspectArgs),
+    Size(size::SizeArgs),
     Synth(synth::SynthArgs),
     Doctor(doctor::DoctorArgs),
     Bench(bench::BenchArgs),
@@ -98,6 +100,7 @@ pub fn main() -> ExitCode {
         Command::Call(args) => block_on("call", call::run(args)),
         Command::Verify(args) => block_on("verify", verify::run(args)),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Size(args) => size::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Bench(args) => block_on("bench", bench::run(args)),
