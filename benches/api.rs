@@ -20,7 +20,7 @@ use expertd_proto::v1::{
     DType, ForwardRequest, ForwardResponse, ForwardStreamRequest, ForwardStreamResponse, GetModelRequest,
     GetModelResponse, ListModelsRequest, ListModelsResponse,
 };
-use expertd_router::api::{Access, AccessConfig, ConnectionLimits, Patience, Server, ServerConfig};
+use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig};
 use expertd_router::backend::{
     Answer, Backend, DrainFuture, DrainReport, ModelInfo, MoeLayerInfo, Pending, ServiceStatus, SubmitError,
 };
@@ -193,7 +193,7 @@ fn start_service(listen: &str) -> String {
         insecure: false,
         connections: ConnectionLimits::for_tcp(64),
         shutdown_grace: Duration::ZERO,
-        patience: Patience::default(),
+        timeouts: ConnectionTimeouts::default(),
     };
     let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
     let server = runtime.block_on(Server::bind(&config, access, Arc::new(Echo::new()))).unwrap();

@@ -165,7 +165,7 @@ impl Load {
         if let Purpose::Known(output) = &job.planned.purpose {
             stats.checked_known += 1;
             let wanted = self.workload.model.hidden as usize;
-            let error = check::largest_error(&response.rows, crate::args::DType::F32, output, wanted);
+            let error = check::largest_error(&response.rows, expertd_types::DType::F32, output, wanted);
             stats.largest_error = stats.largest_error.max(error);
             if error > self.tolerance {
                 stats.wrong(format!(

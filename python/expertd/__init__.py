@@ -13,7 +13,7 @@ block's output rows, shared experts included unless asked otherwise.
 """
 
 from ._aio import AsyncClient, AsyncStream
-from ._client import Client, PendingAnswer, RetryPolicy, Stream
+from ._client import Client, Credentials, PendingAnswer, RetryPolicy, Stream
 from ._errors import (
     AccessError,
     ConnectError,
@@ -51,6 +51,7 @@ __all__ = [
     "AsyncStream",
     "Client",
     "ConnectError",
+    "Credentials",
     "DeadlineError",
     "ExpertdError",
     "InternalError",

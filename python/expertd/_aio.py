@@ -6,7 +6,7 @@ import asyncio
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ._client import DEFAULT_RETRY, RetryPolicy, _Closed, options, refuse_session
+from ._client import DEFAULT_RETRY, Credentials, RetryPolicy, _Closed, options, refuse_session
 from ._native import NativeClient, NativeStream
 
 if TYPE_CHECKING:
@@ -33,14 +33,20 @@ class AsyncClient:
         address: `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`.
         session: only None; "host" and "cuda" are refused, because the service has no sessions yet.
         retry: when failed calls are tried again; None means never.
+        credentials: certificates and token; None means plaintext and no token.
     """
 
     def __init__(
-        self, address: str, *, session: str | None = None, retry: RetryPolicy | None = DEFAULT_RETRY
+        self,
+        address: str,
+        *,
+        session: str | None = None,
+        retry: RetryPolicy | None = DEFAULT_RETRY,
+        credentials: Credentials | None = None,
     ) -> None:
         refuse_session(session)
         self.address = address
-        self._native = NativeClient(address, retry)
+        self._native = NativeClient(address, retry, credentials)
 
     async def connect(self) -> None:
         """Connects, if the client is not connected yet.

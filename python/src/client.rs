@@ -1,8 +1,10 @@
-//! One connection, for blocking calls and for `asyncio`.
+//! A connection, for blocking calls and for `asyncio`.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use expertd_proto::transport::Credentials;
 use expertd_proto::{Client, RetryPolicy};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -11,15 +13,16 @@ use tokio::sync::OnceCell;
 use crate::asyncio;
 use crate::errors::Failure;
 use crate::model::{Model, ModelSummary};
-use crate::receipt::Answer;
-use crate::request::{self, Options};
+use crate::receipt::{Answer, Received};
+use crate::request::{Call, Options};
 use crate::runtime::{self, timeout, wait};
 use crate::stream::NativeStream;
 
-/// An address and the connection to it once there is one.
+/// An address, and the connection to it after the first call.
 #[derive(Debug)]
 pub(crate) struct Connection {
     address: String,
+    credentials: Credentials,
     retry: Option<RetryPolicy>,
     client: OnceCell<Client>,
 }
@@ -29,7 +32,7 @@ impl Connection {
     pub(crate) async fn client(&self) -> Result<&Client, Failure> {
         self.client
             .get_or_try_init(|| async {
-                let client = Client::connect(&self.address).await?;
+                let client = Client::connect_with(&self.address, &self.credentials).await?;
                 Ok(match self.retry {
                     Some(policy) => client.with_retry(policy),
                     None => client,
@@ -38,12 +41,18 @@ impl Connection {
             .await
     }
 
+    async fn forward(&self, call: Call) -> Result<Received, Failure> {
+        let Call { message, timeout, shape } = call;
+        let response = self.client().await?.forward(message, timeout).await?;
+        shape.read_answer(response)
+    }
+
     pub(crate) const fn retry(&self) -> Option<&RetryPolicy> {
         self.retry.as_ref()
     }
 }
 
-/// Retries as the Python class `RetryPolicy` states them.
+/// The fields of the Python class `RetryPolicy`.
 #[derive(FromPyObject)]
 pub(crate) struct RetryArguments {
     max_attempts: u32,
@@ -51,12 +60,29 @@ pub(crate) struct RetryArguments {
     max_elapsed: f64,
 }
 
-/// What `Client` and `AsyncClient` hold.
+/// Files with credentials as the Python class `Credentials` states them.
+#[derive(FromPyObject)]
+pub(crate) struct CredentialArguments {
+    ca: Option<PathBuf>,
+    cert: Option<PathBuf>,
+    key: Option<PathBuf>,
+    server_name: Option<String>,
+    token_file: Option<PathBuf>,
+}
+
+impl From<CredentialArguments> for Credentials {
+    fn from(given: CredentialArguments) -> Credentials {
+        let CredentialArguments { ca, cert, key, server_name, token_file } = given;
+        Credentials { ca, cert, key, server_name, token_file }
+    }
+}
+
+/// The native part of `Client` and `AsyncClient`.
 #[pyclass(frozen)]
 #[derive(Debug)]
 pub(crate) struct NativeClient {
     connection: Arc<Connection>,
-    /// The process that made it: connections do not survive a fork.
+    /// The process that made the client. Connections do not survive a fork.
     process: u32,
 }
 
@@ -65,7 +91,7 @@ impl NativeClient {
         let found = std::process::id();
         if found != self.process {
             return Err(PyRuntimeError::new_err(format!(
-                "this client was made in process {} and is used in process {found}; connections do not survive a fork: \
+                "this client was made in process {} and is used in process {found}. Connections do not survive a fork: \
                  make a client in each process",
                 self.process
             )));
@@ -77,7 +103,11 @@ impl NativeClient {
 #[pymethods]
 impl NativeClient {
     #[new]
-    fn new(address: String, retry: Option<RetryArguments>) -> PyResult<NativeClient> {
+    fn new(
+        address: String,
+        retry: Option<RetryArguments>,
+        credentials: Option<CredentialArguments>,
+    ) -> PyResult<NativeClient> {
         let policy = |retry: RetryArguments| {
             Ok::<_, PyErr>(RetryPolicy {
                 max_attempts: retry.max_attempts,
@@ -86,7 +116,8 @@ impl NativeClient {
             })
         };
         let retry = retry.map(policy).transpose()?;
-        let connection = Arc::new(Connection { address, retry, client: OnceCell::new() });
+        let credentials = credentials.map_or_else(Credentials::default, Credentials::from);
+        let connection = Arc::new(Connection { address, credentials, retry, client: OnceCell::new() });
         Ok(NativeClient { connection, process: std::process::id() })
     }
 
@@ -110,12 +141,8 @@ impl NativeClient {
         options: Options<'py>,
     ) -> PyResult<Bound<'py, Answer>> {
         let connection = self.connection()?;
-        let seconds = timeout(seconds, "timeout")?;
-        let (message, shape) = request::build(layer, rows, &options)?;
-        let received = wait(py, async {
-            let response = connection.client().await?.forward(message, seconds).await?;
-            request::answer(response, &shape)
-        })?;
+        let call = Call::new(layer, rows, seconds, &options)?;
+        let received = wait(py, connection.forward(call))?;
         received.map_err(|failure| failure.into_exception(py))?.into_pyobject(py)
     }
 
@@ -128,12 +155,8 @@ impl NativeClient {
         options: Options<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let connection = self.connection()?;
-        let seconds = timeout(seconds, "timeout")?;
-        let (message, shape) = request::build(layer, rows, &options)?;
-        asyncio::spawn(py, async move {
-            let response = connection.client().await?.forward(message, seconds).await?;
-            request::answer(response, &shape)
-        })
+        let call = Call::new(layer, rows, seconds, &options)?;
+        asyncio::spawn(py, async move { connection.forward(call).await })
     }
 
     fn model(&self, py: Python<'_>, name: &str) -> PyResult<Model> {

@@ -1,4 +1,4 @@
-//! What the service says of its model.
+//! The service's description of its model.
 
 use expertd_proto::v1;
 use pyo3::prelude::*;

@@ -48,7 +48,7 @@ impl From<v1::StepTiming> for StepTiming {
     }
 }
 
-/// How an answer came about.
+/// The record of how an answer was computed.
 #[pyclass(frozen, module = "expertd")]
 #[derive(Debug)]
 pub(crate) struct Receipt {
@@ -143,7 +143,7 @@ impl Parts {
     }
 }
 
-/// What a call returns.
+/// The result of a call.
 #[pyclass(frozen, get_all, module = "expertd")]
 #[derive(Debug)]
 pub(crate) struct Answer {

@@ -76,3 +76,19 @@ def test_two_services_do_not_meet():
         assert families == ["mixtral", "olmoe"]
         rows = np.zeros((2, one.client().model().hidden), np.float32)
         assert one.client().forward(one.client().model().moe_layers[0].layer, rows).rows.shape == rows.shape
+
+
+def test_a_service_with_tokens_wants_one(tmp_path):
+    tokens, mine = tmp_path / "tokens", tmp_path / "mine"
+    secret = "a-token-that-is-long-enough-for-a-test-0123456789"
+    tokens.write_text(f"tester {secret}\n")
+    tokens.chmod(0o600)
+    mine.write_text(secret + "\n")
+    with expertd.serve(GOLDEN / "mixtral", ranks=1, listen="127.0.0.1:0", token_file=tokens) as service:
+        with pytest.raises(expertd.AccessError) as caught:
+            expertd.Client(service.address)
+        assert caught.value.code == "UNAUTHENTICATED"
+        client = expertd.Client(service.address, credentials=expertd.Credentials(token_file=mine))
+        assert client.model().family == "mixtral"
+        with pytest.raises(expertd.ConnectError, match="nowhere"):
+            expertd.Client(service.address, credentials=expertd.Credentials(token_file="/nowhere"))

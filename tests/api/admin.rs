@@ -8,7 +8,8 @@ use expertd_proto::v1::admin_client::AdminClient;
 use expertd_proto::v1::{DrainRequest, GetStatusRequest};
 use expertd_proto::{RetryPolicy, transport};
 use expertd_router::api::{
-    Access, AccessConfig, ConnectionLimits, Patience, Server, ServerConfig, ServerError, ready_probe,
+    Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig, ServerError,
+    ready_probe,
 };
 use expertd_router::backend::{ServiceState, SubmitError};
 use expertd_router::telemetry::{MetricsEndpoint, install_recorder, names};
@@ -113,7 +114,7 @@ async fn plaintext_and_an_open_admin_stay_off_the_network() {
             insecure,
             connections: ConnectionLimits::for_tcp(8),
             shutdown_grace: Duration::ZERO,
-            patience: Patience::default(),
+            timeouts: ConnectionTimeouts::default(),
         };
         let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
         Server::bind(&config, access, fake()).await.err()

@@ -7,7 +7,7 @@ use bytes::{BufMut as _, Bytes, BytesMut};
 use expertd_proto::transport::Channel;
 use expertd_proto::v1::{DType, ForwardRequest};
 use expertd_proto::{Client, transport};
-use expertd_router::api::{Access, AccessConfig, ConnectionLimits, Patience, Server, ServerConfig};
+use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig};
 use http::Request;
 use http_body_util::BodyExt as _;
 use rand::RngExt as _;
@@ -35,20 +35,20 @@ pub struct Service {
 
 impl Service {
     pub async fn start(backend: &Arc<Fake>) -> Service {
-        Service::start_with(backend, Patience::default()).await
+        Service::start_with(backend, ConnectionTimeouts::default()).await
     }
 
-    pub async fn start_with(backend: &Arc<Fake>, patience: Patience) -> Service {
+    pub async fn start_with(backend: &Arc<Fake>, timeouts: ConnectionTimeouts) -> Service {
         let tcp = backend.model().limits.max_connections as usize;
         // All clients of a test have one address.
         let connections = ConnectionLimits { per_address: tcp, ..ConnectionLimits::for_tcp(tcp) };
-        Service::start_guarded(backend, patience, connections, &AccessConfig::default(), None).await
+        Service::start_guarded(backend, timeouts, connections, &AccessConfig::default(), None).await
     }
 
     /// Serves with credentials and limits; Admin on a socket unless `admin` says otherwise.
     pub async fn start_guarded(
         backend: &Arc<Fake>,
-        patience: Patience,
+        timeouts: ConnectionTimeouts,
         connections: ConnectionLimits,
         access: &AccessConfig,
         admin: Option<&str>,
@@ -61,7 +61,7 @@ impl Service {
             insecure: access.insecure,
             connections,
             shutdown_grace: Duration::from_millis(500),
-            patience,
+            timeouts,
         };
         let access = Arc::new(Access::load(access).unwrap());
         let server = Server::bind(&config, access, Arc::clone(backend) as _).await.unwrap();
@@ -91,7 +91,7 @@ impl Service {
     }
 }
 
-/// Fresh random rows.
+/// New random rows.
 pub fn random_rows(bytes: usize) -> Bytes {
     let mut rows = vec![0u8; bytes];
     rand::rng().fill(&mut rows[..]);
@@ -118,7 +118,7 @@ pub fn prefix(length: usize) -> Bytes {
     bytes.freeze()
 }
 
-/// A call with a given body.
+/// A call with the given body.
 pub fn raw_call(path: &str, body: tonic::body::Body) -> Request<tonic::body::Body> {
     Request::post(path)
         .header("content-type", "application/grpc")

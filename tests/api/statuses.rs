@@ -204,7 +204,7 @@ async fn the_service_answers_the_deadline_before_the_transport() {
     for timeout in [60, 400] {
         let timeout = Duration::from_millis(timeout);
         let mut seen = Vec::new();
-        // The client's transport has its own timer, a few milliseconds later; on a busy machine it may fire first.
+        // The client's transport has its own timer, which is set a few milliseconds later. On a busy machine it may fire first.
         let ours = loop {
             let status = client.forward(held.clone(), Some(timeout)).await.unwrap_err();
             assert_eq!(status.code(), Code::DeadlineExceeded);

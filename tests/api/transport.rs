@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use expertd_proto::transport::endpoint;
 use expertd_proto::v1::ForwardRequest;
-use expertd_router::api::Patience;
+use expertd_router::api::ConnectionTimeouts;
 use expertd_router::backend::Limits;
 use http_body_util::BodyExt as _;
 use prost::Message as _;
@@ -26,13 +26,13 @@ use crate::harness::{
 const HIDDEN: usize = 1024;
 const MAX_TOKENS: usize = 256;
 
-fn impatient() -> Patience {
-    Patience {
+fn impatient() -> ConnectionTimeouts {
+    ConnectionTimeouts {
         silent: Duration::from_millis(300),
         stalled: Duration::from_millis(600),
         stalled_when_short: Duration::from_millis(200),
         min_bytes_per_second: 64 << 20,
-        ..Patience::default()
+        ..ConnectionTimeouts::default()
     }
 }
 

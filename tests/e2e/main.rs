@@ -1,4 +1,4 @@
-//! The service from outside: `expertd serve` as a process, with its ranks, over gRPC.
+//! Tests of `expertd serve` as a process with its ranks, over gRPC.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 

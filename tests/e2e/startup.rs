@@ -111,7 +111,7 @@ fn bad_settings() {
         (&["--tls-cert", "/no/such/cert.pem"], "--tls-key"),
         (&["--tls-cert", "/no/such/cert.pem", "--tls-key", "/no/such/key.pem"], "/no/such/cert.pem"),
         (&["--token-file", "/no/such/tokens"], "/no/such/tokens"),
-        (&["--listen", "127.0.0.1:0,here"], "\"here\" is no address"),
+        (&["--listen", "127.0.0.1:0,here"], "\"here\" is not an address"),
         (&["--config", "/no/such/file.toml"], "/no/such/file.toml"),
     ] {
         let (code, message) = serve_to_the_end(&fixture(FAMILY), flags);

@@ -7,7 +7,7 @@ use expertd_proto::transport::{self, Credentials};
 use expertd_proto::v1::GetStatusRequest;
 use expertd_proto::v1::admin_client::AdminClient;
 use expertd_proto::{Client, ClientError};
-use expertd_router::api::{AccessConfig, ConnectionLimits, Patience};
+use expertd_router::api::{AccessConfig, ConnectionLimits, ConnectionTimeouts};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tonic::Code;
 
@@ -45,7 +45,8 @@ fn client_side(folder: &Path) -> Credentials {
 
 async fn start(access: &AccessConfig, admin: Option<&str>) -> Service {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, 32));
-    Service::start_guarded(&fake, Patience::default(), ConnectionLimits::for_tcp(64), access, admin).await
+    Service::start_guarded(&fake, ConnectionTimeouts::default(), ConnectionLimits::for_tcp(64), access, admin)
+        .await
 }
 
 async fn works(address: &str, credentials: &Credentials) {
@@ -77,7 +78,7 @@ async fn tokens_are_required_over_tcp_and_name_the_client() {
     works(&service.tcp, &with("tokens")).await;
     assert_eq!(refused(&service.tcp, &Credentials::default()).await, Code::Unauthenticated);
     assert_eq!(refused(&service.tcp, &with("wrong")).await, Code::Unauthenticated);
-    // The kernel tells who is at the other end of a Unix-domain socket.
+    // The kernel reports the user at the other end of a Unix-domain socket.
     works(&service.unix, &Credentials::default()).await;
 
     for (file, code) in
@@ -101,7 +102,7 @@ async fn tls_keeps_plaintext_and_strangers_out() {
         Client::connect_with(&service.tcp, &client_side(other.path())).await.is_err(),
         "another authority"
     );
-    // Garbage in place of a handshake ends the connection.
+    // Bytes that are no handshake end the connection.
     let mut socket = tokio::net::TcpStream::connect(&service.tcp).await.unwrap();
     socket.write_all(&[0x16, 3, 1, 255, 255, 1, 2, 3]).await.unwrap();
     socket.shutdown().await.unwrap();

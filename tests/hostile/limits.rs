@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_proto::{Client, RetryPolicy};
-use expertd_router::api::{Access, AccessConfig, ConnectionLimits, Patience, ready_probe};
+use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, ready_probe};
 use expertd_router::backend::Limits;
 use expertd_router::telemetry::{MetricsEndpoint, install_recorder};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -18,9 +18,9 @@ use crate::harness::{FORWARD, Service, prefix, request, rows_of};
 
 const HIDDEN: usize = 256;
 
-async fn start(tcp: usize, patience: Patience) -> Service {
+async fn start(tcp: usize, timeouts: ConnectionTimeouts) -> Service {
     let fake = Fake::new(HIDDEN, Limits { max_bytes_in_flight: 64 << 20, ..limits(HIDDEN, 16 << 10) });
-    Service::start_guarded(&fake, patience, ConnectionLimits::for_tcp(tcp), &AccessConfig::default(), None)
+    Service::start_guarded(&fake, timeouts, ConnectionLimits::for_tcp(tcp), &AccessConfig::default(), None)
         .await
 }
 
@@ -36,7 +36,7 @@ async fn is_ended(socket: &mut TcpStream) -> bool {
 
 #[tokio::test]
 async fn announced_lengths_take_no_room_from_others() {
-    let service = start(64, Patience::default()).await;
+    let service = start(64, ConnectionTimeouts::default()).await;
     let mut sockets = Vec::new();
     for _ in 0..2 {
         let mut socket = TcpStream::connect(&service.tcp).await.unwrap();
@@ -48,7 +48,7 @@ async fn announced_lengths_take_no_room_from_others() {
         sockets.push(socket);
     }
     tokio::time::sleep(Duration::from_millis(200)).await;
-    // The largest request there is.
+    // The largest legal request.
     let client = Client::connect(&service.tcp).await.unwrap();
     let largest = request(ECHO, 16 << 10, HIDDEN);
     assert_eq!(client.forward(largest.clone(), None).await.unwrap().rows, rows_of(&largest));
@@ -56,7 +56,7 @@ async fn announced_lengths_take_no_room_from_others() {
 
 #[tokio::test]
 async fn names_are_short_and_errors_are_one_line() {
-    let service = start(64, Patience::default()).await;
+    let service = start(64, ConnectionTimeouts::default()).await;
     let client = Client::connect(&service.tcp).await.unwrap();
     let mut wrong = request(ECHO, 1, HIDDEN);
     wrong.model = "m".repeat(10 << 20);
@@ -76,12 +76,12 @@ async fn names_are_short_and_errors_are_one_line() {
 
 #[tokio::test]
 async fn idle_connections_are_closed_and_clients_come_back() {
-    let patience = Patience {
+    let timeouts = ConnectionTimeouts {
         idle: Duration::from_millis(300),
         silent: Duration::from_millis(2000),
-        ..Patience::default()
+        ..ConnectionTimeouts::default()
     };
-    let service = start(64, patience).await;
+    let service = start(64, timeouts).await;
     let mut idle = TcpStream::connect(&service.tcp).await.unwrap();
     assert!(greet(&mut idle, &[]).await);
     // A call without a message does not keep a connection.
@@ -95,8 +95,9 @@ async fn idle_connections_are_closed_and_clients_come_back() {
 
 #[tokio::test]
 async fn old_connections_are_closed_and_clients_come_back() {
-    let patience = Patience { max_age: Duration::from_millis(300), ..Patience::default() };
-    let service = start(64, patience).await;
+    let timeouts =
+        ConnectionTimeouts { max_age: Duration::from_millis(300), ..ConnectionTimeouts::default() };
+    let service = start(64, timeouts).await;
     let client = Client::connect(&service.tcp).await.unwrap().with_retry(RetryPolicy::default());
     let begun = std::time::Instant::now();
     while begun.elapsed() < Duration::from_secs(2) {
@@ -106,7 +107,7 @@ async fn old_connections_are_closed_and_clients_come_back() {
 
 #[tokio::test]
 async fn one_address_leaves_places_for_others_and_sockets_have_their_own() {
-    let service = start(8, Patience::default()).await;
+    let service = start(8, ConnectionTimeouts::default()).await;
     let mut attackers = Vec::new();
     for _ in 0..8 {
         let mut socket = connect_from("127.0.0.3", &service.tcp).await.unwrap();
@@ -134,7 +135,7 @@ async fn idle_sockets_on_the_metrics_port_delay_no_probe() {
     let mut socket = TcpStream::connect(&address).await.unwrap();
     socket.write_all(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
     let mut answer = String::new();
-    // Without the idle sockets' header deadline of 5 s passing.
+    // The limit is shorter than the 5 s that idle sockets have to send a header.
     let read = tokio::time::timeout(Duration::from_secs(4), socket.read_to_string(&mut answer)).await;
     assert!(read.is_ok() && answer.contains("alive"), "{answer}");
 }

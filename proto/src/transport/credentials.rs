@@ -59,7 +59,7 @@ impl Credentials {
             (Some(cert), Some(key)) => tls = tls.identity(Identity::from_pem(read(cert)?, read(key)?)),
             (None, None) => {}
             (Some(file), None) | (None, Some(file)) => {
-                return Err(unusable(file, "a certificate and its key need each other; give both"));
+                return Err(unusable(file, "a certificate and its key must be given together"));
             }
         }
         if let Some(name) = &self.server_name {

@@ -13,7 +13,6 @@ pub mod drain;
 pub mod golden;
 pub mod inspect;
 pub mod rank;
-pub mod rows;
 pub mod serve;
 pub mod size;
 pub mod status;

@@ -90,7 +90,7 @@ impl Store {
         }
     }
 
-    fn from_index(dir: &Path, path: PathBuf, bytes: &[u8]) -> Result<Self, ModelError> {
+    pub(super) fn from_index(dir: &Path, path: PathBuf, bytes: &[u8]) -> Result<Self, ModelError> {
         let index: IndexFile = serde_json::from_slice(bytes)
             .map_err(|error| ModelError::Json { path: path.clone(), reason: error.to_string() })?;
         let mut store = Self::empty(path.clone());
@@ -109,6 +109,12 @@ impl Store {
             store.names.insert(name, shard);
         }
         Ok(store)
+    }
+
+    /// Paths of all shards.
+    #[cfg(feature = "fuzzing")]
+    pub(super) fn shard_paths(&self) -> impl Iterator<Item = &Path> {
+        self.shards.iter().map(|shard| shard.path.as_path())
     }
 
     fn shard(&mut self, number: usize) -> Result<&Mapped, ModelError> {

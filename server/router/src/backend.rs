@@ -1,7 +1,7 @@
-//! What the API and the scheduler agree on: validated requests go down, answers and receipts come back.
+//! The interface between the API and the step loop: validated requests, answers, receipts, and the [`Backend`] trait.
 //!
-//! Everything here is plain data and one trait, so that the API needs nothing of the layers below the scheduler and
-//! tests can stand in for it.
+//! It consists of plain data and one trait, so that the API does not depend on the layers below, and tests can replace
+//! them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,7 +17,7 @@ use tokio::sync::{oneshot, watch};
 use expertd_types::ChunkedBytes;
 use expertd_types::{DType, Generation, LayerId, LayerRange, Rank, StepId, WeightVersion};
 
-/// Number of a request, unique over the life of the process; what logs and spans carry.
+/// Number of a request, unique within the process; logs and spans carry it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
 
@@ -27,7 +27,7 @@ impl fmt::Display for RequestId {
     }
 }
 
-/// Routing chosen by the caller, validated: applied verbatim. The id −1 is replaced already.
+/// Validated routing of the caller, applied verbatim. The id −1 is already replaced.
 #[derive(Clone, Debug)]
 pub struct GivenRouting {
     /// Row-major int32 little-endian `[tokens, k]`, distinct within a row and in range. Unaligned.
@@ -36,27 +36,27 @@ pub struct GivenRouting {
     pub weights: Bytes,
     /// Experts per token, `1..=MoeLayerInfo::max_k`.
     pub k: usize,
-    /// Ids and weights as the caller gave them, if they had the id −1; receipts carry these.
+    /// The caller's own ids and weights, if they contained the id −1; receipts carry these.
     pub as_given: Option<(Bytes, Bytes)>,
 }
 
 /// One validated token batch for one layer, `tokens >= 1`.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// For logs.
+    /// Number of the request, for logs.
     pub id: RequestId,
-    /// For fairness.
+    /// Client of the request, for fairness.
     pub client: ClientKey,
     /// A layer with an MoE block.
     pub layer: LayerId,
-    /// Rows, `1..=Limits::max_tokens_per_request`.
+    /// Number of rows, `1..=Limits::max_tokens_per_request`.
     pub tokens: usize,
     /// Element type of the rows, little-endian.
     pub dtype: DType,
-    /// Row-major `[tokens, hidden]`, exactly `tokens * hidden * dtype.size()` bytes, in the pieces in which they arrived.
+    /// Row-major `[tokens, hidden]`, exactly `tokens * hidden * dtype.size()` bytes, in the chunks in which they arrived.
     /// Unaligned.
     pub rows: ChunkedBytes,
-    /// `None`: the gate of the layer decides.
+    /// `None`: the layer's gate routes the rows.
     pub routing: Option<GivenRouting>,
     /// Row-major int32 little-endian `[tokens]`; present where the layer routes by token id. Unaligned.
     pub token_ids: Option<Bytes>,
@@ -66,27 +66,27 @@ pub struct Request {
     pub return_routing: bool,
     /// Whether the receipt carries phase timings.
     pub return_timings: bool,
-    /// When the answer is worth nothing any more.
+    /// Time after which the caller does not want the answer.
     pub deadline: Option<Instant>,
 }
 
-/// Output rows and how they came about.
+/// Output rows and their receipt.
 #[derive(Clone, Debug)]
 pub struct Answer {
     /// Row-major `[tokens, hidden]` in the request's dtype, little-endian.
     pub rows: Bytes,
-    /// How it came about.
+    /// Receipt of the answer.
     pub receipt: Receipt,
 }
 
-/// How an answer came about.
+/// Receipt of an answer.
 #[derive(Clone, Debug)]
 pub struct Receipt {
-    /// The steps the request took part in, in order.
+    /// The steps that computed the request, in order.
     pub steps: Vec<StepId>,
     /// The generation that computed it.
     pub generation: Generation,
-    /// The weights that computed it.
+    /// Version of the weights that computed it.
     pub weight_version: WeightVersion,
     /// This request's tokens on each rank, summed over its steps.
     pub tokens_per_rank: Vec<u32>,
@@ -102,7 +102,7 @@ pub struct Receipt {
     pub step_time: Duration,
 }
 
-/// Phase timings of one step, of the slowest rank in each phase.
+/// Duration of each phase of one step on the slowest rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the fields are the phases")]
 pub struct PhaseTimes {
@@ -126,44 +126,44 @@ impl PhaseTimes {
 /// One step's timings in a receipt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepTiming {
-    /// Which step.
+    /// Id of the step.
     pub step: StepId,
     /// Tokens of the whole step, all requests together.
     pub tokens: u32,
-    /// How long each phase took on the slowest rank.
+    /// Duration of each phase on the slowest rank.
     pub phases: PhaseTimes,
-    /// All phases but the copies between host and device, of the rank that took longest for them together.
+    /// The largest total of any rank over all phases except the copies between host and device.
     pub computed: Duration,
 }
 
-/// Why a request was not taken in.
+/// Why a request was not admitted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
-    /// More waits already than is admitted (RESOURCE_EXHAUSTED).
+    /// The queue is full (RESOURCE_EXHAUSTED).
     #[error("{reason}; retry after {} ms", retry_after.as_millis())]
     Overloaded {
-        /// What is full and how to give it more room.
+        /// The limit that was reached and how to raise it.
         reason: String,
-        /// When there is likely to be room.
+        /// Expected time until there is room.
         retry_after: Duration,
     },
-    /// The service is draining and takes no new work (UNAVAILABLE).
-    #[error("the service is draining and takes no new requests")]
+    /// The service is draining and admits no requests (UNAVAILABLE).
+    #[error("the service is draining and admits no new requests")]
     Draining,
-    /// There is no EP group to run steps now: loading, re-forming or failed (UNAVAILABLE).
+    /// No EP group can run steps: it is loading, re-forming or failed (UNAVAILABLE).
     #[error("{reason}")]
     NotReady {
-        /// Why there is none.
+        /// Why there is no group.
         reason: String,
-        /// When there is likely to be one.
+        /// Expected time until there is a group.
         retry_after: Duration,
     },
     /// The deadline had passed on arrival (DEADLINE_EXCEEDED).
-    #[error("the deadline passed before the request was taken in")]
+    #[error("the deadline passed before the request was admitted")]
     DeadlineExceeded,
 }
 
-/// Why a request that was taken in has no answer.
+/// Why an admitted request has no answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StepError {
     /// A fault of its step or of its generation, or a drain that ran out of time (UNAVAILABLE: retrying is safe).
@@ -171,68 +171,68 @@ pub enum StepError {
     Unavailable {
         /// What happened.
         reason: String,
-        /// When a retry makes sense.
+        /// Expected time until a retry succeeds.
         retry_after: Duration,
     },
-    /// The deadline passed before it was in a step, or before its last row was back (DEADLINE_EXCEEDED).
+    /// The deadline passed before the last row was back at the router (DEADLINE_EXCEEDED).
     #[error("the deadline passed before the answer was complete")]
     DeadlineExceeded,
-    /// Steps with the request kept ending their generation, the last time while nothing else was computed (INTERNAL:
-    /// retrying is harmful).
+    /// Several steps with the request ended their generation, the last one with no other request in it (INTERNAL: retrying is
+    /// harmful).
     #[error(
-        "{lost_steps} steps with this request ended the EP group, the last one while it was alone; it is not tried again"
+        "{lost_steps} steps with this request ended the EP group, and no other request was in the last one; it will not be retried"
     )]
     Poisoned {
-        /// Steps that were lost with the request in them.
+        /// Number of lost steps that contained the request.
         lost_steps: u32,
     },
 }
 
-/// What comes back for a submitted request. Dropping it cancels the request: it leaves the queue, or its rows are
-/// thrown away if a step already has them.
+/// The future result of a submitted request. Dropping it cancels the request: it leaves the queue, or its rows are discarded
+/// when their step completes.
 pub type Pending = oneshot::Receiver<Result<Answer, StepError>>;
 
 /// The future of a drain.
 pub type DrainFuture = Pin<Box<dyn Future<Output = DrainReport> + Send + 'static>>;
 
-/// What the API talks to: the scheduler, or a stand-in in tests.
+/// The service below the API: the step loop, or a replacement in tests.
 pub trait Backend: Send + Sync + 'static {
-    /// The loaded model as callers see it. Cheap: called for every request.
+    /// Description of the loaded model. Called for every request, so it must be cheap.
     fn model(&self) -> Arc<ModelInfo>;
 
-    /// Takes a validated request in, without blocking.
+    /// Submits a validated request without blocking.
     ///
     /// # Errors
-    /// [`SubmitError`] when it is not admitted now.
+    /// [`SubmitError`] if it is not admitted.
     fn submit(&self, request: Request) -> Result<Pending, SubmitError>;
 
     /// State of the service, its group and its ranks.
     fn status(&self) -> ServiceStatus;
 
-    /// Follows the state of the service; what health checks answer from.
+    /// Follows the state of the service, for health checks.
     fn watch_state(&self) -> watch::Receiver<ServiceState>;
 
-    /// Stops admitting at once. The future resolves when nothing is in flight or queued any more, at the latest after
-    /// `timeout` (`None`: the service's own limit), when what is left ends [`StepError::Unavailable`]. The process
-    /// then ends with exit code 0.
+    /// Stops admitting requests at once. The future resolves when no request is queued or in flight, at the latest after
+    /// `timeout` (`None`: the service's own limit); the remaining requests then fail with [`StepError::Unavailable`]. The process
+    /// ends with exit code 0 afterwards.
     fn drain(&self, timeout: Option<Duration>) -> DrainFuture;
 }
 
-/// The end of a drain.
+/// Result of a drain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DrainReport {
-    /// Requests that ended UNAVAILABLE because time ran out.
+    /// Number of requests that failed because the time ran out.
     pub requests_dropped: u64,
 }
 
-/// The loaded model as callers see it.
+/// Description of the loaded model.
 #[derive(Clone, Debug)]
 pub struct ModelInfo {
     /// The served name.
     pub name: String,
     /// `model_type` of config.json.
     pub family: String,
-    /// Of the loaded weights.
+    /// Version of the loaded weights.
     pub weight_version: WeightVersion,
     /// The current generation; 0 before the first.
     pub generation: Generation,
@@ -246,24 +246,24 @@ pub struct ModelInfo {
     pub layers: BTreeMap<LayerId, MoeLayerInfo>,
     /// Storage formats of the expert weights, e.g. `bf16`.
     pub weight_formats: Vec<String>,
-    /// What callers must stay within.
+    /// Limits on requests.
     pub limits: Limits,
-    /// Which rank owns what.
+    /// Experts of each rank.
     pub placement: Vec<RankPlacement>,
 }
 
-/// One MoE layer as callers see it.
+/// Description of one MoE layer.
 #[derive(Clone, Debug)]
 pub struct MoeLayerInfo {
-    /// Experts; ids are `0..num_experts`.
+    /// Number of experts; ids are `0..num_experts`.
     pub num_experts: usize,
     /// Experts per token that the gate selects.
     pub top_k: usize,
     /// Largest k that callers may give with their own routing.
     pub max_k: usize,
-    /// Width of one expert's MLP.
+    /// Intermediate size of one expert.
     pub expert_width: usize,
-    /// Width of the shared experts together; 0 if there are none.
+    /// Intermediate size of all shared experts together; 0 if there are none.
     pub shared_width: usize,
     /// The gate in words.
     pub gate: String,
@@ -275,10 +275,10 @@ pub struct MoeLayerInfo {
     pub vocabulary: usize,
 }
 
-/// What callers must stay within.
+/// Limits on requests and connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Tokens of one request; larger than a step is legal and splits.
+    /// Tokens of one request. A request larger than a step is split.
     pub max_tokens_per_request: usize,
     /// Tokens of one step over all ranks.
     pub max_tokens_per_step: usize,
@@ -305,10 +305,10 @@ impl Limits {
     }
 }
 
-/// What one rank owns.
+/// The experts of one rank.
 #[derive(Clone, Debug)]
 pub struct RankPlacement {
-    /// Which rank.
+    /// The rank.
     pub rank: Rank,
     /// Its device in words, e.g. `cpu (4 cores)`.
     pub device: String,
@@ -319,7 +319,7 @@ pub struct RankPlacement {
 /// State of the service, its group and its ranks.
 #[derive(Clone, Debug, Default)]
 pub struct ServiceStatus {
-    /// What it is doing.
+    /// Current state.
     pub state: ServiceState,
     /// Why it is not serving, or why the last generation ended; may be empty.
     pub reason: String,
@@ -329,11 +329,11 @@ pub struct ServiceStatus {
     pub steps_total: u64,
     /// Requests that are in a step.
     pub requests_in_flight: u64,
-    /// Requests that wait for one.
+    /// Requests that wait for a step.
     pub requests_queued: u64,
-    /// Their tokens.
+    /// Tokens of the requests that wait.
     pub tokens_queued: u64,
-    /// Since the process started.
+    /// Time since the process started.
     pub uptime: Duration,
     /// One entry per rank.
     pub ranks: Vec<RankStatus>,
@@ -342,21 +342,21 @@ pub struct ServiceStatus {
 /// State of one rank.
 #[derive(Clone, Debug)]
 pub struct RankStatus {
-    /// Which rank.
+    /// The rank.
     pub rank: Rank,
-    /// Its process; 0 when gone.
+    /// Process id; 0 if it has ended.
     pub pid: u32,
     /// Its device in words.
     pub device: String,
-    /// What it is doing.
+    /// Current state.
     pub state: RankState,
-    /// Weight bytes in place.
+    /// Weight bytes loaded so far.
     pub weight_bytes_loaded: u64,
-    /// Weight bytes it will have.
+    /// Weight bytes of its share.
     pub weight_bytes_total: u64,
 }
 
-/// What one rank is doing.
+/// State of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RankState {
     /// Reads and packs its weights, or joins the group.

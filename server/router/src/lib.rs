@@ -1,13 +1,16 @@
 //! The router rank: it takes token batches over gRPC, forms steps, and supervises the expert ranks. It touches no device.
 //!
 //! * [`api`]: the gRPC services, their transport, the framing of messages, limits.
-//! * [`backend`]: what the API and the step loop agree on.
+//! * [`backend`]: the interface between the API and the step loop.
 //! * [`steps`]: the step loop.
 //! * [`cluster`]: one generation of the EP group; child processes.
 //! * [`telemetry`]: metric names, the metrics endpoint, logs.
 //! * [`watchdog`]: ends a process that lost a thread or task without which it is useless.
 
 #![forbid(unsafe_code)]
+
+#[cfg(feature = "fuzzing")]
+pub use api::fuzzing;
 
 pub mod api;
 pub mod backend;

@@ -1,34 +1,34 @@
-//! Watches over the threads and tasks without which the process would be useless: its supervisor should start another
-//! one rather than keep a process that only looks alive.
+//! A watchdog for the threads and tasks without which the process is useless. It ends such a process, so that a supervisor
+//! starts another one.
 //!
-//! [`watch`] hands out a [`Heartbeat`]; its holder ticks at least once a second. After a standstill of 2 s, [`lost`] says
-//! so, which health and readiness report; the process ends if it lasts for 5 s. A process that starves for processor
-//! time for a moment recovers. A heartbeat that is dropped without [`Heartbeat::finish`] (its holder panicked or
-//! returned) is a loss for good: the process ends 2 s later.
+//! [`watch`] returns a [`Heartbeat`], whose holder ticks at least once a second. After a standstill of 2 s, [`lost`] reports
+//! it, and health and readiness turn negative; after 5 s the process ends. A process that lacks processor time for a moment
+//! recovers. A heartbeat that is dropped without [`Heartbeat::finish`] (its holder panicked or returned) is lost
+//! permanently: the process ends 2 s later.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// How often heartbeats are looked at.
+/// Interval at which heartbeats are checked.
 const ROUND: Duration = Duration::from_millis(250);
-/// Rounds in a row without a tick that make a standstill: 2 s. Counted rather than timed, so that a stop of the whole
+/// Consecutive rounds without a tick that count as a standstill: 2 s. Counted rather than timed, so that a stop of the whole
 /// process does not count against its threads.
 const STILL_ROUNDS: u32 = 8;
-/// Rounds in a row without a tick after which the process ends: 5 s.
+/// Consecutive rounds without a tick after which the process ends: 5 s.
 const END_ROUNDS: u32 = 20;
-/// How long probes see a loss before the process ends.
+/// Time for probes to see a loss before the process ends.
 const NOTICE: Duration = Duration::from_secs(2);
-/// How often holders without other work should tick.
+/// Interval at which idle holders should tick.
 pub const TICK: Duration = Duration::from_millis(500);
 
-static WATCHED: Mutex<Vec<Arc<Pulse>>> = Mutex::new(Vec::new());
+static WATCHED: Mutex<Vec<Arc<Watch>>> = Mutex::new(Vec::new());
 static STOPPED: AtomicBool = AtomicBool::new(false);
 static LOST: Mutex<Option<String>> = Mutex::new(None);
 
 #[derive(Debug)]
-struct Pulse {
+struct Watch {
     name: &'static str,
     ticks: AtomicU64,
     dropped: AtomicBool,
@@ -37,7 +37,7 @@ struct Pulse {
 
 /// A sign of life of one thread or task.
 #[derive(Debug)]
-pub struct Heartbeat(Arc<Pulse>);
+pub struct Heartbeat(Arc<Watch>);
 
 impl Heartbeat {
     /// Shows life. Costs one atomic addition.
@@ -45,7 +45,7 @@ impl Heartbeat {
         self.0.ticks.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The holder ends as it should.
+    /// Ends the watch, because the holder ends as planned.
     pub fn finish(self) {
         self.0.finished.store(true, Ordering::Relaxed);
     }
@@ -57,24 +57,24 @@ impl Drop for Heartbeat {
     }
 }
 
-/// Watches over the calling thread or task from now on. `name` says what it does.
+/// Starts to watch the calling thread or task. `name` says what it does.
 #[must_use]
 pub fn watch(name: &'static str) -> Heartbeat {
-    let pulse = Arc::new(Pulse {
+    let watch = Arc::new(Watch {
         name,
         ticks: AtomicU64::new(0),
         dropped: AtomicBool::new(false),
         finished: AtomicBool::new(false),
     });
-    WATCHED.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&pulse));
-    Heartbeat(pulse)
+    WATCHED.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&watch));
+    Heartbeat(watch)
 }
 
 thread_local! {
-    static CURRENT: RefCell<Option<Arc<Pulse>>> = const { RefCell::new(None) };
+    static CURRENT: RefCell<Option<Arc<Watch>>> = const { RefCell::new(None) };
 }
 
-/// [`watch`] for a thread: what it calls may [`tick`] for it.
+/// [`watch`] for a thread; functions that it calls may [`tick`] for it.
 #[must_use]
 pub fn watch_thread(name: &'static str) -> Heartbeat {
     let heartbeat = watch(name);
@@ -82,23 +82,22 @@ pub fn watch_thread(name: &'static str) -> Heartbeat {
     heartbeat
 }
 
-/// Shows life of the calling thread, if it is watched: for whatever may take long on it and knows that it makes
-/// progress.
+/// Shows life of the calling thread if it is watched. For long operations that make progress.
 pub fn tick() {
-    CURRENT.with_borrow(|pulse| {
-        if let Some(pulse) = pulse {
-            pulse.ticks.fetch_add(1, Ordering::Relaxed);
+    CURRENT.with_borrow(|watch| {
+        if let Some(watch) = watch {
+            watch.ticks.fetch_add(1, Ordering::Relaxed);
         }
     });
 }
 
-/// What stands still or was lost, if anything is.
+/// The thread or task that stands still or was lost, if there is one.
 #[must_use]
 pub fn lost() -> Option<String> {
     LOST.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// What a round found.
+/// Result of a round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Found {
     Life,
@@ -106,8 +105,7 @@ enum Found {
     Loss(String),
 }
 
-/// Starts the thread that looks at heartbeats. `end` is called once, when the process is to end; it should
-/// end it.
+/// Starts the thread that checks heartbeats. It calls `end` once to end the process.
 ///
 /// # Errors
 /// If the thread cannot be started.
@@ -131,7 +129,7 @@ pub fn start(end: impl FnOnce(&str) + Send + 'static) -> std::io::Result<()> {
                 tracing::error!(reason, "the service does not serve");
             }
             if let Found::Loss(reason) = found {
-                // Probes have seen a standstill for long enough.
+                // Probes have had time to see the standstill.
                 if before.is_none() {
                     std::thread::sleep(NOTICE);
                 }
@@ -142,30 +140,30 @@ pub fn start(end: impl FnOnce(&str) + Send + 'static) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The process ends in order: heartbeats that end with it are no loss.
+/// Notes that the process ends as planned, so that dropped heartbeats are no loss.
 pub fn stop() {
     STOPPED.store(true, Ordering::Relaxed);
 }
 
-/// One round: `seen` has the ticks of each pulse at its last change and the rounds since.
-fn look(watched: &[Arc<Pulse>], seen: &mut Vec<(u64, u32)>) -> Found {
+/// One round. `seen` holds each watch's ticks at the last change, and the rounds since then.
+fn look(watched: &[Arc<Watch>], seen: &mut Vec<(u64, u32)>) -> Found {
     seen.resize(watched.len(), (u64::MAX, 0));
     let mut found = Found::Life;
-    for (pulse, (ticks, still)) in watched.iter().zip(seen) {
-        if pulse.finished.load(Ordering::Relaxed) {
+    for (watch, (ticks, still)) in watched.iter().zip(seen) {
+        if watch.finished.load(Ordering::Relaxed) {
             continue;
         }
-        if pulse.dropped.load(Ordering::Relaxed) {
-            return Found::Loss(format!("{} ended unexpectedly", pulse.name));
+        if watch.dropped.load(Ordering::Relaxed) {
+            return Found::Loss(format!("{} ended unexpectedly", watch.name));
         }
-        let now = pulse.ticks.load(Ordering::Relaxed);
+        let now = watch.ticks.load(Ordering::Relaxed);
         *still = if now == *ticks { *still + 1 } else { 0 };
         *ticks = now;
         if *still >= END_ROUNDS {
-            return Found::Loss(format!("{} has shown no life for {:?}", pulse.name, ROUND * END_ROUNDS));
+            return Found::Loss(format!("{} has not responded for {:?}", watch.name, ROUND * END_ROUNDS));
         }
         if *still >= STILL_ROUNDS {
-            found = Found::Standstill(format!("{} shows no life", pulse.name));
+            found = Found::Standstill(format!("{} does not respond", watch.name));
         }
     }
     found
@@ -175,8 +173,8 @@ fn look(watched: &[Arc<Pulse>], seen: &mut Vec<(u64, u32)>) -> Found {
 mod tests {
     use super::*;
 
-    fn pulse(name: &'static str) -> Arc<Pulse> {
-        Arc::new(Pulse {
+    fn watch(name: &'static str) -> Arc<Watch> {
+        Arc::new(Watch {
             name,
             ticks: AtomicU64::new(0),
             dropped: AtomicBool::new(false),
@@ -186,10 +184,10 @@ mod tests {
 
     #[test]
     fn a_standstill_is_a_loss_and_work_is_not() {
-        let watched = [pulse("one"), pulse("two")];
+        let watched = [watch("one"), watch("two")];
         let mut seen = Vec::new();
         for _ in 0..100 {
-            watched.iter().for_each(|pulse| _ = pulse.ticks.fetch_add(3, Ordering::Relaxed));
+            watched.iter().for_each(|watch| _ = watch.ticks.fetch_add(3, Ordering::Relaxed));
             assert_eq!(look(&watched, &mut seen), Found::Life);
         }
         for _ in 1..STILL_ROUNDS {
@@ -197,20 +195,20 @@ mod tests {
             assert_eq!(look(&watched, &mut seen), Found::Life);
         }
         watched[0].ticks.fetch_add(1, Ordering::Relaxed);
-        assert_eq!(look(&watched, &mut seen), Found::Standstill("two shows no life".to_owned()));
-        watched.iter().for_each(|pulse| _ = pulse.ticks.fetch_add(1, Ordering::Relaxed));
+        assert_eq!(look(&watched, &mut seen), Found::Standstill("two does not respond".to_owned()));
+        watched.iter().for_each(|watch| _ = watch.ticks.fetch_add(1, Ordering::Relaxed));
         assert_eq!(look(&watched, &mut seen), Found::Life, "it recovers");
         for _ in 0..END_ROUNDS {
             watched[0].ticks.fetch_add(1, Ordering::Relaxed);
             look(&watched, &mut seen);
         }
         watched[0].ticks.fetch_add(1, Ordering::Relaxed);
-        assert_eq!(look(&watched, &mut seen), Found::Loss("two has shown no life for 5s".to_owned()));
+        assert_eq!(look(&watched, &mut seen), Found::Loss("two has not responded for 5s".to_owned()));
     }
 
     #[test]
     fn a_panic_is_a_loss_and_an_orderly_end_is_not() {
-        let watched = [pulse("one"), pulse("two")];
+        let watched = [watch("one"), watch("two")];
         let mut seen = Vec::new();
         Heartbeat(Arc::clone(&watched[0])).finish();
         assert_eq!(look(&watched, &mut seen), Found::Life);

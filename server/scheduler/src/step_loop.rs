@@ -30,16 +30,16 @@ struct Request {
     tokens: usize,
     deadline: Option<Time>,
     admitted: Time,
-    /// Rows that are complete: the first ones.
+    /// Number of rows that are complete. They are the first ones.
     completed: usize,
-    /// Rows that are complete or in a step: the first ones.
+    /// Number of rows that are complete or in a step. They are the first ones.
     begun: usize,
     first_step: Option<Time>,
-    /// Generations that ended while rows of the request were in a step.
+    /// Number of generations that ended while rows of the request were in a step.
     lost_steps: u32,
     /// The steps that computed the complete rows.
     steps: Vec<StepId>,
-    /// Of the complete rows, by rank.
+    /// Number of complete rows per rank.
     tokens_per_rank: Vec<u32>,
 }
 
@@ -53,18 +53,18 @@ impl Request {
     }
 }
 
-/// The present generation.
+/// The current generation.
 #[derive(Clone, Copy, Debug)]
 struct GroupLife {
     generation: Generation,
     formed: Time,
     ready: Option<Time>,
     steps_completed: u64,
-    /// Steps launched: gives the slot of the next one.
+    /// Number of launched steps, which determines the slot of the next one.
     steps_launched: u64,
 }
 
-/// Whether requests are to be admitted.
+/// Whether requests may be admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Standing {
     Open,
@@ -73,7 +73,7 @@ enum Standing {
     Ended,
 }
 
-/// What the inbox was told last.
+/// The state that the inbox was told last.
 #[derive(Clone, Copy, Debug)]
 struct Told {
     waiting_tokens: usize,
@@ -82,17 +82,17 @@ struct Told {
     tokens_per_second: f64,
 }
 
-/// The step loop as a state machine. The module's text and `docs/step-loop.md` describe its use.
+/// The step loop as a state machine. The crate's documentation and `docs/step-loop.md` describe its use.
 #[derive(Clone, Debug)]
 pub struct StepLoop {
     config: Config,
     queue: FairQueue,
     requests: KeyMap<RequestKey, Request>,
-    /// Requests of which rows are in a step.
+    /// Number of requests with rows in a step.
     in_step: usize,
     /// Requests that lost several steps and run alone, the oldest first. They are not in the queue.
     suspects: BTreeSet<RequestKey>,
-    /// Rows of suspects that are not in a step.
+    /// Number of rows of suspects that are not in a step.
     suspect_tokens: usize,
     in_flight: VecDeque<Step>,
     group: Option<GroupLife>,
@@ -103,14 +103,14 @@ pub struct StepLoop {
     weight_version: Option<WeightVersion>,
     recovery: Recovery,
     throughput: Throughput,
-    /// Poisoned requests of each layer since its last complete step.
+    /// Number of poisoned requests of each layer since its last complete step.
     poisoned: KeyMap<LayerId, u32>,
     steps_since_aged: u32,
     next_sweep: Time,
-    /// Queue entries examined by the last step that was formed.
+    /// Number of queue entries that were examined to form the last step.
     examined: usize,
     drain: Option<Time>,
-    /// How the service is about to end: the inbox is closed first.
+    /// How the service will end, once the inbox is closed.
     ending: Option<End>,
     is_closed: bool,
     has_ended: bool,
@@ -162,12 +162,12 @@ impl StepLoop {
             told.waiting_tokens != self.queued_tokens()
                 || told.standing != self.standing()
                 || told.tokens_per_second != self.throughput.tokens_per_second()
-                // The expected time moves while a generation is overdue: the inbox learns it when the old one has passed.
+                // While a generation is overdue, the expected time moves. The inbox is told again when the time it was told has passed.
                 || told.ready_at.is_some_and(|ready_at| ready_at <= now)
         })
     }
 
-    /// Exchanges news with the callers' side, under the lock: cheap whatever came in. Give the delivery to
+    /// Exchanges state with the callers' side, under the lock. It takes constant time. The delivery must be given to
     /// [`receive`](Self::receive) after the lock is released.
     pub fn exchange<P>(&mut self, inbox: &mut Inbox<P>, now: Time) -> Delivery<P> {
         let admission = self.admission(now);
@@ -195,7 +195,7 @@ impl StepLoop {
         delivery
     }
 
-    /// Queues the requests of a delivery; `keep` gets what belongs to each of them, before any action names it.
+    /// Queues the requests of a delivery. `keep` gets each request's `P`, before any action names the request.
     pub fn receive<P>(&mut self, delivery: Delivery<P>, now: Time, mut keep: impl FnMut(RequestKey, P)) {
         for mail in delivery.0 {
             keep(mail.key, mail.payload);
@@ -213,7 +213,7 @@ impl StepLoop {
                 steps: Vec::new(),
                 tokens_per_rank: Vec::new(),
             };
-            // The inbox learns of a fault, and of the end, with the next exchange: what came in before is refused here.
+            // The inbox learns of a fault or of the end at the next exchange; requests that arrived before are refused here.
             let refused = match self.admission(now) {
                 Admission::Open => false,
                 Admission::Recovering { ready_at, .. } => {
@@ -231,7 +231,8 @@ impl StepLoop {
         }
     }
 
-    /// The next action to carry out, until there is none. An action that fails is an event: tell it before the next call.
+    /// Returns the next action to carry out, or `None`. If an action fails, the caller must report that as an event before the next
+    /// call.
     pub fn poll(&mut self, now: Time, callers: &impl Callers) -> Option<Action> {
         loop {
             if let Some(action) = self.actions.pop_front() {
@@ -243,7 +244,7 @@ impl StepLoop {
         }
     }
 
-    /// Moves on by one decision; whether there was one.
+    /// Makes one decision. Returns whether there was one to make.
     fn advance(&mut self, now: Time, callers: &impl Callers) -> bool {
         if self.ending.is_some() {
             if !self.is_closed {
@@ -263,7 +264,7 @@ impl StepLoop {
         if self.group.is_none() { self.form_group(now) } else { self.form_step(now, callers) }
     }
 
-    /// When to call [`poll`](Self::poll) again if nothing happens before.
+    /// Time at which [`poll`](Self::poll) must be called again if no event comes before.
     #[must_use]
     pub fn wake_at(&self, now: Time) -> Time {
         let mut at = now + SWEEP_INTERVAL;
@@ -281,25 +282,25 @@ impl StepLoop {
         at
     }
 
-    /// Rows admitted and not yet in a step, as far as they were received.
+    /// Number of received rows that are not in a step.
     #[must_use]
     pub const fn queued_tokens(&self) -> usize {
         self.queue.tokens() + self.suspect_tokens
     }
 
-    /// Requests without rows in a step.
+    /// Number of requests without rows in a step.
     #[must_use]
     pub fn requests_queued(&self) -> usize {
         self.requests.len() - self.in_step
     }
 
-    /// Requests with rows in a step.
+    /// Number of requests with rows in a step.
     #[must_use]
     pub const fn requests_in_step(&self) -> usize {
         self.in_step
     }
 
-    /// Whether anything waits for a step: ranks then tell the end of an experts phase early.
+    /// Whether any rows wait for a step. If so, ranks report the end of an experts phase early.
     #[must_use]
     pub fn has_waiting(&self) -> bool {
         !self.queue.is_empty() || !self.suspects.is_empty()
@@ -317,19 +318,19 @@ impl StepLoop {
         &self.in_flight
     }
 
-    /// Clients that fairness remembers though they have nothing waiting.
+    /// Number of clients with nothing waiting whose use the fair queue remembers.
     #[must_use]
     pub fn idle_clients(&self) -> usize {
         self.queue.idle_clients()
     }
 
-    /// Queue entries that were examined to form the last step.
+    /// Number of queue entries that were examined to form the last step.
     #[must_use]
     pub const fn entries_examined(&self) -> usize {
         self.examined
     }
 
-    /// The generation whose processes run, serving or not.
+    /// The generation whose processes run, whether or not it serves.
     #[must_use]
     pub fn generation(&self) -> Option<Generation> {
         self.group.map(|group| group.generation)
@@ -341,7 +342,7 @@ impl StepLoop {
         self.group.is_some_and(|group| group.ready.is_some())
     }
 
-    /// Whether requests are to be admitted, without the reason and the time that callers are told.
+    /// Whether requests may be admitted, without the reason and the retry time for callers.
     fn standing(&self) -> Standing {
         if self.ending.is_some() || self.has_ended {
             Standing::Ended
@@ -380,7 +381,7 @@ impl StepLoop {
     }
 
     fn show(&mut self, state: ServiceState, reason: Arc<str>) {
-        // A state that was not shown yet is outdated.
+        // States that have not been shown yet are outdated.
         self.actions.retain(|action| !matches!(action, Action::Show { .. }));
         self.actions.push_back(Action::Show { state, reason });
     }

@@ -1,4 +1,4 @@
-//! The words of the project as types, so that two integers of the same width cannot be swapped. No I/O.
+//! The project's identifiers and quantities as types, so that two integers of the same width cannot be swapped. No I/O.
 
 #![forbid(unsafe_code)]
 
@@ -6,6 +6,7 @@ mod chunked;
 mod ids;
 mod layers;
 mod phase;
+pub mod rows;
 
 pub use chunked::{ChunkedBytes, ChunkedSlice};
 pub use ids::*;

@@ -1,14 +1,19 @@
 //! Random experts, and what they make of a row in f64.
 
 use expertd_kernels::experts;
+use half::bf16;
 
-use super::stored::{Stored, quantised};
+use super::stored::{Stored, code_range, group_scales, quantised};
 use crate::random::Random;
 
 /// Of the activations that have them.
 pub const ALPHA: f32 = 1.702;
 /// Low, so that clamping happens.
 pub const LIMIT: f32 = 1.5;
+
+/// Error of a sum of FP8 products beside the sum of their sizes. The tensor cores align the products of 32 k to the largest and
+/// keep 13 bits behind its leading one.
+const SUM_ERROR: f64 = 1.0 / 4096.0;
 
 /// One expert.
 pub struct Expert {
@@ -50,36 +55,12 @@ impl Case {
 
     /// The outputs, and for each the sum of the sizes of its terms.
     pub fn reference(&self, expert: &Expert, x: &[f64], weight: f32) -> (Vec<f64>, Vec<f64>) {
-        let weight = f64::from(weight);
-        let (on_input, on_output) = if self.weight_on_input { (weight, 1.0) } else { (1.0, weight) };
+        let (_, on_output) = self.weights(weight);
         let fp8 = self.format == experts::W8A8;
         let rows = if fp8 { quantised(x) } else { x.to_vec() };
-        let x = &rows[..];
-        let h: Vec<f64> = (0..self.inter)
-            .map(|f| {
-                let mut g = expert.gate.dot(f, x) * on_input + f64::from(expert.gate_bias[f]);
-                let mut u = expert.up.dot(f, x) * on_input + f64::from(expert.up_bias[f]);
-                let limit = f64::from(LIMIT);
-                // Comparisons that keep what is not a number.
-                let clamp = |v: f64, low: f64| {
-                    if v > limit {
-                        limit
-                    } else if v < low {
-                        low
-                    } else {
-                        v
-                    }
-                };
-                if self.activation != experts::SWIGLU {
-                    (g, u) = (clamp(g, f64::NEG_INFINITY), clamp(u, -limit));
-                }
-                let alpha = if self.activation == experts::SWIGLU_OAI { f64::from(ALPHA) } else { 1.0 };
-                let offset = if self.activation == experts::SWIGLU_OAI { 1.0 } else { 0.0 };
-                g / (1.0 + (-alpha * g).exp()) * (u + offset)
-            })
-            .collect();
+        let h: Vec<f64> = (0..self.inter).map(|f| self.feature(expert, f, &rows, weight).0).collect();
         // The kernel quantises the weighted h, rounded to bf16.
-        let narrow = |h: &f64| half::bf16::from_f64(h * on_output).to_f64();
+        let narrow = |h: &f64| bf16::from_f64(h * on_output).to_f64();
         let h = if fp8 {
             quantised(&h.iter().map(narrow).collect::<Vec<_>>()).iter().map(|h| h / on_output).collect()
         } else {
@@ -92,5 +73,73 @@ impl Case {
             (terms.sum::<f64>() + bias(f).abs()) * on_output.abs()
         });
         (y.collect(), sizes.collect())
+    }
+
+    /// What the outputs change by where an element of h gets the neighbouring code instead of the reference's: one vector
+    /// for each element of h whose code the rounding of sums before it decides. FP8 products only.
+    pub fn undecided(&self, expert: &Expert, x: &[f64], weight: f32) -> Vec<Vec<f64>> {
+        let (_, on_output) = self.weights(weight);
+        let rows = quantised(x);
+        let h: Vec<(f64, f64)> = (0..self.inter).map(|f| self.feature(expert, f, &rows, weight)).collect();
+        let rounded = |by: f64| -> Vec<f64> {
+            h.iter()
+                .map(|(h, error)| {
+                    let magnitude = (h.abs() + by * error).max(0.0) * on_output.abs();
+                    bf16::from_f64(magnitude.copysign(h * on_output)).to_f64()
+                })
+                .collect()
+        };
+        let (least, nominal, most) = (rounded(-1.0), rounded(0.0), rounded(1.0));
+        let scales = [&least, &nominal, &most].map(|values| group_scales(values));
+        let mut changes = Vec::new();
+        for f in 0..self.inter {
+            let [small, scale, large] = [0, 1, 2].map(|i| scales[i][f / experts::SCALE_ELEMENTS]);
+            let code = code_range(nominal[f], nominal[f], scale, scale).0;
+            let (low, high) = code_range(least[f], most[f], small, large);
+            for other in [low, high] {
+                if other != code {
+                    let change = (other - code) * f64::from(scale);
+                    changes.push((0..self.hidden).map(|row| expert.down.value(row, f) * change).collect());
+                }
+            }
+        }
+        changes
+    }
+
+    /// What the routing weight multiplies: the inputs of gate and up, and h.
+    fn weights(&self, weight: f32) -> (f64, f64) {
+        let weight = f64::from(weight);
+        if self.weight_on_input { (weight, 1.0) } else { (1.0, weight) }
+    }
+
+    /// Feature `f` of h before the weight on it, and how far the kernel's may be from it before it is rounded.
+    fn feature(&self, expert: &Expert, f: usize, x: &[f64], weight: f32) -> (f64, f64) {
+        let (on_input, _) = self.weights(weight);
+        let mut g = expert.gate.dot(f, x) * on_input + f64::from(expert.gate_bias[f]);
+        let mut u = expert.up.dot(f, x) * on_input + f64::from(expert.up_bias[f]);
+        let limit = f64::from(LIMIT);
+        // Comparisons that keep what is not a number.
+        let clamp = |v: f64, low: f64| {
+            if v > limit {
+                limit
+            } else if v < low {
+                low
+            } else {
+                v
+            }
+        };
+        if self.activation != experts::SWIGLU {
+            (g, u) = (clamp(g, f64::NEG_INFINITY), clamp(u, -limit));
+        }
+        let alpha = if self.activation == experts::SWIGLU_OAI { f64::from(ALPHA) } else { 1.0 };
+        let offset = if self.activation == experts::SWIGLU_OAI { 1.0 } else { 0.0 };
+        let activated = g / (1.0 + (-alpha * g).exp());
+        let size = |matrix: &Stored| -> f64 {
+            x.iter().enumerate().map(|(col, x)| (matrix.value(f, col) * x).abs()).sum::<f64>()
+                * on_input.abs()
+        };
+        // The derivative of the activation is at most 1.1.
+        let error = 1.1 * (u + offset).abs() * size(&expert.gate) + activated.abs() * size(&expert.up);
+        (activated * (u + offset), error * SUM_ERROR)
     }
 }

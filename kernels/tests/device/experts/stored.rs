@@ -117,13 +117,27 @@ fn to_e4m3(value: f64) -> f64 {
 
 /// What quantisation to e4m3 leaves of values: a scale for every 128 of them, as the kernels choose it.
 pub fn quantised(values: &[f64]) -> Vec<f64> {
-    let group = |values: &[f64]| -> Vec<f64> {
-        let largest =
-            values.iter().fold(2f64.powi(-100), |most, v| if v.abs() > most { v.abs() } else { most });
-        let scale = largest as f32 / 448.0;
-        let inverse = 1.0 / scale;
-        let code = |v: &f64| to_e4m3(f64::from(*v as f32 * inverse)) * f64::from(scale);
-        values.iter().map(code).collect()
+    let scales = group_scales(values);
+    let value = |(i, v): (usize, &f64)| {
+        let scale = scales[i / experts::SCALE_ELEMENTS];
+        code_range(*v, *v, scale, scale).0 * f64::from(scale)
     };
-    values.chunks(experts::SCALE_ELEMENTS).flat_map(group).collect()
+    values.iter().enumerate().map(value).collect()
+}
+
+/// The scale of every 128 values.
+pub fn group_scales(values: &[f64]) -> Vec<f32> {
+    let scale = |group: &[f64]| {
+        let largest =
+            group.iter().fold(2f64.powi(-100), |most, v| if v.abs() > most { v.abs() } else { most });
+        largest as f32 / 448.0
+    };
+    values.chunks(experts::SCALE_ELEMENTS).map(scale).collect()
+}
+
+/// The codes, as numbers, of the smallest and the largest magnitude that a value may have, with the scales that its group may
+/// have: the smallest magnitude with the largest scale, and the other way round.
+pub fn code_range(least: f64, most: f64, small_scale: f32, large_scale: f32) -> (f64, f64) {
+    let code = |value: f64, scale: f32| to_e4m3(f64::from(value as f32 * (1.0 / scale)));
+    (code(least, large_scale), code(most, small_scale))
 }

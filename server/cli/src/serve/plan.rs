@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::super::admin::default_admin_address;
 use super::layers;
-use super::settings::{Given, OnFault, SettingsError, Shown, Source, parse_cores};
+use super::settings::{Given, SettingsError, Shown, Source, parse_cores};
 use expertd_ipc::control::{DeviceKind, Fp8Compute, RankSetup};
 use expertd_ipc::wait::SPIN_TIME;
 use expertd_ipc::{GroupShape, SharedRegion};
@@ -64,9 +64,9 @@ pub struct ServePlan {
     pub admin_listen: String,
     /// Address of the Prometheus endpoint.
     pub metrics_listen: String,
-    /// Who may call.
+    /// Who may call the service.
     pub access: AccessConfig,
-    /// How many connections there may be, descriptors permitting.
+    /// Limits on connections, before the limit on descriptors is applied.
     pub connections: ConnectionLimits,
     /// Bytes of one rank's window.
     pub window_bytes: usize,
@@ -86,9 +86,8 @@ pub struct MessageMemory {
 }
 
 impl MessageMemory {
-    /// Derives the sizes from the bytes that may be in flight. There are up to four copies of them: a message in frames and
-    /// assembled, its answer as rows and encoded. Memory for four copies of a step's rows in f32 is resident from the
-    /// start, up to a limit.
+    /// Derives the sizes from the bytes that may be in flight. There are up to four copies of them: a message as frames and assembled,
+    /// and its answer as rows and encoded. Memory for four copies of a step's rows in f32 is resident from the start, up to a limit.
     fn new(in_flight: usize, tokens_per_step: usize, hidden: usize) -> Self {
         const COPIES: usize = 4;
         const MAX_RESIDENT: usize = 256 << 20;
@@ -217,11 +216,14 @@ impl ServePlan {
                 derive(&mut given.fp8_compute, Fp8Compute::Bf16, "CPU ranks widen FP8 weights")
             }
             DeviceKind::Cuda => {
-                derive(&mut given.fp8_compute, Fp8Compute::Fp8, "as FP8 checkpoints are meant")
+                derive(&mut given.fp8_compute, Fp8Compute::Fp8, "as FP8 checkpoints are meant to be run")
             }
         };
         if device == DeviceKind::Cpu && fp8_compute == Fp8Compute::Fp8 {
-            return Err(value("fp8-compute", "is fp8, which CPU ranks cannot do; leave it out, or use bf16"));
+            return Err(value(
+                "fp8-compute",
+                "is fp8, which CPU ranks do not support; leave the setting out, or use bf16",
+            ));
         }
 
         let setting = |s: &(Option<usize>, Source)| s.0.unwrap_or_default();
@@ -372,7 +374,7 @@ impl ServePlan {
                     0,
                     60_000_000,
                 )?),
-                on_fault: given.on_fault.0.unwrap_or(OnFault::Retry).into(),
+                on_fault: given.on_fault.0.unwrap_or_default(),
                 drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
                 copy_threads: match device {
                     // Ranks use all cores.

@@ -1,5 +1,5 @@
-//! Rows of large steps on their way between staging and device memory: by the copy engines, on streams of their own, so
-//! that one step's rows travel while another one computes.
+//! Copies of the rows of large steps between staging and device memory. The copy engines run them on streams of their own,
+//! so that one step's rows are copied while another step computes.
 
 #![allow(unsafe_code, reason = "copies between staging and the device")]
 
@@ -8,16 +8,17 @@ use std::time::Duration;
 use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
 use expertd_kernels::event::{self, Event};
 
-use super::step::Staged;
+use super::step::StagedAddresses;
 use expertd_ipc::{Segment, StagingAddresses};
 
-/// Set: what a step copies into is filled with NaN before, so that nothing read too early goes unnoticed.
+/// If this variable is set, a slot's rows on the device are filled with NaN before each copy, so that a kernel that reads too early
+/// gives a wrong result.
 const POISON_ENV: &str = "EXPERTD_CUDA_POISON";
 
-/// A slot's copy of its staging in device memory.
+/// Device memory for the rows and segments in a slot's staging, and the events of their copies.
 #[derive(Debug)]
 struct SlotCopy {
-    place: StagingAddresses,
+    staging: StagingAddresses,
     rows: Buffer<u8>,
     segments: Buffer<u8>,
     in_begin: Event,
@@ -27,7 +28,7 @@ struct SlotCopy {
     out_end: Event,
 }
 
-/// The streams of copies, and what they copy into.
+/// The streams of copies, and the device memory of each slot.
 #[derive(Debug)]
 pub(super) struct Copies {
     inward: Stream,
@@ -38,11 +39,11 @@ pub(super) struct Copies {
 
 impl Copies {
     pub(super) fn new(device: &Device, places: &[StagingAddresses]) -> Result<Self, DeviceError> {
-        let slot = |place: &StagingAddresses| {
+        let slot = |staging: &StagingAddresses| {
             Ok::<_, DeviceError>(SlotCopy {
-                place: *place,
-                rows: Buffer::zeroed(device, place.row_bytes)?,
-                segments: Buffer::zeroed(device, place.max_segments * size_of::<Segment>())?,
+                staging: *staging,
+                rows: Buffer::zeroed(device, staging.row_bytes)?,
+                segments: Buffer::zeroed(device, staging.max_segments * size_of::<Segment>())?,
                 in_begin: Event::new(device)?,
                 in_end: Event::new(device)?,
                 computed: Event::new(device)?,
@@ -58,15 +59,15 @@ impl Copies {
         })
     }
 
-    /// Where kernels find what was copied; routing stays where it is, which is little.
-    pub(super) fn staged(&self, slot: usize, mapped: Staged) -> Staged {
+    /// Replaces the addresses of rows and segments by those of their copies. Kernels read routing, which is small, from staging.
+    pub(super) fn staged(&self, slot: usize, mapped: StagedAddresses) -> StagedAddresses {
         let SlotCopy { rows, segments, .. } = &self.slots[slot];
-        Staged { rows: rows.address(), segments: segments.address(), ..mapped }
+        StagedAddresses { rows: rows.address(), segments: segments.address(), ..mapped }
     }
 
     /// Copies a slot's segments and the first `bytes` of its rows; `compute` waits for them.
     ///
-    /// The slot is this rank's, and nothing of an earlier step in it is still under way: its completion was reported.
+    /// No earlier step is running in the slot: its completion was reported.
     pub(super) fn inward(
         &self,
         slot: usize,
@@ -85,40 +86,40 @@ impl Copies {
             of_segments <= copy.segments.len() && bytes <= copy.rows.len(),
             "checked with the descriptor"
         );
-        // SAFETY: within both (asserted); staging is pinned and outlives the engine, and the router lets it be until
-        // the step's completion.
+        // SAFETY: both copies are within source and destination (asserted); staging is pinned and outlives the engine, and the
+        // router does not write it before the step's completion.
         unsafe {
             event::copy_to_device(
                 &self.inward,
                 copy.segments.address(),
-                copy.place.segments.cast(),
+                copy.staging.segments.cast(),
                 of_segments,
             )?;
-            event::copy_to_device(&self.inward, copy.rows.address(), copy.place.rows, bytes)?;
+            event::copy_to_device(&self.inward, copy.rows.address(), copy.staging.rows, bytes)?;
         }
         copy.in_end.record(&self.inward)?;
         copy.in_end.wait_event(compute)
     }
 
-    /// Copies the first `bytes` of a slot's rows back, after what `compute` was given so far.
+    /// Copies the first `bytes` of a slot's rows back, after the work that `compute` has so far.
     pub(super) fn outward(&self, slot: usize, bytes: usize, compute: &Stream) -> Result<(), DeviceError> {
         let copy = &self.slots[slot];
         copy.computed.record(compute)?;
         copy.computed.wait_event(&self.outward)?;
         copy.out_begin.record(&self.outward)?;
-        // SAFETY: as above; gaps between segments get back what they were.
+        // SAFETY: as above; bytes between segments are written back unchanged.
         unsafe {
-            event::copy_to_host(&self.outward, copy.place.rows.cast_mut(), copy.rows.address(), bytes)?;
+            event::copy_to_host(&self.outward, copy.staging.rows.cast_mut(), copy.rows.address(), bytes)?;
         }
         copy.out_end.record(&self.outward)
     }
 
-    /// Whether a slot's rows are back.
+    /// Whether a slot's rows are back in staging.
     pub(super) fn is_back(&self, slot: usize) -> Result<bool, DeviceError> {
         self.slots[slot].out_end.has_passed()
     }
 
-    /// How long the copies of a slot's last step took, there and back.
+    /// Durations of the copies of a slot's last step: to the device, and back.
     pub(super) fn times(&self, slot: usize) -> Result<(Duration, Duration), DeviceError> {
         let copy = &self.slots[slot];
         Ok((copy.in_end.since(&copy.in_begin)?, copy.out_end.since(&copy.out_begin)?))

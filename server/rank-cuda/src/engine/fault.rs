@@ -8,13 +8,13 @@ use expertd_rank::StepFault;
 /// Why the engine of a GPU rank fails.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CudaFault {
-    /// The driver.
+    /// The CUDA driver failed.
     #[error(transparent)]
     Driver(#[from] DeviceError),
-    /// A kernel that could not be launched.
+    /// A kernel could not be launched.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// What a kernel stored in the error word.
+    /// A kernel stored a fault in the error word.
     #[error(transparent)]
     Kernel(#[from] DeviceFault),
     /// The GPU stopped working, or stopped making progress.

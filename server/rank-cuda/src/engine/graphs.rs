@@ -1,4 +1,4 @@
-//! Captured steps.
+//! Steps captured as CUDA graphs.
 
 use std::collections::HashMap;
 
@@ -7,16 +7,16 @@ use expertd_kernels::device::Graph;
 /// What distinguishes steps of one kind of layer in one slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Variant {
-    /// The most rows of any rank that it is good for.
+    /// The largest number of rows per rank that the launches cover.
     pub(super) rows: u32,
-    /// Whether the gate chooses for any of this rank's rows.
+    /// Whether the gate routes any of this rank's rows.
     pub(super) gated: bool,
-    /// Whether shared experts take part for any of them.
+    /// Whether shared experts process any of this rank's rows.
     pub(super) shared: bool,
 }
 
 impl Variant {
-    /// Everything that can occur with at most `max_tokens` rows per rank.
+    /// All variants that can occur with at most `max_tokens` rows per rank.
     pub(super) fn all(max_tokens: u32, has_shared: bool) -> Vec<Variant> {
         let mut variants = Vec::new();
         let mut rows = 1;
@@ -35,7 +35,7 @@ impl Variant {
     }
 }
 
-/// Graphs by kind of layer, slot and variant.
+/// Graphs by class of layer, slot and variant.
 #[derive(Debug, Default)]
 pub(super) struct Graphs(HashMap<(usize, usize, Variant), Graph>);
 
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_number_of_rows_has_a_regime() {
+    fn every_number_of_rows_has_a_variant() {
         for most in [1, 2, 3, 100, 128, 2048] {
             let variants = Variant::all(most, true);
             for rows in 1..=most {

@@ -1,4 +1,4 @@
-//! The MoE blocks of a model as this rank's GPU holds them, and the tables through which kernels find them.
+//! This rank's share of a model's MoE blocks in GPU memory, and the tables in which kernels find their addresses.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{GateLayer, GateParams};
 use half::bf16;
 
-use crate::experts::{CudaExperts, Held, Loader, PackFailure, padded, to_bf16};
+use crate::experts::{CudaExperts, DeviceFormat, UploadError, Uploader, padded, to_bf16};
 use expertd_ipc::control::Fp8Compute;
 use expertd_model::{
     Checkpoint, Choice, GateSpec, GroupScore, ModelError, ModelSpec, MoeLayer, Normalise, ScoreFn,
@@ -15,27 +15,27 @@ use expertd_model::{
 use expertd_rank::share::{ExpertShare, LoadProgress, weights};
 use expertd_types::{ExpertId, LayerId};
 
-/// Why weights could not be brought to the GPU.
+/// Why weights could not be loaded to the GPU.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum LoadError {
-    /// The checkpoint.
+    /// The checkpoint could not be read.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// The device.
+    /// An expert could not be uploaded.
     #[error("layer {layer}: {source}")]
-    Pack {
-        /// Which layer.
+    Upload {
+        /// The layer of the expert.
         layer: LayerId,
-        /// What failed.
-        source: PackFailure,
+        /// The cause.
+        source: UploadError,
     },
-    /// The device.
+    /// The CUDA driver failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
 
 /// A gate's tensors; [`GateLayer`] holds their addresses.
-struct Gate {
+struct DeviceGate {
     weight: Buffer<u16>,
     bias: Option<Buffer<f32>>,
     correction: Option<Buffer<f32>>,
@@ -43,74 +43,76 @@ struct Gate {
 }
 
 /// Shared experts as one MLP.
-pub(super) struct Shared {
+pub(super) struct SharedExperts {
     pub(super) experts: CudaExperts,
-    /// bf16 `[hidden]`: the output is multiplied with the sigmoid of its product with the token.
+    /// bf16 `[hidden]`: the experts' output is multiplied with the sigmoid of the row's dot product with this vector.
     gate: Option<Buffer<u16>>,
 }
 
-/// One MoE block.
+/// One layer's MoE block.
 pub(super) struct Layer {
     pub(super) spec: MoeLayer,
-    /// Layers of one class have the same sizes and functions, and so the same launches.
+    /// Layers of one class have equal sizes and functions, and share captured graphs.
     pub(super) class: usize,
     /// The experts that this rank owns.
     pub(super) mine: Range<u32>,
-    /// How the layer's experts are held, on ranks without any of them, too.
-    pub(super) held: Held,
-    gate: Gate,
-    /// `None` if it owns none.
+    /// Device format of the layer's experts, also on ranks that own none of them.
+    pub(super) format: DeviceFormat,
+    gate: DeviceGate,
+    /// `None` if this rank owns no experts of the layer.
     pub(super) experts: Option<CudaExperts>,
-    pub(super) shared: Option<Shared>,
+    pub(super) shared: Option<SharedExperts>,
 }
 
-/// All blocks, with the tables that kernels index with `SlotState::layer`.
+/// All layers, and the tables that kernels index with `SlotState::layer`.
 pub(super) struct Layers {
     pub(super) layers: Vec<Option<Layer>>,
-    /// Gates.
+    /// Addresses of gates.
     pub(super) gates: Buffer<GateLayer>,
-    /// Routed experts.
+    /// Addresses of routed experts.
     pub(super) experts: Buffer<LayerWeights>,
-    /// Shared experts.
+    /// Addresses of shared experts.
     pub(super) shared: Buffer<LayerWeights>,
-    /// Address of each shared experts' gate vector.
+    /// Addresses of the gate vectors of shared experts.
     pub(super) shared_gates: Buffer<u64>,
-    /// Bytes in the checkpoint of what is held.
+    /// Size of this rank's share in the checkpoint, in bytes.
     pub(super) weight_bytes: u64,
 }
 
-/// Bytes of device memory that this rank's weights take.
+/// Size of this rank's weights in device memory, in bytes.
 pub(super) fn device_bytes(checkpoint: &Checkpoint, share: ExpertShare, fp8: Fp8Compute) -> u64 {
     let hidden = checkpoint.spec().hidden;
     let of = |moe: &MoeLayer| {
         let mine = share.experts(moe).len();
-        CudaExperts::bytes(Held::of(moe.experts.format, fp8), mine, hidden, moe.experts.width)
-            + moe
-                .shared
-                .as_ref()
-                .map_or(0, |shared| CudaExperts::bytes(Held::of(shared.format, fp8), 1, hidden, shared.width))
+        CudaExperts::bytes(DeviceFormat::of(moe.experts.format, fp8), mine, hidden, moe.experts.width)
+            + moe.shared.as_ref().map_or(0, |shared| {
+                CudaExperts::bytes(DeviceFormat::of(shared.format, fp8), 1, hidden, shared.width)
+            })
             + (moe.experts.count * padded(hidden) * 2) as u64
     };
     checkpoint.spec().moe_layers().map(|(_, moe)| of(moe)).sum()
 }
 
-/// Features of the widest MLP of any layer, as the checkpoint has it.
+/// The largest intermediate size of any layer, unpadded.
 pub(super) fn widest(spec: &ModelSpec) -> usize {
     let of = |moe: &MoeLayer| moe.experts.width.max(moe.shared.as_ref().map_or(0, |shared| shared.width));
     spec.moe_layers().map(|(_, moe)| of(moe)).max().unwrap_or(1)
 }
 
-/// Whether any layer's experts are multiplied as FP8.
+/// Whether any layer's experts compute products in FP8.
 pub(super) fn any_fp8_products(spec: &ModelSpec, fp8: Fp8Compute) -> bool {
     let of = |moe: &MoeLayer| {
         let shared = moe.shared.as_ref().map(|shared| shared.format);
-        [Some(moe.experts.format), shared].into_iter().flatten().any(|f| Held::of(f, fp8) == Held::W8a8)
+        [Some(moe.experts.format), shared]
+            .into_iter()
+            .flatten()
+            .any(|f| DeviceFormat::of(f, fp8) == DeviceFormat::W8a8)
     };
     spec.moe_layers().any(|(_, moe)| of(moe))
 }
 
 impl Layers {
-    /// One layer of each class.
+    /// The first layer of each class.
     pub(super) fn classes(&self) -> impl Iterator<Item = (usize, &Layer)> {
         let mut next = 0;
         self.layers.iter().flatten().filter_map(move |layer| {
@@ -120,7 +122,7 @@ impl Layers {
         })
     }
 
-    /// Loads this rank's share; `progress` hears of bytes done and bytes in all.
+    /// Loads this rank's share. `progress` is called with the bytes loaded so far and the bytes in all.
     pub(super) fn load(
         device: &Device,
         checkpoint: &Checkpoint,
@@ -130,7 +132,7 @@ impl Layers {
         progress: impl FnMut(u64, u64),
     ) -> Result<Self, LoadError> {
         let spec = checkpoint.spec();
-        let mut loader = Loader::new(device, pool, spec.hidden, widest(spec))?;
+        let mut uploader = Uploader::new(device, pool, spec.hidden, widest(spec))?;
         let mut progress = LoadProgress::start(share.bytes(spec), progress);
         let mut layers = Vec::with_capacity(spec.num_layers);
         for (index, moe) in (0..).zip(&spec.layers) {
@@ -139,33 +141,33 @@ impl Layers {
                 continue;
             };
             let layer = LayerId(index);
-            let failed = |source| LoadError::Pack { layer, source };
+            let failed = |source| LoadError::Upload { layer, source };
             let mine = share.experts(moe);
             let mut experts = match mine.len() {
                 0 => None,
                 count => {
                     let MoeLayer { experts, .. } = moe;
-                    let held = Held::of(experts.format, fp8);
-                    let room =
-                        CudaExperts::new(device, held, count, spec.hidden, experts.width, experts.biases);
-                    Some(room.map_err(|e| failed(e.into()))?)
+                    let format = DeviceFormat::of(experts.format, fp8);
+                    let allocated =
+                        CudaExperts::new(device, format, count, spec.hidden, experts.width, experts.biases);
+                    Some(allocated.map_err(|e| failed(e.into()))?)
                 }
             };
             if let Some(experts) = &mut experts {
                 for (place, expert) in mine.clone().enumerate() {
                     let tensors = checkpoint.expert(layer, ExpertId(expert))?;
-                    loader.load(experts, place, &weights(&tensors)).map_err(failed)?;
+                    uploader.load(experts, place, &weights(&tensors)).map_err(failed)?;
                     progress.expert(&moe.experts);
                 }
                 experts.finish(device).map_err(|e| failed(e.into()))?;
             }
             let shared = match (checkpoint.shared(layer)?, &moe.shared) {
                 (Some(tensors), Some(spec_of)) => {
-                    let held = Held::of(spec_of.format, fp8);
+                    let format = DeviceFormat::of(spec_of.format, fp8);
                     let mut experts =
-                        CudaExperts::new(device, held, 1, spec.hidden, spec_of.width, spec_of.biases)
+                        CudaExperts::new(device, format, 1, spec.hidden, spec_of.width, spec_of.biases)
                             .map_err(|e| failed(e.into()))?;
-                    loader.load(&mut experts, 0, &weights(&tensors.mlp)).map_err(failed)?;
+                    uploader.load(&mut experts, 0, &weights(&tensors.mlp)).map_err(failed)?;
                     experts.finish(device).map_err(|e| failed(e.into()))?;
                     progress.shared(spec_of);
                     let gate = tensors.gate.map(|gate| {
@@ -173,17 +175,17 @@ impl Layers {
                         bits.resize(padded(spec.hidden), 0);
                         Buffer::from_slice(device, &bits)
                     });
-                    Some(Shared { experts, gate: gate.transpose()? })
+                    Some(SharedExperts { experts, gate: gate.transpose()? })
                 }
                 _ => None,
             };
-            let gate = Gate::load(device, checkpoint, layer, padded(spec.hidden))?;
+            let gate = DeviceGate::load(device, checkpoint, layer, padded(spec.hidden))?;
             let class = class_of(&layers, moe);
-            let held = Held::of(moe.experts.format, fp8);
-            layers.push(Some(Layer { spec: moe.clone(), class, mine, held, gate, experts, shared }));
+            let format = DeviceFormat::of(moe.experts.format, fp8);
+            layers.push(Some(Layer { spec: moe.clone(), class, mine, format, gate, experts, shared }));
         }
-        loader.finish()?;
-        drop(loader);
+        uploader.finish()?;
+        drop(uploader);
         Ok(Self {
             gates: Buffer::from_slice(device, &each(&layers, |layer| layer.gate.entry()))?,
             experts: Buffer::from_slice(device, &each(&layers, |l| entry(l.experts.as_ref())))?,
@@ -203,7 +205,7 @@ impl Layers {
     }
 }
 
-/// The class of the first layer like `moe`, or a new one.
+/// The class of the layers that equal `moe`, or a new class.
 fn class_of(layers: &[Option<Layer>], moe: &MoeLayer) -> usize {
     let known = || layers.iter().flatten();
     let alike = known().find(|layer| layer.spec == *moe).map(|layer| layer.class);
@@ -218,7 +220,7 @@ fn entry(experts: Option<&CudaExperts>) -> LayerWeights {
     experts.map(CudaExperts::weights).unwrap_or_default()
 }
 
-impl Gate {
+impl DeviceGate {
     fn load(
         device: &Device,
         checkpoint: &Checkpoint,
@@ -227,7 +229,7 @@ impl Gate {
     ) -> Result<Self, LoadError> {
         let tensors = checkpoint.gate(layer)?;
         let floats = |values: Option<Vec<f32>>| values.map(|v| Buffer::from_slice(device, &v)).transpose();
-        Ok(Gate {
+        Ok(DeviceGate {
             weight: Buffer::from_slice(device, &to_bf16(&tensors.weight, hidden))?,
             bias: floats(tensors.bias)?,
             correction: floats(tensors.correction_bias)?,
@@ -245,7 +247,7 @@ impl Gate {
     }
 }
 
-/// The routing function in the kernel's codes (`step.h`); addresses and sizes of buffers are the caller's.
+/// The routing function in the kernel's codes (`step.h`). The caller sets addresses and sizes of buffers.
 pub(super) fn gate_params(spec: &GateSpec) -> GateParams {
     let (score_fn, jitter) = match spec.scores {
         ScoreFn::Softmax => (0, 0.0),

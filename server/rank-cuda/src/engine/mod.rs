@@ -1,14 +1,13 @@
-//! A rank on a GPU: every phase of a step is a kernel on one stream, and the host only describes and waits.
+//! The step engine of a GPU rank. Every phase of a step is a kernel on one stream; the host describes the step and waits.
 //!
-//! Steps may follow each other before the first has ended: the one stream of kernels keeps their order, which is the same
-//! on every rank, and each has a slot's buffers to itself. Few rows go straight from and to the channel's staging, which
-//! is pinned; many are copied beside the kernels of other steps (`copies`). If the hidden size has to be padded for the
-//! kernels, the host widens rows to f32 in pinned memory of its own, and narrows the results.
+//! A step may start before the previous one has ended: the stream runs their kernels in the same order on every rank, and each
+//! step has the buffers of its slot to itself. For few rows, kernels read and write the channel's staging, which is pinned.
+//! For many rows, copy engines work beside the kernels of other steps (`copies`). If the kernels need a padded hidden size,
+//! the host widens rows to f32 in pinned memory of its own, and narrows the results.
 //!
-//! The launches of a step are captured as graphs before the rank is ready: one per kind of layer, slot, regime (the most
-//! rows that any rank has, rounded up to a power of two), and whether there is a gate and are shared experts. Whatever
-//! else differs between steps stands in memory: the request in a mailbox, rows and segments in staging, weights in tables
-//! by layer. Steps with another k than the layer's, which callers may ask for, are launched kernel by kernel.
+//! The launches of a step are captured as graphs before the rank is ready: one graph for each class of layers, slot and
+//! [`Variant`]. Everything else that differs between steps is data in memory: the request in a mailbox, rows and segments in
+//! staging, weights in tables by layer. Steps whose k differs from the layer's are launched kernel by kernel.
 
 #![allow(unsafe_code, reason = "kernels work on memory that Rust only sees as addresses")]
 
@@ -40,27 +39,28 @@ use self::fault::CudaFault;
 use self::graphs::{Graphs, Variant};
 use self::layers::{Layer, Layers};
 use self::run::{Running, Watch};
-use self::step::{Buffers, COPY_BLOCKS, Sequence, SlotSet, Staged};
+use self::step::{Buffers, COPY_BLOCKS, SlotSet, StagedAddresses, StepLaunches};
 use crate as gpu;
 use crate::windows::LsaWindows;
 use expertd_ipc::control::RankSetup;
 use expertd_ipc::{Segment, StagingAddresses};
 
-/// Bytes of bf16 rows per rank from which on copy engines carry them: below, their latency costs more than it hides.
+/// Copy engines carry the rows of a step with at least this many bytes of bf16 rows per rank. For fewer bytes their latency
+/// exceeds the time that they hide.
 const COPIED_FROM: usize = 1 << 20;
-/// Set: the same in rows, for measurements.
+/// Overrides [`COPIED_FROM`] in rows per rank, for measurements.
 const COPIED_FROM_ENV: &str = "EXPERTD_CUDA_COPIED_FROM_ROWS";
 
-/// The channel's staging as the device sees it.
-struct Host {
+/// The pinned staging of the channel.
+struct PinnedStaging {
     /// Address of the first pinned byte in this process.
     first: usize,
     bytes: usize,
     staging: Pinned<'static>,
 }
 
-impl Host {
-    /// The device's address of memory in the staging.
+impl PinnedStaging {
+    /// Device address of a host address in the staging.
     fn device<T>(&self, host: *const T) -> u64 {
         let at = host as usize - self.first;
         debug_assert!(at <= self.bytes, "an address outside the staging");
@@ -68,41 +68,41 @@ impl Host {
     }
 }
 
-/// One GPU rank. Fields are dropped in their order: the stream is drained first (see `drop`), memory goes last.
+/// The engine of one GPU rank. `drop` drains the streams; then fields are dropped in their order, memory last.
 pub(super) struct CudaEngine {
     stream: Stream,
     graphs: Graphs,
-    /// Where rows need no padding.
+    /// `None` if rows are padded on the host.
     copies: Option<Copies>,
-    /// Regimes of at least so many rows use them.
+    /// Smallest number of rows per rank of a variant that uses `copies`.
     copied_from: u32,
     /// See [`gpu::ALIGNED`].
     aligned: bool,
-    /// Oldest first.
+    /// Steps in flight, oldest first.
     running: VecDeque<Running>,
     watch: Watch,
     windows: LsaWindows,
     groups: Vec<Group>,
     buffers: Buffers,
     layers: Layers,
-    host: Host,
+    host: PinnedStaging,
     shape: Shape,
-    /// Elements of a row as callers know it.
+    /// Elements of a row without padding.
     hidden: usize,
-    /// Blocks of an exchange, at most.
+    /// Largest number of blocks of an exchange.
     most_blocks: u32,
-    /// How long the host waits for a step of the device, which gives up waits by itself before that.
-    patience: Duration,
+    /// Longest time that the host waits for a step. The deadlines of device waits are shorter.
+    step_deadline: Duration,
     device: Device,
-    /// By slot.
-    staged: Vec<Staged>,
+    /// `[slots]`: addresses that the kernels of a slot read and write on the host.
+    staged: Vec<StagedAddresses>,
 }
 
-/// What a rank's set-up has made for its engine.
-struct Parts {
+/// The parts that set-up makes before the engine.
+struct EngineParts {
     shape: Shape,
     windows: LsaWindows,
-    host: Host,
+    host: PinnedStaging,
     layers: Layers,
     buffers: Buffers,
     copies: Option<Copies>,
@@ -112,10 +112,10 @@ impl CudaEngine {
     fn new(
         setup: &RankSetup,
         device: Device,
-        parts: Parts,
+        parts: EngineParts,
         staged: &[StagingAddresses],
     ) -> Result<Self, CudaFault> {
-        let Parts { shape, windows, host, layers, buffers, copies } = parts;
+        let EngineParts { shape, windows, host, layers, buffers, copies } = parts;
         let deadline = u64::try_from(setup.peer_timeout.as_nanos()).unwrap_or(u64::MAX);
         let groups = buffers.slots.iter().enumerate().map(|(slot, set)| {
             set.kernels.group(&shape, setup.rank.0, &windows.slot(slot), setup.generation.0, deadline)
@@ -140,7 +140,7 @@ impl CudaEngine {
             shape,
             hidden: setup.shape.hidden,
             most_blocks,
-            patience: 3 * setup.peer_timeout + Duration::from_secs(5),
+            step_deadline: 3 * setup.peer_timeout + Duration::from_secs(5),
             device,
             staged: Vec::new(),
         };
@@ -152,24 +152,24 @@ impl CudaEngine {
         Ok(engine)
     }
 
-    /// What the kernels of a slot read and write on the host: the same for every step.
-    fn staged(&self, slot: &SlotSet, place: &StagingAddresses) -> Staged {
-        let routing = Staged {
+    /// Addresses that the kernels of a slot read and write on the host, the same for every step.
+    fn staged(&self, slot: &SlotSet, place: &StagingAddresses) -> StagedAddresses {
+        let routing = StagedAddresses {
             ids: self.host.device(place.ids),
             weights: self.host.device(place.weights),
             token_ids: self.host.device(place.token_ids),
             max_segments: place.max_segments as u32,
-            ..Staged::default()
+            ..StagedAddresses::default()
         };
         if self.shape.hidden as usize == self.hidden {
-            Staged {
+            StagedAddresses {
                 segments: self.host.device(place.segments),
                 rows: self.host.device(place.rows),
                 row_bytes: place.row_bytes as u64,
                 ..routing
             }
         } else {
-            Staged {
+            StagedAddresses {
                 segments: slot.segments.address(),
                 max_segments: (place.max_segments as u32).min(self.shape.max_tokens),
                 rows: slot.rows.address(),
@@ -180,8 +180,14 @@ impl CudaEngine {
     }
 
     /// The launches of a step.
-    fn sequence<'a>(&'a self, layer: &'a Layer, slot: usize, top_k: u32, variant: Variant) -> Sequence<'a> {
-        Sequence {
+    fn launches<'a>(
+        &'a self,
+        layer: &'a Layer,
+        slot: usize,
+        top_k: u32,
+        variant: Variant,
+    ) -> StepLaunches<'a> {
+        StepLaunches {
             layer,
             slot: &self.buffers.slots[slot],
             group: Group { top_k, experts: layer.spec.experts.count as u32, ..self.groups[slot] },
@@ -204,12 +210,12 @@ impl CudaEngine {
         for (class, layer) in self.layers.classes() {
             for slot in 0..self.buffers.slots.len() {
                 for variant in Variant::all(self.shape.max_tokens, layer.shared.is_some()) {
-                    let sequence = self.sequence(layer, slot, layer.spec.gate.top_k as u32, variant);
+                    let launches = self.launches(layer, slot, layer.spec.gate.top_k as u32, variant);
                     let graph = self.stream.capture(|| {
-                        // SAFETY: everything that the graph touches belongs to this engine, which drops its graphs
-                        // first, or is staging, which outlives it.
+                        // SAFETY: the graph accesses memory of this engine, which drops its graphs first, and staging, which
+                        // outlives the engine.
                         unsafe {
-                            sequence.enqueue(&self.layers, &self.buffers, &self.shape, self.stream.raw())?;
+                            launches.enqueue(&self.layers, &self.buffers, &self.shape, self.stream.raw())?;
                         }
                         Ok::<_, CudaFault>(())
                     })?;
@@ -223,13 +229,13 @@ impl CudaEngine {
         Ok(graphs)
     }
 
-    /// The copies that steps of this kind use, if they do.
+    /// The copies, if steps of this variant use them.
     fn copies_of(&self, variant: Variant) -> Option<&Copies> {
         self.copies.as_ref().filter(|_| variant.rows >= self.copied_from)
     }
 }
 
-/// See [`COPIED_FROM`].
+/// [`COPIED_FROM`] in rows per rank.
 fn copied_from(shape: &Shape) -> u32 {
     let given = std::env::var(COPIED_FROM_ENV).ok().and_then(|rows| rows.parse().ok());
     given.unwrap_or_else(|| COPIED_FROM.div_ceil(shape.hidden as usize * 2) as u32)
@@ -237,15 +243,15 @@ fn copied_from(shape: &Shape) -> u32 {
 
 impl Drop for CudaEngine {
     fn drop(&mut self) {
-        // Kernels and copies may still use what is freed next. An error has been reported by the step that met it.
+        // Kernels and copies may still use the memory that is freed next. The step that failed has reported its error.
         let _ = self.device.synchronize();
         if let Err(error) = self.windows.health() {
-            tracing::debug!(%error, "the group at its end");
+            tracing::debug!(%error, "NCCL error at the end of the group");
         }
     }
 }
 
-// The channel's segments are read by the device where they stand.
+// Kernels read the channel's segments in place, so both types need the same layout.
 const _: () = {
     use std::mem::offset_of;
     assert!(size_of::<Segment>() == size_of::<DeviceSegment>());

@@ -1,4 +1,4 @@
-//! Steps of a GPU rank: begun, watched, ended.
+//! The life of a step on a GPU rank: launch, wait, report.
 
 #![allow(unsafe_code, reason = "kernels work on memory that Rust only sees as addresses")]
 
@@ -18,19 +18,19 @@ use expertd_rank::{StepEngine, StepFault, StepReport};
 use expertd_types::DType;
 use expertd_types::Phase;
 
-/// How often a wait for the device looks for an error of the driver.
+/// Interval at which a wait for the device asks the driver for errors.
 const QUERY_INTERVAL: Duration = Duration::from_millis(2);
 
-/// A step that the device has been given.
+/// A launched step.
 pub(super) struct Running {
     sequence: u64,
     slot: usize,
-    runs: Vec<CheckedSegment>,
+    segments: Vec<CheckedSegment>,
     gated: bool,
-    /// Whether its rows are copied beside the kernels.
+    /// Whether copy engines carry its rows.
     copied: bool,
-    /// Whether the router knows that its experts have ended.
-    told: bool,
+    /// Whether the router was notified of the end of its experts phase.
+    notified: bool,
 }
 
 /// The wait for the oldest running step.
@@ -47,28 +47,28 @@ impl Watch {
 }
 
 impl CudaEngine {
-    /// Gives the device one step.
+    /// Launches one step.
     fn launch(
         &self,
         step: &StepDescriptor,
         layer: &Layer,
         variant: Variant,
-        runs: &[CheckedSegment],
+        segments: &[CheckedSegment],
     ) -> Result<(), CudaFault> {
         let slot = step.slot as usize;
-        let bytes = runs.last().map_or(0, |run| run.bytes.end);
+        let bytes = segments.last().map_or(0, |segment| segment.bytes.end);
         let copies = self.copies_of(variant);
         if let Some(copies) = copies {
-            copies.inward(slot, runs.len(), bytes, &self.stream)?;
+            copies.inward(slot, segments.len(), bytes, &self.stream)?;
         }
         match self.graphs.get(layer.class, slot, variant) {
             Some(graph) if step.top_k as usize == layer.spec.gate.top_k => graph.launch(&self.stream)?,
             _ => {
-                let sequence = self.sequence(layer, slot, step.top_k, variant);
-                // SAFETY: all of it lives in `self` or in the slot's staging. The step has ended before its completion is
-                // reported, and on faults the engine is dropped, which drains the streams first.
+                let launches = self.launches(layer, slot, step.top_k, variant);
+                // SAFETY: all addresses are of memory in `self` or in the slot's staging. Completion is reported after the step has
+                // ended; after a fault the engine is dropped, which drains the streams first.
                 unsafe {
-                    sequence.enqueue(&self.layers, &self.buffers, &self.shape, self.stream.raw())?;
+                    launches.enqueue(&self.layers, &self.buffers, &self.shape, self.stream.raw())?;
                 }
             }
         }
@@ -78,7 +78,7 @@ impl CudaEngine {
         Ok(())
     }
 
-    /// Whether the oldest running step has ended; finds out now and then whether the device still works.
+    /// Whether the oldest running step has ended. Every [`QUERY_INTERVAL`] it also asks the driver for errors.
     fn has_ended(&mut self, sequence: u64, slot: usize, copied: bool) -> Result<bool, CudaFault> {
         if self.buffers.slots[slot].completion.first_word() == sequence {
             return match &self.copies {
@@ -101,7 +101,7 @@ impl CudaEngine {
                 CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_NOT_READY => {}
                 error => return Err(CudaFault::Stuck(format!("the GPU failed: {error:?}"))),
             }
-            if waited > self.patience {
+            if waited > self.step_deadline {
                 return Err(CudaFault::Stuck(format!("the GPU has not finished the step after {waited:?}")));
             }
             std::thread::yield_now();
@@ -110,11 +110,12 @@ impl CudaEngine {
     }
 }
 
-/// The type of result rows in device memory: the one type of all rows, or f32, from which all others are rounded.
-fn out_dtype(runs: &[CheckedSegment]) -> DType {
-    match runs.split_first() {
+/// Element type of result rows in device memory: the type of all rows if they share one, else f32, which is then rounded to
+/// each row's type.
+fn out_dtype(segments: &[CheckedSegment]) -> DType {
+    match segments.split_first() {
         None => DType::Bf16,
-        Some((first, rest)) if rest.iter().all(|run| run.dtype == first.dtype) => first.dtype,
+        Some((first, rest)) if rest.iter().all(|segment| segment.dtype == first.dtype) => first.dtype,
         Some(_) => DType::F32,
     }
 }
@@ -130,7 +131,7 @@ impl StepEngine for CudaEngine {
         if self.running.iter().any(|running| running.slot == slot) {
             return Err(StepFault::SlotInUse(step.slot));
         }
-        let runs =
+        let segments =
             CheckedSegment::all(staging.segments, step.tokens as usize, self.hidden, staging.rows.len())?;
         let layer = self
             .layers
@@ -142,37 +143,44 @@ impl StepEngine for CudaEngine {
         let padding = wide != self.hidden;
         if padding {
             // SAFETY: no running step occupies the slot (checked above).
-            unsafe { pad(&runs, staging.rows, self.hidden, wide, &mut self.buffers.slots[slot]) };
+            unsafe { pad(&segments, staging.rows, self.hidden, wide, &mut self.buffers.slots[slot]) };
         }
-        let gated = runs.iter().any(|run| run.gated);
+        let gated = segments.iter().any(|segment| segment.gated);
         self.buffers.slots[slot].request.put(StepRequest {
             step: step.sequence,
             tokens: step.tokens,
             layer: step.layer,
-            given_routing: u32::from(!runs.is_empty() && !gated),
-            out_dtype: if padding { DType::F32 } else { out_dtype(&runs) } as u32,
+            given_routing: u32::from(!segments.is_empty() && !gated),
+            out_dtype: if padding { DType::F32 } else { out_dtype(&segments) } as u32,
             segments: step.segments,
             reserved: 0,
         });
         let variant = Variant {
-            // The same on every rank, whatever its own number of rows: grids of an exchange must agree.
+            // Derived from the whole step, so that all ranks launch the grids of an exchange with equal sizes.
             rows: step.step_tokens.div_ceil(self.shape.ranks).next_power_of_two().min(self.shape.max_tokens),
             gated,
-            shared: layer.shared.is_some() && runs.iter().any(|run| run.shared),
+            shared: layer.shared.is_some() && segments.iter().any(|segment| segment.shared),
         };
-        // Grids cover the rows of the regime; a row beyond them would be left out without a word.
+        // Grids cover `variant.rows`; further rows would silently be skipped.
         if step.tokens > variant.rows {
             return Err(StepFault::engine(format!(
                 "the router sent {} rows of a step that has at most {} on each rank ({} in all)",
                 step.tokens, variant.rows, step.step_tokens
             )));
         }
-        self.launch(step, layer, variant, &runs)?;
+        self.launch(step, layer, variant, &segments)?;
         if self.running.is_empty() {
             self.watch = Watch::start();
         }
         let copied = self.copies_of(variant).is_some();
-        self.running.push_back(Running { sequence: step.sequence, slot, runs, gated, copied, told: false });
+        self.running.push_back(Running {
+            sequence: step.sequence,
+            slot,
+            segments,
+            gated,
+            copied,
+            notified: false,
+        });
         Ok(None)
     }
 
@@ -182,32 +190,34 @@ impl StepEngine for CudaEngine {
         channel: &mut RankChannel,
         notice: &ExpertsNotice,
     ) -> Result<Option<StepReport>, StepFault> {
-        for running in self.running.iter_mut().filter(|running| !running.told) {
+        for running in self.running.iter_mut().filter(|running| !running.notified) {
             if self.buffers.slots[running.slot].experts_done.first_word() != running.sequence {
-                // In order: this thread may lose its core between two looks, and find a later step's word first.
+                // Notify in order: if this thread was descheduled, a later step's word may be visible first.
                 break;
             }
-            running.told = true;
+            running.notified = true;
             notice.experts_ended(running.sequence);
         }
         let Some(&Running { sequence, slot, copied, .. }) = self.running.front() else { return Ok(None) };
         if !self.has_ended(sequence, slot, copied)? {
             return Ok(None);
         }
-        let Some(Running { runs, gated, told, .. }) = self.running.pop_front() else { return Ok(None) };
+        let Some(Running { segments, gated, notified, .. }) = self.running.pop_front() else {
+            return Ok(None);
+        };
         self.watch = Watch::start();
         let completion = self.buffers.slots[slot].completion.get();
         if let Some(fault) = DeviceFault::decode(completion.error) {
             return Err(CudaFault::from(fault).into());
         }
-        if !told {
+        if !notified {
             notice.experts_ended(sequence);
         }
         let wide = self.shape.hidden as usize;
         if wide != self.hidden {
             let staged = channel.staging(step).rows;
             // SAFETY: the step has ended (`has_ended`), and the next one in the slot begins through `&mut self`.
-            unsafe { unpad(&runs, staged, self.hidden, wide, &mut self.buffers.slots[slot]) };
+            unsafe { unpad(&segments, staged, self.hidden, wide, &mut self.buffers.slots[slot]) };
         }
         let mut phases = phases(&completion, gated);
         if let Some(copies) = self.copies.as_ref().filter(|_| copied) {
@@ -231,7 +241,7 @@ fn phases(record: &Completion, gated: bool) -> [Duration; Phase::ALL.len()] {
     Phase::ALL.map(|phase| match phase {
         Phase::Gate if !gated => Duration::ZERO,
         Phase::Prepare => between(end(Phase::Dispatch), end(Phase::Prepare)),
-        // Not from the end of the lists alone: phases must not overlap, whichever of the two ends last.
+        // Dispatch and prepare overlap; the experts phase begins when both have ended.
         Phase::Experts => between(end(Phase::Dispatch).max(end(Phase::Prepare)), begin(Phase::Combine)),
         _ => between(begin(phase), end(phase)),
     })

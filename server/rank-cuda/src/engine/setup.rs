@@ -1,4 +1,4 @@
-//! From nothing to a loaded GPU rank: device, group, weights, buffers.
+//! Set-up of a GPU rank: device, group, buffers, weights.
 
 #![allow(unsafe_code, reason = "pins the pages of the channel's staging")]
 
@@ -13,7 +13,7 @@ use nccl_sys::{Library, UniqueId};
 use super::copies::Copies;
 use super::layers::{Layers, any_fp8_products, device_bytes, widest};
 use super::step::{Buffers, Sizes};
-use super::{CudaEngine, Host, Parts};
+use super::{CudaEngine, EngineParts, PinnedStaging};
 use crate as gpu;
 use crate::experts::padded;
 use crate::windows::{ID_BYTES, LsaWindows};
@@ -23,11 +23,11 @@ use expertd_model::{Checkpoint, LayerChoice};
 use expertd_rank::share::ExpertShare;
 use expertd_rank::{Failure, Joining, Loaded, setup_failure};
 
-/// How long ranks wait for each other while they join.
+/// Longest time that ranks wait for each other while they join.
 const JOIN_DEADLINE: Duration = Duration::from_secs(120);
-/// Device memory that is left alone: graphs, tables, what a load needs for a while, and the driver's own.
+/// Device memory kept free for graphs, tables, upload buffers and the driver, in bytes.
 const RESERVE: u64 = 1 << 30;
-/// Threads that bring weights from the page cache to pinned memory, at most.
+/// Largest number of threads that copy weights from the page cache to pinned memory.
 const LOAD_THREADS: usize = 16;
 
 /// Sets up this rank's GPU, joins the group, and loads.
@@ -41,12 +41,12 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     let shape = gpu::kernel_shape(&setup.shape, spec.max_experts());
     expertd_kernels::experts::setup().map_err(setup_failure)?;
 
-    // Together first: a rank that cannot join is known before minutes are spent on loading.
+    // Ranks join before they load, so that a rank that cannot join fails before minutes are spent on loading.
     let windows = join(setup, &device, &shape, socket, reader)?;
     let host = pin(&device, channel)?;
     let padding = shape.hidden as usize != setup.shape.hidden;
     let staged = channel.staging_addresses();
-    let room = |error: DeviceError| {
+    let no_room = |error: DeviceError| {
         let message = format!("{error}; lower max-tokens-per-step, or the number of slots");
         setup_failure(format!("cannot allocate the buffers of {} slots: {message}", setup.shape.slots))
     };
@@ -56,9 +56,9 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
         padding,
         fp8_products: any_fp8_products(spec, setup.fp8_compute),
     };
-    let buffers = Buffers::new(&device, &shape, &sizes).map_err(room)?;
-    let copies = if padding { None } else { Some(Copies::new(&device, &staged).map_err(room)?) };
-    // All that steps need is there: what is free now is for weights.
+    let buffers = Buffers::new(&device, &shape, &sizes).map_err(no_room)?;
+    let copies = if padding { None } else { Some(Copies::new(&device, &staged).map_err(no_room)?) };
+    // All buffers of steps are allocated, so the free memory is available for weights.
     check_memory(setup, &device, &checkpoint)?;
     let layers = load_weights(setup, &device, &checkpoint, progress)?;
 
@@ -69,12 +69,12 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
         setup.rank,
         if setup.shape.ranks == 1 { "" } else { ", windows over NCCL" }
     );
-    let parts = Parts { shape, windows, host, layers, buffers, copies };
+    let parts = EngineParts { shape, windows, host, layers, buffers, copies };
     let engine = CudaEngine::new(setup, device, parts, &staged).map_err(setup_failure)?;
     Ok(Loaded { engine: Box::new(engine), weight_bytes, device: describe })
 }
 
-/// This rank's GPU, checked for what the kernels need.
+/// Opens this rank's GPU and checks that the kernels support it.
 fn open(setup: &RankSetup) -> Result<Device, Failure> {
     let present = Device::count().map_err(setup_failure)?;
     if setup.rank.0 >= present {
@@ -98,7 +98,7 @@ fn open(setup: &RankSetup) -> Result<Device, Failure> {
 }
 
 /// Pins the staging of the channel.
-fn pin(device: &Device, channel: &RankChannel) -> Result<Host, Failure> {
+fn pin(device: &Device, channel: &RankChannel) -> Result<PinnedStaging, Failure> {
     let (pages, bytes) = channel.staging_pages();
     // SAFETY: the channel maps these pages as long as it lives, and it outlives the engine.
     let staging = unsafe { Pinned::register(device, pages, bytes) }.map_err(|error| {
@@ -108,10 +108,10 @@ fn pin(device: &Device, channel: &RankChannel) -> Result<Host, Failure> {
             bytes >> 20
         ))
     })?;
-    Ok(Host { first: pages as usize, bytes, staging })
+    Ok(PinnedStaging { first: pages as usize, bytes, staging })
 }
 
-/// Brings this rank's weights to its GPU, with as many threads as it has cores.
+/// Loads this rank's weights to its GPU with one thread per core of the rank, at most [`LOAD_THREADS`].
 fn load_weights(
     setup: &RankSetup,
     device: &Device,
@@ -167,8 +167,8 @@ fn join(
         .map_err(setup_failure)
 }
 
-/// The id that rank 0 made, as the router hands it on. The ranks' GPUs must have equal numbers of multiprocessors, because the grids of
-/// an exchange follow from it and have to agree.
+/// Receives the id that rank 0 made from the router. The ranks' GPUs must have equal numbers of multiprocessors, because each rank
+/// computes the grids of an exchange from its own number, and the grids have to be equal.
 fn receive_id(
     socket: &UnixStream,
     reader: &mut BufReader<UnixStream>,

@@ -1,4 +1,4 @@
-//! What one step's kernels work on, and their launches in order.
+//! The buffers of a step's kernels, and their launches in order.
 
 #![allow(unsafe_code, reason = "launches kernels")]
 
@@ -14,19 +14,20 @@ use expertd_kernels::params::{
 use expertd_kernels::slot::SlotBuffers;
 
 use super::layers::{Layer, Layers, gate_params};
-use crate::experts::{Held, HostBuffer, Panels, activation_code};
+use crate::experts::{DeviceFormat, HostBuffer, Panels, activation_code};
 use expertd_model::Activation;
 
-/// Blocks of the copies between host and device: enough to keep the link busy, few enough to leave the rest alone.
+/// Blocks of the kernels that copy rows between host and device: enough to saturate the link, and few enough to leave most
+/// multiprocessors to other kernels.
 pub(super) const COPY_BLOCKS: u32 = 16;
-/// Blocks that list the rows of shared experts.
+/// Blocks of the kernel that lists the rows of shared experts.
 const LIST_BLOCKS: u32 = 32;
 
-/// One slot.
+/// The buffers of one slot.
 pub(super) struct SlotSet {
     pub(super) kernels: SlotBuffers,
     token_ids: Buffer<i32>,
-    /// bf16 `[max_tokens, hidden]`: what rounding took from rows that came in f32 or f16.
+    /// bf16 `[max_tokens, hidden]`: the part of f32 and f16 rows that rounding to bf16 removed.
     tokens_low: Buffer<u16>,
     /// `RowPlace` of each row.
     places: Buffer<u8>,
@@ -36,46 +37,47 @@ pub(super) struct SlotSet {
     shared_out: Buffer<u16>,
     pub(super) request: Mailbox<StepRequest>,
     pub(super) completion: Mailbox<Completion>,
-    /// The last step whose experts have ended.
+    /// Sequence number of the last step whose experts phase has ended.
     pub(super) experts_done: Mailbox<u64>,
-    /// Rows as the kernels want them, f32 `[max_tokens, hidden]`, where rows as staged need padding; else one.
+    /// Padded rows, f32 `[max_tokens, hidden]`; one page if rows need no padding.
     pub(super) rows: HostBuffer,
     /// Segments of [`rows`](Self::rows).
     pub(super) segments: HostBuffer,
 }
 
-/// Everything that steps need beside weights and windows.
+/// All buffers of steps, apart from weights and windows.
 pub(super) struct Buffers {
     pub(super) slots: Vec<SlotSet>,
     logits: Buffer<f32>,
     tickets: Buffer<u32>,
     x_panels: Panels,
     h: Panels,
-    /// Scales of `x_panels` and `h` where experts are multiplied as FP8.
+    /// Scales of `x_panels` for FP8 products; empty without them.
     x_scales: Buffer<f32>,
+    /// Scales of `h` for FP8 products; empty without them.
     h_scales: Buffer<f32>,
     state: Buffer<u32>,
     panel_rows: usize,
 }
 
-/// Rows of a workspace for `assignments` over `experts` experts, each of whose rows begin at a multiple of 8.
+/// Rows of a workspace for `assignments` rows of `experts` experts. Each expert's rows start at a multiple of 8.
 const fn panel_rows(assignments: usize, experts: usize) -> usize {
     (assignments + 7 * experts).next_multiple_of(8)
 }
 
-/// What buffers are sized by, beside the group's shape.
+/// Sizes of buffers that do not follow from the group's shape.
 pub(super) struct Sizes {
-    /// Features of the widest MLP of any layer, padded.
+    /// The largest intermediate size of any layer, padded.
     pub(super) inter: usize,
     pub(super) slots: u32,
-    /// Whether rows of callers are shorter than those of kernels.
+    /// Whether the kernels' rows are longer than the callers'.
     pub(super) padding: bool,
-    /// Whether any layer's experts are multiplied as FP8.
+    /// Whether any layer's experts compute products in FP8.
     pub(super) fp8_products: bool,
 }
 
 impl Buffers {
-    /// Buffers for a group of this shape.
+    /// Allocates the buffers for a group of this shape.
     pub(super) fn new(device: &Device, shape: &Shape, sizes: &Sizes) -> Result<Self, DeviceError> {
         let &Sizes { inter, slots, padding, fp8_products } = sizes;
         let tokens = shape.max_tokens as usize;
@@ -101,7 +103,7 @@ impl Buffers {
         let local = shape.max_local_experts() as usize;
         let routed_rows = panel_rows(shape.max_assignments(), local);
         let shared_rows = panel_rows(tokens, 1);
-        // Both kinds of experts see the same workspace, with the same distance between panels.
+        // Routed and shared experts use the same workspace with the same distance between panels.
         let rows = routed_rows.max(shared_rows);
         let scales = |k: usize| if fp8_products { k.div_ceil(experts::SCALE_ELEMENTS) * rows } else { 0 };
         Ok(Buffers {
@@ -118,9 +120,9 @@ impl Buffers {
     }
 }
 
-/// Where a slot's rows and routing stand on the host, as the device sees it.
+/// Device addresses of a slot's segments, rows and routing on the host, or of their copies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Staged {
+pub(super) struct StagedAddresses {
     pub(super) segments: u64,
     pub(super) max_segments: u32,
     pub(super) rows: u64,
@@ -130,27 +132,28 @@ pub(super) struct Staged {
     pub(super) token_ids: u64,
 }
 
-/// What distinguishes one sequence of launches from another.
-pub(super) struct Sequence<'a> {
+/// The launches of one step.
+pub(super) struct StepLaunches<'a> {
     pub(super) layer: &'a Layer,
     pub(super) slot: &'a SlotSet,
-    /// With the layer's experts and the step's k.
+    /// The group, with the layer's number of experts and the step's k.
     pub(super) group: Group,
-    pub(super) staged: Staged,
-    /// Whether ranks meet between copies and work.
+    pub(super) staged: StagedAddresses,
+    /// Whether ranks wait for each other between copy_in and the gate.
     pub(super) aligned: bool,
-    /// Rows that the gate's grid has to cover; 0 where no row of this rank is gated.
+    /// Rows that the gate's grid covers; 0 if the gate routes no row of this rank.
     pub(super) gate_rows: u32,
-    /// Whether shared experts take part.
+    /// Whether shared experts run.
     pub(super) shared: bool,
-    /// Grids of the exchange, the same on every rank.
+    /// Grid of dispatch, equal on every rank.
     pub(super) dispatch_blocks: u32,
+    /// Grid of combine, equal on every rank.
     pub(super) combine_blocks: u32,
-    /// Blocks that take rows in and give them out.
+    /// Grid of copy_in and copy_out.
     pub(super) copy_blocks: u32,
 }
 
-impl Sequence<'_> {
+impl StepLaunches<'_> {
     /// Enqueues the whole step.
     ///
     /// # Safety
@@ -188,7 +191,7 @@ impl Sequence<'_> {
             max_segments: self.staged.max_segments,
             reserved: 0,
         };
-        // SAFETY: the caller's promise, for this and every launch below.
+        // SAFETY: the caller keeps all addresses live, for this and every launch below.
         unsafe { launch::copy_in(&[copy_in], self.copy_blocks, stream)? };
         if self.aligned {
             // SAFETY: as above.
@@ -213,8 +216,8 @@ impl Sequence<'_> {
             // SAFETY: as above.
             unsafe { launch::gate(&[gate], self.gate_rows, stream)? };
         }
-        // Every rank sends rows as the layer's experts take them; a rank alone sends none.
-        let fp8_rows = self.layer.held == Held::W8a8 && self.group.ranks > 1;
+        // All ranks send rows in the format of the layer's experts. A group of one rank sends no rows.
+        let fp8_rows = self.layer.format == DeviceFormat::W8a8 && self.group.ranks > 1;
         let dispatch = DispatchParams {
             fp8_rows: u32::from(fp8_rows),
             power_of_two_scales: u32::from(self.layer.spec.experts.power_of_two_scales),
@@ -222,7 +225,7 @@ impl Sequence<'_> {
         };
         // SAFETY: as above.
         unsafe { launch::dispatch(&[dispatch], self.dispatch_blocks, stream)? };
-        if let Some(held) = &self.layer.experts {
+        if let Some(mine) = &self.layer.experts {
             let routed = ExpertsParams {
                 layers: layers.experts.address(),
                 expert_offsets: k.expert_offsets.address(),
@@ -230,11 +233,11 @@ impl Sequence<'_> {
                 row_weight: k.row_weight.address(),
                 x: k.rows(&self.group),
                 y: k.expert_out.address(),
-                experts: held.count() as i32,
-                inter: held.inter() as i32,
+                experts: mine.count() as i32,
+                inter: mine.inter() as i32,
                 weight_on_input: i32::from(self.layer.spec.experts.weight_on_input),
                 power_of_two_scales: i32::from(self.layer.spec.experts.power_of_two_scales),
-                format: held.held().code(),
+                format: mine.format().code(),
                 x_format: if fp8_rows { experts::ROWS_FP8 } else { experts::ROWS_BF16 },
                 x_stride: if fp8_rows {
                     fp8_row_bytes(hidden as usize) as u64
@@ -271,7 +274,7 @@ impl Sequence<'_> {
                 experts: 1,
                 inter: shared.experts.inter() as i32,
                 power_of_two_scales: i32::from(spec.is_some_and(|s| s.power_of_two_scales)),
-                format: shared.experts.held().code(),
+                format: shared.experts.format().code(),
                 ..self.mlp(buffers, shape, activation)
             };
             // SAFETY: as above.
@@ -305,7 +308,7 @@ impl Sequence<'_> {
         Ok(())
     }
 
-    /// What routed and shared experts have in common.
+    /// The parameters that routed and shared experts have in common.
     fn mlp(&self, buffers: &Buffers, shape: &Shape, activation: Activation) -> ExpertsParams {
         let (activation, alpha, limit) = activation_code(activation);
         let state = self.slot.kernels.state.address();

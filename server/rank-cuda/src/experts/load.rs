@@ -1,4 +1,5 @@
-//! Weights from a mapped checkpoint to panels: the host fills one pinned buffer while the other's copy and packing run.
+//! Uploads weights from a mapped checkpoint to panels: the host fills one pinned buffer while the device copies and packs the
+//! other.
 
 #![allow(unsafe_code, reason = "asynchronous copies and kernel launches")]
 
@@ -8,115 +9,117 @@ use expertd_kernels::launch::LaunchError;
 use half::bf16;
 use rayon::prelude::*;
 
-use super::narrow::Parts;
-use super::{CudaExperts, Held, HostBuffer, padded};
+use super::narrow::ExpertLayout;
+use super::{CudaExperts, DeviceFormat, HostBuffer, padded};
 use expertd_model::ExpertWeights;
 use expertd_model::{MatrixView, WeightFormat};
 
-/// Why an expert could not be brought to the device.
+/// Why an expert could not be uploaded.
 #[derive(Debug, thiserror::Error)]
-pub enum PackFailure {
-    /// The driver.
+pub enum UploadError {
+    /// The CUDA driver failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// A kernel.
+    /// A kernel could not be launched.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// The copy.
+    /// The copy to the device failed.
     #[error("copying weights to the device failed: {0}")]
     Copy(String),
-    /// The matrices are stored in a way that the kernels do not work with.
+    /// The kernels do not support the way in which the matrices are stored.
     #[error("device cuda: {0}")]
     Unsupported(String),
 }
 
-/// One of the two ways to the device.
+/// A pinned host buffer, its copy on the device, and the stream that fills and packs that copy.
 #[derive(Debug)]
-struct Lane {
-    // Drained before its buffers go: see the drop of `Loader`.
+struct UploadBuffer {
+    // `Uploader` drains the stream before it drops the buffers.
     stream: Stream,
     host: HostBuffer,
     staged: Buffer<u16>,
 }
 
-/// Brings experts to the device, one at a time.
+/// Uploads experts, one per call, through two buffers in turn.
 #[derive(Debug)]
-pub struct Loader<'a> {
+pub struct Uploader<'a> {
     pool: &'a rayon::ThreadPool,
-    lanes: [Lane; 2],
+    buffers: [UploadBuffer; 2],
     next: usize,
 }
 
-impl<'a> Loader<'a> {
-    /// For experts of at most `hidden` times `inter`, in any format: none takes more than bf16 does.
+impl<'a> Uploader<'a> {
+    /// Makes buffers for experts of at most `hidden` × `inter`, in any format. No format needs more bytes than bf16.
     ///
     /// # Errors
-    /// When memory is short.
+    /// If there is not enough host or device memory.
     pub fn new(
         device: &Device,
         pool: &'a rayon::ThreadPool,
         hidden: usize,
         inter: usize,
     ) -> Result<Self, DeviceError> {
-        // FP8 takes half of bf16's bytes and its scales, and pads the intermediate size further where it is multiplied as FP8.
-        let elements = 3 * padded(hidden) * Held::W8a8.padded_inter(inter);
-        let lane = || {
-            Ok::<_, DeviceError>(Lane {
+        // FP8 needs half of bf16's bytes plus scales; FP8 products also pad the intermediate size to a larger unit.
+        let elements = 3 * padded(hidden) * DeviceFormat::W8a8.padded_inter(inter);
+        let buffer = || {
+            Ok::<_, DeviceError>(UploadBuffer {
                 stream: device.stream()?,
                 host: HostBuffer::new(device, elements * 2)?,
                 staged: Buffer::zeroed(device, elements)?,
             })
         };
-        Ok(Loader { pool, lanes: [lane()?, lane()?], next: 0 })
+        Ok(Uploader { pool, buffers: [buffer()?, buffer()?], next: 0 })
     }
 
-    /// Begins to bring expert `index` of `experts` to the device.
+    /// Starts to upload expert `index` of `experts`.
     ///
     /// # Errors
-    /// The driver's.
+    /// If the device fails or the kernels do not support the matrices.
     pub fn load(
         &mut self,
         experts: &mut CudaExperts,
         index: usize,
         weights: &ExpertWeights<'_>,
-    ) -> Result<(), PackFailure> {
+    ) -> Result<(), UploadError> {
         let (hidden, inter) = (experts.hidden, experts.inter);
-        let lane = &mut self.lanes[self.next];
+        let buffer = &mut self.buffers[self.next];
         self.next = 1 - self.next;
-        lane.stream.synchronize()?;
+        buffer.stream.synchronize()?;
         if let Some(biases) = &weights.biases {
             let at = index * 2 * inter;
             experts.host_gate_up_bias[at..][..biases.gate.len()].copy_from_slice(biases.gate);
             experts.host_gate_up_bias[at + inter..][..biases.up.len()].copy_from_slice(biases.up);
             experts.host_down_bias[index * hidden..][..biases.down.len()].copy_from_slice(biases.down);
         }
-        match experts.held {
-            Held::Bf16 => lane.load_bf16(self.pool, experts, index, weights),
-            Held::Fp8 | Held::W8a8 | Held::Mxfp4 => lane.load_narrow(self.pool, experts, index, weights),
+        match experts.format {
+            DeviceFormat::Bf16 => buffer.load_bf16(self.pool, experts, index, weights),
+            DeviceFormat::Fp8 | DeviceFormat::W8a8 | DeviceFormat::Mxfp4 => {
+                buffer.load_narrow(self.pool, experts, index, weights)
+            }
         }
     }
 
-    /// Waits until everything has arrived.
+    /// Waits until all experts are on the device.
     ///
     /// # Errors
     /// The first error of any copy or kernel.
     pub fn finish(&self) -> Result<(), DeviceError> {
-        self.lanes.iter().try_for_each(|lane| lane.stream.synchronize())
+        self.buffers.iter().try_for_each(|buffer| buffer.stream.synchronize())
     }
 }
 
-impl Lane {
+impl UploadBuffer {
     fn load_bf16(
         &mut self,
         pool: &rayon::ThreadPool,
         experts: &CudaExperts,
         index: usize,
         weights: &ExpertWeights<'_>,
-    ) -> Result<(), PackFailure> {
+    ) -> Result<(), UploadError> {
         let (hidden, inter) = (experts.hidden, experts.inter);
         let matrix = hidden * inter;
         let [gate, up, down] = {
-            // SAFETY: `Loader::load` has drained the lane's stream, so no copy reads the buffer.
+            // SAFETY: `Uploader::load` has drained the buffer's stream, so no copy reads the buffer.
             let host = unsafe { self.host.as_mut_slice::<u16>(3 * matrix) };
             let (gate, rest) = host.split_at_mut(matrix);
             let (up, down) = rest.split_at_mut(matrix);
@@ -146,7 +149,7 @@ impl Lane {
             kind: PACK_DOWN,
             ..common
         };
-        // SAFETY: source and destination are live buffers of those sizes, and the copy comes first on the stream.
+        // SAFETY: source and destination are live buffers of those sizes, and the stream runs the copy before the kernels.
         unsafe {
             pack(&common, self.stream.raw())?;
             pack(&down, self.stream.raw())?;
@@ -160,17 +163,17 @@ impl Lane {
         experts: &CudaExperts,
         index: usize,
         weights: &ExpertWeights<'_>,
-    ) -> Result<(), PackFailure> {
-        let (held, hidden, inter) = (experts.held, experts.hidden, experts.inter);
-        let parts = Parts::new(held, hidden, inter);
+    ) -> Result<(), UploadError> {
+        let (format, hidden, inter) = (experts.format, experts.hidden, experts.inter);
+        let layout = ExpertLayout::new(format, hidden, inter);
         // SAFETY: as for bf16.
-        let to = unsafe { self.host.as_mut_slice::<u8>(parts.bytes) };
-        pool.install(|| parts.fill(weights, to)).map_err(PackFailure::Unsupported)?;
-        self.copy(parts.bytes)?;
+        let to = unsafe { self.host.as_mut_slice::<u8>(layout.bytes) };
+        pool.install(|| layout.fill(weights, to)).map_err(UploadError::Unsupported)?;
+        self.copy(layout.bytes)?;
         let matrices = [&experts.gate_up, &experts.down];
         let row_scales = [(&experts.gate_up_scale, 2 * inter), (&experts.down_scale, hidden)];
-        let bytes = held.matrix_bytes(hidden, inter);
-        for (i, mut pack) in parts.packs(self.staged.address()).into_iter().enumerate() {
+        let bytes = format.matrix_bytes(hidden, inter);
+        for (i, mut pack) in layout.packs(self.staged.address()).into_iter().enumerate() {
             let (scales, len) = row_scales[i];
             pack.units = matrices[i].address + (index * bytes[i]) as u64;
             pack.row_scales = scales.as_ref().map_or(0, |scales| scales.address() + (index * len * 4) as u64);
@@ -180,10 +183,10 @@ impl Lane {
         Ok(())
     }
 
-    /// Begins to copy what is in the host's buffer.
-    fn copy(&self, bytes: usize) -> Result<(), PackFailure> {
-        assert!(bytes <= self.staged.len() * 2, "{bytes} bytes of an expert in a smaller buffer");
-        // SAFETY: both buffers are as long; they are touched again only after the stream was drained.
+    /// Starts to copy the first `bytes` of the host's buffer to the device.
+    fn copy(&self, bytes: usize) -> Result<(), UploadError> {
+        assert!(bytes <= self.staged.len() * 2, "an expert of {bytes} bytes exceeds the upload buffer");
+        // SAFETY: both buffers have at least `bytes` bytes, and neither is accessed again before the stream is drained.
         let status = unsafe {
             cudarc::driver::sys::cuMemcpyHtoDAsync_v2(
                 self.staged.address(),
@@ -192,18 +195,18 @@ impl Lane {
                 self.stream.raw(),
             )
         };
-        status.result().map_err(|error| PackFailure::Copy(format!("{error:?}")))
+        status.result().map_err(|error| UploadError::Copy(format!("{error:?}")))
     }
 }
 
-impl Drop for Loader<'_> {
+impl Drop for Uploader<'_> {
     fn drop(&mut self) {
-        // An error has been or will be reported by a call that can return it.
+        // `finish` has reported the error, or the load has already failed.
         let _ = self.finish();
     }
 }
 
-/// A matrix as bf16 rows of `cols` elements, padded with zeros.
+/// Converts a matrix to bf16 rows of `cols` elements, padded with zeros.
 #[must_use]
 pub fn to_bf16(view: &MatrixView<'_>, cols: usize) -> Vec<u16> {
     let mut rows = vec![0; view.rows * cols];
@@ -211,7 +214,7 @@ pub fn to_bf16(view: &MatrixView<'_>, cols: usize) -> Vec<u16> {
     rows
 }
 
-/// Writes `view` as bf16 rows of `cols` elements; what is beyond it becomes zero.
+/// Writes `view` as bf16 rows of `cols` elements; elements outside the matrix are zero.
 fn fill(view: &MatrixView<'_>, cols: usize, to: &mut [u16]) {
     to.par_chunks_mut(cols).enumerate().for_each(|(row, to)| {
         if row >= view.rows {
@@ -259,7 +262,7 @@ mod tests {
                 assert_eq!(to[row * 8 + col], expected, "({row}, {col})");
             }
         }
-        // The same matrix stored the other way round, in bf16.
+        // The same matrix in bf16, stored column by column.
         let stored: Vec<u8> =
             (0..15).flat_map(|i| bf16::from_f32(values[i % 3 * 5 + i / 3]).to_bits().to_le_bytes()).collect();
         view = MatrixView { format: WeightFormat::Bf16, data: &stored, row_stride: 1, col_stride: 3, ..view };

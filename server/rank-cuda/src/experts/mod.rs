@@ -1,16 +1,16 @@
 //! Experts on a GPU: weights in the layouts of the grouped kernel (`kernels/src/experts.h`).
 //!
-//! Sizes that the kernel cannot work with are padded with zeros, which changes no result: a padded intermediate feature
-//! is `activation(0, 0) = 0`, a padded hidden feature meets zeros only. Weights in f32 and f16 are rounded to bf16, to
-//! nearest, ties to even; FP8 and MXFP4 stay what they are, in one layout where they are widened and another where FP8 is
-//! multiplied as FP8.
+//! Sizes that the kernel does not support are padded with zeros, which changes no result: a padded intermediate feature is
+//! `activation(0, 0) = 0`, and a padded hidden feature is multiplied with zeros only. Weights in f32 and f16 are rounded to
+//! bf16 (to nearest, ties to even). FP8 and MXFP4 codes are kept, in one layout for products in bf16 and in another for
+//! products in FP8.
 
 mod host;
 mod load;
 mod narrow;
 
 pub use host::HostBuffer;
-pub use load::{Loader, PackFailure, to_bf16};
+pub use load::{UploadError, Uploader, to_bf16};
 
 use expertd_ipc::control::Fp8Compute;
 use expertd_kernels::device::{Buffer, Device, DeviceError};
@@ -20,74 +20,74 @@ use expertd_kernels::experts::{
 
 use expertd_model::{Activation, WeightFormat};
 
-/// Multiple of the hidden and the intermediate size.
+/// The kernels' hidden and intermediate sizes are multiples of this number of elements.
 const SIZE_UNIT: usize = 64;
-/// Alignment of panels, bytes.
+/// Alignment of panels, in bytes.
 const PANEL_ALIGNMENT: u64 = 1024;
 
-/// Rounds a hidden or intermediate size up to what the kernels work with.
+/// Rounds a hidden or intermediate size up to the next one that the kernels support.
 #[must_use]
 pub const fn padded(size: usize) -> usize {
     size.next_multiple_of(SIZE_UNIT)
 }
 
-/// How weights are held in device memory.
+/// Format of weights in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Held {
-    /// Of what is stored in bf16, f16 and f32.
+pub enum DeviceFormat {
+    /// bf16, for weights stored in bf16, f16 and f32.
     Bf16,
-    /// FP8 e4m3, with multipliers, widened to bf16 before it is multiplied.
+    /// FP8 e4m3 with multipliers, widened to bf16 for products with rows in bf16.
     Fp8,
-    /// The same, multiplied as FP8.
+    /// FP8 e4m3 with multipliers, for products with rows in FP8.
     W8a8,
-    /// MXFP4.
+    /// MXFP4, widened to bf16 for products with rows in bf16.
     Mxfp4,
 }
 
-impl Held {
-    /// How weights that are stored in `format` are held.
+impl DeviceFormat {
+    /// Device format of weights that the checkpoint stores in `format`.
     #[must_use]
     pub const fn of(format: WeightFormat, fp8: Fp8Compute) -> Self {
         match (format, fp8) {
-            (WeightFormat::Bf16 | WeightFormat::F16 | WeightFormat::F32, _) => Held::Bf16,
-            (WeightFormat::Fp8E4m3, Fp8Compute::Bf16) => Held::Fp8,
-            (WeightFormat::Fp8E4m3, Fp8Compute::Fp8) => Held::W8a8,
-            (WeightFormat::Mxfp4, _) => Held::Mxfp4,
+            (WeightFormat::Bf16 | WeightFormat::F16 | WeightFormat::F32, _) => DeviceFormat::Bf16,
+            (WeightFormat::Fp8E4m3, Fp8Compute::Bf16) => DeviceFormat::Fp8,
+            (WeightFormat::Fp8E4m3, Fp8Compute::Fp8) => DeviceFormat::W8a8,
+            (WeightFormat::Mxfp4, _) => DeviceFormat::Mxfp4,
         }
     }
 
-    /// Whether weights that are stored in `format` can be held so.
-    fn holds(self, format: WeightFormat) -> bool {
-        [Fp8Compute::Bf16, Fp8Compute::Fp8].iter().any(|fp8| Held::of(format, *fp8) == self)
+    /// Whether weights that the checkpoint stores in `stored` can have this device format.
+    fn accepts(self, stored: WeightFormat) -> bool {
+        [Fp8Compute::Bf16, Fp8Compute::Fp8].iter().any(|fp8| DeviceFormat::of(stored, *fp8) == self)
     }
 
-    /// The intermediate size that the kernel works with.
+    /// Rounds an intermediate size up to the next one that the kernel supports.
     #[must_use]
     pub const fn padded_inter(self, inter: usize) -> usize {
         match self {
-            Held::W8a8 => inter.next_multiple_of(SCALE_ELEMENTS),
-            Held::Bf16 | Held::Fp8 | Held::Mxfp4 => padded(inter),
+            DeviceFormat::W8a8 => inter.next_multiple_of(SCALE_ELEMENTS),
+            DeviceFormat::Bf16 | DeviceFormat::Fp8 | DeviceFormat::Mxfp4 => padded(inter),
         }
     }
 
-    /// The kernel's code.
+    /// The kernel's code for this format.
     #[must_use]
     pub const fn code(self) -> i32 {
         match self {
-            Held::Bf16 => BF16,
-            Held::Fp8 => FP8,
-            Held::Mxfp4 => MXFP4,
-            Held::W8a8 => W8A8,
+            DeviceFormat::Bf16 => BF16,
+            DeviceFormat::Fp8 => FP8,
+            DeviceFormat::Mxfp4 => MXFP4,
+            DeviceFormat::W8a8 => W8A8,
         }
     }
 
-    /// Device bytes of one expert's gate and up, and of its down.
+    /// Sizes in device memory of one expert's gate and up projections, and of its down projection, in bytes.
     fn matrix_bytes(self, hidden: usize, inter: usize) -> [usize; 2] {
         [PACK_GATE_UP, PACK_DOWN].map(|kind| matrix_bytes(self.code(), kind, hidden, inter) as usize)
     }
 }
 
-/// The kernel's code of an activation, with alpha and limit.
+/// The kernel's code of an activation, its alpha and its limit.
 #[must_use]
 pub const fn activation_code(activation: Activation) -> (i32, f32, f32) {
     match activation {
@@ -97,19 +97,19 @@ pub const fn activation_code(activation: Activation) -> (i32, f32, f32) {
     }
 }
 
-/// 16-bit elements in device memory, aligned as the kernel wants panels and weights.
+/// 16-bit elements in device memory with the kernel's alignment of panels and weights.
 #[derive(Debug)]
 pub struct Panels {
-    #[expect(dead_code, reason = "held, not read")]
+    #[expect(dead_code, reason = "keeps the memory allocated")]
     memory: Buffer<u16>,
     address: u64,
 }
 
 impl Panels {
-    /// Zeros.
+    /// Allocates `elements` zeros.
     ///
     /// # Errors
-    /// When device memory is short.
+    /// If there is not enough device memory.
     pub fn new(device: &Device, elements: usize) -> Result<Self, DeviceError> {
         let memory = Buffer::zeroed(device, elements + PANEL_ALIGNMENT as usize / 2)?;
         let address = memory.address().next_multiple_of(PANEL_ALIGNMENT);
@@ -123,14 +123,14 @@ impl Panels {
     }
 }
 
-/// Experts of one layer on one device: the routed ones of a rank, or the shared ones as one.
+/// Experts of one layer on one device: a rank's routed experts, or the layer's shared experts as one MLP.
 #[derive(Debug)]
 pub struct CudaExperts {
-    held: Held,
+    format: DeviceFormat,
     count: usize,
-    /// Padded.
+    /// Hidden size, padded.
     hidden: usize,
-    /// Padded.
+    /// Intermediate size, padded.
     inter: usize,
     gate_up: Panels,
     down: Panels,
@@ -138,36 +138,38 @@ pub struct CudaExperts {
     gate_up_bias: Option<Buffer<f32>>,
     /// f32 `[count, hidden]`.
     down_bias: Option<Buffer<f32>>,
-    /// All but bf16: f32 `[count, 2, inter]`, what the rows are multiplied with.
+    /// Row scales of every format but bf16: f32 `[count, 2, inter]`.
     gate_up_scale: Option<Buffer<f32>>,
-    /// All but bf16: f32 `[count, hidden]`.
+    /// Row scales of every format but bf16: f32 `[count, hidden]`.
     down_scale: Option<Buffer<f32>>,
     host_gate_up_bias: Vec<f32>,
     host_down_bias: Vec<f32>,
 }
 
 impl CudaExperts {
-    /// Room for `count` experts of these sizes.
+    /// Allocates memory for `count` experts of these sizes.
     ///
     /// # Errors
-    /// When device memory is short.
+    /// If there is not enough device memory.
     pub fn new(
         device: &Device,
-        held: Held,
+        format: DeviceFormat,
         count: usize,
         hidden: usize,
         inter: usize,
         biases: bool,
     ) -> Result<Self, DeviceError> {
-        let (hidden, inter) = (padded(hidden), held.padded_inter(inter));
+        let (hidden, inter) = (padded(hidden), format.padded_inter(inter));
         let biased = count * usize::from(biases);
-        let [gate_up, down] = held.matrix_bytes(hidden, inter);
-        let scales = |len: usize| match held {
-            Held::Bf16 => Ok(None),
-            Held::Fp8 | Held::W8a8 | Held::Mxfp4 => Buffer::zeroed(device, count * len).map(Some),
+        let [gate_up, down] = format.matrix_bytes(hidden, inter);
+        let scales = |len: usize| match format {
+            DeviceFormat::Bf16 => Ok(None),
+            DeviceFormat::Fp8 | DeviceFormat::W8a8 | DeviceFormat::Mxfp4 => {
+                Buffer::zeroed(device, count * len).map(Some)
+            }
         };
         Ok(CudaExperts {
-            held,
+            format,
             count,
             hidden,
             inter,
@@ -182,17 +184,17 @@ impl CudaExperts {
         })
     }
 
-    /// Bytes that [`new`](Self::new) takes of the device, but for biases and the scales of rows.
+    /// Size of the weights in device memory, in bytes, without biases and row scales.
     #[must_use]
-    pub fn bytes(held: Held, count: usize, hidden: usize, inter: usize) -> u64 {
-        let [gate_up, down] = held.matrix_bytes(padded(hidden), held.padded_inter(inter));
+    pub fn bytes(format: DeviceFormat, count: usize, hidden: usize, inter: usize) -> u64 {
+        let [gate_up, down] = format.matrix_bytes(padded(hidden), format.padded_inter(inter));
         (count * (gate_up + down)) as u64
     }
 
-    /// Sends the biases to the device, once every expert is loaded.
+    /// Copies the biases to the device, after every expert is uploaded.
     ///
     /// # Errors
-    /// The driver's.
+    /// If the driver fails.
     pub fn finish(&mut self, device: &Device) -> Result<(), DeviceError> {
         if !self.host_gate_up_bias.is_empty() {
             self.gate_up_bias = Some(Buffer::from_slice(device, &self.host_gate_up_bias)?);
@@ -202,16 +204,16 @@ impl CudaExperts {
         Ok(())
     }
 
-    /// Experts.
+    /// Number of experts.
     #[must_use]
     pub const fn count(&self) -> usize {
         self.count
     }
 
-    /// How the weights are held.
+    /// Format of the weights in device memory.
     #[must_use]
-    pub const fn held(&self) -> Held {
-        self.held
+    pub const fn format(&self) -> DeviceFormat {
+        self.format
     }
 
     /// Intermediate size, padded.
@@ -220,7 +222,7 @@ impl CudaExperts {
         self.inter
     }
 
-    /// Entry of the kernel's table of layers.
+    /// This layer's entry in the kernel's table of layers.
     #[must_use]
     pub fn weights(&self) -> LayerWeights {
         LayerWeights {

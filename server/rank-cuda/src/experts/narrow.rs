@@ -1,12 +1,12 @@
-//! FP8 and MXFP4 experts on their way to the device: codes and scales of one expert as the packing kernel takes them.
+//! The upload buffer of one FP8 or MXFP4 expert: its codes and scales in the layout that the packing kernel reads.
 //!
-//! Codes stay as they are; rows and columns that sizes are padded with are zeros. FP8 scales become one multiplier for each
-//! row and 128 columns, or one for each row where a scale spans the columns of a matrix.
+//! Codes are copied unchanged; padding rows and columns are zero. FP8 scales become one multiplier per row and 128 columns,
+//! or one per row where a scale spans all columns of a matrix.
 
 use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, PackNarrowParams};
 use rayon::prelude::*;
 
-use super::Held;
+use super::DeviceFormat;
 use expertd_model::ExpertWeights;
 use expertd_model::{MatrixView, Scales};
 
@@ -15,24 +15,25 @@ const FP8_COLS: usize = 128;
 /// Columns that share an MXFP4 exponent.
 const MX_COLS: usize = 32;
 
-/// Where the parts of one expert stand in a staging buffer, in bytes. All are multiples of 16.
+/// Byte offsets of one expert's codes and scales in an upload buffer. All are multiples of 16.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Parts {
-    held: Held,
+pub(super) struct ExpertLayout {
+    format: DeviceFormat,
     hidden: usize,
     inter: usize,
-    /// Of gate, up and down.
+    /// Codes of gate, up and down.
     codes: [usize; 3],
+    /// Scales of gate, up and down.
     scales: [usize; 3],
-    /// f32 `[2, inter]`, then `[hidden]`.
+    /// Row scales: f32 `[2, inter]`, then `[hidden]`.
     row_scales: usize,
-    /// All of it.
+    /// Size of the whole layout.
     pub(super) bytes: usize,
 }
 
-impl Parts {
-    /// For padded sizes.
-    pub(super) fn new(held: Held, hidden: usize, inter: usize) -> Self {
+impl ExpertLayout {
+    /// Makes the layout of an expert of these padded sizes.
+    pub(super) fn new(format: DeviceFormat, hidden: usize, inter: usize) -> Self {
         let mut end = 0_usize;
         let mut take = |bytes: usize| {
             let at = end;
@@ -40,16 +41,16 @@ impl Parts {
             at
         };
         let shapes = [[inter, hidden], [inter, hidden], [hidden, inter]];
-        let codes = shapes.map(|[rows, cols]| take(rows * row_bytes(held, cols)));
-        let scales = shapes.map(|[rows, cols]| take(rows * scale_bytes(held, cols)));
+        let codes = shapes.map(|[rows, cols]| take(rows * row_bytes(format, cols)));
+        let scales = shapes.map(|[rows, cols]| take(rows * scale_bytes(format, cols)));
         let row_scales = take((2 * inter + hidden) * 4);
-        Parts { held, hidden, inter, codes, scales, row_scales, bytes: end }
+        ExpertLayout { format, hidden, inter, codes, scales, row_scales, bytes: end }
     }
 
-    /// Writes an expert into `to`, which has room for [`bytes`](Self::bytes).
+    /// Writes an expert to `to`, which has at least [`bytes`](Self::bytes) bytes.
     ///
     /// # Errors
-    /// What about the matrices cannot be held.
+    /// The property of a matrix that the kernels do not support.
     pub(super) fn fill(&self, weights: &ExpertWeights<'_>, to: &mut [u8]) -> Result<(), String> {
         let (codes, rest) = to.split_at_mut(self.scales[0]);
         let (scales, row_scales) = rest.split_at_mut(self.row_scales - self.scales[0]);
@@ -63,17 +64,17 @@ impl Parts {
             (&weights.down, self.hidden, self.inter, outputs),
         ];
         for (i, (view, rows, cols, row_scales)) in matrices.into_iter().enumerate() {
-            check(self.held, view)?;
+            check(self.format, view)?;
             fill_codes(
                 view,
                 cols,
-                &mut codes[self.codes[i]..][..rows * row_bytes(self.held, cols)],
-                self.held,
+                &mut codes[self.codes[i]..][..rows * row_bytes(self.format, cols)],
+                self.format,
             );
             let scales =
-                &mut scales[self.scales[i] - self.scales[0]..][..rows * scale_bytes(self.held, cols)];
-            match self.held {
-                Held::Mxfp4 => {
+                &mut scales[self.scales[i] - self.scales[0]..][..rows * scale_bytes(self.format, cols)];
+            match self.format {
+                DeviceFormat::Mxfp4 => {
                     fill_exponents(view, cols / MX_COLS, scales);
                     row_scales.fill(1.0);
                 }
@@ -88,13 +89,13 @@ impl Parts {
         Ok(())
     }
 
-    /// The packing of what was filled in, once it is at `staged` on the device. Destinations are the caller's.
+    /// Parameters that pack gate and up, and down, from a buffer at device address `staged`. The caller sets the destinations.
     pub(super) fn packs(&self, staged: u64) -> [PackNarrowParams; 2] {
         let at = |offset: usize| staged + offset as u64;
         let common = PackNarrowParams {
             hidden: self.hidden as i32,
             inter: self.inter as i32,
-            format: self.held.code(),
+            format: self.format.code(),
             ..PackNarrowParams::default()
         };
         let gate_up = PackNarrowParams {
@@ -117,21 +118,21 @@ impl Parts {
     }
 }
 
-/// Bytes of a row of codes.
-fn row_bytes(held: Held, cols: usize) -> usize {
-    if held == Held::Mxfp4 { cols / 2 } else { cols }
+/// Size of a row of codes, in bytes.
+fn row_bytes(format: DeviceFormat, cols: usize) -> usize {
+    if format == DeviceFormat::Mxfp4 { cols / 2 } else { cols }
 }
 
-/// Bytes of a row's scales.
-fn scale_bytes(held: Held, cols: usize) -> usize {
-    if held == Held::Mxfp4 { cols / MX_COLS } else { cols.div_ceil(FP8_COLS) * 4 }
+/// Size of a row's scales, in bytes.
+fn scale_bytes(format: DeviceFormat, cols: usize) -> usize {
+    if format == DeviceFormat::Mxfp4 { cols / MX_COLS } else { cols.div_ceil(FP8_COLS) * 4 }
 }
 
-/// Whether the kernel can work with this matrix.
-fn check(held: Held, view: &MatrixView<'_>) -> Result<(), String> {
-    if !held.holds(view.format) {
+/// Checks whether the kernels support this matrix.
+fn check(format: DeviceFormat, view: &MatrixView<'_>) -> Result<(), String> {
+    if !format.accepts(view.format) {
         return Err(format!(
-            "one matrix of an expert is stored in {}, others are not; GPU ranks need one format",
+            "one matrix of an expert is stored in {} and the others are not; GPU ranks need one format for all",
             view.format
         ));
     }
@@ -140,24 +141,24 @@ fn check(held: Held, view: &MatrixView<'_>) -> Result<(), String> {
             if block_cols < view.cols && !block_cols.is_multiple_of(FP8_COLS) =>
         {
             Err(format!(
-                "FP8 scales for blocks of {block_rows}×{block_cols}: GPU ranks need blocks as wide as the matrix or \
-                 some multiple of {FP8_COLS}; use --device cpu"
+                "FP8 scales for blocks of {block_rows}×{block_cols}: GPU ranks need blocks whose width is a multiple of \
+                 {FP8_COLS} or the width of the matrix; use --device cpu"
             ))
         }
         _ => Ok(()),
     }
 }
 
-/// Rows of `cols` codes; what is beyond the matrix becomes zero.
-fn fill_codes(view: &MatrixView<'_>, cols: usize, to: &mut [u8], held: Held) {
-    let bytes = row_bytes(held, cols);
+/// Writes rows of `cols` codes; those outside the matrix are zero.
+fn fill_codes(view: &MatrixView<'_>, cols: usize, to: &mut [u8], format: DeviceFormat) {
+    let bytes = row_bytes(format, cols);
     to.par_chunks_mut(bytes).enumerate().for_each(|(row, to)| {
         to.fill(0);
         if row >= view.rows {
             return;
         }
         let start = row * view.row_stride;
-        if held == Held::Mxfp4 {
+        if format == DeviceFormat::Mxfp4 {
             if start.is_multiple_of(2) && view.cols.is_multiple_of(2) {
                 to[..view.cols / 2].copy_from_slice(&view.data[start / 2..(start + view.cols) / 2]);
             } else {
@@ -171,7 +172,7 @@ fn fill_codes(view: &MatrixView<'_>, cols: usize, to: &mut [u8], held: Held) {
     });
 }
 
-/// `[rows, cols / 32]` exponents; what is beyond the matrix meets zeros only.
+/// Writes `[rows, cols / 32]` exponents. Those outside the matrix scale zeros only.
 fn fill_exponents(view: &MatrixView<'_>, blocks: usize, to: &mut [u8]) {
     for (row, to) in to.chunks_mut(blocks).enumerate() {
         for (block, to) in to.iter_mut().enumerate() {
@@ -181,7 +182,7 @@ fn fill_exponents(view: &MatrixView<'_>, blocks: usize, to: &mut [u8]) {
     }
 }
 
-/// `[rows, cols / 128]` multipliers, and one for each row.
+/// Writes `[rows, cols / 128]` multipliers and one multiplier per row.
 fn fill_multipliers(view: &MatrixView<'_>, blocks: usize, to: &mut [f32], row_scales: &mut [f32]) {
     let by_row = !matches!(view.scales, Scales::Block { block_cols, .. } if block_cols < view.cols);
     for (row, (to, row_scale)) in to.chunks_mut(blocks).zip(row_scales).enumerate() {
@@ -204,7 +205,7 @@ mod tests {
     const INTER: usize = 96;
     const PADDED: [usize; 2] = [256, 128];
 
-    /// Bytes that repeat late.
+    /// Bytes with a long period.
     fn bytes(len: usize, seed: usize) -> Vec<u8> {
         (0..len).map(|i| ((i * 37 + i / 251 + seed * 11) % 251) as u8).collect()
     }
@@ -232,23 +233,23 @@ mod tests {
         bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
     }
 
-    /// Reads element `(row, col)` of matrix `which` back from what the packing kernel gets, and compares it.
-    fn compare(parts: &Parts, staged: &[u8], which: usize, view: &MatrixView<'_>) {
+    /// Decodes every element of matrix `which` from the upload buffer and compares it with `view`.
+    fn compare(layout: &ExpertLayout, staged: &[u8], which: usize, view: &MatrixView<'_>) {
         let [rows, cols] = if which == 2 { PADDED } else { [PADDED[1], PADDED[0]] };
-        let row_scales = floats(&staged[parts.row_scales..]);
+        let row_scales = floats(&staged[layout.row_scales..]);
         for row in 0..rows {
             for col in 0..cols {
                 let at = row * cols + col;
-                let value = if parts.held == Held::Mxfp4 {
-                    let code = staged[parts.codes[which] + at / 2] >> (at % 2 * 4) & 15;
-                    let exponent = staged[parts.scales[which] + row * (cols / 32) + col / 32];
+                let value = if layout.format == DeviceFormat::Mxfp4 {
+                    let code = staged[layout.codes[which] + at / 2] >> (at % 2 * 4) & 15;
+                    let exponent = staged[layout.scales[which] + row * (cols / 32) + col / 32];
                     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)]
                         * if code & 8 == 0 { 1.0 } else { -1.0 }
                         * 2f64.powi(i32::from(exponent) - 127)
                 } else {
-                    let scale = (row * cols.div_ceil(128) + col / 128) * 4 + parts.scales[which];
+                    let scale = (row * cols.div_ceil(128) + col / 128) * 4 + layout.scales[which];
                     let scale = f64::from(floats(&staged[scale..scale + 4])[0]);
-                    let code = staged[parts.codes[which] + at];
+                    let code = staged[layout.codes[which] + at];
                     let plain =
                         MatrixView { data: &[code], row_stride: 1, scales: Scales::None, ..view.clone() };
                     f64::from(plain.value(0, 0)) * scale
@@ -264,7 +265,7 @@ mod tests {
     #[test]
     fn fp8_with_scales_of_any_height_arrives() {
         let (gate, up, down) = (bytes(INTER * HIDDEN, 1), bytes(INTER * HIDDEN, 2), bytes(HIDDEN * INTER, 3));
-        // Codes that are not numbers are the packing kernel's business.
+        // The packing kernel handles codes that are NaN; these tests avoid them.
         let clean =
             |v: Vec<u8>| v.into_iter().map(|c| if c & 0x7f == 0x7f { c ^ 1 } else { c }).collect::<Vec<_>>();
         let (gate, up, down) = (clean(gate), clean(up), clean(down));
@@ -272,11 +273,11 @@ mod tests {
             let gate = fp8(INTER, HIDDEN, &gate, block);
             let up = fp8(INTER, HIDDEN, &up, block);
             let down = fp8(HIDDEN, INTER, &down, [block[0], 128]);
-            let parts = Parts::new(Held::Fp8, PADDED[0], PADDED[1]);
-            let mut staged = vec![0xaa; parts.bytes];
-            parts.fill(&expert(&gate, &up, &down), &mut staged).unwrap();
+            let layout = ExpertLayout::new(DeviceFormat::Fp8, PADDED[0], PADDED[1]);
+            let mut staged = vec![0xaa; layout.bytes];
+            layout.fill(&expert(&gate, &up, &down), &mut staged).unwrap();
             for (which, view) in [&gate, &up, &down].into_iter().enumerate() {
-                compare(&parts, &staged, which, view);
+                compare(&layout, &staged, which, view);
             }
         }
     }
@@ -307,11 +308,11 @@ mod tests {
             scales: Scales::Mx { exponents: &exponents, row_stride: INTER / 32 },
             ..half(0)
         };
-        let parts = Parts::new(Held::Mxfp4, PADDED[0], PADDED[1]);
-        let mut staged = vec![0xaa; parts.bytes];
-        parts.fill(&expert(&gate, &up, &down), &mut staged).unwrap();
+        let layout = ExpertLayout::new(DeviceFormat::Mxfp4, PADDED[0], PADDED[1]);
+        let mut staged = vec![0xaa; layout.bytes];
+        layout.fill(&expert(&gate, &up, &down), &mut staged).unwrap();
         for (which, view) in [&gate, &up, &down].into_iter().enumerate() {
-            compare(&parts, &staged, which, view);
+            compare(&layout, &staged, which, view);
         }
     }
 
@@ -320,14 +321,14 @@ mod tests {
         let data = bytes(INTER * HIDDEN, 6);
         let gate = fp8(INTER, HIDDEN, &data, [128, 96]);
         let down = fp8(HIDDEN, INTER, &data, [128, 128]);
-        let parts = Parts::new(Held::Fp8, PADDED[0], PADDED[1]);
-        let mut staged = vec![0; parts.bytes];
-        let error = parts.fill(&expert(&gate, &gate, &down), &mut staged).unwrap_err();
+        let layout = ExpertLayout::new(DeviceFormat::Fp8, PADDED[0], PADDED[1]);
+        let mut staged = vec![0; layout.bytes];
+        let error = layout.fill(&expert(&gate, &gate, &down), &mut staged).unwrap_err();
         assert!(error.contains("128×96") && error.contains("--device cpu"), "{error}");
         let plain = vec![0; HIDDEN * INTER * 2];
         let bf16 = MatrixView { format: WeightFormat::Bf16, data: &plain, scales: Scales::None, ..down };
         let gate = fp8(INTER, HIDDEN, &data, [128, 128]);
-        let error = parts.fill(&expert(&gate, &gate, &bf16), &mut staged).unwrap_err();
+        let error = layout.fill(&expert(&gate, &gate, &bf16), &mut staged).unwrap_err();
         assert!(error.contains("bf16"), "{error}");
     }
 }

@@ -10,14 +10,16 @@
 
 mod access;
 mod framing;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod service;
 mod transport;
 
 pub use access::{Access, AccessConfig, AccessError};
 pub(crate) use access::{Protocol, ServerTls};
-pub use framing::connection::Patience;
+pub use framing::connection::ConnectionTimeouts;
 pub use service::failure::{ERROR_DOMAIN, code_name};
 pub use service::health::ready_probe;
 pub use transport::address::{Address, AddressError, BindError};
-pub use transport::places::ConnectionLimits;
 pub use transport::server::{Server, ServerConfig, ServerError};
+pub use transport::table::ConnectionLimits;

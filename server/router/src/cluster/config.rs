@@ -1,4 +1,4 @@
-//! What every generation of a service has in common.
+//! Configuration that all generations of a service share.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,15 +8,15 @@ use expertd_ipc::control::{DeviceKind, Fp8Compute, RankSetup};
 use expertd_ipc::{GroupShape, SharedRegion};
 use expertd_types::{LayerRange, Rank};
 
-/// Makes the windows of the generation that a rank is set up for.
+/// Creates the windows of the generation that a rank is set up for.
 pub type MakeWindows = fn(&RankSetup) -> Result<Arc<SharedRegion>, String>;
 
-/// What every generation of a service has in common.
+/// Configuration that all generations of a service share.
 #[derive(Clone, Debug)]
 pub struct ClusterConfig {
     /// Shared sizes.
     pub shape: GroupShape,
-    /// Makes the windows of a generation that the router creates and its ranks inherit; `None` where ranks make their own.
+    /// Creates the windows of a generation in the router; `None` if ranks make their own.
     pub windows: Option<MakeWindows>,
     /// The ranks' device.
     pub device: DeviceKind,
@@ -24,26 +24,26 @@ pub struct ClusterConfig {
     pub model: PathBuf,
     /// The layers that ranks load.
     pub layers: LayerRange,
-    /// How the products of FP8 experts are computed on GPUs.
+    /// Arithmetic of FP8 experts on GPUs.
     pub fp8_compute: Fp8Compute,
     /// Cores of each rank.
     pub cores: Vec<Vec<usize>>,
-    /// How many of them may be busy all the time; less than all where a container's quota allows less.
+    /// Cores that may be busy all the time; fewer than all if a container's quota allows less.
     pub usable_cores: usize,
-    /// How long ranks and the router spin before they sleep; see [`SPIN_TIME`](expertd_ipc::wait::SPIN_TIME).
+    /// Time that ranks and the router spin before they sleep; see [`SPIN_TIME`](expertd_ipc::wait::SPIN_TIME).
     pub spin: Duration,
-    /// How long a rank waits for its peers within a step.
+    /// Longest wait of a rank for its peers within a step.
     pub peer_timeout: Duration,
-    /// A rank that shows no life for this long is given up.
+    /// A rank without a heartbeat for this long is a fault.
     pub liveness_timeout: Duration,
-    /// A step that takes longer is given up.
+    /// A step that takes longer is a fault.
     pub step_timeout: Duration,
-    /// Environment that ranks need beside the router's.
+    /// Environment variables that ranks get in addition to the router's.
     pub environment: Vec<(String, String)>,
 }
 
 impl ClusterConfig {
-    /// Threads of a rank: one for each of its cores, or its part of what the quota allows, at least one.
+    /// Threads of a rank: one for each of its cores, or its share of the quota if that is less; at least one.
     #[must_use]
     pub fn threads(&self, rank: Rank) -> usize {
         let all: usize = self.cores.iter().map(Vec::len).sum();
@@ -51,7 +51,7 @@ impl ClusterConfig {
     }
 }
 
-/// What `cores` of `all` cores come to where only `usable` may be busy.
+/// Share of `usable` cores that belongs to `cores` of `all` cores.
 fn part(cores: usize, all: usize, usable: usize) -> usize {
     (cores * usable.min(all)).div_ceil(all.max(1)).max(1)
 }

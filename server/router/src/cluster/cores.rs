@@ -1,4 +1,4 @@
-//! Which cores each rank gets.
+//! Assignment of cores to ranks.
 
 use std::fs;
 
@@ -11,20 +11,20 @@ pub fn available_cores() -> Vec<usize> {
     }
 }
 
-/// Of how many of `cores` this process may use all the time: a container's quota may allow less than the cores that it sees.
+/// Number of `cores` that this process may keep busy. A container's quota may allow fewer than the cores that it sees.
 #[must_use]
 pub fn usable(cores: &[usize]) -> usize {
     std::thread::available_parallelism().map_or(cores.len(), usize::from).min(cores.len())
 }
 
-/// The cores of each NUMA node that are among `cores`; one node if the machine does not tell.
+/// The cores of each NUMA node that are among `cores`; one node if the machine does not report nodes.
 #[must_use]
 pub fn numa_nodes(cores: &[usize]) -> Vec<Vec<usize>> {
     let nodes = numbered_nodes(cores);
     if nodes.is_empty() { vec![cores.to_vec()] } else { nodes.into_iter().map(|(_, cores)| cores).collect() }
 }
 
-/// The same with the nodes' numbers, ascending; none if the machine does not tell.
+/// NUMA nodes, ascending, with their cores among `cores`; empty if the machine does not report nodes.
 fn numbered_nodes(cores: &[usize]) -> Vec<(usize, Vec<usize>)> {
     let mut nodes: Vec<(usize, Vec<usize>)> = fs::read_dir("/sys/devices/system/node")
         .into_iter()
@@ -42,7 +42,7 @@ fn numbered_nodes(cores: &[usize]) -> Vec<(usize, Vec<usize>)> {
     nodes
 }
 
-/// Parses the kernel's lists such as `0-3,8`; what is no number is left out.
+/// Parses the kernel's lists such as `0-3,8`. Entries that are not numbers are skipped.
 fn parse_list(text: &str) -> Vec<usize> {
     text.split(',')
         .filter_map(|part| {
@@ -53,8 +53,8 @@ fn parse_list(text: &str) -> Vec<usize> {
         .collect()
 }
 
-/// Shares `cores` out over `ranks`: neighbours stay together, nobody has two more than another. With fewer cores than
-/// ranks, several ranks share a core.
+/// Divides `cores` among `ranks`. A rank's cores are neighbours, and the ranks' numbers of cores differ by at most one. With
+/// fewer cores than ranks, several ranks share a core.
 #[must_use]
 pub fn share_cores(cores: &[usize], ranks: usize) -> Vec<Vec<usize>> {
     if cores.len() < ranks {
@@ -70,8 +70,8 @@ pub fn share_cores(cores: &[usize], ranks: usize) -> Vec<Vec<usize>> {
         .collect()
 }
 
-/// Shares `cores` out over ranks whose devices are attached to NUMA nodes: each gets some of its node's, and no two get
-/// the same where there are enough. As [`share_cores`] if a rank's node is not known or has none of these cores.
+/// Divides `cores` among ranks whose devices are attached to NUMA nodes. Each rank gets cores of its node, disjoint from
+/// other ranks' if there are enough. Falls back to [`share_cores`] if a rank's node is unknown or has none of these cores.
 #[must_use]
 pub fn share_cores_near(cores: &[usize], nodes_of_ranks: &[Option<usize>]) -> Vec<Vec<usize>> {
     share_near(cores, &numbered_nodes(cores), nodes_of_ranks)
@@ -119,7 +119,7 @@ mod tests {
         assert_eq!(near(&[Some(1), Some(0)]), [vec![4, 5, 6, 7], vec![0, 1, 2, 3]]);
         assert_eq!(near(&[Some(1), Some(1), Some(0)]), [vec![4, 5], vec![6, 7], vec![0, 1, 2, 3]]);
         assert_eq!(near(&[Some(1)]), [vec![4, 5, 6, 7]]);
-        // Not known, or a node without cores for us: even shares of all.
+        // An unknown node, or one without usable cores: even shares of all cores.
         assert_eq!(near(&[None, Some(1)]), share_cores(&cores, 2));
         assert_eq!(near(&[Some(2), Some(1)]), share_cores(&cores, 2));
     }

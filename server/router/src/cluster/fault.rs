@@ -1,4 +1,4 @@
-//! Why generations end, or cannot begin.
+//! Why generations end or cannot be formed.
 
 use std::fmt;
 use std::io;
@@ -6,18 +6,18 @@ use std::io;
 use expertd_ipc::{ChannelError, RegionError};
 use expertd_types::Rank;
 
-/// What kind of fault ended a generation; the `reason` label of its metric.
+/// Kind of a fault that ended a generation; the `reason` label of its metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultKind {
     /// A rank's process ended.
     Exit,
-    /// A rank showed no life.
+    /// A rank sent no heartbeat in time.
     Liveness,
     /// A rank reported that a step failed.
     Step,
-    /// A step took too long.
+    /// A step exceeded `step_timeout`.
     StepTimeout,
-    /// Shared memory was not as it should be.
+    /// Shared memory held invalid data.
     Channel,
     /// A rank could not load its weights.
     Load,
@@ -55,9 +55,9 @@ impl FaultKind {
 /// Why a generation ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// Of which kind.
+    /// Kind of the fault.
     pub kind: FaultKind,
-    /// For people.
+    /// Description for operators.
     pub message: String,
 }
 
@@ -75,24 +75,24 @@ impl From<ChannelError> for Fault {
     }
 }
 
-/// Why a generation could not be begun.
+/// Why a generation could not be formed.
 #[derive(Debug, thiserror::Error)]
 pub enum FormError {
-    /// No process.
+    /// A rank's process could not be started.
     #[error("cannot start rank {rank}: {source}")]
     Spawn {
-        /// Which.
+        /// The rank.
         rank: Rank,
         /// The cause.
         source: io::Error,
     },
-    /// No staging.
-    #[error("cannot make the shared memory of a generation: {0}")]
+    /// The channel could not be created.
+    #[error("cannot create the shared memory of a generation: {0}")]
     Channel(#[from] ChannelError),
-    /// No windows.
-    #[error("cannot make the windows of a generation: {0}")]
+    /// The windows could not be created.
+    #[error("cannot create the windows of a generation: {0}")]
     Windows(String),
-    /// No memory.
-    #[error("cannot make the shared memory of a generation: {0}")]
+    /// Shared memory could not be created.
+    #[error("cannot create the shared memory of a generation: {0}")]
     Region(#[from] RegionError),
 }

@@ -1,4 +1,4 @@
-//! One generation of the EP group as the router sees it: its ranks, its shared memory, the steps in flight.
+//! The router's side of one generation of the EP group: its ranks, its shared memory, the steps in flight.
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,21 +20,21 @@ use expertd_ipc::{
 use expertd_types::Phase;
 use expertd_types::{Generation, LayerId, Rank, Slot, StepId};
 
-/// How often signs of life are looked at.
+/// Interval at which heartbeats and step deadlines are checked.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How far a rank is.
+/// Progress of a rank.
 #[derive(Clone, Debug)]
 pub struct RankView {
-    /// Its process.
+    /// Process id.
     pub pid: u32,
-    /// What it computes with, once it said so.
+    /// Device in words, once the rank has reported it.
     pub device: Option<String>,
-    /// Whether it is loaded and warm.
+    /// Whether it can run steps.
     pub ready: bool,
-    /// Weight bytes in place.
+    /// Weight bytes loaded so far.
     pub loaded_bytes: u64,
-    /// Weight bytes it will have.
+    /// Weight bytes of its share.
     pub total_bytes: u64,
 }
 
@@ -43,9 +43,9 @@ struct Member {
     process: RankProcess,
     view: RankView,
     heartbeat: u64,
-    /// Checks in a row that saw no beat: counted rather than timed, so that a stall of the router itself, which sees
-    /// the beats that it missed all at once, does not count against a rank.
-    still: u32,
+    /// Consecutive checks without a heartbeat. Counted rather than timed, so that a stall of the router itself does not count
+    /// against a rank.
+    missed_beats: u32,
 }
 
 #[derive(Debug)]
@@ -61,23 +61,23 @@ struct InFlight {
 /// A completed step.
 #[derive(Debug)]
 pub struct StepDone {
-    /// Which.
+    /// Id of the step.
     pub step: StepId,
-    /// Its step buffers, free again after the answers are read.
+    /// Slot of the step; free after its answers are read.
     pub slot: Slot,
-    /// Rows of all ranks.
+    /// Rows of the step, all ranks together.
     pub tokens: usize,
-    /// Since it was launched.
+    /// Time since the launch.
     pub elapsed: Duration,
-    /// Of the slowest rank in each phase.
+    /// `[phases]`: duration on the slowest rank, in nanoseconds.
     pub phase_ns: [u64; Phase::ALL.len()],
-    /// By rank.
+    /// `[ranks]`: completion records.
     pub completions: Vec<Completion>,
 }
 
 impl StepDone {
-    /// [`Completion::computed_ns`] of the rank that took longest. Where one rank waits for another this is less than the
-    /// sum of [`phase_ns`](Self::phase_ns), which counts the wait twice.
+    /// The largest [`Completion::computed_ns`] of any rank. It is less than the sum of [`phase_ns`](Self::phase_ns) if one rank
+    /// waited for another, because the sum counts the wait twice.
     #[must_use]
     pub fn computed_ns(&self) -> u64 {
         self.completions.iter().map(Completion::computed_ns).max().unwrap_or(0)
@@ -92,23 +92,25 @@ pub struct Group {
     channel: RouterChannel,
     members: Vec<Member>,
     events: Receiver<RankEvent>,
-    heard: VecDeque<RankEvent>,
+    /// Events received and not yet processed.
+    received: VecDeque<RankEvent>,
+    /// Completions received and not yet processed.
     completed: VecDeque<(Rank, Result<Completion, ChannelError>)>,
     started: bool,
     sequence: u64,
     in_flight: VecDeque<InFlight>,
-    /// Since when the oldest of them is that.
+    /// When the front step became the oldest one.
     front_since: Instant,
     next_check: Instant,
-    /// Made here, mapped by the ranks.
+    /// Windows that the router creates and its ranks map; `None` if ranks make their own.
     windows: Option<Arc<SharedRegion>>,
 }
 
 impl Group {
-    /// Starts the processes of a generation; they load on their own, and [`poll`](Self::poll) follows them.
+    /// Starts the processes of a generation. They load concurrently; [`poll`](Self::poll) follows their progress.
     ///
     /// # Errors
-    /// If memory or a process cannot be had.
+    /// If shared memory cannot be created or a process cannot be started.
     pub fn form(
         config: &Arc<ClusterConfig>,
         generation: Generation,
@@ -124,7 +126,7 @@ impl Group {
             channel,
             members: Vec::new(),
             events,
-            heard: VecDeque::new(),
+            received: VecDeque::new(),
             completed: VecDeque::new(),
             started: false,
             sequence: 0,
@@ -141,7 +143,7 @@ impl Group {
                 .map_err(|source| FormError::Spawn { rank, source })?;
             let view =
                 RankView { pid: process.pid(), device: None, ready: false, loaded_bytes: 0, total_bytes: 0 };
-            group.members.push(Member { process, view, heartbeat: 0, still: 0 });
+            group.members.push(Member { process, view, heartbeat: 0, missed_beats: 0 });
         }
         Ok(group)
     }
@@ -159,7 +161,7 @@ impl Group {
         self.generation
     }
 
-    /// How far each rank is.
+    /// Progress of each rank.
     pub fn ranks(&self) -> impl Iterator<Item = &RankView> {
         self.members.iter().map(|member| &member.view)
     }
@@ -170,9 +172,9 @@ impl Group {
         self.started
     }
 
-    /// Collects what ranks have said, without waiting; whether there is anything for [`poll`](Self::poll).
+    /// Collects events and completions of ranks without waiting. Returns whether [`poll`](Self::poll) has something to process.
     pub fn collect(&mut self) -> bool {
-        self.heard.extend(self.events.try_iter());
+        self.received.extend(self.events.try_iter());
         for rank in 0..self.members.len() {
             let rank = Rank(rank as u32);
             while let Some(completion) = self.channel.completion(rank).transpose() {
@@ -183,21 +185,21 @@ impl Group {
                 }
             }
         }
-        !self.heard.is_empty() || !self.completed.is_empty()
+        !self.received.is_empty() || !self.completed.is_empty()
     }
 
-    /// Takes in what ranks have said, without waiting; whether there was anything.
+    /// Processes events and completions of ranks without waiting. Returns whether there were any.
     ///
     /// # Errors
     /// The fault that ends this generation.
     pub fn poll(&mut self) -> Result<bool, Fault> {
         let news = self.collect();
-        // Completions first: a rank that reports why its step failed says more than the end of its process.
+        // Completions first: a failed step's report says more than the end of the rank's process.
         while let Some((rank, completion)) = self.completed.pop_front() {
             self.record(rank, completion?)?;
         }
-        while let Some(event) = self.heard.pop_front() {
-            self.hear(event)?;
+        while let Some(event) = self.received.pop_front() {
+            self.process_event(event)?;
         }
         if !self.started && self.members.iter().all(|member| member.view.ready) {
             self.channel.populate()?;
@@ -212,7 +214,7 @@ impl Group {
         Ok(news)
     }
 
-    fn hear(&mut self, event: RankEvent) -> Result<(), Fault> {
+    fn process_event(&mut self, event: RankEvent) -> Result<(), Fault> {
         let rank = event.rank;
         let member = &mut self.members[rank.index()];
         match event.news {
@@ -239,7 +241,7 @@ impl Group {
                 return Err(Fault { kind, message: format!("rank {rank}: {message}") });
             }
             RankNews::Gone => {
-                // A process that leaves its socket is about to end: tell how, if it does so soon.
+                // A process that closes its socket is about to end. Wait a moment for its exit status.
                 member.process.wait_until(Instant::now() + Duration::from_millis(50));
                 member.process.kill();
                 let how = member.process.reap().map_or_else(String::new, |status| format!(" ({status})"));
@@ -258,8 +260,10 @@ impl Group {
             return Err(Fault { kind: FaultKind::Step, message });
         }
         let Some(step) = self.in_flight.iter_mut().find(|s| s.sequence == completion.sequence) else {
-            let message =
-                format!("rank {rank} completed exchange {}, which is not in flight", completion.sequence);
+            let message = format!(
+                "rank {rank} completed step sequence {}, which is not in flight",
+                completion.sequence
+            );
             return Err(Fault { kind: FaultKind::Channel, message });
         };
         step.completions[rank.index()] = Some(completion);
@@ -271,14 +275,14 @@ impl Group {
         let allowed = self.config.liveness_timeout.div_duration_f64(CHECK_INTERVAL).ceil().max(2.0) as u32;
         for (rank, member) in self.members.iter_mut().enumerate() {
             let beat = self.channel.heartbeat(Rank(rank as u32));
-            member.still = if beat == member.heartbeat { member.still + 1 } else { 0 };
+            member.missed_beats = if beat == member.heartbeat { member.missed_beats + 1 } else { 0 };
             member.heartbeat = beat;
-            // A process that has just been started has yet to map the channel.
+            // A new process beats only after it has mapped the channel.
             let grace = if beat == 0 { 100 } else { 1 };
-            if member.still >= allowed * grace {
-                let waited = CHECK_INTERVAL * member.still;
+            if member.missed_beats >= allowed * grace {
+                let waited = CHECK_INTERVAL * member.missed_beats;
                 let message =
-                    format!("rank {rank}, process {}, showed no life for {waited:?}", member.view.pid);
+                    format!("rank {rank}, process {}, sent no heartbeat for {waited:?}", member.view.pid);
                 return Err(Fault { kind: FaultKind::Liveness, message });
             }
         }
@@ -291,7 +295,7 @@ impl Group {
                 .map(|(r, _)| r)
                 .collect::<Vec<u32>>();
             let message = format!(
-                "step {} is not done after {:?} on ranks {late:?}; if steps of this size take that long, raise step-timeout-ms",
+                "step {} did not complete within {:?} on ranks {late:?}; if steps of this size need more time, raise step-timeout-ms",
                 step.step, self.config.step_timeout
             );
             return Err(Fault { kind: FaultKind::StepTimeout, message });
@@ -310,20 +314,20 @@ impl Group {
         self.in_flight.iter().rev().find(|step| step.sequence <= done).map(|step| step.step)
     }
 
-    /// Whether ranks ring when an experts phase ends: wanted while requests wait that could form a step then.
+    /// Sets whether ranks ring the bell at the end of an experts phase. Set it while requests wait that could form a step then.
     pub fn want_early_notice(&self, on: bool) {
         self.channel.set_early_notice(on);
     }
 
-    /// Begins forming a step in `slot`, which no step in flight has.
+    /// Begins to form a step in `slot`, which no step in flight uses.
     pub fn begin(&mut self, slot: Slot, top_k: usize) -> FormingStep<'_, '_> {
         self.channel.begin(slot, top_k)
     }
 
-    /// Hands the staged step to all ranks.
+    /// Sends the staged step to all ranks.
     ///
     /// # Errors
-    /// If a rank does not take it.
+    /// If a rank's ring has no room for it.
     pub fn launch(
         &mut self,
         step: StepId,
@@ -358,7 +362,7 @@ impl Group {
         Ok(())
     }
 
-    /// The oldest step in flight, if every rank has completed it.
+    /// Takes the oldest step in flight if every rank has completed it.
     pub fn take_done(&mut self) -> Option<StepDone> {
         if self.in_flight.front()?.completions.iter().any(Option::is_none) {
             return None;
@@ -398,7 +402,7 @@ impl Group {
         self.channel.routing(staged, top_k)
     }
 
-    /// Lets the ranks leave by themselves until `deadline`, then kills and reaps what is left.
+    /// Asks the ranks to exit, waits until `deadline`, then kills and reaps those that are left.
     pub fn leave(mut self, deadline: Instant) {
         for member in &self.members {
             member.process.send(ToRank::Exit);
@@ -428,7 +432,7 @@ fn rank_setup(config: &ClusterConfig, generation: Generation, rank: Rank) -> Ran
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // All first, then wait: the kernel tears their memory down side by side.
+        // Kill all before waiting, so that the kernel frees their memory in parallel.
         for member in &mut self.members {
             member.process.kill();
         }

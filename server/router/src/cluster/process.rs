@@ -15,24 +15,24 @@ use expertd_ipc::RouterBell;
 use expertd_ipc::control::{self, FromRank, RankSetup, ToRank};
 use expertd_types::{Generation, Rank};
 
-/// How long the end of a killed process is waited for: it gives gigabytes of memory back first.
+/// Longest wait for the end of a killed process, which first frees gigabytes of memory.
 const REAP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the control socket of a rank brought.
+/// News from the control socket of a rank.
 #[derive(Debug)]
 pub enum RankNews {
     /// A message.
     Message(FromRank),
-    /// The socket ended: the process is gone or about to be.
+    /// The socket was closed: the process has ended or is about to.
     Gone,
 }
 
-/// News of one rank.
+/// An event of one rank.
 #[derive(Debug)]
 pub struct RankEvent {
-    /// Of which life of the group; news of an earlier one is of no interest.
+    /// Generation of the rank.
     pub generation: Generation,
-    /// Of which rank.
+    /// The rank.
     pub rank: Rank,
     /// The news.
     pub news: RankNews,
@@ -41,7 +41,7 @@ pub struct RankEvent {
 /// A running rank. Dropping it kills and reaps the process.
 #[derive(Debug)]
 pub struct RankProcess {
-    /// `None` once it is reaped, or left to a thread that waits for it.
+    /// `None` after it is reaped or handed to a thread that waits for it.
     child: Option<Child>,
     pid: u32,
     socket: UnixStream,
@@ -50,10 +50,10 @@ pub struct RankProcess {
 }
 
 impl RankProcess {
-    /// Starts a rank. News of it goes to `events`, and `bell` is rung.
+    /// Starts a rank. Each event is sent to `events` and followed by a ring of `bell`.
     ///
-    /// Must be called on a thread that lives as long as the rank should: the parent-death signal comes when the
-    /// *thread* that started a child ends.
+    /// Call it on a thread that outlives the rank: the kernel sends the parent-death signal when the *thread* that started a
+    /// child ends.
     ///
     /// # Errors
     /// If the process cannot be started.
@@ -71,7 +71,7 @@ impl RankProcess {
             .args(["rank", "--rank", &setup.rank.to_string(), "--parent", &std::process::id().to_string()])
             .envs(environment.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::from(OwnedFd::from(theirs)))
-            // Signals of the terminal are for the router, which stops its ranks in order.
+            // A process group of its own keeps the terminal's signals from the rank; the router stops its ranks in order.
             .process_group(0)
             .spawn()?;
         let mut process =
@@ -93,20 +93,20 @@ impl RankProcess {
         self.pid
     }
 
-    /// Sends a message; a rank that is gone shows through its events.
+    /// Sends a message. If the rank is gone, its events report it.
     pub fn send(&self, message: ToRank) {
         let _ = control::send(&self.socket, &message);
     }
 
-    /// Waits until `deadline` for the process to leave by itself; whether it did.
+    /// Waits until `deadline` for the process to exit. Returns whether it did.
     pub fn wait_until(&mut self, deadline: Instant) -> bool {
         self.status_until(deadline).is_some() || self.child.is_none()
     }
 
-    /// Reaps the process if it ends until `deadline`; how it ended.
+    /// Reaps the process if it ends before `deadline`, and returns its exit status.
     fn status_until(&mut self, deadline: Instant) -> Option<ExitStatus> {
         loop {
-            // The wait has an end: it is no standstill of the thread that waits.
+            // The wait is bounded, so it is no standstill of the calling thread.
             watchdog::tick();
             match self.child.as_mut()?.try_wait() {
                 Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(2)),
@@ -124,30 +124,30 @@ impl RankProcess {
         }
     }
 
-    /// Kills the process, also a stopped one; [`reap`](Self::reap) it afterwards.
+    /// Kills the process, even if it is stopped. Call [`reap`](Self::reap) afterwards.
     pub fn kill(&mut self) {
         if let Some(child) = &mut self.child {
             let _ = child.kill();
         }
     }
 
-    /// Waits for the end of a killed process, and tells how it ended. A process that does not end in time (stuck in a
+    /// Waits for the end of a killed process and returns its exit status. A process that does not end in time (stuck in a
     /// driver) is left to a thread of its own, so that nothing else waits for it.
     pub fn reap(&mut self) -> Option<ExitStatus> {
         let status = self.status_until(Instant::now() + REAP_TIMEOUT).or(self.ended);
-        // Also where the process still has its end of the socket.
+        // Ends the reader thread even if the process still has its end of the socket open.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         if let Some(reader) = self.reader.take() {
             let _ = reader.join();
         }
         if let Some(mut child) = self.child.take() {
             let pid = self.pid;
-            tracing::error!(pid, waited = ?REAP_TIMEOUT, "a killed rank does not end; going on without it");
+            tracing::error!(pid, waited = ?REAP_TIMEOUT, "a killed rank does not end; the service continues without it");
             let wait = std::thread::Builder::new().name(format!("reap-{pid}"));
-            // Without the thread the process is reaped when this one ends.
+            // If the thread cannot be started, init reaps the process after this one ends.
             let _ = wait.spawn(move || {
                 let ended = child.wait();
-                tracing::warn!(pid, ?ended, "the rank that did not end is reaped");
+                tracing::warn!(pid, ?ended, "reaped the rank that did not end");
             });
         }
         status
@@ -174,14 +174,14 @@ fn read_control(
             Ok(Some(message)) => RankNews::Message(message),
             Ok(None) => RankNews::Gone,
             Err(error) => {
-                tracing::debug!(%rank, %error, "control socket broke");
+                tracing::debug!(%rank, %error, "control socket failed");
                 RankNews::Gone
             }
         };
         let last = matches!(news, RankNews::Gone);
-        let heard = events.send(RankEvent { generation, rank, news });
+        let delivered = events.send(RankEvent { generation, rank, news });
         bell.bell().ring();
-        if last || heard.is_err() {
+        if last || delivered.is_err() {
             return;
         }
     }

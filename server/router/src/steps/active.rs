@@ -1,4 +1,4 @@
-//! An admitted request: its rows, what there is of its answer, and the way back to its caller.
+//! An admitted request: its rows, its partial answer, and the sender of its result.
 
 use std::ops::Range;
 
@@ -9,20 +9,20 @@ use super::service::Reply;
 use crate::backend::{self, Answer, Request, StepError, StepTiming};
 use crate::telemetry::names;
 
-/// The parts of an answer: rows, and expert ids and weights if they are asked for.
+/// The parts of an answer: rows, and expert ids and weights if requested.
 pub(super) type Output = [Vec<u8>; 3];
 /// Indices into an [`Output`].
 pub(super) const ROWS: usize = 0;
 pub(super) const IDS: usize = 1;
 pub(super) const WEIGHTS: usize = 2;
 
-/// What the step loop's thread keeps of a request while the state machine decides about it.
+/// The data of a request that the step loop's thread keeps while the state machine decides about it.
 #[derive(Debug)]
 pub(super) struct Active {
     request: Request,
     reply: Reply,
     row_bytes: usize,
-    /// Taken out while rows are appended to it.
+    /// `None` while rows are appended to it.
     output: Output,
     timings: Vec<StepTiming>,
 }
@@ -42,19 +42,19 @@ impl Active {
         &self.request
     }
 
-    /// Whether the caller has left.
+    /// Whether the caller has cancelled the request.
     pub(super) fn is_cancelled(&self) -> bool {
         self.reply.is_closed()
     }
 
-    /// Makes room for the whole answer, once.
+    /// Allocates the whole answer, once.
     pub(super) fn begin_output(&mut self) {
         if self.output[ROWS].capacity() == 0 {
             self.output[ROWS].reserve_exact(self.request.tokens * self.row_bytes);
         }
     }
 
-    /// The rows of `range` as they are staged.
+    /// The rows of `range` and their routing, for staging.
     pub(super) fn rows(&self, range: Range<usize>) -> RowsToStage<'_> {
         let bytes =
             |of: &'_ Bytes, per_row: usize| range.start * per_row..(range.end * per_row).min(of.len());
@@ -74,8 +74,8 @@ impl Active {
         }
     }
 
-    /// Takes the answer out, so that the rows of a step can be appended to it. Steps complete in order, and a step's
-    /// ranges are in the order of the request's rows.
+    /// Takes the answer, so that the rows of a step can be appended to it. Steps complete in order, and a step's ranges are in
+    /// the order of the request's rows.
     pub(super) fn take_output(&mut self) -> Output {
         std::mem::take(&mut self.output)
     }
@@ -91,7 +91,7 @@ impl Active {
         }
     }
 
-    /// Drops what there is of the answer.
+    /// Drops the partial answer.
     pub(super) fn restart(&mut self) {
         for part in &mut self.output {
             part.clear();
@@ -99,7 +99,7 @@ impl Active {
         self.timings.clear();
     }
 
-    /// Gives the whole answer to the caller.
+    /// Sends the complete answer to the caller.
     pub(super) fn answer(self, receipt: expertd_scheduler::Receipt) {
         let [rows, ids, weights] = self.output;
         let as_given = self.request.routing.and_then(|given| given.as_given);

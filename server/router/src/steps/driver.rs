@@ -1,5 +1,5 @@
-//! The thread's side of the step loop: it tells the state machine what happened, carries out what it decides, and keeps
-//! the rows of requests and the EP group.
+//! The thread's side of the step loop: it sends events to the state machine, carries out its actions, and owns the rows of
+//! requests and the EP group.
 
 mod show;
 
@@ -22,7 +22,7 @@ use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, StepDone};
 use crate::telemetry::{StepMetrics, names};
 use crate::watchdog;
 
-/// How long ranks may take to leave by themselves when the service ends.
+/// Time that ranks have to exit by themselves when the service ends.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A launched step and where each request's rows were staged.
@@ -43,9 +43,9 @@ pub(super) struct Driver {
     active: HashMap<RequestKey, Active>,
     launched: VecDeque<Launched>,
     group: Option<Group>,
-    /// The newest step of which the state machine was told that its experts phase has ended.
+    /// The newest step whose end of the experts phase was reported to the state machine.
     experts_ended: Option<StepId>,
-    /// When something last happened: spinning begins there.
+    /// Time of the last event, from which spinning is timed.
     last_event: Instant,
     shown: Shown,
 }
@@ -86,7 +86,7 @@ impl Driver {
     pub(super) fn run(mut self) -> ServiceEnd {
         show_counters_of_faults();
         let end = loop {
-            // At least every SWEEP_INTERVAL; whatever takes longer ticks by itself.
+            // A round lasts at most SWEEP_INTERVAL; longer operations tick by themselves.
             watchdog::tick();
             self.exchange();
             self.hear_ranks();
@@ -108,10 +108,10 @@ impl Driver {
         self.shared.time(Instant::now())
     }
 
-    /// Exchanges news with callers, if there are any.
+    /// Takes new requests and drains from callers, and publishes counts to them.
     fn exchange(&mut self) {
         let now = self.now();
-        // In this order: mail that comes after the flag is taken sets it again.
+        // Clear the flag first: mail that arrives after that sets it again.
         if !self.shared.take_mail_flag() && !self.step_loop.has_news_for_inbox(now) {
             return;
         }
@@ -122,7 +122,7 @@ impl Driver {
         });
     }
 
-    /// Tells the state machine what the ranks have said.
+    /// Reports events of ranks to the state machine.
     fn hear_ranks(&mut self) {
         let Some(group) = &mut self.group else { return };
         let generation = group.generation();
@@ -167,7 +167,7 @@ impl Driver {
         self.step_loop.group_ended(generation, &fault, self.now());
     }
 
-    /// Carries out what the state machine decides; how the service ends, when it does.
+    /// Carries out the state machine's actions. Returns how the service ends, when it does.
     fn act(&mut self) -> Option<ServiceEnd> {
         loop {
             let (now, active) = (self.now(), &self.active);
@@ -175,7 +175,7 @@ impl Driver {
             match self.step_loop.poll(now, &has_left)? {
                 Action::FormGroup { generation } => self.form_group(generation),
                 Action::EndGroup { .. } => {
-                    // Kills and reaps: a rank that wakes up late has nothing left to write to.
+                    // Drop kills and reaps the ranks, so that a rank that wakes up late cannot write to the next generation.
                     self.group = None;
                     self.launched.clear();
                     self.experts_ended = None;
@@ -190,7 +190,7 @@ impl Driver {
                     }
                 }
                 Action::Show { state, reason } => {
-                    // Callers who see the state find the inbox open or closed as it says.
+                    // After the inbox, so that callers who see the new state find the inbox in agreement with it.
                     self.exchange();
                     self.shared.set_state(state, &reason);
                     metrics::gauge!(names::READY).set(f64::from(u8::from(state == ServiceState::Serving)));
@@ -220,7 +220,7 @@ impl Driver {
         }
     }
 
-    /// Copies the rows of the newest step to its slot and hands it to the ranks.
+    /// Copies the rows of the newest step to its slot and launches it.
     fn launch(&mut self, id: StepId) {
         let Some(generation) = self.group.as_ref().map(Group::generation) else { return };
         if let Err(fault) = self.try_launch(id) {
@@ -253,11 +253,13 @@ impl Driver {
         Ok(())
     }
 
-    /// Appends the rows of a completed step to the answers of its requests, and tells the state machine.
+    /// Appends the rows of a completed step to its requests' answers, and reports the step to the state machine.
     fn collect(&mut self, done: &StepDone) {
         let Some(launched) = self.launched.pop_front() else { return };
         debug_assert_eq!(launched.step, done.step, "steps complete in order");
         let Some(group) = &self.group else { return };
+        // The time of a step ends here; copying its rows to the answers is not part of it.
+        let now = Instant::now();
         let [copy_in, gate, prepare, dispatch, experts, combine, copy_out] =
             done.phase_ns.map(Duration::from_nanos);
         let timing = StepTiming {
@@ -266,11 +268,11 @@ impl Driver {
             phases: PhaseTimes { copy_in, gate, prepare, dispatch, experts, combine, copy_out },
             computed: Duration::from_nanos(done.computed_ns()),
         };
-        // A request's ranges follow each other.
+        // The ranges of one request are adjacent.
         let (mut keys, mut outputs, mut copies) = (Vec::new(), Vec::<Output>::new(), Vec::new());
         let mut first = 0;
         for (key, staged) in &launched.staged {
-            // A request that ended meanwhile has no use for its rows.
+            // Skip rows of requests that ended meanwhile.
             let Some(active) = self.active.get_mut(key) else { continue };
             if keys.last() != Some(key) {
                 active.add_timing(timing);
@@ -290,7 +292,6 @@ impl Driver {
                 active.put_output(output);
             }
         }
-        let now = Instant::now();
         self.step_loop.step_done(group.generation(), done.step, self.shared.time(now));
         self.shared.steps_total.fetch_add(1, Ordering::Relaxed);
         self.metrics.step(done.tokens, now - launched.formed);
@@ -323,7 +324,7 @@ impl Driver {
                 tracing::error!(
                     request = %request.id, layer = %request.layer, tokens = request.tokens, dtype = %request.dtype,
                     k = request.routing.as_ref().map(|given| given.k), lost_steps,
-                    "a request ended the generation that computed nothing else; it is not tried again"
+                    "a request ended a generation that computed nothing else; it will not be retried"
                 );
                 metrics::counter!(names::REQUESTS_POISONED_TOTAL).increment(1);
                 active.fail(StepError::Poisoned { lost_steps });
@@ -331,7 +332,7 @@ impl Driver {
         }
     }
 
-    /// Sleeps until something happens: mail, a completion, news of a rank, or the time of the next decision.
+    /// Sleeps until mail, a completion, an event of a rank, or the time of the next decision.
     fn wait(&mut self) {
         let now = Instant::now();
         let until = self.shared.instant(self.step_loop.wake_at(self.shared.time(now)));

@@ -1,4 +1,4 @@
-//! The service in front of the step loop: admission on the caller's thread, everything else on the step loop's.
+//! The service in front of the step loop. Admission runs on the caller's thread, everything else on the step loop's.
 
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,45 +21,45 @@ use crate::cluster::ClusterConfig;
 /// How the service ended.
 pub use expertd_scheduler::End as ServiceEnd;
 
-/// How steps are formed and how much may wait for them.
+/// Limits on steps and on the queue.
 #[derive(Clone, Debug)]
 pub struct SchedulerConfig {
-    /// Rows of one step, all ranks together.
+    /// Largest number of rows of one step, all ranks together.
     pub max_tokens_per_step: usize,
-    /// Rows that may wait; an empty queue accepts a request of any size.
+    /// Largest number of waiting rows. An empty queue accepts a request of any size.
     pub max_queued_tokens: usize,
     /// How long the oldest request waits for others to join its step.
     pub max_wait: Duration,
-    /// How long requests in flight may take once a drain has begun, if the drain does not say.
+    /// Time that requests in flight have after a drain begins, unless the drain sets its own.
     pub drain_timeout: Duration,
-    /// What a fault of the EP group means to requests without an answer.
+    /// Whether requests without a complete answer are retried or failed after a fault of the EP group.
     pub on_fault: OnFault,
-    /// Threads that copy the rows of large steps from requests and to answers, the step loop's own included.
+    /// Threads that copy the rows of large steps, the step loop's own included.
     pub copy_threads: usize,
 }
 
-/// The answer's way back.
+/// Sends a request's result to its caller.
 pub(super) type Reply = oneshot::Sender<Result<crate::backend::Answer, StepError>>;
 
-/// What belongs to a request beside its [`Submission`].
+/// The parts of a request that its [`Submission`] does not hold.
 pub(super) struct Payload {
     pub(super) request: Request,
     pub(super) reply: Reply,
 }
 
-/// The callers' side: what the lock guards.
+/// State that callers and the step loop share under a lock.
 pub(super) struct Front {
     pub(super) inbox: Inbox<Payload>,
-    /// Those who asked for a drain.
+    /// Senders of the results of drains.
     pub(super) drain_waiters: Vec<oneshot::Sender<DrainReport>>,
-    /// Whether the step loop is gone.
+    /// Whether the step loop has ended.
     pub(super) has_ended: bool,
 }
 
-/// What callers and the step loop share.
+/// State that callers and the step loop share.
 pub(super) struct Shared {
     front: Mutex<Front>,
-    /// Set together with news for the step loop, so that it need not take the lock to see that there are none.
+    /// Set when callers leave something for the step loop, which therefore needs no lock to see that there is nothing.
     has_mail: AtomicBool,
     pub(super) bell: RouterBell,
     pub(super) model: RwLock<Arc<ModelInfo>>,
@@ -86,22 +86,22 @@ impl Shared {
         })
     }
 
-    /// The callers' side. A panic while the lock was held leaves counts that are true: each is written by one statement.
+    /// Locks the shared state. A panic under the lock leaves valid counts, because a single statement writes each of them.
     pub(super) fn front(&self) -> MutexGuard<'_, Front> {
         self.front.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The time as the state machine counts it.
+    /// The current time of the state machine.
     pub(super) fn time(&self, instant: Instant) -> Time {
         Time(0) + instant.saturating_duration_since(self.started)
     }
 
-    /// The instant of a time.
+    /// Converts a time of the state machine to an instant.
     pub(super) fn instant(&self, time: Time) -> Instant {
         self.started + time.since(Time(0))
     }
 
-    /// Whether callers have left anything since the last call.
+    /// Whether callers have left something since the last call.
     pub(super) fn take_mail_flag(&self) -> bool {
         self.has_mail.swap(false, Ordering::AcqRel)
     }
@@ -130,10 +130,10 @@ impl Shared {
     }
 }
 
-/// The step loop and the EP group under it.
+/// Handle of the step loop and its EP group.
 pub struct Service {
     shared: Arc<Shared>,
-    /// The step loop's thread holds the sender: it ends with the thread, however that ends.
+    /// The step loop's thread owns the sender, which is dropped with the thread however it ends.
     end: watch::Receiver<Option<ServiceEnd>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -142,7 +142,7 @@ impl Service {
     /// Starts the step loop, which forms the first generation.
     ///
     /// # Errors
-    /// If there is no memory or thread for it.
+    /// If shared memory or the thread cannot be created.
     pub fn start(
         model: ModelInfo,
         cluster: ClusterConfig,
@@ -154,7 +154,7 @@ impl Service {
         Ok(Arc::new(Service { shared, end, thread: Mutex::new(Some(thread)) }))
     }
 
-    /// Resolves when the service has ended, also by a fault of the step loop itself.
+    /// Resolves when the service has ended, also after a panic of the step loop.
     pub async fn ended(&self) -> ServiceEnd {
         let mut end = self.end.clone();
         loop {
@@ -167,7 +167,7 @@ impl Service {
         }
     }
 
-    /// Waits for the step loop, and with it every rank, to be gone. Call it after [`ended`](Self::ended).
+    /// Waits until the step loop and all ranks have ended. Call it after [`ended`](Self::ended).
     pub fn join(&self) {
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread {
@@ -184,10 +184,10 @@ impl Service {
 /// Why the service could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// No shared memory.
-    #[error("cannot make shared memory: {0}")]
+    /// Shared memory could not be created.
+    #[error("cannot create shared memory: {0}")]
     Memory(#[from] RegionError),
-    /// No thread.
+    /// The thread could not be started.
     #[error("cannot start the step loop: {0}")]
     Thread(#[from] std::io::Error),
 }
@@ -234,7 +234,7 @@ impl Backend for Service {
         let payload = Payload { request, reply };
         let mut front = self.shared.front();
         front.inbox.submit(now, submission, payload)?;
-        // Under the lock, so that mail never lies there without the flag.
+        // Under the lock, so that mail is never present without the flag.
         self.shared.has_mail.store(true, Ordering::Release);
         drop(front);
         self.wake();
@@ -265,7 +265,7 @@ impl Backend for Service {
         self.shared.has_mail.store(true, Ordering::Release);
         drop(front);
         self.wake();
-        // A drain that finds the step loop gone has nothing left to wait for.
+        // After the end of the step loop a drain has nothing to wait for.
         Box::pin(async move { reported.await.unwrap_or(DrainReport { requests_dropped: 0 }) })
     }
 }
@@ -278,7 +278,7 @@ pub(super) mod tests {
     use super::*;
     use crate::backend::{ClientKey, Limits};
 
-    /// What callers and a step loop would share.
+    /// Shared state without a step loop.
     pub(in crate::steps) fn shared() -> Arc<Shared> {
         let limits = Limits {
             max_tokens_per_request: 64,
@@ -314,7 +314,7 @@ pub(super) mod tests {
         Arc::new(Shared::new(model, config, 1).unwrap())
     }
 
-    /// A service whose thread is gone.
+    /// A service whose thread has ended.
     pub(in crate::steps) fn service(end: watch::Receiver<Option<ServiceEnd>>) -> Service {
         Service { shared: shared(), end, thread: Mutex::new(None) }
     }

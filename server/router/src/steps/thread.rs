@@ -1,4 +1,4 @@
-//! The step loop's thread, and what is left in order when it panics.
+//! The step loop's thread, and the clean-up after its panic.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,14 +13,15 @@ use crate::backend::ServiceState;
 use crate::cluster::ClusterConfig;
 use crate::{telemetry, watchdog};
 
-/// What callers are told when the step loop has ended without a word.
-pub(super) const GONE: &str = "the step loop ended unexpectedly; this is a fault of expertd, restart it";
+/// Error for callers after the step loop ended without reporting why.
+pub(super) const GONE: &str =
+    "the step loop ended unexpectedly; this is a bug in expertd; restart the service";
 
-/// The thread and the receiver of how it ended.
+/// The thread and the receiver of its result.
 pub(super) type Started = (JoinHandle<()>, watch::Receiver<Option<ServiceEnd>>);
 
-/// Starts the step loop on a thread of its own, for the whole life of the service: ranks die with the thread that
-/// started them.
+/// Starts the step loop on a thread that lives as long as the service, because ranks die with the thread that started
+/// them.
 pub(super) fn start(
     shared: Arc<Shared>,
     cluster: ClusterConfig,
@@ -31,17 +32,17 @@ pub(super) fn start(
     guarded(shared, move || Driver::new(of_driver, cluster, config, seed).run())
 }
 
-/// Runs `body` on a thread. The sender of how it ended dies with the thread, so the receiver resolves in any case. After
-/// a panic nothing waits for the step loop any more.
+/// Runs `body` on a thread. The sender of its result is dropped with the thread, so the receiver always resolves. After a
+/// panic, all waiting callers are released.
 fn guarded(shared: Arc<Shared>, body: impl FnOnce() -> ServiceEnd + Send + 'static) -> io::Result<Started> {
     let (sender, receiver) = watch::channel(None);
     let thread = std::thread::Builder::new().name("steps".into()).spawn(move || {
         let heartbeat = watchdog::watch_thread("the step loop");
         // A panic drops the driver: its group kills and reaps every rank, and callers in flight get UNAVAILABLE.
-        // Nothing of the driver is used afterwards; what callers share with it is behind locks that ignore poison.
+        // Nothing uses the driver afterwards; the state shared with callers is behind locks that ignore poison.
         let end = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
             let message = format!("the step loop panicked: {}", text(&*panic));
-            // Standard error may be full or not read: what waits for the step loop must not wait for that.
+            // Standard error may be blocked, and callers that wait for the step loop must not wait for it.
             telemetry::tell(&format!("expertd: {message}"));
             ServiceEnd::SetupFailed(message)
         });
@@ -52,7 +53,7 @@ fn guarded(shared: Arc<Shared>, body: impl FnOnce() -> ServiceEnd + Send + 'stat
     Ok((thread, receiver))
 }
 
-/// Leaves nothing that waits for the step loop.
+/// Releases everything that waits for the step loop.
 fn close(shared: &Shared, end: &ServiceEnd) {
     let (public, failed) = match end {
         ServiceEnd::Drained => ("the service has drained", None),
@@ -65,7 +66,7 @@ fn close(shared: &Shared, end: &ServiceEnd) {
     front.has_ended = true;
     front.drain_waiters.clear();
     drop(front);
-    // Their callers learn that they were given up.
+    // Dropping these fails their calls.
     drop(dropped);
     if let Some(reason) = failed {
         shared.set_state(ServiceState::Failed, reason);
@@ -99,7 +100,7 @@ mod tests {
         assert_eq!(ended, Some(ServiceEnd::SetupFailed("the step loop panicked: planted".into())));
         thread.join().unwrap();
         assert_eq!(*state.borrow(), ServiceState::Failed);
-        assert!(reported.await.is_err(), "the drain does not wait");
+        assert!(reported.await.is_err(), "the drain must not wait");
         let now = shared.time(std::time::Instant::now());
         let front = &mut shared.front();
         let inbox: &mut Inbox<_> = &mut front.inbox;

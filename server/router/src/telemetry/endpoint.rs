@@ -1,7 +1,7 @@
 //! The scrape endpoint: `/metrics`, and `/healthz` and `/readyz` for probes that speak HTTP.
 //!
 //! Probes need no credentials and may speak plaintext. A scrape from beyond loopback needs a token, over TLS where that
-//! is configured. Every connection is served at once; the oldest one makes way when there are too many.
+//! is configured. Every connection is served at once; above a limit, a new connection ends the oldest one.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -25,11 +25,11 @@ use super::recorder::Recorder;
 use crate::api::{Access, Protocol, ServerTls};
 use crate::watchdog;
 
-/// Connections at once. The oldest one is ended when there are more.
+/// Largest number of connections. Above it, a new connection ends the oldest one.
 const MAX_CONNECTIONS: usize = 64;
-/// How long a client may take to send its request, TLS handshake included.
+/// Time that a client has to send its request, TLS handshake included.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a connection may last: a scrape is one short exchange.
+/// Longest life of a connection; a scrape is one short exchange.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
 /// The first byte of a TLS handshake, which no HTTP request starts with.
 const TLS_HANDSHAKE: u8 = 22;
@@ -49,7 +49,7 @@ struct Shared {
     access: Arc<Access>,
 }
 
-/// How a request came.
+/// Transport and origin of a request.
 #[derive(Clone, Copy)]
 struct Way {
     loopback: bool,
@@ -116,7 +116,7 @@ impl MetricsEndpoint {
     }
 }
 
-/// Serves one connection, which may begin with a TLS handshake where TLS is configured.
+/// Serves one connection, which may start with a TLS handshake if TLS is configured.
 async fn serve(stream: TcpStream, loopback: bool, shared: Arc<Shared>) {
     let mut first = [0];
     let Some(tls) = shared.access.tls() else {
@@ -176,7 +176,7 @@ fn answer(request: &Request<Incoming>, way: Way, shared: &Shared) -> Response<Fu
     }
 }
 
-/// Why a scrape is refused, if it is. Where neither tokens nor TLS are configured, `--insecure` has allowed it.
+/// The error for a scrape that is refused. If neither tokens nor TLS are configured, `--insecure` has allowed the scrape.
 fn refusal(headers: &HeaderMap, way: Way, access: &Access) -> Option<(StatusCode, &'static str)> {
     if way.loopback {
         return None;

@@ -1,4 +1,4 @@
-//! Metric handles for hot paths, which are looked up once and not for every event.
+//! Metric handles for hot paths, looked up once instead of for every event.
 
 use std::time::Duration;
 

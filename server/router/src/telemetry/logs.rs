@@ -1,7 +1,7 @@
 //! Structured logs on standard error: text for people, JSON for machines. Request and step ids are in the spans.
 //!
-//! A thread of its own writes them. Where standard error is closed, full or not read, lines are dropped and counted;
-//! the threads that log never wait and never fail.
+//! A thread of its own writes them. If standard error is closed, full or blocked, lines are dropped and counted; threads
+//! that log never wait and never fail.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::OnceLock;
@@ -15,21 +15,21 @@ use tracing_subscriber::fmt::MakeWriter;
 
 use super::names;
 
-/// Lines that may wait to be written.
+/// Capacity of the queue, in lines.
 const QUEUE_LINES: usize = 1024;
 /// The longest line, bytes.
 const MAX_LINE_BYTES: usize = 8 << 10;
-/// How long the end of the process waits for lines to be written.
+/// Longest wait for queued lines at the end of the process.
 const FLUSH: Duration = Duration::from_millis(500);
 
-/// The queue of this process.
+/// The log queue of this process.
 static QUEUE: OnceLock<LogQueue> = OnceLock::new();
 
-/// Lines on their way to standard error.
+/// A queue of lines for standard error.
 #[derive(Clone)]
 struct LogQueue {
     lines: SyncSender<Vec<u8>>,
-    /// Lines that are queued or being written.
+    /// Number of lines queued or being written.
     waiting: std::sync::Arc<AtomicUsize>,
 }
 
@@ -73,7 +73,7 @@ fn write_all(queued: &Receiver<Vec<u8>>, mut out: impl Write, waiting: &AtomicUs
     }
 }
 
-/// One event's writer: each call brings a whole line.
+/// Writer of one event; each call receives a whole line.
 struct LineWriter<'a>(&'a LogQueue);
 
 impl Write for LineWriter<'_> {
@@ -95,7 +95,7 @@ impl<'a> MakeWriter<'a> for LogQueue {
     }
 }
 
-/// Writes a line for the user to standard error. Does not wait for long and never fails.
+/// Writes a line for the user to standard error. Waits briefly at most, and never fails.
 pub fn tell(line: &str) {
     match QUEUE.get() {
         Some(queue) => {
@@ -106,7 +106,7 @@ pub fn tell(line: &str) {
     }
 }
 
-/// Waits a little until lines are written; for the end of the process.
+/// Waits briefly until all lines are written, at the end of the process.
 pub fn flush_logs() {
     if let Some(queue) = QUEUE.get() {
         queue.flush(Instant::now() + FLUSH);
@@ -176,7 +176,7 @@ mod tests {
         assert!(error.to_string().contains("expected a level"), "{error}");
     }
 
-    /// Where nothing reads, writers go on, lines are dropped, and what was queued comes once there is a reader.
+    /// Without a reader, writers continue and lines are dropped; queued lines are written once there is a reader.
     #[test]
     fn a_reader_that_stands_still_holds_nothing_up() {
         let (reader, writer) = io::pipe().expect("a pipe");

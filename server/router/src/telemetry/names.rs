@@ -4,9 +4,9 @@
 /// The kind of a metric.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
-    /// Only grows; its name ends in `_total`.
+    /// A value that only grows; the name ends in `_total`.
     Counter,
-    /// Goes up and down.
+    /// A value that goes up and down.
     Gauge,
     /// Counts observations in the given buckets (upper bounds).
     Histogram(&'static [f64]),
@@ -23,7 +23,7 @@ pub struct Metric {
     pub unit: metrics::Unit,
     /// Names of its labels.
     pub labels: &'static [&'static str],
-    /// What a sample of it means.
+    /// Meaning of a sample.
     pub help: &'static str,
 }
 
@@ -75,7 +75,7 @@ metrics_table! {
     QUEUE_TOKENS = "expertd_queue_tokens", Kind::Gauge, Count, [];
     /// Time from the admission of a request until its first step formed.
     QUEUE_DURATION_SECONDS = "expertd_queue_duration_seconds", Kind::Histogram(LATENCY_BUCKETS), Seconds, [];
-    /// Requests whose caller went away before the answer was ready.
+    /// Requests that their caller cancelled before the answer was ready.
     REQUESTS_CANCELLED_TOTAL = "expertd_requests_cancelled_total", Kind::Counter, Count, [];
     /// Requests that ended the EP group each time that it computed them, and were given up (POISONED).
     REQUESTS_POISONED_TOTAL = "expertd_requests_poisoned_total", Kind::Counter, Count, [];

@@ -1,11 +1,11 @@
-//! Log lines about what peers may cause as often as they like.
+//! Rate limit for log lines that peers can cause at will.
 
 use std::time::{Duration, Instant};
 
-/// The least time between two lines.
+/// Shortest time between two lines.
 const PAUSE: Duration = Duration::from_secs(10);
 
-/// Lets an event be logged now and then.
+/// Limits how often an event is logged.
 #[derive(Debug, Default)]
 pub(crate) struct Rarely {
     logged: Option<Instant>,
@@ -13,7 +13,7 @@ pub(crate) struct Rarely {
 }
 
 impl Rarely {
-    /// Notes the event; if it is to be logged now, how often it has happened since it was logged last.
+    /// Counts the event. If it should be logged now, returns its count since it was last logged.
     pub(crate) fn now(&mut self) -> Option<u64> {
         self.times += 1;
         if self.logged.is_some_and(|logged| logged.elapsed() < PAUSE) {

@@ -12,7 +12,7 @@ use super::process::resident_bytes;
 /// Interval at which histograms are drained and the process's memory is recorded.
 const UPKEEP_EVERY: Duration = Duration::from_secs(5);
 
-/// Renders the metrics of this process.
+/// Handle that renders the metrics of this process.
 #[derive(Clone)]
 pub struct Recorder {
     handle: PrometheusHandle,

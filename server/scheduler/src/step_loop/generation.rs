@@ -11,11 +11,11 @@ use crate::{Failure, RequestKey, Time};
 
 /// A request that lost this many steps runs alone.
 const SUSPECT_AFTER: u32 = 2;
-/// What a caller is told to wait when the service ends.
+/// Retry time of callers when the service ends.
 const RETRY_AFTER_END: Duration = Duration::from_secs(1);
 
 impl StepLoop {
-    /// Forms the next generation if it is time; whether it did.
+    /// Forms the next generation if it is time. Returns whether it did.
     pub(super) fn form_group(&mut self, now: Time) -> bool {
         if now < self.recovery.next_attempt() {
             return false;
@@ -28,7 +28,7 @@ impl StepLoop {
         true
     }
 
-    /// All ranks of a generation are ready, with weights of `version`.
+    /// Event: all ranks of a generation are ready, with weights of `version`.
     pub fn group_ready(&mut self, generation: Generation, version: WeightVersion, now: Time) {
         let Some(group) = self.group.as_mut().filter(|g| g.generation == generation && g.ready.is_none())
         else {
@@ -46,7 +46,7 @@ impl StepLoop {
         }
     }
 
-    /// Starts requests again of which rows were computed with other weights.
+    /// Restarts requests that have rows computed with other weights.
     fn restart_partly_answered(&mut self) {
         let partly = self.requests.iter().filter(|(_, request)| request.completed > 0);
         let mut keys: Vec<RequestKey> = partly.map(|(key, _)| *key).collect();
@@ -66,7 +66,7 @@ impl StepLoop {
         }
     }
 
-    /// A generation has ended by a fault, or could not begin. A generation that ended before is ignored.
+    /// Event: a generation has ended by a fault, or could not start. The event is ignored if the generation has already ended.
     pub fn group_ended(&mut self, generation: Generation, fault: &GroupFault, now: Time) {
         if self.ending.is_some() || self.has_ended {
             return;
@@ -74,9 +74,9 @@ impl StepLoop {
         let Some(group) = self.group.take_if(|group| group.generation == generation) else { return };
         self.actions.push_back(Action::EndGroup { generation });
         let poison = self.take_back_steps();
-        let life = Life { ready: group.ready, bore_fruit: group.steps_completed > 0 };
+        let life = Life { ready: group.ready, completed_a_step: group.steps_completed > 0 };
         let given_up = self.recovery.ended(now, life).err();
-        // Callers learn that there was a fault; what it was, with processes and paths, is for operators.
+        // Callers are told only that there was a fault. Details such as processes and paths are for operators.
         self.reason = self.describe(now).into();
         let shown: Arc<str> = format!("{}: {}", self.reason, fault.message).into();
         if let Some(end) = given_up.map(|why| why.end(fault)).or(poison) {
@@ -104,8 +104,8 @@ impl StepLoop {
         format!("{what}{pause}, {} tries left", self.recovery.tries_left())
     }
 
-    /// Takes back the rows of the steps in flight. A request that lost a second step becomes a suspect; one that lost a
-    /// step in which it was alone fails. The end of the service, if a layer has done that too often.
+    /// Takes back the rows of the steps in flight. A request that lost a second step becomes a suspect; a request that lost a step
+    /// in which it was alone fails. Returns the end of the service if that has happened too often in one layer.
     fn take_back_steps(&mut self) -> Option<End> {
         let steps: Vec<_> = self.in_flight.drain(..).collect();
         self.in_step = 0;
@@ -126,7 +126,7 @@ impl StepLoop {
             let lost_steps = request.lost_steps;
             if is_alone {
                 self.suspects.remove(&key);
-                // What was not in the lost step counted as waiting.
+                // Rows that were not in the lost step are still counted as waiting.
                 if let Some(request) = self.requests.remove(&key) {
                     self.suspect_tokens -= request.tokens - request.begun - rows;
                 }
@@ -152,7 +152,7 @@ impl StepLoop {
         end
     }
 
-    /// Fails the requests whose deadline `chosen` names, as unavailable.
+    /// Fails the requests for whose deadline `chosen` is true, as unavailable.
     fn fail_where(&mut self, now: Time, chosen: impl Fn(Option<Time>) -> bool) {
         let matching = self.requests.iter().filter(|(_, request)| chosen(request.deadline));
         let mut keys: Vec<RequestKey> = matching.map(|(key, _)| *key).collect();
@@ -189,7 +189,7 @@ impl StepLoop {
         self.fail_all(&Arc::clone(&self.reason));
     }
 
-    /// Ends the service if it drains and nothing is left, or time is up; whether it did.
+    /// Ends the service if it drains, and either no request is left or the deadline has passed. Returns whether it did.
     pub(super) fn check_drain(&mut self, now: Time) -> bool {
         let Some(deadline) = self.drain else { return false };
         if !self.requests.is_empty() && now < deadline {
@@ -199,7 +199,7 @@ impl StepLoop {
         let dropped = self.fail_all(&reason.into());
         self.reason = "the service has drained".into();
         self.actions.push_back(Action::ReportDrain { requests_dropped: dropped });
-        // The inbox is closed since the drain was asked for.
+        // The inbox has been closed since the drain was requested.
         self.ending = Some(End::Drained);
         self.is_closed = true;
         true

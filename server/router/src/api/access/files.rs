@@ -1,4 +1,4 @@
-//! Values that are made from files and made again when these change.
+//! Values that are read from files and reloaded when the files change.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use metrics::counter;
 use super::AccessError;
 use crate::telemetry::names;
 
-/// What tells one content of a file from the next: device, inode, size and time of its last change.
+/// Identity of a file's content: device, inode, size and time of its last change.
 type Stamp = (u64, u64, u64, i64, i64);
 
 fn stamp(path: &Path) -> Option<Stamp> {
@@ -17,7 +17,7 @@ fn stamp(path: &Path) -> Option<Stamp> {
     Some((found.dev(), found.ino(), found.size(), found.mtime(), found.mtime_nsec()))
 }
 
-/// A value and the files from which it is made.
+/// A value and the files that it is read from.
 pub(super) struct Watched<T> {
     files: Vec<PathBuf>,
     load: Box<dyn Fn() -> Result<T, AccessError> + Send + Sync>,
@@ -26,9 +26,9 @@ pub(super) struct Watched<T> {
 }
 
 struct Seen {
-    /// Of the files that the value was made from.
+    /// Stamps of the files when the value was read.
     used: Vec<Option<Stamp>>,
-    /// Of files that could not be used, so that one warning is enough.
+    /// Stamps of files that could not be used, so that they are reported once.
     refused: Option<Vec<Option<Stamp>>>,
 }
 
@@ -42,13 +42,13 @@ impl<T> Watched<T> {
         Ok(Watched { files, load: Box::new(load), now, seen: Mutex::new(Seen { used, refused: None }) })
     }
 
-    /// The value in force.
+    /// The current value.
     pub(super) fn now(&self) -> Arc<T> {
         Arc::clone(&self.now.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Makes the value again if a file has changed. Files that cannot be used are tried again in the next round, since
-    /// a certificate and its key may be replaced one after the other.
+    /// Reloads the value if a file has changed. Files that cannot be used are tried again in the next round, since a
+    /// certificate and its key may be replaced one after the other.
     pub(super) fn refresh(&self) {
         let found: Vec<_> = self.files.iter().map(|path| stamp(path)).collect();
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
@@ -60,12 +60,12 @@ impl<T> Watched<T> {
                 *self.now.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(value);
                 *seen = Seen { used: found, refused: None };
                 counter!(names::CREDENTIAL_RELOADS_TOTAL, "result" => "ok").increment(1);
-                tracing::info!(files = ?self.files, "credentials were read again");
+                tracing::info!(files = ?self.files, "reloaded credentials");
             }
             Err(error) if seen.refused.as_ref() != Some(&found) => {
                 seen.refused = Some(found);
                 counter!(names::CREDENTIAL_RELOADS_TOTAL, "result" => "error").increment(1);
-                tracing::error!(%error, "changed credentials cannot be used; the earlier ones stay in force");
+                tracing::error!(%error, "the changed credentials cannot be used; the previous ones stay in force");
             }
             Err(_) => {}
         }

@@ -1,16 +1,16 @@
 //! Who may call: TLS, client certificates, bearer tokens, users of this host.
 //!
-//! * TCP listeners: a call needs a token of the token file, or a client certificate of the client CA, where either is
-//!   configured. A valid token names the client; without one the certificate does.
-//! * Unix-domain sockets: the kernel tells the peer's user, and the socket's mode says who may connect; a token is not
-//!   needed, but names the client if it is given.
+//! * TCP listeners: if a token file or a client CA is configured, a call needs a token of that file or a certificate of that
+//!   CA. A valid token names the client; without a token the certificate does.
+//! * Unix-domain sockets: the socket's mode decides who may connect, and the kernel reports the peer's user. A token is
+//!   optional and names the client.
 //! * Admin: the service's own user or root over its Unix-domain socket; over TCP a token of the admin token file.
 //!
-//! Files are read again when they change; files that cannot be used leave the earlier ones in force.
+//! Files are reloaded when they change. If a changed file cannot be used, its previous content stays in force.
 
 mod files;
 mod tls;
-mod tokens;
+pub(super) mod tokens;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,15 +26,15 @@ use self::tokens::Tokens;
 use crate::api::service::failure::Failure;
 use crate::telemetry::names;
 
-/// How often files are looked at for changes.
+/// Interval at which files are checked for changes.
 const RELOAD_ROUND: Duration = Duration::from_secs(1);
 
-/// Where credentials come from. Everything is optional.
+/// Files with credentials. All are optional.
 #[derive(Clone, Debug, Default)]
 pub struct AccessConfig {
     /// The server's certificate chain, PEM; needs `tls_key`.
     pub tls_cert: Option<PathBuf>,
-    /// Its private key, PEM.
+    /// The server's private key, PEM.
     pub tls_key: Option<PathBuf>,
     /// Certificate authorities of clients, PEM.
     pub tls_client_ca: Option<PathBuf>,
@@ -44,7 +44,7 @@ pub struct AccessConfig {
     pub token_file: Option<PathBuf>,
     /// Tokens for Admin over TCP.
     pub admin_token_file: Option<PathBuf>,
-    /// Plaintext beyond loopback is allowed.
+    /// Whether plaintext beyond loopback is allowed.
     pub insecure: bool,
 }
 
@@ -67,23 +67,23 @@ pub enum AccessError {
         /// What was found and what is expected.
         reason: String,
     },
-    /// Settings that need each other.
+    /// A setting needs another one that is missing.
     #[error("{0}")]
     Settings(&'static str),
 }
 
-/// How the kernel or TLS knows the peer of a connection.
+/// Identity of a connection's peer according to the kernel or TLS.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::api) enum Peer {
     /// A process of this user on this host.
     User(u32),
     /// A client certificate that the authorities signed; `Err` with its names if none of them may call.
     Certificate(Result<Arc<str>, String>),
-    /// Nothing is known but the address.
+    /// Only the address is known.
     Unknown,
 }
 
-/// The credentials in force.
+/// The current credentials.
 pub struct Access {
     tls: Option<Watched<ServerTls>>,
     tokens: Option<Watched<Tokens>>,
@@ -96,7 +96,7 @@ impl Access {
     /// Reads the files.
     ///
     /// # Errors
-    /// [`AccessError`] if a file cannot be used or a setting lacks another.
+    /// [`AccessError`] if a file cannot be used or a required setting is missing.
     pub fn load(config: &AccessConfig) -> Result<Access, AccessError> {
         let tls = match (&config.tls_cert, &config.tls_key) {
             (Some(cert), Some(key)) => {
@@ -109,7 +109,7 @@ impl Access {
                 })?)
             }
             (None, None) => None,
-            _ => return Err(AccessError::Settings("--tls-cert and --tls-key need each other; give both")),
+            _ => return Err(AccessError::Settings("--tls-cert and --tls-key must be given together")),
         };
         if config.tls_client_ca.is_some() && tls.is_none() {
             return Err(AccessError::Settings("--tls-client-ca needs --tls-cert and --tls-key"));
@@ -130,9 +130,9 @@ impl Access {
         })
     }
 
-    /// Reads files again when they change, until the future is dropped.
+    /// Reloads files when they change, until the future is dropped.
     pub async fn watch(self: Arc<Self>) {
-        // From 0 on, so that a first increment is seen as one.
+        // Counters start at 0, so that a rate includes the first increment.
         for result in ["ok", "error"] {
             counter!(names::CREDENTIAL_RELOADS_TOTAL, "result" => result).increment(0);
         }
@@ -141,7 +141,7 @@ impl Access {
         loop {
             rounds.tick().await;
             let this = Arc::clone(&self);
-            // Files may lie on a network.
+            // Files may be on a network, where reading can block.
             let _ = tokio::task::spawn_blocking(move || {
                 this.tls.iter().for_each(Watched::refresh);
                 this.tokens.iter().for_each(Watched::refresh);
@@ -151,7 +151,7 @@ impl Access {
         }
     }
 
-    /// TLS as it is now, if it is configured.
+    /// The current TLS configuration, if there is one.
     pub(crate) fn tls(&self) -> Option<Arc<ServerTls>> {
         self.tls.as_ref().map(Watched::now)
     }
@@ -180,7 +180,7 @@ impl Access {
         self.admin_tokens.is_some()
     }
 
-    /// How a client certificate names its client.
+    /// The peer that a client certificate identifies.
     pub(in crate::api) fn certificate_peer(&self, names: Vec<String>) -> Peer {
         let accepted = |name: &&String| self.client_names.is_empty() || self.client_names.contains(name);
         Peer::Certificate(match names.iter().find(accepted) {

@@ -1,4 +1,4 @@
-//! Who is let in, as what.
+//! Tests of access rules.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;

@@ -1,4 +1,4 @@
-//! The TLS of the listeners.
+//! TLS configuration of the listeners.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use tokio_rustls::TlsAcceptor;
 
 use super::AccessError;
 
-/// What a listener speaks inside TLS.
+/// Protocol inside TLS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Protocol {
     /// gRPC.
@@ -20,14 +20,14 @@ pub(crate) enum Protocol {
     Http1,
 }
 
-/// A server certificate with its key, and whose client certificates are accepted.
+/// A server certificate with its key, and the rules for client certificates.
 pub(crate) struct ServerTls {
     http2: Arc<ServerConfig>,
     http1: Arc<ServerConfig>,
 }
 
 impl ServerTls {
-    /// Client certificates are asked for where there are `authorities`, and may be missing if they are `optional`.
+    /// Makes the configuration. Client certificates are requested if there are `authorities`, and may be missing if `optional`.
     pub(super) fn load(
         cert: &Path,
         key: &Path,
@@ -40,10 +40,7 @@ impl ServerTls {
             .map_err(|error| contents(key, format!("expected a private key in PEM: {error}")))?;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let unusable = |error: rustls::Error| {
-            contents(
-                cert,
-                format!("this certificate and the key of {} do not go together: {error}", key.display()),
-            )
+            contents(cert, format!("this certificate does not match the key of {}: {error}", key.display()))
         };
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
             .with_safe_default_protocol_versions()
@@ -68,7 +65,7 @@ impl ServerTls {
         Ok(ServerTls { http2: Arc::new(config), http1 })
     }
 
-    /// What takes a connection's handshake.
+    /// The acceptor of handshakes for a protocol.
     pub(crate) fn acceptor(&self, protocol: Protocol) -> TlsAcceptor {
         TlsAcceptor::from(Arc::clone(match protocol {
             Protocol::Http2 => &self.http2,

@@ -1,4 +1,4 @@
-//! The tokens of a file, one client a line.
+//! A file of tokens, one client per line.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -9,14 +9,14 @@ use subtle::ConstantTimeEq as _;
 
 use super::AccessError;
 
-/// The least length of a token, bytes.
+/// Shortest token, in bytes.
 const MIN_TOKEN_BYTES: usize = 16;
-/// The longest name of a client, bytes.
+/// Longest name of a client, in bytes.
 const MAX_NAME_BYTES: usize = 64;
 
-/// Clients by token. Only digests are kept: tokens do not lie in memory, and all have the same length.
+/// Clients by digest of their token. Tokens themselves are not kept in memory, and digests all have the same length.
 #[derive(Debug)]
-pub(super) struct Tokens {
+pub(in crate::api) struct Tokens {
     clients: Vec<(Arc<str>, [u8; 32])>,
 }
 
@@ -27,7 +27,7 @@ impl Tokens {
         parse(&text).map_err(|reason| AccessError::Contents { path: path.to_owned(), reason })
     }
 
-    /// The client that a token belongs to. Takes the same time for every token of one length.
+    /// The client of a token. Takes the same time for every token of the same length.
     pub(super) fn name(&self, token: &[u8]) -> Option<Arc<str>> {
         let given = hash(token);
         let mut found = None;
@@ -46,9 +46,9 @@ fn hash(token: &[u8]) -> [u8; 32] {
     bytes
 }
 
-/// Lines of `NAME TOKEN`. Empty lines and those that start with `#` say nothing. A client may have several tokens, so
+/// Parses lines of `NAME TOKEN`. Empty lines and lines that start with `#` are ignored. A client may have several tokens, so
 /// that one can be replaced without a gap.
-fn parse(text: &str) -> Result<Tokens, String> {
+pub(in crate::api) fn parse(text: &str) -> Result<Tokens, String> {
     let mut clients = Vec::new();
     let mut seen = HashSet::new();
     for (number, line) in (1..).zip(text.lines()) {
@@ -71,12 +71,12 @@ fn parse(text: &str) -> Result<Tokens, String> {
         }
         let hash = hash(token.as_bytes());
         if !seen.insert(hash) {
-            return Err(format!("line {number}: the token stands in an earlier line"));
+            return Err(format!("line {number}: an earlier line has the same token"));
         }
         clients.push((Arc::from(name), hash));
     }
     if clients.is_empty() {
-        return Err("there is no token; expected lines of `NAME TOKEN`".to_owned());
+        return Err("found no token; expected lines of `NAME TOKEN`".to_owned());
     }
     Ok(Tokens { clients })
 }
@@ -109,7 +109,7 @@ mod tests {
             ("a short", "at least 16"),
             ("a b c", "expected `NAME TOKEN`"),
             ("ä 0123456789abcdef", "line 1: a name"),
-            ("a 0123456789abcdef\nb 0123456789abcdef", "line 2: the token stands"),
+            ("a 0123456789abcdef\nb 0123456789abcdef", "line 2: an earlier line"),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.contains(word) && !error.contains("0123456789"), "{error}");

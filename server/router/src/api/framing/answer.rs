@@ -1,5 +1,5 @@
-//! Response bodies: their bytes hold the charges of the answers in them until they are on the socket, and large rows
-//! are sent from where they lie.
+//! Response bodies. Their bytes keep the charges of their answers until they are written to the socket, and large rows are
+//! sent without a copy.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -15,7 +15,7 @@ use super::body::{Charges, Leaving, PREFIX, charged_bytes};
 use super::budget::Ticket;
 use super::connection::Stage;
 
-/// Rows of this size and more are sent without copying them into the encoded answer.
+/// Rows of at least this size are sent without a copy into the encoded answer.
 const APART_BYTES: usize = 64 << 10;
 
 /// Field 1 of a `ForwardStreamResponse`, a varint.
@@ -24,23 +24,23 @@ const ID_KEY: u8 = 0x08;
 const RESPONSE_KEY: u8 = 0x12;
 /// Field 1 of a `ForwardResponse`, length-delimited.
 const ROWS_KEY: u8 = 0x0a;
-/// The longest varint, bytes.
+/// Longest varint, in bytes.
 const VARINT: usize = 10;
 
-/// Takes rows that are worth it out of an answer, to be sent apart.
+/// Takes rows of at least [`APART_BYTES`] out of an answer, so that they are sent without a copy.
 pub(in crate::api) fn take_large(rows: &mut Bytes) -> Option<Bytes> {
     (rows.len() >= APART_BYTES).then(|| std::mem::take(rows))
 }
 
-/// A response body whose bytes hold the charges of the answers in them until they are on the socket.
+/// A response body whose bytes keep the charges of their answers until they are written to the socket.
 pub(in crate::api) struct ResponseBody {
     inner: tonic::body::Body,
     charges: Option<Arc<Charges>>,
-    /// What the call itself is charged, until its last byte has left.
+    /// Charge of the call, until its last byte is sent.
     _call: Option<Ticket>,
     /// Whether messages are those of a `ForwardStream`.
     streaming: bool,
-    /// What was encoded and is to be sent before anything else.
+    /// Encoded bytes that are sent first.
     queue: VecDeque<Bytes>,
 }
 
@@ -58,7 +58,7 @@ impl ResponseBody {
         ResponseBody { inner, charges: None, _call: call, streaming: false, queue: VecDeque::new() }
     }
 
-    /// Ties charges to encoded messages, and puts rows that were kept apart where they belong.
+    /// Attaches charges to encoded messages, and inserts rows that were taken out of them.
     fn leave(&mut self, mut encoded: Bytes) -> Bytes {
         let Some(charges) = &self.charges else { return encoded };
         let leaving = charges.take_leaving();
@@ -94,14 +94,14 @@ fn hold(bytes: Bytes, ticket: Ticket) -> Bytes {
     charged_bytes(bytes, ticket)
 }
 
-/// Takes the first message, prefix included, off encoded ones.
+/// Splits the first message, prefix included, off encoded messages.
 fn first_message(encoded: &mut Bytes) -> Bytes {
     let length = encoded.get(1..PREFIX).map_or(0, |mut length| length.get_u32() as usize);
     encoded.split_to((PREFIX + length).min(encoded.len()))
 }
 
-/// What stands before and behind the rows in a message, prefix included, of which `message` has all but the rows: they
-/// are the first field of an answer.
+/// Returns the bytes before and after the rows in a message, prefix included. `message` lacks the rows, which are the first
+/// field of an answer.
 fn around(mut message: Bytes, rows: usize, streaming: bool) -> (Bytes, Bytes) {
     let id = if streaming { take_id(&mut message) } else { Bytes::new() };
     let answer = 1 + encoded_len_varint(rows as u64) + rows + message.len();
@@ -120,8 +120,8 @@ fn around(mut message: Bytes, rows: usize, streaming: bool) -> (Bytes, Bytes) {
     (head.freeze(), message)
 }
 
-/// Takes the id, which is absent if 0, and the key and length of the answer off an encoded `ForwardStreamResponse`; the
-/// field of the id.
+/// Removes the id (absent if 0) and the answer's key and length from an encoded `ForwardStreamResponse`. Returns the id's
+/// field.
 fn take_id(message: &mut Bytes) -> Bytes {
     let whole = message.clone();
     if message.first() == Some(&ID_KEY) {
@@ -185,7 +185,7 @@ mod tests {
         ForwardResponse { rows, receipt: Some(receipt) }
     }
 
-    /// What is sent, and where its frames lay.
+    /// The bytes sent, and the addresses of their frames.
     async fn send(encoded: Vec<u8>, charges: Arc<Charges>, streaming: bool) -> (Vec<u8>, Vec<*const u8>) {
         let inner = tonic::body::Body::new(Full::new(Bytes::from(encoded)));
         let mut body = ResponseBody::charged(inner, charges, None, streaming);

@@ -1,8 +1,8 @@
-//! Rows of a request that stay in the chunks in which the transport delivered them.
+//! Rows of a request that stay in the chunks that the transport delivered.
 //!
-//! The decoder wants a message in one piece, so that it copies every byte of it. Rows are nearly all of a message and
-//! are copied once more when they are staged, which can be done from several pieces as well. So they are taken out of
-//! the message before it is decoded, and put in place afterwards.
+//! The decoder needs a message in one piece, which would copy every byte. Rows are most of a message, and staging copies
+//! them anyway, from any number of chunks. Therefore they are taken out of the message before it is decoded, and attached
+//! to the request afterwards.
 
 use std::ops::Range;
 
@@ -11,11 +11,11 @@ use prost::encoding::{decode_varint, encode_varint, encoded_len_varint};
 
 use expertd_types::ChunkedBytes;
 
-/// Messages of this size and more are looked into, and rows of this size and more are kept apart.
+/// Rows of at least this size, in messages of at least this size, are taken out.
 pub(in crate::api) const APART_BYTES: usize = 16 << 10;
-/// Chunks below this are joined, so that a message in tiny ones does not cost more than its bytes.
+/// Smaller chunks are joined, so that a message in tiny chunks does not cost more memory than its bytes.
 const JOINED_BYTES: usize = 8 << 10;
-/// How far into a message its rows may begin.
+/// Largest offset of the rows in a message.
 const HEAD_BYTES: usize = 512;
 
 /// Field 2 of a `ForwardStreamRequest`, length-delimited.
@@ -41,7 +41,7 @@ impl Gathering {
         self.pieces.push(chunk);
     }
 
-    /// The message, or what there is of it.
+    /// The message, or the part of it that has arrived.
     pub(in crate::api) fn finish(mut self) -> ChunkedBytes {
         self.join();
         self.pieces.into_iter().collect()
@@ -61,8 +61,8 @@ pub(in crate::api) struct Split {
     pub(in crate::api) rows: ChunkedBytes,
 }
 
-/// Takes the rows out of a `ForwardStreamRequest` or, if not `streaming`, a `ForwardRequest`. `None` if they are few, or
-/// not where encoders put them: the message is then to be decoded as it is.
+/// Takes the rows out of a `ForwardStreamRequest` or, if not `streaming`, a `ForwardRequest`. `None` if they are small or not
+/// where encoders put them; the message is then decoded unchanged.
 pub(in crate::api) fn split(message: &ChunkedBytes, streaming: bool) -> Option<Split> {
     let end = message.len();
     let start = message.view(0..end.min(HEAD_BYTES)).iter().collect::<Vec<_>>().concat();
@@ -74,7 +74,7 @@ pub(in crate::api) fn split(message: &ChunkedBytes, streaming: bool) -> Option<S
     if rows.len() < APART_BYTES {
         return None;
     }
-    // The key stands before the length, which stands before the rows.
+    // Layout: key, length, rows.
     let fields = before..rows.start - encoded_len_varint(rows.len() as u64) - 1;
 
     // All lengths become shorter.
@@ -97,7 +97,7 @@ struct Head<'a> {
 }
 
 impl Head<'_> {
-    /// Skips fields up to the one with `key`, which is length-delimited; where its value stands, before `end`.
+    /// Skips fields up to the length-delimited field `key`. Returns the range of its value, which ends at or before `end`.
     fn find(&mut self, key: u8, end: usize) -> Option<Range<usize>> {
         loop {
             let found = *self.bytes.get(self.at)?;
@@ -121,7 +121,7 @@ impl Head<'_> {
         }
     }
 
-    /// A varint in as few bytes as it needs.
+    /// Reads a varint; `None` if it uses more bytes than it needs.
     fn varint(&mut self) -> Option<u64> {
         let mut rest = self.bytes.get(self.at..)?;
         let before = rest.len();
@@ -219,7 +219,7 @@ mod tests {
             let request = request("m".to_owned(), APART_BYTES + 9, Some(64));
             let message = ForwardStreamRequest { id: 1 << 40, request: Some(request.clone()), timeout_ms: 9 };
             let mut bytes = if streaming { message.encode_to_vec() } else { request.encode_to_vec() };
-            // Where the fields stand, before and behind the rows.
+            // Fields before and after the rows.
             let near = at.index(260);
             let index = if near < 60 { near } else { bytes.len() - near + 59 };
             bytes[index] = to;

@@ -1,10 +1,9 @@
 //! Request bodies, whose messages are charged to the budget as their bytes arrive.
 //!
 //! gRPC has no content length, but every message starts with a flag and its length in five bytes. The request body
-//! reads these itself, keeps the message until all of it is there, and charges each part of it before it keeps it. Where
-//! there is no room (or the message is too large) a unary call ends at once; on a stream the message is skipped at wire
-//! speed and stands in the stream as an empty one with its id, so that the stream goes on and the transport's windows
-//! never fill with bytes that nothing takes.
+//! parses this prefix, gathers the message, and charges each part before it keeps it. If there is no room, or the message
+//! is too large, a unary call ends at once. On a stream the message is discarded as it arrives and replaced by an empty one
+//! with its id: the stream continues, and the transport's windows never fill with unread bytes.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -23,26 +22,26 @@ use super::connection::{Connection, Owner, Stage};
 use crate::api::service::failure::Failure;
 use expertd_types::ChunkedBytes;
 
-/// Flag and length before each message.
+/// Length of the prefix of each message: a flag and the message's length.
 pub(in crate::api) const PREFIX: usize = 5;
 /// Tag of field 1 and a varint: the id at the start of a `ForwardStreamRequest`.
 const ID_FIELD: usize = 11;
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// A message that has been admitted to the decoder, or refused before it.
+/// Whether a message was charged or refused before it reached the decoder.
 pub(in crate::api) enum Arrival {
-    /// With rows that stand empty in the message.
+    /// The charge, and the rows if they were taken out of the message.
     Charged(Ticket, Option<ChunkedBytes>),
     Refused(Status),
 }
 
-/// An answer on its way to the encoder.
+/// An answer that is about to be encoded.
 #[derive(Default)]
 pub(in crate::api) struct Leaving {
     /// `None` if the request was refused before it was received.
     pub(in crate::api) ticket: Option<Ticket>,
-    /// Rows that are to be sent without a copy; those in the message are empty then.
+    /// Rows that are sent without a copy; the message's own rows are then empty.
     pub(in crate::api) rows: Option<Bytes>,
 }
 
@@ -65,12 +64,12 @@ impl Charges {
         self.lists().complete_at
     }
 
-    /// What became of the message that was decoded next.
+    /// The arrival that belongs to the next decoded message.
     pub(in crate::api) fn next_arrival(&self) -> Option<Arrival> {
         self.lists().arrived.pop_front()
     }
 
-    /// The next message to be encoded is this one.
+    /// Queues the answer that is encoded next.
     pub(in crate::api) fn leave(&self, leaving: Leaving) {
         self.lists().leaving.push_back(leaving);
     }
@@ -79,7 +78,7 @@ impl Charges {
         self.lists().arrived.push_back(arrival);
     }
 
-    /// The messages that were encoded last.
+    /// Takes the answers that were encoded since the last call.
     pub(in crate::api) fn take_leaving(&self) -> VecDeque<Leaving> {
         std::mem::take(&mut self.lists().leaving)
     }
@@ -89,7 +88,7 @@ impl Charges {
     }
 }
 
-/// Bytes that hold a charge for as long as any slice of them is alive.
+/// Bytes that keep a charge until the last slice of them is dropped.
 pub(in crate::api) fn charged_bytes(bytes: Bytes, ticket: Ticket) -> Bytes {
     struct Owner {
         bytes: Bytes,
@@ -103,18 +102,18 @@ pub(in crate::api) fn charged_bytes(bytes: Bytes, ticket: Ticket) -> Bytes {
     Bytes::from_owner(Owner { bytes, _ticket: ticket })
 }
 
-/// What a request body is held to.
+/// Limits of a request body, and the accounts that it is charged to.
 #[derive(Clone)]
 pub(in crate::api) struct Terms {
     pub(in crate::api) budget: Arc<Budget>,
     pub(in crate::api) connection: Arc<Connection>,
-    /// What the charges count for.
+    /// Account of the charges.
     pub(in crate::api) owner: Arc<Owner>,
-    /// Largest message.
+    /// Largest message, in bytes.
     pub(in crate::api) limit: usize,
-    /// Whether several messages are legal.
+    /// Whether the call may send several messages.
     pub(in crate::api) streaming: bool,
-    /// Whether messages have rows.
+    /// Whether messages carry rows.
     pub(in crate::api) forward: bool,
 }
 
@@ -122,17 +121,17 @@ type Admission = Pin<Box<dyn Future<Output = Option<Ticket>> + Send>>;
 type Wait = Pin<Box<dyn Future<Output = bool> + Send>>;
 
 enum State {
-    /// Gathers a prefix that is split over chunks.
+    /// Reading a prefix, which may be split over chunks.
     Prefix { bytes: [u8; PREFIX], have: usize },
-    /// Keeps a charged message until all of it is there, without its prefix.
+    /// Gathering a charged message, without its prefix.
     Gathering { left: usize, ticket: Ticket, message: Gathering },
-    /// The prefix of a message was read; there is no room yet for the message.
+    /// The prefix was read; waiting for room for the message.
     Admitting { admission: Admission, length: usize },
-    /// There is no room yet for the next `take` bytes of a message.
+    /// Waiting for room for the next `take` bytes of a message.
     Waiting { wait: Wait, take: usize, left: usize, ticket: Ticket, message: Gathering },
-    /// Throws away what is left of a refused message.
+    /// Discarding the rest of a refused message.
     Skipping { left: usize, head: BytesMut, status: Status },
-    /// Over: the end was reached or an error handed on.
+    /// The body ended, or an error was returned.
     Done,
 }
 
@@ -140,15 +139,15 @@ const fn new_prefix() -> State {
     State::Prefix { bytes: [0; PREFIX], have: 0 }
 }
 
-/// A request body that charges each message before handing it on.
+/// A request body that charges each message before it passes it on.
 pub(in crate::api) struct RequestBody<B> {
     inner: B,
     terms: Terms,
     charges: Arc<Charges>,
     state: State,
-    /// Bytes taken from `inner` and not yet handed on.
+    /// Bytes read from `inner` and not yet passed on.
     pending: Bytes,
-    /// What was gathered and is to be handed on before anything else.
+    /// Gathered bytes that are passed on first.
     gathered: VecDeque<Bytes>,
     messages: u64,
 }
@@ -167,7 +166,7 @@ impl<B> RequestBody<B> {
         }
     }
 
-    /// The next message with its prefix, if it is small, lies in `pending` as a whole, and can be charged at once.
+    /// The next message with its prefix, if it is small, complete in `pending`, and can be charged at once.
     fn small_message(&mut self) -> Option<Bytes> {
         let (&[flag, a, b, c, d], rest) = self.pending.split_first_chunk::<PREFIX>()?;
         let length = u32::from_be_bytes([a, b, c, d]) as usize;
@@ -192,19 +191,21 @@ impl<B> RequestBody<B> {
         self.charges.lists().complete_at = Some(Instant::now());
     }
 
-    /// Decides about a message whose prefix has been taken out of `pending`.
+    /// Decides about a message whose prefix was read from `pending`.
     fn begin(&mut self, prefix: [u8; PREFIX]) -> Result<Option<Bytes>, Status> {
         let length = u32::from_be_bytes([prefix[1], prefix[2], prefix[3], prefix[4]]) as usize;
         self.messages += 1;
         if self.messages > 1 && !self.terms.streaming {
-            return Err(Failure::field("body", "a unary call has one message, found a second one").into());
+            return Err(Failure::field("body", "a unary call has one message; found a second one").into());
         }
         if prefix[0] != 0 {
-            return Err(Status::unimplemented("compressed messages are not accepted; send them as they are"));
+            return Err(Status::unimplemented(
+                "compressed messages are not accepted; send them uncompressed",
+            ));
         }
         if length > self.terms.limit {
             let text = format!(
-                "the message has {length} bytes, at most {} are accepted (GetModel says so); send fewer tokens per request",
+                "the message has {length} bytes, and the limit is {} (GetModel reports it); send fewer tokens per request",
                 self.terms.limit
             );
             return self.refuse(Failure::field("body", text).into(), length, BytesMut::new());
@@ -226,7 +227,7 @@ impl<B> RequestBody<B> {
         }
     }
 
-    /// Ends a unary call, or skips the `left` bytes of a message that starts with `head`.
+    /// Ends a unary call; on a stream, starts to discard the remaining `left` bytes of a message that starts with `head`.
     fn refuse(&mut self, status: Status, left: usize, head: BytesMut) -> Result<Option<Bytes>, Status> {
         if !self.terms.streaming || !self.terms.forward {
             return Err(status);
@@ -243,7 +244,7 @@ impl<B> RequestBody<B> {
         self.refuse(Failure::NoRoom.into(), left, head)
     }
 
-    /// Hands a gathered message on once it is complete: without its rows, or as it came.
+    /// Passes a message on when it is complete: without its rows if they are large, otherwise unchanged.
     fn end_of_gathering(&mut self) {
         let State::Gathering { left: 0, .. } = &self.state else { return };
         let State::Gathering { ticket, message, .. } = std::mem::replace(&mut self.state, new_prefix())
@@ -265,7 +266,7 @@ impl<B> RequestBody<B> {
         self.arrived(ticket, rows);
     }
 
-    /// Puts an empty message with the id of a refused one into the stream once all of it is skipped.
+    /// Replaces a refused message by an empty one with its id when all of it is discarded.
     fn end_of_skipping(&mut self) -> Option<Bytes> {
         let State::Skipping { left: 0, .. } = &self.state else { return None };
         let State::Skipping { head, status, .. } = std::mem::replace(&mut self.state, new_prefix()) else {
@@ -280,7 +281,7 @@ impl<B> RequestBody<B> {
         Some(stand_in.freeze())
     }
 
-    /// Moves on without new bytes from the transport. `Ok(None)` asks for more of them.
+    /// Makes progress without new bytes from the transport. `Ok(None)`: more bytes are needed.
     fn advance(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Status>> {
         loop {
             if let Some(bytes) = self.gathered.pop_front() {
@@ -364,7 +365,7 @@ impl<B> RequestBody<B> {
         }
     }
 
-    /// What is missing when the body ends now.
+    /// The error if the body ends in the middle of a message.
     fn truncation(&self) -> Option<Status> {
         let missing = match &self.state {
             State::Prefix { have: 0, .. } | State::Done => return None,

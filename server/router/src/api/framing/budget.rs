@@ -1,14 +1,14 @@
 //! The bound on request bytes that the service holds at once.
 //!
 //! A message is charged for the bytes of it that have arrived, never for the length that it announces. The charge is
-//! given back when both its rows are dropped and its answer has left for the socket. A message that finds no room for
-//! its next bytes waits a little and is then refused, which gives back what it held; so half-arrived messages never
-//! wait for each other for long.
+//! released when both its rows are dropped and its answer has left for the socket. A message without room for its next
+//! bytes waits a short time and is then refused, which releases its charge; so incomplete messages never block each other
+//! for long.
 //!
-//! Small messages have a part of the bound that large ones cannot take. One owner (a peer address or an authenticated
-//! client) may hold only a share of each part. A connection has a share, too, which its messages take with the lengths
-//! that they announce: so a few of its messages arrive as a whole, rather than a part of each, and announcements cost
-//! nobody but the connection itself.
+//! Part of the bound is reserved for small messages. One owner (a peer address or an authenticated client) may hold only a
+//! share of each part. A connection has a share, too, and its messages are charged against it by their announced lengths:
+//! some of its messages then arrive completely instead of all of them partly, and announcements cost only the
+//! connection itself.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
@@ -19,25 +19,25 @@ use tokio::sync::Semaphore;
 
 use super::connection::{Connection, Owner, Stage};
 
-/// What a message costs on top of its own bytes: its place in tables and queues.
+/// Charge of a message in addition to its bytes, for its entries in tables and queues.
 pub(in crate::api) const MESSAGE_BYTES: usize = 1 << 10;
-/// What a call costs on top of its messages: its tasks, headers and buffers.
+/// Charge of a call in addition to its messages, for its task, headers and buffers.
 pub(in crate::api) const CALL_BYTES: usize = 4 << 10;
-/// How long a message waits for room before it is refused.
+/// Longest time that a message waits for room before it is refused.
 pub(in crate::api) const WAIT_FOR_ROOM: Duration = Duration::from_millis(100);
-/// How often a message that waits for its connection's or owner's share looks again.
+/// Interval at which a message that waits for its connection's or owner's share tries again.
 const SHARE_ROUND: Duration = Duration::from_millis(5);
-/// Messages of one connection that may wait for room at once; further ones are refused at once.
+/// Messages of one connection that may wait for room; further ones are refused at once.
 const MAX_WAITING: usize = 16;
-/// How long after a refusal the service counts as short of room.
+/// Time after a shortage during which the service counts as short of room.
 const PRESSURE: Duration = Duration::from_secs(1);
-/// Messages up to this length may use the part that is kept for small ones.
+/// Largest length of a message that may use the reserve for small ones.
 const SMALL_BYTES: usize = 64 << 10;
 
 /// Bytes that may be in flight, over all connections.
 pub(in crate::api) struct Budget {
     common: Semaphore,
-    /// Kept for small messages and for calls.
+    /// The reserve for small messages and for calls.
     small: Semaphore,
     common_total: usize,
     small_total: usize,
@@ -45,26 +45,26 @@ pub(in crate::api) struct Budget {
     per_owner: usize,
     small_per_owner: usize,
     epoch: Instant,
-    /// Milliseconds since `epoch` of the last time that a message had to wait for others, plus one; 0 if never.
+    /// Milliseconds since `epoch`, plus one, at which a message last had to wait for others; 0 if never.
     short_at: AtomicU64,
-    /// Bytes of messages that lie in the transport and that no call has taken yet. Approximate.
+    /// Message bytes in the transport that no call has read yet; approximate.
     unread: AtomicI64,
 }
 
 /// Why a charge could not be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::api) enum Lack {
-    /// The connection holds its share.
+    /// The connection has used up its share.
     Connection,
-    /// The peer address or the client holds its share.
+    /// The peer address or the client has used up its share.
     Owner,
-    /// The service holds as much as it may.
+    /// The service has reached its bound.
     Service,
 }
 
 impl Budget {
-    /// `total` bytes in all, at least one largest message. One connection may hold half of it and one owner three
-    /// quarters; an eighth is kept for small messages.
+    /// Makes a budget of `total` bytes, raised to the size of the largest message. One connection may hold half of it and one
+    /// owner three quarters; an eighth is reserved for small messages.
     pub(in crate::api) fn new(total: usize, largest_message: usize) -> Arc<Budget> {
         let largest = largest_message.saturating_add(MESSAGE_BYTES + CALL_BYTES);
         let total = total.max(largest).min(Semaphore::MAX_PERMITS / 2);
@@ -84,18 +84,17 @@ impl Budget {
         })
     }
 
-    /// The bound itself.
+    /// The bound, in bytes.
     pub(in crate::api) fn total(&self) -> usize {
         self.common_total + self.small_total
     }
 
-    /// The bound on bytes that lie in the transport before a call takes them: what one connection may send ahead is
-    /// always within it.
+    /// The bound on unread bytes in the transport; at least the HTTP/2 window of one connection.
     pub(in crate::api) fn unread_limit(&self) -> usize {
         (self.total() / 2).max(CONNECTION_WINDOW_BYTES as usize)
     }
 
-    /// Bytes charged now.
+    /// Bytes that are charged now.
     pub(in crate::api) fn held(&self) -> usize {
         let free = self.common.available_permits() + self.small.available_permits();
         self.total() - free.min(self.total())
@@ -112,17 +111,17 @@ impl Budget {
         self.short_at.store(now + 1, Ordering::Relaxed);
     }
 
-    /// Adds to the bytes that lie in the transport; the sum.
+    /// Adds to the unread bytes in the transport and returns the sum.
     pub(in crate::api) fn add_unread(&self, bytes: i64) -> i64 {
         self.unread.fetch_add(bytes, Ordering::Relaxed) + bytes
     }
 
-    /// Whether more bytes lie in the transport than there should.
+    /// Whether the unread bytes in the transport exceed their bound.
     pub(in crate::api) fn too_much_unread(&self) -> bool {
         usize::try_from(self.unread.load(Ordering::Relaxed)).is_ok_and(|unread| unread > self.unread_limit())
     }
 
-    /// Charges a call, without the messages that it sends, with the `answer` bytes of what it may be sent.
+    /// Charges a call, without its requests, for an answer of at most `answer` bytes.
     pub(in crate::api) fn try_call(
         self: &Arc<Self>,
         connection: &Arc<Connection>,
@@ -132,7 +131,7 @@ impl Budget {
         self.ticket(connection, owner, true, None, CALL_BYTES + answer, CALL_BYTES + answer)
     }
 
-    /// Charges the place of a message that announces `length` bytes, none of which have been charged yet.
+    /// Charges [`MESSAGE_BYTES`] for a message of announced `length`. Its bytes are charged as they arrive.
     pub(in crate::api) fn try_message(
         self: &Arc<Self>,
         connection: &Arc<Connection>,
@@ -144,7 +143,7 @@ impl Budget {
         self.ticket(connection, owner, length <= SMALL_BYTES, Some(number), announced, MESSAGE_BYTES)
     }
 
-    /// The same, waiting a little for room; `None` if there is none.
+    /// [`try_message`](Self::try_message) that waits up to [`WAIT_FOR_ROOM`]; `None` if there is no room.
     pub(in crate::api) async fn message(
         self: Arc<Self>,
         connection: Arc<Connection>,
@@ -165,7 +164,7 @@ impl Budget {
         }
     }
 
-    /// A connection that lacks its own share makes nobody else short.
+    /// Notes a shortage, unless only the connection's own share is used up.
     fn note_lack(&self, lack: Lack) {
         if lack != Lack::Connection {
             self.note_shortage();
@@ -195,14 +194,13 @@ impl Budget {
             from_common: AtomicUsize::new(0),
             from_small: AtomicUsize::new(0),
         }));
-        // If this fails, the end of the ticket ends the tracking.
-        // Places and calls may use the small part, whatever the message's length.
+        // Fixed charges may use the small reserve, whatever the message's length. On failure the ticket's drop ends the tracking.
         ticket.0.take(bytes, true)?;
         Ok(ticket)
     }
 }
 
-/// A charge, which grows as bytes arrive. Clones share it; the last one to go gives it back.
+/// A charge that grows as bytes arrive. Clones share it; dropping the last one releases it.
 #[derive(Clone)]
 pub(in crate::api) struct Ticket(Arc<Charge>);
 
@@ -212,9 +210,9 @@ struct Charge {
     owner: Arc<Owner>,
     /// The message's number on its connection; `None` for a call.
     number: Option<u64>,
-    /// Whether it may use the part that is kept for small messages.
+    /// Whether it may use the reserve for small messages.
     small: bool,
-    /// What it takes of the connection's share.
+    /// Bytes charged against the connection's share.
     announced: usize,
     from_common: AtomicUsize,
     from_small: AtomicUsize,
@@ -227,7 +225,7 @@ impl Charge {
         if small && self.take_small(bytes) {
             return Ok(());
         }
-        // A request for more permits than there can be is a lack of room, not an error.
+        // More bytes than a semaphore can have permits count as a lack of room.
         let permits = u32::try_from(bytes).ok();
         match permits.and_then(|permits| self.budget.common.try_acquire_many(permits).ok()) {
             Some(permit) => {
@@ -280,12 +278,12 @@ impl Ticket {
         Ok(())
     }
 
-    /// Charges `bytes` more of a message, waiting a little for room; whether there was any.
+    /// Charges `bytes` more of a message and waits up to [`WAIT_FOR_ROOM`] for room. Returns whether there was room.
     pub(in crate::api) async fn grow(self, bytes: usize) -> bool {
         let charge = &*self.0;
         let Some(_waiting) = Waiting::begin(&charge.connection) else { return false };
         let deadline = tokio::time::Instant::now() + WAIT_FOR_ROOM;
-        // Shares first: a connection that waits for itself must not stand in the common queue.
+        // Shares first: a connection over its own share must not occupy the common queue.
         loop {
             match charge.reserve(bytes) {
                 Ok(()) => break,
@@ -321,7 +319,7 @@ impl Ticket {
         }
     }
 
-    /// Notes where the message is now.
+    /// Notes that the message entered a stage.
     pub(in crate::api) fn enter(&self, stage: Stage) {
         if let Some(number) = self.0.number {
             self.0.connection.enter(number, stage);
@@ -329,7 +327,7 @@ impl Ticket {
     }
 }
 
-/// Gives a reservation back if the wait for room ends or is dropped without success.
+/// Releases a reservation if the wait for room fails or is dropped.
 struct Reservation<'a> {
     charge: &'a Charge,
     bytes: usize,

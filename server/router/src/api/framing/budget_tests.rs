@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 use tokio_util::sync::CancellationToken;
 
-use super::super::connection::{Patience, Verdict};
+use super::super::connection::{ConnectionTimeouts, Verdict};
 use super::*;
 use crate::backend::ClientKey;
 
@@ -136,28 +136,28 @@ async fn waiting_for_room_ends_and_leaves_nothing_behind() {
 
 #[test]
 fn stalled_transfers_are_ended_and_work_is_not() {
-    let patience = Patience {
+    let timeouts = ConnectionTimeouts {
         stalled: Duration::from_secs(100),
         stalled_when_short: Duration::ZERO,
         min_bytes_per_second: 1 << 20,
-        ..Patience::default()
+        ..ConnectionTimeouts::default()
     };
     let budget = Budget::new(1 << 20, 1 << 10);
     let one = connection(1);
     let ticket = budget.try_message(&one, &one.peer, 10).unwrap();
     std::thread::sleep(Duration::from_millis(2));
-    assert_eq!(one.verdict(&patience, true, false), Verdict::End("stalled_request"));
-    assert_eq!(one.verdict(&patience, false, false), Verdict::Keep);
+    assert_eq!(one.verdict(&timeouts, true, false), Verdict::End("stalled_request"));
+    assert_eq!(one.verdict(&timeouts, false, false), Verdict::Keep);
     // Bytes that arrive are time.
     ticket.try_grow(1 << 19).unwrap();
-    assert_eq!(one.verdict(&patience, true, false), Verdict::Keep);
+    assert_eq!(one.verdict(&timeouts, true, false), Verdict::Keep);
     ticket.enter(Stage::Working);
-    assert_eq!(one.verdict(&patience, true, false), Verdict::Keep);
+    assert_eq!(one.verdict(&timeouts, true, false), Verdict::Keep);
     drop(ticket);
     let ticket = budget.try_message(&one, &one.peer, 10).unwrap();
     ticket.enter(Stage::Leaving);
     std::thread::sleep(Duration::from_millis(2));
-    assert_eq!(one.verdict(&patience, true, false), Verdict::End("stalled_answer"));
+    assert_eq!(one.verdict(&timeouts, true, false), Verdict::End("stalled_answer"));
 }
 
 proptest! {

@@ -1,4 +1,4 @@
-//! What the service knows about one connection: what it holds, when it last made progress, and when to end it.
+//! The state of one connection: the bytes that it holds, its progress, and whether the service ends it.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
@@ -10,25 +10,25 @@ use tokio_util::sync::CancellationToken;
 use super::budget::Budget;
 use crate::backend::ClientKey;
 
-/// What every HTTP/2 client sends first. Keep-alive watches over a connection from then on.
+/// Length of the HTTP/2 client preface. After it, keep-alive detects dead peers.
 const PREFACE_BYTES: u64 = 24;
-/// A connection may always leave this many bytes of messages in the transport.
+/// Message bytes that a connection may always leave in the transport.
 const UNREAD_BYTES: i64 = 1 << 20;
-/// A connection whose calls took no bytes for this long makes no progress, milliseconds.
+/// A connection whose calls read no bytes for this many milliseconds makes no progress.
 const TAKEN_WITHIN_MS: u64 = 250;
 
-/// What all connections of one peer address, of one user of this host or of one authenticated client hold together.
+/// Sums over all connections of one peer address, one user of this host or one authenticated client.
 #[derive(Debug, Default)]
 pub(in crate::api) struct Owner {
-    /// Bytes charged.
+    /// Charged bytes.
     pub(in crate::api) held: AtomicUsize,
-    /// Those of them that are from the part kept for small messages.
+    /// The part of `held` that is charged to the reserve for small messages.
     pub(in crate::api) small: AtomicUsize,
-    /// Connections on which the owner has authenticated itself; 0 for addresses.
+    /// Authenticated connections of a client; 0 for addresses.
     pub(in crate::api) connections: AtomicUsize,
 }
 
-/// Where the message of a ticket is.
+/// Stage of a message between its first byte and its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::api) enum Stage {
     /// Its bytes are being received.
@@ -43,31 +43,31 @@ pub(in crate::api) enum Stage {
 struct Tracked {
     stage: Stage,
     since: Instant,
-    /// Bytes that have arrived.
+    /// Bytes received so far.
     bytes: usize,
 }
 
-/// How long a connection may leave things undone before the service ends it.
+/// Time limits of a connection; the service ends connections that exceed them.
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
-    /// From accepting until the HTTP/2 preface is there, TLS handshake included; where credentials are required, until
-    /// the first authenticated call.
+pub struct ConnectionTimeouts {
+    /// From accept to the HTTP/2 preface, TLS handshake included. If credentials are required: to the first authenticated
+    /// call.
     pub silent: Duration,
-    /// For a message to arrive or an answer to leave, on top of `bytes / min_bytes_per_second`.
+    /// For the transfer of a message or an answer, in addition to `bytes / min_bytes_per_second`.
     pub stalled: Duration,
-    /// The same while other requests wait for room.
+    /// Replaces `stalled` while other requests wait for room.
     pub stalled_when_short: Duration,
-    /// The least speed that counts as progress.
+    /// The lowest transfer rate that counts as progress.
     pub min_bytes_per_second: usize,
-    /// A connection without a message or a new call for this long is closed (GOAWAY), and ended a little later.
+    /// Without a message or a new call. The connection is then closed (GOAWAY), and ended `silent` later.
     pub idle: Duration,
-    /// A connection of this age is closed (GOAWAY); its calls finish.
+    /// Age at which a connection is closed (GOAWAY). Its calls finish.
     pub max_age: Duration,
 }
 
-impl Default for Patience {
-    fn default() -> Patience {
-        Patience {
+impl Default for ConnectionTimeouts {
+    fn default() -> ConnectionTimeouts {
+        ConnectionTimeouts {
             silent: Duration::from_secs(10),
             stalled: Duration::from_secs(30),
             stalled_when_short: Duration::from_secs(2),
@@ -78,7 +78,7 @@ impl Default for Patience {
     }
 }
 
-impl Patience {
+impl ConnectionTimeouts {
     fn allows(&self, tracked: &Tracked, short: bool) -> bool {
         let grace = if short { self.stalled_when_short } else { self.stalled };
         let transfer = Duration::from_secs_f64(tracked.bytes as f64 / self.min_bytes_per_second as f64);
@@ -86,39 +86,39 @@ impl Patience {
     }
 }
 
-/// What is to be done with a connection.
+/// Decision about a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::api) enum Verdict {
-    /// Nothing.
+    /// The connection stays.
     Keep,
-    /// No new calls; those under way finish.
+    /// The connection takes no new calls and finishes those in flight. Holds the reason.
     Close(&'static str),
-    /// It ends at once.
+    /// The connection ends at once. Holds the reason.
     End(&'static str),
 }
 
-/// What is known about one connection.
+/// State of one connection.
 pub(in crate::api) struct Connection {
     pub(in crate::api) key: ClientKey,
     /// Ends the connection at once.
     pub(in crate::api) end: CancellationToken,
     /// Ends the connection once its calls have finished.
     pub(in crate::api) close: CancellationToken,
-    /// The peer address or user, which holds what no authenticated client does.
+    /// The peer's address or user; it is charged for calls without an authenticated client.
     pub(in crate::api) peer: Arc<Owner>,
     pub(super) held: AtomicUsize,
     pub(super) waiting: AtomicUsize,
     opened: Instant,
     read_bytes: AtomicU64,
-    /// Milliseconds since `opened`, plus one, at which the socket took no more bytes; 0 while it does.
+    /// Milliseconds since `opened`, plus one, at which the socket stopped accepting bytes; 0 while it accepts them.
     blocked_at: AtomicU64,
     /// Milliseconds since `opened` of the last call or message.
     active_at: AtomicU64,
-    /// Milliseconds since `opened` at which a call last took bytes out of the transport.
+    /// Milliseconds since `opened` at which a call last read bytes from the transport.
     taken_at: AtomicU64,
-    /// Bytes of messages that no call has taken yet; approximate while several calls are under way.
+    /// Message bytes that no call has read yet; approximate while several calls are in flight.
     unread: AtomicI64,
-    /// Request bodies under way.
+    /// Request bodies in flight.
     bodies: AtomicUsize,
     authenticated: AtomicU64,
     next_ticket: AtomicU64,
@@ -156,12 +156,12 @@ impl Connection {
         self.opened.elapsed()
     }
 
-    /// Notes a call or a message, which keeps the connection from being idle.
+    /// Notes a call or a message. The connection is then not idle.
     pub(in crate::api) fn note_activity(&self) {
         self.active_at.store(self.now_ms(), Ordering::Relaxed);
     }
 
-    /// Whether no call is under way.
+    /// Whether no call is in flight.
     pub(in crate::api) fn is_idle(&self) -> bool {
         self.bodies.load(Ordering::Relaxed) == 0 && self.tracked().is_empty()
     }
@@ -181,7 +181,7 @@ impl Connection {
         self.read_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Notes whether the socket takes bytes.
+    /// Notes whether the socket accepts bytes.
     pub(in crate::api) fn note_write(&self, blocked: bool) {
         let was = self.blocked_at.load(Ordering::Relaxed);
         if blocked && was == 0 {
@@ -191,11 +191,11 @@ impl Connection {
         }
     }
 
-    /// Notes bytes of messages that lie in the transport from now on. A connection that leaves many there while the
-    /// service has little room, and whose calls take none, is ended.
+    /// Notes message bytes that entered the transport. Ends a connection that leaves many of them there while the service is
+    /// short of room and its calls read none.
     pub(in crate::api) fn note_data(&self, bytes: usize, budget: &Budget) {
         if self.bodies.load(Ordering::Relaxed) == 0 {
-            // No call takes them: the transport throws them away.
+            // No call reads them; the transport discards them.
             self.forget_unread(budget);
             return;
         }
@@ -208,14 +208,14 @@ impl Connection {
                 tracing::info!(
                     connection = self.key.0,
                     unread_bytes = mine,
-                    "ending a connection whose messages are not taken"
+                    "ending a connection whose messages are not read"
                 );
                 self.end.cancel();
             }
         }
     }
 
-    /// Notes bytes that a call took out of the transport.
+    /// Notes bytes that a call read from the transport.
     pub(in crate::api) fn note_taken(&self, bytes: usize, budget: &Budget) {
         self.unread.fetch_sub(bytes as i64, Ordering::Relaxed);
         budget.add_unread(-(bytes as i64));
@@ -227,19 +227,19 @@ impl Connection {
         self.bodies.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Notes the end of a request body. What it left in the transport is thrown away.
+    /// Notes the end of a request body. The transport discards the bytes that it left unread.
     pub(in crate::api) fn body_ends(&self, budget: &Budget) {
         if self.bodies.fetch_sub(1, Ordering::Relaxed) == 1 {
             self.forget_unread(budget);
         }
     }
 
-    /// Bytes of messages in the transport.
+    /// Message bytes in the transport.
     pub(in crate::api) fn unread(&self) -> i64 {
         self.unread.load(Ordering::Relaxed)
     }
 
-    /// Takes this connection's part off the sum of bytes in the transport.
+    /// Subtracts this connection's unread bytes from the sum of all connections.
     pub(in crate::api) fn forget_unread(&self, budget: &Budget) {
         let unread = self.unread.swap(0, Ordering::Relaxed);
         if unread != 0 {
@@ -247,26 +247,26 @@ impl Connection {
         }
     }
 
-    /// What is to be done with the connection. `must_authenticate`: it is ended if it stays without credentials.
+    /// Decides about the connection. If `must_authenticate` is set, it ends unless a call had valid credentials in time.
     pub(in crate::api) fn verdict(
         &self,
-        patience: &Patience,
+        timeouts: &ConnectionTimeouts,
         short: bool,
         must_authenticate: bool,
     ) -> Verdict {
         let age = self.opened.elapsed();
-        if self.read_bytes.load(Ordering::Relaxed) < PREFACE_BYTES && age > patience.silent {
+        if self.read_bytes.load(Ordering::Relaxed) < PREFACE_BYTES && age > timeouts.silent {
             return Verdict::End("silent");
         }
-        if must_authenticate && !self.is_authenticated() && age > patience.silent {
+        if must_authenticate && !self.is_authenticated() && age > timeouts.silent {
             return Verdict::End("unauthenticated");
         }
         let blocked = self.blocked_at.load(Ordering::Relaxed);
-        if blocked != 0 && age > Duration::from_millis(blocked - 1) + patience.stalled {
+        if blocked != 0 && age > Duration::from_millis(blocked - 1) + timeouts.stalled {
             return Verdict::End("stalled_write");
         }
         let tracked = self.tracked();
-        if let Some(late) = tracked.values().find(|tracked| !patience.allows(tracked, short)) {
+        if let Some(late) = tracked.values().find(|tracked| !timeouts.allows(tracked, short)) {
             return Verdict::End(match late.stage {
                 Stage::Leaving => "stalled_answer",
                 Stage::Arriving | Stage::Working => "stalled_request",
@@ -275,20 +275,20 @@ impl Connection {
         let busy = !tracked.is_empty();
         drop(tracked);
         let quiet = age.saturating_sub(Duration::from_millis(self.active_at.load(Ordering::Relaxed)));
-        if !busy && quiet > patience.idle {
-            // Calls without messages, such as a stream that sends nothing, do not keep a closed connection.
-            let over = quiet > patience.idle + patience.silent;
+        if !busy && quiet > timeouts.idle {
+            // Calls without messages, such as a silent stream, do not keep a closed connection open.
+            let over = quiet > timeouts.idle + timeouts.silent;
             return if over { Verdict::End("idle") } else { Verdict::Close("idle") };
         }
-        // A spread of an eighth, so that connections that were opened together do not all come back together.
-        let spread = patience.max_age / 8 * (self.key.0 % 8) as u32 / 8;
-        if age > patience.max_age + spread {
+        // Spread over an eighth of the age, so that connections opened together do not reconnect together.
+        let spread = timeouts.max_age / 8 * (self.key.0 % 8) as u32 / 8;
+        if age > timeouts.max_age + spread {
             return Verdict::Close("age");
         }
         Verdict::Keep
     }
 
-    /// Begins to watch over a message; its number.
+    /// Starts to track a message and returns its number.
     pub(super) fn track(&self) -> u64 {
         let number = self.next_ticket.fetch_add(1, Ordering::Relaxed);
         let tracked = Tracked { stage: Stage::Arriving, since: Instant::now(), bytes: 0 };
@@ -297,14 +297,14 @@ impl Connection {
         number
     }
 
-    /// Notes that bytes of a message have arrived.
+    /// Notes received bytes of a message.
     pub(super) fn note_arrival(&self, number: u64, bytes: usize) {
         if let Some(tracked) = self.tracked().get_mut(&number) {
             tracked.bytes += bytes;
         }
     }
 
-    /// Notes where a message is now.
+    /// Notes that a message entered a stage.
     pub(super) fn enter(&self, number: u64, stage: Stage) {
         if let Some(tracked) = self.tracked().get_mut(&number) {
             tracked.stage = stage;
@@ -312,7 +312,7 @@ impl Connection {
         }
     }
 
-    /// Ends the watch over a message.
+    /// Stops tracking a message.
     pub(super) fn forget(&self, number: u64) {
         self.tracked().remove(&number);
         self.note_activity();
@@ -329,33 +329,34 @@ mod tests {
 
     #[test]
     fn a_connection_that_only_answers_pings_is_closed_and_then_ended() {
-        let patience = Patience {
+        let timeouts = ConnectionTimeouts {
             idle: Duration::from_millis(5),
             silent: Duration::from_millis(40),
-            ..Patience::default()
+            ..ConnectionTimeouts::default()
         };
         let connection = Connection::new(ClientKey(0), Arc::default(), CancellationToken::new());
         connection.note_read(1000);
         connection.note_activity();
-        assert_eq!(connection.verdict(&patience, false, false), Verdict::Keep);
+        assert_eq!(connection.verdict(&timeouts, false, false), Verdict::Keep);
         std::thread::sleep(Duration::from_millis(10));
-        assert_eq!(connection.verdict(&patience, false, false), Verdict::Close("idle"));
-        assert_eq!(connection.verdict(&patience, false, true), Verdict::Close("idle"));
+        assert_eq!(connection.verdict(&timeouts, false, false), Verdict::Close("idle"));
+        assert_eq!(connection.verdict(&timeouts, false, true), Verdict::Close("idle"));
         std::thread::sleep(Duration::from_millis(50));
-        assert_eq!(connection.verdict(&patience, false, false), Verdict::End("idle"));
-        assert_eq!(connection.verdict(&patience, false, true), Verdict::End("unauthenticated"));
+        assert_eq!(connection.verdict(&timeouts, false, false), Verdict::End("idle"));
+        assert_eq!(connection.verdict(&timeouts, false, true), Verdict::End("unauthenticated"));
         connection.authenticate();
         connection.note_activity();
-        assert_eq!(connection.verdict(&patience, false, true), Verdict::Keep);
+        assert_eq!(connection.verdict(&timeouts, false, true), Verdict::Keep);
     }
 
     #[test]
     fn an_old_connection_is_closed() {
-        let patience = Patience { max_age: Duration::from_millis(5), ..Patience::default() };
+        let timeouts =
+            ConnectionTimeouts { max_age: Duration::from_millis(5), ..ConnectionTimeouts::default() };
         let connection = Connection::new(ClientKey(8), Arc::default(), CancellationToken::new());
         connection.note_read(1000);
         std::thread::sleep(Duration::from_millis(10));
-        assert_eq!(connection.verdict(&patience, false, false), Verdict::Close("age"));
+        assert_eq!(connection.verdict(&timeouts, false, false), Verdict::Close("age"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Operating a running service: state and drain.
+//! The Admin service: state and drain.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,7 +27,7 @@ impl Admin for AdminService {
             ms => Some(Duration::from_millis(ms.into())),
         };
         tracing::info!(?timeout, "draining");
-        // In a task of its own: a drain goes on when its caller hangs up.
+        // In a task of its own, so that the drain continues if its caller disconnects.
         let drain = tokio::spawn(self.backend.drain(timeout));
         let report = drain.await.map_err(|error| Status::internal(format!("the drain failed: {error}")))?;
         Ok(Response::new(DrainResponse { requests_dropped: report.requests_dropped }))

@@ -1,4 +1,4 @@
-//! What is known about a call from its headers.
+//! The context of a call, from its headers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,22 +12,22 @@ use super::validate::Envelope;
 use crate::api::framing::body::Charges;
 use crate::backend::{ClientKey, RequestId};
 
-/// The most by which our answer comes before the caller's deadline.
+/// Longest time by which our DEADLINE_EXCEEDED precedes the caller's own timer.
 const MAX_MARGIN: Duration = Duration::from_millis(10);
 
-/// What a handler needs to know about its call; travels in the request's extensions.
+/// The context of a call, stored in the request's extensions.
 #[derive(Clone)]
 pub(in crate::api) struct Call {
     pub(in crate::api) client: ClientKey,
-    /// When we answer DEADLINE_EXCEEDED.
+    /// Time at which the service answers DEADLINE_EXCEEDED.
     pub(in crate::api) deadline: Option<Instant>,
     pub(in crate::api) charges: Arc<Charges>,
-    /// The service is shutting down: streams finish what is in flight and end.
+    /// Cancelled when the service shuts down; streams then finish their requests in flight and end.
     pub(in crate::api) closing: CancellationToken,
 }
 
 impl Call {
-    /// The envelope of the next request of this call.
+    /// The context of the next request of this call.
     pub(in crate::api) fn envelope(&self, deadline: Option<Instant>) -> Envelope {
         Envelope { id: next_request_id(), client: self.client, deadline }
     }
@@ -38,8 +38,8 @@ fn next_request_id() -> RequestId {
     RequestId(NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
-/// When we answer DEADLINE_EXCEEDED, from the `grpc-timeout` header: a tenth of the time before the caller's own timer
-/// fires, at most 10 ms, so that the caller gets our status and not its transport's.
+/// Time at which the service answers DEADLINE_EXCEEDED, from the `grpc-timeout` header: a tenth of the time, at most 10 ms,
+/// before the caller's own timer fires, so that the caller gets this status and not its transport's.
 pub(in crate::api) fn deadline(headers: &HeaderMap, arrived: Instant) -> Result<Option<Instant>, Failure> {
     let Some(value) = headers.get("grpc-timeout") else { return Ok(None) };
     let timeout = value.to_str().ok().and_then(parse_timeout).ok_or_else(|| {

@@ -1,4 +1,4 @@
-//! Scheduler's data as messages.
+//! Conversion of the backend's data to messages.
 
 use expertd_proto::v1;
 
@@ -160,10 +160,10 @@ pub(in crate::api) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::Ge
     }
 }
 
-/// The status of a request whose backend went away without an answer.
+/// The status of a request whose backend was dropped without an answer.
 pub(in crate::api) fn abandoned() -> Failure {
     crate::backend::StepError::Unavailable {
-        reason: "the request was given up by the scheduler".to_owned(),
+        reason: "the scheduler dropped the request".to_owned(),
         retry_after: std::time::Duration::from_millis(500),
     }
     .into()

@@ -1,4 +1,4 @@
-//! Why a request has no answer, and the gRPC status that says so.
+//! Reasons why a request has no answer, and their gRPC statuses.
 //!
 //! | failure | status | details |
 //! |---|---|---|
@@ -6,13 +6,13 @@
 //! | [`Failure::UnknownModel`], [`Failure::UnknownLayer`], [`Failure::LayerNotHeld`] | NOT_FOUND | ResourceInfo |
 //! | [`Failure::WeightVersion`] | FAILED_PRECONDITION | PreconditionFailure |
 //! | [`Failure::NoRoom`], [`SubmitError::Overloaded`] | RESOURCE_EXHAUSTED | RetryInfo |
-//! | [`Failure::DeadlineExceeded`] and its like | DEADLINE_EXCEEDED | |
+//! | [`Failure::DeadlineExceeded`], a deadline in queue or step | DEADLINE_EXCEEDED | |
 //! | [`Failure::Unauthenticated`] | UNAUTHENTICATED | |
 //! | [`Failure::NotAllowed`] | PERMISSION_DENIED | |
 //! | draining, no group, faults | UNAVAILABLE | RetryInfo |
 //! | [`StepError::Poisoned`] | INTERNAL | |
 //!
-//! Each carries an ErrorInfo with a reason for machines.
+//! Each status carries an ErrorInfo with a machine-readable reason.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -25,14 +25,14 @@ use tonic_types::{ErrorDetails, StatusExt as _};
 use crate::backend::{StepError, SubmitError};
 use expertd_types::LayerRange;
 
-/// The domain of our ErrorInfo.
+/// Domain of the ErrorInfo.
 pub const ERROR_DOMAIN: &str = "expertd";
-/// What a caller is told when the service will not be back soon.
+/// RetryInfo for a service that will not be back soon.
 const RETRY_AFTER_DRAIN: Duration = Duration::from_secs(1);
-/// What a caller is told when there is no room for its bytes.
+/// RetryInfo for a lack of room for the caller's bytes.
 const RETRY_WITHOUT_ROOM: Duration = Duration::from_millis(200);
 
-/// One field at fault.
+/// An invalid field.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::api) struct Violation {
     pub(in crate::api) field: &'static str,
@@ -52,9 +52,9 @@ pub(in crate::api) enum Failure {
     LayerNotHeld { layer: u32, held: LayerRange },
     #[error("weight version {expected} is expected, {loaded} is loaded")]
     WeightVersion { expected: u64, loaded: u64 },
-    #[error("the service holds as many request bytes as it may (max_bytes_in_flight)")]
+    #[error("the service has no room for more request bytes (max_bytes_in_flight)")]
     NoRoom,
-    #[error("this client has {limit} connections already; end some of them")]
+    #[error("this client already has {limit} connections, which is the limit; close some of them")]
     TooManyConnections { limit: usize },
     #[error("{0}")]
     Unauthenticated(&'static str),
@@ -71,7 +71,7 @@ pub(in crate::api) enum Failure {
 }
 
 impl Failure {
-    /// One field at fault.
+    /// An invalid field.
     pub(in crate::api) fn field(field: &'static str, text: impl Into<String>) -> Failure {
         Failure::Invalid { violations: vec![Violation { field, text: text.into() }] }
     }
@@ -98,7 +98,7 @@ impl Failure {
         }
     }
 
-    /// The reason in ErrorInfo.
+    /// The reason in the ErrorInfo.
     fn reason(&self) -> &'static str {
         match self {
             Failure::Invalid { .. } => "INVALID_REQUEST",
@@ -165,7 +165,7 @@ impl From<Failure> for Status {
             _ => {}
         }
         let text = match &failure {
-            // These begin in the cluster, whose texts are for operators.
+            // These reasons come from the cluster, whose texts are for operators.
             Failure::Submit(_) | Failure::Step(_) => public_text(&failure.to_string()),
             _ => failure.to_string(),
         };
@@ -173,10 +173,10 @@ impl From<Failure> for Status {
     }
 }
 
-/// The longest message of a status, bytes. It travels in a header, whose size clients limit.
+/// Longest message of a status, in bytes. It is sent in a header, whose size clients limit.
 const MAX_MESSAGE_BYTES: usize = 512;
 
-/// A message without control characters and not too long.
+/// Removes control characters from a message and shortens it.
 fn one_line(text: &str) -> String {
     let longest = text.len().min(MAX_MESSAGE_BYTES);
     let end = (0..=longest).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
@@ -189,7 +189,7 @@ fn one_line(text: &str) -> String {
     line
 }
 
-/// A reason without what only operators should read: paths and process ids.
+/// Removes paths and process ids, which are for operators only, from a reason.
 pub(in crate::api) fn public_text(text: &str) -> String {
     let mut words: Vec<String> = Vec::new();
     for word in text.split(' ') {
@@ -218,7 +218,7 @@ pub(in crate::api) fn request_status(status: &Status) -> RequestStatus {
     }
 }
 
-/// The code as gRPC writes it, e.g. `INVALID_ARGUMENT`; what metrics carry.
+/// The code in gRPC's notation, such as `INVALID_ARGUMENT`, for metrics.
 #[must_use]
 pub const fn code_name(code: Code) -> &'static str {
     match code {

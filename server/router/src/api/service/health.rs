@@ -1,4 +1,4 @@
-//! Health: `""` is alive for as long as the process answers, `expertd.v1.Moe` is ready while requests are admitted.
+//! Health: `""` is SERVING while the process answers, and `expertd.v1.Moe` is SERVING while requests are admitted.
 
 use std::sync::Arc;
 
@@ -15,14 +15,14 @@ use crate::watchdog;
 
 const MOE: &str = "expertd.v1.Moe";
 
-/// Keeps the readiness in `reporter` at what the backend says, until the backend is gone or the
-/// service has ended. Once the watchdog has missed something, nothing is serving any more.
+/// Keeps the readiness in `reporter` equal to the backend's state, until the backend is dropped or the service has ended. After a
+/// loss that the watchdog found, nothing is SERVING.
 pub(in crate::api) async fn follow(
     reporter: HealthReporter,
     mut state: watch::Receiver<ServiceState>,
     end: CancellationToken,
 ) {
-    let heartbeat = watchdog::watch("the task that follows the service's health");
+    let heartbeat = watchdog::watch("the task that reports the service's health");
     loop {
         let lost = watchdog::lost().is_some();
         let serving = *state.borrow_and_update() == ServiceState::Serving && !lost;

@@ -28,23 +28,23 @@ pub(in crate::api) struct MoeService {
     stream_metrics: Arc<RequestMetrics>,
 }
 
-/// A request that was taken in.
+/// An accepted request.
 pub(in crate::api) enum Taken {
-    /// Its answer will come.
+    /// Its answer is pending.
     Pending(Pending),
-    /// Its answer is known at once.
+    /// Its answer is already known.
     Answered(Box<ForwardResponse>),
 }
 
 impl MoeService {
-    /// `metrics` are those of unary calls, which whoever answers them records.
+    /// `metrics` are those of unary calls; streams record their own.
     pub(in crate::api) fn new(backend: Arc<dyn Backend>, metrics: Arc<RequestMetrics>) -> MoeService {
         MoeService { backend, metrics, stream_metrics: Arc::new(RequestMetrics::new("ForwardStream")) }
     }
 }
 
-/// Validates a request, whose rows may have been kept `apart`, and hands it down. The rows hold the ticket until the
-/// scheduler has dropped them.
+/// Validates a request, whose rows may be `apart`, and submits it. The rows keep the ticket until the scheduler drops
+/// them.
 pub(in crate::api) fn take_in(
     backend: &dyn Backend,
     metrics: &RequestMetrics,
@@ -59,13 +59,13 @@ pub(in crate::api) fn take_in(
     };
     metrics.admitted(request.tokens);
     request.rows = request.rows.into_iter().map(|piece| charged_bytes(piece, ticket.clone())).collect();
-    tracing::trace!(request = %request.id, layer = %request.layer, tokens = request.tokens, "handed to the scheduler");
+    tracing::trace!(request = %request.id, layer = %request.layer, tokens = request.tokens, "submitted to the step loop");
     Ok(Taken::Pending(backend.submit(request)?))
 }
 
 fn call_of<T>(request: &Request<T>) -> Result<Call, Status> {
     let call = request.extensions().get::<Call>().cloned();
-    call.ok_or_else(|| Status::internal("the call came in without its context"))
+    call.ok_or_else(|| Status::internal("the call has no context"))
 }
 
 #[tonic::async_trait]

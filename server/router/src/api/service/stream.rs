@@ -1,8 +1,7 @@
 //! One `ForwardStream`: several requests in flight, each with its own status and deadline.
 //!
-//! The exchange lives in the task that the transport gives the call: it takes requests in when it is polled for
-//! answers, so there is no further task and no queue between. A client that takes no answers is not read from either,
-//! which is what bounds its memory.
+//! The stream runs in the transport's task of the call: it reads requests when it is polled for answers, so it needs no
+//! further task or queue. It reads no requests from a client that reads no answers, which bounds the client's memory here.
 
 use std::collections::HashSet;
 use std::future::Future;
@@ -43,12 +42,12 @@ pub(in crate::api) struct Exchange {
     max_in_flight: usize,
     deadline: Option<Pin<Box<Sleep>>>,
     closing: Pin<Box<WaitForCancellationFutureOwned>>,
-    /// What the stream ends with once nothing is in flight.
+    /// Status with which the stream ends after its last request in flight.
     end: Option<Status>,
     over: bool,
 }
 
-/// An answer and what it takes along.
+/// An answer with its charge.
 struct Answered {
     id: u64,
     result: Result<ForwardResponse, Status>,
@@ -80,7 +79,7 @@ impl Exchange {
         }
     }
 
-    /// Takes one request in; `Some` if its answer is known at once.
+    /// Accepts one request. Returns its answer if that is already known.
     fn take(&mut self, message: ForwardStreamRequest) -> Option<Answered> {
         let started = Instant::now();
         let id = message.id;
@@ -124,7 +123,7 @@ impl Exchange {
                 self.in_flight.push(InFlight {
                     id,
                     pending,
-                    // The stream's own deadline is watched over once for all.
+                    // The stream itself checks its own deadline, for all its requests.
                     deadline: own.map(|at| Box::pin(tokio::time::sleep_until(at.into()))),
                     ticket: Some(ticket.clone()),
                     started,
@@ -149,7 +148,7 @@ impl Exchange {
         Poll::Ready(Some(Ok(ForwardStreamResponse { id: answered.id, result: Some(outcome) })))
     }
 
-    /// Ends the stream now; what is in flight is cancelled.
+    /// Ends the stream now and cancels its requests in flight.
     fn finish(&mut self, status: Option<Status>) -> Poll<Option<Result<ForwardStreamResponse, Status>>> {
         self.over = true;
         self.inbound = None;
@@ -211,7 +210,7 @@ impl Stream for Exchange {
     }
 }
 
-/// A request of the stream that the scheduler has.
+/// A submitted request of the stream.
 struct InFlight {
     id: u64,
     pending: Pending,

@@ -1,13 +1,13 @@
-//! The id −1 in routing that callers give: "not mine". Its weight is ignored, it may repeat, and a row of −1 alone gets zeros
-//! from the routed experts.
+//! The id −1 in callers' routing means "not mine". Its weight is ignored, it may repeat, and a row whose ids are all −1 gets
+//! zeros from the routed experts.
 //!
-//! Ranks take only ids in range that are distinct within a row, because ids become addresses. So −1 becomes another expert
-//! of weight zero here. That costs the product of the row and that expert; where the row has an expert of its own, the
-//! placeholder is a neighbour, which mostly lies on the same rank, so that the row travels no further.
+//! Ranks accept only ids that are in range and distinct within a row, because ids become addresses. Therefore −1 is replaced
+//! by another expert with weight zero, at the cost of that expert's product. If the row has an expert of its own, the
+//! replacement is a neighbouring id, which is usually on the same rank, so that the row is sent to no further rank.
 
 use bytes::{Bytes, BytesMut};
 
-/// The id that stands for an expert which this service is not asked for.
+/// The id of an expert that this service does not compute.
 pub(super) const UNOWNED: i32 = -1;
 
 /// Routing without −1: ids and weights for the ranks.

@@ -1,6 +1,6 @@
-//! Turns a wire request into a scheduler's request, or says which fields are at fault.
+//! Converts a message to a request of the backend, or lists its invalid fields.
 //!
-//! Nothing is copied: rows, ids and weights stay slices of the received message, at whatever alignment they have.
+//! Nothing is copied: rows, ids and weights stay slices of the received message and may be unaligned.
 
 use std::time::Instant;
 
@@ -14,10 +14,10 @@ use crate::backend::{ClientKey, GivenRouting, ModelInfo, MoeLayerInfo, Request, 
 use expertd_types::ChunkedBytes;
 use expertd_types::{DType, LayerId};
 
-/// The longest name of a model, bytes.
+/// Longest name of a model, in bytes.
 const MAX_NAME_BYTES: usize = 256;
 
-/// What a request carries beside its message.
+/// The parts of a request that are not in its message.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::api) struct Envelope {
     pub(in crate::api) id: RequestId,
@@ -25,8 +25,8 @@ pub(in crate::api) struct Envelope {
     pub(in crate::api) deadline: Option<Instant>,
 }
 
-/// Checks a request against the model. Rows that were kept `apart` stand for inline ones that are empty. `None` for zero
-/// tokens: the answer is empty and takes part in no step.
+/// Checks a request against the model. Rows that are `apart` replace empty inline rows. `None` for zero tokens: the answer is
+/// empty and needs no step.
 pub(in crate::api) fn validate(
     model: &ModelInfo,
     message: ForwardRequest,
@@ -44,7 +44,7 @@ pub(in crate::api) fn validate(
     let Some(layer) = model.layers.get(&layer_id) else {
         return Err(Failure::field(
             "layer",
-            format!("layer {} has no MoE block; GetModel lists those that have", message.layer),
+            format!("layer {} has no MoE block; GetModel lists the layers with one", message.layer),
         ));
     };
     if let Some(expected) = message.expected_weight_version
@@ -101,7 +101,7 @@ pub(in crate::api) fn validate(
     }))
 }
 
-/// An empty name means the loaded model.
+/// Checks the model's name. An empty name means the loaded model.
 pub(in crate::api) fn check_model(model: &ModelInfo, name: &str) -> Result<(), Failure> {
     if name.is_empty() || name == model.name {
         return Ok(());
@@ -120,7 +120,7 @@ fn name_of(dtype: i32) -> String {
     v1::DType::try_from(dtype).map_or_else(|_| dtype.to_string(), |dtype| dtype.as_str_name().to_owned())
 }
 
-/// Fields at fault, found so far.
+/// Invalid fields found so far.
 #[derive(Default)]
 struct Violations(Vec<Violation>);
 
@@ -154,9 +154,9 @@ impl Violations {
                 return rows;
             }
             Some(Payload::SharedMemory(_)) => {
-                self.add("shared_memory", "not served yet; send the rows inline")
+                self.add("shared_memory", "not supported; send the rows inline")
             }
-            Some(Payload::Device(_)) => self.add("device", "not served yet; send the rows inline"),
+            Some(Payload::Device(_)) => self.add("device", "not supported; send the rows inline"),
             None if tokens == 0 => {}
             None => self.add("inline", "the rows are missing"),
         }
@@ -226,7 +226,8 @@ fn in_range(id: i32, bound: usize) -> bool {
     usize::try_from(id).is_ok_and(|id| id < bound)
 }
 
-/// Ids become addresses: each is in range and none stands twice in a row, apart from −1, which is replaced.
+/// Checks that all ids are in range and distinct within a row, because ids become addresses. −1 is exempt, since it is
+/// replaced.
 fn check_ids(ids: &[u8], k: usize, num_experts: usize) -> Result<(), String> {
     let mut seen = vec![0u64; num_experts.div_ceil(64)];
     for (token, row) in ids.chunks_exact(k * 4).enumerate() {
@@ -251,7 +252,7 @@ fn check_ids(ids: &[u8], k: usize, num_experts: usize) -> Result<(), String> {
     Ok(())
 }
 
-/// Weights are finite, apart from those beside −1, which are ignored.
+/// Checks that all weights are finite. Weights of −1 are exempt, since they are ignored.
 fn check_weights(weights: &[u8], ids: &[u8], k: usize) -> Result<(), String> {
     let bad = le_words(weights).zip(le_words(ids)).position(|(weight, id)| {
         !f32::from_le_bytes(weight).is_finite() && i32::from_le_bytes(id) != UNOWNED

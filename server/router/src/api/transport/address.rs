@@ -1,4 +1,4 @@
-//! Where the service listens: TCP and Unix-domain sockets.
+//! Addresses and listeners: TCP and Unix-domain sockets.
 
 use std::fmt;
 use std::fs::Permissions;
@@ -6,15 +6,13 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::str::FromStr;
-use std::task::{Context, Poll};
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio_rustls::server::TlsStream;
+use tokio_util::either::Either;
 
-use super::places::Origin;
+use super::table::Origin;
 
 /// An address to listen on: `HOST:PORT` (numeric host, port 0 picks a free one) or `unix:/PATH`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -28,7 +26,7 @@ pub enum Address {
 /// An address that does not parse.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{given:?} is no address to listen on: {reason}; use 127.0.0.1:50051, [::1]:50051 or unix:/run/expertd.sock"
+    "{given:?} is not an address to listen on: {reason}; use 127.0.0.1:50051, [::1]:50051 or unix:/run/expertd.sock"
 )]
 pub struct AddressError {
     given: String,
@@ -47,7 +45,10 @@ impl FromStr for Address {
             }
             // sun_path holds 108 bytes with the terminating zero.
             if path.len() > 107 {
-                return Err(bad(format!("the path has {} bytes, a socket's path at most 107", path.len())));
+                return Err(bad(format!(
+                    "the path has {} bytes; the path of a socket has at most 107",
+                    path.len()
+                )));
             }
             return Ok(Address::Unix(PathBuf::from(path)));
         }
@@ -76,22 +77,22 @@ impl Address {
 /// Why an address could not be bound.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
-    /// The system refused.
+    /// The system call failed.
     #[error("cannot listen on {address}: {source}{}", hint(address, source))]
     System {
         /// The address.
         address: Address,
-        /// What the system said.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// Another process answers on the socket.
-    #[error("cannot listen on unix:{}: another process serves on it; stop that one or choose another path", path.display())]
+    /// Another process listens on the socket.
+    #[error("cannot listen on unix:{}: another process listens on it; stop that process or choose another path", path.display())]
     InUse {
         /// The socket's path.
         path: PathBuf,
     },
-    /// Something that is no socket lies at the path.
-    #[error("cannot listen on unix:{}: a file that is no socket lies there; it is left alone: move it or choose another path", path.display())]
+    /// The path is not a socket.
+    #[error("cannot listen on unix:{}: the path is a file and not a socket; move it or choose another path", path.display())]
     NotASocket {
         /// The path.
         path: PathBuf,
@@ -101,7 +102,7 @@ pub enum BindError {
 fn hint(address: &Address, error: &io::Error) -> &'static str {
     match (error.kind(), address) {
         (io::ErrorKind::AddrInUse, _) => {
-            "; another process has it: choose another port, or port 0 for a free one"
+            "; another process uses it; choose another port, or port 0 for a free one"
         }
         (io::ErrorKind::PermissionDenied, Address::Tcp(_)) => "; ports below 1024 need privileges",
         (io::ErrorKind::NotFound, Address::Unix(_)) => "; its directory does not exist",
@@ -109,7 +110,7 @@ fn hint(address: &Address, error: &io::Error) -> &'static str {
     }
 }
 
-/// A bound listener. A Unix-domain socket's file goes away with it.
+/// A bound listener. Dropping it removes a Unix-domain socket's file.
 pub(in crate::api) enum Listener {
     Tcp(TcpListener),
     Unix(UnixListener, SocketFile),
@@ -125,7 +126,7 @@ impl Listener {
         }
     }
 
-    /// The address with the port that the system picked.
+    /// The bound address, with the port that the system chose.
     pub(in crate::api) fn address(&self) -> io::Result<Address> {
         match self {
             Listener::Tcp(listener) => listener.local_addr().map(Address::Tcp),
@@ -133,19 +134,19 @@ impl Listener {
         }
     }
 
-    /// The next connection and where it comes from.
-    pub(in crate::api) async fn accept(&self) -> io::Result<(Socket, Origin)> {
+    /// Accepts the next connection and determines its origin.
+    pub(in crate::api) async fn accept(&self) -> io::Result<(PlainSocket, Origin)> {
         match self {
             Listener::Tcp(listener) => {
                 let (stream, peer) = listener.accept().await?;
-                // Fails where the peer is gone already, which the first read tells.
+                // Fails if the peer is already gone, which the first read reports.
                 let _ = stream.set_nodelay(true);
-                Ok((Socket::Tcp(stream), Origin::address(peer.ip())))
+                Ok((Either::Left(stream), Origin::address(peer.ip())))
             }
             Listener::Unix(listener, _) => {
                 let (stream, _) = listener.accept().await?;
                 let user = stream.peer_cred()?.uid();
-                Ok((Socket::Unix(stream), Origin::User(user)))
+                Ok((Either::Right(stream), Origin::User(user)))
             }
         }
     }
@@ -162,12 +163,12 @@ fn bind_unix(path: &Path, mode: u32) -> Result<Listener, BindError> {
         Err(error) => return Err(failed(error)),
     };
     let file = SocketFile::of(path).map_err(failed)?;
-    // Until here the process's umask decides; who connects earlier is told apart by its user all the same.
+    // Before this call the umask decided who may connect; the peer's user is checked in any case.
     std::fs::set_permissions(path, Permissions::from_mode(mode)).map_err(failed)?;
     Ok(Listener::Unix(listener, file))
 }
 
-/// Removes a socket file that a dead process left behind, and nothing else: a refused connection proves that nobody
+/// Removes a socket file that an ended process left behind, and nothing else: a refused connection proves that no process
 /// listens.
 fn remove_stale(path: &Path) -> Result<(), BindError> {
     let failed = |source| BindError::System { address: Address::Unix(path.to_owned()), source };
@@ -181,7 +182,7 @@ fn remove_stale(path: &Path) -> Result<(), BindError> {
     }
     match std::os::unix::net::UnixStream::connect(path) {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            tracing::info!(path = %path.display(), "removing the socket that an earlier process left behind");
+            tracing::info!(path = %path.display(), "removing the socket of an ended process");
             std::fs::remove_file(path).map_err(failed)
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -190,7 +191,7 @@ fn remove_stale(path: &Path) -> Result<(), BindError> {
     }
 }
 
-/// Removes the socket's file on drop, if it still is the one that was bound.
+/// Removes the socket's file on drop if it is still the file that was bound.
 pub(in crate::api) struct SocketFile {
     path: PathBuf,
     device: u64,
@@ -209,68 +210,16 @@ impl Drop for SocketFile {
         let ours = std::fs::symlink_metadata(&self.path)
             .is_ok_and(|found| found.dev() == self.device && found.ino() == self.inode);
         if ours && let Err(error) = std::fs::remove_file(&self.path) {
-            tracing::debug!(path = %self.path.display(), %error, "the socket file stays behind");
+            tracing::debug!(path = %self.path.display(), %error, "the socket file could not be removed");
         }
     }
 }
 
 /// An accepted connection.
-pub(in crate::api) enum Socket {
-    Tcp(TcpStream),
-    Tls(Box<TlsStream<TcpStream>>),
-    Unix(UnixStream),
-}
+pub(in crate::api) type PlainSocket = Either<TcpStream, UnixStream>;
 
-macro_rules! forward {
-    ($self:ident, $stream:ident => $call:expr) => {
-        match $self.get_mut() {
-            Socket::Tcp(stream) => {
-                let $stream = Pin::new(stream);
-                $call
-            }
-            Socket::Tls(stream) => {
-                let $stream = Pin::new(&mut **stream);
-                $call
-            }
-            Socket::Unix(stream) => {
-                let $stream = Pin::new(stream);
-                $call
-            }
-        }
-    };
-}
-
-impl AsyncRead for Socket {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        forward!(self, stream => stream.poll_read(cx, buf))
-    }
-}
-
-impl AsyncWrite for Socket {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        forward!(self, stream => stream.poll_write(cx, buf))
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        forward!(self, stream => stream.poll_write_vectored(cx, bufs))
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        true
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        forward!(self, stream => stream.poll_flush(cx))
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        forward!(self, stream => stream.poll_shutdown(cx))
-    }
-}
+/// An accepted connection after the TLS handshake, if TLS is configured.
+pub(in crate::api) type Socket = Either<PlainSocket, Box<TlsStream<TcpStream>>>;
 
 #[cfg(test)]
 mod tests {
@@ -298,7 +247,7 @@ mod tests {
         let path = directory.path().join("s.sock");
         let address = Address::Unix(path.clone());
 
-        // A dead process leaves its file behind.
+        // A killed process leaves its file behind.
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         assert!(path.exists());
         let live = Listener::bind(&address, 0o600).await.unwrap();
@@ -306,7 +255,7 @@ mod tests {
 
         assert!(matches!(Listener::bind(&address, 0o600).await, Err(BindError::InUse { .. })));
         drop(live);
-        assert!(!path.exists(), "the socket file goes away with its listener");
+        assert!(!path.exists(), "dropping the listener removes its file");
 
         std::fs::write(&path, "precious").unwrap();
         assert!(matches!(Listener::bind(&address, 0o600).await, Err(BindError::NotASocket { .. })));

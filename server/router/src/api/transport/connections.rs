@@ -1,4 +1,4 @@
-//! Accepting connections, driving them, and ending those that leave things undone.
+//! Accepts connections, drives them, and ends those that exceed their limits.
 
 use std::io;
 use std::pin::Pin;
@@ -13,29 +13,30 @@ use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use metrics::{counter, gauge};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio_util::either::Either;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::address::{Listener, Socket};
+use super::address::{Listener, PlainSocket, Socket};
 use super::frames::FrameMeter;
 use super::front::{Front, Services};
-use super::places::{Origin, Places};
+use super::table::{ConnectionTable, Origin};
 use crate::api::access::{Peer, Protocol, peer_name};
 use crate::api::framing::budget::Budget;
-use crate::api::framing::connection::{Connection, Patience, Verdict};
+use crate::api::framing::connection::{Connection, ConnectionTimeouts, Verdict};
 use crate::telemetry::{Rarely, names};
 use crate::watchdog;
 
-/// How often connections are looked over.
+/// Interval at which all connections are checked.
 const ROUND: Duration = Duration::from_millis(250);
-/// Pause after the system could not give a connection (no file descriptors left, say).
+/// Pause after a failed `accept`, for example if no file descriptors are left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// Headers of one call.
+/// Largest size of the headers of one call.
 const MAX_HEADER_BYTES: u32 = 16 << 10;
-/// Of the connections with messages in the transport, one in so many is ended when there are too many of them.
+/// If the transport holds too many unread bytes, one of this many connections with unread messages is ended per round.
 const UNREAD_PART: usize = 8;
 
-/// Why the service turns connections away or ends them.
+/// Reasons why the service refuses or ends connections.
 const ENDS: [&str; 14] = [
     "limit",
     "address_limit",
@@ -53,7 +54,7 @@ const ENDS: [&str; 14] = [
     "age",
 ];
 
-/// Counts a connection that the service turned away or ended.
+/// Counts a connection that the service refused or ended.
 pub(super) fn count_end(reason: &'static str) {
     counter!(names::CONNECTIONS_ENDED_TOTAL, "reason" => reason).increment(1);
 }
@@ -61,33 +62,33 @@ pub(super) fn count_end(reason: &'static str) {
 /// The connections of one kind of listener.
 pub(in crate::api) struct Connections {
     services: Arc<Services>,
-    places: Arc<Places>,
-    patience: Patience,
+    table: Arc<ConnectionTable>,
+    timeouts: ConnectionTimeouts,
     max_streams: u32,
     tasks: TaskTracker,
-    /// No new connections; those that are open finish their calls.
+    /// Cancelled when the service accepts no new connections; open ones finish their calls.
     closing: CancellationToken,
-    /// Everything ends now.
+    /// Cancelled when all connections end at once.
     end: CancellationToken,
 }
 
 impl Connections {
     pub(in crate::api) fn new(
         services: Services,
-        places: Arc<Places>,
-        patience: Patience,
+        table: Arc<ConnectionTable>,
+        timeouts: ConnectionTimeouts,
         max_streams: u32,
         closing: CancellationToken,
         end: CancellationToken,
     ) -> Arc<Connections> {
-        // From 0 on, so that a first increment is seen as one.
+        // Counters start at 0, so that a rate includes the first increment.
         for reason in ENDS {
             counter!(names::CONNECTIONS_ENDED_TOTAL, "reason" => reason).increment(0);
         }
         Arc::new(Connections {
             services: Arc::new(services),
-            places,
-            patience,
+            table,
+            timeouts,
             max_streams: max_streams.max(1),
             tasks: TaskTracker::new(),
             closing,
@@ -95,9 +96,9 @@ impl Connections {
         })
     }
 
-    /// Accepts until the service closes. A connection above a limit is turned away at once, so that its client learns it.
+    /// Accepts connections until the service closes. A connection above a limit is closed at once, so that its client notices.
     pub(in crate::api) async fn accept(self: Arc<Self>, listener: Listener) {
-        let (mut turned_away, mut failed) = (Rarely::default(), Rarely::default());
+        let (mut refused, mut failed) = (Rarely::default(), Rarely::default());
         let heartbeat = watchdog::watch("the task that accepts connections");
         loop {
             heartbeat.tick();
@@ -115,25 +116,25 @@ impl Connections {
                     }
                 },
             };
-            match self.places.open(origin, &self.end) {
+            match self.table.open(origin, &self.end) {
                 Ok(connection) => {
                     counter!(names::CONNECTIONS_ACCEPTED_TOTAL).increment(1);
                     self.tasks.spawn(Arc::clone(&self).drive(socket, origin, connection));
                 }
                 Err(reason) => {
                     count_end(reason);
-                    if let Some(times) = turned_away.now() {
-                        tracing::warn!(reason, times, "turned connections away");
+                    if let Some(times) = refused.now() {
+                        tracing::warn!(reason, times, "refused connections");
                     }
                 }
             }
         }
     }
 
-    async fn drive(self: Arc<Self>, socket: Socket, origin: Origin, connection: Arc<Connection>) {
+    async fn drive(self: Arc<Self>, socket: PlainSocket, origin: Origin, connection: Arc<Connection>) {
         let secured = tokio::select! {
             () = connection.end.cancelled() => None,
-            secured = tokio::time::timeout(self.patience.silent, self.secure(socket, origin)) => {
+            secured = tokio::time::timeout(self.timeouts.silent, self.secure(socket, origin)) => {
                 secured.ok().and_then(Result::ok)
             }
         };
@@ -142,22 +143,22 @@ impl Connections {
             None => count_end("tls"),
         }
         connection.forget_unread(&self.services.budget);
-        self.places.close(&connection);
+        self.table.close(&connection);
     }
 
-    /// Takes the TLS handshake, where TLS is configured; what is known about the peer.
-    async fn secure(&self, socket: Socket, origin: Origin) -> io::Result<(Socket, Peer)> {
+    /// Performs the TLS handshake if TLS is configured, and identifies the peer.
+    async fn secure(&self, socket: PlainSocket, origin: Origin) -> io::Result<(Socket, Peer)> {
         let access = &self.services.access;
         match (socket, origin, access.tls()) {
-            (Socket::Tcp(stream), _, Some(tls)) => {
+            (Either::Left(stream), _, Some(tls)) => {
                 let stream = tls.acceptor(Protocol::Http2).accept(stream).await?;
                 let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
                 let peer = certificate
                     .map_or(Peer::Unknown, |certificate| access.certificate_peer(peer_name(certificate)));
-                Ok((Socket::Tls(Box::new(stream)), peer))
+                Ok((Either::Right(Box::new(stream)), peer))
             }
-            (socket, Origin::User(user), _) => Ok((socket, Peer::User(user))),
-            (socket, Origin::Address(_), _) => Ok((socket, Peer::Unknown)),
+            (socket, Origin::User(user), _) => Ok((Either::Left(socket), Peer::User(user))),
+            (socket, Origin::Address(_), _) => Ok((Either::Left(socket), Peer::Unknown)),
         }
     }
 
@@ -169,7 +170,7 @@ impl Connections {
             meter: FrameMeter::new(),
         });
         let front =
-            Front::new(Arc::clone(&self.services), Arc::clone(connection), Arc::clone(&self.places), peer);
+            Front::new(Arc::clone(&self.services), Arc::clone(connection), Arc::clone(&self.table), peer);
         let mut driving = std::pin::pin!(builder(self.max_streams).serve_connection(io, front));
         let mut closing = false;
         loop {
@@ -195,10 +196,10 @@ impl Connections {
         }
     }
 
-    /// Looks the connections over until the service ends; sets the gauges if these are the public ones.
+    /// Checks all connections in rounds until the service ends. Sets the gauges if these are the public connections.
     pub(in crate::api) async fn watch(self: Arc<Self>, public: bool) {
         let budget = Arc::clone(&self.services.budget);
-        let heartbeat = watchdog::watch("the task that watches over connections");
+        let heartbeat = watchdog::watch("the task that checks connections");
         let mut rounds = tokio::time::interval(ROUND);
         rounds.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
@@ -206,7 +207,7 @@ impl Connections {
                 () = self.end.cancelled() => return heartbeat.finish(),
                 _ = rounds.tick() => heartbeat.tick(),
             }
-            let open = self.places.all();
+            let open = self.table.all();
             if public {
                 gauge!(names::CONNECTIONS).set(open.len() as f64);
                 gauge!(names::BYTES_IN_FLIGHT).set(budget.held() as f64);
@@ -214,8 +215,8 @@ impl Connections {
             }
             let short = budget.is_short();
             for (origin, connection) in &open {
-                let must_authenticate = self.places.must_authenticate(*origin);
-                match connection.verdict(&self.patience, short, must_authenticate) {
+                let must_authenticate = self.table.must_authenticate(*origin);
+                match connection.verdict(&self.timeouts, short, must_authenticate) {
                     Verdict::Keep => {}
                     Verdict::Close(reason) if !connection.close.is_cancelled() => {
                         count_end(reason);
@@ -247,7 +248,7 @@ fn end(connection: &Connection, reason: &'static str) {
     }
 }
 
-/// Ends the connections that leave the most bytes in the transport.
+/// Ends the connections with the most unread bytes in the transport.
 fn end_unread(open: &[(Origin, Arc<Connection>)]) {
     let mut unread: Vec<_> =
         open.iter().map(|(_, connection)| connection).filter(|connection| connection.unread() > 0).collect();
@@ -270,7 +271,7 @@ fn builder(max_streams: u32) -> http2::Builder<TokioExecutor> {
     builder
 }
 
-/// A socket that notes its traffic.
+/// A socket that records its traffic in the connection's state.
 struct Watched {
     socket: Socket,
     connection: Arc<Connection>,
@@ -305,7 +306,7 @@ impl AsyncRead for Watched {
             }
             if seen.flood {
                 end(&this.connection, "flood");
-                // The HTTP/2 layer would go on with what it has read for as long as there is more.
+                // The HTTP/2 layer keeps processing input while more arrives, so it must not get these bytes.
                 buf.set_filled(before);
                 return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
             }

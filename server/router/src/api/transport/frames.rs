@@ -1,11 +1,10 @@
-//! Watches the HTTP/2 frames of a connection: how many bytes of messages they bring, and whether too many of them are
-//! about nothing.
+//! Meters the HTTP/2 frames of a connection: counts message bytes, and detects floods of frames without useful content.
 
 use std::time::Instant;
 
-/// The client's preface, which stands before the first frame.
+/// The client's preface, which precedes the first frame.
 const PREFACE: usize = 24;
-/// Bytes before each frame's payload.
+/// Length of a frame's header.
 const HEAD: usize = 9;
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
@@ -13,23 +12,24 @@ const RST_STREAM: u8 = 3;
 /// Flag of a DATA or HEADERS frame: the last of its stream.
 const END_STREAM: u8 = 1;
 
-/// Frames about nothing (SETTINGS, PING, RST_STREAM, WINDOW_UPDATE, CONTINUATION, empty DATA and the like) that a
-/// connection may send at once.
+/// Burst of control frames (SETTINGS, PING, RST_STREAM, WINDOW_UPDATE, CONTINUATION, empty DATA and similar) that a
+/// connection may send.
 const BURST: f64 = 200.0;
-/// The same per second.
+/// Control frames that a connection may send per second.
 const PER_SECOND: f64 = 50.0;
-/// The same for each call.
+/// Further control frames for each call.
 const PER_CALL: f64 = 8.0;
-/// What a reset takes: what its call has brought, and a half more.
+/// Cost of a reset, in control frames: 1.5 times the allowance of its call.
 const PER_RESET: f64 = PER_CALL + 0.5;
-/// The same for each byte of messages, either way: peers acknowledge what they receive in windows of 64 KiB and less.
+/// Further control frames for each message byte in either direction: peers acknowledge received bytes in windows of 64 KiB or
+/// less.
 const PER_BYTE: f64 = 1.0 / 4096.0;
 
-/// Reads frame heads out of the bytes from the socket.
-pub(super) struct FrameMeter {
-    /// Bytes that are skipped: the preface, or what is left of a payload.
+/// Parses frame headers in the bytes from the socket.
+pub(in crate::api) struct FrameMeter {
+    /// Bytes left to skip: of the preface or of a payload.
     skip: usize,
-    /// Whether the bytes that are skipped are those of messages.
+    /// Whether the skipped bytes are message bytes.
     data: bool,
     head: [u8; HEAD],
     have: usize,
@@ -37,17 +37,17 @@ pub(super) struct FrameMeter {
     refilled: Instant,
 }
 
-/// What a piece of input brought.
+/// Content of a piece of input.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Seen {
-    /// Bytes of messages.
-    pub(super) data_bytes: usize,
-    /// More frames about nothing than a connection may send.
+pub(in crate::api) struct Seen {
+    /// Message bytes.
+    pub(in crate::api) data_bytes: usize,
+    /// Whether the connection exceeded its allowance of control frames.
     pub(super) flood: bool,
 }
 
 impl FrameMeter {
-    pub(super) fn new() -> FrameMeter {
+    pub(in crate::api) fn new() -> FrameMeter {
         FrameMeter {
             skip: PREFACE,
             data: false,
@@ -58,18 +58,18 @@ impl FrameMeter {
         }
     }
 
-    /// Notes bytes that were sent, which the peer acknowledges.
+    /// Notes sent bytes, which the peer will acknowledge.
     pub(super) fn sent(&mut self, bytes: usize) {
         self.allow(bytes as f64 * PER_BYTE);
     }
 
     fn allow(&mut self, frames: f64) {
-        // More than a burst is not saved up by silence, but what answers may bring is: windows may be taken late.
+        // The allowance over time is capped at a burst; the allowance for answers is not, because acknowledgements may be late.
         self.allowance = (self.allowance + frames).min(100.0 * BURST);
     }
 
-    /// Takes the next bytes from the socket.
-    pub(super) fn read(&mut self, mut bytes: &[u8]) -> Seen {
+    /// Parses the next bytes from the socket.
+    pub(in crate::api) fn read(&mut self, mut bytes: &[u8]) -> Seen {
         let mut seen = Seen::default();
         while !bytes.is_empty() {
             if self.skip > 0 {
@@ -164,7 +164,7 @@ mod tests {
             assert!(!meter.read(&few).flood, "a burst of kind {kind}");
             assert!((0..5).any(|_| meter.read(&frames).flood), "a flood of kind {kind}");
         }
-        // A call that is reset at once is work about nothing, too.
+        // Calls that are reset at once are a flood, too.
         let mut meter = FrameMeter::new();
         meter.read(&[0; PREFACE]);
         let reset = [frame(HEADERS, 4, 50), frame(RST_STREAM, 0, 4)].concat();
@@ -172,7 +172,7 @@ mod tests {
         assert!((0..300).any(|_| meter.read(&reset).flood));
         let mut meter = FrameMeter::new();
         meter.read(&[0; PREFACE]);
-        // Calls, each with a ping and two window updates, and answers that are taken in small windows.
+        // Calls with a ping and two window updates each, and answers that are acknowledged in small windows.
         let call = [frame(HEADERS, 4, 50), frame(DATA, 1, 0), frame(6, 0, 8), frame(8, 0, 4), frame(8, 0, 4)]
             .concat();
         assert!((0..20_000).all(|_| !meter.read(&call).flood));

@@ -1,4 +1,4 @@
-//! What every HTTP/2 call passes first: its credentials, its deadline, its charges, and the way to its service.
+//! The first layer of every HTTP/2 call: credentials, deadline, charges and routing to a service.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -20,7 +20,7 @@ use tonic::{Code, Status};
 use tower::Service as _;
 
 use super::connections::count_end;
-use super::places::Places;
+use super::table::ConnectionTable;
 use crate::api::access::{Access, Peer};
 use crate::api::framing::answer::ResponseBody;
 use crate::api::framing::body::{Charges, RequestBody, Terms};
@@ -36,13 +36,13 @@ use crate::telemetry::{RequestMetrics, names};
 const FORWARD: &str = "/expertd.v1.Moe/Forward";
 const FORWARD_STREAM: &str = "/expertd.v1.Moe/ForwardStream";
 const MOE: &str = "/expertd.v1.Moe/";
-/// The largest request of a call without rows: names, and questions to reflection.
+/// Largest request of a call without rows, in bytes: names, and reflection requests.
 const CONTROL_REQUEST_BYTES: usize = 4 << 10;
 const HEALTH: &str = "/grpc.health.v1.Health/";
-/// What an answer of reflection or Admin may take.
+/// Bytes charged for an answer of reflection or Admin.
 const DESCRIPTOR_BYTES: usize = 64 << 10;
 
-/// What a listener serves, and to which callers.
+/// The services of a listener, and the credentials that they require.
 pub(in crate::api) struct Services {
     /// Health, reflection and, on its own listener, Admin.
     routes: Routes,
@@ -56,19 +56,19 @@ pub(in crate::api) struct Services {
 struct Public {
     server: MoeServer<MoeService>,
     message_limit: usize,
-    /// Bytes of the answer to GetModel.
+    /// Size of the answer to GetModel, in bytes.
     model_bytes: usize,
     metrics: Arc<RequestMetrics>,
     closing: CancellationToken,
 }
 
 impl Services {
-    /// Admin with whatever else is routed, for operators.
+    /// The services of the admin listener.
     pub(in crate::api) fn control(routes: Routes, budget: Arc<Budget>, access: Arc<Access>) -> Services {
         Services { routes, moe: None, budget, access, hasher: RandomState::new() }
     }
 
-    /// The public service with whatever else is routed.
+    /// The services of a public listener.
     pub(in crate::api) fn public(
         routes: Routes,
         backend: Arc<dyn Backend>,
@@ -92,13 +92,13 @@ impl Services {
 pub(in crate::api) struct Front {
     services: Arc<Services>,
     connection: Arc<Connection>,
-    places: Arc<Places>,
+    table: Arc<ConnectionTable>,
     peer: Peer,
-    /// The client that the last call named.
+    /// The client of the last authenticated call.
     client: Mutex<Option<Client>>,
 }
 
-/// A client that has authenticated itself on a connection.
+/// An authenticated client of a connection.
 #[derive(Clone)]
 struct Client {
     name: Arc<str>,
@@ -107,7 +107,7 @@ struct Client {
     calls: Counter,
 }
 
-/// What a call counts for.
+/// The owner that a call is charged to.
 struct Caller {
     key: ClientKey,
     owner: Arc<Owner>,
@@ -117,13 +117,13 @@ impl Front {
     pub(in crate::api) fn new(
         services: Arc<Services>,
         connection: Arc<Connection>,
-        places: Arc<Places>,
+        table: Arc<ConnectionTable>,
         peer: Peer,
     ) -> Front {
-        Front { services, connection, places, peer, client: Mutex::default() }
+        Front { services, connection, table, peer, client: Mutex::default() }
     }
 
-    /// Who calls, if the credentials are good and the client does not have too many connections.
+    /// Identifies the caller by its credentials and checks the client's number of connections.
     fn caller(&self, headers: &HeaderMap) -> Result<Caller, Failure> {
         let Services { access, moe, hasher, .. } = &*self.services;
         let name = match moe {
@@ -136,16 +136,16 @@ impl Front {
         self.connection.authenticate();
         let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
         if client.as_ref().is_none_or(|client| client.name != name) {
-            let owner = self.places.client(&name);
+            let owner = self.table.client(&name);
             let connections = owner.connections.fetch_add(1, Ordering::Relaxed) + 1;
             let calls = counter!(names::CLIENT_CALLS_TOTAL, "client" => name.to_string());
             let key = ClientKey(hasher.hash_one(&*name));
             let left = client.replace(Client { name, key, owner, calls });
             left.iter().for_each(Client::leave);
-            if connections > self.places.per_client() {
+            if connections > self.table.per_client() {
                 count_end("client_limit");
                 self.connection.close.cancel();
-                return Err(Failure::TooManyConnections { limit: self.places.per_client() });
+                return Err(Failure::TooManyConnections { limit: self.table.per_client() });
             }
         }
         match &*client {
@@ -207,7 +207,7 @@ impl Service<Request<Incoming>> for Front {
             connection: Arc::clone(&self.connection),
             owner: caller.owner,
             limit,
-            // Reflection takes several questions on one stream.
+            // A reflection stream carries several requests.
             streaming: streaming || public.is_none(),
             forward: public.is_some() && (streaming || unary),
         };
@@ -260,7 +260,7 @@ fn refused(failure: Failure) -> AnswerFuture {
     Box::pin(async move { Ok(response) })
 }
 
-/// The status of a unary answer: errors have it in their headers, successes only in their trailers.
+/// The status of a unary answer: in the headers of an error, in the trailers of a success.
 fn code_of<B>(response: &Response<B>) -> Code {
     match response.headers().get("grpc-status") {
         Some(value) => Code::from_bytes(value.as_bytes()),

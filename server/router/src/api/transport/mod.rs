@@ -1,8 +1,8 @@
-//! Listeners, connections, and what every call passes first.
+//! Listeners, connections, and the layer in front of every call.
 
 pub(super) mod address;
 mod connections;
-mod frames;
+pub(super) mod frames;
 mod front;
-pub(super) mod places;
 pub(super) mod server;
+pub(super) mod table;

@@ -1,4 +1,4 @@
-//! The listeners of the service, put together.
+//! The service's listeners.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,42 +11,42 @@ use tonic::service::Routes;
 use super::address::{Address, BindError, Listener};
 use super::connections::Connections;
 use super::front::Services;
-use super::places::{ConnectionLimits, Places};
+use super::table::{ConnectionLimits, ConnectionTable};
 use crate::api::access::Access;
 use crate::api::framing::budget::Budget;
-use crate::api::framing::connection::Patience;
+use crate::api::framing::connection::ConnectionTimeouts;
 use crate::api::service::admin::AdminService;
 use crate::api::service::health;
 use crate::backend::Backend;
 
-/// Connections to the admin listener at once.
+/// Largest number of connections to the admin listener.
 const ADMIN_CONNECTIONS: usize = 32;
-/// Calls on one of them.
+/// Largest number of concurrent calls on an admin connection.
 const ADMIN_STREAMS: u32 = 32;
-/// Bytes that calls to Admin may hold.
+/// Largest number of request bytes that calls to Admin may hold.
 const ADMIN_BYTES: usize = 4 << 20;
-/// How long a call to Admin may take without a sign of life: a drain answers when it is over.
+/// Longest idle time of an admin connection: a drain answers only at its end.
 const MAX_DRAIN: Duration = Duration::from_secs(24 * 3600);
 /// Mode of a public Unix-domain socket: the service's user and group may connect.
 const PUBLIC_MODE: u32 = 0o660;
-/// Mode of Admin's.
+/// Mode of Admin's Unix-domain socket: only the service's user may connect.
 const ADMIN_MODE: u32 = 0o600;
 
-/// Where and how to listen.
+/// Configuration of the listeners.
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
     /// Public addresses, one or more.
     pub listen: Vec<Address>,
-    /// Where Admin is served: a Unix-domain socket, or a TCP address if there are tokens for it.
+    /// Address of Admin: a Unix-domain socket, or a TCP address if there are tokens for it.
     pub admin: Option<Address>,
-    /// Whether TCP listeners beyond loopback may go without TLS.
+    /// Whether TCP listeners beyond loopback may use plaintext.
     pub insecure: bool,
-    /// How many connections there may be.
+    /// Limits on the number of connections.
     pub connections: ConnectionLimits,
-    /// How long calls may take to end once the service shuts down.
+    /// Time that calls have to end after the service begins to shut down.
     pub shutdown_grace: Duration,
-    /// How long connections may leave things undone.
-    pub patience: Patience,
+    /// Time limits of connections.
+    pub timeouts: ConnectionTimeouts,
 }
 
 /// Why the server could not be set up.
@@ -61,16 +61,16 @@ pub enum ServerError {
          127.0.0.1 or unix:/PATH, or pass --insecure if the network is trusted"
     )]
     Plaintext(Address),
-    /// Every process that reaches the port could drain the service.
+    /// Any process that reaches the port could drain the service.
     #[error(
         "Admin on the TCP address {0} needs tokens; give --admin-token-file, or serve it on a Unix-domain socket with \
          --admin-listen unix:/PATH"
     )]
     AdminWithoutTokens(Address),
-    /// There is nothing to listen on.
-    #[error("there is no address to listen on; give --listen")]
+    /// No address was given.
+    #[error("no address to listen on was given; use --listen")]
     NoAddress,
-    /// The protocol's descriptors are broken.
+    /// The protocol's descriptors are invalid.
     #[error("reflection could not be set up: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
 }
@@ -82,12 +82,12 @@ pub struct Server {
     backend: Arc<dyn Backend>,
     access: Arc<Access>,
     connections: ConnectionLimits,
-    patience: Patience,
+    timeouts: ConnectionTimeouts,
     grace: Duration,
 }
 
 impl ServerConfig {
-    /// Checks the addresses against the credentials. Opens nothing.
+    /// Checks the addresses against the credentials without opening them.
     ///
     /// # Errors
     /// [`ServerError`] if there is no address, or one that must not be served with these credentials.
@@ -130,23 +130,23 @@ impl Server {
             Some(address) => Some(bind(address, ADMIN_MODE).await?),
             None => None,
         };
-        let ServerConfig { connections, patience, shutdown_grace: grace, .. } = *config;
-        Ok(Server { public, admin, backend, access, connections, patience, grace })
+        let ServerConfig { connections, timeouts, shutdown_grace: grace, .. } = *config;
+        Ok(Server { public, admin, backend, access, connections, timeouts, grace })
     }
 
-    /// The public addresses, with the ports that the system picked.
+    /// The public addresses, with the ports that the system chose.
     #[must_use]
     pub fn addresses(&self) -> Vec<Address> {
         self.public.iter().map(|(address, _)| address.clone()).collect()
     }
 
-    /// The address of Admin, with the port that the system picked.
+    /// The address of Admin, with the port that the system chose.
     #[must_use]
     pub fn admin_address(&self) -> Option<Address> {
         self.admin.as_ref().map(|(address, _)| address.clone())
     }
 
-    /// Serves until `shutdown`, then lets calls end for the grace period, and returns when every connection is closed.
+    /// Serves until `shutdown`, then waits up to the grace period for calls to end, and returns when all connections are closed.
     ///
     /// # Errors
     /// [`ServerError::Reflection`] only.
@@ -169,8 +169,8 @@ impl Server {
         );
         let public = Connections::new(
             services,
-            Arc::new(Places::new(self.connections, access.required())),
-            self.patience,
+            Arc::new(ConnectionTable::new(self.connections, access.required())),
+            self.timeouts,
             limits.max_streams_per_connection,
             shutdown.clone(),
             end.clone(),
@@ -180,9 +180,9 @@ impl Server {
         let admin_budget = Budget::new(ADMIN_BYTES, CONTROL_MESSAGE_BYTES);
         let admin = Connections::new(
             Services::control(admin_routes, admin_budget, Arc::clone(&access)),
-            Arc::new(Places::new(ConnectionLimits::for_tcp(ADMIN_CONNECTIONS), true)),
-            // A drain takes as long as it takes.
-            Patience { idle: MAX_DRAIN, ..self.patience },
+            Arc::new(ConnectionTable::new(ConnectionLimits::for_tcp(ADMIN_CONNECTIONS), true)),
+            // The drain has a time limit of its own.
+            ConnectionTimeouts { idle: MAX_DRAIN, ..self.timeouts },
             ADMIN_STREAMS,
             shutdown.clone(),
             end.clone(),
@@ -203,7 +203,7 @@ impl Server {
         let in_time = tokio::time::timeout(self.grace, closed).await.is_ok();
         end.cancel();
         if !in_time {
-            tracing::info!("ending the connections that are still open");
+            tracing::info!("ending the remaining connections");
             tokio::join!(public.closed(), admin.closed());
         }
         reloading.abort();

@@ -1,4 +1,4 @@
-//! What the step loop shows of itself: metrics, and the status that callers read.
+//! Metrics and status of the step loop.
 
 use std::sync::PoisonError;
 
@@ -8,7 +8,7 @@ use crate::cluster::FaultKind;
 use crate::telemetry::names;
 use expertd_types::Rank;
 
-/// Counts of the queue as they were shown last.
+/// The queue's counts at their last publication.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Shown {
     queued_tokens: usize,
@@ -17,7 +17,7 @@ pub(super) struct Shown {
 }
 
 impl Driver {
-    /// Shows the queue's counts if they have changed.
+    /// Publishes the queue's counts if they have changed.
     pub(super) fn show_queue(&mut self) {
         let counts = Shown {
             queued_tokens: self.step_loop.queued_tokens(),
@@ -67,7 +67,7 @@ impl Driver {
     }
 }
 
-/// Counters start at 0: a rate over a counter that begins at 1 misses the first fault.
+/// Starts counters at 0, because a rate over a counter that starts at 1 misses the first fault.
 pub(super) fn show_counters_of_faults() {
     for kind in FaultKind::ALL {
         metrics::counter!(names::GENERATION_ENDS_TOTAL, "reason" => kind.label()).increment(0);

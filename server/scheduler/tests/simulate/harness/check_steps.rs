@@ -1,4 +1,4 @@
-//! What must be true of steps, and whenever the step loop has nothing to do.
+//! Invariants of steps, and of moments at which the step loop has nothing to do.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,13 +13,13 @@ use super::check::ensure;
 use super::world::World;
 
 impl World {
-    /// No step exceeds a limit, and each row is in one place.
+    /// Checks that a step exceeds no limit, and that each row is in one place.
     pub(super) fn check_step(&self, step: &Step) -> Result<(), String> {
         let config = &self.schedule.config;
         let in_flight = &self.told.in_flight;
         let id = step.id;
-        ensure!(self.told.serving.is_some(), "step {id} is launched and no generation serves");
-        ensure!(in_flight.len() < config.slots, "step {id} is launched and all slots are taken");
+        ensure!(self.told.serving.is_some(), "step {id} is launched, but no generation serves");
+        ensure!(in_flight.len() < config.slots, "step {id} is launched, but all slots are taken");
         ensure!(step.slot.index() < config.slots, "step {id} has slot {}", step.slot);
         ensure!(
             in_flight.iter().all(|(other, _)| other.slot != step.slot && other.id < id),
@@ -27,7 +27,11 @@ impl World {
             step.slot
         );
         let tokens: usize = step.rows.iter().map(|range| range.rows.len()).sum();
-        ensure!(tokens == step.tokens && tokens > 0, "step {id} has {tokens} rows and says {}", step.tokens);
+        ensure!(
+            tokens == step.tokens && tokens > 0,
+            "step {id} has {tokens} rows, but its count is {}",
+            step.tokens
+        );
         ensure!(tokens <= config.max_tokens_per_step, "step {id} has {tokens} rows");
         for (rank, share) in spread(tokens, config.ranks).enumerate() {
             let here = step.rows.iter().filter(|range| range.rank.index() == rank);
@@ -53,7 +57,7 @@ impl World {
             let next = taken.entry(range.key).or_insert(caller.begun);
             ensure!(
                 range.rows.start == *next && range.rows.end <= caller.tokens,
-                "step {id} takes rows {:?} of request {}, of which {next} are taken",
+                "step {id} takes rows {:?} of request {}, of which the first {next} are already taken",
                 range.rows,
                 range.key
             );
@@ -66,12 +70,15 @@ impl World {
                 "step {id} splits request {key} of {} rows",
                 caller.tokens
             );
-            ensure!(caller.lost < 2 || step.is_alone, "step {id} computes suspect {key} beside others");
+            ensure!(
+                caller.lost < 2 || step.is_alone,
+                "step {id} computes suspect {key} together with other requests"
+            );
         }
         ensure!(!step.is_alone || taken.len() == 1 && in_flight.is_empty(), "step {id} is not alone");
         ensure!(
             in_flight.iter().all(|(other, _)| !other.is_alone),
-            "step {id} is launched beside one that has to be alone"
+            "step {id} is launched while a step that must be alone is in flight"
         );
         if let Some((_, false)) = in_flight.back() {
             let waiting: usize = self.kind_waiting(step.kind).map(Caller::waiting_tokens).sum();
@@ -90,7 +97,7 @@ impl World {
         Ok(())
     }
 
-    /// A waiting request is served within a number of steps that its place in the queue implies.
+    /// Checks that waiting requests are served within the number of steps that their place in the queue implies.
     pub(super) fn check_waits(&self) -> Result<(), String> {
         if !self.schedule.config.max_wait.is_zero() {
             return Ok(());
@@ -109,7 +116,8 @@ impl World {
         Ok(())
     }
 
-    /// Every so many steps the oldest request is served: those before it, and itself, range by range.
+    /// Computes how many steps a request may wait. Aged steps serve the oldest request, so they serve all earlier requests and then
+    /// this one, range by range.
     pub(super) fn bound_wait(&mut self, index: usize) {
         let limit = self.schedule.config.max_tokens_per_step;
         let steps = |caller: &Caller| 1 + caller.tokens / limit;
@@ -126,13 +134,13 @@ impl World {
         }
     }
 
-    /// What must be true when the step loop has nothing to do.
+    /// Checks the state when the step loop has nothing to do.
     pub(super) fn check_rest(&self) -> Result<(), String> {
         self.check_counts()?;
         if let Some(deadline) = self.drain
             && self.now >= deadline
         {
-            // The thread learns of a drain, and closes admission, with the next exchange.
+            // The thread learns of a drain, and closes admission, at the next exchange.
             let is_told = !self.inbox.has_mail() && !self.step_loop.has_news_for_inbox(self.now);
             ensure!(!is_told || self.end.is_some(), "a drain goes on after its deadline");
         }
@@ -149,7 +157,7 @@ impl World {
         } else {
             ServiceState::Loading
         };
-        ensure!(self.shown == state, "the service shows {:?} and is {state:?}", self.shown);
+        ensure!(self.shown == state, "the service shows {:?}, but its state is {state:?}", self.shown);
         for caller in self.open.iter().map(|index| &self.callers[*index]) {
             if !caller.is_received || caller.is_in_step() {
                 continue;
@@ -157,14 +165,14 @@ impl World {
             let too_long = |since| self.now.since(caller.waits_since.max(since)) > SWEEP_INTERVAL;
             ensure!(
                 !caller.deadline.is_some_and(too_long) && !caller.left.is_some_and(too_long),
-                "request {} is unwanted for long and not dropped",
+                "request {} has been unwanted for a long time, but is not dropped",
                 caller.key
             );
         }
         self.check_work_is_done()
     }
 
-    /// The thread may not sleep beyond a time at which something is due.
+    /// Checks that the thread does not sleep past a time at which something is due.
     pub(super) fn check_sleep(&self, until: Time) -> Result<(), String> {
         if self.step_loop.has_news_for_inbox(self.now) || self.inbox.has_mail() {
             return Ok(());
@@ -188,7 +196,7 @@ impl World {
         Ok(())
     }
 
-    /// No request waits while a step could be formed of it.
+    /// Checks that no request waits while a step could be formed from it.
     fn check_work_is_done(&self) -> Result<(), String> {
         let config = &self.schedule.config;
         let in_flight = &self.told.in_flight;
@@ -201,7 +209,7 @@ impl World {
                 continue;
             }
             if caller.lost >= 2 {
-                ensure!(!in_flight.is_empty(), "suspect {} waits and nothing is in flight", caller.key);
+                ensure!(!in_flight.is_empty(), "suspect {} waits although nothing is in flight", caller.key);
                 return Ok(());
             }
             let (tokens, is_ripe) = kinds.entry(caller.kind).or_default();
@@ -218,11 +226,11 @@ impl World {
             let is_full = tokens >= config.max_tokens_per_step;
             ensure!(
                 !may_form || !(is_full || is_ripe || is_draining),
-                "{tokens} rows of {kind:?} wait though a step could form"
+                "{tokens} rows of {kind:?} wait although a step could form"
             );
             ensure!(
                 !(may_form_full && only_one && is_full),
-                "{tokens} rows of {kind:?} wait though they fill a step and a slot is free"
+                "{tokens} rows of {kind:?} wait although they fill a step and a slot is free"
             );
         }
         Ok(())

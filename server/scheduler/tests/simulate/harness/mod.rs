@@ -1,4 +1,4 @@
-//! The simulation: schedules, the world they run in, what is checked, and how a failing schedule is shrunk.
+//! The simulation: schedules, the world in which they run, the invariants, and the shrinking of schedules that fail.
 
 mod callers;
 mod check;
@@ -7,6 +7,7 @@ mod random;
 mod ranks;
 mod schedule;
 mod shares;
+mod thread;
 mod world;
 
 use std::fmt;
@@ -14,7 +15,7 @@ use std::fmt;
 use self::schedule::{Input, Schedule};
 use self::world::World;
 
-/// How often schedules came to what they are meant to exercise.
+/// Counts of the events that schedules are meant to cause.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Seen {
     answers: u64,
@@ -87,7 +88,7 @@ impl fmt::Display for Failed {
     }
 }
 
-/// What a run of schedules came to.
+/// The result of a run of schedules.
 #[derive(Debug, Default)]
 pub struct Report {
     /// The sum over all schedules.
@@ -132,7 +133,7 @@ fn traced(schedule: &Schedule) -> (String, Result<(), String>) {
     (world.take_trace(), result)
 }
 
-/// Leaves out inputs, in ever smaller groups, as long as some invariant stays broken.
+/// Removes inputs, in smaller and smaller groups, as long as some invariant is still broken.
 fn shrink(seed: u64, schedules: u64, mut schedule: Schedule, violation: String) -> Failed {
     let inputs_before = schedule.inputs.len();
     let mut size = inputs_before.div_ceil(2);

@@ -1,4 +1,4 @@
-//! What happens in a schedule, in order, given by a seed.
+//! Schedules: the inputs of a simulation in order, generated from a seed.
 
 use std::time::Duration;
 
@@ -8,19 +8,19 @@ use expertd_types::LayerId;
 use super::random::Random;
 use super::shares::MIN_CLOSED_LOOPS;
 
-/// One thing that happens to the step loop or around it. Each input is possible at any time; where it does not apply it
-/// does nothing, so that any part of a schedule is a schedule.
+/// One event in or around the step loop. Each input is possible at any time. An input that does not apply does nothing, so any part of
+/// a schedule is a schedule.
 #[derive(Clone, Copy, Debug)]
 pub enum Input {
     /// A caller submits a request.
     Submit { client: u64, kind: usize, tokens: usize, deadline_millis: Option<u64>, is_poison: bool },
     /// One of the callers that wait for an answer leaves.
     Leave { which: usize },
-    /// A drain is asked for.
+    /// A drain is requested.
     Drain { timeout_millis: u64 },
-    /// The step loop's thread makes some turns: an exchange, a delivery, an event or an action each.
+    /// The step loop's thread takes turns, each of which is an exchange, a delivery, an event or an action.
     Turns { count: usize },
-    /// The thread turns until it sleeps.
+    /// The thread takes turns until it sleeps.
     UntilAsleep,
     /// Time passes.
     Pass { micros: u64 },
@@ -36,17 +36,17 @@ pub enum Input {
     NextFormFails,
     /// The next generation has other weights.
     NewWeights,
-    /// News of an ended generation arrive late.
+    /// Events of an ended generation arrive late.
     StaleNews,
     /// A client sends its next request as soon as one is answered.
     ClosedLoop { client: u64, kind: usize, tokens: usize },
-    /// A client has at least `tokens` rows waiting from now on, in requests of `size`.
+    /// From now on a client always has at least `tokens` rows waiting, in requests of `size` rows.
     Backlog { client: u64, kind: usize, tokens: usize, size: usize },
-    /// A step forms, computes and completes, without faults, and clients go on.
+    /// A step forms, computes and completes without faults, and clients send further requests.
     Round,
 }
 
-/// A schedule: the service's settings and what happens.
+/// A schedule: the service's settings and the inputs.
 #[derive(Clone, Debug)]
 pub struct Schedule {
     pub config: Config,
@@ -178,11 +178,11 @@ fn shared_backlog(random: &mut Random, seed: u64) -> Schedule {
     Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(kind_count), inputs }
 }
 
-/// Clients that send the next request when the last one is answered.
+/// Clients that send their next request when the last one is answered.
 fn shared_closed_loop(random: &mut Random, seed: u64) -> Schedule {
     let config = healthy(random, seed, 64);
     let mut inputs = vec![Input::UntilAsleep, Input::Ready, Input::UntilAsleep];
-    // The smallest have to come back so often that they wait most of the time, however many steps are in flight.
+    // With more slots the smallest requests are larger, so that clients wait most of the time for any number of steps in flight.
     let smallest = if config.slots < 3 { 16 } else { 32 };
     for client in 1..=random.between(MIN_CLOSED_LOOPS as u64, 40) {
         inputs.push(Input::ClosedLoop { client, kind: 0, tokens: random.choose(&[smallest, 32, 64]) });

@@ -1,5 +1,5 @@
-//! Which connections there may be: at most so many in all and for each peer address, and some always for clients that
-//! can authenticate themselves.
+//! The table of open connections and its limits: in all, per peer address, and a reserve for clients that authenticate
+//! themselves.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -13,29 +13,29 @@ use super::connections::count_end;
 use crate::api::framing::connection::{Connection, Owner};
 use crate::backend::ClientKey;
 
-/// A connection that has been open for less is not given up for a new one.
+/// A connection younger than this is not ended in favour of a new one.
 const SETTLED: Duration = Duration::from_secs(1);
-/// Owners beyond those with connections that are remembered before the list is tidied.
+/// Owners without connections that the table keeps before it removes them.
 const STALE_OWNERS: usize = 256;
 
-/// How many connections there may be.
+/// Limits on the number of connections.
 #[derive(Clone, Copy, Debug)]
 pub struct ConnectionLimits {
-    /// Over TCP in all.
+    /// All TCP connections.
     pub tcp: usize,
-    /// Over TCP from one address (IPv6: from one network of 64 bits).
+    /// TCP connections from one address (IPv6: from one /64 network).
     pub per_address: usize,
-    /// Of one authenticated client.
+    /// Connections of one authenticated client.
     pub per_client: usize,
-    /// Over Unix-domain sockets.
+    /// Connections over Unix-domain sockets.
     pub unix: usize,
-    /// Over TCP that have not yet authenticated themselves, where that is required.
+    /// TCP connections without valid credentials so far, if credentials are required.
     pub unauthenticated: usize,
 }
 
 impl ConnectionLimits {
-    /// The defaults for a number of TCP connections: half of them for one address or client, a quarter for those that
-    /// have not yet authenticated themselves, 256 over Unix-domain sockets.
+    /// Default limits for `tcp` connections: half of them for one address or client, a quarter for unauthenticated ones, and
+    /// 256 over Unix-domain sockets.
     #[must_use]
     pub fn for_tcp(tcp: usize) -> ConnectionLimits {
         let tcp = tcp.max(1);
@@ -49,10 +49,10 @@ impl ConnectionLimits {
     }
 }
 
-/// Where a connection comes from.
+/// Origin of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::api) enum Origin {
-    /// An address, without the lower half of IPv6 ones, which one host may choose freely.
+    /// An IP address. The lower half of an IPv6 address, which a host may choose freely, is cleared.
     Address(IpAddr),
     /// A user of this host.
     User(u32),
@@ -70,7 +70,7 @@ impl Origin {
     }
 }
 
-/// What connections count for.
+/// Key of an owner.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum OwnerKey {
     Origin(Origin),
@@ -78,124 +78,123 @@ enum OwnerKey {
 }
 
 /// The open connections of one kind of listener.
-pub(in crate::api) struct Places {
+pub(in crate::api) struct ConnectionTable {
     limits: ConnectionLimits,
     /// Whether TCP connections have to authenticate themselves.
     must_authenticate: bool,
-    table: Mutex<Table>,
+    entries: Mutex<Entries>,
 }
 
 #[derive(Default)]
-struct Table {
-    open: HashMap<u64, Place>,
+struct Entries {
+    open: HashMap<u64, Entry>,
     tcp: usize,
     unix: usize,
     by_origin: HashMap<Origin, usize>,
     owners: HashMap<OwnerKey, Weak<Owner>>,
 }
 
-struct Place {
+struct Entry {
     origin: Origin,
     connection: Arc<Connection>,
 }
 
-impl Places {
-    pub(in crate::api) fn new(limits: ConnectionLimits, must_authenticate: bool) -> Places {
-        Places { limits, must_authenticate, table: Mutex::default() }
+impl ConnectionTable {
+    pub(in crate::api) fn new(limits: ConnectionLimits, must_authenticate: bool) -> ConnectionTable {
+        ConnectionTable { limits, must_authenticate, entries: Mutex::default() }
     }
 
-    /// Whether a connection that stays without credentials is to be ended.
+    /// Whether a connection from `origin` has to authenticate itself.
     pub(in crate::api) fn must_authenticate(&self, origin: Origin) -> bool {
         self.must_authenticate && matches!(origin, Origin::Address(_))
     }
 
-    /// Opens a place for a new connection, if need be by ending one that does nothing. `Err` with the reason if there is
-    /// none.
+    /// Adds a connection to the table, if necessary by ending an idle one. `Err` holds the limit that was reached.
     pub(in crate::api) fn open(
         &self,
         origin: Origin,
         end: &CancellationToken,
     ) -> Result<Arc<Connection>, &'static str> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        let mut table = self.table();
+        let mut entries = self.locked();
         match origin {
-            Origin::User(_) if table.unix >= self.limits.unix => return Err("limit"),
+            Origin::User(_) if entries.unix >= self.limits.unix => return Err("limit"),
             Origin::User(_) => {}
             Origin::Address(_) => {
-                if table.count(origin) >= self.limits.per_address {
+                if entries.count(origin) >= self.limits.per_address {
                     return Err("address_limit");
                 }
-                if self.must_authenticate && table.unauthenticated() >= self.limits.unauthenticated {
-                    table.give_up(|connection| !connection.is_authenticated());
+                if self.must_authenticate && entries.unauthenticated() >= self.limits.unauthenticated {
+                    entries.give_up(|connection| !connection.is_authenticated());
                 }
-                if table.tcp >= self.limits.tcp && !table.make_room(origin) {
+                if entries.tcp >= self.limits.tcp && !entries.make_room(origin) {
                     return Err("limit");
                 }
             }
         }
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let owner = table.owner(OwnerKey::Origin(origin));
+        let owner = entries.owner(OwnerKey::Origin(origin));
         let connection = Connection::new(ClientKey(number), owner, end.child_token());
-        table.insert(number, Place { origin, connection: Arc::clone(&connection) });
+        entries.insert(number, Entry { origin, connection: Arc::clone(&connection) });
         Ok(connection)
     }
 
-    /// Closes the place of a connection that has ended.
+    /// Removes a connection that has ended.
     pub(in crate::api) fn close(&self, connection: &Connection) {
-        self.table().remove(connection.key.0);
+        self.locked().remove(connection.key.0);
     }
 
-    /// The owner that the calls of a client count for.
+    /// The owner that calls of a client are charged to.
     pub(in crate::api) fn client(&self, name: &Arc<str>) -> Arc<Owner> {
-        self.table().owner(OwnerKey::Client(Arc::clone(name)))
+        self.locked().owner(OwnerKey::Client(Arc::clone(name)))
     }
 
-    /// Connections that one client may have.
+    /// Limit on connections of one client.
     pub(in crate::api) fn per_client(&self) -> usize {
         self.limits.per_client
     }
 
     /// All open connections.
     pub(in crate::api) fn all(&self) -> Vec<(Origin, Arc<Connection>)> {
-        self.table().open.values().map(|place| (place.origin, Arc::clone(&place.connection))).collect()
+        self.locked().open.values().map(|entry| (entry.origin, Arc::clone(&entry.connection))).collect()
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    fn locked(&self) -> MutexGuard<'_, Entries> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Table {
+impl Entries {
     fn count(&self, origin: Origin) -> usize {
         self.by_origin.get(&origin).copied().unwrap_or(0)
     }
 
-    fn insert(&mut self, number: u64, place: Place) {
-        *self.by_origin.entry(place.origin).or_default() += 1;
-        match place.origin {
+    fn insert(&mut self, number: u64, entry: Entry) {
+        *self.by_origin.entry(entry.origin).or_default() += 1;
+        match entry.origin {
             Origin::Address(_) => self.tcp += 1,
             Origin::User(_) => self.unix += 1,
         }
-        self.open.insert(number, place);
+        self.open.insert(number, entry);
     }
 
     fn remove(&mut self, number: u64) {
-        let Some(place) = self.open.remove(&number) else { return };
-        if let Some(count) = self.by_origin.get_mut(&place.origin) {
+        let Some(entry) = self.open.remove(&number) else { return };
+        if let Some(count) = self.by_origin.get_mut(&entry.origin) {
             *count -= 1;
             if *count == 0 {
-                self.by_origin.remove(&place.origin);
+                self.by_origin.remove(&entry.origin);
             }
         }
-        match place.origin {
+        match entry.origin {
             Origin::Address(_) => self.tcp -= 1,
             Origin::User(_) => self.unix -= 1,
         }
     }
 
     fn unauthenticated(&self) -> usize {
-        let waits = |place: &&Place| {
-            matches!(place.origin, Origin::Address(_)) && !place.connection.is_authenticated()
+        let waits = |entry: &&Entry| {
+            matches!(entry.origin, Origin::Address(_)) && !entry.connection.is_authenticated()
         };
         self.open.values().filter(waits).count()
     }
@@ -203,13 +202,13 @@ impl Table {
     /// Ends the oldest TCP connection that `may_go` of the address that has the most of those; that address's count of
     /// connections.
     fn give_up(&mut self, may_go: impl Fn(&Connection) -> bool) -> Option<usize> {
-        let tcp = |place: &&Place| matches!(place.origin, Origin::Address(_)) && may_go(&place.connection);
+        let tcp = |entry: &&Entry| matches!(entry.origin, Origin::Address(_)) && may_go(&entry.connection);
         let oldest = self
             .open
             .values()
             .filter(tcp)
-            .max_by_key(|place| (self.count(place.origin), place.connection.age()))
-            .map(|place| (place.connection.key.0, self.count(place.origin), Arc::clone(&place.connection)));
+            .max_by_key(|entry| (self.count(entry.origin), entry.connection.age()))
+            .map(|entry| (entry.connection.key.0, self.count(entry.origin), Arc::clone(&entry.connection)));
         let (number, count, connection) = oldest?;
         count_end("evicted");
         connection.end.cancel();
@@ -256,27 +255,27 @@ mod tests {
 
     #[test]
     fn one_address_does_not_take_all_places() {
-        let places = Places::new(limits(), false);
+        let table = ConnectionTable::new(limits(), false);
         let end = CancellationToken::new();
-        let open: Vec<_> = (0..6).map(|_| places.open(from(1), &end).unwrap()).collect();
-        assert_eq!(places.open(from(1), &end).err(), Some("address_limit"));
+        let open: Vec<_> = (0..6).map(|_| table.open(from(1), &end).unwrap()).collect();
+        assert_eq!(table.open(from(1), &end).err(), Some("address_limit"));
         assert!(Arc::ptr_eq(&open[0].peer, &open[5].peer), "an address is one owner");
-        places.open(from(2), &end).unwrap();
-        places.open(from(3), &end).unwrap();
+        table.open(from(2), &end).unwrap();
+        table.open(from(3), &end).unwrap();
         // Full, and no connection has been idle for long enough.
-        assert_eq!(places.open(from(4), &end).err(), Some("limit"));
-        places.close(&open[0]);
-        places.open(from(4), &end).unwrap();
+        assert_eq!(table.open(from(4), &end).err(), Some("limit"));
+        table.close(&open[0]);
+        table.open(from(4), &end).unwrap();
     }
 
     #[test]
     fn a_new_address_gets_the_place_of_an_idle_connection_of_the_largest() {
-        let places = Places::new(ConnectionLimits { per_address: 8, ..limits() }, false);
+        let table = ConnectionTable::new(ConnectionLimits { per_address: 8, ..limits() }, false);
         let end = CancellationToken::new();
-        let open: Vec<_> = (0..8).map(|_| places.open(from(1), &end).unwrap()).collect();
+        let open: Vec<_> = (0..8).map(|_| table.open(from(1), &end).unwrap()).collect();
         std::thread::sleep(SETTLED + Duration::from_millis(50));
         open.iter().take(3).for_each(|connection| connection.body_begins());
-        places.open(from(2), &end).unwrap();
+        table.open(from(2), &end).unwrap();
         let ended: Vec<_> = open.iter().map(|connection| connection.end.is_cancelled()).collect();
         assert_eq!(ended.iter().filter(|&&ended| ended).count(), 1);
         assert!(!ended[..3].contains(&true), "busy connections stay");
@@ -284,11 +283,11 @@ mod tests {
 
     #[test]
     fn those_without_credentials_make_way_for_one_another() {
-        let places = Places::new(limits(), true);
+        let table = ConnectionTable::new(limits(), true);
         let end = CancellationToken::new();
-        let honest: Vec<_> = (0..3).map(|_| places.open(from(1), &end).unwrap()).collect();
+        let honest: Vec<_> = (0..3).map(|_| table.open(from(1), &end).unwrap()).collect();
         honest.iter().for_each(|connection| connection.authenticate());
-        let waiting: Vec<_> = (0..5).map(|_| places.open(from(2), &end).unwrap()).collect();
+        let waiting: Vec<_> = (0..5).map(|_| table.open(from(2), &end).unwrap()).collect();
         assert!(waiting[0].end.is_cancelled(), "the oldest goes first");
         assert!(waiting[1..].iter().all(|connection| !connection.end.is_cancelled()));
         assert!(honest.iter().all(|connection| !connection.end.is_cancelled()));
@@ -296,14 +295,14 @@ mod tests {
 
     #[test]
     fn unix_sockets_have_places_of_their_own() {
-        let places = Places::new(limits(), true);
+        let table = ConnectionTable::new(limits(), true);
         let end = CancellationToken::new();
         for at in 0..8 {
-            places.open(from(at % 2), &end).unwrap();
+            table.open(from(at % 2), &end).unwrap();
         }
-        places.open(Origin::User(1), &end).unwrap();
-        places.open(Origin::User(1), &end).unwrap();
-        assert_eq!(places.open(Origin::User(1), &end).err(), Some("limit"));
+        table.open(Origin::User(1), &end).unwrap();
+        table.open(Origin::User(1), &end).unwrap();
+        assert_eq!(table.open(Origin::User(1), &end).err(), Some("limit"));
     }
 
     #[test]
