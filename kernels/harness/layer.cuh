@@ -43,9 +43,11 @@ __global__ void codes_kernel(uint8_t* out, size_t n, uint64_t seed, bool fp8) {
     }
 }
 
-__global__ void float_scales_kernel(float* out, size_t n, uint64_t seed, float size) {
+// `columns`: scales of a row; the same for `rows` rows.
+__global__ void float_scales_kernel(float* out, size_t n, uint64_t seed, float size, size_t columns = 1, size_t rows = 1) {
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
-        out[i] = size * (0.5f + float(mix(seed * 0x100000001ull + i) >> 40) / float(1 << 24));
+        const size_t number = i / columns / rows * columns + i % columns;
+        out[i] = size * (0.5f + float(mix(seed * 0x100000001ull + number) >> 40) / float(1 << 24));
     }
 }
 
@@ -60,14 +62,14 @@ struct Codes {
     Buffer<uint8_t> codes, exponents;
     Buffer<float> scales;
 
-    Codes(int format, int rows, int k, float deviation) {
+    Codes(int format, int rows, int k, float deviation, int scale_rows) {
         const bool fp8 = fp8_codes(format);
         codes = Buffer<uint8_t>(size_t(rows) * k / (fp8 ? 1 : 2));
         codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++), fp8);
         // The root of the mean square of all codes is 112 for e4m3, 2.9 for e2m1.
         if (fp8) {
             scales = Buffer<float>(size_t(rows) * ((k + 127) / 128));
-            float_scales_kernel<<<256, 256>>>(scales.data, scales.count, mix(next_seed++), deviation / 112);
+            float_scales_kernel<<<256, 256>>>(scales.data, scales.count, mix(next_seed++), deviation / 112, (k + 127) / 128, scale_rows);
         } else {
             exponents = Buffer<uint8_t>(size_t(rows) * (k / 32));
             exponents_kernel<<<256, 256>>>(exponents.data, exponents.count, mix(next_seed++), 128 + int(std::floor(std::log2(deviation / 2.9f))));
@@ -82,8 +84,10 @@ struct Layer {
     Buffer<uint8_t> gate_up_packed, down_packed;
     Buffer<float> gate_up_bias, down_bias, gate_up_scale, down_scale;
     ExpertdLayerWeights view{};
+    int scale_rows;
 
-    Layer(const Model& m, int experts, bool keep) {
+    // `scale_rows`: rows of a matrix that share their FP8 scales.
+    Layer(const Model& m, int experts, bool keep, int scale_rows = 1) : scale_rows(scale_rows) {
         const size_t n = size_t(experts) * m.hidden * m.inter;
         const float in = 1.5f / std::sqrt(float(m.hidden)), out = 1.5f / std::sqrt(float(m.inter));
         gate_up_packed = Buffer<uint8_t>(experts * expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_GATE_UP, m.hidden, m.inter));
@@ -105,7 +109,7 @@ struct Layer {
         }
         CHECK(cudaGetLastError());
         CHECK(cudaDeviceSynchronize());
-        view = {gate_up_packed.data, down_packed.data, gate_up_bias.data, down_bias.data, gate_up_scale.data, down_scale.data};
+        view = {gate_up_packed.data, down_packed.data, gate_up_bias.data, down_bias.data, gate_up_scale.data, down_scale.data, scale_rows % 128 == 0};
     }
 
   private:
@@ -130,7 +134,8 @@ struct Layer {
         Buffer<float> row_scales(size_t(2 * m.inter) + m.hidden);
         const size_t matrix = size_t(m.hidden) * m.inter;
         for (int e = 0; e < experts; e++) {
-            const Codes g(m.format, m.inter, m.hidden, in), u(m.format, m.inter, m.hidden, in), d(m.format, m.hidden, m.inter, out);
+            const Codes g(m.format, m.inter, m.hidden, in, scale_rows), u(m.format, m.inter, m.hidden, in, scale_rows);
+            const Codes d(m.format, m.hidden, m.inter, out, scale_rows);
             float_scales_kernel<<<64, 256>>>(row_scales.data, row_scales.count, mix(next_seed++), 1.0f);
             const float *in_scales = row_scales.data, *out_scales = row_scales.data + 2 * m.inter;
             ExpertdPackNarrowParams p{};

@@ -39,6 +39,10 @@ constexpr int LOW_SEGMENT_TOKENS = 32; // token tiles are no wider than this
 constexpr int PAIR_ROWS = 256;       // weight rows of a segment that the two blocks of a cluster share, half each
 constexpr int PAIR_TOKENS = 64;      // pairs work together when token tiles may be wider than this and every k is
 constexpr int PAIR_K = 2048;         // at least this long; else the coarser division costs more than L2 traffic does
+constexpr int ROW_TILE_TOKENS = 128; // W8A8: where tokens are wgmma's M, a tile has as many (the last of an expert fewer), when
+constexpr int ROW_TILE_MEAN = 160;   // experts have at least this many tokens on average
+constexpr int ROW_TILE_LEAST = 80;   // tiles of no more tokens take weights as M
+
 constexpr int DRAWN_SLOTS = 16;      // more segments than the first block of a pair can be ahead of the second, which is MAX_STAGES
 
 constexpr int WIDE_TOKENS = 64; // pairs in turn: token tiles are no wider than this, every k is at least
@@ -69,6 +73,7 @@ struct Plan {
     int block_rows; // no more than this: TILE_ROWS or TALL_ROWS
     bool pairs;     // two blocks share each segment
     bool late_draw; // segments are drawn when they are needed, not one ahead
+    bool token_rows; // W8A8: tokens are wgmma's M, except in tiles with few
     bool share_weights; // pairs of W8A8: the two blocks have the same weight rows and neighbouring token tiles
     bool in_turn;   // each segment of a block is one warpgroup's, not only low ones
     bool paced;     // see PACED_BYTES
@@ -86,6 +91,8 @@ template <class Format> __device__ __forceinline__ int stage_token_bytes(int til
     return tile_tokens * PANEL_ROW_BYTES * Format::BLOCK_PANELS; // scales stand apart
 }
 
+constexpr int ROW_STAGE_BYTES = stage_weight_bytes<W8a8>(TALL_ROWS) + ROW_TILE_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES;
+
 // Token stages follow the weight stages, at a multiple of SWIZZLE_BYTES.
 template <class Format> __device__ __forceinline__ int weight_ring_bytes(const Plan& plan) {
     return (plan.stages * stage_weight_bytes<Format>(plan.block_rows) + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES;
@@ -95,7 +102,7 @@ template <class Format> __device__ __forceinline__ int stages_for(int tile_token
     constexpr int LARGEST = stage_weight_bytes<Format>(TILE_ROWS) + Format::MAX_TOKENS * PANEL_ROW_BYTES * Format::BLOCK_PANELS;
     static_assert((RING_BYTES - LOST) / LARGEST >= 3, "a consumer may hold two stages while it waits for the third");
     static_assert(RING_BYTES / (stage_weight_bytes<Bf16>(TALL_ROWS) + TALL_TOKENS * PANEL_ROW_BYTES) >= 4, "the same");
-    static_assert(RING_BYTES / (stage_weight_bytes<W8a8>(TALL_ROWS) + W8a8::MAX_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES) >= 4, "the same");
+    static_assert(RING_BYTES / (stage_weight_bytes<W8a8>(TALL_ROWS) + ROW_TILE_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES) >= 4, "the same");
     return min(MAX_STAGES, (RING_BYTES - LOST) / (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens) + Format::SCALE_STAGE_BYTES));
 }
 
@@ -106,6 +113,12 @@ template <class Format> __device__ __forceinline__ bool tall_segments(const Expe
     if (!Format::HALVES || longest <= LOW_SEGMENT_TOKENS || all > TALL_MEAN * active) return false;
     const int tiles = active * (2 * all > TALL_MEAN * active ? 2 : 1);
     return 2 * tiles * (p.hidden / TALL_ROWS) >= TALL_SEGMENTS * int(gridDim.x);
+}
+
+// W8A8: many tokens, as wgmma's M, are multiplied faster than as its N, if weights share their scales.
+__device__ __forceinline__ bool tokens_as_rows(const ExpertdExpertsParams& p, const ExpertdLayerWeights& layer, int active, int all) {
+    if (layer.block_scales == 0 || (p.tile_rows != 0 && p.tile_rows != EXPERTD_TILE_TOKEN_ROWS)) return false;
+    return p.tile_rows == EXPERTD_TILE_TOKEN_ROWS || (p.tile_tokens == 0 && all >= ROW_TILE_MEAN * active && active > 0);
 }
 
 // W8A8: two token tiles are a pair's; with more, an even number of them costs more than L2 saves, and with one, halves of it do.
@@ -221,7 +234,7 @@ class Scheduler {
         const int token_tile = (group * TOKEN_TILE_GROUP + in_group % width) * at_once + in_pair;
 
         const int count = tables_.offset[expert_ + 1] - tables_.offset[expert_];
-        const int size = round_up_8(divide_up(count, token_tiles));
+        const int size = plan_.token_rows ? ROW_TILE_TOKENS : round_up_8(divide_up(count, token_tiles));
         const int first = min(token_tile * size, count);
         segment.phase = phase_;
         segment.expert = expert_;

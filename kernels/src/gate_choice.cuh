@@ -8,11 +8,19 @@
 namespace expertd {
 namespace {
 
-// Rows are one bf16 matrix, or two whose sum they are: f32 rows to 2^-17 of an element, f16 rows exactly. So the choice is made from
-// what came, not from what it was rounded to.
-__device__ __forceinline__ uint32_t row_parts(const GateParams& p, const StepKind& kind) {
-    return kind.wide && p.tokens_low != nullptr ? 2 : 1;
-}
+// Rows, and weights, are one bf16 matrix, or two whose sum they are: f32 to 2^-17 of an element, f16 exactly. So the choice is made
+// from what came and what the checkpoint holds, not from what they were rounded to. A logit is the sum of up to three products:
+// high x high, low rows x high weights, high rows x low weights. The fourth would be below 2^-16 of the first.
+struct GateProducts {
+    bool low_rows, low_weights;
+
+    __device__ __forceinline__ GateProducts(const GateParams& p, const GateLayer& layer, const StepKind& kind)
+        : low_rows(kind.wide && p.tokens_low != nullptr), low_weights(layer.weight_low != nullptr) {}
+
+    __device__ __forceinline__ uint32_t count() const { return 1 + low_rows + low_weights; }
+    __device__ __forceinline__ bool takes_low_rows(uint32_t product) const { return low_rows && product == 1; }
+    __device__ __forceinline__ bool takes_low_weights(uint32_t product) const { return low_weights && product == 1 + low_rows; }
+};
 
 constexpr float kInfinity = __builtin_huge_valf();
 

@@ -304,6 +304,8 @@ pub struct ScaleParams {
 pub struct GateLayer {
     /// bf16 `[E, H]`.
     pub weight: u64,
+    /// bf16 `[E, H]`: what rounding to bf16 took from weights that are stored in more, or 0: nothing.
+    pub weight_low: u64,
     /// f32 `[E]`, or 0.
     pub logit_bias: u64,
     /// f32 `[E]`, or 0.
@@ -477,7 +479,7 @@ const _: () = {
     assert!(size_of::<DispatchParams>() == 256);
     assert!(size_of::<CombineParams>() == 240);
     assert!(size_of::<ScaleParams>() == 224);
-    assert!(size_of::<GateLayer>() == 32);
+    assert!(size_of::<GateLayer>() == 40);
     assert!(size_of::<GateParams>() == 136);
     assert!(size_of::<CopyInParams>() == 136);
     assert!(size_of::<CopyOutParams>() == 96);
