@@ -43,6 +43,17 @@ __global__ void codes_kernel(uint8_t* out, size_t n, uint64_t seed, bool fp8) {
     }
 }
 
+// Codes as those of a checkpoint are distributed: a block of 128 x 128 normal values, whose largest is about 4.5 deviations. Codes that
+// are all as likely take more power, which at many tokens is what limits an H200.
+__global__ void normal_codes_kernel(uint8_t* out, size_t n, uint64_t seed) {
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+        const uint64_t bits = mix(seed * 0x100000001ull + i);
+        const float u = (float(bits >> 40) + 1.0f) / float(1 << 24), v = float(bits >> 16 & 0xFFFFFF) / float(1 << 24);
+        const float normal = sqrtf(-2.0f * logf(u)) * cospif(2.0f * v);
+        out[i] = __nv_cvt_float_to_fp8(normal * (448.0f / 4.5f), __NV_SATFINITE, __NV_E4M3);
+    }
+}
+
 // `columns`: scales of a row; the same for `rows` rows.
 __global__ void float_scales_kernel(float* out, size_t n, uint64_t seed, float size, size_t columns = 1, size_t rows = 1) {
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
@@ -62,10 +73,12 @@ struct Codes {
     Buffer<uint8_t> codes, exponents;
     Buffer<float> scales;
 
-    Codes(int format, int rows, int k, float deviation, int scale_rows) {
+    // `any_code`: all are as likely; else FP8 codes are those of normal values.
+    Codes(int format, int rows, int k, float deviation, int scale_rows, bool any_code) {
         const bool fp8 = fp8_codes(format);
         codes = Buffer<uint8_t>(size_t(rows) * k / (fp8 ? 1 : 2));
-        codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++), fp8);
+        if (any_code || !fp8) codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++), fp8);
+        else normal_codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++));
         // The root of the mean square of all codes is 112 for e4m3, 2.9 for e2m1.
         if (fp8) {
             scales = Buffer<float>(size_t(rows) * ((k + 127) / 128));
@@ -133,9 +146,11 @@ struct Layer {
         down_scale = Buffer<float>(size_t(experts) * m.hidden);
         Buffer<float> row_scales(size_t(2 * m.inter) + m.hidden);
         const size_t matrix = size_t(m.hidden) * m.inter;
+        // Checks want every code.
+        const bool any_code = keep || std::getenv("EXPERTS_ANY_CODE") != nullptr;
         for (int e = 0; e < experts; e++) {
-            const Codes g(m.format, m.inter, m.hidden, in, scale_rows), u(m.format, m.inter, m.hidden, in, scale_rows);
-            const Codes d(m.format, m.hidden, m.inter, out, scale_rows);
+            const Codes g(m.format, m.inter, m.hidden, in, scale_rows, any_code), u(m.format, m.inter, m.hidden, in, scale_rows, any_code);
+            const Codes d(m.format, m.hidden, m.inter, out, scale_rows, any_code);
             float_scales_kernel<<<64, 256>>>(row_scales.data, row_scales.count, mix(next_seed++), 1.0f);
             const float *in_scales = row_scales.data, *out_scales = row_scales.data + 2 * m.inter;
             ExpertdPackNarrowParams p{};

@@ -191,7 +191,7 @@ pub struct PackNarrowParams {
 }
 
 const _: () = {
-    assert!(size_of::<LayerWeights>() == 48);
+    assert!(size_of::<LayerWeights>() == 56);
     assert!(size_of::<ExpertsParams>() == 184);
     assert!(size_of::<PackParams>() == 48);
     assert!(size_of::<PackNarrowParams>() == 72);
