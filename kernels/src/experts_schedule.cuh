@@ -14,7 +14,8 @@
 //
 // Pairs of W8A8 share weights instead: both blocks compute the same weight rows, each for a token tile of its own, and each brings
 // half of the rows for both. The first block draws, when it needs a segment and not before: those who share weights then
-// start together, and find them in L2.
+// start together, and find them in L2. With many tokens an expert's tiles are not near-equal but full ones and a last one, because
+// tokens are wgmma's M there, which comes in 64.
 //
 // No segment splits k, so the bits of a row depend neither on the division of work nor on the rows beside it.
 #pragma once
