@@ -1,4 +1,4 @@
-// Times: replayed graphs with fresh routing in every launch, beside the floor.
+// Times replayed graphs, with different routing in every launch, and compares them with the floor.
 #pragma once
 
 #include "layer.cuh"
@@ -55,7 +55,7 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
 
     for (int tokens : {1, 8, 32, 128, 512, 2048, 8192}) {
         if (only_tokens != 0 && tokens != only_tokens) continue;
-        const int repeats = tokens <= 128 ? 12 : tokens <= 512 ? 6 : 3; // fresh routing in each launch of the graph
+        const int repeats = tokens <= 128 ? 12 : tokens <= 512 ? 6 : 3; // launches of a graph, each with its own routing
         std::vector<Routing> routings;
         std::vector<DeviceRouting> device;
         int most = 0, window = 0;

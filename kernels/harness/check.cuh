@@ -1,4 +1,4 @@
-// Correctness: sampled rows against f64, unwritten and overwritten elements, determinism, every tile shape.
+// Checks correctness: sampled rows against f64, unwritten and overwritten elements, determinism, every tile shape.
 #pragma once
 
 #include "layer.cuh"
@@ -42,7 +42,7 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         list.push_back({0, 0, 7, 0}), list.push_back({0, 0, blocks, 1}), list.push_back({0, 0, blocks, 0, 1}), list.push_back({0, 0, blocks, 0, 0, 1}), list.push_back({0, 0, blocks, 0, 1, 1});
     } else if (variants) {
         const int widest = m.format == EXPERTD_BF16 ? 256 : 128;
-        const int blocks = m.hidden > 512 ? 0 : 4; // small matrices: few, so that each goes round its rings
+        const int blocks = m.hidden > 512 ? 0 : 4; // few blocks for small matrices, so that each block goes round its rings
         for (int w : {32, 64, 128, 192, 256})
             if (w <= widest) list.push_back({0, w, blocks, 0});
         for (int r : {16, 32, 64, 128, 256}) list.push_back({r, 0, blocks, 0});
@@ -79,7 +79,7 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         const auto left = state.read();
         const bool clean = std::all_of(left.begin(), left.end(), [](uint32_t w) { return w == 0; });
         differing += found[1];
-        const bool same = v == 1 || (list[v].fp8_rows && !p.power_of_two_scales && p.blocks == 0); // bits
+        const bool same = v == 1 || (list[v].fp8_rows && !p.power_of_two_scales && p.blocks == 0); // whether the bits must be equal
         if (found[0] != 0 || !clean || (same && found[1] != 0)) {
             std::printf("  variant rows %d tokens %d blocks %d: %llu bad elements, %llu differ, state %s\n", p.tile_rows,
                         p.tile_tokens, p.blocks, found[0], found[1], clean ? "clean" : "DIRTY");
@@ -87,7 +87,7 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         }
         if (a == 0) continue;
 
-        // A sample of assignments, ends of experts included.
+        // A sample of assignments that includes the first and last one of each expert.
         std::vector<int32_t> index, sample_row, sample_expert;
         std::vector<float> sample_weight;
         std::mt19937 rng(v + 5);
@@ -112,7 +112,7 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         CHECK(cudaGetLastError());
         const auto exact = ref_y.read();
         auto expected = exact;
-        if (w8a8) { // the same with x and h quantised
+        if (w8a8) { // as above, with x and h quantised
             Buffer<double> scratch(size_t(samples) * m.hidden);
             Buffer<float> quantised(size_t(samples) * m.hidden);
             quantise_x<<<samples, 128>>>(r, scratch.data, quantised.data, p.power_of_two_scales != 0);
@@ -134,8 +134,8 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
                 exact2 += (got - e) * (got - e), model2 += (want - e) * (want - e);
             }
             const double relative = std::sqrt(error2 / norm2);
-            // W8A8: an error of the last bit of a sum can move an element of h to the next code, or the scale of its group to the
-            // next power of two.
+            // W8A8: an error in the last bit of a sum can move an element of h to the next code, or the scale of its group to
+            // the next power of two.
             const double own = std::sqrt(exact2 / norm2), model = std::sqrt(model2 / norm2);
             const double limit = !w8a8 ? 1e-2 : p.power_of_two_scales ? 8e-2 : 4e-2;
             if (!(relative <= limit) || (w8a8 && !(own <= model * 1.25 + 5e-3))) {
@@ -156,7 +156,7 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     return good;
 }
 
-// `only_format`: of the small checks; -1: all.
+// `only_format` limits the small checks to one format; -1 runs all.
 int check_all(bool small_only, const char* only, int only_format) {
     std::mt19937 rng(std::random_device{}());
     bool good = true;

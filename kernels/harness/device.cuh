@@ -1,4 +1,4 @@
-// Device memory with poison, random numbers, and the models that the harness knows.
+// Poisoned device memory, random numbers, and the shapes of models.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -50,10 +50,10 @@ const Model MODELS[] = {
     {"qwen3-30b-w8a8", 2048, 768, 128, 8, EXPERTD_SWIGLU, false, EXPERTD_W8A8},
     {"deepseek-v3-w8a8", 7168, 2048, 256, 8, EXPERTD_SWIGLU, false, EXPERTD_W8A8},
     {"mixtral-w8a8", 4096, 14336, 8, 2, EXPERTD_SWIGLU, false, EXPERTD_W8A8},
-    {"gpt-oss-w8a8", 2880, 2944, 128, 4, EXPERTD_SWIGLU_OAI, true, EXPERTD_W8A8}, // inter padded, as loaders do
+    {"gpt-oss-w8a8", 2880, 2944, 128, 4, EXPERTD_SWIGLU_OAI, true, EXPERTD_W8A8}, // inter is padded, as loaders do
 };
 __host__ __device__ inline bool fp8_codes(int format) { return format == EXPERTD_FP8 || format == EXPERTD_W8A8; }
-inline int ranks = 4; // of the group that the load belongs to
+inline int ranks = 4; // number of ranks of the group whose load is timed
 constexpr double HBM = 4.2e12, TENSOR = 650e12; // the rates of the floors in docs/measurements/gpu-steps.md
 
 // ---- device memory ----
@@ -92,7 +92,7 @@ __host__ __device__ inline uint64_t mix(uint64_t z) {
 template <class T> __global__ void fill_kernel(T* out, size_t n, uint64_t seed, float scale) {
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
         const uint64_t bits = mix(seed * 0x100000001ull + i);
-        // Sum of four uniforms: close enough to a normal distribution of deviation 1.
+        // The sum of four uniform numbers is close to a normal distribution of deviation 1.
         float sum = 0;
         for (int j = 0; j < 4; j++) sum += float((bits >> (16 * j)) & 0xFFFF) / 65536.0f - 0.5f;
         out[i] = T(sum * 1.7320508f * scale);

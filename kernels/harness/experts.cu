@@ -1,11 +1,11 @@
-// Checks and times the expert kernels alone, without Rust.
+// Checks and times the expert kernels without Rust.
 //
-//   experts check [small [format]|model] correctness against f64, determinism, corner cases; small: few, for sanitizers
-//   experts bench [model|all] [tokens] [ranks]   time, bandwidth and rate beside the floor, at the load of one rank of
-//                                                four, or of `ranks`; tokens 0: several
-//   experts tune [model|all] [tokens] [ranks]    the same for every tile shape
+//   experts check [small [format]|model] correctness against f64, determinism, corner cases; small: few cases, for sanitizers
+//   experts bench [model|all] [tokens] [ranks]   time, bandwidth and rate with the floor, at the load of one rank of
+//                                                `ranks` (default 4); tokens 0: several numbers of tokens
+//   experts tune [model|all] [tokens] [ranks]    as bench, for every tile shape
 //
-// Build: see README.md beside this file.
+// README.md in this folder says how to build it.
 #include "bench.cuh"
 #include "check.cuh"
 

@@ -1,8 +1,8 @@
-// Times the gate's kernel alone: replayed graphs, rows and layers in turn, beside the time that its bytes take.
+// Times the gate's kernels: replayed graphs with several rows and layers in turn, compared with the time to read their bytes.
 //
 //   gate [tokens]
 //
-// Correctness: `device gate` (kernels/tests/device) and the engine's own tests. Build: see README.md beside this file.
+// `device gate` (kernels/tests/device) and the engine's tests check correctness. README.md in this folder says how to build it.
 #include "../src/step.h"
 #include "timer.cuh"
 
@@ -11,7 +11,7 @@ struct Shape {
     uint32_t hidden, experts, top_k;
 };
 const Shape SHAPES[] = {{"qwen3-30b", 2048, 128, 8}, {"deepseek-v3", 7168, 256, 8}, {"mixtral-8x7b", 4096, 8, 2}, {"kimi-like", 7168, 384, 8}};
-constexpr uint32_t LAUNCHES = 8; // of a graph
+constexpr uint32_t LAUNCHES = 8; // launches of a graph
 
 void bench(const Shape& shape, uint32_t tokens, cudaStream_t stream) {
     std::vector<Buffer<bf16>> rows, weights;

@@ -1,11 +1,11 @@
-// Random weights in every format: as the kernel wants them, and dequantised for the reference.
+// Random weights in every format: packed for the kernel, and dequantised for the reference.
 #pragma once
 
 #include <cuda_fp8.h>
 
 #include "device.cuh"
 
-// Dequantisation by the formats' definitions, with nothing of the kernel's.
+// Dequantisation by the definitions of the formats, without code of the kernels.
 __device__ double e4m3_value(int code) {
     const int exponent = code >> 3 & 15, mantissa = code & 7;
     const double magnitude = exponent == 0 ? mantissa / 8.0 * exp2(-6.0) : (1 + mantissa / 8.0) * exp2(exponent - 7.0);
@@ -35,7 +35,7 @@ __global__ void dequantise_kernel(int format, const uint8_t* codes, const void* 
     }
 }
 
-// Any code that is a number, all as likely.
+// Writes random codes. All codes except NaN are equally likely.
 __global__ void codes_kernel(uint8_t* out, size_t n, uint64_t seed, bool fp8) {
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
         const uint8_t code = uint8_t(mix(seed * 0x100000001ull + i) >> 32);
@@ -68,7 +68,7 @@ __global__ void exponents_kernel(uint8_t* out, size_t n, uint64_t seed, int larg
     }
 }
 
-// One FP8 or MXFP4 matrix [rows, k] as a checkpoint has it.
+// One FP8 or MXFP4 matrix [rows, k] as a checkpoint stores it.
 struct Codes {
     Buffer<uint8_t> codes, exponents;
     Buffer<float> scales;
@@ -79,7 +79,7 @@ struct Codes {
         codes = Buffer<uint8_t>(size_t(rows) * k / (fp8 ? 1 : 2));
         if (any_code || !fp8) codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++), fp8);
         else normal_codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++));
-        // The root of the mean square of all codes is 112 for e4m3, 2.9 for e2m1.
+        // The root mean square of all codes is 112 for e4m3 and 2.9 for e2m1.
         if (fp8) {
             scales = Buffer<float>(size_t(rows) * ((k + 127) / 128));
             float_scales_kernel<<<256, 256>>>(scales.data, scales.count, mix(next_seed++), deviation / 112, (k + 127) / 128, scale_rows);
@@ -93,7 +93,7 @@ struct Codes {
 };
 
 struct Layer {
-    Buffer<float> gate, up, down; // row-major, dequantised, kept only for checks
+    Buffer<float> gate, up, down; // row-major and dequantised, allocated for checks only
     Buffer<uint8_t> gate_up_packed, down_packed;
     Buffer<float> gate_up_bias, down_bias, gate_up_scale, down_scale;
     ExpertdLayerWeights view{};
@@ -112,7 +112,7 @@ struct Layer {
             narrow(m, experts, keep, in, out);
         } else if (keep) {
             bf16_kept(m, experts, n, in, out);
-        } else { // for timing any order of random numbers will do
+        } else { // the order of random numbers does not matter for timing
             fill_kernel<<<2048, 256>>>(reinterpret_cast<bf16*>(gate_up_packed.data), 2 * n, mix(next_seed++), in);
             fill_kernel<<<2048, 256>>>(reinterpret_cast<bf16*>(down_packed.data), n, mix(next_seed++), out);
         }
@@ -172,7 +172,7 @@ struct Layer {
     }
 };
 
-// Rows as dispatch pushes them in FP8: codes, then scales of 128 elements each.
+// Quantises rows as dispatch pushes them in FP8: codes, then a scale for every 128 elements.
 __global__ void quantise_rows_kernel(const bf16* x, uint8_t* out, int hidden, int stride, bool power_of_two) {
     const bf16* row = x + int64_t(blockIdx.x) * hidden;
     uint8_t* to = out + int64_t(blockIdx.x) * stride;
@@ -200,7 +200,7 @@ struct Fp8Rows {
     }
 };
 
-// Scales of x and h, which W8A8 needs beside the panels.
+// Workspace for the scales of x and h, which W8A8 needs in addition to the panels.
 struct ScaleWorkspace {
     Buffer<float> x, h;
     ScaleWorkspace(const Model& m, int panel_rows)
@@ -214,6 +214,6 @@ ExpertdExpertsParams parameters(const Model& m, int experts) {
     ExpertdExpertsParams p{};
     p.experts = experts, p.hidden = m.hidden, p.inter = m.inter;
     p.x_stride = 2 * m.hidden, p.format = m.format, p.deadline_ns = 2000000000;
-    p.activation = m.activation, p.alpha = 1.702f, p.limit = 1.5f; // a low limit, so that clamping happens
+    p.activation = m.activation, p.alpha = 1.702f, p.limit = 1.5f; // the limit is low, so that clamping happens
     return p;
 }

@@ -1,4 +1,4 @@
-// The expert MLP in f64, for sampled assignments, and comparisons of whole buffers.
+// The expert MLP in f64 for sampled assignments, and checks of whole buffers.
 #pragma once
 
 #include "layer.cuh"
@@ -44,7 +44,7 @@ __global__ void reference_h(Reference r) {
     if (threadIdx.x % 32 == 0) r.h[int64_t(s) * r.inter + f] = r.weight_on_input ? v : v * w;
 }
 
-// Element by element what quantisation to e4m3 in groups leaves of values that are rounded to bf16 before.
+// Rounds values to bf16, then to the values that quantisation to e4m3 in groups gives.
 __device__ void quantise_row(double* row, int n, int group, bool power_of_two) {
     for (int g = threadIdx.x; g * group < n; g += blockDim.x) {
         const int from = g * group, to = min(n, from + group);
@@ -85,7 +85,7 @@ __global__ void reference_y(Reference r) {
     if (threadIdx.x % 32 == 0) r.y[int64_t(s) * r.hidden + f] = sum;
 }
 
-// Counts NaNs in the rows that must be written, and non-poison values behind them.
+// Counts NaNs in the rows that must be written, and values after them that are not poison.
 __global__ void scan_kernel(const uint16_t* y, size_t written, size_t all, unsigned long long* bad) {
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < all; i += size_t(gridDim.x) * blockDim.x) {
         const bool nan = (y[i] & 0x7FFF) > 0x7F80;

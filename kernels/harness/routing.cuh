@@ -26,7 +26,7 @@ Routing from_counts(const std::vector<int>& counts, int window_rows, std::mt1993
     return r;
 }
 
-// What rank 0 of `ranks` receives when every rank has `tokens` tokens with uniform routing.
+// The routing that rank 0 of `ranks` receives if every rank has `tokens` tokens with uniform routing.
 Routing draw(const Model& m, int tokens, std::mt19937& rng) {
     const int local = m.experts / ranks;
     std::vector<std::vector<int>> by_expert(local);

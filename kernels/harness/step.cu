@@ -1,10 +1,10 @@
-// Times one rank's step of few rows, from staging to staging, as the service launches it: copy_in, gate, dispatch, experts,
-// combine, copy_out in one captured graph. Peers are played by the host, which sets their flags, routing and rows before
-// the step, so what is timed is this rank's own latency.
+// Times one rank's step of few rows from staging to staging, as the service launches it: copy_in, gate, dispatch, experts, combine and
+// copy_out in one captured graph. The host plays the peers: it sets their flags, routing and rows before the step, so the time is this
+// rank's own latency.
 //
 //   step STEPS MODEL:RANKS:TOKENS[:TILE_ROWS] ...      e.g. step 400 qwen3-30b:1:1 olmoe-7b:2:8
 //
-// Printed: medians in microseconds after copy_in's begin.
+// Prints medians in microseconds since the begin of copy_in.
 #include <chrono>
 
 #include "../src/step.h"
@@ -24,7 +24,7 @@ template <class T> struct Mapped {
     ~Mapped() { cudaFreeHost(host); }
 };
 
-// Places the parts of a window, as layout.rs does; returns its bytes.
+// Lays out a window as layout.rs does. Returns its size in bytes.
 uint64_t lay_out(Group& g) {
     uint64_t end = 0;
     auto place = [&](uint64_t size) {
@@ -125,7 +125,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
     back.staged_ids = staged_ids.device, back.staged_weights = staged_weights.device, back.completion = completion.device;
     back.hidden = m.hidden, back.top_k = m.k, back.max_tokens = max_tokens;
 
-    // As slot.rs.
+    // As in slot.rs.
     const uint32_t items = tokens * ceil_div(m.hidden, 1024), send = ceil_div(items, items < 256 ? 8 : 4);
     const uint32_t dispatch_blocks = std::max(2u, std::min(128u, send + std::clamp(send / 7, 1u, 16u)));
     const uint32_t units = tokens * ranks * ceil_div(m.hidden, 512);
@@ -161,7 +161,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
         *request.host = {uint64_t(step), uint32_t(tokens), uint32_t(step % layer_count), 0, kBf16, 1, 0};
         *segments.host = {0, 0, uint32_t(tokens), kBf16, kSharedExperts};
         std::memcpy(staged.host, pool.data() + rng() % (pool.size() - size_t(tokens) * m.hidden), size_t(tokens) * m.hidden * 2);
-        if (ranks > 1) { // the peers have come before
+        if (ranks > 1) { // the peers have already sent
             std::vector<uint64_t> flags(size_t(ranks) * kMaxBlocks * kMaxChunks, 0);
             const uint64_t flag = g.generation | uint64_t(step);
             std::fill(flags.begin(), flags.end(), flag);

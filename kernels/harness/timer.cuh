@@ -1,4 +1,4 @@
-// Times of replayed graphs.
+// Times replayed graphs.
 #pragma once
 
 #include "device.cuh"
@@ -12,7 +12,7 @@ struct Timer {
     // Median milliseconds of one replay.
     float replay(cudaGraphExec_t graph, cudaStream_t stream, float budget_ms) {
         std::vector<float> times;
-        float total = -40; // at least 40 ms first: the clocks need that long to rise
+        float total = -40; // run for at least 40 ms first, until the clocks have risen
         for (int i = 0; i < 8000 && (times.size() < 5 || total < budget_ms); i++) {
             CHECK(cudaEventRecord(from, stream));
             CHECK(cudaGraphLaunch(graph, stream));

@@ -1,5 +1,5 @@
-// What a GPU reaches by itself: reads of its memory, products on its tensor cores, stores to another GPU. Floors of steps
-// are made of these.
+// Kernels that measure a GPU's speed limits: reads of its memory, products on its tensor cores, stores to another GPU. The floors of
+// a step are computed from these.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -10,20 +10,20 @@
 namespace expertd {
 namespace {
 
-// Buffers are whole pieces of THREADS * UNROLL words.
+// The length of buffers is a multiple of THREADS * UNROLL words.
 constexpr int THREADS = 256, UNROLL = 8, BLOCKS_PER_SM = 8;
-// Of the product: each of two warpgroups has 64 rows of its own, both share 256 columns; 64 deep.
+// The product: each of two warpgroups has ROWS rows of its own; both share COLUMNS columns. The inner dimension is DEPTH.
 constexpr int DEPTH = 64, ROWS = 64, COLUMNS = 256, ROW_BYTES = DEPTH * 2;
 constexpr int TILE_BYTES = (2 * ROWS + COLUMNS) * ROW_BYTES, ALIGNMENT = 1024;
-// Instructions between two looks at the ones before.
+// Number of instructions between two waits for earlier ones.
 constexpr int IN_FLIGHT = 16;
 
-// A value that the compiler cannot know to be unused.
+// Keeps the compiler from removing the computation of `value`.
 __device__ void keep(uint32_t value, uint32_t* sink) {
     if (value == 0x5eed5eedu) *sink = value;
 }
 
-// Reads every word once, UNROLL at a time; `use` gets a thread's words and the place of the first, THREADS apart.
+// Reads every word once. `use` gets UNROLL words of a thread, which are THREADS apart, and the index of the first.
 template <class Use> __device__ __forceinline__ void stream(const uint4* from, uint64_t words, Use use) {
     const uint64_t stride = uint64_t(gridDim.x) * THREADS * UNROLL;
     for (uint64_t i = uint64_t(blockIdx.x) * THREADS * UNROLL + threadIdx.x; i < words; i += stride) {
@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(THREADS) push(uint4* to, const uint4* from, ui
     });
 }
 
-// Operands stay where they are: no memory beside the tensor cores takes part. They are random, because products of zeros
-// draw less power and run at higher clocks.
+// Multiplies operands that stay in shared memory, so that only the tensor cores limit the speed. The operands are random, because
+// products of zeros draw less power and run at higher clocks.
 __global__ void __launch_bounds__(THREADS, 1) multiply(uint32_t rounds, uint32_t* sink) {
     extern __shared__ uint8_t shared[];
     uint8_t* tiles = shared + (ALIGNMENT - smem_address(shared) % ALIGNMENT) % ALIGNMENT;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(THREADS, 1) multiply(uint32_t rounds, uint32_t
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {
-            // 16 deep are 32 bytes, which is 2 in a descriptor.
+            // 16 elements of the inner dimension are 32 bytes, which are 2 units of a descriptor's address.
             Wgmma<COLUMNS>::mma(sums, rows + i % 4 * 2, columns + i % 4 * 2);
         }
         wgmma_commit();
@@ -101,7 +101,7 @@ extern "C" int expertd_push(void* to, const void* from, uint64_t bytes, uint32_t
     return cudaGetLastError();
 }
 
-// `flops`: how many a launch makes.
+// Stores the number of FLOPs of the launch in `flops`.
 extern "C" int expertd_multiply(uint32_t rounds, uint32_t* sink, uint32_t sms, void* stream, double* flops) {
     using namespace expertd;
     constexpr int SHARED = TILE_BYTES + ALIGNMENT;

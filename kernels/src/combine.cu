@@ -1,35 +1,35 @@
-// combine: expert outputs back to the source ranks, reduced per rank, then over ranks.
+// combine: adds up expert outputs per row at each rank, sends the partial sums to the source ranks, and adds them up there.
 //
-// Work is cut into items, a piece of a row each, and item i is block i % B's business on every rank: that block sends
-// its rank's partial sums of item i to the source, and at the source the block of the same number adds them up. So a
-// block waits for its namesakes only. It sends in chunks of items, each with a flag of its own, and adds up a chunk while
-// the next one is under way; a warp of its own stores the flags, because that waits for the stores before it.
+// An item is a piece of a row. Of B blocks, block i % B handles item i on every rank: it sends its rank's partial sums of item i to
+// the source, where the block of the same index adds them up. So a block waits only for blocks of the same index. A block sends its
+// items in chunks, each with a flag of its own, and adds up one chunk while the next one is under way. One warp only stores flags,
+// because storing a flag waits for all earlier stores.
 #include "common.cuh"
 
 namespace expertd {
 namespace {
 
-constexpr uint32_t kWorkers = 15;         // warps that send and add up: with the one for flags, 128 registers each
+constexpr uint32_t kWorkers = 15;         // number of warps that send and add up; with the warp that stores flags, each has 128 registers
 constexpr uint32_t kThreads = 32 * (kWorkers + 1);
-constexpr uint32_t kLoads = 2;            // 16-byte words per lane of a piece
-constexpr uint32_t kPiece = 32 * kLoads;  // 1 KB of bf16
-constexpr uint32_t kBatch = 4;            // expert outputs loaded together
-constexpr uint32_t kTogether = 4;         // ranks whose partial sums are loaded together
+constexpr uint32_t kLoads = 2;            // number of 16-byte words of a piece per lane
+constexpr uint32_t kPiece = 32 * kLoads;  // 16-byte words of a piece: 1 KB of bf16
+constexpr uint32_t kBatch = 4;            // number of expert outputs that are loaded together
+constexpr uint32_t kTogether = 4;         // number of ranks whose partial sums are loaded together
 
-// What the warps of a block share.
+// Shared memory of a block.
 struct Shared {
-    uint32_t tokens[kMaxRanks];  // of each source
-    uint32_t sent[kMaxChunks];   // warps that are done with sending a chunk
-    uint32_t failed;             // a wait has ended without a flag
+    uint32_t tokens[kMaxRanks];  // number of tokens of each source
+    uint32_t sent[kMaxChunks];   // number of warps that have sent their part of each chunk
+    uint32_t failed;             // 1: a wait has ended without its flag
 };
 
-// How the items of a block are cut into chunks: the same on every rank, because it follows from all ranks' counts.
+// How a block's items are cut into chunks. It is equal on every rank, because it follows from the counts of all ranks.
 struct Plan {
     uint32_t words;   // 16-byte words of a row
-    uint32_t pieces;  // of a row
-    uint32_t mine;    // items of this block for the source that has most
-    uint32_t chunk;   // items of a chunk
-    uint32_t chunks;
+    uint32_t pieces;  // number of pieces of a row
+    uint32_t mine;    // number of this block's items of the source with the most tokens
+    uint32_t chunk;   // number of items of a chunk
+    uint32_t chunks;  // number of chunks
 };
 
 __device__ __forceinline__ uint32_t pieces_of(uint32_t words) { return (words + kPiece - 1) / kPiece; }
@@ -42,14 +42,14 @@ __device__ __forceinline__ Plan make_plan(const Group& g, const Shared& shared) 
     for (uint32_t s = 0; s < g.ranks; ++s) most = max(most, shared.tokens[s]);
     plan.mine = (most * plan.pieces + gridDim.x - 1) / gridDim.x;
     plan.chunk = g.chunk == 0 ? kWorkers : g.chunk;
-    // As many as fit the flags; whole turns of all warps, so that none waits for the last of a turn.
+    // Chunks must be large enough for the number of flags. They are whole turns of all warps, so that no warp idles in the last turn.
     const uint32_t least = (plan.mine + kMaxChunks - 1) / kMaxChunks;
     if (plan.chunk < least) plan.chunk = (least + kWorkers - 1) / kWorkers * kWorkers;
     plan.chunks = max(1u, (plan.mine + plan.chunk - 1) / plan.chunk);
     return plan;
 }
 
-// Shared counters of one block: what a warp did before it counts is visible to who sees the count.
+// Counts in shared memory with release ordering: the warp's earlier accesses are visible to a warp that reads the count.
 __device__ __forceinline__ void count_release(uint32_t* counter) {
     const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(counter));
     asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(at) : "memory");
@@ -62,13 +62,13 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
     return value;
 }
 
-// A lane's choice of one row of the window: whether its expert is local, and where its output stands.
+// A lane's choice of a row of the window: its expert, and the index of its output if the expert is local.
 struct Choice {
     uint32_t id;
     uint32_t place;
 };
 
-// The place of a choice that is not local means nothing, but reading it costs no second round trip.
+// Loads `place` at the same time as the id, which saves a second round trip. It is meaningless if the choice is not local.
 __device__ __forceinline__ Choice load_choice(const CombineParams& p, uint32_t source, uint32_t token) {
     const Group& g = p.group;
     const uint32_t lane = threadIdx.x % 32;
@@ -81,7 +81,7 @@ __device__ __forceinline__ Choice load_choice(const CombineParams& p, uint32_t s
     return choice;
 }
 
-// Adds up the outputs of the `chosen` lanes' experts, in the order of choices. All lanes call it.
+// Adds up the expert outputs of the lanes in the mask `chosen`, in the order of choices. All lanes of the warp must call it.
 __device__ __forceinline__ void add_outputs(const CombineParams& p, uint32_t chosen, uint32_t place, uint32_t words,
                                             uint32_t piece, float (&sum)[kLoads][8]) {
     const uint32_t lane = threadIdx.x % 32;
@@ -110,11 +110,11 @@ __device__ __forceinline__ void add_outputs(const CombineParams& p, uint32_t cho
     }
 }
 
-// One unit of sending: an item of one source. Units of a chunk go to sources in turn, starting with the next rank, so
-// that no link is asked by all at once.
+// An item of one source, which a warp sends. The units of a chunk visit the sources in turn, starting with the next rank, so that
+// ranks do not all use the same link at once.
 struct Unit {
     uint32_t source, token, piece;
-    bool some;  // the source has this item
+    bool some;  // whether the source has this item
     Choice choice;
 };
 
@@ -133,7 +133,7 @@ __device__ __forceinline__ Unit load_unit(const CombineParams& p, const Shared& 
     return loaded;
 }
 
-// Sends this warp's part of a chunk. Returns the rows it met that have local experts.
+// Sends this warp's part of a chunk. Returns the number of its rows that have local experts.
 __device__ uint32_t send_chunk(const CombineParams& p, const Shared& shared, const Plan& plan, const Range& range,
                                uint32_t chunk) {
     const Group& g = p.group;
@@ -177,7 +177,7 @@ __device__ void store_row(void* out, uint64_t row, uint32_t words, uint32_t word
     }
 }
 
-// Ranks that hold a partial of own token `token`.
+// Mask of the ranks that send a partial sum of this rank's token `token`.
 __device__ __forceinline__ uint32_t ranks_of(const CombineParams& p, uint32_t token) {
     const Group& g = p.group;
     const uint32_t lane = threadIdx.x % 32;
@@ -189,7 +189,7 @@ __device__ __forceinline__ uint32_t ranks_of(const CombineParams& p, uint32_t to
     return __reduce_or_sync(~0u, rank);
 }
 
-// The result of a piece of own token `token`: `sum`, and the shared experts' row where it is wanted.
+// Stores the result of a piece of this rank's token `token`: `sum`, plus the output of the shared experts if the row includes it.
 __device__ __forceinline__ void finish(const CombineParams& p, uint32_t token, uint32_t piece, uint32_t words,
                                        uint32_t dtype, float (&sum)[kLoads][8]) {
     const uint32_t lane = threadIdx.x % 32;
@@ -206,7 +206,7 @@ __device__ __forceinline__ void finish(const CombineParams& p, uint32_t token, u
     }
 }
 
-// Waits until every rank has sent this block's part of a chunk. False when the deadline passed, for the whole warp.
+// Waits until every rank has sent this block's part of a chunk. Returns false in all lanes if a wait failed.
 __device__ __forceinline__ bool wait_chunk(const Group& g, uint64_t flag, uint32_t chunk) {
     const uint32_t lane = threadIdx.x % 32;
     bool late = false;
@@ -215,12 +215,12 @@ __device__ __forceinline__ bool wait_chunk(const Group& g, uint64_t flag, uint32
         late = !wait_flag(g, flags + (lane * kMaxBlocks + blockIdx.x) * kMaxChunks + chunk, flag, lane, kCombine);
     }
     late = __any_sync(~0u, late);
-    // Hands what the polling lanes acquired to the others.
+    // Makes what the polling lanes acquired visible to the other lanes.
     __syncwarp();
     return !late;
 }
 
-// Waits for a chunk, whether or not there is something of it to do, and adds up this warp's part.
+// Waits for a chunk, even if this warp has no part of it, and adds up this warp's part.
 __device__ bool reduce_chunk(const CombineParams& p, const Shared& shared, const Plan& plan, uint64_t flag,
                              uint32_t dtype, uint32_t chunk) {
     const Group& g = p.group;
@@ -228,7 +228,7 @@ __device__ bool reduce_chunk(const CombineParams& p, const Shared& shared, const
     const uint4* partials = at<uint4>(g, g.rank, g.partials);
     const uint32_t end = min((chunk + 1) * plan.chunk, plan.mine);
     uint32_t at_item = chunk * plan.chunk + warp;
-    // Which ranks to add is looked up before the wait.
+    // Determine before the wait which ranks send partial sums.
     const uint32_t first_token = (blockIdx.x + at_item * gridDim.x) / plan.pieces;
     uint32_t wanted = at_item < end && first_token < shared.tokens[g.rank] ? ranks_of(p, first_token) : 0;
     if (!wait_chunk(g, flag, chunk)) return false;
@@ -238,7 +238,7 @@ __device__ bool reduce_chunk(const CombineParams& p, const Shared& shared, const
         if (token >= shared.tokens[g.rank]) break;
         if (at_item >= chunk * plan.chunk + kWorkers) wanted = ranks_of(p, token);
         float sum[kLoads][8] = {};
-        // As many ranks at a time as registers hold.
+        // Load the partial sums of kTogether ranks at a time, because registers hold no more.
         for (uint32_t first = 0; first < g.ranks; first += kTogether) {
             uint4 data[kTogether][kLoads];
 #pragma unroll
@@ -263,7 +263,7 @@ __device__ bool reduce_chunk(const CombineParams& p, const Shared& shared, const
     return true;
 }
 
-// The warp that stores flags: one for each chunk, once all workers have sent their part of it.
+// Stores a flag for each chunk, once all workers have sent their part of it. One warp runs this.
 __device__ void flag_chunks(const Group& g, Shared& shared, const Plan& plan, uint64_t flag) {
     const uint32_t lane = threadIdx.x % 32;
     for (uint32_t chunk = 0; chunk < plan.chunks; ++chunk) {
@@ -272,14 +272,14 @@ __device__ void flag_chunks(const Group& g, Shared& shared, const Plan& plan, ui
         }
         __syncwarp();
         if (lane < g.ranks) {
-            // The workers' stores are ordered before the flag through their counter, at system scope by this release.
+            // The workers' counter and this release at system scope order the workers' stores before the flag.
             uint64_t* flags = at<uint64_t>(g, lane, g.combine_flags);
             store_release_system(flags + (g.rank * kMaxBlocks + blockIdx.x) * kMaxChunks + chunk, flag);
         }
     }
 }
 
-// A group of one rank: no windows, no flags, the same roundings.
+// combine in a group of one rank: without windows and flags, but with the same roundings.
 __device__ void combine_alone(const CombineParams& p, const Plan& plan, uint32_t tokens, uint32_t dtype) {
     const Group& g = p.group;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -292,7 +292,7 @@ __device__ void combine_alone(const CombineParams& p, const Plan& plan, uint32_t
         received += piece == 0;
 #pragma unroll
         for (uint32_t i = 0; i < kLoads; ++i) {
-            // As it would have travelled.
+            // Round to bf16, as partial sums of several ranks are.
             const uint4 partial = pack_bf16x8(sum[i]);
 #pragma unroll
             for (int j = 0; j < 8; ++j) sum[i][j] = 0.0f;
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ R
     const uint64_t flag = g.generation | exchange;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         g.state->sequence = exchange + 1;
-        // A hint to the host, which publishes nothing: no fence.
+        // No fence, because this is only a hint to the host and publishes no data.
         if (p.experts_done != nullptr) *static_cast<volatile uint64_t*>(p.experts_done) = g.state->step;
     }
     const Plan plan = make_plan(g, shared);

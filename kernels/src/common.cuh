@@ -1,4 +1,4 @@
-// Device helpers: ordered accesses across GPUs, time, bf16 rows in 16-byte pieces.
+// Device helpers: ordered accesses across GPUs, the clock, conversions of bf16 rows in 16-byte words, flags and barriers.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint64_t now_ns() {
     return value;
 }
 
-// Rows are read once per step: through L2, never through the non-coherent path (peers write the windows).
+// Loads a word of a row through L2. The non-coherent path must not be used, because peers write the windows.
 __device__ __forceinline__ uint4 load_row(const uint4* address) { return __ldcg(address); }
 
 __device__ __forceinline__ void add_bf16x8(float (&sum)[8], const uint4& raw) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ uint4 pack_f16x8(const float (&v)[8]) {
     return make_uint4(pack_f16(v[0], v[1]), pack_f16(v[2], v[3]), pack_f16(v[4], v[5]), pack_f16(v[6], v[7]));
 }
 
-// The experts that a rank owns: [first, last).
+// The range of experts that a rank owns: `first` up to but not including `last`.
 struct Range {
     uint32_t first, last;
 };
@@ -84,38 +84,37 @@ __device__ __forceinline__ void stamp_end(SlotState* state, Phase phase) {
     if (blockIdx.x == 0 && threadIdx.x == 0) state->end_ns[phase] = now_ns();
 }
 
-// Programmatic dependent launch: lets the next kernel's blocks come in while this one runs, and waits until the one
-// before has ended and its writes are visible. Both do nothing in a plain launch.
+// Programmatic dependent launch: waits until the previous kernel has ended and its writes are visible, then lets the blocks of the
+// next kernel start beside this one. Both instructions do nothing in a plain launch.
 __device__ __forceinline__ void begin_kernel() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    // Only now: at most one kernel waits behind a running one, whose blocks are all resident by then.
+    // Not before the wait: so at most one kernel waits behind a running one, whose blocks are all resident by then.
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// What every kernel of a step looks at first: the head of SlotState, read in one go. The load is issued by head() and
-// looked at by open_step(), so that other loads can be under way meanwhile.
+// Loads the first 16 bytes of SlotState: sequence, error and tokens. open_step() decodes them; other loads can be issued in between.
 __device__ __forceinline__ uint4 head(const SlotState* state) { return __ldcg(reinterpret_cast<const uint4*>(state)); }
 
 struct StepView {
     uint64_t sequence;
     uint32_t tokens;
-    bool ok;  // the same for all threads of a block
+    bool ok;  // the step has not failed; equal in all threads of a block
 };
 
 __device__ __forceinline__ StepView open_step(const uint4& head, uint32_t max_tokens) {
     StepView view;
     view.sequence = static_cast<uint64_t>(head.y) << 32 | head.x;
     view.tokens = min(head.w, max_tokens);
-    // Another block may set the error word meanwhile: the block has to agree with itself.
+    // Another block may set the error word between the threads' loads; all threads of a block must take the same branch.
     view.ok = __syncthreads_or(head.z != 0) == 0;
     return view;
 }
 
-// What the gate asks of a step.
+// Properties of a step that the gate depends on.
 struct StepKind {
     uint32_t layer;
-    bool routed;  // all rows came with their routing
-    bool wide;    // some rows came in more than bf16
+    bool routed;  // all rows have given routing
+    bool wide;    // some rows are f16 or f32
 };
 
 __device__ __forceinline__ StepKind step_kind(const SlotState* state) {
@@ -128,7 +127,8 @@ __device__ __forceinline__ T* at(const Group& group, uint32_t rank, uint64_t off
     return reinterpret_cast<T*>(group.windows[rank] + offset);
 }
 
-// For tests: holds a block (or a warp, with a salt of its own) back for a time that differs per rank, block and step.
+// For tests: delays the calling threads by a time that depends on rank, block, step and `salt`. A warp with its own salt is delayed
+// separately.
 __device__ __forceinline__ void random_delay(const Group& group, uint64_t sequence, uint32_t salt = 0) {
     if (group.delay_ns == 0) return;
     uint64_t x = sequence * 0x9e3779b97f4a7c15ull + group.rank * 0xbf58476d1ce4e5b9ull
@@ -141,18 +141,18 @@ __device__ __forceinline__ void random_delay(const Group& group, uint64_t sequen
     }
 }
 
-// Tells every rank that this block's stores of this exchange are there. All threads of the block call it.
+// Sets this block's flag at every rank after all stores of the block. All threads of the block must call it.
 __device__ __forceinline__ void send_flags(const Group& group, uint64_t flags, uint64_t value) {
     __syncthreads();
     if (threadIdx.x < group.ranks) {
-        // Own stores and, through the barrier, those of the block are ordered before the flag at system scope.
+        // The release orders this thread's stores and, through the barrier, those of the block before the flag at system scope.
         uint64_t* flag = at<uint64_t>(group, threadIdx.x, flags) + group.rank * kMaxBlocks + blockIdx.x;
         store_release_system(flag, value);
     }
 }
 
-// Looks at a flag of `source` until it has `value`. False when the deadline passed, or when the flag shows a later exchange of this
-// generation: then ranks do not run the same steps. The error word is set.
+// Polls a flag of `source` until it has `value`. Sets the error word and returns false if the deadline passes, or if the flag shows
+// a later exchange of this generation, which means that ranks do not run the same steps.
 __device__ __forceinline__ bool wait_flag(const Group& group, const uint64_t* flag, uint64_t value, uint32_t source,
                                           Phase phase) {
     uint64_t deadline = 0;
@@ -173,7 +173,7 @@ __device__ __forceinline__ bool wait_flag(const Group& group, const uint64_t* fl
     }
 }
 
-// Waits for blocks [first, first + count) of every rank. False (for the whole block) when the deadline passed.
+// Waits for the flags of blocks `first` to `first + count - 1` of every rank. Returns false in all threads if a wait failed.
 __device__ __forceinline__ bool wait_flags(const Group& group, uint64_t flags, uint64_t value, Phase phase,
                                            uint32_t first, uint32_t count) {
     const uint64_t* own = at<uint64_t>(group, group.rank, flags) + first;
@@ -182,11 +182,11 @@ __device__ __forceinline__ bool wait_flags(const Group& group, uint64_t flags, u
         const uint32_t source = i / count;
         late = !wait_flag(group, own + source * kMaxBlocks + (i - source * count), value, source, phase);
     }
-    // The barrier hands what the polling threads acquired to the rest of the block.
+    // The barrier makes what the polling threads acquired visible to the rest of the block.
     return __syncthreads_or(late) == 0;
 }
 
-// True for all threads of the last block that gets here; resets the ticket for the next kernel.
+// Returns true in all threads of the last block that calls it, and resets the ticket for the next kernel.
 __device__ __forceinline__ bool last_block(uint32_t* ticket, uint32_t blocks) {
     __shared__ bool last;
     __syncthreads();
@@ -200,8 +200,8 @@ __device__ __forceinline__ bool last_block(uint32_t* ticket, uint32_t blocks) {
     return last;
 }
 
-// A barrier between the first `blocks` blocks of one rank. False (for the whole block) when the step has failed, so
-// that nobody waits for a block that gave up.
+// A barrier between the first `blocks` blocks of one rank. Returns false in all threads if the step has failed, so that no block
+// waits for one that has returned early.
 __device__ __forceinline__ bool rank_barrier(SlotState* state, uint32_t blocks) {
     __shared__ bool failed;
     __syncthreads();
@@ -225,15 +225,15 @@ __device__ __forceinline__ bool rank_barrier(SlotState* state, uint32_t blocks) 
     return !failed;
 }
 
-// By-value parameters of `count` ranks.
+// Parameters of `Count` ranks, passed by value.
 template <typename Params, int Count>
 struct Ranks {
     Params rank[Count];
 };
 
-// Launches kernel<1> for a rank of its own, as a programmatic dependent launch (every kernel begins with begin_kernel),
-// or kernel<kMaxRanks> for a loopback group. A group's blocks wait for each other, so they have to be resident
-// together: a cooperative launch fails instead of hanging.
+// Launches `one` for a single rank, as a programmatic dependent launch (every kernel begins with begin_kernel), or `many` for a
+// loopback group. The blocks of a `resident` kernel wait for each other and must be resident together; a loopback group is launched
+// cooperatively, which fails instead of hanging.
 template <typename Params, typename One, typename Many>
 int launch(One one, Many many, const Params* params, uint32_t count, uint32_t blocks, uint32_t threads,
            bool resident, void* stream, uint32_t shared_bytes = 0) {

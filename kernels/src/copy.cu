@@ -1,5 +1,5 @@
-// copy_in and copy_out: rows between mapped host staging and device memory, with the step's description on the way in
-// and its completion on the way out. They wait for the host's link, which few blocks keep busy.
+// copy_in and copy_out: copy rows between mapped host staging and device memory. copy_in also reads the step's description, copy_out
+// writes its completion record. The host's link limits them, so few blocks suffice.
 #include "common.cuh"
 
 namespace expertd {
@@ -7,10 +7,10 @@ namespace {
 
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / 32;
-constexpr uint32_t kUnroll = 4;  // 16-byte words per lane under way
+constexpr uint32_t kUnroll = 4;  // number of 16-byte words in flight per lane
 
-// Host memory is read with plain loads, kept out of L1: a kernel sees what the host wrote before its launch, and nothing
-// is written while it runs. Relaxed loads at system scope would not be merged into wide requests: 1 GB/s instead of 50.
+// Loads host memory with plain loads that bypass L1. They are sufficient, because the host writes only before the launch and not
+// while the kernel runs. Relaxed loads at system scope are not merged into wide requests: 1 GB/s instead of 50.
 __device__ __forceinline__ uint4 load_host(const void* address) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -37,14 +37,14 @@ __device__ __forceinline__ float load_host(const float* address) {
     return v;
 }
 
-// Entries of the segment table that a block holds at a time.
+// Number of entries of the segment table that a block holds at a time.
 constexpr uint32_t kTable = 1024;
 constexpr uint32_t kEntryWords = sizeof(Segment) / sizeof(uint64_t);
-// Entries that are read together with the request, before their number is known.
+// Number of entries that are loaded together with the request, before their number is known.
 constexpr uint32_t kEarly = kThreads / kEntryWords - 1;
 static_assert(kEarly * kEntryWords + sizeof(StepRequest) / 16 <= kThreads, "a thread each");
 
-// The segment that holds `row`, among `count` that follow each other in rows.
+// The segment that holds `row`, among `count` segments of consecutive rows.
 __device__ __forceinline__ Segment segment_of(const Segment* table, uint32_t count, uint32_t row) {
     uint32_t low = 0, high = count;
     while (high - low > 1) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ Segment segment_of(const Segment* table, uint32_t cou
     return table[low];
 }
 
-// What rounding to bf16 took from values, rounded to bf16; nothing where they are not finite.
+// The rounding errors of bf16, `v - rounded`, themselves rounded to bf16; 0 for values that are not finite.
 __device__ __forceinline__ uint4 rest_of(const float (&v)[8], const uint4& rounded) {
     float sum[8] = {};
     add_bf16x8(sum, rounded);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void widen_f16(const uint4& raw, float (&v)[8]) {
     }
 }
 
-// One warp: a row from staging to bf16 and, where `low` is not null, what that leaves of it.
+// Converts a row from staging to bf16 and, unless `low` is null, stores the rounding errors there. One warp runs this.
 __device__ void take_row(const CopyInParams& p, const uint8_t* from, uint32_t dtype, uint4* to, uint4* low) {
     const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
     if (dtype == kF32) {
@@ -125,17 +125,17 @@ __device__ void take_row(const CopyInParams& p, const uint8_t* from, uint32_t dt
     }
 }
 
-// One warp: a row with its place and routing.
+// Copies a row from staging with its place and its routing. One warp runs this.
 __device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row, bool wide) {
     const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
     const uint64_t row_bytes = static_cast<uint64_t>(p.hidden) * (segment.dtype == kF32 ? 4 : 2);
     const uint64_t offset = segment.byte_offset + (row - segment.first_row) * row_bytes;
-    // The host has checked them; a fault between there and here must not read or write astray.
+    // The router has checked these values. The check here keeps a fault in between from accessing other memory.
     if (offset % 16 != 0 || offset + row_bytes > p.staged_bytes || row - segment.first_row >= segment.rows) {
         if (lane == 0) set_error(p.state, kBadCount, 0xfe, kCopyIn);
         return;
     }
-    // Routing first: its loads are under way while those of the row are issued.
+    // Load the routing first, so that its loads are under way while those of the row are issued.
     const uint64_t at = static_cast<uint64_t>(row) * p.top_k + lane;
     const bool given = (segment.flags & kGivenRouting) != 0 && lane < p.top_k;
     const bool named = p.staged_token_ids != nullptr && lane == 0;
@@ -151,7 +151,7 @@ __device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row
              wide && p.tokens_low != nullptr ? static_cast<uint4*>(p.tokens_low) + first_word : nullptr);
     if (lane == 0) p.places[row] = {offset, segment.dtype, segment.flags};
     if (given) {
-        // Ids become addresses: see above.
+        // Ids become addresses, so they are checked for the same reason.
         if (id < 0 || id >= static_cast<int32_t>(p.experts)) {
             set_error(p.state, kBadCount, 0xfe, kCopyIn);
             id = 0;
@@ -171,8 +171,8 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
     const uint64_t* entries = reinterpret_cast<const uint64_t*>(p.segments);
     begin_kernel();
     const uint64_t begin = now_ns();
-    // One round trip to the host for the request and the first entries, one for rows: a segment is looked up here, not
-    // there.
+    // The request and the first entries take one round trip to the host, the rows a second one. Segments are looked up in shared
+    // memory, which takes none.
     const uint32_t early = min(p.max_segments, kEarly);
     if (threadIdx.x < early * kEntryWords) {
         table_words[threadIdx.x] = load_host(entries + threadIdx.x);
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
         p.state->step = request.step;
         p.state->begin_ns[kCopyIn] = begin;
     }
-    // Neighbouring rows go to different blocks, so that few rows are spread over many SMs.
+    // Neighbouring rows belong to different blocks, so that few rows are spread over many SMs.
     const uint32_t first = threadIdx.x / 32 * gridDim.x + blockIdx.x;
     uint32_t covered = 0;
     for (uint32_t entry = 0; entry < segments; entry += kTable) {
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
         }
         if (count > early || entry != 0) __syncthreads();
         const Segment& last = table[count - 1];
-        // Segments follow each other; if they do not, rows would be left as they were.
+        // Segments must be consecutive; otherwise some rows would not be copied.
         if (table[0].first_row != covered) break;
         const uint32_t end = min(tokens, last.first_row + last.rows);
         for (uint32_t row = covered + first; row < end; row += gridDim.x * kWarps) {
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kThreads) copy_out(const __grid_constant__ Ran
     stamp_begin(p.state, kCopyOut);
     const uint32_t tokens = min(p.state->tokens, p.max_tokens), dtype = p.state->out_dtype;
     const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
-    // dtype is that of all rows (then words are copied as they are), or f32.
+    // `dtype` is either that of all rows, and words are copied unchanged, or f32.
     for (uint32_t row = blockIdx.x * kWarps + threadIdx.x / 32; p.state->error == 0 && row < tokens;
          row += gridDim.x * kWarps) {
         const RowPlace place = p.places[row];
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kThreads) copy_out(const __grid_constant__ Ran
     }
 }
 
-// Shared experts see every token; the kernel that computes experts wants a list of rows with weights all the same.
+// Lists every token with its weight for the shared experts, because the experts' kernel always reads rows through a list.
 template <int Count>
 __global__ void __launch_bounds__(kThreads) list_shared(const __grid_constant__ Ranks<SharedParams, Count> all) {
     const SharedParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];

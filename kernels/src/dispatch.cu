@@ -1,12 +1,12 @@
-// prepare + dispatch: rows to the ranks that own their experts, and beside it lists of rows per local expert.
+// prepare and dispatch: pushes rows to the ranks that own their experts, and lists the received rows by local expert.
 //
-// A token's place at the receiver is fixed (source * max_tokens + token), so nothing has to be counted before sending:
-// every warp moves a piece of a row as soon as it has read which ranks want it. Holes cost nothing, because experts
-// reach rows through row_index.
+// A token's place at the receiver is fixed (source * max_tokens + token), so nothing is counted before sending: each warp sends a
+// piece of a row as soon as it has read the row's expert ids. Unused rows of the window cost nothing, because experts find rows
+// through row_index.
 //
-// The first blocks exchange the routing, which is small, and list rows while the other blocks' rows are still under way.
-// Blocks that carry rows send and are done; the first of them waits for the rows of all ranks. So the kernel ends when
-// every flag of every block of every rank is there, and the experts find both rows and lists.
+// The first blocks exchange the routing, which is small, and list rows while the rows of the other blocks are still under way. The
+// other blocks send rows and end, except the first of them, which waits for the rows of all ranks. So the kernel ends only after
+// all flags of all ranks have arrived, and both rows and lists are complete for the experts.
 #include "common.cuh"
 #include "experts_quantise.cuh"
 
@@ -15,17 +15,17 @@ namespace {
 
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / 32;
-constexpr uint32_t kLoads = 4;                         // 16-byte loads in flight per lane
-constexpr uint32_t kPiece = 32 * kLoads;               // 16-byte words of one warp's piece of a row: 2 KB
-constexpr uint32_t kAlone = 1024;                      // entries that one block lists alone
-constexpr uint32_t kShare = 512;                       // least entries of a block when several list
-constexpr uint32_t kAhead = 8;                         // entries per lane under way
-constexpr uint32_t kFew = 128;                         // entries that are listed by comparing each with all
+constexpr uint32_t kLoads = 4;                         // number of 16-byte loads in flight per lane
+constexpr uint32_t kPiece = 32 * kLoads;               // 16-byte words of a piece, the part of a row that one warp sends: 2 KB
+constexpr uint32_t kAlone = 1024;                      // largest number of entries that one block lists alone
+constexpr uint32_t kShare = 512;                       // smallest number of entries per block when several blocks list
+constexpr uint32_t kBatchEntries = 8;                         // number of entries that a lane loads ahead
+constexpr uint32_t kFew = 128;                         // largest number of entries that are listed by comparing each with all others
 
-// Of `blocks`, those that carry routing and list rows: the first ones.
+// Number of blocks, out of `blocks`, that send routing and list rows. They are the first ones.
 __device__ __forceinline__ uint32_t list_blocks(uint32_t blocks) { return min(max(blocks / 8, 1u), 16u); }
 
-// A warp's piece of a row with its token's experts.
+// A piece of a row. Lane j also holds the expert id of the token's choice j.
 struct Item {
     uint4 data[kLoads];
     int32_t id;
@@ -46,7 +46,7 @@ __device__ __forceinline__ Item load_item(const DispatchParams& p, uint32_t item
     return loaded;
 }
 
-// Quantises a piece of a row, 16 lanes to a scale, and sends it.
+// Quantises and sends a piece of a row. The elements of 16 lanes share a scale.
 __device__ __forceinline__ void send_fp8(const DispatchParams& p, const Item& loaded, uint32_t wanted, uint64_t row, uint32_t piece,
                                          uint32_t words) {
     const Group& g = p.group;
@@ -86,7 +86,7 @@ __device__ __forceinline__ void send_item(const DispatchParams& p, const Item& l
         send_fp8(p, loaded, wanted, row, piece, words);
         return;
     }
-    // Every rank starts with another peer, so that no link is asked by all at once.
+    // Each rank starts with a different peer, so that they do not all use the same link at once.
     for (uint32_t step = 1; step <= g.ranks; ++step) {
         uint32_t peer = g.rank + step;
         if (peer >= g.ranks) peer -= g.ranks;
@@ -100,12 +100,13 @@ __device__ __forceinline__ void send_item(const DispatchParams& p, const Item& l
     }
 }
 
-// Routing entries (token, choice) of all sources in order, without the holes between them.
+// The routing entries (token, choice) of all sources, numbered in order without the unused entries between sources: `start` is the
+// number of each source's first entry.
 struct Entries {
     uint32_t start[kMaxRanks + 1];
 };
 
-// Where entry `v` stands in the window's ids and weights. Divided by k it is the entry's row.
+// Index of entry `v` in the window's ids and weights. Divided by k it is the index of the entry's row.
 __device__ __forceinline__ uint32_t find(const Group& g, const Entries& entries, uint32_t v) {
     uint32_t place = v;
 #pragma unroll
@@ -115,8 +116,8 @@ __device__ __forceinline__ uint32_t find(const Group& g, const Entries& entries,
     return place;
 }
 
-// Lanes with the same `key` of `bits` bits, among those with a key. Ballots over the bits: match.any takes as long as
-// there are different keys.
+// Mask of the lanes that have a key and whose `bits`-bit key equals this lane's. It takes one ballot per bit, because the time of
+// match.any grows with the number of different keys.
 __device__ __forceinline__ uint32_t lanes_alike(uint32_t key, bool has, uint32_t bits) {
     uint32_t same = __ballot_sync(~0u, has);
     for (uint32_t bit = 0; bit < bits; ++bit) {
@@ -127,7 +128,7 @@ __device__ __forceinline__ uint32_t lanes_alike(uint32_t key, bool has, uint32_t
     return same;
 }
 
-// Where routing entries are read: what arrived in the window, or own ones in a group of one rank.
+// The arrays from which routing entries are read: those that arrived in the window or, in a group of one rank, this rank's own.
 struct Routing {
     const int32_t* ids;
     const float* weights;
@@ -139,18 +140,18 @@ __device__ __forceinline__ Routing routing_of(const DispatchParams& p) {
     return {at<int32_t>(g, g.rank, g.ids), at<float>(g, g.rank, g.weights)};
 }
 
-// Up to kAhead entries per lane of a warp's stretch, from `base` on.
+// Up to kBatchEntries entries per lane of the warp's stretch of entries, beginning at `base`.
 struct Batch {
-    uint32_t expert[kAhead];  // local index, or something larger
-    float weight[kAhead];
-    uint32_t place[kAhead];
+    uint32_t expert[kBatchEntries];  // local index; at least the number of local experts if the expert is not local
+    float weight[kBatchEntries];
+    uint32_t place[kBatchEntries];
 };
 
 __device__ __forceinline__ void load_batch(const DispatchParams& p, const Entries& entries, uint32_t first,
                                            uint32_t base, uint32_t end, Batch& batch) {
     const auto [ids, weights] = routing_of(p);
 #pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) {
+    for (uint32_t i = 0; i < kBatchEntries; ++i) {
         const uint32_t v = base + i * 32 + threadIdx.x % 32;
         batch.expert[i] = ~0u;
         if (v < end) {
@@ -161,7 +162,8 @@ __device__ __forceinline__ void load_batch(const DispatchParams& p, const Entrie
     }
 }
 
-// Few entries: a thread each in the first block, which counts the ones before its own in the order of (expert, entry).
+// Lists few entries in the first block, one thread per entry. A thread counts the entries that come before its own in the order of
+// (expert, entry).
 __device__ void list_few(const DispatchParams& p, const Entries& entries, uint32_t total, const Range& range,
                          uint32_t* keys /* shared [kFew] */) {
     const Routing routing = routing_of(p);
@@ -193,9 +195,9 @@ __device__ void list_few(const DispatchParams& p, const Entries& entries, uint32
     }
 }
 
-// Lists the rows of every local expert: a stable counting sort of the entries by expert. Each warp owns a stretch of
-// entries, counts them per expert, and after a scan over warps (and, with many entries, over blocks) puts them down in
-// order. Up to kAlone entries the first block does it alone.
+// Lists the rows of each local expert by a stable counting sort of the entries. Each warp counts the experts of its stretch of
+// entries; after a scan over warps (and over blocks, if there are several) it writes its entries in order. Up to kAlone entries are
+// sorted by the first block alone.
 __device__ void list_rows(const DispatchParams& p, uint32_t own, uint32_t lists,
                           uint32_t* counts /* shared [kWarps + 2][kMaxExperts] */) {
     const Group& g = p.group;
@@ -228,13 +230,12 @@ __device__ void list_rows(const DispatchParams& p, uint32_t own, uint32_t lists,
     Batch batch;
     for (uint32_t i = threadIdx.x; i < kWarps * local; i += kThreads) counts[i] = 0;
     __syncthreads();
-    // First pass: how many of each expert in this warp's stretch. Lanes with equal experts find each other; the first
-    // of them counts.
+    // First pass: count each expert's entries in this warp's stretch. Of the lanes with the same expert, the first one counts.
     uint32_t* mine = counts + warp * local;
-    for (uint32_t base = begin; base < end; base += 32 * kAhead) {
+    for (uint32_t base = begin; base < end; base += 32 * kBatchEntries) {
         load_batch(p, entries, range.first, base, end, batch);
 #pragma unroll
-        for (uint32_t i = 0; i < kAhead; ++i) {
+        for (uint32_t i = 0; i < kBatchEntries; ++i) {
             if (base + i * 32 >= end) break;
             const bool has = batch.expert[i] < local;
             const uint32_t same = lanes_alike(batch.expert[i], has, bits);
@@ -243,9 +244,9 @@ __device__ void list_rows(const DispatchParams& p, uint32_t own, uint32_t lists,
         }
     }
     __syncthreads();
-    // Counts become places: over warps here, then over blocks, then over experts.
-    uint32_t* here = counts + kWarps * local;   // entries of this block, then their first place
-    uint32_t* every = here + local;             // entries of all blocks
+    // Counts become start indices: summed over warps here, then over blocks, then over experts.
+    uint32_t* here = counts + kWarps * local;   // per expert: number of this block's entries, later the index of the first one
+    uint32_t* every = here + local;             // per expert: number of entries of all blocks
     for (uint32_t e = threadIdx.x; e < local; e += kThreads) {
         uint32_t sum = 0;
         for (uint32_t w = 0; w < kWarps; ++w) {
@@ -292,11 +293,11 @@ __device__ void list_rows(const DispatchParams& p, uint32_t own, uint32_t lists,
         if (blockIdx.x == 0 && lane == 0) p.expert_offsets[local] = offset;
     }
     __syncthreads();
-    // Second pass: every entry to its place. A short stretch is still in registers.
-    for (uint32_t base = begin; base < end; base += 32 * kAhead) {
-        if (end - begin > 32 * kAhead) load_batch(p, entries, range.first, base, end, batch);
+    // Second pass: write every entry. The entries of a short stretch are still in registers.
+    for (uint32_t base = begin; base < end; base += 32 * kBatchEntries) {
+        if (end - begin > 32 * kBatchEntries) load_batch(p, entries, range.first, base, end, batch);
 #pragma unroll
-        for (uint32_t i = 0; i < kAhead; ++i) {
+        for (uint32_t i = 0; i < kBatchEntries; ++i) {
             if (base + i * 32 >= end) break;
             const uint32_t expert = batch.expert[i];
             const bool has = expert < local;
@@ -315,10 +316,10 @@ __device__ void list_rows(const DispatchParams& p, uint32_t own, uint32_t lists,
     }
 }
 
-// Own ids and weights to every rank, then the lists from everybody's.
+// Sends this rank's ids and weights to every rank, waits for those of all ranks, and lists rows.
 __device__ void carry_routing(const DispatchParams& p, const uint4& state, uint32_t lists, uint32_t* counts) {
     const Group& g = p.group;
-    // The first entry is under way before the number of tokens is known: buffers have room for max_tokens whatever it is.
+    // Load the first entry before the number of tokens is known: the buffers always hold max_tokens tokens.
     uint32_t entry = blockIdx.x * kThreads + threadIdx.x;
     int32_t id = 0;
     float weight = 0.0f;
@@ -351,7 +352,7 @@ __device__ void carry_routing(const DispatchParams& p, const uint4& state, uint3
     stamp_end(g.state, kPrepare);
 }
 
-// A group of one rank: nothing travels. Experts read the tokens where they are.
+// Lists rows in a group of one rank, where nothing is sent and experts read `tokens`.
 __device__ void list_alone(const DispatchParams& p, const uint4& state, uint32_t lists, uint32_t* counts) {
     const Group& g = p.group;
     const StepView step = open_step(state, g.max_tokens);
@@ -364,11 +365,11 @@ __device__ void list_alone(const DispatchParams& p, const uint4& state, uint32_t
     stamp_end(g.state, kPrepare);
 }
 
-// Own rows to the ranks that want them; the first of these blocks waits for everybody's.
+// Sends this rank's rows to the ranks of their experts. The first of these blocks also waits for the rows of all ranks.
 __device__ void carry_rows(const DispatchParams& p, const uint4& state, uint32_t lists) {
     const Group& g = p.group;
-    // Neighbouring warps of one block take the pieces of one row, and blocks take rows in turn. The first piece is under
-    // way before the number of tokens is known, as above.
+    // Neighbouring warps of a block send neighbouring pieces of a row, and the blocks take turns. As in carry_routing, the first
+    // piece is loaded before the number of tokens is known.
     const uint32_t words = g.hidden / 8;
     const uint32_t pieces = (words + kPiece - 1) / kPiece;
     const uint32_t block = blockIdx.x - lists, blocks = gridDim.x - lists;

@@ -12,7 +12,7 @@ namespace {
 struct Entry {
     int (*setup)();
     int (*launch)(const ExpertdExpertsParams&, cudaStream_t);
-    int widest; // token tile
+    int widest; // widest token tile
 };
 
 const Entry ENTRIES[] = {

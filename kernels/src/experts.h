@@ -3,11 +3,11 @@
  * y[a] = down(act(gate(x[row_index[a]]), up(x[row_index[a]])) * row_weight[a])   for every assignment a
  *
  * An assignment is one (received row, local expert) pair. Assignments are sorted by expert: those of expert e are
- * a in [expert_offsets[e], expert_offsets[e + 1]). y holds one bf16 row per assignment, already weighted; the combine
- * kernel adds the rows of a token in a fixed order in f32. All counts are read on the device; the launch never depends
+ * a in [expert_offsets[e], expert_offsets[e + 1]). y holds one bf16 row per assignment, already multiplied by the routing weight;
+ * the combine kernel adds the rows of a token in a fixed order in f32. All counts are read on the device. The launch never depends
  * on them, so one captured graph serves every step and, through the layer table, every layer of a shape.
  *
- * Functions return a cudaError_t as int. None of them allocates; launches are graph-capturable.
+ * Functions return a cudaError_t as int. None of them allocates; launches can be captured in graphs.
  * Weight layout: experts_layout.cuh. Everything is documented in docs/gpu.md, "The experts' kernel". */
 #ifndef EXPERTD_EXPERTS_H
 #define EXPERTD_EXPERTS_H
@@ -27,35 +27,35 @@ enum {
 enum ExpertdActivation {
     EXPERTD_SWIGLU = 0,         /* silu(g) * u */
     EXPERTD_SWIGLU_CLAMPED = 1, /* silu(min(g, limit)) * clamp(u, -limit, limit) */
-    EXPERTD_SWIGLU_OAI = 2      /* g * sigmoid(alpha * g) * (u + 1), g and u clamped as above */
+    EXPERTD_SWIGLU_OAI = 2      /* g * sigmoid(alpha * g) * (u + 1), with g and u clamped as in EXPERTD_SWIGLU_CLAMPED */
 };
 
-/* How weights are held in device memory. */
+/* Formats of weights in device memory. */
 enum ExpertdFormat {
     EXPERTD_BF16 = 0,
-    EXPERTD_FP8 = 1,  /* e4m3, f32 scales for every row and 128 k, and for every row */
-    EXPERTD_MXFP4 = 2, /* e2m1, e8m0 scales for every row and 32 k, and f32 scales for every row */
-    /* As EXPERTD_FP8, in another layout, and multiplied as FP8: x is quantised to e4m3 for every row and 128 k, h for every row
-     * and 128 features. inter is a multiple of 128. */
+    EXPERTD_FP8 = 1,  /* e4m3 with f32 scales per row and 128 k, and per row */
+    EXPERTD_MXFP4 = 2, /* e2m1 with e8m0 scales per row and 32 k, and f32 scales per row */
+    /* As EXPERTD_FP8, but in another layout, and multiplied with FP8 rows: x is quantised to e4m3 with a scale per row and 128 k, h
+     * with a scale per row and 128 features. inter is a multiple of 128. */
     EXPERTD_W8A8 = 3
 };
 
-/* Rows of x. */
+/* Formats of the rows of x. */
 enum ExpertdRows {
     EXPERTD_ROWS_BF16 = 0, /* [hidden] bf16 */
     EXPERTD_ROWS_FP8 = 1   /* W8A8: [hidden] e4m3, then f32 [ceil(hidden / 128)] scales */
 };
 
 enum {
-    /* Of ExpertdExpertsParams.tile_rows. */
-    EXPERTD_TILE_TALL = 1, /* 256 weight rows for one block */
-    EXPERTD_TILE_TURNS = 2, /* segments shared by two blocks, in each of which they go to the two warpgroups in turn */
+    /* Special values of ExpertdExpertsParams.tile_rows. */
+    EXPERTD_TILE_TALL = 1, /* 256 weight rows in one block */
+    EXPERTD_TILE_TURNS = 2, /* two blocks share a segment, and in each block the two warpgroups take segments in turn */
     EXPERTD_TILE_TOKEN_ROWS = 3 /* W8A8 with block_scales: 256 weight rows and 128 tokens, which are wgmma's M */
 };
 
 enum ExpertdLaunchFlags {
     /* Programmatic dependent launch: the kernel may start before the previous kernel of the stream has ended and waits
-     * for it (griddepcontrol.wait) before it reads anything but layer and layers, which kernels before that one wrote. */
+     * for it (griddepcontrol.wait) before it reads anything but layer and layers, which must have been written earlier. */
     EXPERTD_LAUNCH_PROGRAMMATIC = 1,
     /* Cooperative launch: the runtime checks that all blocks can be resident at once. Blocks wait for each other's h. */
     EXPERTD_LAUNCH_COOPERATIVE = 2
@@ -67,7 +67,7 @@ typedef struct ExpertdLayerWeights {
     const void* down;    /* panels or units, [experts] x (hidden rows, inter); 1024-byte aligned */
     const float* gate_up_bias;  /* [experts][2][inter], gate first, or null */
     const float* down_bias;     /* [experts][hidden], or null; multiplied by the routing weight */
-    const float* gate_up_scale; /* all but bf16: [experts][2][inter], gate first: what the rows' sums are multiplied with */
+    const float* gate_up_scale; /* all but bf16: [experts][2][inter], gate first: factors of the sums of rows */
     const float* down_scale;    /* all but bf16: [experts][hidden] */
     uint64_t block_scales;      /* W8A8: not 0 if 128 neighbouring rows of gate, up and down, from a multiple of 128 on, have the same
                                    scales of k blocks */
@@ -98,28 +98,28 @@ typedef struct ExpertdExpertsParams {
     float alpha;                       /* EXPERTD_SWIGLU_OAI */
     float limit;                       /* EXPERTD_SWIGLU_CLAMPED, EXPERTD_SWIGLU_OAI */
     int32_t weight_on_input;           /* non-zero: the routing weight scales the row before gate and up (Llama 4) */
-    int32_t blocks;                    /* thread blocks, rounded up to an even number; 0 = one per SM */
-    int32_t tile_tokens;               /* widest token tile: 32, 64, 128, bf16 also 192, 256; 0 = chosen on the device */
-    int32_t tile_rows;                 /* weight rows of a tile: 16, 32, 64, 128, 256 (shared by two blocks), bf16 with up to
-                                          128 tokens also EXPERTD_TILE_TALL and _TURNS; 0 = chosen on the device. W8A8: 256
-                                          (256 rows of two token tiles for two blocks) and EXPERTD_TILE_TALL */
+    int32_t blocks;                    /* thread blocks, rounded up to an even number; 0: one per SM */
+    int32_t tile_tokens;               /* widest token tile: 32, 64 or 128; bf16 also 192 or 256; 0: chosen on the device */
+    int32_t tile_rows;                 /* weight rows of a tile: 16, 32, 64, 128 or 256 (shared by two blocks); bf16 with up to
+                                          128 tokens also EXPERTD_TILE_TALL or _TURNS; 0: chosen on the device. W8A8 only has 0,
+                                          256 (two blocks with 256 rows each of their own token tiles) and EXPERTD_TILE_TALL */
     int32_t flags;                     /* enum ExpertdLaunchFlags */
-    int32_t format;                    /* enum ExpertdFormat, of all layers that are launched with these parameters */
+    int32_t format;                    /* enum ExpertdFormat: the format of all layers that are launched with these parameters */
     int32_t x_format;                  /* enum ExpertdRows */
     int32_t power_of_two_scales;       /* W8A8: non-zero rounds the scales of x and h up to powers of two */
-    uint64_t deadline_ns;              /* longest wait of a block for others; then the kernel sets *error and ends. 0: no limit */
+    uint64_t deadline_ns;              /* longest wait of a block for others, after which the kernel sets *error and ends; 0: no limit */
 } ExpertdExpertsParams;
 
-/* 32-bit words that ExpertdExpertsParams.state points to. */
+/* Size of ExpertdExpertsParams.state in 32-bit words. */
 uint32_t expertd_experts_state_words(int32_t experts);
 
-/* Once per process and device, before the first launch or capture. */
+/* Prepares the kernels. Must be called once per process and device, before the first launch or capture. */
 int expertd_experts_setup(void);
 
-/* The whole expert MLP in one persistent kernel. `stream` is a cudaStream_t. */
+/* Launches the whole expert MLP, which is one persistent kernel. `stream` is a cudaStream_t. */
 int expertd_experts_launch(const ExpertdExpertsParams* params, void* stream);
 
-/* Which matrix a pack makes. */
+/* The matrix that a packing function writes. */
 enum ExpertdPackKind { EXPERTD_PACK_GATE_UP = 0, EXPERTD_PACK_DOWN = 1 };
 
 /* Rewrites row-major checkpoint weights into panels, device to device; source and destination must not overlap. */
@@ -136,15 +136,15 @@ typedef struct ExpertdPackParams {
 
 int expertd_experts_pack(const ExpertdPackParams* params, void* stream);
 
-/* Rewrites one expert's FP8 or MXFP4 matrix into units or, for W8A8, panels, device to device. Rows that hold a code or a scale that is not a
- * number get a row scale that is not a number: such a row of outputs is not a number, whatever it is multiplied with. */
+/* Rewrites one expert's FP8 or MXFP4 matrix into units or, for W8A8, panels, device to device. The row scale of a row that holds a NaN
+ * code or scale becomes NaN, so the outputs of that row are NaN for any input. */
 typedef struct ExpertdPackNarrowParams {
     const void* first;          /* gate [inter][hidden] or down [hidden][inter]: FP8 bytes, or FP4 nibbles (low one first) */
     const void* second;         /* up [inter][hidden]; null for down */
     const void* first_scales;   /* FP8, W8A8: f32 [rows][ceil(k / 128)]; MXFP4: e8m0 [rows][k / 32] */
-    const void* second_scales;  /* of up; null for down */
-    const float* row_scales_in; /* [2][inter] or [hidden]: further multipliers, 1 if there are none */
-    float* row_scales;          /* destination of the same size: for ExpertdLayerWeights */
+    const void* second_scales;  /* scales of up; null for down */
+    const float* row_scales_in; /* [2][inter] or [hidden]: further factors of rows, 1 if there are none */
+    float* row_scales;          /* destination of the same size: the scales of ExpertdLayerWeights */
     void* units;                /* destination, 16-byte aligned, expertd_experts_matrix_bytes() */
     int32_t hidden;
     int32_t inter;
@@ -154,7 +154,7 @@ typedef struct ExpertdPackNarrowParams {
 
 int expertd_experts_pack_narrow(const ExpertdPackNarrowParams* params, void* stream);
 
-/* Device bytes of one expert's gate_up or down in a format; hidden and inter are multiples of 64. */
+/* Size in bytes of one expert's gate_up or down in a format. hidden and inter are multiples of 64. */
 uint64_t expertd_experts_matrix_bytes(int32_t format, int32_t kind, int32_t hidden, int32_t inter);
 
 #ifdef __cplusplus

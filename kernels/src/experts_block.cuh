@@ -1,4 +1,4 @@
-// What the roles of a block share: shared memory, positions in rings, the block's view of the launch.
+// Data that all roles of a block use: its shared memory, positions in rings, and the block's view of the launch.
 #pragma once
 
 #include "experts.h"
@@ -14,27 +14,27 @@ namespace expertd {
 constexpr int CONSUMER_WARPS = 8;
 constexpr int WEIGHT_WARP = 8;
 constexpr int TOKEN_WARP = 9;
-constexpr int COPY_WARP = 10; // and 11
+constexpr int COPY_WARP = 10; // the first of two
 constexpr int COPY_THREADS = 64;
 constexpr int THREADS = 384;
 
 constexpr int SEGMENT_SLOTS = 4;
-constexpr int COPY_BARRIER = 3; // named barriers: beside STAGING_BARRIER and MAXIMA_BARRIER
+constexpr int COPY_BARRIER = 3; // named barrier, different from STAGING_BARRIER, MAXIMA_BARRIER and TURN_BARRIER
 
 struct Shared {
     ExpertdLayerWeights layer;
     Tables tables;
     Drawn drawn;
     Segment segments[SEGMENT_SLOTS];
-    float weights[SEGMENT_SLOTS][MAX_TILE_TOKENS]; // routing weights of the segment's tokens; W8A8, whose tiles are narrower: Maxima
+    float weights[SEGMENT_SLOTS][MAX_TILE_TOKENS]; // routing weights of the segment's tokens; W8A8 has narrower tiles and keeps Maxima at the end of a slot
     uint64_t segment_full[SEGMENT_SLOTS], segment_empty[SEGMENT_SLOTS], routing_full[SEGMENT_SLOTS];
     uint64_t pair_empty[MAX_STAGES]; // both blocks of the pair have read the stage
-    uint64_t turn[2];     // the warpgroup has read the operands of a segment that it has to itself
+    uint64_t turn[2];     // the warpgroup has read all operands of a segment that it computes alone
     uint64_t rows_loaded; // the block's first piece of x has arrived
-    uint64_t full[MAX_STAGES]; // weights and tokens of the stage have arrived; where weights are paced, tokens
-    uint64_t weights_full[MAX_STAGES]; // where they are paced
+    uint64_t full[MAX_STAGES]; // weights and tokens of the stage have arrived; if weights are paced, only its tokens
+    uint64_t weights_full[MAX_STAGES]; // paced weights of the stage have arrived
     uint64_t stage_empty[MAX_STAGES];
-    int32_t longest, active; // most tokens of an expert, experts with any
+    int32_t longest, active; // largest number of tokens of an expert; number of experts with tokens
     int32_t warp_tiles[THREADS / 32], warp_rows[THREADS / 32];
 };
 static_assert(ROW_TILE_TOKENS * sizeof(float) + sizeof(Maxima) <= sizeof(Shared::weights[0]), "both fit a slot");
@@ -54,7 +54,7 @@ struct Cursor {
     }
 };
 
-// The same value in all lanes, in a way that lets the compiler know: wgmma must not sit in code that may diverge.
+// Returns a value that is equal in all lanes so that the compiler knows it is: wgmma must not be in code that may diverge.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
 
 __device__ __forceinline__ Segment uniform(const Segment& s) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ Segment uniform(const Segment& s) {
                    uniform(s.panel_row), uniform(s.row),    uniform(s.rows),  0};
 }
 
-// What every role of the block works with. Format: experts_formats.cuh.
+// The block's view of the launch, which every role uses. Formats are in experts_formats.cuh.
 template <class Format> struct Block {
     const ExpertdExpertsParams& p;
     const ExpertdLayerWeights& layer;
@@ -71,25 +71,25 @@ template <class Format> struct Block {
     uint32_t weight_ring, token_ring, scale_ring, staging; // shared-memory addresses
 
     __device__ int k_panels(const Segment& s) const { return divide_up(s.phase == 0 ? p.hidden : p.inter, Format::PANEL_ELEMENTS); }
-    // k blocks of a segment: what the unit of weights spans, one panel or several.
+    // Number of k blocks of a segment. A k block is the part of k that a unit of weights spans: one panel or several.
     __device__ int k_blocks(const Segment& s) const { return divide_up(k_panels(s), Format::BLOCK_PANELS); }
     __device__ int per_stage(const Segment& s) const {
         if (Format::PANEL_ELEMENTS == BLOCK_K) return 1; // W8A8
         return blocks_per_stage(plan.rows(s.phase), s.tokens, plan);
     }
-    // Shared by the warpgroups, half of the rows each; else it is one's.
+    // Whether each warpgroup computes half of the segment's rows. Otherwise one warpgroup computes the segment alone.
     __device__ bool shared_segment(const Segment& s) const { return !plan.in_turn && (Format::SHARED_SEGMENTS || s.rows > 64 || plan.pairs); }
-    // Little to do: x, h and the counters would be late behind a whole ring of weights in the memory system, and each wait for
-    // them is felt. So the ring is filled in portions, each as soon as an earlier one has landed.
+    // Whether the ring is filled in portions, each after an earlier one has landed. In short steps x, h and the counters would
+    // otherwise queue behind a whole ring of weights in the memory system, and every wait for them would lengthen the step.
     __device__ bool paced() const { return plan.paced; }
     __device__ uint32_t weight_stage(int slot) const { return weight_ring + slot * stage_weight_bytes<Format>(plan.block_rows); }
     __device__ uint32_t token_stage(int slot) const {
         return token_ring + slot * stage_token_bytes<Format>(plan.tile_tokens);
     }
-    // W8A8: f32 scales of the stage's weight rows, then of its tokens.
+    // W8A8: address of the f32 scales of the stage's weight rows, which those of its tokens follow.
     __device__ uint32_t scale_stage(int slot) const { return scale_ring + slot * Format::SCALE_STAGE_BYTES; }
     __device__ uint32_t token_scales(int slot) const { return scale_stage(slot) + plan.block_rows * 4; }
-    // W8A8: set 0 or 1.
+    // W8A8: the maxima of set 0 or 1.
     __device__ Maxima& maxima(uint32_t set) const {
         return *reinterpret_cast<Maxima*>(&shared.weights[set][ROW_TILE_TOKENS]);
     }
@@ -97,12 +97,12 @@ template <class Format> struct Block {
     __device__ uint32_t* x_ready(int expert) const { return p.state + STATE_READY + p.experts + expert; }
 };
 
-// Counters of written panels. The writers have met at a barrier, so one thread's release covers the stores of all. These
-// are ordinary stores and the copy engine reads them, hence the reader's proxy fence.
+// Adds to a counter of written panels. The writers have passed a barrier, so one thread's release covers the stores of all. The copy
+// engine reads what ordinary stores wrote, so the reader needs a proxy fence.
 __device__ __forceinline__ void publish(uint32_t* counter, uint32_t amount) { add_release(counter, amount); }
-//
-// A wait that outlasts the deadline, or that finds the step failed, ends: the error word is set, and what is computed from then
-// on is used by no one. Everything that the block does afterwards is bounded and stays within its buffers.
+
+// Waits until a counter has reached `wanted`. If the deadline passes or the step has failed, it sets the error word and returns; later
+// results are not used. Everything that the block does afterwards ends in bounded time and stays within its buffers.
 __device__ __forceinline__ void await(const ExpertdExpertsParams& p, const uint32_t* counter, uint32_t wanted) {
     uint64_t deadline = 0;
     for (uint32_t spins = 1; load_acquire(counter) < wanted; spins++) {

@@ -1,4 +1,4 @@
-// The mainloop of a segment with bf16 weights: both operands of wgmma in shared memory. The end of a segment, for all
+// The mainloop of a segment with bf16 weights, where wgmma reads both operands from shared memory; and the end of a segment in all
 // formats.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace expertd {
 
-// The end of a segment: rows are scaled where the format has a scale for each, the rest is experts_epilogue.cuh.
+// Ends a segment: scales rows if the format has row scales, then stores h or y (experts_epilogue.cuh).
 template <int N, class Format>
 __device__ __forceinline__ void finish_segment(const Block<Format>& block, const Segment& segment, int from, const Cursor& slot,
                                                float (&d)[N / 2]) {
@@ -35,11 +35,12 @@ __device__ __forceinline__ void finish_segment(const Block<Format>& block, const
     }
 }
 
-// Narrow wgmmas are over before their sum can be added to: k is dealt out to this many accumulators, added at the end.
+// Number of accumulators that successive steps of k use in turn, added up at the end. Narrow wgmmas take less time than the latency
+// of their accumulator, so one accumulator would leave the tensor cores idle.
 template <int N> constexpr int CHAINS_OF = N <= 32 ? 4 : N <= 64 ? 2 : 1;
 
-// The mainloop and epilogue of one segment for one warpgroup, with tokens padded to N. The warpgroup computes up to 64
-// weight rows, or twice that, from `from` on, of a segment that it shares with the other warpgroup or has to itself.
+// The mainloop and epilogue of one segment in one warpgroup, with tokens padded to N. The warpgroup computes up to HALVES * 64 weight
+// rows beginning at `from`, of a segment that it shares with the other warpgroup or computes alone.
 template <int N, int HALVES>
 __device__ __forceinline__ void compute(const Block<Bf16>& block, const Segment& segment, int from, bool shared_segment,
                                         const Cursor& slot, Cursor& stage) {
@@ -53,15 +54,15 @@ __device__ __forceinline__ void compute(const Block<Bf16>& block, const Segment&
 #pragma unroll
     for (int c = 0; c < HALVES * CHAINS; c++) {
 #pragma unroll
-        for (int i = 0; i < N / 2; i++) sums[c][i] = 0.0f; // also ends the registers' lifetime between segments
+        for (int i = 0; i < N / 2; i++) sums[c][i] = 0.0f; // also ends the lifetime of registers between segments
     }
     uint32_t a = 0, b = 0;
     int in_stage = 0, previous = -1;
     for (int panel = 0; panel < panels; panel++) {
         if (in_stage == 0) {
             await_stage(block, stage);
-            // A warpgroup reads 64 weight rows even where the segment has fewer: what lies behind them only reaches
-            // accumulator rows that are not stored. The same holds for token columns.
+            // A warpgroup always reads 64 weight rows. If the segment has fewer, the data after them only affects accumulator
+            // rows that are not stored. The same holds for token columns.
             a = wgmma_descriptor(block.weight_stage(stage.slot) + from * PANEL_ROW_BYTES);
             b = wgmma_descriptor(block.token_stage(stage.slot));
         }
@@ -87,7 +88,7 @@ __device__ __forceinline__ void compute(const Block<Bf16>& block, const Segment&
             stage.advance(block.plan.stages);
         }
     }
-    // Everything has arrived: the other warpgroup may wait for its own.
+    // All operands have arrived, so the other warpgroup may wait for those of its own segment.
     if (!shared_segment && arrives_for_warp()) barrier_arrive(&shared.turn[warpgroup]);
     wgmma_wait<0>();
 #pragma unroll

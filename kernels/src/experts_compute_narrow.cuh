@@ -1,8 +1,8 @@
-// The mainloop of a segment with FP8 or MXFP4 weights: a warp widens its 16 rows from shared memory to registers, where
-// wgmma takes them.
+// The mainloop of a segment with FP8 or MXFP4 weights: a warp widens its 16 rows from shared memory to registers, from which wgmma
+// reads them.
 //
-// Two sets of fragments are filled in turn: while the tensor cores work on one, the next is widened. A set is not multiplied
-// before the one before is through: ptxas serialises wgmmas whose A registers are written while others are under way over
+// Two sets of fragments are filled in turn: while the tensor cores multiply one, the other is widened. A set is multiplied only after
+// the previous product has ended, because ptxas serialises wgmmas if A registers are written while other wgmmas are in flight across
 // the end of a loop.
 #pragma once
 
@@ -12,19 +12,19 @@
 
 namespace expertd {
 
-// Accumulators that the k blocks take in turn. FP8: they hold the sum over one k block, before its scale; with two, one is
-// scaled and added while the next is filled. MXFP4: two keep narrow wgmmas from waiting for each other.
+// Number of accumulators that k blocks use in turn. FP8: an accumulator holds the unscaled sum over one k block; with two, one is
+// scaled and added while the other is filled. MXFP4: with two, narrow wgmmas do not wait for each other.
 template <class Format, int N> constexpr int PARTS = N <= (Format::SCALED_SUMS ? 64 : 32) ? 2 : 1;
 
-// Up to this many tokens, a set of fragments is a whole k block.
+// Largest number of tokens with which a set of fragments is a whole k block.
 constexpr int FEW_TOKENS = 32;
-// Steps of 16 k in a set: fewer where accumulators leave few registers.
+// Number of steps of 16 k in a set: fewer if accumulators leave few registers.
 template <class Format, int N> constexpr int SET_STEPS = N <= FEW_TOKENS ? 8 : Format::SCALED_SUMS && N > 64 ? 2 : 4;
 constexpr int BLOCK_STEPS = BLOCK_K / 16;
 
 template <class Format, int N> class NarrowSums {
   public:
-    float total[N / 2]; // FP8 only; MXFP4 sums up in its parts
+    float total[N / 2]; // scaled sums of all k blocks (FP8); MXFP4 adds up its parts here at the end
 
     __device__ __forceinline__ NarrowSums() {
 #pragma unroll
@@ -37,7 +37,7 @@ template <class Format, int N> class NarrowSums {
 
     __device__ __forceinline__ float (&part(int p))[N / 2] { return part_[p]; }
 
-    // The k block in `p` is complete.
+    // Adds the complete sum of a k block in part `p`.
     __device__ __forceinline__ void add(int p, const typename Format::Scales& scales) {
         wgmma_pin(part_[p]);
         if constexpr (Format::SCALED_SUMS) {
@@ -60,21 +60,21 @@ template <class Format, int N> class NarrowSums {
     float part_[PARTS<Format, N>][N / 2];
 };
 
-// The k blocks of a segment in the ring, one after the other, as a warp sees them.
+// Iterates over a segment's k blocks in the ring, for one warp.
 template <class Format> class KBlocks {
   public:
-    uint32_t unit = 0;   // the warp's unit of the k block at hand
-    uint32_t tokens = 0; // wgmma descriptor of its tokens
-    int release = -1;    // stage that is read to its end with this k block
+    uint32_t unit = 0;   // shared-memory address of the warp's unit of the current k block
+    uint32_t tokens = 0; // wgmma descriptor of the current k block's tokens
+    int release = -1;    // stage that ends with the current k block; -1: none
 
     __device__ __forceinline__ KBlocks(const Block<Format>& block, const Segment& segment, int from, Cursor& stage)
         : block_(block), stage_(stage), blocks_(block.k_blocks(segment)), per_stage_(block.per_stage(segment)),
           weight_step_(segment.rows / UNIT_ROWS * Format::UNIT_BYTES),
           token_step_(round_up_8(segment.tokens) * PANEL_ROW_BYTES / 16),
-          // Where the segment has fewer than 64 rows, warps widen what lies behind them: it is not stored.
+          // If the segment has fewer than 64 rows, some warps widen the data after them, whose sums are not stored.
           unit_(((from / UNIT_ROWS) + uniform(threadIdx.x / 32 % 4)) * Format::UNIT_BYTES) {}
 
-    // Goes on to k block `k`, waiting for it; after the last one, stays there.
+    // Moves to k block `k` and waits for it. After the last k block it stays there.
     __device__ __forceinline__ void next(int k) {
         if (k >= blocks_) return;
         if (in_stage_ == 0) {
@@ -93,8 +93,8 @@ template <class Format> class KBlocks {
         }
     }
 
-    // From the tokens of the first panel to those of the second. Without a second panel, its weights are zeros and meet the
-    // first one's tokens again.
+    // Distance from the tokens of the first panel to those of the second. If there is no second panel, its weights are zeros and are
+    // multiplied with the tokens of the first panel.
     __device__ __forceinline__ uint32_t panel_step(int k, int panels) const { return 2 * k + 1 < panels ? token_step_ : 0; }
 
   private:
@@ -104,11 +104,11 @@ template <class Format> class KBlocks {
     int in_stage_ = 0;
 };
 
-// What a lane has of a piece of a k block, as it lies in shared memory.
+// A lane's words of a piece of a k block, as they are in shared memory.
 template <class Format, int N> struct Words {
     static constexpr int CHUNKS = SET_STEPS<Format, N> / Format::CHUNK_STEPS;
     uint4 chunk[CHUNKS];
-    typename Format::Scales scales; // of the k block
+    typename Format::Scales scales; // scales of the k block
 
     __device__ __forceinline__ void load(uint32_t unit, int piece) {
         const int lane = threadIdx.x % 32;
@@ -137,8 +137,8 @@ __device__ __forceinline__ void multiply(float (&sums)[N / 2], const uint32_t (&
     wgmma_commit();
 }
 
-// Few tokens: sets hold whole k blocks, and the words of the k block after the next are brought while the tensor cores end.
-// So the next product can begin as soon as the last one is there: its latency is what counts here.
+// The mainloop of few tokens. A set holds a whole k block, and the words of the k block after the next are loaded while the tensor
+// cores finish. So the next product starts as soon as the current one ends; latency limits this case.
 template <int N, class Format>
 __device__ __forceinline__ void multiply_all(const Block<Format>& block, const Segment& segment, int from, int arrivals,
                                              Cursor& stage, NarrowSums<Format, N>& sums, Constant<1>) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ void multiply_all(const Block<Format>& block, const S
     static_assert(PARTS<Format, N> == 2, "the part is the set");
     uint32_t a[2][BLOCK_STEPS][4];
     Words<Format, N> words;
-    typename Format::Scales scales, before{}; // of the k block that is multiplied, and of the one that is not yet added
+    typename Format::Scales scales, before{}; // of the k block that is being multiplied, and of the one that is not yet added
 
     KBlocks<Format> ring(block, segment, from, stage);
     ring.next(0);
@@ -161,7 +161,7 @@ __device__ __forceinline__ void multiply_all(const Block<Format>& block, const S
         constexpr int part = decltype(part_constant)::value;
         multiply<N, Format>(sums.part(part), a[part], tokens, ring.panel_step(k, panels), 0);
         sums.add(1 - part, before);
-        words.widen(0, a[1 - part]); // after the last k block: of that one again, for nothing
+        words.widen(0, a[1 - part]); // after the last k block this widens the last one again, and the result is not used
         before = scales;
         scales = words.scales;
         const uint32_t next_tokens = ring.tokens;
@@ -189,7 +189,7 @@ __device__ __forceinline__ void multiply_all(const Block<Format>& block, const S
     }
 }
 
-// Many tokens: the tensor cores are busy, registers are scarce.
+// The mainloop of many tokens: the tensor cores are busy and registers are scarce.
 template <int N, class Format>
 __device__ __forceinline__ void multiply_all(const Block<Format>& block, const Segment& segment, int from, int arrivals,
                                              Cursor& stage, NarrowSums<Format, N>& sums, Constant<0>) {
@@ -246,7 +246,7 @@ __device__ __forceinline__ void multiply_all(const Block<Format>& block, const S
     }
 }
 
-// As compute<N> of experts_compute.cuh.
+// As compute<N> in experts_compute.cuh.
 template <int N, class Format>
 __device__ __forceinline__ void compute(const Block<Format>& block, const Segment& segment, int from, bool shared_segment,
                                         const Cursor& slot, Cursor& stage) {

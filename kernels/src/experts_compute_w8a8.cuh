@@ -1,8 +1,8 @@
-// The mainloop of a segment with FP8 weights and FP8 rows: both operands of wgmma in shared memory, sums over 128 k multiplied
-// with the scales of weight row and token in f32, and added up there.
+// The mainloop of a segment with FP8 weights and FP8 rows. wgmma reads both operands from shared memory; sums over 128 k are
+// multiplied by the scales of weight row and token, and added up, in f32.
 //
-// A warpgroup has twice 64 rows of up to 112 tokens. The warpgroups take turns with the tensor cores, so that one scales its sums
-// while they work for the other.
+// A warpgroup computes twice 64 weight rows of up to 112 tokens. The warpgroups take turns with the tensor cores, so that one scales
+// its sums while the other multiplies.
 #pragma once
 
 #include "experts_block.cuh"
@@ -12,10 +12,10 @@
 
 namespace expertd {
 
-constexpr int W8A8_STEPS = BLOCK_K / 32; // wgmmas of a k block
+constexpr int W8A8_STEPS = BLOCK_K / 32; // number of wgmmas of a k block
 
-// Where a thread's scales stand among those of 64 weight rows and of the tokens: its rows are l / 4 and l / 4 + 8 of its warp's
-// 16, its tokens 2 (l % 4) and the next of every eight.
+// Addresses of a thread's scales among those of 64 weight rows and those of the tokens. The rows of lane l are l / 4 and l / 4 + 8 of
+// its warp's 16 rows; its tokens are 2 (l % 4) and 2 (l % 4) + 1 of every eight.
 struct ScalePlaces {
     uint32_t row, token;
     __device__ __forceinline__ ScalePlaces()
@@ -26,7 +26,7 @@ __device__ __forceinline__ float2 weight_scales(uint32_t scales) {
     return make_float2(load_shared_f32(scales), load_shared_f32(scales + 32));
 }
 
-// Multiplies a k block of 64 weight rows into `sums`, which are overwritten; two groups of wgmmas.
+// Multiplies a k block of 64 weight rows and overwrites `sums`, in two groups of wgmmas.
 template <int N> __device__ __forceinline__ void multiply_w8a8(float (&sums)[N / 2], uint32_t a, uint32_t b) {
 #pragma unroll
     for (int step = 0; step < W8A8_STEPS; step++) {
@@ -35,14 +35,15 @@ template <int N> __device__ __forceinline__ void multiply_w8a8(float (&sums)[N /
     }
 }
 
-// Scales of a thread's tokens, a few columns ahead of their use: while the tensor cores work, loads from shared memory take long.
+// Loads the scales of a thread's tokens a few columns before their use, because loads from shared memory are slow while the tensor
+// cores work.
 template <int N> class TokenScales {
   public:
     __device__ __forceinline__ explicit TokenScales(uint32_t at) : at_(at) {
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) ahead_[j] = load_shared_2f32(at_ + j * 32);
     }
-    // Of columns 8 j and up; j in ascending order.
+    // The scales of the thread's tokens among columns 8 j to 8 j + 7. Must be called with ascending j.
     __device__ __forceinline__ float2 next(int j) {
         const float2 scales = ahead_[j % AHEAD];
         if (j + AHEAD < N / 8) ahead_[j % AHEAD] = load_shared_2f32(at_ + (j + AHEAD) * 32);
@@ -68,7 +69,7 @@ __device__ __forceinline__ void add_scaled(float (&total)[N / 2], float (&sums)[
     }
 }
 
-// The tensor cores are the warpgroup's from `begin` to `end`. Each has as many turns as the other.
+// A warpgroup's turn with the tensor cores, from `begin` to `end`. Both warpgroups have the same number of turns.
 class Turn {
   public:
     __device__ __forceinline__ explicit Turn(int warpgroup) : own_(TURN_BARRIER + warpgroup), other_(TURN_BARRIER + 1 - warpgroup) {}
@@ -79,12 +80,12 @@ class Turn {
     int own_, other_;
 };
 
-// A segment: the warpgroup has rows `from` to `from` + 127 of it.
+// The mainloop and epilogue of one segment in one warpgroup, which computes weight rows `from` to `from` + 127.
 template <int N>
 __device__ __forceinline__ void compute_w8a8(const Block<W8a8>& block, const Segment& at_first, int from, const Cursor& slot,
                                              Cursor& stage, uint32_t& exchanges) {
-    constexpr int SETS = N <= 80 ? 2 : 1; // of sums: with two, one is scaled while the other is filled
-    constexpr uint32_t HALF = 64 * PANEL_ROW_BYTES / 16; // from the first 64 weight rows to the second
+    constexpr int SETS = N <= 80 ? 2 : 1; // sets of sums: with two, one is scaled while the other is filled
+    constexpr uint32_t HALF = 64 * PANEL_ROW_BYTES / 16; // distance from the first 64 weight rows to the second 64, as in a descriptor
     const Turn turn(uniform(threadIdx.x / 128));
     const ScalePlaces places;
     float total[2][N / 2], sums[SETS][N / 2];
@@ -103,7 +104,7 @@ __device__ __forceinline__ void compute_w8a8(const Block<W8a8>& block, const Seg
         if constexpr (SETS == 2) multiply_w8a8<N>(sums[1], a + HALF, b);
         const float2 first_rows = weight_scales(row_scales), second_rows = weight_scales(row_scales + 64 * 4);
         TokenScales<N> first(token_scales);
-        // A turn ends when half of its last product is done: the other's product begins meanwhile.
+        // A turn ends when half of its last product is done, so that the other warpgroup's product starts without a gap.
         if constexpr (SETS == 1) {
             wgmma_wait<1>();
             turn.end();
@@ -123,14 +124,14 @@ __device__ __forceinline__ void compute_w8a8(const Block<W8a8>& block, const Seg
         turn.end();
         wgmma_wait<0>();
         add_scaled<N>(total[1], sums[SETS - 1], second_rows, second);
-        // The scales have been used, so they have been read, by every lane of the warp.
+        // Every lane of the warp has used the stage's scales, so the stage may be released.
         wgmma_pin(total[0]);
         wgmma_pin(total[1]);
         __syncwarp();
         release_stage(block, stage.slot, 1);
         stage.advance(block.plan.stages);
     }
-    const Segment segment = uniform(block.shared.segments[slot.slot]); // read again: it would hold registers meanwhile
+    const Segment segment = uniform(block.shared.segments[slot.slot]); // read again, because keeping it would occupy registers
     if (segment.phase == 0) {
         barrier_wait(&block.shared.routing_full[slot.slot], slot.parity);
         store_h_w8a8<N>(block.p, block.layer, segment, from, block.shared.weights[slot.slot], block.staging,

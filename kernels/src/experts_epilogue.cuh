@@ -1,8 +1,8 @@
 // From accumulators to memory: activation, routing weight and biases; h in panels, y in rows.
 //
-// Accumulator rows are features and columns are tokens, memory wants tokens in rows. 8x8 blocks are transposed on their
-// way into a staging area of shared memory (stmatrix), 64 tokens at a time and one area per warpgroup, and leave it in
-// pieces of 64 or 128 contiguous bytes.
+// In accumulators rows are features and columns are tokens; in memory tokens are rows. stmatrix transposes 8x8 blocks while it stores
+// them to a staging area in shared memory, which each warpgroup has for 64 tokens at a time. They leave it in pieces of 64 or 128
+// contiguous bytes.
 #pragma once
 
 #include <cmath>
@@ -15,17 +15,17 @@
 namespace expertd {
 
 constexpr int STAGING_TOKENS = 64;
-constexpr int STAGING_BYTES = STAGING_TOKENS * 128; // of one warpgroup
-constexpr int STAGING_BARRIER = 1;                  // named barriers 1 and 2: the warpgroups' staging areas
+constexpr int STAGING_BYTES = STAGING_TOKENS * 128; // size of one warpgroup's staging area
+constexpr int STAGING_BARRIER = 1;                  // named barriers 1 and 2 guard the warpgroups' staging areas
 
-// Two f32 to packed bf16, `low` in the low half, rounded to nearest even.
+// Packs two f32 as bf16, rounded to nearest even, with `low` in the low half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-// min and max that keep NaN, as the CPU path does.
+// min and max that keep NaN, as the CPU code does.
 __device__ __forceinline__ float at_most(float x, float limit) {
     float y;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
@@ -37,7 +37,7 @@ __device__ __forceinline__ float at_least(float x, float limit) {
     return y;
 }
 
-// Two instructions of the special function unit and none for subnormals, which one added to them would swallow.
+// Takes two instructions of the special function unit. Subnormals need no extra code, because 1 is added to them.
 __device__ __forceinline__ float sigmoid(float x) {
     float power, inverse;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.44269504f));
@@ -45,8 +45,8 @@ __device__ __forceinline__ float sigmoid(float x) {
     return inverse;
 }
 
-// All activations in one formula without branches, which would keep the compiler from overlapping the latencies of many
-// elements: g * sigmoid(alpha * g) * (u + offset), g and u clamped.
+// All activations as one formula, g * sigmoid(alpha * g) * (u + offset) with g and u clamped. It has no branches, so the compiler can
+// overlap the latencies of many elements.
 struct Activation {
     float alpha, limit, offset;
 
@@ -62,18 +62,18 @@ struct Activation {
     }
 };
 
-// What a warpgroup's epilogue needs to know. `rows` weight rows, from `row` on, belong to this warpgroup.
+// Arguments of a warpgroup's epilogue. The warpgroup computed `rows` weight rows, beginning at `row`.
 struct Epilogue {
     const ExpertdExpertsParams& p;
     const ExpertdLayerWeights& layer;
     const Segment& segment;
     int row, rows;
-    const float* weights; // shared memory, routing weights of the segment's tokens
-    uint32_t staging;     // shared memory
+    const float* weights; // routing weights of the segment's tokens, in shared memory
+    uint32_t staging;     // shared-memory address of the warpgroup's staging area
     int barrier;          // named barrier of the warpgroup
 };
 
-// What the accumulators of this thread's two rows are still to be multiplied with (FP8, MXFP4).
+// Factors of the accumulators of this thread's two rows (FP8, MXFP4).
 __device__ __forceinline__ float2 row_scales(const Epilogue& e) {
     const int warp = thread_here() % 128 / 32, row = thread_here() % 32 / 4;
     if (warp * 16 >= e.rows) return make_float2(0.0f, 0.0f);
@@ -85,7 +85,7 @@ __device__ __forceinline__ float2 row_scales(const Epilogue& e) {
     return make_float2(scale[0], scale[8]);
 }
 
-// gate_up: 64 weight rows are 32 features of h, each warp's 16 rows are 8 features, one 16-byte chunk of a token.
+// Stores h after gate_up. 64 weight rows are 32 features of h; each warp's 16 rows are 8 features, one 16-byte chunk of a token.
 template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, float (&d)[N / 2]) {
     const ExpertdExpertsParams& p = e.p;
     const int thread = thread_here() % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4;
@@ -98,7 +98,7 @@ template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, floa
     }
     const Activation activate(p);
     const bool on_input = p.weight_on_input != 0;
-    // What this thread stores of each token: a chunk of eight features.
+    // The chunk of eight features that this thread stores of each token.
     const int stored = feature + thread % 4 * 8, stored_chunk = stored % PANEL_K / 8;
     uint16_t* panel = static_cast<uint16_t*>(p.h) + (int64_t(stored / PANEL_K) * p.panel_rows + e.segment.panel_row) * PANEL_K;
 #pragma unroll
@@ -119,7 +119,7 @@ template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, floa
         }
         named_sync<128>(e.barrier); // the staging area has been read
 #pragma unroll
-        for (int o = 0; o < STAGING_TOKENS / 8; o += 4) { // rows of 64 bytes, chunks permuted against bank conflicts
+        for (int o = 0; o < STAGING_TOKENS / 8; o += 4) { // rows of 64 bytes, whose chunks are permuted to avoid bank conflicts
             if (from + o * 8 < N) {
                 const int token = o * 8 + lane;
                 store_transposed(e.staging + token * 64 + ((warp ^ (token / 2 % 4)) * 16), packed[o], packed[o + 1], packed[o + 2], packed[o + 3]);
@@ -137,7 +137,7 @@ template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, floa
     }
 }
 
-// down: 64 weight rows are 64 features of y, 128 bytes of a token.
+// Stores y after down. 64 weight rows are 64 features of y, 128 bytes of a token.
 template <int N> __device__ __forceinline__ void store_y(const Epilogue& e, float (&d)[N / 2]) {
     const ExpertdExpertsParams& p = e.p;
     const int thread = thread_here() % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4;

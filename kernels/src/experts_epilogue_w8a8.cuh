@@ -1,8 +1,8 @@
-// From accumulators to h in e4m3 with its scales: activation, routing weight and biases as in experts_epilogue.cuh, rounded to
-// bf16, then quantised.
+// From accumulators to h in e4m3 with scales: activation, routing weight and biases as in experts_epilogue.cuh, then rounding to
+// bf16, then quantisation.
 //
-// A warpgroup has 64 features of each token, in two halves of 64 weight rows. The two warpgroups have 128 together, which share a
-// scale: they meet once for every 64 tokens to find the largest magnitude.
+// A warpgroup computes 64 features of each token, from two halves of 64 weight rows. Both warpgroups together compute 128 features,
+// which share a scale, so they exchange the largest magnitudes once for every 64 tokens.
 #pragma once
 
 #include "experts_epilogue.cuh"
@@ -11,30 +11,30 @@
 
 namespace expertd {
 
-constexpr int MAXIMA_BARRIER = 4; // named barriers of both warpgroups
-constexpr int TURN_BARRIER = 5;   // and 6: the tensor cores are the first's, or the second's
+constexpr int MAXIMA_BARRIER = 4; // named barrier: both warpgroups have written their maxima
+constexpr int TURN_BARRIER = 5;   // named barriers 5 and 6: the turns of the first and the second warpgroup
 
-// What the warpgroups tell each other: the largest magnitudes of up to 64 tokens. There are two sets, used in
-// turn: before one is written again, both warpgroups have met over the other.
+// The largest magnitudes of up to 64 tokens, which the warpgroups exchange. There are two sets, used in turn: before one is written
+// again, both warpgroups have passed the barrier for the other.
 struct Maxima {
     float of[2][STAGING_TOKENS];
 };
 
-// `from`: the warpgroup's first weight row in the segment. `sums` [half][N / 2]: sums of 64 weight rows each. `even` and `odd` are the two sets of
-// maxima, `exchanges` counts the meetings of the warpgroups.
+// Quantises and stores h. `from` is the warpgroup's first weight row in the segment; `sums` [half][N / 2] are the sums of 64 weight
+// rows each; `even` and `odd` are the two sets of maxima; `exchanges` counts the exchanges of maxima.
 template <int N>
 __device__ __forceinline__ void store_h_w8a8(const ExpertdExpertsParams& p, const ExpertdLayerWeights& layer, const Segment& segment,
                                              int from, const float* weights, uint32_t staging, Maxima& even, Maxima& odd,
                                              uint32_t& exchanges, float (&sums)[2][N / 2]) {
-    constexpr int CHUNKS = 8;                             // of 8 features, of a token
-    constexpr int PASSES = STAGING_TOKENS * CHUNKS / 128; // chunks that a thread quantises of 64 tokens
+    constexpr int CHUNKS = 8;                             // chunks of 8 features per token
+    constexpr int PASSES = STAGING_TOKENS * CHUNKS / 128; // chunks of 64 tokens that a thread quantises
     const int thread = thread_here() % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4;
     const int warpgroup = __shfl_sync(0xffffffff, thread_here() / 128, 0), barrier = STAGING_BARRIER + warpgroup;
     const int feature = (segment.row + from) / 2, tokens = segment.tokens;
     const uint32_t own_staging = staging + warpgroup * STAGING_BYTES;
     const Activation activate(p);
     const bool on_input = p.weight_on_input != 0;
-    // What this thread quantises of each token: a chunk of eight features.
+    // The chunk of eight features that this thread quantises of each token.
     const int chunk = thread % CHUNKS, stored = feature + chunk * 8;
     uint8_t* panel = static_cast<uint8_t*>(p.h) + (int64_t(stored / BLOCK_K) * p.panel_rows + segment.panel_row) * BLOCK_K;
     const int64_t scale_row = int64_t(feature / BLOCK_K) * p.panel_rows + segment.panel_row;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_h_w8a8(const ExpertdExpertsParams& p, cons
                 }
             }
 #pragma unroll
-            for (int o = 0; o < STAGING_TOKENS / 8; o += 4) { // a token's chunks, permuted against bank conflicts
+            for (int o = 0; o < STAGING_TOKENS / 8; o += 4) { // a token's chunks, permuted to avoid bank conflicts
                 if (first + o * 8 < N) {
                     const int token = o * 8 + lane, at = half * 4 + warp;
                     const int place = at ^ (token % 8);

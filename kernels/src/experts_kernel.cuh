@@ -1,17 +1,17 @@
-// The expert MLP of one layer on one rank, in one persistent kernel (Hopper; bf16 rows, weights in any Format).
+// The expert MLP of one layer on one rank, in one persistent kernel for Hopper. Rows are bf16 or, with W8A8, FP8.
 //
-// Weights are wgmma's M operand and tokens its N in every regime. One block per SM: two consumer warpgroups (64 or 128
-// weight rows each), one warp that decides what comes next and streams weights, one that streams token rows, two that copy
-// received rows into panels, grouped by expert. Gate_up of all experts comes first, then down; readiness is counted per
-// expert, so a block starts down while others still finish gate_up. Weights wait for nothing: they fill the ring
-// meanwhile and the stream from HBM does not pause.
+// Weights are always wgmma's M operand and tokens its N. Each SM runs one block: two consumer warpgroups (64 or 128 weight rows each),
+// one warp that draws segments and streams weights, one warp that streams token rows, and two warps that copy received rows into
+// panels, grouped by expert. The blocks compute gate_up of all experts first, then down; readiness is counted per expert, so a block
+// starts down while others still finish gate_up. Weights depend on no other data: they fill the ring meanwhile, so the stream from
+// HBM does not pause.
 //
-//   experts_schedule.cuh   which segment next       experts_layout.cuh          where an element lies
-//   experts_plan.cuh       tile shapes              experts_formats.cuh         FP8, MXFP4 to bf16
+//   experts_schedule.cuh   order of segments        experts_layout.cuh          places of elements in memory
+//   experts_plan.cuh       tile shapes              experts_formats.cuh         widening of FP8 and MXFP4 to bf16
 //   experts_producers.cuh  weights and rows         experts_compute.cuh         mainloop, both operands in shared memory
 //   experts_rows.cuh       rows to panels           experts_compute_narrow.cuh  mainloop, weights widened in registers
-//   experts_block.cuh      what all share           experts_compute_w8a8.cuh    mainloop, FP8 products
-//                                                  experts_compute_rows.cuh    the same, many tokens
+//   experts_block.cuh      data of all roles        experts_compute_w8a8.cuh    mainloop, FP8 products
+//                                                   experts_compute_rows.cuh    the same for many tokens
 //   experts_quantise.cuh   e4m3 codes and scales    experts_epilogue.cuh        activation, biases, stores (_w8a8: h in e4m3)
 #pragma once
 
@@ -27,7 +27,7 @@
 
 namespace expertd {
 
-// Which width of wgmma a segment takes: enough columns for its tokens.
+// Computes a segment with the smallest width of wgmma that holds its tokens.
 __device__ __forceinline__ void compute_any(const Block<Bf16>& block, const Segment& segment, int from, bool shared_segment,
                                             const Cursor& slot, Cursor& stage, uint32_t&) {
     const int n = segment.tokens;
@@ -107,7 +107,8 @@ __device__ __forceinline__ void compute_any(const Block<W8a8>& block, const Segm
 #undef EXPERTD_COMPUTE
 }
 
-// High segments are shared by the warpgroups, low ones go to the two in turn: one computes while the other stores.
+// Computes the block's segments, in both consumer warpgroups. The warpgroups share high segments and take low ones in turn, so that
+// one computes while the other stores.
 template <class Format>
 __device__ __forceinline__ void consume(const Block<Format>& block) {
     Shared& shared = block.shared;
@@ -115,7 +116,7 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
     Cursor slot, stage;
     int turn = 0;
     uint32_t turn_parity = 0, exchanges = 0;
-    if (Format::SHARED_SEGMENTS && warpgroup == 1) named_arrive<256>(TURN_BARRIER); // the first turn is the first warpgroup's
+    if (Format::SHARED_SEGMENTS && warpgroup == 1) named_arrive<256>(TURN_BARRIER); // the first warpgroup has the first turn
     while (true) {
         barrier_wait(&shared.segment_full[slot.slot], slot.parity);
         const Segment segment = uniform(shared.segments[slot.slot]);
@@ -123,7 +124,7 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
         const bool shared_segment = block.shared_segment(segment);
         const bool mine = shared_segment || turn == warpgroup;
         if (!shared_segment) turn ^= 1;
-        if (!mine) { // not before the other is through with them: a barrier's parity tells two rounds of the ring apart, not three
+        if (!mine) { // wait until the other warpgroup has read its stages: the parity of a barrier distinguishes only two rounds of the ring
             barrier_wait(&shared.turn[warpgroup ^ 1], turn_parity);
             turn_parity ^= 1;
             stage.advance(block.plan.stages, divide_up(block.k_blocks(segment), block.per_stage(segment)));
@@ -131,7 +132,7 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
             const int from = shared_segment ? warpgroup * (block.plan.block_rows / 2) : 0;
             compute_any(block, segment, from, shared_segment, slot, stage, exchanges);
         }
-        const Segment done = uniform(shared.segments[slot.slot]); // read again: it would hold registers meanwhile
+        const Segment done = uniform(shared.segments[slot.slot]); // read again, because keeping it would occupy registers
         __syncwarp(); // every lane has read the slot
         if (arrives_for_warp()) barrier_arrive(&shared.segment_empty[slot.slot]);
         slot.advance(SEGMENT_SLOTS);
@@ -144,9 +145,9 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
     }
 }
 
-// The last block that needs the counters no more leaves them as the next launch expects them. A block's token warp calls this
-// after its last wait: what is drawn is drawn by then, and counters reach what is waited for only when all have added to
-// them. The last segments are still computed meanwhile.
+// Resets the counters for the next launch, in the last block that calls it. A block's token warp calls this after its last wait. By
+// then the block has drawn all its segments, and all blocks have added to the counters, because the waits only end when they have.
+// The last segments are still being computed at that time.
 __device__ __forceinline__ void finish(const ExpertdExpertsParams& p) {
     const int lane = threadIdx.x % 32;
     uint32_t before = 0;
@@ -186,7 +187,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
         barrier_init(&shared.rows_loaded, COPY_THREADS);
         barrier_init_fence();
     }
-    if (threadIdx.x < sizeof(shared.layer) / sizeof(uint64_t)) { // seen by all after the plan's barriers
+    if (threadIdx.x < sizeof(shared.layer) / sizeof(uint64_t)) { // visible to all threads after make_plan's barriers
         const uint32_t index = p.layer != nullptr ? __ldcg(p.layer) : 0;
         reinterpret_cast<uint64_t*>(&shared.layer)[threadIdx.x] = reinterpret_cast<const uint64_t*>(p.layers + index)[threadIdx.x];
     }
@@ -222,7 +223,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     cluster_sync(); // the other block may still write to this one's shared memory
 }
 
-// Blocks that can be resident at once, in whole clusters: they wait for each other.
+// Number of blocks that can be resident at once, in whole clusters. Blocks wait for each other, so all must be resident.
 template <class Format> int resident_blocks() {
     static const int count = [] {
         cudaLaunchConfig_t config = {};
@@ -236,7 +237,7 @@ template <class Format> int resident_blocks() {
     return count;
 }
 
-// Host functions of one format; experts.cu chooses among them. Returned: cudaError_t.
+// Host functions of one format, which return a cudaError_t. experts.cu chooses among them.
 template <class Format> int setup_format() {
     const cudaError_t status =
         cudaFuncSetAttribute(experts_kernel<Format>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);

@@ -1,4 +1,4 @@
-// The expert kernel of each format, a source of its own each: they compile in parallel. Returned: cudaError_t.
+// The expert kernel of each format, which return a cudaError_t. Each is in its own source file, so that they compile in parallel.
 #pragma once
 
 #include <cuda_runtime.h>

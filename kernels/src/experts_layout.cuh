@@ -1,20 +1,20 @@
-// Where an element of a weight matrix, of x_panels and of h lies, as pure functions of host and device.
+// The places of elements in weight matrices, x_panels and h, as pure functions of host and device.
 //
-// A matrix [rows, k] (k a multiple of 64, rows of 16) is cut into panels of 64 k. Its rows are taken in units of 16, and
-// any run of units of a panel (or of a k block of two panels) is contiguous, so that one plain bulk copy loads any tile
-// height: no tensor maps.
+// A matrix [rows, k], with k a multiple of 64 and rows a multiple of 16, is cut into panels of 64 k, and its rows into units of 16.
+// Consecutive units of a panel (or of a k block of two panels) are contiguous, so one plain bulk copy loads a tile of any height, and
+// no tensor maps are needed.
 //
-// bf16: wgmma reads weights from shared memory. [k / 64][rows][64], 128 bytes per row; in a row the eight 16-byte chunks are
-// permuted by the row number, which is the 128-byte swizzle that wgmma expects. x_panels and h have the same layout.
+// bf16: wgmma reads weights from shared memory. The layout is [k / 64][rows][64], 128 bytes per row. In a row the eight 16-byte chunks
+// are permuted by the row number, which is the 128-byte swizzle that wgmma expects. x_panels and h have the same layout.
 //
-// FP8, MXFP4: wgmma reads weights from registers, widened by the threads that hold them. [ceil(k / 128)][rows / 16][unit]:
-// what a lane needs of a panel stands together in 16-byte chunks, lane beside lane, so a warp reads its unit without bank
-// conflicts; the scales of the unit follow its elements. The bits of a chunk's words are spread such that widening needs
-// few instructions (fp8_word, mxfp4_words). Where k / 64 is odd, the second panel of the last k block is zeros.
+// FP8, MXFP4: wgmma reads weights from registers, after the threads have widened them. The layout is [ceil(k / 128)][rows / 16][unit].
+// In a unit the elements of a panel that a lane needs are together in 16-byte chunks, in the order of lanes, so a warp reads its unit
+// without bank conflicts. The unit's scales follow its elements. The bits of a chunk's words are arranged so that widening needs few
+// instructions (fp8_word, mxfp4_words). If k / 64 is odd, the second panel of the last k block is zeros.
 //
-// W8A8: wgmma reads FP8 weights from shared memory. [ceil(k / 128)][rows][128], 128 bytes per row with the same permutation of
-// chunks as in bf16; behind the rows of each panel stand their scales, f32 [rows]. x_panels and h have the same layout, their
-// scales are arrays of their own. Elements of k behind the last are zeros.
+// W8A8: wgmma reads FP8 weights from shared memory. The layout is [ceil(k / 128)][rows][128], 128 bytes per row, with chunks permuted
+// as in bf16; the scales of a panel's rows, f32 [rows], follow its rows. x_panels and h have the same layout, but their scales are in
+// separate arrays. Elements past the last k are zeros.
 #pragma once
 
 #include <cstdint>
@@ -29,45 +29,45 @@ namespace expertd {
 
 constexpr int PANEL_K = 64;          // elements of k in a panel
 constexpr int PANEL_ROW_BYTES = 128; // bytes of a bf16 row in a panel
-constexpr int SWIZZLE_BYTES = 1024;  // alignment of what wgmma reads from shared memory
-constexpr int UNIT_ROWS = 16;        // rows of a unit: those of one warp in wgmma's M
+constexpr int SWIZZLE_BYTES = 1024;  // alignment of wgmma's operands in shared memory
+constexpr int UNIT_ROWS = 16;        // rows of a unit, which are one warp's rows of wgmma's M
 constexpr int BLOCK_K = 128;         // elements of k in an FP8 or MXFP4 unit, and in a panel of W8A8
 
-// Element (row, k) of a bf16 matrix with `rows` rows.
+// Index of element (row, k) of a bf16 matrix with `rows` rows.
 EXPERTD_HD uint64_t panel_index(uint64_t row, uint64_t k, uint64_t rows) {
     uint64_t panel = k / PANEL_K, chunk = (k % PANEL_K) / 8;
     return (panel * rows + row) * PANEL_K + ((chunk ^ (row % 8)) * 8) + k % 8;
 }
 
-// gate_up: panel row r holds gate (second = false) or up (second = true) of one feature. Eights of gate and up alternate,
-// so that one thread's accumulator fragment holds gate and up of the same feature.
+// The feature of panel row r of gate_up, whose gate (second = false) or up (second = true) the row holds. Eight rows of gate and eight
+// rows of up alternate, so that one thread's accumulator fragment holds gate and up of the same feature.
 EXPERTD_HD int gate_up_feature(int r, bool& second) {
     second = (r % 16) >= 8;
     return (r / 16) * 8 + r % 8;
 }
 
-// down: panel row r holds output feature r.
+// Panel row r of down holds output feature r.
 
-// W8A8: where byte k of a panel's row stands in that row.
+// W8A8: place of byte k of a panel's row in that row.
 EXPERTD_HD uint32_t panel_byte(uint32_t row, uint32_t k) { return ((k / 16 ^ (row % 8)) * 16) | (k % 16); }
-constexpr int W8A8_UNIT_BYTES = UNIT_ROWS * (BLOCK_K + 4); // of 16 rows and one panel, scales included
+constexpr int W8A8_UNIT_BYTES = UNIT_ROWS * (BLOCK_K + 4); // bytes of 16 rows of one panel with their scales
 
 // ---- wgmma's A operand in registers ----
 //
-// For every 16 k (a step), lane l holds eight elements: pairs 0 ... 3, of which pair j is row l / 4 + 8 (j % 2) of the unit,
+// Of each step of 16 k, lane l holds eight elements in pairs 0 to 3: pair j is row l / 4 + 8 (j % 2) of the unit and
 // k = 2 (l % 4) + 8 (j / 2) + {0, 1} of the step.
 EXPERTD_HD int fragment_row(int lane, int pair) { return lane / 4 + 8 * (pair % 2); }
 EXPERTD_HD int fragment_k(int lane, int step, int pair) { return 16 * step + 2 * (lane % 4) + 8 * (pair / 2); }
 
 // ---- FP8 e4m3: 2048 bytes of elements, [2 panels][2 halves][32 lanes][4 words], then f32 [8][2] scales ----
 //
-// The scale of row l / 4 + 8 i over these 128 k is number [l / 4][i]. Half h of a panel holds its steps 2h and 2h + 1, a
-// step two words: pairs 0 and 1, pairs 2 and 3.
+// The scale of row l / 4 + 8 i over these 128 k is at [l / 4][i]. Half h of a panel holds steps 2h and 2h + 1. A step has two words:
+// pairs 0 and 1, then pairs 2 and 3.
 constexpr int FP8_ELEMENT_BYTES = UNIT_ROWS * BLOCK_K;
 constexpr int FP8_UNIT_BYTES = FP8_ELEMENT_BYTES + UNIT_ROWS * 4;
 
-// The even pair of a word stands where bf16 has its sign, the low four exponent bits and the upper three of the mantissa;
-// the odd pair fills the gaps: four bits where they come right when rotated by 4, three when shifted by 4.
+// The bits of a word's even pair are at bf16's sign, low four exponent bits and upper three mantissa bits. The odd pair fills the
+// gaps: four bits reach their places by a rotation by 4, three by a shift by 4.
 EXPERTD_HD uint32_t fp8_word(const uint8_t even[2], const uint8_t odd[2]) {
     uint32_t word = 0;
     for (int half = 0; half < 2; half++) {
@@ -81,14 +81,14 @@ EXPERTD_HD uint32_t fp8_word(const uint8_t even[2], const uint8_t odd[2]) {
 
 // ---- MXFP4: 1024 bytes of elements, [2 panels][32 lanes][4 words], then [8][2][4] exponents ----
 //
-// The exponent of 32 k number i of row l / 4 + 8 j is number [l / 4][j][i], as the exponent field of a bf16 multiplier.
-// Two words hold two steps, which are one block of 32 k: pair p of step s is number 4 s + p of eight pairs.
+// The exponent of the i-th 32 k of row l / 4 + 8 j is at [l / 4][j][i], as the exponent field of a bf16 multiplier. Two words hold two
+// steps, which are one block of 32 k: pair p of step s is pair 4 s + p of eight.
 constexpr int MXFP4_ELEMENT_BYTES = UNIT_ROWS * BLOCK_K / 2;
 constexpr int MXFP4_UNIT_BYTES = MXFP4_ELEMENT_BYTES + UNIT_ROWS * 4;
 
-// In bf16, sign, two exponent bits and one of the mantissa of e2m1 belong to bits 15 and 8 ... 6 of each half. Pairs 0 to 2
-// come there from the first word rotated right by 0, 4, 10, pairs 3 to 5 from the second; the bits that are left in both
-// words (MXFP4_LEFT) make a third word, when the second is rotated left by 2, that gives pairs 6 and 7 rotated by 8 and 14.
+// In bf16, the sign, two exponent bits and one mantissa bit of e2m1 are bits 15 and 8 to 6 of each half. Rotations of the first word
+// to the right by 0, 4 and 10 bring pairs 0 to 2 there, the same rotations of the second word pairs 3 to 5. The remaining bits of both
+// words (MXFP4_LEFT), the second rotated left by 2, form a third word; its rotations by 8 and 14 give pairs 6 and 7.
 constexpr uint32_t MXFP4_LEFT = 0x60306030;
 constexpr int MXFP4_LEFT_ROTATION = 2;
 EXPERTD_HD int mxfp4_rotation(int pair) {
@@ -115,9 +115,9 @@ EXPERTD_HD void mxfp4_words(const uint8_t codes[8][2], uint32_t words[2]) {
     }
 }
 
-// Widening puts e2m1 behind a bf16 exponent that is 126 too low; the multiplier makes up for it and carries the scale
-// 2^(code - 127): exponent field code + 126 - offset, with the row's offset for scales that bf16 cannot carry.
-constexpr int MXFP4_LARGEST = 128; // largest code without an offset
+// Widening turns e2m1 into a bf16 value whose exponent is 126 too low. The multiplier corrects that and contains the scale
+// 2^(code - 127): its exponent field is code + 126 - offset. Rows with scales that bf16 cannot represent have an offset.
+constexpr int MXFP4_LARGEST = 128; // largest code that needs no offset
 EXPERTD_HD uint8_t mxfp4_multiplier(int code, int offset) {
     const int field = code + 126 - offset;
     return uint8_t(field < 0 ? 0 : field);

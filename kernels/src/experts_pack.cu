@@ -9,7 +9,7 @@ namespace {
 
 constexpr int PACK_THREADS = 256;
 
-// One thread per 16-byte chunk of the destination.
+// Each thread writes one 16-byte chunk of the destination at a time.
 __global__ void pack_kernel(const ExpertdPackParams p, int rows, int k) {
     const uint64_t chunks_per_expert = uint64_t(rows) * (k / 8);
     const uint64_t total = chunks_per_expert * p.experts;

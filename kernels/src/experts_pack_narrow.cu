@@ -1,8 +1,8 @@
 // Rewrites row-major FP8 and MXFP4 checkpoint weights into the units and panels of experts_layout.cuh.
 //
-// A warp makes the units of 16 rows, k block after k block; every lane gathers what it will hold in the expert kernel. What
-// is not a number shows in the row's scale: the kernel widens the two NaN codes of e4m3 to ±480, and the NaN exponent of
-// e8m0 to some power of two.
+// A warp writes the units of 16 rows, one k block after the other; each lane gathers the elements that it will hold in the expert
+// kernel. The scale of a row that contains a NaN becomes NaN, because the expert kernel widens the two NaN codes of e4m3 to ±480 and
+// the NaN exponent of e8m0 to some power of two.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -15,11 +15,11 @@ namespace {
 
 constexpr int PACK_WARPS = 8;
 
-// The two rows of a lane, l / 4 and l / 4 + 8 of its unit, in the source.
+// The two rows of lane l in the source: rows l / 4 and l / 4 + 8 of its unit.
 struct Rows {
     const uint8_t* codes[2];
     const uint8_t* scales[2];
-    int index[2]; // in row_scales
+    int index[2]; // index in row_scales
 };
 
 __device__ Rows find_rows(const ExpertdPackNarrowParams& p, int unit, int lane, int code_bytes, int scale_bytes) {
@@ -62,7 +62,7 @@ __device__ void pack_fp8(const ExpertdPackNarrowParams& p, int unit, int units, 
                     codes[pair][i] = code;
                 }
             }
-            // Two steps to a chunk of 16 bytes, two chunks of every lane to a panel.
+            // A chunk of 16 bytes holds two steps; a lane has two chunks of a panel.
             uint32_t* words = reinterpret_cast<uint32_t*>(out + step / 2 * 512 + lane * 16) + step % 2 * 2;
             words[0] = fp8_word(codes[0], codes[1]);
             words[1] = fp8_word(codes[2], codes[3]);
@@ -75,7 +75,7 @@ __device__ void pack_fp8(const ExpertdPackNarrowParams& p, int unit, int units, 
     for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], lane, quad_max(nan[i]) != 0, 0);
 }
 
-// Rows of 128 bytes, whose chunks are permuted, and behind all rows of a panel their scales.
+// Writes rows of 128 bytes, whose chunks are permuted; the scales of a panel's rows follow all its rows.
 __device__ void pack_w8a8(const ExpertdPackNarrowParams& p, int unit, int units, int lane, int k) {
     const int blocks = (k + BLOCK_K - 1) / BLOCK_K;
     const uint64_t rows_all = uint64_t(units) * UNIT_ROWS;
@@ -117,7 +117,7 @@ __device__ void pack_mxfp4(const ExpertdPackNarrowParams& p, int unit, int units
         uint8_t* out = static_cast<uint8_t*>(p.units) + (uint64_t(block) * units + unit) * MXFP4_UNIT_BYTES;
         for (int panel = 0; panel < 2; panel++) {
             uint32_t words[4];
-            for (int half = 0; half < 2; half++) { // 32 k each
+            for (int half = 0; half < 2; half++) { // each half is 32 k
                 uint8_t codes[8][2];
                 for (int pair = 0; pair < 8; pair++) {
                     const int step = panel * 4 + half * 2 + pair / 4;
@@ -130,7 +130,7 @@ __device__ void pack_mxfp4(const ExpertdPackNarrowParams& p, int unit, int units
             }
             *reinterpret_cast<uint4*>(out + panel * 512 + lane * 16) = make_uint4(words[0], words[1], words[2], words[3]);
         }
-        for (int i = 0; i < 2; i++) { // lane % 4 is the number of the 32 k
+        for (int i = 0; i < 2; i++) { // lane % 4 is the index of the 32 k in the k block
             const int group = block * (BLOCK_K / 32) + lane % 4;
             const int code = group < k / 32 ? rows.scales[i][group] : 0;
             out[MXFP4_ELEMENT_BYTES + lane / 4 * 8 + i * 4 + lane % 4] = mxfp4_multiplier(code, offset[i]);

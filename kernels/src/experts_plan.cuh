@@ -1,11 +1,11 @@
-// Counts of the step to a plan: prefix sums over experts, tile shapes, pipeline depth.
+// Makes the plan of a step from its counts: prefix sums over experts, tile shapes, pipeline depth.
 #pragma once
 
 #include "experts_block.cuh"
 
 namespace expertd {
 
-// Prefix sums over experts and the plan that follows from them. All threads; two experts per thread.
+// Computes the prefix sums over experts and the plan that follows from them. All threads must call it; each handles two experts.
 template <class Format>
 __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared& shared) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -39,7 +39,7 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
 
     plan.late_draw = W8A8;
     plan.share_weights = W8A8 && !plan.token_rows && (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS : shares_weights(shared.longest, Format::MAX_TOKENS));
-    // Tiles of an expert, an even number of them where two blocks take them at once.
+    // Token tiles of an expert; an even number if a pair computes two at once.
     const int step = plan.share_weights ? 2 : 1;
     const int tiles[2] = {divide_up(count[0], plan.tile_tokens * step) * step, divide_up(count[1], plan.tile_tokens * step) * step};
     const int rows[2] = {round_up_8(count[0]), round_up_8(count[1])};

@@ -1,4 +1,4 @@
-// The two streams of the expert kernel: weights, and token rows (x for gate_up, h for down).
+// The producers of the expert kernel, which stream weights and token rows (x for gate_up, h for down) to shared memory.
 #pragma once
 
 #include "experts_block.cuh"
@@ -6,16 +6,16 @@
 
 namespace expertd {
 
-// One thread: draws the block's segments and streams their weights. It runs as far ahead as the ring allows.
+// Draws the block's segments and streams their weights as far ahead as the ring allows. One thread runs this.
 template <class Format>
 __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
     const ExpertdExpertsParams& p = block.p;
     Shared& shared = block.shared;
     Scheduler scheduler(p, shared.tables, block.plan, shared.drawn);
-    Cursor slot, stage, landing; // landing: the oldest stage that is under way, of paced ones
+    Cursor slot, stage, landing; // landing: the oldest paced stage that is under way
     int under_way = 0;
     const uint64_t once = policy_evict_first(), again = policy_evict_normal();
-    // Rows first: behind 200 KB of weights per SM in the memory system they would be late, and every block waits for them.
+    // Load rows first: every block waits for rows, and after 200 KB of weights per SM in the memory system they would be late.
     barrier_wait(&shared.rows_loaded, 0);
     bool more = true;
     while (more) {
@@ -30,24 +30,24 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
 
         const int all_rows = segment.phase == 0 ? 2 * p.inter : p.hidden;
         const int blocks = block.k_blocks(segment), per_stage = block.per_stage(segment);
-        const int64_t elements = int64_t(all_rows / UNIT_ROWS) * Format::UNIT_BYTES; // of all rows of a k block
+        const int64_t elements = int64_t(all_rows / UNIT_ROWS) * Format::UNIT_BYTES; // bytes of all rows of a k block, without scales
         const int64_t block_bytes = elements + int64_t(all_rows / UNIT_ROWS) * Format::UNIT_SCALE_BYTES;
         const char* source = static_cast<const char*>(segment.phase == 0 ? block.layer.gate_up : block.layer.down) +
                              int64_t(segment.expert) * blocks * block_bytes + int64_t(segment.row / UNIT_ROWS) * Format::UNIT_BYTES;
         const uint32_t bytes = segment.rows / UNIT_ROWS * Format::UNIT_BYTES;
         const uint32_t scale_bytes = segment.rows / UNIT_ROWS * Format::UNIT_SCALE_BYTES;
-        // From a row's elements to its scale.
+        // Distance from the elements of the segment's rows to their scales.
         const int64_t to_scales = elements - int64_t(segment.row / UNIT_ROWS) * (Format::UNIT_BYTES - Format::UNIT_SCALE_BYTES);
         const int* tile = &shared.tables.tile[segment.expert];
         const bool sharing = Format::UNIT_SCALE_BYTES != 0 && block.plan.share_weights;
-        const uint64_t policy = tile[1] - tile[0] == (sharing ? 2 : 1) ? once : again; // is there another token tile for these rows?
-        // Where a pair shares weights, each block brings half of the segment's rows for both.
+        const uint64_t policy = tile[1] - tile[0] == (sharing ? 2 : 1) ? once : again; // keep the rows in L2 only if another token tile needs them
+        // If a pair shares weights, each block loads half of the segment's rows for both blocks.
         const uint32_t half = segment.rows / 2 / UNIT_ROWS * UNIT_ROWS, mine_from = blockIdx.x % 2 == 0 ? 0 : half;
         const uint32_t mine = blockIdx.x % 2 == 0 ? half : segment.rows - half;
         for (int k = 0; k < blocks; k += per_stage) {
             const int here = min(per_stage, blocks - k);
             barrier_wait(sharing ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
-            // What threads have read of the stage before they handed it back comes before the copies that fill it again.
+            // Order the threads' reads of the stage before the copies that fill it again.
             if (Format::THREADS_READ) fence_shared_proxy();
             uint64_t* arrived = &shared.full[stage.slot];
             if (block.paced()) {
@@ -81,7 +81,8 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
     let_next_kernel_start();
 }
 
-// One warp: routing weights of each segment; its first lane streams token rows: x for gate_up, h for down.
+// Loads each segment's routing weights and streams its token rows: x for gate_up, h for down. One warp runs this; its first lane
+// streams the rows.
 template <class Format>
 __device__ __forceinline__ void produce_tokens(const Block<Format>& block) {
     const ExpertdExpertsParams& p = block.p;
@@ -115,12 +116,12 @@ __device__ __forceinline__ void produce_tokens(const Block<Format>& block) {
             const uint32_t bytes = round_up_8(segment.tokens) * PANEL_ROW_BYTES;
             const char* source = static_cast<const char*>(segment.phase == 0 ? p.x_panels : p.h) + int64_t(segment.panel_row) * PANEL_ROW_BYTES;
             constexpr bool SCALED = Format::SCALE_STAGE_BYTES != 0;
-            // In a pair, the first block brings the first half of the tokens for both, the second block the second half.
+            // In a pair, the first block loads the first half of the tokens for both blocks, the second block the second half.
             const bool sharing = block.plan.pairs && !(SCALED && block.plan.share_weights);
             const uint32_t half = (bytes / 2 + 1023) / 1024 * 1024;
             const uint32_t mine_from = sharing && blockIdx.x % 2 == 1 ? half : 0;
             const uint32_t mine = !sharing ? bytes : mine_from == 0 ? half : bytes - half;
-            // W8A8: a scale of each token and panel.
+            // W8A8: one scale per token and panel.
             const uint32_t scale_bytes = SCALED ? bytes / PANEL_ROW_BYTES * 4 : 0;
             const float* scale_source = (segment.phase == 0 ? p.x_scales : p.h_scales) + segment.panel_row;
             for (int panel = 0; panel < panels; panel += per_stage) {

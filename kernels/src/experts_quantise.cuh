@@ -1,9 +1,8 @@
-// Quantisation to e4m3, the same for rows where they come from, for x and for h.
+// Quantisation to e4m3, which is the same for rows at the sending rank, for x and for h.
 //
-// A group of elements shares the scale s = largest magnitude / 448, which is rounded up to a power of two where the checkpoint
-// wants that; a code is element * (1 / s), rounded to nearest even. An element that is not a number stays one, and in a group with
-// an infinity no element is a number or all others are zero. Groups of zeros, and magnitudes below 2^-100, have the scale
-// 2^-100 / 448.
+// A group of elements shares the scale s = largest magnitude / 448, rounded up to a power of two if the checkpoint asks for it. A code
+// is element * (1 / s), rounded to nearest even. A NaN stays NaN. In a group with an infinity, either all elements become NaN or all
+// finite elements become zero. Groups whose largest magnitude is below 2^-100 have the scale 2^-100 / 448.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +24,7 @@ __device__ __forceinline__ GroupScale group_scale(float largest, bool power_of_t
     return {scale, __frcp_rn(scale)};
 }
 
-// Values to codes, the first in the low byte.
+// Converts two, or four, values to codes, the first in the low byte.
 __device__ __forceinline__ uint16_t pack_2_e4m3(float a, float b) {
     uint16_t codes;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
@@ -39,7 +38,7 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
 __device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
-// The largest magnitude of eight bf16; what is not a number counts as nothing.
+// The largest magnitude of eight bf16. NaNs are ignored.
 __device__ __forceinline__ float largest_of(const uint4& v) {
     uint32_t largest = 0;
     const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
@@ -50,7 +49,7 @@ __device__ __forceinline__ float largest_of(const uint4& v) {
     return fmaxf(low_bf16(largest), high_bf16(largest));
 }
 
-// Eight bf16 to eight codes.
+// Converts eight bf16 to eight codes.
 __device__ __forceinline__ uint2 quantise(const uint4& v, float inverse) {
     return make_uint2(pack_e4m3(low_bf16(v.x) * inverse, high_bf16(v.x) * inverse, low_bf16(v.y) * inverse, high_bf16(v.y) * inverse),
                       pack_e4m3(low_bf16(v.z) * inverse, high_bf16(v.z) * inverse, low_bf16(v.w) * inverse, high_bf16(v.w) * inverse));

@@ -1,4 +1,4 @@
-// Received rows to panels: the part of the expert kernel that gathers.
+// Copies of received rows into panels, grouped by expert.
 #pragma once
 
 #include "experts_block.cuh"
@@ -14,14 +14,14 @@ __device__ __forceinline__ int copy_slices(const ExpertdExpertsParams& p) {
     return divide_up(p.hidden, COPY_PANELS * PANEL_K);
 }
 
-// What eight threads copy together: panels `first` to `end` (of 64 elements) of a row at `source`, to `row` of the panels. They
-// call `loaded` once their first loads have arrived.
+// The part of a row that eight threads copy together: panels `first` up to but not including `end` (64 elements each) of the row at
+// `source`, to row `row` of the panels. The copying functions call `loaded` once their first loads have arrived.
 struct Piece {
     const char* source;
     int row, first, end;
 };
 
-// Rows in bf16 to panels in bf16.
+// Copies rows in bf16 to panels in bf16.
 template <class Format, class Loaded>
 __device__ __forceinline__ void copy_piece(const ExpertdExpertsParams& p, const Piece& piece, int chunk, Constant<0>, Loaded loaded) {
     const uint4* source = reinterpret_cast<const uint4*>(piece.source) + chunk;
@@ -40,8 +40,8 @@ __device__ __forceinline__ void copy_piece(const ExpertdExpertsParams& p, const 
     }
 }
 
-// Rows in bf16, quantised, or in e4m3 to panels in e4m3, each of which is two panels of bf16. The eight threads of a row stand
-// side by side in a warp; all of them come here, or none.
+// Copies rows in e4m3, or quantises rows in bf16, to panels in e4m3, each of which is two panels of bf16. The eight threads of a row
+// are neighbours in a warp, and all eight must call it.
 template <class Format, class Loaded>
 __device__ __forceinline__ void copy_piece(const ExpertdExpertsParams& p, const Piece& piece, int chunk, Constant<1>, Loaded loaded) {
     constexpr int BATCH = 4;
@@ -98,8 +98,9 @@ __device__ __forceinline__ void copy_piece(const ExpertdExpertsParams& p, const 
     }
 }
 
-// Two warps: copy received rows into panels, one contiguous run of rows per expert, in the order of need. All blocks
-// share the pieces evenly; while the tensor cores work on the first experts, later ones are copied.
+// Copies received rows into panels, where the rows of an expert are contiguous, in the order in which experts are computed. All
+// blocks share the pieces evenly. The rows of later experts are copied while the tensor cores compute the first ones. Two warps run
+// this.
 template <class Format>
 __device__ __forceinline__ void copy_rows(const Block<Format>& block) {
     const ExpertdExpertsParams& p = block.p;
@@ -109,7 +110,7 @@ __device__ __forceinline__ void copy_rows(const Block<Format>& block) {
     const int64_t pieces = int64_t(tables.row[p.experts] / 8) * slices;
     int expert = 0;
     bool arrived = false;
-    auto loaded = [&] { // the block's first rows are there
+    auto loaded = [&] { // the block's first rows have arrived
         if (!arrived) barrier_arrive(&block.shared.rows_loaded);
         arrived = true;
     };

@@ -1,23 +1,24 @@
-// Work division of the expert kernel: which output tile a block computes next, from counts on the device.
+// Division of the expert kernel's work: which output tile a block computes next, derived from the counts on the device.
 //
 // The tokens of an expert (wgmma's N) are cut into near-equal tiles of at most Plan::tile_tokens. A segment is one token
-// tile times Plan::rows weight rows (wgmma's M), over the whole k. Phase 0 is gate_up, phase 1 down. Blocks draw segments
-// from a counter, all of phase 0 first, ordered so that those in flight share token and weight rows in L2. Drawing
-// evens out what differs between SMs; low segments keep the tail short when few experts are active.
+// tile times Plan::rows weight rows (wgmma's M), over the whole k. Phase 0 is gate_up, phase 1 is down. Blocks draw segments
+// from a counter, first all of phase 0, in an order in which segments in flight share token and weight rows in L2. Drawing
+// balances differences between SMs. Low segments keep the tail short when few experts are active.
 //
-// With wide token tiles and long k the blocks work in pairs (clusters of two): both draw the same segment of twice the height, each
-// has half of its weight rows, and each brings half of the tokens for both. That saves a third of the reads from L2.
-// Pairs take every n-th segment instead of drawing, so that both blocks know the next one without a word.
+// With wide token tiles and long k the blocks work in pairs (clusters of two): both blocks work on the same segment of twice the
+// height, each computes half of its weight rows, and each loads half of the tokens for both. That saves a third of the reads from L2.
+// Pairs take every n-th segment instead of drawing, so that both blocks know the next one without communication.
 //
-// Few wide experts with few tokens also go to pairs, for the sake of weights: what the two blocks read at a time lies
-// together in memory, also where low segments give every SM some of down. There each warpgroup has segments of its own.
+// Pairs also compute few wide experts with few tokens. There low segments give every SM a part of down, and in pairs the weights
+// that the two blocks read at a time are still contiguous in memory. Each warpgroup has segments of its own in this case.
 //
-// Pairs of W8A8 share weights instead: both blocks compute the same weight rows, each for a token tile of its own, and each brings
-// half of the rows for both. The first block draws, when it needs a segment and not before: those who share weights then
-// start together, and find them in L2. With many tokens an expert's tiles are not near-equal but full ones and a last one, because
-// tokens are wgmma's M there, which comes in 64.
+// Pairs of W8A8 share weights instead: both blocks compute the same weight rows, each for its own token tile, and each loads half of
+// the rows for both. The first block draws a segment only when it needs one, so that pairs with the same weights start together and
+// find them in L2.
 //
-// No segment splits k, so the bits of a row depend neither on the division of work nor on the rows beside it.
+// With many tokens per expert, W8A8 takes tokens as wgmma's M. Tiles are then full, except an expert's last one, because M comes in 64.
+//
+// No segment splits k, so the bits of a row depend neither on the division of work nor on other rows.
 #pragma once
 
 #include "experts.h"
@@ -27,35 +28,35 @@
 
 namespace expertd {
 
-constexpr int TILE_ROWS = 128;       // weight rows of a segment: 64 per consumer warpgroup; UNIT_ROWS: fewest
+constexpr int TILE_ROWS = 128;       // weight rows of a usual segment, 64 per consumer warpgroup
 constexpr int TALL_ROWS = 256;       // weight rows of a tall segment, 128 per consumer warpgroup, which halves the reads of
 constexpr int TALL_TOKENS = 144;     // tokens from L2; its token tiles are no wider than this (registers)
-constexpr int TALL_MEAN = 272;       // experts have at most this many tokens, in two tiles, on average, and
-constexpr int TALL_SEGMENTS = 5;     // every two SMs get this many tall segments of down
+constexpr int TALL_MEAN = 272;       // tall segments need experts of at most this many tokens (two tiles) on average, and
+constexpr int TALL_SEGMENTS = 5;     // this many tall segments of down for every two SMs
 constexpr int MAX_TILE_TOKENS = 256; // widest wgmma
 constexpr int TOKEN_TILE_GROUP = 8;  // token tiles that share weight rows while these are in L2
-constexpr int LOW_ROWS = 64;         // weight rows of a segment when there are few experts, and
-constexpr int LOW_SEGMENT_TOKENS = 32; // token tiles are no wider than this
+constexpr int LOW_ROWS = 64;         // weight rows of a low segment, used if there are few experts and
+constexpr int LOW_SEGMENT_TOKENS = 32; // token tiles are at most this wide
 
 constexpr int PAIR_ROWS = 256;       // weight rows of a segment that the two blocks of a cluster share, half each
-constexpr int PAIR_TOKENS = 64;      // pairs work together when token tiles may be wider than this and every k is
-constexpr int PAIR_K = 2048;         // at least this long; else the coarser division costs more than L2 traffic does
-constexpr int ROW_TILE_TOKENS = 128; // W8A8: where tokens are wgmma's M, a tile has as many (the last of an expert fewer), when
+constexpr int PAIR_TOKENS = 64;      // blocks work in pairs if token tiles are wider than this and every k is
+constexpr int PAIR_K = 2048;         // at least this long; otherwise the coarser division costs more than it saves in L2
+constexpr int DRAWN_SLOTS = 16;      // more than MAX_STAGES, the most segments by which a pair's first block can be ahead of the second
+
+constexpr int ROW_TILE_TOKENS = 128; // W8A8: tokens of a full tile if tokens are wgmma's M, which they are if
 constexpr int ROW_TILE_MEAN = 160;   // experts have at least this many tokens on average
-constexpr int ROW_TILE_LEAST = 80;   // tiles of no more tokens take weights as M
+constexpr int ROW_TILE_LEAST = 80;   // tiles of at most this many tokens keep weights as M
 
-constexpr int DRAWN_SLOTS = 16;      // more segments than the first block of a pair can be ahead of the second, which is MAX_STAGES
-
-constexpr int WIDE_TOKENS = 64; // pairs in turn: token tiles are no wider than this, every k is at least
-constexpr int WIDE_K = 4096;    // this long, and down has no more strips of TILE_ROWS than there are SMs
+constexpr int WIDE_TOKENS = 64; // pairs whose warpgroups take turns: token tiles are at most this wide, every k is at least
+constexpr int WIDE_K = 4096;    // this long, and down has at most one strip of TILE_ROWS per SM
 
 constexpr int RING_BYTES = 200 * 1024;
 constexpr int MAX_STAGES = 12;
-constexpr int PACED_BYTES = 64 * 1024; // weights that a block has under way at once where tiles are narrow, and
-constexpr int PACED_WEIGHTS = 2500000; // an SM has no more weights than this to read in the whole step
+constexpr int PACED_BYTES = 64 * 1024; // bytes of weights that a block has under way at once if tiles are narrow and
+constexpr int PACED_WEIGHTS = 2500000; // an SM reads at most this many bytes of weights in the whole step
 
-// Words of ExpertdExpertsParams::state, apart from each other: segment counter, blocks that are done, then per expert
-// the weight rows of gate_up that are done (in units of 16, times token tiles) and the pieces of x_panels.
+// Word indices in ExpertdExpertsParams::state, spaced apart: the segment counter (0), the number of finished blocks, then per expert
+// the finished weight rows of gate_up (in units of 16, times token tiles), and per expert the finished pieces of x_panels.
 constexpr int STATE_DONE = 32;
 constexpr int STATE_READY = 64;
 
@@ -69,14 +70,14 @@ struct Tables {
 struct Plan {
     int tile_tokens;
     int stages;
-    int tiles;      // token tiles of all experts
-    int up_rows, down_rows; // weight rows that a block takes of a segment, by phase
-    int block_rows; // no more than this: TILE_ROWS or TALL_ROWS
+    int tiles;      // number of token tiles of all experts
+    int up_rows, down_rows; // weight rows of a segment that a block computes, by phase
+    int block_rows; // upper limit of both: TILE_ROWS or TALL_ROWS
     bool pairs;     // two blocks share each segment
-    bool late_draw; // segments are drawn when they are needed, not one ahead
-    bool token_rows; // W8A8: tokens are wgmma's M, except in tiles with few
+    bool late_draw; // segments are drawn when they are needed and not one ahead
+    bool token_rows; // W8A8: tokens are wgmma's M, except in small tiles
     bool share_weights; // pairs of W8A8: the two blocks have the same weight rows and neighbouring token tiles
-    bool in_turn;   // each segment of a block is one warpgroup's, not only low ones
+    bool in_turn;   // each segment of a block is computed by one warpgroup, even if it is not low
     bool paced;     // see PACED_BYTES
 
     __device__ __forceinline__ int rows(int phase) const { return phase == 0 ? up_rows : down_rows; }
@@ -89,12 +90,13 @@ template <class Format> __device__ __forceinline__ constexpr int stage_weight_by
     return block_rows / UNIT_ROWS * Format::UNIT_BYTES;
 }
 template <class Format> __device__ __forceinline__ int stage_token_bytes(int tile_tokens) {
-    return tile_tokens * PANEL_ROW_BYTES * Format::BLOCK_PANELS; // scales stand apart
+    return tile_tokens * PANEL_ROW_BYTES * Format::BLOCK_PANELS; // without scales, which have a ring of their own
 }
 
+// Bytes of a pipeline stage if tokens are wgmma's M.
 constexpr int ROW_STAGE_BYTES = stage_weight_bytes<W8a8>(TALL_ROWS) + ROW_TILE_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES;
 
-// Token stages follow the weight stages, at a multiple of SWIZZLE_BYTES.
+// Bytes of the weight ring. Token stages follow it at a multiple of SWIZZLE_BYTES.
 template <class Format> __device__ __forceinline__ int weight_ring_bytes(const Plan& plan) {
     return (plan.stages * stage_weight_bytes<Format>(plan.block_rows) + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES;
 }
@@ -107,22 +109,23 @@ template <class Format> __device__ __forceinline__ int stages_for(int tile_token
     return min(MAX_STAGES, (RING_BYTES - LOST) / (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens) + Format::SCALE_STAGE_BYTES));
 }
 
-// Weights are read from memory once however few tokens an expert has; tall segments then save reads from L2, which is
-// what holds a few hundred tokens per expert back. With more, wide token tiles read no more, and with less segments than
-// that, SMs would be idle. `longest`: of the experts' token counts.
+// Whether segments are tall. They save reads of tokens from L2, which limit steps of a few hundred tokens per expert. With more
+// tokens, wide token tiles read no more than tall segments do; with too few tall segments, SMs would be idle. `longest` is the largest
+// token count of an expert, `active` the number of experts with tokens, `all` the number of their tokens.
 template <class Format> __device__ __forceinline__ bool tall_segments(const ExpertdExpertsParams& p, int longest, int active, int all) {
     if (!Format::HALVES || longest <= LOW_SEGMENT_TOKENS || all > TALL_MEAN * active) return false;
     const int tiles = active * (2 * all > TALL_MEAN * active ? 2 : 1);
     return 2 * tiles * (p.hidden / TALL_ROWS) >= TALL_SEGMENTS * int(gridDim.x);
 }
 
-// W8A8: many tokens, as wgmma's M, are multiplied faster than as its N, if weights share their scales.
+// W8A8: whether tokens are wgmma's M, which is faster for many tokens. It requires that 128 neighbouring weight rows share their scales.
 __device__ __forceinline__ bool tokens_as_rows(const ExpertdExpertsParams& p, const ExpertdLayerWeights& layer, int active, int all) {
     if (layer.block_scales == 0 || (p.tile_rows != 0 && p.tile_rows != EXPERTD_TILE_TOKEN_ROWS)) return false;
     return p.tile_rows == EXPERTD_TILE_TOKEN_ROWS || (p.tile_tokens == 0 && all >= ROW_TILE_MEAN * active && active > 0);
 }
 
-// W8A8: two token tiles are a pair's; with more, an even number of them costs more than L2 saves, and with one, halves of it do.
+// W8A8: whether pairs share weights, which pays off for two token tiles per expert. With more tiles, rounding their number up to an
+// even one costs more than is saved in L2; with one, halving it does.
 __device__ __forceinline__ bool shares_weights(int longest, int tile_tokens) {
     return longest > tile_tokens && longest <= 2 * tile_tokens;
 }
@@ -146,43 +149,43 @@ template <class Format> __device__ __forceinline__ int tile_tokens_for(int longe
     return min(tile, Format::MAX_TOKENS);
 }
 
-// Lower segments spread few strips over all SMs and shorten the tail, but each costs the tensor cores as much as a whole
-// one and brings its own copy of the tokens.
+// Weight rows of a segment. Low segments spread few strips over all SMs and shorten the tail, but each takes the tensor cores as long
+// as a full one and loads its own copy of the tokens.
 __device__ __forceinline__ int segment_rows_for(int weight_rows, const Plan& plan) {
     const int64_t segments = int64_t(plan.tiles) * divide_up(weight_rows, TILE_ROWS);
     if (plan.pairs || plan.block_rows == TALL_ROWS) return plan.block_rows;
     return plan.tile_tokens <= LOW_SEGMENT_TOKENS && segments * 4 < 7 * int64_t(gridDim.x) ? LOW_ROWS : TILE_ROWS;
 }
 
-// The height at which the last wave of the pairs' segments is full, or nearly.
+// The segment height with which the last wave of the pairs' segments is full or nearly full.
 __device__ __forceinline__ int level_rows(int weight_rows, int tiles) {
     int best = TILE_ROWS, least = INT32_MAX;
     for (int rows = TILE_ROWS; rows > TILE_ROWS * 2 / 3; rows -= UNIT_ROWS) {
         const int waves = divide_up(tiles * divide_up(weight_rows, 2 * rows), int(gridDim.x) / 2);
-        const int cost = waves * (rows + UNIT_ROWS); // what a segment costs beside its rows, in rows
+        const int cost = waves * (rows + UNIT_ROWS); // UNIT_ROWS is the fixed cost of a segment, in rows
         if (cost < least) best = rows, least = cost;
     }
     return best;
 }
 
 struct alignas(16) Segment {
-    int32_t phase;  // 0, 1; 2 ends the block
+    int32_t phase;  // 0: gate_up, 1: down, 2: no more segments
     int32_t expert;
     int32_t first;  // first assignment
-    int32_t tokens; // 1 ... tile_tokens
+    int32_t tokens; // number of tokens, 1 to tile_tokens
     int32_t panel_row; // row of the first assignment in x_panels and h, a multiple of 8
     int32_t row;    // first weight row, a multiple of 16
-    int32_t rows;   // 16 ... 256; in a pair 0 ... 128, W8A8 0 ... 256
+    int32_t rows;   // number of weight rows, 16 to 256; in a pair 0 to 128, in one of W8A8 0 to 256
     int32_t unused;
 };
 
-// k blocks that share a pipeline stage: low segments would otherwise leave too few bytes in flight.
+// Number of k blocks in a pipeline stage: several for low segments, which would otherwise leave too few bytes in flight.
 __device__ __forceinline__ int blocks_per_stage(int rows, int tokens, const Plan& plan) {
     return min(8, min(plan.block_rows / rows, plan.tile_tokens / round_up_8(tokens)));
 }
 
-// The expert e >= `from` with starts[e] <= place < starts[e + 1]; places are asked for in ascending order. Halving, because
-// with few rows most experts have none, and a step over each of a hundred takes microseconds.
+// The expert e >= `from` with starts[e] <= place < starts[e + 1]. Callers ask for places in ascending order. It is a binary search,
+// because with few rows most experts have none, and stepping over a hundred of them takes microseconds.
 __device__ __forceinline__ int expert_at(const int32_t* starts, int experts, int from, int place) {
     if (place < starts[from + 1]) return from;
     int low = from + 1, high = experts - 1;
@@ -194,13 +197,13 @@ __device__ __forceinline__ int expert_at(const int32_t* starts, int experts, int
     return low;
 }
 
-// What the first block of a pair drew, in the second block's shared memory.
+// The segments that the first block of a pair drew, in the second block's shared memory.
 struct Drawn {
     uint32_t ids[DRAWN_SLOTS];
     uint64_t full[DRAWN_SLOTS];
 };
 
-// Hands out the segments of one block, in the order in which they are computed. Runs in one thread.
+// Returns the segments of one block in the order in which they are computed. One thread uses it.
 class Scheduler {
   public:
     __device__ Scheduler(const ExpertdExpertsParams& p, const Tables& tables, const Plan& plan, Drawn& drawn)
@@ -211,12 +214,12 @@ class Scheduler {
     }
 
     __device__ bool next(Segment& segment) {
-        // Of a W8A8 segment, which is large, the drawing is hidden by what the ring holds.
+        // Draw now. W8A8 segments are large: the contents of the ring hide the latency of drawing.
         if (plan_.late_draw && !first_) next_ = plan_.share_weights ? draw_for_pair() : int64_t(gridDim.x) + atomicAdd(p_.state, 1u);
         first_ = false;
         const int64_t id = next_;
         if (id >= all_) return false;
-        // For the next call: the latency of drawing hides behind this segment.
+        // Draw for the next call, so that this segment hides the latency of drawing.
         if (!plan_.late_draw) next_ = plan_.pairs ? id + gridDim.x / 2 : int64_t(gridDim.x) + atomicAdd(p_.state, 1u);
         if (phase_ == 0 && id >= first_down_) {
             phase_ = 1;
@@ -251,11 +254,11 @@ class Scheduler {
     }
 
   private:
-    // Weight rows of a segment, those of both blocks of a pair.
+    // Weight rows of a segment; in a pair, those of both blocks.
     __device__ int strip_rows(int phase) const {
         return plan_.pairs && !plan_.share_weights ? 2 * plan_.rows(phase) : plan_.rows(phase);
     }
-    // Token tiles of an id.
+    // Number of token tiles per segment id.
     __device__ int tiles_at_once() const { return plan_.share_weights ? 2 : 1; }
 
     __device__ int64_t draw_for_pair() {
@@ -278,7 +281,7 @@ class Scheduler {
     bool first_ = true;
     uint32_t turn_ = 0;
     int phase_ = 0, expert_ = 0;
-    int strips_; // ids of a token tile, or of two at once, in this phase
+    int strips_; // number of segment ids per tiles_at_once() token tiles in this phase
     int64_t first_down_, all_;
     int64_t next_;
 };

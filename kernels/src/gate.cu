@@ -1,14 +1,14 @@
-// The gate of steps with few tokens: logits = tokens x weight^T in bf16 with f32 sums on the tensor cores, then the choice
-// of experts, one warp per token, by the block that finishes a tile of tokens last. Many tokens: gate_wide.cu.
+// The gate of steps with few tokens: computes logits = tokens x weight^T in bf16 with f32 sums on the tensor cores; then the block
+// that finishes a tile of tokens last chooses the experts, with one warp per token. gate_wide.cu is the gate of many tokens.
 #include "gate_choice.cuh"
 #include "gate_wide.h"
 
 namespace expertd {
 namespace {
 
-constexpr uint32_t kTokens = 16;   // of a block
+constexpr uint32_t kTokens = 16;   // tokens of a block
 constexpr uint32_t kColumns = 8;   // experts of a block
-constexpr uint32_t kGateWarps = 16;  // share the inner dimension
+constexpr uint32_t kGateWarps = 16;  // warps of a block, each of which sums over a part of the inner dimension
 
 __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                     uint32_t b1) {
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(32 * kGateWarps, 1) gate(const __grid_constant
     const uint32_t words = p.hidden / 8;
     const uint32_t weight_row = first_expert + row;
     float acc[4] = {};
-    // 32 columns a step. A lane's 16-byte load feeds two instructions; the order of columns within the step differs
-    // from the instruction's, in the same way for both operands, which does not change the sum's set of terms.
+    // 32 columns per step. A lane's 16-byte load feeds two instructions. The columns of a step are in another order than the
+    // instruction expects, but in the same order for both operands, so the terms of the sum are the same.
     const GateProducts products(p, layer, what);
     for (uint32_t product = 0; product < products.count(); ++product) {
         const uint4* x = static_cast<const uint4*>(products.takes_low_rows(product) ? p.tokens_low : p.tokens);
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(32 * kGateWarps, 1) gate(const __grid_constant
             mma(acc, a[0].z, a[1].z, a[0].w, a[1].w, b.z, b.w);
         }
     }
-    // Sum over the warps in their order.
+    // Add up the sums of the warps in the order of warps.
     if (warp != 0) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) shared[((warp - 1) * 4 + i) * 32 + lane] = acc[i];

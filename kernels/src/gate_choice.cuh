@@ -1,16 +1,17 @@
-// The choice of a token's experts from its logits, by one warp.
+// Chooses a token's experts from its logits, in one warp.
 //
-// The functions are those of GateSpec, in its order; what a NaN does is fixed too: it is chosen before everything else,
-// lower ids first, so ids are distinct and in range whatever the scores. Weights that come out of NaNs stay NaN.
+// The functions are those of GateSpec, in its order. NaNs have a fixed meaning too: they are chosen before all other values, lower
+// ids first, so ids are distinct and in range for any scores. Weights that are computed from NaNs are NaN.
 #pragma once
 #include "common.cuh"
 
 namespace expertd {
 namespace {
 
-// Rows, and weights, are one bf16 matrix, or two whose sum they are: f32 to 2^-17 of an element, f16 exactly. So the choice is made
-// from what came and what the checkpoint holds, not from what they were rounded to. A logit is the sum of up to three products:
-// high x high, low rows x high weights, high rows x low weights. The fourth would be below 2^-16 of the first.
+// The products whose sum is a logit. Rows are the sum of two bf16 matrices if some rows are f16 or f32, and weights are if the
+// checkpoint stores them in f16 or f32: f16 exactly, f32 to 2^-17 of an element. So experts are chosen by the rows as they were sent
+// and the weights as they are stored. The products are high x high, low rows x high weights, and high rows x low weights; the fourth
+// is below 2^-16 of the first and left out.
 struct GateProducts {
     bool low_rows, low_weights;
 
@@ -36,7 +37,7 @@ __device__ __forceinline__ float warp_sum(float v) {
     return v;
 }
 
-// Larger floats to larger integers; NaN above everything, -0 as +0. 0 stands for "not available".
+// Maps larger floats to larger integers, NaN above everything, and -0 like +0. The key 0 means "not available".
 __device__ __forceinline__ uint32_t rank_key(float v) {
     if (v != v) return ~0u;
     const uint32_t bits = __float_as_uint(v + 0.0f);
@@ -45,12 +46,12 @@ __device__ __forceinline__ uint32_t rank_key(float v) {
 
 __device__ __forceinline__ float score_of(uint32_t function, float logit) {
     if (function == kSigmoid) return 1.0f / (1.0f + expf(-logit));
-    // softplus as max(x, 0) + log1p(exp(-|x|)), which neither overflows nor loses small values.
+    // softplus(x) = max(x, 0) + log1p(exp(-|x|)) neither overflows nor loses small values.
     if (function == kSqrtSoftplus) return sqrtf(fmaxf(logit, 0.0f) + log1pf(expf(-fabsf(logit))));
     return logit;
 }
 
-// The lane's value for expert `id`, which lane id % 32 holds at id / 32.
+// The value of expert `id`, which lane id % 32 holds at index id / 32.
 template <int Per>
 __device__ __forceinline__ float value_at(const float (&values)[Per], uint32_t id) {
     float mine = 0.0f;
@@ -59,7 +60,7 @@ __device__ __forceinline__ float value_at(const float (&values)[Per], uint32_t i
     return __shfl_sync(~0u, mine, id % 32);
 }
 
-// Largest key of the warp, lowest id among equals; takes it away.
+// Returns the id of the warp's largest key, the lowest id among equal keys, and sets that key to 0.
 template <int Per>
 __device__ __forceinline__ uint32_t take_best(uint32_t (&keys)[Per]) {
     const uint32_t lane = threadIdx.x % 32;
@@ -80,7 +81,7 @@ __device__ __forceinline__ uint32_t take_best(uint32_t (&keys)[Per]) {
     return id;
 }
 
-// Marks the experts of groups that do not stay; `scratch` holds the warp's values by expert.
+// Excludes the experts of all groups but the best `groups_kept`. `scratch` is the warp's: one float per expert.
 template <int Per>
 __device__ void limit_groups(const GateParams& p, float (&values)[Per], float (&scores)[Per], float* scratch) {
     const uint32_t lane = threadIdx.x % 32;
@@ -117,7 +118,7 @@ __device__ void limit_groups(const GateParams& p, float (&values)[Per], float (&
     }
 }
 
-// Phi's sparse mixer in evaluation: twice the largest logit, each weighted by a softmax over its near neighbours.
+// Phi's sparse mixer, as in evaluation: chooses the largest remaining logit top_k times; each weight is a softmax over the logits near it.
 template <int Per>
 __device__ void sparse_mixer(const GateParams& p, const float (&logits)[Per], uint32_t& id, float& weight) {
     const uint32_t lane = threadIdx.x % 32;
@@ -145,8 +146,8 @@ __device__ void sparse_mixer(const GateParams& p, const float (&logits)[Per], ui
     }
 }
 
-// Chooses the experts of a token. A lane's logits are those of experts lane, lane + 32, ...; -infinity where there are
-// none. `scratch`: the warp's, one float per expert.
+// Chooses the experts of a token. A lane's logits are those of experts lane, lane + 32, ...; they are -infinity past the last expert.
+// `scratch` is the warp's: one float per expert.
 template <int Per>
 __device__ void choose(const GateParams& p, const GateLayer& layer, uint32_t token, float (&logits)[Per], float* scratch) {
     const uint32_t lane = threadIdx.x % 32;
@@ -219,7 +220,7 @@ __device__ void choose(const GateParams& p, const GateLayer& layer, uint32_t tok
         }
         if (p.normalise != kNo) {
             const float sum = warp_sum(mine ? weight : 0.0f);
-            // Unlike fmaxf, lets a NaN through.
+            // Unlike fmaxf, this comparison keeps a NaN.
             weight /= p.normalise == kSum ? sum + p.epsilon : (sum < p.epsilon ? p.epsilon : sum);
         }
         weight *= p.scale;

@@ -1,10 +1,10 @@
-// The gate of steps with many tokens: logits = tokens x weight^T in bf16 with f32 sums (wgmma), then the choice of experts,
-// one warp per token.
+// The gate of steps with many tokens: computes logits = tokens x weight^T in bf16 with f32 sums (wgmma), then chooses the experts
+// with one warp per token.
 //
-// A cluster of blocks takes kTile tokens and all experts; each block multiplies one part of the inner dimension. So rows
-// are read once, weights once per cluster, and a few hundred tokens keep half of the SMs at work. A block then adds up the
-// logits of its share of the tokens from the shared memory of all, in their order, and chooses: nothing goes through global
-// memory.
+// A cluster of blocks computes kTile tokens and all experts; each block multiplies a part of the inner dimension. So rows are read
+// once, weights once per cluster, and a few hundred tokens occupy half of the SMs. Each block then chooses the experts of some of
+// the cluster's tokens: it reads their sums from the shared memory of all blocks and adds them up in the order of blocks. Nothing
+// goes through global memory.
 #include "gate_choice.cuh"
 #include "gate_wide.h"
 #include "ptx.cuh"
@@ -14,22 +14,22 @@ namespace expertd {
 namespace {
 
 constexpr int kTile = 64;        // tokens of a cluster: wgmma's M
-constexpr int kMostSplits = 8;   // blocks of a cluster
-constexpr int kWarpgroups = 4;   // a fourth of the experts each
+constexpr int kMostSplits = 8;   // largest number of blocks of a cluster
+constexpr int kWarpgroups = 4;   // warpgroups of a block; each computes a quarter of the experts
 constexpr int kGateWarps = 4 * kWarpgroups;
 constexpr int kThreads = 32 * kGateWarps;
 constexpr int kPanel = 64;       // columns of a stage: rows of 128 bytes
-constexpr int kAlignment = 1024; // of what wgmma reads
+constexpr int kAlignment = 1024; // alignment of wgmma's operands in shared memory, in bytes
 
-// N: wgmma's, experts of a warpgroup.
-template <int N> constexpr int kRows = kTile + kWarpgroups * N;  // of a stage: tokens, then experts
+// N: wgmma's N, the experts of a warpgroup.
+template <int N> constexpr int kRows = kTile + kWarpgroups * N;  // rows of a stage: tokens, then experts
 template <int N> constexpr int kStageBytes = kRows<N> * kPanel * 2;
 template <int N> constexpr int kStages = 200 * 1024 / kStageBytes<N> < 8 ? 200 * 1024 / kStageBytes<N> : 8;
-template <int N> constexpr int kStride = kWarpgroups * N + 8;  // floats of a token's sums; 8 against bank conflicts
+template <int N> constexpr int kStride = kWarpgroups * N + 8;  // floats of a token's sums; the last 8 avoid bank conflicts
 static_assert(kTile * kStride<128> * 4 <= kStages<128> * kStageBytes<128>, "sums take the place of the stages");
 
-// What a thread copies of every stage: a chunk of 16 bytes of every 64th row, with the swizzle that wgmma expects. Zeros where
-// there are no rows or columns.
+// A thread's copies into every stage: one chunk of 16 bytes of every 64th row, with the swizzle that wgmma expects. Rows and columns
+// that do not exist are filled with zeros.
 template <int N> class Copies {
   public:
     __device__ __forceinline__ Copies(const GateParams& p, const GateLayer& layer, const GateProducts& products, uint32_t first_token,
@@ -46,7 +46,7 @@ template <int N> class Copies {
         }
     }
 
-    // The panels of each product follow those of the one before.
+    // The panels of each product follow those of the previous one.
     __device__ __forceinline__ void start(uint32_t panel, uint32_t stage) const {
         const uint32_t product = (panel >= panels_) + (panel >= 2 * panels_);
         const int64_t of_rows = products_.takes_low_rows(product) ? to_low_rows_ : 0;
@@ -71,7 +71,7 @@ template <int N> class Copies {
     uint32_t hidden_, panels_;
     GateProducts products_;
     const void* any_;
-    int64_t to_low_rows_, to_low_weights_; // elements from a row to what rounding took from it
+    int64_t to_low_rows_, to_low_weights_; // distance in elements from a row to its rounding errors
     const uint16_t* from_[kCount];
 };
 
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, 1) gate_wide(const __grid_constant__
     const StepKind what = step_kind(p.state);
     const StepView step = open_step(head(p.state), p.max_tokens);
     const uint32_t tokens = step.tokens, first_token = blockIdx.y * kTile;
-    // The same for the whole cluster: nobody sets the error word while this kernel runs.
+    // All blocks of a cluster take the same branch: nothing sets the error word while this kernel runs.
     if (!step.ok || what.routed || first_token >= tokens) return;
     const GateLayer layer = p.layers[what.layer];
 
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 1) gate_wide(const __grid_constant__
         const uint32_t stage = ring + i % kStages<N> * kStageBytes<N>;
         copies_wait<kStages<N> - 2>();
         fence_shared_proxy();
-        __syncthreads();  // the stage is there, the one before has been read
+        __syncthreads();  // this stage has arrived, and the previous stage has been read
         const uint32_t a = wgmma_descriptor(stage), b = wgmma_descriptor(stage + (kTile + warpgroup * N) * 128);
         wgmma_fence();
 #pragma unroll
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 1) gate_wide(const __grid_constant__
         choose<kPer>(p, layer, token, logits, scratch[warp]);
     }
     __syncwarp();
-    cluster_sync();  // all have read this block's sums
+    cluster_sync();  // all blocks have read this block's sums
     if (split == 0 && threadIdx.x == 0 && tokens - first_token <= kTile) p.state->end_ns[kGate] = now_ns();
 }
 
@@ -171,7 +171,7 @@ int launch_width(const GateParams& params, uint32_t tokens, cudaStream_t stream)
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     config.attrs = attributes;
     config.numAttrs = 1;
-    // As many blocks for a tile as let all clusters be resident at once.
+    // Use the largest number of blocks per tile with which all clusters are resident at once.
     for (uint32_t splits = kMostSplits; splits > 0; splits /= 2) {
         attributes[0].val.clusterDim.x = splits;
         config.gridDim = dim3(splits, tiles);

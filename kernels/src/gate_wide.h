@@ -1,4 +1,4 @@
-// The gate's kernel for many tokens. Returned: cudaError_t.
+// The gate's kernel for many tokens. Returns a cudaError_t.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -1,5 +1,5 @@
-// All ranks meet before a step's work begins, so that what is measured from there on holds no wait for a rank that came
-// later: for `expertd bench --aligned`, not part of a step otherwise.
+// Waits until all ranks have reached this launch, so that later phases contain no wait for a rank that started late. Only
+// `expertd bench --aligned` adds it to a step.
 #include "common.cuh"
 
 namespace expertd {

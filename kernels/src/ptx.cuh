@@ -1,4 +1,4 @@
-// Thin wrappers around the PTX that kernels share (sm_90a).
+// Thin wrappers around PTX instructions that several kernels use (sm_90a).
 #pragma once
 
 #include <cstdint>
@@ -30,22 +30,22 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_
                  : "memory");
 }
 
-// What lies at `address` of this block's shared memory, in another block of the cluster.
+// The cluster address of the same place in the shared memory of another block of the cluster.
 __device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t block) {
     uint32_t remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
     return remote;
 }
 
-// Arrives at the barrier in the same place of another block of the cluster. What the arrival announces are reads of the
-// tensor cores, already waited for; a release to the cluster would be a full memory barrier on every stage.
+// Arrives at the barrier in the same place of another block of the cluster. The arrival announces reads by the tensor cores that
+// have already been waited for; a release at cluster scope would add a full memory barrier to every stage.
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t block, uint32_t arrivals) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(peer_address(smem_address(barrier), block)), "r"(arrivals)
                  : "memory");
 }
 
-// Stores a word to the shared memory of another block of the cluster and completes its bytes on a barrier there. The place and the
-// barrier are given by their addresses in this block.
+// Stores a word to the shared memory of another block of the cluster and completes its bytes on a barrier there. `place` and
+// `barrier` are addresses in this block; the same addresses are used in the other one.
 __device__ __forceinline__ void store_at(const uint32_t* place, uint32_t block, uint32_t value, uint64_t* barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
                      peer_address(smem_address(place), block)),
@@ -53,7 +53,7 @@ __device__ __forceinline__ void store_at(const uint32_t* place, uint32_t block, 
                  : "memory");
 }
 
-// Arrives once all earlier cp.async of this thread have landed.
+// Arrives once all earlier cp.async copies of this thread have landed.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
@@ -69,8 +69,8 @@ __device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t par
     return done != 0;
 }
 
-// A warp hands over by the arrival of one lane, after all have met. compute-sanitizer's racecheck does not follow that: in
-// builds for it (EXPERTD_EVERY_LANE_ARRIVES) every lane arrives.
+// One lane arrives for its warp, after a warp barrier. compute-sanitizer's racecheck does not understand that, so in builds for
+// racecheck (EXPERTD_EVERY_LANE_ARRIVES) every lane arrives.
 #ifdef EXPERTD_EVERY_LANE_ARRIVES
 constexpr int WARP_ARRIVALS = 32;
 #else
@@ -78,7 +78,7 @@ constexpr int WARP_ARRIVALS = 1;
 #endif
 __device__ __forceinline__ bool arrives_for_warp() { return threadIdx.x % 32 < WARP_ARRIVALS; }
 
-// Debug builds (EXPERTD_SPIN_LIMIT, in clock cycles) trap instead of hanging the device when a pipeline is wrong.
+// In debug builds (EXPERTD_SPIN_LIMIT, in clock cycles) a wait that takes too long traps instead of hanging the device.
 class SpinLimit {
   public:
     __device__ __forceinline__ void tick() const {
@@ -129,7 +129,7 @@ __device__ __forceinline__ uint64_t policy_evict_normal() {
     return policy;
 }
 
-// Contiguous bytes from device to shared memory; completes on the barrier's transaction count.
+// Copies contiguous bytes from device to shared memory and completes them on the barrier's transaction count.
 __device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint64_t* barrier,
                                           uint64_t policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
@@ -137,7 +137,7 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
                  : "memory");
 }
 
-// The same into the same place of both blocks of a cluster; completes on the barrier of each.
+// As bulk_load, but copies to the same place in both blocks of a cluster and completes the bytes on the barrier of each.
 __device__ __forceinline__ void bulk_load_both(uint32_t destination, const void* source, uint32_t bytes, uint64_t* barrier,
                                                uint64_t policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
@@ -150,7 +150,7 @@ __device__ __forceinline__ void copy_4(uint32_t destination, const void* source)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }
 
-// Zeros where nothing is `there`.
+// Copies 16 bytes with cp.async, or writes zeros if `there` is false.
 __device__ __forceinline__ void copy_16(uint32_t destination, const void* source, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(there ? 16 : 0) : "memory");
 }
@@ -162,10 +162,10 @@ template <int PENDING> __device__ __forceinline__ void copies_wait() {
 
 // Orders ordinary accesses with those of the copy engine and the tensor cores.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
-// The same, of the block's shared memory alone.
+// As fence_async_proxy, for the block's shared memory only.
 __device__ __forceinline__ void fence_shared_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Nanoseconds, the same clock for all blocks.
+// The time in nanoseconds, by a clock that all blocks share.
 __device__ __forceinline__ uint64_t device_time_ns() {
     uint64_t value;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
@@ -193,7 +193,7 @@ template <int REGISTERS> __device__ __forceinline__ void registers_down() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// threadIdx.x, read at this place: what is computed from it cannot be moved out of loops, where it would hold registers.
+// Reads threadIdx.x here. The compiler cannot move values computed from it out of loops, where they would occupy registers.
 __device__ __forceinline__ int thread_here() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -204,7 +204,7 @@ template <int COUNT> __device__ __forceinline__ void named_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
 }
 
-// The other side of named_sync: does not wait.
+// Arrives at a named barrier without waiting; named_sync is the waiting side.
 template <int COUNT> __device__ __forceinline__ void named_arrive(int id) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
 }

@@ -1,4 +1,4 @@
-// A stand-in for experts, for property tests and for timing the exchange alone.
+// A stand-in for experts, for tests and for timing the exchange alone.
 #include "common.cuh"
 
 namespace expertd {

@@ -1,15 +1,15 @@
 // wgmma m64nNk16, bf16 operands in shared memory (K-major, 128-byte swizzle), f32 accumulators.
 //
-// Fragment: thread t of the warpgroup (warp w = t / 32, lane l = t % 32) holds, for every eight columns j,
-// d[4j + 0, 1] = row 16w + l / 4, columns 8j + 2 (l % 4) + {0, 1}; d[4j + 2, 3] = the same columns of row 8 further down.
+// Accumulator fragment: thread t of the warpgroup (warp w = t / 32, lane l = t % 32) holds, for every group j of eight columns,
+// d[4j + {0, 1}] = row 16w + l / 4, columns 8j + 2 (l % 4) + {0, 1}, and d[4j + {2, 3}] = the same columns, eight rows further down.
 #pragma once
 
 #include <cstdint>
 
 namespace expertd {
 
-// Low word of the descriptor of an operand tile: its address. The high word is always the same: rows of 128 bytes, groups
-// of 8 rows 1024 bytes apart, 128-byte swizzle.
+// Low word of an operand tile's descriptor, which holds its address. The high word is constant: rows of 128 bytes, groups of 8 rows
+// 1024 bytes apart, 128-byte swizzle.
 __device__ __forceinline__ uint32_t wgmma_descriptor(uint32_t address) { return (1u << 16) | ((address & 0x3FFFF) >> 4); }
 
 // Orders register and shared-memory accesses of the warpgroup before the next wgmma.
@@ -19,7 +19,7 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Keeps the compiler from moving uses of the accumulators over a wait.
+// Keeps the compiler from moving uses of the accumulators across a wait.
 template <int COUNT> __device__ __forceinline__ void wgmma_pin(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
@@ -55,7 +55,7 @@ template <int N> struct Wgmma;
 #define EXPERTD_D16(i) EXPERTD_D8(i), EXPERTD_D8(i + 8)
 #define EXPERTD_D32(i) EXPERTD_D16(i), EXPERTD_D16(i + 16)
 
-// d += a * b^T. REGISTERS: the list of accumulators; A, B: operand numbers of the descriptors.
+// d += a * b^T. REGISTERS is the list of accumulators; A and B are the operand numbers of the descriptors.
 #define EXPERTD_WGMMA(N, REGISTERS, A, B, ...)                                                                         \
     template <> struct Wgmma<N> {                                                                                      \
         static __device__ __forceinline__ void mma(float (&d)[N / 2], uint32_t a, uint32_t b) {                        \
@@ -105,7 +105,7 @@ EXPERTD_WGMMA(256, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ",
               EXPERTD_R12 ", " EXPERTD_R13 ", " EXPERTD_R14 ", " EXPERTD_R15, 128, 129, EXPERTD_D32(0),
               EXPERTD_D32(32), EXPERTD_D32(64), EXPERTD_D32(96));
 
-// The same with `a` in registers (the fragment of 16 k, layout in experts_layout.cuh); d is overwritten unless `add`.
+// As Wgmma, with `a` in registers: a fragment of 16 k, laid out as in experts_layout.cuh. Overwrites d unless `add`.
 template <int N> struct WgmmaRegisters;
 
 #define EXPERTD_WGMMA_REGISTERS(N, REGISTERS, A0, A1, A2, A3, B, ADD, ...)                                             \
@@ -128,7 +128,7 @@ EXPERTD_WGMMA_REGISTERS(96, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPE
 EXPERTD_WGMMA_REGISTERS(128, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ", " EXPERTD_R4 ", " EXPERTD_R5 ", "
                         EXPERTD_R6 ", " EXPERTD_R7, 64, 65, 66, 67, 68, 69, EXPERTD_D32(0), EXPERTD_D32(32));
 
-// The same of e4m3 operands, both in shared memory: m64nNk32; d is overwritten unless `add`.
+// As Wgmma, for e4m3 operands (m64nNk32), both in shared memory. Overwrites d unless `add`.
 template <int N> struct WgmmaFp8;
 
 #define EXPERTD_WGMMA_FP8(N, REGISTERS, A, B, ADD, ...)                                                                \

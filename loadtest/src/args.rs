@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args as ClapArgs, Parser, ValueEnum};
 use expertd_proto::transport::Credentials;
-use expertd_proto::v1;
+use expertd_types::DType;
 
 use crate::distribution::TokenCounts;
 
@@ -90,7 +90,7 @@ pub struct Content {
     #[arg(long, default_value = "8", value_name = "DISTRIBUTION")]
     pub tokens: TokenCounts,
     /// Element type of the rows
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value = "bf16")]
     pub dtype: DType,
     /// `gate`: the service's gate routes. `zipf:S`: each request carries routing drawn from a Zipf distribution with
     /// exponent S over the experts (0 is uniform)
@@ -173,46 +173,6 @@ pub enum Mode {
     Unary,
     /// `ForwardStream`
     Stream,
-}
-
-/// Element type of rows.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum DType {
-    /// bfloat16
-    #[default]
-    Bf16,
-    /// IEEE half precision
-    F16,
-    /// IEEE single precision
-    F32,
-}
-
-impl DType {
-    /// Bytes of one element.
-    #[must_use]
-    pub fn size(self) -> usize {
-        if self == DType::F32 { 4 } else { 2 }
-    }
-
-    /// The protocol's value.
-    #[must_use]
-    pub fn wire(self) -> v1::DType {
-        match self {
-            DType::Bf16 => v1::DType::DtypeBf16,
-            DType::F16 => v1::DType::DtypeF16,
-            DType::F32 => v1::DType::DtypeF32,
-        }
-    }
-
-    /// Name on the command line.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            DType::Bf16 => "bf16",
-            DType::F16 => "f16",
-            DType::F32 => "f32",
-        }
-    }
 }
 
 /// The source of a request's routing.

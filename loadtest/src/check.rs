@@ -14,11 +14,10 @@ use expertd_proto::v1::{ForwardRequest, ForwardResponse, Routing};
 use tokio::sync::{Mutex, mpsc};
 use tonic::Code;
 
-use crate::args::DType;
 use crate::connect::Client;
 use crate::request::{RequestSource, Workload};
-use crate::rows;
 use crate::stats::Recorder;
+use expertd_types::{DType, rows};
 
 /// Number of rows of an answer that are sent again.
 const ROWS: usize = 4;

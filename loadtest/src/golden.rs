@@ -6,8 +6,7 @@ use std::path::Path;
 use safetensors::{Dtype, SafeTensors};
 
 use crate::Error;
-use crate::args::DType;
-use crate::rows;
+use expertd_types::{DType, rows};
 
 /// Recorded rows of one layer.
 #[derive(Clone, Debug)]

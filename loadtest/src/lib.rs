@@ -16,7 +16,6 @@ pub mod progress;
 pub mod report;
 pub mod request;
 pub mod resources;
-pub mod rows;
 pub mod stats;
 pub mod stream;
 pub mod table;
@@ -30,9 +29,10 @@ use expertd_proto::transport::{CONTROL_MESSAGE_BYTES, ConnectError, Credentials}
 use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::task::JoinSet;
 
-use args::{Args, Bounds, DType, Mode, Shape};
+use args::{Args, Bounds, Mode, Shape};
 use connect::Client;
 use echo::EchoServer;
+use expertd_types::DType;
 use load::{Load, ProgressCounters};
 use memory_traffic::MemoryTraffic;
 use period::LoadPeriod;

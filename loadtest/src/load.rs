@@ -165,7 +165,7 @@ impl Load {
         if let Purpose::Known(output) = &job.planned.purpose {
             stats.checked_known += 1;
             let wanted = self.workload.model.hidden as usize;
-            let error = check::largest_error(&response.rows, crate::args::DType::F32, output, wanted);
+            let error = check::largest_error(&response.rows, expertd_types::DType::F32, output, wanted);
             stats.largest_error = stats.largest_error.max(error);
             if error > self.tolerance {
                 stats.wrong(format!(
@@ -202,7 +202,7 @@ impl Load {
         }
     }
 
-    /// Checks what every answer must satisfy.
+    /// Checks the properties of every correct answer.
     fn judge(&self, job: &Job, response: &ForwardResponse) -> Result<(), String> {
         let request = &job.planned.request;
         let expected = self.workload.answer_bytes(request.tokens, request.dtype);

@@ -6,8 +6,7 @@ use bytes::Bytes;
 use rand::{Rng, RngExt as _};
 use rand_distr::{Distribution as _, Exp1, StandardNormal};
 
-use crate::args::DType;
-use crate::rows;
+use expertd_types::{DType, rows};
 
 /// Number of offsets at which a slice of rows can begin.
 const ROW_OFFSETS: usize = 4 << 20;

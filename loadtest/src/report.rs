@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use expertd_types::DType;
 use serde::Serialize;
 use tonic::Code;
 
@@ -29,7 +30,7 @@ pub struct Settings {
     /// Arrival rate of an open loop.
     pub rate_per_second: Option<f64>,
     pub tokens: String,
-    pub dtype: &'static str,
+    pub dtype: DType,
     pub routing: String,
     pub seed: u64,
     pub warm_up_seconds: f64,
@@ -53,7 +54,7 @@ impl Settings {
             outstanding: args.shape.outstanding.get(),
             rate_per_second: args.shape.rate,
             tokens: args.content.tokens.to_string(),
-            dtype: workload.dtype.name(),
+            dtype: workload.dtype,
             routing: match args.content.routing {
                 RoutingSource::Gate => "gate".to_owned(),
                 RoutingSource::Zipf(exponent) => format!("zipf:{exponent}"),

@@ -12,13 +12,13 @@ use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 
 use crate::Error;
-use crate::args::{Args, DType, RoutingSource};
+use crate::args::{Args, RoutingSource};
 use crate::check::EXTRA_ROWS;
 use crate::connect::Client;
 use crate::distribution::TokenCounts;
 use crate::golden::Golden;
 use crate::pool::{RoutingPool, RowPool};
-use crate::rows;
+use expertd_types::{DType, rows};
 
 /// Range of token ids for layers that route by them; every vocabulary is larger.
 const TOKEN_IDS: i32 = 64;
@@ -74,8 +74,8 @@ impl Workload {
         // A distribution without an upper bound needs one if the service states no limit.
         let limit = limit.min(content.tokens.largest(limit.min(1 << 16)));
         let dtype = content.dtype;
-        if !model.dtypes.is_empty() && !model.dtypes.contains(&(dtype.wire() as i32)) {
-            return Err(Error::Unfit(format!("{} does not take {} rows", model.name, dtype.name())));
+        if !model.dtypes.is_empty() && !model.dtypes.contains(&(dtype as i32)) {
+            return Err(Error::Unfit(format!("{} does not take {} rows", model.name, dtype)));
         }
         let hidden = model.hidden as usize;
         let golden =
@@ -127,7 +127,7 @@ impl Workload {
     /// Size of the answer to `tokens` rows, in bytes.
     #[must_use]
     pub fn answer_bytes(&self, tokens: u32, dtype: i32) -> usize {
-        let size = if dtype == DType::F32.wire() as i32 { 4 } else { 2 };
+        let size = if dtype == DType::F32 as i32 { 4 } else { 2 };
         tokens as usize * self.model.hidden as usize * size
     }
 }
@@ -192,12 +192,13 @@ impl RequestSource {
             model: workload.name.clone(),
             layer: layer.layer,
             tokens,
-            dtype: workload.dtype.wire() as i32,
+            dtype: workload.dtype as i32,
             payload: Some(Payload::Inline(workload.rows.draw(elements, &mut self.rng))),
             routing,
             token_ids: if layer.routes_by_token_id { self.token_ids(tokens) } else { Bytes::new() },
             shared_experts: workload.shared as i32,
             expected_weight_version: None,
+            expected_weight_fingerprint: String::new(),
             return_routing: sampled,
             return_timings: workload.timings,
         }
@@ -238,7 +239,7 @@ impl RequestSource {
             model: workload.name.clone(),
             layer: layer.layer,
             tokens: u32::try_from(count).ok()?,
-            dtype: DType::F32.wire() as i32,
+            dtype: DType::F32 as i32,
             payload: Some(Payload::Inline(rows::encode(&rows.input[span.clone()], DType::F32))),
             token_ids: ids.iter().flat_map(|id| id.to_le_bytes()).collect(),
             ..ForwardRequest::default()

@@ -5,9 +5,10 @@
 mod fake;
 
 use clap::Parser as _;
-use expertd_loadtest::args::{Args, DType};
+use expertd_loadtest::args::Args;
 use expertd_loadtest::report::Report;
-use expertd_loadtest::{rows, table};
+use expertd_loadtest::table;
+use expertd_types::{DType, rows};
 use fake::{Fake, Fault, HIDDEN};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;

@@ -19,14 +19,14 @@ PendingAnswer = Pending
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """When and how often a call is tried again that ended UNAVAILABLE or RESOURCE_EXHAUSTED.
+    """Rules for retrying calls that ended UNAVAILABLE or RESOURCE_EXHAUSTED.
 
-    The computation is pure, so trying again is always safe. Pauses are those that the service names (RetryInfo); without
-    one they double from 50 ms.
+    The computation is pure, so retrying is always safe. The service names the pause before a retry (RetryInfo); if it names none,
+    pauses double from 50 ms.
 
     Attributes:
-        max_attempts: calls in all, the first one included.
-        max_pause: upper bound of one pause, seconds.
+        max_attempts: largest number of attempts, including the first one.
+        max_pause: longest pause, in seconds.
         max_elapsed: seconds after which no further attempt starts.
     """
 
@@ -68,7 +68,7 @@ def options(
     return_routing: bool = False,
     return_timings: bool = False,
 ) -> dict[str, Any]:
-    """Optional arguments of `forward` as the native half takes them."""
+    """Optional arguments of `forward` for the native half."""
     return {
         "model": model,
         "dtype": dtype,
@@ -83,7 +83,7 @@ def options(
 
 
 def refuse_session(session: str | None) -> None:
-    """Sessions are shared memory with a service on the same host."""
+    """Raises UnsupportedError if a session is requested. Sessions share memory with a service on the same host."""
     if session is not None:
         raise UnsupportedError(
             f"session={session!r}: the service has no sessions yet; leave session out, and rows travel over gRPC"
@@ -96,7 +96,7 @@ class Client:
     Arguments:
         address: `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`.
         session: only None; "host" and "cuda" are refused, because the service has no sessions yet.
-        retry: when failed calls are tried again; None means never.
+        retry: rules for retrying failed calls; None means no retries.
         credentials: certificates and token; None means plaintext and no token.
 
     Raises:
@@ -127,21 +127,21 @@ class Client:
             dtype: "bf16" or "f16" if `rows` are 16-bit integers that stand for it.
             topk_ids: `[tokens, k]` int32 or int64 expert ids, distinct within a row; the service applies them instead of
                 running the gate.
-            topk_weights: `[tokens, k]` floats, the multipliers of the experts' outputs; belongs to `topk_ids`.
-            token_ids: `[tokens]` int32 or int64; required by layers that route by token id, else ignored.
+            topk_weights: `[tokens, k]` floats, the factors of the experts' outputs; required with `topk_ids`.
+            token_ids: `[tokens]` int32 or int64; required by layers that route by token id, ignored by others.
             shared_experts: "include" (default) or "exclude" them from the output.
             expected_weight_version: the call fails unless this version is loaded.
             return_routing: return `topk_ids` and `topk_weights` in the receipt.
             return_timings: return the phase timings of the call's steps in the receipt.
-            model: name of the model; may be empty when one is loaded.
+            model: name of the model; may be empty if only one is loaded.
 
         Returns:
             `answer.rows`, `[tokens, hidden]` in the dtype of `rows`, and `answer.receipt`.
 
         Raises:
-            InvalidRequestError, NotFoundError, WeightVersionError, OverloadedError, DeadlineError, UnavailableError: as
-                the service says.
-            TypeError, ValueError, BufferError: an argument that no request can be made of.
+            InvalidRequestError, NotFoundError, WeightVersionError, OverloadedError, DeadlineError, UnavailableError: the
+                service refused the request or did not answer it.
+            TypeError, ValueError, BufferError: an argument has the wrong type, shape or layout.
         """
         return self._native.forward(layer, rows, timeout, options(**arguments))
 

@@ -8,9 +8,9 @@ class ExpertdError(Exception):
 
     Attributes:
         code: name of the gRPC status, such as "UNAVAILABLE"; None if the failure is not a status.
-        reason: the service's own word for the cause, such as "OVERLOADED"; None if it gave none.
-        fields: `(field, what is wrong with it)` of each bad field of a request.
-        retry_after: seconds after which the service suggests another attempt; None if it suggests none.
+        reason: the service's name for the cause, such as "OVERLOADED"; None if it gave none.
+        fields: `(field, problem)` of each invalid field of a request.
+        retry_after: seconds after which the service suggests a retry; None if it suggests none.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class ExpertdError(Exception):
 
 
 class ConnectError(ExpertdError, ConnectionError):
-    """Nothing answers at the address, or it is no address."""
+    """Nothing answers at the address, or the address is malformed."""
 
 
 class InvalidRequestError(ExpertdError, ValueError):
-    """The service refused the request's shape, type, routing or size; `fields` says which and why."""
+    """The service refused the request's shape, type, routing or size; `fields` names the problems."""
 
 
 class NotFoundError(ExpertdError, LookupError):
@@ -46,7 +46,7 @@ class WeightVersionError(ExpertdError):
 
 
 class OverloadedError(ExpertdError):
-    """More requests wait than the service admits, also after retries."""
+    """The service's queue was full, also after retries."""
 
 
 class DeadlineError(ExpertdError, TimeoutError):
@@ -54,11 +54,11 @@ class DeadlineError(ExpertdError, TimeoutError):
 
 
 class UnavailableError(ExpertdError, ConnectionError):
-    """The service is draining, forms a new generation or is gone, also after retries. Trying again is always safe."""
+    """The service drained, was forming a new generation or was gone, also after retries. Retrying is always safe."""
 
 
 class AccessError(ExpertdError, PermissionError):
-    """The service wants a token or a certificate, or does not allow this call."""
+    """The service requires a token or a certificate, or does not allow this call."""
 
 
 class InternalError(ExpertdError):
@@ -66,19 +66,19 @@ class InternalError(ExpertdError):
 
 
 class UnsupportedError(ExpertdError, NotImplementedError):
-    """This version of the package or of the service cannot do what was asked."""
+    """This version of the package or of the service does not support the request."""
 
 
 class ModelMismatchError(ExpertdError, ValueError):
-    """The service holds another model than the program loads."""
+    """The service holds a different model than the program loads."""
 
 
 class ServiceError(ExpertdError, RuntimeError):
     """A service could not be started, or ended before it was ready.
 
     Attributes:
-        exit_code: exit status of the process, None if it still ran. 64: bad setting or broken checkpoint; 65: weights could
-            not be loaded; 69: an address could not be bound; 70: ranks kept failing.
+        exit_code: exit status of the process; None if it was still running. 64: bad setting or broken checkpoint; 65: weights
+            could not be loaded; 69: an address could not be bound; 70: ranks kept failing; 71: a thread was lost.
     """
 
     def __init__(self, message: str, *, exit_code: int | None = None) -> None:
@@ -86,7 +86,7 @@ class ServiceError(ExpertdError, RuntimeError):
         self.exit_code = exit_code
 
 
-# gRPC status codes that calls end with: name, exception, and what the caller can do where the message does not say it.
+# The gRPC status codes of failed calls: name, exception, and advice to the caller if the message contains none.
 _STATUSES: dict[int, tuple[str, type[ExpertdError], str]] = {
     1: ("CANCELLED", UnavailableError, ""),
     3: ("INVALID_ARGUMENT", InvalidRequestError, ""),

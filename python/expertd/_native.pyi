@@ -21,7 +21,7 @@ class Array:
         """Element type: "bf16", "f16", "f32", "i32" or "u16"."""
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Size of all elements, in bytes."""
     def view(self, dtype: str) -> Array:
         """The same memory as another type of 16 bits: "u16" for floats, "bf16" for "u16"."""
     def numpy(self) -> Any:
@@ -41,13 +41,13 @@ class Array:
 
 @final
 class StepTiming:
-    """Phase timings of one step, nanoseconds, of the slowest rank in each phase."""
+    """Phase timings of one step in nanoseconds; in each phase, those of the slowest rank."""
 
     @property
     def step(self) -> int: ...
     @property
     def tokens(self) -> int:
-        """Tokens of the whole step, all requests together."""
+        """Number of tokens of the whole step, all requests together."""
     @property
     def copy_in_ns(self) -> int: ...
     @property
@@ -65,20 +65,23 @@ class StepTiming:
 
 @final
 class Receipt:
-    """How an answer came about."""
+    """The record of how an answer was computed."""
 
     @property
     def steps(self) -> tuple[int, ...]:
         """Numbers of the steps that the request took part in; more than one if it was split."""
     @property
     def generation(self) -> int:
-        """Life of the EP group that computed the answer."""
+        """Generation of the EP group that computed the answer."""
     @property
     def weight_version(self) -> int:
-        """The weights that were applied."""
+        """Version of the weights that computed the answer; counts from 1 within one process of the service."""
+    @property
+    def weight_fingerprint(self) -> str:
+        """Digest of the contents of the weights that computed the answer."""
     @property
     def tokens_per_rank(self) -> tuple[int, ...]:
-        """The request's tokens on each rank, summed over its steps."""
+        """Number of the request's tokens on each rank, summed over its steps."""
     @property
     def timings(self) -> tuple[StepTiming, ...]:
         """One entry per step; empty unless `return_timings` was set."""
@@ -90,14 +93,14 @@ class Receipt:
         """`[tokens, k]` f32; None unless `return_routing` was set."""
     @property
     def queue_seconds(self) -> float:
-        """From admission until the first step formed."""
+        """Time from admission until the first step formed."""
     @property
     def step_seconds(self) -> float:
-        """From the forming of the first step until the last row was back at the router rank."""
+        """Time from the forming of the first step until the last row was back at the router rank."""
 
 @final
 class Answer:
-    """What a call returns."""
+    """The result of a call."""
 
     @property
     def rows(self) -> Array:
@@ -114,7 +117,11 @@ class ModelSummary:
     @property
     def family(self) -> str: ...
     @property
-    def weight_version(self) -> int: ...
+    def weight_version(self) -> int:
+        """Number of the loaded weights; counts from 1 within one process of the service."""
+    @property
+    def weight_fingerprint(self) -> str:
+        """Digest of the contents of the weights, the same for the same weights on every host."""
 
 @final
 class MoeLayer:
@@ -142,7 +149,7 @@ class MoeLayer:
         """Whether requests must carry `token_ids`."""
     @property
     def max_k(self) -> int:
-        """Largest k that callers may give with their own routing."""
+        """Largest k of routing that callers send."""
 
 @final
 class Limits:
@@ -167,7 +174,7 @@ class Limits:
 
 @final
 class RankPlacement:
-    """An expert rank and what it owns."""
+    """An expert rank and the experts that it owns."""
 
     @property
     def rank(self) -> int: ...
@@ -187,7 +194,11 @@ class Model:
     def family(self) -> str:
         """`model_type` of the checkpoint's config.json."""
     @property
-    def weight_version(self) -> int: ...
+    def weight_version(self) -> int:
+        """Number of the loaded weights; counts from 1 within one process of the service."""
+    @property
+    def weight_fingerprint(self) -> str:
+        """Digest of the contents of the weights, the same for the same weights on every host."""
     @property
     def generation(self) -> int: ...
     @property
@@ -212,7 +223,7 @@ class Pending:
     """A call under way on a stream."""
 
     def result(self) -> Answer:
-        """Waits for the answer and returns it, once; raises what the call failed with."""
+        """Waits for the answer and returns it, once. Raises the exception of a failed call."""
     def done(self) -> bool:
         """Whether `result` returns without waiting."""
     def cancel(self) -> None:

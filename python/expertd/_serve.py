@@ -28,15 +28,15 @@ _libc = ctypes.CDLL(None)
 
 
 def command() -> str:
-    """Path of the `expertd` command: $EXPERTD_BINARY, else the one of this package's wheel, else the one on PATH.
+    """Path of the `expertd` command: $EXPERTD_BINARY, otherwise the command in this package's wheel, otherwise the one on PATH.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: there is no such command.
     """
     if given := os.environ.get("EXPERTD_BINARY"):
         if os.access(given, os.X_OK):
             return given
-        raise UnsupportedError(f"EXPERTD_BINARY is {given!r}, which is no executable file; correct it or unset it")
+        raise UnsupportedError(f"EXPERTD_BINARY is {given!r}, which is not an executable file; correct it or unset it")
     schemes = [None, *(s for s in ("posix_user", "posix_prefix") if s in sysconfig.get_scheme_names())]
     folders = [sysconfig.get_path("scripts", scheme) if scheme else sysconfig.get_path("scripts") for scheme in schemes]
     for folder in folders:
@@ -61,8 +61,8 @@ def serve(model: str | os.PathLike[str], *, ready_timeout: float = 600.0, **sett
         model: folder of the checkpoint, in Hugging Face's layout.
         ready_timeout: seconds that loading may take.
         settings: any setting of `expertd serve --help` with underscores, such as `ranks=2`, `device="cpu"`,
-            `listen="127.0.0.1:50051"`. By default the service and its admin listen on Unix-domain sockets in a folder
-            of their own, and metrics on a free loopback port.
+            `listen="127.0.0.1:50051"`. By default the service and Admin listen on Unix-domain sockets in a temporary
+            folder, and metrics on a free loopback port.
 
     Raises:
         ServiceError: the service ended before it was ready, or did not get ready in time; the message has the end of its
@@ -72,11 +72,11 @@ def serve(model: str | os.PathLike[str], *, ready_timeout: float = 600.0, **sett
 
 
 class Service:
-    """A running service; leaving its `with` block, or `stop`, drains and ends it. It ends with this process, too.
+    """A running service. Leaving its `with` block, or `stop`, drains and ends it. It also ends with this process.
 
     Attributes:
-        address: where clients connect.
-        admin_address: where `expertd status --admin …` connects.
+        address: address of the public API.
+        admin_address: address of Admin, for `expertd status --admin …`.
         metrics_url: the Prometheus endpoint.
         process: the service's process.
     """
@@ -100,7 +100,7 @@ class Service:
         self._changed = threading.Condition()
         self._state = "starting"
         self._spawn_error: OSError | None = None
-        # A service gets a signal when the *thread* that started it ends, so this one lives as long as the service.
+        # The service gets a signal when the *thread* that started it ends, so this thread lives as long as the service.
         self._thread = threading.Thread(target=self._run, name="expertd-service", daemon=True)
         self._thread.start()
         try:
@@ -191,5 +191,5 @@ class Service:
 
 
 def _end_with_parent() -> None:
-    # SIGTERM would let the service drain and log, into a pipe that nothing reads any more. Its ranks end with it.
+    # With SIGTERM the service would drain and log to a pipe that no one reads. SIGKILL ends it at once, and its ranks with it.
     _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

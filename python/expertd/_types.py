@@ -13,7 +13,7 @@ class SupportsDLPack(Protocol):
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
 
-# Buffers have no type of their own before Python 3.12.
+# Before Python 3.12 there is no type for objects with the buffer protocol.
 Rows: TypeAlias = SupportsDLPack | Any
 DType: TypeAlias = Literal["bf16", "f16", "f32"]
 SharedExperts: TypeAlias = Literal["include", "exclude"]

@@ -31,7 +31,7 @@ unsafe impl Send for Storage {}
 unsafe impl Sync for Storage {}
 
 impl Storage {
-    /// Takes over the bytes if this is their only handle and elements are aligned, else copies them to aligned memory.
+    /// Takes over the bytes if this is their only handle and elements are aligned. Otherwise copies them to aligned memory.
     fn new(bytes: Bytes, element: Element) -> Storage {
         let aligned = bytes.as_ptr().addr().is_multiple_of(element.size());
         let mut bytes = match bytes.try_into_mut() {
@@ -63,12 +63,12 @@ pub(crate) struct Array {
     storage: Arc<Storage>,
     element: Element,
     shape: Vec<usize>,
-    /// Shape and strides in bytes, as the buffer protocol wants them: `[ndim]` each.
+    /// Shape, and strides in bytes, as the buffer protocol requires them: `[ndim]` each.
     layout: Vec<ffi::Py_ssize_t>,
 }
 
 impl Array {
-    /// An array over the bytes of a message, `None` if their number is not that of the shape.
+    /// An array over the bytes of a message; `None` if the shape has another number of bytes.
     pub(crate) fn new(bytes: Bytes, element: Element, shape: Vec<usize>) -> Option<Array> {
         (bytes.len() == shape.iter().product::<usize>() * element.size())
             .then(|| Array::over(Arc::new(Storage::new(bytes, element)), element, shape))
@@ -140,7 +140,7 @@ impl Array {
         py.import(intern!(py, "expertd._arrays"))?.call_method1(intern!(py, "to_numpy"), (slf,))
     }
 
-    /// What numpy asks for where the buffer protocol has no such type.
+    /// The method that numpy calls for types that the buffer protocol does not have.
     #[pyo3(signature = (dtype = None, copy = None))]
     fn __array__<'py>(
         slf: &Bound<'py, Self>,
@@ -164,7 +164,7 @@ impl Array {
         let _ = stream;
         if dl_device.is_some_and(|device| device != (1, 0)) || copy == Some(true) {
             return Err(PyBufferError::new_err(
-                "answers lie in host memory and are shared as they are; copy or move the tensor afterwards",
+                "answers are in host memory and are shared without a copy; copy or move the tensor afterwards",
             ));
         }
         let versioned = max_version.is_some_and(|(major, _)| major >= 1);

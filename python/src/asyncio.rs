@@ -1,4 +1,4 @@
-//! Futures of the runtime as futures of `asyncio`.
+//! Conversion of futures of the runtime to futures of `asyncio`.
 
 use pyo3::prelude::*;
 use pyo3::{IntoPyObjectExt as _, intern};
@@ -37,7 +37,7 @@ where
     let (their_loop, their_promise) = (event_loop.unbind(), promise.clone().unbind());
     let task = runtime::handle()?.spawn(async move {
         let result = future.await;
-        // At exit there is no interpreter to tell.
+        // At exit there is no interpreter that could get the result.
         Python::try_attach(|py| {
             let delivered = deliver(py, &their_loop, their_promise, result);
             if let Err(error) = delivered
@@ -51,7 +51,7 @@ where
     Ok(promise)
 }
 
-/// Hands the result to the event loop's own thread.
+/// Passes the result to the event loop's thread.
 fn deliver<T: for<'a> IntoPyObject<'a>>(
     py: Python<'_>,
     event_loop: &Py<PyAny>,
@@ -73,7 +73,7 @@ fn deliver<T: for<'a> IntoPyObject<'a>>(
     Ok(())
 }
 
-/// A closed loop takes no results, and its futures have no reader.
+/// Whether the loop is closed: it then accepts no results, and its futures have no reader.
 fn loop_is_closed(py: Python<'_>, event_loop: &Py<PyAny>) -> bool {
     event_loop
         .call_method0(py, intern!(py, "is_closed"))

@@ -1,4 +1,4 @@
-//! One connection, for blocking calls and for `asyncio`.
+//! A connection, for blocking calls and for `asyncio`.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,12 +13,12 @@ use tokio::sync::OnceCell;
 use crate::asyncio;
 use crate::errors::Failure;
 use crate::model::{Model, ModelSummary};
-use crate::receipt::Answer;
-use crate::request::{self, Options};
+use crate::receipt::{Answer, Received};
+use crate::request::{Call, Options};
 use crate::runtime::{self, timeout, wait};
 use crate::stream::NativeStream;
 
-/// An address and the connection to it once there is one.
+/// An address, and the connection to it after the first call.
 #[derive(Debug)]
 pub(crate) struct Connection {
     address: String,
@@ -41,12 +41,18 @@ impl Connection {
             .await
     }
 
+    async fn forward(&self, call: Call) -> Result<Received, Failure> {
+        let Call { message, timeout, shape } = call;
+        let response = self.client().await?.forward(message, timeout).await?;
+        shape.read_answer(response)
+    }
+
     pub(crate) const fn retry(&self) -> Option<&RetryPolicy> {
         self.retry.as_ref()
     }
 }
 
-/// Retries as the Python class `RetryPolicy` states them.
+/// The fields of the Python class `RetryPolicy`.
 #[derive(FromPyObject)]
 pub(crate) struct RetryArguments {
     max_attempts: u32,
@@ -71,12 +77,12 @@ impl From<CredentialArguments> for Credentials {
     }
 }
 
-/// What `Client` and `AsyncClient` hold.
+/// The native part of `Client` and `AsyncClient`.
 #[pyclass(frozen)]
 #[derive(Debug)]
 pub(crate) struct NativeClient {
     connection: Arc<Connection>,
-    /// The process that made it: connections do not survive a fork.
+    /// The process that made the client. Connections do not survive a fork.
     process: u32,
 }
 
@@ -85,7 +91,7 @@ impl NativeClient {
         let found = std::process::id();
         if found != self.process {
             return Err(PyRuntimeError::new_err(format!(
-                "this client was made in process {} and is used in process {found}; connections do not survive a fork: \
+                "this client was made in process {} and is used in process {found}. Connections do not survive a fork: \
                  make a client in each process",
                 self.process
             )));
@@ -135,12 +141,8 @@ impl NativeClient {
         options: Options<'py>,
     ) -> PyResult<Bound<'py, Answer>> {
         let connection = self.connection()?;
-        let seconds = timeout(seconds, "timeout")?;
-        let (message, shape) = request::build(layer, rows, &options)?;
-        let received = wait(py, async {
-            let response = connection.client().await?.forward(message, seconds).await?;
-            request::answer(response, &shape)
-        })?;
+        let call = Call::new(layer, rows, seconds, &options)?;
+        let received = wait(py, connection.forward(call))?;
         received.map_err(|failure| failure.into_exception(py))?.into_pyobject(py)
     }
 
@@ -153,12 +155,8 @@ impl NativeClient {
         options: Options<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let connection = self.connection()?;
-        let seconds = timeout(seconds, "timeout")?;
-        let (message, shape) = request::build(layer, rows, &options)?;
-        asyncio::spawn(py, async move {
-            let response = connection.client().await?.forward(message, seconds).await?;
-            request::answer(response, &shape)
-        })
+        let call = Call::new(layer, rows, seconds, &options)?;
+        asyncio::spawn(py, async move { connection.forward(call).await })
     }
 
     fn model(&self, py: Python<'_>, name: &str) -> PyResult<Model> {

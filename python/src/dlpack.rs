@@ -1,7 +1,7 @@
 //! DLPack's C structs (<https://dmlc.github.io/dlpack/latest/c_api.html>) and the capsules that carry them.
 //!
-//! Arrays come in through the unversioned struct, which every producer can make, and go out through whichever the consumer
-//! asks for.
+//! Arrays are imported through the unversioned struct, which every producer can make, and exported through the struct that the consumer
+//! requests.
 
 #![allow(unsafe_code, reason = "DLPack is a C interface: structs behind pointers in capsules")]
 
@@ -35,7 +35,7 @@ struct Tensor {
     bits: u8,
     lanes: u16,
     shape: *mut i64,
-    /// In elements; null means row-major.
+    /// Strides in elements; null means row-major.
     strides: *mut i64,
     byte_offset: u64,
 }
@@ -130,7 +130,7 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, what: &str) -> PyResult<Imported
         }
         managed
     };
-    // From here on a drop calls the deleter.
+    // From now on a drop calls the deleter.
     let mut imported =
         Imported { managed, data: ptr::null(), bytes: 0, element: Element::F32, shape: Vec::new() };
     // SAFETY: the capsule's name says that this is a `DLManagedTensor`; its shape and strides have `ndim` entries.
@@ -175,7 +175,7 @@ fn row_major(shape: &[usize], strides: &[i64]) -> bool {
     true
 }
 
-/// An exported struct, first so that its address is the address of the whole, and what it points to.
+/// An exported struct and the data to which it points. The struct is the first field, so that its address is that of the whole.
 #[repr(C)]
 struct Export<M> {
     managed: M,
@@ -224,8 +224,8 @@ pub(crate) fn export<'py>(
     }
 }
 
-/// Puts a struct, its shape and its memory behind one pointer. `context` of the struct is not needed, because the struct
-/// is the first field of what is leaked.
+/// Leaks a struct with its shape and its memory, and returns its address. The struct's `context` is not needed, because the struct is
+/// the first field of the leaked value.
 fn leak<M>(
     mut shape: Vec<i64>,
     storage: &Arc<Storage>,

@@ -1,4 +1,4 @@
-//! Element types of arrays, as Python's buffer protocol, DLPack and the proto name them.
+//! Element types of arrays, with their names in Python's buffer protocol, DLPack and the proto.
 
 use std::ffi::CStr;
 
@@ -8,19 +8,19 @@ use pyo3::buffer::ElementType;
 /// Type of an array's elements, little-endian.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Element {
-    /// Brain float, 16 bits.
+    /// bfloat16.
     Bf16,
-    /// IEEE half.
+    /// IEEE half precision.
     F16,
-    /// IEEE single.
+    /// IEEE single precision.
     F32,
-    /// IEEE double.
+    /// IEEE double precision.
     F64,
-    /// Signed, 32 bits.
+    /// Signed integer of 32 bits.
     I32,
-    /// Signed, 64 bits.
+    /// Signed integer of 64 bits.
     I64,
-    /// 16 bits without a meaning of their own: bf16 in libraries that have no such type.
+    /// Uninterpreted 16 bits: bf16 in libraries that have no such type.
     Bits16,
 }
 
@@ -34,7 +34,7 @@ impl Element {
         }
     }
 
-    /// Its name in this package.
+    /// Name of the type in this package.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Element::Bf16 => "bf16",
@@ -47,7 +47,7 @@ impl Element {
         }
     }
 
-    /// The format of the `struct` module, `None` where it has none.
+    /// The format in the `struct` module; `None` if it has none.
     pub(crate) const fn format(self) -> Option<&'static CStr> {
         match self {
             Element::Bf16 => None,
@@ -60,7 +60,7 @@ impl Element {
         }
     }
 
-    /// From a format of the `struct` module. `None` if it is a type or a byte order that this package does not take.
+    /// The type of a format of the `struct` module; `None` if this package does not support the type or its byte order.
     pub(crate) fn from_format(format: &CStr) -> Option<Element> {
         if matches!(format.to_bytes(), [b'>' | b'!', _]) {
             return None;
@@ -91,7 +91,7 @@ impl Element {
         }
     }
 
-    /// From DLPack's type code and bits.
+    /// The type with DLPack's type code and bits.
     pub(crate) const fn from_dlpack(code: u8, bits: u8) -> Option<Element> {
         match (code, bits) {
             (0 | 1, 16) => Some(Element::Bits16),
@@ -105,7 +105,7 @@ impl Element {
         }
     }
 
-    /// The proto's type of token rows, where it is one.
+    /// The proto's type of token rows; `None` if rows cannot have this type.
     pub(crate) const fn row_type(self) -> Option<DType> {
         match self {
             Element::Bf16 => Some(DType::DtypeBf16),
@@ -115,7 +115,7 @@ impl Element {
         }
     }
 
-    /// From the proto's type of token rows.
+    /// The type that the proto's type of token rows stands for.
     pub(crate) const fn from_row_type(dtype: DType) -> Option<Element> {
         match dtype {
             DType::DtypeBf16 => Some(Element::Bf16),

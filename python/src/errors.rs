@@ -10,7 +10,7 @@ use tonic_types::StatusExt as _;
 /// Why a call has no answer.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The service or the transport said so.
+    /// The service or the transport returned a status.
     Status(Box<Status>),
     /// There is no connection.
     Connect(String),
@@ -32,7 +32,7 @@ impl From<ClientError> for Failure {
 }
 
 impl Failure {
-    /// The exception of its cause. An exception that importing or constructing it raises is returned instead.
+    /// Makes the exception of the failure's cause. If importing or constructing it raises an exception, returns that one instead.
     pub(crate) fn into_exception(self, py: Python<'_>) -> PyErr {
         self.exception(py).unwrap_or_else(|error| error)
     }

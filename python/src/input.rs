@@ -12,10 +12,10 @@ use pyo3::{ffi, intern};
 use crate::dlpack::{self, Imported};
 use crate::element::Element;
 
-/// Arrays up to this size are copied: that takes less time than to give them back from another thread.
+/// Arrays up to this size are copied, which takes less time than releasing them from another thread.
 const COPIED_BYTES: usize = 32 << 10;
 
-/// An array of the caller's, shared with it or copied.
+/// An array that the caller passed, shared or copied.
 #[derive(Debug)]
 pub(crate) struct Input {
     pub(crate) element: Element,
@@ -23,7 +23,7 @@ pub(crate) struct Input {
     pub(crate) bytes: Bytes,
 }
 
-/// A buffer that is row-major. It is given back when this is dropped, on whatever thread.
+/// A row-major buffer. Dropping it, on any thread, releases the buffer.
 struct Contiguous(PyUntypedBuffer);
 
 impl AsRef<[u8]> for Contiguous {
@@ -73,7 +73,7 @@ impl Input {
         )))
     }
 
-    /// Token rows `[tokens, hidden]` in bf16, f16 or f32. `dtype` says what 16-bit integers stand for.
+    /// Token rows `[tokens, hidden]` in bf16, f16 or f32. `dtype` is the type that 16-bit integers stand for.
     pub(crate) fn rows(mut self, dtype: Option<&str>) -> PyResult<Input> {
         match (dtype, self.element) {
             (Some("bf16"), Element::Bits16) => self.element = Element::Bf16,
@@ -105,7 +105,7 @@ impl Input {
                 let mut narrow = Vec::with_capacity(input.bytes.len() / 2);
                 for value in input.bytes.as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b)) {
                     let value = i32::try_from(value).map_err(|_| {
-                        PyValueError::new_err(format!("{what} has {value}, which is no int32"))
+                        PyValueError::new_err(format!("{what} has {value}, which is not an int32"))
                     })?;
                     narrow.extend_from_slice(&value.to_le_bytes());
                 }
@@ -165,7 +165,7 @@ impl From<Imported> for Input {
     }
 }
 
-/// The array behind the buffer protocol, `None` if it cannot be described as an element type.
+/// The array behind the buffer protocol; `None` if its elements have no type of this package.
 fn buffer(object: &Bound<'_, PyAny>, what: &str, element: Option<Element>) -> PyResult<Option<Input>> {
     let Ok(buffer) = PyUntypedBuffer::get(object) else { return Ok(None) };
     let Some(found) = Element::from_format(buffer.format()) else { return Ok(None) };

@@ -48,7 +48,7 @@ impl From<v1::StepTiming> for StepTiming {
     }
 }
 
-/// How an answer came about.
+/// The record of how an answer was computed.
 #[pyclass(frozen, module = "expertd")]
 #[derive(Debug)]
 pub(crate) struct Receipt {
@@ -57,6 +57,8 @@ pub(crate) struct Receipt {
     generation: u64,
     #[pyo3(get)]
     weight_version: u64,
+    #[pyo3(get)]
+    weight_fingerprint: String,
     tokens_per_rank: Vec<u32>,
     timings: Vec<StepTiming>,
     topk_ids: Option<Py<Array>>,
@@ -133,6 +135,7 @@ impl Parts {
             steps: message.steps,
             generation: message.generation,
             weight_version: message.weight_version,
+            weight_fingerprint: message.weight_fingerprint,
             tokens_per_rank: message.tokens_per_rank,
             timings: message.timings.into_iter().map(StepTiming::from).collect(),
             topk_ids: topk_ids.map(|array| Py::new(py, array)).transpose()?,
@@ -143,7 +146,7 @@ impl Parts {
     }
 }
 
-/// What a call returns.
+/// The result of a call.
 #[pyclass(frozen, get_all, module = "expertd")]
 #[derive(Debug)]
 pub(crate) struct Answer {

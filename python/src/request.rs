@@ -1,5 +1,7 @@
 //! The arguments of a call as a message, and the message's answer as Python objects.
 
+use std::time::Duration;
+
 use expertd_proto::v1::{ForwardRequest, ForwardResponse, Receipt};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -10,6 +12,7 @@ use crate::element::Element;
 use crate::errors::Failure;
 use crate::input::Input;
 use crate::receipt::{self, Received};
+use crate::runtime::timeout;
 
 /// Optional arguments of `forward`, as the Python classes pass them.
 #[derive(FromPyObject)]
@@ -26,7 +29,32 @@ pub(crate) struct Options<'py> {
     return_timings: bool,
 }
 
-/// What must be known of a request to read its answer.
+/// A call of `forward`: its message, its time limit, and the shape of its answer.
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub(crate) message: ForwardRequest,
+    pub(crate) timeout: Option<Duration>,
+    pub(crate) shape: Shape,
+}
+
+impl Call {
+    /// Builds a call from the arguments of a Python method.
+    ///
+    /// # Errors
+    /// TypeError, ValueError or BufferError that name the argument.
+    pub(crate) fn new(
+        layer: u32,
+        rows: &Bound<'_, PyAny>,
+        seconds: Option<f64>,
+        options: &Options<'_>,
+    ) -> PyResult<Call> {
+        let timeout = timeout(seconds, "timeout")?;
+        let (message, shape) = build(layer, rows, options)?;
+        Ok(Call { message, timeout, shape })
+    }
+}
+
+/// The shape of a request's rows, which its answer must have.
 #[derive(Clone, Debug)]
 pub(crate) struct Shape {
     element: Element,
@@ -38,11 +66,7 @@ pub(crate) struct Shape {
 ///
 /// # Errors
 /// TypeError, ValueError or BufferError that name the argument.
-pub(crate) fn build(
-    layer: u32,
-    rows: &Bound<'_, PyAny>,
-    options: &Options<'_>,
-) -> PyResult<(ForwardRequest, Shape)> {
+fn build(layer: u32, rows: &Bound<'_, PyAny>, options: &Options<'_>) -> PyResult<(ForwardRequest, Shape)> {
     let rows = Input::take(rows, "rows")?.rows(options.dtype.as_deref())?;
     let [tokens, hidden] = rows.shape[..] else {
         return Err(PyValueError::new_err("rows must have the shape [tokens, hidden]"));
@@ -105,24 +129,26 @@ fn with_routing(
     Ok(request.with_routing(ids.bytes, weights.bytes, k))
 }
 
-/// The answer to a request of `shape`.
-///
-/// # Errors
-/// INTERNAL if the service's message does not have the rows that were asked for.
-pub(crate) fn answer(response: ForwardResponse, shape: &Shape) -> Result<Received, Failure> {
-    let ForwardResponse { rows, receipt } = response;
-    let found = rows.len();
-    // The receipt's arrays share the message's memory with the rows; they are copied and dropped first, so that the
-    // rows' memory has one owner and need not be copied.
-    let receipt = receipt::from_message(receipt.unwrap_or_else(Receipt::default), shape.tokens);
-    let Some(rows) = Array::new(rows, shape.element, vec![shape.tokens, shape.hidden]) else {
-        return Err(Status::internal(format!(
-            "the service answered with {found} bytes of rows; expected {} tokens of {} {}",
-            shape.tokens,
-            shape.hidden,
-            shape.element.name()
-        ))
-        .into());
-    };
-    Ok(Received { rows, receipt })
+impl Shape {
+    /// Reads the answer to a request of this shape.
+    ///
+    /// # Errors
+    /// INTERNAL if the message does not have as many bytes of rows as the request.
+    pub(crate) fn read_answer(&self, response: ForwardResponse) -> Result<Received, Failure> {
+        let ForwardResponse { rows, receipt } = response;
+        let found = rows.len();
+        // The receipt's arrays share the message's memory with the rows. They are copied and dropped first, so that the
+        // rows' memory has one owner and is not copied.
+        let receipt = receipt::from_message(receipt.unwrap_or_else(Receipt::default), self.tokens);
+        let Some(rows) = Array::new(rows, self.element, vec![self.tokens, self.hidden]) else {
+            return Err(Status::internal(format!(
+                "the service answered with {found} bytes of rows; expected {} tokens of {} {}",
+                self.tokens,
+                self.hidden,
+                self.element.name()
+            ))
+            .into());
+        };
+        Ok(Received { rows, receipt })
+    }
 }

@@ -1,4 +1,4 @@
-//! The asynchronous runtime of this process, and waiting for it without keeping other Python threads from running.
+//! The asynchronous runtime of this process, and waits that let other Python threads run.
 
 use std::pin::pin;
 use std::sync::{Mutex, PoisonError};
@@ -8,12 +8,12 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use tokio::runtime::{Builder, Handle, Runtime};
 
-/// Threads that drive connections.
+/// Number of threads that drive connections.
 const WORKERS: usize = 2;
-/// How often a blocking call looks for signals such as Ctrl-C.
+/// Interval at which a blocking call checks for signals such as Ctrl-C.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The runtime and the process that made it: threads do not survive a fork.
+/// The runtime, and the process that made it, because threads do not survive a fork.
 static RUNTIME: Mutex<Option<(u32, Handle)>> = Mutex::new(None);
 
 /// The runtime of this process, made when it is first needed.
@@ -35,8 +35,8 @@ pub(crate) fn handle() -> PyResult<Handle> {
         .build()
         .map_err(|error| PyRuntimeError::new_err(format!("cannot start the client's threads: {error}")))?;
     let handle = runtime.handle().clone();
-    // The runtime lives as long as the process: clients come and go, and a runtime whose threads a fork left behind
-    // cannot be shut down.
+    // The runtime lives as long as the process, because clients come and go, and because a runtime whose threads were lost in a
+    // fork cannot be shut down.
     std::mem::forget(runtime);
     *current = Some((process, handle.clone()));
     Ok(handle)

@@ -17,8 +17,8 @@ use crate::asyncio;
 use crate::client::Connection;
 use crate::errors::Failure;
 use crate::receipt::{Answer, Received};
-use crate::request::{self, Options, Shape};
-use crate::runtime::{timeout, wait};
+use crate::request::{Call, Options};
+use crate::runtime::wait;
 
 type Reply = oneshot::Sender<Result<ForwardResponse, Status>>;
 
@@ -26,7 +26,7 @@ type Reply = oneshot::Sender<Result<ForwardResponse, Status>>;
 #[derive(Debug)]
 enum Waiting {
     Open(HashMap<u64, Reply>),
-    /// The stream ended, with this status.
+    /// The stream has ended with this status.
     Over(Status),
 }
 
@@ -65,7 +65,7 @@ impl Open {
     }
 }
 
-/// Gives answers to the calls that wait for them, until the stream ends.
+/// Passes answers to the calls that wait for them, until the stream ends.
 async fn receive(mut answers: AnswerReceiver, waiting: Arc<Mutex<Waiting>>) {
     let end = loop {
         match answers.next().await {
@@ -126,19 +126,15 @@ impl Shared {
         Ok((open, current.next_id))
     }
 
-    /// One call, tried again as the client's policy says.
-    async fn call(
-        &self,
-        message: ForwardRequest,
-        shape: Shape,
-        timeout: Option<Duration>,
-    ) -> Result<Received, Failure> {
+    /// Makes a call, with retries by the client's policy.
+    async fn call(&self, call: &Call) -> Result<Received, Failure> {
         let start = Instant::now();
+        let timeout = call.timeout;
         let mut attempt = 1;
         loop {
             let left = timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
-            let status = match self.call_once(message.clone(), left).await {
-                Ok(response) => return request::answer(response, &shape),
+            let status = match self.call_once(call.message.clone(), left).await {
+                Ok(response) => return call.shape.read_answer(response),
                 Err(Failure::Status(status)) => status,
                 Err(failure) => return Err(failure),
             };
@@ -162,7 +158,7 @@ impl Shared {
         let (open, id) = self.open().await?;
         let call = open.call(id, message, timeout);
         let Some(timeout) = timeout else { return Ok(call.await?) };
-        // The service answers in time; this ends the wait if the connection does not bring its answer.
+        // The service answers in time. This timeout ends the wait if the connection does not deliver the answer.
         match tokio::time::timeout(timeout, call).await {
             Ok(result) => Ok(result?),
             Err(_) => Err(Status::deadline_exceeded(format!("no answer within {timeout:?}")).into()),
@@ -170,11 +166,11 @@ impl Shared {
     }
 }
 
-/// What `Stream` and `AsyncStream` hold.
+/// The native part of `Stream` and `AsyncStream`.
 #[pyclass(frozen)]
 #[derive(Debug)]
 pub(crate) struct NativeStream {
-    /// `None` once it was closed. Calls in flight hold it as well, and the gRPC stream ends with the last holder.
+    /// `None` after it was closed. Calls in flight also hold it, and the gRPC stream ends when the last holder drops it.
     shared: Mutex<Option<Arc<Shared>>>,
     runtime: Handle,
 }
@@ -203,10 +199,9 @@ impl NativeStream {
         seconds: Option<f64>,
         options: Options<'py>,
     ) -> PyResult<Pending> {
-        let seconds = timeout(seconds, "timeout")?;
-        let (message, shape) = request::build(layer, rows, &options)?;
+        let call = Call::new(layer, rows, seconds, &options)?;
         let shared = self.shared()?;
-        let task = self.runtime.spawn(async move { shared.call(message, shape, seconds).await });
+        let task = self.runtime.spawn(async move { shared.call(&call).await });
         Ok(Pending { task: Mutex::new(Some(task)) })
     }
 
@@ -218,13 +213,12 @@ impl NativeStream {
         seconds: Option<f64>,
         options: Options<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let seconds = timeout(seconds, "timeout")?;
-        let (message, shape) = request::build(layer, rows, &options)?;
+        let call = Call::new(layer, rows, seconds, &options)?;
         let shared = self.shared()?;
-        asyncio::spawn(py, async move { shared.call(message, shape, seconds).await })
+        asyncio::spawn(py, async move { shared.call(&call).await })
     }
 
-    /// Lets calls in flight end and takes no more.
+    /// Refuses further calls; calls in flight continue.
     fn close(&self) {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
@@ -243,12 +237,12 @@ impl Pending {
     fn result<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, Answer>> {
         let task = self.task.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(mut task) = task else {
-            return Err(PyRuntimeError::new_err("the result was taken already; keep the first one"));
+            return Err(PyRuntimeError::new_err("the result was already taken; keep the first one"));
         };
         let ended = match wait(py, &mut task) {
             Ok(ended) => ended,
             Err(interrupted) => {
-                // The call goes on, and its result can still be asked for.
+                // The call continues, and its result can still be requested.
                 *self.task.lock().unwrap_or_else(PoisonError::into_inner) = Some(task);
                 return Err(interrupted);
             }

@@ -91,7 +91,7 @@ impl Service {
     }
 }
 
-/// Fresh random rows.
+/// New random rows.
 pub fn random_rows(bytes: usize) -> Bytes {
     let mut rows = vec![0u8; bytes];
     rand::rng().fill(&mut rows[..]);
@@ -118,7 +118,7 @@ pub fn prefix(length: usize) -> Bytes {
     bytes.freeze()
 }
 
-/// A call with a given body.
+/// A call with the given body.
 pub fn raw_call(path: &str, body: tonic::body::Body) -> Request<tonic::body::Body> {
     Request::post(path)
         .header("content-type", "application/grpc")

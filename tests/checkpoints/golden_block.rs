@@ -1,4 +1,4 @@
-//! Tests of every family's gate and weights against recordings of the reference implementation: in one process without
+//! Tests of every family's gate and weights against recordings of the reference implementation. They run in one process without
 //! a service, once with a plain block in f64 and once with the service's kernels.
 //!
 //! `EXPERTD_GOLDEN=DIR` also checks another directory of the same kind (`scripts/golden.py` creates some).

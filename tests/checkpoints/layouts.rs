@@ -252,7 +252,7 @@ fn fp8_scales_by_block_channel_and_tensor() {
     let config = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [40, 40]});
     parts.config.insert("quantization_config".into(), config);
     same(&parts, &expected);
-    // How rows would be scaled is declared beside the format of the weights.
+    // The config declares how rows are scaled next to the format of the weights.
     for (declared, expected) in [(None, false), (Some("ue8m0"), true)] {
         let mut config = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [40, 40]});
         if let Some(declared) = declared {

@@ -1,4 +1,4 @@
-//! Checkpoints of all families and formats: reading, refusing, synthesising, and what the blocks compute.
+//! Tests of checkpoints of all families and formats: reading, refusing, synthesising, and the outputs of their blocks.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 

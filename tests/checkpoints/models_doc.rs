@@ -38,12 +38,16 @@ fn the_page_lists_the_fields_of_every_family() {
 fn every_model_type_belongs_to_one_family() {
     let mut seen = BTreeSet::new();
     for family in FAMILIES {
-        assert!(seen.insert(family.name), "two families are called {}", family.name);
+        assert!(seen.insert(family.name), "two families have the name {}", family.name);
         for model_type in family.model_types {
             assert_eq!(by_model_type(model_type).unwrap().name, family.name, "{model_type}");
         }
         for field in family.ignores() {
-            assert!(!family.uses().contains(&field), "{}: {field} is used and ignored", family.name);
+            assert!(
+                !family.uses().contains(&field),
+                "{}: {field} is listed both as used and as ignored",
+                family.name
+            );
         }
     }
 }

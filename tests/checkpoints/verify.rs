@@ -5,7 +5,6 @@ use std::pin::Pin;
 use clap::Parser as _;
 use expertd_cli::call::{CallArgs, CallOutcome, call};
 use expertd_cli::golden::Golden;
-use expertd_cli::rows::{decode, encode, encode_i32};
 use expertd_cli::verify::{VerifyArgs, VerifyReport, verify};
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::moe_server::{Moe, MoeServer};
@@ -14,6 +13,7 @@ use expertd_proto::v1::{
     GetModelResponse, Limits, ListModelsRequest, ListModelsResponse, MoeLayer, Receipt,
 };
 use expertd_types::DType;
+use expertd_types::rows::{decode, encode, encode_i32};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -32,13 +32,13 @@ enum Fault {
     Short,
     /// The last expert of one row is replaced by another, whose weight differs by this factor.
     Expert(f32),
-    /// Ids are the recorded ones in another order, with their weights.
+    /// The recorded ids and their weights are in another order.
     Order,
     /// The service does not return the routing.
     NoRouting,
 }
 
-/// Answers recorded rows with recorded outputs; recognises a row by its bits.
+/// Answers recorded rows with recorded outputs. It recognises rows by their bits.
 struct Scripted {
     golden: Golden,
     hidden: usize,

@@ -1,5 +1,5 @@
-//! Faults under load, done to the real service. What is asserted is documented: serving resumes within 10 s, and no call
-//! without a deadline fails; with `--on-fault fail`, calls in flight end within 2 s with a retryable status.
+//! Tests of the real service with faults under load. They assert what the documents promise: serving resumes within 10 s, and no
+//! call without a deadline fails; with `--on-fault fail`, calls in flight end within 2 s with a retryable status.
 
 use std::time::{Duration, Instant};
 
@@ -35,7 +35,7 @@ async fn serving_again(service: &Service, since: Instant) {
     }
 }
 
-/// The load ran before, at and after the fault.
+/// Checks that the load ran before, at and after the fault.
 fn assert_loaded(calls: &[Call], fault: Instant) {
     let answered = calls.iter().filter(|call| call.result.is_ok());
     assert!(answered.clone().any(|call| call.ended < fault), "the load ran before the fault");
@@ -43,14 +43,14 @@ fn assert_loaded(calls: &[Call], fault: Instant) {
     assert!(calls.iter().any(|call| call.in_flight_at(fault)), "calls were in flight");
 }
 
-/// What every fault must satisfy: callers wait, and get their answers.
+/// Checks that callers waited for the fault and got their answers.
 fn assert_unseen(calls: &[Call], fault: Instant) {
     assert_loaded(calls, fault);
     let failed: Vec<&Call> = calls.iter().filter(|call| call.result.is_err()).collect();
     assert!(failed.is_empty(), "{} of {} calls saw the fault: {:?}", failed.len(), calls.len(), failed[0]);
 }
 
-/// What every fault must satisfy with `--on-fault fail`.
+/// Checks the calls of a service with `--on-fault fail`.
 fn assert_retryable(calls: &[Call], fault: Instant) {
     assert_loaded(calls, fault);
     assert!(calls.iter().any(|call| call.result.is_err()), "calls in flight fail");

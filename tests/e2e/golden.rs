@@ -16,7 +16,7 @@ struct Verify {
 async fn verified(service: &Service, family: &str, batches: &[&str]) {
     let path = golden(family);
     for routing in ["gate", "recorded"] {
-        // This family's blocks do not return their ids.
+        // The blocks of this family do not return their ids.
         if routing == "recorded" && family == "llama4_text" {
             continue;
         }

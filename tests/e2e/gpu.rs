@@ -56,7 +56,7 @@ async fn verified(service: &Service, family: &str, dtype: &str, batch: &str, tol
         if routing == "gate" && otherwise {
             continue;
         }
-        // This family's blocks do not return their ids.
+        // The blocks of this family do not return their ids.
         if routing == "recorded" && family.contains("llama4_text") {
             continue;
         }
@@ -102,7 +102,7 @@ async fn recorded_answers_of_quantised_checkpoints() {
     let (most, _in_use) = gpus();
     for name in QUANTISED {
         for ranks in 1..=most {
-            // FP8 products differ from f32 by what quantised rows lose, as any implementation's do.
+            // FP8 products differ from f32 by the rounding of quantised rows, in any implementation.
             for (compute, tolerance) in [("bf16", "1e-2"), ("fp8", "1e-1")] {
                 if compute == "fp8" && !name.contains("-fp8-") {
                     continue;

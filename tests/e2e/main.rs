@@ -1,11 +1,13 @@
-//! The service from outside: `expertd serve` as a process, with its ranks, over gRPC.
+//! Tests of `expertd serve` as a process with its ranks, over gRPC.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod faults;
 mod golden;
 mod gpu;
+mod reload;
 mod service;
 mod soak_gpu;
 mod startup;
 mod steps;
+mod weights;

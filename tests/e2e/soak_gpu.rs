@@ -11,11 +11,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::service::Service;
-use expertd_cli::rows::{decode, encode, encode_i32, relative_error};
 use expertd_proto::Client;
 use expertd_proto::v1::{self, ForwardRequest, ForwardResponse};
 use expertd_rank_cuda as gpu;
 use expertd_types::DType;
+use expertd_types::rows::{decode, encode, encode_i32, relative_error};
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};

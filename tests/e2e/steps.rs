@@ -1,5 +1,5 @@
-//! The step loop of the real service: what waits, what is refused, what ends, and how the process ends. Ranks are stopped
-//! with a signal where steps have to stand still.
+//! Tests of the real service's step loop: waiting, refused and cancelled requests, and the exit of the process. Ranks are stopped with
+//! a signal where steps must stand still.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,14 +17,14 @@ use tonic::{Code, Status};
 use tonic_types::StatusExt as _;
 
 const FAMILY: &str = "qwen3_moe";
-/// Rows of a step in these tests.
+/// Number of rows of a step in these tests.
 const STEP: usize = 32;
-/// Far longer than anything here takes.
+/// Time limit of every wait, far longer than any of them takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 type Answer = JoinHandle<Result<ForwardResponse, Status>>;
 
-/// Small steps, and no rank is given up for standing still.
+/// Starts a service with small steps that does not give up ranks which are stopped.
 fn start(more: &[&str]) -> Service {
     let flags =
         ["--max-tokens-per-step", "32", "--liveness-timeout-ms", "600000", "--step-timeout-ms", "600000"];
@@ -41,7 +41,7 @@ async fn status(service: &Service) -> GetStatusResponse {
     admin.get_status(GetStatusRequest {}).await.unwrap().into_inner()
 }
 
-/// Waits until as many requests are in steps and wait for one.
+/// Waits until `in_steps` requests are in steps and `queued` requests wait for one.
 async fn until(service: &Service, in_steps: u64, queued: u64) {
     let wait = async {
         loop {
@@ -114,19 +114,19 @@ async fn late_and_abandoned_requests_leave_the_queue() {
     let late = client.forward(request, Some(Duration::from_millis(300))).await.unwrap_err();
     assert_eq!(late.code(), Code::DeadlineExceeded, "{late}");
     abandoned.abort();
-    // Both leave though no step can be formed.
+    // Both requests leave although no step can be formed.
     until(&service, 2, 0).await;
     assert_eq!(status(&service).await.tokens_queued, 0);
     continue_ranks(&service);
     for (answer, request, output) in in_steps {
         check(&answer.await.unwrap().unwrap(), &output, &request);
     }
-    assert_eq!(status(&service).await.steps_total, 2, "what left the queue was not computed");
+    assert_eq!(status(&service).await.steps_total, 2, "requests that left the queue must not be computed");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn max_wait_gathers_requests_and_holds_back_no_full_step() {
-    // So long that only a full step can be the cause of an answer.
+    // The wait is so long that an answer must come from a full step.
     let service = start(&["--max-wait-us", "60000000"]);
     let client = Client::connect(&service.address).await.unwrap();
     let mut rows = Rows::new(&golden(FAMILY), 3, STEP);

@@ -78,7 +78,7 @@ async fn tokens_are_required_over_tcp_and_name_the_client() {
     works(&service.tcp, &with("tokens")).await;
     assert_eq!(refused(&service.tcp, &Credentials::default()).await, Code::Unauthenticated);
     assert_eq!(refused(&service.tcp, &with("wrong")).await, Code::Unauthenticated);
-    // The kernel tells who is at the other end of a Unix-domain socket.
+    // The kernel reports the user at the other end of a Unix-domain socket.
     works(&service.unix, &Credentials::default()).await;
 
     for (file, code) in
@@ -102,7 +102,7 @@ async fn tls_keeps_plaintext_and_strangers_out() {
         Client::connect_with(&service.tcp, &client_side(other.path())).await.is_err(),
         "another authority"
     );
-    // Garbage in place of a handshake ends the connection.
+    // Bytes that are no handshake end the connection.
     let mut socket = tokio::net::TcpStream::connect(&service.tcp).await.unwrap();
     socket.write_all(&[0x16, 3, 1, 255, 255, 1, 2, 3]).await.unwrap();
     socket.shutdown().await.unwrap();

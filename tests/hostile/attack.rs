@@ -1,4 +1,4 @@
-//! Attackers by the hundred against a real service, and an honest client beside them.
+//! Hundreds of attackers of a real service, and an honest client that uses it at the same time.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use expertd_proto::Client;
+use expertd_proto::transport::Channel;
 use expertd_proto::v1::{DType, ForwardRequest};
 use hyper_util::rt::TokioIo;
 use tokio::io::AsyncReadExt as _;
@@ -18,16 +19,23 @@ use tower::service_fn;
 use crate::frames::{self, hello, send};
 use crate::service::Service;
 
-/// What an attacker does once it is connected, until it cannot any more.
+/// The actions of an attacker on a connection, until the connection ends.
 pub type Attack = for<'a> fn(&'a mut TcpStream, &'a AtomicBool) -> Doing<'a>;
 pub type Doing<'a> = std::pin::Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
 
-/// A number from the environment, else the size for every day.
+/// The value of an environment variable, otherwise `default`.
 fn size(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
 
-/// What an honest client got.
+/// Whether the service knows tokens, of which the honest client has one and the attackers have none.
+fn authenticated() -> bool {
+    std::env::var_os("HOSTILE_TOKENS").is_some()
+}
+
+const TOKEN: &str = "0123456789abcdef0123456789abcdef";
+
+/// The results of an honest client.
 #[derive(Debug)]
 pub struct Honest {
     pub calls: usize,
@@ -36,7 +44,7 @@ pub struct Honest {
     pub p99: Duration,
 }
 
-/// A connection from another address of this host than the attackers'.
+/// Connects from a given address of this host.
 pub async fn connect_from(from: &str, to: &str) -> std::io::Result<TcpStream> {
     let socket = TcpSocket::new_v4()?;
     socket.set_reuseaddr(true)?;
@@ -44,7 +52,7 @@ pub async fn connect_from(from: &str, to: &str) -> std::io::Result<TcpStream> {
     socket.connect(to.parse().unwrap()).await
 }
 
-/// An honest client with an address of its own.
+/// An honest client whose address differs from the attackers' addresses.
 pub async fn honest_client(address: &str) -> Result<Client, String> {
     let to = address.to_owned();
     let connector = service_fn(move |_: http::Uri| {
@@ -55,11 +63,22 @@ pub async fn honest_client(address: &str) -> Result<Client, String> {
         .connect_with_connector(connector)
         .await
         .map_err(|error| format!("connect: {error}"))?;
-    Client::over(channel).await.map_err(|error| format!("GetModel: {error}"))
+    let token = authenticated().then(|| http::HeaderValue::try_from(format!("Bearer {TOKEN}")).unwrap());
+    Client::over(Channel::new(channel, token)).await.map_err(|error| format!("GetModel: {error}"))
+}
+
+/// Calls for `time`, on a thread of its own, so that the attackers' tasks do not delay the honest client.
+pub async fn honest(address: &str, time: Duration) -> Honest {
+    let address = address.to_owned();
+    let thread = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(call_for(&address, time))
+    });
+    tokio::task::spawn_blocking(move || thread.join().unwrap()).await.unwrap()
 }
 
 /// Calls for `time`, one call at a time on each of four tasks.
-pub async fn honest(address: &str, time: Duration) -> Honest {
+async fn call_for(address: &str, time: Duration) -> Honest {
     let client = match honest_client(address).await {
         Ok(client) => client,
         Err(error) => return Honest { calls: 0, failed: vec![error], per_second: 0.0, p99: time },
@@ -97,16 +116,33 @@ pub async fn honest(address: &str, time: Duration) -> Honest {
     }
 }
 
-/// Resident memory of a process, MiB.
+/// Resident memory of a process in MiB.
 pub fn resident_mib(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap_or("0 kB");
     line.trim().split(' ').next().and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) / 1024
 }
 
-/// Runs an attack beside an honest client; every call of the honest client has an answer.
+/// Waits after a full-size attack until the memory is back, for at most a minute; resident MiB, and the seconds waited.
+async fn settled(pid: u32, before: u64) -> (u64, u64) {
+    let begun = Instant::now();
+    let longest = Duration::from_secs(size("HOSTILE_SETTLE_SECONDS", 0));
+    while resident_mib(pid) > before + before / 10 && begun.elapsed() < longest {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    (resident_mib(pid), begun.elapsed().as_secs())
+}
+
+/// Runs an attack and an honest client at the same time, and checks that every call of the honest client has an answer.
 pub async fn run(name: &str, attack: Attack) {
-    let service = Service::start("qwen3_moe", 1, &["--max-bytes-in-flight", "67108864"]);
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = folder.path().join("tokens");
+    std::fs::write(&tokens, format!("honest {TOKEN}\n")).unwrap();
+    let mut flags = vec!["--max-bytes-in-flight", "67108864"];
+    if authenticated() {
+        flags.extend(["--token-file", tokens.to_str().unwrap()]);
+    }
+    let service = Service::start("qwen3_moe", 1, &flags);
     let time = Duration::from_secs(size("HOSTILE_SECONDS", 2));
     let attackers = size("HOSTILE_ATTACKERS", 24);
     let alone = honest(&service.address, time).await;
@@ -143,8 +179,10 @@ pub async fn run(name: &str, attack: Attack) {
     over.store(true, Ordering::Relaxed);
     let most = most.await.unwrap();
     tasks.abort_all();
+    while tasks.join_next().await.is_some() {}
+    let (after, waited) = settled(service.pid(), before).await;
     println!(
-        "| {name} | {attackers} | {} | {:.0} | {:.0} | {:.2} | {:.2} | {before} | {most} |",
+        "| {name} | {attackers} | {} | {:.0} | {:.0} | {:.2} | {:.2} | {before} | {most} | {after} after {waited} s |",
         connected.load(Ordering::Relaxed),
         alone.per_second,
         beside.per_second,
@@ -159,17 +197,17 @@ pub async fn run(name: &str, attack: Attack) {
         beside.failed.len(),
         beside.failed.first()
     );
-    // 64 MiB in flight, half as much in the transport, each in up to two places, and connections.
+    // The limit is 64 MiB in flight and half as much in the transport, each in up to two places, plus connections.
     assert!(most <= before + 256, "{before} MiB before, {most} MiB under attack");
 }
 
-/// Says hello and takes what comes in the background of the attack's own sends.
+/// Sends the preface with `settings`, and acknowledges the settings of the service.
 pub async fn greet(socket: &mut TcpStream, settings: &[(u16, u32)]) -> bool {
     send(socket, &hello(settings)).await
         && send(socket, &frames::frame(frames::SETTINGS, frames::ACK, 0, &[])).await
 }
 
-/// Reads until the peer is gone, for at most `time`.
+/// Reads until the peer closes the connection, for at most `time`.
 pub async fn take(socket: &mut TcpStream, time: Duration) -> bool {
     let mut bytes = vec![0; 16 << 10];
     let until = tokio::time::Instant::now() + time;

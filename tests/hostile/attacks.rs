@@ -1,4 +1,4 @@
-//! One test an attack. Each reconnects as soon as the service ends it.
+//! One test per attack. Attackers reconnect as soon as the service closes their connections.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -26,7 +26,7 @@ fn flood<'a>(socket: &'a mut TcpStream, over: &'a AtomicBool, bytes: Vec<u8>) ->
     })
 }
 
-/// Begins calls, sends a part of a message on each, and then nothing.
+/// Begins calls, sends a part of a message on each, and then sends nothing.
 fn half_sent<'a>(
     socket: &'a mut TcpStream,
     over: &'a AtomicBool,
@@ -149,7 +149,7 @@ async fn minted_headers() {
 async fn unread_answers() {
     run("unread answers", |socket, over| {
         Box::pin(async move {
-            // SETTINGS_INITIAL_WINDOW_SIZE = 0: no answer may leave.
+            // SETTINGS_INITIAL_WINDOW_SIZE = 0 keeps the service from sending any answer.
             if !greet(socket, &[(4, 0)]).await {
                 return;
             }

@@ -10,7 +10,7 @@ pub struct Authority {
 }
 
 impl Authority {
-    /// Its certificate is `NAME.pem` in `folder`.
+    /// Makes an authority whose certificate is `NAME.pem` in `folder`.
     pub fn new(folder: &Path, name: &str) -> Authority {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(Vec::new()).unwrap();
@@ -20,7 +20,7 @@ impl Authority {
         Authority { folder: folder.to_owned(), issuer: Issuer::new(params, key) }
     }
 
-    /// Signs a certificate for `host`: `NAME.pem` and `NAME.key`.
+    /// Signs a certificate for `host` and writes it to `NAME.pem` and `NAME.key`.
     pub fn sign(&self, name: &str, host: &str) {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec![host.to_owned()]).unwrap();

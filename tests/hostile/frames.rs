@@ -1,4 +1,4 @@
-//! HTTP/2 by hand: frames that no well-behaved client would send.
+//! Construction of HTTP/2 frames that no well-behaved client would send.
 
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
@@ -15,7 +15,7 @@ pub const END_HEADERS: u8 = 4;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// A frame with its head.
+/// A frame with its header.
 pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let [_, a, b, c] = (payload.len() as u32).to_be_bytes();
     let mut bytes = vec![a, b, c, kind, flags];
@@ -78,7 +78,7 @@ pub fn call(stream: u32, path: &str, more: &[(&str, &str)]) -> Vec<u8> {
     frame(HEADERS, END_HEADERS, stream, &call_headers(path, more))
 }
 
-/// Writes and says whether the peer still takes bytes.
+/// Writes bytes. Returns whether the peer still accepts them.
 pub async fn send(socket: &mut TcpStream, bytes: &[u8]) -> bool {
     socket.write_all(bytes).await.is_ok()
 }

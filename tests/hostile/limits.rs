@@ -48,7 +48,7 @@ async fn announced_lengths_take_no_room_from_others() {
         sockets.push(socket);
     }
     tokio::time::sleep(Duration::from_millis(200)).await;
-    // The largest request there is.
+    // The largest legal request.
     let client = Client::connect(&service.tcp).await.unwrap();
     let largest = request(ECHO, 16 << 10, HIDDEN);
     assert_eq!(client.forward(largest.clone(), None).await.unwrap().rows, rows_of(&largest));
@@ -135,7 +135,7 @@ async fn idle_sockets_on_the_metrics_port_delay_no_probe() {
     let mut socket = TcpStream::connect(&address).await.unwrap();
     socket.write_all(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
     let mut answer = String::new();
-    // Without the idle sockets' header deadline of 5 s passing.
+    // The limit is shorter than the 5 s that idle sockets have to send a header.
     let read = tokio::time::timeout(Duration::from_secs(4), socket.read_to_string(&mut answer)).await;
     assert!(read.is_ok() && answer.contains("alive"), "{answer}");
 }

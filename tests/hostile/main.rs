@@ -1,4 +1,4 @@
-//! Hostile clients and broken surroundings: whatever a peer sends or withholds costs itself, not its neighbours.
+//! Tests of hostile clients and broken surroundings: bytes that a peer sends or withholds harm that peer and no other.
 //!
 //! `cargo test --test hostile` runs everything in small sizes; `scripts/hostile.sh` runs the attacks in full size and
 //! prints what they cost an honest client.

@@ -1,4 +1,4 @@
-//! Broken surroundings of a real service: standard error, signals, descriptors.
+//! Tests of a real service in broken surroundings: standard error, signals, descriptors.
 
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::process::{Child, Command, Stdio};
@@ -11,14 +11,14 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::attack::{honest, honest_client};
 use crate::service::{Service, fixture, serve_command, serve_to_the_end};
 
-/// Starts a service that logs a lot to the given standard error; its public address.
+/// Starts a service that logs a lot to the given standard error. Returns the service and its public address.
 fn start(stderr: Stdio) -> (Child, String) {
     let mut command = serve_command(&fixture("qwen3_moe"), &["--ranks", "1"]);
     command.env("EXPERTD_LOG", "trace").stderr(stderr);
     let mut child = command.spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let ready = lines.find_map(|line| line.ok()?.strip_prefix("ready: listening on ").map(str::to_owned));
-    // Reads on, so that the pipe never fills.
+    // Read the rest, so that the pipe never fills.
     std::thread::spawn(move || lines.for_each(drop));
     (child, ready.unwrap().split(',').next().unwrap().to_owned())
 }

@@ -1,4 +1,4 @@
-//! The exchange (dispatch, stand-in experts, combine) against plain code, bit by bit.
+//! Compares the exchange (dispatch, stand-in experts, combine) with plain code on the host, bit by bit.
 
 use expertd_kernels::device::{Buffer, Device, Stream, fill_device, read_device};
 use expertd_kernels::launch;
@@ -12,12 +12,12 @@ use crate::{Options, Outcome};
 
 pub const SECOND: u64 = 1_000_000_000;
 
-/// What a rank must see after dispatch and return after combine.
+/// The lists that a rank must have after dispatch, and the rows that it must return after combine.
 pub struct Expected {
     pub offsets: Vec<u32>,
     pub row_index: Vec<u32>,
     pub row_weight: Vec<f32>,
-    /// Rows for local experts by their place in the window, and what they hold.
+    /// Rows for local experts, by their index in the window.
     pub arrived: Vec<(usize, Vec<u16>)>,
     pub out: Vec<f32>,
 }
@@ -101,7 +101,7 @@ impl Member {
         Ok(Member { rank, window: windows[rank as usize], buffers, group })
     }
 
-    /// Fills everything that the step is to write with 0xff (NaN, -1), and brings the step's inputs.
+    /// Fills all buffers that the step writes with 0xff (NaN, -1), and uploads the step's inputs.
     pub fn load(&self, shape: &Shape, step: &RankStep, dtype: u32, poison: bool) -> Outcome {
         let b = &self.buffers;
         if poison {
@@ -150,7 +150,7 @@ impl Member {
         let mut window = vec![0_u8; shape.window_rows() * h * 2];
         // SAFETY: the rows of this rank's own window, while no step runs.
         unsafe { read_device(self.window + layout.rows, &mut window)? };
-        // A rank alone sends itself nothing: its experts read the tokens where they are.
+        // In a group of one rank nothing is sent, and experts read the tokens themselves.
         let sent = if shape.ranks == 1 { &[][..] } else { &expected.arrived };
         let mut arrived = sent.iter().peekable();
         for (index, row) in window.chunks_exact(h * 2).enumerate() {
@@ -159,10 +159,10 @@ impl Member {
                 let same =
                     row.chunks_exact(2).zip(wanted).all(|(a, b)| u16::from_le_bytes([a[0], a[1]]) == *b);
                 if !same {
-                    return Err(format!("rank {rank}: row {index} arrived wrong").into());
+                    return Err(format!("rank {rank}: row {index} has wrong contents").into());
                 }
             } else if poison && row.iter().any(|&byte| byte != 0xff) {
-                return Err(format!("rank {rank}: row {index} was written, nobody sent it").into());
+                return Err(format!("rank {rank}: row {index} was written, but no rank sent it").into());
             }
         }
         self.verify_out(&expected, dtype, poison)
@@ -191,7 +191,7 @@ impl Member {
     }
 }
 
-/// N virtual ranks on one GPU, the windows in one allocation.
+/// N virtual ranks on one GPU, whose windows are in one allocation.
 pub struct Loopback {
     pub members: Vec<Member>,
     pub stream: Stream,
@@ -255,7 +255,7 @@ pub fn shape(random: &mut Random, ranks: u32, most_tokens: u64) -> Shape {
     Shape { ranks, max_tokens, hidden, top_k, experts }
 }
 
-/// Blocks that a loopback group of `ranks` can have together on this GPU.
+/// Largest number of blocks per rank with which all blocks of a loopback group of `ranks` fit on this GPU.
 pub fn most_blocks(device: &Device, ranks: u32) -> Result<u32, Box<dyn std::error::Error>> {
     Ok((device.multiprocessors()? / ranks).clamp(1, 128))
 }
@@ -271,12 +271,12 @@ pub fn loopback(options: &Options) -> Outcome {
         let ranks = random.pick(&[1, 2, 3, 4, 4, 8]);
         let shape = shape(&mut random, ranks, most_tokens);
         let delay = random.pick(&[0, 0, 3_000, 50_000]);
-        // Small chunks make several of them even in small steps.
+        // With small chunks even small steps have several of them.
         let group = Loopback::new(&device, shape, delay, random.pick(&[0, 1, 2, 5]))?;
         let most = most_blocks(&device, ranks)?;
         for index in 0..steps_per_case {
             let steps = step(&mut random, &shape);
-            // Without poison, stale rows of the step before would go unnoticed only if they were right.
+            // Only some steps begin with poisoned buffers; in the others the rows of the previous step are stale.
             let poison = index % 2 == 0;
             let dtype = random.pick(&[1, 2, 3]);
             for (member, step) in group.members.iter().zip(&steps) {
@@ -308,7 +308,7 @@ pub fn loopback(options: &Options) -> Outcome {
     Ok(())
 }
 
-/// A group of two whose second rank never launches, or takes part in dispatch only.
+/// A group of two whose second rank either never launches or only launches dispatch.
 pub fn faults() -> Outcome {
     let device = Device::open(0)?;
     let shape = Shape { ranks: 2, max_tokens: 40, hidden: 2048, top_k: 2, experts: 4 };

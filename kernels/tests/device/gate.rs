@@ -1,4 +1,4 @@
-//! The gate against f64 on the host.
+//! Compares the gate with f64 code on the host.
 
 use expertd_kernels::device::{Buffer, Device};
 use expertd_kernels::launch;
@@ -43,7 +43,7 @@ fn routed(p: &GateParams, logits: &[f64], correction: Option<&[f32]>) -> (Vec<f6
         for &(_, g) in &rated[p.groups_kept as usize..] {
             values[g * size..(g + 1) * size].fill(if p.group_score == 1 { 0.0 } else { f64::NEG_INFINITY });
             if p.group_score == 1 {
-                // A dropped expert may still be chosen where logits that stay are negative: it counts as 0.
+                // An excluded expert counts as 0, so it may still be chosen if the remaining values are negative.
                 scores[g * size..(g + 1) * size].fill(0.0);
             }
         }
@@ -201,10 +201,10 @@ pub fn check(options: &Options) -> Outcome {
             }
             routed_tokens += 1;
             if found.iter().zip(&order).any(|(&a, &b)| a as usize != b) {
-                // Only where values are as close as f32 sums can tell.
+                // Ids may differ only where values are too close for f32 sums to order them.
                 let near =
                     found.iter().zip(&order).all(|(&a, &b)| (values[a as usize] - values[b]).abs() < 2e-5);
-                // A group may have tipped the other way as well; count those as close, and bound their number.
+                // A different choice of groups is possible for the same reason. Count these tokens as close and limit their number.
                 if !near && p.group_score == 0 {
                     return Err(format!(
                         "case {case}, token {token}, {p:?}: ids {found:?}, expected {:?}",
@@ -228,7 +228,10 @@ pub fn check(options: &Options) -> Outcome {
         }
     }
     if close * 50 > routed_tokens {
-        return Err(format!("{close} of {routed_tokens} tokens differ in close choices: too many").into());
+        return Err(format!(
+            "{close} of {routed_tokens} tokens differ from f64 in close choices, which are too many"
+        )
+        .into());
     }
     println!(
         "gate: {routed_tokens} tokens routed as in f64, {close} of them with close values in another order"

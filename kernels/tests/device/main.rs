@@ -3,11 +3,11 @@
 //! `device` alone checks everything on one GPU with a loopback group of virtual ranks. `device COMMAND [key=value ...]`:
 //!
 //! * `loopback cases=N seed=S`: exchanges of random shapes, counts, routing and delays.
-//! * `faults`: a rank that never comes.
+//! * `faults`: a rank that never takes part.
 //! * `gate cases=N`: routing functions against f64.
 //! * `experts`: the expert kernel in every weight format against f64.
 //! * `staging cases=N`: a whole step from pinned host memory and back, as a replayed graph.
-//! * `peers ranks=N cases=N`: the exchanges on N GPUs, a process each, over NCCL windows; then their times.
+//! * `peers ranks=N cases=N`: the exchanges on N GPUs with one process each, over NCCL windows; then their times.
 //! * `timing`: dispatch + combine of the loopback group under graph replay.
 #![allow(unsafe_code, reason = "launches kernels on addresses")]
 #![allow(missing_docs, unreachable_pub, reason = "a test program, not a library")]
@@ -55,10 +55,10 @@ impl Options {
 pub type Outcome = Result<(), Box<dyn std::error::Error>>;
 
 fn run(words: &[String]) -> Outcome {
-    // libtest's own flags may come through `cargo test`.
+    // `cargo test` may pass flags of libtest.
     let words: Vec<String> = words.iter().filter(|word| !word.starts_with('-')).cloned().collect();
     let Some(command) = words.first() else {
-        println!("ignored: these checks need a GPU; run them with the word `all`");
+        println!("ignored: these checks need a GPU; run them with the argument `all`");
         return Ok(());
     };
     let options = Options::parse(words.get(1..).unwrap_or_default())?;

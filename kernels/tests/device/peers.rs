@@ -1,4 +1,4 @@
-//! The exchange between GPUs: a process each, windows over NCCL.
+//! Checks and times the exchange between GPUs, with one process per GPU and windows over NCCL.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,12 +18,12 @@ use crate::{Options, Outcome};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Starts one process per GPU and waits for all; the first failure counts.
+/// Starts one process per GPU and waits for all of them. Returns the first failure.
 pub fn parent(options: &Options) -> Outcome {
     let present = u64::from(Device::count()?);
     let ranks = options.number("ranks", present);
     if ranks > present {
-        println!("skipped: {ranks} GPUs wanted, {present} here");
+        println!("skipped: this needs {ranks} GPUs, found {present}");
         return Ok(());
     }
     let folder = std::env::temp_dir().join(format!("expertd-peers-{}", std::process::id()));
@@ -38,7 +38,7 @@ pub fn parent(options: &Options) -> Outcome {
                 command.arg(format!("{key}={value}"));
             }
         }
-        // Multicast stays off; modules are loaded before anything waits.
+        // Multicast is off, and modules are loaded before any kernel waits for a peer.
         command.env("NCCL_NVLS_ENABLE", "0").env("CUDA_MODULE_LOADING", "EAGER");
         children.push((rank, command.spawn()?));
     }
@@ -57,14 +57,14 @@ fn wait_for(path: &Path) -> Outcome {
     let start = Instant::now();
     while !path.exists() {
         if start.elapsed() > PATIENCE {
-            return Err(format!("{} never came", path.display()).into());
+            return Err(format!("{} did not appear in time", path.display()).into());
         }
         std::thread::sleep(Duration::from_millis(1));
     }
     Ok(())
 }
 
-/// Lets all ranks meet on the host; names must differ.
+/// Waits on the host until all ranks have called it with this name. Each name may be used once.
 fn meet(folder: &Path, name: &str, rank: u32, ranks: u32) -> Outcome {
     fs::write(folder.join(format!("{name}-{rank}")), b"")?;
     for peer in 0..ranks {
@@ -92,14 +92,14 @@ pub fn child(options: &Options) -> Outcome {
     let start = Instant::now();
     let communicator = Communicator::join(&nccl, &id, ranks, rank, PATIENCE)?;
     let joined = start.elapsed();
-    // Room for the largest case below: T = 4096 at H = 7168.
+    // Large enough for the largest case below: T = 4096 with H = 7168.
     let largest = options.number("large", 0) != 0;
     let most_tokens = if largest { 4096 } else { 600 };
     let shape = Shape { ranks, max_tokens: most_tokens, hidden: 7168, top_k: 10, experts: 256 };
     let (_, bytes) = WindowLayout::new(&shape);
     let memory = SymmetricMemory::allocate(&nccl, bytes as usize)?;
     let own = memory.address();
-    // SAFETY: NCCL asks for the head of a table that its window handle points to.
+    // SAFETY: NCCL's window handle points to a table of which this many bytes are read.
     let window = Window::register(communicator, memory, PATIENCE, |address, into| unsafe {
         read_device(address, into)
     })?;
@@ -131,7 +131,7 @@ pub fn child(options: &Options) -> Outcome {
 
 fn reset(window: &Window, rank: u32, folder: &Path, name: &str) -> Outcome {
     meet(folder, &format!("{name}-before"), rank, window.peers().len() as u32)?;
-    // SAFETY: this rank's own copy; the ranks have met, so nobody writes to it.
+    // SAFETY: this rank's own copy, which no rank writes because all of them have passed `meet`.
     unsafe { fill_device(window.peers()[rank as usize], 0, window.bytes())? };
     meet(folder, &format!("{name}-after"), rank, window.peers().len() as u32)
 }
@@ -144,7 +144,7 @@ fn exchanges(
     ranks: u32,
     options: &Options,
 ) -> Outcome {
-    // The same draws on every rank.
+    // Every rank draws the same random steps.
     let mut random = Random(options.number("seed", 31));
     let cases = options.number("cases", 12);
     let stream = device.stream()?;
@@ -205,7 +205,7 @@ fn times(
     for (hidden, experts, top_k) in SHAPES {
         for &tokens in &all {
             let shape = Shape { ranks, max_tokens: tokens, hidden, top_k, experts };
-            // The engine's own choice, then others: blocks of dispatch, of combine, and the chunk.
+            // The engine's choice first, then others: blocks of dispatch, blocks of combine, chunk.
             let own = (dispatch_blocks(&shape, tokens, most), combine_blocks(&shape, tokens, most), 0);
             let mut choices = vec![own];
             if options.number("sweep", 0) != 0 {

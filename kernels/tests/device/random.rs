@@ -1,4 +1,4 @@
-//! Random numbers (splitmix64) and random steps. Every rank draws the same from the same seed.
+//! Random numbers (splitmix64) and random steps. Ranks with the same seed draw the same steps.
 
 use expertd_kernels::layout::Shape;
 use half::bf16;
@@ -22,7 +22,7 @@ impl Random {
         (self.next() >> 40) as f32 / (1_u64 << 24) as f32
     }
 
-    /// Roughly normal.
+    /// A number with a roughly normal distribution.
     pub fn normal(&mut self) -> f32 {
         (0..4).map(|_| self.unit()).sum::<f32>() * 1.732 - 3.464
     }
@@ -32,13 +32,13 @@ impl Random {
     }
 }
 
-/// How a step's tokens choose.
+/// Distribution of the experts that a step's tokens choose.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Routing {
     Uniform,
-    /// Lower experts much more often.
+    /// Experts with lower ids are much more frequent.
     Skewed,
-    /// All tokens the same experts.
+    /// All tokens choose the same experts.
     Same,
 }
 
@@ -75,7 +75,7 @@ pub fn choices(random: &mut Random, shape: &Shape, routing: Routing, tokens: usi
     ids
 }
 
-/// A step with its own number of tokens on every rank.
+/// A random step, with a different number of tokens on each rank.
 pub fn step(random: &mut Random, shape: &Shape) -> Vec<RankStep> {
     let routing = random.pick(&[Routing::Uniform, Routing::Uniform, Routing::Skewed, Routing::Same]);
     let kind = random.below(5);

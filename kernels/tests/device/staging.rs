@@ -1,4 +1,4 @@
-//! A whole step from pinned host memory and back, captured once and replayed with other sizes, types and routing.
+//! Checks a whole step from pinned host memory and back, captured once and replayed with different sizes, types and routing.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +16,7 @@ use crate::exchange::{Loopback, expect, most_blocks};
 use crate::random::{Random, step};
 use crate::{Options, Outcome};
 
-/// Page-aligned host memory that the device can reach, standing in for a shared-memory mapping.
+/// Page-aligned host memory that the device can access. It stands in for a shared-memory mapping.
 struct Staging {
     host: *mut u8,
     layout: Layout,
@@ -28,7 +28,7 @@ impl Staging {
         let layout = Layout::from_size_align(bytes.next_multiple_of(4096), 4096)?;
         // SAFETY: the size is not zero.
         let host = unsafe { alloc_zeroed(layout) };
-        // SAFETY: that allocation; it is freed after the registration ends.
+        // SAFETY: the range is the allocation above, which is freed after the registration ends.
         let pinned = unsafe { Pinned::register(device, host, layout.size())? };
         Ok(Staging { host, layout, pinned: Some(pinned) })
     }
@@ -53,7 +53,7 @@ impl Staging {
 impl Drop for Staging {
     fn drop(&mut self) {
         self.pinned = None;
-        // SAFETY: allocated with this layout, and no longer registered.
+        // SAFETY: the memory was allocated with this layout and is no longer registered.
         unsafe { dealloc(self.host, self.layout) };
     }
 }
@@ -86,7 +86,7 @@ pub fn check(options: &Options) -> Outcome {
     for case in 0..cases {
         let ranks = random.pick(&[1, 2, 4]);
         let hidden = random.pick(&[64, 2048, 2880]);
-        // Small rows come in numbers that need more than one load of the segment table.
+        // Steps of small rows have more segments than one load of the segment table holds.
         let most_tokens = if hidden == 64 { 3000 } else { 200 };
         let max_tokens = 1 + random.below(most_tokens) as u32;
         let shape = Shape { ranks, max_tokens, hidden, top_k: 4, experts: 30 };
@@ -167,7 +167,7 @@ pub fn check(options: &Options) -> Outcome {
             unsafe { launch::copy_out(&outs, 8, group.stream.raw())? };
             Ok(())
         };
-        // Once outside the capture: nothing may be initialised in it.
+        // Run once outside the capture, in which nothing may be initialised.
         record()?;
         group.stream.synchronize()?;
         let mut failed = None;
@@ -187,7 +187,7 @@ pub fn check(options: &Options) -> Outcome {
             let mut layouts = Vec::new();
             let mut seen = steps.clone();
             for ((stage, step), seen) in stages.iter().zip(&steps).zip(&mut seen) {
-                // Pieces of several requests, each with its own type, with gaps between them.
+                // Rows of several requests, each with its own type, and gaps between the segments.
                 let (mut segments, mut bytes) = (Vec::new(), Vec::new());
                 let mut row = 0;
                 while row < step.tokens {
@@ -214,7 +214,7 @@ pub fn check(options: &Options) -> Outcome {
                             _ => bytes.extend(value.to_le_bytes()),
                         }
                         if dtype == 2 {
-                            // What f16 keeps of it.
+                            // Round the value to f16.
                             *bits = bf16::from_f32(f16::from_f32(value).to_f32()).to_bits();
                         }
                     }
@@ -260,7 +260,7 @@ pub fn check(options: &Options) -> Outcome {
                 if counts != (expected.arrived.len(), expected.row_index.len()) {
                     return Err(format!("rank {rank}: received and assignments are {counts:?}").into());
                 }
-                // The staging as it must be now: answers where the tokens were, everything else untouched.
+                // The expected staging: results in the places of their tokens, everything else unchanged.
                 let (segments, mut wanted) = layouts[rank].clone();
                 for segment in &segments {
                     let values = &expected.out[segment.first_row as usize * h..][..segment.rows as usize * h];

@@ -1,4 +1,4 @@
-//! Times of dispatch + combine under graph replay, with fresh routing in every exchange of the graph.
+//! Times dispatch and combine in replayed graphs, with different routing in every exchange of the graph.
 
 use std::time::Instant;
 
@@ -15,13 +15,13 @@ use crate::{Options, Outcome};
 /// Exchanges in one graph.
 const PAIRS: usize = 32;
 
-/// One timed configuration: the graph and what its buffers need to stay alive for.
+/// One timed configuration: the graph, and the buffers that it uses.
 pub struct Timed {
     pub graph: Graph,
     _ids: Vec<Buffer<i32>>,
 }
 
-/// Captures `PAIRS` exchanges of `tokens` rows per rank; `stages` says what runs: 1 dispatch, 2 combine, 3 both.
+/// Captures `PAIRS` exchanges of `tokens` rows per rank. `stages` selects the kernels: 1 dispatch, 2 combine, 3 both.
 pub fn capture(
     device: &Device,
     stream: &Stream,
@@ -90,7 +90,7 @@ pub fn measure(
 ) -> Result<(f64, f64, [f64; 3]), Box<dyn std::error::Error>> {
     timed.graph.launch(stream)?;
     stream.synchronize()?;
-    // The same on every rank; large steps vary less.
+    // The number is equal on every rank. Large steps vary less, so they need fewer repetitions.
     let replays = if tokens >= 512 { 7 } else { 31 };
     let mut times = Vec::new();
     for _ in 0..replays {
@@ -105,7 +105,7 @@ pub fn measure(
         return Err(format!("error word {:#x}", state.error).into());
     }
     let span = |a: u64, b: u64| b.wrapping_sub(a) as f64 / 1000.0;
-    // dispatch to arrival, dispatch to lists, combine.
+    // Durations: dispatch until rows have arrived, dispatch until they are listed, combine.
     let phases = [
         span(state.begin_ns[3], state.end_ns[3]),
         span(state.begin_ns[3], state.end_ns[2]),

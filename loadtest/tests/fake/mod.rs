@@ -8,12 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use expertd_loadtest::args::DType;
-use expertd_loadtest::rows;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::forward_stream_response::Result as Answered;
 use expertd_proto::v1::moe_server::{Moe, MoeServer};
 use expertd_proto::v1::*;
+use expertd_types::{DType, rows};
 use futures_util::{Stream, StreamExt as _};
 use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
 use tonic::{Request, Response, Status, Streaming};
@@ -78,11 +77,7 @@ impl Fake {
             Fault::Slow(pause) => tokio::time::sleep(pause).await,
             _ => {}
         }
-        let dtype = match request.dtype() {
-            expertd_proto::v1::DType::DtypeF32 => DType::F32,
-            expertd_proto::v1::DType::DtypeF16 => DType::F16,
-            _ => DType::Bf16,
-        };
+        let dtype = DType::from_code(request.dtype as u32).unwrap_or(DType::Bf16);
         let Some(Payload::Inline(payload)) = &request.payload else {
             return Err(Status::invalid_argument("no payload"));
         };

@@ -15,7 +15,9 @@ pub struct Channel {
 }
 
 impl Channel {
-    pub(super) fn new(inner: transport::Channel, authorization: Option<HeaderValue>) -> Channel {
+    /// Adds an `authorization` header, if there is one, to every call over `inner`.
+    #[must_use]
+    pub fn new(inner: transport::Channel, authorization: Option<HeaderValue>) -> Channel {
         Channel { inner, authorization }
     }
 }

@@ -60,17 +60,19 @@ def check_layer(name: str, block: torch.nn.Module, served: MoeLayer) -> None:
 
 
 def check_content(folder: str, served: Model) -> None:
-    """Compares the weight version, which the service computes from the content of the checkpoint's files."""
-    inspected = subprocess.run([command(), "inspect", "--json", folder], capture_output=True, text=True, check=False)
+    """Compares the fingerprint of the weights, which the service computes from their contents."""
+    whole = ["--verify-weights"] if served.weight_fingerprint.startswith("whole:") else []
+    inspect = [command(), "inspect", "--json", *whole, folder]
+    inspected = subprocess.run(inspect, capture_output=True, text=True, check=False)
     if inspected.returncode != 0:
         raise ModelMismatchError(
             f"cannot tell whether the service holds the checkpoint in {folder}: {inspected.stderr.strip()}; pass "
             "check_weights=False to compare dimensions only"
         )
-    version = json.loads(inspected.stdout)["weight_version"]
-    if version != served.weight_version:
+    fingerprint = json.loads(inspected.stdout)["weight_fingerprint"]
+    if fingerprint != served.weight_fingerprint:
         raise ModelMismatchError(
-            f"the service holds weight version {served.weight_version}, and the checkpoint in {folder} has {version}: the "
-            "same dimensions, but other weights or another config.json. Serve that checkpoint, or pass "
+            f"the service holds weights with fingerprint {served.weight_fingerprint}, and the checkpoint in {folder} has "
+            f"{fingerprint}: the same dimensions, but other weights or another config.json. Serve that checkpoint, or pass "
             "check_weights=False if you know that the weights are the same"
         )

@@ -30,7 +30,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.[^.]+$")
 _NOT_TEXT = re.compile(r"vision|visual|audio|(?:^|\.)mtp")
 Mode = Literal["experts", "block"]
 
-# What the running `with` block wants; None outside of one, and in threads that it did not start in.
+# The settings of the running `with` block; None outside of a block, and in other threads.
 _wanted: contextvars.ContextVar[tuple[Remote, Mode, bool] | None] = contextvars.ContextVar("expertd", default=None)
 
 
@@ -46,18 +46,18 @@ def remote_experts(
     """Models that `from_pretrained` loads inside this block have their experts at `address`.
 
     Arguments:
-        address: of the service that holds the same checkpoint: `HOST:PORT` or `unix:/PATH`.
+        address: address of the service that holds the same checkpoint: `HOST:PORT` or `unix:/PATH`.
         mode: "experts": the model's own gate chooses and weighs experts, shared experts are computed locally, and the
             service applies the choice. "block": the service computes the whole MoE block, gate and shared experts
             included, and their weights are not read, either.
         session: only None; "host" and "cuda" are refused, because the service has no sessions yet.
         credentials: certificates and token, as of `expertd.Client`.
-        check_weights: compare the service's weight version with that of the checkpoint where the checkpoint is a local
+        check_weights: compare the fingerprint of the service's weights with that of the checkpoint where the checkpoint is a local
             folder. Dimensions, layers and family are always compared.
 
     Raises:
-        UnsupportedError: this version of transformers was not tried, or the model cannot work with remote experts.
-        ModelMismatchError: the service holds another model.
+        UnsupportedError: this version of transformers was not tested, or the model cannot work with remote experts.
+        ModelMismatchError: the service holds a different model.
         ConnectError: nothing answers at the address.
     """
     refuse_session(session)
@@ -79,7 +79,7 @@ def _refuse_other_versions() -> None:
     if not _VERSIONS[0] <= version <= _VERSIONS[1]:
         first, last = (".".join(map(str, v)) for v in _VERSIONS)
         raise UnsupportedError(
-            f"transformers {found} is installed; remote experts were tried with {first} to {last}: "
+            f"transformers {found} is installed; remote experts were tested with {first} to {last}: "
             f"pip install 'transformers>={first},<{_VERSIONS[1][0]}.{_VERSIONS[1][1] + 1}'"
         )
 

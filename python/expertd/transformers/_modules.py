@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Remote(nn.Module):
-    """What the modules have in common: a service, a layer, and no training."""
+    """Base class of the modules: a layer of a service, without training."""
 
     def __init__(self, remote: Remote, served: MoeLayer) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _Remote(nn.Module):
         token_ids: Tensor | None = None,
         shared_experts: bool = False,
     ) -> Tensor:
-        """Rows `[..., hidden]` through the service; the result has their shape, dtype and device."""
+        """Sends rows `[..., hidden]` through the service. The result has their shape, dtype and device."""
         if self.training:
             raise UnsupportedError(
                 "the model is in training mode, and remote experts cannot be trained; call model.eval(), or load the model "
@@ -45,7 +45,7 @@ class _Remote(nn.Module):
         elif token_ids is not None:
             token_ids = token_ids.reshape(-1)
         elif topk_ids is not None:
-            # The service wants token ids for this layer and does not use them when the choice is given.
+            # The service requires token ids for this layer, but does not use them when the request has routing.
             token_ids = torch.zeros(flat.shape[0], dtype=torch.int32)
         out = moe(flat, topk_ids, topk_weights, token_ids, self.remote.number, self.layer, shared_experts)
         return out.view(rows.shape)
@@ -55,7 +55,7 @@ class _Remote(nn.Module):
 
 
 class RemoteExperts(_Remote):
-    """The routed experts of one layer; the model's own gate chooses and weighs them."""
+    """The routed experts of one layer. The model's own gate chooses experts and weights."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Rows `[tokens, hidden]`, ids and weights `[tokens, k]`."""
@@ -65,8 +65,8 @@ class RemoteExperts(_Remote):
 class RemoteLlama4(_Remote):
     """Llama 4's block with its own gate and shared expert.
 
-    Its experts take rows that are multiplied by the gate's scores already, one copy for each expert of the layer, so that
-    ids and weights must be taken from the gate.
+    Its experts take rows that are already multiplied by the gate's scores, one copy for each expert of the layer, so ids and
+    weights are taken from the gate.
     """
 
     def __init__(self, remote: Remote, served: MoeLayer, block: nn.Module) -> None:

@@ -23,7 +23,7 @@ _remotes: weakref.WeakValueDictionary[int, Remote] = weakref.WeakValueDictionary
 
 
 class Remote:
-    """A connection that the modules of a model share. Copies of a model share it, too."""
+    """A connection that the modules of a model, and copies of the model, share."""
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self.address = address
@@ -52,14 +52,14 @@ class Remote:
         token_ids: Tensor | None,
         shared_experts: bool,
     ) -> Tensor:
-        """Sends rows `[tokens, hidden]` in pieces that the service takes; the result lies where `rows` do."""
+        """Sends rows `[tokens, hidden]` in pieces that the service accepts. The result is on the device of `rows`."""
         tokens, most = rows.shape[0], self.model.limits.max_tokens_per_request
         if tokens == 0:
             return torch.empty_like(rows)
         here = rows.detach().cpu().contiguous()
         ids, weights, tids = (None if t is None else t.detach().cpu().contiguous() for t in (topk_ids, topk_weights, token_ids))
-        # The service refuses weights that are not finite. A model has them in rows that are not finite, such as padding
-        # that attention masks entirely; those rows stay what they are.
+        # The service refuses weights that are not finite. Rows that are not finite have such weights, for example padding that
+        # attention masks entirely. The output of these rows is NaN.
         spoiled = None
         if weights is not None and not bool(torch.isfinite(weights).all()):
             spoiled = ~torch.isfinite(weights).all(dim=-1)
@@ -92,7 +92,7 @@ def moe(
     layer: int,
     shared_experts: bool,
 ) -> Tensor:
-    """One layer's MoE block, or its routed experts alone, at the service with this number."""
+    """Computes one layer's MoE block, or only its routed experts, at the service with this number."""
     return _remotes[remote].forward(layer, rows, topk_ids, topk_weights, token_ids, shared_experts)
 
 

@@ -11,13 +11,13 @@ use expertd_proto::v1::admin_client::AdminClient;
 
 use super::client::ClientError;
 
-/// Address of a service's Admin.
+/// Address of a service's Admin service.
 #[derive(Args, Clone, Debug, Default)]
 pub struct AdminAddress {
     /// The service's admin address: unix:PATH or HOST:PORT (`serve --admin-listen`) [default: the socket of this user]
     #[arg(long = "admin", value_name = "ADDR", env = "EXPERTD_ADMIN_LISTEN")]
     pub address: Option<String>,
-    /// Who calls, and how the service is known.
+    /// Credentials of the caller, and how the service is authenticated.
     #[command(flatten)]
     pub credentials: Credentials,
 }
@@ -45,16 +45,15 @@ impl AdminAddress {
 /// Name of Admin's socket in its folder.
 const SOCKET: &str = "admin.sock";
 
-/// The folders that may hold this user's socket, the preferred one first: that of the login session, and one that does
-/// not depend on how the service was started.
+/// The folders that may hold this user's socket, the preferred one first: the folder of the login session, then one that does not
+/// depend on how the service was started.
 fn folders() -> impl Iterator<Item = PathBuf> {
     let session = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|folder| folder.is_dir());
     let user = rustix::process::geteuid().as_raw();
     session.map(|folder| folder.join("expertd")).into_iter().chain([format!("/tmp/expertd-{user}").into()])
 }
 
-/// Where `expertd serve` serves Admin unless told otherwise: a socket in a folder that only this user may enter, which is
-/// made if need be.
+/// The default address of Admin: a socket in a folder that only this user may enter. The folder is made if it does not exist.
 ///
 /// # Errors
 /// If the folder cannot be made, or others may change it.
@@ -66,7 +65,7 @@ pub fn default_admin_address() -> Result<String, String> {
     Ok(format!("unix:{}", folder.join(SOCKET).display()))
 }
 
-/// Makes a folder that only this user may enter, or checks that it is one.
+/// Makes a folder that only this user may enter, or checks that an existing folder is one.
 fn private(folder: &Path) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(folder) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),

@@ -22,8 +22,6 @@ use self::floor::{Floor, LayerSizes, floor};
 use self::report::Figures;
 use self::routing::RoutingArg;
 use super::ceilings;
-use super::client::DTypeArg;
-use super::rows;
 use super::serve::plan::{PlanError, ServePlan};
 use super::serve::settings::{Given, ServeArgs};
 use expertd_ipc::control::{DeviceKind, Fp8Compute};
@@ -33,6 +31,7 @@ use expertd_router::backend::{
     Backend, ClientKey, ModelInfo, Pending, Receipt, Request, RequestId, ServiceState, StepError, SubmitError,
 };
 use expertd_router::steps::{Service, StartError};
+use expertd_types::rows;
 use expertd_types::{DType, LayerId};
 
 /// Measure the phases of a step on this machine, without gRPC
@@ -63,7 +62,7 @@ pub struct BenchArgs {
     pub tokens: Vec<usize>,
     /// Element type of the rows
     #[arg(long, value_enum, default_value = "bf16")]
-    pub dtype: DTypeArg,
+    pub dtype: DType,
     /// Number of steps to measure at each size
     #[arg(long, default_value_t = 30, value_parser = at_least_one)]
     pub steps: usize,
@@ -219,7 +218,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         plan.model.family,
         layers.len(),
         plan.cluster.cores.concat().len(),
-        DType::from(args.dtype),
+        args.dtype,
     );
     let fp8_stored = plan.spec.moe_layers().any(|(_, moe)| moe.experts.format == WeightFormat::Fp8E4m3);
     let fp8_products = fp8_stored && plan.cluster.fp8_compute == Fp8Compute::Fp8;
@@ -248,8 +247,8 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         hidden,
         layers: layers.keys().copied().collect(),
         next_layer: 0,
-        dtype: DType::from(args.dtype),
-        pool: rows::encode(&values, DType::from(args.dtype)),
+        dtype: args.dtype,
+        pool: rows::encode(&values, args.dtype),
         random,
         next_id: 0,
         routing: args.routing,
@@ -394,6 +393,7 @@ impl Bench {
             routing,
             token_ids: by_id,
             shared_experts: true,
+            expected_version: None,
             return_routing: self.ceilings.is_some(),
             return_timings: true,
             deadline: None,

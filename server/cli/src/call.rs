@@ -15,10 +15,9 @@ use rand::rngs::SmallRng;
 use rand_distr::{Distribution as _, StandardNormal};
 use serde_json::json;
 
-use super::client::{self, ClientError, DTypeArg, RoutingArg};
+use super::client::{self, ClientError, RoutingArg};
 use super::golden::{Golden, GoldenError, GoldenLayer};
-use super::rows;
-use expertd_types::DType;
+use expertd_types::{DType, rows};
 
 /// Number of rows whose routing is printed.
 const ROUTING_ROWS: usize = 8;
@@ -42,7 +41,7 @@ pub struct CallArgs {
     pub tokens: Option<usize>,
     /// Element type of the rows [default: bf16, or f32 for recorded rows]
     #[arg(long, value_enum)]
-    pub dtype: Option<DTypeArg>,
+    pub dtype: Option<DType>,
     /// Seed of the random rows [default: a random one]
     #[arg(long)]
     pub seed: Option<u64>,
@@ -58,10 +57,13 @@ pub struct CallArgs {
     /// Fail unless this version of the weights is loaded
     #[arg(long, value_name = "VERSION")]
     pub expected_weight_version: Option<u64>,
+    /// Fail unless weights with this fingerprint are loaded
+    #[arg(long, value_name = "FINGERPRINT")]
+    pub expected_weight_fingerprint: Option<String>,
     /// Request and show the phase timings of the steps
     #[arg(long)]
     pub timings: bool,
-    /// Who calls, and how the service is known.
+    /// Credentials of the caller, and how the service is authenticated.
     #[command(flatten)]
     pub credentials: Credentials,
     /// Print the receipt as JSON
@@ -124,7 +126,7 @@ pub async fn call(args: &CallArgs) -> Result<CallOutcome, CallError> {
         None => None,
     };
     let token_ids = golden.as_ref().map_or(&[][..], |golden| &golden.token_ids);
-    let dtype = args.dtype.map_or(if recorded.is_some() { DType::F32 } else { DType::Bf16 }, DType::from);
+    let dtype = args.dtype.unwrap_or(if recorded.is_some() { DType::F32 } else { DType::Bf16 });
     let seed = args.seed.unwrap_or_else(rand::random);
     let input = Input::new(args, &model, layer, recorded, token_ids, seed)?;
     let request = input.request(args, layer, dtype);
@@ -204,7 +206,7 @@ impl Input {
             let tokens = args.tokens.unwrap_or(8);
             let normal = StandardNormal;
             let values = (0..tokens * hidden).map(|_| normal.sample(&mut rng)).collect();
-            // Practically every vocabulary has these ids; otherwise the service refuses the request.
+            // Nearly every vocabulary has these ids. If one does not, the service refuses the request.
             let ids =
                 if layer.routes_by_token_id { (0..tokens as i32).map(|i| i % 64).collect() } else { vec![] };
             return Ok(Input { tokens, values, token_ids: ids, routing: None });
@@ -253,6 +255,7 @@ impl Input {
             token_ids: rows::encode_i32(&self.token_ids),
             shared_experts: shared as i32,
             expected_weight_version: args.expected_weight_version,
+            expected_weight_fingerprint: args.expected_weight_fingerprint.clone().unwrap_or_default(),
             return_routing: true,
             return_timings: args.timings,
         }
@@ -338,6 +341,7 @@ impl CallOutcome {
                 "steps": receipt.steps,
                 "generation": receipt.generation,
                 "weight_version": receipt.weight_version,
+                "weight_fingerprint": receipt.weight_fingerprint,
                 "tokens_per_rank": receipt.tokens_per_rank,
                 "queue_seconds": duration(receipt.queue_time).as_secs_f64(),
                 "step_seconds": duration(receipt.step_time).as_secs_f64(),

@@ -7,7 +7,6 @@ use tonic::Status;
 use tonic_types::StatusExt as _;
 
 pub use expertd_router::api::code_name;
-use expertd_types::DType;
 
 /// Default address of the public API.
 pub const DEFAULT_ADDRESS: &str = "127.0.0.1:50051";
@@ -91,27 +90,6 @@ pub fn describe(status: &Status) -> String {
         text.push_str(&format!("; retry after {delay:?}"));
     }
     text
-}
-
-/// Value of a `--dtype` flag.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum DTypeArg {
-    /// bfloat16
-    Bf16,
-    /// IEEE half precision
-    F16,
-    /// IEEE single precision
-    F32,
-}
-
-impl From<DTypeArg> for DType {
-    fn from(arg: DTypeArg) -> DType {
-        match arg {
-            DTypeArg::Bf16 => DType::Bf16,
-            DTypeArg::F16 => DType::F16,
-            DTypeArg::F32 => DType::F32,
-        }
-    }
 }
 
 /// Value of a `--routing` flag.

@@ -13,7 +13,6 @@ use rand::rngs::SmallRng;
 use rand_distr::{Distribution as _, StandardNormal};
 
 use super::client::{self, ClientError};
-use super::rows;
 use super::serve::plan::{PlanError, ServePlan};
 use super::serve::settings::{Given, ServeArgs};
 use super::serve::{Running, StartError, describe_plan, follow_loading};
@@ -22,9 +21,9 @@ use expertd_ipc::control::DeviceKind;
 use expertd_model::synth::{self, SynthConfig, SynthError, SynthFormat};
 use expertd_model::{Checkpoint, ModelError};
 use expertd_router::backend::{Backend, ServiceState};
-use expertd_types::DType;
+use expertd_types::{DType, rows};
 
-/// Largest relative error of a correct row: f32 arithmetic against sums in f64.
+/// Largest relative error of a correct row, which f32 arithmetic computes and sums in f64 check.
 const TOLERANCE: f64 = 1e-5;
 
 /// See it work: make a checkpoint, serve it, call it, verify the answers

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use safetensors::{Dtype, SafeTensors};
 
-use super::rows::{decode_f32, decode_i32};
+use expertd_types::rows::{decode_f32, decode_i32};
 
 /// Why a golden file cannot be used.
 #[derive(Debug, thiserror::Error)]

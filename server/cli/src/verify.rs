@@ -10,10 +10,9 @@ use expertd_proto::v1::{
 };
 use serde::Serialize;
 
-use super::client::{self, ClientError, DTypeArg, RoutingArg};
+use super::client::{self, ClientError, RoutingArg};
 use super::golden::{Golden, GoldenError, GoldenLayer, GoldenRouting};
-use super::rows;
-use expertd_types::DType;
+use expertd_types::{DType, rows};
 
 mod ids;
 pub use ids::{IdsCheck, RowMismatch};
@@ -44,11 +43,11 @@ pub struct VerifyArgs {
     pub tolerance: Option<f64>,
     /// Element type of the rows on the wire
     #[arg(long, value_enum, default_value = "f32")]
-    pub dtype: DTypeArg,
+    pub dtype: DType,
     /// Number of rows per request [default: all rows of a layer, or the service's limit]
     #[arg(long, value_name = "ROWS")]
     pub batch: Option<usize>,
-    /// Who calls, and how the service is known.
+    /// Credentials of the caller, and how the service is authenticated.
     #[command(flatten)]
     pub credentials: Credentials,
     /// Print the report as JSON
@@ -129,7 +128,7 @@ impl VerifyReport {
 /// If the file is not usable, does not fit the model, or the service refuses a request.
 pub async fn verify(args: &VerifyArgs) -> Result<VerifyReport, VerifyError> {
     let golden = Golden::read(&args.golden)?;
-    let dtype = DType::from(args.dtype);
+    let dtype = args.dtype;
     let tolerance = args.tolerance.unwrap_or(if dtype == DType::F32 { 1e-5 } else { 1e-2 });
     let connection = client::connect(&args.address, &args.credentials).await?;
     let (mut connection, model) = client::get_model(connection, &args.model).await?;
@@ -325,7 +324,7 @@ fn print(args: &VerifyArgs, report: &VerifyReport) {
         report.family,
         report.weight_version,
         report.layers.len(),
-        DType::from(args.dtype),
+        args.dtype,
         report.tolerance
     );
     println!(

@@ -12,6 +12,8 @@ mod experts;
 mod families;
 mod family;
 mod fingerprint;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod gate_rules;
 mod gate_spec;
 mod header;

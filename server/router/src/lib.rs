@@ -9,6 +9,9 @@
 
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "fuzzing")]
+pub use api::fuzzing;
+
 pub mod api;
 pub mod backend;
 pub mod cluster;

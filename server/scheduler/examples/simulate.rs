@@ -22,7 +22,7 @@ fn main() -> ExitCode {
                 return ExitCode::FAILURE;
             }
             println!(
-                "{count} schedules from seed {first} on: no violation, {:.1} s",
+                "{count} schedules from seed {first} on: all invariants held, {:.1} s",
                 start.elapsed().as_secs_f64()
             );
             println!("{:#?}", report.seen);

@@ -1,9 +1,9 @@
-//! Hash maps over keys that this process gave out itself.
+//! Hash maps for keys that this process makes itself.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// One multiplication per key. Request keys are counted and client keys come from a seeded hash, so callers cannot
+/// A hasher that multiplies once per key. Request keys are counted and client keys come from a seeded hash, so callers cannot
 /// choose them; the fixed function makes iteration, and with it a simulated schedule, the same in every run.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct KeyHasher(u64);
@@ -20,7 +20,7 @@ impl Hasher for KeyHasher {
     }
 
     fn write_u64(&mut self, value: u64) {
-        // 2^64 divided by the golden ratio, and the high bits, which are the mixed ones, moved down.
+        // The factor is 2^64 divided by the golden ratio. The product's high bits are well mixed, so they are moved down.
         self.0 = (self.0 ^ value).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
     }
 }

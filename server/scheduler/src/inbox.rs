@@ -6,9 +6,9 @@ use std::time::Duration;
 use crate::recovery::jittered;
 use crate::{RequestKey, Submission, Time};
 
-/// Time after which an overloaded caller may try again while the throughput is unknown.
+/// Retry time of an overloaded caller while the throughput is unknown.
 const UNKNOWN_WAIT: Duration = Duration::from_millis(100);
-/// The shortest and the longest wait that an overloaded caller is told.
+/// The shortest and the longest retry time of an overloaded caller.
 const OVERLOAD_WAIT: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(5));
 
 /// Whether requests are admitted; written by the step loop in [`exchange`](crate::StepLoop::exchange).
@@ -18,7 +18,7 @@ pub(crate) enum Admission {
     Open,
     /// A generation is being formed after a fault. Requests that can wait for it are admitted.
     Recovering { reason: Arc<str>, ready_at: Time },
-    /// There is no generation to wait for, or requests are not to wait.
+    /// There is no generation to wait for, or requests must not wait.
     NotReady { reason: Arc<str>, ready_at: Time },
     /// The service has ended.
     Ended { reason: Arc<str> },
@@ -36,58 +36,57 @@ pub(crate) struct Mail<P> {
 /// Why a request is not admitted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// Too many rows wait.
+    /// The queue has no room.
     Overloaded {
-        /// Rows that wait for a step.
+        /// Number of rows that wait for a step.
         queued_tokens: usize,
-        /// Rows that may wait.
+        /// Largest number of rows that may wait.
         max_queued_tokens: usize,
-        /// When there is likely to be room.
+        /// Time until there is probably room.
         retry_after: Duration,
     },
     /// The service drains.
     Draining,
-    /// No generation serves, and the request cannot or may not wait for one.
+    /// No generation serves, and the request cannot or must not wait for one.
     NotReady {
-        /// Why there is none.
+        /// Why no generation serves.
         reason: Arc<str>,
-        /// When there is likely to be one.
+        /// Time until one probably serves.
         retry_after: Duration,
     },
     /// The deadline passed before admission.
     DeadlineExceeded,
 }
 
-/// What callers write and the step loop takes out. `P` is what belongs to a request beside its [`Submission`]: its rows
-/// and the way back to its caller.
+/// Requests and drains on their way from callers to the step loop. `P` holds what the state machine does not need of a request: its
+/// rows and the channel back to its caller.
 ///
-/// A service keeps it under a lock. Submitting costs a few comparisons and one push.
+/// A service keeps the inbox under a lock. Submitting takes a few comparisons and one push.
 #[derive(Debug)]
 pub struct Inbox<P> {
     max_queued_tokens: usize,
     admission: Admission,
     draining: Option<Time>,
-    /// Whether a request or a drain came in since the last exchange.
+    /// Whether a request or a drain has arrived since the last exchange.
     has_mail: bool,
     incoming: Vec<Mail<P>>,
-    /// Rows of `incoming`; written here only.
+    /// Number of rows of `incoming`; only the inbox writes it.
     incoming_tokens: usize,
-    /// Rows that wait on the step loop's side; written by the step loop only, so that nothing is ever subtracted here.
+    /// Number of rows that wait in the step loop. Only the step loop writes it, so the inbox never subtracts from it.
     waiting_tokens: usize,
     tokens_per_second: f64,
     last_key: u64,
     jitter: u64,
 }
 
-/// What the step loop took out of an inbox, for [`StepLoop::receive`](crate::StepLoop::receive).
+/// The contents that the step loop took out of an inbox, for [`StepLoop::receive`](crate::StepLoop::receive).
 #[derive(Debug)]
 #[must_use = "requests of a delivery that is not received are lost"]
 pub struct Delivery<P>(pub(crate) Vec<Mail<P>>);
 
 impl<P> Inbox<P> {
-    /// An inbox that admits nothing before the first generation serves. An empty queue accepts a request of any size;
-    /// beside others a request is admitted as long as `max_queued_tokens` rows wait at most. `seed` is for the jitter of
-    /// retry times.
+    /// An inbox that admits nothing before the first generation serves. An empty queue accepts a request of any size; otherwise
+    /// at most `max_queued_tokens` rows may wait, including those of the new request. `seed` is for the jitter of retry times.
     #[must_use]
     pub fn new(max_queued_tokens: usize, seed: u64) -> Self {
         Inbox {
@@ -170,14 +169,13 @@ impl<P> Inbox<P> {
         Refusal::NotReady { reason, retry_after: jittered(wait, &mut self.jitter) }
     }
 
-    /// Stops admission at once. What is in flight and queued may take until `deadline`; of several drains the earliest
-    /// deadline counts.
+    /// Stops admission at once. Admitted requests have until `deadline`; of several drains the earliest deadline counts.
     pub fn drain(&mut self, deadline: Time) {
         self.has_mail = true;
         self.draining = Some(self.draining.map_or(deadline, |before| before.min(deadline)));
     }
 
-    /// Closes admission for good, for a step loop that is gone: what it has not taken out.
+    /// Closes admission for good because the step loop is gone. Returns what the step loop has not taken out.
     pub fn close(&mut self, reason: &str) -> Vec<P> {
         self.admission = Admission::Ended { reason: reason.into() };
         self.incoming_tokens = 0;
@@ -185,7 +183,7 @@ impl<P> Inbox<P> {
         self.incoming.drain(..).map(|mail| mail.payload).collect()
     }
 
-    /// Rows admitted and not yet in a step. Between two exchanges rows that entered a step meanwhile are counted, too.
+    /// Number of admitted rows that are not in a step. Rows that entered a step since the last exchange are still counted.
     #[must_use]
     pub const fn queued_tokens(&self) -> usize {
         self.incoming_tokens + self.waiting_tokens
@@ -203,7 +201,7 @@ impl<P> Inbox<P> {
         self.incoming_tokens
     }
 
-    /// Takes out what came in and writes what the step loop says of itself.
+    /// Takes out what has arrived, and stores the state of the step loop for callers.
     pub(crate) fn exchange(&mut self, view: View) -> (Delivery<P>, Option<Time>) {
         self.has_mail = false;
         self.waiting_tokens = view.waiting_tokens + std::mem::take(&mut self.incoming_tokens);
@@ -213,7 +211,7 @@ impl<P> Inbox<P> {
     }
 }
 
-/// What callers need to know of the step loop.
+/// The state of the step loop as callers need it.
 #[derive(Debug)]
 pub(crate) struct View {
     pub(crate) waiting_tokens: usize,

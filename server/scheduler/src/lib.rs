@@ -1,10 +1,10 @@
 //! The step loop as a state machine: admission, queue, step forming, answers, generations, drain and back-off.
 //!
-//! It has no threads, no clock and no I/O. Events and the time go in, [`Action`]s come out; a thread carries the actions
-//! out, keeps the rows and copies them. The machine names requests by [`RequestKey`] and by ranges of their rows.
+//! It has no threads, no clock and no I/O. Its inputs are events and the time, its outputs are [`Action`]s. A thread carries the
+//! actions out, keeps the rows and copies them. The state machine refers to requests by [`RequestKey`] and ranges of rows.
 //!
-//! * [`Inbox`] is the callers' side. The service keeps it under a lock; [`StepLoop::exchange`] is the only place where
-//!   the step loop touches it.
+//! * [`Inbox`] is the callers' side. The service keeps it under a lock, and the step loop accesses it only in
+//!   [`StepLoop::exchange`].
 //! * [`StepLoop`] is the step loop's side, used by one thread.
 //!
 //! `docs/step-loop.md` has the states, the events, the actions and the invariants, which the simulation in `tests/`

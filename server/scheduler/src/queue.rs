@@ -1,20 +1,20 @@
-//! Requests that wait for a step, fair between clients by rows.
+//! The queue of requests that wait for a step. It shares rows fairly between clients.
 //!
 //! Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) over all step kinds at once. Each client has a *start
-//! tag*: the virtual time at which its next row begins. It advances by the rows that steps take of the client, whatever
-//! their kind, and is at least the virtual time at which the client, having nothing waiting, queued something again. A
-//! step is formed for the kind whose first client has the smallest start tag, and takes requests in the order of tags.
-//! Virtual time follows the start tags that were served, and does not pass the tag of a client that waits or has rows in a
-//! step: a client that sends its next request when the last one is answered loses nothing meanwhile.
+//! tag*: the virtual time at which its next row begins. It advances by the rows that steps take of the client, in any kind, and is at
+//! least the virtual time at which the client queued a request after it had nothing waiting. A step is formed for the kind whose
+//! first client has the smallest start tag, and takes requests in the order of tags. Virtual time follows the start tags that were
+//! served. It does not pass the tag of a client that waits or has rows in a step, so a client that sends its next request when the
+//! last one is answered loses nothing in between.
 //!
-//! * A client that had nothing waiting keeps its tag until virtual time has passed it: what it used is not forgotten.
-//! * A request that fits is taken though others before it do not fit: room is not wasted. Its client is charged, up to
-//!   [`MAX_DEBT_STEPS`] steps' rows ahead of virtual time.
-//! * Every [`AGED_STEP_INTERVAL`]th step goes to the oldest request, so that a request of many rows is not held back by
-//!   thousands of small steps of other kinds.
-//! * Let requests of at most [`AGED_STEP_INTERVAL`] clients always wait, in sizes that fill steps. Over any stretch steps
-//!   take at most (kinds + 1) × step limit + 2 × the largest request more rows of one than of another. With more clients
-//!   aged steps, one in [`AGED_STEP_INTERVAL`], can give one of them more.
+//! * A client with nothing waiting keeps its tag until virtual time has passed it, so that its use is not forgotten.
+//! * A request that fits into a step is taken even if requests before it do not fit, so that no room is wasted. Its client is charged
+//!   for it, up to the rows of [`MAX_DEBT_STEPS`] steps ahead of virtual time.
+//! * Every [`AGED_STEP_INTERVAL`]th step serves the oldest request first, so that thousands of small steps of other kinds do not hold
+//!   back a request of many rows.
+//! * Suppose that at most [`AGED_STEP_INTERVAL`] clients always have requests waiting, in sizes that fill steps. Then over any stretch
+//!   of time steps take at most (kinds + 1) × step limit + 2 × the largest request more rows of one client than of another. If there
+//!   are more clients, the aged steps can give one of them more.
 //!
 //! Operations cost O(log n) in the waiting clients and requests. A client that waits in several kinds costs a further
 //! O(log n) for each of them in each step that takes rows of it.
@@ -29,14 +29,14 @@ use self::kind::{KindQueue, Waiting};
 use crate::hash::KeyMap;
 use crate::{ClientKey, RequestKey, StepKind};
 
-/// One step in this many goes to the oldest request instead of the smallest start tag.
+/// One step out of this number serves the oldest request first, instead of the smallest start tag.
 pub const AGED_STEP_INTERVAL: u32 = 8;
-/// A client's start tag lies at most the rows of this many steps ahead of virtual time. Steps that had room to spare, and
-/// aged ones, take more rows of a client than its share; beyond this they are forgiven.
+/// A client's start tag is at most the rows of this number of steps ahead of virtual time. Aged steps, and steps that fill spare room,
+/// take more rows of a client than its share; rows beyond this limit are not charged.
 pub const MAX_DEBT_STEPS: usize = 4;
-/// Clients with nothing waiting whose use is remembered; beyond that the smallest start tags are forgotten.
+/// Largest number of clients with nothing waiting whose start tags are kept; if there are more, the smallest are dropped.
 pub const MAX_IDLE_CLIENTS: usize = 16 << 10;
-/// Clients whose first request does not fit beside what a step has already, after which the step is as full as it gets.
+/// Largest number of clients that are skipped because their first request does not fit into the rest of a step.
 pub const MAX_SKIPPED: usize = 32;
 
 /// A client that has requests waiting or a start tag that virtual time has not passed.
@@ -45,7 +45,7 @@ struct Client {
     start_tag: u64,
     /// The kinds in which it has requests waiting.
     kinds: Vec<StepKind>,
-    /// Requests that steps under way took of it.
+    /// Number of its requests in steps under way.
     in_steps: usize,
 }
 
@@ -53,17 +53,17 @@ struct Client {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Take {
     pub(crate) key: RequestKey,
-    /// The next rows of the request, as many as these.
+    /// Number of rows, which are the next ones of the request.
     pub(crate) tokens: usize,
 }
 
-/// What a step takes out of the queue.
+/// The result of taking a step's requests out of the queue.
 #[derive(Debug, Default)]
 pub(crate) struct Taken {
     pub(crate) takes: Vec<Take>,
-    /// Requests that left the queue because they are not wanted any more.
+    /// Requests that left the queue because they are unwanted.
     pub(crate) dropped: Vec<RequestKey>,
-    /// Queue entries that were examined: the cost.
+    /// Number of queue entries that were examined, a measure of the cost.
     pub(crate) examined: usize,
 }
 
@@ -75,7 +75,7 @@ pub(crate) struct FairQueue {
     requests: usize,
     clients: KeyMap<ClientKey, Client>,
     kinds: BTreeMap<StepKind, KindQueue>,
-    /// Kinds with requests, by the start tag and the first request of the client that comes first in each.
+    /// Kinds with requests, ordered by the start tag and the first request of each kind's first client.
     ranking: BTreeSet<(u64, RequestKey, StepKind)>,
     /// Clients with nothing waiting and rows in a step, by start tag.
     computing: BTreeSet<(u64, ClientKey)>,
@@ -86,7 +86,7 @@ pub(crate) struct FairQueue {
 }
 
 impl FairQueue {
-    /// Waiting rows.
+    /// Number of waiting rows.
     pub(crate) const fn tokens(&self) -> usize {
         self.tokens
     }
@@ -95,17 +95,17 @@ impl FairQueue {
         self.requests == 0
     }
 
-    /// Clients that are remembered though they have nothing waiting.
+    /// Number of clients with nothing waiting whose start tags are kept.
     pub(crate) fn idle_clients(&self) -> usize {
         self.idle.len()
     }
 
-    /// Waiting rows of `kind`.
+    /// Number of waiting rows of `kind`.
     pub(crate) fn tokens_of(&self, kind: StepKind) -> usize {
         self.kinds.get(&kind).map_or(0, KindQueue::tokens)
     }
 
-    /// The request of `kind` that was admitted first.
+    /// The request of `kind` that was admitted first, among those that wait.
     pub(crate) fn oldest(&self, kind: StepKind) -> Option<RequestKey> {
         self.kinds.get(&kind).and_then(KindQueue::oldest)
     }
@@ -115,7 +115,7 @@ impl FairQueue {
         self.ranking.iter().map(|(_, _, kind)| *kind)
     }
 
-    /// Adds a request of `tokens` rows, at least 1, behind the client's others of its kind.
+    /// Adds a request of `tokens` rows, at least 1, after the client's other requests of its kind.
     pub(crate) fn push(&mut self, kind: StepKind, client: ClientKey, key: RequestKey, tokens: usize) {
         let tag = self.activate(client, kind);
         self.edit(kind, |queue, spare| queue.push(tag, client, Waiting { key, tokens }, spare));
@@ -123,8 +123,8 @@ impl FairQueue {
         self.requests += 1;
     }
 
-    /// Puts rows back that a step took and did not compute: before the client's other requests, and no longer charged.
-    /// Put back the youngest request of a client first, so that the oldest one comes to stand in front.
+    /// Puts back rows that a step took but did not compute, before the client's other requests, and takes back their charge.
+    /// Callers put back the youngest request of a client first, so that the oldest one is first in the queue.
     pub(crate) fn put_back(&mut self, kind: StepKind, client: ClientKey, key: RequestKey, tokens: usize) {
         let tag = self.activate(client, kind);
         let new = self.edit(kind, |queue, spare| queue.put_back(tag, client, Waiting { key, tokens }, spare));
@@ -133,7 +133,7 @@ impl FairQueue {
         self.set_tag(client, tag.saturating_sub(tokens as u64), None);
     }
 
-    /// Takes a request out; its waiting rows.
+    /// Removes a request. Returns the number of its waiting rows.
     pub(crate) fn remove(&mut self, kind: StepKind, client: ClientKey, key: RequestKey) -> Option<usize> {
         let tag = self.clients.get(&client)?.start_tag;
         let (tokens, last) = self.edit(kind, |queue, spare| queue.remove(tag, client, key, spare))?;
@@ -145,11 +145,11 @@ impl FairQueue {
         Some(tokens)
     }
 
-    /// Takes up to `limit` rows and `max_takes` requests of `kind`: first `lead`, if it is the oldest one, then of the
-    /// client with the smallest start tag, and so on. Requests that `unwanted` names leave the queue.
+    /// Takes up to `limit` rows and `max_takes` requests of `kind`: first `lead` if it is the oldest request, then requests of clients
+    /// in the order of start tags. Requests for which `unwanted` is true leave the queue.
     ///
-    /// A request of at most `limit` rows is never split: if it does not fit beside what was taken, its client waits for
-    /// the next step. A larger one is taken range by range and fills what room is left.
+    /// A request of at most `limit` rows is never split: if it does not fit into the rest of the step, its client waits for the next
+    /// step. A larger request is taken range by range and fills the rest of the step.
     pub(crate) fn take(
         &mut self,
         kind: StepKind,
@@ -163,7 +163,7 @@ impl FairQueue {
         let mut room = limit;
         let mut served_tag = self.virtual_now;
         let mut skipped = Vec::new();
-        // Clients that wait in other kinds, too, with the tags under which they stand there.
+        // Clients that also wait in other kinds, with their tags there.
         let mut charged: KeyMap<ClientKey, u64> = KeyMap::default();
         let mut lead = queue
             .oldest_of()
@@ -227,7 +227,7 @@ impl FairQueue {
         taken
     }
 
-    /// A request that a step took of `client` is complete, or comes back with [`put_back`](Self::put_back).
+    /// Notes that a request of `client` that a step took is complete, or is about to be put back with [`put_back`](Self::put_back).
     pub(crate) fn release(&mut self, client: ClientKey) {
         self.unlist(client);
         if let Some(state) = self.clients.get_mut(&client) {
@@ -237,7 +237,7 @@ impl FairQueue {
         self.forget_passed();
     }
 
-    /// Everything that was used is forgotten. For the moment when nothing waits and no step is under way.
+    /// Drops all start tags. Must be called only when nothing waits and no step is under way.
     pub(crate) fn end_busy_period(&mut self) {
         if let Some((tag, _)) = self.idle.last() {
             self.virtual_now = self.virtual_now.max(*tag);
@@ -245,7 +245,7 @@ impl FairQueue {
         }
     }
 
-    /// The start tag under which `client` waits in `kind` from now on.
+    /// Notes that `client` waits in `kind` from now on. Returns its start tag.
     fn activate(&mut self, client: ClientKey, kind: StepKind) -> u64 {
         let now = self.virtual_now;
         self.unlist(client);
@@ -260,14 +260,14 @@ impl FairQueue {
         state.start_tag
     }
 
-    /// Notes that `client` has nothing waiting in `kind` any more.
+    /// Notes that `client` no longer has anything waiting in `kind`.
     fn leave_kind(&mut self, client: ClientKey, kind: StepKind) {
         let Some(state) = self.clients.get_mut(&client) else { return };
         state.kinds.retain(|other| *other != kind);
         self.list(client);
     }
 
-    /// The set in which a client with nothing waiting stands.
+    /// The set that contains `client`, which has nothing waiting.
     fn listing(&mut self, client: ClientKey) -> Option<(u64, &mut BTreeSet<(u64, ClientKey)>)> {
         let state = self.clients.get(&client).filter(|state| state.kinds.is_empty())?;
         Some((state.start_tag, if state.in_steps > 0 { &mut self.computing } else { &mut self.idle }))
@@ -301,7 +301,7 @@ impl FairQueue {
         }
     }
 
-    /// Forgets clients with nothing waiting whose start tag virtual time has passed, and those beyond the limit.
+    /// Drops the start tags of clients with nothing waiting that virtual time has passed, and those beyond the limit.
     fn forget_passed(&mut self) {
         while let Some((tag, client)) = self.idle.first().copied() {
             if tag > self.virtual_now {
@@ -315,7 +315,7 @@ impl FairQueue {
         }
     }
 
-    /// Changes the queue of one kind and keeps the ranking of kinds true.
+    /// Changes the queue of one kind and updates the ranking of kinds.
     fn edit<R>(
         &mut self,
         kind: StepKind,

@@ -1,4 +1,4 @@
-//! When the next generation may form, when it is likely to serve, and when to give up.
+//! Decides when the next generation may form and when to give up, and estimates when it will serve.
 
 use std::time::Duration;
 
@@ -10,21 +10,22 @@ const MIN_WAIT: Duration = Duration::from_millis(20);
 /// Rules for forming generations again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecoveryPolicy {
-    /// A generation that serves for less than this is short-lived, and so is one that never serves.
+    /// A generation is short-lived if it serves for less than this time or never serves.
     pub short_life: Duration,
     /// Pause before the next generation after the second short-lived one in a row; it doubles with each further one.
     /// After the first there is no pause.
     pub first_backoff: Duration,
     /// The longest pause.
     pub max_backoff: Duration,
-    /// Generations in a row that may end before they serve; then the service gives up.
+    /// Number of consecutive generations that end before they serve after which the service gives up.
     pub max_unready: u32,
-    /// Generations in a row that may end before a step of theirs is complete; then the service gives up. Ends that a
-    /// poisoned request explains do not count.
+    /// Number of consecutive generations that end before they complete a step after which the service gives up. Generations that
+    /// a poisoned request ended do not count.
     pub max_fruitless: u32,
-    /// Poisoned requests of one layer without a complete step of that layer in between; then the service gives up.
+    /// Number of poisoned requests of one layer, without a complete step of that layer in between, after which one row of zeros is
+    /// tried. The service gives up if two such trials end their generations.
     pub max_poisoned_per_layer: u32,
-    /// The expected time from the start of a generation's processes until it serves, as long as none was measured.
+    /// Expected time from the start of a generation's processes until it serves, before any such time was measured.
     pub first_estimate: Duration,
 }
 
@@ -42,13 +43,13 @@ impl Default for RecoveryPolicy {
     }
 }
 
-/// What one generation came to.
+/// The life of one generation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Life {
-    /// When it began to serve.
+    /// Time at which it began to serve.
     pub(crate) ready: Option<Time>,
     /// Whether it completed a step.
-    pub(crate) bore_fruit: bool,
+    pub(crate) completed_a_step: bool,
 }
 
 /// Why no further generation is formed.
@@ -67,7 +68,7 @@ pub(crate) struct Recovery {
     next_attempt: Time,
     /// Time from the start of processes until ready.
     estimate: Duration,
-    /// Generations that became ready.
+    /// Number of generations that became ready.
     measured: u64,
 }
 
@@ -89,36 +90,41 @@ impl Recovery {
         &self.policy
     }
 
-    /// When the next generation may form.
+    /// Time at which the next generation may form.
     pub(crate) const fn next_attempt(&self) -> Time {
         self.next_attempt
     }
 
-    /// Generations that may still end before they serve.
+    /// Number of further generations that may end before they serve.
     pub(crate) const fn tries_left(&self) -> u32 {
         self.policy.max_unready.saturating_sub(self.unready)
     }
 
-    /// A generation serves.
+    /// Notes that a generation serves.
     pub(crate) fn ready(&mut self, formed: Time, now: Time) {
         let sample = now.since(formed);
-        // The first generation reads weights that later ones find in the page cache: the first re-forming replaces it.
+        // The first generation reads weights that later ones find in the page cache, so the second sample replaces the first.
         self.estimate = if self.measured < 2 { sample } else { (self.estimate * 3 + sample) / 4 };
         self.measured += 1;
         self.unready = 0;
     }
 
-    /// A step is complete.
+    /// Notes a complete step.
     pub(crate) const fn step_done(&mut self) {
         self.fruitless = 0;
     }
 
-    /// The last ends are explained by one request.
+    /// Notes that one request explains the last ends of generations.
     pub(crate) const fn explained(&mut self) {
         self.fruitless = 0;
     }
 
-    /// A generation has ended.
+    /// A generation has ended because the next one is to serve other weights: that is no fault.
+    pub(crate) const fn replaced(&mut self, now: Time) {
+        self.next_attempt = now;
+    }
+
+    /// Notes the end of a generation.
     pub(crate) fn ended(&mut self, now: Time, life: Life) -> Result<(), GiveUp> {
         let lived = life.ready.map_or(Duration::ZERO, |ready| now.since(ready));
         if life.ready.is_none() {
@@ -130,7 +136,7 @@ impl Recovery {
             return Ok(());
         }
         self.short_lived += 1;
-        if !life.bore_fruit {
+        if !life.completed_a_step {
             self.fruitless += 1;
         }
         self.next_attempt = now + self.backoff();
@@ -153,16 +159,16 @@ impl Recovery {
         }
     }
 
-    /// When the generation that is forming since `forming`, or the next one, is expected to serve.
+    /// Time at which the generation that has been forming since `forming`, or else the next one, is expected to serve.
     pub(crate) fn expected_ready(&self, forming: Option<Time>, now: Time) -> Time {
         let ready = forming.unwrap_or(self.next_attempt.max(now)) + self.estimate;
-        // An overdue generation is expected soon, and not at a time that has passed.
+        // An overdue generation is expected soon; the expected time is never in the past.
         if ready > now { ready } else { now + (self.estimate / 4).max(MIN_WAIT) }
     }
 }
 
-/// Lengthens `wait` by up to a half, so that callers who were refused together do not come back together. `state` is the
-/// seed, and changes.
+/// Lengthens `wait` by up to a half, so that callers that were refused at the same time do not retry at the same time. `state` is the
+/// state of the random numbers.
 pub fn jittered(wait: Duration, state: &mut u64) -> Duration {
     // SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -192,7 +198,7 @@ mod tests {
         let mut recovery = Recovery::new(RecoveryPolicy::default());
         let mut now = Time(0);
         let mut live = |recovery: &mut Recovery, lived: Duration| {
-            let life = Life { ready: Some(now), bore_fruit: true };
+            let life = Life { ready: Some(now), completed_a_step: true };
             now = now + lived;
             recovery.ended(now, life).expect("steps were complete");
             let pause = recovery.next_attempt().since(now);

@@ -1,4 +1,4 @@
-//! Requests as the state machine sees them.
+//! Requests without their rows, as the state machine needs them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,17 +12,22 @@ use crate::Time;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestKey(pub u64);
 
+impl RequestKey {
+    /// Stands for the row of zeros of a trial step, which no caller sent. Numbers of requests begin at 1.
+    pub const TRIAL: RequestKey = RequestKey(0);
+}
+
 impl fmt::Display for RequestKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
     }
 }
 
-/// The client that a request counts for when load is shared out: the caller's credential, else its connection.
+/// The client of a request, between which steps are shared: the caller's credential, or else its connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClientKey(pub u64);
 
-/// What all requests of one step have in common.
+/// The properties that all requests of one step share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StepKind {
     /// The layer.
@@ -31,21 +36,22 @@ pub struct StepKind {
     pub top_k: usize,
 }
 
-/// A validated request as admission and the queue see it. Its rows, wherever they lie, stay with the caller of this
-/// crate.
+/// A validated request for admission and the queue. Its rows stay with the user of this crate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Submission {
-    /// For fairness.
+    /// The client that is charged.
     pub client: ClientKey,
-    /// The steps that can compute it.
+    /// The kind of step that computes it.
     pub kind: StepKind,
-    /// Rows, at least 1.
+    /// Number of rows, at least 1.
     pub tokens: usize,
     /// The time after which the answer is useless.
     pub deadline: Option<Time>,
+    /// The only version of the weights that may compute the answer.
+    pub expected_version: Option<WeightVersion>,
 }
 
-/// How an answer came about.
+/// The record of how an answer was computed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Receipt {
     /// The steps that computed the request's rows, in order.
@@ -54,31 +60,38 @@ pub struct Receipt {
     pub generation: Generation,
     /// The weights that computed every row.
     pub weight_version: WeightVersion,
-    /// The request's rows on each rank, summed over its steps.
+    /// Number of the request's rows on each rank, summed over its steps.
     pub tokens_per_rank: Vec<u32>,
-    /// From admission until the first step formed.
+    /// Time from admission until the first step formed.
     pub queue_time: Duration,
-    /// From the forming of the first step until the last row was complete.
+    /// Time from the forming of the first step until the last row was complete.
     pub step_time: Duration,
 }
 
 /// Why an admitted request has no answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// A fault that the request could not wait out, or a drain that ran out of time. Retrying is safe.
+    /// There was a fault and the request could not wait for the next generation, or a drain passed its deadline. Retrying is safe.
     Unavailable {
         /// What happened.
         reason: Arc<str>,
-        /// When a retry makes sense.
+        /// Time after which a retry makes sense.
         retry_after: Duration,
     },
     /// The deadline passed while rows of the request waited for a step.
     DeadlineExceeded,
     /// The caller left; no answer is expected.
     Cancelled,
-    /// The request lost several steps to faults, and the last one while nothing else was computed. Never retried.
+    /// The request waited while other weights were loaded than it expects.
+    OtherWeights {
+        /// The version that it expects.
+        expected: WeightVersion,
+        /// The version that is loaded.
+        loaded: WeightVersion,
+    },
+    /// The request lost several steps to faults, the last one while nothing else was computed. It is never retried.
     Poisoned {
-        /// Steps that faults took from it.
+        /// Number of its steps that were lost to faults.
         lost_steps: u32,
     },
 }

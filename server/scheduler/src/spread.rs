@@ -1,4 +1,4 @@
-//! How the rows of a step spread over ranks.
+//! Distribution of a step's rows over ranks.
 
 use std::ops::Range;
 
@@ -7,13 +7,13 @@ use expertd_types::Rank;
 use crate::RequestKey;
 use crate::step_loop::RankRows;
 
-/// Rows of each rank when `total` rows spread evenly over `ranks`; the first ranks take the remainder.
+/// Number of rows of each rank if `total` rows are spread evenly over `ranks`; the first ranks take the remainder.
 pub fn spread(total: usize, ranks: usize) -> impl Iterator<Item = usize> {
     (0..ranks).map(move |rank| total / ranks + usize::from(rank < total % ranks))
 }
 
-/// Cuts the rows of a step, `total` in all and given request by request, into ranges that fill the ranks evenly. The
-/// ranges of one request follow each other in the order of its rows.
+/// Cuts the `total` rows of a step, given request by request, into ranges that fill the ranks evenly. The ranges of a request are in
+/// the order of its rows.
 pub(crate) fn cut(
     requests: impl Iterator<Item = (RequestKey, Range<usize>)>,
     total: usize,

@@ -30,16 +30,18 @@ struct Request {
     tokens: usize,
     deadline: Option<Time>,
     admitted: Time,
-    /// Rows that are complete: the first ones.
+    /// Number of rows that are complete. They are the first ones.
     completed: usize,
-    /// Rows that are complete or in a step: the first ones.
+    /// The only version of the weights that may compute rows of the request.
+    expected_version: Option<WeightVersion>,
+    /// Number of rows that are complete or in a step. They are the first ones.
     begun: usize,
     first_step: Option<Time>,
-    /// Generations that ended while rows of the request were in a step.
+    /// Number of generations that ended while rows of the request were in a step.
     lost_steps: u32,
     /// The steps that computed the complete rows.
     steps: Vec<StepId>,
-    /// Of the complete rows, by rank.
+    /// Number of complete rows per rank.
     tokens_per_rank: Vec<u32>,
 }
 
@@ -53,18 +55,18 @@ impl Request {
     }
 }
 
-/// The present generation.
+/// The current generation.
 #[derive(Clone, Copy, Debug)]
 struct GroupLife {
     generation: Generation,
     formed: Time,
     ready: Option<Time>,
     steps_completed: u64,
-    /// Steps launched: gives the slot of the next one.
+    /// Number of launched steps, which determines the slot of the next one.
     steps_launched: u64,
 }
 
-/// Whether requests are to be admitted.
+/// Whether requests may be admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Standing {
     Open,
@@ -73,7 +75,7 @@ enum Standing {
     Ended,
 }
 
-/// What the inbox was told last.
+/// The state that the inbox was told last.
 #[derive(Clone, Copy, Debug)]
 struct Told {
     waiting_tokens: usize,
@@ -82,17 +84,17 @@ struct Told {
     tokens_per_second: f64,
 }
 
-/// The step loop as a state machine. The module's text and `docs/step-loop.md` describe its use.
+/// The step loop as a state machine. The crate's documentation and `docs/step-loop.md` describe its use.
 #[derive(Clone, Debug)]
 pub struct StepLoop {
     config: Config,
     queue: FairQueue,
     requests: KeyMap<RequestKey, Request>,
-    /// Requests of which rows are in a step.
+    /// Number of requests with rows in a step.
     in_step: usize,
     /// Requests that lost several steps and run alone, the oldest first. They are not in the queue.
     suspects: BTreeSet<RequestKey>,
-    /// Rows of suspects that are not in a step.
+    /// Number of rows of suspects that are not in a step.
     suspect_tokens: usize,
     in_flight: VecDeque<Step>,
     group: Option<GroupLife>,
@@ -103,14 +105,22 @@ pub struct StepLoop {
     weight_version: Option<WeightVersion>,
     recovery: Recovery,
     throughput: Throughput,
-    /// Poisoned requests of each layer since its last complete step.
+    /// Number of poisoned requests of each layer since its last complete step.
     poisoned: KeyMap<LayerId, u32>,
+    /// A kind whose layer has had so many of them that a row of zeros is tried next, and the generations that ended with
+    /// such a row in a step.
+    trial: Option<(StepKind, u32)>,
+    /// Whether the generation is to be replaced by one with other weights: no step forms, and it ends with the steps in
+    /// flight.
+    is_replaced: bool,
+    /// Whether the last generation ended so: requests wait for the next one whatever faults mean to them.
+    is_replacement: bool,
     steps_since_aged: u32,
     next_sweep: Time,
-    /// Queue entries examined by the last step that was formed.
+    /// Number of queue entries that were examined to form the last step.
     examined: usize,
     drain: Option<Time>,
-    /// How the service is about to end: the inbox is closed first.
+    /// How the service will end, once the inbox is closed.
     ending: Option<End>,
     is_closed: bool,
     has_ended: bool,
@@ -140,6 +150,9 @@ impl StepLoop {
             recovery: Recovery::new(config.recovery.clone()),
             throughput: Throughput::default(),
             poisoned: KeyMap::default(),
+            trial: None,
+            is_replaced: false,
+            is_replacement: false,
             steps_since_aged: 0,
             next_sweep: Time(0),
             examined: 0,
@@ -162,12 +175,12 @@ impl StepLoop {
             told.waiting_tokens != self.queued_tokens()
                 || told.standing != self.standing()
                 || told.tokens_per_second != self.throughput.tokens_per_second()
-                // The expected time moves while a generation is overdue: the inbox learns it when the old one has passed.
+                // While a generation is overdue, the expected time moves. The inbox is told again when the time it was told has passed.
                 || told.ready_at.is_some_and(|ready_at| ready_at <= now)
         })
     }
 
-    /// Exchanges news with the callers' side, under the lock: cheap whatever came in. Give the delivery to
+    /// Exchanges state with the callers' side, under the lock. It takes constant time. The delivery must be given to
     /// [`receive`](Self::receive) after the lock is released.
     pub fn exchange<P>(&mut self, inbox: &mut Inbox<P>, now: Time) -> Delivery<P> {
         let admission = self.admission(now);
@@ -195,7 +208,7 @@ impl StepLoop {
         delivery
     }
 
-    /// Queues the requests of a delivery; `keep` gets what belongs to each of them, before any action names it.
+    /// Queues the requests of a delivery. `keep` gets each request's `P`, before any action names the request.
     pub fn receive<P>(&mut self, delivery: Delivery<P>, now: Time, mut keep: impl FnMut(RequestKey, P)) {
         for mail in delivery.0 {
             keep(mail.key, mail.payload);
@@ -206,6 +219,7 @@ impl StepLoop {
                 tokens: submission.tokens,
                 deadline: submission.deadline,
                 admitted: mail.admitted,
+                expected_version: submission.expected_version,
                 completed: 0,
                 begun: 0,
                 first_step: None,
@@ -213,7 +227,7 @@ impl StepLoop {
                 steps: Vec::new(),
                 tokens_per_rank: Vec::new(),
             };
-            // The inbox learns of a fault, and of the end, with the next exchange: what came in before is refused here.
+            // The inbox learns of a fault or of the end at the next exchange; requests that arrived before are refused here.
             let refused = match self.admission(now) {
                 Admission::Open => false,
                 Admission::Recovering { ready_at, .. } => {
@@ -226,12 +240,20 @@ impl StepLoop {
                 self.actions.push_back(Action::Fail { key: mail.key, failure });
                 continue;
             }
+            // Where no generation serves, the next one decides.
+            if self.is_serving()
+                && let Some(failure) = self.other_weights(&request)
+            {
+                self.actions.push_back(Action::Fail { key: mail.key, failure });
+                continue;
+            }
             self.queue.push(request.kind, request.client, mail.key, request.tokens);
             self.requests.insert(mail.key, request);
         }
     }
 
-    /// The next action to carry out, until there is none. An action that fails is an event: tell it before the next call.
+    /// Returns the next action to carry out, or `None`. If an action fails, the caller must report that as an event before the next
+    /// call.
     pub fn poll(&mut self, now: Time, callers: &impl Callers) -> Option<Action> {
         loop {
             if let Some(action) = self.actions.pop_front() {
@@ -243,7 +265,7 @@ impl StepLoop {
         }
     }
 
-    /// Moves on by one decision; whether there was one.
+    /// Makes one decision. Returns whether there was one to make.
     fn advance(&mut self, now: Time, callers: &impl Callers) -> bool {
         if self.ending.is_some() {
             if !self.is_closed {
@@ -257,13 +279,13 @@ impl StepLoop {
         if now >= self.next_sweep {
             self.sweep(now, callers);
         }
-        if self.has_actions() {
+        if self.has_actions() || self.end_replaced_group(now) {
             return true;
         }
         if self.group.is_none() { self.form_group(now) } else { self.form_step(now, callers) }
     }
 
-    /// When to call [`poll`](Self::poll) again if nothing happens before.
+    /// Time at which [`poll`](Self::poll) must be called again if no event comes before.
     #[must_use]
     pub fn wake_at(&self, now: Time) -> Time {
         let mut at = now + SWEEP_INTERVAL;
@@ -281,25 +303,25 @@ impl StepLoop {
         at
     }
 
-    /// Rows admitted and not yet in a step, as far as they were received.
+    /// Number of received rows that are not in a step.
     #[must_use]
     pub const fn queued_tokens(&self) -> usize {
         self.queue.tokens() + self.suspect_tokens
     }
 
-    /// Requests without rows in a step.
+    /// Number of requests without rows in a step.
     #[must_use]
     pub fn requests_queued(&self) -> usize {
         self.requests.len() - self.in_step
     }
 
-    /// Requests with rows in a step.
+    /// Number of requests with rows in a step.
     #[must_use]
     pub const fn requests_in_step(&self) -> usize {
         self.in_step
     }
 
-    /// Whether anything waits for a step: ranks then tell the end of an experts phase early.
+    /// Whether any rows wait for a step. If so, ranks report the end of an experts phase early.
     #[must_use]
     pub fn has_waiting(&self) -> bool {
         !self.queue.is_empty() || !self.suspects.is_empty()
@@ -317,19 +339,19 @@ impl StepLoop {
         &self.in_flight
     }
 
-    /// Clients that fairness remembers though they have nothing waiting.
+    /// Number of clients with nothing waiting whose use the fair queue remembers.
     #[must_use]
     pub fn idle_clients(&self) -> usize {
         self.queue.idle_clients()
     }
 
-    /// Queue entries that were examined to form the last step.
+    /// Number of queue entries that were examined to form the last step.
     #[must_use]
     pub const fn entries_examined(&self) -> usize {
         self.examined
     }
 
-    /// The generation whose processes run, serving or not.
+    /// The generation whose processes run, whether or not it serves.
     #[must_use]
     pub fn generation(&self) -> Option<Generation> {
         self.group.map(|group| group.generation)
@@ -341,13 +363,13 @@ impl StepLoop {
         self.group.is_some_and(|group| group.ready.is_some())
     }
 
-    /// Whether requests are to be admitted, without the reason and the time that callers are told.
+    /// Whether requests may be admitted, without the reason and the retry time for callers.
     fn standing(&self) -> Standing {
         if self.ending.is_some() || self.has_ended {
             Standing::Ended
         } else if self.is_serving() {
             Standing::Open
-        } else if self.has_served && self.config.on_fault == OnFault::Retry {
+        } else if self.has_served && (self.config.on_fault == OnFault::Retry || self.is_replacement) {
             Standing::Recovering
         } else {
             Standing::NotReady
@@ -380,7 +402,7 @@ impl StepLoop {
     }
 
     fn show(&mut self, state: ServiceState, reason: Arc<str>) {
-        // A state that was not shown yet is outdated.
+        // States that have not been shown yet are outdated.
         self.actions.retain(|action| !matches!(action, Action::Show { .. }));
         self.actions.push_back(Action::Show { state, reason });
     }

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use crate::Time;
 
-/// Time with steps under way after which a rate is known.
+/// Length of a measurement, counting only time with steps under way.
 const WINDOW: Duration = Duration::from_millis(100);
 
-/// Rows per second over the time in which there were steps. Steps overlap; no moment counts twice.
+/// Measures rows per second over the time in which steps were under way. Time in which steps overlap counts once.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Throughput {
     tokens: usize,
@@ -29,7 +29,7 @@ impl Throughput {
         }
     }
 
-    /// The last full window's rate; 0 before there is one.
+    /// The rate of the last complete window; 0 before there is one.
     pub(crate) const fn tokens_per_second(&self) -> f64 {
         self.tokens_per_second
     }
@@ -43,7 +43,7 @@ mod tests {
     fn time_in_which_steps_overlap_counts_once() {
         let at = |millis: u64| Time(millis * 1_000_000);
         let mut throughput = Throughput::default();
-        // Each step is formed when the one before begins to compute, and computes for 40 ms.
+        // Each step is formed when the previous one begins to compute, and computes for 40 ms.
         throughput.add(100, at(0), at(40));
         throughput.add(100, at(0), at(80));
         assert_eq!(throughput.tokens_per_second(), 0.0);

@@ -1,4 +1,4 @@
-//! The time as the state machine sees it.
+//! The time that the user of the state machine passes in.
 
 use std::ops::{Add, Sub};
 use std::time::Duration;

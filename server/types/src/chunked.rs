@@ -52,7 +52,7 @@ impl ChunkedBytes {
         ChunkedSlice { first: &self.first, rest: &self.rest, skip: range.start, len: range.len() }
     }
 
-    /// Bytes `range` as a value of its own that shares the chunks' memory.
+    /// Bytes `range` as a separate value that shares the chunks' memory.
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> ChunkedBytes {
         let mut start = 0;

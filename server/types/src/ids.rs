@@ -28,7 +28,7 @@ macro_rules! id {
 }
 
 id!(
-    /// One process of the EP group, bound to one device; `0..ranks`.
+    /// Number of a process of the EP group, which is bound to one device; `0..ranks`.
     Rank(u32)
 );
 id!(
@@ -40,15 +40,15 @@ id!(
     ExpertId(u32)
 );
 id!(
-    /// One of the sets of step buffers with the routing handle that lives in it.
+    /// Number of a set of step buffers, including its routing handle.
     Slot(u32)
 );
 id!(
-    /// One life of the EP group; a new one after any fault. Fits 24 bits.
+    /// Number of a life of the EP group, which ends with any fault. Fits 24 bits.
     Generation(u64)
 );
 id!(
-    /// Number of an exchange within a generation; what flags carry. Fits 40 bits, starts at 1.
+    /// Number of an exchange within a generation, which flags carry. Fits 40 bits and starts at 1.
     Sequence(u64)
 );
 id!(
@@ -56,25 +56,27 @@ id!(
     StepId(u64)
 );
 id!(
-    /// Number of a loaded set of weights.
+    /// Number of a loaded set of weights; counts from 1 within one process. Services are compared by
+    /// [`WeightFingerprint`](crate::WeightFingerprint).
     WeightVersion(u64)
 );
 
 /// Element type of token rows on the wire and in staging, little-endian.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[repr(u32)]
 pub enum DType {
-    /// bfloat16.
+    /// bfloat16
     Bf16 = 1,
-    /// IEEE half precision.
+    /// IEEE half precision
     F16 = 2,
-    /// IEEE single precision.
+    /// IEEE single precision
     F32 = 3,
 }
 
 impl DType {
-    /// All of them.
+    /// All element types.
     pub const ALL: [DType; 3] = [DType::Bf16, DType::F16, DType::F32];
 
     /// Bytes of one element.

@@ -1,11 +1,14 @@
-//! The words of the project as types, so that two integers of the same width cannot be swapped. No I/O.
+//! The project's identifiers and quantities as types, so that two integers of the same width cannot be swapped. No I/O.
 
 #![forbid(unsafe_code)]
 
 mod chunked;
+mod fingerprint;
 mod ids;
 mod phase;
+pub mod rows;
 
 pub use chunked::{ChunkedBytes, ChunkedSlice};
+pub use fingerprint::{Coverage, NoFingerprint, WeightFingerprint};
 pub use ids::*;
 pub use phase::Phase;

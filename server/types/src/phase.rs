@@ -3,24 +3,24 @@
 /// A phase of a step, the unit of timing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Phase {
-    /// Staging rows into the rank's own buffers.
+    /// Rows are copied from staging to the rank's own buffers.
     CopyIn,
-    /// Scores and top-k.
+    /// Experts are scored and chosen.
     Gate,
-    /// Counting and laying out routing.
+    /// Assignments are counted and listed by expert.
     Prepare,
-    /// Rows to the ranks that own their experts.
+    /// Rows are sent to the ranks that own their experts.
     Dispatch,
-    /// The grouped MLP.
+    /// The MLPs of the experts are computed.
     Experts,
-    /// Partial outputs back to the source rank.
+    /// Partial outputs are returned to the source ranks and added up.
     Combine,
-    /// The rank's rows into staging.
+    /// Output rows are copied to staging.
     CopyOut,
 }
 
 impl Phase {
-    /// All of them, in the order of a step.
+    /// All phases, in the order of a step.
     pub const ALL: [Phase; 7] = [
         Phase::CopyIn,
         Phase::Gate,
@@ -31,7 +31,7 @@ impl Phase {
         Phase::CopyOut,
     ];
 
-    /// Its name in metrics and logs.
+    /// Name of the phase in metrics and logs.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -45,7 +45,7 @@ impl Phase {
         }
     }
 
-    /// Whether it only moves rows between the host's memory and the rank's own.
+    /// Whether the phase only copies rows between the host's memory and the rank's own.
     #[must_use]
     pub const fn is_copy(self) -> bool {
         matches!(self, Phase::CopyIn | Phase::CopyOut)

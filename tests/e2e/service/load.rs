@@ -1,4 +1,4 @@
-//! Load with known answers: recorded rows, repeated and reordered, every answer compared.
+//! Load with known answers: recorded rows are repeated and reordered, and every answer is compared.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,16 +6,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use expertd_cli::golden::Golden;
-use expertd_cli::rows::{decode, encode, encode_i32, relative_error};
 use expertd_proto::Client;
 use expertd_proto::v1::{self, ForwardRequest, ForwardResponse};
 use expertd_types::DType;
+use expertd_types::rows::{decode, encode, encode_i32, relative_error};
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 use tokio::task::JoinSet;
 use tonic::{Code, Status};
 
-/// Nothing should take this long.
+/// Time after which a call counts as lost.
 const LOST: Duration = Duration::from_secs(60);
 const TOLERANCE: f64 = 1e-5;
 
@@ -24,7 +24,7 @@ const TOLERANCE: f64 = 1e-5;
 pub struct Call {
     pub begun: Instant,
     pub ended: Instant,
-    /// `Ok(generation)`, or how it failed.
+    /// `Ok(generation)`, or the status of the failure.
     pub result: Result<u64, (Code, String)>,
 }
 
@@ -50,12 +50,12 @@ impl Rows {
         Rows { tolerance: TOLERANCE, golden, layers, rng: SmallRng::seed_from_u64(seed), largest }
     }
 
-    /// The same, with another bound on a row's relative error.
+    /// The same rows with another bound on a row's relative error.
     pub fn within(self, tolerance: f64) -> Rows {
         Rows { tolerance, ..self }
     }
 
-    /// A request of random recorded rows, and its right answer.
+    /// A request of random recorded rows and its right answer.
     pub fn draw(&mut self) -> (ForwardRequest, Vec<f32>) {
         let layer = self.layers[self.rng.random_range(0..self.layers.len())];
         let count = self.rng.random_range(1..=self.largest);
@@ -67,7 +67,7 @@ impl Rows {
         &self.layers
     }
 
-    /// A request of `count` random recorded rows of `layer`, and its right answer.
+    /// A request of `count` random recorded rows of `layer` and its right answer.
     pub fn draw_of(&mut self, layer: u32, count: usize) -> (ForwardRequest, Vec<f32>) {
         let rows = &self.golden.layers[&layer];
         let (mut input, mut output, mut ids) = (Vec::new(), Vec::new(), Vec::new());
@@ -128,7 +128,7 @@ impl Load {
         Load { stop, workers }
     }
 
-    /// Ends the load; every call it made, with every answer checked.
+    /// Ends the load. Returns every call that it made; all answers have been checked.
     pub async fn stop(self) -> Vec<Call> {
         self.stop.store(true, Ordering::Relaxed);
         let calls = tokio::time::timeout(LOST + LOST, self.workers.join_all()).await;

@@ -1,4 +1,4 @@
-//! The real binary as a child process, and what tests do to it.
+//! The real binary as a child process, with helpers for tests.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
 
 use std::io::{BufRead as _, BufReader};
@@ -12,7 +12,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 pub mod load;
 
-/// How long a service may take to be ready in a test; far more than it needs.
+/// Time limit until a service is ready, far longer than it needs.
 const READY: Duration = Duration::from_secs(120);
 
 /// Folder of a family's fixture: checkpoint and golden.safetensors.
@@ -37,14 +37,14 @@ pub fn families() -> Vec<String> {
     families
 }
 
-/// `expertd serve` with free ports, ready.
+/// A ready `expertd serve` on free ports.
 pub struct Service {
     child: Child,
-    /// Of the public API.
+    /// Address of the public API.
     pub address: String,
-    /// Of the Admin service.
+    /// Address of the Admin service.
     pub admin: String,
-    /// Of the Prometheus endpoint.
+    /// Address of the Prometheus endpoint.
     pub metrics: String,
 }
 
@@ -67,7 +67,7 @@ pub fn serve_command(model: &Path, more: &[&str]) -> Command {
         }
     }
     command.args(more).stdin(Stdio::null()).stdout(Stdio::piped());
-    // What a user set must not change what is tested.
+    // The user's own settings must not change the test.
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("EXPERTD_")) {
         command.env_remove(name);
     }
@@ -81,7 +81,7 @@ impl Service {
         Service::start_with(family, ranks, more, &[])
     }
 
-    /// The same, with variables of the environment.
+    /// As `start`, with environment variables.
     pub fn start_with(family: &str, ranks: u32, more: &[&str], environment: &[(&str, &str)]) -> Service {
         Service::start_checkpoint(&fixture(family), ranks, more, environment)
     }
@@ -93,13 +93,23 @@ impl Service {
         more: &[&str],
         environment: &[(&str, &str)],
     ) -> Service {
+        Service::try_start(model, ranks, more, environment).unwrap_or_else(|problem| panic!("{problem}"))
+    }
+
+    /// The same; what happened instead, if the service was not ready in time or ended before.
+    pub fn try_start(
+        model: &Path,
+        ranks: u32,
+        more: &[&str],
+        environment: &[(&str, &str)],
+    ) -> Result<Service, String> {
         let ranks = ranks.to_string();
         let flags = [&["--ranks", &ranks], more].concat();
         let mut command = serve_command(model, &flags);
         let mut child = command.envs(environment.iter().copied()).spawn().unwrap();
         let (lines, received) = mpsc::channel();
         let stdout = BufReader::new(child.stdout.take().unwrap());
-        // Reads to the end, so that the service never waits for a full pipe.
+        // Read to the end, so that the service never waits for a full pipe.
         std::thread::spawn(move || {
             for line in stdout.lines().map_while(Result::ok) {
                 let _ = lines.send(line);
@@ -122,11 +132,13 @@ impl Service {
                 }
                 Err(error) => {
                     let status = service.child.try_wait();
-                    panic!("{model:?}, {flags:?}: no ready line ({error}), status {status:?}: {seen:#?}");
+                    return Err(format!(
+                        "{model:?}, {flags:?}: no ready line ({error}), status {status:?}: {seen:#?}"
+                    ));
                 }
             }
         }
-        service
+        Ok(service)
     }
 
     /// The router's process.
@@ -144,14 +156,14 @@ impl Service {
         send(self.pid(), signal);
     }
 
-    /// Waits for the router to end.
-    pub fn wait(&mut self, timeouts: Duration) -> Option<ExitStatus> {
+    /// Waits for the end of the router.
+    pub fn wait(&mut self, limit: Duration) -> Option<ExitStatus> {
         let begun = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return Some(status);
             }
-            if begun.elapsed() > timeouts {
+            if begun.elapsed() > limit {
                 return None;
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -161,7 +173,7 @@ impl Service {
 
 impl Drop for Service {
     fn drop(&mut self) {
-        // The ranks die with it, even stopped ones; a test of their own says so.
+        // The ranks die with the router, even stopped ones, which a separate test checks.
         let ranks = self.ranks();
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -176,11 +188,23 @@ impl Drop for Service {
 
 /// The rank processes of a router, by rank.
 pub fn ranks_of(router: u32) -> Vec<u32> {
+    of_command(router, "rank")
+}
+
+/// The loader processes of a router, by rank.
+pub fn loaders_of(router: u32) -> Vec<u32> {
+    of_command(router, "loader")
+}
+
+fn of_command(router: u32, command: &str) -> Vec<u32> {
     let mut ranks = children(router)
         .into_iter()
         .filter_map(|pid| {
             let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
             let words = line.split(|&byte| byte == 0).map(String::from_utf8_lossy).collect::<Vec<_>>();
+            if words.get(1)? != command {
+                return None;
+            }
             let at = words.iter().position(|word| word == "--rank")?;
             Some((words.get(at + 1)?.parse::<u32>().ok()?, pid))
         })
@@ -221,10 +245,10 @@ fn children(parent: u32) -> Vec<u32> {
 }
 
 /// Waits until `condition` holds.
-pub fn eventually(timeouts: Duration, what: &str, mut condition: impl FnMut() -> bool) {
+pub fn eventually(limit: Duration, what: &str, mut condition: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !condition() {
-        assert!(begun.elapsed() < timeouts, "not within {timeouts:?}: {what}");
+        assert!(begun.elapsed() < limit, "did not happen within {limit:?}: {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }

@@ -13,7 +13,7 @@ pub const LIMIT: f32 = 1.5;
 
 /// Error of a sum of FP8 products beside the sum of their sizes. The tensor cores align the products of 32 k to the largest and
 /// keep 13 bits behind its leading one.
-const SUM_ERROR: f64 = 1.0 / 4096.0;
+const SUM_ERROR: f64 = 1.0 / 2048.0;
 
 /// One expert.
 pub struct Expert {

@@ -1,5 +1,5 @@
-//! The expert kernel in every weight format against a plain MLP in f64 on the host, which reads the checkpoint's bytes by
-//! the formats' definitions.
+//! Compares the expert kernel, in every weight format, with a plain MLP in f64 on the host, which decodes the checkpoint's bytes by
+//! the definitions of the formats.
 
 mod launch;
 mod mlp;
@@ -14,8 +14,11 @@ use self::mlp::{Case, Expert};
 use crate::random::Random;
 use crate::{Options, Outcome};
 
-/// Largest relative L2 error of a row. FP8 products are compared with a reference that quantises, too.
+/// Largest relative L2 error of a row.
 const TOLERANCE: f64 = 1e-2;
+/// The same of FP8 products, against a reference that quantises, too. The scale of a group of h can differ by the last bit of a bf16,
+/// and codes by more than one with it.
+const TOLERANCE_FP8: f64 = 2e-2;
 
 /// Takes the changes out of `error` that make it smaller, the best one first. Each is what an element of h contributes that the kernel
 /// may have rounded to the neighbouring code.
@@ -52,7 +55,7 @@ fn expected(case: &Case, all: &[Expert], step: &Step) -> Vec<Expected> {
 }
 
 /// Compares all rows; returns the largest relative error.
-fn compare(expected: &[Expected], y: &[bf16]) -> Result<f64, String> {
+fn compare(expected: &[Expected], y: &[bf16], tolerance: f64) -> Result<f64, String> {
     let mut worst = 0.0_f64;
     for (assignment, row) in expected.iter().enumerate() {
         let hidden = row.y.len();
@@ -69,7 +72,7 @@ fn compare(expected: &[Expected], y: &[bf16]) -> Result<f64, String> {
         without_undecided(&mut errors, row.undecided.clone());
         let error = errors.iter().map(|error| error.powi(2)).sum::<f64>();
         let relative = if norm == 0.0 { error } else { (error / norm).sqrt() };
-        if relative > TOLERANCE {
+        if relative > tolerance {
             let expert = row.expert;
             return Err(format!("assignment {assignment} of expert {expert}: relative error {relative:.2e}"));
         }
@@ -98,10 +101,11 @@ fn ragged(device: &Device, random: &mut Random, case: &Case) -> Outcome {
     {
         let step = Step::draw(random, case.hidden, &counts);
         let expected = expected(case, &all, &step);
+        let tolerance = if case.format == experts::W8A8 { TOLERANCE_FP8 } else { TOLERANCE };
         for &tiles in &shapes {
             let y = step.run(device, case, &loaded, tiles)?;
             let found =
-                compare(&expected, &y).map_err(|e| format!("counts {counts:?} tiles {tiles:?}: {e}"))?;
+                compare(&expected, &y, tolerance).map_err(|e| format!("counts {counts:?} tiles {tiles:?}: {e}"))?;
             worst = worst.max(found);
             if step.run(device, case, &loaded, tiles)? != y && !y.iter().any(|v| v.is_nan()) {
                 return Err(format!("counts {counts:?} tiles {tiles:?}: two runs differ").into());

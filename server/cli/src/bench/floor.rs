@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use expertd_kernels::ceilings::Ceilings;
 
-/// Seconds for launches and the gate on one rank, beside weights and FLOPs.
+/// Seconds for launches and the gate on one rank, which are added to the time of weights and FLOPs.
 const FIXED_ALONE: f64 = 5e-6;
-/// Seconds for launches, flags and the gate on several ranks, beside weights, FLOPs and rows on the wire.
+/// Seconds for launches, flags and the gate on several ranks, which are added to the time of weights, FLOPs and rows on the wire.
 const FIXED_EXCHANGE: f64 = 15e-6;
-/// FP8 products in the time of one in bf16, by the data sheets; ceilings are measured in bf16.
+/// Speed of FP8 products relative to bf16 ones by the data sheets; ceilings are measured in bf16.
 const FP8_SPEEDUP: f64 = 2.0;
 /// Bytes of an element of a row: in bf16, and in FP8 with an f32 scale for 128 elements.
 const BF16_BYTES: f64 = 2.0;

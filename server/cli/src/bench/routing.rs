@@ -6,8 +6,8 @@ use rand::RngExt as _;
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom as _;
 
-use crate::rows;
 use expertd_router::backend::GivenRouting;
+use expertd_types::rows;
 
 /// Value of `--routing`: how the experts of a step are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -1,20 +1,19 @@
-//! File descriptors: as many as the system allows, some of them kept for the next generation of ranks.
+//! The limit on file descriptors: raised as far as the system allows, with some kept for the next generation of ranks.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// More descriptors than any service needs.
+/// Upper limit of what is requested, more than any service needs.
 const MOST: u64 = 1 << 20;
-/// Kept for the service itself: files of the checkpoint, memory shared with ranks of two generations, logs, listeners.
+/// Number of descriptors for the service itself: files of the checkpoint, memory shared with ranks of two generations, logs, listeners.
 const OWN: u64 = 256;
-/// Kept for each rank of two generations.
+/// Number of descriptors for each rank of two generations.
 const PER_RANK: u64 = 32;
-/// Kept for connections to Admin and to the metrics endpoint.
+/// Number of descriptors for connections to Admin and to the metrics endpoint.
 const OPERATORS: u64 = 128;
-/// The fewest connections that a service is worth starting for.
+/// Least number of connections; with fewer, the service does not start.
 const FEWEST: u64 = 16;
 
-/// Raises the limit on open files as far as it goes, and says how many TCP connections it leaves room for, at most
-/// `wanted`.
+/// Raises the limit on open files as far as possible. Returns the number of TCP connections for which it leaves room, at most `wanted`.
 ///
 /// # Errors
 /// If there are too few for the service itself.

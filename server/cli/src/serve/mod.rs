@@ -2,6 +2,7 @@
 
 mod descriptors;
 pub mod plan;
+mod reload;
 mod report;
 pub mod settings;
 
@@ -31,7 +32,7 @@ use expertd_router::watchdog;
 
 /// Exit codes of `expertd serve`, after sysexits.h.
 pub mod exit {
-    /// The configuration is invalid or the checkpoint is broken, which was found before any port was bound.
+    /// The configuration is invalid or the checkpoint is broken. Nothing was started and no port was bound.
     pub const USAGE: u8 = 64;
     /// The weights could not be loaded.
     pub const LOAD: u8 = 65;
@@ -39,7 +40,7 @@ pub mod exit {
     pub const BIND: u8 = 69;
     /// Ranks kept failing before they were ready.
     pub const SETUP: u8 = 70;
-    /// A thread or task without which the service is useless was lost.
+    /// A thread or task was lost that the service cannot do without.
     pub const LOST: u8 = 71;
 }
 
@@ -101,13 +102,13 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
     code
 }
 
-/// Prints what the user asked for. Standard output that is closed changes nothing else.
+/// Prints to standard output. A closed standard output is not an error.
 fn print(text: &str) {
     let _ = std::io::stdout().write_all(text.as_bytes());
 }
 
-/// Keeps the memory of this process from other processes of the user and from core files, and ends it when it has lost
-/// what it cannot do without.
+/// Keeps the memory of this process from other processes of the user and from core files, and starts the watchdog, which ends the
+/// process if a thread is lost that it cannot do without.
 fn guard_process() -> std::io::Result<()> {
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     watchdog::start(|reason| {
@@ -117,7 +118,7 @@ fn guard_process() -> std::io::Result<()> {
     })
 }
 
-/// Periodically returns memory to the system that a burst of messages had needed.
+/// Periodically returns memory that a burst of messages needed to the system.
 async fn settle_memory() {
     let mut periods = tokio::time::interval(memory::RELEASE_PERIOD);
     loop {
@@ -158,10 +159,10 @@ pub enum StartError {
          --admin-token-file, use 127.0.0.1, or pass --insecure if the network is trusted"
     )]
     OpenMetrics(SocketAddr),
-    /// Credentials.
+    /// Credentials are invalid.
     #[error(transparent)]
     Access(#[from] api::AccessError),
-    /// The limit on open files.
+    /// The limit on open files is too low.
     #[error("{0}")]
     Descriptors(String),
     /// A gRPC listener could not be started.
@@ -202,7 +203,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Checks addresses and credentials, sets memory for messages aside, binds every address, then forms the first generation.
+    /// Checks addresses and credentials, reserves memory for messages, binds every address, then forms the first generation.
     ///
     /// # Errors
     /// If an address is invalid or cannot be bound, or the scheduler cannot be started.
@@ -297,10 +298,10 @@ impl Running {
         let addresses = self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let admin = self.admin.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string);
         let loading = Arc::clone(&service);
-        // A thread of its own: a terminal that takes no output holds up what draws on it.
+        // Progress is drawn by its own thread, because a terminal that does not accept output blocks the thread that writes to it.
         let follow = move || report::follow_loading(&loading);
         if let Err(error) = std::thread::Builder::new().name("progress".to_owned()).spawn(follow) {
-            tracing::warn!(%error, "the progress of loading is not shown");
+            tracing::warn!(%error, "cannot start the thread that shows the progress of loading");
         }
         tokio::spawn(async move {
             let mut state = service.watch_state();
@@ -328,10 +329,10 @@ impl Running {
             while !signals.is_empty() {
                 futures_util::future::select_all(signals.iter_mut().map(|s| Box::pin(s.recv()))).await;
                 if first {
-                    tracing::info!("signal received: draining; another one ends the drain at once");
+                    tracing::info!("signal received: draining; a second signal ends the service at once");
                     tokio::spawn(draining.drain(None));
                 } else {
-                    tracing::warn!("another signal received: ending at once");
+                    tracing::warn!("second signal received: ending at once");
                     tokio::spawn(draining.drain(Some(Duration::ZERO)));
                     tokio::spawn(async {
                         tokio::time::sleep(END_AT_ONCE).await;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::super::admin::default_admin_address;
-use super::settings::{Given, OnFault, SettingsError, Shown, Source, parse_cores};
-use expertd_ipc::control::{DeviceKind, Fp8Compute, RankSetup};
+use super::settings::{Given, SettingsError, Shown, Source, parse_cores};
+use expertd_ipc::control::{CheckpointSource, DeviceKind, Fp8Compute, RankSetup};
 use expertd_ipc::wait::SPIN_TIME;
 use expertd_ipc::{GroupShape, SharedRegion};
 use expertd_memory as memory;
@@ -16,10 +16,10 @@ use expertd_rank_cuda as gpu;
 use expertd_router::api::{AccessConfig, ConnectionLimits};
 use expertd_router::backend::{Limits, ModelInfo, MoeLayerInfo, RankPlacement};
 use expertd_router::cluster::{
-    ClusterConfig, available_cores, numa_nodes, share_cores, share_cores_near, usable,
+    ClusterConfig, WeightHolder, available_cores, numa_nodes, share_cores, share_cores_near, usable,
 };
-use expertd_router::steps::SchedulerConfig;
-use expertd_types::{Generation, Rank, WeightVersion};
+use expertd_router::steps::{ReloadPlanner, SchedulerConfig};
+use expertd_types::{Coverage, Generation, Rank, WeightFingerprint, WeightVersion};
 
 /// Largest number of ranks on one host.
 const MAX_RANKS: u32 = 8;
@@ -63,9 +63,9 @@ pub struct ServePlan {
     pub admin_listen: String,
     /// Address of the Prometheus endpoint.
     pub metrics_listen: String,
-    /// Who may call.
+    /// Who may call the service.
     pub access: AccessConfig,
-    /// How many connections there may be, descriptors permitting.
+    /// Limits on connections, before the limit on descriptors is applied.
     pub connections: ConnectionLimits,
     /// Bytes of one rank's window.
     pub window_bytes: usize,
@@ -85,9 +85,8 @@ pub struct MessageMemory {
 }
 
 impl MessageMemory {
-    /// Derives the sizes from the bytes that may be in flight. There are up to four copies of them: a message in frames and
-    /// assembled, its answer as rows and encoded. Memory for four copies of a step's rows in f32 is resident from the
-    /// start, up to a limit.
+    /// Derives the sizes from the bytes that may be in flight. There are up to four copies of them: a message as frames and assembled,
+    /// and its answer as rows and encoded. Memory for four copies of a step's rows in f32 is resident from the start, up to a limit.
     fn new(in_flight: usize, tokens_per_step: usize, hidden: usize) -> Self {
         const COPIES: usize = 4;
         const MAX_RESIDENT: usize = 256 << 20;
@@ -199,11 +198,14 @@ impl ServePlan {
                 derive(&mut given.fp8_compute, Fp8Compute::Bf16, "CPU ranks widen FP8 weights")
             }
             DeviceKind::Cuda => {
-                derive(&mut given.fp8_compute, Fp8Compute::Fp8, "as FP8 checkpoints are meant")
+                derive(&mut given.fp8_compute, Fp8Compute::Fp8, "as FP8 checkpoints are meant to be run")
             }
         };
         if device == DeviceKind::Cpu && fp8_compute == Fp8Compute::Fp8 {
-            return Err(value("fp8-compute", "is fp8, which CPU ranks cannot do; leave it out, or use bf16"));
+            return Err(value(
+                "fp8-compute",
+                "is fp8, which CPU ranks do not support; leave the setting out, or use bf16",
+            ));
         }
 
         let setting = |s: &(Option<usize>, Source)| s.0.unwrap_or_default();
@@ -319,8 +321,11 @@ impl ServePlan {
             insecure: given.insecure.0.unwrap_or(false),
         };
         let listen = |s: &(Option<String>, Source)| s.0.clone().unwrap_or_default();
+        let coverage =
+            if given.verify_weights.0.unwrap_or(false) { Coverage::Whole } else { Coverage::Sampled };
+        let fingerprint = checkpoint.fingerprint(coverage);
         let plan = ServePlan {
-            model: model_info(&spec, name, checkpoint.weight_version(), limits, device, &shares, &near),
+            model: model_info(&spec, name, fingerprint, limits, device, &shares, &near),
             cluster: ClusterConfig {
                 shape,
                 windows: match device {
@@ -328,7 +333,12 @@ impl ServePlan {
                     DeviceKind::Cuda => None,
                 },
                 device,
-                model: absolute(&path),
+                description: serde_json::to_value(&spec).unwrap_or_default(),
+                checkpoint: CheckpointSource { folder: absolute(&path), fingerprint },
+                weights: match device {
+                    DeviceKind::Cpu => WeightHolder::Router,
+                    DeviceKind::Cuda => WeightHolder::Ranks,
+                },
                 fp8_compute,
                 cores: shares,
                 usable_cores,
@@ -353,8 +363,9 @@ impl ServePlan {
                     0,
                     60_000_000,
                 )?),
-                on_fault: given.on_fault.0.unwrap_or(OnFault::Retry).into(),
+                on_fault: given.on_fault.0.unwrap_or_default(),
                 drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
+                reload: ReloadPlanner(super::reload::plan),
                 copy_threads: match device {
                     // Ranks use all cores.
                     DeviceKind::Cpu => 1,
@@ -419,7 +430,7 @@ fn list(cores: &[usize]) -> String {
 fn model_info(
     spec: &ModelSpec,
     name: String,
-    weight_version: WeightVersion,
+    weight_fingerprint: WeightFingerprint,
     limits: Limits,
     device: DeviceKind,
     cores: &[Vec<usize>],
@@ -470,7 +481,8 @@ fn model_info(
     ModelInfo {
         name,
         family: spec.model_type.clone(),
-        weight_version,
+        weight_version: WeightVersion(1),
+        weight_fingerprint,
         generation: Generation(0),
         hidden: spec.hidden,
         num_layers: spec.num_layers,

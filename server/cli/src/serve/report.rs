@@ -88,7 +88,7 @@ pub fn plan(plan: &ServePlan) -> String {
     line(
         "callers",
         format!(
-            "{}; {} connections, {} from one address or client; requests hold at most {} and as many as {} more on their way in",
+            "{}; {} connections, {} from one address or client; requests hold at most {}, and up to {} more while they arrive",
             match (plan.access.tls_cert.is_some(), plan.access.token_file.is_some()) {
                 (true, true) => "TLS, tokens",
                 (true, false) => "TLS",

@@ -8,6 +8,7 @@ use clap::{ArgMatches, Args};
 use serde::Deserialize;
 
 use expertd_ipc::control::{DeviceKind, Fp8Compute};
+use expertd_scheduler::OnFault;
 
 /// Source of a setting's value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,34 +73,6 @@ pub struct Shown {
     pub value: String,
     /// Source of the value.
     pub source: Source,
-}
-
-/// What a fault of the EP group means to requests without an answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum OnFault {
-    /// They wait for the next generation, as long as their deadlines allow
-    Retry,
-    /// They fail with UNAVAILABLE, and so do new ones until the next generation serves
-    Fail,
-}
-
-impl fmt::Display for OnFault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            OnFault::Retry => "retry",
-            OnFault::Fail => "fail",
-        })
-    }
-}
-
-impl From<OnFault> for expertd_router::steps::OnFault {
-    fn from(on_fault: OnFault) -> Self {
-        match on_fault {
-            OnFault::Retry => Self::Retry,
-            OnFault::Fail => Self::Fail,
-        }
-    }
 }
 
 /// Formats a value for people; an absent one is a dash.
@@ -205,7 +178,7 @@ settings! {
     ranks: u32 = None, env "EXPERTD_RANKS";
     /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
     device: DeviceKind = None, env "EXPERTD_DEVICE";
-    /// How GPU ranks multiply FP8 weights: fp8 quantises rows, too (as the checkpoints are meant to be run); bf16 widens the
+    /// How GPU ranks multiply FP8 weights: fp8 also quantises the rows, as the checkpoints are meant to be run; bf16 widens the
     /// weights, which is more exact; CPU ranks always widen them [default: fp8 on GPUs]
     fp8_compute: Fp8Compute = None, env "EXPERTD_FP8_COMPUTE";
     /// Addresses of the public API, comma-separated: HOST:PORT or unix:PATH; port 0 picks a free one [default: 127.0.0.1:50051]
@@ -228,13 +201,15 @@ settings! {
     admin_token_file: PathBuf = None, env "EXPERTD_ADMIN_TOKEN_FILE";
     /// Allow plaintext and open metrics beyond loopback, on a network that is trusted [default: false]
     insecure: bool = Some(false), env "EXPERTD_INSECURE", arg(num_args = 0..=1, default_missing_value = "true");
+    /// Fingerprint every byte of the weights instead of samples; loading then reads them twice [default: false]
+    verify_weights: bool = Some(false), env "EXPERTD_VERIFY_WEIGHTS", arg(num_args = 0..=1, default_missing_value = "true");
     /// Largest number of rows in one step, all ranks together; determines the size of windows and staging [default: 2048]
     max_tokens_per_step: usize = Some(2048), env "EXPERTD_MAX_TOKENS_PER_STEP";
     /// Largest number of rows in one request; a request larger than a step is split [default: twice max-tokens-per-step]
     max_tokens_per_request: usize = None, env "EXPERTD_MAX_TOKENS_PER_REQUEST";
     /// Largest number of rows in the queue; further requests are refused [default: 16 times max-tokens-per-step]
     max_queued_tokens: usize = None, env "EXPERTD_MAX_QUEUED_TOKENS";
-    /// How long the oldest request waits for others to join its step, in microseconds [default: 0]
+    /// Time that the oldest request waits for others to join its step, in microseconds [default: 0]
     max_wait_us: u64 = Some(0), env "EXPERTD_MAX_WAIT_US";
     /// Number of slots (sets of step buffers), at least 2, so that copies of one step overlap compute of another [default: 2]
     slots: u32 = Some(2), env "EXPERTD_SLOTS";
@@ -246,7 +221,7 @@ settings! {
     step_timeout_ms: u64 = Some(60_000), env "EXPERTD_STEP_TIMEOUT_MS";
     /// A GPU that waits longer than this for other GPUs within a step ends the generation, in milliseconds [default: 2000]
     device_timeout_ms: u64 = Some(2000), env "EXPERTD_DEVICE_TIMEOUT_MS";
-    /// What a fault of a rank means to requests without an answer [default: retry]
+    /// What happens to requests without an answer after a fault of a rank [default: retry]
     on_fault: OnFault = Some(OnFault::Retry), env "EXPERTD_ON_FAULT";
     /// Time limit for requests in flight after SIGTERM or a drain, in milliseconds [default: 10000]
     drain_timeout_ms: u64 = Some(10_000), env "EXPERTD_DRAIN_TIMEOUT_MS";
@@ -256,7 +231,7 @@ settings! {
     max_connections_per_client: u32 = None, env "EXPERTD_MAX_CONNECTIONS_PER_CLIENT";
     /// Largest number of streams on one connection [default: 128]
     max_streams_per_connection: u32 = Some(128), env "EXPERTD_MAX_STREAMS_PER_CONNECTION";
-    /// Largest number of request bytes held at once [default: 1 GiB, or 4 of the largest requests if that is more]
+    /// Largest number of bytes of requests held at once [default: 1 GiB, or the size of 4 largest requests if that is more]
     max_bytes_in_flight: u64 = None, env "EXPERTD_MAX_BYTES_IN_FLIGHT";
 }
 
@@ -353,7 +328,7 @@ mod tests {
             shown.join(" "),
             "model=- model_name=- ranks=- device=- fp8_compute=- listen=127.0.0.1:50051 admin_listen=- \
              metrics_listen=127.0.0.1:9464 tls_cert=- tls_key=- tls_client_ca=- tls_client_names=- token_file=- \
-             admin_token_file=- insecure=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
+             admin_token_file=- insecure=false verify_weights=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
              max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 on_fault=retry \
              drain_timeout_ms=10000 max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"
         );

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::golden::GoldenRouting;
 
-/// Relative difference of two scores below which correct gates may rank them either way, because they sum in different
+/// Relative difference of two scores below which correct gates may rank them in either order, because gates add up in different
 /// orders.
 const TIE_TOLERANCE: f64 = 1e-6;
 
@@ -19,7 +19,7 @@ pub struct RowMismatch {
     pub recorded: Vec<(i32, f32)>,
     /// Returned pairs.
     pub returned: Vec<(i32, f32)>,
-    /// Largest relative difference between the weights of two experts of which each routing has one.
+    /// Largest relative difference between the weights of two experts, each of which only one of the routings has.
     pub edge_difference: f64,
     /// Whether these weights are so close that both choices are correct.
     pub exception: bool,
@@ -64,7 +64,7 @@ impl IdsCheck {
     pub fn of_verbatim(recorded: &GoldenRouting, ids: &[i32], weights: &[f32]) -> IdsCheck {
         let mut check = Self::compare(recorded, ids, weights, 0.0);
         if check.mismatches.is_empty() && check.largest_weight_difference > 0.0 {
-            // Verbatim means bit by bit: a changed weight is as wrong as a changed id.
+            // The service must apply ids and weights bit by bit, so a changed weight is as wrong as a changed id.
             let k = recorded.k;
             let changed = (0..recorded.ids.len() / k)
                 .filter(|row| pairs(recorded, *row) != row_pairs(ids, weights, k, *row))

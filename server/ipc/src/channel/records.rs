@@ -82,7 +82,8 @@ impl Completion {
     #[must_use]
     pub fn computed_ns(&self) -> u64 {
         let phases = Phase::ALL.into_iter().zip(self.phase_ns);
-        phases.filter(|(phase, _)| !phase.is_copy()).map(|(_, ns)| ns).sum()
+        // Saturating: a faulty rank may report any durations.
+        phases.filter(|(phase, _)| !phase.is_copy()).fold(0, |sum: u64, (_, ns)| sum.saturating_add(ns))
     }
 
     /// The message of a failed step.

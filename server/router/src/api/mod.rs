@@ -10,6 +10,8 @@
 
 mod access;
 mod framing;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod service;
 mod transport;
 

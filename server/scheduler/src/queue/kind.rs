@@ -9,11 +9,11 @@ use crate::{ClientKey, RequestKey};
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Waiting {
     pub(super) key: RequestKey,
-    /// Rows not yet taken by a step.
+    /// Number of rows that no step has taken.
     pub(super) tokens: usize,
 }
 
-/// Where a client stands among the others: by its start tag, then by its first request.
+/// The place of a client in the order: by its start tag, then by its first request.
 pub(super) type Place = (u64, RequestKey, ClientKey);
 
 #[derive(Clone, Debug, Default)]
@@ -23,7 +23,7 @@ pub(super) struct KindQueue {
     order: BTreeSet<Place>,
     /// Each client's requests, the oldest first.
     clients: KeyMap<ClientKey, VecDeque<Waiting>>,
-    /// Each request, with the client whose it is.
+    /// Each request with its client.
     requests: BTreeSet<(RequestKey, ClientKey)>,
 }
 
@@ -40,7 +40,7 @@ impl KindQueue {
         self.order.first().copied()
     }
 
-    /// The oldest request and the client whose it is. It is the first request of that client.
+    /// The oldest request and its client. It is the client's first request.
     pub(super) fn oldest_of(&self) -> Option<(RequestKey, ClientKey)> {
         self.requests.first().copied()
     }
@@ -65,7 +65,7 @@ impl KindQueue {
         queue.push_back(waiting);
     }
 
-    /// Puts rows back in front; whether the request had no others waiting.
+    /// Puts rows back at the front. Returns whether the request had no other rows waiting.
     pub(super) fn put_back(
         &mut self,
         tag: u64,
@@ -91,7 +91,7 @@ impl KindQueue {
         true
     }
 
-    /// Takes a request out: its rows, and whether the client has no other here.
+    /// Removes a request. Returns the number of its rows, and whether the client has no other request of this kind.
     pub(super) fn remove(
         &mut self,
         tag: u64,
@@ -111,7 +111,7 @@ impl KindQueue {
         Some((waiting.tokens, false))
     }
 
-    /// Drops the first request of the client at `place`, which stands under `tag` then; whether it was the last one.
+    /// Drops the first request of the client at `place` and moves the client to `tag`. Returns whether it was the last request.
     pub(super) fn pop_head(&mut self, place: Place, tag: u64, spare: &mut Vec<VecDeque<Waiting>>) -> bool {
         let (_, _, client) = place;
         self.order.remove(&place);
@@ -132,7 +132,7 @@ impl KindQueue {
         }
     }
 
-    /// Takes `tokens` rows of the first request of the client at `place`, which stands under `tag` then.
+    /// Takes `tokens` rows of the first request of the client at `place` and moves the client to `tag`.
     pub(super) fn shorten_head(&mut self, place: Place, tag: u64, tokens: usize) {
         let (_, head, client) = place;
         self.order.remove(&place);

@@ -13,7 +13,7 @@ fn push(queue: &mut FairQueue, kind: StepKind, client: u64, key: u64, tokens: us
     queue.push(kind, ClientKey(client), RequestKey(key), tokens);
 }
 
-/// Takes for a step that is complete at once.
+/// Takes rows for a step that is complete at once.
 fn take(queue: &mut FairQueue, kind: StepKind, limit: usize) -> Vec<(u64, usize)> {
     let taken = queue.take(kind, limit, usize::MAX, None, |_| false);
     let clients: Vec<ClientKey> =
@@ -33,7 +33,7 @@ fn virtual_time_does_not_pass_a_client_in_a_step() {
         push(&mut queue, L0, 2, key, 8);
         take_only(&mut queue, ClientKey(2));
     }
-    assert_eq!(queue.virtual_now, 8, "client 1 has had 8 rows and comes back");
+    assert_eq!(queue.virtual_now, 8, "client 1 has used 8 rows and comes back");
     queue.release(ClientKey(1));
     push(&mut queue, L0, 1, 20, 8);
     push(&mut queue, L0, 2, 21, 8);

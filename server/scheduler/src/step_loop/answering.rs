@@ -6,7 +6,7 @@ use super::{Action, StepLoop};
 use crate::{Receipt, RequestKey, Time};
 
 impl StepLoop {
-    /// The experts phase of `step`, and of every step before it, has ended on all ranks.
+    /// Event: the experts phase of `step`, and of every earlier step, has ended on all ranks.
     pub fn experts_ended(&mut self, generation: Generation, step: StepId) {
         if self.generation() == Some(generation) {
             for earlier in self.in_flight.iter_mut().filter(|earlier| earlier.id <= step) {
@@ -15,8 +15,8 @@ impl StepLoop {
         }
     }
 
-    /// Every rank has completed the oldest step, and its rows have been copied out of its slot. A step of an ended
-    /// generation is ignored.
+    /// Event: every rank has completed the oldest step, and its rows have been copied out of its slot. A step of a generation that has
+    /// ended is ignored.
     pub fn step_done(&mut self, generation: Generation, step: StepId, now: Time) {
         let Some(group) = self.group.as_mut().filter(|group| group.generation == generation) else { return };
         if self.in_flight.front().is_none_or(|oldest| oldest.id != step) {
@@ -26,6 +26,9 @@ impl StepLoop {
         group.steps_completed += 1;
         self.recovery.step_done();
         self.poisoned.remove(&done.kind.layer);
+        if self.trial.is_some_and(|(kind, _)| kind.layer == done.kind.layer) {
+            self.trial = None;
+        }
         self.throughput.add(done.tokens, done.formed, now);
         let mut last = None;
         for range in &done.rows {

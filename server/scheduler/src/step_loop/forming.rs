@@ -1,4 +1,4 @@
-//! Which requests the next step takes.
+//! Forming of steps: the choice of the requests that the next step takes.
 
 use expertd_types::{Slot, StepId};
 
@@ -7,9 +7,11 @@ use crate::queue::{AGED_STEP_INTERVAL, Take, Taken};
 use crate::spread::cut;
 use crate::{Failure, RequestKey, StepKind, Time};
 
-/// What the next step may take.
+/// The requests that the next step may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Choice {
+    /// A row of zeros, alone.
+    Trial(StepKind),
     /// One suspected request, alone.
     Suspect(RequestKey),
     /// Requests of a kind, `lead` first if given.
@@ -17,17 +19,21 @@ enum Choice {
 }
 
 impl StepLoop {
-    /// Forms one step if there is work and a slot; whether it did, or dropped requests on the way.
+    /// Forms a step if there is work and a free slot. Returns whether it formed a step or dropped requests.
     pub(super) fn form_step(&mut self, now: Time, callers: &impl Callers) -> bool {
         match self.choose(now) {
+            Some(Choice::Trial(kind)) => {
+                self.launch(kind, &[], true, now);
+                true
+            }
             Some(Choice::Suspect(key)) => self.form_alone(key, now, callers),
             Some(Choice::Kind { kind, lead }) => self.form_shared(kind, lead, now, callers),
             None => false,
         }
     }
 
-    /// When a request that still waits for others has waited long enough, while a step could form. What has waited long
-    /// enough already is formed by the next call of `poll`, or after an event.
+    /// Time at which a request has waited long enough for others to join its step, if a step could form then. Requests that have
+    /// already waited long enough are taken by the next `poll`, or after an event.
     pub(super) fn next_ripe(&self, now: Time) -> Option<Time> {
         if self.config.max_wait.is_zero() || !self.may_form(true) {
             return None;
@@ -38,17 +44,18 @@ impl StepLoop {
         due.filter(|due| *due > now).min()
     }
 
-    /// Whether a waiting step could be formed now: what the thread that drives the machine waits for, beside events.
+    /// Whether a step of waiting requests could be formed now.
     #[must_use]
     pub fn can_form(&self, now: Time) -> bool {
         self.choose(now).is_some()
     }
 
-    /// Whether a step may form now. One experts phase runs at a time: a step forms when the last one's has ended, so that
-    /// arrivals can join it until then; or as soon as there is a slot if it is `full` anyway, so that its rows travel
-    /// while the last one computes.
+    /// Whether a step may form now. One experts phase runs at a time. A step forms when the last step's experts phase has ended, so
+    /// that arrivals can join it until then. A `full` step forms as soon as there is a slot, so that its rows are copied while the
+    /// last one computes.
     fn may_form(&self, full: bool) -> bool {
         self.is_serving()
+            && !self.is_replaced
             && self.in_flight.len() < self.config.slots
             && self.in_flight.back().is_none_or(|last| !last.is_alone && (full || last.experts_ended))
     }
@@ -56,6 +63,9 @@ impl StepLoop {
     fn choose(&self, now: Time) -> Option<Choice> {
         if !self.may_form(true) {
             return None;
+        }
+        if let Some((kind, _)) = self.trial {
+            return self.in_flight.is_empty().then_some(Choice::Trial(kind));
         }
         if let Some(key) = self.suspects.first() {
             return self.in_flight.is_empty().then_some(Choice::Suspect(*key));
@@ -66,7 +76,7 @@ impl StepLoop {
                 || self.drain.is_some()
                 || full(kind)
                 || self.queue.oldest(*kind).and_then(|key| self.requests.get(&key)).is_some_and(
-                    // Requests that a step was lost of have waited before.
+                    // Requests that lost a step have already waited.
                     |oldest| oldest.lost_steps > 0 || now >= oldest.admitted + self.config.max_wait,
                 )
         };
@@ -90,7 +100,7 @@ impl StepLoop {
         callers: &impl Callers,
     ) -> bool {
         let limit = self.config.max_tokens_per_step;
-        // A range has a row at least, so ranges can only be too many where fewer of them than rows are accepted.
+        // A range has at least one row, so there can be too many ranges only if a rank accepts fewer ranges than rows.
         let segments = self.config.max_segments_per_rank;
         let max_takes =
             if segments >= limit.div_ceil(self.config.ranks) { usize::MAX } else { segments.max(1) };
@@ -128,13 +138,15 @@ impl StepLoop {
         true
     }
 
+    /// Launches a step of `takes`, or one of a row of zeros if there are none.
     fn launch(&mut self, kind: StepKind, takes: &[Take], is_alone: bool, now: Time) {
         let Some(group) = &mut self.group else { return };
         let slot = Slot((group.steps_launched % self.config.slots as u64) as u32);
         group.steps_launched += 1;
         self.last_step += 1;
         let id = StepId(self.last_step);
-        let tokens = takes.iter().map(|take| take.tokens).sum();
+        let is_trial = takes.is_empty();
+        let tokens = if is_trial { 1 } else { takes.iter().map(|take| take.tokens).sum() };
         let (requests, in_step) = (&mut self.requests, &mut self.in_step);
         let mut clients = Vec::with_capacity(if is_alone { 0 } else { takes.len() });
         let ranges = takes.iter().filter_map(|take| {
@@ -148,7 +160,8 @@ impl StepLoop {
             request.begun += take.tokens;
             Some((take.key, begin..request.begun))
         });
-        let rows = cut(ranges, tokens, self.config.ranks);
+        let trial = is_trial.then_some((RequestKey::TRIAL, 0..1));
+        let rows = cut(ranges.chain(trial), tokens, self.config.ranks);
         self.in_flight.push_back(Step {
             id,
             slot,
@@ -160,11 +173,11 @@ impl StepLoop {
             experts_ended: false,
             clients,
         });
-        // Before the failures of requests that were dropped on the way: ranks wait for it.
+        // The launch comes before the failures of dropped requests, because ranks wait for it.
         self.actions.push_front(Action::Launch { step: id });
     }
 
-    /// Forgets a request that waits and is late, or whose caller has left. It is in no queue any more.
+    /// Fails a waiting request that is late or whose caller has left. It must already have left the queue.
     pub(super) fn drop_request(&mut self, key: RequestKey, now: Time, callers: &impl Callers) {
         let Some(request) = self.requests.remove(&key) else { return };
         self.forget_in_step(&request);
@@ -176,7 +189,7 @@ impl StepLoop {
         self.actions.push_back(Action::Fail { key, failure });
     }
 
-    /// Drops waiting requests that are late or whose callers have left. Requests with rows in a step are left alone.
+    /// Drops waiting requests that are late or whose callers have left. Requests with rows in a step are kept.
     pub(super) fn sweep(&mut self, now: Time, callers: &impl Callers) {
         self.next_sweep = now + super::SWEEP_INTERVAL;
         let unwanted = |(key, request): (&RequestKey, &Request)| {
@@ -191,7 +204,7 @@ impl StepLoop {
         }
     }
 
-    /// Takes what waits of a request out of the queue, or of the suspects.
+    /// Removes a request's waiting rows from the queue or from the suspects.
     pub(super) fn leave_queue(&mut self, key: RequestKey) {
         let Some(request) = self.requests.get(&key) else { return };
         if self.suspects.contains(&key) {

@@ -5,17 +5,19 @@ use std::time::Duration;
 
 use expertd_types::{Generation, WeightVersion};
 
-use super::{Action, End, GroupFault, GroupLife, OnFault, ServiceState, StepLoop};
+use super::{Action, End, GroupFault, GroupLife, OnFault, Request, ServiceState, StepLoop};
 use crate::recovery::{GiveUp, Life, jittered};
-use crate::{Failure, RequestKey, Time};
+use crate::{Failure, RequestKey, StepKind, Time};
 
 /// A request that lost this many steps runs alone.
 const SUSPECT_AFTER: u32 = 2;
-/// What a caller is told to wait when the service ends.
+/// Steps of a row of zeros that may end their generations before their layer is to blame.
+const MAX_TRIALS: u32 = 2;
+/// Retry time of callers when the service ends.
 const RETRY_AFTER_END: Duration = Duration::from_secs(1);
 
 impl StepLoop {
-    /// Forms the next generation if it is time; whether it did.
+    /// Forms the next generation if it is time. Returns whether it did.
     pub(super) fn form_group(&mut self, now: Time) -> bool {
         if now < self.recovery.next_attempt() {
             return false;
@@ -28,7 +30,32 @@ impl StepLoop {
         true
     }
 
-    /// All ranks of a generation are ready, with weights of `version`.
+    /// The next generation is to serve other weights, which are loaded: the present one ends once its steps are complete,
+    /// and requests wait for the next. A generation that is being formed is replaced at once.
+    pub fn replace_group(&mut self) {
+        if self.group.is_some() && self.ending.is_none() {
+            self.is_replaced = true;
+        }
+    }
+
+    /// Ends a generation that is to be replaced and has no step in flight; whether it did.
+    pub(super) fn end_replaced_group(&mut self, now: Time) -> bool {
+        if !self.is_replaced || !self.in_flight.is_empty() {
+            return false;
+        }
+        let Some(group) = self.group.take() else { return false };
+        (self.is_replaced, self.is_replacement) = (false, true);
+        self.recovery.replaced(now);
+        self.reason = "other weights are about to serve".into();
+        self.actions.push_back(Action::EndGroup { generation: group.generation });
+        if self.drain.is_none() {
+            let state = if self.has_served { ServiceState::Reforming } else { ServiceState::Loading };
+            self.show(state, Arc::clone(&self.reason));
+        }
+        true
+    }
+
+    /// Event: all ranks of a generation are ready, with weights of `version`.
     pub fn group_ready(&mut self, generation: Generation, version: WeightVersion, now: Time) {
         let Some(group) = self.group.as_mut().filter(|g| g.generation == generation && g.ready.is_none())
         else {
@@ -38,15 +65,34 @@ impl StepLoop {
         self.recovery.ready(group.formed, now);
         self.has_served = true;
         self.reason = "".into();
+        self.is_replacement = false;
         if self.weight_version.replace(version).is_some_and(|before| before != version) {
             self.restart_partly_answered();
         }
+        self.fail_others_weights();
         if self.drain.is_none() {
             self.show(ServiceState::Serving, "".into());
         }
     }
 
-    /// Starts requests again of which rows were computed with other weights.
+    /// The failure of a request that expects another version than the loaded one.
+    pub(super) fn other_weights(&self, request: &Request) -> Option<Failure> {
+        let loaded = self.weight_version?;
+        let expected = request.expected_version.filter(|expected| *expected != loaded)?;
+        Some(Failure::OtherWeights { expected, loaded })
+    }
+
+    /// Fails the requests that expect another version than the loaded one.
+    fn fail_others_weights(&mut self) {
+        let failure = |(key, request): (&RequestKey, &Request)| Some((*key, self.other_weights(request)?));
+        let mut failures: Vec<(RequestKey, Failure)> = self.requests.iter().filter_map(failure).collect();
+        failures.sort_unstable_by_key(|(key, _)| *key);
+        for (key, failure) in failures {
+            self.fail(key, failure);
+        }
+    }
+
+    /// Restarts requests that have rows computed with other weights.
     fn restart_partly_answered(&mut self) {
         let partly = self.requests.iter().filter(|(_, request)| request.completed > 0);
         let mut keys: Vec<RequestKey> = partly.map(|(key, _)| *key).collect();
@@ -66,17 +112,19 @@ impl StepLoop {
         }
     }
 
-    /// A generation has ended by a fault, or could not begin. A generation that ended before is ignored.
+    /// Event: a generation has ended by a fault, or could not start. The event is ignored if the generation has already ended.
     pub fn group_ended(&mut self, generation: Generation, fault: &GroupFault, now: Time) {
         if self.ending.is_some() || self.has_ended {
             return;
         }
         let Some(group) = self.group.take_if(|group| group.generation == generation) else { return };
         self.actions.push_back(Action::EndGroup { generation });
+        // The next generation takes the newest weights in any case.
+        (self.is_replaced, self.is_replacement) = (false, false);
         let poison = self.take_back_steps();
-        let life = Life { ready: group.ready, bore_fruit: group.steps_completed > 0 };
+        let life = Life { ready: group.ready, completed_a_step: group.steps_completed > 0 };
         let given_up = self.recovery.ended(now, life).err();
-        // Callers learn that there was a fault; what it was, with processes and paths, is for operators.
+        // Callers are told only that there was a fault. Details such as processes and paths are for operators.
         self.reason = self.describe(now).into();
         let shown: Arc<str> = format!("{}: {}", self.reason, fault.message).into();
         if let Some(end) = given_up.map(|why| why.end(fault)).or(poison) {
@@ -104,8 +152,8 @@ impl StepLoop {
         format!("{what}{pause}, {} tries left", self.recovery.tries_left())
     }
 
-    /// Takes back the rows of the steps in flight. A request that lost a second step becomes a suspect; one that lost a
-    /// step in which it was alone fails. The end of the service, if a layer has done that too often.
+    /// Takes back the rows of the steps in flight. A request that lost a second step becomes a suspect; a request that lost a step
+    /// in which it was alone fails. Returns the end of the service if that has happened too often in one layer.
     fn take_back_steps(&mut self) -> Option<End> {
         let steps: Vec<_> = self.in_flight.drain(..).collect();
         self.in_step = 0;
@@ -118,6 +166,20 @@ impl StepLoop {
         lost.sort_unstable();
         lost.dedup();
         let mut end = None;
+        if lost.first() == Some(&RequestKey::TRIAL)
+            && let Some((StepKind { layer, .. }, losses)) = &mut self.trial
+        {
+            *losses += 1;
+            let (layer, losses) = (*layer, *losses);
+            let verdicts = self.poisoned.get(&layer).copied().unwrap_or(0);
+            // Another fault may have come at that moment.
+            if losses >= MAX_TRIALS {
+                end = Some(End::SetupFailed(format!(
+                    "{losses} steps of one row of zeros for layer {layer} ended their generations, like {verdicts} requests \
+                     for that layer before them"
+                )));
+            }
+        }
         for key in lost.into_iter().rev() {
             let Some(request) = self.requests.get_mut(&key) else { continue };
             let (kind, client, rows) = (request.kind, request.client, request.begun - request.completed);
@@ -126,7 +188,7 @@ impl StepLoop {
             let lost_steps = request.lost_steps;
             if is_alone {
                 self.suspects.remove(&key);
-                // What was not in the lost step counted as waiting.
+                // Rows that were not in the lost step are still counted as waiting.
                 if let Some(request) = self.requests.remove(&key) {
                     self.suspect_tokens -= request.tokens - request.begun - rows;
                 }
@@ -134,12 +196,9 @@ impl StepLoop {
                 self.recovery.explained();
                 let verdicts = self.poisoned.entry(kind.layer).or_insert(0);
                 *verdicts += 1;
+                // The requests may be to blame, or the layer: a row of zeros tells.
                 if *verdicts >= self.recovery.policy().max_poisoned_per_layer {
-                    end = Some(End::SetupFailed(format!(
-                        "{verdicts} requests in a row for layer {} ended a generation alone, and no step of that \
-                         layer was complete in between",
-                        kind.layer
-                    )));
+                    self.trial = Some((kind, 0));
                 }
             } else if lost_steps >= SUSPECT_AFTER {
                 let waiting = self.queue.remove(kind, client, key).unwrap_or(0);
@@ -152,7 +211,7 @@ impl StepLoop {
         end
     }
 
-    /// Fails the requests whose deadline `chosen` names, as unavailable.
+    /// Fails the requests for whose deadline `chosen` is true, as unavailable.
     fn fail_where(&mut self, now: Time, chosen: impl Fn(Option<Time>) -> bool) {
         let matching = self.requests.iter().filter(|(_, request)| chosen(request.deadline));
         let mut keys: Vec<RequestKey> = matching.map(|(key, _)| *key).collect();
@@ -189,7 +248,7 @@ impl StepLoop {
         self.fail_all(&Arc::clone(&self.reason));
     }
 
-    /// Ends the service if it drains and nothing is left, or time is up; whether it did.
+    /// Ends the service if it drains, and either no request is left or the deadline has passed. Returns whether it did.
     pub(super) fn check_drain(&mut self, now: Time) -> bool {
         let Some(deadline) = self.drain else { return false };
         if !self.requests.is_empty() && now < deadline {
@@ -199,7 +258,7 @@ impl StepLoop {
         let dropped = self.fail_all(&reason.into());
         self.reason = "the service has drained".into();
         self.actions.push_back(Action::ReportDrain { requests_dropped: dropped });
-        // The inbox is closed since the drain was asked for.
+        // The inbox has been closed since the drain was requested.
         self.ending = Some(End::Drained);
         self.is_closed = true;
         true

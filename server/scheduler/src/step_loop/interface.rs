@@ -1,5 +1,6 @@
-//! What goes in and what comes out.
+//! The configuration of the step loop, its steps and its actions.
 
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,70 +9,81 @@ use expertd_types::{Generation, Rank, Slot, StepId};
 
 use crate::{Failure, Receipt, RecoveryPolicy, RequestKey, StepKind, Time};
 
-/// How steps form, how much may wait for them, and what faults mean.
+/// Settings of the step loop.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Expert ranks.
+    /// Number of expert ranks.
     pub ranks: usize,
-    /// Sets of step buffers: steps that may be in flight.
+    /// Number of slots, which is the largest number of steps in flight.
     pub slots: usize,
-    /// Rows of one step, all ranks together.
+    /// Largest number of rows of one step, all ranks together.
     pub max_tokens_per_step: usize,
-    /// Ranges of rows that one rank accepts in one step.
+    /// Largest number of ranges of rows that one rank accepts in one step.
     pub max_segments_per_rank: usize,
-    /// How long the oldest request waits for others to join its step.
+    /// Time that the oldest request waits for others to join its step.
     pub max_wait: Duration,
-    /// What a fault of a generation means to the requests that it did not answer.
+    /// The treatment of requests without an answer after a fault.
     pub on_fault: OnFault,
-    /// How generations are formed again.
+    /// Rules for forming generations again.
     pub recovery: RecoveryPolicy,
     /// Seed for the jitter of retry times.
     pub seed: u64,
 }
 
-/// What a fault of a generation means to the requests that it did not answer.
+/// The treatment of requests without an answer after a fault of the EP group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
+#[cfg_attr(feature = "serde", derive(serde::Deserialize), serde(rename_all = "lowercase"))]
 pub enum OnFault {
-    /// They go on in the next generation as long as their deadlines allow, and new ones are admitted meanwhile.
+    /// They continue in the next generation, as long as their deadlines allow; new requests are admitted meanwhile
     #[default]
     Retry,
-    /// They fail at once, and none is admitted until the next generation serves.
+    /// They fail with UNAVAILABLE, and so do new requests until the next generation serves
     Fail,
 }
 
-/// What the service as a whole is doing.
+impl fmt::Display for OnFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            OnFault::Retry => "retry",
+            OnFault::Fail => "fail",
+        })
+    }
+}
+
+/// The state of the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum ServiceState {
-    /// Ranks load weights; no generation has served yet.
+    /// Ranks load weights, and no generation has served yet.
     #[default]
     Loading,
-    /// Requests are computed.
+    /// A generation computes requests.
     Serving,
     /// A fault ended the generation; the next one is being formed.
     Reforming,
-    /// No new requests; what is in flight ends.
+    /// New requests are refused, and admitted ones are completed.
     Draining,
-    /// It will not serve without a restart.
+    /// The service does not serve again without a restart.
     Failed,
 }
 
 /// How the service ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum End {
-    /// By a drain.
+    /// It was drained.
     Drained,
-    /// Weights could not be loaded, several times over.
+    /// Several generations in a row could not load weights.
     LoadFailed(String),
-    /// Generations kept ending.
+    /// Too many generations ended by faults.
     SetupFailed(String),
 }
 
-/// Why a generation ended, or could not begin.
+/// Why a generation ended, or could not start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupFault {
     /// Whether weights could not be loaded.
     pub is_load: bool,
-    /// What happened, for people.
+    /// Description of the fault.
     pub message: String,
 }
 
@@ -80,90 +92,90 @@ pub struct GroupFault {
 pub struct RankRows {
     /// The request.
     pub key: RequestKey,
-    /// Which of its rows.
+    /// The range of the request's rows.
     pub rows: Range<usize>,
-    /// Where they are computed.
+    /// The rank that computes them.
     pub rank: Rank,
 }
 
 /// A step under way.
 #[derive(Clone, Debug)]
 pub struct Step {
-    /// Its number.
+    /// Number of the step.
     pub id: StepId,
-    /// Its step buffers; no other step in flight has them.
+    /// Its step buffers, which no other step in flight uses.
     pub slot: Slot,
-    /// What its requests have in common.
+    /// The properties that its requests share.
     pub kind: StepKind,
-    /// When it formed.
+    /// Time at which it was formed.
     pub formed: Time,
-    /// Rows of all ranks.
+    /// Number of rows on all ranks.
     pub tokens: usize,
-    /// Each row once: by rank, and by request within a rank; the ranges of one request follow each other in order.
+    /// Every row of the step once, or the row of a trial ([`RequestKey::TRIAL`]), sorted by rank and, within a rank, by request.
+    /// The ranges of a request are in the order of its rows.
     pub rows: Vec<RankRows>,
-    /// Whether it holds one suspected request, and no other step is in flight beside it.
+    /// Whether it consists of one suspected request or a trial and is the only step in flight.
     pub is_alone: bool,
     pub(super) experts_ended: bool,
-    /// The clients of the requests that the fair queue gave, one entry for each request.
+    /// The client of each request that was taken from the fair queue.
     pub(super) clients: Vec<crate::ClientKey>,
 }
 
-/// What the thread that drives the machine has to do. Actions come one at a time, in the order in which they must be
-/// carried out.
+/// An action that the thread must carry out. Actions come one at a time, in the order in which they must be carried out.
 #[derive(Clone, Debug)]
 pub enum Action {
     /// Start the processes of a generation.
     FormGroup {
-        /// Its number.
+        /// Number of the generation.
         generation: Generation,
     },
-    /// Kill and reap every process of a generation; nothing of it is read any more.
+    /// Kill and reap every process of a generation. Events of the generation are ignored from now on.
     EndGroup {
-        /// Its number.
+        /// Number of the generation.
         generation: Generation,
     },
     /// Copy the rows of the newest step of [`StepLoop::in_flight`](crate::StepLoop::in_flight) to its slot and hand it to
     /// the ranks.
     Launch {
-        /// Its number.
+        /// Number of the step.
         step: StepId,
     },
-    /// Give the caller the request's rows, which are all complete.
+    /// Send the request's rows, which are all complete, to the caller.
     Answer {
         /// The request.
         key: RequestKey,
-        /// How the answer came about.
+        /// The record of how the answer was computed.
         receipt: Receipt,
     },
     /// End the request without an answer.
     Fail {
         /// The request.
         key: RequestKey,
-        /// Why.
+        /// The reason.
         failure: Failure,
     },
-    /// Drop the rows of the answer that are there already: they are of other weights, and the request starts again.
+    /// Drop the computed rows of a request, which were computed with other weights. The request starts again.
     Restart {
         /// The request.
         key: RequestKey,
     },
-    /// Show what the service is doing.
+    /// Publish the state of the service.
     Show {
         /// The state.
         state: ServiceState,
-        /// Why it is not serving; may be empty.
+        /// Why the service does not serve; may be empty.
         reason: Arc<str>,
     },
     /// Report the end of a drain.
     ReportDrain {
-        /// Requests that failed because time ran out.
+        /// Number of requests that failed because the drain passed its deadline.
         requests_dropped: u64,
     },
-    /// Let the ranks leave, and end. No action follows.
+    /// Let the ranks leave, and end the service. No action follows.
     End(End),
 }
 
-/// What the machine asks about the callers of requests.
+/// The state of the callers of requests.
 pub trait Callers {
     /// Whether the caller of a request has left.
     fn has_left(&self, key: RequestKey) -> bool;

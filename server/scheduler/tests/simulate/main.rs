@@ -1,9 +1,9 @@
-//! Seeded schedules against the step loop; `docs/step-loop.md` describes the simulation.
+//! Runs seeded schedules against the step loop. `docs/step-loop.md` describes the simulation.
 #![allow(unreachable_pub, reason = "the example includes these modules, too")]
 
 mod harness;
 
-/// Schedules in `cargo test`. `scripts/simulate.sh` runs as many as it is told.
+/// Number of schedules in `cargo test`. `scripts/simulate.sh` runs any number.
 const SCHEDULES: u64 = 10_000;
 
 #[test]
@@ -12,7 +12,7 @@ fn every_schedule_keeps_the_invariants() {
     if let Some(failure) = report.failure {
         panic!("{failure}");
     }
-    // A simulation that never meets a fault, a drain or a poisoned request shows nothing about them.
+    // A simulation in which faults, drains or poisoned requests never happen tests nothing about them.
     let seen = report.seen;
     println!("{seen:#?}");
     for (what, count) in seen.all() {

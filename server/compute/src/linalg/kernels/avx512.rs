@@ -3,81 +3,28 @@
 
 use std::arch::x86_64::*;
 
+use super::vector::vector_kernels;
 use super::{Kernel, KernelArgs};
 use crate::linalg::packed::K_BLOCK;
 use crate::linalg::simd_level::SimdLevel;
 use expertd_model::WeightFormat;
 use expertd_model::decode::FP4;
 
-const P: usize = SimdLevel::Avx512.panel_width();
-const ROWS: usize = SimdLevel::Avx512.max_tile_rows();
-
-macro_rules! by_rows {
-    ($format:ty) => {
-        // A tile of few rows has registers to spare: a second set of sums hides the latency of the multiply-add.
-        &[
-            tile::<$format, 1, 2>,
-            tile::<$format, 2, 2>,
-            tile::<$format, 3, 2>,
-            tile::<$format, 4, 2>,
-            tile::<$format, 5, 2>,
-            tile::<$format, 6, 1>,
-            tile::<$format, 7, 1>,
-            tile::<$format, 8, 1>,
-            tile::<$format, 9, 1>,
-            tile::<$format, 10, 1>,
-            tile::<$format, 11, 1>,
-            tile::<$format, 12, 1>,
-        ]
-    };
+vector_kernels! {
+    level: SimdLevel::Avx512,
+    features: "avx512f,avx512bw,avx512vl,avx2,fma,f16c",
+    vector: __m512,
+    zero: _mm512_setzero_ps,
+    splat: _mm512_set1_ps,
+    load: _mm512_loadu_ps,
+    store: _mm512_storeu_ps,
+    add: _mm512_add_ps,
+    multiply_add: _mm512_fmadd_ps,
+    sums: [1: 2, 2: 2, 3: 2, 4: 2, 5: 2, 6: 1, 7: 1, 8: 1, 9: 1, 10: 1, 11: 1, 12: 1],
 }
-
-pub(super) fn kernels(format: WeightFormat) -> &'static [Kernel; ROWS] {
-    match format {
-        WeightFormat::F32 => by_rows!(F32),
-        WeightFormat::F16 => by_rows!(F16),
-        WeightFormat::Bf16 => by_rows!(Bf16),
-        WeightFormat::Fp8E4m3 => by_rows!(Fp8),
-        WeightFormat::Mxfp4 => by_rows!(Mxfp4),
-    }
-}
-
-/// The weights of one input feature for the 32 outputs of a panel.
-type Wide = [__m512; 2];
-
-/// The decoding of one format. The functions are inlined into `tile`, which enables the CPU features.
-trait Format {
-    const BLOCK: usize;
-    /// Whether scales are stored apart from the weights.
-    const SCALED: bool = false;
-
-    /// Loads the scales that hold for a whole block.
-    ///
-    /// # Safety
-    /// Requires AVX-512; `block` points to a block, `scales` to a vector of scales if the format is `SCALED`.
-    unsafe fn scale(block: *const u8, scales: *const f32) -> Wide;
-
-    /// Widens the weights of input feature `i`.
-    ///
-    /// # Safety
-    /// Requires AVX-512; `block` points to a block and `i < K_BLOCK`.
-    unsafe fn widen(block: *const u8, i: usize, scale: Wide) -> Wide;
-}
-
-struct F32;
-struct F16;
-struct Bf16;
-struct Fp8;
-struct Mxfp4;
 
 impl Format for F32 {
     const BLOCK: usize = 4 * K_BLOCK * P;
-
-    #[inline(always)]
-    unsafe fn scale(_: *const u8, _: *const f32) -> Wide {
-        // SAFETY: a register operation.
-        unsafe { [_mm512_setzero_ps(); 2] }
-    }
 
     #[inline(always)]
     unsafe fn widen(block: *const u8, i: usize, _: Wide) -> Wide {
@@ -93,12 +40,6 @@ impl Format for F16 {
     const BLOCK: usize = 2 * K_BLOCK * P;
 
     #[inline(always)]
-    unsafe fn scale(_: *const u8, _: *const f32) -> Wide {
-        // SAFETY: a register operation.
-        unsafe { [_mm512_setzero_ps(); 2] }
-    }
-
-    #[inline(always)]
     unsafe fn widen(block: *const u8, i: usize, _: Wide) -> Wide {
         // SAFETY: 64 bytes per input feature.
         unsafe {
@@ -110,12 +51,6 @@ impl Format for F16 {
 
 impl Format for Bf16 {
     const BLOCK: usize = 2 * K_BLOCK * P;
-
-    #[inline(always)]
-    unsafe fn scale(_: *const u8, _: *const f32) -> Wide {
-        // SAFETY: a register operation.
-        unsafe { [_mm512_setzero_ps(); 2] }
-    }
 
     #[inline(always)]
     unsafe fn widen(block: *const u8, i: usize, _: Wide) -> Wide {
@@ -188,55 +123,6 @@ impl Format for Mxfp4 {
             // The permutation uses the low four bits of its indices.
             let value = |word| _mm512_permutexvar_ps(_mm512_srl_epi32(word, shift), table);
             [_mm512_mul_ps(value(words[0]), scale[0]), _mm512_mul_ps(value(words[1]), scale[1])]
-        }
-    }
-}
-
-/// `S` is the number of sets of sums.
-///
-/// # Safety
-/// See [`Kernel`].
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn tile<F: Format, const R: usize, const S: usize>(args: &KernelArgs) {
-    // SAFETY: the caller guarantees the CPU features and the extents that `KernelArgs` states.
-    unsafe {
-        let mut acc = [[[_mm512_setzero_ps(); 2]; R]; S];
-        let (mut weights, mut x, mut prefetch) = (args.weights, args.x, args.prefetch);
-        let (mut scales, mut scale_left) = (args.scales, args.scale_left);
-        for _ in 0..args.blocks {
-            if F::SCALED {
-                if scale_left == 0 {
-                    scales = scales.add(P);
-                    scale_left = args.scale_blocks;
-                }
-                scale_left -= 1;
-            }
-            let scale = F::scale(weights, scales);
-            for pair in 0..K_BLOCK / 2 {
-                for line in 0..F::BLOCK.div_ceil(K_BLOCK / 2 * 64) {
-                    _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(line * 64).cast());
-                }
-                prefetch = prefetch.wrapping_add(args.prefetch_step);
-                for odd in 0..2 {
-                    let i = pair * 2 + odd;
-                    let wide = F::widen(weights, i, scale);
-                    for (r, acc) in acc[odd % S].iter_mut().enumerate() {
-                        let x = _mm512_set1_ps(*x.add(r * K_BLOCK + i));
-                        acc[0] = _mm512_fmadd_ps(wide[0], x, acc[0]);
-                        acc[1] = _mm512_fmadd_ps(wide[1], x, acc[1]);
-                    }
-                }
-            }
-            weights = weights.add(F::BLOCK);
-            x = x.add(R * K_BLOCK);
-        }
-        let (low, high) = (acc[0], acc[S - 1]);
-        for (r, (low, high)) in low.into_iter().zip(high).enumerate() {
-            for (half, (low, high)) in low.into_iter().zip(high).enumerate() {
-                let at = args.acc.add(r * P + half * 16);
-                let sum = if S == 2 { _mm512_add_ps(low, high) } else { low };
-                _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), sum));
-            }
         }
     }
 }

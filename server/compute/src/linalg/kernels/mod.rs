@@ -8,6 +8,8 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod portable;
+#[cfg(target_arch = "x86_64")]
+mod vector;
 
 use super::simd_level::SimdLevel;
 use expertd_model::WeightFormat;

@@ -10,7 +10,7 @@
 
 mod files;
 mod tls;
-mod tokens;
+pub(super) mod tokens;
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -16,7 +16,7 @@ const MAX_NAME_BYTES: usize = 64;
 
 /// Clients by digest of their token. Tokens themselves are not kept in memory, and digests all have the same length.
 #[derive(Debug)]
-pub(super) struct Tokens {
+pub(in crate::api) struct Tokens {
     clients: Vec<(Arc<str>, [u8; 32])>,
 }
 
@@ -48,7 +48,7 @@ fn hash(token: &[u8]) -> [u8; 32] {
 
 /// Parses lines of `NAME TOKEN`. Empty lines and lines that start with `#` are ignored. A client may have several tokens, so
 /// that one can be replaced without a gap.
-fn parse(text: &str) -> Result<Tokens, String> {
+pub(in crate::api) fn parse(text: &str) -> Result<Tokens, String> {
     let mut clients = Vec::new();
     let mut seen = HashSet::new();
     for (number, line) in (1..).zip(text.lines()) {

@@ -8,4 +8,4 @@ pub(super) mod health;
 pub(super) mod moe;
 mod stream;
 mod unowned;
-mod validate;
+pub(super) mod validate;

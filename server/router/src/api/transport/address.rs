@@ -6,13 +6,11 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::str::FromStr;
-use std::task::{Context, Poll};
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio_rustls::server::TlsStream;
+use tokio_util::either::Either;
 
 use super::table::Origin;
 
@@ -137,18 +135,18 @@ impl Listener {
     }
 
     /// Accepts the next connection and determines its origin.
-    pub(in crate::api) async fn accept(&self) -> io::Result<(Socket, Origin)> {
+    pub(in crate::api) async fn accept(&self) -> io::Result<(PlainSocket, Origin)> {
         match self {
             Listener::Tcp(listener) => {
                 let (stream, peer) = listener.accept().await?;
                 // Fails if the peer is already gone, which the first read reports.
                 let _ = stream.set_nodelay(true);
-                Ok((Socket::Tcp(stream), Origin::address(peer.ip())))
+                Ok((Either::Left(stream), Origin::address(peer.ip())))
             }
             Listener::Unix(listener, _) => {
                 let (stream, _) = listener.accept().await?;
                 let user = stream.peer_cred()?.uid();
-                Ok((Socket::Unix(stream), Origin::User(user)))
+                Ok((Either::Right(stream), Origin::User(user)))
             }
         }
     }
@@ -218,62 +216,10 @@ impl Drop for SocketFile {
 }
 
 /// An accepted connection.
-pub(in crate::api) enum Socket {
-    Tcp(TcpStream),
-    Tls(Box<TlsStream<TcpStream>>),
-    Unix(UnixStream),
-}
+pub(in crate::api) type PlainSocket = Either<TcpStream, UnixStream>;
 
-macro_rules! forward {
-    ($self:ident, $stream:ident => $call:expr) => {
-        match $self.get_mut() {
-            Socket::Tcp(stream) => {
-                let $stream = Pin::new(stream);
-                $call
-            }
-            Socket::Tls(stream) => {
-                let $stream = Pin::new(&mut **stream);
-                $call
-            }
-            Socket::Unix(stream) => {
-                let $stream = Pin::new(stream);
-                $call
-            }
-        }
-    };
-}
-
-impl AsyncRead for Socket {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        forward!(self, stream => stream.poll_read(cx, buf))
-    }
-}
-
-impl AsyncWrite for Socket {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        forward!(self, stream => stream.poll_write(cx, buf))
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        forward!(self, stream => stream.poll_write_vectored(cx, bufs))
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        true
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        forward!(self, stream => stream.poll_flush(cx))
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        forward!(self, stream => stream.poll_shutdown(cx))
-    }
-}
+/// An accepted connection after the TLS handshake, if TLS is configured.
+pub(in crate::api) type Socket = Either<PlainSocket, Box<TlsStream<TcpStream>>>;
 
 #[cfg(test)]
 mod tests {

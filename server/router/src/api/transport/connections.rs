@@ -13,10 +13,11 @@ use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use metrics::{counter, gauge};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio_util::either::Either;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::address::{Listener, Socket};
+use super::address::{Listener, PlainSocket, Socket};
 use super::frames::FrameMeter;
 use super::front::{Front, Services};
 use super::table::{ConnectionTable, Origin};
@@ -130,7 +131,7 @@ impl Connections {
         }
     }
 
-    async fn drive(self: Arc<Self>, socket: Socket, origin: Origin, connection: Arc<Connection>) {
+    async fn drive(self: Arc<Self>, socket: PlainSocket, origin: Origin, connection: Arc<Connection>) {
         let secured = tokio::select! {
             () = connection.end.cancelled() => None,
             secured = tokio::time::timeout(self.timeouts.silent, self.secure(socket, origin)) => {
@@ -146,18 +147,18 @@ impl Connections {
     }
 
     /// Performs the TLS handshake if TLS is configured, and identifies the peer.
-    async fn secure(&self, socket: Socket, origin: Origin) -> io::Result<(Socket, Peer)> {
+    async fn secure(&self, socket: PlainSocket, origin: Origin) -> io::Result<(Socket, Peer)> {
         let access = &self.services.access;
         match (socket, origin, access.tls()) {
-            (Socket::Tcp(stream), _, Some(tls)) => {
+            (Either::Left(stream), _, Some(tls)) => {
                 let stream = tls.acceptor(Protocol::Http2).accept(stream).await?;
                 let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
                 let peer = certificate
                     .map_or(Peer::Unknown, |certificate| access.certificate_peer(peer_name(certificate)));
-                Ok((Socket::Tls(Box::new(stream)), peer))
+                Ok((Either::Right(Box::new(stream)), peer))
             }
-            (socket, Origin::User(user), _) => Ok((socket, Peer::User(user))),
-            (socket, Origin::Address(_), _) => Ok((socket, Peer::Unknown)),
+            (socket, Origin::User(user), _) => Ok((Either::Left(socket), Peer::User(user))),
+            (socket, Origin::Address(_), _) => Ok((Either::Left(socket), Peer::Unknown)),
         }
     }
 

@@ -26,7 +26,7 @@ const PER_RESET: f64 = PER_CALL + 0.5;
 const PER_BYTE: f64 = 1.0 / 4096.0;
 
 /// Parses frame headers in the bytes from the socket.
-pub(super) struct FrameMeter {
+pub(in crate::api) struct FrameMeter {
     /// Bytes left to skip: of the preface or of a payload.
     skip: usize,
     /// Whether the skipped bytes are message bytes.
@@ -39,15 +39,15 @@ pub(super) struct FrameMeter {
 
 /// Content of a piece of input.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Seen {
+pub(in crate::api) struct Seen {
     /// Message bytes.
-    pub(super) data_bytes: usize,
+    pub(in crate::api) data_bytes: usize,
     /// Whether the connection exceeded its allowance of control frames.
     pub(super) flood: bool,
 }
 
 impl FrameMeter {
-    pub(super) fn new() -> FrameMeter {
+    pub(in crate::api) fn new() -> FrameMeter {
         FrameMeter {
             skip: PREFACE,
             data: false,
@@ -69,7 +69,7 @@ impl FrameMeter {
     }
 
     /// Parses the next bytes from the socket.
-    pub(super) fn read(&mut self, mut bytes: &[u8]) -> Seen {
+    pub(in crate::api) fn read(&mut self, mut bytes: &[u8]) -> Seen {
         let mut seen = Seen::default();
         while !bytes.is_empty() {
             if self.skip > 0 {

@@ -2,7 +2,7 @@
 
 pub(super) mod address;
 mod connections;
-mod frames;
+pub(super) mod frames;
 mod front;
 pub(super) mod server;
 pub(super) mod table;

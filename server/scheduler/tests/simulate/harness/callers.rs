@@ -1,9 +1,9 @@
-//! The callers of a schedule: what each of them knows of its own request.
+//! The callers of a schedule, each with the expected state of its request.
 
 use expertd_scheduler::{RequestKey, StepKind, Time};
 use expertd_types::{Generation, StepId, WeightVersion};
 
-/// An admitted request as its caller and an onlooker see it.
+/// An admitted request, with its state as an observer outside the step loop knows it.
 #[derive(Clone, Debug)]
 pub struct Caller {
     pub key: RequestKey,
@@ -13,34 +13,36 @@ pub struct Caller {
     pub deadline: Option<Time>,
     pub admitted: Time,
     pub is_poison: bool,
+    /// The only version that may compute its answer.
+    pub expected: Option<WeightVersion>,
     /// Whether the next request of the client follows the answer.
     pub is_closed_loop: bool,
-    /// When the caller left.
+    /// Time at which the caller left.
     pub left: Option<Time>,
     /// Whether the step loop has received it.
     pub is_received: bool,
     pub is_answered: bool,
-    /// When the step loop received it, or a step of it last ended.
+    /// Time at which the step loop received it, or its last step ended.
     pub waits_since: Time,
-    /// Rows in steps or complete.
+    /// Number of rows in steps or complete.
     pub begun: usize,
-    /// Complete rows.
+    /// Number of complete rows.
     pub completed: usize,
-    /// The steps of the complete rows.
+    /// The steps that computed the complete rows.
     pub steps: Vec<StepId>,
-    /// The weights of the complete rows.
+    /// Version of the weights that computed the complete rows.
     pub version: Option<WeightVersion>,
-    /// Whether complete rows are of several weights.
+    /// Whether complete rows were computed with several versions.
     pub is_mixed: bool,
-    /// The generation of the last complete row.
+    /// The generation that computed the last complete row.
     pub generation: Option<Generation>,
-    /// Generations that ended with rows of it in a step.
+    /// Number of generations that ended while rows of it were in a step.
     pub lost: u32,
-    /// Whether it was alone in the last step that was lost.
+    /// Whether it was alone in the last step that it lost.
     pub was_lost_alone: bool,
-    /// Shared steps launched while it waited.
+    /// Number of shared steps that were launched while it waited.
     pub steps_waited: usize,
-    /// The most that may be.
+    /// Largest allowed value of `steps_waited`.
     pub max_steps_waited: usize,
 }
 

@@ -1,4 +1,4 @@
-//! What must be true of admissions, actions and answers.
+//! Invariants of admissions, actions and answers.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use expertd_types::Generation;
 use super::callers::Caller;
 use super::world::World;
 
-/// Ends the enclosing check with a text unless the condition holds.
+/// Returns an error with this text from the enclosing function unless the condition holds.
 macro_rules! ensure {
     ($condition:expr, $($text:tt)+) => {
         if !$condition {
@@ -28,7 +28,7 @@ impl World {
         self.schedule.config.on_fault == OnFault::Retry
     }
 
-    /// Nothing is admitted while the service is closed, or beyond its limit.
+    /// Checks that nothing is admitted while the service is closed or beyond its limit.
     pub(super) fn check_admission(&self, submission: &Submission, queued: usize) -> Result<(), String> {
         ensure!(self.end.is_none(), "a request was admitted after the end");
         ensure!(self.drain.is_none(), "a request was admitted while draining");
@@ -41,7 +41,7 @@ impl World {
         Ok(())
     }
 
-    /// A request is refused for a reason that is true.
+    /// Checks that the reason of a refusal is true.
     pub(super) fn check_refusal(
         &self,
         submission: &Submission,
@@ -68,24 +68,24 @@ impl World {
         Ok(())
     }
 
-    /// Notes what the inbox was told.
+    /// Notes what the inbox is told.
     pub(super) fn check_exchange(&mut self) {
         self.is_told_serving = self.told.serving.is_some();
         self.is_told_drain = self.drain.is_some();
         self.is_told_open = self.shown != ServiceState::Failed
-            && (self.is_told_serving || self.told.has_served && self.retries());
+            && (self.is_told_serving || self.told.has_served && (self.retries() || self.told.is_replacement));
     }
 
-    /// Callers who see that the service serves are admitted.
+    /// Checks that callers are admitted if the service shows that it serves.
     pub(super) fn check_shown(&self) -> Result<(), String> {
         ensure!(
             self.shown != ServiceState::Serving || self.is_told_open,
-            "the service shows that it serves, and admits nothing"
+            "the service shows that it serves, but admits nothing"
         );
         Ok(())
     }
 
-    /// Counts are those of the callers' own, whenever no decided action waits to be carried out.
+    /// Checks the step loop's counts against the callers' state, if no decided action waits to be carried out.
     pub(super) fn check_counts(&self) -> Result<(), String> {
         if self.step_loop.has_actions() {
             return Ok(());
@@ -101,19 +101,22 @@ impl World {
             }
         }
         let queued = self.step_loop.queued_tokens();
-        ensure!(queued == waiting, "{queued} queued rows are counted, {waiting} are queued");
+        ensure!(queued == waiting, "{queued} queued rows are counted, but {waiting} are queued");
         let counted = self.inbox.incoming_tokens();
-        ensure!(counted == incoming, "{counted} incoming rows are counted, there are {incoming}");
+        ensure!(counted == incoming, "{counted} incoming rows are counted, but there are {incoming}");
         if !self.step_loop.has_news_for_inbox(self.now) {
             let told = self.inbox.queued_tokens();
             ensure!(
                 told == waiting + incoming,
-                "{told} rows wait for admission's count, {waiting} + {incoming} do"
+                "admission counts {told} waiting rows, but {waiting} + {incoming} wait"
             );
         }
         let counted = (self.step_loop.requests_in_step(), self.step_loop.requests_queued());
         let are = (in_step, received - in_step);
-        ensure!(counted == are, "requests in steps and queued are counted as {counted:?}, and are {are:?}");
+        ensure!(
+            counted == are,
+            "the counts of requests in steps and of queued requests are {counted:?}, expected {are:?}"
+        );
         Ok(())
     }
 
@@ -129,8 +132,14 @@ impl World {
                 let computed = (caller.generation, caller.version);
                 ensure!(
                     computed == (Some(receipt.generation), Some(receipt.weight_version)),
-                    "request {key} was computed by {computed:?}, its receipt says {} and {}",
+                    "request {key} was computed by {computed:?}, but its receipt says {} and {}",
                     receipt.generation,
+                    receipt.weight_version
+                );
+                ensure!(
+                    caller.expected.is_none_or(|expected| expected == receipt.weight_version),
+                    "request {key} expects version {:?} and is answered by {}",
+                    caller.expected,
                     receipt.weight_version
                 );
                 ensure!(receipt.steps == caller.steps, "request {key}: steps {:?}", receipt.steps);
@@ -161,13 +170,22 @@ impl World {
             }
             Action::End(end) => {
                 ensure!(self.open.is_empty(), "{} requests have no answer at the end", self.open.len());
-                // A drain that is asked for after the last exchange finds the service ended.
+                // A drain that is requested after the last exchange finds that the service has ended.
                 ensure!(
                     !self.is_told_drain || self.drain_reported,
                     "the end comes before the drain's report"
                 );
                 match end {
                     End::Drained => self.seen.drains += 1,
+                    End::SetupFailed(message) if message.contains("row of zeros") => {
+                        ensure!(
+                            self.trials_lost >= 2,
+                            "a layer is to blame after {} trials",
+                            self.trials_lost
+                        );
+                        self.seen.layers_blamed += 1;
+                        self.seen.gave_up += 1;
+                    }
                     _ => self.seen.gave_up += 1,
                 }
                 Ok(())
@@ -201,7 +219,7 @@ impl World {
         ensure!(!caller.is_answered, "request {key} is answered twice");
         match failure {
             Failure::Cancelled => {
-                ensure!(caller.left.is_some(), "request {key} is cancelled and its caller is there");
+                ensure!(caller.left.is_some(), "request {key} is cancelled, but its caller has not left");
                 self.seen.cancelled += 1;
             }
             Failure::DeadlineExceeded => {
@@ -216,7 +234,18 @@ impl World {
                     caller.was_lost_alone
                 );
                 self.told.fruitless = self.told.fruitless.min(1);
+                *self.verdicts.entry(caller.kind.layer).or_insert(0) += 1;
                 self.seen.poisoned += 1;
+            }
+            Failure::OtherWeights { expected, loaded } => {
+                ensure!(
+                    caller.expected == Some(*expected)
+                        && expected != loaded
+                        && self.told.version == Some(*loaded),
+                    "request {key} expects {:?} and fails because {expected} is not {loaded}",
+                    caller.expected
+                );
+                self.seen.other_weights += 1;
             }
             Failure::Unavailable { retry_after, .. } => {
                 let drained = self.drain.is_some_and(|deadline| deadline <= self.now);
@@ -226,7 +255,7 @@ impl World {
                 let may_not_wait = !self.retries();
                 ensure!(
                     drained || is_end || cannot_wait || may_not_wait,
-                    "request {key}, which can wait, sees a fault"
+                    "request {key} fails because of a fault, but it can wait"
                 );
                 ensure!(!retry_after.is_zero(), "request {key} is told to retry at once");
                 self.seen.unavailable += 1;
@@ -235,7 +264,7 @@ impl World {
         Ok(())
     }
 
-    /// After the end every request has its answer, and nothing is taken in.
+    /// Checks that after the end every request has its answer and nothing is admitted.
     pub(super) fn check_end(&mut self) -> Result<(), String> {
         ensure!(self.open.is_empty(), "{} requests were never answered", self.open.len());
         let submission = Submission {
@@ -243,6 +272,7 @@ impl World {
             kind: self.schedule.kinds[0],
             tokens: 1,
             deadline: None,
+            expected_version: None,
         };
         let admitted = self.inbox.submit(self.now, submission, 0);
         ensure!(admitted.is_err(), "a request was admitted after the end");

@@ -1,4 +1,4 @@
-//! What must be true of steps, and whenever the step loop has nothing to do.
+//! Invariants of steps, and of moments at which the step loop has nothing to do.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,22 +12,45 @@ use super::callers::Caller;
 use super::check::ensure;
 use super::world::World;
 
+/// Whether a step is a trial of a row of zeros.
+pub(super) fn is_trial(step: &Step) -> bool {
+    step.rows.iter().any(|range| range.key == RequestKey::TRIAL)
+}
+
 impl World {
-    /// No step exceeds a limit, and each row is in one place.
+    /// Checks that a step exceeds no limit, and that each row is in one place.
     pub(super) fn check_step(&self, step: &Step) -> Result<(), String> {
         let config = &self.schedule.config;
         let in_flight = &self.told.in_flight;
         let id = step.id;
-        ensure!(self.told.serving.is_some(), "step {id} is launched and no generation serves");
-        ensure!(in_flight.len() < config.slots, "step {id} is launched and all slots are taken");
+        ensure!(self.told.serving.is_some(), "step {id} is launched, but no generation serves");
+        ensure!(in_flight.len() < config.slots, "step {id} is launched, but all slots are taken");
         ensure!(step.slot.index() < config.slots, "step {id} has slot {}", step.slot);
         ensure!(
             in_flight.iter().all(|(other, _)| other.slot != step.slot && other.id < id),
             "step {id} shares slot {} with a step in flight",
             step.slot
         );
+        ensure!(!self.told.is_replaced, "step {id} is launched by a generation that is to be replaced");
+        if is_trial(step) {
+            let verdicts = self.verdicts.get(&step.kind.layer).copied().unwrap_or(0);
+            ensure!(
+                step.is_alone && step.rows.len() == 1 && step.tokens == 1 && in_flight.is_empty(),
+                "the trial {id} is not one row alone"
+            );
+            ensure!(
+                verdicts >= config.recovery.max_poisoned_per_layer,
+                "layer {} is tried after {verdicts} poisoned requests",
+                step.kind.layer
+            );
+            return Ok(());
+        }
         let tokens: usize = step.rows.iter().map(|range| range.rows.len()).sum();
-        ensure!(tokens == step.tokens && tokens > 0, "step {id} has {tokens} rows and says {}", step.tokens);
+        ensure!(
+            tokens == step.tokens && tokens > 0,
+            "step {id} has {tokens} rows, but its count is {}",
+            step.tokens
+        );
         ensure!(tokens <= config.max_tokens_per_step, "step {id} has {tokens} rows");
         for (rank, share) in spread(tokens, config.ranks).enumerate() {
             let here = step.rows.iter().filter(|range| range.rank.index() == rank);
@@ -53,7 +76,7 @@ impl World {
             let next = taken.entry(range.key).or_insert(caller.begun);
             ensure!(
                 range.rows.start == *next && range.rows.end <= caller.tokens,
-                "step {id} takes rows {:?} of request {}, of which {next} are taken",
+                "step {id} takes rows {:?} of request {}, of which the first {next} are already taken",
                 range.rows,
                 range.key
             );
@@ -66,12 +89,15 @@ impl World {
                 "step {id} splits request {key} of {} rows",
                 caller.tokens
             );
-            ensure!(caller.lost < 2 || step.is_alone, "step {id} computes suspect {key} beside others");
+            ensure!(
+                caller.lost < 2 || step.is_alone,
+                "step {id} computes suspect {key} together with other requests"
+            );
         }
         ensure!(!step.is_alone || taken.len() == 1 && in_flight.is_empty(), "step {id} is not alone");
         ensure!(
             in_flight.iter().all(|(other, _)| !other.is_alone),
-            "step {id} is launched beside one that has to be alone"
+            "step {id} is launched while a step that must be alone is in flight"
         );
         if let Some((_, false)) = in_flight.back() {
             let waiting: usize = self.kind_waiting(step.kind).map(Caller::waiting_tokens).sum();
@@ -90,7 +116,7 @@ impl World {
         Ok(())
     }
 
-    /// A waiting request is served within a number of steps that its place in the queue implies.
+    /// Checks that waiting requests are served within the number of steps that their place in the queue implies.
     pub(super) fn check_waits(&self) -> Result<(), String> {
         if !self.schedule.config.max_wait.is_zero() {
             return Ok(());
@@ -109,7 +135,8 @@ impl World {
         Ok(())
     }
 
-    /// Every so many steps the oldest request is served: those before it, and itself, range by range.
+    /// Computes how many steps a request may wait. Aged steps serve the oldest request, so they serve all earlier requests and then
+    /// this one, range by range.
     pub(super) fn bound_wait(&mut self, index: usize) {
         let limit = self.schedule.config.max_tokens_per_step;
         let steps = |caller: &Caller| 1 + caller.tokens / limit;
@@ -126,13 +153,13 @@ impl World {
         }
     }
 
-    /// What must be true when the step loop has nothing to do.
+    /// Checks the state when the step loop has nothing to do.
     pub(super) fn check_rest(&self) -> Result<(), String> {
         self.check_counts()?;
         if let Some(deadline) = self.drain
             && self.now >= deadline
         {
-            // The thread learns of a drain, and closes admission, with the next exchange.
+            // The thread learns of a drain, and closes admission, at the next exchange.
             let is_told = !self.inbox.has_mail() && !self.step_loop.has_news_for_inbox(self.now);
             ensure!(!is_told || self.end.is_some(), "a drain goes on after its deadline");
         }
@@ -149,7 +176,7 @@ impl World {
         } else {
             ServiceState::Loading
         };
-        ensure!(self.shown == state, "the service shows {:?} and is {state:?}", self.shown);
+        ensure!(self.shown == state, "the service shows {:?}, but its state is {state:?}", self.shown);
         for caller in self.open.iter().map(|index| &self.callers[*index]) {
             if !caller.is_received || caller.is_in_step() {
                 continue;
@@ -157,14 +184,14 @@ impl World {
             let too_long = |since| self.now.since(caller.waits_since.max(since)) > SWEEP_INTERVAL;
             ensure!(
                 !caller.deadline.is_some_and(too_long) && !caller.left.is_some_and(too_long),
-                "request {} is unwanted for long and not dropped",
+                "request {} has been unwanted for a long time, but is not dropped",
                 caller.key
             );
         }
         self.check_work_is_done()
     }
 
-    /// The thread may not sleep beyond a time at which something is due.
+    /// Checks that the thread does not sleep past a time at which something is due.
     pub(super) fn check_sleep(&self, until: Time) -> Result<(), String> {
         if self.step_loop.has_news_for_inbox(self.now) || self.inbox.has_mail() {
             return Ok(());
@@ -177,7 +204,7 @@ impl World {
         }
         let can_form = self.told.in_flight.len() < config.slots
             && self.told.in_flight.back().is_none_or(|(last, ended)| *ended && !last.is_alone);
-        if self.told.serving.is_some() && can_form {
+        if self.told.serving.is_some() && can_form && !self.told.is_replaced {
             for caller in self.open.iter().map(|index| &self.callers[*index]) {
                 if caller.is_received && caller.waits() && caller.lost == 0 {
                     due = due.min(caller.admitted + config.max_wait);
@@ -188,11 +215,15 @@ impl World {
         Ok(())
     }
 
-    /// No request waits while a step could be formed of it.
+    /// Checks that no request waits while a step could be formed from it.
     fn check_work_is_done(&self) -> Result<(), String> {
         let config = &self.schedule.config;
         let in_flight = &self.told.in_flight;
         if self.told.serving.is_none() || self.end.is_some() || in_flight.len() >= config.slots {
+            return Ok(());
+        }
+        if self.told.is_replaced {
+            ensure!(!in_flight.is_empty(), "a generation is not replaced though no step is in flight");
             return Ok(());
         }
         let mut kinds: BTreeMap<StepKind, (usize, bool)> = BTreeMap::new();
@@ -201,7 +232,7 @@ impl World {
                 continue;
             }
             if caller.lost >= 2 {
-                ensure!(!in_flight.is_empty(), "suspect {} waits and nothing is in flight", caller.key);
+                ensure!(!in_flight.is_empty(), "suspect {} waits although nothing is in flight", caller.key);
                 return Ok(());
             }
             let (tokens, is_ripe) = kinds.entry(caller.kind).or_default();
@@ -218,13 +249,28 @@ impl World {
             let is_full = tokens >= config.max_tokens_per_step;
             ensure!(
                 !may_form || !(is_full || is_ripe || is_draining),
-                "{tokens} rows of {kind:?} wait though a step could form"
+                "{tokens} rows of {kind:?} wait although a step could form"
             );
             ensure!(
                 !(may_form_full && only_one && is_full),
-                "{tokens} rows of {kind:?} wait though they fill a step and a slot is free"
+                "{tokens} rows of {kind:?} wait although they fill a step and a slot is free"
             );
         }
+        Ok(())
+    }
+
+    /// Notes that a generation ends. One that no fault ended is being replaced, and has no step in flight.
+    pub(super) fn note_replaced(&mut self, generation: Generation) -> Result<(), String> {
+        if !self.told.is_replaced {
+            return Ok(());
+        }
+        ensure!(self.told.in_flight.is_empty(), "generation {generation} is replaced with steps in flight");
+        self.told.is_replaced = false;
+        self.told.is_replacement = true;
+        (self.told.serving, self.told.ready_at, self.told.steps_done) = (None, None, 0);
+        (self.told.ended_at, self.told.pause) = (self.now, Duration::ZERO);
+        self.seen.replacements += 1;
+        self.bound_waits();
         Ok(())
     }
 
@@ -239,7 +285,8 @@ impl World {
         let Some((done, _)) = self.told.in_flight.pop_front() else { return };
         self.told.steps_done += 1;
         self.told.fruitless = 0;
-        for range in &done.rows {
+        self.verdicts.remove(&done.kind.layer);
+        for range in done.rows.iter().filter(|range| range.key != RequestKey::TRIAL) {
             let caller = &mut self.callers[range.key.0 as usize - 1];
             if caller.is_answered {
                 continue;
@@ -264,6 +311,7 @@ impl World {
             return;
         }
         self.seen.faults += 1;
+        (self.told.is_replaced, self.told.is_replacement) = (false, false);
         let told = &mut self.told;
         let lived = told.ready_at.map_or(Duration::ZERO, |ready| self.now.since(ready));
         told.unready += u32::from(told.ready_at.is_none());
@@ -281,8 +329,10 @@ impl World {
         (told.serving, told.ready_at, told.steps_done) = (None, None, 0);
         let lost: Vec<_> = told.in_flight.drain(..).collect();
         self.seen.steps_lost += lost.len() as u64;
+        self.trials_lost += lost.iter().filter(|(step, _)| is_trial(step)).count() as u32;
         let mut keys: Vec<RequestKey> =
             lost.iter().flat_map(|(step, _)| step.rows.iter().map(|range| range.key)).collect();
+        keys.retain(|key| *key != RequestKey::TRIAL);
         keys.sort_unstable();
         keys.dedup();
         for key in &keys {

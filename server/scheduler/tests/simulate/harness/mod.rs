@@ -1,4 +1,4 @@
-//! The simulation: schedules, the world they run in, what is checked, and how a failing schedule is shrunk.
+//! The simulation: schedules, the world in which they run, the invariants, and the shrinking of schedules that fail.
 
 mod callers;
 mod check;
@@ -7,6 +7,7 @@ mod random;
 mod ranks;
 mod schedule;
 mod shares;
+mod thread;
 mod world;
 
 use std::fmt;
@@ -14,7 +15,7 @@ use std::fmt;
 use self::schedule::{Input, Schedule};
 use self::world::World;
 
-/// How often schedules came to what they are meant to exercise.
+/// Counts of the events that schedules are meant to cause.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Seen {
     answers: u64,
@@ -33,12 +34,16 @@ pub struct Seen {
     drains: u64,
     drains_timed_out: u64,
     gave_up: u64,
+    replacements: u64,
+    other_weights: u64,
+    trials: u64,
+    layers_blamed: u64,
 }
 
 impl Seen {
     /// Each count with its name.
     #[allow(dead_code, reason = "the example prints them all instead")]
-    pub fn all(&self) -> [(&'static str, u64); 16] {
+    pub fn all(&self) -> [(&'static str, u64); 20] {
         [
             ("answers", self.answers),
             ("split requests answered", self.split_requests_answered),
@@ -56,6 +61,10 @@ impl Seen {
             ("drains", self.drains),
             ("drains timed out", self.drains_timed_out),
             ("gave up", self.gave_up),
+            ("replacements", self.replacements),
+            ("expected other weights", self.other_weights),
+            ("trials", self.trials),
+            ("layers blamed", self.layers_blamed),
         ]
     }
 }
@@ -87,7 +96,7 @@ impl fmt::Display for Failed {
     }
 }
 
-/// What a run of schedules came to.
+/// The result of a run of schedules.
 #[derive(Debug, Default)]
 pub struct Report {
     /// The sum over all schedules.
@@ -132,7 +141,7 @@ fn traced(schedule: &Schedule) -> (String, Result<(), String>) {
     (world.take_trace(), result)
 }
 
-/// Leaves out inputs, in ever smaller groups, as long as some invariant stays broken.
+/// Removes inputs, in smaller and smaller groups, as long as some invariant is still broken.
 fn shrink(seed: u64, schedules: u64, mut schedule: Schedule, violation: String) -> Failed {
     let inputs_before = schedule.inputs.len();
     let mut size = inputs_before.div_ceil(2);
@@ -174,5 +183,9 @@ impl Seen {
         sum.drains += self.drains;
         sum.drains_timed_out += self.drains_timed_out;
         sum.gave_up += self.gave_up;
+        sum.replacements += self.replacements;
+        sum.other_weights += self.other_weights;
+        sum.trials += self.trials;
+        sum.layers_blamed += self.layers_blamed;
     }
 }

@@ -1,6 +1,6 @@
 //! Random numbers of a schedule.
 
-/// SplitMix64: small, fast, and the same everywhere.
+/// SplitMix64, which is small, fast, and equal on all platforms.
 #[derive(Clone, Debug)]
 pub struct Random(pub u64);
 
@@ -18,7 +18,7 @@ impl Random {
         low + self.next() % (high - low + 1)
     }
 
-    /// True in `percent` of 100 cases.
+    /// Returns true in `percent` of 100 cases.
     pub fn chance(&mut self, percent: u64) -> bool {
         self.between(1, 100) <= percent
     }

@@ -1,4 +1,4 @@
-//! The ranks as the world plays them.
+//! The simulated ranks.
 
 use std::collections::VecDeque;
 
@@ -7,7 +7,7 @@ use expertd_types::{Generation, StepId, WeightVersion};
 
 use super::world::World;
 
-/// News of the ranks on their way to the step loop.
+/// Events of the ranks on their way to the step loop.
 #[derive(Clone, Debug)]
 pub(super) enum Event {
     Ready(Generation, WeightVersion),
@@ -16,7 +16,7 @@ pub(super) enum Event {
     Ended(Generation, GroupFault),
 }
 
-/// A step as the ranks see it.
+/// A step on the ranks.
 #[derive(Clone, Debug)]
 pub(super) struct RankStep {
     pub(super) step: Step,

@@ -1,4 +1,4 @@
-//! What happens in a schedule, in order, given by a seed.
+//! Schedules: the inputs of a simulation in order, generated from a seed.
 
 use std::time::Duration;
 
@@ -8,19 +8,26 @@ use expertd_types::LayerId;
 use super::random::Random;
 use super::shares::MIN_CLOSED_LOOPS;
 
-/// One thing that happens to the step loop or around it. Each input is possible at any time; where it does not apply it
-/// does nothing, so that any part of a schedule is a schedule.
+/// One event in or around the step loop. Each input is possible at any time. An input that does not apply does nothing, so any part of
+/// a schedule is a schedule.
 #[derive(Clone, Copy, Debug)]
 pub enum Input {
     /// A caller submits a request.
-    Submit { client: u64, kind: usize, tokens: usize, deadline_millis: Option<u64>, is_poison: bool },
+    Submit {
+        client: u64,
+        kind: usize,
+        tokens: usize,
+        deadline_millis: Option<u64>,
+        is_poison: bool,
+        is_pinned: bool,
+    },
     /// One of the callers that wait for an answer leaves.
     Leave { which: usize },
-    /// A drain is asked for.
+    /// A drain is requested.
     Drain { timeout_millis: u64 },
-    /// The step loop's thread makes some turns: an exchange, a delivery, an event or an action each.
+    /// The step loop's thread takes turns, each of which is an exchange, a delivery, an event or an action.
     Turns { count: usize },
-    /// The thread turns until it sleeps.
+    /// The thread takes turns until it sleeps.
     UntilAsleep,
     /// Time passes.
     Pass { micros: u64 },
@@ -36,22 +43,26 @@ pub enum Input {
     NextFormFails,
     /// The next generation has other weights.
     NewWeights,
-    /// News of an ended generation arrive late.
+    /// Other weights are loaded, and the generation is to be replaced.
+    Replace,
+    /// Events of an ended generation arrive late.
     StaleNews,
     /// A client sends its next request as soon as one is answered.
     ClosedLoop { client: u64, kind: usize, tokens: usize },
-    /// A client has at least `tokens` rows waiting from now on, in requests of `size`.
+    /// From now on a client always has at least `tokens` rows waiting, in requests of `size` rows.
     Backlog { client: u64, kind: usize, tokens: usize, size: usize },
-    /// A step forms, computes and completes, without faults, and clients go on.
+    /// A step forms, computes and completes without faults, and clients send further requests.
     Round,
 }
 
-/// A schedule: the service's settings and what happens.
+/// A schedule: the service's settings and the inputs.
 #[derive(Clone, Debug)]
 pub struct Schedule {
     pub config: Config,
     pub max_queued_tokens: usize,
     pub kinds: Vec<StepKind>,
+    /// A layer of which every step ends its generation.
+    pub broken: Option<LayerId>,
     pub inputs: Vec<Input>,
 }
 
@@ -101,6 +112,7 @@ fn anything(random: &mut Random, seed: u64) -> Schedule {
     let limit = config.max_tokens_per_step as u64;
     let fault_rate = random.choose(&[0, 1, 3, 8]);
     let poison_rate = random.choose(&[0, 0, 0, 2, 20, 100]);
+    let pinned_rate = random.choose(&[0, 0, 30]);
     let deadline_rate = random.choose(&[0, 30, 60]);
     let patience = random.choose(&[1, 20, 3_000, 60_000]);
     let submit_rate = random.choose(&[10, 20, 40]);
@@ -118,13 +130,15 @@ fn anything(random: &mut Random, seed: u64) -> Schedule {
                 tokens: random.between(1, largest) as usize,
                 deadline_millis: random.chance(deadline_rate).then(|| random.between(1, patience)),
                 is_poison: random.chance(poison_rate),
+                is_pinned: random.chance(pinned_rate),
             }
         } else {
             other(random, fault_rate)
         });
     }
     let max_queued_tokens = random.choose(&[1, 16, 64, 1000]) * config.max_tokens_per_step;
-    Schedule { config, max_queued_tokens, kinds: kinds(kind_count), inputs }
+    let broken = random.chance(5).then_some(LayerId(0));
+    Schedule { config, max_queued_tokens, kinds: kinds(kind_count), broken, inputs }
 }
 
 fn other(random: &mut Random, fault_rate: u64) -> Input {
@@ -144,7 +158,8 @@ fn other(random: &mut Random, fault_rate: u64) -> Input {
         110..130 => Input::Ready,
         130..160 => Input::Experts,
         160..190 => Input::Done,
-        190..196 => Input::Leave { which: random.between(0, 30) as usize },
+        190..194 => Input::Leave { which: random.between(0, 30) as usize },
+        194 | 195 => Input::Replace,
         196 => Input::NewWeights,
         197 => Input::StaleNews,
         198 => Input::Drain { timeout_millis: random.choose(&[0, 1, 50, 3_000, 30_000]) },
@@ -175,20 +190,20 @@ fn shared_backlog(random: &mut Random, seed: u64) -> Schedule {
         }
     }
     inputs.extend(vec![Input::Round; 200]);
-    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(kind_count), inputs }
+    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(kind_count), broken: None, inputs }
 }
 
-/// Clients that send the next request when the last one is answered.
+/// Clients that send their next request when the last one is answered.
 fn shared_closed_loop(random: &mut Random, seed: u64) -> Schedule {
     let config = healthy(random, seed, 64);
     let mut inputs = vec![Input::UntilAsleep, Input::Ready, Input::UntilAsleep];
-    // The smallest have to come back so often that they wait most of the time, however many steps are in flight.
+    // With more slots the smallest requests are larger, so that clients wait most of the time for any number of steps in flight.
     let smallest = if config.slots < 3 { 16 } else { 32 };
     for client in 1..=random.between(MIN_CLOSED_LOOPS as u64, 40) {
         inputs.push(Input::ClosedLoop { client, kind: 0, tokens: random.choose(&[smallest, 32, 64]) });
     }
     inputs.extend(vec![Input::Round; 400]);
-    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), inputs }
+    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
 }
 
 /// Hundreds of clients with one request each.
@@ -197,8 +212,15 @@ fn crowd(random: &mut Random, seed: u64) -> Schedule {
     let mut inputs = vec![Input::UntilAsleep, Input::Ready, Input::UntilAsleep];
     for client in 1..=random.between(100, 300) {
         let tokens = random.choose(&[1, 1, 5, 16]);
-        inputs.push(Input::Submit { client, kind: 0, tokens, deadline_millis: None, is_poison: false });
+        inputs.push(Input::Submit {
+            client,
+            kind: 0,
+            tokens,
+            deadline_millis: None,
+            is_poison: false,
+            is_pinned: false,
+        });
     }
     inputs.extend(vec![Input::Round; 20]);
-    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), inputs }
+    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
 }

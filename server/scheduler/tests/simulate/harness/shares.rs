@@ -1,4 +1,4 @@
-//! How rows are shared between clients that always want more.
+//! Shares of rows between clients that always have more to send.
 
 use std::collections::BTreeMap;
 
@@ -6,10 +6,11 @@ use expertd_scheduler::MAX_DEBT_STEPS;
 
 use super::schedule::Schedule;
 
-/// Clients that send one request at a time cannot use their share if too few others keep the ranks busy meanwhile.
+/// Least number of clients that send one request at a time for which shares are checked. With fewer, the others cannot keep the ranks
+/// busy while a client's next request is on the way, so the client cannot use its share.
 pub const MIN_CLOSED_LOOPS: usize = 32;
 
-/// Rounds between two looks at the shares of all pairs of clients.
+/// Number of rounds between two checks of the shares of all pairs of clients.
 const CHECK_INTERVAL: u32 = 8;
 
 #[derive(Clone, Debug)]
@@ -20,11 +21,11 @@ struct Share {
     backlogs: Vec<(usize, usize, usize)>,
 }
 
-/// Rows that steps took of each client, and how far they came apart.
+/// The rows that steps took of each client, and the differences between clients.
 #[derive(Clone, Debug, Default)]
 pub struct Shares {
     clients: BTreeMap<u64, Share>,
-    /// For each two clients the least lead of the first over the second so far.
+    /// For each pair of clients, the smallest lead of the first over the second so far.
     least_lead: BTreeMap<(u64, u64), i64>,
     rounds: u32,
 }
@@ -43,7 +44,7 @@ impl Shares {
         }
     }
 
-    /// Of each backlog the client, the kind, the rows that always wait and the rows of a request.
+    /// For each backlog: the client, the kind, the number of rows that always wait, and the rows of a request.
     pub fn backlogs(&self) -> Vec<(u64, usize, usize, usize)> {
         let of_client = |(client, share): (&u64, &Share)| {
             share.backlogs.iter().map(|(k, t, s)| (*client, *k, *t, *s)).collect::<Vec<_>>()
@@ -51,15 +52,15 @@ impl Shares {
         self.clients.iter().flat_map(of_client).collect()
     }
 
-    /// A step takes rows of a client.
+    /// Notes that a step takes rows of a client.
     pub fn count(&mut self, client: u64, rows: usize) {
         if let Some(share) = self.clients.get_mut(&client) {
             share.rows += rows as i64;
         }
     }
 
-    /// Over no stretch of the schedule may steps take more rows of one client than of another, beyond a bound that does
-    /// not grow.
+    /// Checks that over no stretch of the schedule steps take more rows of one client than of another, beyond a bound that does not
+    /// grow with time.
     pub fn check(&mut self, schedule: &Schedule, is_healthy: bool) -> Result<(), String> {
         let always_wait = self.clients.values().all(|share| !share.backlogs.is_empty());
         if !is_healthy || !always_wait && self.clients.len() < MIN_CLOSED_LOOPS {
@@ -71,7 +72,7 @@ impl Shares {
         }
         let limit = schedule.config.max_tokens_per_step;
         let largest = self.clients.values().map(|share| share.largest_request).max().unwrap_or(0);
-        // A client that sends one request at a time loses what others get while its next request is on the way.
+        // A client that sends one request at a time loses the rows that others get before its next request arrives.
         let on_the_way = if always_wait { 0 } else { MAX_DEBT_STEPS * limit };
         let bound = ((schedule.kinds.len() + 1) * limit + 2 * largest + on_the_way) as i64;
         for (ahead, of_ahead) in &self.clients {

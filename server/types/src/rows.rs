@@ -1,9 +1,9 @@
-//! Encoding of token rows on the wire: row-major, little-endian, in the request's dtype.
+//! Encoding of token rows and routing on the wire: row-major, little-endian.
 
 use bytes::Bytes;
 use half::{bf16, f16};
 
-use expertd_types::DType;
+use crate::DType;
 
 /// Encodes `values` (row-major) in `dtype`, rounding to nearest.
 #[must_use]

@@ -1,0 +1,111 @@
+//! Parameters of the kernels that copy rows between staging and device memory, and of the kernel that lists the rows of the
+//! shared experts.
+
+/// See `CopyInParams` in `step.h`. `request`, `segments` and `staged_*` are mapped host memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CopyInParams {
+    /// [`SlotState`].
+    pub state: u64,
+    /// [`StepRequest`].
+    pub request: u64,
+    /// Table of [`Segment`].
+    pub segments: u64,
+    /// Row bytes.
+    pub staged_rows: u64,
+    /// i32 `[T, k]`.
+    pub staged_ids: u64,
+    /// f32 `[T, k]`.
+    pub staged_weights: u64,
+    /// i32 `[T]`, or 0.
+    pub staged_token_ids: u64,
+    /// Out: bf16 `[T, H]`.
+    pub tokens: u64,
+    /// Out: bf16 `[T, H]`, rows minus `tokens` in steps with any row that is not bf16; or 0.
+    pub tokens_low: u64,
+    /// Out: i32 `[T, k]`.
+    pub topk_ids: u64,
+    /// Out: f32 `[T, k]`.
+    pub topk_weights: u64,
+    /// Out: i32 `[T]`.
+    pub token_ids: u64,
+    /// Out: row places `[T]`.
+    pub places: u64,
+    /// Size of `staged_rows`, in bytes.
+    pub staged_bytes: u64,
+    /// Elements of a row.
+    pub hidden: u32,
+    /// Experts per token.
+    pub top_k: u32,
+    /// Largest number of rows.
+    pub max_tokens: u32,
+    /// Number of routed experts.
+    pub experts: u32,
+    /// Capacity of `segments`, in entries.
+    pub max_segments: u32,
+    /// Padding.
+    pub reserved: u32,
+}
+
+/// See `CopyOutParams` in `step.h`. `staged_*` and `completion` are mapped host memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CopyOutParams {
+    /// [`SlotState`].
+    pub state: u64,
+    /// `[T, H]` of the slot's `out_dtype`.
+    pub out: u64,
+    /// i32 `[T, k]`.
+    pub topk_ids: u64,
+    /// f32 `[T, k]`.
+    pub topk_weights: u64,
+    /// From copy_in.
+    pub places: u64,
+    /// u32: number of assignments.
+    pub assignments: u64,
+    /// Out: result rows.
+    pub staged_rows: u64,
+    /// Out: i32 `[T, k]`, the ids that were used.
+    pub staged_ids: u64,
+    /// Out: f32 `[T, k]`, the weights that were used.
+    pub staged_weights: u64,
+    /// Out: [`Completion`].
+    pub completion: u64,
+    /// Elements of a row.
+    pub hidden: u32,
+    /// Experts per token.
+    pub top_k: u32,
+    /// Largest number of rows.
+    pub max_tokens: u32,
+    /// Padding.
+    pub reserved: u32,
+}
+
+/// See `SharedParams` in `step.h`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SharedParams {
+    /// [`SlotState`].
+    pub state: u64,
+    /// bf16 `[T, H]`.
+    pub tokens: u64,
+    /// `[layers]`: address of bf16 `[H]`, or 0.
+    pub gates: u64,
+    /// Out: u32 `[2]`.
+    pub expert_offsets: u64,
+    /// Out: u32 `[T]`.
+    pub row_index: u64,
+    /// Out: f32 `[T]`.
+    pub row_weight: u64,
+    /// Elements of a row.
+    pub hidden: u32,
+    /// Largest number of rows.
+    pub max_tokens: u32,
+}
+
+// `step.h` asserts the same sizes; `header.rs` compares every field.
+const _: () = {
+    assert!(size_of::<CopyInParams>() == 136);
+    assert!(size_of::<CopyOutParams>() == 96);
+    assert!(size_of::<SharedParams>() == 56);
+};

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Fuzzes the parsers of expertd with libFuzzer: an input that panics, runs for more than five seconds (of wall time, on a machine that may be busy) or needs more than 512 MiB is
+# a fault and is kept in target/fuzz/faults/TARGET/. Add it to tests/fuzz/regressions/TARGET/ with the fix; cargo test replays it.
+#
+#   scripts/fuzz.sh                        every target for 60 s each, under the address sanitizer
+#   scripts/fuzz.sh --runs 1000000 ring    one million inputs for one target
+#   scripts/fuzz.sh --plain --seconds 600  without the address sanitizer, which is several times faster
+#   scripts/fuzz.sh --coverage request     edges and functions that the corpus has reached so far
+#
+# Inputs that reach new code are kept in target/fuzz/corpus/TARGET/ and used again by the next run.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+limit=-max_total_time=60
+sanitizer=(-Zsanitizer=address)
+name=asan
+coverage=
+targets=()
+while (($#)); do
+    case $1 in
+    --seconds) limit=-max_total_time=$2; shift ;;
+    --runs) limit=-runs=$2; shift ;;
+    --plain) sanitizer=(); name=plain ;;
+    --coverage) coverage=1 ;;
+    -h | --help) sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit ;;
+    -*) echo "unknown option $1; see --help" >&2; exit 64 ;;
+    *) targets+=("$1") ;;
+    esac
+    shift
+done
+
+# The instrumentation is a compiler feature without a stable flag. --target keeps it away from build scripts.
+host=$(rustc -vV | sed -n 's/^host: //p')
+build=$PWD/target/fuzz/$name
+echo "building the fuzzers ($name)"
+RUSTC_BOOTSTRAP=1 RUSTFLAGS="--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+-Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
+-Cllvm-args=-sanitizer-coverage-trace-compares -Cdebug-assertions -Coverflow-checks ${sanitizer[*]:-}" \
+    cargo build --locked --profile fuzz --target "$host" --target-dir "$build" -p expertd-fuzz --features libfuzzer \
+    --bin fuzz-files --bin fuzz-ipc --bin fuzz-api
+fuzzers=$build/$host/fuzz
+
+seeds=target/fuzz/seeds
+rm -rf "$seeds"
+known=$(cargo run --quiet --locked -p expertd-fuzz --bin fuzz-seeds -- "$seeds")
+if ((${#targets[@]} == 0)); then
+    mapfile -t targets < <(cut -d' ' -f1 <<<"$known")
+fi
+
+status=0
+for target in "${targets[@]}"; do
+    binary=$(awk -v target="$target" '$1 == target { print $2 }' <<<"$known")
+    if [[ -z $binary ]]; then
+        echo "there is no target $target; the targets are: $(cut -d' ' -f1 <<<"$known" | paste -sd' ')" >&2
+        exit 64
+    fi
+    corpus=target/fuzz/corpus/$target faults=target/fuzz/faults/$target log=target/fuzz/$target.log
+    mkdir -p "$corpus" "$faults"
+    inputs=("$corpus" "$seeds/$target")
+    if [[ -d tests/fuzz/regressions/$target ]]; then inputs+=("tests/fuzz/regressions/$target"); fi
+    options=("$limit")
+    if [[ $coverage ]]; then options=(-runs=0 -print_coverage=1); fi
+    if ! EXPERTD_FUZZ_TARGET=$target RUST_BACKTRACE=1 "$fuzzers/$binary" "${options[@]}" -timeout=5 -rss_limit_mb=512 \
+        -max_len=16384 -print_final_stats=1 -artifact_prefix="$faults/" "${inputs[@]}" >"$log" 2>&1; then
+        status=1
+        echo "$target: FAULT; see $log"
+        grep -aE "panicked|ERROR|SUMMARY|Test unit written" "$log" | head -5 || true
+        continue
+    fi
+    echo "$target: $(sed -n 's/^stat::number_of_executed_units: *//p' "$log") inputs, $(sed -n 's/^stat::average_exec_per_sec: *//p' "$log")/s," \
+        "slowest $(sed -n 's/^stat::slowest_unit_time_sec: *//p' "$log") s, peak memory $(sed -n 's/^stat::peak_rss_mb: *//p' "$log") MiB, $(grep -aoE "cov: [0-9]+ ft: [0-9]+ corp: [0-9]+" "$log" | tail -1)"
+done
+exit $status

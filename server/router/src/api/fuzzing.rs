@@ -1,0 +1,290 @@
+//! Entry points for fuzz targets; not part of the interface.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use expertd_proto::v1::{ForwardRequest, ForwardStreamRequest};
+use expertd_types::{ChunkedBytes, Generation, LayerId, StepId, WeightVersion};
+use http::{HeaderMap, HeaderValue};
+use http_body::{Body, Frame};
+use prost::Message as _;
+use tokio::sync::{oneshot, watch};
+use tokio_util::sync::CancellationToken;
+use tonic::Status;
+
+use super::access::tokens;
+use super::framing::body::{Arrival, Charges, PREFIX, RequestBody, Terms};
+use super::framing::budget::Budget;
+use super::framing::connection::Connection;
+use super::service::call::deadline;
+use super::service::validate::{Envelope, validate};
+use super::transport::address::Address;
+use super::transport::frames::FrameMeter;
+use crate::backend::{
+    Answer, Backend, ClientKey, DrainFuture, DrainReport, Limits, ModelInfo, MoeLayerInfo, Pending, Receipt,
+    Request, RequestId, ServiceState, ServiceStatus, SubmitError,
+};
+
+const HIDDEN: usize = 4;
+const LAYER: u32 = 1;
+const BY_TOKEN_ID: u32 = 2;
+const EXPERTS: usize = 6;
+const MAX_K: usize = 3;
+const VOCABULARY: usize = 10;
+/// Largest message of [`body`], in bytes: several times the size from which rows are kept apart.
+const MESSAGE_LIMIT: usize = 64 << 10;
+
+struct Chunks(VecDeque<Bytes>);
+
+impl Body for Chunks {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        Poll::Ready(self.0.pop_front().map(|chunk| Ok(Frame::data(chunk))))
+    }
+}
+
+/// Passes a request body of chunks of `chunk` bytes through splitting, charging, decoding and validation.
+///
+/// # Panics
+/// If a message comes out that does not match its arrival, or a charge is not released.
+pub fn body(data: &[u8], streaming: bool, chunk: usize) {
+    let budget = Budget::new(1 << 40, MESSAGE_LIMIT);
+    let connection = Connection::new(ClientKey(1), Arc::default(), CancellationToken::new());
+    let owner = Arc::clone(&connection.peer);
+    let terms = Terms {
+        budget: Arc::clone(&budget),
+        connection: Arc::clone(&connection),
+        owner,
+        limit: MESSAGE_LIMIT,
+        streaming,
+        forward: true,
+    };
+    let charges = Arc::new(Charges::default());
+    let chunks = data.chunks(chunk.max(1)).map(Bytes::copy_from_slice).collect();
+    {
+        let mut body = pin!(RequestBody::new(Chunks(chunks), terms, Arc::clone(&charges)));
+        let mut passed = Vec::new();
+        // The budget has room for everything, so the body is never pending.
+        while let Poll::Ready(Some(Ok(frame))) =
+            body.as_mut().poll_frame(&mut Context::from_waker(Waker::noop()))
+        {
+            if let Ok(data) = frame.into_data() {
+                passed.extend_from_slice(&data);
+            }
+        }
+        take_messages(&passed, &charges, streaming);
+    }
+    drop(charges);
+    assert_eq!(budget.held(), 0, "all charges are released");
+}
+
+/// Decodes the messages that a body passed on, each with its arrival.
+fn take_messages(mut passed: &[u8], charges: &Charges, streaming: bool) {
+    while let Some((&[flag, a, b, c, d], rest)) = passed.split_first_chunk::<PREFIX>() {
+        let length = u32::from_be_bytes([a, b, c, d]) as usize;
+        assert!(flag == 0 && length <= MESSAGE_LIMIT, "a message of {length} bytes with flag {flag} passed");
+        // The body may end with an error before the message is complete.
+        let Some((message, rest)) = rest.split_at_checked(length) else { return };
+        passed = rest;
+        let apart = match charges.next_arrival() {
+            Some(Arrival::Charged(_, apart)) => apart,
+            Some(Arrival::Refused(_)) => None,
+            None => panic!("a message without an arrival"),
+        };
+        let decoded = if streaming {
+            ForwardStreamRequest::decode(message).ok().and_then(|message| message.request)
+        } else {
+            ForwardRequest::decode(message).ok()
+        };
+        if let Some(message) = decoded {
+            check(message, apart);
+        }
+    }
+}
+
+/// Decodes and validates a `ForwardRequest`.
+///
+/// # Panics
+/// If an accepted request breaks a promise of [`Request`].
+pub fn request(data: &[u8]) {
+    if let Ok(message) = ForwardRequest::decode(data) {
+        check(message, None);
+    }
+}
+
+fn check(message: ForwardRequest, apart: Option<ChunkedBytes>) {
+    let model = model();
+    let envelope = Envelope { id: RequestId(1), client: ClientKey(1), deadline: None };
+    let request = match validate(&model, message, apart, envelope) {
+        Ok(Some(request)) => request,
+        Ok(None) => return,
+        Err(failure) => {
+            let status = Status::from(failure);
+            assert!(status.message().len() <= 4096, "a status message of {} bytes", status.message().len());
+            return;
+        }
+    };
+    let layer = &model.layers[&request.layer];
+    assert!((1..=model.limits.max_tokens_per_request).contains(&request.tokens));
+    assert_eq!(request.rows.len(), request.tokens * HIDDEN * request.dtype.size());
+    assert_eq!(request.token_ids.is_some(), layer.routes_by_token_id);
+    if let Some(ids) = &request.token_ids {
+        assert_eq!(ids.len(), request.tokens * 4);
+        assert!(words(ids).all(|id| (0..VOCABULARY as i32).contains(&id)));
+    }
+    let Some(routing) = &request.routing else { return };
+    assert!((1..=MAX_K).contains(&routing.k));
+    let ids: Vec<i32> = words(&routing.ids).collect();
+    assert_eq!(ids.len(), request.tokens * routing.k);
+    for row in ids.chunks(routing.k) {
+        for (at, id) in row.iter().enumerate() {
+            assert!((0..EXPERTS as i32).contains(id) && !row[..at].contains(id), "ids {row:?}");
+        }
+    }
+    assert_eq!(routing.weights.len(), ids.len() * 4);
+    assert!(words(&routing.weights).all(|bits| f32::from_bits(bits as u32).is_finite()));
+}
+
+fn words(bytes: &[u8]) -> impl Iterator<Item = i32> {
+    bytes.as_chunks::<4>().0.iter().map(|word| i32::from_le_bytes(*word))
+}
+
+/// Meters the frames of a connection, once in one piece and once in pieces whose size the first byte gives.
+///
+/// # Panics
+/// If both ways find different numbers of message bytes.
+pub fn frames(data: &[u8]) {
+    let Some((&size, data)) = data.split_first() else { return };
+    let whole = frame_bytes(std::iter::once(data));
+    let cut = frame_bytes(data.chunks(usize::from(size) + 1));
+    assert_eq!(whole, cut, "message bytes depend on how the connection is cut");
+    assert!(whole <= data.len(), "more message bytes than bytes");
+}
+
+/// Parses a text as a `grpc-timeout`, an address and a token file.
+///
+/// # Panics
+/// If a deadline lies in the past, or an address changes when it is printed and parsed again.
+pub fn texts(data: &[u8]) {
+    if let Ok(value) = HeaderValue::from_bytes(data) {
+        let mut headers = HeaderMap::new();
+        headers.insert("grpc-timeout", value);
+        let now = Instant::now();
+        if let Ok(Some(at)) = deadline(&headers, now) {
+            assert!(at >= now, "a deadline before the call");
+        }
+    }
+    let Ok(text) = std::str::from_utf8(data) else { return };
+    if let Ok(address) = text.parse::<Address>() {
+        let again = address.to_string().parse::<Address>();
+        assert_eq!(again.ok(), Some(address), "{text:?} changes when it is printed");
+    }
+    let _ = tokens::parse(text);
+}
+
+/// Message bytes that a meter finds in the pieces of a connection.
+fn frame_bytes<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> usize {
+    let mut meter = FrameMeter::new();
+    pieces.map(|piece| meter.read(piece).data_bytes).sum()
+}
+
+fn model() -> ModelInfo {
+    let layer = |by_token_id| MoeLayerInfo {
+        num_experts: EXPERTS,
+        top_k: 2,
+        max_k: MAX_K,
+        expert_width: 8,
+        shared_width: 0,
+        gate: String::new(),
+        gate_json: "{}".to_owned(),
+        routes_by_token_id: by_token_id,
+        vocabulary: if by_token_id { VOCABULARY } else { 0 },
+    };
+    ModelInfo {
+        name: "fuzz".to_owned(),
+        family: "mixtral".to_owned(),
+        weight_version: WeightVersion(7),
+        generation: Generation(1),
+        hidden: HIDDEN,
+        num_layers: 3,
+        layers: BTreeMap::from([(LayerId(LAYER), layer(false)), (LayerId(BY_TOKEN_ID), layer(true))]),
+        weight_formats: vec!["bf16".to_owned()],
+        limits: Limits {
+            max_tokens_per_request: 4096,
+            max_tokens_per_step: 64,
+            max_tokens_per_rank: 64,
+            max_message_bytes: MESSAGE_LIMIT,
+            max_streams_per_connection: 16,
+            max_requests_per_stream: 8,
+            max_connections: 64,
+            max_bytes_in_flight: 16 << 20,
+        },
+        placement: Vec::new(),
+    }
+}
+
+/// A backend that returns the rows of every request.
+struct Echo {
+    model: Arc<ModelInfo>,
+    state: watch::Sender<ServiceState>,
+}
+
+/// Makes a backend that returns the rows of every request.
+#[must_use]
+pub fn echo() -> Arc<dyn Backend> {
+    Arc::new(Echo { model: Arc::new(model()), state: watch::channel(ServiceState::Serving).0 })
+}
+
+impl Backend for Echo {
+    fn model(&self) -> Arc<ModelInfo> {
+        Arc::clone(&self.model)
+    }
+
+    fn submit(&self, request: Request) -> Result<Pending, SubmitError> {
+        let (sender, pending) = oneshot::channel();
+        let receipt = Receipt {
+            steps: vec![StepId(1)],
+            generation: Generation(1),
+            weight_version: WeightVersion(7),
+            tokens_per_rank: vec![request.tokens as u32],
+            timings: Vec::new(),
+            topk_ids: Bytes::new(),
+            topk_weights: Bytes::new(),
+            queue_time: Duration::ZERO,
+            step_time: Duration::ZERO,
+        };
+        let _ = sender.send(Ok(Answer { rows: request.rows.to_bytes(), receipt }));
+        Ok(pending)
+    }
+
+    fn status(&self) -> ServiceStatus {
+        ServiceStatus {
+            state: ServiceState::Serving,
+            reason: String::new(),
+            generation: 1,
+            steps_total: 0,
+            requests_in_flight: 0,
+            requests_queued: 0,
+            tokens_queued: 0,
+            uptime: Duration::ZERO,
+            ranks: Vec::new(),
+        }
+    }
+
+    fn watch_state(&self) -> watch::Receiver<ServiceState> {
+        self.state.subscribe()
+    }
+
+    fn drain(&self, _: Option<Duration>) -> DrainFuture {
+        Box::pin(std::future::ready(DrainReport { requests_dropped: 0 }))
+    }
+}

@@ -1,0 +1,74 @@
+//! What clients send: HTTP/2, message splitting, requests, headers and tokens.
+
+use std::io::{Read as _, Write as _};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
+
+use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig};
+use expertd_router::fuzzing;
+use tokio_util::sync::CancellationToken;
+
+/// A request body cut into chunks. The first byte selects unary or streaming and the size of the chunks.
+pub fn body(data: &[u8]) {
+    let Some((&first, rest)) = data.split_first() else { return };
+    fuzzing::body(rest, first & 1 != 0, 1 + usize::from(first >> 1) * 3);
+}
+
+/// A `ForwardRequest`: what passes validation has the shape that the ranks rely on.
+pub fn request(data: &[u8]) {
+    fuzzing::request(data);
+}
+
+/// The bytes of a connection: the frame meter finds the same message bytes however they are cut.
+pub fn frames(data: &[u8]) {
+    fuzzing::frames(data);
+}
+
+/// `grpc-timeout`, addresses and token files.
+pub fn texts(data: &[u8]) {
+    fuzzing::texts(data);
+}
+
+struct Running {
+    path: PathBuf,
+    _directory: tempfile::TempDir,
+    _runtime: tokio::runtime::Runtime,
+}
+
+/// A server on a Unix-domain socket with a backend that echoes rows.
+static SERVER: LazyLock<Running> = LazyLock::new(|| {
+    let directory = tempfile::tempdir().expect("a directory for sockets");
+    let path = directory.path().join("api.sock");
+    let address = |path: &PathBuf| format!("unix:{}", path.display()).parse().expect("an address");
+    let config = ServerConfig {
+        listen: vec![address(&path)],
+        admin: Some(address(&directory.path().join("admin.sock"))),
+        insecure: false,
+        connections: ConnectionLimits::for_tcp(64),
+        shutdown_grace: Duration::from_millis(100),
+        timeouts: ConnectionTimeouts::default(),
+    };
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    let runtime = builder.worker_threads(1).enable_all().build().expect("a runtime");
+    let access = Arc::new(Access::load(&AccessConfig::default()).expect("no files to read"));
+    let server = runtime.block_on(Server::bind(&config, access, fuzzing::echo())).expect("sockets");
+    runtime.spawn(server.run(CancellationToken::new()));
+    Running { path, _directory: directory, _runtime: runtime }
+});
+
+/// A whole connection: the server ends it once the client has closed its half, and serves the next one.
+pub fn connection(data: &[u8]) {
+    let mut socket = UnixStream::connect(&SERVER.path).expect("the server accepts connections");
+    socket.set_read_timeout(Some(Duration::from_secs(5))).expect("a timeout");
+    // The server may end the connection while it is written to.
+    let written = socket.write_all(data).and_then(|()| socket.shutdown(Shutdown::Write));
+    let mut answer = Vec::new();
+    if let Err(error) = socket.read_to_end(&mut answer)
+        && written.is_ok()
+    {
+        assert_ne!(error.kind(), std::io::ErrorKind::WouldBlock, "the server does not end the connection");
+    }
+}

@@ -1,0 +1,162 @@
+//! Seeds: valid inputs of every target, made by the code that writes them in earnest.
+
+use expertd_ipc::control::{FromRank, ToRank};
+use expertd_ipc::{Completion, Segment};
+use expertd_model::synth::{self, SynthConfig, SynthFormat};
+use expertd_proto::v1::{DType, ForwardRequest, ForwardStreamRequest};
+use prost::Message as _;
+
+/// A seed of a target.
+#[derive(Clone, Debug)]
+pub struct Seed {
+    /// Name of the target.
+    pub target: &'static str,
+    /// The input.
+    pub data: Vec<u8>,
+}
+
+/// All seeds.
+///
+/// # Panics
+/// If a checkpoint cannot be written to a temporary directory.
+#[must_use]
+pub fn all() -> Vec<Seed> {
+    let mut seeds = Vec::new();
+    let mut add = |target, data| seeds.push(Seed { target, data });
+    for (config, file) in checkpoints() {
+        add("header", file.clone());
+        add("checkpoint", [&config[..], &[0, 0], &file[..]].concat());
+    }
+    add("index", br#"{"metadata": {"total_size": 8}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#.to_vec());
+    let mut control =
+        serde_json::to_vec(&FromRank::Loading { loaded_bytes: 1, total_bytes: 2 }).expect("JSON");
+    control.push(b'\n');
+    control.extend(serde_json::to_vec(&ToRank::Start).expect("JSON"));
+    control.push(b'\n');
+    add("control", control);
+    add("ring", ring());
+    add("segments", segments());
+    for request in requests() {
+        add("request", request.encode_to_vec());
+        add("body", [&[0x80][..], &framed(&request.encode_to_vec())].concat());
+        let streamed = |id| {
+            framed(
+                &ForwardStreamRequest { id, request: Some(request.clone()), timeout_ms: 5 }.encode_to_vec(),
+            )
+        };
+        add("body", [&[0x81][..], &streamed(1), &streamed(2)].concat());
+        add("connection", connection(&request.encode_to_vec()));
+        add("frames", [&[7][..], &connection(&request.encode_to_vec())].concat());
+    }
+    for text in [
+        "250m",
+        "99999999H",
+        "127.0.0.1:50051",
+        "[::1]:0",
+        "unix:/run/expertd.sock",
+        "# clients\nalice 0123456789abcdef0\nbob fedcba98765432100\n",
+    ] {
+        add("texts", text.as_bytes().to_vec());
+    }
+    seeds
+}
+
+/// `config.json` and weights of the smallest checkpoint of several kinds.
+fn checkpoints() -> Vec<(Vec<u8>, Vec<u8>)> {
+    let kinds = [
+        ("mixtral", SynthFormat::Bf16),
+        ("olmoe", SynthFormat::F32),
+        ("deepseek_v3", SynthFormat::Fp8),
+        ("gpt_oss", SynthFormat::Mxfp4),
+    ];
+    kinds
+        .into_iter()
+        .map(|(family, format)| {
+            let directory = tempfile::tempdir().expect("a temporary directory");
+            let config = SynthConfig {
+                hidden: 32,
+                width: 32,
+                experts: 4,
+                top_k: 2,
+                layers: 1,
+                format,
+                ..SynthConfig::new(family)
+            };
+            synth::write(&config, directory.path()).expect("a checkpoint of this family");
+            let read = |name| std::fs::read(directory.path().join(name)).expect("the file was written");
+            (read("config.json"), read("model.safetensors"))
+        })
+        .collect()
+}
+
+/// Two records in a ring of completions, and an empty ring of descriptors.
+fn ring() -> Vec<u8> {
+    let mut words = vec![2, 0];
+    for stamp in 1..=2_u64 {
+        words.extend(std::iter::repeat_n(stamp, size_of::<Completion>() / 8));
+        words.push(stamp);
+    }
+    words.iter().flat_map(|word: &u64| word.to_le_bytes()).collect()
+}
+
+/// Two segments of f32 and bf16 rows of four elements.
+fn segments() -> Vec<u8> {
+    let table = [
+        Segment { byte_offset: 0, first_row: 0, rows: 2, dtype: DType::DtypeF32 as u32, flags: 0 },
+        Segment { byte_offset: 64, first_row: 2, rows: 3, dtype: DType::DtypeBf16 as u32, flags: 1 },
+    ];
+    [&[5, 3, 0xff, 0][..], bytemuck::bytes_of(&table)].concat()
+}
+
+/// Requests of the model of `expertd_router::fuzzing`, one with rows that are large enough to be kept apart.
+fn requests() -> Vec<ForwardRequest> {
+    let rows = |tokens: usize| bytes::Bytes::from(vec![1; tokens * 16]);
+    let request =
+        |layer, tokens: usize| ForwardRequest::inline(layer, tokens as u32, DType::DtypeF32, rows(tokens));
+    let words =
+        |values: &[i32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>().into();
+    let weights =
+        [1.0_f32, 0.5, 0.25, 0.0].iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>().into();
+    vec![
+        request(1, 2),
+        request(1, 1500),
+        request(1, 2).with_routing(words(&[0, 5, -1, -1]), weights, 2).returning_routing(),
+        request(2, 2).with_token_ids(words(&[3, 9])).with_model("fuzz").expecting_weight_version(7),
+    ]
+}
+
+/// A message with its prefix.
+fn framed(message: &[u8]) -> Vec<u8> {
+    let length = message.len() as u32;
+    [&[0][..], &length.to_be_bytes(), message].concat()
+}
+
+/// A connection with one call of `Forward`: preface, SETTINGS, HEADERS, DATA.
+fn connection(message: &[u8]) -> Vec<u8> {
+    let frame = |kind: u8, flags: u8, stream: u32, payload: &[u8]| {
+        let length = (payload.len() as u32).to_be_bytes();
+        [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+    };
+    let literal = |name: &str, value: &str| {
+        [&[0, name.len() as u8][..], name.as_bytes(), &[value.len() as u8], value.as_bytes()].concat()
+    };
+    // HPACK: indexed `:method: POST` and `:scheme: http`, then literals.
+    let headers = [
+        &[0x83, 0x86][..],
+        &literal(":path", "/expertd.v1.Moe/Forward"),
+        &literal(":authority", "localhost"),
+        &literal("content-type", "application/grpc"),
+        &literal("te", "trailers"),
+        &literal("grpc-timeout", "1S"),
+    ]
+    .concat();
+    let body = framed(message);
+    let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    bytes.extend(frame(4, 0, 0, &[]));
+    bytes.extend(frame(1, 4, 1, &headers));
+    let pieces = body.chunks(16 << 10).count();
+    for (at, piece) in body.chunks(16 << 10).enumerate() {
+        bytes.extend(frame(0, u8::from(at + 1 == pieces), 1, piece));
+    }
+    bytes
+}
