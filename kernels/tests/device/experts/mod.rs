@@ -104,8 +104,8 @@ fn ragged(device: &Device, random: &mut Random, case: &Case) -> Outcome {
         let tolerance = if case.format == experts::W8A8 { TOLERANCE_FP8 } else { TOLERANCE };
         for &tiles in &shapes {
             let y = step.run(device, case, &loaded, tiles)?;
-            let found =
-                compare(&expected, &y, tolerance).map_err(|e| format!("counts {counts:?} tiles {tiles:?}: {e}"))?;
+            let found = compare(&expected, &y, tolerance)
+                .map_err(|e| format!("counts {counts:?} tiles {tiles:?}: {e}"))?;
             worst = worst.max(found);
             if step.run(device, case, &loaded, tiles)? != y && !y.iter().any(|v| v.is_nan()) {
                 return Err(format!("counts {counts:?} tiles {tiles:?}: two runs differ").into());
