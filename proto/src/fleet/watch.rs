@@ -88,7 +88,8 @@ fn named(credentials: &Credentials, given: &str) -> Credentials {
     let host = given.split_once("://").map_or(given, |(_, host)| host);
     let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
     let mut credentials = credentials.clone();
-    if credentials.ca.is_some() && !given.starts_with("unix:") {
+    let is_name = !given.starts_with("unix:") && host.parse::<SocketAddr>().is_err();
+    if credentials.ca.is_some() && is_name {
         credentials.server_name.get_or_insert_with(|| name.to_owned());
     }
     credentials
@@ -221,5 +222,35 @@ impl Probe<'_> {
                 self.config.probe_timeout
             ))),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[tokio::test]
+    async fn names_become_addresses_and_addresses_stay() {
+        for address in ["127.0.0.1:5", "http://127.0.0.1:5", "[::1]:5", "unix:/run/expertd.sock"] {
+            assert_eq!(expand(address).await.unwrap(), [address]);
+        }
+        let found = expand("http://localhost:5").await.unwrap();
+        assert!(
+            found.iter().all(|address| address.starts_with("http://") && address.ends_with(":5")),
+            "{found:?}"
+        );
+        assert!(expand("no-port").await.unwrap_err().contains("no-port"));
+    }
+
+    #[test]
+    fn certificates_are_checked_for_the_name_that_was_given() {
+        let tls = Credentials { ca: Some("ca.pem".into()), ..Credentials::default() };
+        assert_eq!(named(&tls, "https://pods.example:50051").server_name.as_deref(), Some("pods.example"));
+        assert_eq!(named(&tls, "[::1]:5").server_name, None);
+        let given = Credentials { server_name: Some("other".to_owned()), ..tls };
+        assert_eq!(named(&given, "pods.example:5").server_name.as_deref(), Some("other"));
+        assert_eq!(named(&Credentials::default(), "pods.example:5").server_name, None);
     }
 }
