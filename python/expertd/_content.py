@@ -14,20 +14,22 @@ if TYPE_CHECKING:
 
 
 def check_content(folder: str, served: Model, skip: str = "pass check_weights=False") -> None:
-    """Compares the weight version, which the service computes from the content of the checkpoint's files.
+    """Compares the fingerprint of the weights, which the service computes from their contents.
 
     `skip` tells the reader of an error how to leave this check out.
     """
-    inspected = subprocess.run([command(), "inspect", "--json", folder], capture_output=True, text=True, check=False)
+    whole = ["--verify-weights"] if served.weight_fingerprint.startswith("whole:") else []
+    inspect = [command(), "inspect", "--json", *whole, folder]
+    inspected = subprocess.run(inspect, capture_output=True, text=True, check=False)
     if inspected.returncode != 0:
         raise ModelMismatchError(
             f"cannot tell whether the service holds the checkpoint in {folder}: {inspected.stderr.strip()}; {skip} "
             "to compare dimensions only"
         )
-    version = json.loads(inspected.stdout)["weight_version"]
-    if version != served.weight_version:
+    fingerprint = json.loads(inspected.stdout)["weight_fingerprint"]
+    if fingerprint != served.weight_fingerprint:
         raise ModelMismatchError(
-            f"the service holds weight version {served.weight_version}, and the checkpoint in {folder} has {version}: the "
-            f"same dimensions, but other weights or another config.json. Serve that checkpoint, or {skip} if you know that the "
-            "weights are the same"
+            f"the service holds weights with fingerprint {served.weight_fingerprint}, and the checkpoint in {folder} has "
+            f"{fingerprint}: the same dimensions, but other weights or another config.json. Serve that checkpoint, or {skip} "
+            "if you know that the weights are the same"
         )

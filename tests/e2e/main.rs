@@ -5,7 +5,9 @@
 mod faults;
 mod golden;
 mod gpu;
+mod reload;
 mod service;
 mod soak_gpu;
 mod startup;
 mod steps;
+mod weights;

@@ -53,7 +53,7 @@ def remote_experts(
             included, and their weights are not read, either.
         session: only None; "host" and "cuda" are refused, because the service has no sessions yet.
         credentials: certificates and token, as of `expertd.Client`.
-        check_weights: compare the service's weight version with that of the checkpoint where the checkpoint is a local
+        check_weights: compare the fingerprint of the service's weights with that of the checkpoint where the checkpoint is a local
             folder. Dimensions, layers and family are always compared.
 
     Raises:

@@ -9,7 +9,7 @@ use super::resolve::resolve;
 use super::store::Store;
 use super::{ModelError, ModelSpec};
 use crate::MatrixView;
-use expertd_types::{ExpertId, LayerId, WeightVersion};
+use expertd_types::{Coverage, ExpertId, LayerId, WeightFingerprint};
 
 /// A checkpoint in Hugging Face's layout, memory-mapped and checked by its headers. Weights are read from disk only
 /// when a view of them is used; tensors outside the MoE blocks are never read.
@@ -19,7 +19,6 @@ pub struct Checkpoint {
     spec: ModelSpec,
     plans: Vec<Option<LayerPlan>>,
     store: Store,
-    version: WeightVersion,
 }
 
 /// The MLP of an expert: `down(activation(gate(x), up(x)))`.
@@ -71,8 +70,7 @@ impl Checkpoint {
         let config = Config::read(dir)?;
         let mut store = Store::open(dir)?;
         let resolved = resolve(&config, &mut store)?;
-        let version = fingerprint(config.text(), &store);
-        Ok(Self { dir: dir.to_owned(), spec: resolved.spec, plans: resolved.plans, store, version })
+        Ok(Self { dir: dir.to_owned(), spec: resolved.spec, plans: resolved.plans, store })
     }
 
     /// The directory of the checkpoint.
@@ -87,11 +85,30 @@ impl Checkpoint {
         &self.spec
     }
 
-    /// A fingerprint of the contents: the same for the same checkpoint at any time and place, and almost certainly
-    /// another one for other weights. `server/model/fingerprint.rs` states what it covers.
+    /// The fingerprint of the contents. `server/model/src/fingerprint.rs` states what it covers.
     #[must_use]
-    pub fn weight_version(&self) -> WeightVersion {
-        self.version
+    pub fn fingerprint(&self, coverage: Coverage) -> WeightFingerprint {
+        fingerprint(&self.spec, &self.store, coverage)
+    }
+
+    /// Checks that the contents have a fingerprint.
+    ///
+    /// # Errors
+    /// [`ModelError::OtherWeights`] if they have another one.
+    pub fn expect(&self, expected: &WeightFingerprint) -> Result<(), ModelError> {
+        let found = self.fingerprint(expected.coverage);
+        if found == *expected {
+            return Ok(());
+        }
+        Err(ModelError::OtherWeights { path: self.dir.clone(), expected: *expected, found })
+    }
+
+    /// Checks that no file was written to since it was opened. What was read before is then what the fingerprint covers.
+    ///
+    /// # Errors
+    /// [`ModelError::Written`].
+    pub fn check_unchanged(&self) -> Result<(), ModelError> {
+        self.store.check_unchanged()
     }
 
     fn plan(&self, layer: LayerId) -> Result<&LayerPlan, ModelError> {

@@ -3,10 +3,12 @@
 #![forbid(unsafe_code)]
 
 mod chunked;
+mod fingerprint;
 mod ids;
 mod phase;
 pub mod rows;
 
 pub use chunked::{ChunkedBytes, ChunkedSlice};
+pub use fingerprint::{Coverage, NoFingerprint, WeightFingerprint};
 pub use ids::*;
 pub use phase::Phase;

@@ -1,5 +1,5 @@
-//! The expert kernel in every weight format against a plain MLP in f64 on the host, which reads the checkpoint's bytes by
-//! the formats' definitions.
+//! Compares the expert kernel, in every weight format, with a plain MLP in f64 on the host, which decodes the checkpoint's bytes by
+//! the definitions of the formats.
 
 mod launch;
 mod mlp;

@@ -2,6 +2,7 @@
 
 mod descriptors;
 pub mod plan;
+mod reload;
 mod report;
 pub mod settings;
 
