@@ -66,8 +66,8 @@ def check_model(model_config: Any, served: Model) -> None:
     families = {model_config.hf_config.model_type, model_config.hf_text_config.model_type}
     if served.family not in families:
         raise ModelMismatchError(
-            f"the service holds a {served.family} model, and vLLM loads {' or '.join(sorted(families))}; connect to a service "
-            "that holds the same checkpoint"
+            f"the service's model is of the family {served.family}, and vLLM's of {' or '.join(sorted(families))}; connect to a "
+            "service that holds the same checkpoint"
         )
     hidden = model_config.get_hidden_size()
     if served.hidden != hidden:

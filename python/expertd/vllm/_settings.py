@@ -18,7 +18,7 @@ class Settings:
     Attributes:
         address: the service, `HOST:PORT` or `unix:/PATH` (`EXPERTD_ADDRESS`).
         credentials: certificates and token (`EXPERTD_CLIENT_CA`, `…_CERT`, `…_KEY`, `…_SERVER_NAME`, `…_TOKEN_FILE`).
-        check_weights: compare weight versions (`EXPERTD_CHECK_WEIGHTS`, by default 1).
+        check_weights: compare the weights' fingerprints (`EXPERTD_CHECK_WEIGHTS`, by default 1).
         any_version: accept versions of vLLM that were not tried (`EXPERTD_VLLM_ANY_VERSION`, by default 0).
     """
 

@@ -18,6 +18,7 @@ class Engines:
     """What vLLM answered for each family with its own experts, and with experts at a service."""
 
     def __init__(self, folder, services):
+        self.folder = folder
         self.folders = {family: folder / family for family in FAMILIES}
         for family, checkpoint in self.folders.items():
             make_checkpoint(family, checkpoint)
@@ -67,6 +68,8 @@ def test_no_experts_are_held_and_every_layer_calls(engines, family):
     # Each layer computes each token once: prompts whole, and all generated tokens except the last.
     rows = sum(len(prompt) + TOKENS - 1 for prompt in engines.prompts)
     assert sum(remote["calls"]) == layers * rows
+    # Larger than what the service takes in one request, so it was split.
+    assert max(remote["calls"]) > engines.services[family].client().model().limits.max_tokens_per_request
     # Requests run together: at the end each call has a row of every prompt.
     assert remote["calls"][-1] == len(engines.prompts)
 
@@ -81,7 +84,7 @@ def test_generation_goes_on_when_a_rank_is_killed(engines):
 @pytest.mark.parametrize(
     "job, words",
     [
-        ("another model", "the service holds a olmoe model, and vLLM loads qwen3_moe"),
+        ("another model", "family olmoe, and vLLM's of qwen3_moe"),
         ("other weights", "EXPERTD_CHECK_WEIGHTS=0"),
         ("lora", "LoRA"),
     ],
@@ -90,9 +93,9 @@ def test_refusals_reach_the_caller(engines, job, words):
     assert words in engines.remote[job]["error"]
 
 
-def test_an_engine_in_a_process_of_its_own(engines, tmp_path):
+def test_an_engine_in_a_process_of_its_own(engines):
     """vLLM's default; the plugin is loaded in both processes. Compiled, as vLLM does by default, too."""
     job = engines.job("qwen3_moe", engines.services["qwen3_moe"].address, eager=False)
-    (answer,), log = run([job], tmp_path, in_process=False)
+    (answer,), log = run([job], engines.folder, in_process=False)
     assert answer.get("tokens") == engines.local["qwen3_moe"]["tokens"], (answer, log[-4000:])
     assert "The routed experts of 2 layers are served by" in log

@@ -133,7 +133,7 @@ def test_a_service_with_the_same_model_is_accepted():
 
 
 def test_a_service_with_another_model_is_refused():
-    for family, hidden, words in (("olmoe", 128, "mixtral model"), ("mixtral", 64, "hidden size 128")):
+    for family, hidden, words in (("olmoe", 128, "family mixtral"), ("mixtral", 64, "hidden size 128")):
         config = of(model_type=family)
         with pytest.raises(expertd.ModelMismatchError, match=words):
             check_model(of(hf_config=config, hf_text_config=config, get_hidden_size=lambda: hidden), SERVED)
