@@ -20,10 +20,11 @@ import transformers
 from transformers.modeling_utils import PreTrainedModel
 
 from .._client import Credentials, refuse_session
+from .._content import check_content
 from .._errors import UnsupportedError
-from ._check import check_content, check_layer, check_model
+from .._torch import Remote
+from ._check import check_layer, check_model
 from ._modules import RemoteBlock, RemoteExperts, RemoteLlama4
-from ._remote import Remote
 
 _VERSIONS = ((5, 17), (5, 23))
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.[^.]+$")
