@@ -214,7 +214,6 @@ impl Backend for Fake {
                 weight_bytes_loaded: 10,
                 weight_bytes_total: 20,
             }],
-            reload: None,
         }
     }
 
