@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use expertd_router::backend::*;
-use expertd_types::{Generation, LayerId, Rank, StepId, WeightVersion};
+use expertd_types::{
+    Coverage, Generation, LayerId, LayerRange, Rank, StepId, WeightFingerprint, WeightVersion,
+};
 use tokio::sync::{oneshot, watch};
 
 /// Echoes immediately.
@@ -22,13 +24,19 @@ pub const BY_TOKEN_ID: u32 = 4;
 pub const ABANDON: u32 = 5;
 /// A layer without an MoE block.
 pub const DENSE: u32 = 0;
-pub const NUM_LAYERS: usize = 6;
+/// A layer that another service holds.
+pub const ELSEWHERE: u32 = 6;
+const HELD_LAST: u32 = 5;
+pub const NUM_LAYERS: usize = 7;
 
 pub const EXPERTS: usize = 70;
 pub const TOP_K: usize = 2;
 pub const MAX_K: usize = 4;
 pub const VOCABULARY: usize = 100;
 pub const WEIGHT_VERSION: u64 = 7;
+/// The fingerprint of its weights.
+pub const WEIGHT_FINGERPRINT: WeightFingerprint =
+    WeightFingerprint { coverage: Coverage::Sampled, digest: [7; 16] };
 
 type Waiting = (Request, oneshot::Sender<Result<Answer, StepError>>);
 
@@ -69,14 +77,16 @@ impl Fake {
             vocabulary: if by_token_id { VOCABULARY } else { 0 },
         };
         let layers: BTreeMap<_, _> =
-            (1..NUM_LAYERS as u32).map(|id| (LayerId(id), layer(id == BY_TOKEN_ID))).collect();
+            (1..=HELD_LAST).map(|id| (LayerId(id), layer(id == BY_TOKEN_ID))).collect();
         let model = ModelInfo {
             name: "fake".to_owned(),
             family: "mixtral".to_owned(),
             weight_version: WeightVersion(WEIGHT_VERSION),
+            weight_fingerprint: WEIGHT_FINGERPRINT,
             generation: Generation(3),
             hidden,
             num_layers: NUM_LAYERS,
+            held: LayerRange { first: LayerId(0), last: LayerId(HELD_LAST) },
             layers,
             weight_formats: vec!["bf16".to_owned()],
             limits,
@@ -145,6 +155,7 @@ impl Fake {
                 steps: vec![step],
                 generation: self.model.generation,
                 weight_version: self.model.weight_version,
+                weight_fingerprint: self.model.weight_fingerprint,
                 tokens_per_rank: vec![request.tokens as u32, 0],
                 timings: if request.return_timings { vec![timings] } else { Vec::new() },
                 topk_ids,
@@ -194,6 +205,7 @@ impl Backend for Fake {
             requests_queued: 2,
             tokens_queued: 3,
             uptime: Duration::from_secs(4),
+            reload: None,
             ranks: vec![RankStatus {
                 rank: Rank(0),
                 pid: 99,
@@ -207,6 +219,10 @@ impl Backend for Fake {
 
     fn watch_state(&self) -> watch::Receiver<ServiceState> {
         self.state.subscribe()
+    }
+
+    fn reload(&self, folder: Option<std::path::PathBuf>) -> ReloadFuture {
+        Box::pin(async move { Err(format!("a fake has no weights to load from {folder:?}")) })
     }
 
     fn drain(&self, timeout: Option<Duration>) -> DrainFuture {

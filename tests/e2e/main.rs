@@ -3,9 +3,13 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod faults;
+mod fleet;
 mod golden;
 mod gpu;
+mod layers;
+mod reload;
 mod service;
 mod soak_gpu;
 mod startup;
 mod steps;
+mod weights;

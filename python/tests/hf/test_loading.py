@@ -45,7 +45,7 @@ def test_another_model_is_refused(served, tmp_path):
         (dict(num_local_experts=8), "num_experts 8"),
         (dict(intermediate_size=48), "expert_width 48"),
         (dict(num_experts_per_tok=3), "top_k 3"),
-        (dict(), "weight version"),
+        (dict(), "fingerprint"),
     ):
         other = tmp_path / re.sub(r"\W", "_", words)
         make_checkpoint("mixtral", other, **overrides)

@@ -1,7 +1,9 @@
 //! `expertd serve`: the router rank.
 
 mod descriptors;
+pub(super) mod layers;
 pub mod plan;
+mod reload;
 mod report;
 pub mod settings;
 

@@ -6,20 +6,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::super::admin::default_admin_address;
+use super::layers;
 use super::settings::{Given, SettingsError, Shown, Source, parse_cores};
-use expertd_ipc::control::{DeviceKind, Fp8Compute, RankSetup};
+use expertd_ipc::control::{CheckpointSource, DeviceKind, Fp8Compute, RankSetup};
 use expertd_ipc::wait::SPIN_TIME;
 use expertd_ipc::{GroupShape, SharedRegion};
 use expertd_memory as memory;
-use expertd_model::{Checkpoint, ModelError, ModelSpec, Placement};
+use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec, Placement};
 use expertd_rank_cuda as gpu;
 use expertd_router::api::{AccessConfig, ConnectionLimits};
 use expertd_router::backend::{Limits, ModelInfo, MoeLayerInfo, RankPlacement};
 use expertd_router::cluster::{
-    ClusterConfig, available_cores, numa_nodes, share_cores, share_cores_near, usable,
+    ClusterConfig, WeightHolder, available_cores, numa_nodes, share_cores, share_cores_near, usable,
 };
-use expertd_router::steps::SchedulerConfig;
-use expertd_types::{Generation, Rank, WeightVersion};
+use expertd_router::steps::{ReloadPlanner, SchedulerConfig};
+use expertd_types::{Coverage, Generation, Rank, WeightFingerprint, WeightVersion};
 
 /// Largest number of ranks on one host.
 const MAX_RANKS: u32 = 8;
@@ -95,12 +96,22 @@ impl MessageMemory {
         MessageMemory { resident_bytes: step.min(MAX_RESIDENT).min(max_bytes), max_bytes }
     }
 
+    /// The sizes for the default of max-bytes-in-flight, with the largest message of `message_bytes`.
+    pub(crate) fn of_largest_message(message_bytes: usize, tokens_per_step: usize, hidden: usize) -> Self {
+        Self::new(default_bytes_in_flight(message_bytes), tokens_per_step, hidden)
+    }
+
     /// Reserves the memory. A process without the reservation serves as well, but uses more memory.
     pub fn reserve(&self) {
         if let Err(error) = memory::reserve(self.max_bytes, self.resident_bytes) {
             tracing::warn!(%error, bytes = self.resident_bytes, "cannot reserve memory for messages");
         }
     }
+}
+
+/// 1 GiB, or 4 of the largest requests.
+const fn default_bytes_in_flight(message_bytes: usize) -> usize {
+    if 4 * message_bytes > BYTES_IN_FLIGHT { 4 * message_bytes } else { BYTES_IN_FLIGHT }
 }
 
 fn value(name: &'static str, problem: impl Into<String>) -> PlanError {
@@ -142,8 +153,15 @@ impl ServePlan {
                 "no checkpoint was given; pass --model DIR, or try `expertd demo`, which makes one",
             )
         })?;
-        let checkpoint = Checkpoint::open(&path)?;
+        let layers = match &given.layers.0 {
+            Some(text) => {
+                layers::parse(text, layers::host_name).map_err(|problem| value("layers", problem))?
+            }
+            None => LayerChoice::All,
+        };
+        let checkpoint = Checkpoint::open_layers(&path, layers)?;
         let spec = checkpoint.spec().clone();
+        derive(&mut given.layers, spec.held.to_string(), "all");
         let name = derive(&mut given.model_name, folder_name(&path), "the folder's name");
 
         let cores = match &given.cores.0 {
@@ -253,7 +271,7 @@ impl ServePlan {
         let message_bytes = Limits::message_bytes(per_request, spec.hidden, max_top_k);
         let in_flight = derive(
             &mut given.max_bytes_in_flight,
-            BYTES_IN_FLIGHT.max(4 * message_bytes) as u64,
+            default_bytes_in_flight(message_bytes) as u64,
             "1 GiB, or 4 of the largest requests",
         );
         let in_flight = usize::try_from(in_flight).unwrap_or(usize::MAX);
@@ -321,8 +339,11 @@ impl ServePlan {
             insecure: given.insecure.0.unwrap_or(false),
         };
         let listen = |s: &(Option<String>, Source)| s.0.clone().unwrap_or_default();
+        let coverage =
+            if given.verify_weights.0.unwrap_or(false) { Coverage::Whole } else { Coverage::Sampled };
+        let fingerprint = checkpoint.fingerprint(coverage);
         let plan = ServePlan {
-            model: model_info(&spec, name, checkpoint.weight_version(), limits, device, &shares, &near),
+            model: model_info(&spec, name, fingerprint, limits, device, &shares, &near),
             cluster: ClusterConfig {
                 shape,
                 windows: match device {
@@ -330,7 +351,12 @@ impl ServePlan {
                     DeviceKind::Cuda => None,
                 },
                 device,
-                model: absolute(&path),
+                description: serde_json::to_value(&spec).unwrap_or_default(),
+                checkpoint: CheckpointSource { folder: absolute(&path), layers: spec.held, fingerprint },
+                weights: match device {
+                    DeviceKind::Cpu => WeightHolder::Router,
+                    DeviceKind::Cuda => WeightHolder::Ranks,
+                },
                 fp8_compute,
                 cores: shares,
                 usable_cores,
@@ -357,6 +383,7 @@ impl ServePlan {
                 )?),
                 on_fault: given.on_fault.0.unwrap_or_default(),
                 drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
+                reload: ReloadPlanner(super::reload::plan),
                 copy_threads: match device {
                     // Ranks use all cores.
                     DeviceKind::Cpu => 1,
@@ -421,7 +448,7 @@ fn list(cores: &[usize]) -> String {
 fn model_info(
     spec: &ModelSpec,
     name: String,
-    weight_version: WeightVersion,
+    weight_fingerprint: WeightFingerprint,
     limits: Limits,
     device: DeviceKind,
     cores: &[Vec<usize>],
@@ -472,10 +499,12 @@ fn model_info(
     ModelInfo {
         name,
         family: spec.model_type.clone(),
-        weight_version,
+        weight_version: WeightVersion(1),
+        weight_fingerprint,
         generation: Generation(0),
         hidden: spec.hidden,
         num_layers: spec.num_layers,
+        held: spec.held,
         layers,
         weight_formats,
         limits,

@@ -3,8 +3,8 @@
 //! | failure | status | details |
 //! |---|---|---|
 //! | [`Failure::Invalid`] | INVALID_ARGUMENT | BadRequest |
-//! | [`Failure::UnknownModel`], [`Failure::UnknownLayer`] | NOT_FOUND | ResourceInfo |
-//! | [`Failure::WeightVersion`] | FAILED_PRECONDITION | PreconditionFailure |
+//! | [`Failure::UnknownModel`], [`Failure::UnknownLayer`], [`Failure::LayerNotHeld`] | NOT_FOUND | ResourceInfo |
+//! | [`Failure::WeightVersion`], [`Failure::WeightFingerprint`], [`StepError::OtherWeights`] | FAILED_PRECONDITION | PreconditionFailure |
 //! | [`Failure::NoRoom`], [`SubmitError::Overloaded`] | RESOURCE_EXHAUSTED | RetryInfo |
 //! | [`Failure::DeadlineExceeded`], a deadline in queue or step | DEADLINE_EXCEEDED | |
 //! | [`Failure::Unauthenticated`] | UNAUTHENTICATED | |
@@ -23,6 +23,7 @@ use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
 
 use crate::backend::{StepError, SubmitError};
+use expertd_types::{LayerRange, WeightFingerprint};
 
 /// Domain of the ErrorInfo.
 pub const ERROR_DOMAIN: &str = "expertd";
@@ -47,8 +48,12 @@ pub(in crate::api) enum Failure {
     UnknownModel { given: String, known: String },
     #[error("there is no layer {layer}; the checkpoint has layers 0 to {}", num_layers.saturating_sub(1))]
     UnknownLayer { layer: u32, num_layers: usize },
+    #[error("layer {layer} is not served here: this service holds layers {held} of the model")]
+    LayerNotHeld { layer: u32, held: LayerRange },
     #[error("weight version {expected} is expected, {loaded} is loaded")]
     WeightVersion { expected: u64, loaded: u64 },
+    #[error("weights with fingerprint {expected} are expected, {loaded} are loaded")]
+    WeightFingerprint { expected: WeightFingerprint, loaded: WeightFingerprint },
     #[error("the service has no room for more request bytes (max_bytes_in_flight)")]
     NoRoom,
     #[error("this client already has {limit} connections, which is the limit; close some of them")]
@@ -76,8 +81,12 @@ impl Failure {
     fn code(&self) -> Code {
         match self {
             Failure::Invalid { .. } => Code::InvalidArgument,
-            Failure::UnknownModel { .. } | Failure::UnknownLayer { .. } => Code::NotFound,
-            Failure::WeightVersion { .. } => Code::FailedPrecondition,
+            Failure::UnknownModel { .. } | Failure::UnknownLayer { .. } | Failure::LayerNotHeld { .. } => {
+                Code::NotFound
+            }
+            Failure::WeightVersion { .. }
+            | Failure::WeightFingerprint { .. }
+            | Failure::Step(StepError::OtherWeights { .. }) => Code::FailedPrecondition,
             Failure::NoRoom
             | Failure::TooManyConnections { .. }
             | Failure::Submit(SubmitError::Overloaded { .. }) => Code::ResourceExhausted,
@@ -99,7 +108,10 @@ impl Failure {
             Failure::Invalid { .. } => "INVALID_REQUEST",
             Failure::UnknownModel { .. } => "UNKNOWN_MODEL",
             Failure::UnknownLayer { .. } => "UNKNOWN_LAYER",
-            Failure::WeightVersion { .. } => "WEIGHT_VERSION_MISMATCH",
+            Failure::LayerNotHeld { .. } => "LAYER_NOT_HELD",
+            Failure::WeightVersion { .. }
+            | Failure::WeightFingerprint { .. }
+            | Failure::Step(StepError::OtherWeights { .. }) => "WEIGHT_VERSION_MISMATCH",
             Failure::NoRoom => "BYTES_IN_FLIGHT",
             Failure::TooManyConnections { .. } => "TOO_MANY_CONNECTIONS",
             Failure::Unauthenticated(_) => "UNAUTHENTICATED",
@@ -145,6 +157,9 @@ impl From<Failure> for Status {
             }
             Failure::UnknownLayer { layer, num_layers } => {
                 details.set_resource_info("layer", layer.to_string(), "", format!("{num_layers} layers"));
+            }
+            Failure::LayerNotHeld { layer, held } => {
+                details.set_resource_info("layer", layer.to_string(), "", format!("layers {held} are held"));
             }
             Failure::WeightVersion { loaded, .. } => {
                 details.add_precondition_failure_violation(
