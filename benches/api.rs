@@ -25,7 +25,7 @@ use expertd_router::backend::{
     Answer, Backend, DrainFuture, DrainReport, ModelInfo, MoeLayerInfo, Pending, ReloadFuture, ServiceStatus,
     SubmitError,
 };
-use expertd_types::{Coverage, Generation, LayerId, StepId, WeightFingerprint, WeightVersion};
+use expertd_types::{Coverage, Generation, LayerId, LayerRange, StepId, WeightFingerprint, WeightVersion};
 use rand::RngExt as _;
 use tokio::sync::{oneshot, watch};
 use tokio_util::sync::CancellationToken;
@@ -104,6 +104,7 @@ impl Echo {
             generation: Generation(1),
             hidden: HIDDEN,
             num_layers: 1,
+            held: LayerRange::whole(1),
             layers: BTreeMap::from([(LayerId(0), layer)]),
             weight_formats: Vec::new(),
             limits,

@@ -21,7 +21,8 @@ use crate::distribution::TokenCounts;
 #[derive(Parser, Clone, Debug)]
 #[command(name = "expertd-loadtest", version, args_override_self = true)]
 pub struct Args {
-    /// Address of the service: HOST:PORT or unix:PATH
+    /// Address of the service: HOST:PORT or unix:PATH. Several addresses, separated by commas, are used as one service:
+    /// each request goes to a service that holds its layer, and elsewhere if that one fails
     #[arg(long, default_value = "127.0.0.1:50051", env = "EXPERTD_ADDRESS")]
     pub address: String,
     /// Name of the model; optional if the service has only one

@@ -164,8 +164,8 @@ fn applied_k(request: &ForwardRequest, ids: usize, weights: usize, tokens: usize
 async fn ask(client: &mut Client, request: ForwardRequest) -> Result<Option<ForwardResponse>, String> {
     let begun = Instant::now();
     while begun.elapsed() < RETRY_TIME {
-        match tokio::time::timeout(RETRY_TIME, client.forward(request.clone())).await {
-            Ok(Ok(answer)) => return Ok(Some(answer.into_inner())),
+        match tokio::time::timeout(RETRY_TIME, client.forward(request.clone(), None)).await {
+            Ok(Ok(answer)) => return Ok(Some(answer)),
             Ok(Err(status)) if matches!(status.code(), Code::Unavailable | Code::ResourceExhausted) => {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }

@@ -207,7 +207,7 @@ pub async fn one_outstanding(
             for call in 0..ROUND_CALLS {
                 let request = source.random(false);
                 let sent = Instant::now();
-                let Ok(answer) = client.forward(request).await else { continue };
+                let Ok(answer) = client.forward(request, None).await else { continue };
                 let latency = sent.elapsed();
                 if call < COLD_CALLS {
                     continue;
@@ -216,7 +216,7 @@ pub async fn one_outstanding(
                     Callee::Echo => of_echo.record(latency),
                     Callee::ColdEcho => of_cold.record(latency.saturating_sub(traffic.took())),
                     Callee::Service => {
-                        let receipt = answer.get_ref().receipt.as_ref();
+                        let receipt = answer.receipt.as_ref();
                         let (_, step) = receipt.map(load::times).unwrap_or_default();
                         of_service.record(latency);
                         less_step.record(latency.saturating_sub(step));

@@ -25,6 +25,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use expertd_proto::fleet::FleetError;
 use expertd_proto::transport::{CONTROL_MESSAGE_BYTES, ConnectError, Credentials};
 use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::task::JoinSet;
@@ -54,6 +55,9 @@ pub enum Error {
     /// The service cannot be reached.
     #[error(transparent)]
     Connect(#[from] ConnectError),
+    /// None of several services serves.
+    #[error(transparent)]
+    Fleet(#[from] FleetError),
     /// `GetModel` failed.
     #[error("GetModel failed: {:?}: {}", status.code(), status.message())]
     GetModel {
@@ -81,6 +85,12 @@ pub enum Error {
 /// # Errors
 /// If the service cannot be reached, or the arguments do not fit its model.
 pub async fn run(args: &Args) -> Result<Report, Error> {
+    if args.shape.mode == Mode::Stream && connect::is_several(&args.address) {
+        return Err(Error::Unfit(
+            "--mode stream takes one address, because a stream goes to one service; use --mode unary for several"
+                .to_owned(),
+        ));
+    }
     let mut first = connect::connect(&args.address, &args.credentials, CONTROL_MESSAGE_BYTES).await?;
     let model = request::get_model(&mut first, &args.model).await?;
     let workload = Arc::new(Workload::new(args, model)?);
@@ -169,11 +179,15 @@ async fn drive(load: &Arc<Load>, shape: &Shape, clients: Vec<Client>) {
             receiver
         });
         match (shape.mode, received) {
-            (Mode::Unary, None) => workers.spawn(unary::closed(load, client, worker)),
-            (Mode::Unary, Some(received)) => workers.spawn(unary::open(load, client, worker, received)),
-            (Mode::Stream, received) => {
-                workers.spawn(stream::run(load, client, worker, shape.outstanding.get(), received))
-            }
+            (Mode::Stream, received) => match client {
+                Client::One(moe) => {
+                    workers.spawn(stream::run(load, moe, worker, shape.outstanding.get(), received));
+                }
+                // `run` refuses streams to several services.
+                Client::Several(_) => {}
+            },
+            (Mode::Unary, None) => drop(workers.spawn(unary::closed(load, client, worker))),
+            (Mode::Unary, Some(received)) => drop(workers.spawn(unary::open(load, client, worker, received))),
         };
     }
     if let Some(rate) = shape.rate {

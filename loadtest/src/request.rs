@@ -5,9 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use expertd_proto::v1::forward_request::Payload;
-use expertd_proto::v1::{
-    ForwardRequest, GetModelRequest, GetModelResponse, MoeLayer, Routing, SharedExperts,
-};
+use expertd_proto::v1::{ForwardRequest, GetModelResponse, MoeLayer, Routing, SharedExperts};
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 
@@ -53,9 +51,7 @@ pub struct Workload {
 /// # Errors
 /// If the call fails.
 pub async fn get_model(client: &mut Client, name: &str) -> Result<GetModelResponse, Error> {
-    let request = GetModelRequest { name: name.to_owned() };
-    let answer = client.get_model(request).await;
-    Ok(answer.map_err(|status| Error::GetModel { status: Box::new(status) })?.into_inner())
+    client.model(name).await.map_err(|status| Error::GetModel { status: Box::new(status) })
 }
 
 impl Workload {

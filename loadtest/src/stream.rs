@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use expertd_proto::transport::Channel;
 use expertd_proto::v1::forward_stream_response::Result as Answered;
+use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::{ForwardStreamRequest, ForwardStreamResponse};
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -14,7 +16,6 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::{Response, Status, Streaming};
 
 use crate::arrivals::Arrival;
-use crate::connect::Client;
 use crate::load::{Job, Load, Outcome};
 use crate::request::RequestSource;
 
@@ -32,7 +33,7 @@ type Retry = Pin<Box<dyn Future<Output = Job> + Send>>;
 /// Without `arrivals` this is a closed loop that keeps `outstanding` requests in flight.
 pub async fn run(
     load: Arc<Load>,
-    client: Client,
+    client: MoeClient<Channel>,
     worker: u64,
     outstanding: usize,
     arrivals: Option<UnboundedReceiver<Arrival>>,
@@ -56,7 +57,7 @@ pub async fn run(
 
 struct Stream {
     load: Arc<Load>,
-    client: Client,
+    client: MoeClient<Channel>,
     worker: u64,
     source: RequestSource,
     /// Closed loop: number of requests kept in flight.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::JoinSet;
-use tonic::{Code, Request};
+use tonic::Code;
 
 use crate::arrivals::Arrival;
 use crate::connect::Client;
@@ -47,14 +47,12 @@ pub async fn open(load: Arc<Load>, client: Client, worker: u64, mut arrivals: Un
 async fn exchange(load: &Load, mut client: Client, mut job: Job, worker: u64) {
     load.progress.outstanding.fetch_add(1, Ordering::Relaxed);
     loop {
-        let mut request = Request::new(job.planned.request.clone());
-        if let Some(deadline) = load.deadline_ms {
-            request.set_timeout(Duration::from_millis(deadline.into()));
-        }
+        let request = job.planned.request.clone();
+        let deadline = load.deadline_ms.map(|ms| Duration::from_millis(ms.into()));
         job.sent = Instant::now();
         let give_up = load.period.give_up;
-        let outcome = match tokio::time::timeout(give_up, client.forward(request)).await {
-            Ok(Ok(answer)) => Outcome::Answer(answer.into_inner()),
+        let outcome = match tokio::time::timeout(give_up, client.forward(request, deadline)).await {
+            Ok(Ok(answer)) => Outcome::Answer(answer),
             // The client's transport also enforces the deadline, and reports it as CANCELLED.
             Ok(Err(status)) if status.code() == Code::Cancelled && load.deadline_ms.is_some() => {
                 Outcome::Status {

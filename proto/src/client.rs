@@ -14,6 +14,9 @@ use crate::v1::{
     forward_request, forward_stream_response,
 };
 
+/// Metadata of a call with the number of its layer, by which proxies can route.
+pub const LAYER_METADATA: &str = "expertd-layer";
+
 /// An error that prevents a client from being created.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
@@ -77,12 +80,20 @@ pub fn retry_delay(status: &Status) -> Option<Duration> {
 /// from the service has no source. The computation is pure, so a retry is as safe as after any other UNAVAILABLE.
 #[must_use]
 pub fn connection_loss(status: Status) -> Status {
-    let lost = std::error::Error::source(&status).is_some_and(|source| match status.code() {
-        Code::Unknown => true,
+    if is_connection_loss(&status) && status.code() != Code::Unavailable {
+        Status::unavailable(format!("the connection broke: {}", status.message()))
+    } else {
+        status
+    }
+}
+
+/// Whether the status says that the connection could not be made, or was lost before the answer.
+pub(crate) fn is_connection_loss(status: &Status) -> bool {
+    std::error::Error::source(status).is_some_and(|source| match status.code() {
+        Code::Unknown | Code::Unavailable => true,
         Code::Cancelled => !is_timeout(source),
         _ => false,
-    });
-    if lost { Status::unavailable(format!("the connection broke: {}", status.message())) } else { status }
+    })
 }
 
 /// Whether the error is that of the channel's own timer, which also reports CANCELLED.
@@ -193,20 +204,7 @@ impl Client {
         message: ForwardRequest,
         timeout: Option<Duration>,
     ) -> Result<ForwardResponse, Status> {
-        let mut request = Request::new(message);
-        let Some(timeout) = timeout else {
-            return Ok(self.raw().forward(request).await.map_err(connection_loss)?.into_inner());
-        };
-        request.set_timeout(timeout);
-        let start = Instant::now();
-        match self.raw().forward(request).await {
-            Ok(response) => Ok(response.into_inner()),
-            // The channel's own timer reports CANCELLED if it fires before the service's answer arrives.
-            Err(status) if status.code() == Code::Cancelled && start.elapsed() >= timeout => {
-                Err(Status::deadline_exceeded(format!("no answer within {timeout:?}")))
-            }
-            Err(status) => Err(connection_loss(status)),
-        }
+        send_once(self.raw(), message, timeout).await.map_err(connection_loss)
     }
 
     /// Opens a stream for several token batches at once. `capacity` is the number of requests that may be queued in
@@ -219,6 +217,29 @@ impl Client {
         let outbound = tokio_stream::wrappers::ReceiverStream::new(receiver);
         let inbound = self.raw().forward_stream(outbound).await.map_err(connection_loss)?.into_inner();
         Ok((RequestSender { sender }, AnswerReceiver { inbound }))
+    }
+}
+
+/// Sends one token batch, without retries. The call names its layer in the metadata `expertd-layer` as well, where
+/// proxies can read it.
+pub(crate) async fn send_once(
+    mut moe: MoeClient<Channel>,
+    message: ForwardRequest,
+    timeout: Option<Duration>,
+) -> Result<ForwardResponse, Status> {
+    let layer = message.layer;
+    let mut request = Request::new(message);
+    request.metadata_mut().insert(LAYER_METADATA, layer.into());
+    let Some(timeout) = timeout else { return Ok(moe.forward(request).await?.into_inner()) };
+    request.set_timeout(timeout);
+    let start = Instant::now();
+    match moe.forward(request).await {
+        Ok(response) => Ok(response.into_inner()),
+        // The channel's own timer reports CANCELLED if it fires before the service's answer arrives.
+        Err(status) if status.code() == Code::Cancelled && start.elapsed() >= timeout => {
+            Err(Status::deadline_exceeded(format!("no answer within {timeout:?}")))
+        }
+        Err(status) => Err(status),
     }
 }
 

@@ -14,10 +14,12 @@
 //! ```
 
 mod client;
+pub mod fleet;
 pub mod transport;
 
 pub use client::{
-    AnswerReceiver, Client, ClientError, RequestSender, RetryPolicy, connection_loss, retry_delay,
+    AnswerReceiver, Client, ClientError, LAYER_METADATA, RequestSender, RetryPolicy, connection_loss,
+    retry_delay,
 };
 
 /// Package `expertd.v1`.
@@ -29,11 +31,13 @@ pub mod v1 {
 /// Encoded `FileDescriptorSet` of the package, for reflection.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/expertd_descriptor.bin"));
 
-/// Compiles the Rust examples of the README and of docs/api.md as doctests.
+/// Compiles the Rust examples of the README and of pages in docs/ as doctests.
 #[cfg(doctest)]
 mod documents {
     #[doc = include_str!("../../README.md")]
     struct Readme;
     #[doc = include_str!("../../docs/api.md")]
     struct Api;
+    #[doc = include_str!("../../docs/services.md")]
+    struct Services;
 }

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use expertd_router::backend::*;
-use expertd_types::{Coverage, Generation, LayerId, Rank, StepId, WeightFingerprint, WeightVersion};
+use expertd_types::{
+    Coverage, Generation, LayerId, LayerRange, Rank, StepId, WeightFingerprint, WeightVersion,
+};
 use tokio::sync::{oneshot, watch};
 
 /// Echoes immediately.
@@ -22,7 +24,10 @@ pub const BY_TOKEN_ID: u32 = 4;
 pub const ABANDON: u32 = 5;
 /// A layer without an MoE block.
 pub const DENSE: u32 = 0;
-pub const NUM_LAYERS: usize = 6;
+/// A layer that another service holds.
+pub const ELSEWHERE: u32 = 6;
+const HELD_LAST: u32 = 5;
+pub const NUM_LAYERS: usize = 7;
 
 pub const EXPERTS: usize = 70;
 pub const TOP_K: usize = 2;
@@ -72,7 +77,7 @@ impl Fake {
             vocabulary: if by_token_id { VOCABULARY } else { 0 },
         };
         let layers: BTreeMap<_, _> =
-            (1..NUM_LAYERS as u32).map(|id| (LayerId(id), layer(id == BY_TOKEN_ID))).collect();
+            (1..=HELD_LAST).map(|id| (LayerId(id), layer(id == BY_TOKEN_ID))).collect();
         let model = ModelInfo {
             name: "fake".to_owned(),
             family: "mixtral".to_owned(),
@@ -81,6 +86,7 @@ impl Fake {
             generation: Generation(3),
             hidden,
             num_layers: NUM_LAYERS,
+            held: LayerRange { first: LayerId(0), last: LayerId(HELD_LAST) },
             layers,
             weight_formats: vec!["bf16".to_owned()],
             limits,
@@ -199,6 +205,7 @@ impl Backend for Fake {
             requests_queued: 2,
             tokens_queued: 3,
             uptime: Duration::from_secs(4),
+            reload: None,
             ranks: vec![RankStatus {
                 rank: Rank(0),
                 pid: 99,

@@ -139,6 +139,7 @@ async fn unknown_models_and_layers_are_not_found() {
         (good().with_model("other"), "UNKNOWN_MODEL"),
         (with(|r| r.layer = backend::NUM_LAYERS as u32), "UNKNOWN_LAYER"),
         (with(|r| r.layer = u32::MAX), "UNKNOWN_LAYER"),
+        (with(|r| r.layer = backend::ELSEWHERE), "LAYER_NOT_HELD"),
     ] {
         let status = refused(&client, request).await;
         assert_eq!(status.code(), Code::NotFound);

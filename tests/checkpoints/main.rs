@@ -5,6 +5,7 @@
 mod broken_checkpoints;
 mod common;
 mod golden_block;
+mod layers;
 mod layouts;
 mod models_doc;
 mod synth;

@@ -3,8 +3,10 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod faults;
+mod fleet;
 mod golden;
 mod gpu;
+mod layers;
 mod reload;
 mod service;
 mod soak_gpu;

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use clap::Args;
 use serde_json::json;
 
+use super::serve::layers;
 use expertd_model::WeightFormat;
 use expertd_model::{Checkpoint, ModelError, ModelSpec, MoeLayer, Placement};
 use expertd_types::{Coverage, LayerId, Rank};
@@ -23,6 +24,9 @@ pub struct InspectArgs {
     /// Fingerprint every byte of the weights instead of samples, as `serve --verify-weights` does
     #[arg(long)]
     pub verify_weights: bool,
+    /// Layers to check and describe, as in `serve --layers`
+    #[arg(long, default_value = "all")]
+    pub layers: String,
     /// Print everything as JSON
     #[arg(long)]
     pub json: bool,
@@ -31,7 +35,14 @@ pub struct InspectArgs {
 /// Opens a checkpoint and describes it; exit status 64 if it cannot be served.
 #[must_use]
 pub fn run(args: &InspectArgs) -> ExitCode {
-    match Checkpoint::open(&args.model) {
+    let choice = match layers::parse(&args.layers, layers::host_name) {
+        Ok(choice) => choice,
+        Err(problem) => {
+            eprintln!("expertd inspect: --layers {problem}");
+            return ExitCode::from(ModelError::EXIT_CODE);
+        }
+    };
+    match Checkpoint::open_layers(&args.model, choice) {
         Ok(checkpoint) => {
             let ranks = usize::from(args.ranks);
             let coverage = if args.verify_weights { Coverage::Whole } else { Coverage::Sampled };

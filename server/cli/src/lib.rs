@@ -16,6 +16,7 @@ pub mod loader;
 pub mod rank;
 pub mod reload;
 pub mod serve;
+pub mod size;
 pub mod status;
 pub mod synth;
 pub mod verify;
@@ -66,6 +67,7 @@ enum Command {
     Call(call::CallArgs),
     Verify(verify::VerifyArgs),
     Inspect(inspect::InspectArgs),
+    Size(size::SizeArgs),
     Synth(synth::SynthArgs),
     Doctor(doctor::DoctorArgs),
     Bench(bench::BenchArgs),
@@ -103,6 +105,7 @@ pub fn main() -> ExitCode {
         Command::Call(args) => block_on("call", call::run(args)),
         Command::Verify(args) => block_on("verify", verify::run(args)),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Size(args) => size::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Bench(args) => block_on("bench", bench::run(args)),

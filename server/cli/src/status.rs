@@ -1,7 +1,9 @@
 //! `expertd status`: the state of a running service.
 
 use std::fmt::Write as _;
+use std::io::{IsTerminal as _, Write as _};
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use expertd_proto::v1::{GetStatusRequest, GetStatusResponse, RankStatus, ServiceState};
@@ -21,6 +23,16 @@ pub struct StatusArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+    /// Show the state again every so many seconds, until interrupted
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", value_parser = interval)]
+    pub watch: Option<f64>,
+}
+
+fn interval(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.1..=3600.0).contains(&seconds) => Ok(seconds),
+        _ => Err("expected a number of seconds from 0.1 to 3600".to_owned()),
+    }
 }
 
 /// Gets the state of a service.
@@ -40,9 +52,46 @@ pub async fn status(args: &StatusArgs) -> Result<GetStatusResponse, ClientError>
 /// # Errors
 /// As [`status`].
 pub async fn run(args: StatusArgs) -> Result<ExitCode, ClientError> {
+    if let Some(seconds) = args.watch {
+        return watch(&args, Duration::from_secs_f64(seconds)).await;
+    }
     let status = status(&args).await?;
     print!("{}", if args.json { format!("{:#}\n", to_json(&status)) } else { to_text(&status) });
     Ok(if status.state() == ServiceState::Serving { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Shows the state again and again: a terminal is cleared each time; elsewhere each state is a paragraph, or a line of JSON.
+/// A service that does not answer is shown as such and asked again.
+async fn watch(args: &StatusArgs, interval: Duration) -> Result<ExitCode, ClientError> {
+    /// Clears a terminal and goes to its first line.
+    const CLEAR: &str = "\x1b[2J\x1b[H";
+    let terminal = std::io::stdout().is_terminal();
+    let mut earlier: Option<(Instant, u64)> = None;
+    let mut ticks = tokio::time::interval(interval);
+    loop {
+        ticks.tick().await;
+        let now = Instant::now();
+        let text = match status(args).await {
+            Ok(status) if args.json => format!("{}\n", to_json(&status)),
+            Ok(status) => {
+                let steps = status.steps_total;
+                let rate = earlier
+                    .replace((now, steps))
+                    .map(|(then, before)| steps.saturating_sub(before) as f64 / (now - then).as_secs_f64());
+                let rate = rate.map_or_else(String::new, |rate| format!("{:<12} {rate:.0}\n", "steps/s"));
+                format!("{}{rate}", to_text(&status))
+            }
+            Err(error) => {
+                earlier = None;
+                format!("{error}\n")
+            }
+        };
+        let (before, after) = if terminal { (CLEAR, "") } else { ("", if args.json { "" } else { "\n" }) };
+        print!("{before}{text}{after}");
+        if std::io::stdout().flush().is_err() {
+            return Ok(ExitCode::SUCCESS);
+        }
+    }
 }
 
 fn state_name(state: ServiceState) -> &'static str {
@@ -181,7 +230,7 @@ mod tests {
     #[tokio::test]
     async fn a_service_that_does_not_answer_is_named() {
         let admin = AdminAddress { address: Some("127.0.0.1:1".to_owned()), ..AdminAddress::default() };
-        let error = status(&StatusArgs { admin, json: false }).await.unwrap_err().to_string();
+        let error = status(&StatusArgs { admin, json: false, watch: None }).await.unwrap_err().to_string();
         assert!(error.contains("127.0.0.1:1") && error.contains("expertd serve"), "{error}");
     }
 }

@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::GroupShape;
-use expertd_types::{Generation, Rank, WeightFingerprint};
+use expertd_types::{Generation, LayerRange, Rank, WeightFingerprint};
 
 /// Kind of device that ranks run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -64,6 +64,8 @@ impl std::fmt::Display for Fp8Compute {
 pub struct CheckpointSource {
     /// Folder of the checkpoint.
     pub folder: PathBuf,
+    /// The layers to load.
+    pub layers: LayerRange,
     /// Fingerprint of its weights. Other weights are not loaded.
     pub fingerprint: WeightFingerprint,
 }

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use super::config::Config;
 use super::fingerprint::fingerprint;
 use super::plan::{LayerPlan, MlpPlan};
-use super::resolve::resolve;
+use super::resolve::{Resolved, resolve};
 use super::store::Store;
-use super::{ModelError, ModelSpec};
+use super::{LayerChoice, ModelError, ModelSpec};
 use crate::MatrixView;
 use expertd_types::{Coverage, ExpertId, LayerId, WeightFingerprint};
 
@@ -18,6 +18,8 @@ pub struct Checkpoint {
     dir: PathBuf,
     spec: ModelSpec,
     plans: Vec<Option<LayerPlan>>,
+    /// The parts of `config.json` that the fingerprint covers.
+    description: Vec<u8>,
     store: Store,
 }
 
@@ -67,10 +69,20 @@ impl Checkpoint {
     /// # Errors
     /// The first defect, with file, tensor or field, and what was expected and found.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
+        Self::open_layers(dir, LayerChoice::All)
+    }
+
+    /// Like [`open`](Self::open), for some of the layers: only their tensors are checked and can be used. The files of
+    /// all MoE blocks must be there nevertheless, because the fingerprint covers them, whatever layers are chosen.
+    ///
+    /// # Errors
+    /// The first defect of the chosen layers or of a file's header; [`ModelError::Layers`] if the choice does not fit
+    /// the model.
+    pub fn open_layers(dir: &Path, layers: LayerChoice) -> Result<Self, ModelError> {
         let config = Config::read(dir)?;
         let mut store = Store::open(dir)?;
-        let resolved = resolve(&config, &mut store)?;
-        Ok(Self { dir: dir.to_owned(), spec: resolved.spec, plans: resolved.plans, store })
+        let Resolved { spec, plans, description } = resolve(&config, &mut store, layers)?;
+        Ok(Self { dir: dir.to_owned(), spec, plans, description, store })
     }
 
     /// The directory of the checkpoint.
@@ -88,7 +100,7 @@ impl Checkpoint {
     /// The fingerprint of the contents. `server/model/src/fingerprint.rs` states what it covers.
     #[must_use]
     pub fn fingerprint(&self, coverage: Coverage) -> WeightFingerprint {
-        fingerprint(&self.spec, &self.store, coverage)
+        fingerprint(&self.description, &self.store, coverage)
     }
 
     /// Checks that the contents have a fingerprint.

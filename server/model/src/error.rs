@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use expertd_types::{ExpertId, LayerId, WeightFingerprint};
+use crate::LayerChoice;
+use expertd_types::{ExpertId, LayerId, LayerRange, WeightFingerprint};
 
 /// The error for a checkpoint that cannot be opened, or for a layer or expert that it does not have.
 #[derive(Debug, thiserror::Error)]
@@ -143,6 +144,24 @@ pub enum ModelError {
         layer: LayerId,
         /// Number of layers.
         num_layers: usize,
+    },
+    /// The layers to open are not layers of the model, or none of them has an MoE block.
+    #[error("{path}: layers {chosen}: {reason}")]
+    Layers {
+        /// The file with the model's layers.
+        path: PathBuf,
+        /// The layers that were to be opened.
+        chosen: LayerChoice,
+        /// What was found and what is expected.
+        reason: String,
+    },
+    /// The layer exists, but the checkpoint was opened without it.
+    #[error("layer {layer} is not held: the checkpoint was opened for layers {held}")]
+    LayerNotHeld {
+        /// The requested index.
+        layer: LayerId,
+        /// The layers that it was opened for.
+        held: LayerRange,
     },
     /// The layer has a plain MLP instead of an MoE block.
     #[error("layer {layer} has no MoE block: it is dense")]

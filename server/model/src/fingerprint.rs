@@ -1,7 +1,7 @@
 //! The fingerprint of a checkpoint's contents.
 //!
-//! It covers the description of the model and every tensor of its MoE blocks: name, type, shape and bytes, in the order
-//! of names. Folders, files, the distribution of tensors over files and everything outside the MoE blocks do not
+//! It covers the description of the model in `config.json` and every tensor of its MoE blocks, those of layers that are not
+//! held included: name, type, shape and bytes, in the order of names. Folders, files, the distribution of tensors over files and everything outside the MoE blocks do not
 //! count. Reading all bytes would take minutes, so that by default [`SAMPLES`] evenly spaced samples of all tensors,
 //! laid end to end, stand for them: weights that differ only between the samples have the same fingerprint.
 //!
@@ -12,7 +12,6 @@ use expertd_types::{Coverage, WeightFingerprint};
 use rayon::prelude::*;
 use ring::digest::{Context, Digest, SHA256, digest};
 
-use super::ModelSpec;
 use super::store::Store;
 
 /// Changes with every change of what the digest covers or of its order.
@@ -24,12 +23,12 @@ const SAMPLE_BYTES: usize = 64;
 /// Bytes that are digested at a time.
 const CHUNK: usize = 16 << 20;
 
-pub(super) fn fingerprint(spec: &ModelSpec, store: &Store, coverage: Coverage) -> WeightFingerprint {
+pub(super) fn fingerprint(description: &[u8], store: &Store, coverage: Coverage) -> WeightFingerprint {
     let mut tensors: Vec<_> = store.tensors().collect();
     tensors.sort_unstable_by_key(|(info, _)| &info.name);
     let mut context = Context::new(&SHA256);
     context.update(SCHEME);
-    add(&mut context, &serde_json::to_vec(spec).unwrap_or_default());
+    add(&mut context, description);
     for (info, bytes) in &tensors {
         add(&mut context, info.name.as_bytes());
         add(&mut context, format!("{:?} {:?} {}", info.dtype, info.shape, bytes.len()).as_bytes());

@@ -11,8 +11,9 @@ use super::plan::{GatePlan, LayerPlan, MlpPlan, VectorRef};
 use super::quant::Quantization;
 use super::spec::{ExpertsSpec, ModelSpec, MoeLayer, SharedSpec};
 use super::store::{Store, TensorId};
-use super::{ModelError, matrices};
+use super::{LayerChoice, ModelError, matrices};
 use crate::Activation;
+use expertd_types::LayerId;
 
 /// Bounds of the values in a config, so that no field makes a loop or an allocation unreasonably large.
 pub(super) const MAX_LAYERS: usize = 4096;
@@ -28,6 +29,8 @@ const PREFIXES: [&str; 5] =
 pub(super) struct Resolved {
     pub(super) spec: ModelSpec,
     pub(super) plans: Vec<Option<LayerPlan>>,
+    /// The parts of `config.json` that the fingerprint covers, the same whatever layers are held.
+    pub(super) description: Vec<u8>,
 }
 
 /// Values that hold for the whole model.
@@ -41,7 +44,11 @@ pub(super) struct Context<'a> {
     pub(super) activation: Activation,
 }
 
-pub(super) fn resolve(config: &Config, store: &mut Store) -> Result<Resolved, ModelError> {
+pub(super) fn resolve(
+    config: &Config,
+    store: &mut Store,
+    choice: LayerChoice,
+) -> Result<Resolved, ModelError> {
     let model_type = config.model_type()?;
     let family = find_family(config, model_type)?;
     check_fields(config, family)?;
@@ -57,25 +64,37 @@ pub(super) fn resolve(config: &Config, store: &mut Store) -> Result<Resolved, Mo
     };
     let kinds = layer_kinds(config, family, num_layers)?;
     let gate = gate_spec(config, family, context.num_experts)?;
-    let mut spec = ModelSpec {
-        family: family.name.to_owned(),
-        model_type: model_type.to_owned(),
-        hidden: context.hidden,
-        num_layers,
-        layers: vec![None; num_layers],
-    };
-    let mut plans: Vec<Option<LayerPlan>> = (0..num_layers).map(|_| None).collect();
-    let Some(first) = kinds.iter().position(|kind| *kind != LayerKind::Dense) else {
+    let moe: Vec<usize> = (0..num_layers).filter(|&layer| kinds[layer] != LayerKind::Dense).collect();
+    let Some(&first) = moe.first() else {
         return Err(unsupported(
             config,
             "a model without MoE layers",
             "according to its config every layer is dense",
         ));
     };
+    let held = choice.range(num_layers, &moe).map_err(|reason| ModelError::Layers {
+        path: config.path().to_owned(),
+        chosen: choice,
+        reason,
+    })?;
+    let mut spec = ModelSpec {
+        family: family.name.to_owned(),
+        model_type: model_type.to_owned(),
+        hidden: context.hidden,
+        num_layers,
+        held,
+        layers: vec![None; num_layers],
+    };
+    let mut plans: Vec<Option<LayerPlan>> = (0..num_layers).map(|_| None).collect();
     let names = TensorNames::detect(store, family, first)?;
-    for (layer, kind) in kinds.iter().enumerate().filter(|(_, kind)| **kind != LayerKind::Dense) {
+    let description = description(&spec, &context, &gate, &kinds);
+    let blocks = moe.clone();
+    for layer in moe {
+        if !held.contains(LayerId(layer as u32)) {
+            continue;
+        }
         let mut gate = gate.clone();
-        if *kind == LayerKind::Hashed {
+        if kinds[layer] == LayerKind::Hashed {
             gate.choice = Choice::TokenIds { vocab: config.size(&["vocab_size"], MAX_VOCAB)? };
             gate.correction_bias = false;
         }
@@ -83,7 +102,33 @@ pub(super) fn resolve(config: &Config, store: &mut Store) -> Result<Resolved, Mo
         spec.layers[layer] = Some(moe);
         plans[layer] = Some(plan);
     }
-    Ok(Resolved { spec, plans })
+    for layer in blocks {
+        store.find_all(&names.block(layer))?;
+    }
+    Ok(Resolved { spec, plans, description })
+}
+
+/// The description of a model that follows from its config alone.
+fn description(spec: &ModelSpec, context: &Context<'_>, gate: &GateSpec, kinds: &[LayerKind]) -> Vec<u8> {
+    let kinds: String = kinds
+        .iter()
+        .map(|kind| match kind {
+            LayerKind::Dense => 'd',
+            LayerKind::Moe => 'm',
+            LayerKind::Hashed => 'h',
+        })
+        .collect();
+    let text = serde_json::json!({
+        "family": spec.family,
+        "hidden": spec.hidden,
+        "layers": kinds,
+        "experts": context.num_experts,
+        "width": context.width,
+        "activation": context.activation,
+        "gate": gate,
+        "power_of_two_scales": context.quantization.power_of_two_scales,
+    });
+    text.to_string().into_bytes()
 }
 
 fn unsupported(config: &Config, what: &str, why: &str) -> ModelError {

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{GateSpec, ModelError};
 use crate::{Activation, WeightFormat};
-use expertd_types::LayerId;
+use expertd_types::{LayerId, LayerRange};
 
 /// The MoE part of a model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -17,7 +17,9 @@ pub struct ModelSpec {
     pub hidden: usize,
     /// Number of decoder layers, with and without an MoE block.
     pub num_layers: usize,
-    /// The MoE block of each layer; `None` for a dense layer.
+    /// The decoder layers that were checked and can be loaded.
+    pub held: LayerRange,
+    /// The MoE block of each layer; `None` for a dense layer and for one outside `held`.
     pub layers: Vec<Option<MoeLayer>>,
 }
 
@@ -82,16 +84,20 @@ impl ModelSpec {
     /// The MoE block of a layer.
     ///
     /// # Errors
-    /// [`ModelError::NoSuchLayer`] if the model has no such layer, [`ModelError::DenseLayer`] if it has no MoE block.
+    /// [`ModelError::NoSuchLayer`] if the model has no such layer, [`ModelError::LayerNotHeld`] if it is outside
+    /// [`held`](Self::held), [`ModelError::DenseLayer`] if it has no MoE block.
     pub fn layer(&self, layer: LayerId) -> Result<&MoeLayer, ModelError> {
         match self.layers.get(layer.index()) {
             None => Err(ModelError::NoSuchLayer { layer, num_layers: self.num_layers }),
+            Some(None) if !self.held.contains(layer) => {
+                Err(ModelError::LayerNotHeld { layer, held: self.held })
+            }
             Some(None) => Err(ModelError::DenseLayer { layer }),
             Some(Some(moe)) => Ok(moe),
         }
     }
 
-    /// Layers with an MoE block, in order.
+    /// The held layers with an MoE block, in order.
     pub fn moe_layers(&self) -> impl Iterator<Item = (LayerId, &MoeLayer)> {
         (0u32..).zip(&self.layers).filter_map(|(i, moe)| Some((LayerId(i), moe.as_ref()?)))
     }

@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 use super::ModelError;
 use super::config::read_json_file;
-use super::header::Header;
+use super::header::{Entry, Header};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -154,6 +154,37 @@ impl Store {
         Ok(shard.mapped.as_ref().expect("the shard was mapped just now"))
     }
 
+    /// Looks up all tensors whose names begin with `prefix`, so that the fingerprint covers them. They are those that the
+    /// files themselves hold; an index that lists others is not an error here.
+    pub(super) fn find_all(&mut self, prefix: &str) -> Result<(), ModelError> {
+        let names = self.names.iter().filter(|(name, _)| name.starts_with(prefix));
+        let mut shards: Vec<usize> = names.map(|(_, &shard)| shard).collect();
+        shards.sort_unstable();
+        shards.dedup();
+        for shard in shards {
+            let header = &self.shard(shard)?.header;
+            let names = header.names().into_iter().filter(|name| name.starts_with(prefix));
+            let found: Vec<_> =
+                names.filter_map(|name| header.entry(&name).map(|entry| (name, entry))).collect();
+            for (name, entry) in found {
+                self.insert(&name, shard, entry);
+            }
+        }
+        Ok(())
+    }
+
+    /// The id of a tensor, which is new if the tensor was not looked up before.
+    fn insert(&mut self, name: &str, shard: usize, entry: Entry) -> TensorId {
+        if let Some(&id) = self.known.get(name) {
+            return id;
+        }
+        let id = TensorId(u32::try_from(self.tensors.len()).expect("fewer than 2^32 tensors"));
+        let Entry { dtype, shape, range } = entry;
+        self.tensors.push(TensorInfo { name: name.to_owned(), dtype, shape, shard, range });
+        self.known.insert(name.to_owned(), id);
+        id
+    }
+
     /// Whether the checkpoint lists a tensor. Does not open its shard.
     pub(super) fn has(&self, name: &str) -> bool {
         self.names.contains_key(name)
@@ -185,16 +216,7 @@ impl Store {
             let path = self.shards[shard].path.clone();
             return Err(ModelError::MissingTensor { path, tensor: name.to_owned(), reason });
         };
-        let id = TensorId(u32::try_from(self.tensors.len()).expect("fewer than 2^32 tensors"));
-        self.tensors.push(TensorInfo {
-            name: name.to_owned(),
-            dtype: entry.dtype,
-            shape: entry.shape,
-            shard,
-            range: entry.range,
-        });
-        self.known.insert(name.to_owned(), id);
-        Ok(id)
+        Ok(self.insert(name, shard, entry))
     }
 
     /// The type, shape and location of a tensor.

@@ -5,8 +5,8 @@ use std::ops::Range;
 use crate::{Failure, setup_failure};
 use expertd_ipc::control::{CheckpointSource, FailureKind, RankSetup, RankWeights};
 use expertd_model::{
-    Checkpoint, ExpertBiases, ExpertTensors, ExpertWeights, ExpertsSpec, ModelError, ModelSpec, MoeLayer,
-    Placement, SharedSpec,
+    Checkpoint, ExpertBiases, ExpertTensors, ExpertWeights, ExpertsSpec, LayerChoice, ModelError, ModelSpec,
+    MoeLayer, Placement, SharedSpec,
 };
 use expertd_types::Rank;
 
@@ -50,7 +50,7 @@ impl ExpertShare {
 /// # Errors
 /// If it cannot be read, or holds other weights.
 pub fn open_checkpoint(source: &CheckpointSource) -> Result<Checkpoint, ModelError> {
-    let checkpoint = Checkpoint::open(&source.folder)?;
+    let checkpoint = Checkpoint::open_layers(&source.folder, LayerChoice::Range(source.layers))?;
     checkpoint.expect(&source.fingerprint)?;
     Ok(checkpoint)
 }

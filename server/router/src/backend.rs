@@ -16,7 +16,7 @@ pub use expertd_scheduler::{ClientKey, ServiceState};
 use tokio::sync::{oneshot, watch};
 
 use expertd_types::ChunkedBytes;
-use expertd_types::{DType, Generation, LayerId, Rank, StepId, WeightFingerprint, WeightVersion};
+use expertd_types::{DType, Generation, LayerId, LayerRange, Rank, StepId, WeightFingerprint, WeightVersion};
 
 /// Number of a request, unique within the process; logs and spans carry it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -275,6 +275,8 @@ pub struct ModelInfo {
     pub hidden: usize,
     /// Decoder layers of the checkpoint, with or without MoE.
     pub num_layers: usize,
+    /// The decoder layers that this service holds.
+    pub held: LayerRange,
     /// The layers with an MoE block that are served.
     pub layers: BTreeMap<LayerId, MoeLayerInfo>,
     /// Storage formats of the expert weights, e.g. `bf16`.

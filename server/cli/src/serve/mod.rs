@@ -1,6 +1,7 @@
 //! `expertd serve`: the router rank.
 
 mod descriptors;
+pub(super) mod layers;
 pub mod plan;
 mod reload;
 mod report;

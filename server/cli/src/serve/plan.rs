@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::super::admin::default_admin_address;
+use super::layers;
 use super::settings::{Given, SettingsError, Shown, Source, parse_cores};
 use expertd_ipc::control::{CheckpointSource, DeviceKind, Fp8Compute, RankSetup};
 use expertd_ipc::wait::SPIN_TIME;
 use expertd_ipc::{GroupShape, SharedRegion};
 use expertd_memory as memory;
-use expertd_model::{Checkpoint, ModelError, ModelSpec, Placement};
+use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec, Placement};
 use expertd_rank_cuda as gpu;
 use expertd_router::api::{AccessConfig, ConnectionLimits};
 use expertd_router::backend::{Limits, ModelInfo, MoeLayerInfo, RankPlacement};
@@ -95,12 +96,22 @@ impl MessageMemory {
         MessageMemory { resident_bytes: step.min(MAX_RESIDENT).min(max_bytes), max_bytes }
     }
 
+    /// The sizes for the default of max-bytes-in-flight, with the largest message of `message_bytes`.
+    pub(crate) fn of_largest_message(message_bytes: usize, tokens_per_step: usize, hidden: usize) -> Self {
+        Self::new(default_bytes_in_flight(message_bytes), tokens_per_step, hidden)
+    }
+
     /// Reserves the memory. A process without the reservation serves as well, but uses more memory.
     pub fn reserve(&self) {
         if let Err(error) = memory::reserve(self.max_bytes, self.resident_bytes) {
             tracing::warn!(%error, bytes = self.resident_bytes, "cannot reserve memory for messages");
         }
     }
+}
+
+/// 1 GiB, or 4 of the largest requests.
+const fn default_bytes_in_flight(message_bytes: usize) -> usize {
+    if 4 * message_bytes > BYTES_IN_FLIGHT { 4 * message_bytes } else { BYTES_IN_FLIGHT }
 }
 
 fn value(name: &'static str, problem: impl Into<String>) -> PlanError {
@@ -142,8 +153,15 @@ impl ServePlan {
                 "no checkpoint was given; pass --model DIR, or try `expertd demo`, which makes one",
             )
         })?;
-        let checkpoint = Checkpoint::open(&path)?;
+        let layers = match &given.layers.0 {
+            Some(text) => {
+                layers::parse(text, layers::host_name).map_err(|problem| value("layers", problem))?
+            }
+            None => LayerChoice::All,
+        };
+        let checkpoint = Checkpoint::open_layers(&path, layers)?;
         let spec = checkpoint.spec().clone();
+        derive(&mut given.layers, spec.held.to_string(), "all");
         let name = derive(&mut given.model_name, folder_name(&path), "the folder's name");
 
         let cores = match &given.cores.0 {
@@ -253,7 +271,7 @@ impl ServePlan {
         let message_bytes = Limits::message_bytes(per_request, spec.hidden, max_top_k);
         let in_flight = derive(
             &mut given.max_bytes_in_flight,
-            BYTES_IN_FLIGHT.max(4 * message_bytes) as u64,
+            default_bytes_in_flight(message_bytes) as u64,
             "1 GiB, or 4 of the largest requests",
         );
         let in_flight = usize::try_from(in_flight).unwrap_or(usize::MAX);
@@ -334,7 +352,7 @@ impl ServePlan {
                 },
                 device,
                 description: serde_json::to_value(&spec).unwrap_or_default(),
-                checkpoint: CheckpointSource { folder: absolute(&path), fingerprint },
+                checkpoint: CheckpointSource { folder: absolute(&path), layers: spec.held, fingerprint },
                 weights: match device {
                     DeviceKind::Cpu => WeightHolder::Router,
                     DeviceKind::Cuda => WeightHolder::Ranks,
@@ -486,6 +504,7 @@ fn model_info(
         generation: Generation(0),
         hidden: spec.hidden,
         num_layers: spec.num_layers,
+        held: spec.held,
         layers,
         weight_formats,
         limits,

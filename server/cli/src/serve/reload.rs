@@ -19,7 +19,7 @@ const RESERVE: u64 = 256 << 20;
 pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<CheckpointSource, String> {
     let present = &context.checkpoint;
     let folder = folder.unwrap_or(&present.folder);
-    let found = inspect(folder, present.fingerprint.coverage)?;
+    let found = inspect(folder, present)?;
     if let Some(difference) = difference(&context.spec, &found.model, String::new()) {
         return Err(format!(
             "{}: the checkpoint has another shape than the present one: {difference}; start a service of its own for it",
@@ -42,7 +42,7 @@ pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<Che
             ));
         }
     }
-    Ok(CheckpointSource { folder: folder.to_owned(), fingerprint: found.fingerprint })
+    Ok(CheckpointSource { folder: folder.to_owned(), fingerprint: found.fingerprint, ..present.clone() })
 }
 
 /// What `expertd inspect` says of a checkpoint.
@@ -51,10 +51,10 @@ struct Inspected {
     fingerprint: WeightFingerprint,
 }
 
-fn inspect(folder: &Path, coverage: Coverage) -> Result<Inspected, String> {
+fn inspect(folder: &Path, present: &CheckpointSource) -> Result<Inspected, String> {
     let mut command = Command::new("/proc/self/exe");
-    command.args(["--log", "off", "inspect", "--json"]);
-    if coverage == Coverage::Whole {
+    command.args(["--log", "off", "inspect", "--json", "--layers", &present.layers.to_string()]);
+    if present.fingerprint.coverage == Coverage::Whole {
         command.arg("--verify-weights");
     }
     let output = command.arg(folder).stdin(Stdio::null()).output();
@@ -121,6 +121,7 @@ fn reclaimable() -> u64 {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use expertd_types::{LayerId, LayerRange};
     use serde_json::json;
 
     use super::*;
@@ -140,7 +141,12 @@ mod tests {
     #[test]
     fn a_folder_without_a_checkpoint_is_a_reason() {
         // The test binary is not `expertd`, so the child fails in any case; a reason is given.
-        let Err(reason) = inspect(Path::new("/nowhere"), Coverage::Sampled) else { panic!("no checkpoint") };
+        let present = CheckpointSource {
+            folder: "/nowhere".into(),
+            layers: LayerRange { first: LayerId(0), last: LayerId(0) },
+            fingerprint: WeightFingerprint { coverage: Coverage::Sampled, digest: [0; 16] },
+        };
+        let Err(reason) = inspect(Path::new("/nowhere"), &present) else { panic!("no checkpoint") };
         assert!(!reason.is_empty());
     }
 }

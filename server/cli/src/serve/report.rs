@@ -11,7 +11,7 @@ use super::settings::Shown;
 use expertd_model::Placement;
 use expertd_router::backend::{Backend, RankState, ServiceState};
 use expertd_router::steps::Service;
-use expertd_types::Rank;
+use expertd_types::{LayerRange, Rank};
 
 /// One line per setting, with its value and source.
 #[must_use]
@@ -40,9 +40,12 @@ pub fn plan(plan: &ServePlan) -> String {
         line(
             "layers",
             format!(
-                "{} with MoE of {}; hidden {}; {} experts of width {}, {} per token{}",
-                moe.len(),
-                spec.num_layers,
+                "{}; hidden {}; {} experts of width {}, {} per token{}",
+                if spec.held == LayerRange::whole(spec.num_layers) {
+                    format!("{} with MoE of {}", moe.len(), spec.num_layers)
+                } else {
+                    format!("{} of {} held, {} with MoE", spec.held, spec.num_layers, moe.len())
+                },
                 spec.hidden,
                 first.experts.count,
                 first.experts.width,

@@ -174,6 +174,9 @@ settings! {
     model: PathBuf = None, env "EXPERTD_MODEL";
     /// Name of the model for clients [default: the folder's name]
     model_name: String = None, env "EXPERTD_MODEL_NAME";
+    /// Decoder layers to check, load and serve, as numbered in the checkpoint: FIRST-LAST, or ordinal/SHARES, which takes the
+    /// share of MoE layers that the number at the end of the host name selects (modulo SHARES) [default: all]
+    layers: String = None, env "EXPERTD_LAYERS";
     /// Number of expert ranks, 1 to 8; each is a process [default: one per NUMA node on CPU, one per GPU on CUDA]
     ranks: u32 = None, env "EXPERTD_RANKS";
     /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
@@ -326,7 +329,7 @@ mod tests {
         let shown: Vec<String> = got.shown().iter().map(|s| format!("{}={}", s.name, s.value)).collect();
         assert_eq!(
             shown.join(" "),
-            "model=- model_name=- ranks=- device=- fp8_compute=- listen=127.0.0.1:50051 admin_listen=- \
+            "model=- model_name=- layers=- ranks=- device=- fp8_compute=- listen=127.0.0.1:50051 admin_listen=- \
              metrics_listen=127.0.0.1:9464 tls_cert=- tls_key=- tls_client_ca=- tls_client_names=- token_file=- \
              admin_token_file=- insecure=false verify_weights=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
              max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 on_fault=retry \

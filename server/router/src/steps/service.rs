@@ -367,7 +367,7 @@ impl Backend for Service {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 pub(super) mod tests {
-    use expertd_types::Coverage;
+    use expertd_types::{Coverage, LayerId, LayerRange};
 
     use super::*;
     use crate::backend::{ClientKey, Limits};
@@ -392,6 +392,7 @@ pub(super) mod tests {
             generation: Generation(0),
             hidden: 8,
             num_layers: 1,
+            held: LayerRange::whole(1),
             layers: std::collections::BTreeMap::new(),
             weight_formats: Vec::new(),
             limits,
@@ -406,7 +407,11 @@ pub(super) mod tests {
             copy_threads: 1,
             reload: ReloadPlanner(|_, _| Err("not here".into())),
         };
-        let checkpoint = CheckpointSource { folder: PathBuf::new(), fingerprint: model.weight_fingerprint };
+        let checkpoint = CheckpointSource {
+            folder: PathBuf::new(),
+            layers: LayerRange::whole(1),
+            fingerprint: model.weight_fingerprint,
+        };
         let reload = ReloadContext {
             checkpoint,
             spec: serde_json::Value::Null,

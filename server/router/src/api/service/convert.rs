@@ -120,6 +120,7 @@ pub(in crate::api) fn model(model: &ModelInfo) -> v1::GetModelResponse {
             })
             .collect(),
         weight_formats: model.weight_formats.clone(),
+        held_layers: Some(v1::LayerRange { first: model.held.first.0, last: model.held.last.0 }),
     }
 }
 

@@ -3,7 +3,7 @@
 //! | failure | status | details |
 //! |---|---|---|
 //! | [`Failure::Invalid`] | INVALID_ARGUMENT | BadRequest |
-//! | [`Failure::UnknownModel`], [`Failure::UnknownLayer`] | NOT_FOUND | ResourceInfo |
+//! | [`Failure::UnknownModel`], [`Failure::UnknownLayer`], [`Failure::LayerNotHeld`] | NOT_FOUND | ResourceInfo |
 //! | [`Failure::WeightVersion`], [`Failure::WeightFingerprint`], [`StepError::OtherWeights`] | FAILED_PRECONDITION | PreconditionFailure |
 //! | [`Failure::NoRoom`], [`SubmitError::Overloaded`] | RESOURCE_EXHAUSTED | RetryInfo |
 //! | [`Failure::DeadlineExceeded`], a deadline in queue or step | DEADLINE_EXCEEDED | |
@@ -23,7 +23,7 @@ use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
 
 use crate::backend::{StepError, SubmitError};
-use expertd_types::WeightFingerprint;
+use expertd_types::{LayerRange, WeightFingerprint};
 
 /// Domain of the ErrorInfo.
 pub const ERROR_DOMAIN: &str = "expertd";
@@ -48,6 +48,8 @@ pub(in crate::api) enum Failure {
     UnknownModel { given: String, known: String },
     #[error("there is no layer {layer}; the checkpoint has layers 0 to {}", num_layers.saturating_sub(1))]
     UnknownLayer { layer: u32, num_layers: usize },
+    #[error("layer {layer} is not served here: this service holds layers {held} of the model")]
+    LayerNotHeld { layer: u32, held: LayerRange },
     #[error("weight version {expected} is expected, {loaded} is loaded")]
     WeightVersion { expected: u64, loaded: u64 },
     #[error("weights with fingerprint {expected} are expected, {loaded} are loaded")]
@@ -79,7 +81,9 @@ impl Failure {
     fn code(&self) -> Code {
         match self {
             Failure::Invalid { .. } => Code::InvalidArgument,
-            Failure::UnknownModel { .. } | Failure::UnknownLayer { .. } => Code::NotFound,
+            Failure::UnknownModel { .. } | Failure::UnknownLayer { .. } | Failure::LayerNotHeld { .. } => {
+                Code::NotFound
+            }
             Failure::WeightVersion { .. }
             | Failure::WeightFingerprint { .. }
             | Failure::Step(StepError::OtherWeights { .. }) => Code::FailedPrecondition,
@@ -104,6 +108,7 @@ impl Failure {
             Failure::Invalid { .. } => "INVALID_REQUEST",
             Failure::UnknownModel { .. } => "UNKNOWN_MODEL",
             Failure::UnknownLayer { .. } => "UNKNOWN_LAYER",
+            Failure::LayerNotHeld { .. } => "LAYER_NOT_HELD",
             Failure::WeightVersion { .. }
             | Failure::WeightFingerprint { .. }
             | Failure::Step(StepError::OtherWeights { .. }) => "WEIGHT_VERSION_MISMATCH",
@@ -152,6 +157,9 @@ impl From<Failure> for Status {
             }
             Failure::UnknownLayer { layer, num_layers } => {
                 details.set_resource_info("layer", layer.to_string(), "", format!("{num_layers} layers"));
+            }
+            Failure::LayerNotHeld { layer, held } => {
+                details.set_resource_info("layer", layer.to_string(), "", format!("layers {held} are held"));
             }
             Failure::WeightVersion { loaded, .. } => {
                 details.add_precondition_failure_violation(

@@ -38,6 +38,9 @@ pub(in crate::api) fn validate(
     if layer_id.index() >= model.num_layers {
         return Err(Failure::UnknownLayer { layer: message.layer, num_layers: model.num_layers });
     }
+    if !model.held.contains(layer_id) {
+        return Err(Failure::LayerNotHeld { layer: message.layer, held: model.held });
+    }
     let Some(layer) = model.layers.get(&layer_id) else {
         return Err(Failure::field(
             "layer",

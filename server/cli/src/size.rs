@@ -1,0 +1,221 @@
+//! `expertd size`: the memory that a service of a checkpoint needs, as a block for a Kubernetes manifest.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+
+use super::inspect::{bytes, bytes_per_rank};
+use super::serve::{layers, plan::MessageMemory};
+use expertd_ipc::GroupShape;
+use expertd_ipc::control::DeviceKind;
+use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec};
+use expertd_rank_cuda as gpu;
+use expertd_router::backend::Limits;
+
+/// Memory of each process beside what is counted: program, threads' stacks, scratch.
+const PROCESS_BYTES: u64 = 128 << 20;
+/// Device memory of a GPU rank beside weights and windows: graphs, tables, step buffers, the driver's own.
+const DEVICE_RESERVE: u64 = 2 << 30;
+/// Packed weights are padded to whole panels, by less than a tenth.
+const PADDING_TENTHS: u64 = 11;
+
+/// Print the memory that a service needs, and a resources block for its container
+///
+/// Counts weights, windows, staging, messages and processes, at the largest that settings allow. It needs the checkpoint's headers
+/// only and no GPU. A reload that keeps the earlier weights until the new ones are loaded needs the weights twice.
+#[derive(Args, Clone, Debug)]
+pub struct SizeArgs {
+    /// Directory with config.json and safetensors files
+    #[arg(value_name = "DIR")]
+    pub model: PathBuf,
+    /// Number of ranks
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
+    pub ranks: u32,
+    /// Device of the ranks
+    #[arg(long, value_enum, default_value_t = DeviceKind::Cpu)]
+    pub device: DeviceKind,
+    /// Layers that the service holds, as in `serve --layers`
+    #[arg(long, default_value = "all")]
+    pub layers: String,
+    /// Number of cores for the container [default: 8 for each CPU rank, 4 for each GPU rank]
+    #[arg(long)]
+    pub cores: Option<u32>,
+    /// As in `serve`
+    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub max_tokens_per_step: u32,
+    /// As in `serve`
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..=8))]
+    pub slots: u32,
+}
+
+/// Bytes that a service needs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Sizes {
+    /// `[ranks]`, weights of each rank.
+    weights: Vec<u64>,
+    /// Windows of one rank.
+    windows: u64,
+    /// Staging and rings of all ranks.
+    channels: u64,
+    /// Messages and answers in the router, at most.
+    messages: u64,
+    /// The router and its ranks beside what is counted.
+    processes: u64,
+}
+
+impl Sizes {
+    fn new(spec: &ModelSpec, args: &SizeArgs) -> Result<Sizes, String> {
+        let ranks = args.ranks as usize;
+        let per_step = args.max_tokens_per_step as usize;
+        let per_rank = per_step.div_ceil(ranks);
+        let max_top_k = spec.max_top_k();
+        let shape = GroupShape {
+            ranks: args.ranks,
+            slots: args.slots,
+            max_tokens_per_rank: per_rank,
+            max_segments: per_rank,
+            hidden: spec.hidden,
+            max_top_k,
+        };
+        let windows = match args.device {
+            DeviceKind::Cpu => expertd_rank_cpu::window_bytes(&shape).map_err(|error| error.to_string())?,
+            DeviceKind::Cuda => gpu::window_bytes(&shape, spec.max_experts()),
+        };
+        let message = Limits::message_bytes(2 * per_step, spec.hidden, max_top_k);
+        let messages = MessageMemory::of_largest_message(message, per_step, spec.hidden).max_bytes;
+        let padded = |bytes: u64| bytes / 10 * PADDING_TENTHS;
+        Ok(Sizes {
+            weights: bytes_per_rank(spec, ranks).into_iter().map(padded).collect(),
+            windows: windows as u64,
+            channels: shape.channel_bytes().map_err(|error| error.to_string())? as u64,
+            messages: messages as u64,
+            processes: (1 + ranks as u64) * PROCESS_BYTES,
+        })
+    }
+
+    /// Memory of the container.
+    fn host(&self, device: DeviceKind) -> u64 {
+        let of_ranks = match device {
+            DeviceKind::Cpu => self.weights.iter().sum::<u64>() + self.windows * self.weights.len() as u64,
+            // Each GPU rank's share of the driver and of CUDA's modules, which `PROCESS_BYTES` does not cover.
+            DeviceKind::Cuda => self.weights.len() as u64 * (1 << 30),
+        };
+        of_ranks + self.channels + self.messages + self.processes
+    }
+
+    /// Memory of the fullest GPU.
+    fn device(&self) -> u64 {
+        self.weights.iter().max().copied().unwrap_or(0) + self.windows + DEVICE_RESERVE
+    }
+}
+
+/// Prints the sizes; exit status 64 if the checkpoint or a size cannot be used.
+#[must_use]
+pub fn run(args: &SizeArgs) -> ExitCode {
+    match text(args) {
+        Ok(text) => {
+            print!("{text}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("expertd size: {error}");
+            ExitCode::from(ModelError::EXIT_CODE)
+        }
+    }
+}
+
+fn text(args: &SizeArgs) -> Result<String, String> {
+    let choice: LayerChoice =
+        layers::parse(&args.layers, layers::host_name).map_err(|problem| format!("--layers {problem}"))?;
+    let checkpoint = Checkpoint::open_layers(&args.model, choice).map_err(|error| error.to_string())?;
+    let sizes = Sizes::new(checkpoint.spec(), args)?;
+    Ok(block(&sizes, args, &checkpoint.spec().held.to_string()))
+}
+
+/// The sizes as comments, and the resources as YAML.
+fn block(sizes: &Sizes, args: &SizeArgs, held: &str) -> String {
+    let mut text = String::new();
+    let mut line = |name: &str, value: String| {
+        let _ = writeln!(text, "# {name:<10} {value}");
+    };
+    let (device, ranks) = (args.device, args.ranks);
+    line(
+        "service",
+        format!("layers {held}, {ranks} {device} ranks, {} tokens per step", args.max_tokens_per_step),
+    );
+    let where_weights_are = match device {
+        DeviceKind::Cpu => "in this memory",
+        DeviceKind::Cuda => "on GPUs",
+    };
+    let all: u64 = sizes.weights.iter().sum();
+    line("weights", format!("{} of all ranks, {where_weights_are}", bytes(all)));
+    line("windows", format!("{} per rank, {where_weights_are}", bytes(sizes.windows)));
+    line("staging", bytes(sizes.channels));
+    line("messages", format!("up to {}", bytes(sizes.messages)));
+    line("processes", bytes(sizes.processes));
+    if device == DeviceKind::Cuda {
+        line("GPU", format!("{} on the fullest one", bytes(sizes.device())));
+    }
+    let memory = sizes.host(device).div_ceil(1 << 30);
+    let cores = args.cores.unwrap_or(ranks * if device == DeviceKind::Cpu { 8 } else { 4 });
+    let gpus = match device {
+        DeviceKind::Cpu => String::new(),
+        DeviceKind::Cuda => format!(", nvidia.com/gpu: \"{ranks}\""),
+    };
+    let list = format!("{{ cpu: \"{cores}\", memory: {memory}Gi{gpus} }}");
+    let _ = write!(text, "resources:\n  requests: {list}\n  limits: {list}\n");
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use clap::Parser;
+    use expertd_model::synth::{self, SynthConfig};
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        size: SizeArgs,
+    }
+
+    fn printed(more: &[&str]) -> String {
+        let dir = tempfile::tempdir().unwrap();
+        let config = SynthConfig { layers: 3, ..SynthConfig::new("mixtral") };
+        synth::write(&config, dir.path()).unwrap();
+        let line = [&["size", dir.path().to_str().unwrap()], more].concat();
+        text(&Cli::try_parse_from(line).unwrap().size).unwrap()
+    }
+
+    #[test]
+    fn the_block_has_requests_equal_to_limits() {
+        let text = printed(&["--ranks", "2", "--cores", "6"]);
+        // At most 4 GiB of messages, 384 MiB of processes, and small windows and weights.
+        let resources =
+            "resources:\n  requests: { cpu: \"6\", memory: 5Gi }\n  limits: { cpu: \"6\", memory: 5Gi }\n";
+        assert!(text.ends_with(resources), "{text}");
+        let text = printed(&["--ranks", "4", "--device", "cuda"]);
+        assert!(text.contains("nvidia.com/gpu: \"4\" }") && text.contains("cpu: \"16\""), "{text}");
+        assert!(text.contains("# GPU"), "{text}");
+    }
+
+    #[test]
+    fn fewer_layers_need_less() {
+        let spec = |choice| {
+            let dir = tempfile::tempdir().unwrap();
+            synth::write(&SynthConfig { layers: 3, ..SynthConfig::new("mixtral") }, dir.path()).unwrap();
+            Checkpoint::open_layers(dir.path(), choice).unwrap().spec().clone()
+        };
+        let args = Cli::try_parse_from(["size", "x", "--ranks", "2"]).unwrap().size;
+        let all = Sizes::new(&spec(LayerChoice::All), &args).unwrap();
+        let share = Sizes::new(&spec(LayerChoice::Share { index: 0, of: 3 }), &args).unwrap();
+        let total = |sizes: &Sizes| sizes.weights.iter().sum::<u64>();
+        assert!((3 * total(&share)).abs_diff(total(&all)) < 100, "{share:?} {all:?}");
+        assert_eq!(all.windows, share.windows);
+    }
+}
