@@ -49,7 +49,7 @@ def check_engine(config: Any, cpu: bool) -> None:
     }
     for feature, wanted in untried.items():
         if wanted:
-            raise UnsupportedError(f"{feature} does not work with remote experts; turn it off, or unset EXPERTD_ADDRESS")
+            raise UnsupportedError(f"{feature} was not tried with remote experts; turn it off, or unset EXPERTD_ADDRESS")
     if config.load_config.load_format not in _LOAD_FORMATS:
         raise UnsupportedError(
             f"load_format is {config.load_config.load_format!r}; remote experts need one of {', '.join(_LOAD_FORMATS)}"

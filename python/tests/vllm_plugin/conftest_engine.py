@@ -20,11 +20,11 @@ def run(jobs, folder, in_process=True, **environment):
     """Runs jobs of engine.py one after the other and returns their answers."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     whole = {
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "2",
         **environment,

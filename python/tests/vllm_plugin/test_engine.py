@@ -30,7 +30,7 @@ class Engines:
         killed = dict(kill_at=31, victim=children(self.services["qwen3_moe"].process.pid)[-1])
         jobs = {f: self.job(f, self.services[f].address) for f in FAMILIES}
         jobs["killed"] = self.job("qwen3_moe", self.services["qwen3_moe"].address, **killed)
-        jobs["another model"] = self.job("qwen3_moe", self.services["olmoe"].address)
+        jobs["another model"] = self.job("qwen3_moe", self.services["mixtral"].address)
         jobs["other weights"] = {**jobs["mixtral"], "folder": str(folder / "other")}
         make_checkpoint("mixtral", folder / "other")
         jobs["lora"] = self.job("mixtral", jobs["mixtral"]["address"], options=dict(enable_lora=True))
@@ -84,7 +84,7 @@ def test_generation_goes_on_when_a_rank_is_killed(engines):
 @pytest.mark.parametrize(
     "job, words",
     [
-        ("another model", "family olmoe, and vLLM's of qwen3_moe"),
+        ("another model", "family mixtral, and vLLM's of qwen3_moe"),
         ("other weights", "EXPERTD_CHECK_WEIGHTS=0"),
         ("lora", "LoRA"),
     ],
