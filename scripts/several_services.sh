@@ -15,7 +15,7 @@ trap 'kill -CONT "${pids[@]}" 2> /dev/null; kill -KILL "${pids[@]}" 2> /dev/null
 
 start() {
     "$bin/expertd" --log error serve --model $model --device cpu --ranks 1 --layers "${layers[$1]}" \
-        --listen "127.0.0.1:5096$1" --metrics-listen "127.0.0.1:9496$1" --admin-listen "unix:$folder/$1.sock" > /dev/null &
+        --listen "127.0.0.1:5096$1" --metrics-listen "127.0.0.1:5097$1" --admin-listen "unix:$folder/$1.sock" > /dev/null &
     pids[$1]=$!
     until "$bin/expertd" status --admin "unix:$folder/$1.sock" > /dev/null 2>&1; do sleep 0.1; done
 }
