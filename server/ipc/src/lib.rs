@@ -26,7 +26,7 @@ mod loom_tests;
 
 pub use channel::{
     ChannelError, Completion, ExpertsNotice, FormingStep, GroupShape, Heartbeat, RankChannel, RankStaging,
-    RouterBell, RouterChannel, RowsToStage, Segment, StagedRows, StagingAddresses, StepDescriptor,
+    RouterBell, RouterChannel, RowSource, RowsToStage, Segment, StagedRows, StagingAddresses, StepDescriptor,
 };
 pub use copier::Copier;
 pub use region::{RegionError, SharedRegion, SharedSlice};

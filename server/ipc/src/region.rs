@@ -170,8 +170,13 @@ impl SharedRegion {
             return Err(RegionError::Empty { name: name.into() });
         }
         let failed = |what| move |e: Errno| system_error(what, name, len, e);
-        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
-            .map_err(failed("create"))?;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
+            // Kernels before 6.3 do not know the flag.
+            Err(Errno::INVAL) => rustix::fs::memfd_create(name, flags),
+            created => created,
+        }
+        .map_err(failed("create"))?;
         rustix::fs::ftruncate(&fd, len as u64).map_err(failed("size"))?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(failed("seal"))?;
@@ -251,6 +256,13 @@ impl SharedRegion {
         // SAFETY: the offset is within the mapping (at most one past its end, for an empty view).
         let ptr = unsafe { self.base.add(offset) }.cast::<T>();
         Ok(SharedSlice { region: Arc::clone(self), ptr, len, element: PhantomData })
+    }
+
+    /// Asks the kernel for pages of 4 KiB, also where it prefers larger ones. Other processes decide for their mappings.
+    pub fn avoid_huge_pages(&self) {
+        // SAFETY: the range is this mapping, and the advice changes no contents. Kernels without huge pages refuse the
+        // advice, which they do not need.
+        let _ = unsafe { rustix::mm::madvise(self.base.as_ptr().cast(), self.len, Advice::LinuxNoHugepage) };
     }
 
     /// Makes the pages of `offset .. offset + bytes` present and writable, so that no later access allocates: a lack of
@@ -347,6 +359,21 @@ impl<T: Pod> SharedSlice<T> {
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// A view of `len` elements of this view, from element `start` on.
+    ///
+    /// # Errors
+    /// [`RegionError::OutOfBounds`].
+    pub fn part(&self, start: usize, len: usize) -> Result<Self, RegionError> {
+        if start.checked_add(len).is_none_or(|end| end > self.len) {
+            let size = size_of::<T>();
+            let (offset, bytes) = (start.saturating_mul(size), len.saturating_mul(size));
+            return Err(RegionError::OutOfBounds { offset, bytes, len: self.len * size });
+        }
+        // SAFETY: the element lies within this view (at most one past its end, for an empty part).
+        let ptr = unsafe { self.ptr.add(start) };
+        Ok(SharedSlice { region: Arc::clone(&self.region), ptr, len, element: PhantomData })
     }
 
     /// The region that holds the elements.

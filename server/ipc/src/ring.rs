@@ -126,6 +126,12 @@ impl<T: Pod> RingLayout<T> {
         Ok(Self { offset: layout.line(bytes)?, capacity, record: PhantomData })
     }
 
+    /// Offset of the ring in its region, in bytes.
+    #[must_use]
+    pub const fn offset(&self) -> usize {
+        self.offset
+    }
+
     /// The ring's memory in `region`.
     ///
     /// # Errors
@@ -208,23 +214,13 @@ impl<T: Pod, M: RingMemory> RingProducer<T, M> {
     /// # Errors
     /// [`RingError::Counter`] if the consumer's counter is impossible.
     pub fn try_push(&mut self, record: &T) -> Result<bool, RingError> {
-        let end = &mut self.0;
-        if end.position.wrapping_sub(end.other) >= end.capacity {
-            let popped = end.memory.popped().load(Ordering::Acquire);
-            // The counter must lie between its previous value and the position, in wrapping arithmetic.
-            if popped.wrapping_sub(end.other) > end.position.wrapping_sub(end.other) {
-                return Err(RingError::Counter {
-                    side: "popped",
-                    found: popped,
-                    last: end.other,
-                    capacity: end.capacity,
-                });
-            }
-            end.other = popped;
-            if end.position.wrapping_sub(end.other) >= end.capacity {
+        if self.0.position.wrapping_sub(self.0.other) >= self.0.capacity {
+            self.update_popped()?;
+            if self.0.position.wrapping_sub(self.0.other) >= self.0.capacity {
                 return Ok(false);
             }
         }
+        let end = &mut self.0;
         let (words, stamp) = end.cell(end.position);
         for (word, bytes) in words.iter().zip(bytemuck::bytes_of(record).as_chunks::<WORD>().0) {
             word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
@@ -238,6 +234,32 @@ impl<T: Pod, M: RingMemory> RingProducer<T, M> {
     /// Number of records pushed so far.
     pub const fn pushed(&self) -> u64 {
         self.0.position
+    }
+
+    /// Number of records that the consumer has not popped.
+    ///
+    /// # Errors
+    /// [`RingError::Counter`] if the consumer's counter is impossible.
+    pub fn waiting(&mut self) -> Result<u64, RingError> {
+        self.update_popped()?;
+        Ok(self.0.position.wrapping_sub(self.0.other))
+    }
+
+    /// Loads the consumer's counter and checks it.
+    fn update_popped(&mut self) -> Result<(), RingError> {
+        let end = &mut self.0;
+        let popped = end.memory.popped().load(Ordering::Acquire);
+        // The counter must lie between its previous value and the position, in wrapping arithmetic.
+        if popped.wrapping_sub(end.other) > end.position.wrapping_sub(end.other) {
+            return Err(RingError::Counter {
+                side: "popped",
+                found: popped,
+                last: end.other,
+                capacity: end.capacity,
+            });
+        }
+        end.other = popped;
+        Ok(())
     }
 }
 

@@ -14,7 +14,7 @@ mod router;
 pub use layout::GroupShape;
 pub use rank::{ExpertsNotice, Heartbeat, RankChannel, RankStaging, StagingAddresses};
 pub use records::{Completion, Segment, StepDescriptor};
-pub use router::{FormingStep, RouterChannel, RowsToStage, StagedRows};
+pub use router::{FormingStep, RouterChannel, RowSource, RowsToStage, StagedRows};
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -278,7 +278,7 @@ mod tests {
             };
             let framed = requests.each_ref().map(framed);
             let rows = |request: usize, range: std::ops::Range<usize>| RowsToStage {
-                rows: framed[request].view(range.start * 2000..range.end * 2000),
+                rows: framed[request].view(range.start * 2000..range.end * 2000).into(),
                 ..plain_rows(&[], range.len(), DType::Bf16)
             };
             let slot = Slot((sequence % 2) as u32);

@@ -17,11 +17,56 @@ use super::layout::{ChannelLayout, GroupShape, SEGMENT_ALIGN, Staging};
 use super::records::{Completion, Segment, StepDescriptor};
 use expertd_types::{ChunkedSlice, DType, Rank, Slot};
 
+/// Where the router finds rows.
+#[derive(Clone, Copy, Debug)]
+pub enum RowSource<'a> {
+    /// Memory of this process.
+    Own(ChunkedSlice<'a>),
+    /// Memory that a client may write at any time.
+    Session {
+        /// The client's row area.
+        area: &'a SharedSlice<u8>,
+        /// Offset of the rows in the area, in bytes.
+        offset: usize,
+        /// Length of the rows, in bytes.
+        bytes: usize,
+    },
+}
+
+impl<'a> From<ChunkedSlice<'a>> for RowSource<'a> {
+    fn from(rows: ChunkedSlice<'a>) -> Self {
+        RowSource::Own(rows)
+    }
+}
+
+impl<'a> From<&'a [u8]> for RowSource<'a> {
+    fn from(rows: &'a [u8]) -> Self {
+        RowSource::Own(rows.into())
+    }
+}
+
+impl RowSource<'_> {
+    /// Length of the rows, in bytes.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        match self {
+            RowSource::Own(rows) => rows.len(),
+            RowSource::Session { bytes, .. } => *bytes,
+        }
+    }
+
+    /// Whether there are no bytes.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
 /// Rows of one request that the router stages for one rank.
 #[derive(Clone, Copy, Debug)]
 pub struct RowsToStage<'a> {
     /// `[n, hidden]` in `dtype`.
-    pub rows: ChunkedSlice<'a>,
+    pub rows: RowSource<'a>,
     /// Number of rows, n.
     pub tokens: usize,
     /// Element type of the rows.
@@ -315,12 +360,19 @@ impl<'a> FormingStep<'_, 'a> {
 }
 
 /// Adds a copy of `bytes` to elements `at..` of `to`, which must be staging of a slot that is not in flight.
-fn push_copy<'a, T: Pod>(batch: &mut CopyBatch<'a>, bytes: ChunkedSlice<'a>, to: &SharedSlice<T>, at: usize) {
+fn push_copy<'a, T: Pod>(batch: &mut CopyBatch<'a>, bytes: RowSource<'a>, to: &SharedSlice<T>, at: usize) {
     let capacity = to.len() * size_of::<T>();
     let start = at * size_of::<T>();
     assert!(start <= capacity && bytes.len() <= capacity - start, "the rows exceed the staging");
     // SAFETY: in bounds (asserted). The slot is not in flight, so only the router accesses the destination; it is shared
     // memory, so it overlaps no source, and cursors advance, so it overlaps no other destination. The batch lives with a
-    // mutable borrow of the channel, which keeps the memory mapped and the slot out of flight.
-    unsafe { batch.push(bytes, to.as_ptr().cast::<u8>().add(start)) }
+    // mutable borrow of the channel, which keeps the memory mapped and the slot out of flight. A session's memory is another
+    // region, and this process writes it with atomic stores only.
+    unsafe {
+        let to = to.as_ptr().cast::<u8>().add(start);
+        match bytes {
+            RowSource::Own(bytes) => batch.push(bytes, to),
+            RowSource::Session { area, offset, bytes } => batch.push_shared(area, offset, bytes, to),
+        }
+    }
 }

@@ -48,7 +48,7 @@ impl CopyJob {
             let at = begin.saturating_sub(range.begin());
             let bytes = end.min(range.end) - range.begin() - at;
             // SAFETY: both addresses lie within the range; neither portions nor ranges overlap.
-            unsafe { self.store.copy(range.from.wrapping_add(at), range.to.wrapping_add(at), bytes) };
+            unsafe { range.copy(self.store, at, bytes) };
         }
     }
 }
