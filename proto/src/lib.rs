@@ -15,6 +15,8 @@
 
 mod client;
 pub mod fleet;
+#[cfg(feature = "session")]
+pub mod session;
 pub mod transport;
 
 pub use client::{

@@ -1,0 +1,89 @@
+//! Errors of sessions.
+
+use std::io;
+use std::time::Duration;
+
+use expertd_ipc::region::RegionError;
+use expertd_ipc::ring::RingError;
+
+/// Why a session cannot be opened or a call has no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum SessionError {
+    /// The address is not that of a Unix socket.
+    #[error(
+        "`{0}` is not the address of a session socket; use unix:PATH, as given to `expertd serve --session-listen`"
+    )]
+    Address(String),
+    /// The socket cannot be used.
+    #[error("session socket {address}: {source}")]
+    Socket {
+        /// The address.
+        address: String,
+        /// The error.
+        source: io::Error,
+    },
+    /// The service refuses the session.
+    #[error("the service refuses the session: {reason}")]
+    Refused {
+        /// The service's sentence.
+        reason: String,
+    },
+    /// What the service sent is not a session of this protocol.
+    #[error("the service sent {0}")]
+    Protocol(String),
+    /// The memory that the service sent cannot be used.
+    #[error("the session's memory cannot be used: {0}")]
+    Memory(#[from] RegionError),
+    /// A ring of the memory cannot be used.
+    #[error("the session's memory cannot be used: {0}")]
+    Ring(#[from] RingError),
+    /// The row area has no room.
+    #[error(
+        "the session's row area has no {bytes} consecutive free bytes (at most {largest}); drop buffers or open the \
+         session with more"
+    )]
+    NoRoom {
+        /// The bytes that were wanted.
+        bytes: usize,
+        /// The largest free range.
+        largest: usize,
+    },
+    /// A buffer is too small for the call.
+    #[error("{what} has {found} bytes, but the call needs {needed}")]
+    BufferSize {
+        /// `rows`, `output` or another part of the call.
+        what: &'static str,
+        /// Bytes of the buffer.
+        found: usize,
+        /// Bytes that are needed.
+        needed: usize,
+    },
+    /// As many calls as the session allows are in flight.
+    #[error("{calls} calls of this session are in flight, and no more are allowed; wait for one of them")]
+    TooManyCalls {
+        /// The limit.
+        calls: u64,
+    },
+    /// The call ended with a status.
+    #[error("code {code}: {message}")]
+    Status {
+        /// Code of gRPC.
+        code: u32,
+        /// The service's sentence.
+        message: String,
+        /// When a retry can succeed, if the service said so.
+        retry_after: Option<Duration>,
+    },
+    /// No completion came in time. The call keeps its buffers until it comes.
+    #[error("no completion within {waited:?}")]
+    TimedOut {
+        /// The time limit.
+        waited: Duration,
+    },
+    /// The session has ended.
+    #[error("the session has ended: {reason}")]
+    Ended {
+        /// Why.
+        reason: String,
+    },
+}

@@ -1,0 +1,157 @@
+//! Sessions: clients on the same host that share memory with the service. `docs/sessions.md` has the protocol.
+//!
+//! [`SessionClient`] takes the messages of gRPC and copies their rows. Callers who want to save these copies use
+//! [`Session`] itself, and write rows where the service reads them.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+pub use expertd_session::*;
+use prost::Message as _;
+use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt as _};
+
+use crate::v1::forward_request::Payload;
+use crate::v1::{self, ForwardRequest, ForwardResponse, GetModelResponse, SharedExperts};
+
+/// A session that takes the messages of gRPC. Threads may share it.
+#[derive(Debug)]
+pub struct SessionClient {
+    session: Session,
+    model: GetModelResponse,
+}
+
+impl SessionClient {
+    /// Opens a session on `address`, `unix:PATH`.
+    ///
+    /// # Errors
+    /// As [`Session::open`], and if the service sent bytes that are no model.
+    pub fn open(address: &str, options: &SessionOptions) -> Result<Self, SessionError> {
+        let session = Session::open(address, options)?;
+        let model = GetModelResponse::decode(session.model())
+            .map_err(|error| SessionError::Protocol(format!("a model that cannot be decoded: {error}")))?;
+        Ok(SessionClient { session, model })
+    }
+
+    /// The model that the service served when the session was opened.
+    #[must_use]
+    pub const fn model(&self) -> &GetModelResponse {
+        &self.model
+    }
+
+    /// The session, for calls without copies.
+    #[must_use]
+    pub const fn session(&self) -> &Session {
+        &self.session
+    }
+
+    /// Makes the call of a gRPC request: its rows are copied into the session's memory, and the answer out of it. Blocks
+    /// for `timeout` at most, which is the call's deadline as well. The receipt names the first and the last step only; its
+    /// timings are one entry, the sum over the steps, without the number of tokens.
+    ///
+    /// # Errors
+    /// As [`Session::submit`] and [`PendingCall::wait`], and if the request has no inline rows.
+    pub fn forward(
+        &self,
+        request: &ForwardRequest,
+        timeout: Duration,
+    ) -> Result<ForwardResponse, SessionError> {
+        let Some(Payload::Inline(inline)) = &request.payload else {
+            return Err(SessionError::BufferSize { what: "rows", found: 0, needed: request.tokens as usize });
+        };
+        let Some(dtype) = u32::try_from(request.dtype).ok().and_then(DType::from_code) else {
+            let code = request.dtype;
+            return Err(SessionError::Protocol(format!(
+                "element type {code}, which this client does not know"
+            )));
+        };
+        let mut rows = self.session.buffer(inline.len())?;
+        rows.as_mut_slice().copy_from_slice(inline);
+        let output = self.session.buffer(inline.len())?;
+        let given = request.routing.as_ref().map(|routing| {
+            let weights: Vec<f32> = words(&routing.topk_weights).map(f32::from_le_bytes).collect();
+            (routing.k as usize, integers(&routing.topk_ids), weights)
+        });
+        let token_ids = (!request.token_ids.is_empty()).then(|| integers(&request.token_ids));
+        let call = Call {
+            layer: request.layer,
+            tokens: request.tokens as usize,
+            dtype,
+            routing: given.as_ref().map(|(k, ids, weights)| GivenRouting { k: *k, ids, weights }),
+            token_ids: token_ids.as_deref(),
+            shared_experts: request.shared_experts() != SharedExperts::Exclude,
+            expected_weight_version: request.expected_weight_version,
+            return_routing: request.return_routing.then(|| self.top_k(request.layer)),
+            timeout: Some(timeout),
+        };
+        let answer = self.session.submit(&call, rows, output)?.wait(timeout)?;
+        let rows = Bytes::copy_from_slice(answer.output.as_slice());
+        let (topk_ids, topk_weights) = answer.routing.unwrap_or_default();
+        let mut receipt = receipt(&answer.receipt, request.return_timings);
+        (receipt.topk_ids, receipt.topk_weights) = (topk_ids.into(), topk_weights.into());
+        Ok(ForwardResponse { rows, receipt: Some(receipt) })
+    }
+
+    /// Experts per token of a layer's gate; 1 for a layer that the service does not have, which it refuses.
+    fn top_k(&self, layer: u32) -> usize {
+        let found = self.model.moe_layers.iter().find(|moe| moe.layer == layer);
+        found.map_or(1, |moe| moe.top_k as usize)
+    }
+}
+
+fn words(bytes: &Bytes) -> impl Iterator<Item = [u8; 4]> + '_ {
+    bytes.as_chunks::<4>().0.iter().copied()
+}
+
+fn integers(bytes: &Bytes) -> Vec<i32> {
+    words(bytes).map(i32::from_le_bytes).collect()
+}
+
+/// A receipt as gRPC has it.
+fn receipt(receipt: &Receipt, timings: bool) -> v1::Receipt {
+    let (first, last) = receipt.steps;
+    let [copy_in, gate, prepare, dispatch, experts, combine, copy_out] =
+        receipt.phases.map(|phase| u64::try_from(phase.as_nanos()).unwrap_or(u64::MAX));
+    let timing = v1::StepTiming {
+        step: last,
+        tokens: 0,
+        copy_in_ns: copy_in,
+        gate_ns: gate,
+        prepare_ns: prepare,
+        dispatch_ns: dispatch,
+        experts_ns: experts,
+        combine_ns: combine,
+        copy_out_ns: copy_out,
+    };
+    v1::Receipt {
+        steps: if first == last { vec![first] } else { vec![first, last] },
+        generation: receipt.generation,
+        weight_version: receipt.weight_version,
+        weight_fingerprint: receipt.weight_fingerprint.clone(),
+        tokens_per_rank: receipt.tokens_per_rank.clone(),
+        timings: if timings { vec![timing] } else { Vec::new() },
+        queue_time: receipt.queue_time.try_into().ok(),
+        step_time: receipt.step_time.try_into().ok(),
+        ..v1::Receipt::default()
+    }
+}
+
+/// The status of gRPC that says what an error of a session says.
+#[must_use]
+pub fn status(error: SessionError) -> Status {
+    let text = error.to_string();
+    match error {
+        SessionError::Status { code, message, retry_after } => {
+            let mut details = ErrorDetails::new();
+            details.set_retry_info(retry_after);
+            Status::with_error_details(Code::from_i32(code.cast_signed()), message, details)
+        }
+        SessionError::TimedOut { .. } => Status::deadline_exceeded(text),
+        SessionError::TooManyCalls { .. } | SessionError::NoRoom { .. } => Status::resource_exhausted(text),
+        SessionError::Ended { .. } | SessionError::Socket { .. } | SessionError::Refused { .. } => {
+            Status::unavailable(text)
+        }
+        SessionError::BufferSize { .. } | SessionError::Address(_) => Status::invalid_argument(text),
+        SessionError::Protocol(_) | SessionError::Memory(_) | SessionError::Ring(_) => Status::internal(text),
+    }
+}
