@@ -15,6 +15,7 @@ use bytes::Bytes;
 pub use expertd_scheduler::{ClientKey, ServiceState};
 use tokio::sync::{oneshot, watch};
 
+pub use crate::sessions::SessionStatus;
 use expertd_types::ChunkedBytes;
 use expertd_types::{DType, Generation, LayerId, LayerRange, Rank, StepId, WeightFingerprint, WeightVersion};
 
@@ -55,7 +56,7 @@ pub struct Request {
     /// Element type of the rows, little-endian.
     pub dtype: DType,
     /// Row-major `[tokens, hidden]`, exactly `tokens * hidden * dtype.size()` bytes, in the chunks in which they arrived.
-    /// Unaligned.
+    /// Unaligned. Empty for a request of a session, whose rows lie in the session's memory.
     pub rows: ChunkedBytes,
     /// `None`: the layer's gate routes the rows.
     pub routing: Option<GivenRouting>,
@@ -374,6 +375,8 @@ pub struct ServiceStatus {
     pub ranks: Vec<RankStatus>,
     /// Bytes loaded and bytes to load of a reload that is under way.
     pub reload: Option<(u64, u64)>,
+    /// One entry per open session.
+    pub sessions: Vec<SessionStatus>,
 }
 
 /// State of one rank.

@@ -2,6 +2,7 @@
 //!
 //! * [`api`]: the gRPC services, their transport, the framing of messages, limits.
 //! * [`backend`]: the interface between the API and the step loop.
+//! * [`sessions`]: clients on the same host that share memory with the service.
 //! * [`steps`]: the step loop.
 //! * [`cluster`]: one generation of the EP group; child processes.
 //! * [`telemetry`]: metric names, the metrics endpoint, logs.
@@ -15,6 +16,7 @@ pub use api::fuzzing;
 pub mod api;
 pub mod backend;
 pub mod cluster;
+pub mod sessions;
 pub mod steps;
 pub mod telemetry;
 pub mod watchdog;

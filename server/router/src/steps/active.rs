@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use expertd_ipc::RowsToStage;
+use expertd_ipc::{RowsToStage, SharedSlice};
 use expertd_types::{DType, WeightFingerprint};
 
 use super::service::Reply;
@@ -53,8 +53,10 @@ pub(super) struct Active {
     request: Request,
     reply: Reply,
     row_bytes: usize,
-    /// `None` while rows are appended to it.
+    /// `None` while rows are appended to it. Rows of a session's call are written to the session's memory instead.
     output: Output,
+    /// Bytes of output in the session's memory.
+    written: usize,
     timings: Vec<StepTiming>,
 }
 
@@ -65,6 +67,7 @@ impl Active {
             request,
             reply,
             output: Output::default(),
+            written: 0,
             timings: Vec::new(),
         }
     }
@@ -75,12 +78,15 @@ impl Active {
 
     /// Whether the caller has cancelled the request.
     pub(super) fn is_cancelled(&self) -> bool {
-        self.reply.is_closed()
+        match &self.reply {
+            Reply::Message(reply) => reply.is_closed(),
+            Reply::Session(call) => call.is_closed(),
+        }
     }
 
     /// Allocates the whole answer, once.
     pub(super) fn begin_output(&mut self) {
-        if self.output[ROWS].capacity() == 0 {
+        if matches!(self.reply, Reply::Message(_)) && self.output[ROWS].capacity() == 0 {
             self.output[ROWS].reserve_exact(self.request.tokens * self.row_bytes);
         }
     }
@@ -90,8 +96,12 @@ impl Active {
         let bytes =
             |of: &'_ Bytes, per_row: usize| range.start * per_row..(range.end * per_row).min(of.len());
         let request = &self.request;
+        let places = range.start * self.row_bytes..range.end * self.row_bytes;
         RowsToStage {
-            rows: request.rows.view(range.start * self.row_bytes..range.end * self.row_bytes),
+            rows: match &self.reply {
+                Reply::Message(_) => request.rows.view(places).into(),
+                Reply::Session(call) => call.source(places.start, places.len()),
+            },
             tokens: range.len(),
             dtype: request.dtype,
             routing: request.routing.as_ref().map(|given| {
@@ -111,6 +121,14 @@ impl Active {
         std::mem::take(&mut self.output)
     }
 
+    /// The place of the next `bytes` bytes of output in the memory of a session; `None` for a request of another caller.
+    pub(super) fn next_place(&mut self, bytes: usize) -> Option<SharedSlice<u8>> {
+        let Reply::Session(call) = &self.reply else { return None };
+        let place = call.output(self.written, bytes)?;
+        self.written += bytes;
+        Some(place)
+    }
+
     /// Puts the answer back.
     pub(super) fn put_output(&mut self, output: Output) {
         self.output = output;
@@ -128,6 +146,7 @@ impl Active {
             part.clear();
         }
         self.timings.clear();
+        self.written = 0;
     }
 
     /// Sends the complete answer to the caller.
@@ -152,13 +171,23 @@ impl Active {
             queue_time: receipt.queue_time,
             step_time: receipt.step_time,
         };
-        if self.reply.send(Ok(Answer { rows: rows.into(), receipt })).is_err() {
-            metrics::counter!(names::REQUESTS_CANCELLED_TOTAL).increment(1);
+        match self.reply {
+            Reply::Message(reply) => {
+                if reply.send(Ok(Answer { rows: rows.into(), receipt })).is_err() {
+                    metrics::counter!(names::REQUESTS_CANCELLED_TOTAL).increment(1);
+                }
+            }
+            Reply::Session(call) => call.answer(&receipt),
         }
     }
 
     /// Ends the request without an answer.
     pub(super) fn fail(self, error: StepError) {
-        let _ = self.reply.send(Err(error));
+        match self.reply {
+            Reply::Message(reply) => {
+                let _ = reply.send(Err(error));
+            }
+            Reply::Session(call) => call.fail(error),
+        }
     }
 }

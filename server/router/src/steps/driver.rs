@@ -356,6 +356,7 @@ impl Driver {
         };
         // The ranges of one request are adjacent.
         let (mut keys, mut outputs, mut copies) = (Vec::new(), Vec::<Output>::new(), Vec::new());
+        let mut shared = Vec::new();
         let mut first = 0;
         for (key, staged) in &launched.staged {
             // Skip rows of requests that ended meanwhile.
@@ -366,13 +367,18 @@ impl Driver {
                 first = outputs.as_flattened().len();
                 outputs.push(active.take_output());
             }
-            copies.push((first + ROWS, group.answer(staged)));
+            let rows = group.answer(staged);
+            match active.next_place(rows.len()) {
+                Some(place) => shared.push((rows, place)),
+                None => copies.push((first + ROWS, rows)),
+            }
             if active.request().return_routing {
                 let (ids, weights) = group.routing(staged, launched.top_k);
                 copies.extend([(first + IDS, ids), (first + WEIGHTS, weights)]);
             }
         }
         self.copier.append(&copies, outputs.as_flattened_mut());
+        self.copier.write_shared(&shared);
         for (key, output) in keys.iter().zip(outputs) {
             if let Some(active) = self.active.get_mut(key) {
                 active.put_output(output);

@@ -16,10 +16,11 @@ use tokio::sync::{oneshot, watch};
 
 use super::thread;
 use crate::backend::{
-    Backend, DrainFuture, DrainReport, ModelInfo, Pending, ReloadFuture, ReloadReport, Request, ServiceState,
-    ServiceStatus, StepError, SubmitError,
+    Answer, Backend, DrainFuture, DrainReport, ModelInfo, Pending, ReloadFuture, ReloadReport, Request,
+    ServiceState, ServiceStatus, StepError, SubmitError,
 };
 use crate::cluster::{ClusterConfig, WeightHolder};
+use crate::sessions::{SessionCall, SessionRegistry};
 
 /// How the service ended.
 pub use expertd_scheduler::End as ServiceEnd;
@@ -74,8 +75,14 @@ pub(super) struct ReloadMail {
     pub(super) reply: oneshot::Sender<Result<ReloadReport, String>>,
 }
 
-/// Sends a request's result to its caller.
-pub(super) type Reply = oneshot::Sender<Result<crate::backend::Answer, StepError>>;
+/// The way of a request's result to its caller.
+#[derive(Debug)]
+pub(super) enum Reply {
+    /// As a message.
+    Message(oneshot::Sender<Result<Answer, StepError>>),
+    /// Into the memory of a session.
+    Session(SessionCall),
+}
 
 /// The parts of a request that its [`Submission`] does not hold.
 pub(super) struct Payload {
@@ -107,6 +114,7 @@ pub(super) struct Shared {
     config: SchedulerConfig,
     reload: ReloadContext,
     started: Instant,
+    sessions: Arc<SessionRegistry>,
 }
 
 impl Shared {
@@ -133,6 +141,7 @@ impl Shared {
             config,
             reload,
             started: Instant::now(),
+            sessions: Arc::default(),
         })
     }
 
@@ -254,6 +263,48 @@ impl Service {
         }
     }
 
+    /// The open sessions.
+    #[must_use]
+    pub fn sessions(&self) -> &Arc<SessionRegistry> {
+        &self.shared.sessions
+    }
+
+    /// Takes in a validated request whose rows lie in a session's memory; `call` gets its answer.
+    ///
+    /// # Errors
+    /// [`SubmitError`] when it is not admitted now. The call then has no completion.
+    pub(crate) fn submit_session(&self, request: Request, call: SessionCall) -> Result<(), SubmitError> {
+        let (submission, now) = (self.submission(&request), self.shared.time(Instant::now()));
+        let mut front = self.shared.front();
+        if let Some(refusal) = front.inbox.refuse(now, &submission) {
+            drop(front);
+            call.forget();
+            return Err(refusal.into());
+        }
+        let payload = Payload { request, reply: Reply::Session(call) };
+        front.inbox.submit(now, submission, payload)?;
+        // Under the lock, so that mail never lies there without the flag.
+        self.shared.has_mail.store(true, Ordering::Release);
+        drop(front);
+        self.wake();
+        Ok(())
+    }
+
+    /// The request as admission sees it.
+    fn submission(&self, request: &Request) -> Submission {
+        let model = self.shared.model.read().unwrap_or_else(PoisonError::into_inner);
+        let own_k = model.layers.get(&request.layer).map_or(1, |layer| layer.top_k);
+        drop(model);
+        let top_k = request.routing.as_ref().map_or(own_k, |given| given.k);
+        Submission {
+            client: request.client,
+            kind: StepKind { layer: request.layer, top_k },
+            tokens: request.tokens,
+            deadline: request.deadline.map(|deadline| self.shared.time(deadline)),
+            expected_version: request.expected_version,
+        }
+    }
+
     /// Wakes the step loop.
     fn wake(&self) {
         self.shared.bell.bell().ring();
@@ -298,20 +349,10 @@ impl Backend for Service {
     }
 
     fn submit(&self, request: Request) -> Result<Pending, SubmitError> {
-        let model = self.shared.model.read().unwrap_or_else(PoisonError::into_inner);
-        let own_k = model.layers.get(&request.layer).map_or(1, |layer| layer.top_k);
-        drop(model);
-        let top_k = request.routing.as_ref().map_or(own_k, |given| given.k);
-        let submission = Submission {
-            client: request.client,
-            kind: StepKind { layer: request.layer, top_k },
-            tokens: request.tokens,
-            deadline: request.deadline.map(|deadline| self.shared.time(deadline)),
-            expected_version: request.expected_version,
-        };
+        let submission = self.submission(&request);
         let now = self.shared.time(Instant::now());
         let (reply, pending) = oneshot::channel();
-        let payload = Payload { request, reply };
+        let payload = Payload { request, reply: Reply::Message(reply) };
         let mut front = self.shared.front();
         front.inbox.submit(now, submission, payload)?;
         // Under the lock, so that mail is never present without the flag.
@@ -324,6 +365,7 @@ impl Backend for Service {
     fn status(&self) -> ServiceStatus {
         let mut status = self.shared.status.lock().unwrap_or_else(PoisonError::into_inner).clone();
         status.uptime = self.shared.started.elapsed();
+        status.sessions = self.shared.sessions.status();
         status.steps_total = self.shared.steps_total.load(Ordering::Relaxed);
         status.tokens_queued = self.shared.front().inbox.queued_tokens() as u64;
         status

@@ -66,6 +66,7 @@ impl RankMetrics {
 }
 
 /// Metrics of the requests of one method. Must be made after [`super::install_recorder`].
+#[derive(Debug)]
 pub struct RequestMetrics {
     method: &'static str,
     ok: Counter,
@@ -74,7 +75,7 @@ pub struct RequestMetrics {
 }
 
 impl RequestMetrics {
-    /// Makes the handles for `method`, which is `Forward` or `ForwardStream`.
+    /// Makes the handles for `method`, which is `Forward`, `ForwardStream` or `Session`.
     #[must_use]
     pub fn new(method: &'static str) -> RequestMetrics {
         RequestMetrics {

@@ -63,7 +63,7 @@ macro_rules! metrics_table {
 }
 
 metrics_table! {
-    /// Requests answered, by method (Forward or ForwardStream) and gRPC status code. Every request of a stream counts.
+    /// Requests answered, by method (Forward, ForwardStream or Session) and gRPC status code. Every request of a stream counts.
     REQUESTS_TOTAL = "expertd_requests_total", Kind::Counter, Count, ["method", "code"];
     /// Time from the arrival of a request's last byte until its answer was handed to the transport.
     REQUEST_DURATION_SECONDS = "expertd_request_duration_seconds", Kind::Histogram(LATENCY_BUCKETS), Seconds, ["method"];
@@ -111,6 +111,14 @@ metrics_table! {
     /// in time), stalled_write (the peer does not read), stalled_request and stalled_answer (a message moves too slowly),
     /// unread (too many bytes in the transport), flood (too many control frames), idle, age.
     CONNECTIONS_ENDED_TOTAL = "expertd_connections_ended_total", Kind::Counter, Count, ["reason"];
+    /// Open sessions: clients on the same host that share memory with the service.
+    SESSIONS = "expertd_sessions", Kind::Gauge, Count, [];
+    /// Sessions opened.
+    SESSIONS_OPENED_TOTAL = "expertd_sessions_opened_total", Kind::Counter, Count, [];
+    /// Sessions refused, by reason: user (not allowed), open (limits, version, no memory), protocol, limit (too many connections).
+    SESSIONS_REFUSED_TOTAL = "expertd_sessions_refused_total", Kind::Counter, Count, ["reason"];
+    /// Mapped bytes charged for sessions: the size of each, once for the router and once for each rank.
+    SESSION_BYTES = "expertd_session_bytes", Kind::Gauge, Bytes, [];
     /// Calls of authenticated clients, by name. A stream is one call.
     CLIENT_CALLS_TOTAL = "expertd_client_calls_total", Kind::Counter, Count, ["client"];
     /// Reloads of changed certificates and token files: ok, or error, which leaves the earlier ones in force.

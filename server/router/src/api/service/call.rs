@@ -33,7 +33,8 @@ impl Call {
     }
 }
 
-fn next_request_id() -> RequestId {
+/// The next number of a request.
+pub(crate) fn next_request_id() -> RequestId {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     RequestId(NEXT.fetch_add(1, Ordering::Relaxed))
 }

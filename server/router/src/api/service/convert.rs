@@ -70,7 +70,7 @@ pub(in crate::api) fn summary(model: &ModelInfo) -> v1::ModelSummary {
     }
 }
 
-pub(in crate::api) fn model(model: &ModelInfo) -> v1::GetModelResponse {
+pub(crate) fn model(model: &ModelInfo) -> v1::GetModelResponse {
     let limits = &model.limits;
     v1::GetModelResponse {
         name: model.name.clone(),
@@ -166,6 +166,20 @@ pub(in crate::api) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::Ge
             weight_bytes_loaded: loaded,
             weight_bytes_total: total,
         }),
+        sessions: status
+            .sessions
+            .into_iter()
+            .map(|session| v1::SessionStatus {
+                session: session.session,
+                user: session.user,
+                pid: session.pid,
+                age_seconds: session.age.as_secs_f64(),
+                bytes: session.bytes,
+                calls_total: session.calls_total,
+                rows_total: session.rows_total,
+                calls_in_flight: session.calls_in_flight,
+            })
+            .collect(),
     }
 }
 

@@ -34,14 +34,14 @@ const RETRY_WITHOUT_ROOM: Duration = Duration::from_millis(200);
 
 /// An invalid field.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::api) struct Violation {
+pub(crate) struct Violation {
     pub(in crate::api) field: &'static str,
     pub(in crate::api) text: String,
 }
 
 /// Why a request has no answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(in crate::api) enum Failure {
+pub(crate) enum Failure {
     #[error("{}", violations.iter().map(|v| format!("{}: {}", v.field, v.text)).collect::<Vec<_>>().join("; "))]
     Invalid { violations: Vec<Violation> },
     #[error("there is no model {given:?}; {known:?} is loaded")]
@@ -74,7 +74,7 @@ pub(in crate::api) enum Failure {
 
 impl Failure {
     /// An invalid field.
-    pub(in crate::api) fn field(field: &'static str, text: impl Into<String>) -> Failure {
+    pub(crate) fn field(field: &'static str, text: impl Into<String>) -> Failure {
         Failure::Invalid { violations: vec![Violation { field, text: text.into() }] }
     }
 
@@ -127,7 +127,8 @@ impl Failure {
         }
     }
 
-    fn retry_after(&self) -> Option<Duration> {
+    /// When a retry can succeed, if one can.
+    pub(crate) fn retry_after(&self) -> Option<Duration> {
         match self {
             Failure::NoRoom | Failure::TooManyConnections { .. } => Some(RETRY_WITHOUT_ROOM),
             Failure::ShuttingDown | Failure::Submit(SubmitError::Draining) => Some(RETRY_AFTER_DRAIN),

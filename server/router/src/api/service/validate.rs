@@ -19,10 +19,10 @@ const MAX_NAME_BYTES: usize = 256;
 
 /// The parts of a request that are not in its message.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::api) struct Envelope {
-    pub(in crate::api) id: RequestId,
-    pub(in crate::api) client: ClientKey,
-    pub(in crate::api) deadline: Option<Instant>,
+pub(crate) struct Envelope {
+    pub(crate) id: RequestId,
+    pub(crate) client: ClientKey,
+    pub(crate) deadline: Option<Instant>,
 }
 
 /// Checks a request against the model. Rows that are `apart` replace empty inline rows. `None` for zero tokens: the answer is
@@ -31,6 +31,33 @@ pub(in crate::api) fn validate(
     model: &ModelInfo,
     message: ForwardRequest,
     apart: Option<ChunkedBytes>,
+    envelope: Envelope,
+) -> Result<Option<Request>, Failure> {
+    check(model, message, Rows::Message(apart), envelope)
+}
+
+/// The same for a request of at least one row, whose rows lie in the memory of a session.
+pub(crate) fn validate_session(
+    model: &ModelInfo,
+    message: ForwardRequest,
+    envelope: Envelope,
+) -> Result<Request, Failure> {
+    let request = check(model, message, Rows::Session, envelope)?;
+    request.ok_or_else(|| Failure::field("tokens", "must be at least 1, found 0"))
+}
+
+/// Where the rows of a request are.
+enum Rows {
+    /// In the message, or apart from it.
+    Message(Option<ChunkedBytes>),
+    /// In the memory of a session, where their places were checked.
+    Session,
+}
+
+fn check(
+    model: &ModelInfo,
+    message: ForwardRequest,
+    rows: Rows,
     envelope: Envelope,
 ) -> Result<Option<Request>, Failure> {
     check_model(model, &message.model)?;
@@ -72,7 +99,10 @@ pub(in crate::api) fn validate(
             format!("must be DTYPE_BF16, DTYPE_F16 or DTYPE_F32, found {}", name_of(message.dtype)),
         );
     }
-    let rows = found.rows(message.payload, apart, tokens, model.hidden, dtype);
+    let rows = match rows {
+        Rows::Message(apart) => found.rows(message.payload, apart, tokens, model.hidden, dtype),
+        Rows::Session => ChunkedBytes::default(),
+    };
     let routing = message.routing.and_then(|routing| found.routing(routing, tokens, layer));
     let token_ids = layer.routes_by_token_id.then(|| found.token_ids(message.token_ids, tokens, layer));
     let shared_experts = match SharedExperts::try_from(message.shared_experts) {
@@ -169,10 +199,6 @@ impl Violations {
                 }
                 return rows;
             }
-            Some(Payload::SharedMemory(_)) => {
-                self.add("shared_memory", "not supported; send the rows inline")
-            }
-            Some(Payload::Device(_)) => self.add("device", "not supported; send the rows inline"),
             None if tokens == 0 => {}
             None => self.add("inline", "the rows are missing"),
         }

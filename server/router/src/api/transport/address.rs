@@ -111,14 +111,14 @@ fn hint(address: &Address, error: &io::Error) -> &'static str {
 }
 
 /// A bound listener. Dropping it removes a Unix-domain socket's file.
-pub(in crate::api) enum Listener {
+pub(crate) enum Listener {
     Tcp(TcpListener),
     Unix(UnixListener, SocketFile),
 }
 
 impl Listener {
     /// Binds an address. A Unix-domain socket gets `mode`.
-    pub(in crate::api) async fn bind(address: &Address, mode: u32) -> Result<Listener, BindError> {
+    pub(crate) async fn bind(address: &Address, mode: u32) -> Result<Listener, BindError> {
         let failed = |source| BindError::System { address: address.clone(), source };
         match address {
             Address::Tcp(socket) => TcpListener::bind(socket).await.map(Listener::Tcp).map_err(failed),
@@ -135,7 +135,7 @@ impl Listener {
     }
 
     /// Accepts the next connection and determines its origin.
-    pub(in crate::api) async fn accept(&self) -> io::Result<(PlainSocket, Origin)> {
+    pub(crate) async fn accept(&self) -> io::Result<(PlainSocket, Origin)> {
         match self {
             Listener::Tcp(listener) => {
                 let (stream, peer) = listener.accept().await?;
@@ -192,7 +192,7 @@ fn remove_stale(path: &Path) -> Result<(), BindError> {
 }
 
 /// Removes the socket's file on drop if it is still the file that was bound.
-pub(in crate::api) struct SocketFile {
+pub(crate) struct SocketFile {
     path: PathBuf,
     device: u64,
     inode: u64,
@@ -216,7 +216,7 @@ impl Drop for SocketFile {
 }
 
 /// An accepted connection.
-pub(in crate::api) type PlainSocket = Either<TcpStream, UnixStream>;
+pub(crate) type PlainSocket = Either<TcpStream, UnixStream>;
 
 /// An accepted connection after the TLS handshake, if TLS is configured.
 pub(in crate::api) type Socket = Either<PlainSocket, Box<TlsStream<TcpStream>>>;

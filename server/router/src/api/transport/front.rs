@@ -5,7 +5,7 @@ use std::future::Future;
 use std::hash::{BuildHasher as _, RandomState};
 use std::pin::Pin;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::Instant;
 
 use expertd_proto::v1::moe_server::MoeServer;
@@ -49,7 +49,6 @@ pub(in crate::api) struct Services {
     moe: Option<Public>,
     pub(super) budget: Arc<Budget>,
     pub(super) access: Arc<Access>,
-    hasher: RandomState,
 }
 
 /// The public service with its bounds.
@@ -65,7 +64,7 @@ struct Public {
 impl Services {
     /// The services of the admin listener.
     pub(in crate::api) fn control(routes: Routes, budget: Arc<Budget>, access: Arc<Access>) -> Services {
-        Services { routes, moe: None, budget, access, hasher: RandomState::new() }
+        Services { routes, moe: None, budget, access }
     }
 
     /// The services of a public listener.
@@ -84,7 +83,7 @@ impl Services {
             .max_decoding_message_size(message_limit)
             .max_encoding_message_size(usize::MAX);
         let moe = Some(Public { server, message_limit, model_bytes, metrics, closing });
-        Services { routes, moe, budget, access, hasher: RandomState::new() }
+        Services { routes, moe, budget, access }
     }
 }
 
@@ -113,6 +112,12 @@ struct Caller {
     owner: Arc<Owner>,
 }
 
+/// The key of a named client, which its connections and sessions share.
+pub(crate) fn client_key(name: &str) -> ClientKey {
+    static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::new);
+    ClientKey(HASHER.hash_one(name))
+}
+
 impl Front {
     pub(in crate::api) fn new(
         services: Arc<Services>,
@@ -125,7 +130,7 @@ impl Front {
 
     /// Identifies the caller by its credentials and checks the client's number of connections.
     fn caller(&self, headers: &HeaderMap) -> Result<Caller, Failure> {
-        let Services { access, moe, hasher, .. } = &*self.services;
+        let Services { access, moe, .. } = &*self.services;
         let name = match moe {
             Some(_) => access.client(headers, &self.peer)?,
             None => Some(access.admin(headers, &self.peer)?),
@@ -139,7 +144,7 @@ impl Front {
             let owner = self.table.client(&name);
             let connections = owner.connections.fetch_add(1, Ordering::Relaxed) + 1;
             let calls = counter!(names::CLIENT_CALLS_TOTAL, "client" => name.to_string());
-            let key = ClientKey(hasher.hash_one(&*name));
+            let key = client_key(&name);
             let left = client.replace(Client { name, key, owner, calls });
             left.iter().for_each(Client::leave);
             if connections > self.table.per_client() {

@@ -3,6 +3,6 @@
 pub(super) mod address;
 mod connections;
 pub(super) mod frames;
-mod front;
+pub(in crate::api) mod front;
 pub(super) mod server;
 pub(super) mod table;

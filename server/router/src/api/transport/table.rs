@@ -51,7 +51,7 @@ impl ConnectionLimits {
 
 /// Origin of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(in crate::api) enum Origin {
+pub(crate) enum Origin {
     /// An IP address. The lower half of an IPv6 address, which a host may choose freely, is cleared.
     Address(IpAddr),
     /// A user of this host.

@@ -1,0 +1,120 @@
+//! A call of a session that the step loop has.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytemuck::Zeroable as _;
+use expertd_ipc::{RowSource, SharedSlice};
+use expertd_session::wire::{CompletionRecord, MAX_RANKS};
+use tonic::Code;
+
+use super::session::SessionState;
+use crate::api::Failure;
+use crate::backend::{Receipt, StepError};
+
+/// A call of a session, from admission to its completion. A call that is dropped without an answer fails.
+#[derive(Debug)]
+pub(crate) struct SessionCall {
+    pub(super) session: Arc<SessionState>,
+    /// The client's number.
+    pub(super) call: u64,
+    /// Offset of the rows in the row area, in bytes.
+    pub(super) rows: usize,
+    /// Offset of the output, in bytes.
+    pub(super) output: usize,
+    /// Offsets of returned ids and weights, in bytes.
+    pub(super) returned: Option<(usize, usize)>,
+    pub(super) tokens: usize,
+    pub(super) began: Instant,
+    pub(super) is_complete: bool,
+}
+
+impl SessionCall {
+    /// Whether the client is gone.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.session.is_closing()
+    }
+
+    /// The `bytes` bytes of rows from byte `start` on.
+    pub(crate) fn source(&self, start: usize, bytes: usize) -> RowSource<'_> {
+        RowSource::Session { area: self.session.memory().rows(), offset: self.rows + start, bytes }
+    }
+
+    /// The `bytes` bytes of output from byte `start` on.
+    pub(crate) fn output(&self, start: usize, bytes: usize) -> Option<SharedSlice<u8>> {
+        self.session.memory().rows().part(self.output + start, bytes).ok()
+    }
+
+    /// Completes the call, whose output rows are in place.
+    pub(crate) fn answer(mut self, receipt: &Receipt) {
+        if let Some((ids, weights)) = self.returned {
+            let memory = self.session.memory();
+            // Both were checked to lie within the row area.
+            let _ = memory.write_words(ids, &receipt.topk_ids);
+            let _ = memory.write_words(weights, &receipt.topk_weights);
+        }
+        let mut tokens_per_rank = [0; MAX_RANKS];
+        let ranks = receipt.tokens_per_rank.len().min(MAX_RANKS);
+        tokens_per_rank[..ranks].copy_from_slice(&receipt.tokens_per_rank[..ranks]);
+        let mut phase_ns = [0; 7];
+        for timing in &receipt.timings {
+            for (sum, time) in phase_ns.iter_mut().zip(timing.phases.all()) {
+                *sum += nanos(time);
+            }
+        }
+        let record = CompletionRecord {
+            call: self.call,
+            generation: receipt.generation.0,
+            weight_version: receipt.weight_version.0,
+            first_step: receipt.steps.first().map_or(0, |step| step.0),
+            last_step: receipt.steps.last().map_or(0, |step| step.0),
+            steps: receipt.steps.len() as u32,
+            ranks: ranks as u32,
+            queue_ns: nanos(receipt.queue_time),
+            step_ns: nanos(receipt.step_time),
+            phase_ns,
+            tokens_per_rank,
+            ..CompletionRecord::zeroed()
+        };
+        self.complete(record.with_text(&receipt.weight_fingerprint.to_string()));
+    }
+
+    /// Ends the call without an answer.
+    pub(crate) fn fail(mut self, error: StepError) {
+        let record = failed(self.call, Failure::from(error));
+        self.complete(record);
+    }
+
+    /// Drops the call without a completion, for a caller that completes it otherwise.
+    pub(crate) fn forget(mut self) {
+        self.is_complete = true;
+    }
+
+    fn complete(&mut self, record: CompletionRecord) {
+        self.is_complete = true;
+        self.session.complete(record, self.tokens, self.began.elapsed());
+    }
+}
+
+impl Drop for SessionCall {
+    fn drop(&mut self) {
+        if !self.is_complete {
+            let text = "the call was given up by the step loop; try it again";
+            self.complete(CompletionRecord::failed(self.call, Code::Unavailable as u32, text));
+        }
+    }
+}
+
+/// The completion of a call that failed.
+pub(super) fn failed(call: u64, failure: Failure) -> CompletionRecord {
+    let retry_after_ns = failure.retry_after().map_or(0, nanos);
+    let status = tonic::Status::from(failure);
+    CompletionRecord {
+        retry_after_ns,
+        ..CompletionRecord::failed(call, status.code() as i32 as u32, status.message())
+    }
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,321 @@
+//! The session socket: who may open a session, and what the socket of a session carries.
+//!
+//! A session has two threads: one reads its socket, whose end is the session's end, and one takes requests out of its
+//! memory.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use expertd_session::memory::SessionMemory;
+use expertd_session::socket;
+use expertd_session::wire::{KIND_HOST, MAX_CALLS, MAX_CLIENT_FRAME, Open, RegionLayout, VERSION, frame};
+use metrics::counter;
+use prost::Message as _;
+use tokio_util::sync::CancellationToken;
+
+use super::registry::{SessionLimits, SessionRegistry};
+use super::session::{Opener, SessionState};
+use crate::api::{Address, BindError, Listener, PlainSocket, client_key, encode_model};
+use crate::backend::Backend as _;
+use crate::steps::Service;
+use crate::telemetry::{RequestMetrics, names};
+use crate::watchdog;
+
+/// Mode of the socket while only the service's own user may open sessions.
+const OWN_MODE: u32 = 0o600;
+/// Mode of the socket where other users may; their credentials are checked.
+const SHARED_MODE: u32 = 0o666;
+/// How long a client may take to open a session, and how long one write to its socket may take.
+const SOCKET_TIMEOUT: Duration = Duration::from_secs(5);
+/// Connections beyond the number of sessions that may be opening or asking for the model.
+const MAX_OPENING: usize = 16;
+/// How long the ends of sessions are waited for when the service stops.
+const STOP_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Where and for whom sessions are served.
+#[derive(Clone, Debug)]
+pub struct SessionConfig {
+    /// The socket, `unix:PATH`.
+    pub listen: Address,
+    /// Users who may open sessions.
+    pub users: Vec<u32>,
+    /// How many sessions there may be.
+    pub limits: SessionLimits,
+    /// How long threads spin before they sleep.
+    pub spin: Duration,
+}
+
+/// The bound session socket.
+pub struct SessionServer {
+    listener: Listener,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    config: SessionConfig,
+    service: Arc<Service>,
+    registry: Arc<SessionRegistry>,
+    metrics: Arc<RequestMetrics>,
+    next: AtomicU64,
+    connections: AtomicUsize,
+}
+
+impl SessionServer {
+    /// Binds the session socket.
+    ///
+    /// # Errors
+    /// If the address cannot be bound.
+    pub async fn bind(config: SessionConfig, service: Arc<Service>) -> Result<SessionServer, BindError> {
+        let own = rustix::process::geteuid().as_raw();
+        let mode = if config.users.iter().all(|&user| user == own) { OWN_MODE } else { SHARED_MODE };
+        let listener = Listener::bind(&config.listen, mode).await?;
+        let registry = Arc::clone(service.sessions());
+        let metrics = Arc::new(RequestMetrics::new("Session"));
+        let (next, connections) = (AtomicU64::new(1), AtomicUsize::new(0));
+        let shared = Shared { config, service, registry, metrics, next, connections };
+        Ok(SessionServer { listener, shared: Arc::new(shared) })
+    }
+
+    /// Serves sessions until `shutdown`, then ends those that are open.
+    pub async fn run(self, shutdown: CancellationToken) {
+        let heartbeat = watchdog::watch("the task that accepts sessions");
+        loop {
+            heartbeat.tick();
+            tokio::select! {
+                () = shutdown.cancelled() => break,
+                () = tokio::time::sleep(watchdog::TICK) => {}
+                accepted = self.listener.accept() => match accepted {
+                    Ok((PlainSocket::Right(stream), _)) => self.shared.connected(stream),
+                    Ok(_) => {}
+                    Err(error) => {
+                        tracing::debug!(%error, "could not accept a session");
+                        tokio::time::sleep(Duration::from_millis(50)).await;
+                    }
+                }
+            }
+        }
+        heartbeat.finish();
+        for session in self.shared.registry.sessions() {
+            session.close(Some("the service ends"));
+        }
+        let ended = async {
+            while self.shared.connections.load(Ordering::Acquire) > 0 {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        if tokio::time::timeout(STOP_TIMEOUT, ended).await.is_err() {
+            tracing::warn!("sessions do not end in time");
+        }
+    }
+}
+
+/// Counts a connection until it is dropped.
+struct Connected(Arc<Shared>);
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        self.0.connections.fetch_sub(1, Ordering::Release);
+    }
+}
+
+impl Shared {
+    /// Starts the thread of a connection, or turns it away.
+    fn connected(self: &Arc<Self>, stream: tokio::net::UnixStream) {
+        let peer = stream.peer_cred();
+        let prepared = stream.into_std().and_then(|socket| {
+            socket.set_nonblocking(false)?;
+            socket.set_read_timeout(Some(SOCKET_TIMEOUT))?;
+            socket.set_write_timeout(Some(SOCKET_TIMEOUT))?;
+            Ok(socket)
+        });
+        let (Ok(peer), Ok(socket)) = (peer, prepared) else { return };
+        let limit = self.config.limits.sessions + MAX_OPENING;
+        let connections = self.connections.fetch_add(1, Ordering::AcqRel);
+        let connected = Connected(Arc::clone(self));
+        if connections >= limit {
+            // A few bytes, which an empty socket always takes.
+            refuse(
+                &socket,
+                "limit",
+                &format!("{connections} clients are connected, and no more may be; try later"),
+            );
+            return;
+        }
+        let user = peer.uid();
+        let opener = Opener {
+            user,
+            pid: peer.pid().and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0),
+            client: client_key(&format!("uid:{user}")),
+        };
+        let thread = std::thread::Builder::new().name("session".to_owned());
+        let started = thread.spawn(move || {
+            if let Err(error) = connected.0.serve(&socket, opener) {
+                tracing::debug!(user, %error, "the socket of a session broke");
+            }
+        });
+        if let Err(error) = started {
+            tracing::warn!(%error, "cannot start the thread of a session");
+        }
+    }
+
+    /// Serves one connection until its end.
+    fn serve(self: &Arc<Self>, socket: &UnixStream, opener: Opener) -> io::Result<()> {
+        if !self.config.users.contains(&opener.user) {
+            let users = &self.config.users;
+            let text = format!(
+                "user {} may not open sessions; the service allows users {users:?} (session-allow-uid)",
+                opener.user
+            );
+            refuse(socket, "user", &text);
+            return Ok(());
+        }
+        loop {
+            let Some((kind, payload)) = socket::receive(socket, MAX_CLIENT_FRAME)? else { return Ok(()) };
+            match kind {
+                frame::GET_MODEL => self.send_model(socket)?,
+                frame::OPEN => {
+                    return match self.open(socket, opener, &payload) {
+                        Ok(session) => self.follow(socket, &session),
+                        Err(reason) => {
+                            refuse(socket, "open", &reason);
+                            Ok(())
+                        }
+                    };
+                }
+                other => {
+                    let text = format!(
+                        "a frame of kind {other} before a session was opened; expected OPEN or GET_MODEL"
+                    );
+                    refuse(socket, "protocol", &text);
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    fn send_model(&self, socket: &UnixStream) -> io::Result<()> {
+        socket::send(socket, frame::MODEL, &encode_model(&self.service.model()).encode_to_vec())
+    }
+
+    /// Makes a session and hands it to the client.
+    fn open(
+        self: &Arc<Self>,
+        socket: &UnixStream,
+        opener: Opener,
+        payload: &[u8],
+    ) -> Result<Arc<SessionState>, String> {
+        // The version comes first, so that clients of other versions are told so whatever else they send.
+        let version = payload.first_chunk::<4>().map(|bytes| u32::from_le_bytes(*bytes));
+        if version != Some(VERSION) {
+            let found = version.map_or_else(|| "none".to_owned(), |version| version.to_string());
+            return Err(format!(
+                "the client speaks version {found} of the session protocol, this service version {VERSION}"
+            ));
+        }
+        let open: Open = socket::record(payload).map_err(|error| error.to_string())?;
+        if open.kind != KIND_HOST {
+            return Err(format!(
+                "sessions of kind {} are not served, only kind {KIND_HOST} (host memory)",
+                open.kind
+            ));
+        }
+        if open.calls == 0 || open.calls > MAX_CALLS || open.rows_bytes == 0 {
+            return Err(format!(
+                "a session needs 1 to {MAX_CALLS} calls and at least one byte of rows; the client asks for {} calls and {} bytes",
+                open.calls, open.rows_bytes
+            ));
+        }
+        let calls = open.calls.next_power_of_two();
+        let rows_bytes = usize::try_from(open.rows_bytes).map_err(|error| error.to_string())?;
+        let layout = RegionLayout::new(calls, rows_bytes).map_err(|error| error.to_string())?;
+        let charge = self.registry.charge(&self.config.limits, layout.bytes)?;
+        let (memory, rings) = SessionMemory::create(calls, rows_bytes).map_err(|error| error.to_string())?;
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let spin_us = u32::try_from(self.config.spin.as_micros()).unwrap_or(u32::MAX);
+        let hidden = u32::try_from(self.service.model().hidden).unwrap_or(u32::MAX);
+        let opened = memory.opened(number, spin_us, hidden);
+        let writing = socket.try_clone().map_err(|error| error.to_string())?;
+        let metrics = Arc::clone(&self.metrics);
+        let session = SessionState::new(number, opener, memory, rings.completions, writing, metrics, charge);
+        self.registry.add(&self.config.limits, &session)?;
+        let sent = socket::send(socket, frame::OPENED, bytemuck::bytes_of(&opened))
+            .and_then(|()| socket::send_region(socket, session.memory().region()))
+            .and_then(|()| socket.set_read_timeout(None));
+        let (of_thread, service, spin) = (Arc::clone(&session), Arc::clone(&self.service), self.config.spin);
+        let thread = std::thread::Builder::new().name(format!("session-{number}"));
+        let started = sent.and_then(|()| {
+            let connected = self.connected_again();
+            thread.spawn(move || {
+                of_thread.take_requests(rings.requests, &service, spin);
+                drop(connected);
+            })
+        });
+        if let Err(error) = started {
+            session.close(None);
+            self.registry.remove(number);
+            return Err(error.to_string());
+        }
+        counter!(names::SESSIONS_OPENED_TOTAL).increment(1);
+        tracing::info!(
+            session = number,
+            user = opener.user,
+            pid = opener.pid,
+            bytes = opened.region_bytes,
+            calls,
+            "session opened"
+        );
+        Ok(session)
+    }
+
+    /// Counts the second thread of a session.
+    fn connected_again(self: &Arc<Self>) -> Connected {
+        self.connections.fetch_add(1, Ordering::AcqRel);
+        Connected(Arc::clone(self))
+    }
+
+    /// Reads the socket of an open session until its end, which ends the session.
+    fn follow(&self, socket: &UnixStream, session: &SessionState) -> io::Result<()> {
+        let mut followed = Ok(());
+        let mut reason = None;
+        while reason.is_none() {
+            match socket::receive(socket, MAX_CLIENT_FRAME) {
+                Ok(Some((frame::GET_MODEL, _))) => {
+                    followed = self.send_model(socket);
+                    if followed.is_err() {
+                        break;
+                    }
+                }
+                Ok(Some((kind, _))) => {
+                    reason = Some(format!(
+                        "a frame of kind {kind} on the socket of an open session; expected GET_MODEL"
+                    ));
+                }
+                Ok(None) => break,
+                Err(error) => {
+                    followed = Err(error);
+                    break;
+                }
+            }
+        }
+        session.close(reason.as_deref());
+        self.registry.remove(session.number());
+        let status = session.status();
+        tracing::info!(
+            session = session.number(),
+            calls = status.calls_total,
+            rows = status.rows_total,
+            "session ended"
+        );
+        followed
+    }
+}
+
+/// Tells a client why it is turned away.
+fn refuse(socket: &UnixStream, reason: &'static str, text: &str) {
+    counter!(names::SESSIONS_REFUSED_TOTAL, "reason" => reason).increment(1);
+    tracing::info!(reason, text, "a session is refused");
+    let _ = socket::send(socket, frame::REFUSED, text.as_bytes());
+}

@@ -1,0 +1,365 @@
+//! One session: its memory, the thread that takes its requests, its completions.
+
+use std::ops::Range;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use expertd_ipc::WaitPolicy;
+use expertd_ipc::ring::{RingConsumer, RingProducer};
+use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
+use expertd_session::memory::SessionMemory;
+use expertd_session::wire::{CompletionRecord, RequestRecord, frame};
+use expertd_types::{DType, LayerId};
+use tonic::Code;
+
+use super::call::{SessionCall, failed};
+use super::registry::{Charge, SessionStatus};
+use super::table::{Admission, CallTable, Places};
+use crate::api::{Envelope, Failure, code_name, next_request_id, validate_session};
+use crate::backend::{Backend as _, ClientKey, ModelInfo, SubmitError};
+use crate::steps::Service;
+use crate::telemetry::RequestMetrics;
+
+/// Who opened a session.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Opener {
+    pub(super) user: u32,
+    pub(super) pid: u32,
+    pub(super) client: ClientKey,
+}
+
+/// What the threads of the router share of one session. Its memory stays mapped until the last call is complete.
+#[derive(Debug)]
+pub(super) struct SessionState {
+    number: u64,
+    opener: Opener,
+    memory: SessionMemory,
+    socket: UnixStream,
+    opened: Instant,
+    is_closing: AtomicBool,
+    calls: Mutex<Calls>,
+    calls_total: AtomicU64,
+    rows_total: AtomicU64,
+    metrics: Arc<RequestMetrics>,
+    _charge: Charge,
+}
+
+#[derive(Debug)]
+struct Calls {
+    table: CallTable,
+    completions: RingProducer<CompletionRecord>,
+}
+
+impl SessionState {
+    pub(super) fn new(
+        number: u64,
+        opener: Opener,
+        memory: SessionMemory,
+        completions: RingProducer<CompletionRecord>,
+        socket: UnixStream,
+        metrics: Arc<RequestMetrics>,
+        charge: Charge,
+    ) -> Arc<Self> {
+        let table = CallTable::new(memory.calls() as usize, memory.rows().len());
+        Arc::new(SessionState {
+            number,
+            opener,
+            socket,
+            opened: Instant::now(),
+            is_closing: AtomicBool::new(false),
+            calls: Mutex::new(Calls { table, completions }),
+            calls_total: AtomicU64::new(0),
+            rows_total: AtomicU64::new(0),
+            metrics,
+            memory,
+            _charge: charge,
+        })
+    }
+
+    pub(super) const fn number(&self) -> u64 {
+        self.number
+    }
+
+    pub(super) const fn memory(&self) -> &SessionMemory {
+        &self.memory
+    }
+
+    pub(super) fn is_closing(&self) -> bool {
+        self.is_closing.load(Ordering::Acquire)
+    }
+
+    fn calls(&self) -> MutexGuard<'_, Calls> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn status(&self) -> SessionStatus {
+        SessionStatus {
+            session: self.number,
+            user: self.opener.user,
+            pid: self.opener.pid,
+            age: self.opened.elapsed(),
+            bytes: self.memory.region().len() as u64,
+            calls_total: self.calls_total.load(Ordering::Relaxed),
+            rows_total: self.rows_total.load(Ordering::Relaxed),
+            calls_in_flight: self.calls().table.in_flight() as u64,
+        }
+    }
+
+    /// Ends the session: no request enters any more, and calls in flight are cancelled. The client, if it still listens, is
+    /// told `reason`.
+    pub(super) fn close(&self, reason: Option<&str>) {
+        self.calls().table.close();
+        if self.is_closing.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        if let Some(reason) = reason {
+            // The socket has a time limit for writes; a client that does not read gets no reason.
+            let _ = expertd_session::socket::send(&self.socket, frame::ENDED, reason.as_bytes());
+        }
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        // A client that has changed the doorbell delays this by one sleep of the waiting thread at most.
+        self.memory.service_bell().ring();
+    }
+
+    /// Pushes the completion of a call that was admitted.
+    pub(super) fn complete(&self, record: CompletionRecord, tokens: usize, elapsed: Duration) {
+        if record.code == 0 {
+            self.rows_total.fetch_add(tokens as u64, Ordering::Relaxed);
+        }
+        let mut calls = self.calls();
+        calls.table.complete(record.call);
+        self.push(&mut calls, &record, elapsed);
+    }
+
+    fn push(&self, calls: &mut Calls, record: &CompletionRecord, elapsed: Duration) {
+        self.calls_total.fetch_add(1, Ordering::Relaxed);
+        self.metrics.answered(code_name(Code::from_i32(record.code.cast_signed())), elapsed);
+        // The ring has room for every call in flight, unless the client writes nonsense; then nothing is owed to it.
+        if !matches!(calls.completions.try_push(record), Ok(true)) {
+            tracing::debug!(session = self.number, call = record.call, "a completion found no room");
+        }
+        self.memory.client_bell().ring();
+    }
+
+    /// Takes requests until the session ends.
+    pub(super) fn take_requests(
+        self: &Arc<Self>,
+        mut requests: RingConsumer<RequestRecord>,
+        service: &Service,
+        spin: Duration,
+    ) {
+        loop {
+            let found = self.memory.service_bell().wait_for(WaitPolicy::unlimited(spin), || {
+                if self.is_closing() {
+                    return Some(Ok(None));
+                }
+                requests.try_pop().transpose().map(|found| found.map(Some))
+            });
+            match found {
+                Ok(Ok(Some(record))) => {
+                    if let Err(reason) = self.take(&record, service) {
+                        tracing::warn!(session = self.number, reason, "the service ends a session");
+                        self.close(Some(&reason));
+                    }
+                }
+                Ok(Ok(None)) => return,
+                Ok(Err(error)) => {
+                    tracing::warn!(session = self.number, %error, "the service ends a session");
+                    self.close(Some(&format!("the ring of requests is broken: {error}")));
+                }
+                // A wait without a deadline cannot time out.
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// Hands a request to the step loop, or completes it with a status.
+    ///
+    /// # Errors
+    /// Why the session ends.
+    fn take(self: &Arc<Self>, record: &RequestRecord, service: &Service) -> Result<(), String> {
+        let began = Instant::now();
+        let mut calls = self.calls();
+        let unread = calls.completions.waiting().map_err(|error| error.to_string())?;
+        if calls.table.exceeds(unread) {
+            let capacity = self.memory.calls();
+            return Err(format!(
+                "more than {capacity} calls are in flight or have completions that were not read"
+            ));
+        }
+        drop(calls);
+        if let Err(failure) = self.submit(record, service, began) {
+            let completion = failed(record.call, failure);
+            self.push(&mut self.calls(), &completion, began.elapsed());
+        }
+        Ok(())
+    }
+
+    fn submit(
+        self: &Arc<Self>,
+        record: &RequestRecord,
+        service: &Service,
+        began: Instant,
+    ) -> Result<(), Failure> {
+        let model = service.model();
+        let sizes = Sizes::new(record, &model)?;
+        let places = sizes.places(record);
+        match self.calls().table.admit(record.call, places) {
+            Admission::Admitted => {}
+            Admission::Invalid(reason) => return Err(Failure::field("places", reason)),
+            Admission::Closing => return Err(Failure::ShuttingDown),
+            Admission::Full(reason) => {
+                let retry_after = Duration::from_millis(5);
+                return Err(Failure::Submit(SubmitError::Overloaded { reason, retry_after }));
+            }
+        }
+        let submitted = self.submit_admitted(record, &sizes, &model, service, began);
+        if submitted.is_err() {
+            self.calls().table.complete(record.call);
+        }
+        submitted
+    }
+
+    fn submit_admitted(
+        self: &Arc<Self>,
+        record: &RequestRecord,
+        sizes: &Sizes,
+        model: &ModelInfo,
+        service: &Service,
+        began: Instant,
+    ) -> Result<(), Failure> {
+        let has = |flag| record.flags & flag != 0;
+        let words = |name: &'static str, offset: u64, words: usize| {
+            let copied = self.memory.copy_words(offset as usize, words);
+            copied.map(bytes::Bytes::from).map_err(|error| Failure::field(name, error.to_string()))
+        };
+        let routing = if has(RequestRecord::GIVEN_ROUTING) {
+            Some(v1::Routing {
+                topk_ids: words("ids", record.ids, sizes.tokens * sizes.k)?,
+                topk_weights: words("weights", record.weights, sizes.tokens * sizes.k)?,
+                k: sizes.k as u32,
+            })
+        } else {
+            None
+        };
+        let token_ids = match has(RequestRecord::TOKEN_IDS) {
+            true => words("token_ids", record.token_ids, sizes.tokens)?,
+            false => bytes::Bytes::new(),
+        };
+        let shared =
+            if has(RequestRecord::EXCLUDE_SHARED) { SharedExperts::Exclude } else { SharedExperts::Include };
+        let message = ForwardRequest {
+            layer: record.layer,
+            tokens: record.tokens,
+            dtype: record.dtype.cast_signed(),
+            routing,
+            token_ids,
+            shared_experts: shared.into(),
+            expected_weight_version: has(RequestRecord::EXPECT_WEIGHT_VERSION)
+                .then_some(record.weight_version),
+            return_routing: has(RequestRecord::RETURN_ROUTING),
+            return_timings: true,
+            ..ForwardRequest::default()
+        };
+        let deadline = match record.timeout_us {
+            0 => None,
+            timeout => began.checked_add(Duration::from_micros(timeout)),
+        };
+        let envelope = Envelope { id: next_request_id(), client: self.opener.client, deadline };
+        let call = SessionCall {
+            session: Arc::clone(self),
+            call: record.call,
+            rows: record.rows as usize,
+            output: record.output as usize,
+            returned: has(RequestRecord::RETURN_ROUTING)
+                .then_some((record.ids as usize, record.weights as usize)),
+            tokens: sizes.tokens,
+            began,
+            is_complete: false,
+        };
+        let request = match validate_session(model, message, envelope) {
+            Ok(request) => request,
+            Err(failure) => {
+                call.forget();
+                return Err(failure);
+            }
+        };
+        self.metrics.admitted(request.tokens);
+        service.submit_session(request, call).map_err(Failure::from)
+    }
+}
+
+/// Sizes of a request that were checked against the model's limits.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    tokens: usize,
+    k: usize,
+    row_bytes: usize,
+}
+
+impl Sizes {
+    /// Checks what decides how many bytes of the row area the request uses.
+    fn new(record: &RequestRecord, model: &ModelInfo) -> Result<Sizes, Failure> {
+        if record.flags & !RequestRecord::FLAGS != 0 || record.reserved != 0 {
+            let (flags, reserved) = (record.flags, record.reserved);
+            let text = format!(
+                "flags {flags:#x} and reserved {reserved}; this version has flags {:#x}",
+                RequestRecord::FLAGS
+            );
+            return Err(Failure::field("flags", text));
+        }
+        let (tokens, limit) = (record.tokens as usize, model.limits.max_tokens_per_request);
+        if tokens == 0 || tokens > limit {
+            return Err(Failure::field("tokens", format!("must be 1 to {limit}, found {tokens}")));
+        }
+        let Some(dtype) = DType::from_code(record.dtype) else {
+            let text = format!("must be 1 (bf16), 2 (f16) or 3 (f32), found {}", record.dtype);
+            return Err(Failure::field("dtype", text));
+        };
+        let layer = model.layers.get(&LayerId(record.layer));
+        let own_k = layer.map_or(1, |layer| layer.top_k);
+        let given = record.flags & RequestRecord::GIVEN_ROUTING != 0;
+        let k = if record.k == 0 { own_k } else { record.k as usize };
+        let max_k = layer.map_or(1, |layer| layer.max_k);
+        if k > max_k || (!given && k != own_k) {
+            let expected =
+                if given { format!("1 to {max_k}") } else { format!("0 or {own_k}, as the gate chooses") };
+            return Err(Failure::field("k", format!("must be {expected}, found {k}")));
+        }
+        Ok(Sizes { tokens, k, row_bytes: model.hidden * dtype.size() })
+    }
+
+    fn places(&self, record: &RequestRecord) -> Places {
+        let has = |flag| record.flags & flag != 0;
+        let range = |offset: u64, bytes: usize| -> Range<usize> {
+            let start = usize::try_from(offset).unwrap_or(usize::MAX);
+            // A sum beyond the address space is reported as a range beyond the area.
+            start..start.saturating_add(bytes)
+        };
+        let when = |condition: bool, offset: u64, bytes: usize| {
+            if condition { range(offset, bytes) } else { 0..0 }
+        };
+        let (rows, routing) = (self.tokens * self.row_bytes, self.tokens * self.k * 4);
+        let given = has(RequestRecord::GIVEN_ROUTING);
+        let returned = has(RequestRecord::RETURN_ROUTING);
+        // Given routing that is returned is copied before it is written.
+        let reads = given && !returned;
+        let token_ids = if has(RequestRecord::TOKEN_IDS) { self.tokens * 4 } else { 0 };
+        Places {
+            read: [
+                range(record.rows, rows),
+                when(reads, record.ids, routing),
+                when(reads, record.weights, routing),
+                when(token_ids > 0, record.token_ids, token_ids),
+            ],
+            written: [
+                range(record.output, rows),
+                when(returned, record.ids, routing),
+                when(returned, record.weights, routing),
+            ],
+            copied: token_ids + if given { 2 * routing } else { 0 },
+        }
+    }
+}
