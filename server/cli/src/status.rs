@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use expertd_proto::v1::{GetStatusRequest, GetStatusResponse, RankStatus, ServiceState};
+use expertd_proto::v1::{GetStatusRequest, GetStatusResponse, RankStatus, ServiceState, SessionStatus};
 use serde_json::json;
 
 use super::admin::{AdminAddress, call_error};
@@ -136,6 +136,9 @@ fn to_text(status: &GetStatusResponse) -> String {
     for rank in &status.ranks {
         line(&format!("rank {}", rank.rank), rank_text(rank));
     }
+    for session in &status.sessions {
+        line(&format!("session {}", session.session), session_text(session));
+    }
     text
 }
 
@@ -150,6 +153,19 @@ fn rank_text(rank: &RankStatus) -> String {
     format!("{}, pid {}, {}, {weights}", rank.state, rank.pid, rank.device)
 }
 
+fn session_text(session: &SessionStatus) -> String {
+    format!(
+        "user {}, pid {}, {:.0} s, {} KiB, {} calls ({} in flight), {} rows",
+        session.user,
+        session.pid,
+        session.age_seconds,
+        session.bytes >> 10,
+        session.calls_total,
+        session.calls_in_flight,
+        session.rows_total
+    )
+}
+
 fn to_json(status: &GetStatusResponse) -> serde_json::Value {
     let ranks: Vec<_> = status
         .ranks
@@ -162,6 +178,22 @@ fn to_json(status: &GetStatusResponse) -> serde_json::Value {
                 "state": rank.state,
                 "weight_bytes_loaded": rank.weight_bytes_loaded,
                 "weight_bytes_total": rank.weight_bytes_total,
+            })
+        })
+        .collect();
+    let sessions: Vec<_> = status
+        .sessions
+        .iter()
+        .map(|session| {
+            json!({
+                "session": session.session,
+                "user": session.user,
+                "pid": session.pid,
+                "age_seconds": session.age_seconds,
+                "bytes": session.bytes,
+                "calls_total": session.calls_total,
+                "rows_total": session.rows_total,
+                "calls_in_flight": session.calls_in_flight,
             })
         })
         .collect();
@@ -183,6 +215,7 @@ fn to_json(status: &GetStatusResponse) -> serde_json::Value {
         "tokens_queued": status.tokens_queued,
         "uptime_seconds": status.uptime_seconds,
         "ranks": ranks,
+        "sessions": sessions,
     })
 }
 
@@ -206,6 +239,13 @@ mod tests {
                 weight_bytes_loaded: 1 << 20,
                 weight_bytes_total: 3 << 20,
             }],
+            sessions: vec![SessionStatus {
+                session: 3,
+                user: 7,
+                pid: 99,
+                bytes: 1 << 20,
+                ..SessionStatus::default()
+            }],
             ..GetStatusResponse::default()
         }
     }
@@ -215,6 +255,7 @@ mod tests {
         let text = to_text(&sample());
         assert!(text.contains("re-forming (rank 1 was killed by signal 9)"), "{text}");
         assert!(text.contains("loading, pid 77, cpu (2 cores), 1 of 3 MiB of weights"), "{text}");
+        assert!(text.contains("session 3    user 7, pid 99, 0 s, 1024 KiB"), "{text}");
     }
 
     #[test]
@@ -225,6 +266,7 @@ mod tests {
             ("re-forming", 4)
         );
         assert_eq!(value["ranks"][0]["pid"], 77);
+        assert_eq!(value["sessions"][0]["pid"], 99);
     }
 
     #[tokio::test]

@@ -20,13 +20,14 @@ use rustix::process::DumpableBehavior;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use self::plan::{PlanError, ServePlan};
+use self::plan::{PlanError, ServePlan, SessionPlan};
 use self::settings::{Given, ServeArgs};
 use expertd_memory as memory;
 use expertd_router::api::{
     self, Access, Address, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig,
 };
 use expertd_router::backend::Backend;
+use expertd_router::sessions::{SessionConfig, SessionServer};
 use expertd_router::steps::{Service, ServiceEnd};
 use expertd_router::telemetry::{MetricsEndpoint, Recorder, flush_logs, install_recorder, tell};
 use expertd_router::watchdog;
@@ -201,6 +202,7 @@ pub struct Running {
     metrics: SocketAddr,
     shutdown: CancellationToken,
     server: tokio::task::JoinHandle<Result<(), api::ServerError>>,
+    sessions: Option<(String, tokio::task::JoinHandle<()>)>,
 }
 
 impl Running {
@@ -223,7 +225,7 @@ impl Running {
             connections: ConnectionLimits {
                 tcp: descriptors::connections(
                     plan.connections.tcp,
-                    plan.connections.unix,
+                    plan.connections.unix + plan.sessions.as_ref().map_or(0, SessionPlan::descriptors),
                     plan.cluster.shape.ranks as usize,
                 )
                 .map_err(StartError::Descriptors)?,
@@ -231,6 +233,15 @@ impl Running {
             },
             shutdown_grace: SHUTDOWN_GRACE,
             timeouts: ConnectionTimeouts::default(),
+        };
+        let sessions = match &plan.sessions {
+            Some(sessions) => Some(SessionConfig {
+                listen: address("session-listen", &sessions.listen)?,
+                users: sessions.users.clone(),
+                limits: sessions.limits,
+                spin: plan.cluster.spin,
+            }),
+            None => None,
         };
         let access = Arc::new(Access::load(&plan.access)?);
         config.check(&access)?;
@@ -245,7 +256,7 @@ impl Running {
         plan.buffers.reserve();
         tokio::spawn(settle_memory());
         let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
-        match Self::listen(&service, &config, access, metrics, recorder).await {
+        match Self::listen(&service, &config, access, metrics, recorder, sessions).await {
             Ok(running) => Ok(running),
             Err(error) => {
                 service.drain(Some(Duration::ZERO)).await;
@@ -261,6 +272,7 @@ impl Running {
         access: Arc<Access>,
         metrics: SocketAddr,
         recorder: Recorder,
+        sessions: Option<SessionConfig>,
     ) -> Result<Self, StartError> {
         let service = Arc::clone(service);
         let backend: Arc<dyn Backend> = Arc::clone(&service) as Arc<dyn Backend>;
@@ -274,11 +286,25 @@ impl Running {
         .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
         let metrics = endpoint.local_address().unwrap_or(metrics);
         let server = Server::bind(config, access, backend).await?;
+        let session_server = match sessions {
+            Some(config) => {
+                let address = config.listen.to_string();
+                Some((
+                    address,
+                    SessionServer::bind(config, Arc::clone(&service))
+                        .await
+                        .map_err(api::ServerError::from)?,
+                ))
+            }
+            None => None,
+        };
         let (addresses, admin) = (server.addresses(), server.admin_address());
         tokio::spawn(endpoint.run());
         let shutdown = CancellationToken::new();
         let server = tokio::spawn(server.run(shutdown.clone()));
-        Ok(Running { service, addresses, admin, metrics, shutdown, server })
+        let sessions =
+            session_server.map(|(address, sessions)| (address, tokio::spawn(sessions.run(shutdown.clone()))));
+        Ok(Running { service, addresses, admin, metrics, shutdown, server, sessions })
     }
 
     /// The first public address.
@@ -298,6 +324,10 @@ impl Running {
         let (service, metrics) = (Arc::clone(&self.service), self.metrics);
         let addresses = self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let admin = self.admin.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string);
+        let sessions = self
+            .sessions
+            .as_ref()
+            .map_or_else(String::new, |(address, _)| format!(", sessions on {address}"));
         let loading = Arc::clone(&service);
         // Progress is drawn by its own thread, because a terminal that does not accept output blocks the thread that writes to it.
         let follow = move || report::follow_loading(&loading);
@@ -309,7 +339,7 @@ impl Running {
             let serving = state.wait_for(|s| *s == expertd_router::backend::ServiceState::Serving).await;
             if serving.is_ok() {
                 print(&format!(
-                    "ready: listening on {addresses}, admin on {admin}, metrics on http://{metrics}/metrics\n"
+                    "ready: listening on {addresses}, admin on {admin}, metrics on http://{metrics}/metrics{sessions}\n"
                 ));
             }
         });
@@ -370,6 +400,11 @@ impl Running {
         self.shutdown.cancel();
         if let Ok(Err(error)) = self.server.await {
             tracing::warn!(%error, "the server ended with an error");
+        }
+        if let Some((_, sessions)) = self.sessions
+            && let Err(error) = sessions.await
+        {
+            tracing::warn!(%error, "the session socket's task ended with an error");
         }
         self.service.join();
     }

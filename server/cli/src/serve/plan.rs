@@ -19,6 +19,7 @@ use expertd_router::backend::{Limits, ModelInfo, MoeLayerInfo, RankPlacement};
 use expertd_router::cluster::{
     ClusterConfig, WeightHolder, available_cores, numa_nodes, share_cores, share_cores_near, usable,
 };
+use expertd_router::sessions::SessionLimits;
 use expertd_router::steps::{ReloadPlanner, SchedulerConfig};
 use expertd_types::{Coverage, Generation, Rank, WeightFingerprint, WeightVersion};
 
@@ -62,6 +63,8 @@ pub struct ServePlan {
     pub listen: String,
     /// Address of the Admin service.
     pub admin_listen: String,
+    /// Where and for whom sessions are served; `None` without a session socket.
+    pub sessions: Option<SessionPlan>,
     /// Address of the Prometheus endpoint.
     pub metrics_listen: String,
     /// Who may call the service.
@@ -74,6 +77,58 @@ pub struct ServePlan {
     pub channel_bytes: usize,
     /// Memory for messages and answers.
     pub buffers: MessageMemory,
+}
+
+/// Where and for whom sessions are served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SessionPlan {
+    /// Address of the session socket.
+    pub listen: String,
+    /// Users who may open sessions.
+    pub users: Vec<u32>,
+    /// How many sessions there may be.
+    pub limits: SessionLimits,
+}
+
+impl SessionPlan {
+    /// File descriptors of all sessions: two of each socket, and one of each region.
+    #[must_use]
+    pub const fn descriptors(&self) -> usize {
+        3 * self.limits.sessions
+    }
+
+    fn new(given: &mut Given, ranks: u32) -> Result<Option<Self>, PlanError> {
+        let users = match &given.session_allow_uid.0 {
+            Some(text) => {
+                let users = text.split(',').map(|user| user.trim().parse());
+                let users: Result<Vec<u32>, _> = users.collect();
+                users.map_err(|_| {
+                    value(
+                        "session-allow-uid",
+                        format!("is `{text}`, must be user ids separated by commas, e.g. 1000,1001"),
+                    )
+                })?
+            }
+            None => vec![rustix::process::geteuid().as_raw()],
+        };
+        let list = users.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        derive(&mut given.session_allow_uid, list, "the service's own user");
+        let sessions = within("max-sessions", given.max_sessions.0.unwrap_or(0), 1, 1024)?;
+        let bytes = given.max_session_bytes.0.unwrap_or(0);
+        let Some(listen) = given.session_listen.0.clone() else { return Ok(None) };
+        if !listen.starts_with("unix:") {
+            return Err(value(
+                "session-listen",
+                format!("is `{listen}`, must be unix:PATH: sessions share memory"),
+            ));
+        }
+        let limits = SessionLimits {
+            sessions: sessions as usize,
+            bytes: usize::try_from(bytes).unwrap_or(usize::MAX),
+            mappings: ranks as usize + 1,
+        };
+        Ok(Some(SessionPlan { listen, users, limits }))
+    }
 }
 
 /// Memory of the router for messages and answers; see [`memory`].
@@ -323,6 +378,7 @@ impl ServePlan {
             let address = default_admin_address().map_err(|problem| value("admin-listen", problem))?;
             derive(&mut given.admin_listen, address, "a socket of this user");
         }
+        let sessions = SessionPlan::new(&mut given, ranks)?;
         let names = given.tls_client_names.0.clone().unwrap_or_default();
         let access = AccessConfig {
             tls_cert: given.tls_cert.0.clone(),
@@ -392,6 +448,7 @@ impl ServePlan {
             },
             listen: listen(&given.listen),
             admin_listen: listen(&given.admin_listen),
+            sessions,
             metrics_listen: listen(&given.metrics_listen),
             access,
             connections,

@@ -188,6 +188,14 @@ settings! {
     listen: String = Some("127.0.0.1:50051".into()), env "EXPERTD_LISTEN";
     /// Address of the Admin service with health: unix:PATH, or HOST:PORT with --admin-token-file [default: a socket of this user]
     admin_listen: String = None, env "EXPERTD_ADMIN_LISTEN";
+    /// Address of the session socket, unix:PATH, for clients on this host that share memory with the service [default: none]
+    session_listen: String = None, env "EXPERTD_SESSION_LISTEN";
+    /// Users who may open sessions, comma-separated user ids [default: the service's own user]
+    session_allow_uid: String = None, env "EXPERTD_SESSION_ALLOW_UID";
+    /// Largest number of open sessions [default: 16]
+    max_sessions: u32 = Some(16), env "EXPERTD_MAX_SESSIONS";
+    /// Largest number of mapped bytes of all sessions; each counts once for the router and once for each rank [default: 4 GiB]
+    max_session_bytes: u64 = Some(4 << 30), env "EXPERTD_MAX_SESSION_BYTES";
     /// Address of the Prometheus endpoint, GET /metrics: IP:PORT [default: 127.0.0.1:9464]
     metrics_listen: String = Some("127.0.0.1:9464".into()), env "EXPERTD_METRICS_LISTEN";
     /// The server's certificate chain, PEM; every TCP listener then speaks TLS
@@ -330,6 +338,7 @@ mod tests {
         assert_eq!(
             shown.join(" "),
             "model=- model_name=- layers=- ranks=- device=- fp8_compute=- listen=127.0.0.1:50051 admin_listen=- \
+             session_listen=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
              metrics_listen=127.0.0.1:9464 tls_cert=- tls_key=- tls_client_ca=- tls_client_names=- token_file=- \
              admin_token_file=- insecure=false verify_weights=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
              max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 on_fault=retry \
