@@ -7,6 +7,8 @@ use clap::{Args as ClapArgs, Parser, ValueEnum};
 use expertd_proto::transport::Credentials;
 use expertd_types::DType;
 
+use crate::Error;
+use crate::connect::is_several;
 use crate::distribution::TokenCounts;
 
 /// Load generator for expertd: closed or open loop, with checked answers.
@@ -25,6 +27,9 @@ pub struct Args {
     /// each request goes to a service that holds its layer, and elsewhere if that one fails
     #[arg(long, default_value = "127.0.0.1:50051", env = "EXPERTD_ADDRESS")]
     pub address: String,
+    /// Send requests through sessions instead of gRPC; the address is that of the session socket, unix:PATH
+    #[arg(long, value_enum, value_name = "KIND")]
+    pub session: Option<SessionKind>,
     /// Name of the model; optional if the service has only one
     #[arg(long, default_value = "", hide_default_value = true)]
     pub model: String,
@@ -48,11 +53,35 @@ pub struct Args {
     pub output: Output,
 }
 
+impl Args {
+    /// Checks options against each other.
+    ///
+    /// # Errors
+    /// [`Error::Unfit`], with the options that exclude each other.
+    pub fn check(&self) -> Result<(), Error> {
+        let unfit = |text: &str| Err(Error::Unfit(text.to_owned()));
+        if self.shape.mode == Mode::Decode && self.shape.rate.is_some() {
+            return unfit("--mode decode waits for each layer before the next one, so it has no --rate");
+        }
+        if self.shape.mode == Mode::Stream && is_several(&self.address) {
+            return unfit(
+                "--mode stream takes one address, because a stream goes to one service; use --mode unary for several",
+            );
+        }
+        if self.session.is_some() && (self.shape.mode == Mode::Stream || self.shape.rate.is_some()) {
+            return unfit(
+                "--session has closed loops only: leave out --rate, and use --mode unary or decode",
+            );
+        }
+        Ok(())
+    }
+}
+
 /// How requests are sent.
 #[derive(ClapArgs, Clone, Debug)]
 #[command(next_help_heading = "Load")]
 pub struct Shape {
-    /// Unary calls or streams
+    /// Unary calls, streams, or walks through all layers
     #[arg(long, value_enum, default_value_t)]
     pub mode: Mode,
     /// Number of connections
@@ -174,6 +203,15 @@ pub enum Mode {
     Unary,
     /// `ForwardStream`
     Stream,
+    /// `Forward`, where each outstanding request is a batch of sequences that walks all layers in order, as an engine decodes
+    Decode,
+}
+
+/// Kind of session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SessionKind {
+    /// Rows lie in host memory that the service shares
+    Host,
 }
 
 /// The source of a request's routing.

@@ -1,8 +1,10 @@
 //! Connections to one service, or to several used as one.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_proto::fleet::{FleetClient, FleetConfig};
+use expertd_proto::session::{self, SessionClient};
 use expertd_proto::transport::{self, Channel, Credentials};
 use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::{ForwardRequest, ForwardResponse, GetModelRequest, GetModelResponse};
@@ -17,7 +19,12 @@ pub enum Client {
     One(MoeClient<Channel>),
     /// Of several services.
     Several(FleetClient),
+    /// Of a service on this host, through a session.
+    Session(Arc<SessionClient>),
 }
+
+/// How long a call through a session may take that has no deadline.
+const SESSION_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Connects to `HOST:PORT` or `unix:/PATH` for messages of up to `message_bytes` bytes, or to several services whose
 /// addresses are separated by commas.
@@ -62,6 +69,13 @@ impl Client {
                 Ok(moe.forward(request).await?.into_inner())
             }
             Client::Several(fleet) => fleet.forward(request, deadline).await,
+            Client::Session(client) => {
+                let client = Arc::clone(client);
+                let timeout = deadline.unwrap_or(SESSION_TIMEOUT);
+                let call = tokio::task::spawn_blocking(move || client.forward(&request, timeout));
+                let answer = call.await.map_err(|error| Status::internal(error.to_string()))?;
+                answer.map_err(session::status)
+            }
         }
     }
 
@@ -76,6 +90,7 @@ impl Client {
                 Ok(moe.get_model(request).await?.into_inner())
             }
             Client::Several(fleet) => fleet.complete_model(Duration::from_secs(5)).await,
+            Client::Session(client) => Ok(client.model().clone()),
         }
     }
 }

@@ -5,6 +5,7 @@ pub mod args;
 pub mod arrivals;
 pub mod check;
 pub mod connect;
+pub mod decode;
 pub mod distribution;
 pub mod echo;
 pub mod golden;
@@ -16,6 +17,7 @@ pub mod progress;
 pub mod report;
 pub mod request;
 pub mod resources;
+pub mod session;
 pub mod stats;
 pub mod stream;
 pub mod table;
@@ -26,6 +28,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_proto::fleet::FleetError;
+use expertd_proto::session::{SessionClient, SessionError, SessionOptions};
 use expertd_proto::transport::{CONTROL_MESSAGE_BYTES, ConnectError, Credentials};
 use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::task::JoinSet;
@@ -64,6 +67,9 @@ pub enum Error {
         /// The call's status.
         status: Box<tonic::Status>,
     },
+    /// A session cannot be opened.
+    #[error(transparent)]
+    Session(#[from] SessionError),
     /// The golden file is not usable.
     #[error("{}: {reason}", path.display())]
     Golden {
@@ -85,17 +91,24 @@ pub enum Error {
 /// # Errors
 /// If the service cannot be reached, or the arguments do not fit its model.
 pub async fn run(args: &Args) -> Result<Report, Error> {
-    if args.shape.mode == Mode::Stream && connect::is_several(&args.address) {
-        return Err(Error::Unfit(
-            "--mode stream takes one address, because a stream goes to one service; use --mode unary for several"
-                .to_owned(),
-        ));
-    }
-    let mut first = connect::connect(&args.address, &args.credentials, CONTROL_MESSAGE_BYTES).await?;
-    let model = request::get_model(&mut first, &args.model).await?;
+    args.check()?;
+    let model = match args.session {
+        Some(_) => {
+            let options = SessionOptions { rows_bytes: 1, calls: 1, ..SessionOptions::default() };
+            SessionClient::open(&args.address, &options)?.model().clone()
+        }
+        None => {
+            let mut first = connect::connect(&args.address, &args.credentials, CONTROL_MESSAGE_BYTES).await?;
+            request::get_model(&mut first, &args.model).await?
+        }
+    };
     let workload = Arc::new(Workload::new(args, model)?);
-    let echo =
-        if args.output.no_echo { EchoReport::default() } else { measure_echo(args, &workload).await? };
+    // The echo is one of gRPC.
+    let echo = if args.output.no_echo || args.session.is_some() {
+        EchoReport::default()
+    } else {
+        measure_echo(args, &workload).await?
+    };
     // GPU ranks compute in bf16 whatever the element type of the rows; CPU ranks compute in f32.
     let exact = workload.model.placement.iter().all(|rank| rank.device.starts_with("cpu"));
     let tolerance_of = |dtype| if exact && dtype == DType::F32 { 1e-3 } else { 2e-2 };
@@ -127,8 +140,13 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
             CpuTime::now()
         }
     });
-    let clients = connections(&args.address, &args.credentials, &args.shape, workload.message_bytes).await?;
-    drive(&load, &args.shape, clients).await;
+    if args.session.is_some() {
+        drive_sessions(&load, &args.shape, &session::open_all(&args.address, &args.shape, &workload)?).await;
+    } else {
+        let clients =
+            connections(&args.address, &args.credentials, &args.shape, workload.message_bytes).await?;
+        drive(&load, &args.shape, clients).await;
+    }
     let since = if measured.is_finished() { measured.await.ok() } else { None };
     let cpu = since.unwrap_or_else(CpuTime::now).since();
     if let Some(bar) = bar {
@@ -161,13 +179,23 @@ async fn connections(
     Ok(clients)
 }
 
+/// Runs a thread for each outstanding request of each session until no more requests may begin and all have ended.
+async fn drive_sessions(load: &Arc<Load>, shape: &Shape, clients: &[Arc<SessionClient>]) {
+    let mut workers = JoinSet::new();
+    for index in 0..shape.outstanding.get() * clients.len() {
+        let (load, client) = (Arc::clone(load), Arc::clone(&clients[index % clients.len()]));
+        workers.spawn_blocking(move || session::closed(&load, &client, index as u64));
+    }
+    workers.join_all().await;
+}
+
 /// Runs all workers until no more requests may begin and all have ended.
 async fn drive(load: &Arc<Load>, shape: &Shape, clients: Vec<Client>) {
     let mut workers = JoinSet::new();
     let per_client = match (shape.mode, shape.rate) {
         (Mode::Stream, _) => shape.streams.get(),
-        (Mode::Unary, Some(_)) => 1,
-        (Mode::Unary, None) => shape.outstanding.get(),
+        (Mode::Unary | Mode::Decode, Some(_)) => 1,
+        (Mode::Unary | Mode::Decode, None) => shape.outstanding.get(),
     };
     let mut arrivals = Vec::new();
     // Workers alternate between connections, so that consecutive arrivals also use different connections.
@@ -183,11 +211,13 @@ async fn drive(load: &Arc<Load>, shape: &Shape, clients: Vec<Client>) {
                 Client::One(moe) => {
                     workers.spawn(stream::run(load, moe, worker, shape.outstanding.get(), received));
                 }
-                // `run` refuses streams to several services.
-                Client::Several(_) => {}
+                // `run` refuses streams to several services and through sessions.
+                Client::Several(_) | Client::Session(_) => {}
             },
-            (Mode::Unary, None) => drop(workers.spawn(unary::closed(load, client, worker))),
-            (Mode::Unary, Some(received)) => drop(workers.spawn(unary::open(load, client, worker, received))),
+            (Mode::Unary | Mode::Decode, None) => drop(workers.spawn(unary::closed(load, client, worker))),
+            (Mode::Unary | Mode::Decode, Some(received)) => {
+                drop(workers.spawn(unary::open(load, client, worker, received)));
+            }
         };
     }
     if let Some(rate) = shape.rate {
@@ -206,7 +236,11 @@ async fn check(
     let samples = Arc::new(Mutex::new(samples));
     let mut checkers = JoinSet::new();
     for number in 0..CHECKERS {
-        let client = connect::connect(&args.address, &args.credentials, load.workload.message_bytes).await?;
+        let workload = &load.workload;
+        let client = match args.session {
+            Some(_) => Client::Session(session::open(&args.address, 1, workload)?),
+            None => connect::connect(&args.address, &args.credentials, workload.message_bytes).await?,
+        };
         let (workload, recorder) = (Arc::clone(&load.workload), Arc::clone(&load.recorder));
         let worker = 1_000_000 + number;
         checkers.spawn(check::run(workload, recorder, Arc::clone(&samples), client, worker, tolerance));

@@ -6,7 +6,7 @@ use expertd_types::DType;
 use serde::Serialize;
 use tonic::Code;
 
-use crate::args::{Args, Mode, RoutingSource};
+use crate::args::{Args, Mode, RoutingSource, SessionKind};
 use crate::echo::OneOutstanding;
 use crate::load::explained;
 use crate::period::LoadPeriod;
@@ -24,6 +24,8 @@ pub struct Settings {
     pub weight_version: u64,
     pub layers: Vec<u32>,
     pub mode: &'static str,
+    /// `host` if requests go through sessions.
+    pub session: Option<&'static str>,
     pub connections: usize,
     pub streams: usize,
     pub outstanding: usize,
@@ -48,7 +50,12 @@ impl Settings {
             family: workload.model.family.clone(),
             weight_version: workload.model.weight_version,
             layers: workload.layers.iter().map(|layer| layer.layer).collect(),
-            mode: if stream { "stream" } else { "unary" },
+            mode: match args.shape.mode {
+                Mode::Unary => "unary",
+                Mode::Stream => "stream",
+                Mode::Decode => "decode",
+            },
+            session: args.session.map(|SessionKind::Host| "host"),
             connections: args.shape.connections.get(),
             streams: if stream { args.shape.streams.get() } else { 1 },
             outstanding: args.shape.outstanding.get(),
@@ -110,6 +117,15 @@ pub struct EchoLoad {
     pub latency: Summary,
 }
 
+/// Walks through all layers: steps of a model as an engine decodes.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct WalkReport {
+    /// Walks per second of elapsed time, all workers together.
+    pub walks_per_second: f64,
+    /// Time of a walk.
+    pub duration: Summary,
+}
+
 /// The report of a run.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
@@ -137,6 +153,8 @@ pub struct Report {
     pub rest: Summary,
     /// Open loop: delay of the client's own sending.
     pub late: Option<Summary>,
+    /// With --mode decode: walks through all layers.
+    pub walks: Option<WalkReport>,
     /// Steps per second of the whole service, from step numbers.
     pub steps_per_second: f64,
     /// Mean rows per step, with `--timings`.
@@ -222,6 +240,10 @@ impl Report {
             queue: stats.queue.summary(),
             step: stats.step.summary(),
             rest: stats.rest.summary(),
+            walks: (stats.walks.count() > 0).then(|| WalkReport {
+                walks_per_second: stats.walks.count() as f64 / elapsed,
+                duration: stats.walks.summary(),
+            }),
             late: (stats.late.count() > 0).then(|| stats.late.summary()),
             steps_per_second: steps as f64 / elapsed,
             tokens_per_step: (stats.step_tokens.1 > 0)

@@ -10,7 +10,7 @@ use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 
 use crate::Error;
-use crate::args::{Args, RoutingSource};
+use crate::args::{Args, Mode, RoutingSource};
 use crate::check::EXTRA_ROWS;
 use crate::connect::Client;
 use crate::distribution::TokenCounts;
@@ -44,6 +44,7 @@ pub struct Workload {
     rows: RowPool,
     routing: Vec<RoutingPool>,
     timings: bool,
+    walks: bool,
 }
 
 /// Calls `GetModel`.
@@ -108,6 +109,7 @@ impl Workload {
             rows: RowPool::new(dtype, largest.max(EXTRA_ROWS) * hidden, &mut rng),
             routing,
             timings: args.output.timings,
+            walks: args.shape.mode == Mode::Decode,
             model,
         })
     }
@@ -117,7 +119,19 @@ impl Workload {
     #[must_use]
     pub fn source(self: &Arc<Self>, worker: u64, check: f64) -> RequestSource {
         let rng = SmallRng::seed_from_u64(self.seed ^ (worker + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        RequestSource { workload: Arc::clone(self), check, rng }
+        RequestSource { workload: Arc::clone(self), check, rng, next_layer: 0 }
+    }
+
+    /// Whether requests walk all layers in order.
+    #[must_use]
+    pub const fn walks(&self) -> bool {
+        self.walks
+    }
+
+    /// Largest number of rows of a request of this workload, checks included.
+    #[must_use]
+    pub fn largest_request(&self) -> usize {
+        (self.limit as usize).max(2 * EXTRA_ROWS)
     }
 
     /// Size of the answer to `tokens` rows, in bytes.
@@ -155,6 +169,8 @@ pub struct RequestSource {
     workload: Arc<Workload>,
     check: f64,
     rng: SmallRng,
+    /// Index of the next layer of a walk.
+    next_layer: usize,
 }
 
 impl RequestSource {
@@ -165,7 +181,9 @@ impl RequestSource {
         if purpose >= check {
             return PlannedRequest { request: self.random(false), purpose: Purpose::Load };
         }
+        // Recorded rows are of one layer, which need not be the next one of a walk.
         if purpose < check / 2.0
+            && !self.workload.walks
             && let Some(known) = self.known()
         {
             return known;
@@ -177,7 +195,14 @@ impl RequestSource {
     pub fn random(&mut self, sampled: bool) -> ForwardRequest {
         let workload = Arc::clone(&self.workload);
         let tokens = workload.counts.draw(&mut self.rng, workload.limit);
-        let index = self.rng.random_range(0..workload.layers.len());
+        let layers = workload.layers.len();
+        let index = if workload.walks {
+            let at = self.next_layer;
+            self.next_layer = (at + 1) % layers;
+            at
+        } else {
+            self.rng.random_range(0..layers)
+        };
         let layer = &workload.layers[index];
         let elements = tokens as usize * workload.model.hidden as usize;
         let routing = workload.routing.get(index).map(|pool| {

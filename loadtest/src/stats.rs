@@ -110,6 +110,8 @@ pub struct Stats {
     pub rest: Durations,
     /// Delay of the client's own sending (open loop).
     pub late: Durations,
+    /// Time of each walk through all layers.
+    pub walks: Durations,
     /// Durations by phase; empty without `--timings`.
     pub phases: BTreeMap<usize, Durations>,
     /// Sum of the tokens of the steps that requests took part in, and the number of summands.
@@ -182,6 +184,7 @@ impl Stats {
         self.queue.merge(&other.queue);
         self.rest.merge(&other.rest);
         self.late.merge(&other.late);
+        self.walks.merge(&other.walks);
         for (&phase, durations) in &other.phases {
             self.phases.entry(phase).or_default().merge(durations);
         }

@@ -27,9 +27,10 @@ fn write(out: &mut String, report: &Report) -> std::fmt::Result {
     )?;
     writeln!(
         out,
-        "{}: {} connections{each}; {}; {} tokens of {}; {} layers; routing {}; seed {}",
+        "{}: {} {}{each}; {}; {} tokens of {}; {} layers; routing {}; seed {}",
         settings.mode,
         settings.connections,
+        settings.session.map_or("connections".to_owned(), |kind| format!("{kind} sessions")),
         open.unwrap_or(closed),
         settings.tokens,
         settings.dtype,
@@ -47,6 +48,14 @@ fn write(out: &mut String, report: &Report) -> std::fmt::Result {
         report.steps_per_second,
         report.tokens_per_step.map_or(String::new(), |tokens| format!("   {tokens:.1} tokens/step"))
     )?;
+    if let Some(walks) = &report.walks {
+        writeln!(
+            out,
+            "decode       {:.1} model steps/s through {} layers",
+            walks.walks_per_second,
+            settings.layers.len()
+        )?;
+    }
     writeln!(
         out,
         "measured     {} requests, {} tokens in {:.2} s; {} answers with warm-up and checks",
@@ -62,6 +71,9 @@ fn write(out: &mut String, report: &Report) -> std::fmt::Result {
     durations(out, "  queue", &report.queue)?;
     durations(out, "  step", &report.step)?;
     durations(out, "  rest", &report.rest)?;
+    if let Some(walks) = &report.walks {
+        durations(out, "model step", &walks.duration)?;
+    }
     if let Some(late) = &report.late {
         durations(out, "sent late", late)?;
     }

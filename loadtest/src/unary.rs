@@ -10,16 +10,20 @@ use tonic::Code;
 
 use crate::arrivals::Arrival;
 use crate::connect::Client;
+use crate::decode::Walk;
 use crate::load::{Job, Load, Outcome};
 
 /// Closed loop: sends one request after the other until no more may begin.
 pub async fn closed(load: Arc<Load>, client: Client, worker: u64) {
     let mut source = load.source(worker);
+    let mut walk = Walk::new(&load);
     loop {
         let planned = source.next_request();
         let now = Instant::now();
         let Some(measured) = load.period.admit(now) else { return };
+        walk.begin(now, measured);
         exchange(&load, client.clone(), Job::new(planned, now, measured), worker).await;
+        walk.end(&load, worker);
     }
 }
 
