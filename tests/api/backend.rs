@@ -206,6 +206,7 @@ impl Backend for Fake {
             tokens_queued: 3,
             uptime: Duration::from_secs(4),
             reload: None,
+            sessions: Vec::new(),
             ranks: vec![RankStatus {
                 rank: Rank(0),
                 pid: 99,

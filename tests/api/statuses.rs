@@ -3,9 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use expertd_proto::v1::{
-    DType, DeviceRef, ForwardRequest, Routing, SharedExperts, SharedMemoryRef, forward_request::Payload,
-};
+use expertd_proto::v1::{DType, ForwardRequest, Routing, SharedExperts, forward_request::Payload};
 use expertd_proto::{Client, retry_delay};
 use expertd_router::backend::SubmitError;
 use tonic::{Code, Status};
@@ -75,12 +73,6 @@ async fn errors_of_invalid_requests_name_the_field() {
         ("too many bytes", "inline", with(|r| r.tokens = 2)),
         ("bytes without tokens", "inline", with(|r| r.tokens = 0)),
         ("no rows", "inline", with(|r| r.payload = None)),
-        (
-            "shared memory",
-            "shared_memory",
-            with(|r| r.payload = Some(Payload::SharedMemory(SharedMemoryRef::default()))),
-        ),
-        ("device memory", "device", with(|r| r.payload = Some(Payload::Device(DeviceRef::default())))),
         ("over the token limit", "tokens", request(backend::ECHO, MAX_TOKENS + 1, HIDDEN)),
         ("absurd token count", "tokens", with(|r| r.tokens = u32::MAX)),
         ("k too large", "routing.k", routed(&ok_ids, &ok_weights, 5)),

@@ -9,6 +9,7 @@ mod gpu;
 mod layers;
 mod reload;
 mod service;
+mod sessions;
 mod soak_gpu;
 mod startup;
 mod steps;

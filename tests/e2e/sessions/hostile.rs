@@ -1,0 +1,215 @@
+//! Clients that die or scribble, and clients that are refused.
+
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixStream;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use expertd_ipc::SharedRegion;
+use expertd_proto::session::{Call, DType, Session, SessionError, SessionOptions};
+use expertd_session::socket;
+use expertd_session::wire::{Open, Opened, RequestRecord, VERSION, frame};
+use rand::rngs::SmallRng;
+use rand::{RngExt as _, SeedableRng as _};
+
+use super::{FAMILY, Host, LOST, Load, runtime};
+use crate::service::load::Rows;
+use crate::service::{eventually, golden};
+
+/// Names the session socket to the process that is killed.
+const VICTIM: &str = "SESSION_VICTIM_SOCKET";
+
+/// Not a test by itself: the client process that `killed_clients_leave_nothing_behind` kills.
+#[test]
+#[ignore = "runs as a child process of another test"]
+fn victim() {
+    let Ok(address) = std::env::var(VICTIM) else { return };
+    let mut rows = Rows::new(&golden(FAMILY), 99, 64);
+    loop {
+        let session = Session::open(&address, &SessionOptions::default()).unwrap();
+        for _ in 0..5 {
+            let calls: Vec<_> = (0..3)
+                .map(|_| {
+                    let (request, _) = rows.draw();
+                    let bytes = request.tokens as usize * session.hidden() * 4;
+                    let call = Call::new(request.layer, request.tokens as usize, DType::F32);
+                    session
+                        .submit(&call, session.buffer(bytes).unwrap(), session.buffer(bytes).unwrap())
+                        .unwrap()
+                })
+                .collect();
+            for call in calls {
+                call.wait(LOST).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn killed_clients_leave_nothing_behind() {
+    let runtime = runtime();
+    let host = Host::start(FAMILY, 2, &[]);
+    let load = Load::start(&host, 64);
+    load.goes_on();
+    let descriptors = host.descriptors();
+    let mut rng = SmallRng::seed_from_u64(4);
+    for _ in 0..40 {
+        let mut victim = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "sessions::hostile::victim", "--ignored", "--nocapture"])
+            .env(VICTIM, &host.address)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(Duration::from_micros(rng.random_range(1_000..60_000)));
+        victim.kill().unwrap();
+        victim.wait().unwrap();
+    }
+    load.goes_on();
+    eventually(LOST, "only the sessions of the load are open", || host.status(&runtime).sessions.len() == 2);
+    eventually(LOST, "no descriptor is left", || host.descriptors() <= descriptors);
+    let status = host.status(&runtime);
+    assert_eq!(status.generation, 1, "no generation ended");
+    load.stop();
+    eventually(LOST, "no session is open", || host.status(&runtime).sessions.is_empty());
+}
+
+/// A session whose memory the test writes itself.
+struct RawSession {
+    opened: Opened,
+    region: Arc<SharedRegion>,
+    _socket: UnixStream,
+}
+
+fn raw(host: &Host, calls: u32, rows_bytes: u64) -> RawSession {
+    let stream = UnixStream::connect(host.path()).unwrap();
+    let open = Open { version: VERSION, kind: 1, rows_bytes, calls, reserved: 0 };
+    socket::send(&stream, frame::OPEN, bytemuck::bytes_of(&open)).unwrap();
+    let (kind, payload) = socket::receive(&stream, 1 << 20).unwrap().unwrap();
+    assert_eq!(kind, frame::OPENED, "{}", String::from_utf8_lossy(&payload));
+    let opened: Opened = socket::record(&payload).unwrap();
+    let fd = socket::receive_region(&stream).unwrap();
+    let region = SharedRegion::from_fd(fd, opened.region_bytes as usize).unwrap();
+    RawSession { opened, region, _socket: stream }
+}
+
+#[test]
+fn scribbling_clients_harm_nobody() {
+    let runtime = runtime();
+    let host = Host::start(FAMILY, 2, &[]);
+    let load = Load::start(&host, 64);
+    let hidden = host.open().session().hidden();
+    load.goes_on();
+    let begun = Instant::now();
+    let (mut rng, mut sessions) = (SmallRng::seed_from_u64(5), 0);
+    let layer = Rows::new(&golden(FAMILY), 1, 1).layers()[0];
+    while begun.elapsed() < Duration::from_secs(10) {
+        let session = raw(&host, 16, 1 << 16);
+        let control = session.region.slice::<u64>(0, session.opened.rows_offset as usize / 8).unwrap();
+        let rows = session
+            .region
+            .slice::<u32>(session.opened.rows_offset as usize, session.opened.rows_bytes as usize / 4)
+            .unwrap();
+        let bell = session.region.slice::<u32>(session.opened.service_bell_offset as usize, 1).unwrap();
+        let words = size_of::<RequestRecord>() / 8;
+        let random = sessions % 2 == 1;
+        sessions += 1;
+        for n in 0..200_u64 {
+            // Requests that are mostly valid, with given routing, so that steps read memory that changes meanwhile.
+            let tokens = rng.random_range(1..9);
+            let mut record = RequestRecord {
+                call: n,
+                rows: 64 * rng.random_range(0..8),
+                output: 32768 + (n % 8) * 4096,
+                ids: 16384,
+                weights: 16384 + 2048,
+                token_ids: 0,
+                weight_version: 0,
+                timeout_us: rng.random_range(0..3) * 500,
+                layer,
+                tokens,
+                dtype: rng.random_range(1..4),
+                k: 0,
+                flags: rng.random_range(0..4),
+                reserved: 0,
+            };
+            assert!(tokens as usize * hidden * 4 <= 4096, "outputs do not overlap");
+            if random {
+                let bytes = bytemuck::bytes_of_mut(&mut record);
+                let at = rng.random_range(0..bytes.len());
+                bytes[at] = rng.random();
+            }
+            let cell = 16 + (n % 16) as usize * (words + 1);
+            for (at, word) in bytemuck::cast_slice::<u8, u64>(bytemuck::bytes_of(&record)).iter().enumerate()
+            {
+                control.atomics()[cell + at].store(*word, Ordering::Relaxed);
+            }
+            control.atomics()[cell + words].store(n + 1, Ordering::Relaxed);
+            control.atomics()[0].store(n + 1, Ordering::Release);
+            // All completions count as read.
+            let completions = session.opened.completions_offset as usize / 8;
+            let pushed = control.atomics()[completions].load(Ordering::Acquire);
+            control.atomics()[completions + 8].store(pushed, Ordering::Release);
+            bell.atomics()[0].fetch_add(2, Ordering::SeqCst);
+            let _ = rustix::thread::futex::wake(
+                &bell.atomics()[0],
+                rustix::thread::futex::Flags::empty(),
+                u32::MAX >> 1,
+            );
+            for _ in 0..200 {
+                rows.atomics()[rng.random_range(0..rows.len())].store(rng.random(), Ordering::Relaxed);
+            }
+            if random && rng.random_range(0..50) == 0 {
+                control.atomics()[rng.random_range(0..control.len())].store(rng.random(), Ordering::Relaxed);
+            }
+        }
+    }
+    load.goes_on();
+    assert!(sessions > 10, "{sessions} sessions");
+    let status = host.status(&runtime);
+    assert_eq!(status.generation, 1, "no generation ended: {}", status.reason);
+    load.stop();
+    eventually(LOST, "no session is open", || host.status(&runtime).sessions.is_empty());
+}
+
+#[test]
+fn refusals_say_why() {
+    let host = Host::start(FAMILY, 2, &["--max-sessions", "2", "--max-session-bytes", "100000000"]);
+    let refused = |kind: u32, payload: &[u8]| {
+        let stream = UnixStream::connect(host.path()).unwrap();
+        socket::send(&stream, kind, payload).unwrap();
+        let (kind, text) = socket::receive(&stream, 1 << 20).unwrap().unwrap();
+        assert_eq!(kind, frame::REFUSED);
+        String::from_utf8(text).unwrap()
+    };
+    let open = Open { version: VERSION, kind: 1, rows_bytes: 4096, calls: 4, reserved: 0 };
+    let with = |open: Open| refused(frame::OPEN, bytemuck::bytes_of(&open));
+    assert!(with(Open { version: 9, ..open }).contains("version 9"));
+    assert!(with(Open { kind: 2, ..open }).contains("kind 2"));
+    assert!(with(Open { calls: 0, ..open }).contains("0 calls"));
+    assert!(with(Open { rows_bytes: 1 << 30, ..open }).contains("max-session-bytes"));
+    assert!(with(Open { rows_bytes: u64::MAX - 5, ..open }).contains("address space"));
+    assert!(refused(frame::OPEN, b"").contains("version none"));
+    assert!(refused(77, b"").contains("kind 77"));
+    let small = SessionOptions { rows_bytes: 1 << 16, ..SessionOptions::default() };
+    let sessions = [0; 2].map(|_| Session::open(&host.address, &small).unwrap());
+    let error = Session::open(&host.address, &small).unwrap_err();
+    assert!(error.to_string().contains("max-sessions"), "{error}");
+    drop(sessions);
+    // Descriptors that a client sends are not taken.
+    let stream = UnixStream::connect(host.path()).unwrap();
+    let file = tempfile::tempfile().unwrap();
+    expertd_ipc::control::send_fds(&stream, &[file.as_fd()]).unwrap();
+    drop(stream);
+    let before = host.descriptors();
+    eventually(LOST, "the next session opens", || Session::open(&host.address, &small).is_ok());
+    eventually(LOST, "no descriptor is left", || host.descriptors() <= before);
+
+    let other = Host::start(FAMILY, 1, &["--session-allow-uid", "4242"]);
+    let error = Session::open(&other.address, &small).unwrap_err();
+    let own = rustix::process::geteuid().as_raw();
+    assert!(error.to_string().contains(&format!("user {own} may not open sessions")), "{error}");
+    assert!(matches!(error, SessionError::Refused { .. }), "{error}");
+}
