@@ -22,9 +22,10 @@ use expertd_proto::v1::{
 };
 use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig};
 use expertd_router::backend::{
-    Answer, Backend, DrainFuture, DrainReport, ModelInfo, MoeLayerInfo, Pending, ServiceStatus, SubmitError,
+    Answer, Backend, DrainFuture, DrainReport, ModelInfo, MoeLayerInfo, Pending, ReloadFuture, ServiceStatus,
+    SubmitError,
 };
-use expertd_types::{Generation, LayerId, LayerRange, StepId, WeightVersion};
+use expertd_types::{Coverage, Generation, LayerId, LayerRange, StepId, WeightFingerprint, WeightVersion};
 use rand::RngExt as _;
 use tokio::sync::{oneshot, watch};
 use tokio_util::sync::CancellationToken;
@@ -99,6 +100,7 @@ impl Echo {
             name: "echo".to_owned(),
             family: "echo".to_owned(),
             weight_version: WeightVersion(1),
+            weight_fingerprint: WeightFingerprint { coverage: Coverage::Sampled, digest: [1; 16] },
             generation: Generation(1),
             hidden: HIDDEN,
             num_layers: 1,
@@ -126,6 +128,7 @@ impl Backend for Echo {
             steps: vec![StepId(1)],
             generation: Generation(1),
             weight_version: WeightVersion(1),
+            weight_fingerprint: WeightFingerprint { coverage: Coverage::Sampled, digest: [1; 16] },
             tokens_per_rank: vec![request.tokens as u32],
             timings: Vec::new(),
             topk_ids: Bytes::new(),
@@ -143,6 +146,10 @@ impl Backend for Echo {
 
     fn watch_state(&self) -> watch::Receiver<expertd_router::backend::ServiceState> {
         self.state.subscribe()
+    }
+
+    fn reload(&self, folder: Option<std::path::PathBuf>) -> ReloadFuture {
+        Box::pin(async move { Err(format!("a fake has no weights to load from {folder:?}")) })
     }
 
     fn drain(&self, _: Option<Duration>) -> DrainFuture {

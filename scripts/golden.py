@@ -36,7 +36,7 @@ PLAIN = dict(experts="num_experts", k="num_experts_per_tok", width="moe_intermed
 DEEP = dict(experts="n_routed_experts", k="num_experts_per_tok", width="moe_intermediate_size")
 ERNIE = dict(experts="moe_num_experts", k="moe_k", width="moe_intermediate_size")
 
-# Per family: the names of its sizes, further options that the model needs, and its variants: (name, sizes, overrides).
+# For each family: the names of its sizes, further options of the model, and its variants: (name, sizes, overrides).
 # Sizes are (hidden, experts, k, width).
 FAMILIES = {
     "mixtral": (LOCAL, {}, []),

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Puts known faults into the step loop, one at a time, and lets the simulation find each of them.
+# Plants known faults in the step loop, one at a time, and runs the simulation until it finds each of them.
 #
 #   scripts/mutants.sh            all of server/scheduler/mutants/*.patch, against the last commit
-#   scripts/mutants.sh NAME...    some of them, by the beginnings of their names
+#   scripts/mutants.sh NAME...    the patches whose names begin with a NAME
 #
 # Prints for each fault the seed that found it and how many schedules that took. Fails if a fault survives 10,000.
 set -eu

@@ -19,7 +19,7 @@ from pathlib import Path
 
 MEASUREMENTS = Path(__file__).resolve().parents[1] / "docs/measurements"
 
-# Pictures of the documents: file, its JSON, the runs that it shows (all if empty), its title.
+# The pictures in the documents: file, JSON, the runs that it shows (all if empty), title.
 PICTURES = [
     (
         "steps-4-gpus.svg",
@@ -49,8 +49,8 @@ SHAPES = {
 }
 FORMATS = {"bf16": "bf16", "fp8": "FP8 weights", "mxfp4": "MXFP4 weights"}
 
-# Name, colour on light, colour on dark, marker. The colours are Okabe and Ito's, which colour-blind readers can
-# tell apart; a marker of its own names each line a second time.
+# Name, colour on light background, colour on dark background, marker. The colours are those of Okabe and Ito, which
+# colour-blind readers can distinguish; the marker identifies a line without its colour.
 OURS = ("expertd", "#0072b2", "#56b4e9", "circle")
 FLOOR = ("floor", "#59636e", "#9198a1", None)
 PEERS = {

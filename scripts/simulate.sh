@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs schedules of the step loop's simulation: a million, or as many as given, from a seed on.
+# Runs COUNT schedules (default: a million) of the step loop's simulation, beginning with seed FIRST (default: 0).
 #
 #   scripts/simulate.sh [COUNT [FIRST]]
 #   scripts/simulate.sh trace SEED        prints the trace of one schedule

@@ -40,7 +40,7 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
     const int layer_count = std::max<int>(2, std::min<int>(4, int((size_t(2) << 30) / (expert_bytes * experts))));
     std::vector<Layer> layers;
     std::vector<ExpertdLayerWeights> views;
-    for (int i = 0; i < layer_count; i++) layers.emplace_back(m, experts, false);
+    for (int i = 0; i < layer_count; i++) layers.emplace_back(m, experts, false, 128);
     for (auto& l : layers) views.push_back(l.view);
     Buffer<ExpertdLayerWeights> table(views);
     std::vector<uint32_t> indices(layer_count);
@@ -90,7 +90,7 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
                     if (m.format != EXPERTD_W8A8 && w * 3 >= mean && (w <= 32 || mean * 8 >= w) && (r >= 128 || mean < 48)) list.push_back({r, w});
             }
         }
-        if (tune && m.format == EXPERTD_W8A8) list.push_back({EXPERTD_TILE_TALL, 0}), list.push_back({256, 0}), list.push_back({256, 64});
+        if (tune && m.format == EXPERTD_W8A8) list.push_back({EXPERTD_TILE_TOKEN_ROWS, 0}), list.push_back({EXPERTD_TILE_TALL, 0}), list.push_back({256, 0}), list.push_back({256, 64});
         if (tune && m.format == EXPERTD_BF16) list.push_back({EXPERTD_TILE_TALL, 0}), list.push_back({EXPERTD_TILE_TURNS, 0});
         for (const Variant& v : list) {
             cudaGraph_t graph;

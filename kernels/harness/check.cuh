@@ -34,6 +34,11 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         for (int w : {32, 64, 128}) list.push_back({0, w, blocks, 0});
         for (int r : {256, int(EXPERTD_TILE_TALL)})
             for (int w : {0, 32, 64}) list.push_back({r, w, blocks, 0});
+        if (layer.view.block_scales != 0) {
+            const int rows = EXPERTD_TILE_TOKEN_ROWS;
+            list.push_back({rows, 0, blocks, 0}), list.push_back({rows, 0, 7, 0}), list.push_back({rows, 0, blocks, 1});
+            list.push_back({rows, 0, blocks, 0, 1}), list.push_back({rows, 0, blocks, 0, 0, 1}), list.push_back({rows, 0, blocks, 0, 1, 1});
+        }
         list.push_back({0, 0, 7, 0}), list.push_back({0, 0, blocks, 1}), list.push_back({0, 0, blocks, 0, 1}), list.push_back({0, 0, blocks, 0, 0, 1}), list.push_back({0, 0, blocks, 0, 1, 1});
     } else if (variants) {
         const int widest = m.format == EXPERTD_BF16 ? 256 : 128;
@@ -158,7 +163,7 @@ int check_all(bool small_only, const char* only, int only_format) {
     for (const Model& m : MODELS) {
         if (small_only || (only != nullptr && std::strcmp(only, m.name) != 0)) continue;
         const int experts = m.experts / ranks;
-        Layer layer(m, experts, true);
+        Layer layer(m, experts, true, m.format == EXPERTD_W8A8 ? 128 : 1);
         auto counts_case = [&](const char* what, std::vector<int> counts, int window, bool variants) {
             counts.resize(experts, 0);
             good &= check_case(m, experts, from_counts(counts, window, rng), layer, what, variants);
@@ -178,6 +183,13 @@ int check_all(bool small_only, const char* only, int only_format) {
         Model clamped{"clamped", small_only ? 512 : 2048, small_only ? 256 : 1024, 20, 8, EXPERTD_SWIGLU_CLAMPED, false, format};
         Layer layer(clamped, 5, true);
         good &= check_case(clamped, 5, from_counts({40, 0, 7, 300, 2}, 333, rng), layer, "5 experts, clamped", true);
+        if (format == EXPERTD_W8A8) {
+            Layer blocks(clamped, 5, true, 128);
+            good &= check_case(clamped, 5, from_counts({140, 0, 97, 300, 70}, 333, rng), blocks, "5 experts, clamped, 128 x 128 scales", true);
+            Model odd{"odd", 320, 384, 8, 2, EXPERTD_SWIGLU_OAI, true, format};
+            Layer odd_blocks(odd, 3, true, 128);
+            good &= check_case(odd, 3, from_counts({129, 260, 1}, 300, rng), odd_blocks, "hidden 320, biases, 128 x 128 scales", true);
+        }
         Model small{"small", 64, format == EXPERTD_W8A8 ? 256 : 192, 8, 2, EXPERTD_SWIGLU, true, format};
         Layer tiny(small, 3, true);
         good &= check_case(small, 3, from_counts({5, 0, 40}, 41, rng), tiny, "hidden 64, inter 192 or 256, biases", true);

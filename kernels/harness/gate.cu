@@ -20,7 +20,7 @@ void bench(const Shape& shape, uint32_t tokens, cudaStream_t stream) {
     for (uint32_t i = 0; i < LAUNCHES; i++) {
         rows.push_back(random_buffer<bf16>(size_t(tokens) * shape.hidden, 1.0f));
         weights.push_back(random_buffer<bf16>(size_t(shape.experts) * shape.hidden, 0.03f));
-        layers.push_back({weights.back().data, nullptr, nullptr, nullptr});
+        layers.push_back({weights.back().data, nullptr, nullptr, nullptr, nullptr});
         states[i].sequence = 1, states[i].tokens = tokens, states[i].layer = i;
     }
     Buffer<expertd::GateLayer> table(layers);

@@ -43,9 +43,22 @@ __global__ void codes_kernel(uint8_t* out, size_t n, uint64_t seed, bool fp8) {
     }
 }
 
-__global__ void float_scales_kernel(float* out, size_t n, uint64_t seed, float size) {
+// Codes as those of a checkpoint are distributed: a block of 128 x 128 normal values, whose largest is about 4.5 deviations. Codes that
+// are all as likely take more power, which at many tokens is what limits an H200.
+__global__ void normal_codes_kernel(uint8_t* out, size_t n, uint64_t seed) {
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
-        out[i] = size * (0.5f + float(mix(seed * 0x100000001ull + i) >> 40) / float(1 << 24));
+        const uint64_t bits = mix(seed * 0x100000001ull + i);
+        const float u = (float(bits >> 40) + 1.0f) / float(1 << 24), v = float(bits >> 16 & 0xFFFFFF) / float(1 << 24);
+        const float normal = sqrtf(-2.0f * logf(u)) * cospif(2.0f * v);
+        out[i] = __nv_cvt_float_to_fp8(normal * (448.0f / 4.5f), __NV_SATFINITE, __NV_E4M3);
+    }
+}
+
+// `columns`: scales of a row; the same for `rows` rows.
+__global__ void float_scales_kernel(float* out, size_t n, uint64_t seed, float size, size_t columns = 1, size_t rows = 1) {
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+        const size_t number = i / columns / rows * columns + i % columns;
+        out[i] = size * (0.5f + float(mix(seed * 0x100000001ull + number) >> 40) / float(1 << 24));
     }
 }
 
@@ -60,14 +73,16 @@ struct Codes {
     Buffer<uint8_t> codes, exponents;
     Buffer<float> scales;
 
-    Codes(int format, int rows, int k, float deviation) {
+    // `any_code`: all are as likely; else FP8 codes are those of normal values.
+    Codes(int format, int rows, int k, float deviation, int scale_rows, bool any_code) {
         const bool fp8 = fp8_codes(format);
         codes = Buffer<uint8_t>(size_t(rows) * k / (fp8 ? 1 : 2));
-        codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++), fp8);
+        if (any_code || !fp8) codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++), fp8);
+        else normal_codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++));
         // The root mean square of all codes is 112 for e4m3 and 2.9 for e2m1.
         if (fp8) {
             scales = Buffer<float>(size_t(rows) * ((k + 127) / 128));
-            float_scales_kernel<<<256, 256>>>(scales.data, scales.count, mix(next_seed++), deviation / 112);
+            float_scales_kernel<<<256, 256>>>(scales.data, scales.count, mix(next_seed++), deviation / 112, (k + 127) / 128, scale_rows);
         } else {
             exponents = Buffer<uint8_t>(size_t(rows) * (k / 32));
             exponents_kernel<<<256, 256>>>(exponents.data, exponents.count, mix(next_seed++), 128 + int(std::floor(std::log2(deviation / 2.9f))));
@@ -82,8 +97,10 @@ struct Layer {
     Buffer<uint8_t> gate_up_packed, down_packed;
     Buffer<float> gate_up_bias, down_bias, gate_up_scale, down_scale;
     ExpertdLayerWeights view{};
+    int scale_rows;
 
-    Layer(const Model& m, int experts, bool keep) {
+    // `scale_rows`: rows of a matrix that share their FP8 scales.
+    Layer(const Model& m, int experts, bool keep, int scale_rows = 1) : scale_rows(scale_rows) {
         const size_t n = size_t(experts) * m.hidden * m.inter;
         const float in = 1.5f / std::sqrt(float(m.hidden)), out = 1.5f / std::sqrt(float(m.inter));
         gate_up_packed = Buffer<uint8_t>(experts * expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_GATE_UP, m.hidden, m.inter));
@@ -105,7 +122,7 @@ struct Layer {
         }
         CHECK(cudaGetLastError());
         CHECK(cudaDeviceSynchronize());
-        view = {gate_up_packed.data, down_packed.data, gate_up_bias.data, down_bias.data, gate_up_scale.data, down_scale.data};
+        view = {gate_up_packed.data, down_packed.data, gate_up_bias.data, down_bias.data, gate_up_scale.data, down_scale.data, scale_rows % 128 == 0};
     }
 
   private:
@@ -129,8 +146,11 @@ struct Layer {
         down_scale = Buffer<float>(size_t(experts) * m.hidden);
         Buffer<float> row_scales(size_t(2 * m.inter) + m.hidden);
         const size_t matrix = size_t(m.hidden) * m.inter;
+        // Checks want every code.
+        const bool any_code = keep || std::getenv("EXPERTS_ANY_CODE") != nullptr;
         for (int e = 0; e < experts; e++) {
-            const Codes g(m.format, m.inter, m.hidden, in), u(m.format, m.inter, m.hidden, in), d(m.format, m.hidden, m.inter, out);
+            const Codes g(m.format, m.inter, m.hidden, in, scale_rows, any_code), u(m.format, m.inter, m.hidden, in, scale_rows, any_code);
+            const Codes d(m.format, m.hidden, m.inter, out, scale_rows, any_code);
             float_scales_kernel<<<64, 256>>>(row_scales.data, row_scales.count, mix(next_seed++), 1.0f);
             const float *in_scales = row_scales.data, *out_scales = row_scales.data + 2 * m.inter;
             ExpertdPackNarrowParams p{};

@@ -65,7 +65,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
         layers.emplace_back(m, local, false);
         views.push_back(layers.back().view);
         gates.push_back(random_buffer<bf16>(size_t(m.experts) * m.hidden, 1.0f));
-        gate_layers.push_back({gates.back().data, nullptr, nullptr, nullptr});
+        gate_layers.push_back({gates.back().data, nullptr, nullptr, nullptr, nullptr});
     }
     Buffer<ExpertdLayerWeights> table(views);
     Buffer<GateLayer> gate_table(gate_layers);

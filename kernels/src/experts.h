@@ -49,7 +49,8 @@ enum ExpertdRows {
 enum {
     /* Special values of ExpertdExpertsParams.tile_rows. */
     EXPERTD_TILE_TALL = 1, /* 256 weight rows in one block */
-    EXPERTD_TILE_TURNS = 2 /* two blocks share a segment, and in each block the two warpgroups take segments in turn */
+    EXPERTD_TILE_TURNS = 2, /* two blocks share a segment, and in each block the two warpgroups take segments in turn */
+    EXPERTD_TILE_TOKEN_ROWS = 3 /* W8A8 with block_scales: 256 weight rows and 128 tokens, which are wgmma's M */
 };
 
 enum ExpertdLaunchFlags {
@@ -68,6 +69,8 @@ typedef struct ExpertdLayerWeights {
     const float* down_bias;     /* [experts][hidden], or null; multiplied by the routing weight */
     const float* gate_up_scale; /* all but bf16: [experts][2][inter], gate first: factors of the sums of rows */
     const float* down_scale;    /* all but bf16: [experts][hidden] */
+    uint64_t block_scales;      /* W8A8: not 0 if 128 neighbouring rows of gate, up and down, from a multiple of 128 on, have the same
+                                   scales of k blocks */
 } ExpertdLayerWeights;
 
 typedef struct ExpertdExpertsParams {

@@ -45,6 +45,10 @@ pub const TILE_TALL: i32 = 1;
 /// [`ExpertsParams::tile_rows`]: segments shared by two blocks, whose warpgroups take them in turn ([`BF16`], up to 128 tokens).
 pub const TILE_TURNS: i32 = 2;
 
+/// [`ExpertsParams::tile_rows`]: 256 weight rows and 128 tokens, which are wgmma's M operand ([`W8A8`] with
+/// [`LayerWeights::block_scales`]).
+pub const TILE_TOKEN_ROWS: i32 = 3;
+
 /// Packs the gate and up matrices.
 pub const PACK_GATE_UP: i32 = 0;
 /// Packs the down matrix.
@@ -66,6 +70,8 @@ pub struct LayerWeights {
     pub gate_up_scale: u64,
     /// FP8, MXFP4: f32 `[experts, hidden]`.
     pub down_scale: u64,
+    /// [`W8A8`]: 1 if 128 neighbouring rows of each matrix, from a multiple of 128 on, have the same scales of k blocks, or 0.
+    pub block_scales: u64,
 }
 
 /// See `ExpertdExpertsParams` in `experts.h`.
@@ -185,7 +191,7 @@ pub struct PackNarrowParams {
 }
 
 const _: () = {
-    assert!(size_of::<LayerWeights>() == 48);
+    assert!(size_of::<LayerWeights>() == 56);
     assert!(size_of::<ExpertsParams>() == 184);
     assert!(size_of::<PackParams>() == 48);
     assert!(size_of::<PackNarrowParams>() == 72);

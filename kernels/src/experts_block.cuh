@@ -37,7 +37,7 @@ struct Shared {
     int32_t longest, active; // largest number of tokens of an expert; number of experts with tokens
     int32_t warp_tiles[THREADS / 32], warp_rows[THREADS / 32];
 };
-static_assert(W8a8::MAX_TOKENS * sizeof(float) + sizeof(Maxima) <= sizeof(Shared::weights[0]), "both fit a slot");
+static_assert(ROW_TILE_TOKENS * sizeof(float) + sizeof(Maxima) <= sizeof(Shared::weights[0]), "both fit a slot");
 constexpr int SHARED_BYTES = RING_BYTES + 2 * STAGING_BYTES + sizeof(Shared);
 static_assert(SHARED_BYTES <= 227 * 1024, "shared memory of one block");
 
@@ -91,7 +91,7 @@ template <class Format> struct Block {
     __device__ uint32_t token_scales(int slot) const { return scale_stage(slot) + plan.block_rows * 4; }
     // W8A8: the maxima of set 0 or 1.
     __device__ Maxima& maxima(uint32_t set) const {
-        return *reinterpret_cast<Maxima*>(&shared.weights[set][W8a8::MAX_TOKENS]);
+        return *reinterpret_cast<Maxima*>(&shared.weights[set][ROW_TILE_TOKENS]);
     }
     __device__ uint32_t* h_ready(int expert) const { return p.state + STATE_READY + expert; }
     __device__ uint32_t* x_ready(int expert) const { return p.state + STATE_READY + p.experts + expert; }

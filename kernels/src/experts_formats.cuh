@@ -122,7 +122,7 @@ struct Mxfp4 : Registers<208, 88> {
 
 // FP8 weights that the tensor cores multiply with FP8 rows. Sums over 128 k are scaled in f32 before they are added up. All segments
 // are tall, because 256 rows of gate and up are 128 features of h, which share a scale.
-struct W8a8 : Registers<216, 72> {
+struct W8a8 : Registers<224, 56> {
     static constexpr int UNIT_BYTES = UNIT_ROWS * BLOCK_K;
     static constexpr int UNIT_SCALE_BYTES = UNIT_ROWS * 4;
     static constexpr int PANEL_ELEMENTS = BLOCK_K;

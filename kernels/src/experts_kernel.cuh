@@ -11,6 +11,7 @@
 //   experts_producers.cuh  weights and rows         experts_compute.cuh         mainloop, both operands in shared memory
 //   experts_rows.cuh       rows to panels           experts_compute_narrow.cuh  mainloop, weights widened in registers
 //   experts_block.cuh      data of all roles        experts_compute_w8a8.cuh    mainloop, FP8 products
+//                                                   experts_compute_rows.cuh    the same for many tokens
 //   experts_quantise.cuh   e4m3 codes and scales    experts_epilogue.cuh        activation, biases, stores (_w8a8: h in e4m3)
 #pragma once
 
@@ -18,6 +19,7 @@
 
 #include "experts_compute.cuh"
 #include "experts_compute_narrow.cuh"
+#include "experts_compute_rows.cuh"
 #include "experts_compute_w8a8.cuh"
 #include "experts_plan.cuh"
 #include "experts_producers.cuh"
@@ -88,6 +90,10 @@ __device__ __forceinline__ void compute_any(const Block<W8a8>& block, const Segm
                                             const Cursor& slot, Cursor& stage, uint32_t& exchanges) {
     static_assert(W8a8::MAX_TOKENS == 112, "the widest below");
     const int n = segment.tokens;
+    if (block.plan.token_rows && n > ROW_TILE_LEAST) {
+        compute_rows(block, segment, slot, stage);
+        return;
+    }
 #define EXPERTD_COMPUTE(N) compute_w8a8<N>(block, segment, from, slot, stage, exchanges)
     if (n <= 8) EXPERTD_COMPUTE(8);
     EXPERTD_UP_TO(16)

@@ -27,7 +27,9 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
                       : p.tile_rows != 0   ? p.tile_rows == EXPERTD_TILE_TALL
                       : p.tile_tokens != 0 ? false
                                            : tall_segments<Format>(p, shared.longest, shared.active, shared.tables.offset[p.experts]);
-    plan.tile_tokens = p.tile_tokens != 0 ? min(p.tile_tokens, Format::MAX_TOKENS)
+    plan.token_rows = W8A8 && tokens_as_rows(p, shared.layer, shared.active, shared.tables.offset[p.experts]);
+    plan.tile_tokens = plan.token_rows      ? ROW_TILE_TOKENS
+                       : p.tile_tokens != 0 ? min(p.tile_tokens, Format::MAX_TOKENS)
                        : W8A8             ? tile_tokens_for<Format>(shared.longest, TILE_ROWS)
                                           : tile_tokens_for<Format>(shared.longest, tall ? TALL_ROWS : TILE_ROWS);
     plan.block_rows = tall ? TALL_ROWS : TILE_ROWS;
@@ -36,7 +38,7 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
     plan.stages = stages_for<Format>(plan.tile_tokens, plan.block_rows);
 
     plan.late_draw = W8A8;
-    plan.share_weights = W8A8 && (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS : shares_weights(shared.longest, Format::MAX_TOKENS));
+    plan.share_weights = W8A8 && !plan.token_rows && (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS : shares_weights(shared.longest, Format::MAX_TOKENS));
     // Token tiles of an expert; an even number if a pair computes two at once.
     const int step = plan.share_weights ? 2 : 1;
     const int tiles[2] = {divide_up(count[0], plan.tile_tokens * step) * step, divide_up(count[1], plan.tile_tokens * step) * step};

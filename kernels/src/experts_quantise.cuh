@@ -24,12 +24,14 @@ __device__ __forceinline__ GroupScale group_scale(float largest, bool power_of_t
     return {scale, __frcp_rn(scale)};
 }
 
-// Converts four values to four codes, the first in the low byte.
+// Converts two, or four, values to codes, the first in the low byte.
+__device__ __forceinline__ uint16_t pack_2_e4m3(float a, float b) {
+    uint16_t codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
+    return codes;
+}
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
-    uint16_t low, high;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-    return uint32_t(high) << 16 | low;
+    return uint32_t(pack_2_e4m3(c, d)) << 16 | pack_2_e4m3(a, b);
 }
 
 // bf16 is the upper half of an f32.

@@ -16,6 +16,8 @@
 // the rows for both. The first block draws a segment only when it needs one, so that pairs with the same weights start together and
 // find them in L2.
 //
+// With many tokens per expert, W8A8 takes tokens as wgmma's M. Tiles are then full, except an expert's last one, because M comes in 64.
+//
 // No segment splits k, so the bits of a row depend neither on the division of work nor on other rows.
 #pragma once
 
@@ -40,6 +42,10 @@ constexpr int PAIR_ROWS = 256;       // weight rows of a segment that the two bl
 constexpr int PAIR_TOKENS = 64;      // blocks work in pairs if token tiles are wider than this and every k is
 constexpr int PAIR_K = 2048;         // at least this long; otherwise the coarser division costs more than it saves in L2
 constexpr int DRAWN_SLOTS = 16;      // more than MAX_STAGES, the most segments by which a pair's first block can be ahead of the second
+
+constexpr int ROW_TILE_TOKENS = 128; // W8A8: tokens of a full tile if tokens are wgmma's M, which they are if
+constexpr int ROW_TILE_MEAN = 160;   // experts have at least this many tokens on average
+constexpr int ROW_TILE_LEAST = 80;   // tiles of at most this many tokens keep weights as M
 
 constexpr int WIDE_TOKENS = 64; // pairs whose warpgroups take turns: token tiles are at most this wide, every k is at least
 constexpr int WIDE_K = 4096;    // this long, and down has at most one strip of TILE_ROWS per SM
@@ -69,6 +75,7 @@ struct Plan {
     int block_rows; // upper limit of both: TILE_ROWS or TALL_ROWS
     bool pairs;     // two blocks share each segment
     bool late_draw; // segments are drawn when they are needed and not one ahead
+    bool token_rows; // W8A8: tokens are wgmma's M, except in small tiles
     bool share_weights; // pairs of W8A8: the two blocks have the same weight rows and neighbouring token tiles
     bool in_turn;   // each segment of a block is computed by one warpgroup, even if it is not low
     bool paced;     // see PACED_BYTES
@@ -86,6 +93,9 @@ template <class Format> __device__ __forceinline__ int stage_token_bytes(int til
     return tile_tokens * PANEL_ROW_BYTES * Format::BLOCK_PANELS; // without scales, which have a ring of their own
 }
 
+// Bytes of a pipeline stage if tokens are wgmma's M.
+constexpr int ROW_STAGE_BYTES = stage_weight_bytes<W8a8>(TALL_ROWS) + ROW_TILE_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES;
+
 // Bytes of the weight ring. Token stages follow it at a multiple of SWIZZLE_BYTES.
 template <class Format> __device__ __forceinline__ int weight_ring_bytes(const Plan& plan) {
     return (plan.stages * stage_weight_bytes<Format>(plan.block_rows) + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES;
@@ -95,7 +105,7 @@ template <class Format> __device__ __forceinline__ int stages_for(int tile_token
     constexpr int LARGEST = stage_weight_bytes<Format>(TILE_ROWS) + Format::MAX_TOKENS * PANEL_ROW_BYTES * Format::BLOCK_PANELS;
     static_assert((RING_BYTES - LOST) / LARGEST >= 3, "a consumer may hold two stages while it waits for the third");
     static_assert(RING_BYTES / (stage_weight_bytes<Bf16>(TALL_ROWS) + TALL_TOKENS * PANEL_ROW_BYTES) >= 4, "the same");
-    static_assert(RING_BYTES / (stage_weight_bytes<W8a8>(TALL_ROWS) + W8a8::MAX_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES) >= 4, "the same");
+    static_assert(RING_BYTES / (stage_weight_bytes<W8a8>(TALL_ROWS) + ROW_TILE_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES) >= 4, "the same");
     return min(MAX_STAGES, (RING_BYTES - LOST) / (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens) + Format::SCALE_STAGE_BYTES));
 }
 
@@ -106,6 +116,12 @@ template <class Format> __device__ __forceinline__ bool tall_segments(const Expe
     if (!Format::HALVES || longest <= LOW_SEGMENT_TOKENS || all > TALL_MEAN * active) return false;
     const int tiles = active * (2 * all > TALL_MEAN * active ? 2 : 1);
     return 2 * tiles * (p.hidden / TALL_ROWS) >= TALL_SEGMENTS * int(gridDim.x);
+}
+
+// W8A8: whether tokens are wgmma's M, which is faster for many tokens. It requires that 128 neighbouring weight rows share their scales.
+__device__ __forceinline__ bool tokens_as_rows(const ExpertdExpertsParams& p, const ExpertdLayerWeights& layer, int active, int all) {
+    if (layer.block_scales == 0 || (p.tile_rows != 0 && p.tile_rows != EXPERTD_TILE_TOKEN_ROWS)) return false;
+    return p.tile_rows == EXPERTD_TILE_TOKEN_ROWS || (p.tile_tokens == 0 && all >= ROW_TILE_MEAN * active && active > 0);
 }
 
 // W8A8: whether pairs share weights, which pays off for two token tiles per expert. With more tiles, rounding their number up to an
@@ -222,7 +238,7 @@ class Scheduler {
         const int token_tile = (group * TOKEN_TILE_GROUP + in_group % width) * at_once + in_pair;
 
         const int count = tables_.offset[expert_ + 1] - tables_.offset[expert_];
-        const int size = round_up_8(divide_up(count, token_tiles));
+        const int size = plan_.token_rows ? ROW_TILE_TOKENS : round_up_8(divide_up(count, token_tiles));
         const int first = min(token_tile * size, count);
         segment.phase = phase_;
         segment.expert = expert_;

@@ -46,13 +46,14 @@ __global__ void __launch_bounds__(32 * kGateWarps, 1) gate(const __grid_constant
     const uint32_t row = lane / 4, quarter = lane % 4;
     const uint32_t first_expert = blockIdx.x * kColumns;
     const uint32_t words = p.hidden / 8;
-    const uint4* w = static_cast<const uint4*>(layer.weight);
     const uint32_t weight_row = first_expert + row;
     float acc[4] = {};
     // 32 columns per step. A lane's 16-byte load feeds two instructions. The columns of a step are in another order than the
     // instruction expects, but in the same order for both operands, so the terms of the sum are the same.
-    for (uint32_t part = 0; part < row_parts(p, what); ++part) {
-        const uint4* x = static_cast<const uint4*>(part == 0 ? p.tokens : p.tokens_low);
+    const GateProducts products(p, layer, what);
+    for (uint32_t product = 0; product < products.count(); ++product) {
+        const uint4* x = static_cast<const uint4*>(products.takes_low_rows(product) ? p.tokens_low : p.tokens);
+        const uint4* w = static_cast<const uint4*>(products.takes_low_weights(product) ? layer.weight_low : layer.weight);
 #pragma unroll 4
         for (uint32_t block = warp; block * 4 < words; block += kGateWarps) {
             const uint32_t word = block * 4 + quarter;

@@ -8,11 +8,20 @@
 namespace expertd {
 namespace {
 
-// Number of bf16 matrices whose sum the rows are: 1, or 2 if some rows are f16 or f32. The sum of two equals f16 rows exactly and f32
-// rows to 2^-17 of an element, so experts are chosen by the rows as they were sent and not as they were rounded.
-__device__ __forceinline__ uint32_t row_parts(const GateParams& p, const StepKind& kind) {
-    return kind.wide && p.tokens_low != nullptr ? 2 : 1;
-}
+// The products whose sum is a logit. Rows are the sum of two bf16 matrices if some rows are f16 or f32, and weights are if the
+// checkpoint stores them in f16 or f32: f16 exactly, f32 to 2^-17 of an element. So experts are chosen by the rows as they were sent
+// and the weights as they are stored. The products are high x high, low rows x high weights, and high rows x low weights; the fourth
+// is below 2^-16 of the first and left out.
+struct GateProducts {
+    bool low_rows, low_weights;
+
+    __device__ __forceinline__ GateProducts(const GateParams& p, const GateLayer& layer, const StepKind& kind)
+        : low_rows(kind.wide && p.tokens_low != nullptr), low_weights(layer.weight_low != nullptr) {}
+
+    __device__ __forceinline__ uint32_t count() const { return 1 + low_rows + low_weights; }
+    __device__ __forceinline__ bool takes_low_rows(uint32_t product) const { return low_rows && product == 1; }
+    __device__ __forceinline__ bool takes_low_weights(uint32_t product) const { return low_weights && product == 1 + low_rows; }
+};
 
 constexpr float kInfinity = __builtin_huge_valf();
 

@@ -32,37 +32,46 @@ static_assert(kTile * kStride<128> * 4 <= kStages<128> * kStageBytes<128>, "sums
 // that do not exist are filled with zeros.
 template <int N> class Copies {
   public:
-    __device__ __forceinline__ Copies(const GateParams& p, const void* weight, uint32_t first_token, uint32_t tokens)
-        : hidden_(p.hidden), panels_((p.hidden + kPanel - 1) / kPanel), any_(p.tokens),
-          to_low_(p.tokens_low == nullptr ? 0 : static_cast<const uint16_t*>(p.tokens_low) - static_cast<const uint16_t*>(p.tokens)) {
+    __device__ __forceinline__ Copies(const GateParams& p, const GateLayer& layer, const GateProducts& products, uint32_t first_token,
+                                      uint32_t tokens)
+        : hidden_(p.hidden), panels_((p.hidden + kPanel - 1) / kPanel), products_(products), any_(p.tokens),
+          to_low_rows_(distance(p.tokens, p.tokens_low)), to_low_weights_(distance(layer.weight, layer.weight_low)) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const uint32_t row = i * kStep + threadIdx.x / 8, token = first_token + row, expert = row - kTile;
             const bool there = row < kTile ? token < tokens : expert < p.experts;
-            const void* rows = row < kTile ? p.tokens : weight;
+            const void* rows = row < kTile ? p.tokens : layer.weight;
             from_[i] = there ? static_cast<const uint16_t*>(rows) + static_cast<uint64_t>(row < kTile ? token : expert) * hidden_
                              : nullptr;
         }
     }
 
-    // Panels after those of the rows hold the rows' rounding errors; the weights are the same again.
+    // The panels of each product follow those of the previous one.
     __device__ __forceinline__ void start(uint32_t panel, uint32_t stage) const {
-        const bool low = panel >= panels_;
-        const uint32_t chunk = threadIdx.x % 8, column = (low ? panel - panels_ : panel) * kPanel + chunk * 8;
+        const uint32_t product = (panel >= panels_) + (panel >= 2 * panels_);
+        const int64_t of_rows = products_.takes_low_rows(product) ? to_low_rows_ : 0;
+        const int64_t of_weights = products_.takes_low_weights(product) ? to_low_weights_ : 0;
+        const uint32_t chunk = threadIdx.x % 8, column = (panel - product * panels_) * kPanel + chunk * 8;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const uint32_t row = i * kStep + threadIdx.x / 8;
             if (kRows<N> % kStep != 0 && row >= kRows<N>) break;
             const bool there = from_[i] != nullptr && column < hidden_;
-            copy_16(stage + row * 128 + ((chunk ^ (row % 8)) * 16), there ? from_[i] + column + (low && row < kTile ? to_low_ : 0) : any_, there);
+            copy_16(stage + row * 128 + ((chunk ^ (row % 8)) * 16), there ? from_[i] + column + (row < kTile ? of_rows : of_weights) : any_, there);
         }
     }
 
   private:
     static constexpr int kStep = kThreads / 8, kCount = (kRows<N> + kStep - 1) / kStep;
+    // Elements between two matrices.
+    static __device__ __forceinline__ int64_t distance(const void* from, const void* to) {
+        return to == nullptr ? 0 : static_cast<const uint16_t*>(to) - static_cast<const uint16_t*>(from);
+    }
+
     uint32_t hidden_, panels_;
+    GateProducts products_;
     const void* any_;
-    int64_t to_low_; // distance in elements from a row to its rounding errors
+    int64_t to_low_rows_, to_low_weights_; // distance in elements from a row to its rounding errors
     const uint16_t* from_[kCount];
 };
 
@@ -81,9 +90,10 @@ __global__ void __launch_bounds__(kThreads, 1) gate_wide(const __grid_constant__
     const GateLayer layer = p.layers[what.layer];
 
     const uint32_t ring = (smem_address(memory) + kAlignment - 1) / kAlignment * kAlignment;
-    const uint32_t panels = (p.hidden + kPanel - 1) / kPanel * row_parts(p, what), splits = gridDim.x, split = blockIdx.x;
+    const GateProducts products(p, layer, what);
+    const uint32_t panels = (p.hidden + kPanel - 1) / kPanel * products.count(), splits = gridDim.x, split = blockIdx.x;
     const uint32_t from = panels * split / splits, count = panels * (split + 1) / splits - from;
-    const Copies<N> copies(p, layer.weight, first_token, tokens);
+    const Copies<N> copies(p, layer, products, first_token, tokens);
     for (uint32_t i = 0; i < kStages<N> - 1; ++i) {
         if (i < count) copies.start(from + i, ring + i * kStageBytes<N>);
         copies_commit();

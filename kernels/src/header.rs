@@ -155,7 +155,7 @@ fn kernel_parameters_mirror_step_h() {
     assert_mirrors!(h, "CombineParams", CombineParams: group, expert_out, position, topk_ids, shared, places, out,
         experts_done);
     assert_mirrors!(h, "ScaleParams", ScaleParams: group, rows, expert_offsets, row_index, row_weight, out);
-    assert_mirrors!(h, "GateLayer", GateLayer: weight, logit_bias, correction_bias, token_table);
+    assert_mirrors!(h, "GateLayer", GateLayer: weight, weight_low, logit_bias, correction_bias, token_table);
     assert_mirrors!(h, "GateParams", GateParams: state, layers, tokens, tokens_low, token_ids, logits, tickets, places, topk_ids,
         topk_weights, hidden, experts, top_k, max_tokens, score_fn, choice, group_score, groups, groups_kept, normalise,
         epsilon, scale, jitter, vocab);
@@ -174,7 +174,7 @@ fn expert_parameters_mirror_experts_h() {
     use crate::experts::{ExpertsParams, LayerWeights, PackNarrowParams, PackParams};
     let h = Header::new(include_str!("experts.h"));
     assert_mirrors!(h, "ExpertdLayerWeights", LayerWeights: gate_up, down, gate_up_bias, down_bias, gate_up_scale,
-        down_scale);
+        down_scale, block_scales);
     assert_mirrors!(h, "ExpertdExpertsParams", ExpertsParams: layers, layer, expert_offsets, row_index, row_weight, x, y,
         x_panels, h, x_scales, h_scales, state, error, x_stride, panel_rows, experts, hidden, inter, activation, alpha, limit,
         weight_on_input, blocks, tile_tokens, tile_rows, flags, format, x_format, power_of_two_scales, deadline_ns);

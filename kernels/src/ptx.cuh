@@ -222,6 +222,16 @@ __device__ __forceinline__ void store_transposed(uint32_t address, uint32_t m0, 
                  : "memory");
 }
 
+// The same, not transposed.
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_shared_2(uint32_t address, uint16_t value) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");

@@ -163,11 +163,12 @@ enum Normalise : uint32_t { kNo = 0, kSum = 1, kSumAtLeast = 2 };
 // One layer in the table that the gate reads.
 struct GateLayer {
     const void* weight;            // bf16 [E][H]
+    const void* weight_low;        // bf16 [E][H]: what rounding took from weights that are stored in more than bf16; null: nothing
     const float* logit_bias;       // [E] or null
     const float* correction_bias;  // [E] or null
     const int32_t* token_table;    // [vocab][k] or null
 };
-static_assert(sizeof(GateLayer) == 32, "mirrored in src/params");
+static_assert(sizeof(GateLayer) == 40, "mirrored in src/params");
 
 // The gate of all layers of one shape. The fields follow the model's gate specification (GateSpec).
 struct GateParams {

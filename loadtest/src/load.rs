@@ -202,7 +202,7 @@ impl Load {
         }
     }
 
-    /// Checks what every answer must satisfy.
+    /// Checks the properties of every correct answer.
     fn judge(&self, job: &Job, response: &ForwardResponse) -> Result<(), String> {
         let request = &job.planned.request;
         let expected = self.workload.answer_bytes(request.tokens, request.dtype);

@@ -194,6 +194,7 @@ impl RequestSource {
             token_ids: if layer.routes_by_token_id { self.token_ids(tokens) } else { Bytes::new() },
             shared_experts: workload.shared as i32,
             expected_weight_version: None,
+            expected_weight_fingerprint: String::new(),
             return_routing: sampled,
             return_timings: workload.timings,
         }

@@ -343,6 +343,13 @@ impl ForwardRequest {
         self
     }
 
+    /// Lets the request fail unless weights with this fingerprint are loaded.
+    #[must_use]
+    pub fn expecting_weights(mut self, fingerprint: &str) -> ForwardRequest {
+        fingerprint.clone_into(&mut self.expected_weight_fingerprint);
+        self
+    }
+
     /// Requests ids and weights in the receipt.
     #[must_use]
     pub fn returning_routing(mut self) -> ForwardRequest {

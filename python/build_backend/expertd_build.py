@@ -30,7 +30,7 @@ SCRIPTS = PACKAGE / "wheel-data" / "scripts"
 
 
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
-    # maturin wants the folder, also when only metadata are asked for.
+    # maturin needs the folder, even if only metadata are requested.
     SCRIPTS.mkdir(parents=True, exist_ok=True)
     return maturin.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
 

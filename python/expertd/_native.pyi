@@ -75,7 +75,10 @@ class Receipt:
         """Generation of the EP group that computed the answer."""
     @property
     def weight_version(self) -> int:
-        """Version of the weights that computed the answer."""
+        """Version of the weights that computed the answer; counts from 1 within one process of the service."""
+    @property
+    def weight_fingerprint(self) -> str:
+        """Digest of the contents of the weights that computed the answer."""
     @property
     def tokens_per_rank(self) -> tuple[int, ...]:
         """Number of the request's tokens on each rank, summed over its steps."""
@@ -114,7 +117,11 @@ class ModelSummary:
     @property
     def family(self) -> str: ...
     @property
-    def weight_version(self) -> int: ...
+    def weight_version(self) -> int:
+        """Number of the loaded weights; counts from 1 within one process of the service."""
+    @property
+    def weight_fingerprint(self) -> str:
+        """Digest of the contents of the weights, the same for the same weights on every host."""
 
 @final
 class MoeLayer:
@@ -187,7 +194,11 @@ class Model:
     def family(self) -> str:
         """`model_type` of the checkpoint's config.json."""
     @property
-    def weight_version(self) -> int: ...
+    def weight_version(self) -> int:
+        """Number of the loaded weights; counts from 1 within one process of the service."""
+    @property
+    def weight_fingerprint(self) -> str:
+        """Digest of the contents of the weights, the same for the same weights on every host."""
     @property
     def generation(self) -> int: ...
     @property

@@ -13,6 +13,7 @@ pub(crate) struct ModelSummary {
     name: String,
     family: String,
     weight_version: u64,
+    weight_fingerprint: String,
 }
 
 /// One decoder layer with an MoE block.
@@ -63,6 +64,8 @@ pub(crate) struct Model {
     family: String,
     #[pyo3(get)]
     weight_version: u64,
+    #[pyo3(get)]
+    weight_fingerprint: String,
     #[pyo3(get)]
     generation: u64,
     #[pyo3(get)]
@@ -125,7 +128,12 @@ impl Model {
 
 impl From<v1::ModelSummary> for ModelSummary {
     fn from(m: v1::ModelSummary) -> ModelSummary {
-        ModelSummary { name: m.name, family: m.family, weight_version: m.weight_version }
+        ModelSummary {
+            name: m.name,
+            family: m.family,
+            weight_version: m.weight_version,
+            weight_fingerprint: m.weight_fingerprint,
+        }
     }
 }
 
@@ -174,6 +182,7 @@ impl From<v1::GetModelResponse> for Model {
             name: m.name,
             family: m.family,
             weight_version: m.weight_version,
+            weight_fingerprint: m.weight_fingerprint,
             generation: m.generation,
             hidden: m.hidden,
             num_layers: m.num_layers,

@@ -57,6 +57,8 @@ pub(crate) struct Receipt {
     generation: u64,
     #[pyo3(get)]
     weight_version: u64,
+    #[pyo3(get)]
+    weight_fingerprint: String,
     tokens_per_rank: Vec<u32>,
     timings: Vec<StepTiming>,
     topk_ids: Option<Py<Array>>,
@@ -133,6 +135,7 @@ impl Parts {
             steps: message.steps,
             generation: message.generation,
             weight_version: message.weight_version,
+            weight_fingerprint: message.weight_fingerprint,
             tokens_per_rank: message.tokens_per_rank,
             timings: message.timings.into_iter().map(StepTiming::from).collect(),
             topk_ids: topk_ids.map(|array| Py::new(py, array)).transpose()?,

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use expertd_router::backend::*;
-use expertd_types::{Generation, LayerId, LayerRange, Rank, StepId, WeightVersion};
+use expertd_types::{
+    Coverage, Generation, LayerId, LayerRange, Rank, StepId, WeightFingerprint, WeightVersion,
+};
 use tokio::sync::{oneshot, watch};
 
 /// Echoes immediately.
@@ -32,6 +34,9 @@ pub const TOP_K: usize = 2;
 pub const MAX_K: usize = 4;
 pub const VOCABULARY: usize = 100;
 pub const WEIGHT_VERSION: u64 = 7;
+/// The fingerprint of its weights.
+pub const WEIGHT_FINGERPRINT: WeightFingerprint =
+    WeightFingerprint { coverage: Coverage::Sampled, digest: [7; 16] };
 
 type Waiting = (Request, oneshot::Sender<Result<Answer, StepError>>);
 
@@ -77,6 +82,7 @@ impl Fake {
             name: "fake".to_owned(),
             family: "mixtral".to_owned(),
             weight_version: WeightVersion(WEIGHT_VERSION),
+            weight_fingerprint: WEIGHT_FINGERPRINT,
             generation: Generation(3),
             hidden,
             num_layers: NUM_LAYERS,
@@ -149,6 +155,7 @@ impl Fake {
                 steps: vec![step],
                 generation: self.model.generation,
                 weight_version: self.model.weight_version,
+                weight_fingerprint: self.model.weight_fingerprint,
                 tokens_per_rank: vec![request.tokens as u32, 0],
                 timings: if request.return_timings { vec![timings] } else { Vec::new() },
                 topk_ids,
@@ -198,6 +205,7 @@ impl Backend for Fake {
             requests_queued: 2,
             tokens_queued: 3,
             uptime: Duration::from_secs(4),
+            reload: None,
             ranks: vec![RankStatus {
                 rank: Rank(0),
                 pid: 99,
@@ -211,6 +219,10 @@ impl Backend for Fake {
 
     fn watch_state(&self) -> watch::Receiver<ServiceState> {
         self.state.subscribe()
+    }
+
+    fn reload(&self, folder: Option<std::path::PathBuf>) -> ReloadFuture {
+        Box::pin(async move { Err(format!("a fake has no weights to load from {folder:?}")) })
     }
 
     fn drain(&self, timeout: Option<Duration>) -> DrainFuture {

@@ -265,7 +265,7 @@ async fn valid_requests_are_answered_completely() {
         assert_eq!((receipt.topk_ids, receipt.topk_weights), (given.topk_ids, given.topk_weights));
         assert_eq!((receipt.timings.len(), receipt.generation, receipt.weight_version), (1, 3, 7));
 
-        // The id -1 may repeat and fill a row, with any weight beside it; the receipt has what the caller gave.
+        // The id -1 may repeat and fill a row, and its weight may be anything. The receipt has the caller's ids and weights.
         let unowned = routed(&[69, -1, -1, -1, 1, 64], &[1.0, f32::NAN, 1.0, f32::INFINITY, 3.0, 4.0], 0);
         let receipt =
             client.forward(unowned.clone().returning_routing(), None).await.unwrap().receipt.unwrap();

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use expertd_model::synth::{self, SynthConfig};
 use expertd_model::{Checkpoint, LayerChoice, ModelError};
-use expertd_types::{ExpertId, LayerId, LayerRange};
+use expertd_types::{Coverage, ExpertId, LayerId, LayerRange};
 
 /// A checkpoint of four layers, the first one dense, with a file for almost every tensor.
 fn checkpoint(dir: &Path) {
@@ -27,8 +27,28 @@ fn file_of(dir: &Path, tensor: &str) -> std::path::PathBuf {
     dir.join(index["weight_map"][tensor].as_str().unwrap())
 }
 
+fn fingerprint(checkpoint: &Checkpoint) -> String {
+    checkpoint.fingerprint(Coverage::Whole).to_string()
+}
+
+/// Every family's names of tensors: a part of the layers has the fingerprint of the whole checkpoint.
 #[test]
-fn only_chosen_layers_are_there_and_the_version_is_that_of_the_whole_checkpoint() {
+fn every_family_has_one_fingerprint_whatever_layers_are_held() {
+    let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/golden");
+    let mut compared = 0;
+    for entry in std::fs::read_dir(fixtures).unwrap().flatten().filter(|entry| entry.path().is_dir()) {
+        let whole = Checkpoint::open(&entry.path()).unwrap();
+        for layer in blocks(&whole) {
+            let part = Checkpoint::open_layers(&entry.path(), range(layer, layer)).unwrap();
+            assert_eq!(fingerprint(&part), fingerprint(&whole), "{:?}, layer {layer}", entry.path());
+            compared += 1;
+        }
+    }
+    assert!(compared >= 17, "{compared} parts");
+}
+
+#[test]
+fn only_chosen_layers_are_there_and_the_fingerprint_is_that_of_the_whole_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     checkpoint(dir.path());
     let whole = Checkpoint::open(dir.path()).unwrap();
@@ -42,7 +62,7 @@ fn only_chosen_layers_are_there_and_the_version_is_that_of_the_whole_checkpoint(
     ] {
         let part = Checkpoint::open_layers(dir.path(), choice).unwrap();
         assert_eq!(blocks(&part), held, "{choice}");
-        assert_eq!(part.weight_version(), whole.weight_version(), "{choice}");
+        assert_eq!(fingerprint(&part), fingerprint(&whole), "{choice}");
         assert_eq!(part.spec().num_layers, 4);
         let first = LayerId(held[0]);
         let expert =
@@ -73,10 +93,10 @@ fn a_defect_matters_to_the_layers_that_have_it_only() {
 }
 
 #[test]
-fn other_weights_in_a_layer_that_is_not_held_are_another_version() {
+fn other_weights_in_a_layer_that_is_not_held_have_another_fingerprint() {
     let dir = tempfile::tempdir().unwrap();
     checkpoint(dir.path());
-    let version = || Checkpoint::open_layers(dir.path(), range(0, 1)).unwrap().weight_version();
+    let version = || fingerprint(&Checkpoint::open_layers(dir.path(), range(0, 1)).unwrap());
     let before = version();
     let file = file_of(dir.path(), "model.layers.3.mlp.experts.2.up_proj.weight");
     let mut bytes = std::fs::read(&file).unwrap();

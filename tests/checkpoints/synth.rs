@@ -9,6 +9,7 @@ use expertd_compute::gate::CpuGate;
 use expertd_model::Checkpoint;
 use expertd_model::WeightFormat;
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
+use expertd_types::Coverage;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
 
@@ -91,16 +92,21 @@ fn every_family_and_format_can_be_written_and_opened() {
 }
 
 #[test]
-fn the_same_seed_gives_the_same_version_and_another_seed_another() {
+fn the_same_seed_gives_the_same_fingerprint_and_another_seed_another() {
     let temporary = tempfile::tempdir().unwrap();
-    let version = |name: &str, seed| {
+    let fingerprint = |name: &str, seed, coverage| {
         let dir = temporary.path().join(name);
         synth::write(&SynthConfig { seed, ..SynthConfig::new("qwen2_moe") }, &dir).unwrap();
-        Checkpoint::open(&dir).unwrap().weight_version()
+        Checkpoint::open(&dir).unwrap().fingerprint(coverage)
     };
-    let first = version("a", 1);
-    assert_eq!(first, version("b", 1));
-    assert_ne!(first, version("c", 2));
+    for coverage in [Coverage::Sampled, Coverage::Whole] {
+        let first = fingerprint("a", 1, coverage);
+        assert_eq!(first.coverage, coverage);
+        assert_eq!(first, fingerprint("b", 1, coverage));
+        assert_ne!(first, fingerprint("c", 2, coverage));
+    }
+    let (sampled, whole) = (fingerprint("a", 1, Coverage::Sampled), fingerprint("a", 1, Coverage::Whole));
+    assert_ne!(sampled.digest, whole.digest);
 }
 
 #[test]

@@ -144,23 +144,24 @@ async fn services_with_other_weights_are_left_out_until_they_are_all_there_is() 
     let addresses = [free_address(), free_address()];
     let mut old = Service::start(FAMILY, 1, &["--listen", &addresses[0]]);
     let client = connect(&addresses).await;
-    let version = client.model().unwrap().weight_version;
+    let fingerprint = client.model().unwrap().weight_fingerprint;
     let named = ["--listen", addresses[1].as_str(), "--model-name", FAMILY];
     let _new = Service::start_checkpoint(other.path(), 1, &named, &[]);
     until(&client, &addresses[1], &[State::Serving]).await;
     let mut rows = Rows::new(&golden(FAMILY), 3, 8);
-    let version_of = |response: expertd_proto::v1::ForwardResponse| response.receipt.unwrap().weight_version;
+    let fingerprint_of =
+        |response: expertd_proto::v1::ForwardResponse| response.receipt.unwrap().weight_fingerprint;
     for _ in 0..40 {
         let (request, _) = rows.draw();
-        assert_eq!(version_of(client.forward(request, Some(DEADLINE)).await.unwrap()), version);
+        assert_eq!(fingerprint_of(client.forward(request, Some(DEADLINE)).await.unwrap()), fingerprint);
     }
     // The old weights are gone: after a while the new ones take their place, and the client says so.
     old.signal(Signal::TERM);
     assert!(old.wait(PATIENCE).is_some());
     let (request, _) = rows.draw();
     let response = client.forward(request, Some(PATIENCE)).await.unwrap();
-    assert_ne!(version_of(response), version);
-    assert_ne!(client.model().unwrap().weight_version, version);
+    assert_ne!(fingerprint_of(response), fingerprint);
+    assert_ne!(client.model().unwrap().weight_fingerprint, fingerprint);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -16,13 +16,9 @@ use tonic::Code;
 
 /// Relative L2 error of a row computed in bf16.
 const TOLERANCE: f64 = 1e-2;
-/// Fixtures with rows whose scores are so close that bf16 rows get other routing (docs/gpu.md).
-const BF16_ROUTED_OTHERWISE: [&str; 2] = ["dots1", "granitemoe-fp8-odd"];
-/// The fixture with a row so near a threshold of its gate that it gets other routing in either type.
-const ROUTED_OTHERWISE: &str = "phimoe";
-/// The fixture with a row whose scores are so close that f32 rows get other routing: GPU ranks round f32 weights of a gate to
-/// bf16, while rows keep what they came with (docs/gpu.md).
-const F32_ROUTED_OTHERWISE: &str = "qwen3_5_moe_text";
+/// Fixtures with rows whose scores are so close, or so near a threshold of the gate, that bf16 rows get other routing
+/// (docs/gpu.md).
+const BF16_ROUTED_OTHERWISE: [&str; 3] = ["dots1", "granitemoe-fp8-odd", "phimoe"];
 /// Fixtures with FP8 and MXFP4 experts, in addition to those of the families.
 const QUANTISED: [&str; 4] = [
     "../quantised/deepseek_v3-fp8-odd",
@@ -56,9 +52,7 @@ async fn verified(service: &Service, family: &str, dtype: &str, batch: &str, tol
     let path = golden(family);
     let mut largest: f64 = 0.0;
     for routing in ["gate", "recorded"] {
-        let otherwise = family.ends_with(ROUTED_OTHERWISE)
-            || dtype == "f32" && family.ends_with(F32_ROUTED_OTHERWISE)
-            || dtype == "bf16" && BF16_ROUTED_OTHERWISE.iter().any(|name| family.ends_with(name));
+        let otherwise = dtype == "bf16" && BF16_ROUTED_OTHERWISE.iter().any(|name| family.ends_with(name));
         if routing == "gate" && otherwise {
             continue;
         }

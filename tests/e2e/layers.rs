@@ -11,7 +11,7 @@ const FAMILY: &str = "qwen3_moe";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn held_layers_are_served_and_others_are_not_found() {
-    let mut versions = Vec::new();
+    let mut fingerprints = Vec::new();
     let mut bytes = Vec::new();
     for (layers, held) in [("all", vec![0, 1]), ("0-0", vec![0]), ("1", vec![1])] {
         let service = Service::start(FAMILY, 2, &["--layers", layers]);
@@ -45,9 +45,9 @@ async fn held_layers_are_served_and_others_are_not_found() {
             .unwrap()
             .into_inner();
         bytes.push(status.ranks.iter().map(|rank| rank.weight_bytes_total).sum::<u64>());
-        versions.push(model.weight_version);
+        fingerprints.push(model.weight_fingerprint);
     }
-    assert!(versions.iter().all(|&version| version == versions[0]), "{versions:?}");
+    assert!(fingerprints.iter().all(|one| *one == fingerprints[0]), "{fingerprints:?}");
     assert_eq!(bytes[0], bytes[1] + bytes[2], "a service loads its own layers only");
 }
 

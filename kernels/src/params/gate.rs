@@ -6,6 +6,8 @@
 pub struct GateLayer {
     /// bf16 `[E, H]`.
     pub weight: u64,
+    /// bf16 `[E, H]`: what rounding to bf16 took from weights that are stored in f32 or f16, or 0: nothing.
+    pub weight_low: u64,
     /// f32 `[E]`, or 0.
     pub logit_bias: u64,
     /// f32 `[E]`, or 0.
@@ -18,7 +20,7 @@ pub struct GateLayer {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GateParams {
-    /// [`SlotState`].
+    /// [`SlotState`](super::SlotState).
     pub state: u64,
     /// Table of [`GateLayer`].
     pub layers: u64,
@@ -70,6 +72,6 @@ pub struct GateParams {
 
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
-    assert!(size_of::<GateLayer>() == 32);
+    assert!(size_of::<GateLayer>() == 40);
     assert!(size_of::<GateParams>() == 136);
 };

@@ -8,6 +8,10 @@ use half::bf16;
 use crate::random::{Random, rows};
 use crate::{Options, Outcome};
 
+/// Codes of element types (`step.h`).
+const BF16: u32 = 1;
+const F32: u32 = 3;
+
 fn routed(p: &GateParams, logits: &[f64], correction: Option<&[f32]>) -> (Vec<f64>, Vec<f64>) {
     let exp_all = |values: &[f64]| {
         let top = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -74,9 +78,16 @@ pub fn check(options: &Options) -> Outcome {
         let groups = if experts.is_multiple_of(8) && experts >= 16 { random.pick(&[0, 8]) } else { 0 };
         let top_k = random.pick(&[1, 2, 4, 8]).min(if groups == 0 { experts } else { experts / 2 });
         let x = rows(&mut random, (tokens * hidden) as usize);
+        // What rounding took from rows and weights, in half of the cases each.
+        let (low_rows, low_weights) = (random.below(2) == 0, random.below(2) == 0);
+        let below = |values: &[u16], random: &mut Random| -> Vec<u16> {
+            let below = |bits: &u16| bf16::from_bits(*bits).to_f32() * (random.unit() - 0.5) / 128.0;
+            values.iter().map(below).map(|v| bf16::from_f32(v).to_bits()).collect()
+        };
         let scale_down = 2.0 / (hidden as f32).sqrt();
         let w: Vec<u16> =
             (0..experts * hidden).map(|_| bf16::from_f32(random.normal() * scale_down).to_bits()).collect();
+        let (x_low, w_low) = (below(&x, &mut random), below(&w, &mut random));
         let logit_bias: Option<Vec<f32>> =
             (random.below(3) == 0).then(|| (0..experts).map(|_| random.normal() * 0.1).collect());
         let correction: Option<Vec<f32>> = (score_fn != 1 && random.below(2) == 0)
@@ -85,6 +96,8 @@ pub fn check(options: &Options) -> Outcome {
             values.as_ref().map(|v| Buffer::from_slice(&device, v)).transpose().map_err(Into::into)
         };
         let (x_device, w_device) = (Buffer::from_slice(&device, &x)?, Buffer::from_slice(&device, &w)?);
+        let (x_low_device, w_low_device) =
+            (Buffer::from_slice(&device, &x_low)?, Buffer::from_slice(&device, &w_low)?);
         let (bias_device, correction_device) = (upload(&logit_bias)?, upload(&correction)?);
         let table = Buffer::from_slice(
             &device,
@@ -92,6 +105,7 @@ pub fn check(options: &Options) -> Outcome {
                 GateLayer::default(),
                 GateLayer {
                     weight: w_device.address(),
+                    weight_low: if low_weights { w_low_device.address() } else { 0 },
                     logit_bias: bias_device.as_ref().map_or(0, Buffer::address),
                     correction_bias: correction_device.as_ref().map_or(0, Buffer::address),
                     token_table: 0,
@@ -100,7 +114,13 @@ pub fn check(options: &Options) -> Outcome {
         )?;
         let state = Buffer::from_slice(
             &device,
-            &[SlotState { sequence: 1, tokens, layer: 1, ..SlotState::default() }],
+            &[SlotState {
+                sequence: 1,
+                tokens,
+                layer: 1,
+                out_dtype: if low_rows { F32 } else { BF16 },
+                ..SlotState::default()
+            }],
         )?;
         let ids = Buffer::<i32>::zeroed(&device, (tokens * top_k) as usize)?;
         let weights = Buffer::<f32>::zeroed(&device, (tokens * top_k) as usize)?;
@@ -110,7 +130,7 @@ pub fn check(options: &Options) -> Outcome {
             state: state.address(),
             layers: table.address(),
             tokens: x_device.address(),
-            tokens_low: 0,
+            tokens_low: x_low_device.address(),
             token_ids: 0,
             logits: logits.address(),
             tickets: tickets.address(),
@@ -155,15 +175,17 @@ pub fn check(options: &Options) -> Outcome {
             if tokens > 300 && token % 23 != 0 {
                 continue;
             }
-            let row = &x[token * hidden as usize..][..hidden as usize];
-            let mut logits: Vec<f64> = w
-                .chunks_exact(hidden as usize)
-                .map(|w| {
-                    let product =
-                        |(a, b): (&u16, &u16)| bf16::from_bits(*a).to_f64() * bf16::from_bits(*b).to_f64();
-                    row.iter().zip(w).map(product).sum()
-                })
-                .collect();
+            let h = hidden as usize;
+            let element = |high: &[u16], low: &[u16], has_low: bool, at: usize| {
+                let low = if has_low { bf16::from_bits(low[at]).to_f64() } else { 0.0 };
+                bf16::from_bits(high[at]).to_f64() + low
+            };
+            let row: Vec<f64> =
+                (token * h..(token + 1) * h).map(|at| element(&x, &x_low, low_rows, at)).collect();
+            let logit = |expert: usize| -> f64 {
+                row.iter().zip(expert * h..).map(|(x, at)| x * element(&w, &w_low, low_weights, at)).sum()
+            };
+            let mut logits: Vec<f64> = (0..experts as usize).map(logit).collect();
             if let Some(bias) = &logit_bias {
                 logits.iter_mut().zip(bias).for_each(|(l, b)| *l += f64::from(*b));
             }

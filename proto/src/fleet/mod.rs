@@ -23,15 +23,12 @@ use crate::v1::{GetModelResponse, Receipt};
 
 /// The content of a service's weights.
 fn content_of_model(model: &GetModelResponse) -> Content {
-    Content(format!("{} {:016x}", model.name, model.weight_version))
+    Content(format!("{} {}", model.name, model.weight_fingerprint))
 }
 
 /// Whether an answer was computed from this content.
 fn receipt_has_content(receipt: &Receipt, content: &Content) -> bool {
-    content
-        .0
-        .rsplit_once(' ')
-        .is_some_and(|(_, version)| version == format!("{:016x}", receipt.weight_version))
+    content.0.rsplit_once(' ').is_some_and(|(_, fingerprint)| fingerprint == receipt.weight_fingerprint)
 }
 
 /// A sequence of random numbers (SplitMix64), good enough to spread requests.

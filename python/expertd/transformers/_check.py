@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 from .._errors import ModelMismatchError
-from .._serve import command
 
 if TYPE_CHECKING:
     import torch
@@ -57,20 +54,3 @@ def check_layer(name: str, block: torch.nn.Module, served: MoeLayer) -> None:
                 f"{name} has {field} {value}, and layer {served.layer} of the service has {theirs}; connect to a service "
                 "that holds the same checkpoint"
             )
-
-
-def check_content(folder: str, served: Model) -> None:
-    """Compares the weight version, which the service computes from the content of the checkpoint's files."""
-    inspected = subprocess.run([command(), "inspect", "--json", folder], capture_output=True, text=True, check=False)
-    if inspected.returncode != 0:
-        raise ModelMismatchError(
-            f"cannot tell whether the service holds the checkpoint in {folder}: {inspected.stderr.strip()}; pass "
-            "check_weights=False to compare dimensions only"
-        )
-    version = json.loads(inspected.stdout)["weight_version"]
-    if version != served.weight_version:
-        raise ModelMismatchError(
-            f"the service holds weight version {served.weight_version}, and the checkpoint in {folder} has {version}: the "
-            "same dimensions, but other weights or another config.json. Serve that checkpoint, or pass "
-            "check_weights=False if you know that the weights are the same"
-        )

@@ -20,10 +20,11 @@ import transformers
 from transformers.modeling_utils import PreTrainedModel
 
 from .._client import Credentials, refuse_session
+from .._content import check_content
 from .._errors import UnsupportedError
-from ._check import check_content, check_layer, check_model
+from .._torch import Remote
+from ._check import check_layer, check_model
 from ._modules import RemoteBlock, RemoteExperts, RemoteLlama4
-from ._remote import Remote
 
 _VERSIONS = ((5, 17), (5, 23))
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.[^.]+$")
@@ -52,7 +53,7 @@ def remote_experts(
             included, and their weights are not read, either.
         session: only None; "host" and "cuda" are refused, because the service has no sessions yet.
         credentials: certificates and token, as of `expertd.Client`.
-        check_weights: compare the service's weight version with that of the checkpoint where the checkpoint is a local
+        check_weights: compare the fingerprint of the service's weights with that of the checkpoint where the checkpoint is a local
             folder. Dimensions, layers and family are always compared.
 
     Raises:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import UnsupportedError
-from ._remote import Remote, moe
+from .._torch import Remote, moe
 
 if TYPE_CHECKING:
     from .._native import MoeLayer

@@ -45,7 +45,7 @@ def test_another_model_is_refused(served, tmp_path):
         (dict(num_local_experts=8), "num_experts 8"),
         (dict(intermediate_size=48), "expert_width 48"),
         (dict(num_experts_per_tok=3), "top_k 3"),
-        (dict(), "weight version"),
+        (dict(), "fingerprint"),
     ):
         other = tmp_path / re.sub(r"\W", "_", words)
         make_checkpoint("mixtral", other, **overrides)
@@ -183,7 +183,7 @@ def test_loading_takes_no_memory_for_experts(tmp_path):
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
         folder, address, tiny, tiny_address = sys.argv[1:]
-        # A first model brings in the libraries' own memory.
+        # Load a model first, so that the memory of the libraries is not counted.
         with remote_experts(tiny_address):
             transformers.AutoModelForCausalLM.from_pretrained(tiny)
         before, before_peak = resident(), peak()

@@ -393,6 +393,7 @@ impl Bench {
             routing,
             token_ids: by_id,
             shared_experts: true,
+            expected_version: None,
             return_routing: self.ceilings.is_some(),
             return_timings: true,
             deadline: None,

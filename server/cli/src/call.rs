@@ -57,6 +57,9 @@ pub struct CallArgs {
     /// Fail unless this version of the weights is loaded
     #[arg(long, value_name = "VERSION")]
     pub expected_weight_version: Option<u64>,
+    /// Fail unless weights with this fingerprint are loaded
+    #[arg(long, value_name = "FINGERPRINT")]
+    pub expected_weight_fingerprint: Option<String>,
     /// Request and show the phase timings of the steps
     #[arg(long)]
     pub timings: bool,
@@ -252,6 +255,7 @@ impl Input {
             token_ids: rows::encode_i32(&self.token_ids),
             shared_experts: shared as i32,
             expected_weight_version: args.expected_weight_version,
+            expected_weight_fingerprint: args.expected_weight_fingerprint.clone().unwrap_or_default(),
             return_routing: true,
             return_timings: args.timings,
         }
@@ -337,6 +341,7 @@ impl CallOutcome {
                 "steps": receipt.steps,
                 "generation": receipt.generation,
                 "weight_version": receipt.weight_version,
+                "weight_fingerprint": receipt.weight_fingerprint,
                 "tokens_per_rank": receipt.tokens_per_rank,
                 "queue_seconds": duration(receipt.queue_time).as_secs_f64(),
                 "step_seconds": duration(receipt.step_time).as_secs_f64(),

@@ -7,9 +7,10 @@ use std::process::ExitCode;
 use clap::Args;
 use serde_json::json;
 
+use super::serve::layers;
 use expertd_model::WeightFormat;
 use expertd_model::{Checkpoint, ModelError, ModelSpec, MoeLayer, Placement};
-use expertd_types::{LayerId, Rank};
+use expertd_types::{Coverage, LayerId, Rank};
 
 /// Show the contents of a checkpoint: family, layers, gate, formats, and bytes per rank
 #[derive(Args, Clone, Debug)]
@@ -20,6 +21,12 @@ pub struct InspectArgs {
     /// Number of ranks to place the experts on
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: u16,
+    /// Fingerprint every byte of the weights instead of samples, as `serve --verify-weights` does
+    #[arg(long)]
+    pub verify_weights: bool,
+    /// Layers to check and describe, as in `serve --layers`
+    #[arg(long, default_value = "all")]
+    pub layers: String,
     /// Print everything as JSON
     #[arg(long)]
     pub json: bool,
@@ -28,10 +35,19 @@ pub struct InspectArgs {
 /// Opens a checkpoint and describes it; exit status 64 if it cannot be served.
 #[must_use]
 pub fn run(args: &InspectArgs) -> ExitCode {
-    match Checkpoint::open(&args.model) {
+    let choice = match layers::parse(&args.layers, layers::host_name) {
+        Ok(choice) => choice,
+        Err(problem) => {
+            eprintln!("expertd inspect: --layers {problem}");
+            return ExitCode::from(ModelError::EXIT_CODE);
+        }
+    };
+    match Checkpoint::open_layers(&args.model, choice) {
         Ok(checkpoint) => {
             let ranks = usize::from(args.ranks);
-            print!("{}", if args.json { as_json(&checkpoint, ranks) } else { in_words(&checkpoint, ranks) });
+            let coverage = if args.verify_weights { Coverage::Whole } else { Coverage::Sampled };
+            let describe = if args.json { as_json } else { in_words };
+            print!("{}", describe(&checkpoint, ranks, coverage));
             ExitCode::SUCCESS
         }
         Err(error) => {
@@ -68,11 +84,11 @@ fn available_memory() -> Option<u64> {
     Some(line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
-fn as_json(checkpoint: &Checkpoint, ranks: usize) -> String {
+fn as_json(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String {
     let spec = checkpoint.spec();
     let value = json!({
         "model": spec,
-        "weight_version": checkpoint.weight_version(),
+        "weight_fingerprint": checkpoint.fingerprint(coverage),
         "ranks": ranks,
         "bytes_per_rank": bytes_per_rank(spec, ranks),
         "available_memory_bytes": available_memory(),
@@ -80,13 +96,14 @@ fn as_json(checkpoint: &Checkpoint, ranks: usize) -> String {
     format!("{value:#}\n")
 }
 
-fn in_words(checkpoint: &Checkpoint, ranks: usize) -> String {
+fn in_words(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String {
     let spec = checkpoint.spec();
     let mut out = String::new();
     let mut line = |name: &str, text: &str| {
         writeln!(out, "{}", format!("{name:<18}{text}").trim_end()).expect("a string grows");
     };
     line("checkpoint", &checkpoint.dir().display().to_string());
+    line("fingerprint", &checkpoint.fingerprint(coverage).to_string());
     line("family", &spec.family);
     line("model type", &spec.model_type);
     line("hidden size", &spec.hidden.to_string());

@@ -12,7 +12,9 @@ pub mod doctor;
 pub mod drain;
 pub mod golden;
 pub mod inspect;
+pub mod loader;
 pub mod rank;
+pub mod reload;
 pub mod serve;
 pub mod size;
 pub mod status;
@@ -72,9 +74,13 @@ enum Command {
     Ceilings(ceilings::CeilingsArgs),
     Status(status::StatusArgs),
     Drain(drain::DrainArgs),
+    Reload(reload::ReloadArgs),
     /// Run one expert rank (internal; started by `serve`)
     #[command(hide = true)]
     Rank(rank::RankArgs),
+    /// Pack the weights of one expert rank (internal; started by `serve`)
+    #[command(hide = true)]
+    Loader(loader::LoaderArgs),
 }
 
 /// Runs the program and returns its exit status.
@@ -89,7 +95,7 @@ pub fn main() -> ExitCode {
         eprintln!("expertd: {error}");
         return ExitCode::from(serve::exit::USAGE);
     }
-    if !matches!(cli.command, Command::Serve(_) | Command::Rank(_) | Command::Demo(_)) {
+    if !matches!(cli.command, Command::Serve(_) | Command::Rank(_) | Command::Loader(_) | Command::Demo(_)) {
         end_quietly_without_a_reader();
     }
     let of = |name| matches.subcommand_matches(name);
@@ -106,7 +112,9 @@ pub fn main() -> ExitCode {
         Command::Ceilings(args) => ceilings::run(&args),
         Command::Status(args) => block_on("status", status::run(args)),
         Command::Drain(args) => block_on("drain", drain::run(args)),
+        Command::Reload(args) => block_on("reload", reload::run(args)),
         Command::Rank(args) => rank::run(&args),
+        Command::Loader(args) => loader::run(&args),
     };
     flush_logs();
     code

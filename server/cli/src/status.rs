@@ -115,7 +115,14 @@ fn to_text(status: &GetStatusResponse) -> String {
         "state",
         if status.reason.is_empty() { state.to_owned() } else { format!("{state} ({})", status.reason) },
     );
-    line("model", format!("{}, weight version {}", status.model, status.weight_version));
+    line("model", status.model.clone());
+    line("weights", format!("version {}, {}", status.weight_version, status.weight_fingerprint));
+    if let Some(reload) = &status.reload {
+        line(
+            "reload",
+            format!("{} of {} MiB loaded", reload.weight_bytes_loaded >> 20, reload.weight_bytes_total >> 20),
+        );
+    }
     line("generation", status.generation.to_string());
     line("steps", status.steps_total.to_string());
     line(
@@ -163,6 +170,11 @@ fn to_json(status: &GetStatusResponse) -> serde_json::Value {
         "reason": status.reason,
         "generation": status.generation,
         "weight_version": status.weight_version,
+        "weight_fingerprint": status.weight_fingerprint,
+        "reload": status.reload.as_ref().map(|reload| json!({
+            "weight_bytes_loaded": reload.weight_bytes_loaded,
+            "weight_bytes_total": reload.weight_bytes_total,
+        })),
         "model": status.model,
         "version": status.version,
         "steps_total": status.steps_total,

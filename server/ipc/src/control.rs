@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::GroupShape;
-use expertd_types::{Generation, LayerRange, Rank};
+use expertd_types::{Generation, LayerRange, Rank, WeightFingerprint};
 
 /// Kind of device that ranks run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,6 +59,74 @@ impl std::fmt::Display for Fp8Compute {
     }
 }
 
+/// A checkpoint, and which weights it must hold.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CheckpointSource {
+    /// Folder of the checkpoint.
+    pub folder: PathBuf,
+    /// The layers to load.
+    pub layers: LayerRange,
+    /// Fingerprint of its weights. Other weights are not loaded.
+    pub fingerprint: WeightFingerprint,
+}
+
+/// Where a rank's weights come from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RankWeights {
+    /// The rank reads its share of a checkpoint in every generation.
+    Checkpoint(CheckpointSource),
+    /// A loader has packed the rank's share into sealed memory, whose descriptor is the last one that the router sends.
+    Held {
+        /// Fingerprint of the weights.
+        fingerprint: WeightFingerprint,
+    },
+}
+
+/// Everything that a loader needs to pack one rank's share of a checkpoint.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct LoaderSetup {
+    /// The rank.
+    pub rank: Rank,
+    /// Number of ranks in the group.
+    pub ranks: u32,
+    /// The checkpoint.
+    pub checkpoint: CheckpointSource,
+    /// Cores that the loader is pinned to.
+    pub cores: Vec<usize>,
+    /// Number of threads that read and pack.
+    pub threads: usize,
+    /// Interval of the loader's messages.
+    pub heartbeat: Duration,
+    /// Whether a generation serves meanwhile: the loader then leaves processors to it.
+    pub in_background: bool,
+}
+
+/// Messages from a loader.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FromLoader {
+    /// Progress; sent at every interval, also when there is none.
+    Loading {
+        /// Bytes of the checkpoint packed so far.
+        loaded_bytes: u64,
+        /// Bytes to pack.
+        total_bytes: u64,
+    },
+    /// The share is packed and proved; its descriptor comes with this message.
+    Loaded {
+        /// Bytes of the checkpoint in the share.
+        weight_bytes: u64,
+        /// Bytes of the packed memory.
+        memory_bytes: u64,
+    },
+    /// The share cannot be loaded.
+    Failed {
+        /// Human-readable cause.
+        message: String,
+    },
+}
+
 /// Everything a rank needs to join a generation.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RankSetup {
@@ -70,10 +138,8 @@ pub struct RankSetup {
     pub shape: GroupShape,
     /// The device.
     pub device: DeviceKind,
-    /// Folder of the checkpoint.
-    pub model: PathBuf,
-    /// The layers to load.
-    pub layers: LayerRange,
+    /// Where the rank's weights come from.
+    pub weights: RankWeights,
     /// How the products of FP8 experts are computed; CPU ranks widen the weights.
     pub fp8_compute: Fp8Compute,
     /// Cores that the rank is pinned to.

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use super::config::Config;
 use super::fingerprint::fingerprint;
 use super::plan::{LayerPlan, MlpPlan};
-use super::resolve::resolve;
+use super::resolve::{Resolved, resolve};
 use super::store::Store;
 use super::{LayerChoice, ModelError, ModelSpec};
 use crate::MatrixView;
-use expertd_types::{ExpertId, LayerId, WeightVersion};
+use expertd_types::{Coverage, ExpertId, LayerId, WeightFingerprint};
 
 /// A checkpoint in Hugging Face's layout, memory-mapped and checked by its headers. Weights are read from disk only
 /// when a view of them is used; tensors outside the MoE blocks are never read.
@@ -18,8 +18,9 @@ pub struct Checkpoint {
     dir: PathBuf,
     spec: ModelSpec,
     plans: Vec<Option<LayerPlan>>,
+    /// The parts of `config.json` that the fingerprint covers.
+    description: Vec<u8>,
     store: Store,
-    version: WeightVersion,
 }
 
 /// The MLP of an expert: `down(activation(gate(x), up(x)))`.
@@ -72,7 +73,7 @@ impl Checkpoint {
     }
 
     /// Like [`open`](Self::open), for some of the layers: only their tensors are checked and can be used. The files of
-    /// all MoE blocks must be there nevertheless, because the weight version covers them, whatever layers are chosen.
+    /// all MoE blocks must be there nevertheless, because the fingerprint covers them, whatever layers are chosen.
     ///
     /// # Errors
     /// The first defect of the chosen layers or of a file's header; [`ModelError::Layers`] if the choice does not fit
@@ -80,9 +81,8 @@ impl Checkpoint {
     pub fn open_layers(dir: &Path, layers: LayerChoice) -> Result<Self, ModelError> {
         let config = Config::read(dir)?;
         let mut store = Store::open(dir)?;
-        let resolved = resolve(&config, &mut store, layers)?;
-        let version = fingerprint(config.text(), &store);
-        Ok(Self { dir: dir.to_owned(), spec: resolved.spec, plans: resolved.plans, store, version })
+        let Resolved { spec, plans, description } = resolve(&config, &mut store, layers)?;
+        Ok(Self { dir: dir.to_owned(), spec, plans, description, store })
     }
 
     /// The directory of the checkpoint.
@@ -97,11 +97,30 @@ impl Checkpoint {
         &self.spec
     }
 
-    /// A fingerprint of the contents: the same for the same checkpoint at any time and place, and almost certainly
-    /// another one for other weights. `server/model/fingerprint.rs` states what it covers.
+    /// The fingerprint of the contents. `server/model/src/fingerprint.rs` states what it covers.
     #[must_use]
-    pub fn weight_version(&self) -> WeightVersion {
-        self.version
+    pub fn fingerprint(&self, coverage: Coverage) -> WeightFingerprint {
+        fingerprint(&self.description, &self.store, coverage)
+    }
+
+    /// Checks that the contents have a fingerprint.
+    ///
+    /// # Errors
+    /// [`ModelError::OtherWeights`] if they have another one.
+    pub fn expect(&self, expected: &WeightFingerprint) -> Result<(), ModelError> {
+        let found = self.fingerprint(expected.coverage);
+        if found == *expected {
+            return Ok(());
+        }
+        Err(ModelError::OtherWeights { path: self.dir.clone(), expected: *expected, found })
+    }
+
+    /// Checks that no file was written to since it was opened. What was read before is then what the fingerprint covers.
+    ///
+    /// # Errors
+    /// [`ModelError::Written`].
+    pub fn check_unchanged(&self) -> Result<(), ModelError> {
+        self.store.check_unchanged()
     }
 
     fn plan(&self, layer: LayerId) -> Result<&LayerPlan, ModelError> {

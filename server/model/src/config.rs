@@ -13,7 +13,6 @@ const MAX_CONFIG_BYTES: u64 = 64 << 20;
 #[derive(Debug)]
 pub(super) struct Config {
     path: PathBuf,
-    bytes: Vec<u8>,
     /// `"text_config."` if the fields are nested, otherwise empty.
     prefix: &'static str,
     text: Map<String, Value>,
@@ -53,7 +52,7 @@ impl Config {
                     text.entry("quantization_config").or_insert(quantization);
                 }
                 outer.retain(|_, value| !value.is_object());
-                Ok(Self { path, bytes: bytes.to_vec(), prefix: "text_config.", text, outer })
+                Ok(Self { path, prefix: "text_config.", text, outer })
             }
             Some(other) if !other.is_null() => Err(ModelError::Field {
                 path,
@@ -61,17 +60,12 @@ impl Config {
                 expected: "an object".into(),
                 found: kind(&other).into(),
             }),
-            _ => Ok(Self { path, bytes: bytes.to_vec(), prefix: "", text: outer, outer: Map::new() }),
+            _ => Ok(Self { path, prefix: "", text: outer, outer: Map::new() }),
         }
     }
 
     pub(super) fn path(&self) -> &Path {
         &self.path
-    }
-
-    /// The file as it was read.
-    pub(super) fn text(&self) -> &[u8] {
-        &self.bytes
     }
 
     /// Whether a field is present, even if it is null.

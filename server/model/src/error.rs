@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use crate::LayerChoice;
-use expertd_types::{ExpertId, LayerId, LayerRange};
+use expertd_types::{ExpertId, LayerId, LayerRange, WeightFingerprint};
 
 /// The error for a checkpoint that cannot be opened, or for a layer or expert that it does not have.
 #[derive(Debug, thiserror::Error)]
@@ -17,6 +17,25 @@ pub enum ModelError {
         action: &'static str,
         /// The operating system's error.
         source: std::io::Error,
+    },
+    /// A file was written to while it was read.
+    #[error("{path}: the file was changed while its weights were read; expected that it stays as it is")]
+    Written {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The weights are not those that are expected.
+    #[error(
+        "{path}: the weights have fingerprint {found}, expected {expected}: files were replaced or changed since the \
+         service opened them; put the old files back, or let the service load the new ones (a restart, or `expertd reload`)"
+    )]
+    OtherWeights {
+        /// The directory.
+        path: PathBuf,
+        /// The expected fingerprint.
+        expected: WeightFingerprint,
+        /// The fingerprint of what is there.
+        found: WeightFingerprint,
     },
     /// The directory has no weights.
     #[error("{path}: expected model.safetensors or model.safetensors.index.json here, found {found}")]

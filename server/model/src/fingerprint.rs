@@ -1,39 +1,65 @@
-//! The weight version of a checkpoint, computed from its contents.
+//! The fingerprint of a checkpoint's contents.
 //!
-//! Hashing all weights would take minutes. Instead, a 64-bit FNV-1a hash covers `config.json` and, for each file with
-//! MoE tensors, its length, its header and [`SAMPLES`] evenly spaced samples of its data. Files that differ only
-//! between the samples get the same version; new training or conversion runs do not.
+//! It covers the description of the model in `config.json` and every tensor of its MoE blocks, those of layers that are not
+//! held included: name, type, shape and bytes, in the order of names. Folders, files, the distribution of tensors over files and everything outside the MoE blocks do not
+//! count. Reading all bytes would take minutes, so that by default [`SAMPLES`] evenly spaced samples of all tensors,
+//! laid end to end, stand for them: weights that differ only between the samples have the same fingerprint.
+//!
+//! The digest is SHA-256, of whole tensors as a digest of the digests of their [`CHUNK`]s, so that several threads can
+//! compute it; its first 16 bytes are the fingerprint.
+
+use expertd_types::{Coverage, WeightFingerprint};
+use rayon::prelude::*;
+use ring::digest::{Context, Digest, SHA256, digest};
 
 use super::store::Store;
-use expertd_types::WeightVersion;
 
-/// Samples per file.
-const SAMPLES: usize = 32;
+/// Changes with every change of what the digest covers or of its order.
+const SCHEME: &[u8] = b"expertd weights 1";
+/// Samples of a checkpoint, at most.
+const SAMPLES: usize = 8192;
 /// Bytes per sample.
-const WINDOW: usize = 64;
+const SAMPLE_BYTES: usize = 64;
+/// Bytes that are digested at a time.
+const CHUNK: usize = 16 << 20;
 
-pub(super) fn fingerprint(config: &[u8], store: &Store) -> WeightVersion {
-    let mut hash = Fnv(0xcbf2_9ce4_8422_2325);
-    hash.add(config);
-    for (_, file, data_start) in store.opened() {
-        hash.add(&(file.len() as u64).to_le_bytes());
-        hash.add(&file[..data_start]);
-        let data = &file[data_start..];
-        let step = (data.len() / SAMPLES).max(WINDOW);
-        for window in data.chunks(step) {
-            hash.add(&window[..window.len().min(WINDOW)]);
+pub(super) fn fingerprint(description: &[u8], store: &Store, coverage: Coverage) -> WeightFingerprint {
+    let mut tensors: Vec<_> = store.tensors().collect();
+    tensors.sort_unstable_by_key(|(info, _)| &info.name);
+    let mut context = Context::new(&SHA256);
+    context.update(SCHEME);
+    add(&mut context, description);
+    for (info, bytes) in &tensors {
+        add(&mut context, info.name.as_bytes());
+        add(&mut context, format!("{:?} {:?} {}", info.dtype, info.shape, bytes.len()).as_bytes());
+    }
+    match coverage {
+        Coverage::Whole => {
+            let chunks: Vec<&[u8]> = tensors.iter().flat_map(|(_, bytes)| bytes.chunks(CHUNK)).collect();
+            let digests: Vec<Digest> = chunks.into_par_iter().map(|chunk| digest(&SHA256, chunk)).collect();
+            digests.iter().for_each(|digest| context.update(digest.as_ref()));
+        }
+        Coverage::Sampled => {
+            let total: usize = tensors.iter().map(|(_, bytes)| bytes.len()).sum();
+            let step = (total / SAMPLES).max(SAMPLE_BYTES);
+            let (mut first, mut next) = (0, 0);
+            for (_, bytes) in &tensors {
+                while next < first + bytes.len() {
+                    let at = next - first;
+                    context.update(&bytes[at..(at + SAMPLE_BYTES).min(bytes.len())]);
+                    next += step;
+                }
+                first += bytes.len();
+            }
         }
     }
-    // Zero means "no version" on the wire.
-    WeightVersion(hash.0.max(1))
+    let mut short = [0; 16];
+    short.copy_from_slice(&context.finish().as_ref()[..16]);
+    WeightFingerprint { coverage, digest: short }
 }
 
-struct Fnv(u64);
-
-impl Fnv {
-    fn add(&mut self, bytes: &[u8]) {
-        for byte in bytes {
-            self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
-        }
-    }
+/// Adds bytes with their length, so that the ends of fields cannot move.
+fn add(context: &mut Context, bytes: &[u8]) {
+    context.update(&(bytes.len() as u64).to_le_bytes());
+    context.update(bytes);
 }

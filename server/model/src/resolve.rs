@@ -29,6 +29,8 @@ const PREFIXES: [&str; 5] =
 pub(super) struct Resolved {
     pub(super) spec: ModelSpec,
     pub(super) plans: Vec<Option<LayerPlan>>,
+    /// The parts of `config.json` that the fingerprint covers, the same whatever layers are held.
+    pub(super) description: Vec<u8>,
 }
 
 /// Values that hold for the whole model.
@@ -85,9 +87,10 @@ pub(super) fn resolve(
     };
     let mut plans: Vec<Option<LayerPlan>> = (0..num_layers).map(|_| None).collect();
     let names = TensorNames::detect(store, family, first)?;
+    let description = description(&spec, &context, &gate, &kinds);
+    let blocks = moe.clone();
     for layer in moe {
         if !held.contains(LayerId(layer as u32)) {
-            store.open_files(&names.block(layer))?;
             continue;
         }
         let mut gate = gate.clone();
@@ -99,7 +102,33 @@ pub(super) fn resolve(
         spec.layers[layer] = Some(moe);
         plans[layer] = Some(plan);
     }
-    Ok(Resolved { spec, plans })
+    for layer in blocks {
+        store.find_all(&names.block(layer))?;
+    }
+    Ok(Resolved { spec, plans, description })
+}
+
+/// The description of a model that follows from its config alone.
+fn description(spec: &ModelSpec, context: &Context<'_>, gate: &GateSpec, kinds: &[LayerKind]) -> Vec<u8> {
+    let kinds: String = kinds
+        .iter()
+        .map(|kind| match kind {
+            LayerKind::Dense => 'd',
+            LayerKind::Moe => 'm',
+            LayerKind::Hashed => 'h',
+        })
+        .collect();
+    let text = serde_json::json!({
+        "family": spec.family,
+        "hidden": spec.hidden,
+        "layers": kinds,
+        "experts": context.num_experts,
+        "width": context.width,
+        "activation": context.activation,
+        "gate": gate,
+        "power_of_two_scales": context.quantization.power_of_two_scales,
+    });
+    text.to_string().into_bytes()
 }
 
 fn unsupported(config: &Config, what: &str, why: &str) -> ModelError {

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
 use memmap2::Mmap;
@@ -11,7 +12,7 @@ use serde::Deserialize;
 
 use super::ModelError;
 use super::config::read_json_file;
-use super::header::Header;
+use super::header::{Entry, Header};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -34,8 +35,24 @@ pub(super) struct TensorInfo {
 
 #[derive(Debug)]
 struct Mapped {
+    file: File,
+    stamp: Stamp,
     bytes: Mmap,
     header: Header,
+}
+
+/// What tells that an open file was written to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stamp {
+    length: u64,
+    modified: (i64, i64),
+}
+
+impl Stamp {
+    fn of(file: &File) -> std::io::Result<Self> {
+        let found = file.metadata()?;
+        Ok(Stamp { length: found.len(), modified: (found.mtime(), found.mtime_nsec()) })
+    }
 }
 
 #[derive(Debug)]
@@ -125,24 +142,47 @@ impl Store {
                 move |source| ModelError::Io { path, action, source }
             };
             let file = File::open(&shard.path).map_err(io("open it"))?;
+            let stamp = Stamp::of(&file).map_err(io("read its size"))?;
             // SAFETY: the mapping is read-only and private to this process. If another process truncates the file while
             // it is served, reads beyond its end raise SIGBUS and end this process, which its supervisor handles. If
             // another process overwrites it, weights change: bytes are only read as numbers, never as addresses.
             let bytes = unsafe { Mmap::map(&file) }.map_err(io("map it"))?;
             let header = Header::parse(&bytes)
                 .map_err(|reason| ModelError::Header { path: shard.path.clone(), reason })?;
-            shard.mapped = Some(Mapped { bytes, header });
+            shard.mapped = Some(Mapped { file, stamp, bytes, header });
         }
         Ok(shard.mapped.as_ref().expect("the shard was mapped just now"))
     }
 
-    /// Opens the files of all tensors whose names begin with `prefix`, so that the fingerprint covers them.
-    pub(super) fn open_files(&mut self, prefix: &str) -> Result<(), ModelError> {
+    /// Looks up all tensors whose names begin with `prefix`, so that the fingerprint covers them. They are those that the
+    /// files themselves hold; an index that lists others is not an error here.
+    pub(super) fn find_all(&mut self, prefix: &str) -> Result<(), ModelError> {
         let names = self.names.iter().filter(|(name, _)| name.starts_with(prefix));
         let mut shards: Vec<usize> = names.map(|(_, &shard)| shard).collect();
         shards.sort_unstable();
         shards.dedup();
-        shards.into_iter().try_for_each(|shard| self.shard(shard).map(drop))
+        for shard in shards {
+            let header = &self.shard(shard)?.header;
+            let names = header.names().into_iter().filter(|name| name.starts_with(prefix));
+            let found: Vec<_> =
+                names.filter_map(|name| header.entry(&name).map(|entry| (name, entry))).collect();
+            for (name, entry) in found {
+                self.insert(&name, shard, entry);
+            }
+        }
+        Ok(())
+    }
+
+    /// The id of a tensor, which is new if the tensor was not looked up before.
+    fn insert(&mut self, name: &str, shard: usize, entry: Entry) -> TensorId {
+        if let Some(&id) = self.known.get(name) {
+            return id;
+        }
+        let id = TensorId(u32::try_from(self.tensors.len()).expect("fewer than 2^32 tensors"));
+        let Entry { dtype, shape, range } = entry;
+        self.tensors.push(TensorInfo { name: name.to_owned(), dtype, shape, shard, range });
+        self.known.insert(name.to_owned(), id);
+        id
     }
 
     /// Whether the checkpoint lists a tensor. Does not open its shard.
@@ -176,16 +216,7 @@ impl Store {
             let path = self.shards[shard].path.clone();
             return Err(ModelError::MissingTensor { path, tensor: name.to_owned(), reason });
         };
-        let id = TensorId(u32::try_from(self.tensors.len()).expect("fewer than 2^32 tensors"));
-        self.tensors.push(TensorInfo {
-            name: name.to_owned(),
-            dtype: entry.dtype,
-            shape: entry.shape,
-            shard,
-            range: entry.range,
-        });
-        self.known.insert(name.to_owned(), id);
-        Ok(id)
+        Ok(self.insert(name, shard, entry))
     }
 
     /// The type, shape and location of a tensor.
@@ -208,12 +239,24 @@ impl Store {
         &mapped.bytes[info.range.clone()]
     }
 
-    /// The opened files with their whole contents and the length of the header, for the fingerprint.
-    pub(super) fn opened(&self) -> impl Iterator<Item = (&Path, &[u8], usize)> {
-        self.shards.iter().filter_map(|shard| {
-            let mapped = shard.mapped.as_ref()?;
-            Some((shard.path.as_path(), &mapped.bytes[..], mapped.header.data_start))
-        })
+    /// Every tensor that was looked up, with its bytes.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = (&TensorInfo, &[u8])> {
+        (0..).map(TensorId).zip(&self.tensors).map(|(id, info)| (info, self.bytes(id)))
+    }
+
+    /// Checks that no mapped file was written to or truncated since it was opened. A file that replaced it in its folder
+    /// does not count: the mapped one is still whole.
+    pub(super) fn check_unchanged(&self) -> Result<(), ModelError> {
+        for shard in &self.shards {
+            let Some(mapped) = &shard.mapped else { continue };
+            let failed =
+                |source| ModelError::Io { path: shard.path.clone(), action: "read its size", source };
+            let now = Stamp::of(&mapped.file).map_err(failed)?;
+            if (now.length, now.modified) != (mapped.stamp.length, mapped.stamp.modified) {
+                return Err(ModelError::Written { path: shard.path.clone() });
+            }
+        }
+        Ok(())
     }
 
     /// Checks the shape of a tensor.

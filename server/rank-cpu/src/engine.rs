@@ -1,59 +1,22 @@
 //! The engine of a CPU rank: gate, experts and exchange in f32.
 
 use std::ops::Range;
+use std::sync::Arc;
 
+use crate::weights::{RankLayer, RankWeights as MappedWeights, map};
 use crate::{CpuGroup, HostRouting};
-use expertd_compute::experts::cpu::{CpuExpert, ExpertError, Workspace, WorkspaceSize, forward, forward_one};
-use expertd_compute::experts::{Assignments, ExpertKind};
-use expertd_compute::gate::{CpuGate, GateScratch};
+use expertd_compute::experts::Assignments;
+use expertd_compute::experts::cpu::{Workspace, WorkspaceSize, forward, forward_one};
+use expertd_compute::gate::GateScratch;
 use expertd_compute::linalg::{AlignedBuffer, SimdLevel};
-use expertd_ipc::control::{FailureKind, RankSetup};
+use expertd_ipc::control::{FailureKind, RankSetup, RankWeights};
 use expertd_ipc::{ExpertsNotice, GroupShape, RankStaging, StepDescriptor};
-use expertd_model::{Checkpoint, ExpertsSpec, LayerChoice, ModelError, ModelSpec, Placement, WeightOn};
+use expertd_model::{ModelSpec, Placement};
 use expertd_rank::convert::{narrow, widen};
 use expertd_rank::segments::{CheckedSegment, rows_of};
-use expertd_rank::share::{ExpertShare, LoadProgress, weights};
 use expertd_rank::{Failure, Joining, Loaded, PhaseClock, StepEngine, StepFault, StepReport, setup_failure};
 use expertd_types::Phase;
-use expertd_types::{ExpertId, LayerId, Rank, Slot};
-
-/// Why a rank's weights could not be loaded.
-#[derive(Debug, thiserror::Error)]
-pub enum LoadError {
-    /// The checkpoint cannot be read.
-    #[error(transparent)]
-    Model(#[from] ModelError),
-    /// An expert cannot be packed.
-    #[error("layer {layer}, {which}: {source}")]
-    Expert {
-        /// The expert's layer.
-        layer: LayerId,
-        /// Name of the expert.
-        which: String,
-        /// The reason.
-        source: ExpertError,
-    },
-}
-
-/// The shared experts of a layer, packed as one MLP.
-struct SharedMlp {
-    kind: ExpertKind,
-    mlp: CpuExpert,
-    /// `[hidden]`: the output of each token is multiplied by the sigmoid of this vector's dot product with the token.
-    gate: Option<Vec<f32>>,
-}
-
-/// A rank's part of one MoE block: the whole gate, the routed experts that the rank owns, and the shared experts.
-struct RankLayer {
-    gate: CpuGate,
-    /// `[experts]`: rank that owns each expert.
-    owners: Vec<Rank>,
-    /// Range of experts that this rank owns.
-    mine: Range<u32>,
-    kind: ExpertKind,
-    experts: Vec<CpuExpert>,
-    shared: Option<SharedMlp>,
-}
+use expertd_types::Slot;
 
 /// Rows of the current step, each buffer `[max_tokens_per_rank, hidden]`. A CPU rank runs one step after another, so one
 /// set serves all slots; data that outlives a step is in staging and in the windows.
@@ -87,11 +50,6 @@ pub struct CpuEngine {
     weight_bytes: u64,
 }
 
-fn kind(spec: &ExpertsSpec) -> ExpertKind {
-    let weight_on = if spec.weight_on_input { WeightOn::Input } else { WeightOn::Output };
-    ExpertKind { activation: spec.activation, weight_on }
-}
-
 /// Scratch memory for the largest call of any layer.
 fn workspace(spec: &ModelSpec, shape: &GroupShape, threads: usize) -> Workspace {
     let ranks = shape.ranks as usize;
@@ -107,10 +65,10 @@ fn workspace(spec: &ModelSpec, shape: &GroupShape, threads: usize) -> Workspace 
     })
 }
 
-/// Joins the group and loads this rank's share of the checkpoint.
+/// Joins the group and maps this rank's share of the weights.
 ///
 /// # Errors
-/// The reason why the group could not be joined or the weights could not be loaded.
+/// The reason why the group could not be joined or the weights could not be mapped.
 pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let setup = joining.setup;
     // This thread is part of the pool, so that a step can begin without waking another thread.
@@ -122,70 +80,30 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
         .map_err(setup_failure)?;
     let windows = joining.next_fd("the windows")?;
     let group = CpuGroup::from_fd(windows, crate::ep_config(setup)).map_err(setup_failure)?;
-    let engine = CpuEngine::load(setup, group, pool, &mut *joining.progress)
+    let weights = joining.next_fd("the weights")?;
+    let RankWeights::Held { fingerprint } = &setup.weights else {
+        return Err(setup_failure("the router sent the folder of a checkpoint, expected packed weights"));
+    };
+    let weights = map(weights, setup.rank, setup.shape.ranks as usize, fingerprint)
         .map_err(|error| (FailureKind::Load, error.to_string()))?;
+    let memory = Arc::clone(&weights.memory);
+    let engine = CpuEngine::new(setup, group, pool, weights);
+    // Steps can begin meanwhile: a page that is not mapped yet costs them a fault.
+    let mapping = std::thread::Builder::new().name("map-weights".into());
+    mapping.spawn(move || memory.populate()).map_err(setup_failure)?;
     let (weight_bytes, device) = (engine.weight_bytes(), engine.device());
     Ok(Loaded { engine: Box::new(engine), weight_bytes, device })
 }
 
 impl CpuEngine {
-    /// Loads this rank's share of the checkpoint; calls `progress` with the bytes loaded and the bytes to load.
-    ///
-    /// # Errors
-    /// If the checkpoint cannot be read.
-    pub fn load(
-        setup: &RankSetup,
-        group: CpuGroup,
-        pool: rayon::ThreadPool,
-        progress: impl FnMut(u64, u64),
-    ) -> Result<Self, LoadError> {
-        let checkpoint = Checkpoint::open_layers(&setup.model, LayerChoice::Range(setup.layers))?;
-        let spec = checkpoint.spec();
-        let share = ExpertShare::of(setup);
-        let mut progress = LoadProgress::start(share.bytes(spec), progress);
-        let mut layers = Vec::with_capacity(spec.num_layers);
-        for (index, moe) in (0..).zip(&spec.layers) {
-            let Some(moe) = moe else {
-                layers.push(None);
-                continue;
-            };
-            let layer = LayerId(index);
-            let failed = |which: String| move |source| LoadError::Expert { layer, which, source };
-            let placement = Placement::new(moe.experts.count, share.ranks);
-            let mine = share.experts(moe);
-            let mut experts = Vec::with_capacity(mine.len());
-            for expert in mine.clone() {
-                let tensors = checkpoint.expert(layer, ExpertId(expert))?;
-                let packed = CpuExpert::pack(&weights(&tensors));
-                experts.push(packed.map_err(failed(format!("expert {expert}")))?);
-                progress.expert(&moe.experts);
-            }
-            let shared = match (checkpoint.shared(layer)?, &moe.shared) {
-                (Some(tensors), Some(spec)) => {
-                    progress.shared(spec);
-                    Some(SharedMlp {
-                        kind: ExpertKind { activation: spec.activation, weight_on: WeightOn::Output },
-                        mlp: CpuExpert::pack(&weights(&tensors.mlp))
-                            .map_err(failed("shared experts".into()))?,
-                        gate: tensors.gate,
-                    })
-                }
-                _ => None,
-            };
-            layers.push(Some(RankLayer {
-                gate: CpuGate::new(&moe.gate, &checkpoint.gate(layer)?),
-                owners: (0..moe.experts.count as u32).map(|e| placement.owner(ExpertId(e))).collect(),
-                mine,
-                kind: kind(&moe.experts),
-                experts,
-                shared,
-            }));
-        }
+    /// The engine of a rank whose weights are mapped.
+    fn new(setup: &RankSetup, group: CpuGroup, pool: rayon::ThreadPool, weights: MappedWeights) -> Self {
+        let MappedWeights { spec, layers, weight_bytes, .. } = weights;
         let threads = pool.current_num_threads();
         let capacity = setup.shape.max_tokens_per_rank;
         let elements = capacity * setup.shape.hidden;
         let any_shared = spec.moe_layers().any(|(_, moe)| moe.shared.is_some());
-        Ok(CpuEngine {
+        CpuEngine {
             group,
             pool,
             hidden: setup.shape.hidden,
@@ -196,11 +114,11 @@ impl CpuEngine {
                 shared: AlignedBuffer::resident(if any_shared { elements } else { 0 }),
             },
             grouped: GroupedRows::default(),
-            workspace: workspace(spec, &setup.shape, threads),
+            workspace: workspace(&spec, &setup.shape, threads),
             gate_scratch: GateScratch::new(spec.hidden, threads),
             sigmoids: vec![0.0; capacity],
-            weight_bytes: progress.total(),
-        })
+            weight_bytes,
+        }
     }
 
     /// Size of the weights that this rank holds, in bytes.

@@ -10,12 +10,14 @@ mod engine;
 mod error;
 pub mod exchange;
 pub mod group;
+mod weights;
 pub mod window;
 
 pub use config::{ConfigError, EpConfig, MAX_RANKS, MAX_SLOTS, MAX_TOP_K};
-pub use engine::{CpuEngine, LoadError, load};
+pub use engine::{CpuEngine, load};
 pub use error::EpError;
 pub use group::{CpuGroup, HostRouting};
+pub use weights::{WeightsError, pack};
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -3,10 +3,12 @@
 #![forbid(unsafe_code)]
 
 pub mod convert;
+mod loader;
 mod process;
 pub mod segments;
 pub mod share;
 
+pub use loader::{PackedShare, Progress, run_loader};
 pub use process::{Failure, Joining, Loaded, RankExit, run_rank, setup_failure};
 
 use std::time::{Duration, Instant};

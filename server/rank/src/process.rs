@@ -81,12 +81,7 @@ pub fn run_rank(
     socket: UnixStream,
     load: impl FnOnce(Joining<'_>) -> Result<Loaded, Failure>,
 ) -> Result<(), RankExit> {
-    // The signal is requested before the parent is checked, so that a parent which dies in between is noticed.
-    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
-        .map_err(io::Error::from)?;
-    if rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get().cast_unsigned()) != Some(parent) {
-        return Err(RankExit::Orphan(format!("process {parent}, the router of this rank, is gone")));
-    }
+    die_with(parent)?;
     let fds = control::receive_fds(&socket)?;
     let mut reader = BufReader::new(socket.try_clone()?);
     let setup: RankSetup = control::receive(&mut reader)?
@@ -100,6 +95,17 @@ pub fn run_rank(
             Err(RankExit::Reported(message))
         }
     }
+}
+
+/// Ends this process with its router.
+pub(crate) fn die_with(parent: u32) -> Result<(), RankExit> {
+    // The signal is requested before the parent is checked, so that a parent which dies in between is noticed.
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
+        .map_err(io::Error::from)?;
+    if rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get().cast_unsigned()) != Some(parent) {
+        return Err(RankExit::Orphan(format!("process {parent}, the router of this process, is gone")));
+    }
+    Ok(())
 }
 
 /// A rank that is loaded and warm.
@@ -252,7 +258,7 @@ fn beat(heartbeat: Heartbeat, every: Duration) -> io::Result<()> {
 }
 
 /// Pins this process, and the threads that it starts later, to its cores. Where pinning is not allowed, it runs on any core.
-fn pin(rank: Rank, cores: &[usize]) {
+pub(crate) fn pin(rank: Rank, cores: &[usize]) {
     let mut set = rustix::thread::CpuSet::new();
     for &core in cores.iter().filter(|&&core| core < rustix::thread::CpuSet::MAX_CPU) {
         set.set(core);

@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 
-use expertd_ipc::control::RankSetup;
+use crate::{Failure, setup_failure};
+use expertd_ipc::control::{CheckpointSource, FailureKind, RankSetup, RankWeights};
 use expertd_model::{
-    ExpertBiases, ExpertTensors, ExpertWeights, ExpertsSpec, ModelSpec, MoeLayer, Placement, SharedSpec,
+    Checkpoint, ExpertBiases, ExpertTensors, ExpertWeights, ExpertsSpec, LayerChoice, ModelError, ModelSpec,
+    MoeLayer, Placement, SharedSpec,
 };
 use expertd_types::Rank;
 
@@ -17,6 +19,12 @@ pub struct ExpertShare {
 }
 
 impl ExpertShare {
+    /// The share of one of `ranks` ranks.
+    #[must_use]
+    pub const fn of_rank(rank: Rank, ranks: usize) -> Self {
+        ExpertShare { ranks, rank }
+    }
+
     /// The share of the rank that `setup` describes.
     #[must_use]
     pub fn of(setup: &RankSetup) -> Self {
@@ -34,6 +42,31 @@ impl ExpertShare {
             self.experts(moe).len() as u64 * moe.experts.bytes + moe.shared.as_ref().map_or(0, |s| s.bytes)
         };
         spec.moe_layers().map(|(_, moe)| of(moe)).sum()
+    }
+}
+
+/// Opens a checkpoint and proves that it holds the expected weights.
+///
+/// # Errors
+/// If it cannot be read, or holds other weights.
+pub fn open_checkpoint(source: &CheckpointSource) -> Result<Checkpoint, ModelError> {
+    let checkpoint = Checkpoint::open_layers(&source.folder, LayerChoice::Range(source.layers))?;
+    checkpoint.expect(&source.fingerprint)?;
+    Ok(checkpoint)
+}
+
+/// Opens the checkpoint of a rank that loads its share by itself.
+///
+/// # Errors
+/// As [`open_checkpoint`]; or if a loader holds the rank's share.
+pub fn own_checkpoint(setup: &RankSetup) -> Result<Checkpoint, Failure> {
+    match &setup.weights {
+        RankWeights::Checkpoint(source) => {
+            open_checkpoint(source).map_err(|error| (FailureKind::Load, error.to_string()))
+        }
+        RankWeights::Held { .. } => {
+            Err(setup_failure("the router holds this rank's weights, expected the folder of a checkpoint"))
+        }
     }
 }
 

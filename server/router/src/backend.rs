@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ pub use expertd_scheduler::{ClientKey, ServiceState};
 use tokio::sync::{oneshot, watch};
 
 use expertd_types::ChunkedBytes;
-use expertd_types::{DType, Generation, LayerId, LayerRange, Rank, StepId, WeightVersion};
+use expertd_types::{DType, Generation, LayerId, LayerRange, Rank, StepId, WeightFingerprint, WeightVersion};
 
 /// Number of a request, unique within the process; logs and spans carry it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -62,6 +63,8 @@ pub struct Request {
     pub token_ids: Option<Bytes>,
     /// Whether shared experts are part of the output.
     pub shared_experts: bool,
+    /// The only version of the weights that may compute the answer.
+    pub expected_version: Option<WeightVersion>,
     /// Whether the receipt carries ids and weights.
     pub return_routing: bool,
     /// Whether the receipt carries phase timings.
@@ -88,6 +91,8 @@ pub struct Receipt {
     pub generation: Generation,
     /// Version of the weights that computed it.
     pub weight_version: WeightVersion,
+    /// Their fingerprint.
+    pub weight_fingerprint: WeightFingerprint,
     /// This request's tokens on each rank, summed over its steps.
     pub tokens_per_rank: Vec<u32>,
     /// One entry per step if `return_timings`, else empty.
@@ -174,6 +179,14 @@ pub enum StepError {
         /// Expected time until a retry succeeds.
         retry_after: Duration,
     },
+    /// Other weights were loaded while the request waited (FAILED_PRECONDITION).
+    #[error("the call expects weight version {expected}, and version {loaded} was loaded while it waited")]
+    OtherWeights {
+        /// The expected version.
+        expected: WeightVersion,
+        /// The loaded version.
+        loaded: WeightVersion,
+    },
     /// The deadline passed before the last row was back at the router (DEADLINE_EXCEEDED).
     #[error("the deadline passed before the answer was complete")]
     DeadlineExceeded,
@@ -216,6 +229,26 @@ pub trait Backend: Send + Sync + 'static {
     /// `timeout` (`None`: the service's own limit); the remaining requests then fail with [`StepError::Unavailable`]. The process
     /// ends with exit code 0 afterwards.
     fn drain(&self, timeout: Option<Duration>) -> DrainFuture;
+
+    /// Loads the weights of the checkpoint in `folder` (`None`: of the present one) and lets them serve. The future
+    /// resolves when they serve, or with the reason why the earlier weights go on.
+    fn reload(&self, folder: Option<PathBuf>) -> ReloadFuture;
+}
+
+/// The future of a reload.
+pub type ReloadFuture = Pin<Box<dyn Future<Output = Result<ReloadReport, String>> + Send + 'static>>;
+
+/// The end of a reload.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ReloadReport {
+    /// Number of the weights that serve now.
+    pub weight_version: WeightVersion,
+    /// Their fingerprint.
+    pub weight_fingerprint: WeightFingerprint,
+    /// From the start of the loaders until the weights were packed.
+    pub load_time: Duration,
+    /// From the end of the last generation with the earlier weights until the first one with these served.
+    pub pause: Duration,
 }
 
 /// Result of a drain.
@@ -234,6 +267,8 @@ pub struct ModelInfo {
     pub family: String,
     /// Version of the loaded weights.
     pub weight_version: WeightVersion,
+    /// Fingerprint of the loaded weights.
+    pub weight_fingerprint: WeightFingerprint,
     /// The current generation; 0 before the first.
     pub generation: Generation,
     /// Elements of a token row.
@@ -337,6 +372,8 @@ pub struct ServiceStatus {
     pub uptime: Duration,
     /// One entry per rank.
     pub ranks: Vec<RankStatus>,
+    /// Bytes loaded and bytes to load of a reload that is under way.
+    pub reload: Option<(u64, u64)>,
 }
 
 /// State of one rank.

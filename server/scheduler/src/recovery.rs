@@ -22,7 +22,8 @@ pub struct RecoveryPolicy {
     /// Number of consecutive generations that end before they complete a step after which the service gives up. Generations that
     /// a poisoned request ended do not count.
     pub max_fruitless: u32,
-    /// Number of poisoned requests of one layer, without a complete step of that layer in between, after which the service gives up.
+    /// Number of poisoned requests of one layer, without a complete step of that layer in between, after which one row of zeros is
+    /// tried. The service gives up if two such trials end their generations.
     pub max_poisoned_per_layer: u32,
     /// Expected time from the start of a generation's processes until it serves, before any such time was measured.
     pub first_estimate: Duration,
@@ -116,6 +117,11 @@ impl Recovery {
     /// Notes that one request explains the last ends of generations.
     pub(crate) const fn explained(&mut self) {
         self.fruitless = 0;
+    }
+
+    /// A generation has ended because the next one is to serve other weights: that is no fault.
+    pub(crate) const fn replaced(&mut self, now: Time) {
+        self.next_attempt = now;
     }
 
     /// Notes the end of a generation.

@@ -12,6 +12,11 @@ use crate::Time;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestKey(pub u64);
 
+impl RequestKey {
+    /// Stands for the row of zeros of a trial step, which no caller sent. Numbers of requests begin at 1.
+    pub const TRIAL: RequestKey = RequestKey(0);
+}
+
 impl fmt::Display for RequestKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
@@ -42,6 +47,8 @@ pub struct Submission {
     pub tokens: usize,
     /// The time after which the answer is useless.
     pub deadline: Option<Time>,
+    /// The only version of the weights that may compute the answer.
+    pub expected_version: Option<WeightVersion>,
 }
 
 /// The record of how an answer was computed.
@@ -75,6 +82,13 @@ pub enum Failure {
     DeadlineExceeded,
     /// The caller left; no answer is expected.
     Cancelled,
+    /// The request waited while other weights were loaded than it expects.
+    OtherWeights {
+        /// The version that it expects.
+        expected: WeightVersion,
+        /// The version that is loaded.
+        loaded: WeightVersion,
+    },
     /// The request lost several steps to faults, the last one while nothing else was computed. It is never retried.
     Poisoned {
         /// Number of its steps that were lost to faults.

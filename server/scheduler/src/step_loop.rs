@@ -32,6 +32,8 @@ struct Request {
     admitted: Time,
     /// Number of rows that are complete. They are the first ones.
     completed: usize,
+    /// The only version of the weights that may compute rows of the request.
+    expected_version: Option<WeightVersion>,
     /// Number of rows that are complete or in a step. They are the first ones.
     begun: usize,
     first_step: Option<Time>,
@@ -105,6 +107,14 @@ pub struct StepLoop {
     throughput: Throughput,
     /// Number of poisoned requests of each layer since its last complete step.
     poisoned: KeyMap<LayerId, u32>,
+    /// A kind whose layer has had so many of them that a row of zeros is tried next, and the generations that ended with
+    /// such a row in a step.
+    trial: Option<(StepKind, u32)>,
+    /// Whether the generation is to be replaced by one with other weights: no step forms, and it ends with the steps in
+    /// flight.
+    is_replaced: bool,
+    /// Whether the last generation ended so: requests wait for the next one whatever faults mean to them.
+    is_replacement: bool,
     steps_since_aged: u32,
     next_sweep: Time,
     /// Number of queue entries that were examined to form the last step.
@@ -140,6 +150,9 @@ impl StepLoop {
             recovery: Recovery::new(config.recovery.clone()),
             throughput: Throughput::default(),
             poisoned: KeyMap::default(),
+            trial: None,
+            is_replaced: false,
+            is_replacement: false,
             steps_since_aged: 0,
             next_sweep: Time(0),
             examined: 0,
@@ -206,6 +219,7 @@ impl StepLoop {
                 tokens: submission.tokens,
                 deadline: submission.deadline,
                 admitted: mail.admitted,
+                expected_version: submission.expected_version,
                 completed: 0,
                 begun: 0,
                 first_step: None,
@@ -223,6 +237,13 @@ impl StepLoop {
             };
             if refused {
                 let failure = self.unavailable(now);
+                self.actions.push_back(Action::Fail { key: mail.key, failure });
+                continue;
+            }
+            // Where no generation serves, the next one decides.
+            if self.is_serving()
+                && let Some(failure) = self.other_weights(&request)
+            {
                 self.actions.push_back(Action::Fail { key: mail.key, failure });
                 continue;
             }
@@ -258,7 +279,7 @@ impl StepLoop {
         if now >= self.next_sweep {
             self.sweep(now, callers);
         }
-        if self.has_actions() {
+        if self.has_actions() || self.end_replaced_group(now) {
             return true;
         }
         if self.group.is_none() { self.form_group(now) } else { self.form_step(now, callers) }
@@ -348,7 +369,7 @@ impl StepLoop {
             Standing::Ended
         } else if self.is_serving() {
             Standing::Open
-        } else if self.has_served && self.config.on_fault == OnFault::Retry {
+        } else if self.has_served && (self.config.on_fault == OnFault::Retry || self.is_replacement) {
             Standing::Recovering
         } else {
             Standing::NotReady

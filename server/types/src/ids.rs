@@ -56,7 +56,8 @@ id!(
     StepId(u64)
 );
 id!(
-    /// Number of a loaded set of weights.
+    /// Number of a loaded set of weights; counts from 1 within one process. Services are compared by
+    /// [`WeightFingerprint`](crate::WeightFingerprint).
     WeightVersion(u64)
 );
 

@@ -3,12 +3,14 @@
 #![forbid(unsafe_code)]
 
 mod chunked;
+mod fingerprint;
 mod ids;
 mod layers;
 mod phase;
 pub mod rows;
 
 pub use chunked::{ChunkedBytes, ChunkedSlice};
+pub use fingerprint::{Coverage, NoFingerprint, WeightFingerprint};
 pub use ids::*;
 pub use layers::LayerRange;
 pub use phase::Phase;

@@ -93,6 +93,16 @@ impl Service {
         more: &[&str],
         environment: &[(&str, &str)],
     ) -> Service {
+        Service::try_start(model, ranks, more, environment).unwrap_or_else(|problem| panic!("{problem}"))
+    }
+
+    /// The same; what happened instead, if the service was not ready in time or ended before.
+    pub fn try_start(
+        model: &Path,
+        ranks: u32,
+        more: &[&str],
+        environment: &[(&str, &str)],
+    ) -> Result<Service, String> {
         let ranks = ranks.to_string();
         let flags = [&["--ranks", &ranks], more].concat();
         let mut command = serve_command(model, &flags);
@@ -122,11 +132,13 @@ impl Service {
                 }
                 Err(error) => {
                     let status = service.child.try_wait();
-                    panic!("{model:?}, {flags:?}: no ready line ({error}), status {status:?}: {seen:#?}");
+                    return Err(format!(
+                        "{model:?}, {flags:?}: no ready line ({error}), status {status:?}: {seen:#?}"
+                    ));
                 }
             }
         }
-        service
+        Ok(service)
     }
 
     /// The router's process.
@@ -176,11 +188,23 @@ impl Drop for Service {
 
 /// The rank processes of a router, by rank.
 pub fn ranks_of(router: u32) -> Vec<u32> {
+    of_command(router, "rank")
+}
+
+/// The loader processes of a router, by rank.
+pub fn loaders_of(router: u32) -> Vec<u32> {
+    of_command(router, "loader")
+}
+
+fn of_command(router: u32, command: &str) -> Vec<u32> {
     let mut ranks = children(router)
         .into_iter()
         .filter_map(|pid| {
             let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
             let words = line.split(|&byte| byte == 0).map(String::from_utf8_lossy).collect::<Vec<_>>();
+            if words.get(1)? != command {
+                return None;
+            }
             let at = words.iter().position(|word| word == "--rank")?;
             Some((words.get(at + 1)?.parse::<u32>().ok()?, pid))
         })

@@ -28,7 +28,7 @@ impl Directory {
         // Shared memory, so that inputs cost no disk writes.
         let root = PathBuf::from("/dev/shm");
         let root = if root.is_dir() { root } else { std::env::temp_dir() };
-        let owner = tempfile::Builder::new().prefix("expertd-fuzz-").tempdir_in(root);
+        let owner = tempfile::Builder::new().prefix("fuzz-expertd-").tempdir_in(root);
         let owner = owner.expect("a directory for inputs");
         Directory { path: owner.path().to_owned(), _owner: owner }
     }

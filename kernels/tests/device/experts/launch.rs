@@ -111,6 +111,7 @@ pub fn load(device: &Device, case: &Case, all: &[Expert]) -> Result<Loaded, Box<
         down_bias: if case.biases { down_bias.address() } else { 0 },
         gate_up_scale: gate_up_scale.address(),
         down_scale: down_scale.address(),
+        block_scales: u64::from(case.block_scales),
     };
     let held = (vec![gate_up_held, down_held], vec![gate_up_bias, down_bias, gate_up_scale, down_scale]);
     Ok(Loaded { weights, held })

@@ -13,7 +13,7 @@ pub const LIMIT: f32 = 1.5;
 
 /// Error of a sum of FP8 products beside the sum of their sizes. The tensor cores align the products of 32 k to the largest and
 /// keep 13 bits behind its leading one.
-const SUM_ERROR: f64 = 1.0 / 4096.0;
+const SUM_ERROR: f64 = 1.0 / 2048.0;
 
 /// One expert.
 pub struct Expert {
@@ -33,6 +33,8 @@ pub struct Case {
     pub activation: i32,
     pub biases: bool,
     pub weight_on_input: bool,
+    /// W8A8: 128 neighbouring rows have the same multipliers.
+    pub block_scales: bool,
 }
 
 impl Case {
@@ -44,9 +46,9 @@ impl Case {
         };
         let (gate_bias, up_bias, down_bias) = (bias(inter), bias(inter), bias(hidden));
         Expert {
-            gate: Stored::draw(random, self.format, [inter, hidden], into),
-            up: Stored::draw(random, self.format, [inter, hidden], into),
-            down: Stored::draw(random, self.format, [hidden, inter], out),
+            gate: Stored::draw(random, self.format, [inter, hidden], into, self.scale_rows()),
+            up: Stored::draw(random, self.format, [inter, hidden], into, self.scale_rows()),
+            down: Stored::draw(random, self.format, [hidden, inter], out, self.scale_rows()),
             gate_bias,
             up_bias,
             down_bias,
@@ -104,6 +106,10 @@ impl Case {
             }
         }
         changes
+    }
+
+    fn scale_rows(&self) -> usize {
+        if self.block_scales { 128 } else { 1 }
     }
 
     /// What the routing weight multiplies: the inputs of gate and up, and h.

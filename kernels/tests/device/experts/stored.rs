@@ -34,8 +34,14 @@ fn e2m1(code: u8) -> f64 {
 }
 
 impl Stored {
-    /// Any codes but NaN, with values of about `size`.
-    pub fn draw(random: &mut Random, format: i32, [rows, k]: [usize; 2], size: f32) -> Stored {
+    /// Any codes but NaN, with values of about `size`. `scale_rows` neighbouring rows share their FP8 multipliers.
+    pub fn draw(
+        random: &mut Random,
+        format: i32,
+        [rows, k]: [usize; 2],
+        size: f32,
+        scale_rows: usize,
+    ) -> Stored {
         let mut stored = Stored {
             k,
             codes: Vec::new(),
@@ -56,8 +62,12 @@ impl Stored {
                     let codes = (0..k as u64).map(|c| ((start + c * 37) & 255) as u8);
                     stored.codes.extend(codes.map(|c| if c & 0x7f == 0x7f { c ^ 1 } else { c }));
                 }
-                let count = rows * k.div_ceil(128);
-                stored.multipliers = (0..count).map(|_| size / 112.0 * (0.5 + random.unit())).collect();
+                let columns = k.div_ceil(128);
+                let drawn: Vec<f32> = (0..rows.div_ceil(scale_rows) * columns)
+                    .map(|_| size / 112.0 * (0.5 + random.unit()))
+                    .collect();
+                let at = |i: usize| drawn[i / columns / scale_rows * columns + i % columns];
+                stored.multipliers = (0..rows * columns).map(at).collect();
             }
             _ => {
                 stored.codes = (0..rows * k / 2).map(|_| random.below(256) as u8).collect();

@@ -3,6 +3,7 @@
 mod descriptors;
 pub(super) mod layers;
 pub mod plan;
+mod reload;
 mod report;
 pub mod settings;
 

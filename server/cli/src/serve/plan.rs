@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::super::admin::default_admin_address;
 use super::layers;
 use super::settings::{Given, SettingsError, Shown, Source, parse_cores};
-use expertd_ipc::control::{DeviceKind, Fp8Compute, RankSetup};
+use expertd_ipc::control::{CheckpointSource, DeviceKind, Fp8Compute, RankSetup};
 use expertd_ipc::wait::SPIN_TIME;
 use expertd_ipc::{GroupShape, SharedRegion};
 use expertd_memory as memory;
@@ -17,10 +17,10 @@ use expertd_rank_cuda as gpu;
 use expertd_router::api::{AccessConfig, ConnectionLimits};
 use expertd_router::backend::{Limits, ModelInfo, MoeLayerInfo, RankPlacement};
 use expertd_router::cluster::{
-    ClusterConfig, available_cores, numa_nodes, share_cores, share_cores_near, usable,
+    ClusterConfig, WeightHolder, available_cores, numa_nodes, share_cores, share_cores_near, usable,
 };
-use expertd_router::steps::SchedulerConfig;
-use expertd_types::{Generation, Rank, WeightVersion};
+use expertd_router::steps::{ReloadPlanner, SchedulerConfig};
+use expertd_types::{Coverage, Generation, Rank, WeightFingerprint, WeightVersion};
 
 /// Largest number of ranks on one host.
 const MAX_RANKS: u32 = 8;
@@ -339,8 +339,11 @@ impl ServePlan {
             insecure: given.insecure.0.unwrap_or(false),
         };
         let listen = |s: &(Option<String>, Source)| s.0.clone().unwrap_or_default();
+        let coverage =
+            if given.verify_weights.0.unwrap_or(false) { Coverage::Whole } else { Coverage::Sampled };
+        let fingerprint = checkpoint.fingerprint(coverage);
         let plan = ServePlan {
-            model: model_info(&spec, name, checkpoint.weight_version(), limits, device, &shares, &near),
+            model: model_info(&spec, name, fingerprint, limits, device, &shares, &near),
             cluster: ClusterConfig {
                 shape,
                 windows: match device {
@@ -348,8 +351,12 @@ impl ServePlan {
                     DeviceKind::Cuda => None,
                 },
                 device,
-                model: absolute(&path),
-                layers: spec.held,
+                description: serde_json::to_value(&spec).unwrap_or_default(),
+                checkpoint: CheckpointSource { folder: absolute(&path), layers: spec.held, fingerprint },
+                weights: match device {
+                    DeviceKind::Cpu => WeightHolder::Router,
+                    DeviceKind::Cuda => WeightHolder::Ranks,
+                },
                 fp8_compute,
                 cores: shares,
                 usable_cores,
@@ -376,6 +383,7 @@ impl ServePlan {
                 )?),
                 on_fault: given.on_fault.0.unwrap_or_default(),
                 drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
+                reload: ReloadPlanner(super::reload::plan),
                 copy_threads: match device {
                     // Ranks use all cores.
                     DeviceKind::Cpu => 1,
@@ -440,7 +448,7 @@ fn list(cores: &[usize]) -> String {
 fn model_info(
     spec: &ModelSpec,
     name: String,
-    weight_version: WeightVersion,
+    weight_fingerprint: WeightFingerprint,
     limits: Limits,
     device: DeviceKind,
     cores: &[Vec<usize>],
@@ -491,7 +499,8 @@ fn model_info(
     ModelInfo {
         name,
         family: spec.model_type.clone(),
-        weight_version,
+        weight_version: WeightVersion(1),
+        weight_fingerprint,
         generation: Generation(0),
         hidden: spec.hidden,
         num_layers: spec.num_layers,

@@ -48,6 +48,19 @@ pub enum GateError {
     },
 }
 
+/// The parts of a [`CpuGate`].
+#[derive(Debug)]
+pub struct GateParts {
+    /// Packed weights, `[E, hidden]`.
+    pub weight: PackedMatrix,
+    /// Added to the logits, `[E]`.
+    pub bias: Option<Vec<f32>>,
+    /// Added to the values that experts are chosen by, `[E]`.
+    pub correction: Option<Vec<f32>>,
+    /// Experts by token id, `[vocab, top_k]`; empty for layers that do not route by token id.
+    pub table: Vec<i32>,
+}
+
 /// A layer's gate, ready to route.
 #[derive(Debug)]
 pub struct CpuGate {
@@ -84,6 +97,31 @@ impl CpuGate {
             correction: tensors.correction_bias.clone(),
             table,
         }
+    }
+
+    /// A gate of parts that are packed already; `None` if they do not fit `spec`.
+    #[must_use]
+    pub fn from_parts(spec: &GateSpec, parts: GateParts) -> Option<Self> {
+        let GateParts { weight, bias, correction, table } = parts;
+        let experts = spec.num_experts;
+        let fits = weight.n() == experts
+            && !weight.is_gated()
+            && [&bias, &correction].into_iter().flatten().all(|bias| bias.len() == experts)
+            && table.len() == spec.vocab().unwrap_or(0) * spec.top_k
+            && table.iter().all(|&id| usize::try_from(id).is_ok_and(|id| id < experts));
+        fits.then(|| CpuGate { spec: spec.clone(), hidden: weight.k(), weight, bias, correction, table })
+    }
+
+    /// The packed weights.
+    #[must_use]
+    pub const fn weight(&self) -> &PackedMatrix {
+        &self.weight
+    }
+
+    /// The biases of the logits and of the choice, and the table by token id, which is empty if there is none.
+    #[must_use]
+    pub fn vectors(&self) -> (Option<&[f32]>, Option<&[f32]>, &[i32]) {
+        (self.bias.as_deref(), self.correction.as_deref(), &self.table)
     }
 
     /// How the layer routes.

@@ -10,4 +10,4 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
-pub use cpu::{CpuGate, GateError, GateScratch};
+pub use cpu::{CpuGate, GateError, GateParts, GateScratch};

@@ -8,6 +8,8 @@ mod packed;
 mod panel;
 mod parallel;
 mod simd_level;
+mod storage;
+mod stored;
 #[cfg(test)]
 pub(crate) mod tests;
 mod tiles;
@@ -15,6 +17,8 @@ mod tiles;
 pub use matmul::{MatmulScratch, matmul};
 pub use packed::{PackError, PackedMatrix};
 pub use simd_level::{SIMD_LEVEL_ENV, SimdLevel};
+pub use storage::SharedBytes;
+pub use stored::{PackedForm, StoredError};
 
 pub(crate) use epilogue::{PanelOutput, activate};
 pub use memory::AlignedBuffer;

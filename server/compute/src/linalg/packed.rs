@@ -2,6 +2,7 @@
 
 use super::memory::AlignedBuffer;
 use super::simd_level::SimdLevel;
+use super::storage::Storage;
 use expertd_model::decode::e8m0_bf16;
 use expertd_model::{MatrixError, MatrixView, Scales, WeightFormat};
 
@@ -42,12 +43,12 @@ pub enum PackError {
 pub struct PackedMatrix {
     pub(super) level: SimdLevel,
     pub(super) format: WeightFormat,
-    n: usize,
-    k: usize,
-    interleaved: bool,
-    pub(super) data: AlignedBuffer<u8>,
+    pub(super) n: usize,
+    pub(super) k: usize,
+    pub(super) interleaved: bool,
+    pub(super) data: Storage<u8>,
     /// `[panels, ceil(blocks / scale_blocks), P]`, FP8 only.
-    pub(super) scales: AlignedBuffer<f32>,
+    pub(super) scales: Storage<f32>,
     /// Blocks of input features that share a vector of scales.
     pub(super) scale_blocks: usize,
 }
@@ -114,8 +115,8 @@ impl PackedMatrix {
             n,
             k,
             interleaved: sources.interleaved,
-            data: AlignedBuffer::zeroed(0),
-            scales: AlignedBuffer::zeroed(0),
+            data: Storage::empty(),
+            scales: Storage::empty(),
             scale_blocks: scale_cols.map_or(1, |cols| cols.div_ceil(K_BLOCK)),
         };
         let mut data = AlignedBuffer::zeroed(packed.panels() * packed.panel_bytes());
@@ -124,7 +125,7 @@ impl PackedMatrix {
                 sources.pack_block(format, panel, block, bytes);
             }
         }
-        packed.data = data;
+        packed.data = Storage::Own(data);
         if let Some(cols) = scale_cols {
             let mut scales =
                 AlignedBuffer::zeroed(packed.panels() * packed.scale_vectors() * level.panel_width());
@@ -135,7 +136,7 @@ impl PackedMatrix {
                     *scale = view.scale(row, block * cols) * FP8_BIAS;
                 }
             }
-            packed.scales = scales;
+            packed.scales = Storage::Own(scales);
         }
         packed
     }

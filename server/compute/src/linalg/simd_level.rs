@@ -3,8 +3,11 @@
 use std::fmt;
 use std::sync::OnceLock;
 
+use serde::{Deserialize, Serialize};
+
 /// A CPU instruction set that kernels exist for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum SimdLevel {
     /// The target's baseline (SSE2 on x86-64, NEON on aarch64), vectorised by the compiler.
     Portable,

@@ -116,6 +116,7 @@ impl Case {
         let table = self.table.as_ref().map(|table| Buffer::from_slice(device, table).unwrap());
         let layer = GateLayer {
             weight: weight.address(),
+            weight_low: 0,
             logit_bias: bias.as_ref().map_or(0, Buffer::address),
             correction_bias: correction.as_ref().map_or(0, Buffer::address),
             token_table: table.as_ref().map_or(0, Buffer::address),

@@ -7,10 +7,11 @@ use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{GateLayer, GateParams};
 use half::bf16;
 
-use crate::experts::{CudaExperts, DeviceFormat, UploadError, Uploader, padded, to_bf16};
+use crate::experts::{CudaExperts, DeviceFormat, UploadError, Uploader, below_bf16, padded, to_bf16};
 use expertd_ipc::control::Fp8Compute;
 use expertd_model::{
     Checkpoint, Choice, GateSpec, GroupScore, ModelError, ModelSpec, MoeLayer, Normalise, ScoreFn,
+    WeightFormat,
 };
 use expertd_rank::share::{ExpertShare, LoadProgress, weights};
 use expertd_types::{ExpertId, LayerId};
@@ -37,6 +38,8 @@ pub(super) enum LoadError {
 /// A gate's tensors; [`GateLayer`] holds their addresses.
 struct DeviceGate {
     weight: Buffer<u16>,
+    /// What rounding took from weights that the checkpoint stores in f32 or f16.
+    weight_low: Option<Buffer<u16>>,
     bias: Option<Buffer<f32>>,
     correction: Option<Buffer<f32>>,
     table: Option<Buffer<i32>>,
@@ -82,15 +85,20 @@ pub(super) struct Layers {
 /// Size of this rank's weights in device memory, in bytes.
 pub(super) fn device_bytes(checkpoint: &Checkpoint, share: ExpertShare, fp8: Fp8Compute) -> u64 {
     let hidden = checkpoint.spec().hidden;
-    let of = |moe: &MoeLayer| {
+    // The gate's weights, and what rounding takes from them.
+    let gate = |layer: LayerId, moe: &MoeLayer| {
+        let is_bf16 = checkpoint.gate(layer).is_ok_and(|gate| gate.weight.format == WeightFormat::Bf16);
+        moe.experts.count * padded(hidden) * if is_bf16 { 2 } else { 4 }
+    };
+    let of = |(layer, moe): (LayerId, &MoeLayer)| {
         let mine = share.experts(moe).len();
         CudaExperts::bytes(DeviceFormat::of(moe.experts.format, fp8), mine, hidden, moe.experts.width)
             + moe.shared.as_ref().map_or(0, |shared| {
                 CudaExperts::bytes(DeviceFormat::of(shared.format, fp8), 1, hidden, shared.width)
             })
-            + (moe.experts.count * padded(hidden) * 2) as u64
+            + gate(layer, moe) as u64
     };
-    checkpoint.spec().moe_layers().map(|(_, moe)| of(moe)).sum()
+    checkpoint.spec().moe_layers().map(of).sum()
 }
 
 /// The largest intermediate size of any layer, unpadded.
@@ -229,8 +237,11 @@ impl DeviceGate {
     ) -> Result<Self, LoadError> {
         let tensors = checkpoint.gate(layer)?;
         let floats = |values: Option<Vec<f32>>| values.map(|v| Buffer::from_slice(device, &v)).transpose();
+        let weight = to_bf16(&tensors.weight, hidden);
+        let weight_low = below_bf16(&tensors.weight, &weight, hidden);
         Ok(DeviceGate {
-            weight: Buffer::from_slice(device, &to_bf16(&tensors.weight, hidden))?,
+            weight: Buffer::from_slice(device, &weight)?,
+            weight_low: weight_low.map(|low| Buffer::from_slice(device, &low)).transpose()?,
             bias: floats(tensors.bias)?,
             correction: floats(tensors.correction_bias)?,
             table: tensors.token_table.map(|table| Buffer::from_slice(device, &table)).transpose()?,
@@ -240,6 +251,7 @@ impl DeviceGate {
     fn entry(&self) -> GateLayer {
         GateLayer {
             weight: self.weight.address(),
+            weight_low: self.weight_low.as_ref().map_or(0, Buffer::address),
             logit_bias: self.bias.as_ref().map_or(0, Buffer::address),
             correction_bias: self.correction.as_ref().map_or(0, Buffer::address),
             token_table: self.table.as_ref().map_or(0, Buffer::address),

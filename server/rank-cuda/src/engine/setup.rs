@@ -19,8 +19,8 @@ use crate::experts::padded;
 use crate::windows::{ID_BYTES, LsaWindows};
 use expertd_ipc::RankChannel;
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
-use expertd_model::{Checkpoint, LayerChoice};
-use expertd_rank::share::ExpertShare;
+use expertd_model::Checkpoint;
+use expertd_rank::share::{ExpertShare, own_checkpoint};
 use expertd_rank::{Failure, Joining, Loaded, setup_failure};
 
 /// Longest time that ranks wait for each other while they join.
@@ -34,8 +34,7 @@ const LOAD_THREADS: usize = 16;
 pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     let Joining { setup, channel, socket, reader, progress, .. } = joining;
     let device = open(setup)?;
-    let checkpoint = Checkpoint::open_layers(&setup.model, LayerChoice::Range(setup.layers))
-        .map_err(|error| (FailureKind::Load, error.to_string()))?;
+    let checkpoint = own_checkpoint(setup)?;
     let spec = checkpoint.spec();
     gpu::check(spec, &setup.shape).map_err(setup_failure)?;
     let shape = gpu::kernel_shape(&setup.shape, spec.max_experts());
@@ -61,6 +60,7 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     // All buffers of steps are allocated, so the free memory is available for weights.
     check_memory(setup, &device, &checkpoint)?;
     let layers = load_weights(setup, &device, &checkpoint, progress)?;
+    checkpoint.check_unchanged().map_err(|error| (FailureKind::Load, error.to_string()))?;
 
     let weight_bytes = layers.weight_bytes;
     let name = device.name().map_err(setup_failure)?;

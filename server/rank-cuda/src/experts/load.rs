@@ -9,7 +9,7 @@ use expertd_kernels::launch::LaunchError;
 use half::bf16;
 use rayon::prelude::*;
 
-use super::narrow::ExpertLayout;
+use super::narrow::{ExpertLayout, has_block_scales};
 use super::{CudaExperts, DeviceFormat, HostBuffer, padded};
 use expertd_model::ExpertWeights;
 use expertd_model::{MatrixView, WeightFormat};
@@ -91,6 +91,8 @@ impl<'a> Uploader<'a> {
             experts.host_gate_up_bias[at + inter..][..biases.up.len()].copy_from_slice(biases.up);
             experts.host_down_bias[index * hidden..][..biases.down.len()].copy_from_slice(biases.down);
         }
+        let matrices = [&weights.gate, &weights.up, &weights.down];
+        experts.has_block_scales &= matrices.into_iter().all(has_block_scales);
         match experts.format {
             DeviceFormat::Bf16 => buffer.load_bf16(self.pool, experts, index, weights),
             DeviceFormat::Fp8 | DeviceFormat::W8a8 | DeviceFormat::Mxfp4 => {
@@ -214,6 +216,25 @@ pub fn to_bf16(view: &MatrixView<'_>, cols: usize) -> Vec<u16> {
     rows
 }
 
+/// What rounding to bf16 takes from a matrix, `rounded` as [`to_bf16`] makes it, in bf16 and in the same layout; `None` if it takes
+/// nothing. An element that bf16 rounds to infinity leaves zero.
+#[must_use]
+pub fn below_bf16(view: &MatrixView<'_>, rounded: &[u16], cols: usize) -> Option<Vec<u16>> {
+    if view.format == WeightFormat::Bf16 {
+        return None;
+    }
+    let mut rest = vec![0; rounded.len()];
+    rest.par_chunks_mut(cols).zip(rounded.par_chunks(cols)).enumerate().for_each(|(row, (rest, rounded))| {
+        for (col, (rest, rounded)) in rest.iter_mut().zip(rounded).take(view.cols).enumerate() {
+            let difference = view.value(row, col) - bf16::from_bits(*rounded).to_f32();
+            if difference.is_finite() {
+                *rest = bf16::from_f32(difference).to_bits();
+            }
+        }
+    });
+    rest.iter().any(|bits| bits & 0x7fff != 0).then_some(rest)
+}
+
 /// Writes `view` as bf16 rows of `cols` elements; elements outside the matrix are zero.
 fn fill(view: &MatrixView<'_>, cols: usize, to: &mut [u16]) {
     to.par_chunks_mut(cols).enumerate().for_each(|(row, to)| {
@@ -269,5 +290,39 @@ mod tests {
         let mut again = vec![0xffff_u16; 4 * 8];
         fill(&view, 8, &mut again);
         assert_eq!(to, again);
+        assert_eq!(below_bf16(&view, &again, 8), None);
+    }
+
+    #[test]
+    fn what_rounding_takes_makes_up_for_it() {
+        let mut values: Vec<f32> = (0..15).map(|i| i as f32 * 0.3 - 2.0).collect();
+        values[7] = f32::MAX; // infinity in bf16
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let view = MatrixView {
+            format: WeightFormat::F32,
+            data: &bytes,
+            rows: 3,
+            cols: 5,
+            row_stride: 5,
+            col_stride: 1,
+            scales: Scales::None,
+        };
+        let high = to_bf16(&view, 8);
+        let low = below_bf16(&view, &high, 8).unwrap();
+        let of = |bits: u16| bf16::from_bits(bits).to_f32();
+        for (i, value) in values.iter().enumerate() {
+            let at = i / 5 * 8 + i % 5;
+            let sum = of(high[at]) + of(low[at]);
+            if i == 7 {
+                assert_eq!((sum, low[at]), (f32::INFINITY, 0));
+            } else {
+                assert!((sum - value).abs() <= value.abs() / 131_072.0, "{sum} for {value}");
+            }
+        }
+        assert!((0..3).all(|row| low[row * 8 + 5..][..3] == [0; 3]));
+        // Values that bf16 holds leave nothing.
+        let bytes: Vec<u8> = (0..15).flat_map(|i| (i as f32).to_le_bytes()).collect();
+        let exact = MatrixView { data: &bytes, ..view };
+        assert_eq!(below_bf16(&exact, &to_bf16(&exact, 8), 8), None);
     }
 }

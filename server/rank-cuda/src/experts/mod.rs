@@ -10,7 +10,7 @@ mod load;
 mod narrow;
 
 pub use host::HostBuffer;
-pub use load::{UploadError, Uploader, to_bf16};
+pub use load::{UploadError, Uploader, below_bf16, to_bf16};
 
 use expertd_ipc::control::Fp8Compute;
 use expertd_kernels::device::{Buffer, Device, DeviceError};
@@ -142,6 +142,8 @@ pub struct CudaExperts {
     gate_up_scale: Option<Buffer<f32>>,
     /// Row scales of every format but bf16: f32 `[count, hidden]`.
     down_scale: Option<Buffer<f32>>,
+    /// Whether 128 neighbouring rows of every matrix that was loaded, from a multiple of 128 on, share their FP8 multipliers.
+    has_block_scales: bool,
     host_gate_up_bias: Vec<f32>,
     host_down_bias: Vec<f32>,
 }
@@ -179,6 +181,7 @@ impl CudaExperts {
             down_bias: None,
             gate_up_scale: scales(2 * inter)?,
             down_scale: scales(hidden)?,
+            has_block_scales: format == DeviceFormat::W8a8,
             host_gate_up_bias: vec![0.0; biased * 2 * inter],
             host_down_bias: vec![0.0; biased * hidden],
         })
@@ -232,6 +235,7 @@ impl CudaExperts {
             down_bias: self.down_bias.as_ref().map_or(0, Buffer::address),
             gate_up_scale: self.gate_up_scale.as_ref().map_or(0, Buffer::address),
             down_scale: self.down_scale.as_ref().map_or(0, Buffer::address),
+            block_scales: u64::from(self.has_block_scales),
         }
     }
 }

@@ -12,6 +12,8 @@ use expertd_model::{MatrixView, Scales};
 
 /// Columns that share an FP8 multiplier on the device.
 const FP8_COLS: usize = 128;
+/// Rows that may share an FP8 multiplier on the device.
+const BLOCK_ROWS: usize = 128;
 /// Columns that share an MXFP4 exponent.
 const MX_COLS: usize = 32;
 
@@ -182,9 +184,24 @@ fn fill_exponents(view: &MatrixView<'_>, blocks: usize, to: &mut [u8]) {
     }
 }
 
+/// Whether a scale spans all columns of the FP8 matrix.
+fn is_scaled_by_row(view: &MatrixView<'_>) -> bool {
+    !matches!(view.scales, Scales::Block { block_cols, .. } if block_cols < view.cols)
+}
+
+/// Whether 128 neighbouring rows, from a multiple of 128 on, have the same multipliers of 128 columns.
+pub(super) fn has_block_scales(view: &MatrixView<'_>) -> bool {
+    match view.scales {
+        Scales::Block { block_rows, .. } if !is_scaled_by_row(view) => {
+            block_rows.is_multiple_of(BLOCK_ROWS) || block_rows >= view.rows
+        }
+        _ => true,
+    }
+}
+
 /// Writes `[rows, cols / 128]` multipliers and one multiplier per row.
 fn fill_multipliers(view: &MatrixView<'_>, blocks: usize, to: &mut [f32], row_scales: &mut [f32]) {
-    let by_row = !matches!(view.scales, Scales::Block { block_cols, .. } if block_cols < view.cols);
+    let by_row = is_scaled_by_row(view);
     for (row, (to, row_scale)) in to.chunks_mut(blocks).zip(row_scales).enumerate() {
         let inside = row < view.rows;
         *row_scale = if inside && by_row { view.scale(row, 0) } else { 1.0 };

@@ -1,6 +1,7 @@
 //! Entry points for fuzz targets; not part of the interface.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::path::PathBuf;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -8,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use expertd_proto::v1::{ForwardRequest, ForwardStreamRequest};
-use expertd_types::{ChunkedBytes, Generation, LayerId, LayerRange, StepId, WeightVersion};
+use expertd_types::{
+    ChunkedBytes, Coverage, Generation, LayerId, LayerRange, StepId, WeightFingerprint, WeightVersion,
+};
 use http::{HeaderMap, HeaderValue};
 use http_body::{Body, Frame};
 use prost::Message as _;
@@ -26,7 +29,7 @@ use super::transport::address::Address;
 use super::transport::frames::FrameMeter;
 use crate::backend::{
     Answer, Backend, ClientKey, DrainFuture, DrainReport, Limits, ModelInfo, MoeLayerInfo, Pending, Receipt,
-    Request, RequestId, ServiceState, ServiceStatus, SubmitError,
+    ReloadFuture, Request, RequestId, ServiceState, ServiceStatus, SubmitError,
 };
 
 const HIDDEN: usize = 4;
@@ -35,6 +38,7 @@ const BY_TOKEN_ID: u32 = 2;
 const EXPERTS: usize = 6;
 const MAX_K: usize = 3;
 const VOCABULARY: usize = 10;
+const FINGERPRINT: WeightFingerprint = WeightFingerprint { coverage: Coverage::Sampled, digest: [7; 16] };
 /// Largest message of [`body`], in bytes: several times the size from which rows are kept apart.
 const MESSAGE_LIMIT: usize = 64 << 10;
 
@@ -213,6 +217,7 @@ fn model() -> ModelInfo {
         name: "fuzz".to_owned(),
         family: "mixtral".to_owned(),
         weight_version: WeightVersion(7),
+        weight_fingerprint: FINGERPRINT,
         generation: Generation(1),
         hidden: HIDDEN,
         num_layers: 3,
@@ -256,6 +261,7 @@ impl Backend for Echo {
             steps: vec![StepId(1)],
             generation: Generation(1),
             weight_version: WeightVersion(7),
+            weight_fingerprint: FINGERPRINT,
             tokens_per_rank: vec![request.tokens as u32],
             timings: Vec::new(),
             topk_ids: Bytes::new(),
@@ -277,12 +283,17 @@ impl Backend for Echo {
             requests_queued: 0,
             tokens_queued: 0,
             uptime: Duration::ZERO,
+            reload: None,
             ranks: Vec::new(),
         }
     }
 
     fn watch_state(&self) -> watch::Receiver<ServiceState> {
         self.state.subscribe()
+    }
+
+    fn reload(&self, _: Option<PathBuf>) -> ReloadFuture {
+        Box::pin(std::future::ready(Err("there are no other weights".to_owned())))
     }
 
     fn drain(&self, _: Option<Duration>) -> DrainFuture {

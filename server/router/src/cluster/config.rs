@@ -1,15 +1,24 @@
 //! Configuration that all generations of a service share.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_ipc::control::{DeviceKind, Fp8Compute, RankSetup};
+use super::group::CHECK_INTERVAL;
+use expertd_ipc::control::{CheckpointSource, DeviceKind, Fp8Compute, RankSetup};
 use expertd_ipc::{GroupShape, SharedRegion};
-use expertd_types::{LayerRange, Rank};
+use expertd_types::Rank;
 
 /// Creates the windows of the generation that a rank is set up for.
 pub type MakeWindows = fn(&RankSetup) -> Result<Arc<SharedRegion>, String>;
+
+/// Which processes hold packed weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightHolder {
+    /// Loaders pack each rank's share into memory whose descriptors the router holds; ranks of every generation map it.
+    Router,
+    /// Each rank loads its share by itself, in every generation.
+    Ranks,
+}
 
 /// Configuration that all generations of a service share.
 #[derive(Clone, Debug)]
@@ -20,10 +29,12 @@ pub struct ClusterConfig {
     pub windows: Option<MakeWindows>,
     /// The ranks' device.
     pub device: DeviceKind,
-    /// Folder of the checkpoint.
-    pub model: PathBuf,
-    /// The layers that ranks load.
-    pub layers: LayerRange,
+    /// Description of the model, with which that of a checkpoint to reload is compared.
+    pub description: serde_json::Value,
+    /// The checkpoint that the first generation serves.
+    pub checkpoint: CheckpointSource,
+    /// Which processes hold packed weights.
+    pub weights: WeightHolder,
     /// Arithmetic of FP8 experts on GPUs.
     pub fp8_compute: Fp8Compute,
     /// Cores of each rank.
@@ -43,6 +54,18 @@ pub struct ClusterConfig {
 }
 
 impl ClusterConfig {
+    /// Interval of the signs of life of ranks and loaders.
+    #[must_use]
+    pub fn heartbeat(&self) -> Duration {
+        (self.liveness_timeout / 10).min(CHECK_INTERVAL)
+    }
+
+    /// Checks in a row without a sign of life after which a process is given up.
+    #[must_use]
+    pub fn silent_checks(&self) -> u32 {
+        self.liveness_timeout.div_duration_f64(CHECK_INTERVAL).ceil().max(2.0) as u32
+    }
+
     /// Threads of a rank: one for each of its cores, or its share of the quota if that is less; at least one.
     #[must_use]
     pub fn threads(&self, rank: Rank) -> usize {

@@ -11,7 +11,9 @@ use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind, FormError};
 use crate::watchdog;
 
-use super::process::{RankEvent, RankNews, RankProcess};
+use super::weights::WeightSet;
+
+use super::process::{ChildProcess, RankEvent, RankNews};
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::{
     ChannelError, Completion, FormingStep, RouterBell, RouterChannel, SharedRegion, StagedRows,
@@ -21,7 +23,7 @@ use expertd_types::Phase;
 use expertd_types::{Generation, LayerId, Rank, Slot, StepId};
 
 /// Interval at which heartbeats and step deadlines are checked.
-const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Progress of a rank.
 #[derive(Clone, Debug)]
@@ -40,7 +42,7 @@ pub struct RankView {
 
 #[derive(Debug)]
 struct Member {
-    process: RankProcess,
+    process: ChildProcess,
     view: RankView,
     heartbeat: u64,
     /// Consecutive checks without a heartbeat. Counted rather than timed, so that a stall of the router itself does not count
@@ -114,10 +116,11 @@ impl Group {
     pub fn form(
         config: &Arc<ClusterConfig>,
         generation: Generation,
+        weights: &WeightSet,
         bell: &RouterBell,
     ) -> Result<Self, FormError> {
         let channel = RouterChannel::create(&config.shape)?;
-        let windows = config.windows.map(|make| make(&rank_setup(config, generation, Rank(0))));
+        let windows = config.windows.map(|make| make(&rank_setup(config, generation, weights, Rank(0))));
         let windows = windows.transpose().map_err(FormError::Windows)?;
         let (sender, events) = mpsc::channel();
         let mut group = Group {
@@ -139,7 +142,7 @@ impl Group {
             watchdog::tick();
             let rank = Rank(rank);
             let process = group
-                .spawn(rank, sender.clone(), bell)
+                .spawn(rank, weights, sender.clone(), bell)
                 .map_err(|source| FormError::Spawn { rank, source })?;
             let view =
                 RankView { pid: process.pid(), device: None, ready: false, loaded_bytes: 0, total_bytes: 0 };
@@ -148,11 +151,18 @@ impl Group {
         Ok(group)
     }
 
-    fn spawn(&self, rank: Rank, events: Sender<RankEvent>, bell: &RouterBell) -> io::Result<RankProcess> {
-        let setup = rank_setup(&self.config, self.generation, rank);
+    fn spawn(
+        &self,
+        rank: Rank,
+        weights: &WeightSet,
+        events: Sender<RankEvent>,
+        bell: &RouterBell,
+    ) -> io::Result<ChildProcess> {
+        let setup = rank_setup(&self.config, self.generation, weights, rank);
         let mut fds = vec![self.channel.fd(), bell.fd()];
         fds.extend(self.windows.as_ref().map(|windows| windows.as_fd()));
-        RankProcess::spawn(&setup, &fds, &self.config.environment, events, bell.clone())
+        fds.extend(weights.share(rank));
+        ChildProcess::spawn_rank(&setup, &fds, &self.config.environment, events, bell.clone())
     }
 
     /// The number of this generation.
@@ -272,7 +282,7 @@ impl Group {
 
     fn check_life(&mut self) -> Result<(), Fault> {
         self.next_check = Instant::now() + CHECK_INTERVAL;
-        let allowed = self.config.liveness_timeout.div_duration_f64(CHECK_INTERVAL).ceil().max(2.0) as u32;
+        let allowed = self.config.silent_checks();
         for (rank, member) in self.members.iter_mut().enumerate() {
             let beat = self.channel.heartbeat(Rank(rank as u32));
             member.missed_beats = if beat == member.heartbeat { member.missed_beats + 1 } else { 0 };
@@ -413,20 +423,19 @@ impl Group {
     }
 }
 
-fn rank_setup(config: &ClusterConfig, generation: Generation, rank: Rank) -> RankSetup {
+fn rank_setup(config: &ClusterConfig, generation: Generation, weights: &WeightSet, rank: Rank) -> RankSetup {
     RankSetup {
         rank,
         generation,
         shape: config.shape.clone(),
         device: config.device,
-        model: config.model.clone(),
-        layers: config.layers,
+        weights: weights.of_rank(),
         fp8_compute: config.fp8_compute,
         cores: config.cores[rank.index()].clone(),
         threads: config.threads(rank),
         spin: config.spin,
         peer_timeout: config.peer_timeout,
-        heartbeat: (config.liveness_timeout / 10).min(CHECK_INTERVAL),
+        heartbeat: config.heartbeat(),
     }
 }
 

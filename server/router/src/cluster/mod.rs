@@ -5,9 +5,11 @@ mod cores;
 mod fault;
 mod group;
 mod process;
+mod weights;
 
-pub use config::{ClusterConfig, MakeWindows};
+pub use config::{ClusterConfig, MakeWindows, WeightHolder};
 pub use cores::{available_cores, numa_nodes, share_cores, share_cores_near, usable};
 pub use fault::{Fault, FaultKind, FormError};
 pub use group::{Group, RankView, StepDone};
-pub use process::{RankEvent, RankNews, RankProcess};
+pub use process::{ChildProcess, RankEvent, RankNews};
+pub use weights::{LoaderView, Loading, WeightSet};

@@ -1,5 +1,5 @@
-//! One expert rank as a child process: started with its control socket as standard input, killed and reaped when its
-//! generation ends.
+//! A rank or a loader as a child process: started with its control socket as standard input, killed and reaped when it is
+//! no longer needed.
 
 use std::io::{self, BufReader};
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -14,6 +14,7 @@ use crate::watchdog;
 use expertd_ipc::RouterBell;
 use expertd_ipc::control::{self, FromRank, RankSetup, ToRank};
 use expertd_types::{Generation, Rank};
+use serde::Serialize;
 
 /// Longest wait for the end of a killed process, which first frees gigabytes of memory.
 const REAP_TIMEOUT: Duration = Duration::from_secs(10);
@@ -38,9 +39,9 @@ pub struct RankEvent {
     pub news: RankNews,
 }
 
-/// A running rank. Dropping it kills and reaps the process.
+/// A running rank or loader. Dropping it kills and reaps the process.
 #[derive(Debug)]
-pub struct RankProcess {
+pub struct ChildProcess {
     /// `None` after it is reaped or handed to a thread that waits for it.
     child: Option<Child>,
     pid: u32,
@@ -49,42 +50,68 @@ pub struct RankProcess {
     ended: Option<ExitStatus>,
 }
 
-impl RankProcess {
-    /// Starts a rank. Each event is sent to `events` and followed by a ring of `bell`.
+/// How a child process is started.
+pub(super) struct Start<'a, S> {
+    /// The subcommand: `rank` or `loader`.
+    pub(super) command: &'static str,
+    /// The rank that the process is, or works for.
+    pub(super) rank: Rank,
+    /// The first message.
+    pub(super) setup: &'a S,
+    /// Descriptors that come before it, if there are any.
+    pub(super) fds: &'a [BorrowedFd<'a>],
+    /// Environment beside the router's.
+    pub(super) environment: &'a [(String, String)],
+}
+
+impl ChildProcess {
+    /// Starts a process, and a thread that runs `read` on the router's end of its control socket.
     ///
-    /// Call it on a thread that outlives the rank: the kernel sends the parent-death signal when the *thread* that started a
-    /// child ends.
+    /// Call it on a thread that outlives the process: the kernel sends the parent-death signal when the *thread* that
+    /// started a child ends.
     ///
     /// # Errors
     /// If the process cannot be started.
-    pub fn spawn(
+    pub(super) fn spawn<S: Serialize>(
+        start: &Start<'_, S>,
+        read: impl FnOnce(UnixStream) + Send + 'static,
+    ) -> io::Result<Self> {
+        let (socket, theirs) = UnixStream::pair()?;
+        let reading = socket.try_clone()?;
+        let Start { command, rank, .. } = start;
+        let child = Command::new("/proc/self/exe")
+            .arg0("expertd")
+            .args([command, "--rank", &rank.to_string(), "--parent", &std::process::id().to_string()])
+            .envs(start.environment.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            // A process group of its own keeps the terminal's signals from the child; the router stops its children in order.
+            .process_group(0)
+            .spawn()?;
+        let mut process =
+            ChildProcess { pid: child.id(), child: Some(child), socket, reader: None, ended: None };
+        if !start.fds.is_empty() {
+            control::send_fds(&process.socket, start.fds)?;
+        }
+        control::send(&process.socket, start.setup)?;
+        let thread = std::thread::Builder::new().name(format!("{command}-{rank}"));
+        process.reader = Some(thread.spawn(move || read(reading))?);
+        Ok(process)
+    }
+
+    /// Starts a rank. News of it goes to `events`, and `bell` is rung.
+    ///
+    /// # Errors
+    /// As [`spawn`](Self::spawn).
+    pub(super) fn spawn_rank(
         setup: &RankSetup,
         fds: &[BorrowedFd<'_>],
         environment: &[(String, String)],
         events: Sender<RankEvent>,
         bell: RouterBell,
     ) -> io::Result<Self> {
-        let (socket, theirs) = UnixStream::pair()?;
-        let reading = socket.try_clone()?;
-        let child = Command::new("/proc/self/exe")
-            .arg0("expertd")
-            .args(["rank", "--rank", &setup.rank.to_string(), "--parent", &std::process::id().to_string()])
-            .envs(environment.iter().map(|(name, value)| (name, value)))
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            // A process group of its own keeps the terminal's signals from the rank; the router stops its ranks in order.
-            .process_group(0)
-            .spawn()?;
-        let mut process =
-            RankProcess { pid: child.id(), child: Some(child), socket, reader: None, ended: None };
-        control::send_fds(&process.socket, fds)?;
-        control::send(&process.socket, setup)?;
         let (generation, rank) = (setup.generation, setup.rank);
-        process.reader = Some(
-            std::thread::Builder::new()
-                .name(format!("control-{rank}"))
-                .spawn(move || read_control(&reading, generation, rank, &events, &bell))?,
-        );
-        Ok(process)
+        let start = Start { command: "rank", rank, setup, fds, environment };
+        Self::spawn(&start, move |socket| read_control(&socket, generation, rank, &events, &bell))
     }
 
     /// The process id.
@@ -142,19 +169,19 @@ impl RankProcess {
         }
         if let Some(mut child) = self.child.take() {
             let pid = self.pid;
-            tracing::error!(pid, waited = ?REAP_TIMEOUT, "a killed rank does not end; the service continues without it");
+            tracing::error!(pid, waited = ?REAP_TIMEOUT, "a killed process does not end; the service continues without it");
             let wait = std::thread::Builder::new().name(format!("reap-{pid}"));
             // If the thread cannot be started, init reaps the process after this one ends.
             let _ = wait.spawn(move || {
                 let ended = child.wait();
-                tracing::warn!(pid, ?ended, "reaped the rank that did not end");
+                tracing::warn!(pid, ?ended, "reaped the process that did not end");
             });
         }
         status
     }
 }
 
-impl Drop for RankProcess {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         self.kill();
         self.reap();

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use expertd_ipc::RowsToStage;
+use expertd_types::{DType, WeightFingerprint};
 
 use super::service::Reply;
 use crate::backend::{self, Answer, Request, StepError, StepTiming};
@@ -15,6 +16,36 @@ pub(super) type Output = [Vec<u8>; 3];
 pub(super) const ROWS: usize = 0;
 pub(super) const IDS: usize = 1;
 pub(super) const WEIGHTS: usize = 2;
+
+/// One row of zeros, for the trial of a layer.
+pub(super) struct TrialRow {
+    row: Vec<u8>,
+    ids: Vec<u8>,
+    weights: Vec<u8>,
+}
+
+impl TrialRow {
+    pub(super) fn new(hidden: usize, top_k: usize) -> Self {
+        let weight = 1.0 / top_k.max(1) as f32;
+        TrialRow {
+            row: vec![0; hidden * DType::F32.size()],
+            ids: (0..top_k as u32).flat_map(u32::to_le_bytes).collect(),
+            weights: (0..top_k).flat_map(|_| weight.to_le_bytes()).collect(),
+        }
+    }
+
+    /// The row as it is staged: with the routing of the layer's gate, or to the first experts.
+    pub(super) fn rows(&self, routed_by_gate: bool) -> RowsToStage<'_> {
+        RowsToStage {
+            rows: self.row[..].into(),
+            tokens: 1,
+            dtype: DType::F32,
+            routing: (!routed_by_gate).then_some((&self.ids[..], &self.weights[..])),
+            token_ids: Some(&self.row[..4]),
+            shared_experts: true,
+        }
+    }
+}
 
 /// The data of a request that the step loop's thread keeps while the state machine decides about it.
 #[derive(Debug)]
@@ -100,7 +131,7 @@ impl Active {
     }
 
     /// Sends the complete answer to the caller.
-    pub(super) fn answer(self, receipt: expertd_scheduler::Receipt) {
+    pub(super) fn answer(self, receipt: expertd_scheduler::Receipt, fingerprint: WeightFingerprint) {
         let [rows, ids, weights] = self.output;
         let as_given = self.request.routing.and_then(|given| given.as_given);
         let (ids, weights) = match as_given.filter(|_| self.request.return_routing) {
@@ -113,6 +144,7 @@ impl Active {
             steps: receipt.steps,
             generation: receipt.generation,
             weight_version: receipt.weight_version,
+            weight_fingerprint: fingerprint,
             tokens_per_rank: receipt.tokens_per_rank,
             timings: self.timings,
             topk_ids: ids,

@@ -12,18 +12,22 @@ use expertd_ipc::{Copier, StagedRows, WaitPolicy};
 use expertd_scheduler::{
     Action, Config, Failure, GroupFault, Receipt, RecoveryPolicy, RequestKey, StepLoop, Time,
 };
-use expertd_types::{Generation, StepId};
+use expertd_types::{Generation, StepId, WeightVersion};
 
 use self::show::{Shown, show_counters_of_faults};
-use super::active::{Active, IDS, Output, ROWS, WEIGHTS};
+use super::active::{Active, IDS, Output, ROWS, TrialRow, WEIGHTS};
+use super::reload::Reload;
 use super::service::{SchedulerConfig, ServiceEnd, Shared};
 use crate::backend::{DrainReport, PhaseTimes, ServiceState, StepError, StepTiming};
-use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, StepDone};
+use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, Loading, StepDone, WeightHolder, WeightSet};
 use crate::telemetry::{StepMetrics, names};
 use crate::watchdog;
 
 /// Time that ranks have to exit by themselves when the service ends.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Version of the first weights.
+const FIRST_VERSION: WeightVersion = WeightVersion(1);
 
 /// A launched step and where each request's rows were staged.
 struct Launched {
@@ -35,14 +39,22 @@ struct Launched {
 }
 
 pub(super) struct Driver {
-    shared: Arc<Shared>,
-    cluster: Arc<ClusterConfig>,
+    pub(super) shared: Arc<Shared>,
+    pub(super) cluster: Arc<ClusterConfig>,
     metrics: StepMetrics,
     copier: Copier,
-    step_loop: StepLoop,
+    pub(super) step_loop: StepLoop,
     active: HashMap<RequestKey, Active>,
     launched: VecDeque<Launched>,
     group: Option<Group>,
+    /// The weights that generations serve; `None` until loaders have packed them.
+    pub(super) weights: Option<Arc<WeightSet>>,
+    /// The first weights while they are loaded, and the generation that waits for them.
+    loading: Option<(Generation, Loading)>,
+    /// The weights that the present generation serves or is formed for.
+    pub(super) group_weights: Option<Arc<WeightSet>>,
+    /// A reload that is under way.
+    pub(super) reload: Option<Reload>,
     /// The newest step whose end of the experts phase was reported to the state machine.
     experts_ended: Option<StepId>,
     /// Time of the last event, from which spinning is timed.
@@ -67,6 +79,13 @@ impl Driver {
             recovery: RecoveryPolicy::default(),
             seed,
         });
+        let weights = match cluster.weights {
+            WeightHolder::Router => None,
+            WeightHolder::Ranks => {
+                let set = WeightSet::loaded_by_ranks(FIRST_VERSION, cluster.checkpoint.clone());
+                Some(Arc::new(set))
+            }
+        };
         Driver {
             metrics: StepMetrics::new(cluster.shape.ranks as usize),
             copier: Copier::new(config.copy_threads, cluster.spin),
@@ -76,6 +95,10 @@ impl Driver {
             active: HashMap::new(),
             launched: VecDeque::new(),
             group: None,
+            weights,
+            loading: None,
+            group_weights: None,
+            reload: None,
             experts_ended: None,
             last_event: Instant::now(),
             shown: Shown::default(),
@@ -89,6 +112,8 @@ impl Driver {
             // A round lasts at most SWEEP_INTERVAL; longer operations tick by themselves.
             watchdog::tick();
             self.exchange();
+            self.hear_loaders();
+            self.hear_reload();
             self.hear_ranks();
             if let Some(end) = self.act() {
                 break end;
@@ -104,7 +129,7 @@ impl Driver {
         end
     }
 
-    fn now(&self) -> Time {
+    pub(super) fn now(&self) -> Time {
         self.shared.time(Instant::now())
     }
 
@@ -115,7 +140,13 @@ impl Driver {
         if !self.shared.take_mail_flag() && !self.step_loop.has_news_for_inbox(now) {
             return;
         }
-        let delivery = self.step_loop.exchange(&mut self.shared.front().inbox, now);
+        let mut front = self.shared.front();
+        let delivery = self.step_loop.exchange(&mut front.inbox, now);
+        let reloads = std::mem::take(&mut front.reloads);
+        drop(front);
+        for mail in reloads {
+            self.start_reload(mail);
+        }
         let (active, hidden) = (&mut self.active, self.cluster.shape.hidden);
         self.step_loop.receive(delivery, now, |key, payload| {
             active.insert(key, Active::new(payload.request, payload.reply, hidden));
@@ -152,17 +183,42 @@ impl Driver {
         }
     }
 
+    /// Takes in what loaders have said; the ranks of the generation that waits for them start once the weights are packed.
+    fn hear_loaders(&mut self) {
+        let Some((generation, loading)) = &mut self.loading else { return };
+        let generation = *generation;
+        let has_news = loading.collect();
+        match loading.poll() {
+            Ok(None) if has_news => self.show_ranks(),
+            Ok(None) => {}
+            Ok(Some(weights)) => {
+                self.loading = None;
+                self.weights = Some(Arc::new(weights));
+                self.start_ranks(generation);
+            }
+            Err(fault) => {
+                self.loading = None;
+                self.fault(generation, &fault);
+            }
+        }
+    }
+
     fn begin_serving(&mut self, generation: Generation) {
-        let version = self.shared.weight_version();
+        let Some(weights) = self.group_weights.clone() else { return };
+        let version = weights.version;
+        self.shared.set_weights(version, weights.source.fingerprint);
+        self.weights = Some(Arc::clone(&weights));
+        self.end_reload(&weights);
         self.shared.set_generation(generation);
         metrics::gauge!(names::GENERATION).set(generation.0 as f64);
-        metrics::gauge!(names::WEIGHT_VERSION, "version" => version.to_string()).set(1.0);
+        metrics::gauge!(names::WEIGHT_VERSION).set(version.0 as f64);
         self.step_loop.group_ready(generation, version, self.now());
     }
 
     fn fault(&mut self, generation: Generation, fault: &Fault) {
         tracing::error!(generation = generation.0, reason = fault.kind.label(), %fault, "generation ended");
         metrics::counter!(names::GENERATION_ENDS_TOTAL, "reason" => fault.kind.label()).increment(1);
+        self.give_up_reload(fault);
         let fault = GroupFault { is_load: fault.kind == FaultKind::Load, message: fault.to_string() };
         self.step_loop.group_ended(generation, &fault, self.now());
     }
@@ -177,6 +233,8 @@ impl Driver {
                 Action::EndGroup { .. } => {
                     // Drop kills and reaps the ranks, so that a rank that wakes up late cannot write to the next generation.
                     self.group = None;
+                    self.loading = None;
+                    self.note_pause();
                     self.launched.clear();
                     self.experts_ended = None;
                     self.show_ranks();
@@ -209,7 +267,28 @@ impl Driver {
 
     fn form_group(&mut self, generation: Generation) {
         tracing::info!(generation = generation.0, ranks = self.cluster.shape.ranks, "forming a generation");
-        match Group::form(&self.cluster, generation, &self.shared.bell) {
+        if self.weights.is_some() {
+            self.start_ranks(generation);
+            return;
+        }
+        let (cluster, source) = (&self.cluster, self.cluster.checkpoint.clone());
+        match Loading::start(cluster, FIRST_VERSION, source, false, &self.shared.bell) {
+            Ok(loading) => {
+                self.loading = Some((generation, loading));
+                self.show_ranks();
+            }
+            Err(error) => {
+                let message = format!("cannot start the loaders: {error}");
+                self.fault(generation, &Fault { kind: FaultKind::Setup, message });
+            }
+        }
+    }
+
+    fn start_ranks(&mut self, generation: Generation) {
+        let candidate = self.reload.as_ref().and_then(Reload::candidate);
+        let Some(weights) = candidate.or_else(|| self.weights.clone()) else { return };
+        self.group_weights = Some(Arc::clone(&weights));
+        match Group::form(&self.cluster, generation, &weights, &self.shared.bell) {
             Ok(group) => {
                 self.group = Some(group);
                 self.show_ranks();
@@ -229,10 +308,12 @@ impl Driver {
     }
 
     fn try_launch(&mut self, id: StepId) -> Result<(), Fault> {
-        let Driver { group: Some(group), step_loop, active, copier, .. } = self else { return Ok(()) };
+        let Driver { group: Some(group), step_loop, active, copier, shared, cluster, .. } = self else {
+            return Ok(());
+        };
         let Some(step) = step_loop.in_flight().back().filter(|step| step.id == id) else { return Ok(()) };
         let formed = Instant::now();
-        let mut tokens_per_rank = vec![0; self.cluster.shape.ranks as usize];
+        let mut tokens_per_rank = vec![0; cluster.shape.ranks as usize];
         for range in &step.rows {
             tokens_per_rank[range.rank.index()] += range.rows.len();
             if let Some(active) = active.get_mut(&range.key) {
@@ -240,9 +321,14 @@ impl Driver {
             }
         }
         let top_k = step.kind.top_k;
+        let trial = TrialRow::new(cluster.shape.hidden, top_k);
+        let routed_by_gate = shared.top_k(step.kind.layer) == Some(top_k);
         let mut forming = group.begin(step.slot, top_k);
         let mut staged = Vec::with_capacity(step.rows.len());
         for range in &step.rows {
+            if range.key == RequestKey::TRIAL {
+                staged.push((range.key, forming.stage(range.rank, &trial.rows(routed_by_gate))?));
+            }
             let Some(active) = active.get(&range.key) else { continue };
             staged.push((range.key, forming.stage(range.rank, &active.rows(range.rows.clone()))?));
         }
@@ -304,7 +390,8 @@ impl Driver {
 
     fn answer(&mut self, key: RequestKey, receipt: Receipt) {
         if let Some(active) = self.active.remove(&key) {
-            active.answer(receipt);
+            let fingerprint = self.shared.fingerprint();
+            active.answer(receipt, fingerprint);
         }
     }
 
@@ -316,6 +403,9 @@ impl Driver {
                 active.fail(StepError::Unavailable { reason: reason.as_ref().to_owned(), retry_after });
             }
             Failure::DeadlineExceeded => active.fail(StepError::DeadlineExceeded),
+            Failure::OtherWeights { expected, loaded } => {
+                active.fail(StepError::OtherWeights { expected, loaded });
+            }
             Failure::Cancelled => {
                 tracing::debug!(request = %request.id, "cancelled");
                 metrics::counter!(names::REQUESTS_CANCELLED_TOTAL).increment(1);
@@ -337,7 +427,7 @@ impl Driver {
         let now = Instant::now();
         let until = self.shared.instant(self.step_loop.wake_at(self.shared.time(now)));
         let has_waiting = self.step_loop.has_waiting();
-        let Driver { shared, group, experts_ended, .. } = self;
+        let Driver { shared, group, loading, reload, experts_ended, .. } = self;
         if let Some(group) = group {
             group.want_early_notice(has_waiting);
         }
@@ -345,6 +435,8 @@ impl Driver {
         let policy = WaitPolicy { spin, deadline: Some(until) };
         let event = shared.bell.bell().wait_until(policy, || {
             shared.has_mail()
+                || loading.as_mut().is_some_and(|(_, loading)| loading.collect())
+                || reload.as_mut().is_some_and(Reload::collect)
                 || group.as_mut().is_some_and(|group| {
                     group.collect()
                         || (has_waiting

@@ -2,8 +2,9 @@
 
 mod active;
 mod driver;
+mod reload;
 mod service;
 mod thread;
 
 pub use expertd_scheduler::OnFault;
-pub use service::{SchedulerConfig, Service, ServiceEnd, StartError};
+pub use service::{ReloadContext, ReloadPlanner, SchedulerConfig, Service, ServiceEnd, StartError};

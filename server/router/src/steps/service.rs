@@ -1,22 +1,25 @@
 //! The service in front of the step loop. Admission runs on the caller's thread, everything else on the step loop's.
 
+use std::fmt;
 use std::hash::{BuildHasher as _, RandomState};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use expertd_ipc::control::CheckpointSource;
 use expertd_ipc::{RegionError, RouterBell};
 use expertd_scheduler::{Inbox, OnFault, Refusal, StepKind, Submission, Time};
-use expertd_types::{Generation, WeightVersion};
+use expertd_types::{Generation, LayerId, WeightFingerprint, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
 use super::thread;
 use crate::backend::{
-    Backend, DrainFuture, DrainReport, ModelInfo, Pending, Request, ServiceState, ServiceStatus, StepError,
-    SubmitError,
+    Backend, DrainFuture, DrainReport, ModelInfo, Pending, ReloadFuture, ReloadReport, Request, ServiceState,
+    ServiceStatus, StepError, SubmitError,
 };
-use crate::cluster::ClusterConfig;
+use crate::cluster::{ClusterConfig, WeightHolder};
 
 /// How the service ended.
 pub use expertd_scheduler::End as ServiceEnd;
@@ -36,6 +39,39 @@ pub struct SchedulerConfig {
     pub on_fault: OnFault,
     /// Threads that copy the rows of large steps, the step loop's own included.
     pub copy_threads: usize,
+    /// Checks a checkpoint that is to be loaded beside the present one.
+    pub reload: ReloadPlanner,
+}
+
+/// Checks whether the checkpoint in a folder (`None`: that of the present one) can be loaded into the running service.
+/// Returns the reason if it cannot. Must not read its weights by itself: a file that is truncated meanwhile ends the
+/// process that reads it.
+#[derive(Clone, Copy)]
+pub struct ReloadPlanner(pub fn(&ReloadContext, Option<&Path>) -> Result<CheckpointSource, String>);
+
+impl fmt::Debug for ReloadPlanner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ReloadPlanner")
+    }
+}
+
+/// What a new checkpoint is compared with.
+#[derive(Clone, Debug)]
+pub struct ReloadContext {
+    /// The checkpoint that the service was started with.
+    pub checkpoint: CheckpointSource,
+    /// Description of its model.
+    pub spec: serde_json::Value,
+    /// Expert ranks.
+    pub ranks: u32,
+    /// Which processes hold packed weights.
+    pub weights: WeightHolder,
+}
+
+/// A checked reload on its way to the step loop.
+pub(super) struct ReloadMail {
+    pub(super) source: CheckpointSource,
+    pub(super) reply: oneshot::Sender<Result<ReloadReport, String>>,
 }
 
 /// Sends a request's result to its caller.
@@ -52,6 +88,8 @@ pub(super) struct Front {
     pub(super) inbox: Inbox<Payload>,
     /// Senders of the results of drains.
     pub(super) drain_waiters: Vec<oneshot::Sender<DrainReport>>,
+    /// Reloads that were asked for.
+    pub(super) reloads: Vec<ReloadMail>,
     /// Whether the step loop has ended.
     pub(super) has_ended: bool,
 }
@@ -67,14 +105,25 @@ pub(super) struct Shared {
     pub(super) status: Mutex<ServiceStatus>,
     pub(super) steps_total: AtomicU64,
     config: SchedulerConfig,
+    reload: ReloadContext,
     started: Instant,
 }
 
 impl Shared {
-    fn new(model: ModelInfo, config: SchedulerConfig, seed: u64) -> Result<Self, RegionError> {
+    fn new(
+        model: ModelInfo,
+        config: SchedulerConfig,
+        reload: ReloadContext,
+        seed: u64,
+    ) -> Result<Self, RegionError> {
         let inbox = Inbox::new(config.max_queued_tokens, seed);
         Ok(Shared {
-            front: Mutex::new(Front { inbox, drain_waiters: Vec::new(), has_ended: false }),
+            front: Mutex::new(Front {
+                inbox,
+                drain_waiters: Vec::new(),
+                reloads: Vec::new(),
+                has_ended: false,
+            }),
             has_mail: AtomicBool::new(false),
             bell: RouterBell::create()?,
             model: RwLock::new(Arc::new(model)),
@@ -82,6 +131,7 @@ impl Shared {
             status: Mutex::new(ServiceStatus::default()),
             steps_total: AtomicU64::new(0),
             config,
+            reload,
             started: Instant::now(),
         })
     }
@@ -89,6 +139,17 @@ impl Shared {
     /// Locks the shared state. A panic under the lock leaves valid counts, because a single statement writes each of them.
     pub(super) fn front(&self) -> MutexGuard<'_, Front> {
         self.front.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Leaves a reload for the step loop. One that finds the step loop gone is dropped, which its caller notices.
+    fn ask_to_reload(&self, mail: ReloadMail) {
+        let mut front = self.front();
+        if !front.has_ended {
+            front.reloads.push(mail);
+        }
+        self.has_mail.store(true, Ordering::Release);
+        drop(front);
+        self.bell.bell().ring();
     }
 
     /// The current time of the state machine.
@@ -110,8 +171,20 @@ impl Shared {
         self.has_mail.load(Ordering::Acquire)
     }
 
-    pub(super) fn weight_version(&self) -> WeightVersion {
-        self.model.read().unwrap_or_else(PoisonError::into_inner).weight_version
+    /// The fingerprint of the weights that the present generation serves, or the last one served.
+    pub(super) fn fingerprint(&self) -> WeightFingerprint {
+        self.model.read().unwrap_or_else(PoisonError::into_inner).weight_fingerprint
+    }
+
+    /// Experts per token that a layer's gate chooses.
+    pub(super) fn top_k(&self, layer: LayerId) -> Option<usize> {
+        let model = self.model.read().unwrap_or_else(PoisonError::into_inner);
+        model.layers.get(&layer).map(|layer| layer.top_k)
+    }
+
+    pub(super) fn set_weights(&self, weight_version: WeightVersion, weight_fingerprint: WeightFingerprint) {
+        let mut model = self.model.write().unwrap_or_else(PoisonError::into_inner);
+        *model = Arc::new(ModelInfo { weight_version, weight_fingerprint, ..ModelInfo::clone(&model) });
     }
 
     pub(super) fn set_state(&self, state: ServiceState, reason: &str) {
@@ -149,7 +222,13 @@ impl Service {
         config: SchedulerConfig,
     ) -> Result<Arc<Self>, StartError> {
         let seed = RandomState::new().hash_one(std::process::id());
-        let shared = Arc::new(Shared::new(model, config.clone(), seed)?);
+        let reload = ReloadContext {
+            checkpoint: cluster.checkpoint.clone(),
+            spec: cluster.description.clone(),
+            ranks: cluster.shape.ranks,
+            weights: cluster.weights,
+        };
+        let shared = Arc::new(Shared::new(model, config.clone(), reload, seed)?);
         let (thread, end) = thread::start(Arc::clone(&shared), cluster, config, seed)?;
         Ok(Arc::new(Service { shared, end, thread: Mutex::new(Some(thread)) }))
     }
@@ -228,6 +307,7 @@ impl Backend for Service {
             kind: StepKind { layer: request.layer, top_k },
             tokens: request.tokens,
             deadline: request.deadline.map(|deadline| self.shared.time(deadline)),
+            expected_version: request.expected_version,
         };
         let now = self.shared.time(Instant::now());
         let (reply, pending) = oneshot::channel();
@@ -268,12 +348,26 @@ impl Backend for Service {
         // After the end of the step loop a drain has nothing to wait for.
         Box::pin(async move { reported.await.unwrap_or(DrainReport { requests_dropped: 0 }) })
     }
+
+    fn reload(&self, folder: Option<PathBuf>) -> ReloadFuture {
+        let shared = Arc::clone(&self.shared);
+        Box::pin(async move {
+            let planner = shared.config.reload;
+            let planning = Arc::clone(&shared);
+            let plan = tokio::task::spawn_blocking(move || (planner.0)(&planning.reload, folder.as_deref()));
+            let source =
+                plan.await.map_err(|error| format!("the check of the checkpoint failed: {error}"))??;
+            let (reply, replied) = oneshot::channel();
+            shared.ask_to_reload(ReloadMail { source, reply });
+            replied.await.unwrap_or_else(|_| Err("the service ended before the new weights served".into()))
+        })
+    }
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 pub(super) mod tests {
-    use expertd_types::{LayerId, LayerRange};
+    use expertd_types::{Coverage, LayerId, LayerRange};
 
     use super::*;
     use crate::backend::{ClientKey, Limits};
@@ -294,6 +388,7 @@ pub(super) mod tests {
             name: "m".into(),
             family: "f".into(),
             weight_version: WeightVersion(1),
+            weight_fingerprint: WeightFingerprint { coverage: Coverage::Sampled, digest: [1; 16] },
             generation: Generation(0),
             hidden: 8,
             num_layers: 1,
@@ -310,8 +405,20 @@ pub(super) mod tests {
             drain_timeout: Duration::from_secs(1),
             on_fault: OnFault::Retry,
             copy_threads: 1,
+            reload: ReloadPlanner(|_, _| Err("not here".into())),
         };
-        Arc::new(Shared::new(model, config, 1).unwrap())
+        let checkpoint = CheckpointSource {
+            folder: PathBuf::new(),
+            layers: LayerRange::whole(1),
+            fingerprint: model.weight_fingerprint,
+        };
+        let reload = ReloadContext {
+            checkpoint,
+            spec: serde_json::Value::Null,
+            ranks: 1,
+            weights: WeightHolder::Router,
+        };
+        Arc::new(Shared::new(model, config, reload, 1).unwrap())
     }
 
     /// A service whose thread has ended.
@@ -321,6 +428,6 @@ pub(super) mod tests {
 
     pub(in crate::steps) fn submission() -> Submission {
         let kind = StepKind { layer: LayerId(0), top_k: 1 };
-        Submission { client: ClientKey(1), kind, tokens: 1, deadline: None }
+        Submission { client: ClientKey(1), kind, tokens: 1, deadline: None, expected_version: None }
     }
 }

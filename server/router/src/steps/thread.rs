@@ -65,6 +65,7 @@ fn close(shared: &Shared, end: &ServiceEnd) {
     let dropped = front.inbox.close(public);
     front.has_ended = true;
     front.drain_waiters.clear();
+    front.reloads.clear();
     drop(front);
     // Dropping these fails their calls.
     drop(dropped);

@@ -98,8 +98,8 @@ metrics_table! {
     GENERATION = "expertd_generation", Kind::Gauge, Count, [];
     /// Generations that ended, by reason: exit, liveness, step, step_timeout, channel, load or setup.
     GENERATION_ENDS_TOTAL = "expertd_generation_ends_total", Kind::Counter, Count, ["reason"];
-    /// Always 1. The label is the loaded weight version, which has more digits than a sample can hold.
-    WEIGHT_VERSION = "expertd_weight_version", Kind::Gauge, Count, ["version"];
+    /// Number of the loaded weights; counts from 1 within one process.
+    WEIGHT_VERSION = "expertd_weight_version", Kind::Gauge, Count, [];
     /// 1 while a generation serves and the service does not drain, otherwise 0.
     READY = "expertd_ready", Kind::Gauge, Count, [];
     /// Open client connections.

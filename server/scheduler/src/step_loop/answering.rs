@@ -26,6 +26,9 @@ impl StepLoop {
         group.steps_completed += 1;
         self.recovery.step_done();
         self.poisoned.remove(&done.kind.layer);
+        if self.trial.is_some_and(|(kind, _)| kind.layer == done.kind.layer) {
+            self.trial = None;
+        }
         self.throughput.add(done.tokens, done.formed, now);
         let mut last = None;
         for range in &done.rows {

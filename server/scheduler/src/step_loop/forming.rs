@@ -10,6 +10,8 @@ use crate::{Failure, RequestKey, StepKind, Time};
 /// The requests that the next step may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Choice {
+    /// A row of zeros, alone.
+    Trial(StepKind),
     /// One suspected request, alone.
     Suspect(RequestKey),
     /// Requests of a kind, `lead` first if given.
@@ -20,6 +22,10 @@ impl StepLoop {
     /// Forms a step if there is work and a free slot. Returns whether it formed a step or dropped requests.
     pub(super) fn form_step(&mut self, now: Time, callers: &impl Callers) -> bool {
         match self.choose(now) {
+            Some(Choice::Trial(kind)) => {
+                self.launch(kind, &[], true, now);
+                true
+            }
             Some(Choice::Suspect(key)) => self.form_alone(key, now, callers),
             Some(Choice::Kind { kind, lead }) => self.form_shared(kind, lead, now, callers),
             None => false,
@@ -49,6 +55,7 @@ impl StepLoop {
     /// last one computes.
     fn may_form(&self, full: bool) -> bool {
         self.is_serving()
+            && !self.is_replaced
             && self.in_flight.len() < self.config.slots
             && self.in_flight.back().is_none_or(|last| !last.is_alone && (full || last.experts_ended))
     }
@@ -56,6 +63,9 @@ impl StepLoop {
     fn choose(&self, now: Time) -> Option<Choice> {
         if !self.may_form(true) {
             return None;
+        }
+        if let Some((kind, _)) = self.trial {
+            return self.in_flight.is_empty().then_some(Choice::Trial(kind));
         }
         if let Some(key) = self.suspects.first() {
             return self.in_flight.is_empty().then_some(Choice::Suspect(*key));
@@ -128,13 +138,15 @@ impl StepLoop {
         true
     }
 
+    /// Launches a step of `takes`, or one of a row of zeros if there are none.
     fn launch(&mut self, kind: StepKind, takes: &[Take], is_alone: bool, now: Time) {
         let Some(group) = &mut self.group else { return };
         let slot = Slot((group.steps_launched % self.config.slots as u64) as u32);
         group.steps_launched += 1;
         self.last_step += 1;
         let id = StepId(self.last_step);
-        let tokens = takes.iter().map(|take| take.tokens).sum();
+        let is_trial = takes.is_empty();
+        let tokens = if is_trial { 1 } else { takes.iter().map(|take| take.tokens).sum() };
         let (requests, in_step) = (&mut self.requests, &mut self.in_step);
         let mut clients = Vec::with_capacity(if is_alone { 0 } else { takes.len() });
         let ranges = takes.iter().filter_map(|take| {
@@ -148,7 +160,8 @@ impl StepLoop {
             request.begun += take.tokens;
             Some((take.key, begin..request.begun))
         });
-        let rows = cut(ranges, tokens, self.config.ranks);
+        let trial = is_trial.then_some((RequestKey::TRIAL, 0..1));
+        let rows = cut(ranges.chain(trial), tokens, self.config.ranks);
         self.in_flight.push_back(Step {
             id,
             slot,

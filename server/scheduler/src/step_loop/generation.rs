@@ -5,12 +5,14 @@ use std::time::Duration;
 
 use expertd_types::{Generation, WeightVersion};
 
-use super::{Action, End, GroupFault, GroupLife, OnFault, ServiceState, StepLoop};
+use super::{Action, End, GroupFault, GroupLife, OnFault, Request, ServiceState, StepLoop};
 use crate::recovery::{GiveUp, Life, jittered};
-use crate::{Failure, RequestKey, Time};
+use crate::{Failure, RequestKey, StepKind, Time};
 
 /// A request that lost this many steps runs alone.
 const SUSPECT_AFTER: u32 = 2;
+/// Steps of a row of zeros that may end their generations before their layer is to blame.
+const MAX_TRIALS: u32 = 2;
 /// Retry time of callers when the service ends.
 const RETRY_AFTER_END: Duration = Duration::from_secs(1);
 
@@ -28,6 +30,31 @@ impl StepLoop {
         true
     }
 
+    /// The next generation is to serve other weights, which are loaded: the present one ends once its steps are complete,
+    /// and requests wait for the next. A generation that is being formed is replaced at once.
+    pub fn replace_group(&mut self) {
+        if self.group.is_some() && self.ending.is_none() {
+            self.is_replaced = true;
+        }
+    }
+
+    /// Ends a generation that is to be replaced and has no step in flight; whether it did.
+    pub(super) fn end_replaced_group(&mut self, now: Time) -> bool {
+        if !self.is_replaced || !self.in_flight.is_empty() {
+            return false;
+        }
+        let Some(group) = self.group.take() else { return false };
+        (self.is_replaced, self.is_replacement) = (false, true);
+        self.recovery.replaced(now);
+        self.reason = "other weights are about to serve".into();
+        self.actions.push_back(Action::EndGroup { generation: group.generation });
+        if self.drain.is_none() {
+            let state = if self.has_served { ServiceState::Reforming } else { ServiceState::Loading };
+            self.show(state, Arc::clone(&self.reason));
+        }
+        true
+    }
+
     /// Event: all ranks of a generation are ready, with weights of `version`.
     pub fn group_ready(&mut self, generation: Generation, version: WeightVersion, now: Time) {
         let Some(group) = self.group.as_mut().filter(|g| g.generation == generation && g.ready.is_none())
@@ -38,11 +65,30 @@ impl StepLoop {
         self.recovery.ready(group.formed, now);
         self.has_served = true;
         self.reason = "".into();
+        self.is_replacement = false;
         if self.weight_version.replace(version).is_some_and(|before| before != version) {
             self.restart_partly_answered();
         }
+        self.fail_others_weights();
         if self.drain.is_none() {
             self.show(ServiceState::Serving, "".into());
+        }
+    }
+
+    /// The failure of a request that expects another version than the loaded one.
+    pub(super) fn other_weights(&self, request: &Request) -> Option<Failure> {
+        let loaded = self.weight_version?;
+        let expected = request.expected_version.filter(|expected| *expected != loaded)?;
+        Some(Failure::OtherWeights { expected, loaded })
+    }
+
+    /// Fails the requests that expect another version than the loaded one.
+    fn fail_others_weights(&mut self) {
+        let failure = |(key, request): (&RequestKey, &Request)| Some((*key, self.other_weights(request)?));
+        let mut failures: Vec<(RequestKey, Failure)> = self.requests.iter().filter_map(failure).collect();
+        failures.sort_unstable_by_key(|(key, _)| *key);
+        for (key, failure) in failures {
+            self.fail(key, failure);
         }
     }
 
@@ -73,6 +119,8 @@ impl StepLoop {
         }
         let Some(group) = self.group.take_if(|group| group.generation == generation) else { return };
         self.actions.push_back(Action::EndGroup { generation });
+        // The next generation takes the newest weights in any case.
+        (self.is_replaced, self.is_replacement) = (false, false);
         let poison = self.take_back_steps();
         let life = Life { ready: group.ready, completed_a_step: group.steps_completed > 0 };
         let given_up = self.recovery.ended(now, life).err();
@@ -118,6 +166,20 @@ impl StepLoop {
         lost.sort_unstable();
         lost.dedup();
         let mut end = None;
+        if lost.first() == Some(&RequestKey::TRIAL)
+            && let Some((StepKind { layer, .. }, losses)) = &mut self.trial
+        {
+            *losses += 1;
+            let (layer, losses) = (*layer, *losses);
+            let verdicts = self.poisoned.get(&layer).copied().unwrap_or(0);
+            // Another fault may have come at that moment.
+            if losses >= MAX_TRIALS {
+                end = Some(End::SetupFailed(format!(
+                    "{losses} steps of one row of zeros for layer {layer} ended their generations, like {verdicts} requests \
+                     for that layer before them"
+                )));
+            }
+        }
         for key in lost.into_iter().rev() {
             let Some(request) = self.requests.get_mut(&key) else { continue };
             let (kind, client, rows) = (request.kind, request.client, request.begun - request.completed);
@@ -134,12 +196,9 @@ impl StepLoop {
                 self.recovery.explained();
                 let verdicts = self.poisoned.entry(kind.layer).or_insert(0);
                 *verdicts += 1;
+                // The requests may be to blame, or the layer: a row of zeros tells.
                 if *verdicts >= self.recovery.policy().max_poisoned_per_layer {
-                    end = Some(End::SetupFailed(format!(
-                        "{verdicts} requests in a row for layer {} ended a generation alone, and no step of that \
-                         layer was complete in between",
-                        kind.layer
-                    )));
+                    self.trial = Some((kind, 0));
                 }
             } else if lost_steps >= SUSPECT_AFTER {
                 let waiting = self.queue.remove(kind, client, key).unwrap_or(0);

@@ -111,9 +111,10 @@ pub struct Step {
     pub formed: Time,
     /// Number of rows on all ranks.
     pub tokens: usize,
-    /// Every row of the step once, sorted by rank and, within a rank, by request. The ranges of a request are in the order of its rows.
+    /// Every row of the step once, or the row of a trial ([`RequestKey::TRIAL`]), sorted by rank and, within a rank, by request.
+    /// The ranges of a request are in the order of its rows.
     pub rows: Vec<RankRows>,
-    /// Whether it consists of one suspected request and is the only step in flight.
+    /// Whether it consists of one suspected request or a trial and is the only step in flight.
     pub is_alone: bool,
     pub(super) experts_ended: bool,
     /// The client of each request that was taken from the fair queue.

@@ -47,6 +47,19 @@ pub enum ExpertError {
     },
 }
 
+/// The parts of a [`CpuExpert`].
+#[derive(Debug)]
+pub struct ExpertParts {
+    /// The gate and up projections, packed as one matrix.
+    pub gate_up: PackedMatrix,
+    /// The down projection.
+    pub down: PackedMatrix,
+    /// Packed biases of gate and up; empty if there are none.
+    pub gate_up_bias: Vec<f32>,
+    /// Packed biases of down; empty if there are none.
+    pub down_bias: Vec<f32>,
+}
+
 /// One expert, packed for the CPU.
 #[derive(Debug)]
 pub struct CpuExpert {
@@ -104,6 +117,39 @@ impl CpuExpert {
             down_bias.resize(down.panels() * panel, 0.0);
         }
         Ok(CpuExpert { gate_up, down, gate_up_bias, down_bias })
+    }
+
+    /// An expert of matrices that are packed already, for example [in shared memory](PackedMatrix::in_memory).
+    ///
+    /// # Errors
+    /// If the parts do not belong together.
+    pub fn from_parts(parts: ExpertParts) -> Result<Self, ExpertError> {
+        let ExpertParts { gate_up, down, gate_up_bias, down_bias } = parts;
+        let (hidden, intermediate) = (gate_up.k(), gate_up.n() / 2);
+        let (rows, cols) = (down.n(), down.k());
+        if (rows, cols) != (hidden, intermediate) || !gate_up.is_gated() || down.is_gated() {
+            return Err(ExpertError::Down { hidden, intermediate, rows, cols });
+        }
+        let panel = gate_up.level().panel_width();
+        for (projection, bias, matrix) in [("gate", &gate_up_bias, &gate_up), ("down", &down_bias, &down)] {
+            let (expected, found) = (matrix.panels() * panel, bias.len());
+            if found != 0 && found != expected {
+                return Err(ExpertError::Bias { projection, expected, found });
+            }
+        }
+        Ok(CpuExpert { gate_up, down, gate_up_bias, down_bias })
+    }
+
+    /// The packed gate and up projections, and the packed down projection.
+    #[must_use]
+    pub const fn matrices(&self) -> [&PackedMatrix; 2] {
+        [&self.gate_up, &self.down]
+    }
+
+    /// The packed biases of the same; empty if the expert has none.
+    #[must_use]
+    pub fn biases(&self) -> [&[f32]; 2] {
+        [&self.gate_up_bias, &self.down_bias]
     }
 
     /// Length of an input and output row.

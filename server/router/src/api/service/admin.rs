@@ -1,10 +1,13 @@
-//! The Admin service: state and drain.
+//! The Admin service: state, drain and reload.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_proto::v1::admin_server::Admin;
-use expertd_proto::v1::{DrainRequest, DrainResponse, GetStatusRequest, GetStatusResponse};
+use expertd_proto::v1::{
+    DrainRequest, DrainResponse, GetStatusRequest, GetStatusResponse, ReloadRequest, ReloadResponse,
+};
 use tonic::{Request, Response, Status};
 
 use super::convert;
@@ -31,5 +34,20 @@ impl Admin for AdminService {
         let drain = tokio::spawn(self.backend.drain(timeout));
         let report = drain.await.map_err(|error| Status::internal(format!("the drain failed: {error}")))?;
         Ok(Response::new(DrainResponse { requests_dropped: report.requests_dropped }))
+    }
+
+    async fn reload(&self, request: Request<ReloadRequest>) -> Result<Response<ReloadResponse>, Status> {
+        let folder = Some(request.into_inner().model).filter(|model| !model.is_empty()).map(PathBuf::from);
+        tracing::info!(?folder, "reloading");
+        // In a task of its own: a reload goes on when its caller hangs up.
+        let reload = tokio::spawn(self.backend.reload(folder));
+        let report = reload.await.map_err(|error| Status::internal(format!("the reload failed: {error}")))?;
+        let report = report.map_err(Status::failed_precondition)?;
+        Ok(Response::new(ReloadResponse {
+            weight_version: report.weight_version.0,
+            weight_fingerprint: report.weight_fingerprint.to_string(),
+            load_seconds: report.load_time.as_secs_f64(),
+            pause_seconds: report.pause.as_secs_f64(),
+        }))
     }
 }

@@ -25,6 +25,7 @@ pub(in crate::api) fn empty_response(model: &ModelInfo) -> v1::ForwardResponse {
         receipt: Some(v1::Receipt {
             generation: model.generation.0,
             weight_version: model.weight_version.0,
+            weight_fingerprint: model.weight_fingerprint.to_string(),
             tokens_per_rank: vec![0; model.placement.len()],
             ..v1::Receipt::default()
         }),
@@ -36,6 +37,7 @@ fn receipt(receipt: Receipt) -> v1::Receipt {
         steps: receipt.steps.iter().map(|step| step.0).collect(),
         generation: receipt.generation.0,
         weight_version: receipt.weight_version.0,
+        weight_fingerprint: receipt.weight_fingerprint.to_string(),
         tokens_per_rank: receipt.tokens_per_rank,
         timings: receipt.timings.iter().map(|t| step_timing(t.step.0, t.tokens, &t.phases)).collect(),
         topk_ids: receipt.topk_ids,
@@ -64,6 +66,7 @@ pub(in crate::api) fn summary(model: &ModelInfo) -> v1::ModelSummary {
         name: model.name.clone(),
         family: model.family.clone(),
         weight_version: model.weight_version.0,
+        weight_fingerprint: model.weight_fingerprint.to_string(),
     }
 }
 
@@ -73,6 +76,7 @@ pub(in crate::api) fn model(model: &ModelInfo) -> v1::GetModelResponse {
         name: model.name.clone(),
         family: model.family.clone(),
         weight_version: model.weight_version.0,
+        weight_fingerprint: model.weight_fingerprint.to_string(),
         generation: model.generation.0,
         hidden: narrow(model.hidden),
         num_layers: narrow(model.num_layers),
@@ -133,6 +137,7 @@ pub(in crate::api) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::Ge
         reason: status.reason,
         generation: status.generation,
         weight_version: model.weight_version.0,
+        weight_fingerprint: model.weight_fingerprint.to_string(),
         model: model.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         ranks: status
@@ -157,6 +162,10 @@ pub(in crate::api) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::Ge
         requests_queued: status.requests_queued,
         tokens_queued: status.tokens_queued,
         uptime_seconds: status.uptime.as_secs_f64(),
+        reload: status.reload.map(|(loaded, total)| v1::ReloadStatus {
+            weight_bytes_loaded: loaded,
+            weight_bytes_total: total,
+        }),
     }
 }
 

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | [`Failure::Invalid`] | INVALID_ARGUMENT | BadRequest |
 //! | [`Failure::UnknownModel`], [`Failure::UnknownLayer`], [`Failure::LayerNotHeld`] | NOT_FOUND | ResourceInfo |
-//! | [`Failure::WeightVersion`] | FAILED_PRECONDITION | PreconditionFailure |
+//! | [`Failure::WeightVersion`], [`Failure::WeightFingerprint`], [`StepError::OtherWeights`] | FAILED_PRECONDITION | PreconditionFailure |
 //! | [`Failure::NoRoom`], [`SubmitError::Overloaded`] | RESOURCE_EXHAUSTED | RetryInfo |
 //! | [`Failure::DeadlineExceeded`], a deadline in queue or step | DEADLINE_EXCEEDED | |
 //! | [`Failure::Unauthenticated`] | UNAUTHENTICATED | |
@@ -23,7 +23,7 @@ use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
 
 use crate::backend::{StepError, SubmitError};
-use expertd_types::LayerRange;
+use expertd_types::{LayerRange, WeightFingerprint};
 
 /// Domain of the ErrorInfo.
 pub const ERROR_DOMAIN: &str = "expertd";
@@ -52,6 +52,8 @@ pub(in crate::api) enum Failure {
     LayerNotHeld { layer: u32, held: LayerRange },
     #[error("weight version {expected} is expected, {loaded} is loaded")]
     WeightVersion { expected: u64, loaded: u64 },
+    #[error("weights with fingerprint {expected} are expected, {loaded} are loaded")]
+    WeightFingerprint { expected: WeightFingerprint, loaded: WeightFingerprint },
     #[error("the service has no room for more request bytes (max_bytes_in_flight)")]
     NoRoom,
     #[error("this client already has {limit} connections, which is the limit; close some of them")]
@@ -82,7 +84,9 @@ impl Failure {
             Failure::UnknownModel { .. } | Failure::UnknownLayer { .. } | Failure::LayerNotHeld { .. } => {
                 Code::NotFound
             }
-            Failure::WeightVersion { .. } => Code::FailedPrecondition,
+            Failure::WeightVersion { .. }
+            | Failure::WeightFingerprint { .. }
+            | Failure::Step(StepError::OtherWeights { .. }) => Code::FailedPrecondition,
             Failure::NoRoom
             | Failure::TooManyConnections { .. }
             | Failure::Submit(SubmitError::Overloaded { .. }) => Code::ResourceExhausted,
@@ -105,7 +109,9 @@ impl Failure {
             Failure::UnknownModel { .. } => "UNKNOWN_MODEL",
             Failure::UnknownLayer { .. } => "UNKNOWN_LAYER",
             Failure::LayerNotHeld { .. } => "LAYER_NOT_HELD",
-            Failure::WeightVersion { .. } => "WEIGHT_VERSION_MISMATCH",
+            Failure::WeightVersion { .. }
+            | Failure::WeightFingerprint { .. }
+            | Failure::Step(StepError::OtherWeights { .. }) => "WEIGHT_VERSION_MISMATCH",
             Failure::NoRoom => "BYTES_IN_FLIGHT",
             Failure::TooManyConnections { .. } => "TOO_MANY_CONNECTIONS",
             Failure::Unauthenticated(_) => "UNAUTHENTICATED",

@@ -12,7 +12,7 @@ use super::failure::{Failure, Violation};
 use super::unowned::{self, UNOWNED};
 use crate::backend::{ClientKey, GivenRouting, ModelInfo, MoeLayerInfo, Request, RequestId};
 use expertd_types::ChunkedBytes;
-use expertd_types::{DType, LayerId};
+use expertd_types::{DType, LayerId, NoFingerprint, WeightFingerprint};
 
 /// Longest name of a model, in bytes.
 const MAX_NAME_BYTES: usize = 256;
@@ -52,6 +52,12 @@ pub(in crate::api) fn validate(
     {
         return Err(Failure::WeightVersion { expected, loaded: model.weight_version.0 });
     }
+    if !message.expected_weight_fingerprint.is_empty() {
+        check_fingerprint(model, &message.expected_weight_fingerprint)?;
+    }
+    // Checked again when a version that was loaded meanwhile begins to serve.
+    let pinned = message.expected_weight_version.is_some() || !message.expected_weight_fingerprint.is_empty();
+    let expected_version = pinned.then_some(model.weight_version);
 
     let mut found = Violations::default();
     let tokens = message.tokens as usize;
@@ -95,10 +101,20 @@ pub(in crate::api) fn validate(
         routing,
         token_ids,
         shared_experts,
+        expected_version,
         return_routing: message.return_routing,
         return_timings: message.return_timings,
         deadline: envelope.deadline,
     }))
+}
+
+/// Compares the fingerprint that a call expects with that of the loaded weights.
+fn check_fingerprint(model: &ModelInfo, expected: &str) -> Result<(), Failure> {
+    let expected: WeightFingerprint = expected
+        .parse()
+        .map_err(|error: NoFingerprint| Failure::field("expected_weight_fingerprint", error.to_string()))?;
+    let loaded = model.weight_fingerprint;
+    if expected == loaded { Ok(()) } else { Err(Failure::WeightFingerprint { expected, loaded }) }
 }
 
 /// Checks the model's name. An empty name means the loaded model.

@@ -36,8 +36,19 @@ impl Driver {
     }
 
     pub(super) fn show_ranks(&self) {
-        let ranks = match &self.group {
-            Some(group) => (0..)
+        let ranks = match (&self.group, &self.loading) {
+            (None, Some((_, loading))) => (0..)
+                .zip(loading.views())
+                .map(|(rank, view)| RankStatus {
+                    rank: Rank(rank),
+                    pid: view.pid,
+                    device: self.cluster.device.to_string(),
+                    state: RankState::Loading,
+                    weight_bytes_loaded: view.loaded_bytes,
+                    weight_bytes_total: view.total_bytes,
+                })
+                .collect(),
+            (Some(group), _) => (0..)
                 .zip(group.ranks())
                 .map(|(rank, view)| {
                     metrics::gauge!(names::RANK_WEIGHT_BYTES, "rank" => rank.to_string())
@@ -52,7 +63,7 @@ impl Driver {
                     }
                 })
                 .collect(),
-            None => (0..self.cluster.shape.ranks)
+            (None, None) => (0..self.cluster.shape.ranks)
                 .map(|rank| RankStatus {
                     rank: Rank(rank),
                     pid: 0,

@@ -13,6 +13,8 @@ pub struct Caller {
     pub deadline: Option<Time>,
     pub admitted: Time,
     pub is_poison: bool,
+    /// The only version that may compute its answer.
+    pub expected: Option<WeightVersion>,
     /// Whether the next request of the client follows the answer.
     pub is_closed_loop: bool,
     /// Time at which the caller left.

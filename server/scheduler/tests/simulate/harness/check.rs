@@ -73,7 +73,7 @@ impl World {
         self.is_told_serving = self.told.serving.is_some();
         self.is_told_drain = self.drain.is_some();
         self.is_told_open = self.shown != ServiceState::Failed
-            && (self.is_told_serving || self.told.has_served && self.retries());
+            && (self.is_told_serving || self.told.has_served && (self.retries() || self.told.is_replacement));
     }
 
     /// Checks that callers are admitted if the service shows that it serves.
@@ -136,6 +136,12 @@ impl World {
                     receipt.generation,
                     receipt.weight_version
                 );
+                ensure!(
+                    caller.expected.is_none_or(|expected| expected == receipt.weight_version),
+                    "request {key} expects version {:?} and is answered by {}",
+                    caller.expected,
+                    receipt.weight_version
+                );
                 ensure!(receipt.steps == caller.steps, "request {key}: steps {:?}", receipt.steps);
                 let tokens: u32 = receipt.tokens_per_rank.iter().sum();
                 ensure!(tokens as usize == caller.tokens, "request {key}: its receipt counts {tokens} rows");
@@ -171,6 +177,15 @@ impl World {
                 );
                 match end {
                     End::Drained => self.seen.drains += 1,
+                    End::SetupFailed(message) if message.contains("row of zeros") => {
+                        ensure!(
+                            self.trials_lost >= 2,
+                            "a layer is to blame after {} trials",
+                            self.trials_lost
+                        );
+                        self.seen.layers_blamed += 1;
+                        self.seen.gave_up += 1;
+                    }
                     _ => self.seen.gave_up += 1,
                 }
                 Ok(())
@@ -219,7 +234,18 @@ impl World {
                     caller.was_lost_alone
                 );
                 self.told.fruitless = self.told.fruitless.min(1);
+                *self.verdicts.entry(caller.kind.layer).or_insert(0) += 1;
                 self.seen.poisoned += 1;
+            }
+            Failure::OtherWeights { expected, loaded } => {
+                ensure!(
+                    caller.expected == Some(*expected)
+                        && expected != loaded
+                        && self.told.version == Some(*loaded),
+                    "request {key} expects {:?} and fails because {expected} is not {loaded}",
+                    caller.expected
+                );
+                self.seen.other_weights += 1;
             }
             Failure::Unavailable { retry_after, .. } => {
                 let drained = self.drain.is_some_and(|deadline| deadline <= self.now);
@@ -246,6 +272,7 @@ impl World {
             kind: self.schedule.kinds[0],
             tokens: 1,
             deadline: None,
+            expected_version: None,
         };
         let admitted = self.inbox.submit(self.now, submission, 0);
         ensure!(admitted.is_err(), "a request was admitted after the end");

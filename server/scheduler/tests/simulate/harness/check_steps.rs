@@ -12,6 +12,11 @@ use super::callers::Caller;
 use super::check::ensure;
 use super::world::World;
 
+/// Whether a step is a trial of a row of zeros.
+pub(super) fn is_trial(step: &Step) -> bool {
+    step.rows.iter().any(|range| range.key == RequestKey::TRIAL)
+}
+
 impl World {
     /// Checks that a step exceeds no limit, and that each row is in one place.
     pub(super) fn check_step(&self, step: &Step) -> Result<(), String> {
@@ -26,6 +31,20 @@ impl World {
             "step {id} shares slot {} with a step in flight",
             step.slot
         );
+        ensure!(!self.told.is_replaced, "step {id} is launched by a generation that is to be replaced");
+        if is_trial(step) {
+            let verdicts = self.verdicts.get(&step.kind.layer).copied().unwrap_or(0);
+            ensure!(
+                step.is_alone && step.rows.len() == 1 && step.tokens == 1 && in_flight.is_empty(),
+                "the trial {id} is not one row alone"
+            );
+            ensure!(
+                verdicts >= config.recovery.max_poisoned_per_layer,
+                "layer {} is tried after {verdicts} poisoned requests",
+                step.kind.layer
+            );
+            return Ok(());
+        }
         let tokens: usize = step.rows.iter().map(|range| range.rows.len()).sum();
         ensure!(
             tokens == step.tokens && tokens > 0,
@@ -185,7 +204,7 @@ impl World {
         }
         let can_form = self.told.in_flight.len() < config.slots
             && self.told.in_flight.back().is_none_or(|(last, ended)| *ended && !last.is_alone);
-        if self.told.serving.is_some() && can_form {
+        if self.told.serving.is_some() && can_form && !self.told.is_replaced {
             for caller in self.open.iter().map(|index| &self.callers[*index]) {
                 if caller.is_received && caller.waits() && caller.lost == 0 {
                     due = due.min(caller.admitted + config.max_wait);
@@ -201,6 +220,10 @@ impl World {
         let config = &self.schedule.config;
         let in_flight = &self.told.in_flight;
         if self.told.serving.is_none() || self.end.is_some() || in_flight.len() >= config.slots {
+            return Ok(());
+        }
+        if self.told.is_replaced {
+            ensure!(!in_flight.is_empty(), "a generation is not replaced though no step is in flight");
             return Ok(());
         }
         let mut kinds: BTreeMap<StepKind, (usize, bool)> = BTreeMap::new();
@@ -236,6 +259,21 @@ impl World {
         Ok(())
     }
 
+    /// Notes that a generation ends. One that no fault ended is being replaced, and has no step in flight.
+    pub(super) fn note_replaced(&mut self, generation: Generation) -> Result<(), String> {
+        if !self.told.is_replaced {
+            return Ok(());
+        }
+        ensure!(self.told.in_flight.is_empty(), "generation {generation} is replaced with steps in flight");
+        self.told.is_replaced = false;
+        self.told.is_replacement = true;
+        (self.told.serving, self.told.ready_at, self.told.steps_done) = (None, None, 0);
+        (self.told.ended_at, self.told.pause) = (self.now, Duration::ZERO);
+        self.seen.replacements += 1;
+        self.bound_waits();
+        Ok(())
+    }
+
     /// Notes that the step loop is told of a completed step.
     pub(super) fn note_done(&mut self, generation: Generation, step: StepId) {
         let Some((_, version)) = self.told.serving.filter(|(serving, _)| *serving == generation) else {
@@ -247,7 +285,8 @@ impl World {
         let Some((done, _)) = self.told.in_flight.pop_front() else { return };
         self.told.steps_done += 1;
         self.told.fruitless = 0;
-        for range in &done.rows {
+        self.verdicts.remove(&done.kind.layer);
+        for range in done.rows.iter().filter(|range| range.key != RequestKey::TRIAL) {
             let caller = &mut self.callers[range.key.0 as usize - 1];
             if caller.is_answered {
                 continue;
@@ -272,6 +311,7 @@ impl World {
             return;
         }
         self.seen.faults += 1;
+        (self.told.is_replaced, self.told.is_replacement) = (false, false);
         let told = &mut self.told;
         let lived = told.ready_at.map_or(Duration::ZERO, |ready| self.now.since(ready));
         told.unready += u32::from(told.ready_at.is_none());
@@ -289,8 +329,10 @@ impl World {
         (told.serving, told.ready_at, told.steps_done) = (None, None, 0);
         let lost: Vec<_> = told.in_flight.drain(..).collect();
         self.seen.steps_lost += lost.len() as u64;
+        self.trials_lost += lost.iter().filter(|(step, _)| is_trial(step)).count() as u32;
         let mut keys: Vec<RequestKey> =
             lost.iter().flat_map(|(step, _)| step.rows.iter().map(|range| range.key)).collect();
+        keys.retain(|key| *key != RequestKey::TRIAL);
         keys.sort_unstable();
         keys.dedup();
         for key in &keys {

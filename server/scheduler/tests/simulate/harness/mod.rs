@@ -34,12 +34,16 @@ pub struct Seen {
     drains: u64,
     drains_timed_out: u64,
     gave_up: u64,
+    replacements: u64,
+    other_weights: u64,
+    trials: u64,
+    layers_blamed: u64,
 }
 
 impl Seen {
     /// Each count with its name.
     #[allow(dead_code, reason = "the example prints them all instead")]
-    pub fn all(&self) -> [(&'static str, u64); 16] {
+    pub fn all(&self) -> [(&'static str, u64); 20] {
         [
             ("answers", self.answers),
             ("split requests answered", self.split_requests_answered),
@@ -57,6 +61,10 @@ impl Seen {
             ("drains", self.drains),
             ("drains timed out", self.drains_timed_out),
             ("gave up", self.gave_up),
+            ("replacements", self.replacements),
+            ("expected other weights", self.other_weights),
+            ("trials", self.trials),
+            ("layers blamed", self.layers_blamed),
         ]
     }
 }
@@ -175,5 +183,9 @@ impl Seen {
         sum.drains += self.drains;
         sum.drains_timed_out += self.drains_timed_out;
         sum.gave_up += self.gave_up;
+        sum.replacements += self.replacements;
+        sum.other_weights += self.other_weights;
+        sum.trials += self.trials;
+        sum.layers_blamed += self.layers_blamed;
     }
 }

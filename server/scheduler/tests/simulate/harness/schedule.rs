@@ -13,7 +13,14 @@ use super::shares::MIN_CLOSED_LOOPS;
 #[derive(Clone, Copy, Debug)]
 pub enum Input {
     /// A caller submits a request.
-    Submit { client: u64, kind: usize, tokens: usize, deadline_millis: Option<u64>, is_poison: bool },
+    Submit {
+        client: u64,
+        kind: usize,
+        tokens: usize,
+        deadline_millis: Option<u64>,
+        is_poison: bool,
+        is_pinned: bool,
+    },
     /// One of the callers that wait for an answer leaves.
     Leave { which: usize },
     /// A drain is requested.
@@ -36,6 +43,8 @@ pub enum Input {
     NextFormFails,
     /// The next generation has other weights.
     NewWeights,
+    /// Other weights are loaded, and the generation is to be replaced.
+    Replace,
     /// Events of an ended generation arrive late.
     StaleNews,
     /// A client sends its next request as soon as one is answered.
@@ -52,6 +61,8 @@ pub struct Schedule {
     pub config: Config,
     pub max_queued_tokens: usize,
     pub kinds: Vec<StepKind>,
+    /// A layer of which every step ends its generation.
+    pub broken: Option<LayerId>,
     pub inputs: Vec<Input>,
 }
 
@@ -101,6 +112,7 @@ fn anything(random: &mut Random, seed: u64) -> Schedule {
     let limit = config.max_tokens_per_step as u64;
     let fault_rate = random.choose(&[0, 1, 3, 8]);
     let poison_rate = random.choose(&[0, 0, 0, 2, 20, 100]);
+    let pinned_rate = random.choose(&[0, 0, 30]);
     let deadline_rate = random.choose(&[0, 30, 60]);
     let patience = random.choose(&[1, 20, 3_000, 60_000]);
     let submit_rate = random.choose(&[10, 20, 40]);
@@ -118,13 +130,15 @@ fn anything(random: &mut Random, seed: u64) -> Schedule {
                 tokens: random.between(1, largest) as usize,
                 deadline_millis: random.chance(deadline_rate).then(|| random.between(1, patience)),
                 is_poison: random.chance(poison_rate),
+                is_pinned: random.chance(pinned_rate),
             }
         } else {
             other(random, fault_rate)
         });
     }
     let max_queued_tokens = random.choose(&[1, 16, 64, 1000]) * config.max_tokens_per_step;
-    Schedule { config, max_queued_tokens, kinds: kinds(kind_count), inputs }
+    let broken = random.chance(5).then_some(LayerId(0));
+    Schedule { config, max_queued_tokens, kinds: kinds(kind_count), broken, inputs }
 }
 
 fn other(random: &mut Random, fault_rate: u64) -> Input {
@@ -144,7 +158,8 @@ fn other(random: &mut Random, fault_rate: u64) -> Input {
         110..130 => Input::Ready,
         130..160 => Input::Experts,
         160..190 => Input::Done,
-        190..196 => Input::Leave { which: random.between(0, 30) as usize },
+        190..194 => Input::Leave { which: random.between(0, 30) as usize },
+        194 | 195 => Input::Replace,
         196 => Input::NewWeights,
         197 => Input::StaleNews,
         198 => Input::Drain { timeout_millis: random.choose(&[0, 1, 50, 3_000, 30_000]) },
@@ -175,7 +190,7 @@ fn shared_backlog(random: &mut Random, seed: u64) -> Schedule {
         }
     }
     inputs.extend(vec![Input::Round; 200]);
-    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(kind_count), inputs }
+    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(kind_count), broken: None, inputs }
 }
 
 /// Clients that send their next request when the last one is answered.
@@ -188,7 +203,7 @@ fn shared_closed_loop(random: &mut Random, seed: u64) -> Schedule {
         inputs.push(Input::ClosedLoop { client, kind: 0, tokens: random.choose(&[smallest, 32, 64]) });
     }
     inputs.extend(vec![Input::Round; 400]);
-    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), inputs }
+    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
 }
 
 /// Hundreds of clients with one request each.
@@ -197,8 +212,15 @@ fn crowd(random: &mut Random, seed: u64) -> Schedule {
     let mut inputs = vec![Input::UntilAsleep, Input::Ready, Input::UntilAsleep];
     for client in 1..=random.between(100, 300) {
         let tokens = random.choose(&[1, 1, 5, 16]);
-        inputs.push(Input::Submit { client, kind: 0, tokens, deadline_millis: None, is_poison: false });
+        inputs.push(Input::Submit {
+            client,
+            kind: 0,
+            tokens,
+            deadline_millis: None,
+            is_poison: false,
+            is_pinned: false,
+        });
     }
     inputs.extend(vec![Input::Round; 20]);
-    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), inputs }
+    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
 }

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use expertd_scheduler::{Action, Delivery, RequestKey, Time};
 use expertd_types::{StepId, WeightVersion};
 
+use super::check_steps::is_trial;
 use super::ranks::{Event, RankStep, Ranks};
 use super::world::World;
 
@@ -121,6 +122,8 @@ impl World {
             Event::Ready(generation, version) => {
                 if self.step_loop.generation() == Some(*generation) {
                     self.told.serving = Some((*generation, *version));
+                    self.told.version = Some(*version);
+                    self.told.is_replacement = false;
                     self.told.ready_at = Some(self.now);
                     self.told.has_served = true;
                     self.told.unready = 0;
@@ -169,6 +172,7 @@ impl World {
                 }
             }
             Action::EndGroup { generation } => {
+                self.note_replaced(generation)?;
                 if let Some(ranks) = self.ranks.take_if(|ranks| ranks.generation == generation) {
                     let last = ranks.steps.back().map(|step| step.step.id);
                     self.last_step = Some((generation, last.unwrap_or(StepId(1))));
@@ -213,8 +217,8 @@ impl World {
             step.ok_or_else(|| format!("step {id} is launched but is not the newest step in flight"))?;
         self.check_step(&step)?;
         self.dropped_tokens = 0;
-        let mut is_poison = false;
-        for range in &step.rows {
+        let mut is_poison = self.schedule.broken == Some(step.kind.layer);
+        for range in step.rows.iter().filter(|range| range.key != RequestKey::TRIAL) {
             let caller = &mut self.callers[range.key.0 as usize - 1];
             caller.begun = range.rows.end;
             is_poison |= caller.is_poison;
@@ -227,6 +231,7 @@ impl World {
             }
         }
         self.seen.steps += 1;
+        self.seen.trials += u64::from(is_trial(&step));
         self.told.in_flight.push_back((step.clone(), false));
         if let Some(ranks) = &mut self.ranks {
             ranks.steps.push_back(RankStep { step, is_poison, experts_ended: false, is_done: false });

@@ -1,13 +1,13 @@
 //! The world around the step loop: its callers, its ranks, and time. Its thread is in `thread.rs`.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
 use std::time::Duration;
 
 use expertd_scheduler::{
     ClientKey, End, Inbox, Refusal, RequestKey, ServiceState, Step, StepKind, StepLoop, Submission, Time,
 };
-use expertd_types::{Generation, StepId, WeightVersion};
+use expertd_types::{Generation, LayerId, StepId, WeightVersion};
 
 use super::Seen;
 use super::callers::Caller;
@@ -21,6 +21,11 @@ use super::thread::Turn;
 pub(super) struct Told {
     /// The generation that serves.
     pub(super) serving: Option<(Generation, WeightVersion)>,
+    /// The last version that served.
+    pub(super) version: Option<WeightVersion>,
+    /// Whether the present generation is to be replaced, and whether the next one replaces it without a fault.
+    pub(super) is_replaced: bool,
+    pub(super) is_replacement: bool,
     pub(super) ready_at: Option<Time>,
     pub(super) has_served: bool,
     pub(super) steps_done: u64,
@@ -47,6 +52,8 @@ pub struct World {
     pub(super) ranks: Option<Ranks>,
     pub(super) next_form_fails: bool,
     pub(super) weights: u64,
+    /// The version that the next submitted request expects.
+    pinned: Option<WeightVersion>,
     pub(super) last_step: Option<(Generation, StepId)>,
     pub(super) told: Told,
     /// Whether the inbox was told to admit requests, and that a generation serves.
@@ -63,6 +70,10 @@ pub struct World {
     /// Whether a generation became ready before all decided actions were carried out.
     pub(super) is_just_ready: bool,
     pub(super) shares: Shares,
+    /// Poisoned requests of each layer since its last complete step.
+    pub(super) verdicts: BTreeMap<LayerId, u32>,
+    /// Trials that ended their generations.
+    pub(super) trials_lost: u32,
     /// Whether clients send no further requests.
     pub(super) is_over: bool,
     trace: Option<String>,
@@ -83,6 +94,7 @@ impl World {
             ranks: None,
             next_form_fails: false,
             weights: 1,
+            pinned: None,
             last_step: None,
             told: Told::default(),
             is_told_open: false,
@@ -95,6 +107,8 @@ impl World {
             dropped_tokens: 0,
             is_just_ready: false,
             shares: Shares::default(),
+            verdicts: BTreeMap::new(),
+            trials_lost: 0,
             is_over: false,
             trace: traced.then(|| format!("{:#?}\n", schedule.config)),
             seen: Seen::default(),
@@ -123,8 +137,9 @@ impl World {
 
     fn apply(&mut self, input: Input) -> Result<(), String> {
         match input {
-            Input::Submit { client, kind, tokens, deadline_millis, is_poison } => {
+            Input::Submit { client, kind, tokens, deadline_millis, is_poison, is_pinned } => {
                 let deadline = deadline_millis.map(|millis| self.now + Duration::from_millis(millis));
+                self.pinned = self.told.version.filter(|_| is_pinned);
                 self.submit(client, kind, tokens, deadline, is_poison, false)?;
             }
             Input::Leave { which } => {
@@ -146,6 +161,11 @@ impl World {
             Input::Fault { is_load } => self.ranks_fail("a fault of the schedule", is_load),
             Input::NextFormFails => self.next_form_fails = true,
             Input::NewWeights => self.weights += 1,
+            Input::Replace => {
+                self.weights += 1;
+                self.step_loop.replace_group();
+                self.told.is_replaced |= self.step_loop.generation().is_some();
+            }
             Input::StaleNews => self.stale_news(),
             Input::ClosedLoop { client, kind, tokens } => {
                 self.submit(client, kind, tokens, None, false, true)?;
@@ -169,7 +189,9 @@ impl World {
         is_closed_loop: bool,
     ) -> Result<(), String> {
         let kind = self.schedule.kinds[kind];
-        let submission = Submission { client: ClientKey(client), kind, tokens, deadline };
+        let expected = self.pinned.take();
+        let submission =
+            Submission { client: ClientKey(client), kind, tokens, deadline, expected_version: expected };
         let queued = self.inbox.queued_tokens();
         let index = self.callers.len();
         match self.inbox.submit(self.now, submission, index) {
@@ -187,6 +209,7 @@ impl World {
                     deadline,
                     admitted: self.now,
                     is_poison,
+                    expected,
                     is_closed_loop,
                     left: None,
                     is_received: false,

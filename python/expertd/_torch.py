@@ -1,4 +1,4 @@
-"""The service behind a model's modules, and the operator that calls it."""
+"""A service behind the modules of a model in torch, and the operator that calls it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._client import Client, Credentials, RetryPolicy
-from .._errors import UnsupportedError
+from ._client import Client, Credentials, RetryPolicy
+from ._errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from .._native import Model, MoeLayer
+    from ._native import Model, MoeLayer
 
 # A rank that died is replaced within seconds; reading a large checkpoint again takes minutes.
 _RETRY = RetryPolicy(max_attempts=1_000, max_pause=2.0, max_elapsed=600.0)

@@ -1,0 +1,33 @@
+"""vLLM with remote experts: a general plugin of vLLM.
+
+    EXPERTD_ADDRESS=unix:/run/expertd.sock vllm serve path/to/checkpoint
+
+vLLM loads the plugin in each of its processes, through the entry point group `vllm.general_plugins`. Without `EXPERTD_ADDRESS`
+the plugin does nothing. `docs/vllm.md` has the details.
+"""
+
+from __future__ import annotations
+
+from ._settings import Settings
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Makes the routed experts of the models that this process loads remote, if `EXPERTD_ADDRESS` is set.
+
+    Raises:
+        UnsupportedError: this version of vLLM was not tried.
+    """
+    settings = Settings.from_environment()
+    if settings is None:
+        return
+    import vllm
+
+    from ._versions import refuse_other_versions
+
+    refuse_other_versions(vllm.__version__, settings.any_version)
+
+    from ._install import install
+
+    install()

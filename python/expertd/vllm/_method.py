@@ -1,0 +1,60 @@
+"""How an MoE layer of vLLM computes its routed experts if they are remote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+from ._connection import vllm_experts
+
+
+class RemoteExpertsMethod(FusedMoEMethodBase):
+    """A method without weights. vLLM's gate chooses and weighs experts, and the service applies the choice.
+
+    vLLM adds shared experts and multiplies by scaling factors itself.
+    """
+
+    def __init__(self, moe: FusedMoEConfig, connection: int, layer: int) -> None:
+        super().__init__(moe)
+        self.connection = connection
+        self.layer = layer
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Allocates nothing."""
+
+    def maybe_roundup_sizes(
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: FusedMoEParallelConfig,
+    ) -> tuple[int, int]:
+        """Rows are sent as they are; no kernel needs larger sizes."""
+        return hidden_size, intermediate_size_per_partition
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
+        return None
+
+    def apply(
+        self,
+        layer: torch.nn.Module,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """Rows `[tokens, hidden]`, weights and ids `[tokens, k]`; the result has the shape and dtype of the rows."""
+        return vllm_experts(x, topk_ids, topk_weights, self.connection, self.layer)

@@ -1,0 +1,52 @@
+"""Settings of the plugin. They come from the environment, because vLLM passes no arguments to plugins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .._client import Credentials
+
+_FLAGS = {"": False, "0": False, "false": False, "1": True, "true": True}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says.
+
+    Attributes:
+        address: the service, `HOST:PORT` or `unix:/PATH` (`EXPERTD_ADDRESS`).
+        credentials: certificates and token (`EXPERTD_CLIENT_CA`, `…_CERT`, `…_KEY`, `…_SERVER_NAME`, `…_TOKEN_FILE`).
+        check_weights: compare the weights' fingerprints (`EXPERTD_CHECK_WEIGHTS`, by default 1).
+        any_version: accept versions of vLLM that were not tried (`EXPERTD_VLLM_ANY_VERSION`, by default 0).
+    """
+
+    address: str
+    credentials: Credentials | None = None
+    check_weights: bool = True
+    any_version: bool = False
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings | None:
+        """The settings; None if `EXPERTD_ADDRESS` is not set or empty."""
+        address = environment.get("EXPERTD_ADDRESS", "")
+        if not address:
+            return None
+        names = ("ca", "cert", "key", "server_name", "token_file")
+        given = {name: environment.get(f"EXPERTD_CLIENT_{name.upper()}") or None for name in names}
+        return cls(
+            address,
+            Credentials(**given) if any(given.values()) else None,
+            _flag(environment, "EXPERTD_CHECK_WEIGHTS", True),
+            _flag(environment, "EXPERTD_VLLM_ANY_VERSION", False),
+        )
+
+
+def _flag(environment: Mapping[str, str], name: str, default: bool) -> bool:
+    found = environment.get(name)
+    if found is None:
+        return default
+    if found.lower() not in _FLAGS:
+        raise ValueError(f"{name} is {found!r}; expected 0 or 1")
+    return _FLAGS[found.lower()]

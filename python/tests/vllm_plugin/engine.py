@@ -1,0 +1,78 @@
+"""Runs vLLM in a process of its own: `python engine.py JOBS.json ANSWERS.json`.
+
+A job is a model to load and generate from, with its experts in vLLM or at a service. Each answer has the tokens and what the
+engine held and sent.
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+
+
+def expert_bytes(model):
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return sum(t.nbytes for name, t in tensors if "experts." in name and "shared" not in name and t.is_floating_point())
+
+
+def count(calls, kill_at, victim):
+    """Counts calls of services; call number `kill_at` first kills the process `victim`."""
+    from expertd._torch import Remote
+
+    original = Remote.forward
+
+    def forward(self, *arguments, **options):
+        calls.append(arguments[1].shape[0])
+        if len(calls) == kill_at:
+            os.kill(victim, signal.SIGKILL)
+        return original(self, *arguments, **options)
+
+    Remote.forward = forward
+    return lambda: setattr(Remote, "forward", original)
+
+
+def run(job):
+    os.environ["EXPERTD_ADDRESS"] = job.get("address") or ""
+    import vllm
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    calls = []
+    restore = count(calls, job.get("kill_at"), job.get("victim"))
+    try:
+        llm = vllm.LLM(
+            job["folder"],
+            dtype="float32",
+            skip_tokenizer_init=True,
+            max_model_len=128,
+            max_num_batched_tokens=256,
+            enable_prefix_caching=False,
+            enforce_eager=job.get("eager", True),
+            **job.get("options", {}),
+        )
+        loading = len(calls)
+        # With the engine in a process of its own, this process sees neither its model nor its calls.
+        in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+        held = llm.apply_model(expert_bytes)[0] if in_process else None
+        params = vllm.SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False)
+        out = llm.generate([{"prompt_token_ids": p} for p in job["prompts"]], params, use_tqdm=False)
+        answer = {
+            "tokens": [list(o.outputs[0].token_ids) for o in out],
+            "expert_bytes": held,
+            "calls": calls[loading:],
+        }
+        del llm
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        restore()
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return answer
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1]) as jobs:
+        answers = [run(job) for job in json.load(jobs)]
+    with open(sys.argv[2], "w") as out:
+        json.dump(answers, out)

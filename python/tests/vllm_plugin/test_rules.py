@@ -1,0 +1,155 @@
+"""What the plugin accepts and refuses. These tests need neither vLLM nor torch."""
+
+import types
+
+import pytest
+
+import expertd
+from expertd.vllm import register
+from expertd.vllm._check import check_engine, check_layer, check_layers, check_model, is_expert_tensor
+from expertd.vllm._settings import Settings
+from expertd.vllm._versions import TRIED, refuse_other_versions
+
+of = types.SimpleNamespace
+
+
+def test_without_an_address_the_plugin_does_nothing(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "vllm", None)
+    for address in (None, ""):
+        if address is None:
+            monkeypatch.delenv("EXPERTD_ADDRESS", raising=False)
+        else:
+            monkeypatch.setenv("EXPERTD_ADDRESS", address)
+        register()
+    monkeypatch.setenv("EXPERTD_ADDRESS", "unix:/run/expertd.sock")
+    with pytest.raises(ImportError):
+        register()
+
+
+def test_settings_come_from_the_environment():
+    assert Settings.from_environment({}) is None
+    assert Settings.from_environment({"EXPERTD_ADDRESS": "a:1"}) == Settings("a:1")
+    given = {
+        "EXPERTD_ADDRESS": "a:1",
+        "EXPERTD_CLIENT_CA": "ca.pem",
+        "EXPERTD_CLIENT_TOKEN_FILE": "token",
+        "EXPERTD_CHECK_WEIGHTS": "0",
+        "EXPERTD_VLLM_ANY_VERSION": "1",
+    }
+    found = Settings.from_environment(given)
+    assert found == Settings("a:1", expertd.Credentials(ca="ca.pem", token_file="token"), False, True)
+    with pytest.raises(ValueError, match="EXPERTD_CHECK_WEIGHTS is 'maybe'"):
+        Settings.from_environment({"EXPERTD_ADDRESS": "a:1", "EXPERTD_CHECK_WEIGHTS": "maybe"})
+
+
+def test_other_versions_are_refused_by_name():
+    for version in TRIED:
+        refuse_other_versions(version, any_version=False)
+        refuse_other_versions(f"{version}+cpu", any_version=False)
+    for version in ("0.31.9", "0.32.1", "0.32.0rc1", "0.32.0.dev3+g1", "1.0", "dev"):
+        with pytest.raises(expertd.UnsupportedError, match=version.replace("+", r"\+")):
+            refuse_other_versions(version, any_version=False)
+        refuse_other_versions(version, any_version=True)
+
+
+@pytest.mark.parametrize(
+    "name, remote",
+    [
+        ("model.layers.0.mlp.experts.3.gate_proj.weight", True),
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", True),
+        ("model.layers.0.block_sparse_moe.experts.11.w2.weight_scale_inv", True),
+        ("layers.0.ffn.experts.1.w1.weight", True),
+        ("language_model.model.layers.0.feed_forward.experts.down_proj", True),
+        ("model.layers.2.mlp.experts.3.gate_proj.weight", False),
+        ("model.layers.0.mlp.shared_experts.gate_proj.weight", False),
+        ("model.layers.0.mlp.shared_expert.gate_proj.weight", False),
+        ("model.layers.0.mlp.gate.weight", False),
+        ("model.layers.0.mlp.gate.e_score_correction_bias", False),
+        ("model.layers.0.mlp.experts.e_score_correction_bias", False),
+        ("model.embed_tokens.weight", False),
+    ],
+)
+def test_tensors_of_remote_experts_are_told_by_name(name, remote):
+    assert is_expert_tensor(name, {0, 1}) is remote
+
+
+def engine(**changes):
+    parallel = dict(
+        data_parallel_size=1,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        prefill_context_parallel_size=1,
+        enable_eplb=False,
+    )
+    whole = dict(lora_config=None, speculative_config=None)
+    load_format, mode = changes.pop("load_format", "auto"), changes.pop("cudagraph_mode", "NONE")
+    for name, value in changes.items():
+        (parallel if name in parallel else whole)[name] = value
+    return of(
+        parallel_config=of(**parallel),
+        load_config=of(load_format=load_format),
+        compilation_config=of(cudagraph_mode=of(name=mode)),
+        **whole,
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(data_parallel_size=2), "data parallelism"),
+        (dict(tensor_parallel_size=2), "tensor parallelism"),
+        (dict(pipeline_parallel_size=2), "pipeline parallelism"),
+        (dict(prefill_context_parallel_size=2), "prefill context parallelism"),
+        (dict(enable_eplb=True), "EPLB"),
+        (dict(lora_config=of()), "LoRA"),
+        (dict(speculative_config=of()), "speculative decoding"),
+        (dict(load_format="tensorizer"), "'tensorizer'"),
+        (dict(cudagraph_mode="PIECEWISE"), "--enforce-eager"),
+    ],
+)
+def test_what_was_not_tried_is_refused(changes, words):
+    check_engine(engine(), cpu=False)
+    with pytest.raises(expertd.UnsupportedError, match=words):
+        check_engine(engine(**changes), cpu=False)
+
+
+def test_a_processor_captures_no_graphs():
+    check_engine(engine(cudagraph_mode="PIECEWISE"), cpu=True)
+
+
+LAYERS = [of(layer=n, num_experts=8, top_k=2, expert_width=64) for n in (1, 2)]
+SERVED = of(family="mixtral", hidden=128, moe_layers=LAYERS)
+
+
+def moe(**changes):
+    return of(**{**dict(num_experts=8, experts_per_token=2, intermediate_size=64, hidden_dim=128), **changes})
+
+
+def test_a_service_with_the_same_model_is_accepted():
+    config = of(model_type="mixtral")
+    check_model(of(hf_config=config, hf_text_config=config, get_hidden_size=lambda: 128), SERVED)
+    assert check_layer("model.layers.2.mlp.experts", moe(), 0, SERVED) is LAYERS[1]
+    check_layers({1, 2}, SERVED)
+
+
+def test_a_service_with_another_model_is_refused():
+    for family, hidden, words in (("olmoe", 128, "family mixtral"), ("mixtral", 64, "hidden size 128")):
+        config = of(model_type=family)
+        with pytest.raises(expertd.ModelMismatchError, match=words):
+            check_model(of(hf_config=config, hf_text_config=config, get_hidden_size=lambda: hidden), SERVED)
+    for prefix, changes, words in (
+        ("model.layers.0.mlp.experts", dict(), r"MoE layers \[1, 2\]"),
+        ("model.layers.1.mlp.experts", dict(num_experts=9), "num_experts 9"),
+        ("model.layers.1.mlp.experts", dict(experts_per_token=3), "top_k 3"),
+        ("model.layers.1.mlp.experts", dict(intermediate_size=65), "expert_width 65"),
+        ("model.layers.1.mlp.experts", dict(hidden_dim=64), "hidden size 64"),
+    ):
+        with pytest.raises(expertd.ModelMismatchError, match=words):
+            check_layer(prefix, moe(**changes), 0, SERVED)
+    for layers in (set(), {1}, {1, 2, 3}):
+        with pytest.raises(expertd.ModelMismatchError, match=r"MoE layers \[1, 2\]"):
+            check_layers(layers, SERVED)
+    with pytest.raises(expertd.UnsupportedError, match="2 shared experts"):
+        check_layer("model.layers.1.mlp.experts", moe(), 2, SERVED)
+    with pytest.raises(expertd.UnsupportedError, match="no decoder layer's number"):
+        check_layer("moe.experts", moe(), 0, SERVED)

@@ -1,0 +1,67 @@
+//! `expertd reload`: lets a running service load other weights.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+use expertd_proto::v1::{ReloadRequest, ReloadResponse};
+use serde_json::json;
+
+use super::admin::{AdminAddress, call_error};
+use super::client::ClientError;
+
+/// Load other weights of the same shape into a running service, without failing a call
+///
+/// The new weights are loaded beside the present ones, which serve meanwhile. Then requests wait for a moment until the new
+/// ones serve. On an error the present ones go on. Exits with status 0 once the new weights serve, with 1 if they do not.
+#[derive(Args, Clone, Debug)]
+pub struct ReloadArgs {
+    /// Directory of the checkpoint [default: the one that the service was started with]
+    #[arg(long, value_name = "DIR")]
+    pub model: Option<PathBuf>,
+    /// Address of Admin.
+    #[command(flatten)]
+    pub admin: AdminAddress,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Reloads the weights of a service.
+///
+/// # Errors
+/// If the service does not answer, or the new weights do not serve.
+pub async fn reload(args: &ReloadArgs) -> Result<ReloadResponse, ClientError> {
+    let mut admin = args.admin.connect().await?;
+    // The service has its own working directory.
+    let model = args.model.as_ref().map(|path| path.canonicalize().unwrap_or_else(|_| path.clone()));
+    let model = model.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
+    match admin.reload(ReloadRequest { model }).await {
+        Ok(response) => Ok(response.into_inner()),
+        Err(status) => Err(call_error("Reload", &args.admin.shown(), status)),
+    }
+}
+
+/// Reloads the weights of a service and prints the result.
+///
+/// # Errors
+/// As [`reload`].
+pub async fn run(args: ReloadArgs) -> Result<ExitCode, ClientError> {
+    let ReloadResponse { weight_version, weight_fingerprint, load_seconds, pause_seconds } =
+        reload(&args).await?;
+    if args.json {
+        let value = json!({
+            "weight_version": weight_version,
+            "weight_fingerprint": weight_fingerprint,
+            "load_seconds": load_seconds,
+            "pause_seconds": pause_seconds,
+        });
+        println!("{value}");
+    } else {
+        println!(
+            "weight version {weight_version}, {weight_fingerprint}: loaded in {load_seconds:.1} s, requests waited for \
+             {pause_seconds:.2} s"
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,152 @@
+//! The check of a checkpoint that a running service is to load.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use expertd_ipc::control::CheckpointSource;
+use expertd_model::ModelSpec;
+use expertd_rank::share::ExpertShare;
+use expertd_router::cluster::WeightHolder;
+use expertd_router::steps::ReloadContext;
+use expertd_types::{Coverage, Rank, WeightFingerprint};
+use serde_json::Value;
+
+/// Memory that must stay free beside both sets of weights, in bytes.
+const RESERVE: u64 = 256 << 20;
+
+/// Checks that the checkpoint in `folder`, or in the folder of the present one, has the shape of the present one and fits
+/// into memory beside it. Its weights are read in a process of its own.
+pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<CheckpointSource, String> {
+    let present = &context.checkpoint;
+    let folder = folder.unwrap_or(&present.folder);
+    let found = inspect(folder, present)?;
+    if let Some(difference) = difference(&context.spec, &found.model, String::new()) {
+        return Err(format!(
+            "{}: the checkpoint has another shape than the present one: {difference}; start a service of its own for it",
+            folder.display()
+        ));
+    }
+    if context.weights == WeightHolder::Router {
+        let spec: ModelSpec = serde_json::from_value(found.model)
+            .map_err(|error| format!("cannot read the description of the checkpoint: {error}"))?;
+        let share = |rank| ExpertShare::of_rank(Rank(rank), context.ranks as usize).bytes(&spec);
+        let bytes: u64 = (0..context.ranks).map(share).sum();
+        // Packed matrices are padded.
+        let needed = bytes + bytes / 16 + RESERVE;
+        if let Some(available) = available_memory().filter(|available| *available < needed) {
+            return Err(format!(
+                "{} MiB of memory are available, and the new weights beside the present ones need {} MiB; stop other \
+                 processes, or restart the service with the new checkpoint",
+                available >> 20,
+                needed >> 20
+            ));
+        }
+    }
+    Ok(CheckpointSource { folder: folder.to_owned(), fingerprint: found.fingerprint, ..present.clone() })
+}
+
+/// What `expertd inspect` says of a checkpoint.
+struct Inspected {
+    model: Value,
+    fingerprint: WeightFingerprint,
+}
+
+fn inspect(folder: &Path, present: &CheckpointSource) -> Result<Inspected, String> {
+    let mut command = Command::new("/proc/self/exe");
+    command.args(["--log", "off", "inspect", "--json", "--layers", &present.layers.to_string()]);
+    if present.fingerprint.coverage == Coverage::Whole {
+        command.arg("--verify-weights");
+    }
+    let output = command.arg(folder).stdin(Stdio::null()).output();
+    let output = output.map_err(|error| format!("cannot start `expertd inspect`: {error}"))?;
+    if !output.status.success() {
+        let text = String::from_utf8_lossy(&output.stderr);
+        let text = text.trim().trim_start_matches("expertd inspect: ");
+        return Err(if text.is_empty() {
+            format!("{}: the check of the checkpoint ended with {}", folder.display(), output.status)
+        } else {
+            text.to_owned()
+        });
+    }
+    let unreadable = |what: &str| format!("`expertd inspect` printed no {what} for {}", folder.display());
+    let mut value: Value = serde_json::from_slice(&output.stdout).map_err(|_| unreadable("JSON"))?;
+    let fingerprint = value["weight_fingerprint"].as_str().and_then(|text| text.parse().ok());
+    let fingerprint = fingerprint.ok_or_else(|| unreadable("fingerprint"))?;
+    Ok(Inspected { model: value["model"].take(), fingerprint })
+}
+
+/// The first difference between two descriptions of models, in words.
+fn difference(present: &Value, new: &Value, path: String) -> Option<String> {
+    match (present, new) {
+        (Value::Object(present), Value::Object(new)) => present.iter().find_map(|(name, value)| {
+            let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+            difference(value, new.get(name).unwrap_or(&Value::Null), path)
+        }),
+        (Value::Array(present), Value::Array(new)) if present.len() == new.len() => (0..)
+            .zip(present.iter().zip(new))
+            .find_map(|(i, (present, new)): (usize, _)| difference(present, new, format!("{path}[{i}]"))),
+        (Value::Array(present), Value::Array(new)) => {
+            Some(format!("{path} has {} entries, expected {}", new.len(), present.len()))
+        }
+        _ if present == new => None,
+        _ => Some(format!("{path} is {new}, expected {present}")),
+    }
+}
+
+/// Memory that processes of this service can still take, in bytes, if the system reports it.
+fn available_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let available = line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()? << 10;
+    let number = |name: &str| {
+        let text = std::fs::read_to_string(Path::new("/sys/fs/cgroup").join(name)).ok()?;
+        text.trim().parse::<u64>().ok()
+    };
+    // Page cache counts as used in a control group, and can be reclaimed.
+    let limit = number("memory.max").zip(number("memory.current"));
+    let group = limit.map(|(max, current)| max.saturating_sub(current.saturating_sub(reclaimable())));
+    Some(group.map_or(available, |group| group.min(available)))
+}
+
+fn reclaimable() -> u64 {
+    let text = std::fs::read_to_string("/sys/fs/cgroup/memory.stat").unwrap_or_default();
+    let file = |name: &str| {
+        let value = text.lines().find_map(|line| line.strip_prefix(name))?;
+        value.trim().parse::<u64>().ok()
+    };
+    file("inactive_file ").unwrap_or(0) + file("active_file ").unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use expertd_types::{LayerId, LayerRange};
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_first_difference_of_shapes_is_named() {
+        let present = json!({"hidden": 64, "layers": [null, {"experts": {"count": 8}}]});
+        assert_eq!(difference(&present, &present.clone(), String::new()), None);
+        let mut new = present.clone();
+        new["layers"][1]["experts"]["count"] = json!(16);
+        let found = difference(&present, &new, String::new()).unwrap();
+        assert_eq!(found, "layers[1].experts.count is 16, expected 8");
+        new["layers"] = json!([]);
+        assert_eq!(difference(&present, &new, String::new()).unwrap(), "layers has 0 entries, expected 2");
+    }
+
+    #[test]
+    fn a_folder_without_a_checkpoint_is_a_reason() {
+        // The test binary is not `expertd`, so the child fails in any case; a reason is given.
+        let present = CheckpointSource {
+            folder: "/nowhere".into(),
+            layers: LayerRange { first: LayerId(0), last: LayerId(0) },
+            fingerprint: WeightFingerprint { coverage: Coverage::Sampled, digest: [0; 16] },
+        };
+        let Err(reason) = inspect(Path::new("/nowhere"), &present) else { panic!("no checkpoint") };
+        assert!(!reason.is_empty());
+    }
+}

@@ -1,0 +1,104 @@
+//! Control messages that carry descriptors: a JSON line whose first byte brings them.
+
+use std::io::{self, IoSlice, IoSliceMut, Read, Write as _};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+use serde::Serialize;
+
+/// Descriptors of one message.
+const MAX_FDS: usize = 4;
+
+/// Writes one message with descriptors.
+///
+/// # Errors
+/// If the peer is gone, or there are more than 4 descriptors.
+pub fn send_with_fds<M: Serialize>(
+    mut socket: &UnixStream,
+    message: &M,
+    fds: &[BorrowedFd<'_>],
+) -> io::Result<()> {
+    let mut line = serde_json::to_vec(message)?;
+    line.push(b'\n');
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        let problem =
+            format!("cannot send {} file descriptors in one message; at most {MAX_FDS} fit", fds.len());
+        return Err(io::Error::other(problem));
+    }
+    let sent =
+        rustix::net::sendmsg(socket.as_fd(), &[IoSlice::new(&line)], &mut control, SendFlags::NOSIGNAL)?;
+    socket.write_all(&line[sent..])
+}
+
+/// Reads a control socket and keeps the descriptors that come with its bytes.
+#[derive(Debug)]
+pub struct FdReader {
+    socket: UnixStream,
+    fds: Vec<OwnedFd>,
+}
+
+impl FdReader {
+    /// Reads `socket`, of which nothing was read before by other means.
+    #[must_use]
+    pub const fn new(socket: UnixStream) -> Self {
+        FdReader { socket, fds: Vec::new() }
+    }
+
+    /// The descriptors that came so far. One read can bring several messages, so take them only after the message that
+    /// announces them.
+    pub fn take_fds(&mut self) -> Vec<OwnedFd> {
+        std::mem::take(&mut self.fds)
+    }
+}
+
+impl Read for FdReader {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let received = rustix::net::recvmsg(
+            self.socket.as_fd(),
+            &mut [IoSliceMut::new(bytes)],
+            &mut control,
+            RecvFlags::CMSG_CLOEXEC,
+        )?;
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                self.fds.extend(fds);
+            }
+        }
+        Ok(received.bytes)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::io::BufReader;
+
+    use super::*;
+    use crate::control::{receive, send};
+
+    #[test]
+    fn descriptors_come_with_their_message() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let file = tempfile::tempfile().unwrap();
+        send(&a, &"first").unwrap();
+        send_with_fds(&a, &"second", &[file.as_fd(), file.as_fd()]).unwrap();
+        send(&a, &"third").unwrap();
+        drop(a);
+        let mut reader = BufReader::new(FdReader::new(b));
+        assert_eq!(receive::<String>(&mut reader).unwrap().unwrap(), "first");
+        assert_eq!(receive::<String>(&mut reader).unwrap().unwrap(), "second");
+        assert_eq!(reader.get_mut().take_fds().len(), 2);
+        assert_eq!(receive::<String>(&mut reader).unwrap().unwrap(), "third");
+        assert_eq!(receive::<String>(&mut reader).unwrap(), None);
+        assert!(reader.get_mut().take_fds().is_empty());
+    }
+}

@@ -1,0 +1,325 @@
+//! Sets of weights, and the loaders that make them.
+
+use std::collections::VecDeque;
+use std::io::{self, BufReader};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt as _;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::{Duration, Instant};
+
+use expertd_ipc::RouterBell;
+use expertd_ipc::control::{self, CheckpointSource, FromLoader, LoaderSetup, RankWeights};
+use expertd_ipc::passing::FdReader;
+use expertd_types::{Rank, WeightVersion};
+
+use super::config::{ClusterConfig, WeightHolder};
+use super::fault::{Fault, FaultKind};
+use super::group::CHECK_INTERVAL;
+use super::process::{ChildProcess, Start};
+use crate::watchdog;
+
+/// A loader that packs nothing for this long is given up.
+const STALL_TIMEOUT: Duration = Duration::from_secs(120);
+/// How much longer a loader may be silent before its first message: the system has yet to start it.
+const START_GRACE: u32 = 10;
+
+/// A set of weights that generations can serve.
+#[derive(Debug)]
+pub struct WeightSet {
+    /// Its number.
+    pub version: WeightVersion,
+    /// The checkpoint that it comes from.
+    pub source: CheckpointSource,
+    /// Each rank's share in sealed memory; `None` where ranks load by themselves.
+    shares: Option<Vec<OwnedFd>>,
+}
+
+impl WeightSet {
+    /// A set that each rank loads by itself.
+    #[must_use]
+    pub const fn loaded_by_ranks(version: WeightVersion, source: CheckpointSource) -> Self {
+        WeightSet { version, source, shares: None }
+    }
+
+    /// Where a rank's weights come from.
+    #[must_use]
+    pub fn of_rank(&self) -> RankWeights {
+        match self.shares {
+            Some(_) => RankWeights::Held { fingerprint: self.source.fingerprint },
+            None => RankWeights::Checkpoint(self.source.clone()),
+        }
+    }
+
+    /// The memory of a rank's share.
+    #[must_use]
+    pub fn share(&self, rank: Rank) -> Option<BorrowedFd<'_>> {
+        self.shares.as_ref()?.get(rank.index()).map(OwnedFd::as_fd)
+    }
+}
+
+impl Drop for WeightSet {
+    fn drop(&mut self) {
+        if let Some(shares) = self.shares.take() {
+            release(shares);
+        }
+    }
+}
+
+/// Closes shares on a thread of its own: the system takes seconds to free hundreds of gigabytes, and the step loop must not
+/// wait for that.
+fn release(shares: Vec<OwnedFd>) {
+    let thread = std::thread::Builder::new().name("free-weights".into());
+    // Without the thread the shares are closed here.
+    let _ = thread.spawn(move || drop(shares));
+}
+
+/// How far a loader is.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LoaderView {
+    /// Its process.
+    pub pid: u32,
+    /// Bytes of the checkpoint that are packed.
+    pub loaded_bytes: u64,
+    /// Bytes of the checkpoint that it packs.
+    pub total_bytes: u64,
+}
+
+#[derive(Debug)]
+struct Member {
+    process: ChildProcess,
+    view: LoaderView,
+    share: Option<OwnedFd>,
+    has_spoken: bool,
+    /// Checks in a row without a message.
+    silent: u32,
+    /// When `loaded_bytes` last grew.
+    last_progress: Instant,
+}
+
+#[derive(Debug)]
+enum News {
+    Message(FromLoader, Vec<OwnedFd>),
+    Gone,
+}
+
+/// A set of weights that is being loaded, by one process for each rank. Dropping it kills and reaps them.
+#[derive(Debug)]
+pub struct Loading {
+    config: Arc<ClusterConfig>,
+    version: WeightVersion,
+    source: CheckpointSource,
+    members: Vec<Member>,
+    events: Receiver<(Rank, News)>,
+    heard: VecDeque<(Rank, News)>,
+    begun: Instant,
+    next_check: Instant,
+}
+
+impl Loading {
+    /// Starts the loaders. `in_background` means that a generation serves meanwhile.
+    ///
+    /// # Errors
+    /// If a process cannot be started.
+    pub fn start(
+        config: &Arc<ClusterConfig>,
+        version: WeightVersion,
+        source: CheckpointSource,
+        in_background: bool,
+        bell: &RouterBell,
+    ) -> io::Result<Self> {
+        debug_assert_eq!(config.weights, WeightHolder::Router);
+        let (sender, events) = mpsc::channel();
+        let now = Instant::now();
+        let mut members = Vec::new();
+        for rank in 0..config.shape.ranks {
+            watchdog::tick();
+            let rank = Rank(rank);
+            let setup = LoaderSetup {
+                rank,
+                ranks: config.shape.ranks,
+                checkpoint: source.clone(),
+                cores: config.cores[rank.index()].clone(),
+                threads: config.threads(rank),
+                heartbeat: config.heartbeat(),
+                in_background,
+            };
+            let start = Start { command: "loader", rank, setup: &setup, fds: &[], environment: &[] };
+            let (events, bell) = (sender.clone(), bell.clone());
+            let process = ChildProcess::spawn(&start, move |socket| read(socket, rank, &events, &bell))?;
+            let view = LoaderView { pid: process.pid(), ..LoaderView::default() };
+            members.push(Member {
+                process,
+                view,
+                share: None,
+                has_spoken: false,
+                silent: 0,
+                last_progress: now,
+            });
+        }
+        Ok(Loading {
+            config: Arc::clone(config),
+            version,
+            source,
+            members,
+            events,
+            heard: VecDeque::new(),
+            begun: now,
+            next_check: now + CHECK_INTERVAL,
+        })
+    }
+
+    /// The version that is being loaded.
+    #[must_use]
+    pub const fn version(&self) -> WeightVersion {
+        self.version
+    }
+
+    /// How far each loader is.
+    pub fn views(&self) -> impl Iterator<Item = LoaderView> {
+        self.members.iter().map(|member| member.view)
+    }
+
+    /// Collects what loaders have said, without waiting; whether there is anything for [`poll`](Self::poll).
+    pub fn collect(&mut self) -> bool {
+        self.heard.extend(self.events.try_iter());
+        !self.heard.is_empty()
+    }
+
+    /// Takes in what loaders have said, without waiting; the weights, once all of them are packed.
+    ///
+    /// # Errors
+    /// The fault of a loader. The others are of no use then.
+    pub fn poll(&mut self) -> Result<Option<WeightSet>, Fault> {
+        self.collect();
+        while let Some((rank, news)) = self.heard.pop_front() {
+            self.hear(rank, news)?;
+        }
+        if Instant::now() >= self.next_check {
+            self.check_life()?;
+        }
+        if self.members.iter().any(|member| member.share.is_none()) {
+            return Ok(None);
+        }
+        let bytes: u64 = self.members.iter().map(|member| member.view.total_bytes).sum();
+        let seconds = self.begun.elapsed().as_secs_f64();
+        tracing::info!(
+            version = self.version.0,
+            fingerprint = %self.source.fingerprint,
+            bytes,
+            seconds,
+            gigabytes_per_second = bytes as f64 / seconds / 1e9,
+            "weights are loaded"
+        );
+        let shares = self.members.iter_mut().filter_map(|member| member.share.take()).collect();
+        Ok(Some(WeightSet { version: self.version, source: self.source.clone(), shares: Some(shares) }))
+    }
+
+    fn hear(&mut self, rank: Rank, news: News) -> Result<(), Fault> {
+        let load = |message| Fault { kind: FaultKind::Load, message };
+        let member = &mut self.members[rank.index()];
+        (member.silent, member.has_spoken) = (0, true);
+        match news {
+            News::Message(FromLoader::Loading { loaded_bytes, total_bytes }, _) => {
+                if loaded_bytes > member.view.loaded_bytes {
+                    member.last_progress = Instant::now();
+                }
+                (member.view.loaded_bytes, member.view.total_bytes) = (loaded_bytes, total_bytes);
+            }
+            News::Message(FromLoader::Loaded { weight_bytes, memory_bytes }, fds) => {
+                tracing::debug!(%rank, weight_bytes, memory_bytes, "a share is packed");
+                (member.view.loaded_bytes, member.view.total_bytes) = (weight_bytes, weight_bytes);
+                member.share = fds.into_iter().next();
+                if member.share.is_none() {
+                    return Err(load(format!(
+                        "the loader of rank {rank} passed on its memory, but no descriptor arrived; raise the limit on \
+                         open files (ulimit -n)"
+                    )));
+                }
+            }
+            News::Message(FromLoader::Failed { message }, _) => {
+                return Err(load(format!("the loader of rank {rank}: {message}")));
+            }
+            News::Gone if member.share.is_some() => {}
+            News::Gone => {
+                member.process.wait_until(Instant::now() + Duration::from_millis(50));
+                member.process.kill();
+                let status = member.process.reap();
+                let how = status.map_or_else(String::new, |status| format!(" ({status})"));
+                // Reading behind the end of a mapped file that was truncated raises SIGBUS.
+                let why = match status.and_then(|status| status.signal()) {
+                    Some(SIGBUS) => "; was a file of the checkpoint truncated while it was read?",
+                    Some(SIGKILL) => "; if nothing else killed it, memory may have run out",
+                    _ => "",
+                };
+                let pid = member.view.pid;
+                return Err(load(format!("the loader of rank {rank}, process {pid}, ended{how}{why}")));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_life(&mut self) -> Result<(), Fault> {
+        self.next_check = Instant::now() + CHECK_INTERVAL;
+        let allowed = self.config.silent_checks();
+        for (rank, member) in self.members.iter_mut().enumerate().filter(|(_, m)| m.share.is_none()) {
+            member.silent += 1;
+            let grace = if member.has_spoken { 1 } else { START_GRACE };
+            let pid = member.view.pid;
+            let message = if member.silent >= allowed * grace {
+                format!("showed no life for {:?}", CHECK_INTERVAL * member.silent)
+            } else if member.last_progress.elapsed() > STALL_TIMEOUT {
+                let LoaderView { loaded_bytes, total_bytes, .. } = member.view;
+                format!("packed nothing for {STALL_TIMEOUT:?}, at {loaded_bytes} of {total_bytes} bytes")
+            } else {
+                continue;
+            };
+            let message = format!("the loader of rank {rank}, process {pid}, {message}");
+            return Err(Fault { kind: FaultKind::Load, message });
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Loading {
+    fn drop(&mut self) {
+        // All first, then wait: the kernel tears their memory down side by side.
+        for member in &mut self.members {
+            member.process.kill();
+        }
+        for member in &mut self.members {
+            member.process.reap();
+        }
+        release(self.members.iter_mut().filter_map(|member| member.share.take()).collect());
+    }
+}
+
+/// Numbers of signals, as `ExitStatusExt::signal` gives them.
+const SIGBUS: i32 = 7;
+const SIGKILL: i32 = 9;
+
+fn read(socket: UnixStream, rank: Rank, events: &Sender<(Rank, News)>, bell: &RouterBell) {
+    let mut reader = BufReader::new(FdReader::new(socket));
+    loop {
+        let news = match control::receive::<FromLoader>(&mut reader) {
+            Ok(Some(message)) => {
+                // One read may bring several messages: descriptors belong to the one that announces them.
+                let is_last = matches!(message, FromLoader::Loaded { .. });
+                let fds = if is_last { reader.get_mut().take_fds() } else { Vec::new() };
+                News::Message(message, fds)
+            }
+            Ok(None) => News::Gone,
+            Err(error) => {
+                tracing::debug!(%rank, %error, "a loader's control socket broke");
+                News::Gone
+            }
+        };
+        let last = matches!(news, News::Gone);
+        let heard = events.send((rank, news));
+        bell.bell().ring();
+        if last || heard.is_err() {
+            return;
+        }
+    }
+}

@@ -1,0 +1,242 @@
+//! Other weights come in under load, and ranks and loaders are killed and stopped in random order.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use expertd_cli::admin::AdminAddress;
+use expertd_cli::reload::{ReloadArgs, reload};
+use expertd_proto::Client;
+use expertd_proto::v1::ReloadResponse;
+use rand::rngs::SmallRng;
+use rand::{RngExt as _, SeedableRng as _};
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::task::JoinSet;
+use tonic::Code;
+
+use crate::service::{Service, loaders_of};
+use crate::weights::{Answers, checkpoint, large};
+
+/// Fewer rows than a request has: every request is split.
+const ROWS_PER_STEP: &str = "4";
+const LOST: Duration = Duration::from_secs(120);
+
+async fn reload_to(service: &Service, model: &Path) -> Result<ReloadResponse, String> {
+    let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
+    let args = ReloadArgs { model: Some(model.to_owned()), admin, json: false };
+    reload(&args).await.map_err(|error| error.to_string())
+}
+
+/// Callers who compare every answer with the weights that its receipt names.
+struct Callers {
+    stop: Arc<AtomicBool>,
+    answered: Arc<AtomicU64>,
+    workers: JoinSet<Outcome>,
+}
+
+#[derive(Default)]
+struct Outcome {
+    latencies: Vec<Duration>,
+    /// Calls that expected another version than the loaded one.
+    other_version: usize,
+}
+
+impl Callers {
+    async fn start(service: &Service, answers: &Arc<Answers>) -> Callers {
+        let stop = Arc::new(AtomicBool::new(false));
+        let answered = Arc::new(AtomicU64::new(0));
+        let mut workers = JoinSet::new();
+        for worker in 0..4 {
+            let client = Client::connect(&service.address).await.unwrap();
+            let (stop, answered, answers) = (Arc::clone(&stop), Arc::clone(&answered), Arc::clone(answers));
+            // One of them names the version that it saw last.
+            workers.spawn(call(client, answers, stop, answered, worker == 0));
+        }
+        Callers { stop, answered, workers }
+    }
+
+    /// Ends the callers; calls by latency, and how many expected another version.
+    async fn stop(self) -> Outcome {
+        self.stop.store(true, Ordering::Relaxed);
+        let mut all = Outcome::default();
+        for outcome in self.workers.join_all().await {
+            all.latencies.extend(outcome.latencies);
+            all.other_version += outcome.other_version;
+        }
+        all.latencies.sort_unstable();
+        all
+    }
+}
+
+async fn call(
+    client: Client,
+    answers: Arc<Answers>,
+    stop: Arc<AtomicBool>,
+    answered: Arc<AtomicU64>,
+    is_pinned: bool,
+) -> Outcome {
+    let mut outcome = Outcome::default();
+    let mut version = None;
+    while !stop.load(Ordering::Relaxed) {
+        let mut request = answers.request.clone();
+        request.expected_weight_version = version.filter(|_| is_pinned);
+        let begun = Instant::now();
+        match tokio::time::timeout(LOST, client.forward(request, None)).await.expect("a lost call") {
+            Ok(response) => {
+                answers.check(&response);
+                let loaded = response.receipt.unwrap().weight_version;
+                assert!(
+                    !is_pinned || version.is_none_or(|expected| expected == loaded),
+                    "{version:?}, {loaded}"
+                );
+                version = Some(loaded);
+                answered.fetch_add(1, Ordering::Relaxed);
+                outcome.latencies.push(begun.elapsed());
+            }
+            Err(status) => {
+                assert!(is_pinned && status.code() == Code::FailedPrecondition, "{status:?}");
+                outcome.other_version += 1;
+                version = None;
+            }
+        }
+    }
+    outcome
+}
+
+fn show(what: &str, outcome: &Outcome) {
+    let latencies = &outcome.latencies;
+    println!(
+        "{what}: {} answers, p50 {:.1} ms, longest call {:.0} ms; {} calls expected another version",
+        latencies.len(),
+        latencies[latencies.len() / 2].as_secs_f64() * 1e3,
+        latencies[latencies.len() - 1].as_secs_f64() * 1e3,
+        outcome.other_version
+    );
+}
+
+fn number(variable: &str, default: u64) -> u64 {
+    std::env::var(variable).map_or(default, |text| text.parse().expect("a number"))
+}
+
+/// Two checkpoints take turns; no call fails but those that expect the other version. 5 reloads, or
+/// `EXPERTD_RELOAD_ROUNDS`.
+#[tokio::test(flavor = "multi_thread")]
+async fn reloads_under_load_fail_no_call() {
+    let folder = tempfile::tempdir().unwrap();
+    let sources: [PathBuf; 2] = [1, 2].map(|seed| checkpoint(folder.path(), seed));
+    let answers = Arc::new(Answers::of(&[&sources[0], &sources[1]]).await);
+    let service = Service::start_checkpoint(&sources[0], 2, &["--max-tokens-per-step", ROWS_PER_STEP], &[]);
+    let callers = Callers::start(&service, &answers).await;
+    let (mut longest, mut fingerprint) = (0.0_f64, String::new());
+    let rounds = number("EXPERTD_RELOAD_ROUNDS", 5);
+    for round in 1..=rounds {
+        let report = reload_to(&service, &sources[(round % 2) as usize]).await.unwrap();
+        assert_eq!(report.weight_version, 1 + round, "the version counts up once");
+        assert_ne!(report.weight_fingerprint, fingerprint);
+        fingerprint = report.weight_fingerprint;
+        longest = longest.max(report.pause_seconds);
+        let before = callers.answered.load(Ordering::Relaxed);
+        while callers.answered.load(Ordering::Relaxed) < before + 8 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+    // What cannot be loaded changes nothing.
+    let other_shape = large(folder.path());
+    let refused = reload_to(&service, &other_shape).await.unwrap_err();
+    assert!(refused.contains("another shape") && refused.contains("hidden is 256, expected 64"), "{refused}");
+    let nowhere = reload_to(&service, &folder.path().join("nowhere")).await.unwrap_err();
+    assert!(nowhere.contains("config.json"), "{nowhere}");
+    let outcome = callers.stop().await;
+    show(&format!("{rounds} reloads, longest pause {:.0} ms", longest * 1e3), &outcome);
+    let client = Client::connect(&service.address).await.unwrap();
+    let model = client.model("").await.unwrap();
+    assert_eq!((model.weight_version, model.weight_fingerprint), (1 + rounds, fingerprint));
+}
+
+/// A reload whose loader is killed leaves the earlier weights serving, and says why.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reload_that_fails_leaves_the_earlier_weights() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = large(folder.path());
+    let service = Service::start_checkpoint(&path, 2, &[], &[]);
+    let reloading = reload_to(&service, &path);
+    let killing = async {
+        let loader = loop {
+            if let Some(loader) = loaders_of(service.pid()).first() {
+                break *loader;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        };
+        signal(loader, Signal::KILL);
+    };
+    let (reloaded, ()) = tokio::join!(reloading, killing);
+    let reason = reloaded.unwrap_err();
+    assert!(reason.contains("the loader of rank 0"), "{reason}");
+    let client = Client::connect(&service.address).await.unwrap();
+    let model = client.model("").await.unwrap();
+    assert_eq!((model.weight_version, model.generation), (1, 1));
+    let report = reload_to(&service, &path).await.unwrap();
+    assert_eq!(report.weight_version, 2);
+    assert_eq!(report.weight_fingerprint, model.weight_fingerprint);
+}
+
+/// Sends a signal to a process that may have ended.
+fn signal(pid: u32, signal: Signal) {
+    let _ = kill_process(Pid::from_raw(pid as i32).unwrap(), signal);
+}
+
+/// Ranks and loaders are killed and stopped in random order while weights are reloaded: no call fails, no answer is
+/// wrong. 10 s, or `EXPERTD_CHAOS_SECONDS`; the seed is printed, and `EXPERTD_CHAOS_SEED` sets it.
+#[tokio::test(flavor = "multi_thread")]
+async fn chaos_among_ranks_and_loaders_fails_no_call() {
+    let seed = number("EXPERTD_CHAOS_SEED", u64::from(std::process::id()));
+    let until = Instant::now() + Duration::from_secs(number("EXPERTD_CHAOS_SECONDS", 10));
+    println!("chaos with seed {seed}");
+    let mut random = SmallRng::seed_from_u64(seed);
+    let folder = tempfile::tempdir().unwrap();
+    let sources: [PathBuf; 2] = [1, 2].map(|seed| checkpoint(folder.path(), seed));
+    let answers = Arc::new(Answers::of(&[&sources[0], &sources[1]]).await);
+    let service =
+        Arc::new(Service::start_checkpoint(&sources[0], 2, &["--max-tokens-per-step", ROWS_PER_STEP], &[]));
+    let callers = Callers::start(&service, &answers).await;
+    let reloading = {
+        let (service, sources) = (Arc::clone(&service), sources.clone());
+        tokio::spawn(async move {
+            let (mut done, mut refused) = (0, 0);
+            while Instant::now() < until {
+                match reload_to(&service, &sources[(done + refused) % 2]).await {
+                    Ok(_) => done += 1,
+                    Err(_) => refused += 1,
+                }
+                tokio::time::sleep(Duration::from_millis(300)).await;
+            }
+            (done, refused)
+        })
+    };
+    let (mut killed, mut stopped, mut loaders) = (0, 0, 0);
+    while Instant::now() < until {
+        let kind = if random.random_bool(0.6) { Signal::KILL } else { Signal::STOP };
+        let of_loader = random.random_bool(0.3).then(|| loaders_of(service.pid()).first().copied()).flatten();
+        if let Some(loader) = of_loader {
+            signal(loader, kind);
+            loaders += 1;
+        } else if let Some(rank) = service.ranks().get(random.random_range(0..2)) {
+            signal(*rank, kind);
+            *(if kind == Signal::KILL { &mut killed } else { &mut stopped }) += 1;
+        }
+        // Generations that never serve end the service: the next fault comes after an answer.
+        let before = callers.answered.load(Ordering::Relaxed);
+        let waiting = Instant::now();
+        while callers.answered.load(Ordering::Relaxed) < before + 4 {
+            assert!(waiting.elapsed() < LOST, "no answer");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        tokio::time::sleep(Duration::from_millis(random.random_range(0..400))).await;
+    }
+    let (done, refused) = reloading.await.unwrap();
+    let outcome = callers.stop().await;
+    let faults = format!("{killed} ranks killed, {stopped} stopped, {loaders} loaders killed or stopped");
+    show(&format!("{faults}, {done} reloads, {refused} refused"), &outcome);
+    assert!(killed + stopped > 0, "faults happened");
+}
