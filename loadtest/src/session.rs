@@ -61,7 +61,7 @@ fn exchange(load: &Load, client: &SessionClient, mut job: Job, worker: u64) {
     loop {
         job.sent = Instant::now();
         let outcome = match client.forward(&job.planned.request, timeout) {
-            Ok(response) => Outcome::Answer(response),
+            Ok(response) => Outcome::Answer(Box::new(response)),
             Err(error) => session::status(error).into(),
         };
         match load.finish(worker, job, outcome) {
