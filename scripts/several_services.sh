@@ -22,17 +22,17 @@ start() {
 load() {
     "$bin/expertd-loadtest" --address 127.0.0.1:50960,127.0.0.1:50961,127.0.0.1:50962 --quiet --no-echo --connections 2 \
         --outstanding 2 --deadline-ms 5000 --tokens uniform:1-64 --check-golden $model/golden.safetensors --check 0.1 \
-        --duration "$1" --json "$2"
+        --duration "$1" --json "$2" > /dev/null
 }
 show() {
     python3 - "$1" "$2" << 'END'
 import json, sys
 report = json.load(open(sys.argv[2]))
-latency = report["latency"]
+latency, statuses = report["latency"], report["statuses"]
 print(f"{sys.argv[1]}: {report['requests']} requests, {report['wrong']} wrong, {report['lost']} lost, "
-      f"statuses {report["statuses"]}, p50 {latency['p50_seconds'] * 1e3:.2f} ms, "
+      f"statuses {statuses or None}, p50 {latency['p50_seconds'] * 1e3:.2f} ms, "
       f"p99 {latency['p99_seconds'] * 1e3:.2f} ms, longest {latency['max_seconds'] * 1e3:.0f} ms")
-failed = sum(status["count"] for status in report["statuses"].values())
+failed = sum(status["count"] for status in statuses.values())
 sys.exit(1 if report["wrong"] or report["lost"] or failed or not report["requests"] else 0)
 END
 }
