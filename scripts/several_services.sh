@@ -15,24 +15,24 @@ trap 'kill -CONT "${pids[@]}" 2> /dev/null; kill -KILL "${pids[@]}" 2> /dev/null
 
 start() {
     "$bin/expertd" --log error serve --model $model --device cpu --ranks 1 --layers "${layers[$1]}" \
-        --listen "127.0.0.1:5096$1" --metrics-listen "127.0.0.1:9496$1" --admin-listen "unix:$folder/$1.sock" > /dev/null &
+        --listen "127.0.0.1:5096$1" --metrics-listen "127.0.0.1:5097$1" --admin-listen "unix:$folder/$1.sock" > /dev/null &
     pids[$1]=$!
     until "$bin/expertd" status --admin "unix:$folder/$1.sock" > /dev/null 2>&1; do sleep 0.1; done
 }
 load() {
     "$bin/expertd-loadtest" --address 127.0.0.1:50960,127.0.0.1:50961,127.0.0.1:50962 --quiet --no-echo --connections 2 \
         --outstanding 2 --deadline-ms 5000 --tokens uniform:1-64 --check-golden $model/golden.safetensors --check 0.1 \
-        --duration "$1" --json "$2"
+        --duration "$1" --json "$2" > /dev/null
 }
 show() {
     python3 - "$1" "$2" << 'END'
 import json, sys
 report = json.load(open(sys.argv[2]))
-latency = report["latency"]
+latency, statuses = report["latency"], report["statuses"]
 print(f"{sys.argv[1]}: {report['requests']} requests, {report['wrong']} wrong, {report['lost']} lost, "
-      f"statuses {report["statuses"]}, p50 {latency['p50_seconds'] * 1e3:.2f} ms, "
+      f"statuses {statuses or None}, p50 {latency['p50_seconds'] * 1e3:.2f} ms, "
       f"p99 {latency['p99_seconds'] * 1e3:.2f} ms, longest {latency['max_seconds'] * 1e3:.0f} ms")
-failed = sum(status["count"] for status in report["statuses"].values())
+failed = sum(status["count"] for status in statuses.values())
 sys.exit(1 if report["wrong"] or report["lost"] or failed or not report["requests"] else 0)
 END
 }

@@ -40,7 +40,7 @@ impl Job {
 #[derive(Debug)]
 pub enum Outcome {
     /// The service answered.
-    Answer(ForwardResponse),
+    Answer(Box<ForwardResponse>),
     /// The call ended with a status.
     Status {
         /// Its code.
@@ -127,7 +127,7 @@ impl Load {
                 self.answered(&mut self.recorder.of(worker), &job, &response, now);
                 if matches!(job.planned.purpose, Purpose::Sampled)
                     && let Some(samples) = &self.samples
-                    && samples.try_send(Sample { request: job.planned.request, response }).is_err()
+                    && samples.try_send(Sample { request: job.planned.request, response: *response }).is_err()
                 {
                     self.recorder.of(worker).unchecked += 1;
                 }

@@ -198,7 +198,7 @@ impl Stream {
             return;
         };
         let outcome = match message.result {
-            Some(Answered::Response(response)) => Outcome::Answer(response),
+            Some(Answered::Response(response)) => Outcome::Answer(Box::new(response)),
             Some(Answered::Status(status)) => Status::from(status).into(),
             None => Outcome::NoAnswer("an answer with neither response nor status".to_owned()),
         };

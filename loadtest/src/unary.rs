@@ -52,7 +52,7 @@ async fn exchange(load: &Load, mut client: Client, mut job: Job, worker: u64) {
         job.sent = Instant::now();
         let give_up = load.period.give_up;
         let outcome = match tokio::time::timeout(give_up, client.forward(request, deadline)).await {
-            Ok(Ok(answer)) => Outcome::Answer(answer),
+            Ok(Ok(answer)) => Outcome::Answer(Box::new(answer)),
             // The client's transport also enforces the deadline, and reports it as CANCELLED.
             Ok(Err(status)) if status.code() == Code::Cancelled && load.deadline_ms.is_some() => {
                 Outcome::Status {

@@ -41,7 +41,7 @@ def test_what_no_request_can_be_made_of(golden, rows):
         (ValueError, "belong together", lambda: client.forward(layer, rows, topk_ids=ids)),
         (ValueError, "topk_weights", lambda: client.forward(layer, rows, topk_ids=ids, topk_weights=weights[:3])),
         (TypeError, "int32", lambda: client.forward(layer, rows, topk_ids=weights, topk_weights=weights)),
-        (ValueError, "no int32", lambda: client.forward(layer, rows, topk_ids=ids.astype(np.int64) + (1 << 40), topk_weights=weights)),
+        (ValueError, "not an int32", lambda: client.forward(layer, rows, topk_ids=ids.astype(np.int64) + (1 << 40), topk_weights=weights)),
         (ValueError, "include", lambda: client.forward(layer, rows, shared_experts="some")),
         (ValueError, "positive", lambda: client.forward(layer, rows, timeout=0)),
         (TypeError, "unexpected keyword", lambda: client.forward(layer, rows, return_routings=True)),

@@ -29,7 +29,7 @@ def test_a_stream_answers_each_call_and_a_bad_one_disturbs_no_other(golden):
         for rows, one in zip(given, pending, strict=True):
             assert worst_row(one.result().rows, it.client.forward(it.layers[0], rows).rows) < 1e-5
             assert one.done()
-        with pytest.raises(RuntimeError, match="taken already"):
+        with pytest.raises(RuntimeError, match="already taken"):
             one.result()
         late = [stream.submit(it.layers[0], rows) for rows in given]
     for rows, one in zip(given, late, strict=True):

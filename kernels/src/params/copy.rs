@@ -5,11 +5,11 @@
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CopyInParams {
-    /// [`SlotState`].
+    /// [`SlotState`](super::SlotState).
     pub state: u64,
-    /// [`StepRequest`].
+    /// [`StepRequest`](super::StepRequest).
     pub request: u64,
-    /// Table of [`Segment`].
+    /// Table of [`Segment`](super::Segment).
     pub segments: u64,
     /// Row bytes.
     pub staged_rows: u64,
@@ -51,7 +51,7 @@ pub struct CopyInParams {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CopyOutParams {
-    /// [`SlotState`].
+    /// [`SlotState`](super::SlotState).
     pub state: u64,
     /// `[T, H]` of the slot's `out_dtype`.
     pub out: u64,
@@ -69,7 +69,7 @@ pub struct CopyOutParams {
     pub staged_ids: u64,
     /// Out: f32 `[T, k]`, the weights that were used.
     pub staged_weights: u64,
-    /// Out: [`Completion`].
+    /// Out: [`Completion`](super::Completion).
     pub completion: u64,
     /// Elements of a row.
     pub hidden: u32,
@@ -85,7 +85,7 @@ pub struct CopyOutParams {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SharedParams {
-    /// [`SlotState`].
+    /// [`SlotState`](super::SlotState).
     pub state: u64,
     /// bf16 `[T, H]`.
     pub tokens: u64,

@@ -1,6 +1,6 @@
 //! The phases of a step, and the faults that a device reports.
 
-/// A timed phase of a step, as in `SlotState` and [`Completion`].
+/// A timed phase of a step, as in `SlotState` and [`Completion`](super::Completion).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Phase {

@@ -20,7 +20,7 @@ pub struct GateLayer {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GateParams {
-    /// [`SlotState`].
+    /// [`SlotState`](super::SlotState).
     pub state: u64,
     /// Table of [`GateLayer`].
     pub layers: u64,

@@ -206,7 +206,12 @@ impl Driver {
     fn begin_serving(&mut self, generation: Generation) {
         let Some(weights) = self.group_weights.clone() else { return };
         let version = weights.version;
-        self.shared.set_weights(version, weights.source.fingerprint);
+        let (before, now) = (self.shared.fingerprint(), weights.source.fingerprint);
+        self.shared.set_weights(version, now);
+        if before != now {
+            metrics::gauge!(names::WEIGHTS, "fingerprint" => before.to_string()).set(0.0);
+        }
+        metrics::gauge!(names::WEIGHTS, "fingerprint" => now.to_string()).set(1.0);
         self.weights = Some(Arc::clone(&weights));
         self.end_reload(&weights);
         self.shared.set_generation(generation);

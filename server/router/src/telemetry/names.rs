@@ -100,6 +100,9 @@ metrics_table! {
     GENERATION_ENDS_TOTAL = "expertd_generation_ends_total", Kind::Counter, Count, ["reason"];
     /// Number of the loaded weights; counts from 1 within one process.
     WEIGHT_VERSION = "expertd_weight_version", Kind::Gauge, Count, [];
+    /// 1 for the loaded weights, 0 for those loaded before. The label is the fingerprint of their contents, the same for the same
+    /// weights on every host.
+    WEIGHTS = "expertd_weights", Kind::Gauge, Count, ["fingerprint"];
     /// 1 while a generation serves and the service does not drain, otherwise 0.
     READY = "expertd_ready", Kind::Gauge, Count, [];
     /// Open client connections.
