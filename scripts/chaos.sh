@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs the tests of weights and faults in full size: files replaced under 1,000 killed ranks and starts, 50 reloads under
-# load, 10 minutes of ranks and loaders that are killed and stopped in random order. Prints what calls saw of it.
+# load, 10 minutes of ranks and loaders that are killed and stopped in random order. Prints the effect on calls.
 #
 #     scripts/chaos.sh [ROUNDS [RELOADS [SECONDS]]]
 set -eu

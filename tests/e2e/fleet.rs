@@ -172,7 +172,7 @@ async fn services_that_are_not_there_are_named() {
     assert!(error.contains(&address) && error.contains("expertd serve"), "{error}");
     let error = FleetClient::connect(" , ", config).await.unwrap_err().to_string();
     assert!(error.contains("HOST:PORT"), "{error}");
-    // One that comes later is seen, and a layer that nobody has is told apart from one that is out of reach.
+    // A service that starts later is found, and a layer that no service holds gets another status than one that is unreachable.
     let here = start(0, &free_address());
     let client = connect(&[here.address.clone(), address.clone()]).await;
     let (request, _) = Rows::new(&golden(FAMILY), 1, 4).draw_of(3, 2);

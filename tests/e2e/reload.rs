@@ -181,6 +181,17 @@ async fn a_reload_that_fails_leaves_the_earlier_weights() {
     assert_eq!(report.weight_fingerprint, model.weight_fingerprint);
 }
 
+/// A loader of the service, if a reload starts one soon: it lives for some ten milliseconds.
+async fn catch_loader(service: &Service) -> Option<u32> {
+    for _ in 0..200 {
+        if let Some(loader) = loaders_of(service.pid()).first() {
+            return Some(*loader);
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    None
+}
+
 /// Sends a signal to a process that may have ended.
 fn signal(pid: u32, signal: Signal) {
     let _ = kill_process(Pid::from_raw(pid as i32).unwrap(), signal);
@@ -217,7 +228,7 @@ async fn chaos_among_ranks_and_loaders_fails_no_call() {
     let (mut killed, mut stopped, mut loaders) = (0, 0, 0);
     while Instant::now() < until {
         let kind = if random.random_bool(0.6) { Signal::KILL } else { Signal::STOP };
-        let of_loader = random.random_bool(0.3).then(|| loaders_of(service.pid()).first().copied()).flatten();
+        let of_loader = if random.random_bool(0.3) { catch_loader(&service).await } else { None };
         if let Some(loader) = of_loader {
             signal(loader, kind);
             loaders += 1;

@@ -49,7 +49,9 @@ pub async fn connect_from(from: &str, to: &str) -> std::io::Result<TcpStream> {
     let socket = TcpSocket::new_v4()?;
     socket.set_reuseaddr(true)?;
     socket.bind(SocketAddr::new(from.parse().unwrap(), 0))?;
-    socket.connect(to.parse().unwrap()).await
+    let stream = socket.connect(to.parse().unwrap()).await?;
+    stream.set_nodelay(true)?;
+    Ok(stream)
 }
 
 /// An honest client whose address differs from the attackers' addresses.

@@ -32,7 +32,7 @@ async fn serves_and_ends(mut child: Child, address: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn standard_error_that_nobody_reads() {
+async fn standard_error_that_is_not_read() {
     let (reader, writer) = std::io::pipe().unwrap();
     let (child, address) = start(writer.into());
     serves_and_ends(child, &address).await;

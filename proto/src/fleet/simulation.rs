@@ -440,7 +440,7 @@ fn contents_are_never_mixed_in_a_rollout() {
 }
 
 #[test]
-fn a_layer_that_nobody_holds_is_known_to_be_missing_once_all_have_answered() {
+fn a_layer_that_no_service_holds_is_known_to_be_missing_once_all_have_answered() {
     let mut fleet = Fleet::new(Limits::default());
     let now = Duration::from_secs(1);
     let ids = [fleet.add(), fleet.add()];

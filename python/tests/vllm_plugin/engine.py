@@ -38,7 +38,7 @@ def run(job):
     from vllm.distributed import cleanup_dist_env_and_memory
 
     calls = []
-    restore = count(calls, job.get("kill_at"), job.get("victim"))
+    restore = None
     try:
         llm = vllm.LLM(
             job["folder"],
@@ -50,22 +50,23 @@ def run(job):
             enforce_eager=job.get("eager", True),
             **job.get("options", {}),
         )
-        loading = len(calls)
         # With the engine in a process of its own, this process sees neither its model nor its calls.
         in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
         held = llm.apply_model(expert_bytes)[0] if in_process else None
+        restore = count(calls, job.get("kill_at"), job.get("victim"))
         params = vllm.SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False)
         out = llm.generate([{"prompt_token_ids": p} for p in job["prompts"]], params, use_tqdm=False)
         answer = {
             "tokens": [list(o.outputs[0].token_ids) for o in out],
             "expert_bytes": held,
-            "calls": calls[loading:],
+            "calls": calls,
         }
         del llm
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     finally:
-        restore()
+        if restore is not None:
+            restore()
     gc.collect()
     cleanup_dist_env_and_memory()
     return answer

@@ -12,8 +12,8 @@ use super::client::ClientError;
 
 /// Load other weights of the same shape into a running service, without failing a call
 ///
-/// The new weights are loaded beside the present ones, which serve meanwhile. Then requests wait for a moment until the new
-/// ones serve. On an error the present ones go on. Exits with status 0 once the new weights serve, with 1 if they do not.
+/// The new weights are loaded while the current ones serve. Then requests wait for a moment until the new weights serve. After an
+/// error the current weights continue to serve. Exits with status 0 once the new weights serve, with 1 if they do not.
 #[derive(Args, Clone, Debug)]
 pub struct ReloadArgs {
     /// Directory of the checkpoint [default: the one that the service was started with]

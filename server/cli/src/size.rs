@@ -14,9 +14,9 @@ use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec};
 use expertd_rank_cuda as gpu;
 use expertd_router::backend::Limits;
 
-/// Memory of each process beside what is counted: program, threads' stacks, scratch.
+/// Bytes of each process that are not counted separately: program, stacks of threads, scratch memory.
 const PROCESS_BYTES: u64 = 128 << 20;
-/// Device memory of a GPU rank beside weights and windows: graphs, tables, step buffers, the driver's own.
+/// Bytes of a GPU rank's device memory that are not counted separately: graphs, tables, step buffers, and those of the driver.
 const DEVICE_RESERVE: u64 = 2 << 30;
 /// Packed weights are padded to whole panels, by less than a tenth.
 const PADDING_TENTHS: u64 = 11;
@@ -61,7 +61,7 @@ struct Sizes {
     channels: u64,
     /// Messages and answers in the router, at most.
     messages: u64,
-    /// The router and its ranks beside what is counted.
+    /// Memory of the router and its ranks that is not counted separately.
     processes: u64,
 }
 

@@ -23,7 +23,7 @@ pub struct StatusArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
-    /// Show the state again every so many seconds, until interrupted
+    /// Show the state again at this interval in seconds, until interrupted
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", value_parser = interval)]
     pub watch: Option<f64>,
 }
@@ -60,8 +60,8 @@ pub async fn run(args: StatusArgs) -> Result<ExitCode, ClientError> {
     Ok(if status.state() == ServiceState::Serving { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Shows the state again and again: a terminal is cleared each time; elsewhere each state is a paragraph, or a line of JSON.
-/// A service that does not answer is shown as such and asked again.
+/// Shows the state repeatedly. A terminal is cleared each time; otherwise each state is a paragraph or a line of JSON. If the service
+/// does not answer, that is shown, and the next call is made as usual.
 async fn watch(args: &StatusArgs, interval: Duration) -> Result<ExitCode, ClientError> {
     /// Clears a terminal and goes to its first line.
     const CLEAR: &str = "\x1b[2J\x1b[H";

@@ -59,24 +59,24 @@ impl std::fmt::Display for Fp8Compute {
     }
 }
 
-/// A checkpoint, and which weights it must hold.
+/// A checkpoint and the fingerprint that its weights must have.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckpointSource {
     /// Folder of the checkpoint.
     pub folder: PathBuf,
     /// The layers to load.
     pub layers: LayerRange,
-    /// Fingerprint of its weights. Other weights are not loaded.
+    /// Expected fingerprint of its weights. Other weights are not loaded.
     pub fingerprint: WeightFingerprint,
 }
 
-/// Where a rank's weights come from.
+/// The source of a rank's weights.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RankWeights {
     /// The rank reads its share of a checkpoint in every generation.
     Checkpoint(CheckpointSource),
-    /// A loader has packed the rank's share into sealed memory, whose descriptor is the last one that the router sends.
+    /// A loader has packed the rank's share into sealed memory. Its descriptor is the last one that the router sends.
     Held {
         /// Fingerprint of the weights.
         fingerprint: WeightFingerprint,
@@ -106,7 +106,7 @@ pub struct LoaderSetup {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FromLoader {
-    /// Progress; sent at every interval, also when there is none.
+    /// Progress of loading, sent at every interval even if there is none.
     Loading {
         /// Bytes of the checkpoint packed so far.
         loaded_bytes: u64,
@@ -138,7 +138,7 @@ pub struct RankSetup {
     pub shape: GroupShape,
     /// The device.
     pub device: DeviceKind,
-    /// Where the rank's weights come from.
+    /// The source of the rank's weights.
     pub weights: RankWeights,
     /// How the products of FP8 experts are computed; CPU ranks widen the weights.
     pub fp8_compute: Fp8Compute,

@@ -1,9 +1,9 @@
 //! The fingerprint of a checkpoint's contents.
 //!
-//! It covers the description of the model in `config.json` and every tensor of its MoE blocks, those of layers that are not
-//! held included: name, type, shape and bytes, in the order of names. Folders, files, the distribution of tensors over files and everything outside the MoE blocks do not
-//! count. Reading all bytes would take minutes, so that by default [`SAMPLES`] evenly spaced samples of all tensors,
-//! laid end to end, stand for them: weights that differ only between the samples have the same fingerprint.
+//! It covers the description of the model in `config.json` and every tensor of its MoE blocks, including those of layers that are
+//! not held: name, type, shape and bytes, in the order of names. Folders, files, the distribution of tensors over files and
+//! everything outside the MoE blocks are not covered. Reading all bytes would take minutes, so by default [`SAMPLES`] evenly spaced
+//! samples of all tensors, laid end to end, stand for them: weights that differ only between the samples have the same fingerprint.
 //!
 //! The digest is SHA-256, of whole tensors as a digest of the digests of their [`CHUNK`]s, so that several threads can
 //! compute it; its first 16 bytes are the fingerprint.
@@ -14,13 +14,13 @@ use ring::digest::{Context, Digest, SHA256, digest};
 
 use super::store::Store;
 
-/// Changes with every change of what the digest covers or of its order.
+/// Version of the digest, which changes with its contents or their order.
 const SCHEME: &[u8] = b"expertd weights 1";
-/// Samples of a checkpoint, at most.
+/// Largest number of samples of a checkpoint.
 const SAMPLES: usize = 8192;
 /// Bytes per sample.
 const SAMPLE_BYTES: usize = 64;
-/// Bytes that are digested at a time.
+/// Number of bytes that are digested at a time.
 const CHUNK: usize = 16 << 20;
 
 pub(super) fn fingerprint(description: &[u8], store: &Store, coverage: Coverage) -> WeightFingerprint {

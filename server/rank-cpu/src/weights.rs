@@ -387,3 +387,7 @@ impl Parts {
         Ok(RankLayer { gate, owners, mine, kind: kind(&moe.experts), experts, shared })
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

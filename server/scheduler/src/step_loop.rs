@@ -107,13 +107,13 @@ pub struct StepLoop {
     throughput: Throughput,
     /// Number of poisoned requests of each layer since its last complete step.
     poisoned: KeyMap<LayerId, u32>,
-    /// A kind whose layer has had so many of them that a row of zeros is tried next, and the generations that ended with
-    /// such a row in a step.
+    /// A kind whose layer has reached the limit of poisoned requests, so that a row of zeros is tried next, and the number of
+    /// generations that ended with such a row in a step.
     trial: Option<(StepKind, u32)>,
-    /// Whether the generation is to be replaced by one with other weights: no step forms, and it ends with the steps in
+    /// Whether a generation with other weights is to replace this one: no step forms, and the generation ends after the steps in
     /// flight.
     is_replaced: bool,
-    /// Whether the last generation ended so: requests wait for the next one whatever faults mean to them.
+    /// Whether the last generation was replaced: requests then wait for the next one, for any value of `on_fault`.
     is_replacement: bool,
     steps_since_aged: u32,
     next_sweep: Time,

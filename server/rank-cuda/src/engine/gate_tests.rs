@@ -184,7 +184,7 @@ impl Case {
         (alike, self.token_ids.len())
     }
 
-    /// Whether the choice looks at numbers that went through exp.
+    /// Whether the choice depends on values of exp.
     fn rounds(&self) -> bool {
         self.spec.choice == Choice::Scores && self.spec.scores != ScoreFn::SoftmaxOfChosen
     }

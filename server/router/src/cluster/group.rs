@@ -24,6 +24,9 @@ use expertd_types::{Generation, LayerId, Rank, Slot, StepId};
 
 /// Interval at which heartbeats and step deadlines are checked.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Factor by which a process may be silent longer before its first sign of life: the system has yet to start it, and it
+/// has yet to map the channel.
+pub(super) const START_GRACE: u32 = 10;
 
 /// Progress of a rank.
 #[derive(Clone, Debug)]
@@ -287,8 +290,7 @@ impl Group {
             let beat = self.channel.heartbeat(Rank(rank as u32));
             member.missed_beats = if beat == member.heartbeat { member.missed_beats + 1 } else { 0 };
             member.heartbeat = beat;
-            // A new process beats only after it has mapped the channel.
-            let grace = if beat == 0 { 100 } else { 1 };
+            let grace = if beat == 0 { START_GRACE } else { 1 };
             if member.missed_beats >= allowed * grace {
                 let waited = CHECK_INTERVAL * member.missed_beats;
                 let message =

@@ -16,14 +16,12 @@ use expertd_types::{Rank, WeightVersion};
 
 use super::config::{ClusterConfig, WeightHolder};
 use super::fault::{Fault, FaultKind};
-use super::group::CHECK_INTERVAL;
+use super::group::{CHECK_INTERVAL, START_GRACE};
 use super::process::{ChildProcess, Start};
 use crate::watchdog;
 
 /// A loader that packs nothing for this long is given up.
 const STALL_TIMEOUT: Duration = Duration::from_secs(120);
-/// How much longer a loader may be silent before its first message: the system has yet to start it.
-const START_GRACE: u32 = 10;
 
 /// A set of weights that generations can serve.
 #[derive(Debug)]

@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_socket_of_somebody_else_is_not_removed() {
+    async fn a_socket_of_another_owner_is_not_removed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s.sock");
         let ours = Listener::bind(&Address::Unix(path.clone()), 0o600).await.unwrap();

@@ -1,0 +1,82 @@
+use std::path::Path;
+use std::time::Duration;
+
+use expertd_ipc::control::CheckpointSource;
+use expertd_model::synth::{self, SynthConfig};
+use expertd_types::{Coverage, LayerRange};
+
+use super::*;
+
+fn setup(folder: &Path, rank: u32, fingerprint: WeightFingerprint) -> LoaderSetup {
+    LoaderSetup {
+        rank: Rank(rank),
+        ranks: 3,
+        checkpoint: CheckpointSource { folder: folder.to_owned(), layers: LayerRange::whole(2), fingerprint },
+        cores: Vec::new(),
+        threads: 1,
+        heartbeat: Duration::from_secs(1),
+        in_background: false,
+    }
+}
+
+/// Families with biases, token tables, correction biases and gated shared experts.
+#[test]
+fn a_share_is_mapped_as_it_was_packed() {
+    for family in ["gpt_oss", "qwen2_moe", "deepseek_v3"] {
+        let folder = tempfile::tempdir().unwrap();
+        synth::write(&SynthConfig::new(family), &folder.path().join("model")).unwrap();
+        let folder = folder.path().join("model");
+        let checkpoint = Checkpoint::open(&folder).unwrap();
+        let fingerprint = checkpoint.fingerprint(Coverage::Sampled);
+        let packed = pack(&setup(&folder, 1, fingerprint), &Progress::default()).unwrap();
+        let mapped = map(packed.memory.try_clone().unwrap(), Rank(1), 3, &fingerprint).unwrap();
+        assert_eq!(&mapped.spec, checkpoint.spec(), "{family}");
+        assert_eq!(mapped.weight_bytes, packed.weight_bytes);
+        for (layer, moe) in checkpoint.spec().moe_layers() {
+            let of_rank = mapped.layers[layer.index()].as_ref().unwrap();
+            let share = ExpertShare::of_rank(Rank(1), 3).experts(moe);
+            assert_eq!((of_rank.mine.clone(), of_rank.experts.len()), (share.clone(), share.len()));
+            let gate = CpuGate::new(&moe.gate, &checkpoint.gate(layer).unwrap());
+            assert_eq!(of_rank.gate.weight().elements(), gate.weight().elements());
+            assert_eq!(of_rank.gate.vectors(), gate.vectors());
+            for (expert, mapped) in share.zip(&of_rank.experts) {
+                let own = pack_expert(&checkpoint, layer, expert).unwrap();
+                for (mapped, own) in mapped.matrices().into_iter().zip(own.matrices()) {
+                    assert_eq!((mapped.form(), mapped.elements()), (own.form(), own.elements()));
+                    assert_eq!(mapped.scales(), own.scales());
+                }
+                assert_eq!(mapped.biases(), own.biases(), "{family}");
+            }
+            assert_eq!(of_rank.shared.is_some(), moe.shared.is_some());
+        }
+        // Another rank, another number of ranks and other weights are refused.
+        let other = WeightFingerprint { digest: [0; 16], ..fingerprint };
+        for (rank, ranks, fingerprint) in [(0, 3, fingerprint), (1, 2, fingerprint), (1, 3, other)] {
+            let refused = map(packed.memory.try_clone().unwrap(), Rank(rank), ranks, &fingerprint);
+            assert!(matches!(refused, Err(WeightsError::Contents { .. })), "{rank} of {ranks}");
+        }
+        let refused = pack(&setup(&folder, 1, other), &Progress::default());
+        assert!(matches!(refused, Err(WeightsError::Model(ModelError::OtherWeights { .. }))));
+    }
+}
+
+#[test]
+fn memory_with_other_contents_is_refused() {
+    let fingerprint = WeightFingerprint { coverage: Coverage::Sampled, digest: [1; 16] };
+    let header = Header { magic: MAGIC, layout: LAYOUT, reserved: 0, index_bytes: u64::MAX };
+    let later = Header { layout: LAYOUT + 1, index_bytes: 2, ..header };
+    let empty = Header { index_bytes: 2, ..header };
+    let contents: [(&str, Vec<u8>); 4] = [
+        ("a header", b"short".to_vec()),
+        ("an index", bytemuck::bytes_of(&header).to_vec()),
+        ("layout 1", [bytemuck::bytes_of(&later), b"{}"].concat()),
+        ("an index", [bytemuck::bytes_of(&empty), b"{}"].concat()),
+    ];
+    for (expected, bytes) in contents {
+        let mut memory = SealedWriter::create("test").unwrap();
+        memory.write_at(0, &bytes).unwrap();
+        let refused = map(memory.seal().unwrap(), Rank(0), 1, &fingerprint);
+        let Err(error) = refused else { panic!("mapped") };
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+}
