@@ -284,6 +284,7 @@ impl Backend for Echo {
             tokens_queued: 0,
             uptime: Duration::ZERO,
             reload: None,
+            sessions: Vec::new(),
             ranks: Vec::new(),
         }
     }
