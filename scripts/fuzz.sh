@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Fuzzes the parsers of expertd with libFuzzer: an input that panics, runs for more than five seconds (of wall time, on a machine that may be busy) or needs more than 512 MiB is
-# a fault and is kept in target/fuzz/faults/TARGET/. Add it to tests/fuzz/regressions/TARGET/ with the fix; cargo test replays it.
+# Fuzzes the parsers of expertd with libFuzzer: an input that panics, runs for more than five seconds (of wall time, on a
+# machine that may be busy) or needs more than 512 MiB is a fault and is kept in target/fuzz/faults/TARGET/. Add it to
+# tests/fuzz/regressions/TARGET/ with the fix; cargo test replays it.
 #
 #   scripts/fuzz.sh                        every target for 60 s each, under the address sanitizer
 #   scripts/fuzz.sh --runs 1000000 ring    one million inputs for one target
