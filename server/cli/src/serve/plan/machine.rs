@@ -1,0 +1,143 @@
+//! The processors and devices that a service uses.
+
+use std::time::Duration;
+
+use super::PlanError;
+use super::values::{derive, value, within};
+use crate::serve::settings::{Given, parse_cores};
+use expertd_ipc::control::{DeviceKind, Fp8Compute};
+use expertd_ipc::wait::SPIN_TIME;
+use expertd_rank_cuda as gpu;
+use expertd_router::cluster::{available_cores, numa_nodes, share_cores, share_cores_near, usable};
+
+/// Largest number of ranks on one host.
+const MAX_RANKS: u32 = 8;
+
+/// The processors and devices of a service.
+#[derive(Clone, Debug)]
+pub(super) struct Machine {
+    /// Device of the ranks.
+    pub(super) device: DeviceKind,
+    /// Number of ranks.
+    pub(super) ranks: u32,
+    /// Arithmetic of FP8 experts.
+    pub(super) fp8_compute: Fp8Compute,
+    /// Number of cores that may be busy all the time.
+    pub(super) usable_cores: usize,
+    /// `[ranks]`: cores of each rank.
+    pub(super) shares: Vec<Vec<usize>>,
+    /// `[ranks]`: NUMA node of each rank's GPU, where it is known.
+    pub(super) nodes: Vec<Option<usize>>,
+    /// Time that ranks and the router spin before they sleep.
+    pub(super) spin: Duration,
+}
+
+impl Machine {
+    /// Chooses what the settings leave open.
+    ///
+    /// # Errors
+    /// The first setting that does not fit this machine or this build.
+    pub(super) fn choose(given: &mut Given) -> Result<Self, PlanError> {
+        let cores = match &given.cores.0 {
+            Some(text) => chosen_cores(text).map_err(|problem| value("cores", problem))?,
+            None => available_cores(),
+        };
+        derive(&mut given.cores, list(&cores), "all that this process may run on");
+        let usable_cores = usable(&cores);
+        if usable_cores < cores.len() {
+            tracing::warn!(
+                cores = cores.len(),
+                usable_cores,
+                "a CPU quota allows fewer cores than this process sees, so fewer threads are started; steps stall when the \
+                 quota is used up: give the container whole cores (Kubernetes: static CPU manager policy)"
+            );
+        }
+        let gpus = gpu::present();
+        let (default, why) = match (gpu::BUILT, gpus) {
+            (false, _) => (DeviceKind::Cpu, "this build has no GPU ranks"),
+            (true, 0) => (DeviceKind::Cpu, "no GPU found"),
+            (true, _) => (DeviceKind::Cuda, "GPUs found"),
+        };
+        let device = derive(&mut given.device, default, why);
+        let ranks = match device {
+            DeviceKind::Cpu => {
+                let nodes = numa_nodes(&cores).len().clamp(1, MAX_RANKS as usize) as u32;
+                derive(&mut given.ranks, nodes, "one per NUMA node")
+            }
+            DeviceKind::Cuda => {
+                if !gpu::BUILT {
+                    return Err(value("device", gpu::BUILD_HINT));
+                }
+                if gpus == 0 {
+                    return Err(value(
+                        "device",
+                        "is cuda, but no GPU was found (no /dev/nvidia0, or CUDA_VISIBLE_DEVICES hides it); see \
+                         `expertd doctor`, or use --device cpu",
+                    ));
+                }
+                derive(&mut given.ranks, gpus.min(MAX_RANKS), "one per GPU")
+            }
+        };
+        if device == DeviceKind::Cuda && ranks > gpus {
+            return Err(value(
+                "ranks",
+                format!("is {ranks}, but only {gpus} GPUs were found; each rank needs one"),
+            ));
+        }
+        let ranks = within("ranks", ranks, 1, MAX_RANKS)?;
+        let fp8_compute = match device {
+            DeviceKind::Cpu => {
+                derive(&mut given.fp8_compute, Fp8Compute::Bf16, "CPU ranks widen FP8 weights")
+            }
+            DeviceKind::Cuda => {
+                derive(&mut given.fp8_compute, Fp8Compute::Fp8, "as FP8 checkpoints are meant to be run")
+            }
+        };
+        if device == DeviceKind::Cpu && fp8_compute == Fp8Compute::Fp8 {
+            return Err(value(
+                "fp8-compute",
+                "is fp8, which CPU ranks do not support; leave the setting out, or use bf16",
+            ));
+        }
+
+        let nodes = match device {
+            DeviceKind::Cpu => vec![None; ranks as usize],
+            DeviceKind::Cuda => gpu::numa_nodes(ranks as usize),
+        };
+        let shares = match device {
+            DeviceKind::Cpu => share_cores(&cores, ranks as usize),
+            DeviceKind::Cuda => share_cores_near(&cores, &nodes),
+        };
+        // GPU ranks leave most of their cores idle; CPU ranks use all of theirs.
+        let spare_cores = device == DeviceKind::Cuda && usable_cores > 2 * ranks as usize;
+        let spin = if spare_cores { SPIN_TIME } else { Duration::ZERO };
+        Ok(Machine { device, ranks, fp8_compute, usable_cores, shares, nodes, spin })
+    }
+}
+
+/// Parses a list of cores, each of which must be available to this process.
+fn chosen_cores(text: &str) -> Result<Vec<usize>, String> {
+    let (cores, available) = (parse_cores(text)?, available_cores());
+    match cores.iter().find(|core| !available.contains(core)) {
+        Some(core) => Err(format!(
+            "`{text}` contains core {core}, but this process may run only on {}",
+            list(&available)
+        )),
+        None => Ok(cores),
+    }
+}
+
+/// A list of cores as ranges, such as `0-3,8`.
+pub(super) fn list(cores: &[usize]) -> String {
+    let mut parts: Vec<(usize, usize)> = Vec::new();
+    for &core in cores {
+        match parts.last_mut() {
+            Some((_, last)) if *last + 1 == core => *last = core,
+            _ => parts.push((core, core)),
+        }
+    }
+    let show = |&(first, last): &(usize, usize)| {
+        if first == last { first.to_string() } else { format!("{first}-{last}") }
+    };
+    parts.iter().map(show).collect::<Vec<_>>().join(",")
+}

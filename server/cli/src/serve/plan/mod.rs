@@ -1,0 +1,240 @@
+//! Resolves settings against the machine and a checkpoint to a complete plan of a service.
+
+mod machine;
+mod memory;
+mod model;
+mod sessions;
+mod sizes;
+mod values;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use self::memory::MessageMemory;
+pub use self::sessions::SessionPlan;
+
+use self::machine::Machine;
+use self::model::model_info;
+use self::sizes::Sizes;
+use self::values::{derive, millis, value, within};
+use super::layers;
+use super::settings::{Given, SettingsError, Shown, Source};
+use crate::admin::default_admin_address;
+use expertd_ipc::SharedRegion;
+use expertd_ipc::control::{CheckpointSource, DeviceKind, RankSetup};
+use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec};
+use expertd_rank_cuda as gpu;
+use expertd_router::api::{AccessConfig, ConnectionLimits};
+use expertd_router::backend::{Limits, ModelInfo};
+use expertd_router::cluster::{ClusterConfig, WeightHolder};
+use expertd_router::steps::{ReloadPlanner, SchedulerConfig};
+use expertd_types::Coverage;
+
+/// Largest number of router threads that copy rows of large steps for GPUs. Each moves about 10 GB/s.
+const MAX_COPY_THREADS: usize = 16;
+
+/// Why a service cannot be planned; exit status 64.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    /// A setting is invalid.
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
+    /// The checkpoint cannot be served.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The sizes contradict each other or exceed the address space.
+    #[error("{0}")]
+    Sizes(String),
+}
+
+/// Everything that a service needs to start.
+#[derive(Debug)]
+pub struct ServePlan {
+    /// Every setting with its value and source.
+    pub shown: Vec<Shown>,
+    /// Description of the model for callers.
+    pub model: ModelInfo,
+    /// Specification of the model's layers.
+    pub spec: ModelSpec,
+    /// Configuration of the EP group.
+    pub cluster: ClusterConfig,
+    /// Configuration of step forming and admission.
+    pub scheduler: SchedulerConfig,
+    /// Address of the public API.
+    pub listen: String,
+    /// Address of the Admin service.
+    pub admin_listen: String,
+    /// Where and for whom sessions are served; `None` without a session socket.
+    pub sessions: Option<SessionPlan>,
+    /// Address of the Prometheus endpoint.
+    pub metrics_listen: String,
+    /// Who may call the service.
+    pub access: AccessConfig,
+    /// Limits on connections, before the limit on descriptors is applied.
+    pub connections: ConnectionLimits,
+    /// Bytes of one rank's window.
+    pub window_bytes: usize,
+    /// Bytes of the channels of all ranks, staging included.
+    pub channel_bytes: usize,
+    /// Memory for messages and answers.
+    pub buffers: MessageMemory,
+}
+
+impl ServePlan {
+    /// Resolves settings against the machine and the checkpoint. Binds no port and starts no process.
+    ///
+    /// # Errors
+    /// The first setting that is invalid, or the checkpoint's error.
+    pub fn new(mut given: Given) -> Result<Self, PlanError> {
+        let path = given.model.0.clone().ok_or_else(|| {
+            value(
+                "model",
+                "no checkpoint was given; pass --model DIR, or try `expertd demo`, which makes one",
+            )
+        })?;
+        let layers = match &given.layers.0 {
+            Some(text) => {
+                layers::parse(text, layers::host_name).map_err(|problem| value("layers", problem))?
+            }
+            None => LayerChoice::All,
+        };
+        let checkpoint = Checkpoint::open_layers(&path, layers)?;
+        let spec = checkpoint.spec().clone();
+        derive(&mut given.layers, spec.held.to_string(), "all");
+        let name = derive(&mut given.model_name, folder_name(&path), "the folder's name");
+
+        let machine = Machine::choose(&mut given)?;
+        let sizes = Sizes::choose(&mut given, &spec, &machine)?;
+        let step_timeout = millis("step-timeout-ms", &given.step_timeout_ms)?;
+        let device_timeout = millis("device-timeout-ms", &given.device_timeout_ms)?;
+        let liveness_timeout = millis("liveness-timeout-ms", &given.liveness_timeout_ms)?;
+        if liveness_timeout < Duration::from_millis(300) {
+            return Err(value(
+                "liveness-timeout-ms",
+                "must be at least 300, because the heartbeat's interval is up to 100 ms",
+            ));
+        }
+        if given.admin_listen.0.is_none() {
+            let address = default_admin_address().map_err(|problem| value("admin-listen", problem))?;
+            derive(&mut given.admin_listen, address, "a socket of this user");
+        }
+        let sessions = SessionPlan::new(&mut given, machine.ranks)?;
+        let access = access(&given);
+        let connections = connections(&mut given, &sizes.limits)?;
+        let listen = |s: &(Option<String>, Source)| s.0.clone().unwrap_or_default();
+        let coverage =
+            if given.verify_weights.0.unwrap_or(false) { Coverage::Whole } else { Coverage::Sampled };
+        let fingerprint = checkpoint.fingerprint(coverage);
+        let Sizes { shape, limits, queued, window_bytes, channel_bytes } = sizes;
+        let buffers = MessageMemory::new(limits.max_bytes_in_flight, limits.max_tokens_per_step, spec.hidden);
+        let max_tokens_per_step = limits.max_tokens_per_step;
+        let model = model_info(&spec, name, fingerprint, limits, &machine);
+        let Machine { device, fp8_compute, usable_cores, shares, spin, .. } = machine;
+        let plan = ServePlan {
+            model,
+            cluster: ClusterConfig {
+                shape,
+                windows: match device {
+                    DeviceKind::Cpu => Some(cpu_windows),
+                    DeviceKind::Cuda => None,
+                },
+                device,
+                description: serde_json::to_value(&spec).unwrap_or_default(),
+                checkpoint: CheckpointSource { folder: absolute(&path), layers: spec.held, fingerprint },
+                weights: match device {
+                    DeviceKind::Cpu => WeightHolder::Router,
+                    DeviceKind::Cuda => WeightHolder::Ranks,
+                },
+                fp8_compute,
+                cores: shares,
+                usable_cores,
+                spin,
+                peer_timeout: match device {
+                    DeviceKind::Cpu => step_timeout,
+                    DeviceKind::Cuda => device_timeout.min(step_timeout),
+                },
+                liveness_timeout,
+                step_timeout,
+                environment: match device {
+                    DeviceKind::Cpu => Vec::new(),
+                    DeviceKind::Cuda => gpu::environment(),
+                },
+            },
+            scheduler: SchedulerConfig {
+                max_tokens_per_step,
+                max_queued_tokens: queued,
+                max_wait: Duration::from_micros(within(
+                    "max-wait-us",
+                    given.max_wait_us.0.unwrap_or(0),
+                    0,
+                    60_000_000,
+                )?),
+                on_fault: given.on_fault.0.unwrap_or_default(),
+                drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
+                reload: ReloadPlanner(super::reload::plan),
+                copy_threads: match device {
+                    // Ranks use all cores.
+                    DeviceKind::Cpu => 1,
+                    DeviceKind::Cuda => (usable_cores / 2).clamp(1, MAX_COPY_THREADS),
+                },
+            },
+            listen: listen(&given.listen),
+            admin_listen: listen(&given.admin_listen),
+            sessions,
+            metrics_listen: listen(&given.metrics_listen),
+            access,
+            connections,
+            window_bytes,
+            channel_bytes,
+            buffers,
+            shown: given.shown(),
+            spec,
+        };
+        Ok(plan)
+    }
+}
+
+/// Files with credentials.
+fn access(given: &Given) -> AccessConfig {
+    let names = given.tls_client_names.0.clone().unwrap_or_default();
+    AccessConfig {
+        tls_cert: given.tls_cert.0.clone(),
+        tls_key: given.tls_key.0.clone(),
+        tls_client_ca: given.tls_client_ca.0.clone(),
+        tls_client_names: names
+            .split(',')
+            .map(str::trim)
+            .filter(|name| !name.is_empty())
+            .map(str::to_owned)
+            .collect(),
+        token_file: given.token_file.0.clone(),
+        admin_token_file: given.admin_token_file.0.clone(),
+        insecure: given.insecure.0.unwrap_or(false),
+    }
+}
+
+/// Limits on connections.
+fn connections(given: &mut Given, limits: &Limits) -> Result<ConnectionLimits, PlanError> {
+    let connections = ConnectionLimits::for_tcp(limits.max_connections as usize);
+    let per_client = derive(
+        &mut given.max_connections_per_client,
+        u32::try_from(connections.per_client).unwrap_or(u32::MAX),
+        "half of max-connections",
+    );
+    let per_client = within("max-connections-per-client", per_client, 1, limits.max_connections)? as usize;
+    Ok(ConnectionLimits { per_client, per_address: per_client, ..connections })
+}
+
+/// Makes the windows of CPU ranks.
+fn cpu_windows(setup: &RankSetup) -> Result<Arc<SharedRegion>, String> {
+    expertd_rank_cpu::create_windows(setup).map_err(|error| error.to_string())
+}
+
+fn folder_name(path: &Path) -> String {
+    absolute(path).file_name().map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+fn absolute(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
+}
