@@ -50,6 +50,9 @@ impl FromStr for Address {
                     path.len()
                 )));
             }
+            // Several leading slashes are one, so that no path looks like the host of a URL.
+            let relative = path.trim_start_matches('/');
+            let path = if relative.len() == path.len() { path.to_owned() } else { format!("/{relative}") };
             return Ok(Address::Unix(PathBuf::from(path)));
         }
         let numeric = text.strip_prefix("localhost:").map(|port| format!("127.0.0.1:{port}"));
