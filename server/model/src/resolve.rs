@@ -88,8 +88,7 @@ pub(super) fn resolve(
     let mut plans: Vec<Option<LayerPlan>> = (0..num_layers).map(|_| None).collect();
     let names = TensorNames::detect(store, family, first)?;
     let description = description(&spec, &context, &gate, &kinds);
-    let blocks = moe.clone();
-    for layer in moe {
+    for &layer in &moe {
         if !held.contains(LayerId(layer as u32)) {
             continue;
         }
@@ -102,9 +101,7 @@ pub(super) fn resolve(
         spec.layers[layer] = Some(moe);
         plans[layer] = Some(plan);
     }
-    for layer in blocks {
-        store.find_all(&names.block(layer))?;
-    }
+    store.find_all(moe.iter().map(|&layer| names.block(layer)).collect())?;
     Ok(Resolved { spec, plans, description })
 }
 

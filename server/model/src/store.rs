@@ -154,16 +154,22 @@ impl Store {
         Ok(shard.mapped.as_ref().expect("the shard was mapped just now"))
     }
 
-    /// Looks up all tensors whose names begin with `prefix`, so that the fingerprint covers them. They are those that the
-    /// files themselves hold; an index that lists others is not an error here.
-    pub(super) fn find_all(&mut self, prefix: &str) -> Result<(), ModelError> {
-        let names = self.names.iter().filter(|(name, _)| name.starts_with(prefix));
+    /// Looks up all tensors whose names begin with one of `prefixes`, so that the fingerprint covers them. They are those that
+    /// the files themselves hold; an index that lists others is not an error here. No prefix begins with another one.
+    pub(super) fn find_all(&mut self, mut prefixes: Vec<String>) -> Result<(), ModelError> {
+        prefixes.sort_unstable();
+        // Only the last prefix that does not sort after a name can be the name's beginning.
+        let begins = |name: &str| {
+            let after = prefixes.partition_point(|prefix| prefix.as_str() <= name);
+            after > 0 && name.starts_with(&prefixes[after - 1])
+        };
+        let names = self.names.iter().filter(|(name, _)| begins(name));
         let mut shards: Vec<usize> = names.map(|(_, &shard)| shard).collect();
         shards.sort_unstable();
         shards.dedup();
         for shard in shards {
             let header = &self.shard(shard)?.header;
-            let names = header.names().into_iter().filter(|name| name.starts_with(prefix));
+            let names = header.names().into_iter().filter(|name| begins(name));
             let found: Vec<_> =
                 names.filter_map(|name| header.entry(&name).map(|entry| (name, entry))).collect();
             for (name, entry) in found {

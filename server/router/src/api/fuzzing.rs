@@ -1,8 +1,8 @@
 //! Entry points for fuzz targets; not part of the interface.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
@@ -13,16 +13,15 @@ use expertd_types::{
     ChunkedBytes, Coverage, Generation, LayerId, LayerRange, StepId, WeightFingerprint, WeightVersion,
 };
 use http::{HeaderMap, HeaderValue};
-use http_body::{Body, Frame};
+use http_body::Body as _;
 use prost::Message as _;
 use tokio::sync::{oneshot, watch};
-use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 use super::access::tokens;
-use super::framing::body::{Arrival, Charges, PREFIX, RequestBody, Terms};
+use super::framing::body::{Arrival, Charges, PREFIX, RequestBody};
 use super::framing::budget::Budget;
-use super::framing::connection::Connection;
+use super::framing::chunks::{Chunks, terms};
 use super::service::call::deadline;
 use super::service::validate::{Envelope, validate};
 use super::transport::address::Address;
@@ -42,36 +41,13 @@ const FINGERPRINT: WeightFingerprint = WeightFingerprint { coverage: Coverage::S
 /// Largest message of [`body`], in bytes: several times the size from which rows are kept apart.
 const MESSAGE_LIMIT: usize = 64 << 10;
 
-struct Chunks(VecDeque<Bytes>);
-
-impl Body for Chunks {
-    type Data = Bytes;
-    type Error = Status;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        Poll::Ready(self.0.pop_front().map(|chunk| Ok(Frame::data(chunk))))
-    }
-}
-
 /// Passes a request body of chunks of `chunk` bytes through splitting, charging, decoding and validation.
 ///
 /// # Panics
 /// If a message comes out that does not match its arrival, or a charge is not released.
 pub fn body(data: &[u8], streaming: bool, chunk: usize) {
     let budget = Budget::new(1 << 40, MESSAGE_LIMIT);
-    let connection = Connection::new(ClientKey(1), Arc::default(), CancellationToken::new());
-    let owner = Arc::clone(&connection.peer);
-    let terms = Terms {
-        budget: Arc::clone(&budget),
-        connection: Arc::clone(&connection),
-        owner,
-        limit: MESSAGE_LIMIT,
-        streaming,
-        forward: true,
-    };
+    let terms = terms(&budget, MESSAGE_LIMIT, streaming);
     let charges = Arc::new(Charges::default());
     let chunks = data.chunks(chunk.max(1)).map(Bytes::copy_from_slice).collect();
     {

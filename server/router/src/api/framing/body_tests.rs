@@ -13,25 +13,12 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
 
 use super::super::budget::{Budget, MESSAGE_BYTES};
+use super::super::chunks::{Chunks, terms};
 use super::super::connection::Connection;
-use super::{Arrival, Charges, RequestBody, Terms, charged_bytes};
+use super::{Arrival, Charges, RequestBody, charged_bytes};
 use crate::backend::ClientKey;
 
 const LIMIT: usize = 300;
-
-struct Chunks(VecDeque<Bytes>);
-
-impl Body for Chunks {
-    type Data = Bytes;
-    type Error = Status;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        Poll::Ready(self.0.pop_front().map(|chunk| Ok(Frame::data(chunk))))
-    }
-}
 
 fn framed(message: &[u8]) -> Vec<u8> {
     let mut bytes = BytesMut::new();
@@ -50,12 +37,6 @@ fn cut(mut bytes: Bytes, sizes: &[usize]) -> Chunks {
         chunks.push_back(bytes.split_to((*size).min(bytes.len())));
     }
     Chunks(chunks)
-}
-
-fn terms(budget: &Arc<Budget>, streaming: bool) -> Terms {
-    let connection = Connection::new(ClientKey(1), Arc::default(), CancellationToken::new());
-    let owner = Arc::clone(&connection.peer);
-    Terms { budget: Arc::clone(budget), connection, owner, limit: LIMIT, streaming, forward: true }
 }
 
 async fn read(body: RequestBody<Chunks>) -> Result<Bytes, Status> {
@@ -100,7 +81,7 @@ proptest! {
         }
         let budget = Budget::new(1 << 20, LIMIT);
         let charges = Arc::new(Charges::default());
-        let body = RequestBody::new(cut(sent.into(), &sizes), terms(&budget, true), Arc::clone(&charges));
+        let body = RequestBody::new(cut(sent.into(), &sizes), terms(&budget, LIMIT, true), Arc::clone(&charges));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
         let passed = runtime.block_on(read(body)).expect("the body is in order");
         prop_assert_eq!(&passed[..], &expected[..]);
@@ -129,7 +110,7 @@ proptest! {
         let budget = Budget::new(1 << 20, LIMIT);
         let charges = Arc::new(Charges::default());
         let chunks = cut(Bytes::from(whole).slice(..cut_at), &sizes);
-        let body = RequestBody::new(chunks, terms(&budget, true), Arc::clone(&charges));
+        let body = RequestBody::new(chunks, terms(&budget, LIMIT, true), Arc::clone(&charges));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
         let status = runtime.block_on(read(body)).expect_err("it is incomplete");
         prop_assert_eq!(status.code(), Code::InvalidArgument);
@@ -144,7 +125,7 @@ async fn messages_reach_the_decoder_without_a_copy() {
     let whole = Bytes::from(framed(&message(9, 200).1));
     let range = whole.as_ptr() as usize..whole.as_ptr() as usize + whole.len();
     let budget = Budget::new(1 << 20, LIMIT);
-    let mut body = RequestBody::new(Chunks([whole].into()), terms(&budget, false), Arc::default());
+    let mut body = RequestBody::new(Chunks([whole].into()), terms(&budget, LIMIT, false), Arc::default());
     let frame = body.frame().await.expect("a frame").expect("no error").into_data().expect("data");
     assert!(range.contains(&(frame.as_ptr() as usize)));
 }
@@ -159,12 +140,12 @@ async fn without_room_a_unary_call_ends_and_a_stream_goes_on() {
 
     let (field, whole) = message(1 << 40, 250);
     let bytes = Bytes::from(framed(&whole));
-    let unary = RequestBody::new(cut(bytes.clone(), &[7]), terms(&budget, false), Arc::default());
+    let unary = RequestBody::new(cut(bytes.clone(), &[7]), terms(&budget, LIMIT, false), Arc::default());
     let status = read(unary).await.expect_err("there is no room");
     assert_eq!(status.code(), Code::ResourceExhausted);
 
     let charges = Arc::new(Charges::default());
-    let stream = RequestBody::new(cut(bytes, &[7]), terms(&budget, true), Arc::clone(&charges));
+    let stream = RequestBody::new(cut(bytes, &[7]), terms(&budget, LIMIT, true), Arc::clone(&charges));
     assert_eq!(read(stream).await.expect("the stream goes on")[..], framed(&field)[..]);
     assert!(
         matches!(charges.next_arrival(), Some(Arrival::Refused(status)) if status.code() == Code::ResourceExhausted)
@@ -186,7 +167,7 @@ async fn a_prefix_alone_costs_next_to_nothing() {
         }
     }
     let budget = Budget::new(1 << 20, 1 << 18);
-    let terms = Terms { limit: 1 << 18, ..terms(&budget, false) };
+    let terms = terms(&budget, 1 << 18, false);
     let prefix = Bytes::from_static(&[0, 0, 3, 0, 0, 1, 2, 3]);
     let mut body = RequestBody::new(Open(Some(prefix)), terms, Arc::default());
     let waiting = tokio::time::timeout(std::time::Duration::from_millis(5), body.frame()).await;
@@ -232,7 +213,7 @@ async fn rows_of_large_messages_wait_beside_them() {
     for sizes in [&[3][..], &[20_000], &[1 << 20], &[5, 9000, 1]] {
         let budget = Budget::new(1 << 20, 1 << 18);
         let charges = Arc::new(Charges::default());
-        let terms = Terms { limit: 1 << 18, ..terms(&budget, true) };
+        let terms = terms(&budget, 1 << 18, true);
         let body = RequestBody::new(cut(bytes.clone(), sizes), terms, Arc::clone(&charges));
         let passed = read(body).await.expect("the body is in order");
         assert!(passed == expected.iter().flat_map(|message| framed(message)).collect::<Bytes>());
@@ -244,7 +225,7 @@ async fn rows_of_large_messages_wait_beside_them() {
         assert_eq!(budget.held(), 0, "charges come back");
 
         // A message that never ends holds nothing once its call is gone.
-        let terms = Terms { limit: 1 << 18, ..self::terms(&budget, true) };
+        let terms = super::super::chunks::terms(&budget, 1 << 18, true);
         let ends_early = cut(bytes.slice(..90_000), sizes);
         let body = RequestBody::new(ends_early, terms, Arc::default());
         let status = read(body).await.expect_err("it is incomplete");

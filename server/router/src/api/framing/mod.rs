@@ -4,4 +4,6 @@ pub(super) mod answer;
 mod apart;
 pub(super) mod body;
 pub(super) mod budget;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(super) mod chunks;
 pub(super) mod connection;
