@@ -14,7 +14,7 @@ mod router;
 pub use layout::GroupShape;
 pub use rank::{ExpertsNotice, Heartbeat, RankChannel, RankStaging, StagingAddresses};
 pub use records::{Completion, Segment, StepDescriptor};
-pub use router::{FormingStep, RouterChannel, RowSource, RowsToStage, StagedRows};
+pub use router::{AttachedRows, FormingStep, RouterChannel, RowSource, RowsToStage, StagedRows};
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;

@@ -4,6 +4,7 @@ use expertd_proto::v1;
 
 use super::failure::Failure;
 use crate::backend::{Answer, ModelInfo, PhaseTimes, RankState, Receipt, ServiceState, ServiceStatus};
+use crate::sessions::RowsTravel;
 use expertd_types::DType;
 
 fn narrow(value: usize) -> u32 {
@@ -178,6 +179,11 @@ pub(in crate::api) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::Ge
                 calls_total: session.calls_total,
                 rows_total: session.rows_total,
                 calls_in_flight: session.calls_in_flight,
+                in_place: session.rows_travel == RowsTravel::InPlace,
+                refusal: match session.rows_travel {
+                    RowsTravel::Refused(reason) => reason,
+                    RowsTravel::InPlace | RowsTravel::Copied => String::new(),
+                },
             })
             .collect(),
     }
