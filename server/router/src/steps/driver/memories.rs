@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use expertd_types::MemoryId;
 
@@ -10,6 +11,12 @@ use crate::cluster::{Fault, FaultKind};
 use crate::sessions::{AttachAction, Attachments, Outcome, RowsTravel, SessionState};
 use crate::steps::service::SessionMail;
 
+/// After an order, ranks get no other one for this many times its duration, so that clients that open and close sessions all the
+/// time take a tenth of the ranks' time at most.
+const PAUSE_FACTOR: u32 = 9;
+/// The longest pause between two orders.
+const MAX_PAUSE: Duration = Duration::from_millis(100);
+
 /// The memories of sessions and what ranks have of them.
 pub(super) struct Memories {
     pub(super) attachments: Attachments,
@@ -17,11 +24,21 @@ pub(super) struct Memories {
     sessions: HashMap<MemoryId, Arc<SessionState>>,
     /// Why a rank cannot attach a memory, until every rank has answered.
     refusals: HashMap<MemoryId, String>,
+    /// When the present or last order was sent.
+    ordered: Instant,
+    /// When the next order may be sent.
+    next_order: Instant,
 }
 
 impl Memories {
     pub(super) fn new(ranks: usize) -> Self {
-        Memories { attachments: Attachments::new(ranks), sessions: HashMap::new(), refusals: HashMap::new() }
+        Memories {
+            attachments: Attachments::new(ranks),
+            sessions: HashMap::new(),
+            refusals: HashMap::new(),
+            ordered: Instant::now(),
+            next_order: Instant::now(),
+        }
     }
 
     pub(super) fn take_in(&mut self, mail: SessionMail) {
@@ -50,6 +67,7 @@ impl Memories {
             }
         }
         self.refusals.clear();
+        self.next_order = Instant::now();
         self.attachments.end_generation();
     }
 }
@@ -66,6 +84,10 @@ impl Driver {
                 .attachments
                 .answered(news.rank, news.memory, news.answer)
                 .map_err(|message| Fault { kind: FaultKind::Channel, message })?;
+            if !memories.attachments.is_ordering() {
+                let now = Instant::now();
+                memories.next_order = now + (PAUSE_FACTOR * (now - memories.ordered)).min(MAX_PAUSE);
+            }
             let (memory, rows_travel) = match outcome {
                 None => continue,
                 Some(Outcome::Attached(memory)) => (memory, RowsTravel::InPlace),
@@ -86,7 +108,12 @@ impl Driver {
     /// Sends orders about memories to ranks, and releases memories that are no longer used.
     pub(super) fn order_memories(&mut self) {
         let Driver { group, memories, .. } = self;
-        while let Some(action) = memories.attachments.poll() {
+        let now = Instant::now();
+        // A pause ends with the next event, or with the periodic tick.
+        while let Some(action) = memories.attachments.poll(now >= memories.next_order) {
+            if !matches!(action, AttachAction::Release(_)) {
+                memories.ordered = now;
+            }
             match (action, &group) {
                 (AttachAction::Attach(memory), Some(group)) => {
                     if let Some(session) = memories.sessions.get(&memory) {
