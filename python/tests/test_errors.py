@@ -15,12 +15,15 @@ def test_what_the_service_refuses(golden, rows):
     layer = it.layers[0]
     with pytest.raises(expertd.NotFoundError, match="layer 99") as caught:
         it.client.forward(99, rows)
-    assert (caught.value.code, caught.value.reason) == ("NOT_FOUND", "UNKNOWN_LAYER")
+    # Completions of a session have a code and a sentence, and no reason or fields.
+    assert (caught.value.code, caught.value.reason) == ("NOT_FOUND", None if it.session else "UNKNOWN_LAYER")
     with pytest.raises(expertd.NotFoundError, match="other"):
         it.client.forward(layer, rows, model="other")
-    with pytest.raises(expertd.InvalidRequestError) as caught:
-        it.client.forward(layer, rows[:, :5].copy())
-    assert caught.value.fields[0][0] == "inline" and isinstance(caught.value, ValueError)
+    for other in (rows[:, :5].copy(), np.concatenate([rows, rows], axis=1)):
+        with pytest.raises(expertd.InvalidRequestError, match="rows: have" if it.session else "inline") as caught:
+            it.client.forward(layer, other)
+        assert isinstance(caught.value, ValueError)
+        assert it.session or caught.value.fields[0][0] == "inline"
     with pytest.raises(expertd.WeightVersionError, match="weight version 3"):
         it.client.forward(layer, rows, expected_weight_version=3)
     ids = np.zeros((len(rows), 2), np.int32)
@@ -56,14 +59,26 @@ def test_addresses_and_sessions():
         expertd.Client("127.0.0.1:1")
     with pytest.raises(ConnectionError, match="address"):
         expertd.Client("unix:")
-    for session in ("host", "cuda"):
-        with pytest.raises(expertd.UnsupportedError, match="no sessions"):
-            expertd.Client("127.0.0.1:1", session=session)
+    with pytest.raises(expertd.UnsupportedError, match="session=\"host\""):
+        expertd.Client("127.0.0.1:1", session="cuda")
+    with pytest.raises(expertd.ConnectError, match="session-listen"):
+        expertd.Client("127.0.0.1:1", session="host")
+    with pytest.raises(expertd.ConnectError, match="session-listen"):
+        expertd.Client("unix:/nowhere/session.sock", session="host")
+    for words, arguments in (
+        ("expected None", {"address": "unix:/x", "session": "gpu"}),
+        ("one service", {"address": ["unix:/x", "unix:/y"], "session": "host"}),
+        ("credentials", {"address": "unix:/x", "session": "host", "credentials": expertd.Credentials(token_file="x")}),
+        ("no address", {"address": []}),
+        ("no address", {"address": " , "}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            expertd.Client(**arguments)
 
 
 def test_a_closed_client_says_so(golden, rows):
     it = golden("qwen3_moe")
-    with it.service.client() as client:
+    with it.service.client(session=it.session) as client:
         client.forward(it.layers[0], rows)
     with pytest.raises(ValueError, match="closed"):
         client.forward(it.layers[0], rows)
@@ -129,7 +144,7 @@ def test_clients_of_a_parent_are_refused_after_a_fork_and_new_ones_work(golden, 
             try:
                 it.client.forward(it.layers[0], rows)
             except RuntimeError as error:
-                fresh = expertd.Client(it.service.address)
+                fresh = expertd.Client(**it.arguments)
                 fresh.forward(it.layers[0], rows)
                 status = 0 if "fork" in str(error) else 2
         finally:

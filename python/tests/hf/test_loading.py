@@ -67,9 +67,8 @@ def test_models_without_experts_and_other_versions_are_refused(served, tmp_path,
         monkeypatch.setattr(transformers, "__version__", version)
         with pytest.raises(expertd.UnsupportedError, match=re.escape(version)), remote_experts(service.address):
             pass
-    for session in ("host", "cuda"):
-        with pytest.raises(expertd.UnsupportedError, match="no sessions"), remote_experts("x", session=session):
-            pass
+    with pytest.raises(expertd.UnsupportedError, match="GPU"), remote_experts("x", session="cuda"):
+        pass
 
 
 @pytest.mark.parametrize("mode", ["experts", "block"])
@@ -117,9 +116,11 @@ def children(pid):
     return sorted(int(child) for path in lists for child in path.read_text().split())
 
 
-def test_generation_goes_on_when_a_rank_is_killed(served):
+@pytest.mark.parametrize("session", [None, "host"], ids=["grpc", "host"])
+@pytest.mark.parametrize("mode", ["experts", "block"])
+def test_generation_goes_on_when_a_rank_is_killed(served, mode, session):
     folder, service = served("qwen3_moe")
-    with remote_experts(service.address):
+    with remote_experts(service.session_address if session else service.address, mode=mode, session=session):
         model = load(folder)
     ids, mask = prompts(4)
     expected = greedy(model, ids, mask)
