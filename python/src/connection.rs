@@ -30,7 +30,7 @@ pub(crate) struct Connection {
 /// An open connection.
 #[derive(Debug)]
 pub(crate) enum Link {
-    One(Client),
+    One(Box<Client>),
     Several(FleetClient),
 }
 
@@ -66,10 +66,10 @@ impl Connection {
             return client.map(Link::Several).map_err(|error| Failure::Connect(error.to_string()));
         }
         let client = Client::connect_with(&self.addresses.concat(), &self.credentials).await?;
-        Ok(Link::One(match self.retry {
+        Ok(Link::One(Box::new(match self.retry {
             Some(policy) => client.with_retry(policy),
             None => client,
-        }))
+        })))
     }
 
     /// Whether the only address is a name of several hosts. The two loopback addresses are one host.
