@@ -33,10 +33,11 @@ class Package:
         self.layer = self.client.model().moe_layers[0].layer
 
     def call(self, rows):
-        """Makes a call; returns the output rows and the time of queue and step in seconds."""
-        answer = self.client.forward(self.layer, rows, dtype="bf16")
-        receipt = answer.receipt
-        return np.asarray(answer.rows.view("u16")), receipt.queue_seconds + receipt.step_seconds
+        return self.client.forward(self.layer, rows, dtype="bf16")
+
+    def read(self, answer):
+        """The output rows, and the time in queue and step in seconds."""
+        return np.asarray(answer.rows.view("u16")), answer.receipt.queue_seconds, answer.receipt.step_seconds
 
 
 class Grpcio:
@@ -57,10 +58,12 @@ class Grpcio:
         request = self.messages.ForwardRequest(
             layer=self.layer, tokens=len(rows), dtype=self.messages.DTYPE_BF16, inline=rows.tobytes()
         )
-        answer = self.stub.Forward(request)
-        receipt = answer.receipt
-        spent = receipt.queue_time.ToNanoseconds() + receipt.step_time.ToNanoseconds()
-        return np.frombuffer(answer.rows, np.uint16).reshape(rows.shape), spent * 1e-9
+        return self.stub.Forward(request)
+
+    def read(self, answer):
+        queue, step = answer.receipt.queue_time, answer.receipt.step_time
+        rows = np.frombuffer(answer.rows, np.uint16).reshape(-1, HIDDEN)
+        return rows, queue.ToNanoseconds() * 1e-9, step.ToNanoseconds() * 1e-9
 
 
 def random_rows(tokens):
@@ -69,20 +72,33 @@ def random_rows(tokens):
     return (rows.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def widened(rows):
+    return (rows.astype(np.uint32) << 16).view(np.float32)
+
+
+def expect_close(found, expected):
+    """The first and the last row must be those of the same call made alone, up to the rounding of a step with other rows."""
+    assert found.shape == expected.shape
+    found, expected = widened(found[[0, -1]]), widened(expected[[0, -1]])
+    assert np.linalg.norm(found - expected) <= 2e-2 * np.linalg.norm(expected)
+
+
 def measure(caller, tokens, seconds, threads):
-    """Closed loop of `threads` callers; percentiles in µs of whole calls and of what is neither queue nor step, and MiB/s of rows."""
+    """Closed loop of `threads` callers. Percentiles 10, 50 and 99 in µs of whole calls, of calls without their steps, and of what
+    is neither queue nor step; and MiB/s of rows in each direction."""
     batches = [random_rows(tokens) for _ in range(8)]
-    expected = [caller.call(rows)[0] for rows in batches]
+    expected = [caller.read(caller.call(rows))[0] for rows in batches]
     times = []
     end = time.perf_counter() + seconds
 
     def loop(number):
         at = number
         while (start := time.perf_counter()) < end:
-            rows, spent = caller.call(batches[at % 8])
+            answer = caller.call(batches[at % 8])
             whole = time.perf_counter() - start
-            assert rows.shape == expected[at % 8].shape and (rows[0] == expected[at % 8][0]).all()
-            times.append((whole, whole - spent))
+            rows, queue, step = caller.read(answer)
+            expect_close(rows, expected[at % 8])
+            times.append((whole, whole - step, whole - step - queue))
             at += 1
 
     start = time.perf_counter()
@@ -92,11 +108,12 @@ def measure(caller, tokens, seconds, threads):
     for thread in callers:
         thread.join()
     passed = time.perf_counter() - start
-    whole, rest = np.array(times).T * 1e6
+    whole, over_step, rest = np.percentile(np.array(times), [10, 50, 99], axis=0).T * 1e6
     return {
         "calls": len(times),
-        "call_us": np.percentile(whole, [10, 50, 99]).round(1).tolist(),
-        "rest_us": np.percentile(rest, [10, 50, 99]).round(1).tolist(),
+        "call_us": whole.round(1).tolist(),
+        "over_step_us": over_step.round(1).tolist(),
+        "rest_us": rest.round(1).tolist(),
         "mib_per_second": round(len(times) * tokens * HIDDEN * 2 / passed / 2**20, 1),
     }
 

@@ -61,6 +61,7 @@ impl Connection {
             let mut config = FleetConfig { credentials: self.credentials.clone(), ..FleetConfig::default() };
             if let Some(policy) = self.retry {
                 config.patience = policy.max_elapsed;
+                config.connect_patience = config.connect_patience.min(policy.max_elapsed);
             }
             let client = FleetClient::connect(&self.addresses.join(","), config).await;
             return client.map(Link::Several).map_err(|error| Failure::Connect(error.to_string()));

@@ -1,7 +1,8 @@
 //! Calls through a session: rows are copied into memory that the service shares, and answers out of it.
 
 use std::borrow::Cow;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::collections::BTreeSet;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use expertd_proto::RetryPolicy;
@@ -20,6 +21,8 @@ use crate::request::Arguments;
 
 /// Row area of a new session, in bytes. A call that needs more opens a larger session.
 const ROWS_BYTES: usize = 16 << 20;
+/// Largest row area that is opened because calls in flight fill the present one, in bytes.
+const MAX_ROWS_BYTES: usize = 256 << 20;
 /// Time limit of opening a session and of asking for the model.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval at which a waiting call checks whether it was interrupted.
@@ -60,9 +63,33 @@ pub(crate) struct HostSession {
     current: Mutex<Option<Opened>>,
     /// Held while one call reserves its places, so that two calls never wait for each other's halves.
     placing: Mutex<()>,
-    /// Number of calls that have left the session.
-    left: Mutex<u64>,
-    changed: Condvar,
+    line: Mutex<Line>,
+    /// Signalled when `Line::departures` changes.
+    departed: Condvar,
+}
+
+/// Calls that wait for room in the session. They get it in the order in which they came.
+#[derive(Debug, Default)]
+struct Line {
+    /// Counts calls that have left the session or the line.
+    departures: u64,
+    next_ticket: u64,
+    waiting: BTreeSet<u64>,
+    /// The service has refused a larger session.
+    is_largest: bool,
+}
+
+/// A place in the line, until it is dropped.
+struct Ticket<'a> {
+    session: &'a HostSession,
+    number: u64,
+}
+
+impl Drop for Ticket<'_> {
+    fn drop(&mut self) {
+        self.session.line().waiting.remove(&self.number);
+        self.session.depart();
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -91,8 +118,8 @@ impl HostSession {
             retry,
             current: Mutex::new(None),
             placing: Mutex::new(()),
-            left: Mutex::new(0),
-            changed: Condvar::new(),
+            line: Mutex::default(),
+            departed: Condvar::new(),
         }
     }
 
@@ -115,6 +142,46 @@ impl HostSession {
         // Calls in flight keep a smaller session until their end.
         *current = Some(opened.clone());
         Ok(opened)
+    }
+
+    fn line(&self) -> MutexGuard<'_, Line> {
+        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wakes the calls in the line.
+    fn depart(&self) {
+        self.line().departures += 1;
+        self.departed.notify_all();
+    }
+
+    /// Whether a call may take room: it is the first in line, or there is no line.
+    fn is_next(&self, ticket: Option<&Ticket<'_>>) -> bool {
+        let line = self.line();
+        match ticket {
+            Some(ticket) => line.waiting.first() == Some(&ticket.number),
+            None => line.waiting.is_empty(),
+        }
+    }
+
+    fn join_line(&self) -> Ticket<'_> {
+        let mut line = self.line();
+        let number = line.next_ticket;
+        line.next_ticket += 1;
+        line.waiting.insert(number);
+        Ticket { session: self, number }
+    }
+
+    /// Opens a session with twice the row area, if that is within limits.
+    fn enlarged(&self, opened: &Opened) -> Option<Opened> {
+        let doubled = opened.rows_bytes.checked_mul(2).filter(|&bytes| bytes <= MAX_ROWS_BYTES)?;
+        if self.line().is_largest {
+            return None;
+        }
+        let larger = self.opened(doubled);
+        if larger.is_err() {
+            self.line().is_largest = true;
+        }
+        larger.ok()
     }
 
     /// Lets the next call open another session.
@@ -171,44 +238,56 @@ impl HostSession {
         expect_name(&opened.model, &arguments.model)?;
         expect_shapes(arguments, &opened)?;
         let deadline = arguments.timeout.map(|timeout| start + timeout);
-        let ended = self.submit(&opened, arguments, &places, deadline, check).and_then(|mut pending| {
-            loop {
-                let left = time_left(deadline, CHECK_INTERVAL);
-                match pending.try_wait(left) {
-                    Ok(Some(answer)) => return Ok(answer),
-                    Ok(None) => go_on(deadline, check)?,
-                    Err(error) => return Err(self.failed(&opened.session, error)),
+        let (session, mut pending) = self.submit(opened, arguments, &places, deadline, check)?;
+        let ended = loop {
+            match pending.try_wait(time_left(deadline, CHECK_INTERVAL)) {
+                Ok(Some(answer)) => break read_answer(answer, arguments),
+                Ok(None) => {
+                    if let Err(end) = go_on(deadline, check) {
+                        break Err(end);
+                    }
                 }
+                Err(error) => break Err(self.failed(&session, error)),
             }
-        });
-        let received = ended.and_then(|answer| read_answer(answer, arguments));
-        *self.left.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        self.changed.notify_all();
-        received
+        };
+        drop(pending);
+        self.depart();
+        ended
     }
 
-    /// Copies the rows into the session and starts the call; waits while the session has no room.
+    /// Copies the rows into the session and starts the call; waits in line while the session has no room. Returns the session that
+    /// took the call.
     fn submit(
         &self,
-        opened: &Opened,
+        mut opened: Opened,
         arguments: &Arguments,
         places: &Places,
         deadline: Option<Instant>,
         check: &mut dyn FnMut() -> PyResult<()>,
-    ) -> Result<PendingCall, End> {
-        let session = &opened.session;
+    ) -> Result<(Arc<Session>, PendingCall), End> {
+        let mut ticket = None;
         loop {
-            let seen = *self.left.lock().unwrap_or_else(PoisonError::into_inner);
-            let error = match self.try_submit(opened, arguments, places, deadline) {
-                Ok(pending) => return Ok(pending),
-                Err(error) => error,
-            };
-            if !matches!(error, SessionError::NoRoom { .. } | SessionError::TooManyCalls { .. }) {
-                return Err(self.failed(session, error));
+            let seen = self.line().departures;
+            if self.is_next(ticket.as_ref()) {
+                match self.try_submit(&opened, arguments, places, deadline) {
+                    Ok(pending) => return Ok((opened.session, pending)),
+                    Err(SessionError::TooManyCalls { .. }) => {}
+                    Err(SessionError::NoRoom { .. }) => {
+                        if let Some(larger) = self.enlarged(&opened) {
+                            opened = larger;
+                            continue;
+                        }
+                    }
+                    Err(error) => return Err(self.failed(&opened.session, error)),
+                }
             }
-            let left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+            if ticket.is_none() {
+                ticket = Some(self.join_line());
+                continue;
+            }
             let interval = time_left(deadline, ROOM_INTERVAL);
-            let waited = self.changed.wait_timeout_while(left, interval, |left| *left == seen);
+            let unchanged = |line: &mut Line| line.departures == seen;
+            let waited = self.departed.wait_timeout_while(self.line(), interval, unchanged);
             drop(waited.unwrap_or_else(PoisonError::into_inner));
             go_on(deadline, check)?;
         }

@@ -87,6 +87,19 @@ def test_deadlines_hold_while_a_call_waits_for_room(started):
     assert it.client.forward(it.layers[0], rows).rows.shape == rows.shape
 
 
+def test_a_fork_that_drops_the_client_does_not_end_the_session(started):
+    it = started("qwen3_moe", "host")
+    rows = np.random.default_rng().standard_normal((2, it.model.hidden)).astype(np.float32)
+    with it.service.client(session="host", retry=None) as client:
+        expected = np.asarray(client.forward(it.layers[0], rows).rows)
+        child = os.fork()
+        if child == 0:
+            client.close()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert worst_row(client.forward(it.layers[0], rows).rows, expected) < 1e-5
+
+
 def test_a_socket_that_is_no_session_socket_is_named(started, tmp_path):
     it = started("qwen3_moe", "host")
     path = tmp_path / "silent"
