@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use bytemuck::Zeroable;
 
-use crate::{StepEngine, StepFault, StepReport};
+use crate::{SetupClock, StepEngine, StepFault, StepReport};
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
-use expertd_ipc::{Completion, Heartbeat, RankChannel, RouterBell, StepDescriptor};
+use expertd_ipc::{Completion, Heartbeat, RankChannel, RouterBell, RowCounts, StepDescriptor};
 use expertd_types::Rank;
 
 /// Why a rank's process ended.
@@ -41,11 +41,15 @@ pub struct Joining<'a> {
     pub setup: &'a RankSetup,
     /// Shared memory with the router; its staging outlives the engine.
     pub channel: &'a RankChannel,
+    /// The table to which the engine adds the rows that its experts compute.
+    pub row_counts: RowCounts,
     /// The control socket, for messages that ranks exchange through the router while they join.
     pub socket: &'a UnixStream,
     /// The reading end of the control socket.
     pub reader: &'a mut BufReader<UnixStream>,
     fds: std::vec::IntoIter<OwnedFd>,
+    /// Measures the parts of the set-up.
+    pub clock: &'a mut SetupClock,
     /// Reports to the router the bytes of weights that are loaded and the bytes to load.
     pub progress: &'a mut dyn FnMut(u64, u64),
 }
@@ -137,13 +141,17 @@ impl ReadyRank {
         let mut next_fd = |what: &str| {
             fds.next().ok_or_else(|| setup_failure(format!("the router sent no file descriptor for {what}")))
         };
+        let mut clock = SetupClock::start();
         let channel_fd = next_fd("the channel")?;
         let bell = RouterBell::join(next_fd("the router's bell")?).map_err(setup_failure)?;
+        let row_counts = RowCounts::join(setup.row_counts, next_fd("row counts")?).map_err(setup_failure)?;
         let channel = RankChannel::join(&setup.shape, setup.rank, channel_fd, bell.bell().clone())
             .map_err(setup_failure)?;
         beat(channel.heartbeat(), setup.heartbeat).map_err(setup_failure)?;
         pin(setup.rank, &setup.cores);
+        clock.end("channel");
         channel.populate().map_err(setup_failure)?;
+        clock.end("staging pages");
         let mut last = std::time::Instant::now();
         let mut progress = |loaded_bytes: u64, total_bytes: u64| {
             if last.elapsed() >= Duration::from_millis(100) || loaded_bytes == total_bytes {
@@ -152,8 +160,18 @@ impl ReadyRank {
                 let _ = control::send(socket, &FromRank::Loading { loaded_bytes, total_bytes });
             }
         };
-        let joining = Joining { setup, channel: &channel, socket, reader, fds, progress: &mut progress };
+        let joining = Joining {
+            setup,
+            channel: &channel,
+            row_counts,
+            socket,
+            reader,
+            fds,
+            clock: &mut clock,
+            progress: &mut progress,
+        };
         let Loaded { engine, weight_bytes, device } = load(joining)?;
+        tracing::debug!(parts = %clock, "set up");
         Ok(ReadyRank { channel, engine, weight_bytes, device })
     }
 
