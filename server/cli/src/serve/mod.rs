@@ -279,7 +279,7 @@ impl Running {
         let endpoint = MetricsEndpoint::bind(
             metrics,
             recorder,
-            api::ready_probe(Arc::clone(&backend)),
+            Arc::clone(&backend),
             Arc::clone(&access),
         )
         .await

@@ -1,9 +1,10 @@
-//! Metrics, their endpoint, and logs.
+//! Metrics, their endpoint with the status page, and logs.
 
 mod endpoint;
 mod handles;
 mod logs;
 pub mod names;
+mod page;
 mod process;
 mod rarely;
 mod recorder;
