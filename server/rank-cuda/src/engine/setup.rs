@@ -11,6 +11,7 @@ use expertd_kernels::layout::Shape;
 use nccl_sys::{Library, UniqueId};
 
 use super::copies::Copies;
+use super::counts::DeviceCounts;
 use super::layers::{Layers, any_fp8_products, device_bytes, widest};
 use super::step::{Buffers, Sizes};
 use super::{CudaEngine, EngineParts, PinnedStaging};
@@ -32,7 +33,7 @@ const LOAD_THREADS: usize = 16;
 
 /// Sets up this rank's GPU, joins the group, and loads.
 pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
-    let Joining { setup, channel, socket, reader, progress, .. } = joining;
+    let Joining { setup, channel, row_counts, socket, reader, progress, .. } = joining;
     let device = open(setup)?;
     let checkpoint = own_checkpoint(setup)?;
     let spec = checkpoint.spec();
@@ -43,6 +44,7 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     // Ranks join before they load, so that a rank that cannot join fails before minutes are spent on loading.
     let windows = join(setup, &device, &shape, socket, reader)?;
     let host = pin(&device, channel)?;
+    let counts = DeviceCounts::new(&device, row_counts, setup.rank).map_err(setup_failure)?;
     let padding = shape.hidden as usize != setup.shape.hidden;
     let staged = channel.staging_addresses();
     let no_room = |error: DeviceError| {
@@ -69,7 +71,7 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
         setup.rank,
         if setup.shape.ranks == 1 { "" } else { ", windows over NCCL" }
     );
-    let parts = EngineParts { shape, windows, host, layers, buffers, copies };
+    let parts = EngineParts { shape, windows, host, counts, layers, buffers, copies };
     let engine = CudaEngine::new(setup, device, parts, &staged).map_err(setup_failure)?;
     Ok(Loaded { engine: Box::new(engine), weight_bytes, device: describe })
 }
