@@ -94,8 +94,8 @@ class Browser:
             time.sleep(0.3)
 
     def picture(self, file: pathlib.Path) -> None:
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        height = self.value("document.body.getBoundingClientRect().bottom")
+        clip = {"x": 0, "y": 0, "width": self.value("innerWidth"), "height": height, "scale": 1}
         data = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)["data"]
         file.write_bytes(base64.b64decode(data))
 
@@ -152,7 +152,7 @@ def main() -> None:
         stack.callback(lambda: (browser.process.kill(), browser.process.wait()))
         for domain in ("Page", "Network", "Log", "Runtime"):
             browser.call(f"{domain}.enable")
-        window = {"width": 1180, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        window = {"width": 1180, "height": 1600, "deviceScaleFactor": 1, "mobile": False}
         browser.call("Emulation.setDeviceMetricsOverride", **window)
         browser.call("Page.navigate", url=f"http://{METRICS}/")
         browser.until("document.getElementById('state').textContent === 'serving'", "that the service serves")
@@ -161,6 +161,10 @@ def main() -> None:
         browser.until("document.querySelectorAll('#ranks tr').length === 3", "two ranks")
         browser.until("document.querySelector('#clients td')?.textContent === 'engine'", "the client's name")
         browser.until("document.querySelectorAll('polyline').length >= 6 && [...document.querySelectorAll('polyline')].some(l => l.getAttribute('points').split(' ').length > 12)", "lines")
+        browser.until("!document.getElementById('experts').hidden && document.getElementById('heat').width > 1", "rows per expert")
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved",
+                     **browser.value("(b => ({x: b.x + b.width / 2, y: b.y + b.height / 2}))(document.getElementById('heat').getBoundingClientRect())"))
+        browser.until("/layer \\d+, expert \\d+: \\d+ rows/.test(document.getElementById('cell').textContent)", "the rows of one expert")
         if browser.value("document.getElementById('model').textContent") != NAME:
             sys.exit("the page does not show the model's name as it is")
         check(browser)

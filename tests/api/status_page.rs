@@ -64,6 +64,10 @@ async fn the_state_says_what_the_service_does() {
     assert_eq!(found["ranks"], json!([rank]), "no process ids");
     assert_eq!(found["sessions"], json!([]));
     assert!(found["model"]["layers"].as_array().is_some_and(|layers| !layers.is_empty()));
+    let (head, body) = get(&address, "localhost", "/experts.json").await;
+    assert!(head.starts_with("http/1.1 200"), "{head}");
+    let layers = json!([{ "layer": 4, "rows": [3, 0, 7] }]);
+    assert_eq!(serde_json::from_str::<Value>(&body).unwrap()["layers"], layers, "all ranks together");
     fake.set_state(ServiceState::Reforming);
     assert_eq!(state(&address).await["state"], "re-forming");
 }

@@ -1,5 +1,5 @@
 //! The scrape endpoint: `/metrics`, `/healthz` and `/readyz` for probes that speak HTTP, and a status page at `/` that
-//! reads `/status.json` and `/metrics`.
+//! reads `/status.json`, `/experts.json` and `/metrics`.
 //!
 //! Probes need no credentials and may speak plaintext. Metrics and state from beyond loopback need a token, over TLS where
 //! that is configured; the page itself holds neither and needs TLS only. Every connection is served at once; above a limit, a new connection ends the oldest one.
@@ -171,12 +171,17 @@ fn answer(request: &Request<Incoming>, way: Way, shared: &Shared) -> Response<Fu
             None => text(StatusCode::OK, shared.recorder.render()),
             Some(refused) => refused,
         },
-        "/status.json" => match refusal(headers, way, access) {
+        path @ ("/status.json" | "/experts.json") => match refusal(headers, way, access) {
             None if way.loopback && !page::names_this_host(headers) && !access.may_scrape(headers) => text(
                 StatusCode::FORBIDDEN,
                 "the state of the service is shown under an address or localhost, not under other names\n",
             ),
-            None => shown("application/json", page::document(&*shared.backend).to_string()),
+            None => {
+                let backend = &*shared.backend;
+                let document =
+                    if path == "/status.json" { page::document(backend) } else { page::experts(backend) };
+                shown("application/json", document.to_string())
+            }
             Some(refused) => refused,
         },
         "/healthz" | "/readyz" if unwell.is_some() => {
@@ -189,7 +194,7 @@ fn answer(request: &Request<Incoming>, way: Way, shared: &Shared) -> Response<Fu
         },
         _ => text(
             StatusCode::NOT_FOUND,
-            "not found; the paths are /, /status.json, /metrics, /healthz and /readyz\n",
+            "not found; the paths are /, /status.json, /experts.json, /metrics, /healthz and /readyz\n",
         ),
     }
 }

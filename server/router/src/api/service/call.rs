@@ -11,6 +11,7 @@ use super::failure::Failure;
 use super::validate::Envelope;
 use crate::api::framing::body::Charges;
 use crate::backend::{ClientKey, RequestId};
+use crate::telemetry::{RequestTrace, TraceParent};
 
 /// Longest time by which our DEADLINE_EXCEEDED precedes the caller's own timer.
 const MAX_MARGIN: Duration = Duration::from_millis(10);
@@ -24,6 +25,10 @@ pub(in crate::api) struct Call {
     pub(in crate::api) charges: Arc<Charges>,
     /// Cancelled when the service shuts down; streams then finish their requests in flight and end.
     pub(in crate::api) closing: CancellationToken,
+    /// The caller's trace, which requests of a stream continue.
+    pub(in crate::api) parent: Option<TraceParent>,
+    /// The span of a unary call, if it is sampled.
+    pub(in crate::api) trace: Option<Arc<RequestTrace>>,
 }
 
 impl Call {

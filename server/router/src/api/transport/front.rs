@@ -31,7 +31,7 @@ use crate::api::service::convert;
 use crate::api::service::failure::{Failure, code_name};
 use crate::api::service::moe::MoeService;
 use crate::backend::{Backend, ClientKey};
-use crate::telemetry::{RequestMetrics, names};
+use crate::telemetry::{RequestMetrics, TraceParent, names};
 
 const FORWARD: &str = "/expertd.v1.Moe/Forward";
 const FORWARD_STREAM: &str = "/expertd.v1.Moe/ForwardStream";
@@ -230,11 +230,15 @@ impl Service<Request<Incoming>> for Front {
             Ok(deadline) => deadline,
             Err(failure) => return refused(failure),
         };
+        let parent = TraceParent::of(request.headers());
+        let trace = parent.as_ref().filter(|_| unary).and_then(|parent| parent.begin("Forward", arrived));
         let call = Call {
             client: caller.key,
             deadline,
             charges: Arc::clone(&charges),
             closing: public.closing.clone(),
+            parent: parent.filter(|_| streaming),
+            trace: trace.clone(),
         };
         let mut request = request.map(|body| RequestBody::new(body, terms, body_charges));
         request.extensions_mut().insert(call);
@@ -253,8 +257,11 @@ impl Service<Request<Incoming>> for Front {
                     Err(_) => Status::from(Failure::DeadlineExceeded).into_http(),
                 },
             };
-            metrics
-                .answered(code_name(code_of(&response)), charges.complete_at().unwrap_or(arrived).elapsed());
+            let code = code_of(&response);
+            metrics.answered(code_name(code), charges.complete_at().unwrap_or(arrived).elapsed());
+            if let Some(trace) = trace {
+                trace.end(code);
+            }
             Ok(response.map(|body| ResponseBody::charged(body, charges, Some(charge), false)))
         })
     }

@@ -5,6 +5,13 @@ use serde_json::{Value, json};
 use crate::api::public_text;
 use crate::backend::{Backend, RankState, ServiceState};
 
+/// The rows of each layer's experts since the start, all ranks together, as JSON.
+pub(in crate::telemetry) fn experts(backend: &dyn Backend) -> Value {
+    let layers = backend.expert_rows().layers.into_iter();
+    let layers = layers.map(|layer| json!({ "layer": layer.layer.0, "rows": layer.of_experts() }));
+    json!({ "layers": layers.collect::<Vec<_>>() })
+}
+
 /// The state of the service, its model, its ranks and its sessions as JSON. It names no paths and no processes.
 pub(in crate::telemetry) fn document(backend: &dyn Backend) -> Value {
     let (model, status) = (backend.model(), backend.status());

@@ -10,7 +10,7 @@ use std::sync::LazyLock;
 use http::header::{self, HeaderName, HeaderValue};
 use http::{HeaderMap, uri::Authority};
 
-pub(super) use document::document;
+pub(super) use document::{document, experts};
 
 /// The page.
 pub(super) const PAGE: &str = include_str!("status.html");
