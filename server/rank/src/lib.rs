@@ -2,12 +2,14 @@
 
 #![forbid(unsafe_code)]
 
+mod clock;
 pub mod convert;
 mod loader;
 mod process;
 pub mod segments;
 pub mod share;
 
+pub use clock::SetupClock;
 pub use loader::{PackedShare, Progress, run_loader};
 pub use process::{Failure, Joining, Loaded, RankExit, run_rank, setup_failure};
 
