@@ -129,6 +129,8 @@ metrics_table! {
     SESSION_BYTES = "expertd_session_bytes", Kind::Gauge, Bytes, [];
     /// Calls of authenticated clients, by name. A stream is one call.
     CLIENT_CALLS_TOTAL = "expertd_client_calls_total", Kind::Counter, Count, ["client"];
+    /// Tokens in admitted requests of authenticated clients, by name; sessions are not included.
+    CLIENT_TOKENS_TOTAL = "expertd_client_tokens_total", Kind::Counter, Count, ["client"];
     /// Reloads of changed certificates and token files: ok, or error, which leaves the earlier ones in force.
     CREDENTIAL_RELOADS_TOTAL = "expertd_credential_reloads_total", Kind::Counter, Count, ["result"];
     /// Spans of requests that were sent to the receiver of traces.

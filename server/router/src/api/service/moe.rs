@@ -83,7 +83,9 @@ impl Moe for MoeService {
         };
         let envelope = call.envelope(call.deadline);
         let (message, trace) = (request.into_inner(), call.trace.as_deref());
+        let tokens = message.tokens;
         let taken = take_in(&*self.backend, &self.metrics, message, apart, envelope, ticket.clone(), trace)?;
+        call.count_tokens(tokens);
         let mut response = match taken {
             Taken::Answered(response) => *response,
             Taken::Pending(pending) => match pending.await {

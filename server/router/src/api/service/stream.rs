@@ -120,8 +120,10 @@ impl Exchange {
             (message.timeout_ms > 0).then(|| started + Duration::from_millis(message.timeout_ms.into()));
         let deadline = own.into_iter().chain(self.call.deadline).min();
         let envelope = self.call.envelope(deadline);
-        let (backend, metrics) = (&*self.backend, &*self.metrics);
-        match take_in(backend, metrics, request, apart, envelope, ticket.clone(), trace.as_deref())? {
+        let (backend, metrics, tokens) = (&*self.backend, &*self.metrics, request.tokens);
+        let taken = take_in(backend, metrics, request, apart, envelope, ticket.clone(), trace.as_deref())?;
+        self.call.count_tokens(tokens);
+        match taken {
             Taken::Answered(response) => Ok(Some(*response)),
             Taken::Pending(pending) => {
                 self.ids.insert(id);

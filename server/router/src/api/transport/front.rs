@@ -104,12 +104,15 @@ struct Client {
     key: ClientKey,
     owner: Arc<Owner>,
     calls: Counter,
+    tokens: Counter,
 }
 
 /// The owner that a call is charged to.
 struct Caller {
     key: ClientKey,
     owner: Arc<Owner>,
+    /// Counts the tokens of a client that has a name.
+    tokens: Option<Counter>,
 }
 
 /// The key of a named client, which its connections and sessions share.
@@ -136,7 +139,8 @@ impl Front {
             None => Some(access.admin(headers, &self.peer)?),
         };
         let Some(name) = name else {
-            return Ok(Caller { key: self.connection.key, owner: Arc::clone(&self.connection.peer) });
+            let owner = Arc::clone(&self.connection.peer);
+            return Ok(Caller { key: self.connection.key, owner, tokens: None });
         };
         self.connection.authenticate();
         let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
@@ -144,8 +148,10 @@ impl Front {
             let owner = self.table.client(&name);
             let connections = owner.connections.fetch_add(1, Ordering::Relaxed) + 1;
             let calls = counter!(names::CLIENT_CALLS_TOTAL, "client" => name.to_string());
+            let tokens = counter!(names::CLIENT_TOKENS_TOTAL, "client" => name.to_string());
+            tokens.increment(0);
             let key = client_key(&name);
-            let left = client.replace(Client { name, key, owner, calls });
+            let left = client.replace(Client { name, key, owner, calls, tokens });
             left.iter().for_each(Client::leave);
             if connections > self.table.per_client() {
                 count_end("client_limit");
@@ -156,7 +162,8 @@ impl Front {
         match &*client {
             Some(client) => {
                 client.calls.increment(1);
-                Ok(Caller { key: client.key, owner: Arc::clone(&client.owner) })
+                let (owner, tokens) = (Arc::clone(&client.owner), Some(client.tokens.clone()));
+                Ok(Caller { key: client.key, owner, tokens })
             }
             None => Err(Failure::Unauthenticated("the credentials were lost")),
         }
@@ -234,6 +241,7 @@ impl Service<Request<Incoming>> for Front {
         let trace = parent.as_ref().filter(|_| unary).and_then(|parent| parent.begin("Forward", arrived));
         let call = Call {
             client: caller.key,
+            client_tokens: caller.tokens,
             deadline,
             charges: Arc::clone(&charges),
             closing: public.closing.clone(),
