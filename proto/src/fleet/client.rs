@@ -30,7 +30,8 @@ pub struct FleetConfig {
     pub model: String,
     /// Interval between probes of a service's health.
     pub probe_interval: Duration,
-    /// Time limit of a probe. A service that misses one is avoided, one that misses two in a row is lost.
+    /// Time limit of a probe. A service that misses one is avoided, one that misses two in a row is lost. Connecting has
+    /// twice this time.
     pub probe_timeout: Duration,
     /// Interval between look-ups of host names.
     pub lookup_interval: Duration,
