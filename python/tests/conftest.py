@@ -1,7 +1,10 @@
 """Services from the installed wheel, over the checkpoints in tests/fixtures/golden."""
 
 import contextlib
+import os
 import pathlib
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -62,6 +65,19 @@ def rows(golden):
     """Eight random rows of the service `golden("qwen3_moe")`."""
     hidden = golden("qwen3_moe").model.hidden
     return np.random.default_rng().standard_normal((8, hidden)).astype(np.float32)
+
+
+@contextlib.contextmanager
+def stopped(service):
+    """Stops the service's process for the length of the block, which begins when all its threads stand still."""
+    tasks = pathlib.Path(f"/proc/{service.process.pid}/task")
+    os.kill(service.process.pid, signal.SIGSTOP)
+    try:
+        while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in tasks.glob("*/stat")):
+            time.sleep(0.001)
+        yield
+    finally:
+        os.kill(service.process.pid, signal.SIGCONT)
 
 
 def worst_row(found, expected):

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from conftest import stopped
 
 import expertd
 
@@ -84,38 +85,26 @@ def test_a_closed_client_says_so(golden, rows):
         client.forward(it.layers[0], rows)
 
 
-def stopped(service):
-    """Stops the service's process; returns what lets it go on."""
-    os.kill(service.process.pid, signal.SIGSTOP)
-    return lambda: os.kill(service.process.pid, signal.SIGCONT)
-
-
 def test_a_deadline_passes_when_the_service_stands_still(golden, rows):
     it = golden("qwen3_moe")
-    go_on = stopped(it.service)
-    try:
-        with pytest.raises(expertd.DeadlineError) as caught:
-            it.client.forward(it.layers[0], rows, timeout=0.2)
-        assert isinstance(caught.value, TimeoutError)
-    finally:
-        go_on()
+    with stopped(it.service), pytest.raises(expertd.DeadlineError) as caught:
+        it.client.forward(it.layers[0], rows, timeout=0.2)
+    assert isinstance(caught.value, TimeoutError)
 
 
 def test_a_waiting_call_lets_other_threads_run(golden, rows):
     it = golden("qwen3_moe")
-    go_on = stopped(it.service)
     answers = []
     thread = threading.Thread(target=lambda: answers.append(it.client.forward(it.layers[0], rows)))
-    thread.start()
-    # With the GIL held by the call, this thread would not get here, and nothing would ever wake the service.
-    go_on()
+    with stopped(it.service):
+        thread.start()
+        # With the GIL held by the call, this thread would not get here, and nothing would ever wake the service.
     thread.join()
     assert answers[0].rows.shape == rows.shape
 
 
 def test_a_signal_ends_a_waiting_call(golden, rows):
     it = golden("qwen3_moe")
-    go_on = stopped(it.service)
 
     class Alarm(Exception):
         pass
@@ -124,14 +113,13 @@ def test_a_signal_ends_a_waiting_call(golden, rows):
         raise Alarm
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
-        with pytest.raises(Alarm):
+        with stopped(it.service), pytest.raises(Alarm):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
             it.client.forward(it.layers[0], rows)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        go_on()
 
 
 def test_clients_of_a_parent_are_refused_after_a_fork_and_new_ones_work(golden, rows):

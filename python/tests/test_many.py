@@ -8,7 +8,7 @@ import signal
 
 import numpy as np
 import pytest
-from conftest import GOLDEN, worst_row
+from conftest import GOLDEN, stopped, worst_row
 
 import expertd
 
@@ -62,12 +62,8 @@ def test_asyncio_calls_streams_errors_and_cancellation(golden):
                     await stream.forward(99, given[0])
             for one, other in zip(unary, streamed, strict=True):
                 assert worst_row(one.rows, other.rows) < 1e-5
-            os.kill(it.service.process.pid, signal.SIGSTOP)
-            try:
-                with pytest.raises(asyncio.TimeoutError):
-                    await asyncio.wait_for(client.forward(layer, given[0]), 0.2)
-            finally:
-                os.kill(it.service.process.pid, signal.SIGCONT)
+            with stopped(it.service), pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(client.forward(layer, given[0]), 0.2)
             assert (await client.forward(layer, given[0])).rows.shape == given[0].shape
         nowhere = {"address": "unix:/nowhere/socket", "session": it.session}
         with pytest.raises(expertd.ConnectError):

@@ -3,14 +3,13 @@
 import concurrent.futures
 import os
 import pathlib
-import signal
 import socket
 import subprocess
 import threading
 
 import numpy as np
 import pytest
-from conftest import GOLDEN, worst_row
+from conftest import GOLDEN, stopped, worst_row
 
 import expertd
 
@@ -74,16 +73,12 @@ def test_deadlines_hold_while_a_call_waits_for_room(started):
     it = started("qwen3_moe", "host")
     rows = np.zeros((2, it.model.hidden), np.float32)
     client = it.service.client(session="host", retry=None)
-    os.kill(it.service.process.pid, signal.SIGSTOP)
-    try:
-        # More calls than the ring has places.
-        with concurrent.futures.ThreadPoolExecutor(80) as pool:
-            calls = [pool.submit(client.forward, it.layers[0], rows, timeout=0.5) for _ in range(80)]
-            for call in calls:
-                with pytest.raises(expertd.DeadlineError):
-                    call.result()
-    finally:
-        os.kill(it.service.process.pid, signal.SIGCONT)
+    # More calls than the ring has places.
+    with stopped(it.service), concurrent.futures.ThreadPoolExecutor(80) as pool:
+        calls = [pool.submit(client.forward, it.layers[0], rows, timeout=0.5) for _ in range(80)]
+        for call in calls:
+            with pytest.raises(expertd.DeadlineError):
+                call.result()
     assert it.client.forward(it.layers[0], rows).rows.shape == rows.shape
 
 
