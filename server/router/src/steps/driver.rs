@@ -17,6 +17,7 @@ use expertd_scheduler::{
 use expertd_types::{Generation, MemoryId, StepId, WeightVersion};
 
 use self::memories::Memories;
+use self::rows::Unrecorded;
 use self::show::{Shown, show_counters_of_faults};
 use super::active::Active;
 use super::reload::Reload;
@@ -51,6 +52,8 @@ pub(super) struct Driver {
     pub(super) step_loop: StepLoop,
     active: HashMap<RequestKey, Active>,
     launched: VecDeque<Launched>,
+    /// Completed steps that the metrics lack.
+    unrecorded: Vec<Unrecorded>,
     group: Option<Group>,
     /// The weights that generations serve; `None` until loaders have packed them.
     pub(super) weights: Option<Arc<WeightSet>>,
@@ -101,6 +104,7 @@ impl Driver {
             step_loop,
             active: HashMap::new(),
             launched: VecDeque::new(),
+            unrecorded: Vec::new(),
             group: None,
             weights,
             loading: None,
@@ -127,6 +131,7 @@ impl Driver {
             if let Some(end) = self.act() {
                 break end;
             }
+            self.record_steps();
             self.show_queue();
             if !self.step_loop.has_news_for_inbox(self.now()) {
                 self.wait();
@@ -182,7 +187,7 @@ impl Driver {
         }
         // Steps that all ranks completed before a fault count.
         while let Some(done) = self.group.as_mut().and_then(Group::take_done) {
-            self.collect(&done);
+            self.collect(done);
         }
         match news.and_then(|news| self.hear_memories().map(|()| news)) {
             Err(fault) => self.fault(generation, &fault),

@@ -12,6 +12,13 @@ use crate::backend::{PhaseTimes, StepTiming};
 use crate::cluster::{Fault, Group, StepDone};
 use crate::steps::active::{IDS, Output, ROWS, TrialRow, WEIGHTS};
 
+/// A completed step that the metrics lack.
+pub(super) struct Unrecorded {
+    done: StepDone,
+    elapsed: Duration,
+    tokens_per_rank: Vec<usize>,
+}
+
 impl Driver {
     /// Copies the rows of the newest step to its slot and launches it.
     pub(super) fn launch(&mut self, id: StepId) {
@@ -61,7 +68,7 @@ impl Driver {
     }
 
     /// Appends the rows of a completed step to its requests' answers, and reports the step to the state machine.
-    pub(super) fn collect(&mut self, done: &StepDone) {
+    pub(super) fn collect(&mut self, done: StepDone) {
         let Some(launched) = self.launched.pop_front() else { return };
         debug_assert_eq!(launched.step, done.step, "steps complete in order");
         launched.memories.iter().for_each(|memory| self.memories.attachments.ended(*memory));
@@ -114,11 +121,18 @@ impl Driver {
         }
         self.step_loop.step_done(group.generation(), done.step, self.shared.time(now));
         self.shared.steps_total.fetch_add(1, Ordering::Relaxed);
-        self.metrics.step(done.tokens, now - launched.formed);
-        for (rank, (completion, tokens)) in done.completions.iter().zip(&launched.tokens_per_rank).enumerate()
-        {
-            let phases = completion.phase_ns.map(Duration::from_nanos);
-            self.metrics.rank(rank, *tokens as u64, u64::from(completion.expert_rows), &phases);
+        let (elapsed, tokens_per_rank) = (now - launched.formed, launched.tokens_per_rank);
+        self.unrecorded.push(Unrecorded { done, elapsed, tokens_per_rank });
+    }
+
+    /// Records the metrics of completed steps, whose requests are answered by now: callers do not wait for it.
+    pub(super) fn record_steps(&mut self) {
+        for Unrecorded { done, elapsed, tokens_per_rank } in self.unrecorded.drain(..) {
+            self.metrics.step(done.tokens, elapsed);
+            for (rank, (completion, tokens)) in done.completions.iter().zip(&tokens_per_rank).enumerate() {
+                let phases = completion.phase_ns.map(Duration::from_nanos);
+                self.metrics.rank(rank, *tokens as u64, u64::from(completion.expert_rows), &phases);
+            }
         }
     }
 }
