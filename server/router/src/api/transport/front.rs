@@ -138,7 +138,7 @@ impl Front {
         let Some(name) = name else {
             return Ok(Caller { key: self.connection.key, owner: Arc::clone(&self.connection.peer) });
         };
-        self.connection.authenticate();
+        self.table.authenticate(&self.connection);
         let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
         if client.as_ref().is_none_or(|client| client.name != name) {
             let owner = self.table.client(&name);
