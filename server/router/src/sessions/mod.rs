@@ -9,11 +9,40 @@
 //! `docs/sessions.md` has the protocol and says what is trusted.
 
 mod call;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod listener;
 mod registry;
 mod session;
 mod table;
 
+use std::sync::Arc;
+
+use crate::backend::{Backend, ModelInfo, Request, SubmitError};
+use crate::steps::Service;
+
 pub(crate) use call::SessionCall;
 pub use listener::{SessionConfig, SessionServer};
 pub use registry::{SessionLimits, SessionRegistry, SessionStatus};
+
+/// What takes the calls of sessions: the step loop.
+pub(crate) trait Steps: Send + Sync {
+    /// The model that it serves.
+    fn model(&self) -> Arc<ModelInfo>;
+
+    /// Admits a call, whose `call` it completes later.
+    ///
+    /// # Errors
+    /// [`SubmitError`] when it is not admitted now. The call then has no completion.
+    fn submit(&self, request: Request, call: SessionCall) -> Result<(), SubmitError>;
+}
+
+impl Steps for Service {
+    fn model(&self) -> Arc<ModelInfo> {
+        Backend::model(self)
+    }
+
+    fn submit(&self, request: Request, call: SessionCall) -> Result<(), SubmitError> {
+        self.submit_session(request, call)
+    }
+}
