@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use expertd_session::memory::SessionMemory;
+use expertd_types::MemoryId;
 
 use super::listener::{SessionConfig, Shared};
 use super::registry::{SessionLimits, SessionRegistry};
@@ -63,6 +64,10 @@ impl Steps for Echo {
         }
         Ok(())
     }
+
+    fn session_opened(&self, _: Arc<SessionState>) {}
+
+    fn session_ended(&self, _: MemoryId) {}
 }
 
 /// Rings and row area of a session with arbitrary contents, as a hostile client writes them.
