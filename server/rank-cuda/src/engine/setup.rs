@@ -20,6 +20,7 @@ use crate::experts::padded;
 use crate::windows::{ID_BYTES, LsaWindows};
 use expertd_ipc::RankChannel;
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
+use expertd_ipc::passing::FdReader;
 use expertd_model::Checkpoint;
 use expertd_rank::share::{ExpertShare, own_checkpoint};
 use expertd_rank::{Failure, Joining, Loaded, setup_failure};
@@ -158,7 +159,7 @@ fn join(
     device: &Device,
     shape: &Shape,
     socket: &UnixStream,
-    reader: &mut BufReader<UnixStream>,
+    reader: &mut BufReader<FdReader>,
 ) -> Result<LsaWindows, Failure> {
     if shape.ranks == 1 {
         return LsaWindows::alone(device, shape, setup.shape.slots).map_err(setup_failure);
@@ -181,7 +182,7 @@ fn join(
 /// computes the grids of an exchange from its own number, and the grids have to be equal.
 fn receive_id(
     socket: &UnixStream,
-    reader: &mut BufReader<UnixStream>,
+    reader: &mut BufReader<FdReader>,
     multiprocessors: u32,
 ) -> Result<[u8; ID_BYTES], Failure> {
     socket.set_read_timeout(Some(JOIN_DEADLINE)).map_err(setup_failure)?;
