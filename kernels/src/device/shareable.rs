@@ -47,9 +47,8 @@ impl ShareableMemory {
         let mut unit = 0;
         let recommended = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
         // SAFETY: both pointers are valid for the call.
-        let status = unsafe {
-            sys::cuMemGetAllocationGranularity(&raw mut unit, &raw const properties, recommended)
-        };
+        let status =
+            unsafe { sys::cuMemGetAllocationGranularity(&raw mut unit, &raw const properties, recommended) };
         check("cuMemGetAllocationGranularity", status.result())?;
         let bytes = bytes.max(1).next_multiple_of(unit.max(1));
         let mut handle = 0;
@@ -104,9 +103,8 @@ impl ShareableMemory {
     pub fn export(&self) -> Result<OwnedFd, DeviceError> {
         let mut fd: i32 = -1;
         // SAFETY: the driver writes the number of a new descriptor, which is an `int`.
-        let status = unsafe {
-            sys::cuMemExportToShareableHandle((&raw mut fd).cast(), self.handle, DESCRIPTOR, 0)
-        };
+        let status =
+            unsafe { sys::cuMemExportToShareableHandle((&raw mut fd).cast(), self.handle, DESCRIPTOR, 0) };
         check("cuMemExportToShareableHandle", status.result())?;
         // SAFETY: the descriptor is new, and nothing else owns it.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })

@@ -214,6 +214,9 @@ settings! {
     insecure: bool = Some(false), env "EXPERTD_INSECURE", arg(num_args = 0..=1, default_missing_value = "true");
     /// Fingerprint every byte of the weights instead of samples; loading then reads them twice [default: false]
     verify_weights: bool = Some(false), env "EXPERTD_VERIFY_WEIGHTS", arg(num_args = 0..=1, default_missing_value = "true");
+    /// Host memory for packed weights, in bytes; a reload that exceeds it drops the present weights first, while requests wait
+    /// [default: what the machine has available]
+    max_weight_bytes: u64 = None, env "EXPERTD_MAX_WEIGHT_BYTES";
     /// Largest number of rows in one step, all ranks together; determines the size of windows and staging [default: 2048]
     max_tokens_per_step: usize = Some(2048), env "EXPERTD_MAX_TOKENS_PER_STEP";
     /// Largest number of rows in one request; a request larger than a step is split [default: twice max-tokens-per-step]

@@ -22,9 +22,11 @@ mod probe;
 mod run;
 mod setup;
 mod step;
+mod weights;
 
 pub(crate) use probe::probe;
 pub(crate) use setup::load;
+pub(crate) use weights::pack;
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! Set-up of a GPU rank: device, group, buffers, weights.
+//! Set-up of a GPU rank: device, group, buffers; the weights are mapped.
 
 #![allow(unsafe_code, reason = "pins the pages of the channel's staging")]
 
@@ -11,39 +11,35 @@ use expertd_kernels::layout::Shape;
 use nccl_sys::{Library, UniqueId};
 
 use super::copies::Copies;
-use super::layers::{Layers, any_fp8_products, device_bytes, widest};
+use super::layers::{any_fp8_products, widest};
 use super::step::{Buffers, Sizes};
+use super::weights::{HeldWeights, WeightsError};
 use super::{CudaEngine, EngineParts, PinnedStaging};
 use crate as gpu;
 use crate::experts::padded;
 use crate::windows::{ID_BYTES, LsaWindows};
 use expertd_ipc::RankChannel;
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
-use expertd_model::Checkpoint;
-use expertd_rank::share::{ExpertShare, own_checkpoint};
 use expertd_rank::{Failure, Joining, Loaded, setup_failure};
 
 /// Longest time that ranks wait for each other while they join.
 const JOIN_DEADLINE: Duration = Duration::from_secs(120);
-/// Device memory kept free for graphs, tables, upload buffers and the driver, in bytes.
-const RESERVE: u64 = 1 << 30;
-/// Largest number of threads that copy weights from the page cache to pinned memory.
-const LOAD_THREADS: usize = 16;
 
 /// Sets up this rank's GPU, joins the group, and loads.
-pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
-    let Joining { setup, channel, socket, reader, clock, progress, .. } = joining;
+pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
+    let (index, memory) = (joining.next_fd("the index of weights")?, joining.next_fd("the weights")?);
+    let Joining { setup, channel, socket, reader, clock, .. } = joining;
+    let load_failure = |error: WeightsError| (FailureKind::Load, error.to_string());
+    let weights = HeldWeights::open(setup, index, memory).map_err(load_failure)?;
+    let spec = weights.spec();
+    clock.end("index of weights");
     let device = open(setup)?;
     clock.end("device");
-    let checkpoint = own_checkpoint(setup)?;
-    let spec = checkpoint.spec();
     gpu::check(spec, &setup.shape).map_err(setup_failure)?;
     let shape = gpu::kernel_shape(&setup.shape, spec.max_experts());
-    clock.end("checkpoint");
     expertd_kernels::experts::setup().map_err(setup_failure)?;
     clock.end("kernels");
 
-    // Ranks join before they load, so that a rank that cannot join fails before minutes are spent on loading.
     let windows = join(setup, &device, &shape, socket, reader)?;
     clock.end("windows");
     let host = pin(&device, channel)?;
@@ -63,11 +59,7 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     let buffers = Buffers::new(&device, &shape, &sizes).map_err(no_room)?;
     let copies = if padding { None } else { Some(Copies::new(&device, &staged).map_err(no_room)?) };
     clock.end("buffers");
-    // All buffers of steps are allocated, so the free memory is available for weights.
-    check_memory(setup, &device, &checkpoint)?;
-    let layers = load_weights(setup, &device, &checkpoint, progress)?;
-    checkpoint.check_unchanged().map_err(|error| (FailureKind::Load, error.to_string()))?;
-
+    let layers = weights.map(&device).map_err(load_failure)?;
     clock.end("weights");
     let weight_bytes = layers.weight_bytes;
     let name = device.name().map_err(setup_failure)?;
@@ -117,38 +109,6 @@ fn pin(device: &Device, channel: &RankChannel) -> Result<PinnedStaging, Failure>
         ))
     })?;
     Ok(PinnedStaging { first: pages as usize, bytes, staging })
-}
-
-/// Loads this rank's weights to its GPU with one thread per core of the rank, at most [`LOAD_THREADS`].
-fn load_weights(
-    setup: &RankSetup,
-    device: &Device,
-    checkpoint: &Checkpoint,
-    progress: impl FnMut(u64, u64),
-) -> Result<Layers, Failure> {
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(setup.threads.min(LOAD_THREADS))
-        .thread_name(|i| format!("load-{i}"))
-        .build()
-        .map_err(setup_failure)?;
-    Layers::load(device, checkpoint, ExpertShare::of(setup), setup.fp8_compute, &pool, progress)
-        .map_err(|error| (FailureKind::Load, error.to_string()))
-}
-
-fn check_memory(setup: &RankSetup, device: &Device, checkpoint: &Checkpoint) -> Result<(), Failure> {
-    let (free, total) = device.memory().map_err(setup_failure)?;
-    let needed = device_bytes(checkpoint, ExpertShare::of(setup), setup.fp8_compute) + RESERVE;
-    if needed > free as u64 {
-        return Err(setup_failure(format!(
-            "GPU {} has {} MiB free of {} MiB beside this rank's buffers, and its weights and a reserve need {} MiB; use \
-             more ranks, or lower max-tokens-per-step",
-            setup.rank,
-            free >> 20,
-            total >> 20,
-            needed >> 20
-        )));
-    }
-    Ok(())
 }
 
 fn join(
