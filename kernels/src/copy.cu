@@ -229,6 +229,20 @@ __device__ __forceinline__ void load_out(const void* out, uint64_t word, uint32_
     }
 }
 
+// Adds the rows of each local expert to the counts of the step's layer. Steps follow one another on the stream, so no other kernel
+// changes the counts.
+__device__ void count_rows(const CopyOutParams& p) {
+    for (uint32_t local = blockIdx.x * kThreads + threadIdx.x; local < p.local_experts; local += gridDim.x * kThreads) {
+        const uint32_t rows = __ldcg(p.expert_offsets + local + 1) - __ldcg(p.expert_offsets + local);
+        if (rows == 0) continue;
+        const uint64_t cell = static_cast<uint64_t>(p.state->layer) * p.count_stride + p.first_expert + local;
+        const uint64_t count = p.row_counts[cell] + rows;
+        p.row_counts[cell] = count;
+        // A whole word, which the host may read at any time.
+        *static_cast<volatile uint64_t*>(p.row_counts_host + cell) = count;
+    }
+}
+
 template <int Count>
 __global__ void __launch_bounds__(kThreads) copy_out(const __grid_constant__ Ranks<CopyOutParams, Count> all) {
     const CopyOutParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
@@ -275,6 +289,7 @@ __global__ void __launch_bounds__(kThreads) copy_out(const __grid_constant__ Ran
             p.staged_weights[at] = p.topk_weights[at];
         }
     }
+    if (p.expert_offsets != nullptr && p.state->error == 0) count_rows(p);
     __threadfence_system();
     if (last_block(&p.state->ticket, gridDim.x) && threadIdx.x == 0) {
         p.state->end_ns[kCopyOut] = now_ns();

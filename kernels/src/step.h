@@ -224,7 +224,8 @@ struct CopyInParams {
 };
 static_assert(sizeof(CopyInParams) == 136, "mirrored in src/params");
 
-// Writes each result row to its token's place in mapped host staging, in the token's element type; then the completion record.
+// Writes each result row to its token's place in mapped host staging, in the token's element type; then the completion record. Adds the
+// rows of each local expert to the counts.
 struct CopyOutParams {
     SlotState* state;
     const void* out;                // [T][H] of SlotState::out_dtype
@@ -236,12 +237,17 @@ struct CopyOutParams {
     int32_t* staged_ids;            // mapped: ids that were used
     float* staged_weights;          // mapped: weights that were used
     Completion* completion;         // mapped
+    const uint32_t* expert_offsets; // from dispatch; null: rows are not counted
+    uint64_t* row_counts;           // [layers][count_stride]: rows of each expert since the service started
+    uint64_t* row_counts_host;      // mapped: the same table
     uint32_t hidden;
     uint32_t top_k;
     uint32_t max_tokens;
-    uint32_t reserved;
+    uint32_t first_expert;          // index in its layer of the first local expert
+    uint32_t local_experts;
+    uint32_t count_stride;          // number of experts that a layer has room for in the tables
 };
-static_assert(sizeof(CopyOutParams) == 96, "mirrored in src/params");
+static_assert(sizeof(CopyOutParams) == 128, "mirrored in src/params");
 
 // Lists the assignments of the shared experts, which process every token: row t is token t.
 struct SharedParams {

@@ -218,11 +218,15 @@ async fn the_commands_talk_to_admin_only() {
 
     let service = Service::start(&fake()).await;
     let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
-    let found = status(&StatusArgs { admin: admin.clone(), json: false, watch: None }).await.unwrap();
+    let found = status(&StatusArgs { admin: admin.clone(), json: false, expert_rows: false, watch: None })
+        .await
+        .unwrap();
     assert_eq!(found.model, "fake");
     let public = AdminAddress { address: Some(service.tcp.clone()), ..AdminAddress::default() };
-    let error =
-        status(&StatusArgs { admin: public, json: false, watch: None }).await.unwrap_err().to_string();
+    let error = status(&StatusArgs { admin: public, json: false, expert_rows: false, watch: None })
+        .await
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("--admin-listen"), "{error}");
     let drained = drain(&DrainArgs { admin, timeout: Some(0.25), json: false }).await.unwrap();
     assert_eq!(drained.requests_dropped, 250, "the fake backend answers with the timeout");

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+mod balance;
 mod faults;
 mod fleet;
 mod golden;

@@ -71,14 +71,24 @@ pub struct CopyOutParams {
     pub staged_weights: u64,
     /// Out: [`Completion`](super::Completion).
     pub completion: u64,
+    /// From dispatch, or 0: rows are not counted.
+    pub expert_offsets: u64,
+    /// Out: u64 `[layers, count_stride]`, rows of each expert since the service started.
+    pub row_counts: u64,
+    /// Out: the same table in mapped memory.
+    pub row_counts_host: u64,
     /// Elements of a row.
     pub hidden: u32,
     /// Experts per token.
     pub top_k: u32,
     /// Largest number of rows.
     pub max_tokens: u32,
-    /// Padding.
-    pub reserved: u32,
+    /// Index in its layer of the first local expert.
+    pub first_expert: u32,
+    /// Number of local experts.
+    pub local_experts: u32,
+    /// Number of experts that a layer has room for in the tables.
+    pub count_stride: u32,
 }
 
 /// See `SharedParams` in `step.h`.
@@ -106,6 +116,6 @@ pub struct SharedParams {
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
     assert!(size_of::<CopyInParams>() == 136);
-    assert!(size_of::<CopyOutParams>() == 96);
+    assert!(size_of::<CopyOutParams>() == 128);
     assert!(size_of::<SharedParams>() == 56);
 };

@@ -71,7 +71,14 @@ struct Stages {
     ids_out: Staging,
     weights_out: Staging,
     completion: Staging,
+    row_counts: Buffer<u64>,
+    row_counts_host: Staging,
 }
+
+/// Number of layers in the tables of row counts.
+const LAYERS: usize = 3;
+/// Number of experts that a layer has room for in these tables, more than it has.
+const STRIDE: usize = 37;
 
 fn bytes_of<T: Copy>(values: &[T]) -> Vec<u8> {
     // SAFETY: plain integers and floats.
@@ -106,6 +113,8 @@ pub fn check(options: &Options) -> Outcome {
                     ids_out: Staging::new(&device, tokens * k * 4)?,
                     weights_out: Staging::new(&device, tokens * k * 4)?,
                     completion: Staging::new(&device, size_of::<Completion>())?,
+                    row_counts: Buffer::zeroed(&device, LAYERS * STRIDE)?,
+                    row_counts_host: Staging::new(&device, LAYERS * STRIDE * 8)?,
                 })
             })
             .collect::<Result<_, Box<dyn std::error::Error>>>()?;
@@ -150,10 +159,15 @@ pub fn check(options: &Options) -> Outcome {
                 staged_ids: stage.ids_out.address(),
                 staged_weights: stage.weights_out.address(),
                 completion: stage.completion.address(),
+                expert_offsets: b.expert_offsets.address(),
+                row_counts: stage.row_counts.address(),
+                row_counts_host: stage.row_counts_host.address(),
                 hidden: shape.hidden,
                 top_k: shape.top_k,
                 max_tokens: shape.max_tokens,
-                reserved: 0,
+                first_expert: shape.expert_range(rank as u32).0,
+                local_experts: local(rank) as u32,
+                count_stride: STRIDE as u32,
             });
         }
         let most = most_blocks(&device, ranks)?;
@@ -181,9 +195,15 @@ pub fn check(options: &Options) -> Outcome {
             return Err(failed.into());
         }
         let graph = graph?;
+        // Rows of each expert of each layer, all ranks together.
+        let mut counted = vec![0_u64; LAYERS * STRIDE];
         for index in 0..6_u64 {
             let steps = step(&mut random, &shape);
             let number = 1000 * case + index + 1;
+            let layer = number as usize % LAYERS;
+            for &id in steps.iter().flat_map(|step| &step.ids) {
+                counted[layer * STRIDE + id as usize] += 1;
+            }
             let mut layouts = Vec::new();
             let mut seen = steps.clone();
             for ((stage, step), seen) in stages.iter().zip(&steps).zip(&mut seen) {
@@ -229,7 +249,7 @@ pub fn check(options: &Options) -> Outcome {
                 stage.request.write(&bytes_of(&[StepRequest {
                     step: number,
                     tokens: step.tokens as u32,
-                    layer: 0,
+                    layer: layer as u32,
                     given_routing: 1,
                     out_dtype: if uniform { segments.first().map_or(3, |s| s.dtype) } else { 3 },
                     segments: segments.len() as u32,
@@ -284,6 +304,12 @@ pub fn check(options: &Options) -> Outcome {
                     return Err(
                         format!("case {case}, step {index}, rank {rank}: returned routing differs").into()
                     );
+                }
+                let (first, last) = shape.expert_range(rank as u32);
+                let is_local = |cell: usize| (first..last).contains(&((cell % STRIDE) as u32));
+                let own = counted.iter().enumerate().map(|(at, &rows)| if is_local(at) { rows } else { 0 });
+                if stage.row_counts_host.read(LAYERS * STRIDE * 8) != bytes_of(&own.collect::<Vec<_>>()) {
+                    return Err(format!("case {case}, step {index}, rank {rank}: row counts differ").into());
                 }
                 let weights = bytes_of(&steps[rank].weights);
                 if stage.weights_out.read(weights.len()) != weights {

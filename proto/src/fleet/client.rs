@@ -14,7 +14,8 @@ use super::{
     Choice, Draws, Ended, Facts, Fleet, Limits, ServiceId, State, Ticket, receipt_has_content,
     watch as watching,
 };
-use crate::client::{is_connection_loss, send_once};
+use crate::client::send_once;
+use crate::loss::is_connection_loss;
 use crate::transport::{Channel, Credentials};
 use crate::v1::moe_client::MoeClient;
 use crate::v1::{ForwardRequest, ForwardResponse, GetModelResponse};

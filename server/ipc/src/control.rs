@@ -15,7 +15,7 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::GroupShape;
+use crate::{GroupShape, RowCountsShape};
 use expertd_types::{Generation, LayerRange, Rank, WeightFingerprint};
 
 /// Kind of device that ranks run on.
@@ -129,6 +129,8 @@ pub struct RankSetup {
     pub generation: Generation,
     /// Sizes of the channels.
     pub shape: GroupShape,
+    /// Sizes of the table of row counts.
+    pub row_counts: RowCountsShape,
     /// The device.
     pub device: DeviceKind,
     /// Fingerprint of the weights. A loader has packed the rank's share; its descriptors are the last that the router sends.
@@ -201,15 +203,19 @@ pub enum FromRank {
     },
 }
 
+/// Largest number of descriptors in one message.
+const MAX_FDS: usize = 8;
+
 /// Sends `fds` with one byte.
 ///
 /// # Errors
 /// If the peer is gone.
 pub fn send_fds(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        let problem = format!("cannot send {} file descriptors in one message; at most 4 fit", fds.len());
+        let problem =
+            format!("cannot send {} file descriptors in one message; at most {MAX_FDS} fit", fds.len());
         return Err(io::Error::other(problem));
     }
     rustix::net::sendmsg(socket.as_fd(), &[IoSlice::new(b"F")], &mut control, SendFlags::NOSIGNAL)?;
@@ -221,7 +227,7 @@ pub fn send_fds(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
 /// # Errors
 /// If the peer is gone or sent anything else.
 pub fn receive_fds(socket: &UnixStream) -> io::Result<Vec<OwnedFd>> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0u8];
     let received = rustix::net::recvmsg(

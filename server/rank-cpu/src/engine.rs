@@ -10,13 +10,12 @@ use expertd_compute::experts::cpu::{Workspace, WorkspaceSize, forward, forward_o
 use expertd_compute::gate::GateScratch;
 use expertd_compute::linalg::{AlignedBuffer, SimdLevel};
 use expertd_ipc::control::{FailureKind, RankSetup};
-use expertd_ipc::{ExpertsNotice, GroupShape, RankStaging, StepDescriptor};
+use expertd_ipc::{ExpertsNotice, GroupShape, RankStaging, RowCounts, StepDescriptor};
 use expertd_model::{ModelSpec, Placement};
 use expertd_rank::convert::{narrow, widen};
 use expertd_rank::segments::{CheckedSegment, rows_of};
 use expertd_rank::{Failure, Joining, Loaded, PhaseClock, StepEngine, StepFault, StepReport, setup_failure};
-use expertd_types::Phase;
-use expertd_types::Slot;
+use expertd_types::{Phase, Rank, Slot};
 
 /// Rows of the current step, each buffer `[max_tokens_per_rank, hidden]`. A CPU rank runs one step after another, so one
 /// set serves all slots; data that outlives a step is in staging and in the windows.
@@ -47,6 +46,8 @@ pub struct CpuEngine {
     gate_scratch: GateScratch,
     /// `[max_tokens_per_rank]`: factors of the shared experts' output.
     sigmoids: Vec<f32>,
+    rank: Rank,
+    row_counts: RowCounts,
     weight_bytes: u64,
 }
 
@@ -87,7 +88,7 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
         .map_err(|error| (FailureKind::Load, error.to_string()))?;
     let memory = Arc::clone(&weights.memory);
     joining.clock.end("weights");
-    let engine = CpuEngine::new(setup, group, pool, weights);
+    let engine = CpuEngine::new(setup, group, pool, weights, joining.row_counts.clone());
     joining.clock.end("buffers");
     // Steps can begin meanwhile: a page that is not mapped yet costs them a fault.
     let mapping = std::thread::Builder::new().name("map-weights".into());
@@ -98,7 +99,13 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
 
 impl CpuEngine {
     /// The engine of a rank whose weights are mapped.
-    fn new(setup: &RankSetup, group: CpuGroup, pool: rayon::ThreadPool, weights: MappedWeights) -> Self {
+    fn new(
+        setup: &RankSetup,
+        group: CpuGroup,
+        pool: rayon::ThreadPool,
+        weights: MappedWeights,
+        row_counts: RowCounts,
+    ) -> Self {
         let MappedWeights { spec, layers, weight_bytes, .. } = weights;
         let threads = pool.current_num_threads();
         let capacity = setup.shape.max_tokens_per_rank;
@@ -118,6 +125,8 @@ impl CpuEngine {
             workspace: workspace(&spec, &setup.shape, threads),
             gate_scratch: GateScratch::new(spec.hidden, threads),
             sigmoids: vec![0.0; capacity],
+            rank: setup.rank,
+            row_counts,
             weight_bytes,
         }
     }
@@ -163,6 +172,11 @@ impl GroupedRows {
         }
         self.offsets.copy_within(0..experts.len(), 1);
         self.offsets[0] = 0;
+    }
+
+    /// Rows of each expert.
+    fn rows_per_expert(&self) -> impl Iterator<Item = u64> {
+        self.offsets.windows(2).map(|pair| u64::from(pair[1] - pair[0]))
     }
 
     fn assignments(&self) -> Assignments<'_> {
@@ -299,6 +313,11 @@ impl StepEngine for CpuEngine {
         };
         notice.experts_ended(step.sequence);
         clock.end(Phase::Experts);
+        for (expert, rows) in
+            layer.mine.clone().zip(self.grouped.rows_per_expert()).filter(|&(_, rows)| rows != 0)
+        {
+            self.row_counts.add(self.rank, step.layer as usize, expert as usize, rows);
+        }
 
         self.group.combine(slot, out)?;
         if layer.shared.is_some() {

@@ -12,7 +12,7 @@ use bytemuck::Zeroable;
 
 use crate::{SetupClock, StepEngine, StepFault, StepReport};
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
-use expertd_ipc::{Completion, Heartbeat, RankChannel, RouterBell, StepDescriptor};
+use expertd_ipc::{Completion, Heartbeat, RankChannel, RouterBell, RowCounts, StepDescriptor};
 use expertd_types::Rank;
 
 /// Why a rank's process ended.
@@ -41,6 +41,8 @@ pub struct Joining<'a> {
     pub setup: &'a RankSetup,
     /// Shared memory with the router; its staging outlives the engine.
     pub channel: &'a RankChannel,
+    /// The table to which the engine adds the rows that its experts compute.
+    pub row_counts: RowCounts,
     /// The control socket, for messages that ranks exchange through the router while they join.
     pub socket: &'a UnixStream,
     /// The reading end of the control socket.
@@ -140,6 +142,7 @@ impl ReadyRank {
         let mut clock = SetupClock::start();
         let channel_fd = next_fd("the channel")?;
         let bell = RouterBell::join(next_fd("the router's bell")?).map_err(setup_failure)?;
+        let row_counts = RowCounts::join(setup.row_counts, next_fd("row counts")?).map_err(setup_failure)?;
         let channel = RankChannel::join(&setup.shape, setup.rank, channel_fd, bell.bell().clone())
             .map_err(setup_failure)?;
         beat(channel.heartbeat(), setup.heartbeat).map_err(setup_failure)?;
@@ -147,7 +150,8 @@ impl ReadyRank {
         clock.end("channel");
         channel.populate().map_err(setup_failure)?;
         clock.end("staging pages");
-        let joining = Joining { setup, channel: &channel, socket, reader, fds, clock: &mut clock };
+        let joining =
+            Joining { setup, channel: &channel, row_counts, socket, reader, fds, clock: &mut clock };
         let Loaded { engine, weight_bytes, device } = load(joining)?;
         tracing::debug!(parts = %clock, "set up");
         Ok(ReadyRank { channel, engine, weight_bytes, device })

@@ -16,6 +16,7 @@ pub use api::fuzzing;
 pub mod api;
 pub mod backend;
 pub mod cluster;
+mod expert_rows;
 pub mod sessions;
 pub mod steps;
 pub mod telemetry;

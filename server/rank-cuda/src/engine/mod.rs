@@ -12,6 +12,7 @@
 #![allow(unsafe_code, reason = "kernels work on memory that Rust only sees as addresses")]
 
 mod copies;
+mod counts;
 mod fault;
 #[cfg(test)]
 mod gate_tests;
@@ -37,6 +38,7 @@ use expertd_kernels::params::{Group, Segment as DeviceSegment};
 use expertd_kernels::slot::{combine_blocks, dispatch_blocks};
 
 use self::copies::Copies;
+use self::counts::DeviceCounts;
 use self::fault::CudaFault;
 use self::graphs::{Graphs, Variant};
 use self::layers::{Layer, Layers};
@@ -87,6 +89,7 @@ pub(super) struct CudaEngine {
     groups: Vec<Group>,
     buffers: Buffers,
     layers: Layers,
+    counts: DeviceCounts,
     host: PinnedStaging,
     shape: Shape,
     /// Elements of a row without padding.
@@ -105,6 +108,7 @@ struct EngineParts {
     shape: Shape,
     windows: LsaWindows,
     host: PinnedStaging,
+    counts: DeviceCounts,
     layers: Layers,
     buffers: Buffers,
     copies: Option<Copies>,
@@ -117,7 +121,7 @@ impl CudaEngine {
         parts: EngineParts,
         staged: &[StagingAddresses],
     ) -> Result<Self, CudaFault> {
-        let EngineParts { shape, windows, host, layers, buffers, copies } = parts;
+        let EngineParts { shape, windows, host, counts, layers, buffers, copies } = parts;
         let deadline = u64::try_from(setup.peer_timeout.as_nanos()).unwrap_or(u64::MAX);
         let groups = buffers.slots.iter().enumerate().map(|(slot, set)| {
             set.kernels.group(&shape, setup.rank.0, &windows.slot(slot), setup.generation.0, deadline)
@@ -138,6 +142,7 @@ impl CudaEngine {
             groups,
             buffers,
             layers,
+            counts,
             host,
             shape,
             hidden: setup.shape.hidden,
@@ -192,6 +197,7 @@ impl CudaEngine {
         StepLaunches {
             layer,
             slot: &self.buffers.slots[slot],
+            counts: &self.counts,
             group: Group { top_k, experts: layer.spec.experts.count as u32, ..self.groups[slot] },
             staged: match self.copies_of(variant) {
                 Some(copies) => copies.staged(slot, self.staged[slot]),

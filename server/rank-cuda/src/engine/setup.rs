@@ -11,6 +11,7 @@ use expertd_kernels::layout::Shape;
 use nccl_sys::{Library, UniqueId};
 
 use super::copies::Copies;
+use super::counts::DeviceCounts;
 use super::layers::{any_fp8_products, widest};
 use super::step::{Buffers, Sizes};
 use super::weights::{HeldWeights, WeightsError};
@@ -28,7 +29,7 @@ const JOIN_DEADLINE: Duration = Duration::from_secs(120);
 /// Sets up this rank's GPU, joins the group, and loads.
 pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let (index, memory) = (joining.next_fd("the index of weights")?, joining.next_fd("the weights")?);
-    let Joining { setup, channel, socket, reader, clock, .. } = joining;
+    let Joining { setup, channel, row_counts, socket, reader, clock, .. } = joining;
     let load_failure = |error: WeightsError| (FailureKind::Load, error.to_string());
     let weights = HeldWeights::open(setup, index, memory).map_err(load_failure)?;
     let spec = weights.spec();
@@ -44,6 +45,8 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     clock.end("windows");
     let host = pin(&device, channel)?;
     clock.end("pinned staging");
+    let counts = DeviceCounts::new(&device, row_counts, setup.rank).map_err(setup_failure)?;
+    clock.end("row counts");
     let padding = shape.hidden as usize != setup.shape.hidden;
     let staged = channel.staging_addresses();
     let no_room = |error: DeviceError| {
@@ -68,7 +71,7 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
         setup.rank,
         if setup.shape.ranks == 1 { "" } else { ", windows over NCCL" }
     );
-    let parts = EngineParts { shape, windows, host, layers, buffers, copies };
+    let parts = EngineParts { shape, windows, host, counts, layers, buffers, copies };
     let engine = CudaEngine::new(setup, device, parts, &staged).map_err(setup_failure)?;
     clock.end("graphs");
     Ok(Loaded { engine: Box::new(engine), weight_bytes, device: describe })

@@ -16,8 +16,8 @@ use super::weights::WeightSet;
 use super::process::{ChildProcess, RankEvent, RankNews};
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::{
-    ChannelError, Completion, FormingStep, RouterBell, RouterChannel, SharedRegion, StagedRows,
-    StepDescriptor,
+    ChannelError, Completion, FormingStep, RouterBell, RouterChannel, RowCounts, RowCountsShape,
+    SharedRegion, StagedRows, StepDescriptor,
 };
 use expertd_types::Phase;
 use expertd_types::{Generation, LayerId, Rank, Slot, StepId};
@@ -121,9 +121,12 @@ impl Group {
         generation: Generation,
         weights: &WeightSet,
         bell: &RouterBell,
+        row_counts: &RowCounts,
     ) -> Result<Self, FormError> {
         let channel = RouterChannel::create(&config.shape)?;
-        let windows = config.windows.map(|make| make(&rank_setup(config, generation, weights, Rank(0))));
+        let windows = config
+            .windows
+            .map(|make| make(&rank_setup(config, generation, weights, row_counts.shape(), Rank(0))));
         let windows = windows.transpose().map_err(FormError::Windows)?;
         let (sender, events) = mpsc::channel();
         let mut group = Group {
@@ -145,7 +148,7 @@ impl Group {
             watchdog::tick();
             let rank = Rank(rank);
             let process = group
-                .spawn(rank, weights, sender.clone(), bell)
+                .spawn(rank, weights, sender.clone(), bell, row_counts)
                 .map_err(|source| FormError::Spawn { rank, source })?;
             let view =
                 RankView { pid: process.pid(), device: None, ready: false, loaded_bytes: 0, total_bytes: 0 };
@@ -160,9 +163,10 @@ impl Group {
         weights: &WeightSet,
         events: Sender<RankEvent>,
         bell: &RouterBell,
+        row_counts: &RowCounts,
     ) -> io::Result<ChildProcess> {
-        let setup = rank_setup(&self.config, self.generation, weights, rank);
-        let mut fds = vec![self.channel.fd(), bell.fd()];
+        let setup = rank_setup(&self.config, self.generation, weights, row_counts.shape(), rank);
+        let mut fds = vec![self.channel.fd(), bell.fd(), row_counts.fd()];
         fds.extend(self.windows.as_ref().map(|windows| windows.as_fd()));
         fds.extend(weights.share(rank));
         ChildProcess::spawn_rank(&setup, &fds, &self.config.environment, events, bell.clone())
@@ -421,11 +425,18 @@ impl Group {
     }
 }
 
-fn rank_setup(config: &ClusterConfig, generation: Generation, weights: &WeightSet, rank: Rank) -> RankSetup {
+fn rank_setup(
+    config: &ClusterConfig,
+    generation: Generation,
+    weights: &WeightSet,
+    row_counts: RowCountsShape,
+    rank: Rank,
+) -> RankSetup {
     RankSetup {
         rank,
         generation,
         shape: config.shape.clone(),
+        row_counts,
         device: config.device,
         fingerprint: weights.source.fingerprint,
         fp8_compute: config.fp8_compute,

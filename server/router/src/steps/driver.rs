@@ -316,7 +316,7 @@ impl Driver {
         let candidate = self.reload.as_ref().and_then(Reload::candidate);
         let Some(weights) = candidate.or_else(|| self.weights.clone()) else { return };
         self.group_weights = Some(Arc::clone(&weights));
-        match Group::form(&self.cluster, generation, &weights, &self.shared.bell) {
+        match Group::form(&self.cluster, generation, &weights, &self.shared.bell, &self.shared.row_counts) {
             Ok(group) => {
                 self.group = Some(group);
                 self.show_ranks();

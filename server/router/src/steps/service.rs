@@ -9,15 +9,15 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use expertd_ipc::control::{CheckpointSource, DeviceKind};
-use expertd_ipc::{RegionError, RouterBell};
+use expertd_ipc::{RegionError, RouterBell, RowCounts, RowCountsShape};
 use expertd_scheduler::{Inbox, OnFault, Refusal, StepKind, Submission, Time};
 use expertd_types::{Generation, LayerId, WeightFingerprint, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
 use super::thread;
 use crate::backend::{
-    Answer, Backend, DrainFuture, DrainReport, ModelInfo, Pending, ReloadFuture, ReloadReport, Request,
-    ServiceState, ServiceStatus, StepError, SubmitError,
+    Answer, Backend, DrainFuture, DrainReport, ExpertRows, LayerRows, ModelInfo, Pending, ReloadFuture,
+    ReloadReport, Request, ServiceState, ServiceStatus, StepError, SubmitError,
 };
 use crate::cluster::ClusterConfig;
 use crate::sessions::{SessionCall, SessionRegistry};
@@ -40,6 +40,8 @@ pub struct SchedulerConfig {
     pub on_fault: OnFault,
     /// Threads that copy the rows of large steps, the step loop's own included.
     pub copy_threads: usize,
+    /// Whether rows per expert and layer are metrics.
+    pub expert_metrics: bool,
     /// Checks a checkpoint that is to be loaded beside the present one.
     pub reload: ReloadPlanner,
 }
@@ -123,6 +125,7 @@ pub(super) struct Shared {
     pub(super) state: watch::Sender<ServiceState>,
     pub(super) status: Mutex<ServiceStatus>,
     pub(super) steps_total: AtomicU64,
+    pub(super) row_counts: RowCounts,
     config: SchedulerConfig,
     reload: ReloadContext,
     started: Instant,
@@ -137,6 +140,11 @@ impl Shared {
         seed: u64,
     ) -> Result<Self, RegionError> {
         let inbox = Inbox::new(config.max_queued_tokens, seed);
+        let row_counts = RowCounts::create(RowCountsShape {
+            ranks: reload.ranks,
+            layers: model.num_layers as u32,
+            experts: model.layers.values().map(|layer| layer.num_experts).max().unwrap_or(0) as u32,
+        })?;
         Ok(Shared {
             front: Mutex::new(Front {
                 inbox,
@@ -150,6 +158,7 @@ impl Shared {
             state: watch::Sender::new(ServiceState::Loading),
             status: Mutex::new(ServiceStatus::default()),
             steps_total: AtomicU64::new(0),
+            row_counts,
             config,
             reload,
             started: Instant::now(),
@@ -171,6 +180,16 @@ impl Shared {
         self.has_mail.store(true, Ordering::Release);
         drop(front);
         self.bell.bell().ring();
+    }
+
+    /// The rows that experts have computed since the service started.
+    pub(super) fn expert_rows(&self) -> ExpertRows {
+        let model = Arc::clone(&self.model.read().unwrap_or_else(PoisonError::into_inner));
+        let layers = model.layers.iter().map(|(&layer, info)| LayerRows {
+            layer,
+            ranks: self.row_counts.layer(layer.index(), info.num_experts),
+        });
+        ExpertRows { layers: layers.collect() }
     }
 
     /// The current time of the state machine.
@@ -251,6 +270,7 @@ impl Service {
             max_weight_bytes: cluster.max_weight_bytes,
         };
         let shared = Arc::new(Shared::new(model, config.clone(), reload, seed)?);
+        crate::expert_rows::export(Arc::downgrade(&shared), config.expert_metrics, Shared::expert_rows)?;
         let (thread, end) = thread::start(Arc::clone(&shared), cluster, config, seed)?;
         Ok(Arc::new(Service { shared, end, thread: Mutex::new(Some(thread)) }))
     }
@@ -384,6 +404,10 @@ impl Backend for Service {
         status
     }
 
+    fn expert_rows(&self) -> ExpertRows {
+        self.shared.expert_rows()
+    }
+
     fn watch_state(&self) -> watch::Receiver<ServiceState> {
         self.shared.state.subscribe()
     }
@@ -460,6 +484,7 @@ pub(super) mod tests {
             drain_timeout: Duration::from_secs(1),
             on_fault: OnFault::Retry,
             copy_threads: 1,
+            expert_metrics: false,
             reload: ReloadPlanner(|_, _| Err("not here".into())),
         };
         let checkpoint = CheckpointSource {

@@ -92,6 +92,11 @@ metrics_table! {
     /// Rows that a rank's experts computed: one for each token and chosen expert. The imbalance of expert load is the
     /// largest rank's rate divided by the mean rate.
     RANK_EXPERT_ROWS_TOTAL = "expertd_rank_expert_rows_total", Kind::Counter, Count, ["rank"];
+    /// Imbalance of a layer's expert load over the last minute: rows of the rank with the most, divided by the mean over
+    /// ranks; 1 is perfect. A layer without rows keeps its value.
+    LAYER_IMBALANCE = "expertd_layer_imbalance", Kind::Gauge, Count, ["layer"];
+    /// Rows that an expert computed, all ranks together; with `--expert-metrics` only.
+    EXPERT_ROWS_TOTAL = "expertd_expert_rows_total", Kind::Counter, Count, ["layer", "expert"];
     /// Bytes of weights that a rank holds.
     RANK_WEIGHT_BYTES = "expertd_rank_weight_bytes", Kind::Gauge, Bytes, ["rank"];
     /// Number of the current generation (one life of the EP group); 0 before the first one.

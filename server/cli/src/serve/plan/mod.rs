@@ -169,6 +169,7 @@ impl ServePlan {
                 )?),
                 on_fault: given.on_fault.0.unwrap_or_default(),
                 drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
+                expert_metrics: given.expert_metrics.0.unwrap_or(false),
                 reload: ReloadPlanner(super::reload::plan),
                 copy_threads: match device {
                     // Ranks use all cores.
