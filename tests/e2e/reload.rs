@@ -22,28 +22,28 @@ use crate::weights::{Answers, checkpoint, large};
 const ROWS_PER_STEP: &str = "4";
 const LOST: Duration = Duration::from_secs(120);
 
-async fn reload_to(service: &Service, model: &Path) -> Result<ReloadResponse, String> {
+pub(crate) async fn reload_to(service: &Service, model: &Path) -> Result<ReloadResponse, String> {
     let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
     let args = ReloadArgs { model: Some(model.to_owned()), admin, json: false };
     reload(&args).await.map_err(|error| error.to_string())
 }
 
 /// Callers who compare every answer with the weights that its receipt names.
-struct Callers {
+pub(crate) struct Callers {
     stop: Arc<AtomicBool>,
-    answered: Arc<AtomicU64>,
+    pub(crate) answered: Arc<AtomicU64>,
     workers: JoinSet<Outcome>,
 }
 
 #[derive(Default)]
-struct Outcome {
+pub(crate) struct Outcome {
     latencies: Vec<Duration>,
     /// Calls that expected another version than the loaded one.
     other_version: usize,
 }
 
 impl Callers {
-    async fn start(service: &Service, answers: &Arc<Answers>) -> Callers {
+    pub(crate) async fn start(service: &Service, answers: &Arc<Answers>) -> Callers {
         let stop = Arc::new(AtomicBool::new(false));
         let answered = Arc::new(AtomicU64::new(0));
         let mut workers = JoinSet::new();
@@ -57,7 +57,7 @@ impl Callers {
     }
 
     /// Ends the callers; calls by latency, and how many expected another version.
-    async fn stop(self) -> Outcome {
+    pub(crate) async fn stop(self) -> Outcome {
         self.stop.store(true, Ordering::Relaxed);
         let mut all = Outcome::default();
         for outcome in self.workers.join_all().await {
@@ -104,7 +104,7 @@ async fn call(
     outcome
 }
 
-fn show(what: &str, outcome: &Outcome) {
+pub(crate) fn show(what: &str, outcome: &Outcome) {
     let latencies = &outcome.latencies;
     println!(
         "{what}: {} answers, p50 {:.1} ms, longest call {:.0} ms; {} calls expected another version",
@@ -182,7 +182,7 @@ async fn a_reload_that_fails_leaves_the_earlier_weights() {
 }
 
 /// A loader of the service, if a reload starts one soon: it lives for some ten milliseconds.
-async fn catch_loader(service: &Service) -> Option<u32> {
+pub(crate) async fn catch_loader(service: &Service) -> Option<u32> {
     for _ in 0..200 {
         if let Some(loader) = loaders_of(service.pid()).first() {
             return Some(*loader);
@@ -193,7 +193,7 @@ async fn catch_loader(service: &Service) -> Option<u32> {
 }
 
 /// Sends a signal to a process that may have ended.
-fn signal(pid: u32, signal: Signal) {
+pub(crate) fn signal(pid: u32, signal: Signal) {
     let _ = kill_process(Pid::from_raw(pid as i32).unwrap(), signal);
 }
 

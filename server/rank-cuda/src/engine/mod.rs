@@ -17,6 +17,7 @@ mod fault;
 #[cfg(test)]
 mod gate_tests;
 mod graphs;
+mod injected;
 mod layers;
 mod pad;
 mod probe;

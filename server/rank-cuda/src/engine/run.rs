@@ -169,6 +169,7 @@ impl StepEngine for CudaEngine {
             )));
         }
         self.launch(step, layer, variant, &segments)?;
+        self.inject_fault(slot)?;
         if self.running.is_empty() {
             self.watch = Watch::start();
         }

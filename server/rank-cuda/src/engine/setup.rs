@@ -4,6 +4,7 @@
 
 use std::io::BufReader;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_kernels::device::{Device, DeviceError, Pinned};
@@ -22,6 +23,7 @@ use crate::windows::{ID_BYTES, LsaWindows};
 use expertd_ipc::RankChannel;
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use expertd_rank::{Failure, Joining, Loaded, setup_failure};
+use expertd_types::Rank;
 
 /// Longest time that ranks wait for each other while they join.
 const JOIN_DEADLINE: Duration = Duration::from_secs(120);
@@ -34,14 +36,19 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let weights = HeldWeights::open(setup, index, memory).map_err(load_failure)?;
     let spec = weights.spec();
     clock.end("index of weights");
-    let device = open(setup)?;
+    // The driver and NCCL start side by side.
+    let (device, nccl) = std::thread::scope(|scope| {
+        let nccl = scope.spawn(|| Nccl::start(setup));
+        (open(setup), nccl.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    });
+    let (device, nccl) = (device?, nccl?);
     clock.end("device");
     gpu::check(spec, &setup.shape).map_err(setup_failure)?;
     let shape = gpu::kernel_shape(&setup.shape, spec.max_experts());
     expertd_kernels::experts::setup().map_err(setup_failure)?;
     clock.end("kernels");
 
-    let windows = join(setup, &device, &shape, socket, reader)?;
+    let windows = join(setup, &device, &shape, nccl, socket, reader)?;
     clock.end("windows");
     let host = pin(&device, channel)?;
     clock.end("pinned staging");
@@ -100,6 +107,29 @@ fn open(setup: &RankSetup) -> Result<Device, Failure> {
     Ok(device)
 }
 
+/// NCCL in a group of several ranks.
+struct Nccl {
+    library: Arc<Library>,
+    /// The id with which all ranks join, on rank 0.
+    own_id: Option<Vec<u8>>,
+}
+
+impl Nccl {
+    /// Loads the library, and makes the id on rank 0. A group of one rank needs neither.
+    fn start(setup: &RankSetup) -> Result<Option<Self>, Failure> {
+        if setup.shape.ranks == 1 {
+            return Ok(None);
+        }
+        let library = Library::open(None).map_err(setup_failure)?;
+        tracing::debug!(version = %library.version(), origin = library.origin(), "NCCL");
+        let own_id = match setup.rank {
+            Rank(0) => Some(UniqueId::create(&library).map_err(setup_failure)?.to_bytes().to_vec()),
+            _ => None,
+        };
+        Ok(Some(Nccl { library, own_id }))
+    }
+}
+
 /// Pins the staging of the channel.
 fn pin(device: &Device, channel: &RankChannel) -> Result<PinnedStaging, Failure> {
     let (pages, bytes) = channel.staging_pages();
@@ -118,18 +148,15 @@ fn join(
     setup: &RankSetup,
     device: &Device,
     shape: &Shape,
+    nccl: Option<Nccl>,
     socket: &UnixStream,
     reader: &mut BufReader<UnixStream>,
 ) -> Result<LsaWindows, Failure> {
-    if shape.ranks == 1 {
+    let Some(Nccl { library, own_id }) = nccl else {
         return LsaWindows::alone(device, shape, setup.shape.slots).map_err(setup_failure);
-    }
+    };
     let multiprocessors = device.multiprocessors().map_err(setup_failure)?;
-    let library = Library::open(None).map_err(setup_failure)?;
-    tracing::debug!(version = %library.version(), origin = library.origin(), "NCCL");
-    if setup.rank.0 == 0 {
-        let id = UniqueId::create(&library).map_err(setup_failure)?;
-        let id = id.to_bytes().to_vec();
+    if let Some(id) = own_id {
         let group = FromRank::GroupId { id, multiprocessors };
         control::send(socket, &group).map_err(setup_failure)?;
     }

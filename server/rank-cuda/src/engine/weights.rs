@@ -8,6 +8,7 @@
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use expertd_kernels::device::{Device, DeviceError, ShareableMemory, write_device};
+use expertd_kernels::params::GateLayer;
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
@@ -215,17 +216,26 @@ fn upload(
             }
             progress.shared(of);
         }
-        pool.install(|| upload_gate(layer, &checkpoint.gate(id)?, padded(spec.hidden)))?;
+        let tensors = checkpoint.gate(id)?;
+        let (weight, low) = pool.install(|| {
+            let weight = to_bf16(&tensors.weight, padded(spec.hidden));
+            let low = below_bf16(&tensors.weight, &weight, padded(spec.hidden));
+            (weight, low)
+        });
+        upload_gate(&layer.gate, &tensors, &weight, low.as_deref())?;
     }
     Ok(uploader.finish()?)
 }
 
-fn upload_gate(layer: &Layer, tensors: &GateTensors<'_>, hidden: usize) -> Result<(), WeightsError> {
-    let places = &layer.gate;
-    let weight = to_bf16(&tensors.weight, hidden);
-    write(places.weight, &weight)?;
-    if let Some(low) = below_bf16(&tensors.weight, &weight, hidden).filter(|_| places.weight_low != 0) {
-        write(places.weight_low, &low)?;
+fn upload_gate(
+    places: &GateLayer,
+    tensors: &GateTensors<'_>,
+    weight: &[u16],
+    low: Option<&[u16]>,
+) -> Result<(), DeviceError> {
+    write(places.weight, weight)?;
+    if let Some(low) = low.filter(|_| places.weight_low != 0) {
+        write(places.weight_low, low)?;
     }
     for (place, values) in
         [(places.logit_bias, &tensors.bias), (places.correction_bias, &tensors.correction_bias)]
@@ -234,10 +244,10 @@ fn upload_gate(layer: &Layer, tensors: &GateTensors<'_>, hidden: usize) -> Resul
             write(place, values)?;
         }
     }
-    if let Some(table) = tensors.token_table.as_ref().filter(|_| places.token_table != 0) {
-        write(places.token_table, table)?;
+    match tensors.token_table.as_ref().filter(|_| places.token_table != 0) {
+        Some(table) => write(places.token_table, table),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// Copies a tensor to a place that [`place`] took for it.
