@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <cmath>
+#include <cstring>
 
 #include "experts.h"
 #include "experts_layout.cuh"
@@ -44,7 +45,11 @@ __device__ int quad_max(int value) {
 
 EXPERTD_HD void write_row_scale(const ExpertdPackNarrowParams& p, int index, int lane, bool nan, int exponent) {
     if (lane % 4 != 0) return;
-    p.row_scales[index] = nan ? NAN : ldexpf(p.row_scales_in[index], exponent);
+    // The same NaN on the host as on the device.
+    const uint32_t bits = 0x7FC00000;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    p.row_scales[index] = nan ? scale : ldexpf(p.row_scales_in[index], exponent);
 }
 
 // Sets `nan` for each of the lane's two rows if the lane's part of it contains a NaN.

@@ -345,7 +345,7 @@ mod tests {
             "model=- model_name=- layers=- ranks=- device=- fp8_compute=- listen=127.0.0.1:50051 admin_listen=- \
              session_listen=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
              metrics_listen=127.0.0.1:9464 expert_metrics=false tls_cert=- tls_key=- tls_client_ca=- tls_client_names=- token_file=- \
-             admin_token_file=- insecure=false verify_weights=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
+             admin_token_file=- insecure=false verify_weights=false max_weight_bytes=- max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
              max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 on_fault=retry \
              drain_timeout_ms=10000 max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"
         );

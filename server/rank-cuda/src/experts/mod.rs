@@ -8,6 +8,8 @@
 mod host;
 mod load;
 mod narrow;
+#[cfg(test)]
+mod pack_tests;
 mod space;
 
 pub use host::HostBuffer;
