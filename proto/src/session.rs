@@ -107,8 +107,10 @@ fn integers(bytes: &Bytes) -> Vec<i32> {
     words(bytes).map(i32::from_le_bytes).collect()
 }
 
-/// A receipt as gRPC has it.
-fn receipt(receipt: &Receipt, timings: bool) -> v1::Receipt {
+/// A receipt as gRPC has it: of several steps the first and the last one, and their timings as one entry, the sum over the
+/// steps, without the number of tokens.
+#[must_use]
+pub fn receipt(receipt: &Receipt, timings: bool) -> v1::Receipt {
     let (first, last) = receipt.steps;
     let [copy_in, gate, prepare, dispatch, experts, combine, copy_out] =
         receipt.phases.map(|phase| u64::try_from(phase.as_nanos()).unwrap_or(u64::MAX));

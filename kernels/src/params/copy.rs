@@ -63,8 +63,6 @@ pub struct CopyOutParams {
     pub places: u64,
     /// u32: number of assignments.
     pub assignments: u64,
-    /// Out: result rows.
-    pub staged_rows: u64,
     /// Out: i32 `[T, k]`, the ids that were used.
     pub staged_ids: u64,
     /// Out: f32 `[T, k]`, the weights that were used.
@@ -116,6 +114,6 @@ pub struct SharedParams {
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
     assert!(size_of::<CopyInParams>() == 136);
-    assert!(size_of::<CopyOutParams>() == 128);
+    assert!(size_of::<CopyOutParams>() == 120);
     assert!(size_of::<SharedParams>() == 56);
 };

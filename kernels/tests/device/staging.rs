@@ -66,6 +66,8 @@ struct Stages {
     segments: Staging,
     places: Buffer<u8>,
     rows: Staging,
+    /// A client's rows, then the places of their results.
+    client: Staging,
     ids: Staging,
     weights: Staging,
     ids_out: Staging,
@@ -108,6 +110,7 @@ pub fn check(options: &Options) -> Outcome {
                     segments: Staging::new(&device, max_segments * size_of::<Segment>())?,
                     places: Buffer::zeroed(&device, tokens * ROW_PLACE_BYTES)?,
                     rows: Staging::new(&device, row_bytes)?,
+                    client: Staging::new(&device, 2 * row_bytes)?,
                     ids: Staging::new(&device, tokens * k * 4)?,
                     weights: Staging::new(&device, tokens * k * 4)?,
                     ids_out: Staging::new(&device, tokens * k * 4)?,
@@ -155,7 +158,6 @@ pub fn check(options: &Options) -> Outcome {
                 topk_weights: b.topk_weights.address(),
                 places: stage.places.address(),
                 assignments: b.expert_offsets.address() + local(rank) * 4,
-                staged_rows: stage.rows.address(),
                 staged_ids: stage.ids_out.address(),
                 staged_weights: stage.weights_out.address(),
                 completion: stage.completion.address(),
@@ -218,13 +220,19 @@ pub fn check(options: &Options) -> Outcome {
                         _ => 1 + random.below(3.min(left as u64)) as usize,
                     };
                     let dtype = random.pick(&[1_u32, 2, 3]);
+                    // Every place is used once: in staging, or at the same offset of the client's memory.
                     bytes.resize(bytes.len().next_multiple_of(SEGMENT_ALIGN), 0xee);
+                    let (at, memory) = (bytes.len() as u64, random.pick(&[0_u32, 1]));
+                    let client = u64::from(memory) * stage.client.address();
                     segments.push(Segment {
-                        byte_offset: bytes.len() as u64,
+                        byte_offset: client + at,
+                        output_offset: u64::from(memory) * (client + row_bytes as u64 + at),
                         first_row: row as u32,
                         rows: rows as u32,
                         dtype,
                         flags: 1,
+                        memory,
+                        reserved: 0,
                     });
                     for bits in &mut seen.rows[row * h..(row + rows) * h] {
                         let value = bf16::from_bits(*bits).to_f32();
@@ -242,6 +250,8 @@ pub fn check(options: &Options) -> Outcome {
                 }
                 stage.rows.write(&vec![0xee; row_bytes]);
                 stage.rows.write(&bytes);
+                stage.client.write(&vec![0xee; 2 * row_bytes]);
+                stage.client.write(&bytes);
                 stage.ids.write(&bytes_of(&step.ids));
                 stage.weights.write(&bytes_of(&step.weights));
                 stage.segments.write(&bytes_of(&segments));
@@ -282,6 +292,8 @@ pub fn check(options: &Options) -> Outcome {
                 }
                 // The expected staging: results in the places of their tokens, everything else unchanged.
                 let (segments, mut wanted) = layouts[rank].clone();
+                let mut wanted_client = wanted.clone();
+                wanted_client.resize(2 * row_bytes, 0xee);
                 for segment in &segments {
                     let values = &expected.out[segment.first_row as usize * h..][..segment.rows as usize * h];
                     let answer: Vec<u8> = match segment.dtype {
@@ -289,7 +301,18 @@ pub fn check(options: &Options) -> Outcome {
                         2 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
                         _ => values.iter().flat_map(|&v| v.to_le_bytes()).collect(),
                     };
-                    wanted[segment.byte_offset as usize..][..answer.len()].copy_from_slice(&answer);
+                    let client = &mut wanted_client[..];
+                    let (place, at) = match segment.memory {
+                        0 => (&mut wanted[..], segment.byte_offset),
+                        _ => (client, segment.output_offset - stage.client.address()),
+                    };
+                    place[at as usize..][..answer.len()].copy_from_slice(&answer);
+                }
+                if stage.client.read(2 * row_bytes) != wanted_client {
+                    return Err(format!(
+                        "case {case}, step {index}, rank {rank}: the client's memory differs"
+                    )
+                    .into());
                 }
                 let found = stage.rows.read(row_bytes);
                 wanted.resize(found.len(), 0xee);

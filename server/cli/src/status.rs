@@ -193,14 +193,19 @@ fn rank_text(rank: &RankStatus) -> String {
 
 fn session_text(session: &SessionStatus) -> String {
     format!(
-        "user {}, pid {}, {:.0} s, {} KiB, {} calls ({} in flight), {} rows",
+        "user {}, pid {}, {:.0} s, {} KiB, {} calls ({} in flight), {} rows{}",
         session.user,
         session.pid,
         session.age_seconds,
         session.bytes >> 10,
         session.calls_total,
         session.calls_in_flight,
-        session.rows_total
+        session.rows_total,
+        match (session.in_place, session.refusal.as_str()) {
+            (true, _) => " in place".to_owned(),
+            (false, "") => " copied".to_owned(),
+            (false, refusal) => format!(" copied: {refusal}"),
+        }
     )
 }
 
@@ -232,6 +237,8 @@ fn to_json(status: &GetStatusResponse) -> serde_json::Value {
                 "calls_total": session.calls_total,
                 "rows_total": session.rows_total,
                 "calls_in_flight": session.calls_in_flight,
+                "in_place": session.in_place,
+                "refusal": session.refusal,
             })
         })
         .collect();

@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::{GroupShape, RowCountsShape};
-use expertd_types::{Generation, LayerRange, Rank, WeightFingerprint};
+use expertd_types::{Generation, LayerRange, MemoryId, Rank, WeightFingerprint};
 
 /// Kind of device that ranks run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -149,6 +149,17 @@ pub struct RankSetup {
     pub heartbeat: Duration,
 }
 
+/// Kind of a memory that clients share with the ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MemoryKind {
+    /// A sealed memfd, whose descriptor comes with the message.
+    Host {
+        /// Its length, in bytes.
+        bytes: u64,
+    },
+}
+
 /// Messages to a rank after its [`RankSetup`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -162,6 +173,19 @@ pub enum ToRank {
     },
     /// Every rank is ready; steps may follow.
     Start,
+    /// Map a memory that a client shares, whose descriptor comes with this message. The rank answers with
+    /// [`FromRank::Attached`], between steps. Only after `Start`.
+    Attach {
+        /// Number of the memory.
+        memory: MemoryId,
+        /// Its kind and size.
+        kind: MemoryKind,
+    },
+    /// Unmap a memory, which no step in flight names. The rank answers with [`FromRank::Detached`], between steps.
+    Detach {
+        /// Number of the memory.
+        memory: MemoryId,
+    },
     /// Leave cleanly.
     Exit,
 }
@@ -193,6 +217,18 @@ pub enum FromRank {
         weight_bytes: u64,
         /// Human-readable description of the device.
         device: String,
+    },
+    /// The answer to [`ToRank::Attach`].
+    Attached {
+        /// Number of the memory.
+        memory: MemoryId,
+        /// Why segments of steps cannot name the memory; `None` if they can.
+        error: Option<String>,
+    },
+    /// The answer to [`ToRank::Detach`], also for a memory whose `Attach` failed.
+    Detached {
+        /// Number of the memory.
+        memory: MemoryId,
     },
     /// The rank could not get ready.
     Failed {

@@ -28,8 +28,9 @@ pub mod wait;
 mod loom_tests;
 
 pub use channel::{
-    ChannelError, Completion, ExpertsNotice, FormingStep, GroupShape, Heartbeat, RankChannel, RankStaging,
-    RouterBell, RouterChannel, RowSource, RowsToStage, Segment, StagedRows, StagingAddresses, StepDescriptor,
+    AttachedRows, ChannelError, Completion, ExpertsNotice, FormingStep, GroupShape, Heartbeat, RankChannel,
+    RankStaging, RouterBell, RouterChannel, RowSource, RowsToStage, Segment, StagedRows, StagingAddresses,
+    StepDescriptor,
 };
 pub use copier::Copier;
 pub use region::{RegionError, SharedRegion, SharedSlice};

@@ -12,10 +12,13 @@ use expertd_compute::linalg::{AlignedBuffer, SimdLevel};
 use expertd_ipc::control::{FailureKind, RankSetup};
 use expertd_ipc::{ExpertsNotice, GroupShape, RankStaging, RowCounts, StepDescriptor};
 use expertd_model::{ModelSpec, Placement};
-use expertd_rank::convert::{narrow, widen};
-use expertd_rank::segments::{CheckedSegment, rows_of};
-use expertd_rank::{Failure, Joining, Loaded, PhaseClock, StepEngine, StepFault, StepReport, setup_failure};
-use expertd_types::{Phase, Rank, Slot};
+use expertd_rank::convert::{narrow, narrow_shared, widen, widen_shared};
+use expertd_rank::segments::{CheckedSegment, RowsPlace, rows_of};
+use expertd_rank::{
+    ClientMemory, Failure, HostMemories, Joining, Loaded, PhaseClock, StepEngine, StepFault, StepReport,
+    setup_failure,
+};
+use expertd_types::{MemoryId, Phase, Rank, Slot};
 
 /// Rows of the current step, each buffer `[max_tokens_per_rank, hidden]`. A CPU rank runs one step after another, so one
 /// set serves all slots; data that outlives a step is in staging and in the windows.
@@ -49,6 +52,7 @@ pub struct CpuEngine {
     rank: Rank,
     row_counts: RowCounts,
     weight_bytes: u64,
+    memories: HostMemories,
 }
 
 /// Scratch memory for the largest call of any layer.
@@ -128,6 +132,7 @@ impl CpuEngine {
             rank: setup.rank,
             row_counts,
             weight_bytes,
+            memories: HostMemories::default(),
         }
     }
 
@@ -217,11 +222,19 @@ impl StepEngine for CpuEngine {
         let rows = &mut buffers.rows[..tokens * hidden];
         let out = &mut buffers.out[..tokens * hidden];
 
-        let staged_bytes = staging.rows.len();
-        let segments = CheckedSegment::all(staging.segments, tokens, hidden, staged_bytes)?;
+        let (staged_bytes, memories) = (staging.rows.len(), &self.memories);
+        let size = |memory| memories.size(memory);
+        let segments = CheckedSegment::all(staging.segments, tokens, hidden, staged_bytes, size)?;
         for segment in &segments {
-            let to = segment.rows.start * hidden..segment.rows.end * hidden;
-            widen(&staging.rows[segment.bytes.clone()], segment.dtype, &mut rows[to]);
+            let to = &mut rows[segment.rows.start * hidden..segment.rows.end * hidden];
+            match &segment.place {
+                RowsPlace::Staging(bytes) => widen(&staging.rows[bytes.clone()], segment.dtype, to),
+                RowsPlace::Memory { memory, input, .. } => {
+                    if let Some(memory) = memories.get(*memory) {
+                        widen_shared(memory, input.start, segment.dtype, to);
+                    }
+                }
+            }
         }
         clock.end(Phase::CopyIn);
 
@@ -332,10 +345,26 @@ impl StepEngine for CpuEngine {
         clock.end(Phase::Combine);
 
         for segment in &segments {
-            let from = segment.rows.start * hidden..segment.rows.end * hidden;
-            narrow(&out[from], segment.dtype, &mut staging.rows[segment.bytes.clone()]);
+            let from = &out[segment.rows.start * hidden..segment.rows.end * hidden];
+            match &segment.place {
+                RowsPlace::Staging(bytes) => narrow(from, segment.dtype, &mut staging.rows[bytes.clone()]),
+                RowsPlace::Memory { memory, output, .. } => {
+                    if let Some(memory) = memories.get(*memory) {
+                        narrow_shared(from, segment.dtype, memory, output.start);
+                    }
+                }
+            }
         }
         clock.end(Phase::CopyOut);
         Ok(Some(StepReport { phases: clock.phases(), received_rows, expert_rows }))
+    }
+
+    fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {
+        let ClientMemory::Host(bytes) = client;
+        self.memories.attach(memory, bytes)
+    }
+
+    fn detach(&mut self, memory: MemoryId) {
+        self.memories.detach(memory);
     }
 }

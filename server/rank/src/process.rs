@@ -5,15 +5,18 @@ use std::io::{self, BufReader};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytemuck::Zeroable;
 
+use crate::memories::{ClientMemory, Order, Orders, unexpected};
 use crate::{SetupClock, StepEngine, StepFault, StepReport};
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
+use expertd_ipc::passing::FdReader;
+use expertd_ipc::wait::spin_between_steps;
 use expertd_ipc::{Completion, Heartbeat, RankChannel, RouterBell, RowCounts, StepDescriptor};
-use expertd_types::Rank;
+use expertd_types::{MemoryId, Rank};
 
 /// Why a rank's process ended.
 #[derive(Debug, thiserror::Error)]
@@ -46,7 +49,7 @@ pub struct Joining<'a> {
     /// The control socket, for messages that ranks exchange through the router while they join.
     pub socket: &'a UnixStream,
     /// The reading end of the control socket.
-    pub reader: &'a mut BufReader<UnixStream>,
+    pub reader: &'a mut BufReader<FdReader>,
     fds: std::vec::IntoIter<OwnedFd>,
     /// Measures the parts of the set-up.
     pub clock: &'a mut SetupClock,
@@ -85,7 +88,7 @@ pub fn run_rank(
 ) -> Result<(), RankExit> {
     die_with(parent)?;
     let fds = control::receive_fds(&socket)?;
-    let mut reader = BufReader::new(socket.try_clone()?);
+    let mut reader = BufReader::new(FdReader::new(socket.try_clone()?));
     let setup: RankSetup = control::receive(&mut reader)?
         .ok_or_else(|| RankExit::Orphan("the router ended before it sent this rank's setup".into()))?;
     let _span = tracing::info_span!("rank", rank = %setup.rank, generation = %setup.generation).entered();
@@ -132,7 +135,7 @@ impl ReadyRank {
         setup: &RankSetup,
         fds: Vec<OwnedFd>,
         socket: &UnixStream,
-        reader: &mut BufReader<UnixStream>,
+        reader: &mut BufReader<FdReader>,
         load: impl FnOnce(Joining<'_>) -> Result<Loaded, Failure>,
     ) -> Result<Self, Failure> {
         let mut fds = fds.into_iter();
@@ -161,7 +164,7 @@ impl ReadyRank {
         mut self,
         setup: &RankSetup,
         socket: &UnixStream,
-        mut reader: BufReader<UnixStream>,
+        mut reader: BufReader<FdReader>,
     ) -> Result<(), RankExit> {
         control::send(
             socket,
@@ -170,35 +173,41 @@ impl ReadyRank {
         match control::receive::<ToRank>(&mut reader)? {
             Some(ToRank::Start) => {}
             Some(ToRank::Exit) | None => return Ok(()),
-            Some(message @ ToRank::GroupId { .. }) => {
-                let problem = format!("expected `start` from the router, found {message:?}");
-                return Err(io::Error::new(io::ErrorKind::InvalidData, problem).into());
-            }
+            Some(message) => return Err(unexpected(&message).into()),
         }
-        let stop = Arc::new(AtomicBool::new(false));
-        let listening = Arc::clone(&stop);
+        let orders = Arc::new(Orders::default());
+        let reading = Arc::clone(&orders);
         let bell = self.channel.bell().clone();
-        std::thread::Builder::new().name("control".into()).spawn(move || {
-            // Any message after `Start`, and the end of the stream, ask the rank to leave.
-            let _ = control::receive::<ToRank>(&mut reader);
-            listening.store(true, Ordering::Release);
-            bell.ring();
-        })?;
+        std::thread::Builder::new()
+            .name("control".into())
+            .spawn(move || reading.read(&mut reader, || bell.ring()))?;
         tracing::debug!("joined");
-        self.run_steps(setup.spin, &stop)
+        self.run_steps(spin_between_steps(setup.spin, setup.threads), &orders, socket)
     }
 
     /// Takes and completes steps in order. The next step is taken while earlier ones run, as far as the engine allows it.
-    /// The loop ends once `stop` is true and no step runs.
-    fn run_steps(&mut self, spin: Duration, stop: &AtomicBool) -> Result<(), RankExit> {
+    /// While an order waits, no step is taken; once none runs, the order is carried out. There is at most one order between two
+    /// steps.
+    fn run_steps(&mut self, spin: Duration, orders: &Orders, socket: &UnixStream) -> Result<(), RankExit> {
         let notice = self.channel.notice();
         let mut running: VecDeque<StepDescriptor> = VecDeque::new();
         loop {
             let next = if running.is_empty() {
-                match self.channel.wait_step(spin, stop)? {
-                    Some(step) => Some(step),
-                    None => return Ok(()),
+                match orders.take() {
+                    None => {}
+                    Some(Order::Leave) => return Ok(()),
+                    Some(Order::Attach(memory, client)) => self.attach(memory, client, socket)?,
+                    Some(Order::Detach(memory)) => {
+                        self.engine.detach(memory);
+                        control::send(socket, &FromRank::Detached { memory })?;
+                    }
                 }
+                match self.channel.step()? {
+                    None => self.channel.wait_step(spin, orders.any())?,
+                    step => step,
+                }
+            } else if orders.any().load(Ordering::Acquire) {
+                None
             } else {
                 self.channel.step()?
             };
@@ -216,6 +225,19 @@ impl ReadyRank {
                 }
             }
         }
+    }
+
+    fn attach(
+        &mut self,
+        memory: MemoryId,
+        client: Result<ClientMemory, String>,
+        socket: &UnixStream,
+    ) -> Result<(), RankExit> {
+        let error = client.and_then(|client| self.engine.attach(memory, client)).err();
+        if let Some(error) = &error {
+            tracing::warn!(%memory, error, "the memory of a client is not attached");
+        }
+        Ok(control::send(socket, &FromRank::Attached { memory, error })?)
     }
 
     /// Sends a step's completion, which returns its staging to the router. A fault of the step ends the rank.
@@ -271,11 +293,12 @@ pub(crate) fn pin(rank: Rank, cores: &[usize]) {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::{AtomicBool, AtomicUsize};
 
     use super::*;
     use expertd_ipc::{
-        Copier, ExpertsNotice, GroupShape, RankStaging, RouterChannel, RowsToStage, StagedRows, WaitPolicy,
+        Copier, ExpertsNotice, GroupShape, RankStaging, RouterChannel, RowsToStage, SharedRegion, StagedRows,
+        WaitPolicy,
     };
     use expertd_types::{DType, Slot};
 
@@ -292,6 +315,7 @@ mod tests {
         /// Largest number of steps that ran at once.
         most: Arc<AtomicUsize>,
         fails_at: u64,
+        attached: Vec<MemoryId>,
     }
 
     impl StepEngine for LateEngine {
@@ -325,6 +349,20 @@ mod tests {
             channel.staging(step).rows[..BYTES].iter_mut().for_each(|byte| *byte = !*byte);
             Ok(Some(StepReport::default()))
         }
+
+        fn attach(&mut self, memory: MemoryId, _client: ClientMemory) -> Result<(), String> {
+            assert!(self.running.is_empty(), "attached while a step runs");
+            if self.attached.contains(&memory) {
+                return Err("attached twice".to_owned());
+            }
+            self.attached.push(memory);
+            Ok(())
+        }
+
+        fn detach(&mut self, memory: MemoryId) {
+            assert!(self.running.is_empty(), "detached while a step runs");
+            assert_eq!(self.attached.pop(), Some(memory));
+        }
     }
 
     /// Runs `steps` steps with every slot in flight. Returns the completed sequences, the largest number of steps that ran
@@ -335,15 +373,21 @@ mod tests {
         let (fd, rank_bell) = (router.fd().try_clone_to_owned().unwrap(), bell.bell().clone());
         let (no_more, most) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         let engine_no_more = Arc::clone(&no_more);
-        let (engine_most, stop) = (Arc::clone(&most), Arc::new(AtomicBool::new(false)));
-        let stopped = Arc::clone(&stop);
+        let (engine_most, orders) = (Arc::clone(&most), Arc::new(Orders::default()));
+        let of_rank = Arc::clone(&orders);
+        let (socket, of_router) = UnixStream::pair().unwrap();
         let rank = std::thread::spawn(move || {
             let channel = RankChannel::join(&shape(), Rank(0), fd, rank_bell).unwrap();
-            let engine =
-                LateEngine { running: VecDeque::new(), no_more: engine_no_more, most: engine_most, fails_at };
+            let engine = LateEngine {
+                running: VecDeque::new(),
+                no_more: engine_no_more,
+                most: engine_most,
+                fails_at,
+                attached: Vec::new(),
+            };
             let (engine, device) = (Box::new(engine), String::new());
             let mut rank = ReadyRank { engine, channel, weight_bytes: 0, device };
-            rank.run_steps(Duration::ZERO, &stopped).map_err(|error| error.to_string())
+            rank.run_steps(Duration::ZERO, &of_rank, &socket).map_err(|error| error.to_string())
         });
         let mut in_flight: VecDeque<StagedRows> = VecDeque::new();
         let (mut launched, mut completed) = (0, Vec::new());
@@ -387,13 +431,40 @@ mod tests {
             let staged = in_flight.pop_front().unwrap();
             assert_eq!(router.answer(&staged), [!(done.sequence as u8); BYTES]);
             completed.push(done.sequence);
+            if completed.len() == 20 {
+                // No further step is taken while these wait, so the engine must not wait for one.
+                no_more.store(true, Ordering::Relaxed);
+                attach_and_detach(&orders, &of_router, &bell);
+            }
         }
-        stop.store(true, Ordering::Release);
+        orders.push(Order::Leave);
         while !rank.is_finished() {
             router.launch(&StepDescriptor::zeroed()).ok();
             std::thread::sleep(Duration::from_millis(1));
         }
         (completed, most.load(Ordering::Relaxed), rank.join().unwrap())
+    }
+
+    /// Orders in the middle of the steps, and their answers.
+    fn attach_and_detach(orders: &Orders, router: &UnixStream, bell: &RouterBell) {
+        let region = SharedRegion::create("test", 4096).unwrap();
+        let client = || ClientMemory::Host(region.slice(0, 4096).unwrap());
+        orders.push(Order::Attach(MemoryId(1), Ok(client())));
+        orders.push(Order::Attach(MemoryId(1), Ok(client())));
+        orders.push(Order::Attach(MemoryId(2), Err("not mapped".to_owned())));
+        orders.push(Order::Detach(MemoryId(1)));
+        bell.bell().ring();
+        let mut reader = BufReader::new(router);
+        let attached =
+            |memory, error: Option<&str>| FromRank::Attached { memory, error: error.map(str::to_owned) };
+        for answer in [
+            attached(MemoryId(1), None),
+            attached(MemoryId(1), Some("attached twice")),
+            attached(MemoryId(2), Some("not mapped")),
+            FromRank::Detached { memory: MemoryId(1) },
+        ] {
+            assert_eq!(control::receive(&mut reader).unwrap(), Some(answer));
+        }
     }
 
     #[test]

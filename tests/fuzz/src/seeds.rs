@@ -1,5 +1,6 @@
 //! Seeds: valid inputs of every target, made by the code that writes them in earnest.
 
+use bytemuck::Zeroable as _;
 use expertd_ipc::control::{FromRank, ToRank};
 use expertd_ipc::{Completion, Segment};
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
@@ -99,11 +100,21 @@ fn ring() -> Vec<u8> {
     words.iter().flat_map(|word: &u64| word.to_le_bytes()).collect()
 }
 
-/// Two segments of f32 and bf16 rows of four elements.
+/// Two segments of f32 and bf16 rows of four elements, the second one in memory 7.
 fn segments() -> Vec<u8> {
+    let staged = Segment { rows: 2, dtype: DType::DtypeF32 as u32, ..Segment::zeroed() };
     let table = [
-        Segment { byte_offset: 0, first_row: 0, rows: 2, dtype: DType::DtypeF32 as u32, flags: 0 },
-        Segment { byte_offset: 64, first_row: 2, rows: 3, dtype: DType::DtypeBf16 as u32, flags: 1 },
+        staged,
+        Segment {
+            byte_offset: 64,
+            output_offset: 128,
+            first_row: 2,
+            rows: 3,
+            dtype: DType::DtypeBf16 as u32,
+            flags: 1,
+            memory: 7,
+            ..staged
+        },
     ];
     [&[5, 3, 0xff, 0][..], bytemuck::bytes_of(&table)].concat()
 }

@@ -2,7 +2,8 @@
 //!
 //! A step may start before the previous one has ended: the stream runs their kernels in the same order on every rank, and each
 //! step has the buffers of its slot to itself. For few rows, kernels read and write the channel's staging, which is pinned.
-//! For many rows, copy engines work beside the kernels of other steps (`copies`). If the kernels need a padded hidden size,
+//! For many rows, copy engines work beside the kernels of other steps (`copies`). Rows in the memory of a client are accessed there
+//! in the same two ways (`memories`). If the kernels need a padded hidden size,
 //! the host widens rows to f32 in pinned memory of its own, and narrows the results.
 //!
 //! The launches of a step are captured as graphs before the rank is ready: one graph for each class of layers, slot and
@@ -19,6 +20,7 @@ mod gate_tests;
 mod graphs;
 mod injected;
 mod layers;
+mod memories;
 mod pad;
 mod probe;
 mod run;
@@ -43,6 +45,7 @@ use self::counts::DeviceCounts;
 use self::fault::CudaFault;
 use self::graphs::{Graphs, Variant};
 use self::layers::{Layer, Layers};
+use self::memories::Memories;
 use self::run::{Running, Watch};
 use self::step::{Buffers, COPY_BLOCKS, SlotSet, StagedAddresses, StepLaunches};
 use crate as gpu;
@@ -92,6 +95,7 @@ pub(super) struct CudaEngine {
     layers: Layers,
     counts: DeviceCounts,
     host: PinnedStaging,
+    memories: Memories,
     shape: Shape,
     /// Elements of a row without padding.
     hidden: usize,
@@ -145,6 +149,7 @@ impl CudaEngine {
             layers,
             counts,
             host,
+            memories: Memories::default(),
             shape,
             hidden: setup.shape.hidden,
             most_blocks,
@@ -264,6 +269,8 @@ impl Drop for CudaEngine {
 const _: () = {
     use std::mem::offset_of;
     assert!(size_of::<Segment>() == size_of::<DeviceSegment>());
+    assert!(offset_of!(Segment, output_offset) == offset_of!(DeviceSegment, output_offset));
+    assert!(offset_of!(Segment, memory) == offset_of!(DeviceSegment, memory));
     assert!(offset_of!(Segment, byte_offset) == offset_of!(DeviceSegment, byte_offset));
     assert!(offset_of!(Segment, first_row) == offset_of!(DeviceSegment, first_row));
     assert!(offset_of!(Segment, rows) == offset_of!(DeviceSegment, rows));

@@ -22,6 +22,7 @@ use crate::experts::padded;
 use crate::windows::{ID_BYTES, LsaWindows};
 use expertd_ipc::RankChannel;
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
+use expertd_ipc::passing::FdReader;
 use expertd_rank::{Failure, Joining, Loaded, setup_failure};
 use expertd_types::Rank;
 
@@ -150,7 +151,7 @@ fn join(
     shape: &Shape,
     nccl: Option<Nccl>,
     socket: &UnixStream,
-    reader: &mut BufReader<UnixStream>,
+    reader: &mut BufReader<FdReader>,
 ) -> Result<LsaWindows, Failure> {
     let Some(Nccl { library, own_id }) = nccl else {
         return LsaWindows::alone(device, shape, setup.shape.slots).map_err(setup_failure);
@@ -169,7 +170,7 @@ fn join(
 /// computes the grids of an exchange from its own number, and the grids have to be equal.
 fn receive_id(
     socket: &UnixStream,
-    reader: &mut BufReader<UnixStream>,
+    reader: &mut BufReader<FdReader>,
     multiprocessors: u32,
 ) -> Result<[u8; ID_BYTES], Failure> {
     socket.set_read_timeout(Some(JOIN_DEADLINE)).map_err(setup_failure)?;

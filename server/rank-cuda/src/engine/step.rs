@@ -296,7 +296,6 @@ impl StepLaunches<'_> {
             topk_weights: k.topk_weights.address(),
             places,
             assignments: k.expert_offsets.address() + self.layer.mine.len() as u64 * 4,
-            staged_rows: self.staged.rows,
             staged_ids: self.staged.ids,
             staged_weights: self.staged.weights,
             completion: self.slot.completion.address(),

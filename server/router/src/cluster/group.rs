@@ -14,13 +14,14 @@ use crate::watchdog;
 use super::weights::WeightSet;
 
 use super::process::{ChildProcess, RankEvent, RankNews};
-use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
+use crate::sessions::AttachAnswer;
+use expertd_ipc::control::{FailureKind, FromRank, MemoryKind, RankSetup, ToRank};
 use expertd_ipc::{
     ChannelError, Completion, FormingStep, RouterBell, RouterChannel, RowCounts, RowCountsShape,
     SharedRegion, StagedRows, StepDescriptor,
 };
 use expertd_types::Phase;
-use expertd_types::{Generation, LayerId, Rank, Slot, StepId};
+use expertd_types::{Generation, LayerId, MemoryId, Rank, Slot, StepId};
 
 /// Interval at which heartbeats and step deadlines are checked.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
@@ -61,6 +62,19 @@ struct InFlight {
     tokens: usize,
     since: Instant,
     completions: Vec<Option<Completion>>,
+}
+
+/// The answer of a rank to an order about a client's memory.
+#[derive(Debug)]
+pub struct AttachNews {
+    /// The rank.
+    pub rank: Rank,
+    /// The memory.
+    pub memory: MemoryId,
+    /// The answer.
+    pub(crate) answer: AttachAnswer,
+    /// Why the memory is not attached.
+    pub error: Option<String>,
 }
 
 /// A completed step.
@@ -107,6 +121,8 @@ pub struct Group {
     /// When the front step became the oldest one.
     front_since: Instant,
     next_check: Instant,
+    /// Answers of ranks to orders about clients' memories.
+    attach_answers: VecDeque<AttachNews>,
     /// Windows that the router creates and its ranks map; `None` if ranks make their own.
     windows: Option<Arc<SharedRegion>>,
 }
@@ -142,6 +158,7 @@ impl Group {
             in_flight: VecDeque::new(),
             front_since: Instant::now(),
             next_check: Instant::now() + CHECK_INTERVAL,
+            attach_answers: VecDeque::new(),
             windows,
         };
         for rank in 0..config.shape.ranks {
@@ -245,6 +262,15 @@ impl Group {
                 member.view.device = Some(device);
                 member.view.loaded_bytes = weight_bytes;
                 member.view.total_bytes = weight_bytes;
+            }
+            RankNews::Message(FromRank::Attached { memory, error }) => {
+                let refused = error.is_some();
+                let answer = AttachAnswer::Attached { refused };
+                self.attach_answers.push_back(AttachNews { rank, memory, answer, error });
+            }
+            RankNews::Message(FromRank::Detached { memory }) => {
+                let answer = AttachAnswer::Detached;
+                self.attach_answers.push_back(AttachNews { rank, memory, answer, error: None });
             }
             RankNews::Message(FromRank::Failed { kind, message }) => {
                 let kind = match kind {
@@ -414,6 +440,44 @@ impl Group {
         self.channel.routing(staged, top_k)
     }
 
+    /// Sends a client's memory of `bytes` bytes to every rank.
+    pub fn attach(&self, memory: MemoryId, region: &SharedRegion) {
+        let kind = MemoryKind::Host { bytes: region.len() as u64 };
+        for member in &self.members {
+            member.process.send_with_fd(&ToRank::Attach { memory, kind }, region.as_fd());
+        }
+    }
+
+    /// Asks every rank to detach a client's memory.
+    pub fn detach(&self, memory: MemoryId) {
+        for member in &self.members {
+            member.process.send(ToRank::Detach { memory });
+        }
+    }
+
+    /// Takes the oldest answer of a rank to [`attach`](Self::attach) or [`detach`](Self::detach).
+    pub fn take_attach_answer(&mut self) -> Option<AttachNews> {
+        self.attach_answers.pop_front()
+    }
+
+    /// Kills and reaps every rank. Returns the ids of processes that do not end, which may still access the memory that they
+    /// mapped.
+    pub fn end(mut self) -> Vec<u32> {
+        self.kill_and_reap();
+        let left = self.members.iter().filter(|member| member.process.is_left());
+        left.map(|member| member.view.pid).collect()
+    }
+
+    fn kill_and_reap(&mut self) {
+        // Kill all before waiting, so that the kernel frees their memory in parallel.
+        for member in &mut self.members {
+            member.process.kill();
+        }
+        for member in &mut self.members {
+            member.process.reap();
+        }
+    }
+
     /// Asks the ranks to exit, waits until `deadline`, then kills and reaps those that are left.
     pub fn leave(mut self, deadline: Instant) {
         for member in &self.members {
@@ -450,12 +514,6 @@ fn rank_setup(
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Kill all before waiting, so that the kernel frees their memory in parallel.
-        for member in &mut self.members {
-            member.process.kill();
-        }
-        for member in &mut self.members {
-            member.process.reap();
-        }
+        self.kill_and_reap();
     }
 }

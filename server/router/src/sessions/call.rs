@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable as _;
-use expertd_ipc::{RowSource, SharedSlice};
+use expertd_ipc::{AttachedRows, RowSource, SharedSlice};
 use expertd_session::wire::{CompletionRecord, MAX_RANKS};
+use expertd_types::MemoryId;
 use tonic::Code;
 
 use super::session::SessionState;
@@ -38,6 +39,22 @@ impl SessionCall {
     /// The `bytes` bytes of rows from byte `start` on.
     pub(crate) fn source(&self, start: usize, bytes: usize) -> RowSource<'_> {
         RowSource::Session { area: self.session.memory().rows(), offset: self.rows + start, bytes }
+    }
+
+    /// The memory that holds the call's rows.
+    pub(crate) fn memory(&self) -> MemoryId {
+        self.session.memory_id()
+    }
+
+    /// The `bytes` bytes of rows and of output from byte `start` on, for ranks that have attached the session's memory.
+    pub(crate) fn attached_rows(&self, start: usize, bytes: usize) -> AttachedRows {
+        let area = self.session.memory().rows_offset();
+        AttachedRows {
+            memory: self.memory(),
+            input: (area + self.rows + start) as u64,
+            output: (area + self.output + start) as u64,
+            bytes,
+        }
     }
 
     /// The `bytes` bytes of output from byte `start` on.

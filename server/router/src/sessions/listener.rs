@@ -63,6 +63,9 @@ struct Shared {
     connections: AtomicUsize,
 }
 
+/// Reasons why sessions are refused.
+const REFUSALS: [&str; 4] = ["user", "open", "protocol", "limit"];
+
 impl SessionServer {
     /// Binds the session socket.
     ///
@@ -74,6 +77,10 @@ impl SessionServer {
         let listener = Listener::bind(&config.listen, mode).await?;
         let registry = Arc::clone(service.sessions());
         let metrics = Arc::new(RequestMetrics::new("Session"));
+        // Counters start at 0, so that a rate includes the first increment.
+        for reason in REFUSALS {
+            counter!(names::SESSIONS_REFUSED_TOTAL, "reason" => reason).increment(0);
+        }
         let (next, connections) = (AtomicU64::new(1), AtomicUsize::new(0));
         let shared = Shared { config, service, registry, metrics, next, connections };
         Ok(SessionServer { listener, shared: Arc::new(shared) })
@@ -234,6 +241,11 @@ impl Shared {
         let charge = self.registry.charge(&self.config.limits, layout.bytes)?;
         let (memory, rings) = SessionMemory::create(calls, rows_bytes).map_err(|error| error.to_string())?;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
+        if u32::try_from(number).is_err() {
+            return Err(
+                "the service has opened 2^32 sessions and has no number for another one; restart it".into()
+            );
+        }
         let spin_us = u32::try_from(self.config.spin.as_micros()).unwrap_or(u32::MAX);
         let hidden = u32::try_from(self.service.model().hidden).unwrap_or(u32::MAX);
         let opened = memory.opened(number, spin_us, hidden);
@@ -258,6 +270,7 @@ impl Shared {
             self.registry.remove(number);
             return Err(error.to_string());
         }
+        self.service.session_opened(Arc::clone(&session));
         counter!(names::SESSIONS_OPENED_TOTAL).increment(1);
         tracing::info!(
             session = number,
@@ -302,6 +315,7 @@ impl Shared {
         }
         session.close(reason.as_deref());
         self.registry.remove(session.number());
+        self.service.session_ended(session.memory_id());
         let status = session.status();
         tracing::info!(
             session = session.number(),

@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use expertd_ipc::WaitPolicy;
 use expertd_ipc::ring::{RingConsumer, RingProducer};
+use expertd_ipc::{SharedRegion, WaitPolicy};
 use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 use expertd_session::memory::SessionMemory;
 use expertd_session::wire::{CompletionRecord, RequestRecord, frame};
-use expertd_types::{DType, LayerId};
+use expertd_types::{DType, LayerId, MemoryId};
 use tonic::Code;
 
 use super::call::{SessionCall, failed};
@@ -32,7 +32,7 @@ pub(super) struct Opener {
 
 /// What the threads of the router share of one session. Its memory stays mapped until the last call is complete.
 #[derive(Debug)]
-pub(super) struct SessionState {
+pub(crate) struct SessionState {
     number: u64,
     opener: Opener,
     memory: SessionMemory,
@@ -43,7 +43,20 @@ pub(super) struct SessionState {
     calls_total: AtomicU64,
     rows_total: AtomicU64,
     metrics: Arc<RequestMetrics>,
+    rows_travel: Mutex<RowsTravel>,
     _charge: Charge,
+}
+
+/// How rows travel between the session's memory and the ranks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum RowsTravel {
+    /// The router copies them; ranks have not attached the memory yet.
+    #[default]
+    Copied,
+    /// The router copies them, because a rank cannot attach the memory, for this reason.
+    Refused(String),
+    /// Ranks read and write them in place.
+    InPlace,
 }
 
 #[derive(Debug)]
@@ -74,16 +87,33 @@ impl SessionState {
             rows_total: AtomicU64::new(0),
             metrics,
             memory,
+            rows_travel: Mutex::default(),
             _charge: charge,
         })
     }
 
-    pub(super) const fn number(&self) -> u64 {
+    pub(crate) const fn number(&self) -> u64 {
         self.number
     }
 
     pub(super) const fn memory(&self) -> &SessionMemory {
         &self.memory
+    }
+
+    /// The number under which ranks attach the memory.
+    pub(crate) const fn memory_id(&self) -> MemoryId {
+        // `SessionServer` numbers sessions from 1 and opens none whose number exceeds 32 bits.
+        MemoryId(self.number as u32)
+    }
+
+    /// The memory as ranks receive it.
+    pub(crate) fn region(&self) -> &SharedRegion {
+        self.memory.region()
+    }
+
+    /// Sets how rows travel from now on.
+    pub(crate) fn set_rows_travel(&self, rows_travel: RowsTravel) {
+        *self.rows_travel.lock().unwrap_or_else(PoisonError::into_inner) = rows_travel;
     }
 
     pub(super) fn is_closing(&self) -> bool {
@@ -104,16 +134,37 @@ impl SessionState {
             calls_total: self.calls_total.load(Ordering::Relaxed),
             rows_total: self.rows_total.load(Ordering::Relaxed),
             calls_in_flight: self.calls().table.in_flight() as u64,
+            rows_travel: self.rows_travel.lock().unwrap_or_else(PoisonError::into_inner).clone(),
         }
     }
 
     /// Ends the session: no request enters any more, and calls in flight are cancelled. The client, if it still listens, is
     /// told `reason`.
     pub(super) fn close(&self, reason: Option<&str>) {
-        self.calls().table.close();
-        if self.is_closing.swap(true, Ordering::AcqRel) {
+        if self.begin_close() {
+            self.finish_close(reason);
+        }
+    }
+
+    /// As [`close`](Self::close), for a thread that must not wait for the client.
+    pub(crate) fn close_apart(self: &Arc<Self>, reason: String) {
+        if !self.begin_close() {
             return;
         }
+        let session = Arc::clone(self);
+        let thread = std::thread::Builder::new().name("session-end".to_owned());
+        if thread.spawn(move || session.finish_close(Some(&reason))).is_err() {
+            self.finish_close(None);
+        }
+    }
+
+    /// Lets no request enter any more. Returns whether the session was open.
+    fn begin_close(&self) -> bool {
+        self.calls().table.close();
+        !self.is_closing.swap(true, Ordering::AcqRel)
+    }
+
+    fn finish_close(&self, reason: Option<&str>) {
         if let Some(reason) = reason {
             // The socket has a time limit for writes; a client that does not read gets no reason.
             let _ = expertd_session::socket::send(&self.socket, frame::ENDED, reason.as_bytes());

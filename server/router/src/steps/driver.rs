@@ -1,6 +1,7 @@
 //! The thread's side of the step loop: it sends events to the state machine, carries out its actions, and owns the rows of
 //! requests and the EP group.
 
+mod memories;
 mod show;
 
 use std::collections::{HashMap, VecDeque};
@@ -9,12 +10,14 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use expertd_ipc::control::CheckpointSource;
-use expertd_ipc::{Copier, StagedRows, WaitPolicy};
+use expertd_ipc::wait::spin_between_steps;
+use expertd_ipc::{Copier, RowSource, StagedRows, WaitPolicy};
 use expertd_scheduler::{
     Action, Config, Failure, GroupFault, Receipt, RecoveryPolicy, RequestKey, StepLoop, Time,
 };
-use expertd_types::{Generation, StepId, WeightVersion};
+use expertd_types::{Generation, MemoryId, StepId, WeightVersion};
 
+use self::memories::Memories;
 use self::show::{Shown, show_counters_of_faults};
 use super::active::{Active, IDS, Output, ROWS, TrialRow, WEIGHTS};
 use super::reload::Reload;
@@ -37,6 +40,8 @@ struct Launched {
     formed: Instant,
     staged: Vec<(RequestKey, StagedRows)>,
     tokens_per_rank: Vec<usize>,
+    /// The memory of each segment whose rows ranks access in place.
+    memories: Vec<MemoryId>,
 }
 
 pub(super) struct Driver {
@@ -58,6 +63,7 @@ pub(super) struct Driver {
     pub(super) group_weights: Option<Arc<WeightSet>>,
     /// A reload that is under way.
     pub(super) reload: Option<Reload>,
+    memories: Memories,
     /// The newest step whose end of the experts phase was reported to the state machine.
     experts_ended: Option<StepId>,
     /// Time of the last event, from which spinning is timed.
@@ -82,6 +88,7 @@ impl Driver {
             recovery: RecoveryPolicy::default(),
             seed,
         });
+        let memories = Memories::new(cluster.shape.ranks as usize);
         Driver {
             metrics: StepMetrics::new(cluster.shape.ranks as usize),
             copier: Copier::new(config.copy_threads, cluster.spin),
@@ -96,6 +103,7 @@ impl Driver {
             loading: None,
             group_weights: None,
             reload: None,
+            memories,
             experts_ended: None,
             last_event: Instant::now(),
             shown: Shown::default(),
@@ -112,6 +120,7 @@ impl Driver {
             self.hear_loaders();
             self.hear_reload();
             self.hear_ranks();
+            self.order_memories();
             if let Some(end) = self.act() {
                 break end;
             }
@@ -140,7 +149,11 @@ impl Driver {
         let mut front = self.shared.front();
         let delivery = self.step_loop.exchange(&mut front.inbox, now);
         let reloads = std::mem::take(&mut front.reloads);
+        let sessions = std::mem::take(&mut front.sessions);
         drop(front);
+        for mail in sessions {
+            self.memories.take_in(mail);
+        }
         for mail in reloads {
             self.start_reload(mail);
         }
@@ -168,7 +181,7 @@ impl Driver {
         while let Some(done) = self.group.as_mut().and_then(Group::take_done) {
             self.collect(&done);
         }
-        match news {
+        match news.and_then(|news| self.hear_memories().map(|()| news)) {
             Err(fault) => self.fault(generation, &fault),
             Ok(news) if news && !was_started => {
                 self.show_ranks();
@@ -221,6 +234,7 @@ impl Driver {
         self.shared.set_generation(generation);
         metrics::gauge!(names::GENERATION).set(generation.0 as f64);
         metrics::gauge!(names::WEIGHT_VERSION).set(version.0 as f64);
+        self.memories.attachments.begin_generation();
         self.step_loop.group_ready(generation, version, self.now());
     }
 
@@ -240,8 +254,9 @@ impl Driver {
             match self.step_loop.poll(now, &has_left)? {
                 Action::FormGroup { generation } => self.form_group(generation),
                 Action::EndGroup { .. } => {
-                    // Drop kills and reaps the ranks, so that a rank that wakes up late cannot write to the next generation.
-                    self.group = None;
+                    // Ranks are killed and reaped, so that a rank that wakes up late cannot write to the next generation.
+                    let left = self.group.take().map(Group::end).unwrap_or_default();
+                    self.memories.end_generation(&left);
                     self.loading = None;
                     self.note_pause();
                     self.launched.clear();
@@ -336,7 +351,8 @@ impl Driver {
     }
 
     fn try_launch(&mut self, id: StepId) -> Result<(), Fault> {
-        let Driver { group: Some(group), step_loop, active, copier, shared, cluster, .. } = self else {
+        let Driver { group: Some(group), step_loop, active, copier, shared, cluster, memories, .. } = self
+        else {
             return Ok(());
         };
         let Some(step) = step_loop.in_flight().back().filter(|step| step.id == id) else { return Ok(()) };
@@ -352,18 +368,24 @@ impl Driver {
         let trial = TrialRow::new(cluster.shape.hidden, top_k);
         let routed_by_gate = shared.top_k(step.kind.layer) == Some(top_k);
         let mut forming = group.begin(step.slot, top_k);
-        let mut staged = Vec::with_capacity(step.rows.len());
+        let (mut staged, mut in_place) = (Vec::with_capacity(step.rows.len()), Vec::new());
         for range in &step.rows {
             if range.key == RequestKey::TRIAL {
                 staged.push((range.key, forming.stage(range.rank, &trial.rows(routed_by_gate))?));
             }
             let Some(active) = active.get(&range.key) else { continue };
-            staged.push((range.key, forming.stage(range.rank, &active.rows(range.rows.clone()))?));
+            let rows = active.rows(range.rows.clone(), &memories.attachments);
+            if let RowSource::Attached(rows) = rows.rows {
+                in_place.push(rows.memory);
+            }
+            staged.push((range.key, forming.stage(range.rank, &rows)?));
         }
         forming.copy(copier);
         group.launch(id, step.slot, step.kind.layer, top_k, step.tokens)?;
         tracing::debug!(step = %id, layer = %step.kind.layer, tokens = step.tokens, ranges = step.rows.len(), "step launched");
-        self.launched.push_back(Launched { step: id, top_k, formed, staged, tokens_per_rank });
+        in_place.iter().for_each(|memory| memories.attachments.launched(*memory));
+        let memories = in_place;
+        self.launched.push_back(Launched { step: id, top_k, formed, staged, tokens_per_rank, memories });
         Ok(())
     }
 
@@ -371,6 +393,7 @@ impl Driver {
     fn collect(&mut self, done: &StepDone) {
         let Some(launched) = self.launched.pop_front() else { return };
         debug_assert_eq!(launched.step, done.step, "steps complete in order");
+        launched.memories.iter().for_each(|memory| self.memories.attachments.ended(*memory));
         let Some(group) = &self.group else { return };
         // The time of a step ends here; copying its rows to the answers is not part of it.
         let now = Instant::now();
@@ -381,6 +404,8 @@ impl Driver {
             tokens: done.tokens as u32,
             phases: PhaseTimes { copy_in, gate, prepare, dispatch, experts, combine, copy_out },
             computed: Duration::from_nanos(done.computed_ns()),
+            formed: launched.formed,
+            done: now,
         };
         // The ranges of one request are adjacent.
         let (mut keys, mut outputs, mut copies) = (Vec::new(), Vec::<Output>::new(), Vec::new());
@@ -396,9 +421,13 @@ impl Driver {
                 outputs.push(active.take_output());
             }
             let rows = group.answer(staged);
-            match active.next_place(rows.len()) {
-                Some(place) => shared.push((rows, place)),
-                None => copies.push((first + ROWS, rows)),
+            if staged.is_attached() {
+                active.skip_rows(staged.rows());
+            } else {
+                match active.next_place(rows.len()) {
+                    Some(place) => shared.push((rows, place)),
+                    None => copies.push((first + ROWS, rows)),
+                }
             }
             if active.request().return_routing {
                 let (ids, weights) = group.routing(staged, launched.top_k);
@@ -461,11 +490,15 @@ impl Driver {
         let now = Instant::now();
         let until = self.shared.instant(self.step_loop.wake_at(self.shared.time(now)));
         let has_waiting = self.step_loop.has_waiting();
+        let spin = match self.launched.is_empty() {
+            true => spin_between_steps(self.cluster.spin, self.cluster.usable_cores),
+            false => self.cluster.spin,
+        };
+        let spin = spin.saturating_sub(now - self.last_event);
         let Driver { shared, group, loading, reload, experts_ended, .. } = self;
         if let Some(group) = group {
             group.want_early_notice(has_waiting);
         }
-        let spin = self.cluster.spin.saturating_sub(now - self.last_event);
         let policy = WaitPolicy { spin, deadline: Some(until) };
         let event = shared.bell.bell().wait_until(policy, || {
             shared.has_mail()

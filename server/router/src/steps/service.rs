@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use expertd_ipc::control::{CheckpointSource, DeviceKind};
 use expertd_ipc::{RegionError, RouterBell, RowCounts, RowCountsShape};
 use expertd_scheduler::{Inbox, OnFault, Refusal, StepKind, Submission, Time};
-use expertd_types::{Generation, LayerId, WeightFingerprint, WeightVersion};
+use expertd_types::{Generation, LayerId, MemoryId, WeightFingerprint, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
 use super::thread;
@@ -20,7 +20,7 @@ use crate::backend::{
     ReloadReport, Request, ServiceState, ServiceStatus, StepError, SubmitError,
 };
 use crate::cluster::ClusterConfig;
-use crate::sessions::{SessionCall, SessionRegistry};
+use crate::sessions::{SessionCall, SessionRegistry, SessionState};
 
 /// How the service ended.
 pub use expertd_scheduler::End as ServiceEnd;
@@ -89,6 +89,15 @@ pub(super) struct ReloadMail {
     pub(super) reply: oneshot::Sender<Result<ReloadReport, String>>,
 }
 
+/// News of a session on its way to the step loop.
+#[derive(Debug)]
+pub(super) enum SessionMail {
+    /// It was opened; the step loop holds its memory until no rank has it any more.
+    Opened(Arc<SessionState>),
+    /// It has ended.
+    Ended(MemoryId),
+}
+
 /// The way of a request's result to its caller.
 #[derive(Debug)]
 pub(super) enum Reply {
@@ -111,6 +120,8 @@ pub(super) struct Front {
     pub(super) drain_waiters: Vec<oneshot::Sender<DrainReport>>,
     /// Reloads that were asked for.
     pub(super) reloads: Vec<ReloadMail>,
+    /// Sessions that were opened or have ended.
+    pub(super) sessions: Vec<SessionMail>,
     /// Whether the step loop has ended.
     pub(super) has_ended: bool,
 }
@@ -150,6 +161,7 @@ impl Shared {
                 inbox,
                 drain_waiters: Vec::new(),
                 reloads: Vec::new(),
+                sessions: Vec::new(),
                 has_ended: false,
             }),
             has_mail: AtomicBool::new(false),
@@ -176,6 +188,17 @@ impl Shared {
         let mut front = self.front();
         if !front.has_ended {
             front.reloads.push(mail);
+        }
+        self.has_mail.store(true, Ordering::Release);
+        drop(front);
+        self.bell.bell().ring();
+    }
+
+    /// Leaves news of a session for the step loop, if there is one.
+    fn send_session(&self, mail: SessionMail) {
+        let mut front = self.front();
+        if !front.has_ended {
+            front.sessions.push(mail);
         }
         self.has_mail.store(true, Ordering::Release);
         drop(front);
@@ -269,6 +292,7 @@ impl Service {
             device: cluster.device,
             max_weight_bytes: cluster.max_weight_bytes,
         };
+        metrics::gauge!(crate::telemetry::names::MODEL_INFO, "model" => model.name.clone()).set(1.0);
         let shared = Arc::new(Shared::new(model, config.clone(), reload, seed)?);
         crate::expert_rows::export(Arc::downgrade(&shared), config.expert_metrics, Shared::expert_rows)?;
         let (thread, end) = thread::start(Arc::clone(&shared), cluster, config, seed)?;
@@ -300,6 +324,16 @@ impl Service {
     #[must_use]
     pub fn sessions(&self) -> &Arc<SessionRegistry> {
         &self.shared.sessions
+    }
+
+    /// Tells the step loop of a new session, whose memory ranks then attach.
+    pub(crate) fn session_opened(&self, session: Arc<SessionState>) {
+        self.shared.send_session(SessionMail::Opened(session));
+    }
+
+    /// Tells the step loop of the end of a session that was opened.
+    pub(crate) fn session_ended(&self, memory: MemoryId) {
+        self.shared.send_session(SessionMail::Ended(memory));
     }
 
     /// Takes in a validated request whose rows lie in a session's memory; `call` gets its answer.

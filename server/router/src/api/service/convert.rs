@@ -6,6 +6,7 @@ use super::failure::Failure;
 use crate::backend::{
     Answer, ExpertRows, LayerRows, ModelInfo, PhaseTimes, RankState, Receipt, ServiceState, ServiceStatus,
 };
+use crate::sessions::RowsTravel;
 use expertd_types::DType;
 
 fn narrow(value: usize) -> u32 {
@@ -180,6 +181,11 @@ pub(in crate::api) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::Ge
                 calls_total: session.calls_total,
                 rows_total: session.rows_total,
                 calls_in_flight: session.calls_in_flight,
+                in_place: session.rows_travel == RowsTravel::InPlace,
+                refusal: match session.rows_travel {
+                    RowsTravel::Refused(reason) => reason,
+                    RowsTravel::InPlace | RowsTravel::Copied => String::new(),
+                },
             })
             .collect(),
         imbalance: None,
