@@ -2,6 +2,7 @@
 #![allow(unsafe_code, reason = "calls the kernels' C launchers")]
 
 use std::ffi::{c_int, c_void};
+use std::ops::Range;
 
 use cudarc::driver::sys::CUstream;
 
@@ -203,6 +204,8 @@ unsafe extern "C" {
     fn expertd_experts_launch(params: *const ExpertsParams, stream: *mut c_void) -> c_int;
     fn expertd_experts_pack(params: *const PackParams, stream: *mut c_void) -> c_int;
     fn expertd_experts_pack_narrow(params: *const PackNarrowParams, stream: *mut c_void) -> c_int;
+    fn expertd_experts_pack_host(params: *const PackParams, first: u64, count: u64) -> c_int;
+    fn expertd_experts_pack_narrow_host(params: *const PackNarrowParams, first: u64, count: u64) -> c_int;
     fn expertd_experts_matrix_bytes(format: i32, kind: i32, hidden: i32, inter: i32) -> u64;
 }
 
@@ -265,4 +268,34 @@ pub fn matrix_bytes(format: i32, kind: i32, hidden: usize, inter: usize) -> u64 
 pub unsafe fn pack_narrow(params: &PackNarrowParams, stream: CUstream) -> Result<(), LaunchError> {
     // SAFETY: the caller's promise.
     check("experts_pack_narrow", unsafe { expertd_experts_pack_narrow(params, stream.cast()) })
+}
+
+/// Converts row-major weights of one expert to panels on the host. `panels` are numbers of panels of [`PANEL`] k.
+///
+/// # Errors
+/// If sizes are invalid.
+///
+/// # Safety
+/// Addresses must be of host memory with the documented sizes, and nothing else may access the panels that are written.
+pub unsafe fn pack_host(params: &PackParams, panels: Range<u64>) -> Result<(), LaunchError> {
+    let count = panels.end.saturating_sub(panels.start);
+    // SAFETY: the caller's promise.
+    check("experts_pack_host", unsafe { expertd_experts_pack_host(params, panels.start, count) })
+}
+
+/// Rows of a unit of an FP8 or MXFP4 matrix.
+pub const UNIT_ROWS: usize = 16;
+
+/// Converts an FP8 or MXFP4 matrix to units on the host. `units` are numbers of units of [`UNIT_ROWS`] rows.
+///
+/// # Errors
+/// If sizes are invalid.
+///
+/// # Safety
+/// Addresses must be of host memory with the documented sizes, and nothing else may access the units and row scales that are
+/// written.
+pub unsafe fn pack_narrow_host(params: &PackNarrowParams, units: Range<u64>) -> Result<(), LaunchError> {
+    let count = units.end.saturating_sub(units.start);
+    // SAFETY: the caller's promise.
+    check("experts_pack_narrow_host", unsafe { expertd_experts_pack_narrow_host(params, units.start, count) })
 }

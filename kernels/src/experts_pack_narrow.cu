@@ -6,9 +6,11 @@
 #include <cuda_runtime.h>
 
 #include <cmath>
+#include <cstring>
 
 #include "experts.h"
 #include "experts_layout.cuh"
+#include "experts_pack_host.h"
 
 namespace expertd {
 namespace {
@@ -22,7 +24,7 @@ struct Rows {
     int index[2]; // index in row_scales
 };
 
-__device__ Rows find_rows(const ExpertdPackNarrowParams& p, int unit, int lane, int code_bytes, int scale_bytes) {
+EXPERTD_HD Rows find_rows(const ExpertdPackNarrowParams& p, int unit, int lane, int code_bytes, int scale_bytes) {
     Rows rows;
     for (int i = 0; i < 2; i++) {
         const int row = unit * UNIT_ROWS + lane / 4 + 8 * i;
@@ -41,15 +43,20 @@ __device__ int quad_max(int value) {
     return max(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-__device__ void write_row_scale(const ExpertdPackNarrowParams& p, int index, int lane, bool nan, int exponent) {
+EXPERTD_HD void write_row_scale(const ExpertdPackNarrowParams& p, int index, int lane, bool nan, int exponent) {
     if (lane % 4 != 0) return;
-    p.row_scales[index] = nan ? NAN : ldexpf(p.row_scales_in[index], exponent);
+    // The same NaN on the host as on the device.
+    const uint32_t bits = 0x7FC00000;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    p.row_scales[index] = nan ? scale : ldexpf(p.row_scales_in[index], exponent);
 }
 
-__device__ void pack_fp8(const ExpertdPackNarrowParams& p, int unit, int units, int lane, int k) {
+// Sets `nan` for each of the lane's two rows if the lane's part of it contains a NaN.
+EXPERTD_HD Rows pack_fp8(const ExpertdPackNarrowParams& p, int unit, int units, int lane, int k, bool nan[2]) {
     const int blocks = (k + BLOCK_K - 1) / BLOCK_K;
     const Rows rows = find_rows(p, unit, lane, k, blocks * 4);
-    bool nan[2] = {false, false};
+    nan[0] = nan[1] = false;
     for (int block = 0; block < blocks; block++) {
         uint8_t* out = static_cast<uint8_t*>(p.units) + (uint64_t(block) * units + unit) * FP8_UNIT_BYTES;
         for (int step = 0; step < BLOCK_K / 16; step++) {
@@ -72,11 +79,11 @@ __device__ void pack_fp8(const ExpertdPackNarrowParams& p, int unit, int units, 
             scales[lane / 4 * 2 + lane % 4] = reinterpret_cast<const float*>(rows.scales[lane % 4])[block];
         }
     }
-    for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], lane, quad_max(nan[i]) != 0, 0);
+    return rows;
 }
 
 // Writes rows of 128 bytes, whose chunks are permuted; the scales of a panel's rows follow all its rows.
-__device__ void pack_w8a8(const ExpertdPackNarrowParams& p, int unit, int units, int lane, int k) {
+EXPERTD_HD void pack_w8a8(const ExpertdPackNarrowParams& p, int unit, int units, int lane, int k) {
     const int blocks = (k + BLOCK_K - 1) / BLOCK_K;
     const uint64_t rows_all = uint64_t(units) * UNIT_ROWS;
     for (int r = 0; r < UNIT_ROWS; r++) {
@@ -102,17 +109,19 @@ __device__ void pack_w8a8(const ExpertdPackNarrowParams& p, int unit, int units,
     }
 }
 
-__device__ void pack_mxfp4(const ExpertdPackNarrowParams& p, int unit, int units, int lane, int k) {
+// The largest exponent of a row among those of the lane.
+EXPERTD_HD int largest_exponent(const uint8_t* scales, int lane, int k) {
+    int largest = 0;
+    for (int j = lane % 4; j < k / 32; j += 4) largest = scales[j] > largest ? scales[j] : largest;
+    return largest;
+}
+
+// The exponent that a row's scale takes over, given the row's largest exponent.
+EXPERTD_HD int row_offset(int largest) { return largest == 255 || largest < MXFP4_LARGEST ? 0 : largest - MXFP4_LARGEST; }
+
+// `offset` is that of the lane's two rows.
+EXPERTD_HD void pack_mxfp4(const ExpertdPackNarrowParams& p, const Rows& rows, const int offset[2], int unit, int units, int lane, int k) {
     const int blocks = (k + BLOCK_K - 1) / BLOCK_K;
-    const Rows rows = find_rows(p, unit, lane, k / 2, k / 32);
-    int offset[2];
-    for (int i = 0; i < 2; i++) {
-        int largest = 0;
-        for (int j = lane % 4; j < k / 32; j += 4) largest = max(largest, int(rows.scales[i][j]));
-        largest = quad_max(largest);
-        offset[i] = largest == 255 ? 0 : max(largest - MXFP4_LARGEST, 0);
-        write_row_scale(p, rows.index[i], lane, largest == 255, offset[i]);
-    }
     for (int block = 0; block < blocks; block++) {
         uint8_t* out = static_cast<uint8_t*>(p.units) + (uint64_t(block) * units + unit) * MXFP4_UNIT_BYTES;
         for (int panel = 0; panel < 2; panel++) {
@@ -142,12 +151,63 @@ __global__ void pack_narrow_kernel(const ExpertdPackNarrowParams p, int units, i
     const int unit = blockIdx.x * PACK_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (unit >= units) return;
     if (p.format == EXPERTD_FP8) {
-        pack_fp8(p, unit, units, lane, k);
+        bool nan[2];
+        const Rows rows = pack_fp8(p, unit, units, lane, k, nan);
+        for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], lane, quad_max(nan[i]) != 0, 0);
     } else if (p.format == EXPERTD_W8A8) {
         pack_w8a8(p, unit, units, lane, k);
     } else {
-        pack_mxfp4(p, unit, units, lane, k);
+        const Rows rows = find_rows(p, unit, lane, k / 2, k / 32);
+        int offset[2];
+        for (int i = 0; i < 2; i++) {
+            const int largest = quad_max(largest_exponent(rows.scales[i], lane, k));
+            offset[i] = row_offset(largest);
+            write_row_scale(p, rows.index[i], lane, largest == 255, offset[i]);
+        }
+        pack_mxfp4(p, rows, offset, unit, units, lane, k);
     }
+}
+
+// The same for all lanes of a unit, on the host.
+void pack_unit(const ExpertdPackNarrowParams& p, int unit, int units, int k) {
+    constexpr int LANES = 32;
+    if (p.format == EXPERTD_W8A8) {
+        for (int lane = 0; lane < LANES; lane++) pack_w8a8(p, unit, units, lane, k);
+        return;
+    }
+    for (int quad = 0; quad < LANES; quad += 4) {
+        if (p.format == EXPERTD_FP8) {
+            bool any[2] = {false, false};
+            Rows rows;
+            for (int lane = quad; lane < quad + 4; lane++) {
+                bool nan[2];
+                rows = pack_fp8(p, unit, units, lane, k, nan);
+                for (int i = 0; i < 2; i++) any[i] |= nan[i];
+            }
+            for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], quad, any[i], 0);
+            continue;
+        }
+        const Rows rows = find_rows(p, unit, quad, k / 2, k / 32);
+        int offset[2];
+        for (int i = 0; i < 2; i++) {
+            int largest = 0;
+            for (int lane = quad; lane < quad + 4; lane++) {
+                const int of_lane = largest_exponent(rows.scales[i], lane, k);
+                largest = of_lane > largest ? of_lane : largest;
+            }
+            offset[i] = row_offset(largest);
+            write_row_scale(p, rows.index[i], quad, largest == 255, offset[i]);
+        }
+        for (int lane = quad; lane < quad + 4; lane++) pack_mxfp4(p, rows, offset, unit, units, lane, k);
+    }
+}
+
+bool is_valid(const ExpertdPackNarrowParams& p) {
+    const bool gate_up = p.kind == EXPERTD_PACK_GATE_UP;
+    return p.hidden > 0 && p.hidden % 64 == 0 && p.inter > 0 && p.inter % 64 == 0 &&
+           (p.format == EXPERTD_FP8 || p.format == EXPERTD_MXFP4 || p.format == EXPERTD_W8A8) && p.first != nullptr &&
+           p.first_scales != nullptr && (!gate_up || (p.second != nullptr && p.second_scales != nullptr)) && p.row_scales_in != nullptr &&
+           p.row_scales != nullptr && p.units != nullptr;
 }
 
 } // namespace
@@ -156,16 +216,21 @@ __global__ void pack_narrow_kernel(const ExpertdPackNarrowParams p, int units, i
 extern "C" int expertd_experts_pack_narrow(const ExpertdPackNarrowParams* params, void* stream) {
     const ExpertdPackNarrowParams& p = *params;
     const bool gate_up = p.kind == EXPERTD_PACK_GATE_UP;
-    if (p.hidden <= 0 || p.hidden % 64 != 0 || p.inter <= 0 || p.inter % 64 != 0 ||
-        (p.format != EXPERTD_FP8 && p.format != EXPERTD_MXFP4 && p.format != EXPERTD_W8A8) || p.first == nullptr || p.first_scales == nullptr ||
-        (gate_up && (p.second == nullptr || p.second_scales == nullptr)) || p.row_scales_in == nullptr ||
-        p.row_scales == nullptr || p.units == nullptr) {
-        return cudaErrorInvalidValue;
-    }
+    if (!expertd::is_valid(p)) return cudaErrorInvalidValue;
     const int rows = gate_up ? 2 * p.inter : p.hidden, k = gate_up ? p.hidden : p.inter;
     const int units = rows / expertd::UNIT_ROWS, blocks = (units + expertd::PACK_WARPS - 1) / expertd::PACK_WARPS;
     expertd::pack_narrow_kernel<<<blocks, expertd::PACK_WARPS * 32, 0, static_cast<cudaStream_t>(stream)>>>(p, units, k);
     return cudaGetLastError();
+}
+
+extern "C" int expertd_experts_pack_narrow_host(const ExpertdPackNarrowParams* params, uint64_t first, uint64_t count) {
+    const ExpertdPackNarrowParams& p = *params;
+    const bool gate_up = p.kind == EXPERTD_PACK_GATE_UP;
+    const int rows = gate_up ? 2 * p.inter : p.hidden, k = gate_up ? p.hidden : p.inter;
+    const uint64_t units = rows / expertd::UNIT_ROWS;
+    if (!expertd::is_valid(p) || first > units || count > units - first) return cudaErrorInvalidValue;
+    for (uint64_t unit = first; unit < first + count; unit++) expertd::pack_unit(p, int(unit), int(units), k);
+    return cudaSuccess;
 }
 
 extern "C" uint64_t expertd_experts_matrix_bytes(int32_t format, int32_t kind, int32_t hidden, int32_t inter) {

@@ -9,6 +9,7 @@ mod golden;
 mod gpu;
 mod layers;
 mod reload;
+mod replacing;
 mod service;
 mod sessions;
 mod soak_gpu;

@@ -1,5 +1,6 @@
 //! Other weights come in under load, and ranks and loaders are killed and stopped in random order.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,28 +23,28 @@ use crate::weights::{Answers, checkpoint, large};
 const ROWS_PER_STEP: &str = "4";
 const LOST: Duration = Duration::from_secs(120);
 
-async fn reload_to(service: &Service, model: &Path) -> Result<ReloadResponse, String> {
+pub(crate) async fn reload_to(service: &Service, model: &Path) -> Result<ReloadResponse, String> {
     let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
     let args = ReloadArgs { model: Some(model.to_owned()), admin, json: false };
     reload(&args).await.map_err(|error| error.to_string())
 }
 
 /// Callers who compare every answer with the weights that its receipt names.
-struct Callers {
+pub(crate) struct Callers {
     stop: Arc<AtomicBool>,
-    answered: Arc<AtomicU64>,
+    pub(crate) answered: Arc<AtomicU64>,
     workers: JoinSet<Outcome>,
 }
 
 #[derive(Default)]
-struct Outcome {
+pub(crate) struct Outcome {
     latencies: Vec<Duration>,
     /// Calls that expected another version than the loaded one.
     other_version: usize,
 }
 
 impl Callers {
-    async fn start(service: &Service, answers: &Arc<Answers>) -> Callers {
+    pub(crate) async fn start(service: &Service, answers: &Arc<Answers>) -> Callers {
         let stop = Arc::new(AtomicBool::new(false));
         let answered = Arc::new(AtomicU64::new(0));
         let mut workers = JoinSet::new();
@@ -57,7 +58,7 @@ impl Callers {
     }
 
     /// Ends the callers; calls by latency, and how many expected another version.
-    async fn stop(self) -> Outcome {
+    pub(crate) async fn stop(self) -> Outcome {
         self.stop.store(true, Ordering::Relaxed);
         let mut all = Outcome::default();
         for outcome in self.workers.join_all().await {
@@ -104,7 +105,7 @@ async fn call(
     outcome
 }
 
-fn show(what: &str, outcome: &Outcome) {
+pub(crate) fn show(what: &str, outcome: &Outcome) {
     let latencies = &outcome.latencies;
     println!(
         "{what}: {} answers, p50 {:.1} ms, longest call {:.0} ms; {} calls expected another version",
@@ -182,7 +183,7 @@ async fn a_reload_that_fails_leaves_the_earlier_weights() {
 }
 
 /// A loader of the service, if a reload starts one soon: it lives for some ten milliseconds.
-async fn catch_loader(service: &Service) -> Option<u32> {
+pub(crate) async fn catch_loader(service: &Service) -> Option<u32> {
     for _ in 0..200 {
         if let Some(loader) = loaders_of(service.pid()).first() {
             return Some(*loader);
@@ -193,23 +194,43 @@ async fn catch_loader(service: &Service) -> Option<u32> {
 }
 
 /// Sends a signal to a process that may have ended.
-fn signal(pid: u32, signal: Signal) {
+pub(crate) fn signal(pid: u32, signal: Signal) {
     let _ = kill_process(Pid::from_raw(pid as i32).unwrap(), signal);
 }
 
-/// Ranks and loaders are killed and stopped in random order while weights are reloaded: no call fails, no answer is
-/// wrong. 10 s, or `EXPERTD_CHAOS_SECONDS`; the seed is printed, and `EXPERTD_CHAOS_SEED` sets it.
+/// Whether this build of the service has faults that tests cause (`expertd_ipc::faults`).
+const INJECTS: bool = cfg!(any(debug_assertions, feature = "fault-injection"));
+/// Memory files of the next generation cannot be made, or not grown; those of the next loader cannot be made, or not grown.
+const NO_MEMORY: [&str; 4] = ["memfd-emfile", "memfd-enomem", "weights-emfile", "weights-enomem"];
+/// A kernel that never ends, and one that accesses memory that is not mapped.
+const ON_GPUS: [&str; 2] = ["gpu-hang", "gpu-error"];
+
+/// Ranks and loaders are killed and stopped and memory lacks in random order while weights are reloaded: no call fails, no
+/// answer is wrong. 10 s, or `EXPERTD_CHAOS_SECONDS`; the seed is printed, and `EXPERTD_CHAOS_SEED` sets it.
 #[tokio::test(flavor = "multi_thread")]
 async fn chaos_among_ranks_and_loaders_fails_no_call() {
+    chaos("cpu", &NO_MEMORY, 1e-5).await;
+}
+
+/// The same on GPUs, whose kernels also hang and fail.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+async fn chaos_on_gpus_fails_no_call() {
+    chaos("cuda", &[&NO_MEMORY[..], &ON_GPUS].concat(), 1e-2).await;
+}
+
+async fn chaos(device: &str, injected: &[&str], tolerance: f64) {
     let seed = number("EXPERTD_CHAOS_SEED", u64::from(std::process::id()));
     let until = Instant::now() + Duration::from_secs(number("EXPERTD_CHAOS_SECONDS", 10));
     println!("chaos with seed {seed}");
     let mut random = SmallRng::seed_from_u64(seed);
     let folder = tempfile::tempdir().unwrap();
+    let faults = tempfile::tempdir().unwrap();
     let sources: [PathBuf; 2] = [1, 2].map(|seed| checkpoint(folder.path(), seed));
-    let answers = Arc::new(Answers::of(&[&sources[0], &sources[1]]).await);
-    let service =
-        Arc::new(Service::start_checkpoint(&sources[0], 2, &["--max-tokens-per-step", ROWS_PER_STEP], &[]));
+    let answers = Arc::new(Answers::of(&[&sources[0], &sources[1]]).await.within(tolerance));
+    let flags = ["--max-tokens-per-step", ROWS_PER_STEP, "--device", device];
+    let environment = [("EXPERTD_INJECT_FAULTS", faults.path().to_str().unwrap())];
+    let service = Arc::new(Service::start_checkpoint(&sources[0], 2, &flags, &environment));
     let callers = Callers::start(&service, &answers).await;
     let reloading = {
         let (service, sources) = (Arc::clone(&service), sources.clone());
@@ -226,13 +247,22 @@ async fn chaos_among_ranks_and_loaders_fails_no_call() {
         })
     };
     let (mut killed, mut stopped, mut loaders) = (0, 0, 0);
+    let mut injections: BTreeMap<&str, usize> = BTreeMap::new();
     while Instant::now() < until {
-        let kind = if random.random_bool(0.6) { Signal::KILL } else { Signal::STOP };
+        let mut kind = if random.random_bool(0.6) { Signal::KILL } else { Signal::STOP };
         let of_loader = if random.random_bool(0.3) { catch_loader(&service).await } else { None };
+        let mut of_rank = of_loader.is_none();
+        if INJECTS && of_rank && random.random_bool(0.4) {
+            let name = injected[random.random_range(0..injected.len())];
+            std::fs::write(faults.path().join(name), "").unwrap();
+            *injections.entry(name).or_default() += 1;
+            // The memory of a generation is made after a fault.
+            (of_rank, kind) = (name.starts_with("memfd"), Signal::KILL);
+        }
         if let Some(loader) = of_loader {
             signal(loader, kind);
             loaders += 1;
-        } else if let Some(rank) = service.ranks().get(random.random_range(0..2)) {
+        } else if let Some(rank) = service.ranks().get(random.random_range(0..2)).filter(|_| of_rank) {
             signal(*rank, kind);
             *(if kind == Signal::KILL { &mut killed } else { &mut stopped }) += 1;
         }
@@ -247,6 +277,9 @@ async fn chaos_among_ranks_and_loaders_fails_no_call() {
     }
     let (done, refused) = reloading.await.unwrap();
     let outcome = callers.stop().await;
+    let left = std::fs::read_dir(faults.path()).unwrap().count();
+    println!("injected {injections:?}, of which {left} did not happen");
+    assert!(!INJECTS || injections.len() > left, "injected faults happened");
     let faults = format!("{killed} ranks killed, {stopped} stopped, {loaders} loaders killed or stopped");
     show(&format!("{faults}, {done} reloads, {refused} refused"), &outcome);
     assert!(killed + stopped > 0, "faults happened");

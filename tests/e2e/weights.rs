@@ -34,6 +34,7 @@ pub(crate) fn checkpoint(folder: &Path, seed: u64) -> PathBuf {
 pub(crate) struct Answers {
     pub(crate) request: ForwardRequest,
     by_fingerprint: HashMap<String, Vec<f32>>,
+    tolerance: f64,
 }
 
 impl Answers {
@@ -57,7 +58,7 @@ impl Answers {
                 };
                 let request = ForwardRequest::inline(layer.layer, TOKENS, DType::DtypeF32, rows.into());
                 let request = ForwardRequest { routing: Some(routing), ..request };
-                Answers { request, by_fingerprint: HashMap::new() }
+                Answers { request, by_fingerprint: HashMap::new(), tolerance: TOLERANCE }
             });
             let response = client.forward(answers.request.clone(), None).await.unwrap();
             let fingerprint = response.receipt.unwrap().weight_fingerprint;
@@ -77,6 +78,11 @@ impl Answers {
         answers
     }
 
+    /// The same answers with another bound on a row's relative error.
+    pub(crate) fn within(self, tolerance: f64) -> Answers {
+        Answers { tolerance, ..self }
+    }
+
     /// Panics unless the rows are those of the weights that the receipt names.
     pub(crate) fn check(&self, response: &ForwardResponse) {
         let receipt = response.receipt.as_ref().unwrap();
@@ -87,7 +93,7 @@ impl Answers {
         let row_length = rows.len() / TOKENS as usize;
         for (row, expected) in rows.chunks(row_length).zip(expected.chunks(row_length)) {
             let error = relative_error(row, expected);
-            assert!(error < TOLERANCE, "a row is off by {error:.1e} from the weights of {receipt:?}");
+            assert!(error < self.tolerance, "a row is off by {error:.1e} from the weights of {receipt:?}");
         }
     }
 }

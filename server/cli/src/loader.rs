@@ -7,7 +7,8 @@ use std::process::ExitCode;
 use clap::Args;
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 
-use expertd_rank::{RankExit, run_loader};
+use expertd_ipc::control::{DeviceKind, LoaderSetup};
+use expertd_rank::{PackFailure, PackedShare, Progress, RankExit, run_loader};
 
 /// Flags of `expertd loader`.
 #[derive(Args, Clone, Debug)]
@@ -30,14 +31,7 @@ pub fn run(args: &LoaderArgs) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    // Weights are for the ranks of this service only.
-    if let Err(error) = set_dumpable_behavior(DumpableBehavior::NotDumpable) {
-        tracing::warn!(%error, "other processes of this user may read this one's memory");
-    }
-    let packed = run_loader(args.parent, &socket, |setup, progress| {
-        expertd_rank_cpu::pack(setup, progress).map_err(|error| error.to_string())
-    });
-    match packed {
+    match run_loader(args.parent, &socket, pack) {
         Ok(()) => ExitCode::SUCCESS,
         Err(RankExit::Reported(message)) => {
             tracing::debug!(rank = args.rank, message, "the weights were not packed");
@@ -47,5 +41,19 @@ pub fn run(args: &LoaderArgs) -> ExitCode {
             tracing::error!(rank = args.rank, %error, "the loader ended with an error");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Packs the weights for the device that the router asks for.
+fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, PackFailure> {
+    match setup.device {
+        DeviceKind::Cpu => {
+            // Weights are for the ranks of this service only. GPU drivers look into processes themselves.
+            if let Err(error) = set_dumpable_behavior(DumpableBehavior::NotDumpable) {
+                tracing::warn!(%error, "other processes of this user may read this one's memory");
+            }
+            Ok(expertd_rank_cpu::pack(setup, progress)?)
+        }
+        DeviceKind::Cuda => expertd_rank_cuda::pack(setup, progress),
     }
 }

@@ -70,19 +70,6 @@ pub struct CheckpointSource {
     pub fingerprint: WeightFingerprint,
 }
 
-/// The source of a rank's weights.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum RankWeights {
-    /// The rank reads its share of a checkpoint in every generation.
-    Checkpoint(CheckpointSource),
-    /// A loader has packed the rank's share into sealed memory. Its descriptor is the last one that the router sends.
-    Held {
-        /// Fingerprint of the weights.
-        fingerprint: WeightFingerprint,
-    },
-}
-
 /// Everything that a loader needs to pack one rank's share of a checkpoint.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct LoaderSetup {
@@ -90,8 +77,12 @@ pub struct LoaderSetup {
     pub rank: Rank,
     /// Number of ranks in the group.
     pub ranks: u32,
+    /// The device that the rank runs on.
+    pub device: DeviceKind,
     /// The checkpoint.
     pub checkpoint: CheckpointSource,
+    /// How the products of FP8 experts are computed; CPU ranks widen the weights.
+    pub fp8_compute: Fp8Compute,
     /// Cores that the loader is pinned to.
     pub cores: Vec<usize>,
     /// Number of threads that read and pack.
@@ -113,7 +104,7 @@ pub enum FromLoader {
         /// Bytes to pack.
         total_bytes: u64,
     },
-    /// The share is packed and proved; its descriptor comes with this message.
+    /// The share is packed and proved; its descriptors come with this message.
     Loaded {
         /// Bytes of the checkpoint in the share.
         weight_bytes: u64,
@@ -124,6 +115,8 @@ pub enum FromLoader {
     Failed {
         /// Human-readable cause.
         message: String,
+        /// Whether the only cause is that the share does not fit beside what is in memory.
+        lacks_room: bool,
     },
 }
 
@@ -140,8 +133,8 @@ pub struct RankSetup {
     pub row_counts: RowCountsShape,
     /// The device.
     pub device: DeviceKind,
-    /// The source of the rank's weights.
-    pub weights: RankWeights,
+    /// Fingerprint of the weights. A loader has packed the rank's share; its descriptors are the last that the router sends.
+    pub fingerprint: WeightFingerprint,
     /// How the products of FP8 experts are computed; CPU ranks widen the weights.
     pub fp8_compute: Fp8Compute,
     /// Cores that the rank is pinned to.
@@ -217,13 +210,6 @@ pub enum FromRank {
         id: Vec<u8>,
         /// Multiprocessors of rank 0's GPU; all ranks need as many.
         multiprocessors: u32,
-    },
-    /// Progress of loading weights.
-    Loading {
-        /// Bytes loaded so far.
-        loaded_bytes: u64,
-        /// Bytes to load.
-        total_bytes: u64,
     },
     /// The rank is loaded and warm.
     Ready {

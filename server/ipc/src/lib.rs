@@ -16,6 +16,7 @@
 pub mod channel;
 pub mod control;
 pub mod copier;
+pub mod faults;
 pub mod passing;
 pub mod region;
 pub mod ring;

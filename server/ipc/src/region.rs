@@ -19,6 +19,8 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
+use crate::faults;
+
 /// Bytes of a cache line. Words that different processes write are placed on different lines.
 pub const LINE: usize = 64;
 /// Bytes of a page, the alignment of large areas.
@@ -171,6 +173,12 @@ impl SharedRegion {
         }
         let failed = |what| move |e: Errno| system_error(what, name, len, e);
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        if faults::happens("memfd-emfile") {
+            return Err(failed("create")(Errno::MFILE));
+        }
+        if faults::happens("memfd-enomem") {
+            return Err(failed("size")(Errno::NOMEM));
+        }
         let fd = match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
             // Kernels before 6.3 do not know the flag.
             Err(Errno::INVAL) => rustix::fs::memfd_create(name, flags),

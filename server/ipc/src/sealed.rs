@@ -13,6 +13,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
+use crate::faults;
 use crate::region::PAGE;
 
 /// What a sealed memfd no longer allows.
@@ -65,6 +66,9 @@ impl SealedWriter {
     /// # Errors
     /// If the kernel refuses, for example because the process has no descriptors left.
     pub fn create(name: &str) -> Result<Self, SealedError> {
+        if faults::happens("weights-emfile") {
+            return Err(failed("create", name, 0, Errno::MFILE));
+        }
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
             .map_err(|error| failed("create", name, 0, error))?;
         Ok(SealedWriter { fd, name: name.to_owned(), len: 0 })
@@ -75,6 +79,9 @@ impl SealedWriter {
     /// # Errors
     /// If there is no memory for them.
     pub fn write_at(&mut self, mut offset: u64, mut bytes: &[u8]) -> Result<(), SealedError> {
+        if faults::happens("weights-enomem") {
+            return Err(failed("write", &self.name, offset, Errno::NOMEM));
+        }
         while !bytes.is_empty() {
             match rustix::io::pwrite(&self.fd, bytes, offset) {
                 Ok(0) => return Err(failed("write", &self.name, offset, Errno::NOSPC)),

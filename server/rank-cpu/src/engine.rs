@@ -9,7 +9,7 @@ use expertd_compute::experts::Assignments;
 use expertd_compute::experts::cpu::{Workspace, WorkspaceSize, forward, forward_one};
 use expertd_compute::gate::GateScratch;
 use expertd_compute::linalg::{AlignedBuffer, SimdLevel};
-use expertd_ipc::control::{FailureKind, RankSetup, RankWeights};
+use expertd_ipc::control::{FailureKind, RankSetup};
 use expertd_ipc::{ExpertsNotice, GroupShape, RankStaging, RowCounts, StepDescriptor};
 use expertd_model::{ModelSpec, Placement};
 use expertd_rank::convert::{narrow, narrow_shared, widen, widen_shared};
@@ -88,10 +88,7 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let group = CpuGroup::from_fd(windows, crate::ep_config(setup)).map_err(setup_failure)?;
     joining.clock.end("windows");
     let weights = joining.next_fd("the weights")?;
-    let RankWeights::Held { fingerprint } = &setup.weights else {
-        return Err(setup_failure("the router sent the folder of a checkpoint, expected packed weights"));
-    };
-    let weights = map(weights, setup.rank, setup.shape.ranks as usize, fingerprint)
+    let weights = map(weights, setup.rank, setup.shape.ranks as usize, &setup.fingerprint)
         .map_err(|error| (FailureKind::Load, error.to_string()))?;
     let memory = Arc::clone(&weights.memory);
     joining.clock.end("weights");

@@ -267,7 +267,7 @@ impl Packer {
         self.memory.write_at(0, bytemuck::bytes_of(&header))?;
         self.memory.write_at(start, &index)?;
         let memory_bytes = self.memory.len();
-        Ok(PackedShare { memory: self.memory.seal()?, memory_bytes, weight_bytes })
+        Ok(PackedShare { memory: vec![self.memory.seal()?], memory_bytes, weight_bytes })
     }
 }
 

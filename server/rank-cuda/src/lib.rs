@@ -1,7 +1,7 @@
 //! Expert ranks on GPUs.
 //!
 //! [`check`], [`environment`], [`present`] and [`window_bytes`] need no access to a GPU; they are part of every build, and
-//! the router uses them. With feature `cuda`, [`load`] makes the engine, and [`probe`] and [`ceilings`] inspect the
+//! the router uses them. With feature `cuda`, [`pack`] loads weights, [`load`] makes the engine, and [`probe`] and [`ceilings`] inspect the
 //! machine's GPUs.
 
 #[cfg(feature = "cuda")]
@@ -17,8 +17,9 @@ pub use host::{
     window_bytes,
 };
 
+use expertd_ipc::control::LoaderSetup;
 use expertd_kernels::ceilings::Ceilings;
-use expertd_rank::{Failure, Joining, Loaded};
+use expertd_rank::{Failure, Joining, Loaded, PackFailure, PackedShare, Progress};
 
 /// Checks every requirement of GPU ranks. Opens devices, so the router must not call it.
 #[must_use]
@@ -49,10 +50,10 @@ pub fn ceilings(gpus: u32) -> Result<Ceilings, String> {
     }
 }
 
-/// Sets up this rank's GPU, joins the group and loads the weights. A build without feature `cuda` returns an error.
+/// Sets up this rank's GPU, joins the group and maps the weights. A build without feature `cuda` returns an error.
 ///
 /// # Errors
-/// The reason why the group could not be joined or the weights could not be loaded.
+/// The reason why the group could not be joined or the weights could not be mapped.
 pub fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     #[cfg(feature = "cuda")]
     {
@@ -62,5 +63,25 @@ pub fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     {
         let _ = joining;
         Err(expertd_rank::setup_failure(BUILD_HINT))
+    }
+}
+
+/// Packs one rank's share of a checkpoint into memory of its GPU that outlives this process. A build without feature `cuda`
+/// returns an error.
+///
+/// # Errors
+/// If the checkpoint cannot be read, holds other weights or changes meanwhile, or the GPU has no room for it.
+pub fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, PackFailure> {
+    #[cfg(feature = "cuda")]
+    {
+        engine::pack(setup, progress).map_err(|error| {
+            let lacks_room = error.lacks_room();
+            PackFailure { lacks_room, ..PackFailure::from(error) }
+        })
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = (setup, progress);
+        Err(PackFailure { message: BUILD_HINT.to_owned(), lacks_room: false })
     }
 }

@@ -11,7 +11,7 @@ pub mod segments;
 pub mod share;
 
 pub use clock::SetupClock;
-pub use loader::{PackedShare, Progress, run_loader};
+pub use loader::{PackFailure, PackedShare, Progress, run_loader};
 pub use memories::{ClientMemory, HostMemories};
 pub use process::{Failure, Joining, Loaded, RankExit, run_rank, setup_failure};
 

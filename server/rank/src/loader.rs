@@ -1,5 +1,5 @@
-//! The process of a loader: it packs one rank's share of a checkpoint into sealed memory, passes that to the router, and
-//! exits.
+//! The process of a loader: it packs one rank's share of a checkpoint into memory that outlives it, passes that to the router,
+//! and exits.
 
 use std::io::{self, BufReader};
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -20,12 +20,27 @@ const BACKGROUND_NICE: i32 = 10;
 /// A packed share.
 #[derive(Debug)]
 pub struct PackedShare {
-    /// The sealed memory.
-    pub memory: OwnedFd,
-    /// Its length.
+    /// Descriptors of the packed memory, in the order in which ranks take them; at most two.
+    pub memory: Vec<OwnedFd>,
+    /// Its size, in bytes.
     pub memory_bytes: u64,
     /// Bytes of the checkpoint that are in it.
     pub weight_bytes: u64,
+}
+
+/// Why a share could not be packed.
+#[derive(Clone, Debug)]
+pub struct PackFailure {
+    /// Human-readable cause.
+    pub message: String,
+    /// Whether the only cause is that the share does not fit beside what is in memory.
+    pub lacks_room: bool,
+}
+
+impl<E: std::error::Error> From<E> for PackFailure {
+    fn from(error: E) -> Self {
+        PackFailure { message: error.to_string(), lacks_room: false }
+    }
 }
 
 /// How far a loader is.
@@ -57,7 +72,7 @@ impl Progress {
 pub fn run_loader(
     parent: u32,
     socket: &UnixStream,
-    pack: impl FnOnce(&LoaderSetup, &Progress) -> Result<PackedShare, String>,
+    pack: impl FnOnce(&LoaderSetup, &Progress) -> Result<PackedShare, PackFailure>,
 ) -> Result<(), RankExit> {
     die_with(parent)?;
     let mut reader = BufReader::new(socket.try_clone()?);
@@ -76,11 +91,12 @@ pub fn run_loader(
     reports.end();
     match packed {
         Ok(PackedShare { memory, memory_bytes, weight_bytes }) => {
-            send_with_fds(socket, &FromLoader::Loaded { weight_bytes, memory_bytes }, &[memory.as_fd()])?;
+            let fds: Vec<_> = memory.iter().map(OwnedFd::as_fd).collect();
+            send_with_fds(socket, &FromLoader::Loaded { weight_bytes, memory_bytes }, &fds)?;
             Ok(())
         }
-        Err(message) => {
-            control::send(socket, &FromLoader::Failed { message: message.clone() })?;
+        Err(PackFailure { message, lacks_room }) => {
+            control::send(socket, &FromLoader::Failed { message: message.clone(), lacks_room })?;
             Err(RankExit::Reported(message))
         }
     }

@@ -53,8 +53,6 @@ pub struct Joining<'a> {
     fds: std::vec::IntoIter<OwnedFd>,
     /// Measures the parts of the set-up.
     pub clock: &'a mut SetupClock,
-    /// Reports to the router the bytes of weights that are loaded and the bytes to load.
-    pub progress: &'a mut dyn FnMut(u64, u64),
 }
 
 impl Joining<'_> {
@@ -155,24 +153,8 @@ impl ReadyRank {
         clock.end("channel");
         channel.populate().map_err(setup_failure)?;
         clock.end("staging pages");
-        let mut last = std::time::Instant::now();
-        let mut progress = |loaded_bytes: u64, total_bytes: u64| {
-            if last.elapsed() >= Duration::from_millis(100) || loaded_bytes == total_bytes {
-                last = std::time::Instant::now();
-                // If the router is gone, its death ends this process.
-                let _ = control::send(socket, &FromRank::Loading { loaded_bytes, total_bytes });
-            }
-        };
-        let joining = Joining {
-            setup,
-            channel: &channel,
-            row_counts,
-            socket,
-            reader,
-            fds,
-            clock: &mut clock,
-            progress: &mut progress,
-        };
+        let joining =
+            Joining { setup, channel: &channel, row_counts, socket, reader, fds, clock: &mut clock };
         let Loaded { engine, weight_bytes, device } = load(joining)?;
         tracing::debug!(parts = %clock, "set up");
         Ok(ReadyRank { channel, engine, weight_bytes, device })

@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use crate::{Failure, setup_failure};
-use expertd_ipc::control::{CheckpointSource, FailureKind, RankSetup, RankWeights};
+use expertd_ipc::control::{CheckpointSource, RankSetup};
 use expertd_model::{
     Checkpoint, ExpertBiases, ExpertTensors, ExpertWeights, ExpertsSpec, LayerChoice, ModelError, ModelSpec,
     MoeLayer, Placement, SharedSpec,
@@ -53,21 +52,6 @@ pub fn open_checkpoint(source: &CheckpointSource) -> Result<Checkpoint, ModelErr
     let checkpoint = Checkpoint::open_layers(&source.folder, LayerChoice::Range(source.layers))?;
     checkpoint.expect(&source.fingerprint)?;
     Ok(checkpoint)
-}
-
-/// Opens the checkpoint of a rank that loads its share by itself.
-///
-/// # Errors
-/// As [`open_checkpoint`]; or if a loader holds the rank's share.
-pub fn own_checkpoint(setup: &RankSetup) -> Result<Checkpoint, Failure> {
-    match &setup.weights {
-        RankWeights::Checkpoint(source) => {
-            open_checkpoint(source).map_err(|error| (FailureKind::Load, error.to_string()))
-        }
-        RankWeights::Held { .. } => {
-            Err(setup_failure("the router holds this rank's weights, expected the folder of a checkpoint"))
-        }
-    }
 }
 
 /// Reports how much of a share is loaded.

@@ -3,20 +3,19 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use expertd_ipc::control::CheckpointSource;
+use expertd_ipc::control::{CheckpointSource, DeviceKind};
 use expertd_model::ModelSpec;
 use expertd_rank::share::ExpertShare;
-use expertd_router::cluster::WeightHolder;
-use expertd_router::steps::ReloadContext;
+use expertd_router::steps::{ReloadContext, ReloadPlan};
 use expertd_types::{Coverage, Rank, WeightFingerprint};
 use serde_json::Value;
 
 /// Memory that must stay free beside both sets of weights, in bytes.
 const RESERVE: u64 = 256 << 20;
 
-/// Checks that the checkpoint in `folder`, or in the folder of the present one, has the shape of the present one and fits
-/// into memory beside it. Its weights are read in a process of its own.
-pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<CheckpointSource, String> {
+/// Checks that the checkpoint in `folder`, or in the folder of the present one, has the shape of the present one, and whether
+/// host memory has room for both. Its weights are read in a process of its own.
+pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<ReloadPlan, String> {
     let present = &context.checkpoint;
     let folder = folder.unwrap_or(&present.folder);
     let found = inspect(folder, present)?;
@@ -26,23 +25,20 @@ pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<Che
             folder.display()
         ));
     }
-    if context.weights == WeightHolder::Router {
+    let mut has_room = true;
+    if context.device == DeviceKind::Cpu {
         let spec: ModelSpec = serde_json::from_value(found.model)
             .map_err(|error| format!("cannot read the description of the checkpoint: {error}"))?;
         let share = |rank| ExpertShare::of_rank(Rank(rank), context.ranks as usize).bytes(&spec);
         let bytes: u64 = (0..context.ranks).map(share).sum();
         // Packed matrices are padded.
-        let needed = bytes + bytes / 16 + RESERVE;
-        if let Some(available) = available_memory().filter(|available| *available < needed) {
-            return Err(format!(
-                "{} MiB of memory are available, and the new weights beside the present ones need {} MiB; stop other \
-                 processes, or restart the service with the new checkpoint",
-                available >> 20,
-                needed >> 20
-            ));
-        }
+        let packed = bytes + bytes / 16;
+        let is_available = available_memory().is_none_or(|available| packed + RESERVE <= available);
+        has_room = is_available && context.max_weight_bytes.is_none_or(|most| 2 * packed <= most);
     }
-    Ok(CheckpointSource { folder: folder.to_owned(), fingerprint: found.fingerprint, ..present.clone() })
+    let source =
+        CheckpointSource { folder: folder.to_owned(), fingerprint: found.fingerprint, ..present.clone() };
+    Ok(ReloadPlan { source, has_room })
 }
 
 /// What `expertd inspect` says of a checkpoint.

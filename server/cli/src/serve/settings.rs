@@ -218,6 +218,9 @@ settings! {
     insecure: bool = Some(false), env "EXPERTD_INSECURE", arg(num_args = 0..=1, default_missing_value = "true");
     /// Fingerprint every byte of the weights instead of samples; loading then reads them twice [default: false]
     verify_weights: bool = Some(false), env "EXPERTD_VERIFY_WEIGHTS", arg(num_args = 0..=1, default_missing_value = "true");
+    /// Host memory for packed weights, in bytes; a reload that exceeds it drops the present weights first, while requests wait
+    /// [default: what the machine has available]
+    max_weight_bytes: u64 = None, env "EXPERTD_MAX_WEIGHT_BYTES";
     /// Largest number of rows in one step, all ranks together; determines the size of windows and staging [default: 2048]
     max_tokens_per_step: usize = Some(2048), env "EXPERTD_MAX_TOKENS_PER_STEP";
     /// Largest number of rows in one request; a request larger than a step is split [default: twice max-tokens-per-step]
@@ -345,7 +348,7 @@ mod tests {
              session_listen=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
              metrics_listen=127.0.0.1:9464 expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \
-             admin_token_file=- insecure=false verify_weights=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
+             admin_token_file=- insecure=false verify_weights=false max_weight_bytes=- max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
              max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 on_fault=retry \
              drain_timeout_ms=10000 max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"
         );

@@ -2,54 +2,33 @@
 
 use std::ops::Range;
 
-use expertd_kernels::device::{Buffer, Device, DeviceError};
+use expertd_kernels::device::{Buffer, Device, DeviceError, ShareableMemory};
 use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{GateLayer, GateParams};
-use half::bf16;
+use serde::{Deserialize, Serialize};
 
-use crate::experts::{CudaExperts, DeviceFormat, UploadError, Uploader, below_bf16, padded, to_bf16};
+use crate::experts::{CudaExperts, DeviceFormat, WeightSpace, padded};
 use expertd_ipc::control::Fp8Compute;
-use expertd_model::{
-    Checkpoint, Choice, GateSpec, GroupScore, ModelError, ModelSpec, MoeLayer, Normalise, ScoreFn,
-    WeightFormat,
-};
-use expertd_rank::share::{ExpertShare, LoadProgress, weights};
-use expertd_types::{ExpertId, LayerId};
+use expertd_model::{Choice, GateSpec, GroupScore, ModelSpec, MoeLayer, Normalise, ScoreFn};
+use expertd_rank::share::ExpertShare;
 
-/// Why weights could not be loaded to the GPU.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum LoadError {
-    /// The checkpoint could not be read.
-    #[error(transparent)]
-    Model(#[from] ModelError),
-    /// An expert could not be uploaded.
-    #[error("layer {layer}: {source}")]
-    Upload {
-        /// The layer of the expert.
-        layer: LayerId,
-        /// The cause.
-        source: UploadError,
-    },
-    /// The CUDA driver failed.
-    #[error(transparent)]
-    Device(#[from] DeviceError),
-}
-
-/// A gate's tensors; [`GateLayer`] holds their addresses.
-struct DeviceGate {
-    weight: Buffer<u16>,
-    /// What rounding took from weights that the checkpoint stores in f32 or f16.
-    weight_low: Option<Buffer<u16>>,
-    bias: Option<Buffer<f32>>,
-    correction: Option<Buffer<f32>>,
-    table: Option<Buffer<i32>>,
+/// Properties of a layer's weights that its specification does not contain.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub(super) struct LayerFacts {
+    /// Whether rounding to bf16 takes anything from the gate's weights.
+    pub(super) gate_low: bool,
+    /// [`CudaExperts::has_block_scales`] of the routed experts.
+    pub(super) block_scales: bool,
+    /// [`CudaExperts::has_block_scales`] of the shared experts.
+    pub(super) shared_block_scales: bool,
 }
 
 /// Shared experts as one MLP.
 pub(super) struct SharedExperts {
     pub(super) experts: CudaExperts,
-    /// bf16 `[hidden]`: the experts' output is multiplied with the sigmoid of the row's dot product with this vector.
-    gate: Option<Buffer<u16>>,
+    /// Address of bf16 `[hidden]`, or 0: the experts' output is multiplied with the sigmoid of the row's dot product with this
+    /// vector.
+    pub(super) gate: u64,
 }
 
 /// One layer's MoE block.
@@ -61,7 +40,9 @@ pub(super) struct Layer {
     pub(super) mine: Range<u32>,
     /// Device format of the layer's experts, also on ranks that own none of them.
     pub(super) format: DeviceFormat,
-    gate: DeviceGate,
+    /// Addresses of the gate's tensors. `weight_low` is what rounding took from weights that the checkpoint stores in f32 or
+    /// f16.
+    pub(super) gate: GateLayer,
     /// `None` if this rank owns no experts of the layer.
     pub(super) experts: Option<CudaExperts>,
     pub(super) shared: Option<SharedExperts>,
@@ -80,25 +61,8 @@ pub(super) struct Layers {
     pub(super) shared_gates: Buffer<u64>,
     /// Size of this rank's share in the checkpoint, in bytes.
     pub(super) weight_bytes: u64,
-}
-
-/// Size of this rank's weights in device memory, in bytes.
-pub(super) fn device_bytes(checkpoint: &Checkpoint, share: ExpertShare, fp8: Fp8Compute) -> u64 {
-    let hidden = checkpoint.spec().hidden;
-    // The gate's weights, and what rounding takes from them.
-    let gate = |layer: LayerId, moe: &MoeLayer| {
-        let is_bf16 = checkpoint.gate(layer).is_ok_and(|gate| gate.weight.format == WeightFormat::Bf16);
-        moe.experts.count * padded(hidden) * if is_bf16 { 2 } else { 4 }
-    };
-    let of = |(layer, moe): (LayerId, &MoeLayer)| {
-        let mine = share.experts(moe).len();
-        CudaExperts::bytes(DeviceFormat::of(moe.experts.format, fp8), mine, hidden, moe.experts.width)
-            + moe.shared.as_ref().map_or(0, |shared| {
-                CudaExperts::bytes(DeviceFormat::of(shared.format, fp8), 1, hidden, shared.width)
-            })
-            + gate(layer, moe) as u64
-    };
-    checkpoint.spec().moe_layers().map(of).sum()
+    /// The weights. A loader has packed them.
+    _memory: ShareableMemory,
 }
 
 /// The largest intermediate size of any layer, unpadded.
@@ -130,86 +94,83 @@ impl Layers {
         })
     }
 
-    /// Loads this rank's share. `progress` is called with the bytes loaded so far and the bytes in all.
-    pub(super) fn load(
+    /// Makes the tables of layers whose weights lie in `memory`.
+    pub(super) fn new(
         device: &Device,
-        checkpoint: &Checkpoint,
-        share: ExpertShare,
-        fp8: Fp8Compute,
-        pool: &rayon::ThreadPool,
-        progress: impl FnMut(u64, u64),
-    ) -> Result<Self, LoadError> {
-        let spec = checkpoint.spec();
-        let mut uploader = Uploader::new(device, pool, spec.hidden, widest(spec))?;
-        let mut progress = LoadProgress::start(share.bytes(spec), progress);
-        let mut layers = Vec::with_capacity(spec.num_layers);
-        for (index, moe) in (0..).zip(&spec.layers) {
-            let Some(moe) = moe else {
-                layers.push(None);
-                continue;
-            };
-            let layer = LayerId(index);
-            let failed = |source| LoadError::Upload { layer, source };
-            let mine = share.experts(moe);
-            let mut experts = match mine.len() {
-                0 => None,
-                count => {
-                    let MoeLayer { experts, .. } = moe;
-                    let format = DeviceFormat::of(experts.format, fp8);
-                    let allocated =
-                        CudaExperts::new(device, format, count, spec.hidden, experts.width, experts.biases);
-                    Some(allocated.map_err(|e| failed(e.into()))?)
-                }
-            };
-            if let Some(experts) = &mut experts {
-                for (place, expert) in mine.clone().enumerate() {
-                    let tensors = checkpoint.expert(layer, ExpertId(expert))?;
-                    uploader.load(experts, place, &weights(&tensors)).map_err(failed)?;
-                    progress.expert(&moe.experts);
-                }
-                experts.finish(device).map_err(|e| failed(e.into()))?;
-            }
-            let shared = match (checkpoint.shared(layer)?, &moe.shared) {
-                (Some(tensors), Some(spec_of)) => {
-                    let format = DeviceFormat::of(spec_of.format, fp8);
-                    let mut experts =
-                        CudaExperts::new(device, format, 1, spec.hidden, spec_of.width, spec_of.biases)
-                            .map_err(|e| failed(e.into()))?;
-                    uploader.load(&mut experts, 0, &weights(&tensors.mlp)).map_err(failed)?;
-                    experts.finish(device).map_err(|e| failed(e.into()))?;
-                    progress.shared(spec_of);
-                    let gate = tensors.gate.map(|gate| {
-                        let mut bits: Vec<u16> = gate.iter().map(|v| bf16::from_f32(*v).to_bits()).collect();
-                        bits.resize(padded(spec.hidden), 0);
-                        Buffer::from_slice(device, &bits)
-                    });
-                    Some(SharedExperts { experts, gate: gate.transpose()? })
-                }
-                _ => None,
-            };
-            let gate = DeviceGate::load(device, checkpoint, layer, padded(spec.hidden))?;
-            let class = class_of(&layers, moe);
-            let format = DeviceFormat::of(moe.experts.format, fp8);
-            layers.push(Some(Layer { spec: moe.clone(), class, mine, format, gate, experts, shared }));
-        }
-        uploader.finish()?;
-        drop(uploader);
+        layers: Vec<Option<Layer>>,
+        weight_bytes: u64,
+        memory: ShareableMemory,
+    ) -> Result<Self, DeviceError> {
+        let shared = |layer: &Layer| entry(layer.shared.as_ref().map(|shared| &shared.experts));
+        let shared_gate = |layer: &Layer| layer.shared.as_ref().map_or(0, |shared| shared.gate);
         Ok(Self {
-            gates: Buffer::from_slice(device, &each(&layers, |layer| layer.gate.entry()))?,
-            experts: Buffer::from_slice(device, &each(&layers, |l| entry(l.experts.as_ref())))?,
-            shared: Buffer::from_slice(
-                device,
-                &each(&layers, |l| entry(l.shared.as_ref().map(|s| &s.experts))),
-            )?,
-            shared_gates: Buffer::from_slice(
-                device,
-                &each(&layers, |layer| {
-                    layer.shared.as_ref().and_then(|s| s.gate.as_ref()).map_or(0, Buffer::address)
-                }),
-            )?,
+            gates: Buffer::from_slice(device, &each(&layers, |layer| layer.gate))?,
+            experts: Buffer::from_slice(device, &each(&layers, |layer| entry(layer.experts.as_ref())))?,
+            shared: Buffer::from_slice(device, &each(&layers, shared))?,
+            shared_gates: Buffer::from_slice(device, &each(&layers, shared_gate))?,
             layers,
-            weight_bytes: progress.total(),
+            weight_bytes,
+            _memory: memory,
         })
+    }
+}
+
+/// `[layers]`: takes places for a share of all layers. `facts` has an entry for each layer.
+pub(super) fn place(
+    spec: &ModelSpec,
+    share: ExpertShare,
+    fp8: Fp8Compute,
+    facts: &[LayerFacts],
+    space: &mut WeightSpace,
+) -> Vec<Option<Layer>> {
+    let mut layers: Vec<Option<Layer>> = Vec::with_capacity(spec.num_layers);
+    for (moe, facts) in spec.layers.iter().zip(facts) {
+        let layer = moe.as_ref().map(|moe| {
+            let mut experts_of = |format, count, width, biases, block_scales| {
+                let format = DeviceFormat::of(format, fp8);
+                let mut experts = CudaExperts::place(space, format, count, spec.hidden, width, biases);
+                experts.set_block_scales(block_scales);
+                experts
+            };
+            let mine = share.experts(moe);
+            let MoeLayer { experts: routed, shared, .. } = moe;
+            let experts = (!mine.is_empty()).then(|| {
+                experts_of(routed.format, mine.len(), routed.width, routed.biases, facts.block_scales)
+            });
+            let shared = shared.as_ref().map(|shared| {
+                let block_scales = facts.shared_block_scales;
+                (experts_of(shared.format, 1, shared.width, shared.biases, block_scales), shared.gated)
+            });
+            let row = padded(spec.hidden) * size_of::<u16>();
+            let shared = shared.map(|(experts, is_gated)| SharedExperts {
+                experts,
+                gate: space.take(if is_gated { row } else { 0 }),
+            });
+            Layer {
+                spec: moe.clone(),
+                class: class_of(&layers, moe),
+                mine,
+                format: DeviceFormat::of(moe.experts.format, fp8),
+                gate: place_gate(&moe.gate, row, facts.gate_low, space),
+                experts,
+                shared,
+            }
+        });
+        layers.push(layer);
+    }
+    layers
+}
+
+/// Takes places for a gate whose rows have `row` bytes.
+fn place_gate(spec: &GateSpec, row: usize, has_low: bool, space: &mut WeightSpace) -> GateLayer {
+    let count = spec.num_experts;
+    let of = |present: bool, bytes: usize| if present { bytes } else { 0 };
+    GateLayer {
+        weight: space.take(count * row),
+        weight_low: space.take(of(has_low, count * row)),
+        logit_bias: space.take(of(spec.logit_bias, count * size_of::<f32>())),
+        correction_bias: space.take(of(spec.correction_bias, count * size_of::<f32>())),
+        token_table: space.take(spec.vocab().unwrap_or(0) * spec.top_k * size_of::<i32>()),
     }
 }
 
@@ -226,37 +187,6 @@ fn each<T: Default>(layers: &[Option<Layer>], of: impl Fn(&Layer) -> T) -> Vec<T
 
 fn entry(experts: Option<&CudaExperts>) -> LayerWeights {
     experts.map(CudaExperts::weights).unwrap_or_default()
-}
-
-impl DeviceGate {
-    fn load(
-        device: &Device,
-        checkpoint: &Checkpoint,
-        layer: LayerId,
-        hidden: usize,
-    ) -> Result<Self, LoadError> {
-        let tensors = checkpoint.gate(layer)?;
-        let floats = |values: Option<Vec<f32>>| values.map(|v| Buffer::from_slice(device, &v)).transpose();
-        let weight = to_bf16(&tensors.weight, hidden);
-        let weight_low = below_bf16(&tensors.weight, &weight, hidden);
-        Ok(DeviceGate {
-            weight: Buffer::from_slice(device, &weight)?,
-            weight_low: weight_low.map(|low| Buffer::from_slice(device, &low)).transpose()?,
-            bias: floats(tensors.bias)?,
-            correction: floats(tensors.correction_bias)?,
-            table: tensors.token_table.map(|table| Buffer::from_slice(device, &table)).transpose()?,
-        })
-    }
-
-    fn entry(&self) -> GateLayer {
-        GateLayer {
-            weight: self.weight.address(),
-            weight_low: self.weight_low.as_ref().map_or(0, Buffer::address),
-            logit_bias: self.bias.as_ref().map_or(0, Buffer::address),
-            correction_bias: self.correction.as_ref().map_or(0, Buffer::address),
-            token_table: self.table.as_ref().map_or(0, Buffer::address),
-        }
-    }
 }
 
 /// The routing function in the kernel's codes (`step.h`). The caller sets addresses and sizes of buffers.

@@ -18,6 +18,7 @@ mod fault;
 #[cfg(test)]
 mod gate_tests;
 mod graphs;
+mod injected;
 mod layers;
 mod memories;
 mod pad;
@@ -25,9 +26,11 @@ mod probe;
 mod run;
 mod setup;
 mod step;
+mod weights;
 
 pub(crate) use probe::probe;
 pub(crate) use setup::load;
+pub(crate) use weights::pack;
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

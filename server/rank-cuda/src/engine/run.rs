@@ -182,6 +182,7 @@ impl StepEngine for CudaEngine {
             }
         };
         self.launch(step, layer, variant, &segments, &clients)?;
+        self.inject_fault(slot)?;
         if self.running.is_empty() {
             self.watch = Watch::start();
         }

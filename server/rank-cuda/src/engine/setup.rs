@@ -1,9 +1,10 @@
-//! Set-up of a GPU rank: device, group, buffers, weights.
+//! Set-up of a GPU rank: device, group, buffers; the weights are mapped.
 
 #![allow(unsafe_code, reason = "pins the pages of the channel's staging")]
 
 use std::io::BufReader;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_kernels::device::{Device, DeviceError, Pinned};
@@ -12,8 +13,9 @@ use nccl_sys::{Library, UniqueId};
 
 use super::copies::Copies;
 use super::counts::DeviceCounts;
-use super::layers::{Layers, any_fp8_products, device_bytes, widest};
+use super::layers::{any_fp8_products, widest};
 use super::step::{Buffers, Sizes};
+use super::weights::{HeldWeights, WeightsError};
 use super::{CudaEngine, EngineParts, PinnedStaging};
 use crate as gpu;
 use crate::experts::padded;
@@ -21,36 +23,38 @@ use crate::windows::{ID_BYTES, LsaWindows};
 use expertd_ipc::RankChannel;
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::passing::FdReader;
-use expertd_model::Checkpoint;
-use expertd_rank::share::{ExpertShare, own_checkpoint};
 use expertd_rank::{Failure, Joining, Loaded, setup_failure};
+use expertd_types::Rank;
 
 /// Longest time that ranks wait for each other while they join.
 const JOIN_DEADLINE: Duration = Duration::from_secs(120);
-/// Device memory kept free for graphs, tables, upload buffers and the driver, in bytes.
-const RESERVE: u64 = 1 << 30;
-/// Largest number of threads that copy weights from the page cache to pinned memory.
-const LOAD_THREADS: usize = 16;
 
 /// Sets up this rank's GPU, joins the group, and loads.
-pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
-    let Joining { setup, channel, row_counts, socket, reader, clock, progress, .. } = joining;
-    let device = open(setup)?;
+pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
+    let (index, memory) = (joining.next_fd("the index of weights")?, joining.next_fd("the weights")?);
+    let Joining { setup, channel, row_counts, socket, reader, clock, .. } = joining;
+    let load_failure = |error: WeightsError| (FailureKind::Load, error.to_string());
+    let weights = HeldWeights::open(setup, index, memory).map_err(load_failure)?;
+    let spec = weights.spec();
+    clock.end("index of weights");
+    // The driver and NCCL start side by side.
+    let (device, nccl) = std::thread::scope(|scope| {
+        let nccl = scope.spawn(|| Nccl::start(setup));
+        (open(setup), nccl.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    });
+    let (device, nccl) = (device?, nccl?);
     clock.end("device");
-    let checkpoint = own_checkpoint(setup)?;
-    let spec = checkpoint.spec();
     gpu::check(spec, &setup.shape).map_err(setup_failure)?;
     let shape = gpu::kernel_shape(&setup.shape, spec.max_experts());
-    clock.end("checkpoint");
     expertd_kernels::experts::setup().map_err(setup_failure)?;
     clock.end("kernels");
 
-    // Ranks join before they load, so that a rank that cannot join fails before minutes are spent on loading.
-    let windows = join(setup, &device, &shape, socket, reader)?;
+    let windows = join(setup, &device, &shape, nccl, socket, reader)?;
     clock.end("windows");
     let host = pin(&device, channel)?;
-    let counts = DeviceCounts::new(&device, row_counts, setup.rank).map_err(setup_failure)?;
     clock.end("pinned staging");
+    let counts = DeviceCounts::new(&device, row_counts, setup.rank).map_err(setup_failure)?;
+    clock.end("row counts");
     let padding = shape.hidden as usize != setup.shape.hidden;
     let staged = channel.staging_addresses();
     let no_room = |error: DeviceError| {
@@ -66,11 +70,7 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     let buffers = Buffers::new(&device, &shape, &sizes).map_err(no_room)?;
     let copies = if padding { None } else { Some(Copies::new(&device, &staged).map_err(no_room)?) };
     clock.end("buffers");
-    // All buffers of steps are allocated, so the free memory is available for weights.
-    check_memory(setup, &device, &checkpoint)?;
-    let layers = load_weights(setup, &device, &checkpoint, progress)?;
-    checkpoint.check_unchanged().map_err(|error| (FailureKind::Load, error.to_string()))?;
-
+    let layers = weights.map(&device).map_err(load_failure)?;
     clock.end("weights");
     let weight_bytes = layers.weight_bytes;
     let name = device.name().map_err(setup_failure)?;
@@ -108,6 +108,29 @@ fn open(setup: &RankSetup) -> Result<Device, Failure> {
     Ok(device)
 }
 
+/// NCCL in a group of several ranks.
+struct Nccl {
+    library: Arc<Library>,
+    /// The id with which all ranks join, on rank 0.
+    own_id: Option<Vec<u8>>,
+}
+
+impl Nccl {
+    /// Loads the library, and makes the id on rank 0. A group of one rank needs neither.
+    fn start(setup: &RankSetup) -> Result<Option<Self>, Failure> {
+        if setup.shape.ranks == 1 {
+            return Ok(None);
+        }
+        let library = Library::open(None).map_err(setup_failure)?;
+        tracing::debug!(version = %library.version(), origin = library.origin(), "NCCL");
+        let own_id = match setup.rank {
+            Rank(0) => Some(UniqueId::create(&library).map_err(setup_failure)?.to_bytes().to_vec()),
+            _ => None,
+        };
+        Ok(Some(Nccl { library, own_id }))
+    }
+}
+
 /// Pins the staging of the channel.
 fn pin(device: &Device, channel: &RankChannel) -> Result<PinnedStaging, Failure> {
     let (pages, bytes) = channel.staging_pages();
@@ -122,54 +145,19 @@ fn pin(device: &Device, channel: &RankChannel) -> Result<PinnedStaging, Failure>
     Ok(PinnedStaging { first: pages as usize, bytes, staging })
 }
 
-/// Loads this rank's weights to its GPU with one thread per core of the rank, at most [`LOAD_THREADS`].
-fn load_weights(
-    setup: &RankSetup,
-    device: &Device,
-    checkpoint: &Checkpoint,
-    progress: impl FnMut(u64, u64),
-) -> Result<Layers, Failure> {
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(setup.threads.min(LOAD_THREADS))
-        .thread_name(|i| format!("load-{i}"))
-        .build()
-        .map_err(setup_failure)?;
-    Layers::load(device, checkpoint, ExpertShare::of(setup), setup.fp8_compute, &pool, progress)
-        .map_err(|error| (FailureKind::Load, error.to_string()))
-}
-
-fn check_memory(setup: &RankSetup, device: &Device, checkpoint: &Checkpoint) -> Result<(), Failure> {
-    let (free, total) = device.memory().map_err(setup_failure)?;
-    let needed = device_bytes(checkpoint, ExpertShare::of(setup), setup.fp8_compute) + RESERVE;
-    if needed > free as u64 {
-        return Err(setup_failure(format!(
-            "GPU {} has {} MiB free of {} MiB beside this rank's buffers, and its weights and a reserve need {} MiB; use \
-             more ranks, or lower max-tokens-per-step",
-            setup.rank,
-            free >> 20,
-            total >> 20,
-            needed >> 20
-        )));
-    }
-    Ok(())
-}
-
 fn join(
     setup: &RankSetup,
     device: &Device,
     shape: &Shape,
+    nccl: Option<Nccl>,
     socket: &UnixStream,
     reader: &mut BufReader<FdReader>,
 ) -> Result<LsaWindows, Failure> {
-    if shape.ranks == 1 {
+    let Some(Nccl { library, own_id }) = nccl else {
         return LsaWindows::alone(device, shape, setup.shape.slots).map_err(setup_failure);
-    }
+    };
     let multiprocessors = device.multiprocessors().map_err(setup_failure)?;
-    let library = Library::open(None).map_err(setup_failure)?;
-    tracing::debug!(version = %library.version(), origin = library.origin(), "NCCL");
-    if setup.rank.0 == 0 {
-        let id = UniqueId::create(&library).map_err(setup_failure)?;
-        let id = id.to_bytes().to_vec();
+    if let Some(id) = own_id {
         let group = FromRank::GroupId { id, multiprocessors };
         control::send(socket, &group).map_err(setup_failure)?;
     }

@@ -51,6 +51,12 @@ impl HostBuffer {
         self.host.as_ptr()
     }
 
+    /// Size in bytes.
+    #[must_use]
+    pub const fn bytes(&self) -> usize {
+        self.layout.size()
+    }
+
     /// The first `len` elements of the buffer.
     ///
     /// # Panics

@@ -1,10 +1,12 @@
 //! Uploads weights from a mapped checkpoint to panels: the host fills one pinned buffer while the device copies and packs the
-//! other.
+//! other, or only copies it.
 
 #![allow(unsafe_code, reason = "asynchronous copies and kernel launches")]
 
-use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
-use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, PackParams, pack, pack_narrow};
+use expertd_kernels::device::{Buffer, Device, DeviceError, Stream, write_device};
+use expertd_kernels::experts::{
+    PACK_DOWN, PACK_GATE_UP, PANEL, PackParams, UNIT_ROWS, pack, pack_host, pack_narrow, pack_narrow_host,
+};
 use expertd_kernels::launch::LaunchError;
 use half::bf16;
 use rayon::prelude::*;
@@ -31,13 +33,31 @@ pub enum UploadError {
     Unsupported(String),
 }
 
-/// A pinned host buffer, its copy on the device, and the stream that fills and packs that copy.
+/// Where rows become panels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PackOn {
+    /// On the device, by kernels.
+    Device,
+    /// On the host, by threads: the device only copies. For devices whose multiprocessors serve another process meanwhile.
+    Host,
+}
+
+/// Memory for an expert before it is packed.
+#[derive(Debug)]
+enum Unpacked {
+    /// A copy of the pinned buffer on the device.
+    Device(Buffer<u16>),
+    /// Rows on the host, which are packed to the pinned buffer.
+    Host(Vec<u64>),
+}
+
+/// A pinned host buffer, memory for an unpacked expert, and the stream that copies and packs.
 #[derive(Debug)]
 struct UploadBuffer {
     // `Uploader` drains the stream before it drops the buffers.
     stream: Stream,
     host: HostBuffer,
-    staged: Buffer<u16>,
+    unpacked: Unpacked,
 }
 
 /// Uploads experts, one per call, through two buffers in turn.
@@ -49,7 +69,8 @@ pub struct Uploader<'a> {
 }
 
 impl<'a> Uploader<'a> {
-    /// Makes buffers for experts of at most `hidden` × `inter`, in any format. No format needs more bytes than bf16.
+    /// Makes buffers for experts of at most `hidden` × `inter`, in any format. No format needs more bytes than bf16, packed or
+    /// not.
     ///
     /// # Errors
     /// If there is not enough host or device memory.
@@ -58,6 +79,7 @@ impl<'a> Uploader<'a> {
         pool: &'a rayon::ThreadPool,
         hidden: usize,
         inter: usize,
+        pack_on: PackOn,
     ) -> Result<Self, DeviceError> {
         // FP8 needs half of bf16's bytes plus scales; FP8 products also pad the intermediate size to a larger unit.
         let elements = 3 * padded(hidden) * DeviceFormat::W8a8.padded_inter(inter);
@@ -65,7 +87,10 @@ impl<'a> Uploader<'a> {
             Ok::<_, DeviceError>(UploadBuffer {
                 stream: device.stream()?,
                 host: HostBuffer::new(device, elements * 2)?,
-                staged: Buffer::zeroed(device, elements)?,
+                unpacked: match pack_on {
+                    PackOn::Device => Unpacked::Device(Buffer::zeroed(device, elements)?),
+                    PackOn::Host => Unpacked::Host(vec![0; elements.div_ceil(4)]),
+                },
             })
         };
         Ok(Uploader { pool, buffers: [buffer()?, buffer()?], next: 0 })
@@ -86,13 +111,20 @@ impl<'a> Uploader<'a> {
         self.next = 1 - self.next;
         buffer.stream.synchronize()?;
         if let Some(biases) = &weights.biases {
-            let at = index * 2 * inter;
-            experts.host_gate_up_bias[at..][..biases.gate.len()].copy_from_slice(biases.gate);
-            experts.host_gate_up_bias[at + inter..][..biases.up.len()].copy_from_slice(biases.up);
-            experts.host_down_bias[index * hidden..][..biases.down.len()].copy_from_slice(biases.down);
+            let mut gate_up = vec![0.0_f32; 2 * inter];
+            gate_up[..biases.gate.len()].copy_from_slice(biases.gate);
+            gate_up[inter..][..biases.up.len()].copy_from_slice(biases.up);
+            let mut down = vec![0.0_f32; hidden];
+            down[..biases.down.len()].copy_from_slice(biases.down);
+            let places = [experts.weights.gate_up_bias, experts.weights.down_bias];
+            for (place, values) in places.into_iter().zip([gate_up, down]) {
+                let at = place + (index * values.len() * size_of::<f32>()) as u64;
+                // SAFETY: the place has room for as many values of each expert, and nothing else accesses this expert's.
+                unsafe { write_device(at, bytemuck::cast_slice(&values))? };
+            }
         }
         let matrices = [&weights.gate, &weights.up, &weights.down];
-        experts.has_block_scales &= matrices.into_iter().all(has_block_scales);
+        experts.set_block_scales(experts.has_block_scales() && matrices.into_iter().all(has_block_scales));
         match experts.format {
             DeviceFormat::Bf16 => buffer.load_bf16(self.pool, experts, index, weights),
             DeviceFormat::Fp8 | DeviceFormat::W8a8 | DeviceFormat::Mxfp4 => {
@@ -120,43 +152,58 @@ impl UploadBuffer {
     ) -> Result<(), UploadError> {
         let (hidden, inter) = (experts.hidden, experts.inter);
         let matrix = hidden * inter;
-        let [gate, up, down] = {
+        let rows: &mut [u16] = match &mut self.unpacked {
             // SAFETY: `Uploader::load` has drained the buffer's stream, so no copy reads the buffer.
-            let host = unsafe { self.host.as_mut_slice::<u16>(3 * matrix) };
-            let (gate, rest) = host.split_at_mut(matrix);
-            let (up, down) = rest.split_at_mut(matrix);
-            [gate, up, down]
+            Unpacked::Device(_) => unsafe { self.host.as_mut_slice(3 * matrix) },
+            Unpacked::Host(rows) => &mut bytemuck::cast_slice_mut(rows)[..3 * matrix],
         };
         pool.install(|| {
+            let (gate, rest) = rows.split_at_mut(matrix);
+            let (up, down) = rest.split_at_mut(matrix);
             fill(&weights.gate, hidden, gate);
             fill(&weights.up, hidden, up);
             fill(&weights.down, inter, down);
         });
-        self.copy(3 * matrix * 2)?;
-        let staged = self.staged.address();
-        let common = PackParams {
-            first: staged,
-            second: staged + 2 * matrix as u64,
-            panels: experts.gate_up.address + (index * 2 * matrix * 2) as u64,
+        let places = [
+            experts.weights.gate_up + (index * 2 * matrix * 2) as u64,
+            experts.weights.down + (index * matrix * 2) as u64,
+        ];
+        let packed = self.host.as_ptr() as u64;
+        let (rows, panels) = match &self.unpacked {
+            Unpacked::Device(staged) => {
+                self.copy(0, staged.address(), 3 * matrix * 2)?;
+                (staged.address(), places)
+            }
+            Unpacked::Host(rows) => (rows.as_ptr() as u64, [packed, packed + 4 * matrix as u64]),
+        };
+        let gate_up = PackParams {
+            first: rows,
+            second: rows + 2 * matrix as u64,
+            panels: panels[0],
             expert_stride: matrix as u64,
             experts: 1,
             hidden: hidden as i32,
             inter: inter as i32,
             kind: PACK_GATE_UP,
         };
-        let down = PackParams {
-            first: staged + 4 * matrix as u64,
-            second: 0,
-            panels: experts.down.address + (index * matrix * 2) as u64,
-            kind: PACK_DOWN,
-            ..common
-        };
-        // SAFETY: source and destination are live buffers of those sizes, and the stream runs the copy before the kernels.
-        unsafe {
-            pack(&common, self.stream.raw())?;
-            pack(&down, self.stream.raw())?;
+        let first = rows + 4 * matrix as u64;
+        let down = PackParams { first, second: 0, panels: panels[1], kind: PACK_DOWN, ..gate_up };
+        if let Unpacked::Device(_) = self.unpacked {
+            // SAFETY: source and destination are live buffers of those sizes, and the stream runs the copy before the kernels.
+            unsafe {
+                pack(&gate_up, self.stream.raw())?;
+                pack(&down, self.stream.raw())?;
+            }
+            return Ok(());
         }
-        Ok(())
+        for (params, k) in [(gate_up, hidden), (down, inter)] {
+            // SAFETY: source and destination are live host buffers of those sizes, each panel is written once, and no copy reads
+            // the destination.
+            let of = |panel: u64| unsafe { pack_host(&params, panel..panel + 1) };
+            pool.install(|| (0..(k / PANEL) as u64).into_par_iter().try_for_each(of))?;
+        }
+        self.copy(0, places[0], 4 * matrix)?;
+        self.copy(4 * matrix, places[1], 2 * matrix)
     }
 
     fn load_narrow(
@@ -168,31 +215,54 @@ impl UploadBuffer {
     ) -> Result<(), UploadError> {
         let (format, hidden, inter) = (experts.format, experts.hidden, experts.inter);
         let layout = ExpertLayout::new(format, hidden, inter);
-        // SAFETY: as for bf16.
-        let to = unsafe { self.host.as_mut_slice::<u8>(layout.bytes) };
-        pool.install(|| layout.fill(weights, to)).map_err(UploadError::Unsupported)?;
-        self.copy(layout.bytes)?;
-        let matrices = [&experts.gate_up, &experts.down];
-        let row_scales = [(&experts.gate_up_scale, 2 * inter), (&experts.down_scale, hidden)];
-        let bytes = format.matrix_bytes(hidden, inter);
-        for (i, mut pack) in layout.packs(self.staged.address()).into_iter().enumerate() {
-            let (scales, len) = row_scales[i];
-            pack.units = matrices[i].address + (index * bytes[i]) as u64;
-            pack.row_scales = scales.as_ref().map_or(0, |scales| scales.address() + (index * len * 4) as u64);
+        let rows: &mut [u8] = match &mut self.unpacked {
             // SAFETY: as for bf16.
-            unsafe { pack_narrow(&pack, self.stream.raw())? };
+            Unpacked::Device(_) => unsafe { self.host.as_mut_slice(layout.bytes) },
+            Unpacked::Host(rows) => &mut bytemuck::cast_slice_mut(rows)[..layout.bytes],
+        };
+        pool.install(|| layout.fill(weights, rows)).map_err(UploadError::Unsupported)?;
+        let source = match &self.unpacked {
+            Unpacked::Device(staged) => {
+                self.copy(0, staged.address(), layout.bytes)?;
+                staged.address()
+            }
+            Unpacked::Host(rows) => rows.as_ptr() as u64,
+        };
+        let of = experts.weights;
+        let row_counts = [2 * inter, hidden];
+        let mut at = 0;
+        for (i, mut params) in layout.packs(source).into_iter().enumerate() {
+            let (bytes, rows) = (format.matrix_bytes(hidden, inter)[i], row_counts[i]);
+            let units = [of.gate_up, of.down][i] + (index * bytes) as u64;
+            let row_scales = [of.gate_up_scale, of.down_scale][i] + (index * rows * 4) as u64;
+            if let Unpacked::Device(_) = self.unpacked {
+                (params.units, params.row_scales) = (units, row_scales);
+                // SAFETY: as for bf16.
+                unsafe { pack_narrow(&params, self.stream.raw())? };
+                continue;
+            }
+            let packed = self.host.as_ptr() as u64;
+            (params.units, params.row_scales) = (packed + at as u64, packed + (at + bytes) as u64);
+            // SAFETY: as for bf16, for units.
+            let pack_unit = |unit: u64| unsafe { pack_narrow_host(&params, unit..unit + 1) };
+            pool.install(|| (0..(rows / UNIT_ROWS) as u64).into_par_iter().try_for_each(pack_unit))?;
+            self.copy(at, units, bytes)?;
+            self.copy(at + bytes, row_scales, rows * 4)?;
+            at += (bytes + rows * 4).next_multiple_of(64);
         }
         Ok(())
     }
 
-    /// Starts to copy the first `bytes` of the host's buffer to the device.
-    fn copy(&self, bytes: usize) -> Result<(), UploadError> {
-        assert!(bytes <= self.staged.len() * 2, "an expert of {bytes} bytes exceeds the upload buffer");
-        // SAFETY: both buffers have at least `bytes` bytes, and neither is accessed again before the stream is drained.
+    /// Starts to copy `bytes` bytes at `offset` of the host's buffer to device address `to`.
+    fn copy(&self, offset: usize, to: u64, bytes: usize) -> Result<(), UploadError> {
+        let room = self.host.bytes();
+        assert!(offset + bytes <= room, "an expert of {bytes} bytes exceeds the upload buffer of {room}");
+        // SAFETY: the host's buffer has these bytes, and they are not accessed again before the stream is drained; the
+        // destination is the buffer's copy on the device or a place of this expert.
         let status = unsafe {
             cudarc::driver::sys::cuMemcpyHtoDAsync_v2(
-                self.staged.address(),
-                self.host.as_ptr().cast(),
+                to,
+                self.host.as_ptr().add(offset).cast(),
                 bytes,
                 self.stream.raw(),
             )

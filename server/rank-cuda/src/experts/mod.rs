@@ -8,9 +8,13 @@
 mod host;
 mod load;
 mod narrow;
+#[cfg(test)]
+mod pack_tests;
+mod space;
 
 pub use host::HostBuffer;
-pub use load::{UploadError, Uploader, below_bf16, to_bf16};
+pub use load::{PackOn, UploadError, Uploader, below_bf16, to_bf16};
+pub use space::WeightSpace;
 
 use expertd_ipc::control::Fp8Compute;
 use expertd_kernels::device::{Buffer, Device, DeviceError};
@@ -123,8 +127,9 @@ impl Panels {
     }
 }
 
-/// Experts of one layer on one device: a rank's routed experts, or the layer's shared experts as one MLP.
-#[derive(Debug)]
+/// Experts of one layer on one device: a rank's routed experts, or the layer's shared experts as one MLP. All addresses lie in
+/// the memory of the [`WeightSpace`] that placed them.
+#[derive(Clone, Copy, Debug)]
 pub struct CudaExperts {
     format: DeviceFormat,
     count: usize,
@@ -132,79 +137,35 @@ pub struct CudaExperts {
     hidden: usize,
     /// Intermediate size, padded.
     inter: usize,
-    gate_up: Panels,
-    down: Panels,
-    /// f32 `[count, 2, inter]`.
-    gate_up_bias: Option<Buffer<f32>>,
-    /// f32 `[count, hidden]`.
-    down_bias: Option<Buffer<f32>>,
-    /// Row scales of every format but bf16: f32 `[count, 2, inter]`.
-    gate_up_scale: Option<Buffer<f32>>,
-    /// Row scales of every format but bf16: f32 `[count, hidden]`.
-    down_scale: Option<Buffer<f32>>,
-    /// Whether 128 neighbouring rows of every matrix that was loaded, from a multiple of 128 on, share their FP8 multipliers.
-    has_block_scales: bool,
-    host_gate_up_bias: Vec<f32>,
-    host_down_bias: Vec<f32>,
+    /// The kernel's table entry for this layer.
+    weights: LayerWeights,
 }
 
 impl CudaExperts {
-    /// Allocates memory for `count` experts of these sizes.
-    ///
-    /// # Errors
-    /// If there is not enough device memory.
-    pub fn new(
-        device: &Device,
+    /// Takes places for `count` experts of these sizes.
+    #[must_use]
+    pub fn place(
+        space: &mut WeightSpace,
         format: DeviceFormat,
         count: usize,
         hidden: usize,
         inter: usize,
         biases: bool,
-    ) -> Result<Self, DeviceError> {
+    ) -> Self {
         let (hidden, inter) = (padded(hidden), format.padded_inter(inter));
-        let biased = count * usize::from(biases);
         let [gate_up, down] = format.matrix_bytes(hidden, inter);
-        let scales = |len: usize| match format {
-            DeviceFormat::Bf16 => Ok(None),
-            DeviceFormat::Fp8 | DeviceFormat::W8a8 | DeviceFormat::Mxfp4 => {
-                Buffer::zeroed(device, count * len).map(Some)
-            }
+        let biased = if biases { count * size_of::<f32>() } else { 0 };
+        let scaled = if format == DeviceFormat::Bf16 { 0 } else { count * size_of::<f32>() };
+        let weights = LayerWeights {
+            gate_up: space.take(count * gate_up),
+            down: space.take(count * down),
+            gate_up_bias: space.take(biased * 2 * inter),
+            down_bias: space.take(biased * hidden),
+            gate_up_scale: space.take(scaled * 2 * inter),
+            down_scale: space.take(scaled * hidden),
+            block_scales: u64::from(format == DeviceFormat::W8a8),
         };
-        Ok(CudaExperts {
-            format,
-            count,
-            hidden,
-            inter,
-            gate_up: Panels::new(device, count * gate_up / 2)?,
-            down: Panels::new(device, count * down / 2)?,
-            gate_up_bias: None,
-            down_bias: None,
-            gate_up_scale: scales(2 * inter)?,
-            down_scale: scales(hidden)?,
-            has_block_scales: format == DeviceFormat::W8a8,
-            host_gate_up_bias: vec![0.0; biased * 2 * inter],
-            host_down_bias: vec![0.0; biased * hidden],
-        })
-    }
-
-    /// Size of the weights in device memory, in bytes, without biases and row scales.
-    #[must_use]
-    pub fn bytes(format: DeviceFormat, count: usize, hidden: usize, inter: usize) -> u64 {
-        let [gate_up, down] = format.matrix_bytes(padded(hidden), format.padded_inter(inter));
-        (count * (gate_up + down)) as u64
-    }
-
-    /// Copies the biases to the device, after every expert is uploaded.
-    ///
-    /// # Errors
-    /// If the driver fails.
-    pub fn finish(&mut self, device: &Device) -> Result<(), DeviceError> {
-        if !self.host_gate_up_bias.is_empty() {
-            self.gate_up_bias = Some(Buffer::from_slice(device, &self.host_gate_up_bias)?);
-            self.down_bias = Some(Buffer::from_slice(device, &self.host_down_bias)?);
-        }
-        (self.host_gate_up_bias, self.host_down_bias) = (Vec::new(), Vec::new());
-        Ok(())
+        CudaExperts { format, count, hidden, inter, weights }
     }
 
     /// Number of experts.
@@ -225,17 +186,21 @@ impl CudaExperts {
         self.inter
     }
 
+    /// Whether 128 neighbouring rows of every matrix that was loaded, from a multiple of 128 on, share their FP8 multipliers; only
+    /// W8A8 needs it.
+    #[must_use]
+    pub const fn has_block_scales(&self) -> bool {
+        self.weights.block_scales != 0
+    }
+
+    /// Sets [`has_block_scales`](Self::has_block_scales).
+    pub const fn set_block_scales(&mut self, has: bool) {
+        self.weights.block_scales = has as u64;
+    }
+
     /// This layer's entry in the kernel's table of layers.
     #[must_use]
-    pub fn weights(&self) -> LayerWeights {
-        LayerWeights {
-            gate_up: self.gate_up.address,
-            down: self.down.address,
-            gate_up_bias: self.gate_up_bias.as_ref().map_or(0, Buffer::address),
-            down_bias: self.down_bias.as_ref().map_or(0, Buffer::address),
-            gate_up_scale: self.gate_up_scale.as_ref().map_or(0, Buffer::address),
-            down_scale: self.down_scale.as_ref().map_or(0, Buffer::address),
-            block_scales: u64::from(self.has_block_scales),
-        }
+    pub const fn weights(&self) -> LayerWeights {
+        self.weights
     }
 }

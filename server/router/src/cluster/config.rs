@@ -11,15 +11,6 @@ use expertd_types::Rank;
 /// Creates the windows of the generation that a rank is set up for.
 pub type MakeWindows = fn(&RankSetup) -> Result<Arc<SharedRegion>, String>;
 
-/// Which processes hold packed weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WeightHolder {
-    /// Loaders pack each rank's share into memory whose descriptors the router holds; ranks of every generation map it.
-    Router,
-    /// Each rank loads its share by itself, in every generation.
-    Ranks,
-}
-
 /// Configuration that all generations of a service share.
 #[derive(Clone, Debug)]
 pub struct ClusterConfig {
@@ -33,8 +24,8 @@ pub struct ClusterConfig {
     pub description: serde_json::Value,
     /// The checkpoint that the first generation serves.
     pub checkpoint: CheckpointSource,
-    /// Which processes hold packed weights.
-    pub weights: WeightHolder,
+    /// Host memory that packed weights may take, two versions of them together, in bytes; `None` if only the machine limits it.
+    pub max_weight_bytes: Option<u64>,
     /// Arithmetic of FP8 experts on GPUs.
     pub fp8_compute: Fp8Compute,
     /// Cores of each rank.

@@ -247,10 +247,6 @@ impl Group {
                     member.process.send(ToRank::GroupId { id: id.clone(), multiprocessors });
                 }
             }
-            RankNews::Message(FromRank::Loading { loaded_bytes, total_bytes }) => {
-                member.view.loaded_bytes = loaded_bytes;
-                member.view.total_bytes = total_bytes;
-            }
             RankNews::Message(FromRank::Ready { weight_bytes, device }) => {
                 member.view.ready = true;
                 member.view.device = Some(device);
@@ -476,7 +472,7 @@ fn rank_setup(
         shape: config.shape.clone(),
         row_counts,
         device: config.device,
-        weights: weights.of_rank(),
+        fingerprint: weights.source.fingerprint,
         fp8_compute: config.fp8_compute,
         cores: config.cores[rank.index()].clone(),
         threads: config.threads(rank),

@@ -7,9 +7,9 @@ mod group;
 mod process;
 mod weights;
 
-pub use config::{ClusterConfig, MakeWindows, WeightHolder};
+pub use config::{ClusterConfig, MakeWindows};
 pub use cores::{available_cores, numa_nodes, share_cores, share_cores_near, usable};
 pub use fault::{Fault, FaultKind, FormError};
 pub use group::{Group, RankView, StepDone};
 pub use process::{ChildProcess, RankEvent, RankNews};
-pub use weights::{LoaderView, Loading, WeightSet};
+pub use weights::{LoadFailure, LoaderView, Loading, LoadingMode, WeightSet};

@@ -7,14 +7,15 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt as _;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use expertd_ipc::RouterBell;
-use expertd_ipc::control::{self, CheckpointSource, FromLoader, LoaderSetup, RankWeights};
+use expertd_ipc::control::{self, CheckpointSource, DeviceKind, FromLoader, LoaderSetup};
 use expertd_ipc::passing::FdReader;
 use expertd_types::{Rank, WeightVersion};
 
-use super::config::{ClusterConfig, WeightHolder};
+use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind};
 use super::group::{CHECK_INTERVAL, START_GRACE};
 use super::process::{ChildProcess, Start};
@@ -30,47 +31,62 @@ pub struct WeightSet {
     pub version: WeightVersion,
     /// The checkpoint that it comes from.
     pub source: CheckpointSource,
-    /// Each rank's share in sealed memory; `None` where ranks load by themselves.
-    shares: Option<Vec<OwnedFd>>,
+    /// `[ranks]`: descriptors of each rank's share.
+    shares: Vec<Vec<OwnedFd>>,
 }
 
 impl WeightSet {
-    /// A set that each rank loads by itself.
-    #[must_use]
-    pub const fn loaded_by_ranks(version: WeightVersion, source: CheckpointSource) -> Self {
-        WeightSet { version, source, shares: None }
-    }
-
-    /// Where a rank's weights come from.
-    #[must_use]
-    pub fn of_rank(&self) -> RankWeights {
-        match self.shares {
-            Some(_) => RankWeights::Held { fingerprint: self.source.fingerprint },
-            None => RankWeights::Checkpoint(self.source.clone()),
-        }
-    }
-
     /// The memory of a rank's share.
+    pub fn share(&self, rank: Rank) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.shares.get(rank.index()).into_iter().flatten().map(OwnedFd::as_fd)
+    }
+}
+
+impl WeightSet {
+    /// Frees the memory, unless something else still holds the set; rings `bell` when that is done.
     #[must_use]
-    pub fn share(&self, rank: Rank) -> Option<BorrowedFd<'_>> {
-        self.shares.as_ref()?.get(rank.index()).map(OwnedFd::as_fd)
+    pub fn free(self: Arc<Self>, bell: &RouterBell) -> Freeing {
+        let bell = bell.clone();
+        let shares = Arc::into_inner(self).map(|mut set| std::mem::take(&mut set.shares));
+        Freeing(release(shares, move || bell.bell().ring()))
     }
 }
 
 impl Drop for WeightSet {
     fn drop(&mut self) {
-        if let Some(shares) = self.shares.take() {
-            release(shares);
-        }
+        release(std::mem::take(&mut self.shares), || ());
     }
 }
 
-/// Closes shares on a thread of its own: the system takes seconds to free hundreds of gigabytes, and the step loop must not
-/// wait for that.
-fn release(shares: Vec<OwnedFd>) {
+/// Memory that is being freed.
+#[derive(Debug)]
+pub struct Freeing(Option<JoinHandle<()>>);
+
+impl Freeing {
+    /// Whether the memory is free.
+    fn has_ended(&self) -> bool {
+        self.0.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+}
+
+/// Drops shares or loaders on a thread of its own: the system takes seconds to free hundreds of gigabytes, and the step loop must
+/// not wait for that.
+fn release(held: impl Send + 'static, then: impl FnOnce() + Send + 'static) -> Option<JoinHandle<()>> {
     let thread = std::thread::Builder::new().name("free-weights".into());
-    // Without the thread the shares are closed here.
-    let _ = thread.spawn(move || drop(shares));
+    // Without the thread they are dropped here.
+    let freeing = thread.spawn(move || {
+        drop(held);
+        then();
+    });
+    freeing.ok()
+}
+
+/// Number of descriptors of a rank's share: sealed memory; on GPUs, the index in sealed memory, then device memory.
+const fn fds_of_share(device: DeviceKind) -> usize {
+    match device {
+        DeviceKind::Cpu => 1,
+        DeviceKind::Cuda => 2,
+    }
 }
 
 /// How far a loader is.
@@ -88,7 +104,7 @@ pub struct LoaderView {
 struct Member {
     process: ChildProcess,
     view: LoaderView,
-    share: Option<OwnedFd>,
+    share: Option<Vec<OwnedFd>>,
     has_spoken: bool,
     /// Checks in a row without a message.
     silent: u32,
@@ -102,13 +118,44 @@ enum News {
     Gone,
 }
 
+/// Why weights could not be loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoadFailure {
+    /// Description for operators.
+    pub message: String,
+    /// Whether the only cause is that the weights do not fit beside those that are in memory.
+    pub lacks_room: bool,
+}
+
+impl From<LoadFailure> for Fault {
+    fn from(failure: LoadFailure) -> Self {
+        Fault { kind: FaultKind::Load, message: failure.message }
+    }
+}
+
+/// What is in memory while weights are loaded.
+#[derive(Debug)]
+pub enum LoadingMode {
+    /// No other weights.
+    Alone,
+    /// No other weights, once these are freed.
+    After(Freeing),
+    /// Weights that a generation serves meanwhile.
+    Beside,
+}
+
 /// A set of weights that is being loaded, by one process for each rank. Dropping it kills and reaps them.
 #[derive(Debug)]
 pub struct Loading {
     config: Arc<ClusterConfig>,
     version: WeightVersion,
     source: CheckpointSource,
+    in_background: bool,
+    bell: RouterBell,
+    /// Memory that has to be free before the loaders start.
+    awaited: Option<Freeing>,
     members: Vec<Member>,
+    sender: Sender<(Rank, News)>,
     events: Receiver<(Rank, News)>,
     heard: VecDeque<(Rank, News)>,
     begun: Instant,
@@ -116,7 +163,8 @@ pub struct Loading {
 }
 
 impl Loading {
-    /// Starts the loaders. `in_background` means that a generation serves meanwhile.
+    /// Starts the loaders, or has [`poll`](Self::poll) start them once `awaited` is free. `in_background` means that a
+    /// generation serves meanwhile.
     ///
     /// # Errors
     /// If a process cannot be started.
@@ -124,30 +172,58 @@ impl Loading {
         config: &Arc<ClusterConfig>,
         version: WeightVersion,
         source: CheckpointSource,
-        in_background: bool,
+        how: LoadingMode,
         bell: &RouterBell,
     ) -> io::Result<Self> {
-        debug_assert_eq!(config.weights, WeightHolder::Router);
         let (sender, events) = mpsc::channel();
         let now = Instant::now();
-        let mut members = Vec::new();
+        let (in_background, awaited) = match how {
+            LoadingMode::Alone => (false, None),
+            LoadingMode::After(freeing) => (false, Some(freeing)),
+            LoadingMode::Beside => (true, None),
+        };
+        let mut loading = Loading {
+            config: Arc::clone(config),
+            version,
+            source,
+            in_background,
+            bell: bell.clone(),
+            awaited,
+            members: Vec::new(),
+            sender,
+            events,
+            heard: VecDeque::new(),
+            begun: now,
+            next_check: now + CHECK_INTERVAL,
+        };
+        if loading.awaited.is_none() {
+            loading.start_loaders()?;
+        }
+        Ok(loading)
+    }
+
+    fn start_loaders(&mut self) -> io::Result<()> {
+        let (config, now) = (Arc::clone(&self.config), Instant::now());
         for rank in 0..config.shape.ranks {
             watchdog::tick();
             let rank = Rank(rank);
             let setup = LoaderSetup {
                 rank,
                 ranks: config.shape.ranks,
-                checkpoint: source.clone(),
+                device: config.device,
+                checkpoint: self.source.clone(),
+                fp8_compute: config.fp8_compute,
                 cores: config.cores[rank.index()].clone(),
                 threads: config.threads(rank),
                 heartbeat: config.heartbeat(),
-                in_background,
+                in_background: self.in_background,
             };
-            let start = Start { command: "loader", rank, setup: &setup, fds: &[], environment: &[] };
-            let (events, bell) = (sender.clone(), bell.clone());
+            let environment = &config.environment;
+            let start = Start { command: "loader", rank, setup: &setup, fds: &[], environment };
+            let (events, bell) = (self.sender.clone(), self.bell.clone());
             let process = ChildProcess::spawn(&start, move |socket| read(socket, rank, &events, &bell))?;
             let view = LoaderView { pid: process.pid(), ..LoaderView::default() };
-            members.push(Member {
+            self.members.push(Member {
                 process,
                 view,
                 share: None,
@@ -156,16 +232,7 @@ impl Loading {
                 last_progress: now,
             });
         }
-        Ok(Loading {
-            config: Arc::clone(config),
-            version,
-            source,
-            members,
-            events,
-            heard: VecDeque::new(),
-            begun: now,
-            next_check: now + CHECK_INTERVAL,
-        })
+        Ok(())
     }
 
     /// The version that is being loaded.
@@ -182,15 +249,24 @@ impl Loading {
     /// Collects what loaders have said, without waiting; whether there is anything for [`poll`](Self::poll).
     pub fn collect(&mut self) -> bool {
         self.heard.extend(self.events.try_iter());
-        !self.heard.is_empty()
+        !self.heard.is_empty() || self.awaited.as_ref().is_some_and(Freeing::has_ended)
     }
 
     /// Takes in what loaders have said, without waiting; the weights, once all of them are packed.
     ///
     /// # Errors
-    /// The fault of a loader. The others are of no use then.
-    pub fn poll(&mut self) -> Result<Option<WeightSet>, Fault> {
+    /// The failure of a loader. The others are of no use then.
+    pub fn poll(&mut self) -> Result<Option<WeightSet>, LoadFailure> {
         self.collect();
+        if self.awaited.take_if(|freeing| freeing.has_ended()).is_some() {
+            self.start_loaders().map_err(|error| LoadFailure {
+                message: format!("cannot start the loaders: {error}"),
+                lacks_room: false,
+            })?;
+        }
+        if self.awaited.is_some() {
+            return Ok(None);
+        }
         while let Some((rank, news)) = self.heard.pop_front() {
             self.hear(rank, news)?;
         }
@@ -211,11 +287,13 @@ impl Loading {
             "weights are loaded"
         );
         let shares = self.members.iter_mut().filter_map(|member| member.share.take()).collect();
-        Ok(Some(WeightSet { version: self.version, source: self.source.clone(), shares: Some(shares) }))
+        // A loader that has used a GPU takes a while to end.
+        release(std::mem::take(&mut self.members), || ());
+        Ok(Some(WeightSet { version: self.version, source: self.source.clone(), shares }))
     }
 
-    fn hear(&mut self, rank: Rank, news: News) -> Result<(), Fault> {
-        let load = |message| Fault { kind: FaultKind::Load, message };
+    fn hear(&mut self, rank: Rank, news: News) -> Result<(), LoadFailure> {
+        let load = |message| LoadFailure { message, lacks_room: false };
         let member = &mut self.members[rank.index()];
         (member.silent, member.has_spoken) = (0, true);
         match news {
@@ -228,16 +306,21 @@ impl Loading {
             News::Message(FromLoader::Loaded { weight_bytes, memory_bytes }, fds) => {
                 tracing::debug!(%rank, weight_bytes, memory_bytes, "a share is packed");
                 (member.view.loaded_bytes, member.view.total_bytes) = (weight_bytes, weight_bytes);
-                member.share = fds.into_iter().next();
-                if member.share.is_none() {
+                let expected = fds_of_share(self.config.device);
+                if fds.len() != expected {
+                    let found = fds.len();
                     return Err(load(format!(
-                        "the loader of rank {rank} passed on its memory, but no descriptor arrived; raise the limit on \
-                         open files (ulimit -n)"
+                        "the loader of rank {rank} passed on its memory, but {found} of {expected} descriptors arrived; \
+                         raise the limit on open files (ulimit -n)"
                     )));
                 }
+                member.share = Some(fds);
             }
-            News::Message(FromLoader::Failed { message }, _) => {
-                return Err(load(format!("the loader of rank {rank}: {message}")));
+            News::Message(FromLoader::Failed { message, lacks_room }, _) => {
+                return Err(LoadFailure {
+                    message: format!("the loader of rank {rank}: {message}"),
+                    lacks_room,
+                });
             }
             News::Gone if member.share.is_some() => {}
             News::Gone => {
@@ -258,7 +341,7 @@ impl Loading {
         Ok(())
     }
 
-    fn check_life(&mut self) -> Result<(), Fault> {
+    fn check_life(&mut self) -> Result<(), LoadFailure> {
         self.next_check = Instant::now() + CHECK_INTERVAL;
         let allowed = self.config.silent_checks();
         for (rank, member) in self.members.iter_mut().enumerate().filter(|(_, m)| m.share.is_none()) {
@@ -274,7 +357,7 @@ impl Loading {
                 continue;
             };
             let message = format!("the loader of rank {rank}, process {pid}, {message}");
-            return Err(Fault { kind: FaultKind::Load, message });
+            return Err(LoadFailure { message, lacks_room: false });
         }
         Ok(())
     }
@@ -289,7 +372,7 @@ impl Drop for Loading {
         for member in &mut self.members {
             member.process.reap();
         }
-        release(self.members.iter_mut().filter_map(|member| member.share.take()).collect());
+        release(std::mem::take(&mut self.members), || ());
     }
 }
 

@@ -9,6 +9,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use expertd_ipc::control::CheckpointSource;
 use expertd_ipc::wait::spin_between_steps;
 use expertd_ipc::{Copier, StagedRows, WaitPolicy};
 use expertd_scheduler::{
@@ -23,7 +24,7 @@ use super::active::Active;
 use super::reload::Reload;
 use super::service::{SchedulerConfig, ServiceEnd, Shared};
 use crate::backend::{DrainReport, ServiceState, StepError};
-use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, Loading, WeightHolder, WeightSet};
+use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, Loading, LoadingMode, WeightSet};
 use crate::telemetry::{StepMetrics, names};
 use crate::watchdog;
 
@@ -57,7 +58,9 @@ pub(super) struct Driver {
     group: Option<Group>,
     /// The weights that generations serve; `None` until loaders have packed them.
     pub(super) weights: Option<Arc<WeightSet>>,
-    /// The first weights while they are loaded, and the generation that waits for them.
+    /// Version and source of the weights that served last, or are to serve first.
+    served: (WeightVersion, CheckpointSource),
+    /// Weights that are loaded while no generation serves, and the generation that waits for them.
     loading: Option<(Generation, Loading)>,
     /// The weights that the present generation serves or is formed for.
     pub(super) group_weights: Option<Arc<WeightSet>>,
@@ -88,25 +91,19 @@ impl Driver {
             recovery: RecoveryPolicy::default(),
             seed,
         });
-        let weights = match cluster.weights {
-            WeightHolder::Router => None,
-            WeightHolder::Ranks => {
-                let set = WeightSet::loaded_by_ranks(FIRST_VERSION, cluster.checkpoint.clone());
-                Some(Arc::new(set))
-            }
-        };
         let memories = Memories::new(cluster.shape.ranks as usize);
         Driver {
             metrics: StepMetrics::new(cluster.shape.ranks as usize),
             copier: Copier::new(config.copy_threads, cluster.spin),
             shared,
+            served: (FIRST_VERSION, cluster.checkpoint.clone()),
             cluster: Arc::new(cluster),
             step_loop,
             active: HashMap::new(),
             launched: VecDeque::new(),
             unrecorded: Vec::new(),
             group: None,
-            weights,
+            weights: None,
             loading: None,
             group_weights: None,
             reload: None,
@@ -211,12 +208,18 @@ impl Driver {
             Ok(None) => {}
             Ok(Some(weights)) => {
                 self.loading = None;
-                self.weights = Some(Arc::new(weights));
+                if let Some(weights) = self.offer_to_reload(weights) {
+                    self.weights = Some(weights);
+                }
                 self.start_ranks(generation);
             }
-            Err(fault) => {
+            Err(failure) => {
                 self.loading = None;
-                self.fault(generation, &fault);
+                if self.give_up_replacement(&failure) {
+                    self.form_group(generation);
+                } else {
+                    self.fault(generation, &failure.into());
+                }
             }
         }
     }
@@ -231,6 +234,7 @@ impl Driver {
         }
         metrics::gauge!(names::WEIGHTS, "fingerprint" => now.to_string()).set(1.0);
         self.weights = Some(Arc::clone(&weights));
+        self.served = (version, weights.source.clone());
         self.end_reload(&weights);
         self.shared.set_generation(generation);
         metrics::gauge!(names::GENERATION).set(generation.0 as f64);
@@ -292,12 +296,31 @@ impl Driver {
 
     fn form_group(&mut self, generation: Generation) {
         tracing::info!(generation = generation.0, ranks = self.cluster.shape.ranks, "forming a generation");
-        if self.weights.is_some() {
+        if let Some((version, source)) = self.reload.as_ref().and_then(Reload::replacement) {
+            // The present weights make room. No generation runs that could serve them.
+            self.group_weights = None;
+            let freeing = self.weights.take().map(|weights| weights.free(&self.shared.bell));
+            let mode = freeing.map_or(LoadingMode::Alone, LoadingMode::After);
+            self.load(generation, version, source, mode);
+            return;
+        }
+        if self.weights.is_some() || self.reload.as_ref().and_then(Reload::candidate).is_some() {
             self.start_ranks(generation);
             return;
         }
-        let (cluster, source) = (&self.cluster, self.cluster.checkpoint.clone());
-        match Loading::start(cluster, FIRST_VERSION, source, false, &self.shared.bell) {
+        let (version, source) = self.served.clone();
+        self.load(generation, version, source, LoadingMode::Alone);
+    }
+
+    /// Loads the weights that a generation waits for.
+    fn load(
+        &mut self,
+        generation: Generation,
+        version: WeightVersion,
+        source: CheckpointSource,
+        mode: LoadingMode,
+    ) {
+        match Loading::start(&self.cluster, version, source, mode, &self.shared.bell) {
             Ok(loading) => {
                 self.loading = Some((generation, loading));
                 self.show_ranks();

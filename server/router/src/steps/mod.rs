@@ -7,4 +7,6 @@ mod service;
 mod thread;
 
 pub use expertd_scheduler::OnFault;
-pub use service::{ReloadContext, ReloadPlanner, SchedulerConfig, Service, ServiceEnd, StartError};
+pub use service::{
+    ReloadContext, ReloadPlan, ReloadPlanner, SchedulerConfig, Service, ServiceEnd, StartError,
+};

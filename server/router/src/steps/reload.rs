@@ -1,20 +1,22 @@
 //! A reload: other weights are loaded while the present ones serve, and a generation that serves them replaces the
-//! present one.
+//! present one. Where memory has no room for both, the present generation and its weights go first, and requests wait.
 
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use expertd_ipc::control::CheckpointSource;
 use expertd_types::WeightVersion;
 use tokio::sync::oneshot;
 
 use super::driver::Driver;
 use super::service::ReloadMail;
 use crate::backend::ReloadReport;
-use crate::cluster::{Fault, Loading, WeightHolder, WeightSet};
+use crate::cluster::{Fault, LoadFailure, Loading, LoadingMode, WeightSet};
 
 /// A reload that is under way.
 pub(super) struct Reload {
     stage: Stage,
+    source: CheckpointSource,
     reply: oneshot::Sender<Result<ReloadReport, String>>,
     begun: Instant,
     load_time: Duration,
@@ -25,6 +27,8 @@ pub(super) struct Reload {
 enum Stage {
     /// Loaders pack the weights; a generation serves the earlier ones.
     Loading(Loading),
+    /// The next generation loads the weights, after the earlier ones are freed.
+    Replacing { version: WeightVersion, source: CheckpointSource },
     /// The next generation serves the new weights.
     Loaded(Arc<WeightSet>),
 }
@@ -33,8 +37,16 @@ impl Reload {
     /// The weights that the next generation is to serve.
     pub(super) fn candidate(&self) -> Option<Arc<WeightSet>> {
         match &self.stage {
-            Stage::Loading(_) => None,
+            Stage::Loading(_) | Stage::Replacing { .. } => None,
             Stage::Loaded(weights) => Some(Arc::clone(weights)),
+        }
+    }
+
+    /// Version and source of the weights that the next generation is to load in the place of the earlier ones.
+    pub(super) fn replacement(&self) -> Option<(WeightVersion, CheckpointSource)> {
+        match &self.stage {
+            Stage::Replacing { version, source } => Some((*version, source.clone())),
+            Stage::Loading(_) | Stage::Loaded(_) => None,
         }
     }
 
@@ -42,7 +54,7 @@ impl Reload {
     pub(super) fn collect(&mut self) -> bool {
         match &mut self.stage {
             Stage::Loading(loading) => loading.collect(),
-            Stage::Loaded(_) => false,
+            Stage::Replacing { .. } | Stage::Loaded(_) => false,
         }
     }
 }
@@ -50,7 +62,7 @@ impl Reload {
 impl Driver {
     /// Starts the loaders of a reload, or refuses it.
     pub(super) fn start_reload(&mut self, mail: ReloadMail) {
-        let ReloadMail { source, reply } = mail;
+        let ReloadMail { source, has_room, reply } = mail;
         let begun = Instant::now();
         let started = match (&self.weights, &self.reload) {
             (None, _) => {
@@ -59,25 +71,23 @@ impl Driver {
             (_, Some(_)) => Err("another reload is under way; wait for its end".to_owned()),
             (Some(present), None) => {
                 let version = WeightVersion(present.version.0 + 1);
-                match self.cluster.weights {
-                    WeightHolder::Router => {
-                        Loading::start(&self.cluster, version, source, true, &self.shared.bell)
-                            .map(Stage::Loading)
-                            .map_err(|error| format!("cannot start the loaders: {error}"))
-                    }
-                    WeightHolder::Ranks => {
-                        Ok(Stage::Loaded(Arc::new(WeightSet::loaded_by_ranks(version, source))))
-                    }
+                if has_room {
+                    let mode = LoadingMode::Beside;
+                    Loading::start(&self.cluster, version, source.clone(), mode, &self.shared.bell)
+                        .map(Stage::Loading)
+                        .map_err(|error| format!("cannot start the loaders: {error}"))
+                } else {
+                    Ok(Stage::Replacing { version, source: source.clone() })
                 }
             }
         };
         match started {
             Ok(stage) => {
-                let is_loaded = matches!(stage, Stage::Loaded(_));
+                let is_replacing = matches!(stage, Stage::Replacing { .. });
                 let load_time = Duration::ZERO;
-                self.reload = Some(Reload { stage, reply, begun, load_time, pause_begun: None });
-                if is_loaded {
-                    self.step_loop.replace_group();
+                self.reload = Some(Reload { stage, source, reply, begun, load_time, pause_begun: None });
+                if is_replacing {
+                    self.replace_weights();
                 }
             }
             Err(reason) => {
@@ -104,16 +114,54 @@ impl Driver {
                 reload.stage = Stage::Loaded(Arc::new(weights));
                 self.step_loop.replace_group();
             }
-            Err(fault) => {
-                tracing::error!(%fault, "the new weights could not be loaded; the present ones go on");
-                self.refuse_reload(&fault.message);
+            Err(failure) if failure.lacks_room => {
+                tracing::info!(reason = failure.message, "there is no room for two sets of weights");
+                let (version, source) = (loading.version(), reload.source.clone());
+                reload.stage = Stage::Replacing { version, source };
+                self.replace_weights();
+            }
+            Err(failure) => {
+                let reason = failure.message;
+                tracing::error!(reason, "the new weights could not be loaded; the present ones go on");
+                self.refuse_reload(&reason);
             }
         }
     }
 
+    /// Ends the present generation, so that the next one loads its weights in the place of the present ones.
+    fn replace_weights(&mut self) {
+        tracing::warn!(
+            "the present weights are dropped before the new ones are loaded; requests wait meanwhile"
+        );
+        self.step_loop.replace_group();
+    }
+
+    /// Gives weights that were loaded in the place of earlier ones to the reload that waits for them; returns other ones.
+    pub(super) fn offer_to_reload(&mut self, weights: WeightSet) -> Option<Arc<WeightSet>> {
+        let weights = Arc::new(weights);
+        let waits = |reload: &&mut Reload| matches!(&reload.stage, Stage::Replacing { version, .. } if *version == weights.version);
+        let Some(reload) = self.reload.as_mut().filter(waits) else { return Some(weights) };
+        reload.load_time = reload.begun.elapsed();
+        reload.stage = Stage::Loaded(weights);
+        None
+    }
+
+    /// Weights could not be loaded in the place of earlier ones: gives up the reload, so that these are loaded again. Whether
+    /// there was such a reload.
+    pub(super) fn give_up_replacement(&mut self, failure: &LoadFailure) -> bool {
+        if self.reload.as_ref().and_then(Reload::replacement).is_none() {
+            return false;
+        }
+        let reason = &failure.message;
+        tracing::error!(reason, "the new weights could not be loaded; the earlier ones are loaded again");
+        self.refuse_reload(reason);
+        true
+    }
+
     /// Notes the end of a generation: a pause begins if the next one is to serve new weights.
     pub(super) fn note_pause(&mut self) {
-        if let Some(reload) = self.reload.as_mut().filter(|reload| reload.candidate().is_some()) {
+        let switches = |reload: &&mut Reload| reload.candidate().is_some() || reload.replacement().is_some();
+        if let Some(reload) = self.reload.as_mut().filter(switches) {
             reload.pause_begun.get_or_insert_with(Instant::now);
         }
     }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use expertd_ipc::control::CheckpointSource;
+use expertd_ipc::control::{CheckpointSource, DeviceKind};
 use expertd_ipc::{RegionError, RouterBell, RowCounts, RowCountsShape};
 use expertd_scheduler::{Inbox, OnFault, Refusal, StepKind, Submission, Time};
 use expertd_types::{Generation, LayerId, MemoryId, WeightFingerprint, WeightVersion};
@@ -19,7 +19,7 @@ use crate::backend::{
     Answer, Backend, DrainFuture, DrainReport, ExpertRows, LayerRows, ModelInfo, Pending, ReloadFuture,
     ReloadReport, Request, ServiceState, ServiceStatus, StepError, SubmitError,
 };
-use crate::cluster::{ClusterConfig, WeightHolder};
+use crate::cluster::ClusterConfig;
 use crate::sessions::{SessionCall, SessionRegistry, SessionState};
 
 /// How the service ended.
@@ -50,7 +50,16 @@ pub struct SchedulerConfig {
 /// Returns the reason if it cannot. Must not read its weights by itself: a file that is truncated meanwhile ends the
 /// process that reads it.
 #[derive(Clone, Copy)]
-pub struct ReloadPlanner(pub fn(&ReloadContext, Option<&Path>) -> Result<CheckpointSource, String>);
+pub struct ReloadPlanner(pub fn(&ReloadContext, Option<&Path>) -> Result<ReloadPlan, String>);
+
+/// A checked reload.
+#[derive(Clone, Debug)]
+pub struct ReloadPlan {
+    /// The checkpoint.
+    pub source: CheckpointSource,
+    /// Whether host memory has room for its weights beside the present ones, as far as that is known; loaders check device memory.
+    pub has_room: bool,
+}
 
 impl fmt::Debug for ReloadPlanner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -67,13 +76,16 @@ pub struct ReloadContext {
     pub spec: serde_json::Value,
     /// Expert ranks.
     pub ranks: u32,
-    /// Which processes hold packed weights.
-    pub weights: WeightHolder,
+    /// The ranks' device.
+    pub device: DeviceKind,
+    /// Host memory that packed weights may take, two versions of them together; `None` if only the machine limits it, in bytes.
+    pub max_weight_bytes: Option<u64>,
 }
 
 /// A checked reload on its way to the step loop.
 pub(super) struct ReloadMail {
     pub(super) source: CheckpointSource,
+    pub(super) has_room: bool,
     pub(super) reply: oneshot::Sender<Result<ReloadReport, String>>,
 }
 
@@ -277,7 +289,8 @@ impl Service {
             checkpoint: cluster.checkpoint.clone(),
             spec: cluster.description.clone(),
             ranks: cluster.shape.ranks,
-            weights: cluster.weights,
+            device: cluster.device,
+            max_weight_bytes: cluster.max_weight_bytes,
         };
         metrics::gauge!(crate::telemetry::names::MODEL_INFO, "model" => model.name.clone()).set(1.0);
         let shared = Arc::new(Shared::new(model, config.clone(), reload, seed)?);
@@ -455,10 +468,10 @@ impl Backend for Service {
             let planner = shared.config.reload;
             let planning = Arc::clone(&shared);
             let plan = tokio::task::spawn_blocking(move || (planner.0)(&planning.reload, folder.as_deref()));
-            let source =
+            let ReloadPlan { source, has_room } =
                 plan.await.map_err(|error| format!("the check of the checkpoint failed: {error}"))??;
             let (reply, replied) = oneshot::channel();
-            shared.ask_to_reload(ReloadMail { source, reply });
+            shared.ask_to_reload(ReloadMail { source, has_room, reply });
             replied.await.unwrap_or_else(|_| Err("the service ended before the new weights served".into()))
         })
     }
@@ -513,12 +526,9 @@ pub(super) mod tests {
             layers: LayerRange::whole(1),
             fingerprint: model.weight_fingerprint,
         };
-        let reload = ReloadContext {
-            checkpoint,
-            spec: serde_json::Value::Null,
-            ranks: 1,
-            weights: WeightHolder::Router,
-        };
+        let spec = serde_json::Value::Null;
+        let device = DeviceKind::Cpu;
+        let reload = ReloadContext { checkpoint, spec, ranks: 1, device, max_weight_bytes: None };
         Arc::new(Shared::new(model, config, reload, 1).unwrap())
     }
 

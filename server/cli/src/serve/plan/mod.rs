@@ -27,7 +27,7 @@ use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec};
 use expertd_rank_cuda as gpu;
 use expertd_router::api::{AccessConfig, ConnectionLimits};
 use expertd_router::backend::{Limits, ModelInfo};
-use expertd_router::cluster::{ClusterConfig, WeightHolder};
+use expertd_router::cluster::ClusterConfig;
 use expertd_router::steps::{ReloadPlanner, SchedulerConfig};
 use expertd_types::Coverage;
 
@@ -144,10 +144,7 @@ impl ServePlan {
                 device,
                 description: serde_json::to_value(&spec).unwrap_or_default(),
                 checkpoint: CheckpointSource { folder: absolute(&path), layers: spec.held, fingerprint },
-                weights: match device {
-                    DeviceKind::Cpu => WeightHolder::Router,
-                    DeviceKind::Cuda => WeightHolder::Ranks,
-                },
+                max_weight_bytes: given.max_weight_bytes.0,
                 fp8_compute,
                 cores: shares,
                 usable_cores,

@@ -1,0 +1,309 @@
+//! A rank's packed weights in device memory that outlives ranks: a loader packs them, ranks of every generation map them.
+//!
+//! All weights of a rank lie in one allocation, whose descriptor the loader exports. A second descriptor is sealed memory with
+//! the [`Index`] as JSON. Places in the allocation follow from the index by [`place`], in the loader and in ranks alike.
+
+#![allow(unsafe_code, reason = "copies weights to device memory")]
+
+use std::os::fd::{AsFd as _, OwnedFd};
+
+use expertd_kernels::device::{Device, DeviceError, ShareableMemory, write_device};
+use expertd_kernels::params::GateLayer;
+use half::bf16;
+use serde::{Deserialize, Serialize};
+
+use super::layers::{Layer, LayerFacts, Layers, place, widest};
+use crate::experts::{PackOn, UploadError, Uploader, WeightSpace, below_bf16, padded, to_bf16};
+use expertd_ipc::control::{Fp8Compute, LoaderSetup, RankSetup};
+use expertd_ipc::{SealedError, SealedMemory, SealedWriter};
+use expertd_model::{Checkpoint, GateTensors, ModelError, ModelSpec};
+use expertd_rank::share::{ExpertShare, LoadProgress, open_checkpoint, weights};
+use expertd_rank::{PackedShare, Progress};
+use expertd_types::{ExpertId, LayerId, Rank, WeightFingerprint};
+
+/// Changes with every change of the places of weights or of their formats.
+const LAYOUT: u32 = 1;
+/// Device memory that a loader leaves to buffers of steps, graphs and the driver, in bytes.
+const RESERVE: u64 = 1 << 30;
+/// Largest number of threads that copy weights from the page cache to pinned memory.
+const LOAD_THREADS: usize = 16;
+
+/// Why a rank's weights could not be packed or mapped.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum WeightsError {
+    /// The checkpoint cannot be read.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// An expert could not be uploaded.
+    #[error("layer {layer}: {source}")]
+    Upload {
+        /// The layer of the expert.
+        layer: LayerId,
+        /// The cause.
+        source: UploadError,
+    },
+    /// The CUDA driver failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The index cannot be written or mapped.
+    #[error(transparent)]
+    Memory(#[from] SealedError),
+    /// Threads cannot be started.
+    #[error("cannot start the threads that load weights: {0}")]
+    Threads(#[from] rayon::ThreadPoolBuildError),
+    /// The device has too little memory.
+    #[error(
+        "GPU {rank} has {} MiB free of {} MiB, and this rank's weights and a reserve need {} MiB; use more ranks", .free >> 20,
+        .total >> 20, .needed >> 20
+    )]
+    Room {
+        /// The rank.
+        rank: Rank,
+        /// Free bytes.
+        free: u64,
+        /// All bytes.
+        total: u64,
+        /// Needed bytes.
+        needed: u64,
+    },
+    /// The index or the memory is of something else.
+    #[error("packed weights: expected {expected}, found {found}")]
+    Contents {
+        /// What was expected.
+        expected: String,
+        /// What was found.
+        found: String,
+    },
+}
+
+impl WeightsError {
+    /// Whether the only cause is that the weights do not fit beside what is in the device's memory.
+    pub(crate) fn lacks_room(&self) -> bool {
+        matches!(self, WeightsError::Room { needed, total, .. } if needed <= total)
+    }
+}
+
+/// What the device memory holds.
+#[derive(Debug, Serialize, Deserialize)]
+struct Index {
+    layout: u32,
+    fingerprint: WeightFingerprint,
+    rank: Rank,
+    ranks: usize,
+    fp8_compute: Fp8Compute,
+    /// Size of the rank's share in the checkpoint, in bytes.
+    weight_bytes: u64,
+    /// Size of the device memory, in bytes.
+    memory_bytes: usize,
+    spec: ModelSpec,
+    /// `[layers]`.
+    facts: Vec<LayerFacts>,
+}
+
+/// Packs one rank's share of a checkpoint into device memory, and proves that it is of the expected weights.
+///
+/// # Errors
+/// If the checkpoint cannot be read, holds other weights or changes meanwhile, or the device has no room for it.
+pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, WeightsError> {
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(setup.threads.min(LOAD_THREADS))
+        .thread_name(|i| format!("load-{i}"))
+        .build()?;
+    // The driver starts while the checkpoint is read.
+    let (device, checkpoint) = std::thread::scope(|scope| {
+        let device = scope.spawn(|| Device::open(setup.rank.0));
+        let checkpoint = pool.install(|| open_checkpoint(&setup.checkpoint));
+        let device = device.join().unwrap_or(Err(DeviceError::NoDriver));
+        (device, checkpoint)
+    });
+    let (device, checkpoint) = (device?, checkpoint?);
+    device.bind()?;
+    let spec = checkpoint.spec();
+    let share = ExpertShare::of_rank(setup.rank, setup.ranks as usize);
+    let mut facts = pool.install(|| facts_of(&checkpoint))?;
+    let mut space = WeightSpace::counting();
+    place(spec, share, setup.fp8_compute, &facts, &mut space);
+    let bytes = space.bytes();
+    let (free, total) = device.memory()?;
+    if bytes + RESERVE > free as u64 {
+        let (free, total, needed) = (free as u64, total as u64, bytes + RESERVE);
+        return Err(WeightsError::Room { rank: setup.rank, free, total, needed });
+    }
+    let memory = ShareableMemory::allocate(&device, usize::try_from(bytes).unwrap_or(usize::MAX))?;
+    let mut space = WeightSpace::at(memory.address());
+    let mut layers = place(spec, share, setup.fp8_compute, &facts, &mut space);
+    let pack_on = if setup.in_background { PackOn::Host } else { PackOn::Device };
+    let uploader = Uploader::new(&device, &pool, spec.hidden, widest(spec), pack_on)?;
+    upload(uploader, &checkpoint, share, &pool, &mut layers, progress)?;
+    // The bytes that were packed are those of the fingerprint if no file changed in between.
+    checkpoint.check_unchanged()?;
+    for (facts, layer) in facts.iter_mut().zip(&layers) {
+        let Some(layer) = layer else { continue };
+        facts.block_scales = layer.experts.as_ref().is_some_and(|experts| experts.has_block_scales());
+        facts.shared_block_scales =
+            layer.shared.as_ref().is_some_and(|shared| shared.experts.has_block_scales());
+    }
+    let weight_bytes = share.bytes(spec);
+    let index = Index {
+        layout: LAYOUT,
+        fingerprint: setup.checkpoint.fingerprint,
+        rank: setup.rank,
+        ranks: share.ranks,
+        fp8_compute: setup.fp8_compute,
+        weight_bytes,
+        memory_bytes: memory.bytes(),
+        spec: spec.clone(),
+        facts,
+    };
+    let json = serde_json::to_vec(&index).map_err(|error| contents("an index", error))?;
+    let mut writer = SealedWriter::create(&format!("expertd-weights-{}", setup.rank))?;
+    writer.write_at(0, &json)?;
+    Ok(PackedShare {
+        memory: vec![writer.seal()?, memory.export()?],
+        memory_bytes: memory.bytes() as u64,
+        weight_bytes,
+    })
+}
+
+fn contents(expected: impl ToString, found: impl ToString) -> WeightsError {
+    WeightsError::Contents { expected: expected.to_string(), found: found.to_string() }
+}
+
+/// Properties of all layers, block scales assumed wherever a format has them.
+fn facts_of(checkpoint: &Checkpoint) -> Result<Vec<LayerFacts>, WeightsError> {
+    let hidden = padded(checkpoint.spec().hidden);
+    let of = |(layer, moe): (u32, &Option<_>)| {
+        if moe.is_none() {
+            return Ok(LayerFacts::default());
+        }
+        let gate = checkpoint.gate(LayerId(layer))?;
+        let gate_low = below_bf16(&gate.weight, &to_bf16(&gate.weight, hidden), hidden).is_some();
+        Ok(LayerFacts { gate_low, block_scales: true, shared_block_scales: true })
+    };
+    (0..).zip(&checkpoint.spec().layers).map(of).collect()
+}
+
+/// Copies all weights to their places.
+fn upload(
+    mut uploader: Uploader<'_>,
+    checkpoint: &Checkpoint,
+    share: ExpertShare,
+    pool: &rayon::ThreadPool,
+    layers: &mut [Option<Layer>],
+    progress: &Progress,
+) -> Result<(), WeightsError> {
+    let spec = checkpoint.spec();
+    let mut progress = LoadProgress::start(share.bytes(spec), |loaded, total| progress.set(loaded, total));
+    for (index, layer) in (0..).zip(layers) {
+        let Some(layer) = layer else { continue };
+        let id = LayerId(index);
+        let failed = |source| WeightsError::Upload { layer: id, source };
+        if let Some(experts) = &mut layer.experts {
+            for (place, expert) in layer.mine.clone().enumerate() {
+                let tensors = checkpoint.expert(id, ExpertId(expert))?;
+                uploader.load(experts, place, &weights(&tensors)).map_err(failed)?;
+                progress.expert(&layer.spec.experts);
+            }
+        }
+        if let (Some(tensors), Some(shared), Some(of)) =
+            (checkpoint.shared(id)?, &mut layer.shared, &layer.spec.shared)
+        {
+            uploader.load(&mut shared.experts, 0, &weights(&tensors.mlp)).map_err(failed)?;
+            if let Some(gate) = tensors.gate.filter(|_| shared.gate != 0) {
+                let mut bits: Vec<u16> = gate.iter().map(|v| bf16::from_f32(*v).to_bits()).collect();
+                bits.resize(padded(spec.hidden), 0);
+                write(shared.gate, &bits)?;
+            }
+            progress.shared(of);
+        }
+        let tensors = checkpoint.gate(id)?;
+        let (weight, low) = pool.install(|| {
+            let weight = to_bf16(&tensors.weight, padded(spec.hidden));
+            let low = below_bf16(&tensors.weight, &weight, padded(spec.hidden));
+            (weight, low)
+        });
+        upload_gate(&layer.gate, &tensors, &weight, low.as_deref())?;
+    }
+    Ok(uploader.finish()?)
+}
+
+fn upload_gate(
+    places: &GateLayer,
+    tensors: &GateTensors<'_>,
+    weight: &[u16],
+    low: Option<&[u16]>,
+) -> Result<(), DeviceError> {
+    write(places.weight, weight)?;
+    if let Some(low) = low.filter(|_| places.weight_low != 0) {
+        write(places.weight_low, low)?;
+    }
+    for (place, values) in
+        [(places.logit_bias, &tensors.bias), (places.correction_bias, &tensors.correction_bias)]
+    {
+        if let Some(values) = values.as_ref().filter(|_| place != 0) {
+            write(place, values)?;
+        }
+    }
+    match tensors.token_table.as_ref().filter(|_| places.token_table != 0) {
+        Some(table) => write(places.token_table, table),
+        None => Ok(()),
+    }
+}
+
+/// Copies a tensor to a place that [`place`] took for it.
+fn write<T: bytemuck::Pod>(place: u64, values: &[T]) -> Result<(), DeviceError> {
+    // SAFETY: the place has the size of the tensor, which the specification determines, as the checkpoint checks; nothing else
+    // accesses it.
+    unsafe { write_device(place, bytemuck::cast_slice(values)) }
+}
+
+/// What a rank needs of its weights before it maps them.
+pub(super) struct HeldWeights {
+    index: Index,
+    memory: OwnedFd,
+}
+
+impl HeldWeights {
+    /// Reads the index that a loader has written for this rank.
+    pub(super) fn open(setup: &RankSetup, index: OwnedFd, memory: OwnedFd) -> Result<Self, WeightsError> {
+        let sealed = SealedMemory::map(index)?;
+        let index: Index = serde_json::from_slice((*sealed).as_ref())
+            .map_err(|error| contents("an index of packed weights", error))?;
+        let ranks = setup.shape.ranks as usize;
+        let expected = (LAYOUT, setup.rank, ranks, setup.fingerprint, setup.fp8_compute);
+        let found = (index.layout, index.rank, index.ranks, index.fingerprint, index.fp8_compute);
+        if found != expected || index.facts.len() != index.spec.layers.len() {
+            let show = |(layout, rank, ranks, fingerprint, fp8): (
+                u32,
+                Rank,
+                usize,
+                WeightFingerprint,
+                Fp8Compute,
+            )| {
+                format!(
+                    "layout {layout}, rank {rank} of {ranks}, fingerprint {fingerprint}, FP8 products in {fp8}"
+                )
+            };
+            return Err(contents(show(expected), show(found)));
+        }
+        Ok(HeldWeights { index, memory })
+    }
+
+    /// The model.
+    pub(super) const fn spec(&self) -> &ModelSpec {
+        &self.index.spec
+    }
+
+    /// Maps the weights, for reading only.
+    pub(super) fn map(self, device: &Device) -> Result<Layers, WeightsError> {
+        let Index { rank, ranks, fp8_compute, weight_bytes, memory_bytes, spec, facts, .. } = self.index;
+        let memory = ShareableMemory::import(device, self.memory.as_fd(), memory_bytes)?;
+        let mut space = WeightSpace::at(memory.address());
+        let layers = place(&spec, ExpertShare::of_rank(rank, ranks), fp8_compute, &facts, &mut space);
+        if space.bytes() > memory_bytes as u64 {
+            let found = format!("{memory_bytes} bytes of device memory");
+            return Err(contents(format!("{} bytes of weights", space.bytes()), found));
+        }
+        Ok(Layers::new(device, layers, weight_bytes, memory)?)
+    }
+}

@@ -1,0 +1,120 @@
+//! Experts that are packed on the host have the bytes that kernels pack.
+#![allow(clippy::unwrap_used, unsafe_code, reason = "tests read and write device memory")]
+
+use expertd_kernels::device::{Device, ShareableMemory, fill_device, read_device};
+use rand::rngs::SmallRng;
+use rand::{RngExt as _, SeedableRng as _};
+
+use super::{CudaExperts, DeviceFormat, PackOn, Uploader, WeightSpace};
+use expertd_model::{ExpertBiases, ExpertWeights, MatrixView, Scales, WeightFormat};
+
+const EXPERTS: usize = 3;
+
+/// Random codes and scales of one matrix.
+struct Stored {
+    data: Vec<u8>,
+    scales: Vec<f32>,
+    exponents: Vec<u8>,
+    rows: usize,
+    cols: usize,
+}
+
+impl Stored {
+    fn draw(format: WeightFormat, rows: usize, cols: usize, random: &mut SmallRng) -> Self {
+        let bits = match format {
+            WeightFormat::Mxfp4 => 4,
+            WeightFormat::Fp8E4m3 => 8,
+            _ => 16,
+        };
+        let data = (0..rows * cols * bits / 8).map(|_| random.random()).collect();
+        let blocks = rows.div_ceil(128) * cols.div_ceil(128);
+        let scales = (0..blocks).map(|_| random.random_range(0.1..2.0)).collect();
+        // Some exponents are NaN, and some exceed what bf16 multipliers hold.
+        let exponents = (0..rows * cols.div_ceil(32)).map(|_| random.random()).collect();
+        Stored { data, scales, exponents, rows, cols }
+    }
+
+    fn view(&self, format: WeightFormat) -> MatrixView<'_> {
+        let scales = match format {
+            WeightFormat::Fp8E4m3 => {
+                Scales::Block { values: self.scales[..].into(), block_rows: 128, block_cols: 128 }
+            }
+            WeightFormat::Mxfp4 => {
+                Scales::Mx { exponents: &self.exponents, row_stride: self.cols.div_ceil(32) }
+            }
+            _ => Scales::None,
+        };
+        let (rows, cols) = (self.rows, self.cols);
+        MatrixView { format, data: &self.data, rows, cols, row_stride: cols, col_stride: 1, scales }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU; run on a machine that has one with `-- --ignored`"]
+fn packing_on_the_host_gives_the_bytes_of_the_kernels() {
+    let device = Device::open(0).unwrap();
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().unwrap();
+    let formats = [
+        (WeightFormat::Bf16, DeviceFormat::Bf16),
+        (WeightFormat::Fp8E4m3, DeviceFormat::Fp8),
+        (WeightFormat::Fp8E4m3, DeviceFormat::W8a8),
+        (WeightFormat::Mxfp4, DeviceFormat::Mxfp4),
+    ];
+    for (stored, format) in formats {
+        for (hidden, inter) in [(64, 64), (192, 320), (384, 160)] {
+            let mut random = SmallRng::seed_from_u64(7);
+            let experts: Vec<[Stored; 3]> = (0..EXPERTS)
+                .map(|_| {
+                    [(inter, hidden), (inter, hidden), (hidden, inter)]
+                        .map(|(rows, cols)| Stored::draw(stored, rows, cols, &mut random))
+                })
+                .collect();
+            let bias = vec![0.5; hidden.max(inter)];
+            let packed = [PackOn::Device, PackOn::Host].map(|pack_on| {
+                let mut space = WeightSpace::counting();
+                CudaExperts::place(&mut space, format, EXPERTS, hidden, inter, true);
+                let memory = ShareableMemory::allocate(&device, space.bytes() as usize).unwrap();
+                // SAFETY: the memory was just allocated.
+                unsafe { fill_device(memory.address(), 0x5a, memory.bytes()) }.unwrap();
+                let mut space = WeightSpace::at(memory.address());
+                let mut placed = CudaExperts::place(&mut space, format, EXPERTS, hidden, inter, true);
+                let mut uploader = Uploader::new(&device, &pool, hidden, inter, pack_on).unwrap();
+                for (index, [gate, up, down]) in experts.iter().enumerate() {
+                    let [gate, up, down] = [gate, up, down].map(|matrix| matrix.view(stored));
+                    let biases =
+                        ExpertBiases { gate: &bias[..inter], up: &bias[..inter], down: &bias[..hidden] };
+                    let weights = ExpertWeights { gate, up, down, biases: Some(biases) };
+                    uploader.load(&mut placed, index, &weights).unwrap();
+                }
+                uploader.finish().unwrap();
+                let mut bytes = vec![0; space.bytes() as usize];
+                // SAFETY: the memory has at least these bytes, and all work on it has ended.
+                unsafe { read_device(memory.address(), &mut bytes) }.unwrap();
+                bytes
+            });
+            let differs = packed[0].iter().zip(&packed[1]).position(|(device, host)| device != host);
+            assert_eq!(differs, None, "{format:?}, {hidden} × {inter}: the first byte that differs");
+        }
+    }
+}
+
+/// Memory that is exported and imported again shows the same bytes after the exporter is gone, and cannot be written.
+#[test]
+#[ignore = "needs a GPU; run on a machine that has one with `-- --ignored`"]
+fn exported_memory_outlives_its_allocation() {
+    use std::os::fd::AsFd as _;
+    let device = Device::open(0).unwrap();
+    let memory = ShareableMemory::allocate(&device, 3 << 20).unwrap();
+    let bytes = memory.bytes();
+    // SAFETY: the memory was just allocated.
+    unsafe { fill_device(memory.address(), 0x5a, bytes) }.unwrap();
+    let fd = memory.export().unwrap();
+    drop(memory);
+    let imported = ShareableMemory::import(&device, fd.as_fd(), bytes).unwrap();
+    assert!(imported.export().is_err(), "imported memory cannot be exported again");
+    let mut read = vec![0; bytes];
+    // SAFETY: the memory has these bytes.
+    unsafe { read_device(imported.address(), &mut read) }.unwrap();
+    assert!(read.iter().all(|byte| *byte == 0x5a));
+    assert!(ShareableMemory::import(&device, fd.as_fd(), bytes + (64 << 20)).is_err());
+}
