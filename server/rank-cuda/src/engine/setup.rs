@@ -4,7 +4,6 @@
 
 use std::io::BufReader;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_kernels::device::{Device, DeviceError, Pinned};
@@ -24,7 +23,6 @@ use expertd_ipc::RankChannel;
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::passing::FdReader;
 use expertd_rank::{Failure, Joining, Loaded, setup_failure};
-use expertd_types::Rank;
 
 /// Longest time that ranks wait for each other while they join.
 const JOIN_DEADLINE: Duration = Duration::from_secs(120);
@@ -37,19 +35,14 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let weights = HeldWeights::open(setup, index, memory).map_err(load_failure)?;
     let spec = weights.spec();
     clock.end("index of weights");
-    // The driver and NCCL start side by side.
-    let (device, nccl) = std::thread::scope(|scope| {
-        let nccl = scope.spawn(|| Nccl::start(setup));
-        (open(setup), nccl.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-    });
-    let (device, nccl) = (device?, nccl?);
+    let device = open(setup)?;
     clock.end("device");
     gpu::check(spec, &setup.shape).map_err(setup_failure)?;
     let shape = gpu::kernel_shape(&setup.shape, spec.max_experts());
     expertd_kernels::experts::setup().map_err(setup_failure)?;
     clock.end("kernels");
 
-    let windows = join(setup, &device, &shape, nccl, socket, reader)?;
+    let windows = join(setup, &device, &shape, socket, reader)?;
     clock.end("windows");
     let host = pin(&device, channel)?;
     clock.end("pinned staging");
@@ -108,29 +101,6 @@ fn open(setup: &RankSetup) -> Result<Device, Failure> {
     Ok(device)
 }
 
-/// NCCL in a group of several ranks.
-struct Nccl {
-    library: Arc<Library>,
-    /// The id with which all ranks join, on rank 0.
-    own_id: Option<Vec<u8>>,
-}
-
-impl Nccl {
-    /// Loads the library, and makes the id on rank 0. A group of one rank needs neither.
-    fn start(setup: &RankSetup) -> Result<Option<Self>, Failure> {
-        if setup.shape.ranks == 1 {
-            return Ok(None);
-        }
-        let library = Library::open(None).map_err(setup_failure)?;
-        tracing::debug!(version = %library.version(), origin = library.origin(), "NCCL");
-        let own_id = match setup.rank {
-            Rank(0) => Some(UniqueId::create(&library).map_err(setup_failure)?.to_bytes().to_vec()),
-            _ => None,
-        };
-        Ok(Some(Nccl { library, own_id }))
-    }
-}
-
 /// Pins the staging of the channel.
 fn pin(device: &Device, channel: &RankChannel) -> Result<PinnedStaging, Failure> {
     let (pages, bytes) = channel.staging_pages();
@@ -149,15 +119,18 @@ fn join(
     setup: &RankSetup,
     device: &Device,
     shape: &Shape,
-    nccl: Option<Nccl>,
     socket: &UnixStream,
     reader: &mut BufReader<FdReader>,
 ) -> Result<LsaWindows, Failure> {
-    let Some(Nccl { library, own_id }) = nccl else {
+    if shape.ranks == 1 {
         return LsaWindows::alone(device, shape, setup.shape.slots).map_err(setup_failure);
-    };
+    }
     let multiprocessors = device.multiprocessors().map_err(setup_failure)?;
-    if let Some(id) = own_id {
+    let library = Library::open(None).map_err(setup_failure)?;
+    tracing::debug!(version = %library.version(), origin = library.origin(), "NCCL");
+    if setup.rank.0 == 0 {
+        let id = UniqueId::create(&library).map_err(setup_failure)?;
+        let id = id.to_bytes().to_vec();
         let group = FromRank::GroupId { id, multiprocessors };
         control::send(socket, &group).map_err(setup_failure)?;
     }

@@ -65,10 +65,8 @@ impl Driver {
         let ReloadMail { source, has_room, reply } = mail;
         let begun = Instant::now();
         let started = match (&self.weights, &self.reload) {
-            (None, _) => {
-                Err("the first weights are still being loaded; try again once they serve".to_owned())
-            }
             (_, Some(_)) => Err("another reload is under way; wait for its end".to_owned()),
+            (None, _) => Err("weights are still being loaded; try again once they serve".to_owned()),
             (Some(present), None) => {
                 let version = WeightVersion(present.version.0 + 1);
                 if has_room {
