@@ -187,7 +187,6 @@ impl Session {
 
     fn over(socket: UnixStream, address: &str, options: &SessionOptions) -> Result<Session, SessionError> {
         let failed = |source| socket_error(address, source);
-        socket::send(&socket, frame::GET_MODEL, &[]).map_err(failed)?;
         let open = Open {
             version: VERSION,
             kind: KIND_HOST,
@@ -195,8 +194,13 @@ impl Session {
             calls: options.calls,
             reserved: 0,
         };
-        socket::send(&socket, frame::OPEN, bytemuck::bytes_of(&open)).map_err(failed)?;
-        let model = expect_frame(&socket, address, frame::MODEL, "MODEL")?;
+        // A service that refuses the client may close the socket before it has read both frames; its reason can still be read.
+        let sent = socket::send(&socket, frame::GET_MODEL, &[])
+            .and_then(|()| socket::send(&socket, frame::OPEN, bytemuck::bytes_of(&open)));
+        let model = match (expect_frame(&socket, address, frame::MODEL, "MODEL"), sent) {
+            (Err(SessionError::Socket { .. }), Err(source)) => return Err(failed(source)),
+            (model, _) => model?,
+        };
         let opened = expect_frame(&socket, address, frame::OPENED, "OPENED")?;
         let opened: Opened = socket::record(&opened).map_err(failed)?;
         if (opened.version, opened.kind) != (VERSION, KIND_HOST) {

@@ -196,3 +196,12 @@ fn a_refusal_reaches_the_caller() {
     let error = Session::open("127.0.0.1:1", &SessionOptions::default()).unwrap_err();
     assert!(error.to_string().contains("unix:PATH"), "{error}");
 }
+
+#[test]
+fn a_refusal_is_read_although_the_service_has_closed_the_socket() {
+    let (client, service) = UnixStream::pair().unwrap();
+    socket::send(&service, frame::REFUSED, b"not you").unwrap();
+    drop(service);
+    let error = Session::over(client, "unix:/test", &SessionOptions::default()).unwrap_err();
+    assert!(matches!(&error, SessionError::Refused { reason } if reason == "not you"), "{error}");
+}
