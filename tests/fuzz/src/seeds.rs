@@ -33,7 +33,7 @@ pub fn all() -> Vec<Seed> {
     }
     add("index", br#"{"metadata": {"total_size": 8}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#.to_vec());
     let mut control =
-        serde_json::to_vec(&FromRank::Loading { loaded_bytes: 1, total_bytes: 2 }).expect("JSON");
+        serde_json::to_vec(&FromRank::Ready { weight_bytes: 1, device: "a".to_owned() }).expect("JSON");
     control.push(b'\n');
     control.extend(serde_json::to_vec(&ToRank::Start).expect("JSON"));
     control.push(b'\n');

@@ -1,7 +1,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use expertd_ipc::control::CheckpointSource;
+use expertd_ipc::control::{CheckpointSource, DeviceKind, Fp8Compute};
 use expertd_model::synth::{self, SynthConfig};
 use expertd_types::{Coverage, LayerRange};
 
@@ -11,6 +11,8 @@ fn setup(folder: &Path, rank: u32, fingerprint: WeightFingerprint) -> LoaderSetu
     LoaderSetup {
         rank: Rank(rank),
         ranks: 3,
+        device: DeviceKind::Cpu,
+        fp8_compute: Fp8Compute::Fp8,
         checkpoint: CheckpointSource { folder: folder.to_owned(), layers: LayerRange::whole(2), fingerprint },
         cores: Vec::new(),
         threads: 1,
@@ -29,7 +31,7 @@ fn a_share_is_mapped_as_it_was_packed() {
         let checkpoint = Checkpoint::open(&folder).unwrap();
         let fingerprint = checkpoint.fingerprint(Coverage::Sampled);
         let packed = pack(&setup(&folder, 1, fingerprint), &Progress::default()).unwrap();
-        let mapped = map(packed.memory.try_clone().unwrap(), Rank(1), 3, &fingerprint).unwrap();
+        let mapped = map(packed.memory[0].try_clone().unwrap(), Rank(1), 3, &fingerprint).unwrap();
         assert_eq!(&mapped.spec, checkpoint.spec(), "{family}");
         assert_eq!(mapped.weight_bytes, packed.weight_bytes);
         for (layer, moe) in checkpoint.spec().moe_layers() {
@@ -52,7 +54,7 @@ fn a_share_is_mapped_as_it_was_packed() {
         // Another rank, another number of ranks and other weights are refused.
         let other = WeightFingerprint { digest: [0; 16], ..fingerprint };
         for (rank, ranks, fingerprint) in [(0, 3, fingerprint), (1, 2, fingerprint), (1, 3, other)] {
-            let refused = map(packed.memory.try_clone().unwrap(), Rank(rank), ranks, &fingerprint);
+            let refused = map(packed.memory[0].try_clone().unwrap(), Rank(rank), ranks, &fingerprint);
             assert!(matches!(refused, Err(WeightsError::Contents { .. })), "{rank} of {ranks}");
         }
         let refused = pack(&setup(&folder, 1, other), &Progress::default());
