@@ -186,12 +186,12 @@ impl SessionState {
 
     fn push(&self, calls: &mut Calls, record: &CompletionRecord, elapsed: Duration) {
         self.calls_total.fetch_add(1, Ordering::Relaxed);
-        self.metrics.answered(code_name(Code::from_i32(record.code.cast_signed())), elapsed);
         // The ring has room for every call in flight, unless the client writes nonsense; then nothing is owed to it.
         if !matches!(calls.completions.try_push(record), Ok(true)) {
             tracing::debug!(session = self.number, call = record.call, "a completion found no room");
         }
         self.memory.client_bell().ring();
+        self.metrics.answered(code_name(Code::from_i32(record.code.cast_signed())), elapsed);
     }
 
     /// Takes requests until the session ends.
