@@ -271,6 +271,8 @@ impl Shared {
             let connected = self.connected_again();
             thread.spawn(move || {
                 of_thread.take_requests(rings.requests, &*steps, spin);
+                // The memory is released before the thread counts as ended.
+                drop(of_thread);
                 drop(connected);
             })
         });
