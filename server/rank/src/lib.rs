@@ -10,7 +10,7 @@ pub mod segments;
 pub mod share;
 
 pub use loader::{PackedShare, Progress, run_loader};
-pub use memories::{ClientMemory, HostMemories};
+pub use memories::{ClientMemory, DeviceMemory, HostMemories};
 pub use process::{Failure, Joining, Loaded, RankExit, run_rank, setup_failure};
 
 use std::time::{Duration, Instant};

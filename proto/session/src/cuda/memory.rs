@@ -15,6 +15,7 @@ use cudarc::driver::sys::{
 };
 
 use super::driver::{Gpu, check, uuid_at};
+use super::wire::uuid_text;
 use crate::client::SessionError;
 
 /// An allocation that this process holds, mapped readable and writable for one GPU.
@@ -207,13 +208,6 @@ impl Drop for Handle {
     }
 }
 
-/// A UUID as nvidia-smi prints it.
-fn uuid_text(uuid: &[u8; 16]) -> String {
-    let hex: Vec<String> = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-    let hex = hex.concat();
-    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
-}
-
 fn properties(ordinal: i32) -> CUmemAllocationProp {
     // SAFETY: integers and null pointers are valid properties.
     let mut properties: CUmemAllocationProp = unsafe { zeroed() };
@@ -231,15 +225,4 @@ fn access(ordinal: i32) -> CUmemAccessDesc {
     access.location.id = ordinal;
     access.flags = CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
     access
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn uuids_read_as_nvidia_smi_prints_them() {
-        let uuid = std::array::from_fn(|at| at as u8);
-        assert_eq!(uuid_text(&uuid), "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f");
-    }
 }

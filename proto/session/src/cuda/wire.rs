@@ -105,6 +105,13 @@ pub struct PrepareReply {
     pub count: u32,
 }
 
+/// A UUID as nvidia-smi prints it.
+#[must_use]
+pub fn uuid_text(uuid: &[u8; 16]) -> String {
+    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+}
+
 /// The number that a client stores to a doorbell: the prepared call and its rows, never zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ring {
@@ -194,6 +201,12 @@ mod tests {
         let layout = ControlLayout::new(4).unwrap();
         assert_eq!((layout.doorbells, layout.words, layout.statuses), (0, 4096, 8192));
         assert_eq!(layout.bytes, 12288);
+    }
+
+    #[test]
+    fn uuids_read_as_nvidia_smi_prints_them() {
+        let uuid = std::array::from_fn(|at| at as u8);
+        assert_eq!(uuid_text(&uuid), "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f");
     }
 
     #[test]

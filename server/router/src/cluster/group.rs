@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
@@ -444,11 +444,10 @@ impl Group {
         self.channel.routing(staged, top_k)
     }
 
-    /// Sends a client's memory of `bytes` bytes to every rank.
-    pub fn attach(&self, memory: MemoryId, region: &SharedRegion) {
-        let kind = MemoryKind::Host { bytes: region.len() as u64 };
+    /// Sends a client's memory to every rank.
+    pub fn attach(&self, memory: MemoryId, kind: MemoryKind, fd: BorrowedFd<'_>) {
         for member in &self.members {
-            member.process.send_with_fd(&ToRank::Attach { memory, kind }, region.as_fd());
+            member.process.send_with_fd(&ToRank::Attach { memory, kind }, fd);
         }
     }
 

@@ -128,6 +128,19 @@ impl Attachments {
         self.memories.get(&memory).is_some_and(usable)
     }
 
+    /// Whether every rank has the memory.
+    pub(crate) fn is_attached(&self, memory: MemoryId) -> bool {
+        self.memories.get(&memory).is_some_and(|attachment| attachment.place == Place::Attached)
+    }
+
+    /// Whether the memory of an open session waits for the answers of ranks.
+    pub(crate) fn is_awaited(&self, memory: MemoryId) -> bool {
+        let waits = |attachment: &Attachment| {
+            !attachment.is_closing && matches!(attachment.place, Place::Nowhere | Place::Attaching)
+        };
+        self.memories.get(&memory).is_some_and(waits)
+    }
+
     /// A step was launched, a segment of which names the memory.
     pub(crate) fn launched(&mut self, memory: MemoryId) {
         if let Some(attachment) = self.memories.get_mut(&memory) {

@@ -6,18 +6,23 @@
 //! * `call`: a call that the step loop has.
 //! * `registry`: all sessions: limits, status.
 //! * `listener`: the session socket.
+//! * `cuda`: sessions whose rows lie in the memory of the client's GPU.
+//! * `open`: a session of either kind.
 //!
 //! `docs/sessions.md` has the protocol and says what is trusted.
 
 mod attachments;
 mod call;
+mod cuda;
 mod listener;
+mod open;
 mod registry;
 mod session;
 mod table;
 
 pub(crate) use attachments::{Action as AttachAction, Answer as AttachAnswer, Attachments, Outcome};
 pub(crate) use call::SessionCall;
+pub(crate) use cuda::CudaCall;
 pub use listener::{SessionConfig, SessionServer};
+pub(crate) use open::OpenSession;
 pub use registry::{RowsTravel, SessionLimits, SessionRegistry, SessionStatus};
-pub(crate) use session::SessionState;

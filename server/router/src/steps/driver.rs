@@ -123,6 +123,7 @@ impl Driver {
             self.hear_reload();
             self.hear_ranks();
             self.order_memories();
+            self.begin_steps();
             if let Some(end) = self.act() {
                 break end;
             }
@@ -229,8 +230,15 @@ impl Driver {
         self.shared.set_generation(generation);
         metrics::gauge!(names::GENERATION).set(generation.0 as f64);
         metrics::gauge!(names::WEIGHT_VERSION).set(version.0 as f64);
-        self.memories.attachments.begin_generation();
-        self.step_loop.group_ready(generation, version, self.now());
+        self.memories.begin_generation(generation, version);
+        self.begin_steps();
+    }
+
+    /// Lets steps form once the ranks have attached the memories that calls cannot do without.
+    fn begin_steps(&mut self) {
+        if let Some((generation, version)) = self.memories.take_ready() {
+            self.step_loop.group_ready(generation, version, self.now());
+        }
     }
 
     fn fault(&mut self, generation: Generation, fault: &Fault) {
@@ -352,6 +360,7 @@ impl Driver {
             let Some(active) = active.get(&range.key) else { continue };
             let rows = active.rows(range.rows.clone(), &memories.attachments);
             if let RowSource::Attached(rows) = rows.rows {
+                memories.expect_attached(rows.memory)?;
                 in_place.push(rows.memory);
             }
             staged.push((range.key, forming.stage(range.rank, &rows)?));

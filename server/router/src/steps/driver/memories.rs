@@ -1,27 +1,58 @@
 //! The memories of sessions: which ones ranks attach, and when they are released.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 
-use expertd_types::MemoryId;
+use expertd_types::{Generation, MemoryId, WeightVersion};
 
 use super::Driver;
 use crate::cluster::{Fault, FaultKind};
-use crate::sessions::{AttachAction, Attachments, Outcome, RowsTravel, SessionState};
+use crate::sessions::{AttachAction, Attachments, OpenSession, Outcome, RowsTravel};
 use crate::steps::service::SessionMail;
 
 /// The memories of sessions and what ranks have of them.
 pub(super) struct Memories {
     pub(super) attachments: Attachments,
     /// Held until no rank has the memory.
-    sessions: HashMap<MemoryId, Arc<SessionState>>,
+    sessions: HashMap<MemoryId, OpenSession>,
     /// Why a rank cannot attach a memory, until every rank has answered.
     refusals: HashMap<MemoryId, String>,
+    /// A generation whose ranks are ready, while they attach memories that calls cannot do without.
+    ready: Option<(Generation, WeightVersion)>,
 }
 
 impl Memories {
     pub(super) fn new(ranks: usize) -> Self {
-        Memories { attachments: Attachments::new(ranks), sessions: HashMap::new(), refusals: HashMap::new() }
+        Memories {
+            attachments: Attachments::new(ranks),
+            sessions: HashMap::new(),
+            refusals: HashMap::new(),
+            ready: None,
+        }
+    }
+
+    /// The ranks of a generation are ready.
+    pub(super) fn begin_generation(&mut self, generation: Generation, version: WeightVersion) {
+        self.attachments.begin_generation();
+        self.ready = Some((generation, version));
+    }
+
+    /// The generation that is ready, once its ranks have answered for every memory that calls cannot do without.
+    pub(super) fn take_ready(&mut self) -> Option<(Generation, WeightVersion)> {
+        self.ready?;
+        let needed = self.sessions.iter().filter(|(_, session)| session.needs_ranks());
+        if needed.into_iter().any(|(memory, _)| self.attachments.is_awaited(*memory)) {
+            return None;
+        }
+        self.ready.take()
+    }
+
+    /// Checks that every rank has a memory that a step is to name.
+    pub(super) fn expect_attached(&self, memory: MemoryId) -> Result<(), Fault> {
+        if self.attachments.is_attached(memory) {
+            return Ok(());
+        }
+        let message = format!("a step names memory {memory}, which the ranks have not attached");
+        Err(Fault { kind: FaultKind::Channel, message })
     }
 
     pub(super) fn take_in(&mut self, mail: SessionMail) {
@@ -50,6 +81,7 @@ impl Memories {
             }
         }
         self.refusals.clear();
+        self.ready = None;
         self.attachments.end_generation();
     }
 }
@@ -71,7 +103,7 @@ impl Driver {
                 Some(Outcome::Attached(memory)) => (memory, RowsTravel::InPlace),
                 Some(Outcome::Refused(memory)) => {
                     let reason = memories.refusals.remove(&memory).unwrap_or_default();
-                    tracing::warn!(%memory, reason, "the router copies a session's rows");
+                    tracing::warn!(%memory, reason, "a rank cannot use a session's memory");
                     (memory, RowsTravel::Refused(reason))
                 }
             };
@@ -90,7 +122,8 @@ impl Driver {
             match (action, &group) {
                 (AttachAction::Attach(memory), Some(group)) => {
                     if let Some(session) = memories.sessions.get(&memory) {
-                        group.attach(memory, session.region());
+                        let (kind, fd) = session.memory();
+                        group.attach(memory, kind, fd);
                     }
                 }
                 (AttachAction::Detach(memory), Some(group)) => group.detach(memory),
