@@ -108,7 +108,8 @@ fn integers(bytes: &Bytes) -> Vec<i32> {
 }
 
 /// A receipt as gRPC has it.
-fn receipt(receipt: &Receipt, timings: bool) -> v1::Receipt {
+#[must_use]
+pub fn receipt(receipt: &Receipt, timings: bool) -> v1::Receipt {
     let (first, last) = receipt.steps;
     let [copy_in, gate, prepare, dispatch, experts, combine, copy_out] =
         receipt.phases.map(|phase| u64::try_from(phase.as_nanos()).unwrap_or(u64::MAX));

@@ -209,6 +209,11 @@ impl CudaSession {
         })
     }
 
+    /// Checks that the session is open.
+    pub(super) fn check(&self) -> Result<(), SessionError> {
+        self.shared.check()
+    }
+
     /// Elements of a row.
     #[must_use]
     pub const fn hidden(&self) -> usize {

@@ -112,6 +112,44 @@ impl DeviceMemory {
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
+    /// Copies bytes from the host to byte `offset` on, and waits until that is done. Calls in flight must not use the place.
+    ///
+    /// # Errors
+    /// If the bytes exceed the memory, or the driver's error.
+    pub fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), SessionError> {
+        self.check_range(offset, bytes.len())?;
+        let _entered = self.0.gpu.enter()?;
+        let to = self.0.address + offset as u64;
+        // SAFETY: the range lies in the memory (checked), and the driver has read `bytes` when the copy returns.
+        unsafe {
+            check("cuMemcpyHtoD", sys::cuMemcpyHtoD_v2(to, bytes.as_ptr().cast(), bytes.len()))?;
+            // A small copy may return before the GPU's memory has changed; streams that do not block could overtake it.
+            check("cuStreamSynchronize", sys::cuStreamSynchronize(std::ptr::null_mut()))
+        }
+    }
+
+    /// Copies bytes from byte `offset` on to the host.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    pub fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), SessionError> {
+        self.check_range(offset, bytes.len())?;
+        let _entered = self.0.gpu.enter()?;
+        let from = self.0.address + offset as u64;
+        // SAFETY: the range lies in the memory (checked), and the copy has ended when it returns.
+        check("cuMemcpyDtoH", unsafe { sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), from, bytes.len()) })
+    }
+
+    fn check_range(&self, offset: usize, bytes: usize) -> Result<(), SessionError> {
+        let all = self.0.bytes;
+        if offset.checked_add(bytes).is_none_or(|end| end > all) {
+            return Err(SessionError::Device(format!(
+                "{bytes} bytes at {offset} exceed the {all} bytes of the memory"
+            )));
+        }
+        Ok(())
+    }
+
     /// Address on the GPU.
     #[must_use]
     pub const fn address(&self) -> u64 {
@@ -164,7 +202,13 @@ impl ImportedMemory {
                 "the descriptor is memory of the host, expected a GPU's".to_owned(),
             ));
         }
-        let (owning, is) = (uuid_at(found.location.id)?, gpu.ordinal());
+        let is = gpu.ordinal();
+        let owning = uuid_at(found.location.id).map_err(|_| {
+            SessionError::Device(format!(
+                "the memory is on GPU {}, which this process does not see; look at CUDA_VISIBLE_DEVICES",
+                uuid_text(&device)
+            ))
+        })?;
         if owning != device {
             return Err(SessionError::Device(format!(
                 "the memory is on GPU {}, but the client names GPU {}",

@@ -18,10 +18,14 @@ mod client;
 mod driver;
 #[cfg(feature = "cuda")]
 mod memory;
+#[cfg(feature = "cuda")]
+mod stream;
 
 #[cfg(feature = "cuda")]
-pub use self::client::{CudaSession, CudaSessionOptions, DoorbellStatus, Prepared};
+pub use self::client::{CallFailure, CudaSession, CudaSessionOptions, DoorbellStatus, Prepared};
 #[cfg(feature = "cuda")]
 pub use self::driver::{Gpu, driver_present};
 #[cfg(feature = "cuda")]
 pub use self::memory::{DeviceMemory, ImportedMemory};
+#[cfg(feature = "cuda")]
+pub use self::stream::{SessionGraph, SessionStream};
