@@ -128,7 +128,7 @@ impl CudaWorker {
             let mut job = Job::new(planned, Instant::now(), measured);
             loop {
                 job.sent = Instant::now();
-                let outcome = self.exchange(&job)?;
+                let outcome = self.exchange(&mut job)?;
                 let Some((again, after)) = load.finish(self.worker, job, outcome) else { break };
                 job = again;
                 std::thread::sleep(after);
@@ -139,7 +139,7 @@ impl CudaWorker {
     }
 
     /// Makes a call, and takes its time before the output is copied to the host.
-    fn exchange(&self, job: &Job) -> Result<Outcome, SessionError> {
+    fn exchange(&self, job: &mut Job) -> Result<Outcome, SessionError> {
         let request = &job.planned.request;
         let dtype = u32::try_from(request.dtype).ok().and_then(DType::from_code);
         let call = dtype.and_then(|dtype| self.prepared.get(&(request.layer, dtype)));
@@ -149,6 +149,7 @@ impl CudaWorker {
         let failures = self.stream.status()?.failures;
         self.stream.call(*call, request.tokens)?;
         self.stream.synchronize()?;
+        job.ended = Some(Instant::now());
         let status = self.stream.status()?;
         if status.failures != failures {
             let failure = status.last_failure;
