@@ -6,7 +6,7 @@ use bytes::Bytes;
 use expertd_cli::admin::AdminAddress;
 use expertd_cli::status::expert_rows;
 use expertd_proto::Client;
-use expertd_proto::v1::{ForwardRequest, Routing};
+use expertd_proto::v1::ForwardRequest;
 use rustix::process::Signal;
 
 use crate::service::load::Rows;
@@ -24,15 +24,10 @@ async fn counts(service: &Service, layer: u32) -> Vec<Vec<u64>> {
 }
 
 /// A request whose row `i` goes to the experts `of(i)`, with equal weights.
-fn routed(mut request: ForwardRequest, of: impl Fn(usize) -> [i32; 2]) -> ForwardRequest {
+fn routed(request: ForwardRequest, of: impl Fn(usize) -> [i32; 2]) -> ForwardRequest {
     let ids: Vec<u8> = (0..ROWS).flat_map(&of).flat_map(i32::to_le_bytes).collect();
     let weights: Vec<u8> = [0.5_f32; 2 * ROWS].into_iter().flat_map(f32::to_le_bytes).collect();
-    request.routing = Some(Routing::GivenRouting(GivenRouting {
-        k: 2,
-        ids: Bytes::from(ids),
-        weights: Bytes::from(weights),
-    }));
-    request
+    request.with_routing(Bytes::from(ids), Bytes::from(weights), 2)
 }
 
 #[tokio::test(flavor = "multi_thread")]

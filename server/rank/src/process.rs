@@ -14,6 +14,7 @@ use crate::memories::{ClientMemory, Order, Orders, unexpected};
 use crate::{StepEngine, StepFault, StepReport};
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::passing::FdReader;
+use expertd_ipc::wait::spin_between_steps;
 use expertd_ipc::{Completion, Heartbeat, RankChannel, RouterBell, RowCounts, StepDescriptor};
 use expertd_types::{MemoryId, Rank};
 
@@ -185,7 +186,7 @@ impl ReadyRank {
             .name("control".into())
             .spawn(move || reading.read(&mut reader, || bell.ring()))?;
         tracing::debug!("joined");
-        self.run_steps(setup.spin, &orders, socket)
+        self.run_steps(spin_between_steps(setup.spin, setup.threads), &orders, socket)
     }
 
     /// Takes and completes steps in order. The next step is taken while earlier ones run, as far as the engine allows it.

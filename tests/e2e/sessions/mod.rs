@@ -2,6 +2,7 @@
 
 mod gpu;
 mod hostile;
+mod killed;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -190,8 +190,13 @@ impl Attachments {
         Ok(outcome)
     }
 
-    /// The next action.
-    pub(crate) fn poll(&mut self) -> Option<Action> {
+    /// Whether ranks are carrying out an order.
+    pub(crate) const fn is_ordering(&self) -> bool {
+        self.under_way.is_some()
+    }
+
+    /// The next action; without `may_order`, only a release.
+    pub(crate) fn poll(&mut self, may_order: bool) -> Option<Action> {
         let idle = |attachment: &Attachment| attachment.is_closing && attachment.segments == 0;
         let mut memories = self.memories.iter();
         let released = memories.find(|(_, memory)| idle(memory) && memory.place == Place::Nowhere);
@@ -199,7 +204,7 @@ impl Attachments {
             self.memories.remove(&memory);
             return Some(Action::Release(memory));
         }
-        if !self.is_serving || self.under_way.is_some() {
+        if !may_order || !self.is_serving || self.under_way.is_some() {
             return None;
         }
         let wants = |attachment: &Attachment| match attachment.place {
@@ -237,21 +242,21 @@ mod tests {
         let mut table = Attachments::new(2);
         let memory = MemoryId(1);
         table.open(memory);
-        assert_eq!(table.poll(), None, "no rank takes orders yet");
+        assert_eq!(table.poll(true), None, "no rank takes orders yet");
         table.begin_generation();
-        assert_eq!(table.poll(), Some(Action::Attach(memory)));
+        assert_eq!(table.poll(true), Some(Action::Attach(memory)));
         assert_eq!(table.answered(Rank(0), memory, ATTACHED), Ok(None));
-        assert!(!table.is_usable(memory));
+        assert!(!table.is_usable(memory) && table.is_awaited(memory));
         assert_eq!(table.answered(Rank(1), memory, ATTACHED), Ok(Some(Outcome::Attached(memory))));
-        assert!(table.is_usable(memory));
+        assert!(table.is_usable(memory) && !table.is_awaited(memory));
         table.launched(memory);
         table.close(memory);
-        assert!(!table.is_usable(memory));
-        assert_eq!(table.poll(), None, "a step in flight names it");
+        assert!(!table.is_usable(memory) && table.is_attached(memory));
+        assert_eq!(table.poll(true), None, "a step in flight names it");
         table.ended(memory);
-        assert_eq!(table.poll(), Some(Action::Detach(memory)));
+        assert_eq!(table.poll(true), Some(Action::Detach(memory)));
         assert_eq!(answer_all(&mut table, 1, Answer::Detached), None);
-        assert_eq!((table.poll(), table.poll()), (Some(Action::Release(memory)), None));
+        assert_eq!((table.poll(true), table.poll(true)), (Some(Action::Release(memory)), None));
     }
 
     #[test]
@@ -260,7 +265,7 @@ mod tests {
         table.begin_generation();
         for memory in [1, 2, 3] {
             table.open(MemoryId(memory));
-            assert_eq!(table.poll(), Some(Action::Attach(MemoryId(memory))));
+            assert_eq!(table.poll(true), Some(Action::Attach(MemoryId(memory))));
             answer_all(&mut table, memory, ATTACHED);
         }
         table.launched(MemoryId(2));
@@ -268,11 +273,11 @@ mod tests {
         assert_eq!(table.held_by_ranks().count(), 3);
         table.end_generation();
         assert_eq!(table.held_by_ranks().count(), 0);
-        assert_eq!(table.poll(), Some(Action::Release(MemoryId(2))));
-        assert_eq!(table.poll(), None);
+        assert_eq!(table.poll(true), Some(Action::Release(MemoryId(2))));
+        assert_eq!(table.poll(true), None);
         table.begin_generation();
         for memory in [1, 3] {
-            assert_eq!(table.poll(), Some(Action::Attach(MemoryId(memory))));
+            assert_eq!(table.poll(true), Some(Action::Attach(MemoryId(memory))));
             answer_all(&mut table, memory, ATTACHED);
         }
     }
@@ -282,13 +287,13 @@ mod tests {
         let mut table = Attachments::new(2);
         table.begin_generation();
         table.open(MemoryId(1));
-        table.poll();
+        table.poll(true);
         table.answered(Rank(1), MemoryId(1), Answer::Attached { refused: true }).unwrap();
         let outcome = table.answered(Rank(0), MemoryId(1), ATTACHED).unwrap();
         assert_eq!(outcome, Some(Outcome::Refused(MemoryId(1))));
-        assert!(!table.is_usable(MemoryId(1)) && table.poll().is_none());
+        assert!(!table.is_usable(MemoryId(1)) && table.poll(true).is_none());
         table.close(MemoryId(1));
-        assert_eq!(table.poll(), Some(Action::Detach(MemoryId(1))));
+        assert_eq!(table.poll(true), Some(Action::Detach(MemoryId(1))));
     }
 
     #[test]
@@ -297,7 +302,7 @@ mod tests {
         table.begin_generation();
         table.open(MemoryId(1));
         assert!(table.answered(Rank(0), MemoryId(1), ATTACHED).is_err(), "before the order");
-        table.poll();
+        table.poll(true);
         assert!(table.answered(Rank(0), MemoryId(1), Answer::Detached).is_err(), "another order");
         assert!(table.answered(Rank(0), MemoryId(2), ATTACHED).is_err(), "another memory");
         assert!(table.answered(Rank(2), MemoryId(1), ATTACHED).is_err(), "another rank");
@@ -319,7 +324,7 @@ mod tests {
 
     impl World {
         fn act(&mut self, table: &mut Attachments) {
-            while let Some(action) = table.poll() {
+            while let Some(action) = table.poll(true) {
                 match action {
                     Action::Attach(memory) => {
                         assert!(self.is_serving && self.open.contains(&memory));

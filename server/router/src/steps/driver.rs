@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use expertd_ipc::wait::spin_between_steps;
 use expertd_ipc::{Copier, RowSource, StagedRows, WaitPolicy};
 use expertd_scheduler::{
     Action, Config, Failure, GroupFault, Receipt, RecoveryPolicy, RequestKey, StepLoop, Time,
@@ -473,11 +474,15 @@ impl Driver {
         let now = Instant::now();
         let until = self.shared.instant(self.step_loop.wake_at(self.shared.time(now)));
         let has_waiting = self.step_loop.has_waiting();
+        let spin = match self.launched.is_empty() {
+            true => spin_between_steps(self.cluster.spin, self.cluster.usable_cores),
+            false => self.cluster.spin,
+        };
+        let spin = spin.saturating_sub(now - self.last_event);
         let Driver { shared, group, loading, reload, experts_ended, .. } = self;
         if let Some(group) = group {
             group.want_early_notice(has_waiting);
         }
-        let spin = self.cluster.spin.saturating_sub(now - self.last_event);
         let policy = WaitPolicy { spin, deadline: Some(until) };
         let event = shared.bell.bell().wait_until(policy, || {
             shared.has_mail()

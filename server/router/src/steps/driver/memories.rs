@@ -1,6 +1,7 @@
 //! The memories of sessions: which ones ranks attach, and when they are released.
 
 use std::collections::HashMap;
+use std::time::{Duration, Instant};
 
 use expertd_types::{Generation, MemoryId, WeightVersion};
 
@@ -8,6 +9,12 @@ use super::Driver;
 use crate::cluster::{Fault, FaultKind};
 use crate::sessions::{AttachAction, Attachments, OpenSession, Outcome, RowsTravel};
 use crate::steps::service::SessionMail;
+
+/// After an order, ranks get no other one for this many times its duration, so that clients that open and close sessions all the
+/// time take a tenth of the ranks' time at most.
+const PAUSE_FACTOR: u32 = 9;
+/// The longest pause between two orders.
+const MAX_PAUSE: Duration = Duration::from_millis(100);
 
 /// The memories of sessions and what ranks have of them.
 pub(super) struct Memories {
@@ -18,6 +25,10 @@ pub(super) struct Memories {
     refusals: HashMap<MemoryId, String>,
     /// A generation whose ranks are ready, while they attach memories that calls cannot do without.
     ready: Option<(Generation, WeightVersion)>,
+    /// When the present or last order was sent.
+    ordered: Instant,
+    /// When the next order may be sent.
+    next_order: Instant,
 }
 
 impl Memories {
@@ -27,6 +38,8 @@ impl Memories {
             sessions: HashMap::new(),
             refusals: HashMap::new(),
             ready: None,
+            ordered: Instant::now(),
+            next_order: Instant::now(),
         }
     }
 
@@ -82,6 +95,7 @@ impl Memories {
         }
         self.refusals.clear();
         self.ready = None;
+        self.next_order = Instant::now();
         self.attachments.end_generation();
     }
 }
@@ -98,6 +112,10 @@ impl Driver {
                 .attachments
                 .answered(news.rank, news.memory, news.answer)
                 .map_err(|message| Fault { kind: FaultKind::Channel, message })?;
+            if !memories.attachments.is_ordering() {
+                let now = Instant::now();
+                memories.next_order = now + (PAUSE_FACTOR * (now - memories.ordered)).min(MAX_PAUSE);
+            }
             let (memory, rows_travel) = match outcome {
                 None => continue,
                 Some(Outcome::Attached(memory)) => (memory, RowsTravel::InPlace),
@@ -118,7 +136,13 @@ impl Driver {
     /// Sends orders about memories to ranks, and releases memories that are no longer used.
     pub(super) fn order_memories(&mut self) {
         let Driver { group, memories, .. } = self;
-        while let Some(action) = memories.attachments.poll() {
+        let now = Instant::now();
+        // A pause ends with the next event, or with the periodic tick. Before steps form, orders disturb no call.
+        let may_order = memories.ready.is_some() || now >= memories.next_order;
+        while let Some(action) = memories.attachments.poll(may_order) {
+            if !matches!(action, AttachAction::Release(_)) {
+                memories.ordered = now;
+            }
             match (action, &group) {
                 (AttachAction::Attach(memory), Some(group)) => {
                     if let Some(session) = memories.sessions.get(&memory) {
