@@ -83,8 +83,10 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
         .thread_name(|i| format!("experts-{i}"))
         .build()
         .map_err(setup_failure)?;
+    joining.clock.end("threads");
     let windows = joining.next_fd("the windows")?;
     let group = CpuGroup::from_fd(windows, crate::ep_config(setup)).map_err(setup_failure)?;
+    joining.clock.end("windows");
     let weights = joining.next_fd("the weights")?;
     let RankWeights::Held { fingerprint } = &setup.weights else {
         return Err(setup_failure("the router sent the folder of a checkpoint, expected packed weights"));
@@ -92,7 +94,9 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let weights = map(weights, setup.rank, setup.shape.ranks as usize, fingerprint)
         .map_err(|error| (FailureKind::Load, error.to_string()))?;
     let memory = Arc::clone(&weights.memory);
+    joining.clock.end("weights");
     let engine = CpuEngine::new(setup, group, pool, weights, joining.row_counts.clone());
+    joining.clock.end("buffers");
     // Steps can begin meanwhile: a page that is not mapped yet costs them a fault.
     let mapping = std::thread::Builder::new().name("map-weights".into());
     mapping.spawn(move || memory.populate()).map_err(setup_failure)?;

@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod clock;
 pub mod convert;
 mod loader;
 mod memories;
@@ -9,6 +10,7 @@ mod process;
 pub mod segments;
 pub mod share;
 
+pub use clock::SetupClock;
 pub use loader::{PackedShare, Progress, run_loader};
 pub use memories::{ClientMemory, DeviceMemory, HostMemories};
 pub use process::{Failure, Joining, Loaded, RankExit, run_rank, setup_failure};

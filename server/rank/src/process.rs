@@ -11,7 +11,7 @@ use std::time::Duration;
 use bytemuck::Zeroable;
 
 use crate::memories::{ClientMemory, Order, Orders, unexpected};
-use crate::{StepEngine, StepFault, StepReport};
+use crate::{SetupClock, StepEngine, StepFault, StepReport};
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::passing::FdReader;
 use expertd_ipc::wait::spin_between_steps;
@@ -51,6 +51,8 @@ pub struct Joining<'a> {
     /// The reading end of the control socket.
     pub reader: &'a mut BufReader<FdReader>,
     fds: std::vec::IntoIter<OwnedFd>,
+    /// Measures the parts of the set-up.
+    pub clock: &'a mut SetupClock,
     /// Reports to the router the bytes of weights that are loaded and the bytes to load.
     pub progress: &'a mut dyn FnMut(u64, u64),
 }
@@ -142,6 +144,7 @@ impl ReadyRank {
         let mut next_fd = |what: &str| {
             fds.next().ok_or_else(|| setup_failure(format!("the router sent no file descriptor for {what}")))
         };
+        let mut clock = SetupClock::start();
         let channel_fd = next_fd("the channel")?;
         let bell = RouterBell::join(next_fd("the router's bell")?).map_err(setup_failure)?;
         let row_counts = RowCounts::join(setup.row_counts, next_fd("row counts")?).map_err(setup_failure)?;
@@ -149,7 +152,9 @@ impl ReadyRank {
             .map_err(setup_failure)?;
         beat(channel.heartbeat(), setup.heartbeat).map_err(setup_failure)?;
         pin(setup.rank, &setup.cores);
+        clock.end("channel");
         channel.populate().map_err(setup_failure)?;
+        clock.end("staging pages");
         let mut last = std::time::Instant::now();
         let mut progress = |loaded_bytes: u64, total_bytes: u64| {
             if last.elapsed() >= Duration::from_millis(100) || loaded_bytes == total_bytes {
@@ -158,9 +163,18 @@ impl ReadyRank {
                 let _ = control::send(socket, &FromRank::Loading { loaded_bytes, total_bytes });
             }
         };
-        let progress = &mut progress;
-        let joining = Joining { setup, channel: &channel, row_counts, socket, reader, fds, progress };
+        let joining = Joining {
+            setup,
+            channel: &channel,
+            row_counts,
+            socket,
+            reader,
+            fds,
+            clock: &mut clock,
+            progress: &mut progress,
+        };
         let Loaded { engine, weight_bytes, device } = load(joining)?;
+        tracing::debug!(parts = %clock, "set up");
         Ok(ReadyRank { channel, engine, weight_bytes, device })
     }
 

@@ -34,18 +34,23 @@ const LOAD_THREADS: usize = 16;
 
 /// Sets up this rank's GPU, joins the group, and loads.
 pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
-    let Joining { setup, channel, row_counts, socket, reader, progress, .. } = joining;
+    let Joining { setup, channel, row_counts, socket, reader, clock, progress, .. } = joining;
     let device = open(setup)?;
+    clock.end("device");
     let checkpoint = own_checkpoint(setup)?;
     let spec = checkpoint.spec();
     gpu::check(spec, &setup.shape).map_err(setup_failure)?;
     let shape = gpu::kernel_shape(&setup.shape, spec.max_experts());
+    clock.end("checkpoint");
     expertd_kernels::experts::setup().map_err(setup_failure)?;
+    clock.end("kernels");
 
     // Ranks join before they load, so that a rank that cannot join fails before minutes are spent on loading.
     let windows = join(setup, &device, &shape, socket, reader)?;
+    clock.end("windows");
     let host = pin(&device, channel)?;
     let counts = DeviceCounts::new(&device, row_counts, setup.rank).map_err(setup_failure)?;
+    clock.end("pinned staging");
     let padding = shape.hidden as usize != setup.shape.hidden;
     let staged = channel.staging_addresses();
     let no_room = |error: DeviceError| {
@@ -60,11 +65,13 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     };
     let buffers = Buffers::new(&device, &shape, &sizes).map_err(no_room)?;
     let copies = if padding { None } else { Some(Copies::new(&device, &staged).map_err(no_room)?) };
+    clock.end("buffers");
     // All buffers of steps are allocated, so the free memory is available for weights.
     check_memory(setup, &device, &checkpoint)?;
     let layers = load_weights(setup, &device, &checkpoint, progress)?;
     checkpoint.check_unchanged().map_err(|error| (FailureKind::Load, error.to_string()))?;
 
+    clock.end("weights");
     let weight_bytes = layers.weight_bytes;
     let name = device.name().map_err(setup_failure)?;
     let describe = format!(
@@ -74,6 +81,7 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     );
     let parts = EngineParts { shape, windows, host, counts, layers, buffers, copies };
     let engine = CudaEngine::new(setup, device, parts, &staged).map_err(setup_failure)?;
+    clock.end("graphs");
     Ok(Loaded { engine: Box::new(engine), weight_bytes, device: describe })
 }
 
