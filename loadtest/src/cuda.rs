@@ -226,6 +226,11 @@ impl CudaWorker {
                 stats.latency.record(took / layers.max(1) as u32);
                 if let Some(receipt) = status.last {
                     stats.step.record(receipt.step_time);
+                    for timing in &session::receipt(&receipt, true).timings {
+                        for (phase, ns) in crate::stats::phases(timing).into_iter().enumerate() {
+                            stats.phases.entry(phase).or_default().record(Duration::from_nanos(ns));
+                        }
+                    }
                     stats.generations.insert(receipt.generation);
                 }
             }

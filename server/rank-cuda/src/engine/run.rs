@@ -55,12 +55,15 @@ impl CudaEngine {
         variant: Variant,
         segments: &[CheckedSegment],
         clients: &[ClientCopy],
+        copied: bool,
     ) -> Result<(), CudaFault> {
         let slot = step.slot as usize;
-        let bytes = segments.iter().map(CheckedSegment::staged_end).max().unwrap_or(0);
+        let bytes = carried_bytes(segments);
         let copies = self.copies_of(variant);
-        if let Some(copies) = copies {
-            copies.inward(slot, segments.len(), bytes, clients, &self.stream)?;
+        match copies {
+            Some(copies) if copied => copies.inward(slot, segments.len(), bytes, clients, &self.stream)?,
+            Some(copies) => copies.segments(slot, segments.len(), &self.stream)?,
+            None => {}
         }
         match self.graphs.get(layer.class, slot, variant) {
             Some(graph) if step.top_k as usize == layer.spec.gate.top_k => graph.launch(&self.stream)?,
@@ -73,7 +76,7 @@ impl CudaEngine {
                 }
             }
         }
-        if let Some(copies) = copies {
+        if let Some(copies) = copies.filter(|_| copied) {
             copies.outward(slot, bytes, clients, &self.stream)?;
         }
         Ok(())
@@ -109,6 +112,11 @@ impl CudaEngine {
         }
         Ok(false)
     }
+}
+
+/// Bytes of staging that the rows of a step take.
+fn carried_bytes(segments: &[CheckedSegment]) -> usize {
+    segments.iter().map(CheckedSegment::staged_end).max().unwrap_or(0)
 }
 
 /// Element type of result rows in device memory: the type of all rows if they share one, else f32, which is then rounded to
@@ -174,14 +182,15 @@ impl StepEngine for CudaEngine {
             )));
         }
         let copies = self.copies_of(variant);
-        let copied = copies.is_some();
         let clients = match padding {
             true => Vec::new(),
             false => {
                 self.memories.place(&segments, staging.segments, copies.map(|copies| copies.row_bytes(slot)))
             }
         };
-        self.launch(step, layer, variant, &segments, &clients)?;
+        // Rows in the memory of GPUs, which kernels access, leave nothing to copy.
+        let copied = copies.is_some() && (!clients.is_empty() || carried_bytes(&segments) > 0);
+        self.launch(step, layer, variant, &segments, &clients, copied)?;
         if self.running.is_empty() {
             self.watch = Watch::start();
         }
