@@ -2,6 +2,7 @@
 //! other. Rows are copied to the GPU before a call's time begins, as an engine's are there already.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -193,10 +194,10 @@ impl CudaWorker {
             if let Some(Payload::Inline(rows)) = &request.payload {
                 self.stream.session().memory().write(self.rows, rows)?;
             }
-            if !graphs.contains_key(&tokens) {
-                graphs.insert(tokens, self.capture(load, tokens)?);
-            }
-            let Some(graph) = graphs.get(&tokens) else { return Ok(()) };
+            let graph = match graphs.entry(tokens) {
+                Entry::Occupied(graph) => graph.into_mut(),
+                Entry::Vacant(place) => place.insert(self.capture(load, tokens)?),
+            };
             let failures = self.stream.status()?.failures;
             let began = Instant::now();
             let Some(measured) = load.period.admit(began) else { return Ok(()) };
