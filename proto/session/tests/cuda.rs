@@ -2,13 +2,14 @@
 //! output. Run with `cargo test -p expertd-session --features cuda --test cuda -- --ignored --test-threads=1`.
 
 #![allow(unsafe_code, reason = "calls the CUDA driver")]
+#![allow(clippy::unwrap_used)]
 
 use std::ffi::c_void;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -151,6 +152,8 @@ fn serve(
 struct Service {
     child: Child,
     path: PathBuf,
+    /// Open as long as the process runs: it prints at its end.
+    _stdout: BufReader<ChildStdout>,
     _folder: tempfile::TempDir,
 }
 
@@ -165,9 +168,13 @@ impl Service {
             command.env("CUDA_VISIBLE_DEVICES", visible);
         }
         let mut child = command.spawn().unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        assert!(lines.map_while(Result::ok).any(|line| line.contains("listening")));
-        Service { child, path, _folder: folder }
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        let mut line = String::new();
+        while !line.contains("listening") {
+            line.clear();
+            assert!(stdout.read_line(&mut line).unwrap() > 0, "the stand-in ended");
+        }
+        Service { child, path, _stdout: stdout, _folder: folder }
     }
 
     fn open(&self, device: u32) -> Result<CudaSession, SessionError> {

@@ -169,7 +169,10 @@ fn killed_clients_leave_nothing_behind() {
             .spawn()
             .unwrap();
         eventually(LOST, "the client calls", || {
-            host.status(&runtime).sessions.iter().any(|one| one.calls_total > 50 * (round % 3) && one.pid == victim.id())
+            host.status(&runtime)
+                .sessions
+                .iter()
+                .any(|one| one.calls_total > 50 * (round % 3) && one.pid == victim.id())
         });
         victim.kill().unwrap();
         victim.wait().unwrap();

@@ -113,12 +113,7 @@ impl Copies {
     }
 
     /// Copies a slot's segments only, on the stream of the kernels, for a step without rows in staging.
-    pub(super) fn segments(
-        &self,
-        slot: usize,
-        segments: usize,
-        compute: &Stream,
-    ) -> Result<(), DeviceError> {
+    pub(super) fn segments(&self, slot: usize, segments: usize, compute: &Stream) -> Result<(), DeviceError> {
         let copy = &self.slots[slot];
         let bytes = segments * size_of::<Segment>();
         assert!(bytes <= copy.segments.len(), "checked with the descriptor");
