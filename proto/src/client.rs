@@ -187,6 +187,10 @@ impl Client {
     pub async fn stream(&self, capacity: usize) -> Result<(RequestSender, AnswerReceiver), Status> {
         let (sender, receiver) = tokio::sync::mpsc::channel(capacity.max(1));
         let outbound = tokio_stream::wrappers::ReceiverStream::new(receiver);
+        #[allow(unused_mut, reason = "only traces change the metadata")]
+        let mut outbound = Request::new(outbound);
+        #[cfg(feature = "trace")]
+        crate::trace::inject(outbound.metadata_mut());
         let inbound = self.raw().forward_stream(outbound).await.map_err(connection_loss)?.into_inner();
         Ok((RequestSender { sender }, AnswerReceiver { inbound }))
     }
@@ -202,6 +206,8 @@ pub(crate) async fn send_once(
     let layer = message.layer;
     let mut request = Request::new(message);
     request.metadata_mut().insert(LAYER_METADATA, layer.into());
+    #[cfg(feature = "trace")]
+    crate::trace::inject(request.metadata_mut());
     let Some(timeout) = timeout else { return Ok(moe.forward(request).await?.into_inner()) };
     request.set_timeout(timeout);
     let start = Instant::now();

@@ -18,6 +18,8 @@ pub mod fleet;
 mod loss;
 #[cfg(feature = "session")]
 pub mod session;
+#[cfg(feature = "trace")]
+mod trace;
 pub mod transport;
 
 pub use client::{

@@ -107,7 +107,8 @@ fn integers(bytes: &Bytes) -> Vec<i32> {
     words(bytes).map(i32::from_le_bytes).collect()
 }
 
-/// A receipt as gRPC has it.
+/// A receipt as gRPC has it: of several steps the first and the last one, and their timings as one entry, the sum over the
+/// steps, without the number of tokens.
 #[must_use]
 pub fn receipt(receipt: &Receipt, timings: bool) -> v1::Receipt {
     let (first, last) = receipt.steps;

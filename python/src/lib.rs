@@ -6,6 +6,7 @@
 mod array;
 mod asyncio;
 mod client;
+mod connection;
 mod dlpack;
 mod element;
 mod errors;
@@ -14,6 +15,7 @@ mod model;
 mod receipt;
 mod request;
 mod runtime;
+mod session;
 mod stream;
 
 use pyo3::prelude::*;

@@ -171,7 +171,7 @@ async fn services_with_other_weights_are_left_out_until_they_are_all_there_is() 
 
 #[tokio::test(flavor = "multi_thread")]
 async fn services_that_are_not_there_are_named() {
-    let config = FleetConfig { patience: Duration::from_millis(300), ..FleetConfig::default() };
+    let config = FleetConfig { connect_patience: Duration::from_millis(300), ..FleetConfig::default() };
     let address = free_address();
     let error = FleetClient::connect(&address, config.clone()).await.unwrap_err().to_string();
     assert!(error.contains(&address) && error.contains("expertd serve"), "{error}");

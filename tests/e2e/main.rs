@@ -14,4 +14,5 @@ mod sessions;
 mod soak_gpu;
 mod startup;
 mod steps;
+mod traces;
 mod weights;

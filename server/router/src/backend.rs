@@ -141,6 +141,10 @@ pub struct StepTiming {
     pub phases: PhaseTimes,
     /// The largest total of any rank over all phases except the copies between host and device.
     pub computed: Duration,
+    /// When the step formed.
+    pub formed: Instant,
+    /// When its last row was back at the router.
+    pub done: Instant,
 }
 
 /// Why a request was not admitted.

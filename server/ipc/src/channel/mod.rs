@@ -6,6 +6,9 @@
 //! pushes a [`Completion`]. Between the two pushes the area belongs to the rank, otherwise to the router. Each end records
 //! which slots are in flight and refuses to access an area that the other side owns.
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod attached_tests;
 mod layout;
 mod rank;
 mod records;

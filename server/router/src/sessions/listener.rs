@@ -67,6 +67,9 @@ pub(super) struct Shared {
     connections: AtomicUsize,
 }
 
+/// Reasons why sessions are refused.
+const REFUSALS: [&str; 4] = ["user", "open", "protocol", "limit"];
+
 impl SessionServer {
     /// Binds the session socket.
     ///
@@ -78,6 +81,10 @@ impl SessionServer {
         let listener = Listener::bind(&config.listen, mode).await?;
         let registry = Arc::clone(service.sessions());
         let metrics = Arc::new(RequestMetrics::new("Session"));
+        // Counters start at 0, so that a rate includes the first increment.
+        for reason in REFUSALS {
+            counter!(names::SESSIONS_REFUSED_TOTAL, "reason" => reason).increment(0);
+        }
         let (next, connections) = (AtomicU64::new(1), AtomicUsize::new(0));
         let shared = Shared { config, service, registry, metrics, next, connections };
         Ok(SessionServer { listener, shared: Arc::new(shared) })

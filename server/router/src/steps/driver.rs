@@ -390,6 +390,8 @@ impl Driver {
             tokens: done.tokens as u32,
             phases: PhaseTimes { copy_in, gate, prepare, dispatch, experts, combine, copy_out },
             computed: Duration::from_nanos(done.computed_ns()),
+            formed: launched.formed,
+            done: now,
         };
         // The ranges of one request are adjacent.
         let (mut keys, mut outputs, mut copies) = (Vec::new(), Vec::<Output>::new(), Vec::new());

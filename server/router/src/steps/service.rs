@@ -281,6 +281,7 @@ impl Service {
             ranks: cluster.shape.ranks,
             weights: cluster.weights,
         };
+        metrics::gauge!(crate::telemetry::names::MODEL_INFO, "model" => model.name.clone()).set(1.0);
         let shared = Arc::new(Shared::new(model, config.clone(), reload, seed)?);
         crate::expert_rows::export(Arc::downgrade(&shared), config.expert_metrics, Shared::expert_rows)?;
         let (thread, end) = thread::start(Arc::clone(&shared), cluster, config, seed)?;

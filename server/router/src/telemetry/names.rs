@@ -129,8 +129,14 @@ metrics_table! {
     SESSION_BYTES = "expertd_session_bytes", Kind::Gauge, Bytes, [];
     /// Calls of authenticated clients, by name. A stream is one call.
     CLIENT_CALLS_TOTAL = "expertd_client_calls_total", Kind::Counter, Count, ["client"];
+    /// Tokens in admitted requests of authenticated clients, by name; sessions are not included.
+    CLIENT_TOKENS_TOTAL = "expertd_client_tokens_total", Kind::Counter, Count, ["client"];
     /// Reloads of changed certificates and token files: ok, or error, which leaves the earlier ones in force.
     CREDENTIAL_RELOADS_TOTAL = "expertd_credential_reloads_total", Kind::Counter, Count, ["result"];
+    /// Spans of requests that were sent to the receiver of traces.
+    TRACE_SPANS_SENT_TOTAL = "expertd_trace_spans_sent_total", Kind::Counter, Count, [];
+    /// Spans dropped, by reason: queue (more ended than were sent) or export (the receiver did not take them).
+    TRACE_SPANS_DROPPED_TOTAL = "expertd_trace_spans_dropped_total", Kind::Counter, Count, ["reason"];
     /// Log lines dropped because standard error did not take them in time.
     LOG_LINES_DROPPED_TOTAL = "expertd_log_lines_dropped_total", Kind::Counter, Count, [];
     /// Bytes charged for requests: each is charged from its arrival until its answer has left.
@@ -141,6 +147,8 @@ metrics_table! {
     PROCESS_RESIDENT_BYTES = "expertd_process_resident_bytes", Kind::Gauge, Bytes, ["process", "kind"];
     /// Unix time at which the service started.
     START_TIME_SECONDS = "expertd_start_time_seconds", Kind::Gauge, Seconds, [];
+    /// Always 1. The label is the name of the served model.
+    MODEL_INFO = "expertd_model_info", Kind::Gauge, Count, ["model"];
     /// Always 1. The labels describe the build.
     BUILD_INFO = "expertd_build_info", Kind::Gauge, Count, ["version", "commit", "features"];
 }
