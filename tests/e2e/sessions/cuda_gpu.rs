@@ -57,7 +57,7 @@ fn random(tokens: usize, dtype: DType, seed: u64) -> ForwardRequest {
     let mut rng = SmallRng::seed_from_u64(seed);
     let values: Vec<f32> = (0..tokens * HIDDEN).map(|_| rng.random_range(-2.0..2.0)).collect();
     let rows = encode(&values, dtype);
-    let mut request = ForwardRequest::inline(0, tokens, expertd_proto::v1::DType::DtypeF32, rows);
+    let mut request = ForwardRequest::inline(0, tokens as u32, expertd_proto::v1::DType::DtypeF32, rows);
     request.dtype = dtype as i32;
     request
 }

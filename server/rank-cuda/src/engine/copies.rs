@@ -112,17 +112,6 @@ impl Copies {
         copy.in_end.wait_event(compute)
     }
 
-    /// Copies a slot's segments only, on the stream of the kernels, for a step without rows in staging.
-    pub(super) fn segments(&self, slot: usize, segments: usize, compute: &Stream) -> Result<(), DeviceError> {
-        let copy = &self.slots[slot];
-        let bytes = segments * size_of::<Segment>();
-        assert!(bytes <= copy.segments.len(), "checked with the descriptor");
-        // SAFETY: as in `inward`.
-        unsafe {
-            event::copy_to_device(compute, copy.segments.address(), copy.staging.segments.cast(), bytes)
-        }
-    }
-
     /// Copies the first `bytes` of a slot's rows and the results of `clients` back, after the work that `compute` has so far.
     pub(super) fn outward(
         &self,

@@ -55,15 +55,12 @@ impl CudaEngine {
         variant: Variant,
         segments: &[CheckedSegment],
         clients: &[ClientCopy],
-        copied: bool,
     ) -> Result<(), CudaFault> {
         let slot = step.slot as usize;
-        let bytes = carried_bytes(segments);
+        let bytes = segments.iter().map(CheckedSegment::staged_end).max().unwrap_or(0);
         let copies = self.copies_of(variant);
-        match copies {
-            Some(copies) if copied => copies.inward(slot, segments.len(), bytes, clients, &self.stream)?,
-            Some(copies) => copies.segments(slot, segments.len(), &self.stream)?,
-            None => {}
+        if let Some(copies) = copies {
+            copies.inward(slot, segments.len(), bytes, clients, &self.stream)?;
         }
         match self.graphs.get(layer.class, slot, variant) {
             Some(graph) if step.top_k as usize == layer.spec.gate.top_k => graph.launch(&self.stream)?,
@@ -76,7 +73,7 @@ impl CudaEngine {
                 }
             }
         }
-        if let Some(copies) = copies.filter(|_| copied) {
+        if let Some(copies) = copies {
             copies.outward(slot, bytes, clients, &self.stream)?;
         }
         Ok(())
@@ -112,11 +109,6 @@ impl CudaEngine {
         }
         Ok(false)
     }
-}
-
-/// Bytes of staging that the rows of a step take.
-fn carried_bytes(segments: &[CheckedSegment]) -> usize {
-    segments.iter().map(CheckedSegment::staged_end).max().unwrap_or(0)
 }
 
 /// Element type of result rows in device memory: the type of all rows if they share one, else f32, which is then rounded to
@@ -182,15 +174,14 @@ impl StepEngine for CudaEngine {
             )));
         }
         let copies = self.copies_of(variant);
+        let copied = copies.is_some();
         let clients = match padding {
             true => Vec::new(),
             false => {
                 self.memories.place(&segments, staging.segments, copies.map(|copies| copies.row_bytes(slot)))
             }
         };
-        // Rows in the memory of GPUs, which kernels access, leave nothing to copy.
-        let copied = copies.is_some() && (!clients.is_empty() || carried_bytes(&segments) > 0);
-        self.launch(step, layer, variant, &segments, &clients, copied)?;
+        self.launch(step, layer, variant, &segments, &clients)?;
         if self.running.is_empty() {
             self.watch = Watch::start();
         }
