@@ -30,6 +30,9 @@ pub struct Args {
     /// Send requests through sessions instead of gRPC; the address is that of the session socket, unix:PATH
     #[arg(long, value_enum, value_name = "KIND")]
     pub session: Option<SessionKind>,
+    /// The GPU of a CUDA session, by its number among those that this process sees
+    #[arg(long, default_value_t = 0, value_name = "GPU")]
+    pub session_device: u32,
     /// Name of the model; optional if the service has only one
     #[arg(long, default_value = "", hide_default_value = true)]
     pub model: String,
@@ -72,6 +75,9 @@ impl Args {
             return unfit(
                 "--session has closed loops only: leave out --rate, and use --mode unary or decode",
             );
+        }
+        if self.session == Some(SessionKind::Cuda) && self.content.routing != RoutingSource::Gate {
+            return unfit("--session cuda routes by the service's gate: leave out --routing");
         }
         Ok(())
     }
@@ -212,6 +218,8 @@ pub enum Mode {
 pub enum SessionKind {
     /// Rows lie in host memory that the service shares
     Host,
+    /// Rows lie in the memory of the client's GPU; with --mode decode, a CUDA graph has the calls of all layers
+    Cuda,
 }
 
 /// The source of a request's routing.

@@ -5,6 +5,7 @@ pub mod args;
 pub mod arrivals;
 pub mod check;
 pub mod connect;
+pub mod cuda;
 pub mod decode;
 pub mod distribution;
 pub mod echo;
@@ -33,7 +34,7 @@ use expertd_proto::transport::{CONTROL_MESSAGE_BYTES, ConnectError, Credentials}
 use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::task::JoinSet;
 
-use args::{Args, Bounds, Mode, Shape};
+use args::{Args, Bounds, Mode, SessionKind, Shape};
 use connect::Client;
 use echo::EchoServer;
 use expertd_types::DType;
@@ -140,7 +141,9 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
             CpuTime::now()
         }
     });
-    if args.session.is_some() {
+    if args.session == Some(SessionKind::Cuda) {
+        drive_cuda(&load, args).await?;
+    } else if args.session.is_some() {
         drive_sessions(&load, &args.shape, &session::open_all(&args.address, &args.shape, &workload)?).await;
     } else {
         let clients =
@@ -187,6 +190,17 @@ async fn drive_sessions(load: &Arc<Load>, shape: &Shape, clients: &[Arc<SessionC
         workers.spawn_blocking(move || session::closed(&load, &client, index as u64));
     }
     workers.join_all().await;
+}
+
+/// Runs a thread for each outstanding request of each CUDA session until no more requests may begin and all have ended.
+async fn drive_cuda(load: &Arc<Load>, args: &Args) -> Result<(), Error> {
+    let mut workers = JoinSet::new();
+    for worker in cuda::open_all(args, &load.workload)? {
+        let load = Arc::clone(load);
+        workers.spawn_blocking(move || worker.closed(&load));
+    }
+    workers.join_all().await;
+    Ok(())
 }
 
 /// Runs all workers until no more requests may begin and all have ended.

@@ -26,13 +26,15 @@ pub struct Job {
     pub measured: bool,
     /// Number of sendings so far.
     pub attempts: u32,
+    /// Time at which the outcome was there; `None` for the time at which it is recorded.
+    pub ended: Option<Instant>,
 }
 
 impl Job {
     /// Creates a job that is about to be sent for the first time.
     #[must_use]
     pub fn new(planned: PlannedRequest, began: Instant, measured: bool) -> Job {
-        Job { planned, began, sent: Instant::now(), measured, attempts: 1 }
+        Job { planned, began, sent: Instant::now(), measured, attempts: 1, ended: None }
     }
 }
 
@@ -119,7 +121,7 @@ impl Load {
 
     /// Records the outcome of a sending. `Some` means that the job is to be sent again after this delay.
     pub fn finish(&self, worker: u64, mut job: Job, outcome: Outcome) -> Option<(Job, Duration)> {
-        let now = Instant::now();
+        let now = job.ended.unwrap_or_else(Instant::now);
         match outcome {
             Outcome::Answer(response) => {
                 self.progress.answered.fetch_add(1, Ordering::Relaxed);

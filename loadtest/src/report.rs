@@ -55,7 +55,10 @@ impl Settings {
                 Mode::Stream => "stream",
                 Mode::Decode => "decode",
             },
-            session: args.session.map(|SessionKind::Host| "host"),
+            session: args.session.map(|kind| match kind {
+                SessionKind::Host => "host",
+                SessionKind::Cuda => "cuda",
+            }),
             connections: args.shape.connections.get(),
             streams: if stream { args.shape.streams.get() } else { 1 },
             outstanding: args.shape.outstanding.get(),

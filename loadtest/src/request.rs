@@ -128,6 +128,12 @@ impl Workload {
         self.walks
     }
 
+    /// Whether answers include the shared experts.
+    #[must_use]
+    pub const fn shared(&self) -> SharedExperts {
+        self.shared
+    }
+
     /// Largest number of rows of a request of this workload, checks included.
     #[must_use]
     pub fn largest_request(&self) -> usize {

@@ -170,7 +170,12 @@ pub fn status(error: SessionError) -> Status {
         SessionError::Ended { .. } | SessionError::Socket { .. } | SessionError::Refused { .. } => {
             Status::unavailable(text)
         }
-        SessionError::BufferSize { .. } | SessionError::Address(_) => Status::invalid_argument(text),
+        SessionError::BufferSize { .. } | SessionError::Address(_) | SessionError::NotPrepared { .. } => {
+            Status::invalid_argument(text)
+        }
+        SessionError::NoDriver | SessionError::Driver { .. } | SessionError::Device(_) => {
+            Status::failed_precondition(text)
+        }
         SessionError::Protocol(_) | SessionError::Memory(_) | SessionError::Ring(_) => Status::internal(text),
     }
 }

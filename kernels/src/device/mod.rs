@@ -85,6 +85,12 @@ impl Device {
         check("cuCtxSetCurrent", self.context.bind_to_thread())
     }
 
+    /// Number of the GPU among those that this process may use.
+    #[must_use]
+    pub fn ordinal(&self) -> u32 {
+        u32::try_from(self.context.ordinal()).unwrap_or(u32::MAX)
+    }
+
     /// The GPU's name.
     ///
     /// # Errors

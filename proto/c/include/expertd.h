@@ -93,6 +93,54 @@ int expertd_session_submit(expertd_session *session, const expertd_call *call, u
 int expertd_session_wait(expertd_session *session, uint64_t call_number, uint32_t timeout_ms,
                          expertd_receipt *receipt, char *error, size_t error_bytes);
 
+/* CUDA sessions: rows lie in memory that the session allocates on the caller's GPU, and a call is work of a stream. The CUDA driver is
+ * loaded at run time; without it, opening fails. */
+
+typedef struct expertd_cuda_session expertd_cuda_session;
+
+/* A call that is described once. Places are offsets into the session's memory in bytes, multiples of 64. */
+typedef struct {
+  uint32_t layer;
+  uint32_t dtype;          /* EXPERTD_BF16, EXPERTD_F16 or EXPERTD_F32 */
+  uint32_t max_rows;       /* largest number of rows of a call */
+  uint32_t flags;          /* EXPERTD_EXCLUDE_SHARED, EXPERTD_EXPECT_WEIGHT_VERSION */
+  uint64_t rows;           /* [max_rows, hidden] */
+  uint64_t output;         /* [max_rows, hidden]; must not overlap rows */
+  uint64_t timeout_us;     /* deadline of a call; 0 for none */
+  uint64_t weight_version; /* with EXPERTD_EXPECT_WEIGHT_VERSION */
+} expertd_prepared_call;
+
+/* Allocates `memory_bytes` bytes on GPU `device` (its number in this process) and opens a session with `doorbells` doorbells: calls
+ * that may be in flight at once. Uses the GPU's primary context, as the CUDA runtime does. */
+int expertd_session_open_cuda(const char *address, uint32_t device, uint64_t memory_bytes, uint32_t doorbells,
+                              uint32_t timeout_ms, expertd_cuda_session **session, char *error, size_t error_bytes);
+
+/* Closes a session, after waiting for the GPU's work; NULL is allowed. Graphs that captured its calls must not be launched
+ * afterwards. */
+void expertd_cuda_close(expertd_cuda_session *session);
+
+/* Device address of the memory, and its size in bytes. */
+uint64_t expertd_cuda_memory(const expertd_cuda_session *session, uint64_t *bytes);
+
+/* Elements of a row. */
+uint32_t expertd_cuda_hidden(const expertd_cuda_session *session);
+
+/* Describes `count` calls to the service. The number of the first is stored in `first`; the others follow. All or none are
+ * prepared. */
+int expertd_cuda_prepare(const expertd_cuda_session *session, const expertd_prepared_call *calls, size_t count,
+                         uint32_t *first, char *error, size_t error_bytes);
+
+/* Enqueues a call of the first `rows` rows on `stream` (a cudaStream_t or CUstream of the session's GPU), which may be captured.
+ * Work that was enqueued before has written the rows; work that is enqueued later finds the output. A doorbell has one call in flight
+ * at a time: use it on one stream, or on streams that wait for each other. */
+int expertd_cuda_enqueue(const expertd_cuda_session *session, uint32_t prepared, uint32_t doorbell, uint32_t rows,
+                         void *stream, char *error, size_t error_bytes);
+
+/* Stores the numbers of a doorbell's calls that ended and that failed (either pointer may be NULL). Returns the code and the sentence
+ * of the last call that failed, or 0 if none did. */
+int expertd_cuda_status(const expertd_cuda_session *session, uint32_t doorbell, uint64_t *calls, uint64_t *failures,
+                        char *error, size_t error_bytes);
+
 #ifdef __cplusplus
 }
 #endif

@@ -2,6 +2,13 @@
 
 #![allow(unsafe_code, reason = "takes and gives pointers of C callers")]
 
+mod cuda;
+
+pub use cuda::{
+    ExpertdCudaSession, ExpertdPreparedCall, expertd_cuda_close, expertd_cuda_enqueue, expertd_cuda_hidden,
+    expertd_cuda_memory, expertd_cuda_prepare, expertd_cuda_status, expertd_session_open_cuda,
+};
+
 use std::ffi::{CStr, c_char, c_int};
 use std::time::Duration;
 

@@ -9,6 +9,7 @@
 //! * [`memory`]: the service's view of a region, which a client may write at any time.
 //! * [`socket`]: frames over the session socket.
 //! * [`Session`]: the client.
+//! * [`cuda`]: sessions whose rows lie in the memory of the client's GPU.
 //!
 //! ```no_run
 //! # fn example() -> Result<(), Box<dyn std::error::Error>> {
@@ -27,6 +28,7 @@
 //! ```
 
 pub mod client;
+pub mod cuda;
 pub mod memory;
 pub mod socket;
 pub mod wire;

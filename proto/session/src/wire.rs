@@ -8,7 +8,7 @@ use expertd_ipc::ring::RingLayout;
 
 /// Version of the protocol. A service refuses every other version with a sentence.
 pub const VERSION: u32 = 1;
-/// Kind of a session whose rows lie in host memory. CUDA sessions will be kind 2.
+/// Kind of a session whose rows lie in host memory. [`crate::cuda::wire`] has the other kind.
 pub const KIND_HOST: u32 = 1;
 
 /// Alignment of every offset into the row area, in bytes.
@@ -36,6 +36,13 @@ pub mod frame {
     pub const MODEL: u32 = 5;
     /// From the service: a sentence in UTF-8 that says why the session ends. The socket then ends.
     pub const ENDED: u32 = 6;
+    /// From the service: [`OpenedCuda`](crate::cuda::wire::OpenedCuda). The byte after the frame carries the descriptor of the
+    /// control region.
+    pub const OPENED_CUDA: u32 = 7;
+    /// From the client of a CUDA session: [`PreparedCall`](crate::cuda::wire::PreparedCall) records.
+    pub const PREPARE: u32 = 8;
+    /// From the service: [`PrepareReply`](crate::cuda::wire::PrepareReply), and a sentence in UTF-8 if the calls are refused.
+    pub const PREPARED: u32 = 9;
 }
 
 /// Head of every frame.

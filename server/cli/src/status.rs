@@ -239,6 +239,7 @@ fn to_json(status: &GetStatusResponse) -> serde_json::Value {
                 "calls_in_flight": session.calls_in_flight,
                 "in_place": session.in_place,
                 "refusal": session.refusal,
+                "device": session.device,
             })
         })
         .collect();

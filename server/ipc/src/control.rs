@@ -158,6 +158,13 @@ pub enum MemoryKind {
         /// Its length, in bytes.
         bytes: u64,
     },
+    /// Memory of a GPU, as a POSIX descriptor of CUDA's virtual memory functions, which comes with the message.
+    Device {
+        /// Its length, in bytes.
+        bytes: u64,
+        /// UUID of the GPU.
+        device: [u8; 16],
+    },
 }
 
 /// Messages to a rank after its [`RankSetup`].

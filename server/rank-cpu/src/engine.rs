@@ -360,8 +360,14 @@ impl StepEngine for CpuEngine {
     }
 
     fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {
-        let ClientMemory::Host(bytes) = client;
-        self.memories.attach(memory, bytes)
+        match client {
+            ClientMemory::Host(bytes) => self.memories.attach(memory, bytes),
+            ClientMemory::Device(_) => {
+                Err("ranks on CPUs cannot access the memory of a GPU; open a host session, or serve \
+                                            with --device cuda"
+                    .to_owned())
+            }
+        }
     }
 
     fn detach(&mut self, memory: MemoryId) {

@@ -2,8 +2,9 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, BufReader};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use expertd_ipc::control::{self, MemoryKind, ToRank};
 use expertd_ipc::passing::FdReader;
@@ -15,6 +16,19 @@ use expertd_types::MemoryId;
 pub enum ClientMemory {
     /// Host memory.
     Host(SharedSlice<u8>),
+    /// Memory of a GPU, which the engine maps.
+    Device(DeviceMemory),
+}
+
+/// Memory of a GPU of the client, as its descriptor.
+#[derive(Clone, Debug)]
+pub struct DeviceMemory {
+    /// A POSIX descriptor of CUDA's virtual memory functions.
+    pub fd: Arc<OwnedFd>,
+    /// Length in bytes, as the client says.
+    pub bytes: usize,
+    /// UUID of the GPU, as the client says.
+    pub device: [u8; 16],
 }
 
 /// The attached host memories of a rank.
@@ -128,6 +142,10 @@ fn map(kind: MemoryKind, reader: &mut BufReader<FdReader>) -> Result<ClientMemor
             // Pages that are not mapped yet would cost the first calls a fault each.
             region.populate(0, bytes).map_err(|error| error.to_string())?;
             region.slice(0, bytes).map(ClientMemory::Host).map_err(|error| error.to_string())
+        }
+        MemoryKind::Device { bytes, device } => {
+            let bytes = usize::try_from(bytes).map_err(|error| error.to_string())?;
+            Ok(ClientMemory::Device(DeviceMemory { fd: Arc::new(fd), bytes, device }))
         }
     }
 }

@@ -1,5 +1,7 @@
 //! Sessions of the real service: the same answers as over gRPC, shared steps, faults.
 
+mod cuda;
+mod cuda_gpu;
 mod gpu;
 mod hostile;
 mod killed;

@@ -80,6 +80,26 @@ pub enum SessionError {
         /// The time limit.
         waited: Duration,
     },
+    /// The machine has no CUDA driver.
+    #[error("the CUDA driver (libcuda.so.1) was not found; CUDA sessions need NVIDIA's driver")]
+    NoDriver,
+    /// A call of the CUDA driver failed.
+    #[error("{call} failed: {error}")]
+    Driver {
+        /// Name of the call.
+        call: &'static str,
+        /// The driver's error.
+        error: String,
+    },
+    /// Memory of a GPU that cannot be used for a session.
+    #[error("{0}")]
+    Device(String),
+    /// The service refuses calls that were to be prepared.
+    #[error("the service refuses to prepare the calls: {reason}")]
+    NotPrepared {
+        /// The service's sentence.
+        reason: String,
+    },
     /// The session has ended.
     #[error("the session has ended: {reason}")]
     Ended {

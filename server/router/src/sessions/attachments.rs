@@ -128,6 +128,19 @@ impl Attachments {
         self.memories.get(&memory).is_some_and(usable)
     }
 
+    /// Whether every rank has the memory.
+    pub(crate) fn is_attached(&self, memory: MemoryId) -> bool {
+        self.memories.get(&memory).is_some_and(|attachment| attachment.place == Place::Attached)
+    }
+
+    /// Whether the memory of an open session waits for the answers of ranks.
+    pub(crate) fn is_awaited(&self, memory: MemoryId) -> bool {
+        let waits = |attachment: &Attachment| {
+            !attachment.is_closing && matches!(attachment.place, Place::Nowhere | Place::Attaching)
+        };
+        self.memories.get(&memory).is_some_and(waits)
+    }
+
     /// A step was launched, a segment of which names the memory.
     pub(crate) fn launched(&mut self, memory: MemoryId) {
         if let Some(attachment) = self.memories.get_mut(&memory) {
@@ -233,12 +246,12 @@ mod tests {
         table.begin_generation();
         assert_eq!(table.poll(true), Some(Action::Attach(memory)));
         assert_eq!(table.answered(Rank(0), memory, ATTACHED), Ok(None));
-        assert!(!table.is_usable(memory));
+        assert!(!table.is_usable(memory) && table.is_awaited(memory));
         assert_eq!(table.answered(Rank(1), memory, ATTACHED), Ok(Some(Outcome::Attached(memory))));
-        assert!(table.is_usable(memory));
+        assert!(table.is_usable(memory) && !table.is_awaited(memory));
         table.launched(memory);
         table.close(memory);
-        assert!(!table.is_usable(memory));
+        assert!(!table.is_usable(memory) && table.is_attached(memory));
         assert_eq!(table.poll(true), None, "a step in flight names it");
         table.ended(memory);
         assert_eq!(table.poll(true), Some(Action::Detach(memory)));

@@ -70,30 +70,8 @@ impl SessionCall {
             let _ = memory.write_words(ids, &receipt.topk_ids);
             let _ = memory.write_words(weights, &receipt.topk_weights);
         }
-        let mut tokens_per_rank = [0; MAX_RANKS];
-        let ranks = receipt.tokens_per_rank.len().min(MAX_RANKS);
-        tokens_per_rank[..ranks].copy_from_slice(&receipt.tokens_per_rank[..ranks]);
-        let mut phase_ns = [0_u64; 7];
-        for timing in &receipt.timings {
-            for (sum, time) in phase_ns.iter_mut().zip(timing.phases.all()) {
-                *sum = sum.saturating_add(nanos(time));
-            }
-        }
-        let record = CompletionRecord {
-            call: self.call,
-            generation: receipt.generation.0,
-            weight_version: receipt.weight_version.0,
-            first_step: receipt.steps.first().map_or(0, |step| step.0),
-            last_step: receipt.steps.last().map_or(0, |step| step.0),
-            steps: receipt.steps.len() as u32,
-            ranks: ranks as u32,
-            queue_ns: nanos(receipt.queue_time),
-            step_ns: nanos(receipt.step_time),
-            phase_ns,
-            tokens_per_rank,
-            ..CompletionRecord::zeroed()
-        };
-        self.complete(record.with_text(&receipt.weight_fingerprint.to_string()));
+        let record = completion(self.call, receipt);
+        self.complete(record);
     }
 
     /// Ends the call without an answer.
@@ -120,6 +98,34 @@ impl Drop for SessionCall {
             self.complete(CompletionRecord::failed(self.call, Code::Unavailable as u32, text));
         }
     }
+}
+
+/// The completion of a call that was answered.
+pub(super) fn completion(call: u64, receipt: &Receipt) -> CompletionRecord {
+    let mut tokens_per_rank = [0; MAX_RANKS];
+    let ranks = receipt.tokens_per_rank.len().min(MAX_RANKS);
+    tokens_per_rank[..ranks].copy_from_slice(&receipt.tokens_per_rank[..ranks]);
+    let mut phase_ns = [0_u64; 7];
+    for timing in &receipt.timings {
+        for (sum, time) in phase_ns.iter_mut().zip(timing.phases.all()) {
+            *sum = sum.saturating_add(nanos(time));
+        }
+    }
+    let record = CompletionRecord {
+        call,
+        generation: receipt.generation.0,
+        weight_version: receipt.weight_version.0,
+        first_step: receipt.steps.first().map_or(0, |step| step.0),
+        last_step: receipt.steps.last().map_or(0, |step| step.0),
+        steps: receipt.steps.len() as u32,
+        ranks: ranks as u32,
+        queue_ns: nanos(receipt.queue_time),
+        step_ns: nanos(receipt.step_time),
+        phase_ns,
+        tokens_per_rank,
+        ..CompletionRecord::zeroed()
+    };
+    record.with_text(&receipt.weight_fingerprint.to_string())
 }
 
 /// The completion of a call that failed.

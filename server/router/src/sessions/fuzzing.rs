@@ -13,7 +13,7 @@ use expertd_types::MemoryId;
 use super::listener::{SessionConfig, Shared};
 use super::registry::{SessionLimits, SessionRegistry};
 use super::session::{Opener, SessionState};
-use super::{SessionCall, Steps};
+use super::{CudaCall, OpenSession, SessionCall, Steps};
 use crate::api::fuzzing::{check_request, model, receipt};
 use crate::backend::{ClientKey, ModelInfo, Request, StepError, SubmitError};
 use crate::telemetry::RequestMetrics;
@@ -65,7 +65,11 @@ impl Steps for Echo {
         Ok(())
     }
 
-    fn session_opened(&self, _: Arc<SessionState>) {}
+    fn submit_cuda(&self, _: Request, _: CudaCall) -> Result<(), SubmitError> {
+        Err(SubmitError::Draining)
+    }
+
+    fn session_opened(&self, _: OpenSession) {}
 
     fn session_ended(&self, _: MemoryId) {}
 }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use expertd_session::cuda::wire::KIND_CUDA;
 use expertd_session::memory::SessionMemory;
 use expertd_session::socket;
 use expertd_session::wire::{KIND_HOST, MAX_CALLS, MAX_CLIENT_FRAME, Open, RegionLayout, VERSION, frame};
@@ -17,6 +18,7 @@ use prost::Message as _;
 use tokio_util::sync::CancellationToken;
 
 use super::Steps;
+use super::open::OpenSession;
 use super::registry::{SessionLimits, SessionRegistry};
 use super::session::{Opener, SessionState};
 use crate::api::{Address, BindError, Listener, PlainSocket, client_key, encode_model};
@@ -54,12 +56,14 @@ pub struct SessionServer {
     shared: Arc<Shared>,
 }
 
+/// What the threads of connections share.
 pub(super) struct Shared {
-    config: SessionConfig,
-    steps: Arc<dyn Steps>,
-    registry: Arc<SessionRegistry>,
-    metrics: Arc<RequestMetrics>,
-    next: AtomicU64,
+    pub(super) config: SessionConfig,
+    pub(super) steps: Arc<dyn Steps>,
+    pub(super) registry: Arc<SessionRegistry>,
+    pub(super) metrics: Arc<RequestMetrics>,
+    /// Number of the next session.
+    pub(super) next: AtomicU64,
     connections: AtomicUsize,
 }
 
@@ -113,7 +117,7 @@ impl SessionServer {
 }
 
 /// Counts a connection until it is dropped.
-struct Connected(Arc<Shared>);
+pub(super) struct Connected(Arc<Shared>);
 
 impl Drop for Connected {
     fn drop(&mut self) {
@@ -193,8 +197,13 @@ impl Shared {
             match kind {
                 frame::GET_MODEL => self.send_model(socket)?,
                 frame::OPEN => {
-                    return match self.open(socket, opener, &payload) {
-                        Ok(session) => self.follow(socket, &session),
+                    let opened = kind_of(&payload).and_then(|kind| match kind {
+                        KIND_CUDA => self.open_cuda(socket, opener, &payload).map(OpenSession::Cuda),
+                        _ => self.open(socket, opener, &payload).map(OpenSession::Host),
+                    });
+                    return match opened {
+                        Ok(OpenSession::Host(session)) => self.follow(socket, &session),
+                        Ok(OpenSession::Cuda(session)) => self.follow_cuda(socket, &session),
                         Err(reason) => {
                             refuse(socket, "open", &reason);
                             Ok(())
@@ -212,7 +221,7 @@ impl Shared {
         }
     }
 
-    fn send_model(&self, socket: &UnixStream) -> io::Result<()> {
+    pub(super) fn send_model(&self, socket: &UnixStream) -> io::Result<()> {
         socket::send(socket, frame::MODEL, &encode_model(&self.steps.model()).encode_to_vec())
     }
 
@@ -223,18 +232,10 @@ impl Shared {
         opener: Opener,
         payload: &[u8],
     ) -> Result<Arc<SessionState>, String> {
-        // The version comes first, so that clients of other versions are told so whatever else they send.
-        let version = payload.first_chunk::<4>().map(|bytes| u32::from_le_bytes(*bytes));
-        if version != Some(VERSION) {
-            let found = version.map_or_else(|| "none".to_owned(), |version| version.to_string());
-            return Err(format!(
-                "the client speaks version {found} of the session protocol, this service version {VERSION}"
-            ));
-        }
         let open: Open = socket::record(payload).map_err(|error| error.to_string())?;
         if open.kind != KIND_HOST {
             return Err(format!(
-                "sessions of kind {} are not served, only kind {KIND_HOST} (host memory)",
+                "sessions of kind {} are not served, only kinds {KIND_HOST} (host memory) and {KIND_CUDA} (a GPU's memory)",
                 open.kind
             ));
         }
@@ -249,19 +250,14 @@ impl Shared {
         let layout = RegionLayout::new(calls, rows_bytes).map_err(|error| error.to_string())?;
         let charge = self.registry.charge(&self.config.limits, layout.bytes)?;
         let (memory, rings) = SessionMemory::create(calls, rows_bytes).map_err(|error| error.to_string())?;
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
-        if u32::try_from(number).is_err() {
-            return Err(
-                "the service has opened 2^32 sessions and has no number for another one; restart it".into()
-            );
-        }
+        let number = self.next_number()?;
         let spin_us = u32::try_from(self.config.spin.as_micros()).unwrap_or(u32::MAX);
         let hidden = u32::try_from(self.steps.model().hidden).unwrap_or(u32::MAX);
         let opened = memory.opened(number, spin_us, hidden);
         let writing = socket.try_clone().map_err(|error| error.to_string())?;
         let metrics = Arc::clone(&self.metrics);
         let session = SessionState::new(number, opener, memory, rings.completions, writing, metrics, charge);
-        self.registry.add(&self.config.limits, &session)?;
+        self.registry.add(&self.config.limits, &OpenSession::Host(Arc::clone(&session)))?;
         let sent = socket::send(socket, frame::OPENED, bytemuck::bytes_of(&opened))
             .and_then(|()| socket::send_region(socket, session.memory().region()))
             .and_then(|()| socket.set_read_timeout(None));
@@ -281,7 +277,7 @@ impl Shared {
             self.registry.remove(number);
             return Err(error.to_string());
         }
-        self.steps.session_opened(Arc::clone(&session));
+        self.steps.session_opened(OpenSession::Host(Arc::clone(&session)));
         counter!(names::SESSIONS_OPENED_TOTAL).increment(1);
         tracing::info!(
             session = number,
@@ -295,7 +291,7 @@ impl Shared {
     }
 
     /// Counts the second thread of a session.
-    fn connected_again(self: &Arc<Self>) -> Connected {
+    pub(super) fn connected_again(self: &Arc<Self>) -> Connected {
         self.connections.fetch_add(1, Ordering::AcqRel);
         Connected(Arc::clone(self))
     }
@@ -336,6 +332,20 @@ impl Shared {
         );
         followed
     }
+}
+
+/// The kind of session that an OPEN frame asks for. The version comes first, so that clients of other versions are told so whatever
+/// else they send.
+fn kind_of(payload: &[u8]) -> Result<u32, String> {
+    let word = |at: usize| payload.get(at..at + 4)?.first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
+    let version = word(0);
+    if version != Some(VERSION) {
+        let found = version.map_or_else(|| "none".to_owned(), |version| version.to_string());
+        return Err(format!(
+            "the client speaks version {found} of the session protocol, this service version {VERSION}"
+        ));
+    }
+    word(4).ok_or_else(|| format!("an OPEN frame of {} bytes has no kind of session", payload.len()))
 }
 
 /// Tells a client why it is turned away.

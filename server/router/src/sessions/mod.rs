@@ -6,14 +6,18 @@
 //! * `call`: a call that the step loop has.
 //! * `registry`: all sessions: limits, status.
 //! * `listener`: the session socket.
+//! * `cuda`: sessions whose rows lie in the memory of the client's GPU.
+//! * `open`: a session of either kind.
 //!
 //! `docs/sessions.md` has the protocol and says what is trusted.
 
 mod attachments;
 mod call;
+mod cuda;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 mod listener;
+mod open;
 mod registry;
 mod session;
 mod table;
@@ -27,9 +31,10 @@ use crate::steps::Service;
 
 pub(crate) use attachments::{Action as AttachAction, Answer as AttachAnswer, Attachments, Outcome};
 pub(crate) use call::SessionCall;
+pub(crate) use cuda::CudaCall;
 pub use listener::{SessionConfig, SessionServer};
+pub(crate) use open::OpenSession;
 pub use registry::{RowsTravel, SessionLimits, SessionRegistry, SessionStatus};
-pub(crate) use session::SessionState;
 
 /// What takes the calls of sessions: the step loop.
 pub(crate) trait Steps: Send + Sync {
@@ -42,8 +47,14 @@ pub(crate) trait Steps: Send + Sync {
     /// [`SubmitError`] when it is not admitted now. The call then has no completion.
     fn submit(&self, request: Request, call: SessionCall) -> Result<(), SubmitError>;
 
+    /// As [`submit`](Self::submit), for a call whose rows lie in the memory of a client's GPU.
+    ///
+    /// # Errors
+    /// As [`submit`](Self::submit).
+    fn submit_cuda(&self, request: Request, call: CudaCall) -> Result<(), SubmitError>;
+
     /// Takes note of a new session.
-    fn session_opened(&self, session: Arc<SessionState>);
+    fn session_opened(&self, session: OpenSession);
 
     /// Takes note of the end of a session that was opened.
     fn session_ended(&self, memory: MemoryId);
@@ -58,7 +69,11 @@ impl Steps for Service {
         self.submit_session(request, call)
     }
 
-    fn session_opened(&self, session: Arc<SessionState>) {
+    fn submit_cuda(&self, request: Request, call: CudaCall) -> Result<(), SubmitError> {
+        Service::submit_cuda(self, request, call)
+    }
+
+    fn session_opened(&self, session: OpenSession) {
         Service::session_opened(self, session);
     }
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use metrics::gauge;
 
+use super::open::OpenSession;
 pub use super::session::RowsTravel;
-use super::session::SessionState;
 use crate::telemetry::names;
 
 /// How many sessions there may be and how much memory they may hold.
@@ -33,7 +33,7 @@ pub struct SessionStatus {
     pub pid: u32,
     /// Since the session was opened.
     pub age: Duration,
-    /// Bytes of its region.
+    /// Bytes of its region, or of the client's memory on its GPU.
     pub bytes: u64,
     /// Calls that ended.
     pub calls_total: u64,
@@ -43,12 +43,14 @@ pub struct SessionStatus {
     pub calls_in_flight: u64,
     /// How rows travel between its memory and the ranks.
     pub rows_travel: RowsTravel,
+    /// UUID of the client's GPU; `None` if the rows lie in host memory.
+    pub device: Option<[u8; 16]>,
 }
 
 /// The open sessions.
 #[derive(Debug, Default)]
 pub struct SessionRegistry {
-    open: Mutex<HashMap<u64, Arc<SessionState>>>,
+    open: Mutex<HashMap<u64, OpenSession>>,
     charged: Arc<AtomicUsize>,
 }
 
@@ -67,7 +69,7 @@ impl Drop for Charge {
 }
 
 impl SessionRegistry {
-    fn open(&self) -> MutexGuard<'_, HashMap<u64, Arc<SessionState>>> {
+    fn open(&self) -> MutexGuard<'_, HashMap<u64, OpenSession>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -95,7 +97,7 @@ impl SessionRegistry {
     ///
     /// # Errors
     /// The sentence with which the session is refused.
-    pub(super) fn add(&self, limits: &SessionLimits, session: &Arc<SessionState>) -> Result<(), String> {
+    pub(super) fn add(&self, limits: &SessionLimits, session: &OpenSession) -> Result<(), String> {
         let mut open = self.open();
         if open.len() >= limits.sessions {
             return Err(format!(
@@ -103,7 +105,7 @@ impl SessionRegistry {
                 open.len()
             ));
         }
-        open.insert(session.number(), Arc::clone(session));
+        open.insert(session.number(), session.clone());
         gauge!(names::SESSIONS).set(open.len() as f64);
         Ok(())
     }
@@ -116,7 +118,7 @@ impl SessionRegistry {
     }
 
     /// The open sessions.
-    pub(super) fn sessions(&self) -> Vec<Arc<SessionState>> {
+    pub(super) fn sessions(&self) -> Vec<OpenSession> {
         self.open().values().cloned().collect()
     }
 

@@ -135,6 +135,7 @@ impl SessionState {
             rows_total: self.rows_total.load(Ordering::Relaxed),
             calls_in_flight: self.calls().table.in_flight() as u64,
             rows_travel: self.rows_travel.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            device: None,
         }
     }
 

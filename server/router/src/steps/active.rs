@@ -82,6 +82,7 @@ impl Active {
         match &self.reply {
             Reply::Message(reply) => reply.is_closed(),
             Reply::Session(call) => call.is_closed(),
+            Reply::Cuda(call) => call.is_closed(),
         }
     }
 
@@ -105,6 +106,7 @@ impl Active {
                     RowSource::Attached(call.attached_rows(places.start, places.len()))
                 }
                 Reply::Session(call) => call.source(places.start, places.len()),
+                Reply::Cuda(call) => RowSource::Attached(call.attached_rows(places.start, places.len())),
             },
             tokens: range.len(),
             dtype: request.dtype,
@@ -187,6 +189,7 @@ impl Active {
                 }
             }
             Reply::Session(call) => call.answer(&receipt),
+            Reply::Cuda(call) => call.answer(&receipt),
         }
         // The caller does not wait for it.
         metrics::histogram!(names::QUEUE_DURATION_SECONDS).record(queue_time.as_secs_f64());
@@ -199,6 +202,7 @@ impl Active {
                 let _ = reply.send(Err(error));
             }
             Reply::Session(call) => call.fail(error),
+            Reply::Cuda(call) => call.fail(error),
         }
     }
 }

@@ -125,6 +125,7 @@ impl Driver {
             self.hear_reload();
             self.hear_ranks();
             self.order_memories();
+            self.begin_steps();
             if let Some(end) = self.act() {
                 break end;
             }
@@ -239,8 +240,15 @@ impl Driver {
         self.shared.set_generation(generation);
         metrics::gauge!(names::GENERATION).set(generation.0 as f64);
         metrics::gauge!(names::WEIGHT_VERSION).set(version.0 as f64);
-        self.memories.attachments.begin_generation();
-        self.step_loop.group_ready(generation, version, self.now());
+        self.memories.begin_generation(generation, version);
+        self.begin_steps();
+    }
+
+    /// Lets steps form once the ranks have attached the memories that calls cannot do without.
+    fn begin_steps(&mut self) {
+        if let Some((generation, version)) = self.memories.take_ready() {
+            self.step_loop.group_ready(generation, version, self.now());
+        }
     }
 
     fn fault(&mut self, generation: Generation, fault: &Fault) {

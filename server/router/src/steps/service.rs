@@ -20,7 +20,7 @@ use crate::backend::{
     ReloadReport, Request, ServiceState, ServiceStatus, StepError, SubmitError,
 };
 use crate::cluster::ClusterConfig;
-use crate::sessions::{SessionCall, SessionRegistry, SessionState};
+use crate::sessions::{CudaCall, OpenSession, SessionCall, SessionRegistry};
 
 /// How the service ended.
 pub use expertd_scheduler::End as ServiceEnd;
@@ -93,7 +93,7 @@ pub(super) struct ReloadMail {
 #[derive(Debug)]
 pub(super) enum SessionMail {
     /// It was opened; the step loop holds its memory until no rank has it any more.
-    Opened(Arc<SessionState>),
+    Opened(OpenSession),
     /// It has ended.
     Ended(MemoryId),
 }
@@ -105,6 +105,8 @@ pub(super) enum Reply {
     Message(oneshot::Sender<Result<Answer, StepError>>),
     /// Into the memory of a session.
     Session(SessionCall),
+    /// Into the memory of a client's GPU.
+    Cuda(CudaCall),
 }
 
 /// The parts of a request that its [`Submission`] does not hold.
@@ -327,7 +329,7 @@ impl Service {
     }
 
     /// Tells the step loop of a new session, whose memory ranks then attach.
-    pub(crate) fn session_opened(&self, session: Arc<SessionState>) {
+    pub(crate) fn session_opened(&self, session: OpenSession) {
         self.shared.send_session(SessionMail::Opened(session));
     }
 
@@ -349,6 +351,27 @@ impl Service {
             return Err(refusal.into());
         }
         let payload = Payload { request, reply: Reply::Session(call) };
+        front.inbox.submit(now, submission, payload)?;
+        // Under the lock, so that mail never lies there without the flag.
+        self.shared.has_mail.store(true, Ordering::Release);
+        drop(front);
+        self.wake();
+        Ok(())
+    }
+
+    /// The same for a request whose rows lie in the memory of a client's GPU.
+    ///
+    /// # Errors
+    /// As [`submit_session`](Self::submit_session).
+    pub(crate) fn submit_cuda(&self, request: Request, call: CudaCall) -> Result<(), SubmitError> {
+        let (submission, now) = (self.submission(&request), self.shared.time(Instant::now()));
+        let mut front = self.shared.front();
+        if let Some(refusal) = front.inbox.refuse(now, &submission) {
+            drop(front);
+            call.forget();
+            return Err(refusal.into());
+        }
+        let payload = Payload { request, reply: Reply::Cuda(call) };
         front.inbox.submit(now, submission, payload)?;
         // Under the lock, so that mail never lies there without the flag.
         self.shared.has_mail.store(true, Ordering::Release);

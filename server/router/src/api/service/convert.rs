@@ -7,6 +7,7 @@ use crate::backend::{
     Answer, ExpertRows, LayerRows, ModelInfo, PhaseTimes, RankState, Receipt, ServiceState, ServiceStatus,
 };
 use crate::sessions::RowsTravel;
+use expertd_session::cuda::wire::uuid_text;
 use expertd_types::DType;
 
 fn narrow(value: usize) -> u32 {
@@ -182,6 +183,7 @@ pub(in crate::api) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::Ge
                 rows_total: session.rows_total,
                 calls_in_flight: session.calls_in_flight,
                 in_place: session.rows_travel == RowsTravel::InPlace,
+                device: session.device.as_ref().map(uuid_text).unwrap_or_default(),
                 refusal: match session.rows_travel {
                     RowsTravel::Refused(reason) => reason,
                     RowsTravel::InPlace | RowsTravel::Copied => String::new(),

@@ -1,8 +1,7 @@
 //! Orders to ranks about the memories of clients, and their answers.
 
-use std::os::fd::AsFd as _;
+use std::os::fd::BorrowedFd;
 
-use expertd_ipc::SharedRegion;
 use expertd_ipc::control::{MemoryKind, ToRank};
 use expertd_types::{MemoryId, Rank};
 
@@ -23,11 +22,10 @@ pub struct AttachNews {
 }
 
 impl Group {
-    /// Sends a client's memory of `bytes` bytes to every rank.
-    pub fn attach(&self, memory: MemoryId, region: &SharedRegion) {
-        let kind = MemoryKind::Host { bytes: region.len() as u64 };
+    /// Sends a client's memory to every rank.
+    pub fn attach(&self, memory: MemoryId, kind: MemoryKind, fd: BorrowedFd<'_>) {
         for member in &self.members {
-            member.process.send_with_fd(&ToRank::Attach { memory, kind }, region.as_fd());
+            member.process.send_with_fd(&ToRank::Attach { memory, kind }, fd);
         }
     }
 

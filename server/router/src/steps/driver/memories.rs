@@ -1,14 +1,13 @@
 //! The memories of sessions: which ones ranks attach, and when they are released.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use expertd_types::MemoryId;
+use expertd_types::{Generation, MemoryId, WeightVersion};
 
 use super::Driver;
 use crate::cluster::{Fault, FaultKind};
-use crate::sessions::{AttachAction, Attachments, Outcome, RowsTravel, SessionState};
+use crate::sessions::{AttachAction, Attachments, OpenSession, Outcome, RowsTravel};
 use crate::steps::service::SessionMail;
 
 /// After an order, ranks get no other one for this many times its duration, so that clients that open and close sessions all the
@@ -21,9 +20,11 @@ const MAX_PAUSE: Duration = Duration::from_millis(100);
 pub(super) struct Memories {
     pub(super) attachments: Attachments,
     /// Held until no rank has the memory.
-    sessions: HashMap<MemoryId, Arc<SessionState>>,
+    sessions: HashMap<MemoryId, OpenSession>,
     /// Why a rank cannot attach a memory, until every rank has answered.
     refusals: HashMap<MemoryId, String>,
+    /// A generation whose ranks are ready, while they attach memories that calls cannot do without.
+    ready: Option<(Generation, WeightVersion)>,
     /// When the present or last order was sent.
     ordered: Instant,
     /// When the next order may be sent.
@@ -36,9 +37,35 @@ impl Memories {
             attachments: Attachments::new(ranks),
             sessions: HashMap::new(),
             refusals: HashMap::new(),
+            ready: None,
             ordered: Instant::now(),
             next_order: Instant::now(),
         }
+    }
+
+    /// The ranks of a generation are ready.
+    pub(super) fn begin_generation(&mut self, generation: Generation, version: WeightVersion) {
+        self.attachments.begin_generation();
+        self.ready = Some((generation, version));
+    }
+
+    /// The generation that is ready, once its ranks have answered for every memory that calls cannot do without.
+    pub(super) fn take_ready(&mut self) -> Option<(Generation, WeightVersion)> {
+        self.ready?;
+        let needed = self.sessions.iter().filter(|(_, session)| session.needs_ranks());
+        if needed.into_iter().any(|(memory, _)| self.attachments.is_awaited(*memory)) {
+            return None;
+        }
+        self.ready.take()
+    }
+
+    /// Checks that every rank has a memory that a step is to name.
+    pub(super) fn expect_attached(&self, memory: MemoryId) -> Result<(), Fault> {
+        if self.attachments.is_attached(memory) {
+            return Ok(());
+        }
+        let message = format!("a step names memory {memory}, which the ranks have not attached");
+        Err(Fault { kind: FaultKind::Channel, message })
     }
 
     pub(super) fn take_in(&mut self, mail: SessionMail) {
@@ -67,6 +94,7 @@ impl Memories {
             }
         }
         self.refusals.clear();
+        self.ready = None;
         self.next_order = Instant::now();
         self.attachments.end_generation();
     }
@@ -93,7 +121,7 @@ impl Driver {
                 Some(Outcome::Attached(memory)) => (memory, RowsTravel::InPlace),
                 Some(Outcome::Refused(memory)) => {
                     let reason = memories.refusals.remove(&memory).unwrap_or_default();
-                    tracing::warn!(%memory, reason, "the router copies a session's rows");
+                    tracing::warn!(%memory, reason, "a rank cannot use a session's memory");
                     (memory, RowsTravel::Refused(reason))
                 }
             };
@@ -109,15 +137,17 @@ impl Driver {
     pub(super) fn order_memories(&mut self) {
         let Driver { group, memories, .. } = self;
         let now = Instant::now();
-        // A pause ends with the next event, or with the periodic tick.
-        while let Some(action) = memories.attachments.poll(now >= memories.next_order) {
+        // A pause ends with the next event, or with the periodic tick. Before steps form, orders disturb no call.
+        let may_order = memories.ready.is_some() || now >= memories.next_order;
+        while let Some(action) = memories.attachments.poll(may_order) {
             if !matches!(action, AttachAction::Release(_)) {
                 memories.ordered = now;
             }
             match (action, &group) {
                 (AttachAction::Attach(memory), Some(group)) => {
                     if let Some(session) = memories.sessions.get(&memory) {
-                        group.attach(memory, session.region());
+                        let (kind, fd) = session.memory();
+                        group.attach(memory, kind, fd);
                     }
                 }
                 (AttachAction::Detach(memory), Some(group)) => group.detach(memory),

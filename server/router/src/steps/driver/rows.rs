@@ -54,6 +54,7 @@ impl Driver {
             let Some(active) = active.get(&range.key) else { continue };
             let rows = active.rows(range.rows.clone(), &memories.attachments);
             if let RowSource::Attached(rows) = rows.rows {
+                memories.expect_attached(rows.memory)?;
                 in_place.push(rows.memory);
             }
             staged.push((range.key, forming.stage(range.rank, &rows)?));

@@ -1,0 +1,328 @@
+//! The control region of a CUDA session: a memfd that the service makes, and that the client registers with its GPU.
+//!
+//! The client may write anything anywhere in it at any time. The service takes a doorbell's word by exchange, which is a copy,
+//! writes statuses and completion words, and reads nothing else. Doorbells and words are in host memory: waits for words in
+//! device memory starve the writes that would end them.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use bytemuck::Zeroable as _;
+use expertd_ipc::region::{LINE, RegionError, SharedRegion, SharedSlice};
+
+use super::wire::{
+    ControlLayout, DONE, FAILED, KIND_CUDA, MAX_DOORBELLS, MAX_WORDS, OpenedCuda, PENDING, RELEASED, Ring,
+    STATUS_STRIDE, StatusRecord,
+};
+use crate::wire::{CompletionRecord, VERSION};
+
+/// 64-bit words of a status.
+const STATUS_WORDS: usize = size_of::<StatusRecord>() / 8;
+/// How often a status is read again while the service changes it.
+const STATUS_READS: usize = 1000;
+
+/// The control region of one session.
+#[derive(Debug)]
+pub struct ControlMemory {
+    region: Arc<SharedRegion>,
+    layout: ControlLayout,
+    doorbells: SharedSlice<u64>,
+    words: SharedSlice<u32>,
+    statuses: SharedSlice<u64>,
+    count: u32,
+    words_each: u32,
+}
+
+impl ControlMemory {
+    /// Makes a region with `doorbells` doorbells of `words` completion words each.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    pub fn create(doorbells: u32, words: u32) -> Result<Self, RegionError> {
+        let layout = ControlLayout::new(doorbells)?;
+        let region = SharedRegion::create("expertd-session-control", layout.bytes)?;
+        region.avoid_huge_pages();
+        region.populate(0, layout.bytes)?;
+        Self::over(region, layout, doorbells, words)
+    }
+
+    /// Maps the region that the service made.
+    ///
+    /// # Errors
+    /// If the descriptor is no such region, or the offsets do not fit it.
+    pub fn join(fd: OwnedFd, opened: &OpenedCuda) -> Result<Self, RegionError> {
+        let too_large = |offset: u64| RegionError::TooLarge { offset: offset as usize, bytes: usize::MAX };
+        if opened.doorbells == 0 || opened.doorbells > MAX_DOORBELLS {
+            return Err(too_large(opened.doorbells.into()));
+        }
+        if opened.words == 0 || opened.words > MAX_WORDS {
+            return Err(too_large(opened.words.into()));
+        }
+        let bytes = usize::try_from(opened.region_bytes).map_err(|_| too_large(opened.region_bytes))?;
+        let region = SharedRegion::from_fd(fd, bytes)?;
+        let layout = ControlLayout {
+            doorbells: opened.doorbells_offset as usize,
+            words: opened.words_offset as usize,
+            statuses: opened.statuses_offset as usize,
+            bytes,
+        };
+        Self::over(region, layout, opened.doorbells, opened.words)
+    }
+
+    fn over(
+        region: Arc<SharedRegion>,
+        layout: ControlLayout,
+        doorbells: u32,
+        words: u32,
+    ) -> Result<Self, RegionError> {
+        let count = doorbells as usize;
+        Ok(ControlMemory {
+            doorbells: region.slice(layout.doorbells, count * LINE / 8)?,
+            words: region.slice(layout.words, count * LINE / 4)?,
+            statuses: region.slice(layout.statuses, count * STATUS_STRIDE / 8)?,
+            region,
+            layout,
+            count: doorbells,
+            words_each: words,
+        })
+    }
+
+    /// What the client is told about the region.
+    #[must_use]
+    pub fn opened(&self, session: u64, hidden: u32) -> OpenedCuda {
+        OpenedCuda {
+            version: VERSION,
+            kind: KIND_CUDA,
+            session,
+            region_bytes: self.region.len() as u64,
+            doorbells_offset: self.layout.doorbells as u64,
+            words_offset: self.layout.words as u64,
+            statuses_offset: self.layout.statuses as u64,
+            doorbells: self.count,
+            words: self.words_each,
+            hidden,
+            reserved: 0,
+        }
+    }
+
+    /// The region, whose descriptor the client receives.
+    #[must_use]
+    pub const fn region(&self) -> &Arc<SharedRegion> {
+        &self.region
+    }
+
+    /// The doorbells and their completion words, for registering the pages with a device: all bytes before the statuses.
+    #[must_use]
+    pub const fn signals(&self) -> (*mut u64, usize) {
+        (self.doorbells.as_ptr(), self.layout.statuses)
+    }
+
+    /// Number of doorbells.
+    #[must_use]
+    pub const fn doorbells(&self) -> u32 {
+        self.count
+    }
+
+    /// Number of completion words of each doorbell.
+    #[must_use]
+    pub const fn words_each(&self) -> u32 {
+        self.words_each
+    }
+
+    /// Offset of a doorbell in the region, in bytes.
+    #[must_use]
+    pub const fn doorbell_offset(&self, doorbell: u32) -> usize {
+        self.layout.doorbells + doorbell as usize * LINE
+    }
+
+    /// Offset of a completion word in the region, in bytes.
+    #[must_use]
+    pub const fn word_offset(&self, doorbell: u32, word: u32) -> usize {
+        self.layout.words + doorbell as usize * LINE + word as usize * 4
+    }
+
+    /// Takes a ring of a doorbell. Bytes that a client scribbles are a ring, too.
+    #[must_use]
+    pub fn take(&self, doorbell: u32) -> Option<Ring> {
+        let bell = &self.doorbells.atomics()[doorbell as usize * LINE / 8];
+        if bell.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        let word = bell.swap(0, Ordering::AcqRel);
+        (word != 0).then(|| Ring::from_word(word))
+    }
+
+    /// Ends a doorbell's call: writes its status, then raises its words. `status` counts the doorbell's calls and is the
+    /// service's own copy.
+    pub fn complete(&self, doorbell: u32, record: &CompletionRecord, status: &mut StatusRecord) {
+        status.calls += 1;
+        status.last = *record;
+        if record.code != 0 {
+            status.failures += 1;
+            status.last_failure = *record;
+        }
+        status.stamp += 2;
+        let to = self.status_words(doorbell);
+        let words: &[u64] = bytemuck::cast_slice(std::slice::from_ref(status));
+        to[0].store(status.stamp - 1, Ordering::Relaxed);
+        fence(Ordering::Release);
+        for (to, word) in to[1..].iter().zip(&words[1..]) {
+            to.store(*word, Ordering::Relaxed);
+        }
+        to[0].store(status.stamp, Ordering::Release);
+        self.raise(doorbell, if record.code == 0 { DONE } else { FAILED });
+    }
+
+    fn raise(&self, doorbell: u32, value: u32) {
+        let first = doorbell as usize * LINE / 4;
+        for word in &self.words.atomics()[first..first + self.words_each as usize] {
+            word.store(value, Ordering::Release);
+        }
+    }
+
+    /// Releases every stream that waits for a completion word; returns whether there was one. For the client, once the service
+    /// cannot write the words any more.
+    pub fn release(&self) -> bool {
+        let mut found = false;
+        for line in self.words.atomics().chunks(LINE / 4) {
+            for word in &line[..self.words_each as usize] {
+                let swapped = word.compare_exchange(PENDING, RELEASED, Ordering::AcqRel, Ordering::Relaxed);
+                found |= swapped.is_ok();
+            }
+        }
+        found
+    }
+
+    /// The completion words of a doorbell.
+    #[must_use]
+    pub fn completion(&self, doorbell: u32) -> Vec<u32> {
+        let first = doorbell as usize * LINE / 4;
+        let words = &self.words.atomics()[first..first + self.words_each as usize];
+        words.iter().map(|word| word.load(Ordering::Acquire)).collect()
+    }
+
+    /// A doorbell's status; `None` while the service changes it without end.
+    #[must_use]
+    pub fn status(&self, doorbell: u32) -> Option<StatusRecord> {
+        let words = self.status_words(doorbell);
+        for _ in 0..STATUS_READS {
+            let before = words[0].load(Ordering::Acquire);
+            let mut copy = [0_u64; STATUS_WORDS];
+            for (copy, word) in copy.iter_mut().zip(words) {
+                *copy = word.load(Ordering::Relaxed);
+            }
+            fence(Ordering::Acquire);
+            if before.is_multiple_of(2) && words[0].load(Ordering::Relaxed) == before {
+                let mut record = StatusRecord::zeroed();
+                bytemuck::cast_slice_mut(std::slice::from_mut(&mut record)).copy_from_slice(&copy);
+                return Some(record);
+            }
+            std::hint::spin_loop();
+        }
+        None
+    }
+
+    fn status_words(&self, doorbell: u32) -> &[AtomicU64] {
+        let first = doorbell as usize * STATUS_STRIDE / 8;
+        &self.statuses.atomics()[first..first + STATUS_WORDS]
+    }
+
+    /// Stores a ring, as a stream of the client does.
+    pub fn ring(&self, doorbell: u32, ring: Ring) {
+        let first = doorbell as usize * LINE / 4;
+        for word in &self.words.atomics()[first..first + self.words_each as usize] {
+            word.store(PENDING, Ordering::Relaxed);
+        }
+        self.doorbells.atomics()[doorbell as usize * LINE / 8].store(ring.to_word(), Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn pair(doorbells: u32, words: u32) -> (ControlMemory, ControlMemory) {
+        let service = ControlMemory::create(doorbells, words).unwrap();
+        let opened = service.opened(3, 64);
+        let client = ControlMemory::join(service.region().try_clone_fd().unwrap(), &opened).unwrap();
+        (service, client)
+    }
+
+    #[test]
+    fn a_ring_is_taken_once_and_its_completion_raises_all_words() {
+        let (service, client) = pair(3, 4);
+        assert_eq!(service.take(2), None);
+        let ring = Ring { prepared: 5, rows: 8 };
+        client.ring(2, ring);
+        assert_eq!((service.take(1), service.take(2), service.take(2)), (None, Some(ring), None));
+        assert_eq!(client.completion(2), [PENDING; 4]);
+        let mut status = StatusRecord::zeroed();
+        service.complete(2, &CompletionRecord { call: 9, ..CompletionRecord::zeroed() }, &mut status);
+        assert_eq!(client.completion(2), [DONE; 4]);
+        let read = client.status(2).unwrap();
+        assert_eq!((read.calls, read.failures, read.last.call), (1, 0, 9));
+        client.ring(2, ring);
+        service.complete(2, &CompletionRecord::failed(10, 14, "gone"), &mut status);
+        assert_eq!(client.completion(2), [FAILED; 4]);
+        service.complete(2, &CompletionRecord { call: 11, ..CompletionRecord::zeroed() }, &mut status);
+        let read = client.status(2).unwrap();
+        assert_eq!((read.calls, read.failures, read.last.call, read.last_failure.call), (3, 1, 11, 10));
+        assert_eq!(read.last_failure.text(), "gone");
+    }
+
+    #[test]
+    fn only_waiting_words_are_released() {
+        let (service, client) = pair(2, 2);
+        let mut status = StatusRecord::zeroed();
+        client.ring(0, Ring { prepared: 0, rows: 1 });
+        client.ring(1, Ring { prepared: 0, rows: 1 });
+        service.complete(0, &CompletionRecord::zeroed(), &mut status);
+        assert!(client.release());
+        assert_eq!((client.completion(0), client.completion(1)), (vec![DONE; 2], vec![RELEASED; 2]));
+        assert!(!client.release());
+    }
+
+    #[test]
+    fn offsets_beyond_the_region_are_refused() {
+        let service = ControlMemory::create(2, 1).unwrap();
+        let fd = || service.region().try_clone_fd().unwrap();
+        let opened = service.opened(1, 64);
+        for wrong in [
+            OpenedCuda { doorbells_offset: opened.region_bytes, ..opened },
+            OpenedCuda { statuses_offset: u64::MAX - 7, ..opened },
+            OpenedCuda { words: 9, ..opened },
+            OpenedCuda { doorbells: 0, ..opened },
+            OpenedCuda { region_bytes: 4096, ..opened },
+        ] {
+            assert!(ControlMemory::join(fd(), &wrong).is_err(), "{wrong:?}");
+        }
+    }
+
+    proptest! {
+        /// Whatever a client writes into the region, each word of a doorbell is taken once, and a status that the client reads
+        /// is one that the service wrote, or none.
+        #[test]
+        fn scribbles_are_rings_or_nothing(
+            writes in prop::collection::vec((any::<prop::sample::Index>(), any::<u64>()), 0..200),
+        ) {
+            let (service, client) = pair(4, 2);
+            let all = client.region().slice::<u64>(0, client.region().len() / 8).unwrap();
+            for (at, word) in writes {
+                all.atomics()[at.index(all.len())].store(word, Ordering::Relaxed);
+            }
+            let mut status = StatusRecord::zeroed();
+            for doorbell in 0..4 {
+                if let Some(ring) = service.take(doorbell) {
+                    prop_assert!(ring.to_word() != 0);
+                }
+                prop_assert_eq!(service.take(doorbell), None);
+                service.complete(doorbell, &CompletionRecord::zeroed(), &mut status);
+                prop_assert_eq!(client.completion(doorbell), vec![DONE; 2]);
+                prop_assert_eq!(client.status(doorbell).unwrap().calls, u64::from(doorbell) + 1);
+            }
+        }
+    }
+}

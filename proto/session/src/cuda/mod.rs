@@ -1,0 +1,31 @@
+//! CUDA sessions: rows lie in the memory of the client's GPU, and a call is work of a CUDA stream.
+//!
+//! The client allocates the memory and passes its descriptor to the service, whose ranks map it. It gets a control region in
+//! host memory: doorbells, completion words and statuses. It describes its calls once ([`wire::PreparedCall`]). From then on a
+//! call is a few memory operations of a stream: zeros to the completion words, a number to a doorbell, a wait for the words.
+//! All of them are constants, so that a CUDA graph can capture and replay them.
+//!
+//! * [`wire`]: frames and the layout of the control region.
+//! * [`control`]: the control region, as both ends use it.
+//! * `CudaSession`, with feature `cuda`: the client.
+
+pub mod control;
+pub mod wire;
+
+#[cfg(feature = "cuda")]
+mod client;
+#[cfg(feature = "cuda")]
+mod driver;
+#[cfg(feature = "cuda")]
+mod memory;
+#[cfg(feature = "cuda")]
+mod stream;
+
+#[cfg(feature = "cuda")]
+pub use self::client::{CallFailure, CudaSession, CudaSessionOptions, DoorbellStatus, Prepared};
+#[cfg(feature = "cuda")]
+pub use self::driver::{Gpu, driver_present};
+#[cfg(feature = "cuda")]
+pub use self::memory::{DeviceMemory, ImportedMemory};
+#[cfg(feature = "cuda")]
+pub use self::stream::{SessionGraph, SessionStream};

@@ -1,0 +1,218 @@
+//! Frames of CUDA sessions, and the layout of their control region.
+
+use bytemuck::{Pod, Zeroable};
+use expertd_ipc::region::{LINE, Layout, RegionError};
+
+use crate::wire::CompletionRecord;
+
+/// Kind of a session whose rows lie in the memory of the client's GPU.
+pub const KIND_CUDA: u32 = 2;
+/// Largest number of doorbells of one session.
+pub const MAX_DOORBELLS: u32 = 64;
+/// Largest number of completion words of a doorbell.
+pub const MAX_WORDS: u32 = 8;
+/// Largest number of prepared calls of one session.
+pub const MAX_PREPARED: usize = 65536;
+/// Largest payload of a [`PREPARE`](crate::wire::frame::PREPARE) frame, in bytes.
+pub const MAX_PREPARE_FRAME: usize = 1024 * size_of::<PreparedCall>();
+
+/// Value of a completion word while the call is in flight.
+pub const PENDING: u32 = 0;
+/// Value of a completion word: the output is complete.
+pub const DONE: u32 = 1;
+/// Value of a completion word: the call failed; the doorbell's status says why.
+pub const FAILED: u32 = 2;
+/// Value of a completion word: the client's own thread released the waiting stream, because the session has ended.
+pub const RELEASED: u32 = 3;
+
+/// What a client asks for when it opens a CUDA session. The byte after the frame carries the descriptor of its memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct OpenCuda {
+    /// [`VERSION`](crate::wire::VERSION) of the client.
+    pub version: u32,
+    /// [`KIND_CUDA`].
+    pub kind: u32,
+    /// Size of the memory, in bytes: a multiple of the allocation's granularity.
+    pub memory_bytes: u64,
+    /// Number of doorbells, 1 to [`MAX_DOORBELLS`].
+    pub doorbells: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// UUID of the GPU that has the memory.
+    pub device: [u8; 16],
+}
+
+/// The session that the service made.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct OpenedCuda {
+    /// [`VERSION`](crate::wire::VERSION) of the service.
+    pub version: u32,
+    /// [`KIND_CUDA`].
+    pub kind: u32,
+    /// Number of the session, as logs of the service name it.
+    pub session: u64,
+    /// Size of the control region, in bytes.
+    pub region_bytes: u64,
+    /// Offset of the first doorbell, a 64-bit word; each one is on a cache line of its own.
+    pub doorbells_offset: u64,
+    /// Offset of the first doorbell's completion words, 32-bit words; those of each doorbell are on a line of their own.
+    pub words_offset: u64,
+    /// Offset of the first doorbell's status; [`STATUS_STRIDE`] bytes for each.
+    pub statuses_offset: u64,
+    /// Number of doorbells.
+    pub doorbells: u32,
+    /// Number of completion words of each doorbell, 1 to [`MAX_WORDS`].
+    pub words: u32,
+    /// Elements of a row.
+    pub hidden: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// A call that is described once and started by its number. Places are offsets into the client's memory, in bytes, and multiples
+/// of [`ALIGN`](crate::wire::ALIGN).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct PreparedCall {
+    /// Decoder layer.
+    pub layer: u32,
+    /// Element type: 1 bf16, 2 f16, 3 f32.
+    pub dtype: u32,
+    /// Largest number of rows of a call.
+    pub max_rows: u32,
+    /// Bit set of [`EXCLUDE_SHARED`](crate::wire::RequestRecord::EXCLUDE_SHARED) and
+    /// [`EXPECT_WEIGHT_VERSION`](crate::wire::RequestRecord::EXPECT_WEIGHT_VERSION).
+    pub flags: u32,
+    /// Place of the rows, `[max_rows, hidden]`.
+    pub rows: u64,
+    /// Place for the output rows, of the same size. It must not overlap `rows`.
+    pub output: u64,
+    /// Deadline of a call in microseconds from the time at which the service takes it; 0 for none.
+    pub timeout_us: u64,
+    /// The weight version that must be loaded, with its flag.
+    pub weight_version: u64,
+}
+
+/// Answer to [`PREPARE`](crate::wire::frame::PREPARE). A refused frame prepares no call.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct PrepareReply {
+    /// Number of the first call; the others follow.
+    pub first: u32,
+    /// Number of calls; 0 if they are refused, and a sentence follows.
+    pub count: u32,
+}
+
+/// A UUID as nvidia-smi prints it.
+#[must_use]
+pub fn uuid_text(uuid: &[u8; 16]) -> String {
+    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+}
+
+/// The number that a client stores to a doorbell: the prepared call and its rows, never zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ring {
+    /// Number of the prepared call.
+    pub prepared: u32,
+    /// Number of rows, 1 to the prepared largest number.
+    pub rows: u32,
+}
+
+impl Ring {
+    /// The word of the doorbell.
+    #[must_use]
+    pub const fn to_word(self) -> u64 {
+        (self.prepared as u64) << 32 | self.rows as u64
+    }
+
+    /// The ring that a word stands for; the client may have stored anything.
+    #[must_use]
+    pub const fn from_word(word: u64) -> Self {
+        Ring { prepared: (word >> 32) as u32, rows: word as u32 }
+    }
+}
+
+/// The status of a doorbell's calls. The service writes it before the completion words.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct StatusRecord {
+    /// Number of changes, twice; odd while the service writes.
+    pub stamp: u64,
+    /// Number of calls that ended.
+    pub calls: u64,
+    /// Number of calls that failed.
+    pub failures: u64,
+    /// Zero.
+    pub reserved: u64,
+    /// The last call; its number counts the session's calls.
+    pub last: CompletionRecord,
+    /// The last call that failed.
+    pub last_failure: CompletionRecord,
+}
+
+/// Bytes between the statuses of doorbells.
+pub const STATUS_STRIDE: usize = size_of::<StatusRecord>().next_multiple_of(LINE);
+
+/// Offsets of everything in a control region.
+#[derive(Clone, Copy, Debug)]
+pub struct ControlLayout {
+    /// The doorbells.
+    pub doorbells: usize,
+    /// The completion words.
+    pub words: usize,
+    /// The statuses.
+    pub statuses: usize,
+    /// Size of the region, in bytes.
+    pub bytes: usize,
+}
+
+impl ControlLayout {
+    /// The layout for a number of doorbells.
+    ///
+    /// # Errors
+    /// If the sizes exceed the address space.
+    pub fn new(doorbells: u32) -> Result<Self, RegionError> {
+        let mut layout = Layout::new();
+        let lines = doorbells as usize * LINE;
+        Ok(ControlLayout {
+            doorbells: layout.page(lines)?,
+            words: layout.page(lines)?,
+            statuses: layout.page(doorbells as usize * STATUS_STRIDE)?,
+            bytes: layout.len(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The sizes are part of the protocol: a change must change this test, the page and the version.
+    #[test]
+    fn sizes_are_pinned() {
+        assert_eq!(size_of::<OpenCuda>(), 40);
+        assert_eq!(size_of::<OpenedCuda>(), 64);
+        assert_eq!(size_of::<PreparedCall>(), 48);
+        assert_eq!(size_of::<PrepareReply>(), 8);
+        assert_eq!(size_of::<StatusRecord>(), 848);
+        let layout = ControlLayout::new(4).unwrap();
+        assert_eq!((layout.doorbells, layout.words, layout.statuses), (0, 4096, 8192));
+        assert_eq!(layout.bytes, 12288);
+    }
+
+    #[test]
+    fn uuids_read_as_nvidia_smi_prints_them() {
+        let uuid = std::array::from_fn(|at| at as u8);
+        assert_eq!(uuid_text(&uuid), "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f");
+    }
+
+    #[test]
+    fn a_ring_is_one_word() {
+        let ring = Ring { prepared: 7, rows: 2048 };
+        assert_eq!(ring.to_word(), 0x7_0000_0800);
+        assert_eq!(Ring::from_word(ring.to_word()), ring);
+    }
+}

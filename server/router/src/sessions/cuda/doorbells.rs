@@ -1,0 +1,241 @@
+//! The prepared calls and the doorbells of one CUDA session as a state machine without threads, clock or I/O.
+
+use std::ops::Range;
+
+use expertd_session::cuda::wire::{MAX_PREPARED, PreparedCall, Ring};
+use expertd_session::wire::{ALIGN, RequestRecord};
+use expertd_types::{DType, LayerId};
+
+use crate::backend::ModelInfo;
+
+/// Flags that a prepared call may have.
+const FLAGS: u32 = RequestRecord::EXCLUDE_SHARED | RequestRecord::EXPECT_WEIGHT_VERSION;
+
+/// What happens to a ring.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Admission {
+    /// The call is in flight now.
+    Admitted {
+        /// Number of the call, from 1, among the doorbell's calls.
+        call: u64,
+        /// The call, as it was prepared.
+        prepared: PreparedCall,
+    },
+    /// The call fails with INVALID_ARGUMENT, for this reason.
+    Invalid {
+        /// Its number.
+        call: u64,
+        /// The reason.
+        reason: String,
+    },
+    /// The session ends, for this reason.
+    Broken(String),
+    /// The session is ending; no client waits for the call.
+    Closing,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Doorbell {
+    calls: u64,
+    in_flight: bool,
+}
+
+/// The prepared calls and doorbells of one session.
+#[derive(Debug)]
+pub(super) struct DoorbellTable {
+    prepared: Vec<PreparedCall>,
+    doorbells: Vec<Doorbell>,
+    is_closing: bool,
+}
+
+impl DoorbellTable {
+    pub(super) fn new(doorbells: u32) -> Self {
+        let doorbells = vec![Doorbell::default(); doorbells as usize];
+        DoorbellTable { prepared: Vec::new(), doorbells, is_closing: false }
+    }
+
+    /// Adds prepared calls, which were [checked](check); returns the number of the first.
+    ///
+    /// # Errors
+    /// The sentence with which they are refused.
+    pub(super) fn prepare(&mut self, calls: &[PreparedCall]) -> Result<u32, String> {
+        let first = self.prepared.len();
+        if first + calls.len() > MAX_PREPARED {
+            return Err(format!(
+                "{first} calls are prepared and {} more would exceed {MAX_PREPARED}; use prepared calls again",
+                calls.len()
+            ));
+        }
+        self.prepared.extend_from_slice(calls);
+        Ok(first as u32)
+    }
+
+    /// Admits the call of a ring, or says why not. The client may have stored any number.
+    pub(super) fn ring(&mut self, doorbell: u32, ring: Ring) -> Admission {
+        if self.is_closing {
+            return Admission::Closing;
+        }
+        let Some(bell) = self.doorbells.get_mut(doorbell as usize) else { return Admission::Closing };
+        if bell.in_flight {
+            return Admission::Broken(format!(
+                "doorbell {doorbell} was rung while a call of it is in flight; each doorbell has one call at a time"
+            ));
+        }
+        bell.calls += 1;
+        let call = bell.calls;
+        let count = self.prepared.len();
+        let Some(prepared) = self.prepared.get(ring.prepared as usize) else {
+            let reason = format!("call {} is not prepared; {count} calls are", ring.prepared);
+            return Admission::Invalid { call, reason };
+        };
+        if ring.rows == 0 || ring.rows > prepared.max_rows {
+            let reason =
+                format!("must have 1 to {} rows as prepared, found {}", prepared.max_rows, ring.rows);
+            return Admission::Invalid { call, reason };
+        }
+        bell.in_flight = true;
+        Admission::Admitted { call, prepared: *prepared }
+    }
+
+    /// A doorbell's call ends, with or without an answer.
+    pub(super) fn complete(&mut self, doorbell: u32) {
+        if let Some(bell) = self.doorbells.get_mut(doorbell as usize) {
+            bell.in_flight = false;
+        }
+    }
+
+    /// The session ends: no call enters any more.
+    pub(super) fn close(&mut self) {
+        self.is_closing = true;
+    }
+
+    /// Number of calls in flight.
+    pub(super) fn in_flight(&self) -> usize {
+        self.doorbells.iter().filter(|bell| bell.in_flight).count()
+    }
+}
+
+/// Checks a call that is to be prepared in `memory_bytes` bytes of the client's GPU.
+///
+/// # Errors
+/// The reason why it is refused.
+pub(super) fn check(call: &PreparedCall, model: &ModelInfo, memory_bytes: u64) -> Result<(), String> {
+    let PreparedCall { layer, dtype, max_rows, flags, .. } = *call;
+    let Some(moe) = model.layers.get(&LayerId(layer)) else {
+        return Err(format!("layer {layer} has no MoE block here; GetModel lists the layers with one"));
+    };
+    if moe.routes_by_token_id {
+        return Err(format!(
+            "layer {layer} routes by token ids, which prepared calls do not carry; use a host session for it"
+        ));
+    }
+    let Some(dtype) = DType::from_code(dtype) else {
+        return Err(format!("dtype must be 1 (bf16), 2 (f16) or 3 (f32), found {dtype}"));
+    };
+    let limit = model.limits.max_tokens_per_request;
+    if max_rows == 0 || max_rows as usize > limit {
+        return Err(format!("max_rows must be 1 to {limit}, found {max_rows}"));
+    }
+    if flags & !FLAGS != 0 {
+        return Err(format!("flags {flags:#x} are unknown; this version has flags {FLAGS:#x}"));
+    }
+    let bytes = (model.hidden * dtype.size()) as u64 * u64::from(max_rows);
+    let place = |what: &str, offset: u64| -> Result<Range<u64>, String> {
+        let end = offset.checked_add(bytes).filter(|&end| end <= memory_bytes);
+        match end {
+            Some(end) if offset.is_multiple_of(ALIGN as u64) => Ok(offset..end),
+            _ => Err(format!(
+                "{what} of {bytes} bytes at {offset} must lie within {memory_bytes} bytes of memory and begin at a \
+                 multiple of {ALIGN}"
+            )),
+        }
+    };
+    let (rows, output) = (place("rows", call.rows)?, place("output", call.output)?);
+    if rows.start < output.end && output.start < rows.end {
+        return Err(format!("output {output:?} overlaps rows {rows:?}"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use bytemuck::Zeroable as _;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn call(max_rows: u32) -> PreparedCall {
+        PreparedCall { max_rows, ..PreparedCall::zeroed() }
+    }
+
+    #[test]
+    fn a_doorbell_has_one_call_at_a_time() {
+        let mut table = DoorbellTable::new(2);
+        assert_eq!(table.prepare(&[call(4), call(8)]), Ok(0));
+        assert_eq!(table.prepare(&[call(2)]), Ok(2));
+        let ring = Ring { prepared: 1, rows: 8 };
+        assert_eq!(table.ring(0, ring), Admission::Admitted { call: 1, prepared: call(8) });
+        assert_eq!(table.ring(1, ring), Admission::Admitted { call: 1, prepared: call(8) });
+        assert!(matches!(table.ring(0, ring), Admission::Broken(_)));
+        table.complete(0);
+        assert_eq!(table.ring(0, ring), Admission::Admitted { call: 2, prepared: call(8) });
+        assert_eq!(table.in_flight(), 2);
+        table.close();
+        assert_eq!(table.ring(0, ring), Admission::Closing);
+    }
+
+    #[test]
+    fn wrong_numbers_fail_their_call_only() {
+        let mut table = DoorbellTable::new(1);
+        table.prepare(&[call(4)]).unwrap();
+        for (prepared, rows) in [(1, 4), (u32::MAX, 1), (0, 5), (0, 0)] {
+            let admission = table.ring(0, Ring { prepared, rows });
+            assert!(matches!(admission, Admission::Invalid { .. }), "{admission:?}");
+        }
+        assert_eq!(table.in_flight(), 0);
+        let admission = table.ring(0, Ring { prepared: 0, rows: 4 });
+        assert_eq!(admission, Admission::Admitted { call: 5, prepared: call(4) });
+    }
+
+    #[test]
+    fn the_number_of_prepared_calls_is_limited() {
+        let mut table = DoorbellTable::new(1);
+        let many = vec![call(1); MAX_PREPARED];
+        assert_eq!(table.prepare(&many), Ok(0));
+        assert!(table.prepare(&[call(1)]).is_err());
+    }
+
+    proptest! {
+        /// Random clients: a doorbell never has two calls in flight, and every call that is admitted is as it was prepared.
+        #[test]
+        fn calls_are_as_prepared(events in prop::collection::vec((0_u32..4, 0_u32..6, 0_u32..6, any::<bool>()), 1..200)) {
+            let mut table = DoorbellTable::new(3);
+            let mut prepared = Vec::new();
+            let mut in_flight = [false; 4];
+            for (doorbell, number, rows, completes) in events {
+                if completes {
+                    table.complete(doorbell);
+                    in_flight[doorbell as usize] = false;
+                } else if number == 5 {
+                    prop_assert_eq!(table.prepare(&[call(rows)]), Ok(prepared.len() as u32));
+                    prepared.push(call(rows));
+                } else {
+                    match table.ring(doorbell, Ring { prepared: number, rows }) {
+                        Admission::Admitted { prepared: found, .. } => {
+                            prop_assert!(!in_flight[doorbell as usize]);
+                            prop_assert_eq!(found, prepared[number as usize]);
+                            prop_assert!(rows > 0 && rows <= found.max_rows);
+                            in_flight[doorbell as usize] = true;
+                        }
+                        Admission::Broken(_) => prop_assert!(in_flight[doorbell as usize]),
+                        Admission::Invalid { .. } => prop_assert!(
+                            prepared.get(number as usize).is_none_or(|call| rows == 0 || rows > call.max_rows)
+                        ),
+                        Admission::Closing => prop_assert_eq!(doorbell, 3),
+                    }
+                }
+                prop_assert_eq!(table.in_flight(), in_flight[..3].iter().filter(|bell| **bell).count());
+            }
+        }
+    }
+}

@@ -1,0 +1,14 @@
+//! CUDA sessions: rows lie in the memory of the client's GPU, and ranks read and write them there.
+//!
+//! * `doorbells`: prepared calls and calls in flight of one session, without threads or I/O.
+//! * `state`: one session: its control region and the thread that takes rings of its doorbells.
+//! * `call`: a call that the step loop has.
+//! * `listener`: how a session is opened, and what its socket carries.
+
+mod call;
+mod doorbells;
+mod listener;
+mod state;
+
+pub(crate) use call::CudaCall;
+pub(crate) use state::CudaState;

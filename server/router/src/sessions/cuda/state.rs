@@ -1,0 +1,347 @@
+//! One CUDA session: its control region, the thread that takes rings of its doorbells, its completions.
+
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use bytemuck::Zeroable as _;
+use expertd_ipc::control::MemoryKind;
+use expertd_proto::v1::{ForwardRequest, SharedExperts};
+use expertd_session::cuda::control::ControlMemory;
+use expertd_session::cuda::wire::{OpenCuda, PreparedCall, Ring, StatusRecord};
+use expertd_session::wire::{CompletionRecord, RequestRecord, frame};
+use expertd_types::MemoryId;
+use tonic::Code;
+
+use super::super::call::failed;
+use super::super::registry::{Charge, SessionStatus};
+use super::super::session::{Opener, RowsTravel};
+use super::call::CudaCall;
+use super::doorbells::{Admission, DoorbellTable, check};
+use crate::api::{Envelope, Failure, code_name, next_request_id, validate_session};
+use crate::sessions::Steps;
+use crate::telemetry::RequestMetrics;
+
+/// How long the thread of doorbells polls without a pause after a call, where cores are spare: an engine computes between two calls.
+const BUSY_AFTER_CALL: Duration = Duration::from_millis(10);
+/// Pause between polls until a session counts as idle.
+const PAUSE: Duration = Duration::from_micros(20);
+/// How long after its last call a session counts as idle.
+const IDLE_AFTER: Duration = Duration::from_secs(1);
+/// Pause between polls of an idle session.
+const IDLE_PAUSE: Duration = Duration::from_micros(500);
+
+/// What the threads of the router share of one CUDA session. Its control region stays mapped, and its memory's descriptor open,
+/// until the last call is complete and no rank has the memory.
+#[derive(Debug)]
+pub(crate) struct CudaState {
+    number: u64,
+    opener: Opener,
+    control: ControlMemory,
+    memory: OwnedFd,
+    open: OpenCuda,
+    socket: UnixStream,
+    opened: Instant,
+    /// Whether the client was told that the session is open.
+    is_open: AtomicBool,
+    is_closing: AtomicBool,
+    table: Mutex<DoorbellTable>,
+    /// `[doorbells]`: the service's own copies.
+    statuses: Mutex<Vec<StatusRecord>>,
+    rows_travel: Mutex<RowsTravel>,
+    answered: Condvar,
+    calls_total: AtomicU64,
+    rows_total: AtomicU64,
+    metrics: Arc<RequestMetrics>,
+    _charge: Charge,
+}
+
+/// The parts that the listener makes before a session.
+pub(super) struct SessionParts {
+    pub(super) number: u64,
+    pub(super) opener: Opener,
+    pub(super) control: ControlMemory,
+    pub(super) memory: OwnedFd,
+    pub(super) open: OpenCuda,
+    pub(super) socket: UnixStream,
+    pub(super) metrics: Arc<RequestMetrics>,
+    pub(super) charge: Charge,
+}
+
+impl CudaState {
+    pub(super) fn new(parts: SessionParts) -> Arc<Self> {
+        let doorbells = parts.control.doorbells();
+        Arc::new(CudaState {
+            number: parts.number,
+            opener: parts.opener,
+            control: parts.control,
+            memory: parts.memory,
+            open: parts.open,
+            socket: parts.socket,
+            opened: Instant::now(),
+            is_open: AtomicBool::new(false),
+            is_closing: AtomicBool::new(false),
+            table: Mutex::new(DoorbellTable::new(doorbells)),
+            statuses: Mutex::new(vec![StatusRecord::zeroed(); doorbells as usize]),
+            rows_travel: Mutex::default(),
+            answered: Condvar::new(),
+            calls_total: AtomicU64::new(0),
+            rows_total: AtomicU64::new(0),
+            metrics: parts.metrics,
+            _charge: parts.charge,
+        })
+    }
+
+    pub(crate) const fn number(&self) -> u64 {
+        self.number
+    }
+
+    pub(super) const fn control(&self) -> &ControlMemory {
+        &self.control
+    }
+
+    /// The number under which ranks attach the memory.
+    pub(crate) const fn memory_id(&self) -> MemoryId {
+        // Sessions are numbered from 1, and none whose number exceeds 32 bits is opened.
+        MemoryId(self.number as u32)
+    }
+
+    /// The memory as ranks receive it.
+    pub(crate) fn memory(&self) -> (MemoryKind, BorrowedFd<'_>) {
+        let OpenCuda { memory_bytes: bytes, device, .. } = self.open;
+        (MemoryKind::Device { bytes, device }, self.memory.as_fd())
+    }
+
+    pub(super) fn is_closing(&self) -> bool {
+        self.is_closing.load(Ordering::Acquire)
+    }
+
+    fn table(&self) -> MutexGuard<'_, DoorbellTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn rows_travel(&self) -> MutexGuard<'_, RowsTravel> {
+        self.rows_travel.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes whether the ranks have attached the memory. A session that is open ends if one of them refuses it.
+    pub(crate) fn set_rows_travel(self: &Arc<Self>, rows_travel: RowsTravel) {
+        let mut travel = self.rows_travel();
+        *travel = rows_travel;
+        let reason = match &*travel {
+            RowsTravel::Refused(reason) if self.is_open.load(Ordering::Acquire) => Some(reason.clone()),
+            _ => None,
+        };
+        drop(travel);
+        self.answered.notify_all();
+        if let Some(reason) = reason {
+            self.close_apart(format!(
+                "the ranks of a new generation cannot use the session's memory: {reason}"
+            ));
+        }
+    }
+
+    /// Waits until every rank has attached the memory, at most until `deadline`.
+    ///
+    /// # Errors
+    /// Why the session is refused.
+    pub(super) fn wait_attached(&self, deadline: Instant) -> Result<(), String> {
+        let mut travel = self.rows_travel();
+        loop {
+            match &*travel {
+                RowsTravel::InPlace => break,
+                RowsTravel::Refused(reason) => return Err(reason.clone()),
+                RowsTravel::Copied => {}
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || self.is_closing() {
+                return Err(
+                    "the ranks have not attached the memory in time; they may be loading or recovering"
+                        .into(),
+                );
+            }
+            travel = self.answered.wait_timeout(travel, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        // Under the lock, so that a refusal that follows ends the session.
+        self.is_open.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    pub(in crate::sessions) fn status(&self) -> SessionStatus {
+        SessionStatus {
+            session: self.number,
+            user: self.opener.user,
+            pid: self.opener.pid,
+            age: self.opened.elapsed(),
+            bytes: self.open.memory_bytes,
+            calls_total: self.calls_total.load(Ordering::Relaxed),
+            rows_total: self.rows_total.load(Ordering::Relaxed),
+            calls_in_flight: self.table().in_flight() as u64,
+            rows_travel: self.rows_travel().clone(),
+            device: Some(self.open.device),
+        }
+    }
+
+    /// Ends the session: no call enters any more, and calls in flight are cancelled. The client, if it still listens, is told
+    /// `reason`.
+    pub(in crate::sessions) fn close(&self, reason: Option<&str>) {
+        if self.begin_close() {
+            self.finish_close(reason);
+        }
+    }
+
+    /// As [`close`](Self::close), for a thread that must not wait for the client.
+    pub(crate) fn close_apart(self: &Arc<Self>, reason: String) {
+        if !self.begin_close() {
+            return;
+        }
+        let session = Arc::clone(self);
+        let thread = std::thread::Builder::new().name("session-end".to_owned());
+        if thread.spawn(move || session.finish_close(Some(&reason))).is_err() {
+            self.finish_close(None);
+        }
+    }
+
+    fn begin_close(&self) -> bool {
+        self.table().close();
+        self.answered.notify_all();
+        !self.is_closing.swap(true, Ordering::AcqRel)
+    }
+
+    fn finish_close(&self, reason: Option<&str>) {
+        if let Some(reason) = reason {
+            // The socket has a time limit for writes; a client that does not read gets no reason.
+            let _ = expertd_session::socket::send(&self.socket, frame::ENDED, reason.as_bytes());
+        }
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+    }
+
+    /// Prepares calls; returns the number of the first.
+    ///
+    /// # Errors
+    /// The sentence with which they are refused.
+    pub(super) fn prepare(&self, calls: &[PreparedCall], steps: &dyn Steps) -> Result<u32, String> {
+        let model = steps.model();
+        for (index, call) in calls.iter().enumerate() {
+            check(call, &model, self.open.memory_bytes)
+                .map_err(|reason| format!("call {index} of the frame: {reason}"))?;
+        }
+        self.table().prepare(calls)
+    }
+
+    /// Ends a doorbell's call.
+    pub(super) fn complete(
+        &self,
+        doorbell: u32,
+        record: &CompletionRecord,
+        tokens: usize,
+        elapsed: Duration,
+    ) {
+        // Before the words are raised: the client may ring at once.
+        self.table().complete(doorbell);
+        self.answer(doorbell, record, elapsed);
+        if record.code == 0 {
+            self.rows_total.fetch_add(tokens as u64, Ordering::Relaxed);
+        }
+    }
+
+    fn answer(&self, doorbell: u32, record: &CompletionRecord, elapsed: Duration) {
+        let mut statuses = self.statuses.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(status) = statuses.get_mut(doorbell as usize) {
+            self.control.complete(doorbell, record, status);
+        }
+        drop(statuses);
+        self.calls_total.fetch_add(1, Ordering::Relaxed);
+        self.metrics.answered(code_name(Code::from_i32(record.code.cast_signed())), elapsed);
+    }
+
+    /// Takes rings of doorbells until the session ends.
+    pub(super) fn take_rings(self: &Arc<Self>, steps: &dyn Steps, has_spare_cores: bool) {
+        let mut last = Instant::now();
+        while !self.is_closing() {
+            let mut found = false;
+            for doorbell in 0..self.control.doorbells() {
+                if let Some(ring) = self.control.take(doorbell) {
+                    found = true;
+                    self.take(doorbell, ring, steps);
+                }
+            }
+            if found {
+                last = Instant::now();
+                continue;
+            }
+            let idle = last.elapsed();
+            if has_spare_cores && idle < BUSY_AFTER_CALL {
+                std::hint::spin_loop();
+            } else {
+                std::thread::sleep(if idle < IDLE_AFTER { PAUSE } else { IDLE_PAUSE });
+            }
+        }
+    }
+
+    fn take(self: &Arc<Self>, doorbell: u32, ring: Ring, steps: &dyn Steps) {
+        let began = Instant::now();
+        let admission = self.table().ring(doorbell, ring);
+        match admission {
+            Admission::Admitted { call, prepared } => {
+                if let Err(failure) = self.submit(doorbell, ring, call, &prepared, steps, began) {
+                    self.complete(doorbell, &failed(call, failure), 0, began.elapsed());
+                }
+            }
+            Admission::Invalid { call, reason } => {
+                let record = failed(call, Failure::field("prepared call", reason));
+                self.answer(doorbell, &record, began.elapsed());
+            }
+            Admission::Broken(reason) => {
+                tracing::warn!(session = self.number, reason, "the service ends a session");
+                self.close(Some(&reason));
+            }
+            Admission::Closing => {}
+        }
+    }
+
+    /// Hands a call to the step loop.
+    fn submit(
+        self: &Arc<Self>,
+        doorbell: u32,
+        ring: Ring,
+        call: u64,
+        prepared: &PreparedCall,
+        steps: &dyn Steps,
+        began: Instant,
+    ) -> Result<(), Failure> {
+        let has = |flag| prepared.flags & flag != 0;
+        let shared =
+            if has(RequestRecord::EXCLUDE_SHARED) { SharedExperts::Exclude } else { SharedExperts::Include };
+        let message = ForwardRequest {
+            layer: prepared.layer,
+            tokens: ring.rows,
+            dtype: prepared.dtype.cast_signed(),
+            shared_experts: shared.into(),
+            expected_weight_version: has(RequestRecord::EXPECT_WEIGHT_VERSION)
+                .then_some(prepared.weight_version),
+            return_timings: true,
+            ..ForwardRequest::default()
+        };
+        let deadline = match prepared.timeout_us {
+            0 => None,
+            timeout => began.checked_add(Duration::from_micros(timeout)),
+        };
+        let envelope = Envelope { id: next_request_id(), client: self.opener.client, deadline };
+        let request = validate_session(&steps.model(), message, envelope)?;
+        self.metrics.admitted(request.tokens);
+        let call = CudaCall {
+            session: Arc::clone(self),
+            doorbell,
+            call,
+            rows: prepared.rows,
+            output: prepared.output,
+            tokens: request.tokens,
+            began,
+            is_complete: false,
+        };
+        steps.submit_cuda(request, call).map_err(Failure::from)
+    }
+}

@@ -1,0 +1,84 @@
+//! A session of either kind, as the registry and the step loop hold it.
+
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::sync::Arc;
+
+use expertd_ipc::control::MemoryKind;
+use expertd_types::MemoryId;
+
+use super::cuda::CudaState;
+use super::registry::SessionStatus;
+use super::session::{RowsTravel, SessionState};
+
+/// A session.
+#[derive(Clone, Debug)]
+pub(crate) enum OpenSession {
+    /// Rows lie in host memory.
+    Host(Arc<SessionState>),
+    /// Rows lie in the memory of the client's GPU.
+    Cuda(Arc<CudaState>),
+}
+
+impl OpenSession {
+    pub(crate) fn number(&self) -> u64 {
+        match self {
+            OpenSession::Host(session) => session.number(),
+            OpenSession::Cuda(session) => session.number(),
+        }
+    }
+
+    /// The number under which ranks attach the memory.
+    pub(crate) fn memory_id(&self) -> MemoryId {
+        match self {
+            OpenSession::Host(session) => session.memory_id(),
+            OpenSession::Cuda(session) => session.memory_id(),
+        }
+    }
+
+    /// Whether calls need ranks that have attached the memory: the router cannot copy their rows.
+    pub(crate) const fn needs_ranks(&self) -> bool {
+        matches!(self, OpenSession::Cuda(_))
+    }
+
+    /// The memory as ranks receive it.
+    pub(crate) fn memory(&self) -> (MemoryKind, BorrowedFd<'_>) {
+        match self {
+            OpenSession::Host(session) => {
+                let region = session.region();
+                (MemoryKind::Host { bytes: region.len() as u64 }, region.as_fd())
+            }
+            OpenSession::Cuda(session) => session.memory(),
+        }
+    }
+
+    /// Sets how rows travel from now on.
+    pub(crate) fn set_rows_travel(&self, rows_travel: RowsTravel) {
+        match self {
+            OpenSession::Host(session) => session.set_rows_travel(rows_travel),
+            OpenSession::Cuda(session) => session.set_rows_travel(rows_travel),
+        }
+    }
+
+    pub(super) fn status(&self) -> SessionStatus {
+        match self {
+            OpenSession::Host(session) => session.status(),
+            OpenSession::Cuda(session) => session.status(),
+        }
+    }
+
+    /// Ends the session and tells the client `reason`.
+    pub(super) fn close(&self, reason: Option<&str>) {
+        match self {
+            OpenSession::Host(session) => session.close(reason),
+            OpenSession::Cuda(session) => session.close(reason),
+        }
+    }
+
+    /// As [`close`](Self::close), for a thread that must not wait for the client.
+    pub(crate) fn close_apart(&self, reason: String) {
+        match self {
+            OpenSession::Host(session) => session.close_apart(reason),
+            OpenSession::Cuda(session) => session.close_apart(reason),
+        }
+    }
+}
