@@ -22,8 +22,8 @@ use expertd_proto::v1::{
 };
 use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig};
 use expertd_router::backend::{
-    Answer, Backend, DrainFuture, DrainReport, ModelInfo, MoeLayerInfo, Pending, ReloadFuture, ServiceStatus,
-    SubmitError,
+    Answer, Backend, DrainFuture, DrainReport, ModelInfo, MoeLayerInfo, Pending, ReloadFuture, ReloadRequest,
+    ServiceStatus, SubmitError,
 };
 use expertd_types::{Coverage, Generation, LayerId, LayerRange, StepId, WeightFingerprint, WeightVersion};
 use rand::RngExt as _;
@@ -148,8 +148,8 @@ impl Backend for Echo {
         self.state.subscribe()
     }
 
-    fn reload(&self, folder: Option<std::path::PathBuf>) -> ReloadFuture {
-        Box::pin(async move { Err(format!("a fake has no weights to load from {folder:?}")) })
+    fn reload(&self, request: ReloadRequest) -> ReloadFuture {
+        Box::pin(async move { Err(format!("a fake has no weights to load for {request:?}")) })
     }
 
     fn drain(&self, _: Option<Duration>) -> DrainFuture {

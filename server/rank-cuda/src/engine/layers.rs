@@ -1,7 +1,5 @@
 //! This rank's share of a model's MoE blocks in GPU memory, and the tables in which kernels find their addresses.
 
-use std::ops::Range;
-
 use expertd_kernels::device::{Buffer, Device, DeviceError};
 use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{GateLayer, GateParams};
@@ -57,8 +55,8 @@ pub(super) struct Layer {
     pub(super) spec: MoeLayer,
     /// Layers of one class have equal sizes and functions, and share captured graphs.
     pub(super) class: usize,
-    /// The experts that this rank owns.
-    pub(super) mine: Range<u32>,
+    /// The experts that this rank owns: consecutive ones.
+    pub(super) mine: Vec<u32>,
     /// Device format of the layer's experts, also on ranks that own none of them.
     pub(super) format: DeviceFormat,
     gate: DeviceGate,
@@ -83,7 +81,7 @@ pub(super) struct Layers {
 }
 
 /// Size of this rank's weights in device memory, in bytes.
-pub(super) fn device_bytes(checkpoint: &Checkpoint, share: ExpertShare, fp8: Fp8Compute) -> u64 {
+pub(super) fn device_bytes(checkpoint: &Checkpoint, share: &ExpertShare, fp8: Fp8Compute) -> u64 {
     let hidden = checkpoint.spec().hidden;
     // The gate's weights, and what rounding takes from them.
     let gate = |layer: LayerId, moe: &MoeLayer| {
@@ -91,7 +89,7 @@ pub(super) fn device_bytes(checkpoint: &Checkpoint, share: ExpertShare, fp8: Fp8
         moe.experts.count * padded(hidden) * if is_bf16 { 2 } else { 4 }
     };
     let of = |(layer, moe): (LayerId, &MoeLayer)| {
-        let mine = share.experts(moe).len();
+        let mine = share.experts(layer, moe).len();
         CudaExperts::bytes(DeviceFormat::of(moe.experts.format, fp8), mine, hidden, moe.experts.width)
             + moe.shared.as_ref().map_or(0, |shared| {
                 CudaExperts::bytes(DeviceFormat::of(shared.format, fp8), 1, hidden, shared.width)
@@ -134,7 +132,7 @@ impl Layers {
     pub(super) fn load(
         device: &Device,
         checkpoint: &Checkpoint,
-        share: ExpertShare,
+        share: &ExpertShare,
         fp8: Fp8Compute,
         pool: &rayon::ThreadPool,
         progress: impl FnMut(u64, u64),
@@ -150,7 +148,7 @@ impl Layers {
             };
             let layer = LayerId(index);
             let failed = |source| LoadError::Upload { layer, source };
-            let mine = share.experts(moe);
+            let mine = share.experts(layer, moe);
             let mut experts = match mine.len() {
                 0 => None,
                 count => {
@@ -162,7 +160,7 @@ impl Layers {
                 }
             };
             if let Some(experts) = &mut experts {
-                for (place, expert) in mine.clone().enumerate() {
+                for (place, &expert) in mine.iter().enumerate() {
                     let tensors = checkpoint.expert(layer, ExpertId(expert))?;
                     uploader.load(experts, place, &weights(&tensors)).map_err(failed)?;
                     progress.expert(&moe.experts);

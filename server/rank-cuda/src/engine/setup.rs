@@ -134,13 +134,13 @@ fn load_weights(
         .thread_name(|i| format!("load-{i}"))
         .build()
         .map_err(setup_failure)?;
-    Layers::load(device, checkpoint, ExpertShare::of(setup), setup.fp8_compute, &pool, progress)
+    Layers::load(device, checkpoint, &ExpertShare::of(setup), setup.fp8_compute, &pool, progress)
         .map_err(|error| (FailureKind::Load, error.to_string()))
 }
 
 fn check_memory(setup: &RankSetup, device: &Device, checkpoint: &Checkpoint) -> Result<(), Failure> {
     let (free, total) = device.memory().map_err(setup_failure)?;
-    let needed = device_bytes(checkpoint, ExpertShare::of(setup), setup.fp8_compute) + RESERVE;
+    let needed = device_bytes(checkpoint, &ExpertShare::of(setup), setup.fp8_compute) + RESERVE;
     if needed > free as u64 {
         return Err(setup_failure(format!(
             "GPU {} has {} MiB free of {} MiB beside this rank's buffers, and its weights and a reserve need {} MiB; use \
