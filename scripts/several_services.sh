@@ -99,7 +99,7 @@ kinds=(killed stopped drained upgraded)
 declare -A count=()
 round=0
 while kill -0 $loader 2> /dev/null; do
-    index=$((round % 3)) kind=${kinds[round / 3 % ${#kinds[@]}]}
+    index=$((round % 3)) kind=${kinds[round % ${#kinds[@]}]}
     case $kind in
         killed) kill -KILL "${pids[$index]}"; wait "${pids[$index]}" 2> /dev/null || true; sleep 1; start $index "$bin/expertd" ;;
         stopped) kill -STOP "${pids[$index]}"; sleep 3; kill -CONT "${pids[$index]}" ;;

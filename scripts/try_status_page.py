@@ -88,7 +88,8 @@ class Browser:
 
     def until(self, expression: str, what: str, seconds: float = 60) -> None:
         end = time.monotonic() + seconds
-        while not self.value(expression):
+        # Elements are not there before the page has loaded.
+        while not self.value(f"(() => {{ try {{ return {expression} }} catch {{ return false }} }})()"):
             if time.monotonic() > end:
                 sys.exit(f"the page never showed {what}; it shows: {self.value('document.body.innerText')}")
             time.sleep(0.3)

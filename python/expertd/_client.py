@@ -46,7 +46,7 @@ class Credentials:
         ca: certificate authorities of the service, PEM; turns TLS on.
         cert: the client's certificate chain, PEM; needs `key`.
         key: the private key of that certificate, PEM.
-        server_name: the name in the service's certificate, where it is not the host of the address.
+        server_name: the name in the service's certificate, if it differs from the host of the address.
         token_file: file with the client's token, alone or as `NAME TOKEN`.
     """
 

@@ -11,6 +11,7 @@ mod dlpack;
 mod element;
 mod errors;
 mod input;
+mod line;
 mod model;
 mod receipt;
 mod request;

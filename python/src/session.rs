@@ -1,8 +1,9 @@
 //! Calls through a session: rows are copied into memory that the service shares, and answers out of it.
 
 use std::borrow::Cow;
-use std::collections::BTreeSet;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::io::ErrorKind;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use expertd_proto::RetryPolicy;
@@ -16,6 +17,7 @@ use tonic::Status;
 use crate::array::Array;
 use crate::errors::Failure;
 use crate::input::Input;
+use crate::line::Line;
 use crate::receipt::{self, Received};
 use crate::request::Arguments;
 
@@ -63,33 +65,10 @@ pub(crate) struct HostSession {
     current: Mutex<Option<Opened>>,
     /// Held while one call reserves its places, so that two calls never wait for each other's halves.
     placing: Mutex<()>,
-    line: Mutex<Line>,
-    /// Signalled when `Line::departures` changes.
-    departed: Condvar,
-}
-
-/// Calls that wait for room in the session. They get it in the order in which they came.
-#[derive(Debug, Default)]
-struct Line {
-    /// Counts calls that have left the session or the line.
-    departures: u64,
-    next_ticket: u64,
-    waiting: BTreeSet<u64>,
+    /// Calls that wait for room in the session.
+    line: Line,
     /// The service has refused a larger session.
-    is_largest: bool,
-}
-
-/// A place in the line, until it is dropped.
-struct Ticket<'a> {
-    session: &'a HostSession,
-    number: u64,
-}
-
-impl Drop for Ticket<'_> {
-    fn drop(&mut self) {
-        self.session.line().waiting.remove(&self.number);
-        self.session.depart();
-    }
+    is_largest: AtomicBool,
 }
 
 #[derive(Clone, Debug)]
@@ -118,8 +97,8 @@ impl HostSession {
             retry,
             current: Mutex::new(None),
             placing: Mutex::new(()),
-            line: Mutex::default(),
-            departed: Condvar::new(),
+            line: Line::default(),
+            is_largest: AtomicBool::new(false),
         }
     }
 
@@ -144,43 +123,14 @@ impl HostSession {
         Ok(opened)
     }
 
-    fn line(&self) -> MutexGuard<'_, Line> {
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Wakes the calls in the line.
-    fn depart(&self) {
-        self.line().departures += 1;
-        self.departed.notify_all();
-    }
-
-    /// Whether a call may take room: it is the first in line, or there is no line.
-    fn is_next(&self, ticket: Option<&Ticket<'_>>) -> bool {
-        let line = self.line();
-        match ticket {
-            Some(ticket) => line.waiting.first() == Some(&ticket.number),
-            None => line.waiting.is_empty(),
-        }
-    }
-
-    fn join_line(&self) -> Ticket<'_> {
-        let mut line = self.line();
-        let number = line.next_ticket;
-        line.next_ticket += 1;
-        line.waiting.insert(number);
-        Ticket { session: self, number }
-    }
-
     /// Opens a session with twice the row area, if that is within limits.
     fn enlarged(&self, opened: &Opened) -> Option<Opened> {
         let doubled = opened.rows_bytes.checked_mul(2).filter(|&bytes| bytes <= MAX_ROWS_BYTES)?;
-        if self.line().is_largest {
+        if self.is_largest.load(Ordering::Relaxed) {
             return None;
         }
         let larger = self.opened(doubled);
-        if larger.is_err() {
-            self.line().is_largest = true;
-        }
+        self.is_largest.store(larger.is_err(), Ordering::Relaxed);
         larger.ok()
     }
 
@@ -251,7 +201,7 @@ impl HostSession {
             }
         };
         drop(pending);
-        self.depart();
+        self.line.depart();
         ended
     }
 
@@ -267,8 +217,8 @@ impl HostSession {
     ) -> Result<(Arc<Session>, PendingCall), End> {
         let mut ticket = None;
         loop {
-            let seen = self.line().departures;
-            if self.is_next(ticket.as_ref()) {
+            let seen = self.line.departures();
+            if self.line.is_next(ticket.as_ref()) {
                 match self.try_submit(&opened, arguments, places, deadline) {
                     Ok(pending) => return Ok((opened.session, pending)),
                     Err(SessionError::TooManyCalls { .. }) => {}
@@ -282,13 +232,10 @@ impl HostSession {
                 }
             }
             if ticket.is_none() {
-                ticket = Some(self.join_line());
+                ticket = Some(self.line.join());
                 continue;
             }
-            let interval = time_left(deadline, ROOM_INTERVAL);
-            let unchanged = |line: &mut Line| line.departures == seen;
-            let waited = self.departed.wait_timeout_while(self.line(), interval, unchanged);
-            drop(waited.unwrap_or_else(PoisonError::into_inner));
+            self.line.wait(seen, time_left(deadline, ROOM_INTERVAL));
             go_on(deadline, check)?;
         }
     }
@@ -444,11 +391,16 @@ fn expect_shapes(arguments: &Arguments, opened: &Opened) -> Result<(), Status> {
 fn open_failure(address: &str, error: SessionError) -> Failure {
     let hint = "session=\"host\" needs the socket of `expertd serve --session-listen unix:PATH`";
     match error {
-        SessionError::Socket { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied => {
+        SessionError::Socket { source, .. } if source.kind() == ErrorKind::PermissionDenied => {
             Status::permission_denied(format!(
                 "{address}: {source}; the service allows its own user, and those of `--session-allow-uid`"
             ))
             .into()
+        }
+        SessionError::Socket { source, .. }
+            if matches!(source.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) =>
+        {
+            Failure::Connect(format!("session socket {address}: no answer within {OPEN_TIMEOUT:?}; {hint}"))
         }
         SessionError::Socket { .. } | SessionError::Protocol(_) => {
             Failure::Connect(format!("{error}; {hint}"))

@@ -12,6 +12,8 @@
 
 #[cfg(feature = "fuzzing")]
 pub use api::fuzzing;
+#[cfg(feature = "fuzzing")]
+pub use sessions::fuzzing as sessions_fuzzing;
 
 pub mod api;
 pub mod backend;

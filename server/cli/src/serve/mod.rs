@@ -223,6 +223,12 @@ impl Running {
         let address = |name: &'static str, text: &str| {
             text.parse::<Address>().map_err(|source| StartError::Address { name, source })
         };
+        let sockets = descriptors::sockets(
+            plan.connections.tcp,
+            plan.connections.unix + plan.sessions.as_ref().map_or(0, SessionPlan::descriptors),
+            plan.cluster.shape.ranks as usize,
+        )
+        .map_err(StartError::Descriptors)?;
         let config = ServerConfig {
             listen: plan
                 .listen
@@ -232,12 +238,8 @@ impl Running {
             admin: Some(address("admin-listen", &plan.admin_listen)?),
             insecure: plan.access.insecure,
             connections: ConnectionLimits {
-                tcp: descriptors::connections(
-                    plan.connections.tcp,
-                    plan.connections.unix + plan.sessions.as_ref().map_or(0, SessionPlan::descriptors),
-                    plan.cluster.shape.ranks as usize,
-                )
-                .map_err(StartError::Descriptors)?,
+                tcp: sockets.connections,
+                tarpit: sockets.tarpit,
                 ..plan.connections
             },
             shutdown_grace: SHUTDOWN_GRACE,
@@ -379,7 +381,7 @@ impl Running {
                 first = false;
             }
         });
-        let end = self.service.ended().await;
+        let end = self.watched_until_end().await;
         self.stop().await;
         match end {
             ServiceEnd::Drained => ExitCode::SUCCESS,
@@ -392,6 +394,21 @@ impl Running {
                 ExitCode::from(exit::SETUP)
             }
         }
+    }
+
+    /// Waits for the service's end on this thread, without which the process would never exit.
+    async fn watched_until_end(&self) -> ServiceEnd {
+        let heartbeat = watchdog::watch("the main thread");
+        let mut ticks = tokio::time::interval(watchdog::TICK);
+        let mut ended = std::pin::pin!(self.service.ended());
+        let end = loop {
+            tokio::select! {
+                end = &mut ended => break end,
+                _ = ticks.tick() => heartbeat.tick(),
+            }
+        };
+        heartbeat.finish();
+        end
     }
 
     /// Drains and stops the service: sends all answers, closes connections, reaps ranks.

@@ -1,5 +1,7 @@
 //! The router's side of one generation of the EP group: its ranks, its shared memory, the steps in flight.
 
+mod memories;
+
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
@@ -7,6 +9,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
+use self::memories::AttachNews;
 use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind, FormError};
 use crate::watchdog;
@@ -15,13 +18,13 @@ use super::weights::WeightSet;
 
 use super::process::{ChildProcess, RankEvent, RankNews};
 use crate::sessions::AttachAnswer;
-use expertd_ipc::control::{FailureKind, FromRank, MemoryKind, RankSetup, ToRank};
+use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::{
     ChannelError, Completion, FormingStep, RouterBell, RouterChannel, RowCounts, RowCountsShape,
     SharedRegion, StagedRows, StepDescriptor,
 };
 use expertd_types::Phase;
-use expertd_types::{Generation, LayerId, MemoryId, Rank, Slot, StepId};
+use expertd_types::{Generation, LayerId, Rank, Slot, StepId};
 
 /// Interval at which heartbeats and step deadlines are checked.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
@@ -62,19 +65,6 @@ struct InFlight {
     tokens: usize,
     since: Instant,
     completions: Vec<Option<Completion>>,
-}
-
-/// The answer of a rank to an order about a client's memory.
-#[derive(Debug)]
-pub struct AttachNews {
-    /// The rank.
-    pub rank: Rank,
-    /// The memory.
-    pub memory: MemoryId,
-    /// The answer.
-    pub(crate) answer: AttachAnswer,
-    /// Why the memory is not attached.
-    pub error: Option<String>,
 }
 
 /// A completed step.
@@ -442,26 +432,6 @@ impl Group {
     #[must_use]
     pub fn routing(&self, staged: &StagedRows, top_k: usize) -> (&[u8], &[u8]) {
         self.channel.routing(staged, top_k)
-    }
-
-    /// Sends a client's memory of `bytes` bytes to every rank.
-    pub fn attach(&self, memory: MemoryId, region: &SharedRegion) {
-        let kind = MemoryKind::Host { bytes: region.len() as u64 };
-        for member in &self.members {
-            member.process.send_with_fd(&ToRank::Attach { memory, kind }, region.as_fd());
-        }
-    }
-
-    /// Asks every rank to detach a client's memory.
-    pub fn detach(&self, memory: MemoryId) {
-        for member in &self.members {
-            member.process.send(ToRank::Detach { memory });
-        }
-    }
-
-    /// Takes the oldest answer of a rank to [`attach`](Self::attach) or [`detach`](Self::detach).
-    pub fn take_attach_answer(&mut self) -> Option<AttachNews> {
-        self.attach_answers.pop_front()
     }
 
     /// Kills and reaps every rank. Returns the ids of processes that do not end, which may still access the memory that they

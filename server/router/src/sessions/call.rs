@@ -73,10 +73,10 @@ impl SessionCall {
         let mut tokens_per_rank = [0; MAX_RANKS];
         let ranks = receipt.tokens_per_rank.len().min(MAX_RANKS);
         tokens_per_rank[..ranks].copy_from_slice(&receipt.tokens_per_rank[..ranks]);
-        let mut phase_ns = [0; 7];
+        let mut phase_ns = [0_u64; 7];
         for timing in &receipt.timings {
             for (sum, time) in phase_ns.iter_mut().zip(timing.phases.all()) {
-                *sum += nanos(time);
+                *sum = sum.saturating_add(nanos(time));
             }
         }
         let record = CompletionRecord {

@@ -14,12 +14,12 @@ use expertd_session::wire::{CompletionRecord, RequestRecord, frame};
 use expertd_types::{DType, LayerId, MemoryId};
 use tonic::Code;
 
+use super::Steps;
 use super::call::{SessionCall, failed};
 use super::registry::{Charge, SessionStatus};
 use super::table::{Admission, CallTable, Places};
 use crate::api::{Envelope, Failure, code_name, next_request_id, validate_session};
-use crate::backend::{Backend as _, ClientKey, ModelInfo, SubmitError};
-use crate::steps::Service;
+use crate::backend::{ClientKey, ModelInfo, SubmitError};
 use crate::telemetry::RequestMetrics;
 
 /// Who opened a session.
@@ -186,19 +186,19 @@ impl SessionState {
 
     fn push(&self, calls: &mut Calls, record: &CompletionRecord, elapsed: Duration) {
         self.calls_total.fetch_add(1, Ordering::Relaxed);
-        self.metrics.answered(code_name(Code::from_i32(record.code.cast_signed())), elapsed);
         // The ring has room for every call in flight, unless the client writes nonsense; then nothing is owed to it.
         if !matches!(calls.completions.try_push(record), Ok(true)) {
             tracing::debug!(session = self.number, call = record.call, "a completion found no room");
         }
         self.memory.client_bell().ring();
+        self.metrics.answered(code_name(Code::from_i32(record.code.cast_signed())), elapsed);
     }
 
     /// Takes requests until the session ends.
     pub(super) fn take_requests(
         self: &Arc<Self>,
         mut requests: RingConsumer<RequestRecord>,
-        service: &Service,
+        steps: &dyn Steps,
         spin: Duration,
     ) {
         loop {
@@ -210,7 +210,7 @@ impl SessionState {
             });
             match found {
                 Ok(Ok(Some(record))) => {
-                    if let Err(reason) = self.take(&record, service) {
+                    if let Err(reason) = self.take(&record, steps) {
                         tracing::warn!(session = self.number, reason, "the service ends a session");
                         self.close(Some(&reason));
                     }
@@ -230,7 +230,7 @@ impl SessionState {
     ///
     /// # Errors
     /// Why the session ends.
-    fn take(self: &Arc<Self>, record: &RequestRecord, service: &Service) -> Result<(), String> {
+    pub(super) fn take(self: &Arc<Self>, record: &RequestRecord, steps: &dyn Steps) -> Result<(), String> {
         let began = Instant::now();
         let mut calls = self.calls();
         let unread = calls.completions.waiting().map_err(|error| error.to_string())?;
@@ -241,7 +241,7 @@ impl SessionState {
             ));
         }
         drop(calls);
-        if let Err(failure) = self.submit(record, service, began) {
+        if let Err(failure) = self.submit(record, steps, began) {
             let completion = failed(record.call, failure);
             self.push(&mut self.calls(), &completion, began.elapsed());
         }
@@ -251,10 +251,10 @@ impl SessionState {
     fn submit(
         self: &Arc<Self>,
         record: &RequestRecord,
-        service: &Service,
+        steps: &dyn Steps,
         began: Instant,
     ) -> Result<(), Failure> {
-        let model = service.model();
+        let model = steps.model();
         let sizes = Sizes::new(record, &model)?;
         let places = sizes.places(record);
         match self.calls().table.admit(record.call, places) {
@@ -266,7 +266,7 @@ impl SessionState {
                 return Err(Failure::Submit(SubmitError::Overloaded { reason, retry_after }));
             }
         }
-        let submitted = self.submit_admitted(record, &sizes, &model, service, began);
+        let submitted = self.submit_admitted(record, &sizes, &model, steps, began);
         if submitted.is_err() {
             self.calls().table.complete(record.call);
         }
@@ -278,7 +278,7 @@ impl SessionState {
         record: &RequestRecord,
         sizes: &Sizes,
         model: &ModelInfo,
-        service: &Service,
+        steps: &dyn Steps,
         began: Instant,
     ) -> Result<(), Failure> {
         let has = |flag| record.flags & flag != 0;
@@ -338,7 +338,7 @@ impl SessionState {
             }
         };
         self.metrics.admitted(request.tokens);
-        service.submit_session(request, call).map_err(Failure::from)
+        steps.submit(request, call).map_err(Failure::from)
     }
 }
 

@@ -167,7 +167,7 @@ impl Active {
             None => (ids.into(), weights.into()),
         };
         tracing::debug!(request = %self.request.id, steps = ?receipt.steps, "answered");
-        metrics::histogram!(names::QUEUE_DURATION_SECONDS).record(receipt.queue_time.as_secs_f64());
+        let queue_time = receipt.queue_time;
         let receipt = backend::Receipt {
             steps: receipt.steps,
             generation: receipt.generation,
@@ -188,6 +188,8 @@ impl Active {
             }
             Reply::Session(call) => call.answer(&receipt),
         }
+        // The caller does not wait for it.
+        metrics::histogram!(names::QUEUE_DURATION_SECONDS).record(queue_time.as_secs_f64());
     }
 
     /// Ends the request without an answer.

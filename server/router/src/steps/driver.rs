@@ -2,27 +2,28 @@
 //! requests and the EP group.
 
 mod memories;
+mod rows;
 mod show;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use expertd_ipc::wait::spin_between_steps;
-use expertd_ipc::{Copier, RowSource, StagedRows, WaitPolicy};
+use expertd_ipc::{Copier, StagedRows, WaitPolicy};
 use expertd_scheduler::{
     Action, Config, Failure, GroupFault, Receipt, RecoveryPolicy, RequestKey, StepLoop, Time,
 };
 use expertd_types::{Generation, MemoryId, StepId, WeightVersion};
 
 use self::memories::Memories;
+use self::rows::Unrecorded;
 use self::show::{Shown, show_counters_of_faults};
-use super::active::{Active, IDS, Output, ROWS, TrialRow, WEIGHTS};
+use super::active::Active;
 use super::reload::Reload;
 use super::service::{SchedulerConfig, ServiceEnd, Shared};
-use crate::backend::{DrainReport, PhaseTimes, ServiceState, StepError, StepTiming};
-use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, Loading, StepDone, WeightHolder, WeightSet};
+use crate::backend::{DrainReport, ServiceState, StepError};
+use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, Loading, WeightHolder, WeightSet};
 use crate::telemetry::{StepMetrics, names};
 use crate::watchdog;
 
@@ -51,6 +52,8 @@ pub(super) struct Driver {
     pub(super) step_loop: StepLoop,
     active: HashMap<RequestKey, Active>,
     launched: VecDeque<Launched>,
+    /// Completed steps that the metrics lack.
+    unrecorded: Vec<Unrecorded>,
     group: Option<Group>,
     /// The weights that generations serve; `None` until loaders have packed them.
     pub(super) weights: Option<Arc<WeightSet>>,
@@ -101,6 +104,7 @@ impl Driver {
             step_loop,
             active: HashMap::new(),
             launched: VecDeque::new(),
+            unrecorded: Vec::new(),
             group: None,
             weights,
             loading: None,
@@ -127,6 +131,7 @@ impl Driver {
             if let Some(end) = self.act() {
                 break end;
             }
+            self.record_steps();
             self.show_queue();
             if !self.step_loop.has_news_for_inbox(self.now()) {
                 self.wait();
@@ -182,7 +187,7 @@ impl Driver {
         }
         // Steps that all ranks completed before a fault count.
         while let Some(done) = self.group.as_mut().and_then(Group::take_done) {
-            self.collect(&done);
+            self.collect(done);
         }
         match news.and_then(|news| self.hear_memories().map(|()| news)) {
             Err(fault) => self.fault(generation, &fault),
@@ -316,115 +321,6 @@ impl Driver {
             Err(error) => {
                 self.fault(generation, &Fault { kind: FaultKind::Setup, message: error.to_string() });
             }
-        }
-    }
-
-    /// Copies the rows of the newest step to its slot and launches it.
-    fn launch(&mut self, id: StepId) {
-        let Some(generation) = self.group.as_ref().map(Group::generation) else { return };
-        if let Err(fault) = self.try_launch(id) {
-            self.fault(generation, &fault);
-        }
-    }
-
-    fn try_launch(&mut self, id: StepId) -> Result<(), Fault> {
-        let Driver { group: Some(group), step_loop, active, copier, shared, cluster, memories, .. } = self
-        else {
-            return Ok(());
-        };
-        let Some(step) = step_loop.in_flight().back().filter(|step| step.id == id) else { return Ok(()) };
-        let formed = Instant::now();
-        let mut tokens_per_rank = vec![0; cluster.shape.ranks as usize];
-        for range in &step.rows {
-            tokens_per_rank[range.rank.index()] += range.rows.len();
-            if let Some(active) = active.get_mut(&range.key) {
-                active.begin_output();
-            }
-        }
-        let top_k = step.kind.top_k;
-        let trial = TrialRow::new(cluster.shape.hidden, top_k);
-        let routed_by_gate = shared.top_k(step.kind.layer) == Some(top_k);
-        let mut forming = group.begin(step.slot, top_k);
-        let (mut staged, mut in_place) = (Vec::with_capacity(step.rows.len()), Vec::new());
-        for range in &step.rows {
-            if range.key == RequestKey::TRIAL {
-                staged.push((range.key, forming.stage(range.rank, &trial.rows(routed_by_gate))?));
-            }
-            let Some(active) = active.get(&range.key) else { continue };
-            let rows = active.rows(range.rows.clone(), &memories.attachments);
-            if let RowSource::Attached(rows) = rows.rows {
-                in_place.push(rows.memory);
-            }
-            staged.push((range.key, forming.stage(range.rank, &rows)?));
-        }
-        forming.copy(copier);
-        group.launch(id, step.slot, step.kind.layer, top_k, step.tokens)?;
-        tracing::debug!(step = %id, layer = %step.kind.layer, tokens = step.tokens, ranges = step.rows.len(), "step launched");
-        in_place.iter().for_each(|memory| memories.attachments.launched(*memory));
-        let memories = in_place;
-        self.launched.push_back(Launched { step: id, top_k, formed, staged, tokens_per_rank, memories });
-        Ok(())
-    }
-
-    /// Appends the rows of a completed step to its requests' answers, and reports the step to the state machine.
-    fn collect(&mut self, done: &StepDone) {
-        let Some(launched) = self.launched.pop_front() else { return };
-        debug_assert_eq!(launched.step, done.step, "steps complete in order");
-        launched.memories.iter().for_each(|memory| self.memories.attachments.ended(*memory));
-        let Some(group) = &self.group else { return };
-        // The time of a step ends here; copying its rows to the answers is not part of it.
-        let now = Instant::now();
-        let [copy_in, gate, prepare, dispatch, experts, combine, copy_out] =
-            done.phase_ns.map(Duration::from_nanos);
-        let timing = StepTiming {
-            step: done.step,
-            tokens: done.tokens as u32,
-            phases: PhaseTimes { copy_in, gate, prepare, dispatch, experts, combine, copy_out },
-            computed: Duration::from_nanos(done.computed_ns()),
-            formed: launched.formed,
-            done: now,
-        };
-        // The ranges of one request are adjacent.
-        let (mut keys, mut outputs, mut copies) = (Vec::new(), Vec::<Output>::new(), Vec::new());
-        let mut shared = Vec::new();
-        let mut first = 0;
-        for (key, staged) in &launched.staged {
-            // Skip rows of requests that ended meanwhile.
-            let Some(active) = self.active.get_mut(key) else { continue };
-            if keys.last() != Some(key) {
-                active.add_timing(timing);
-                keys.push(*key);
-                first = outputs.as_flattened().len();
-                outputs.push(active.take_output());
-            }
-            let rows = group.answer(staged);
-            if staged.is_attached() {
-                active.skip_rows(staged.rows());
-            } else {
-                match active.next_place(rows.len()) {
-                    Some(place) => shared.push((rows, place)),
-                    None => copies.push((first + ROWS, rows)),
-                }
-            }
-            if active.request().return_routing {
-                let (ids, weights) = group.routing(staged, launched.top_k);
-                copies.extend([(first + IDS, ids), (first + WEIGHTS, weights)]);
-            }
-        }
-        self.copier.append(&copies, outputs.as_flattened_mut());
-        self.copier.write_shared(&shared);
-        for (key, output) in keys.iter().zip(outputs) {
-            if let Some(active) = self.active.get_mut(key) {
-                active.put_output(output);
-            }
-        }
-        self.step_loop.step_done(group.generation(), done.step, self.shared.time(now));
-        self.shared.steps_total.fetch_add(1, Ordering::Relaxed);
-        self.metrics.step(done.tokens, now - launched.formed);
-        for (rank, (completion, tokens)) in done.completions.iter().zip(&launched.tokens_per_rank).enumerate()
-        {
-            let phases = completion.phase_ns.map(Duration::from_nanos);
-            self.metrics.rank(rank, *tokens as u64, u64::from(completion.expert_rows), &phases);
         }
     }
 

@@ -114,10 +114,11 @@ metrics_table! {
     CONNECTIONS = "expertd_connections", Kind::Gauge, Count, [];
     /// Client connections accepted.
     CONNECTIONS_ACCEPTED_TOTAL = "expertd_connections_accepted_total", Kind::Counter, Count, [];
-    /// Connections that the service refused or closed, by reason: limit, address_limit and client_limit (too many
-    /// connections), evicted (made way for another one), tls (failed or slow handshake), silent (the peer never spoke HTTP/2), unauthenticated (no credentials
-    /// in time), stalled_write (the peer does not read), stalled_request and stalled_answer (a message moves too slowly),
-    /// unread (too many bytes in the transport), flood (too many control frames), idle, age.
+    /// Connections that the service refused or closed, by reason: limit, address_limit, client_limit and
+    /// unauthenticated_limit (too many connections), evicted (made way for another one), tls (failed or slow handshake),
+    /// silent (the peer never spoke HTTP/2), unauthenticated (no credentials in time), stalled_write (the peer does not
+    /// read), stalled_request and stalled_answer (a message moves too slowly), unread (too many bytes in the transport),
+    /// flood (too many control frames, tiny DATA frames or bytes of headers), idle, age.
     CONNECTIONS_ENDED_TOTAL = "expertd_connections_ended_total", Kind::Counter, Count, ["reason"];
     /// Open sessions: clients on the same host that share memory with the service.
     SESSIONS = "expertd_sessions", Kind::Gauge, Count, [];

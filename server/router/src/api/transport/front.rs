@@ -142,7 +142,7 @@ impl Front {
             let owner = Arc::clone(&self.connection.peer);
             return Ok(Caller { key: self.connection.key, owner, tokens: None });
         };
-        self.connection.authenticate();
+        self.table.authenticate(&self.connection);
         let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
         if client.as_ref().is_none_or(|client| client.name != name) {
             let owner = self.table.client(&name);
