@@ -10,7 +10,6 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use expertd_proto::transport;
 use expertd_proto::transport::Channel;
 use expertd_proto::v1::forward_request::Payload;
