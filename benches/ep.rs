@@ -13,7 +13,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use expertd_ipc::wait::SPIN_TIME;
 use expertd_rank_cpu::group::loopback;
 use expertd_rank_cpu::{CpuGroup, EpConfig, HostRouting};
-use expertd_types::{Generation, Rank, Slot};
+use expertd_types::{ExpertOwners, Generation, Rank, Slot};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -23,7 +23,7 @@ const EXPERTS: usize = 64;
 const K: usize = 8;
 
 struct Input {
-    owners: Vec<Rank>,
+    owners: ExpertOwners,
     ids: Vec<i32>,
     weights: Vec<f32>,
     rows: Vec<f32>,
@@ -40,7 +40,7 @@ fn input(group: &CpuGroup, tokens: usize) -> Input {
         ids.extend_from_slice(&all[..K]);
     }
     Input {
-        owners: (0..EXPERTS).map(|e| Rank((e * ranks / EXPERTS) as u32)).collect(),
+        owners: ExpertOwners::single((0..EXPERTS).map(|e| Rank((e * ranks / EXPERTS) as u32))),
         ids,
         weights: vec![0.125; tokens * K],
         rows: (0..tokens * HIDDEN).map(|_| rng.random_range(-1.0..1.0)).collect(),
@@ -52,8 +52,14 @@ fn exchanges(group: &mut CpuGroup, input: &mut Input, count: u64) {
     let tokens = input.rows.len() / HIDDEN;
     for n in 0..count {
         let slot = Slot((n % 2) as u32);
-        let routing =
-            HostRouting { owners: &input.owners, tokens, k: K, ids: &input.ids, weights: &input.weights };
+        let routing = HostRouting {
+            owners: &input.owners,
+            turn: 0,
+            tokens,
+            k: K,
+            ids: &input.ids,
+            weights: &input.weights,
+        };
         group.prepare(slot, routing).unwrap();
         group.dispatch(slot, &input.rows).unwrap();
         for batch in group.received(slot).unwrap() {

@@ -230,8 +230,8 @@ impl Backend for Fake {
         self.state.subscribe()
     }
 
-    fn reload(&self, folder: Option<std::path::PathBuf>) -> ReloadFuture {
-        Box::pin(async move { Err(format!("a fake has no weights to load from {folder:?}")) })
+    fn reload(&self, request: ReloadRequest) -> ReloadFuture {
+        Box::pin(async move { Err(format!("a fake has no weights to load for {request:?}")) })
     }
 
     fn drain(&self, timeout: Option<Duration>) -> DrainFuture {

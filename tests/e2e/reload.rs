@@ -25,7 +25,7 @@ const LOST: Duration = Duration::from_secs(120);
 
 pub(crate) async fn reload_to(service: &Service, model: &Path) -> Result<ReloadResponse, String> {
     let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
-    let args = ReloadArgs { model: Some(model.to_owned()), admin, json: false };
+    let args = ReloadArgs { model: Some(model.to_owned()), placement: None, admin, json: false };
     reload(&args).await.map_err(|error| error.to_string())
 }
 

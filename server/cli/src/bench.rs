@@ -54,6 +54,12 @@ pub struct BenchArgs {
     /// How GPU ranks multiply FP8 weights [default: fp8 on GPUs]
     #[arg(long, value_enum)]
     pub fp8_compute: Option<Fp8Compute>,
+    /// JSON file with the experts that each rank owns, as in `serve`
+    #[arg(long, value_name = "FILE")]
+    pub placement: Option<PathBuf>,
+    /// Write the rows that each expert of each layer has computed on each rank to this file, as JSON for `rebalance --rows`
+    #[arg(long, value_name = "FILE")]
+    pub expert_rows: Option<PathBuf>,
     /// CPU cores to use, e.g. 0-7,16 [default: all that this process may run on]
     #[arg(long)]
     pub cores: Option<String>,
@@ -73,7 +79,8 @@ pub struct BenchArgs {
     /// as the largest size, so measure one size at a time to prevent requests from sharing a step
     #[arg(long, default_value = "1")]
     pub in_flight: NonZeroUsize,
-    /// How experts are chosen: gate, uniform, zipf:S, or one-rank (only experts of rank 0)
+    /// How experts are chosen: gate, uniform, zipf:S (popular experts change with every step), hot:S (the same, but they stay), even
+    /// (all experts get equally many rows), or one-rank (only experts of rank 0)
     #[arg(long, default_value = "gate")]
     pub routing: RoutingArg,
     /// Launch the kernels of GPU ranks one by one instead of replaying graphs
@@ -198,6 +205,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     let serve = ServeArgs {
         model: Some(args.model.clone()),
         ranks: Some(ranks),
+        placement: args.placement.clone(),
         device: args.device,
         fp8_compute: args.fp8_compute,
         cores: args.cores.clone(),
@@ -261,9 +269,17 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     for &tokens in &args.tokens {
         figures.push(bench.measure(tokens, tokens * ranks as usize, &args).await?);
     }
+    let rows = service.expert_rows();
     service.drain(None).await;
     service.join();
     print!("{}", report::table(&figures));
+    if let Some((mean, (layer, largest))) = rows.mean_imbalance().zip(rows.largest_imbalance()) {
+        println!("imbalance of rows over ranks: {mean:.3}, at most {largest:.3} (layer {layer})");
+    }
+    if let Some(path) = &args.expert_rows {
+        let text = serde_json::to_string(&rows).unwrap_or_default();
+        std::fs::write(path, text).map_err(|source| BenchError::Write { path: path.clone(), source })?;
+    }
     if let Some(path) = &args.json {
         let text = report::json(bench.ceilings.as_ref(), &figures).to_string();
         std::fs::write(path, text).map_err(|source| BenchError::Write { path: path.clone(), source })?;
@@ -344,6 +360,11 @@ impl Bench {
         let ceilings = self.ceilings.as_ref()?;
         let info = self.service.model();
         let sizes = info.layers.get(&layer)?;
+        // Floors are known for one range of experts per rank only.
+        let is_of_layer = |(at, ..): &&(LayerId, u32, u32)| *at == layer;
+        if info.placement.iter().any(|rank| rank.experts.iter().filter(is_of_layer).count() != 1) {
+            return None;
+        }
         let experts: Vec<(u32, u32)> = info
             .placement
             .iter()

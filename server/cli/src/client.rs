@@ -1,5 +1,7 @@
 //! Common parts of the client commands: connections, the model's description, error messages.
 
+use std::path::{Path, PathBuf};
+
 use expertd_proto::transport::{self, CONTROL_MESSAGE_BYTES, Channel, ConnectError, Credentials};
 use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::{GetModelRequest, GetModelResponse};
@@ -17,6 +19,17 @@ pub enum ClientError {
     /// The connection could not be made.
     #[error(transparent)]
     Connect(#[from] ConnectError),
+    /// A file cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// A file or a setting has content that cannot be used.
+    #[error("{0}")]
+    Content(String),
     /// The service ended a call with an error.
     #[error("{call} failed: {}", describe(status))]
     Call {
@@ -32,6 +45,14 @@ impl ClientError {
     pub fn call(call: impl Into<String>, status: Status) -> ClientError {
         ClientError::Call { call: call.into(), status: Box::new(status) }
     }
+}
+
+/// Reads a text file.
+///
+/// # Errors
+/// If it cannot be read.
+pub(crate) fn read(path: &Path) -> Result<String, ClientError> {
+    std::fs::read_to_string(path).map_err(|source| ClientError::Read { path: path.to_owned(), source })
 }
 
 /// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`, over TLS if the credentials say so.

@@ -14,6 +14,7 @@ pub mod golden;
 pub mod inspect;
 pub mod loader;
 pub mod rank;
+pub mod rebalance;
 pub mod reload;
 pub mod serve;
 pub mod size;
@@ -75,6 +76,7 @@ enum Command {
     Status(status::StatusArgs),
     Drain(drain::DrainArgs),
     Reload(reload::ReloadArgs),
+    Rebalance(rebalance::RebalanceArgs),
     /// Run one expert rank (internal; started by `serve`)
     #[command(hide = true)]
     Rank(rank::RankArgs),
@@ -113,6 +115,7 @@ pub fn main() -> ExitCode {
         Command::Status(args) => block_on("status", status::run(args)),
         Command::Drain(args) => block_on("drain", drain::run(args)),
         Command::Reload(args) => block_on("reload", reload::run(args)),
+        Command::Rebalance(args) => block_on("rebalance", rebalance::run(args)),
         Command::Rank(args) => rank::run(&args),
         Command::Loader(args) => loader::run(&args),
     };

@@ -8,9 +8,9 @@ use expertd_proto::v1::{ReloadRequest, ReloadResponse};
 use serde_json::json;
 
 use super::admin::{AdminAddress, call_error};
-use super::client::ClientError;
+use super::client::{ClientError, read};
 
-/// Load other weights of the same shape into a running service, without failing a call
+/// Load other weights of the same shape, or another placement of experts, into a running service, without failing a call
 ///
 /// The new weights are loaded while the current ones serve. Then requests wait for a moment until the new weights serve. After an
 /// error the current weights continue to serve. Exits with status 0 once the new weights serve, with 1 if they do not.
@@ -19,6 +19,10 @@ pub struct ReloadArgs {
     /// Directory of the checkpoint [default: the one that the service was started with]
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
+    /// JSON file with the experts that each rank is to own, as `expertd rebalance` prints it, or `contiguous` [default: the present
+    /// placement]
+    #[arg(long, value_name = "FILE")]
+    pub placement: Option<PathBuf>,
     /// Address of Admin.
     #[command(flatten)]
     pub admin: AdminAddress,
@@ -36,7 +40,12 @@ pub async fn reload(args: &ReloadArgs) -> Result<ReloadResponse, ClientError> {
     // The service has its own working directory.
     let model = args.model.as_ref().map(|path| path.canonicalize().unwrap_or_else(|_| path.clone()));
     let model = model.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
-    match admin.reload(ReloadRequest { model }).await {
+    let placement = match &args.placement {
+        None => String::new(),
+        Some(word) if word.as_os_str() == "contiguous" => "contiguous".to_owned(),
+        Some(path) => read(path)?,
+    };
+    match admin.reload(ReloadRequest { model, placement }).await {
         Ok(response) => Ok(response.into_inner()),
         Err(status) => Err(call_error("Reload", &args.admin.shown(), status)),
     }

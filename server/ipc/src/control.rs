@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::{GroupShape, RowCountsShape};
-use expertd_types::{Generation, LayerRange, MemoryId, Rank, WeightFingerprint};
+use expertd_types::{ExpertPlacement, Generation, LayerRange, MemoryId, Rank, WeightFingerprint};
 
 /// Kind of device that ranks run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,7 +59,7 @@ impl std::fmt::Display for Fp8Compute {
     }
 }
 
-/// A checkpoint and the fingerprint that its weights must have.
+/// A checkpoint, the fingerprint that its weights must have, and the ranks that own its experts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckpointSource {
     /// Folder of the checkpoint.
@@ -68,6 +68,8 @@ pub struct CheckpointSource {
     pub layers: LayerRange,
     /// Expected fingerprint of its weights. Other weights are not loaded.
     pub fingerprint: WeightFingerprint,
+    /// The ranks that own its experts; `None`: contiguous ranges.
+    pub placement: Option<ExpertPlacement>,
 }
 
 /// Everything that a loader needs to pack one rank's share of a checkpoint.

@@ -4,6 +4,7 @@
 //! between model families are data in `families.rs`.
 
 mod activation;
+pub mod balance;
 mod checkpoint;
 mod config;
 pub mod decode;
@@ -20,7 +21,6 @@ mod header;
 mod layer_choice;
 mod matrices;
 mod matrix_view;
-mod placement;
 mod plan;
 mod quant;
 mod resolve;
@@ -32,11 +32,11 @@ mod weights;
 pub use activation::Activation;
 pub use checkpoint::{Checkpoint, ExpertTensors, GateTensors, SharedTensors};
 pub use error::ModelError;
+pub use expertd_types::Placement;
 pub use families::{FAMILIES, by_model_type, by_name};
 pub use family::Family;
 pub use gate_spec::{Choice, GateSpec, GroupLimit, GroupScore, MAX_TOP_K, Normalise, ScoreFn};
 pub use layer_choice::LayerChoice;
 pub use matrix_view::{MatrixError, MatrixView, Scales, WeightFormat};
-pub use placement::Placement;
 pub use spec::{ExpertsSpec, ModelSpec, MoeLayer, SharedSpec};
 pub use weights::{ExpertBiases, ExpertWeights, WeightOn};

@@ -1,9 +1,8 @@
 //! The engine of a CPU rank: gate, experts and exchange in f32.
 
-use std::ops::Range;
 use std::sync::Arc;
 
-use crate::weights::{RankLayer, RankWeights as MappedWeights, map};
+use crate::weights::{NOT_HERE, RankLayer, RankWeights as MappedWeights, map};
 use crate::{CpuGroup, HostRouting};
 use expertd_compute::experts::Assignments;
 use expertd_compute::experts::cpu::{Workspace, WorkspaceSize, forward, forward_one};
@@ -11,7 +10,7 @@ use expertd_compute::gate::GateScratch;
 use expertd_compute::linalg::{AlignedBuffer, SimdLevel};
 use expertd_ipc::control::{FailureKind, RankSetup};
 use expertd_ipc::{ExpertsNotice, GroupShape, RankStaging, RowCounts, StepDescriptor};
-use expertd_model::{ModelSpec, Placement};
+use expertd_model::ModelSpec;
 use expertd_rank::convert::{narrow, narrow_shared, widen, widen_shared};
 use expertd_rank::segments::{CheckedSegment, RowsPlace, rows_of};
 use expertd_rank::{
@@ -56,11 +55,16 @@ pub struct CpuEngine {
 }
 
 /// Scratch memory for the largest call of any layer.
-fn workspace(spec: &ModelSpec, shape: &GroupShape, threads: usize) -> Workspace {
+fn workspace(
+    spec: &ModelSpec,
+    layers: &[Option<RankLayer>],
+    shape: &GroupShape,
+    threads: usize,
+) -> Workspace {
     let ranks = shape.ranks as usize;
     let widths =
         spec.moe_layers().map(|(_, moe)| moe.experts.width.max(moe.shared.as_ref().map_or(0, |s| s.width)));
-    let local = spec.moe_layers().map(|(_, moe)| Placement::new(moe.experts.count, ranks).max_per_rank());
+    let local = layers.iter().flatten().map(|layer| layer.mine.len());
     let per_row = shape.max_top_k.min(local.max().unwrap_or(1)).max(1);
     Workspace::new(WorkspaceSize {
         hidden: spec.hidden,
@@ -112,6 +116,7 @@ impl CpuEngine {
     ) -> Self {
         let MappedWeights { spec, layers, weight_bytes, .. } = weights;
         let threads = pool.current_num_threads();
+        let workspace = workspace(&spec, &layers, &setup.shape, threads);
         let capacity = setup.shape.max_tokens_per_rank;
         let elements = capacity * setup.shape.hidden;
         let any_shared = spec.moe_layers().any(|(_, moe)| moe.shared.is_some());
@@ -126,7 +131,7 @@ impl CpuEngine {
                 shared: AlignedBuffer::resident(if any_shared { elements } else { 0 }),
             },
             grouped: GroupedRows::default(),
-            workspace: workspace(&spec, &setup.shape, threads),
+            workspace,
             gate_scratch: GateScratch::new(spec.hidden, threads),
             sigmoids: vec![0.0; capacity],
             rank: setup.rank,
@@ -150,20 +155,22 @@ impl CpuEngine {
 }
 
 impl GroupedRows {
-    /// Sorts `(row, expert, weight)` by expert, rows ascending; `choices` is iterated twice.
-    fn fill(&mut self, experts: &Range<u32>, choices: impl Iterator<Item = (u32, i32, f32)> + Clone) {
+    /// Sorts `(row, expert, weight)` by the experts that this rank owns, rows ascending; `choices` is iterated twice.
+    fn fill(&mut self, layer: &RankLayer, choices: impl Iterator<Item = (u32, i32, f32)> + Clone) {
+        let count = layer.mine.len();
         let local = |id: i32| {
-            Some(id.cast_unsigned().wrapping_sub(experts.start) as usize).filter(|&e| e < experts.len())
+            let index = *layer.local.get(usize::try_from(id).ok()?)?;
+            (index != NOT_HERE).then_some(index as usize)
         };
         self.offsets.clear();
-        self.offsets.resize(experts.len() + 1, 0);
+        self.offsets.resize(count + 1, 0);
         for expert in choices.clone().filter_map(|(_, id, _)| local(id)) {
             self.offsets[expert + 1] += 1;
         }
-        for expert in 0..experts.len() {
+        for expert in 0..count {
             self.offsets[expert + 1] += self.offsets[expert];
         }
-        let total = self.offsets[experts.len()] as usize;
+        let total = self.offsets[count] as usize;
         self.rows.resize(total, 0);
         self.weights.resize(total, 0.0);
         // Each expert's offset serves as its write position, which ends at the next expert's first offset.
@@ -175,7 +182,7 @@ impl GroupedRows {
                 self.offsets[expert] += 1;
             }
         }
-        self.offsets.copy_within(0..experts.len(), 1);
+        self.offsets.copy_within(0..count, 1);
         self.offsets[0] = 0;
     }
 
@@ -255,8 +262,14 @@ impl StepEngine for CpuEngine {
         }
         clock.end(Phase::Gate);
 
-        let routing =
-            HostRouting { owners: &layer.owners, tokens, k, ids: staging.ids, weights: staging.weights };
+        let routing = HostRouting {
+            owners: &layer.owners,
+            turn: self.rank.index(),
+            tokens,
+            k,
+            ids: staging.ids,
+            weights: staging.weights,
+        };
         self.group.prepare(slot, routing)?;
         clock.end(Phase::Prepare);
         self.group.dispatch_send(slot, rows)?;
@@ -304,7 +317,7 @@ impl StepEngine for CpuEngine {
                 })
                 .collect();
             self.grouped.fill(
-                &layer.mine,
+                layer,
                 batches.iter().zip(&firsts).flat_map(|(batch, &first)| {
                     let choices = batch.ids.iter().zip(batch.weights).enumerate();
                     choices.map(move |(i, (&id, &weight))| ((first + i / batch.k) as u32, id, weight))
@@ -326,9 +339,8 @@ impl StepEngine for CpuEngine {
         };
         notice.experts_ended(step.sequence);
         clock.end(Phase::Experts);
-        for (expert, rows) in
-            layer.mine.clone().zip(self.grouped.rows_per_expert()).filter(|&(_, rows)| rows != 0)
-        {
+        let computed = layer.mine.iter().zip(self.grouped.rows_per_expert());
+        for (&expert, rows) in computed.filter(|&(_, rows)| rows != 0) {
             self.row_counts.add(self.rank, step.layer as usize, expert as usize, rows);
         }
 

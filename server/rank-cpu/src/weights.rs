@@ -19,15 +19,15 @@ use expertd_compute::gate::{CpuGate, GateParts};
 use expertd_compute::linalg::{PackedForm, PackedMatrix, SharedBytes, StoredError};
 use expertd_ipc::control::LoaderSetup;
 use expertd_ipc::{SealedError, SealedMemory, SealedWriter};
-use expertd_model::{Checkpoint, ExpertsSpec, ModelError, ModelSpec, MoeLayer, Placement, WeightOn};
+use expertd_model::{Checkpoint, ExpertsSpec, ModelError, ModelSpec, MoeLayer, WeightOn};
 use expertd_rank::share::{ExpertShare, open_checkpoint, weights};
 use expertd_rank::{PackedShare, Progress};
-use expertd_types::{ExpertId, LayerId, Rank, WeightFingerprint};
+use expertd_types::{ExpertId, ExpertOwners, ExpertPlacement, LayerId, Rank, WeightFingerprint};
 
 /// Marks the memory as packed weights of CPU ranks.
 const MAGIC: [u8; 8] = *b"xpdcpuwt";
 /// Changes with every change of the layout, also of packed matrices.
-const LAYOUT: u32 = 1;
+const LAYOUT: u32 = 2;
 /// Alignment of every part, in bytes.
 const ALIGN: u64 = 64;
 /// Upper bound of the bytes that one part takes in the index.
@@ -79,14 +79,19 @@ pub(crate) struct SharedMlp {
 /// A rank's part of one MoE block: the whole gate, the routed experts that the rank owns, and the shared experts.
 pub(crate) struct RankLayer {
     pub(crate) gate: CpuGate,
-    /// `[experts]`: rank that owns each expert.
-    pub(crate) owners: Vec<Rank>,
-    /// Range of experts that this rank owns.
-    pub(crate) mine: Range<u32>,
+    /// The ranks that own each expert.
+    pub(crate) owners: ExpertOwners,
+    /// Experts that this rank owns, ascending.
+    pub(crate) mine: Vec<u32>,
+    /// `[experts]`: index in `mine` of each expert, or [`NOT_HERE`].
+    pub(crate) local: Vec<u32>,
     pub(crate) kind: ExpertKind,
     pub(crate) experts: Vec<CpuExpert>,
     pub(crate) shared: Option<SharedMlp>,
 }
+
+/// Entry of [`RankLayer::local`] for an expert that the rank does not own.
+pub(crate) const NOT_HERE: u32 = u32::MAX;
 
 /// A rank's weights, mapped.
 pub(crate) struct RankWeights {
@@ -123,6 +128,8 @@ struct Index {
     fingerprint: WeightFingerprint,
     rank: Rank,
     ranks: usize,
+    /// The owners of experts; `None`: contiguous ranges.
+    placement: Option<ExpertPlacement>,
     weight_bytes: u64,
     spec: ModelSpec,
     /// Of each layer with an MoE block: the gate; then gate and up, and down, of each owned expert and of the shared ones.
@@ -148,23 +155,25 @@ pub fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, Wei
         .build()?;
     let checkpoint = pool.install(|| open_checkpoint(&setup.checkpoint))?;
     let spec = checkpoint.spec();
-    let share = ExpertShare::of_rank(setup.rank, setup.ranks as usize);
+    let placement = setup.checkpoint.placement.clone();
+    let share = ExpertShare::of_rank(setup.rank, setup.ranks as usize, placement.clone());
     let weight_bytes = share.bytes(spec);
     progress.set(0, weight_bytes);
     let index = Index {
         fingerprint: setup.checkpoint.fingerprint,
         rank: setup.rank,
         ranks: share.ranks,
+        placement,
         weight_bytes,
         spec: spec.clone(),
         matrices: Vec::new(),
         vectors: Vec::new(),
     };
-    let mut packer = Packer::new(index, share)?;
+    let mut packer = Packer::new(index, &share)?;
     let mut loaded = 0;
     for (layer, moe) in spec.moe_layers() {
         packer.gate(&CpuGate::new(&moe.gate, &checkpoint.gate(layer)?))?;
-        let mine: Vec<u32> = share.experts(moe).collect();
+        let mine = share.experts(layer, moe);
         // Few at a time: what is packed and not yet written is held twice.
         for experts in mine.chunks(2 * setup.threads) {
             let packed: Vec<Result<CpuExpert, WeightsError>> = pool.install(|| {
@@ -206,10 +215,11 @@ struct Packer {
 }
 
 impl Packer {
-    fn new(index: Index, share: ExpertShare) -> Result<Self, WeightsError> {
-        let parts = |moe: &MoeLayer| 4 + 4 * share.experts(moe).len() as u64 + 5;
-        let parts: u64 = index.spec.moe_layers().map(|(_, moe)| parts(moe)).sum();
-        let spec = serde_json::to_vec(&index.spec).map_or(0, |json| json.len() as u64);
+    fn new(index: Index, share: &ExpertShare) -> Result<Self, WeightsError> {
+        let parts = |(layer, moe)| 4 + 4 * share.experts(layer, moe).len() as u64 + 5;
+        let parts: u64 = index.spec.moe_layers().map(parts).sum();
+        let described = serde_json::to_vec(&(&index.spec, &index.placement));
+        let spec = described.map_or(0, |json| json.len() as u64);
         // Space that the index does not fill takes no memory.
         let first = (spec + parts * PART_BYTES + 4096).next_multiple_of(4096);
         let memory = SealedWriter::create(&format!("expertd-weights-{}", index.rank))?;
@@ -306,9 +316,10 @@ pub(crate) fn map(
         matrices: index.matrices.into_iter(),
         vectors: index.vectors.into_iter(),
     };
-    let share = ExpertShare::of_rank(rank, ranks);
+    let share = ExpertShare::of_rank(rank, ranks, index.placement);
+    let layers = (0..).map(LayerId).zip(&index.spec.layers);
     let layers =
-        index.spec.layers.iter().map(|moe| moe.as_ref().map(|moe| parts.layer(moe, share)).transpose());
+        layers.map(|(layer, moe)| moe.as_ref().map(|moe| parts.layer(layer, moe, &share)).transpose());
     let layers = layers.collect::<Result<Vec<_>, _>>()?;
     Ok(RankWeights { layers, spec: index.spec, weight_bytes: index.weight_bytes, memory })
 }
@@ -358,7 +369,12 @@ impl Parts {
         })
     }
 
-    fn layer(&mut self, moe: &MoeLayer, share: ExpertShare) -> Result<RankLayer, WeightsError> {
+    fn layer(
+        &mut self,
+        layer: LayerId,
+        moe: &MoeLayer,
+        share: &ExpertShare,
+    ) -> Result<RankLayer, WeightsError> {
         let (weight, bias, correction) = (self.matrix()?, self.vector()?, self.vector()?);
         let parts = GateParts {
             weight,
@@ -370,8 +386,8 @@ impl Parts {
             expected: format!("a gate of {} experts", moe.gate.num_experts),
             found: "parts of another gate".into(),
         })?;
-        let mine = share.experts(moe);
-        let experts = mine.clone().map(|expert| self.expert(&format!("the layer, expert {expert}")));
+        let mine = share.experts(layer, moe);
+        let experts = mine.iter().map(|expert| self.expert(&format!("layer {layer}, expert {expert}")));
         let experts = experts.collect::<Result<Vec<_>, _>>()?;
         let shared = match &moe.shared {
             Some(spec) => {
@@ -382,9 +398,15 @@ impl Parts {
             }
             None => None,
         };
-        let placement = Placement::new(moe.experts.count, share.ranks);
-        let owners = (0..moe.experts.count as u32).map(|e| placement.owner(ExpertId(e))).collect();
-        Ok(RankLayer { gate, owners, mine, kind: kind(&moe.experts), experts, shared })
+        let owners = share.layer(layer, moe).owners(moe.experts.count);
+        let mut local = vec![NOT_HERE; moe.experts.count];
+        for (index, expert) in (0..).zip(&mine) {
+            *local.get_mut(*expert as usize).ok_or_else(|| WeightsError::Contents {
+                expected: format!("experts below {} in layer {layer}", moe.experts.count),
+                found: format!("expert {expert}"),
+            })? = index;
+        }
+        Ok(RankLayer { gate, owners, mine, local, kind: kind(&moe.experts), experts, shared })
     }
 }
 

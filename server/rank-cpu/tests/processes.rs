@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use expertd_rank_cpu::group::create_windows;
 use expertd_rank_cpu::{CpuGroup, EpConfig, EpError, HostRouting};
-use expertd_types::{Generation, Rank, Slot};
+use expertd_types::{ExpertOwners, Generation, Rank, Slot};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -50,9 +50,12 @@ fn exchange(group: &mut CpuGroup, n: u64, seed: u64) -> Result<(), EpError> {
     let rows: Vec<f32> = (0..tokens * HIDDEN).map(|_| int(100) as f32).collect();
     let ids: Vec<i32> = (0..tokens * K).map(|_| int(EXPERTS as i32)).collect();
     let weights: Vec<f32> = (0..tokens * K).map(|_| int(10) as f32).collect();
-    let owners: Vec<Rank> = (0..EXPERTS).map(|e| Rank(owner(e) as u32)).collect();
+    let owners = ExpertOwners::single((0..EXPERTS).map(|e| Rank(owner(e) as u32)));
     let slot = Slot((n % 2) as u32);
-    group.prepare(slot, HostRouting { owners: &owners, tokens, k: K, ids: &ids, weights: &weights })?;
+    group.prepare(
+        slot,
+        HostRouting { owners: &owners, turn: 0, tokens, k: K, ids: &ids, weights: &weights },
+    )?;
     group.dispatch(slot, &rows)?;
     for batch in group.received(slot)? {
         let choices = batch.ids.chunks_exact(K).zip(batch.weights.chunks_exact(K));

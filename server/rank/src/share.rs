@@ -1,46 +1,48 @@
 //! A rank's share of a checkpoint and the progress of loading it, for ranks on CPUs and GPUs.
 
-use std::ops::Range;
-
-use expertd_ipc::control::{CheckpointSource, RankSetup};
+use expertd_ipc::control::CheckpointSource;
 use expertd_model::{
     Checkpoint, ExpertBiases, ExpertTensors, ExpertWeights, ExpertsSpec, LayerChoice, ModelError, ModelSpec,
-    MoeLayer, Placement, SharedSpec,
+    MoeLayer, SharedSpec,
 };
-use expertd_types::Rank;
+use expertd_types::{ExpertPlacement, LayerId, LayerPlacement, Rank};
 
 /// One rank's share of the experts.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct ExpertShare {
     /// Number of ranks in the group.
     pub ranks: usize,
     rank: Rank,
+    placement: Option<ExpertPlacement>,
 }
 
 impl ExpertShare {
-    /// The share of one of `ranks` ranks.
+    /// The share of one of `ranks` ranks by a placement (`None`: contiguous ranges).
     #[must_use]
-    pub const fn of_rank(rank: Rank, ranks: usize) -> Self {
-        ExpertShare { ranks, rank }
+    pub const fn of_rank(rank: Rank, ranks: usize, placement: Option<ExpertPlacement>) -> Self {
+        ExpertShare { ranks, rank, placement }
     }
 
-    /// The share of the rank that `setup` describes.
+    /// The owners of a layer's experts.
     #[must_use]
-    pub fn of(setup: &RankSetup) -> Self {
-        ExpertShare { ranks: setup.shape.ranks as usize, rank: setup.rank }
+    pub fn layer(&self, layer: LayerId, moe: &MoeLayer) -> LayerPlacement {
+        let given = self.placement.as_ref().and_then(|placement| placement.layer(layer));
+        given.cloned().unwrap_or_else(|| LayerPlacement::contiguous(moe.experts.count, self.ranks))
     }
 
-    /// Range of a layer's experts that this rank owns.
-    pub fn experts(self, moe: &MoeLayer) -> Range<u32> {
-        Placement::new(moe.experts.count, self.ranks).range(self.rank)
+    /// The experts of a layer that this rank owns, ascending.
+    #[must_use]
+    pub fn experts(&self, layer: LayerId, moe: &MoeLayer) -> Vec<u32> {
+        self.layer(layer, moe).experts_of(self.rank).to_vec()
     }
 
     /// Size in the checkpoint of this rank's routed experts and all shared experts, in bytes.
-    pub fn bytes(self, spec: &ModelSpec) -> u64 {
-        let of = |moe: &MoeLayer| {
-            self.experts(moe).len() as u64 * moe.experts.bytes + moe.shared.as_ref().map_or(0, |s| s.bytes)
+    pub fn bytes(&self, spec: &ModelSpec) -> u64 {
+        let of = |(layer, moe): (LayerId, &MoeLayer)| {
+            self.experts(layer, moe).len() as u64 * moe.experts.bytes
+                + moe.shared.as_ref().map_or(0, |s| s.bytes)
         };
-        spec.moe_layers().map(|(_, moe)| of(moe)).sum()
+        spec.moe_layers().map(of).sum()
     }
 }
 

@@ -18,7 +18,10 @@ use tokio::sync::{oneshot, watch};
 pub use crate::expert_rows::{ExpertRows, LayerRows};
 pub use crate::sessions::SessionStatus;
 use expertd_types::ChunkedBytes;
-use expertd_types::{DType, Generation, LayerId, LayerRange, Rank, StepId, WeightFingerprint, WeightVersion};
+use expertd_types::{
+    DType, ExpertPlacement, Generation, LayerId, LayerPlacement, LayerRange, Rank, StepId, WeightFingerprint,
+    WeightVersion,
+};
 
 /// Number of a request, unique within the process; logs and spans carry it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -241,9 +244,30 @@ pub trait Backend: Send + Sync + 'static {
         ExpertRows::default()
     }
 
-    /// Loads the weights of the checkpoint in `folder` (`None`: of the present one) and lets them serve. The future
-    /// resolves when they serve, or with the reason why the earlier weights go on.
-    fn reload(&self, folder: Option<PathBuf>) -> ReloadFuture;
+    /// Loads weights, or the present ones with another placement, and lets them serve. The future resolves when they serve, or
+    /// with the reason why the earlier weights go on.
+    fn reload(&self, request: ReloadRequest) -> ReloadFuture;
+}
+
+/// What a reload loads.
+#[derive(Clone, Debug, Default)]
+pub struct ReloadRequest {
+    /// Folder of the checkpoint; `None`: the one that the service was started with.
+    pub folder: Option<PathBuf>,
+    /// The ranks that are to own the experts.
+    pub placement: PlacementChange,
+}
+
+/// The placement that a reload asks for.
+#[derive(Clone, Debug, Default)]
+pub enum PlacementChange {
+    /// The present one.
+    #[default]
+    Keep,
+    /// Contiguous ranges.
+    Contiguous,
+    /// Another one.
+    Given(ExpertPlacement),
 }
 
 /// The future of a reload.
@@ -358,8 +382,30 @@ pub struct RankPlacement {
     pub rank: Rank,
     /// Its device in words, e.g. `cpu (4 cores)`.
     pub device: String,
-    /// Per MoE layer: first expert and count.
+    /// Ranges of consecutive experts that the rank owns: layer, first expert and count. Each MoE layer has at least one range, which
+    /// is empty if the rank owns none of the layer's experts.
     pub experts: Vec<(LayerId, u32, u32)>,
+}
+
+/// The ranges of experts that a rank owns by a placement (`None`: contiguous ranges); see [`RankPlacement::experts`].
+#[must_use]
+pub fn owned_ranges(
+    layers: &BTreeMap<LayerId, MoeLayerInfo>,
+    placement: Option<&ExpertPlacement>,
+    rank: Rank,
+    ranks: usize,
+) -> Vec<(LayerId, u32, u32)> {
+    let mut owned = Vec::new();
+    for (&layer, info) in layers {
+        let given = placement.and_then(|placement| placement.layer(layer)).cloned();
+        let placed = given.unwrap_or_else(|| LayerPlacement::contiguous(info.num_experts, ranks));
+        let ranges = placed.ranges_of(rank);
+        if ranges.is_empty() {
+            owned.push((layer, 0, 0));
+        }
+        owned.extend(ranges.into_iter().map(|(first, count)| (layer, first, count)));
+    }
+    owned
 }
 
 /// State of the service, its group and its ranks.

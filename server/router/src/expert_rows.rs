@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Weak;
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::telemetry::names;
 use expertd_types::LayerId;
@@ -16,14 +16,14 @@ const EXPORT_INTERVAL: Duration = Duration::from_secs(5);
 const WINDOW: usize = 12;
 
 /// The rows that experts have computed since the service started, over all generations and weights.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExpertRows {
     /// One entry for each served layer with an MoE block, ascending.
     pub layers: Vec<LayerRows>,
 }
 
 /// The rows of one layer's experts: one for each token and chosen expert.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerRows {
     /// The layer.
     pub layer: LayerId,

@@ -7,6 +7,7 @@ mod fingerprint;
 mod ids;
 mod layers;
 mod phase;
+mod placement;
 pub mod rows;
 
 pub use chunked::{ChunkedBytes, ChunkedSlice};
@@ -14,3 +15,4 @@ pub use fingerprint::{Coverage, NoFingerprint, WeightFingerprint};
 pub use ids::*;
 pub use layers::LayerRange;
 pub use phase::Phase;
+pub use placement::{ExpertOwners, ExpertPlacement, LayerPlacement, Placement, PlacementError};

@@ -2,12 +2,15 @@
 
 use std::str::FromStr;
 
-use rand::RngExt as _;
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom as _;
+use rand::{RngExt as _, SeedableRng as _};
 
 use expertd_router::backend::GivenRouting;
 use expertd_types::rows;
+
+/// Seed of the order of popularity of [`RoutingArg::Hot`].
+const ORDER_SEED: u64 = 1;
 
 /// Value of `--routing`: how the experts of a step are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -18,6 +21,10 @@ pub enum RoutingArg {
     Uniform,
     /// At random; the r-th most popular expert has weight `r^-exponent`. The order of popularity changes with every step.
     Zipf(f64),
+    /// As [`Zipf`](Self::Zipf), but the order of popularity is the same in every step and layer.
+    Hot(f64),
+    /// Every expert gets equally many rows, or one row more than others.
+    Even,
     /// At random among the experts of rank 0 (and further ones if it has fewer than k), with equal probability.
     OneRank,
 }
@@ -30,13 +37,16 @@ impl FromStr for RoutingArg {
             None if text == "gate" => Ok(RoutingArg::Gate),
             None if text == "uniform" => Ok(RoutingArg::Uniform),
             None if text == "one-rank" => Ok(RoutingArg::OneRank),
-            Some(("zipf", exponent)) => match exponent.parse::<f64>() {
-                Ok(exponent) if exponent.is_finite() && exponent >= 0.0 => Ok(RoutingArg::Zipf(exponent)),
+            None if text == "even" => Ok(RoutingArg::Even),
+            Some((kind @ ("zipf" | "hot"), exponent)) => match exponent.parse::<f64>() {
+                Ok(exponent) if exponent.is_finite() && exponent >= 0.0 => {
+                    Ok(if kind == "zipf" { RoutingArg::Zipf(exponent) } else { RoutingArg::Hot(exponent) })
+                }
                 _ => Err(format!(
-                    "`{exponent}` is not an exponent: zipf:S takes a number of at least 0, such as zipf:1.0"
+                    "`{exponent}` is not an exponent: {kind}:S takes a number of at least 0, such as {kind}:1.0"
                 )),
             },
-            _ => Err(format!("expected gate, uniform, zipf:S or one-rank, found `{text}`")),
+            _ => Err(format!("expected gate, uniform, zipf:S, hot:S, even or one-rank, found `{text}`")),
         }
     }
 }
@@ -53,8 +63,8 @@ impl RoutingArg {
         random: &mut SmallRng,
     ) -> Option<GivenRouting> {
         let weight = |rank: usize| match self {
-            RoutingArg::Gate | RoutingArg::Uniform => 1.0,
-            RoutingArg::Zipf(exponent) => (rank as f64 + 1.0).powf(-exponent),
+            RoutingArg::Gate | RoutingArg::Uniform | RoutingArg::Even => 1.0,
+            RoutingArg::Zipf(exponent) | RoutingArg::Hot(exponent) => (rank as f64 + 1.0).powf(-exponent),
             RoutingArg::OneRank => {
                 if rank < first_rank.max(k) {
                     1.0
@@ -67,14 +77,20 @@ impl RoutingArg {
             return None;
         }
         let mut order: Vec<usize> = (0..experts).collect();
-        if self != RoutingArg::OneRank {
-            order.shuffle(random);
+        match self {
+            RoutingArg::OneRank => {}
+            RoutingArg::Hot(_) => order.shuffle(&mut SmallRng::seed_from_u64(ORDER_SEED)),
+            _ => order.shuffle(random),
         }
         // The k largest of ln(weight) + Gumbel noise are k draws without replacement.
         let logs: Vec<f64> = (0..experts).map(|rank| weight(rank).ln()).collect();
         let mut keys: Vec<(f64, usize)> = Vec::with_capacity(experts);
         let mut ids = Vec::with_capacity(tokens * k);
-        for _ in 0..tokens {
+        for token in 0..tokens {
+            if self == RoutingArg::Even {
+                ids.extend((token * k..token * k + k).map(|at| order[at % experts] as i32));
+                continue;
+            }
             keys.clear();
             keys.extend(logs.iter().zip(&order).map(|(log, &expert)| {
                 let uniform: f64 = random.random_range(f64::MIN_POSITIVE..1.0);
@@ -97,8 +113,6 @@ impl RoutingArg {
 
 #[cfg(test)]
 mod tests {
-    use rand::SeedableRng as _;
-
     use super::*;
 
     fn counts(routing: RoutingArg) -> Vec<usize> {
@@ -134,9 +148,18 @@ mod tests {
     }
 
     #[test]
+    fn even_rows_are_even_and_hot_experts_stay() {
+        let (even, hot) = (counts(RoutingArg::Even), counts(RoutingArg::Hot(1.5)));
+        assert!(even.iter().all(|n| even[0].abs_diff(*n) <= 50), "{even:?}");
+        // 50 steps: with another order in each, no expert would be in nearly every row.
+        assert!(hot.iter().any(|&n| n > 1200), "{hot:?}");
+    }
+
+    #[test]
     fn the_gate_draws_nothing_and_invalid_values_are_refused() {
         assert!(RoutingArg::Gate.draw(1, 4, 2, 2, &mut SmallRng::seed_from_u64(1)).is_none());
         assert_eq!("zipf:1.5".parse(), Ok(RoutingArg::Zipf(1.5)));
+        assert_eq!("hot:0".parse(), Ok(RoutingArg::Hot(0.0)));
         assert!("zipf:-1".parse::<RoutingArg>().is_err());
         assert!("zip".parse::<RoutingArg>().is_err());
     }

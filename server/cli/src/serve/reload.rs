@@ -7,7 +7,7 @@ use expertd_ipc::control::{CheckpointSource, DeviceKind};
 use expertd_model::ModelSpec;
 use expertd_rank::share::ExpertShare;
 use expertd_router::steps::{ReloadContext, ReloadPlan};
-use expertd_types::{Coverage, Rank, WeightFingerprint};
+use expertd_types::{Coverage, ExpertPlacement, Rank, WeightFingerprint};
 use serde_json::Value;
 
 /// Memory that must stay free beside both sets of weights, in bytes.
@@ -25,20 +25,52 @@ pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<Rel
             folder.display()
         ));
     }
+    if present.placement.is_some() {
+        check_device(context.device)?;
+    }
     let mut has_room = true;
     if context.device == DeviceKind::Cpu {
         let spec: ModelSpec = serde_json::from_value(found.model)
             .map_err(|error| format!("cannot read the description of the checkpoint: {error}"))?;
-        let share = |rank| ExpertShare::of_rank(Rank(rank), context.ranks as usize).bytes(&spec);
-        let bytes: u64 = (0..context.ranks).map(share).sum();
-        // Packed matrices are padded.
-        let packed = bytes + bytes / 16;
+        let packed = packed_bytes(&spec, context.ranks, present.placement.as_ref());
         let is_available = available_memory().is_none_or(|available| packed + RESERVE <= available);
         has_room = is_available && context.max_weight_bytes.is_none_or(|most| 2 * packed <= most);
     }
     let source =
         CheckpointSource { folder: folder.to_owned(), fingerprint: found.fingerprint, ..present.clone() };
     Ok(ReloadPlan { source, has_room })
+}
+
+/// Checks that ranks on this device can own any experts.
+///
+/// # Errors
+/// If they cannot.
+pub(super) fn check_device(device: DeviceKind) -> Result<(), String> {
+    match device {
+        DeviceKind::Cpu => Ok(()),
+        DeviceKind::Cuda => Err("GPU ranks own contiguous ranges of experts, because their kernels compute an expert's owner from its \
+                                 number; serve without a placement, or on CPU ranks"
+            .to_owned()),
+    }
+}
+
+/// Memory that the packed weights of all ranks take, in bytes.
+fn packed_bytes(spec: &ModelSpec, ranks: u32, placement: Option<&ExpertPlacement>) -> u64 {
+    let share = |rank| ExpertShare::of_rank(Rank(rank), ranks as usize, placement.cloned()).bytes(spec);
+    let bytes: u64 = (0..ranks).map(share).sum();
+    // Packed matrices are padded.
+    bytes + bytes / 16
+}
+
+/// Available memory and the memory that the weights of all ranks need, in MiB, if less is available than they need.
+pub(super) fn lack_of_memory(
+    spec: &ModelSpec,
+    ranks: u32,
+    placement: Option<&ExpertPlacement>,
+) -> Option<(u64, u64)> {
+    let needed = packed_bytes(spec, ranks, placement) + RESERVE;
+    let available = available_memory().filter(|available| *available < needed)?;
+    Some((available >> 20, needed >> 20))
 }
 
 /// What `expertd inspect` says of a checkpoint.
@@ -150,6 +182,7 @@ mod tests {
             folder: "/nowhere".into(),
             layers: LayerRange { first: LayerId(0), last: LayerId(0) },
             fingerprint: WeightFingerprint { coverage: Coverage::Sampled, digest: [0; 16] },
+            placement: None,
         };
         let Err(reason) = inspect(Path::new("/nowhere"), &present) else { panic!("no checkpoint") };
         assert!(!reason.is_empty());

@@ -8,10 +8,9 @@ use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 
 use super::plan::ServePlan;
 use super::settings::Shown;
-use expertd_model::Placement;
 use expertd_router::backend::{Backend, RankState, ServiceState};
 use expertd_router::steps::Service;
-use expertd_types::{LayerRange, Rank};
+use expertd_types::LayerRange;
 
 /// One line per setting, with its value and source.
 #[must_use]
@@ -36,7 +35,7 @@ pub fn plan(plan: &ServePlan) -> String {
     };
     line("model", format!("{} ({}), weights {}", model.name, model.family, model.weight_formats.join(" + ")));
     let moe: Vec<_> = spec.moe_layers().collect();
-    if let Some((_, first)) = moe.first() {
+    if let Some((layer, first)) = moe.first() {
         line(
             "layers",
             format!(
@@ -55,11 +54,17 @@ pub fn plan(plan: &ServePlan) -> String {
         );
         line("gate", first.gate.describe());
         for (rank, placed) in model.placement.iter().enumerate() {
-            let range = Placement::new(first.experts.count, model.placement.len()).range(Rank(rank as u32));
-            let owned = if range.is_empty() {
-                "no experts".to_owned()
-            } else {
-                format!("experts {} to {}", range.start, range.end - 1)
+            let ranges = placed.experts.iter().filter(|(of, _, count)| of == layer && *count > 0);
+            let ranges: Vec<String> = ranges
+                .map(|&(_, first, count)| match count {
+                    1 => first.to_string(),
+                    _ => format!("{first} to {}", first + count - 1),
+                })
+                .collect();
+            let owned = match ranges.len() {
+                0 => "no experts".to_owned(),
+                1 => format!("experts {}", ranges[0]),
+                _ => format!("experts {} of layer {layer}", ranges.join(", ")),
             };
             line(if rank == 0 { "ranks" } else { "" }, format!("{rank}: {}; {owned}", placed.device));
         }

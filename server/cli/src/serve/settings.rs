@@ -177,6 +177,8 @@ settings! {
     /// Decoder layers to check, load and serve, as numbered in the checkpoint: FIRST-LAST, or ordinal/SHARES, which takes the
     /// share of MoE layers that the number at the end of the host name selects (modulo SHARES) [default: all]
     layers: String = None, env "EXPERTD_LAYERS";
+    /// JSON file with the experts that each rank owns, as `expertd rebalance` prints it; CPU ranks only [default: contiguous ranges]
+    placement: PathBuf = None, env "EXPERTD_PLACEMENT";
     /// Number of expert ranks, 1 to 8; each is a process [default: one per NUMA node on CPU, one per GPU on CUDA]
     ranks: u32 = None, env "EXPERTD_RANKS";
     /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
@@ -344,7 +346,7 @@ mod tests {
         let shown: Vec<String> = got.shown().iter().map(|s| format!("{}={}", s.name, s.value)).collect();
         assert_eq!(
             shown.join(" "),
-            "model=- model_name=- layers=- ranks=- device=- fp8_compute=- listen=127.0.0.1:50051 admin_listen=- \
+            "model=- model_name=- layers=- placement=- ranks=- device=- fp8_compute=- listen=127.0.0.1:50051 admin_listen=- \
              session_listen=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
              metrics_listen=127.0.0.1:9464 expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \

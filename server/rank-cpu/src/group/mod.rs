@@ -19,13 +19,16 @@ use crate::error::EpError;
 use crate::exchange::{Exchange, ExchangeOptions, SlotState, WindowLayout, WindowShape};
 pub use crate::exchange::{ReceivedIter, ReceivedRows};
 use expertd_ipc::region::SharedRegion;
-use expertd_types::{Rank, Sequence, Slot};
+use expertd_types::{ExpertOwners, Rank, Sequence, Slot};
 
 /// The gate's decision for a rank's tokens, in host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct HostRouting<'a> {
-    /// `[experts]`: rank that owns each of the layer's experts.
-    pub owners: &'a [Rank],
+    /// The ranks that own each of the layer's experts.
+    pub owners: &'a ExpertOwners,
+    /// Added to a token's index to choose among the copies of an expert; differs between ranks, so that steps of few tokens use
+    /// all copies.
+    pub turn: usize,
     /// Number of tokens of this rank; may be zero.
     pub tokens: usize,
     /// Experts per token; the same on every rank, including ranks without tokens.

@@ -4,7 +4,7 @@ use super::{HostRouting, NO_EXPERT};
 use crate::config::EpConfig;
 use crate::error::EpError;
 use crate::exchange::Outgoing;
-use expertd_types::Rank;
+use expertd_types::{ExpertId, Rank};
 
 /// Entry of [`Routes::rows`] for a token that does not go to the rank.
 pub(super) const NOT_SENT: u32 = u32::MAX;
@@ -30,6 +30,13 @@ pub(super) struct Routes {
 pub(super) struct Route<'a> {
     /// Indices of the tokens, in the order of their rows.
     pub(super) tokens: &'a [u32],
+}
+
+impl HostRouting<'_> {
+    /// The rank whose copy of expert `id` computes a token; `None` if there is no such expert.
+    fn owner(&self, id: i32, token: usize) -> Option<Rank> {
+        self.owners.for_row(ExpertId(u32::try_from(id).ok()?), token + self.turn)
+    }
 }
 
 impl Routes {
@@ -67,7 +74,7 @@ impl Routes {
 
     /// Checks a routing and lays it out. After an error the exchange has no tokens.
     pub(super) fn lay_out(&mut self, routing: &HostRouting<'_>) -> Result<(), EpError> {
-        let &HostRouting { owners, tokens, k, ids, weights } = routing;
+        let &HostRouting { owners, tokens, k, ids, weights, .. } = routing;
         self.tokens = 0;
         self.counts.fill(0);
         if tokens > self.max_tokens {
@@ -88,7 +95,7 @@ impl Routes {
                 if id == NO_EXPERT {
                     continue;
                 }
-                let Some(&Rank(owner)) = usize::try_from(id).ok().and_then(|id| owners.get(id)) else {
+                let Some(Rank(owner)) = routing.owner(id, token) else {
                     return Err(EpError::Expert { token, id, last: owners.len() as i64 - 1 });
                 };
                 let Some(row) = rows.get_mut(owner as usize) else {
@@ -118,7 +125,7 @@ impl Route<'_> {
             let from = token as usize * k;
             let choices = routing.ids[from..from + k].iter().zip(&routing.weights[from..from + k]);
             for ((out_id, out_weight), (&id, &weight)) in out_ids.iter_mut().zip(out_weights).zip(choices) {
-                let here = id != NO_EXPERT && routing.owners[id as usize] == rank;
+                let here = routing.owner(id, token as usize) == Some(rank);
                 (*out_id, *out_weight) = if here { (id, weight) } else { (NO_EXPERT, 0.0) };
             }
         }

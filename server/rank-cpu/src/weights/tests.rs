@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use expertd_ipc::control::{CheckpointSource, DeviceKind, Fp8Compute};
 use expertd_model::synth::{self, SynthConfig};
-use expertd_types::{Coverage, LayerRange};
+use expertd_types::{Coverage, LayerPlacement, LayerRange};
 
 use super::*;
 
@@ -13,7 +13,12 @@ fn setup(folder: &Path, rank: u32, fingerprint: WeightFingerprint) -> LoaderSetu
         ranks: 3,
         device: DeviceKind::Cpu,
         fp8_compute: Fp8Compute::Fp8,
-        checkpoint: CheckpointSource { folder: folder.to_owned(), layers: LayerRange::whole(2), fingerprint },
+        checkpoint: CheckpointSource {
+            folder: folder.to_owned(),
+            layers: LayerRange::whole(2),
+            fingerprint,
+            placement: None,
+        },
         cores: Vec::new(),
         threads: 1,
         heartbeat: Duration::from_secs(1),
@@ -36,12 +41,12 @@ fn a_share_is_mapped_as_it_was_packed() {
         assert_eq!(mapped.weight_bytes, packed.weight_bytes);
         for (layer, moe) in checkpoint.spec().moe_layers() {
             let of_rank = mapped.layers[layer.index()].as_ref().unwrap();
-            let share = ExpertShare::of_rank(Rank(1), 3).experts(moe);
+            let share = ExpertShare::of_rank(Rank(1), 3, None).experts(layer, moe);
             assert_eq!((of_rank.mine.clone(), of_rank.experts.len()), (share.clone(), share.len()));
             let gate = CpuGate::new(&moe.gate, &checkpoint.gate(layer).unwrap());
             assert_eq!(of_rank.gate.weight().elements(), gate.weight().elements());
             assert_eq!(of_rank.gate.vectors(), gate.vectors());
-            for (expert, mapped) in share.zip(&of_rank.experts) {
+            for (expert, mapped) in share.into_iter().zip(&of_rank.experts) {
                 let own = pack_expert(&checkpoint, layer, expert).unwrap();
                 for (mapped, own) in mapped.matrices().into_iter().zip(own.matrices()) {
                     assert_eq!((mapped.form(), mapped.elements()), (own.form(), own.elements()));
@@ -62,6 +67,33 @@ fn a_share_is_mapped_as_it_was_packed() {
     }
 }
 
+/// A rank's experts need not be consecutive, and another rank may hold copies of them.
+#[test]
+fn a_placed_share_is_mapped_as_it_was_packed() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().join("model");
+    synth::write(&SynthConfig::new("mixtral"), &folder).unwrap();
+    let checkpoint = Checkpoint::open(&folder).unwrap();
+    let fingerprint = checkpoint.fingerprint(Coverage::Sampled);
+    let (layer, moe) = checkpoint.spec().moe_layers().next().unwrap();
+    let last = moe.experts.count as u32 - 1;
+    let placed = LayerPlacement::new(vec![(0..=last).collect(), vec![last, 0], vec![]]);
+    let mut setup = setup(&folder, 1, fingerprint);
+    setup.checkpoint.placement = Some(ExpertPlacement::new(3, [(layer, placed)]));
+    let packed = pack(&setup, &Progress::default()).unwrap();
+    let mapped = map(packed.memory[0].try_clone().unwrap(), Rank(1), 3, &fingerprint).unwrap();
+    let found = mapped.layers[layer.index()].as_ref().unwrap();
+    assert_eq!((found.mine.as_slice(), found.experts.len()), ([0, last].as_slice(), 2));
+    assert_eq!((found.local[0], found.local[1], found.local[last as usize]), (0, NOT_HERE, 1));
+    assert_eq!(found.owners.of(ExpertId(last)).unwrap(), [Rank(0), Rank(1)]);
+    for (&expert, mapped) in found.mine.iter().zip(&found.experts) {
+        let own = pack_expert(&checkpoint, layer, expert).unwrap();
+        for (mapped, own) in mapped.matrices().into_iter().zip(own.matrices()) {
+            assert_eq!(mapped.elements(), own.elements());
+        }
+    }
+}
+
 #[test]
 fn memory_with_other_contents_is_refused() {
     let fingerprint = WeightFingerprint { coverage: Coverage::Sampled, digest: [1; 16] };
@@ -71,7 +103,7 @@ fn memory_with_other_contents_is_refused() {
     let contents: [(&str, Vec<u8>); 4] = [
         ("a header", b"short".to_vec()),
         ("an index", bytemuck::bytes_of(&header).to_vec()),
-        ("layout 1", [bytemuck::bytes_of(&later), b"{}"].concat()),
+        ("layout 2", [bytemuck::bytes_of(&later), b"{}"].concat()),
         ("an index", [bytemuck::bytes_of(&empty), b"{}"].concat()),
     ];
     for (expected, bytes) in contents {

@@ -1,7 +1,5 @@
 //! This rank's share of a model's MoE blocks in GPU memory, and the tables in which kernels find their addresses.
 
-use std::ops::Range;
-
 use expertd_kernels::device::{Buffer, Device, DeviceError, ShareableMemory};
 use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{GateLayer, GateParams};
@@ -11,6 +9,7 @@ use crate::experts::{CudaExperts, DeviceFormat, WeightSpace, padded};
 use expertd_ipc::control::Fp8Compute;
 use expertd_model::{Choice, GateSpec, GroupScore, ModelSpec, MoeLayer, Normalise, ScoreFn};
 use expertd_rank::share::ExpertShare;
+use expertd_types::LayerId;
 
 /// Properties of a layer's weights that its specification does not contain.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
@@ -36,8 +35,8 @@ pub(super) struct Layer {
     pub(super) spec: MoeLayer,
     /// Layers of one class have equal sizes and functions, and share captured graphs.
     pub(super) class: usize,
-    /// The experts that this rank owns.
-    pub(super) mine: Range<u32>,
+    /// The experts that this rank owns: consecutive ones.
+    pub(super) mine: Vec<u32>,
     /// Device format of the layer's experts, also on ranks that own none of them.
     pub(super) format: DeviceFormat,
     /// Addresses of the gate's tensors. `weight_low` is what rounding took from weights that the checkpoint stores in f32 or
@@ -118,13 +117,13 @@ impl Layers {
 /// `[layers]`: takes places for a share of all layers. `facts` has an entry for each layer.
 pub(super) fn place(
     spec: &ModelSpec,
-    share: ExpertShare,
+    share: &ExpertShare,
     fp8: Fp8Compute,
     facts: &[LayerFacts],
     space: &mut WeightSpace,
 ) -> Vec<Option<Layer>> {
     let mut layers: Vec<Option<Layer>> = Vec::with_capacity(spec.num_layers);
-    for (moe, facts) in spec.layers.iter().zip(facts) {
+    for (index, (moe, facts)) in (0..).zip(spec.layers.iter().zip(facts)) {
         let layer = moe.as_ref().map(|moe| {
             let mut experts_of = |format, count, width, biases, block_scales| {
                 let format = DeviceFormat::of(format, fp8);
@@ -132,7 +131,7 @@ pub(super) fn place(
                 experts.set_block_scales(block_scales);
                 experts
             };
-            let mine = share.experts(moe);
+            let mine = share.experts(LayerId(index), moe);
             let MoeLayer { experts: routed, shared, .. } = moe;
             let experts = (!mine.is_empty()).then(|| {
                 experts_of(routed.format, mine.len(), routed.width, routed.biases, facts.block_scales)

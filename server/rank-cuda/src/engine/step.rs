@@ -302,7 +302,7 @@ impl StepLaunches<'_> {
             hidden,
             top_k,
             max_tokens,
-            first_expert: self.layer.mine.start,
+            first_expert: self.layer.mine.first().copied().unwrap_or(0),
             local_experts: self.layer.mine.len() as u32,
             ..self.counts.params(k.expert_offsets.address())
         };

@@ -119,10 +119,10 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
     let (device, checkpoint) = (device?, checkpoint?);
     device.bind()?;
     let spec = checkpoint.spec();
-    let share = ExpertShare::of_rank(setup.rank, setup.ranks as usize);
+    let share = ExpertShare::of_rank(setup.rank, setup.ranks as usize, setup.checkpoint.placement.clone());
     let mut facts = pool.install(|| facts_of(&checkpoint))?;
     let mut space = WeightSpace::counting();
-    place(spec, share, setup.fp8_compute, &facts, &mut space);
+    place(spec, &share, setup.fp8_compute, &facts, &mut space);
     let bytes = space.bytes();
     let (free, total) = device.memory()?;
     if bytes + RESERVE > free as u64 {
@@ -131,10 +131,10 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
     }
     let memory = ShareableMemory::allocate(&device, usize::try_from(bytes).unwrap_or(usize::MAX))?;
     let mut space = WeightSpace::at(memory.address());
-    let mut layers = place(spec, share, setup.fp8_compute, &facts, &mut space);
+    let mut layers = place(spec, &share, setup.fp8_compute, &facts, &mut space);
     let pack_on = if setup.in_background { PackOn::Host } else { PackOn::Device };
     let uploader = Uploader::new(&device, &pool, spec.hidden, widest(spec), pack_on)?;
-    upload(uploader, &checkpoint, share, &pool, &mut layers, progress)?;
+    upload(uploader, &checkpoint, &share, &pool, &mut layers, progress)?;
     // The bytes that were packed are those of the fingerprint if no file changed in between.
     checkpoint.check_unchanged()?;
     for (facts, layer) in facts.iter_mut().zip(&layers) {
@@ -187,7 +187,7 @@ fn facts_of(checkpoint: &Checkpoint) -> Result<Vec<LayerFacts>, WeightsError> {
 fn upload(
     mut uploader: Uploader<'_>,
     checkpoint: &Checkpoint,
-    share: ExpertShare,
+    share: &ExpertShare,
     pool: &rayon::ThreadPool,
     layers: &mut [Option<Layer>],
     progress: &Progress,
@@ -199,7 +199,7 @@ fn upload(
         let id = LayerId(index);
         let failed = |source| WeightsError::Upload { layer: id, source };
         if let Some(experts) = &mut layer.experts {
-            for (place, expert) in layer.mine.clone().enumerate() {
+            for (place, &expert) in layer.mine.iter().enumerate() {
                 let tensors = checkpoint.expert(id, ExpertId(expert))?;
                 uploader.load(experts, place, &weights(&tensors)).map_err(failed)?;
                 progress.expert(&layer.spec.experts);
@@ -299,7 +299,9 @@ impl HeldWeights {
         let Index { rank, ranks, fp8_compute, weight_bytes, memory_bytes, spec, facts, .. } = self.index;
         let memory = ShareableMemory::import(device, self.memory.as_fd(), memory_bytes)?;
         let mut space = WeightSpace::at(memory.address());
-        let layers = place(&spec, ExpertShare::of_rank(rank, ranks), fp8_compute, &facts, &mut space);
+        // GPU ranks own contiguous ranges of experts.
+        let share = ExpertShare::of_rank(rank, ranks, None);
+        let layers = place(&spec, &share, fp8_compute, &facts, &mut space);
         if space.bytes() > memory_bytes as u64 {
             let found = format!("{memory_bytes} bytes of device memory");
             return Err(contents(format!("{} bytes of weights", space.bytes()), found));

@@ -72,7 +72,7 @@ fn packing_on_the_host_gives_the_bytes_of_the_kernels() {
             let bias = vec![0.5; hidden.max(inter)];
             let packed = [PackOn::Device, PackOn::Host].map(|pack_on| {
                 let mut space = WeightSpace::counting();
-                CudaExperts::place(&mut space, format, EXPERTS, hidden, inter, true);
+                let _ = CudaExperts::place(&mut space, format, EXPERTS, hidden, inter, true);
                 let memory = ShareableMemory::allocate(&device, space.bytes() as usize).unwrap();
                 // SAFETY: the memory was just allocated.
                 unsafe { fill_device(memory.address(), 0x5a, memory.bytes()) }.unwrap();

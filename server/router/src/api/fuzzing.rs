@@ -1,7 +1,6 @@
 //! Entry points for fuzz targets; not part of the interface.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -28,7 +27,7 @@ use super::transport::address::Address;
 use super::transport::frames::FrameMeter;
 use crate::backend::{
     Answer, Backend, ClientKey, DrainFuture, DrainReport, Limits, ModelInfo, MoeLayerInfo, Pending, Receipt,
-    ReloadFuture, Request, RequestId, ServiceState, ServiceStatus, SubmitError,
+    ReloadFuture, ReloadRequest, Request, RequestId, ServiceState, ServiceStatus, SubmitError,
 };
 
 const HIDDEN: usize = 4;
@@ -277,7 +276,7 @@ impl Backend for Echo {
         self.state.subscribe()
     }
 
-    fn reload(&self, _: Option<PathBuf>) -> ReloadFuture {
+    fn reload(&self, _: ReloadRequest) -> ReloadFuture {
         Box::pin(std::future::ready(Err("there are no other weights".to_owned())))
     }
 

@@ -229,7 +229,7 @@ impl Driver {
         let Some(weights) = self.group_weights.clone() else { return };
         let version = weights.version;
         let (before, now) = (self.shared.fingerprint(), weights.source.fingerprint);
-        self.shared.set_weights(version, now);
+        self.shared.set_weights(version, &weights.source);
         if before != now {
             metrics::gauge!(names::WEIGHTS, "fingerprint" => before.to_string()).set(0.0);
         }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::hash::{BuildHasher as _, RandomState};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
@@ -11,13 +11,14 @@ use std::time::{Duration, Instant};
 use expertd_ipc::control::{CheckpointSource, DeviceKind};
 use expertd_ipc::{RegionError, RouterBell, RowCounts, RowCountsShape};
 use expertd_scheduler::{Inbox, OnFault, Refusal, StepKind, Submission, Time};
-use expertd_types::{Generation, LayerId, MemoryId, WeightFingerprint, WeightVersion};
+use expertd_types::{ExpertPlacement, Generation, LayerId, MemoryId, WeightFingerprint, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
 use super::thread;
 use crate::backend::{
-    Answer, Backend, DrainFuture, DrainReport, ExpertRows, LayerRows, ModelInfo, Pending, ReloadFuture,
-    ReloadReport, Request, ServiceState, ServiceStatus, StepError, SubmitError,
+    Answer, Backend, DrainFuture, DrainReport, ExpertRows, LayerRows, ModelInfo, Pending, PlacementChange,
+    ReloadFuture, ReloadReport, ReloadRequest, Request, ServiceState, ServiceStatus, StepError, SubmitError,
+    owned_ranges,
 };
 use crate::cluster::ClusterConfig;
 use crate::sessions::{CudaCall, OpenSession, SessionCall, SessionRegistry};
@@ -70,7 +71,7 @@ impl fmt::Debug for ReloadPlanner {
 /// What a new checkpoint is compared with.
 #[derive(Clone, Debug)]
 pub struct ReloadContext {
-    /// The checkpoint that the service was started with.
+    /// The checkpoint that the service was started with, and the placement that the reload is to have.
     pub checkpoint: CheckpointSource,
     /// Description of its model.
     pub spec: serde_json::Value,
@@ -141,6 +142,8 @@ pub(super) struct Shared {
     pub(super) row_counts: RowCounts,
     config: SchedulerConfig,
     reload: ReloadContext,
+    /// The placement of the weights that serve, or served last.
+    placement: Mutex<Option<ExpertPlacement>>,
     started: Instant,
     sessions: Arc<SessionRegistry>,
 }
@@ -174,6 +177,7 @@ impl Shared {
             steps_total: AtomicU64::new(0),
             row_counts,
             config,
+            placement: Mutex::new(reload.checkpoint.placement.clone()),
             reload,
             started: Instant::now(),
             sessions: Arc::default(),
@@ -247,9 +251,38 @@ impl Shared {
         model.layers.get(&layer).map(|layer| layer.top_k)
     }
 
-    pub(super) fn set_weights(&self, weight_version: WeightVersion, weight_fingerprint: WeightFingerprint) {
+    /// Sets the weights that the present generation serves, and the ranks that own their experts.
+    pub(super) fn set_weights(&self, weight_version: WeightVersion, source: &CheckpointSource) {
         let mut model = self.model.write().unwrap_or_else(PoisonError::into_inner);
-        *model = Arc::new(ModelInfo { weight_version, weight_fingerprint, ..ModelInfo::clone(&model) });
+        let mut now =
+            ModelInfo { weight_version, weight_fingerprint: source.fingerprint, ..ModelInfo::clone(&model) };
+        let ranks = now.placement.len();
+        for placed in &mut now.placement {
+            placed.experts = owned_ranges(&now.layers, source.placement.as_ref(), placed.rank, ranks);
+        }
+        *model = Arc::new(now);
+        drop(model);
+        self.placement.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&source.placement);
+    }
+
+    /// What a reload is checked against: the checkpoint has the placement that the reload is to have.
+    ///
+    /// # Errors
+    /// If that placement does not fit the model or the ranks.
+    fn reload_context(&self, change: PlacementChange) -> Result<ReloadContext, String> {
+        let placement = match change {
+            PlacementChange::Keep => self.placement.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            PlacementChange::Contiguous => None,
+            PlacementChange::Given(placement) => Some(placement),
+        };
+        if let Some(placement) = &placement {
+            let model = self.model.read().unwrap_or_else(PoisonError::into_inner);
+            let experts = model.layers.iter().map(|(&layer, info)| (layer, info.num_experts)).collect();
+            placement.check(self.reload.ranks as usize, &experts).map_err(|error| error.to_string())?;
+        }
+        let mut context = self.reload.clone();
+        context.checkpoint.placement = placement;
+        Ok(context)
     }
 
     pub(super) fn set_state(&self, state: ServiceState, reason: &str) {
@@ -485,12 +518,13 @@ impl Backend for Service {
         Box::pin(async move { reported.await.unwrap_or(DrainReport { requests_dropped: 0 }) })
     }
 
-    fn reload(&self, folder: Option<PathBuf>) -> ReloadFuture {
+    fn reload(&self, request: ReloadRequest) -> ReloadFuture {
         let shared = Arc::clone(&self.shared);
         Box::pin(async move {
             let planner = shared.config.reload;
-            let planning = Arc::clone(&shared);
-            let plan = tokio::task::spawn_blocking(move || (planner.0)(&planning.reload, folder.as_deref()));
+            let ReloadRequest { folder, placement } = request;
+            let context = shared.reload_context(placement)?;
+            let plan = tokio::task::spawn_blocking(move || (planner.0)(&context, folder.as_deref()));
             let ReloadPlan { source, has_room } =
                 plan.await.map_err(|error| format!("the check of the checkpoint failed: {error}"))??;
             let (reply, replied) = oneshot::channel();
@@ -545,9 +579,10 @@ pub(super) mod tests {
             reload: ReloadPlanner(|_, _| Err("not here".into())),
         };
         let checkpoint = CheckpointSource {
-            folder: PathBuf::new(),
+            folder: std::path::PathBuf::new(),
             layers: LayerRange::whole(1),
             fingerprint: model.weight_fingerprint,
+            placement: None,
         };
         let spec = serde_json::Value::Null;
         let device = DeviceKind::Cpu;

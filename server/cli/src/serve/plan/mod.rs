@@ -29,7 +29,7 @@ use expertd_router::api::{AccessConfig, ConnectionLimits};
 use expertd_router::backend::{Limits, ModelInfo};
 use expertd_router::cluster::ClusterConfig;
 use expertd_router::steps::{ReloadPlanner, SchedulerConfig};
-use expertd_types::Coverage;
+use expertd_types::{Coverage, ExpertPlacement};
 
 /// Largest number of router threads that copy rows of large steps for GPUs. Each moves about 10 GB/s.
 const MAX_COPY_THREADS: usize = 16;
@@ -131,7 +131,8 @@ impl ServePlan {
         let Sizes { shape, limits, queued, window_bytes, channel_bytes } = sizes;
         let buffers = MessageMemory::new(limits.max_bytes_in_flight, limits.max_tokens_per_step, spec.hidden);
         let max_tokens_per_step = limits.max_tokens_per_step;
-        let model = model_info(&spec, name, fingerprint, limits, &machine);
+        let placement = placement(&given, &spec, &machine)?;
+        let model = model_info(&spec, name, fingerprint, limits, &machine, placement.as_ref());
         let Machine { device, fp8_compute, usable_cores, shares, spin, .. } = machine;
         let plan = ServePlan {
             model,
@@ -143,7 +144,12 @@ impl ServePlan {
                 },
                 device,
                 description: serde_json::to_value(&spec).unwrap_or_default(),
-                checkpoint: CheckpointSource { folder: absolute(&path), layers: spec.held, fingerprint },
+                checkpoint: CheckpointSource {
+                    folder: absolute(&path),
+                    layers: spec.held,
+                    fingerprint,
+                    placement,
+                },
                 max_weight_bytes: given.max_weight_bytes.0,
                 fp8_compute,
                 cores: shares,
@@ -193,6 +199,29 @@ impl ServePlan {
             spec,
         };
         Ok(plan)
+    }
+}
+
+/// Reads the placement and checks that the ranks can have it.
+fn placement(
+    given: &Given,
+    spec: &ModelSpec,
+    machine: &Machine,
+) -> Result<Option<ExpertPlacement>, PlanError> {
+    let Some(path) = &given.placement.0 else { return Ok(None) };
+    let failed = |problem: String| value("placement", format!("{}: {problem}", path.display()));
+    super::reload::check_device(machine.device).map_err(failed)?;
+    let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
+    let experts = spec.moe_layers().map(|(layer, moe)| (layer, moe.experts.count)).collect();
+    let placement = ExpertPlacement::from_json(&text)
+        .and_then(|placement| placement.check(machine.ranks as usize, &experts).map(|()| placement));
+    let placement = placement.map_err(|error| failed(error.to_string()))?;
+    match super::reload::lack_of_memory(spec, machine.ranks, Some(&placement)) {
+        None => Ok(Some(placement)),
+        Some((available, needed)) => Err(failed(format!(
+            "the weights need {needed} MiB with all copies of experts, and {available} MiB of memory are available; use fewer \
+             spare experts"
+        ))),
     }
 }
 

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use super::machine::{Machine, list};
 use expertd_ipc::control::DeviceKind;
-use expertd_model::{ModelSpec, Placement};
-use expertd_router::backend::{Limits, ModelInfo, MoeLayerInfo, RankPlacement};
-use expertd_types::{Generation, Rank, WeightFingerprint, WeightVersion};
+use expertd_model::ModelSpec;
+use expertd_router::backend::{Limits, ModelInfo, MoeLayerInfo, RankPlacement, owned_ranges};
+use expertd_types::{ExpertPlacement, Generation, Rank, WeightFingerprint, WeightVersion};
 
 /// Describes a model for callers, before its first generation.
 pub(super) fn model_info(
@@ -15,6 +15,7 @@ pub(super) fn model_info(
     weight_fingerprint: WeightFingerprint,
     limits: Limits,
     machine: &Machine,
+    placement: Option<&ExpertPlacement>,
 ) -> ModelInfo {
     let Machine { device, shares, nodes, .. } = machine;
     let layers: BTreeMap<_, _> = spec
@@ -50,13 +51,7 @@ pub(super) fn model_info(
                     format!("cuda, GPU {rank}{near}, cores {}", list(cores))
                 }
             },
-            experts: spec
-                .moe_layers()
-                .map(|(layer, moe)| {
-                    let range = Placement::new(moe.experts.count, ranks).range(Rank(rank));
-                    (layer, range.start, range.len() as u32)
-                })
-                .collect(),
+            experts: owned_ranges(&layers, placement, Rank(rank), ranks),
         })
         .collect();
     ModelInfo {

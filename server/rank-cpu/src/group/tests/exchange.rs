@@ -38,7 +38,7 @@ fn run_rank(group: &mut CpuGroup, steps: &[Step], order: Order, delays: &mut Cha
         for (i, step) in together.iter().enumerate() {
             let tokens = &step.ranks[me];
             delay();
-            group.prepare(slot(i), routing(step, tokens)).expect("prepare");
+            group.prepare(slot(i), routing(step, me)).expect("prepare");
             delay();
             group.dispatch_send(slot(i), &tokens.rows).expect("send");
             if !matches!(order, Order::Split) {
@@ -125,11 +125,17 @@ fn random_step(rng: &mut ChaCha8Rng, config: &EpConfig) -> Step {
     let experts = rng.random_range(1..=40);
     let k = rng.random_range(1..=experts.min(config.max_top_k));
     let ranks = config.ranks;
-    // Contiguous ranges, which may be of unequal size or empty, or an arbitrary placement.
-    let owners = if rng.random() {
-        (0..experts).map(|e| Rank((e * ranks / experts) as u32)).collect()
-    } else {
-        (0..experts).map(|_| Rank(rng.random_range(0..ranks as u32))).collect()
+    // Contiguous ranges, which may be of unequal size or empty, an arbitrary placement, or copies on several ranks.
+    let owners = match rng.random_range(0..3) {
+        0 => ExpertOwners::single((0..experts).map(|e| Rank((e * ranks / experts) as u32))),
+        1 => ExpertOwners::single((0..experts).map(|_| Rank(rng.random_range(0..ranks as u32)))),
+        _ => ExpertOwners::new((0..experts).map(|_| {
+            let mut owners: Vec<Rank> = (0..ranks as u32).map(Rank).filter(|_| rng.random()).collect();
+            if owners.is_empty() {
+                owners.push(Rank(rng.random_range(0..ranks as u32)));
+            }
+            owners
+        })),
     };
     let hot = rng.random_bool(0.3).then(|| rng.random_range(0..experts as i32));
     let most = match rng.random_range(0..4) {
@@ -176,7 +182,7 @@ fn large_steps_split_over_threads() {
     let steps: Vec<Step> = [300, 257, 1]
         .into_iter()
         .map(|n| Step {
-            owners: (0..7).map(|e| Rank(e % 2)).collect(),
+            owners: ExpertOwners::single((0..7).map(|e| Rank(e % 2))),
             k: 3,
             ranks: (0..2).map(|_| random_tokens(&mut rng, n, 7, 3, None, config.hidden)).collect(),
         })
@@ -191,7 +197,7 @@ fn steps_may_shrink_grow_and_be_empty() {
     let steps: Vec<Step> = [6, 1, 6, 0, 0, 0, 2, 0, 6]
         .into_iter()
         .map(|n| Step {
-            owners: vec![Rank(0), Rank(0), Rank(1), Rank(1), Rank(2)],
+            owners: ExpertOwners::single([0, 0, 1, 1, 2].map(Rank)),
             k: 2,
             ranks: (0..3).map(|_| random_tokens(&mut rng, n, 5, 2, None, config.hidden)).collect(),
         })
@@ -209,7 +215,7 @@ fn a_late_writer_of_an_old_generation_does_not_disturb_the_next() {
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     let steps: Vec<Step> = (0..20).map(|_| random_step(&mut rng, &config)).collect();
     let stale = &steps.iter().find(|s| s.ranks[1].count > 0).expect("twenty steps");
-    late.prepare(Slot(0), routing(stale, &stale.ranks[1])).expect("idle");
+    late.prepare(Slot(0), routing(stale, 1)).expect("idle");
 
     let next = EpConfig { generation: Generation(config.generation.0 + 1), ..config.clone() };
     let groups = loopback(&next).expect("memory");

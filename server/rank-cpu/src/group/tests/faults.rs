@@ -45,7 +45,7 @@ fn a_peer_missing_in_combine_is_named() {
     let mut present = groups.pop().expect("two");
     let step = no_tokens(2);
     for group in [&mut absent, &mut present] {
-        group.prepare(Slot(0), routing(&step, &step.ranks[0])).expect("idle");
+        group.prepare(Slot(0), routing(&step, 0)).expect("idle");
         group.dispatch_send(Slot(0), &[]).expect("open");
     }
     present.dispatch_wait(Slot(0)).expect("both sent");
@@ -66,7 +66,7 @@ fn a_rank_that_leaves_during_an_exchange_stops_its_peers() {
                 .map(|g| s.spawn(move || empty_exchange(g, Slot(0)).expect_err("rank 2 left")))
                 .collect();
             let step = no_tokens(3);
-            leaver.prepare(Slot(0), routing(&step, &step.ranks[0])).expect("idle");
+            leaver.prepare(Slot(0), routing(&step, 0)).expect("idle");
             leaver.dispatch(Slot(0), &[]).expect("all arrive");
             if abort {
                 leaver.abort();
@@ -86,7 +86,14 @@ fn ranks_that_run_different_steps_get_an_error() {
     // The ranks use different k.
     let mut groups = loopback(&config(2)).expect("memory");
     for (group, k) in groups.iter_mut().zip([1, 2]) {
-        let routing = HostRouting { owners: &[Rank(0)], tokens: 0, k, ids: &[], weights: &[] };
+        let routing = HostRouting {
+            owners: &ExpertOwners::single([Rank(0)]),
+            turn: 0,
+            tokens: 0,
+            k,
+            ids: &[],
+            weights: &[],
+        };
         group.prepare(Slot(0), routing).expect("idle");
         group.dispatch_send(Slot(0), &[]).expect("open");
     }
@@ -101,7 +108,7 @@ fn ranks_that_run_different_steps_get_an_error() {
     let step = no_tokens(2);
     for (group, slots) in groups.iter_mut().zip([&[0][..], &[1, 0]]) {
         for &slot in slots {
-            group.prepare(Slot(slot), routing(&step, &step.ranks[0])).expect("idle");
+            group.prepare(Slot(slot), routing(&step, 0)).expect("idle");
             group.dispatch_send(Slot(slot), &[]).expect("open");
         }
     }

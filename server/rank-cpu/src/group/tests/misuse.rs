@@ -9,7 +9,7 @@ type Call<'a> = &'a dyn Fn(&mut CpuGroup) -> Result<(), EpError>;
 fn calls_out_of_order_are_errors_that_change_nothing() {
     let mut group = loopback(&config(1)).expect("memory").pop().expect("one");
     let step = Step {
-        owners: vec![Rank(0); 3],
+        owners: ExpertOwners::single([Rank(0); 3]),
         k: 2,
         ranks: vec![Tokens {
             count: 1,
@@ -24,7 +24,7 @@ fn calls_out_of_order_are_errors_that_change_nothing() {
     let refuse = |group: &mut CpuGroup, due: usize| {
         let slot = Slot(0);
         let calls: [Call<'_>; 6] = [
-            &|g| g.prepare(slot, routing(&step, tokens)).map(drop),
+            &|g| g.prepare(slot, routing(&step, 0)).map(drop),
             &|g| g.dispatch_send(slot, &tokens.rows),
             &|g| g.dispatch_wait(slot),
             &|g| g.received(slot).map(drop),
@@ -45,7 +45,7 @@ fn calls_out_of_order_are_errors_that_change_nothing() {
     };
     for _ in 0..3 {
         refuse(&mut group, 0);
-        group.prepare(Slot(0), routing(&step, tokens)).expect("due");
+        group.prepare(Slot(0), routing(&step, 0)).expect("due");
         refuse(&mut group, 1);
         assert!(matches!(group.dispatch_send(Slot(0), &[0.0; 4]), Err(EpError::Length { what: "rows", .. })));
         group.dispatch_send(Slot(0), &tokens.rows).expect("due");
@@ -62,16 +62,16 @@ fn calls_out_of_order_are_errors_that_change_nothing() {
         group.combine_wait(Slot(0), &mut out).expect("due");
         assert_eq!(out.as_slice(), reference(&step, 0, 5));
     }
-    let error = group.prepare(Slot(2), routing(&step, tokens)).expect_err("no such slot");
+    let error = group.prepare(Slot(2), routing(&step, 0)).expect_err("no such slot");
     assert!(error.is_misuse() && error.to_string() == "slot 2 is not one of 2 slots", "{error}");
 }
 
 #[test]
 fn bad_routing_is_refused_and_leaves_the_slot_idle() {
     let mut group = loopback(&config(2)).expect("memory").remove(0);
-    let owners = [Rank(0), Rank(1), Rank(2)];
+    let owners = ExpertOwners::single([0, 1, 2].map(Rank));
     let (ids, weights) = ([0, 1], [1.0, 1.0]);
-    let good = HostRouting { owners: &owners, tokens: 1, k: 2, ids: &ids, weights: &weights };
+    let good = HostRouting { owners: &owners, turn: 0, tokens: 1, k: 2, ids: &ids, weights: &weights };
     let many = [0; 14];
     let cases = [
         (HostRouting { tokens: 7, ids: &many, ..good }, "tokens is 7, expected 1 to 6, the group's limit"),

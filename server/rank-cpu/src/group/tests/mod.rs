@@ -7,7 +7,7 @@ mod misuse;
 use std::time::Duration;
 
 use super::*;
-use expertd_types::Generation;
+use expertd_types::{ExpertId, Generation};
 
 fn config(ranks: usize) -> EpConfig {
     EpConfig {
@@ -36,7 +36,7 @@ struct Tokens {
 /// One exchange of the whole group.
 #[derive(Clone, Debug)]
 struct Step {
-    owners: Vec<Rank>,
+    owners: ExpertOwners,
     k: usize,
     ranks: Vec<Tokens>,
 }
@@ -56,6 +56,15 @@ fn partial(ids: &[i32], weights: &[f32], row: &[f32], mine: impl Fn(i32) -> bool
     }
 }
 
+impl Step {
+    /// Whether rank `owner` computes expert `id` for token `t` of rank `source`.
+    fn computes(&self, owner: Rank, id: i32, source: usize, t: usize) -> bool {
+        let Ok(id) = u32::try_from(id) else { return false };
+        let copies = self.owners.of(ExpertId(id)).expect("an expert");
+        copies[(source + t) % copies.len()] == owner
+    }
+}
+
 fn reference(step: &Step, rank: usize, hidden: usize) -> Vec<f32> {
     let tokens = &step.ranks[rank];
     let mut out = vec![0.0; tokens.count * hidden];
@@ -64,7 +73,7 @@ fn reference(step: &Step, rank: usize, hidden: usize) -> Vec<f32> {
         let (ids, weights) = (&tokens.ids[t * step.k..][..step.k], &tokens.weights[t * step.k..][..step.k]);
         let mut first = true;
         for owner in (0..step.ranks.len() as u32).map(Rank) {
-            let mine = |id: i32| id >= 0 && step.owners[id as usize] == owner;
+            let mine = |id: i32| step.computes(owner, id, rank, t);
             if ids.iter().any(|&id| mine(id)) {
                 partial(ids, weights, &tokens.rows[t * hidden..][..hidden], mine, &mut part);
                 out.iter_mut().zip(&part).for_each(|(o, p)| *o = if first { *p } else { *o + p });
@@ -75,9 +84,11 @@ fn reference(step: &Step, rank: usize, hidden: usize) -> Vec<f32> {
     out
 }
 
-fn routing<'a>(step: &'a Step, tokens: &'a Tokens) -> HostRouting<'a> {
+fn routing(step: &Step, rank: usize) -> HostRouting<'_> {
+    let tokens = &step.ranks[rank];
     HostRouting {
         owners: &step.owners,
+        turn: rank,
         tokens: tokens.count,
         k: step.k,
         ids: &tokens.ids,
@@ -95,7 +106,7 @@ fn run_experts(group: &mut CpuGroup, slot: Slot, step: &Step) {
         let wanted: Vec<usize> = (0..sent.count)
             .filter(|t| {
                 let ids = &sent.ids[t * step.k..][..step.k];
-                ids.iter().any(|&id| id >= 0 && step.owners[id as usize] == me)
+                ids.iter().any(|&id| step.computes(me, id, source, *t))
             })
             .collect();
         assert_eq!((batch.source, batch.k), (Rank(source as u32), step.k));
@@ -109,7 +120,7 @@ fn run_experts(group: &mut CpuGroup, slot: Slot, step: &Step) {
                 (&batch.ids[row * step.k..][..step.k], &batch.weights[row * step.k..][..step.k]);
             for j in 0..step.k {
                 let id = sent.ids[t * step.k + j];
-                let mine = id >= 0 && step.owners[id as usize] == me;
+                let mine = step.computes(me, id, source, t);
                 let expected = if mine { (id, sent.weights[t * step.k + j]) } else { (NO_EXPERT, 0.0) };
                 assert_eq!((ids[j], weights[j]), expected);
             }
@@ -120,13 +131,13 @@ fn run_experts(group: &mut CpuGroup, slot: Slot, step: &Step) {
 
 fn no_tokens(ranks: usize) -> Step {
     let none = Tokens { count: 0, ids: vec![], weights: vec![], rows: vec![] };
-    Step { owners: vec![Rank(0)], k: 1, ranks: vec![none; ranks] }
+    Step { owners: ExpertOwners::single([Rank(0)]), k: 1, ranks: vec![none; ranks] }
 }
 
 /// Runs a complete exchange of one rank without tokens.
 fn empty_exchange(group: &mut CpuGroup, slot: Slot) -> Result<(), EpError> {
     let step = no_tokens(1);
-    group.prepare(slot, routing(&step, &step.ranks[0]))?;
+    group.prepare(slot, routing(&step, 0))?;
     group.dispatch(slot, &[])?;
     group.combine(slot, &mut [])
 }

@@ -7,12 +7,13 @@ use std::time::Duration;
 use expertd_proto::v1::admin_server::Admin;
 use expertd_proto::v1::{
     DrainRequest, DrainResponse, GetExpertRowsRequest, GetExpertRowsResponse, GetStatusRequest,
-    GetStatusResponse, ReloadRequest, ReloadResponse,
+    GetStatusResponse, ReloadRequest as ReloadMessage, ReloadResponse,
 };
 use tonic::{Request, Response, Status};
 
 use super::convert;
-use crate::backend::Backend;
+use crate::backend::{Backend, PlacementChange, ReloadRequest};
+use expertd_types::ExpertPlacement;
 
 /// `expertd.v1.Admin` over a backend.
 pub(in crate::api) struct AdminService {
@@ -46,11 +47,20 @@ impl Admin for AdminService {
         Ok(Response::new(DrainResponse { requests_dropped: report.requests_dropped }))
     }
 
-    async fn reload(&self, request: Request<ReloadRequest>) -> Result<Response<ReloadResponse>, Status> {
-        let folder = Some(request.into_inner().model).filter(|model| !model.is_empty()).map(PathBuf::from);
-        tracing::info!(?folder, "reloading");
+    async fn reload(&self, request: Request<ReloadMessage>) -> Result<Response<ReloadResponse>, Status> {
+        let message = request.into_inner();
+        let folder = Some(message.model).filter(|model| !model.is_empty()).map(PathBuf::from);
+        let placement = match message.placement.as_str() {
+            "" => PlacementChange::Keep,
+            "contiguous" => PlacementChange::Contiguous,
+            text => PlacementChange::Given(
+                ExpertPlacement::from_json(text)
+                    .map_err(|error| Status::invalid_argument(error.to_string()))?,
+            ),
+        };
+        tracing::info!(?folder, placement_bytes = message.placement.len(), "reloading");
         // In a task of its own: a reload goes on when its caller hangs up.
-        let reload = tokio::spawn(self.backend.reload(folder));
+        let reload = tokio::spawn(self.backend.reload(ReloadRequest { folder, placement }));
         let report = reload.await.map_err(|error| Status::internal(format!("the reload failed: {error}")))?;
         let report = report.map_err(Status::failed_precondition)?;
         Ok(Response::new(ReloadResponse {

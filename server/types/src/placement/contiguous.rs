@@ -1,10 +1,10 @@
-//! The assignment of experts to ranks.
+//! The assignment of experts to ranks where nothing else is asked for.
 
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use expertd_types::{ExpertId, Rank};
+use crate::{ExpertId, Rank};
 
 /// The placement of a layer's experts: contiguous ranges in rank order. The first `num_experts % ranks` ranks own one
 /// expert more than the others; with fewer experts than ranks, the last ranks own none.

@@ -1,0 +1,181 @@
+//! `expertd rebalance`: a placement of experts from measured rows.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use expertd_model::balance::{balance, imbalance};
+use expertd_proto::v1::GetExpertRowsResponse;
+use expertd_router::backend::{ExpertRows, LayerRows};
+use expertd_types::{ExpertPlacement, LayerId, LayerPlacement};
+
+use super::admin::AdminAddress;
+use super::client::{ClientError, read};
+use super::status::expert_rows;
+
+/// Print a placement of experts that evens out the load of ranks, from the rows that a service has counted
+///
+/// Prints the placement as JSON on standard output, for `expertd reload --placement FILE` and `expertd serve --placement FILE`, and on
+/// standard error the imbalance of each layer (rows of the fullest rank divided by the mean): as measured, and as the placement would
+/// make it for the same rows. Experts with many rows get copies on several ranks if --spare-experts leaves room for them.
+#[derive(Args, Clone, Debug)]
+pub struct RebalanceArgs {
+    /// Largest number of experts of a layer that a rank may own beside its even share, rounded up
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub spare_experts: usize,
+    /// Take the rows of this many seconds from now on, instead of those since the service started
+    #[arg(long, value_name = "SECONDS", conflicts_with = "rows", value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    pub seconds: Option<u32>,
+    /// JSON file with rows, as `expertd status --expert-rows` prints them [default: ask the service]
+    #[arg(long, value_name = "FILE")]
+    pub rows: Option<PathBuf>,
+    /// Number of ranks of the placement [default: as many as have counted]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=8))]
+    pub ranks: Option<u32>,
+    /// Address of Admin.
+    #[command(flatten)]
+    pub admin: AdminAddress,
+}
+
+/// One layer before and after.
+#[derive(Clone, Copy, Debug)]
+struct Change {
+    layer: LayerId,
+    rows: u64,
+    before: f64,
+    after: f64,
+    copies: usize,
+    experts: usize,
+}
+
+/// Prints a placement.
+///
+/// # Errors
+/// If the rows cannot be had, or there are none.
+pub async fn run(args: RebalanceArgs) -> Result<ExitCode, ClientError> {
+    let rows = match &args.rows {
+        Some(path) => serde_json::from_str(&read(path)?).map_err(|error| {
+            ClientError::Content(format!(
+                "{}: {error}; expected what `expertd status --expert-rows` prints",
+                path.display()
+            ))
+        })?,
+        None => measure(&args).await?,
+    };
+    let (placement, changes) = rebalance(&rows, args.ranks, args.spare_experts).ok_or_else(|| {
+        ClientError::Content("no expert has computed a row yet; send requests first".into())
+    })?;
+    eprint!("{}", in_words(&changes));
+    let text = serde_json::to_string(&placement);
+    println!("{}", text.map_err(|error| ClientError::Content(error.to_string()))?);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The rows that a service has counted, or counts in some time.
+async fn measure(args: &RebalanceArgs) -> Result<ExpertRows, ClientError> {
+    let before = from_message(expert_rows(&args.admin).await?);
+    let Some(seconds) = args.seconds else { return Ok(before) };
+    tokio::time::sleep(Duration::from_secs(seconds.into())).await;
+    Ok(since(from_message(expert_rows(&args.admin).await?), &before))
+}
+
+fn from_message(message: GetExpertRowsResponse) -> ExpertRows {
+    let layers = message.layers.into_iter().map(|layer| LayerRows {
+        layer: LayerId(layer.layer),
+        ranks: layer.ranks.into_iter().map(|rank| rank.rows).collect(),
+    });
+    ExpertRows { layers: layers.collect() }
+}
+
+/// The rows that `now` has and `before` has not.
+fn since(mut now: ExpertRows, before: &ExpertRows) -> ExpertRows {
+    for (now, before) in now.layers.iter_mut().zip(&before.layers) {
+        for (now, before) in now.ranks.iter_mut().flatten().zip(before.ranks.iter().flatten()) {
+            *now = now.saturating_sub(*before);
+        }
+    }
+    now
+}
+
+/// A placement for these rows and what it changes in each layer; `None` without rows.
+fn rebalance(rows: &ExpertRows, ranks: Option<u32>, spare: usize) -> Option<(ExpertPlacement, Vec<Change>)> {
+    let counted = rows.layers.iter().map(|layer| layer.ranks.len()).max()?;
+    let ranks = ranks.map_or(counted, |ranks| ranks as usize);
+    let (mut layers, mut changes) = (Vec::new(), Vec::new());
+    for layer in &rows.layers {
+        let of_experts = layer.of_experts();
+        let placement = balance(&of_experts, ranks, spare);
+        let measured = layer.imbalance().filter(|_| layer.ranks.len() == ranks);
+        changes.push(Change {
+            layer: layer.layer,
+            rows: of_experts.iter().sum(),
+            before: measured.unwrap_or_else(|| {
+                imbalance(&of_experts, &LayerPlacement::contiguous(of_experts.len(), ranks))
+            }),
+            after: imbalance(&of_experts, &placement),
+            copies: placement.copies(),
+            experts: of_experts.len(),
+        });
+        layers.push((layer.layer, placement));
+    }
+    let has_rows = changes.iter().any(|change| change.rows > 0);
+    has_rows.then(|| (ExpertPlacement::new(ranks, layers), changes))
+}
+
+fn in_words(changes: &[Change]) -> String {
+    let mut text = format!("{:>7} {:>14} {:>8} {:>8} {:>7}\n", "layer", "rows", "before", "after", "copies");
+    for change in changes {
+        let Change { layer, rows, before, after, copies, experts } = change;
+        text += &format!("{layer:>7} {rows:>14} {before:>8.3} {after:>8.3} {:>7}\n", copies - experts);
+    }
+    let total: u64 = changes.iter().map(|change| change.rows).sum();
+    let mean = |of: fn(&Change) -> f64| {
+        changes.iter().map(|change| of(change) * change.rows as f64).sum::<f64>() / total.max(1) as f64
+    };
+    let copies: usize = changes.iter().map(|change| change.copies - change.experts).sum();
+    let (before, after) = (mean(|change| change.before), mean(|change| change.after));
+    text + &format!("{:>7} {total:>14} {before:>8.3} {after:>8.3} {copies:>7}\n", "all")
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::collections::BTreeMap;
+
+    use expertd_types::Rank;
+
+    use super::*;
+
+    fn rows(ranks: &[&[u64]]) -> ExpertRows {
+        let layer = LayerRows { layer: LayerId(4), ranks: ranks.iter().map(|rank| rank.to_vec()).collect() };
+        ExpertRows { layers: vec![layer] }
+    }
+
+    #[test]
+    fn rows_of_ranks_become_a_placement() {
+        // Experts 0 and 1, both on rank 0, have nearly all rows.
+        let hot = rows(&[&[150, 20, 0, 0], &[0, 0, 5, 5]]);
+        let (placement, changes) = rebalance(&hot, None, 0).unwrap();
+        assert_eq!(placement.check(2, &BTreeMap::from([(LayerId(4), 4)])), Ok(()));
+        let owners = placement.layer(LayerId(4)).unwrap();
+        let own = |rank, expert| owners.experts_of(Rank(rank)).contains(&expert);
+        assert!(own(0, 0) != own(0, 1) && own(1, 0) != own(1, 1), "{placement:?}");
+        assert!((changes[0].before - 170.0 / 90.0).abs() < 1e-9, "{changes:?}");
+        assert!(changes[0].after < changes[0].before && changes[0].copies == 4, "{changes:?}");
+        let text = in_words(&changes);
+        assert!(text.lines().last().unwrap().ends_with('0') && text.contains("1.889"), "{text}");
+        // Copies of both hot experts make it even.
+        let (_, changes) = rebalance(&hot, None, 1).unwrap();
+        assert!(changes[0].after < 1.01 && changes[0].copies == 6, "{changes:?}");
+        assert!(rebalance(&rows(&[&[0, 0], &[0, 0]]), None, 1).is_none());
+        assert_eq!(rebalance(&hot, Some(4), 0).unwrap().0.ranks(), 4);
+    }
+
+    #[test]
+    fn only_rows_of_the_interval_count() {
+        let before = rows(&[&[10, 0], &[0, 7]]);
+        assert_eq!(since(rows(&[&[12, 0], &[0, 7]]), &before), rows(&[&[2, 0], &[0, 0]]));
+    }
+}

@@ -1,0 +1,305 @@
+//! Placements that even out the load of ranks, computed from measured rows per expert.
+//!
+//! The method is that of EPLB (<https://github.com/deepseek-ai/EPLB>): spare places are given one by one to the expert with the most
+//! rows per copy; then copies are placed in descending order of their rows, each on the rank with the fewest rows that has room
+//! (longest processing time first: R. L. Graham, *Bounds on Multiprocessing Timing Anomalies*, 1969). Two things are added: moves and
+//! swaps between the fullest rank and others while they lower the larger of the two, and a choice among several numbers of copies, of
+//! which the smallest wins that comes close to the best. A placement is never worse than contiguous ranges for the given rows.
+
+use expertd_types::LayerPlacement;
+
+/// Number of different numbers of copies that are tried.
+const TRIALS: usize = 16;
+/// A placement with fewer copies is preferred if its imbalance exceeds that of the best one by no more than this.
+const CLOSE: f64 = 0.005;
+/// Moves and swaps end once the fullest rank exceeds the mean by no more than this factor.
+const EVEN: f64 = 1.001;
+
+/// Computes a placement of experts with these rows on `ranks` ranks. A rank owns at most `spare` experts more than its even share,
+/// rounded up.
+///
+/// # Panics
+/// If `ranks` is zero.
+#[must_use]
+pub fn balance(rows: &[u64], ranks: usize, spare: usize) -> LayerPlacement {
+    let contiguous = LayerPlacement::contiguous(rows.len(), ranks);
+    let mut found = vec![(imbalance(rows, &contiguous), contiguous)];
+    if rows.iter().any(|&rows| rows > 0) {
+        let room = rows.len().div_ceil(ranks) + spare;
+        // An expert has at most one copy on each rank.
+        let extra = (room * ranks).min(rows.len() * ranks) - rows.len();
+        let mut copies = vec![1_u32; rows.len()];
+        let mut added = 0;
+        for trial in 0..=TRIALS {
+            while added < extra * trial / TRIALS {
+                add_copy(rows, &mut copies, ranks);
+                added += 1;
+            }
+            if let Some(mut packing) = Packing::new(rows, &copies, ranks, room) {
+                packing.refine();
+                let placement = packing.placement();
+                found.push((imbalance(rows, &placement), placement));
+            }
+        }
+    }
+    let best = found.iter().map(|(imbalance, _)| *imbalance).fold(f64::INFINITY, f64::min);
+    let close = found.into_iter().filter(|(imbalance, _)| *imbalance <= best + CLOSE);
+    // The first of those with the fewest copies; among these the most even one.
+    let chosen = close.min_by(|a, b| a.1.copies().cmp(&b.1.copies()).then(a.0.total_cmp(&b.0)));
+    chosen.map_or_else(|| LayerPlacement::contiguous(rows.len(), ranks), |(_, placement)| placement)
+}
+
+/// The imbalance of these rows under a placement whose copies share an expert's rows evenly: rows of the fullest rank, divided by the
+/// mean; 1 is perfect, also without rows.
+#[must_use]
+pub fn imbalance(rows: &[u64], placement: &LayerPlacement) -> f64 {
+    let total: u64 = rows.iter().sum();
+    if total == 0 {
+        return 1.0;
+    }
+    let most = loads(rows, placement).into_iter().fold(0.0, f64::max);
+    most * placement.ranks() as f64 / total as f64
+}
+
+/// `[ranks]`: rows of each rank under a placement whose copies share an expert's rows evenly.
+#[must_use]
+pub fn loads(rows: &[u64], placement: &LayerPlacement) -> Vec<f64> {
+    let ranks = (0..placement.ranks() as u32).map(expertd_types::Rank);
+    let owned: Vec<&[u32]> = ranks.map(|rank| placement.experts_of(rank)).collect();
+    let mut copies = vec![0_u32; rows.len()];
+    owned.iter().copied().flatten().for_each(|&expert| copies[expert as usize] += 1);
+    let share = |&expert: &u32| rows[expert as usize] as f64 / f64::from(copies[expert as usize]);
+    owned.iter().map(|experts| experts.iter().map(share).sum()).collect()
+}
+
+/// Gives a copy to the expert with the most rows per copy of those that are not on every rank.
+fn add_copy(rows: &[u64], copies: &mut [u32], ranks: usize) {
+    let share = |expert: usize, copies: &[u32]| rows[expert] as f64 / f64::from(copies[expert]);
+    let candidates = (0..rows.len()).filter(|&expert| (copies[expert] as usize) < ranks);
+    // `max_by` takes the last of equal ones; the reversed order makes that the first expert.
+    let fullest = candidates.rev().max_by(|&a, &b| share(a, copies).total_cmp(&share(b, copies)));
+    if let Some(expert) = fullest {
+        copies[expert] += 1;
+    }
+}
+
+/// A copy of an expert and its rows.
+#[derive(Clone, Copy, Debug)]
+struct Copy {
+    expert: u32,
+    rows: f64,
+}
+
+/// Copies on ranks.
+struct Packing {
+    ranks: Vec<Vec<Copy>>,
+    loads: Vec<f64>,
+    /// Largest number of copies of a rank.
+    room: usize,
+}
+
+/// A change that lowers the fullest rank: one of its copies goes to another rank, in exchange for one of that rank's or for none.
+struct Change {
+    copy: usize,
+    rank: usize,
+    other: Option<usize>,
+    /// The larger of the two ranks' rows afterwards.
+    result: f64,
+}
+
+impl Packing {
+    /// Places the copies; `None` if two copies of an expert would have to share a rank.
+    fn new(rows: &[u64], copies: &[u32], ranks: usize, room: usize) -> Option<Self> {
+        let share = |expert: usize| rows[expert] as f64 / f64::from(copies[expert]);
+        let mut order: Vec<usize> = (0..rows.len()).collect();
+        order.sort_by(|&a, &b| share(b).total_cmp(&share(a)));
+        let mut packing = Packing { ranks: vec![Vec::new(); ranks], loads: vec![0.0; ranks], room };
+        for expert in order {
+            for _ in 0..copies[expert] {
+                let copy = Copy { expert: expert as u32, rows: share(expert) };
+                let open = (0..ranks).filter(|&rank| packing.accepts(rank, copy.expert));
+                // With equal rows, the rank with more room.
+                let key = |rank: usize| (packing.loads[rank], packing.ranks[rank].len());
+                let rank = open.min_by(|&a, &b| {
+                    let ((a_load, a_len), (b_load, b_len)) = (key(a), key(b));
+                    a_load.total_cmp(&b_load).then(a_len.cmp(&b_len))
+                })?;
+                packing.ranks[rank].push(copy);
+                packing.loads[rank] += copy.rows;
+            }
+        }
+        Some(packing)
+    }
+
+    fn owns(&self, rank: usize, expert: u32) -> bool {
+        self.ranks[rank].iter().any(|copy| copy.expert == expert)
+    }
+
+    fn accepts(&self, rank: usize, expert: u32) -> bool {
+        self.ranks[rank].len() < self.room && !self.owns(rank, expert)
+    }
+
+    /// Moves and swaps copies of the fullest rank as long as that lowers the larger of the two ranks.
+    fn refine(&mut self) {
+        let mean = self.loads.iter().sum::<f64>() / self.loads.len() as f64;
+        let copies: usize = self.ranks.iter().map(Vec::len).sum();
+        for _ in 0..copies {
+            let ranks = 0..self.ranks.len();
+            let Some(fullest) = ranks.max_by(|&a, &b| self.loads[a].total_cmp(&self.loads[b])) else {
+                return;
+            };
+            if self.loads[fullest] <= mean * EVEN {
+                return;
+            }
+            let Some(change) = self.best_change(fullest) else { return };
+            self.apply(fullest, &change);
+        }
+    }
+
+    fn best_change(&self, fullest: usize) -> Option<Change> {
+        let before = self.loads[fullest];
+        // Rounding must not make a change look like an improvement for ever.
+        let mut best: Option<Change> = None;
+        let mut offer = |change: Change| {
+            let to_beat = best.as_ref().map_or(before * (1.0 - 1e-9), |best| best.result);
+            if change.result < to_beat {
+                best = Some(change);
+            }
+        };
+        for rank in (0..self.ranks.len()).filter(|&rank| rank != fullest) {
+            for (copy, moved) in self.ranks[fullest].iter().enumerate() {
+                if self.owns(rank, moved.expert) {
+                    continue;
+                }
+                let result = |back: f64| {
+                    let net = moved.rows - back;
+                    (before - net).max(self.loads[rank] + net)
+                };
+                if self.ranks[rank].len() < self.room {
+                    offer(Change { copy, rank, other: None, result: result(0.0) });
+                }
+                for (other, back) in self.ranks[rank].iter().enumerate() {
+                    if back.rows < moved.rows && !self.owns(fullest, back.expert) {
+                        offer(Change { copy, rank, other: Some(other), result: result(back.rows) });
+                    }
+                }
+            }
+        }
+        best
+    }
+
+    fn apply(&mut self, fullest: usize, change: &Change) {
+        let moved = self.ranks[fullest].swap_remove(change.copy);
+        if let Some(other) = change.other {
+            let back = self.ranks[change.rank].swap_remove(other);
+            self.ranks[fullest].push(back);
+        }
+        self.ranks[change.rank].push(moved);
+        for rank in [fullest, change.rank] {
+            self.loads[rank] = self.ranks[rank].iter().map(|copy| copy.rows).sum();
+        }
+    }
+
+    fn placement(self) -> LayerPlacement {
+        let experts = |copies: Vec<Copy>| copies.into_iter().map(|copy| copy.expert).collect();
+        LayerPlacement::new(self.ranks.into_iter().map(experts).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use expertd_types::{ExpertPlacement, LayerId, Rank};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The least imbalance of any placement within the room, by trying all of them.
+    fn optimum(rows: &[u64], ranks: usize, spare: usize) -> f64 {
+        let room = rows.len().div_ceil(ranks) + spare;
+        let mut best = f64::INFINITY;
+        let sets = (1_usize << ranks) - 1;
+        let all = sets.pow(rows.len() as u32);
+        for mut code in 0..all {
+            let (mut loads, mut counts) = ([0.0; 8], [0; 8]);
+            for &rows in rows {
+                let owners = code % sets + 1;
+                code /= sets;
+                let share = rows as f64 / f64::from(owners.count_ones());
+                for rank in (0..ranks).filter(|rank| owners >> rank & 1 == 1) {
+                    loads[rank] += share;
+                    counts[rank] += 1;
+                }
+            }
+            if counts.iter().all(|&count| count <= room) {
+                best = loads.into_iter().fold(0.0, f64::max).min(best);
+            }
+        }
+        best * ranks as f64 / rows.iter().sum::<u64>() as f64
+    }
+
+    fn any_rows(experts: std::ops::RangeInclusive<usize>) -> impl Strategy<Value = Vec<u64>> {
+        let count = prop_oneof![Just(0), 0_u64..10, 0_u64..1000, Just(1_000_000)];
+        proptest::collection::vec(count, experts)
+    }
+
+    proptest! {
+        #[test]
+        fn any_rows_give_a_valid_placement_that_is_not_worse(
+            rows in any_rows(1..=70),
+            ranks in 1_usize..=8,
+            spare in 0_usize..=4,
+        ) {
+            let placement = balance(&rows, ranks, spare);
+            let model = BTreeMap::from([(LayerId(3), rows.len())]);
+            let whole = ExpertPlacement::new(ranks, [(LayerId(3), placement.clone())]);
+            prop_assert_eq!(whole.check(ranks, &model), Ok(()));
+            for rank in 0..ranks as u32 {
+                let owned = placement.experts_of(Rank(rank)).len();
+                prop_assert!(owned <= rows.len().div_ceil(ranks) + spare, "rank {} owns {}", rank, owned);
+            }
+            let before = imbalance(&rows, &LayerPlacement::contiguous(rows.len(), ranks));
+            let after = imbalance(&rows, &placement);
+            prop_assert!(after <= before + 1e-9, "{} after {}", after, before);
+            prop_assert!(after >= 1.0 - 1e-9);
+            // Rows are only moved between ranks.
+            let sum: f64 = loads(&rows, &placement).iter().sum();
+            let total = rows.iter().sum::<u64>() as f64;
+            prop_assert!((sum - total).abs() <= 1e-9 * total.max(1.0));
+            prop_assert_eq!(balance(&rows, ranks, spare), placement, "the same rows give the same placement");
+        }
+
+        #[test]
+        fn small_cases_are_close_to_the_optimum(
+            rows in any_rows(2..=5),
+            ranks in 2_usize..=3,
+            spare in 0_usize..=1,
+        ) {
+            prop_assume!(rows.iter().any(|&rows| rows > 0));
+            let (best, found) = (optimum(&rows, ranks, spare), imbalance(&rows, &balance(&rows, ranks, spare)));
+            // Graham's bound for ranks without a limit on their experts is 4/3.
+            prop_assert!(found <= best * 4.0 / 3.0 + CLOSE, "{} for an optimum of {}", found, best);
+        }
+    }
+
+    #[test]
+    fn a_hot_expert_is_copied_to_every_rank() {
+        let mut rows = vec![10; 16];
+        rows[3] = 1000;
+        let before = imbalance(&rows, &LayerPlacement::contiguous(16, 4));
+        let placement = balance(&rows, 4, 1);
+        let owners = placement.owners(16);
+        assert_eq!(owners.of(expertd_types::ExpertId(3)).map(<[Rank]>::len), Some(4));
+        let after = imbalance(&rows, &placement);
+        assert!(before > 3.5 && after < 1.03, "{before} before, {after} after");
+    }
+
+    #[test]
+    fn copies_that_do_not_help_are_not_made() {
+        assert_eq!(balance(&[7; 12], 4, 3), LayerPlacement::contiguous(12, 4));
+        assert_eq!(balance(&[0; 12], 4, 3), LayerPlacement::contiguous(12, 4));
+        // Two experts on each rank are even without copies.
+        assert_eq!(balance(&[4, 4, 1, 1], 2, 1).copies(), 4);
+    }
+}
