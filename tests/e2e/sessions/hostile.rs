@@ -188,7 +188,7 @@ fn refusals_say_why() {
     let open = Open { version: VERSION, kind: 1, rows_bytes: 4096, calls: 4, reserved: 0 };
     let with = |open: Open| refused(frame::OPEN, bytemuck::bytes_of(&open));
     assert!(with(Open { version: 9, ..open }).contains("version 9"));
-    assert!(with(Open { kind: 2, ..open }).contains("kind 2"));
+    assert!(with(Open { kind: 7, ..open }).contains("kind 7"));
     assert!(with(Open { calls: 0, ..open }).contains("0 calls"));
     assert!(with(Open { rows_bytes: 1 << 30, ..open }).contains("max-session-bytes"));
     assert!(with(Open { rows_bytes: u64::MAX - 5, ..open }).contains("address space"));

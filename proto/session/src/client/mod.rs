@@ -141,8 +141,8 @@ pub struct Session {
 /// If the service cannot be reached, refuses this user, or sends no model.
 pub fn fetch_model(address: &str, timeout: Duration) -> Result<Vec<u8>, SessionError> {
     let socket = connect(address, timeout)?;
-    socket::send(&socket, frame::GET_MODEL, &[]).map_err(|source| socket_error(address, source))?;
-    expect_frame(&socket, address, frame::MODEL, "MODEL")
+    let sent = socket::send(&socket, frame::GET_MODEL, &[]);
+    expect_model(&socket, address, sent)
 }
 
 fn socket_error(address: &str, source: io::Error) -> SessionError {
@@ -175,6 +175,15 @@ fn expect_frame(socket: &UnixStream, address: &str, kind: u32, name: &str) -> Re
     }
 }
 
+/// The model that the service sends after the client's frames. A service that refuses the client may close the socket before it
+/// has read them; its reason can still be read, although they were not `sent`.
+fn expect_model(socket: &UnixStream, address: &str, sent: io::Result<()>) -> Result<Vec<u8>, SessionError> {
+    match (expect_frame(socket, address, frame::MODEL, "MODEL"), sent) {
+        (Err(SessionError::Socket { .. }), Err(source)) => Err(socket_error(address, source)),
+        (model, _) => model,
+    }
+}
+
 impl Session {
     /// Opens a session on `address`, `unix:PATH`.
     ///
@@ -194,13 +203,9 @@ impl Session {
             calls: options.calls,
             reserved: 0,
         };
-        // A service that refuses the client may close the socket before it has read both frames; its reason can still be read.
         let sent = socket::send(&socket, frame::GET_MODEL, &[])
             .and_then(|()| socket::send(&socket, frame::OPEN, bytemuck::bytes_of(&open)));
-        let model = match (expect_frame(&socket, address, frame::MODEL, "MODEL"), sent) {
-            (Err(SessionError::Socket { .. }), Err(source)) => return Err(failed(source)),
-            (model, _) => model?,
-        };
+        let model = expect_model(&socket, address, sent)?;
         let opened = expect_frame(&socket, address, frame::OPENED, "OPENED")?;
         let opened: Opened = socket::record(&opened).map_err(failed)?;
         if (opened.version, opened.kind) != (VERSION, KIND_HOST) {

@@ -63,7 +63,7 @@ impl Shared {
             .wait_attached(Instant::now() + ATTACH_TIMEOUT)
             .and_then(|()| self.begin_cuda(socket, &session).map_err(|error| error.to_string()));
         if let Err(reason) = started {
-            session.close(None);
+            session.close_unopened();
             self.registry.remove(number);
             self.steps.session_ended(session.memory_id());
             return Err(reason);

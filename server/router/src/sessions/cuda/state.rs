@@ -192,6 +192,11 @@ impl CudaState {
         }
     }
 
+    /// As [`close`](Self::close), for a session that was not handed to its client: the socket stays open for a refusal.
+    pub(super) fn close_unopened(&self) {
+        self.begin_close();
+    }
+
     /// As [`close`](Self::close), for a thread that must not wait for the client.
     pub(crate) fn close_apart(self: &Arc<Self>, reason: String) {
         if !self.begin_close() {
