@@ -6,7 +6,7 @@ use bytes::Bytes;
 use expertd_ipc::{RowSource, RowsToStage, SharedSlice};
 use expertd_types::{DType, WeightFingerprint};
 
-use super::service::Reply;
+use super::shared::Reply;
 use crate::backend::{self, Answer, Request, StepError, StepTiming};
 use crate::sessions::Attachments;
 use crate::telemetry::names;

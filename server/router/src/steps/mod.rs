@@ -4,6 +4,7 @@ mod active;
 mod driver;
 mod reload;
 mod service;
+mod shared;
 mod thread;
 
 pub use expertd_scheduler::OnFault;

@@ -9,7 +9,7 @@ use expertd_types::WeightVersion;
 use tokio::sync::oneshot;
 
 use super::driver::Driver;
-use super::service::ReloadMail;
+use super::shared::ReloadMail;
 use crate::backend::ReloadReport;
 use crate::cluster::{Fault, LoadFailure, Loading, LoadingMode, WeightSet};
 

@@ -3,22 +3,22 @@
 use std::fmt;
 use std::hash::{BuildHasher as _, RandomState};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use expertd_ipc::RegionError;
 use expertd_ipc::control::{CheckpointSource, DeviceKind};
-use expertd_ipc::{RegionError, RouterBell, RowCounts, RowCountsShape};
-use expertd_scheduler::{Inbox, OnFault, Refusal, StepKind, Submission, Time};
-use expertd_types::{ExpertPlacement, Generation, LayerId, MemoryId, WeightFingerprint, WeightVersion};
+use expertd_scheduler::{OnFault, Refusal, StepKind, Submission};
+use expertd_types::MemoryId;
 use tokio::sync::{oneshot, watch};
 
+use super::shared::{Payload, ReloadMail, Reply, SessionMail, Shared};
 use super::thread;
 use crate::backend::{
-    Answer, Backend, DrainFuture, DrainReport, ExpertRows, LayerRows, ModelInfo, Pending, PlacementChange,
-    ReloadFuture, ReloadReport, ReloadRequest, Request, ServiceState, ServiceStatus, StepError, SubmitError,
-    owned_ranges,
+    Backend, DrainFuture, DrainReport, ExpertRows, ModelInfo, Pending, ReloadFuture, ReloadRequest, Request,
+    ServiceState, ServiceStatus, SubmitError,
 };
 use crate::cluster::ClusterConfig;
 use crate::sessions::{CudaCall, OpenSession, SessionCall, SessionRegistry};
@@ -81,224 +81,6 @@ pub struct ReloadContext {
     pub device: DeviceKind,
     /// Host memory that packed weights may take, two versions of them together; `None` if only the machine limits it, in bytes.
     pub max_weight_bytes: Option<u64>,
-}
-
-/// A checked reload on its way to the step loop.
-pub(super) struct ReloadMail {
-    pub(super) source: CheckpointSource,
-    pub(super) has_room: bool,
-    pub(super) reply: oneshot::Sender<Result<ReloadReport, String>>,
-}
-
-/// News of a session on its way to the step loop.
-#[derive(Debug)]
-pub(super) enum SessionMail {
-    /// It was opened; the step loop holds its memory until no rank has it any more.
-    Opened(OpenSession),
-    /// It has ended.
-    Ended(MemoryId),
-}
-
-/// The way of a request's result to its caller.
-#[derive(Debug)]
-pub(super) enum Reply {
-    /// As a message.
-    Message(oneshot::Sender<Result<Answer, StepError>>),
-    /// Into the memory of a session.
-    Session(SessionCall),
-    /// Into the memory of a client's GPU.
-    Cuda(CudaCall),
-}
-
-/// The parts of a request that its [`Submission`] does not hold.
-pub(super) struct Payload {
-    pub(super) request: Request,
-    pub(super) reply: Reply,
-}
-
-/// State that callers and the step loop share under a lock.
-pub(super) struct Front {
-    pub(super) inbox: Inbox<Payload>,
-    /// Senders of the results of drains.
-    pub(super) drain_waiters: Vec<oneshot::Sender<DrainReport>>,
-    /// Reloads that were asked for.
-    pub(super) reloads: Vec<ReloadMail>,
-    /// Sessions that were opened or have ended.
-    pub(super) sessions: Vec<SessionMail>,
-    /// Whether the step loop has ended.
-    pub(super) has_ended: bool,
-}
-
-/// State that callers and the step loop share.
-pub(super) struct Shared {
-    front: Mutex<Front>,
-    /// Set when callers leave something for the step loop, which therefore needs no lock to see that there is nothing.
-    has_mail: AtomicBool,
-    pub(super) bell: RouterBell,
-    pub(super) model: RwLock<Arc<ModelInfo>>,
-    pub(super) state: watch::Sender<ServiceState>,
-    pub(super) status: Mutex<ServiceStatus>,
-    pub(super) steps_total: AtomicU64,
-    pub(super) row_counts: RowCounts,
-    config: SchedulerConfig,
-    reload: ReloadContext,
-    /// The placement of the weights that serve, or served last.
-    placement: Mutex<Option<ExpertPlacement>>,
-    started: Instant,
-    sessions: Arc<SessionRegistry>,
-}
-
-impl Shared {
-    fn new(
-        model: ModelInfo,
-        config: SchedulerConfig,
-        reload: ReloadContext,
-        seed: u64,
-    ) -> Result<Self, RegionError> {
-        let inbox = Inbox::new(config.max_queued_tokens, seed);
-        let row_counts = RowCounts::create(RowCountsShape {
-            ranks: reload.ranks,
-            layers: model.num_layers as u32,
-            experts: model.layers.values().map(|layer| layer.num_experts).max().unwrap_or(0) as u32,
-        })?;
-        Ok(Shared {
-            front: Mutex::new(Front {
-                inbox,
-                drain_waiters: Vec::new(),
-                reloads: Vec::new(),
-                sessions: Vec::new(),
-                has_ended: false,
-            }),
-            has_mail: AtomicBool::new(false),
-            bell: RouterBell::create()?,
-            model: RwLock::new(Arc::new(model)),
-            state: watch::Sender::new(ServiceState::Loading),
-            status: Mutex::new(ServiceStatus::default()),
-            steps_total: AtomicU64::new(0),
-            row_counts,
-            config,
-            placement: Mutex::new(reload.checkpoint.placement.clone()),
-            reload,
-            started: Instant::now(),
-            sessions: Arc::default(),
-        })
-    }
-
-    /// Locks the shared state. A panic under the lock leaves valid counts, because a single statement writes each of them.
-    pub(super) fn front(&self) -> MutexGuard<'_, Front> {
-        self.front.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Leaves a reload for the step loop. One that finds the step loop gone is dropped, which its caller notices.
-    fn ask_to_reload(&self, mail: ReloadMail) {
-        let mut front = self.front();
-        if !front.has_ended {
-            front.reloads.push(mail);
-        }
-        self.has_mail.store(true, Ordering::Release);
-        drop(front);
-        self.bell.bell().ring();
-    }
-
-    /// Leaves news of a session for the step loop, if there is one.
-    fn send_session(&self, mail: SessionMail) {
-        let mut front = self.front();
-        if !front.has_ended {
-            front.sessions.push(mail);
-        }
-        self.has_mail.store(true, Ordering::Release);
-        drop(front);
-        self.bell.bell().ring();
-    }
-
-    /// The rows that experts have computed since the service started.
-    pub(super) fn expert_rows(&self) -> ExpertRows {
-        let model = Arc::clone(&self.model.read().unwrap_or_else(PoisonError::into_inner));
-        let layers = model.layers.iter().map(|(&layer, info)| LayerRows {
-            layer,
-            ranks: self.row_counts.layer(layer.index(), info.num_experts),
-        });
-        ExpertRows { layers: layers.collect() }
-    }
-
-    /// The current time of the state machine.
-    pub(super) fn time(&self, instant: Instant) -> Time {
-        Time(0) + instant.saturating_duration_since(self.started)
-    }
-
-    /// Converts a time of the state machine to an instant.
-    pub(super) fn instant(&self, time: Time) -> Instant {
-        self.started + time.since(Time(0))
-    }
-
-    /// Whether callers have left something since the last call.
-    pub(super) fn take_mail_flag(&self) -> bool {
-        self.has_mail.swap(false, Ordering::AcqRel)
-    }
-
-    pub(super) fn has_mail(&self) -> bool {
-        self.has_mail.load(Ordering::Acquire)
-    }
-
-    /// The fingerprint of the weights that the present generation serves, or the last one served.
-    pub(super) fn fingerprint(&self) -> WeightFingerprint {
-        self.model.read().unwrap_or_else(PoisonError::into_inner).weight_fingerprint
-    }
-
-    /// Experts per token that a layer's gate chooses.
-    pub(super) fn top_k(&self, layer: LayerId) -> Option<usize> {
-        let model = self.model.read().unwrap_or_else(PoisonError::into_inner);
-        model.layers.get(&layer).map(|layer| layer.top_k)
-    }
-
-    /// Sets the weights that the present generation serves, and the ranks that own their experts.
-    pub(super) fn set_weights(&self, weight_version: WeightVersion, source: &CheckpointSource) {
-        let mut model = self.model.write().unwrap_or_else(PoisonError::into_inner);
-        let mut now =
-            ModelInfo { weight_version, weight_fingerprint: source.fingerprint, ..ModelInfo::clone(&model) };
-        let ranks = now.placement.len();
-        for placed in &mut now.placement {
-            placed.experts = owned_ranges(&now.layers, source.placement.as_ref(), placed.rank, ranks);
-        }
-        *model = Arc::new(now);
-        drop(model);
-        self.placement.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&source.placement);
-    }
-
-    /// What a reload is checked against: the checkpoint has the placement that the reload is to have.
-    ///
-    /// # Errors
-    /// If that placement does not fit the model or the ranks.
-    fn reload_context(&self, change: PlacementChange) -> Result<ReloadContext, String> {
-        let placement = match change {
-            PlacementChange::Keep => self.placement.lock().unwrap_or_else(PoisonError::into_inner).clone(),
-            PlacementChange::Contiguous => None,
-            PlacementChange::Given(placement) => Some(placement),
-        };
-        if let Some(placement) = &placement {
-            let model = self.model.read().unwrap_or_else(PoisonError::into_inner);
-            let experts = model.layers.iter().map(|(&layer, info)| (layer, info.num_experts)).collect();
-            placement.check(self.reload.ranks as usize, &experts).map_err(|error| error.to_string())?;
-        }
-        let mut context = self.reload.clone();
-        context.checkpoint.placement = placement;
-        Ok(context)
-    }
-
-    pub(super) fn set_state(&self, state: ServiceState, reason: &str) {
-        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
-        status.state = state;
-        reason.clone_into(&mut status.reason);
-        drop(status);
-        self.state.send_replace(state);
-    }
-
-    pub(super) fn set_generation(&self, generation: Generation) {
-        let mut model = self.model.write().unwrap_or_else(PoisonError::into_inner);
-        *model = Arc::new(ModelInfo { generation, ..ModelInfo::clone(&model) });
-        drop(model);
-        self.status.lock().unwrap_or_else(PoisonError::into_inner).generation = generation.0;
-    }
 }
 
 /// Handle of the step loop and its EP group.
@@ -376,20 +158,7 @@ impl Service {
     /// # Errors
     /// [`SubmitError`] when it is not admitted now. The call then has no completion.
     pub(crate) fn submit_session(&self, request: Request, call: SessionCall) -> Result<(), SubmitError> {
-        let (submission, now) = (self.submission(&request), self.shared.time(Instant::now()));
-        let mut front = self.shared.front();
-        if let Some(refusal) = front.inbox.refuse(now, &submission) {
-            drop(front);
-            call.forget();
-            return Err(refusal.into());
-        }
-        let payload = Payload { request, reply: Reply::Session(call) };
-        front.inbox.submit(now, submission, payload)?;
-        // Under the lock, so that mail never lies there without the flag.
-        self.shared.has_mail.store(true, Ordering::Release);
-        drop(front);
-        self.wake();
-        Ok(())
+        self.enter(request, Reply::Session(call))
     }
 
     /// The same for a request whose rows lie in the memory of a client's GPU.
@@ -397,19 +166,20 @@ impl Service {
     /// # Errors
     /// As [`submit_session`](Self::submit_session).
     pub(crate) fn submit_cuda(&self, request: Request, call: CudaCall) -> Result<(), SubmitError> {
+        self.enter(request, Reply::Cuda(call))
+    }
+
+    /// Leaves a request for the step loop, or forgets its reply if it is not admitted.
+    fn enter(&self, request: Request, reply: Reply) -> Result<(), SubmitError> {
         let (submission, now) = (self.submission(&request), self.shared.time(Instant::now()));
         let mut front = self.shared.front();
         if let Some(refusal) = front.inbox.refuse(now, &submission) {
             drop(front);
-            call.forget();
+            reply.forget();
             return Err(refusal.into());
         }
-        let payload = Payload { request, reply: Reply::Cuda(call) };
-        front.inbox.submit(now, submission, payload)?;
-        // Under the lock, so that mail never lies there without the flag.
-        self.shared.has_mail.store(true, Ordering::Release);
-        drop(front);
-        self.wake();
+        front.inbox.submit(now, submission, Payload { request, reply })?;
+        self.shared.hand_over(front);
         Ok(())
     }
 
@@ -426,11 +196,6 @@ impl Service {
             deadline: request.deadline.map(|deadline| self.shared.time(deadline)),
             expected_version: request.expected_version,
         }
-    }
-
-    /// Wakes the step loop.
-    fn wake(&self) {
-        self.shared.bell.bell().ring();
     }
 }
 
@@ -472,16 +237,8 @@ impl Backend for Service {
     }
 
     fn submit(&self, request: Request) -> Result<Pending, SubmitError> {
-        let submission = self.submission(&request);
-        let now = self.shared.time(Instant::now());
         let (reply, pending) = oneshot::channel();
-        let payload = Payload { request, reply: Reply::Message(reply) };
-        let mut front = self.shared.front();
-        front.inbox.submit(now, submission, payload)?;
-        // Under the lock, so that mail is never present without the flag.
-        self.shared.has_mail.store(true, Ordering::Release);
-        drop(front);
-        self.wake();
+        self.enter(request, Reply::Message(reply))?;
         Ok(pending)
     }
 
@@ -511,9 +268,7 @@ impl Backend for Service {
         if !front.has_ended {
             front.drain_waiters.push(report);
         }
-        self.shared.has_mail.store(true, Ordering::Release);
-        drop(front);
-        self.wake();
+        self.shared.hand_over(front);
         // After the end of the step loop a drain has nothing to wait for.
         Box::pin(async move { reported.await.unwrap_or(DrainReport { requests_dropped: 0 }) })
     }
@@ -537,7 +292,7 @@ impl Backend for Service {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 pub(super) mod tests {
-    use expertd_types::{Coverage, LayerId, LayerRange};
+    use expertd_types::{Coverage, Generation, LayerId, LayerRange, WeightFingerprint, WeightVersion};
 
     use super::*;
     use crate::backend::{ClientKey, Limits};

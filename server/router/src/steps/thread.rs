@@ -8,7 +8,8 @@ use std::thread::JoinHandle;
 use tokio::sync::watch;
 
 use super::driver::Driver;
-use super::service::{SchedulerConfig, ServiceEnd, Shared};
+use super::service::{SchedulerConfig, ServiceEnd};
+use super::shared::Shared;
 use crate::backend::ServiceState;
 use crate::cluster::ClusterConfig;
 use crate::{telemetry, watchdog};

@@ -8,7 +8,7 @@ use expertd_types::{Generation, MemoryId, WeightVersion};
 use super::Driver;
 use crate::cluster::{Fault, FaultKind};
 use crate::sessions::{AttachAction, Attachments, OpenSession, Outcome, RowsTravel};
-use crate::steps::service::SessionMail;
+use crate::steps::shared::SessionMail;
 
 /// After an order, ranks get no other one for this many times its duration, so that clients that open and close sessions all the
 /// time take a tenth of the ranks' time at most.
