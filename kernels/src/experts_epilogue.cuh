@@ -16,7 +16,7 @@ namespace expertd {
 
 constexpr int STAGING_TOKENS = 64;
 constexpr int STAGING_BYTES = STAGING_TOKENS * 128; // size of one warpgroup's staging area
-constexpr int STAGING_BARRIER = 1;                  // named barriers 1 and 2 guard the warpgroups' staging areas
+constexpr int STAGING_BARRIER = 1;                  // named barriers 1 to 3 guard the warpgroups' staging areas
 
 // Packs two f32 as bf16, rounded to nearest even, with `low` in the low half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
