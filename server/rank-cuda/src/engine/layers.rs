@@ -7,7 +7,7 @@ use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{GateLayer, GateParams};
 use half::bf16;
 
-use crate::experts::{CudaExperts, DeviceFormat, UploadError, Uploader, below_bf16, padded, to_bf16};
+use crate::experts::{CudaExperts, DeviceFormat, UploadError, Uploader, bf16_parts, padded};
 use expertd_ipc::control::Fp8Compute;
 use expertd_model::{
     Checkpoint, Choice, GateSpec, GroupScore, ModelError, ModelSpec, MoeLayer, Normalise, ScoreFn,
@@ -237,8 +237,7 @@ impl DeviceGate {
     ) -> Result<Self, LoadError> {
         let tensors = checkpoint.gate(layer)?;
         let floats = |values: Option<Vec<f32>>| values.map(|v| Buffer::from_slice(device, &v)).transpose();
-        let weight = to_bf16(&tensors.weight, hidden);
-        let weight_low = below_bf16(&tensors.weight, &weight, hidden);
+        let (weight, weight_low) = bf16_parts(&tensors.weight, hidden);
         Ok(DeviceGate {
             weight: Buffer::from_slice(device, &weight)?,
             weight_low: weight_low.map(|low| Buffer::from_slice(device, &low)).transpose()?,

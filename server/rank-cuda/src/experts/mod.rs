@@ -10,7 +10,7 @@ mod load;
 mod narrow;
 
 pub use host::HostBuffer;
-pub use load::{UploadError, Uploader, below_bf16, to_bf16};
+pub use load::{UploadError, Uploader, bf16_parts};
 
 use expertd_ipc::control::Fp8Compute;
 use expertd_kernels::device::{Buffer, Device, DeviceError};
