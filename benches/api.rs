@@ -10,7 +10,6 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use expertd_proto::transport;
 use expertd_proto::transport::Channel;
 use expertd_proto::v1::forward_request::Payload;
@@ -21,13 +20,10 @@ use expertd_proto::v1::{
     GetModelResponse, ListModelsRequest, ListModelsResponse,
 };
 use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig};
-use expertd_router::backend::{
-    Answer, Backend, DrainFuture, DrainReport, ModelInfo, MoeLayerInfo, Pending, ReloadFuture, ServiceStatus,
-    SubmitError,
-};
-use expertd_types::{Coverage, Generation, LayerId, LayerRange, StepId, WeightFingerprint, WeightVersion};
+use expertd_router::backend::{ModelInfo, MoeLayerInfo};
+use expertd_router::fuzzing;
+use expertd_types::{Coverage, Generation, LayerId, LayerRange, WeightFingerprint, WeightVersion};
 use rand::RngExt as _;
-use tokio::sync::{oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request as Call, Response, Status, Streaming};
 
@@ -68,92 +64,42 @@ impl Moe for Bare {
     }
 }
 
-struct Echo {
-    model: Arc<ModelInfo>,
-    state: watch::Sender<expertd_router::backend::ServiceState>,
-}
-
-impl Echo {
-    fn new() -> Echo {
-        let layer = MoeLayerInfo {
-            num_experts: 64,
-            top_k: 8,
-            max_k: 8,
-            expert_width: 1024,
-            shared_width: 0,
-            gate: String::new(),
-            gate_json: String::new(),
-            routes_by_token_id: false,
-            vocabulary: 0,
-        };
-        let limits = expertd_router::backend::Limits {
-            max_tokens_per_request: MAX_TOKENS,
-            max_tokens_per_step: MAX_TOKENS,
-            max_tokens_per_rank: MAX_TOKENS,
-            max_message_bytes: expertd_router::backend::Limits::message_bytes(MAX_TOKENS, HIDDEN, 8),
-            max_streams_per_connection: 128,
-            max_requests_per_stream: 64,
-            max_connections: 64,
-            max_bytes_in_flight: 256 << 20,
-        };
-        let model = ModelInfo {
-            name: "echo".to_owned(),
-            family: "echo".to_owned(),
-            weight_version: WeightVersion(1),
-            weight_fingerprint: WeightFingerprint { coverage: Coverage::Sampled, digest: [1; 16] },
-            generation: Generation(1),
-            hidden: HIDDEN,
-            num_layers: 1,
-            held: LayerRange::whole(1),
-            layers: BTreeMap::from([(LayerId(0), layer)]),
-            weight_formats: Vec::new(),
-            limits,
-            placement: Vec::new(),
-        };
-        Echo {
-            model: Arc::new(model),
-            state: watch::channel(expertd_router::backend::ServiceState::Serving).0,
-        }
-    }
-}
-
-impl Backend for Echo {
-    fn model(&self) -> Arc<ModelInfo> {
-        Arc::clone(&self.model)
-    }
-
-    fn submit(&self, request: expertd_router::backend::Request) -> Result<Pending, SubmitError> {
-        let (sender, receiver) = oneshot::channel();
-        let receipt = expertd_router::backend::Receipt {
-            steps: vec![StepId(1)],
-            generation: Generation(1),
-            weight_version: WeightVersion(1),
-            weight_fingerprint: WeightFingerprint { coverage: Coverage::Sampled, digest: [1; 16] },
-            tokens_per_rank: vec![request.tokens as u32],
-            timings: Vec::new(),
-            topk_ids: Bytes::new(),
-            topk_weights: Bytes::new(),
-            queue_time: Duration::ZERO,
-            step_time: Duration::ZERO,
-        };
-        let _ = sender.send(Ok(Answer { rows: request.rows.to_bytes(), receipt }));
-        Ok(receiver)
-    }
-
-    fn status(&self) -> ServiceStatus {
-        ServiceStatus::default()
-    }
-
-    fn watch_state(&self) -> watch::Receiver<expertd_router::backend::ServiceState> {
-        self.state.subscribe()
-    }
-
-    fn reload(&self, folder: Option<std::path::PathBuf>) -> ReloadFuture {
-        Box::pin(async move { Err(format!("a fake has no weights to load from {folder:?}")) })
-    }
-
-    fn drain(&self, _: Option<Duration>) -> DrainFuture {
-        Box::pin(async { DrainReport { requests_dropped: 0 } })
+/// The model of a backend that echoes.
+fn model() -> ModelInfo {
+    let layer = MoeLayerInfo {
+        num_experts: 64,
+        top_k: 8,
+        max_k: 8,
+        expert_width: 1024,
+        shared_width: 0,
+        gate: String::new(),
+        gate_json: String::new(),
+        routes_by_token_id: false,
+        vocabulary: 0,
+    };
+    let limits = expertd_router::backend::Limits {
+        max_tokens_per_request: MAX_TOKENS,
+        max_tokens_per_step: MAX_TOKENS,
+        max_tokens_per_rank: MAX_TOKENS,
+        max_message_bytes: expertd_router::backend::Limits::message_bytes(MAX_TOKENS, HIDDEN, 8),
+        max_streams_per_connection: 128,
+        max_requests_per_stream: 64,
+        max_connections: 64,
+        max_bytes_in_flight: 256 << 20,
+    };
+    ModelInfo {
+        name: "echo".to_owned(),
+        family: "echo".to_owned(),
+        weight_version: WeightVersion(1),
+        weight_fingerprint: WeightFingerprint { coverage: Coverage::Sampled, digest: [1; 16] },
+        generation: Generation(1),
+        hidden: HIDDEN,
+        num_layers: 1,
+        held: LayerRange::whole(1),
+        layers: BTreeMap::from([(LayerId(0), layer)]),
+        weight_formats: Vec::new(),
+        limits,
+        placement: Vec::new(),
     }
 }
 
@@ -203,7 +149,7 @@ fn start_service(listen: &str) -> String {
         timeouts: ConnectionTimeouts::default(),
     };
     let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
-    let server = runtime.block_on(Server::bind(&config, access, Arc::new(Echo::new()))).unwrap();
+    let server = runtime.block_on(Server::bind(&config, access, fuzzing::echo_of(model()))).unwrap();
     let address = server.addresses()[0].to_string();
     in_background(async { server.run(CancellationToken::new()).await.unwrap() }, runtime);
     address

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# Fuzzes the parsers of expertd with libFuzzer: an input that panics, runs for more than five seconds (of wall time, on a
-# machine that may be busy) or needs more than 512 MiB is a fault and is kept in target/fuzz/faults/TARGET/. Add it to
-# tests/fuzz/regressions/TARGET/ with the fix; cargo test replays it.
+# Fuzzes the parsers of expertd with libFuzzer: an input that panics, runs for more than a second or needs more than 512 MiB
+# is a fault and is kept in target/fuzz/faults/TARGET/. Add it to tests/fuzz/regressions/TARGET/ with the fix; cargo test
+# replays it.
 #
 #   scripts/fuzz.sh                        every target for 60 s each, under the address sanitizer
 #   scripts/fuzz.sh --runs 1000000 ring    one million inputs for one target
 #   scripts/fuzz.sh --plain --seconds 600  without the address sanitizer, which is several times faster
-#   scripts/fuzz.sh --coverage request     edges and functions that the corpus has reached so far
+#   scripts/fuzz.sh --timeout 5            an input may take five seconds of wall time, on a machine that is busy otherwise
+#   scripts/fuzz.sh --coverage             lines of each parser that seeds, regressions and the corpus so far reach, in percent
 #
 # Inputs that reach new code are kept in target/fuzz/corpus/TARGET/ and used again by the next run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 limit=-max_total_time=60
+timeout=1
 sanitizer=(-Zsanitizer=address)
 name=asan
 coverage=
@@ -21,6 +23,7 @@ while (($#)); do
     case $1 in
     --seconds) limit=-max_total_time=$2; shift ;;
     --runs) limit=-runs=$2; shift ;;
+    --timeout) timeout=$2; shift ;;
     --plain) sanitizer=(); name=plain ;;
     --coverage) coverage=1 ;;
     -h | --help) sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit ;;
@@ -30,8 +33,44 @@ while (($#)); do
     shift
 done
 
-# The instrumentation is a compiler feature without a stable flag. --target keeps it away from build scripts.
 host=$(rustc -vV | sed -n 's/^host: //p')
+seeds=target/fuzz/seeds
+rm -rf "$seeds"
+known=$(cargo run --quiet --locked -p expertd-fuzz --bin fuzz-seeds -- "$seeds")
+if ((${#targets[@]} == 0)); then
+    mapfile -t targets < <(cut -d' ' -f1 <<<"$known")
+fi
+
+if [[ $coverage ]]; then
+    tools=$(rustc --print sysroot)/lib/rustlib/$host/bin
+    if [[ ! -x $tools/llvm-cov ]]; then
+        echo "coverage needs LLVM's tools: rustup component add llvm-tools" >&2
+        exit 69
+    fi
+    build=$PWD/target/fuzz/coverage
+    RUSTFLAGS="--cfg fuzzing -Cinstrument-coverage" cargo build --locked --profile fuzz --target "$host" \
+        --target-dir "$build" -p expertd-fuzz --bin fuzz-replay
+    replay=$build/$host/fuzz/fuzz-replay
+    rm -f "$build"/*.profraw
+    for target in "${targets[@]}"; do
+        inputs=("$seeds/$target")
+        for folder in "target/fuzz/corpus/$target" "tests/fuzz/regressions/$target"; do
+            if [[ -d $folder ]]; then inputs+=("$folder"); fi
+        done
+        EXPERTD_FUZZ_TARGET=$target LLVM_PROFILE_FILE=$build/$target.profraw "$replay" "${inputs[@]}"
+    done
+    "$tools/llvm-profdata" merge -sparse "$build"/*.profraw -o "$build/all.profdata"
+    "$tools/llvm-cov" report "$replay" -instr-profile="$build/all.profdata" \
+        server/model/src/{header,checkpoint,config,decode,resolve,families,gate_rules}.rs \
+        server/ipc/src/{control,ring}.rs server/rank/src/segments.rs \
+        server/router/src/api/framing/{body,apart}.rs server/router/src/api/service/{call,validate}.rs \
+        server/router/src/api/transport/{address,frames,front}.rs server/router/src/api/access/tokens.rs \
+        server/router/src/sessions/{listener,session,table}.rs proto/session/src/{memory,socket,wire}.rs |
+        awk '$1 ~ /\.rs$|^TOTAL/ { print $1, "lines", $8, "reached", $10 }'
+    exit
+fi
+
+# The instrumentation is a compiler feature without a stable flag. --target keeps it away from build scripts.
 build=$PWD/target/fuzz/$name
 echo "building the fuzzers ($name)"
 RUSTC_BOOTSTRAP=1 RUSTFLAGS="--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
@@ -40,13 +79,6 @@ RUSTC_BOOTSTRAP=1 RUSTFLAGS="--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-s
     cargo build --locked --profile fuzz --target "$host" --target-dir "$build" -p expertd-fuzz --features libfuzzer \
     --bin fuzz-files --bin fuzz-ipc --bin fuzz-api
 fuzzers=$build/$host/fuzz
-
-seeds=target/fuzz/seeds
-rm -rf "$seeds"
-known=$(cargo run --quiet --locked -p expertd-fuzz --bin fuzz-seeds -- "$seeds")
-if ((${#targets[@]} == 0)); then
-    mapfile -t targets < <(cut -d' ' -f1 <<<"$known")
-fi
 
 status=0
 for target in "${targets[@]}"; do
@@ -59,9 +91,7 @@ for target in "${targets[@]}"; do
     mkdir -p "$corpus" "$faults"
     inputs=("$corpus" "$seeds/$target")
     if [[ -d tests/fuzz/regressions/$target ]]; then inputs+=("tests/fuzz/regressions/$target"); fi
-    options=("$limit")
-    if [[ $coverage ]]; then options=(-runs=0 -print_coverage=1); fi
-    if ! EXPERTD_FUZZ_TARGET=$target RUST_BACKTRACE=1 "$fuzzers/$binary" "${options[@]}" -timeout=5 -rss_limit_mb=512 \
+    if ! EXPERTD_FUZZ_TARGET=$target RUST_BACKTRACE=1 "$fuzzers/$binary" "$limit" -timeout="$timeout" -rss_limit_mb=512 \
         -max_len=16384 -print_final_stats=1 -artifact_prefix="$faults/" "${inputs[@]}" >"$log" 2>&1; then
         status=1
         echo "$target: FAULT; see $log"

@@ -2,7 +2,7 @@
 """Text from a model whose experts are served by another process.
 
 Makes a small random checkpoint, serves it with two expert ranks, and generates with the model once whole and once with remote
-experts. Needs `pip install ./python torch transformers`.
+experts, over gRPC and over a session. Needs `pip install ./python torch transformers`.
 """
 
 import tempfile
@@ -44,11 +44,13 @@ def main():
         whole = load(folder)
         expected = generate(whole, "Experts are")
         with expertd.serve(folder, ranks=2) as service:
-            for mode in ("experts", "block"):
-                with remote_experts(service.address, mode=mode):
+            ways = [("experts", None), ("block", None), ("experts", "host"), ("block", "host")]
+            for mode, session in ways:
+                address = service.session_address if session else service.address
+                with remote_experts(address, mode=mode, session=session):
                     model = load(folder)
                 found = generate(model, "Experts are")
-                print(f"{mode}: {megabytes(model):.1f} of {megabytes(whole):.1f} MB of weights in this process")
+                print(f"{mode}, {session or 'grpc'}: {megabytes(model):.1f} of {megabytes(whole):.1f} MB of weights in this process")
                 print(f"  tokens {found[:12]} … {'the same' if found == expected else 'DIFFERENT'}")
                 assert found == expected
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Many calls in flight from asyncio: batches of random sizes through every MoE layer of a random checkpoint.
 
-Needs `pip install './python[numpy]'`.
+Needs `pip install './python[numpy]'`. With `--session` rows go through memory that the service shares.
 """
 
 import asyncio
 import collections
 import pathlib
 import subprocess
+import sys
 import tempfile
 
 import numpy as np
@@ -31,10 +32,11 @@ async def one(stream, model, random, load):
     return len(rows), answer.receipt.steps
 
 
-async def call_all(address):
+async def call_all(service, session):
     random = np.random.default_rng(0)
     load = collections.Counter()
-    async with expertd.AsyncClient(address) as client:
+    address = service.session_address if session else service.address
+    async with expertd.AsyncClient(address, session=session) as client:
         model = await client.model()
         async with client.stream() as stream:
             results = await asyncio.gather(*(one(stream, model, random, load) for _ in range(CALLS)))
@@ -51,7 +53,7 @@ def main():
         folder = str(pathlib.Path(parent) / "checkpoint")
         make_checkpoint(folder)
         with expertd.serve(folder, ranks=2) as service:
-            asyncio.run(call_all(service.address))
+            asyncio.run(call_all(service, session="host" if "--session" in sys.argv else None))
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
     CombineParams combine{g, y.data, position.data, ids.data, nullptr, places.data, out.data, experts_done.device};
     CopyOutParams back{};
     back.state = state.data, back.out = out.data, back.topk_ids = ids.data, back.topk_weights = weights.data;
-    back.places = places.data, back.assignments = offsets.data + local, back.staged_rows = staged.device;
+    back.places = places.data, back.assignments = offsets.data + local;
     back.staged_ids = staged_ids.device, back.staged_weights = staged_weights.device, back.completion = completion.device;
     back.hidden = m.hidden, back.top_k = m.k, back.max_tokens = max_tokens;
 
@@ -159,7 +159,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
     double active = 0;
     for (int step = 1; step <= steps; step++) {
         *request.host = {uint64_t(step), uint32_t(tokens), uint32_t(step % layer_count), 0, kBf16, 1, 0};
-        *segments.host = {0, 0, uint32_t(tokens), kBf16, kSharedExperts};
+        *segments.host = {0, 0, 0, uint32_t(tokens), kBf16, kSharedExperts, 0, 0};
         std::memcpy(staged.host, pool.data() + rng() % (pool.size() - size_t(tokens) * m.hidden), size_t(tokens) * m.hidden * 2);
         if (ranks > 1) { // the peers have already sent
             std::vector<uint64_t> flags(size_t(ranks) * kMaxBlocks * kMaxChunks, 0);

@@ -10,7 +10,7 @@ constexpr uint32_t kWarps = kThreads / 32;
 constexpr uint32_t kUnroll = 4;  // number of 16-byte words in flight per lane
 
 // Loads host memory with plain loads that bypass L1. They are sufficient, because the host writes only before the launch and not
-// while the kernel runs. Relaxed loads at system scope are not merged into wide requests: 1 GB/s instead of 50.
+// while the kernel runs; a client that writes its rows while they are computed gets results of some mixture of them. Relaxed loads at system scope are not merged into wide requests: 1 GB/s instead of 50.
 __device__ __forceinline__ uint4 load_host(const void* address) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -129,9 +129,11 @@ __device__ void take_row(const CopyInParams& p, const uint8_t* from, uint32_t dt
 __device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row, bool wide) {
     const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
     const uint64_t row_bytes = static_cast<uint64_t>(p.hidden) * (segment.dtype == kF32 ? 4 : 2);
-    const uint64_t offset = segment.byte_offset + (row - segment.first_row) * row_bytes;
-    // The router has checked these values. The check here keeps a fault in between from accessing other memory.
-    if (offset % 16 != 0 || offset + row_bytes > p.staged_bytes || row - segment.first_row >= segment.rows) {
+    const uint64_t within = (row - segment.first_row) * row_bytes, offset = segment.byte_offset + within;
+    const bool attached = segment.memory != 0;
+    // The host has checked these values. The check here keeps a fault in between from accessing other memory.
+    if (offset % 16 != 0 || segment.output_offset % 16 != 0 || (!attached && offset + row_bytes > p.staged_bytes) ||
+        row - segment.first_row >= segment.rows) {
         if (lane == 0) set_error(p.state, kBadCount, 0xfe, kCopyIn);
         return;
     }
@@ -147,9 +149,13 @@ __device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row
     }
     if (named) token_id = load_host(p.staged_token_ids + row);
     const uint64_t first_word = static_cast<uint64_t>(row) * words;
-    take_row(p, p.staged_rows + offset, segment.dtype, static_cast<uint4*>(p.tokens) + first_word,
+    uint8_t* from = attached ? reinterpret_cast<uint8_t*>(offset) : p.staged_rows + offset;
+    take_row(p, from, segment.dtype, static_cast<uint4*>(p.tokens) + first_word,
              wide && p.tokens_low != nullptr ? static_cast<uint4*>(p.tokens_low) + first_word : nullptr);
-    if (lane == 0) p.places[row] = {offset, segment.dtype, segment.flags};
+    if (lane == 0) {
+        uint8_t* to = attached ? reinterpret_cast<uint8_t*>(segment.output_offset + within) : from;
+        p.places[row] = {to, segment.dtype, segment.flags};
+    }
     if (given) {
         // Ids become addresses, so they are checked for the same reason.
         if (id < 0 || id >= static_cast<int32_t>(p.experts)) {
@@ -229,6 +235,20 @@ __device__ __forceinline__ void load_out(const void* out, uint64_t word, uint32_
     }
 }
 
+// Adds the rows of each local expert to the counts of the step's layer. Steps follow one another on the stream, so no other kernel
+// changes the counts.
+__device__ void count_rows(const CopyOutParams& p) {
+    for (uint32_t local = blockIdx.x * kThreads + threadIdx.x; local < p.local_experts; local += gridDim.x * kThreads) {
+        const uint32_t rows = __ldcg(p.expert_offsets + local + 1) - __ldcg(p.expert_offsets + local);
+        if (rows == 0) continue;
+        const uint64_t cell = static_cast<uint64_t>(p.state->layer) * p.count_stride + p.first_expert + local;
+        const uint64_t count = p.row_counts[cell] + rows;
+        p.row_counts[cell] = count;
+        // A whole word, which the host may read at any time.
+        *static_cast<volatile uint64_t*>(p.row_counts_host + cell) = count;
+    }
+}
+
 template <int Count>
 __global__ void __launch_bounds__(kThreads) copy_out(const __grid_constant__ Ranks<CopyOutParams, Count> all) {
     const CopyOutParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
@@ -240,7 +260,7 @@ __global__ void __launch_bounds__(kThreads) copy_out(const __grid_constant__ Ran
     for (uint32_t row = blockIdx.x * kWarps + threadIdx.x / 32; p.state->error == 0 && row < tokens;
          row += gridDim.x * kWarps) {
         const RowPlace place = p.places[row];
-        uint8_t* to = p.staged_rows + place.byte_offset;
+        uint8_t* to = place.output;
         const uint64_t first = static_cast<uint64_t>(row) * words;
         if (place.dtype == dtype) {
             const uint32_t all_words = dtype == kF32 ? 2 * words : words;
@@ -275,6 +295,7 @@ __global__ void __launch_bounds__(kThreads) copy_out(const __grid_constant__ Ran
             p.staged_weights[at] = p.topk_weights[at];
         }
     }
+    if (p.expert_offsets != nullptr && p.state->error == 0) count_rows(p);
     __threadfence_system();
     if (last_block(&p.state->ticket, gridDim.x) && threadIdx.x == 0) {
         p.state->end_ns[kCopyOut] = now_ns();

@@ -132,7 +132,8 @@ fn step_structs_mirror_step_h() {
     assert_mirrors!(h, "SlotState", SlotState: sequence, error, tokens, layer, given_routing, received, out_dtype, step,
         ticket, epoch, exchange, begin_ns, end_ns);
     assert_mirrors!(h, "StepRequest", StepRequest: step, tokens, layer, given_routing, out_dtype, segments, reserved);
-    assert_mirrors!(h, "Segment", Segment: byte_offset, first_row, rows, dtype, flags);
+    assert_mirrors!(h, "Segment", Segment: byte_offset, output_offset, first_row, rows, dtype,
+        flags, memory, reserved);
     assert_mirrors!(h, "Completion", Completion: step, error, received, assignments, reserved, begin_ns, end_ns);
 }
 
@@ -163,7 +164,8 @@ fn kernel_parameters_mirror_step_h() {
         staged_token_ids, tokens, tokens_low, topk_ids, topk_weights, token_ids, places, staged_bytes, hidden, top_k, max_tokens,
         experts, max_segments, reserved);
     assert_mirrors!(h, "CopyOutParams", CopyOutParams: state, out, topk_ids, topk_weights, places, assignments,
-        staged_rows, staged_ids, staged_weights, completion, hidden, top_k, max_tokens, reserved);
+        staged_ids, staged_weights, completion, expert_offsets, row_counts, row_counts_host, hidden, top_k, max_tokens,
+        first_expert, local_experts, count_stride);
     assert_mirrors!(h, "SharedParams", SharedParams: state, tokens, gates, expert_offsets, row_index, row_weight, hidden,
         max_tokens);
 }

@@ -57,20 +57,24 @@ struct StepRequest {
 };
 static_assert(sizeof(StepRequest) == 32, "mirrored in src/params");
 
-// Consecutive rows in staging, described in mapped memory. Each row of a step belongs to one segment.
+// Consecutive rows in staging or in an attached memory, described in mapped memory. Each row of a step belongs to one segment.
+// Offsets are multiples of 16. If `memory` is not 0, they are device addresses, which the host has checked.
 struct Segment {
-    uint64_t byte_offset;  // multiple of 16
+    uint64_t byte_offset;    // of the rows, and in staging of their results
+    uint64_t output_offset;  // of the results, if `memory` is not 0
     uint32_t first_row;
     uint32_t rows;
     uint32_t dtype;
     uint32_t flags;
+    uint32_t memory;
+    uint32_t reserved;
 };
-static_assert(sizeof(Segment) == 24, "mirrored in src/params");
+static_assert(sizeof(Segment) == 40, "mirrored in src/params");
 enum RowFlags : uint32_t { kGivenRouting = 1, kSharedExperts = 2 };
 
-// A row's place in staging, its element type, and its segment's flags.
+// The place of a row's result, the row's element type, and its segment's flags.
 struct RowPlace {
-    uint64_t byte_offset;
+    uint8_t* output;
     uint32_t dtype;
     uint32_t flags;
 };
@@ -204,7 +208,7 @@ struct CopyInParams {
     SlotState* state;
     const StepRequest* request;     // mapped
     const Segment* segments;        // mapped
-    const uint8_t* staged_rows;     // mapped
+    uint8_t* staged_rows;           // mapped; results overwrite rows
     const int32_t* staged_ids;      // mapped, [T][k], read for rows with given routing
     const float* staged_weights;    // mapped
     const int32_t* staged_token_ids;  // mapped, [T], or null
@@ -224,7 +228,8 @@ struct CopyInParams {
 };
 static_assert(sizeof(CopyInParams) == 136, "mirrored in src/params");
 
-// Writes each result row to its token's place in mapped host staging, in the token's element type; then the completion record.
+// Writes each result row to its token's place in mapped memory, in the token's element type; then the completion record. Adds the
+// rows of each local expert to the counts.
 struct CopyOutParams {
     SlotState* state;
     const void* out;                // [T][H] of SlotState::out_dtype
@@ -232,16 +237,20 @@ struct CopyOutParams {
     const float* topk_weights;
     const RowPlace* places;
     const uint32_t* assignments;    // number of assignments: the last entry of expert_offsets
-    uint8_t* staged_rows;           // mapped
     int32_t* staged_ids;            // mapped: ids that were used
     float* staged_weights;          // mapped: weights that were used
     Completion* completion;         // mapped
+    const uint32_t* expert_offsets; // from dispatch; null: rows are not counted
+    uint64_t* row_counts;           // [layers][count_stride]: rows of each expert since the service started
+    uint64_t* row_counts_host;      // mapped: the same table
     uint32_t hidden;
     uint32_t top_k;
     uint32_t max_tokens;
-    uint32_t reserved;
+    uint32_t first_expert;          // index in its layer of the first local expert
+    uint32_t local_experts;
+    uint32_t count_stride;          // number of experts that a layer has room for in the tables
 };
-static_assert(sizeof(CopyOutParams) == 96, "mirrored in src/params");
+static_assert(sizeof(CopyOutParams) == 120, "mirrored in src/params");
 
 // Lists the assignments of the shared experts, which process every token: row t is token t.
 struct SharedParams {

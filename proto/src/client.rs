@@ -6,6 +6,7 @@ use bytes::Bytes;
 use tonic::{Code, Request, Status, Streaming};
 use tonic_types::StatusExt as _;
 
+use crate::loss::connection_loss;
 use crate::transport::{self, CONTROL_MESSAGE_BYTES, Channel, ConnectError, Credentials};
 use crate::v1::moe_client::MoeClient;
 use crate::v1::{
@@ -71,35 +72,6 @@ impl RetryPolicy {
 #[must_use]
 pub fn retry_delay(status: &Status) -> Option<Duration> {
     status.get_details_retry_info().and_then(|info| info.retry_delay)
-}
-
-/// Converts the status of a lost connection to UNAVAILABLE: one that broke during a call, or that closed before the
-/// service took the call.
-///
-/// The transport reports the first as UNKNOWN and the second as CANCELLED, with its own error as the source; a status
-/// from the service has no source. The computation is pure, so a retry is as safe as after any other UNAVAILABLE.
-#[must_use]
-pub fn connection_loss(status: Status) -> Status {
-    if is_connection_loss(&status) && status.code() != Code::Unavailable {
-        Status::unavailable(format!("the connection broke: {}", status.message()))
-    } else {
-        status
-    }
-}
-
-/// Whether the status says that the connection could not be made, or was lost before the answer.
-pub(crate) fn is_connection_loss(status: &Status) -> bool {
-    std::error::Error::source(status).is_some_and(|source| match status.code() {
-        Code::Unknown | Code::Unavailable => true,
-        Code::Cancelled => !is_timeout(source),
-        _ => false,
-    })
-}
-
-/// Whether the error is that of the channel's own timer, which also reports CANCELLED.
-fn is_timeout(error: &(dyn std::error::Error + 'static)) -> bool {
-    std::iter::successors(Some(error), |error| error.source())
-        .any(|error| error.is::<tonic::TimeoutExpired>())
 }
 
 /// A connection to one service. Clones share it.
@@ -215,6 +187,10 @@ impl Client {
     pub async fn stream(&self, capacity: usize) -> Result<(RequestSender, AnswerReceiver), Status> {
         let (sender, receiver) = tokio::sync::mpsc::channel(capacity.max(1));
         let outbound = tokio_stream::wrappers::ReceiverStream::new(receiver);
+        #[allow(unused_mut, reason = "only traces change the metadata")]
+        let mut outbound = Request::new(outbound);
+        #[cfg(feature = "trace")]
+        crate::trace::inject(outbound.metadata_mut());
         let inbound = self.raw().forward_stream(outbound).await.map_err(connection_loss)?.into_inner();
         Ok((RequestSender { sender }, AnswerReceiver { inbound }))
     }
@@ -230,6 +206,8 @@ pub(crate) async fn send_once(
     let layer = message.layer;
     let mut request = Request::new(message);
     request.metadata_mut().insert(LAYER_METADATA, layer.into());
+    #[cfg(feature = "trace")]
+    crate::trace::inject(request.metadata_mut());
     let Some(timeout) = timeout else { return Ok(moe.forward(request).await?.into_inner()) };
     request.set_timeout(timeout);
     let start = Instant::now();
@@ -402,29 +380,6 @@ mod tests {
         {
             assert_eq!(policy.pause(&status, 1, Duration::ZERO), None);
         }
-    }
-
-    #[test]
-    fn a_broken_connection_is_unavailable_but_a_service_status_stays() {
-        let broken = Status::from_error(Box::new(std::io::Error::from(std::io::ErrorKind::Other)));
-        assert_eq!(broken.code(), Code::Unknown);
-        assert_eq!(connection_loss(broken).code(), Code::Unavailable);
-        assert_eq!(connection_loss(Status::unknown("the service says so")).code(), Code::Unknown);
-        assert_eq!(connection_loss(Status::internal("bug")).code(), Code::Internal);
-    }
-
-    #[test]
-    fn a_call_refused_by_a_closing_connection_is_unavailable_but_a_timeout_is_not() {
-        #[derive(Debug, thiserror::Error)]
-        #[error("the transport")]
-        struct Transport(#[source] Status);
-
-        let untaken = Status::from_error(Box::new(Transport(Status::cancelled("closing"))));
-        assert_eq!(untaken.code(), Code::Cancelled);
-        assert_eq!(connection_loss(untaken).code(), Code::Unavailable);
-        let late = Status::from_error(Box::new(tonic::TimeoutExpired(())));
-        assert_eq!(connection_loss(late).code(), Code::Cancelled);
-        assert_eq!(connection_loss(Status::cancelled("the service says so")).code(), Code::Cancelled);
     }
 
     #[test]

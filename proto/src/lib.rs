@@ -15,14 +15,17 @@
 
 mod client;
 pub mod fleet;
+mod loss;
 #[cfg(feature = "session")]
 pub mod session;
+#[cfg(feature = "trace")]
+mod trace;
 pub mod transport;
 
 pub use client::{
-    AnswerReceiver, Client, ClientError, LAYER_METADATA, RequestSender, RetryPolicy, connection_loss,
-    retry_delay,
+    AnswerReceiver, Client, ClientError, LAYER_METADATA, RequestSender, RetryPolicy, retry_delay,
 };
+pub use loss::connection_loss;
 
 /// Package `expertd.v1`.
 pub mod v1 {

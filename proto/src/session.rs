@@ -49,8 +49,12 @@ impl SessionClient {
     /// for `timeout` at most, which is the call's deadline as well. The receipt names the first and the last step only; its
     /// timings are one entry, the sum over the steps, without the number of tokens.
     ///
+    /// The protocol of sessions names no fingerprint of weights; an expected one is compared with the receipt, so that the
+    /// answer of other weights becomes an error.
+    ///
     /// # Errors
-    /// As [`Session::submit`] and [`PendingCall::wait`], and if the request has no inline rows.
+    /// As [`Session::submit`] and [`PendingCall::wait`], if the request has no inline rows, and FAILED_PRECONDITION if other
+    /// weights computed the answer than the request expects.
     pub fn forward(
         &self,
         request: &ForwardRequest,
@@ -85,6 +89,7 @@ impl SessionClient {
             timeout: Some(timeout),
         };
         let answer = self.session.submit(&call, rows, output)?.wait(timeout)?;
+        check_weights(&request.expected_weight_fingerprint, &answer.receipt.weight_fingerprint)?;
         let rows = Bytes::copy_from_slice(answer.output.as_slice());
         let (topk_ids, topk_weights) = answer.routing.unwrap_or_default();
         let mut receipt = receipt(&answer.receipt, request.return_timings);
@@ -99,6 +104,18 @@ impl SessionClient {
     }
 }
 
+/// Compares the fingerprint that a request expects, if any, with that of the weights that computed its answer.
+fn check_weights(expected: &str, found: &str) -> Result<(), SessionError> {
+    if expected.is_empty() || expected == found {
+        return Ok(());
+    }
+    Err(SessionError::Status {
+        code: Code::FailedPrecondition as u32,
+        message: format!("weights with fingerprint {found} are loaded, the request expects {expected}"),
+        retry_after: None,
+    })
+}
+
 fn words(bytes: &Bytes) -> impl Iterator<Item = [u8; 4]> + '_ {
     bytes.as_chunks::<4>().0.iter().copied()
 }
@@ -107,8 +124,10 @@ fn integers(bytes: &Bytes) -> Vec<i32> {
     words(bytes).map(i32::from_le_bytes).collect()
 }
 
-/// A receipt as gRPC has it.
-fn receipt(receipt: &Receipt, timings: bool) -> v1::Receipt {
+/// A receipt as gRPC has it: of several steps the first and the last one, and their timings as one entry, the sum over the
+/// steps, without the number of tokens.
+#[must_use]
+pub fn receipt(receipt: &Receipt, timings: bool) -> v1::Receipt {
     let (first, last) = receipt.steps;
     let [copy_in, gate, prepare, dispatch, experts, combine, copy_out] =
         receipt.phases.map(|phase| u64::try_from(phase.as_nanos()).unwrap_or(u64::MAX));
@@ -153,5 +172,19 @@ pub fn status(error: SessionError) -> Status {
         }
         SessionError::BufferSize { .. } | SessionError::Address(_) => Status::invalid_argument(text),
         SessionError::Protocol(_) | SessionError::Memory(_) | SessionError::Ring(_) => Status::internal(text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_of_other_weights_is_an_error() {
+        assert!(check_weights("", "sampled:01").is_ok());
+        assert!(check_weights("sampled:01", "sampled:01").is_ok());
+        let error = status(check_weights("sampled:01", "sampled:02").unwrap_err());
+        assert_eq!(error.code(), Code::FailedPrecondition);
+        assert!(error.message().contains("sampled:02 are loaded"), "{}", error.message());
     }
 }

@@ -6,12 +6,12 @@ import asyncio
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ._client import DEFAULT_RETRY, Credentials, RetryPolicy, _Closed, options, refuse_session
-from ._native import NativeClient, NativeStream
+from ._client import DEFAULT_RETRY, Credentials, RetryPolicy, _Closed, native_client, options
+from ._native import NativeStream
 
 if TYPE_CHECKING:
     from ._native import Answer, Model, ModelSummary
-    from ._types import ForwardOptions, Rows
+    from ._types import Address, ForwardOptions, Rows, Session
 
 
 def settle(future: asyncio.Future[Any], result: Any, exception: BaseException | None = None) -> None:
@@ -25,28 +25,24 @@ def settle(future: asyncio.Future[Any], result: Any, exception: BaseException | 
 
 
 class AsyncClient:
-    """A connection to one service, for `asyncio`. The first call connects, as `async with` does.
+    """A connection to one service, or to several used as one, for `asyncio`. The first call connects, as `async with` does.
 
-    Any number of calls may be in flight. Cancelling the task that awaits a call cancels the call.
+    Any number of calls may be in flight. Cancelling the task that awaits a call cancels the call. Each call of a session
+    occupies a thread of this process while it is in flight.
 
-    Arguments:
-        address: `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`.
-        session: only None; "host" and "cuda" are refused, because the service has no sessions yet.
-        retry: when failed calls are tried again; None means never.
-        credentials: certificates and token; None means plaintext and no token.
+    Arguments are those of `Client`.
     """
 
     def __init__(
         self,
-        address: str,
+        address: Address,
         *,
-        session: str | None = None,
+        session: Session | None = None,
         retry: RetryPolicy | None = DEFAULT_RETRY,
         credentials: Credentials | None = None,
     ) -> None:
-        refuse_session(session)
         self.address = address
-        self._native = NativeClient(address, retry, credentials)
+        self._native = native_client(address, session, retry, credentials)
 
     async def connect(self) -> None:
         """Connects, if the client is not connected yet.

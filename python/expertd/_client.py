@@ -12,7 +12,7 @@ from ._native import NativeClient, NativeStream, Pending
 
 if TYPE_CHECKING:
     from ._native import Answer, Model, ModelSummary
-    from ._types import DType, ForwardOptions, Rows, SharedExperts
+    from ._types import Address, DType, ForwardOptions, Rows, Session, SharedExperts
 
 PendingAnswer = Pending
 
@@ -46,7 +46,7 @@ class Credentials:
         ca: certificate authorities of the service, PEM; turns TLS on.
         cert: the client's certificate chain, PEM; needs `key`.
         key: the private key of that certificate, PEM.
-        server_name: the name in the service's certificate, where it is not the host of the address.
+        server_name: the name in the service's certificate, if it differs from the host of the address.
         token_file: file with the client's token, alone or as `NAME TOKEN`.
     """
 
@@ -82,38 +82,75 @@ def options(
     }
 
 
-def refuse_session(session: str | None) -> None:
-    """Raises UnsupportedError if a session is requested. Sessions share memory with a service on the same host."""
-    if session is not None:
-        raise UnsupportedError(
-            f"session={session!r}: the service has no sessions yet; leave session out, and rows travel over gRPC"
+def native_client(
+    address: Address, session: Session | None, retry: RetryPolicy | None, credentials: Credentials | None
+) -> NativeClient:
+    """The native client for the arguments that `Client` and `AsyncClient` share.
+
+    Raises:
+        UnsupportedError: `session` is "cuda".
+        ValueError: the arguments do not go together.
+    """
+    given = address.split(",") if isinstance(address, str) else list(address)
+    addresses = [part.strip() for part in given if part.strip()]
+    if not addresses:
+        raise ValueError("no address was given; pass HOST:PORT, unix:/PATH, or a list of them")
+    check_session(session)
+    several = len(addresses) > 1 or not isinstance(address, str)
+    if session is not None and len(addresses) > 1:
+        raise ValueError(
+            f'session="{session}" is with one service on this host, and {len(addresses)} addresses were given; pass one, or '
+            "leave session out"
         )
+    if session is not None and credentials is not None:
+        raise ValueError(
+            f'session="{session}" takes no credentials, because the service knows the user of a session; leave credentials out'
+        )
+    return NativeClient(addresses, several, session is not None, retry, credentials)
+
+
+def check_session(session: str | None) -> None:
+    """Raises for sessions that this package has no client of."""
+    if session == "cuda":
+        raise UnsupportedError(
+            'session="cuda": this version of the package has no client of sessions in a GPU\'s memory; pass session="host" to '
+            "a service on this host, whose rows go through host memory, or leave session out"
+        )
+    if session not in (None, "host"):
+        raise ValueError(f'session is {session!r}; expected None, "host" or "cuda"')
 
 
 class Client:
-    """A connection to one service, for blocking calls. Threads may share it; the GIL is released while a call waits.
+    """A connection to one service, or to several used as one, for blocking calls.
+
+    Threads may share it; the GIL is released while a call waits.
 
     Arguments:
-        address: `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`.
-        session: only None; "host" and "cuda" are refused, because the service has no sessions yet.
-        retry: rules for retrying failed calls; None means no retries.
-        credentials: certificates and token; None means plaintext and no token.
+        address: `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`. A list of them, or one name with several addresses, stands for
+            several services with one model: each call goes to one that holds its layer, and to another one if that fails.
+            With `session="host"`, `unix:/PATH` of the socket that the service got as `--session-listen`.
+        session: None: rows travel over gRPC. "host": rows are copied into memory that the service on this host shares, and
+            answers out of it. "cuda" is refused by this version.
+        retry: rules for retrying failed calls; None means no retries. Several services have rules of their own, of which
+            `max_elapsed` sets how long a call without a timeout looks for a service.
+        credentials: certificates and token; None means plaintext and no token. Sessions take none.
 
     Raises:
         ConnectError: nothing answers at the address.
+        AccessError: the service does not let this user open sessions.
+        UnsupportedError: `session` is "cuda".
     """
 
     def __init__(
         self,
-        address: str,
+        address: Address,
         *,
-        session: str | None = None,
+        session: Session | None = None,
         retry: RetryPolicy | None = DEFAULT_RETRY,
         credentials: Credentials | None = None,
     ) -> None:
-        refuse_session(session)
         self.address = address
-        self._native = NativeClient(address, retry, credentials)
+        self._native = native_client(address, session, retry, credentials)
         self._native.connect()
 
     def forward(self, layer: int, rows: Rows, *, timeout: float | None = None, **arguments: Unpack[ForwardOptions]) -> Answer:
@@ -146,15 +183,18 @@ class Client:
         return self._native.forward(layer, rows, timeout, options(**arguments))
 
     def stream(self, capacity: int = 64) -> Stream:
-        """A stream that carries many calls at once.
+        """A stream that carries many calls at once. With several services, or a session, each call goes its own way.
 
         Arguments:
-            capacity: calls that may wait in this process before they are sent.
+            capacity: calls that may wait in this process before they are sent on a gRPC stream.
         """
         return Stream(self._native.stream(capacity))
 
     def model(self, name: str = "") -> Model:
-        """Dimensions, MoE layers, limits, placement and versions; an empty name means the loaded model."""
+        """Dimensions, MoE layers, limits, placement and versions; an empty name means the loaded model.
+
+        Of several services it has all layers and the smallest limits.
+        """
         return self._native.model(name)
 
     def models(self) -> list[ModelSummary]:

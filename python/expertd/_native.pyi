@@ -69,7 +69,10 @@ class Receipt:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Numbers of the steps that the request took part in; more than one if it was split."""
+        """Numbers of the steps that the request took part in; more than one if it was split.
+
+        Through a session only the first and the last one.
+        """
     @property
     def generation(self) -> int:
         """Generation of the EP group that computed the answer."""
@@ -84,7 +87,7 @@ class Receipt:
         """Number of the request's tokens on each rank, summed over its steps."""
     @property
     def timings(self) -> tuple[StepTiming, ...]:
-        """One entry per step; empty unless `return_timings` was set."""
+        """One entry per step; empty unless `return_timings` was set. Through a session one entry, the sum over the steps."""
     @property
     def topk_ids(self) -> Array | None:
         """`[tokens, k]` int32; None unless `return_routing` was set."""
@@ -231,7 +234,7 @@ class Pending:
 
 @final
 class NativeClient:
-    def __init__(self, address: str, retry: Any, credentials: Any) -> None: ...
+    def __init__(self, addresses: list[str], several: bool, session: bool, retry: Any, credentials: Any) -> None: ...
     def connect(self) -> None: ...
     async def connect_async(self) -> None: ...
     def forward(self, layer: int, rows: Any, seconds: float | None, options: dict[str, Any]) -> Answer: ...

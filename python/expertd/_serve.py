@@ -16,10 +16,13 @@ import tempfile
 import threading
 import time
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._client import DEFAULT_RETRY, Client, RetryPolicy
 from ._errors import ServiceError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ._types import Session
 
 _LOG_LINES = 200
 _READY = re.compile(r"^ready: listening on (?P<address>[^,]+)(?:, [^,]+)*?, admin on (?P<admin>[^,]+), metrics on (?P<metrics>\S+)")
@@ -61,8 +64,8 @@ def serve(model: str | os.PathLike[str], *, ready_timeout: float = 600.0, **sett
         model: folder of the checkpoint, in Hugging Face's layout.
         ready_timeout: seconds that loading may take.
         settings: any setting of `expertd serve --help` with underscores, such as `ranks=2`, `device="cpu"`,
-            `listen="127.0.0.1:50051"`. By default the service and Admin listen on Unix-domain sockets in a temporary
-            folder, and metrics on a free loopback port.
+            `listen="127.0.0.1:50051"`, `layers="0-11"`. By default the service, sessions and Admin listen on Unix-domain
+            sockets in a temporary folder, and metrics on a free loopback port.
 
     Raises:
         ServiceError: the service ended before it was ready, or did not get ready in time; the message has the end of its
@@ -76,12 +79,14 @@ class Service:
 
     Attributes:
         address: address of the public API.
+        session_address: address for `Client(…, session="host")`.
         admin_address: address of Admin, for `expertd status --admin …`.
         metrics_url: the Prometheus endpoint.
         process: the service's process.
     """
 
     address: str
+    session_address: str
     admin_address: str
     metrics_url: str
     process: subprocess.Popen[str]
@@ -90,11 +95,14 @@ class Service:
         self._folder = tempfile.TemporaryDirectory(prefix="expertd-", ignore_cleanup_errors=True)
         defaults = {
             "listen": f"unix:{self._folder.name}/api.sock",
+            "session_listen": f"unix:{self._folder.name}/session.sock",
             "admin_listen": f"unix:{self._folder.name}/admin.sock",
             "metrics_listen": "127.0.0.1:0",
         }
+        settings = {**defaults, **settings}
+        self.session_address = str(settings["session_listen"])
         self._arguments = [command(), "serve", "--model", os.fspath(model)]
-        for name, value in {**defaults, **settings}.items():
+        for name, value in settings.items():
             self._arguments += ["--" + name.replace("_", "-"), str(value)]
         self._log: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
         self._changed = threading.Condition()
@@ -156,9 +164,9 @@ class Service:
             exit_code=code,
         )
 
-    def client(self, *, retry: RetryPolicy | None = DEFAULT_RETRY) -> Client:
+    def client(self, *, session: Session | None = None, retry: RetryPolicy | None = DEFAULT_RETRY) -> Client:
         """A client that is connected to this service."""
-        return Client(self.address, retry=retry)
+        return Client(self.session_address if session else self.address, session=session, retry=retry)
 
     def log(self) -> str:
         """The last lines that the service printed."""

@@ -15,6 +15,7 @@ from ._errors import UnsupportedError
 
 if TYPE_CHECKING:
     from ._native import Model, MoeLayer
+    from ._types import Address, Session
 
 # A rank that died is replaced within seconds; reading a large checkpoint again takes minutes.
 _RETRY = RetryPolicy(max_attempts=1_000, max_pause=2.0, max_elapsed=600.0)
@@ -25,10 +26,13 @@ _remotes: weakref.WeakValueDictionary[int, Remote] = weakref.WeakValueDictionary
 class Remote:
     """A connection that the modules of a model, and copies of the model, share."""
 
-    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self, address: Address, credentials: Credentials | None = None, session: Session | None = None
+    ) -> None:
         self.address = address
         self.credentials = credentials
-        self.client = Client(address, retry=_RETRY, credentials=credentials)
+        self.session = session
+        self.client = Client(address, session=session, retry=_RETRY, credentials=credentials)
         self.model: Model = self.client.model()
         self.number = next(_numbers)
         _remotes[self.number] = self
@@ -41,7 +45,7 @@ class Remote:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Remote, (self.address, self.credentials))
+        return (Remote, (self.address, self.credentials, self.session))
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 
 
@@ -15,6 +16,8 @@ class SupportsDLPack(Protocol):
 
 # Before Python 3.12 there is no type for objects with the buffer protocol.
 Rows: TypeAlias = SupportsDLPack | Any
+Address: TypeAlias = str | Sequence[str]
+Session: TypeAlias = Literal["host", "cuda"]
 DType: TypeAlias = Literal["bf16", "f16", "f32"]
 SharedExperts: TypeAlias = Literal["include", "exclude"]
 

@@ -42,6 +42,11 @@ impl Storage {
         Storage { data: bytes.as_mut_ptr(), _bytes: bytes }
     }
 
+    fn copy_of(bytes: &[u8]) -> Storage {
+        let mut bytes = aligned_copy(bytes);
+        Storage { data: bytes.as_mut_ptr(), _bytes: bytes }
+    }
+
     pub(crate) const fn data(&self) -> *mut u8 {
         self.data
     }
@@ -72,6 +77,12 @@ impl Array {
     pub(crate) fn new(bytes: Bytes, element: Element, shape: Vec<usize>) -> Option<Array> {
         (bytes.len() == shape.iter().product::<usize>() * element.size())
             .then(|| Array::over(Arc::new(Storage::new(bytes, element)), element, shape))
+    }
+
+    /// An array with a copy of these bytes; `None` if the shape has another number of bytes.
+    pub(crate) fn copy_of(bytes: &[u8], element: Element, shape: Vec<usize>) -> Option<Array> {
+        (bytes.len() == shape.iter().product::<usize>() * element.size())
+            .then(|| Array::over(Arc::new(Storage::copy_of(bytes)), element, shape))
     }
 
     fn over(storage: Arc<Storage>, element: Element, shape: Vec<usize>) -> Array {

@@ -1,54 +1,95 @@
-//! A connection, for blocking calls and for `asyncio`.
+//! Clients, for blocking calls and for `asyncio`.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use expertd_proto::RetryPolicy;
 use expertd_proto::transport::Credentials;
-use expertd_proto::{Client, RetryPolicy};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use tokio::sync::OnceCell;
 
 use crate::asyncio;
+use crate::connection::Connection;
 use crate::errors::Failure;
 use crate::model::{Model, ModelSummary};
 use crate::receipt::{Answer, Received};
-use crate::request::{Call, Options};
+use crate::request::{Arguments, Options};
 use crate::runtime::{self, timeout, wait};
+use crate::session::{End, HostSession};
 use crate::stream::NativeStream;
 
-/// An address, and the connection to it after the first call.
-#[derive(Debug)]
-pub(crate) struct Connection {
-    address: String,
-    credentials: Credentials,
-    retry: Option<RetryPolicy>,
-    client: OnceCell<Client>,
+/// How calls reach the service.
+#[derive(Clone, Debug)]
+pub(crate) enum Route {
+    /// gRPC, to one service or several.
+    Remote(Arc<Connection>),
+    /// Memory that a service on this host shares.
+    Host(Arc<HostSession>),
 }
 
-impl Connection {
-    /// The connected client; the first call connects.
-    pub(crate) async fn client(&self) -> Result<&Client, Failure> {
-        self.client
-            .get_or_try_init(|| async {
-                let client = Client::connect_with(&self.address, &self.credentials).await?;
-                Ok(match self.retry {
-                    Some(policy) => client.with_retry(policy),
-                    None => client,
+impl Route {
+    async fn connect(&self) -> Result<(), Failure> {
+        match self {
+            Route::Remote(connection) => connection.connect().await,
+            Route::Host(session) => {
+                let session = Arc::clone(session);
+                blocking(move || session.connect()).await
+            }
+        }
+    }
+
+    /// Makes a call from a task. Dropping the future ends the call.
+    pub(crate) async fn call(self, arguments: Arguments) -> Result<Received, Failure> {
+        match self {
+            Route::Remote(connection) => connection.forward(arguments.into_call()).await,
+            Route::Host(session) => {
+                let waiting = Arc::new(());
+                // The future's own handle; when it is gone, the call has no reader.
+                let reader = Arc::downgrade(&waiting);
+                let ended = blocking(move || {
+                    session.call(&arguments, &mut || match reader.strong_count() {
+                        0 => Err(PyRuntimeError::new_err("the call was cancelled")),
+                        _ => Ok(()),
+                    })
+                });
+                let ended = ended.await;
+                drop(waiting);
+                ended.map_err(|end| match end {
+                    End::Failed(failure) => failure,
+                    End::Interrupted(error) => tonic::Status::cancelled(error.to_string()).into(),
                 })
-            })
-            .await
+            }
+        }
     }
 
-    async fn forward(&self, call: Call) -> Result<Received, Failure> {
-        let Call { message, timeout, shape } = call;
-        let response = self.client().await?.forward(message, timeout).await?;
-        shape.read_answer(response)
+    async fn model(&self, name: String) -> Result<Model, Failure> {
+        match self {
+            Route::Remote(connection) => Ok(connection.model(&name).await?.into()),
+            Route::Host(session) => {
+                let session = Arc::clone(session);
+                blocking(move || session.model(&name)).await.map(Model::from)
+            }
+        }
     }
 
-    pub(crate) const fn retry(&self) -> Option<&RetryPolicy> {
-        self.retry.as_ref()
+    async fn models(&self) -> Result<Vec<ModelSummary>, Failure> {
+        match self {
+            Route::Remote(connection) => connection.models().await,
+            Route::Host(_) => Ok(vec![self.model(String::new()).await?.into()]),
+        }
+    }
+}
+
+/// Runs `work` on a thread where it may block.
+async fn blocking<T: Send + 'static, E: From<tonic::Status> + Send + 'static>(
+    work: impl FnOnce() -> Result<T, E> + Send + 'static,
+) -> Result<T, E> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        Err(error) => {
+            Err(tonic::Status::internal(format!("the call ended without a result: {error}")).into())
+        }
     }
 }
 
@@ -81,13 +122,13 @@ impl From<CredentialArguments> for Credentials {
 #[pyclass(frozen)]
 #[derive(Debug)]
 pub(crate) struct NativeClient {
-    connection: Arc<Connection>,
+    route: Route,
     /// The process that made the client. Connections do not survive a fork.
     process: u32,
 }
 
 impl NativeClient {
-    fn connection(&self) -> PyResult<Arc<Connection>> {
+    fn route(&self) -> PyResult<Route> {
         let found = std::process::id();
         if found != self.process {
             return Err(PyRuntimeError::new_err(format!(
@@ -96,15 +137,18 @@ impl NativeClient {
                 self.process
             )));
         }
-        Ok(Arc::clone(&self.connection))
+        Ok(self.route.clone())
     }
 }
 
 #[pymethods]
 impl NativeClient {
+    /// `several` makes one client of all addresses, and of all addresses of a name, even if there is only one.
     #[new]
     fn new(
-        address: String,
+        addresses: Vec<String>,
+        several: bool,
+        session: bool,
         retry: Option<RetryArguments>,
         credentials: Option<CredentialArguments>,
     ) -> PyResult<NativeClient> {
@@ -116,20 +160,23 @@ impl NativeClient {
             })
         };
         let retry = retry.map(policy).transpose()?;
-        let credentials = credentials.map_or_else(Credentials::default, Credentials::from);
-        let connection = Arc::new(Connection { address, credentials, retry, client: OnceCell::new() });
-        Ok(NativeClient { connection, process: std::process::id() })
+        let route = if session {
+            Route::Host(Arc::new(HostSession::new(addresses.concat(), retry)))
+        } else {
+            let credentials = credentials.map_or_else(Credentials::default, Credentials::from);
+            Route::Remote(Arc::new(Connection::new(addresses, several, credentials, retry)))
+        };
+        Ok(NativeClient { route, process: std::process::id() })
     }
 
     fn connect(&self, py: Python<'_>) -> PyResult<()> {
-        let connection = self.connection()?;
-        let connected = wait(py, async { connection.client().await.map(|_| ()) })?;
-        connected.map_err(|failure| failure.into_exception(py))
+        let route = self.route()?;
+        wait(py, async { route.connect().await })?.map_err(|failure| failure.into_exception(py))
     }
 
     fn connect_async<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let connection = self.connection()?;
-        asyncio::spawn(py, async move { connection.client().await.map(|_| ()) })
+        let route = self.route()?;
+        asyncio::spawn(py, async move { route.connect().await })
     }
 
     fn forward<'py>(
@@ -140,9 +187,20 @@ impl NativeClient {
         seconds: Option<f64>,
         options: Options<'py>,
     ) -> PyResult<Bound<'py, Answer>> {
-        let connection = self.connection()?;
-        let call = Call::new(layer, rows, seconds, &options)?;
-        let received = wait(py, connection.forward(call))?;
+        let route = self.route()?;
+        let arguments = Arguments::new(layer, rows, seconds, options)?;
+        let received = match route {
+            Route::Remote(connection) => wait(py, connection.forward(arguments.into_call()))?,
+            Route::Host(session) => {
+                // Signal handlers run in this thread only while it is attached.
+                let mut check = || Python::attach(|py| py.check_signals());
+                match py.detach(|| session.call(&arguments, &mut check)) {
+                    Ok(received) => Ok(received),
+                    Err(End::Failed(failure)) => Err(failure),
+                    Err(End::Interrupted(exception)) => return Err(exception),
+                }
+            }
+        };
         received.map_err(|failure| failure.into_exception(py))?.into_pyobject(py)
     }
 
@@ -154,38 +212,32 @@ impl NativeClient {
         seconds: Option<f64>,
         options: Options<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let connection = self.connection()?;
-        let call = Call::new(layer, rows, seconds, &options)?;
-        asyncio::spawn(py, async move { connection.forward(call).await })
+        let route = self.route()?;
+        let arguments = Arguments::new(layer, rows, seconds, options)?;
+        asyncio::spawn(py, route.call(arguments))
     }
 
-    fn model(&self, py: Python<'_>, name: &str) -> PyResult<Model> {
-        let connection = self.connection()?;
-        let model = wait(py, async { Ok(connection.client().await?.model(name).await?.into()) })?;
-        model.map_err(|failure: Failure| failure.into_exception(py))
+    fn model(&self, py: Python<'_>, name: String) -> PyResult<Model> {
+        let route = self.route()?;
+        wait(py, async { route.model(name).await })?.map_err(|failure| failure.into_exception(py))
     }
 
     fn model_async<'py>(&self, py: Python<'py>, name: String) -> PyResult<Bound<'py, PyAny>> {
-        let connection = self.connection()?;
-        asyncio::spawn(py, async move { Ok(Model::from(connection.client().await?.model(&name).await?)) })
+        let route = self.route()?;
+        asyncio::spawn(py, async move { route.model(name).await })
     }
 
     fn models(&self, py: Python<'_>) -> PyResult<Vec<ModelSummary>> {
-        let connection = self.connection()?;
-        let models = wait(py, async { Ok(connection.client().await?.models().await?) })?;
-        let models = models.map_err(|failure: Failure| failure.into_exception(py))?;
-        Ok(models.into_iter().map(ModelSummary::from).collect())
+        let route = self.route()?;
+        wait(py, async { route.models().await })?.map_err(|failure| failure.into_exception(py))
     }
 
     fn models_async<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let connection = self.connection()?;
-        asyncio::spawn(py, async move {
-            let models = connection.client().await?.models().await?;
-            Ok(models.into_iter().map(ModelSummary::from).collect::<Vec<_>>())
-        })
+        let route = self.route()?;
+        asyncio::spawn(py, async move { route.models().await })
     }
 
     fn stream(&self, capacity: usize) -> PyResult<NativeStream> {
-        Ok(NativeStream::new(self.connection()?, runtime::handle()?, capacity))
+        Ok(NativeStream::new(self.route()?, runtime::handle()?, capacity))
     }
 }

@@ -115,7 +115,7 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, what: &str) -> PyResult<Imported
     let (device, _): (i32, i32) = object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
     if device != CPU && device != CUDA_HOST {
         return Err(PyBufferError::new_err(format!(
-            "{what} lies on a device (DLPack device type {device}); expected host memory, because the service has no CUDA \
+            "{what} lies on a device (DLPack device type {device}); expected host memory, because this package has no client of CUDA \
              sessions yet: pass {what}.cpu()"
         )));
     }

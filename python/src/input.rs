@@ -15,16 +15,43 @@ use crate::element::Element;
 /// Arrays up to this size are copied, which takes less time than releasing them from another thread.
 const COPIED_BYTES: usize = 32 << 10;
 
-/// An array that the caller passed, shared or copied.
+/// An array that the caller passed.
 #[derive(Debug)]
 pub(crate) struct Input {
     pub(crate) element: Element,
     pub(crate) shape: Vec<usize>,
-    pub(crate) bytes: Bytes,
+    data: Data,
+}
+
+/// Memory of an array.
+#[derive(Debug)]
+enum Data {
+    /// Shared through the buffer protocol.
+    Buffer(Contiguous),
+    /// Shared through DLPack.
+    Tensor(Imported),
+    /// Converted from another type.
+    Owned(Vec<u8>),
+}
+
+impl AsRef<[u8]> for Data {
+    fn as_ref(&self) -> &[u8] {
+        match self {
+            Data::Buffer(buffer) => buffer.as_ref(),
+            Data::Tensor(tensor) => tensor.as_ref(),
+            Data::Owned(bytes) => bytes,
+        }
+    }
 }
 
 /// A row-major buffer. Dropping it, on any thread, releases the buffer.
 struct Contiguous(PyUntypedBuffer);
+
+impl std::fmt::Debug for Contiguous {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Contiguous({} bytes)", self.0.len_bytes())
+    }
+}
 
 impl AsRef<[u8]> for Contiguous {
     fn as_ref(&self) -> &[u8] {
@@ -73,6 +100,20 @@ impl Input {
         )))
     }
 
+    /// The elements, little-endian and row-major.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        self.data.as_ref()
+    }
+
+    /// The elements as a part of a message, copied if they are few.
+    pub(crate) fn into_bytes(self) -> Bytes {
+        match self.data {
+            Data::Owned(bytes) => bytes.into(),
+            shared if shared.as_ref().len() <= COPIED_BYTES => Bytes::copy_from_slice(shared.as_ref()),
+            shared => Bytes::from_owner(shared),
+        }
+    }
+
     /// Token rows `[tokens, hidden]` in bf16, f16 or f32. `dtype` is the type that 16-bit integers stand for.
     pub(crate) fn rows(mut self, dtype: Option<&str>) -> PyResult<Input> {
         match (dtype, self.element) {
@@ -102,14 +143,14 @@ impl Input {
         let bytes = match input.element {
             Element::I32 => return Ok(input),
             Element::I64 => {
-                let mut narrow = Vec::with_capacity(input.bytes.len() / 2);
-                for value in input.bytes.as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b)) {
+                let mut narrow = Vec::with_capacity(input.bytes().len() / 2);
+                for value in input.bytes().as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b)) {
                     let value = i32::try_from(value).map_err(|_| {
                         PyValueError::new_err(format!("{what} has {value}, which is not an int32"))
                     })?;
                     narrow.extend_from_slice(&value.to_le_bytes());
                 }
-                Bytes::from(narrow)
+                narrow
             }
             other => {
                 return Err(PyTypeError::new_err(format!(
@@ -118,21 +159,21 @@ impl Input {
                 )));
             }
         };
-        Ok(Input { element: Element::I32, bytes, ..input })
+        Ok(Input { element: Element::I32, shape: input.shape, data: Data::Owned(bytes) })
     }
 
     /// Floats as f32, little-endian.
     pub(crate) fn into_f32(self, what: &str, axes: &str, dimensions: usize) -> PyResult<Input> {
         let input = self.expect_dimensions(what, axes, dimensions)?;
         let halves = |widen: fn([u8; 2]) -> f32| {
-            input.bytes.as_chunks::<2>().0.iter().flat_map(|b| widen(*b).to_le_bytes()).collect::<Vec<u8>>()
+            input.bytes().as_chunks::<2>().0.iter().flat_map(|b| widen(*b).to_le_bytes()).collect::<Vec<u8>>()
         };
         let bytes = match input.element {
             Element::F32 => return Ok(input),
             Element::Bf16 => halves(|b| bf16::from_le_bytes(b).to_f32()),
             Element::F16 => halves(|b| f16::from_le_bytes(b).to_f32()),
             Element::F64 => {
-                let values = input.bytes.as_chunks::<8>().0.iter();
+                let values = input.bytes().as_chunks::<8>().0.iter();
                 values.flat_map(|b| (f64::from_le_bytes(*b) as f32).to_le_bytes()).collect()
             }
             other => {
@@ -142,7 +183,7 @@ impl Input {
                 )));
             }
         };
-        Ok(Input { element: Element::F32, bytes: bytes.into(), ..input })
+        Ok(Input { element: Element::F32, shape: input.shape, data: Data::Owned(bytes) })
     }
 
     fn expect_dimensions(self, what: &str, axes: &str, dimensions: usize) -> PyResult<Input> {
@@ -155,13 +196,7 @@ impl Input {
 
 impl From<Imported> for Input {
     fn from(imported: Imported) -> Input {
-        let (element, shape) = (imported.element, imported.shape.clone());
-        let bytes = if imported.as_ref().len() <= COPIED_BYTES {
-            Bytes::copy_from_slice(imported.as_ref())
-        } else {
-            Bytes::from_owner(imported)
-        };
-        Input { element, shape, bytes }
+        Input { element: imported.element, shape: imported.shape.clone(), data: Data::Tensor(imported) }
     }
 }
 
@@ -176,11 +211,5 @@ fn buffer(object: &Bound<'_, PyAny>, what: &str, element: Option<Element>) -> Py
         )));
     }
     let shape = buffer.shape().to_vec();
-    let contiguous = Contiguous(buffer);
-    let bytes = if contiguous.as_ref().len() <= COPIED_BYTES {
-        Bytes::copy_from_slice(contiguous.as_ref())
-    } else {
-        Bytes::from_owner(contiguous)
-    };
-    Ok(Some(Input { element, shape, bytes }))
+    Ok(Some(Input { element, shape, data: Data::Buffer(Contiguous(buffer)) }))
 }

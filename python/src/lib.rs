@@ -6,14 +6,17 @@
 mod array;
 mod asyncio;
 mod client;
+mod connection;
 mod dlpack;
 mod element;
 mod errors;
 mod input;
+mod line;
 mod model;
 mod receipt;
 mod request;
 mod runtime;
+mod session;
 mod stream;
 
 use pyo3::prelude::*;

@@ -137,6 +137,17 @@ impl From<v1::ModelSummary> for ModelSummary {
     }
 }
 
+impl From<Model> for ModelSummary {
+    fn from(m: Model) -> ModelSummary {
+        ModelSummary {
+            name: m.name,
+            family: m.family,
+            weight_version: m.weight_version,
+            weight_fingerprint: m.weight_fingerprint,
+        }
+    }
+}
+
 impl From<v1::MoeLayer> for MoeLayer {
     fn from(l: v1::MoeLayer) -> MoeLayer {
         MoeLayer {

@@ -29,7 +29,40 @@ pub(crate) struct Options<'py> {
     return_timings: bool,
 }
 
-/// A call of `forward`: its message, its time limit, and the shape of its answer.
+/// The arguments of `forward`, checked as far as this side can.
+#[derive(Debug)]
+pub(crate) struct Arguments {
+    pub(crate) model: String,
+    pub(crate) layer: u32,
+    /// `[tokens, hidden]`
+    pub(crate) rows: Input,
+    pub(crate) routing: Option<GivenRouting>,
+    /// int32 `[tokens]`
+    pub(crate) token_ids: Option<Input>,
+    pub(crate) shared_experts: bool,
+    pub(crate) expected_weight_version: Option<u64>,
+    pub(crate) return_routing: bool,
+    pub(crate) return_timings: bool,
+    pub(crate) timeout: Option<Duration>,
+}
+
+/// Routing that the caller chose.
+#[derive(Debug)]
+pub(crate) struct GivenRouting {
+    /// int32 `[tokens, k]`
+    pub(crate) ids: Input,
+    /// f32 `[tokens, k]`
+    pub(crate) weights: Input,
+}
+
+impl GivenRouting {
+    /// Experts per token.
+    pub(crate) fn k(&self) -> usize {
+        self.ids.shape[1]
+    }
+}
+
+/// A call of `forward` over gRPC: its message, its time limit, and the shape of its answer.
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
     pub(crate) message: ForwardRequest,
@@ -37,8 +70,16 @@ pub(crate) struct Call {
     pub(crate) shape: Shape,
 }
 
-impl Call {
-    /// Builds a call from the arguments of a Python method.
+/// The shape of a request's rows, which its answer must have.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub(crate) element: Element,
+    pub(crate) tokens: usize,
+    pub(crate) hidden: usize,
+}
+
+impl Arguments {
+    /// Reads the arguments of a Python method.
     ///
     /// # Errors
     /// TypeError, ValueError or BufferError that name the argument.
@@ -46,74 +87,85 @@ impl Call {
         layer: u32,
         rows: &Bound<'_, PyAny>,
         seconds: Option<f64>,
-        options: &Options<'_>,
-    ) -> PyResult<Call> {
+        options: Options<'_>,
+    ) -> PyResult<Arguments> {
         let timeout = timeout(seconds, "timeout")?;
-        let (message, shape) = build(layer, rows, options)?;
-        Ok(Call { message, timeout, shape })
-    }
-}
-
-/// The shape of a request's rows, which its answer must have.
-#[derive(Clone, Debug)]
-pub(crate) struct Shape {
-    element: Element,
-    tokens: usize,
-    hidden: usize,
-}
-
-/// Builds the message of one call.
-///
-/// # Errors
-/// TypeError, ValueError or BufferError that name the argument.
-fn build(layer: u32, rows: &Bound<'_, PyAny>, options: &Options<'_>) -> PyResult<(ForwardRequest, Shape)> {
-    let rows = Input::take(rows, "rows")?.rows(options.dtype.as_deref())?;
-    let [tokens, hidden] = rows.shape[..] else {
-        return Err(PyValueError::new_err("rows must have the shape [tokens, hidden]"));
-    };
-    let Some(dtype) = rows.element.row_type() else {
-        return Err(PyValueError::new_err("rows must be bf16, f16 or f32"));
-    };
-    let count = u32::try_from(tokens).map_err(|_| {
-        PyValueError::new_err(format!("rows has {tokens} tokens, more than a message can count"))
-    })?;
-    let shape = Shape { element: rows.element, tokens, hidden };
-    let mut request =
-        ForwardRequest::inline(layer, count, dtype, rows.bytes).with_model(options.model.clone());
-    request = match (&options.topk_ids, &options.topk_weights) {
-        (None, None) => request,
-        (Some(ids), Some(weights)) => with_routing(request, ids, weights, tokens)?,
-        _ => {
-            return Err(PyValueError::new_err(
-                "topk_ids and topk_weights belong together: pass both, or neither to let the service run the gate",
-            ));
-        }
-    };
-    if let Some(ids) = &options.token_ids {
-        let ids = Input::take(ids, "token_ids")?.into_i32("token_ids", "[tokens]", 1)?;
-        request = request.with_token_ids(ids.bytes);
-    }
-    match options.shared_experts.as_str() {
-        "include" => {}
-        "exclude" => request = request.without_shared_experts(),
-        other => {
+        let rows = Input::take(rows, "rows")?.rows(options.dtype.as_deref())?;
+        let tokens = rows.shape[0];
+        if u32::try_from(tokens).is_err() {
             return Err(PyValueError::new_err(format!(
-                "shared_experts is {other:?}; expected \"include\" or \"exclude\""
+                "rows has {tokens} tokens, more than a message can count"
             )));
         }
+        let routing = match (&options.topk_ids, &options.topk_weights) {
+            (None, None) => None,
+            (Some(ids), Some(weights)) => Some(given_routing(ids, weights, tokens)?),
+            _ => {
+                return Err(PyValueError::new_err(
+                    "topk_ids and topk_weights belong together: pass both, or neither to let the service run the gate",
+                ));
+            }
+        };
+        let token_ids = options
+            .token_ids
+            .as_ref()
+            .map(|ids| Input::take(ids, "token_ids")?.into_i32("token_ids", "[tokens]", 1));
+        let shared_experts = match options.shared_experts.as_str() {
+            "include" => true,
+            "exclude" => false,
+            other => {
+                return Err(PyValueError::new_err(format!(
+                    "shared_experts is {other:?}; expected \"include\" or \"exclude\""
+                )));
+            }
+        };
+        Ok(Arguments {
+            model: options.model,
+            layer,
+            rows,
+            routing,
+            token_ids: token_ids.transpose()?,
+            shared_experts,
+            expected_weight_version: options.expected_weight_version,
+            return_routing: options.return_routing,
+            return_timings: options.return_timings,
+            timeout,
+        })
     }
-    request.expected_weight_version = options.expected_weight_version;
-    request.return_routing = options.return_routing;
-    request.return_timings = options.return_timings;
-    Ok((request, shape))
+
+    pub(crate) fn shape(&self) -> Shape {
+        Shape { element: self.rows.element, tokens: self.rows.shape[0], hidden: self.rows.shape[1] }
+    }
+
+    /// The call as a message.
+    pub(crate) fn into_call(self) -> Call {
+        let shape = self.shape();
+        let dtype = shape.element.row_type().unwrap_or_default();
+        let tokens = u32::try_from(shape.tokens).unwrap_or(u32::MAX);
+        let mut message =
+            ForwardRequest::inline(self.layer, tokens, dtype, self.rows.into_bytes()).with_model(self.model);
+        if let Some(routing) = self.routing {
+            let k = u32::try_from(routing.k()).unwrap_or(u32::MAX);
+            message = message.with_routing(routing.ids.into_bytes(), routing.weights.into_bytes(), k);
+        }
+        if let Some(ids) = self.token_ids {
+            message = message.with_token_ids(ids.into_bytes());
+        }
+        if !self.shared_experts {
+            message = message.without_shared_experts();
+        }
+        message.expected_weight_version = self.expected_weight_version;
+        message.return_routing = self.return_routing;
+        message.return_timings = self.return_timings;
+        Call { message, timeout: self.timeout, shape }
+    }
 }
 
-fn with_routing(
-    request: ForwardRequest,
+fn given_routing(
     ids: &Bound<'_, PyAny>,
     weights: &Bound<'_, PyAny>,
     tokens: usize,
-) -> PyResult<ForwardRequest> {
+) -> PyResult<GivenRouting> {
     let ids = Input::take(ids, "topk_ids")?.into_i32("topk_ids", "[tokens, k]", 2)?;
     let weights = Input::take(weights, "topk_weights")?.into_f32("topk_weights", "[tokens, k]", 2)?;
     if ids.shape != weights.shape || ids.shape[0] != tokens {
@@ -122,11 +174,10 @@ fn with_routing(
             ids.shape, weights.shape
         )));
     }
-    let k = u32::try_from(ids.shape[1]).unwrap_or(u32::MAX);
-    if k == 0 {
+    if ids.shape[1] == 0 {
         return Err(PyValueError::new_err("topk_ids has no columns; expected at least one expert per token"));
     }
-    Ok(request.with_routing(ids.bytes, weights.bytes, k))
+    Ok(GivenRouting { ids, weights })
 }
 
 impl Shape {

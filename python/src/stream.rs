@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use expertd_proto::v1::{ForwardRequest, ForwardResponse};
-use expertd_proto::{AnswerReceiver, RequestSender};
+use expertd_proto::{AnswerReceiver, Client, RequestSender};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use tokio::runtime::Handle;
@@ -14,10 +14,11 @@ use tokio::task::JoinHandle;
 use tonic::Status;
 
 use crate::asyncio;
-use crate::client::Connection;
+use crate::client::Route;
+use crate::connection::{Connection, Link};
 use crate::errors::Failure;
 use crate::receipt::{Answer, Received};
-use crate::request::{Call, Options};
+use crate::request::{Arguments, Call, Options};
 use crate::runtime::wait;
 
 type Reply = oneshot::Sender<Result<ForwardResponse, Status>>;
@@ -109,12 +110,12 @@ struct Current {
 
 impl Shared {
     /// The open stream and an id that no other call has.
-    async fn open(&self) -> Result<(Open, u64), Failure> {
+    async fn open(&self, client: &Client) -> Result<(Open, u64), Failure> {
         let mut current = self.current.lock().await;
         let open = match current.open.as_ref().filter(|open| open.end().is_none()) {
             Some(open) => open.clone(),
             None => {
-                let (sender, answers) = self.connection.client().await?.stream(self.capacity).await?;
+                let (sender, answers) = client.stream(self.capacity).await?;
                 let waiting = Arc::new(Mutex::new(Waiting::Open(HashMap::new())));
                 tokio::spawn(receive(answers, Arc::clone(&waiting)));
                 let open = Open { sender, waiting };
@@ -126,14 +127,22 @@ impl Shared {
         Ok((open, current.next_id))
     }
 
-    /// Makes a call, with retries by the client's policy.
-    async fn call(&self, call: &Call) -> Result<Received, Failure> {
+    /// Makes a call. Several services have no common stream, so that each call to them is one of its own.
+    async fn call(&self, call: Call) -> Result<Received, Failure> {
+        match self.connection.link().await? {
+            Link::One(client) => self.call_on_stream(client, &call).await,
+            Link::Several(_) => self.connection.forward(call).await,
+        }
+    }
+
+    /// Makes a call on the stream, with retries by the client's policy.
+    async fn call_on_stream(&self, client: &Client, call: &Call) -> Result<Received, Failure> {
         let start = Instant::now();
         let timeout = call.timeout;
         let mut attempt = 1;
         loop {
             let left = timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
-            let status = match self.call_once(call.message.clone(), left).await {
+            let status = match self.call_once(client, call.message.clone(), left).await {
                 Ok(response) => return call.shape.read_answer(response),
                 Err(Failure::Status(status)) => status,
                 Err(failure) => return Err(failure),
@@ -152,10 +161,11 @@ impl Shared {
 
     async fn call_once(
         &self,
+        client: &Client,
         message: ForwardRequest,
         timeout: Option<Duration>,
     ) -> Result<ForwardResponse, Failure> {
-        let (open, id) = self.open().await?;
+        let (open, id) = self.open(client).await?;
         let call = open.call(id, message, timeout);
         let Some(timeout) = timeout else { return Ok(call.await?) };
         // The service answers in time. This timeout ends the wait if the connection does not deliver the answer.
@@ -166,24 +176,46 @@ impl Shared {
     }
 }
 
+/// How the calls of a stream reach the service.
+#[derive(Clone, Debug)]
+enum StreamRoute {
+    Grpc(Arc<Shared>),
+    /// A session carries many calls without a stream.
+    Session(Route),
+}
+
+impl StreamRoute {
+    async fn call(self, arguments: Arguments) -> Result<Received, Failure> {
+        match self {
+            StreamRoute::Grpc(shared) => shared.call(arguments.into_call()).await,
+            StreamRoute::Session(route) => route.call(arguments).await,
+        }
+    }
+}
+
 /// The native part of `Stream` and `AsyncStream`.
 #[pyclass(frozen)]
 #[derive(Debug)]
 pub(crate) struct NativeStream {
     /// `None` after it was closed. Calls in flight also hold it, and the gRPC stream ends when the last holder drops it.
-    shared: Mutex<Option<Arc<Shared>>>,
+    route: Mutex<Option<StreamRoute>>,
     runtime: Handle,
 }
 
 impl NativeStream {
-    pub(crate) fn new(connection: Arc<Connection>, runtime: Handle, capacity: usize) -> NativeStream {
-        let shared = Arc::new(Shared { connection, capacity, current: AsyncMutex::default() });
-        NativeStream { shared: Mutex::new(Some(shared)), runtime }
+    pub(crate) fn new(route: Route, runtime: Handle, capacity: usize) -> NativeStream {
+        let route = match route {
+            Route::Remote(connection) => {
+                StreamRoute::Grpc(Arc::new(Shared { connection, capacity, current: AsyncMutex::default() }))
+            }
+            host @ Route::Host(_) => StreamRoute::Session(host),
+        };
+        NativeStream { route: Mutex::new(Some(route)), runtime }
     }
 
-    fn shared(&self) -> PyResult<Arc<Shared>> {
-        let shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.as_ref().map(Arc::clone).ok_or_else(|| {
+    fn route(&self) -> PyResult<StreamRoute> {
+        let route = self.route.lock().unwrap_or_else(PoisonError::into_inner);
+        route.clone().ok_or_else(|| {
             PyValueError::new_err("the stream is closed; open another one with client.stream()")
         })
     }
@@ -199,9 +231,8 @@ impl NativeStream {
         seconds: Option<f64>,
         options: Options<'py>,
     ) -> PyResult<Pending> {
-        let call = Call::new(layer, rows, seconds, &options)?;
-        let shared = self.shared()?;
-        let task = self.runtime.spawn(async move { shared.call(&call).await });
+        let arguments = Arguments::new(layer, rows, seconds, options)?;
+        let task = self.runtime.spawn(self.route()?.call(arguments));
         Ok(Pending { task: Mutex::new(Some(task)) })
     }
 
@@ -213,14 +244,13 @@ impl NativeStream {
         seconds: Option<f64>,
         options: Options<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let call = Call::new(layer, rows, seconds, &options)?;
-        let shared = self.shared()?;
-        asyncio::spawn(py, async move { shared.call(&call).await })
+        let arguments = Arguments::new(layer, rows, seconds, options)?;
+        asyncio::spawn(py, self.route()?.call(arguments))
     }
 
     /// Refuses further calls; calls in flight continue.
     fn close(&self) {
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.route.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 }
 

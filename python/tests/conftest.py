@@ -1,7 +1,10 @@
 """Services from the installed wheel, over the checkpoints in tests/fixtures/golden."""
 
 import contextlib
+import os
 import pathlib
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -13,11 +16,16 @@ GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "g
 
 
 class Golden:
-    """A running service and what transformers computed from the same checkpoint."""
+    """A running service, a client of it, and what transformers computed from the same checkpoint.
 
-    def __init__(self, family, service):
+    `arguments` are those of `Client` and `AsyncClient` that lead to the service the same way as `client`.
+    """
+
+    def __init__(self, family, service, session):
         self.service = service
-        self.client = service.client()
+        self.session = session
+        self.client = service.client(session=session)
+        self.arguments = {"address": service.session_address if session else service.address, "session": session}
         self.model = self.client.model()
         self.tensors = load_file(GOLDEN / family / "golden.safetensors")
         self.layers = [layer.layer for layer in self.model.moe_layers]
@@ -30,18 +38,26 @@ class Golden:
 
 
 @pytest.fixture(scope="session")
-def golden():
-    """`golden(family)`: a service of two ranks, started when it is first asked for."""
+def started():
+    """`started(family, session)`: a service of two ranks, started when it is first asked for."""
     with contextlib.ExitStack() as stack:
-        started = {}
+        services = {}
+        ready = {}
 
-        def of(family):
-            if family not in started:
-                service = stack.enter_context(expertd.serve(GOLDEN / family, ranks=2))
-                started[family] = Golden(family, service)
-            return started[family]
+        def of(family, session):
+            if family not in services:
+                services[family] = stack.enter_context(expertd.serve(GOLDEN / family, ranks=2))
+            if (family, session) not in ready:
+                ready[family, session] = Golden(family, services[family], session)
+            return ready[family, session]
 
         yield of
+
+
+@pytest.fixture(params=[None, "host"], ids=["grpc", "host"])
+def golden(request, started):
+    """`golden(family)`: a service with a client over gRPC, and with a client over a session."""
+    return lambda family: started(family, request.param)
 
 
 @pytest.fixture
@@ -49,6 +65,19 @@ def rows(golden):
     """Eight random rows of the service `golden("qwen3_moe")`."""
     hidden = golden("qwen3_moe").model.hidden
     return np.random.default_rng().standard_normal((8, hidden)).astype(np.float32)
+
+
+@contextlib.contextmanager
+def stopped(service):
+    """Stops the service's process for the length of the block, which begins when all its threads stand still."""
+    tasks = pathlib.Path(f"/proc/{service.process.pid}/task")
+    os.kill(service.process.pid, signal.SIGSTOP)
+    try:
+        while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in tasks.glob("*/stat")):
+            time.sleep(0.001)
+        yield
+    finally:
+        os.kill(service.process.pid, signal.SIGCONT)
 
 
 def worst_row(found, expected):

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from conftest import stopped
 
 import expertd
 
@@ -15,12 +16,15 @@ def test_what_the_service_refuses(golden, rows):
     layer = it.layers[0]
     with pytest.raises(expertd.NotFoundError, match="layer 99") as caught:
         it.client.forward(99, rows)
-    assert (caught.value.code, caught.value.reason) == ("NOT_FOUND", "UNKNOWN_LAYER")
+    # Completions of a session have a code and a sentence, and no reason or fields.
+    assert (caught.value.code, caught.value.reason) == ("NOT_FOUND", None if it.session else "UNKNOWN_LAYER")
     with pytest.raises(expertd.NotFoundError, match="other"):
         it.client.forward(layer, rows, model="other")
-    with pytest.raises(expertd.InvalidRequestError) as caught:
-        it.client.forward(layer, rows[:, :5].copy())
-    assert caught.value.fields[0][0] == "inline" and isinstance(caught.value, ValueError)
+    for other in (rows[:, :5].copy(), np.concatenate([rows, rows], axis=1)):
+        with pytest.raises(expertd.InvalidRequestError, match="rows: have" if it.session else "inline") as caught:
+            it.client.forward(layer, other)
+        assert isinstance(caught.value, ValueError)
+        assert it.session or caught.value.fields[0][0] == "inline"
     with pytest.raises(expertd.WeightVersionError, match="weight version 3"):
         it.client.forward(layer, rows, expected_weight_version=3)
     ids = np.zeros((len(rows), 2), np.int32)
@@ -56,51 +60,51 @@ def test_addresses_and_sessions():
         expertd.Client("127.0.0.1:1")
     with pytest.raises(ConnectionError, match="address"):
         expertd.Client("unix:")
-    for session in ("host", "cuda"):
-        with pytest.raises(expertd.UnsupportedError, match="no sessions"):
-            expertd.Client("127.0.0.1:1", session=session)
+    with pytest.raises(expertd.UnsupportedError, match="session=\"host\""):
+        expertd.Client("127.0.0.1:1", session="cuda")
+    with pytest.raises(expertd.ConnectError, match="session-listen"):
+        expertd.Client("127.0.0.1:1", session="host")
+    with pytest.raises(expertd.ConnectError, match="session-listen"):
+        expertd.Client("unix:/nowhere/session.sock", session="host")
+    for words, arguments in (
+        ("expected None", {"address": "unix:/x", "session": "gpu"}),
+        ("one service", {"address": ["unix:/x", "unix:/y"], "session": "host"}),
+        ("credentials", {"address": "unix:/x", "session": "host", "credentials": expertd.Credentials(token_file="x")}),
+        ("no address", {"address": []}),
+        ("no address", {"address": " , "}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            expertd.Client(**arguments)
 
 
 def test_a_closed_client_says_so(golden, rows):
     it = golden("qwen3_moe")
-    with it.service.client() as client:
+    with it.service.client(session=it.session) as client:
         client.forward(it.layers[0], rows)
     with pytest.raises(ValueError, match="closed"):
         client.forward(it.layers[0], rows)
 
 
-def stopped(service):
-    """Stops the service's process; returns what lets it go on."""
-    os.kill(service.process.pid, signal.SIGSTOP)
-    return lambda: os.kill(service.process.pid, signal.SIGCONT)
-
-
 def test_a_deadline_passes_when_the_service_stands_still(golden, rows):
     it = golden("qwen3_moe")
-    go_on = stopped(it.service)
-    try:
-        with pytest.raises(expertd.DeadlineError) as caught:
-            it.client.forward(it.layers[0], rows, timeout=0.2)
-        assert isinstance(caught.value, TimeoutError)
-    finally:
-        go_on()
+    with stopped(it.service), pytest.raises(expertd.DeadlineError) as caught:
+        it.client.forward(it.layers[0], rows, timeout=0.2)
+    assert isinstance(caught.value, TimeoutError)
 
 
 def test_a_waiting_call_lets_other_threads_run(golden, rows):
     it = golden("qwen3_moe")
-    go_on = stopped(it.service)
     answers = []
     thread = threading.Thread(target=lambda: answers.append(it.client.forward(it.layers[0], rows)))
-    thread.start()
-    # With the GIL held by the call, this thread would not get here, and nothing would ever wake the service.
-    go_on()
+    with stopped(it.service):
+        thread.start()
+        # With the GIL held by the call, this thread would not get here, and nothing would ever wake the service.
     thread.join()
     assert answers[0].rows.shape == rows.shape
 
 
 def test_a_signal_ends_a_waiting_call(golden, rows):
     it = golden("qwen3_moe")
-    go_on = stopped(it.service)
 
     class Alarm(Exception):
         pass
@@ -109,14 +113,13 @@ def test_a_signal_ends_a_waiting_call(golden, rows):
         raise Alarm
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
-        with pytest.raises(Alarm):
+        with stopped(it.service), pytest.raises(Alarm):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
             it.client.forward(it.layers[0], rows)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        go_on()
 
 
 def test_clients_of_a_parent_are_refused_after_a_fork_and_new_ones_work(golden, rows):
@@ -129,7 +132,7 @@ def test_clients_of_a_parent_are_refused_after_a_fork_and_new_ones_work(golden, 
             try:
                 it.client.forward(it.layers[0], rows)
             except RuntimeError as error:
-                fresh = expertd.Client(it.service.address)
+                fresh = expertd.Client(**it.arguments)
                 fresh.forward(it.layers[0], rows)
                 status = 0 if "fork" in str(error) else 2
         finally:

@@ -26,8 +26,9 @@ def test_layers_that_route_by_token_id_take_token_ids(golden):
     for ids in (it.token_ids().astype(np.int32), it.token_ids().astype(np.int64)):
         answer = it.client.forward(by_id[0], it.of(by_id[0], "input"), token_ids=ids)
         assert worst_row(answer.rows, it.of(by_id[0], "output")) < 1e-5
-    with pytest.raises(expertd.InvalidRequestError, match="token_ids"):
-        it.client.forward(by_id[0], it.of(by_id[0], "input"))
+    for wrong in ({}, {"token_ids": ids[1:]}, {"token_ids": np.append(ids, 0)}):
+        with pytest.raises(expertd.InvalidRequestError, match="token_ids"):
+            it.client.forward(by_id[0], it.of(by_id[0], "input"), **wrong)
 
 
 def test_given_routing_is_applied_whatever_its_integer_and_float_types(golden, rows):
@@ -132,16 +133,28 @@ def test_answers_are_shared_without_a_copy(golden, rows):
     assert second[0, 0] == 42.0
 
 
-def test_no_tokens_and_more_than_a_step_are_legal(golden):
+def test_a_batch_may_have_more_rows_than_a_step(golden):
     it = golden("qwen3_moe")
-    empty = it.client.forward(it.layers[0], np.zeros((0, it.model.hidden), np.float32))
-    assert np.asarray(empty.rows).shape == (0, it.model.hidden) and empty.receipt.steps == ()
     many = it.model.limits.max_tokens_per_step + 1
     rows = np.random.default_rng().standard_normal((many, it.model.hidden)).astype(np.float32)
-    split = it.client.forward(it.layers[0], rows, return_timings=True)
-    assert len(split.receipt.steps) > 1 and len(split.receipt.timings) == len(split.receipt.steps)
+    split = it.client.forward(it.layers[0], rows, return_timings=True, return_routing=True)
+    assert len(split.receipt.steps) > 1
+    # The receipt of a session has the sum over the steps.
+    assert len(split.receipt.timings) == (1 if it.session else len(split.receipt.steps))
     assert sum(split.receipt.tokens_per_rank) == many
+    assert split.receipt.topk_ids.shape == (many, it.model.moe_layers[0].top_k)
     assert worst_row(np.asarray(split.rows)[-3:], it.client.forward(it.layers[0], rows[-3:]).rows) < 1e-5
+
+
+def test_no_tokens(golden):
+    it = golden("qwen3_moe")
+    nothing = np.zeros((0, it.model.hidden), np.float32)
+    if it.session:
+        with pytest.raises(expertd.InvalidRequestError, match="tokens"):
+            it.client.forward(it.layers[0], nothing)
+    else:
+        empty = it.client.forward(it.layers[0], nothing)
+        assert np.asarray(empty.rows).shape == nothing.shape and empty.receipt.steps == ()
 
 
 def test_the_model_describes_itself(golden):

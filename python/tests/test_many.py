@@ -8,7 +8,7 @@ import signal
 
 import numpy as np
 import pytest
-from conftest import GOLDEN, worst_row
+from conftest import GOLDEN, stopped, worst_row
 
 import expertd
 
@@ -53,7 +53,7 @@ def test_asyncio_calls_streams_errors_and_cancellation(golden):
     layer = it.layers[0]
 
     async def run():
-        async with expertd.AsyncClient(it.service.address) as client:
+        async with expertd.AsyncClient(**it.arguments) as client:
             assert (await client.model()).name == it.model.name and len(await client.models()) == 1
             unary = await asyncio.gather(*(client.forward(layer, rows) for rows in given))
             async with client.stream() as stream:
@@ -62,15 +62,12 @@ def test_asyncio_calls_streams_errors_and_cancellation(golden):
                     await stream.forward(99, given[0])
             for one, other in zip(unary, streamed, strict=True):
                 assert worst_row(one.rows, other.rows) < 1e-5
-            os.kill(it.service.process.pid, signal.SIGSTOP)
-            try:
-                with pytest.raises(asyncio.TimeoutError):
-                    await asyncio.wait_for(client.forward(layer, given[0]), 0.2)
-            finally:
-                os.kill(it.service.process.pid, signal.SIGCONT)
+            with stopped(it.service), pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(client.forward(layer, given[0]), 0.2)
             assert (await client.forward(layer, given[0])).rows.shape == given[0].shape
+        nowhere = {"address": "unix:/nowhere/socket", "session": it.session}
         with pytest.raises(expertd.ConnectError):
-            await expertd.AsyncClient("127.0.0.1:1").forward(layer, given[0])
+            await expertd.AsyncClient(**nowhere).connect()
 
     asyncio.run(run())
 
@@ -81,8 +78,9 @@ def children(pid):
     return [int(child) for path in lists for child in path.read_text().split()]
 
 
-def test_callers_do_not_see_that_a_rank_died():
-    with expertd.serve(GOLDEN / "qwen3_moe", ranks=2) as service, service.client() as client:
+@pytest.mark.parametrize("session", [None, "host"])
+def test_callers_do_not_see_that_a_rank_died(session):
+    with expertd.serve(GOLDEN / "qwen3_moe", ranks=2) as service, service.client(session=session) as client:
         model = client.model()
         layer = model.moe_layers[0].layer
         rows = np.random.default_rng().standard_normal((8, model.hidden)).astype(np.float32)
@@ -98,9 +96,10 @@ def test_callers_do_not_see_that_a_rank_died():
         assert client.model().generation == 3
 
 
-def test_without_retries_a_dead_service_is_unavailable():
+@pytest.mark.parametrize("session", [None, "host"])
+def test_without_retries_a_dead_service_is_unavailable(session):
     with expertd.serve(GOLDEN / "mixtral", ranks=1) as service:
-        client = service.client(retry=None)
+        client = service.client(session=session, retry=None)
         model = client.model()
         rows = np.zeros((1, model.hidden), np.float32)
         service.process.kill()

@@ -9,7 +9,6 @@ use expertd_proto::v1::{DrainRequest, GetStatusRequest};
 use expertd_proto::{RetryPolicy, transport};
 use expertd_router::api::{
     Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig, ServerError,
-    ready_probe,
 };
 use expertd_router::backend::{ServiceState, SubmitError};
 use expertd_router::telemetry::{MetricsEndpoint, install_recorder, names};
@@ -169,9 +168,8 @@ async fn the_scrape_endpoint_has_documented_names_and_probes() {
     let recorder = install_recorder("");
     let fake = fake();
     let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
-    let probe = ready_probe(fake.clone());
     let endpoint =
-        MetricsEndpoint::bind("127.0.0.1:0".parse().unwrap(), recorder, probe, access).await.unwrap();
+        MetricsEndpoint::bind("127.0.0.1:0".parse().unwrap(), recorder, fake.clone(), access).await.unwrap();
     let address = endpoint.local_address().unwrap().to_string();
     tokio::spawn(endpoint.run());
 
@@ -207,7 +205,7 @@ async fn the_scrape_endpoint_has_documented_names_and_probes() {
     fake.set_state(ServiceState::Reforming);
     let (status, reason) = get(&address, "/readyz").await;
     assert!(status.contains("503") && reason.contains("because"), "{status} {reason}");
-    assert!(get(&address, "/").await.0.contains("404"));
+    assert!(get(&address, "/nothing").await.0.contains("404"));
 }
 
 #[tokio::test]
@@ -218,11 +216,15 @@ async fn the_commands_talk_to_admin_only() {
 
     let service = Service::start(&fake()).await;
     let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
-    let found = status(&StatusArgs { admin: admin.clone(), json: false, watch: None }).await.unwrap();
+    let found = status(&StatusArgs { admin: admin.clone(), json: false, expert_rows: false, watch: None })
+        .await
+        .unwrap();
     assert_eq!(found.model, "fake");
     let public = AdminAddress { address: Some(service.tcp.clone()), ..AdminAddress::default() };
-    let error =
-        status(&StatusArgs { admin: public, json: false, watch: None }).await.unwrap_err().to_string();
+    let error = status(&StatusArgs { admin: public, json: false, expert_rows: false, watch: None })
+        .await
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("--admin-listen"), "{error}");
     let drained = drain(&DrainArgs { admin, timeout: Some(0.25), json: false }).await.unwrap();
     assert_eq!(drained.requests_dropped, 250, "the fake backend answers with the timeout");

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use expertd_router::backend::*;
@@ -141,6 +141,8 @@ impl Fake {
             tokens: request.tokens as u32,
             phases: PhaseTimes::default(),
             computed: Duration::ZERO,
+            formed: Instant::now(),
+            done: Instant::now(),
         };
         let (topk_ids, topk_weights) = match &request.routing {
             Some(routing) if request.return_routing => {
@@ -215,6 +217,12 @@ impl Backend for Fake {
                 weight_bytes_loaded: 10,
                 weight_bytes_total: 20,
             }],
+        }
+    }
+
+    fn expert_rows(&self) -> ExpertRows {
+        ExpertRows {
+            layers: vec![LayerRows { layer: LayerId(4), ranks: vec![vec![1, 0, 7], vec![2, 0, 0]] }],
         }
     }
 

@@ -4,6 +4,7 @@
 mod admin;
 mod backend;
 mod harness;
+mod status_page;
 mod statuses;
 mod streams;
 mod transport;

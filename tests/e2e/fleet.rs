@@ -69,6 +69,19 @@ async fn call(
     failed
 }
 
+/// Waits until more calls are answered than were in flight.
+async fn went_on(answered: &AtomicU64, what: &str) {
+    /// Ten times the number of callers.
+    const CALLS: u64 = 60;
+    let wanted = answered.load(Ordering::Relaxed) + CALLS;
+    let more = async {
+        while answered.load(Ordering::Relaxed) < wanted {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, more).await.unwrap_or_else(|_| panic!("calls were not answered: {what}"));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn no_call_fails_while_one_service_after_the_other_fails() {
     let addresses: Vec<String> = (0..3).map(|_| free_address()).collect();
@@ -86,29 +99,20 @@ async fn no_call_fails_while_one_service_after_the_other_fails() {
     for seed in 0..6 {
         callers.spawn(call(client.clone(), seed, Arc::clone(&stop), Arc::clone(&answered)));
     }
-    let mut before = 0;
-    let mut went_on = |what: &str| {
-        let now = answered.load(Ordering::Relaxed);
-        assert!(now > before, "no call was answered: {what}");
-        before = now;
-    };
-    tokio::time::sleep(Duration::from_millis(500)).await;
-    went_on("before any fault");
+    went_on(&answered, "before any fault").await;
 
     // Killed, and started again at the same address.
     services[0].signal(Signal::KILL);
     assert!(services[0].wait(PATIENCE).is_some());
     until(&client, &addresses[0], &[State::Lost]).await;
-    tokio::time::sleep(Duration::from_millis(500)).await;
-    went_on("one service was killed");
+    went_on(&answered, "one service was killed").await;
     services[0] = start(0, &addresses[0]);
     until(&client, &addresses[0], &[State::Serving]).await;
 
     // Stopped: its connections stay open and nothing answers.
     services[2].signal(Signal::STOP);
     until(&client, &addresses[2], &[State::Lost]).await;
-    tokio::time::sleep(Duration::from_millis(500)).await;
-    went_on("one service was stopped");
+    went_on(&answered, "one service was stopped").await;
     services[2].signal(Signal::CONT);
     until(&client, &addresses[2], &[State::Serving]).await;
 
@@ -119,11 +123,12 @@ async fn no_call_fails_while_one_service_after_the_other_fails() {
         assert_eq!(status.code(), Some(0));
         services[index] = start(index, &addresses[index]);
         until(&client, &addresses[index], &[State::Serving]).await;
-        went_on("a rolling restart");
+        went_on(&answered, "a rolling restart").await;
     }
     stop.store(true, Ordering::Relaxed);
     let failed: Vec<String> = callers.join_all().await.concat();
-    assert!(failed.is_empty(), "{} calls of {before} failed: {}", failed.len(), failed[0]);
+    let answered = answered.load(Ordering::Relaxed);
+    assert!(failed.is_empty(), "{} calls failed, {answered} were answered: {failed:#?}", failed.len());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -166,7 +171,7 @@ async fn services_with_other_weights_are_left_out_until_they_are_all_there_is() 
 
 #[tokio::test(flavor = "multi_thread")]
 async fn services_that_are_not_there_are_named() {
-    let config = FleetConfig { patience: Duration::from_millis(300), ..FleetConfig::default() };
+    let config = FleetConfig { connect_patience: Duration::from_millis(300), ..FleetConfig::default() };
     let address = free_address();
     let error = FleetClient::connect(&address, config.clone()).await.unwrap_err().to_string();
     assert!(error.contains(&address) && error.contains("expertd serve"), "{error}");

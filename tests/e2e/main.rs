@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+mod balance;
 mod faults;
 mod fleet;
 mod golden;
@@ -13,4 +14,5 @@ mod sessions;
 mod soak_gpu;
 mod startup;
 mod steps;
+mod traces;
 mod weights;

@@ -10,12 +10,13 @@ use expertd_proto::Client;
 use expertd_proto::transport::Channel;
 use expertd_proto::v1::{DType, ForwardRequest};
 use hyper_util::rt::TokioIo;
-use tokio::io::AsyncReadExt as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::task::JoinSet;
 use tonic::transport::Endpoint;
 use tower::service_fn;
 
+use crate::cores::{self, Burner};
 use crate::frames::{self, hello, send};
 use crate::service::Service;
 
@@ -69,10 +70,12 @@ pub async fn honest_client(address: &str) -> Result<Client, String> {
     Client::over(Channel::new(channel, token)).await.map_err(|error| format!("GetModel: {error}"))
 }
 
-/// Calls for `time`, on a thread of its own, so that the attackers' tasks do not delay the honest client.
+/// Calls for `time`, on a thread (and, with HOSTILE_HONEST_CORES, on cores) of its own, so that the attackers' tasks do not
+/// delay the honest client.
 pub async fn honest(address: &str, time: Duration) -> Honest {
     let address = address.to_owned();
     let thread = std::thread::spawn(move || {
+        cores::move_to(cores::of("HOSTILE_HONEST_CORES").as_ref());
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(call_for(&address, time))
     });
@@ -135,21 +138,44 @@ async fn settled(pid: u32, before: u64) -> (u64, u64) {
     (resident_mib(pid), begun.elapsed().as_secs())
 }
 
-/// Runs an attack and an honest client at the same time, and checks that every call of the honest client has an answer.
-pub async fn run(name: &str, attack: Attack) {
-    let folder = tempfile::tempdir().unwrap();
-    let tokens = folder.path().join("tokens");
-    std::fs::write(&tokens, format!("honest {TOKEN}\n")).unwrap();
-    let mut flags = vec!["--max-bytes-in-flight", "67108864"];
-    if authenticated() {
-        flags.extend(["--token-file", tokens.to_str().unwrap()]);
-    }
-    let service = Service::start("qwen3_moe", 1, &flags);
-    let time = Duration::from_secs(size("HOSTILE_SECONDS", 2));
-    let attackers = size("HOSTILE_ATTACKERS", 24);
-    let alone = honest(&service.address, time).await;
-    let before = resident_mib(service.pid());
+/// Connections that the service refused or ended, by reason.
+async fn ended(metrics: &str) -> String {
+    let address = metrics.trim_start_matches("http://").trim_end_matches("/metrics");
+    let mut socket = TcpStream::connect(address).await.unwrap();
+    socket.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
+    let mut text = String::new();
+    socket.read_to_string(&mut text).await.unwrap();
+    let counts = text.lines().filter_map(|line| line.strip_prefix("expertd_connections_ended_total"));
+    counts.filter(|count| !count.ends_with(" 0")).collect::<Vec<_>>().join(" ")
+}
 
+/// Means over the rounds of a measurement.
+struct Means {
+    per_second: f64,
+    p99: Duration,
+}
+
+fn means(rounds: &[Honest]) -> Means {
+    let count = rounds.len() as f64;
+    Means {
+        per_second: rounds.iter().map(|round| round.per_second).sum::<f64>() / count,
+        p99: rounds.iter().map(|round| round.p99).sum::<Duration>().div_f64(count),
+    }
+}
+
+/// One round of an attack.
+struct Round {
+    honest: Honest,
+    /// Connections that the attackers made.
+    connected: u64,
+    /// Largest resident memory of the router in MiB.
+    most: u64,
+    /// Processor time of the router per second.
+    busy: f64,
+}
+
+/// Attacks and calls at the same time.
+async fn attacked(service: &Service, attack: Attack, time: Duration, attackers: u64) -> Round {
     let over = Arc::new(AtomicBool::new(false));
     let connected = Arc::new(AtomicU64::new(0));
     let mut tasks = JoinSet::new();
@@ -177,28 +203,90 @@ pub async fn run(name: &str, attack: Attack) {
             most
         }
     });
-    let beside = honest(&service.address, time).await;
+    let (honest, busy) = busy_while(service.pid(), honest(&service.address, time)).await;
     over.store(true, Ordering::Relaxed);
     let most = most.await.unwrap();
     tasks.abort_all();
     while tasks.join_next().await.is_some() {}
+    Round { honest, connected: connected.load(Ordering::Relaxed), most, busy }
+}
+
+/// The processor time per second that a process uses meanwhile.
+async fn busy_while<T>(pid: u32, work: impl Future<Output = T>) -> (T, f64) {
+    let (before, begun) = (cores::used(pid), Instant::now());
+    let result = work.await;
+    (result, (cores::used(pid) - before).as_secs_f64() / begun.elapsed().as_secs_f64())
+}
+
+/// Runs an attack and an honest client at the same time, and checks that every call of the honest client has an answer.
+///
+/// In full size (HOSTILE_ROUNDS), rounds of the attack and of a control alternate: in the control, another process on the
+/// cores of the service (HOSTILE_SERVICE_CORES) uses the processor time that the attackers cost the service.
+pub async fn run(name: &str, attack: Attack) {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = folder.path().join("tokens");
+    std::fs::write(&tokens, format!("honest {TOKEN}\n")).unwrap();
+    let mut flags = vec!["--max-bytes-in-flight", "67108864"];
+    if authenticated() {
+        flags.extend(["--token-file", tokens.to_str().unwrap()]);
+    }
+    let service_cores = cores::of("HOSTILE_SERVICE_CORES");
+    let service = cores::on(service_cores.as_ref(), || Service::start("qwen3_moe", 1, &flags));
+    let time = Duration::from_secs(size("HOSTILE_SECONDS", 2));
+    let (attackers, rounds) = (size("HOSTILE_ATTACKERS", 24), size("HOSTILE_ROUNDS", 0));
+    let (alone, busy_alone) = busy_while(service.pid(), honest(&service.address, time)).await;
+    let before = resident_mib(service.pid());
+
+    let (mut attacks, mut controls) = (Vec::new(), Vec::new());
+    let (mut burned, mut busy_control) = (Vec::new(), Vec::new());
+    for _ in 0..rounds.max(1) {
+        let round = attacked(&service, attack, time, attackers).await;
+        // What the router's own calls did not cost.
+        let extra = round.busy - busy_alone * round.honest.per_second / alone.per_second;
+        attacks.push(round);
+        if rounds > 0 {
+            // The connections of the attackers end.
+            tokio::time::sleep(Duration::from_secs(2)).await;
+            let burner = Burner::start(service_cores.as_ref(), extra.max(0.0));
+            let (used, begun) = (burner.used(), Instant::now());
+            let (control, busy) = busy_while(service.pid(), honest(&service.address, time)).await;
+            controls.push(control);
+            busy_control.push(busy);
+            burned.push((burner.used() - used).as_secs_f64() / begun.elapsed().as_secs_f64());
+        }
+    }
     let (after, waited) = settled(service.pid(), before).await;
+    let (most, connected) = (
+        attacks.iter().map(|round| round.most).max().unwrap_or(0),
+        attacks.iter().map(|round| round.connected).sum::<u64>(),
+    );
+    let busy = attacks.iter().map(|round| round.busy).sum::<f64>() / attacks.len() as f64;
+    let beside: Vec<_> = attacks.into_iter().map(|round| round.honest).collect();
+    for (whose, client) in
+        beside.iter().map(|client| ("beside the attack", client)).chain([("alone", &alone)])
+    {
+        assert!(client.failed.is_empty() && client.calls > 0, "{whose}: {:?}", client.failed.first());
+    }
+    let (mean, alone) = (means(&beside), means(&[alone]));
+    let control = if controls.is_empty() { None } else { Some(means(&controls)) };
+    let against = control.as_ref().unwrap_or(&alone);
     println!(
-        "| {name} | {attackers} | {} | {:.0} | {:.0} | {:.2} | {:.2} | {before} | {most} | {after} after {waited} s |",
-        connected.load(Ordering::Relaxed),
+        "| {name} | {attackers} | {connected} | {:.0} | {:.0} | {:.0} | {:.0} % | {:.2} | {:.2} | {:.2} | {busy_alone:.2} | \
+         {busy:.2} | {:.2} + {:.2} | {before} | {most} | {after} after {waited} s |",
         alone.per_second,
-        beside.per_second,
+        against.per_second,
+        mean.per_second,
+        100.0 * mean.per_second / against.per_second,
         alone.p99.as_secs_f64() * 1e3,
-        beside.p99.as_secs_f64() * 1e3,
+        against.p99.as_secs_f64() * 1e3,
+        mean.p99.as_secs_f64() * 1e3,
+        busy_control.iter().sum::<f64>() / busy_control.len().max(1) as f64,
+        burned.iter().sum::<f64>() / burned.len().max(1) as f64,
     );
-    assert!(connected.load(Ordering::Relaxed) > 0, "the attack took place");
-    assert!(alone.failed.is_empty(), "alone: {:?}", alone.failed.first());
-    assert!(
-        beside.failed.is_empty() && beside.calls > 0,
-        "beside the attack: {} failed, {:?}",
-        beside.failed.len(),
-        beside.failed.first()
-    );
+    if std::env::var_os("HOSTILE_REASONS").is_some() {
+        println!("{name}: {}", ended(&service.metrics).await);
+    }
+    assert!(connected > 0, "the attack took place");
     // The limit is 64 MiB in flight and half as much in the transport, each in up to two places, plus connections.
     assert!(most <= before + 256, "{before} MiB before, {most} MiB under attack");
 }

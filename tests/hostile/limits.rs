@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_proto::{Client, RetryPolicy};
-use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, ready_probe};
+use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts};
 use expertd_router::backend::Limits;
 use expertd_router::telemetry::{MetricsEndpoint, install_recorder};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -123,8 +123,7 @@ async fn one_address_leaves_places_for_others_and_sockets_have_their_own() {
 async fn idle_sockets_on_the_metrics_port_delay_no_probe() {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, 64));
     let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
-    let probe = ready_probe(fake);
-    let endpoint = MetricsEndpoint::bind("127.0.0.1:0".parse().unwrap(), install_recorder(""), probe, access);
+    let endpoint = MetricsEndpoint::bind("127.0.0.1:0".parse().unwrap(), install_recorder(""), fake, access);
     let endpoint = endpoint.await.unwrap();
     let address = endpoint.local_address().unwrap().to_string();
     tokio::spawn(endpoint.run());

@@ -10,10 +10,15 @@ mod attacks;
 #[path = "../api/backend.rs"]
 mod backend;
 mod certificates;
+mod cores;
 mod frames;
 #[path = "../api/harness.rs"]
 mod harness;
 mod limits;
+#[cfg(target_arch = "x86_64")]
+mod ptrace;
 #[path = "../e2e/service/mod.rs"]
 mod service;
 mod surroundings;
+#[cfg(target_arch = "x86_64")]
+mod threads;

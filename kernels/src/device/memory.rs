@@ -159,6 +159,21 @@ pub unsafe fn read_device(address: u64, bytes: &mut [u8]) -> Result<(), String> 
     unsafe { result::memcpy_dtoh_sync(bytes, address) }.map_err(|error| format!("{error:?}"))
 }
 
+/// Copies bytes to device memory at an address, and waits until that is done. No kernel is involved.
+///
+/// # Errors
+/// The driver's error.
+///
+/// # Safety
+/// `address` must be writable device memory of the current context for the whole length, and nothing else may use it.
+pub unsafe fn write_device(address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    // SAFETY: the caller's promise.
+    check("cuMemcpyHtoD", unsafe { result::memcpy_htod_sync(address, bytes) })
+}
+
 /// Sets bytes of device memory, and waits until that is done.
 ///
 /// # Errors

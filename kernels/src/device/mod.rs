@@ -2,6 +2,7 @@
 #![allow(unsafe_code, reason = "calls the CUDA driver")]
 
 mod memory;
+mod shareable;
 mod stream;
 
 use std::sync::Arc;
@@ -9,7 +10,8 @@ use std::sync::Arc;
 use cudarc::driver::sys::{self, CUdevice_attribute};
 use cudarc::driver::{CudaContext, result};
 
-pub use memory::{Buffer, Mailbox, Pinned, Plain, fill_device, read_device};
+pub use memory::{Buffer, Mailbox, Pinned, Plain, fill_device, read_device, write_device};
+pub use shareable::ShareableMemory;
 pub use stream::{Graph, Stream};
 
 /// Errors of the CUDA driver.

@@ -63,22 +63,30 @@ pub struct CopyOutParams {
     pub places: u64,
     /// u32: number of assignments.
     pub assignments: u64,
-    /// Out: result rows.
-    pub staged_rows: u64,
     /// Out: i32 `[T, k]`, the ids that were used.
     pub staged_ids: u64,
     /// Out: f32 `[T, k]`, the weights that were used.
     pub staged_weights: u64,
     /// Out: [`Completion`](super::Completion).
     pub completion: u64,
+    /// From dispatch, or 0: rows are not counted.
+    pub expert_offsets: u64,
+    /// Out: u64 `[layers, count_stride]`, rows of each expert since the service started.
+    pub row_counts: u64,
+    /// Out: the same table in mapped memory.
+    pub row_counts_host: u64,
     /// Elements of a row.
     pub hidden: u32,
     /// Experts per token.
     pub top_k: u32,
     /// Largest number of rows.
     pub max_tokens: u32,
-    /// Padding.
-    pub reserved: u32,
+    /// Index in its layer of the first local expert.
+    pub first_expert: u32,
+    /// Number of local experts.
+    pub local_experts: u32,
+    /// Number of experts that a layer has room for in the tables.
+    pub count_stride: u32,
 }
 
 /// See `SharedParams` in `step.h`.
@@ -106,6 +114,6 @@ pub struct SharedParams {
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
     assert!(size_of::<CopyInParams>() == 136);
-    assert!(size_of::<CopyOutParams>() == 96);
+    assert!(size_of::<CopyOutParams>() == 120);
     assert!(size_of::<SharedParams>() == 56);
 };

@@ -78,12 +78,14 @@ pub struct StepRequest {
     pub reserved: u32,
 }
 
-/// Consecutive rows in staging, in mapped memory. Each row of a step belongs to one segment.
+/// Consecutive rows in staging or in an attached memory. Each row of a step belongs to one segment. The table is in mapped memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Segment {
-    /// Offset of the rows in staging in bytes, a multiple of 16.
+    /// Offset of the rows in staging in bytes, or their address in an attached memory; a multiple of 16.
     pub byte_offset: u64,
+    /// Address of the results in an attached memory, a multiple of 16; results of staged rows overwrite them.
+    pub output_offset: u64,
     /// Index of the first row in the step.
     pub first_row: u32,
     /// Number of rows.
@@ -92,6 +94,10 @@ pub struct Segment {
     pub dtype: u32,
     /// Bit set: 1 for given routing, 2 for shared experts in the output.
     pub flags: u32,
+    /// 0 for rows in staging.
+    pub memory: u32,
+    /// Padding.
+    pub reserved: u32,
 }
 
 /// Size of `RowPlace` in `step.h`, in bytes.
@@ -156,5 +162,5 @@ const _: () = {
     assert!(size_of::<StepRequest>() == 32);
     assert!(size_of::<Completion>() == 136);
     assert!(size_of::<Group>() == 184);
-    assert!(size_of::<Segment>() == 24);
+    assert!(size_of::<Segment>() == 40);
 };

@@ -66,12 +66,21 @@ struct Stages {
     segments: Staging,
     places: Buffer<u8>,
     rows: Staging,
+    /// A client's rows, then the places of their results.
+    client: Staging,
     ids: Staging,
     weights: Staging,
     ids_out: Staging,
     weights_out: Staging,
     completion: Staging,
+    row_counts: Buffer<u64>,
+    row_counts_host: Staging,
 }
+
+/// Number of layers in the tables of row counts.
+const LAYERS: usize = 3;
+/// Number of experts that a layer has room for in these tables, more than it has.
+const STRIDE: usize = 37;
 
 fn bytes_of<T: Copy>(values: &[T]) -> Vec<u8> {
     // SAFETY: plain integers and floats.
@@ -101,11 +110,14 @@ pub fn check(options: &Options) -> Outcome {
                     segments: Staging::new(&device, max_segments * size_of::<Segment>())?,
                     places: Buffer::zeroed(&device, tokens * ROW_PLACE_BYTES)?,
                     rows: Staging::new(&device, row_bytes)?,
+                    client: Staging::new(&device, 2 * row_bytes)?,
                     ids: Staging::new(&device, tokens * k * 4)?,
                     weights: Staging::new(&device, tokens * k * 4)?,
                     ids_out: Staging::new(&device, tokens * k * 4)?,
                     weights_out: Staging::new(&device, tokens * k * 4)?,
                     completion: Staging::new(&device, size_of::<Completion>())?,
+                    row_counts: Buffer::zeroed(&device, LAYERS * STRIDE)?,
+                    row_counts_host: Staging::new(&device, LAYERS * STRIDE * 8)?,
                 })
             })
             .collect::<Result<_, Box<dyn std::error::Error>>>()?;
@@ -146,14 +158,18 @@ pub fn check(options: &Options) -> Outcome {
                 topk_weights: b.topk_weights.address(),
                 places: stage.places.address(),
                 assignments: b.expert_offsets.address() + local(rank) * 4,
-                staged_rows: stage.rows.address(),
                 staged_ids: stage.ids_out.address(),
                 staged_weights: stage.weights_out.address(),
                 completion: stage.completion.address(),
+                expert_offsets: b.expert_offsets.address(),
+                row_counts: stage.row_counts.address(),
+                row_counts_host: stage.row_counts_host.address(),
                 hidden: shape.hidden,
                 top_k: shape.top_k,
                 max_tokens: shape.max_tokens,
-                reserved: 0,
+                first_expert: shape.expert_range(rank as u32).0,
+                local_experts: local(rank) as u32,
+                count_stride: STRIDE as u32,
             });
         }
         let most = most_blocks(&device, ranks)?;
@@ -181,9 +197,15 @@ pub fn check(options: &Options) -> Outcome {
             return Err(failed.into());
         }
         let graph = graph?;
+        // Rows of each expert of each layer, all ranks together.
+        let mut counted = vec![0_u64; LAYERS * STRIDE];
         for index in 0..6_u64 {
             let steps = step(&mut random, &shape);
             let number = 1000 * case + index + 1;
+            let layer = number as usize % LAYERS;
+            for &id in steps.iter().flat_map(|step| &step.ids) {
+                counted[layer * STRIDE + id as usize] += 1;
+            }
             let mut layouts = Vec::new();
             let mut seen = steps.clone();
             for ((stage, step), seen) in stages.iter().zip(&steps).zip(&mut seen) {
@@ -198,13 +220,19 @@ pub fn check(options: &Options) -> Outcome {
                         _ => 1 + random.below(3.min(left as u64)) as usize,
                     };
                     let dtype = random.pick(&[1_u32, 2, 3]);
+                    // Every place is used once: in staging, or at the same offset of the client's memory.
                     bytes.resize(bytes.len().next_multiple_of(SEGMENT_ALIGN), 0xee);
+                    let (at, memory) = (bytes.len() as u64, random.pick(&[0_u32, 1]));
+                    let client = u64::from(memory) * stage.client.address();
                     segments.push(Segment {
-                        byte_offset: bytes.len() as u64,
+                        byte_offset: client + at,
+                        output_offset: u64::from(memory) * (client + row_bytes as u64 + at),
                         first_row: row as u32,
                         rows: rows as u32,
                         dtype,
                         flags: 1,
+                        memory,
+                        reserved: 0,
                     });
                     for bits in &mut seen.rows[row * h..(row + rows) * h] {
                         let value = bf16::from_bits(*bits).to_f32();
@@ -222,6 +250,8 @@ pub fn check(options: &Options) -> Outcome {
                 }
                 stage.rows.write(&vec![0xee; row_bytes]);
                 stage.rows.write(&bytes);
+                stage.client.write(&vec![0xee; 2 * row_bytes]);
+                stage.client.write(&bytes);
                 stage.ids.write(&bytes_of(&step.ids));
                 stage.weights.write(&bytes_of(&step.weights));
                 stage.segments.write(&bytes_of(&segments));
@@ -229,7 +259,7 @@ pub fn check(options: &Options) -> Outcome {
                 stage.request.write(&bytes_of(&[StepRequest {
                     step: number,
                     tokens: step.tokens as u32,
-                    layer: 0,
+                    layer: layer as u32,
                     given_routing: 1,
                     out_dtype: if uniform { segments.first().map_or(3, |s| s.dtype) } else { 3 },
                     segments: segments.len() as u32,
@@ -262,6 +292,8 @@ pub fn check(options: &Options) -> Outcome {
                 }
                 // The expected staging: results in the places of their tokens, everything else unchanged.
                 let (segments, mut wanted) = layouts[rank].clone();
+                let mut wanted_client = wanted.clone();
+                wanted_client.resize(2 * row_bytes, 0xee);
                 for segment in &segments {
                     let values = &expected.out[segment.first_row as usize * h..][..segment.rows as usize * h];
                     let answer: Vec<u8> = match segment.dtype {
@@ -269,7 +301,18 @@ pub fn check(options: &Options) -> Outcome {
                         2 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
                         _ => values.iter().flat_map(|&v| v.to_le_bytes()).collect(),
                     };
-                    wanted[segment.byte_offset as usize..][..answer.len()].copy_from_slice(&answer);
+                    let client = &mut wanted_client[..];
+                    let (place, at) = match segment.memory {
+                        0 => (&mut wanted[..], segment.byte_offset),
+                        _ => (client, segment.output_offset - stage.client.address()),
+                    };
+                    place[at as usize..][..answer.len()].copy_from_slice(&answer);
+                }
+                if stage.client.read(2 * row_bytes) != wanted_client {
+                    return Err(format!(
+                        "case {case}, step {index}, rank {rank}: the client's memory differs"
+                    )
+                    .into());
                 }
                 let found = stage.rows.read(row_bytes);
                 wanted.resize(found.len(), 0xee);
@@ -284,6 +327,12 @@ pub fn check(options: &Options) -> Outcome {
                     return Err(
                         format!("case {case}, step {index}, rank {rank}: returned routing differs").into()
                     );
+                }
+                let (first, last) = shape.expert_range(rank as u32);
+                let is_local = |cell: usize| (first..last).contains(&((cell % STRIDE) as u32));
+                let own = counted.iter().enumerate().map(|(at, &rows)| if is_local(at) { rows } else { 0 });
+                if stage.row_counts_host.read(LAYERS * STRIDE * 8) != bytes_of(&own.collect::<Vec<_>>()) {
+                    return Err(format!("case {case}, step {index}, rank {rank}: row counts differ").into());
                 }
                 let weights = bytes_of(&steps[rank].weights);
                 if stage.weights_out.read(weights.len()) != weights {

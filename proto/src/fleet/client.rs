@@ -14,7 +14,8 @@ use super::{
     Choice, Draws, Ended, Facts, Fleet, Limits, ServiceId, State, Ticket, receipt_has_content,
     watch as watching,
 };
-use crate::client::{is_connection_loss, send_once};
+use crate::client::send_once;
+use crate::loss::is_connection_loss;
 use crate::transport::{Channel, Credentials};
 use crate::v1::moe_client::MoeClient;
 use crate::v1::{ForwardRequest, ForwardResponse, GetModelResponse};
@@ -29,10 +30,13 @@ pub struct FleetConfig {
     pub model: String,
     /// Interval between probes of a service's health.
     pub probe_interval: Duration,
-    /// Time limit of a probe. A service that misses one is avoided, one that misses two in a row is lost.
+    /// Time limit of a probe. A service that misses one is avoided, one that misses two in a row is lost. Connecting has
+    /// twice this time.
     pub probe_timeout: Duration,
     /// Interval between look-ups of host names.
     pub lookup_interval: Duration,
+    /// Time for which connecting waits until a service serves.
+    pub connect_patience: Duration,
     /// Time for which a call without a deadline looks for a service.
     pub patience: Duration,
     /// Limits of the choice.
@@ -47,6 +51,7 @@ impl Default for FleetConfig {
             probe_interval: Duration::from_millis(500),
             probe_timeout: Duration::from_millis(750),
             lookup_interval: Duration::from_secs(5),
+            connect_patience: Duration::from_secs(30),
             patience: Duration::from_secs(30),
             limits: Limits::default(),
         }
@@ -231,7 +236,7 @@ impl Drop for AbortOnDrop {
 }
 
 impl FleetClient {
-    /// Looks up and connects to `addresses`, a list separated by commas, and waits up to `config.patience` until one
+    /// Looks up and connects to `addresses`, a list separated by commas, and waits up to `config.connect_patience` until one
     /// service serves. It must be called within a Tokio runtime.
     ///
     /// # Errors
@@ -269,7 +274,7 @@ impl FleetClient {
                 }
             }
         };
-        let served = tokio::time::timeout(self.shared.config.patience, serves).await;
+        let served = tokio::time::timeout(self.shared.config.connect_patience, serves).await;
         served.map_err(|_| FleetError::NoneServes(self.shared.troubles()))
     }
 

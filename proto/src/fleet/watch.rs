@@ -108,7 +108,7 @@ impl Watched {
     async fn run(self) {
         let mut pause = RECONNECT;
         loop {
-            let connected = transport::connect_with(&self.address, &self.credentials).await;
+            let connected = self.connect().await;
             let Some(shared) = self.shared.upgrade() else { return };
             match connected {
                 Ok(channel) => {
@@ -131,12 +131,24 @@ impl Watched {
                     shared.observed(self.id, State::Lost);
                 }
                 Err(error) => {
-                    shared.note(&self.address, &error.to_string());
+                    shared.note(&self.address, &error);
                     shared.observed(self.id, State::Lost);
                 }
             }
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(MAX_RECONNECT);
+        }
+    }
+
+    /// Connects within the time that two probes have, so that a service whose network was cut is found soon after its return.
+    async fn connect(&self) -> Result<Channel, String> {
+        let Some(limit) = self.shared.upgrade().map(|shared| shared.config.probe_timeout * 2) else {
+            return Err("the client is gone".to_owned());
+        };
+        let connecting = transport::connect_with(&self.address, &self.credentials);
+        match tokio::time::timeout(limit, connecting).await {
+            Ok(connected) => connected.map_err(|error| error.to_string()),
+            Err(_) => Err(format!("no connection within {limit:?}")),
         }
     }
 

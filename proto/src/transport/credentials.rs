@@ -21,7 +21,7 @@ pub struct Credentials {
     /// The private key of the client's certificate, PEM
     #[cfg_attr(feature = "clap", arg(long = "tls-key", value_name = "FILE", help_heading = "Credentials"))]
     pub key: Option<PathBuf>,
-    /// The name in the service's certificate, where it is not the host of the address
+    /// The name in the service's certificate, if it differs from the host of the address
     #[cfg_attr(
         feature = "clap",
         arg(long = "tls-server-name", value_name = "NAME", help_heading = "Credentials")

@@ -13,18 +13,21 @@ import functools
 import os
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
 from transformers.modeling_utils import PreTrainedModel
 
-from .._client import Credentials, refuse_session
+from .._client import Credentials, check_session
 from .._content import check_content
 from .._errors import UnsupportedError
 from .._torch import Remote
 from ._check import check_layer, check_model
 from ._modules import RemoteBlock, RemoteExperts, RemoteLlama4
+
+if TYPE_CHECKING:
+    from .._types import Address, Session
 
 _VERSIONS = ((5, 17), (5, 23))
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.[^.]+$")
@@ -37,9 +40,9 @@ _wanted: contextvars.ContextVar[tuple[Remote, Mode, bool] | None] = contextvars.
 
 @contextlib.contextmanager
 def remote_experts(
-    address: str,
+    address: Address,
     mode: Mode = "experts",
-    session: str | None = None,
+    session: Session | None = None,
     *,
     credentials: Credentials | None = None,
     check_weights: bool = True,
@@ -47,11 +50,14 @@ def remote_experts(
     """Models that `from_pretrained` loads inside this block have their experts at `address`.
 
     Arguments:
-        address: address of the service that holds the same checkpoint: `HOST:PORT` or `unix:/PATH`.
+        address: address of the service that holds the same checkpoint: `HOST:PORT` or `unix:/PATH`. A list of addresses, or
+            one name with several, stands for services that hold its layers together. With `session="host"`, the
+            session socket of a service on this host (`expertd serve --session-listen unix:/PATH`).
         mode: "experts": the model's own gate chooses and weighs experts, shared experts are computed locally, and the
             service applies the choice. "block": the service computes the whole MoE block, gate and shared experts
             included, and their weights are not read, either.
-        session: only None; "host" and "cuda" are refused, because the service has no sessions yet.
+        session: None: rows travel over gRPC. "host": through memory that the service shares. "cuda" is refused by this
+            version.
         credentials: certificates and token, as of `expertd.Client`.
         check_weights: compare the fingerprint of the service's weights with that of the checkpoint where the checkpoint is a local
             folder. Dimensions, layers and family are always compared.
@@ -61,12 +67,12 @@ def remote_experts(
         ModelMismatchError: the service holds a different model.
         ConnectError: nothing answers at the address.
     """
-    refuse_session(session)
+    check_session(session)
     if mode not in ("experts", "block"):
         raise ValueError(f'mode is {mode!r}; expected "experts" or "block"')
     _refuse_other_versions()
     _install()
-    token = _wanted.set((Remote(address, credentials), mode, check_weights))
+    token = _wanted.set((Remote(address, credentials, session), mode, check_weights))
     try:
         yield
     finally:

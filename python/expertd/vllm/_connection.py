@@ -18,7 +18,7 @@ def connect(settings: Settings) -> tuple[int, Remote]:
     for number, (known, remote) in enumerate(_connections):
         if known == settings:
             return number, remote
-    _connections.append((settings, Remote(settings.address, settings.credentials)))
+    _connections.append((settings, Remote(settings.address, settings.credentials, settings.session)))
     return len(_connections) - 1, _connections[-1][1]
 
 

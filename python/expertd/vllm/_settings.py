@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .._client import Credentials
+
+if TYPE_CHECKING:
+    from .._types import Session
 
 _FLAGS = {"": False, "0": False, "false": False, "1": True, "true": True}
 
@@ -16,16 +20,18 @@ class Settings:
     """What the environment says.
 
     Attributes:
-        address: the service, `HOST:PORT` or `unix:/PATH` (`EXPERTD_ADDRESS`).
+        address: the service, `HOST:PORT` or `unix:/PATH`, or several separated by commas (`EXPERTD_ADDRESS`).
         credentials: certificates and token (`EXPERTD_CLIENT_CA`, `…_CERT`, `…_KEY`, `…_SERVER_NAME`, `…_TOKEN_FILE`).
         check_weights: compare the weights' fingerprints (`EXPERTD_CHECK_WEIGHTS`, by default 1).
         any_version: accept versions of vLLM that were not tried (`EXPERTD_VLLM_ANY_VERSION`, by default 0).
+        session: None or "host": a session with the service whose session socket the address names (`EXPERTD_SESSION`).
     """
 
     address: str
     credentials: Credentials | None = None
     check_weights: bool = True
     any_version: bool = False
+    session: Session | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings | None:
@@ -33,6 +39,9 @@ class Settings:
         address = environment.get("EXPERTD_ADDRESS", "")
         if not address:
             return None
+        session = environment.get("EXPERTD_SESSION") or None
+        if session not in (None, "host", "cuda"):
+            raise ValueError(f"EXPERTD_SESSION is {session!r}; expected host, cuda, or nothing")
         names = ("ca", "cert", "key", "server_name", "token_file")
         given = {name: environment.get(f"EXPERTD_CLIENT_{name.upper()}") or None for name in names}
         return cls(
@@ -40,6 +49,7 @@ class Settings:
             Credentials(**given) if any(given.values()) else None,
             _flag(environment, "EXPERTD_CHECK_WEIGHTS", True),
             _flag(environment, "EXPERTD_VLLM_ANY_VERSION", False),
+            session,
         )
 
 

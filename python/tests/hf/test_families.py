@@ -1,15 +1,16 @@
 """Every family: the same logits and the same greedy tokens as the local model, in both modes."""
 
+import contextlib
+
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from conftest_hf import expert_parameters, golden_script, greedy, prompts, write_checkpoint  # noqa: E402
+from conftest_hf import expert_parameters, golden_script, greedy, make_checkpoint, prompts, write_checkpoint  # noqa: E402
 
 import expertd  # noqa: E402
 from expertd.transformers import remote_experts  # noqa: E402
-
 
 def same(local, remote, batch):
     ids, mask = prompts(batch)
@@ -21,12 +22,13 @@ def same(local, remote, batch):
     assert torch.equal(greedy(remote, ids, mask), greedy(local, ids, mask))
 
 
+@pytest.mark.parametrize("session", [None, "host"], ids=["grpc", "host"])
 @pytest.mark.parametrize("mode", ["experts", "block"])
 @pytest.mark.parametrize("family", list(golden_script.FAMILIES))
-def test_logits_and_tokens_are_those_of_the_local_model(served, family, mode):
+def test_logits_and_tokens_are_those_of_the_local_model(served, family, mode, session):
     folder, service = served(family)
     local = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with remote_experts(service.address, mode=mode):
+    with remote_experts(service.session_address if session else service.address, mode=mode, session=session):
         remote, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True
         )
@@ -34,6 +36,22 @@ def test_logits_and_tokens_are_those_of_the_local_model(served, family, mode):
     assert not info["missing_keys"] and not info["unexpected_keys"]
     for batch in (1, 4):
         same(local, remote, batch)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_layers_spread_over_three_services(tmp_path, family):
+    make_checkpoint(family, tmp_path, num_hidden_layers=6)
+    local = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with contextlib.ExitStack() as stack:
+        services = [stack.enter_context(expertd.serve(tmp_path, ranks=1, layers=part)) for part in ("0-1", "2-3", "4-5")]
+        held = [[layer.layer for layer in service.client().model().moe_layers] for service in services]
+        assert all(held) and sum(held, []) == sorted(set(sum(held, [])))
+        for mode in ("experts", "block"):
+            with remote_experts([service.address for service in services], mode=mode):
+                remote = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+            assert not expert_parameters(remote)
+            for batch in (1, 4):
+                same(local, remote, batch)
 
 
 @pytest.mark.parametrize("mode", ["experts", "block"])

@@ -34,6 +34,7 @@ def count(calls, kill_at, victim):
 
 def run(job):
     os.environ["EXPERTD_ADDRESS"] = job.get("address") or ""
+    os.environ["EXPERTD_SESSION"] = job.get("session") or ""
     import vllm
     from vllm.distributed import cleanup_dist_env_and_memory
 

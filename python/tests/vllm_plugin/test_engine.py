@@ -12,6 +12,8 @@ from conftest_engine import children, run, serve
 from models import FAMILIES, make_checkpoint, prompts
 
 TOKENS = 24
+# Families that are also tried through a session.
+HOST = ["qwen3_moe", "mixtral", "gpt_oss"]
 
 
 class Engines:
@@ -27,9 +29,10 @@ class Engines:
         local, _ = run([self.job(f, None) for f in FAMILIES], folder)
         self.local = dict(zip(FAMILIES, local, strict=True))
         before = self.generation("qwen3_moe")
-        killed = dict(kill_at=31, victim=children(self.services["qwen3_moe"].process.pid)[-1])
+        last = children(self.services["qwen3_moe"].process.pid)[-1]
         jobs = {f: self.job(f, self.services[f].address) for f in FAMILIES}
-        jobs["killed"] = self.job("qwen3_moe", self.services["qwen3_moe"].address, **killed)
+        jobs |= {(f, "host"): self.job(f, self.services[f].session_address, session="host") for f in HOST}
+        jobs["killed"] = self.job("qwen3_moe", self.services["qwen3_moe"].address, kill_at=31, victim=last)
         jobs["another model"] = self.job("qwen3_moe", self.services["mixtral"].address)
         jobs["other weights"] = {**jobs["mixtral"], "folder": str(folder / "other")}
         make_checkpoint("mixtral", folder / "other")
@@ -57,6 +60,10 @@ def test_tokens_are_those_of_stock_vllm(engines, family):
     assert "error" not in local and "error" not in remote, (local, remote)
     assert local["calls"] == [] and local["expert_bytes"] > 0
     assert remote["tokens"] == local["tokens"]
+    if family in HOST:
+        through_session = engines.remote[family, "host"]
+        assert through_session.get("tokens") == local["tokens"], through_session
+        assert through_session["expert_bytes"] == 0 and through_session["calls"] == remote["calls"]
     assert [len(tokens) for tokens in remote["tokens"]] == [TOKENS] * len(engines.prompts)
 
 
@@ -93,9 +100,12 @@ def test_refusals_reach_the_caller(engines, job, words):
     assert words in engines.remote[job]["error"]
 
 
-def test_an_engine_in_a_process_of_its_own(engines):
+@pytest.mark.parametrize("session", [None, "host"])
+def test_an_engine_in_a_process_of_its_own(engines, session):
     """vLLM's default; the plugin is loaded in both processes. Compiled, as vLLM does by default, too."""
-    job = engines.job("qwen3_moe", engines.services["qwen3_moe"].address, eager=False)
+    service = engines.services["qwen3_moe"]
+    address = service.session_address if session else service.address
+    job = engines.job("qwen3_moe", address, session=session, eager=False)
     (answer,), log = run([job], engines.folder, in_process=False)
     assert answer.get("tokens") == engines.local["qwen3_moe"]["tokens"], (answer, log[-4000:])
     assert "The routed experts of 2 layers are served by" in log

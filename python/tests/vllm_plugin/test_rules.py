@@ -38,6 +38,10 @@ def test_settings_come_from_the_environment():
     }
     found = Settings.from_environment(given)
     assert found == Settings("a:1", expertd.Credentials(ca="ca.pem", token_file="token"), False, True)
+    host = {"EXPERTD_ADDRESS": "unix:/run/session.sock", "EXPERTD_SESSION": "host"}
+    assert Settings.from_environment(host) == Settings("unix:/run/session.sock", session="host")
+    with pytest.raises(ValueError, match="EXPERTD_SESSION is 'yes'"):
+        Settings.from_environment({**host, "EXPERTD_SESSION": "yes"})
     with pytest.raises(ValueError, match="EXPERTD_CHECK_WEIGHTS is 'maybe'"):
         Settings.from_environment({"EXPERTD_ADDRESS": "a:1", "EXPERTD_CHECK_WEIGHTS": "maybe"})
 

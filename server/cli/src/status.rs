@@ -6,7 +6,10 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use expertd_proto::v1::{GetStatusRequest, GetStatusResponse, RankStatus, ServiceState, SessionStatus};
+use expertd_proto::v1::{
+    GetExpertRowsRequest, GetExpertRowsResponse, GetStatusRequest, GetStatusResponse, Imbalance, RankStatus,
+    ServiceState, SessionStatus,
+};
 use serde_json::json;
 
 use super::admin::{AdminAddress, call_error};
@@ -23,6 +26,9 @@ pub struct StatusArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+    /// Print the rows that each expert of each layer has computed on each rank since the service started, as JSON
+    #[arg(long, conflicts_with_all = ["json", "watch"])]
+    pub expert_rows: bool,
     /// Show the state again at this interval in seconds, until interrupted
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", value_parser = interval)]
     pub watch: Option<f64>,
@@ -47,6 +53,31 @@ pub async fn status(args: &StatusArgs) -> Result<GetStatusResponse, ClientError>
     }
 }
 
+/// Gets the rows that experts have computed.
+///
+/// # Errors
+/// If the service does not answer.
+pub async fn expert_rows(address: &AdminAddress) -> Result<GetExpertRowsResponse, ClientError> {
+    let mut admin = address.connect().await?;
+    match admin.get_expert_rows(GetExpertRowsRequest {}).await {
+        Ok(response) => Ok(response.into_inner()),
+        Err(status) => Err(call_error("GetExpertRows", &address.shown(), status)),
+    }
+}
+
+/// Rows of experts as JSON, which `expertd rebalance --rows` reads.
+fn rows_to_json(rows: &GetExpertRowsResponse) -> serde_json::Value {
+    let layers: Vec<_> = rows
+        .layers
+        .iter()
+        .map(|layer| {
+            let ranks: Vec<_> = layer.ranks.iter().map(|rank| &rank.rows).collect();
+            json!({ "layer": layer.layer, "ranks": ranks })
+        })
+        .collect();
+    json!({ "layers": layers })
+}
+
 /// Prints the state of a service; exit status 0 if requests are admitted.
 ///
 /// # Errors
@@ -54,6 +85,10 @@ pub async fn status(args: &StatusArgs) -> Result<GetStatusResponse, ClientError>
 pub async fn run(args: StatusArgs) -> Result<ExitCode, ClientError> {
     if let Some(seconds) = args.watch {
         return watch(&args, Duration::from_secs_f64(seconds)).await;
+    }
+    if args.expert_rows {
+        println!("{}", rows_to_json(&expert_rows(&args.admin).await?));
+        return Ok(ExitCode::SUCCESS);
     }
     let status = status(&args).await?;
     print!("{}", if args.json { format!("{:#}\n", to_json(&status)) } else { to_text(&status) });
@@ -133,6 +168,9 @@ fn to_text(status: &GetStatusResponse) -> String {
         ),
     );
     line("up", format!("{:.0} s, expertd {}", status.uptime_seconds, status.version));
+    if let Some(Imbalance { mean, largest, largest_layer }) = status.imbalance {
+        line("imbalance", format!("{mean:.2}, at most {largest:.2} (layer {largest_layer})"));
+    }
     for rank in &status.ranks {
         line(&format!("rank {}", rank.rank), rank_text(rank));
     }
@@ -155,14 +193,19 @@ fn rank_text(rank: &RankStatus) -> String {
 
 fn session_text(session: &SessionStatus) -> String {
     format!(
-        "user {}, pid {}, {:.0} s, {} KiB, {} calls ({} in flight), {} rows",
+        "user {}, pid {}, {:.0} s, {} KiB, {} calls ({} in flight), {} rows{}",
         session.user,
         session.pid,
         session.age_seconds,
         session.bytes >> 10,
         session.calls_total,
         session.calls_in_flight,
-        session.rows_total
+        session.rows_total,
+        match (session.in_place, session.refusal.as_str()) {
+            (true, _) => " in place".to_owned(),
+            (false, "") => " copied".to_owned(),
+            (false, refusal) => format!(" copied: {refusal}"),
+        }
     )
 }
 
@@ -194,6 +237,8 @@ fn to_json(status: &GetStatusResponse) -> serde_json::Value {
                 "calls_total": session.calls_total,
                 "rows_total": session.rows_total,
                 "calls_in_flight": session.calls_in_flight,
+                "in_place": session.in_place,
+                "refusal": session.refusal,
             })
         })
         .collect();
@@ -214,6 +259,11 @@ fn to_json(status: &GetStatusResponse) -> serde_json::Value {
         "requests_queued": status.requests_queued,
         "tokens_queued": status.tokens_queued,
         "uptime_seconds": status.uptime_seconds,
+        "imbalance": status.imbalance.as_ref().map(|imbalance| json!({
+            "mean": imbalance.mean,
+            "largest": imbalance.largest,
+            "largest_layer": imbalance.largest_layer,
+        })),
         "ranks": ranks,
         "sessions": sessions,
     })
@@ -246,6 +296,7 @@ mod tests {
                 bytes: 1 << 20,
                 ..SessionStatus::default()
             }],
+            imbalance: Some(Imbalance { mean: 1.25, largest: 1.5, largest_layer: 7 }),
             ..GetStatusResponse::default()
         }
     }
@@ -255,6 +306,7 @@ mod tests {
         let text = to_text(&sample());
         assert!(text.contains("re-forming (rank 1 was killed by signal 9)"), "{text}");
         assert!(text.contains("loading, pid 77, cpu (2 cores), 1 of 3 MiB of weights"), "{text}");
+        assert!(text.contains("imbalance    1.25, at most 1.50 (layer 7)"), "{text}");
         assert!(text.contains("session 3    user 7, pid 99, 0 s, 1024 KiB"), "{text}");
     }
 
@@ -267,12 +319,16 @@ mod tests {
         );
         assert_eq!(value["ranks"][0]["pid"], 77);
         assert_eq!(value["sessions"][0]["pid"], 99);
+        assert_eq!(value["imbalance"]["largest_layer"], 7);
     }
 
     #[tokio::test]
     async fn a_service_that_does_not_answer_is_named() {
         let admin = AdminAddress { address: Some("127.0.0.1:1".to_owned()), ..AdminAddress::default() };
-        let error = status(&StatusArgs { admin, json: false, watch: None }).await.unwrap_err().to_string();
+        let error = status(&StatusArgs { admin, json: false, expert_rows: false, watch: None })
+            .await
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("127.0.0.1:1") && error.contains("expertd serve"), "{error}");
     }
 }

@@ -15,8 +15,8 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::GroupShape;
-use expertd_types::{Generation, LayerRange, Rank, WeightFingerprint};
+use crate::{GroupShape, RowCountsShape};
+use expertd_types::{Generation, LayerRange, MemoryId, Rank, WeightFingerprint};
 
 /// Kind of device that ranks run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -136,6 +136,8 @@ pub struct RankSetup {
     pub generation: Generation,
     /// Sizes of the channels.
     pub shape: GroupShape,
+    /// Sizes of the table of row counts.
+    pub row_counts: RowCountsShape,
     /// The device.
     pub device: DeviceKind,
     /// The source of the rank's weights.
@@ -154,6 +156,17 @@ pub struct RankSetup {
     pub heartbeat: Duration,
 }
 
+/// Kind of a memory that clients share with the ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MemoryKind {
+    /// A sealed memfd, whose descriptor comes with the message.
+    Host {
+        /// Its length, in bytes.
+        bytes: u64,
+    },
+}
+
 /// Messages to a rank after its [`RankSetup`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -167,6 +180,19 @@ pub enum ToRank {
     },
     /// Every rank is ready; steps may follow.
     Start,
+    /// Map a memory that a client shares, whose descriptor comes with this message. The rank answers with
+    /// [`FromRank::Attached`], between steps. Only after `Start`.
+    Attach {
+        /// Number of the memory.
+        memory: MemoryId,
+        /// Its kind and size.
+        kind: MemoryKind,
+    },
+    /// Unmap a memory, which no step in flight names. The rank answers with [`FromRank::Detached`], between steps.
+    Detach {
+        /// Number of the memory.
+        memory: MemoryId,
+    },
     /// Leave cleanly.
     Exit,
 }
@@ -206,6 +232,18 @@ pub enum FromRank {
         /// Human-readable description of the device.
         device: String,
     },
+    /// The answer to [`ToRank::Attach`].
+    Attached {
+        /// Number of the memory.
+        memory: MemoryId,
+        /// Why segments of steps cannot name the memory; `None` if they can.
+        error: Option<String>,
+    },
+    /// The answer to [`ToRank::Detach`], also for a memory whose `Attach` failed.
+    Detached {
+        /// Number of the memory.
+        memory: MemoryId,
+    },
     /// The rank could not get ready.
     Failed {
         /// Kind of failure.
@@ -215,15 +253,19 @@ pub enum FromRank {
     },
 }
 
+/// Largest number of descriptors in one message.
+const MAX_FDS: usize = 8;
+
 /// Sends `fds` with one byte.
 ///
 /// # Errors
 /// If the peer is gone.
 pub fn send_fds(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        let problem = format!("cannot send {} file descriptors in one message; at most 4 fit", fds.len());
+        let problem =
+            format!("cannot send {} file descriptors in one message; at most {MAX_FDS} fit", fds.len());
         return Err(io::Error::other(problem));
     }
     rustix::net::sendmsg(socket.as_fd(), &[IoSlice::new(b"F")], &mut control, SendFlags::NOSIGNAL)?;
@@ -235,7 +277,7 @@ pub fn send_fds(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
 /// # Errors
 /// If the peer is gone or sent anything else.
 pub fn receive_fds(socket: &UnixStream) -> io::Result<Vec<OwnedFd>> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0u8];
     let received = rustix::net::recvmsg(

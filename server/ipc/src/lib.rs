@@ -7,6 +7,7 @@
 //! * [`sealed`]: memory that is written once and mapped by others for reading.
 //! * [`passing`]: control messages that carry descriptors.
 //! * [`control`]: messages over the socket between the router and a rank, and descriptors that travel with them.
+//! * [`RowCounts`]: rows that each expert has computed, counted by the ranks.
 //! * [`channel`]: step descriptors, completions and staging between the router and its ranks.
 //!
 //! Unsafe code is confined to `region` and `sealed` (mapping and views) and to the modules that decide which process owns a view's
@@ -18,6 +19,7 @@ pub mod copier;
 pub mod passing;
 pub mod region;
 pub mod ring;
+mod row_counts;
 pub mod sealed;
 pub mod wait;
 
@@ -25,10 +27,12 @@ pub mod wait;
 mod loom_tests;
 
 pub use channel::{
-    ChannelError, Completion, ExpertsNotice, FormingStep, GroupShape, Heartbeat, RankChannel, RankStaging,
-    RouterBell, RouterChannel, RowSource, RowsToStage, Segment, StagedRows, StagingAddresses, StepDescriptor,
+    AttachedRows, ChannelError, Completion, ExpertsNotice, FormingStep, GroupShape, Heartbeat, RankChannel,
+    RankStaging, RouterBell, RouterChannel, RowSource, RowsToStage, Segment, StagedRows, StagingAddresses,
+    StepDescriptor,
 };
 pub use copier::Copier;
 pub use region::{RegionError, SharedRegion, SharedSlice};
+pub use row_counts::{RowCounts, RowCountsShape};
 pub use sealed::{SealedError, SealedMemory, SealedWriter};
 pub use wait::WaitPolicy;

@@ -56,6 +56,11 @@ impl FdReader {
     pub fn take_fds(&mut self) -> Vec<OwnedFd> {
         std::mem::take(&mut self.fds)
     }
+
+    /// The oldest descriptor that was not taken, for a message that brings one.
+    pub fn take_fd(&mut self) -> Option<OwnedFd> {
+        (!self.fds.is_empty()).then(|| self.fds.remove(0))
+    }
 }
 
 impl Read for FdReader {

@@ -3,7 +3,8 @@
 //! # How long to spin
 //! All threads that wait for the next event of a step (the step loop, GPU ranks, the threads that copy rows) follow one
 //! rule: where there are cores to spare, a thread spins for [`SPIN_TIME`] after its last event, then sleeps until it is
-//! rung. CPU ranks need their cores to compute, and sleep at once.
+//! rung. CPU ranks need their cores to compute: their threads sleep at once while a step is in flight. While none is, those cores are
+//! idle, so the step loop and the first thread of a rank spin for [`BETWEEN_STEPS`] before they sleep ([`spin_between_steps`]).
 //!
 //! # The doorbell
 //! A [`Doorbell`] is one 32-bit word: bit 0 says that the waiter sleeps or is about to sleep, the other bits count rings.
@@ -35,6 +36,17 @@ pub const MAX_SLEEP: Duration = Duration::from_millis(250);
 /// more where idle cores are halted, a different time on every rank, and a step waits for the slowest rank. Consecutive
 /// steps and the host's work between them are mostly shorter than this. An idle service sleeps.
 pub const SPIN_TIME: Duration = Duration::from_millis(1);
+
+/// How long the step loop and CPU ranks spin for the next step while none is in flight: about the time that a client in a closed loop
+/// takes for its next call.
+pub const BETWEEN_STEPS: Duration = Duration::from_micros(100);
+
+/// How long a thread that has `cores` cores with other threads of the service spins for the next step, if it spins for `spin`
+/// otherwise. With few cores it leaves them to the client.
+#[must_use]
+pub fn spin_between_steps(spin: Duration, cores: usize) -> Duration {
+    if cores >= 4 { spin.max(BETWEEN_STEPS) } else { spin }
+}
 
 /// Polls of the condition between two readings of the clock.
 const POLLS_PER_CLOCK_READ: u32 = 16;

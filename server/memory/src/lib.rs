@@ -5,7 +5,7 @@
 //! in each list, so its memory grows for hours with each new combination of size and thread. The pool has no such
 //! lists: allocations of more than 8 KiB take the lowest free range of 16 KiB pages, and neighbouring free pages merge
 //! into one range. Its memory is therefore the most that was in use at once; the part that is always used is resident
-//! from the start, and the memory of a burst is returned a minute or two later.
+//! from the start, and the memory of a burst is returned 20 to 40 s later.
 //!
 //! mimalloc serves the other allocations, and all of them if the pool is full or was not reserved.
 
@@ -29,7 +29,7 @@ const MIN_BYTES: usize = (8 << 10) + 1;
 /// The largest alignment that the pool serves, in bytes.
 const MAX_ALIGN: usize = 4 << 10;
 /// Time between calls of [`release_unused`]. Memory that was unused for one to two periods is returned to the system.
-pub const RELEASE_PERIOD: Duration = Duration::from_secs(60);
+pub const RELEASE_PERIOD: Duration = Duration::from_secs(20);
 
 static POOL: Pool = Pool::new();
 

@@ -10,13 +10,15 @@ use expertd_compute::experts::cpu::{Workspace, WorkspaceSize, forward, forward_o
 use expertd_compute::gate::GateScratch;
 use expertd_compute::linalg::{AlignedBuffer, SimdLevel};
 use expertd_ipc::control::{FailureKind, RankSetup, RankWeights};
-use expertd_ipc::{ExpertsNotice, GroupShape, RankStaging, StepDescriptor};
+use expertd_ipc::{ExpertsNotice, GroupShape, RankStaging, RowCounts, StepDescriptor};
 use expertd_model::{ModelSpec, Placement};
-use expertd_rank::convert::{narrow, widen};
-use expertd_rank::segments::{CheckedSegment, rows_of};
-use expertd_rank::{Failure, Joining, Loaded, PhaseClock, StepEngine, StepFault, StepReport, setup_failure};
-use expertd_types::Phase;
-use expertd_types::Slot;
+use expertd_rank::convert::{narrow, narrow_shared, widen, widen_shared};
+use expertd_rank::segments::{CheckedSegment, RowsPlace, rows_of};
+use expertd_rank::{
+    ClientMemory, Failure, HostMemories, Joining, Loaded, PhaseClock, StepEngine, StepFault, StepReport,
+    setup_failure,
+};
+use expertd_types::{MemoryId, Phase, Rank, Slot};
 
 /// Rows of the current step, each buffer `[max_tokens_per_rank, hidden]`. A CPU rank runs one step after another, so one
 /// set serves all slots; data that outlives a step is in staging and in the windows.
@@ -47,7 +49,10 @@ pub struct CpuEngine {
     gate_scratch: GateScratch,
     /// `[max_tokens_per_rank]`: factors of the shared experts' output.
     sigmoids: Vec<f32>,
+    rank: Rank,
+    row_counts: RowCounts,
     weight_bytes: u64,
+    memories: HostMemories,
 }
 
 /// Scratch memory for the largest call of any layer.
@@ -78,8 +83,10 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
         .thread_name(|i| format!("experts-{i}"))
         .build()
         .map_err(setup_failure)?;
+    joining.clock.end("threads");
     let windows = joining.next_fd("the windows")?;
     let group = CpuGroup::from_fd(windows, crate::ep_config(setup)).map_err(setup_failure)?;
+    joining.clock.end("windows");
     let weights = joining.next_fd("the weights")?;
     let RankWeights::Held { fingerprint } = &setup.weights else {
         return Err(setup_failure("the router sent the folder of a checkpoint, expected packed weights"));
@@ -87,7 +94,9 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let weights = map(weights, setup.rank, setup.shape.ranks as usize, fingerprint)
         .map_err(|error| (FailureKind::Load, error.to_string()))?;
     let memory = Arc::clone(&weights.memory);
-    let engine = CpuEngine::new(setup, group, pool, weights);
+    joining.clock.end("weights");
+    let engine = CpuEngine::new(setup, group, pool, weights, joining.row_counts.clone());
+    joining.clock.end("buffers");
     // Steps can begin meanwhile: a page that is not mapped yet costs them a fault.
     let mapping = std::thread::Builder::new().name("map-weights".into());
     mapping.spawn(move || memory.populate()).map_err(setup_failure)?;
@@ -97,7 +106,13 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
 
 impl CpuEngine {
     /// The engine of a rank whose weights are mapped.
-    fn new(setup: &RankSetup, group: CpuGroup, pool: rayon::ThreadPool, weights: MappedWeights) -> Self {
+    fn new(
+        setup: &RankSetup,
+        group: CpuGroup,
+        pool: rayon::ThreadPool,
+        weights: MappedWeights,
+        row_counts: RowCounts,
+    ) -> Self {
         let MappedWeights { spec, layers, weight_bytes, .. } = weights;
         let threads = pool.current_num_threads();
         let capacity = setup.shape.max_tokens_per_rank;
@@ -117,7 +132,10 @@ impl CpuEngine {
             workspace: workspace(&spec, &setup.shape, threads),
             gate_scratch: GateScratch::new(spec.hidden, threads),
             sigmoids: vec![0.0; capacity],
+            rank: setup.rank,
+            row_counts,
             weight_bytes,
+            memories: HostMemories::default(),
         }
     }
 
@@ -164,6 +182,11 @@ impl GroupedRows {
         self.offsets[0] = 0;
     }
 
+    /// Rows of each expert.
+    fn rows_per_expert(&self) -> impl Iterator<Item = u64> {
+        self.offsets.windows(2).map(|pair| u64::from(pair[1] - pair[0]))
+    }
+
     fn assignments(&self) -> Assignments<'_> {
         Assignments { offsets: &self.offsets, rows: &self.rows, weights: &self.weights }
     }
@@ -202,11 +225,19 @@ impl StepEngine for CpuEngine {
         let rows = &mut buffers.rows[..tokens * hidden];
         let out = &mut buffers.out[..tokens * hidden];
 
-        let staged_bytes = staging.rows.len();
-        let segments = CheckedSegment::all(staging.segments, tokens, hidden, staged_bytes)?;
+        let (staged_bytes, memories) = (staging.rows.len(), &self.memories);
+        let size = |memory| memories.size(memory);
+        let segments = CheckedSegment::all(staging.segments, tokens, hidden, staged_bytes, size)?;
         for segment in &segments {
-            let to = segment.rows.start * hidden..segment.rows.end * hidden;
-            widen(&staging.rows[segment.bytes.clone()], segment.dtype, &mut rows[to]);
+            let to = &mut rows[segment.rows.start * hidden..segment.rows.end * hidden];
+            match &segment.place {
+                RowsPlace::Staging(bytes) => widen(&staging.rows[bytes.clone()], segment.dtype, to),
+                RowsPlace::Memory { memory, input, .. } => {
+                    if let Some(memory) = memories.get(*memory) {
+                        widen_shared(memory, input.start, segment.dtype, to);
+                    }
+                }
+            }
         }
         clock.end(Phase::CopyIn);
 
@@ -298,6 +329,11 @@ impl StepEngine for CpuEngine {
         };
         notice.experts_ended(step.sequence);
         clock.end(Phase::Experts);
+        for (expert, rows) in
+            layer.mine.clone().zip(self.grouped.rows_per_expert()).filter(|&(_, rows)| rows != 0)
+        {
+            self.row_counts.add(self.rank, step.layer as usize, expert as usize, rows);
+        }
 
         self.group.combine(slot, out)?;
         if layer.shared.is_some() {
@@ -312,10 +348,26 @@ impl StepEngine for CpuEngine {
         clock.end(Phase::Combine);
 
         for segment in &segments {
-            let from = segment.rows.start * hidden..segment.rows.end * hidden;
-            narrow(&out[from], segment.dtype, &mut staging.rows[segment.bytes.clone()]);
+            let from = &out[segment.rows.start * hidden..segment.rows.end * hidden];
+            match &segment.place {
+                RowsPlace::Staging(bytes) => narrow(from, segment.dtype, &mut staging.rows[bytes.clone()]),
+                RowsPlace::Memory { memory, output, .. } => {
+                    if let Some(memory) = memories.get(*memory) {
+                        narrow_shared(from, segment.dtype, memory, output.start);
+                    }
+                }
+            }
         }
         clock.end(Phase::CopyOut);
         Ok(Some(StepReport { phases: clock.phases(), received_rows, expert_rows }))
+    }
+
+    fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {
+        let ClientMemory::Host(bytes) = client;
+        self.memories.attach(memory, bytes)
+    }
+
+    fn detach(&mut self, memory: MemoryId) {
+        self.memories.detach(memory);
     }
 }

@@ -3,6 +3,7 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use expertd_ipc::SharedSlice;
 use expertd_types::DType;
 
 /// Widens `bytes`, which hold aligned elements of `dtype`, to f32 without rounding.
@@ -23,7 +24,49 @@ pub fn narrow(values: &[f32], dtype: DType, bytes: &mut [u8]) {
     }
 }
 
+/// Words of a buffer that stays in the first cache.
+const BUFFER_WORDS: usize = 512;
+
+/// Widens elements of `dtype` from byte `at` of a memory that its client may write meanwhile. Each byte is read once.
+///
+/// # Panics
+/// If the elements exceed the memory.
+pub fn widen_shared(memory: &SharedSlice<u8>, mut at: usize, dtype: DType, out: &mut [f32]) {
+    if dtype == DType::F32 {
+        memory.load_bytes(at, bytemuck::cast_slice_mut(out));
+        return;
+    }
+    let mut buffer = [0_u64; BUFFER_WORDS];
+    let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer);
+    for out in out.chunks_mut(buffer.len() / dtype.size()) {
+        let bytes = &mut buffer[..out.len() * dtype.size()];
+        memory.load_bytes(at, bytes);
+        widen(bytes, dtype, out);
+        at += bytes.len();
+    }
+}
+
+/// Rounds to `dtype` as [`narrow`] does, into the bytes from byte `at` of a memory that its client may access meanwhile.
+///
+/// # Panics
+/// If the elements exceed the memory.
+pub fn narrow_shared(values: &[f32], dtype: DType, memory: &SharedSlice<u8>, mut at: usize) {
+    if dtype == DType::F32 {
+        memory.store_bytes(at, bytemuck::cast_slice(values));
+        return;
+    }
+    let mut buffer = [0_u64; BUFFER_WORDS];
+    let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer);
+    for values in values.chunks(buffer.len() / dtype.size()) {
+        let bytes = &mut buffer[..values.len() * dtype.size()];
+        narrow(values, dtype, bytes);
+        memory.store_bytes(at, bytes);
+        at += bytes.len();
+    }
+}
+
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -39,6 +82,32 @@ mod tests {
             for ((pattern, value), back) in patterns.iter().zip(&wide).zip(&back) {
                 assert!(value.is_nan() || pattern == back, "{dtype} {pattern:#x} -> {value} -> {back:#x}");
             }
+        }
+    }
+
+    #[test]
+    fn shared_memory_converts_as_own_memory_does() {
+        let region = expertd_ipc::SharedRegion::create("test", 1 << 16).unwrap();
+        let memory = region.slice::<u8>(0, 1 << 16).unwrap();
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            // More elements than the buffer holds, and an odd rest.
+            let elements = 2 * BUFFER_WORDS * 8 / dtype.size() + 5;
+            let values: Vec<f32> = (0..elements).map(|i| (i as f32 - 700.0) * 0.37).collect();
+            let mut words = vec![0_u32; (elements * dtype.size()).div_ceil(4)];
+            let bytes: &mut [u8] = &mut bytemuck::cast_slice_mut(&mut words)[..elements * dtype.size()];
+            narrow(&values, dtype, bytes);
+            let at = 64 + dtype.size();
+            memory.store_bytes(0, &vec![0x5a; 1 << 16]);
+            narrow_shared(&values, dtype, &memory, at);
+            let mut written = vec![0; 1 << 16];
+            memory.load_bytes(0, &mut written);
+            assert!(written[at..at + bytes.len()] == *bytes, "{dtype}");
+            let around = written[..at].iter().chain(&written[at + bytes.len()..]);
+            assert!(around.into_iter().all(|&byte| byte == 0x5a), "{dtype}");
+            let (mut own, mut shared) = (vec![0.0; elements], vec![0.0; elements]);
+            widen(bytes, dtype, &mut own);
+            widen_shared(&memory, at, dtype, &mut shared);
+            assert_eq!(own, shared, "{dtype}");
         }
     }
 

@@ -2,19 +2,23 @@
 
 #![forbid(unsafe_code)]
 
+mod clock;
 pub mod convert;
 mod loader;
+mod memories;
 mod process;
 pub mod segments;
 pub mod share;
 
+pub use clock::SetupClock;
 pub use loader::{PackedShare, Progress, run_loader};
+pub use memories::{ClientMemory, HostMemories};
 pub use process::{Failure, Joining, Loaded, RankExit, run_rank, setup_failure};
 
 use std::time::{Duration, Instant};
 
 use expertd_ipc::{ChannelError, ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
-use expertd_types::Phase;
+use expertd_types::{MemoryId, Phase};
 
 /// Durations and counts of a rank's part of a step.
 #[derive(Clone, Copy, Debug, Default)]
@@ -86,6 +90,20 @@ pub trait StepEngine {
     ) -> Result<Option<StepReport>, StepFault> {
         let _ = (step, channel, notice);
         Ok(None)
+    }
+
+    /// Makes a client's memory usable: segments of later steps may name it. No step is running.
+    ///
+    /// # Errors
+    /// Why it cannot be used. The router then copies the client's rows.
+    fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {
+        let _ = (memory, client);
+        Err("these ranks do not map the memory of clients".to_owned())
+    }
+
+    /// Releases a client's memory, if it is attached. No step is running.
+    fn detach(&mut self, memory: MemoryId) {
+        let _ = memory;
     }
 }
 

@@ -5,15 +5,18 @@ use std::io::{self, BufReader};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytemuck::Zeroable;
 
-use crate::{StepEngine, StepFault, StepReport};
+use crate::memories::{ClientMemory, Order, Orders, unexpected};
+use crate::{SetupClock, StepEngine, StepFault, StepReport};
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
-use expertd_ipc::{Completion, Heartbeat, RankChannel, RouterBell, StepDescriptor};
-use expertd_types::Rank;
+use expertd_ipc::passing::FdReader;
+use expertd_ipc::wait::spin_between_steps;
+use expertd_ipc::{Completion, Heartbeat, RankChannel, RouterBell, RowCounts, StepDescriptor};
+use expertd_types::{MemoryId, Rank};
 
 /// Why a rank's process ended.
 #[derive(Debug, thiserror::Error)]
@@ -41,11 +44,15 @@ pub struct Joining<'a> {
     pub setup: &'a RankSetup,
     /// Shared memory with the router; its staging outlives the engine.
     pub channel: &'a RankChannel,
+    /// The table to which the engine adds the rows that its experts compute.
+    pub row_counts: RowCounts,
     /// The control socket, for messages that ranks exchange through the router while they join.
     pub socket: &'a UnixStream,
     /// The reading end of the control socket.
-    pub reader: &'a mut BufReader<UnixStream>,
+    pub reader: &'a mut BufReader<FdReader>,
     fds: std::vec::IntoIter<OwnedFd>,
+    /// Measures the parts of the set-up.
+    pub clock: &'a mut SetupClock,
     /// Reports to the router the bytes of weights that are loaded and the bytes to load.
     pub progress: &'a mut dyn FnMut(u64, u64),
 }
@@ -83,7 +90,7 @@ pub fn run_rank(
 ) -> Result<(), RankExit> {
     die_with(parent)?;
     let fds = control::receive_fds(&socket)?;
-    let mut reader = BufReader::new(socket.try_clone()?);
+    let mut reader = BufReader::new(FdReader::new(socket.try_clone()?));
     let setup: RankSetup = control::receive(&mut reader)?
         .ok_or_else(|| RankExit::Orphan("the router ended before it sent this rank's setup".into()))?;
     let _span = tracing::info_span!("rank", rank = %setup.rank, generation = %setup.generation).entered();
@@ -130,20 +137,24 @@ impl ReadyRank {
         setup: &RankSetup,
         fds: Vec<OwnedFd>,
         socket: &UnixStream,
-        reader: &mut BufReader<UnixStream>,
+        reader: &mut BufReader<FdReader>,
         load: impl FnOnce(Joining<'_>) -> Result<Loaded, Failure>,
     ) -> Result<Self, Failure> {
         let mut fds = fds.into_iter();
         let mut next_fd = |what: &str| {
             fds.next().ok_or_else(|| setup_failure(format!("the router sent no file descriptor for {what}")))
         };
+        let mut clock = SetupClock::start();
         let channel_fd = next_fd("the channel")?;
         let bell = RouterBell::join(next_fd("the router's bell")?).map_err(setup_failure)?;
+        let row_counts = RowCounts::join(setup.row_counts, next_fd("row counts")?).map_err(setup_failure)?;
         let channel = RankChannel::join(&setup.shape, setup.rank, channel_fd, bell.bell().clone())
             .map_err(setup_failure)?;
         beat(channel.heartbeat(), setup.heartbeat).map_err(setup_failure)?;
         pin(setup.rank, &setup.cores);
+        clock.end("channel");
         channel.populate().map_err(setup_failure)?;
+        clock.end("staging pages");
         let mut last = std::time::Instant::now();
         let mut progress = |loaded_bytes: u64, total_bytes: u64| {
             if last.elapsed() >= Duration::from_millis(100) || loaded_bytes == total_bytes {
@@ -152,8 +163,18 @@ impl ReadyRank {
                 let _ = control::send(socket, &FromRank::Loading { loaded_bytes, total_bytes });
             }
         };
-        let joining = Joining { setup, channel: &channel, socket, reader, fds, progress: &mut progress };
+        let joining = Joining {
+            setup,
+            channel: &channel,
+            row_counts,
+            socket,
+            reader,
+            fds,
+            clock: &mut clock,
+            progress: &mut progress,
+        };
         let Loaded { engine, weight_bytes, device } = load(joining)?;
+        tracing::debug!(parts = %clock, "set up");
         Ok(ReadyRank { channel, engine, weight_bytes, device })
     }
 
@@ -161,7 +182,7 @@ impl ReadyRank {
         mut self,
         setup: &RankSetup,
         socket: &UnixStream,
-        mut reader: BufReader<UnixStream>,
+        mut reader: BufReader<FdReader>,
     ) -> Result<(), RankExit> {
         control::send(
             socket,
@@ -170,35 +191,41 @@ impl ReadyRank {
         match control::receive::<ToRank>(&mut reader)? {
             Some(ToRank::Start) => {}
             Some(ToRank::Exit) | None => return Ok(()),
-            Some(message @ ToRank::GroupId { .. }) => {
-                let problem = format!("expected `start` from the router, found {message:?}");
-                return Err(io::Error::new(io::ErrorKind::InvalidData, problem).into());
-            }
+            Some(message) => return Err(unexpected(&message).into()),
         }
-        let stop = Arc::new(AtomicBool::new(false));
-        let listening = Arc::clone(&stop);
+        let orders = Arc::new(Orders::default());
+        let reading = Arc::clone(&orders);
         let bell = self.channel.bell().clone();
-        std::thread::Builder::new().name("control".into()).spawn(move || {
-            // Any message after `Start`, and the end of the stream, ask the rank to leave.
-            let _ = control::receive::<ToRank>(&mut reader);
-            listening.store(true, Ordering::Release);
-            bell.ring();
-        })?;
+        std::thread::Builder::new()
+            .name("control".into())
+            .spawn(move || reading.read(&mut reader, || bell.ring()))?;
         tracing::debug!("joined");
-        self.run_steps(setup.spin, &stop)
+        self.run_steps(spin_between_steps(setup.spin, setup.threads), &orders, socket)
     }
 
     /// Takes and completes steps in order. The next step is taken while earlier ones run, as far as the engine allows it.
-    /// The loop ends once `stop` is true and no step runs.
-    fn run_steps(&mut self, spin: Duration, stop: &AtomicBool) -> Result<(), RankExit> {
+    /// While an order waits, no step is taken; once none runs, the order is carried out. There is at most one order between two
+    /// steps.
+    fn run_steps(&mut self, spin: Duration, orders: &Orders, socket: &UnixStream) -> Result<(), RankExit> {
         let notice = self.channel.notice();
         let mut running: VecDeque<StepDescriptor> = VecDeque::new();
         loop {
             let next = if running.is_empty() {
-                match self.channel.wait_step(spin, stop)? {
-                    Some(step) => Some(step),
-                    None => return Ok(()),
+                match orders.take() {
+                    None => {}
+                    Some(Order::Leave) => return Ok(()),
+                    Some(Order::Attach(memory, client)) => self.attach(memory, client, socket)?,
+                    Some(Order::Detach(memory)) => {
+                        self.engine.detach(memory);
+                        control::send(socket, &FromRank::Detached { memory })?;
+                    }
                 }
+                match self.channel.step()? {
+                    None => self.channel.wait_step(spin, orders.any())?,
+                    step => step,
+                }
+            } else if orders.any().load(Ordering::Acquire) {
+                None
             } else {
                 self.channel.step()?
             };
@@ -216,6 +243,19 @@ impl ReadyRank {
                 }
             }
         }
+    }
+
+    fn attach(
+        &mut self,
+        memory: MemoryId,
+        client: Result<ClientMemory, String>,
+        socket: &UnixStream,
+    ) -> Result<(), RankExit> {
+        let error = client.and_then(|client| self.engine.attach(memory, client)).err();
+        if let Some(error) = &error {
+            tracing::warn!(%memory, error, "the memory of a client is not attached");
+        }
+        Ok(control::send(socket, &FromRank::Attached { memory, error })?)
     }
 
     /// Sends a step's completion, which returns its staging to the router. A fault of the step ends the rank.
@@ -270,143 +310,4 @@ pub(crate) fn pin(rank: Rank, cores: &[usize]) {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod tests {
-    use std::sync::atomic::AtomicUsize;
-
-    use super::*;
-    use expertd_ipc::{
-        Copier, ExpertsNotice, GroupShape, RankStaging, RouterChannel, RowsToStage, StagedRows, WaitPolicy,
-    };
-    use expertd_types::{DType, Slot};
-
-    const BYTES: usize = 3 * 4;
-
-    fn shape() -> GroupShape {
-        GroupShape { ranks: 1, slots: 2, max_tokens_per_rank: 1, max_segments: 1, hidden: 3, max_top_k: 1 }
-    }
-
-    /// An engine that ends a step only after the next one has begun, or once no more steps come. The answer inverts the rows.
-    struct LateEngine {
-        running: VecDeque<StepDescriptor>,
-        no_more: Arc<AtomicBool>,
-        /// Largest number of steps that ran at once.
-        most: Arc<AtomicUsize>,
-        fails_at: u64,
-    }
-
-    impl StepEngine for LateEngine {
-        fn begin(
-            &mut self,
-            step: &StepDescriptor,
-            staging: RankStaging<'_>,
-            _notice: &ExpertsNotice,
-        ) -> Result<Option<StepReport>, StepFault> {
-            assert!(self.running.iter().all(|running| running.slot != step.slot), "the slot is occupied");
-            assert_eq!(staging.rows[..BYTES], [step.sequence as u8; BYTES]);
-            self.running.push_back(*step);
-            self.most.fetch_max(self.running.len(), Ordering::Relaxed);
-            Ok(None)
-        }
-
-        fn ended(
-            &mut self,
-            step: &StepDescriptor,
-            channel: &mut RankChannel,
-            _notice: &ExpertsNotice,
-        ) -> Result<Option<StepReport>, StepFault> {
-            if self.running.len() < 2 && !self.no_more.load(Ordering::Relaxed) {
-                return Ok(None);
-            }
-            let oldest = self.running.pop_front().unwrap();
-            assert_eq!(oldest, *step);
-            if step.sequence == self.fails_at {
-                return Err(StepFault::engine("broken"));
-            }
-            channel.staging(step).rows[..BYTES].iter_mut().for_each(|byte| *byte = !*byte);
-            Ok(Some(StepReport::default()))
-        }
-    }
-
-    /// Runs `steps` steps with every slot in flight. Returns the completed sequences, the largest number of steps that ran
-    /// at once, and the rank's result.
-    fn run(steps: u64, fails_at: u64) -> (Vec<u64>, usize, Result<(), String>) {
-        let bell = RouterBell::create().unwrap();
-        let mut router = RouterChannel::create(&shape()).unwrap();
-        let (fd, rank_bell) = (router.fd().try_clone_to_owned().unwrap(), bell.bell().clone());
-        let (no_more, most) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
-        let engine_no_more = Arc::clone(&no_more);
-        let (engine_most, stop) = (Arc::clone(&most), Arc::new(AtomicBool::new(false)));
-        let stopped = Arc::clone(&stop);
-        let rank = std::thread::spawn(move || {
-            let channel = RankChannel::join(&shape(), Rank(0), fd, rank_bell).unwrap();
-            let engine =
-                LateEngine { running: VecDeque::new(), no_more: engine_no_more, most: engine_most, fails_at };
-            let (engine, device) = (Box::new(engine), String::new());
-            let mut rank = ReadyRank { engine, channel, weight_bytes: 0, device };
-            rank.run_steps(Duration::ZERO, &stopped).map_err(|error| error.to_string())
-        });
-        let mut in_flight: VecDeque<StagedRows> = VecDeque::new();
-        let (mut launched, mut completed) = (0, Vec::new());
-        while completed.len() < steps as usize {
-            while launched < steps && in_flight.len() < 2 {
-                launched += 1;
-                let slot = Slot((launched % 2) as u32);
-                let (rows, dtype) = (&[launched as u8; BYTES][..], DType::F32);
-                let to_stage = RowsToStage {
-                    rows: rows.into(),
-                    tokens: 1,
-                    dtype,
-                    routing: None,
-                    token_ids: None,
-                    shared_experts: false,
-                };
-                let mut forming = router.begin(slot, 1);
-                in_flight.push_back(forming.stage(Rank(0), &to_stage).unwrap());
-                forming.copy(&mut Copier::default());
-                let (sequence, slot) = (launched, slot.0);
-                let step = StepDescriptor {
-                    sequence,
-                    step: 0,
-                    layer: 0,
-                    slot,
-                    tokens: 0,
-                    segments: 0,
-                    step_tokens: 1,
-                    top_k: 1,
-                };
-                router.launch(&step).unwrap();
-            }
-            no_more.store(launched == steps, Ordering::Relaxed);
-            let policy = WaitPolicy::within(Duration::ZERO, Duration::from_secs(20));
-            let done = bell.bell().wait_for(policy, || router.completion(Rank(0)).transpose());
-            let done = done.expect("a completion").unwrap();
-            if done.failed != 0 {
-                assert_eq!(done.text(), "broken");
-                break;
-            }
-            let staged = in_flight.pop_front().unwrap();
-            assert_eq!(router.answer(&staged), [!(done.sequence as u8); BYTES]);
-            completed.push(done.sequence);
-        }
-        stop.store(true, Ordering::Release);
-        while !rank.is_finished() {
-            router.launch(&StepDescriptor::zeroed()).ok();
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        (completed, most.load(Ordering::Relaxed), rank.join().unwrap())
-    }
-
-    #[test]
-    fn the_next_step_is_taken_while_one_runs() {
-        let (completed, most, end) = run(201, 0);
-        assert_eq!(completed, (1..=201).collect::<Vec<_>>());
-        assert_eq!((most, end), (2, Ok(())));
-    }
-
-    #[test]
-    fn a_fault_of_a_running_step_is_reported_and_ends_the_rank() {
-        let (completed, _, end) = run(50, 7);
-        assert_eq!(completed, (1..=6).collect::<Vec<_>>());
-        assert_eq!(end, Err("step failed: broken".to_owned()));
-    }
-}
+mod tests;

@@ -15,6 +15,7 @@ use bytes::Bytes;
 pub use expertd_scheduler::{ClientKey, ServiceState};
 use tokio::sync::{oneshot, watch};
 
+pub use crate::expert_rows::{ExpertRows, LayerRows};
 pub use crate::sessions::SessionStatus;
 use expertd_types::ChunkedBytes;
 use expertd_types::{DType, Generation, LayerId, LayerRange, Rank, StepId, WeightFingerprint, WeightVersion};
@@ -140,6 +141,10 @@ pub struct StepTiming {
     pub phases: PhaseTimes,
     /// The largest total of any rank over all phases except the copies between host and device.
     pub computed: Duration,
+    /// When the step formed.
+    pub formed: Instant,
+    /// When its last row was back at the router.
+    pub done: Instant,
 }
 
 /// Why a request was not admitted.
@@ -230,6 +235,11 @@ pub trait Backend: Send + Sync + 'static {
     /// `timeout` (`None`: the service's own limit); the remaining requests then fail with [`StepError::Unavailable`]. The process
     /// ends with exit code 0 afterwards.
     fn drain(&self, timeout: Option<Duration>) -> DrainFuture;
+
+    /// The rows that experts have computed since the service started. Empty if the backend does not count them.
+    fn expert_rows(&self) -> ExpertRows {
+        ExpertRows::default()
+    }
 
     /// Loads the weights of the checkpoint in `folder` (`None`: of the present one) and lets them serve. The future
     /// resolves when they serve, or with the reason why the earlier weights go on.

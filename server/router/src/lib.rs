@@ -12,10 +12,13 @@
 
 #[cfg(feature = "fuzzing")]
 pub use api::fuzzing;
+#[cfg(feature = "fuzzing")]
+pub use sessions::fuzzing as sessions_fuzzing;
 
 pub mod api;
 pub mod backend;
 pub mod cluster;
+mod expert_rows;
 pub mod sessions;
 pub mod steps;
 pub mod telemetry;

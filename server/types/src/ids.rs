@@ -44,6 +44,10 @@ id!(
     Slot(u32)
 );
 id!(
+    /// Number of a memory that clients share with the ranks, from 1 on; never reused within a service. 0 stands for staging.
+    MemoryId(u32)
+);
+id!(
     /// Number of a life of the EP group, which ends with any fault. Fits 24 bits.
     Generation(u64)
 );

@@ -107,6 +107,7 @@ fn scribbling_clients_harm_nobody() {
     let layer = Rows::new(&golden(FAMILY), 1, 1).layers()[0];
     while begun.elapsed() < Duration::from_secs(10) {
         let session = raw(&host, 16, 1 << 16);
+        host.in_place(&runtime);
         let control = session.region.slice::<u64>(0, session.opened.rows_offset as usize / 8).unwrap();
         let rows = session
             .region

@@ -1,6 +1,8 @@
 //! Sessions of the real service: the same answers as over gRPC, shared steps, faults.
 
+mod gpu;
 mod hostile;
+mod killed;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,10 +14,13 @@ use std::time::Duration;
 use expertd_proto::Client;
 use expertd_proto::session::{SessionClient, SessionError, SessionOptions};
 use expertd_proto::v1::admin_client::AdminClient;
+use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{ForwardRequest, GetStatusRequest, GetStatusResponse};
+use expertd_types::DType;
+use expertd_types::rows::{decode, encode};
 use rustix::process::Signal;
 
-use crate::service::load::{Rows, check};
+use crate::service::load::{Rows, check, check_within};
 use crate::service::{Service, eventually, families, golden, send};
 
 const FAMILY: &str = "qwen3_moe";
@@ -53,6 +58,14 @@ impl Host {
         })
     }
 
+    /// Waits until ranks access the rows of every open session in place.
+    fn in_place(&self, runtime: &tokio::runtime::Runtime) {
+        eventually(LOST, "rows are accessed in place", || {
+            let sessions = self.status(runtime).sessions;
+            sessions.iter().all(|session| session.in_place && session.refusal.is_empty())
+        });
+    }
+
     fn descriptors(&self) -> usize {
         std::fs::read_dir(format!("/proc/{}/fd", self.service.pid())).unwrap().count()
     }
@@ -72,6 +85,11 @@ struct Load {
 impl Load {
     /// Two sessions with two threads each.
     fn start(host: &Host, largest: usize) -> Load {
+        Load::start_within(1e-5, host, largest)
+    }
+
+    /// The same, with another bound on a row's relative error.
+    fn start_within(tolerance: f64, host: &Host, largest: usize) -> Load {
         let (stop, answered) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let mut workers = Vec::new();
         for number in 0..2 {
@@ -85,7 +103,7 @@ impl Load {
                     while !stop.load(Ordering::Relaxed) {
                         let (request, wanted) = rows.draw();
                         let response = session.forward(&request, LOST).unwrap();
-                        check(&response, &wanted, &request);
+                        check_within(tolerance, &response, &wanted, &request);
                         generations.push(response.receipt.unwrap().generation);
                         answered.fetch_add(1, Ordering::Relaxed);
                     }
@@ -119,6 +137,7 @@ fn answers_equal_those_of_grpc() {
         let model = runtime.block_on(client.model("")).unwrap();
         assert_eq!(session.model(), &model);
         assert_eq!(session.session().hidden(), model.hidden as usize);
+        host.in_place(&runtime);
         // Up to two steps, and ids and weights given and returned.
         let mut rows = Rows::new(&golden(&family), 1, 32);
         for round in 0..12 {
@@ -141,6 +160,44 @@ fn answers_equal_those_of_grpc() {
         let statuses = host.status(&runtime).sessions;
         assert_eq!((statuses.len(), statuses[0].calls_total), (1, 24));
         assert_eq!(statuses[0].pid, std::process::id());
+    }
+}
+
+#[test]
+fn every_element_type_and_rows_of_no_expert_equal_those_of_grpc() {
+    let runtime = runtime();
+    let host = Host::start(FAMILY, 3, &["--max-tokens-per-step", "16"]);
+    let client = runtime.block_on(Client::connect(&host.service.address)).unwrap();
+    let session = host.open();
+    host.in_place(&runtime);
+    let mut rows = Rows::new(&golden(FAMILY), 11, 32);
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        for _ in 0..4 {
+            let (mut request, _) = rows.draw();
+            let Some(Payload::Inline(given)) = &request.payload else { panic!("rows are inline") };
+            let values = decode(given, DType::F32);
+            request.dtype = dtype as i32;
+            request.payload = Some(Payload::Inline(encode(&values, dtype)));
+            request.return_routing = true;
+            let routed = runtime.block_on(client.forward(request.clone(), None)).unwrap();
+            assert_eq!(session.forward(&request, LOST).unwrap().rows, routed.rows, "{dtype}");
+            // Every other assignment belongs to another service, and the first row is of none of this one's experts.
+            let receipt = routed.receipt.unwrap();
+            let k = receipt.topk_ids.len() / 4 / request.tokens as usize;
+            let mut ids = receipt.topk_ids.to_vec();
+            for (_, id) in ids.chunks_exact_mut(4).enumerate().filter(|(at, _)| *at < k || at % 2 == 1) {
+                id.copy_from_slice(&(-1_i32).to_le_bytes());
+            }
+            let (topk_ids, topk_weights) = (ids.into(), receipt.topk_weights);
+            request.routing = Some(expertd_proto::v1::Routing { topk_ids, topk_weights, k: k as u32 });
+            let some = runtime.block_on(client.forward(request.clone(), None)).unwrap();
+            assert_ne!(some.rows, routed.rows);
+            assert_eq!(
+                session.forward(&request, LOST).unwrap().rows,
+                some.rows,
+                "{dtype}, rows of no expert"
+            );
+        }
     }
 }
 
@@ -169,10 +226,13 @@ fn calls_of_sessions_and_of_grpc_share_steps() {
 
 #[test]
 fn a_killed_rank_fails_no_call() {
+    let runtime = runtime();
     let host = Host::start(FAMILY, 3, &[]);
     let load = Load::start(&host, 64);
     for rank in 0..3 {
         load.goes_on();
+        // Each generation attaches the sessions of the earlier ones.
+        host.in_place(&runtime);
         let ranks = host.service.ranks();
         send(ranks[rank], Signal::KILL);
         eventually(LOST, "the next generation serves", || {

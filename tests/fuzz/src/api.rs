@@ -1,4 +1,4 @@
-//! What clients send: HTTP/2, message splitting, requests, headers and tokens.
+//! What clients send: HTTP/2, message splitting, requests, headers, tokens, sessions.
 
 use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
@@ -8,7 +8,7 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig};
-use expertd_router::fuzzing;
+use expertd_router::{fuzzing, sessions_fuzzing};
 use tokio_util::sync::CancellationToken;
 
 /// A request body cut into chunks. The first byte selects unary or streaming and the size of the chunks.
@@ -32,6 +32,16 @@ pub fn texts(data: &[u8]) {
     fuzzing::texts(data);
 }
 
+/// The bytes of a session socket.
+pub fn session(data: &[u8]) {
+    sessions_fuzzing::socket(data);
+}
+
+/// The memory of a session: rings, requests, ids and weights.
+pub fn records(data: &[u8]) {
+    sessions_fuzzing::records(data);
+}
+
 struct Running {
     path: PathBuf,
     _directory: tempfile::TempDir,
@@ -47,7 +57,8 @@ static SERVER: LazyLock<Running> = LazyLock::new(|| {
         listen: vec![address(&path)],
         admin: Some(address(&directory.path().join("admin.sock"))),
         insecure: false,
-        connections: ConnectionLimits::for_tcp(64),
+        // Without a tarpit, so that the end of a connection shows at once.
+        connections: ConnectionLimits { tarpit: 0, ..ConnectionLimits::for_tcp(64) },
         shutdown_grace: Duration::from_millis(100),
         timeouts: ConnectionTimeouts::default(),
     };

@@ -5,7 +5,8 @@ use std::sync::atomic::AtomicU64;
 use expertd_ipc::control::{self, FromRank, RankSetup, ToRank};
 use expertd_ipc::ring::{RingConsumer, RingError, RingMemory, RingProducer};
 use expertd_ipc::{Completion, Segment, StepDescriptor};
-use expertd_rank::segments::CheckedSegment;
+use expertd_rank::segments::{CheckedSegment, RowsPlace};
+use expertd_types::MemoryId;
 
 /// The lines of a control socket, read as each kind of message.
 pub fn control(data: &[u8]) {
@@ -79,16 +80,28 @@ pub fn ring(data: &[u8]) {
     }
 }
 
-/// A segment table: accepted segments lie within the step's rows and the staging.
+/// Size of the only attached memory of [`segments`], number 7.
+const MEMORY_BYTES: usize = 4096;
+
+/// A segment table: accepted segments lie within the step's rows, and within the staging or an attached memory.
 pub fn segments(data: &[u8]) {
     let Some((&[tokens, hidden, low, high], rest)) = data.split_first_chunk::<4>() else { return };
     let (tokens, hidden) = (usize::from(tokens), usize::from(hidden) + 1);
     let staged = usize::from(u16::from_le_bytes([low, high]));
     let table: Vec<Segment> =
         rest.chunks_exact(size_of::<Segment>()).map(bytemuck::pod_read_unaligned).collect();
-    let Ok(checked) = CheckedSegment::all(&table, tokens, hidden, staged) else { return };
+    let memory = |memory: MemoryId| (memory == MemoryId(7)).then_some(MEMORY_BYTES);
+    let Ok(checked) = CheckedSegment::all(&table, tokens, hidden, staged, memory) else { return };
     for segment in checked {
-        assert!(segment.rows.end <= tokens && segment.bytes.end <= staged, "out of bounds");
-        assert_eq!(segment.bytes.len(), segment.rows.len() * hidden * segment.dtype.size());
+        let bytes = segment.rows.len() * hidden * segment.dtype.size();
+        assert!(segment.rows.end <= tokens, "out of bounds");
+        match segment.place {
+            RowsPlace::Staging(place) => assert!(place.end <= staged && place.len() == bytes),
+            RowsPlace::Memory { memory, input, output } => {
+                assert!(memory == MemoryId(7) && input.len() == bytes && output.len() == bytes);
+                assert!(input.end <= MEMORY_BYTES && output.end <= MEMORY_BYTES, "out of bounds");
+                assert!(bytes == 0 || input.end <= output.start || output.end <= input.start, "overlap");
+            }
+        }
     }
 }

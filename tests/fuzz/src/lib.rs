@@ -32,6 +32,8 @@ pub const TARGETS: &[Target] = &[
     Target { name: "request", binary: "fuzz-api", run: api::request },
     Target { name: "frames", binary: "fuzz-api", run: api::frames },
     Target { name: "texts", binary: "fuzz-api", run: api::texts },
+    Target { name: "session", binary: "fuzz-api", run: api::session },
+    Target { name: "records", binary: "fuzz-api", run: api::records },
     Target { name: "connection", binary: "fuzz-api", run: api::connection },
 ];
 

@@ -1,9 +1,13 @@
 //! Seeds: valid inputs of every target, made by the code that writes them in earnest.
 
+use bytemuck::Zeroable as _;
 use expertd_ipc::control::{FromRank, ToRank};
 use expertd_ipc::{Completion, Segment};
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
 use expertd_proto::v1::{DType, ForwardRequest, ForwardStreamRequest};
+use expertd_session::wire::{
+    FrameHeader, KIND_HOST, Open, RegionLayout, RequestRecord, VERSION, frame as kind,
+};
 use prost::Message as _;
 
 /// A seed of a target.
@@ -36,6 +40,8 @@ pub fn all() -> Vec<Seed> {
     add("control", control);
     add("ring", ring());
     add("segments", segments());
+    add("session", session());
+    add("records", records());
     for request in requests() {
         add("request", request.encode_to_vec());
         add("body", [&[0x80][..], &framed(&request.encode_to_vec())].concat());
@@ -99,13 +105,74 @@ fn ring() -> Vec<u8> {
     words.iter().flat_map(|word: &u64| word.to_le_bytes()).collect()
 }
 
-/// Two segments of f32 and bf16 rows of four elements.
+/// Two segments of f32 and bf16 rows of four elements, the second one in memory 7.
 fn segments() -> Vec<u8> {
+    let staged = Segment { rows: 2, dtype: DType::DtypeF32 as u32, ..Segment::zeroed() };
     let table = [
-        Segment { byte_offset: 0, first_row: 0, rows: 2, dtype: DType::DtypeF32 as u32, flags: 0 },
-        Segment { byte_offset: 64, first_row: 2, rows: 3, dtype: DType::DtypeBf16 as u32, flags: 1 },
+        staged,
+        Segment {
+            byte_offset: 64,
+            output_offset: 128,
+            first_row: 2,
+            rows: 3,
+            dtype: DType::DtypeBf16 as u32,
+            flags: 1,
+            memory: 7,
+            ..staged
+        },
     ];
     [&[5, 3, 0xff, 0][..], bytemuck::bytes_of(&table)].concat()
+}
+
+/// A client that asks for the model and opens a session.
+fn session() -> Vec<u8> {
+    let frame = |kind: u32, payload: &[u8]| {
+        [bytemuck::bytes_of(&FrameHeader { kind, bytes: payload.len() as u32 }), payload].concat()
+    };
+    let open = Open { version: VERSION, kind: KIND_HOST, rows_bytes: 4096, calls: 4, reserved: 0 };
+    let get_model = frame(kind::GET_MODEL, &[]);
+    [get_model.clone(), frame(kind::OPEN, bytemuck::bytes_of(&open)), get_model].concat()
+}
+
+/// The memory of a session with calls in its ring of requests: one with the gate's routing, one with its own, one with
+/// token ids.
+fn records() -> Vec<u8> {
+    let calls = 4;
+    let layout = RegionLayout::new(calls, 8192).expect("a small layout");
+    let mut memory = vec![0; layout.rows + 8192];
+    let plain = RequestRecord {
+        call: 1,
+        output: 1024,
+        layer: 1,
+        tokens: 2,
+        dtype: DType::DtypeF32 as u32,
+        ..RequestRecord::zeroed()
+    };
+    let (ids, weights, flags) = (2048, 2112, RequestRecord::GIVEN_ROUTING | RequestRecord::RETURN_ROUTING);
+    let given = RequestRecord { call: 2, rows: 3072, output: 3136, ids, weights, flags, ..plain };
+    let (token_ids, flags) = (2176, RequestRecord::TOKEN_IDS | RequestRecord::EXPECT_WEIGHT_VERSION);
+    let by_token = RequestRecord {
+        call: 3,
+        rows: 4096,
+        output: 4160,
+        token_ids,
+        flags,
+        weight_version: 7,
+        layer: 2,
+        ..plain
+    };
+    let mut put = |at: usize, bytes: &[u8]| memory[at..at + bytes.len()].copy_from_slice(bytes);
+    let start = layout.requests.offset();
+    put(start, &3_u64.to_le_bytes());
+    for (number, record) in [plain, given, by_token].iter().enumerate() {
+        let cell = start + 128 + number * (size_of::<RequestRecord>() + 8);
+        put(cell, bytemuck::bytes_of(record));
+        put(cell + size_of::<RequestRecord>(), &(number as u64 + 1).to_le_bytes());
+    }
+    put(layout.rows + 2048, bytemuck::cast_slice(&[0_i32, 5, 2, 1]));
+    put(layout.rows + 2112, bytemuck::cast_slice(&[1.0_f32, 0.5, 0.25, 0.0]));
+    put(layout.rows + 2176, bytemuck::cast_slice(&[3_i32, 9]));
+    memory
 }
 
 /// Requests of the model of `expertd_router::fuzzing`, one with rows that are large enough to be kept apart.

@@ -75,6 +75,23 @@ impl PendingCall {
     /// # Errors
     /// The call's status, [`SessionError::TimedOut`], or [`SessionError::Ended`].
     pub fn wait(mut self, timeout: Duration) -> Result<Answer, SessionError> {
+        self.wait_once(timeout)
+    }
+
+    /// Waits for the answer like [`wait`](Self::wait); `None` if there is none within `timeout`. The call stays in flight
+    /// then and can be waited for again. After an answer or an error it must not be.
+    ///
+    /// # Errors
+    /// The call's status, or [`SessionError::Ended`].
+    pub fn try_wait(&mut self, timeout: Duration) -> Result<Option<Answer>, SessionError> {
+        match self.wait_once(timeout) {
+            Ok(answer) => Ok(Some(answer)),
+            Err(SessionError::TimedOut { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn wait_once(&mut self, timeout: Duration) -> Result<Answer, SessionError> {
         let (buffers, record) = self.shared.wait(self.call, timeout)?;
         self.is_waited = true;
         if record.code != 0 {
@@ -113,6 +130,49 @@ pub struct Session {
     arena: Arc<Mutex<Arena>>,
     model: Vec<u8>,
     opened: Opened,
+    /// The process that opened the session. A fork has neither its watcher nor the right to end it.
+    process: u32,
+}
+
+/// Asks the service at `address`, `unix:PATH`, for its model without opening a session: an encoded
+/// `expertd.v1.GetModelResponse`. `timeout` limits each frame.
+///
+/// # Errors
+/// If the service cannot be reached, refuses this user, or sends no model.
+pub fn fetch_model(address: &str, timeout: Duration) -> Result<Vec<u8>, SessionError> {
+    let socket = connect(address, timeout)?;
+    socket::send(&socket, frame::GET_MODEL, &[]).map_err(|source| socket_error(address, source))?;
+    expect_frame(&socket, address, frame::MODEL, "MODEL")
+}
+
+fn socket_error(address: &str, source: io::Error) -> SessionError {
+    SessionError::Socket { address: address.to_owned(), source }
+}
+
+/// Connects to `unix:PATH`; `timeout` limits each read and write.
+fn connect(address: &str, timeout: Duration) -> Result<UnixStream, SessionError> {
+    let path = address.strip_prefix("unix:").ok_or_else(|| SessionError::Address(address.to_owned()))?;
+    let path = path.strip_prefix("//").unwrap_or(path);
+    let failed = |source| socket_error(address, source);
+    let socket = UnixStream::connect(path).map_err(failed)?;
+    socket.set_read_timeout(Some(timeout)).map_err(failed)?;
+    socket.set_write_timeout(Some(timeout)).map_err(failed)?;
+    Ok(socket)
+}
+
+/// The payload of the next frame, which must be of this kind.
+fn expect_frame(socket: &UnixStream, address: &str, kind: u32, name: &str) -> Result<Vec<u8>, SessionError> {
+    match socket::receive(socket, MAX_SERVICE_FRAME) {
+        Ok(Some((found, payload))) if found == kind => Ok(payload),
+        Ok(Some((frame::REFUSED | frame::ENDED, text))) => {
+            Err(SessionError::Refused { reason: String::from_utf8_lossy(&text).into_owned() })
+        }
+        Ok(Some((found, _))) => {
+            Err(SessionError::Protocol(format!("a frame of kind {found}, expected {name} ({kind})")))
+        }
+        Ok(None) => Err(socket_error(address, io::ErrorKind::UnexpectedEof.into())),
+        Err(source) => Err(socket_error(address, source)),
+    }
 }
 
 impl Session {
@@ -121,17 +181,12 @@ impl Session {
     /// # Errors
     /// If the service cannot be reached, refuses the session, or sends what is no session of this protocol.
     pub fn open(address: &str, options: &SessionOptions) -> Result<Session, SessionError> {
-        let path = address.strip_prefix("unix:").ok_or_else(|| SessionError::Address(address.to_owned()))?;
-        let path = path.strip_prefix("//").unwrap_or(path);
-        let failed = |source| SessionError::Socket { address: address.to_owned(), source };
-        let socket = UnixStream::connect(path).map_err(failed)?;
-        socket.set_read_timeout(Some(options.timeout)).map_err(failed)?;
-        socket.set_write_timeout(Some(options.timeout)).map_err(failed)?;
+        let socket = connect(address, options.timeout)?;
         Session::over(socket, address, options)
     }
 
     fn over(socket: UnixStream, address: &str, options: &SessionOptions) -> Result<Session, SessionError> {
-        let failed = |source| SessionError::Socket { address: address.to_owned(), source };
+        let failed = |source| socket_error(address, source);
         socket::send(&socket, frame::GET_MODEL, &[]).map_err(failed)?;
         let open = Open {
             version: VERSION,
@@ -141,19 +196,8 @@ impl Session {
             reserved: 0,
         };
         socket::send(&socket, frame::OPEN, bytemuck::bytes_of(&open)).map_err(failed)?;
-        let expect = |kind: u32, name: &str| match socket::receive(&socket, MAX_SERVICE_FRAME) {
-            Ok(Some((found, payload))) if found == kind => Ok(payload),
-            Ok(Some((frame::REFUSED | frame::ENDED, text))) => {
-                Err(SessionError::Refused { reason: String::from_utf8_lossy(&text).into_owned() })
-            }
-            Ok(Some((found, _))) => {
-                Err(SessionError::Protocol(format!("a frame of kind {found}, expected {name} ({kind})")))
-            }
-            Ok(None) => Err(failed(io::ErrorKind::UnexpectedEof.into())),
-            Err(source) => Err(failed(source)),
-        };
-        let model = expect(frame::MODEL, "MODEL")?;
-        let opened = expect(frame::OPENED, "OPENED")?;
+        let model = expect_frame(&socket, address, frame::MODEL, "MODEL")?;
+        let opened = expect_frame(&socket, address, frame::OPENED, "OPENED")?;
         let opened: Opened = socket::record(&opened).map_err(failed)?;
         if (opened.version, opened.kind) != (VERSION, KIND_HOST) {
             return Err(SessionError::Protocol(format!(
@@ -196,6 +240,7 @@ impl Session {
             arena: Arc::new(Mutex::new(Arena::new(layout.rows_bytes))),
             model,
             opened,
+            process: std::process::id(),
         })
     }
 
@@ -351,6 +396,11 @@ fn watch(socket: &UnixStream) -> String {
 
 impl Drop for Session {
     fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // The socket is the parent's as well, and the watcher does not exist here.
+            std::mem::forget(self.watcher.take());
+            return;
+        }
         let _ = self.socket.shutdown(Shutdown::Both);
         if let Some(watcher) = self.watcher.take() {
             let _ = watcher.join();

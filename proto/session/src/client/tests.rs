@@ -89,6 +89,39 @@ fn calls_are_bounded_in_number_and_time() {
 }
 
 #[test]
+fn a_call_can_be_waited_for_again() {
+    let (session, memory, mut rings, _socket) = opened(2);
+    let (rows, output) = (session.buffer(32).unwrap(), session.buffer(32).unwrap());
+    let mut pending = session.submit(&Call::new(0, 1, DType::F32), rows, output).unwrap();
+    for _ in 0..3 {
+        assert!(pending.try_wait(Duration::from_millis(1)).unwrap().is_none());
+    }
+    serve(&memory, &mut rings, 1);
+    assert_eq!(pending.try_wait(SECOND).unwrap().unwrap().receipt.generation, 3);
+    assert_eq!(session.arena.lock().unwrap().largest(), 1 << 16, "the answer's buffers came back");
+}
+
+#[test]
+fn the_model_is_there_without_a_session() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let service = std::thread::spawn(move || {
+        let (socket, _) = listener.accept().unwrap();
+        let (kind, payload) = socket::receive(&socket, MAX_SERVICE_FRAME).unwrap().unwrap();
+        assert_eq!((kind, payload.len()), (frame::GET_MODEL, 0));
+        socket::send(&socket, frame::MODEL, b"model").unwrap();
+        let (socket, _) = listener.accept().unwrap();
+        socket::send(&socket, frame::REFUSED, b"user 7 may not").unwrap();
+    });
+    let address = format!("unix:{}", path.display());
+    assert_eq!(super::fetch_model(&address, SECOND).unwrap(), b"model");
+    let refused = super::fetch_model(&address, SECOND).unwrap_err().to_string();
+    assert!(refused.contains("user 7 may not"), "{refused}");
+    service.join().unwrap();
+}
+
+#[test]
 fn statuses_and_small_buffers_are_errors() {
     let (session, memory, mut rings, _socket) = opened(2);
     let call = Call::new(0, 2, DType::F32);

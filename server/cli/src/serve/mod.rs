@@ -29,7 +29,9 @@ use expertd_router::api::{
 use expertd_router::backend::Backend;
 use expertd_router::sessions::{SessionConfig, SessionServer};
 use expertd_router::steps::{Service, ServiceEnd};
-use expertd_router::telemetry::{MetricsEndpoint, Recorder, flush_logs, install_recorder, tell};
+use expertd_router::telemetry::{
+    MetricsEndpoint, Recorder, TraceError, flush_logs, flush_traces, install_recorder, start_traces, tell,
+};
 use expertd_router::watchdog;
 
 /// Exit codes of `expertd serve`, after sysexits.h.
@@ -48,6 +50,9 @@ pub mod exit {
 
 /// Time limit for connections to close after the last answer was sent.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
+
+/// Time limit for the last spans to be sent.
+const FLUSH_TRACES: Duration = Duration::from_secs(2);
 
 /// Time limit for the end of the service after a second signal.
 const END_AT_ONCE: Duration = Duration::from_secs(3);
@@ -164,6 +169,9 @@ pub enum StartError {
     /// Credentials are invalid.
     #[error(transparent)]
     Access(#[from] api::AccessError),
+    /// Traces cannot be sent.
+    #[error(transparent)]
+    Traces(#[from] TraceError),
     /// The limit on open files is too low.
     #[error("{0}")]
     Descriptors(String),
@@ -182,6 +190,7 @@ impl StartError {
             | StartError::MetricsAddress(_)
             | StartError::OpenMetrics(_)
             | StartError::Access(_)
+            | StartError::Traces(_)
             | StartError::Descriptors(_)
             | StartError::Server(
                 api::ServerError::Plaintext(_)
@@ -214,6 +223,12 @@ impl Running {
         let address = |name: &'static str, text: &str| {
             text.parse::<Address>().map_err(|source| StartError::Address { name, source })
         };
+        let sockets = descriptors::sockets(
+            plan.connections.tcp,
+            plan.connections.unix + plan.sessions.as_ref().map_or(0, SessionPlan::descriptors),
+            plan.cluster.shape.ranks as usize,
+        )
+        .map_err(StartError::Descriptors)?;
         let config = ServerConfig {
             listen: plan
                 .listen
@@ -223,12 +238,8 @@ impl Running {
             admin: Some(address("admin-listen", &plan.admin_listen)?),
             insecure: plan.access.insecure,
             connections: ConnectionLimits {
-                tcp: descriptors::connections(
-                    plan.connections.tcp,
-                    plan.connections.unix + plan.sessions.as_ref().map_or(0, SessionPlan::descriptors),
-                    plan.cluster.shape.ranks as usize,
-                )
-                .map_err(StartError::Descriptors)?,
+                tcp: sockets.connections,
+                tarpit: sockets.tarpit,
                 ..plan.connections
             },
             shutdown_grace: SHUTDOWN_GRACE,
@@ -253,6 +264,7 @@ impl Running {
             return Err(StartError::OpenMetrics(metrics));
         }
         let recorder = install_recorder(if expertd_rank_cuda::BUILT { "cuda" } else { "" });
+        start_traces(plan.otlp_endpoint.as_deref())?;
         plan.buffers.reserve();
         tokio::spawn(settle_memory());
         let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
@@ -276,14 +288,9 @@ impl Running {
     ) -> Result<Self, StartError> {
         let service = Arc::clone(service);
         let backend: Arc<dyn Backend> = Arc::clone(&service) as Arc<dyn Backend>;
-        let endpoint = MetricsEndpoint::bind(
-            metrics,
-            recorder,
-            api::ready_probe(Arc::clone(&backend)),
-            Arc::clone(&access),
-        )
-        .await
-        .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
+        let endpoint = MetricsEndpoint::bind(metrics, recorder, Arc::clone(&backend), Arc::clone(&access))
+            .await
+            .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
         let metrics = endpoint.local_address().unwrap_or(metrics);
         let server = Server::bind(config, access, backend).await?;
         let session_server = match sessions {
@@ -374,7 +381,7 @@ impl Running {
                 first = false;
             }
         });
-        let end = self.service.ended().await;
+        let end = self.watched_until_end().await;
         self.stop().await;
         match end {
             ServiceEnd::Drained => ExitCode::SUCCESS,
@@ -387,6 +394,21 @@ impl Running {
                 ExitCode::from(exit::SETUP)
             }
         }
+    }
+
+    /// Waits for the service's end on this thread, without which the process would never exit.
+    async fn watched_until_end(&self) -> ServiceEnd {
+        let heartbeat = watchdog::watch("the main thread");
+        let mut ticks = tokio::time::interval(watchdog::TICK);
+        let mut ended = std::pin::pin!(self.service.ended());
+        let end = loop {
+            tokio::select! {
+                end = &mut ended => break end,
+                _ = ticks.tick() => heartbeat.tick(),
+            }
+        };
+        heartbeat.finish();
+        end
     }
 
     /// Drains and stops the service: sends all answers, closes connections, reaps ranks.
@@ -407,5 +429,6 @@ impl Running {
             tracing::warn!(%error, "the session socket's task ended with an error");
         }
         self.service.join();
+        flush_traces(FLUSH_TRACES).await;
     }
 }

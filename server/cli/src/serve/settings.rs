@@ -198,6 +198,10 @@ settings! {
     max_session_bytes: u64 = Some(4 << 30), env "EXPERTD_MAX_SESSION_BYTES";
     /// Address of the Prometheus endpoint, GET /metrics: IP:PORT [default: 127.0.0.1:9464]
     metrics_listen: String = Some("127.0.0.1:9464".into()), env "EXPERTD_METRICS_LISTEN";
+    /// Export the rows of each expert and layer as metrics: one series for each [default: false]
+    expert_metrics: bool = Some(false), env "EXPERTD_EXPERT_METRICS", arg(num_args = 0..=1, default_missing_value = "true");
+    /// Receiver of traces, OTLP over gRPC, e.g. http://127.0.0.1:4317 [default: that of OTEL_EXPORTER_OTLP_ENDPOINT, else none]
+    otlp_endpoint: String = None, env "EXPERTD_OTLP_ENDPOINT";
     /// The server's certificate chain, PEM; every TCP listener then speaks TLS
     tls_cert: PathBuf = None, env "EXPERTD_TLS_CERT";
     /// The private key of the server's certificate, PEM
@@ -339,7 +343,8 @@ mod tests {
             shown.join(" "),
             "model=- model_name=- layers=- ranks=- device=- fp8_compute=- listen=127.0.0.1:50051 admin_listen=- \
              session_listen=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
-             metrics_listen=127.0.0.1:9464 tls_cert=- tls_key=- tls_client_ca=- tls_client_names=- token_file=- \
+             metrics_listen=127.0.0.1:9464 expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
+             tls_client_names=- token_file=- \
              admin_token_file=- insecure=false verify_weights=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
              max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 on_fault=retry \
              drain_timeout_ms=10000 max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"

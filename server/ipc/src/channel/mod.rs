@@ -6,6 +6,9 @@
 //! pushes a [`Completion`]. Between the two pushes the area belongs to the rank, otherwise to the router. Each end records
 //! which slots are in flight and refuses to access an area that the other side owns.
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod attached_tests;
 mod layout;
 mod rank;
 mod records;
@@ -14,7 +17,7 @@ mod router;
 pub use layout::GroupShape;
 pub use rank::{ExpertsNotice, Heartbeat, RankChannel, RankStaging, StagingAddresses};
 pub use records::{Completion, Segment, StepDescriptor};
-pub use router::{FormingStep, RouterChannel, RowSource, RowsToStage, StagedRows};
+pub use router::{AttachedRows, FormingStep, RouterChannel, RowSource, RowsToStage, StagedRows};
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;

@@ -58,8 +58,8 @@ pub struct StagingAddresses {
 /// A slot's staging while it belongs to the rank.
 #[derive(Debug)]
 pub struct RankStaging<'a> {
-    /// Segment table of the step.
-    pub segments: &'a [Segment],
+    /// Segment table of the step, in which engines may replace offsets by addresses.
+    pub segments: &'a mut [Segment],
     /// The whole row area; a segment's rows begin at its `byte_offset`. The answer overwrites the rows.
     pub rows: &'a mut [u8],
     /// `[tokens, k]`: the caller's ids on entry where given, otherwise to be written by the gate.
@@ -195,7 +195,7 @@ impl RankChannel {
         // the mutable borrow of `self` excludes a second set of slices and a completion while these slices live.
         unsafe {
             RankStaging {
-                segments: &staging.segments.as_slice()[..step.segments as usize],
+                segments: &mut staging.segments.as_mut_slice()[..step.segments as usize],
                 rows: staging.rows.as_mut_slice(),
                 ids: &mut staging.ids.as_mut_slice()[..routed],
                 weights: &mut staging.weights.as_mut_slice()[..routed],
@@ -214,18 +214,18 @@ impl RankChannel {
         }
     }
 
-    /// Waits for the next step; returns `None` once `stop` is true.
+    /// Waits for the next step; returns `None` while `interrupt` is true.
     ///
     /// # Errors
     /// As [`step`](Self::step).
     pub fn wait_step(
         &mut self,
         spin: Duration,
-        stop: &AtomicBool,
+        interrupt: &AtomicBool,
     ) -> Result<Option<StepDescriptor>, ChannelError> {
         let bell = self.bell.clone();
         let found = bell.wait_for(WaitPolicy::unlimited(spin), || {
-            if stop.load(Ordering::Acquire) {
+            if interrupt.load(Ordering::Acquire) {
                 Some(Ok(None))
             } else {
                 self.step().transpose().map(|s| s.map(Some))

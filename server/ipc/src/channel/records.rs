@@ -30,8 +30,10 @@ pub struct StepDescriptor {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct Segment {
-    /// Offset of the rows in the slot's row area, in bytes.
+    /// Offset of the rows in the slot's row area, or in `memory`, in bytes.
     pub byte_offset: u64,
+    /// Offset of the answer in `memory`, in bytes. The answer of staged rows overwrites them; this is 0 for them.
+    pub output_offset: u64,
     /// Index of the first row among the rank's rows of the step.
     pub first_row: u32,
     /// Number of rows.
@@ -40,9 +42,15 @@ pub struct Segment {
     pub dtype: u32,
     /// Bit set of [`Segment::GIVEN_ROUTING`] and [`Segment::SHARED_EXPERTS`].
     pub flags: u32,
+    /// [`MemoryId`](expertd_types::MemoryId) of the attached memory that holds the rows; [`Segment::STAGING`] for staged rows.
+    pub memory: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
 impl Segment {
+    /// The value of `memory` for rows in staging.
+    pub const STAGING: u32 = 0;
     /// Staging holds expert ids and weights; without this flag the gate chooses.
     pub const GIVEN_ROUTING: u32 = 1;
     /// The output includes the shared experts.

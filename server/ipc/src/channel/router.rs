@@ -15,7 +15,7 @@ use super::super::wait::Doorbell;
 use super::ChannelError;
 use super::layout::{ChannelLayout, GroupShape, SEGMENT_ALIGN, Staging};
 use super::records::{Completion, Segment, StepDescriptor};
-use expertd_types::{ChunkedSlice, DType, Rank, Slot};
+use expertd_types::{ChunkedSlice, DType, MemoryId, Rank, Slot};
 
 /// Where the router finds rows.
 #[derive(Clone, Copy, Debug)]
@@ -31,6 +31,21 @@ pub enum RowSource<'a> {
         /// Length of the rows, in bytes.
         bytes: usize,
     },
+    /// Memory that every rank has attached: ranks read the rows and write the answer there, and the router copies neither.
+    Attached(AttachedRows),
+}
+
+/// Rows in a memory that every rank has attached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttachedRows {
+    /// The memory.
+    pub memory: MemoryId,
+    /// Offset of the rows, in bytes.
+    pub input: u64,
+    /// Offset of the answer, in bytes; it does not overlap the rows.
+    pub output: u64,
+    /// Length of the rows, in bytes.
+    pub bytes: usize,
 }
 
 impl<'a> From<ChunkedSlice<'a>> for RowSource<'a> {
@@ -51,7 +66,7 @@ impl RowSource<'_> {
     pub const fn len(&self) -> usize {
         match self {
             RowSource::Own(rows) => rows.len(),
-            RowSource::Session { bytes, .. } => *bytes,
+            RowSource::Session { bytes, .. } | RowSource::Attached(AttachedRows { bytes, .. }) => *bytes,
         }
     }
 
@@ -85,9 +100,25 @@ pub struct StagedRows {
     rank: Rank,
     slot: Slot,
     byte_offset: usize,
+    /// Bytes of the rows in staging; 0 if they are in an attached memory.
     bytes: usize,
     first_row: usize,
     rows: usize,
+    is_attached: bool,
+}
+
+impl StagedRows {
+    /// Whether the rank writes the answer to an attached memory; staging then holds its routing only.
+    #[must_use]
+    pub const fn is_attached(&self) -> bool {
+        self.is_attached
+    }
+
+    /// Number of rows.
+    #[must_use]
+    pub const fn rows(&self) -> usize {
+        self.rows
+    }
 }
 
 /// Fill level of a rank's staging for the step that is being formed.
@@ -230,7 +261,7 @@ impl RouterChannel {
         Ok(completion)
     }
 
-    /// Output rows of a completed step, in the dtype of the rows that were staged.
+    /// Output rows of a completed step, in the dtype of the rows that were staged; none if they are in an attached memory.
     ///
     /// # Panics
     /// If the step is in flight on the rows' rank.
@@ -313,7 +344,12 @@ impl<'a> FormingStep<'_, 'a> {
         fits("rows", cursor.rows + rows.tokens, shape.max_tokens_per_rank)?;
         fits("segments", cursor.segments + 1, shape.max_segments)?;
         fits("experts per token", top_k, shape.max_top_k)?;
-        fits("bytes", cursor.bytes + rows.rows.len(), shape.row_area_bytes())?;
+        // Where the rows are, and how many bytes of staging they take.
+        let (memory, byte_offset, output_offset, bytes) = match rows.rows {
+            RowSource::Attached(rows) => (rows.memory.0, rows.input, rows.output, 0),
+            staged => (Segment::STAGING, cursor.bytes as u64, 0, staged.len()),
+        };
+        fits("bytes", cursor.bytes + bytes, shape.row_area_bytes())?;
         let staging = &link.slots[slot.index()];
         let mut flags = 0;
         push_copy(batch, rows.rows, &staging.rows, cursor.bytes);
@@ -332,24 +368,28 @@ impl<'a> FormingStep<'_, 'a> {
         // is exclusive.
         let segments = unsafe { staging.segments.as_mut_slice() };
         segments[cursor.segments] = Segment {
-            byte_offset: cursor.bytes as u64,
+            byte_offset,
+            output_offset,
             first_row: cursor.rows as u32,
             rows: rows.tokens as u32,
             dtype: rows.dtype as u32,
             flags,
+            memory,
+            reserved: 0,
         };
         link.cursor = Cursor {
             rows: cursor.rows + rows.tokens,
-            bytes: (cursor.bytes + rows.rows.len()).next_multiple_of(SEGMENT_ALIGN),
+            bytes: (cursor.bytes + bytes).next_multiple_of(SEGMENT_ALIGN),
             segments: cursor.segments + 1,
         };
         Ok(StagedRows {
             rank,
             slot: *slot,
             byte_offset: cursor.bytes,
-            bytes: rows.rows.len(),
+            bytes,
             first_row: cursor.rows,
             rows: rows.tokens,
+            is_attached: memory != Segment::STAGING,
         })
     }
 
@@ -359,8 +399,12 @@ impl<'a> FormingStep<'_, 'a> {
     }
 }
 
-/// Adds a copy of `bytes` to elements `at..` of `to`, which must be staging of a slot that is not in flight.
+/// Adds a copy of `bytes` to elements `at..` of `to`, which must be staging of a slot that is not in flight. Rows in an
+/// attached memory stay there.
 fn push_copy<'a, T: Pod>(batch: &mut CopyBatch<'a>, bytes: RowSource<'a>, to: &SharedSlice<T>, at: usize) {
+    if matches!(bytes, RowSource::Attached(_)) {
+        return;
+    }
     let capacity = to.len() * size_of::<T>();
     let start = at * size_of::<T>();
     assert!(start <= capacity && bytes.len() <= capacity - start, "the rows exceed the staging");
@@ -373,6 +417,7 @@ fn push_copy<'a, T: Pod>(batch: &mut CopyBatch<'a>, bytes: RowSource<'a>, to: &S
         match bytes {
             RowSource::Own(bytes) => batch.push(bytes, to),
             RowSource::Session { area, offset, bytes } => batch.push_shared(area, offset, bytes, to),
+            RowSource::Attached(_) => {}
         }
     }
 }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
 use expertd_kernels::event::{self, Event};
 
+use super::memories::ClientCopy;
 use super::step::StagedAddresses;
 use expertd_ipc::{Segment, StagingAddresses};
 
@@ -65,7 +66,7 @@ impl Copies {
         StagedAddresses { rows: rows.address(), segments: segments.address(), ..mapped }
     }
 
-    /// Copies a slot's segments and the first `bytes` of its rows; `compute` waits for them.
+    /// Copies a slot's segments, the first `bytes` of its rows, and the rows of `clients`; `compute` waits for them.
     ///
     /// No earlier step is running in the slot: its completion was reported.
     pub(super) fn inward(
@@ -73,6 +74,7 @@ impl Copies {
         slot: usize,
         segments: usize,
         bytes: usize,
+        clients: &[ClientCopy],
         compute: &Stream,
     ) -> Result<(), DeviceError> {
         let copy = &self.slots[slot];
@@ -97,12 +99,27 @@ impl Copies {
             )?;
             event::copy_to_device(&self.inward, copy.rows.address(), copy.staging.rows, bytes)?;
         }
+        for client in clients {
+            assert!(client.at + client.bytes <= copy.rows.len(), "placed within the rows");
+            // SAFETY: within the slot's rows (asserted) and within a registered memory, which stays registered while the step
+            // runs. Its client may write it meanwhile, which changes the numbers that are copied and nothing else.
+            unsafe {
+                let to = copy.rows.address() + client.at as u64;
+                event::copy_to_device(&self.inward, to, client.input, client.bytes)?;
+            }
+        }
         copy.in_end.record(&self.inward)?;
         copy.in_end.wait_event(compute)
     }
 
-    /// Copies the first `bytes` of a slot's rows back, after the work that `compute` has so far.
-    pub(super) fn outward(&self, slot: usize, bytes: usize, compute: &Stream) -> Result<(), DeviceError> {
+    /// Copies the first `bytes` of a slot's rows and the results of `clients` back, after the work that `compute` has so far.
+    pub(super) fn outward(
+        &self,
+        slot: usize,
+        bytes: usize,
+        clients: &[ClientCopy],
+        compute: &Stream,
+    ) -> Result<(), DeviceError> {
         let copy = &self.slots[slot];
         copy.computed.record(compute)?;
         copy.computed.wait_event(&self.outward)?;
@@ -111,10 +128,22 @@ impl Copies {
         unsafe {
             event::copy_to_host(&self.outward, copy.staging.rows.cast_mut(), copy.rows.address(), bytes)?;
         }
+        for client in clients {
+            // SAFETY: as in `inward`.
+            unsafe {
+                let from = copy.rows.address() + client.at as u64;
+                event::copy_to_host(&self.outward, client.output, from, client.bytes)?;
+            }
+        }
         copy.out_end.record(&self.outward)
     }
 
-    /// Whether a slot's rows are back in staging.
+    /// Size of a slot's rows on the device, in bytes.
+    pub(super) fn row_bytes(&self, slot: usize) -> usize {
+        self.slots[slot].rows.len()
+    }
+
+    /// Whether a slot's rows are back on the host.
     pub(super) fn is_back(&self, slot: usize) -> Result<bool, DeviceError> {
         self.slots[slot].out_end.has_passed()
     }

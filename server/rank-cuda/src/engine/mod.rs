@@ -2,7 +2,8 @@
 //!
 //! A step may start before the previous one has ended: the stream runs their kernels in the same order on every rank, and each
 //! step has the buffers of its slot to itself. For few rows, kernels read and write the channel's staging, which is pinned.
-//! For many rows, copy engines work beside the kernels of other steps (`copies`). If the kernels need a padded hidden size,
+//! For many rows, copy engines work beside the kernels of other steps (`copies`). Rows in the memory of a client are accessed there
+//! in the same two ways (`memories`). If the kernels need a padded hidden size,
 //! the host widens rows to f32 in pinned memory of its own, and narrows the results.
 //!
 //! The launches of a step are captured as graphs before the rank is ready: one graph for each class of layers, slot and
@@ -12,11 +13,13 @@
 #![allow(unsafe_code, reason = "kernels work on memory that Rust only sees as addresses")]
 
 mod copies;
+mod counts;
 mod fault;
 #[cfg(test)]
 mod gate_tests;
 mod graphs;
 mod layers;
+mod memories;
 mod pad;
 mod probe;
 mod run;
@@ -35,9 +38,11 @@ use expertd_kernels::params::{Group, Segment as DeviceSegment};
 use expertd_kernels::slot::{combine_blocks, dispatch_blocks};
 
 use self::copies::Copies;
+use self::counts::DeviceCounts;
 use self::fault::CudaFault;
 use self::graphs::{Graphs, Variant};
 use self::layers::{Layer, Layers};
+use self::memories::Memories;
 use self::run::{Running, Watch};
 use self::step::{Buffers, COPY_BLOCKS, SlotSet, StagedAddresses, StepLaunches};
 use crate as gpu;
@@ -85,7 +90,9 @@ pub(super) struct CudaEngine {
     groups: Vec<Group>,
     buffers: Buffers,
     layers: Layers,
+    counts: DeviceCounts,
     host: PinnedStaging,
+    memories: Memories,
     shape: Shape,
     /// Elements of a row without padding.
     hidden: usize,
@@ -103,6 +110,7 @@ struct EngineParts {
     shape: Shape,
     windows: LsaWindows,
     host: PinnedStaging,
+    counts: DeviceCounts,
     layers: Layers,
     buffers: Buffers,
     copies: Option<Copies>,
@@ -115,7 +123,7 @@ impl CudaEngine {
         parts: EngineParts,
         staged: &[StagingAddresses],
     ) -> Result<Self, CudaFault> {
-        let EngineParts { shape, windows, host, layers, buffers, copies } = parts;
+        let EngineParts { shape, windows, host, counts, layers, buffers, copies } = parts;
         let deadline = u64::try_from(setup.peer_timeout.as_nanos()).unwrap_or(u64::MAX);
         let groups = buffers.slots.iter().enumerate().map(|(slot, set)| {
             set.kernels.group(&shape, setup.rank.0, &windows.slot(slot), setup.generation.0, deadline)
@@ -136,7 +144,9 @@ impl CudaEngine {
             groups,
             buffers,
             layers,
+            counts,
             host,
+            memories: Memories::default(),
             shape,
             hidden: setup.shape.hidden,
             most_blocks,
@@ -190,6 +200,7 @@ impl CudaEngine {
         StepLaunches {
             layer,
             slot: &self.buffers.slots[slot],
+            counts: &self.counts,
             group: Group { top_k, experts: layer.spec.experts.count as u32, ..self.groups[slot] },
             staged: match self.copies_of(variant) {
                 Some(copies) => copies.staged(slot, self.staged[slot]),
@@ -255,6 +266,8 @@ impl Drop for CudaEngine {
 const _: () = {
     use std::mem::offset_of;
     assert!(size_of::<Segment>() == size_of::<DeviceSegment>());
+    assert!(offset_of!(Segment, output_offset) == offset_of!(DeviceSegment, output_offset));
+    assert!(offset_of!(Segment, memory) == offset_of!(DeviceSegment, memory));
     assert!(offset_of!(Segment, byte_offset) == offset_of!(DeviceSegment, byte_offset));
     assert!(offset_of!(Segment, first_row) == offset_of!(DeviceSegment, first_row));
     assert!(offset_of!(Segment, rows) == offset_of!(DeviceSegment, rows));

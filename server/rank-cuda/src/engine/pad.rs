@@ -2,10 +2,11 @@
 
 #![allow(unsafe_code, reason = "accesses memory that host and device use in turn")]
 
+use super::memories::Memories;
 use super::step::SlotSet;
 use expertd_ipc::Segment;
-use expertd_rank::convert::{narrow, widen};
-use expertd_rank::segments::CheckedSegment;
+use expertd_rank::convert::{narrow, narrow_shared, widen, widen_shared};
+use expertd_rank::segments::{CheckedSegment, RowsPlace};
 use expertd_types::DType;
 
 /// Writes the rows of a step to the slot's host buffers as f32, padded with zeros, with their segment table.
@@ -15,6 +16,7 @@ use expertd_types::DType;
 pub(super) unsafe fn pad(
     segments: &[CheckedSegment],
     staged: &[u8],
+    memories: &Memories,
     hidden: usize,
     wide: usize,
     slot: &mut SlotSet,
@@ -24,9 +26,18 @@ pub(super) unsafe fn pad(
     let rows = unsafe { slot.rows.as_mut_slice::<f32>(end * wide) };
     for segment in segments {
         let row_bytes = hidden * segment.dtype.size();
-        for (at, row) in segment.rows.clone().zip(staged[segment.bytes.clone()].chunks_exact(row_bytes)) {
+        for (index, at) in segment.rows.clone().enumerate() {
             let (values, padding) = rows[at * wide..(at + 1) * wide].split_at_mut(hidden);
-            widen(row, segment.dtype, values);
+            match &segment.place {
+                RowsPlace::Staging(bytes) => {
+                    widen(&staged[bytes.start + index * row_bytes..][..row_bytes], segment.dtype, values);
+                }
+                RowsPlace::Memory { memory, input, .. } => {
+                    if let Some(bytes) = memories.bytes(*memory) {
+                        widen_shared(bytes, input.start + index * row_bytes, segment.dtype, values);
+                    }
+                }
+            }
             padding.fill(0.0);
         }
     }
@@ -41,17 +52,21 @@ pub(super) unsafe fn pad(
             dtype: DType::F32 as u32,
             flags: if segment.gated { 0 } else { Segment::GIVEN_ROUTING }
                 | if segment.shared { Segment::SHARED_EXPERTS } else { 0 },
+            memory: Segment::STAGING,
+            output_offset: 0,
+            reserved: 0,
         };
     }
 }
 
-/// Narrows the result rows of a step from the slot's host buffer to staging, without their padding.
+/// Narrows the result rows of a step from the slot's host buffer to their places, without their padding.
 ///
 /// # Safety
 /// No step is in flight in the slot.
 pub(super) unsafe fn unpad(
     segments: &[CheckedSegment],
     staged: &mut [u8],
+    memories: &Memories,
     hidden: usize,
     wide: usize,
     slot: &mut SlotSet,
@@ -61,9 +76,19 @@ pub(super) unsafe fn unpad(
     let rows = unsafe { slot.rows.as_mut_slice::<f32>(end * wide) };
     for segment in segments {
         let row_bytes = hidden * segment.dtype.size();
-        let into = staged[segment.bytes.clone()].chunks_exact_mut(row_bytes);
-        for (at, row) in segment.rows.clone().zip(into) {
-            narrow(&rows[at * wide..][..hidden], segment.dtype, row);
+        for (index, at) in segment.rows.clone().enumerate() {
+            let values = &rows[at * wide..][..hidden];
+            match &segment.place {
+                RowsPlace::Staging(bytes) => {
+                    let row = &mut staged[bytes.start + index * row_bytes..][..row_bytes];
+                    narrow(values, segment.dtype, row);
+                }
+                RowsPlace::Memory { memory, output, .. } => {
+                    if let Some(bytes) = memories.bytes(*memory) {
+                        narrow_shared(values, segment.dtype, bytes, output.start + index * row_bytes);
+                    }
+                }
+            }
         }
     }
 }

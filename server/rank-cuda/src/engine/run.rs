@@ -11,12 +11,12 @@ use super::CudaEngine;
 use super::fault::CudaFault;
 use super::graphs::Variant;
 use super::layers::Layer;
+use super::memories::ClientCopy;
 use super::pad::{pad, unpad};
 use expertd_ipc::{ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
 use expertd_rank::segments::CheckedSegment;
-use expertd_rank::{StepEngine, StepFault, StepReport};
-use expertd_types::DType;
-use expertd_types::Phase;
+use expertd_rank::{ClientMemory, StepEngine, StepFault, StepReport};
+use expertd_types::{DType, MemoryId, Phase};
 
 /// Interval at which a wait for the device asks the driver for errors.
 const QUERY_INTERVAL: Duration = Duration::from_millis(2);
@@ -54,12 +54,13 @@ impl CudaEngine {
         layer: &Layer,
         variant: Variant,
         segments: &[CheckedSegment],
+        clients: &[ClientCopy],
     ) -> Result<(), CudaFault> {
         let slot = step.slot as usize;
-        let bytes = segments.last().map_or(0, |segment| segment.bytes.end);
+        let bytes = segments.iter().map(CheckedSegment::staged_end).max().unwrap_or(0);
         let copies = self.copies_of(variant);
         if let Some(copies) = copies {
-            copies.inward(slot, segments.len(), bytes, &self.stream)?;
+            copies.inward(slot, segments.len(), bytes, clients, &self.stream)?;
         }
         match self.graphs.get(layer.class, slot, variant) {
             Some(graph) if step.top_k as usize == layer.spec.gate.top_k => graph.launch(&self.stream)?,
@@ -73,7 +74,7 @@ impl CudaEngine {
             }
         }
         if let Some(copies) = copies {
-            copies.outward(slot, bytes, &self.stream)?;
+            copies.outward(slot, bytes, clients, &self.stream)?;
         }
         Ok(())
     }
@@ -131,8 +132,9 @@ impl StepEngine for CudaEngine {
         if self.running.iter().any(|running| running.slot == slot) {
             return Err(StepFault::SlotInUse(step.slot));
         }
-        let segments =
-            CheckedSegment::all(staging.segments, step.tokens as usize, self.hidden, staging.rows.len())?;
+        let (tokens, staged_bytes) = (step.tokens as usize, staging.rows.len());
+        let size = |memory| self.memories.size(memory);
+        let segments = CheckedSegment::all(staging.segments, tokens, self.hidden, staged_bytes, size)?;
         let layer = self
             .layers
             .layers
@@ -143,7 +145,10 @@ impl StepEngine for CudaEngine {
         let padding = wide != self.hidden;
         if padding {
             // SAFETY: no running step occupies the slot (checked above).
-            unsafe { pad(&segments, staging.rows, self.hidden, wide, &mut self.buffers.slots[slot]) };
+            unsafe {
+                let slot = &mut self.buffers.slots[slot];
+                pad(&segments, staging.rows, &self.memories, self.hidden, wide, slot);
+            }
         }
         let gated = segments.iter().any(|segment| segment.gated);
         self.buffers.slots[slot].request.put(StepRequest {
@@ -168,11 +173,18 @@ impl StepEngine for CudaEngine {
                 step.tokens, variant.rows, step.step_tokens
             )));
         }
-        self.launch(step, layer, variant, &segments)?;
+        let copies = self.copies_of(variant);
+        let copied = copies.is_some();
+        let clients = match padding {
+            true => Vec::new(),
+            false => {
+                self.memories.place(&segments, staging.segments, copies.map(|copies| copies.row_bytes(slot)))
+            }
+        };
+        self.launch(step, layer, variant, &segments, &clients)?;
         if self.running.is_empty() {
             self.watch = Watch::start();
         }
-        let copied = self.copies_of(variant).is_some();
         self.running.push_back(Running {
             sequence: step.sequence,
             slot,
@@ -217,7 +229,10 @@ impl StepEngine for CudaEngine {
         if wide != self.hidden {
             let staged = channel.staging(step).rows;
             // SAFETY: the step has ended (`has_ended`), and the next one in the slot begins through `&mut self`.
-            unsafe { unpad(&segments, staged, self.hidden, wide, &mut self.buffers.slots[slot]) };
+            unsafe {
+                let slot = &mut self.buffers.slots[slot];
+                unpad(&segments, staged, &self.memories, self.hidden, wide, slot);
+            }
         }
         let mut phases = phases(&completion, gated);
         if let Some(copies) = self.copies.as_ref().filter(|_| copied) {
@@ -230,6 +245,14 @@ impl StepEngine for CudaEngine {
             received_rows: completion.received as usize,
             expert_rows: completion.assignments as usize,
         }))
+    }
+
+    fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {
+        self.memories.attach(&self.device, memory, client)
+    }
+
+    fn detach(&mut self, memory: MemoryId) {
+        self.memories.detach(memory);
     }
 }
 

@@ -11,6 +11,7 @@ use expertd_kernels::layout::Shape;
 use nccl_sys::{Library, UniqueId};
 
 use super::copies::Copies;
+use super::counts::DeviceCounts;
 use super::layers::{Layers, any_fp8_products, device_bytes, widest};
 use super::step::{Buffers, Sizes};
 use super::{CudaEngine, EngineParts, PinnedStaging};
@@ -19,6 +20,7 @@ use crate::experts::padded;
 use crate::windows::{ID_BYTES, LsaWindows};
 use expertd_ipc::RankChannel;
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
+use expertd_ipc::passing::FdReader;
 use expertd_model::Checkpoint;
 use expertd_rank::share::{ExpertShare, own_checkpoint};
 use expertd_rank::{Failure, Joining, Loaded, setup_failure};
@@ -32,17 +34,23 @@ const LOAD_THREADS: usize = 16;
 
 /// Sets up this rank's GPU, joins the group, and loads.
 pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
-    let Joining { setup, channel, socket, reader, progress, .. } = joining;
+    let Joining { setup, channel, row_counts, socket, reader, clock, progress, .. } = joining;
     let device = open(setup)?;
+    clock.end("device");
     let checkpoint = own_checkpoint(setup)?;
     let spec = checkpoint.spec();
     gpu::check(spec, &setup.shape).map_err(setup_failure)?;
     let shape = gpu::kernel_shape(&setup.shape, spec.max_experts());
+    clock.end("checkpoint");
     expertd_kernels::experts::setup().map_err(setup_failure)?;
+    clock.end("kernels");
 
     // Ranks join before they load, so that a rank that cannot join fails before minutes are spent on loading.
     let windows = join(setup, &device, &shape, socket, reader)?;
+    clock.end("windows");
     let host = pin(&device, channel)?;
+    let counts = DeviceCounts::new(&device, row_counts, setup.rank).map_err(setup_failure)?;
+    clock.end("pinned staging");
     let padding = shape.hidden as usize != setup.shape.hidden;
     let staged = channel.staging_addresses();
     let no_room = |error: DeviceError| {
@@ -57,11 +65,13 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
     };
     let buffers = Buffers::new(&device, &shape, &sizes).map_err(no_room)?;
     let copies = if padding { None } else { Some(Copies::new(&device, &staged).map_err(no_room)?) };
+    clock.end("buffers");
     // All buffers of steps are allocated, so the free memory is available for weights.
     check_memory(setup, &device, &checkpoint)?;
     let layers = load_weights(setup, &device, &checkpoint, progress)?;
     checkpoint.check_unchanged().map_err(|error| (FailureKind::Load, error.to_string()))?;
 
+    clock.end("weights");
     let weight_bytes = layers.weight_bytes;
     let name = device.name().map_err(setup_failure)?;
     let describe = format!(
@@ -69,8 +79,9 @@ pub(crate) fn load(joining: Joining<'_>) -> Result<Loaded, Failure> {
         setup.rank,
         if setup.shape.ranks == 1 { "" } else { ", windows over NCCL" }
     );
-    let parts = EngineParts { shape, windows, host, layers, buffers, copies };
+    let parts = EngineParts { shape, windows, host, counts, layers, buffers, copies };
     let engine = CudaEngine::new(setup, device, parts, &staged).map_err(setup_failure)?;
+    clock.end("graphs");
     Ok(Loaded { engine: Box::new(engine), weight_bytes, device: describe })
 }
 
@@ -148,7 +159,7 @@ fn join(
     device: &Device,
     shape: &Shape,
     socket: &UnixStream,
-    reader: &mut BufReader<UnixStream>,
+    reader: &mut BufReader<FdReader>,
 ) -> Result<LsaWindows, Failure> {
     if shape.ranks == 1 {
         return LsaWindows::alone(device, shape, setup.shape.slots).map_err(setup_failure);
@@ -171,7 +182,7 @@ fn join(
 /// computes the grids of an exchange from its own number, and the grids have to be equal.
 fn receive_id(
     socket: &UnixStream,
-    reader: &mut BufReader<UnixStream>,
+    reader: &mut BufReader<FdReader>,
     multiprocessors: u32,
 ) -> Result<[u8; ID_BYTES], Failure> {
     socket.set_read_timeout(Some(JOIN_DEADLINE)).map_err(setup_failure)?;

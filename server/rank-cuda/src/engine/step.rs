@@ -13,6 +13,7 @@ use expertd_kernels::params::{
 };
 use expertd_kernels::slot::SlotBuffers;
 
+use super::counts::DeviceCounts;
 use super::layers::{Layer, Layers, gate_params};
 use crate::experts::{DeviceFormat, HostBuffer, Panels, activation_code};
 use expertd_model::Activation;
@@ -136,6 +137,7 @@ pub(super) struct StagedAddresses {
 pub(super) struct StepLaunches<'a> {
     pub(super) layer: &'a Layer,
     pub(super) slot: &'a SlotSet,
+    pub(super) counts: &'a DeviceCounts,
     /// The group, with the layer's number of experts and the step's k.
     pub(super) group: Group,
     pub(super) staged: StagedAddresses,
@@ -294,14 +296,15 @@ impl StepLaunches<'_> {
             topk_weights: k.topk_weights.address(),
             places,
             assignments: k.expert_offsets.address() + self.layer.mine.len() as u64 * 4,
-            staged_rows: self.staged.rows,
             staged_ids: self.staged.ids,
             staged_weights: self.staged.weights,
             completion: self.slot.completion.address(),
             hidden,
             top_k,
             max_tokens,
-            reserved: 0,
+            first_expert: self.layer.mine.start,
+            local_experts: self.layer.mine.len() as u32,
+            ..self.counts.params(k.expert_offsets.address())
         };
         // SAFETY: as above.
         unsafe { launch::copy_out(&[copy_out], self.copy_blocks, stream)? };

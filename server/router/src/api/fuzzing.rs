@@ -113,9 +113,14 @@ fn check(message: ForwardRequest, apart: Option<ChunkedBytes>) {
             return;
         }
     };
+    assert_eq!(request.rows.len(), request.tokens * HIDDEN * request.dtype.size());
+    check_request(&model, &request);
+}
+
+/// Checks what the step loop relies on, apart from the rows.
+pub(crate) fn check_request(model: &ModelInfo, request: &Request) {
     let layer = &model.layers[&request.layer];
     assert!((1..=model.limits.max_tokens_per_request).contains(&request.tokens));
-    assert_eq!(request.rows.len(), request.tokens * HIDDEN * request.dtype.size());
     assert_eq!(request.token_ids.is_some(), layer.routes_by_token_id);
     if let Some(ids) = &request.token_ids {
         assert_eq!(ids.len(), request.tokens * 4);
@@ -177,7 +182,8 @@ fn frame_bytes<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> usize {
     pieces.map(|piece| meter.read(piece).data_bytes).sum()
 }
 
-fn model() -> ModelInfo {
+/// The model of the targets.
+pub(crate) fn model() -> ModelInfo {
     let layer = |by_token_id| MoeLayerInfo {
         num_experts: EXPERTS,
         top_k: 2,
@@ -214,16 +220,41 @@ fn model() -> ModelInfo {
     }
 }
 
+/// The receipt of a request that one step computed.
+pub(crate) fn receipt(request: &Request) -> Receipt {
+    let returned = request.routing.as_ref().filter(|_| request.return_routing);
+    let (topk_ids, topk_weights) =
+        returned.map(|routing| (routing.ids.clone(), routing.weights.clone())).unwrap_or_default();
+    Receipt {
+        steps: vec![StepId(1)],
+        generation: Generation(1),
+        weight_version: WeightVersion(7),
+        weight_fingerprint: FINGERPRINT,
+        tokens_per_rank: vec![request.tokens as u32],
+        timings: Vec::new(),
+        topk_ids,
+        topk_weights,
+        queue_time: Duration::ZERO,
+        step_time: Duration::ZERO,
+    }
+}
+
 /// A backend that returns the rows of every request.
 struct Echo {
     model: Arc<ModelInfo>,
     state: watch::Sender<ServiceState>,
 }
 
-/// Makes a backend that returns the rows of every request.
+/// Makes a backend that returns the rows of every request of the targets' model.
 #[must_use]
 pub fn echo() -> Arc<dyn Backend> {
-    Arc::new(Echo { model: Arc::new(model()), state: watch::channel(ServiceState::Serving).0 })
+    echo_of(model())
+}
+
+/// Makes a backend that returns the rows of every request of a model.
+#[must_use]
+pub fn echo_of(model: ModelInfo) -> Arc<dyn Backend> {
+    Arc::new(Echo { model: Arc::new(model), state: watch::channel(ServiceState::Serving).0 })
 }
 
 impl Backend for Echo {
@@ -233,36 +264,13 @@ impl Backend for Echo {
 
     fn submit(&self, request: Request) -> Result<Pending, SubmitError> {
         let (sender, pending) = oneshot::channel();
-        let receipt = Receipt {
-            steps: vec![StepId(1)],
-            generation: Generation(1),
-            weight_version: WeightVersion(7),
-            weight_fingerprint: FINGERPRINT,
-            tokens_per_rank: vec![request.tokens as u32],
-            timings: Vec::new(),
-            topk_ids: Bytes::new(),
-            topk_weights: Bytes::new(),
-            queue_time: Duration::ZERO,
-            step_time: Duration::ZERO,
-        };
+        let receipt = receipt(&request);
         let _ = sender.send(Ok(Answer { rows: request.rows.to_bytes(), receipt }));
         Ok(pending)
     }
 
     fn status(&self) -> ServiceStatus {
-        ServiceStatus {
-            state: ServiceState::Serving,
-            reason: String::new(),
-            generation: 1,
-            steps_total: 0,
-            requests_in_flight: 0,
-            requests_queued: 0,
-            tokens_queued: 0,
-            uptime: Duration::ZERO,
-            reload: None,
-            sessions: Vec::new(),
-            ranks: Vec::new(),
-        }
+        ServiceStatus::default()
     }
 
     fn watch_state(&self) -> watch::Receiver<ServiceState> {

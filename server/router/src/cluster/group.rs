@@ -1,5 +1,7 @@
 //! The router's side of one generation of the EP group: its ranks, its shared memory, the steps in flight.
 
+mod memories;
+
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
@@ -7,6 +9,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
+use self::memories::AttachNews;
 use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind, FormError};
 use crate::watchdog;
@@ -14,10 +17,11 @@ use crate::watchdog;
 use super::weights::WeightSet;
 
 use super::process::{ChildProcess, RankEvent, RankNews};
+use crate::sessions::AttachAnswer;
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::{
-    ChannelError, Completion, FormingStep, RouterBell, RouterChannel, SharedRegion, StagedRows,
-    StepDescriptor,
+    ChannelError, Completion, FormingStep, RouterBell, RouterChannel, RowCounts, RowCountsShape,
+    SharedRegion, StagedRows, StepDescriptor,
 };
 use expertd_types::Phase;
 use expertd_types::{Generation, LayerId, Rank, Slot, StepId};
@@ -107,6 +111,8 @@ pub struct Group {
     /// When the front step became the oldest one.
     front_since: Instant,
     next_check: Instant,
+    /// Answers of ranks to orders about clients' memories.
+    attach_answers: VecDeque<AttachNews>,
     /// Windows that the router creates and its ranks map; `None` if ranks make their own.
     windows: Option<Arc<SharedRegion>>,
 }
@@ -121,9 +127,12 @@ impl Group {
         generation: Generation,
         weights: &WeightSet,
         bell: &RouterBell,
+        row_counts: &RowCounts,
     ) -> Result<Self, FormError> {
         let channel = RouterChannel::create(&config.shape)?;
-        let windows = config.windows.map(|make| make(&rank_setup(config, generation, weights, Rank(0))));
+        let windows = config
+            .windows
+            .map(|make| make(&rank_setup(config, generation, weights, row_counts.shape(), Rank(0))));
         let windows = windows.transpose().map_err(FormError::Windows)?;
         let (sender, events) = mpsc::channel();
         let mut group = Group {
@@ -139,13 +148,14 @@ impl Group {
             in_flight: VecDeque::new(),
             front_since: Instant::now(),
             next_check: Instant::now() + CHECK_INTERVAL,
+            attach_answers: VecDeque::new(),
             windows,
         };
         for rank in 0..config.shape.ranks {
             watchdog::tick();
             let rank = Rank(rank);
             let process = group
-                .spawn(rank, weights, sender.clone(), bell)
+                .spawn(rank, weights, sender.clone(), bell, row_counts)
                 .map_err(|source| FormError::Spawn { rank, source })?;
             let view =
                 RankView { pid: process.pid(), device: None, ready: false, loaded_bytes: 0, total_bytes: 0 };
@@ -160,9 +170,10 @@ impl Group {
         weights: &WeightSet,
         events: Sender<RankEvent>,
         bell: &RouterBell,
+        row_counts: &RowCounts,
     ) -> io::Result<ChildProcess> {
-        let setup = rank_setup(&self.config, self.generation, weights, rank);
-        let mut fds = vec![self.channel.fd(), bell.fd()];
+        let setup = rank_setup(&self.config, self.generation, weights, row_counts.shape(), rank);
+        let mut fds = vec![self.channel.fd(), bell.fd(), row_counts.fd()];
         fds.extend(self.windows.as_ref().map(|windows| windows.as_fd()));
         fds.extend(weights.share(rank));
         ChildProcess::spawn_rank(&setup, &fds, &self.config.environment, events, bell.clone())
@@ -245,6 +256,15 @@ impl Group {
                 member.view.device = Some(device);
                 member.view.loaded_bytes = weight_bytes;
                 member.view.total_bytes = weight_bytes;
+            }
+            RankNews::Message(FromRank::Attached { memory, error }) => {
+                let refused = error.is_some();
+                let answer = AttachAnswer::Attached { refused };
+                self.attach_answers.push_back(AttachNews { rank, memory, answer, error });
+            }
+            RankNews::Message(FromRank::Detached { memory }) => {
+                let answer = AttachAnswer::Detached;
+                self.attach_answers.push_back(AttachNews { rank, memory, answer, error: None });
             }
             RankNews::Message(FromRank::Failed { kind, message }) => {
                 let kind = match kind {
@@ -414,6 +434,24 @@ impl Group {
         self.channel.routing(staged, top_k)
     }
 
+    /// Kills and reaps every rank. Returns the ids of processes that do not end, which may still access the memory that they
+    /// mapped.
+    pub fn end(mut self) -> Vec<u32> {
+        self.kill_and_reap();
+        let left = self.members.iter().filter(|member| member.process.is_left());
+        left.map(|member| member.view.pid).collect()
+    }
+
+    fn kill_and_reap(&mut self) {
+        // Kill all before waiting, so that the kernel frees their memory in parallel.
+        for member in &mut self.members {
+            member.process.kill();
+        }
+        for member in &mut self.members {
+            member.process.reap();
+        }
+    }
+
     /// Asks the ranks to exit, waits until `deadline`, then kills and reaps those that are left.
     pub fn leave(mut self, deadline: Instant) {
         for member in &self.members {
@@ -425,11 +463,18 @@ impl Group {
     }
 }
 
-fn rank_setup(config: &ClusterConfig, generation: Generation, weights: &WeightSet, rank: Rank) -> RankSetup {
+fn rank_setup(
+    config: &ClusterConfig,
+    generation: Generation,
+    weights: &WeightSet,
+    row_counts: RowCountsShape,
+    rank: Rank,
+) -> RankSetup {
     RankSetup {
         rank,
         generation,
         shape: config.shape.clone(),
+        row_counts,
         device: config.device,
         weights: weights.of_rank(),
         fp8_compute: config.fp8_compute,
@@ -443,12 +488,6 @@ fn rank_setup(config: &ClusterConfig, generation: Generation, weights: &WeightSe
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Kill all before waiting, so that the kernel frees their memory in parallel.
-        for member in &mut self.members {
-            member.process.kill();
-        }
-        for member in &mut self.members {
-            member.process.reap();
-        }
+        self.kill_and_reap();
     }
 }

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use crate::watchdog;
 use expertd_ipc::RouterBell;
 use expertd_ipc::control::{self, FromRank, RankSetup, ToRank};
+use expertd_ipc::passing::send_with_fds;
 use expertd_types::{Generation, Rank};
 use serde::Serialize;
 
@@ -48,6 +49,8 @@ pub struct ChildProcess {
     socket: UnixStream,
     reader: Option<JoinHandle<()>>,
     ended: Option<ExitStatus>,
+    /// Whether the process was killed and has not ended.
+    is_left: bool,
 }
 
 /// How a child process is started.
@@ -87,8 +90,14 @@ impl ChildProcess {
             // A process group of its own keeps the terminal's signals from the child; the router stops its children in order.
             .process_group(0)
             .spawn()?;
-        let mut process =
-            ChildProcess { pid: child.id(), child: Some(child), socket, reader: None, ended: None };
+        let mut process = ChildProcess {
+            pid: child.id(),
+            child: Some(child),
+            socket,
+            reader: None,
+            ended: None,
+            is_left: false,
+        };
         if !start.fds.is_empty() {
             control::send_fds(&process.socket, start.fds)?;
         }
@@ -123,6 +132,17 @@ impl ChildProcess {
     /// Sends a message. If the rank is gone, its events report it.
     pub fn send(&self, message: ToRank) {
         let _ = control::send(&self.socket, &message);
+    }
+
+    /// Sends a message with a descriptor. If the rank is gone, its events report it.
+    pub fn send_with_fd(&self, message: &ToRank, fd: BorrowedFd<'_>) {
+        let _ = send_with_fds(&self.socket, message, &[fd]);
+    }
+
+    /// Whether the process did not end although it was killed and [reaped](Self::reap); its memory is still mapped.
+    #[must_use]
+    pub const fn is_left(&self) -> bool {
+        self.is_left
     }
 
     /// Waits until `deadline` for the process to exit. Returns whether it did.
@@ -168,6 +188,7 @@ impl ChildProcess {
             let _ = reader.join();
         }
         if let Some(mut child) = self.child.take() {
+            self.is_left = true;
             let pid = self.pid;
             tracing::error!(pid, waited = ?REAP_TIMEOUT, "a killed process does not end; the service continues without it");
             let wait = std::thread::Builder::new().name(format!("reap-{pid}"));

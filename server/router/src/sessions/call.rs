@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable as _;
-use expertd_ipc::{RowSource, SharedSlice};
+use expertd_ipc::{AttachedRows, RowSource, SharedSlice};
 use expertd_session::wire::{CompletionRecord, MAX_RANKS};
+use expertd_types::MemoryId;
 use tonic::Code;
 
 use super::session::SessionState;
@@ -40,6 +41,22 @@ impl SessionCall {
         RowSource::Session { area: self.session.memory().rows(), offset: self.rows + start, bytes }
     }
 
+    /// The memory that holds the call's rows.
+    pub(crate) fn memory(&self) -> MemoryId {
+        self.session.memory_id()
+    }
+
+    /// The `bytes` bytes of rows and of output from byte `start` on, for ranks that have attached the session's memory.
+    pub(crate) fn attached_rows(&self, start: usize, bytes: usize) -> AttachedRows {
+        let area = self.session.memory().rows_offset();
+        AttachedRows {
+            memory: self.memory(),
+            input: (area + self.rows + start) as u64,
+            output: (area + self.output + start) as u64,
+            bytes,
+        }
+    }
+
     /// The `bytes` bytes of output from byte `start` on.
     pub(crate) fn output(&self, start: usize, bytes: usize) -> Option<SharedSlice<u8>> {
         self.session.memory().rows().part(self.output + start, bytes).ok()
@@ -56,10 +73,10 @@ impl SessionCall {
         let mut tokens_per_rank = [0; MAX_RANKS];
         let ranks = receipt.tokens_per_rank.len().min(MAX_RANKS);
         tokens_per_rank[..ranks].copy_from_slice(&receipt.tokens_per_rank[..ranks]);
-        let mut phase_ns = [0; 7];
+        let mut phase_ns = [0_u64; 7];
         for timing in &receipt.timings {
             for (sum, time) in phase_ns.iter_mut().zip(timing.phases.all()) {
-                *sum += nanos(time);
+                *sum = sum.saturating_add(nanos(time));
             }
         }
         let record = CompletionRecord {

@@ -16,10 +16,10 @@ use metrics::counter;
 use prost::Message as _;
 use tokio_util::sync::CancellationToken;
 
+use super::Steps;
 use super::registry::{SessionLimits, SessionRegistry};
 use super::session::{Opener, SessionState};
 use crate::api::{Address, BindError, Listener, PlainSocket, client_key, encode_model};
-use crate::backend::Backend as _;
 use crate::steps::Service;
 use crate::telemetry::{RequestMetrics, names};
 use crate::watchdog;
@@ -54,14 +54,17 @@ pub struct SessionServer {
     shared: Arc<Shared>,
 }
 
-struct Shared {
+pub(super) struct Shared {
     config: SessionConfig,
-    service: Arc<Service>,
+    steps: Arc<dyn Steps>,
     registry: Arc<SessionRegistry>,
     metrics: Arc<RequestMetrics>,
     next: AtomicU64,
     connections: AtomicUsize,
 }
+
+/// Reasons why sessions are refused.
+const REFUSALS: [&str; 4] = ["user", "open", "protocol", "limit"];
 
 impl SessionServer {
     /// Binds the session socket.
@@ -73,10 +76,7 @@ impl SessionServer {
         let mode = if config.users.iter().all(|&user| user == own) { OWN_MODE } else { SHARED_MODE };
         let listener = Listener::bind(&config.listen, mode).await?;
         let registry = Arc::clone(service.sessions());
-        let metrics = Arc::new(RequestMetrics::new("Session"));
-        let (next, connections) = (AtomicU64::new(1), AtomicUsize::new(0));
-        let shared = Shared { config, service, registry, metrics, next, connections };
-        Ok(SessionServer { listener, shared: Arc::new(shared) })
+        Ok(SessionServer { listener, shared: Arc::new(Shared::new(config, service, registry)) })
     }
 
     /// Serves sessions until `shutdown`, then ends those that are open.
@@ -122,6 +122,22 @@ impl Drop for Connected {
 }
 
 impl Shared {
+    pub(super) fn new(config: SessionConfig, steps: Arc<dyn Steps>, registry: Arc<SessionRegistry>) -> Self {
+        let metrics = Arc::new(RequestMetrics::new("Session"));
+        // Counters start at 0, so that a rate includes the first increment.
+        for reason in REFUSALS {
+            counter!(names::SESSIONS_REFUSED_TOTAL, "reason" => reason).increment(0);
+        }
+        let (next, connections) = (AtomicU64::new(1), AtomicUsize::new(0));
+        Shared { config, steps, registry, metrics, next, connections }
+    }
+
+    /// Threads of connections and sessions that have not ended.
+    #[cfg(feature = "fuzzing")]
+    pub(super) fn threads(&self) -> usize {
+        self.connections.load(Ordering::Acquire)
+    }
+
     /// Starts the thread of a connection, or turns it away.
     fn connected(self: &Arc<Self>, stream: tokio::net::UnixStream) {
         let peer = stream.peer_cred();
@@ -162,7 +178,7 @@ impl Shared {
     }
 
     /// Serves one connection until its end.
-    fn serve(self: &Arc<Self>, socket: &UnixStream, opener: Opener) -> io::Result<()> {
+    pub(super) fn serve(self: &Arc<Self>, socket: &UnixStream, opener: Opener) -> io::Result<()> {
         if !self.config.users.contains(&opener.user) {
             let users = &self.config.users;
             let text = format!(
@@ -197,7 +213,7 @@ impl Shared {
     }
 
     fn send_model(&self, socket: &UnixStream) -> io::Result<()> {
-        socket::send(socket, frame::MODEL, &encode_model(&self.service.model()).encode_to_vec())
+        socket::send(socket, frame::MODEL, &encode_model(&self.steps.model()).encode_to_vec())
     }
 
     /// Makes a session and hands it to the client.
@@ -234,8 +250,13 @@ impl Shared {
         let charge = self.registry.charge(&self.config.limits, layout.bytes)?;
         let (memory, rings) = SessionMemory::create(calls, rows_bytes).map_err(|error| error.to_string())?;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
+        if u32::try_from(number).is_err() {
+            return Err(
+                "the service has opened 2^32 sessions and has no number for another one; restart it".into()
+            );
+        }
         let spin_us = u32::try_from(self.config.spin.as_micros()).unwrap_or(u32::MAX);
-        let hidden = u32::try_from(self.service.model().hidden).unwrap_or(u32::MAX);
+        let hidden = u32::try_from(self.steps.model().hidden).unwrap_or(u32::MAX);
         let opened = memory.opened(number, spin_us, hidden);
         let writing = socket.try_clone().map_err(|error| error.to_string())?;
         let metrics = Arc::clone(&self.metrics);
@@ -244,12 +265,12 @@ impl Shared {
         let sent = socket::send(socket, frame::OPENED, bytemuck::bytes_of(&opened))
             .and_then(|()| socket::send_region(socket, session.memory().region()))
             .and_then(|()| socket.set_read_timeout(None));
-        let (of_thread, service, spin) = (Arc::clone(&session), Arc::clone(&self.service), self.config.spin);
+        let (of_thread, steps, spin) = (Arc::clone(&session), Arc::clone(&self.steps), self.config.spin);
         let thread = std::thread::Builder::new().name(format!("session-{number}"));
         let started = sent.and_then(|()| {
             let connected = self.connected_again();
             thread.spawn(move || {
-                of_thread.take_requests(rings.requests, &service, spin);
+                of_thread.take_requests(rings.requests, &*steps, spin);
                 drop(connected);
             })
         });
@@ -258,6 +279,7 @@ impl Shared {
             self.registry.remove(number);
             return Err(error.to_string());
         }
+        self.steps.session_opened(Arc::clone(&session));
         counter!(names::SESSIONS_OPENED_TOTAL).increment(1);
         tracing::info!(
             session = number,
@@ -302,6 +324,7 @@ impl Shared {
         }
         session.close(reason.as_deref());
         self.registry.remove(session.number());
+        self.steps.session_ended(session.memory_id());
         let status = session.status();
         tracing::info!(
             session = session.number(),

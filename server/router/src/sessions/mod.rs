@@ -2,18 +2,67 @@
 //!
 //! * `table`: the calls of one session, without threads or I/O: which may enter and when it ends.
 //! * `session`: one session: its memory, its thread that takes requests, its completions.
+//! * `attachments`: which memories the ranks have attached, without threads or I/O.
 //! * `call`: a call that the step loop has.
 //! * `registry`: all sessions: limits, status.
 //! * `listener`: the session socket.
 //!
 //! `docs/sessions.md` has the protocol and says what is trusted.
 
+mod attachments;
 mod call;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod listener;
 mod registry;
 mod session;
 mod table;
 
+use std::sync::Arc;
+
+use expertd_types::MemoryId;
+
+use crate::backend::{Backend, ModelInfo, Request, SubmitError};
+use crate::steps::Service;
+
+pub(crate) use attachments::{Action as AttachAction, Answer as AttachAnswer, Attachments, Outcome};
 pub(crate) use call::SessionCall;
 pub use listener::{SessionConfig, SessionServer};
-pub use registry::{SessionLimits, SessionRegistry, SessionStatus};
+pub use registry::{RowsTravel, SessionLimits, SessionRegistry, SessionStatus};
+pub(crate) use session::SessionState;
+
+/// What takes the calls of sessions: the step loop.
+pub(crate) trait Steps: Send + Sync {
+    /// The model that it serves.
+    fn model(&self) -> Arc<ModelInfo>;
+
+    /// Admits a call, whose `call` it completes later.
+    ///
+    /// # Errors
+    /// [`SubmitError`] when it is not admitted now. The call then has no completion.
+    fn submit(&self, request: Request, call: SessionCall) -> Result<(), SubmitError>;
+
+    /// Takes note of a new session.
+    fn session_opened(&self, session: Arc<SessionState>);
+
+    /// Takes note of the end of a session that was opened.
+    fn session_ended(&self, memory: MemoryId);
+}
+
+impl Steps for Service {
+    fn model(&self) -> Arc<ModelInfo> {
+        Backend::model(self)
+    }
+
+    fn submit(&self, request: Request, call: SessionCall) -> Result<(), SubmitError> {
+        self.submit_session(request, call)
+    }
+
+    fn session_opened(&self, session: Arc<SessionState>) {
+        Service::session_opened(self, session);
+    }
+
+    fn session_ended(&self, memory: MemoryId) {
+        Service::session_ended(self, memory);
+    }
+}

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use metrics::gauge;
 
+pub use super::session::RowsTravel;
 use super::session::SessionState;
 use crate::telemetry::names;
 
@@ -40,6 +41,8 @@ pub struct SessionStatus {
     pub rows_total: u64,
     /// Calls in flight.
     pub calls_in_flight: u64,
+    /// How rows travel between its memory and the ranks.
+    pub rows_travel: RowsTravel,
 }
 
 /// The open sessions.

@@ -6,20 +6,20 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use expertd_ipc::WaitPolicy;
 use expertd_ipc::ring::{RingConsumer, RingProducer};
+use expertd_ipc::{SharedRegion, WaitPolicy};
 use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 use expertd_session::memory::SessionMemory;
 use expertd_session::wire::{CompletionRecord, RequestRecord, frame};
-use expertd_types::{DType, LayerId};
+use expertd_types::{DType, LayerId, MemoryId};
 use tonic::Code;
 
+use super::Steps;
 use super::call::{SessionCall, failed};
 use super::registry::{Charge, SessionStatus};
 use super::table::{Admission, CallTable, Places};
 use crate::api::{Envelope, Failure, code_name, next_request_id, validate_session};
-use crate::backend::{Backend as _, ClientKey, ModelInfo, SubmitError};
-use crate::steps::Service;
+use crate::backend::{ClientKey, ModelInfo, SubmitError};
 use crate::telemetry::RequestMetrics;
 
 /// Who opened a session.
@@ -32,7 +32,7 @@ pub(super) struct Opener {
 
 /// What the threads of the router share of one session. Its memory stays mapped until the last call is complete.
 #[derive(Debug)]
-pub(super) struct SessionState {
+pub(crate) struct SessionState {
     number: u64,
     opener: Opener,
     memory: SessionMemory,
@@ -43,7 +43,20 @@ pub(super) struct SessionState {
     calls_total: AtomicU64,
     rows_total: AtomicU64,
     metrics: Arc<RequestMetrics>,
+    rows_travel: Mutex<RowsTravel>,
     _charge: Charge,
+}
+
+/// How rows travel between the session's memory and the ranks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum RowsTravel {
+    /// The router copies them; ranks have not attached the memory yet.
+    #[default]
+    Copied,
+    /// The router copies them, because a rank cannot attach the memory, for this reason.
+    Refused(String),
+    /// Ranks read and write them in place.
+    InPlace,
 }
 
 #[derive(Debug)]
@@ -74,16 +87,33 @@ impl SessionState {
             rows_total: AtomicU64::new(0),
             metrics,
             memory,
+            rows_travel: Mutex::default(),
             _charge: charge,
         })
     }
 
-    pub(super) const fn number(&self) -> u64 {
+    pub(crate) const fn number(&self) -> u64 {
         self.number
     }
 
     pub(super) const fn memory(&self) -> &SessionMemory {
         &self.memory
+    }
+
+    /// The number under which ranks attach the memory.
+    pub(crate) const fn memory_id(&self) -> MemoryId {
+        // `SessionServer` numbers sessions from 1 and opens none whose number exceeds 32 bits.
+        MemoryId(self.number as u32)
+    }
+
+    /// The memory as ranks receive it.
+    pub(crate) fn region(&self) -> &SharedRegion {
+        self.memory.region()
+    }
+
+    /// Sets how rows travel from now on.
+    pub(crate) fn set_rows_travel(&self, rows_travel: RowsTravel) {
+        *self.rows_travel.lock().unwrap_or_else(PoisonError::into_inner) = rows_travel;
     }
 
     pub(super) fn is_closing(&self) -> bool {
@@ -104,16 +134,37 @@ impl SessionState {
             calls_total: self.calls_total.load(Ordering::Relaxed),
             rows_total: self.rows_total.load(Ordering::Relaxed),
             calls_in_flight: self.calls().table.in_flight() as u64,
+            rows_travel: self.rows_travel.lock().unwrap_or_else(PoisonError::into_inner).clone(),
         }
     }
 
     /// Ends the session: no request enters any more, and calls in flight are cancelled. The client, if it still listens, is
     /// told `reason`.
     pub(super) fn close(&self, reason: Option<&str>) {
-        self.calls().table.close();
-        if self.is_closing.swap(true, Ordering::AcqRel) {
+        if self.begin_close() {
+            self.finish_close(reason);
+        }
+    }
+
+    /// As [`close`](Self::close), for a thread that must not wait for the client.
+    pub(crate) fn close_apart(self: &Arc<Self>, reason: String) {
+        if !self.begin_close() {
             return;
         }
+        let session = Arc::clone(self);
+        let thread = std::thread::Builder::new().name("session-end".to_owned());
+        if thread.spawn(move || session.finish_close(Some(&reason))).is_err() {
+            self.finish_close(None);
+        }
+    }
+
+    /// Lets no request enter any more. Returns whether the session was open.
+    fn begin_close(&self) -> bool {
+        self.calls().table.close();
+        !self.is_closing.swap(true, Ordering::AcqRel)
+    }
+
+    fn finish_close(&self, reason: Option<&str>) {
         if let Some(reason) = reason {
             // The socket has a time limit for writes; a client that does not read gets no reason.
             let _ = expertd_session::socket::send(&self.socket, frame::ENDED, reason.as_bytes());
@@ -135,19 +186,19 @@ impl SessionState {
 
     fn push(&self, calls: &mut Calls, record: &CompletionRecord, elapsed: Duration) {
         self.calls_total.fetch_add(1, Ordering::Relaxed);
-        self.metrics.answered(code_name(Code::from_i32(record.code.cast_signed())), elapsed);
         // The ring has room for every call in flight, unless the client writes nonsense; then nothing is owed to it.
         if !matches!(calls.completions.try_push(record), Ok(true)) {
             tracing::debug!(session = self.number, call = record.call, "a completion found no room");
         }
         self.memory.client_bell().ring();
+        self.metrics.answered(code_name(Code::from_i32(record.code.cast_signed())), elapsed);
     }
 
     /// Takes requests until the session ends.
     pub(super) fn take_requests(
         self: &Arc<Self>,
         mut requests: RingConsumer<RequestRecord>,
-        service: &Service,
+        steps: &dyn Steps,
         spin: Duration,
     ) {
         loop {
@@ -159,7 +210,7 @@ impl SessionState {
             });
             match found {
                 Ok(Ok(Some(record))) => {
-                    if let Err(reason) = self.take(&record, service) {
+                    if let Err(reason) = self.take(&record, steps) {
                         tracing::warn!(session = self.number, reason, "the service ends a session");
                         self.close(Some(&reason));
                     }
@@ -179,7 +230,7 @@ impl SessionState {
     ///
     /// # Errors
     /// Why the session ends.
-    fn take(self: &Arc<Self>, record: &RequestRecord, service: &Service) -> Result<(), String> {
+    pub(super) fn take(self: &Arc<Self>, record: &RequestRecord, steps: &dyn Steps) -> Result<(), String> {
         let began = Instant::now();
         let mut calls = self.calls();
         let unread = calls.completions.waiting().map_err(|error| error.to_string())?;
@@ -190,7 +241,7 @@ impl SessionState {
             ));
         }
         drop(calls);
-        if let Err(failure) = self.submit(record, service, began) {
+        if let Err(failure) = self.submit(record, steps, began) {
             let completion = failed(record.call, failure);
             self.push(&mut self.calls(), &completion, began.elapsed());
         }
@@ -200,10 +251,10 @@ impl SessionState {
     fn submit(
         self: &Arc<Self>,
         record: &RequestRecord,
-        service: &Service,
+        steps: &dyn Steps,
         began: Instant,
     ) -> Result<(), Failure> {
-        let model = service.model();
+        let model = steps.model();
         let sizes = Sizes::new(record, &model)?;
         let places = sizes.places(record);
         match self.calls().table.admit(record.call, places) {
@@ -215,7 +266,7 @@ impl SessionState {
                 return Err(Failure::Submit(SubmitError::Overloaded { reason, retry_after }));
             }
         }
-        let submitted = self.submit_admitted(record, &sizes, &model, service, began);
+        let submitted = self.submit_admitted(record, &sizes, &model, steps, began);
         if submitted.is_err() {
             self.calls().table.complete(record.call);
         }
@@ -227,7 +278,7 @@ impl SessionState {
         record: &RequestRecord,
         sizes: &Sizes,
         model: &ModelInfo,
-        service: &Service,
+        steps: &dyn Steps,
         began: Instant,
     ) -> Result<(), Failure> {
         let has = |flag| record.flags & flag != 0;
@@ -287,7 +338,7 @@ impl SessionState {
             }
         };
         self.metrics.admitted(request.tokens);
-        service.submit_session(request, call).map_err(Failure::from)
+        steps.submit(request, call).map_err(Failure::from)
     }
 }
 

@@ -3,11 +3,12 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use expertd_ipc::{RowsToStage, SharedSlice};
+use expertd_ipc::{RowSource, RowsToStage, SharedSlice};
 use expertd_types::{DType, WeightFingerprint};
 
 use super::service::Reply;
 use crate::backend::{self, Answer, Request, StepError, StepTiming};
+use crate::sessions::Attachments;
 use crate::telemetry::names;
 
 /// The parts of an answer: rows, and expert ids and weights if requested.
@@ -91,8 +92,8 @@ impl Active {
         }
     }
 
-    /// The rows of `range` and their routing, for staging.
-    pub(super) fn rows(&self, range: Range<usize>) -> RowsToStage<'_> {
+    /// The rows of `range` and their routing, for staging; rows in a memory that ranks have attached stay there.
+    pub(super) fn rows(&self, range: Range<usize>, attachments: &Attachments) -> RowsToStage<'_> {
         let bytes =
             |of: &'_ Bytes, per_row: usize| range.start * per_row..(range.end * per_row).min(of.len());
         let request = &self.request;
@@ -100,6 +101,9 @@ impl Active {
         RowsToStage {
             rows: match &self.reply {
                 Reply::Message(_) => request.rows.view(places).into(),
+                Reply::Session(call) if attachments.is_usable(call.memory()) => {
+                    RowSource::Attached(call.attached_rows(places.start, places.len()))
+                }
                 Reply::Session(call) => call.source(places.start, places.len()),
             },
             tokens: range.len(),
@@ -127,6 +131,11 @@ impl Active {
         let place = call.output(self.written, bytes)?;
         self.written += bytes;
         Some(place)
+    }
+
+    /// Passes over the place of the next `rows` rows of output, which a rank has written.
+    pub(super) fn skip_rows(&mut self, rows: usize) {
+        self.written += rows * self.row_bytes;
     }
 
     /// Puts the answer back.
@@ -158,7 +167,7 @@ impl Active {
             None => (ids.into(), weights.into()),
         };
         tracing::debug!(request = %self.request.id, steps = ?receipt.steps, "answered");
-        metrics::histogram!(names::QUEUE_DURATION_SECONDS).record(receipt.queue_time.as_secs_f64());
+        let queue_time = receipt.queue_time;
         let receipt = backend::Receipt {
             steps: receipt.steps,
             generation: receipt.generation,
@@ -179,6 +188,8 @@ impl Active {
             }
             Reply::Session(call) => call.answer(&receipt),
         }
+        // The caller does not wait for it.
+        metrics::histogram!(names::QUEUE_DURATION_SECONDS).record(queue_time.as_secs_f64());
     }
 
     /// Ends the request without an answer.

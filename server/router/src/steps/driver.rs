@@ -1,25 +1,29 @@
 //! The thread's side of the step loop: it sends events to the state machine, carries out its actions, and owns the rows of
 //! requests and the EP group.
 
+mod memories;
+mod rows;
 mod show;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use expertd_ipc::wait::spin_between_steps;
 use expertd_ipc::{Copier, StagedRows, WaitPolicy};
 use expertd_scheduler::{
     Action, Config, Failure, GroupFault, Receipt, RecoveryPolicy, RequestKey, StepLoop, Time,
 };
-use expertd_types::{Generation, StepId, WeightVersion};
+use expertd_types::{Generation, MemoryId, StepId, WeightVersion};
 
+use self::memories::Memories;
+use self::rows::Unrecorded;
 use self::show::{Shown, show_counters_of_faults};
-use super::active::{Active, IDS, Output, ROWS, TrialRow, WEIGHTS};
+use super::active::Active;
 use super::reload::Reload;
 use super::service::{SchedulerConfig, ServiceEnd, Shared};
-use crate::backend::{DrainReport, PhaseTimes, ServiceState, StepError, StepTiming};
-use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, Loading, StepDone, WeightHolder, WeightSet};
+use crate::backend::{DrainReport, ServiceState, StepError};
+use crate::cluster::{ClusterConfig, Fault, FaultKind, Group, Loading, WeightHolder, WeightSet};
 use crate::telemetry::{StepMetrics, names};
 use crate::watchdog;
 
@@ -36,6 +40,8 @@ struct Launched {
     formed: Instant,
     staged: Vec<(RequestKey, StagedRows)>,
     tokens_per_rank: Vec<usize>,
+    /// The memory of each segment whose rows ranks access in place.
+    memories: Vec<MemoryId>,
 }
 
 pub(super) struct Driver {
@@ -46,6 +52,8 @@ pub(super) struct Driver {
     pub(super) step_loop: StepLoop,
     active: HashMap<RequestKey, Active>,
     launched: VecDeque<Launched>,
+    /// Completed steps that the metrics lack.
+    unrecorded: Vec<Unrecorded>,
     group: Option<Group>,
     /// The weights that generations serve; `None` until loaders have packed them.
     pub(super) weights: Option<Arc<WeightSet>>,
@@ -55,6 +63,7 @@ pub(super) struct Driver {
     pub(super) group_weights: Option<Arc<WeightSet>>,
     /// A reload that is under way.
     pub(super) reload: Option<Reload>,
+    memories: Memories,
     /// The newest step whose end of the experts phase was reported to the state machine.
     experts_ended: Option<StepId>,
     /// Time of the last event, from which spinning is timed.
@@ -86,6 +95,7 @@ impl Driver {
                 Some(Arc::new(set))
             }
         };
+        let memories = Memories::new(cluster.shape.ranks as usize);
         Driver {
             metrics: StepMetrics::new(cluster.shape.ranks as usize),
             copier: Copier::new(config.copy_threads, cluster.spin),
@@ -94,11 +104,13 @@ impl Driver {
             step_loop,
             active: HashMap::new(),
             launched: VecDeque::new(),
+            unrecorded: Vec::new(),
             group: None,
             weights,
             loading: None,
             group_weights: None,
             reload: None,
+            memories,
             experts_ended: None,
             last_event: Instant::now(),
             shown: Shown::default(),
@@ -115,9 +127,11 @@ impl Driver {
             self.hear_loaders();
             self.hear_reload();
             self.hear_ranks();
+            self.order_memories();
             if let Some(end) = self.act() {
                 break end;
             }
+            self.record_steps();
             self.show_queue();
             if !self.step_loop.has_news_for_inbox(self.now()) {
                 self.wait();
@@ -143,7 +157,11 @@ impl Driver {
         let mut front = self.shared.front();
         let delivery = self.step_loop.exchange(&mut front.inbox, now);
         let reloads = std::mem::take(&mut front.reloads);
+        let sessions = std::mem::take(&mut front.sessions);
         drop(front);
+        for mail in sessions {
+            self.memories.take_in(mail);
+        }
         for mail in reloads {
             self.start_reload(mail);
         }
@@ -169,9 +187,9 @@ impl Driver {
         }
         // Steps that all ranks completed before a fault count.
         while let Some(done) = self.group.as_mut().and_then(Group::take_done) {
-            self.collect(&done);
+            self.collect(done);
         }
-        match news {
+        match news.and_then(|news| self.hear_memories().map(|()| news)) {
             Err(fault) => self.fault(generation, &fault),
             Ok(news) if news && !was_started => {
                 self.show_ranks();
@@ -217,6 +235,7 @@ impl Driver {
         self.shared.set_generation(generation);
         metrics::gauge!(names::GENERATION).set(generation.0 as f64);
         metrics::gauge!(names::WEIGHT_VERSION).set(version.0 as f64);
+        self.memories.attachments.begin_generation();
         self.step_loop.group_ready(generation, version, self.now());
     }
 
@@ -236,8 +255,9 @@ impl Driver {
             match self.step_loop.poll(now, &has_left)? {
                 Action::FormGroup { generation } => self.form_group(generation),
                 Action::EndGroup { .. } => {
-                    // Drop kills and reaps the ranks, so that a rank that wakes up late cannot write to the next generation.
-                    self.group = None;
+                    // Ranks are killed and reaped, so that a rank that wakes up late cannot write to the next generation.
+                    let left = self.group.take().map(Group::end).unwrap_or_default();
+                    self.memories.end_generation(&left);
                     self.loading = None;
                     self.note_pause();
                     self.launched.clear();
@@ -293,7 +313,7 @@ impl Driver {
         let candidate = self.reload.as_ref().and_then(Reload::candidate);
         let Some(weights) = candidate.or_else(|| self.weights.clone()) else { return };
         self.group_weights = Some(Arc::clone(&weights));
-        match Group::form(&self.cluster, generation, &weights, &self.shared.bell) {
+        match Group::form(&self.cluster, generation, &weights, &self.shared.bell, &self.shared.row_counts) {
             Ok(group) => {
                 self.group = Some(group);
                 self.show_ranks();
@@ -301,101 +321,6 @@ impl Driver {
             Err(error) => {
                 self.fault(generation, &Fault { kind: FaultKind::Setup, message: error.to_string() });
             }
-        }
-    }
-
-    /// Copies the rows of the newest step to its slot and launches it.
-    fn launch(&mut self, id: StepId) {
-        let Some(generation) = self.group.as_ref().map(Group::generation) else { return };
-        if let Err(fault) = self.try_launch(id) {
-            self.fault(generation, &fault);
-        }
-    }
-
-    fn try_launch(&mut self, id: StepId) -> Result<(), Fault> {
-        let Driver { group: Some(group), step_loop, active, copier, shared, cluster, .. } = self else {
-            return Ok(());
-        };
-        let Some(step) = step_loop.in_flight().back().filter(|step| step.id == id) else { return Ok(()) };
-        let formed = Instant::now();
-        let mut tokens_per_rank = vec![0; cluster.shape.ranks as usize];
-        for range in &step.rows {
-            tokens_per_rank[range.rank.index()] += range.rows.len();
-            if let Some(active) = active.get_mut(&range.key) {
-                active.begin_output();
-            }
-        }
-        let top_k = step.kind.top_k;
-        let trial = TrialRow::new(cluster.shape.hidden, top_k);
-        let routed_by_gate = shared.top_k(step.kind.layer) == Some(top_k);
-        let mut forming = group.begin(step.slot, top_k);
-        let mut staged = Vec::with_capacity(step.rows.len());
-        for range in &step.rows {
-            if range.key == RequestKey::TRIAL {
-                staged.push((range.key, forming.stage(range.rank, &trial.rows(routed_by_gate))?));
-            }
-            let Some(active) = active.get(&range.key) else { continue };
-            staged.push((range.key, forming.stage(range.rank, &active.rows(range.rows.clone()))?));
-        }
-        forming.copy(copier);
-        group.launch(id, step.slot, step.kind.layer, top_k, step.tokens)?;
-        tracing::debug!(step = %id, layer = %step.kind.layer, tokens = step.tokens, ranges = step.rows.len(), "step launched");
-        self.launched.push_back(Launched { step: id, top_k, formed, staged, tokens_per_rank });
-        Ok(())
-    }
-
-    /// Appends the rows of a completed step to its requests' answers, and reports the step to the state machine.
-    fn collect(&mut self, done: &StepDone) {
-        let Some(launched) = self.launched.pop_front() else { return };
-        debug_assert_eq!(launched.step, done.step, "steps complete in order");
-        let Some(group) = &self.group else { return };
-        // The time of a step ends here; copying its rows to the answers is not part of it.
-        let now = Instant::now();
-        let [copy_in, gate, prepare, dispatch, experts, combine, copy_out] =
-            done.phase_ns.map(Duration::from_nanos);
-        let timing = StepTiming {
-            step: done.step,
-            tokens: done.tokens as u32,
-            phases: PhaseTimes { copy_in, gate, prepare, dispatch, experts, combine, copy_out },
-            computed: Duration::from_nanos(done.computed_ns()),
-        };
-        // The ranges of one request are adjacent.
-        let (mut keys, mut outputs, mut copies) = (Vec::new(), Vec::<Output>::new(), Vec::new());
-        let mut shared = Vec::new();
-        let mut first = 0;
-        for (key, staged) in &launched.staged {
-            // Skip rows of requests that ended meanwhile.
-            let Some(active) = self.active.get_mut(key) else { continue };
-            if keys.last() != Some(key) {
-                active.add_timing(timing);
-                keys.push(*key);
-                first = outputs.as_flattened().len();
-                outputs.push(active.take_output());
-            }
-            let rows = group.answer(staged);
-            match active.next_place(rows.len()) {
-                Some(place) => shared.push((rows, place)),
-                None => copies.push((first + ROWS, rows)),
-            }
-            if active.request().return_routing {
-                let (ids, weights) = group.routing(staged, launched.top_k);
-                copies.extend([(first + IDS, ids), (first + WEIGHTS, weights)]);
-            }
-        }
-        self.copier.append(&copies, outputs.as_flattened_mut());
-        self.copier.write_shared(&shared);
-        for (key, output) in keys.iter().zip(outputs) {
-            if let Some(active) = self.active.get_mut(key) {
-                active.put_output(output);
-            }
-        }
-        self.step_loop.step_done(group.generation(), done.step, self.shared.time(now));
-        self.shared.steps_total.fetch_add(1, Ordering::Relaxed);
-        self.metrics.step(done.tokens, now - launched.formed);
-        for (rank, (completion, tokens)) in done.completions.iter().zip(&launched.tokens_per_rank).enumerate()
-        {
-            let phases = completion.phase_ns.map(Duration::from_nanos);
-            self.metrics.rank(rank, *tokens as u64, u64::from(completion.expert_rows), &phases);
         }
     }
 
@@ -438,11 +363,15 @@ impl Driver {
         let now = Instant::now();
         let until = self.shared.instant(self.step_loop.wake_at(self.shared.time(now)));
         let has_waiting = self.step_loop.has_waiting();
+        let spin = match self.launched.is_empty() {
+            true => spin_between_steps(self.cluster.spin, self.cluster.usable_cores),
+            false => self.cluster.spin,
+        };
+        let spin = spin.saturating_sub(now - self.last_event);
         let Driver { shared, group, loading, reload, experts_ended, .. } = self;
         if let Some(group) = group {
             group.want_early_notice(has_waiting);
         }
-        let spin = self.cluster.spin.saturating_sub(now - self.last_event);
         let policy = WaitPolicy { spin, deadline: Some(until) };
         let event = shared.bell.bell().wait_until(policy, || {
             shared.has_mail()

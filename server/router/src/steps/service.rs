@@ -9,18 +9,18 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use expertd_ipc::control::CheckpointSource;
-use expertd_ipc::{RegionError, RouterBell};
+use expertd_ipc::{RegionError, RouterBell, RowCounts, RowCountsShape};
 use expertd_scheduler::{Inbox, OnFault, Refusal, StepKind, Submission, Time};
-use expertd_types::{Generation, LayerId, WeightFingerprint, WeightVersion};
+use expertd_types::{Generation, LayerId, MemoryId, WeightFingerprint, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
 use super::thread;
 use crate::backend::{
-    Answer, Backend, DrainFuture, DrainReport, ModelInfo, Pending, ReloadFuture, ReloadReport, Request,
-    ServiceState, ServiceStatus, StepError, SubmitError,
+    Answer, Backend, DrainFuture, DrainReport, ExpertRows, LayerRows, ModelInfo, Pending, ReloadFuture,
+    ReloadReport, Request, ServiceState, ServiceStatus, StepError, SubmitError,
 };
 use crate::cluster::{ClusterConfig, WeightHolder};
-use crate::sessions::{SessionCall, SessionRegistry};
+use crate::sessions::{SessionCall, SessionRegistry, SessionState};
 
 /// How the service ended.
 pub use expertd_scheduler::End as ServiceEnd;
@@ -40,6 +40,8 @@ pub struct SchedulerConfig {
     pub on_fault: OnFault,
     /// Threads that copy the rows of large steps, the step loop's own included.
     pub copy_threads: usize,
+    /// Whether rows per expert and layer are metrics.
+    pub expert_metrics: bool,
     /// Checks a checkpoint that is to be loaded beside the present one.
     pub reload: ReloadPlanner,
 }
@@ -75,6 +77,15 @@ pub(super) struct ReloadMail {
     pub(super) reply: oneshot::Sender<Result<ReloadReport, String>>,
 }
 
+/// News of a session on its way to the step loop.
+#[derive(Debug)]
+pub(super) enum SessionMail {
+    /// It was opened; the step loop holds its memory until no rank has it any more.
+    Opened(Arc<SessionState>),
+    /// It has ended.
+    Ended(MemoryId),
+}
+
 /// The way of a request's result to its caller.
 #[derive(Debug)]
 pub(super) enum Reply {
@@ -97,6 +108,8 @@ pub(super) struct Front {
     pub(super) drain_waiters: Vec<oneshot::Sender<DrainReport>>,
     /// Reloads that were asked for.
     pub(super) reloads: Vec<ReloadMail>,
+    /// Sessions that were opened or have ended.
+    pub(super) sessions: Vec<SessionMail>,
     /// Whether the step loop has ended.
     pub(super) has_ended: bool,
 }
@@ -111,6 +124,7 @@ pub(super) struct Shared {
     pub(super) state: watch::Sender<ServiceState>,
     pub(super) status: Mutex<ServiceStatus>,
     pub(super) steps_total: AtomicU64,
+    pub(super) row_counts: RowCounts,
     config: SchedulerConfig,
     reload: ReloadContext,
     started: Instant,
@@ -125,11 +139,17 @@ impl Shared {
         seed: u64,
     ) -> Result<Self, RegionError> {
         let inbox = Inbox::new(config.max_queued_tokens, seed);
+        let row_counts = RowCounts::create(RowCountsShape {
+            ranks: reload.ranks,
+            layers: model.num_layers as u32,
+            experts: model.layers.values().map(|layer| layer.num_experts).max().unwrap_or(0) as u32,
+        })?;
         Ok(Shared {
             front: Mutex::new(Front {
                 inbox,
                 drain_waiters: Vec::new(),
                 reloads: Vec::new(),
+                sessions: Vec::new(),
                 has_ended: false,
             }),
             has_mail: AtomicBool::new(false),
@@ -138,6 +158,7 @@ impl Shared {
             state: watch::Sender::new(ServiceState::Loading),
             status: Mutex::new(ServiceStatus::default()),
             steps_total: AtomicU64::new(0),
+            row_counts,
             config,
             reload,
             started: Instant::now(),
@@ -159,6 +180,27 @@ impl Shared {
         self.has_mail.store(true, Ordering::Release);
         drop(front);
         self.bell.bell().ring();
+    }
+
+    /// Leaves news of a session for the step loop, if there is one.
+    fn send_session(&self, mail: SessionMail) {
+        let mut front = self.front();
+        if !front.has_ended {
+            front.sessions.push(mail);
+        }
+        self.has_mail.store(true, Ordering::Release);
+        drop(front);
+        self.bell.bell().ring();
+    }
+
+    /// The rows that experts have computed since the service started.
+    pub(super) fn expert_rows(&self) -> ExpertRows {
+        let model = Arc::clone(&self.model.read().unwrap_or_else(PoisonError::into_inner));
+        let layers = model.layers.iter().map(|(&layer, info)| LayerRows {
+            layer,
+            ranks: self.row_counts.layer(layer.index(), info.num_experts),
+        });
+        ExpertRows { layers: layers.collect() }
     }
 
     /// The current time of the state machine.
@@ -237,7 +279,9 @@ impl Service {
             ranks: cluster.shape.ranks,
             weights: cluster.weights,
         };
+        metrics::gauge!(crate::telemetry::names::MODEL_INFO, "model" => model.name.clone()).set(1.0);
         let shared = Arc::new(Shared::new(model, config.clone(), reload, seed)?);
+        crate::expert_rows::export(Arc::downgrade(&shared), config.expert_metrics, Shared::expert_rows)?;
         let (thread, end) = thread::start(Arc::clone(&shared), cluster, config, seed)?;
         Ok(Arc::new(Service { shared, end, thread: Mutex::new(Some(thread)) }))
     }
@@ -267,6 +311,16 @@ impl Service {
     #[must_use]
     pub fn sessions(&self) -> &Arc<SessionRegistry> {
         &self.shared.sessions
+    }
+
+    /// Tells the step loop of a new session, whose memory ranks then attach.
+    pub(crate) fn session_opened(&self, session: Arc<SessionState>) {
+        self.shared.send_session(SessionMail::Opened(session));
+    }
+
+    /// Tells the step loop of the end of a session that was opened.
+    pub(crate) fn session_ended(&self, memory: MemoryId) {
+        self.shared.send_session(SessionMail::Ended(memory));
     }
 
     /// Takes in a validated request whose rows lie in a session's memory; `call` gets its answer.
@@ -371,6 +425,10 @@ impl Backend for Service {
         status
     }
 
+    fn expert_rows(&self) -> ExpertRows {
+        self.shared.expert_rows()
+    }
+
     fn watch_state(&self) -> watch::Receiver<ServiceState> {
         self.shared.state.subscribe()
     }
@@ -447,6 +505,7 @@ pub(super) mod tests {
             drain_timeout: Duration::from_secs(1),
             on_fault: OnFault::Retry,
             copy_threads: 1,
+            expert_metrics: false,
             reload: ReloadPlanner(|_, _| Err("not here".into())),
         };
         let checkpoint = CheckpointSource {

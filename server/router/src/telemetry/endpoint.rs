@@ -1,7 +1,8 @@
-//! The scrape endpoint: `/metrics`, and `/healthz` and `/readyz` for probes that speak HTTP.
+//! The scrape endpoint: `/metrics`, `/healthz` and `/readyz` for probes that speak HTTP, and a status page at `/` that
+//! reads `/status.json`, `/experts.json` and `/metrics`.
 //!
-//! Probes need no credentials and may speak plaintext. A scrape from beyond loopback needs a token, over TLS where that
-//! is configured. Every connection is served at once; above a limit, a new connection ends the oldest one.
+//! Probes need no credentials and may speak plaintext. Metrics and state from beyond loopback need a token, over TLS where
+//! that is configured; the page itself holds neither and needs TLS only. Every connection is served at once; above a limit, a new connection ends the oldest one.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -21,8 +22,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 
 use super::Rarely;
+use super::page;
 use super::recorder::Recorder;
-use crate::api::{Access, Protocol, ServerTls};
+use crate::api::{Access, Protocol, ServerTls, ready_probe};
+use crate::backend::Backend;
 use crate::watchdog;
 
 /// Largest number of connections. Above it, a new connection ends the oldest one.
@@ -45,6 +48,7 @@ pub struct MetricsEndpoint {
 
 struct Shared {
     recorder: Recorder,
+    backend: Arc<dyn Backend>,
     ready: Probe,
     access: Arc<Access>,
 }
@@ -64,10 +68,11 @@ impl MetricsEndpoint {
     pub async fn bind(
         address: SocketAddr,
         recorder: Recorder,
-        ready: Probe,
+        backend: Arc<dyn Backend>,
         access: Arc<Access>,
     ) -> std::io::Result<MetricsEndpoint> {
-        let shared = Arc::new(Shared { recorder, ready, access });
+        let ready = ready_probe(Arc::clone(&backend));
+        let shared = Arc::new(Shared { recorder, backend, ready, access });
         Ok(MetricsEndpoint { listener: TcpListener::bind(address).await?, shared })
     }
 
@@ -153,52 +158,110 @@ async fn exchange(stream: impl AsyncRead + AsyncWrite + Unpin, way: Way, shared:
 
 fn answer(request: &Request<Incoming>, way: Way, shared: &Shared) -> Response<Full<Bytes>> {
     if request.method() != Method::GET && request.method() != Method::HEAD {
-        return text(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD are allowed\n".to_owned());
+        return text(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD are allowed\n");
     }
     let unwell = watchdog::lost();
+    let (headers, access) = (request.headers(), &*shared.access);
     match request.uri().path() {
-        "/metrics" => match refusal(request.headers(), way, &shared.access) {
+        "/" => match plaintext(way, access) {
+            None => shown("text/html; charset=utf-8", page::PAGE),
+            Some(refused) => refused,
+        },
+        "/metrics" => match refusal(headers, way, access) {
             None => text(StatusCode::OK, shared.recorder.render()),
-            Some((status, why)) => text(status, format!("{why}\n")),
+            Some(refused) => refused,
+        },
+        path @ ("/status.json" | "/experts.json") => match refusal(headers, way, access) {
+            None if way.loopback && !page::names_this_host(headers) && !access.may_scrape(headers) => text(
+                StatusCode::FORBIDDEN,
+                "the state of the service is shown under an address or localhost, not under other names\n",
+            ),
+            None => {
+                let backend = &*shared.backend;
+                let document =
+                    if path == "/status.json" { page::document(backend) } else { page::experts(backend) };
+                shown("application/json", document.to_string())
+            }
+            Some(refused) => refused,
         },
         "/healthz" | "/readyz" if unwell.is_some() => {
             text(StatusCode::SERVICE_UNAVAILABLE, format!("{}\n", unwell.unwrap_or_default()))
         }
-        "/healthz" => text(StatusCode::OK, "alive\n".to_owned()),
+        "/healthz" => text(StatusCode::OK, "alive\n"),
         "/readyz" => match (shared.ready)() {
-            Ok(()) => text(StatusCode::OK, "ready\n".to_owned()),
+            Ok(()) => text(StatusCode::OK, "ready\n"),
             Err(reason) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")),
         },
         _ => text(
             StatusCode::NOT_FOUND,
-            "not found; the paths are /metrics, /healthz and /readyz\n".to_owned(),
+            "not found; the paths are /, /status.json, /experts.json, /metrics, /healthz and /readyz\n",
         ),
     }
 }
 
-/// The error for a scrape that is refused. If neither tokens nor TLS are configured, `--insecure` has allowed the scrape.
-fn refusal(headers: &HeaderMap, way: Way, access: &Access) -> Option<(StatusCode, &'static str)> {
-    if way.loopback {
-        return None;
-    }
-    if access.has_tls() && !way.encrypted {
-        return Some((StatusCode::FORBIDDEN, "scrapes from other hosts need https"));
-    }
-    if access.has_tokens() && !access.may_scrape(headers) {
-        return Some((
-            StatusCode::UNAUTHORIZED,
-            "scrapes from other hosts need `authorization: Bearer TOKEN`",
-        ));
-    }
-    None
+/// The answer to a scrape that is refused. If neither tokens nor TLS are configured, `--insecure` has allowed the scrape.
+fn refusal(headers: &HeaderMap, way: Way, access: &Access) -> Option<Response<Full<Bytes>>> {
+    let without_token = || {
+        let refused = !way.loopback && access.has_tokens() && !access.may_scrape(headers);
+        let why = "scrapes from other hosts need `authorization: Bearer TOKEN`\n";
+        refused.then(|| text(StatusCode::UNAUTHORIZED, why))
+    };
+    plaintext(way, access).or_else(without_token)
 }
 
-fn text(status: StatusCode, body: String) -> Response<Full<Bytes>> {
-    let mut response = Response::new(Full::new(Bytes::from(body)));
-    *response.status_mut() = status;
-    response.headers_mut().insert(
-        header::CONTENT_TYPE,
-        header::HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"),
-    );
+/// The answer to a request of another host in plaintext where TLS is configured.
+fn plaintext(way: Way, access: &Access) -> Option<Response<Full<Bytes>>> {
+    let refused = !way.loopback && access.has_tls() && !way.encrypted;
+    refused.then(|| text(StatusCode::FORBIDDEN, "scrapes from other hosts need https\n"))
+}
+
+fn text(status: StatusCode, body: impl Into<Bytes>) -> Response<Full<Bytes>> {
+    response(status, "text/plain; version=0.0.4; charset=utf-8", body.into())
+}
+
+/// The status page, or the state of the service.
+fn shown(kind: &'static str, body: impl Into<Bytes>) -> Response<Full<Bytes>> {
+    let mut response = response(StatusCode::OK, kind, body.into());
+    response.headers_mut().extend(page::headers());
     response
+}
+
+fn response(status: StatusCode, kind: &'static str, body: Bytes) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(body));
+    *response.status_mut() = status;
+    response.headers_mut().insert(header::CONTENT_TYPE, header::HeaderValue::from_static(kind));
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::api::AccessConfig;
+
+    const TOKEN: &str = "scraper-token-0123456789";
+
+    fn status_of(way: Way, token: Option<&str>, access: &Access) -> StatusCode {
+        let mut headers = HeaderMap::new();
+        if let Some(token) = token {
+            headers.insert(header::AUTHORIZATION, format!("Bearer {token}").parse().unwrap());
+        }
+        refusal(&headers, way, access).map_or(StatusCode::OK, |refused| refused.status())
+    }
+
+    #[test]
+    fn metrics_and_state_need_a_token_beyond_loopback() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("tokens");
+        std::fs::write(&file, format!("prometheus {TOKEN}\n")).unwrap();
+        let config = AccessConfig { token_file: Some(file), ..AccessConfig::default() };
+        let access = Access::load(&config).unwrap();
+        let (near, far) =
+            (Way { loopback: true, encrypted: false }, Way { loopback: false, encrypted: false });
+        assert_eq!(status_of(near, None, &access), StatusCode::OK);
+        assert_eq!(status_of(far, None, &access), StatusCode::UNAUTHORIZED);
+        assert_eq!(status_of(far, Some("scraper-token-other-0123"), &access), StatusCode::UNAUTHORIZED);
+        assert_eq!(status_of(far, Some(TOKEN), &access), StatusCode::OK);
+    }
 }

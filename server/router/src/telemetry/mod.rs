@@ -1,12 +1,14 @@
-//! Metrics, their endpoint, and logs.
+//! Metrics, their endpoint with the status page, traces, and logs.
 
 mod endpoint;
 mod handles;
 mod logs;
 pub mod names;
+mod page;
 mod process;
 mod rarely;
 mod recorder;
+mod traces;
 
 pub use endpoint::{MetricsEndpoint, Probe};
 pub use handles::{RequestMetrics, StepMetrics};
@@ -14,3 +16,5 @@ pub use logs::{LogError, LogFormat, flush_logs, init_logs, tell};
 pub use process::{ResidentBytes, resident_bytes};
 pub(crate) use rarely::Rarely;
 pub use recorder::{Recorder, install_recorder};
+pub(crate) use traces::{RequestTrace, TraceParent};
+pub use traces::{TraceError, flush_traces, start_traces};

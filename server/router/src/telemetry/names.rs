@@ -92,6 +92,11 @@ metrics_table! {
     /// Rows that a rank's experts computed: one for each token and chosen expert. The imbalance of expert load is the
     /// largest rank's rate divided by the mean rate.
     RANK_EXPERT_ROWS_TOTAL = "expertd_rank_expert_rows_total", Kind::Counter, Count, ["rank"];
+    /// Imbalance of a layer's expert load over the last minute: rows of the rank with the most, divided by the mean over
+    /// ranks; 1 is perfect. A layer without rows keeps its value.
+    LAYER_IMBALANCE = "expertd_layer_imbalance", Kind::Gauge, Count, ["layer"];
+    /// Rows that an expert computed, all ranks together; with `--expert-metrics` only.
+    EXPERT_ROWS_TOTAL = "expertd_expert_rows_total", Kind::Counter, Count, ["layer", "expert"];
     /// Bytes of weights that a rank holds.
     RANK_WEIGHT_BYTES = "expertd_rank_weight_bytes", Kind::Gauge, Bytes, ["rank"];
     /// Number of the current generation (one life of the EP group); 0 before the first one.
@@ -109,10 +114,11 @@ metrics_table! {
     CONNECTIONS = "expertd_connections", Kind::Gauge, Count, [];
     /// Client connections accepted.
     CONNECTIONS_ACCEPTED_TOTAL = "expertd_connections_accepted_total", Kind::Counter, Count, [];
-    /// Connections that the service refused or closed, by reason: limit, address_limit and client_limit (too many
-    /// connections), evicted (made way for another one), tls (failed or slow handshake), silent (the peer never spoke HTTP/2), unauthenticated (no credentials
-    /// in time), stalled_write (the peer does not read), stalled_request and stalled_answer (a message moves too slowly),
-    /// unread (too many bytes in the transport), flood (too many control frames), idle, age.
+    /// Connections that the service refused or closed, by reason: limit, address_limit, client_limit and
+    /// unauthenticated_limit (too many connections), evicted (made way for another one), tls (failed or slow handshake),
+    /// silent (the peer never spoke HTTP/2), unauthenticated (no credentials in time), stalled_write (the peer does not
+    /// read), stalled_request and stalled_answer (a message moves too slowly), unread (too many bytes in the transport),
+    /// flood (too many control frames, tiny DATA frames or bytes of headers), idle, age.
     CONNECTIONS_ENDED_TOTAL = "expertd_connections_ended_total", Kind::Counter, Count, ["reason"];
     /// Open sessions: clients on the same host that share memory with the service.
     SESSIONS = "expertd_sessions", Kind::Gauge, Count, [];
@@ -124,8 +130,14 @@ metrics_table! {
     SESSION_BYTES = "expertd_session_bytes", Kind::Gauge, Bytes, [];
     /// Calls of authenticated clients, by name. A stream is one call.
     CLIENT_CALLS_TOTAL = "expertd_client_calls_total", Kind::Counter, Count, ["client"];
+    /// Tokens in admitted requests of authenticated clients, by name; sessions are not included.
+    CLIENT_TOKENS_TOTAL = "expertd_client_tokens_total", Kind::Counter, Count, ["client"];
     /// Reloads of changed certificates and token files: ok, or error, which leaves the earlier ones in force.
     CREDENTIAL_RELOADS_TOTAL = "expertd_credential_reloads_total", Kind::Counter, Count, ["result"];
+    /// Spans of requests that were sent to the receiver of traces.
+    TRACE_SPANS_SENT_TOTAL = "expertd_trace_spans_sent_total", Kind::Counter, Count, [];
+    /// Spans dropped, by reason: queue (more ended than were sent) or export (the receiver did not take them).
+    TRACE_SPANS_DROPPED_TOTAL = "expertd_trace_spans_dropped_total", Kind::Counter, Count, ["reason"];
     /// Log lines dropped because standard error did not take them in time.
     LOG_LINES_DROPPED_TOTAL = "expertd_log_lines_dropped_total", Kind::Counter, Count, [];
     /// Bytes charged for requests: each is charged from its arrival until its answer has left.
@@ -136,6 +148,8 @@ metrics_table! {
     PROCESS_RESIDENT_BYTES = "expertd_process_resident_bytes", Kind::Gauge, Bytes, ["process", "kind"];
     /// Unix time at which the service started.
     START_TIME_SECONDS = "expertd_start_time_seconds", Kind::Gauge, Seconds, [];
+    /// Always 1. The label is the name of the served model.
+    MODEL_INFO = "expertd_model_info", Kind::Gauge, Count, ["model"];
     /// Always 1. The labels describe the build.
     BUILD_INFO = "expertd_build_info", Kind::Gauge, Count, ["version", "commit", "features"];
 }

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use metrics::{describe_counter, describe_gauge, describe_histogram, gauge};
+use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
 use super::names::{self, Kind};
@@ -66,6 +66,7 @@ pub fn install_recorder(features: &'static str) -> Recorder {
                 tracing::warn!("another metrics recorder is installed already; metrics will stay empty");
             }
             describe_all();
+            start_counters();
             record_build(features);
             let upkeep = handle.clone();
             let thread = std::thread::Builder::new().name("metrics".to_owned()).spawn(move || {
@@ -81,6 +82,14 @@ pub fn install_recorder(features: &'static str) -> Recorder {
             Recorder { handle }
         })
         .clone()
+}
+
+/// Lets counters without labels start at 0, so that a rate includes the first increment.
+fn start_counters() {
+    for metric in names::ALL.iter().filter(|metric| metric.kind == Kind::Counter && metric.labels.is_empty())
+    {
+        counter!(metric.name).increment(0);
+    }
 }
 
 fn record_build(features: &'static str) {
@@ -106,7 +115,7 @@ fn record_memory() {
 mod tests {
     use std::collections::BTreeSet;
 
-    use metrics::{counter, histogram};
+    use metrics::histogram;
 
     use super::*;
 
@@ -196,7 +205,7 @@ mod tests {
              (rate(expertd_rank_expert_rows_total[5m]))\n  / avg by (instance) (rate(expertd_rank_expert_rows_total[5m]))\n```\n\nShare of time per phase on the slowest rank:\n\n```\nmax by (instance, phase) \
              (rate(expertd_phase_duration_seconds_sum[5m]))\n  / on (instance) group_left sum by (instance) \
              (rate(expertd_step_duration_seconds_sum[5m]))\n```\n\nThe same listener answers `/healthz` (200 while the process lives) and \
-             `/readyz` (200 while requests are admitted,\nelse 503 with the reason).\n",
+             `/readyz` (200 while requests are admitted,\nelse 503 with the reason).\nAt `/` it has a status page ([operations](operations.md#watch-it)).\n",
         );
         page
     }

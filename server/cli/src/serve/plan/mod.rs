@@ -69,6 +69,8 @@ pub struct ServePlan {
     pub sessions: Option<SessionPlan>,
     /// Address of the Prometheus endpoint.
     pub metrics_listen: String,
+    /// Receiver of traces; `None` leaves it to OpenTelemetry's own variables.
+    pub otlp_endpoint: Option<String>,
     /// Who may call the service.
     pub access: AccessConfig,
     /// Limits on connections, before the limit on descriptors is applied.
@@ -172,6 +174,7 @@ impl ServePlan {
                 )?),
                 on_fault: given.on_fault.0.unwrap_or_default(),
                 drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
+                expert_metrics: given.expert_metrics.0.unwrap_or(false),
                 reload: ReloadPlanner(super::reload::plan),
                 copy_threads: match device {
                     // Ranks use all cores.
@@ -183,6 +186,7 @@ impl ServePlan {
             admin_listen: listen(&given.admin_listen),
             sessions,
             metrics_listen: listen(&given.metrics_listen),
+            otlp_endpoint: given.otlp_endpoint.0.clone(),
             access,
             connections,
             window_bytes,

@@ -25,7 +25,8 @@ pub(in crate::api) const MESSAGE_BYTES: usize = 1 << 10;
 pub(in crate::api) const CALL_BYTES: usize = 4 << 10;
 /// Longest time that a message waits for room before it is refused.
 pub(in crate::api) const WAIT_FOR_ROOM: Duration = Duration::from_millis(100);
-/// Interval at which a message that waits for its connection's or owner's share tries again.
+/// Time after which a message that waits for its connection's or owner's share first tries again. Each further wait is twice as
+/// long, so that thousands of waiting messages cost little.
 const SHARE_ROUND: Duration = Duration::from_millis(5);
 /// Messages of one connection that may wait for room; further ones are refused at once.
 const MAX_WAITING: usize = 16;
@@ -152,6 +153,7 @@ impl Budget {
     ) -> Option<Ticket> {
         let _waiting = Waiting::begin(&connection)?;
         let deadline = tokio::time::Instant::now() + WAIT_FOR_ROOM;
+        let mut round = SHARE_ROUND;
         loop {
             match self.try_message(&connection, &owner, length) {
                 Ok(ticket) => return Some(ticket),
@@ -160,7 +162,8 @@ impl Budget {
             if tokio::time::Instant::now() >= deadline {
                 return None;
             }
-            tokio::time::sleep(SHARE_ROUND).await;
+            tokio::time::sleep_until(deadline.min(tokio::time::Instant::now() + round)).await;
+            round *= 2;
         }
     }
 
@@ -283,6 +286,7 @@ impl Ticket {
         let charge = &*self.0;
         let Some(_waiting) = Waiting::begin(&charge.connection) else { return false };
         let deadline = tokio::time::Instant::now() + WAIT_FOR_ROOM;
+        let mut round = SHARE_ROUND;
         // Shares first: a connection over its own share must not occupy the common queue.
         loop {
             match charge.reserve(bytes) {
@@ -292,7 +296,8 @@ impl Ticket {
                     if tokio::time::Instant::now() >= deadline {
                         return false;
                     }
-                    tokio::time::sleep(SHARE_ROUND).await;
+                    tokio::time::sleep_until(deadline.min(tokio::time::Instant::now() + round)).await;
+                    round *= 2;
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! The state of one connection: the bytes that it holds, its progress, and whether the service ends it.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -120,7 +120,8 @@ pub(in crate::api) struct Connection {
     unread: AtomicI64,
     /// Request bodies in flight.
     bodies: AtomicUsize,
-    authenticated: AtomicU64,
+    authenticated: AtomicBool,
+    misbehaved: AtomicBool,
     next_ticket: AtomicU64,
     tickets: Mutex<HashMap<u64, Tracked>>,
 }
@@ -141,7 +142,8 @@ impl Connection {
             taken_at: AtomicU64::new(0),
             unread: AtomicI64::new(0),
             bodies: AtomicUsize::new(0),
-            authenticated: AtomicU64::new(0),
+            authenticated: AtomicBool::new(false),
+            misbehaved: AtomicBool::new(false),
             next_ticket: AtomicU64::new(0),
             tickets: Mutex::default(),
         })
@@ -166,14 +168,24 @@ impl Connection {
         self.bodies.load(Ordering::Relaxed) == 0 && self.tracked().is_empty()
     }
 
-    /// Notes that a call on this connection had valid credentials.
-    pub(in crate::api) fn authenticate(&self) {
-        self.authenticated.store(1, Ordering::Relaxed);
+    /// Notes that a call on this connection had valid credentials. Returns whether it is the first such call.
+    pub(in crate::api) fn authenticate(&self) -> bool {
+        !self.is_authenticated() && !self.authenticated.swap(true, Ordering::Relaxed)
     }
 
     /// Whether a call on this connection had valid credentials.
     pub(in crate::api) fn is_authenticated(&self) -> bool {
-        self.authenticated.load(Ordering::Relaxed) != 0
+        self.authenticated.load(Ordering::Relaxed)
+    }
+
+    /// Notes that the connection ends because the peer broke the protocol or flooded the service.
+    pub(in crate::api) fn misbehave(&self) {
+        self.misbehaved.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the connection ends because of the peer's behaviour.
+    pub(in crate::api) fn misbehaved(&self) -> bool {
+        self.misbehaved.load(Ordering::Relaxed)
     }
 
     /// Notes bytes from the socket.

@@ -1,4 +1,4 @@
-//! The Admin service: state, drain and reload.
+//! The Admin service: state, rows per expert, drain and reload.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use expertd_proto::v1::admin_server::Admin;
 use expertd_proto::v1::{
-    DrainRequest, DrainResponse, GetStatusRequest, GetStatusResponse, ReloadRequest, ReloadResponse,
+    DrainRequest, DrainResponse, GetExpertRowsRequest, GetExpertRowsResponse, GetStatusRequest,
+    GetStatusResponse, ReloadRequest, ReloadResponse,
 };
 use tonic::{Request, Response, Status};
 
@@ -21,7 +22,16 @@ pub(in crate::api) struct AdminService {
 #[tonic::async_trait]
 impl Admin for AdminService {
     async fn get_status(&self, _: Request<GetStatusRequest>) -> Result<Response<GetStatusResponse>, Status> {
-        Ok(Response::new(convert::status(&self.backend.model(), self.backend.status())))
+        let mut status = convert::status(&self.backend.model(), self.backend.status());
+        status.imbalance = convert::imbalance(&self.backend.expert_rows());
+        Ok(Response::new(status))
+    }
+
+    async fn get_expert_rows(
+        &self,
+        _: Request<GetExpertRowsRequest>,
+    ) -> Result<Response<GetExpertRowsResponse>, Status> {
+        Ok(Response::new(convert::expert_rows(self.backend.expert_rows())))
     }
 
     async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {

@@ -5,12 +5,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use http::HeaderMap;
+use metrics::Counter;
 use tokio_util::sync::CancellationToken;
 
 use super::failure::Failure;
 use super::validate::Envelope;
 use crate::api::framing::body::Charges;
 use crate::backend::{ClientKey, RequestId};
+use crate::telemetry::{RequestTrace, TraceParent};
 
 /// Longest time by which our DEADLINE_EXCEEDED precedes the caller's own timer.
 const MAX_MARGIN: Duration = Duration::from_millis(10);
@@ -19,14 +21,27 @@ const MAX_MARGIN: Duration = Duration::from_millis(10);
 #[derive(Clone)]
 pub(in crate::api) struct Call {
     pub(in crate::api) client: ClientKey,
+    /// Counts the tokens of a client that has a name.
+    pub(in crate::api) client_tokens: Option<Counter>,
     /// Time at which the service answers DEADLINE_EXCEEDED.
     pub(in crate::api) deadline: Option<Instant>,
     pub(in crate::api) charges: Arc<Charges>,
     /// Cancelled when the service shuts down; streams then finish their requests in flight and end.
     pub(in crate::api) closing: CancellationToken,
+    /// The caller's trace, which requests of a stream continue.
+    pub(in crate::api) parent: Option<TraceParent>,
+    /// The span of a unary call, if it is sampled.
+    pub(in crate::api) trace: Option<Arc<RequestTrace>>,
 }
 
 impl Call {
+    /// Counts the tokens of an admitted request for its client.
+    pub(in crate::api) fn count_tokens(&self, tokens: u32) {
+        if let Some(counter) = &self.client_tokens {
+            counter.increment(u64::from(tokens));
+        }
+    }
+
     /// The context of the next request of this call.
     pub(in crate::api) fn envelope(&self, deadline: Option<Instant>) -> Envelope {
         Envelope { id: next_request_id(), client: self.client, deadline }

@@ -3,7 +3,10 @@
 use expertd_proto::v1;
 
 use super::failure::Failure;
-use crate::backend::{Answer, ModelInfo, PhaseTimes, RankState, Receipt, ServiceState, ServiceStatus};
+use crate::backend::{
+    Answer, ExpertRows, LayerRows, ModelInfo, PhaseTimes, RankState, Receipt, ServiceState, ServiceStatus,
+};
+use crate::sessions::RowsTravel;
 use expertd_types::DType;
 
 fn narrow(value: usize) -> u32 {
@@ -178,9 +181,28 @@ pub(in crate::api) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::Ge
                 calls_total: session.calls_total,
                 rows_total: session.rows_total,
                 calls_in_flight: session.calls_in_flight,
+                in_place: session.rows_travel == RowsTravel::InPlace,
+                refusal: match session.rows_travel {
+                    RowsTravel::Refused(reason) => reason,
+                    RowsTravel::InPlace | RowsTravel::Copied => String::new(),
+                },
             })
             .collect(),
+        imbalance: None,
     }
+}
+
+pub(in crate::api) fn imbalance(rows: &ExpertRows) -> Option<v1::Imbalance> {
+    let (mean, (layer, largest)) = (rows.mean_imbalance()?, rows.largest_imbalance()?);
+    Some(v1::Imbalance { mean, largest, largest_layer: layer.0 })
+}
+
+pub(in crate::api) fn expert_rows(rows: ExpertRows) -> v1::GetExpertRowsResponse {
+    let layer = |layer: LayerRows| v1::LayerExpertRows {
+        layer: layer.layer.0,
+        ranks: layer.ranks.into_iter().map(|rows| v1::RankExpertRows { rows }).collect(),
+    };
+    v1::GetExpertRowsResponse { layers: rows.layers.into_iter().map(layer).collect() }
 }
 
 /// The status of a request whose backend was dropped without an answer.

@@ -197,7 +197,7 @@ fn one_line(text: &str) -> String {
 }
 
 /// Removes paths and process ids, which are for operators only, from a reason.
-pub(in crate::api) fn public_text(text: &str) -> String {
+pub(crate) fn public_text(text: &str) -> String {
     let mut words: Vec<String> = Vec::new();
     for word in text.split(' ') {
         let inner = word.trim_start_matches(['`', '"', '\'', '(', '[']);

@@ -18,7 +18,7 @@ use crate::api::framing::answer::take_large;
 use crate::api::framing::body::{Arrival, Leaving, charged_bytes};
 use crate::api::framing::budget::Ticket;
 use crate::backend::{Backend, Pending};
-use crate::telemetry::RequestMetrics;
+use crate::telemetry::{RequestMetrics, RequestTrace};
 use expertd_types::ChunkedBytes;
 
 /// `expertd.v1.Moe` over a backend.
@@ -52,12 +52,16 @@ pub(in crate::api) fn take_in(
     apart: Option<ChunkedBytes>,
     envelope: Envelope,
     ticket: Ticket,
+    trace: Option<&RequestTrace>,
 ) -> Result<Taken, Failure> {
     let model = backend.model();
     let Some(mut request) = validate(&model, message, apart, envelope)? else {
         return Ok(Taken::Answered(Box::new(convert::empty_response(&model))));
     };
     metrics.admitted(request.tokens);
+    if let Some(trace) = trace {
+        trace.admitted(&mut request);
+    }
     request.rows = request.rows.into_iter().map(|piece| charged_bytes(piece, ticket.clone())).collect();
     tracing::trace!(request = %request.id, layer = %request.layer, tokens = request.tokens, "submitted to the step loop");
     Ok(Taken::Pending(backend.submit(request)?))
@@ -78,12 +82,19 @@ impl Moe for MoeService {
             None => return Err(Status::internal("the message was not charged")),
         };
         let envelope = call.envelope(call.deadline);
-        let taken =
-            take_in(&*self.backend, &self.metrics, request.into_inner(), apart, envelope, ticket.clone())?;
+        let (message, trace) = (request.into_inner(), call.trace.as_deref());
+        let tokens = message.tokens;
+        let taken = take_in(&*self.backend, &self.metrics, message, apart, envelope, ticket.clone(), trace)?;
+        call.count_tokens(tokens);
         let mut response = match taken {
             Taken::Answered(response) => *response,
             Taken::Pending(pending) => match pending.await {
-                Ok(Ok(answer)) => convert::response(answer),
+                Ok(Ok(mut answer)) => {
+                    if let Some(trace) = trace {
+                        trace.answered(&mut answer.receipt);
+                    }
+                    convert::response(answer)
+                }
                 Ok(Err(error)) => return Err(Failure::from(error).into()),
                 Err(_) => return Err(convert::abandoned().into()),
             },

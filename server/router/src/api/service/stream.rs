@@ -27,7 +27,7 @@ use crate::api::framing::answer::take_large;
 use crate::api::framing::body::{Arrival, Leaving};
 use crate::api::framing::budget::Ticket;
 use crate::backend::{Backend, Pending};
-use crate::telemetry::RequestMetrics;
+use crate::telemetry::{RequestMetrics, RequestTrace};
 use expertd_types::ChunkedBytes;
 
 /// The answering side of a `ForwardStream`.
@@ -54,6 +54,7 @@ struct Answered {
     /// `None` if the message was refused before it was received.
     ticket: Option<Ticket>,
     started: Instant,
+    trace: Option<Arc<RequestTrace>>,
 }
 
 impl Exchange {
@@ -83,18 +84,20 @@ impl Exchange {
     fn take(&mut self, message: ForwardStreamRequest) -> Option<Answered> {
         let started = Instant::now();
         let id = message.id;
+        let trace = self.call.parent.as_ref().and_then(|parent| parent.begin("ForwardStream", started));
         let (ticket, result) = match self.call.charges.next_arrival() {
             Some(Arrival::Refused(status)) => (None, Err(status)),
             Some(Arrival::Charged(ticket, apart)) => {
-                let result = self.submit(message, apart, &ticket, started).map_err(Status::from);
+                let result =
+                    self.submit(message, apart, &ticket, started, trace.clone()).map_err(Status::from);
                 (Some(ticket), result)
             }
             None => (None, Err(Status::internal("the message was not charged"))),
         };
         match result {
             Ok(None) => None,
-            Ok(Some(response)) => Some(Answered { id, result: Ok(response), ticket, started }),
-            Err(status) => Some(Answered { id, result: Err(status), ticket, started }),
+            Ok(Some(response)) => Some(Answered { id, result: Ok(response), ticket, started, trace }),
+            Err(status) => Some(Answered { id, result: Err(status), ticket, started, trace }),
         }
     }
 
@@ -104,6 +107,7 @@ impl Exchange {
         apart: Option<ChunkedBytes>,
         ticket: &Ticket,
         started: Instant,
+        trace: Option<Arc<RequestTrace>>,
     ) -> Result<Option<ForwardResponse>, Failure> {
         let id = message.id;
         if self.ids.contains(&id) {
@@ -116,7 +120,10 @@ impl Exchange {
             (message.timeout_ms > 0).then(|| started + Duration::from_millis(message.timeout_ms.into()));
         let deadline = own.into_iter().chain(self.call.deadline).min();
         let envelope = self.call.envelope(deadline);
-        match take_in(&*self.backend, &self.metrics, request, apart, envelope, ticket.clone())? {
+        let (backend, metrics, tokens) = (&*self.backend, &*self.metrics, request.tokens);
+        let taken = take_in(backend, metrics, request, apart, envelope, ticket.clone(), trace.as_deref())?;
+        self.call.count_tokens(tokens);
+        match taken {
             Taken::Answered(response) => Ok(Some(*response)),
             Taken::Pending(pending) => {
                 self.ids.insert(id);
@@ -127,6 +134,7 @@ impl Exchange {
                     deadline: own.map(|at| Box::pin(tokio::time::sleep_until(at.into()))),
                     ticket: Some(ticket.clone()),
                     started,
+                    trace,
                 });
                 Ok(None)
             }
@@ -136,6 +144,9 @@ impl Exchange {
     fn send(&mut self, answered: Answered) -> Poll<Option<Result<ForwardStreamResponse, Status>>> {
         let code = answered.result.as_ref().map_or_else(Status::code, |_| Code::Ok);
         self.metrics.answered(code_name(code), answered.started.elapsed());
+        if let Some(trace) = answered.trace {
+            trace.end(code);
+        }
         let mut rows = None;
         let outcome = match answered.result {
             Ok(mut response) => {
@@ -217,6 +228,7 @@ struct InFlight {
     deadline: Option<Pin<Box<Sleep>>>,
     ticket: Option<Ticket>,
     started: Instant,
+    trace: Option<Arc<RequestTrace>>,
 }
 
 impl Future for InFlight {
@@ -225,7 +237,12 @@ impl Future for InFlight {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answered> {
         let this = &mut *self;
         let result = match Pin::new(&mut this.pending).poll(cx) {
-            Poll::Ready(Ok(Ok(answer))) => Ok(convert::response(answer)),
+            Poll::Ready(Ok(Ok(mut answer))) => {
+                if let Some(trace) = &this.trace {
+                    trace.answered(&mut answer.receipt);
+                }
+                Ok(convert::response(answer))
+            }
             Poll::Ready(Ok(Err(error))) => Err(Failure::from(error).into()),
             Poll::Ready(Err(_)) => Err(convert::abandoned().into()),
             Poll::Pending => {
@@ -237,6 +254,7 @@ impl Future for InFlight {
                 Err(Failure::DeadlineExceeded.into())
             }
         };
-        Poll::Ready(Answered { id: this.id, result, ticket: this.ticket.take(), started: this.started })
+        let (ticket, trace) = (this.ticket.take(), this.trace.take());
+        Poll::Ready(Answered { id: this.id, result, ticket, started: this.started, trace })
     }
 }

@@ -21,6 +21,7 @@ use super::address::{Listener, PlainSocket, Socket};
 use super::frames::FrameMeter;
 use super::front::{Front, Services};
 use super::table::{ConnectionTable, Origin};
+use super::tarpit::Tarpit;
 use crate::api::access::{Peer, Protocol, peer_name};
 use crate::api::framing::budget::Budget;
 use crate::api::framing::connection::{Connection, ConnectionTimeouts, Verdict};
@@ -37,9 +38,10 @@ const MAX_HEADER_BYTES: u32 = 16 << 10;
 const UNREAD_PART: usize = 8;
 
 /// Reasons why the service refuses or ends connections.
-const ENDS: [&str; 14] = [
+const ENDS: [&str; 15] = [
     "limit",
     "address_limit",
+    "unauthenticated_limit",
     "client_limit",
     "evicted",
     "tls",
@@ -63,6 +65,7 @@ pub(super) fn count_end(reason: &'static str) {
 pub(in crate::api) struct Connections {
     services: Arc<Services>,
     table: Arc<ConnectionTable>,
+    tarpit: Arc<Tarpit>,
     timeouts: ConnectionTimeouts,
     max_streams: u32,
     tasks: TaskTracker,
@@ -85,9 +88,11 @@ impl Connections {
         for reason in ENDS {
             counter!(names::CONNECTIONS_ENDED_TOTAL, "reason" => reason).increment(0);
         }
+        let tarpit = Arc::new(Tarpit::new(table.tarpit()));
         Arc::new(Connections {
             services: Arc::new(services),
             table,
+            tarpit,
             timeouts,
             max_streams: max_streams.max(1),
             tasks: TaskTracker::new(),
@@ -96,15 +101,16 @@ impl Connections {
         })
     }
 
-    /// Accepts connections until the service closes. A connection above a limit is closed at once, so that its client notices.
+    /// Accepts connections until the service closes. A connection above a limit is closed.
     pub(in crate::api) async fn accept(self: Arc<Self>, listener: Listener) {
         let (mut refused, mut failed) = (Rarely::default(), Rarely::default());
         let heartbeat = watchdog::watch("the task that accepts connections");
+        let mut ticks = tokio::time::interval(watchdog::TICK);
         loop {
             heartbeat.tick();
             let (socket, origin) = tokio::select! {
                 () = self.closing.cancelled() => return heartbeat.finish(),
-                () = tokio::time::sleep(watchdog::TICK) => continue,
+                _ = ticks.tick() => continue,
                 accepted = listener.accept() => match accepted {
                     Ok(accepted) => accepted,
                     Err(error) => {
@@ -123,6 +129,7 @@ impl Connections {
                 }
                 Err(reason) => {
                     count_end(reason);
+                    self.tarpit.refuse(socket, origin);
                     if let Some(times) = refused.now() {
                         tracing::warn!(reason, times, "refused connections");
                     }
@@ -167,7 +174,9 @@ impl Connections {
             socket,
             connection: Arc::clone(connection),
             budget: Arc::clone(&self.services.budget),
+            tarpit: Arc::clone(&self.tarpit),
             meter: FrameMeter::new(),
+            peer_ended: false,
         });
         let front =
             Front::new(Arc::clone(&self.services), Arc::clone(connection), Arc::clone(&self.table), peer);
@@ -190,6 +199,7 @@ impl Connections {
                 () = connection.end.cancelled() => return,
                 () = close, if !closing => {
                     closing = true;
+                    connection.close.cancel();
                     driving.as_mut().graceful_shutdown();
                 }
             }
@@ -207,6 +217,7 @@ impl Connections {
                 () = self.end.cancelled() => return heartbeat.finish(),
                 _ = rounds.tick() => heartbeat.tick(),
             }
+            self.tarpit.release();
             let open = self.table.all();
             if public {
                 gauge!(names::CONNECTIONS).set(open.len() as f64);
@@ -276,7 +287,10 @@ struct Watched {
     socket: Socket,
     connection: Arc<Connection>,
     budget: Arc<Budget>,
+    tarpit: Arc<Tarpit>,
     meter: FrameMeter,
+    /// Whether the peer has closed its direction.
+    peer_ended: bool,
 }
 
 impl Watched {
@@ -284,6 +298,14 @@ impl Watched {
         self.connection.note_write(result.is_pending());
         if let Poll::Ready(Ok(sent)) = result {
             self.meter.sent(*sent);
+        }
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        if self.connection.misbehaved() {
+            self.tarpit.keep(&self.socket);
         }
     }
 }
@@ -298,6 +320,7 @@ impl AsyncRead for Watched {
         let this = &mut *self;
         let result = Pin::new(&mut this.socket).poll_read(cx, buf);
         let read = &buf.filled()[before..];
+        this.peer_ended |= read.is_empty() && matches!(result, Poll::Ready(Ok(())));
         if !read.is_empty() {
             this.connection.note_read(read.len());
             let seen = this.meter.read(read);
@@ -306,6 +329,7 @@ impl AsyncRead for Watched {
             }
             if seen.flood {
                 end(&this.connection, "flood");
+                this.connection.misbehave();
                 // The HTTP/2 layer keeps processing input while more arrives, so it must not get these bytes.
                 buf.set_filled(before);
                 return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
@@ -340,7 +364,13 @@ impl AsyncWrite for Watched {
         Pin::new(&mut self.socket).poll_flush(cx)
     }
 
+    /// The HTTP/2 layer shuts a connection down when either side wanted its end, or when the peer broke the protocol. In the
+    /// last case the peer has been told (GOAWAY), and the socket goes to the tarpit.
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.socket).poll_shutdown(cx)
+        if self.peer_ended || self.connection.close.is_cancelled() {
+            return Pin::new(&mut self.socket).poll_shutdown(cx);
+        }
+        self.connection.misbehave();
+        Poll::Ready(Ok(()))
     }
 }

@@ -9,11 +9,12 @@ const HEAD: usize = 9;
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
 const RST_STREAM: u8 = 3;
+const CONTINUATION: u8 = 9;
 /// Flag of a DATA or HEADERS frame: the last of its stream.
 const END_STREAM: u8 = 1;
 
-/// Burst of control frames (SETTINGS, PING, RST_STREAM, WINDOW_UPDATE, CONTINUATION, empty DATA and similar) that a
-/// connection may send.
+/// Burst of control frames (SETTINGS, PING, RST_STREAM, WINDOW_UPDATE, CONTINUATION and similar) that a connection may
+/// send.
 const BURST: f64 = 200.0;
 /// Control frames that a connection may send per second.
 const PER_SECOND: f64 = 50.0;
@@ -21,6 +22,13 @@ const PER_SECOND: f64 = 50.0;
 const PER_CALL: f64 = 8.0;
 /// Cost of a reset, in control frames: 1.5 times the allowance of its call.
 const PER_RESET: f64 = PER_CALL + 0.5;
+/// Message bytes below which a DATA frame that is not the last of its stream is small. Encoders write a message in one
+/// piece, or in pieces of a frame or a window.
+const SMALL_DATA: usize = 64;
+/// Cost of a small DATA frame, in control frames: the transport wakes the call for each of them.
+const PER_SMALL_DATA: f64 = 4.0;
+/// Cost of each byte of headers, in control frames. The allowance of a call pays for 8 KiB.
+const PER_HEADER_BYTE: f64 = 1.0 / 1024.0;
 /// Further control frames for each message byte in either direction: peers acknowledge received bytes in windows of 64 KiB or
 /// less.
 const PER_BYTE: f64 = 1.0 / 4096.0;
@@ -105,9 +113,11 @@ impl FrameMeter {
         self.skip = u32::from_be_bytes([0, a, b, c]) as usize;
         self.data = kind == DATA;
         match kind {
-            HEADERS => self.allow(PER_CALL),
+            HEADERS => self.allow(PER_CALL - self.skip as f64 * PER_HEADER_BYTE),
             RST_STREAM => self.allowance -= PER_RESET,
-            DATA if self.skip > 0 || flags & END_STREAM != 0 => {}
+            DATA if self.skip >= SMALL_DATA || flags & END_STREAM != 0 => {}
+            DATA => self.allowance -= PER_SMALL_DATA,
+            CONTINUATION => self.allowance -= 1.0 + self.skip as f64 * PER_HEADER_BYTE,
             _ => self.allowance -= 1.0,
         }
     }
@@ -164,6 +174,13 @@ mod tests {
             assert!(!meter.read(&few).flood, "a burst of kind {kind}");
             assert!((0..5).any(|_| meter.read(&frames).flood), "a flood of kind {kind}");
         }
+        // A message in tiny pieces, and calls with headers that no client needs.
+        let mut meter = FrameMeter::new();
+        meter.read(&[0; PREFACE]);
+        assert!((0..100).any(|_| meter.read(&frame(0, 0, 1)).flood));
+        let mut meter = FrameMeter::new();
+        meter.read(&[0; PREFACE]);
+        assert!((0..100).any(|_| meter.read(&frame(HEADERS, 4, 16 << 10)).flood));
         // Calls that are reset at once are a flood, too.
         let mut meter = FrameMeter::new();
         meter.read(&[0; PREFACE]);
@@ -173,9 +190,13 @@ mod tests {
         let mut meter = FrameMeter::new();
         meter.read(&[0; PREFACE]);
         // Calls with a ping and two window updates each, and answers that are acknowledged in small windows.
-        let call = [frame(HEADERS, 4, 50), frame(DATA, 1, 0), frame(6, 0, 8), frame(8, 0, 4), frame(8, 0, 4)]
-            .concat();
+        let call =
+            [frame(HEADERS, 4, 4000), frame(DATA, 1, 0), frame(6, 0, 8), frame(8, 0, 4), frame(8, 0, 4)]
+                .concat();
         assert!((0..20_000).all(|_| !meter.read(&call).flood));
+        // Messages on a stream, each with a small rest.
+        let messages = [frame(0, 0, 16 << 10), frame(0, 0, 5)].concat();
+        assert!((0..20_000).all(|_| !meter.read(&messages).flood));
         for _ in 0..20_000 {
             meter.sent(32 << 10);
             assert!(!meter.read(&[frame(8, 0, 4), frame(8, 0, 4)].concat()).flood);

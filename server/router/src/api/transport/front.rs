@@ -31,7 +31,7 @@ use crate::api::service::convert;
 use crate::api::service::failure::{Failure, code_name};
 use crate::api::service::moe::MoeService;
 use crate::backend::{Backend, ClientKey};
-use crate::telemetry::{RequestMetrics, names};
+use crate::telemetry::{RequestMetrics, TraceParent, names};
 
 const FORWARD: &str = "/expertd.v1.Moe/Forward";
 const FORWARD_STREAM: &str = "/expertd.v1.Moe/ForwardStream";
@@ -104,12 +104,15 @@ struct Client {
     key: ClientKey,
     owner: Arc<Owner>,
     calls: Counter,
+    tokens: Counter,
 }
 
 /// The owner that a call is charged to.
 struct Caller {
     key: ClientKey,
     owner: Arc<Owner>,
+    /// Counts the tokens of a client that has a name.
+    tokens: Option<Counter>,
 }
 
 /// The key of a named client, which its connections and sessions share.
@@ -136,16 +139,19 @@ impl Front {
             None => Some(access.admin(headers, &self.peer)?),
         };
         let Some(name) = name else {
-            return Ok(Caller { key: self.connection.key, owner: Arc::clone(&self.connection.peer) });
+            let owner = Arc::clone(&self.connection.peer);
+            return Ok(Caller { key: self.connection.key, owner, tokens: None });
         };
-        self.connection.authenticate();
+        self.table.authenticate(&self.connection);
         let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
         if client.as_ref().is_none_or(|client| client.name != name) {
             let owner = self.table.client(&name);
             let connections = owner.connections.fetch_add(1, Ordering::Relaxed) + 1;
             let calls = counter!(names::CLIENT_CALLS_TOTAL, "client" => name.to_string());
+            let tokens = counter!(names::CLIENT_TOKENS_TOTAL, "client" => name.to_string());
+            tokens.increment(0);
             let key = client_key(&name);
-            let left = client.replace(Client { name, key, owner, calls });
+            let left = client.replace(Client { name, key, owner, calls, tokens });
             left.iter().for_each(Client::leave);
             if connections > self.table.per_client() {
                 count_end("client_limit");
@@ -156,7 +162,8 @@ impl Front {
         match &*client {
             Some(client) => {
                 client.calls.increment(1);
-                Ok(Caller { key: client.key, owner: Arc::clone(&client.owner) })
+                let (owner, tokens) = (Arc::clone(&client.owner), Some(client.tokens.clone()));
+                Ok(Caller { key: client.key, owner, tokens })
             }
             None => Err(Failure::Unauthenticated("the credentials were lost")),
         }
@@ -230,11 +237,16 @@ impl Service<Request<Incoming>> for Front {
             Ok(deadline) => deadline,
             Err(failure) => return refused(failure),
         };
+        let parent = TraceParent::of(request.headers());
+        let trace = parent.as_ref().filter(|_| unary).and_then(|parent| parent.begin("Forward", arrived));
         let call = Call {
             client: caller.key,
+            client_tokens: caller.tokens,
             deadline,
             charges: Arc::clone(&charges),
             closing: public.closing.clone(),
+            parent: parent.filter(|_| streaming),
+            trace: trace.clone(),
         };
         let mut request = request.map(|body| RequestBody::new(body, terms, body_charges));
         request.extensions_mut().insert(call);
@@ -253,8 +265,11 @@ impl Service<Request<Incoming>> for Front {
                     Err(_) => Status::from(Failure::DeadlineExceeded).into_http(),
                 },
             };
-            metrics
-                .answered(code_name(code_of(&response)), charges.complete_at().unwrap_or(arrived).elapsed());
+            let code = code_of(&response);
+            metrics.answered(code_name(code), charges.complete_at().unwrap_or(arrived).elapsed());
+            if let Some(trace) = trace {
+                trace.end(code);
+            }
             Ok(response.map(|body| ResponseBody::charged(body, charges, Some(charge), false)))
         })
     }

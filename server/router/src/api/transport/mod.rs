@@ -6,3 +6,4 @@ pub(super) mod frames;
 pub(in crate::api) mod front;
 pub(super) mod server;
 pub(super) mod table;
+mod tarpit;

@@ -1,7 +1,7 @@
 //! The table of open connections and its limits: in all, per peer address, and a reserve for clients that authenticate
 //! themselves.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -31,11 +31,14 @@ pub struct ConnectionLimits {
     pub unix: usize,
     /// TCP connections without valid credentials so far, if credentials are required.
     pub unauthenticated: usize,
+    /// Sockets of refused and ended peers that are kept open for a second, so that they do not come back at once. Each takes
+    /// one file descriptor.
+    pub tarpit: usize,
 }
 
 impl ConnectionLimits {
-    /// Default limits for `tcp` connections: half of them for one address or client, a quarter for unauthenticated ones, and
-    /// 256 over Unix-domain sockets.
+    /// Default limits for `tcp` connections: half of them for one address or client, a quarter for unauthenticated ones, 256
+    /// over Unix-domain sockets, and as many sockets in the tarpit.
     #[must_use]
     pub fn for_tcp(tcp: usize) -> ConnectionLimits {
         let tcp = tcp.max(1);
@@ -45,6 +48,7 @@ impl ConnectionLimits {
             per_client: tcp.div_ceil(2),
             unix: 256,
             unauthenticated: tcp.div_ceil(4),
+            tarpit: tcp,
         }
     }
 }
@@ -90,13 +94,23 @@ struct Entries {
     open: HashMap<u64, Entry>,
     tcp: usize,
     unix: usize,
-    by_origin: HashMap<Origin, usize>,
+    /// TCP connections without valid credentials so far.
+    unauthenticated: usize,
+    by_origin: HashMap<Origin, OfOrigin>,
     owners: HashMap<OwnerKey, Weak<Owner>>,
 }
 
 struct Entry {
     origin: Origin,
     connection: Arc<Connection>,
+}
+
+/// The open connections of one origin.
+#[derive(Default)]
+struct OfOrigin {
+    count: usize,
+    /// Numbers of those without valid credentials so far; the oldest is the lowest.
+    unauthenticated: BTreeSet<u64>,
 }
 
 impl ConnectionTable {
@@ -124,8 +138,11 @@ impl ConnectionTable {
                 if entries.count(origin) >= self.limits.per_address {
                     return Err("address_limit");
                 }
-                if self.must_authenticate && entries.unauthenticated() >= self.limits.unauthenticated {
-                    entries.give_up(|connection| !connection.is_authenticated());
+                if self.must_authenticate
+                    && entries.unauthenticated >= self.limits.unauthenticated
+                    && !entries.replace_unauthenticated(origin)
+                {
+                    return Err("unauthenticated_limit");
                 }
                 if entries.tcp >= self.limits.tcp && !entries.make_room(origin) {
                     return Err("limit");
@@ -139,6 +156,13 @@ impl ConnectionTable {
         Ok(connection)
     }
 
+    /// Notes that a call on a connection had valid credentials.
+    pub(in crate::api) fn authenticate(&self, connection: &Connection) {
+        if connection.authenticate() {
+            self.locked().authenticated(connection.key.0);
+        }
+    }
+
     /// Removes a connection that has ended.
     pub(in crate::api) fn close(&self, connection: &Connection) {
         self.locked().remove(connection.key.0);
@@ -147,6 +171,11 @@ impl ConnectionTable {
     /// The owner that calls of a client are charged to.
     pub(in crate::api) fn client(&self, name: &Arc<str>) -> Arc<Owner> {
         self.locked().owner(OwnerKey::Client(Arc::clone(name)))
+    }
+
+    /// Largest number of sockets in the tarpit.
+    pub(super) fn tarpit(&self) -> usize {
+        self.limits.tarpit
     }
 
     /// Limit on connections of one client.
@@ -166,23 +195,29 @@ impl ConnectionTable {
 
 impl Entries {
     fn count(&self, origin: Origin) -> usize {
-        self.by_origin.get(&origin).copied().unwrap_or(0)
+        self.by_origin.get(&origin).map_or(0, |of_origin| of_origin.count)
     }
 
     fn insert(&mut self, number: u64, entry: Entry) {
-        *self.by_origin.entry(entry.origin).or_default() += 1;
+        let of_origin = self.by_origin.entry(entry.origin).or_default();
+        of_origin.count += 1;
         match entry.origin {
-            Origin::Address(_) => self.tcp += 1,
+            Origin::Address(_) => {
+                self.tcp += 1;
+                self.unauthenticated += 1;
+                of_origin.unauthenticated.insert(number);
+            }
             Origin::User(_) => self.unix += 1,
         }
         self.open.insert(number, entry);
     }
 
     fn remove(&mut self, number: u64) {
+        self.authenticated(number);
         let Some(entry) = self.open.remove(&number) else { return };
-        if let Some(count) = self.by_origin.get_mut(&entry.origin) {
-            *count -= 1;
-            if *count == 0 {
+        if let Some(of_origin) = self.by_origin.get_mut(&entry.origin) {
+            of_origin.count -= 1;
+            if of_origin.count == 0 {
                 self.by_origin.remove(&entry.origin);
             }
         }
@@ -192,36 +227,59 @@ impl Entries {
         }
     }
 
-    fn unauthenticated(&self) -> usize {
-        let waits = |entry: &&Entry| {
-            matches!(entry.origin, Origin::Address(_)) && !entry.connection.is_authenticated()
-        };
-        self.open.values().filter(waits).count()
+    /// Stops counting a connection among those without valid credentials.
+    fn authenticated(&mut self, number: u64) {
+        let Some(entry) = self.open.get(&number) else { return };
+        if let Some(of_origin) = self.by_origin.get_mut(&entry.origin)
+            && of_origin.unauthenticated.remove(&number)
+        {
+            self.unauthenticated -= 1;
+        }
     }
 
-    /// Ends the oldest TCP connection that `may_go` of the address that has the most of those; that address's count of
-    /// connections.
-    fn give_up(&mut self, may_go: impl Fn(&Connection) -> bool) -> Option<usize> {
-        let tcp = |entry: &&Entry| matches!(entry.origin, Origin::Address(_)) && may_go(&entry.connection);
-        let oldest = self
-            .open
-            .values()
-            .filter(tcp)
-            .max_by_key(|entry| (self.count(entry.origin), entry.connection.age()))
-            .map(|entry| (entry.connection.key.0, self.count(entry.origin), Arc::clone(&entry.connection)));
-        let (number, count, connection) = oldest?;
+    /// Ends the oldest connection without valid credentials of the address that has the most of them, so that one from `origin`
+    /// can take its place. Connections of an address that would then have the most itself must wait until the oldest has had
+    /// [`SETTLED`] to authenticate itself. Returns whether there is a place.
+    fn replace_unauthenticated(&mut self, origin: Origin) -> bool {
+        let waiting = |of_origin: &OfOrigin| of_origin.unauthenticated.len();
+        let own = self.by_origin.get(&origin).map_or(0, waiting) + 1;
+        let Some(most) = self.by_origin.values().max_by_key(|of_origin| waiting(of_origin)) else {
+            return false;
+        };
+        let Some(entry) = most.unauthenticated.first().and_then(|oldest| self.open.get(oldest)) else {
+            return false;
+        };
+        if waiting(most) <= own && entry.connection.age() < SETTLED {
+            return false;
+        }
+        let connection = Arc::clone(&entry.connection);
+        self.evict(&connection);
+        true
+    }
+
+    fn evict(&mut self, connection: &Connection) {
         count_end("evicted");
         connection.end.cancel();
-        self.remove(number);
-        Some(count)
+        self.remove(connection.key.0);
     }
 
-    /// Ends an idle connection of an address that has more connections than `origin` would.
+    /// Ends the oldest idle connection of the address that has the most connections, unless `origin` would have as many.
     fn make_room(&mut self, origin: Origin) -> bool {
         let own = self.count(origin) + 1;
-        let most = self.by_origin.iter().filter(|(origin, _)| matches!(origin, Origin::Address(_)));
-        let most = most.map(|(_, &count)| count).max().unwrap_or(0);
-        most > own && self.give_up(|connection| connection.is_idle() && connection.age() > SETTLED).is_some()
+        let addresses = self.by_origin.iter().filter(|(origin, _)| matches!(origin, Origin::Address(_)));
+        let Some((&largest, most)) = addresses.max_by_key(|(_, of_origin)| of_origin.count) else {
+            return false;
+        };
+        if most.count <= own {
+            return false;
+        }
+        let may_go = |entry: &&Entry| {
+            entry.origin == largest && entry.connection.is_idle() && entry.connection.age() > SETTLED
+        };
+        let oldest = self.open.values().filter(may_go).min_by_key(|entry| entry.connection.key.0);
+        let Some(connection) = oldest.map(|entry| Arc::clone(&entry.connection)) else { return false };
+        self.evict(&connection);
+        true
     }
 
     fn owner(&mut self, key: OwnerKey) -> Arc<Owner> {
@@ -250,7 +308,7 @@ mod tests {
     }
 
     fn limits() -> ConnectionLimits {
-        ConnectionLimits { tcp: 8, per_address: 6, per_client: 4, unix: 2, unauthenticated: 4 }
+        ConnectionLimits { tcp: 8, per_address: 6, per_client: 4, unix: 2, unauthenticated: 4, tarpit: 8 }
     }
 
     #[test]
@@ -282,15 +340,25 @@ mod tests {
     }
 
     #[test]
-    fn those_without_credentials_make_way_for_one_another() {
+    fn an_address_without_credentials_makes_way_for_another_one() {
         let table = ConnectionTable::new(limits(), true);
         let end = CancellationToken::new();
         let honest: Vec<_> = (0..3).map(|_| table.open(from(1), &end).unwrap()).collect();
-        honest.iter().for_each(|connection| connection.authenticate());
-        let waiting: Vec<_> = (0..5).map(|_| table.open(from(2), &end).unwrap()).collect();
+        honest.iter().for_each(|connection| table.authenticate(connection));
+        let waiting: Vec<_> = (0..4).map(|_| table.open(from(2), &end).unwrap()).collect();
+        assert_eq!(table.open(from(2), &end).err(), Some("unauthenticated_limit"));
+        let other = table.open(from(3), &end).unwrap();
         assert!(waiting[0].end.is_cancelled(), "the oldest goes first");
         assert!(waiting[1..].iter().all(|connection| !connection.end.is_cancelled()));
-        assert!(honest.iter().all(|connection| !connection.end.is_cancelled()));
+        // Once it has authenticated itself, there is a place again.
+        table.authenticate(&other);
+        table.open(from(2), &end).unwrap();
+        assert_eq!(table.open(from(2), &end).err(), Some("unauthenticated_limit"));
+        std::thread::sleep(SETTLED);
+        table.close(&honest[0]);
+        table.open(from(2), &end).unwrap();
+        assert!(waiting[1].end.is_cancelled(), "it has had its time");
+        assert!(!other.end.is_cancelled() && !honest[1].end.is_cancelled());
     }
 
     #[test]
@@ -298,7 +366,7 @@ mod tests {
         let table = ConnectionTable::new(limits(), true);
         let end = CancellationToken::new();
         for at in 0..8 {
-            table.open(from(at % 2), &end).unwrap();
+            table.authenticate(&table.open(from(at % 2), &end).unwrap());
         }
         table.open(Origin::User(1), &end).unwrap();
         table.open(Origin::User(1), &end).unwrap();

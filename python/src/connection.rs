@@ -1,0 +1,126 @@
+//! gRPC connections: to one service, or to several that are used as one.
+
+use std::time::Duration;
+
+use expertd_proto::fleet::{FleetClient, FleetConfig};
+use expertd_proto::transport::Credentials;
+use expertd_proto::v1::GetModelResponse;
+use expertd_proto::{Client, RetryPolicy};
+use tokio::sync::OnceCell;
+use tonic::Status;
+
+use crate::errors::Failure;
+use crate::model::{Model, ModelSummary};
+use crate::receipt::Received;
+use crate::request::Call;
+
+/// Time within which all of several services should have said what they hold. What those hold that did counts after it.
+const COMPLETE_MODEL: Duration = Duration::from_secs(5);
+
+/// Addresses, and the connection to them after the first call.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    addresses: Vec<String>,
+    several: bool,
+    credentials: Credentials,
+    retry: Option<RetryPolicy>,
+    link: OnceCell<Link>,
+}
+
+/// An open connection.
+#[derive(Debug)]
+pub(crate) enum Link {
+    One(Box<Client>),
+    Several(FleetClient),
+}
+
+impl Connection {
+    /// `several` makes one client of all addresses. Otherwise that happens if the only address is a name that stands for
+    /// several.
+    pub(crate) fn new(
+        addresses: Vec<String>,
+        several: bool,
+        credentials: Credentials,
+        retry: Option<RetryPolicy>,
+    ) -> Connection {
+        Connection { addresses, several, credentials, retry, link: OnceCell::new() }
+    }
+
+    /// Connects, if that has not happened yet.
+    pub(crate) async fn connect(&self) -> Result<(), Failure> {
+        self.link().await.map(drop)
+    }
+
+    /// The open connection; the first call connects.
+    pub(crate) async fn link(&self) -> Result<&Link, Failure> {
+        self.link.get_or_try_init(|| self.open()).await
+    }
+
+    async fn open(&self) -> Result<Link, Failure> {
+        if self.several || self.names_several().await {
+            let mut config = FleetConfig { credentials: self.credentials.clone(), ..FleetConfig::default() };
+            if let Some(policy) = self.retry {
+                config.patience = policy.max_elapsed;
+                config.connect_patience = config.connect_patience.min(policy.max_elapsed);
+            }
+            let client = FleetClient::connect(&self.addresses.join(","), config).await;
+            return client.map(Link::Several).map_err(|error| Failure::Connect(error.to_string()));
+        }
+        let client = Client::connect_with(&self.addresses.concat(), &self.credentials).await?;
+        Ok(Link::One(Box::new(match self.retry {
+            Some(policy) => client.with_retry(policy),
+            None => client,
+        })))
+    }
+
+    /// Whether the only address is a name of several hosts. The two loopback addresses are one host.
+    async fn names_several(&self) -> bool {
+        let [address] = self.addresses.as_slice() else { return true };
+        if address.starts_with("unix:") {
+            return false;
+        }
+        let host = address.split_once("://").map_or(address.as_str(), |(_, host)| host);
+        // An address that cannot be looked up fails when it is connected to, with an error that names it.
+        let Ok(found) = tokio::net::lookup_host(host).await else { return false };
+        let mut hosts: Vec<_> = found.map(|at| at.ip()).filter(|ip| !ip.is_loopback()).collect();
+        hosts.sort_unstable();
+        hosts.dedup();
+        hosts.len() > 1
+    }
+
+    /// Makes a call.
+    pub(crate) async fn forward(&self, call: Call) -> Result<Received, Failure> {
+        let Call { message, timeout, shape } = call;
+        let response = match self.link().await? {
+            Link::One(client) => client.forward(message, timeout).await?,
+            Link::Several(fleet) => fleet.forward(message, timeout).await?,
+        };
+        shape.read_answer(response)
+    }
+
+    /// Dimensions, layers, limits and versions; several services' layers together.
+    pub(crate) async fn model(&self, name: &str) -> Result<GetModelResponse, Failure> {
+        match self.link().await? {
+            Link::One(client) => Ok(client.model(name).await?),
+            Link::Several(fleet) => {
+                let model = fleet.complete_model(COMPLETE_MODEL).await?;
+                if !name.is_empty() && name != model.name {
+                    let text = format!("the services have no model {name:?}; they serve {:?}", model.name);
+                    return Err(Status::not_found(text).into());
+                }
+                Ok(model)
+            }
+        }
+    }
+
+    pub(crate) async fn models(&self) -> Result<Vec<ModelSummary>, Failure> {
+        match self.link().await? {
+            Link::One(client) => Ok(client.models().await?.into_iter().map(ModelSummary::from).collect()),
+            Link::Several(_) => Ok(vec![Model::from(self.model("").await?).into()]),
+        }
+    }
+
+    pub(crate) const fn retry(&self) -> Option<&RetryPolicy> {
+        self.retry.as_ref()
+    }
+}

@@ -1,0 +1,410 @@
+//! Calls through a session: rows are copied into memory that the service shares, and answers out of it.
+
+use std::borrow::Cow;
+use std::io::ErrorKind;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use expertd_proto::RetryPolicy;
+use expertd_proto::session::{self, DType, PendingCall, Session, SessionError, SessionOptions};
+use expertd_proto::v1::{self, GetModelResponse};
+use prost::Message as _;
+use pyo3::PyErr;
+use pyo3::prelude::*;
+use tonic::Status;
+
+use crate::array::Array;
+use crate::errors::Failure;
+use crate::input::Input;
+use crate::line::Line;
+use crate::receipt::{self, Received};
+use crate::request::Arguments;
+
+/// Row area of a new session, in bytes. A call that needs more opens a larger session.
+const ROWS_BYTES: usize = 16 << 20;
+/// Largest row area that is opened because calls in flight fill the present one, in bytes.
+const MAX_ROWS_BYTES: usize = 256 << 20;
+/// Time limit of opening a session and of asking for the model.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
+/// Interval at which a waiting call checks whether it was interrupted.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Interval at which a call that waits for room in the session tries again, whatever it was told.
+const ROOM_INTERVAL: Duration = Duration::from_millis(20);
+/// Alignment of places in a row area.
+const ALIGN: usize = 64;
+/// Bytes of a row's ids and weights that are set aside if the service's gate chooses: 64 experts.
+const MAX_ROUTING_BYTES: usize = 64 * 8;
+
+/// Why a call has no answer.
+#[derive(Debug)]
+pub(crate) enum End {
+    /// The call failed.
+    Failed(Failure),
+    /// A signal handler raised this exception, or the caller stopped waiting.
+    Interrupted(PyErr),
+}
+
+impl From<Failure> for End {
+    fn from(failure: Failure) -> End {
+        End::Failed(failure)
+    }
+}
+
+impl From<Status> for End {
+    fn from(status: Status) -> End {
+        End::Failed(status.into())
+    }
+}
+
+/// A session with the service behind one socket. It is opened again after it has ended.
+#[derive(Debug)]
+pub(crate) struct HostSession {
+    address: String,
+    retry: Option<RetryPolicy>,
+    current: Mutex<Option<Opened>>,
+    /// Held while one call reserves its places, so that two calls never wait for each other's halves.
+    placing: Mutex<()>,
+    /// Calls that wait for room in the session.
+    line: Line,
+    /// The service has refused a larger session.
+    is_largest: AtomicBool,
+}
+
+#[derive(Clone, Debug)]
+struct Opened {
+    session: Arc<Session>,
+    rows_bytes: usize,
+    model: Arc<GetModelResponse>,
+}
+
+impl Opened {
+    fn layer(&self, number: u32) -> Option<&v1::MoeLayer> {
+        self.model.moe_layers.iter().find(|moe| moe.layer == number)
+    }
+
+    /// The call's token ids, if its layer routes by them.
+    fn token_ids<'a>(&self, arguments: &'a Arguments) -> Option<&'a Input> {
+        let used = self.layer(arguments.layer).is_some_and(|moe| moe.routes_by_token_id);
+        arguments.token_ids.as_ref().filter(|_| used)
+    }
+}
+
+impl HostSession {
+    pub(crate) fn new(address: String, retry: Option<RetryPolicy>) -> HostSession {
+        HostSession {
+            address,
+            retry,
+            current: Mutex::new(None),
+            placing: Mutex::new(()),
+            line: Line::default(),
+            is_largest: AtomicBool::new(false),
+        }
+    }
+
+    /// Opens the session, if it is not open.
+    pub(crate) fn connect(&self) -> Result<(), Failure> {
+        self.opened(0).map(drop).map_err(|error| open_failure(&self.address, error))
+    }
+
+    /// The open session with room for `needed` bytes; opens one if there is none.
+    fn opened(&self, needed: usize) -> Result<Opened, SessionError> {
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(opened) = current.as_ref().filter(|opened| opened.rows_bytes >= needed) {
+            return Ok(opened.clone());
+        }
+        let rows_bytes = needed.max(ROWS_BYTES).checked_next_power_of_two().unwrap_or(needed);
+        let options = SessionOptions { rows_bytes, timeout: OPEN_TIMEOUT, ..SessionOptions::default() };
+        let session = Session::open(&self.address, &options)?;
+        let model = Arc::new(decode(session.model())?);
+        let opened = Opened { session: Arc::new(session), rows_bytes, model };
+        // Calls in flight keep a smaller session until their end.
+        *current = Some(opened.clone());
+        Ok(opened)
+    }
+
+    /// Opens a session with twice the row area, if that is within limits.
+    fn enlarged(&self, opened: &Opened) -> Option<Opened> {
+        let doubled = opened.rows_bytes.checked_mul(2).filter(|&bytes| bytes <= MAX_ROWS_BYTES)?;
+        if self.is_largest.load(Ordering::Relaxed) {
+            return None;
+        }
+        let larger = self.opened(doubled);
+        self.is_largest.store(larger.is_err(), Ordering::Relaxed);
+        larger.ok()
+    }
+
+    /// Lets the next call open another session.
+    fn forget(&self, ended: &Arc<Session>) {
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        if current.as_ref().is_some_and(|opened| Arc::ptr_eq(&opened.session, ended)) {
+            *current = None;
+        }
+    }
+
+    /// The model that the service serves now.
+    ///
+    /// # Errors
+    /// NOT_FOUND if the name is another one, and what prevents asking.
+    pub(crate) fn model(&self, name: &str) -> Result<GetModelResponse, Failure> {
+        let model = session::fetch_model(&self.address, OPEN_TIMEOUT).and_then(|bytes| decode(&bytes));
+        let model = model.map_err(session::status)?;
+        expect_name(&model, name)?;
+        Ok(model)
+    }
+
+    /// Makes a call and waits for its answer, with retries by the client's policy. `check` says whether to go on waiting.
+    pub(crate) fn call(
+        &self,
+        arguments: &Arguments,
+        check: &mut dyn FnMut() -> PyResult<()>,
+    ) -> Result<Received, End> {
+        let start = Instant::now();
+        let mut attempt = 1;
+        loop {
+            let status = match self.attempt(arguments, start, check) {
+                Err(End::Failed(Failure::Status(status))) => status,
+                other => return other,
+            };
+            let pause = self.retry.and_then(|retry| retry.pause(&status, attempt, start.elapsed()));
+            match pause {
+                Some(pause) if arguments.timeout.is_none_or(|timeout| start.elapsed() + pause < timeout) => {
+                    sleep(pause, check)?;
+                    attempt += 1;
+                }
+                _ => return Err(End::Failed(Failure::Status(status))),
+            }
+        }
+    }
+
+    fn attempt(
+        &self,
+        arguments: &Arguments,
+        start: Instant,
+        check: &mut dyn FnMut() -> PyResult<()>,
+    ) -> Result<Received, End> {
+        let places = Places::of(arguments);
+        let opened = self.opened(places.total()).map_err(session::status)?;
+        expect_name(&opened.model, &arguments.model)?;
+        expect_shapes(arguments, &opened)?;
+        let deadline = arguments.timeout.map(|timeout| start + timeout);
+        let (session, mut pending) = self.submit(opened, arguments, &places, deadline, check)?;
+        let ended = loop {
+            match pending.try_wait(time_left(deadline, CHECK_INTERVAL)) {
+                Ok(Some(answer)) => break read_answer(answer, arguments),
+                Ok(None) => {
+                    if let Err(end) = go_on(deadline, check) {
+                        break Err(end);
+                    }
+                }
+                Err(error) => break Err(self.failed(&session, error)),
+            }
+        };
+        drop(pending);
+        self.line.depart();
+        ended
+    }
+
+    /// Copies the rows into the session and starts the call; waits in line while the session has no room. Returns the session that
+    /// took the call.
+    fn submit(
+        &self,
+        mut opened: Opened,
+        arguments: &Arguments,
+        places: &Places,
+        deadline: Option<Instant>,
+        check: &mut dyn FnMut() -> PyResult<()>,
+    ) -> Result<(Arc<Session>, PendingCall), End> {
+        let mut ticket = None;
+        loop {
+            let seen = self.line.departures();
+            if self.line.is_next(ticket.as_ref()) {
+                match self.try_submit(&opened, arguments, places, deadline) {
+                    Ok(pending) => return Ok((opened.session, pending)),
+                    Err(SessionError::TooManyCalls { .. }) => {}
+                    Err(SessionError::NoRoom { .. }) => {
+                        if let Some(larger) = self.enlarged(&opened) {
+                            opened = larger;
+                            continue;
+                        }
+                    }
+                    Err(error) => return Err(self.failed(&opened.session, error)),
+                }
+            }
+            if ticket.is_none() {
+                ticket = Some(self.line.join());
+                continue;
+            }
+            self.line.wait(seen, time_left(deadline, ROOM_INTERVAL));
+            go_on(deadline, check)?;
+        }
+    }
+
+    fn try_submit(
+        &self,
+        opened: &Opened,
+        arguments: &Arguments,
+        places: &Places,
+        deadline: Option<Instant>,
+    ) -> Result<PendingCall, SessionError> {
+        let session = &opened.session;
+        let (mut rows, output) = {
+            let _placing = self.placing.lock().unwrap_or_else(PoisonError::into_inner);
+            (session.buffer(places.rows)?, session.buffer(places.rows)?)
+        };
+        rows.as_mut_slice().copy_from_slice(arguments.rows.bytes());
+        let given = arguments
+            .routing
+            .as_ref()
+            .map(|routing| (routing.k(), words(routing.ids.bytes()), words(routing.weights.bytes())));
+        let token_ids = opened.token_ids(arguments).map(|ids| words(ids.bytes()));
+        let layer = opened.layer(arguments.layer);
+        let shape = arguments.shape();
+        let call = session::Call {
+            layer: arguments.layer,
+            tokens: shape.tokens,
+            dtype: shape.element.row_type().map_or(DType::F32, dtype),
+            routing: given.as_ref().map(|(k, ids, weights)| session::GivenRouting { k: *k, ids, weights }),
+            token_ids: token_ids.as_deref(),
+            shared_experts: arguments.shared_experts,
+            expected_weight_version: arguments.expected_weight_version,
+            // The service refuses a layer that it does not have.
+            return_routing: arguments.return_routing.then(|| layer.map_or(1, |moe| moe.top_k as usize)),
+            timeout: deadline.map(|end| end.saturating_duration_since(Instant::now())),
+        };
+        session.submit(&call, rows, output)
+    }
+
+    fn failed(&self, session: &Arc<Session>, error: SessionError) -> End {
+        if matches!(error, SessionError::Ended { .. }) {
+            self.forget(session);
+        }
+        End::Failed(session::status(error).into())
+    }
+}
+
+/// Bytes of a call's places in the row area.
+struct Places {
+    /// Rows, and as many again for the output.
+    rows: usize,
+    /// Ids and weights, given or returned, and token ids.
+    routing: usize,
+}
+
+impl Places {
+    fn of(arguments: &Arguments) -> Places {
+        let returned =
+            if arguments.return_routing { arguments.shape().tokens * MAX_ROUTING_BYTES } else { 0 };
+        let routing = arguments.routing.as_ref().map_or(returned, |routing| 2 * routing.ids.bytes().len());
+        let token_ids = arguments.token_ids.as_ref().map_or(0, |ids| ids.bytes().len());
+        Places { rows: arguments.rows.bytes().len(), routing: routing + token_ids }
+    }
+
+    /// All of them, with their alignment.
+    fn total(&self) -> usize {
+        2 * self.rows.next_multiple_of(ALIGN) + self.routing + 4 * ALIGN
+    }
+}
+
+/// Elements of four bytes, copied where memory is not aligned.
+fn words<T: bytemuck::Pod>(bytes: &[u8]) -> Cow<'_, [T]> {
+    match bytemuck::try_cast_slice(bytes) {
+        Ok(words) => Cow::Borrowed(words),
+        Err(_) => Cow::Owned(bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()),
+    }
+}
+
+const fn dtype(dtype: v1::DType) -> DType {
+    match dtype {
+        v1::DType::DtypeBf16 => DType::Bf16,
+        v1::DType::DtypeF16 => DType::F16,
+        v1::DType::DtypeF32 | v1::DType::DtypeUnspecified => DType::F32,
+    }
+}
+
+/// `interval`, or what is left until the deadline if that is less.
+fn time_left(deadline: Option<Instant>, interval: Duration) -> Duration {
+    deadline.map_or(interval, |end| end.saturating_duration_since(Instant::now()).min(interval))
+}
+
+/// Whether to go on waiting.
+fn go_on(deadline: Option<Instant>, check: &mut dyn FnMut() -> PyResult<()>) -> Result<(), End> {
+    if deadline.is_some_and(|end| Instant::now() >= end) {
+        return Err(Status::deadline_exceeded("no answer within the timeout").into());
+    }
+    check().map_err(End::Interrupted)
+}
+
+fn sleep(pause: Duration, check: &mut dyn FnMut() -> PyResult<()>) -> Result<(), End> {
+    let end = Instant::now() + pause;
+    loop {
+        let left = time_left(Some(end), CHECK_INTERVAL);
+        if left.is_zero() {
+            return Ok(());
+        }
+        std::thread::sleep(left);
+        check().map_err(End::Interrupted)?;
+    }
+}
+
+fn read_answer(answer: session::Answer, arguments: &Arguments) -> Result<Received, End> {
+    let shape = arguments.shape();
+    let rows = Array::copy_of(answer.output.as_slice(), shape.element, vec![shape.tokens, shape.hidden]);
+    let rows = rows.ok_or_else(|| Status::internal("the session's output has another size than the rows"))?;
+    let mut message = session::receipt(&answer.receipt, arguments.return_timings);
+    let (topk_ids, topk_weights) = answer.routing.unwrap_or_default();
+    (message.topk_ids, message.topk_weights) = (topk_ids.into(), topk_weights.into());
+    Ok(Received { rows, receipt: receipt::from_message(message, shape.tokens) })
+}
+
+fn decode(bytes: &[u8]) -> Result<GetModelResponse, SessionError> {
+    GetModelResponse::decode(bytes)
+        .map_err(|error| SessionError::Protocol(format!("a model that cannot be decoded: {error}")))
+}
+
+fn expect_name(model: &GetModelResponse, name: &str) -> Result<(), Failure> {
+    if name.is_empty() || name == model.name {
+        return Ok(());
+    }
+    Err(Status::not_found(format!("the service has no model {name:?}; it serves {:?}", model.name)).into())
+}
+
+/// Places have no shapes, so the service cannot check these.
+fn expect_shapes(arguments: &Arguments, opened: &Opened) -> Result<(), Status> {
+    let (shape, hidden) = (arguments.shape(), opened.session.hidden());
+    if shape.hidden != hidden {
+        return Err(Status::invalid_argument(format!(
+            "rows: have {} elements each; the model's hidden size is {hidden}",
+            shape.hidden
+        )));
+    }
+    match opened.token_ids(arguments).map(|ids| ids.shape[0]) {
+        Some(found) if found != shape.tokens => Err(Status::invalid_argument(format!(
+            "token_ids: has {found} entries; expected one for each of {} tokens",
+            shape.tokens
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// The failure of a session that could not be opened.
+fn open_failure(address: &str, error: SessionError) -> Failure {
+    let hint = "session=\"host\" needs the socket of `expertd serve --session-listen unix:PATH`";
+    match error {
+        SessionError::Socket { source, .. } if source.kind() == ErrorKind::PermissionDenied => {
+            Status::permission_denied(format!(
+                "{address}: {source}; the service allows its own user, and those of `--session-allow-uid`"
+            ))
+            .into()
+        }
+        SessionError::Socket { source, .. }
+            if matches!(source.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) =>
+        {
+            Failure::Connect(format!("session socket {address}: no answer within {OPEN_TIMEOUT:?}; {hint}"))
+        }
+        SessionError::Socket { .. } | SessionError::Protocol(_) => {
+            Failure::Connect(format!("{error}; {hint}"))
+        }
+        other => Failure::Connect(other.to_string()),
+    }
+}

@@ -1,0 +1,45 @@
+//! Orders to ranks about the memories of clients, and their answers.
+
+use std::os::fd::AsFd as _;
+
+use expertd_ipc::SharedRegion;
+use expertd_ipc::control::{MemoryKind, ToRank};
+use expertd_types::{MemoryId, Rank};
+
+use super::Group;
+use crate::sessions::AttachAnswer;
+
+/// The answer of a rank to an order about a client's memory.
+#[derive(Debug)]
+pub struct AttachNews {
+    /// The rank.
+    pub rank: Rank,
+    /// The memory.
+    pub memory: MemoryId,
+    /// The answer.
+    pub(crate) answer: AttachAnswer,
+    /// Why the memory is not attached.
+    pub error: Option<String>,
+}
+
+impl Group {
+    /// Sends a client's memory of `bytes` bytes to every rank.
+    pub fn attach(&self, memory: MemoryId, region: &SharedRegion) {
+        let kind = MemoryKind::Host { bytes: region.len() as u64 };
+        for member in &self.members {
+            member.process.send_with_fd(&ToRank::Attach { memory, kind }, region.as_fd());
+        }
+    }
+
+    /// Asks every rank to detach a client's memory.
+    pub fn detach(&self, memory: MemoryId) {
+        for member in &self.members {
+            member.process.send(ToRank::Detach { memory });
+        }
+    }
+
+    /// Takes the oldest answer of a rank to [`attach`](Self::attach) or [`detach`](Self::detach).
+    pub fn take_attach_answer(&mut self) -> Option<AttachNews> {
+        self.attach_answers.pop_front()
+    }
+}

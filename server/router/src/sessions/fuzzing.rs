@@ -1,0 +1,138 @@
+//! Entry points for fuzz targets of sessions; not part of the interface.
+
+use std::io::{Read as _, Write as _};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use expertd_session::memory::SessionMemory;
+use expertd_types::MemoryId;
+
+use super::listener::{SessionConfig, Shared};
+use super::registry::{SessionLimits, SessionRegistry};
+use super::session::{Opener, SessionState};
+use super::{SessionCall, Steps};
+use crate::api::fuzzing::{check_request, model, receipt};
+use crate::backend::{ClientKey, ModelInfo, Request, StepError, SubmitError};
+use crate::telemetry::RequestMetrics;
+
+/// Calls in flight of the sessions under test.
+const CALLS: u32 = 4;
+/// Bytes of their row areas.
+const ROWS_BYTES: usize = 8 << 10;
+const LIMITS: SessionLimits = SessionLimits { sessions: 2, bytes: 1 << 20, mappings: 1 };
+
+/// Checks every call that is admitted, answers some at once, refuses some, and keeps the others.
+struct Echo {
+    model: Arc<ModelInfo>,
+    kept: Mutex<Vec<SessionCall>>,
+}
+
+impl Echo {
+    fn new() -> Arc<Echo> {
+        Arc::new(Echo { model: Arc::new(model()), kept: Mutex::default() })
+    }
+
+    /// Fails the calls that were kept, as a fault does.
+    fn fail_kept(&self) {
+        let kept = std::mem::take(&mut *self.kept.lock().unwrap_or_else(PoisonError::into_inner));
+        kept.into_iter().for_each(|call| {
+            let (reason, retry_after) = ("a rank ended".to_owned(), Duration::from_millis(5));
+            call.fail(StepError::Unavailable { reason, retry_after });
+        });
+    }
+}
+
+impl Steps for Echo {
+    fn model(&self) -> Arc<ModelInfo> {
+        Arc::clone(&self.model)
+    }
+
+    fn submit(&self, request: Request, call: SessionCall) -> Result<(), SubmitError> {
+        check_request(&self.model, &request);
+        let bytes = request.tokens * self.model.hidden * request.dtype.size();
+        assert!(call.output(0, bytes).is_some(), "output of {bytes} bytes outside the row area");
+        match request.tokens % 4 {
+            0 => {
+                call.forget();
+                return Err(SubmitError::Draining);
+            }
+            1 => self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(call),
+            _ => call.answer(&receipt(&request)),
+        }
+        Ok(())
+    }
+
+    fn session_opened(&self, _: Arc<SessionState>) {}
+
+    fn session_ended(&self, _: MemoryId) {}
+}
+
+/// Rings and row area of a session with arbitrary contents, as a hostile client writes them.
+///
+/// # Panics
+/// If a request is admitted that breaks a promise, if the service takes more requests than the ring holds, or if memory or
+/// calls are still accounted for at the end.
+pub fn records(data: &[u8]) {
+    let registry = SessionRegistry::default();
+    let Ok((memory, mut rings)) = SessionMemory::create(CALLS, ROWS_BYTES) else { return };
+    let Ok(words) = memory.region().slice::<u64>(0, memory.region().len() / 8) else { return };
+    for (word, bytes) in words.atomics().iter().zip(data.as_chunks::<8>().0) {
+        word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
+    }
+    let charge = registry.charge(&LIMITS, memory.region().len()).expect("the first session fits");
+    let (socket, _client) = UnixStream::pair().expect("a pair of sockets");
+    let opener = Opener { user: 0, pid: 0, client: ClientKey(1) };
+    let metrics = Arc::new(RequestMetrics::new("Session"));
+    let session = SessionState::new(1, opener, memory, rings.completions, socket, metrics, charge);
+    let echo = Echo::new();
+    let mut taken = 0;
+    while let Ok(Some(record)) = rings.requests.try_pop() {
+        taken += 1;
+        assert!(taken <= CALLS, "more requests than the ring holds");
+        if session.take(&record, &*echo).is_err() {
+            break;
+        }
+    }
+    session.close(Some("the test ends"));
+    echo.fail_kept();
+    assert_eq!(session.status().calls_in_flight, 0, "calls are left in flight");
+    assert_eq!(Arc::strong_count(&session), 1, "a call is left");
+    drop(session);
+    assert!(registry.charge(&LIMITS, LIMITS.bytes).is_ok(), "memory is still charged");
+}
+
+/// The bytes that a client sends over the session socket: the service answers or refuses, and releases everything at the
+/// end.
+///
+/// # Panics
+/// If a session or its memory is left.
+pub fn socket(data: &[u8]) {
+    let (service, mut client) = UnixStream::pair().expect("a pair of sockets");
+    let config = SessionConfig {
+        listen: "unix:/fuzz.sock".parse().expect("an address"),
+        users: vec![0],
+        limits: LIMITS,
+        spin: Duration::ZERO,
+    };
+    let registry = Arc::new(SessionRegistry::default());
+    let shared = Arc::new(Shared::new(config, Echo::new(), Arc::clone(&registry)));
+    let opener = Opener { user: 0, pid: 0, client: ClientKey(1) };
+    let serving = std::thread::spawn({
+        let shared = Arc::clone(&shared);
+        move || drop(shared.serve(&service, opener))
+    });
+    let mut reading = client.try_clone().expect("a descriptor");
+    // The descriptor of the region arrives with a byte that is read without it, and is closed.
+    let reading = std::thread::spawn(move || drop(reading.read_to_end(&mut Vec::new())));
+    let _ = client.write_all(data);
+    let _ = client.shutdown(Shutdown::Write);
+    assert!(serving.join().is_ok(), "the thread of the connection panicked");
+    while shared.threads() > 0 {
+        std::thread::yield_now();
+    }
+    assert!(reading.join().is_ok() && registry.status().is_empty(), "a session is left");
+    assert!(registry.charge(&LIMITS, LIMITS.bytes).is_ok(), "memory is still charged");
+}

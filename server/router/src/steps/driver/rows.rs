@@ -1,0 +1,138 @@
+//! The rows of steps: staged or named when a step is launched, and taken to answers when it is complete.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use expertd_ipc::RowSource;
+use expertd_scheduler::RequestKey;
+use expertd_types::StepId;
+
+use super::{Driver, Launched};
+use crate::backend::{PhaseTimes, StepTiming};
+use crate::cluster::{Fault, Group, StepDone};
+use crate::steps::active::{IDS, Output, ROWS, TrialRow, WEIGHTS};
+
+/// A completed step that the metrics lack.
+pub(super) struct Unrecorded {
+    done: StepDone,
+    elapsed: Duration,
+    tokens_per_rank: Vec<usize>,
+}
+
+impl Driver {
+    /// Copies the rows of the newest step to its slot and launches it.
+    pub(super) fn launch(&mut self, id: StepId) {
+        let Some(generation) = self.group.as_ref().map(Group::generation) else { return };
+        if let Err(fault) = self.try_launch(id) {
+            self.fault(generation, &fault);
+        }
+    }
+
+    fn try_launch(&mut self, id: StepId) -> Result<(), Fault> {
+        let Driver { group: Some(group), step_loop, active, copier, shared, cluster, memories, .. } = self
+        else {
+            return Ok(());
+        };
+        let Some(step) = step_loop.in_flight().back().filter(|step| step.id == id) else { return Ok(()) };
+        let formed = Instant::now();
+        let mut tokens_per_rank = vec![0; cluster.shape.ranks as usize];
+        for range in &step.rows {
+            tokens_per_rank[range.rank.index()] += range.rows.len();
+            if let Some(active) = active.get_mut(&range.key) {
+                active.begin_output();
+            }
+        }
+        let top_k = step.kind.top_k;
+        let trial = TrialRow::new(cluster.shape.hidden, top_k);
+        let routed_by_gate = shared.top_k(step.kind.layer) == Some(top_k);
+        let mut forming = group.begin(step.slot, top_k);
+        let (mut staged, mut in_place) = (Vec::with_capacity(step.rows.len()), Vec::new());
+        for range in &step.rows {
+            if range.key == RequestKey::TRIAL {
+                staged.push((range.key, forming.stage(range.rank, &trial.rows(routed_by_gate))?));
+            }
+            let Some(active) = active.get(&range.key) else { continue };
+            let rows = active.rows(range.rows.clone(), &memories.attachments);
+            if let RowSource::Attached(rows) = rows.rows {
+                in_place.push(rows.memory);
+            }
+            staged.push((range.key, forming.stage(range.rank, &rows)?));
+        }
+        forming.copy(copier);
+        group.launch(id, step.slot, step.kind.layer, top_k, step.tokens)?;
+        tracing::debug!(step = %id, layer = %step.kind.layer, tokens = step.tokens, ranges = step.rows.len(), "step launched");
+        in_place.iter().for_each(|memory| memories.attachments.launched(*memory));
+        let memories = in_place;
+        self.launched.push_back(Launched { step: id, top_k, formed, staged, tokens_per_rank, memories });
+        Ok(())
+    }
+
+    /// Appends the rows of a completed step to its requests' answers, and reports the step to the state machine.
+    pub(super) fn collect(&mut self, done: StepDone) {
+        let Some(launched) = self.launched.pop_front() else { return };
+        debug_assert_eq!(launched.step, done.step, "steps complete in order");
+        launched.memories.iter().for_each(|memory| self.memories.attachments.ended(*memory));
+        let Some(group) = &self.group else { return };
+        // The time of a step ends here; copying its rows to the answers is not part of it.
+        let now = Instant::now();
+        let [copy_in, gate, prepare, dispatch, experts, combine, copy_out] =
+            done.phase_ns.map(Duration::from_nanos);
+        let timing = StepTiming {
+            step: done.step,
+            tokens: done.tokens as u32,
+            phases: PhaseTimes { copy_in, gate, prepare, dispatch, experts, combine, copy_out },
+            computed: Duration::from_nanos(done.computed_ns()),
+            formed: launched.formed,
+            done: now,
+        };
+        // The ranges of one request are adjacent.
+        let (mut keys, mut outputs, mut copies) = (Vec::new(), Vec::<Output>::new(), Vec::new());
+        let mut shared = Vec::new();
+        let mut first = 0;
+        for (key, staged) in &launched.staged {
+            // Skip rows of requests that ended meanwhile.
+            let Some(active) = self.active.get_mut(key) else { continue };
+            if keys.last() != Some(key) {
+                active.add_timing(timing);
+                keys.push(*key);
+                first = outputs.as_flattened().len();
+                outputs.push(active.take_output());
+            }
+            let rows = group.answer(staged);
+            if staged.is_attached() {
+                active.skip_rows(staged.rows());
+            } else {
+                match active.next_place(rows.len()) {
+                    Some(place) => shared.push((rows, place)),
+                    None => copies.push((first + ROWS, rows)),
+                }
+            }
+            if active.request().return_routing {
+                let (ids, weights) = group.routing(staged, launched.top_k);
+                copies.extend([(first + IDS, ids), (first + WEIGHTS, weights)]);
+            }
+        }
+        self.copier.append(&copies, outputs.as_flattened_mut());
+        self.copier.write_shared(&shared);
+        for (key, output) in keys.iter().zip(outputs) {
+            if let Some(active) = self.active.get_mut(key) {
+                active.put_output(output);
+            }
+        }
+        self.step_loop.step_done(group.generation(), done.step, self.shared.time(now));
+        self.shared.steps_total.fetch_add(1, Ordering::Relaxed);
+        let (elapsed, tokens_per_rank) = (now - launched.formed, launched.tokens_per_rank);
+        self.unrecorded.push(Unrecorded { done, elapsed, tokens_per_rank });
+    }
+
+    /// Records the metrics of completed steps, whose requests are answered by now: callers do not wait for it.
+    pub(super) fn record_steps(&mut self) {
+        for Unrecorded { done, elapsed, tokens_per_rank } in self.unrecorded.drain(..) {
+            self.metrics.step(done.tokens, elapsed);
+            for (rank, (completion, tokens)) in done.completions.iter().zip(&tokens_per_rank).enumerate() {
+                let phases = completion.phase_ns.map(Duration::from_nanos);
+                self.metrics.rank(rank, *tokens as u64, u64::from(completion.expert_rows), &phases);
+            }
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! The status page: one file with its script and style in it, which shows what `/status.json` and `/metrics` say.
+//!
+//! The page itself holds no data. Browsers run only the script of this file and connect only to this listener, as the
+//! content security policy says; texts of the service become text nodes, never markup.
+
+mod document;
+
+use std::sync::LazyLock;
+
+use http::header::{self, HeaderName, HeaderValue};
+use http::{HeaderMap, uri::Authority};
+
+pub(super) use document::{document, experts};
+
+/// The page.
+pub(super) const PAGE: &str = include_str!("status.html");
+
+/// Headers of the page and of the data that it reads.
+pub(super) fn headers() -> [(HeaderName, HeaderValue); 5] {
+    static POLICY: LazyLock<HeaderValue> = LazyLock::new(|| {
+        HeaderValue::try_from(policy(PAGE)).unwrap_or(HeaderValue::from_static("default-src 'none'"))
+    });
+    [
+        (header::CONTENT_SECURITY_POLICY, POLICY.clone()),
+        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
+        (header::REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
+        (header::X_FRAME_OPTIONS, HeaderValue::from_static("DENY")),
+        (header::CACHE_CONTROL, HeaderValue::from_static("no-store")),
+    ]
+}
+
+/// A policy that allows the script and the style of `page`, by their digests, and connections to the page's own origin.
+fn policy(page: &str) -> String {
+    let digest = |tag: &str| {
+        let (open, close) = (format!("<{tag}>"), format!("</{tag}>"));
+        let inner = page.split_once(&open).and_then(|(_, rest)| rest.split_once(&close));
+        base64(
+            ring::digest::digest(&ring::digest::SHA256, inner.map_or("", |(inner, _)| inner).as_bytes())
+                .as_ref(),
+        )
+    };
+    format!(
+        "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; connect-src 'self'; base-uri 'none'; \
+         form-action 'none'; frame-ancestors 'none'",
+        digest("script"),
+        digest("style")
+    )
+}
+
+/// `bytes` in base64 with padding, as policies need it.
+fn base64(bytes: &[u8]) -> String {
+    const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
+    for chunk in bytes.chunks(3) {
+        let word =
+            chunk.iter().fold(0u32, |word, byte| word << 8 | u32::from(*byte)) << (8 * (3 - chunk.len()));
+        for place in 0..4 {
+            let index = word >> (18 - 6 * place) & 63;
+            text.push(if place <= chunk.len() { char::from(ALPHABET[index as usize]) } else { '=' });
+        }
+    }
+    text
+}
+
+/// Whether a request names this host by an address or as `localhost`. A page of another site can make a browser send requests
+/// here under that site's name if the name resolves to a loopback address; such requests must not read anything.
+pub(super) fn names_this_host(headers: &HeaderMap) -> bool {
+    let Some(host) = headers.get(header::HOST) else { return true };
+    let authority = host.to_str().ok().and_then(|host| host.parse::<Authority>().ok());
+    authority.is_some_and(|authority| {
+        let host = authority.host();
+        let address = host.trim_start_matches('[').trim_end_matches(']');
+        host.eq_ignore_ascii_case("localhost") || address.parse::<std::net::IpAddr>().is_ok()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn base64_pads() {
+        for (bytes, text) in
+            [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foob\u{7f}", "Zm9vYn8=")]
+        {
+            assert_eq!(base64(bytes.as_bytes()), text);
+        }
+    }
+
+    #[test]
+    fn the_policy_names_the_digests_of_script_and_style() {
+        let policy = policy("<style>b{}</style><script>let a;</script>");
+        // `printf 'let a;' | openssl dgst -sha256 -binary | base64`
+        assert!(
+            policy.contains("script-src 'sha256-81WALLbUROF1pWdYjuQYKuIcGgY/+TqVJr8UsV6Tkvo='"),
+            "{policy}"
+        );
+        assert!(
+            policy.contains("style-src 'sha256-7yqHVAesot11p6HczDsgKRipvI5UPgs97z80zNXlans='"),
+            "{policy}"
+        );
+    }
+
+    #[test]
+    fn the_page_is_one_file_without_other_hosts_and_without_markup_from_data() {
+        for tag in ["script", "style"] {
+            assert_eq!(PAGE.matches(&format!("<{tag}")).count(), 1, "one {tag} without attributes");
+            assert!(PAGE.contains(&format!("<{tag}>")));
+        }
+        // The name of SVG's elements, which is never fetched.
+        let page = PAGE.replace("\"http://www.w3.org/2000/svg\"", "");
+        for forbidden in [
+            "http:",
+            "https:",
+            "//cdn",
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacent",
+            "document.write",
+            "eval(",
+            " style=\"",
+            "onclick=",
+            "onload=",
+        ] {
+            assert!(!page.contains(forbidden), "the page must not contain {forbidden}");
+        }
+    }
+
+    #[test]
+    fn only_addresses_and_localhost_name_this_host() {
+        let named = |host: &'static str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::HOST, HeaderValue::from_static(host));
+            names_this_host(&headers)
+        };
+        for host in ["127.0.0.1:9400", "localhost", "LOCALHOST:1", "[::1]:9400", "10.0.0.7"] {
+            assert!(named(host), "{host}");
+        }
+        for host in
+            ["evil.example", "evil.example:9400", "localhost.evil.example", "127.0.0.1.evil.example", "a b"]
+        {
+            assert!(!named(host), "{host}");
+        }
+        assert!(names_this_host(&HeaderMap::new()));
+    }
+}
