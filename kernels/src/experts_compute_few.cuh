@@ -70,6 +70,10 @@ __device__ __forceinline__ void compute_few(const Block<Format>& block, const Se
     // The lane gives the address of token l % 8, chunk l / 8 of 32 k.
     const uint32_t token_place = lane % 8 * PANEL_ROW_BYTES + ((lane / 8) ^ (lane % 8)) * 16;
 
+    // Loaded here, so that the end of the segment need not wait for them.
+    const Epilogue epilogue = epilogue_of(block, segment, from, slot);
+    const float2 scales = row_scales(epilogue), biases = row_biases(epilogue);
+
     float sums[FEW_CHAINS<N>][N / 2];
 #pragma unroll
     for (int c = 0; c < FEW_CHAINS<N>; c++) {
@@ -144,7 +148,7 @@ __device__ __forceinline__ void compute_few(const Block<Format>& block, const Se
         if constexpr (FEW_CHAINS<N> == 4) sums[1][i] += sums[3][i], sums[0][i] += sums[2][i];
         if constexpr (FEW_CHAINS<N> >= 2) sums[0][i] += sums[1][i];
     }
-    finish_segment<N>(block, segment, from, slot, sums[0]);
+    finish_segment<N>(block, segment, from, slot, scales, biases, sums[0]);
 }
 
 } // namespace expertd
