@@ -11,15 +11,10 @@
 
 namespace expertd {
 
-constexpr int CONSUMER_WARPS = 8;
-constexpr int WEIGHT_WARP = 8;
-constexpr int TOKEN_WARP = 9;
-constexpr int COPY_WARP = 10; // the first of two
 constexpr int COPY_THREADS = 64;
-constexpr int THREADS = 384;
 
 constexpr int SEGMENT_SLOTS = 4;
-constexpr int COPY_BARRIER = 3; // named barrier, different from STAGING_BARRIER, MAXIMA_BARRIER and TURN_BARRIER
+constexpr int COPY_BARRIER = 7; // named barrier, different from STAGING_BARRIER, MAXIMA_BARRIER and TURN_BARRIER
 
 struct Shared {
     ExpertdLayerWeights layer;
@@ -35,10 +30,9 @@ struct Shared {
     uint64_t weights_full[MAX_STAGES]; // paced weights of the stage have arrived
     uint64_t stage_empty[MAX_STAGES];
     int32_t longest, active; // largest number of tokens of an expert; number of experts with tokens
-    int32_t warp_tiles[THREADS / 32], warp_rows[THREADS / 32];
 };
 static_assert(ROW_TILE_TOKENS * sizeof(float) + sizeof(Maxima) <= sizeof(Shared::weights[0]), "both fit a slot");
-constexpr int SHARED_BYTES = RING_BYTES + 2 * STAGING_BYTES + sizeof(Shared);
+constexpr int SHARED_BYTES = Bf16::RING_BYTES + 2 * STAGING_BYTES + sizeof(Shared); // the same in all formats
 static_assert(SHARED_BYTES <= 227 * 1024, "shared memory of one block");
 
 template <int V> struct Constant {
@@ -82,9 +76,9 @@ template <class Format> struct Block {
     // Whether the ring is filled in portions, each after an earlier one has landed. In short steps x, h and the counters would
     // otherwise queue behind a whole ring of weights in the memory system, and every wait for them would lengthen the step.
     __device__ bool paced() const { return plan.paced; }
-    __device__ uint32_t weight_stage(int slot) const { return weight_ring + slot * stage_weight_bytes<Format>(plan.block_rows); }
+    __device__ uint32_t weight_stage(int slot) const { return weight_ring + slot * plan.stage_blocks * stage_weight_bytes<Format>(plan.block_rows); }
     __device__ uint32_t token_stage(int slot) const {
-        return token_ring + slot * stage_token_bytes<Format>(plan.tile_tokens);
+        return token_ring + slot * plan.stage_blocks * stage_token_bytes<Format>(plan.tile_tokens);
     }
     // W8A8: address of the f32 scales of the stage's weight rows, which those of its tokens follow.
     __device__ uint32_t scale_stage(int slot) const { return scale_ring + slot * Format::SCALE_STAGE_BYTES; }

@@ -8,31 +8,46 @@
 
 namespace expertd {
 
-// Ends a segment: scales rows if the format has row scales, then stores h or y (experts_epilogue.cuh).
+template <class Format>
+__device__ __forceinline__ Epilogue epilogue_of(const Block<Format>& block, const Segment& segment, int from, const Cursor& slot) {
+    const int warpgroup = uniform(threadIdx.x / 128);
+    return Epilogue{block.p,
+                    block.layer,
+                    segment,
+                    segment.row + from,
+                    min(64, segment.rows - from),
+                    block.shared.weights[slot.slot],
+                    block.staging + warpgroup * STAGING_BYTES,
+                    STAGING_BARRIER + warpgroup};
+}
+
+// Ends a segment: scales rows if the format has row scales, then stores h or y (experts_epilogue.cuh). `scales` and `biases` are
+// those of the thread's two rows.
 template <int N, class Format>
 __device__ __forceinline__ void finish_segment(const Block<Format>& block, const Segment& segment, int from, const Cursor& slot,
-                                               float (&d)[N / 2]) {
-    Shared& shared = block.shared;
-    const int warpgroup = uniform(threadIdx.x / 128);
-    const Epilogue epilogue{block.p,
-                            block.layer,
-                            segment,
-                            segment.row + from,
-                            min(64, segment.rows - from),
-                            shared.weights[slot.slot],
-                            block.staging + warpgroup * STAGING_BYTES,
-                            STAGING_BARRIER + warpgroup};
+                                               const float2& scales, const float2& biases, float (&d)[N / 2]) {
+    const Epilogue epilogue = epilogue_of(block, segment, from, slot);
     if constexpr (Format::ROW_SCALES) {
-        const float2 scales = row_scales(epilogue);
 #pragma unroll
         for (int i = 0; i < N / 2; i++) d[i] *= i % 4 < 2 ? scales.x : scales.y;
     }
-    barrier_wait(&shared.routing_full[slot.slot], slot.parity);
+    barrier_wait(&block.shared.routing_full[slot.slot], slot.parity);
     if (segment.phase == 0) {
-        store_h<N>(epilogue, d);
+        store_h<N>(epilogue, biases, d);
     } else {
-        store_y<N>(epilogue, d);
+        store_y<N>(epilogue, biases, d);
     }
+}
+
+// The same, but loads scales and biases itself.
+template <int N, class Format>
+__device__ __forceinline__ void finish_segment(const Block<Format>& block, const Segment& segment, int from, const Cursor& slot,
+                                               float (&d)[N / 2]) {
+    const Epilogue epilogue = epilogue_of(block, segment, from, slot);
+    float2 scales{};
+    if constexpr (Format::ROW_SCALES) scales = row_scales(epilogue);
+    const float2 biases = row_biases(epilogue);
+    finish_segment<N>(block, segment, from, slot, scales, biases, d);
 }
 
 // Number of accumulators that successive steps of k use in turn, added up at the end. Narrow wgmmas take less time than the latency

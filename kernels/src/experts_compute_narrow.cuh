@@ -89,7 +89,7 @@ template <class Format> class KBlocks {
         if (++in_stage_ == per_stage_ || k + 1 == blocks_) {
             release = stage_.slot;
             in_stage_ = 0;
-            stage_.advance(block_.plan.stages);
+            if (++stage_.slot == block_.plan.stages) stage_.slot = 0, stage_.parity ^= 1;
         }
     }
 
@@ -189,7 +189,43 @@ __device__ __forceinline__ void multiply_all(const Block<Format>& block, const S
     }
 }
 
-// The mainloop of many tokens: the tensor cores are busy and registers are scarce.
+// The mainloop of many tokens with MXFP4. A set holds half of a k block, because accumulators leave few registers. Words are loaded one
+// product before the one under which they are widened.
+template <int N, class Format>
+__device__ __forceinline__ void multiply_all(const Block<Format>& block, const Segment& segment, int from, int arrivals,
+                                             Cursor& stage, NarrowSums<Format, N>& sums, Constant<2>) {
+    const int panels = block.k_panels(segment), blocks = block.k_blocks(segment);
+    constexpr int STEPS = SET_STEPS<Format, N>;
+    static_assert(PARTS<Format, N> == 1 && BLOCK_STEPS / STEPS == 2, "a set for each half");
+    uint32_t a[2][STEPS][4];
+    Words<Format, N> words;
+    KBlocks<Format> ring(block, segment, from, stage);
+    ring.next(0);
+    words.load(ring.unit, 0);
+    words.widen(0, a[0]);
+    words.load(ring.unit, 1);
+#pragma unroll 1
+    for (int k = 0; k < blocks; k++) {
+        const uint32_t tokens = ring.tokens, panel_step = ring.panel_step(k, panels);
+        const int release = ring.release;
+        multiply<N, Format>(sums.part(0), a[0], tokens, panel_step, 0);
+        words.widen(1, a[1]);
+        ring.next(k + 1); // after the last k block this widens the last one again, and the result is not used
+        words.load(ring.unit, 0);
+        wgmma_wait<0>();
+        multiply<N, Format>(sums.part(0), a[1], tokens, panel_step, 1);
+        words.widen(0, a[0]);
+        words.load(ring.unit, 1);
+        wgmma_wait<0>();
+        wgmma_pin(sums.part(0));
+        if (release >= 0) {
+            __syncwarp(); // every lane has read its words
+            release_stage(block, release, arrivals);
+        }
+    }
+}
+
+// The mainloop of many tokens with FP8: the tensor cores are busy and registers are scarce.
 template <int N, class Format>
 __device__ __forceinline__ void multiply_all(const Block<Format>& block, const Segment& segment, int from, int arrivals,
                                              Cursor& stage, NarrowSums<Format, N>& sums, Constant<0>) {
@@ -251,7 +287,7 @@ template <int N, class Format>
 __device__ __forceinline__ void compute(const Block<Format>& block, const Segment& segment, int from, bool shared_segment,
                                         const Cursor& slot, Cursor& stage) {
     NarrowSums<Format, N> sums;
-    multiply_all<N>(block, segment, from, shared_segment ? 1 : 2, stage, sums, Constant<N <= FEW_TOKENS>{});
+    multiply_all<N>(block, segment, from, shared_segment ? 1 : 2, stage, sums, Constant<N <= FEW_TOKENS ? 1 : Format::SCALED_SUMS ? 0 : 2>{});
     if (!shared_segment && arrives_for_warp()) barrier_arrive(&block.shared.turn[threadIdx.x / 128]);
     sums.finish();
     finish_segment<N>(block, segment, from, slot, sums.total);

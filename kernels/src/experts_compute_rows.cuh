@@ -14,7 +14,7 @@ constexpr int ROW_TOKENS = 64;           // of a warpgroup
 constexpr int HALF_ROWS = TALL_ROWS / 2; // weight rows of a product
 constexpr int ROW_STAGES = 4;            // of the ring, behind which each warpgroup has room for the row scales of a segment
 constexpr int ROW_SCALE_BYTES = TALL_ROWS * 4;
-static_assert(ROW_STAGES * ROW_STAGE_BYTES + 2 * ROW_SCALE_BYTES <= RING_BYTES && (ROW_STAGES + 1) * ROW_STAGE_BYTES > RING_BYTES, "what stages_for finds");
+static_assert(ROW_STAGES * ROW_STAGE_BYTES + 2 * ROW_SCALE_BYTES <= W8a8::RING_BYTES && (ROW_STAGES + 1) * ROW_STAGE_BYTES > W8a8::RING_BYTES, "what stages_for finds");
 
 // Adds the products of 64 tokens with 128 weight rows to `total`. Eights of columns are gate and up in turn, or all down.
 __device__ __forceinline__ void add_scaled_rows(float (&total)[HALF_ROWS / 2], float (&sums)[HALF_ROWS / 2], float2 tokens, float2 weights) {

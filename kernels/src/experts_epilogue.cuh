@@ -16,7 +16,7 @@ namespace expertd {
 
 constexpr int STAGING_TOKENS = 64;
 constexpr int STAGING_BYTES = STAGING_TOKENS * 128; // size of one warpgroup's staging area
-constexpr int STAGING_BARRIER = 1;                  // named barriers 1 and 2 guard the warpgroups' staging areas
+constexpr int STAGING_BARRIER = 1;                  // named barriers 1 to 3 guard the warpgroups' staging areas
 
 // Packs two f32 as bf16, rounded to nearest even, with `low` in the low half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
@@ -85,17 +85,24 @@ __device__ __forceinline__ float2 row_scales(const Epilogue& e) {
     return make_float2(scale[0], scale[8]);
 }
 
+// Biases of the same rows, or zeros.
+__device__ __forceinline__ float2 row_biases(const Epilogue& e) {
+    const int warp = thread_here() % 128 / 32, row = thread_here() % 32 / 4;
+    const float* all = e.segment.phase == 0 ? e.layer.gate_up_bias : e.layer.down_bias;
+    if (all == nullptr || warp * 16 >= e.rows) return make_float2(0.0f, 0.0f);
+    if (e.segment.phase == 0) {
+        const float* bias = all + int64_t(e.segment.expert) * 2 * e.p.inter + e.row / 2 + warp * 8 + row;
+        return make_float2(bias[0], bias[e.p.inter]);
+    }
+    const float* bias = all + int64_t(e.segment.expert) * e.p.hidden + e.row + warp * 16 + row;
+    return make_float2(bias[0], bias[8]);
+}
+
 // Stores h after gate_up. 64 weight rows are 32 features of h; each warp's 16 rows are 8 features, one 16-byte chunk of a token.
-template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, float (&d)[N / 2]) {
+template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, const float2& biases, float (&d)[N / 2]) {
     const ExpertdExpertsParams& p = e.p;
     const int thread = thread_here() % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4;
     const int feature = e.row / 2, tokens = e.segment.tokens;
-    float gate_bias = 0.0f, up_bias = 0.0f;
-    if (e.layer.gate_up_bias != nullptr && warp * 16 < e.rows) {
-        const float* bias = e.layer.gate_up_bias + int64_t(e.segment.expert) * 2 * p.inter + feature + warp * 8 + lane / 4;
-        gate_bias = bias[0];
-        up_bias = bias[p.inter];
-    }
     const Activation activate(p);
     const bool on_input = p.weight_on_input != 0;
     // The chunk of eight features that this thread stores of each token.
@@ -112,8 +119,8 @@ template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, floa
             if (j < N / 8) {
                 const float2 w = *reinterpret_cast<const float2*>(e.weights + j * 8 + pair * 2);
                 const float2 in = on_input ? w : make_float2(1.0f, 1.0f), out = on_input ? make_float2(1.0f, 1.0f) : w;
-                const float h0 = activate(d[4 * j] * in.x + gate_bias, d[4 * j + 2] * in.x + up_bias);
-                const float h1 = activate(d[4 * j + 1] * in.y + gate_bias, d[4 * j + 3] * in.y + up_bias);
+                const float h0 = activate(d[4 * j] * in.x + biases.x, d[4 * j + 2] * in.x + biases.y);
+                const float h1 = activate(d[4 * j + 1] * in.y + biases.x, d[4 * j + 3] * in.y + biases.y);
                 packed[o] = pack_bf16(h0 * out.x, h1 * out.y);
             }
         }
@@ -138,17 +145,11 @@ template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, floa
 }
 
 // Stores y after down. 64 weight rows are 64 features of y, 128 bytes of a token.
-template <int N> __device__ __forceinline__ void store_y(const Epilogue& e, float (&d)[N / 2]) {
+template <int N> __device__ __forceinline__ void store_y(const Epilogue& e, const float2& biases, float (&d)[N / 2]) {
     const ExpertdExpertsParams& p = e.p;
     const int thread = thread_here() % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4;
     const int tokens = e.segment.tokens;
     const bool biased = e.layer.down_bias != nullptr;
-    float bias_low = 0.0f, bias_high = 0.0f;
-    if (biased && warp * 16 < e.rows) {
-        const float* bias = e.layer.down_bias + int64_t(e.segment.expert) * p.hidden + e.row + warp * 16 + lane / 4;
-        bias_low = bias[0];
-        bias_high = bias[8];
-    }
     uint16_t* y = static_cast<uint16_t*>(p.y) + int64_t(e.segment.first) * p.hidden + e.row;
 #pragma unroll
     for (int from = 0; from < N; from += STAGING_TOKENS) {
@@ -165,7 +166,7 @@ template <int N> __device__ __forceinline__ void store_y(const Epilogue& e, floa
                     if (biased) {
                         float2 w = make_float2(1.0f, 1.0f);
                         if (!p.weight_on_input) w = *reinterpret_cast<const float2*>(e.weights + j * 8 + pair * 2);
-                        y0 += w.x * bias_low, y1 += w.y * bias_low, y2 += w.x * bias_high, y3 += w.y * bias_high;
+                        y0 += w.x * biases.x, y1 += w.y * biases.x, y2 += w.x * biases.y, y3 += w.y * biases.y;
                     }
                     packed[2 * i] = pack_bf16(y0, y1);
                     packed[2 * i + 1] = pack_bf16(y2, y3);

@@ -11,8 +11,8 @@
 
 namespace expertd {
 
-constexpr int MAXIMA_BARRIER = 4; // named barrier: both warpgroups have written their maxima
-constexpr int TURN_BARRIER = 5;   // named barriers 5 and 6: the turns of the first and the second warpgroup
+constexpr int MAXIMA_BARRIER = 8; // named barrier: both warpgroups have written their maxima
+constexpr int TURN_BARRIER = 9;   // named barriers 9 and 10: the turns of the first and the second warpgroup
 
 // The largest magnitudes of up to 64 tokens, which the warpgroups exchange. There are two sets, used in turn: before one is written
 // again, both warpgroups have passed the barrier for the other.

@@ -11,14 +11,24 @@
 
 namespace expertd {
 
-// Registers per thread of the 256 threads that compute and of the 128 others. Together they are those of 384 threads with 168 each.
-template <int CONSUMER, int PRODUCER> struct Registers {
-    static_assert(2 * CONSUMER + PRODUCER <= 3 * 168 && CONSUMER % 8 == 0 && PRODUCER % 8 == 0);
+// The threads of a block: `CONSUMERS` warpgroups that compute and one that brings data, with their registers per thread. Together the
+// registers are those that the block has at its start.
+template <int CONSUMERS, int CONSUMER, int PRODUCER> struct Threads {
+    static constexpr int AT_START = 65536 / (128 * (CONSUMERS + 1)) / 8 * 8;
+    static_assert(CONSUMERS * CONSUMER + PRODUCER <= (CONSUMERS + 1) * AT_START && CONSUMER % 8 == 0 && PRODUCER % 8 == 0);
     static constexpr int CONSUMER_REGISTERS = CONSUMER;
     static constexpr int PRODUCER_REGISTERS = PRODUCER;
+    static constexpr int GROUPS = CONSUMERS;
+    static constexpr int THREADS = 128 * (GROUPS + 1);
+    static constexpr int CONSUMER_WARPS = 4 * GROUPS;
+    static constexpr int WEIGHT_WARP = CONSUMER_WARPS;
+    static constexpr int TOKEN_WARP = WEIGHT_WARP + 1;
+    static constexpr int COPY_WARP = WEIGHT_WARP + 2;            // the first of two
+    static constexpr int TILE_ROWS = 64 * GROUPS;                // weight rows of a usual segment
+    static constexpr int RING_BYTES = (216 - 8 * GROUPS) * 1024; // each consumer has a staging area of 8 KB besides
 };
 
-struct Bf16 : Registers<208, 88> {
+struct Bf16 : Threads<2, 208, 88> {
     static constexpr int UNIT_BYTES = UNIT_ROWS * PANEL_ROW_BYTES; // bytes of 16 rows of one k block
     static constexpr int UNIT_SCALE_BYTES = 0;                     // bytes of the scales of 16 rows, where scales follow all rows of a k block
     static constexpr int PANEL_ELEMENTS = PANEL_K;                 // elements of k in a panel of x and h
@@ -29,6 +39,7 @@ struct Bf16 : Registers<208, 88> {
     static constexpr int SCALE_STAGE_BYTES = 0;                    // bytes of the scales of a stage
     static constexpr bool SHARED_SEGMENTS = false;                 // whether the warpgroups share every segment, low ones too
     static constexpr bool HALVES = true; // whether a warpgroup may compute twice 64 weight rows: tall segments, pairs in turn
+    static constexpr bool FEW_TOKENS_ALONE = false; // whether a warp multiplies few tokens by itself (experts_compute_few.cuh)
 };
 
 __device__ __forceinline__ uint32_t rotate_right(uint32_t x, int by) { return __funnelshift_r(x, x, by); }
@@ -39,7 +50,26 @@ __device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
     return product;
 }
 
-struct Fp8 : Registers<208, 88> {
+// A register with the low, or the high, 16 bits of `x` in both halves.
+__device__ __forceinline__ uint32_t low_half_twice(uint32_t x) {
+    uint32_t y;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}" : "=r"(y) : "r"(x));
+    return y;
+}
+__device__ __forceinline__ uint32_t high_half_twice(uint32_t x) {
+    uint32_t y;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}" : "=r"(y) : "r"(x));
+    return y;
+}
+
+// The bits of `a` where `mask` is set and of `b` elsewhere, in one instruction.
+__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(y) : "r"(mask), "r"(a), "r"(b));
+    return y;
+}
+
+struct Fp8 : Threads<2, 208, 88> {
     static constexpr int UNIT_BYTES = FP8_UNIT_BYTES;
     static constexpr int UNIT_SCALE_BYTES = 0;
     static constexpr int PANEL_ELEMENTS = PANEL_K;
@@ -50,6 +80,7 @@ struct Fp8 : Registers<208, 88> {
     static constexpr bool SHARED_SEGMENTS = false;
     static constexpr int MAX_TOKENS = 128; // the sums of a k block and those of all k blocks share the registers
     static constexpr bool HALVES = false;
+    static constexpr bool FEW_TOKENS_ALONE = false;
     static constexpr bool SCALED_SUMS = true;
     static constexpr int CHUNK_STEPS = 2; // number of wgmma steps (16 k) in a lane's 16 bytes
 
@@ -76,7 +107,8 @@ struct Fp8 : Registers<208, 88> {
     }
 };
 
-struct Mxfp4 : Registers<208, 88> {
+// Three consumers: widening is bound by the latency of instructions, which more warps hide (docs/measurements/formats.md).
+struct Mxfp4 : Threads<3, 144, 80> {
     static constexpr int UNIT_BYTES = MXFP4_UNIT_BYTES;
     static constexpr int UNIT_SCALE_BYTES = 0;
     static constexpr int PANEL_ELEMENTS = PANEL_K;
@@ -84,35 +116,36 @@ struct Mxfp4 : Registers<208, 88> {
     static constexpr bool ROW_SCALES = true;
     static constexpr bool THREADS_READ = true;
     static constexpr int SCALE_STAGE_BYTES = 0;
-    static constexpr bool SHARED_SEGMENTS = false;
+    static constexpr bool SHARED_SEGMENTS = true;
     static constexpr int MAX_TOKENS = 128;
     static constexpr bool HALVES = false;
+    static constexpr bool FEW_TOKENS_ALONE = true;
     static constexpr bool SCALED_SUMS = false;
     static constexpr int CHUNK_STEPS = 4;
 
-    using Scales = uint2; // four multipliers of row l / 4 and four of row l / 4 + 8
+    using Scales = uint2; // four multipliers of row l / 4 and four of row l / 4 + 8 (mxfp4_scale_place)
 
-    static __device__ __forceinline__ Scales load_scales(uint32_t unit, int lane) {
-        return load_shared_8(unit + MXFP4_ELEMENT_BYTES + lane / 4 * 8);
-    }
+    static __device__ __forceinline__ uint32_t scale_place(int lane) { return MXFP4_ELEMENT_BYTES + lane / 4 * 8; }
+    static __device__ __forceinline__ Scales load_scales(uint32_t unit, int lane) { return load_shared_8(unit + scale_place(lane)); }
 
-    // Multiplier `i` of the four, twice, as bf16.
+    // Multiplier `i` of the four, twice, as bf16. A multiplication takes half of a register without an instruction.
     static __device__ __forceinline__ uint32_t multiplier(uint32_t four, int i) {
-        return __byte_perm(four, 0, 0x4440 + i) * 0x00800080u;
+        const uint32_t two = (i < 2 ? four : rotate_right(four, 8)) & 0x7F807F80;
+        return i % 2 == 0 ? low_half_twice(two) : high_half_twice(two);
     }
     // Widens 32 k: the two words hold two steps.
     static __device__ __forceinline__ void widen_block(uint32_t first, uint32_t second, uint32_t low, uint32_t high,
                                                        uint32_t (&a)[4], uint32_t (&b)[4]) {
         constexpr uint32_t PLACES = 0x81C081C0;
-        const uint32_t third = (first & MXFP4_LEFT) | (rotate_right(second, 32 - MXFP4_LEFT_ROTATION) & ~MXFP4_LEFT);
+        const uint32_t third = select_bits(MXFP4_LEFT, first, rotate_right(second, 32 - MXFP4_LEFT_ROTATION));
         a[0] = multiply_bf16(first & PLACES, low);
         a[1] = multiply_bf16(rotate_right(first, 4) & PLACES, high);
-        a[2] = multiply_bf16(rotate_right(first, 10) & PLACES, low);
+        a[2] = multiply_bf16((first << 6) & PLACES, low);
         a[3] = multiply_bf16(second & PLACES, high);
         b[0] = multiply_bf16(rotate_right(second, 4) & PLACES, low);
-        b[1] = multiply_bf16(rotate_right(second, 10) & PLACES, high);
+        b[1] = multiply_bf16((second << 6) & PLACES, high);
         b[2] = multiply_bf16(rotate_right(third, 8) & PLACES, low);
-        b[3] = multiply_bf16(rotate_right(third, 14) & PLACES, high);
+        b[3] = multiply_bf16((third << 2) & PLACES, high);
     }
     static __device__ __forceinline__ void widen(const uint4& words, const Scales& scales, int chunk, uint32_t (*a)[4]) {
         widen_block(words.x, words.y, multiplier(scales.x, 2 * chunk), multiplier(scales.y, 2 * chunk), a[0], a[1]);
@@ -122,13 +155,14 @@ struct Mxfp4 : Registers<208, 88> {
 
 // FP8 weights that the tensor cores multiply with FP8 rows. Sums over 128 k are scaled in f32 before they are added up. All segments
 // are tall, because 256 rows of gate and up are 128 features of h, which share a scale.
-struct W8a8 : Registers<224, 56> {
+struct W8a8 : Threads<2, 224, 56> {
     static constexpr int UNIT_BYTES = UNIT_ROWS * BLOCK_K;
     static constexpr int UNIT_SCALE_BYTES = UNIT_ROWS * 4;
     static constexpr int PANEL_ELEMENTS = BLOCK_K;
     static constexpr int BLOCK_PANELS = 1;
     static constexpr int MAX_TOKENS = 112; // the sums of 128 rows and those of one k block of 64 rows share the registers
     static constexpr bool HALVES = false;
+    static constexpr bool FEW_TOKENS_ALONE = false;
     static constexpr bool ROW_SCALES = true;
     static constexpr bool THREADS_READ = true;
     static constexpr int SCALE_STAGE_BYTES = 1536; // scales of 256 weight rows, then of up to 128 tokens

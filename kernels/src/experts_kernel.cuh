@@ -1,10 +1,10 @@
 // The expert MLP of one layer on one rank, in one persistent kernel for Hopper. Rows are bf16 or, with W8A8, FP8.
 //
-// Weights are always wgmma's M operand and tokens its N. Each SM runs one block: two consumer warpgroups (64 or 128 weight rows each),
-// one warp that draws segments and streams weights, one warp that streams token rows, and two warps that copy received rows into
-// panels, grouped by expert. The blocks compute gate_up of all experts first, then down; readiness is counted per expert, so a block
-// starts down while others still finish gate_up. Weights depend on no other data: they fill the ring meanwhile, so the stream from
-// HBM does not pause.
+// Weights are wgmma's M operand and tokens its N, except for many FP8 rows. Each SM runs one block: two consumer warpgroups (64 or 128
+// weight rows each), or three with MXFP4, one warp that draws segments and streams weights, one warp that streams token rows, and two
+// warps that copy received rows into panels, grouped by expert. The blocks compute gate_up of all experts first, then down; readiness
+// is counted per expert, so a block starts down while others still finish gate_up. Weights depend on no other data: they fill the ring
+// meanwhile, so the stream from HBM does not pause.
 //
 //   experts_schedule.cuh   order of segments        experts_layout.cuh          places of elements in memory
 //   experts_plan.cuh       tile shapes              experts_formats.cuh         widening of FP8 and MXFP4 to bf16
@@ -12,12 +12,14 @@
 //   experts_rows.cuh       rows to panels           experts_compute_narrow.cuh  mainloop, weights widened in registers
 //   experts_block.cuh      data of all roles        experts_compute_w8a8.cuh    mainloop, FP8 products
 //                                                   experts_compute_rows.cuh    the same for many tokens
+//                                                   experts_compute_few.cuh     mainloop of few tokens with MXFP4
 //   experts_quantise.cuh   e4m3 codes and scales    experts_epilogue.cuh        activation, biases, stores (_w8a8: h in e4m3)
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "experts_compute.cuh"
+#include "experts_compute_few.cuh"
 #include "experts_compute_narrow.cuh"
 #include "experts_compute_rows.cuh"
 #include "experts_compute_w8a8.cuh"
@@ -77,8 +79,20 @@ __device__ __forceinline__ void compute_any(const Block<Format>& block, const Se
     static_assert(Format::MAX_TOKENS == 128, "the widest below");
     const int n = segment.tokens;
 #define EXPERTD_COMPUTE(N) compute<N>(block, segment, from, shared_segment, slot, stage)
-    if (n <= 8) EXPERTD_COMPUTE(8);
-    EXPERTD_UP_TO(16)
+    if constexpr (Format::FEW_TOKENS_ALONE) {
+        if (block.plan.stage_blocks > 1) {
+            if (n <= 8) return compute_few<8>(block, segment, from, shared_segment, slot, stage);
+            if (n <= 16) return compute_few<16>(block, segment, from, shared_segment, slot, stage);
+            if (n <= 24) return compute_few<24>(block, segment, from, shared_segment, slot, stage);
+            if (n <= 32) return compute_few<32>(block, segment, from, shared_segment, slot, stage);
+        }
+        if (n > 32 && n <= 48) return EXPERTD_COMPUTE(48);
+        if (n > 64 && n <= 80) return EXPERTD_COMPUTE(80);
+        if (n > 96 && n <= 112) return EXPERTD_COMPUTE(112);
+    } else {
+        if (n <= 8) return EXPERTD_COMPUTE(8);
+    }
+    if (n <= 16) EXPERTD_COMPUTE(16);
     EXPERTD_UP_TO(32)
     EXPERTD_UP_TO(64)
     EXPERTD_UP_TO(96)
@@ -116,7 +130,7 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
     Cursor slot, stage;
     int turn = 0;
     uint32_t turn_parity = 0, exchanges = 0;
-    if (Format::SHARED_SEGMENTS && warpgroup == 1) named_arrive<256>(TURN_BARRIER); // the first warpgroup has the first turn
+    if (Format::PANEL_ELEMENTS == BLOCK_K && warpgroup == 1) named_arrive<256>(TURN_BARRIER); // the first warpgroup has the first turn
     while (true) {
         barrier_wait(&shared.segment_full[slot.slot], slot.parity);
         const Segment segment = uniform(shared.segments[slot.slot]);
@@ -129,7 +143,7 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
             turn_parity ^= 1;
             stage.advance(block.plan.stages, divide_up(block.k_blocks(segment), block.per_stage(segment)));
         } else {
-            const int from = shared_segment ? warpgroup * (block.plan.block_rows / 2) : 0;
+            const int from = shared_segment ? warpgroup * (block.plan.block_rows / Format::GROUPS) : 0;
             compute_any(block, segment, from, shared_segment, slot, stage, exchanges);
         }
         const Segment done = uniform(shared.segments[slot.slot]); // read again, because keeping it would occupy registers
@@ -138,8 +152,8 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
         slot.advance(SEGMENT_SLOTS);
         if (done.phase == 0 && mine) {
             named_sync<128>(STAGING_BARRIER + warpgroup);
-            const int from = shared_segment ? warpgroup * (block.plan.block_rows / 2) : 0;
-            const int rows = shared_segment ? min(block.plan.block_rows / 2, done.rows - from) : done.rows;
+            const int from = shared_segment ? warpgroup * (block.plan.block_rows / Format::GROUPS) : 0;
+            const int rows = shared_segment ? min(block.plan.block_rows / Format::GROUPS, done.rows - from) : done.rows;
             if (threadIdx.x % 128 == 0 && rows > 0) publish(block.h_ready(done.expert), rows / UNIT_ROWS);
         }
     }
@@ -162,28 +176,28 @@ __device__ __forceinline__ void finish(const ExpertdExpertsParams& p) {
 }
 
 template <class Format>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
     experts_kernel(const __grid_constant__ ExpertdExpertsParams p) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    Shared& shared = *reinterpret_cast<Shared*>(memory + RING_BYTES + 2 * STAGING_BYTES);
+    Shared& shared = *reinterpret_cast<Shared*>(memory + Format::RING_BYTES + Format::GROUPS * STAGING_BYTES);
     const int warp = uniform(threadIdx.x / 32);
 
     if (threadIdx.x == 0) {
         shared.longest = shared.active = 0;
         for (int i = 0; i < SEGMENT_SLOTS; i++) {
             barrier_init(&shared.segment_full[i], 1);
-            barrier_init(&shared.segment_empty[i], (CONSUMER_WARPS + 1) * WARP_ARRIVALS);
+            barrier_init(&shared.segment_empty[i], (Format::CONSUMER_WARPS + 1) * WARP_ARRIVALS);
             barrier_init(&shared.routing_full[i], 32);
         }
         for (int i = 0; i < MAX_STAGES; i++) {
             barrier_init(&shared.full[i], 2);
             barrier_init(&shared.weights_full[i], 1);
-            barrier_init(&shared.stage_empty[i], CONSUMER_WARPS * WARP_ARRIVALS);
-            barrier_init(&shared.pair_empty[i], 2 * CONSUMER_WARPS * WARP_ARRIVALS);
+            barrier_init(&shared.stage_empty[i], Format::CONSUMER_WARPS * WARP_ARRIVALS);
+            barrier_init(&shared.pair_empty[i], 2 * Format::CONSUMER_WARPS * WARP_ARRIVALS);
         }
         for (int i = 0; i < DRAWN_SLOTS; i++) barrier_init(&shared.drawn.full[i], 1);
-        barrier_init(&shared.turn[0], CONSUMER_WARPS / 2 * WARP_ARRIVALS);
-        barrier_init(&shared.turn[1], CONSUMER_WARPS / 2 * WARP_ARRIVALS);
+        barrier_init(&shared.turn[0], 4 * WARP_ARRIVALS);
+        barrier_init(&shared.turn[1], 4 * WARP_ARRIVALS);
         barrier_init(&shared.rows_loaded, COPY_THREADS);
         barrier_init_fence();
     }
@@ -202,14 +216,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     }
     const uint32_t ring = smem_address(memory);
     const uint32_t token_ring = ring + weight_ring_bytes<Format>(plan);
-    const uint32_t scale_ring = token_ring + plan.stages * stage_token_bytes<Format>(plan.tile_tokens);
-    const Block<Format> block{p, shared.layer, shared, plan, ring, token_ring, scale_ring, ring + RING_BYTES};
+    const uint32_t scale_ring = token_ring + plan.stages * plan.stage_blocks * stage_token_bytes<Format>(plan.tile_tokens);
+    const Block<Format> block{p, shared.layer, shared, plan, ring, token_ring, scale_ring, ring + Format::RING_BYTES};
 
-    if (warp >= WEIGHT_WARP) {
+    if (warp >= Format::WEIGHT_WARP) {
         registers_down<Format::PRODUCER_REGISTERS>();
-        if (warp >= COPY_WARP) {
+        if (warp >= Format::COPY_WARP) {
             copy_rows(block);
-        } else if (warp == TOKEN_WARP) {
+        } else if (warp == Format::TOKEN_WARP) {
             produce_tokens(block);
             finish(p);
         } else if (threadIdx.x % 32 == 0) {
@@ -228,7 +242,7 @@ template <class Format> int resident_blocks() {
     static const int count = [] {
         cudaLaunchConfig_t config = {};
         config.gridDim = dim3(2);
-        config.blockDim = dim3(THREADS);
+        config.blockDim = dim3(Format::THREADS);
         config.dynamicSmemBytes = SHARED_BYTES;
         int clusters = 0;
         const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, experts_kernel<Format>, &config);
@@ -261,7 +275,7 @@ template <class Format> int launch_format(const ExpertdExpertsParams& p, cudaStr
     }
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks);
-    config.blockDim = dim3(THREADS);
+    config.blockDim = dim3(Format::THREADS);
     config.dynamicSmemBytes = SHARED_BYTES;
     config.stream = stream;
     config.attrs = attributes;

@@ -81,18 +81,20 @@ EXPERTD_HD uint32_t fp8_word(const uint8_t even[2], const uint8_t odd[2]) {
 
 // ---- MXFP4: 1024 bytes of elements, [2 panels][32 lanes][4 words], then [8][2][4] exponents ----
 //
-// The exponent of the i-th 32 k of row l / 4 + 8 j is at [l / 4][j][i], as the exponent field of a bf16 multiplier. Two words hold two
-// steps, which are one block of 32 k: pair p of step s is pair 4 s + p of eight.
+// The word [l / 4][j] holds four exponents of row l / 4 + 8 j, each the exponent field of a bf16 multiplier. Those of the first two 32 k
+// are at the exponent fields of its halves, those of the last two are there after a rotation to the right by 8 (mxfp4_scales). Two
+// words of elements hold two steps, which are one block of 32 k: pair p of step s is pair 4 s + p of eight.
 constexpr int MXFP4_ELEMENT_BYTES = UNIT_ROWS * BLOCK_K / 2;
 constexpr int MXFP4_UNIT_BYTES = MXFP4_ELEMENT_BYTES + UNIT_ROWS * 4;
 
 // In bf16, the sign, two exponent bits and one mantissa bit of e2m1 are bits 15 and 8 to 6 of each half. Rotations of the first word
-// to the right by 0, 4 and 10 bring pairs 0 to 2 there, the same rotations of the second word pairs 3 to 5. The remaining bits of both
-// words (MXFP4_LEFT), the second rotated left by 2, form a third word; its rotations by 8 and 14 give pairs 6 and 7.
+// to the right by 0, 4 and 26 bring pairs 0 to 2 there, the same rotations of the second word pairs 3 to 5. The remaining bits of both
+// words (MXFP4_LEFT), the second rotated left by 2, form a third word; its rotations by 8 and 30 give pairs 6 and 7. Rotations by 26
+// and 30 are shifts to the left by 6 and 2 here, because what they carry around is masked; the integer multiplier can do those, too.
 constexpr uint32_t MXFP4_LEFT = 0x60306030;
 constexpr int MXFP4_LEFT_ROTATION = 2;
 EXPERTD_HD int mxfp4_rotation(int pair) {
-    const int rotations[8] = {0, 4, 10, 0, 4, 10, 8, 14};
+    const int rotations[8] = {0, 4, 26, 0, 4, 26, 8, 30};
     return rotations[pair];
 }
 
@@ -121,6 +123,11 @@ constexpr int MXFP4_LARGEST = 128; // largest code that needs no offset
 EXPERTD_HD uint8_t mxfp4_multiplier(int code, int offset) {
     const int field = code + 126 - offset;
     return uint8_t(field < 0 ? 0 : field);
+}
+
+EXPERTD_HD uint32_t mxfp4_scales(const uint8_t fields[4]) {
+    const uint32_t word = fields[0] | fields[2] << 8 | fields[1] << 16 | uint32_t(fields[3]) << 24;
+    return word << 7 | word >> 25;
 }
 
 } // namespace expertd

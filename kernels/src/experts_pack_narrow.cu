@@ -139,10 +139,13 @@ EXPERTD_HD void pack_mxfp4(const ExpertdPackNarrowParams& p, const Rows& rows, c
             }
             *reinterpret_cast<uint4*>(out + panel * 512 + lane * 16) = make_uint4(words[0], words[1], words[2], words[3]);
         }
-        for (int i = 0; i < 2; i++) { // lane % 4 is the index of the 32 k in the k block
-            const int group = block * (BLOCK_K / 32) + lane % 4;
-            const int code = group < k / 32 ? rows.scales[i][group] : 0;
-            out[MXFP4_ELEMENT_BYTES + lane / 4 * 8 + i * 4 + lane % 4] = mxfp4_multiplier(code, offset[i]);
+        if (lane % 4 < 2) {
+            uint8_t fields[4];
+            for (int i = 0; i < 4; i++) {
+                const int group = block * (BLOCK_K / 32) + i;
+                fields[i] = mxfp4_multiplier(group < k / 32 ? rows.scales[lane % 4][group] : 0, offset[lane % 4]);
+            }
+            reinterpret_cast<uint32_t*>(out + MXFP4_ELEMENT_BYTES)[lane / 4 * 2 + lane % 4] = mxfp4_scales(fields);
         }
     }
 }

@@ -10,6 +10,8 @@ template <class Format>
 __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared& shared) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     int count[2];
+    // The routing weights are loaded later.
+    int32_t *const warp_tiles = reinterpret_cast<int32_t*>(shared.weights[0]), *const warp_rows = warp_tiles + Format::THREADS / 32;
     for (int i = 0; i < 2; i++) {
         const int e = 2 * thread + i;
         const int start = e <= p.experts ? p.expert_offsets[e] : 0;
@@ -32,10 +34,11 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
                        : p.tile_tokens != 0 ? min(p.tile_tokens, Format::MAX_TOKENS)
                        : W8A8             ? tile_tokens_for<Format>(shared.longest, TILE_ROWS)
                                           : tile_tokens_for<Format>(shared.longest, tall ? TALL_ROWS : TILE_ROWS);
-    plan.block_rows = tall ? TALL_ROWS : TILE_ROWS;
+    plan.block_rows = tall ? TALL_ROWS : Format::TILE_ROWS;
     if (p.tile_rows == EXPERTD_TILE_TURNS) plan.tile_tokens = min(plan.tile_tokens, 128);
     plan.paced = paced<Format>(p, plan, shared.active);
-    plan.stages = stages_for<Format>(plan.tile_tokens, plan.block_rows);
+    plan.stage_blocks = stage_blocks_for<Format>(plan.tile_tokens);
+    plan.stages = stages_for<Format>(plan.tile_tokens, plan.block_rows, plan.stage_blocks);
 
     plan.late_draw = W8A8;
     plan.share_weights = W8A8 && !plan.token_rows && (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS : shares_weights(shared.longest, Format::MAX_TOKENS));
@@ -48,13 +51,13 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
         const int t = __shfl_up_sync(0xffffffff, tiles_before, delta), r = __shfl_up_sync(0xffffffff, rows_before, delta);
         if (lane >= delta) tiles_before += t, rows_before += r;
     }
-    if (lane == 31) shared.warp_tiles[warp] = tiles_before, shared.warp_rows[warp] = rows_before;
+    if (lane == 31) warp_tiles[warp] = tiles_before, warp_rows[warp] = rows_before;
     __syncthreads();
     tiles_before -= tiles[0] + tiles[1], rows_before -= rows[0] + rows[1];
     plan.tiles = 0;
-    for (int w = 0; w < THREADS / 32; w++) {
-        if (w < warp) tiles_before += shared.warp_tiles[w], rows_before += shared.warp_rows[w];
-        plan.tiles += shared.warp_tiles[w];
+    for (int w = 0; w < Format::THREADS / 32; w++) {
+        if (w < warp) tiles_before += warp_tiles[w], rows_before += warp_rows[w];
+        plan.tiles += warp_tiles[w];
     }
     for (int i = 0; i < 2; i++) {
         const int e = 2 * thread + i;
@@ -63,11 +66,11 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
     }
     plan.in_turn = p.tile_rows != 0 ? p.tile_rows == EXPERTD_TILE_TURNS : !tall && pairs_in_turn<Format>(p, plan);
     plan.pairs = plan.in_turn || (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS
-                                                   : !tall && plan.tile_tokens > PAIR_TOKENS && min(p.hidden, p.inter) >= PAIR_K);
+                                                   : !tall && !Format::FEW_TOKENS_ALONE && plan.tile_tokens > PAIR_TOKENS && min(p.hidden, p.inter) >= PAIR_K);
     if (W8A8) plan.pairs = plan.share_weights;
-    const int given = tall || plan.in_turn ? 0 : min(p.tile_rows, TILE_ROWS);
-    plan.up_rows = plan.in_turn ? level_rows(2 * p.inter, plan.tiles) : given != 0 ? given : segment_rows_for(2 * p.inter, plan);
-    plan.down_rows = plan.in_turn ? LOW_ROWS : given != 0 ? given : segment_rows_for(p.hidden, plan);
+    const int given = tall || plan.in_turn ? 0 : min(p.tile_rows, Format::TILE_ROWS);
+    plan.up_rows = plan.in_turn ? level_rows(2 * p.inter, plan.tiles) : given != 0 ? given : segment_rows_for<Format>(2 * p.inter, plan);
+    plan.down_rows = plan.in_turn ? LOW_ROWS : given != 0 ? given : segment_rows_for<Format>(p.hidden, plan);
     __syncthreads();
     return plan;
 }

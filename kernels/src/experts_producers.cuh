@@ -51,7 +51,7 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
             if (Format::THREADS_READ) fence_shared_proxy();
             uint64_t* arrived = &shared.full[stage.slot];
             if (block.paced()) {
-                if (under_way == divide_up(PACED_BYTES, stage_weight_bytes<Format>(block.plan.block_rows))) {
+                if (under_way == divide_up(PACED_BYTES, block.plan.stage_blocks * stage_weight_bytes<Format>(block.plan.block_rows))) {
                     barrier_wait(&shared.weights_full[landing.slot], landing.parity);
                     landing.advance(block.plan.stages);
                     under_way--;

@@ -105,7 +105,7 @@ template <class Format>
 __device__ __forceinline__ void copy_rows(const Block<Format>& block) {
     const ExpertdExpertsParams& p = block.p;
     const Tables& tables = block.shared.tables;
-    const int thread = threadIdx.x - COPY_WARP * 32, chunk = thread % 8, row = thread / 8;
+    const int thread = threadIdx.x - Format::COPY_WARP * 32, chunk = thread % 8, row = thread / 8;
     const int slices = copy_slices(p), panels = p.hidden / PANEL_K;
     const int64_t pieces = int64_t(tables.row[p.experts] / 8) * slices;
     int expert = 0;

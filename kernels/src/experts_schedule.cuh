@@ -28,7 +28,7 @@
 
 namespace expertd {
 
-constexpr int TILE_ROWS = 128;       // weight rows of a usual segment, 64 per consumer warpgroup
+constexpr int TILE_ROWS = 128;       // weight rows of a usual segment, 64 for each of two warpgroups (MXFP4: Mxfp4::TILE_ROWS)
 constexpr int TALL_ROWS = 256;       // weight rows of a tall segment, 128 per consumer warpgroup, which halves the reads of
 constexpr int TALL_TOKENS = 144;     // tokens from L2; its token tiles are no wider than this (registers)
 constexpr int TALL_MEAN = 272;       // tall segments need experts of at most this many tokens (two tiles) on average, and
@@ -44,13 +44,12 @@ constexpr int PAIR_K = 2048;         // at least this long; otherwise the coarse
 constexpr int DRAWN_SLOTS = 16;      // more than MAX_STAGES, the most segments by which a pair's first block can be ahead of the second
 
 constexpr int ROW_TILE_TOKENS = 128; // W8A8: tokens of a full tile if tokens are wgmma's M, which they are if
-constexpr int ROW_TILE_MEAN = 160;   // experts have at least this many tokens on average
+constexpr int ROW_TILE_MEAN = 96;    // experts have at least this many tokens on average
 constexpr int ROW_TILE_LEAST = 80;   // tiles of at most this many tokens keep weights as M
 
 constexpr int WIDE_TOKENS = 64; // pairs whose warpgroups take turns: token tiles are at most this wide, every k is at least
 constexpr int WIDE_K = 4096;    // this long, and down has at most one strip of TILE_ROWS per SM
 
-constexpr int RING_BYTES = 200 * 1024;
 constexpr int MAX_STAGES = 12;
 constexpr int PACED_BYTES = 64 * 1024; // bytes of weights that a block has under way at once if tiles are narrow and
 constexpr int PACED_WEIGHTS = 2500000; // an SM reads at most this many bytes of weights in the whole step
@@ -70,9 +69,10 @@ struct Tables {
 struct Plan {
     int tile_tokens;
     int stages;
+    int stage_blocks; // k blocks of block_rows weight rows and tile_tokens tokens in a stage
     int tiles;      // number of token tiles of all experts
     int up_rows, down_rows; // weight rows of a segment that a block computes, by phase
-    int block_rows; // upper limit of both: TILE_ROWS or TALL_ROWS
+    int block_rows; // upper limit of both: TILE_ROWS of the format or TALL_ROWS
     bool pairs;     // two blocks share each segment
     bool late_draw; // segments are drawn when they are needed and not one ahead
     bool token_rows; // W8A8: tokens are wgmma's M, except in small tiles
@@ -93,20 +93,25 @@ template <class Format> __device__ __forceinline__ int stage_token_bytes(int til
     return tile_tokens * PANEL_ROW_BYTES * Format::BLOCK_PANELS; // without scales, which have a ring of their own
 }
 
+// Number of k blocks in a stage: two if they are small, because what a stage costs is then more than what it brings.
+template <class Format> __device__ __forceinline__ int stage_blocks_for(int tile_tokens) {
+    return Format::FEW_TOKENS_ALONE && tile_tokens <= 64 ? 2 : 1;
+}
+
 // Bytes of a pipeline stage if tokens are wgmma's M.
 constexpr int ROW_STAGE_BYTES = stage_weight_bytes<W8a8>(TALL_ROWS) + ROW_TILE_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES;
 
 // Bytes of the weight ring. Token stages follow it at a multiple of SWIZZLE_BYTES.
 template <class Format> __device__ __forceinline__ int weight_ring_bytes(const Plan& plan) {
-    return (plan.stages * stage_weight_bytes<Format>(plan.block_rows) + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES;
+    return (plan.stages * plan.stage_blocks * stage_weight_bytes<Format>(plan.block_rows) + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES;
 }
-template <class Format> __device__ __forceinline__ int stages_for(int tile_tokens, int block_rows) {
-    constexpr int LOST = stage_weight_bytes<Format>(TILE_ROWS) % SWIZZLE_BYTES == 0 ? 0 : SWIZZLE_BYTES;
-    constexpr int LARGEST = stage_weight_bytes<Format>(TILE_ROWS) + Format::MAX_TOKENS * PANEL_ROW_BYTES * Format::BLOCK_PANELS;
-    static_assert((RING_BYTES - LOST) / LARGEST >= 3, "a consumer may hold two stages while it waits for the third");
-    static_assert(RING_BYTES / (stage_weight_bytes<Bf16>(TALL_ROWS) + TALL_TOKENS * PANEL_ROW_BYTES) >= 4, "the same");
-    static_assert(RING_BYTES / (stage_weight_bytes<W8a8>(TALL_ROWS) + ROW_TILE_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES) >= 4, "the same");
-    return min(MAX_STAGES, (RING_BYTES - LOST) / (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens) + Format::SCALE_STAGE_BYTES));
+template <class Format> __device__ __forceinline__ int stages_for(int tile_tokens, int block_rows, int stage_blocks) {
+    constexpr int LOST = stage_weight_bytes<Format>(Format::TILE_ROWS) % SWIZZLE_BYTES == 0 ? 0 : SWIZZLE_BYTES;
+    constexpr int LARGEST = stage_weight_bytes<Format>(Format::TILE_ROWS) + Format::MAX_TOKENS * PANEL_ROW_BYTES * Format::BLOCK_PANELS;
+    static_assert((Format::RING_BYTES - LOST) / LARGEST >= 3, "a consumer may hold two stages while it waits for the third");
+    static_assert(Bf16::RING_BYTES / (stage_weight_bytes<Bf16>(TALL_ROWS) + TALL_TOKENS * PANEL_ROW_BYTES) >= 4, "the same");
+    static_assert(W8a8::RING_BYTES / (stage_weight_bytes<W8a8>(TALL_ROWS) + ROW_TILE_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES) >= 4, "the same");
+    return min(MAX_STAGES, (Format::RING_BYTES - LOST) / (stage_blocks * (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens)) + Format::SCALE_STAGE_BYTES));
 }
 
 // Whether segments are tall. They save reads of tokens from L2, which limit steps of a few hundred tokens per expert. With more
@@ -145,13 +150,19 @@ template <class Format> __device__ __forceinline__ bool paced(const ExpertdExper
 
 template <class Format> __device__ __forceinline__ int tile_tokens_for(int longest, int block_rows) {
     if (block_rows == TALL_ROWS) return longest <= 64 ? 64 : longest <= 128 ? 128 : TALL_TOKENS;
+    if (Format::FEW_TOKENS_ALONE && longest > 64) {
+        // Of equal tiles, the narrowest; narrow tiles leave room for more stages.
+        const int tiles = divide_up(longest, Format::MAX_TOKENS);
+        return divide_up(divide_up(longest, tiles), 16) * 16;
+    }
     const int tile = longest <= 32 ? 32 : longest <= 64 ? 64 : longest <= 128 ? 128 : longest <= 192 ? 192 : 256;
     return min(tile, Format::MAX_TOKENS);
 }
 
 // Weight rows of a segment. Low segments spread few strips over all SMs and shorten the tail, but each takes the tensor cores as long
 // as a full one and loads its own copy of the tokens.
-__device__ __forceinline__ int segment_rows_for(int weight_rows, const Plan& plan) {
+template <class Format> __device__ __forceinline__ int segment_rows_for(int weight_rows, const Plan& plan) {
+    if (Format::FEW_TOKENS_ALONE) return plan.block_rows; // low segments would leave warps idle
     const int64_t segments = int64_t(plan.tiles) * divide_up(weight_rows, TILE_ROWS);
     if (plan.pairs || plan.block_rows == TALL_ROWS) return plan.block_rows;
     return plan.tile_tokens <= LOW_SEGMENT_TOKENS && segments * 4 < 7 * int64_t(gridDim.x) ? LOW_ROWS : TILE_ROWS;
@@ -181,7 +192,7 @@ struct alignas(16) Segment {
 
 // Number of k blocks in a pipeline stage: several for low segments, which would otherwise leave too few bytes in flight.
 __device__ __forceinline__ int blocks_per_stage(int rows, int tokens, const Plan& plan) {
-    return min(8, min(plan.block_rows / rows, plan.tile_tokens / round_up_8(tokens)));
+    return min(8, plan.stage_blocks * min(plan.block_rows / rows, plan.tile_tokens / round_up_8(tokens)));
 }
 
 // The expert e >= `from` with starts[e] <= place < starts[e + 1]. Callers ask for places in ascending order. It is a binary search,

@@ -24,6 +24,7 @@ SYNTH = {
     "mixtral-8x7b": ["--family", "mixtral", "--layers", "2"],
     # One layer of 22.5 GB without shared experts, because the peers have none.
     "deepseek-v3": ["--family", "qwen3_moe", "--layers", "1"],
+    "gpt-oss-120b": ["--family", "gpt_oss", "--layers", "2"],
 }
 PEERS = {"torch": "torch_layer.py", "triton": "triton_layer.py", "nccl_ep": "nccl_ep_layer.py"}
 SIZES = {  # the sizes in gpu/layer.py, which cannot be imported without torch
@@ -31,6 +32,7 @@ SIZES = {  # the sizes in gpu/layer.py, which cannot be imported without torch
     "olmoe-7b": (2048, 1024, 64, 8),
     "mixtral-8x7b": (4096, 14336, 8, 2),
     "deepseek-v3": (7168, 2048, 256, 8),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
 }
 
 
@@ -53,15 +55,17 @@ def ceilings(args):
 def ours(args, ranks, shape, tokens, found, folder):
     """`expertd bench` on a synthesised checkpoint of the shape."""
     hidden, width, experts, k = SIZES[shape]
-    model = Path(args.models or folder) / shape
+    model = Path(args.models or folder) / f"{shape}-{args.dtype}"
     if not (model / "config.json").exists():
-        sizes = ["--hidden", hidden, "--width", width, "--experts", experts, "--top-k", k, "--dtype", "bf16"]
+        sizes = ["--hidden", hidden, "--width", width, "--experts", experts, "--top-k", k, "--dtype", args.dtype]
         if quiet_run([args.expertd, "synth", "--out", model, *SYNTH[shape], *sizes], args.patience).returncode:
             return []
-    report = Path(folder) / f"{shape}-{ranks}.json"
+    report = Path(folder) / f"{shape}-{args.dtype}-{ranks}.json"
     command = [args.expertd, "bench", "--model", model, "--device", "cuda", "--ranks", ranks, "--json", report]
     command += ["--steps", args.steps, "--warmup", 10, "--routing", args.routing]
     command += ["--tokens", ",".join(map(str, tokens)), "--aligned"]
+    if args.fp8_compute:
+        command += ["--fp8-compute", args.fp8_compute]
     if found:
         command += ["--memory-gbps", found["memory_read_bytes_per_second"] / 1e9]
         command += ["--tensor-tflops", found["tensor_sustained_flops"] / 1e12]
@@ -122,6 +126,9 @@ def main():
     parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="numbers of GPUs to measure with")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048], help="rows per rank")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=["torch", "triton"])
+    formats = ["bf16", "fp8", "mxfp4"]
+    parser.add_argument("--dtype", choices=formats, default="bf16", help="format of expertd's weights; peers run in bf16 only")
+    parser.add_argument("--fp8-compute", choices=["fp8", "bf16"], help="how expertd multiplies FP8 weights [default: expertd's]")
     parser.add_argument("--routing", default="gate", help="routing of expertd's steps; each peer uses its own gate")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--replays", type=int, default=15)
@@ -144,12 +151,13 @@ def main():
         for shape in args.shape:
             for ranks in args.ranks:
                 mine = ours(args, ranks, shape, args.tokens, found, folder)
-                # A single rank has no peer to exchange with.
-                names = [name for name in args.peers if ranks > 1 or name != "nccl_ep"]
+                # Peers run in bf16 and have SwiGLU only; a single rank has no peer to exchange with.
+                has_peers = args.dtype == "bf16" and shape != "gpt-oss-120b"
+                names = [name for name in args.peers if has_peers and (ranks > 1 or name != "nccl_ep")]
                 others = {name: peer(args, name, ranks, shape, args.tokens, folder) for name in names}
-                run = dict(shape=shape, ranks=ranks, format="bf16", routing=args.routing, ours=mine, peers=others)
+                run = dict(shape=shape, ranks=ranks, format=args.dtype, routing=args.routing, ours=mine, peers=others)
                 everything["runs"].append(run)
-                print(f"\n{shape}, {ranks} ranks, bf16, medians in µs")
+                print(f"\n{shape}, {ranks} ranks, {args.dtype}, medians in µs")
                 columns = ["rows per rank", "step", "without copies", "floor", "x floor", *names, "best peer / ours"]
                 print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
                 for tokens in args.tokens:

@@ -13,7 +13,7 @@ use half::bf16;
 use serde::{Deserialize, Serialize};
 
 use super::layers::{Layer, LayerFacts, Layers, place, widest};
-use crate::experts::{PackOn, UploadError, Uploader, WeightSpace, below_bf16, padded, to_bf16};
+use crate::experts::{PackOn, UploadError, Uploader, WeightSpace, bf16_parts, padded};
 use expertd_ipc::control::{Fp8Compute, LoaderSetup, RankSetup};
 use expertd_ipc::{SealedError, SealedMemory, SealedWriter};
 use expertd_model::{Checkpoint, GateTensors, ModelError, ModelSpec};
@@ -177,7 +177,7 @@ fn facts_of(checkpoint: &Checkpoint) -> Result<Vec<LayerFacts>, WeightsError> {
             return Ok(LayerFacts::default());
         }
         let gate = checkpoint.gate(LayerId(layer))?;
-        let gate_low = below_bf16(&gate.weight, &to_bf16(&gate.weight, hidden), hidden).is_some();
+        let gate_low = bf16_parts(&gate.weight, hidden).1.is_some();
         Ok(LayerFacts { gate_low, block_scales: true, shared_block_scales: true })
     };
     (0..).zip(&checkpoint.spec().layers).map(of).collect()
@@ -217,11 +217,7 @@ fn upload(
             progress.shared(of);
         }
         let tensors = checkpoint.gate(id)?;
-        let (weight, low) = pool.install(|| {
-            let weight = to_bf16(&tensors.weight, padded(spec.hidden));
-            let low = below_bf16(&tensors.weight, &weight, padded(spec.hidden));
-            (weight, low)
-        });
+        let (weight, low) = pool.install(|| bf16_parts(&tensors.weight, padded(spec.hidden)));
         upload_gate(&layer.gate, &tensors, &weight, low.as_deref())?;
     }
     Ok(uploader.finish()?)

@@ -278,31 +278,29 @@ impl Drop for Uploader<'_> {
     }
 }
 
-/// Converts a matrix to bf16 rows of `cols` elements, padded with zeros.
+/// Converts a matrix to bf16 rows of `cols` elements, padded with zeros. The second value is what rounding took, in bf16 and in the
+/// same layout; `None` if it took nothing. An element that bf16 rounds to infinity leaves zero.
 #[must_use]
-pub fn to_bf16(view: &MatrixView<'_>, cols: usize) -> Vec<u16> {
-    let mut rows = vec![0; view.rows * cols];
-    fill(view, cols, &mut rows);
-    rows
-}
-
-/// What rounding to bf16 takes from a matrix, `rounded` as [`to_bf16`] makes it, in bf16 and in the same layout; `None` if it takes
-/// nothing. An element that bf16 rounds to infinity leaves zero.
-#[must_use]
-pub fn below_bf16(view: &MatrixView<'_>, rounded: &[u16], cols: usize) -> Option<Vec<u16>> {
+pub fn bf16_parts(view: &MatrixView<'_>, cols: usize) -> (Vec<u16>, Option<Vec<u16>>) {
+    let mut high = vec![0; view.rows * cols];
     if view.format == WeightFormat::Bf16 {
-        return None;
+        fill(view, cols, &mut high);
+        return (high, None);
     }
-    let mut rest = vec![0; rounded.len()];
-    rest.par_chunks_mut(cols).zip(rounded.par_chunks(cols)).enumerate().for_each(|(row, (rest, rounded))| {
-        for (col, (rest, rounded)) in rest.iter_mut().zip(rounded).take(view.cols).enumerate() {
-            let difference = view.value(row, col) - bf16::from_bits(*rounded).to_f32();
+    let mut low = vec![0; high.len()];
+    high.par_chunks_mut(cols).zip(low.par_chunks_mut(cols)).enumerate().for_each(|(row, (high, low))| {
+        for (col, (high, low)) in high.iter_mut().zip(low).take(view.cols).enumerate() {
+            let value = view.value(row, col);
+            let rounded = bf16::from_f32(value);
+            *high = rounded.to_bits();
+            let difference = value - rounded.to_f32();
             if difference.is_finite() {
-                *rest = bf16::from_f32(difference).to_bits();
+                *low = bf16::from_f32(difference).to_bits();
             }
         }
     });
-    rest.iter().any(|bits| bits & 0x7fff != 0).then_some(rest)
+    let low = low.iter().any(|bits| bits & 0x7fff != 0).then_some(low);
+    (high, low)
 }
 
 /// Writes `view` as bf16 rows of `cols` elements; elements outside the matrix are zero.
@@ -360,7 +358,7 @@ mod tests {
         let mut again = vec![0xffff_u16; 4 * 8];
         fill(&view, 8, &mut again);
         assert_eq!(to, again);
-        assert_eq!(below_bf16(&view, &again, 8), None);
+        assert_eq!(bf16_parts(&view, 8), (to[..3 * 8].to_vec(), None));
     }
 
     #[test]
@@ -377,8 +375,8 @@ mod tests {
             col_stride: 1,
             scales: Scales::None,
         };
-        let high = to_bf16(&view, 8);
-        let low = below_bf16(&view, &high, 8).unwrap();
+        let (high, low) = bf16_parts(&view, 8);
+        let low = low.unwrap();
         let of = |bits: u16| bf16::from_bits(bits).to_f32();
         for (i, value) in values.iter().enumerate() {
             let at = i / 5 * 8 + i % 5;
@@ -393,6 +391,6 @@ mod tests {
         // Values that bf16 holds leave nothing.
         let bytes: Vec<u8> = (0..15).flat_map(|i| (i as f32).to_le_bytes()).collect();
         let exact = MatrixView { data: &bytes, ..view };
-        assert_eq!(below_bf16(&exact, &to_bf16(&exact, 8), 8), None);
+        assert_eq!(bf16_parts(&exact, 8).1, None);
     }
 }

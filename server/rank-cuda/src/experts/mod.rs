@@ -13,7 +13,7 @@ mod pack_tests;
 mod space;
 
 pub use host::HostBuffer;
-pub use load::{PackOn, UploadError, Uploader, below_bf16, to_bf16};
+pub use load::{PackOn, UploadError, Uploader, bf16_parts};
 pub use space::WeightSpace;
 
 use expertd_ipc::control::Fp8Compute;
