@@ -68,13 +68,20 @@ pub fn send_region(socket: &UnixStream, region: &SharedRegion) -> io::Result<()>
 /// # Errors
 /// If the peer sent anything but one descriptor.
 pub fn receive_region(socket: &UnixStream) -> io::Result<OwnedFd> {
+    receive_one(socket, "the service", "the session's memory")
+}
+
+/// Receives the one descriptor that `sender` sends, which is that of `what`.
+///
+/// # Errors
+/// If it sent none or several.
+pub fn receive_one(socket: &UnixStream, sender: &str, what: &str) -> io::Result<OwnedFd> {
     let mut fds = receive_fds(socket)?;
     match (fds.pop(), fds.len()) {
         (Some(fd), 0) => Ok(fd),
-        (_, others) => {
-            let found = if others == 0 { 0 } else { others + 1 };
-            let problem =
-                format!("the service sent {found} descriptors, expected one, of the session's memory");
+        (fd, others) => {
+            let found = others + usize::from(fd.is_some());
+            let problem = format!("{sender} sent {found} descriptors, expected one, of {what}");
             Err(io::Error::new(io::ErrorKind::InvalidData, problem))
         }
     }

@@ -202,8 +202,7 @@ impl Shared {
                         _ => self.open(socket, opener, &payload).map(OpenSession::Host),
                     });
                     return match opened {
-                        Ok(OpenSession::Host(session)) => self.follow(socket, &session),
-                        Ok(OpenSession::Cuda(session)) => self.follow_cuda(socket, &session),
+                        Ok(session) => self.follow_to_the_end(socket, &session),
                         Err(reason) => {
                             refuse(socket, "open", &reason);
                             Ok(())
@@ -297,40 +296,31 @@ impl Shared {
     }
 
     /// Reads the socket of an open session until its end, which ends the session.
-    fn follow(&self, socket: &UnixStream, session: &SessionState) -> io::Result<()> {
-        let mut followed = Ok(());
-        let mut reason = None;
-        while reason.is_none() {
-            match socket::receive(socket, MAX_CLIENT_FRAME) {
-                Ok(Some((frame::GET_MODEL, _))) => {
-                    followed = self.send_model(socket);
-                    if followed.is_err() {
-                        break;
-                    }
-                }
-                Ok(Some((kind, _))) => {
-                    reason = Some(format!(
-                        "a frame of kind {kind} on the socket of an open session; expected GET_MODEL"
-                    ));
-                }
-                Ok(None) => break,
-                Err(error) => {
-                    followed = Err(error);
-                    break;
-                }
-            }
-        }
-        session.close(reason.as_deref());
+    fn follow_to_the_end(&self, socket: &UnixStream, session: &OpenSession) -> io::Result<()> {
+        let (name, followed) = match session {
+            OpenSession::Host(_) => ("session", self.follow(socket)),
+            OpenSession::Cuda(session) => ("CUDA session", self.follow_cuda(socket, session)),
+        };
+        session.close(followed.as_ref().ok().and_then(Option::as_deref));
         self.registry.remove(session.number());
         self.steps.session_ended(session.memory_id());
         let status = session.status();
-        tracing::info!(
-            session = session.number(),
-            calls = status.calls_total,
-            rows = status.rows_total,
-            "session ended"
-        );
-        followed
+        let (calls, rows) = (status.calls_total, status.rows_total);
+        tracing::info!(session = session.number(), calls, rows, "{name} ended");
+        followed.map(drop)
+    }
+
+    /// Answers frames of an open host session until the socket ends; returns why the service ends it.
+    fn follow(&self, socket: &UnixStream) -> io::Result<Option<String>> {
+        while let Some((kind, _)) = socket::receive(socket, MAX_CLIENT_FRAME)? {
+            if kind != frame::GET_MODEL {
+                return Ok(Some(format!(
+                    "a frame of kind {kind} on the socket of an open session; expected GET_MODEL"
+                )));
+            }
+            self.send_model(socket)?;
+        }
+        Ok(None)
     }
 }
 

@@ -1,13 +1,11 @@
 //! How a CUDA session is opened, and what its socket carries.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use expertd_ipc::control::receive_fds;
 use expertd_session::cuda::control::ControlMemory;
 use expertd_session::cuda::wire::{MAX_DOORBELLS, MAX_PREPARE_FRAME, OpenCuda, PrepareReply, PreparedCall};
 use expertd_session::socket;
@@ -34,7 +32,8 @@ impl Shared {
         payload: &[u8],
     ) -> Result<Arc<CudaState>, String> {
         let open: OpenCuda = socket::record(payload).map_err(|error| error.to_string())?;
-        let memory = receive_memory(socket).map_err(|error| error.to_string())?;
+        let memory =
+            socket::receive_one(socket, "the client", "its memory").map_err(|error| error.to_string())?;
         if open.doorbells == 0 || open.doorbells > MAX_DOORBELLS || open.memory_bytes == 0 {
             return Err(format!(
                 "a CUDA session needs 1 to {MAX_DOORBELLS} doorbells and at least one byte of memory; the client asks for {} \
@@ -98,32 +97,12 @@ impl Shared {
         Ok(())
     }
 
-    /// Reads the socket of an open CUDA session until its end, which ends the session.
+    /// Answers frames of an open CUDA session until the socket ends; returns why the service ends it.
     pub(in crate::sessions) fn follow_cuda(
         &self,
         socket: &UnixStream,
         session: &CudaState,
-    ) -> io::Result<()> {
-        let followed = self.answer_frames(socket, session);
-        let reason = match &followed {
-            Ok(reason) => reason.as_deref(),
-            Err(_) => None,
-        };
-        session.close(reason);
-        self.registry.remove(session.number());
-        self.steps.session_ended(session.memory_id());
-        let status = session.status();
-        tracing::info!(
-            session = session.number(),
-            calls = status.calls_total,
-            rows = status.rows_total,
-            "CUDA session ended"
-        );
-        followed.map(drop)
-    }
-
-    /// Answers frames until the socket ends; returns why the service ends it.
-    fn answer_frames(&self, socket: &UnixStream, session: &CudaState) -> io::Result<Option<String>> {
+    ) -> io::Result<Option<String>> {
         while let Some((kind, payload)) = socket::receive(socket, MAX_PREPARE_FRAME)? {
             match kind {
                 frame::GET_MODEL => self.send_model(socket)?,
@@ -175,18 +154,5 @@ impl Shared {
             );
         }
         Ok(number)
-    }
-}
-
-/// Receives the descriptor of the client's memory.
-fn receive_memory(socket: &UnixStream) -> io::Result<OwnedFd> {
-    let mut fds = receive_fds(socket)?;
-    match (fds.pop(), fds.len()) {
-        (Some(fd), 0) => Ok(fd),
-        (fd, others) => {
-            let found = others + usize::from(fd.is_some());
-            let problem = format!("the client sent {found} descriptors, expected one, of its memory");
-            Err(io::Error::new(io::ErrorKind::InvalidData, problem))
-        }
     }
 }
