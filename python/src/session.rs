@@ -29,7 +29,7 @@ const MAX_ROWS_BYTES: usize = 256 << 20;
 const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval at which a waiting call checks whether it was interrupted.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// Interval at which a call that waits for room in the session tries again, whatever it was told.
+/// Interval at which a call that waits for room in the session tries again, even if no other call has ended meanwhile.
 const ROOM_INTERVAL: Duration = Duration::from_millis(20);
 /// Alignment of places in a row area.
 const ALIGN: usize = 64;
