@@ -67,7 +67,8 @@ impl Shared {
             .wait_attached(Instant::now() + ATTACH_TIMEOUT)
             .and_then(|()| self.begin_cuda(socket, &session).map_err(|error| error.to_string()));
         if let Err(reason) = started {
-            session.close_unopened();
+            // The socket stays open for the refusal.
+            session.begin_close();
             self.registry.remove(number);
             self.steps.session_ended(session.memory_id());
             return Err(reason);

@@ -11,11 +11,12 @@ use expertd_ipc::control::MemoryKind;
 use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 use expertd_session::cuda::control::ControlMemory;
 use expertd_session::cuda::wire::{OpenCuda, PreparedCall, Ring, RoutingLayout, StatusRecord};
-use expertd_session::wire::{CompletionRecord, RequestRecord, frame};
+use expertd_session::wire::{CompletionRecord, RequestRecord};
 use expertd_types::MemoryId;
 use tonic::Code;
 
 use super::super::call::failed;
+use super::super::open::{OpenSession, end_socket};
 use super::super::registry::{Charge, SessionStatus};
 use super::super::session::{Opener, RowsTravel};
 use super::call::CudaCall;
@@ -137,7 +138,7 @@ impl CudaState {
         drop(travel);
         self.answered.notify_all();
         if let Some(reason) = reason {
-            self.close_apart(format!(
+            OpenSession::Cuda(Arc::clone(self)).close_apart(format!(
                 "the ranks of a new generation cannot use the session's memory: {reason}"
             ));
         }
@@ -184,43 +185,16 @@ impl CudaState {
         }
     }
 
-    /// Ends the session: no call enters any more, and calls in flight are cancelled. The client, if it still listens, is told
-    /// `reason`.
-    pub(in crate::sessions) fn close(&self, reason: Option<&str>) {
-        if self.begin_close() {
-            self.finish_close(reason);
-        }
-    }
-
-    /// As [`close`](Self::close), for a session that was not handed to its client: the socket stays open for a refusal.
-    pub(super) fn close_unopened(&self) {
-        self.begin_close();
-    }
-
-    /// As [`close`](Self::close), for a thread that must not wait for the client.
-    pub(crate) fn close_apart(self: &Arc<Self>, reason: String) {
-        if !self.begin_close() {
-            return;
-        }
-        let session = Arc::clone(self);
-        let thread = std::thread::Builder::new().name("session-end".to_owned());
-        if thread.spawn(move || session.finish_close(Some(&reason))).is_err() {
-            self.finish_close(None);
-        }
-    }
-
-    fn begin_close(&self) -> bool {
+    /// Lets no call enter any more, and cancels calls in flight. Returns whether the session was open.
+    pub(in crate::sessions) fn begin_close(&self) -> bool {
         self.table().close();
         self.answered.notify_all();
         !self.is_closing.swap(true, Ordering::AcqRel)
     }
 
-    fn finish_close(&self, reason: Option<&str>) {
-        if let Some(reason) = reason {
-            // The socket has a time limit for writes; a client that does not read gets no reason.
-            let _ = expertd_session::socket::send(&self.socket, frame::ENDED, reason.as_bytes());
-        }
-        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+    /// Ends the socket.
+    pub(in crate::sessions) fn finish_close(&self, reason: Option<&str>) {
+        end_socket(&self.socket, reason);
     }
 
     /// Prepares calls; returns the number of the first.
@@ -308,7 +282,7 @@ impl CudaState {
             }
             Admission::Broken(reason) => {
                 tracing::warn!(session = self.number, reason, "the service ends a session");
-                self.close(Some(&reason));
+                OpenSession::Cuda(Arc::clone(self)).close(Some(&reason));
             }
             Admission::Closing => {}
         }
