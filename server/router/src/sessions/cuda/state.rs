@@ -267,7 +267,7 @@ impl CudaState {
         }
     }
 
-    fn take(self: &Arc<Self>, doorbell: u32, ring: Ring, steps: &dyn Steps) {
+    pub(super) fn take(self: &Arc<Self>, doorbell: u32, ring: Ring, steps: &dyn Steps) {
         let began = Instant::now();
         let admission = self.table().ring(doorbell, ring);
         match admission {
