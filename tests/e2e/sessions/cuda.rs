@@ -11,15 +11,17 @@ use expertd_session::cuda::wire::{KIND_CUDA, MAX_DOORBELLS, OpenCuda};
 use expertd_session::socket;
 use expertd_session::wire::{VERSION, frame};
 
+use rustix::process::Signal;
+
 use super::{FAMILY, Host, LOST, Load};
-use crate::service::eventually;
+use crate::service::{eventually, send};
 
 const OPEN: OpenCuda = OpenCuda {
     version: VERSION,
     kind: KIND_CUDA,
     memory_bytes: 2 << 20,
     doorbells: 1,
-    reserved: 0,
+    routing_bytes: 0,
     device: [1; 16],
 };
 
@@ -32,6 +34,26 @@ fn refused(host: &Host, open: &OpenCuda, more: impl FnOnce(&UnixStream)) -> Stri
     let (kind, text) = socket::receive(&client, 4096).unwrap().unwrap();
     assert_eq!(kind, frame::REFUSED);
     String::from_utf8(text).unwrap()
+}
+
+/// A rank that never answers.
+#[test]
+fn a_session_that_a_rank_does_not_attach_is_refused_in_time() {
+    let flags = ["--liveness-timeout-ms", "600000", "--step-timeout-ms", "600000"];
+    let host = Host::start(FAMILY, 2, &flags);
+    let descriptors = host.descriptors();
+    let ranks = host.service.ranks();
+    send(ranks[1], Signal::STOP);
+    let region = SharedRegion::create("test", 2 << 20).unwrap();
+    let memory = |client: &UnixStream| send_fds(client, &[region.as_fd()]).unwrap();
+    let text = refused(&host, &OPEN, memory);
+    assert!(text.contains("have not attached the memory in time"), "{text}");
+    send(ranks[1], Signal::CONT);
+    // The order that was under way ends, and the ranks serve as before.
+    let load = Load::start(&host, 64);
+    load.goes_on();
+    assert_eq!(load.stop().iter().max(), Some(&1));
+    eventually(LOST, "descriptors are released", || host.descriptors() <= descriptors);
 }
 
 #[test]

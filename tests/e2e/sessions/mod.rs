@@ -2,6 +2,7 @@
 
 mod cuda;
 mod cuda_gpu;
+mod cuda_routing;
 mod gpu;
 mod hostile;
 mod killed;
@@ -245,6 +246,21 @@ fn a_killed_rank_fails_no_call() {
     }
     let generations = load.stop();
     assert!(generations.iter().max() >= Some(&4), "{:?}", generations.iter().max());
+}
+
+#[test]
+fn a_rank_that_never_attaches_a_session_ends_its_generation() {
+    let runtime = runtime();
+    let host = Host::start(FAMILY, 2, &["--liveness-timeout-ms", "600000", "--step-timeout-ms", "1000"]);
+    send(host.service.ranks()[0], Signal::STOP);
+    // The client gets its session at once, and makes no call whose step could be late.
+    let session = host.open();
+    eventually(LOST, "the next generation attaches the session", || {
+        let status = host.status(&runtime);
+        status.generation == 2 && status.sessions.iter().all(|session| session.in_place)
+    });
+    let (request, wanted) = Rows::new(&golden(FAMILY), 9, 32).draw();
+    check(&session.forward(&request, LOST).unwrap(), &wanted, &request);
 }
 
 #[test]

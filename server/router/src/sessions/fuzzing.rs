@@ -100,7 +100,7 @@ pub fn records(data: &[u8]) {
             break;
         }
     }
-    session.close(Some("the test ends"));
+    OpenSession::Host(Arc::clone(&session)).close(Some("the test ends"));
     echo.fail_kept();
     assert_eq!(session.status().calls_in_flight, 0, "calls are left in flight");
     assert_eq!(Arc::strong_count(&session), 1, "a call is left");

@@ -8,14 +8,15 @@ use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable as _;
 use expertd_ipc::control::MemoryKind;
-use expertd_proto::v1::{ForwardRequest, SharedExperts};
+use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 use expertd_session::cuda::control::ControlMemory;
-use expertd_session::cuda::wire::{OpenCuda, PreparedCall, Ring, StatusRecord};
-use expertd_session::wire::{CompletionRecord, RequestRecord, frame};
+use expertd_session::cuda::wire::{OpenCuda, PreparedCall, Ring, RoutingLayout, StatusRecord};
+use expertd_session::wire::{CompletionRecord, RequestRecord};
 use expertd_types::MemoryId;
 use tonic::Code;
 
 use super::super::call::failed;
+use super::super::open::{OpenSession, end_socket};
 use super::super::registry::{Charge, SessionStatus};
 use super::super::session::{Opener, RowsTravel};
 use super::call::CudaCall;
@@ -150,7 +151,7 @@ impl CudaState {
         drop(travel);
         self.answered.notify_all();
         if let Some(reason) = reason {
-            self.close_apart(format!(
+            OpenSession::Cuda(Arc::clone(self)).close_apart(format!(
                 "the ranks of a new generation cannot use the session's memory: {reason}"
             ));
         }
@@ -197,43 +198,16 @@ impl CudaState {
         }
     }
 
-    /// Ends the session: no call enters any more, and calls in flight are cancelled. The client, if it still listens, is told
-    /// `reason`.
-    pub(in crate::sessions) fn close(&self, reason: Option<&str>) {
-        if self.begin_close() {
-            self.finish_close(reason);
-        }
-    }
-
-    /// As [`close`](Self::close), for a session that was not handed to its client: the socket stays open for a refusal.
-    pub(super) fn close_unopened(&self) {
-        self.begin_close();
-    }
-
-    /// As [`close`](Self::close), for a thread that must not wait for the client.
-    pub(crate) fn close_apart(self: &Arc<Self>, reason: String) {
-        if !self.begin_close() {
-            return;
-        }
-        let session = Arc::clone(self);
-        let thread = std::thread::Builder::new().name("session-end".to_owned());
-        if thread.spawn(move || session.finish_close(Some(&reason))).is_err() {
-            self.finish_close(None);
-        }
-    }
-
-    fn begin_close(&self) -> bool {
+    /// Lets no call enter any more, and cancels calls in flight. Returns whether the session was open.
+    pub(in crate::sessions) fn begin_close(&self) -> bool {
         self.table().close();
         self.answered.notify_all();
         !self.is_closing.swap(true, Ordering::AcqRel)
     }
 
-    fn finish_close(&self, reason: Option<&str>) {
-        if let Some(reason) = reason {
-            // The socket has a time limit for writes; a client that does not read gets no reason.
-            let _ = expertd_session::socket::send(&self.socket, frame::ENDED, reason.as_bytes());
-        }
-        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+    /// Ends the socket.
+    pub(in crate::sessions) fn finish_close(&self, reason: Option<&str>) {
+        end_socket(&self.socket, reason);
     }
 
     /// Prepares calls; returns the number of the first.
@@ -243,10 +217,17 @@ impl CudaState {
     pub(super) fn prepare(&self, calls: &[PreparedCall], steps: &dyn Steps) -> Result<u32, String> {
         let model = steps.model();
         for (index, call) in calls.iter().enumerate() {
-            check(call, &model, self.open.memory_bytes)
+            check(call, &model, self.open.memory_bytes, self.control.routing_bytes())
                 .map_err(|reason| format!("call {index} of the frame: {reason}"))?;
         }
         self.table().prepare(calls)
+    }
+
+    /// Writes the routing that a call returns.
+    pub(super) fn return_routing(&self, doorbell: u32, layout: &RoutingLayout, ids: &[u8], weights: &[u8]) {
+        // The layout was checked to lie within the routing area.
+        let _ = self.control.write_routing(doorbell, 0, ids);
+        let _ = self.control.write_routing(doorbell, layout.weights, weights);
     }
 
     /// Ends a doorbell's call. `raises` says whether its words are still to be raised.
@@ -323,7 +304,7 @@ impl CudaState {
             }
             Admission::Broken(reason) => {
                 tracing::warn!(session = self.number, reason, "the service ends a session");
-                self.close(Some(&reason));
+                OpenSession::Cuda(Arc::clone(self)).close(Some(&reason));
             }
             Admission::Closing => {}
         }
@@ -342,10 +323,30 @@ impl CudaState {
         let has = |flag| prepared.flags & flag != 0;
         let shared =
             if has(RequestRecord::EXCLUDE_SHARED) { SharedExperts::Exclude } else { SharedExperts::Include };
+        let PreparedCall { flags, k, .. } = *prepared;
+        let layout = RoutingLayout::new(flags, ring.rows, k);
+        let carried = |name: &'static str, offset: usize, bytes: usize| {
+            let copied = self.control.copy_routing(doorbell, offset, bytes).map(bytes::Bytes::from);
+            copied.ok_or_else(|| {
+                Failure::field(name, format!("{bytes} bytes exceed the doorbell's routing area"))
+            })
+        };
+        let routing = if has(RequestRecord::GIVEN_ROUTING) {
+            Some(v1::Routing {
+                topk_ids: carried("ids", 0, layout.routing_bytes)?,
+                topk_weights: carried("weights", layout.weights, layout.routing_bytes)?,
+                k,
+            })
+        } else {
+            None
+        };
         let message = ForwardRequest {
             layer: prepared.layer,
             tokens: ring.rows,
             dtype: prepared.dtype.cast_signed(),
+            routing,
+            token_ids: carried("token_ids", layout.token_ids, layout.token_bytes)?,
+            return_routing: has(RequestRecord::RETURN_ROUTING),
             shared_experts: shared.into(),
             expected_weight_version: has(RequestRecord::EXPECT_WEIGHT_VERSION)
                 .then_some(prepared.weight_version),
@@ -365,6 +366,7 @@ impl CudaState {
             call,
             rows: prepared.rows,
             output: prepared.output,
+            returned: has(RequestRecord::RETURN_ROUTING).then_some(layout),
             tokens: request.tokens,
             began,
             is_raised: false,
