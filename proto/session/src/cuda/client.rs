@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUstream, CUstreamBatchMemOpParams, CUstreamBatchMemOpType};
 use expertd_ipc::control::send_fds;
@@ -432,7 +432,8 @@ impl CudaSession {
         Carried { read: [ids, weights, token_ids], returned: routing(RequestRecord::RETURN_ROUTING) }
     }
 
-    /// How the calls of a doorbell ended. A call that is in flight counts once its words are raised.
+    /// How the calls of a doorbell ended. A call that is in flight counts once its words are raised. The service writes the status
+    /// of an answered call a few microseconds after a rank has raised its words; this waits for it.
     ///
     /// # Errors
     /// If the session has ended; calls that were in flight have no output then.
@@ -441,9 +442,22 @@ impl CudaSession {
         if doorbell >= self.opened.doorbells {
             return Err(SessionError::Device(format!("there is no doorbell {doorbell}")));
         }
-        let record = self.shared.control.status(doorbell);
-        let record =
-            record.ok_or_else(|| SessionError::Protocol("a status that changes without end".to_owned()))?;
+        let control = &self.shared.control;
+        let (ended, began) = (control.number(doorbell), Instant::now());
+        let record = loop {
+            let record = control.status(doorbell);
+            let record = record
+                .ok_or_else(|| SessionError::Protocol("a status that changes without end".to_owned()))?;
+            if record.calls >= ended {
+                break record;
+            }
+            self.shared.check()?;
+            let waited = began.elapsed();
+            if waited > self.timeout {
+                return Err(SessionError::TimedOut { waited });
+            }
+            std::hint::spin_loop();
+        };
         let failure = |record: &CompletionRecord| CallFailure {
             call: record.call,
             code: record.code,

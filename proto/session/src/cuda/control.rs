@@ -17,6 +17,8 @@ use super::wire::{
 };
 use crate::wire::{CompletionRecord, VERSION};
 
+/// Offset on a line of completion words of the number of the last call that ended.
+const NUMBER: usize = 32;
 /// 64-bit words of a status.
 const STATUS_WORDS: usize = size_of::<StatusRecord>() / 8;
 /// How often a status is read again while the service changes it.
@@ -29,6 +31,8 @@ pub struct ControlMemory {
     layout: ControlLayout,
     doorbells: SharedSlice<u64>,
     words: SharedSlice<u32>,
+    /// On the lines of the words.
+    numbers: SharedSlice<u64>,
     routing: SharedSlice<u32>,
     statuses: SharedSlice<u64>,
     count: u32,
@@ -94,6 +98,7 @@ impl ControlMemory {
         Ok(ControlMemory {
             doorbells: region.slice(layout.doorbells, count * LINE / 8)?,
             words: region.slice(layout.words, count * LINE / 4)?,
+            numbers: region.slice(layout.words, count * LINE / 8)?,
             routing: region.slice(layout.routing, count * layout.routing_bytes / 4)?,
             statuses: region.slice(layout.statuses, count * STATUS_STRIDE / 8)?,
             region,
@@ -158,6 +163,12 @@ impl ControlMemory {
         self.layout.words + doorbell as usize * LINE + word as usize * 4
     }
 
+    /// Offset in the region of the number of the doorbell's last call that ended, a 64-bit word, in bytes.
+    #[must_use]
+    pub const fn number_offset(&self, doorbell: u32) -> usize {
+        self.layout.words + doorbell as usize * LINE + NUMBER
+    }
+
     /// Size of each doorbell's routing area, in bytes.
     #[must_use]
     pub const fn routing_bytes(&self) -> usize {
@@ -213,6 +224,14 @@ impl ControlMemory {
     /// Ends a doorbell's call: writes its status, then raises its words. `status` counts the doorbell's calls and is the
     /// service's own copy.
     pub fn complete(&self, doorbell: u32, record: &CompletionRecord, status: &mut StatusRecord) {
+        self.set_status(doorbell, record, status);
+        self.numbers.atomics()[doorbell as usize * LINE / 8 + NUMBER / 8]
+            .store(status.calls, Ordering::Relaxed);
+        self.raise(doorbell, if record.code == 0 { DONE } else { FAILED });
+    }
+
+    /// Writes the status of a doorbell's call whose words a rank has raised.
+    pub fn set_status(&self, doorbell: u32, record: &CompletionRecord, status: &mut StatusRecord) {
         status.calls += 1;
         status.last = *record;
         if record.code != 0 {
@@ -228,7 +247,6 @@ impl ControlMemory {
             to.store(*word, Ordering::Relaxed);
         }
         to[0].store(status.stamp, Ordering::Release);
-        self.raise(doorbell, if record.code == 0 { DONE } else { FAILED });
     }
 
     fn raise(&self, doorbell: u32, value: u32) {
@@ -257,6 +275,13 @@ impl ControlMemory {
         let first = doorbell as usize * LINE / 4;
         let words = &self.words.atomics()[first..first + self.words_each as usize];
         words.iter().map(|word| word.load(Ordering::Acquire)).collect()
+    }
+
+    /// Number of the doorbell's last call that ended. Once a call's words are raised, it is at least that call's number; the status
+    /// may follow a moment later.
+    #[must_use]
+    pub fn number(&self, doorbell: u32) -> u64 {
+        self.numbers.atomics()[doorbell as usize * LINE / 8 + NUMBER / 8].load(Ordering::Acquire)
     }
 
     /// A doorbell's status; `None` while the service changes it without end.

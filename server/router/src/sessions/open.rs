@@ -43,12 +43,12 @@ impl OpenSession {
         matches!(self, OpenSession::Cuda(_))
     }
 
-    /// The memory as ranks receive it.
-    pub(crate) fn memory(&self) -> (MemoryKind, BorrowedFd<'_>) {
+    /// The memory as ranks receive it, with its descriptors.
+    pub(crate) fn memory(&self) -> (MemoryKind, Vec<BorrowedFd<'_>>) {
         match self {
             OpenSession::Host(session) => {
                 let region = session.region();
-                (MemoryKind::Host { bytes: region.len() as u64 }, region.as_fd())
+                (MemoryKind::Host { bytes: region.len() as u64 }, vec![region.as_fd()])
             }
             OpenSession::Cuda(session) => session.memory(),
         }

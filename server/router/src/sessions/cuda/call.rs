@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use expertd_ipc::AttachedRows;
+use expertd_ipc::{AttachedRows, Raise};
 use expertd_session::cuda::wire::RoutingLayout;
 use expertd_session::wire::CompletionRecord;
 use expertd_types::MemoryId;
@@ -29,6 +29,8 @@ pub(crate) struct CudaCall {
     pub(super) returned: Option<RoutingLayout>,
     pub(super) tokens: usize,
     pub(super) began: Instant,
+    /// Whether rank 0 has raised the completion word.
+    pub(super) is_raised: bool,
     pub(super) is_complete: bool,
 }
 
@@ -46,6 +48,23 @@ impl CudaCall {
             output: self.output + start as u64,
             bytes,
         }
+    }
+
+    /// The completion word, for rank 0.
+    pub(crate) fn raise(&self) -> Raise {
+        let control = self.session.control();
+        Raise {
+            memory: self.memory().0,
+            word: control.word_offset(self.doorbell, 0) as u32,
+            number: control.number_offset(self.doorbell) as u32,
+            reserved: 0,
+            call: self.call,
+        }
+    }
+
+    /// Notes that rank 0 has raised the completion word: the client may have begun its next call.
+    pub(crate) const fn set_raised(&mut self) {
+        self.is_raised = true;
     }
 
     fn memory(&self) -> MemoryId {
@@ -74,7 +93,7 @@ impl CudaCall {
 
     fn complete(&mut self, record: &CompletionRecord) {
         self.is_complete = true;
-        self.session.complete(self.doorbell, record, self.tokens, self.began.elapsed());
+        self.session.complete(self.doorbell, record, self.tokens, self.began.elapsed(), !self.is_raised);
     }
 }
 

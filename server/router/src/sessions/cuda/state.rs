@@ -49,6 +49,8 @@ pub(crate) struct CudaState {
     is_open: AtomicBool,
     is_closing: AtomicBool,
     table: Mutex<DoorbellTable>,
+    /// `[doorbells]`: whether a call is in flight. A ring that comes before the router has seen the end of a call waits.
+    in_flight: Vec<AtomicBool>,
     /// `[doorbells]`: the service's own copies.
     statuses: Mutex<Vec<StatusRecord>>,
     rows_travel: Mutex<RowsTravel>,
@@ -85,6 +87,7 @@ impl CudaState {
             is_open: AtomicBool::new(false),
             is_closing: AtomicBool::new(false),
             table: Mutex::new(DoorbellTable::new(doorbells)),
+            in_flight: (0..doorbells).map(|_| AtomicBool::new(false)).collect(),
             statuses: Mutex::new(vec![StatusRecord::zeroed(); doorbells as usize]),
             rows_travel: Mutex::default(),
             answered: Condvar::new(),
@@ -109,10 +112,12 @@ impl CudaState {
         MemoryId(self.number as u32)
     }
 
-    /// The memory as ranks receive it.
-    pub(crate) fn memory(&self) -> (MemoryKind, BorrowedFd<'_>) {
+    /// The memory as ranks receive it, with its descriptors.
+    pub(crate) fn memory(&self) -> (MemoryKind, Vec<BorrowedFd<'_>>) {
         let OpenCuda { memory_bytes: bytes, device, .. } = self.open;
-        (MemoryKind::Device { bytes, device }, self.memory.as_fd())
+        let region = self.control.region();
+        let kind = MemoryKind::Device { bytes, device, control_bytes: region.len() as u64 };
+        (kind, vec![self.memory.as_fd(), region.as_fd()])
     }
 
     pub(super) fn is_closing(&self) -> bool {
@@ -121,6 +126,14 @@ impl CudaState {
 
     fn table(&self) -> MutexGuard<'_, DoorbellTable> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_in_flight(&self, doorbell: u32) -> bool {
+        self.in_flight[doorbell as usize].load(Ordering::Acquire)
+    }
+
+    fn set_in_flight(&self, doorbell: u32, in_flight: bool) {
+        self.in_flight[doorbell as usize].store(in_flight, Ordering::Release);
     }
 
     fn rows_travel(&self) -> MutexGuard<'_, RowsTravel> {
@@ -217,26 +230,31 @@ impl CudaState {
         let _ = self.control.write_routing(doorbell, layout.weights, weights);
     }
 
-    /// Ends a doorbell's call.
+    /// Ends a doorbell's call. `raises` says whether its words are still to be raised.
     pub(super) fn complete(
         &self,
         doorbell: u32,
         record: &CompletionRecord,
         tokens: usize,
         elapsed: Duration,
+        raises: bool,
     ) {
         // Before the words are raised: the client may ring at once.
         self.table().complete(doorbell);
-        self.answer(doorbell, record, elapsed);
+        self.set_in_flight(doorbell, false);
+        self.answer(doorbell, record, elapsed, raises);
         if record.code == 0 {
             self.rows_total.fetch_add(tokens as u64, Ordering::Relaxed);
         }
     }
 
-    fn answer(&self, doorbell: u32, record: &CompletionRecord, elapsed: Duration) {
+    fn answer(&self, doorbell: u32, record: &CompletionRecord, elapsed: Duration, raises: bool) {
         let mut statuses = self.statuses.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(status) = statuses.get_mut(doorbell as usize) {
-            self.control.complete(doorbell, record, status);
+            match raises {
+                true => self.control.complete(doorbell, record, status),
+                false => self.control.set_status(doorbell, record, status),
+            }
         }
         drop(statuses);
         self.calls_total.fetch_add(1, Ordering::Relaxed);
@@ -249,6 +267,9 @@ impl CudaState {
         while !self.is_closing() {
             let mut found = false;
             for doorbell in 0..self.control.doorbells() {
+                if self.is_in_flight(doorbell) {
+                    continue;
+                }
                 if let Some(ring) = self.control.take(doorbell) {
                     found = true;
                     self.take(doorbell, ring, steps);
@@ -272,13 +293,14 @@ impl CudaState {
         let admission = self.table().ring(doorbell, ring);
         match admission {
             Admission::Admitted { call, prepared } => {
+                self.set_in_flight(doorbell, true);
                 if let Err(failure) = self.submit(doorbell, ring, call, &prepared, steps, began) {
-                    self.complete(doorbell, &failed(call, failure), 0, began.elapsed());
+                    self.complete(doorbell, &failed(call, failure), 0, began.elapsed(), true);
                 }
             }
             Admission::Invalid { call, reason } => {
                 let record = failed(call, Failure::field("prepared call", reason));
-                self.answer(doorbell, &record, began.elapsed());
+                self.answer(doorbell, &record, began.elapsed(), true);
             }
             Admission::Broken(reason) => {
                 tracing::warn!(session = self.number, reason, "the service ends a session");
@@ -347,6 +369,7 @@ impl CudaState {
             returned: has(RequestRecord::RETURN_ROUTING).then_some(layout),
             tokens: request.tokens,
             began,
+            is_raised: false,
             is_complete: false,
         };
         steps.submit_cuda(request, call).map_err(Failure::from)

@@ -156,8 +156,8 @@ impl Driver {
             match (action, &group) {
                 (AttachAction::Attach(memory), Some(group)) => {
                     if let Some(session) = memories.sessions.get(&memory) {
-                        let (kind, fd) = session.memory();
-                        group.attach(memory, kind, fd);
+                        let (kind, fds) = session.memory();
+                        group.attach(memory, kind, &fds);
                     }
                 }
                 (AttachAction::Detach(memory), Some(group)) => group.detach(memory),
