@@ -265,17 +265,7 @@ impl CudaState {
     pub(super) fn take_rings(self: &Arc<Self>, steps: &dyn Steps, has_spare_cores: bool) {
         let mut last = Instant::now();
         while !self.is_closing() {
-            let mut found = false;
-            for doorbell in 0..self.control.doorbells() {
-                if self.is_in_flight(doorbell) {
-                    continue;
-                }
-                if let Some(ring) = self.control.take(doorbell) {
-                    found = true;
-                    self.take(doorbell, ring, steps);
-                }
-            }
-            if found {
+            if self.poll(steps) {
                 last = Instant::now();
                 continue;
             }
@@ -288,7 +278,22 @@ impl CudaState {
         }
     }
 
-    pub(super) fn take(self: &Arc<Self>, doorbell: u32, ring: Ring, steps: &dyn Steps) {
+    /// Takes a ring of each doorbell that has no call in flight; returns whether there was one.
+    pub(super) fn poll(self: &Arc<Self>, steps: &dyn Steps) -> bool {
+        let mut found = false;
+        for doorbell in 0..self.control.doorbells() {
+            if self.is_in_flight(doorbell) {
+                continue;
+            }
+            if let Some(ring) = self.control.take(doorbell) {
+                found = true;
+                self.take(doorbell, ring, steps);
+            }
+        }
+        found
+    }
+
+    fn take(self: &Arc<Self>, doorbell: u32, ring: Ring, steps: &dyn Steps) {
         let began = Instant::now();
         let admission = self.table().ring(doorbell, ring);
         match admission {
