@@ -10,5 +10,5 @@ mod doorbells;
 mod listener;
 mod state;
 
-pub(crate) use call::CudaCall;
+pub(crate) use call::{CudaCall, Raising};
 pub(crate) use state::CudaState;
