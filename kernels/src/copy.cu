@@ -317,35 +317,36 @@ __device__ void raise_words(const CopyOutParams& p) {
     for (uint32_t i = 0; i < raises; ++i) *static_cast<volatile uint32_t*>(state->raise[i].word) = 1;
 }
 
+__device__ __forceinline__ uint64_t load_time(const uint64_t* time) {
+    return __ldcg(reinterpret_cast<const unsigned long long*>(time));
+}
+
 // Ends the step, once all blocks have written their results: raises completion words and stores the completion record. One thread runs
 // this.
-__device__ __noinline__ void end_step(const CopyOutParams& p) {
+__device__ void end_step(const CopyOutParams& p) {
     SlotState* state = p.group.state;
     state->end_ns[kCopyOut] = now_ns();
     raise_words(p);
-    // All loads before the first store, so that they are under way together.
-    uint64_t begin[kPhases], end[kPhases];
-#pragma unroll
-    for (uint32_t phase = 0; phase < kPhases; ++phase) {
-        begin[phase] = __ldcg(reinterpret_cast<const unsigned long long*>(&state->begin_ns[phase]));
-        end[phase] = __ldcg(reinterpret_cast<const unsigned long long*>(&state->end_ns[phase]));
-    }
+    // All loads of a batch before its stores, so that they are under way together.
     const uint32_t received = __ldcg(&state->received), error = __ldcg(&state->error);
     const uint32_t assignments = p.assignments == nullptr ? 0 : __ldcg(p.assignments);
-    const uint64_t step = state->step;
+    uint64_t times[kPhases];
 #pragma unroll
-    for (uint32_t phase = 0; phase < kPhases; ++phase) {
-        p.completion->begin_ns[phase] = begin[phase];
-        p.completion->end_ns[phase] = end[phase];
-    }
+    for (uint32_t phase = 0; phase < kPhases; ++phase) times[phase] = load_time(&state->begin_ns[phase]);
+#pragma unroll
+    for (uint32_t phase = 0; phase < kPhases; ++phase) p.completion->begin_ns[phase] = times[phase];
+#pragma unroll
+    for (uint32_t phase = 0; phase < kPhases; ++phase) times[phase] = load_time(&state->end_ns[phase]);
+#pragma unroll
+    for (uint32_t phase = 0; phase < kPhases; ++phase) p.completion->end_ns[phase] = times[phase];
     p.completion->received = received;
     p.completion->assignments = assignments;
     p.completion->error = error;
-    store_release_system(&p.completion->step, step);
+    store_release_system(&p.completion->step, state->step);
 }
 
 template <int Count>
-__global__ void __launch_bounds__(kThreads) copy_out(const __grid_constant__ Ranks<CopyOutParams, Count> all) {
+__global__ void __launch_bounds__(kThreads, 1) copy_out(const __grid_constant__ Ranks<CopyOutParams, Count> all) {
     const CopyOutParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
     SlotState* state = p.group.state;
     begin_kernel();

@@ -21,7 +21,7 @@ use super::driver::{Gpu, check};
 use super::memory::DeviceMemory;
 use super::wire::{
     DONE, KIND_CUDA, MAX_PREPARE_FRAME, OpenCuda, OpenedCuda, PENDING, PrepareReply, PreparedCall, Ring,
-    RoutingLayout,
+    RoutingLayout, SEEN,
 };
 use crate::client::{Receipt, SessionError};
 use crate::socket;
@@ -383,10 +383,11 @@ impl CudaSession {
             .collect();
         let bell = self.signals + control.doorbell_offset(doorbell) as u64;
         let ring = Ring { prepared: call.number, rows };
-        let mut operations: Vec<CUstreamBatchMemOpParams> = Vec::with_capacity(2 * words.len() + 1);
+        let mut operations: Vec<CUstreamBatchMemOpParams> = Vec::with_capacity(2 * words.len() + 2);
         operations.extend(words.iter().map(|&word| write_32(word, PENDING)));
         operations.push(write_64(bell, ring.to_word()));
         operations.extend(words.iter().map(|&word| wait_32(word, DONE)));
+        operations.push(write_32(self.signals + control.seen_offset(doorbell) as u64, SEEN));
         let _entered = self.gpu.enter()?;
         let stream: CUstream = stream.cast();
         // SAFETY: the addresses are in the control region and in the session's memory (checked by `prepare_routed`, and by the service

@@ -86,6 +86,8 @@ pub struct StepDone {
     pub phase_ns: [u64; Phase::ALL.len()],
     /// `[ranks]`: completion records.
     pub completions: Vec<Completion>,
+    /// Whether the ranks were killed before all of them had reported the step's end.
+    pub is_after_fault: bool,
 }
 
 impl StepDone {
@@ -402,11 +404,10 @@ impl Group {
         if self.in_flight.front()?.completions.iter().any(Option::is_none) {
             return None;
         }
-        self.pop_done()
+        self.pop_done(false)
     }
 
-    /// Takes the oldest step in flight if its completion words were raised, after a fault of the generation: its clients have
-    /// seen its end. The first call kills and reaps the ranks, so that no word is raised later. Completions that the router has
+    /// Takes the oldest step in flight if its completion words were raised, or were about to be, before a fault of the generation. The first call kills and reaps the ranks, so that no word is raised later. Completions that the router has
     /// not received are empty.
     pub fn take_raised(&mut self) -> Option<StepDone> {
         if !self.in_flight.front()?.raises {
@@ -417,10 +418,10 @@ impl Group {
         if self.channel.raised(step.slot) != step.sequence {
             return None;
         }
-        self.pop_done()
+        self.pop_done(true)
     }
 
-    fn pop_done(&mut self) -> Option<StepDone> {
+    fn pop_done(&mut self, is_after_fault: bool) -> Option<StepDone> {
         let step = self.in_flight.pop_front()?;
         self.front_since = Instant::now();
         let completions =
@@ -437,6 +438,7 @@ impl Group {
             elapsed: step.since.elapsed(),
             phase_ns,
             completions,
+            is_after_fault,
         })
     }
 

@@ -34,7 +34,7 @@ use crate::steps::Service;
 
 pub(crate) use attachments::{Action as AttachAction, Answer as AttachAnswer, Attachments, Outcome};
 pub(crate) use call::SessionCall;
-pub(crate) use cuda::CudaCall;
+pub(crate) use cuda::{CudaCall, Raising};
 pub use listener::{SessionConfig, SessionServer};
 pub(crate) use open::OpenSession;
 pub use registry::{RowsTravel, SessionLimits, SessionRegistry, SessionStatus};

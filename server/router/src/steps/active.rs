@@ -8,7 +8,7 @@ use expertd_types::{DType, WeightFingerprint};
 
 use super::shared::Reply;
 use crate::backend::{self, Answer, Request, StepError, StepTiming};
-use crate::sessions::Attachments;
+use crate::sessions::{Attachments, Raising};
 use crate::telemetry::names;
 
 /// The parts of an answer: rows, and expert ids and weights if requested.
@@ -167,10 +167,10 @@ impl Active {
         (rows == self.request.tokens && !self.request.return_routing).then(|| call.raise())
     }
 
-    /// Notes that rank 0 has raised the completion word.
-    pub(super) fn set_raised(&mut self) {
+    /// Sets who raises the completion words.
+    pub(super) fn set_raising(&mut self, raising: Raising) {
         if let Reply::Cuda(call) = &mut self.reply {
-            call.set_raised();
+            call.set_raising(raising);
         }
     }
 

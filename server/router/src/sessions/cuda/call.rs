@@ -14,6 +14,17 @@ use super::state::CudaState;
 use crate::api::Failure;
 use crate::backend::{Receipt, StepError};
 
+/// Who raises the completion words of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Raising {
+    /// The router.
+    Router,
+    /// Rank 0 has raised them; the client may have begun its next call.
+    Rank,
+    /// Rank 0, which was killed: it has raised them or was about to.
+    KilledRank,
+}
+
 /// A call of a CUDA session, from admission to its completion. A call that is dropped without an answer fails.
 #[derive(Debug)]
 pub(crate) struct CudaCall {
@@ -29,8 +40,8 @@ pub(crate) struct CudaCall {
     pub(super) returned: Option<RoutingLayout>,
     pub(super) tokens: usize,
     pub(super) began: Instant,
-    /// Whether rank 0 has raised the completion word.
-    pub(super) is_raised: bool,
+    /// Who raises the completion words.
+    pub(super) raising: Raising,
     pub(super) is_complete: bool,
 }
 
@@ -62,9 +73,9 @@ impl CudaCall {
         }
     }
 
-    /// Notes that rank 0 has raised the completion word: the client may have begun its next call.
-    pub(crate) const fn set_raised(&mut self) {
-        self.is_raised = true;
+    /// Sets who raises the completion words.
+    pub(crate) const fn set_raising(&mut self, raising: Raising) {
+        self.raising = raising;
     }
 
     fn memory(&self) -> MemoryId {
@@ -93,7 +104,7 @@ impl CudaCall {
 
     fn complete(&mut self, record: &CompletionRecord) {
         self.is_complete = true;
-        self.session.complete(self.doorbell, record, self.tokens, self.began.elapsed(), !self.is_raised);
+        self.session.complete(self.doorbell, record, self.tokens, self.began.elapsed(), self.raising);
     }
 }
 

@@ -12,5 +12,5 @@ pub mod fuzzing;
 mod listener;
 mod state;
 
-pub(crate) use call::CudaCall;
+pub(crate) use call::{CudaCall, Raising};
 pub(crate) use state::CudaState;

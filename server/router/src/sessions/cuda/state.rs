@@ -19,7 +19,7 @@ use super::super::call::failed;
 use super::super::open::{OpenSession, end_socket};
 use super::super::registry::{Charge, SessionStatus};
 use super::super::session::{Opener, RowsTravel};
-use super::call::CudaCall;
+use super::call::{CudaCall, Raising};
 use super::doorbells::{Admission, DoorbellTable, check};
 use crate::api::{Envelope, Failure, code_name, next_request_id, validate_session};
 use crate::sessions::Steps;
@@ -230,30 +230,34 @@ impl CudaState {
         let _ = self.control.write_routing(doorbell, layout.weights, weights);
     }
 
-    /// Ends a doorbell's call. `raises` says whether its words are still to be raised.
+    /// Ends a doorbell's call.
     pub(super) fn complete(
         &self,
         doorbell: u32,
         record: &CompletionRecord,
         tokens: usize,
         elapsed: Duration,
-        raises: bool,
+        raising: Raising,
     ) {
+        if raising == Raising::KilledRank {
+            // Before the doorbell's next ring is taken, which clears the word that says what the client has seen.
+            self.control.raise_unseen(doorbell);
+        }
         // Before the words are raised: the client may ring at once.
         self.table().complete(doorbell);
         self.set_in_flight(doorbell, false);
-        self.answer(doorbell, record, elapsed, raises);
+        self.answer(doorbell, record, elapsed, raising);
         if record.code == 0 {
             self.rows_total.fetch_add(tokens as u64, Ordering::Relaxed);
         }
     }
 
-    fn answer(&self, doorbell: u32, record: &CompletionRecord, elapsed: Duration, raises: bool) {
+    fn answer(&self, doorbell: u32, record: &CompletionRecord, elapsed: Duration, raising: Raising) {
         let mut statuses = self.statuses.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(status) = statuses.get_mut(doorbell as usize) {
-            match raises {
-                true => self.control.complete(doorbell, record, status),
-                false => self.control.set_status(doorbell, record, status),
+            match raising {
+                Raising::Router => self.control.complete(doorbell, record, status),
+                Raising::Rank | Raising::KilledRank => self.control.set_status(doorbell, record, status),
             }
         }
         drop(statuses);
@@ -300,12 +304,12 @@ impl CudaState {
             Admission::Admitted { call, prepared } => {
                 self.set_in_flight(doorbell, true);
                 if let Err(failure) = self.submit(doorbell, ring, call, &prepared, steps, began) {
-                    self.complete(doorbell, &failed(call, failure), 0, began.elapsed(), true);
+                    self.complete(doorbell, &failed(call, failure), 0, began.elapsed(), Raising::Router);
                 }
             }
             Admission::Invalid { call, reason } => {
                 let record = failed(call, Failure::field("prepared call", reason));
-                self.answer(doorbell, &record, began.elapsed(), true);
+                self.answer(doorbell, &record, began.elapsed(), Raising::Router);
             }
             Admission::Broken(reason) => {
                 tracing::warn!(session = self.number, reason, "the service ends a session");
@@ -374,7 +378,7 @@ impl CudaState {
             returned: has(RequestRecord::RETURN_ROUTING).then_some(layout),
             tokens: request.tokens,
             began,
-            is_raised: false,
+            raising: Raising::Router,
             is_complete: false,
         };
         steps.submit_cuda(request, call).map_err(Failure::from)

@@ -11,6 +11,7 @@ use expertd_types::StepId;
 use super::{Driver, Launched};
 use crate::backend::{PhaseTimes, StepTiming};
 use crate::cluster::{Fault, Group, StepDone};
+use crate::sessions::Raising;
 use crate::steps::active::{Active, IDS, Output, ROWS, TrialRow, WEIGHTS};
 
 /// A completed step that the metrics lack.
@@ -116,7 +117,7 @@ impl Driver {
             if keys.last() != Some(key) {
                 active.add_timing(timing);
                 if launched.raises {
-                    active.set_raised();
+                    active.set_raising(if done.is_after_fault { Raising::KilledRank } else { Raising::Rank });
                 }
                 keys.push(*key);
                 first = outputs.as_flattened().len();
