@@ -32,9 +32,9 @@ SHAPES = {
     "mixtral-8x7b": Shape(4096, 14336, 8, 2),
     "deepseek-v3": Shape(7168, 2048, 256, 8),
 }
-# Number of layers in memory, used in turn, so that no cache holds the weights of the next one.
+# Default number of layers in memory, used in turn, so that no cache holds the weights of the next one.
 LAYERS = 2
-# Steps per graph, each with its own rows.
+# Default number of steps per graph, each with its own rows.
 STEPS = 8
 # FP8 weights have one scale for each block of BLOCK x BLOCK elements.
 BLOCK = 128
@@ -48,6 +48,8 @@ def arguments(description, formats):
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--dtype", choices=formats, default=formats[0], help="format of the weights")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048], help="rows per rank")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="layers in memory, used in turn")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps per graph; the number of layers makes it a walk")
     parser.add_argument("--replays", type=int, default=15, help="timed replays of a graph of several steps")
     parser.add_argument("--json", help="also write the figures to this file")
     return parser
@@ -187,8 +189,8 @@ class Figures:
         }
 
 
-def replay_times(world, enqueue, refresh, replays):
-    """µs per step, one figure per replay, of a graph of the STEPS steps that `enqueue()` enqueues. `refresh()` runs
+def replay_times(world, enqueue, refresh, replays, steps):
+    """µs per step, one figure per replay, of a graph of the `steps` steps that `enqueue()` enqueues. `refresh()` runs
     before each replay; the time is that of the slowest rank."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -210,20 +212,20 @@ def replay_times(world, enqueue, refresh, replays):
         end.record()
         torch.cuda.synchronize()
         if replay >= 3:
-            times.append(world.slowest(begin.elapsed_time(end) * 1e3 / STEPS))
+            times.append(world.slowest(begin.elapsed_time(end) * 1e3 / steps))
     return times
 
 
-def measure(world, layers, tokens, make, replays):
+def measure(world, layers, tokens, make, replays, step_count):
     """Times one size of a peer.
 
     `make(layer, rows, out)` returns a function that enqueues one step and can be captured; it reads `rows` [T, H] and
     writes `out` [T, H]. Rows change with every step and every replay.
     """
     h = layers[0].shape.hidden
-    rows = torch.empty(STEPS, tokens, h, device=world.device, dtype=torch.bfloat16)
+    rows = torch.empty(step_count, tokens, h, device=world.device, dtype=torch.bfloat16)
     out = torch.empty_like(rows)
-    steps = [make(layers[s % len(layers)], rows[s], out[s]) for s in range(STEPS)]
+    steps = [make(layers[s % len(layers)], rows[s], out[s]) for s in range(step_count)]
 
     def enqueue():
         for step in steps:
@@ -235,10 +237,10 @@ def measure(world, layers, tokens, make, replays):
 
     torch.manual_seed(tokens * 100 + world.rank)
     refresh()
-    times = replay_times(world, enqueue, refresh, replays)
+    times = replay_times(world, enqueue, refresh, replays, step_count)
     # Check the results of the last replay: all are written, and two steps are compared with the reference.
     error = 0.0 if torch.isfinite(out).all() else float("inf")
-    for s in (0, STEPS - 1):
+    for s in (0, step_count - 1):
         error = max(error, relative_error(out[s], reference(world, layers[s % len(layers)], rows[s])))
     return Figures(times, world.slowest(error))
 
@@ -254,7 +256,7 @@ def run(name, description, prepare, formats=("bf16",), begin=None):
     if begin is not None:
         begin(world, args.dtype)
     shape = SHAPES[args.shape]
-    layers = [Layer(world, shape, seed + 1, args.dtype) for seed in range(LAYERS)]
+    layers = [Layer(world, shape, seed + 1, args.dtype) for seed in range(args.layers)]
     about = {"peer": name, "shape": args.shape, "format": args.dtype, "ranks": world.ranks}
     report = {**about, "sizes": []}
     with torch.inference_mode():
@@ -264,7 +266,7 @@ def run(name, description, prepare, formats=("bf16",), begin=None):
                 if make is None:
                     world.say(f"{name}: {tokens} rows per rank: not supported")
                     continue
-                figures = measure(world, layers, tokens, make, args.replays).json(tokens)
+                figures = measure(world, layers, tokens, make, args.replays, args.steps).json(tokens)
             except torch.OutOfMemoryError as error:
                 world.say(f"{name}: {tokens} rows per rank: {str(error)[:100]}")
                 torch.cuda.empty_cache()
