@@ -125,15 +125,40 @@ __device__ void take_row(const CopyInParams& p, const uint8_t* from, uint32_t dt
     }
 }
 
+// An element of a row that may lie at any multiple of the element size.
+__device__ __forceinline__ float load_element(const void* row, uint32_t index, uint32_t dtype) {
+    if (dtype == kF32) return load_host(static_cast<const float*>(row) + index);
+    uint16_t bits;
+    asm volatile("ld.global.L1::no_allocate.u16 %0, [%1];" : "=h"(bits) : "l"(static_cast<const uint16_t*>(row) + index));
+    return dtype == kF16 ? __half2float(__ushort_as_half(bits)) : __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
+
+// As take_row, for a row of `row_elements` elements.
+__device__ void take_narrow_row(const CopyInParams& p, const void* from, uint32_t dtype, uint4* to, uint4* low) {
+    for (uint32_t word = threadIdx.x % 32; word < p.hidden / 8; word += 32) {
+        float v[8];
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+            const uint32_t index = word * 8 + i;
+            v[i] = index < p.row_elements ? load_element(from, index, dtype) : 0.0f;
+        }
+        const uint4 rounded = pack_bf16x8(v);
+        to[word] = rounded;
+        if (low != nullptr) low[word] = rest_of(v, rounded);
+    }
+}
+
 // Copies a row from staging with its place and its routing. One warp runs this.
 __device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row, bool wide) {
     const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
-    const uint64_t row_bytes = static_cast<uint64_t>(p.hidden) * (segment.dtype == kF32 ? 4 : 2);
+    const bool narrow = (segment.flags & kNarrowRows) != 0;
+    const uint32_t element_bytes = segment.dtype == kF32 ? 4 : 2, align = narrow ? element_bytes : 16;
+    const uint64_t row_bytes = static_cast<uint64_t>(narrow ? p.row_elements : p.hidden) * element_bytes;
     const uint64_t within = (row - segment.first_row) * row_bytes, offset = segment.byte_offset + within;
     const bool attached = segment.memory != 0;
     // The host has checked these values. The check here keeps a fault in between from accessing other memory.
-    if (offset % 16 != 0 || segment.output_offset % 16 != 0 || (!attached && offset + row_bytes > p.staged_bytes) ||
-        row - segment.first_row >= segment.rows) {
+    if (offset % align != 0 || segment.output_offset % align != 0 || (!attached && offset + row_bytes > p.staged_bytes) ||
+        row - segment.first_row >= segment.rows || p.row_elements > p.hidden) {
         if (lane == 0) set_error(p.state, kBadCount, 0xfe, kCopyIn);
         return;
     }
@@ -150,11 +175,13 @@ __device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row
     if (named) token_id = load_host(p.staged_token_ids + row);
     const uint64_t first_word = static_cast<uint64_t>(row) * words;
     uint8_t* from = attached ? reinterpret_cast<uint8_t*>(offset) : p.staged_rows + offset;
-    take_row(p, from, segment.dtype, static_cast<uint4*>(p.tokens) + first_word,
-             wide && p.tokens_low != nullptr ? static_cast<uint4*>(p.tokens_low) + first_word : nullptr);
+    uint4* to = static_cast<uint4*>(p.tokens) + first_word;
+    uint4* low = wide && p.tokens_low != nullptr ? static_cast<uint4*>(p.tokens_low) + first_word : nullptr;
+    if (narrow) take_narrow_row(p, from, segment.dtype, to, low);
+    else take_row(p, from, segment.dtype, to, low);
     if (lane == 0) {
-        uint8_t* to = attached ? reinterpret_cast<uint8_t*>(segment.output_offset + within) : from;
-        p.places[row] = {to, segment.dtype, segment.flags};
+        uint8_t* output = attached ? reinterpret_cast<uint8_t*>(segment.output_offset + within) : from;
+        p.places[row] = {output, segment.dtype, segment.flags};
     }
     if (given) {
         // Ids become addresses, so they are checked for the same reason.
@@ -235,6 +262,22 @@ __device__ __forceinline__ void load_out(const void* out, uint64_t word, uint32_
     }
 }
 
+// Writes the first `row_elements` elements of a result row, whose first word is `first`, to any multiple of the element size.
+__device__ void put_narrow_row(const CopyOutParams& p, const RowPlace& place, uint64_t first, uint32_t dtype) {
+    for (uint32_t word = threadIdx.x % 32; word * 8 < p.row_elements; word += 32) {
+        float v[8];
+        load_out(p.out, first + word, dtype, v);
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+            const uint32_t index = word * 8 + i;
+            if (index >= p.row_elements) continue;
+            if (place.dtype == kF32) reinterpret_cast<float*>(place.output)[index] = v[i];
+            else if (place.dtype == kF16) reinterpret_cast<__half*>(place.output)[index] = __float2half_rn(v[i]);
+            else reinterpret_cast<__nv_bfloat16*>(place.output)[index] = __float2bfloat16_rn(v[i]);
+        }
+    }
+}
+
 // Adds the rows of each local expert to the counts of the step's layer. Steps follow one another on the stream, so no other kernel
 // changes the counts.
 __device__ void count_rows(const CopyOutParams& p) {
@@ -262,7 +305,9 @@ __global__ void __launch_bounds__(kThreads) copy_out(const __grid_constant__ Ran
         const RowPlace place = p.places[row];
         uint8_t* to = place.output;
         const uint64_t first = static_cast<uint64_t>(row) * words;
-        if (place.dtype == dtype) {
+        if ((place.flags & kNarrowRows) != 0) {
+            put_narrow_row(p, place, first, dtype);
+        } else if (place.dtype == dtype) {
             const uint32_t all_words = dtype == kF32 ? 2 * words : words;
             const uint4* from = static_cast<const uint4*>(p.out) + static_cast<uint64_t>(row) * all_words;
             for (uint32_t base = 0; base < all_words; base += 32 * 2 * kUnroll) {

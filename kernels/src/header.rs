@@ -162,10 +162,10 @@ fn kernel_parameters_mirror_step_h() {
         epsilon, scale, jitter, vocab);
     assert_mirrors!(h, "CopyInParams", CopyInParams: state, request, segments, staged_rows, staged_ids, staged_weights,
         staged_token_ids, tokens, tokens_low, topk_ids, topk_weights, token_ids, places, staged_bytes, hidden, top_k, max_tokens,
-        experts, max_segments, reserved);
+        experts, max_segments, row_elements);
     assert_mirrors!(h, "CopyOutParams", CopyOutParams: state, out, topk_ids, topk_weights, places, assignments,
         staged_ids, staged_weights, completion, expert_offsets, row_counts, row_counts_host, hidden, top_k, max_tokens,
-        first_expert, local_experts, count_stride);
+        first_expert, local_experts, count_stride, row_elements, reserved);
     assert_mirrors!(h, "SharedParams", SharedParams: state, tokens, gates, expert_offsets, row_index, row_weight, hidden,
         max_tokens);
 }

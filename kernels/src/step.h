@@ -58,7 +58,8 @@ struct StepRequest {
 static_assert(sizeof(StepRequest) == 32, "mirrored in src/params");
 
 // Consecutive rows in staging or in an attached memory, described in mapped memory. Each row of a step belongs to one segment.
-// Offsets are multiples of 16. If `memory` is not 0, they are device addresses, which the host has checked.
+// Offsets are multiples of 16, or of the element size with kNarrowRows. If `memory` is not 0, they are device addresses, which the host
+// has checked.
 struct Segment {
     uint64_t byte_offset;    // of the rows, and in staging of their results
     uint64_t output_offset;  // of the results, if `memory` is not 0
@@ -70,7 +71,8 @@ struct Segment {
     uint32_t reserved;
 };
 static_assert(sizeof(Segment) == 40, "mirrored in src/params");
-enum RowFlags : uint32_t { kGivenRouting = 1, kSharedExperts = 2 };
+// kNarrowRows: the rows in memory have CopyInParams::row_elements elements; the kernels pad them with zeros.
+enum RowFlags : uint32_t { kGivenRouting = 1, kSharedExperts = 2, kNarrowRows = 4 };
 
 // The place of a row's result, the row's element type, and its segment's flags.
 struct RowPlace {
@@ -224,7 +226,7 @@ struct CopyInParams {
     uint32_t max_tokens;
     uint32_t experts;
     uint32_t max_segments;          // capacity of `segments`, in entries
-    uint32_t reserved;
+    uint32_t row_elements;          // elements of a row of segments with kNarrowRows, at most `hidden`
 };
 static_assert(sizeof(CopyInParams) == 136, "mirrored in src/params");
 
@@ -249,8 +251,10 @@ struct CopyOutParams {
     uint32_t first_expert;          // index in its layer of the first local expert
     uint32_t local_experts;
     uint32_t count_stride;          // number of experts that a layer has room for in the tables
+    uint32_t row_elements;          // elements of a row of segments with kNarrowRows, at most `hidden`
+    uint32_t reserved;
 };
-static_assert(sizeof(CopyOutParams) == 120, "mirrored in src/params");
+static_assert(sizeof(CopyOutParams) == 128, "mirrored in src/params");
 
 // Lists the assignments of the shared experts, which process every token: row t is token t.
 struct SharedParams {

@@ -43,8 +43,8 @@ pub struct CopyInParams {
     pub experts: u32,
     /// Capacity of `segments`, in entries.
     pub max_segments: u32,
-    /// Padding.
-    pub reserved: u32,
+    /// Elements of a row of segments with [`NARROW_ROWS`](super::NARROW_ROWS).
+    pub row_elements: u32,
 }
 
 /// See `CopyOutParams` in `step.h`. `staged_*` and `completion` are mapped host memory.
@@ -87,6 +87,10 @@ pub struct CopyOutParams {
     pub local_experts: u32,
     /// Number of experts that a layer has room for in the tables.
     pub count_stride: u32,
+    /// Elements of a row of segments with [`NARROW_ROWS`](super::NARROW_ROWS).
+    pub row_elements: u32,
+    /// Padding.
+    pub reserved: u32,
 }
 
 /// See `SharedParams` in `step.h`.
@@ -114,6 +118,6 @@ pub struct SharedParams {
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
     assert!(size_of::<CopyInParams>() == 136);
-    assert!(size_of::<CopyOutParams>() == 120);
+    assert!(size_of::<CopyOutParams>() == 128);
     assert!(size_of::<SharedParams>() == 56);
 };

@@ -92,13 +92,17 @@ pub struct Segment {
     pub rows: u32,
     /// Element type of the rows.
     pub dtype: u32,
-    /// Bit set: 1 for given routing, 2 for shared experts in the output.
+    /// Bit set: 1 for given routing, 2 for shared experts in the output, [`NARROW_ROWS`].
     pub flags: u32,
     /// 0 for rows in staging.
     pub memory: u32,
     /// Padding.
     pub reserved: u32,
 }
+
+/// Flag of a segment whose rows in memory have `row_elements` elements, fewer than the kernels' rows. Its offsets are multiples of the
+/// element size.
+pub const NARROW_ROWS: u32 = 4;
 
 /// Size of `RowPlace` in `step.h`, in bytes.
 pub const ROW_PLACE_BYTES: usize = 16;

@@ -149,7 +149,7 @@ pub fn check(options: &Options) -> Outcome {
                 max_tokens: shape.max_tokens,
                 experts: shape.experts,
                 max_segments: max_segments as u32,
-                reserved: 0,
+                row_elements: shape.hidden,
             });
             outs.push(CopyOutParams {
                 state: b.state.address(),
@@ -170,6 +170,8 @@ pub fn check(options: &Options) -> Outcome {
                 first_expert: shape.expert_range(rank as u32).0,
                 local_experts: local(rank) as u32,
                 count_stride: STRIDE as u32,
+                row_elements: shape.hidden,
+                reserved: 0,
             });
         }
         let most = most_blocks(&device, ranks)?;

@@ -19,7 +19,7 @@ const OPEN: OpenCuda = OpenCuda {
     kind: KIND_CUDA,
     memory_bytes: 2 << 20,
     doorbells: 1,
-    reserved: 0,
+    routing_bytes: 0,
     device: [1; 16],
 };
 

@@ -2,6 +2,7 @@
 
 mod cuda;
 mod cuda_gpu;
+mod cuda_routing;
 mod gpu;
 mod hostile;
 mod killed;

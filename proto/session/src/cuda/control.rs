@@ -1,12 +1,12 @@
 //! The control region of a CUDA session: a memfd that the service makes, and that the client registers with its GPU.
 //!
-//! The client may write anything anywhere in it at any time. The service takes a doorbell's word by exchange, which is a copy,
-//! writes statuses and completion words, and reads nothing else. Doorbells and words are in host memory: waits for words in
+//! The client may write anything anywhere in it at any time. The service takes a doorbell's word by exchange, which is a copy, copies
+//! the routing of a call once, writes statuses, completion words and returned routing, and reads nothing else. Doorbells and words are in host memory: waits for words in
 //! device memory starve the writes that would end them.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use bytemuck::Zeroable as _;
 use expertd_ipc::region::{LINE, RegionError, SharedRegion, SharedSlice};
@@ -29,18 +29,19 @@ pub struct ControlMemory {
     layout: ControlLayout,
     doorbells: SharedSlice<u64>,
     words: SharedSlice<u32>,
+    routing: SharedSlice<u32>,
     statuses: SharedSlice<u64>,
     count: u32,
     words_each: u32,
 }
 
 impl ControlMemory {
-    /// Makes a region with `doorbells` doorbells of `words` completion words each.
+    /// Makes a region with `doorbells` doorbells of `words` completion words and `routing_bytes` bytes for routing each.
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn create(doorbells: u32, words: u32) -> Result<Self, RegionError> {
-        let layout = ControlLayout::new(doorbells)?;
+    pub fn create(doorbells: u32, words: u32, routing_bytes: u32) -> Result<Self, RegionError> {
+        let layout = ControlLayout::new(doorbells, routing_bytes)?;
         let region = SharedRegion::create("expertd-session-control", layout.bytes)?;
         region.avoid_huge_pages();
         region.populate(0, layout.bytes)?;
@@ -64,6 +65,8 @@ impl ControlMemory {
         let layout = ControlLayout {
             doorbells: opened.doorbells_offset as usize,
             words: opened.words_offset as usize,
+            routing: opened.routing_offset as usize,
+            routing_bytes: opened.routing_bytes as usize,
             statuses: opened.statuses_offset as usize,
             bytes,
         };
@@ -77,9 +80,21 @@ impl ControlMemory {
         words: u32,
     ) -> Result<Self, RegionError> {
         let count = doorbells as usize;
+        // What the GPU uses lies before the statuses: `signals` is what a client registers.
+        let signals = [
+            (layout.doorbells, count * LINE),
+            (layout.words, count * LINE),
+            (layout.routing, count * layout.routing_bytes),
+        ];
+        for (offset, bytes) in signals {
+            if offset.checked_add(bytes).is_none_or(|end| end > layout.statuses) {
+                return Err(RegionError::OutOfBounds { offset, bytes, len: layout.statuses });
+            }
+        }
         Ok(ControlMemory {
             doorbells: region.slice(layout.doorbells, count * LINE / 8)?,
             words: region.slice(layout.words, count * LINE / 4)?,
+            routing: region.slice(layout.routing, count * layout.routing_bytes / 4)?,
             statuses: region.slice(layout.statuses, count * STATUS_STRIDE / 8)?,
             region,
             layout,
@@ -98,11 +113,12 @@ impl ControlMemory {
             region_bytes: self.region.len() as u64,
             doorbells_offset: self.layout.doorbells as u64,
             words_offset: self.layout.words as u64,
+            routing_offset: self.layout.routing as u64,
             statuses_offset: self.layout.statuses as u64,
             doorbells: self.count,
             words: self.words_each,
             hidden,
-            reserved: 0,
+            routing_bytes: self.layout.routing_bytes as u32,
         }
     }
 
@@ -112,7 +128,7 @@ impl ControlMemory {
         &self.region
     }
 
-    /// The doorbells and their completion words, for registering the pages with a device: all bytes before the statuses.
+    /// The doorbells, their completion words and routing areas, for registering the pages with a device: all bytes before the statuses.
     #[must_use]
     pub const fn signals(&self) -> (*mut u64, usize) {
         (self.doorbells.as_ptr(), self.layout.statuses)
@@ -140,6 +156,47 @@ impl ControlMemory {
     #[must_use]
     pub const fn word_offset(&self, doorbell: u32, word: u32) -> usize {
         self.layout.words + doorbell as usize * LINE + word as usize * 4
+    }
+
+    /// Size of each doorbell's routing area, in bytes.
+    #[must_use]
+    pub const fn routing_bytes(&self) -> usize {
+        self.layout.routing_bytes
+    }
+
+    /// A doorbell's routing area, which the client's GPU copies to and from.
+    #[must_use]
+    pub fn routing_area(&self, doorbell: u32) -> *mut u32 {
+        self.routing.as_ptr().wrapping_add(doorbell as usize * self.layout.routing_bytes / 4)
+    }
+
+    /// Copies `bytes` bytes at `offset` of a doorbell's routing area, each word once. `None` if they exceed it.
+    #[must_use]
+    pub fn copy_routing(&self, doorbell: u32, offset: usize, bytes: usize) -> Option<Vec<u8>> {
+        let words = self.routing_words(doorbell, offset, bytes)?;
+        let mut copy = Vec::with_capacity(bytes);
+        for word in words {
+            copy.extend_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+        }
+        Some(copy)
+    }
+
+    /// Writes returned routing at `offset` of a doorbell's routing area. `None` if it exceeds the area.
+    pub fn write_routing(&self, doorbell: u32, offset: usize, bytes: &[u8]) -> Option<()> {
+        let to = self.routing_words(doorbell, offset, bytes.len())?;
+        for (to, word) in to.iter().zip(bytes.as_chunks::<4>().0) {
+            to.store(u32::from_ne_bytes(*word), Ordering::Relaxed);
+        }
+        Some(())
+    }
+
+    fn routing_words(&self, doorbell: u32, offset: usize, bytes: usize) -> Option<&[AtomicU32]> {
+        let all = self.layout.routing_bytes;
+        if doorbell >= self.count || offset.checked_add(bytes).is_none_or(|end| end > all) {
+            return None;
+        }
+        let first = (doorbell as usize * all + offset) / 4;
+        self.routing.atomics().get(first..first + bytes / 4)
     }
 
     /// Takes a ring of a doorbell. Bytes that a client scribbles are a ring, too.
@@ -245,7 +302,7 @@ mod tests {
     use super::*;
 
     fn pair(doorbells: u32, words: u32) -> (ControlMemory, ControlMemory) {
-        let service = ControlMemory::create(doorbells, words).unwrap();
+        let service = ControlMemory::create(doorbells, words, 200).unwrap();
         let opened = service.opened(3, 64);
         let client = ControlMemory::join(service.region().try_clone_fd().unwrap(), &opened).unwrap();
         (service, client)
@@ -286,14 +343,30 @@ mod tests {
     }
 
     #[test]
+    fn routing_is_copied_within_its_doorbells_area_only() {
+        let (service, client) = pair(3, 1);
+        assert_eq!(service.routing_bytes(), 256);
+        let bytes: Vec<u8> = (0..64).collect();
+        client.write_routing(1, 192, &bytes).unwrap();
+        assert_eq!(service.copy_routing(1, 192, 64).unwrap(), bytes);
+        assert_eq!(service.copy_routing(2, 0, 64).unwrap(), [0; 64]);
+        assert_eq!(service.copy_routing(1, 196, 64), None);
+        assert_eq!(service.copy_routing(1, usize::MAX - 3, 8), None);
+        assert_eq!(service.copy_routing(3, 0, 4), None);
+        assert_eq!(service.write_routing(0, 256, &bytes), None);
+    }
+
+    #[test]
     fn offsets_beyond_the_region_are_refused() {
-        let service = ControlMemory::create(2, 1).unwrap();
+        let service = ControlMemory::create(2, 1, 64).unwrap();
         let fd = || service.region().try_clone_fd().unwrap();
         let opened = service.opened(1, 64);
         for wrong in [
             OpenedCuda { doorbells_offset: opened.region_bytes, ..opened },
             OpenedCuda { statuses_offset: u64::MAX - 7, ..opened },
             OpenedCuda { words: 9, ..opened },
+            OpenedCuda { routing_offset: opened.statuses_offset, ..opened },
+            OpenedCuda { routing_bytes: u32::MAX, ..opened },
             OpenedCuda { doorbells: 0, ..opened },
             OpenedCuda { region_bytes: 4096, ..opened },
         ] {

@@ -98,6 +98,14 @@ impl Memories {
         }
     }
 
+    /// Address of a memory of a client's GPU; `None` for other memories.
+    pub(super) fn device_address(&self, memory: MemoryId) -> Option<u64> {
+        match self.attached.get(&memory)? {
+            Attached::Device(imported) => Some(imported.address()),
+            Attached::Host { .. } => None,
+        }
+    }
+
     /// Replaces offsets in memories by device addresses, in the table of a step's segments. If copy engines carry the step's rows, to
     /// a buffer of `copied` bytes, large segments get places there; returns their copies.
     pub(super) fn place(

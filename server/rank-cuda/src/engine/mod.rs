@@ -215,6 +215,7 @@ impl CudaEngine {
             shared: variant.shared,
             dispatch_blocks: dispatch_blocks(&self.shape, variant.rows, self.most_blocks),
             combine_blocks: combine_blocks(&self.shape, variant.rows, self.most_blocks),
+            row_elements: self.hidden as u32,
         }
     }
 

@@ -249,13 +249,6 @@ impl StepEngine for CudaEngine {
     }
 
     fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {
-        let (wide, hidden) = (self.shape.hidden as usize, self.hidden);
-        if matches!(client, ClientMemory::Device(_)) && wide != hidden {
-            return Err(format!(
-                "the rows of this model have {hidden} elements and the kernels need {wide}; rows in the memory of GPUs are not \
-                 padded, so open a host session"
-            ));
-        }
         self.memories.attach(&self.device, memory, client)
     }
 

@@ -153,6 +153,8 @@ pub(super) struct StepLaunches<'a> {
     pub(super) combine_blocks: u32,
     /// Grid of copy_in and copy_out.
     pub(super) copy_blocks: u32,
+    /// Elements of a row without padding.
+    pub(super) row_elements: u32,
 }
 
 impl StepLaunches<'_> {
@@ -191,7 +193,7 @@ impl StepLaunches<'_> {
             max_tokens,
             experts: self.group.experts,
             max_segments: self.staged.max_segments,
-            reserved: 0,
+            row_elements: self.row_elements,
         };
         // SAFETY: the caller keeps all addresses live, for this and every launch below.
         unsafe { launch::copy_in(&[copy_in], self.copy_blocks, stream)? };
@@ -304,6 +306,7 @@ impl StepLaunches<'_> {
             max_tokens,
             first_expert: self.layer.mine.first().copied().unwrap_or(0),
             local_experts: self.layer.mine.len() as u32,
+            row_elements: self.row_elements,
             ..self.counts.params(k.expert_offsets.address())
         };
         // SAFETY: as above.

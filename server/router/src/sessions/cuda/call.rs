@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use expertd_ipc::AttachedRows;
+use expertd_session::cuda::wire::RoutingLayout;
 use expertd_session::wire::CompletionRecord;
 use expertd_types::MemoryId;
 use tonic::Code;
@@ -24,6 +25,8 @@ pub(crate) struct CudaCall {
     pub(super) rows: u64,
     /// Offset of the output, in bytes.
     pub(super) output: u64,
+    /// Where the call's routing is returned, if the client asked for it.
+    pub(super) returned: Option<RoutingLayout>,
     pub(super) tokens: usize,
     pub(super) began: Instant,
     pub(super) is_complete: bool,
@@ -51,6 +54,9 @@ impl CudaCall {
 
     /// Completes the call, whose output rows are in place.
     pub(crate) fn answer(mut self, receipt: &Receipt) {
+        if let Some(layout) = &self.returned {
+            self.session.return_routing(self.doorbell, layout, &receipt.topk_ids, &receipt.topk_weights);
+        }
         let record = completion(self.call, receipt);
         self.complete(&record);
     }

@@ -7,7 +7,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use expertd_session::cuda::control::ControlMemory;
-use expertd_session::cuda::wire::{MAX_DOORBELLS, MAX_PREPARE_FRAME, OpenCuda, PrepareReply, PreparedCall};
+use expertd_session::cuda::wire::{
+    ControlLayout, MAX_DOORBELLS, MAX_PREPARE_FRAME, OpenCuda, PrepareReply, PreparedCall,
+};
 use expertd_session::socket;
 use expertd_session::wire::frame;
 use metrics::counter;
@@ -42,8 +44,11 @@ impl Shared {
             ));
         }
         let bytes = usize::try_from(open.memory_bytes).map_err(|error| error.to_string())?;
-        let charge = self.registry.charge(&self.config.limits, bytes)?;
-        let control = ControlMemory::create(open.doorbells, WORDS).map_err(|error| error.to_string())?;
+        let layout =
+            ControlLayout::new(open.doorbells, open.routing_bytes).map_err(|error| error.to_string())?;
+        let charge = self.registry.charge(&self.config.limits, bytes.saturating_add(layout.bytes))?;
+        let control = ControlMemory::create(open.doorbells, WORDS, open.routing_bytes);
+        let control = control.map_err(|error| error.to_string())?;
         let number = self.next_number()?;
         let session = CudaState::new(SessionParts {
             number,

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable as _;
 use expertd_ipc::control::MemoryKind;
-use expertd_proto::v1::{ForwardRequest, SharedExperts};
+use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 use expertd_session::cuda::control::ControlMemory;
-use expertd_session::cuda::wire::{OpenCuda, PreparedCall, Ring, StatusRecord};
+use expertd_session::cuda::wire::{OpenCuda, PreparedCall, Ring, RoutingLayout, StatusRecord};
 use expertd_session::wire::{CompletionRecord, RequestRecord, frame};
 use expertd_types::MemoryId;
 use tonic::Code;
@@ -230,10 +230,17 @@ impl CudaState {
     pub(super) fn prepare(&self, calls: &[PreparedCall], steps: &dyn Steps) -> Result<u32, String> {
         let model = steps.model();
         for (index, call) in calls.iter().enumerate() {
-            check(call, &model, self.open.memory_bytes)
+            check(call, &model, self.open.memory_bytes, self.control.routing_bytes())
                 .map_err(|reason| format!("call {index} of the frame: {reason}"))?;
         }
         self.table().prepare(calls)
+    }
+
+    /// Writes the routing that a call returns.
+    pub(super) fn return_routing(&self, doorbell: u32, layout: &RoutingLayout, ids: &[u8], weights: &[u8]) {
+        // The layout was checked to lie within the routing area.
+        let _ = self.control.write_routing(doorbell, 0, ids);
+        let _ = self.control.write_routing(doorbell, layout.weights, weights);
     }
 
     /// Ends a doorbell's call.
@@ -320,10 +327,30 @@ impl CudaState {
         let has = |flag| prepared.flags & flag != 0;
         let shared =
             if has(RequestRecord::EXCLUDE_SHARED) { SharedExperts::Exclude } else { SharedExperts::Include };
+        let PreparedCall { flags, k, .. } = *prepared;
+        let layout = RoutingLayout::new(flags, ring.rows, k);
+        let carried = |name: &'static str, offset: usize, bytes: usize| {
+            let copied = self.control.copy_routing(doorbell, offset, bytes).map(bytes::Bytes::from);
+            copied.ok_or_else(|| {
+                Failure::field(name, format!("{bytes} bytes exceed the doorbell's routing area"))
+            })
+        };
+        let routing = if has(RequestRecord::GIVEN_ROUTING) {
+            Some(v1::Routing {
+                topk_ids: carried("ids", 0, layout.routing_bytes)?,
+                topk_weights: carried("weights", layout.weights, layout.routing_bytes)?,
+                k,
+            })
+        } else {
+            None
+        };
         let message = ForwardRequest {
             layer: prepared.layer,
             tokens: ring.rows,
             dtype: prepared.dtype.cast_signed(),
+            routing,
+            token_ids: carried("token_ids", layout.token_ids, layout.token_bytes)?,
+            return_routing: has(RequestRecord::RETURN_ROUTING),
             shared_experts: shared.into(),
             expected_weight_version: has(RequestRecord::EXPECT_WEIGHT_VERSION)
                 .then_some(prepared.weight_version),
@@ -343,6 +370,7 @@ impl CudaState {
             call,
             rows: prepared.rows,
             output: prepared.output,
+            returned: has(RequestRecord::RETURN_ROUTING).then_some(layout),
             tokens: request.tokens,
             began,
             is_complete: false,
