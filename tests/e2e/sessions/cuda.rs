@@ -4,6 +4,8 @@
 use std::io::Write as _;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
 
 use expertd_ipc::SharedRegion;
 use expertd_ipc::control::send_fds;
@@ -13,7 +15,7 @@ use expertd_session::wire::{VERSION, frame};
 
 use rustix::process::Signal;
 
-use super::{FAMILY, Host, LOST, Load};
+use super::{FAMILY, Host, LOST, Load, compile_c, libraries};
 use crate::service::{eventually, send};
 
 const OPEN: OpenCuda = OpenCuda {
@@ -54,6 +56,27 @@ fn a_session_that_a_rank_does_not_attach_is_refused_in_time() {
     load.goes_on();
     assert_eq!(load.stop().iter().max(), Some(&1));
     eventually(LOST, "descriptors are released", || host.descriptors() <= descriptors);
+}
+
+/// The example in C compiles against the header and links; without a GPU it says why it cannot open a session.
+#[test]
+fn the_example_in_c_says_what_is_missing() {
+    let host = Host::start(FAMILY, 1, &[]);
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("forward_cuda");
+    let runtime = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/e2e/sessions/cudart");
+    let stand_in = runtime.join("libcudart.c");
+    compile_c("forward_cuda.c", &program, &[stand_in.to_str().unwrap(), "-I", runtime.to_str().unwrap()]);
+    let run = |arguments: &[&str]| {
+        let mut program = Command::new(&program);
+        let output = program.args(arguments).env("LD_LIBRARY_PATH", libraries()).output().unwrap();
+        assert!(!output.status.success());
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    assert!(run(&[]).contains("forward_cuda unix:PATH"));
+    // With a driver, the GPU's number is what is wrong; without one, the driver is missing.
+    let text = run(&[&host.address, "4000000000"]);
+    assert!(text.contains("open: -2") && text.to_lowercase().contains("cu"), "{text}");
 }
 
 #[test]

@@ -22,6 +22,9 @@ mod registry;
 mod session;
 mod table;
 
+#[cfg(feature = "fuzzing")]
+pub use cuda::fuzzing as cuda_fuzzing;
+
 use std::sync::Arc;
 
 use expertd_types::MemoryId;

@@ -98,6 +98,8 @@ impl Shared {
         let thread = std::thread::Builder::new().name(format!("doorbells-{}", session.number()));
         thread.spawn(move || {
             of_thread.take_rings(&*steps, has_spare_cores);
+            // The session is released before the thread counts as ended.
+            drop(of_thread);
             drop(connected);
         })?;
         Ok(())

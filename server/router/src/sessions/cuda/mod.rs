@@ -7,6 +7,8 @@
 
 mod call;
 mod doorbells;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod listener;
 mod state;
 

@@ -269,19 +269,7 @@ impl CudaState {
     pub(super) fn take_rings(self: &Arc<Self>, steps: &dyn Steps, has_spare_cores: bool) {
         let mut last = Instant::now();
         while !self.is_closing() {
-            let mut found = false;
-            for doorbell in 0..self.control.doorbells() {
-                // Ranks raise words, so the next ring may come before the router knows that the call has ended. Any other ring
-                // during a call ends the session.
-                if self.is_in_flight(doorbell) && self.control.is_seen(doorbell) {
-                    continue;
-                }
-                if let Some(ring) = self.control.take(doorbell) {
-                    found = true;
-                    self.take(doorbell, ring, steps);
-                }
-            }
-            if found {
+            if self.poll(steps) {
                 last = Instant::now();
                 continue;
             }
@@ -292,6 +280,23 @@ impl CudaState {
                 std::thread::sleep(if idle < IDLE_AFTER { PAUSE } else { IDLE_PAUSE });
             }
         }
+    }
+
+    /// Takes a ring of each doorbell that has no call in flight; returns whether there was one.
+    pub(super) fn poll(self: &Arc<Self>, steps: &dyn Steps) -> bool {
+        let mut found = false;
+        for doorbell in 0..self.control.doorbells() {
+            // Ranks raise words, so the next ring may come before the router knows that the call has ended. Any other ring during
+            // a call ends the session.
+            if self.is_in_flight(doorbell) && self.control.is_seen(doorbell) {
+                continue;
+            }
+            if let Some(ring) = self.control.take(doorbell) {
+                found = true;
+                self.take(doorbell, ring, steps);
+            }
+        }
+        found
     }
 
     fn take(self: &Arc<Self>, doorbell: u32, ring: Ring, steps: &dyn Steps) {
