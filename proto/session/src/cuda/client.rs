@@ -266,6 +266,15 @@ impl CudaSession {
         self.opened.doorbells
     }
 
+    /// Device address of a doorbell's completion words, and their number. The words are 32-bit integers in host memory; see
+    /// [`wire`](super::wire) for their values. `None` if there is no such doorbell.
+    #[must_use]
+    pub fn completion_words(&self, doorbell: u32) -> Option<(u64, u32)> {
+        let control = &self.shared.control;
+        let first = (doorbell < self.opened.doorbells).then(|| control.word_offset(doorbell, 0) as u64)?;
+        Some((self.signals + first, control.words_each()))
+    }
+
     /// Describes calls to the service, which checks them. Prepared calls live as long as the session. Calls that carry routing or token
     /// ids need [`prepare_routed`](Self::prepare_routed).
     ///
