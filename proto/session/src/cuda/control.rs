@@ -235,6 +235,12 @@ impl ControlMemory {
         Some(Ring::from_word(word))
     }
 
+    /// Whether the client's stream has seen the words of the call that was taken last.
+    #[must_use]
+    pub fn is_seen(&self, doorbell: u32) -> bool {
+        self.seen(doorbell).load(Ordering::Acquire) == SEEN
+    }
+
     fn seen(&self, doorbell: u32) -> &AtomicU32 {
         &self.words.atomics()[doorbell as usize * LINE / 4 + SEEN_WORD / 4]
     }
@@ -244,7 +250,7 @@ impl ControlMemory {
     pub fn raise_unseen(&self, doorbell: u32) {
         let words = self.completion(doorbell);
         // The order matters: the stream stores `SEEN` before it begins its next call, whose first act is to clear the words.
-        if words.contains(&PENDING) && self.seen(doorbell).load(Ordering::Acquire) != SEEN {
+        if words.contains(&PENDING) && !self.is_seen(doorbell) {
             self.raise(doorbell, DONE);
         }
     }
