@@ -207,20 +207,14 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
     // The request and the first entries take one round trip to the host, the rows a second one. Segments are looked up in shared
     // memory, which takes none.
     const uint32_t early = min(p.max_segments, kEarly);
-    const uint32_t loaded = p.is_inline != 0 ? kInlineSegments : early;
-    if (p.is_inline != 0) {
-        constexpr uint32_t words = sizeof(p.step.segments) / sizeof(uint64_t);
-        if (threadIdx.x < words) table_words[threadIdx.x] = reinterpret_cast<const uint64_t*>(p.step.segments)[threadIdx.x];
-        if (threadIdx.x == kThreads - 1) request = p.step.request;
-    } else if (threadIdx.x < early * kEntryWords) {
+    if (threadIdx.x < early * kEntryWords) {
         table_words[threadIdx.x] = load_host(entries + threadIdx.x);
     } else if (threadIdx.x >= kThreads - sizeof(StepRequest) / 16) {
         const uint32_t part = kThreads - 1 - threadIdx.x;
         reinterpret_cast<uint4*>(&request)[part] = load_host(reinterpret_cast<const uint4*>(p.request) + part);
     }
     __syncthreads();
-    const uint32_t max_segments = p.is_inline != 0 ? kInlineSegments : p.max_segments;
-    const bool possible = request.tokens <= p.max_tokens && request.segments <= max_segments;
+    const bool possible = request.tokens <= p.max_tokens && request.segments <= p.max_segments;
     const uint32_t tokens = possible ? request.tokens : 0, segments = possible ? request.segments : 0;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         if (!possible) set_error(p.state, kBadCount, 0xff, kCopyIn);
@@ -241,11 +235,11 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
     for (uint32_t entry = 0; entry < segments; entry += kTable) {
         const uint32_t count = min(kTable, segments - entry);
         if (entry != 0) __syncthreads();
-        for (uint32_t word = (entry == 0 ? loaded * kEntryWords : 0) + threadIdx.x; word < count * kEntryWords;
+        for (uint32_t word = (entry == 0 ? early * kEntryWords : 0) + threadIdx.x; word < count * kEntryWords;
              word += kThreads) {
             table_words[word] = load_host(entries + static_cast<uint64_t>(entry) * kEntryWords + word);
         }
-        if (count > loaded || entry != 0) __syncthreads();
+        if (count > early || entry != 0) __syncthreads();
         const Segment& last = table[count - 1];
         // Segments must be consecutive; otherwise some rows would not be copied.
         if (table[0].first_row != covered) break;

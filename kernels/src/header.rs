@@ -6,8 +6,8 @@
 use crate::layout::WindowLayout;
 use crate::params::{
     CombineParams, Completion, CopyInParams, CopyOutParams, DispatchParams, GateLayer, GateParams, Group,
-    INLINE_SEGMENTS, InlineStep, MAX_BLOCKS, MAX_CHUNKS, MAX_EXPERTS, MAX_RAISES, MAX_RANKS, MAX_TOP_K,
-    PHASES, ROW_PLACE_BYTES, Raise, ScaleParams, Segment, SharedParams, SlotState, StepRequest,
+    MAX_BLOCKS, MAX_CHUNKS, MAX_EXPERTS, MAX_RAISES, MAX_RANKS, MAX_TOP_K, PHASES, ROW_PLACE_BYTES, Raise,
+    ScaleParams, Segment, SharedParams, SlotState, StepRequest,
 };
 
 /// Name, offset and size of a field; offset and size are in bytes.
@@ -119,7 +119,6 @@ fn constants_equal_those_of_step_h() {
         ("kMaxChunks", MAX_CHUNKS),
         ("kMaxExperts", MAX_EXPERTS),
         ("kMaxRaises", MAX_RAISES),
-        ("kInlineSegments", INLINE_SEGMENTS),
         ("kPhases", PHASES),
     ];
     for (name, value) in constants {
@@ -165,8 +164,7 @@ fn kernel_parameters_mirror_step_h() {
         epsilon, scale, jitter, vocab);
     assert_mirrors!(h, "CopyInParams", CopyInParams: state, request, segments, staged_rows, staged_ids, staged_weights,
         staged_token_ids, tokens, tokens_low, topk_ids, topk_weights, token_ids, places, staged_bytes, hidden, top_k, max_tokens,
-        experts, max_segments, row_elements, is_inline, reserved, step);
-    assert_mirrors!(h, "InlineStep", InlineStep: request, segments);
+        experts, max_segments, row_elements);
     assert_mirrors!(h, "CopyOutParams", CopyOutParams: group, out, topk_ids, topk_weights, places, assignments,
         staged_ids, staged_weights, completion, raised, expert_offsets, row_counts, row_counts_host, hidden, top_k, max_tokens,
         first_expert, local_experts, count_stride, row_elements, reserved);

@@ -224,16 +224,6 @@ struct GateParams {
 };
 static_assert(sizeof(GateParams) == 136, "mirrored in src/params");
 
-// Largest number of segments that parameters of copy_in carry.
-constexpr uint32_t kInlineSegments = 8;
-
-// A step's description in the parameters of its first kernel, which saves a round trip to the host.
-struct InlineStep {
-    StepRequest request;
-    Segment segments[kInlineSegments];
-};
-static_assert(sizeof(InlineStep) == 464, "mirrored in src/params");
-
 // Converts rows from mapped host staging to bf16 in device memory, and copies the step's description to SlotState.
 struct CopyInParams {
     SlotState* state;
@@ -256,11 +246,8 @@ struct CopyInParams {
     uint32_t experts;
     uint32_t max_segments;          // capacity of `segments`, in entries
     uint32_t row_elements;          // elements of a row of segments with kNarrowRows, at most `hidden`
-    uint32_t is_inline;             // 1: `step` is the step's description, and `request` and `segments` are not read
-    uint32_t reserved;
-    InlineStep step;
 };
-static_assert(sizeof(CopyInParams) == 608, "mirrored in src/params");
+static_assert(sizeof(CopyInParams) == 136, "mirrored in src/params");
 
 // Writes each result row to its token's place in mapped memory, in the token's element type; then the completion record. Adds the
 // rows of each local expert to the counts. Rank 0 raises completion words once all ranks have written their results.

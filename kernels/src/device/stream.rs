@@ -51,13 +51,14 @@ impl Stream {
         let graph = check("cuStreamEndCapture", unsafe { result::stream::end_capture(self.raw) });
         recorded?;
         let graph = graph?;
-        let mut graph =
-            Graph { raw: ptr::null_mut(), captured: graph, first: None, _device: self.device.clone() };
+        let mut executable = ptr::null_mut();
         // SAFETY: the graph was just captured.
-        let status = unsafe { sys::cuGraphInstantiateWithFlags(&raw mut graph.raw, graph.captured, 0) };
+        let status = unsafe { sys::cuGraphInstantiateWithFlags(&raw mut executable, graph, 0) };
+        // SAFETY: the executable graph does not need the captured one any more.
+        let destroyed = unsafe { result::graph::destroy(graph) };
         check("cuGraphInstantiate", status.result())?;
-        graph.first = graph.first_kernel()?;
-        Ok(graph)
+        check("cuGraphDestroy", destroyed)?;
+        Ok(Graph { raw: executable, _device: self.device.clone() })
     }
 }
 
@@ -74,18 +75,7 @@ impl Drop for Stream {
 #[derive(Debug)]
 pub struct Graph {
     raw: sys::CUgraphExec,
-    /// Names the nodes of `raw`.
-    captured: sys::CUgraph,
-    /// The kernel that nothing precedes, if there is exactly one.
-    first: Option<FirstKernel>,
     _device: Device,
-}
-
-/// A kernel node and its launch.
-#[derive(Clone, Copy, Debug)]
-struct FirstKernel {
-    node: sys::CUgraphNode,
-    launch: sys::CUDA_KERNEL_NODE_PARAMS,
 }
 
 // SAFETY: driver handles may be used from any thread.
@@ -101,45 +91,6 @@ impl Graph {
         check("cuGraphLaunch", unsafe { result::graph::launch(self.raw, stream.raw) })
     }
 
-    fn first_kernel(&self) -> Result<Option<FirstKernel>, DeviceError> {
-        let (mut node, mut count) = (ptr::null_mut(), 1);
-        // SAFETY: the graph is alive, there is room for one node, and a null pointer asks for the number of nodes.
-        unsafe {
-            let found = sys::cuGraphGetRootNodes(self.captured, ptr::null_mut(), &raw mut count);
-            check("cuGraphGetRootNodes", found.result())?;
-            if count != 1 {
-                return Ok(None);
-            }
-            let found = sys::cuGraphGetRootNodes(self.captured, &raw mut node, &raw mut count);
-            check("cuGraphGetRootNodes", found.result())?;
-            let mut launch: sys::CUDA_KERNEL_NODE_PARAMS = std::mem::zeroed();
-            // Any other kind of node is an error.
-            match sys::cuGraphKernelNodeGetParams_v2(node, &raw mut launch) {
-                sys::CUresult::CUDA_SUCCESS => Ok(Some(FirstKernel { node, launch })),
-                _ => Ok(None),
-            }
-        }
-    }
-
-    /// Replaces the parameters of the graph's first kernel in later launches. Returns whether there is such a kernel.
-    ///
-    /// # Errors
-    /// The driver's error.
-    ///
-    /// # Safety
-    /// `P` is the one parameter of the kernel, and its addresses are valid until the last launch with it has ended.
-    pub unsafe fn set_first<P: Copy>(&self, params: &P) -> Result<bool, DeviceError> {
-        let Some(FirstKernel { node, mut launch }) = self.first else { return Ok(false) };
-        let mut values = [ptr::from_ref(params).cast_mut().cast::<std::ffi::c_void>()];
-        launch.kernelParams = values.as_mut_ptr();
-        launch.extra = ptr::null_mut();
-        // SAFETY: the node is of the graph that `raw` was made from; the driver copies the parameters, whose type the caller
-        // vouches for.
-        let set = unsafe { sys::cuGraphExecKernelNodeSetParams_v2(self.raw, node, &raw const launch) };
-        check("cuGraphExecKernelNodeSetParams", set.result())?;
-        Ok(true)
-    }
-
     /// Uploads the graph to the device before its first replay.
     ///
     /// # Errors
@@ -152,12 +103,7 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // SAFETY: each is destroyed once. An error cannot be handled here.
-        unsafe {
-            if !self.raw.is_null() {
-                let _ = result::graph::exec_destroy(self.raw);
-            }
-            let _ = result::graph::destroy(self.captured);
-        }
+        // SAFETY: the graph is destroyed once. An error cannot be handled here.
+        let _ = unsafe { result::graph::exec_destroy(self.raw) };
     }
 }

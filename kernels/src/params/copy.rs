@@ -1,17 +1,7 @@
 //! Parameters of the kernels that copy rows between staging and device memory, and of the kernel that lists the rows of the
 //! shared experts.
 
-use super::{Group, INLINE_SEGMENTS, Segment, StepRequest};
-
-/// See `InlineStep` in `step.h`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct InlineStep {
-    /// The request.
-    pub request: StepRequest,
-    /// The segments, `request.segments` of them.
-    pub segments: [Segment; INLINE_SEGMENTS],
-}
+use super::Group;
 
 /// See `CopyInParams` in `step.h`. `request`, `segments` and `staged_*` are mapped host memory.
 #[repr(C)]
@@ -57,12 +47,6 @@ pub struct CopyInParams {
     pub max_segments: u32,
     /// Elements of a row of segments with [`NARROW_ROWS`](super::NARROW_ROWS).
     pub row_elements: u32,
-    /// 1 if `step` is the step's description, and `request` and `segments` are not read.
-    pub is_inline: u32,
-    /// Padding.
-    pub reserved: u32,
-    /// The step's description.
-    pub step: InlineStep,
 }
 
 /// See `CopyOutParams` in `step.h`. `staged_*` and `completion` are mapped host memory.
@@ -137,7 +121,7 @@ pub struct SharedParams {
 
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
-    assert!(size_of::<CopyInParams>() == 608);
+    assert!(size_of::<CopyInParams>() == 136);
     assert!(size_of::<CopyOutParams>() == 320);
     assert!(size_of::<SharedParams>() == 56);
 };

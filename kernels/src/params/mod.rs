@@ -6,7 +6,7 @@ mod exchange;
 mod fault;
 mod gate;
 
-pub use copy::{CopyInParams, CopyOutParams, InlineStep, SharedParams};
+pub use copy::{CopyInParams, CopyOutParams, SharedParams};
 pub use exchange::{CombineParams, DispatchParams, ScaleParams, fp8_row_bytes};
 pub use fault::{DeviceFault, Phase};
 pub use gate::{GateLayer, GateParams};
@@ -25,8 +25,6 @@ pub const MAX_CHUNKS: usize = 16;
 pub const MAX_EXPERTS: usize = 512;
 /// Largest number of completion words that one step raises.
 pub const MAX_RAISES: usize = 4;
-/// Largest number of segments that the parameters of copy_in carry.
-pub const INLINE_SEGMENTS: usize = 8;
 /// Number of timed phases, in the order of [`Phase`].
 pub const PHASES: usize = 7;
 

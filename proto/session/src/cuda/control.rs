@@ -1,8 +1,9 @@
 //! The control region of a CUDA session: a memfd that the service makes, and that the client registers with its GPU.
 //!
 //! The client may write anything anywhere in it at any time. The service takes a doorbell's word by exchange, which is a copy, copies
-//! the routing of a call once, writes statuses, completion words and returned routing, and reads nothing else. Doorbells and words are in host memory: waits for words in
-//! device memory starve the writes that would end them.
+//! the routing of a call once, and reads the word that says which completion words the client's stream has seen. It writes statuses,
+//! completion words and returned routing. Doorbells and words are in host memory: waits for words in device memory starve the writes that
+//! would end them.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{CUresult, cuStreamQuery};
-use expertd_kernels::params::{Completion, DeviceFault, InlineStep, Segment as DeviceSegment, StepRequest};
+use expertd_kernels::params::{Completion, DeviceFault, StepRequest};
 
 use super::CudaEngine;
 use super::fault::CudaFault;
@@ -13,7 +13,7 @@ use super::graphs::Variant;
 use super::layers::Layer;
 use super::memories::ClientCopy;
 use super::pad::{pad, unpad};
-use expertd_ipc::{ExpertsNotice, RankChannel, RankStaging, Segment, StepDescriptor};
+use expertd_ipc::{ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
 use expertd_rank::segments::CheckedSegment;
 use expertd_rank::{ClientMemory, StepEngine, StepFault, StepReport};
 use expertd_types::{DType, MemoryId, Phase};
@@ -55,7 +55,6 @@ impl CudaEngine {
         variant: Variant,
         segments: &[CheckedSegment],
         clients: &[ClientCopy],
-        inline: Option<InlineStep>,
     ) -> Result<(), CudaFault> {
         let slot = step.slot as usize;
         let bytes = segments.iter().map(CheckedSegment::staged_end).max().unwrap_or(0);
@@ -64,12 +63,7 @@ impl CudaEngine {
             copies.inward(slot, segments.len(), bytes, clients, &self.stream)?;
         }
         match self.graphs.get(layer.class, slot, variant) {
-            Some(graph) if step.top_k as usize == layer.spec.gate.top_k => {
-                let first = self.launches(layer, slot, step.top_k, variant).copy_in(&self.shape, inline);
-                // SAFETY: copy_in is the graph's first kernel; its addresses are as in the launches below.
-                unsafe { graph.set_first(&first)? };
-                graph.launch(&self.stream)?;
-            }
+            Some(graph) if step.top_k as usize == layer.spec.gate.top_k => graph.launch(&self.stream)?,
             _ => {
                 let launches = self.launches(layer, slot, step.top_k, variant);
                 // SAFETY: all addresses are of memory in `self` or in the slot's staging. Completion is reported after the step has
@@ -117,16 +111,6 @@ impl CudaEngine {
     }
 }
 
-/// The step's description for the parameters of its first kernel, if its segments have room there.
-fn inline(request: StepRequest, segments: &[Segment]) -> Option<InlineStep> {
-    let mut step = InlineStep { request, ..InlineStep::default() };
-    for (to, from) in step.segments.get_mut(..segments.len())?.iter_mut().zip(segments) {
-        let &Segment { byte_offset, output_offset, first_row, rows, dtype, flags, memory, reserved } = from;
-        *to = DeviceSegment { byte_offset, output_offset, first_row, rows, dtype, flags, memory, reserved };
-    }
-    Some(step)
-}
-
 /// Element type of result rows, if all rows share one. Otherwise results are f32 in device memory and then rounded to each row's
 /// type.
 fn out_dtype(segments: &[CheckedSegment]) -> Option<DType> {
@@ -167,7 +151,7 @@ impl StepEngine for CudaEngine {
         }
         let gated = segments.iter().any(|segment| segment.gated);
         let on_gpus = !padding && self.memories.are_on_gpus(&segments);
-        let request = StepRequest {
+        self.buffers.slots[slot].request.put(StepRequest {
             step: step.sequence,
             tokens: step.tokens,
             layer: step.layer,
@@ -178,8 +162,7 @@ impl StepEngine for CudaEngine {
             direct: u32::from(on_gpus && out_dtype(&segments).is_some()),
             reserved: [0; 3],
             raise: self.memories.words(staging.raises).map_err(StepFault::engine)?,
-        };
-        self.buffers.slots[slot].request.put(request);
+        });
         // Derived from the whole step, so that all ranks launch the grids of an exchange with equal sizes.
         let rows = step.step_tokens.div_ceil(self.shape.ranks).next_power_of_two().min(self.shape.max_tokens);
         let variant = Variant {
@@ -203,9 +186,7 @@ impl StepEngine for CudaEngine {
                 self.memories.place(&segments, staging.segments, copies.map(|copies| copies.row_bytes(slot)))
             }
         };
-        // Padded rows have a table of their own.
-        let inline = if padding { None } else { inline(request, staging.segments) };
-        self.launch(step, layer, variant, &segments, &clients, inline)?;
+        self.launch(step, layer, variant, &segments, &clients)?;
         self.inject_fault(slot)?;
         if self.running.is_empty() {
             self.watch = Watch::start();

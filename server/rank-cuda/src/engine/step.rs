@@ -8,7 +8,7 @@ use expertd_kernels::experts::{self, ExpertsParams};
 use expertd_kernels::launch::{self, LaunchError};
 use expertd_kernels::layout::Shape;
 use expertd_kernels::params::{
-    CombineParams, Completion, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group, InlineStep,
+    CombineParams, Completion, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group,
     ROW_PLACE_BYTES, Segment, SharedParams, SlotState, StepRequest, fp8_row_bytes,
 };
 use expertd_kernels::slot::SlotBuffers;
@@ -160,37 +160,6 @@ pub(super) struct StepLaunches<'a> {
 }
 
 impl StepLaunches<'_> {
-    /// The parameters of a step's first kernel. With `step`, they carry the step's description; otherwise the kernel reads it on the
-    /// host.
-    pub(super) fn copy_in(&self, shape: &Shape, step: Option<InlineStep>) -> CopyInParams {
-        let k = &self.slot.kernels;
-        CopyInParams {
-            state: k.state.address(),
-            request: self.slot.request.address(),
-            segments: self.staged.segments,
-            staged_rows: self.staged.rows,
-            staged_ids: self.staged.ids,
-            staged_weights: self.staged.weights,
-            staged_token_ids: if self.layer.spec.gate.needs_token_ids() { self.staged.token_ids } else { 0 },
-            tokens: k.tokens.address(),
-            tokens_low: self.slot.tokens_low.address(),
-            topk_ids: k.topk_ids.address(),
-            topk_weights: k.topk_weights.address(),
-            token_ids: self.slot.token_ids.address(),
-            places: self.slot.places.address(),
-            staged_bytes: self.staged.row_bytes,
-            hidden: shape.hidden,
-            top_k: self.group.top_k,
-            max_tokens: shape.max_tokens,
-            is_inline: u32::from(step.is_some()),
-            step: step.unwrap_or_default(),
-            experts: self.group.experts,
-            max_segments: self.staged.max_segments,
-            row_elements: self.row_elements,
-            ..CopyInParams::default()
-        }
-    }
-
     /// Enqueues the whole step.
     ///
     /// # Safety
@@ -206,7 +175,28 @@ impl StepLaunches<'_> {
         let state = k.state.address();
         let places = self.slot.places.address();
         let (hidden, max_tokens, top_k) = (shape.hidden, shape.max_tokens, self.group.top_k);
-        let copy_in = self.copy_in(shape, None);
+        let copy_in = CopyInParams {
+            state,
+            request: self.slot.request.address(),
+            segments: self.staged.segments,
+            staged_rows: self.staged.rows,
+            staged_ids: self.staged.ids,
+            staged_weights: self.staged.weights,
+            staged_token_ids: if self.layer.spec.gate.needs_token_ids() { self.staged.token_ids } else { 0 },
+            tokens: k.tokens.address(),
+            tokens_low: self.slot.tokens_low.address(),
+            topk_ids: k.topk_ids.address(),
+            topk_weights: k.topk_weights.address(),
+            token_ids: self.slot.token_ids.address(),
+            places,
+            staged_bytes: self.staged.row_bytes,
+            hidden,
+            top_k,
+            max_tokens,
+            experts: self.group.experts,
+            max_segments: self.staged.max_segments,
+            row_elements: self.row_elements,
+        };
         // SAFETY: the caller keeps all addresses live, for this and every launch below.
         unsafe { launch::copy_in(&[copy_in], self.copy_blocks, stream)? };
         if self.aligned {
