@@ -296,6 +296,7 @@ pub fn check(options: &Options) -> Outcome {
                     segments: segments.len() as u32,
                     raises: raised as u32,
                     raise: raises(stage.signals.address(), number, raised).0,
+                    ..StepRequest::default()
                 }]));
                 layouts.push((segments, bytes));
             }
