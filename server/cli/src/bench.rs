@@ -33,7 +33,7 @@ use expertd_router::backend::{
 };
 use expertd_router::steps::{Service, StartError};
 use expertd_types::rows;
-use expertd_types::{DType, LayerId, LayerPlacement};
+use expertd_types::{DType, LayerId, LayerPlacement, Placement, Rank};
 
 /// Measure the phases of a step on this machine, without gRPC
 ///
@@ -82,7 +82,7 @@ pub struct BenchArgs {
     pub in_flight: NonZeroUsize,
     /// How experts are chosen: gate, uniform, zipf:S (popular experts change with every step), hot:S (the same, but they stay),
     /// rows:FILE (as often as in the counts that `status --expert-rows` prints), even (all experts get equally many rows), or one-rank
-    /// (only experts of rank 0)
+    /// (only those that rank 0 owns without a placement)
     #[arg(long, default_value = "gate")]
     pub routing: RoutingArg,
     /// Launch the kernels of GPU ranks one by one instead of replaying graphs
@@ -398,9 +398,9 @@ impl Bench {
             rows::encode_i32(&ids)
         });
         let routing = info.layers.get(&layer).and_then(|sizes| {
-            let of_layer = |(at, _, count): &(LayerId, u32, u32)| (*at == layer).then_some(*count as usize);
-            let first_rank = info.placement.first().and_then(|rank| rank.experts.iter().find_map(of_layer));
-            let first_rank = first_rank.unwrap_or(sizes.num_experts);
+            // Also with a placement, so that its steps can be compared with those without.
+            let contiguous = Placement::new(sizes.num_experts, info.placement.len());
+            let first_rank = contiguous.range(Rank(0)).len();
             self.routing.draw(layer, tokens, sizes.num_experts, first_rank, sizes.top_k, &mut self.random)
         });
         let request = Request {
