@@ -206,9 +206,8 @@ impl NativeCudaSession {
     fn last(&self, py: Python<'_>, doorbell: u32) -> PyResult<(u64, Option<Receipt>)> {
         let session = self.checked()?;
         let status = session.status(doorbell).map_err(|error| raise(py, error))?;
-        let receipt = status.last.map(|last| {
-            receipt::from_message(session::receipt(&last, true), 1).into_receipt(py)
-        });
+        let receipt =
+            status.last.map(|last| receipt::from_message(session::receipt(&last, true), 1).into_receipt(py));
         Ok((status.calls, receipt.transpose()?))
     }
 
@@ -268,4 +267,3 @@ impl DeviceArray {
         (dlpack::CUDA, i32::try_from(self.device).unwrap_or(i32::MAX))
     }
 }
-

@@ -7,22 +7,24 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 
+use expertd_kernels::copies::CopyTables;
 use expertd_kernels::device::{Device, DeviceError, ShareableMemory, write_device};
 use expertd_kernels::params::GateLayer;
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
 use super::layers::{Layer, LayerFacts, Layers, place, widest};
+use crate::copy_tables;
 use crate::experts::{PackOn, UploadError, Uploader, WeightSpace, bf16_parts, padded};
 use expertd_ipc::control::{Fp8Compute, LoaderSetup, RankSetup};
 use expertd_ipc::{SealedError, SealedMemory, SealedWriter};
 use expertd_model::{Checkpoint, GateTensors, ModelError, ModelSpec};
 use expertd_rank::share::{ExpertShare, LoadProgress, open_checkpoint, weights};
 use expertd_rank::{PackedShare, Progress};
-use expertd_types::{ExpertId, LayerId, Rank, WeightFingerprint};
+use expertd_types::{ExpertId, ExpertPlacement, LayerId, Rank, WeightFingerprint};
 
 /// Changes with every change of the places of weights or of their formats.
-const LAYOUT: u32 = 1;
+const LAYOUT: u32 = 2;
 /// Device memory that a loader leaves to buffers of steps, graphs and the driver, in bytes.
 const RESERVE: u64 = 1 << 30;
 /// Largest number of threads that copy weights from the page cache to pinned memory.
@@ -96,6 +98,8 @@ struct Index {
     /// Size of the device memory, in bytes.
     memory_bytes: usize,
     spec: ModelSpec,
+    /// `None`: ranks own contiguous ranges of experts.
+    placement: Option<ExpertPlacement>,
     /// `[layers]`.
     facts: Vec<LayerFacts>,
 }
@@ -153,6 +157,7 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
         weight_bytes,
         memory_bytes: memory.bytes(),
         spec: spec.clone(),
+        placement: setup.checkpoint.placement.clone(),
         facts,
     };
     let json = serde_json::to_vec(&index).map_err(|error| contents("an index", error))?;
@@ -290,18 +295,27 @@ impl HeldWeights {
         &self.index.spec
     }
 
-    /// Maps the weights, for reading only.
-    pub(super) fn map(self, device: &Device) -> Result<Layers, WeightsError> {
-        let Index { rank, ranks, fp8_compute, weight_bytes, memory_bytes, spec, facts, .. } = self.index;
+    /// The share of experts that was packed.
+    fn share(&self) -> ExpertShare {
+        ExpertShare::of_rank(self.index.rank, self.index.ranks, self.index.placement.clone())
+    }
+
+    /// The tables of the placement, if there is one.
+    pub(super) fn copy_tables(&self) -> Option<CopyTables> {
+        copy_tables(&self.index.spec, &self.share())
+    }
+
+    /// Maps the weights, for reading only. `tables` are those of [`copy_tables`](Self::copy_tables).
+    pub(super) fn map(self, device: &Device, tables: Option<&CopyTables>) -> Result<Layers, WeightsError> {
+        let share = self.share();
+        let Index { rank, fp8_compute, weight_bytes, memory_bytes, spec, facts, .. } = self.index;
         let memory = ShareableMemory::import(device, self.memory.as_fd(), memory_bytes)?;
         let mut space = WeightSpace::at(memory.address());
-        // GPU ranks own contiguous ranges of experts.
-        let share = ExpertShare::of_rank(rank, ranks, None);
         let layers = place(&spec, &share, fp8_compute, &facts, &mut space);
         if space.bytes() > memory_bytes as u64 {
             let found = format!("{memory_bytes} bytes of device memory");
             return Err(contents(format!("{} bytes of weights", space.bytes()), found));
         }
-        Ok(Layers::new(device, layers, weight_bytes, memory)?)
+        Ok(Layers::new(device, layers, (tables, rank), weight_bytes, memory)?)
     }
 }
