@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use self::memory::MessageMemory;
+pub use self::memory::{MessageMemory, RouterMemory};
+pub(crate) use self::memory::{PROCESS_BYTES, default_bytes_in_flight};
 pub use self::sessions::SessionPlan;
 
 use self::machine::Machine;
@@ -81,6 +82,8 @@ pub struct ServePlan {
     pub channel_bytes: usize,
     /// Memory for messages and answers.
     pub buffers: MessageMemory,
+    /// Upper bound of the router's resident memory.
+    pub router_memory: RouterMemory,
 }
 
 impl ServePlan {
@@ -130,6 +133,14 @@ impl ServePlan {
         let fingerprint = checkpoint.fingerprint(coverage);
         let Sizes { shape, limits, queued, window_bytes, channel_bytes } = sizes;
         let buffers = MessageMemory::new(limits.max_bytes_in_flight, limits.max_tokens_per_step, spec.hidden);
+        let session_bytes = sessions.as_ref().map_or(0, SessionPlan::router_bytes);
+        let router_memory = RouterMemory::new(
+            buffers,
+            limits.max_bytes_in_flight,
+            channel_bytes,
+            &connections,
+            session_bytes,
+        );
         let max_tokens_per_step = limits.max_tokens_per_step;
         let placement = placement(&given, &spec, &machine)?;
         let model = model_info(&spec, name, fingerprint, limits, &machine, placement.as_ref());
@@ -195,6 +206,7 @@ impl ServePlan {
             window_bytes,
             channel_bytes,
             buffers,
+            router_memory,
             shown: given.shown(),
             spec,
         };
