@@ -126,7 +126,7 @@ impl NativeCudaSession {
         memory_bytes: usize,
         doorbells: u32,
     ) -> PyResult<NativeCudaSession> {
-        let options = CudaSessionOptions { device, memory_bytes, doorbells, timeout: TIMEOUT };
+        let options = CudaSessionOptions { device, memory_bytes, doorbells, routing_bytes: 0, timeout: TIMEOUT };
         let session = py.detach(|| CudaSession::open(address, &options));
         let session = session.map_err(|error| open_failure(address, error).into_exception(py))?;
         Ok(NativeCudaSession {
