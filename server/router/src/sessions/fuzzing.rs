@@ -60,7 +60,7 @@ impl Steps for Echo {
                 return Err(SubmitError::Draining);
             }
             1 => self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(call),
-            _ => call.answer(&receipt(&request)),
+            _ => call.answer(&receipt(&request), false),
         }
         Ok(())
     }
@@ -120,6 +120,7 @@ pub fn socket(data: &[u8]) {
         users: vec![0],
         limits: LIMITS,
         spin: Duration::ZERO,
+        spin_between_steps: Duration::ZERO,
     };
     let registry = Arc::new(SessionRegistry::default());
     let shared = Arc::new(Shared::new(config, Echo::new(), Arc::clone(&registry)));

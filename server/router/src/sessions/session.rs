@@ -30,6 +30,23 @@ pub(super) struct Opener {
     pub(super) client: ClientKey,
 }
 
+/// How long the thread that takes a session's requests spins before it sleeps.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Spin {
+    /// After a request.
+    pub(super) waiting: Duration,
+    /// After an answer, while no step is in flight.
+    pub(super) answered: Duration,
+}
+
+/// Why the thread that takes requests goes on.
+enum Wake {
+    Request(RequestRecord),
+    /// The next request may come soon.
+    Answered,
+    Closing,
+}
+
 /// What the threads of the router share of one session. Its memory stays mapped until the last call is complete.
 #[derive(Debug)]
 pub(crate) struct SessionState {
@@ -39,6 +56,10 @@ pub(crate) struct SessionState {
     socket: UnixStream,
     opened: Instant,
     is_closing: AtomicBool,
+    /// Whether the thread that takes requests spins after an answer.
+    spins_after_answers: AtomicBool,
+    /// Whether a call was answered after which the client may soon send the next one.
+    expects_request: AtomicBool,
     calls: Mutex<Calls>,
     calls_total: AtomicU64,
     rows_total: AtomicU64,
@@ -82,6 +103,8 @@ impl SessionState {
             socket,
             opened: Instant::now(),
             is_closing: AtomicBool::new(false),
+            spins_after_answers: AtomicBool::new(false),
+            expects_request: AtomicBool::new(false),
             calls: Mutex::new(Calls { table, completions }),
             calls_total: AtomicU64::new(0),
             rows_total: AtomicU64::new(0),
@@ -185,6 +208,14 @@ impl SessionState {
         self.push(&mut calls, &record, elapsed);
     }
 
+    /// Wakes the thread that takes requests, if it spins then, so that it and the client wake up at the same time.
+    pub(super) fn expect_request(&self) {
+        if self.spins_after_answers.load(Ordering::Relaxed) {
+            self.expects_request.store(true, Ordering::Release);
+            self.memory.service_bell().ring();
+        }
+    }
+
     fn push(&self, calls: &mut Calls, record: &CompletionRecord, elapsed: Duration) {
         self.calls_total.fetch_add(1, Ordering::Relaxed);
         // The ring has room for every call in flight, unless the client writes nonsense; then nothing is owed to it.
@@ -200,23 +231,32 @@ impl SessionState {
         self: &Arc<Self>,
         mut requests: RingConsumer<RequestRecord>,
         steps: &dyn Steps,
-        spin: Duration,
+        spin: Spin,
     ) {
+        self.spins_after_answers.store(!spin.answered.is_zero(), Ordering::Relaxed);
+        let mut next_spin = spin.waiting;
         loop {
-            let found = self.memory.service_bell().wait_for(WaitPolicy::unlimited(spin), || {
+            let found = self.memory.service_bell().wait_for(WaitPolicy::unlimited(next_spin), || {
                 if self.is_closing() {
-                    return Some(Ok(None));
+                    return Some(Ok(Wake::Closing));
                 }
-                requests.try_pop().transpose().map(|found| found.map(Some))
+                match requests.try_pop() {
+                    Ok(Some(record)) => Some(Ok(Wake::Request(record))),
+                    Ok(None) => self.was_answered().then_some(Ok(Wake::Answered)),
+                    Err(error) => Some(Err(error)),
+                }
             });
+            next_spin = spin.waiting;
             match found {
-                Ok(Ok(Some(record))) => {
+                Ok(Ok(Wake::Request(record))) => {
+                    self.expects_request.store(false, Ordering::Relaxed);
                     if let Err(reason) = self.take(&record, steps) {
                         tracing::warn!(session = self.number, reason, "the service ends a session");
                         self.close(Some(&reason));
                     }
                 }
-                Ok(Ok(None)) => return,
+                Ok(Ok(Wake::Answered)) => next_spin = spin.answered,
+                Ok(Ok(Wake::Closing)) => return,
                 Ok(Err(error)) => {
                     tracing::warn!(session = self.number, %error, "the service ends a session");
                     self.close(Some(&format!("the ring of requests is broken: {error}")));
@@ -225,6 +265,11 @@ impl SessionState {
                 Err(_) => {}
             }
         }
+    }
+
+    /// Whether a call was answered since the last question.
+    fn was_answered(&self) -> bool {
+        self.expects_request.load(Ordering::Relaxed) && self.expects_request.swap(false, Ordering::Acquire)
     }
 
     /// Hands a request to the step loop, or completes it with a status.
