@@ -1,4 +1,4 @@
-"""Code that all GPU peers share: shapes, fresh rows and routing, a reference, and timing under graph replay.
+"""Code that all GPU peers share: shapes, weights, fresh rows and routing, a reference, and timing under graph replay.
 
 A peer is a layer of an MoE block on N GPUs, one process each (torchrun): gate, rows to the experts, experts, rows back.
 Words: N ranks, T rows of one rank, H elements of a row, E experts of width I, k choices per row.
@@ -36,11 +36,17 @@ SHAPES = {
 LAYERS = 2
 # Default number of steps per graph, each with its own rows.
 STEPS = 8
+# FP8 weights have one scale for each block of BLOCK x BLOCK elements.
+BLOCK = 128
+# Largest relative error of a layer with weights of a format. Peers with FP8 weights also round rows to FP8 (3 bits of
+# mantissa), some of them results as well; the reference does not.
+TOLERANCE = {"bf16": 2e-2, "fp8": 1e-1}
 
 
-def arguments(description):
+def arguments(description, formats):
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
+    parser.add_argument("--dtype", choices=formats, default=formats[0], help="format of the weights")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048], help="rows per rank")
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers in memory, used in turn")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps per graph; the number of layers makes it a walk")
@@ -82,10 +88,35 @@ class World:
             dist.destroy_process_group()
 
 
-class Layer:
-    """Weights of this rank's experts and of the gate. All ranks have the same gate; a rank's experts are contiguous."""
+class Quantised:
+    """FP8 weights [G, N, K] (e4m3) with f32 scales [G, N/BLOCK, K/BLOCK], which multiply the values."""
 
-    def __init__(self, world, shape, seed):
+    def __init__(self, weights):
+        groups, n, k = weights.shape
+        self.values = torch.empty(groups, n, k, device=weights.device, dtype=torch.float8_e4m3fn)
+        self.scales = torch.empty(groups, n // BLOCK, k // BLOCK, device=weights.device)
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        for group in range(groups):
+            blocks = weights[group].float().view(n // BLOCK, BLOCK, k // BLOCK, BLOCK)
+            self.scales[group] = blocks.abs().amax((1, 3)).clamp(1e-4) / largest
+            scaled = blocks / self.scales[group][:, None, :, None]
+            self.values[group] = scaled.to(torch.float8_e4m3fn).view(n, k)
+
+    def __getitem__(self, group):
+        """The dequantised f32 weights of a group, [N, K]."""
+        n, k = self.values.shape[1:]
+        blocks = self.values[group].float().view(n // BLOCK, BLOCK, k // BLOCK, BLOCK)
+        return (blocks * self.scales[group][:, None, :, None]).view(n, k)
+
+
+class Layer:
+    """Weights of this rank's experts and of the gate. All ranks have the same gate; a rank's experts are contiguous.
+
+    `gate` is a bf16 tensor [E, H]. `gate_up` [E/N, 2I, H], gate rows before up rows, and `down` [E/N, H, I] are bf16
+    tensors or `Quantised`.
+    """
+
+    def __init__(self, world, shape, seed, dtype="bf16"):
         if shape.experts % world.ranks:
             sys.exit(f"{shape.experts} experts cannot be divided evenly among {world.ranks} ranks, as peers need")
         self.shape = shape
@@ -101,10 +132,10 @@ class Layer:
             return values
 
         h, i, e = shape.hidden, shape.width, shape.experts
+        stored = Quantised if dtype == "fp8" else lambda weights: weights
         self.gate = normal(e, h, scale=h**-0.5, generator=every)
-        # [E/N, 2I, H], gate rows before up rows, and [E/N, H, I].
-        self.gate_up = normal(self.local, 2 * i, h, scale=h**-0.5, generator=own)
-        self.down = normal(self.local, h, i, scale=i**-0.5, generator=own)
+        self.gate_up = stored(normal(self.local, 2 * i, h, scale=h**-0.5, generator=own))
+        self.down = stored(normal(self.local, h, i, scale=i**-0.5, generator=own))
 
     def route(self, rows):
         """f32 weights and i64 experts, [rows, k]: softmax over the chosen experts."""
@@ -214,14 +245,20 @@ def measure(world, layers, tokens, make, replays, step_count):
     return Figures(times, world.slowest(error))
 
 
-def run(name, description, prepare):
-    """The program of a peer. `prepare(world, shape, tokens)` returns the `make` of `measure`, or None if the
-    peer does not support this size."""
-    args = arguments(description).parse_args()
+def run(name, description, prepare, formats=("bf16",), begin=None):
+    """The program of a peer that supports weights of `formats`.
+
+    `prepare(world, shape, tokens)` returns the `make` of `measure`, or None if the peer does not support this size.
+    `begin(world, dtype)` runs first.
+    """
+    args = arguments(description, formats).parse_args()
     world = World()
+    if begin is not None:
+        begin(world, args.dtype)
     shape = SHAPES[args.shape]
-    layers = [Layer(world, shape, seed + 1) for seed in range(args.layers)]
-    report = {"peer": name, "shape": args.shape, "ranks": world.ranks, "sizes": []}
+    layers = [Layer(world, shape, seed + 1, args.dtype) for seed in range(args.layers)]
+    about = {"peer": name, "shape": args.shape, "format": args.dtype, "ranks": world.ranks}
+    report = {**about, "sizes": []}
     with torch.inference_mode():
         for tokens in args.tokens:
             try:
@@ -234,11 +271,11 @@ def run(name, description, prepare):
                 world.say(f"{name}: {tokens} rows per rank: {str(error)[:100]}")
                 torch.cuda.empty_cache()
                 continue
-            if not figures["relative_error"] < 2e-2:
+            if not figures["relative_error"] < TOLERANCE[args.dtype]:
                 world.say(f"{name}: {tokens} rows per rank: WRONG, relative error {figures['relative_error']}")
                 figures["wrong"] = True
             report["sizes"].append(figures)
-            world.say(json.dumps({"peer": name, "shape": args.shape, "ranks": world.ranks, **figures}))
+            world.say(json.dumps({**about, **figures}))
             torch.cuda.empty_cache()
     if args.json and world.rank == 0:
         with open(args.json, "w") as file:

@@ -139,6 +139,6 @@ def exchange_only(args):
 if __name__ == "__main__":
     if "--exchange-only" in sys.argv:
         sys.argv.remove("--exchange-only")
-        exchange_only(common.arguments(__doc__).parse_args())
+        exchange_only(common.arguments(__doc__, ["bf16"]).parse_args())
     else:
         common.run("nccl_ep", __doc__, prepare)

@@ -1,6 +1,7 @@
 //! Sessions: clients on the same host that share memory with the service.
 //!
 //! * `table`: the calls of one session, without threads or I/O: which may enter and when it ends.
+//! * `sizes`: sizes and places of a request.
 //! * `session`: one session: its memory, its thread that takes requests, its completions.
 //! * `attachments`: which memories the ranks have attached, without threads or I/O.
 //! * `call`: a call that the step loop has.
@@ -20,7 +21,11 @@ mod listener;
 mod open;
 mod registry;
 mod session;
+mod sizes;
 mod table;
+
+#[cfg(feature = "fuzzing")]
+pub use cuda::fuzzing as cuda_fuzzing;
 
 use std::sync::Arc;
 
@@ -31,7 +36,7 @@ use crate::steps::Service;
 
 pub(crate) use attachments::{Action as AttachAction, Answer as AttachAnswer, Attachments, Outcome};
 pub(crate) use call::SessionCall;
-pub(crate) use cuda::CudaCall;
+pub(crate) use cuda::{CudaCall, Raising};
 pub use listener::{SessionConfig, SessionServer};
 pub(crate) use open::OpenSession;
 pub use registry::{RowsTravel, SessionLimits, SessionRegistry, SessionStatus};

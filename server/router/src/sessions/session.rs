@@ -1,6 +1,5 @@
 //! One session: its memory, the thread that takes its requests, its completions.
 
-use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,14 +9,16 @@ use expertd_ipc::ring::{RingConsumer, RingProducer};
 use expertd_ipc::{SharedRegion, WaitPolicy};
 use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 use expertd_session::memory::SessionMemory;
-use expertd_session::wire::{CompletionRecord, RequestRecord, frame};
-use expertd_types::{DType, LayerId, MemoryId};
+use expertd_session::wire::{CompletionRecord, RequestRecord};
+use expertd_types::MemoryId;
 use tonic::Code;
 
 use super::Steps;
 use super::call::{SessionCall, failed};
+use super::open::{OpenSession, end_socket};
 use super::registry::{Charge, SessionStatus};
-use super::table::{Admission, CallTable, Places};
+use super::sizes::Sizes;
+use super::table::{Admission, CallTable};
 use crate::api::{Envelope, Failure, code_name, next_request_id, validate_session};
 use crate::backend::{ClientKey, ModelInfo, SubmitError};
 use crate::telemetry::RequestMetrics;
@@ -162,38 +163,19 @@ impl SessionState {
         }
     }
 
-    /// Ends the session: no request enters any more, and calls in flight are cancelled. The client, if it still listens, is
-    /// told `reason`.
-    pub(super) fn close(&self, reason: Option<&str>) {
-        if self.begin_close() {
-            self.finish_close(reason);
-        }
+    fn close(self: &Arc<Self>, reason: &str) {
+        OpenSession::Host(Arc::clone(self)).close(Some(reason));
     }
 
-    /// As [`close`](Self::close), for a thread that must not wait for the client.
-    pub(crate) fn close_apart(self: &Arc<Self>, reason: String) {
-        if !self.begin_close() {
-            return;
-        }
-        let session = Arc::clone(self);
-        let thread = std::thread::Builder::new().name("session-end".to_owned());
-        if thread.spawn(move || session.finish_close(Some(&reason))).is_err() {
-            self.finish_close(None);
-        }
-    }
-
-    /// Lets no request enter any more. Returns whether the session was open.
-    fn begin_close(&self) -> bool {
+    /// Lets no request enter any more, and cancels calls in flight. Returns whether the session was open.
+    pub(super) fn begin_close(&self) -> bool {
         self.calls().table.close();
         !self.is_closing.swap(true, Ordering::AcqRel)
     }
 
-    fn finish_close(&self, reason: Option<&str>) {
-        if let Some(reason) = reason {
-            // The socket has a time limit for writes; a client that does not read gets no reason.
-            let _ = expertd_session::socket::send(&self.socket, frame::ENDED, reason.as_bytes());
-        }
-        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+    /// Ends the socket.
+    pub(super) fn finish_close(&self, reason: Option<&str>) {
+        end_socket(&self.socket, reason);
         // A client that has changed the doorbell delays this by one sleep of the waiting thread at most.
         self.memory.service_bell().ring();
     }
@@ -252,14 +234,14 @@ impl SessionState {
                     self.expects_request.store(false, Ordering::Relaxed);
                     if let Err(reason) = self.take(&record, steps) {
                         tracing::warn!(session = self.number, reason, "the service ends a session");
-                        self.close(Some(&reason));
+                        self.close(&reason);
                     }
                 }
                 Ok(Ok(Wake::Answered)) => next_spin = spin.answered,
                 Ok(Ok(Wake::Closing)) => return,
                 Ok(Err(error)) => {
                     tracing::warn!(session = self.number, %error, "the service ends a session");
-                    self.close(Some(&format!("the ring of requests is broken: {error}")));
+                    self.close(&format!("the ring of requests is broken: {error}"));
                 }
                 // A wait without a deadline cannot time out.
                 Err(_) => {}
@@ -385,78 +367,5 @@ impl SessionState {
         };
         self.metrics.admitted(request.tokens);
         steps.submit(request, call).map_err(Failure::from)
-    }
-}
-
-/// Sizes of a request that were checked against the model's limits.
-#[derive(Clone, Copy, Debug)]
-struct Sizes {
-    tokens: usize,
-    k: usize,
-    row_bytes: usize,
-}
-
-impl Sizes {
-    /// Checks what decides how many bytes of the row area the request uses.
-    fn new(record: &RequestRecord, model: &ModelInfo) -> Result<Sizes, Failure> {
-        if record.flags & !RequestRecord::FLAGS != 0 || record.reserved != 0 {
-            let (flags, reserved) = (record.flags, record.reserved);
-            let text = format!(
-                "flags {flags:#x} and reserved {reserved}; this version has flags {:#x}",
-                RequestRecord::FLAGS
-            );
-            return Err(Failure::field("flags", text));
-        }
-        let (tokens, limit) = (record.tokens as usize, model.limits.max_tokens_per_request);
-        if tokens == 0 || tokens > limit {
-            return Err(Failure::field("tokens", format!("must be 1 to {limit}, found {tokens}")));
-        }
-        let Some(dtype) = DType::from_code(record.dtype) else {
-            let text = format!("must be 1 (bf16), 2 (f16) or 3 (f32), found {}", record.dtype);
-            return Err(Failure::field("dtype", text));
-        };
-        let layer = model.layers.get(&LayerId(record.layer));
-        let own_k = layer.map_or(1, |layer| layer.top_k);
-        let given = record.flags & RequestRecord::GIVEN_ROUTING != 0;
-        let k = if record.k == 0 { own_k } else { record.k as usize };
-        let max_k = layer.map_or(1, |layer| layer.max_k);
-        if k > max_k || (!given && k != own_k) {
-            let expected =
-                if given { format!("1 to {max_k}") } else { format!("0 or {own_k}, as the gate chooses") };
-            return Err(Failure::field("k", format!("must be {expected}, found {k}")));
-        }
-        Ok(Sizes { tokens, k, row_bytes: model.hidden * dtype.size() })
-    }
-
-    fn places(&self, record: &RequestRecord) -> Places {
-        let has = |flag| record.flags & flag != 0;
-        let range = |offset: u64, bytes: usize| -> Range<usize> {
-            let start = usize::try_from(offset).unwrap_or(usize::MAX);
-            // A sum beyond the address space is reported as a range beyond the area.
-            start..start.saturating_add(bytes)
-        };
-        let when = |condition: bool, offset: u64, bytes: usize| {
-            if condition { range(offset, bytes) } else { 0..0 }
-        };
-        let (rows, routing) = (self.tokens * self.row_bytes, self.tokens * self.k * 4);
-        let given = has(RequestRecord::GIVEN_ROUTING);
-        let returned = has(RequestRecord::RETURN_ROUTING);
-        // Given routing that is returned is copied before it is written.
-        let reads = given && !returned;
-        let token_ids = if has(RequestRecord::TOKEN_IDS) { self.tokens * 4 } else { 0 };
-        Places {
-            read: [
-                range(record.rows, rows),
-                when(reads, record.ids, routing),
-                when(reads, record.weights, routing),
-                when(token_ids > 0, record.token_ids, token_ids),
-            ],
-            written: [
-                range(record.output, rows),
-                when(returned, record.ids, routing),
-                when(returned, record.weights, routing),
-            ],
-            copied: token_ids + if given { 2 * routing } else { 0 },
-        }
     }
 }
