@@ -62,8 +62,8 @@ impl SessionCall {
         self.session.memory().rows().part(self.output + start, bytes).ok()
     }
 
-    /// Completes the call, whose output rows are in place.
-    pub(crate) fn answer(mut self, receipt: &Receipt) {
+    /// Completes the call, whose output rows are in place. `is_idle`: no step is in flight, so that the session's thread may spin.
+    pub(crate) fn answer(mut self, receipt: &Receipt, is_idle: bool) {
         if let Some((ids, weights)) = self.returned {
             let memory = self.session.memory();
             // Both were checked to lie within the row area.
@@ -72,6 +72,9 @@ impl SessionCall {
         }
         let record = completion(self.call, receipt);
         self.complete(record);
+        if is_idle {
+            self.session.expect_request();
+        }
     }
 
     /// Ends the call without an answer.

@@ -382,7 +382,7 @@ impl Driver {
     fn answer(&mut self, key: RequestKey, receipt: Receipt) {
         if let Some(active) = self.active.remove(&key) {
             let fingerprint = self.shared.fingerprint();
-            active.answer(receipt, fingerprint);
+            active.answer(receipt, fingerprint, self.launched.is_empty());
         }
     }
 
