@@ -26,6 +26,7 @@ mod probe;
 mod run;
 mod setup;
 mod step;
+mod usage;
 mod weights;
 
 pub(crate) use probe::probe;

@@ -15,12 +15,12 @@ use expertd_types::{DType, LayerId, MemoryId};
 use tonic::Code;
 
 use super::Steps;
-use super::call::{SessionCall, failed};
+use super::call::{SessionCall, end_trace, failed};
 use super::registry::{Charge, SessionStatus};
 use super::table::{Admission, CallTable, Places};
 use crate::api::{Envelope, Failure, code_name, next_request_id, validate_session};
 use crate::backend::{ClientKey, ModelInfo, SubmitError};
-use crate::telemetry::RequestMetrics;
+use crate::telemetry::{RequestMetrics, RequestTrace};
 
 /// Who opened a session.
 #[derive(Clone, Copy, Debug)]
@@ -242,9 +242,11 @@ impl SessionState {
             ));
         }
         drop(calls);
-        if let Err(failure) = self.submit(record, steps, began) {
+        let trace = RequestTrace::of_session(self.number, "host", began);
+        if let Err(failure) = self.submit(record, steps, began, trace.clone()) {
             let completion = failed(record.call, failure);
             self.push(&mut self.calls(), &completion, began.elapsed());
+            end_trace(trace, completion.code, None);
         }
         Ok(())
     }
@@ -254,6 +256,7 @@ impl SessionState {
         record: &RequestRecord,
         steps: &dyn Steps,
         began: Instant,
+        trace: Option<Arc<RequestTrace>>,
     ) -> Result<(), Failure> {
         let model = steps.model();
         let sizes = Sizes::new(record, &model)?;
@@ -267,7 +270,7 @@ impl SessionState {
                 return Err(Failure::Submit(SubmitError::Overloaded { reason, retry_after }));
             }
         }
-        let submitted = self.submit_admitted(record, &sizes, &model, steps, began);
+        let submitted = self.submit_admitted(record, &sizes, &model, steps, began, trace);
         if submitted.is_err() {
             self.calls().table.complete(record.call);
         }
@@ -281,6 +284,7 @@ impl SessionState {
         model: &ModelInfo,
         steps: &dyn Steps,
         began: Instant,
+        trace: Option<Arc<RequestTrace>>,
     ) -> Result<(), Failure> {
         let has = |flag| record.flags & flag != 0;
         let words = |name: &'static str, offset: u64, words: usize| {
@@ -329,9 +333,10 @@ impl SessionState {
                 .then_some((record.ids as usize, record.weights as usize)),
             tokens: sizes.tokens,
             began,
+            trace,
             is_complete: false,
         };
-        let request = match validate_session(model, message, envelope) {
+        let mut request = match validate_session(model, message, envelope) {
             Ok(request) => request,
             Err(failure) => {
                 call.forget();
@@ -339,6 +344,9 @@ impl SessionState {
             }
         };
         self.metrics.admitted(request.tokens);
+        if let Some(trace) = &call.trace {
+            trace.admitted(&mut request);
+        }
         steps.submit(request, call).map_err(Failure::from)
     }
 }

@@ -176,6 +176,7 @@ impl Driver {
         let generation = group.generation();
         let was_started = group.is_started();
         let news = group.poll();
+        let usage_changed = group.take_usage_change();
         let is_started = group.is_started();
         let ended = group.experts_ended();
         if ended.is_some() && ended != self.experts_ended {
@@ -196,6 +197,7 @@ impl Driver {
                     self.begin_serving(generation);
                 }
             }
+            Ok(_) if usage_changed => self.show_ranks(),
             Ok(_) => {}
         }
     }

@@ -8,10 +8,11 @@ use expertd_session::wire::CompletionRecord;
 use expertd_types::MemoryId;
 use tonic::Code;
 
-use super::super::call::{completion, failed};
+use super::super::call::{completion, end_trace, failed};
 use super::state::CudaState;
 use crate::api::Failure;
 use crate::backend::{Receipt, StepError};
+use crate::telemetry::RequestTrace;
 
 /// A call of a CUDA session, from admission to its completion. A call that is dropped without an answer fails.
 #[derive(Debug)]
@@ -26,6 +27,8 @@ pub(crate) struct CudaCall {
     pub(super) output: u64,
     pub(super) tokens: usize,
     pub(super) began: Instant,
+    /// The call's span, if it is sampled.
+    pub(super) trace: Option<Arc<RequestTrace>>,
     pub(super) is_complete: bool,
 }
 
@@ -52,13 +55,13 @@ impl CudaCall {
     /// Completes the call, whose output rows are in place.
     pub(crate) fn answer(mut self, receipt: &Receipt) {
         let record = completion(self.call, receipt);
-        self.complete(&record);
+        self.complete(&record, Some(receipt));
     }
 
     /// Ends the call without an answer.
     pub(crate) fn fail(mut self, error: StepError) {
         let record = failed(self.call, Failure::from(error));
-        self.complete(&record);
+        self.complete(&record, None);
     }
 
     /// Drops the call without a completion, for a caller that completes it otherwise.
@@ -66,9 +69,10 @@ impl CudaCall {
         self.is_complete = true;
     }
 
-    fn complete(&mut self, record: &CompletionRecord) {
+    fn complete(&mut self, record: &CompletionRecord, receipt: Option<&Receipt>) {
         self.is_complete = true;
         self.session.complete(self.doorbell, record, self.tokens, self.began.elapsed());
+        end_trace(self.trace.take(), record.code, receipt);
     }
 }
 
@@ -76,7 +80,7 @@ impl Drop for CudaCall {
     fn drop(&mut self) {
         if !self.is_complete {
             let text = "the call was given up by the step loop; try it again";
-            self.complete(&CompletionRecord::failed(self.call, Code::Unavailable as u32, text));
+            self.complete(&CompletionRecord::failed(self.call, Code::Unavailable as u32, text), None);
         }
     }
 }

@@ -15,14 +15,14 @@ use expertd_session::wire::{CompletionRecord, RequestRecord, frame};
 use expertd_types::MemoryId;
 use tonic::Code;
 
-use super::super::call::failed;
+use super::super::call::{end_trace, failed};
 use super::super::registry::{Charge, SessionStatus};
 use super::super::session::{Opener, RowsTravel};
 use super::call::CudaCall;
 use super::doorbells::{Admission, DoorbellTable, check};
 use crate::api::{Envelope, Failure, code_name, next_request_id, validate_session};
 use crate::sessions::Steps;
-use crate::telemetry::RequestMetrics;
+use crate::telemetry::{RequestMetrics, RequestTrace};
 
 /// How long the thread of doorbells polls without a pause after a call, where cores are spare: an engine computes between two calls.
 const BUSY_AFTER_CALL: Duration = Duration::from_millis(10);
@@ -291,8 +291,12 @@ impl CudaState {
         let admission = self.table().ring(doorbell, ring);
         match admission {
             Admission::Admitted { call, prepared } => {
-                if let Err(failure) = self.submit(doorbell, ring, call, &prepared, steps, began) {
-                    self.complete(doorbell, &failed(call, failure), 0, began.elapsed());
+                let trace = RequestTrace::of_session(self.number, "cuda", began);
+                let submitted = self.submit(doorbell, ring, call, &prepared, steps, (began, trace.clone()));
+                if let Err(failure) = submitted {
+                    let record = failed(call, failure);
+                    self.complete(doorbell, &record, 0, began.elapsed());
+                    end_trace(trace, record.code, None);
                 }
             }
             Admission::Invalid { call, reason } => {
@@ -315,7 +319,7 @@ impl CudaState {
         call: u64,
         prepared: &PreparedCall,
         steps: &dyn Steps,
-        began: Instant,
+        (began, trace): (Instant, Option<Arc<RequestTrace>>),
     ) -> Result<(), Failure> {
         let has = |flag| prepared.flags & flag != 0;
         let shared =
@@ -335,8 +339,11 @@ impl CudaState {
             timeout => began.checked_add(Duration::from_micros(timeout)),
         };
         let envelope = Envelope { id: next_request_id(), client: self.opener.client, deadline };
-        let request = validate_session(&steps.model(), message, envelope)?;
+        let mut request = validate_session(&steps.model(), message, envelope)?;
         self.metrics.admitted(request.tokens);
+        if let Some(trace) = &trace {
+            trace.admitted(&mut request);
+        }
         let call = CudaCall {
             session: Arc::clone(self),
             doorbell,
@@ -345,6 +352,7 @@ impl CudaState {
             output: prepared.output,
             tokens: request.tokens,
             began,
+            trace,
             is_complete: false,
         };
         steps.submit_cuda(request, call).map_err(Failure::from)

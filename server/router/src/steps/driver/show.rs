@@ -46,6 +46,7 @@ impl Driver {
                     state: RankState::Loading,
                     weight_bytes_loaded: view.loaded_bytes,
                     weight_bytes_total: view.total_bytes,
+                    usage: None,
                 })
                 .collect(),
             (Some(group), _) => (0..)
@@ -60,6 +61,7 @@ impl Driver {
                         state: if view.ready { RankState::Ready } else { RankState::Loading },
                         weight_bytes_loaded: view.loaded_bytes,
                         weight_bytes_total: view.total_bytes,
+                        usage: view.usage,
                     }
                 })
                 .collect(),
@@ -71,6 +73,7 @@ impl Driver {
                     state: RankState::Gone,
                     weight_bytes_loaded: 0,
                     weight_bytes_total: 0,
+                    usage: None,
                 })
                 .collect(),
         };
