@@ -41,7 +41,7 @@ __device__ __forceinline__ float load_host(const float* address) {
 constexpr uint32_t kTable = 1024;
 constexpr uint32_t kEntryWords = sizeof(Segment) / sizeof(uint64_t);
 // Number of entries that are loaded together with the request, before their number is known.
-constexpr uint32_t kEarly = kThreads / kEntryWords - 1;
+constexpr uint32_t kEarly = kThreads / kEntryWords - 2;
 static_assert(kEarly * kEntryWords + sizeof(StepRequest) / 16 <= kThreads, "a thread each");
 
 // The segment that holds `row`, among `count` segments of consecutive rows.
@@ -125,15 +125,40 @@ __device__ void take_row(const CopyInParams& p, const uint8_t* from, uint32_t dt
     }
 }
 
+// An element of a row that may lie at any multiple of the element size.
+__device__ __forceinline__ float load_element(const void* row, uint32_t index, uint32_t dtype) {
+    if (dtype == kF32) return load_host(static_cast<const float*>(row) + index);
+    uint16_t bits;
+    asm volatile("ld.global.L1::no_allocate.u16 %0, [%1];" : "=h"(bits) : "l"(static_cast<const uint16_t*>(row) + index));
+    return dtype == kF16 ? __half2float(__ushort_as_half(bits)) : __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
+
+// As take_row, for a row of `row_elements` elements.
+__device__ void take_narrow_row(const CopyInParams& p, const void* from, uint32_t dtype, uint4* to, uint4* low) {
+    for (uint32_t word = threadIdx.x % 32; word < p.hidden / 8; word += 32) {
+        float v[8];
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+            const uint32_t index = word * 8 + i;
+            v[i] = index < p.row_elements ? load_element(from, index, dtype) : 0.0f;
+        }
+        const uint4 rounded = pack_bf16x8(v);
+        to[word] = rounded;
+        if (low != nullptr) low[word] = rest_of(v, rounded);
+    }
+}
+
 // Copies a row from staging with its place and its routing. One warp runs this.
 __device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row, bool wide) {
     const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
-    const uint64_t row_bytes = static_cast<uint64_t>(p.hidden) * (segment.dtype == kF32 ? 4 : 2);
+    const bool narrow = (segment.flags & kNarrowRows) != 0;
+    const uint32_t element_bytes = segment.dtype == kF32 ? 4 : 2, align = narrow ? element_bytes : 16;
+    const uint64_t row_bytes = static_cast<uint64_t>(narrow ? p.row_elements : p.hidden) * element_bytes;
     const uint64_t within = (row - segment.first_row) * row_bytes, offset = segment.byte_offset + within;
     const bool attached = segment.memory != 0;
     // The host has checked these values. The check here keeps a fault in between from accessing other memory.
-    if (offset % 16 != 0 || segment.output_offset % 16 != 0 || (!attached && offset + row_bytes > p.staged_bytes) ||
-        row - segment.first_row >= segment.rows) {
+    if (offset % align != 0 || segment.output_offset % align != 0 || (!attached && offset + row_bytes > p.staged_bytes) ||
+        row - segment.first_row >= segment.rows || p.row_elements > p.hidden) {
         if (lane == 0) set_error(p.state, kBadCount, 0xfe, kCopyIn);
         return;
     }
@@ -150,11 +175,13 @@ __device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row
     if (named) token_id = load_host(p.staged_token_ids + row);
     const uint64_t first_word = static_cast<uint64_t>(row) * words;
     uint8_t* from = attached ? reinterpret_cast<uint8_t*>(offset) : p.staged_rows + offset;
-    take_row(p, from, segment.dtype, static_cast<uint4*>(p.tokens) + first_word,
-             wide && p.tokens_low != nullptr ? static_cast<uint4*>(p.tokens_low) + first_word : nullptr);
+    uint4* to = static_cast<uint4*>(p.tokens) + first_word;
+    uint4* low = wide && p.tokens_low != nullptr ? static_cast<uint4*>(p.tokens_low) + first_word : nullptr;
+    if (narrow) take_narrow_row(p, from, segment.dtype, to, low);
+    else take_row(p, from, segment.dtype, to, low);
     if (lane == 0) {
-        uint8_t* to = attached ? reinterpret_cast<uint8_t*>(segment.output_offset + within) : from;
-        p.places[row] = {to, segment.dtype, segment.flags};
+        uint8_t* output = attached ? reinterpret_cast<uint8_t*>(segment.output_offset + within) : from;
+        p.places[row] = {output, segment.dtype, segment.flags};
     }
     if (given) {
         // Ids become addresses, so they are checked for the same reason.
@@ -198,6 +225,9 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
         p.state->out_dtype = request.out_dtype;
         p.state->step = request.step;
         p.state->begin_ns[kCopyIn] = begin;
+        p.state->raises = min(request.raises, kMaxRaises);
+        p.state->direct = request.direct;
+        for (uint32_t i = 0; i < kMaxRaises; ++i) p.state->raise[i] = request.raise[i];
     }
     // Neighbouring rows belong to different blocks, so that few rows are spread over many SMs.
     const uint32_t first = threadIdx.x / 32 * gridDim.x + blockIdx.x;
@@ -235,13 +265,29 @@ __device__ __forceinline__ void load_out(const void* out, uint64_t word, uint32_
     }
 }
 
+// Writes the first `row_elements` elements of a result row, whose first word is `first`, to any multiple of the element size.
+__device__ void put_narrow_row(const CopyOutParams& p, const RowPlace& place, uint64_t first, uint32_t dtype) {
+    for (uint32_t word = threadIdx.x % 32; word * 8 < p.row_elements; word += 32) {
+        float v[8];
+        load_out(p.out, first + word, dtype, v);
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+            const uint32_t index = word * 8 + i;
+            if (index >= p.row_elements) continue;
+            if (place.dtype == kF32) reinterpret_cast<float*>(place.output)[index] = v[i];
+            else if (place.dtype == kF16) reinterpret_cast<__half*>(place.output)[index] = __float2half_rn(v[i]);
+            else reinterpret_cast<__nv_bfloat16*>(place.output)[index] = __float2bfloat16_rn(v[i]);
+        }
+    }
+}
+
 // Adds the rows of each local expert to the counts of the step's layer. Steps follow one another on the stream, so no other kernel
 // changes the counts.
 __device__ void count_rows(const CopyOutParams& p) {
     for (uint32_t local = blockIdx.x * kThreads + threadIdx.x; local < p.local_experts; local += gridDim.x * kThreads) {
         const uint32_t rows = __ldcg(p.expert_offsets + local + 1) - __ldcg(p.expert_offsets + local);
         if (rows == 0) continue;
-        const uint64_t cell = static_cast<uint64_t>(p.state->layer) * p.count_stride + p.first_expert + local;
+        const uint64_t cell = static_cast<uint64_t>(p.group.state->layer) * p.count_stride + p.first_expert + local;
         const uint64_t count = p.row_counts[cell] + rows;
         p.row_counts[cell] = count;
         // A whole word, which the host may read at any time.
@@ -249,20 +295,75 @@ __device__ void count_rows(const CopyOutParams& p) {
     }
 }
 
+// Tells rank 0 that this rank's results are written. Rank 0 waits until all ranks have said so, if the step has completion words, and
+// raises them. The step's number is in host memory before any of them, so that the host knows after a fault whether clients have seen the
+// end of the step.
+__device__ void raise_words(const CopyOutParams& p) {
+    const Group& g = p.group;
+    SlotState* state = g.state;
+    if (__ldcg(&state->error) != 0) return;
+    const uint32_t raises = state->raises;
+    if (g.ranks != 1) {
+        const uint64_t flag = g.generation | __ldcg(reinterpret_cast<const unsigned long long*>(&state->exchange));
+        if (g.rank != 0) store_release_system(at<uint64_t>(g, 0, g.written_flags) + g.rank, flag);
+        for (uint32_t r = 1; g.rank == 0 && raises != 0 && r < g.ranks; ++r) {
+            if (!wait_flag(g, at<uint64_t>(g, 0, g.written_flags) + r, flag, r, kCopyOut)) return;
+        }
+    }
+    if (raises == 0) return;
+    for (uint32_t i = 0; i < raises; ++i) *static_cast<volatile uint64_t*>(state->raise[i].number) = state->raise[i].call;
+    *static_cast<volatile uint64_t*>(p.raised) = state->step;
+    __threadfence_system();
+    for (uint32_t i = 0; i < raises; ++i) *static_cast<volatile uint32_t*>(state->raise[i].word) = 1;
+}
+
+__device__ __forceinline__ uint64_t load_time(const uint64_t* time) {
+    return __ldcg(reinterpret_cast<const unsigned long long*>(time));
+}
+
+// Ends the step, once all blocks have written their results: raises completion words and stores the completion record. One thread runs
+// this.
+__device__ void end_step(const CopyOutParams& p) {
+    SlotState* state = p.group.state;
+    state->end_ns[kCopyOut] = now_ns();
+    raise_words(p);
+    // All loads of a batch before its stores, so that they are under way together.
+    const uint32_t received = __ldcg(&state->received), error = __ldcg(&state->error);
+    const uint32_t assignments = p.assignments == nullptr ? 0 : __ldcg(p.assignments);
+    uint64_t times[kPhases];
+#pragma unroll
+    for (uint32_t phase = 0; phase < kPhases; ++phase) times[phase] = load_time(&state->begin_ns[phase]);
+#pragma unroll
+    for (uint32_t phase = 0; phase < kPhases; ++phase) p.completion->begin_ns[phase] = times[phase];
+#pragma unroll
+    for (uint32_t phase = 0; phase < kPhases; ++phase) times[phase] = load_time(&state->end_ns[phase]);
+#pragma unroll
+    for (uint32_t phase = 0; phase < kPhases; ++phase) p.completion->end_ns[phase] = times[phase];
+    p.completion->received = received;
+    p.completion->assignments = assignments;
+    p.completion->error = error;
+    store_release_system(&p.completion->step, state->step);
+}
+
 template <int Count>
-__global__ void __launch_bounds__(kThreads) copy_out(const __grid_constant__ Ranks<CopyOutParams, Count> all) {
+__global__ void __launch_bounds__(kThreads, 1) copy_out(const __grid_constant__ Ranks<CopyOutParams, Count> all) {
     const CopyOutParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
+    SlotState* state = p.group.state;
     begin_kernel();
-    stamp_begin(p.state, kCopyOut);
-    const uint32_t tokens = min(p.state->tokens, p.max_tokens), dtype = p.state->out_dtype;
+    stamp_begin(state, kCopyOut);
+    const uint32_t tokens = min(state->tokens, p.max_tokens), dtype = state->out_dtype;
     const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
     // `dtype` is either that of all rows, and words are copied unchanged, or f32.
-    for (uint32_t row = blockIdx.x * kWarps + threadIdx.x / 32; p.state->error == 0 && row < tokens;
+    for (uint32_t row = blockIdx.x * kWarps + threadIdx.x / 32; state->error == 0 && row < tokens;
          row += gridDim.x * kWarps) {
         const RowPlace place = p.places[row];
         uint8_t* to = place.output;
         const uint64_t first = static_cast<uint64_t>(row) * words;
-        if (place.dtype == dtype) {
+        if (state->direct != 0) {
+            // combine has stored the row.
+        } else if ((place.flags & kNarrowRows) != 0) {
+            put_narrow_row(p, place, first, dtype);
+        } else if (place.dtype == dtype) {
             const uint32_t all_words = dtype == kF32 ? 2 * words : words;
             const uint4* from = static_cast<const uint4*>(p.out) + static_cast<uint64_t>(row) * all_words;
             for (uint32_t base = 0; base < all_words; base += 32 * 2 * kUnroll) {
@@ -295,19 +396,10 @@ __global__ void __launch_bounds__(kThreads) copy_out(const __grid_constant__ Ran
             p.staged_weights[at] = p.topk_weights[at];
         }
     }
-    if (p.expert_offsets != nullptr && p.state->error == 0) count_rows(p);
+    if (p.expert_offsets != nullptr && state->error == 0) count_rows(p);
+    // At system scope, because the results are read by the host, by other GPUs, or by their copy engines.
     __threadfence_system();
-    if (last_block(&p.state->ticket, gridDim.x) && threadIdx.x == 0) {
-        p.state->end_ns[kCopyOut] = now_ns();
-        for (uint32_t phase = 0; phase < kPhases; ++phase) {
-            p.completion->begin_ns[phase] = p.state->begin_ns[phase];
-            p.completion->end_ns[phase] = p.state->end_ns[phase];
-        }
-        p.completion->received = __ldcg(&p.state->received);
-        p.completion->assignments = p.assignments == nullptr ? 0 : __ldcg(p.assignments);
-        p.completion->error = __ldcg(&p.state->error);
-        store_release_system(&p.completion->step, p.state->step);
-    }
+    if (last_block(&state->ticket, gridDim.x) && threadIdx.x == 0) end_step(p);
 }
 
 // Lists every token with its weight for the shared experts, because the experts' kernel always reads rows through a list.

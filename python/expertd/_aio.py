@@ -7,7 +7,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ._client import DEFAULT_RETRY, Credentials, RetryPolicy, _Closed, native_client, options
-from ._native import NativeStream
+from ._errors import UnsupportedError
+from ._native import NativeClient, NativeStream
 
 if TYPE_CHECKING:
     from ._native import Answer, Model, ModelSummary
@@ -42,7 +43,13 @@ class AsyncClient:
         credentials: Credentials | None = None,
     ) -> None:
         self.address = address
-        self._native = native_client(address, session, retry, credentials)
+        if session == "cuda":
+            raise UnsupportedError(
+                'session="cuda" has no asyncio client, because calls on a GPU do not block: use expertd.Client'
+            )
+        native = native_client(address, session, retry, credentials)
+        assert isinstance(native, NativeClient)
+        self._native = native
 
     async def connect(self) -> None:
         """Connects, if the client is not connected yet.
@@ -52,9 +59,20 @@ class AsyncClient:
         """
         await self._native.connect_async()
 
-    async def forward(self, layer: int, rows: Rows, *, timeout: float | None = None, **arguments: Unpack[ForwardOptions]) -> Answer:
-        """Sends one token batch through one layer's MoE block; arguments and result as for `Client.forward`."""
-        return await self._native.forward_async(layer, rows, timeout, options(**arguments))
+    async def forward(
+        self,
+        layer: int,
+        rows: Rows,
+        *,
+        out: Rows | None = None,
+        timeout: float | None = None,
+        **arguments: Unpack[ForwardOptions],
+    ) -> Answer:
+        """Sends one token batch through one layer's MoE block; arguments and result as for `Client.forward`.
+
+        `out` must not be used before the call has returned, also if its task is cancelled.
+        """
+        return await self._native.forward_async(layer, rows, timeout, options(**arguments), out)
 
     def stream(self, capacity: int = 64) -> AsyncStream:
         """A stream that carries many calls at once; `capacity` calls may wait in this process before they are sent."""

@@ -11,6 +11,7 @@ from ._errors import UnsupportedError
 from ._native import NativeClient, NativeStream, Pending
 
 if TYPE_CHECKING:
+    from ._cuda import CudaAnswer, CudaRoute
     from ._native import Answer, Model, ModelSummary
     from ._types import Address, DType, ForwardOptions, Rows, Session, SharedExperts
 
@@ -84,11 +85,11 @@ def options(
 
 def native_client(
     address: Address, session: Session | None, retry: RetryPolicy | None, credentials: Credentials | None
-) -> NativeClient:
-    """The native client for the arguments that `Client` and `AsyncClient` share.
+) -> NativeClient | CudaRoute:
+    """The connection for the arguments that `Client` and `AsyncClient` share.
 
     Raises:
-        UnsupportedError: `session` is "cuda".
+        UnsupportedError: `session` is "cuda", and torch is missing or sees no GPU.
         ValueError: the arguments do not go together.
     """
     given = address.split(",") if isinstance(address, str) else list(address)
@@ -106,17 +107,24 @@ def native_client(
         raise ValueError(
             f'session="{session}" takes no credentials, because the service knows the user of a session; leave credentials out'
         )
+    if session == "cuda":
+        from ._cuda import CudaRoute
+
+        return CudaRoute(addresses[0], retry)
     return NativeClient(addresses, several, session is not None, retry, credentials)
 
 
 def check_session(session: str | None) -> None:
-    """Raises for sessions that this package has no client of."""
+    """Raises for sessions that this process cannot open."""
     if session == "cuda":
-        raise UnsupportedError(
-            'session="cuda": this version of the package has no client of sessions in a GPU\'s memory; pass session="host" to '
-            "a service on this host, whose rows go through host memory, or leave session out"
-        )
-    if session not in (None, "host"):
+        try:
+            from ._cuda import require_gpu
+        except ImportError as error:
+            raise UnsupportedError(
+                'session="cuda" needs torch with CUDA, whose tensors lie on a GPU: pip install torch, or pass session="host"'
+            ) from error
+        require_gpu()
+    if session not in (None, "host", "cuda"):
         raise ValueError(f'session is {session!r}; expected None, "host" or "cuda"')
 
 
@@ -128,9 +136,10 @@ class Client:
     Arguments:
         address: `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`. A list of them, or one name with several addresses, stands for
             several services with one model: each call goes to one that holds its layer, and to another one if that fails.
-            With `session="host"`, `unix:/PATH` of the socket that the service got as `--session-listen`.
+            With a session, `unix:/PATH` of the socket that the service got as `--session-listen`.
         session: None: rows travel over gRPC. "host": rows are copied into memory that the service on this host shares, and
-            answers out of it. "cuda" is refused by this version.
+            answers out of it. "cuda": rows are torch tensors on a GPU, or have DLPack, and calls are work of torch's current
+            stream; the ranks of the service must be on GPUs of this host.
         retry: rules for retrying failed calls; None means no retries. Several services have rules of their own, of which
             `max_elapsed` sets how long a call without a timeout looks for a service.
         credentials: certificates and token; None means plaintext and no token. Sessions take none.
@@ -138,7 +147,7 @@ class Client:
     Raises:
         ConnectError: nothing answers at the address.
         AccessError: the service does not let this user open sessions.
-        UnsupportedError: `session` is "cuda".
+        UnsupportedError: `session` is "cuda", and torch is missing or sees no GPU.
     """
 
     def __init__(
@@ -153,13 +162,24 @@ class Client:
         self._native = native_client(address, session, retry, credentials)
         self._native.connect()
 
-    def forward(self, layer: int, rows: Rows, *, timeout: float | None = None, **arguments: Unpack[ForwardOptions]) -> Answer:
+    def forward(
+        self,
+        layer: int,
+        rows: Rows,
+        *,
+        out: Rows | None = None,
+        timeout: float | None = None,
+        **arguments: Unpack[ForwardOptions],
+    ) -> Answer | CudaAnswer:
         """Sends one token batch through one layer's MoE block.
 
         Arguments:
             layer: index of the decoder layer, as in the checkpoint's tensor names.
             rows: `[tokens, hidden]` in bf16, f16 or f32, row-major in host memory: anything with the buffer protocol
-                (numpy, memoryview) or DLPack (torch). They must not be written to before the call returns.
+                (numpy, memoryview) or DLPack (torch). They must not be written to before the call returns. With
+                `session="cuda"`, a torch tensor on a GPU, or another array there that has DLPack.
+            out: an array of the shape and type of `rows` that receives the answer's rows; it becomes `answer.rows`. It may be
+                `rows` itself, must be row-major, and must not be used before the call returns. None: new memory.
             timeout: seconds for the whole call, retries included; None means no limit.
             dtype: "bf16" or "f16" if `rows` are 16-bit integers that stand for it.
             topk_ids: `[tokens, k]` int32 or int64 expert ids, distinct within a row; the service applies them instead of
@@ -173,14 +193,24 @@ class Client:
             model: name of the model; may be empty if only one is loaded.
 
         Returns:
-            `answer.rows`, `[tokens, hidden]` in the dtype of `rows`, and `answer.receipt`.
+            `answer.rows`, `[tokens, hidden]` in the dtype of `rows`, and `answer.receipt`. With `session="cuda"` the call returns
+            before the GPU has computed it. A call that fails then leaves NaN in `answer.rows`, and the next call of the client, or
+            `synchronize`, raises its exception.
 
         Raises:
             InvalidRequestError, NotFoundError, WeightVersionError, OverloadedError, DeadlineError, UnavailableError: the
                 service refused the request or did not answer it.
             TypeError, ValueError, BufferError: an argument has the wrong type, shape or layout.
         """
-        return self._native.forward(layer, rows, timeout, options(**arguments))
+        return self._native.forward(layer, rows, timeout, options(**arguments), out)
+
+    def synchronize(self) -> None:
+        """With `session="cuda"`: waits for the GPU's work, and raises the exception of a call that failed, if there is one.
+
+        Calls of other clients have ended when they return.
+        """
+        if not isinstance(self._native, NativeClient):
+            self._native.synchronize()
 
     def stream(self, capacity: int = 64) -> Stream:
         """A stream that carries many calls at once. With several services, or a session, each call goes its own way.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import threading
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ class Remote:
         self.credentials = credentials
         self.session = session
         self.client = Client(address, session=session, retry=_RETRY, credentials=credentials)
+        # What a session in a GPU's memory does not carry goes through this client.
+        self._host: Client | None = None
         self.model: Model = self.client.model()
         self.number = next(_numbers)
         _remotes[self.number] = self
@@ -47,6 +49,23 @@ class Remote:
     def __reduce__(self) -> tuple[Any, ...]:
         return (Remote, (self.address, self.credentials, self.session))
 
+    def _host_client(self, rows: Tensor) -> Client:
+        """The client of calls that a session in a GPU's memory does not carry."""
+        if rows.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "a CUDA graph cannot capture this call: sessions in a GPU's memory carry no expert ids or token ids of the caller, so "
+                'its rows go through host memory; pass mode="block", which leaves the gate to the service'
+            )
+        if self._host is None:
+            if rows.is_cuda:
+                warnings.warn(
+                    "rows go through host memory, because sessions in a GPU's memory carry no expert ids or token ids of the "
+                    'caller; pass mode="block" to keep them on the GPU',
+                    stacklevel=2,
+                )
+            self._host = Client(self.address, session="host", retry=_RETRY)
+        return self._host
+
     def forward(
         self,
         layer: int,
@@ -60,6 +79,13 @@ class Remote:
         tokens, most = rows.shape[0], self.model.limits.max_tokens_per_request
         if tokens == 0:
             return torch.empty_like(rows)
+        shared = "include" if shared_experts else "exclude"
+        client = self.client
+        if self.session == "cuda":
+            if rows.is_cuda and topk_ids is None and token_ids is None:
+                answer: Tensor = client.forward(layer, rows, shared_experts=shared).rows
+                return answer
+            client = self._host_client(rows)
         here = rows.detach().cpu().contiguous()
         ids, weights, tids = (None if t is None else t.detach().cpu().contiguous() for t in (topk_ids, topk_weights, token_ids))
         # The service refuses weights that are not finite. Rows that are not finite have such weights, for example padding that
@@ -71,13 +97,13 @@ class Remote:
         parts = []
         for start in range(0, tokens, most):
             piece = slice(start, min(start + most, tokens))
-            answer = self.client.forward(
+            answer = client.forward(
                 layer,
                 here[piece],
                 topk_ids=None if ids is None else ids[piece],
                 topk_weights=None if weights is None else weights[piece],
                 token_ids=None if tids is None else tids[piece],
-                shared_experts="include" if shared_experts else "exclude",
+                shared_experts=shared,
             )
             parts.append(torch.from_dlpack(answer.rows))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -101,15 +127,7 @@ def moe(
 
 
 @moe.register_fake
-def _(
-    rows: Tensor,
-    topk_ids: Tensor | None,
-    topk_weights: Tensor | None,
-    token_ids: Tensor | None,
-    remote: int,
-    layer: int,
-    shared_experts: bool,
-) -> Tensor:
+def _(rows: Tensor, *_others: Any) -> Tensor:
     return torch.empty_like(rows, memory_format=torch.contiguous_format)
 
 

@@ -94,6 +94,13 @@ impl Array {
         Array { storage, element, shape, layout }
     }
 
+    /// The elements.
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        // SAFETY: the storage has these bytes and lives as long as `self`. This is called before Python has the array, so that
+        // nothing else writes to it.
+        unsafe { std::slice::from_raw_parts(self.storage.data(), self.bytes()) }
+    }
+
     fn bytes(&self) -> usize {
         self.shape.iter().product::<usize>() * self.element.size()
     }
@@ -179,7 +186,13 @@ impl Array {
             ));
         }
         let versioned = max_version.is_some_and(|(major, _)| major >= 1);
-        dlpack::export(py, &self.storage, self.element, &self.shape, versioned)
+        let memory = dlpack::Memory {
+            data: self.storage.data().cast(),
+            device: (dlpack::CPU, 0),
+            element: self.element,
+            shape: &self.shape,
+        };
+        dlpack::export(py, Arc::<Storage>::clone(&self.storage), &memory, versioned)
     }
 
     /// `(kDLCPU, 0)`.

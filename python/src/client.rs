@@ -42,7 +42,10 @@ impl Route {
     /// Makes a call from a task. Dropping the future ends the call.
     pub(crate) async fn call(self, arguments: Arguments) -> Result<Received, Failure> {
         match self {
-            Route::Remote(connection) => connection.forward(arguments.into_call()).await,
+            Route::Remote(connection) => {
+                let out = arguments.out.clone();
+                connection.forward(arguments.into_call()).await?.placed(out)
+            }
             Route::Host(session) => {
                 let waiting = Arc::new(());
                 // The future's own handle; when it is gone, the call has no reader.
@@ -179,6 +182,7 @@ impl NativeClient {
         asyncio::spawn(py, async move { route.connect().await })
     }
 
+    #[pyo3(signature = (layer, rows, seconds, options, out = None))]
     fn forward<'py>(
         &self,
         py: Python<'py>,
@@ -186,11 +190,16 @@ impl NativeClient {
         rows: &Bound<'py, PyAny>,
         seconds: Option<f64>,
         options: Options<'py>,
+        out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, Answer>> {
         let route = self.route()?;
-        let arguments = Arguments::new(layer, rows, seconds, options)?;
+        let arguments = Arguments::new(layer, rows, seconds, options, out)?;
         let received = match route {
-            Route::Remote(connection) => wait(py, connection.forward(arguments.into_call()))?,
+            Route::Remote(connection) => {
+                let out = arguments.out.clone();
+                let received = wait(py, connection.forward(arguments.into_call()))?;
+                py.detach(|| received.and_then(|received| received.placed(out)))
+            }
             Route::Host(session) => {
                 // Signal handlers run in this thread only while it is attached.
                 let mut check = || Python::attach(|py| py.check_signals());
@@ -204,6 +213,7 @@ impl NativeClient {
         received.map_err(|failure| failure.into_exception(py))?.into_pyobject(py)
     }
 
+    #[pyo3(signature = (layer, rows, seconds, options, out = None))]
     fn forward_async<'py>(
         &self,
         py: Python<'py>,
@@ -211,9 +221,10 @@ impl NativeClient {
         rows: &Bound<'py, PyAny>,
         seconds: Option<f64>,
         options: Options<'py>,
+        out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let route = self.route()?;
-        let arguments = Arguments::new(layer, rows, seconds, options)?;
+        let arguments = Arguments::new(layer, rows, seconds, options, out)?;
         asyncio::spawn(py, route.call(arguments))
     }
 

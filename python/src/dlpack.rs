@@ -5,6 +5,7 @@
 
 #![allow(unsafe_code, reason = "DLPack is a C interface: structs behind pointers in capsules")]
 
+use std::any::Any;
 use std::ffi::{CStr, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
@@ -13,10 +14,11 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::{ffi, intern};
 
-use crate::array::Storage;
 use crate::element::Element;
 
-const CPU: i32 = 1;
+pub(crate) const CPU: i32 = 1;
+/// Memory of a GPU, or memory that it accesses.
+pub(crate) const CUDA: i32 = 2;
 /// Host memory that is pinned for CUDA.
 const CUDA_HOST: i32 = 3;
 const UNUSED: &CStr = c"dltensor";
@@ -106,6 +108,13 @@ impl Drop for Imported {
     }
 }
 
+impl Imported {
+    /// Address of the first element.
+    pub(crate) const fn data(&self) -> *const u8 {
+        self.data
+    }
+}
+
 /// Takes the tensor of an object that has `__dlpack__`.
 ///
 /// # Errors
@@ -115,8 +124,8 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, what: &str) -> PyResult<Imported
     let (device, _): (i32, i32) = object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
     if device != CPU && device != CUDA_HOST {
         return Err(PyBufferError::new_err(format!(
-            "{what} lies on a device (DLPack device type {device}); expected host memory, because this package has no client of CUDA \
-             sessions yet: pass {what}.cpu()"
+            "{what} lies on a device (DLPack device type {device}); expected host memory: pass {what}.cpu(), or make the client with \
+             session=\"cuda\""
         )));
     }
     let capsule = object.call_method0(intern!(py, "__dlpack__"))?;
@@ -180,23 +189,34 @@ fn row_major(shape: &[usize], strides: &[i64]) -> bool {
 struct Export<M> {
     managed: M,
     _shape: Vec<i64>,
-    _storage: Arc<Storage>,
+    _owner: Owner,
 }
 
-/// A capsule for `__dlpack__` of an array in host memory.
+/// What keeps exported memory alive.
+pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
+
+/// Memory to export, row-major.
+pub(crate) struct Memory<'a> {
+    pub(crate) data: *mut c_void,
+    /// DLPack's type and number of the device.
+    pub(crate) device: (i32, i32),
+    pub(crate) element: Element,
+    pub(crate) shape: &'a [usize],
+}
+
+/// A capsule for `__dlpack__` of memory that `owner` keeps alive.
 pub(crate) fn export<'py>(
     py: Python<'py>,
-    storage: &Arc<Storage>,
-    element: Element,
-    shape: &[usize],
+    owner: Owner,
+    memory: &Memory<'_>,
     versioned: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let shape = shape.iter().map(|&size| i64::try_from(size).unwrap_or(i64::MAX)).collect();
-    let (code, bits) = element.dlpack();
+    let shape = memory.shape.iter().map(|&size| i64::try_from(size).unwrap_or(i64::MAX)).collect();
+    let (code, bits) = memory.element.dlpack();
     let tensor = |shape: &mut Vec<i64>| Tensor {
-        data: storage.data().cast(),
-        device_type: CPU,
-        device_id: 0,
+        data: memory.data,
+        device_type: memory.device.0,
+        device_id: memory.device.1,
         ndim: i32::try_from(shape.len()).unwrap_or(i32::MAX),
         code,
         bits,
@@ -213,12 +233,12 @@ pub(crate) fn export<'py>(
             flags: 0,
             tensor,
         };
-        let pointer = leak(shape, storage, |shape| managed(tensor(shape)));
+        let pointer = leak(shape, owner, |shape| managed(tensor(shape)));
         // SAFETY: `pointer` begins with its `ManagedVersioned` and is freed by `drop_versioned` or the consumer's deleter.
         unsafe { capsule(py, pointer, UNUSED_VERSIONED, drop_versioned) }
     } else {
         let managed = |tensor| Managed { tensor, context: ptr::null_mut(), deleter: Some(delete) };
-        let pointer = leak(shape, storage, |shape| managed(tensor(shape)));
+        let pointer = leak(shape, owner, |shape| managed(tensor(shape)));
         // SAFETY: as above, with `Managed` and `drop_unused`.
         unsafe { capsule(py, pointer, UNUSED, drop_unused) }
     }
@@ -226,13 +246,9 @@ pub(crate) fn export<'py>(
 
 /// Leaks a struct with its shape and its memory, and returns its address. The struct's `context` is not needed, because the struct is
 /// the first field of the leaked value.
-fn leak<M>(
-    mut shape: Vec<i64>,
-    storage: &Arc<Storage>,
-    managed: impl FnOnce(&mut Vec<i64>) -> M,
-) -> *mut c_void {
+fn leak<M>(mut shape: Vec<i64>, owner: Owner, managed: impl FnOnce(&mut Vec<i64>) -> M) -> *mut c_void {
     let managed = managed(&mut shape);
-    let export = Export { managed, _shape: shape, _storage: Arc::clone(storage) };
+    let export = Export { managed, _shape: shape, _owner: owner };
     Box::into_raw(Box::new(export)).cast()
 }
 

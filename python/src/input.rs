@@ -194,6 +194,61 @@ impl Input {
     }
 }
 
+/// An array of the caller that receives an answer's rows.
+#[derive(Debug)]
+pub(crate) struct Output {
+    object: Py<PyAny>,
+    memory: Input,
+}
+
+impl Output {
+    /// Takes an array of the shape and type of `rows`. `dtype` is the type that 16-bit integers stand for.
+    ///
+    /// # Errors
+    /// TypeError, ValueError or BufferError if it is not such an array, or cannot be written to.
+    pub(crate) fn take(object: &Bound<'_, PyAny>, rows: &Input, dtype: Option<&str>) -> PyResult<Output> {
+        let mut memory = Input::take(object, "out")?;
+        if memory.element == Element::Bits16 && dtype == Some(rows.element.name()) {
+            memory.element = rows.element;
+        }
+        if memory.element != rows.element || memory.shape != rows.shape {
+            return Err(PyValueError::new_err(format!(
+                "out is {} {:?}; expected {} {:?}, as rows",
+                memory.element.name(),
+                memory.shape,
+                rows.element.name(),
+                rows.shape
+            )));
+        }
+        if matches!(&memory.data, Data::Buffer(buffer) if buffer.0.readonly()) {
+            return Err(PyBufferError::new_err("out cannot be written to; pass an array that can"));
+        }
+        Ok(Output { object: object.clone().unbind(), memory })
+    }
+
+    /// Copies an answer's rows into the array; `None` if they have another size.
+    pub(crate) fn fill(&self, rows: &[u8]) -> Option<()> {
+        let to = match &self.memory.data {
+            Data::Buffer(buffer) => buffer.0.buf_ptr().cast::<u8>(),
+            Data::Tensor(tensor) => tensor.data().cast_mut(),
+            Data::Owned(_) => return None,
+        };
+        if rows.len() != self.memory.bytes().len() {
+            return None;
+        }
+        // SAFETY: the exporter keeps these bytes in place until `memory` is dropped, and they can be written to (checked for
+        // buffers; DLPack's consumers may write). Callers are told not to use `out` before the call has returned. The answer's
+        // memory belongs to this process or to a session's region, never to the caller.
+        unsafe { std::ptr::copy_nonoverlapping(rows.as_ptr(), to, rows.len()) };
+        Some(())
+    }
+
+    /// The caller's array.
+    pub(crate) fn object(&self, py: Python<'_>) -> Py<PyAny> {
+        self.object.clone_ref(py)
+    }
+}
+
 impl From<Imported> for Input {
     fn from(imported: Imported) -> Input {
         Input { element: imported.element, shape: imported.shape.clone(), data: Data::Tensor(imported) }

@@ -7,6 +7,7 @@ mod array;
 mod asyncio;
 mod client;
 mod connection;
+mod cuda;
 mod dlpack;
 mod element;
 mod errors;
@@ -28,6 +29,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<client::NativeClient>()?;
     module.add_class::<stream::NativeStream>()?;
     module.add_class::<stream::Pending>()?;
+    module.add_class::<cuda::NativeCudaSession>()?;
+    module.add_class::<cuda::NativePrepared>()?;
+    module.add_class::<cuda::DeviceArray>()?;
     module.add_class::<receipt::Answer>()?;
     module.add_class::<receipt::Receipt>()?;
     module.add_class::<receipt::StepTiming>()?;

@@ -1,14 +1,18 @@
 //! Answers and receipts.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use expertd_proto::v1;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use tonic::Status;
 
 use crate::array::Array;
 use crate::element::Element;
+use crate::errors::Failure;
+use crate::input::Output;
 
 /// Phase timings of one step, nanoseconds, of the slowest rank in each phase.
 #[pyclass(frozen, get_all, module = "expertd")]
@@ -129,7 +133,7 @@ fn seconds(duration: Option<prost_types::Duration>) -> f64 {
 }
 
 impl Parts {
-    fn into_receipt(self, py: Python<'_>) -> PyResult<Receipt> {
+    pub(crate) fn into_receipt(self, py: Python<'_>) -> PyResult<Receipt> {
         let Parts { message, topk_ids, topk_weights } = self;
         Ok(Receipt {
             steps: message.steps,
@@ -150,22 +154,50 @@ impl Parts {
 #[pyclass(frozen, get_all, module = "expertd")]
 #[derive(Debug)]
 pub(crate) struct Answer {
-    rows: Py<Array>,
+    /// An [`Array`], or the array that the caller passed as `out`.
+    rows: Py<PyAny>,
     receipt: Py<Receipt>,
 }
 
 #[pymethods]
 impl Answer {
-    fn __repr__(&self) -> String {
-        format!("Answer(rows={}, receipt={})", self.rows.get().__repr__(), self.receipt.get().__repr__())
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let rows = self.rows.bind(py).repr()?;
+        Ok(format!("Answer(rows={rows}, receipt={})", self.receipt.get().__repr__()))
     }
 }
 
 /// An answer that is not a Python object yet.
 #[derive(Debug)]
 pub(crate) struct Received {
-    pub(crate) rows: Array,
+    pub(crate) rows: Rows,
     pub(crate) receipt: Parts,
+}
+
+/// The rows of an answer.
+#[derive(Debug)]
+pub(crate) enum Rows {
+    /// In memory of their own.
+    Own(Array),
+    /// In the array that the caller passed.
+    Given(Arc<Output>),
+}
+
+impl Received {
+    /// Copies the rows into the caller's array, if there is one.
+    ///
+    /// # Errors
+    /// INTERNAL if the answer has another size.
+    pub(crate) fn placed(self, out: Option<Arc<Output>>) -> Result<Received, Failure> {
+        match (self.rows, out) {
+            (Rows::Own(array), Some(out)) => {
+                out.fill(array.as_bytes())
+                    .ok_or_else(|| Status::internal("the answer has another size than the rows"))?;
+                Ok(Received { rows: Rows::Given(out), receipt: self.receipt })
+            }
+            (rows, _) => Ok(Received { rows, receipt: self.receipt }),
+        }
+    }
 }
 
 impl<'py> IntoPyObject<'py> for Received {
@@ -175,6 +207,10 @@ impl<'py> IntoPyObject<'py> for Received {
 
     fn into_pyobject(self, py: Python<'py>) -> PyResult<Bound<'py, Answer>> {
         let receipt = Py::new(py, self.receipt.into_receipt(py)?)?;
-        Bound::new(py, Answer { rows: Py::new(py, self.rows)?, receipt })
+        let rows = match self.rows {
+            Rows::Own(array) => Py::new(py, array)?.into_any(),
+            Rows::Given(out) => out.object(py),
+        };
+        Bound::new(py, Answer { rows, receipt })
     }
 }

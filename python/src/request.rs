@@ -1,5 +1,6 @@
 //! The arguments of a call as a message, and the message's answer as Python objects.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_proto::v1::{ForwardRequest, ForwardResponse, Receipt};
@@ -10,8 +11,8 @@ use tonic::Status;
 use crate::array::Array;
 use crate::element::Element;
 use crate::errors::Failure;
-use crate::input::Input;
-use crate::receipt::{self, Received};
+use crate::input::{Input, Output};
+use crate::receipt::{self, Received, Rows};
 use crate::runtime::timeout;
 
 /// Optional arguments of `forward`, as the Python classes pass them.
@@ -44,6 +45,8 @@ pub(crate) struct Arguments {
     pub(crate) return_routing: bool,
     pub(crate) return_timings: bool,
     pub(crate) timeout: Option<Duration>,
+    /// Where the caller wants the answer's rows.
+    pub(crate) out: Option<Arc<Output>>,
 }
 
 /// Routing that the caller chose.
@@ -88,9 +91,12 @@ impl Arguments {
         rows: &Bound<'_, PyAny>,
         seconds: Option<f64>,
         options: Options<'_>,
+        out: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Arguments> {
         let timeout = timeout(seconds, "timeout")?;
         let rows = Input::take(rows, "rows")?.rows(options.dtype.as_deref())?;
+        let out =
+            out.map(|out| Output::take(out, &rows, options.dtype.as_deref()).map(Arc::new)).transpose()?;
         let tokens = rows.shape[0];
         if u32::try_from(tokens).is_err() {
             return Err(PyValueError::new_err(format!(
@@ -130,6 +136,7 @@ impl Arguments {
             return_routing: options.return_routing,
             return_timings: options.return_timings,
             timeout,
+            out,
         })
     }
 
@@ -200,6 +207,6 @@ impl Shape {
             ))
             .into());
         };
-        Ok(Received { rows, receipt })
+        Ok(Received { rows: Rows::Own(rows), receipt })
     }
 }

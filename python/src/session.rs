@@ -18,7 +18,7 @@ use crate::array::Array;
 use crate::errors::Failure;
 use crate::input::Input;
 use crate::line::Line;
-use crate::receipt::{self, Received};
+use crate::receipt::{self, Received, Rows};
 use crate::request::Arguments;
 
 /// Row area of a new session, in bytes. A call that needs more opens a larger session.
@@ -349,7 +349,11 @@ fn sleep(pause: Duration, check: &mut dyn FnMut() -> PyResult<()>) -> Result<(),
 
 fn read_answer(answer: session::Answer, arguments: &Arguments) -> Result<Received, End> {
     let shape = arguments.shape();
-    let rows = Array::copy_of(answer.output.as_slice(), shape.element, vec![shape.tokens, shape.hidden]);
+    let output = answer.output.as_slice();
+    let rows = match &arguments.out {
+        Some(out) => out.fill(output).map(|()| Rows::Given(Arc::clone(out))),
+        None => Array::copy_of(output, shape.element, vec![shape.tokens, shape.hidden]).map(Rows::Own),
+    };
     let rows = rows.ok_or_else(|| Status::internal("the session's output has another size than the rows"))?;
     let mut message = session::receipt(&answer.receipt, arguments.return_timings);
     let (topk_ids, topk_weights) = answer.routing.unwrap_or_default();
@@ -388,8 +392,8 @@ fn expect_shapes(arguments: &Arguments, opened: &Opened) -> Result<(), Status> {
 }
 
 /// The failure of a session that could not be opened.
-fn open_failure(address: &str, error: SessionError) -> Failure {
-    let hint = "session=\"host\" needs the socket of `expertd serve --session-listen unix:PATH`";
+pub(crate) fn open_failure(address: &str, error: SessionError) -> Failure {
+    let hint = "sessions need the socket of `expertd serve --session-listen unix:PATH`";
     match error {
         SessionError::Socket { source, .. } if source.kind() == ErrorKind::PermissionDenied => {
             Status::permission_denied(format!(

@@ -231,7 +231,7 @@ impl NativeStream {
         seconds: Option<f64>,
         options: Options<'py>,
     ) -> PyResult<Pending> {
-        let arguments = Arguments::new(layer, rows, seconds, options)?;
+        let arguments = Arguments::new(layer, rows, seconds, options, None)?;
         let task = self.runtime.spawn(self.route()?.call(arguments));
         Ok(Pending { task: Mutex::new(Some(task)) })
     }
@@ -244,7 +244,7 @@ impl NativeStream {
         seconds: Option<f64>,
         options: Options<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let arguments = Arguments::new(layer, rows, seconds, options)?;
+        let arguments = Arguments::new(layer, rows, seconds, options, None)?;
         asyncio::spawn(py, self.route()?.call(arguments))
     }
 

@@ -28,7 +28,7 @@ int main(int count, char **arguments) {
   uint32_t gpu = count > 2 ? (uint32_t)atoi(arguments[2]) : 0;
   char error[512];
   expertd_cuda_session *session = NULL;
-  int code = expertd_session_open_cuda(arguments[1], gpu, 64 << 20, 1, 10000, &session, error, sizeof error);
+  int code = expertd_session_open_cuda(arguments[1], gpu, 64 << 20, 1, 0, 10000, &session, error, sizeof error);
   if (code != 0) return failed("open", code, error);
 
   uint64_t memory = expertd_cuda_memory(session, NULL);

@@ -103,17 +103,23 @@ typedef struct {
   uint32_t layer;
   uint32_t dtype;          /* EXPERTD_BF16, EXPERTD_F16 or EXPERTD_F32 */
   uint32_t max_rows;       /* largest number of rows of a call */
-  uint32_t flags;          /* EXPERTD_EXCLUDE_SHARED, EXPERTD_EXPECT_WEIGHT_VERSION */
+  uint32_t flags;          /* as of expertd_call */
   uint64_t rows;           /* [max_rows, hidden] */
   uint64_t output;         /* [max_rows, hidden]; must not overlap rows */
+  uint64_t ids;            /* [max_rows, k] int32, with EXPERTD_GIVEN_ROUTING or EXPERTD_RETURN_ROUTING; a multiple of 4 */
+  uint64_t weights;        /* [max_rows, k] float32, likewise */
+  uint64_t token_ids;      /* [max_rows] int32, with EXPERTD_TOKEN_IDS; a multiple of 4 */
   uint64_t timeout_us;     /* deadline of a call; 0 for none */
   uint64_t weight_version; /* with EXPERTD_EXPECT_WEIGHT_VERSION */
+  uint32_t k;              /* experts per token of ids and weights; 0 without them */
+  uint32_t reserved;       /* 0 */
 } expertd_prepared_call;
 
 /* Allocates `memory_bytes` bytes on GPU `device` (its number in this process) and opens a session with `doorbells` doorbells: calls
- * that may be in flight at once. Uses the GPU's primary context, as the CUDA runtime does. */
+ * that may be in flight at once. `routing_bytes` is the room for ids, weights and token ids of one call, each rounded up to a multiple of
+ * 64 bytes; 0 if the service's gate routes all calls. Uses the GPU's primary context, as the CUDA runtime does. */
 int expertd_session_open_cuda(const char *address, uint32_t device, uint64_t memory_bytes, uint32_t doorbells,
-                              uint32_t timeout_ms, expertd_cuda_session **session, char *error, size_t error_bytes);
+                              uint32_t routing_bytes, uint32_t timeout_ms, expertd_cuda_session **session, char *error, size_t error_bytes);
 
 /* Closes a session, after waiting for the GPU's work; NULL is allowed. Graphs that captured its calls must not be launched
  * afterwards. */

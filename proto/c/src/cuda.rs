@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use expertd_session::SessionError;
 use expertd_session::cuda::wire::PreparedCall;
-use expertd_session::cuda::{CudaSession, CudaSessionOptions, Prepared};
+use expertd_session::cuda::{CudaSession, CudaSessionOptions, Prepared, RoutingPlaces};
 
 use crate::{EINVALID, EOPEN, fail, tell};
 
@@ -28,8 +28,13 @@ pub struct ExpertdPreparedCall {
     pub flags: u32,
     pub rows: u64,
     pub output: u64,
+    pub ids: u64,
+    pub weights: u64,
+    pub token_ids: u64,
     pub timeout_us: u64,
     pub weight_version: u64,
+    pub k: u32,
+    pub reserved: u32,
 }
 
 /// Opens a CUDA session.
@@ -42,6 +47,7 @@ pub unsafe extern "C" fn expertd_session_open_cuda(
     device: u32,
     memory_bytes: u64,
     doorbells: u32,
+    routing_bytes: u32,
     timeout_ms: u32,
     session: *mut *mut ExpertdCudaSession,
     error: *mut c_char,
@@ -58,6 +64,7 @@ pub unsafe extern "C" fn expertd_session_open_cuda(
         device,
         memory_bytes: usize::try_from(memory_bytes).unwrap_or(usize::MAX),
         doorbells,
+        routing_bytes,
         timeout: Duration::from_millis(timeout_ms.max(1).into()),
     };
     match CudaSession::open(&address, &options) {
@@ -136,20 +143,25 @@ pub unsafe extern "C" fn expertd_cuda_prepare(
     };
     // SAFETY: `count` elements (the caller's promise).
     let calls = unsafe { std::slice::from_raw_parts(calls, count) };
-    let calls: Vec<PreparedCall> = calls
+    let calls: Vec<(PreparedCall, RoutingPlaces)> = calls
         .iter()
-        .map(|call| PreparedCall {
-            layer: call.layer,
-            dtype: call.dtype,
-            max_rows: call.max_rows,
-            flags: call.flags,
-            rows: call.rows,
-            output: call.output,
-            timeout_us: call.timeout_us,
-            weight_version: call.weight_version,
+        .map(|call| {
+            let record = PreparedCall {
+                layer: call.layer,
+                dtype: call.dtype,
+                max_rows: call.max_rows,
+                flags: call.flags,
+                rows: call.rows,
+                output: call.output,
+                timeout_us: call.timeout_us,
+                weight_version: call.weight_version,
+                k: call.k,
+                reserved: call.reserved,
+            };
+            (record, RoutingPlaces { ids: call.ids, weights: call.weights, token_ids: call.token_ids })
         })
         .collect();
-    match session.session.prepare(&calls) {
+    match session.session.prepare_routed(&calls) {
         Ok(prepared) => {
             let mut all = session.prepared.write().unwrap_or_else(PoisonError::into_inner);
             // SAFETY: valid for a write (the caller's promise).

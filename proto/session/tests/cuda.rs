@@ -100,7 +100,7 @@ fn stand_in() {
         Ok(memory) => memory,
         Err(error) => return refuse(error.to_string()),
     };
-    let control = ControlMemory::create(open.doorbells, 1).unwrap();
+    let control = ControlMemory::create(open.doorbells, 1, 0).unwrap();
     socket::send(&client, frame::OPENED_CUDA, bytemuck::bytes_of(&control.opened(1, HIDDEN as u32))).unwrap();
     socket::send_region(&client, control.region()).unwrap();
     let (kind, payload) = socket::receive(&client, MAX_PREPARE_FRAME).unwrap().unwrap();

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,5 +42,5 @@ def vllm_experts(rows: Tensor, topk_ids: Tensor, topk_weights: Tensor, connectio
 
 
 @vllm_experts.register_fake
-def _(rows: Tensor, topk_ids: Tensor, topk_weights: Tensor, connection: int, layer: int) -> Tensor:
+def _(rows: Tensor, *_others: Any) -> Tensor:
     return torch.empty_like(rows, memory_format=torch.contiguous_format)

@@ -1,22 +1,26 @@
 //! The control region of a CUDA session: a memfd that the service makes, and that the client registers with its GPU.
 //!
-//! The client may write anything anywhere in it at any time. The service takes a doorbell's word by exchange, which is a copy,
-//! writes statuses and completion words, and reads nothing else. Doorbells and words are in host memory: waits for words in
+//! The client may write anything anywhere in it at any time. The service takes a doorbell's word by exchange, which is a copy, copies
+//! the routing of a call once, writes statuses, completion words and returned routing, and reads nothing else. Doorbells and words are in host memory: waits for words in
 //! device memory starve the writes that would end them.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use bytemuck::Zeroable as _;
 use expertd_ipc::region::{LINE, RegionError, SharedRegion, SharedSlice};
 
 use super::wire::{
     ControlLayout, DONE, FAILED, KIND_CUDA, MAX_DOORBELLS, MAX_WORDS, OpenedCuda, PENDING, RELEASED, Ring,
-    STATUS_STRIDE, StatusRecord,
+    SEEN, STATUS_STRIDE, StatusRecord,
 };
 use crate::wire::{CompletionRecord, VERSION};
 
+/// Offset on a line of completion words of the number of the last call that ended.
+const NUMBER: usize = 32;
+/// Offset on a line of completion words of the word that the client's stream sets to [`SEEN`] once it has seen them.
+const SEEN_WORD: usize = 40;
 /// 64-bit words of a status.
 const STATUS_WORDS: usize = size_of::<StatusRecord>() / 8;
 /// How often a status is read again while the service changes it.
@@ -29,18 +33,21 @@ pub struct ControlMemory {
     layout: ControlLayout,
     doorbells: SharedSlice<u64>,
     words: SharedSlice<u32>,
+    /// On the lines of the words.
+    numbers: SharedSlice<u64>,
+    routing: SharedSlice<u32>,
     statuses: SharedSlice<u64>,
     count: u32,
     words_each: u32,
 }
 
 impl ControlMemory {
-    /// Makes a region with `doorbells` doorbells of `words` completion words each.
+    /// Makes a region with `doorbells` doorbells of `words` completion words and `routing_bytes` bytes for routing each.
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn create(doorbells: u32, words: u32) -> Result<Self, RegionError> {
-        let layout = ControlLayout::new(doorbells)?;
+    pub fn create(doorbells: u32, words: u32, routing_bytes: u32) -> Result<Self, RegionError> {
+        let layout = ControlLayout::new(doorbells, routing_bytes)?;
         let region = SharedRegion::create("expertd-session-control", layout.bytes)?;
         region.avoid_huge_pages();
         region.populate(0, layout.bytes)?;
@@ -64,6 +71,8 @@ impl ControlMemory {
         let layout = ControlLayout {
             doorbells: opened.doorbells_offset as usize,
             words: opened.words_offset as usize,
+            routing: opened.routing_offset as usize,
+            routing_bytes: opened.routing_bytes as usize,
             statuses: opened.statuses_offset as usize,
             bytes,
         };
@@ -77,9 +86,22 @@ impl ControlMemory {
         words: u32,
     ) -> Result<Self, RegionError> {
         let count = doorbells as usize;
+        // What the GPU uses lies before the statuses: `signals` is what a client registers.
+        let signals = [
+            (layout.doorbells, count * LINE),
+            (layout.words, count * LINE),
+            (layout.routing, count * layout.routing_bytes),
+        ];
+        for (offset, bytes) in signals {
+            if offset.checked_add(bytes).is_none_or(|end| end > layout.statuses) {
+                return Err(RegionError::OutOfBounds { offset, bytes, len: layout.statuses });
+            }
+        }
         Ok(ControlMemory {
             doorbells: region.slice(layout.doorbells, count * LINE / 8)?,
             words: region.slice(layout.words, count * LINE / 4)?,
+            numbers: region.slice(layout.words, count * LINE / 8)?,
+            routing: region.slice(layout.routing, count * layout.routing_bytes / 4)?,
             statuses: region.slice(layout.statuses, count * STATUS_STRIDE / 8)?,
             region,
             layout,
@@ -98,11 +120,12 @@ impl ControlMemory {
             region_bytes: self.region.len() as u64,
             doorbells_offset: self.layout.doorbells as u64,
             words_offset: self.layout.words as u64,
+            routing_offset: self.layout.routing as u64,
             statuses_offset: self.layout.statuses as u64,
             doorbells: self.count,
             words: self.words_each,
             hidden,
-            reserved: 0,
+            routing_bytes: self.layout.routing_bytes as u32,
         }
     }
 
@@ -112,7 +135,7 @@ impl ControlMemory {
         &self.region
     }
 
-    /// The doorbells and their completion words, for registering the pages with a device: all bytes before the statuses.
+    /// The doorbells, their completion words and routing areas, for registering the pages with a device: all bytes before the statuses.
     #[must_use]
     pub const fn signals(&self) -> (*mut u64, usize) {
         (self.doorbells.as_ptr(), self.layout.statuses)
@@ -142,6 +165,60 @@ impl ControlMemory {
         self.layout.words + doorbell as usize * LINE + word as usize * 4
     }
 
+    /// Offset in the region of the word that the client's stream sets to [`SEEN`] once it has seen a call's completion words, in
+    /// bytes.
+    #[must_use]
+    pub const fn seen_offset(&self, doorbell: u32) -> usize {
+        self.layout.words + doorbell as usize * LINE + SEEN_WORD
+    }
+
+    /// Offset in the region of the number of the doorbell's last call that ended, a 64-bit word, in bytes.
+    #[must_use]
+    pub const fn number_offset(&self, doorbell: u32) -> usize {
+        self.layout.words + doorbell as usize * LINE + NUMBER
+    }
+
+    /// Size of each doorbell's routing area, in bytes.
+    #[must_use]
+    pub const fn routing_bytes(&self) -> usize {
+        self.layout.routing_bytes
+    }
+
+    /// A doorbell's routing area, which the client's GPU copies to and from.
+    #[must_use]
+    pub fn routing_area(&self, doorbell: u32) -> *mut u32 {
+        self.routing.as_ptr().wrapping_add(doorbell as usize * self.layout.routing_bytes / 4)
+    }
+
+    /// Copies `bytes` bytes at `offset` of a doorbell's routing area, each word once. `None` if they exceed it.
+    #[must_use]
+    pub fn copy_routing(&self, doorbell: u32, offset: usize, bytes: usize) -> Option<Vec<u8>> {
+        let words = self.routing_words(doorbell, offset, bytes)?;
+        let mut copy = Vec::with_capacity(bytes);
+        for word in words {
+            copy.extend_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+        }
+        Some(copy)
+    }
+
+    /// Writes returned routing at `offset` of a doorbell's routing area. `None` if it exceeds the area.
+    pub fn write_routing(&self, doorbell: u32, offset: usize, bytes: &[u8]) -> Option<()> {
+        let to = self.routing_words(doorbell, offset, bytes.len())?;
+        for (to, word) in to.iter().zip(bytes.as_chunks::<4>().0) {
+            to.store(u32::from_ne_bytes(*word), Ordering::Relaxed);
+        }
+        Some(())
+    }
+
+    fn routing_words(&self, doorbell: u32, offset: usize, bytes: usize) -> Option<&[AtomicU32]> {
+        let all = self.layout.routing_bytes;
+        if doorbell >= self.count || offset.checked_add(bytes).is_none_or(|end| end > all) {
+            return None;
+        }
+        let first = (doorbell as usize * all + offset) / 4;
+        self.routing.atomics().get(first..first + bytes / 4)
+    }
+
     /// Takes a ring of a doorbell. Bytes that a client scribbles are a ring, too.
     #[must_use]
     pub fn take(&self, doorbell: u32) -> Option<Ring> {
@@ -150,12 +227,39 @@ impl ControlMemory {
             return None;
         }
         let word = bell.swap(0, Ordering::AcqRel);
-        (word != 0).then(|| Ring::from_word(word))
+        if word == 0 {
+            return None;
+        }
+        // The stream that rang has stored `SEEN` for its last call before, and stores it for this call after its words are raised.
+        self.seen(doorbell).store(PENDING, Ordering::Release);
+        Some(Ring::from_word(word))
+    }
+
+    fn seen(&self, doorbell: u32) -> &AtomicU32 {
+        &self.words.atomics()[doorbell as usize * LINE / 4 + SEEN_WORD / 4]
+    }
+
+    /// Raises the words of an answered call that a rank was to raise and may not have raised before it was killed. Nothing else raises
+    /// them meanwhile. If the client's stream has seen the words, they may belong to its next call by now and stay as they are.
+    pub fn raise_unseen(&self, doorbell: u32) {
+        let words = self.completion(doorbell);
+        // The order matters: the stream stores `SEEN` before it begins its next call, whose first act is to clear the words.
+        if words.contains(&PENDING) && self.seen(doorbell).load(Ordering::Acquire) != SEEN {
+            self.raise(doorbell, DONE);
+        }
     }
 
     /// Ends a doorbell's call: writes its status, then raises its words. `status` counts the doorbell's calls and is the
     /// service's own copy.
     pub fn complete(&self, doorbell: u32, record: &CompletionRecord, status: &mut StatusRecord) {
+        self.set_status(doorbell, record, status);
+        self.numbers.atomics()[doorbell as usize * LINE / 8 + NUMBER / 8]
+            .store(status.calls, Ordering::Relaxed);
+        self.raise(doorbell, if record.code == 0 { DONE } else { FAILED });
+    }
+
+    /// Writes the status of a doorbell's call whose words a rank has raised.
+    pub fn set_status(&self, doorbell: u32, record: &CompletionRecord, status: &mut StatusRecord) {
         status.calls += 1;
         status.last = *record;
         if record.code != 0 {
@@ -171,7 +275,6 @@ impl ControlMemory {
             to.store(*word, Ordering::Relaxed);
         }
         to[0].store(status.stamp, Ordering::Release);
-        self.raise(doorbell, if record.code == 0 { DONE } else { FAILED });
     }
 
     fn raise(&self, doorbell: u32, value: u32) {
@@ -200,6 +303,13 @@ impl ControlMemory {
         let first = doorbell as usize * LINE / 4;
         let words = &self.words.atomics()[first..first + self.words_each as usize];
         words.iter().map(|word| word.load(Ordering::Acquire)).collect()
+    }
+
+    /// Number of the doorbell's last call that ended. Once a call's words are raised, it is at least that call's number; the status
+    /// may follow a moment later.
+    #[must_use]
+    pub fn number(&self, doorbell: u32) -> u64 {
+        self.numbers.atomics()[doorbell as usize * LINE / 8 + NUMBER / 8].load(Ordering::Acquire)
     }
 
     /// A doorbell's status; `None` while the service changes it without end.
@@ -245,7 +355,7 @@ mod tests {
     use super::*;
 
     fn pair(doorbells: u32, words: u32) -> (ControlMemory, ControlMemory) {
-        let service = ControlMemory::create(doorbells, words).unwrap();
+        let service = ControlMemory::create(doorbells, words, 200).unwrap();
         let opened = service.opened(3, 64);
         let client = ControlMemory::join(service.region().try_clone_fd().unwrap(), &opened).unwrap();
         (service, client)
@@ -274,6 +384,28 @@ mod tests {
     }
 
     #[test]
+    fn words_that_a_killed_rank_left_are_raised_unless_the_client_has_seen_them() {
+        let (service, client) = pair(1, 1);
+        let ring = Ring { prepared: 0, rows: 1 };
+        // The rank was killed before it raised the word, or after.
+        for by_rank in [PENDING, DONE] {
+            client.ring(0, ring);
+            assert_eq!(service.take(0), Some(ring));
+            service.words.atomics()[0].store(by_rank, Ordering::Release);
+            service.raise_unseen(0);
+            assert_eq!(client.completion(0), [DONE]);
+            client.seen(0).store(SEEN, Ordering::Release);
+        }
+        // The stream has gone on: it has cleared the word for its next call, and rung for it or not yet.
+        client.words.atomics()[0].store(PENDING, Ordering::Release);
+        service.raise_unseen(0);
+        assert_eq!(client.completion(0), [PENDING]);
+        client.ring(0, ring);
+        service.raise_unseen(0);
+        assert_eq!(client.completion(0), [PENDING]);
+    }
+
+    #[test]
     fn only_waiting_words_are_released() {
         let (service, client) = pair(2, 2);
         let mut status = StatusRecord::zeroed();
@@ -286,14 +418,30 @@ mod tests {
     }
 
     #[test]
+    fn routing_is_copied_within_its_doorbells_area_only() {
+        let (service, client) = pair(3, 1);
+        assert_eq!(service.routing_bytes(), 256);
+        let bytes: Vec<u8> = (0..64).collect();
+        client.write_routing(1, 192, &bytes).unwrap();
+        assert_eq!(service.copy_routing(1, 192, 64).unwrap(), bytes);
+        assert_eq!(service.copy_routing(2, 0, 64).unwrap(), [0; 64]);
+        assert_eq!(service.copy_routing(1, 196, 64), None);
+        assert_eq!(service.copy_routing(1, usize::MAX - 3, 8), None);
+        assert_eq!(service.copy_routing(3, 0, 4), None);
+        assert_eq!(service.write_routing(0, 256, &bytes), None);
+    }
+
+    #[test]
     fn offsets_beyond_the_region_are_refused() {
-        let service = ControlMemory::create(2, 1).unwrap();
+        let service = ControlMemory::create(2, 1, 64).unwrap();
         let fd = || service.region().try_clone_fd().unwrap();
         let opened = service.opened(1, 64);
         for wrong in [
             OpenedCuda { doorbells_offset: opened.region_bytes, ..opened },
             OpenedCuda { statuses_offset: u64::MAX - 7, ..opened },
             OpenedCuda { words: 9, ..opened },
+            OpenedCuda { routing_offset: opened.statuses_offset, ..opened },
+            OpenedCuda { routing_bytes: u32::MAX, ..opened },
             OpenedCuda { doorbells: 0, ..opened },
             OpenedCuda { region_bytes: 4096, ..opened },
         ] {

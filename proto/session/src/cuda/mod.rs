@@ -3,7 +3,8 @@
 //! The client allocates the memory and passes its descriptor to the service, whose ranks map it. It gets a control region in
 //! host memory: doorbells, completion words and statuses. It describes its calls once ([`wire::PreparedCall`]). From then on a
 //! call is a few memory operations of a stream: zeros to the completion words, a number to a doorbell, a wait for the words.
-//! All of them are constants, so that a CUDA graph can capture and replay them.
+//! All of them are constants, so that a CUDA graph can capture and replay them. Ids, weights and token ids that a call carries are copied by
+//! the stream between the client's memory and the control region.
 //!
 //! * [`wire`]: frames and the layout of the control region.
 //! * [`control`]: the control region, as both ends use it.
@@ -22,7 +23,9 @@ mod memory;
 mod stream;
 
 #[cfg(feature = "cuda")]
-pub use self::client::{CallFailure, CudaSession, CudaSessionOptions, DoorbellStatus, Prepared};
+pub use self::client::{
+    CallFailure, CudaSession, CudaSessionOptions, DoorbellStatus, Prepared, RoutingPlaces,
+};
 #[cfg(feature = "cuda")]
 pub use self::driver::{Gpu, driver_present};
 #[cfg(feature = "cuda")]

@@ -3,7 +3,7 @@
 use bytemuck::{Pod, Zeroable};
 use expertd_ipc::region::{LINE, Layout, RegionError};
 
-use crate::wire::CompletionRecord;
+use crate::wire::{ALIGN, CompletionRecord, RequestRecord};
 
 /// Kind of a session whose rows lie in the memory of the client's GPU.
 pub const KIND_CUDA: u32 = 2;
@@ -22,6 +22,9 @@ pub const PENDING: u32 = 0;
 pub const DONE: u32 = 1;
 /// Value of a completion word: the call failed; the doorbell's status says why.
 pub const FAILED: u32 = 2;
+/// Value of the word that the client's stream stores after it has seen a call's completion words; the service clears it when it takes
+/// the call.
+pub const SEEN: u32 = 1;
 /// Value of a completion word: the client's own thread released the waiting stream, because the session has ended.
 pub const RELEASED: u32 = 3;
 
@@ -37,8 +40,8 @@ pub struct OpenCuda {
     pub memory_bytes: u64,
     /// Number of doorbells, 1 to [`MAX_DOORBELLS`].
     pub doorbells: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Size of each doorbell's routing area, in bytes; 0 if no call carries routing or token ids.
+    pub routing_bytes: u32,
     /// UUID of the GPU that has the memory.
     pub device: [u8; 16],
 }
@@ -59,6 +62,8 @@ pub struct OpenedCuda {
     pub doorbells_offset: u64,
     /// Offset of the first doorbell's completion words, 32-bit words; those of each doorbell are on a line of their own.
     pub words_offset: u64,
+    /// Offset of the first doorbell's routing area; `routing_bytes` bytes for each.
+    pub routing_offset: u64,
     /// Offset of the first doorbell's status; [`STATUS_STRIDE`] bytes for each.
     pub statuses_offset: u64,
     /// Number of doorbells.
@@ -67,8 +72,8 @@ pub struct OpenedCuda {
     pub words: u32,
     /// Elements of a row.
     pub hidden: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Size of each doorbell's routing area, in bytes: what the client asked for, rounded up to [`ALIGN`].
+    pub routing_bytes: u32,
 }
 
 /// A call that is described once and started by its number. Places are offsets into the client's memory, in bytes, and multiples
@@ -82,8 +87,7 @@ pub struct PreparedCall {
     pub dtype: u32,
     /// Largest number of rows of a call.
     pub max_rows: u32,
-    /// Bit set of [`EXCLUDE_SHARED`](crate::wire::RequestRecord::EXCLUDE_SHARED) and
-    /// [`EXPECT_WEIGHT_VERSION`](crate::wire::RequestRecord::EXPECT_WEIGHT_VERSION).
+    /// Flags of a [`RequestRecord`]. Ids, weights and token ids are in the doorbell's routing area ([`RoutingLayout`]).
     pub flags: u32,
     /// Place of the rows, `[max_rows, hidden]`.
     pub rows: u64,
@@ -93,6 +97,42 @@ pub struct PreparedCall {
     pub timeout_us: u64,
     /// The weight version that must be loaded, with its flag.
     pub weight_version: u64,
+    /// Experts per token of given or returned routing; otherwise 0 for the layer's own.
+    pub k: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// Offsets in a doorbell's routing area of what a call of `rows` rows carries, in bytes. Parts that it does not carry are empty.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RoutingLayout {
+    /// Size of the ids, i32 `[rows, k]` at offset 0, and of the weights, f32 `[rows, k]`.
+    pub routing_bytes: usize,
+    /// Offset of the weights.
+    pub weights: usize,
+    /// Size of the token ids, i32 `[rows]`.
+    pub token_bytes: usize,
+    /// Offset of the token ids.
+    pub token_ids: usize,
+    /// Size of everything.
+    pub bytes: usize,
+}
+
+impl RoutingLayout {
+    /// The layout for a call with these flags. All numbers come from a client and may be too large: sizes saturate.
+    #[must_use]
+    pub fn new(flags: u32, rows: u32, k: u32) -> Self {
+        let has = |flag| flags & flag != 0;
+        let size = |present: bool, words: usize| if present { words.saturating_mul(4) } else { 0 };
+        let after = |bytes: usize| bytes.checked_next_multiple_of(ALIGN).unwrap_or(usize::MAX);
+        let routed = has(RequestRecord::GIVEN_ROUTING | RequestRecord::RETURN_ROUTING);
+        let routing_bytes = size(routed, (rows as usize).saturating_mul(k as usize));
+        let weights = after(routing_bytes);
+        let token_bytes = size(has(RequestRecord::TOKEN_IDS), rows as usize);
+        let token_ids = weights.saturating_mul(2);
+        let bytes = token_ids.saturating_add(after(token_bytes));
+        RoutingLayout { routing_bytes, weights, token_bytes, token_ids, bytes }
+    }
 }
 
 /// Answer to [`PREPARE`](crate::wire::frame::PREPARE). A refused frame prepares no call.
@@ -163,6 +203,10 @@ pub struct ControlLayout {
     pub doorbells: usize,
     /// The completion words.
     pub words: usize,
+    /// The routing areas.
+    pub routing: usize,
+    /// Size of each of them, in bytes: a multiple of [`ALIGN`].
+    pub routing_bytes: usize,
     /// The statuses.
     pub statuses: usize,
     /// Size of the region, in bytes.
@@ -170,16 +214,19 @@ pub struct ControlLayout {
 }
 
 impl ControlLayout {
-    /// The layout for a number of doorbells.
+    /// The layout for a number of doorbells with routing areas of at least `routing_bytes` bytes.
     ///
     /// # Errors
     /// If the sizes exceed the address space.
-    pub fn new(doorbells: u32) -> Result<Self, RegionError> {
+    pub fn new(doorbells: u32, routing_bytes: u32) -> Result<Self, RegionError> {
         let mut layout = Layout::new();
         let lines = doorbells as usize * LINE;
+        let routing_bytes = (routing_bytes as usize).next_multiple_of(ALIGN);
         Ok(ControlLayout {
             doorbells: layout.page(lines)?,
             words: layout.page(lines)?,
+            routing: layout.page(doorbells as usize * routing_bytes)?,
+            routing_bytes,
             statuses: layout.page(doorbells as usize * STATUS_STRIDE)?,
             bytes: layout.len(),
         })
@@ -194,13 +241,27 @@ mod tests {
     #[test]
     fn sizes_are_pinned() {
         assert_eq!(size_of::<OpenCuda>(), 40);
-        assert_eq!(size_of::<OpenedCuda>(), 64);
-        assert_eq!(size_of::<PreparedCall>(), 48);
+        assert_eq!(size_of::<OpenedCuda>(), 72);
+        assert_eq!(size_of::<PreparedCall>(), 56);
         assert_eq!(size_of::<PrepareReply>(), 8);
         assert_eq!(size_of::<StatusRecord>(), 848);
-        let layout = ControlLayout::new(4).unwrap();
-        assert_eq!((layout.doorbells, layout.words, layout.statuses), (0, 4096, 8192));
+        let layout = ControlLayout::new(4, 0).unwrap();
+        assert_eq!((layout.doorbells, layout.words, layout.routing, layout.statuses), (0, 4096, 8192, 8192));
         assert_eq!(layout.bytes, 12288);
+        let layout = ControlLayout::new(4, 1025).unwrap();
+        assert_eq!((layout.routing, layout.routing_bytes, layout.statuses), (8192, 1088, 16384));
+    }
+
+    #[test]
+    fn a_call_carries_what_its_flags_say() {
+        let given = RoutingLayout::new(RequestRecord::GIVEN_ROUTING | RequestRecord::TOKEN_IDS, 5, 4);
+        let wanted =
+            RoutingLayout { routing_bytes: 80, weights: 128, token_bytes: 20, token_ids: 256, bytes: 320 };
+        assert_eq!(given, wanted);
+        assert_eq!(RoutingLayout::new(RequestRecord::RETURN_ROUTING, 5, 4).bytes, 256);
+        assert_eq!(RoutingLayout::new(RequestRecord::TOKEN_IDS, 5, 4).token_ids, 0);
+        assert_eq!(RoutingLayout::new(RequestRecord::EXCLUDE_SHARED, 5, 4).bytes, 0);
+        assert!(RoutingLayout::new(u32::MAX, u32::MAX, u32::MAX).bytes > usize::MAX / 2);
     }
 
     #[test]

@@ -1,10 +1,12 @@
-//! Conversion of rows whose length the kernels do not support: the host widens and pads them, in pinned memory of its own.
+//! Conversion of rows whose length the kernels do not support: the host widens and pads them, in pinned memory of its own. Rows in the
+//! memory of clients' GPUs stay there; the kernels that copy rows pad those.
 
 #![allow(unsafe_code, reason = "accesses memory that host and device use in turn")]
 
 use super::memories::Memories;
 use super::step::SlotSet;
 use expertd_ipc::Segment;
+use expertd_kernels::params::NARROW_ROWS;
 use expertd_rank::convert::{narrow, narrow_shared, widen, widen_shared};
 use expertd_rank::segments::{CheckedSegment, RowsPlace};
 use expertd_types::DType;
@@ -45,7 +47,7 @@ pub(super) unsafe fn pad(
     // SAFETY: as above.
     let table = unsafe { slot.segments.as_mut_slice::<Segment>(segments.len()) };
     for (entry, segment) in table.iter_mut().zip(segments) {
-        *entry = Segment {
+        let padded = Segment {
             byte_offset: (segment.rows.start * wide * 4) as u64,
             first_row: segment.rows.start as u32,
             rows: segment.rows.len() as u32,
@@ -56,7 +58,22 @@ pub(super) unsafe fn pad(
             output_offset: 0,
             reserved: 0,
         };
+        *entry = on_device(segment, memories, padded).unwrap_or(padded);
     }
+}
+
+/// The entry of a segment whose rows lie in the memory of a client's GPU; `padded` is its entry after padding on the host.
+fn on_device(segment: &CheckedSegment, memories: &Memories, padded: Segment) -> Option<Segment> {
+    let RowsPlace::Memory { memory, input, output } = &segment.place else { return None };
+    let address = memories.device_address(*memory)?;
+    Some(Segment {
+        byte_offset: address + input.start as u64,
+        output_offset: address + output.start as u64,
+        dtype: segment.dtype as u32,
+        flags: padded.flags | NARROW_ROWS,
+        memory: memory.0,
+        ..padded
+    })
 }
 
 /// Narrows the result rows of a step from the slot's host buffer to their places, without their padding.

@@ -131,6 +131,8 @@ pub(super) struct StagedAddresses {
     pub(super) ids: u64,
     pub(super) weights: u64,
     pub(super) token_ids: u64,
+    /// The word that gets the step's sequence before its completion words are raised.
+    pub(super) raised: u64,
 }
 
 /// The launches of one step.
@@ -153,6 +155,8 @@ pub(super) struct StepLaunches<'a> {
     pub(super) combine_blocks: u32,
     /// Grid of copy_in and copy_out.
     pub(super) copy_blocks: u32,
+    /// Elements of a row without padding.
+    pub(super) row_elements: u32,
 }
 
 impl StepLaunches<'_> {
@@ -191,7 +195,7 @@ impl StepLaunches<'_> {
             max_tokens,
             experts: self.group.experts,
             max_segments: self.staged.max_segments,
-            reserved: 0,
+            row_elements: self.row_elements,
         };
         // SAFETY: the caller keeps all addresses live, for this and every launch below.
         unsafe { launch::copy_in(&[copy_in], self.copy_blocks, stream)? };
@@ -290,7 +294,7 @@ impl StepLaunches<'_> {
         // SAFETY: as above.
         unsafe { launch::combine(&[combine], self.combine_blocks, stream)? };
         let copy_out = CopyOutParams {
-            state,
+            group: self.group,
             out: k.out.address(),
             topk_ids: k.topk_ids.address(),
             topk_weights: k.topk_weights.address(),
@@ -299,11 +303,13 @@ impl StepLaunches<'_> {
             staged_ids: self.staged.ids,
             staged_weights: self.staged.weights,
             completion: self.slot.completion.address(),
+            raised: self.staged.raised,
             hidden,
             top_k,
             max_tokens,
             first_expert: self.layer.mine.first().copied().unwrap_or(0),
             local_experts: self.layer.mine.len() as u32,
+            row_elements: self.row_elements,
             ..self.counts.params(k.expert_offsets.address())
         };
         // SAFETY: as above.

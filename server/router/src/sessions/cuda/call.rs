@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use expertd_ipc::AttachedRows;
+use expertd_ipc::{AttachedRows, Raise};
+use expertd_session::cuda::wire::RoutingLayout;
 use expertd_session::wire::CompletionRecord;
 use expertd_types::MemoryId;
 use tonic::Code;
@@ -13,6 +14,17 @@ use super::state::CudaState;
 use crate::api::Failure;
 use crate::backend::{Receipt, StepError};
 use crate::telemetry::RequestTrace;
+
+/// Who raises the completion words of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Raising {
+    /// The router.
+    Router,
+    /// Rank 0 has raised them; the client may have begun its next call.
+    Rank,
+    /// Rank 0, which was killed: it has raised them or was about to.
+    KilledRank,
+}
 
 /// A call of a CUDA session, from admission to its completion. A call that is dropped without an answer fails.
 #[derive(Debug)]
@@ -25,10 +37,14 @@ pub(crate) struct CudaCall {
     pub(super) rows: u64,
     /// Offset of the output, in bytes.
     pub(super) output: u64,
+    /// Where the call's routing is returned, if the client asked for it.
+    pub(super) returned: Option<RoutingLayout>,
     pub(super) tokens: usize,
     pub(super) began: Instant,
     /// The call's span, if it is sampled.
     pub(super) trace: Option<Arc<RequestTrace>>,
+    /// Who raises the completion words.
+    pub(super) raising: Raising,
     pub(super) is_complete: bool,
 }
 
@@ -48,12 +64,32 @@ impl CudaCall {
         }
     }
 
+    /// The completion word, for rank 0.
+    pub(crate) fn raise(&self) -> Raise {
+        let control = self.session.control();
+        Raise {
+            memory: self.memory().0,
+            word: control.word_offset(self.doorbell, 0) as u32,
+            number: control.number_offset(self.doorbell) as u32,
+            reserved: 0,
+            call: self.call,
+        }
+    }
+
+    /// Sets who raises the completion words.
+    pub(crate) const fn set_raising(&mut self, raising: Raising) {
+        self.raising = raising;
+    }
+
     fn memory(&self) -> MemoryId {
         self.session.memory_id()
     }
 
     /// Completes the call, whose output rows are in place.
     pub(crate) fn answer(mut self, receipt: &Receipt) {
+        if let Some(layout) = &self.returned {
+            self.session.return_routing(self.doorbell, layout, &receipt.topk_ids, &receipt.topk_weights);
+        }
         let record = completion(self.call, receipt);
         self.complete(&record, Some(receipt));
     }
@@ -71,7 +107,7 @@ impl CudaCall {
 
     fn complete(&mut self, record: &CompletionRecord, receipt: Option<&Receipt>) {
         self.is_complete = true;
-        self.session.complete(self.doorbell, record, self.tokens, self.began.elapsed());
+        self.session.complete(self.doorbell, record, self.tokens, self.began.elapsed(), self.raising);
         end_trace(self.trace.take(), record.code, receipt);
     }
 }

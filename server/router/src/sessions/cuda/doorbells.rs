@@ -2,14 +2,11 @@
 
 use std::ops::Range;
 
-use expertd_session::cuda::wire::{MAX_PREPARED, PreparedCall, Ring};
+use expertd_session::cuda::wire::{MAX_PREPARED, PreparedCall, Ring, RoutingLayout};
 use expertd_session::wire::{ALIGN, RequestRecord};
 use expertd_types::{DType, LayerId};
 
-use crate::backend::ModelInfo;
-
-/// Flags that a prepared call may have.
-const FLAGS: u32 = RequestRecord::EXCLUDE_SHARED | RequestRecord::EXPECT_WEIGHT_VERSION;
+use crate::backend::{ModelInfo, MoeLayerInfo};
 
 /// What happens to a ring.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -115,18 +112,28 @@ impl DoorbellTable {
     }
 }
 
-/// Checks a call that is to be prepared in `memory_bytes` bytes of the client's GPU.
+/// Checks a call that is to be prepared in `memory_bytes` bytes of the client's GPU, with routing areas of `routing_bytes` bytes.
 ///
 /// # Errors
 /// The reason why it is refused.
-pub(super) fn check(call: &PreparedCall, model: &ModelInfo, memory_bytes: u64) -> Result<(), String> {
-    let PreparedCall { layer, dtype, max_rows, flags, .. } = *call;
+pub(super) fn check(
+    call: &PreparedCall,
+    model: &ModelInfo,
+    memory_bytes: u64,
+    routing_bytes: usize,
+) -> Result<(), String> {
+    let PreparedCall { layer, dtype, max_rows, flags, reserved, .. } = *call;
     let Some(moe) = model.layers.get(&LayerId(layer)) else {
         return Err(format!("layer {layer} has no MoE block here; GetModel lists the layers with one"));
     };
-    if moe.routes_by_token_id {
+    if flags & !RequestRecord::FLAGS != 0 || reserved != 0 {
+        let known = RequestRecord::FLAGS;
+        return Err(format!("flags {flags:#x} and reserved {reserved}; this version has flags {known:#x}"));
+    }
+    if moe.routes_by_token_id && flags & RequestRecord::TOKEN_IDS == 0 {
         return Err(format!(
-            "layer {layer} routes by token ids, which prepared calls do not carry; use a host session for it"
+            "layer {layer} routes by token ids; its calls need flag {}",
+            RequestRecord::TOKEN_IDS
         ));
     }
     let Some(dtype) = DType::from_code(dtype) else {
@@ -136,9 +143,7 @@ pub(super) fn check(call: &PreparedCall, model: &ModelInfo, memory_bytes: u64) -
     if max_rows == 0 || max_rows as usize > limit {
         return Err(format!("max_rows must be 1 to {limit}, found {max_rows}"));
     }
-    if flags & !FLAGS != 0 {
-        return Err(format!("flags {flags:#x} are unknown; this version has flags {FLAGS:#x}"));
-    }
+    check_routing(call, moe, routing_bytes)?;
     let bytes = (model.hidden * dtype.size()) as u64 * u64::from(max_rows);
     let place = |what: &str, offset: u64| -> Result<Range<u64>, String> {
         let end = offset.checked_add(bytes).filter(|&end| end <= memory_bytes);
@@ -153,6 +158,31 @@ pub(super) fn check(call: &PreparedCall, model: &ModelInfo, memory_bytes: u64) -
     let (rows, output) = (place("rows", call.rows)?, place("output", call.output)?);
     if rows.start < output.end && output.start < rows.end {
         return Err(format!("output {output:?} overlaps rows {rows:?}"));
+    }
+    Ok(())
+}
+
+/// Checks what a call carries beside rows.
+fn check_routing(call: &PreparedCall, moe: &MoeLayerInfo, routing_bytes: usize) -> Result<(), String> {
+    let PreparedCall { max_rows, flags, k, .. } = *call;
+    let has = |flag| flags & flag != 0;
+    let MoeLayerInfo { top_k, max_k, .. } = *moe;
+    let (found, is_allowed, allowed) = if has(RequestRecord::GIVEN_ROUTING) {
+        (k as usize, (1..=max_k).contains(&(k as usize)), format!("1 to {max_k}"))
+    } else if has(RequestRecord::RETURN_ROUTING) {
+        (k as usize, k as usize == top_k, format!("{top_k}, as the gate chooses"))
+    } else {
+        (k as usize, k == 0 || k as usize == top_k, format!("0 or {top_k}, as the gate chooses"))
+    };
+    if !is_allowed {
+        return Err(format!("k must be {allowed}, found {found}"));
+    }
+    let needed = RoutingLayout::new(flags, max_rows, k).bytes;
+    if needed > routing_bytes {
+        return Err(format!(
+            "{max_rows} rows carry {needed} bytes of routing and token ids, and the session's doorbells have room for \
+             {routing_bytes}; open it with more routing_bytes"
+        ));
     }
     Ok(())
 }

@@ -7,7 +7,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use expertd_session::cuda::control::ControlMemory;
-use expertd_session::cuda::wire::{MAX_DOORBELLS, MAX_PREPARE_FRAME, OpenCuda, PrepareReply, PreparedCall};
+use expertd_session::cuda::wire::{
+    ControlLayout, MAX_DOORBELLS, MAX_PREPARE_FRAME, OpenCuda, PrepareReply, PreparedCall,
+};
 use expertd_session::socket;
 use expertd_session::wire::frame;
 use metrics::counter;
@@ -42,8 +44,11 @@ impl Shared {
             ));
         }
         let bytes = usize::try_from(open.memory_bytes).map_err(|error| error.to_string())?;
-        let charge = self.registry.charge(&self.config.limits, bytes)?;
-        let control = ControlMemory::create(open.doorbells, WORDS).map_err(|error| error.to_string())?;
+        let layout =
+            ControlLayout::new(open.doorbells, open.routing_bytes).map_err(|error| error.to_string())?;
+        let charge = self.registry.charge(&self.config.limits, bytes.saturating_add(layout.bytes))?;
+        let control = ControlMemory::create(open.doorbells, WORDS, open.routing_bytes);
+        let control = control.map_err(|error| error.to_string())?;
         let number = self.next_number()?;
         let session = CudaState::new(SessionParts {
             number,
@@ -62,7 +67,8 @@ impl Shared {
             .wait_attached(Instant::now() + ATTACH_TIMEOUT)
             .and_then(|()| self.begin_cuda(socket, &session).map_err(|error| error.to_string()));
         if let Err(reason) = started {
-            session.close_unopened();
+            // The socket stays open for the refusal.
+            session.begin_close();
             self.registry.remove(number);
             self.steps.session_ended(session.memory_id());
             return Err(reason);
@@ -92,6 +98,8 @@ impl Shared {
         let thread = std::thread::Builder::new().name(format!("doorbells-{}", session.number()));
         thread.spawn(move || {
             of_thread.take_rings(&*steps, has_spare_cores);
+            // The session is released before the thread counts as ended.
+            drop(of_thread);
             drop(connected);
         })?;
         Ok(())

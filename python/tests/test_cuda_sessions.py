@@ -1,0 +1,245 @@
+"""Sessions in a GPU's memory. Without a GPU only the refusals run."""
+
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import expertd
+
+torch = pytest.importorskip("torch", reason="CUDA sessions are for torch tensors")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU and a service with GPU ranks")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_session_is_refused():
+    with pytest.raises(expertd.UnsupportedError, match="sees no GPU"):
+        expertd.Client("unix:/tmp/none.sock", session="cuda")
+
+
+def test_without_torch_the_session_is_refused():
+    program = """
+import sys
+sys.modules["torch"] = None
+import expertd
+try:
+    expertd.Client("unix:/tmp/none.sock", session="cuda")
+except expertd.UnsupportedError as error:
+    sys.exit(0 if "needs torch" in str(error) else str(error))
+sys.exit("was not refused")
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_asyncio_clients_are_refused():
+    with pytest.raises(expertd.UnsupportedError, match="asyncio"):
+        expertd.AsyncClient("unix:/tmp/none.sock", session="cuda")
+
+
+class Served:
+    def __init__(self, folder, **settings):
+        self.service = expertd.serve(folder, device="cuda", ranks=1, **settings)
+        self.client = self.service.client(session="cuda")
+        self.grpc = self.service.client()
+        self.model = self.client.model()
+        self.layers = [layer.layer for layer in self.model.moe_layers]
+        # Another GPU than the rank's, if there is one.
+        self.device = torch.device("cuda", torch.cuda.device_count() - 1)
+
+    def rows(self, tokens, dtype=torch.bfloat16):
+        return torch.randn(tokens, self.model.hidden, device=self.device).to(dtype)
+
+    def expected(self, layer, rows, **arguments):
+        return torch.from_dlpack(self.grpc.forward(layer, rows.cpu(), **arguments).rows).to(self.device)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cuda") / "model"
+    sizes = ["--hidden", "256", "--width", "128", "--experts", "16", "--top-k", "4", "--layers", "3"]
+    synth = [expertd.command(), "synth", "--family", "qwen2_moe", "--out", str(folder), *sizes]
+    subprocess.run(synth, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint):
+    served = Served(checkpoint, max_tokens_per_step=128, max_tokens_per_request=200)
+    yield served
+    served.service.stop()
+
+
+def worst(found, expected):
+    """Largest relative L2 error of a row."""
+    found, expected = found.double(), expected.double()
+    return ((found - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [1, 7, 64, 200, 333])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_answers_are_those_of_grpc(served, dtype, tokens):
+    rows = served.rows(tokens, dtype)
+    for layer in served.layers:
+        for shared in ("include", "exclude"):
+            answer = served.client.forward(layer, rows, shared_experts=shared)
+            assert answer.rows.dtype == dtype and answer.rows.device == rows.device
+            parts = [served.expected(layer, part, shared_experts=shared) for part in rows.split(200)]
+            assert worst(answer.rows, torch.cat(parts)) < 2e-2
+            receipt = answer.receipt
+            assert receipt.weight_fingerprint == served.model.weight_fingerprint
+
+
+@gpu
+def test_out_receives_the_rows(served):
+    rows = served.rows(9)
+    expected = served.client.forward(served.layers[0], rows).rows
+    out = torch.zeros_like(rows)
+    assert served.client.forward(served.layers[0], rows, out=out).rows.data_ptr() == out.data_ptr()
+    assert torch.equal(out, expected)
+    served.client.forward(served.layers[0], rows, out=rows)
+    assert torch.equal(rows, expected)
+    with pytest.raises(ValueError, match="out is"):
+        served.client.forward(served.layers[0], rows, out=out[:4])
+    with pytest.raises(ValueError, match="contiguous"):
+        served.client.forward(served.layers[0], rows[:, ::1], out=torch.zeros_like(out.T).T)
+
+
+@gpu
+def test_a_graph_captures_calls_and_replays_them_with_other_rows(served):
+    static = served.rows(8)
+    served.client.forward(served.layers[0], static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(served.device), torch.cuda.graph(graph):
+        found = static
+        for layer in served.layers:
+            found = found + served.client.forward(layer, found).rows
+    for _ in range(20):
+        rows = served.rows(8)
+        expected = rows
+        static.copy_(rows)
+        graph.replay()
+        for layer in served.layers:
+            expected = expected + served.client.forward(layer, expected).rows
+        assert torch.equal(found, expected)
+    served.client.synchronize()
+
+
+@gpu
+def test_a_compiled_function_calls_the_service(served):
+    from expertd import _torch
+
+    remote = _torch.Remote(served.service.session_address, session="cuda")
+    layers = served.layers
+
+    def block(rows):
+        for layer in layers:
+            rows = rows + _torch.moe(rows, None, None, None, remote.number, layer, True)
+        return rows.float().sin()
+
+    rows = served.rows(16)
+    with torch.no_grad():
+        expected = block(rows)
+        for mode in ("default", "reduce-overhead"):
+            compiled = torch.compile(block, fullgraph=True, mode=mode)
+            for _ in range(4):
+                # Fused additions round differently.
+                assert (compiled(rows) - expected).abs().max() < 0.05
+
+
+@gpu
+def test_calls_of_several_streams_do_not_disturb_each_other(served):
+    streams = [torch.cuda.Stream(served.device) for _ in range(4)]
+    batches = [served.rows(5 + i) for i in range(len(streams))]
+    layer = served.layers[0]
+    expected = [served.client.forward(layer, rows).rows for rows in batches]
+    torch.cuda.synchronize(served.device)
+    for _ in range(50):
+        found = []
+        for stream, rows in zip(streams, batches, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(served.client.forward(layer, rows).rows)
+        torch.cuda.synchronize(served.device)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@gpu
+def test_a_failed_call_leaves_nan_and_raises_later(served):
+    rows = served.rows(4)
+    answer = served.client.forward(served.layers[0], rows, expected_weight_version=99)
+    with pytest.raises(expertd.WeightVersionError, match="99"):
+        served.client.synchronize()
+    assert answer.rows.isnan().all()
+    served.client.synchronize()
+    answer = served.client.forward(served.layers[0], rows, expected_weight_version=99)
+    torch.cuda.synchronize(served.device)
+    with pytest.raises(expertd.WeightVersionError, match="99"):
+        served.client.forward(served.layers[0], rows)
+    assert not served.client.forward(served.layers[0], rows).rows.isnan().any()
+
+
+@gpu
+def test_what_sessions_do_not_do_is_refused(served):
+    rows, layer = served.rows(4), served.layers[0]
+    with pytest.raises(TypeError, match="must be on a GPU"):
+        served.client.forward(layer, rows.cpu())
+    with pytest.raises(TypeError, match="must be on a GPU"):
+        served.client.forward(layer, np.zeros((4, served.model.hidden), np.float32))
+    with pytest.raises(ValueError, match="hidden size"):
+        served.client.forward(layer, rows[:, :64])
+    with pytest.raises(expertd.NotFoundError, match="77"):
+        served.client.forward(77, rows)
+    with pytest.raises(expertd.UnsupportedError, match="streams"):
+        served.client.stream()
+    fresh = served.service.client(session="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(served.device):
+        buffer = torch.zeros(4, device=served.device)
+        with torch.cuda.graph(graph):
+            buffer.add_(1)
+            with pytest.raises(expertd.UnsupportedError, match="before the capture begins"):
+                fresh.forward(layer, rows)
+
+
+@gpu
+def test_replays_survive_the_death_of_a_rank_and_end_with_the_service(checkpoint):
+    import os
+    import pathlib
+
+    it = Served(checkpoint)
+    children = lambda: sorted(  # noqa: E731
+        int(child)
+        for path in pathlib.Path(f"/proc/{it.service.process.pid}/task").glob("*/children")
+        for child in path.read_text().split()
+    )
+    static = it.rows(8)
+    expected = it.client.forward(it.layers[0], static).rows
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(it.device), torch.cuda.graph(graph):
+        found = it.client.forward(it.layers[0], static).rows
+    generation = it.grpc.model().generation
+    os.kill(children()[-1], signal.SIGKILL)
+    for _ in range(50):
+        graph.replay()
+        torch.cuda.synchronize(it.device)
+        assert worst(found, expected) < 2e-2
+    it.client.synchronize()
+    assert it.grpc.model().generation > generation
+    it.service.process.kill()
+    graph.replay()
+    torch.cuda.synchronize(it.device)
+    assert found.isnan().all()
+    with pytest.raises(expertd.UnavailableError):
+        it.client.synchronize()
+    impatient = expertd.RetryPolicy(max_attempts=2, max_elapsed=1.0)
+    it.client._native.retry = impatient
+    with pytest.raises(expertd.ExpertdError):
+        it.client.forward(it.layers[0], static)
+    with pytest.raises(expertd.ExpertdError):
+        it.client.forward(it.layers[0], static)
+    it.service.stop()
