@@ -27,6 +27,7 @@ mod run;
 mod setup;
 mod step;
 mod upload;
+mod usage;
 mod weights;
 
 pub(crate) use probe::probe;

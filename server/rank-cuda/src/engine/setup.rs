@@ -15,6 +15,7 @@ use super::copies::Copies;
 use super::counts::DeviceCounts;
 use super::layers::{any_fp8_products, widest};
 use super::step::{Buffers, Sizes};
+use super::usage;
 use super::weights::{HeldWeights, WeightsError};
 use super::{CudaEngine, EngineParts, PinnedStaging};
 use crate as gpu;
@@ -70,6 +71,8 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     clock.end("weights");
     let weight_bytes = layers.weight_bytes;
     let name = device.name().map_err(setup_failure)?;
+    let usage = device.uuid().ok().and_then(usage::reader);
+    clock.end("usage");
     let describe = format!(
         "cuda, GPU {} ({name}){}",
         setup.rank,
@@ -78,7 +81,7 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let parts = EngineParts { shape, windows, host, counts, layers, buffers, copies };
     let engine = CudaEngine::new(setup, device, parts, &staged).map_err(setup_failure)?;
     clock.end("graphs");
-    Ok(Loaded { engine: Box::new(engine), weight_bytes, device: describe })
+    Ok(Loaded { engine: Box::new(engine), weight_bytes, device: describe, usage })
 }
 
 /// Opens this rank's GPU and checks that the kernels support it.

@@ -14,14 +14,14 @@ use expertd_types::MemoryId;
 use tonic::Code;
 
 use super::Steps;
-use super::call::{SessionCall, failed};
+use super::call::{SessionCall, end_trace, failed};
 use super::open::{OpenSession, end_socket};
 use super::registry::{Charge, SessionStatus};
 use super::sizes::Sizes;
 use super::table::{Admission, CallTable};
 use crate::api::{Envelope, Failure, code_name, next_request_id, validate_session};
 use crate::backend::{ClientKey, ModelInfo, SubmitError};
-use crate::telemetry::RequestMetrics;
+use crate::telemetry::{RequestMetrics, RequestTrace};
 
 /// Who opened a session.
 #[derive(Clone, Copy, Debug)]
@@ -269,9 +269,11 @@ impl SessionState {
             ));
         }
         drop(calls);
-        if let Err(failure) = self.submit(record, steps, began) {
+        let trace = RequestTrace::of_session(self.number, "host", began);
+        if let Err(failure) = self.submit(record, steps, began, trace.clone()) {
             let completion = failed(record.call, failure);
             self.push(&mut self.calls(), &completion, began.elapsed());
+            end_trace(trace, completion.code, None);
         }
         Ok(())
     }
@@ -281,6 +283,7 @@ impl SessionState {
         record: &RequestRecord,
         steps: &dyn Steps,
         began: Instant,
+        trace: Option<Arc<RequestTrace>>,
     ) -> Result<(), Failure> {
         let model = steps.model();
         let sizes = Sizes::new(record, &model)?;
@@ -294,7 +297,7 @@ impl SessionState {
                 return Err(Failure::Submit(SubmitError::Overloaded { reason, retry_after }));
             }
         }
-        let submitted = self.submit_admitted(record, &sizes, &model, steps, began);
+        let submitted = self.submit_admitted(record, &sizes, &model, steps, began, trace);
         if submitted.is_err() {
             self.calls().table.complete(record.call);
         }
@@ -308,6 +311,7 @@ impl SessionState {
         model: &ModelInfo,
         steps: &dyn Steps,
         began: Instant,
+        trace: Option<Arc<RequestTrace>>,
     ) -> Result<(), Failure> {
         let has = |flag| record.flags & flag != 0;
         let words = |name: &'static str, offset: u64, words: usize| {
@@ -356,9 +360,10 @@ impl SessionState {
                 .then_some((record.ids as usize, record.weights as usize)),
             tokens: sizes.tokens,
             began,
+            trace,
             is_complete: false,
         };
-        let request = match validate_session(model, message, envelope) {
+        let mut request = match validate_session(model, message, envelope) {
             Ok(request) => request,
             Err(failure) => {
                 call.forget();
@@ -366,6 +371,9 @@ impl SessionState {
             }
         };
         self.metrics.admitted(request.tokens);
+        if let Some(trace) = &call.trace {
+            trace.admitted(&mut request);
+        }
         steps.submit(request, call).map_err(Failure::from)
     }
 }
