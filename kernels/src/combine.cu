@@ -163,17 +163,21 @@ __device__ uint32_t send_chunk(const CombineParams& p, const Shared& shared, con
     return received;
 }
 
-__device__ void store_row(void* out, uint64_t row, uint32_t words, uint32_t word, uint32_t dtype,
-                          const float (&sum)[8]) {
-    const uint64_t place = row * words + word;
+// How result rows are stored.
+struct Results {
+    uint32_t dtype;
+    bool direct;  // at their places; otherwise in `out`
+};
+
+__device__ __forceinline__ void store_word(uint8_t* row, uint32_t word, uint32_t dtype, const float (&sum)[8]) {
     if (dtype == kF32) {
-        float4* to = static_cast<float4*>(out) + 2 * place;
+        float4* to = reinterpret_cast<float4*>(row) + 2 * word;
         to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
         to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
     } else if (dtype == kF16) {
-        static_cast<uint4*>(out)[place] = pack_f16x8(sum);
+        reinterpret_cast<uint4*>(row)[word] = pack_f16x8(sum);
     } else {
-        static_cast<uint4*>(out)[place] = pack_bf16x8(sum);
+        reinterpret_cast<uint4*>(row)[word] = pack_bf16x8(sum);
     }
 }
 
@@ -191,10 +195,12 @@ __device__ __forceinline__ uint32_t ranks_of(const CombineParams& p, uint32_t to
 
 // Stores the result of a piece of this rank's token `token`: `sum`, plus the output of the shared experts if the row includes it.
 __device__ __forceinline__ void finish(const CombineParams& p, uint32_t token, uint32_t piece, uint32_t words,
-                                       uint32_t dtype, float (&sum)[kLoads][8]) {
+                                       const Results& results, float (&sum)[kLoads][8]) {
     const uint32_t lane = threadIdx.x % 32;
     const bool shared =
         p.shared != nullptr && (p.places == nullptr || (p.places[token].flags & kSharedExperts) != 0);
+    const uint64_t row_bytes = static_cast<uint64_t>(words) * (results.dtype == kF32 ? 32 : 16);
+    uint8_t* row = results.direct ? p.places[token].output : static_cast<uint8_t*>(p.out) + token * row_bytes;
 #pragma unroll
     for (uint32_t i = 0; i < kLoads; ++i) {
         const uint32_t word = piece * kPiece + i * 32 + lane;
@@ -202,7 +208,7 @@ __device__ __forceinline__ void finish(const CombineParams& p, uint32_t token, u
         if (shared) {
             add_bf16x8(sum[i], __ldcg(static_cast<const uint4*>(p.shared) + static_cast<uint64_t>(token) * words + word));
         }
-        store_row(p.out, token, words, word, dtype, sum[i]);
+        store_word(row, word, results.dtype, sum[i]);
     }
 }
 
@@ -222,7 +228,7 @@ __device__ __forceinline__ bool wait_chunk(const Group& g, uint64_t flag, uint32
 
 // Waits for a chunk, even if this warp has no part of it, and adds up this warp's part.
 __device__ bool reduce_chunk(const CombineParams& p, const Shared& shared, const Plan& plan, uint64_t flag,
-                             uint32_t dtype, uint32_t chunk) {
+                             const Results& results, uint32_t chunk) {
     const Group& g = p.group;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint4* partials = at<uint4>(g, g.rank, g.partials);
@@ -258,7 +264,7 @@ __device__ bool reduce_chunk(const CombineParams& p, const Shared& shared, const
                 for (uint32_t i = 0; i < kLoads; ++i) add_bf16x8(sum[i], data[r][i]);
             }
         }
-        finish(p, token, piece, plan.words, dtype, sum);
+        finish(p, token, piece, plan.words, results, sum);
     }
     return true;
 }
@@ -280,7 +286,7 @@ __device__ void flag_chunks(const Group& g, Shared& shared, const Plan& plan, ui
 }
 
 // combine in a group of one rank: without windows and flags, but with the same roundings.
-__device__ void combine_alone(const CombineParams& p, const Plan& plan, uint32_t tokens, uint32_t dtype) {
+__device__ void combine_alone(const CombineParams& p, const Plan& plan, uint32_t tokens, const Results& results) {
     const Group& g = p.group;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint32_t received = 0;
@@ -298,7 +304,7 @@ __device__ void combine_alone(const CombineParams& p, const Plan& plan, uint32_t
             for (int j = 0; j < 8; ++j) sum[i][j] = 0.0f;
             add_bf16x8(sum[i], partial);
         }
-        finish(p, token, piece, plan.words, dtype, sum);
+        finish(p, token, piece, plan.words, results, sum);
     }
     if (lane == 0 && received != 0) atomicAdd(&g.state->received, received);
 }
@@ -316,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ R
     }
     if (threadIdx.x < kMaxChunks) shared.sent[threadIdx.x] = 0;
     if (threadIdx.x == 0) shared.failed = 0;
-    const uint32_t dtype = __ldcg(&g.state->out_dtype);
+    const Results results = {__ldcg(&g.state->out_dtype), __ldcg(&g.state->direct) != 0};
     const uint64_t exchange = __ldcg(reinterpret_cast<const unsigned long long*>(&g.state->exchange));
     const StepView step = open_step(state, g.max_tokens);
     if (!step.ok) return;
@@ -333,7 +339,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ R
         return;
     }
     if (g.ranks == 1) {
-        combine_alone(p, plan, step.tokens, dtype);
+        combine_alone(p, plan, step.tokens, results);
         stamp_end(g.state, kCombine);
         return;
     }
@@ -347,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ R
             __syncwarp();
             if (lane == 0) count_release(&shared.sent[chunk]);
         }
-        if (chunk != 0) ok = reduce_chunk(p, shared, plan, flag, dtype, chunk - 1);
+        if (chunk != 0) ok = reduce_chunk(p, shared, plan, flag, results, chunk - 1);
     }
     if (!ok && lane == 0) count_release(&shared.failed);
     if (lane == 0 && received != 0) atomicAdd(&g.state->received, received);

@@ -41,7 +41,7 @@ __device__ __forceinline__ float load_host(const float* address) {
 constexpr uint32_t kTable = 1024;
 constexpr uint32_t kEntryWords = sizeof(Segment) / sizeof(uint64_t);
 // Number of entries that are loaded together with the request, before their number is known.
-constexpr uint32_t kEarly = kThreads / kEntryWords - 1;
+constexpr uint32_t kEarly = kThreads / kEntryWords - 2;
 static_assert(kEarly * kEntryWords + sizeof(StepRequest) / 16 <= kThreads, "a thread each");
 
 // The segment that holds `row`, among `count` segments of consecutive rows.
@@ -225,6 +225,9 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
         p.state->out_dtype = request.out_dtype;
         p.state->step = request.step;
         p.state->begin_ns[kCopyIn] = begin;
+        p.state->raises = min(request.raises, kMaxRaises);
+        p.state->direct = request.direct;
+        for (uint32_t i = 0; i < kMaxRaises; ++i) p.state->raise[i] = request.raise[i];
     }
     // Neighbouring rows belong to different blocks, so that few rows are spread over many SMs.
     const uint32_t first = threadIdx.x / 32 * gridDim.x + blockIdx.x;
@@ -284,7 +287,7 @@ __device__ void count_rows(const CopyOutParams& p) {
     for (uint32_t local = blockIdx.x * kThreads + threadIdx.x; local < p.local_experts; local += gridDim.x * kThreads) {
         const uint32_t rows = __ldcg(p.expert_offsets + local + 1) - __ldcg(p.expert_offsets + local);
         if (rows == 0) continue;
-        const uint64_t cell = static_cast<uint64_t>(p.state->layer) * p.count_stride + p.first_expert + local;
+        const uint64_t cell = static_cast<uint64_t>(p.group.state->layer) * p.count_stride + p.first_expert + local;
         const uint64_t count = p.row_counts[cell] + rows;
         p.row_counts[cell] = count;
         // A whole word, which the host may read at any time.
@@ -292,20 +295,73 @@ __device__ void count_rows(const CopyOutParams& p) {
     }
 }
 
+// Tells rank 0 that this rank's results are written. Rank 0 waits until all ranks have said so, if the step has completion words, and
+// raises them. The step's number is in host memory before any of them, so that the host knows after a fault whether clients have seen the
+// end of the step.
+__device__ void raise_words(const CopyOutParams& p) {
+    const Group& g = p.group;
+    SlotState* state = g.state;
+    if (__ldcg(&state->error) != 0) return;
+    const uint32_t raises = state->raises;
+    if (g.ranks != 1) {
+        const uint64_t flag = g.generation | __ldcg(reinterpret_cast<const unsigned long long*>(&state->exchange));
+        if (g.rank != 0) store_release_system(at<uint64_t>(g, 0, g.written_flags) + g.rank, flag);
+        for (uint32_t r = 1; g.rank == 0 && raises != 0 && r < g.ranks; ++r) {
+            if (!wait_flag(g, at<uint64_t>(g, 0, g.written_flags) + r, flag, r, kCopyOut)) return;
+        }
+    }
+    if (raises == 0) return;
+    for (uint32_t i = 0; i < raises; ++i) *static_cast<volatile uint64_t*>(state->raise[i].number) = state->raise[i].call;
+    *static_cast<volatile uint64_t*>(p.raised) = state->step;
+    __threadfence_system();
+    for (uint32_t i = 0; i < raises; ++i) *static_cast<volatile uint32_t*>(state->raise[i].word) = 1;
+}
+
+__device__ __forceinline__ uint64_t load_time(const uint64_t* time) {
+    return __ldcg(reinterpret_cast<const unsigned long long*>(time));
+}
+
+// Ends the step, once all blocks have written their results: raises completion words and stores the completion record. One thread runs
+// this.
+__device__ void end_step(const CopyOutParams& p) {
+    SlotState* state = p.group.state;
+    state->end_ns[kCopyOut] = now_ns();
+    raise_words(p);
+    // All loads of a batch before its stores, so that they are under way together.
+    const uint32_t received = __ldcg(&state->received), error = __ldcg(&state->error);
+    const uint32_t assignments = p.assignments == nullptr ? 0 : __ldcg(p.assignments);
+    uint64_t times[kPhases];
+#pragma unroll
+    for (uint32_t phase = 0; phase < kPhases; ++phase) times[phase] = load_time(&state->begin_ns[phase]);
+#pragma unroll
+    for (uint32_t phase = 0; phase < kPhases; ++phase) p.completion->begin_ns[phase] = times[phase];
+#pragma unroll
+    for (uint32_t phase = 0; phase < kPhases; ++phase) times[phase] = load_time(&state->end_ns[phase]);
+#pragma unroll
+    for (uint32_t phase = 0; phase < kPhases; ++phase) p.completion->end_ns[phase] = times[phase];
+    p.completion->received = received;
+    p.completion->assignments = assignments;
+    p.completion->error = error;
+    store_release_system(&p.completion->step, state->step);
+}
+
 template <int Count>
-__global__ void __launch_bounds__(kThreads) copy_out(const __grid_constant__ Ranks<CopyOutParams, Count> all) {
+__global__ void __launch_bounds__(kThreads, 1) copy_out(const __grid_constant__ Ranks<CopyOutParams, Count> all) {
     const CopyOutParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
+    SlotState* state = p.group.state;
     begin_kernel();
-    stamp_begin(p.state, kCopyOut);
-    const uint32_t tokens = min(p.state->tokens, p.max_tokens), dtype = p.state->out_dtype;
+    stamp_begin(state, kCopyOut);
+    const uint32_t tokens = min(state->tokens, p.max_tokens), dtype = state->out_dtype;
     const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
     // `dtype` is either that of all rows, and words are copied unchanged, or f32.
-    for (uint32_t row = blockIdx.x * kWarps + threadIdx.x / 32; p.state->error == 0 && row < tokens;
+    for (uint32_t row = blockIdx.x * kWarps + threadIdx.x / 32; state->error == 0 && row < tokens;
          row += gridDim.x * kWarps) {
         const RowPlace place = p.places[row];
         uint8_t* to = place.output;
         const uint64_t first = static_cast<uint64_t>(row) * words;
-        if ((place.flags & kNarrowRows) != 0) {
+        if (state->direct != 0) {
+            // combine has stored the row.
+        } else if ((place.flags & kNarrowRows) != 0) {
             put_narrow_row(p, place, first, dtype);
         } else if (place.dtype == dtype) {
             const uint32_t all_words = dtype == kF32 ? 2 * words : words;
@@ -340,19 +396,10 @@ __global__ void __launch_bounds__(kThreads) copy_out(const __grid_constant__ Ran
             p.staged_weights[at] = p.topk_weights[at];
         }
     }
-    if (p.expert_offsets != nullptr && p.state->error == 0) count_rows(p);
+    if (p.expert_offsets != nullptr && state->error == 0) count_rows(p);
+    // At system scope, because the results are read by the host, by other GPUs, or by their copy engines.
     __threadfence_system();
-    if (last_block(&p.state->ticket, gridDim.x) && threadIdx.x == 0) {
-        p.state->end_ns[kCopyOut] = now_ns();
-        for (uint32_t phase = 0; phase < kPhases; ++phase) {
-            p.completion->begin_ns[phase] = p.state->begin_ns[phase];
-            p.completion->end_ns[phase] = p.state->end_ns[phase];
-        }
-        p.completion->received = __ldcg(&p.state->received);
-        p.completion->assignments = p.assignments == nullptr ? 0 : __ldcg(p.assignments);
-        p.completion->error = __ldcg(&p.state->error);
-        store_release_system(&p.completion->step, p.state->step);
-    }
+    if (last_block(&state->ticket, gridDim.x) && threadIdx.x == 0) end_step(p);
 }
 
 // Lists every token with its weight for the shared experts, because the experts' kernel always reads rows through a list.

@@ -6,8 +6,8 @@
 use crate::layout::WindowLayout;
 use crate::params::{
     CombineParams, Completion, CopyInParams, CopyOutParams, DispatchParams, GateLayer, GateParams, Group,
-    MAX_BLOCKS, MAX_CHUNKS, MAX_EXPERTS, MAX_RANKS, MAX_TOP_K, PHASES, ROW_PLACE_BYTES, ScaleParams, Segment,
-    SharedParams, SlotState, StepRequest,
+    MAX_BLOCKS, MAX_CHUNKS, MAX_EXPERTS, MAX_RAISES, MAX_RANKS, MAX_TOP_K, PHASES, ROW_PLACE_BYTES, Raise,
+    ScaleParams, Segment, SharedParams, SlotState, StepRequest,
 };
 
 /// Name, offset and size of a field; offset and size are in bytes.
@@ -118,6 +118,7 @@ fn constants_equal_those_of_step_h() {
         ("kMaxBlocks", MAX_BLOCKS),
         ("kMaxChunks", MAX_CHUNKS),
         ("kMaxExperts", MAX_EXPERTS),
+        ("kMaxRaises", MAX_RAISES),
         ("kPhases", PHASES),
     ];
     for (name, value) in constants {
@@ -130,8 +131,9 @@ fn constants_equal_those_of_step_h() {
 fn step_structs_mirror_step_h() {
     let h = step_h();
     assert_mirrors!(h, "SlotState", SlotState: sequence, error, tokens, layer, given_routing, received, out_dtype, step,
-        ticket, epoch, exchange, begin_ns, end_ns);
-    assert_mirrors!(h, "StepRequest", StepRequest: step, tokens, layer, given_routing, out_dtype, segments, reserved);
+        ticket, epoch, exchange, begin_ns, end_ns, raises, direct, raise);
+    assert_mirrors!(h, "Raise", Raise: word, number, call);
+    assert_mirrors!(h, "StepRequest", StepRequest: step, tokens, layer, given_routing, out_dtype, segments, raises, direct, reserved, raise);
     assert_mirrors!(h, "Segment", Segment: byte_offset, output_offset, first_row, rows, dtype,
         flags, memory, reserved);
     assert_mirrors!(h, "Completion", Completion: step, error, received, assignments, reserved, begin_ns, end_ns);
@@ -142,7 +144,7 @@ fn step_structs_mirror_step_h() {
 fn the_group_mirrors_step_h() {
     let mut fields = fields!(Group: windows, state, generation, deadline_ns, rank, ranks, hidden, top_k, experts,
         max_tokens, delay_ns, chunk);
-    let offsets = fields!(WindowLayout: dispatch_flags, combine_flags, meet_flags, counts, ids, weights, rows, partials);
+    let offsets = fields!(WindowLayout: dispatch_flags, combine_flags, meet_flags, written_flags, counts, ids, weights, rows, partials);
     let start = std::mem::offset_of!(Group, layout);
     fields.extend(offsets.into_iter().map(|(name, offset, size)| (name, start + offset, size)));
     step_h().assert_mirrors("Group", fields, size_of::<Group>());
@@ -163,8 +165,8 @@ fn kernel_parameters_mirror_step_h() {
     assert_mirrors!(h, "CopyInParams", CopyInParams: state, request, segments, staged_rows, staged_ids, staged_weights,
         staged_token_ids, tokens, tokens_low, topk_ids, topk_weights, token_ids, places, staged_bytes, hidden, top_k, max_tokens,
         experts, max_segments, row_elements);
-    assert_mirrors!(h, "CopyOutParams", CopyOutParams: state, out, topk_ids, topk_weights, places, assignments,
-        staged_ids, staged_weights, completion, expert_offsets, row_counts, row_counts_host, hidden, top_k, max_tokens,
+    assert_mirrors!(h, "CopyOutParams", CopyOutParams: group, out, topk_ids, topk_weights, places, assignments,
+        staged_ids, staged_weights, completion, raised, expert_offsets, row_counts, row_counts_host, hidden, top_k, max_tokens,
         first_expert, local_experts, count_stride, row_elements, reserved);
     assert_mirrors!(h, "SharedParams", SharedParams: state, tokens, gates, expert_offsets, row_index, row_weight, hidden,
         max_tokens);

@@ -106,6 +106,8 @@ pub struct WindowLayout {
     pub combine_flags: u64,
     /// u64 `[N]`.
     pub meet_flags: u64,
+    /// u64 `[N]`.
+    pub written_flags: u64,
     /// u32 `[N]`.
     pub counts: u64,
     /// i32 `[N, max_tokens, k]`.
@@ -135,6 +137,7 @@ impl WindowLayout {
             dispatch_flags: place(flags),
             combine_flags: place(flags * MAX_CHUNKS),
             meet_flags: place(shape.ranks as usize * size_of::<u64>()),
+            written_flags: place(shape.ranks as usize * size_of::<u64>()),
             counts: place(shape.ranks as usize * 4),
             ids: place(entries),
             weights: place(entries),
@@ -164,6 +167,7 @@ mod tests {
             layout.dispatch_flags,
             layout.combine_flags,
             layout.meet_flags,
+            layout.written_flags,
             layout.counts,
             layout.ids,
             layout.weights,
@@ -171,7 +175,7 @@ mod tests {
             layout.partials,
             bytes,
         ];
-        let sizes = [4 * 128 * 8, 4 * 128 * 16 * 8, 32, 16, 12800, 12800, 4 * 100 * 4096, 4 * 100 * 4096];
+        let sizes = [4 * 128 * 8, 4 * 128 * 16 * 8, 32, 32, 16, 12800, 12800, 4 * 100 * 4096, 4 * 100 * 4096];
         for (pair, size) in starts.windows(2).zip(sizes) {
             assert!(pair[1] >= pair[0] + size && pair[0] % 1024 == 0, "{starts:?}");
         }

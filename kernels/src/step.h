@@ -16,6 +16,9 @@ constexpr uint32_t kMaxChunks = 16;
 // Largest number of experts of one layer. The gate keeps a token's scores in the registers of one warp.
 constexpr uint32_t kMaxExperts = 512;
 
+// Largest number of completion words that one step raises.
+constexpr uint32_t kMaxRaises = 4;
+
 // Number of low bits of a flag that hold the sequence. The other bits hold the generation.
 constexpr uint32_t kSequenceBits = 40;
 
@@ -25,6 +28,15 @@ enum DType : uint32_t { kBf16 = 1, kF16 = 2, kF32 = 3 };
 // First byte of the error word. The second byte is the peer (0xff: the host's request, 0xfe: its segments or ids), the third the phase.
 enum Fault : uint32_t { kNone = 0, kTimeout = 1, kBadCount = 2, kAhead = 3 };
 enum Phase : uint32_t { kCopyIn = 0, kGate, kPrepare, kDispatch, kExperts, kCombine, kCopyOut, kPhases };
+
+// A call of a CUDA session that is complete when the step has ended: its completion word, which becomes 1, and the word that gets the
+// call's number before. Both are in mapped memory of the client.
+struct Raise {
+    uint32_t* word;
+    uint64_t* number;
+    uint64_t call;
+};
+static_assert(sizeof(Raise) == 24, "mirrored in src/params");
 
 // One slot's state in device memory. copy_in writes the step's fields. Dispatch reads `sequence` and writes `exchange`, combine
 // reads `exchange` and writes `sequence`, so that no kernel changes a number that its own blocks still read.
@@ -42,8 +54,11 @@ struct SlotState {
     uint64_t exchange;       // sequence of the next combine, set by dispatch's first block
     uint64_t begin_ns[kPhases];  // readings of globaltimer
     uint64_t end_ns[kPhases];
+    uint32_t raises;         // number of entries of `raise`
+    uint32_t direct;         // 1: combine stores results at their places, and copy_out copies none
+    Raise raise[kMaxRaises];
 };
-static_assert(sizeof(SlotState) == 168, "mirrored in src/params");
+static_assert(sizeof(SlotState) == 272, "mirrored in src/params");
 
 // The host's description of a step, in memory mapped into the device.
 struct StepRequest {
@@ -53,9 +68,12 @@ struct StepRequest {
     uint32_t given_routing;  // 1: all rows came with their routing
     uint32_t out_dtype;      // element type of the result rows in device memory, before copy_out converts them
     uint32_t segments;       // number of entries of the segment table
-    uint32_t reserved;
+    uint32_t raises;         // number of entries of `raise`; always 0 at ranks other than rank 0
+    uint32_t direct;         // 1: combine stores results at their places; all rows have the element type `out_dtype`
+    uint32_t reserved[3];
+    Raise raise[kMaxRaises];
 };
-static_assert(sizeof(StepRequest) == 32, "mirrored in src/params");
+static_assert(sizeof(StepRequest) == 144, "mirrored in src/params");
 
 // Consecutive rows in staging or in an attached memory, described in mapped memory. Each row of a step belongs to one segment.
 // Offsets are multiples of 16, or of the element size with kNarrowRows. If `memory` is not 0, they are device addresses, which the host
@@ -112,13 +130,14 @@ struct Group {
     uint64_t dispatch_flags;      // u64 [N][kMaxBlocks]
     uint64_t combine_flags;       // u64 [N][kMaxBlocks][kMaxChunks]
     uint64_t meet_flags;          // u64 [N]
+    uint64_t written_flags;       // u64 [N], at rank 0: ranks whose results of the step are written
     uint64_t counts;              // u32 [N]: number of tokens of each source rank
     uint64_t ids;                 // i32 [N][max_tokens][k]
     uint64_t weights;             // f32 [N][max_tokens][k]
     uint64_t rows;                // bf16 [N][max_tokens][H], or FP8 rows of fp8_row_bytes(H) bytes
     uint64_t partials;            // bf16 [N][max_tokens][H]: this rank's tokens, reduced by each rank over its experts
 };
-static_assert(sizeof(Group) == 184, "mirrored in src/params");
+static_assert(sizeof(Group) == 192, "mirrored in src/params");
 
 // Pushes every token's row once to each rank that owns one of its experts, and all ids and weights to every rank. Meanwhile the
 // receiving ranks list the rows of each local expert. Row s * max_tokens + t of a window's `rows` is token t of source rank s. In
@@ -136,7 +155,7 @@ struct DispatchParams {
     uint32_t fp8_rows;           // 1: rows are quantised when they are sent; a row of the window then takes fp8_row_bytes()
     uint32_t power_of_two_scales;  // 1: the scales of FP8 rows are rounded up to powers of two
 };
-static_assert(sizeof(DispatchParams) == 256, "mirrored in src/params");
+static_assert(sizeof(DispatchParams) == 264, "mirrored in src/params");
 
 // Bytes of a row that is pushed in FP8: e4m3 [H], then f32 [ceil(H / 128)] scales. H must be a multiple of 64.
 inline constexpr uint32_t kScaleElements = 128;
@@ -155,11 +174,11 @@ struct CombineParams {
     const uint32_t* position;    // from dispatch
     const int32_t* topk_ids;     // [T][k] of this rank's tokens
     const void* shared;          // bf16 [T][H]: outputs of the shared experts, which are added; or null
-    const RowPlace* places;      // their flags select the rows to which `shared` is added; null selects all rows
-    void* out;                   // [T][H] of SlotState::out_dtype
+    const RowPlace* places;      // their flags select the rows to which `shared` is added; null selects all rows, if the step is not direct
+    void* out;                   // [T][H] of SlotState::out_dtype, unless the step is direct
     uint64_t* experts_done;      // mapped: set to the step's number when its experts have ended; or null
 };
-static_assert(sizeof(CombineParams) == 240, "mirrored in src/params");
+static_assert(sizeof(CombineParams) == 248, "mirrored in src/params");
 
 enum ScoreFn : uint32_t { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2, kSqrtSoftplus = 3, kSparseMixer = 4 };
 enum Choice : uint32_t { kByScores = 0, kByLogits = 1, kByTokenIds = 2 };
@@ -231,9 +250,9 @@ struct CopyInParams {
 static_assert(sizeof(CopyInParams) == 136, "mirrored in src/params");
 
 // Writes each result row to its token's place in mapped memory, in the token's element type; then the completion record. Adds the
-// rows of each local expert to the counts.
+// rows of each local expert to the counts. Rank 0 raises completion words once all ranks have written their results.
 struct CopyOutParams {
-    SlotState* state;
+    Group group;
     const void* out;                // [T][H] of SlotState::out_dtype
     const int32_t* topk_ids;
     const float* topk_weights;
@@ -242,6 +261,7 @@ struct CopyOutParams {
     int32_t* staged_ids;            // mapped: ids that were used
     float* staged_weights;          // mapped: weights that were used
     Completion* completion;         // mapped
+    uint64_t* raised;               // mapped: gets the step's number before its words are raised
     const uint32_t* expert_offsets; // from dispatch; null: rows are not counted
     uint64_t* row_counts;           // [layers][count_stride]: rows of each expert since the service started
     uint64_t* row_counts_host;      // mapped: the same table
@@ -254,7 +274,7 @@ struct CopyOutParams {
     uint32_t row_elements;          // elements of a row of segments with kNarrowRows, at most `hidden`
     uint32_t reserved;
 };
-static_assert(sizeof(CopyOutParams) == 128, "mirrored in src/params");
+static_assert(sizeof(CopyOutParams) == 320, "mirrored in src/params");
 
 // Lists the assignments of the shared experts, which process every token: row t is token t.
 struct SharedParams {
@@ -279,7 +299,7 @@ struct ScaleParams {
     const float* row_weight;
     void* out;                   // bf16 [assignments][H]
 };
-static_assert(sizeof(ScaleParams) == 224, "mirrored in src/params");
+static_assert(sizeof(ScaleParams) == 232, "mirrored in src/params");
 
 }  // namespace expertd
 

@@ -26,7 +26,16 @@ SYNTH = {
     "deepseek-v3": ["--family", "qwen3_moe", "--layers", "1"],
     "gpt-oss-120b": ["--family", "gpt_oss", "--layers", "2"],
 }
-PEERS = {"torch": "torch_layer.py", "triton": "triton_layer.py", "nccl_ep": "nccl_ep_layer.py"}
+# Peers' programs and the formats of weights that they support.
+PEERS = {
+    "torch": ("torch_layer.py", ["bf16"]),
+    "triton": ("triton_layer.py", ["bf16"]),
+    "nccl_ep": ("nccl_ep_layer.py", ["bf16"]),
+    "flashinfer": ("flashinfer_layer.py", ["bf16", "fp8"]),
+    "deepgemm": ("deepgemm_layer.py", ["fp8"]),
+}
+# Peers that exchange rows between GPUs and so do not run on one.
+EXCHANGING = ["nccl_ep", "deepgemm"]
 SIZES = {  # the sizes in gpu/layer.py, which cannot be imported without torch
     "qwen3-30b-a3b": (2048, 768, 128, 8),
     "olmoe-7b": (2048, 1024, 64, 8),
@@ -83,17 +92,20 @@ def peer(args, name, ranks, shape, tokens, folder):
     launcher = [args.python]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    environment = dict(os.environ, NCCL_NVLS_ENABLE="0", OMP_NUM_THREADS="4")
+    # NVLink multicast stays off: a program that fails while it uses it can stop GPUs of others.
+    environment = dict(os.environ, NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", OMP_NUM_THREADS="4")
+    if args.peer_site:
+        environment["PEER_SITE"] = str(Path(args.peer_site).resolve())
     if name == "nccl_ep":
         library = Path(args.nccl_home) / "lib/libnccl.so.2"
         environment |= dict(
             NCCL_HOME=args.nccl_home,
             NCCL_EP_HOME=str(Path(args.peer_site) / "nccl/ep"),
-            PEER_SITE=args.peer_site,
             LD_PRELOAD=str(library),
             LD_LIBRARY_PATH=f"{library.parent}:{os.environ.get('LD_LIBRARY_PATH', '')}",
         )
-    command = [*launcher, HERE / "gpu" / PEERS[name], "--shape", shape, "--replays", args.replays, "--json", report]
+    command = [*launcher, HERE / "gpu" / PEERS[name][0], "--shape", shape, "--replays", args.replays, "--json", report]
+    command += ["--dtype", args.dtype] if args.dtype != "bf16" else []
     done = quiet_run([*command, "--tokens", *tokens], args.patience, env=environment)
     print(done.stdout, file=sys.stderr, flush=True)
     if done.returncode != 0 or not report.exists():
@@ -127,7 +139,7 @@ def main():
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048], help="rows per rank")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=["torch", "triton"])
     formats = ["bf16", "fp8", "mxfp4"]
-    parser.add_argument("--dtype", choices=formats, default="bf16", help="format of expertd's weights; peers run in bf16 only")
+    parser.add_argument("--dtype", choices=formats, default="bf16", help="format of the weights; flashinfer and deepgemm run in fp8")
     parser.add_argument("--fp8-compute", choices=["fp8", "bf16"], help="how expertd multiplies FP8 weights [default: expertd's]")
     parser.add_argument("--routing", default="gate", help="routing of expertd's steps; each peer uses its own gate")
     parser.add_argument("--steps", type=int, default=60)
@@ -135,7 +147,7 @@ def main():
     parser.add_argument("--expertd", default=str(ROOT / "target/release/expertd"), help="built with --features cuda")
     parser.add_argument("--python", default=sys.executable, help="an interpreter with torch and triton")
     parser.add_argument("--models", help="directory for synthesised checkpoints [default: a temporary one]")
-    parser.add_argument("--peer-site", help="directory with nccl-extensions and nccl4py, for nccl_ep")
+    parser.add_argument("--peer-site", help="directory with the unpacked wheels of nccl_ep, flashinfer or deepgemm")
     parser.add_argument("--nccl-home", help="NCCL 2.30.7: lib and include, for nccl_ep")
     parser.add_argument("--patience", type=int, default=300, help="time limit of each program in seconds")
     parser.add_argument("--commit", help="commit that the binary was built from, for the record")
@@ -143,6 +155,8 @@ def main():
     args = parser.parse_args()
     if "nccl_ep" in args.peers and not (args.peer_site and args.nccl_home):
         parser.error("nccl_ep needs --peer-site and --nccl-home")
+    if "flashinfer" in args.peers and not args.peer_site:
+        parser.error("flashinfer needs --peer-site")
     with tempfile.TemporaryDirectory() as folder:
         found = ceilings(args)
         print(f"ceilings: {json.dumps(found)}")
@@ -151,9 +165,9 @@ def main():
         for shape in args.shape:
             for ranks in args.ranks:
                 mine = ours(args, ranks, shape, args.tokens, found, folder)
-                # Peers run in bf16 and have SwiGLU only; a single rank has no peer to exchange with.
-                has_peers = args.dtype == "bf16" and shape != "gpt-oss-120b"
-                names = [name for name in args.peers if has_peers and (ranks > 1 or name != "nccl_ep")]
+                # Peers have SwiGLU only; a single rank has no peer to exchange with.
+                able = [name for name in args.peers if args.dtype in PEERS[name][1] and shape != "gpt-oss-120b"]
+                names = [name for name in able if ranks > 1 or name not in EXCHANGING]
                 others = {name: peer(args, name, ranks, shape, args.tokens, folder) for name in names}
                 run = dict(shape=shape, ranks=ranks, format=args.dtype, routing=args.routing, ours=mine, peers=others)
                 everything["runs"].append(run)

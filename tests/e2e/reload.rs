@@ -11,6 +11,7 @@ use expertd_cli::reload::{ReloadArgs, reload};
 use expertd_proto::Client;
 use expertd_proto::v1::ReloadResponse;
 use rand::rngs::SmallRng;
+use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::task::JoinSet;
@@ -205,6 +206,50 @@ const NO_MEMORY: [&str; 4] = ["memfd-emfile", "memfd-enomem", "weights-emfile", 
 /// A kernel that never ends, and one that accesses memory that is not mapped.
 const ON_GPUS: [&str; 2] = ["gpu-hang", "gpu-error"];
 
+/// A kind of fault.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Rank(Signal),
+    Loader(Signal),
+    /// A fault that the service causes itself when it finds a file of this name.
+    Injected(&'static str),
+}
+
+impl Kind {
+    fn name(self) -> String {
+        let signal = |signal| if signal == Signal::KILL { "killed" } else { "stopped" };
+        match self {
+            Kind::Rank(how) => format!("rank {}", signal(how)),
+            Kind::Loader(how) => format!("loader {}", signal(how)),
+            Kind::Injected(name) => name.to_owned(),
+        }
+    }
+}
+
+/// Faults in random order. Every kind comes before any comes again, and a killed rank comes three times as often as others.
+struct Deck {
+    all: Vec<Kind>,
+    left: Vec<Kind>,
+}
+
+impl Deck {
+    fn new(injected: &[&'static str]) -> Deck {
+        let mut all = vec![Kind::Rank(Signal::KILL); 3];
+        all.push(Kind::Rank(Signal::STOP));
+        all.extend([Signal::KILL, Signal::STOP].map(Kind::Loader));
+        all.extend(injected.iter().copied().filter(|_| INJECTS).map(Kind::Injected));
+        Deck { all, left: Vec::new() }
+    }
+
+    fn draw(&mut self, random: &mut SmallRng) -> Kind {
+        if self.left.is_empty() {
+            self.left.clone_from(&self.all);
+            self.left.shuffle(random);
+        }
+        self.left.pop().unwrap()
+    }
+}
+
 /// Ranks and loaders are killed and stopped and memory lacks in random order while weights are reloaded: no call fails, no
 /// answer is wrong. 10 s, or `EXPERTD_CHAOS_SECONDS`; the seed is printed, and `EXPERTD_CHAOS_SEED` sets it.
 #[tokio::test(flavor = "multi_thread")]
@@ -219,7 +264,7 @@ async fn chaos_on_gpus_fails_no_call() {
     chaos("cuda", &[&NO_MEMORY[..], &ON_GPUS].concat(), 1e-2).await;
 }
 
-async fn chaos(device: &str, injected: &[&str], tolerance: f64) {
+async fn chaos(device: &str, injected: &[&'static str], tolerance: f64) {
     let seed = number("EXPERTD_CHAOS_SEED", u64::from(std::process::id()));
     let until = Instant::now() + Duration::from_secs(number("EXPERTD_CHAOS_SECONDS", 10));
     println!("chaos with seed {seed}");
@@ -246,25 +291,13 @@ async fn chaos(device: &str, injected: &[&str], tolerance: f64) {
             (done, refused)
         })
     };
-    let (mut killed, mut stopped, mut loaders) = (0, 0, 0);
-    let mut injections: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut deck = Deck::new(injected);
+    let (mut caused, mut injections): (BTreeMap<String, usize>, usize) = Default::default();
     while Instant::now() < until {
-        let mut kind = if random.random_bool(0.6) { Signal::KILL } else { Signal::STOP };
-        let of_loader = if random.random_bool(0.3) { catch_loader(&service).await } else { None };
-        let mut of_rank = of_loader.is_none();
-        if INJECTS && of_rank && random.random_bool(0.4) {
-            let name = injected[random.random_range(0..injected.len())];
-            std::fs::write(faults.path().join(name), "").unwrap();
-            *injections.entry(name).or_default() += 1;
-            // The memory of a generation is made after a fault.
-            (of_rank, kind) = (name.starts_with("memfd"), Signal::KILL);
-        }
-        if let Some(loader) = of_loader {
-            signal(loader, kind);
-            loaders += 1;
-        } else if let Some(rank) = service.ranks().get(random.random_range(0..2)).filter(|_| of_rank) {
-            signal(*rank, kind);
-            *(if kind == Signal::KILL { &mut killed } else { &mut stopped }) += 1;
+        let kind = deck.draw(&mut random);
+        if cause(kind, &service, faults.path(), &mut random).await {
+            *caused.entry(kind.name()).or_default() += 1;
+            injections += usize::from(matches!(kind, Kind::Injected(_)));
         }
         // Generations that never serve end the service: the next fault comes after an answer.
         let before = callers.answered.load(Ordering::Relaxed);
@@ -277,10 +310,27 @@ async fn chaos(device: &str, injected: &[&str], tolerance: f64) {
     }
     let (done, refused) = reloading.await.unwrap();
     let outcome = callers.stop().await;
-    let left = std::fs::read_dir(faults.path()).unwrap().count();
-    println!("injected {injections:?}, of which {left} did not happen");
-    assert!(!INJECTS || injections.len() > left, "injected faults happened");
-    let faults = format!("{killed} ranks killed, {stopped} stopped, {loaders} loaders killed or stopped");
-    show(&format!("{faults}, {done} reloads, {refused} refused"), &outcome);
-    assert!(killed + stopped > 0, "faults happened");
+    let left: Vec<_> =
+        std::fs::read_dir(faults.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    println!("{caused:?}, of which these did not happen: {left:?}");
+    assert!(!INJECTS || injections > left.len(), "injected faults happened");
+    show(&format!("{done} reloads, {refused} refused"), &outcome);
+    assert!(caused.keys().any(|name| name.starts_with("rank")), "faults happened");
+}
+
+/// Causes a fault; `false` if there was no process to cause it in.
+async fn cause(kind: Kind, service: &Service, faults: &Path, random: &mut SmallRng) -> bool {
+    let (target, how) = match kind {
+        Kind::Loader(how) => (catch_loader(service).await, how),
+        Kind::Injected(name) => {
+            std::fs::write(faults.join(name), "").unwrap();
+            // The memory of a generation is made after a fault; other faults happen in a step or in a reload.
+            if !name.starts_with("memfd") {
+                return true;
+            }
+            (service.ranks().first().copied(), Signal::KILL)
+        }
+        Kind::Rank(how) => (service.ranks().get(random.random_range(0..2)).copied(), how),
+    };
+    target.inspect(|pid| signal(*pid, how)).is_some()
 }

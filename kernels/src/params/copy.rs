@@ -1,6 +1,8 @@
 //! Parameters of the kernels that copy rows between staging and device memory, and of the kernel that lists the rows of the
 //! shared experts.
 
+use super::Group;
+
 /// See `CopyInParams` in `step.h`. `request`, `segments` and `staged_*` are mapped host memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
@@ -51,8 +53,8 @@ pub struct CopyInParams {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CopyOutParams {
-    /// [`SlotState`](super::SlotState).
-    pub state: u64,
+    /// The group.
+    pub group: Group,
     /// `[T, H]` of the slot's `out_dtype`.
     pub out: u64,
     /// i32 `[T, k]`.
@@ -69,6 +71,8 @@ pub struct CopyOutParams {
     pub staged_weights: u64,
     /// Out: [`Completion`](super::Completion).
     pub completion: u64,
+    /// Out: u64 in mapped memory, the number of the step before its words are raised.
+    pub raised: u64,
     /// From dispatch, or 0: rows are not counted.
     pub expert_offsets: u64,
     /// Out: u64 `[layers, count_stride]`, rows of each expert since the service started.
@@ -118,6 +122,6 @@ pub struct SharedParams {
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
     assert!(size_of::<CopyInParams>() == 136);
-    assert!(size_of::<CopyOutParams>() == 128);
+    assert!(size_of::<CopyOutParams>() == 320);
     assert!(size_of::<SharedParams>() == 56);
 };

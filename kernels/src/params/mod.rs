@@ -23,8 +23,22 @@ pub const MAX_BLOCKS: usize = 128;
 pub const MAX_CHUNKS: usize = 16;
 /// Largest number of experts that the gate chooses from.
 pub const MAX_EXPERTS: usize = 512;
+/// Largest number of completion words that one step raises.
+pub const MAX_RAISES: usize = 4;
 /// Number of timed phases, in the order of [`Phase`].
 pub const PHASES: usize = 7;
+
+/// A call of a CUDA session that is complete when the step has ended.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Raise {
+    /// u32 in mapped memory: the completion word, which becomes 1.
+    pub word: u64,
+    /// u64 in mapped memory, which gets the call's number before.
+    pub number: u64,
+    /// Number of the call.
+    pub call: u64,
+}
 
 /// State of one slot, in device memory.
 #[repr(C)]
@@ -56,6 +70,12 @@ pub struct SlotState {
     pub begin_ns: [u64; PHASES],
     /// End of each phase by the device's clock, in nanoseconds.
     pub end_ns: [u64; PHASES],
+    /// Number of entries of `raise`.
+    pub raises: u32,
+    /// 1 if combine stores results at their places.
+    pub direct: u32,
+    /// The words that are raised when the step has ended.
+    pub raise: [Raise; MAX_RAISES],
 }
 
 /// The host's description of a step, in mapped memory.
@@ -74,8 +94,14 @@ pub struct StepRequest {
     pub out_dtype: u32,
     /// Number of entries of the segment table.
     pub segments: u32,
+    /// Number of entries of `raise`; 0 at ranks other than rank 0.
+    pub raises: u32,
+    /// 1 if combine stores results at their places. All rows then have the element type `out_dtype`.
+    pub direct: u32,
     /// Padding.
-    pub reserved: u32,
+    pub reserved: [u32; 3],
+    /// The words that are raised when the step has ended.
+    pub raise: [Raise; MAX_RAISES],
 }
 
 /// Consecutive rows in staging or in an attached memory. Each row of a step belongs to one segment. The table is in mapped memory.
@@ -162,9 +188,9 @@ pub struct Group {
 
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
-    assert!(size_of::<SlotState>() == 168);
-    assert!(size_of::<StepRequest>() == 32);
+    assert!(size_of::<SlotState>() == 272);
+    assert!(size_of::<StepRequest>() == 144);
     assert!(size_of::<Completion>() == 136);
-    assert!(size_of::<Group>() == 184);
+    assert!(size_of::<Group>() == 192);
     assert!(size_of::<Segment>() == 40);
 };

@@ -7,7 +7,8 @@ use expertd_kernels::device::{Buffer, Device, Pinned};
 use expertd_kernels::launch;
 use expertd_kernels::layout::Shape;
 use expertd_kernels::params::{
-    Completion, CopyInParams, CopyOutParams, DeviceFault, ROW_PLACE_BYTES, Segment, StepRequest,
+    Completion, CopyInParams, CopyOutParams, DeviceFault, MAX_RAISES, ROW_PLACE_BYTES, Raise, Segment,
+    StepRequest,
 };
 use expertd_kernels::slot::{combine_blocks, dispatch_blocks};
 use half::{bf16, f16};
@@ -75,12 +76,35 @@ struct Stages {
     completion: Staging,
     row_counts: Buffer<u64>,
     row_counts_host: Staging,
+    /// The word that gets the step's number, then a line with a completion word and its call's number for each raise.
+    signals: Staging,
 }
 
 /// Number of layers in the tables of row counts.
 const LAYERS: usize = 3;
 /// Number of experts that a layer has room for in these tables, more than it has.
 const STRIDE: usize = 37;
+
+/// Bytes of a line of completion words.
+const LINE: usize = 64;
+/// Bytes of the signals of a rank.
+const SIGNAL_BYTES: usize = (1 + MAX_RAISES) * LINE;
+
+/// The words that a step with `raises` raises sets.
+fn raises(signals: u64, step: u64, raises: usize) -> ([Raise; MAX_RAISES], Vec<u8>) {
+    let mut all = [Raise::default(); MAX_RAISES];
+    let mut wanted = vec![0; SIGNAL_BYTES];
+    for (index, raise) in all.iter_mut().enumerate().take(raises) {
+        let (line, call) = ((1 + index) * LINE, step * 10 + index as u64);
+        *raise = Raise { word: signals + line as u64, number: signals + line as u64 + 32, call };
+        wanted[line] = 1;
+        wanted[line + 32..line + 40].copy_from_slice(&call.to_le_bytes());
+    }
+    if raises != 0 {
+        wanted[..8].copy_from_slice(&step.to_le_bytes());
+    }
+    (all, wanted)
+}
 
 fn bytes_of<T: Copy>(values: &[T]) -> Vec<u8> {
     // SAFETY: plain integers and floats.
@@ -118,6 +142,7 @@ pub fn check(options: &Options) -> Outcome {
                     completion: Staging::new(&device, size_of::<Completion>())?,
                     row_counts: Buffer::zeroed(&device, LAYERS * STRIDE)?,
                     row_counts_host: Staging::new(&device, LAYERS * STRIDE * 8)?,
+                    signals: Staging::new(&device, SIGNAL_BYTES)?,
                 })
             })
             .collect::<Result<_, Box<dyn std::error::Error>>>()?;
@@ -152,7 +177,7 @@ pub fn check(options: &Options) -> Outcome {
                 row_elements: shape.hidden,
             });
             outs.push(CopyOutParams {
-                state: b.state.address(),
+                group: member.group,
                 out: b.out.address(),
                 topk_ids: b.topk_ids.address(),
                 topk_weights: b.topk_weights.address(),
@@ -161,6 +186,7 @@ pub fn check(options: &Options) -> Outcome {
                 staged_ids: stage.ids_out.address(),
                 staged_weights: stage.weights_out.address(),
                 completion: stage.completion.address(),
+                raised: stage.signals.address(),
                 expert_offsets: b.expert_offsets.address(),
                 row_counts: stage.row_counts.address(),
                 row_counts_host: stage.row_counts_host.address(),
@@ -209,8 +235,9 @@ pub fn check(options: &Options) -> Outcome {
                 counted[layer * STRIDE + id as usize] += 1;
             }
             let mut layouts = Vec::new();
+            let raised = random.below(MAX_RAISES as u64 + 1) as usize;
             let mut seen = steps.clone();
-            for ((stage, step), seen) in stages.iter().zip(&steps).zip(&mut seen) {
+            for (rank, ((stage, step), seen)) in stages.iter().zip(&steps).zip(&mut seen).enumerate() {
                 // Rows of several requests, each with its own type, and gaps between the segments.
                 let (mut segments, mut bytes) = (Vec::new(), Vec::new());
                 let mut row = 0;
@@ -257,6 +284,8 @@ pub fn check(options: &Options) -> Outcome {
                 stage.ids.write(&bytes_of(&step.ids));
                 stage.weights.write(&bytes_of(&step.weights));
                 stage.segments.write(&bytes_of(&segments));
+                stage.signals.write(&[0; SIGNAL_BYTES]);
+                let raised = if rank == 0 { raised } else { 0 };
                 let uniform = segments.iter().all(|s| s.dtype == segments[0].dtype);
                 stage.request.write(&bytes_of(&[StepRequest {
                     step: number,
@@ -265,7 +294,8 @@ pub fn check(options: &Options) -> Outcome {
                     given_routing: 1,
                     out_dtype: if uniform { segments.first().map_or(3, |s| s.dtype) } else { 3 },
                     segments: segments.len() as u32,
-                    reserved: 0,
+                    raises: raised as u32,
+                    raise: raises(stage.signals.address(), number, raised).0,
                 }]));
                 layouts.push((segments, bytes));
             }
@@ -286,6 +316,12 @@ pub fn check(options: &Options) -> Outcome {
                 };
                 if word(8) != 0 {
                     return Err(format!("rank {rank}: {:?}", DeviceFault::decode(word(8))).into());
+                }
+                let raised = if rank == 0 { raised } else { 0 };
+                if stage.signals.read(SIGNAL_BYTES) != raises(stage.signals.address(), number, raised).1 {
+                    return Err(
+                        format!("case {case}, step {index}, rank {rank}: {raised} words to raise").into()
+                    );
                 }
                 let expected = expect(&shape, &seen, rank as u32);
                 let counts = (word(12) as usize, word(16) as usize);

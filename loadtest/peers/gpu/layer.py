@@ -1,4 +1,4 @@
-"""Code that all GPU peers share: shapes, fresh rows and routing, a reference, and timing under graph replay.
+"""Code that all GPU peers share: shapes, weights, fresh rows and routing, a reference, and timing under graph replay.
 
 A peer is a layer of an MoE block on N GPUs, one process each (torchrun): gate, rows to the experts, experts, rows back.
 Words: N ranks, T rows of one rank, H elements of a row, E experts of width I, k choices per row.
@@ -32,16 +32,24 @@ SHAPES = {
     "mixtral-8x7b": Shape(4096, 14336, 8, 2),
     "deepseek-v3": Shape(7168, 2048, 256, 8),
 }
-# Number of layers in memory, used in turn, so that no cache holds the weights of the next one.
+# Default number of layers in memory, used in turn, so that no cache holds the weights of the next one.
 LAYERS = 2
-# Steps per graph, each with its own rows.
+# Default number of steps per graph, each with its own rows.
 STEPS = 8
+# FP8 weights have one scale for each block of BLOCK x BLOCK elements.
+BLOCK = 128
+# Largest relative error of a layer with weights of a format. Peers with FP8 weights also round rows to FP8 (3 bits of
+# mantissa), some of them results as well; the reference does not.
+TOLERANCE = {"bf16": 2e-2, "fp8": 1e-1}
 
 
-def arguments(description):
+def arguments(description, formats):
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
+    parser.add_argument("--dtype", choices=formats, default=formats[0], help="format of the weights")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048], help="rows per rank")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="layers in memory, used in turn")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps per graph; the number of layers makes it a walk")
     parser.add_argument("--replays", type=int, default=15, help="timed replays of a graph of several steps")
     parser.add_argument("--json", help="also write the figures to this file")
     return parser
@@ -80,10 +88,35 @@ class World:
             dist.destroy_process_group()
 
 
-class Layer:
-    """Weights of this rank's experts and of the gate. All ranks have the same gate; a rank's experts are contiguous."""
+class Quantised:
+    """FP8 weights [G, N, K] (e4m3) with f32 scales [G, N/BLOCK, K/BLOCK], which multiply the values."""
 
-    def __init__(self, world, shape, seed):
+    def __init__(self, weights):
+        groups, n, k = weights.shape
+        self.values = torch.empty(groups, n, k, device=weights.device, dtype=torch.float8_e4m3fn)
+        self.scales = torch.empty(groups, n // BLOCK, k // BLOCK, device=weights.device)
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        for group in range(groups):
+            blocks = weights[group].float().view(n // BLOCK, BLOCK, k // BLOCK, BLOCK)
+            self.scales[group] = blocks.abs().amax((1, 3)).clamp(1e-4) / largest
+            scaled = blocks / self.scales[group][:, None, :, None]
+            self.values[group] = scaled.to(torch.float8_e4m3fn).view(n, k)
+
+    def __getitem__(self, group):
+        """The dequantised f32 weights of a group, [N, K]."""
+        n, k = self.values.shape[1:]
+        blocks = self.values[group].float().view(n // BLOCK, BLOCK, k // BLOCK, BLOCK)
+        return (blocks * self.scales[group][:, None, :, None]).view(n, k)
+
+
+class Layer:
+    """Weights of this rank's experts and of the gate. All ranks have the same gate; a rank's experts are contiguous.
+
+    `gate` is a bf16 tensor [E, H]. `gate_up` [E/N, 2I, H], gate rows before up rows, and `down` [E/N, H, I] are bf16
+    tensors or `Quantised`.
+    """
+
+    def __init__(self, world, shape, seed, dtype="bf16"):
         if shape.experts % world.ranks:
             sys.exit(f"{shape.experts} experts cannot be divided evenly among {world.ranks} ranks, as peers need")
         self.shape = shape
@@ -99,10 +132,10 @@ class Layer:
             return values
 
         h, i, e = shape.hidden, shape.width, shape.experts
+        stored = Quantised if dtype == "fp8" else lambda weights: weights
         self.gate = normal(e, h, scale=h**-0.5, generator=every)
-        # [E/N, 2I, H], gate rows before up rows, and [E/N, H, I].
-        self.gate_up = normal(self.local, 2 * i, h, scale=h**-0.5, generator=own)
-        self.down = normal(self.local, h, i, scale=i**-0.5, generator=own)
+        self.gate_up = stored(normal(self.local, 2 * i, h, scale=h**-0.5, generator=own))
+        self.down = stored(normal(self.local, h, i, scale=i**-0.5, generator=own))
 
     def route(self, rows):
         """f32 weights and i64 experts, [rows, k]: softmax over the chosen experts."""
@@ -156,8 +189,8 @@ class Figures:
         }
 
 
-def replay_times(world, enqueue, refresh, replays):
-    """µs per step, one figure per replay, of a graph of the STEPS steps that `enqueue()` enqueues. `refresh()` runs
+def replay_times(world, enqueue, refresh, replays, steps):
+    """µs per step, one figure per replay, of a graph of the `steps` steps that `enqueue()` enqueues. `refresh()` runs
     before each replay; the time is that of the slowest rank."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -179,20 +212,20 @@ def replay_times(world, enqueue, refresh, replays):
         end.record()
         torch.cuda.synchronize()
         if replay >= 3:
-            times.append(world.slowest(begin.elapsed_time(end) * 1e3 / STEPS))
+            times.append(world.slowest(begin.elapsed_time(end) * 1e3 / steps))
     return times
 
 
-def measure(world, layers, tokens, make, replays):
+def measure(world, layers, tokens, make, replays, step_count):
     """Times one size of a peer.
 
     `make(layer, rows, out)` returns a function that enqueues one step and can be captured; it reads `rows` [T, H] and
     writes `out` [T, H]. Rows change with every step and every replay.
     """
     h = layers[0].shape.hidden
-    rows = torch.empty(STEPS, tokens, h, device=world.device, dtype=torch.bfloat16)
+    rows = torch.empty(step_count, tokens, h, device=world.device, dtype=torch.bfloat16)
     out = torch.empty_like(rows)
-    steps = [make(layers[s % len(layers)], rows[s], out[s]) for s in range(STEPS)]
+    steps = [make(layers[s % len(layers)], rows[s], out[s]) for s in range(step_count)]
 
     def enqueue():
         for step in steps:
@@ -204,22 +237,28 @@ def measure(world, layers, tokens, make, replays):
 
     torch.manual_seed(tokens * 100 + world.rank)
     refresh()
-    times = replay_times(world, enqueue, refresh, replays)
+    times = replay_times(world, enqueue, refresh, replays, step_count)
     # Check the results of the last replay: all are written, and two steps are compared with the reference.
     error = 0.0 if torch.isfinite(out).all() else float("inf")
-    for s in (0, STEPS - 1):
+    for s in (0, step_count - 1):
         error = max(error, relative_error(out[s], reference(world, layers[s % len(layers)], rows[s])))
     return Figures(times, world.slowest(error))
 
 
-def run(name, description, prepare):
-    """The program of a peer. `prepare(world, shape, tokens)` returns the `make` of `measure`, or None if the
-    peer does not support this size."""
-    args = arguments(description).parse_args()
+def run(name, description, prepare, formats=("bf16",), begin=None):
+    """The program of a peer that supports weights of `formats`.
+
+    `prepare(world, shape, tokens)` returns the `make` of `measure`, or None if the peer does not support this size.
+    `begin(world, dtype)` runs first.
+    """
+    args = arguments(description, formats).parse_args()
     world = World()
+    if begin is not None:
+        begin(world, args.dtype)
     shape = SHAPES[args.shape]
-    layers = [Layer(world, shape, seed + 1) for seed in range(LAYERS)]
-    report = {"peer": name, "shape": args.shape, "ranks": world.ranks, "sizes": []}
+    layers = [Layer(world, shape, seed + 1, args.dtype) for seed in range(args.layers)]
+    about = {"peer": name, "shape": args.shape, "format": args.dtype, "ranks": world.ranks}
+    report = {**about, "sizes": []}
     with torch.inference_mode():
         for tokens in args.tokens:
             try:
@@ -227,16 +266,16 @@ def run(name, description, prepare):
                 if make is None:
                     world.say(f"{name}: {tokens} rows per rank: not supported")
                     continue
-                figures = measure(world, layers, tokens, make, args.replays).json(tokens)
+                figures = measure(world, layers, tokens, make, args.replays, args.steps).json(tokens)
             except torch.OutOfMemoryError as error:
                 world.say(f"{name}: {tokens} rows per rank: {str(error)[:100]}")
                 torch.cuda.empty_cache()
                 continue
-            if not figures["relative_error"] < 2e-2:
+            if not figures["relative_error"] < TOLERANCE[args.dtype]:
                 world.say(f"{name}: {tokens} rows per rank: WRONG, relative error {figures['relative_error']}")
                 figures["wrong"] = True
             report["sizes"].append(figures)
-            world.say(json.dumps({"peer": name, "shape": args.shape, "ranks": world.ranks, **figures}))
+            world.say(json.dumps({**about, **figures}))
             torch.cuda.empty_cache()
     if args.json and world.rank == 0:
         with open(args.json, "w") as file:

@@ -122,7 +122,7 @@ def exchange_only(args):
                 exchange.dispatch(rows)
                 exchange.combine(exchange.received, out)
 
-        times = common.replay_times(world, enqueue, lambda: out.fill_(float("nan")), args.replays)
+        times = common.replay_times(world, enqueue, lambda: out.fill_(float("nan")), args.replays, common.STEPS)
         error = world.slowest(common.relative_error(out, rows.float()))
         figures = common.Figures(times, error).json(tokens)
         if not error < 2e-2:
@@ -139,6 +139,6 @@ def exchange_only(args):
 if __name__ == "__main__":
     if "--exchange-only" in sys.argv:
         sys.argv.remove("--exchange-only")
-        exchange_only(common.arguments(__doc__).parse_args())
+        exchange_only(common.arguments(__doc__, ["bf16"]).parse_args())
     else:
         common.run("nccl_ep", __doc__, prepare)

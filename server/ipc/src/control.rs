@@ -160,12 +160,15 @@ pub enum MemoryKind {
         /// Its length, in bytes.
         bytes: u64,
     },
-    /// Memory of a GPU, as a POSIX descriptor of CUDA's virtual memory functions, which comes with the message.
+    /// Memory of a GPU, as a POSIX descriptor of CUDA's virtual memory functions, which comes with the message, and after it the
+    /// sealed memfd of the session's control region, whose completion words rank 0 raises.
     Device {
         /// Its length, in bytes.
         bytes: u64,
         /// UUID of the GPU.
         device: [u8; 16],
+        /// Length of the control region, in bytes.
+        control_bytes: u64,
     },
 }
 

@@ -28,9 +28,9 @@ pub mod wait;
 mod loom_tests;
 
 pub use channel::{
-    AttachedRows, ChannelError, Completion, ExpertsNotice, FormingStep, GroupShape, Heartbeat, RankChannel,
-    RankStaging, RouterBell, RouterChannel, RowSource, RowsToStage, Segment, StagedRows, StagingAddresses,
-    StepDescriptor,
+    AttachedRows, ChannelError, Completion, ExpertsNotice, FormingStep, GroupShape, Heartbeat, MAX_RAISES,
+    Raise, RankChannel, RankStaging, RouterBell, RouterChannel, RowSource, RowsToStage, Segment, StagedRows,
+    StagingAddresses, StepDescriptor,
 };
 pub use copier::Copier;
 pub use region::{RegionError, SharedRegion, SharedSlice};

@@ -29,6 +29,8 @@ pub struct DeviceMemory {
     pub bytes: usize,
     /// UUID of the GPU, as the client says.
     pub device: [u8; 16],
+    /// The session's control region, with the completion words.
+    pub control: SharedSlice<u8>,
 }
 
 /// The attached host memories of a rank.
@@ -134,20 +136,27 @@ impl Orders {
 
 /// Maps the memory whose descriptor came with a message.
 fn map(kind: MemoryKind, reader: &mut BufReader<FdReader>) -> Result<ClientMemory, String> {
-    let fd = reader.get_mut().take_fd().ok_or("the router sent no descriptor of the memory")?;
+    let mut next_fd = |what| {
+        reader.get_mut().take_fd().ok_or_else(|| format!("the router sent no descriptor of the {what}"))
+    };
+    let fd = next_fd("memory")?;
     match kind {
-        MemoryKind::Host { bytes } => {
+        MemoryKind::Host { bytes } => map_region(fd, bytes).map(ClientMemory::Host),
+        MemoryKind::Device { bytes, device, control_bytes } => {
             let bytes = usize::try_from(bytes).map_err(|error| error.to_string())?;
-            let region = SharedRegion::from_fd(fd, bytes).map_err(|error| error.to_string())?;
-            // Pages that are not mapped yet would cost the first calls a fault each.
-            region.populate(0, bytes).map_err(|error| error.to_string())?;
-            region.slice(0, bytes).map(ClientMemory::Host).map_err(|error| error.to_string())
-        }
-        MemoryKind::Device { bytes, device } => {
-            let bytes = usize::try_from(bytes).map_err(|error| error.to_string())?;
-            Ok(ClientMemory::Device(DeviceMemory { fd: Arc::new(fd), bytes, device }))
+            let control = map_region(next_fd("control region")?, control_bytes)?;
+            Ok(ClientMemory::Device(DeviceMemory { fd: Arc::new(fd), bytes, device, control }))
         }
     }
+}
+
+/// Maps `bytes` bytes of a sealed memfd.
+fn map_region(fd: OwnedFd, bytes: u64) -> Result<SharedSlice<u8>, String> {
+    let bytes = usize::try_from(bytes).map_err(|error| error.to_string())?;
+    let region = SharedRegion::from_fd(fd, bytes).map_err(|error| error.to_string())?;
+    // Pages that are not mapped yet would cost the first calls a fault each.
+    region.populate(0, bytes).map_err(|error| error.to_string())?;
+    region.slice(0, bytes).map_err(|error| error.to_string())
 }
 
 /// The error for a message that comes before a rank serves.

@@ -13,7 +13,7 @@
 #[cfg(feature = "fuzzing")]
 pub use api::fuzzing;
 #[cfg(feature = "fuzzing")]
-pub use sessions::fuzzing as sessions_fuzzing;
+pub use sessions::{cuda_fuzzing as cuda_sessions_fuzzing, fuzzing as sessions_fuzzing};
 
 pub mod api;
 pub mod backend;

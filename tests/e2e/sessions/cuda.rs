@@ -4,6 +4,8 @@
 use std::io::Write as _;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
 
 use expertd_ipc::SharedRegion;
 use expertd_ipc::control::send_fds;
@@ -11,8 +13,10 @@ use expertd_session::cuda::wire::{KIND_CUDA, MAX_DOORBELLS, OpenCuda};
 use expertd_session::socket;
 use expertd_session::wire::{VERSION, frame};
 
-use super::{FAMILY, Host, LOST, Load};
-use crate::service::eventually;
+use rustix::process::Signal;
+
+use super::{FAMILY, Host, LOST, Load, compile_c, libraries};
+use crate::service::{eventually, send};
 
 const OPEN: OpenCuda = OpenCuda {
     version: VERSION,
@@ -32,6 +36,47 @@ fn refused(host: &Host, open: &OpenCuda, more: impl FnOnce(&UnixStream)) -> Stri
     let (kind, text) = socket::receive(&client, 4096).unwrap().unwrap();
     assert_eq!(kind, frame::REFUSED);
     String::from_utf8(text).unwrap()
+}
+
+/// A rank that never answers.
+#[test]
+fn a_session_that_a_rank_does_not_attach_is_refused_in_time() {
+    let flags = ["--liveness-timeout-ms", "600000", "--step-timeout-ms", "600000"];
+    let host = Host::start(FAMILY, 2, &flags);
+    let descriptors = host.descriptors();
+    let ranks = host.service.ranks();
+    send(ranks[1], Signal::STOP);
+    let region = SharedRegion::create("test", 2 << 20).unwrap();
+    let memory = |client: &UnixStream| send_fds(client, &[region.as_fd()]).unwrap();
+    let text = refused(&host, &OPEN, memory);
+    assert!(text.contains("have not attached the memory in time"), "{text}");
+    send(ranks[1], Signal::CONT);
+    // The order that was under way ends, and the ranks serve as before.
+    let load = Load::start(&host, 64);
+    load.goes_on();
+    assert_eq!(load.stop().iter().max(), Some(&1));
+    eventually(LOST, "descriptors are released", || host.descriptors() <= descriptors);
+}
+
+/// The example in C compiles against the header and links; without a GPU it says why it cannot open a session.
+#[test]
+fn the_example_in_c_says_what_is_missing() {
+    let host = Host::start(FAMILY, 1, &[]);
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("forward_cuda");
+    let runtime = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/e2e/sessions/cudart");
+    let stand_in = runtime.join("libcudart.c");
+    compile_c("forward_cuda.c", &program, &[stand_in.to_str().unwrap(), "-I", runtime.to_str().unwrap()]);
+    let run = |arguments: &[&str]| {
+        let mut program = Command::new(&program);
+        let output = program.args(arguments).env("LD_LIBRARY_PATH", libraries()).output().unwrap();
+        assert!(!output.status.success());
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    assert!(run(&[]).contains("forward_cuda unix:PATH"));
+    // With a driver, the GPU's number is what is wrong; without one, the driver is missing.
+    let text = run(&[&host.address, "4000000000"]);
+    assert!(text.contains("open: -2") && text.to_lowercase().contains("cu"), "{text}");
 }
 
 #[test]

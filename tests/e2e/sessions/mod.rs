@@ -249,6 +249,21 @@ fn a_killed_rank_fails_no_call() {
 }
 
 #[test]
+fn a_rank_that_never_attaches_a_session_ends_its_generation() {
+    let runtime = runtime();
+    let host = Host::start(FAMILY, 2, &["--liveness-timeout-ms", "600000", "--step-timeout-ms", "1000"]);
+    send(host.service.ranks()[0], Signal::STOP);
+    // The client gets its session at once, and makes no call whose step could be late.
+    let session = host.open();
+    eventually(LOST, "the next generation attaches the session", || {
+        let status = host.status(&runtime);
+        status.generation == 2 && status.sessions.iter().all(|session| session.in_place)
+    });
+    let (request, wanted) = Rows::new(&golden(FAMILY), 9, 32).draw();
+    check(&session.forward(&request, LOST).unwrap(), &wanted, &request);
+}
+
+#[test]
 fn calls_that_are_invalid_fail_alone() {
     let host = Host::start(FAMILY, 2, &[]);
     let session = host.open();
@@ -283,27 +298,37 @@ fn calls_that_are_invalid_fail_alone() {
     check(&session.forward(&request, LOST).unwrap(), &wanted, &request);
 }
 
+/// Libraries of the workspace are beside the test binaries.
+fn libraries() -> PathBuf {
+    std::env::current_exe().unwrap().parent().unwrap().to_owned()
+}
+
+/// Compiles an example in C to `program`, with further arguments for the compiler.
+fn compile_c(example: &str, program: &Path, more: &[&str]) {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("proto/c");
+    let compiled = Command::new("cc")
+        .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])
+        .arg(program)
+        .arg(source.join("examples").join(example))
+        .args(more)
+        .arg("-I")
+        .arg(source.join("include"))
+        .arg("-L")
+        .arg(libraries())
+        .args(["-lexpertd_c", "-lm"])
+        .output()
+        .unwrap();
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+}
+
 #[test]
 fn the_example_in_c_computes_what_grpc_computes() {
     let runtime = runtime();
     let host = Host::start(FAMILY, 2, &[]);
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("forward");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("proto/c");
-    // Libraries of the workspace are beside the test binaries.
-    let libraries = std::env::current_exe().unwrap().parent().unwrap().to_owned();
-    let compiled = Command::new("cc")
-        .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])
-        .arg(&program)
-        .arg(source.join("examples/forward.c"))
-        .arg("-I")
-        .arg(source.join("include"))
-        .arg("-L")
-        .arg(&libraries)
-        .args(["-lexpertd_c", "-lm"])
-        .output()
-        .unwrap();
-    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    compile_c("forward.c", &program, &[]);
+    let libraries = libraries();
     let session = host.open();
     let (hidden, layer, tokens) = (session.session().hidden(), session.model().moe_layers[0].layer, 5_usize);
     let run = |address: &str, layer: u32| {

@@ -8,7 +8,7 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig};
-use expertd_router::{fuzzing, sessions_fuzzing};
+use expertd_router::{cuda_sessions_fuzzing, fuzzing, sessions_fuzzing};
 use tokio_util::sync::CancellationToken;
 
 /// A request body cut into chunks. The first byte selects unary or streaming and the size of the chunks.
@@ -40,6 +40,16 @@ pub fn session(data: &[u8]) {
 /// The memory of a session: rings, requests, ids and weights.
 pub fn records(data: &[u8]) {
     sessions_fuzzing::records(data);
+}
+
+/// Prepared calls and the control region of a CUDA session.
+pub fn doorbells(data: &[u8]) {
+    cuda_sessions_fuzzing::doorbells(data);
+}
+
+/// The opening record and the socket of a CUDA session.
+pub fn cuda_session(data: &[u8]) {
+    cuda_sessions_fuzzing::socket(data);
 }
 
 struct Running {

@@ -34,6 +34,8 @@ pub const TARGETS: &[Target] = &[
     Target { name: "texts", binary: "fuzz-api", run: api::texts },
     Target { name: "session", binary: "fuzz-api", run: api::session },
     Target { name: "records", binary: "fuzz-api", run: api::records },
+    Target { name: "doorbells", binary: "fuzz-api", run: api::doorbells },
+    Target { name: "cuda-session", binary: "fuzz-api", run: api::cuda_session },
     Target { name: "connection", binary: "fuzz-api", run: api::connection },
 ];
 

@@ -5,6 +5,7 @@ use expertd_ipc::control::{FromRank, ToRank};
 use expertd_ipc::{Completion, Segment};
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
 use expertd_proto::v1::{DType, ForwardRequest, ForwardStreamRequest};
+use expertd_session::cuda::wire::{ControlLayout, KIND_CUDA, OpenCuda, PreparedCall, Ring, RoutingLayout};
 use expertd_session::wire::{
     FrameHeader, KIND_HOST, Open, RegionLayout, RequestRecord, VERSION, frame as kind,
 };
@@ -42,6 +43,8 @@ pub fn all() -> Vec<Seed> {
     add("segments", segments());
     add("session", session());
     add("records", records());
+    add("doorbells", doorbells());
+    add("cuda-session", cuda_session());
     for request in requests() {
         add("request", request.encode_to_vec());
         add("body", [&[0x80][..], &framed(&request.encode_to_vec())].concat());
@@ -173,6 +176,70 @@ fn records() -> Vec<u8> {
     put(layout.rows + 2112, bytemuck::cast_slice(&[1.0_f32, 0.5, 0.25, 0.0]));
     put(layout.rows + 2176, bytemuck::cast_slice(&[3_i32, 9]));
     memory
+}
+
+/// Calls with the gate's routing, with the client's own, and with token ids.
+fn prepared() -> [PreparedCall; 3] {
+    let plain = PreparedCall {
+        layer: 1,
+        dtype: DType::DtypeF32 as u32,
+        max_rows: 4,
+        output: 1024,
+        ..PreparedCall::zeroed()
+    };
+    let routed = RequestRecord::GIVEN_ROUTING | RequestRecord::RETURN_ROUTING;
+    let tokens = RequestRecord::TOKEN_IDS | RequestRecord::EXPECT_WEIGHT_VERSION;
+    [
+        plain,
+        PreparedCall { flags: routed, k: 2, rows: 2048, ..plain },
+        PreparedCall { layer: 2, flags: tokens, weight_version: 7, ..plain },
+    ]
+}
+
+/// Two doorbells with routing areas of 512 bytes, prepared calls, and what a client writes to the control region in each round.
+fn doorbells() -> Vec<u8> {
+    let (doorbells, routing_bytes) = (2, 512);
+    let layout = ControlLayout::new(doorbells, routing_bytes).expect("a small layout");
+    let calls = prepared();
+    let mut data = vec![doorbells as u8 - 1, (routing_bytes / 4) as u8, calls.len() as u8];
+    data.extend_from_slice(bytemuck::cast_slice(&calls));
+    for (first, second) in [((0, 2), (1, 2)), ((2, 3), (1, 4)), ((0, 1), (2, 4))] {
+        let mut region = vec![0; layout.bytes];
+        let mut put = |at: usize, bytes: &[u8]| region[at..at + bytes.len()].copy_from_slice(bytes);
+        for (doorbell, (prepared, rows)) in [first, second].into_iter().enumerate() {
+            let ring = Ring { prepared, rows };
+            put(layout.doorbells + doorbell * 64, &ring.to_word().to_le_bytes());
+            let area = layout.routing + doorbell * layout.routing_bytes;
+            let PreparedCall { flags, k, .. } = calls[prepared as usize];
+            let carried = RoutingLayout::new(flags, rows, k);
+            if carried.routing_bytes > 0 {
+                put(area, bytemuck::cast_slice(&[0_i32, 5, 2, 1, -1, -1, 3, 4][..rows as usize * 2]));
+                put(area + carried.weights, bytemuck::cast_slice(&[0.5_f32; 8][..rows as usize * 2]));
+            }
+            if carried.token_bytes > 0 {
+                put(area + carried.token_ids, bytemuck::cast_slice(&[3_i32, 9, 1, 0][..rows as usize]));
+            }
+        }
+        data.extend(region);
+    }
+    data
+}
+
+/// An OPEN record, then the frames that prepare calls and ask for the model.
+fn cuda_session() -> Vec<u8> {
+    let open = OpenCuda {
+        version: VERSION,
+        kind: KIND_CUDA,
+        memory_bytes: 64 << 10,
+        doorbells: 2,
+        routing_bytes: 512,
+        device: [1; 16],
+    };
+    let frame = |kind: u32, payload: &[u8]| {
+        [bytemuck::bytes_of(&FrameHeader { kind, bytes: payload.len() as u32 }), payload].concat()
+    };
+    let prepare = frame(kind::PREPARE, bytemuck::cast_slice(&prepared()));
+    [bytemuck::bytes_of(&open).to_vec(), prepare.clone(), frame(kind::GET_MODEL, &[]), prepare].concat()
 }
 
 /// Requests of the model of `expertd_router::fuzzing`, one with rows that are large enough to be kept apart.

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUstream, CUstreamBatchMemOpParams, CUstreamBatchMemOpType};
 use expertd_ipc::control::send_fds;
@@ -21,7 +21,7 @@ use super::driver::{Gpu, check};
 use super::memory::DeviceMemory;
 use super::wire::{
     DONE, KIND_CUDA, MAX_PREPARE_FRAME, OpenCuda, OpenedCuda, PENDING, PrepareReply, PreparedCall, Ring,
-    RoutingLayout,
+    RoutingLayout, SEEN,
 };
 use crate::client::{Receipt, SessionError};
 use crate::socket;
@@ -420,10 +420,11 @@ impl CudaSession {
             .collect();
         let bell = self.signals + control.doorbell_offset(doorbell) as u64;
         let ring = Ring { prepared: call.number, rows };
-        let mut operations: Vec<CUstreamBatchMemOpParams> = Vec::with_capacity(2 * words.len() + 1);
+        let mut operations: Vec<CUstreamBatchMemOpParams> = Vec::with_capacity(2 * words.len() + 2);
         operations.extend(words.iter().map(|&word| write_32(word, PENDING)));
         operations.push(write_64(bell, ring.to_word()));
         operations.extend(words.iter().map(|&word| wait_32(word, DONE)));
+        operations.push(write_32(self.signals + control.seen_offset(doorbell) as u64, SEEN));
         let _entered = self.gpu.enter()?;
         let stream: CUstream = stream.cast();
         // SAFETY: the addresses are in the control region and in the session's memory (checked by `prepare_routed`, and by the service
@@ -469,7 +470,8 @@ impl CudaSession {
         Carried { read: [ids, weights, token_ids], returned: routing(RequestRecord::RETURN_ROUTING) }
     }
 
-    /// How the calls of a doorbell ended. A call that is in flight counts once its words are raised.
+    /// How the calls of a doorbell ended. A call that is in flight counts once its words are raised. The service writes the status
+    /// of an answered call a few microseconds after a rank has raised its words; this waits for it.
     ///
     /// # Errors
     /// If the session has ended; calls that were in flight have no output then.
@@ -478,9 +480,22 @@ impl CudaSession {
         if doorbell >= self.opened.doorbells {
             return Err(SessionError::Device(format!("there is no doorbell {doorbell}")));
         }
-        let record = self.shared.control.status(doorbell);
-        let record =
-            record.ok_or_else(|| SessionError::Protocol("a status that changes without end".to_owned()))?;
+        let control = &self.shared.control;
+        let (ended, began) = (control.number(doorbell), Instant::now());
+        let record = loop {
+            let record = control.status(doorbell);
+            let record = record
+                .ok_or_else(|| SessionError::Protocol("a status that changes without end".to_owned()))?;
+            if record.calls >= ended {
+                break record;
+            }
+            self.shared.check()?;
+            let waited = began.elapsed();
+            if waited > self.timeout {
+                return Err(SessionError::TimedOut { waited });
+            }
+            std::hint::spin_loop();
+        };
         Ok(DoorbellStatus {
             calls: record.calls,
             failures: record.failures,

@@ -13,10 +13,14 @@ use expertd_ipc::region::{LINE, RegionError, SharedRegion, SharedSlice};
 
 use super::wire::{
     ControlLayout, DONE, FAILED, KIND_CUDA, MAX_DOORBELLS, MAX_WORDS, OpenedCuda, PENDING, RELEASED, Ring,
-    STATUS_STRIDE, StatusRecord,
+    SEEN, STATUS_STRIDE, StatusRecord,
 };
 use crate::wire::{CompletionRecord, VERSION};
 
+/// Offset on a line of completion words of the number of the last call that ended.
+const NUMBER: usize = 32;
+/// Offset on a line of completion words of the word that the client's stream sets to [`SEEN`] once it has seen them.
+const SEEN_WORD: usize = 40;
 /// 64-bit words of a status.
 const STATUS_WORDS: usize = size_of::<StatusRecord>() / 8;
 /// How often a status is read again while the service changes it.
@@ -29,6 +33,8 @@ pub struct ControlMemory {
     layout: ControlLayout,
     doorbells: SharedSlice<u64>,
     words: SharedSlice<u32>,
+    /// On the lines of the words.
+    numbers: SharedSlice<u64>,
     routing: SharedSlice<u32>,
     statuses: SharedSlice<u64>,
     count: u32,
@@ -94,6 +100,7 @@ impl ControlMemory {
         Ok(ControlMemory {
             doorbells: region.slice(layout.doorbells, count * LINE / 8)?,
             words: region.slice(layout.words, count * LINE / 4)?,
+            numbers: region.slice(layout.words, count * LINE / 8)?,
             routing: region.slice(layout.routing, count * layout.routing_bytes / 4)?,
             statuses: region.slice(layout.statuses, count * STATUS_STRIDE / 8)?,
             region,
@@ -158,6 +165,19 @@ impl ControlMemory {
         self.layout.words + doorbell as usize * LINE + word as usize * 4
     }
 
+    /// Offset in the region of the word that the client's stream sets to [`SEEN`] once it has seen a call's completion words, in
+    /// bytes.
+    #[must_use]
+    pub const fn seen_offset(&self, doorbell: u32) -> usize {
+        self.layout.words + doorbell as usize * LINE + SEEN_WORD
+    }
+
+    /// Offset in the region of the number of the doorbell's last call that ended, a 64-bit word, in bytes.
+    #[must_use]
+    pub const fn number_offset(&self, doorbell: u32) -> usize {
+        self.layout.words + doorbell as usize * LINE + NUMBER
+    }
+
     /// Size of each doorbell's routing area, in bytes.
     #[must_use]
     pub const fn routing_bytes(&self) -> usize {
@@ -207,12 +227,39 @@ impl ControlMemory {
             return None;
         }
         let word = bell.swap(0, Ordering::AcqRel);
-        (word != 0).then(|| Ring::from_word(word))
+        if word == 0 {
+            return None;
+        }
+        // The stream that rang has stored `SEEN` for its last call before, and stores it for this call after its words are raised.
+        self.seen(doorbell).store(PENDING, Ordering::Release);
+        Some(Ring::from_word(word))
+    }
+
+    fn seen(&self, doorbell: u32) -> &AtomicU32 {
+        &self.words.atomics()[doorbell as usize * LINE / 4 + SEEN_WORD / 4]
+    }
+
+    /// Raises the words of an answered call that a rank was to raise and may not have raised before it was killed. Nothing else raises
+    /// them meanwhile. If the client's stream has seen the words, they may belong to its next call by now and stay as they are.
+    pub fn raise_unseen(&self, doorbell: u32) {
+        let words = self.completion(doorbell);
+        // The order matters: the stream stores `SEEN` before it begins its next call, whose first act is to clear the words.
+        if words.contains(&PENDING) && self.seen(doorbell).load(Ordering::Acquire) != SEEN {
+            self.raise(doorbell, DONE);
+        }
     }
 
     /// Ends a doorbell's call: writes its status, then raises its words. `status` counts the doorbell's calls and is the
     /// service's own copy.
     pub fn complete(&self, doorbell: u32, record: &CompletionRecord, status: &mut StatusRecord) {
+        self.set_status(doorbell, record, status);
+        self.numbers.atomics()[doorbell as usize * LINE / 8 + NUMBER / 8]
+            .store(status.calls, Ordering::Relaxed);
+        self.raise(doorbell, if record.code == 0 { DONE } else { FAILED });
+    }
+
+    /// Writes the status of a doorbell's call whose words a rank has raised.
+    pub fn set_status(&self, doorbell: u32, record: &CompletionRecord, status: &mut StatusRecord) {
         status.calls += 1;
         status.last = *record;
         if record.code != 0 {
@@ -228,7 +275,6 @@ impl ControlMemory {
             to.store(*word, Ordering::Relaxed);
         }
         to[0].store(status.stamp, Ordering::Release);
-        self.raise(doorbell, if record.code == 0 { DONE } else { FAILED });
     }
 
     fn raise(&self, doorbell: u32, value: u32) {
@@ -257,6 +303,13 @@ impl ControlMemory {
         let first = doorbell as usize * LINE / 4;
         let words = &self.words.atomics()[first..first + self.words_each as usize];
         words.iter().map(|word| word.load(Ordering::Acquire)).collect()
+    }
+
+    /// Number of the doorbell's last call that ended. Once a call's words are raised, it is at least that call's number; the status
+    /// may follow a moment later.
+    #[must_use]
+    pub fn number(&self, doorbell: u32) -> u64 {
+        self.numbers.atomics()[doorbell as usize * LINE / 8 + NUMBER / 8].load(Ordering::Acquire)
     }
 
     /// A doorbell's status; `None` while the service changes it without end.
@@ -328,6 +381,28 @@ mod tests {
         let read = client.status(2).unwrap();
         assert_eq!((read.calls, read.failures, read.last.call, read.last_failure.call), (3, 1, 11, 10));
         assert_eq!(read.last_failure.text(), "gone");
+    }
+
+    #[test]
+    fn words_that_a_killed_rank_left_are_raised_unless_the_client_has_seen_them() {
+        let (service, client) = pair(1, 1);
+        let ring = Ring { prepared: 0, rows: 1 };
+        // The rank was killed before it raised the word, or after.
+        for by_rank in [PENDING, DONE] {
+            client.ring(0, ring);
+            assert_eq!(service.take(0), Some(ring));
+            service.words.atomics()[0].store(by_rank, Ordering::Release);
+            service.raise_unseen(0);
+            assert_eq!(client.completion(0), [DONE]);
+            client.seen(0).store(SEEN, Ordering::Release);
+        }
+        // The stream has gone on: it has cleared the word for its next call, and rung for it or not yet.
+        client.words.atomics()[0].store(PENDING, Ordering::Release);
+        service.raise_unseen(0);
+        assert_eq!(client.completion(0), [PENDING]);
+        client.ring(0, ring);
+        service.raise_unseen(0);
+        assert_eq!(client.completion(0), [PENDING]);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::region::{Layout, RegionError, SharedRegion, SharedSlice};
 use super::super::ring::RingLayout;
-use super::records::{Completion, Segment, StepDescriptor};
+use super::records::{Completion, MAX_RAISES, Raise, Segment, StepDescriptor};
 
 /// The sizes that determine the layout of the channels. The router and all ranks of a generation use the same ones.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,6 +53,9 @@ impl<T: Pod> ArrayLayout<T> {
 #[derive(Debug)]
 pub(super) struct SlotLayout {
     pub(super) segments: ArrayLayout<Segment>,
+    pub(super) raises: ArrayLayout<Raise>,
+    /// One word: sequence of the last step whose completion words were raised.
+    pub(super) raised: ArrayLayout<u64>,
     pub(super) ids: ArrayLayout<i32>,
     pub(super) weights: ArrayLayout<f32>,
     pub(super) token_ids: ArrayLayout<i32>,
@@ -111,6 +114,8 @@ impl ChannelLayout {
             for _ in 0..shape.slots {
                 link.slots.push(SlotLayout {
                     segments: ArrayLayout::reserve(&mut layout, shape.max_segments)?,
+                    raises: ArrayLayout::reserve(&mut layout, MAX_RAISES)?,
+                    raised: ArrayLayout::reserve(&mut layout, 1)?,
                     ids: ArrayLayout::reserve(&mut layout, rows.saturating_mul(shape.max_top_k))?,
                     weights: ArrayLayout::reserve(&mut layout, rows.saturating_mul(shape.max_top_k))?,
                     token_ids: ArrayLayout::reserve(&mut layout, rows)?,
@@ -144,6 +149,8 @@ impl GroupShape {
 #[derive(Debug)]
 pub(super) struct Staging {
     pub(super) segments: SharedSlice<Segment>,
+    pub(super) raises: SharedSlice<Raise>,
+    pub(super) raised: SharedSlice<u64>,
     pub(super) ids: SharedSlice<i32>,
     pub(super) weights: SharedSlice<f32>,
     pub(super) token_ids: SharedSlice<i32>,
@@ -157,6 +164,8 @@ impl Staging {
             .map(|slot| {
                 Ok(Staging {
                     segments: slot.segments.view(region)?,
+                    raises: slot.raises.view(region)?,
+                    raised: slot.raised.view(region)?,
                     ids: slot.ids.view(region)?,
                     weights: slot.weights.view(region)?,
                     token_ids: slot.token_ids.view(region)?,

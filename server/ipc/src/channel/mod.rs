@@ -16,7 +16,7 @@ mod router;
 
 pub use layout::GroupShape;
 pub use rank::{ExpertsNotice, Heartbeat, RankChannel, RankStaging, StagingAddresses};
-pub use records::{Completion, Segment, StepDescriptor};
+pub use records::{Completion, MAX_RAISES, Raise, Segment, StepDescriptor};
 pub use router::{AttachedRows, FormingStep, RouterChannel, RowSource, RowsToStage, StagedRows};
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -149,7 +149,15 @@ mod tests {
     }
 
     fn step(sequence: u64, slot: u32) -> StepDescriptor {
-        StepDescriptor { sequence, step: 7, layer: 3, slot, tokens: 0, segments: 0, step_tokens: 9, top_k: 2 }
+        StepDescriptor {
+            sequence,
+            step: 7,
+            layer: 3,
+            slot,
+            step_tokens: 9,
+            top_k: 2,
+            ..StepDescriptor::zeroed()
+        }
     }
 
     fn plain_rows(rows: &[u8], tokens: usize, dtype: DType) -> RowsToStage<'_> {

@@ -13,7 +13,7 @@ use super::super::ring::{RingConsumer, RingProducer};
 use super::super::wait::{Doorbell, WaitPolicy};
 use super::ChannelError;
 use super::layout::{ChannelLayout, GroupShape, Staging};
-use super::records::{Completion, Segment, StepDescriptor};
+use super::records::{Completion, MAX_RAISES, Raise, Segment, StepDescriptor};
 use expertd_types::{Rank, Slot};
 
 /// A rank's end of its channel.
@@ -43,6 +43,8 @@ pub struct StagingAddresses {
     pub segments: *const Segment,
     /// Capacity of `segments`, in entries.
     pub max_segments: usize,
+    /// The word that gets the step's sequence before its completion words are raised.
+    pub raised: *const u64,
     /// Expert ids.
     pub ids: *const i32,
     /// Routing weights.
@@ -60,6 +62,8 @@ pub struct StagingAddresses {
 pub struct RankStaging<'a> {
     /// Segment table of the step, in which engines may replace offsets by addresses.
     pub segments: &'a mut [Segment],
+    /// Words to raise when every rank has written its results.
+    pub raises: &'a [Raise],
     /// The whole row area; a segment's rows begin at its `byte_offset`. The answer overwrites the rows.
     pub rows: &'a mut [u8],
     /// `[tokens, k]`: the caller's ids on entry where given, otherwise to be written by the gate.
@@ -141,6 +145,7 @@ impl RankChannel {
         let addresses = |slot: &Staging| StagingAddresses {
             segments: slot.segments.as_ptr(),
             max_segments: slot.segments.len(),
+            raised: slot.raised.as_ptr(),
             ids: slot.ids.as_ptr(),
             weights: slot.weights.as_ptr(),
             token_ids: slot.token_ids.as_ptr(),
@@ -164,6 +169,7 @@ impl RankChannel {
             ("rows", step.tokens as usize, self.shape.max_tokens_per_rank),
             ("segments", step.segments as usize, self.shape.max_segments),
             ("experts per token", step.top_k as usize, self.shape.max_top_k),
+            ("words to raise", step.raises as usize, MAX_RAISES),
         ];
         for (what, needed, capacity) in limits {
             if needed > capacity {
@@ -196,6 +202,7 @@ impl RankChannel {
         unsafe {
             RankStaging {
                 segments: &mut staging.segments.as_mut_slice()[..step.segments as usize],
+                raises: &staging.raises.as_slice()[..step.raises as usize],
                 rows: staging.rows.as_mut_slice(),
                 ids: &mut staging.ids.as_mut_slice()[..routed],
                 weights: &mut staging.weights.as_mut_slice()[..routed],

@@ -24,7 +24,31 @@ pub struct StepDescriptor {
     pub step_tokens: u32,
     /// Experts per token.
     pub top_k: u32,
+    /// Number of entries in the slot's table of words to raise; 0 for ranks other than rank 0.
+    pub raises: u32,
+    /// Zero.
+    pub reserved: u32,
 }
+
+/// A call of a CUDA session all of whose rows are in one step. Rank 0 raises its completion word when every rank has written its
+/// results.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct Raise {
+    /// [`MemoryId`](expertd_types::MemoryId) of the session's memory.
+    pub memory: u32,
+    /// Offset of the completion word, u32, in the session's control region, in bytes.
+    pub word: u32,
+    /// Offset of the word, u64, that gets the call's number before, in bytes.
+    pub number: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Number of the call.
+    pub call: u64,
+}
+
+/// Largest number of completion words that the ranks raise at the end of one step.
+pub const MAX_RAISES: usize = 4;
 
 /// Consecutive rows of one request within one rank's part of a step.
 #[repr(C)]

@@ -14,7 +14,7 @@ use super::super::ring::{RingConsumer, RingProducer};
 use super::super::wait::Doorbell;
 use super::ChannelError;
 use super::layout::{ChannelLayout, GroupShape, SEGMENT_ALIGN, Staging};
-use super::records::{Completion, Segment, StepDescriptor};
+use super::records::{Completion, Raise, Segment, StepDescriptor};
 use expertd_types::{ChunkedSlice, DType, MemoryId, Rank, Slot};
 
 /// Where the router finds rows.
@@ -127,6 +127,7 @@ struct Cursor {
     rows: usize,
     bytes: usize,
     segments: usize,
+    raises: usize,
 }
 
 #[derive(Debug)]
@@ -230,6 +231,7 @@ impl RouterChannel {
             let descriptor = StepDescriptor {
                 tokens: link.cursor.rows as u32,
                 segments: link.cursor.segments as u32,
+                raises: link.cursor.raises as u32,
                 ..*common
             };
             match link.steps.try_push(&descriptor) {
@@ -293,6 +295,14 @@ impl RouterChannel {
         let slot = staged.slot.index();
         assert_eq!(link.in_flight[slot], None, "slot {slot} was read while its step was in flight");
         &link.slots[slot]
+    }
+
+    /// Sequence of the last step in `slot` whose completion words rank 0 has raised, or was about to raise: every result of that step
+    /// is written. After a fault this is final once the ranks are reaped.
+    #[must_use]
+    pub fn raised(&self, slot: Slot) -> u64 {
+        let rank = self.links.first().and_then(|link| link.slots.get(slot.index()));
+        rank.map_or(0, |staging| staging.raised.atomics()[0].load(Ordering::Acquire))
     }
 
     /// Sequence of the last exchange whose experts phase has ended on every rank.
@@ -381,6 +391,7 @@ impl<'a> FormingStep<'_, 'a> {
             rows: cursor.rows + rows.tokens,
             bytes: (cursor.bytes + bytes).next_multiple_of(SEGMENT_ALIGN),
             segments: cursor.segments + 1,
+            ..cursor
         };
         Ok(StagedRows {
             rank,
@@ -391,6 +402,24 @@ impl<'a> FormingStep<'_, 'a> {
             rows: rows.tokens,
             is_attached: memory != Segment::STAGING,
         })
+    }
+
+    /// Lets rank 0 raise a completion word when every rank has written its results.
+    ///
+    /// # Errors
+    /// As [`stage`](Self::stage).
+    pub fn raise(&mut self, raise: Raise) -> Result<(), ChannelError> {
+        let rank = Rank(0);
+        let link = &mut self.channel.links[rank.index()];
+        link.expect_idle(rank, self.slot)?;
+        // SAFETY: the slot is not in flight (checked), so its staging belongs to the router, and this borrow of the channel
+        // is exclusive.
+        let raises = unsafe { link.slots[self.slot.index()].raises.as_mut_slice() };
+        let (what, needed, capacity) = ("words to raise", link.cursor.raises + 1, raises.len());
+        let place = raises.get_mut(link.cursor.raises);
+        *place.ok_or(ChannelError::Capacity { rank, what, needed, capacity })? = raise;
+        link.cursor.raises = needed;
+        Ok(())
     }
 
     /// Copies all staged rows with `copier`.

@@ -13,18 +13,23 @@ pub(super) struct Variant {
     pub(super) gated: bool,
     /// Whether shared experts process any of this rank's rows.
     pub(super) shared: bool,
+    /// Whether copy engines carry its rows.
+    pub(super) copied: bool,
 }
 
 impl Variant {
-    /// All variants that can occur with at most `max_tokens` rows per rank.
-    pub(super) fn all(max_tokens: u32, has_shared: bool) -> Vec<Variant> {
+    /// All variants that can occur with at most `max_tokens` rows per rank. Copy engines carry rows of steps with at least
+    /// `copied_from` rows per rank, except those that all lie in the memory of GPUs.
+    pub(super) fn all(max_tokens: u32, has_shared: bool, copied_from: Option<u32>) -> Vec<Variant> {
         let mut variants = Vec::new();
         let mut rows = 1;
         loop {
+            let may_be_copied = copied_from.is_some_and(|from| rows >= from);
             for gated in [false, true] {
-                variants.push(Variant { rows, gated, shared: false });
-                if has_shared {
-                    variants.push(Variant { rows, gated, shared: true });
+                for shared in [false, true].into_iter().filter(|&shared| has_shared || !shared) {
+                    for copied in [false, true].into_iter().filter(|&copied| may_be_copied || !copied) {
+                        variants.push(Variant { rows, gated, shared, copied });
+                    }
                 }
             }
             if rows >= max_tokens {
@@ -60,13 +65,15 @@ mod tests {
     #[test]
     fn every_number_of_rows_has_a_variant() {
         for most in [1, 2, 3, 100, 128, 2048] {
-            let variants = Variant::all(most, true);
+            let variants = Variant::all(most, true, Some(100));
             for rows in 1..=most {
                 let regime = rows.next_power_of_two().min(most);
                 for gated in [false, true] {
                     for shared in [false, true] {
-                        let wanted = Variant { rows: regime, gated, shared };
+                        let wanted = Variant { rows: regime, gated, shared, copied: false };
                         assert!(variants.contains(&wanted), "{wanted:?} of {most}");
+                        let copied = Variant { copied: true, ..wanted };
+                        assert_eq!(variants.contains(&copied), regime >= 100, "{copied:?} of {most}");
                     }
                 }
             }

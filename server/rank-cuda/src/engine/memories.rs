@@ -5,8 +5,9 @@
 use std::collections::HashMap;
 use std::os::fd::AsFd as _;
 
-use expertd_ipc::{Segment, SharedSlice};
+use expertd_ipc::{Raise, Segment, SharedSlice};
 use expertd_kernels::device::{Device, Pinned};
+use expertd_kernels::params::{MAX_RAISES, Raise as DeviceRaise};
 use expertd_rank::ClientMemory;
 use expertd_rank::segments::{CheckedSegment, RowsPlace};
 use expertd_session::cuda::{Gpu, ImportedMemory};
@@ -20,16 +21,48 @@ const ROWS_ALIGN: usize = 64;
 
 /// A memory that the GPU can address.
 enum Attached {
-    /// Host memory, whose pages are unregistered before they are unmapped.
-    Host { pinned: Pinned<'static>, bytes: SharedSlice<u8> },
+    /// Host memory.
+    Host(PinnedHost),
     /// Memory of a client's GPU, which kernels access over NVLink.
-    Device(ImportedMemory),
+    Device {
+        memory: ImportedMemory,
+        /// The session's control region, where this rank raises completion words.
+        control: Option<PinnedHost>,
+    },
+}
+
+/// Host memory that is registered with the GPU. Its pages are unregistered before they are unmapped.
+struct PinnedHost {
+    pinned: Pinned<'static>,
+    bytes: SharedSlice<u8>,
+}
+
+impl PinnedHost {
+    fn register(device: &Device, bytes: SharedSlice<u8>) -> Result<Self, String> {
+        // SAFETY: the view begins at the region's first page and covers all of them; it keeps them mapped until they are
+        // unregistered.
+        let pinned = unsafe { Pinned::register(device, bytes.as_ptr(), bytes.len()) }.map_err(|error| {
+            let kib = bytes.len() >> 10;
+            format!(
+                "cannot pin {kib} KiB of a session: {error}; raise the limit of locked memory (ulimit -l)"
+            )
+        })?;
+        Ok(PinnedHost { pinned, bytes })
+    }
+
+    /// Device address of a word of type `T` at `offset`; `None` if it exceeds the memory or is not aligned.
+    fn word<T>(&self, offset: u32) -> Option<u64> {
+        let (offset, size) = (offset as usize, size_of::<T>());
+        let fits = offset.is_multiple_of(size) && offset + size <= self.bytes.len();
+        fits.then(|| self.pinned.address() + offset as u64)
+    }
 }
 
 /// The attached memories.
-#[derive(Default)]
 pub(super) struct Memories {
     attached: HashMap<MemoryId, Attached>,
+    /// Whether this rank raises completion words.
+    raises: bool,
 }
 
 /// Rows that copy engines carry between a client's memory and a slot's rows on the device.
@@ -45,6 +78,10 @@ pub(super) struct ClientCopy {
 }
 
 impl Memories {
+    pub(super) fn new(raises: bool) -> Self {
+        Memories { attached: HashMap::new(), raises }
+    }
+
     /// Registers or maps a memory. No kernel runs.
     pub(super) fn attach(
         &mut self,
@@ -55,25 +92,18 @@ impl Memories {
         if self.attached.contains_key(&memory) {
             return Err(format!("memory {memory} is attached; numbers are never used again"));
         }
-        let bytes = match client {
-            ClientMemory::Host(bytes) => bytes,
+        let attached = match client {
+            ClientMemory::Host(bytes) => Attached::Host(PinnedHost::register(device, bytes)?),
             ClientMemory::Device(client) => {
                 let gpu = Gpu::open(device.ordinal()).map_err(|error| error.to_string())?;
                 let imported = ImportedMemory::import(&gpu, client.fd.as_fd(), client.bytes, client.device);
-                let imported = imported.map_err(|error| error.to_string())?;
-                self.attached.insert(memory, Attached::Device(imported));
-                return Ok(());
+                let memory = imported.map_err(|error| error.to_string())?;
+                let control =
+                    self.raises.then(|| PinnedHost::register(device, client.control)).transpose()?;
+                Attached::Device { memory, control }
             }
         };
-        // SAFETY: the view begins at the region's first page and covers all of them; `Attached` keeps them mapped until they
-        // are unregistered.
-        let pinned = unsafe { Pinned::register(device, bytes.as_ptr(), bytes.len()) }.map_err(|error| {
-            let mib = bytes.len() >> 20;
-            format!(
-                "cannot pin {mib} MiB of a session: {error}; raise the limit of locked memory (ulimit -l)"
-            )
-        })?;
-        self.attached.insert(memory, Attached::Host { pinned, bytes });
+        self.attached.insert(memory, attached);
         Ok(())
     }
 
@@ -85,24 +115,55 @@ impl Memories {
     /// Size of a memory, in bytes.
     pub(super) fn size(&self, memory: MemoryId) -> Option<usize> {
         self.attached.get(&memory).map(|memory| match memory {
-            Attached::Host { bytes, .. } => bytes.len(),
-            Attached::Device(imported) => imported.bytes(),
+            Attached::Host(host) => host.bytes.len(),
+            Attached::Device { memory, .. } => memory.bytes(),
         })
     }
 
     /// The bytes of a host memory.
     pub(super) fn bytes(&self, memory: MemoryId) -> Option<&SharedSlice<u8>> {
         match self.attached.get(&memory)? {
-            Attached::Host { bytes, .. } => Some(bytes),
-            Attached::Device(_) => None,
+            Attached::Host(host) => Some(&host.bytes),
+            Attached::Device { .. } => None,
         }
+    }
+
+    /// Whether a step's rows all lie in the memory of GPUs, so that kernels read and write them directly.
+    pub(super) fn are_on_gpus(&self, segments: &[CheckedSegment]) -> bool {
+        segments.iter().all(|segment| match &segment.place {
+            RowsPlace::Memory { memory, .. } => {
+                matches!(self.attached.get(memory), Some(Attached::Device { .. }))
+            }
+            RowsPlace::Staging(_) => false,
+        })
+    }
+
+    /// The addresses of completion words that this rank raises.
+    ///
+    /// # Errors
+    /// The first entry that names no word of an attached control region.
+    pub(super) fn words(&self, raises: &[Raise]) -> Result<[DeviceRaise; MAX_RAISES], String> {
+        let mut words = [DeviceRaise::default(); MAX_RAISES];
+        for (to, raise) in words.iter_mut().zip(raises) {
+            let control = match self.attached.get(&MemoryId(raise.memory)) {
+                Some(Attached::Device { control: Some(control), .. }) => Some(control),
+                _ => None,
+            };
+            let word = control.and_then(|control| control.word::<u32>(raise.word));
+            let number = control.and_then(|control| control.word::<u64>(raise.number));
+            let (Some(word), Some(number)) = (word, number) else {
+                return Err(format!("{raise:?} names no completion word of an attached session"));
+            };
+            *to = DeviceRaise { word, number, call: raise.call };
+        }
+        Ok(words)
     }
 
     /// Address of a memory of a client's GPU; `None` for other memories.
     pub(super) fn device_address(&self, memory: MemoryId) -> Option<u64> {
         match self.attached.get(&memory)? {
-            Attached::Device(imported) => Some(imported.address()),
-            Attached::Host { .. } => None,
+            Attached::Device { memory, .. } => Some(memory.address()),
+            Attached::Host(_) => None,
         }
     }
 
@@ -118,11 +179,11 @@ impl Memories {
         let mut copies = Vec::new();
         for (segment, entry) in segments.iter().zip(table) {
             let RowsPlace::Memory { memory, input, output } = &segment.place else { continue };
-            let (pinned, bytes) = match self.attached.get(memory) {
-                Some(Attached::Host { pinned, bytes }) => (pinned, bytes),
-                Some(Attached::Device(imported)) => {
-                    entry.byte_offset = imported.address() + input.start as u64;
-                    entry.output_offset = imported.address() + output.start as u64;
+            let PinnedHost { pinned, bytes } = match self.attached.get(memory) {
+                Some(Attached::Host(host)) => host,
+                Some(Attached::Device { memory, .. }) => {
+                    entry.byte_offset = memory.address() + input.start as u64;
+                    entry.output_offset = memory.address() + output.start as u64;
                     continue;
                 }
                 None => continue,

@@ -52,6 +52,7 @@ use crate as gpu;
 use crate::windows::LsaWindows;
 use expertd_ipc::control::RankSetup;
 use expertd_ipc::{Segment, StagingAddresses};
+use expertd_types::Rank;
 
 /// Copy engines carry the rows of a step with at least this many bytes of bf16 rows per rank. For fewer bytes their latency
 /// exceeds the time that they hide.
@@ -149,7 +150,7 @@ impl CudaEngine {
             layers,
             counts,
             host,
-            memories: Memories::default(),
+            memories: Memories::new(setup.rank == Rank(0)),
             shape,
             hidden: setup.shape.hidden,
             most_blocks,
@@ -171,6 +172,7 @@ impl CudaEngine {
             ids: self.host.device(place.ids),
             weights: self.host.device(place.weights),
             token_ids: self.host.device(place.token_ids),
+            raised: self.host.device(place.raised),
             max_segments: place.max_segments as u32,
             ..StagedAddresses::default()
         };
@@ -209,7 +211,7 @@ impl CudaEngine {
                 Some(copies) => copies.staged(slot, self.staged[slot]),
                 None => self.staged[slot],
             },
-            copy_blocks: if self.copies_of(variant).is_some() { self.most_blocks } else { COPY_BLOCKS },
+            copy_blocks: if self.may_be_copied(variant.rows) { self.most_blocks } else { COPY_BLOCKS },
             aligned: self.aligned && self.shape.ranks > 1,
             gate_rows: if variant.gated { variant.rows } else { 0 },
             shared: variant.shared,
@@ -222,9 +224,10 @@ impl CudaEngine {
     fn capture_all(&self) -> Result<Graphs, CudaFault> {
         let mut graphs = Graphs::default();
         let start = Instant::now();
+        let copied_from = self.copies.as_ref().map(|_| self.copied_from);
         for (class, layer) in self.layers.classes() {
             for slot in 0..self.buffers.slots.len() {
-                for variant in Variant::all(self.shape.max_tokens, layer.shared.is_some()) {
+                for variant in Variant::all(self.shape.max_tokens, layer.shared.is_some(), copied_from) {
                     let launches = self.launches(layer, slot, layer.spec.gate.top_k as u32, variant);
                     let graph = self.stream.capture(|| {
                         // SAFETY: the graph accesses memory of this engine, which drops its graphs first, and staging, which
@@ -246,7 +249,12 @@ impl CudaEngine {
 
     /// The copies, if steps of this variant use them.
     fn copies_of(&self, variant: Variant) -> Option<&Copies> {
-        self.copies.as_ref().filter(|_| variant.rows >= self.copied_from)
+        self.copies.as_ref().filter(|_| variant.copied)
+    }
+
+    /// Whether copy engines carry the rows of steps with up to `rows` rows per rank, unless all lie in the memory of GPUs.
+    fn may_be_copied(&self, rows: u32) -> bool {
+        self.copies.is_some() && rows >= self.copied_from
     }
 }
 
@@ -277,5 +285,6 @@ const _: () = {
     assert!(offset_of!(Segment, rows) == offset_of!(DeviceSegment, rows));
     assert!(offset_of!(Segment, dtype) == offset_of!(DeviceSegment, dtype));
     assert!(offset_of!(Segment, flags) == offset_of!(DeviceSegment, flags));
+    assert!(expertd_ipc::MAX_RAISES == expertd_kernels::params::MAX_RAISES);
     assert!(Segment::GIVEN_ROUTING == 1 && Segment::SHARED_EXPERTS == 2);
 };

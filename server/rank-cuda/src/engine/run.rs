@@ -111,13 +111,12 @@ impl CudaEngine {
     }
 }
 
-/// Element type of result rows in device memory: the type of all rows if they share one, else f32, which is then rounded to
-/// each row's type.
-fn out_dtype(segments: &[CheckedSegment]) -> DType {
+/// Element type of result rows, if all rows share one. Otherwise results are f32 in device memory and then rounded to each row's
+/// type.
+fn out_dtype(segments: &[CheckedSegment]) -> Option<DType> {
     match segments.split_first() {
-        None => DType::Bf16,
-        Some((first, rest)) if rest.iter().all(|segment| segment.dtype == first.dtype) => first.dtype,
-        Some(_) => DType::F32,
+        None => Some(DType::Bf16),
+        Some((first, rest)) => rest.iter().all(|segment| segment.dtype == first.dtype).then_some(first.dtype),
     }
 }
 
@@ -151,20 +150,26 @@ impl StepEngine for CudaEngine {
             }
         }
         let gated = segments.iter().any(|segment| segment.gated);
+        let on_gpus = !padding && self.memories.are_on_gpus(&segments);
         self.buffers.slots[slot].request.put(StepRequest {
             step: step.sequence,
             tokens: step.tokens,
             layer: step.layer,
             given_routing: u32::from(!segments.is_empty() && !gated),
-            out_dtype: if padding { DType::F32 } else { out_dtype(&segments) } as u32,
+            out_dtype: if padding { DType::F32 } else { out_dtype(&segments).unwrap_or(DType::F32) } as u32,
             segments: step.segments,
-            reserved: 0,
+            raises: step.raises,
+            direct: u32::from(on_gpus && out_dtype(&segments).is_some()),
+            reserved: [0; 3],
+            raise: self.memories.words(staging.raises).map_err(StepFault::engine)?,
         });
+        // Derived from the whole step, so that all ranks launch the grids of an exchange with equal sizes.
+        let rows = step.step_tokens.div_ceil(self.shape.ranks).next_power_of_two().min(self.shape.max_tokens);
         let variant = Variant {
-            // Derived from the whole step, so that all ranks launch the grids of an exchange with equal sizes.
-            rows: step.step_tokens.div_ceil(self.shape.ranks).next_power_of_two().min(self.shape.max_tokens),
+            rows,
             gated,
             shared: layer.shared.is_some() && segments.iter().any(|segment| segment.shared),
+            copied: self.may_be_copied(rows) && !on_gpus,
         };
         // Grids cover `variant.rows`; further rows would silently be skipped.
         if step.tokens > variant.rows {

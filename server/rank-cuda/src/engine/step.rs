@@ -131,6 +131,8 @@ pub(super) struct StagedAddresses {
     pub(super) ids: u64,
     pub(super) weights: u64,
     pub(super) token_ids: u64,
+    /// The word that gets the step's sequence before its completion words are raised.
+    pub(super) raised: u64,
 }
 
 /// The launches of one step.
@@ -292,7 +294,7 @@ impl StepLaunches<'_> {
         // SAFETY: as above.
         unsafe { launch::combine(&[combine], self.combine_blocks, stream)? };
         let copy_out = CopyOutParams {
-            state,
+            group: self.group,
             out: k.out.address(),
             topk_ids: k.topk_ids.address(),
             topk_weights: k.topk_weights.address(),
@@ -301,6 +303,7 @@ impl StepLaunches<'_> {
             staged_ids: self.staged.ids,
             staged_weights: self.staged.weights,
             completion: self.slot.completion.address(),
+            raised: self.staged.raised,
             hidden,
             top_k,
             max_tokens,

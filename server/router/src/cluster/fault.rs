@@ -15,7 +15,7 @@ pub enum FaultKind {
     Liveness,
     /// A rank reported that a step failed.
     Step,
-    /// A step exceeded `step_timeout`.
+    /// A step, or an order to attach or detach a session's memory, exceeded `step_timeout`.
     StepTimeout,
     /// Shared memory held invalid data.
     Channel,

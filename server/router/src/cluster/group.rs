@@ -9,6 +9,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
+use bytemuck::Zeroable as _;
+
 use self::memories::AttachNews;
 use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind, FormError};
@@ -64,6 +66,8 @@ struct InFlight {
     slot: Slot,
     tokens: usize,
     since: Instant,
+    /// Whether rank 0 raises completion words at its end.
+    raises: bool,
     completions: Vec<Option<Completion>>,
 }
 
@@ -82,6 +86,8 @@ pub struct StepDone {
     pub phase_ns: [u64; Phase::ALL.len()],
     /// `[ranks]`: completion records.
     pub completions: Vec<Completion>,
+    /// Whether the ranks were killed before all of them had reported the step's end.
+    pub is_after_fault: bool,
 }
 
 impl StepDone {
@@ -352,7 +358,7 @@ impl Group {
         self.channel.begin(slot, top_k)
     }
 
-    /// Sends the staged step to all ranks.
+    /// Sends the staged step to all ranks. `raises` says whether rank 0 raises completion words at its end.
     ///
     /// # Errors
     /// If a rank's ring has no room for it.
@@ -363,6 +369,7 @@ impl Group {
         layer: LayerId,
         top_k: usize,
         tokens: usize,
+        raises: bool,
     ) -> Result<(), Fault> {
         self.sequence += 1;
         let common = StepDescriptor {
@@ -374,6 +381,7 @@ impl Group {
             segments: 0,
             step_tokens: tokens as u32,
             top_k: top_k as u32,
+            ..StepDescriptor::zeroed()
         };
         self.channel.launch(&common)?;
         if self.in_flight.is_empty() {
@@ -385,6 +393,7 @@ impl Group {
             slot,
             tokens,
             since: Instant::now(),
+            raises,
             completions: vec![None; self.members.len()],
         });
         Ok(())
@@ -395,9 +404,29 @@ impl Group {
         if self.in_flight.front()?.completions.iter().any(Option::is_none) {
             return None;
         }
+        self.pop_done(false)
+    }
+
+    /// Takes the oldest step in flight if its completion words were raised, or were about to be, before a fault of the generation. The first call kills and reaps the ranks, so that no word is raised later. Completions that the router has
+    /// not received are empty.
+    pub fn take_raised(&mut self) -> Option<StepDone> {
+        if !self.in_flight.front()?.raises {
+            return None;
+        }
+        self.kill_and_reap();
+        let step = self.in_flight.front()?;
+        if self.channel.raised(step.slot) != step.sequence {
+            return None;
+        }
+        self.pop_done(true)
+    }
+
+    fn pop_done(&mut self, is_after_fault: bool) -> Option<StepDone> {
         let step = self.in_flight.pop_front()?;
         self.front_since = Instant::now();
-        let completions: Vec<Completion> = step.completions.into_iter().flatten().collect();
+        let completions =
+            step.completions.into_iter().map(|completion| completion.unwrap_or_else(Completion::zeroed));
+        let completions: Vec<Completion> = completions.collect();
         let mut phase_ns = [0; Phase::ALL.len()];
         for (slowest, phase) in phase_ns.iter_mut().zip(0..) {
             *slowest = completions.iter().map(|c: &Completion| c.phase_ns[phase]).max().unwrap_or(0);
@@ -409,6 +438,7 @@ impl Group {
             elapsed: step.since.elapsed(),
             phase_ns,
             completions,
+            is_after_fault,
         })
     }
 

@@ -134,9 +134,9 @@ impl ChildProcess {
         let _ = control::send(&self.socket, &message);
     }
 
-    /// Sends a message with a descriptor. If the rank is gone, its events report it.
-    pub fn send_with_fd(&self, message: &ToRank, fd: BorrowedFd<'_>) {
-        let _ = send_with_fds(&self.socket, message, &[fd]);
+    /// Sends a message with descriptors. If the rank is gone, its events report it.
+    pub fn send_with_fds(&self, message: &ToRank, fds: &[BorrowedFd<'_>]) {
+        let _ = send_with_fds(&self.socket, message, fds);
     }
 
     /// Whether the process did not end although it was killed and [reaped](Self::reap); its memory is still mapped.

@@ -195,6 +195,13 @@ impl Attachments {
         self.under_way.is_some()
     }
 
+    /// The memory of the order under way, and the ranks that have not answered it.
+    pub(crate) fn unanswered(&self) -> Option<(MemoryId, Vec<Rank>)> {
+        let order = self.under_way.as_ref()?;
+        let ranks = (0..).zip(&order.answered).filter(|(_, answered)| !**answered);
+        Some((order.memory, ranks.map(|(rank, _)| Rank(rank)).collect()))
+    }
+
     /// The next action; without `may_order`, only a release.
     pub(crate) fn poll(&mut self, may_order: bool) -> Option<Action> {
         let idle = |attachment: &Attachment| attachment.is_closing && attachment.segments == 0;

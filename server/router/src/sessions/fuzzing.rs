@@ -1,9 +1,9 @@
-//! Entry points for fuzz targets of sessions; not part of the interface.
+//! Entry points for fuzz targets of sessions; not part of the interface. Those of CUDA sessions are in `cuda::fuzzing`.
 
 use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use expertd_session::memory::SessionMemory;
 use expertd_types::MemoryId;
 
 use super::listener::{SessionConfig, Shared};
-use super::registry::{SessionLimits, SessionRegistry};
+use super::registry::{RowsTravel, SessionLimits, SessionRegistry};
 use super::session::{Opener, SessionState};
 use super::{CudaCall, OpenSession, SessionCall, Steps};
 use crate::api::fuzzing::{check_request, model, receipt};
@@ -22,27 +22,56 @@ use crate::telemetry::RequestMetrics;
 const CALLS: u32 = 4;
 /// Bytes of their row areas.
 const ROWS_BYTES: usize = 8 << 10;
-const LIMITS: SessionLimits = SessionLimits { sessions: 2, bytes: 1 << 20, mappings: 1 };
+pub(super) const LIMITS: SessionLimits = SessionLimits { sessions: 2, bytes: 1 << 20, mappings: 1 };
 
 /// Checks every call that is admitted, answers some at once, refuses some, and keeps the others.
-struct Echo {
+pub(super) struct Echo {
     model: Arc<ModelInfo>,
+    /// Size of the client's memory on its GPU.
+    device_bytes: u64,
     kept: Mutex<Vec<SessionCall>>,
+    kept_cuda: Mutex<Vec<CudaCall>>,
+    admitted: AtomicUsize,
 }
 
 impl Echo {
-    fn new() -> Arc<Echo> {
-        Arc::new(Echo { model: Arc::new(model()), kept: Mutex::default() })
+    pub(super) fn new(device_bytes: u64) -> Arc<Echo> {
+        let (kept, kept_cuda, admitted) = Default::default();
+        Arc::new(Echo { model: Arc::new(model()), device_bytes, kept, kept_cuda, admitted })
+    }
+
+    /// Number of calls of CUDA sessions that were handed over.
+    pub(super) fn admitted(&self) -> usize {
+        self.admitted.load(Ordering::Relaxed)
     }
 
     /// Fails the calls that were kept, as a fault does.
-    fn fail_kept(&self) {
-        let kept = std::mem::take(&mut *self.kept.lock().unwrap_or_else(PoisonError::into_inner));
-        kept.into_iter().for_each(|call| {
+    pub(super) fn fail_kept(&self) {
+        let error = || {
             let (reason, retry_after) = ("a rank ended".to_owned(), Duration::from_millis(5));
-            call.fail(StepError::Unavailable { reason, retry_after });
-        });
+            StepError::Unavailable { reason, retry_after }
+        };
+        let kept = std::mem::take(&mut *self.kept.lock().unwrap_or_else(PoisonError::into_inner));
+        kept.into_iter().for_each(|call| call.fail(error()));
+        let kept = std::mem::take(&mut *self.kept_cuda.lock().unwrap_or_else(PoisonError::into_inner));
+        kept.into_iter().for_each(|call| call.fail(error()));
     }
+}
+
+/// Who opens the sessions under test.
+pub(super) const fn opener() -> Opener {
+    Opener { user: 0, pid: 0, client: ClientKey(1) }
+}
+
+/// What the threads of connections share.
+pub(super) fn shared(echo: Arc<Echo>, registry: &Arc<SessionRegistry>) -> Arc<Shared> {
+    let config = SessionConfig {
+        listen: "unix:/fuzz.sock".parse().expect("an address"),
+        users: vec![0],
+        limits: LIMITS,
+        spin: Duration::ZERO,
+    };
+    Arc::new(Shared::new(config, echo, Arc::clone(registry)))
 }
 
 impl Steps for Echo {
@@ -65,11 +94,30 @@ impl Steps for Echo {
         Ok(())
     }
 
-    fn submit_cuda(&self, _: Request, _: CudaCall) -> Result<(), SubmitError> {
-        Err(SubmitError::Draining)
+    fn submit_cuda(&self, request: Request, call: CudaCall) -> Result<(), SubmitError> {
+        check_request(&self.model, &request);
+        self.admitted.fetch_add(1, Ordering::Relaxed);
+        let bytes = request.tokens * self.model.hidden * request.dtype.size();
+        let rows = call.attached_rows(0, bytes);
+        let end = |start: u64| start.checked_add(bytes as u64).expect("the end of rows");
+        assert!(end(rows.input) <= self.device_bytes && end(rows.output) <= self.device_bytes, "{rows:?}");
+        assert!(end(rows.input) <= rows.output || end(rows.output) <= rows.input, "{rows:?} overlap");
+        match request.tokens % 4 {
+            0 => {
+                call.forget();
+                return Err(SubmitError::Draining);
+            }
+            1 => self.kept_cuda.lock().unwrap_or_else(PoisonError::into_inner).push(call),
+            _ => call.answer(&receipt(&request)),
+        }
+        Ok(())
     }
 
-    fn session_opened(&self, _: OpenSession) {}
+    fn session_opened(&self, session: OpenSession) {
+        if session.needs_ranks() {
+            session.set_rows_travel(RowsTravel::InPlace);
+        }
+    }
 
     fn session_ended(&self, _: MemoryId) {}
 }
@@ -88,10 +136,9 @@ pub fn records(data: &[u8]) {
     }
     let charge = registry.charge(&LIMITS, memory.region().len()).expect("the first session fits");
     let (socket, _client) = UnixStream::pair().expect("a pair of sockets");
-    let opener = Opener { user: 0, pid: 0, client: ClientKey(1) };
     let metrics = Arc::new(RequestMetrics::new("Session"));
-    let session = SessionState::new(1, opener, memory, rings.completions, socket, metrics, charge);
-    let echo = Echo::new();
+    let session = SessionState::new(1, opener(), memory, rings.completions, socket, metrics, charge);
+    let echo = Echo::new(0);
     let mut taken = 0;
     while let Ok(Some(record)) = rings.requests.try_pop() {
         taken += 1;
@@ -100,7 +147,7 @@ pub fn records(data: &[u8]) {
             break;
         }
     }
-    session.close(Some("the test ends"));
+    OpenSession::Host(Arc::clone(&session)).close(Some("the test ends"));
     echo.fail_kept();
     assert_eq!(session.status().calls_in_flight, 0, "calls are left in flight");
     assert_eq!(Arc::strong_count(&session), 1, "a call is left");
@@ -115,18 +162,11 @@ pub fn records(data: &[u8]) {
 /// If a session or its memory is left.
 pub fn socket(data: &[u8]) {
     let (service, mut client) = UnixStream::pair().expect("a pair of sockets");
-    let config = SessionConfig {
-        listen: "unix:/fuzz.sock".parse().expect("an address"),
-        users: vec![0],
-        limits: LIMITS,
-        spin: Duration::ZERO,
-    };
     let registry = Arc::new(SessionRegistry::default());
-    let shared = Arc::new(Shared::new(config, Echo::new(), Arc::clone(&registry)));
-    let opener = Opener { user: 0, pid: 0, client: ClientKey(1) };
+    let shared = shared(Echo::new(0), &registry);
     let serving = std::thread::spawn({
         let shared = Arc::clone(&shared);
-        move || drop(shared.serve(&service, opener))
+        move || drop(shared.serve(&service, opener()))
     });
     let mut reading = client.try_clone().expect("a descriptor");
     // The descriptor of the region arrives with a byte that is read without it, and is closed.

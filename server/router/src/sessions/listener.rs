@@ -272,7 +272,7 @@ impl Shared {
             })
         });
         if let Err(error) = started {
-            session.close(None);
+            OpenSession::Host(session).close(None);
             self.registry.remove(number);
             return Err(error.to_string());
         }

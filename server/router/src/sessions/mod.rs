@@ -22,6 +22,9 @@ mod registry;
 mod session;
 mod table;
 
+#[cfg(feature = "fuzzing")]
+pub use cuda::fuzzing as cuda_fuzzing;
+
 use std::sync::Arc;
 
 use expertd_types::MemoryId;
@@ -31,7 +34,7 @@ use crate::steps::Service;
 
 pub(crate) use attachments::{Action as AttachAction, Answer as AttachAnswer, Attachments, Outcome};
 pub(crate) use call::SessionCall;
-pub(crate) use cuda::CudaCall;
+pub(crate) use cuda::{CudaCall, Raising};
 pub use listener::{SessionConfig, SessionServer};
 pub(crate) use open::OpenSession;
 pub use registry::{RowsTravel, SessionLimits, SessionRegistry, SessionStatus};

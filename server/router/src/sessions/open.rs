@@ -1,9 +1,12 @@
 //! A session of either kind, as the registry and the step loop hold it.
 
+use std::net::Shutdown;
 use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use expertd_ipc::control::MemoryKind;
+use expertd_session::wire::frame;
 use expertd_types::MemoryId;
 
 use super::cuda::CudaState;
@@ -40,12 +43,12 @@ impl OpenSession {
         matches!(self, OpenSession::Cuda(_))
     }
 
-    /// The memory as ranks receive it.
-    pub(crate) fn memory(&self) -> (MemoryKind, BorrowedFd<'_>) {
+    /// The memory as ranks receive it, with its descriptors.
+    pub(crate) fn memory(&self) -> (MemoryKind, Vec<BorrowedFd<'_>>) {
         match self {
             OpenSession::Host(session) => {
                 let region = session.region();
-                (MemoryKind::Host { bytes: region.len() as u64 }, region.as_fd())
+                (MemoryKind::Host { bytes: region.len() as u64 }, vec![region.as_fd()])
             }
             OpenSession::Cuda(session) => session.memory(),
         }
@@ -66,19 +69,46 @@ impl OpenSession {
         }
     }
 
-    /// Ends the session and tells the client `reason`.
+    /// Ends the session: no call enters any more, and calls in flight are cancelled. The client, if it still listens, is told
+    /// `reason`.
     pub(super) fn close(&self, reason: Option<&str>) {
-        match self {
-            OpenSession::Host(session) => session.close(reason),
-            OpenSession::Cuda(session) => session.close(reason),
+        if self.begin_close() {
+            self.finish_close(reason);
         }
     }
 
     /// As [`close`](Self::close), for a thread that must not wait for the client.
     pub(crate) fn close_apart(&self, reason: String) {
-        match self {
-            OpenSession::Host(session) => session.close_apart(reason),
-            OpenSession::Cuda(session) => session.close_apart(reason),
+        if !self.begin_close() {
+            return;
+        }
+        let session = self.clone();
+        let thread = std::thread::Builder::new().name("session-end".to_owned());
+        if thread.spawn(move || session.finish_close(Some(&reason))).is_err() {
+            self.finish_close(None);
         }
     }
+
+    fn begin_close(&self) -> bool {
+        match self {
+            OpenSession::Host(session) => session.begin_close(),
+            OpenSession::Cuda(session) => session.begin_close(),
+        }
+    }
+
+    fn finish_close(&self, reason: Option<&str>) {
+        match self {
+            OpenSession::Host(session) => session.finish_close(reason),
+            OpenSession::Cuda(session) => session.finish_close(reason),
+        }
+    }
+}
+
+/// Tells the client why its session ends, and ends the socket.
+pub(super) fn end_socket(socket: &UnixStream, reason: Option<&str>) {
+    if let Some(reason) = reason {
+        // The socket has a time limit for writes; a client that does not read gets no reason.
+        let _ = expertd_session::socket::send(socket, frame::ENDED, reason.as_bytes());
+    }
+    let _ = socket.shutdown(Shutdown::Both);
 }

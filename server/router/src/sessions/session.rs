@@ -10,12 +10,13 @@ use expertd_ipc::ring::{RingConsumer, RingProducer};
 use expertd_ipc::{SharedRegion, WaitPolicy};
 use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 use expertd_session::memory::SessionMemory;
-use expertd_session::wire::{CompletionRecord, RequestRecord, frame};
+use expertd_session::wire::{CompletionRecord, RequestRecord};
 use expertd_types::{DType, LayerId, MemoryId};
 use tonic::Code;
 
 use super::Steps;
 use super::call::{SessionCall, failed};
+use super::open::{OpenSession, end_socket};
 use super::registry::{Charge, SessionStatus};
 use super::table::{Admission, CallTable, Places};
 use crate::api::{Envelope, Failure, code_name, next_request_id, validate_session};
@@ -139,38 +140,19 @@ impl SessionState {
         }
     }
 
-    /// Ends the session: no request enters any more, and calls in flight are cancelled. The client, if it still listens, is
-    /// told `reason`.
-    pub(super) fn close(&self, reason: Option<&str>) {
-        if self.begin_close() {
-            self.finish_close(reason);
-        }
+    fn close(self: &Arc<Self>, reason: &str) {
+        OpenSession::Host(Arc::clone(self)).close(Some(reason));
     }
 
-    /// As [`close`](Self::close), for a thread that must not wait for the client.
-    pub(crate) fn close_apart(self: &Arc<Self>, reason: String) {
-        if !self.begin_close() {
-            return;
-        }
-        let session = Arc::clone(self);
-        let thread = std::thread::Builder::new().name("session-end".to_owned());
-        if thread.spawn(move || session.finish_close(Some(&reason))).is_err() {
-            self.finish_close(None);
-        }
-    }
-
-    /// Lets no request enter any more. Returns whether the session was open.
-    fn begin_close(&self) -> bool {
+    /// Lets no request enter any more, and cancels calls in flight. Returns whether the session was open.
+    pub(super) fn begin_close(&self) -> bool {
         self.calls().table.close();
         !self.is_closing.swap(true, Ordering::AcqRel)
     }
 
-    fn finish_close(&self, reason: Option<&str>) {
-        if let Some(reason) = reason {
-            // The socket has a time limit for writes; a client that does not read gets no reason.
-            let _ = expertd_session::socket::send(&self.socket, frame::ENDED, reason.as_bytes());
-        }
-        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+    /// Ends the socket.
+    pub(super) fn finish_close(&self, reason: Option<&str>) {
+        end_socket(&self.socket, reason);
         // A client that has changed the doorbell delays this by one sleep of the waiting thread at most.
         self.memory.service_bell().ring();
     }
@@ -213,13 +195,13 @@ impl SessionState {
                 Ok(Ok(Some(record))) => {
                     if let Err(reason) = self.take(&record, steps) {
                         tracing::warn!(session = self.number, reason, "the service ends a session");
-                        self.close(Some(&reason));
+                        self.close(&reason);
                     }
                 }
                 Ok(Ok(None)) => return,
                 Ok(Err(error)) => {
                     tracing::warn!(session = self.number, %error, "the service ends a session");
-                    self.close(Some(&format!("the ring of requests is broken: {error}")));
+                    self.close(&format!("the ring of requests is broken: {error}"));
                 }
                 // A wait without a deadline cannot time out.
                 Err(_) => {}

@@ -3,12 +3,12 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use expertd_ipc::{RowSource, RowsToStage, SharedSlice};
+use expertd_ipc::{Raise, RowSource, RowsToStage, SharedSlice};
 use expertd_types::{DType, WeightFingerprint};
 
 use super::shared::Reply;
 use crate::backend::{self, Answer, Request, StepError, StepTiming};
-use crate::sessions::Attachments;
+use crate::sessions::{Attachments, Raising};
 use crate::telemetry::names;
 
 /// The parts of an answer: rows, and expert ids and weights if requested.
@@ -158,6 +158,20 @@ impl Active {
         }
         self.timings.clear();
         self.written = 0;
+    }
+
+    /// The completion word of a call of a CUDA session whose `rows` rows in a step are all of its rows; `None` if the router
+    /// raises it.
+    pub(super) fn raise(&self, rows: usize) -> Option<Raise> {
+        let Reply::Cuda(call) = &self.reply else { return None };
+        (rows == self.request.tokens && !self.request.return_routing).then(|| call.raise())
+    }
+
+    /// Sets who raises the completion words.
+    pub(super) fn set_raising(&mut self, raising: Raising) {
+        if let Reply::Cuda(call) = &mut self.reply {
+            call.set_raising(raising);
+        }
     }
 
     /// Sends the complete answer to the caller.

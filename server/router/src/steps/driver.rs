@@ -44,6 +44,8 @@ struct Launched {
     tokens_per_rank: Vec<usize>,
     /// The memory of each segment whose rows ranks access in place.
     memories: Vec<MemoryId>,
+    /// Whether rank 0 raises the completion words of its calls.
+    raises: bool,
 }
 
 pub(super) struct Driver {
@@ -256,6 +258,10 @@ impl Driver {
         tracing::error!(generation = generation.0, reason = fault.kind.label(), %fault, "generation ended");
         metrics::counter!(names::GENERATION_ENDS_TOTAL, "reason" => fault.kind.label()).increment(1);
         self.give_up_reload(fault);
+        // Calls whose words were raised must not be computed again: their clients have gone on.
+        while let Some(done) = self.group.as_mut().and_then(Group::take_raised) {
+            self.collect(done);
+        }
         let fault = GroupFault { is_load: fault.kind == FaultKind::Load, message: fault.to_string() };
         self.step_loop.group_ended(generation, &fault, self.now());
     }

@@ -23,9 +23,9 @@ pub struct AttachNews {
 
 impl Group {
     /// Sends a client's memory to every rank.
-    pub fn attach(&self, memory: MemoryId, kind: MemoryKind, fd: BorrowedFd<'_>) {
+    pub fn attach(&self, memory: MemoryId, kind: MemoryKind, fds: &[BorrowedFd<'_>]) {
         for member in &self.members {
-            member.process.send_with_fd(&ToRank::Attach { memory, kind }, fd);
+            member.process.send_with_fds(&ToRank::Attach { memory, kind }, fds);
         }
     }
 

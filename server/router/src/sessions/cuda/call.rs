@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use expertd_ipc::AttachedRows;
+use expertd_ipc::{AttachedRows, Raise};
 use expertd_session::cuda::wire::RoutingLayout;
 use expertd_session::wire::CompletionRecord;
 use expertd_types::MemoryId;
@@ -13,6 +13,17 @@ use super::super::call::{completion, failed};
 use super::state::CudaState;
 use crate::api::Failure;
 use crate::backend::{Receipt, StepError};
+
+/// Who raises the completion words of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Raising {
+    /// The router.
+    Router,
+    /// Rank 0 has raised them; the client may have begun its next call.
+    Rank,
+    /// Rank 0, which was killed: it has raised them or was about to.
+    KilledRank,
+}
 
 /// A call of a CUDA session, from admission to its completion. A call that is dropped without an answer fails.
 #[derive(Debug)]
@@ -29,6 +40,8 @@ pub(crate) struct CudaCall {
     pub(super) returned: Option<RoutingLayout>,
     pub(super) tokens: usize,
     pub(super) began: Instant,
+    /// Who raises the completion words.
+    pub(super) raising: Raising,
     pub(super) is_complete: bool,
 }
 
@@ -46,6 +59,23 @@ impl CudaCall {
             output: self.output + start as u64,
             bytes,
         }
+    }
+
+    /// The completion word, for rank 0.
+    pub(crate) fn raise(&self) -> Raise {
+        let control = self.session.control();
+        Raise {
+            memory: self.memory().0,
+            word: control.word_offset(self.doorbell, 0) as u32,
+            number: control.number_offset(self.doorbell) as u32,
+            reserved: 0,
+            call: self.call,
+        }
+    }
+
+    /// Sets who raises the completion words.
+    pub(crate) const fn set_raising(&mut self, raising: Raising) {
+        self.raising = raising;
     }
 
     fn memory(&self) -> MemoryId {
@@ -74,7 +104,7 @@ impl CudaCall {
 
     fn complete(&mut self, record: &CompletionRecord) {
         self.is_complete = true;
-        self.session.complete(self.doorbell, record, self.tokens, self.began.elapsed());
+        self.session.complete(self.doorbell, record, self.tokens, self.began.elapsed(), self.raising);
     }
 }
 

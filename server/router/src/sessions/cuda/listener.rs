@@ -67,7 +67,8 @@ impl Shared {
             .wait_attached(Instant::now() + ATTACH_TIMEOUT)
             .and_then(|()| self.begin_cuda(socket, &session).map_err(|error| error.to_string()));
         if let Err(reason) = started {
-            session.close_unopened();
+            // The socket stays open for the refusal.
+            session.begin_close();
             self.registry.remove(number);
             self.steps.session_ended(session.memory_id());
             return Err(reason);
@@ -97,6 +98,8 @@ impl Shared {
         let thread = std::thread::Builder::new().name(format!("doorbells-{}", session.number()));
         thread.spawn(move || {
             of_thread.take_rings(&*steps, has_spare_cores);
+            // The session is released before the thread counts as ended.
+            drop(of_thread);
             drop(connected);
         })?;
         Ok(())

@@ -7,8 +7,10 @@
 
 mod call;
 mod doorbells;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod listener;
 mod state;
 
-pub(crate) use call::CudaCall;
+pub(crate) use call::{CudaCall, Raising};
 pub(crate) use state::CudaState;

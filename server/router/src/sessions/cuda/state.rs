@@ -11,14 +11,15 @@ use expertd_ipc::control::MemoryKind;
 use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 use expertd_session::cuda::control::ControlMemory;
 use expertd_session::cuda::wire::{OpenCuda, PreparedCall, Ring, RoutingLayout, StatusRecord};
-use expertd_session::wire::{CompletionRecord, RequestRecord, frame};
+use expertd_session::wire::{CompletionRecord, RequestRecord};
 use expertd_types::MemoryId;
 use tonic::Code;
 
 use super::super::call::failed;
+use super::super::open::{OpenSession, end_socket};
 use super::super::registry::{Charge, SessionStatus};
 use super::super::session::{Opener, RowsTravel};
-use super::call::CudaCall;
+use super::call::{CudaCall, Raising};
 use super::doorbells::{Admission, DoorbellTable, check};
 use crate::api::{Envelope, Failure, code_name, next_request_id, validate_session};
 use crate::sessions::Steps;
@@ -48,6 +49,8 @@ pub(crate) struct CudaState {
     is_open: AtomicBool,
     is_closing: AtomicBool,
     table: Mutex<DoorbellTable>,
+    /// `[doorbells]`: whether a call is in flight. A ring that comes before the router has seen the end of a call waits.
+    in_flight: Vec<AtomicBool>,
     /// `[doorbells]`: the service's own copies.
     statuses: Mutex<Vec<StatusRecord>>,
     rows_travel: Mutex<RowsTravel>,
@@ -84,6 +87,7 @@ impl CudaState {
             is_open: AtomicBool::new(false),
             is_closing: AtomicBool::new(false),
             table: Mutex::new(DoorbellTable::new(doorbells)),
+            in_flight: (0..doorbells).map(|_| AtomicBool::new(false)).collect(),
             statuses: Mutex::new(vec![StatusRecord::zeroed(); doorbells as usize]),
             rows_travel: Mutex::default(),
             answered: Condvar::new(),
@@ -108,10 +112,12 @@ impl CudaState {
         MemoryId(self.number as u32)
     }
 
-    /// The memory as ranks receive it.
-    pub(crate) fn memory(&self) -> (MemoryKind, BorrowedFd<'_>) {
+    /// The memory as ranks receive it, with its descriptors.
+    pub(crate) fn memory(&self) -> (MemoryKind, Vec<BorrowedFd<'_>>) {
         let OpenCuda { memory_bytes: bytes, device, .. } = self.open;
-        (MemoryKind::Device { bytes, device }, self.memory.as_fd())
+        let region = self.control.region();
+        let kind = MemoryKind::Device { bytes, device, control_bytes: region.len() as u64 };
+        (kind, vec![self.memory.as_fd(), region.as_fd()])
     }
 
     pub(super) fn is_closing(&self) -> bool {
@@ -120,6 +126,14 @@ impl CudaState {
 
     fn table(&self) -> MutexGuard<'_, DoorbellTable> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_in_flight(&self, doorbell: u32) -> bool {
+        self.in_flight[doorbell as usize].load(Ordering::Acquire)
+    }
+
+    fn set_in_flight(&self, doorbell: u32, in_flight: bool) {
+        self.in_flight[doorbell as usize].store(in_flight, Ordering::Release);
     }
 
     fn rows_travel(&self) -> MutexGuard<'_, RowsTravel> {
@@ -137,7 +151,7 @@ impl CudaState {
         drop(travel);
         self.answered.notify_all();
         if let Some(reason) = reason {
-            self.close_apart(format!(
+            OpenSession::Cuda(Arc::clone(self)).close_apart(format!(
                 "the ranks of a new generation cannot use the session's memory: {reason}"
             ));
         }
@@ -184,43 +198,16 @@ impl CudaState {
         }
     }
 
-    /// Ends the session: no call enters any more, and calls in flight are cancelled. The client, if it still listens, is told
-    /// `reason`.
-    pub(in crate::sessions) fn close(&self, reason: Option<&str>) {
-        if self.begin_close() {
-            self.finish_close(reason);
-        }
-    }
-
-    /// As [`close`](Self::close), for a session that was not handed to its client: the socket stays open for a refusal.
-    pub(super) fn close_unopened(&self) {
-        self.begin_close();
-    }
-
-    /// As [`close`](Self::close), for a thread that must not wait for the client.
-    pub(crate) fn close_apart(self: &Arc<Self>, reason: String) {
-        if !self.begin_close() {
-            return;
-        }
-        let session = Arc::clone(self);
-        let thread = std::thread::Builder::new().name("session-end".to_owned());
-        if thread.spawn(move || session.finish_close(Some(&reason))).is_err() {
-            self.finish_close(None);
-        }
-    }
-
-    fn begin_close(&self) -> bool {
+    /// Lets no call enter any more, and cancels calls in flight. Returns whether the session was open.
+    pub(in crate::sessions) fn begin_close(&self) -> bool {
         self.table().close();
         self.answered.notify_all();
         !self.is_closing.swap(true, Ordering::AcqRel)
     }
 
-    fn finish_close(&self, reason: Option<&str>) {
-        if let Some(reason) = reason {
-            // The socket has a time limit for writes; a client that does not read gets no reason.
-            let _ = expertd_session::socket::send(&self.socket, frame::ENDED, reason.as_bytes());
-        }
-        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+    /// Ends the socket.
+    pub(in crate::sessions) fn finish_close(&self, reason: Option<&str>) {
+        end_socket(&self.socket, reason);
     }
 
     /// Prepares calls; returns the number of the first.
@@ -250,19 +237,28 @@ impl CudaState {
         record: &CompletionRecord,
         tokens: usize,
         elapsed: Duration,
+        raising: Raising,
     ) {
+        if raising == Raising::KilledRank {
+            // Before the doorbell's next ring is taken, which clears the word that says what the client has seen.
+            self.control.raise_unseen(doorbell);
+        }
         // Before the words are raised: the client may ring at once.
         self.table().complete(doorbell);
-        self.answer(doorbell, record, elapsed);
+        self.set_in_flight(doorbell, false);
+        self.answer(doorbell, record, elapsed, raising);
         if record.code == 0 {
             self.rows_total.fetch_add(tokens as u64, Ordering::Relaxed);
         }
     }
 
-    fn answer(&self, doorbell: u32, record: &CompletionRecord, elapsed: Duration) {
+    fn answer(&self, doorbell: u32, record: &CompletionRecord, elapsed: Duration, raising: Raising) {
         let mut statuses = self.statuses.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(status) = statuses.get_mut(doorbell as usize) {
-            self.control.complete(doorbell, record, status);
+            match raising {
+                Raising::Router => self.control.complete(doorbell, record, status),
+                Raising::Rank | Raising::KilledRank => self.control.set_status(doorbell, record, status),
+            }
         }
         drop(statuses);
         self.calls_total.fetch_add(1, Ordering::Relaxed);
@@ -273,14 +269,7 @@ impl CudaState {
     pub(super) fn take_rings(self: &Arc<Self>, steps: &dyn Steps, has_spare_cores: bool) {
         let mut last = Instant::now();
         while !self.is_closing() {
-            let mut found = false;
-            for doorbell in 0..self.control.doorbells() {
-                if let Some(ring) = self.control.take(doorbell) {
-                    found = true;
-                    self.take(doorbell, ring, steps);
-                }
-            }
-            if found {
+            if self.poll(steps) {
                 last = Instant::now();
                 continue;
             }
@@ -293,22 +282,38 @@ impl CudaState {
         }
     }
 
+    /// Takes a ring of each doorbell that has no call in flight; returns whether there was one.
+    pub(super) fn poll(self: &Arc<Self>, steps: &dyn Steps) -> bool {
+        let mut found = false;
+        for doorbell in 0..self.control.doorbells() {
+            if self.is_in_flight(doorbell) {
+                continue;
+            }
+            if let Some(ring) = self.control.take(doorbell) {
+                found = true;
+                self.take(doorbell, ring, steps);
+            }
+        }
+        found
+    }
+
     fn take(self: &Arc<Self>, doorbell: u32, ring: Ring, steps: &dyn Steps) {
         let began = Instant::now();
         let admission = self.table().ring(doorbell, ring);
         match admission {
             Admission::Admitted { call, prepared } => {
+                self.set_in_flight(doorbell, true);
                 if let Err(failure) = self.submit(doorbell, ring, call, &prepared, steps, began) {
-                    self.complete(doorbell, &failed(call, failure), 0, began.elapsed());
+                    self.complete(doorbell, &failed(call, failure), 0, began.elapsed(), Raising::Router);
                 }
             }
             Admission::Invalid { call, reason } => {
                 let record = failed(call, Failure::field("prepared call", reason));
-                self.answer(doorbell, &record, began.elapsed());
+                self.answer(doorbell, &record, began.elapsed(), Raising::Router);
             }
             Admission::Broken(reason) => {
                 tracing::warn!(session = self.number, reason, "the service ends a session");
-                self.close(Some(&reason));
+                OpenSession::Cuda(Arc::clone(self)).close(Some(&reason));
             }
             Admission::Closing => {}
         }
@@ -373,6 +378,7 @@ impl CudaState {
             returned: has(RequestRecord::RETURN_ROUTING).then_some(layout),
             tokens: request.tokens,
             began,
+            raising: Raising::Router,
             is_complete: false,
         };
         steps.submit_cuda(request, call).map_err(Failure::from)

@@ -101,7 +101,8 @@ impl Memories {
 }
 
 impl Driver {
-    /// Takes in the answers of ranks to orders about memories.
+    /// Takes in the answers of ranks to orders about memories. A rank that does not answer an order ends the generation, as one that
+    /// does not end a step.
     pub(super) fn hear_memories(&mut self) -> Result<(), Fault> {
         let Driver { group: Some(group), memories, .. } = self else { return Ok(()) };
         while let Some(news) = group.take_attach_answer() {
@@ -130,7 +131,16 @@ impl Driver {
                 session.set_rows_travel(rows_travel);
             }
         }
-        Ok(())
+        // A step may be under way before the order, and orders are carried out as steps are.
+        let limit = 2 * self.cluster.step_timeout;
+        match memories.attachments.unanswered().filter(|_| memories.ordered.elapsed() > limit) {
+            None => Ok(()),
+            Some((memory, ranks)) => {
+                let message =
+                    format!("ranks {ranks:?} have not attached or detached memory {memory} within {limit:?}");
+                Err(Fault { kind: FaultKind::StepTimeout, message })
+            }
+        }
     }
 
     /// Sends orders about memories to ranks, and releases memories that are no longer used.
@@ -146,8 +156,8 @@ impl Driver {
             match (action, &group) {
                 (AttachAction::Attach(memory), Some(group)) => {
                     if let Some(session) = memories.sessions.get(&memory) {
-                        let (kind, fd) = session.memory();
-                        group.attach(memory, kind, fd);
+                        let (kind, fds) = session.memory();
+                        group.attach(memory, kind, &fds);
                     }
                 }
                 (AttachAction::Detach(memory), Some(group)) => group.detach(memory),

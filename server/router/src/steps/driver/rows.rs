@@ -1,16 +1,18 @@
 //! The rows of steps: staged or named when a step is launched, and taken to answers when it is complete.
 
+use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use expertd_ipc::RowSource;
-use expertd_scheduler::RequestKey;
+use expertd_ipc::{MAX_RAISES, Raise, RowSource};
+use expertd_scheduler::{RankRows, RequestKey};
 use expertd_types::StepId;
 
 use super::{Driver, Launched};
 use crate::backend::{PhaseTimes, StepTiming};
 use crate::cluster::{Fault, Group, StepDone};
-use crate::steps::active::{IDS, Output, ROWS, TrialRow, WEIGHTS};
+use crate::sessions::Raising;
+use crate::steps::active::{Active, IDS, Output, ROWS, TrialRow, WEIGHTS};
 
 /// A completed step that the metrics lack.
 pub(super) struct Unrecorded {
@@ -29,7 +31,9 @@ impl Driver {
     }
 
     fn try_launch(&mut self, id: StepId) -> Result<(), Fault> {
-        let Driver { group: Some(group), step_loop, active, copier, shared, cluster, memories, .. } = self
+        let Driver {
+            group: Some(group), step_loop, active, launched, copier, shared, cluster, memories, ..
+        } = self
         else {
             return Ok(());
         };
@@ -59,12 +63,29 @@ impl Driver {
             }
             staged.push((range.key, forming.stage(range.rank, &rows)?));
         }
+        // Words are raised in the order of steps, so that the router knows after a fault which calls are complete.
+        let raises = match launched.iter().all(|earlier| earlier.raises) {
+            true => whole_calls(&step.rows, active),
+            false => None,
+        };
+        for raise in raises.iter().flatten() {
+            forming.raise(*raise)?;
+        }
+        let raises = raises.is_some();
         forming.copy(copier);
-        group.launch(id, step.slot, step.kind.layer, top_k, step.tokens)?;
+        group.launch(id, step.slot, step.kind.layer, top_k, step.tokens, raises)?;
         tracing::debug!(step = %id, layer = %step.kind.layer, tokens = step.tokens, ranges = step.rows.len(), "step launched");
         in_place.iter().for_each(|memory| memories.attachments.launched(*memory));
         let memories = in_place;
-        self.launched.push_back(Launched { step: id, top_k, formed, staged, tokens_per_rank, memories });
+        self.launched.push_back(Launched {
+            step: id,
+            top_k,
+            formed,
+            staged,
+            tokens_per_rank,
+            memories,
+            raises,
+        });
         Ok(())
     }
 
@@ -95,14 +116,17 @@ impl Driver {
             let Some(active) = self.active.get_mut(key) else { continue };
             if keys.last() != Some(key) {
                 active.add_timing(timing);
+                if launched.raises {
+                    active.set_raising(if done.is_after_fault { Raising::KilledRank } else { Raising::Rank });
+                }
                 keys.push(*key);
                 first = outputs.as_flattened().len();
                 outputs.push(active.take_output());
             }
-            let rows = group.answer(staged);
             if staged.is_attached() {
                 active.skip_rows(staged.rows());
             } else {
+                let rows = group.answer(staged);
                 match active.next_place(rows.len()) {
                     Some(place) => shared.push((rows, place)),
                     None => copies.push((first + ROWS, rows)),
@@ -136,4 +160,16 @@ impl Driver {
             }
         }
     }
+}
+
+/// The completion words of a step's calls, if each of them is a call of a CUDA session, has all its rows in the step, and no more
+/// than [`MAX_RAISES`] words are to be raised.
+fn whole_calls(rows: &[RankRows], active: &HashMap<RequestKey, Active>) -> Option<Vec<Raise>> {
+    let mut raises = Vec::new();
+    // The ranges of one request are adjacent.
+    for ranges in rows.chunk_by(|a, b| a.key == b.key) {
+        let rows = ranges.iter().map(|range| range.rows.len()).sum();
+        raises.push(active.get(&ranges[0].key)?.raise(rows)?);
+    }
+    (1..=MAX_RAISES).contains(&raises.len()).then_some(raises)
 }

@@ -1,0 +1,52 @@
+#!/usr/bin/env python3
+"""DeepGEMM peer: its fused FP8 MoE for Hopper, which quantises rows, exchanges them, multiplies and combines in one kernel.
+
+The gate is PyTorch's. Needs sgl-deep-gemm 0.1.4.post1; see README.md for the environment.
+
+torchrun --nproc-per-node N deepgemm_layer.py [--shape S] [--tokens T ...]
+"""
+
+import os
+import sys
+
+if "PEER_SITE" in os.environ:
+    sys.path.insert(0, os.environ["PEER_SITE"])
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import layer as common  # noqa: E402
+
+# The kernel supports no wider experts.
+WIDEST = 4096
+
+
+def prepare(world, shape, tokens):
+    import deep_gemm
+
+    if world.ranks == 1 or shape.width > WIDEST:
+        return None
+    # One step follows the other, so all use the same buffer.
+    buffer = deep_gemm.get_symm_buffer_for_mega_moe(
+        dist.group.WORLD, shape.experts, tokens, shape.top_k, shape.hidden, shape.width
+    )
+
+    def make(layer, rows, out):
+        if not hasattr(layer, "for_deepgemm"):
+            pairs = [(weights.values, weights.scales) for weights in (layer.gate_up, layer.down)]
+            layer.for_deepgemm = deep_gemm.transform_weights_for_mega_moe_sm90(*pairs)
+        gate_up, down = layer.for_deepgemm
+
+        def step():
+            weights, ids = layer.route(rows)
+            staged = (buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights)
+            deep_gemm.mega_moe_pre_dispatch_sm90(rows, ids.to(torch.int32), weights, *staged, tokens)
+            deep_gemm.fp8_mega_moe(out, gate_up, down, buffer)
+
+        return step
+
+    return make
+
+
+if __name__ == "__main__":
+    common.run("deepgemm", __doc__, prepare, formats=("fp8",))
