@@ -122,7 +122,10 @@ class Decoder:
 
 def measure(name, model, batch, args, graphed):
     device = torch.device(args.device)
+    # batched_mm copies the weights of every row's experts, for which prompts have too many rows.
+    model.set_experts_implementation("grouped_mm")
     decoder = Decoder(model, batch, args.prompt, args.steps, device)
+    model.set_experts_implementation(args.implementation)
     step = decoder.step
     for _ in range(args.warm_up):
         step()
@@ -213,6 +216,7 @@ def main():
     parser.add_argument("--device", default="cuda:1", help="GPU of attention; the service's rank is on GPU 0")
     parser.add_argument("--ways", nargs="+", default=["local", "cuda", "host", "grpc", "cpu", "offload"])
     args = parser.parse_args()
+    args.implementation = "batched_mm"
     torch.cuda.set_device(args.device)
     began = time.monotonic()
 
@@ -234,9 +238,8 @@ def main():
             note("service ready")
             if "local" in args.ways:
                 for implementation in ("batched_mm", "grouped_mm"):
-                    model.set_experts_implementation(implementation)
-                    attempt(f"local {implementation}", model, args)
-                    attempt(f"local {implementation}", model, args, graphed=True)
+                    for graphed in (False, True):
+                        attempt(f"local {implementation}", model, args, graphed, implementation=implementation)
                 note("local measured")
             for way in ("cuda", "host", "grpc"):
                 if way in args.ways:
@@ -261,7 +264,6 @@ def main():
         note("CPU ranks measured")
         use_local(model, blocks, kept)
     if "offload" in args.ways:
-        model.set_experts_implementation("batched_mm")
         with offloaded(model, args.device):
             note("experts offloaded")
             # Each step copies all experts, whatever the batch.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor  # type: ignore[import-not-found, unused-ignore]
+from torch.utils.dlpack import from_dlpack  # type: ignore[import-not-found, unused-ignore]
 
 from ._errors import ConnectError, NotFoundError, UnavailableError, UnsupportedError
 from ._native import NativeClient, NativeCudaSession, NativePrepared
@@ -113,10 +114,10 @@ class _Lane:
         sizes = session.sizes
         places = itertools.accumulate(sizes.values(), initial=doorbell * sum(sizes.values()))
         self.places = dict(zip(sizes, places, strict=False))
-        self.words = torch.from_dlpack(session.native.words(doorbell))
+        self.words = from_dlpack(session.native.words(doorbell))
         self.prepared: dict[tuple[int, _Kind], _Prepared] = {}
         self.lock = threading.Lock()
-        self.event = torch.cuda.Event()
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
         # The stream of the last call.
         self.stream: torch.cuda.Stream | None = None
         self.calls = 0
@@ -192,7 +193,7 @@ class _Lane:
                 piece = slice(start, min(start + most, rows.shape[0]))
                 count = piece.stop - start
                 prepared.rows[:count].copy_(rows[piece])
-                if routing.ids is not None:
+                if routing.ids is not None and routing.weights is not None:
                     prepared.ids[:count].copy_(routing.ids[piece])
                     prepared.weights[:count].copy_(routing.weights[piece])
                 if routing.token_ids is not None and prepared.token_ids is not None:
@@ -229,7 +230,7 @@ class _Session:
         memory_bytes = _LANES * sum(self.sizes.values())
         self.native = NativeCudaSession(address, device.index, memory_bytes, 2 * routing + token_ids, _LANES)
         with torch.cuda.device(device):
-            self.memory = torch.from_dlpack(self.native.memory()).view(torch.uint8)
+            self.memory = from_dlpack(self.native.memory()).view(torch.uint8)
             self.not_a_number = {dtype: torch.full((), float("nan"), dtype=dtype, device=device) for dtype in _DTYPES}
 
     def most(self, dtype: torch.dtype) -> int:
@@ -359,7 +360,7 @@ class CudaRoute:
 
 
 def _tensor(rows: Any, what: str) -> Tensor:
-    tensor = rows if isinstance(rows, Tensor) else torch.from_dlpack(rows) if hasattr(rows, "__dlpack__") else None
+    tensor = rows if isinstance(rows, Tensor) else from_dlpack(rows) if hasattr(rows, "__dlpack__") else None
     if tensor is None or not tensor.is_cuda:
         found = type(rows).__name__ if tensor is None else f"a tensor on {tensor.device}"
         raise TypeError(

@@ -124,6 +124,8 @@ fn run(steps: u64, fails_at: u64) -> (Vec<u64>, usize, Result<(), String>) {
                 segments: 0,
                 step_tokens: 1,
                 top_k: 1,
+                raises: 0,
+                reserved: 0,
             };
             router.launch(&step).unwrap();
         }
