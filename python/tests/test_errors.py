@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -139,3 +141,23 @@ def test_clients_of_a_parent_are_refused_after_a_fork_and_new_ones_work(golden, 
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_without_torch_cuda_sessions_are_refused():
+    program = """
+import sys
+sys.modules["torch"] = None
+import expertd
+try:
+    expertd.Client("unix:/tmp/none.sock", session="cuda")
+except expertd.UnsupportedError as error:
+    sys.exit(0 if "needs torch" in str(error) else str(error))
+sys.exit("was not refused")
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_asyncio_clients_of_cuda_sessions_are_refused():
+    with pytest.raises(expertd.UnsupportedError, match="asyncio"):
+        expertd.AsyncClient("unix:/tmp/none.sock", session="cuda")
