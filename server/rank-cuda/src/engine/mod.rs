@@ -26,6 +26,8 @@ mod probe;
 mod run;
 mod setup;
 mod step;
+mod upload;
+mod usage;
 mod weights;
 
 pub(crate) use probe::probe;
@@ -206,7 +208,7 @@ impl CudaEngine {
             layer,
             slot: &self.buffers.slots[slot],
             counts: &self.counts,
-            group: Group { top_k, experts: layer.spec.experts.count as u32, ..self.groups[slot] },
+            group: Group { top_k, ..self.layers.group(layer, self.groups[slot]) },
             staged: match self.copies_of(variant) {
                 Some(copies) => copies.staged(slot, self.staged[slot]),
                 None => self.staged[slot],

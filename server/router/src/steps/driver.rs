@@ -195,6 +195,7 @@ impl Driver {
         let generation = group.generation();
         let was_started = group.is_started();
         let news = group.poll();
+        let usage_changed = group.take_usage_change();
         let is_started = group.is_started();
         let ended = group.experts_ended();
         if ended.is_some() && ended != self.experts_ended {
@@ -215,6 +216,7 @@ impl Driver {
                     self.begin_serving(generation);
                 }
             }
+            Ok(_) if usage_changed => self.show_ranks(),
             Ok(_) => {}
         }
     }
@@ -382,7 +384,7 @@ impl Driver {
     fn answer(&mut self, key: RequestKey, receipt: Receipt) {
         if let Some(active) = self.active.remove(&key) {
             let fingerprint = self.shared.fingerprint();
-            active.answer(receipt, fingerprint);
+            active.answer(receipt, fingerprint, self.launched.is_empty());
         }
     }
 

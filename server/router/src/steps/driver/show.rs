@@ -55,6 +55,7 @@ impl Driver {
                     state: RankState::Loading,
                     weight_bytes_loaded: view.loaded_bytes,
                     weight_bytes_total: view.total_bytes,
+                    usage: None,
                 })
                 .collect(),
             (Some(group), _) => (0..)
@@ -69,6 +70,7 @@ impl Driver {
                         state: if view.ready { RankState::Ready } else { RankState::Loading },
                         weight_bytes_loaded: view.loaded_bytes,
                         weight_bytes_total: view.total_bytes,
+                        usage: view.usage,
                     }
                 })
                 .collect(),
@@ -80,6 +82,7 @@ impl Driver {
                     state: RankState::Gone,
                     weight_bytes_loaded: 0,
                     weight_bytes_total: 0,
+                    usage: None,
                 })
                 .collect(),
         };
