@@ -126,8 +126,7 @@ impl NativeCudaSession {
         memory_bytes: usize,
         doorbells: u32,
     ) -> PyResult<NativeCudaSession> {
-        let options =
-            CudaSessionOptions { device, memory_bytes, doorbells, routing_bytes: 0, timeout: TIMEOUT };
+        let options = CudaSessionOptions { device, memory_bytes, doorbells, routing_bytes: 0, timeout: TIMEOUT };
         let session = py.detach(|| CudaSession::open(address, &options));
         let session = session.map_err(|error| open_failure(address, error).into_exception(py))?;
         Ok(NativeCudaSession {
@@ -207,8 +206,9 @@ impl NativeCudaSession {
     fn last(&self, py: Python<'_>, doorbell: u32) -> PyResult<(u64, Option<Receipt>)> {
         let session = self.checked()?;
         let status = session.status(doorbell).map_err(|error| raise(py, error))?;
-        let receipt =
-            status.last.map(|last| receipt::from_message(session::receipt(&last, true), 1).into_receipt(py));
+        let receipt = status.last.map(|last| {
+            receipt::from_message(session::receipt(&last, true), 1).into_receipt(py)
+        });
         Ok((status.calls, receipt.transpose()?))
     }
 
@@ -268,3 +268,4 @@ impl DeviceArray {
         (dlpack::CUDA, i32::try_from(self.device).unwrap_or(i32::MAX))
     }
 }
+
