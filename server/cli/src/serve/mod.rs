@@ -23,6 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::plan::{PlanError, ServePlan, SessionPlan};
 use self::settings::{Given, ServeArgs};
+use expertd_ipc::wait::spin_between_steps;
 use expertd_router::api::{
     self, Access, Address, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig,
 };
@@ -243,6 +244,7 @@ impl Running {
                 users: sessions.users.clone(),
                 limits: sessions.limits,
                 spin: plan.cluster.spin,
+                spin_between_steps: spin_between_steps(plan.cluster.spin, plan.cluster.usable_cores),
             }),
             None => None,
         };

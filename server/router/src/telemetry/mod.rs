@@ -6,6 +6,7 @@ mod logs;
 pub mod names;
 mod page;
 mod process;
+mod ranks;
 mod rarely;
 mod recorder;
 mod traces;

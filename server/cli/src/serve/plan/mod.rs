@@ -222,19 +222,30 @@ fn placement(
 ) -> Result<Option<ExpertPlacement>, PlanError> {
     let Some(path) = &given.placement.0 else { return Ok(None) };
     let failed = |problem: String| value("placement", format!("{}: {problem}", path.display()));
-    super::reload::check_device(machine.device).map_err(failed)?;
-    let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
-    let experts = spec.moe_layers().map(|(layer, moe)| (layer, moe.experts.count)).collect();
-    let placement = ExpertPlacement::from_json(&text)
-        .and_then(|placement| placement.check(machine.ranks as usize, &experts).map(|()| placement));
-    let placement = placement.map_err(|error| failed(error.to_string()))?;
-    match super::reload::lack_of_memory(spec, machine.ranks, Some(&placement)) {
+    let placement =
+        read_placement(path, spec, machine.ranks as usize).map_err(|problem| value("placement", problem))?;
+    // Loaders of GPU ranks check the memory of their devices.
+    let lacks = || super::reload::lack_of_memory(spec, machine.ranks, Some(&placement));
+    match (machine.device == DeviceKind::Cpu).then(lacks).flatten() {
         None => Ok(Some(placement)),
         Some((available, needed)) => Err(failed(format!(
             "the weights need {needed} MiB with all copies of experts, and {available} MiB of memory are available; use fewer \
              spare experts"
         ))),
     }
+}
+
+/// Reads a placement, and checks that it is for this model and number of ranks.
+///
+/// # Errors
+/// What is wrong, with the name of the file.
+pub(crate) fn read_placement(path: &Path, spec: &ModelSpec, ranks: usize) -> Result<ExpertPlacement, String> {
+    let failed = |problem: String| format!("{}: {problem}", path.display());
+    let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
+    let experts = spec.moe_layers().map(|(layer, moe)| (layer, moe.experts.count)).collect();
+    let placement = ExpertPlacement::from_json(&text)
+        .and_then(|placement| placement.check(ranks, &experts).map(|()| placement));
+    placement.map_err(|error| failed(error.to_string()))
 }
 
 /// Files with credentials.
