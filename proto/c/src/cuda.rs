@@ -225,8 +225,7 @@ pub unsafe extern "C" fn expertd_cuda_status(
     match status.last_failure {
         None => 0,
         Some(failure) => {
-            let failure =
-                SessionError::Status { code: failure.code, message: failure.message, retry_after: None };
+            let failure = SessionError::from(failure);
             // SAFETY: the caller's promise about `error`.
             unsafe { fail(&failure, error, error_bytes) }
         }

@@ -8,6 +8,7 @@ use expertd_ipc::{AttachedRows, RowSource, SharedSlice};
 use expertd_session::wire::{CompletionRecord, MAX_RANKS};
 use expertd_types::MemoryId;
 use tonic::Code;
+use tonic_types::StatusExt as _;
 
 use super::session::SessionState;
 use crate::api::Failure;
@@ -149,9 +150,12 @@ pub(super) fn completion(call: u64, receipt: &Receipt) -> CompletionRecord {
 pub(super) fn failed(call: u64, failure: Failure) -> CompletionRecord {
     let retry_after_ns = failure.retry_after().map_or(0, nanos);
     let status = tonic::Status::from(failure);
+    let reason = status.get_details_error_info().map(|info| info.reason).unwrap_or_default();
+    let fields = status.get_details_bad_request().map(|bad| bad.field_violations).unwrap_or_default();
+    let record = CompletionRecord::failed(call, status.code() as i32 as u32, status.message());
     CompletionRecord {
         retry_after_ns,
-        ..CompletionRecord::failed(call, status.code() as i32 as u32, status.message())
+        ..record.with_reason(&reason, fields.iter().map(|violation| violation.field.as_str()))
     }
 }
 

@@ -5,7 +5,7 @@
 use std::ffi::c_void;
 use std::mem::zeroed;
 use std::sync::PoisonError;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUstream, CUstreamBatchMemOpParams, CUstreamBatchMemOpType};
 
@@ -64,6 +64,34 @@ pub struct CallFailure {
     pub code: u32,
     /// The service's sentence.
     pub message: String,
+    /// When a retry can succeed, if the service said so.
+    pub retry_after: Option<Duration>,
+    /// The service's name for the cause; empty if it gave none.
+    pub reason: String,
+    /// Names of invalid fields.
+    pub fields: Vec<String>,
+}
+
+impl CallFailure {
+    fn of(record: &CompletionRecord) -> Self {
+        let after = Duration::from_nanos(record.retry_after_ns);
+        let (reason, fields) = record.reason();
+        CallFailure {
+            call: record.call,
+            code: record.code,
+            message: record.text(),
+            retry_after: (!after.is_zero()).then_some(after),
+            reason,
+            fields,
+        }
+    }
+}
+
+impl From<CallFailure> for SessionError {
+    fn from(failure: CallFailure) -> Self {
+        let CallFailure { code, message, retry_after, reason, fields, .. } = failure;
+        SessionError::Status { code, message, retry_after, reason, fields }
+    }
 }
 
 impl CudaSession {
@@ -260,16 +288,11 @@ impl CudaSession {
             }
             std::hint::spin_loop();
         };
-        let failure = |record: &CompletionRecord| CallFailure {
-            call: record.call,
-            code: record.code,
-            message: record.text(),
-        };
         Ok(DoorbellStatus {
             calls: record.calls,
             failures: record.failures,
             last: (record.calls > 0 && record.last.code == 0).then(|| Receipt::from(&record.last)),
-            last_failure: (record.failures > 0).then(|| failure(&record.last_failure)),
+            last_failure: (record.failures > 0).then(|| CallFailure::of(&record.last_failure)),
         })
     }
 }
