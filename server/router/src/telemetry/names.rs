@@ -99,8 +99,8 @@ metrics_table! {
     EXPERT_ROWS_TOTAL = "expertd_expert_rows_total", Kind::Counter, Count, ["layer", "expert"];
     /// Bytes of weights that a rank holds.
     RANK_WEIGHT_BYTES = "expertd_rank_weight_bytes", Kind::Gauge, Bytes, ["rank"];
-    /// Memory in use on a rank's GPU, all processes together. Absent on CPUs, on parts of a GPU (MIG) and without NVIDIA's
-    /// management library; NaN while the rank is gone.
+    /// Memory in use on a rank's GPU, all processes and the driver's own reservation together. Absent on CPUs, on parts of a
+    /// GPU (MIG) and without NVIDIA's management library; NaN while the rank is gone.
     GPU_MEMORY_USED_BYTES = "expertd_gpu_memory_used_bytes", Kind::Gauge, Bytes, ["rank"];
     /// Memory of a rank's GPU; absent and NaN as `expertd_gpu_memory_used_bytes`.
     GPU_MEMORY_TOTAL_BYTES = "expertd_gpu_memory_total_bytes", Kind::Gauge, Bytes, ["rank"];
