@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor  # type: ignore[import-not-found, unused-ignore]
@@ -71,8 +71,7 @@ class CudaAnswer:
         return receipt if ended == self._number else None
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """What calls have in common that are prepared together."""
 
     dtype: torch.dtype
@@ -176,15 +175,17 @@ class _Lane:
             )
         return self.prepared[layer, kind]
 
-    def forward(self, rows: Tensor, routing: _Routing, out: Tensor, prepared: _Prepared, return_routing: bool) -> CudaAnswer:
+    def forward(
+        self, rows: Tensor, routing: _Routing, out: Tensor, prepared: _Prepared, return_routing: bool, ordered: bool
+    ) -> CudaAnswer:
         """Enqueues a call on the current stream.
 
-        The places belong to one call at a time, also if calls come from several streams. Within graphs, the program orders them.
+        The places belong to one call at a time. `ordered`: calls of several streams wait for each other. Within graphs, the program
+        orders them.
         """
         native, most = self.session.native, prepared.rows.shape[0]
         not_a_number = self.session.not_a_number[rows.dtype]
         stream = torch.cuda.current_stream(rows.device)
-        ordered = not torch.cuda.is_current_stream_capturing()
         returned = []
         with self.lock:
             if ordered and self.stream is not None and self.stream != stream:
@@ -287,6 +288,15 @@ class CudaRoute:
         routing = _routing(options, tensor)
         if seconds is not None and not seconds > 0:
             raise ValueError(f"timeout is {seconds}; expected a positive number of seconds, or None for no limit")
+        if torch.cuda.current_device() == tensor.device.index:
+            return self._enqueue(layer, tensor, routing, seconds, options, out)
+        with torch.cuda.device(tensor.device):
+            return self._enqueue(layer, tensor, routing, seconds, options, out)
+
+    def _enqueue(
+        self, layer: int, tensor: Tensor, routing: _Routing, seconds: float | None, options: dict[str, Any], out: Any
+    ) -> CudaAnswer:
+        """A call on the current stream of the current device, which is that of `tensor`."""
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format) if out is None else _checked_output(out, tensor)
         capturing = torch.cuda.is_current_stream_capturing()
         lane = self._of(tensor.device, capturing)[1 if capturing else 0]
@@ -301,18 +311,17 @@ class CudaRoute:
             session.native.check()
             if capturing:
                 session.native.keep()
-            with torch.cuda.device(tensor.device), torch.no_grad():
-                kind = _Kind(
-                    dtype=tensor.dtype,
-                    shared_experts=options["shared_experts"] == "include",
-                    version=options["expected_weight_version"],
-                    timeout_us=0 if seconds is None else max(int(seconds * 1e6), 1),
-                    given_k=0 if routing.ids is None else routing.ids.shape[1],
-                    return_routing=options["return_routing"],
-                    token_ids=routing.token_ids is not None,
-                )
-                prepared = lane.prepare(layer, kind)
-                return lane.forward(tensor, routing, out, prepared, kind.return_routing)
+            kind = _Kind(
+                dtype=tensor.dtype,
+                shared_experts=options["shared_experts"] == "include",
+                version=options["expected_weight_version"],
+                timeout_us=0 if seconds is None else max(int(seconds * 1e6), 1),
+                given_k=0 if routing.ids is None else routing.ids.shape[1],
+                return_routing=options["return_routing"],
+                token_ids=routing.token_ids is not None,
+            )
+            prepared = lane.prepare(layer, kind)
+            return lane.forward(tensor, routing, out, prepared, kind.return_routing, ordered=not capturing)
         except UnavailableError:
             self._forget(session)
             raise
