@@ -38,7 +38,7 @@ pub struct CudaSessionOptions {
     pub memory_bytes: usize,
     /// Number of doorbells: calls that may be in flight at once.
     pub doorbells: u32,
-    /// Size of what one call may carry in ids, weights and token ids, in bytes: [`RoutingLayout`] says how many a call needs. 0 if the
+    /// Size of what one call may carry in ids, weights and token ids, in bytes: [`RoutingLayout`](super::wire::RoutingLayout) says how many a call needs. 0 if the
     /// service's gate routes all calls.
     pub routing_bytes: u32,
     /// How long opening and preparing may take.

@@ -77,7 +77,7 @@ pub struct OpenedCuda {
 }
 
 /// A call that is described once and started by its number. Places are offsets into the client's memory, in bytes, and multiples
-/// of [`ALIGN`](crate::wire::ALIGN).
+/// of [`ALIGN`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct PreparedCall {
