@@ -42,6 +42,9 @@ constexpr uint32_t kTable = 1024;
 constexpr uint32_t kEntryWords = sizeof(Segment) / sizeof(uint64_t);
 // Number of entries that are loaded together with the request, before their number is known.
 constexpr uint32_t kEarly = kThreads / kEntryWords - 2;
+// The same for a grid of more than kSmallGrid blocks: every block loads these entries over the host's link.
+constexpr uint32_t kEarlyOfMany = 4;
+constexpr uint32_t kSmallGrid = 16;
 static_assert(kEarly * kEntryWords + sizeof(StepRequest) / 16 <= kThreads, "a thread each");
 
 // The segment that holds `row`, among `count` segments of consecutive rows.
@@ -206,7 +209,7 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
     const uint64_t begin = now_ns();
     // The request and the first entries take one round trip to the host, the rows a second one. Segments are looked up in shared
     // memory, which takes none.
-    const uint32_t early = min(p.max_segments, kEarly);
+    const uint32_t early = min(p.max_segments, gridDim.x > kSmallGrid ? kEarlyOfMany : kEarly);
     if (threadIdx.x < early * kEntryWords) {
         table_words[threadIdx.x] = load_host(entries + threadIdx.x);
     } else if (threadIdx.x >= kThreads - sizeof(StepRequest) / 16) {

@@ -127,25 +127,23 @@ def test_out_receives_the_rows(served):
 
 @gpu
 def test_a_graph_captures_calls_and_replays_them_with_other_rows(served):
+    def walk(rows):
+        for layer in served.layers:
+            answer = served.client.forward(layer, rows, return_routing=True)
+            routing = {"topk_ids": answer.topk_ids, "topk_weights": answer.topk_weights}
+            rows = rows + answer.rows + served.client.forward(layer, rows, **routing).rows
+        return rows
+
     static = served.rows(8)
-    served.client.forward(served.layers[0], static)
+    walk(static)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(served.device), torch.cuda.graph(graph):
-        found = static
-        for layer in served.layers:
-            answer = served.client.forward(layer, found, return_routing=True)
-            routing = {"topk_ids": answer.topk_ids, "topk_weights": answer.topk_weights}
-            found = found + answer.rows + served.client.forward(layer, found, **routing).rows
+        found = walk(static)
     for _ in range(20):
         rows = served.rows(8)
-        expected = rows
         static.copy_(rows)
         graph.replay()
-        for layer in served.layers:
-            rows = served.client.forward(layer, expected).rows
-            expected = expected + 2 * rows
-        # The sum of two answers is rounded once more than their double.
-        assert worst(found, expected) < 2e-2
+        assert torch.equal(found, walk(rows))
     served.client.synchronize()
 
 

@@ -204,7 +204,8 @@ async fn calls_of_sessions_are_spans() {
     let endpoint = received.serve().await;
     let folder = tempfile::tempdir().unwrap();
     let address = format!("unix:{}", folder.path().join("session.sock").display());
-    let more = ["--otlp-endpoint", &endpoint, "--session-listen", &address, "--max-tokens-per-step", "8"];
+    let limits = ["--max-tokens-per-step", "8", "--max-tokens-per-request", "64"];
+    let more = [&["--otlp-endpoint", &endpoint, "--session-listen", &address], &limits[..]].concat();
     let mut service = Service::start_with(FAMILY, 2, &more, &[]);
     let (call, wanted) = request(20);
     let wrong = ForwardRequest { layer: 999, ..call.clone() };

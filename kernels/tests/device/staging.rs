@@ -311,6 +311,8 @@ pub fn check(options: &Options) -> Outcome {
                     out_dtype: if uniform { segments.first().map_or(3, |s| s.dtype) } else { 3 },
                     segments: segments.len() as u32,
                     raises: raised as u32,
+                    direct: 0,
+                    reserved: [0; 3],
                     raise: raises(stage.signals.address(), number, raised).0,
                     ..StepRequest::default()
                 }]));

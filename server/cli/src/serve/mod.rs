@@ -231,9 +231,8 @@ impl Running {
             admin: Some(address("admin-listen", &plan.admin_listen)?),
             insecure: plan.access.insecure,
             connections: ConnectionLimits {
-                tcp: sockets.connections,
                 tarpit: sockets.tarpit,
-                ..plan.connections
+                ..plan.connections.with_tcp(sockets.connections)
             },
             shutdown_grace: SHUTDOWN_GRACE,
             timeouts: ConnectionTimeouts::default(),

@@ -18,20 +18,13 @@ type Code = c_int;
 /// `nvmlDevice_t`.
 type Handle = *mut c_void;
 
-/// `nvmlMemory_v2_t`, in bytes. The first version counts what the driver reserves for itself as used.
+/// `nvmlMemory_t`, in bytes. What the driver reserves for itself counts as used.
 #[repr(C)]
 #[derive(Default)]
 struct Memory {
-    version: c_uint,
     total: c_ulonglong,
-    reserved: c_ulonglong,
     free: c_ulonglong,
     used: c_ulonglong,
-}
-
-impl Memory {
-    /// `NVML_STRUCT_VERSION(Memory, 2)`.
-    const VERSION: c_uint = size_of::<Memory>() as c_uint | 2 << 24;
 }
 
 /// `nvmlUtilization_t`, in percent.
@@ -80,7 +73,7 @@ impl Nvml {
                 *library.get::<unsafe extern "C" fn(*const c_char, *mut Handle) -> Code>(
                     b"nvmlDeviceGetHandleByUUID\0",
                 )?,
-                *library.get(b"nvmlDeviceGetMemoryInfo_v2\0")?,
+                *library.get(b"nvmlDeviceGetMemoryInfo\0")?,
                 *library.get(b"nvmlDeviceGetUtilizationRates\0")?,
                 *library.get(b"nvmlShutdown\0")?,
             )
@@ -97,10 +90,9 @@ impl Nvml {
     }
 
     fn read(&self) -> Result<DeviceUsage, NvmlError> {
-        let mut memory = Memory { version: Memory::VERSION, ..Memory::default() };
-        let mut utilization = Utilization::default();
-        // SAFETY: the handle is the library's, and the result is written to memory of the function's type and version.
-        check("nvmlDeviceGetMemoryInfo_v2", unsafe { (self.memory)(self.device, &raw mut memory) })?;
+        let (mut memory, mut utilization) = (Memory::default(), Utilization::default());
+        // SAFETY: the handle is the library's, and the result is written to memory of the function's type.
+        check("nvmlDeviceGetMemoryInfo", unsafe { (self.memory)(self.device, &raw mut memory) })?;
         // SAFETY: as above.
         let code = unsafe { (self.utilization)(self.device, &raw mut utilization) };
         let percent = u8::try_from(utilization.gpu).ok().filter(|percent| code == 0 && *percent <= 100);

@@ -99,8 +99,8 @@ metrics_table! {
     EXPERT_ROWS_TOTAL = "expertd_expert_rows_total", Kind::Counter, Count, ["layer", "expert"];
     /// Bytes of weights that a rank holds.
     RANK_WEIGHT_BYTES = "expertd_rank_weight_bytes", Kind::Gauge, Bytes, ["rank"];
-    /// Memory in use on a rank's GPU, all processes together. Absent on CPUs, on parts of a GPU (MIG) and without NVIDIA's
-    /// management library; NaN while the rank is gone.
+    /// Memory in use on a rank's GPU, all processes and the driver's own reservation together. Absent on CPUs, on parts of a
+    /// GPU (MIG) and without NVIDIA's management library; NaN while the rank is gone.
     GPU_MEMORY_USED_BYTES = "expertd_gpu_memory_used_bytes", Kind::Gauge, Bytes, ["rank"];
     /// Memory of a rank's GPU; absent and NaN as `expertd_gpu_memory_used_bytes`.
     GPU_MEMORY_TOTAL_BYTES = "expertd_gpu_memory_total_bytes", Kind::Gauge, Bytes, ["rank"];
@@ -154,7 +154,7 @@ metrics_table! {
     BYTES_IN_FLIGHT_LIMIT = "expertd_bytes_in_flight_limit", Kind::Gauge, Bytes, [];
     /// Resident memory of one process of the service (`router` or the number of a rank), by kind: anon, file or shmem.
     PROCESS_RESIDENT_BYTES = "expertd_process_resident_bytes", Kind::Gauge, Bytes, ["process", "kind"];
-    /// Upper bound of the router's resident memory, all kinds together.
+    /// Upper bound of the router's resident memory, kinds anon and shmem together.
     ROUTER_MEMORY_LIMIT_BYTES = "expertd_router_memory_limit_bytes", Kind::Gauge, Bytes, [];
     /// Unix time at which the service started.
     START_TIME_SECONDS = "expertd_start_time_seconds", Kind::Gauge, Seconds, [];

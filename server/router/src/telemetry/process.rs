@@ -16,10 +16,10 @@ pub struct ResidentBytes {
 }
 
 impl ResidentBytes {
-    /// All kinds together.
+    /// Everything except mapped files, whose pages the system can drop.
     #[must_use]
-    pub const fn total(self) -> u64 {
-        self.anon + self.file + self.shmem
+    pub const fn without_files(self) -> u64 {
+        self.anon + self.shmem
     }
 
     /// Sets the gauges whose `process` label is `process`: `router` or a rank's number.

@@ -28,7 +28,8 @@ impl Admin for AdminService {
     async fn get_status(&self, _: Request<GetStatusRequest>) -> Result<Response<GetStatusResponse>, Status> {
         let mut status = convert::status(&self.backend.model(), self.backend.status());
         status.imbalance = convert::imbalance(&self.backend.expert_rows());
-        status.router_memory_bytes = resident_bytes(std::process::id()).map_or(0, ResidentBytes::total);
+        status.router_memory_bytes =
+            resident_bytes(std::process::id()).map_or(0, ResidentBytes::without_files);
         status.router_memory_limit_bytes = self.memory_limit_bytes;
         Ok(Response::new(status))
     }
