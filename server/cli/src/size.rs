@@ -8,7 +8,9 @@ use clap::Args;
 
 use super::inspect::{bytes, bytes_of_ranks};
 use super::serve::layers;
-use super::serve::plan::{MessageMemory, PROCESS_BYTES, RouterMemory, default_bytes_in_flight, read_placement};
+use super::serve::plan::{
+    MessageMemory, PROCESS_BYTES, RouterMemory, default_bytes_in_flight, read_placement,
+};
 use expertd_ipc::GroupShape;
 use expertd_ipc::control::DeviceKind;
 use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec, MoeLayer};
