@@ -42,6 +42,9 @@ constexpr uint32_t kTable = 1024;
 constexpr uint32_t kEntryWords = sizeof(Segment) / sizeof(uint64_t);
 // Number of entries that are loaded together with the request, before their number is known.
 constexpr uint32_t kEarly = kThreads / kEntryWords - 2;
+// The same for a grid of more than kSmallGrid blocks: every block loads these entries over the host's link.
+constexpr uint32_t kEarlyOfMany = 4;
+constexpr uint32_t kSmallGrid = 16;
 static_assert(kEarly * kEntryWords + sizeof(StepRequest) / 16 <= kThreads, "a thread each");
 
 // The segment that holds `row`, among `count` segments of consecutive rows.
@@ -206,7 +209,7 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
     const uint64_t begin = now_ns();
     // The request and the first entries take one round trip to the host, the rows a second one. Segments are looked up in shared
     // memory, which takes none.
-    const uint32_t early = min(p.max_segments, kEarly);
+    const uint32_t early = min(p.max_segments, gridDim.x > kSmallGrid ? kEarlyOfMany : kEarly);
     if (threadIdx.x < early * kEntryWords) {
         table_words[threadIdx.x] = load_host(entries + threadIdx.x);
     } else if (threadIdx.x >= kThreads - sizeof(StepRequest) / 16) {
@@ -287,7 +290,9 @@ __device__ void count_rows(const CopyOutParams& p) {
     for (uint32_t local = blockIdx.x * kThreads + threadIdx.x; local < p.local_experts; local += gridDim.x * kThreads) {
         const uint32_t rows = __ldcg(p.expert_offsets + local + 1) - __ldcg(p.expert_offsets + local);
         if (rows == 0) continue;
-        const uint64_t cell = static_cast<uint64_t>(p.group.state->layer) * p.count_stride + p.first_expert + local;
+        const uint64_t layer = p.group.state->layer;
+        const uint32_t expert = p.local_ids == nullptr ? p.first_expert + local : p.local_ids[layer * p.local_experts + local];
+        const uint64_t cell = layer * p.count_stride + expert;
         const uint64_t count = p.row_counts[cell] + rows;
         p.row_counts[cell] = count;
         // A whole word, which the host may read at any time.

@@ -11,7 +11,8 @@ from ._errors import UnsupportedError
 from ._native import NativeClient, NativeStream, Pending
 
 if TYPE_CHECKING:
-    from ._cuda import CudaAnswer, CudaRoute
+    from ._cuda import CudaRoute
+    from ._cuda_session import CudaAnswer
     from ._native import Answer, Model, ModelSummary
     from ._types import Address, DType, ForwardOptions, Rows, Session, SharedExperts
 

@@ -77,7 +77,7 @@ pub struct OpenedCuda {
 }
 
 /// A call that is described once and started by its number. Places are offsets into the client's memory, in bytes, and multiples
-/// of [`ALIGN`](crate::wire::ALIGN).
+/// of [`ALIGN`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct PreparedCall {
@@ -175,7 +175,7 @@ impl Ring {
     }
 }
 
-/// The status of a doorbell's calls. The service writes it before the completion words.
+/// The status of a doorbell's calls. The service writes it before it raises completion words; if a rank has raised them, shortly after.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct StatusRecord {

@@ -28,7 +28,7 @@ pub struct RankChannel {
     early_notice: SharedSlice<u32>,
     bell: Doorbell,
     router_bell: Doorbell,
-    slots: Vec<Staging>,
+    pub(super) slots: Vec<Staging>,
     /// `[slots]`: sequence of the step that was popped for the slot and is not completed.
     in_flight: Vec<Option<u64>>,
     shape: GroupShape,

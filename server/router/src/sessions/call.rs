@@ -8,6 +8,7 @@ use expertd_ipc::{AttachedRows, RowSource, SharedSlice};
 use expertd_session::wire::{CompletionRecord, MAX_RANKS};
 use expertd_types::MemoryId;
 use tonic::Code;
+use tonic_types::StatusExt as _;
 
 use super::session::SessionState;
 use crate::api::Failure;
@@ -65,8 +66,8 @@ impl SessionCall {
         self.session.memory().rows().part(self.output + start, bytes).ok()
     }
 
-    /// Completes the call, whose output rows are in place.
-    pub(crate) fn answer(mut self, receipt: &Receipt) {
+    /// Completes the call, whose output rows are in place. `is_idle`: no step is in flight, so that the session's thread may spin.
+    pub(crate) fn answer(mut self, receipt: &Receipt, is_idle: bool) {
         if let Some((ids, weights)) = self.returned {
             let memory = self.session.memory();
             // Both were checked to lie within the row area.
@@ -75,6 +76,9 @@ impl SessionCall {
         }
         let record = completion(self.call, receipt);
         self.complete(record, Some(receipt));
+        if is_idle {
+            self.session.expect_request();
+        }
     }
 
     /// Ends the call without an answer.
@@ -146,9 +150,12 @@ pub(super) fn completion(call: u64, receipt: &Receipt) -> CompletionRecord {
 pub(super) fn failed(call: u64, failure: Failure) -> CompletionRecord {
     let retry_after_ns = failure.retry_after().map_or(0, nanos);
     let status = tonic::Status::from(failure);
+    let reason = status.get_details_error_info().map(|info| info.reason).unwrap_or_default();
+    let fields = status.get_details_bad_request().map(|bad| bad.field_violations).unwrap_or_default();
+    let record = CompletionRecord::failed(call, status.code() as i32 as u32, status.message());
     CompletionRecord {
         retry_after_ns,
-        ..CompletionRecord::failed(call, status.code() as i32 as u32, status.message())
+        ..record.with_reason(&reason, fields.iter().map(|violation| violation.field.as_str()))
     }
 }
 

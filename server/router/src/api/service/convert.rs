@@ -196,6 +196,8 @@ pub(in crate::api) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::Ge
             })
             .collect(),
         imbalance: None,
+        router_memory_bytes: 0,
+        router_memory_limit_bytes: 0,
     }
 }
 

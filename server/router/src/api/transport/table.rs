@@ -51,6 +51,22 @@ impl ConnectionLimits {
             tarpit: tcp,
         }
     }
+
+    /// The same limits for fewer TCP connections, of which one address or client has half at most.
+    #[must_use]
+    pub fn with_tcp(self, tcp: usize) -> ConnectionLimits {
+        if tcp >= self.tcp {
+            return self;
+        }
+        let fewer = ConnectionLimits::for_tcp(tcp);
+        ConnectionLimits {
+            tcp: fewer.tcp,
+            per_address: self.per_address.min(fewer.per_address),
+            per_client: self.per_client.min(fewer.per_client),
+            unauthenticated: self.unauthenticated.min(fewer.unauthenticated),
+            ..self
+        }
+    }
 }
 
 /// Origin of a connection.
@@ -309,6 +325,14 @@ mod tests {
 
     fn limits() -> ConnectionLimits {
         ConnectionLimits { tcp: 8, per_address: 6, per_client: 4, unix: 2, unauthenticated: 4, tarpit: 8 }
+    }
+
+    #[test]
+    fn fewer_connections_leave_room_for_other_addresses() {
+        let limits = ConnectionLimits::for_tcp(1024);
+        let fewer = limits.with_tcp(56);
+        assert_eq!((fewer.tcp, fewer.per_address, fewer.per_client, fewer.unauthenticated), (56, 28, 28, 14));
+        assert_eq!((fewer.unix, limits.with_tcp(2000).tcp), (256, 1024));
     }
 
     #[test]

@@ -49,7 +49,7 @@ pub(crate) struct CudaState {
     is_open: AtomicBool,
     is_closing: AtomicBool,
     table: Mutex<DoorbellTable>,
-    /// `[doorbells]`: whether a call is in flight. A ring that comes before the router has seen the end of a call waits.
+    /// `[doorbells]`: whether a call is in flight.
     in_flight: Vec<AtomicBool>,
     /// `[doorbells]`: the service's own copies.
     statuses: Mutex<Vec<StatusRecord>>,
@@ -286,7 +286,9 @@ impl CudaState {
     pub(super) fn poll(self: &Arc<Self>, steps: &dyn Steps) -> bool {
         let mut found = false;
         for doorbell in 0..self.control.doorbells() {
-            if self.is_in_flight(doorbell) {
+            // Ranks raise words, so the next ring may come before the router knows that the call has ended. Any other ring during
+            // a call ends the session.
+            if self.is_in_flight(doorbell) && self.control.is_seen(doorbell) {
                 continue;
             }
             if let Some(ring) = self.control.take(doorbell) {

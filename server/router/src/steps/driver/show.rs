@@ -17,13 +17,22 @@ pub(super) struct Shown {
 }
 
 impl Driver {
-    /// Publishes the queue's counts if they have changed.
-    pub(super) fn show_queue(&mut self) {
-        let counts = Shown {
+    fn counts(&self) -> Shown {
+        Shown {
             queued_tokens: self.step_loop.queued_tokens(),
             requests_queued: self.step_loop.requests_queued(),
             requests_in_step: self.step_loop.requests_in_step(),
-        };
+        }
+    }
+
+    /// Whether a completed step or the queue's counts are to be published.
+    pub(super) fn has_unpublished(&self) -> bool {
+        !self.unrecorded.is_empty() || self.counts() != self.shown
+    }
+
+    /// Publishes the queue's counts if they have changed.
+    pub(super) fn show_queue(&mut self) {
+        let counts = self.counts();
         if counts == self.shown {
             return;
         }
