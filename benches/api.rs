@@ -147,6 +147,7 @@ fn start_service(listen: &str) -> String {
         connections: ConnectionLimits::for_tcp(64),
         shutdown_grace: Duration::ZERO,
         timeouts: ConnectionTimeouts::default(),
+        memory_limit_bytes: 0,
     };
     let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
     let server = runtime.block_on(Server::bind(&config, access, fuzzing::echo_of(model()))).unwrap();

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Checks that rules, dashboard and documents name only metrics that exist, and runs the tests of the rules.
+"""Checks that rules, dashboard and documents name only metrics that exist, that the runbook has every alert and every exit
+code, and runs the tests of the rules.
 
 docs/metrics.md lists all metrics; a test of expertd-router keeps it equal to the source. Needs promtool for the rules.
 """
@@ -14,6 +15,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RULES = ROOT / "deploy/prometheus/rules.yaml"
 DASHBOARD = ROOT / "deploy/grafana/expertd.json"
+SERVE = ROOT / "server/cli/src/serve/mod.rs"
 # Names in code and commands that look like metrics.
 NOT_METRICS = re.compile(r"expertd_(proto|cli|router|client)$")
 
@@ -63,6 +65,13 @@ def main() -> None:
             errors.append(f"docs/operations.md has no section {alert}")
         if f"docs/operations.md#{alert.lower()}" not in rules:
             errors.append(f"rules.yaml: {alert} does not name its section of the runbook")
+    # Every exit code of `serve` has a line in the runbook's table, and the other way round; 0 and clap's 2 have no constant.
+    module = re.search(r"pub mod exit \{(.*?)\n\}", SERVE.read_text(), re.S)
+    codes = {"0", "2"} | set(re.findall(r"pub const \w+: u8 = (\d+);", module[1] if module else ""))
+    table = re.search(r"## Exit codes of `serve`\n(.*?)\n## ", runbook, re.S)
+    listed = set(re.findall(r"^\| (\d+) \|", table[1] if table else "", re.M))
+    if codes != listed or len(codes) < 5:
+        errors.append(f"exit codes: the source has {sorted(codes)}, docs/operations.md lists {sorted(listed)}")
     for error in errors:
         print(error)
     if not shutil.which("promtool"):

@@ -62,20 +62,20 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
     return value;
 }
 
-// A lane's choice of a row of the window: its expert, and the index of its output if the expert is local.
+// A lane's choice of a row of the window: its physical expert, and the index of its output if the expert is local.
 struct Choice {
-    uint32_t id;
+    uint32_t physical;
     uint32_t place;
 };
 
-// Loads `place` at the same time as the id, which saves a second round trip. It is meaningless if the choice is not local.
+// Loads `place` at the same time as the expert, which saves a second round trip. It is meaningless if the choice is not local.
 __device__ __forceinline__ Choice load_choice(const CombineParams& p, uint32_t source, uint32_t token) {
     const Group& g = p.group;
     const uint32_t lane = threadIdx.x % 32;
     const uint64_t entry = (static_cast<uint64_t>(source) * g.max_tokens + token) * g.top_k + lane;
     Choice choice = {~0u, 0};
     if (lane < g.top_k) {
-        choice.id = static_cast<uint32_t>(__ldcg(at<int32_t>(g, g.rank, g.ids) + entry));
+        choice.physical = static_cast<uint32_t>(__ldcg(at<int32_t>(g, g.rank, g.ids) + entry));
         choice.place = __ldcg(p.position + entry);
     }
     return choice;
@@ -146,7 +146,7 @@ __device__ uint32_t send_chunk(const CombineParams& p, const Shared& shared, con
     for (uint32_t unit = warp; unit < units; unit += kWorkers) {
         const Unit current = next;
         if (unit + kWorkers < units) next = load_unit(p, shared, plan, first, unit + kWorkers);
-        const bool local = current.choice.id >= range.first && current.choice.id < range.last;
+        const bool local = current.choice.physical >= range.first && current.choice.physical < range.last;
         const uint32_t chosen = __ballot_sync(~0u, local);
         if (chosen == 0) continue;
         received += current.piece == 0;
@@ -182,13 +182,13 @@ __device__ __forceinline__ void store_word(uint8_t* row, uint32_t word, uint32_t
 }
 
 // Mask of the ranks that send a partial sum of this rank's token `token`.
-__device__ __forceinline__ uint32_t ranks_of(const CombineParams& p, uint32_t token) {
+__device__ __forceinline__ uint32_t ranks_of(const CombineParams& p, const uint32_t* copies, uint32_t token) {
     const Group& g = p.group;
     const uint32_t lane = threadIdx.x % 32;
     uint32_t rank = 0;
     if (lane < g.top_k) {
         const int32_t id = __ldcg(p.topk_ids + static_cast<uint64_t>(token) * g.top_k + lane);
-        rank = 1u << owner_of(g, static_cast<uint32_t>(id));
+        rank = 1u << rank_of(g, physical_of(g, copies, static_cast<uint32_t>(id), token));
     }
     return __reduce_or_sync(~0u, rank);
 }
@@ -227,8 +227,8 @@ __device__ __forceinline__ bool wait_chunk(const Group& g, uint64_t flag, uint32
 }
 
 // Waits for a chunk, even if this warp has no part of it, and adds up this warp's part.
-__device__ bool reduce_chunk(const CombineParams& p, const Shared& shared, const Plan& plan, uint64_t flag,
-                             const Results& results, uint32_t chunk) {
+__device__ bool reduce_chunk(const CombineParams& p, const Shared& shared, const Plan& plan, const uint32_t* copies,
+                             uint64_t flag, const Results& results, uint32_t chunk) {
     const Group& g = p.group;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint4* partials = at<uint4>(g, g.rank, g.partials);
@@ -236,13 +236,13 @@ __device__ bool reduce_chunk(const CombineParams& p, const Shared& shared, const
     uint32_t at_item = chunk * plan.chunk + warp;
     // Determine before the wait which ranks send partial sums.
     const uint32_t first_token = (blockIdx.x + at_item * gridDim.x) / plan.pieces;
-    uint32_t wanted = at_item < end && first_token < shared.tokens[g.rank] ? ranks_of(p, first_token) : 0;
+    uint32_t wanted = at_item < end && first_token < shared.tokens[g.rank] ? ranks_of(p, copies, first_token) : 0;
     if (!wait_chunk(g, flag, chunk)) return false;
     for (; at_item < end; at_item += kWorkers) {
         const uint32_t item = blockIdx.x + at_item * gridDim.x;
         const uint32_t token = item / plan.pieces, piece = item - token * plan.pieces;
         if (token >= shared.tokens[g.rank]) break;
-        if (at_item >= chunk * plan.chunk + kWorkers) wanted = ranks_of(p, token);
+        if (at_item >= chunk * plan.chunk + kWorkers) wanted = ranks_of(p, copies, token);
         float sum[kLoads][8] = {};
         // Load the partial sums of kTogether ranks at a time, because registers hold no more.
         for (uint32_t first = 0; first < g.ranks; first += kTogether) {
@@ -344,6 +344,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ R
         return;
     }
     const Range range = experts_of(g, g.rank);
+    const uint32_t* copies = copies_of(g);
     uint32_t received = 0;
     bool ok = true;
     for (uint32_t chunk = 0; chunk <= plan.chunks && ok; ++chunk) {
@@ -353,7 +354,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ R
             __syncwarp();
             if (lane == 0) count_release(&shared.sent[chunk]);
         }
-        if (chunk != 0) ok = reduce_chunk(p, shared, plan, flag, results, chunk - 1);
+        if (chunk != 0) ok = reduce_chunk(p, shared, plan, copies, flag, results, chunk - 1);
     }
     if (!ok && lane == 0) count_release(&shared.failed);
     if (lane == 0 && received != 0) atomicAdd(&g.state->received, received);

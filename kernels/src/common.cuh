@@ -55,7 +55,7 @@ __device__ __forceinline__ uint4 pack_f16x8(const float (&v)[8]) {
     return make_uint4(pack_f16(v[0], v[1]), pack_f16(v[2], v[3]), pack_f16(v[4], v[5]), pack_f16(v[6], v[7]));
 }
 
-// The range of experts that a rank owns: `first` up to but not including `last`.
+// The range of physical experts of a rank: `first` up to but not including `last`.
 struct Range {
     uint32_t first, last;
 };
@@ -66,10 +66,29 @@ __device__ __forceinline__ Range experts_of(const Group& group, uint32_t rank) {
     return {first, first + share + (rank < extra ? 1 : 0)};
 }
 
-__device__ __forceinline__ uint32_t owner_of(const Group& group, uint32_t expert) {
+// The rank of a physical expert.
+__device__ __forceinline__ uint32_t rank_of(const Group& group, uint32_t physical) {
     const uint32_t share = group.experts / group.ranks, extra = group.experts % group.ranks;
     const uint32_t longer = extra * (share + 1);
-    return expert < longer ? expert / (share + 1) : extra + (expert - longer) / share;
+    return physical < longer ? physical / (share + 1) : extra + (physical - longer) / share;
+}
+
+// The copies of a layer's experts in the group's table; null without a placement.
+__device__ __forceinline__ const uint32_t* copies_of(const Group& group) {
+    if (group.copies == nullptr) return nullptr;
+    return group.copies + static_cast<uint64_t>(__ldcg(&group.state->layer)) * (kMaxExperts * kMaxRanks);
+}
+
+// The copy of `expert` that computes this rank's row `token`: rows use the copies in turn, and ranks begin with
+// different ones. `copies` are those of the step's layer.
+__device__ __forceinline__ uint32_t physical_of(const Group& group, const uint32_t* copies, uint32_t expert, uint32_t token) {
+    if (copies == nullptr) return expert;
+    // No kernel writes the table while another one reads it, so the loads may be cached.
+    const uint32_t* of_expert = copies + expert * kMaxRanks;
+    uint32_t entry = __ldg(of_expert);
+    const uint32_t count = entry >> kPhysicalBits;
+    if (count > 1) entry = __ldg(of_expert + (token + group.rank) % count);
+    return entry & ((1u << kPhysicalBits) - 1);
 }
 
 __device__ __forceinline__ void set_error(SlotState* state, Fault fault, uint32_t peer, Phase phase) {

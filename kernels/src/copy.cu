@@ -287,7 +287,9 @@ __device__ void count_rows(const CopyOutParams& p) {
     for (uint32_t local = blockIdx.x * kThreads + threadIdx.x; local < p.local_experts; local += gridDim.x * kThreads) {
         const uint32_t rows = __ldcg(p.expert_offsets + local + 1) - __ldcg(p.expert_offsets + local);
         if (rows == 0) continue;
-        const uint64_t cell = static_cast<uint64_t>(p.group.state->layer) * p.count_stride + p.first_expert + local;
+        const uint64_t layer = p.group.state->layer;
+        const uint32_t expert = p.local_ids == nullptr ? p.first_expert + local : p.local_ids[layer * p.local_experts + local];
+        const uint64_t cell = layer * p.count_stride + expert;
         const uint64_t count = p.row_counts[cell] + rows;
         p.row_counts[cell] = count;
         // A whole word, which the host may read at any time.

@@ -74,14 +74,14 @@ __device__ __forceinline__ void send_fp8(const DispatchParams& p, const Item& lo
     }
 }
 
-__device__ __forceinline__ void send_item(const DispatchParams& p, const Item& loaded, uint32_t item, uint32_t pieces,
-                                          uint32_t words) {
+__device__ __forceinline__ void send_item(const DispatchParams& p, const uint32_t* copies, const Item& loaded, uint32_t item,
+                                          uint32_t pieces, uint32_t words) {
     const Group& g = p.group;
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t token = item / pieces, piece = item - token * pieces;
     const uint64_t row = static_cast<uint64_t>(g.rank) * g.max_tokens + token;
-    const uint32_t wanted =
-        __reduce_or_sync(~0u, lane < g.top_k ? 1u << owner_of(g, static_cast<uint32_t>(loaded.id)) : 0);
+    const uint32_t wanted = __reduce_or_sync(
+        ~0u, lane < g.top_k ? 1u << rank_of(g, physical_of(g, copies, static_cast<uint32_t>(loaded.id), token)) : 0);
     if (p.fp8_rows != 0) {
         send_fp8(p, loaded, wanted, row, piece, words);
         return;
@@ -316,7 +316,7 @@ __device__ void list_rows(const DispatchParams& p, uint32_t own, uint32_t lists,
     }
 }
 
-// Sends this rank's ids and weights to every rank, waits for those of all ranks, and lists rows.
+// Sends this rank's chosen physical experts and their weights to every rank, waits for those of all ranks, and lists rows.
 __device__ void carry_routing(const DispatchParams& p, const uint4& state, uint32_t lists, uint32_t* counts) {
     const Group& g = p.group;
     // Load the first entry before the number of tokens is known: the buffers always hold max_tokens tokens.
@@ -329,6 +329,7 @@ __device__ void carry_routing(const DispatchParams& p, const uint4& state, uint3
     }
     const StepView step = open_step(state, g.max_tokens);
     if (!step.ok) return;
+    const uint32_t* copies = copies_of(g);
     const uint64_t flag = g.generation | step.sequence;
     random_delay(g, step.sequence);
     if (blockIdx.x == 0 && threadIdx.x == 0) g.state->exchange = step.sequence;
@@ -336,9 +337,10 @@ __device__ void carry_routing(const DispatchParams& p, const uint4& state, uint3
     const uint64_t start = static_cast<uint64_t>(g.rank) * g.max_tokens * g.top_k;
     const uint32_t entries = step.tokens * g.top_k, stride = lists * kThreads;
     for (; entry < entries; entry += stride) {
+        const uint32_t physical = physical_of(g, copies, static_cast<uint32_t>(id), entry / g.top_k);
         for (uint32_t turn = 1; turn <= g.ranks; ++turn) {
             const uint32_t peer = g.rank + turn >= g.ranks ? g.rank + turn - g.ranks : g.rank + turn;
-            at<int32_t>(g, peer, g.ids)[start + entry] = id;
+            at<uint32_t>(g, peer, g.ids)[start + entry] = physical;
             at<float>(g, peer, g.weights)[start + entry] = weight;
         }
         if (entry + stride < entries) {
@@ -378,13 +380,14 @@ __device__ void carry_rows(const DispatchParams& p, const uint4& state, uint32_t
     if (item < g.max_tokens * pieces) loaded = load_item(p, item, pieces, words);
     const StepView step = open_step(state, g.max_tokens);
     if (!step.ok) return;
+    const uint32_t* copies = copies_of(g);
     const uint64_t flag = g.generation | step.sequence;
     random_delay(g, step.sequence);
     const uint32_t items = step.tokens * pieces, stride = blocks * kWarps;
     while (item < items) {
         const Item current = loaded;
         if (item + stride < items) loaded = load_item(p, item + stride, pieces, words);
-        send_item(p, current, item, pieces, words);
+        send_item(p, copies, current, item, pieces, words);
         item += stride;
     }
     send_flags(g, g.dispatch_flags, flag);

@@ -3,6 +3,7 @@
 //! The headers are parsed and laid out by the C rules of 64-bit targets; names, offsets and sizes of all fields must equal
 //! those of the Rust structs. The headers' own `static_assert`s check the sizes against the C++ compiler.
 
+use crate::copies::PHYSICAL_BITS;
 use crate::layout::WindowLayout;
 use crate::params::{
     CombineParams, Completion, CopyInParams, CopyOutParams, DispatchParams, GateLayer, GateParams, Group,
@@ -118,6 +119,7 @@ fn constants_equal_those_of_step_h() {
         ("kMaxBlocks", MAX_BLOCKS),
         ("kMaxChunks", MAX_CHUNKS),
         ("kMaxExperts", MAX_EXPERTS),
+        ("kPhysicalBits", PHYSICAL_BITS as usize),
         ("kMaxRaises", MAX_RAISES),
         ("kPhases", PHASES),
     ];
@@ -142,7 +144,7 @@ fn step_structs_mirror_step_h() {
 /// The C struct has the fields of [`WindowLayout`] inline.
 #[test]
 fn the_group_mirrors_step_h() {
-    let mut fields = fields!(Group: windows, state, generation, deadline_ns, rank, ranks, hidden, top_k, experts,
+    let mut fields = fields!(Group: windows, state, generation, deadline_ns, copies, rank, ranks, hidden, top_k, experts,
         max_tokens, delay_ns, chunk);
     let offsets = fields!(WindowLayout: dispatch_flags, combine_flags, meet_flags, written_flags, counts, ids, weights, rows, partials);
     let start = std::mem::offset_of!(Group, layout);
@@ -166,8 +168,8 @@ fn kernel_parameters_mirror_step_h() {
         staged_token_ids, tokens, tokens_low, topk_ids, topk_weights, token_ids, places, staged_bytes, hidden, top_k, max_tokens,
         experts, max_segments, row_elements);
     assert_mirrors!(h, "CopyOutParams", CopyOutParams: group, out, topk_ids, topk_weights, places, assignments,
-        staged_ids, staged_weights, completion, raised, expert_offsets, row_counts, row_counts_host, hidden, top_k, max_tokens,
-        first_expert, local_experts, count_stride, row_elements, reserved);
+        staged_ids, staged_weights, completion, raised, expert_offsets, row_counts, row_counts_host, local_ids, hidden, top_k,
+        max_tokens, first_expert, local_experts, count_stride, row_elements, reserved);
     assert_mirrors!(h, "SharedParams", SharedParams: state, tokens, gates, expert_offsets, row_index, row_weight, hidden,
         max_tokens);
 }

@@ -13,7 +13,7 @@ pub struct Shape {
     pub hidden: u32,
     /// Experts per token.
     pub top_k: u32,
-    /// Number of routed experts of a layer.
+    /// Number of physical experts of a layer; without a placement that of its routed experts.
     pub experts: u32,
 }
 

@@ -1,10 +1,11 @@
 //! CUDA kernels of expertd and thin wrappers that launch them.
 //!
-//! [`params`], [`layout`] and [`ceilings::Ceilings`] describe the kernels' data and build everywhere; `device`, `event`,
+//! [`params`], [`layout`], [`copies`] and [`ceilings::Ceilings`] describe the kernels' data and build everywhere; `device`, `event`,
 //! `experts`, `launch` and `slot` need the feature `cuda`. A binary with that feature also starts on a machine without a
 //! driver; it must call `device::driver_present` before anything else of these modules.
 
 pub mod ceilings;
+pub mod copies;
 #[cfg(feature = "cuda")]
 pub mod device;
 #[cfg(feature = "cuda")]

@@ -106,6 +106,7 @@ impl SlotBuffers {
             state: self.state.address(),
             generation: generation << 40,
             deadline_ns,
+            copies: 0,
             rank,
             ranks: shape.ranks,
             hidden: shape.hidden,

@@ -112,17 +112,25 @@ struct Completion {
 };
 static_assert(sizeof(Completion) == 136, "mirrored in src/params");
 
+// Number of low bits of an entry of the table of copies that hold a physical expert. The other bits hold the expert's number of copies.
+constexpr uint32_t kPhysicalBits = 16;
+
 // One rank's view of the EP group and of one slot's window.
+//
+// A physical expert is a copy of an expert on a rank. Ranks hold contiguous ranges of physical experts, so the rank and the index
+// on it follow from the number by arithmetic. Without a placement physical experts are the layer's experts, and the first E % N ranks
+// hold one more than the others. With a placement all ranks have the same number of them, as many as the fullest rank needs.
 struct Group {
     uint8_t* windows[kMaxRanks];  // this slot's region at every rank, including this one
     SlotState* state;
     uint64_t generation;          // generation << kSequenceBits
     uint64_t deadline_ns;         // time limit of each wait
+    const uint32_t* copies;       // [layers][kMaxExperts][kMaxRanks]: copies of each expert, ascending; null: no placement
     uint32_t rank;
     uint32_t ranks;
     uint32_t hidden;              // multiple of 8
     uint32_t top_k;
-    uint32_t experts;             // number of routed experts; ranks own contiguous ranges, the first E % N ranks one expert more
+    uint32_t experts;             // number of physical experts
     uint32_t max_tokens;          // largest number of tokens per rank
     uint32_t delay_ns;            // for tests: longest random delay of a block before it sends
     uint32_t chunk;               // least number of row pieces that a combine block sends before it sets their flag; 0: default
@@ -132,12 +140,12 @@ struct Group {
     uint64_t meet_flags;          // u64 [N]
     uint64_t written_flags;       // u64 [N], at rank 0: ranks whose results of the step are written
     uint64_t counts;              // u32 [N]: number of tokens of each source rank
-    uint64_t ids;                 // i32 [N][max_tokens][k]
+    uint64_t ids;                 // i32 [N][max_tokens][k]: chosen physical experts
     uint64_t weights;             // f32 [N][max_tokens][k]
     uint64_t rows;                // bf16 [N][max_tokens][H], or FP8 rows of fp8_row_bytes(H) bytes
     uint64_t partials;            // bf16 [N][max_tokens][H]: this rank's tokens, reduced by each rank over its experts
 };
-static_assert(sizeof(Group) == 192, "mirrored in src/params");
+static_assert(sizeof(Group) == 200, "mirrored in src/params");
 
 // Pushes every token's row once to each rank that owns one of its experts, and all ids and weights to every rank. Meanwhile the
 // receiving ranks list the rows of each local expert. Row s * max_tokens + t of a window's `rows` is token t of source rank s. In
@@ -155,7 +163,7 @@ struct DispatchParams {
     uint32_t fp8_rows;           // 1: rows are quantised when they are sent; a row of the window then takes fp8_row_bytes()
     uint32_t power_of_two_scales;  // 1: the scales of FP8 rows are rounded up to powers of two
 };
-static_assert(sizeof(DispatchParams) == 264, "mirrored in src/params");
+static_assert(sizeof(DispatchParams) == 272, "mirrored in src/params");
 
 // Bytes of a row that is pushed in FP8: e4m3 [H], then f32 [ceil(H / 128)] scales. H must be a multiple of 64.
 inline constexpr uint32_t kScaleElements = 128;
@@ -178,7 +186,7 @@ struct CombineParams {
     void* out;                   // [T][H] of SlotState::out_dtype, unless the step is direct
     uint64_t* experts_done;      // mapped: set to the step's number when its experts have ended; or null
 };
-static_assert(sizeof(CombineParams) == 248, "mirrored in src/params");
+static_assert(sizeof(CombineParams) == 256, "mirrored in src/params");
 
 enum ScoreFn : uint32_t { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2, kSqrtSoftplus = 3, kSparseMixer = 4 };
 enum Choice : uint32_t { kByScores = 0, kByLogits = 1, kByTokenIds = 2 };
@@ -265,6 +273,7 @@ struct CopyOutParams {
     const uint32_t* expert_offsets; // from dispatch; null: rows are not counted
     uint64_t* row_counts;           // [layers][count_stride]: rows of each expert since the service started
     uint64_t* row_counts_host;      // mapped: the same table
+    const uint32_t* local_ids;      // [layers][local_experts]: expert of each local one by a placement; null: first_expert and on
     uint32_t hidden;
     uint32_t top_k;
     uint32_t max_tokens;
@@ -274,7 +283,7 @@ struct CopyOutParams {
     uint32_t row_elements;          // elements of a row of segments with kNarrowRows, at most `hidden`
     uint32_t reserved;
 };
-static_assert(sizeof(CopyOutParams) == 320, "mirrored in src/params");
+static_assert(sizeof(CopyOutParams) == 336, "mirrored in src/params");
 
 // Lists the assignments of the shared experts, which process every token: row t is token t.
 struct SharedParams {
@@ -290,7 +299,7 @@ struct SharedParams {
 static_assert(sizeof(SharedParams) == 56, "mirrored in src/params");
 
 // A stand-in for experts, for tests and for timing the exchange alone: multiplies every assignment's row by its weight and by
-// (1 + global expert index / E).
+// (1 + physical expert / number of physical experts).
 struct ScaleParams {
     Group group;
     const void* rows;            // bf16 rows that experts read: in the window or, in a group of one rank, `tokens`
@@ -299,7 +308,7 @@ struct ScaleParams {
     const float* row_weight;
     void* out;                   // bf16 [assignments][H]
 };
-static_assert(sizeof(ScaleParams) == 232, "mirrored in src/params");
+static_assert(sizeof(ScaleParams) == 240, "mirrored in src/params");
 
 }  // namespace expertd
 

@@ -76,9 +76,6 @@ impl Args {
                 "--session has closed loops only: leave out --rate, and use --mode unary or decode",
             );
         }
-        if self.session == Some(SessionKind::Cuda) && self.content.routing != RoutingSource::Gate {
-            return unfit("--session cuda routes by the service's gate: leave out --routing");
-        }
         Ok(())
     }
 }

@@ -11,10 +11,12 @@ use bytemuck::Zeroable as _;
 use bytes::Bytes;
 use expertd_proto::session::{self, SessionClient};
 use expertd_proto::v1::forward_request::Payload;
-use expertd_proto::v1::{ForwardRequest, ForwardResponse, SharedExperts};
+use expertd_proto::v1::{ForwardRequest, ForwardResponse, MoeLayer, SharedExperts};
 use expertd_session::SessionError;
-use expertd_session::cuda::wire::{MAX_DOORBELLS, PreparedCall};
-use expertd_session::cuda::{CudaSession, CudaSessionOptions, Prepared, SessionGraph, SessionStream};
+use expertd_session::cuda::wire::{MAX_DOORBELLS, PreparedCall, RoutingLayout};
+use expertd_session::cuda::{
+    CudaSession, CudaSessionOptions, Prepared, RoutingPlaces, SessionGraph, SessionStream,
+};
 use expertd_session::wire::RequestRecord;
 use expertd_types::DType;
 
@@ -29,13 +31,21 @@ pub struct CudaWorker {
     stream: SessionStream,
     /// For the routing of sampled answers.
     host: SessionClient,
-    prepared: HashMap<(u32, DType), Prepared>,
-    /// Offset of the rows, in bytes.
-    rows: usize,
-    /// Offset of the output, in bytes.
-    output: usize,
+    prepared: HashMap<PreparedKey, Prepared>,
+    places: Places,
     worker: u64,
     is_decoding: bool,
+}
+
+/// Layer, element type, and whether the calls carry routing.
+type PreparedKey = (u32, DType, bool);
+
+/// Places of a worker's calls in the session's memory, in bytes.
+#[derive(Clone, Copy, Debug)]
+struct Places {
+    rows: usize,
+    output: usize,
+    routing: RoutingPlaces,
 }
 
 /// Opens the sessions of a load, one for each connection, with a doorbell for each outstanding request.
@@ -51,24 +61,39 @@ pub fn open_all(args: &Args, workload: &Workload) -> Result<Vec<CudaWorker>, Err
     }
     // Recorded rows are in f32.
     let area = (workload.largest_request() * workload.model.hidden as usize * 4).next_multiple_of(4096);
+    let most = most_rows(workload);
+    let carried = workload
+        .layers
+        .iter()
+        .map(|layer| RoutingLayout::new(flags(workload, layer, workload.gives_routing()), most, layer.top_k));
+    let carried = carried.max_by_key(|layout| layout.bytes);
+    let routing_area = carried.map_or(0, |layout| layout.bytes).next_multiple_of(4096);
     let mut workers = Vec::new();
     for _ in 0..args.shape.connections.get() {
         let options = CudaSessionOptions {
             device: args.session_device,
-            memory_bytes: 2 * outstanding * area,
+            memory_bytes: outstanding * (2 * area + routing_area),
             doorbells: outstanding as u32,
+            routing_bytes: carried.map_or(0, |layout| layout.bytes as u32),
             ..CudaSessionOptions::default()
         };
         let session = Arc::new(CudaSession::open(&args.address, &options)?);
         for doorbell in 0..outstanding {
-            let (rows, output) = (2 * doorbell * area, (2 * doorbell + 1) * area);
+            let rows = doorbell * (2 * area + routing_area);
+            let ids = rows + 2 * area;
+            let place = |offset: usize| (ids + offset) as u64;
+            let routing = RoutingPlaces {
+                ids: place(0),
+                weights: place(carried.map_or(0, |layout| layout.weights)),
+                token_ids: place(carried.map_or(0, |layout| layout.token_ids)),
+            };
+            let places = Places { rows, output: rows + area, routing };
             workers.push(CudaWorker {
                 stream: SessionStream::new(&session, doorbell as u32)?,
                 host: Arc::into_inner(crate::session::open(&args.address, 1, workload)?)
                     .ok_or_else(|| Error::Unfit("the host session is shared".to_owned()))?,
-                prepared: prepare(&session, workload, rows, output)?,
-                rows,
-                output,
+                prepared: prepare(&session, workload, places)?,
+                places,
                 worker: workers.len() as u64,
                 is_decoding: args.shape.mode == Mode::Decode,
             });
@@ -81,31 +106,40 @@ pub fn open_all(args: &Args, workload: &Workload) -> Result<Vec<CudaWorker>, Err
 fn prepare(
     session: &CudaSession,
     workload: &Workload,
-    rows: usize,
-    output: usize,
-) -> Result<HashMap<(u32, DType), Prepared>, Error> {
+    places: Places,
+) -> Result<HashMap<PreparedKey, Prepared>, Error> {
     let mut keys = Vec::new();
     let mut calls = Vec::new();
-    let flags = match workload.shared() {
-        SharedExperts::Exclude => RequestRecord::EXCLUDE_SHARED,
-        _ => 0,
-    };
-    let most = u32::try_from(workload.largest_request()).unwrap_or(u32::MAX).min(workload.most_tokens);
     for layer in &workload.layers {
-        for dtype in [workload.dtype, DType::F32] {
-            keys.push((layer.layer, dtype));
-            calls.push(PreparedCall {
+        // Recorded rows are in f32 and have no routing.
+        for (dtype, given) in [(workload.dtype, workload.gives_routing()), (DType::F32, false)] {
+            keys.push((layer.layer, dtype, given));
+            let call = PreparedCall {
                 layer: layer.layer,
                 dtype: dtype as u32,
-                max_rows: most,
-                flags,
-                rows: rows as u64,
-                output: output as u64,
+                max_rows: most_rows(workload),
+                flags: flags(workload, layer, given),
+                rows: places.rows as u64,
+                output: places.output as u64,
+                k: if given { layer.top_k } else { 0 },
                 ..PreparedCall::zeroed()
-            });
+            };
+            calls.push((call, places.routing));
         }
     }
-    Ok(keys.into_iter().zip(session.prepare(&calls)?).collect())
+    Ok(keys.into_iter().zip(session.prepare_routed(&calls)?).collect())
+}
+
+fn most_rows(workload: &Workload) -> u32 {
+    u32::try_from(workload.largest_request()).unwrap_or(u32::MAX).min(workload.most_tokens)
+}
+
+/// Flags of the calls of a layer.
+fn flags(workload: &Workload, layer: &MoeLayer, given: bool) -> u32 {
+    let when = |condition: bool, flag: u32| if condition { flag } else { 0 };
+    when(workload.shared() == SharedExperts::Exclude, RequestRecord::EXCLUDE_SHARED)
+        | when(given, RequestRecord::GIVEN_ROUTING)
+        | when(layer.routes_by_token_id, RequestRecord::TOKEN_IDS)
 }
 
 impl CudaWorker {
@@ -122,9 +156,7 @@ impl CudaWorker {
         loop {
             let planned = source.next_request();
             let Some(measured) = load.period.admit(Instant::now()) else { return Ok(()) };
-            if let Some(Payload::Inline(rows)) = &planned.request.payload {
-                self.stream.session().memory().write(self.rows, rows)?;
-            }
+            self.write(&planned.request)?;
             load.progress.outstanding.fetch_add(1, Ordering::Relaxed);
             let mut job = Job::new(planned, Instant::now(), measured);
             loop {
@@ -139,11 +171,26 @@ impl CudaWorker {
         }
     }
 
+    /// Copies what a request carries to the GPU.
+    fn write(&self, request: &ForwardRequest) -> Result<(), SessionError> {
+        let memory = self.stream.session().memory();
+        let RoutingPlaces { ids, weights, token_ids } = self.places.routing;
+        if let Some(Payload::Inline(rows)) = &request.payload {
+            memory.write(self.places.rows, rows)?;
+        }
+        if let Some(routing) = &request.routing {
+            memory.write(ids as usize, &routing.topk_ids)?;
+            memory.write(weights as usize, &routing.topk_weights)?;
+        }
+        memory.write(token_ids as usize, &request.token_ids)
+    }
+
     /// Makes a call, and takes its time before the output is copied to the host.
     fn exchange(&self, job: &mut Job) -> Result<Outcome, SessionError> {
         let request = &job.planned.request;
         let dtype = u32::try_from(request.dtype).ok().and_then(DType::from_code);
-        let call = dtype.and_then(|dtype| self.prepared.get(&(request.layer, dtype)));
+        let call =
+            dtype.and_then(|dtype| self.prepared.get(&(request.layer, dtype, request.routing.is_some())));
         let (Some(call), Some(dtype)) = (call, dtype) else {
             return Ok(Outcome::NoAnswer("a call that was not prepared".to_owned()));
         };
@@ -163,7 +210,7 @@ impl CudaWorker {
         }
         let hidden = self.stream.session().hidden();
         let mut rows = vec![0; request.tokens as usize * hidden * dtype.size()];
-        self.stream.session().memory().read(self.output, &mut rows)?;
+        self.stream.session().memory().read(self.places.output, &mut rows)?;
         let receipt = status.last.as_ref().map(|receipt| session::receipt(receipt, request.return_timings));
         let mut response = ForwardResponse { rows: Bytes::from(rows), receipt };
         if matches!(job.planned.purpose, Purpose::Sampled) {
@@ -172,7 +219,7 @@ impl CudaWorker {
         Ok(Outcome::Answer(Box::new(response)))
     }
 
-    /// Adds the routing of the same rows, which CUDA sessions do not return, through a host session: the gate is the same.
+    /// Adds the routing of the same rows through a host session, so that the measured calls are all of one kind: the gate is the same.
     fn add_routing(&self, request: &ForwardRequest, response: &mut ForwardResponse) {
         let request = ForwardRequest { return_routing: true, ..request.clone() };
         let routed = self.host.forward(&request, Duration::from_secs(20));
@@ -184,16 +231,14 @@ impl CudaWorker {
         }
     }
 
-    /// Replays a graph of the calls of all layers, one model step at a time. Every layer has the same rows.
+    /// Replays a graph of the calls of all layers, one model step at a time. Every layer has the same rows and the same routing.
     fn walk(&self, load: &Load) -> Result<(), SessionError> {
         let mut source = load.source(self.worker);
         let mut graphs: HashMap<u32, SessionGraph> = HashMap::new();
         loop {
             let request = source.random(false);
             let tokens = request.tokens;
-            if let Some(Payload::Inline(rows)) = &request.payload {
-                self.stream.session().memory().write(self.rows, rows)?;
-            }
+            self.write(&request)?;
             let graph = match graphs.entry(tokens) {
                 Entry::Occupied(graph) => graph.into_mut(),
                 Entry::Vacant(place) => place.insert(self.capture(load, tokens)?),
@@ -241,8 +286,9 @@ impl CudaWorker {
     fn capture(&self, load: &Load, tokens: u32) -> Result<SessionGraph, SessionError> {
         self.stream.capture(|| {
             let dtype = load.workload.dtype;
-            let calls =
-                load.workload.layers.iter().filter_map(|layer| self.prepared.get(&(layer.layer, dtype)));
+            let given = load.workload.gives_routing();
+            let layers = load.workload.layers.iter();
+            let calls = layers.filter_map(|layer| self.prepared.get(&(layer.layer, dtype, given)));
             calls.into_iter().try_for_each(|call| self.stream.call(*call, tokens))
         })
     }

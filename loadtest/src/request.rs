@@ -134,6 +134,12 @@ impl Workload {
         self.shared
     }
 
+    /// Whether requests carry routing, apart from recorded rows.
+    #[must_use]
+    pub const fn gives_routing(&self) -> bool {
+        !self.routing.is_empty()
+    }
+
     /// Largest number of rows of a request of this workload, checks included.
     #[must_use]
     pub fn largest_request(&self) -> usize {

@@ -3,6 +3,7 @@
 //! [`SessionClient`] takes the messages of gRPC and copies their rows. Callers who want to save these copies use
 //! [`Session`] itself, and write rows where the service reads them.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -13,6 +14,9 @@ use tonic_types::{ErrorDetails, StatusExt as _};
 
 use crate::v1::forward_request::Payload;
 use crate::v1::{self, ForwardRequest, ForwardResponse, GetModelResponse, SharedExperts};
+
+/// Domain of the ErrorInfo, as of the service.
+const ERROR_DOMAIN: &str = "expertd";
 
 /// A session that takes the messages of gRPC. Threads may share it.
 #[derive(Debug)]
@@ -113,6 +117,8 @@ fn check_weights(expected: &str, found: &str) -> Result<(), SessionError> {
         code: Code::FailedPrecondition as u32,
         message: format!("weights with fingerprint {found} are loaded, the request expects {expected}"),
         retry_after: None,
+        reason: "WEIGHT_VERSION_MISMATCH".to_owned(),
+        fields: Vec::new(),
     })
 }
 
@@ -160,9 +166,15 @@ pub fn receipt(receipt: &Receipt, timings: bool) -> v1::Receipt {
 pub fn status(error: SessionError) -> Status {
     let text = error.to_string();
     match error {
-        SessionError::Status { code, message, retry_after } => {
+        SessionError::Status { code, message, retry_after, reason, fields } => {
             let mut details = ErrorDetails::new();
             details.set_retry_info(retry_after);
+            if !reason.is_empty() {
+                details.set_error_info(reason, ERROR_DOMAIN, HashMap::new());
+            }
+            for (field, problem) in violations(&message, &fields) {
+                details.add_bad_request_violation(field, problem);
+            }
             Status::with_error_details(Code::from_i32(code.cast_signed()), message, details)
         }
         SessionError::TimedOut { .. } => Status::deadline_exceeded(text),
@@ -180,9 +192,37 @@ pub fn status(error: SessionError) -> Status {
     }
 }
 
+/// The problem of each invalid field. The message has them as `FIELD: PROBLEM`, one behind the other with `; ` between.
+fn violations<'a>(message: &'a str, fields: &'a [String]) -> impl Iterator<Item = (&'a str, &'a str)> {
+    fields.iter().enumerate().map(move |(index, field)| {
+        let begin = format!("{field}: ");
+        let rest = message.find(&begin).map_or(message, |at| &message[at + begin.len()..]);
+        let next = fields.get(index + 1).and_then(|next| rest.find(&format!("; {next}: ")));
+        (field.as_str(), next.map_or(rest, |end| &rest[..end]))
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_status_has_the_reason_and_the_fields_of_a_call() {
+        let error = SessionError::Status {
+            code: Code::InvalidArgument as u32,
+            message: "tokens: must be 1; not 0; k: must be 4".to_owned(),
+            retry_after: Some(Duration::from_millis(7)),
+            reason: "INVALID_REQUEST".to_owned(),
+            fields: vec!["tokens".to_owned(), "k".to_owned()],
+        };
+        let status = status(error);
+        assert_eq!(status.get_details_error_info().unwrap().reason, "INVALID_REQUEST");
+        let fields = status.get_details_bad_request().unwrap().field_violations;
+        let fields: Vec<_> =
+            fields.iter().map(|one| (one.field.as_str(), one.description.as_str())).collect();
+        assert_eq!(fields, [("tokens", "must be 1; not 0"), ("k", "must be 4")]);
+        assert_eq!(status.get_details_retry_info().unwrap().retry_delay, Some(Duration::from_millis(7)));
+    }
 
     #[test]
     fn an_answer_of_other_weights_is_an_error() {

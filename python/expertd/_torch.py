@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from ._errors import UnsupportedError
 
 if TYPE_CHECKING:
     from ._native import Model, MoeLayer
-    from ._types import Address, Session
+    from ._types import Address, Session, SharedExperts
 
 # A rank that died is replaced within seconds; reading a large checkpoint again takes minutes.
 _RETRY = RetryPolicy(max_attempts=1_000, max_pause=2.0, max_elapsed=600.0)
@@ -33,38 +32,23 @@ class Remote:
         self.credentials = credentials
         self.session = session
         self.client = Client(address, session=session, retry=_RETRY, credentials=credentials)
-        # What a session in a GPU's memory does not carry goes through this client.
+        # With session="cuda": the client of rows in host memory.
         self._host: Client | None = None
         self.model: Model = self.client.model()
+        self._layers = {layer.layer: layer for layer in self.model.moe_layers}
+        self._most: int = self.model.limits.max_tokens_per_request
         self.number = next(_numbers)
         _remotes[self.number] = self
 
     def layer(self, number: int) -> MoeLayer:
         """The service's description of one layer."""
-        return next(layer for layer in self.model.moe_layers if layer.layer == number)
+        return self._layers[number]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Remote:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Remote, (self.address, self.credentials, self.session))
-
-    def _host_client(self, rows: Tensor) -> Client:
-        """The client of calls that a session in a GPU's memory does not carry."""
-        if rows.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(
-                "a CUDA graph cannot capture this call: sessions in a GPU's memory carry no expert ids or token ids of the caller, so "
-                'its rows go through host memory; pass mode="block", which leaves the gate to the service'
-            )
-        if self._host is None:
-            if rows.is_cuda:
-                warnings.warn(
-                    "rows go through host memory, because sessions in a GPU's memory carry no expert ids or token ids of the "
-                    'caller; pass mode="block" to keep them on the GPU',
-                    stacklevel=2,
-                )
-            self._host = Client(self.address, session="host", retry=_RETRY)
-        return self._host
 
     def forward(
         self,
@@ -76,16 +60,18 @@ class Remote:
         shared_experts: bool,
     ) -> Tensor:
         """Sends rows `[tokens, hidden]` in pieces that the service accepts. The result is on the device of `rows`."""
-        tokens, most = rows.shape[0], self.model.limits.max_tokens_per_request
+        tokens, most = rows.shape[0], self._most
         if tokens == 0:
             return torch.empty_like(rows)
-        shared = "include" if shared_experts else "exclude"
+        shared: SharedExperts = "include" if shared_experts else "exclude"
         client = self.client
         if self.session == "cuda":
-            if rows.is_cuda and topk_ids is None and token_ids is None:
-                answer: Tensor = client.forward(layer, rows, shared_experts=shared).rows
-                return answer
-            client = self._host_client(rows)
+            if rows.is_cuda:
+                return self._on_gpu(layer, rows, topk_ids, topk_weights, token_ids, shared)
+            # Layers that a device map left on the CPU.
+            if self._host is None:
+                self._host = Client(self.address, session="host", retry=_RETRY)
+            client = self._host
         here = rows.detach().cpu().contiguous()
         ids, weights, tids = (None if t is None else t.detach().cpu().contiguous() for t in (topk_ids, topk_weights, token_ids))
         # The service refuses weights that are not finite. Rows that are not finite have such weights, for example padding that
@@ -110,6 +96,29 @@ class Remote:
         if spoiled is not None:
             out[spoiled] = float("nan")
         return out.to(rows.device)
+
+
+    def _on_gpu(
+        self,
+        layer: int,
+        rows: Tensor,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+        token_ids: Tensor | None,
+        shared: SharedExperts,
+    ) -> Tensor:
+        """As `forward`, as work of the current stream; the host waits for nothing."""
+        spoiled = None
+        if topk_weights is not None:
+            spoiled = ~torch.isfinite(topk_weights).all(dim=-1, keepdim=True)
+            topk_weights = topk_weights.masked_fill(spoiled, 0.0)
+        if token_ids is not None:
+            token_ids = token_ids.to(rows.device)
+        answer = self.client.forward(
+            layer, rows, topk_ids=topk_ids, topk_weights=topk_weights, token_ids=token_ids, shared_experts=shared
+        )
+        out: Tensor = answer.rows
+        return out if spoiled is None else out.masked_fill_(spoiled, float("nan"))
 
 
 @torch.library.custom_op("expertd::moe", mutates_args=())

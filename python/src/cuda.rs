@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use bytemuck::Zeroable as _;
 use expertd_proto::session::cuda::wire::PreparedCall;
-use expertd_proto::session::cuda::{CallFailure, CudaSession, CudaSessionOptions, Prepared};
+use expertd_proto::session::cuda::{CudaSession, CudaSessionOptions, Prepared, RoutingPlaces};
 use expertd_proto::session::wire::RequestRecord;
 use expertd_proto::session::{self, DType, SessionError};
 use pyo3::exceptions::{PyBufferError, PyRuntimeError, PyTypeError};
@@ -55,14 +55,27 @@ pub(crate) struct PreparedArguments {
     shared_experts: bool,
     expected_weight_version: Option<u64>,
     timeout_us: u64,
-    /// Place of the rows in the session's memory.
+    /// Experts per token of given or returned routing; 0 without either.
+    k: u32,
+    given_routing: bool,
+    return_routing: bool,
+    token_ids: bool,
+    places: PlaceArguments,
+}
+
+/// Places in the session's memory, in bytes.
+#[derive(Clone, Copy, FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct PlaceArguments {
     rows: u64,
-    /// Place of the output.
     output: u64,
+    ids: u64,
+    weights: u64,
+    token_ids: u64,
 }
 
 impl PreparedArguments {
-    fn record(&self) -> PyResult<PreparedCall> {
+    fn record(&self) -> PyResult<(PreparedCall, RoutingPlaces)> {
         let dtype = match self.dtype.as_str() {
             "bf16" => DType::Bf16,
             "f16" => DType::F16,
@@ -72,24 +85,27 @@ impl PreparedArguments {
                 return Err(PyTypeError::new_err(text));
             }
         };
-        let mut flags = 0;
-        if !self.shared_experts {
-            flags |= RequestRecord::EXCLUDE_SHARED;
-        }
-        if self.expected_weight_version.is_some() {
-            flags |= RequestRecord::EXPECT_WEIGHT_VERSION;
-        }
-        Ok(PreparedCall {
+        let flags = [
+            (!self.shared_experts, RequestRecord::EXCLUDE_SHARED),
+            (self.expected_weight_version.is_some(), RequestRecord::EXPECT_WEIGHT_VERSION),
+            (self.given_routing, RequestRecord::GIVEN_ROUTING),
+            (self.return_routing, RequestRecord::RETURN_ROUTING),
+            (self.token_ids, RequestRecord::TOKEN_IDS),
+        ];
+        let PlaceArguments { rows, output, ids, weights, token_ids } = self.places;
+        let call = PreparedCall {
             layer: self.layer,
             dtype: dtype as u32,
             max_rows: self.max_rows,
-            flags,
-            rows: self.rows,
-            output: self.output,
+            flags: flags.into_iter().filter_map(|(is_set, flag)| is_set.then_some(flag)).sum(),
+            rows,
+            output,
             timeout_us: self.timeout_us,
             weight_version: self.expected_weight_version.unwrap_or(0),
+            k: self.k,
             ..PreparedCall::zeroed()
-        })
+        };
+        Ok((call, RoutingPlaces { ids, weights, token_ids }))
     }
 }
 
@@ -124,9 +140,10 @@ impl NativeCudaSession {
         address: &str,
         device: u32,
         memory_bytes: usize,
+        routing_bytes: u32,
         doorbells: u32,
     ) -> PyResult<NativeCudaSession> {
-        let options = CudaSessionOptions { device, memory_bytes, doorbells, routing_bytes: 0, timeout: TIMEOUT };
+        let options = CudaSessionOptions { device, memory_bytes, doorbells, routing_bytes, timeout: TIMEOUT };
         let session = py.detach(|| CudaSession::open(address, &options));
         let session = session.map_err(|error| open_failure(address, error).into_exception(py))?;
         Ok(NativeCudaSession {
@@ -157,7 +174,7 @@ impl NativeCudaSession {
     fn prepare(&self, py: Python<'_>, calls: Vec<PreparedArguments>) -> PyResult<Vec<NativePrepared>> {
         let records = calls.iter().map(PreparedArguments::record).collect::<PyResult<Vec<_>>>()?;
         let session = self.checked()?;
-        let prepared = py.detach(|| session.prepare(&records)).map_err(|error| raise(py, error))?;
+        let prepared = py.detach(|| session.prepare_routed(&records)).map_err(|error| raise(py, error))?;
         Ok(prepared.into_iter().map(NativePrepared).collect())
     }
 
@@ -190,8 +207,8 @@ impl NativeCudaSession {
             if raised.swap(status.failures, Ordering::AcqRel) >= status.failures {
                 continue;
             }
-            if let Some(CallFailure { code, message, .. }) = status.last_failure {
-                return Err(raise(py, SessionError::Status { code, message, retry_after: None }));
+            if let Some(failure) = status.last_failure {
+                return Err(raise(py, failure.into()));
             }
         }
         Ok(())
@@ -206,9 +223,8 @@ impl NativeCudaSession {
     fn last(&self, py: Python<'_>, doorbell: u32) -> PyResult<(u64, Option<Receipt>)> {
         let session = self.checked()?;
         let status = session.status(doorbell).map_err(|error| raise(py, error))?;
-        let receipt = status.last.map(|last| {
-            receipt::from_message(session::receipt(&last, true), 1).into_receipt(py)
-        });
+        let receipt =
+            status.last.map(|last| receipt::from_message(session::receipt(&last, true), 1).into_receipt(py));
         Ok((status.calls, receipt.transpose()?))
     }
 
@@ -268,4 +284,3 @@ impl DeviceArray {
         (dlpack::CUDA, i32::try_from(self.device).unwrap_or(i32::MAX))
     }
 }
-

@@ -5,8 +5,8 @@
 
 #![allow(unsafe_code, reason = "DLPack is a C interface: structs behind pointers in capsules")]
 
-use std::ffi::{CStr, c_void};
 use std::any::Any;
+use std::ffi::{CStr, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
@@ -246,11 +246,7 @@ pub(crate) fn export<'py>(
 
 /// Leaks a struct with its shape and its memory, and returns its address. The struct's `context` is not needed, because the struct is
 /// the first field of the leaked value.
-fn leak<M>(
-    mut shape: Vec<i64>,
-    owner: Owner,
-    managed: impl FnOnce(&mut Vec<i64>) -> M,
-) -> *mut c_void {
+fn leak<M>(mut shape: Vec<i64>, owner: Owner, managed: impl FnOnce(&mut Vec<i64>) -> M) -> *mut c_void {
     let managed = managed(&mut shape);
     let export = Export { managed, _shape: shape, _owner: owner };
     Box::into_raw(Box::new(export)).cast()

@@ -95,7 +95,8 @@ impl Arguments {
     ) -> PyResult<Arguments> {
         let timeout = timeout(seconds, "timeout")?;
         let rows = Input::take(rows, "rows")?.rows(options.dtype.as_deref())?;
-        let out = out.map(|out| Output::take(out, &rows, options.dtype.as_deref()).map(Arc::new)).transpose()?;
+        let out =
+            out.map(|out| Output::take(out, &rows, options.dtype.as_deref()).map(Arc::new)).transpose()?;
         let tokens = rows.shape[0];
         if u32::try_from(tokens).is_err() {
             return Err(PyValueError::new_err(format!(

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -16,8 +18,7 @@ def test_what_the_service_refuses(golden, rows):
     layer = it.layers[0]
     with pytest.raises(expertd.NotFoundError, match="layer 99") as caught:
         it.client.forward(99, rows)
-    # Completions of a session have a code and a sentence, and no reason or fields.
-    assert (caught.value.code, caught.value.reason) == ("NOT_FOUND", None if it.session else "UNKNOWN_LAYER")
+    assert (caught.value.code, caught.value.reason) == ("NOT_FOUND", "UNKNOWN_LAYER")
     with pytest.raises(expertd.NotFoundError, match="other"):
         it.client.forward(layer, rows, model="other")
     for other in (rows[:, :5].copy(), np.concatenate([rows, rows], axis=1)):
@@ -25,11 +26,15 @@ def test_what_the_service_refuses(golden, rows):
             it.client.forward(layer, other)
         assert isinstance(caught.value, ValueError)
         assert it.session or caught.value.fields[0][0] == "inline"
-    with pytest.raises(expertd.WeightVersionError, match="weight version 3"):
+    with pytest.raises(expertd.WeightVersionError, match="weight version 3") as caught:
         it.client.forward(layer, rows, expected_weight_version=3)
+    assert caught.value.reason == "WEIGHT_VERSION_MISMATCH"
     ids = np.zeros((len(rows), 2), np.int32)
-    with pytest.raises(expertd.InvalidRequestError, match="names expert 0 twice"):
+    with pytest.raises(expertd.InvalidRequestError, match="names expert 0 twice") as caught:
         it.client.forward(layer, rows, topk_ids=ids, topk_weights=np.ones((len(rows), 2), np.float32))
+    assert caught.value.reason == "INVALID_REQUEST"
+    assert [field for field, _ in caught.value.fields] == ["routing.topk_ids"]
+    assert "names expert 0 twice" in caught.value.fields[0][1]
 
 
 def test_what_no_request_can_be_made_of(golden, rows):
@@ -60,8 +65,6 @@ def test_addresses_and_sessions():
         expertd.Client("127.0.0.1:1")
     with pytest.raises(ConnectionError, match="address"):
         expertd.Client("unix:")
-    with pytest.raises(expertd.UnsupportedError, match="session=\"host\""):
-        expertd.Client("127.0.0.1:1", session="cuda")
     with pytest.raises(expertd.ConnectError, match="session-listen"):
         expertd.Client("127.0.0.1:1", session="host")
     with pytest.raises(expertd.ConnectError, match="session-listen"):
@@ -138,3 +141,23 @@ def test_clients_of_a_parent_are_refused_after_a_fork_and_new_ones_work(golden, 
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_without_torch_cuda_sessions_are_refused():
+    program = """
+import sys
+sys.modules["torch"] = None
+import expertd
+try:
+    expertd.Client("unix:/tmp/none.sock", session="cuda")
+except expertd.UnsupportedError as error:
+    sys.exit(0 if "needs torch" in str(error) else str(error))
+sys.exit("was not refused")
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_asyncio_clients_of_cuda_sessions_are_refused():
+    with pytest.raises(expertd.UnsupportedError, match="asyncio"):
+        expertd.AsyncClient("unix:/tmp/none.sock", session="cuda")

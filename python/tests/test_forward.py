@@ -168,3 +168,32 @@ def test_the_model_describes_itself(golden):
     owned = [range(first, first + count) for rank in it.model.placement for (n, first, count) in rank.experts if n == layer.layer]
     assert sorted(expert for part in owned for expert in part) == list(range(layer.num_experts))
     assert it.model.dtypes == ("bf16", "f16", "f32")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_out_receives_the_rows(golden, rows, dtype):
+    it = golden("qwen3_moe")
+    layer = it.layers[0]
+    batch = rows if dtype == "f32" else (rows.view(np.uint32) >> 16).astype(np.uint16)
+    options = {} if dtype == "f32" else {"dtype": "bf16"}
+
+    def read(answer):
+        return np.asarray(answer.rows if dtype == "f32" else answer.rows.view("u16"))
+
+    expected = read(it.client.forward(layer, batch, **options))
+    out = np.zeros_like(batch)
+    assert it.client.forward(layer, batch, out=out, **options).rows is out
+    assert np.array_equal(out, expected)
+    same = batch.copy()
+    it.client.forward(layer, same, out=same, **options)
+    assert np.array_equal(same, expected)
+    frozen = np.zeros_like(batch)
+    frozen.flags.writeable = False
+    for wrong, kind, words in (
+        (out[:4], ValueError, "expected"),
+        (np.zeros(batch.shape, np.float16), ValueError, "expected"),
+        (np.zeros((*batch.shape[:1], 2 * batch.shape[1]), batch.dtype)[:, ::2], BufferError, "contiguous"),
+        (frozen, BufferError, "written"),
+    ):
+        with pytest.raises(kind, match=words):
+            it.client.forward(layer, batch, out=wrong, **options)

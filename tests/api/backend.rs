@@ -216,6 +216,7 @@ impl Backend for Fake {
                 state: RankState::Ready,
                 weight_bytes_loaded: 10,
                 weight_bytes_total: 20,
+                usage: None,
             }],
         }
     }

@@ -18,10 +18,11 @@ use crate::service::load::{Rows, check};
 use crate::service::{Service, eventually, fixture, golden, send, serve_to_the_end};
 
 const FAMILY: &str = "qwen3_moe";
-const ROWS: usize = 12;
+/// Rows of a request.
+pub(crate) const ROWS: usize = 12;
 
 /// The counts of a layer, `[ranks][experts]`.
-async fn counts(service: &Service, layer: u32) -> Vec<Vec<u64>> {
+pub(crate) async fn counts(service: &Service, layer: u32) -> Vec<Vec<u64>> {
     let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
     let rows = expert_rows(&admin).await.unwrap();
     let layer = rows.layers.into_iter().find(|found| found.layer == layer).unwrap();
@@ -29,7 +30,7 @@ async fn counts(service: &Service, layer: u32) -> Vec<Vec<u64>> {
 }
 
 /// A request whose row `i` goes to the experts `of(i)`, with equal weights.
-fn routed(request: ForwardRequest, of: impl Fn(usize) -> [i32; 2]) -> ForwardRequest {
+pub(crate) fn routed(request: ForwardRequest, of: impl Fn(usize) -> [i32; 2]) -> ForwardRequest {
     let ids: Vec<u8> = (0..ROWS).flat_map(&of).flat_map(i32::to_le_bytes).collect();
     let weights: Vec<u8> = [0.5_f32; 2 * ROWS].into_iter().flat_map(f32::to_le_bytes).collect();
     request.with_routing(Bytes::from(ids), Bytes::from(weights), 2)
@@ -81,14 +82,14 @@ fn placement(layers: &[u32], experts: usize) -> ExpertPlacement {
     ExpertPlacement::new(2, layers.iter().map(|&layer| (LayerId(layer), placed.clone())))
 }
 
-async fn reload_placement(service: &Service, placement: &Path) -> Result<ReloadResponse, String> {
+pub(crate) async fn reload_placement(service: &Service, placement: &Path) -> Result<ReloadResponse, String> {
     let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
     let args = ReloadArgs { model: None, placement: Some(placement.to_owned()), admin, json: false };
     reload(&args).await.map_err(|error| error.to_string())
 }
 
 /// `[ranks]`: the experts of a layer by GetModel.
-fn owned(model: &GetModelResponse, layer: u32) -> Vec<Vec<u32>> {
+pub(crate) fn owned(model: &GetModelResponse, layer: u32) -> Vec<Vec<u32>> {
     let ranks = model.placement.iter().map(|rank| {
         let ranges = rank.experts.iter().filter(|range| range.layer == layer);
         ranges.flat_map(|range| range.first..range.first + range.count).collect()

@@ -15,12 +15,12 @@ use rustix::process::Signal;
 use tonic::Code;
 
 /// Relative L2 error of a row computed in bf16.
-const TOLERANCE: f64 = 1e-2;
+pub(crate) const TOLERANCE: f64 = 1e-2;
 /// Fixtures with rows whose scores are so close, or so near a threshold of the gate, that bf16 rows get other routing
 /// (docs/gpu.md).
 const BF16_ROUTED_OTHERWISE: [&str; 3] = ["dots1", "granitemoe-fp8-odd", "phimoe"];
 /// Fixtures with FP8 and MXFP4 experts, in addition to those of the families.
-const QUANTISED: [&str; 4] = [
+pub(crate) const QUANTISED: [&str; 4] = [
     "../quantised/deepseek_v3-fp8-odd",
     "../quantised/gpt_oss-mxfp4-odd",
     "../quantised/granitemoe-fp8-odd",
@@ -36,14 +36,14 @@ struct Verify {
 }
 
 /// The number of ranks to test with, at most four, and a lock on the GPUs.
-fn gpus() -> (u32, MutexGuard<'static, ()>) {
+pub(crate) fn gpus() -> (u32, MutexGuard<'static, ()>) {
     static IN_USE: Mutex<()> = Mutex::new(());
     let ranks = if gpu::BUILT { gpu::present().min(4) } else { 0 };
     assert!(ranks > 0, "these tests need a build with feature `cuda` and at least one GPU");
     (ranks, IN_USE.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
+pub(crate) fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
     Service::start(family, ranks, &[&["--device", "cuda"], more].concat())
 }
 
@@ -71,7 +71,7 @@ async fn verified(service: &Service, family: &str, dtype: &str, batch: &str, tol
 }
 
 /// Verifies f32 rows all at once and bf16 rows three at a time.
-async fn verified_in_both_types(service: &Service, family: &str, ranks: u32, tolerance: &str) {
+pub(crate) async fn verified_in_both_types(service: &Service, family: &str, ranks: u32, tolerance: &str) {
     let f32_rows = verified(service, family, "f32", "1000", tolerance).await;
     let bf16_rows = verified(service, family, "bf16", "3", tolerance).await;
     println!("{family}: {ranks} GPUs, largest error {f32_rows:.1e} (bf16 rows: {bf16_rows:.1e})");

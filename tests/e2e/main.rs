@@ -7,6 +7,7 @@ mod faults;
 mod fleet;
 mod golden;
 mod gpu;
+mod gpu_placement;
 mod layers;
 mod reload;
 mod replacing;

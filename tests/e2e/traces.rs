@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::service::load::{Rows, check};
 use crate::service::{Service, eventually, golden};
 use expertd_proto::Client;
+use expertd_proto::session::{SessionClient, SessionOptions};
 use expertd_proto::v1::ForwardRequest;
 use opentelemetry::Context;
 use opentelemetry::trace::{
@@ -195,6 +196,40 @@ async fn requests_are_spans_of_the_callers_trace() {
         assert_eq!(resource["service.name"], Value::StringValue("expertd".to_owned()));
         assert_eq!(resource["deployment.environment.name"], Value::StringValue("test".to_owned()));
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn calls_of_sessions_are_spans() {
+    let received = Received::default();
+    let endpoint = received.serve().await;
+    let folder = tempfile::tempdir().unwrap();
+    let address = format!("unix:{}", folder.path().join("session.sock").display());
+    let more = ["--otlp-endpoint", &endpoint, "--session-listen", &address, "--max-tokens-per-step", "8"];
+    let mut service = Service::start_with(FAMILY, 2, &more, &[]);
+    let (call, wanted) = request(20);
+    let wrong = ForwardRequest { layer: 999, ..call.clone() };
+    let calls = tokio::task::spawn_blocking(move || {
+        let session = SessionClient::open(&address, &SessionOptions::default()).unwrap();
+        check(&session.forward(&call, PATIENCE).unwrap(), &wanted, &call);
+        session.forward(&wrong, PATIENCE).unwrap_err();
+    });
+    calls.await.unwrap();
+    service.signal(Signal::TERM);
+    assert_eq!(service.wait(PATIENCE).expect("a drain ends").code(), Some(0));
+
+    let mut spans = received.named("expertd session call");
+    spans.sort_by_key(|span| span.start_time_unix_nano);
+    let [span, failed] = &spans[..] else { panic!("{spans:?}") };
+    assert!(span.parent_span_id.is_empty(), "it begins a trace");
+    assert_eq!((integer(span, "expertd.tokens"), integer(span, "rpc.grpc.status_code")), (20, 0));
+    assert_eq!(integer(span, "expertd.session"), 1);
+    let (queues, steps) = (received.children(span, "queue"), received.children(span, "step"));
+    assert_eq!((queues.len(), steps.len()), (1, 3));
+    for child in queues.iter().chain(&steps) {
+        let (start, end) = (child.start_time_unix_nano, child.end_time_unix_nano);
+        assert!(span.start_time_unix_nano <= start && start <= end && end <= span.end_time_unix_nano);
+    }
+    assert_eq!(integer(failed, "rpc.grpc.status_code"), Code::NotFound as i64);
 }
 
 #[tokio::test(flavor = "multi_thread")]

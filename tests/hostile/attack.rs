@@ -123,8 +123,13 @@ async fn call_for(address: &str, time: Duration) -> Honest {
 
 /// Resident memory of a process in MiB.
 pub fn resident_mib(pid: u32) -> u64 {
+    memory_mib(pid, "VmRSS:")
+}
+
+/// A line of a process's memory in MiB.
+fn memory_mib(pid: u32, name: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap_or("0 kB");
+    let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or("0 kB");
     line.trim().split(' ').next().and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) / 1024
 }
 
@@ -138,29 +143,42 @@ async fn settled(pid: u32, before: u64) -> (u64, u64) {
     (resident_mib(pid), begun.elapsed().as_secs())
 }
 
-/// Connections that the service refused or ended, by reason.
-async fn ended(metrics: &str) -> String {
+/// The metrics of the service.
+async fn scrape(metrics: &str) -> String {
     let address = metrics.trim_start_matches("http://").trim_end_matches("/metrics");
     let mut socket = TcpStream::connect(address).await.unwrap();
     socket.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
     let mut text = String::new();
     socket.read_to_string(&mut text).await.unwrap();
+    text
+}
+
+/// Upper bound of the router's resident memory that the service states, in MiB.
+async fn stated_mib(metrics: &str) -> u64 {
+    let text = scrape(metrics).await;
+    let bytes = text.lines().find_map(|line| line.strip_prefix("expertd_router_memory_limit_bytes "));
+    bytes.unwrap().trim().parse::<f64>().unwrap() as u64 >> 20
+}
+
+/// Connections that the service refused or ended, by reason.
+async fn ended(metrics: &str) -> String {
+    let text = scrape(metrics).await;
     let counts = text.lines().filter_map(|line| line.strip_prefix("expertd_connections_ended_total"));
     counts.filter(|count| !count.ends_with(" 0")).collect::<Vec<_>>().join(" ")
 }
 
-/// Means over the rounds of a measurement.
-struct Means {
+/// Medians over the rounds of a measurement.
+struct Medians {
     per_second: f64,
     p99: Duration,
 }
 
-fn means(rounds: &[Honest]) -> Means {
-    let count = rounds.len() as f64;
-    Means {
-        per_second: rounds.iter().map(|round| round.per_second).sum::<f64>() / count,
-        p99: rounds.iter().map(|round| round.p99).sum::<Duration>().div_f64(count),
-    }
+fn medians(rounds: &[Honest]) -> Medians {
+    let mut per_second: Vec<_> = rounds.iter().map(|round| round.per_second).collect();
+    let mut p99: Vec<_> = rounds.iter().map(|round| round.p99).collect();
+    per_second.sort_unstable_by(f64::total_cmp);
+    p99.sort_unstable();
+    Medians { per_second: per_second[rounds.len() / 2], p99: p99[rounds.len() / 2] }
 }
 
 /// One round of an attack.
@@ -267,19 +285,19 @@ pub async fn run(name: &str, attack: Attack) {
     {
         assert!(client.failed.is_empty() && client.calls > 0, "{whose}: {:?}", client.failed.first());
     }
-    let (mean, alone) = (means(&beside), means(&[alone]));
-    let control = if controls.is_empty() { None } else { Some(means(&controls)) };
+    let (attacked, alone) = (medians(&beside), medians(&[alone]));
+    let control = if controls.is_empty() { None } else { Some(medians(&controls)) };
     let against = control.as_ref().unwrap_or(&alone);
     println!(
         "| {name} | {attackers} | {connected} | {:.0} | {:.0} | {:.0} | {:.0} % | {:.2} | {:.2} | {:.2} | {busy_alone:.2} | \
          {busy:.2} | {:.2} + {:.2} | {before} | {most} | {after} after {waited} s |",
         alone.per_second,
         against.per_second,
-        mean.per_second,
-        100.0 * mean.per_second / against.per_second,
+        attacked.per_second,
+        100.0 * attacked.per_second / against.per_second,
         alone.p99.as_secs_f64() * 1e3,
         against.p99.as_secs_f64() * 1e3,
-        mean.p99.as_secs_f64() * 1e3,
+        attacked.p99.as_secs_f64() * 1e3,
         busy_control.iter().sum::<f64>() / busy_control.len().max(1) as f64,
         burned.iter().sum::<f64>() / burned.len().max(1) as f64,
     );
@@ -287,7 +305,8 @@ pub async fn run(name: &str, attack: Attack) {
         println!("{name}: {}", ended(&service.metrics).await);
     }
     assert!(connected > 0, "the attack took place");
-    // The limit is 64 MiB in flight and half as much in the transport, each in up to two places, plus connections.
+    let (peak, stated) = (memory_mib(service.pid(), "VmHWM:"), stated_mib(&service.metrics).await);
+    assert!(peak <= stated + stated / 10, "{peak} MiB resident at most, the stated bound is {stated} MiB");
     assert!(most <= before + 256, "{before} MiB before, {most} MiB under attack");
 }
 

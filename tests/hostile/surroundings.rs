@@ -1,20 +1,29 @@
-//! Tests of a real service in broken surroundings: standard error, signals, descriptors.
+//! Tests of a real service in broken surroundings: standard error, signals, descriptors, other processes of the user.
 
+use std::fs::Permissions;
 use std::io::{BufRead as _, BufReader, Read as _};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use bytes::Bytes;
 use expertd_proto::v1::{DType, ForwardRequest};
 use rustix::process::{Pid, Signal, kill_process};
+use tokio::net::TcpStream;
 
-use crate::attack::{honest, honest_client};
-use crate::service::{Service, fixture, serve_command, serve_to_the_end};
+use crate::attack::{greet, honest, honest_client};
+use crate::service::{Service, fixture, ranks_of, send, serve_command, serve_to_the_end};
 
 /// Starts a service that logs a lot to the given standard error. Returns the service and its public address.
 fn start(stderr: Stdio) -> (Child, String) {
     let mut command = serve_command(&fixture("qwen3_moe"), &["--ranks", "1"]);
     command.env("EXPERTD_LOG", "trace").stderr(stderr);
+    ready(command)
+}
+
+/// Starts a service and waits until it is ready. Returns the service and its public address.
+fn ready(mut command: Command) -> (Child, String) {
     let mut child = command.spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let ready = lines.find_map(|line| line.ok()?.strip_prefix("ready: listening on ").map(str::to_owned));
@@ -90,6 +99,56 @@ fn too_few_descriptors_are_found_at_the_start() {
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(64), "{text}");
     assert!(text.contains("ulimit -n"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn idle_connections_leave_descriptors_for_the_next_generation() {
+    let command = serve_command(&fixture("qwen3_moe"), &["--ranks", "1"]);
+    let mut limited = Command::new("sh");
+    // 704 for the service itself, 56 for connections.
+    limited.args(["-c", "ulimit -n 760; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_expertd")]);
+    limited.args(command.get_args()).stdout(Stdio::piped());
+    let (child, address) = ready(limited);
+    let mut idle = Vec::new();
+    for _ in 0..1000 {
+        let mut socket = TcpStream::connect(&address).await.unwrap();
+        let _ = greet(&mut socket, &[]).await;
+        idle.push(socket);
+    }
+    send(ranks_of(child.id())[0], Signal::KILL);
+    serves_and_ends(child, &address).await;
+}
+
+/// Files in `/proc` of a process that is not dumpable belong to root, whatever its user.
+#[test]
+fn other_processes_of_the_user_cannot_read_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
+    let model = folder.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    for file in std::fs::read_dir(fixture("qwen3_moe")).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), model.join(file.file_name())).unwrap();
+    }
+    let program = folder.path().join("expertd");
+    std::fs::copy(env!("CARGO_BIN_EXE_expertd"), &program).unwrap();
+    let mut command = Command::new(program);
+    command.args(serve_command(&model, &["--ranks", "1"]).get_args()).stdout(Stdio::piped());
+    if rustix::process::geteuid().is_root() {
+        // A user without rights, since everything of root belongs to root.
+        command.uid(65534).gid(65534);
+    }
+    let (mut child, _) = ready(command);
+    for pid in [vec![child.id()], ranks_of(child.id())].concat() {
+        assert_ne!(
+            std::fs::metadata(format!("/proc/{pid}")).unwrap().uid(),
+            0,
+            "the process has another user"
+        );
+        assert_eq!(std::fs::metadata(format!("/proc/{pid}/mem")).unwrap().uid(), 0);
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
 }
 
 #[test]

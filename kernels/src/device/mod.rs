@@ -99,6 +99,15 @@ impl Device {
         check("cuDeviceGetName", self.context.name())
     }
 
+    /// The GPU's UUID, or that of the part of a GPU.
+    ///
+    /// # Errors
+    /// The driver's error.
+    pub fn uuid(&self) -> Result<[u8; 16], DeviceError> {
+        let uuid = check("cuDeviceGetUuid", self.context.uuid())?;
+        Ok(uuid.bytes.map(i8::cast_unsigned))
+    }
+
     /// Compute capability, as `(major, minor)`.
     ///
     /// # Errors

@@ -79,6 +79,8 @@ pub struct CopyOutParams {
     pub row_counts: u64,
     /// Out: the same table in mapped memory.
     pub row_counts_host: u64,
+    /// u32 `[layers, local_experts]`, expert of each local one by a placement; or 0: [`first_expert`](Self::first_expert) and on.
+    pub local_ids: u64,
     /// Elements of a row.
     pub hidden: u32,
     /// Experts per token.
@@ -87,7 +89,7 @@ pub struct CopyOutParams {
     pub max_tokens: u32,
     /// Index in its layer of the first local expert.
     pub first_expert: u32,
-    /// Number of local experts.
+    /// Number of local physical experts.
     pub local_experts: u32,
     /// Number of experts that a layer has room for in the tables.
     pub count_stride: u32,
@@ -122,6 +124,6 @@ pub struct SharedParams {
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
     assert!(size_of::<CopyInParams>() == 136);
-    assert!(size_of::<CopyOutParams>() == 320);
+    assert!(size_of::<CopyOutParams>() == 336);
     assert!(size_of::<SharedParams>() == 56);
 };

@@ -78,7 +78,7 @@ pub struct ScaleParams {
 
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
-    assert!(size_of::<DispatchParams>() == 264);
-    assert!(size_of::<CombineParams>() == 248);
-    assert!(size_of::<ScaleParams>() == 232);
+    assert!(size_of::<DispatchParams>() == 272);
+    assert!(size_of::<CombineParams>() == 256);
+    assert!(size_of::<ScaleParams>() == 240);
 };

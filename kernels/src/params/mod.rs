@@ -165,6 +165,8 @@ pub struct Group {
     pub generation: u64,
     /// Time limit of each wait, in nanoseconds.
     pub deadline_ns: u64,
+    /// Table of [`CopyTables::copies`](crate::copies::CopyTables::copies), or 0: no placement.
+    pub copies: u64,
     /// This rank.
     pub rank: u32,
     /// Number of ranks in the group.
@@ -173,7 +175,7 @@ pub struct Group {
     pub hidden: u32,
     /// Experts per token.
     pub top_k: u32,
-    /// Number of routed experts of the layer.
+    /// Number of physical experts; without a placement that of the layer's routed experts.
     pub experts: u32,
     /// Largest number of rows per rank.
     pub max_tokens: u32,
@@ -191,6 +193,6 @@ const _: () = {
     assert!(size_of::<SlotState>() == 272);
     assert!(size_of::<StepRequest>() == 144);
     assert!(size_of::<Completion>() == 136);
-    assert!(size_of::<Group>() == 192);
+    assert!(size_of::<Group>() == 200);
     assert!(size_of::<Segment>() == 40);
 };

@@ -7,6 +7,7 @@ use expertd_kernels::params::{DeviceFault, Group, Phase, SlotState};
 use expertd_kernels::slot::{SlotBuffers, combine_blocks, dispatch_blocks};
 use half::{bf16, f16};
 
+use crate::placed::Placed;
 use crate::random::{Random, RankStep, step};
 use crate::{Options, Outcome};
 
@@ -83,6 +84,8 @@ pub fn expect(shape: &Shape, steps: &[RankStep], rank: u32) -> Expected {
 /// One rank's buffers with the address of its own window.
 pub struct Member {
     pub rank: u32,
+    /// Layer of the steps.
+    pub layer: u32,
     pub window: u64,
     pub buffers: SlotBuffers,
     pub group: Group,
@@ -98,7 +101,7 @@ impl Member {
     ) -> Result<Member, Box<dyn std::error::Error>> {
         let buffers = SlotBuffers::new(device, shape)?;
         let group = buffers.group(shape, rank, windows, generation, 5 * SECOND);
-        Ok(Member { rank, window: windows[rank as usize], buffers, group })
+        Ok(Member { rank, layer: 0, window: windows[rank as usize], buffers, group })
     }
 
     /// Fills all buffers that the step writes with 0xff (NaN, -1), and uploads the step's inputs.
@@ -121,6 +124,7 @@ impl Member {
         b.topk_weights.write(&step.weights)?;
         let mut state = b.state.read()?[0];
         state.tokens = step.tokens as u32;
+        state.layer = self.layer;
         state.out_dtype = dtype;
         b.state.write(&[state])?;
         Ok(())
@@ -266,13 +270,22 @@ pub fn loopback(options: &Options) -> Outcome {
     let cases = options.number("cases", 40);
     let most_tokens = options.number("tokens", 300);
     let steps_per_case = options.number("steps", 4);
-    let mut exchanges = 0;
+    let (mut exchanges, mut placements) = (0, 0);
     for case in 0..cases {
         let ranks = random.pick(&[1, 2, 3, 4, 4, 8]);
         let shape = shape(&mut random, ranks, most_tokens);
         let delay = random.pick(&[0, 0, 3_000, 50_000]);
+        let placed = match ranks > 1 && random.below(2) == 0 {
+            true => Some(Placed::draw(&device, &mut random, &shape)?),
+            false => None,
+        };
+        let kernels = placed.as_ref().map_or(shape, |placed| placed.shape(&shape));
         // With small chunks even small steps have several of them.
-        let group = Loopback::new(&device, shape, delay, random.pick(&[0, 1, 2, 5]))?;
+        let mut group = Loopback::new(&device, kernels, delay, random.pick(&[0, 1, 2, 5]))?;
+        if let Some(placed) = &placed {
+            placed.apply(&mut group);
+            placements += 1;
+        }
         let most = most_blocks(&device, ranks)?;
         for index in 0..steps_per_case {
             let steps = step(&mut random, &shape);
@@ -280,7 +293,7 @@ pub fn loopback(options: &Options) -> Outcome {
             let poison = index % 2 == 0;
             let dtype = random.pick(&[1, 2, 3]);
             for (member, step) in group.members.iter().zip(&steps) {
-                member.load(&shape, step, dtype, poison)?;
+                member.load(&kernels, step, dtype, poison)?;
             }
             let blocks = if random.below(2) == 0 {
                 (
@@ -292,9 +305,11 @@ pub fn loopback(options: &Options) -> Outcome {
             };
             group.launch(blocks, &group.members)?;
             group.stream.synchronize()?;
+            let physical = placed.as_ref().map(|placed| placed.physical(&steps, shape.top_k as usize));
+            let expected = physical.as_deref().unwrap_or(&steps);
             for member in &group.members {
-                member.verify(&shape, &steps, dtype, poison).map_err(|error| {
-                    format!("case {case}, step {index}, {shape:?}, blocks {blocks:?}, dtype {dtype}: {error}")
+                member.verify(&kernels, expected, dtype, poison).map_err(|error| {
+                    format!("case {case}, step {index}, {shape:?}, {kernels:?}, blocks {blocks:?}, dtype {dtype}: {error}")
                 })?;
                 let sequence = member.buffers.state.read()?[0].sequence;
                 if sequence != index + 2 {
@@ -304,7 +319,9 @@ pub fn loopback(options: &Options) -> Outcome {
             exchanges += 1;
         }
     }
-    println!("loopback: {exchanges} exchanges in {cases} groups are bitwise right");
+    println!(
+        "loopback: {exchanges} exchanges in {cases} groups, {placements} of them with a placement, are bitwise right"
+    );
     Ok(())
 }
 

@@ -2,13 +2,14 @@
 //!
 //! `device` alone checks everything on one GPU with a loopback group of virtual ranks. `device COMMAND [key=value ...]`:
 //!
-//! * `loopback cases=N seed=S`: exchanges of random shapes, counts, routing and delays.
+//! * `loopback cases=N seed=S`: exchanges of random shapes, counts, routing, placements and delays.
 //! * `faults`: a rank that never takes part.
 //! * `gate cases=N`: routing functions against f64.
 //! * `experts`: the expert kernel in every weight format against f64.
 //! * `staging cases=N`: a whole step from pinned host memory and back, as a replayed graph.
 //! * `peers ranks=N cases=N`: the exchanges on N GPUs with one process each, over NCCL windows; then their times.
-//! * `timing`: dispatch + combine of the loopback group under graph replay.
+//! * `timing [placed=1]`: dispatch + combine of the loopback group under graph replay; with `placed=1` the owners of contiguous ranges
+//!   are looked up instead of computed.
 #![allow(unsafe_code, reason = "launches kernels on addresses")]
 #![allow(missing_docs, unreachable_pub, reason = "a test program, not a library")]
 
@@ -16,6 +17,7 @@ mod exchange;
 mod experts;
 mod gate;
 mod peers;
+mod placed;
 mod random;
 mod staging;
 mod timing;

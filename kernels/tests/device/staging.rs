@@ -111,6 +111,16 @@ fn bytes_of<T: Copy>(values: &[T]) -> Vec<u8> {
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) }.to_vec()
 }
 
+/// `[ranks]`: the experts of each rank in every layer, `[LAYERS, local experts]`.
+fn local_ids(device: &Device, shape: &Shape) -> Result<Vec<Buffer<u32>>, Box<dyn std::error::Error>> {
+    let of = |rank| {
+        let (first, last) = shape.expert_range(rank);
+        let ids: Vec<u32> = (0..LAYERS).flat_map(|_| first..last).collect();
+        Ok(Buffer::from_slice(device, &ids)?)
+    };
+    (0..shape.ranks).map(of).collect()
+}
+
 pub fn check(options: &Options) -> Outcome {
     let device = Device::open(0)?;
     let mut random = Random(options.number("seed", 21));
@@ -147,6 +157,11 @@ pub fn check(options: &Options) -> Outcome {
             })
             .collect::<Result<_, Box<dyn std::error::Error>>>()?;
         let token_ids = Buffer::<i32>::zeroed(&device, tokens)?;
+        // In some cases the experts whose rows are counted are listed, as by a placement.
+        let local_ids = match random.below(2) == 0 {
+            true => Some(local_ids(&device, &shape)?),
+            false => None,
+        };
         let (mut ins, mut outs) = (Vec::new(), Vec::new());
         let local = |rank: usize| {
             let (first, last) = shape.expert_range(rank as u32);
@@ -190,10 +205,11 @@ pub fn check(options: &Options) -> Outcome {
                 expert_offsets: b.expert_offsets.address(),
                 row_counts: stage.row_counts.address(),
                 row_counts_host: stage.row_counts_host.address(),
+                local_ids: local_ids.as_ref().map_or(0, |ids| ids[rank].address()),
                 hidden: shape.hidden,
                 top_k: shape.top_k,
                 max_tokens: shape.max_tokens,
-                first_expert: shape.expert_range(rank as u32).0,
+                first_expert: if local_ids.is_some() { u32::MAX } else { shape.expert_range(rank as u32).0 },
                 local_experts: local(rank) as u32,
                 count_stride: STRIDE as u32,
                 row_elements: shape.hidden,
@@ -296,6 +312,7 @@ pub fn check(options: &Options) -> Outcome {
                     segments: segments.len() as u32,
                     raises: raised as u32,
                     raise: raises(stage.signals.address(), number, raised).0,
+                    ..StepRequest::default()
                 }]));
                 layouts.push((segments, bytes));
             }

@@ -9,6 +9,7 @@ use expertd_kernels::params::{CombineParams, DispatchParams, SlotState};
 use expertd_kernels::slot::{combine_blocks, dispatch_blocks};
 
 use crate::exchange::{Loopback, Member, most_blocks};
+use crate::placed::Placed;
 use crate::random::{Random, Routing, choices};
 use crate::{Options, Outcome};
 
@@ -52,6 +53,7 @@ pub fn capture(
     for member in members {
         let mut state: SlotState = member.buffers.state.read()?[0];
         state.tokens = tokens;
+        state.layer = member.layer;
         state.out_dtype = 1;
         member.buffers.state.write(&[state])?;
     }
@@ -138,7 +140,12 @@ pub fn loopback(options: &Options) -> Outcome {
     for (hidden, experts, top_k) in SHAPES {
         for tokens in [1, 8, 32, 128, 512] {
             let shape = Shape { ranks, max_tokens: tokens, hidden, top_k, experts };
-            let group = Loopback::new(&device, shape, 0, 0)?;
+            let mut group = Loopback::new(&device, shape, 0, 0)?;
+            // Ranges of equal length have the same physical experts with and without a table.
+            let placed = Placed::contiguous(&device, &shape)?;
+            if options.number("placed", 0) != 0 && placed.shape(&shape) == shape {
+                placed.apply(&mut group);
+            }
             let blocks = (dispatch_blocks(&shape, tokens, most), combine_blocks(&shape, tokens, most));
             let timed = capture(&device, &group.stream, &shape, &group.members, tokens, blocks, 3)?;
             row(&shape, tokens, blocks, 0, measure(&group.stream, &timed, &group.members[0], tokens)?);

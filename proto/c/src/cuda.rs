@@ -1,6 +1,6 @@
 //! The C ABI of CUDA sessions; `include/expertd.h` documents it.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::sync::{PoisonError, RwLock};
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use expertd_session::SessionError;
 use expertd_session::cuda::wire::PreparedCall;
 use expertd_session::cuda::{CudaSession, CudaSessionOptions, Prepared, RoutingPlaces};
 
-use crate::{EINVALID, EOPEN, fail, tell};
+use crate::{close, fail, invalid, open_with};
 
 /// `expertd_cuda_session`.
 #[derive(Debug)]
@@ -53,13 +53,6 @@ pub unsafe extern "C" fn expertd_session_open_cuda(
     error: *mut c_char,
     error_bytes: usize,
 ) -> c_int {
-    if address.is_null() || session.is_null() {
-        // SAFETY: the caller's promise about `error`.
-        unsafe { tell("address and session must not be NULL", error, error_bytes) };
-        return EINVALID;
-    }
-    // SAFETY: a C string (the caller's promise).
-    let address = unsafe { CStr::from_ptr(address) }.to_string_lossy();
     let options = CudaSessionOptions {
         device,
         memory_bytes: usize::try_from(memory_bytes).unwrap_or(usize::MAX),
@@ -67,19 +60,12 @@ pub unsafe extern "C" fn expertd_session_open_cuda(
         routing_bytes,
         timeout: Duration::from_millis(timeout_ms.max(1).into()),
     };
-    match CudaSession::open(&address, &options) {
-        Ok(opened) => {
-            let opened = ExpertdCudaSession { session: opened, prepared: RwLock::default() };
-            // SAFETY: valid for a write (the caller's promise).
-            unsafe { session.write(Box::into_raw(Box::new(opened))) };
-            0
-        }
-        Err(failure) => {
-            // SAFETY: the caller's promise about `error`.
-            unsafe { tell(&failure.to_string(), error, error_bytes) };
-            EOPEN
-        }
-    }
+    let open = |address: &str| {
+        let session = CudaSession::open(address, &options)?;
+        Ok(ExpertdCudaSession { session, prepared: RwLock::default() })
+    };
+    // SAFETY: the caller's promises.
+    unsafe { open_with(address, session, error, error_bytes, open) }
 }
 
 /// Closes a CUDA session.
@@ -88,10 +74,8 @@ pub unsafe extern "C" fn expertd_session_open_cuda(
 /// `session` is null, or came from [`expertd_session_open_cuda`] and is not used any more.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn expertd_cuda_close(session: *mut ExpertdCudaSession) {
-    if !session.is_null() {
-        // SAFETY: made by `Box::into_raw` and not used any more (the caller's promise).
-        drop(unsafe { Box::from_raw(session) });
-    }
+    // SAFETY: the caller's promise.
+    unsafe { close(session) };
 }
 
 /// The memory on the GPU.
@@ -138,8 +122,7 @@ pub unsafe extern "C" fn expertd_cuda_prepare(
     let session = unsafe { session.as_ref() };
     let Some(session) = session.filter(|_| !calls.is_null() && !first.is_null()) else {
         // SAFETY: the caller's promise about `error`.
-        unsafe { tell("session, calls and first must not be NULL", error, error_bytes) };
-        return EINVALID;
+        return unsafe { invalid("session, calls and first must not be NULL", error, error_bytes) };
     };
     // SAFETY: `count` elements (the caller's promise).
     let calls = unsafe { std::slice::from_raw_parts(calls, count) };
@@ -192,15 +175,13 @@ pub unsafe extern "C" fn expertd_cuda_enqueue(
     // SAFETY: null or an open session (the caller's promise).
     let Some(session) = (unsafe { session.as_ref() }) else {
         // SAFETY: the caller's promise about `error`.
-        unsafe { tell("session must not be NULL", error, error_bytes) };
-        return EINVALID;
+        return unsafe { invalid("session must not be NULL", error, error_bytes) };
     };
     let all = session.prepared.read().unwrap_or_else(PoisonError::into_inner);
     let Some(call) = all.get(prepared as usize).copied() else {
         let text = format!("call {prepared} is not prepared; {} calls are", all.len());
         // SAFETY: the caller's promise about `error`.
-        unsafe { tell(&text, error, error_bytes) };
-        return EINVALID;
+        return unsafe { invalid(&text, error, error_bytes) };
     };
     drop(all);
     // SAFETY: the caller's promise about the stream and the doorbell.
@@ -228,8 +209,7 @@ pub unsafe extern "C" fn expertd_cuda_status(
     // SAFETY: null or an open session (the caller's promise).
     let Some(session) = (unsafe { session.as_ref() }) else {
         // SAFETY: the caller's promise about `error`.
-        unsafe { tell("session must not be NULL", error, error_bytes) };
-        return EINVALID;
+        return unsafe { invalid("session must not be NULL", error, error_bytes) };
     };
     let status = match session.session.status(doorbell) {
         Ok(status) => status,
@@ -245,8 +225,7 @@ pub unsafe extern "C" fn expertd_cuda_status(
     match status.last_failure {
         None => 0,
         Some(failure) => {
-            let failure =
-                SessionError::Status { code: failure.code, message: failure.message, retry_after: None };
+            let failure = SessionError::from(failure);
             // SAFETY: the caller's promise about `error`.
             unsafe { fail(&failure, error, error_bytes) }
         }

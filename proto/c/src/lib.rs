@@ -92,34 +92,34 @@ unsafe fn fail(failure: &SessionError, error: *mut c_char, error_bytes: usize) -
     }
 }
 
-/// Opens a session.
+/// Refuses an argument.
 ///
 /// # Safety
-/// `address` is a C string, `session` is valid for a write, and `error` is null or has `error_bytes` bytes.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn expertd_session_open(
+/// As for [`tell`].
+unsafe fn invalid(text: &str, error: *mut c_char, error_bytes: usize) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { tell(text, error, error_bytes) };
+    EINVALID
+}
+
+/// Opens a session with `open` and stores it.
+///
+/// # Safety
+/// `address` is null or a C string, `session` is null or valid for a write, and `error` is as for [`tell`].
+unsafe fn open_with<T>(
     address: *const c_char,
-    rows_bytes: u64,
-    calls: u32,
-    timeout_ms: u32,
-    session: *mut *mut Session,
+    session: *mut *mut T,
     error: *mut c_char,
     error_bytes: usize,
+    open: impl FnOnce(&str) -> Result<T, SessionError>,
 ) -> c_int {
     if address.is_null() || session.is_null() {
         // SAFETY: the caller's promise about `error`.
-        unsafe { tell("address and session must not be NULL", error, error_bytes) };
-        return EINVALID;
+        return unsafe { invalid("address and session must not be NULL", error, error_bytes) };
     }
     // SAFETY: a C string (the caller's promise).
     let address = unsafe { CStr::from_ptr(address) }.to_string_lossy();
-    let options = SessionOptions {
-        rows_bytes: usize::try_from(rows_bytes).unwrap_or(usize::MAX),
-        calls,
-        timeout: Duration::from_millis(timeout_ms.max(1).into()),
-        ..SessionOptions::default()
-    };
-    match Session::open(&address, &options) {
+    match open(&address) {
         Ok(opened) => {
             // SAFETY: valid for a write (the caller's promise).
             unsafe { session.write(Box::into_raw(Box::new(opened))) };
@@ -133,16 +133,49 @@ pub unsafe extern "C" fn expertd_session_open(
     }
 }
 
+/// Drops a session that [`open_with`] has stored.
+///
+/// # Safety
+/// `session` is null, or was stored by [`open_with`] and is not used any more.
+unsafe fn close<T>(session: *mut T) {
+    if !session.is_null() {
+        // SAFETY: made by `Box::into_raw` and not used any more (the caller's promise).
+        drop(unsafe { Box::from_raw(session) });
+    }
+}
+
+/// Opens a session.
+///
+/// # Safety
+/// `address` is null or a C string, `session` is valid for a write, and `error` is null or has `error_bytes` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn expertd_session_open(
+    address: *const c_char,
+    rows_bytes: u64,
+    calls: u32,
+    timeout_ms: u32,
+    session: *mut *mut Session,
+    error: *mut c_char,
+    error_bytes: usize,
+) -> c_int {
+    let options = SessionOptions {
+        rows_bytes: usize::try_from(rows_bytes).unwrap_or(usize::MAX),
+        calls,
+        timeout: Duration::from_millis(timeout_ms.max(1).into()),
+        ..SessionOptions::default()
+    };
+    // SAFETY: the caller's promises.
+    unsafe { open_with(address, session, error, error_bytes, |address| Session::open(address, &options)) }
+}
+
 /// Closes a session.
 ///
 /// # Safety
 /// `session` is null, or came from [`expertd_session_open`] and is not used any more.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn expertd_session_close(session: *mut Session) {
-    if !session.is_null() {
-        // SAFETY: made by `Box::into_raw` and not used any more (the caller's promise).
-        drop(unsafe { Box::from_raw(session) });
-    }
+    // SAFETY: the caller's promise.
+    unsafe { close(session) };
 }
 
 /// The row area.
@@ -202,13 +235,11 @@ pub unsafe extern "C" fn expertd_session_submit(
     // SAFETY: null or valid (the caller's promise).
     let (Some(session), Some(call)) = (unsafe { (session.as_ref(), call.as_ref()) }) else {
         // SAFETY: the caller's promise about `error`.
-        unsafe { tell("session and call must not be NULL", error, error_bytes) };
-        return EINVALID;
+        return unsafe { invalid("session and call must not be NULL", error, error_bytes) };
     };
     if call_number.is_null() {
         // SAFETY: the caller's promise about `error`.
-        unsafe { tell("call_number must not be NULL", error, error_bytes) };
-        return EINVALID;
+        return unsafe { invalid("call_number must not be NULL", error, error_bytes) };
     }
     let record = RequestRecord {
         call: 0,
@@ -255,8 +286,7 @@ pub unsafe extern "C" fn expertd_session_wait(
     // SAFETY: null or an open session (the caller's promise).
     let Some(session) = (unsafe { session.as_ref() }) else {
         // SAFETY: the caller's promise about `error`.
-        unsafe { tell("session must not be NULL", error, error_bytes) };
-        return EINVALID;
+        return unsafe { invalid("session must not be NULL", error, error_bytes) };
     };
     match session.wait_places(call_number, Duration::from_millis(timeout_ms.into())) {
         Ok(record) => {

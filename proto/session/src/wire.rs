@@ -194,7 +194,8 @@ pub struct CompletionRecord {
     pub phase_ns: [u64; 7],
     /// The call's tokens on each rank, summed over its steps.
     pub tokens_per_rank: [u32; MAX_RANKS],
-    /// Fingerprint of the weights that computed the call, or why it failed, in UTF-8.
+    /// Fingerprint of the weights that computed the call, or why it failed, in UTF-8. Behind the sentence of a failed call stand its
+    /// reason and the names of invalid fields, each after a zero byte, as far as there is room.
     pub message: [u8; MESSAGE_BYTES],
 }
 
@@ -213,6 +214,37 @@ impl CompletionRecord {
         self.message_len = len as u32;
         self.message[..len].copy_from_slice(&message.as_bytes()[..len]);
         self
+    }
+
+    /// The same failed completion with its reason and the names of invalid fields behind the sentence, which is cut if they would not fit.
+    #[must_use]
+    pub fn with_reason<'a>(self, reason: &str, fields: impl IntoIterator<Item = &'a str>) -> Self {
+        let mut names = format!("\0{reason}");
+        for field in fields {
+            if names.len() + 1 + field.len() <= MESSAGE_BYTES / 2 {
+                names.push('\0');
+                names.push_str(field);
+            }
+        }
+        if names.len() > MESSAGE_BYTES / 2 {
+            return self;
+        }
+        let text = self.text();
+        let ends = text.char_indices().map(|(at, char)| at + char.len_utf8());
+        let len = ends.take_while(|&end| end + names.len() <= MESSAGE_BYTES).last().unwrap_or(0);
+        let mut record = self.with_text(&text[..len]);
+        record.message[len..].fill(0);
+        record.message[len..len + names.len()].copy_from_slice(names.as_bytes());
+        record
+    }
+
+    /// The reason of a failed completion and the names of invalid fields. The reason is empty if the service named none.
+    #[must_use]
+    pub fn reason(&self) -> (String, Vec<String>) {
+        let len = (self.message_len as usize).min(MESSAGE_BYTES);
+        let rest = String::from_utf8_lossy(&self.message[len..]);
+        let mut names = rest.split('\0').filter(|name| !name.is_empty()).map(str::to_owned);
+        (names.next().unwrap_or_default(), names.collect())
     }
 
     /// The message.
@@ -285,6 +317,27 @@ mod tests {
         assert_eq!(layout.service_bell, layout.completions.offset() + 128 + 64 * 416);
         assert_eq!(layout.client_bell, layout.service_bell + 64);
         assert_eq!((layout.rows, layout.bytes), (36864, 36864 + (1 << 20)));
+    }
+
+    #[test]
+    fn a_reason_stands_behind_the_sentence() {
+        let record = CompletionRecord::failed(7, 3, "tokens: too many; k: 0")
+            .with_reason("INVALID_REQUEST", ["tokens", "k"]);
+        assert_eq!(record.text(), "tokens: too many; k: 0");
+        assert_eq!(
+            record.reason(),
+            ("INVALID_REQUEST".to_owned(), vec!["tokens".to_owned(), "k".to_owned()])
+        );
+        let record = CompletionRecord::failed(7, 3, &"é".repeat(500)).with_reason("OVERLOADED", []);
+        assert_eq!(record.text(), "é".repeat((MESSAGE_BYTES - 11) / 2));
+        assert_eq!(record.reason(), ("OVERLOADED".to_owned(), vec![]));
+        let record = CompletionRecord::failed(7, 3, "gone");
+        assert_eq!((record.reason(), record.text()), ((String::new(), vec![]), "gone".to_owned()));
+        let record = CompletionRecord::failed(7, 3, "gone").with_reason(&"x".repeat(300), ["field"]);
+        assert_eq!(record.reason().0, "");
+        let fields = ["x"; 200];
+        let record = CompletionRecord::failed(7, 3, "gone").with_reason("MANY", fields);
+        assert_eq!((record.text(), record.reason().0), ("gone".to_owned(), "MANY".to_owned()));
     }
 
     #[test]

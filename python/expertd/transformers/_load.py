@@ -57,7 +57,7 @@ def remote_experts(
             service applies the choice. "block": the service computes the whole MoE block, gate and shared experts
             included, and their weights are not read, either.
         session: None: rows travel over gRPC. "host": through memory that the service shares. "cuda": rows stay on the model's
-            GPU, and calls are work of its streams, with mode "block"; in mode "experts" they go through a session of host memory.
+            GPU, and calls are work of its streams.
         credentials: certificates and token, as of `expertd.Client`.
         check_weights: compare the fingerprint of the service's weights with that of the checkpoint where the checkpoint is a local
             folder. Dimensions, layers and family are always compared.

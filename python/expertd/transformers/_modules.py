@@ -46,7 +46,7 @@ class _Remote(nn.Module):
             token_ids = token_ids.reshape(-1)
         elif topk_ids is not None:
             # The service requires token ids for this layer, but does not use them when the request has routing.
-            token_ids = torch.zeros(flat.shape[0], dtype=torch.int32)
+            token_ids = torch.zeros(flat.shape[0], dtype=torch.int32, device=flat.device)
         out = moe(flat, topk_ids, topk_weights, token_ids, self.remote.number, self.layer, shared_experts)
         return out.view(rows.shape)
 

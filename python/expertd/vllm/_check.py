@@ -12,6 +12,7 @@ from .._errors import ModelMismatchError, UnsupportedError
 
 if TYPE_CHECKING:
     from .._native import Model, MoeLayer
+    from .._types import Session
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?experts\.")
@@ -35,8 +36,8 @@ def is_expert_tensor(name: str, layers: set[int]) -> bool:
     return match is not None and int(match[1]) in layers and not name.endswith("e_score_correction_bias")
 
 
-def check_engine(config: Any, cpu: bool) -> None:
-    """Refuses features of vLLM that were not tried with remote experts. `config` is a VllmConfig."""
+def check_engine(config: Any, cpu: bool, session: Session | None = None) -> None:
+    """Refuses what cannot work with remote experts, and features of vLLM that were not tried. `config` is a VllmConfig."""
     parallel = config.parallel_config
     untried = {
         "data parallelism (data_parallel_size)": parallel.data_parallel_size > 1,
@@ -54,10 +55,10 @@ def check_engine(config: Any, cpu: bool) -> None:
         raise UnsupportedError(
             f"load_format is {config.load_config.load_format!r}; remote experts need one of {', '.join(_LOAD_FORMATS)}"
         )
-    if not cpu and config.compilation_config.cudagraph_mode.name != "NONE":
+    if not cpu and session != "cuda" and config.compilation_config.cudagraph_mode.name != "NONE":
         raise UnsupportedError(
             "a call of remote experts goes through host memory and cannot be captured in a CUDA graph; start vLLM with "
-            "--enforce-eager (enforce_eager=True)"
+            "--enforce-eager (enforce_eager=True), or set EXPERTD_SESSION=cuda and the session socket of a service on this host"
         )
 
 

@@ -37,7 +37,8 @@ def vllm_experts(rows: Tensor, topk_ids: Tensor, topk_weights: Tensor, connectio
     """
     remote = _connections[connection][1]
     # The service requires token ids for layers that route by token id, but does not use them when the request has routing.
-    token_ids = torch.zeros(rows.shape[0], dtype=torch.int32) if remote.layer(layer).routes_by_token_id else None
+    by_token_id = remote.layer(layer).routes_by_token_id
+    token_ids = torch.zeros(rows.shape[0], dtype=torch.int32, device=rows.device) if by_token_id else None
     return remote.forward(layer, rows, topk_ids, topk_weights, token_ids, shared_experts=False)
 
 

@@ -42,7 +42,7 @@ def _method(original: Any) -> Any:
         if settings is None:
             return original(self, prefix, quant_config, moe_config)
         config = get_current_vllm_config()
-        check_engine(config, current_platform.is_cpu())
+        check_engine(config, current_platform.is_cpu(), settings.session)
         number, remote = connect(settings)
         check_model(config.model_config, remote.model)
         served = check_layer(prefix, moe_config, self.expert_map_manager.num_fused_shared_experts, remote.model)

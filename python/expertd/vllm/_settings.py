@@ -24,7 +24,7 @@ class Settings:
         credentials: certificates and token (`EXPERTD_CLIENT_CA`, `…_CERT`, `…_KEY`, `…_SERVER_NAME`, `…_TOKEN_FILE`).
         check_weights: compare the weights' fingerprints (`EXPERTD_CHECK_WEIGHTS`, by default 1).
         any_version: accept versions of vLLM that were not tried (`EXPERTD_VLLM_ANY_VERSION`, by default 0).
-        session: None or "host": a session with the service whose session socket the address names (`EXPERTD_SESSION`).
+        session: None, "host" or "cuda": a session with the service whose session socket the address names (`EXPERTD_SESSION`).
     """
 
     address: str

@@ -119,6 +119,7 @@ def test_what_was_not_tried_is_refused(changes, words):
 
 def test_a_processor_captures_no_graphs():
     check_engine(engine(cudagraph_mode="PIECEWISE"), cpu=True)
+    check_engine(engine(cudagraph_mode="PIECEWISE"), cpu=False, session="cuda")
 
 
 LAYERS = [of(layer=n, num_experts=8, top_k=2, expert_width=64) for n in (1, 2)]

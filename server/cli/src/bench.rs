@@ -28,11 +28,12 @@ use expertd_ipc::control::{DeviceKind, Fp8Compute};
 use expertd_model::WeightFormat;
 use expertd_rank_cuda as gpu;
 use expertd_router::backend::{
-    Backend, ClientKey, ModelInfo, Pending, Receipt, Request, RequestId, ServiceState, StepError, SubmitError,
+    Backend, ClientKey, ModelInfo, Pending, RankPlacement, Receipt, Request, RequestId, ServiceState,
+    StepError, SubmitError,
 };
 use expertd_router::steps::{Service, StartError};
 use expertd_types::rows;
-use expertd_types::{DType, LayerId};
+use expertd_types::{DType, LayerId, LayerPlacement, Placement, Rank};
 
 /// Measure the phases of a step on this machine, without gRPC
 ///
@@ -79,8 +80,9 @@ pub struct BenchArgs {
     /// as the largest size, so measure one size at a time to prevent requests from sharing a step
     #[arg(long, default_value = "1")]
     pub in_flight: NonZeroUsize,
-    /// How experts are chosen: gate, uniform, zipf:S (popular experts change with every step), hot:S (the same, but they stay), even
-    /// (all experts get equally many rows), or one-rank (only experts of rank 0)
+    /// How experts are chosen: gate, uniform, zipf:S (popular experts change with every step), hot:S (the same, but they stay),
+    /// rows:FILE (as often as in the counts that `status --expert-rows` prints), even (all experts get equally many rows), or one-rank
+    /// (only those that rank 0 owns without a placement)
     #[arg(long, default_value = "gate")]
     pub routing: RoutingArg,
     /// Launch the kernels of GPU ranks one by one instead of replaying graphs
@@ -187,10 +189,12 @@ fn measured(gpus: u32) -> Option<Ceilings> {
 /// Mean bytes per weight as ranks hold it, from the bytes they loaded: routed experts, shared experts and gates.
 fn bytes_per_weight(info: &ModelInfo, loaded: u64) -> f64 {
     let ranks = info.placement.len();
-    let weights = info.layers.values().map(|layer| {
+    let weights = info.layers.iter().map(|(id, layer)| {
+        let ranges = info.placement.iter().flat_map(|rank| &rank.experts).filter(|(at, ..)| at == id);
+        // Copies of an expert count, too.
+        let owned: usize = ranges.map(|&(.., count)| count as usize).sum();
         let shared = ranks * layer.shared_width;
-        3 * info.hidden * (layer.num_experts * layer.expert_width + shared)
-            + ranks * layer.num_experts * info.hidden
+        3 * info.hidden * (owned * layer.expert_width + shared) + ranks * layer.num_experts * info.hidden
     });
     loaded as f64 / weights.sum::<usize>().max(1) as f64
 }
@@ -259,7 +263,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         pool: rows::encode(&values, args.dtype),
         random,
         next_id: 0,
-        routing: args.routing,
+        routing: args.routing.clone(),
         ceilings,
         weight_bytes: status.ranks.iter().map(|rank| rank.weight_bytes_loaded).sum(),
         fp8_products,
@@ -360,17 +364,12 @@ impl Bench {
         let ceilings = self.ceilings.as_ref()?;
         let info = self.service.model();
         let sizes = info.layers.get(&layer)?;
-        // Floors are known for one range of experts per rank only.
-        let is_of_layer = |(at, ..): &&(LayerId, u32, u32)| *at == layer;
-        if info.placement.iter().any(|rank| rank.experts.iter().filter(is_of_layer).count() != 1) {
-            return None;
-        }
-        let experts: Vec<(u32, u32)> = info
-            .placement
-            .iter()
-            .filter_map(|rank| rank.experts.iter().find(|(at, ..)| *at == layer))
-            .map(|&(_, first, count)| (first, count))
-            .collect();
+        let of_rank = |rank: &RankPlacement| {
+            let ranges = rank.experts.iter().filter(|(at, ..)| *at == layer);
+            ranges.flat_map(|&(_, first, count)| first..first + count).collect()
+        };
+        let owners = LayerPlacement::new(info.placement.iter().map(of_rank).collect());
+        let owners = owners.owners(sizes.num_experts);
         let sizes = LayerSizes {
             hidden: info.hidden,
             width: sizes.expert_width,
@@ -381,7 +380,7 @@ impl Bench {
         let ids = rows::decode_i32(&receipt.topk_ids);
         let rows: u32 = receipt.tokens_per_rank.iter().sum();
         let k = ids.len() / (rows as usize).max(1);
-        Some(floor(&ids, k, &receipt.tokens_per_rank, &experts, &sizes, ceilings))
+        Some(floor(&ids, k, &receipt.tokens_per_rank, &owners, &sizes, ceilings))
     }
 
     fn submit(&mut self, tokens: usize) -> Result<(LayerId, Pending), BenchError> {
@@ -399,10 +398,10 @@ impl Bench {
             rows::encode_i32(&ids)
         });
         let routing = info.layers.get(&layer).and_then(|sizes| {
-            let of_layer = |(at, _, count): &(LayerId, u32, u32)| (*at == layer).then_some(*count as usize);
-            let first_rank = info.placement.first().and_then(|rank| rank.experts.iter().find_map(of_layer));
-            let first_rank = first_rank.unwrap_or(sizes.num_experts);
-            self.routing.draw(tokens, sizes.num_experts, first_rank, sizes.top_k, &mut self.random)
+            // Also with a placement, so that its steps can be compared with those without.
+            let contiguous = Placement::new(sizes.num_experts, info.placement.len());
+            let first_rank = contiguous.range(Rank(0)).len();
+            self.routing.draw(layer, tokens, sizes.num_experts, first_rank, sizes.top_k, &mut self.random)
         });
         let request = Request {
             id: RequestId(self.next_id),

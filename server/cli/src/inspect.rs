@@ -60,12 +60,20 @@ pub fn run(args: &InspectArgs) -> ExitCode {
 /// `[ranks]`: bytes of weights that each rank would hold: its routed experts, and all shared experts and gates.
 #[must_use]
 pub fn bytes_per_rank(spec: &ModelSpec, ranks: usize) -> Vec<u64> {
+    bytes_of_ranks(spec, ranks, |_, moe, rank| Placement::new(moe.experts.count, ranks).range(rank).len())
+}
+
+/// The same where each rank holds `held` routed experts of a layer.
+pub fn bytes_of_ranks(
+    spec: &ModelSpec,
+    ranks: usize,
+    held: impl Fn(LayerId, &MoeLayer, Rank) -> usize,
+) -> Vec<u64> {
     let mut bytes = vec![0; ranks];
-    for (_, moe) in spec.moe_layers() {
-        let placement = Placement::new(moe.experts.count, ranks);
+    for (layer, moe) in spec.moe_layers() {
         let replicated = moe.shared.as_ref().map_or(0, |shared| shared.bytes) + gate_bytes(spec, moe);
-        for (rank, bytes) in (0..).zip(&mut bytes) {
-            *bytes += placement.range(Rank(rank)).len() as u64 * moe.experts.bytes + replicated;
+        for (rank, bytes) in (0..).map(Rank).zip(&mut bytes) {
+            *bytes += held(layer, moe, rank) as u64 * moe.experts.bytes + replicated;
         }
     }
     bytes

@@ -6,16 +6,20 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use super::inspect::{bytes, bytes_per_rank};
-use super::serve::{layers, plan::MessageMemory};
+use super::inspect::{bytes, bytes_of_ranks};
+use super::serve::layers;
+use super::serve::plan::{MessageMemory, PROCESS_BYTES, RouterMemory, default_bytes_in_flight, read_placement};
 use expertd_ipc::GroupShape;
 use expertd_ipc::control::DeviceKind;
-use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec};
+use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec, MoeLayer};
+use expertd_rank::share::ExpertShare;
 use expertd_rank_cuda as gpu;
+use expertd_router::api::ConnectionLimits;
 use expertd_router::backend::Limits;
+use expertd_types::Rank;
 
-/// Bytes of each process that are not counted separately: program, stacks of threads, scratch memory.
-const PROCESS_BYTES: u64 = 128 << 20;
+/// The default of max-connections.
+const CONNECTIONS: usize = 1024;
 /// Bytes of a GPU rank's device memory that are not counted separately: graphs, tables, step buffers, and those of the driver.
 const DEVICE_RESERVE: u64 = 2 << 30;
 /// Packed weights are padded to whole panels, by less than a tenth.
@@ -39,6 +43,12 @@ pub struct SizeArgs {
     /// Layers that the service holds, as in `serve --layers`
     #[arg(long, default_value = "all")]
     pub layers: String,
+    /// JSON file with the experts that each rank owns, as in `serve`
+    #[arg(long, value_name = "FILE", conflicts_with = "spare_experts")]
+    pub placement: Option<PathBuf>,
+    /// Experts of a layer that each rank may own beside its even share, as in `rebalance`
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub spare_experts: usize,
     /// Number of cores for the container [default: 8 for each CPU rank, 4 for each GPU rank]
     #[arg(long)]
     pub cores: Option<u32>,
@@ -59,15 +69,22 @@ struct Sizes {
     windows: u64,
     /// Staging and rings of all ranks.
     channels: u64,
-    /// Messages and answers in the router, at most.
-    messages: u64,
-    /// Memory of the router and its ranks that is not counted separately.
+    /// Resident memory of the router, at most, without the channels.
+    router: u64,
+    /// Memory of the ranks that is not counted separately.
     processes: u64,
 }
 
 impl Sizes {
     fn new(spec: &ModelSpec, args: &SizeArgs) -> Result<Sizes, String> {
         let ranks = args.ranks as usize;
+        let placement =
+            args.placement.as_deref().map(|path| read_placement(path, spec, ranks)).transpose()?;
+        let share = ExpertShare::of_rank(Rank(0), ranks, placement);
+        let held = |layer, moe: &MoeLayer, rank| match args.spare_experts {
+            0 => share.layer(layer, moe).experts_of(rank).len(),
+            spare => (moe.experts.count.div_ceil(ranks) + spare).min(moe.experts.count),
+        };
         let per_step = args.max_tokens_per_step as usize;
         let per_rank = per_step.div_ceil(ranks);
         let max_top_k = spec.max_top_k();
@@ -84,14 +101,17 @@ impl Sizes {
             DeviceKind::Cuda => gpu::window_bytes(&shape, spec.max_experts()),
         };
         let message = Limits::message_bytes(2 * per_step, spec.hidden, max_top_k);
-        let messages = MessageMemory::of_largest_message(message, per_step, spec.hidden).max_bytes;
+        let in_flight = default_bytes_in_flight(message);
+        let messages = MessageMemory::new(in_flight, per_step, spec.hidden);
+        let connections = ConnectionLimits::for_tcp(CONNECTIONS);
+        let router = RouterMemory::new(messages, in_flight, 0, &connections, 0).total();
         let padded = |bytes: u64| bytes / 10 * PADDING_TENTHS;
         Ok(Sizes {
-            weights: bytes_per_rank(spec, ranks).into_iter().map(padded).collect(),
+            weights: bytes_of_ranks(spec, ranks, held).into_iter().map(padded).collect(),
             windows: windows as u64,
             channels: shape.channel_bytes().map_err(|error| error.to_string())? as u64,
-            messages: messages as u64,
-            processes: (1 + ranks as u64) * PROCESS_BYTES,
+            router: router as u64,
+            processes: ranks as u64 * PROCESS_BYTES as u64,
         })
     }
 
@@ -102,7 +122,7 @@ impl Sizes {
             // Each GPU rank's share of the driver and of CUDA's modules, which `PROCESS_BYTES` does not cover.
             DeviceKind::Cuda => self.weights.len() as u64 * (1 << 30),
         };
-        of_ranks + self.channels + self.messages + self.processes
+        of_ranks + self.channels + self.router + self.processes
     }
 
     /// Memory of the fullest GPU.
@@ -153,8 +173,8 @@ fn block(sizes: &Sizes, args: &SizeArgs, held: &str) -> String {
     line("weights", format!("{} of all ranks, {where_weights_are}", bytes(all)));
     line("windows", format!("{} per rank, {where_weights_are}", bytes(sizes.windows)));
     line("staging", bytes(sizes.channels));
-    line("messages", format!("up to {}", bytes(sizes.messages)));
-    line("processes", bytes(sizes.processes));
+    line("router", format!("up to {}, without sessions", bytes(sizes.router)));
+    line("ranks", bytes(sizes.processes));
     if device == DeviceKind::Cuda {
         line("GPU", format!("{} on the fullest one", bytes(sizes.device())));
     }
@@ -195,13 +215,42 @@ mod tests {
     #[test]
     fn the_block_has_requests_equal_to_limits() {
         let text = printed(&["--ranks", "2", "--cores", "6"]);
-        // At most 4 GiB of messages, 384 MiB of processes, and small windows and weights.
+        // At most 5.1 GiB in the router, 256 MiB of ranks, and small windows and weights.
         let resources =
-            "resources:\n  requests: { cpu: \"6\", memory: 5Gi }\n  limits: { cpu: \"6\", memory: 5Gi }\n";
+            "resources:\n  requests: { cpu: \"6\", memory: 6Gi }\n  limits: { cpu: \"6\", memory: 6Gi }\n";
         assert!(text.ends_with(resources), "{text}");
         let text = printed(&["--ranks", "4", "--device", "cuda"]);
         assert!(text.contains("nvidia.com/gpu: \"4\" }") && text.contains("cpu: \"16\""), "{text}");
         assert!(text.contains("# GPU"), "{text}");
+    }
+
+    #[test]
+    fn copies_of_experts_are_counted() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("placement.json");
+        let sizes = |text: &str, more: &[&str]| {
+            std::fs::write(&file, text).unwrap();
+            let line = [&["size", "x", "--ranks", "2"], more].concat();
+            let dir = tempfile::tempdir().unwrap();
+            synth::write(&SynthConfig { layers: 2, ..SynthConfig::new("mixtral") }, dir.path()).unwrap();
+            let checkpoint = Checkpoint::open_layers(dir.path(), LayerChoice::All).unwrap();
+            Sizes::new(checkpoint.spec(), &Cli::try_parse_from(line).unwrap().size)
+        };
+        let path = file.to_str().unwrap();
+        let even = sizes("", &[]).unwrap();
+        assert_eq!(even, sizes(r#"{"ranks": 2, "layers": []}"#, &["--placement", path]).unwrap());
+        // Layer 1 has eight experts: rank 0 owns six, rank 1 all of them.
+        let placed =
+            r#"{"ranks": 2, "layers": [{"layer": 1, "experts": [[0,1,2,3,4,5], [0,1,2,3,4,5,6,7]]}]}"#;
+        let placed = sizes(placed, &["--placement", path]).unwrap();
+        let more = |sizes: &Sizes, rank: usize| sizes.weights[rank] - even.weights[rank];
+        assert!(more(&placed, 0).abs_diff(more(&placed, 1) / 2) < 100, "{placed:?} {even:?}");
+        // Two spare experts in each of two layers.
+        let spare = sizes("", &["--spare-experts", "2"]).unwrap();
+        assert!(more(&spare, 0).abs_diff(more(&placed, 1)) < 100, "{spare:?}");
+        assert_eq!(sizes("", &["--spare-experts", "9"]), sizes("", &["--spare-experts", "4"]));
+        let error = sizes(r#"{"ranks": 3, "layers": []}"#, &["--placement", path]).unwrap_err();
+        assert!(error.contains("placement.json") && error.contains("3 ranks"), "{error}");
     }
 
     #[test]

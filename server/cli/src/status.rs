@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use expertd_proto::v1::{
-    GetExpertRowsRequest, GetExpertRowsResponse, GetStatusRequest, GetStatusResponse, Imbalance, RankStatus,
-    ServiceState, SessionStatus,
+    GetExpertRowsRequest, GetExpertRowsResponse, GetStatusRequest, GetStatusResponse, GpuUsage, Imbalance,
+    RankStatus, ServiceState, SessionStatus,
 };
 use serde_json::json;
 
@@ -171,6 +171,10 @@ fn to_text(status: &GetStatusResponse) -> String {
     if let Some(Imbalance { mean, largest, largest_layer }) = status.imbalance {
         line("imbalance", format!("{mean:.2}, at most {largest:.2} (layer {largest_layer})"));
     }
+    if status.router_memory_limit_bytes > 0 {
+        let (now, limit) = (status.router_memory_bytes >> 20, status.router_memory_limit_bytes >> 20);
+        line("router", format!("{now} MiB resident, at most {limit} MiB"));
+    }
     for rank in &status.ranks {
         line(&format!("rank {}", rank.rank), rank_text(rank));
     }
@@ -188,7 +192,18 @@ fn rank_text(rank: &RankStatus) -> String {
     } else {
         format!("{loaded:.0} of {:.0} MiB of weights", mib(rank.weight_bytes_total))
     };
-    format!("{}, pid {}, {}, {weights}", rank.state, rank.pid, rank.device)
+    let gpu = rank.gpu.as_ref().map_or_else(String::new, |gpu| gpu_text(gpu, mib));
+    format!("{}, pid {}, {}, {weights}{gpu}", rank.state, rank.pid, rank.device)
+}
+
+/// Usage of a rank's GPU, with the comma before it.
+fn gpu_text(gpu: &GpuUsage, mib: impl Fn(u64) -> f64) -> String {
+    let busy = gpu.utilization_percent.map_or_else(String::new, |percent| format!(", GPU {percent} % busy"));
+    format!(
+        ", {:.0} of {:.0} MiB of GPU memory used{busy}",
+        mib(gpu.memory_used_bytes),
+        mib(gpu.memory_total_bytes)
+    )
 }
 
 fn session_text(session: &SessionStatus) -> String {
@@ -221,6 +236,11 @@ fn to_json(status: &GetStatusResponse) -> serde_json::Value {
                 "state": rank.state,
                 "weight_bytes_loaded": rank.weight_bytes_loaded,
                 "weight_bytes_total": rank.weight_bytes_total,
+                "gpu": rank.gpu.as_ref().map(|gpu| json!({
+                    "memory_used_bytes": gpu.memory_used_bytes,
+                    "memory_total_bytes": gpu.memory_total_bytes,
+                    "utilization_percent": gpu.utilization_percent,
+                })),
             })
         })
         .collect();
@@ -265,6 +285,8 @@ fn to_json(status: &GetStatusResponse) -> serde_json::Value {
             "largest": imbalance.largest,
             "largest_layer": imbalance.largest_layer,
         })),
+        "router_memory_bytes": status.router_memory_bytes,
+        "router_memory_limit_bytes": status.router_memory_limit_bytes,
         "ranks": ranks,
         "sessions": sessions,
     })
@@ -289,6 +311,11 @@ mod tests {
                 state: "loading".to_owned(),
                 weight_bytes_loaded: 1 << 20,
                 weight_bytes_total: 3 << 20,
+                gpu: Some(GpuUsage {
+                    memory_used_bytes: 5 << 20,
+                    memory_total_bytes: 9 << 20,
+                    utilization_percent: Some(40),
+                }),
             }],
             sessions: vec![SessionStatus {
                 session: 3,
@@ -298,6 +325,8 @@ mod tests {
                 ..SessionStatus::default()
             }],
             imbalance: Some(Imbalance { mean: 1.25, largest: 1.5, largest_layer: 7 }),
+            router_memory_bytes: 36 << 20,
+            router_memory_limit_bytes: 700 << 20,
             ..GetStatusResponse::default()
         }
     }
@@ -306,8 +335,9 @@ mod tests {
     fn the_text_has_the_reason_and_the_ranks() {
         let text = to_text(&sample());
         assert!(text.contains("re-forming (rank 1 was killed by signal 9)"), "{text}");
-        assert!(text.contains("loading, pid 77, cpu (2 cores), 1 of 3 MiB of weights"), "{text}");
+        assert!(text.contains("loading, pid 77, cpu (2 cores), 1 of 3 MiB of weights, 5 of 9 MiB of GPU memory used, GPU 40 % busy"), "{text}");
         assert!(text.contains("imbalance    1.25, at most 1.50 (layer 7)"), "{text}");
+        assert!(text.contains("router       36 MiB resident, at most 700 MiB"), "{text}");
         assert!(text.contains("session 3    user 7, pid 99, 0 s, 1024 KiB"), "{text}");
     }
 
@@ -319,6 +349,7 @@ mod tests {
             ("re-forming", 4)
         );
         assert_eq!(value["ranks"][0]["pid"], 77);
+        assert_eq!(value["ranks"][0]["gpu"]["utilization_percent"], 40);
         assert_eq!(value["sessions"][0]["pid"], 99);
         assert_eq!(value["imbalance"]["largest_layer"], 7);
     }

@@ -30,7 +30,7 @@ mod loom_tests;
 pub use channel::{
     AttachedRows, ChannelError, Completion, ExpertsNotice, FormingStep, GroupShape, Heartbeat, MAX_RAISES,
     Raise, RankChannel, RankStaging, RouterBell, RouterChannel, RowSource, RowsToStage, Segment, StagedRows,
-    StagingAddresses, StepDescriptor,
+    StagingAddresses, StepDescriptor, UsageReport,
 };
 pub use copier::Copier;
 pub use region::{RegionError, SharedRegion, SharedSlice};

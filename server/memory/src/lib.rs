@@ -7,7 +7,8 @@
 //! into one range. Its memory is therefore the most that was in use at once; the part that is always used is resident
 //! from the start, and the memory of a burst is returned 20 to 40 s later.
 //!
-//! mimalloc serves the other allocations, and all of them if the pool is full or was not reserved.
+//! mimalloc serves the other allocations, and all of them if the pool is full or was not reserved. It returns memory only
+//! while a thread allocates or frees, and each thread keeps pages whose blocks other threads have freed; [`collect`] returns both.
 
 #![allow(unsafe_code, reason = "an allocator hands out memory")]
 
@@ -28,7 +29,7 @@ pub use self::pool::PoolUsage;
 const MIN_BYTES: usize = (8 << 10) + 1;
 /// The largest alignment that the pool serves, in bytes.
 const MAX_ALIGN: usize = 4 << 10;
-/// Time between calls of [`release_unused`]. Memory that was unused for one to two periods is returned to the system.
+/// Time between calls of [`release_unused`]. Memory that was unused for a whole period is returned to the system.
 pub const RELEASE_PERIOD: Duration = Duration::from_secs(20);
 
 static POOL: Pool = Pool::new();
@@ -44,6 +45,18 @@ pub fn reserve(bytes: usize, resident: usize) -> io::Result<()> {
 /// Returns recently unused memory of the pool to the system; to be called once per [`RELEASE_PERIOD`].
 pub fn release_unused() {
     POOL.release_unused();
+}
+
+/// Returns to the system what mimalloc keeps without use: of the whole process what no thread owns, and of the calling thread
+/// the pages whose blocks are all free. The calling thread is busy for up to a few milliseconds.
+pub fn collect() {
+    // SAFETY: the function has no preconditions. mimalloc defines it with this signature (mimalloc.h), and `MiMalloc` links it.
+    unsafe { mi_collect(true) };
+}
+
+unsafe extern "C" {
+    /// mimalloc's function; `force` disregards the delay after which it usually returns memory.
+    fn mi_collect(force: bool);
 }
 
 /// Current use of the pool.

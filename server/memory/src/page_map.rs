@@ -1,12 +1,17 @@
-//! A map of the pool's taken pages.
+//! A map of the pool's pages: which are taken, which may be resident, and which were used recently.
 
 /// Pages per word of the map.
 const WORD: usize = u64::BITS as usize;
 
-/// A bit map of pages, in which the bit of a taken page is set.
+/// Bit maps of pages.
 #[derive(Debug)]
 pub(super) struct PageMap {
+    /// Taken pages.
     words: Vec<u64>,
+    /// Pages that may have been written since they were last returned to the system.
+    touched: Vec<u64>,
+    /// Pages that were taken at some time in this period.
+    used: Vec<u64>,
     pages: usize,
     taken: usize,
 }
@@ -14,19 +19,22 @@ pub(super) struct PageMap {
 impl PageMap {
     /// A map of no pages.
     pub(super) const fn empty() -> Self {
-        PageMap { words: Vec::new(), pages: 0, taken: 0 }
+        PageMap { words: Vec::new(), touched: Vec::new(), used: Vec::new(), pages: 0, taken: 0 }
     }
 
-    /// A map of `pages` free pages.
-    pub(super) fn new(pages: usize) -> Self {
+    /// A map of `pages` free pages, of which the first `resident` may be resident.
+    pub(super) fn new(pages: usize, resident: usize) -> Self {
         let mut words = vec![0; pages.div_ceil(WORD)];
+        let mut touched = words.clone();
+        parts(0, resident.min(pages)).for_each(|(word, mask)| touched[word] |= mask);
+        let used = words.clone();
         // The bits of the last word beyond the end are never free.
         if let Some(last) = words.last_mut()
             && !pages.is_multiple_of(WORD)
         {
             *last = u64::MAX << (pages % WORD);
         }
-        PageMap { words, pages, taken: 0 }
+        PageMap { words, touched, used, pages, taken: 0 }
     }
 
     /// Number of taken pages.
@@ -56,16 +64,40 @@ impl PageMap {
         self.mark(first, pages, false);
     }
 
-    /// The index after the last taken page; 0 if no page is taken.
-    pub(super) fn end(&self) -> usize {
-        let beyond = self.words.len() * WORD - self.pages;
-        for (index, &word) in self.words.iter().enumerate().rev() {
-            let word = if index + 1 == self.words.len() { word & (u64::MAX >> beyond) } else { word };
-            if word != 0 {
-                return (index + 1) * WORD - word.leading_zeros() as usize;
+    /// Number of pages that may be resident.
+    pub(super) fn touched(&self) -> usize {
+        self.touched.iter().map(|word| word.count_ones() as usize).sum()
+    }
+
+    /// Takes the first run of pages from `from` on that may be resident, are free and were not used in this period, in order to
+    /// return them to the system. Returns its first page and its length. The pages then count as not resident.
+    pub(super) fn take_idle(&mut self, from: usize) -> Option<(usize, usize)> {
+        let idle = |word: usize| self.touched[word] & !self.words[word] & !self.used[word];
+        let (first_word, offset) = (from / WORD, from % WORD);
+        let first = (first_word..self.words.len()).find_map(|word| {
+            let mask = if word == first_word { u64::MAX << offset } else { u64::MAX };
+            let bits = idle(word) & mask;
+            (bits != 0).then(|| word * WORD + bits.trailing_zeros() as usize)
+        })?;
+        let mut end = first;
+        while end < self.pages {
+            let run = (idle(end / WORD) >> (end % WORD)).trailing_ones() as usize;
+            end += run;
+            if run == 0 || !end.is_multiple_of(WORD) {
+                break;
             }
         }
-        0
+        parts(first, end - first).for_each(|(word, mask)| {
+            self.words[word] |= mask;
+            self.touched[word] &= !mask;
+        });
+        self.taken += end - first;
+        Some((first, end - first))
+    }
+
+    /// Starts a new period, in which only the pages that are taken now count as used.
+    pub(super) fn start_period(&mut self) {
+        self.used.copy_from_slice(&self.words);
     }
 
     fn find(&self, pages: usize) -> Option<usize> {
@@ -104,6 +136,8 @@ impl PageMap {
             if taken {
                 debug_assert_eq!(self.words[word] & mask, 0, "the pages must be free");
                 self.words[word] |= mask;
+                self.touched[word] |= mask;
+                self.used[word] |= mask;
             } else {
                 debug_assert_eq!(self.words[word] & mask, mask, "the pages must be taken");
                 self.words[word] &= !mask;

@@ -26,10 +26,6 @@ struct State {
     map: PageMap,
     /// Number of pages, from the start, that are never returned to the system.
     resident: usize,
-    /// Number of pages, from the start, that may have been used since they were last returned to the system.
-    touched: usize,
-    /// The highest end of the taken pages in this period and in the one before.
-    peaks: [usize; 2],
 }
 
 /// Use of a pool, in bytes.
@@ -47,7 +43,7 @@ const fn pages(bytes: usize) -> usize {
 
 impl Pool {
     pub(super) const fn new() -> Self {
-        let state = State { map: PageMap::empty(), resident: 0, touched: 0, peaks: [0; 2] };
+        let state = State { map: PageMap::empty(), resident: 0 };
         Pool { start: AtomicUsize::new(0), end: AtomicUsize::new(0), state: Mutex::new(state) }
     }
 
@@ -57,9 +53,9 @@ impl Pool {
     /// # Errors
     /// If the system cannot provide the memory.
     pub(super) fn reserve(&self, bytes: usize, resident: usize) -> io::Result<()> {
-        let map = PageMap::new(pages(bytes));
         let bytes = pages(bytes) * PAGE;
         let resident = resident.min(bytes).next_multiple_of(PAGE);
+        let map = PageMap::new(pages(bytes), pages(resident));
         let mut state = self.state();
         if self.is_open() {
             return Ok(());
@@ -72,8 +68,7 @@ impl Pool {
             let _ = unsafe { munmap(start, bytes) };
             return Err(error.into());
         }
-        let resident = pages(resident);
-        *state = State { map, resident, touched: resident, peaks: [0; 2] };
+        *state = State { map, resident: pages(resident) };
         self.end.store(start.addr() + bytes, Ordering::Relaxed);
         // A thread that sees the start must also see the end.
         self.start.store(start.expose_provenance(), Ordering::Release);
@@ -100,7 +95,6 @@ impl Pool {
         let count = pages(bytes);
         let mut state = self.state();
         let Some(first) = state.map.take(count) else { return null_mut() };
-        state.used_up_to(first + count);
         std::ptr::with_exposed_provenance_mut(start + first * PAGE)
     }
 
@@ -119,37 +113,33 @@ impl Pool {
             state.map.free(first + after, before - after);
             return true;
         }
-        let fits = state.map.take_at(first + before, after - before);
-        if fits {
-            state.used_up_to(first + after);
-        }
-        fits
+        state.map.take_at(first + before, after - before)
     }
 
-    /// Starts a new period and returns the pages beyond the highest end of the last two periods to the system.
+    /// Returns the pages that nothing has used in this period to the system, and starts a new period.
     pub(super) fn release_unused(&self) {
-        let mut state = self.state();
-        let State { resident, touched, peaks, .. } = *state;
-        let end = state.map.end();
-        state.peaks = [end, peaks[0]];
-        let keep = resident.max(peaks[0]).max(peaks[1]);
-        if touched <= keep || !state.map.take_at(keep, touched - keep) {
+        let start = self.start.load(Ordering::Acquire);
+        if start == 0 {
             return;
         }
-        state.touched = keep;
-        drop(state);
-        // The system call runs without the lock, which all threads need, because it can take milliseconds. The range is
-        // marked as taken meanwhile.
-        let range = std::ptr::with_exposed_provenance_mut(self.start.load(Ordering::Acquire) + keep * PAGE);
-        // SAFETY: the range lies within the mapping and is not in use. If the call fails, the memory stays resident,
-        // which is harmless.
-        let _ = unsafe { madvise(range, (touched - keep) * PAGE, Advice::LinuxDontNeed) };
-        self.state().map.free(keep, touched - keep);
+        let mut from = self.state().resident;
+        loop {
+            // The system calls run without the lock, which all threads need, because they can take milliseconds. The range
+            // is marked as taken meanwhile.
+            let Some((first, count)) = self.state().map.take_idle(from) else { break };
+            let range = std::ptr::with_exposed_provenance_mut(start + first * PAGE);
+            // SAFETY: the range lies within the mapping and is not in use. If the call fails, the memory stays resident,
+            // which is harmless.
+            let _ = unsafe { madvise(range, count * PAGE, Advice::LinuxDontNeed) };
+            self.state().map.free(first, count);
+            from = first + count;
+        }
+        self.state().map.start_period();
     }
 
     pub(super) fn usage(&self) -> PoolUsage {
         let state = self.state();
-        PoolUsage { taken: state.map.taken() * PAGE, resident: state.touched * PAGE }
+        PoolUsage { taken: state.map.taken() * PAGE, resident: state.map.touched() * PAGE }
     }
 
     fn index(&self, address: *mut u8) -> usize {
@@ -177,12 +167,5 @@ fn populate(start: *mut u8, bytes: usize) -> Result<(), Errno> {
             Ok(())
         }
         done => done,
-    }
-}
-
-impl State {
-    fn used_up_to(&mut self, end: usize) {
-        self.peaks[0] = self.peaks[0].max(end);
-        self.touched = self.touched.max(end);
     }
 }

@@ -102,7 +102,7 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let mapping = std::thread::Builder::new().name("map-weights".into());
     mapping.spawn(move || memory.populate()).map_err(setup_failure)?;
     let (weight_bytes, device) = (engine.weight_bytes(), engine.device());
-    Ok(Loaded { engine: Box::new(engine), weight_bytes, device })
+    Ok(Loaded { engine: Box::new(engine), weight_bytes, device, usage: None })
 }
 
 impl CpuEngine {

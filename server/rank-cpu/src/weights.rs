@@ -196,7 +196,8 @@ pub fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, Wei
     }
     // The bytes that were packed are those of the fingerprint if no file changed in between.
     checkpoint.check_unchanged()?;
-    packer.seal(weight_bytes)
+    let share = packer.seal(weight_bytes)?;
+    Ok(PackedShare { used: Box::new(checkpoint), ..share })
 }
 
 fn pack_expert(checkpoint: &Checkpoint, layer: LayerId, expert: u32) -> Result<CpuExpert, WeightsError> {
@@ -277,7 +278,7 @@ impl Packer {
         self.memory.write_at(0, bytemuck::bytes_of(&header))?;
         self.memory.write_at(start, &index)?;
         let memory_bytes = self.memory.len();
-        Ok(PackedShare { memory: vec![self.memory.seal()?], memory_bytes, weight_bytes })
+        Ok(PackedShare { memory: vec![self.memory.seal()?], memory_bytes, weight_bytes, used: Box::new(()) })
     }
 }
 

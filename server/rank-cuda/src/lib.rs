@@ -1,6 +1,6 @@
 //! Expert ranks on GPUs.
 //!
-//! [`check`], [`environment`], [`present`] and [`window_bytes`] need no access to a GPU; they are part of every build, and
+//! [`check`], [`copy_tables`], [`environment`], [`present`] and [`window_bytes`] need no access to a GPU; they are part of every build, and
 //! the router uses them. With feature `cuda`, [`pack`] loads weights, [`load`] makes the engine, and [`probe`] and [`ceilings`] inspect the
 //! machine's GPUs.
 
@@ -9,6 +9,7 @@ mod engine;
 #[cfg(feature = "cuda")]
 pub mod experts;
 mod host;
+mod placement;
 #[cfg(feature = "cuda")]
 pub mod windows;
 
@@ -16,6 +17,7 @@ pub use host::{
     ALIGNED, BUILD_HINT, BUILT, Check, EAGER, check, environment, kernel_shape, numa_nodes, present,
     window_bytes,
 };
+pub use placement::copy_tables;
 
 use expertd_ipc::control::LoaderSetup;
 use expertd_kernels::ceilings::Ceilings;

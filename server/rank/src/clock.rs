@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-/// Measures consecutive parts of a rank's set-up.
+/// Measures consecutive parts of a rank's set-up, or of a loader's work.
 pub struct SetupClock {
     last: Instant,
     parts: Vec<(&'static str, Duration)>,
@@ -12,7 +12,7 @@ pub struct SetupClock {
 impl SetupClock {
     /// Starts a clock, whose first part begins now.
     #[must_use]
-    pub(crate) fn start() -> Self {
+    pub fn start() -> Self {
         SetupClock { last: Instant::now(), parts: Vec::new() }
     }
 

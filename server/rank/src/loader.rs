@@ -1,6 +1,7 @@
 //! The process of a loader: it packs one rank's share of a checkpoint into memory that outlives it, passes that to the router,
 //! and exits.
 
+use std::any::Any;
 use std::io::{self, BufReader};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -26,6 +27,8 @@ pub struct PackedShare {
     pub memory_bytes: u64,
     /// Bytes of the checkpoint that are in it.
     pub weight_bytes: u64,
+    /// What is released after the memory is handed over: unmapping a large checkpoint takes half a second.
+    pub used: Box<dyn Any>,
 }
 
 /// Why a share could not be packed.
@@ -90,9 +93,10 @@ pub fn run_loader(
     let packed = pack(&setup, &progress);
     reports.end();
     match packed {
-        Ok(PackedShare { memory, memory_bytes, weight_bytes }) => {
+        Ok(PackedShare { memory, memory_bytes, weight_bytes, used }) => {
             let fds: Vec<_> = memory.iter().map(OwnedFd::as_fd).collect();
             send_with_fds(socket, &FromLoader::Loaded { weight_bytes, memory_bytes }, &fds)?;
+            drop(used);
             Ok(())
         }
         Err(PackFailure { message, lacks_room }) => {

@@ -15,8 +15,8 @@ use crate::{SetupClock, StepEngine, StepFault, StepReport};
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::passing::FdReader;
 use expertd_ipc::wait::spin_between_steps;
-use expertd_ipc::{Completion, Heartbeat, RankChannel, RouterBell, RowCounts, StepDescriptor};
-use expertd_types::{MemoryId, Rank};
+use expertd_ipc::{Completion, Heartbeat, RankChannel, RouterBell, RowCounts, StepDescriptor, UsageReport};
+use expertd_types::{DeviceUsage, MemoryId, Rank};
 
 /// Why a rank's process ended.
 #[derive(Debug, thiserror::Error)]
@@ -74,7 +74,15 @@ pub struct Loaded {
     pub weight_bytes: u64,
     /// Human-readable description of the device.
     pub device: String,
+    /// Reads the usage of the device, on a thread of its own; `None` if the device has none to report.
+    pub usage: Option<ReadUsage>,
 }
+
+/// Reads the usage of a rank's device; `None` if it cannot be read now. It may take as long as the driver does.
+pub type ReadUsage = Box<dyn FnMut() -> Option<DeviceUsage> + Send>;
+
+/// Pause between two readings of a device's usage.
+const USAGE_EVERY: Duration = Duration::from_secs(2);
 
 /// Runs a rank whose router is process `parent` and sends control messages over `socket`, until the router ends it. `load`
 /// makes the engine of the setup's device.
@@ -155,7 +163,10 @@ impl ReadyRank {
         clock.end("staging pages");
         let joining =
             Joining { setup, channel: &channel, row_counts, socket, reader, fds, clock: &mut clock };
-        let Loaded { engine, weight_bytes, device } = load(joining)?;
+        let Loaded { engine, weight_bytes, device, usage } = load(joining)?;
+        if let Some(read) = usage {
+            report_usage(channel.usage(), read).map_err(setup_failure)?;
+        }
         tracing::debug!(parts = %clock, "set up");
         Ok(ReadyRank { channel, engine, weight_bytes, device })
     }
@@ -274,6 +285,19 @@ fn beat(heartbeat: Heartbeat, every: Duration) -> io::Result<()> {
             loop {
                 std::thread::sleep(every);
                 heartbeat.beat();
+            }
+        })
+        .map(drop)
+}
+
+/// Reports the usage of the device from a thread until the process ends.
+fn report_usage(report: UsageReport, mut read: ReadUsage) -> io::Result<()> {
+    std::thread::Builder::new()
+        .name("device-usage".into())
+        .spawn(move || {
+            loop {
+                report.set(read());
+                std::thread::sleep(USAGE_EVERY);
             }
         })
         .map(drop)

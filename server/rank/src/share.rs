@@ -23,6 +23,12 @@ impl ExpertShare {
         ExpertShare { ranks, rank, placement }
     }
 
+    /// Whether the share follows from a placement.
+    #[must_use]
+    pub const fn has_placement(&self) -> bool {
+        self.placement.is_some()
+    }
+
     /// The owners of a layer's experts.
     #[must_use]
     pub fn layer(&self, layer: LayerId, moe: &MoeLayer) -> LayerPlacement {

@@ -19,8 +19,8 @@ pub use crate::expert_rows::{ExpertRows, LayerRows};
 pub use crate::sessions::SessionStatus;
 use expertd_types::ChunkedBytes;
 use expertd_types::{
-    DType, ExpertPlacement, Generation, LayerId, LayerPlacement, LayerRange, Rank, StepId, WeightFingerprint,
-    WeightVersion,
+    DType, DeviceUsage, ExpertPlacement, Generation, LayerId, LayerPlacement, LayerRange, Rank, StepId,
+    WeightFingerprint, WeightVersion,
 };
 
 /// Number of a request, unique within the process; logs and spans carry it.
@@ -450,6 +450,8 @@ pub struct RankStatus {
     pub weight_bytes_loaded: u64,
     /// Weight bytes of its share.
     pub weight_bytes_total: u64,
+    /// Usage of its device; `None` if the device reports none (CPUs, parts of a GPU) or not yet.
+    pub usage: Option<DeviceUsage>,
 }
 
 /// State of one rank.

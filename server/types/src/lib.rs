@@ -9,6 +9,7 @@ mod layers;
 mod phase;
 mod placement;
 pub mod rows;
+mod usage;
 
 pub use chunked::{ChunkedBytes, ChunkedSlice};
 pub use fingerprint::{Coverage, NoFingerprint, WeightFingerprint};
@@ -16,3 +17,4 @@ pub use ids::*;
 pub use layers::LayerRange;
 pub use phase::Phase;
 pub use placement::{ExpertOwners, ExpertPlacement, LayerPlacement, Placement, PlacementError};
+pub use usage::{DeviceUsage, USAGE_WORDS};

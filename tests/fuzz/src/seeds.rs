@@ -40,9 +40,11 @@ pub fn all() -> Vec<Seed> {
     control.push(b'\n');
     add("control", control);
     add("ring", ring());
-    add("segments", segments());
+    segments().into_iter().for_each(|table| add("segments", table));
     add("session", session());
-    add("records", records());
+    for requests in session_requests() {
+        add("records", records(&requests));
+    }
     add("doorbells", doorbells());
     add("cuda-session", cuda_session());
     for request in requests() {
@@ -70,30 +72,35 @@ pub fn all() -> Vec<Seed> {
     seeds
 }
 
-/// `config.json` and weights of the smallest checkpoint of several kinds.
+/// `config.json` and weights of a small checkpoint of each family, and of each format.
 fn checkpoints() -> Vec<(Vec<u8>, Vec<u8>)> {
-    let kinds = [
-        ("mixtral", SynthFormat::Bf16),
+    let formats = [
         ("olmoe", SynthFormat::F32),
+        ("mixtral", SynthFormat::F16),
         ("deepseek_v3", SynthFormat::Fp8),
+        ("llama4_text", SynthFormat::Fp8),
         ("gpt_oss", SynthFormat::Mxfp4),
     ];
-    kinds
-        .into_iter()
-        .map(|(family, format)| {
+    let families = synth::families().into_iter().map(|family| (family, SynthFormat::Bf16));
+    families
+        .chain(formats)
+        .filter_map(|(family, format)| {
             let directory = tempfile::tempdir().expect("a temporary directory");
+            // The files are smaller than the largest input of a fuzzer, 16 KiB, where the format has no larger blocks.
+            let side = if format == SynthFormat::Mxfp4 { 32 } else { 16 };
             let config = SynthConfig {
-                hidden: 32,
-                width: 32,
+                hidden: side,
+                width: side,
                 experts: 4,
                 top_k: 2,
                 layers: 1,
                 format,
                 ..SynthConfig::new(family)
             };
-            synth::write(&config, directory.path()).expect("a checkpoint of this family");
+            // Some families have no bf16 weights.
+            synth::write(&config, directory.path()).ok()?;
             let read = |name| std::fs::read(directory.path().join(name)).expect("the file was written");
-            (read("config.json"), read("model.safetensors"))
+            Some((read("config.json"), read("model.safetensors")))
         })
         .collect()
 }
@@ -108,23 +115,31 @@ fn ring() -> Vec<u8> {
     words.iter().flat_map(|word: &u64| word.to_le_bytes()).collect()
 }
 
-/// Two segments of f32 and bf16 rows of four elements, the second one in memory 7.
-fn segments() -> Vec<u8> {
+/// Tables with two segments of f32 and bf16 rows of four elements, the second one in memory 7: a valid one, and one for each way
+/// in which the second segment is refused.
+fn segments() -> Vec<Vec<u8>> {
     let staged = Segment { rows: 2, dtype: DType::DtypeF32 as u32, ..Segment::zeroed() };
-    let table = [
-        staged,
-        Segment {
-            byte_offset: 64,
-            output_offset: 128,
-            first_row: 2,
-            rows: 3,
-            dtype: DType::DtypeBf16 as u32,
-            flags: 1,
-            memory: 7,
-            ..staged
-        },
+    let second = Segment {
+        byte_offset: 64,
+        output_offset: 128,
+        first_row: 2,
+        rows: 3,
+        dtype: DType::DtypeBf16 as u32,
+        flags: 1,
+        memory: 7,
+        ..staged
+    };
+    let refused = [
+        Segment { dtype: 99, ..second },
+        Segment { rows: 4, ..second },
+        Segment { memory: 8, ..second },
+        Segment { byte_offset: 4096, ..second },
+        Segment { memory: Segment::STAGING, byte_offset: 4096, ..second },
+        Segment { byte_offset: 65, ..second },
+        Segment { output_offset: 66, ..second },
     ];
-    [&[5, 3, 0xff, 0][..], bytemuck::bytes_of(&table)].concat()
+    let table = |second: Segment| [&[5, 3, 0xff, 0][..], bytemuck::bytes_of(&[staged, second])].concat();
+    [second].into_iter().chain(refused).map(table).collect()
 }
 
 /// A client that asks for the model and opens a session.
@@ -137,12 +152,9 @@ fn session() -> Vec<u8> {
     [get_model.clone(), frame(kind::OPEN, bytemuck::bytes_of(&open)), get_model].concat()
 }
 
-/// The memory of a session with calls in its ring of requests: one with the gate's routing, one with its own, one with
-/// token ids.
-fn records() -> Vec<u8> {
-    let calls = 4;
-    let layout = RegionLayout::new(calls, 8192).expect("a small layout");
-    let mut memory = vec![0; layout.rows + 8192];
+/// Requests of sessions: with the gate's routing, with given routing and with token ids; and pairs of which the first stays in
+/// flight and the second is refused.
+fn session_requests() -> Vec<Vec<RequestRecord>> {
     let plain = RequestRecord {
         call: 1,
         output: 1024,
@@ -164,10 +176,31 @@ fn records() -> Vec<u8> {
         layer: 2,
         ..plain
     };
+    let stays = RequestRecord { tokens: 1, ..plain };
+    let refused = [
+        RequestRecord { call: 2, rows: 1024, output: 2048, ..stays },
+        RequestRecord { call: 2, rows: 2048, output: 0, ..stays },
+        RequestRecord { rows: 2048, output: 3072, ..stays },
+        RequestRecord { call: 2, rows: 2048, output: 2048, ..stays },
+        RequestRecord { call: 2, rows: 2049, output: 3072, ..stays },
+        RequestRecord { call: 2, rows: 8192, output: 3072, ..stays },
+        RequestRecord { call: 2, rows: 2048, output: 3072, layer: 9, ..stays },
+        RequestRecord { call: 2, rows: 2048, output: 3072, dtype: 99, ..stays },
+    ];
+    let mut all = vec![vec![plain, given, by_token]];
+    all.extend(refused.map(|second| vec![stays, second]));
+    all
+}
+
+/// The memory of a session with calls in its ring of requests.
+fn records(requests: &[RequestRecord]) -> Vec<u8> {
+    let calls = 4;
+    let layout = RegionLayout::new(calls, 8192).expect("a small layout");
+    let mut memory = vec![0; layout.rows + 8192];
     let mut put = |at: usize, bytes: &[u8]| memory[at..at + bytes.len()].copy_from_slice(bytes);
     let start = layout.requests.offset();
-    put(start, &3_u64.to_le_bytes());
-    for (number, record) in [plain, given, by_token].iter().enumerate() {
+    put(start, &(requests.len() as u64).to_le_bytes());
+    for (number, record) in requests.iter().enumerate() {
         let cell = start + 128 + number * (size_of::<RequestRecord>() + 8);
         put(cell, bytemuck::bytes_of(record));
         put(cell + size_of::<RequestRecord>(), &(number as u64 + 1).to_le_bytes());

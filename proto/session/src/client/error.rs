@@ -6,6 +6,24 @@ use std::time::Duration;
 use expertd_ipc::region::RegionError;
 use expertd_ipc::ring::RingError;
 
+use crate::wire::CompletionRecord;
+
+impl SessionError {
+    /// The error of a call that failed.
+    #[must_use]
+    pub fn of_call(record: &CompletionRecord) -> SessionError {
+        let after = Duration::from_nanos(record.retry_after_ns);
+        let (reason, fields) = record.reason();
+        SessionError::Status {
+            code: record.code,
+            message: record.text(),
+            retry_after: (!after.is_zero()).then_some(after),
+            reason,
+            fields,
+        }
+    }
+}
+
 /// Why a session cannot be opened or a call has no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionError {
@@ -73,6 +91,10 @@ pub enum SessionError {
         message: String,
         /// When a retry can succeed, if the service said so.
         retry_after: Option<Duration>,
+        /// The service's name for the cause, as in gRPC's ErrorInfo; empty if it gave none.
+        reason: String,
+        /// Names of invalid fields. `message` has a sentence for each, `NAME: SENTENCE`.
+        fields: Vec<String>,
     },
     /// No completion came in time. The call keeps its buffers until it comes.
     #[error("no completion within {waited:?}")]

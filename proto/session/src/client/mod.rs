@@ -95,12 +95,7 @@ impl PendingCall {
         let (buffers, record) = self.shared.wait(self.call, timeout)?;
         self.is_waited = true;
         if record.code != 0 {
-            let after = Duration::from_nanos(record.retry_after_ns);
-            return Err(SessionError::Status {
-                code: record.code,
-                message: record.text(),
-                retry_after: (!after.is_zero()).then_some(after),
-            });
+            return Err(SessionError::of_call(&record));
         }
         let missing = || SessionError::Protocol("a completion of a call without buffers".to_owned());
         let CallBuffers { rows, output, routing, .. } = buffers.ok_or_else(missing)?;

@@ -134,7 +134,7 @@ fn statuses_and_small_buffers_are_errors() {
     rings.completions.try_push(&CompletionRecord { retry_after_ns: 5, ..failed }).unwrap();
     memory.client_bell().ring();
     match pending.wait(SECOND).unwrap_err() {
-        SessionError::Status { code: 14, message, retry_after } => {
+        SessionError::Status { code: 14, message, retry_after, .. } => {
             assert_eq!((message.as_str(), retry_after), ("no", Some(Duration::from_nanos(5))));
         }
         other => panic!("{other}"),

@@ -2,8 +2,8 @@
 
 #![allow(unsafe_code, reason = "calls the CUDA driver")]
 
-use std::ffi::c_void;
-use std::mem::zeroed;
+mod calls;
+
 use std::net::Shutdown;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
@@ -11,21 +11,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use cudarc::driver::sys::{self, CUdeviceptr, CUstream, CUstreamBatchMemOpParams, CUstreamBatchMemOpType};
+use cudarc::driver::sys::{self, CUdeviceptr};
 use expertd_ipc::control::send_fds;
 
 use super::control::ControlMemory;
 use super::driver::{Gpu, check};
 use super::memory::DeviceMemory;
-use super::wire::{
-    DONE, KIND_CUDA, MAX_PREPARE_FRAME, OpenCuda, OpenedCuda, PENDING, PrepareReply, PreparedCall, Ring,
-    RoutingLayout, SEEN,
-};
-use crate::client::{Receipt, SessionError};
+use super::wire::{KIND_CUDA, OpenCuda, OpenedCuda};
+use crate::client::SessionError;
 use crate::socket;
-use crate::wire::{CompletionRecord, MAX_SERVICE_FRAME, RequestRecord, VERSION, frame};
+use crate::wire::{MAX_SERVICE_FRAME, VERSION, frame};
+
+pub use calls::{CallFailure, DoorbellStatus, Prepared, RoutingPlaces};
 
 /// How often words are released once the session has ended.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(1);
@@ -56,54 +55,6 @@ impl Default for CudaSessionOptions {
             timeout: Duration::from_secs(10),
         }
     }
-}
-
-/// A prepared call of a [`CudaSession`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Prepared {
-    /// Number of the session that prepared it.
-    session: u64,
-    number: u32,
-    max_rows: u32,
-    flags: u32,
-    k: u32,
-    places: RoutingPlaces,
-}
-
-/// Places of a call's routing in the session's memory, in bytes. A call uses those that its flags name. Returned routing overwrites
-/// `ids` and `weights`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RoutingPlaces {
-    /// Place of i32 `[max_rows, k]`.
-    pub ids: u64,
-    /// Place of f32 `[max_rows, k]`.
-    pub weights: u64,
-    /// Place of i32 `[max_rows]`.
-    pub token_ids: u64,
-}
-
-/// How the calls of a doorbell ended.
-#[derive(Clone, Debug)]
-pub struct DoorbellStatus {
-    /// Number of calls that ended.
-    pub calls: u64,
-    /// Number of calls that failed.
-    pub failures: u64,
-    /// How the last call was computed, if it was answered.
-    pub last: Option<Receipt>,
-    /// Why the last call that failed did.
-    pub last_failure: Option<CallFailure>,
-}
-
-/// Why a call failed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CallFailure {
-    /// Number of the call, from 1, among the doorbell's calls.
-    pub call: u64,
-    /// Code of gRPC.
-    pub code: u32,
-    /// The service's sentence.
-    pub message: String,
 }
 
 /// State that the thread of the socket shares with the session.
@@ -274,220 +225,6 @@ impl CudaSession {
         let first = (doorbell < self.opened.doorbells).then(|| control.word_offset(doorbell, 0) as u64)?;
         Some((self.signals + first, control.words_each()))
     }
-
-    /// Describes calls to the service, which checks them. Prepared calls live as long as the session. Calls that carry routing or token
-    /// ids need [`prepare_routed`](Self::prepare_routed).
-    ///
-    /// # Errors
-    /// [`SessionError::NotPrepared`] with the reason why none of `calls` is prepared, or the session's end.
-    pub fn prepare(&self, calls: &[PreparedCall]) -> Result<Vec<Prepared>, SessionError> {
-        if let Some(index) = calls.iter().position(|call| RoutingLayout::new(call.flags, 1, 1).bytes > 0) {
-            let reason = format!("call {index} carries routing or token ids and has no places for them");
-            return Err(SessionError::NotPrepared { reason });
-        }
-        self.describe(calls, |_| RoutingPlaces::default())
-    }
-
-    /// As [`prepare`](Self::prepare), for calls that carry ids and weights ([`GIVEN_ROUTING`](RequestRecord::GIVEN_ROUTING)), return
-    /// them ([`RETURN_ROUTING`](RequestRecord::RETURN_ROUTING)) or carry token ids ([`TOKEN_IDS`](RequestRecord::TOKEN_IDS)). The
-    /// stream of a call copies them between their places and memory that the service reads.
-    ///
-    /// # Errors
-    /// As [`prepare`](Self::prepare), or if a place exceeds the session's memory.
-    pub fn prepare_routed(
-        &self,
-        calls: &[(PreparedCall, RoutingPlaces)],
-    ) -> Result<Vec<Prepared>, SessionError> {
-        for (index, (call, places)) in calls.iter().enumerate() {
-            let layout = RoutingLayout::new(call.flags, call.max_rows, call.k);
-            let parts = [
-                ("ids", places.ids, layout.routing_bytes),
-                ("weights", places.weights, layout.routing_bytes),
-                ("token_ids", places.token_ids, layout.token_bytes),
-            ];
-            let all = self.memory.bytes() as u64;
-            for (what, offset, bytes) in parts {
-                if offset.checked_add(bytes as u64).is_none_or(|end| end > all) || offset % 4 != 0 {
-                    let reason = format!(
-                        "call {index}: {bytes} bytes of {what} at {offset} must lie within the {all} bytes of memory and begin \
-                         at a multiple of 4"
-                    );
-                    return Err(SessionError::NotPrepared { reason });
-                }
-            }
-        }
-        let records: Vec<PreparedCall> = calls.iter().map(|(call, _)| *call).collect();
-        self.describe(&records, |index| calls[index].1)
-    }
-
-    fn describe(
-        &self,
-        calls: &[PreparedCall],
-        places: impl Fn(usize) -> RoutingPlaces,
-    ) -> Result<Vec<Prepared>, SessionError> {
-        let replies = self.replies.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut prepared = Vec::with_capacity(calls.len());
-        for part in calls.chunks(MAX_PREPARE_FRAME / size_of::<PreparedCall>()) {
-            self.shared.check()?;
-            let broke = |error: std::io::Error| SessionError::Ended { reason: error.to_string() };
-            socket::send(&self.socket, frame::PREPARE, bytemuck::cast_slice(part)).map_err(broke)?;
-            let reply = replies.recv_timeout(self.timeout).map_err(|_| {
-                self.shared.check().err().unwrap_or(SessionError::TimedOut { waited: self.timeout })
-            })?;
-            let head = reply.get(..size_of::<PrepareReply>()).unwrap_or(&[]);
-            let head: PrepareReply =
-                socket::record(head).map_err(|error| SessionError::Protocol(error.to_string()))?;
-            if head.count as usize != part.len() {
-                let text = reply.get(size_of::<PrepareReply>()..).unwrap_or(&[]);
-                return Err(SessionError::NotPrepared { reason: String::from_utf8_lossy(text).into_owned() });
-            }
-            for (call, number) in part.iter().zip(head.first..) {
-                let PreparedCall { max_rows, flags, k, .. } = *call;
-                let places = places(prepared.len());
-                let session = self.opened.session;
-                prepared.push(Prepared { session, number, max_rows, flags, k, places });
-            }
-        }
-        Ok(prepared)
-    }
-
-    /// Enqueues a call of the first `rows` prepared rows on a stream: work that was enqueued before has written the rows, and work
-    /// that is enqueued later finds the output. The stream may be captured; the call's number and rows are then part of the graph.
-    /// Whether the call succeeded is in [`status`](Self::status) afterwards.
-    ///
-    /// # Errors
-    /// If `rows` or `doorbell` is out of range, the session has ended, or the driver refuses the work.
-    ///
-    /// # Safety
-    /// `stream` is a live stream (`CUstream` or `cudaStream_t`) of the session's GPU in its primary context. A doorbell has one call
-    /// in flight at a time: calls on one stream, or streams that wait for each other. The work, graphs that captured it
-    /// included, has ended before the session is dropped.
-    pub unsafe fn enqueue(
-        &self,
-        call: Prepared,
-        doorbell: u32,
-        rows: u32,
-        stream: *mut c_void,
-    ) -> Result<(), SessionError> {
-        self.shared.check()?;
-        if call.session != self.opened.session {
-            let (other, own) = (call.session, self.opened.session);
-            return Err(SessionError::Device(format!(
-                "the call was prepared by session {other}, and this one is session {own}"
-            )));
-        }
-        if rows == 0 || rows > call.max_rows {
-            let (found, needed) = (rows as usize, call.max_rows as usize);
-            return Err(SessionError::BufferSize { what: "the prepared call's rows", found, needed });
-        }
-        if doorbell >= self.opened.doorbells {
-            let of = self.opened.doorbells;
-            return Err(SessionError::Device(format!(
-                "the session has {of} doorbells; there is no doorbell {doorbell}"
-            )));
-        }
-        let control = &self.shared.control;
-        let words: Vec<CUdeviceptr> = (0..control.words_each())
-            .map(|word| self.signals + control.word_offset(doorbell, word) as u64)
-            .collect();
-        let bell = self.signals + control.doorbell_offset(doorbell) as u64;
-        let ring = Ring { prepared: call.number, rows };
-        let mut operations: Vec<CUstreamBatchMemOpParams> = Vec::with_capacity(2 * words.len() + 2);
-        operations.extend(words.iter().map(|&word| write_32(word, PENDING)));
-        operations.push(write_64(bell, ring.to_word()));
-        operations.extend(words.iter().map(|&word| wait_32(word, DONE)));
-        operations.push(write_32(self.signals + control.seen_offset(doorbell) as u64, SEEN));
-        let _entered = self.gpu.enter()?;
-        let stream: CUstream = stream.cast();
-        // SAFETY: the addresses are in the control region and in the session's memory (checked by `prepare_routed`, and by the service
-        // for the routing area), which stay registered and mapped until the session is dropped; the caller vouches for the stream.
-        unsafe {
-            let carried = self.carried(call, doorbell, rows);
-            for (host, device, bytes) in carried.read {
-                if bytes > 0 {
-                    let copied = sys::cuMemcpyDtoHAsync_v2(host.cast(), device, bytes, stream);
-                    check("cuMemcpyDtoHAsync", copied)?;
-                }
-            }
-            let count = operations.len() as u32;
-            let status = sys::cuStreamBatchMemOp_v2(stream, count, operations.as_mut_ptr(), 0);
-            check("cuStreamBatchMemOp", status)?;
-            for (host, device, bytes) in carried.returned {
-                if bytes > 0 {
-                    let copied = sys::cuMemcpyHtoDAsync_v2(device, host.cast(), bytes, stream);
-                    check("cuMemcpyHtoDAsync", copied)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// The copies of what a call carries.
-    fn carried(&self, call: Prepared, doorbell: u32, rows: u32) -> Carried {
-        let layout = RoutingLayout::new(call.flags, rows, call.k);
-        let area = self.shared.control.routing_area(doorbell).cast::<u8>();
-        let copy = |has: bool, offset: usize, place: u64, bytes: usize| {
-            let bytes = if has { bytes } else { 0 };
-            (area.wrapping_add(offset), self.memory.address() + place, bytes)
-        };
-        let has = |flag| call.flags & flag != 0;
-        let routing = |flag| {
-            [
-                copy(has(flag), 0, call.places.ids, layout.routing_bytes),
-                copy(has(flag), layout.weights, call.places.weights, layout.routing_bytes),
-            ]
-        };
-        let [ids, weights] = routing(RequestRecord::GIVEN_ROUTING);
-        let token_ids = copy(true, layout.token_ids, call.places.token_ids, layout.token_bytes);
-        Carried { read: [ids, weights, token_ids], returned: routing(RequestRecord::RETURN_ROUTING) }
-    }
-
-    /// How the calls of a doorbell ended. A call that is in flight counts once its words are raised. The service writes the status
-    /// of an answered call a few microseconds after a rank has raised its words; this waits for it.
-    ///
-    /// # Errors
-    /// If the session has ended; calls that were in flight have no output then.
-    pub fn status(&self, doorbell: u32) -> Result<DoorbellStatus, SessionError> {
-        self.shared.check()?;
-        if doorbell >= self.opened.doorbells {
-            return Err(SessionError::Device(format!("there is no doorbell {doorbell}")));
-        }
-        let control = &self.shared.control;
-        let (ended, began) = (control.number(doorbell), Instant::now());
-        let record = loop {
-            let record = control.status(doorbell);
-            let record = record
-                .ok_or_else(|| SessionError::Protocol("a status that changes without end".to_owned()))?;
-            if record.calls >= ended {
-                break record;
-            }
-            self.shared.check()?;
-            let waited = began.elapsed();
-            if waited > self.timeout {
-                return Err(SessionError::TimedOut { waited });
-            }
-            std::hint::spin_loop();
-        };
-        let failure = |record: &CompletionRecord| CallFailure {
-            call: record.call,
-            code: record.code,
-            message: record.text(),
-        };
-        Ok(DoorbellStatus {
-            calls: record.calls,
-            failures: record.failures,
-            last: (record.calls > 0 && record.last.code == 0).then(|| Receipt::from(&record.last)),
-            last_failure: (record.failures > 0).then(|| failure(&record.last_failure)),
-        })
-    }
-}
-
-/// Copies of a call: address in the routing area, address on the GPU, bytes. Copies of 0 bytes are left out.
-struct Carried {
-    /// From the GPU, before the doorbell.
-    read: [(*mut u8, CUdeviceptr, usize); 3],
-    /// To the GPU, once the call has ended.
-    returned: [(*mut u8, CUdeviceptr, usize); 2],
 }
 
 impl Drop for CudaSession {
@@ -551,33 +288,4 @@ fn register(gpu: &Gpu, control: &ControlMemory) -> Result<CUdeviceptr, SessionEr
         }
     }
     Ok(address)
-}
-
-fn write_32(address: CUdeviceptr, value: u32) -> CUstreamBatchMemOpParams {
-    // SAFETY: the union and its parts are integers.
-    let mut operation: CUstreamBatchMemOpParams = unsafe { zeroed() };
-    operation.writeValue.operation = CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WRITE_VALUE_32;
-    operation.writeValue.address = address;
-    operation.writeValue.__bindgen_anon_1.value = value;
-    operation
-}
-
-fn write_64(address: CUdeviceptr, value: u64) -> CUstreamBatchMemOpParams {
-    // SAFETY: the union and its parts are integers.
-    let mut operation: CUstreamBatchMemOpParams = unsafe { zeroed() };
-    operation.writeValue.operation = CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WRITE_VALUE_64;
-    operation.writeValue.address = address;
-    operation.writeValue.__bindgen_anon_1.value64 = value;
-    operation
-}
-
-/// Waits until the word is at least `value`.
-fn wait_32(address: CUdeviceptr, value: u32) -> CUstreamBatchMemOpParams {
-    // SAFETY: the union and its parts are integers.
-    let mut operation: CUstreamBatchMemOpParams = unsafe { zeroed() };
-    operation.waitValue.operation = CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WAIT_VALUE_32;
-    operation.waitValue.address = address;
-    operation.waitValue.__bindgen_anon_1.value = value;
-    operation.waitValue.flags = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
-    operation
 }

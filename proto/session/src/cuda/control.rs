@@ -1,8 +1,9 @@
 //! The control region of a CUDA session: a memfd that the service makes, and that the client registers with its GPU.
 //!
 //! The client may write anything anywhere in it at any time. The service takes a doorbell's word by exchange, which is a copy, copies
-//! the routing of a call once, writes statuses, completion words and returned routing, and reads nothing else. Doorbells and words are in host memory: waits for words in
-//! device memory starve the writes that would end them.
+//! the routing of a call once, and reads the word that says which completion words the client's stream has seen. It writes statuses,
+//! completion words and returned routing. Doorbells and words are in host memory: waits for words in device memory starve the writes that
+//! would end them.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -235,6 +236,12 @@ impl ControlMemory {
         Some(Ring::from_word(word))
     }
 
+    /// Whether the client's stream has seen the words of the call that was taken last.
+    #[must_use]
+    pub fn is_seen(&self, doorbell: u32) -> bool {
+        self.seen(doorbell).load(Ordering::Acquire) == SEEN
+    }
+
     fn seen(&self, doorbell: u32) -> &AtomicU32 {
         &self.words.atomics()[doorbell as usize * LINE / 4 + SEEN_WORD / 4]
     }
@@ -244,7 +251,7 @@ impl ControlMemory {
     pub fn raise_unseen(&self, doorbell: u32) {
         let words = self.completion(doorbell);
         // The order matters: the stream stores `SEEN` before it begins its next call, whose first act is to clear the words.
-        if words.contains(&PENDING) && self.seen(doorbell).load(Ordering::Acquire) != SEEN {
+        if words.contains(&PENDING) && !self.is_seen(doorbell) {
             self.raise(doorbell, DONE);
         }
     }
@@ -349,128 +356,4 @@ impl ControlMemory {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn pair(doorbells: u32, words: u32) -> (ControlMemory, ControlMemory) {
-        let service = ControlMemory::create(doorbells, words, 200).unwrap();
-        let opened = service.opened(3, 64);
-        let client = ControlMemory::join(service.region().try_clone_fd().unwrap(), &opened).unwrap();
-        (service, client)
-    }
-
-    #[test]
-    fn a_ring_is_taken_once_and_its_completion_raises_all_words() {
-        let (service, client) = pair(3, 4);
-        assert_eq!(service.take(2), None);
-        let ring = Ring { prepared: 5, rows: 8 };
-        client.ring(2, ring);
-        assert_eq!((service.take(1), service.take(2), service.take(2)), (None, Some(ring), None));
-        assert_eq!(client.completion(2), [PENDING; 4]);
-        let mut status = StatusRecord::zeroed();
-        service.complete(2, &CompletionRecord { call: 9, ..CompletionRecord::zeroed() }, &mut status);
-        assert_eq!(client.completion(2), [DONE; 4]);
-        let read = client.status(2).unwrap();
-        assert_eq!((read.calls, read.failures, read.last.call), (1, 0, 9));
-        client.ring(2, ring);
-        service.complete(2, &CompletionRecord::failed(10, 14, "gone"), &mut status);
-        assert_eq!(client.completion(2), [FAILED; 4]);
-        service.complete(2, &CompletionRecord { call: 11, ..CompletionRecord::zeroed() }, &mut status);
-        let read = client.status(2).unwrap();
-        assert_eq!((read.calls, read.failures, read.last.call, read.last_failure.call), (3, 1, 11, 10));
-        assert_eq!(read.last_failure.text(), "gone");
-    }
-
-    #[test]
-    fn words_that_a_killed_rank_left_are_raised_unless_the_client_has_seen_them() {
-        let (service, client) = pair(1, 1);
-        let ring = Ring { prepared: 0, rows: 1 };
-        // The rank was killed before it raised the word, or after.
-        for by_rank in [PENDING, DONE] {
-            client.ring(0, ring);
-            assert_eq!(service.take(0), Some(ring));
-            service.words.atomics()[0].store(by_rank, Ordering::Release);
-            service.raise_unseen(0);
-            assert_eq!(client.completion(0), [DONE]);
-            client.seen(0).store(SEEN, Ordering::Release);
-        }
-        // The stream has gone on: it has cleared the word for its next call, and rung for it or not yet.
-        client.words.atomics()[0].store(PENDING, Ordering::Release);
-        service.raise_unseen(0);
-        assert_eq!(client.completion(0), [PENDING]);
-        client.ring(0, ring);
-        service.raise_unseen(0);
-        assert_eq!(client.completion(0), [PENDING]);
-    }
-
-    #[test]
-    fn only_waiting_words_are_released() {
-        let (service, client) = pair(2, 2);
-        let mut status = StatusRecord::zeroed();
-        client.ring(0, Ring { prepared: 0, rows: 1 });
-        client.ring(1, Ring { prepared: 0, rows: 1 });
-        service.complete(0, &CompletionRecord::zeroed(), &mut status);
-        assert!(client.release());
-        assert_eq!((client.completion(0), client.completion(1)), (vec![DONE; 2], vec![RELEASED; 2]));
-        assert!(!client.release());
-    }
-
-    #[test]
-    fn routing_is_copied_within_its_doorbells_area_only() {
-        let (service, client) = pair(3, 1);
-        assert_eq!(service.routing_bytes(), 256);
-        let bytes: Vec<u8> = (0..64).collect();
-        client.write_routing(1, 192, &bytes).unwrap();
-        assert_eq!(service.copy_routing(1, 192, 64).unwrap(), bytes);
-        assert_eq!(service.copy_routing(2, 0, 64).unwrap(), [0; 64]);
-        assert_eq!(service.copy_routing(1, 196, 64), None);
-        assert_eq!(service.copy_routing(1, usize::MAX - 3, 8), None);
-        assert_eq!(service.copy_routing(3, 0, 4), None);
-        assert_eq!(service.write_routing(0, 256, &bytes), None);
-    }
-
-    #[test]
-    fn offsets_beyond_the_region_are_refused() {
-        let service = ControlMemory::create(2, 1, 64).unwrap();
-        let fd = || service.region().try_clone_fd().unwrap();
-        let opened = service.opened(1, 64);
-        for wrong in [
-            OpenedCuda { doorbells_offset: opened.region_bytes, ..opened },
-            OpenedCuda { statuses_offset: u64::MAX - 7, ..opened },
-            OpenedCuda { words: 9, ..opened },
-            OpenedCuda { routing_offset: opened.statuses_offset, ..opened },
-            OpenedCuda { routing_bytes: u32::MAX, ..opened },
-            OpenedCuda { doorbells: 0, ..opened },
-            OpenedCuda { region_bytes: 4096, ..opened },
-        ] {
-            assert!(ControlMemory::join(fd(), &wrong).is_err(), "{wrong:?}");
-        }
-    }
-
-    proptest! {
-        /// Whatever a client writes into the region, each word of a doorbell is taken once, and a status that the client reads
-        /// is one that the service wrote, or none.
-        #[test]
-        fn scribbles_are_rings_or_nothing(
-            writes in prop::collection::vec((any::<prop::sample::Index>(), any::<u64>()), 0..200),
-        ) {
-            let (service, client) = pair(4, 2);
-            let all = client.region().slice::<u64>(0, client.region().len() / 8).unwrap();
-            for (at, word) in writes {
-                all.atomics()[at.index(all.len())].store(word, Ordering::Relaxed);
-            }
-            let mut status = StatusRecord::zeroed();
-            for doorbell in 0..4 {
-                if let Some(ring) = service.take(doorbell) {
-                    prop_assert!(ring.to_word() != 0);
-                }
-                prop_assert_eq!(service.take(doorbell), None);
-                service.complete(doorbell, &CompletionRecord::zeroed(), &mut status);
-                prop_assert_eq!(client.completion(doorbell), vec![DONE; 2]);
-                prop_assert_eq!(client.status(doorbell).unwrap().calls, u64::from(doorbell) + 1);
-            }
-        }
-    }
-}
+mod tests;

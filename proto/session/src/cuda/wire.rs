@@ -175,7 +175,7 @@ impl Ring {
     }
 }
 
-/// The status of a doorbell's calls. The service writes it before the completion words.
+/// The status of a doorbell's calls. The service writes it before it raises completion words; if a rank has raised them, shortly after.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct StatusRecord {

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use expertd_kernels::ceilings::Ceilings;
+use expertd_types::{ExpertId, ExpertOwners, Rank};
 
 /// Seconds for launches and the gate on one rank, which are added to the time of weights and FLOPs.
 const FIXED_ALONE: f64 = 5e-6;
@@ -59,34 +60,34 @@ impl Floor {
 }
 
 /// Computes the floor of a step whose rows chose `ids [rows, k]`. The first `rows_per_rank[0]` rows belong to rank 0, the
-/// next ones to rank 1 and so on; `experts` holds each rank's first expert and number of experts. Rows go once to each rank
-/// that needs them, in bf16 or FP8, and come back in bf16.
+/// next ones to rank 1 and so on. Rows go once to each rank that needs them, in bf16 or FP8, and come back in bf16.
 pub(super) fn floor(
     ids: &[i32],
     k: usize,
     rows_per_rank: &[u32],
-    experts: &[(u32, u32)],
+    owners: &ExpertOwners,
     sizes: &LayerSizes,
     ceilings: &Ceilings,
 ) -> Floor {
-    let ranks = experts.len();
-    let mut hit: Vec<Vec<bool>> = experts.iter().map(|&(_, count)| vec![false; count as usize]).collect();
+    let ranks = rows_per_rank.len();
+    let mut hit = vec![vec![false; owners.len()]; ranks];
     let mut assignments = vec![0_u64; ranks];
     let (mut sent, mut received) = (vec![0_u64; ranks], vec![0_u64; ranks]);
     let mut rows = ids.chunks_exact(k.max(1));
-    for (source, &count) in rows_per_rank.iter().enumerate().take(ranks) {
-        for row in rows.by_ref().take(count as usize) {
-            for (rank, &(first, count)) in experts.iter().enumerate() {
-                let mut local =
-                    row.iter().map(|&id| (id as u32).wrapping_sub(first)).filter(|&at| at < count).peekable();
-                if local.peek().is_some() && rank != source {
-                    sent[source] += 1;
-                    received[rank] += 1;
-                }
-                for at in local {
-                    hit[rank][at as usize] = true;
-                    assignments[rank] += 1;
-                }
+    let mut goes = vec![false; ranks];
+    for (source, &count) in rows_per_rank.iter().enumerate() {
+        for (index, row) in rows.by_ref().take(count as usize).enumerate() {
+            goes.fill(false);
+            for &id in row {
+                let expert = ExpertId(id as u32);
+                let Some(Rank(rank)) = owners.for_row(expert, index + source) else { continue };
+                hit[rank as usize][expert.index()] = true;
+                assignments[rank as usize] += 1;
+                goes[rank as usize] = true;
+            }
+            for (rank, _) in goes.iter().enumerate().filter(|&(rank, goes)| *goes && rank != source) {
+                sent[source] += 1;
+                received[rank] += 1;
             }
         }
     }
@@ -124,10 +125,15 @@ mod tests {
     const SIZES: LayerSizes =
         LayerSizes { hidden: 10, width: 100, shared_width: 0, bytes_per_weight: 2.0, fp8_products: false };
 
+    /// Four experts on two ranks.
+    fn two_each() -> ExpertOwners {
+        ExpertOwners::single([0, 0, 1, 1].map(Rank))
+    }
+
     #[test]
     fn the_slowest_rank_and_the_busiest_direction_count() {
         // Rank 0 sends one row to rank 1, once for its two experts there; the other row stays on rank 0.
-        let found = floor(&[2, 3, 0, 1], 2, &[2, 0], &[(0, 2), (2, 2)], &SIZES, &CEILINGS);
+        let found = floor(&[2, 3, 0, 1], 2, &[2, 0], &two_each(), &SIZES, &CEILINGS);
         assert_eq!(found.dispatch, Duration::from_micros(20));
         assert_eq!(found.combine, found.dispatch);
         // Two experts of 3 x 10 x 100 weights of 2 bytes.
@@ -139,23 +145,37 @@ mod tests {
     fn many_rows_are_bound_by_arithmetic_and_shared_experts_add_to_it() {
         let ids = vec![0; 1000];
         let slow = Ceilings { tensor_sustained_flops: 1e9, ..CEILINGS };
-        let routed = floor(&ids, 1, &[1000], &[(0, 4)], &SIZES, &slow);
+        let alone = ExpertOwners::single([Rank(0); 4]);
+        let routed = floor(&ids, 1, &[1000], &alone, &SIZES, &slow);
         assert_eq!(routed.experts, Duration::from_millis(6));
         assert_eq!((routed.dispatch, routed.fixed), (Duration::ZERO, Duration::from_micros(5)));
         let sizes = LayerSizes { shared_width: 50, ..SIZES };
-        assert_eq!(floor(&ids, 1, &[1000], &[(0, 4)], &sizes, &slow).experts, Duration::from_millis(9));
+        assert_eq!(floor(&ids, 1, &[1000], &alone, &sizes, &slow).experts, Duration::from_millis(9));
+    }
+
+    #[test]
+    fn copies_of_an_expert_share_its_rows() {
+        let slow = Ceilings { tensor_sustained_flops: 1e9, ..CEILINGS };
+        let ids = [0; 1000];
+        let copied = ExpertOwners::new([vec![Rank(0), Rank(1)], vec![Rank(1)]]);
+        let found = floor(&ids, 1, &[500, 500], &copied, &SIZES, &slow);
+        // Each rank computes half of the rows, and sends half of its own.
+        assert_eq!((found.experts, found.dispatch), (Duration::from_millis(3), Duration::from_millis(5)));
+        let single = ExpertOwners::single([Rank(0), Rank(1)]);
+        assert_eq!(floor(&ids, 1, &[500, 500], &single, &SIZES, &slow).experts, Duration::from_millis(6));
     }
 
     #[test]
     fn fp8_products_take_half_the_arithmetic_and_shorter_rows_on_the_way_out() {
         let sizes = LayerSizes { hidden: 128, fp8_products: true, ..SIZES };
         let slow = Ceilings { tensor_sustained_flops: 1e9, ..CEILINGS };
-        let found = floor(&[1], 1, &[1, 0], &[(0, 1), (1, 1)], &sizes, &slow);
+        let owners = ExpertOwners::single([Rank(0), Rank(1)]);
+        let found = floor(&[1], 1, &[1, 0], &owners, &sizes, &slow);
         assert_eq!((found.dispatch, found.combine), (Duration::from_micros(132), Duration::from_micros(256)));
         // Reading 3 x 128 x 100 weights of 2 bytes takes 76.8 µs, their 76,800 operations at twice the rate half of that.
         assert_eq!(found.experts, Duration::from_nanos(76_800));
         let slower = Ceilings { tensor_sustained_flops: 1e8, ..CEILINGS };
-        let found = floor(&[1], 1, &[1, 0], &[(0, 1), (1, 1)], &sizes, &slower);
+        let found = floor(&[1], 1, &[1, 0], &owners, &sizes, &slower);
         assert_eq!(found.experts, Duration::from_micros(384));
     }
 }

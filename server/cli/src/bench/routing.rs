@@ -1,19 +1,22 @@
 //! Random routing that the benchmark uses instead of the model's gate.
 
+use std::collections::BTreeMap;
+use std::path::Path;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};
 
-use expertd_router::backend::GivenRouting;
-use expertd_types::rows;
+use expertd_router::backend::{ExpertRows, GivenRouting};
+use expertd_types::{LayerId, rows};
 
 /// Seed of the order of popularity of [`RoutingArg::Hot`].
 const ORDER_SEED: u64 = 1;
 
 /// Value of `--routing`: how the experts of a step are chosen.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum RoutingArg {
     /// By the layer's gate.
     Gate,
@@ -23,6 +26,8 @@ pub enum RoutingArg {
     Zipf(f64),
     /// As [`Zipf`](Self::Zipf), but the order of popularity is the same in every step and layer.
     Hot(f64),
+    /// At random; each expert of a layer has the weight of the rows that it has computed by these counts.
+    Counted(Arc<BTreeMap<LayerId, Vec<u64>>>),
     /// Every expert gets equally many rows, or one row more than others.
     Even,
     /// At random among the experts of rank 0 (and further ones if it has fewer than k), with equal probability.
@@ -46,25 +51,44 @@ impl FromStr for RoutingArg {
                     "`{exponent}` is not an exponent: {kind}:S takes a number of at least 0, such as {kind}:1.0"
                 )),
             },
-            _ => Err(format!("expected gate, uniform, zipf:S, hot:S, even or one-rank, found `{text}`")),
+            Some(("rows", path)) => counted(Path::new(path)),
+            _ => Err(format!(
+                "expected gate, uniform, zipf:S, hot:S, rows:FILE, even or one-rank, found `{text}`"
+            )),
         }
     }
 }
 
+/// Reads what `expertd status --expert-rows` or `bench --expert-rows` wrote.
+fn counted(path: &Path) -> Result<RoutingArg, String> {
+    let failed = |error: String| format!("{}: {error}; expected rows of experts as JSON", path.display());
+    let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
+    let rows: ExpertRows = serde_json::from_str(&text).map_err(|error| failed(error.to_string()))?;
+    let layers = rows.layers.iter().map(|layer| (layer.layer, layer.of_experts()));
+    Ok(RoutingArg::Counted(Arc::new(layers.collect())))
+}
+
 impl RoutingArg {
-    /// Draws the routing of `tokens` rows over `experts` experts, of which rank 0 owns the first `first_rank`. All weights
+    /// Draws the routing of `tokens` rows over a layer's `experts` experts, of which rank 0 owns the first `first_rank`. All weights
     /// are equal. Returns `None` for the gate.
     pub(super) fn draw(
-        self,
+        &self,
+        layer: LayerId,
         tokens: usize,
         experts: usize,
         first_rank: usize,
         k: usize,
         random: &mut SmallRng,
     ) -> Option<GivenRouting> {
-        let weight = |rank: usize| match self {
+        let counted = match self {
+            RoutingArg::Counted(layers) => layers.get(&layer).map_or(&[][..], Vec::as_slice),
+            _ => &[],
+        };
+        let weight = |rank: usize| match *self {
             RoutingArg::Gate | RoutingArg::Uniform | RoutingArg::Even => 1.0,
             RoutingArg::Zipf(exponent) | RoutingArg::Hot(exponent) => (rank as f64 + 1.0).powf(-exponent),
+            // An expert without rows is chosen only if fewer than k others are left.
+            RoutingArg::Counted(_) => counted.get(rank).map_or(0.0, |&rows| rows as f64).max(1e-3),
             RoutingArg::OneRank => {
                 if rank < first_rank.max(k) {
                     1.0
@@ -73,12 +97,12 @@ impl RoutingArg {
                 }
             }
         };
-        if self == RoutingArg::Gate {
+        if *self == RoutingArg::Gate {
             return None;
         }
         let mut order: Vec<usize> = (0..experts).collect();
         match self {
-            RoutingArg::OneRank => {}
+            RoutingArg::OneRank | RoutingArg::Counted(_) => {}
             RoutingArg::Hot(_) => order.shuffle(&mut SmallRng::seed_from_u64(ORDER_SEED)),
             _ => order.shuffle(random),
         }
@@ -87,7 +111,7 @@ impl RoutingArg {
         let mut keys: Vec<(f64, usize)> = Vec::with_capacity(experts);
         let mut ids = Vec::with_capacity(tokens * k);
         for token in 0..tokens {
-            if self == RoutingArg::Even {
+            if *self == RoutingArg::Even {
                 ids.extend((token * k..token * k + k).map(|at| order[at % experts] as i32));
                 continue;
             }
@@ -115,11 +139,13 @@ impl RoutingArg {
 mod tests {
     use super::*;
 
-    fn counts(routing: RoutingArg) -> Vec<usize> {
+    const LAYER: LayerId = LayerId(3);
+
+    fn counts(routing: &RoutingArg) -> Vec<usize> {
         let mut random = SmallRng::seed_from_u64(7);
         let mut counts = vec![0; 16];
         for _ in 0..50 {
-            let drawn = routing.draw(40, 16, 5, 3, &mut random).expect("not the gate's");
+            let drawn = routing.draw(LAYER, 40, 16, 5, 3, &mut random).expect("not the gate's");
             assert_eq!(drawn.weights.len(), 40 * 3 * 4);
             let ids = rows::decode_i32(&drawn.ids);
             for row in ids.chunks_exact(3) {
@@ -132,15 +158,15 @@ mod tests {
 
     #[test]
     fn uniform_uses_all_experts_and_one_rank_those_of_rank_0() {
-        assert!(counts(RoutingArg::Uniform).iter().all(|n| (250..500).contains(n)));
-        let one = counts(RoutingArg::OneRank);
+        assert!(counts(&RoutingArg::Uniform).iter().all(|n| (250..500).contains(n)));
+        let one = counts(&RoutingArg::OneRank);
         assert!(one[..5].iter().all(|&n| n > 1000) && one[5..].iter().all(|&n| n == 0), "{one:?}");
     }
 
     #[test]
     fn zipf_is_skewed_within_a_step() {
         let mut random = SmallRng::seed_from_u64(3);
-        let drawn = RoutingArg::Zipf(2.0).draw(200, 64, 16, 1, &mut random).expect("not the gate's");
+        let drawn = RoutingArg::Zipf(2.0).draw(LAYER, 200, 64, 16, 1, &mut random).expect("not the gate's");
         let mut counts = [0; 64];
         rows::decode_i32(&drawn.ids).iter().for_each(|&id| counts[id as usize] += 1);
         counts.sort_unstable();
@@ -149,15 +175,31 @@ mod tests {
 
     #[test]
     fn even_rows_are_even_and_hot_experts_stay() {
-        let (even, hot) = (counts(RoutingArg::Even), counts(RoutingArg::Hot(1.5)));
+        let (even, hot) = (counts(&RoutingArg::Even), counts(&RoutingArg::Hot(1.5)));
         assert!(even.iter().all(|n| even[0].abs_diff(*n) <= 50), "{even:?}");
         // 50 steps: with another order in each, no expert would be in nearly every row.
         assert!(hot.iter().any(|&n| n > 1200), "{hot:?}");
     }
 
     #[test]
+    fn counted_rows_are_drawn_again() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let mut rows = vec![1; 16];
+        rows[9] = 40;
+        let zeros = vec![0_u64; 16];
+        let text = serde_json::json!({"layers": [{"layer": LAYER, "ranks": [zeros, rows]}]}).to_string();
+        std::fs::write(file.path(), text).expect("written");
+        let routing: RoutingArg = format!("rows:{}", file.path().display()).parse().expect("rows");
+        let counts = counts(&routing);
+        // 2000 rows choose three experts each: the ninth has weight 40 of 55.
+        assert!(counts[9] > 1700 && counts.iter().all(|&n| n > 100), "{counts:?}");
+        let error = "rows:/nowhere".parse::<RoutingArg>().expect_err("no file");
+        assert!(error.contains("/nowhere"), "{error}");
+    }
+
+    #[test]
     fn the_gate_draws_nothing_and_invalid_values_are_refused() {
-        assert!(RoutingArg::Gate.draw(1, 4, 2, 2, &mut SmallRng::seed_from_u64(1)).is_none());
+        assert!(RoutingArg::Gate.draw(LAYER, 1, 4, 2, 2, &mut SmallRng::seed_from_u64(1)).is_none());
         assert_eq!("zipf:1.5".parse(), Ok(RoutingArg::Zipf(1.5)));
         assert_eq!("hot:0".parse(), Ok(RoutingArg::Hot(0.0)));
         assert!("zipf:-1".parse::<RoutingArg>().is_err());

@@ -2,6 +2,7 @@
 
 mod descriptors;
 pub(super) mod layers;
+mod memory;
 pub mod plan;
 mod reload;
 mod report;
@@ -22,7 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::plan::{PlanError, ServePlan, SessionPlan};
 use self::settings::{Given, ServeArgs};
-use expertd_memory as memory;
+use expertd_ipc::wait::spin_between_steps;
 use expertd_router::api::{
     self, Access, Address, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig,
 };
@@ -30,7 +31,8 @@ use expertd_router::backend::Backend;
 use expertd_router::sessions::{SessionConfig, SessionServer};
 use expertd_router::steps::{Service, ServiceEnd};
 use expertd_router::telemetry::{
-    MetricsEndpoint, Recorder, TraceError, flush_logs, flush_traces, install_recorder, start_traces, tell,
+    MetricsEndpoint, Recorder, TraceError, flush_logs, flush_traces, install_recorder, record_memory_limit,
+    start_traces, tell,
 };
 use expertd_router::watchdog;
 
@@ -123,15 +125,6 @@ fn guard_process() -> std::io::Result<()> {
         flush_logs();
         std::process::exit(i32::from(exit::LOST));
     })
-}
-
-/// Periodically returns memory that a burst of messages needed to the system.
-async fn settle_memory() {
-    let mut periods = tokio::time::interval(memory::RELEASE_PERIOD);
-    loop {
-        periods.tick().await;
-        memory::release_unused();
-    }
 }
 
 /// Why a service could not be started.
@@ -244,6 +237,7 @@ impl Running {
             },
             shutdown_grace: SHUTDOWN_GRACE,
             timeouts: ConnectionTimeouts::default(),
+            memory_limit_bytes: plan.router_memory.total() as u64,
         };
         let sessions = match &plan.sessions {
             Some(sessions) => Some(SessionConfig {
@@ -251,6 +245,7 @@ impl Running {
                 users: sessions.users.clone(),
                 limits: sessions.limits,
                 spin: plan.cluster.spin,
+                spin_between_steps: spin_between_steps(plan.cluster.spin, plan.cluster.usable_cores),
             }),
             None => None,
         };
@@ -264,9 +259,10 @@ impl Running {
             return Err(StartError::OpenMetrics(metrics));
         }
         let recorder = install_recorder(if expertd_rank_cuda::BUILT { "cuda" } else { "" });
+        record_memory_limit(config.memory_limit_bytes);
         start_traces(plan.otlp_endpoint.as_deref())?;
         plan.buffers.reserve();
-        tokio::spawn(settle_memory());
+        tokio::spawn(memory::settle(tokio::runtime::Handle::current().metrics().num_workers()));
         let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
         match Self::listen(&service, &config, access, metrics, recorder, sessions).await {
             Ok(running) => Ok(running),

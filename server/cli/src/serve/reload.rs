@@ -25,9 +25,6 @@ pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<Rel
             folder.display()
         ));
     }
-    if present.placement.is_some() {
-        check_device(context.device)?;
-    }
     let mut has_room = true;
     if context.device == DeviceKind::Cpu {
         let spec: ModelSpec = serde_json::from_value(found.model)
@@ -39,19 +36,6 @@ pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<Rel
     let source =
         CheckpointSource { folder: folder.to_owned(), fingerprint: found.fingerprint, ..present.clone() };
     Ok(ReloadPlan { source, has_room })
-}
-
-/// Checks that ranks on this device can own any experts.
-///
-/// # Errors
-/// If they cannot.
-pub(super) fn check_device(device: DeviceKind) -> Result<(), String> {
-    match device {
-        DeviceKind::Cpu => Ok(()),
-        DeviceKind::Cuda => Err("GPU ranks own contiguous ranges of experts, because their kernels compute an expert's owner from its \
-                                 number; serve without a placement, or on CPU ranks"
-            .to_owned()),
-    }
 }
 
 /// Memory that the packed weights of all ranks take, in bytes.

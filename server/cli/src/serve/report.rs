@@ -80,6 +80,22 @@ pub fn plan(plan: &ServePlan) -> String {
             HumanBytes(plan.buffers.max_bytes as u64),
         ),
     );
+    let router = &plan.router_memory;
+    let bytes = |bytes: usize| HumanBytes(bytes as u64);
+    line(
+        "router",
+        format!(
+            "resident memory at most {}: messages, answers and calls {}, unread in the transport {}, connections {}, sessions {}, \
+             staging {}, the rest {}",
+            bytes(router.total()),
+            bytes(router.messages),
+            bytes(router.transport),
+            bytes(router.connections),
+            bytes(router.sessions),
+            bytes(router.channels),
+            bytes(router.process),
+        ),
+    );
     line(
         "limits",
         format!(
@@ -96,7 +112,7 @@ pub fn plan(plan: &ServePlan) -> String {
     line(
         "callers",
         format!(
-            "{}; {} connections, {} from one address or client; requests hold at most {}, and up to {} more while they arrive",
+            "{}; {} connections, {} from one address or client",
             match (plan.access.tls_cert.is_some(), plan.access.token_file.is_some()) {
                 (true, true) => "TLS, tokens",
                 (true, false) => "TLS",
@@ -105,8 +121,6 @@ pub fn plan(plan: &ServePlan) -> String {
             },
             HumanCount(connections.tcp as u64),
             HumanCount(connections.per_address as u64),
-            HumanBytes(model.limits.max_bytes_in_flight as u64),
-            HumanBytes(model.limits.max_bytes_in_flight as u64 / 2),
         ),
     );
     text

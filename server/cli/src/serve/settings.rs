@@ -177,7 +177,7 @@ settings! {
     /// Decoder layers to check, load and serve, as numbered in the checkpoint: FIRST-LAST, or ordinal/SHARES, which takes the
     /// share of MoE layers that the number at the end of the host name selects (modulo SHARES) [default: all]
     layers: String = None, env "EXPERTD_LAYERS";
-    /// JSON file with the experts that each rank owns, as `expertd rebalance` prints it; CPU ranks only [default: contiguous ranges]
+    /// JSON file with the experts that each rank owns, as `expertd rebalance` prints it [default: contiguous ranges]
     placement: PathBuf = None, env "EXPERTD_PLACEMENT";
     /// Number of expert ranks, 1 to 8; each is a process [default: one per NUMA node on CPU, one per GPU on CUDA]
     ranks: u32 = None, env "EXPERTD_RANKS";

@@ -2,6 +2,8 @@
 
 use bytemuck::Zeroable as _;
 
+use std::sync::atomic::Ordering;
+
 use super::*;
 use crate::Copier;
 use expertd_types::{DType, MemoryId};
@@ -49,4 +51,45 @@ fn attached_rows_take_no_staging_and_their_segments_name_the_memory() {
     router.completion(Rank(0)).unwrap().unwrap();
     assert_eq!((router.answer(&first), router.answer(&second)), (&[][..], &staged_rows[..]));
     assert_eq!(router.routing(&first, 1).0, ids);
+}
+
+#[test]
+fn words_to_raise_go_to_rank_0_alone() {
+    let shape =
+        GroupShape { ranks: 2, slots: 1, max_tokens_per_rank: 4, max_segments: 4, hidden: 2, max_top_k: 1 };
+    let bell = RouterBell::create().unwrap();
+    let mut router = RouterChannel::create(&shape).unwrap();
+    let mut ranks = [Rank(0), Rank(1)].map(|rank| {
+        let fd = router.fd().try_clone_to_owned().unwrap();
+        RankChannel::join(&shape, rank, fd, bell.bell().clone()).unwrap()
+    });
+    let raise = |call| Raise { memory: 3, word: 64, number: 96, reserved: 0, call };
+    for sequence in 1..4 {
+        let count = sequence as usize % (MAX_RAISES + 1);
+        let mut forming = router.begin(Slot(0), 1);
+        for call in 0..count {
+            forming.raise(raise(call as u64)).unwrap();
+        }
+        forming.copy(&mut Copier::default());
+        router.launch(&StepDescriptor { sequence, ..StepDescriptor::zeroed() }).unwrap();
+        assert_eq!(router.raised(Slot(0)), sequence - 1);
+        for (rank, channel) in ranks.iter_mut().enumerate() {
+            let step = channel.step().unwrap().unwrap();
+            let raises = channel.staging(&step).raises;
+            let wanted: Vec<Raise> = (0..count as u64).map(raise).filter(|_| rank == 0).collect();
+            assert_eq!(raises, wanted);
+            if rank == 0 {
+                channel.slots[0].raised.atomics()[0].store(sequence, Ordering::Release);
+            }
+            channel.complete(&Completion { sequence, ..Completion::zeroed() }).unwrap();
+            router.completion(Rank(rank as u32)).unwrap().unwrap();
+        }
+        assert_eq!(router.raised(Slot(0)), sequence);
+    }
+    let mut forming = router.begin(Slot(0), 1);
+    (0..MAX_RAISES as u64).for_each(|call| forming.raise(raise(call)).unwrap());
+    assert!(matches!(
+        forming.raise(raise(9)),
+        Err(ChannelError::Capacity { what: "words to raise", needed: 5, capacity: 4, .. })
+    ));
 }

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::super::region::{Layout, RegionError, SharedRegion, SharedSlice};
 use super::super::ring::RingLayout;
 use super::records::{Completion, MAX_RAISES, Raise, Segment, StepDescriptor};
+use expertd_types::USAGE_WORDS;
 
 /// The sizes that determine the layout of the channels. The router and all ranks of a generation use the same ones.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -74,6 +75,7 @@ pub(super) struct LinkLayout {
     pub(super) steps: RingLayout<StepDescriptor>,
     pub(super) completions: RingLayout<Completion>,
     pub(super) heartbeat: ArrayLayout<u64>,
+    pub(super) usage: ArrayLayout<u64>,
     pub(super) experts_done: ArrayLayout<u64>,
     pub(super) bell: ArrayLayout<u32>,
     pub(super) slots: Vec<SlotLayout>,
@@ -107,6 +109,7 @@ impl ChannelLayout {
                 steps: RingLayout::reserve(&mut layout, records)?,
                 completions: RingLayout::reserve(&mut layout, records)?,
                 heartbeat: ArrayLayout::reserve(&mut layout, 1)?,
+                usage: ArrayLayout::reserve(&mut layout, USAGE_WORDS)?,
                 experts_done: ArrayLayout::reserve(&mut layout, 1)?,
                 bell: ArrayLayout::reserve(&mut layout, 1)?,
                 slots: Vec::new(),

@@ -15,7 +15,7 @@ mod records;
 mod router;
 
 pub use layout::GroupShape;
-pub use rank::{ExpertsNotice, Heartbeat, RankChannel, RankStaging, StagingAddresses};
+pub use rank::{ExpertsNotice, Heartbeat, RankChannel, RankStaging, StagingAddresses, UsageReport};
 pub use records::{Completion, MAX_RAISES, Raise, Segment, StepDescriptor};
 pub use router::{AttachedRows, FormingStep, RouterChannel, RowSource, RowsToStage, StagedRows};
 

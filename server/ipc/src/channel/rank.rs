@@ -14,7 +14,7 @@ use super::super::wait::{Doorbell, WaitPolicy};
 use super::ChannelError;
 use super::layout::{ChannelLayout, GroupShape, Staging};
 use super::records::{Completion, MAX_RAISES, Raise, Segment, StepDescriptor};
-use expertd_types::{Rank, Slot};
+use expertd_types::{DeviceUsage, Rank, Slot};
 
 /// A rank's end of its channel.
 #[derive(Debug)]
@@ -23,11 +23,12 @@ pub struct RankChannel {
     steps: RingConsumer<StepDescriptor>,
     completions: RingProducer<Completion>,
     heartbeat: SharedSlice<u64>,
+    usage: SharedSlice<u64>,
     experts_done: SharedSlice<u64>,
     early_notice: SharedSlice<u32>,
     bell: Doorbell,
     router_bell: Doorbell,
-    slots: Vec<Staging>,
+    pub(super) slots: Vec<Staging>,
     /// `[slots]`: sequence of the step that was popped for the slot and is not completed.
     in_flight: Vec<Option<u64>>,
     shape: GroupShape,
@@ -94,6 +95,7 @@ impl RankChannel {
             steps: RingConsumer::new(link.steps.memory(&region)?).map_err(ring)?,
             completions: RingProducer::new(link.completions.memory(&region)?).map_err(ring)?,
             heartbeat: link.heartbeat.view(&region)?,
+            usage: link.usage.view(&region)?,
             experts_done: link.experts_done.view(&region)?,
             early_notice: places.early_notice.view(&region)?,
             bell: Doorbell::new(link.bell.view(&region)?),
@@ -125,6 +127,12 @@ impl RankChannel {
     #[must_use]
     pub fn heartbeat(&self) -> Heartbeat {
         Heartbeat(self.heartbeat.clone())
+    }
+
+    /// The place where another thread may report the usage of this rank's device.
+    #[must_use]
+    pub fn usage(&self) -> UsageReport {
+        UsageReport(self.usage.clone())
     }
 
     /// Address and length, in bytes, of the whole pages that hold this rank's staging of all slots, for devices that need
@@ -290,5 +298,20 @@ impl Heartbeat {
     /// Increments the counter.
     pub fn beat(&self) {
         self.0.atomics()[0].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// The last reported usage of a rank's device. The words are read and written one by one: a reader may see the memory of one
+/// report and the utilisation of the next.
+#[derive(Clone, Debug)]
+pub struct UsageReport(SharedSlice<u64>);
+
+impl UsageReport {
+    /// Replaces the reported usage; `None` if the device no longer reports it.
+    pub fn set(&self, usage: Option<DeviceUsage>) {
+        let words = usage.map_or_else(Default::default, DeviceUsage::to_words);
+        for (word, value) in self.0.atomics().iter().zip(words) {
+            word.store(value, Ordering::Relaxed);
+        }
     }
 }

@@ -15,7 +15,7 @@ use super::super::wait::Doorbell;
 use super::ChannelError;
 use super::layout::{ChannelLayout, GroupShape, SEGMENT_ALIGN, Staging};
 use super::records::{Completion, Raise, Segment, StepDescriptor};
-use expertd_types::{ChunkedSlice, DType, MemoryId, Rank, Slot};
+use expertd_types::{ChunkedSlice, DType, DeviceUsage, MemoryId, Rank, Slot};
 
 /// Where the router finds rows.
 #[derive(Clone, Copy, Debug)]
@@ -135,6 +135,7 @@ struct RouterLink {
     steps: RingProducer<StepDescriptor>,
     completions: RingConsumer<Completion>,
     heartbeat: SharedSlice<u64>,
+    usage: SharedSlice<u64>,
     experts_done: SharedSlice<u64>,
     bell: Doorbell,
     slots: Vec<Staging>,
@@ -181,6 +182,7 @@ impl RouterChannel {
                 steps: RingProducer::new(link.steps.memory(&region)?).map_err(ring)?,
                 completions: RingConsumer::new(link.completions.memory(&region)?).map_err(ring)?,
                 heartbeat: link.heartbeat.view(&region)?,
+                usage: link.usage.view(&region)?,
                 experts_done: link.experts_done.view(&region)?,
                 bell: Doorbell::new(link.bell.view(&region)?),
                 slots: Staging::views(&link.slots, &region)?,
@@ -320,6 +322,13 @@ impl RouterChannel {
     #[must_use]
     pub fn heartbeat(&self, rank: Rank) -> u64 {
         self.links[rank.index()].heartbeat.atomics()[0].load(Ordering::Relaxed)
+    }
+
+    /// The usage of the rank's device that the rank reported last; `None` if it has reported none.
+    #[must_use]
+    pub fn usage(&self, rank: Rank) -> Option<DeviceUsage> {
+        let words = self.links[rank.index()].usage.atomics();
+        DeviceUsage::from_words(std::array::from_fn(|at| words[at].load(Ordering::Relaxed)))
     }
 }
 

@@ -1,15 +1,16 @@
 //! This rank's share of a model's MoE blocks in GPU memory, and the tables in which kernels find their addresses.
 
+use expertd_kernels::copies::CopyTables;
 use expertd_kernels::device::{Buffer, Device, DeviceError, ShareableMemory};
 use expertd_kernels::experts::LayerWeights;
-use expertd_kernels::params::{GateLayer, GateParams};
+use expertd_kernels::params::{GateLayer, GateParams, Group};
 use serde::{Deserialize, Serialize};
 
 use crate::experts::{CudaExperts, DeviceFormat, WeightSpace, padded};
 use expertd_ipc::control::Fp8Compute;
 use expertd_model::{Choice, GateSpec, GroupScore, ModelSpec, MoeLayer, Normalise, ScoreFn};
 use expertd_rank::share::ExpertShare;
-use expertd_types::LayerId;
+use expertd_types::{LayerId, Rank};
 
 /// Properties of a layer's weights that its specification does not contain.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
@@ -35,7 +36,7 @@ pub(super) struct Layer {
     pub(super) spec: MoeLayer,
     /// Layers of one class have equal sizes and functions, and share captured graphs.
     pub(super) class: usize,
-    /// The experts that this rank owns: consecutive ones.
+    /// The experts that this rank owns, ascending.
     pub(super) mine: Vec<u32>,
     /// Device format of the layer's experts, also on ranks that own none of them.
     pub(super) format: DeviceFormat,
@@ -58,10 +59,30 @@ pub(super) struct Layers {
     pub(super) shared: Buffer<LayerWeights>,
     /// Addresses of the gate vectors of shared experts.
     pub(super) shared_gates: Buffer<u64>,
+    /// `None`: kernels compute the owners of experts.
+    placement: Option<DevicePlacement>,
     /// Size of this rank's share in the checkpoint, in bytes.
     pub(super) weight_bytes: u64,
     /// The weights. A loader has packed them.
     _memory: ShareableMemory,
+}
+
+/// The tables of a placement in device memory.
+struct DevicePlacement {
+    /// Number of physical experts of each rank, in every layer.
+    per_rank: u32,
+    copies: Buffer<u32>,
+    local_ids: Buffer<u32>,
+}
+
+impl DevicePlacement {
+    fn new(device: &Device, tables: &CopyTables, rank: Rank) -> Result<Self, DeviceError> {
+        Ok(DevicePlacement {
+            per_rank: tables.per_rank(),
+            copies: Buffer::from_slice(device, tables.copies())?,
+            local_ids: Buffer::from_slice(device, &tables.local_ids(rank.index()))?,
+        })
+    }
 }
 
 /// The largest intermediate size of any layer, unpadded.
@@ -93,10 +114,32 @@ impl Layers {
         })
     }
 
-    /// Makes the tables of layers whose weights lie in `memory`.
+    /// The view of the group for steps of a layer, from the one for all layers.
+    pub(super) fn group(&self, layer: &Layer, group: Group) -> Group {
+        let routed = layer.spec.experts.count as u32;
+        match &self.placement {
+            Some(placed) => {
+                Group { experts: group.ranks * placed.per_rank, copies: placed.copies.address(), ..group }
+            }
+            None => Group { experts: routed, copies: 0, ..group },
+        }
+    }
+
+    /// Number of this rank's physical experts in a layer.
+    pub(super) fn local_experts(&self, layer: &Layer) -> u32 {
+        self.placement.as_ref().map_or(layer.mine.len() as u32, |placed| placed.per_rank)
+    }
+
+    /// Address of `CopyOutParams::local_ids`.
+    pub(super) fn local_ids(&self) -> u64 {
+        self.placement.as_ref().map_or(0, |placed| placed.local_ids.address())
+    }
+
+    /// Makes the tables of layers whose weights lie in `memory`. `tables` is the placement of their experts, as seen by `rank`.
     pub(super) fn new(
         device: &Device,
         layers: Vec<Option<Layer>>,
+        (tables, rank): (Option<&CopyTables>, Rank),
         weight_bytes: u64,
         memory: ShareableMemory,
     ) -> Result<Self, DeviceError> {
@@ -107,6 +150,7 @@ impl Layers {
             experts: Buffer::from_slice(device, &each(&layers, |layer| entry(layer.experts.as_ref())))?,
             shared: Buffer::from_slice(device, &each(&layers, shared))?,
             shared_gates: Buffer::from_slice(device, &each(&layers, shared_gate))?,
+            placement: tables.map(|tables| DevicePlacement::new(device, tables, rank)).transpose()?,
             layers,
             weight_bytes,
             _memory: memory,

@@ -2,8 +2,8 @@
 //!
 //! A step may start before the previous one has ended: the stream runs their kernels in the same order on every rank, and each
 //! step has the buffers of its slot to itself. For few rows, kernels read and write the channel's staging, which is pinned.
-//! For many rows, copy engines work beside the kernels of other steps (`copies`). Rows in the memory of a client are accessed there
-//! in the same two ways (`memories`). If the kernels need a padded hidden size,
+//! For many rows, copy engines work beside the kernels of other steps (`copies`). Rows in the host memory of a client are accessed there
+//! in the same two ways, rows in the memory of a client's GPU by kernels only (`memories`). If the kernels need a padded hidden size,
 //! the host widens rows to f32 in pinned memory of its own, and narrows the results.
 //!
 //! The launches of a step are captured as graphs before the rank is ready: one graph for each class of layers, slot and
@@ -26,6 +26,8 @@ mod probe;
 mod run;
 mod setup;
 mod step;
+mod upload;
+mod usage;
 mod weights;
 
 pub(crate) use probe::probe;
@@ -206,7 +208,7 @@ impl CudaEngine {
             layer,
             slot: &self.buffers.slots[slot],
             counts: &self.counts,
-            group: Group { top_k, experts: layer.spec.experts.count as u32, ..self.groups[slot] },
+            group: Group { top_k, ..self.layers.group(layer, self.groups[slot]) },
             staged: match self.copies_of(variant) {
                 Some(copies) => copies.staged(slot, self.staged[slot]),
                 None => self.staged[slot],

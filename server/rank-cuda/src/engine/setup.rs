@@ -6,6 +6,7 @@ use std::io::BufReader;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use expertd_kernels::copies::CopyTables;
 use expertd_kernels::device::{Device, DeviceError, Pinned};
 use expertd_kernels::layout::Shape;
 use nccl_sys::{Library, UniqueId};
@@ -14,6 +15,7 @@ use super::copies::Copies;
 use super::counts::DeviceCounts;
 use super::layers::{any_fp8_products, widest};
 use super::step::{Buffers, Sizes};
+use super::usage;
 use super::weights::{HeldWeights, WeightsError};
 use super::{CudaEngine, EngineParts, PinnedStaging};
 use crate as gpu;
@@ -38,7 +40,9 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let device = open(setup)?;
     clock.end("device");
     gpu::check(spec, &setup.shape).map_err(setup_failure)?;
-    let shape = gpu::kernel_shape(&setup.shape, spec.max_experts());
+    let tables = weights.copy_tables();
+    let physical = |tables: &CopyTables| (setup.shape.ranks * tables.per_rank()) as usize;
+    let shape = gpu::kernel_shape(&setup.shape, tables.as_ref().map_or(spec.max_experts(), physical));
     expertd_kernels::experts::setup().map_err(setup_failure)?;
     clock.end("kernels");
 
@@ -63,10 +67,12 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let buffers = Buffers::new(&device, &shape, &sizes).map_err(no_room)?;
     let copies = if padding { None } else { Some(Copies::new(&device, &staged).map_err(no_room)?) };
     clock.end("buffers");
-    let layers = weights.map(&device).map_err(load_failure)?;
+    let layers = weights.map(&device, tables.as_ref()).map_err(load_failure)?;
     clock.end("weights");
     let weight_bytes = layers.weight_bytes;
     let name = device.name().map_err(setup_failure)?;
+    let usage = device.uuid().ok().and_then(usage::reader);
+    clock.end("usage");
     let describe = format!(
         "cuda, GPU {} ({name}){}",
         setup.rank,
@@ -75,7 +81,7 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let parts = EngineParts { shape, windows, host, counts, layers, buffers, copies };
     let engine = CudaEngine::new(setup, device, parts, &staged).map_err(setup_failure)?;
     clock.end("graphs");
-    Ok(Loaded { engine: Box::new(engine), weight_bytes, device: describe })
+    Ok(Loaded { engine: Box::new(engine), weight_bytes, device: describe, usage })
 }
 
 /// Opens this rank's GPU and checks that the kernels support it.

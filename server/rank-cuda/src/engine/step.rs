@@ -140,7 +140,7 @@ pub(super) struct StepLaunches<'a> {
     pub(super) layer: &'a Layer,
     pub(super) slot: &'a SlotSet,
     pub(super) counts: &'a DeviceCounts,
-    /// The group, with the layer's number of experts and the step's k.
+    /// The group, with the layer's physical experts and the step's k.
     pub(super) group: Group,
     pub(super) staged: StagedAddresses,
     /// Whether ranks wait for each other between copy_in and the gate.
@@ -193,7 +193,7 @@ impl StepLaunches<'_> {
             hidden,
             top_k,
             max_tokens,
-            experts: self.group.experts,
+            experts: self.layer.spec.experts.count as u32,
             max_segments: self.staged.max_segments,
             row_elements: self.row_elements,
         };
@@ -231,7 +231,8 @@ impl StepLaunches<'_> {
         };
         // SAFETY: as above.
         unsafe { launch::dispatch(&[dispatch], self.dispatch_blocks, stream)? };
-        if let Some(mine) = &self.layer.experts {
+        let local_experts = layers.local_experts(self.layer);
+        if local_experts > 0 {
             let routed = ExpertsParams {
                 layers: layers.experts.address(),
                 expert_offsets: k.expert_offsets.address(),
@@ -239,11 +240,11 @@ impl StepLaunches<'_> {
                 row_weight: k.row_weight.address(),
                 x: k.rows(&self.group),
                 y: k.expert_out.address(),
-                experts: mine.count() as i32,
-                inter: mine.inter() as i32,
+                experts: local_experts as i32,
+                inter: self.layer.format.padded_inter(self.layer.spec.experts.width) as i32,
                 weight_on_input: i32::from(self.layer.spec.experts.weight_on_input),
                 power_of_two_scales: i32::from(self.layer.spec.experts.power_of_two_scales),
-                format: mine.format().code(),
+                format: self.layer.format.code(),
                 x_format: if fp8_rows { experts::ROWS_FP8 } else { experts::ROWS_BF16 },
                 x_stride: if fp8_rows {
                     fp8_row_bytes(hidden as usize) as u64
@@ -299,7 +300,7 @@ impl StepLaunches<'_> {
             topk_ids: k.topk_ids.address(),
             topk_weights: k.topk_weights.address(),
             places,
-            assignments: k.expert_offsets.address() + self.layer.mine.len() as u64 * 4,
+            assignments: k.expert_offsets.address() + u64::from(local_experts) * 4,
             staged_ids: self.staged.ids,
             staged_weights: self.staged.weights,
             completion: self.slot.completion.address(),
@@ -308,7 +309,8 @@ impl StepLaunches<'_> {
             top_k,
             max_tokens,
             first_expert: self.layer.mine.first().copied().unwrap_or(0),
-            local_experts: self.layer.mine.len() as u32,
+            local_experts,
+            local_ids: layers.local_ids(),
             row_elements: self.row_elements,
             ..self.counts.params(k.expert_offsets.address())
         };

@@ -3,26 +3,25 @@
 //! All weights of a rank lie in one allocation, whose descriptor the loader exports. A second descriptor is sealed memory with
 //! the [`Index`] as JSON. Places in the allocation follow from the index by [`place`], in the loader and in ranks alike.
 
-#![allow(unsafe_code, reason = "copies weights to device memory")]
-
 use std::os::fd::{AsFd as _, OwnedFd};
 
-use expertd_kernels::device::{Device, DeviceError, ShareableMemory, write_device};
-use expertd_kernels::params::GateLayer;
-use half::bf16;
+use expertd_kernels::copies::CopyTables;
+use expertd_kernels::device::{Device, DeviceError, ShareableMemory};
 use serde::{Deserialize, Serialize};
 
-use super::layers::{Layer, LayerFacts, Layers, place, widest};
-use crate::experts::{PackOn, UploadError, Uploader, WeightSpace, bf16_parts, padded};
+use super::layers::{LayerFacts, Layers, place};
+use super::upload::Upload;
+use crate::copy_tables;
+use crate::experts::{PackOn, UploadError, WeightSpace, bf16_parts, padded};
 use expertd_ipc::control::{Fp8Compute, LoaderSetup, RankSetup};
 use expertd_ipc::{SealedError, SealedMemory, SealedWriter};
-use expertd_model::{Checkpoint, GateTensors, ModelError, ModelSpec};
-use expertd_rank::share::{ExpertShare, LoadProgress, open_checkpoint, weights};
-use expertd_rank::{PackedShare, Progress};
-use expertd_types::{ExpertId, LayerId, Rank, WeightFingerprint};
+use expertd_model::{Checkpoint, ModelError, ModelSpec};
+use expertd_rank::share::{ExpertShare, open_checkpoint};
+use expertd_rank::{PackedShare, Progress, SetupClock};
+use expertd_types::{ExpertPlacement, LayerId, Rank, WeightFingerprint};
 
 /// Changes with every change of the places of weights or of their formats.
-const LAYOUT: u32 = 1;
+const LAYOUT: u32 = 2;
 /// Device memory that a loader leaves to buffers of steps, graphs and the driver, in bytes.
 const RESERVE: u64 = 1 << 30;
 /// Largest number of threads that copy weights from the page cache to pinned memory.
@@ -96,6 +95,8 @@ struct Index {
     /// Size of the device memory, in bytes.
     memory_bytes: usize,
     spec: ModelSpec,
+    /// `None`: ranks own contiguous ranges of experts.
+    placement: Option<ExpertPlacement>,
     /// `[layers]`.
     facts: Vec<LayerFacts>,
 }
@@ -105,6 +106,7 @@ struct Index {
 /// # Errors
 /// If the checkpoint cannot be read, holds other weights or changes meanwhile, or the device has no room for it.
 pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, WeightsError> {
+    let mut clock = SetupClock::start();
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(setup.threads.min(LOAD_THREADS))
         .thread_name(|i| format!("load-{i}"))
@@ -120,7 +122,9 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
     device.bind()?;
     let spec = checkpoint.spec();
     let share = ExpertShare::of_rank(setup.rank, setup.ranks as usize, setup.checkpoint.placement.clone());
+    clock.end("device and checkpoint");
     let mut facts = pool.install(|| facts_of(&checkpoint))?;
+    clock.end("gates");
     let mut space = WeightSpace::counting();
     place(spec, &share, setup.fp8_compute, &facts, &mut space);
     let bytes = space.bytes();
@@ -133,8 +137,10 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
     let mut space = WeightSpace::at(memory.address());
     let mut layers = place(spec, &share, setup.fp8_compute, &facts, &mut space);
     let pack_on = if setup.in_background { PackOn::Host } else { PackOn::Device };
-    let uploader = Uploader::new(&device, &pool, spec.hidden, widest(spec), pack_on)?;
-    upload(uploader, &checkpoint, &share, &pool, &mut layers, progress)?;
+    clock.end("device memory");
+    let upload = Upload { device: &device, pool: &pool, pack_on, checkpoint: &checkpoint, share: &share };
+    upload.run(&mut layers, progress)?;
+    clock.end("upload");
     // The bytes that were packed are those of the fingerprint if no file changed in between.
     checkpoint.check_unchanged()?;
     for (facts, layer) in facts.iter_mut().zip(&layers) {
@@ -153,15 +159,21 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
         weight_bytes,
         memory_bytes: memory.bytes(),
         spec: spec.clone(),
+        placement: setup.checkpoint.placement.clone(),
         facts,
     };
     let json = serde_json::to_vec(&index).map_err(|error| contents("an index", error))?;
     let mut writer = SealedWriter::create(&format!("expertd-weights-{}", setup.rank))?;
     writer.write_at(0, &json)?;
+    let memories = vec![writer.seal()?, memory.export()?];
+    clock.end("export");
+    tracing::debug!(parts = %clock, "packed");
+    let memory_bytes = memory.bytes() as u64;
     Ok(PackedShare {
-        memory: vec![writer.seal()?, memory.export()?],
-        memory_bytes: memory.bytes() as u64,
+        memory: memories,
+        memory_bytes,
         weight_bytes,
+        used: Box::new((memory, checkpoint, device)),
     })
 }
 
@@ -181,76 +193,6 @@ fn facts_of(checkpoint: &Checkpoint) -> Result<Vec<LayerFacts>, WeightsError> {
         Ok(LayerFacts { gate_low, block_scales: true, shared_block_scales: true })
     };
     (0..).zip(&checkpoint.spec().layers).map(of).collect()
-}
-
-/// Copies all weights to their places.
-fn upload(
-    mut uploader: Uploader<'_>,
-    checkpoint: &Checkpoint,
-    share: &ExpertShare,
-    pool: &rayon::ThreadPool,
-    layers: &mut [Option<Layer>],
-    progress: &Progress,
-) -> Result<(), WeightsError> {
-    let spec = checkpoint.spec();
-    let mut progress = LoadProgress::start(share.bytes(spec), |loaded, total| progress.set(loaded, total));
-    for (index, layer) in (0..).zip(layers) {
-        let Some(layer) = layer else { continue };
-        let id = LayerId(index);
-        let failed = |source| WeightsError::Upload { layer: id, source };
-        if let Some(experts) = &mut layer.experts {
-            for (place, &expert) in layer.mine.iter().enumerate() {
-                let tensors = checkpoint.expert(id, ExpertId(expert))?;
-                uploader.load(experts, place, &weights(&tensors)).map_err(failed)?;
-                progress.expert(&layer.spec.experts);
-            }
-        }
-        if let (Some(tensors), Some(shared), Some(of)) =
-            (checkpoint.shared(id)?, &mut layer.shared, &layer.spec.shared)
-        {
-            uploader.load(&mut shared.experts, 0, &weights(&tensors.mlp)).map_err(failed)?;
-            if let Some(gate) = tensors.gate.filter(|_| shared.gate != 0) {
-                let mut bits: Vec<u16> = gate.iter().map(|v| bf16::from_f32(*v).to_bits()).collect();
-                bits.resize(padded(spec.hidden), 0);
-                write(shared.gate, &bits)?;
-            }
-            progress.shared(of);
-        }
-        let tensors = checkpoint.gate(id)?;
-        let (weight, low) = pool.install(|| bf16_parts(&tensors.weight, padded(spec.hidden)));
-        upload_gate(&layer.gate, &tensors, &weight, low.as_deref())?;
-    }
-    Ok(uploader.finish()?)
-}
-
-fn upload_gate(
-    places: &GateLayer,
-    tensors: &GateTensors<'_>,
-    weight: &[u16],
-    low: Option<&[u16]>,
-) -> Result<(), DeviceError> {
-    write(places.weight, weight)?;
-    if let Some(low) = low.filter(|_| places.weight_low != 0) {
-        write(places.weight_low, low)?;
-    }
-    for (place, values) in
-        [(places.logit_bias, &tensors.bias), (places.correction_bias, &tensors.correction_bias)]
-    {
-        if let Some(values) = values.as_ref().filter(|_| place != 0) {
-            write(place, values)?;
-        }
-    }
-    match tensors.token_table.as_ref().filter(|_| places.token_table != 0) {
-        Some(table) => write(places.token_table, table),
-        None => Ok(()),
-    }
-}
-
-/// Copies a tensor to a place that [`place`] took for it.
-fn write<T: bytemuck::Pod>(place: u64, values: &[T]) -> Result<(), DeviceError> {
-    // SAFETY: the place has the size of the tensor, which the specification determines, as the checkpoint checks; nothing else
-    // accesses it.
-    unsafe { write_device(place, bytemuck::cast_slice(values)) }
 }
 
 /// What a rank needs of its weights before it maps them.
@@ -290,18 +232,27 @@ impl HeldWeights {
         &self.index.spec
     }
 
-    /// Maps the weights, for reading only.
-    pub(super) fn map(self, device: &Device) -> Result<Layers, WeightsError> {
-        let Index { rank, ranks, fp8_compute, weight_bytes, memory_bytes, spec, facts, .. } = self.index;
+    /// The share of experts that was packed.
+    fn share(&self) -> ExpertShare {
+        ExpertShare::of_rank(self.index.rank, self.index.ranks, self.index.placement.clone())
+    }
+
+    /// The tables of the placement, if there is one.
+    pub(super) fn copy_tables(&self) -> Option<CopyTables> {
+        copy_tables(&self.index.spec, &self.share())
+    }
+
+    /// Maps the weights, for reading only. `tables` are those of [`copy_tables`](Self::copy_tables).
+    pub(super) fn map(self, device: &Device, tables: Option<&CopyTables>) -> Result<Layers, WeightsError> {
+        let share = self.share();
+        let Index { rank, fp8_compute, weight_bytes, memory_bytes, spec, facts, .. } = self.index;
         let memory = ShareableMemory::import(device, self.memory.as_fd(), memory_bytes)?;
         let mut space = WeightSpace::at(memory.address());
-        // GPU ranks own contiguous ranges of experts.
-        let share = ExpertShare::of_rank(rank, ranks, None);
         let layers = place(&spec, &share, fp8_compute, &facts, &mut space);
         if space.bytes() > memory_bytes as u64 {
             let found = format!("{memory_bytes} bytes of device memory");
             return Err(contents(format!("{} bytes of weights", space.bytes()), found));
         }
-        Ok(Layers::new(device, layers, weight_bytes, memory)?)
+        Ok(Layers::new(device, layers, (tables, rank), weight_bytes, memory)?)
     }
 }

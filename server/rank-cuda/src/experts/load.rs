@@ -51,6 +51,18 @@ enum Unpacked {
     Host(Vec<u64>),
 }
 
+/// 16-bit elements of an expert that is not packed, in any format.
+const fn unpacked_elements(hidden: usize, inter: usize) -> usize {
+    // FP8 needs half of bf16's bytes plus scales; FP8 products also pad the intermediate size to a larger unit.
+    3 * padded(hidden) * DeviceFormat::W8a8.padded_inter(inter)
+}
+
+/// Pinned memory of an [`Uploader`], in bytes. Its device memory has the same size.
+#[must_use]
+pub const fn upload_bytes(hidden: usize, inter: usize) -> usize {
+    2 * 2 * unpacked_elements(hidden, inter)
+}
+
 /// A pinned host buffer, memory for an unpacked expert, and the stream that copies and packs.
 #[derive(Debug)]
 struct UploadBuffer {
@@ -81,8 +93,7 @@ impl<'a> Uploader<'a> {
         inter: usize,
         pack_on: PackOn,
     ) -> Result<Self, DeviceError> {
-        // FP8 needs half of bf16's bytes plus scales; FP8 products also pad the intermediate size to a larger unit.
-        let elements = 3 * padded(hidden) * DeviceFormat::W8a8.padded_inter(inter);
+        let elements = unpacked_elements(hidden, inter);
         let buffer = || {
             Ok::<_, DeviceError>(UploadBuffer {
                 stream: device.stream()?,
@@ -96,16 +107,17 @@ impl<'a> Uploader<'a> {
         Ok(Uploader { pool, buffers: [buffer()?, buffer()?], next: 0 })
     }
 
-    /// Starts to upload expert `index` of `experts`.
+    /// Starts to upload expert `index` of `experts`. Returns whether all matrices have block scales where their format has scales
+    /// ([`CudaExperts::has_block_scales`]).
     ///
     /// # Errors
     /// If the device fails or the kernels do not support the matrices.
     pub fn load(
         &mut self,
-        experts: &mut CudaExperts,
+        experts: &CudaExperts,
         index: usize,
         weights: &ExpertWeights<'_>,
-    ) -> Result<(), UploadError> {
+    ) -> Result<bool, UploadError> {
         let (hidden, inter) = (experts.hidden, experts.inter);
         let buffer = &mut self.buffers[self.next];
         self.next = 1 - self.next;
@@ -123,14 +135,13 @@ impl<'a> Uploader<'a> {
                 unsafe { write_device(at, bytemuck::cast_slice(&values))? };
             }
         }
-        let matrices = [&weights.gate, &weights.up, &weights.down];
-        experts.set_block_scales(experts.has_block_scales() && matrices.into_iter().all(has_block_scales));
         match experts.format {
-            DeviceFormat::Bf16 => buffer.load_bf16(self.pool, experts, index, weights),
+            DeviceFormat::Bf16 => buffer.load_bf16(self.pool, experts, index, weights)?,
             DeviceFormat::Fp8 | DeviceFormat::W8a8 | DeviceFormat::Mxfp4 => {
-                buffer.load_narrow(self.pool, experts, index, weights)
+                buffer.load_narrow(self.pool, experts, index, weights)?;
             }
         }
+        Ok([&weights.gate, &weights.up, &weights.down].into_iter().all(has_block_scales))
     }
 
     /// Waits until all experts are on the device.

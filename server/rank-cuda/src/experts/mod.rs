@@ -13,7 +13,7 @@ mod pack_tests;
 mod space;
 
 pub use host::HostBuffer;
-pub use load::{PackOn, UploadError, Uploader, bf16_parts};
+pub use load::{PackOn, UploadError, Uploader, bf16_parts, upload_bytes};
 pub use space::WeightSpace;
 
 use expertd_ipc::control::Fp8Compute;

@@ -77,14 +77,14 @@ fn packing_on_the_host_gives_the_bytes_of_the_kernels() {
                 // SAFETY: the memory was just allocated.
                 unsafe { fill_device(memory.address(), 0x5a, memory.bytes()) }.unwrap();
                 let mut space = WeightSpace::at(memory.address());
-                let mut placed = CudaExperts::place(&mut space, format, EXPERTS, hidden, inter, true);
+                let placed = CudaExperts::place(&mut space, format, EXPERTS, hidden, inter, true);
                 let mut uploader = Uploader::new(&device, &pool, hidden, inter, pack_on).unwrap();
                 for (index, [gate, up, down]) in experts.iter().enumerate() {
                     let [gate, up, down] = [gate, up, down].map(|matrix| matrix.view(stored));
                     let biases =
                         ExpertBiases { gate: &bias[..inter], up: &bias[..inter], down: &bias[..hidden] };
                     let weights = ExpertWeights { gate, up, down, biases: Some(biases) };
-                    uploader.load(&mut placed, index, &weights).unwrap();
+                    uploader.load(&placed, index, &weights).unwrap();
                 }
                 uploader.finish().unwrap();
                 let mut bytes = vec![0; space.bytes() as usize];

@@ -115,18 +115,7 @@ fn run(steps: u64, fails_at: u64) -> (Vec<u64>, usize, Result<(), String>) {
             in_flight.push_back(forming.stage(Rank(0), &to_stage).unwrap());
             forming.copy(&mut Copier::default());
             let (sequence, slot) = (launched, slot.0);
-            let step = StepDescriptor {
-                sequence,
-                step: 0,
-                layer: 0,
-                slot,
-                tokens: 0,
-                segments: 0,
-                step_tokens: 1,
-                top_k: 1,
-                raises: 0,
-                reserved: 0,
-            };
+            let step = StepDescriptor { sequence, slot, step_tokens: 1, top_k: 1, ..StepDescriptor::zeroed() };
             router.launch(&step).unwrap();
         }
         no_more.store(launched == steps, Ordering::Relaxed);

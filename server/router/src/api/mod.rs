@@ -12,12 +12,14 @@ mod access;
 mod framing;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
+mod memory;
 mod service;
 mod transport;
 
 pub use access::{Access, AccessConfig, AccessError};
 pub(crate) use access::{Protocol, ServerTls};
 pub use framing::connection::ConnectionTimeouts;
+pub use memory::transport_bytes;
 pub(crate) use service::call::next_request_id;
 pub(crate) use service::convert::model as encode_model;
 pub use service::failure::{ERROR_DOMAIN, code_name};

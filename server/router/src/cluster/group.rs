@@ -26,7 +26,7 @@ use expertd_ipc::{
     SharedRegion, StagedRows, StepDescriptor,
 };
 use expertd_types::Phase;
-use expertd_types::{Generation, LayerId, Rank, Slot, StepId};
+use expertd_types::{DeviceUsage, Generation, LayerId, Rank, Slot, StepId};
 
 /// Interval at which heartbeats and step deadlines are checked.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
@@ -47,6 +47,8 @@ pub struct RankView {
     pub loaded_bytes: u64,
     /// Weight bytes of its share.
     pub total_bytes: u64,
+    /// Usage of its device, if the device reports any.
+    pub usage: Option<DeviceUsage>,
 }
 
 #[derive(Debug)]
@@ -119,6 +121,8 @@ pub struct Group {
     next_check: Instant,
     /// Answers of ranks to orders about clients' memories.
     attach_answers: VecDeque<AttachNews>,
+    /// Whether the usage of a device has changed since [`take_usage_change`](Self::take_usage_change).
+    usage_changed: bool,
     /// Windows that the router creates and its ranks map; `None` if ranks make their own.
     windows: Option<Arc<SharedRegion>>,
 }
@@ -155,6 +159,7 @@ impl Group {
             front_since: Instant::now(),
             next_check: Instant::now() + CHECK_INTERVAL,
             attach_answers: VecDeque::new(),
+            usage_changed: false,
             windows,
         };
         for rank in 0..config.shape.ranks {
@@ -163,8 +168,14 @@ impl Group {
             let process = group
                 .spawn(rank, weights, sender.clone(), bell, row_counts)
                 .map_err(|source| FormError::Spawn { rank, source })?;
-            let view =
-                RankView { pid: process.pid(), device: None, ready: false, loaded_bytes: 0, total_bytes: 0 };
+            let view = RankView {
+                pid: process.pid(),
+                device: None,
+                ready: false,
+                loaded_bytes: 0,
+                total_bytes: 0,
+                usage: None,
+            };
             group.members.push(Member { process, view, heartbeat: 0, missed_beats: 0 });
         }
         Ok(group)
@@ -194,6 +205,11 @@ impl Group {
     /// Progress of each rank.
     pub fn ranks(&self) -> impl Iterator<Item = &RankView> {
         self.members.iter().map(|member| &member.view)
+    }
+
+    /// Whether the reported usage of a device has changed since the last call.
+    pub fn take_usage_change(&mut self) -> bool {
+        std::mem::take(&mut self.usage_changed)
     }
 
     /// Whether steps can be launched.
@@ -312,6 +328,9 @@ impl Group {
             let beat = self.channel.heartbeat(Rank(rank as u32));
             member.missed_beats = if beat == member.heartbeat { member.missed_beats + 1 } else { 0 };
             member.heartbeat = beat;
+            let usage = self.channel.usage(Rank(rank as u32));
+            self.usage_changed |= usage != member.view.usage;
+            member.view.usage = usage;
             let grace = if beat == 0 { START_GRACE } else { 1 };
             if member.missed_beats >= allowed * grace {
                 let waited = CHECK_INTERVAL * member.missed_beats;

@@ -8,10 +8,12 @@ use expertd_ipc::{AttachedRows, RowSource, SharedSlice};
 use expertd_session::wire::{CompletionRecord, MAX_RANKS};
 use expertd_types::MemoryId;
 use tonic::Code;
+use tonic_types::StatusExt as _;
 
 use super::session::SessionState;
 use crate::api::Failure;
 use crate::backend::{Receipt, StepError};
+use crate::telemetry::RequestTrace;
 
 /// A call of a session, from admission to its completion. A call that is dropped without an answer fails.
 #[derive(Debug)]
@@ -27,6 +29,8 @@ pub(crate) struct SessionCall {
     pub(super) returned: Option<(usize, usize)>,
     pub(super) tokens: usize,
     pub(super) began: Instant,
+    /// The call's span, if it is sampled.
+    pub(super) trace: Option<Arc<RequestTrace>>,
     pub(super) is_complete: bool,
 }
 
@@ -62,8 +66,8 @@ impl SessionCall {
         self.session.memory().rows().part(self.output + start, bytes).ok()
     }
 
-    /// Completes the call, whose output rows are in place.
-    pub(crate) fn answer(mut self, receipt: &Receipt) {
+    /// Completes the call, whose output rows are in place. `is_idle`: no step is in flight, so that the session's thread may spin.
+    pub(crate) fn answer(mut self, receipt: &Receipt, is_idle: bool) {
         if let Some((ids, weights)) = self.returned {
             let memory = self.session.memory();
             // Both were checked to lie within the row area.
@@ -71,13 +75,16 @@ impl SessionCall {
             let _ = memory.write_words(weights, &receipt.topk_weights);
         }
         let record = completion(self.call, receipt);
-        self.complete(record);
+        self.complete(record, Some(receipt));
+        if is_idle {
+            self.session.expect_request();
+        }
     }
 
     /// Ends the call without an answer.
     pub(crate) fn fail(mut self, error: StepError) {
         let record = failed(self.call, Failure::from(error));
-        self.complete(record);
+        self.complete(record, None);
     }
 
     /// Drops the call without a completion, for a caller that completes it otherwise.
@@ -85,9 +92,11 @@ impl SessionCall {
         self.is_complete = true;
     }
 
-    fn complete(&mut self, record: CompletionRecord) {
+    fn complete(&mut self, record: CompletionRecord, receipt: Option<&Receipt>) {
         self.is_complete = true;
+        let code = record.code;
         self.session.complete(record, self.tokens, self.began.elapsed());
+        end_trace(self.trace.take(), code, receipt);
     }
 }
 
@@ -95,9 +104,18 @@ impl Drop for SessionCall {
     fn drop(&mut self) {
         if !self.is_complete {
             let text = "the call was given up by the step loop; try it again";
-            self.complete(CompletionRecord::failed(self.call, Code::Unavailable as u32, text));
+            self.complete(CompletionRecord::failed(self.call, Code::Unavailable as u32, text), None);
         }
     }
+}
+
+/// Ends the span of a call with the code of its completion. The client has its answer by then and does not wait for this.
+pub(super) fn end_trace(trace: Option<Arc<RequestTrace>>, code: u32, receipt: Option<&Receipt>) {
+    let Some(trace) = trace else { return };
+    if let Some(receipt) = receipt {
+        trace.describe(receipt);
+    }
+    trace.end(Code::from_i32(code.cast_signed()));
 }
 
 /// The completion of a call that was answered.
@@ -132,9 +150,12 @@ pub(super) fn completion(call: u64, receipt: &Receipt) -> CompletionRecord {
 pub(super) fn failed(call: u64, failure: Failure) -> CompletionRecord {
     let retry_after_ns = failure.retry_after().map_or(0, nanos);
     let status = tonic::Status::from(failure);
+    let reason = status.get_details_error_info().map(|info| info.reason).unwrap_or_default();
+    let fields = status.get_details_bad_request().map(|bad| bad.field_violations).unwrap_or_default();
+    let record = CompletionRecord::failed(call, status.code() as i32 as u32, status.message());
     CompletionRecord {
         retry_after_ns,
-        ..CompletionRecord::failed(call, status.code() as i32 as u32, status.message())
+        ..record.with_reason(&reason, fields.iter().map(|violation| violation.field.as_str()))
     }
 }
 

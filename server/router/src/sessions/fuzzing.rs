@@ -70,6 +70,7 @@ pub(super) fn shared(echo: Arc<Echo>, registry: &Arc<SessionRegistry>) -> Arc<Sh
         users: vec![0],
         limits: LIMITS,
         spin: Duration::ZERO,
+        spin_between_steps: Duration::ZERO,
     };
     Arc::new(Shared::new(config, echo, Arc::clone(registry)))
 }
@@ -89,7 +90,7 @@ impl Steps for Echo {
                 return Err(SubmitError::Draining);
             }
             1 => self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(call),
-            _ => call.answer(&receipt(&request)),
+            _ => call.answer(&receipt(&request), false),
         }
         Ok(())
     }

@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use super::Steps;
 use super::open::OpenSession;
 use super::registry::{SessionLimits, SessionRegistry};
-use super::session::{Opener, SessionState};
+use super::session::{Opener, SessionState, Spin};
 use crate::api::{Address, BindError, Listener, PlainSocket, client_key, encode_model};
 use crate::steps::Service;
 use crate::telemetry::{RequestMetrics, names};
@@ -48,6 +48,8 @@ pub struct SessionConfig {
     pub limits: SessionLimits,
     /// How long threads spin before they sleep.
     pub spin: Duration,
+    /// How long they spin while no step is in flight.
+    pub spin_between_steps: Duration,
 }
 
 /// The bound session socket.
@@ -260,7 +262,8 @@ impl Shared {
         let sent = socket::send(socket, frame::OPENED, bytemuck::bytes_of(&opened))
             .and_then(|()| socket::send_region(socket, session.memory().region()))
             .and_then(|()| socket.set_read_timeout(None));
-        let (of_thread, steps, spin) = (Arc::clone(&session), Arc::clone(&self.steps), self.config.spin);
+        let (of_thread, steps) = (Arc::clone(&session), Arc::clone(&self.steps));
+        let spin = Spin { waiting: self.config.spin, answered: self.config.spin_between_steps };
         let thread = std::thread::Builder::new().name(format!("session-{number}"));
         let started = sent.and_then(|()| {
             let connected = self.connected_again();

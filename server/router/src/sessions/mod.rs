@@ -1,6 +1,7 @@
 //! Sessions: clients on the same host that share memory with the service.
 //!
 //! * `table`: the calls of one session, without threads or I/O: which may enter and when it ends.
+//! * `sizes`: sizes and places of a request.
 //! * `session`: one session: its memory, its thread that takes requests, its completions.
 //! * `attachments`: which memories the ranks have attached, without threads or I/O.
 //! * `call`: a call that the step loop has.
@@ -20,6 +21,7 @@ mod listener;
 mod open;
 mod registry;
 mod session;
+mod sizes;
 mod table;
 
 #[cfg(feature = "fuzzing")]

@@ -1,6 +1,5 @@
 //! One session: its memory, the thread that takes its requests, its completions.
 
-use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,17 +10,18 @@ use expertd_ipc::{SharedRegion, WaitPolicy};
 use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 use expertd_session::memory::SessionMemory;
 use expertd_session::wire::{CompletionRecord, RequestRecord};
-use expertd_types::{DType, LayerId, MemoryId};
+use expertd_types::MemoryId;
 use tonic::Code;
 
 use super::Steps;
-use super::call::{SessionCall, failed};
+use super::call::{SessionCall, end_trace, failed};
 use super::open::{OpenSession, end_socket};
 use super::registry::{Charge, SessionStatus};
-use super::table::{Admission, CallTable, Places};
+use super::sizes::Sizes;
+use super::table::{Admission, CallTable};
 use crate::api::{Envelope, Failure, code_name, next_request_id, validate_session};
 use crate::backend::{ClientKey, ModelInfo, SubmitError};
-use crate::telemetry::RequestMetrics;
+use crate::telemetry::{RequestMetrics, RequestTrace};
 
 /// Who opened a session.
 #[derive(Clone, Copy, Debug)]
@@ -29,6 +29,23 @@ pub(super) struct Opener {
     pub(super) user: u32,
     pub(super) pid: u32,
     pub(super) client: ClientKey,
+}
+
+/// How long the thread that takes a session's requests spins before it sleeps.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Spin {
+    /// After a request.
+    pub(super) waiting: Duration,
+    /// After an answer, while no step is in flight.
+    pub(super) answered: Duration,
+}
+
+/// Why the thread that takes requests goes on.
+enum Wake {
+    Request(RequestRecord),
+    /// The next request may come soon.
+    Answered,
+    Closing,
 }
 
 /// What the threads of the router share of one session. Its memory stays mapped until the last call is complete.
@@ -40,6 +57,10 @@ pub(crate) struct SessionState {
     socket: UnixStream,
     opened: Instant,
     is_closing: AtomicBool,
+    /// Whether the thread that takes requests spins after an answer.
+    spins_after_answers: AtomicBool,
+    /// Whether a call was answered after which the client may soon send the next one.
+    expects_request: AtomicBool,
     calls: Mutex<Calls>,
     calls_total: AtomicU64,
     rows_total: AtomicU64,
@@ -83,6 +104,8 @@ impl SessionState {
             socket,
             opened: Instant::now(),
             is_closing: AtomicBool::new(false),
+            spins_after_answers: AtomicBool::new(false),
+            expects_request: AtomicBool::new(false),
             calls: Mutex::new(Calls { table, completions }),
             calls_total: AtomicU64::new(0),
             rows_total: AtomicU64::new(0),
@@ -167,6 +190,14 @@ impl SessionState {
         self.push(&mut calls, &record, elapsed);
     }
 
+    /// Wakes the thread that takes requests, if it spins then, so that it and the client wake up at the same time.
+    pub(super) fn expect_request(&self) {
+        if self.spins_after_answers.load(Ordering::Relaxed) {
+            self.expects_request.store(true, Ordering::Release);
+            self.memory.service_bell().ring();
+        }
+    }
+
     fn push(&self, calls: &mut Calls, record: &CompletionRecord, elapsed: Duration) {
         self.calls_total.fetch_add(1, Ordering::Relaxed);
         // The ring has room for every call in flight, unless the client writes nonsense; then nothing is owed to it.
@@ -182,23 +213,32 @@ impl SessionState {
         self: &Arc<Self>,
         mut requests: RingConsumer<RequestRecord>,
         steps: &dyn Steps,
-        spin: Duration,
+        spin: Spin,
     ) {
+        self.spins_after_answers.store(!spin.answered.is_zero(), Ordering::Relaxed);
+        let mut next_spin = spin.waiting;
         loop {
-            let found = self.memory.service_bell().wait_for(WaitPolicy::unlimited(spin), || {
+            let found = self.memory.service_bell().wait_for(WaitPolicy::unlimited(next_spin), || {
                 if self.is_closing() {
-                    return Some(Ok(None));
+                    return Some(Ok(Wake::Closing));
                 }
-                requests.try_pop().transpose().map(|found| found.map(Some))
+                match requests.try_pop() {
+                    Ok(Some(record)) => Some(Ok(Wake::Request(record))),
+                    Ok(None) => self.was_answered().then_some(Ok(Wake::Answered)),
+                    Err(error) => Some(Err(error)),
+                }
             });
+            next_spin = spin.waiting;
             match found {
-                Ok(Ok(Some(record))) => {
+                Ok(Ok(Wake::Request(record))) => {
+                    self.expects_request.store(false, Ordering::Relaxed);
                     if let Err(reason) = self.take(&record, steps) {
                         tracing::warn!(session = self.number, reason, "the service ends a session");
                         self.close(&reason);
                     }
                 }
-                Ok(Ok(None)) => return,
+                Ok(Ok(Wake::Answered)) => next_spin = spin.answered,
+                Ok(Ok(Wake::Closing)) => return,
                 Ok(Err(error)) => {
                     tracing::warn!(session = self.number, %error, "the service ends a session");
                     self.close(&format!("the ring of requests is broken: {error}"));
@@ -207,6 +247,11 @@ impl SessionState {
                 Err(_) => {}
             }
         }
+    }
+
+    /// Whether a call was answered since the last question.
+    fn was_answered(&self) -> bool {
+        self.expects_request.load(Ordering::Relaxed) && self.expects_request.swap(false, Ordering::Acquire)
     }
 
     /// Hands a request to the step loop, or completes it with a status.
@@ -224,9 +269,11 @@ impl SessionState {
             ));
         }
         drop(calls);
-        if let Err(failure) = self.submit(record, steps, began) {
+        let trace = RequestTrace::of_session(self.number, "host", began);
+        if let Err(failure) = self.submit(record, steps, began, trace.clone()) {
             let completion = failed(record.call, failure);
             self.push(&mut self.calls(), &completion, began.elapsed());
+            end_trace(trace, completion.code, None);
         }
         Ok(())
     }
@@ -236,6 +283,7 @@ impl SessionState {
         record: &RequestRecord,
         steps: &dyn Steps,
         began: Instant,
+        trace: Option<Arc<RequestTrace>>,
     ) -> Result<(), Failure> {
         let model = steps.model();
         let sizes = Sizes::new(record, &model)?;
@@ -249,7 +297,7 @@ impl SessionState {
                 return Err(Failure::Submit(SubmitError::Overloaded { reason, retry_after }));
             }
         }
-        let submitted = self.submit_admitted(record, &sizes, &model, steps, began);
+        let submitted = self.submit_admitted(record, &sizes, &model, steps, began, trace);
         if submitted.is_err() {
             self.calls().table.complete(record.call);
         }
@@ -263,6 +311,7 @@ impl SessionState {
         model: &ModelInfo,
         steps: &dyn Steps,
         began: Instant,
+        trace: Option<Arc<RequestTrace>>,
     ) -> Result<(), Failure> {
         let has = |flag| record.flags & flag != 0;
         let words = |name: &'static str, offset: u64, words: usize| {
@@ -311,9 +360,10 @@ impl SessionState {
                 .then_some((record.ids as usize, record.weights as usize)),
             tokens: sizes.tokens,
             began,
+            trace,
             is_complete: false,
         };
-        let request = match validate_session(model, message, envelope) {
+        let mut request = match validate_session(model, message, envelope) {
             Ok(request) => request,
             Err(failure) => {
                 call.forget();
@@ -321,79 +371,9 @@ impl SessionState {
             }
         };
         self.metrics.admitted(request.tokens);
+        if let Some(trace) = &call.trace {
+            trace.admitted(&mut request);
+        }
         steps.submit(request, call).map_err(Failure::from)
-    }
-}
-
-/// Sizes of a request that were checked against the model's limits.
-#[derive(Clone, Copy, Debug)]
-struct Sizes {
-    tokens: usize,
-    k: usize,
-    row_bytes: usize,
-}
-
-impl Sizes {
-    /// Checks what decides how many bytes of the row area the request uses.
-    fn new(record: &RequestRecord, model: &ModelInfo) -> Result<Sizes, Failure> {
-        if record.flags & !RequestRecord::FLAGS != 0 || record.reserved != 0 {
-            let (flags, reserved) = (record.flags, record.reserved);
-            let text = format!(
-                "flags {flags:#x} and reserved {reserved}; this version has flags {:#x}",
-                RequestRecord::FLAGS
-            );
-            return Err(Failure::field("flags", text));
-        }
-        let (tokens, limit) = (record.tokens as usize, model.limits.max_tokens_per_request);
-        if tokens == 0 || tokens > limit {
-            return Err(Failure::field("tokens", format!("must be 1 to {limit}, found {tokens}")));
-        }
-        let Some(dtype) = DType::from_code(record.dtype) else {
-            let text = format!("must be 1 (bf16), 2 (f16) or 3 (f32), found {}", record.dtype);
-            return Err(Failure::field("dtype", text));
-        };
-        let layer = model.layers.get(&LayerId(record.layer));
-        let own_k = layer.map_or(1, |layer| layer.top_k);
-        let given = record.flags & RequestRecord::GIVEN_ROUTING != 0;
-        let k = if record.k == 0 { own_k } else { record.k as usize };
-        let max_k = layer.map_or(1, |layer| layer.max_k);
-        if k > max_k || (!given && k != own_k) {
-            let expected =
-                if given { format!("1 to {max_k}") } else { format!("0 or {own_k}, as the gate chooses") };
-            return Err(Failure::field("k", format!("must be {expected}, found {k}")));
-        }
-        Ok(Sizes { tokens, k, row_bytes: model.hidden * dtype.size() })
-    }
-
-    fn places(&self, record: &RequestRecord) -> Places {
-        let has = |flag| record.flags & flag != 0;
-        let range = |offset: u64, bytes: usize| -> Range<usize> {
-            let start = usize::try_from(offset).unwrap_or(usize::MAX);
-            // A sum beyond the address space is reported as a range beyond the area.
-            start..start.saturating_add(bytes)
-        };
-        let when = |condition: bool, offset: u64, bytes: usize| {
-            if condition { range(offset, bytes) } else { 0..0 }
-        };
-        let (rows, routing) = (self.tokens * self.row_bytes, self.tokens * self.k * 4);
-        let given = has(RequestRecord::GIVEN_ROUTING);
-        let returned = has(RequestRecord::RETURN_ROUTING);
-        // Given routing that is returned is copied before it is written.
-        let reads = given && !returned;
-        let token_ids = if has(RequestRecord::TOKEN_IDS) { self.tokens * 4 } else { 0 };
-        Places {
-            read: [
-                range(record.rows, rows),
-                when(reads, record.ids, routing),
-                when(reads, record.weights, routing),
-                when(token_ids > 0, record.token_ids, token_ids),
-            ],
-            written: [
-                range(record.output, rows),
-                when(returned, record.ids, routing),
-                when(returned, record.weights, routing),
-            ],
-            copied: token_ids + if given { 2 * routing } else { 0 },
-        }
     }
 }

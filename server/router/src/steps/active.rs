@@ -174,8 +174,13 @@ impl Active {
         }
     }
 
-    /// Sends the complete answer to the caller.
-    pub(super) fn answer(self, receipt: expertd_scheduler::Receipt, fingerprint: WeightFingerprint) {
+    /// Sends the complete answer to the caller. `is_idle`: no step is in flight.
+    pub(super) fn answer(
+        self,
+        receipt: expertd_scheduler::Receipt,
+        fingerprint: WeightFingerprint,
+        is_idle: bool,
+    ) {
         let [rows, ids, weights] = self.output;
         let as_given = self.request.routing.and_then(|given| given.as_given);
         let (ids, weights) = match as_given.filter(|_| self.request.return_routing) {
@@ -202,7 +207,7 @@ impl Active {
                     metrics::counter!(names::REQUESTS_CANCELLED_TOTAL).increment(1);
                 }
             }
-            Reply::Session(call) => call.answer(&receipt),
+            Reply::Session(call) => call.answer(&receipt, is_idle),
             Reply::Cuda(call) => call.answer(&receipt),
         }
         // The caller does not wait for it.

@@ -32,6 +32,9 @@ use crate::watchdog;
 /// Time that ranks have to exit by themselves when the service ends.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// How long after an event, while no step runs, metrics wait for the next call.
+const QUIET: Duration = Duration::from_micros(50);
+
 /// Version of the first weights.
 const FIRST_VERSION: WeightVersion = WeightVersion(1);
 
@@ -123,7 +126,12 @@ impl Driver {
         let end = loop {
             // A round lasts at most SWEEP_INTERVAL; longer operations tick by themselves.
             watchdog::tick();
-            self.exchange();
+            if self.exchange() {
+                // The rows of a new call are on their way to the ranks before anything else is looked at.
+                if let Some(end) = self.act() {
+                    break end;
+                }
+            }
             self.hear_loaders();
             self.hear_reload();
             self.hear_ranks();
@@ -132,8 +140,10 @@ impl Driver {
             if let Some(end) = self.act() {
                 break end;
             }
-            self.record_steps();
-            self.show_queue();
+            if self.is_quiet() {
+                self.record_steps();
+                self.show_queue();
+            }
             if !self.step_loop.has_news_for_inbox(self.now()) {
                 self.wait();
             }
@@ -148,12 +158,18 @@ impl Driver {
         self.shared.time(Instant::now())
     }
 
-    /// Takes new requests and drains from callers, and publishes counts to them.
-    fn exchange(&mut self) {
+    /// Whether metrics can be recorded without delaying a call: while a step runs, or when no event has come for a while.
+    fn is_quiet(&self) -> bool {
+        !self.launched.is_empty() || self.cluster.spin.is_zero() || self.last_event.elapsed() >= QUIET
+    }
+
+    /// Takes new requests and drains from callers, and publishes counts to them. Returns whether there was anything to take.
+    fn exchange(&mut self) -> bool {
         let now = self.now();
         // Clear the flag first: mail that arrives after that sets it again.
-        if !self.shared.take_mail_flag() && !self.step_loop.has_news_for_inbox(now) {
-            return;
+        let has_mail = self.shared.take_mail_flag();
+        if !has_mail && !self.step_loop.has_news_for_inbox(now) {
+            return false;
         }
         let mut front = self.shared.front();
         let delivery = self.step_loop.exchange(&mut front.inbox, now);
@@ -170,6 +186,7 @@ impl Driver {
         self.step_loop.receive(delivery, now, |key, payload| {
             active.insert(key, Active::new(payload.request, payload.reply, hidden));
         });
+        has_mail
     }
 
     /// Reports events of ranks to the state machine.
@@ -178,6 +195,7 @@ impl Driver {
         let generation = group.generation();
         let was_started = group.is_started();
         let news = group.poll();
+        let usage_changed = group.take_usage_change();
         let is_started = group.is_started();
         let ended = group.experts_ended();
         if ended.is_some() && ended != self.experts_ended {
@@ -198,6 +216,7 @@ impl Driver {
                     self.begin_serving(generation);
                 }
             }
+            Ok(_) if usage_changed => self.show_ranks(),
             Ok(_) => {}
         }
     }
@@ -365,7 +384,7 @@ impl Driver {
     fn answer(&mut self, key: RequestKey, receipt: Receipt) {
         if let Some(active) = self.active.remove(&key) {
             let fingerprint = self.shared.fingerprint();
-            active.answer(receipt, fingerprint);
+            active.answer(receipt, fingerprint, self.launched.is_empty());
         }
     }
 
@@ -399,7 +418,10 @@ impl Driver {
     /// Sleeps until mail, a completion, an event of a rank, or the time of the next decision.
     fn wait(&mut self) {
         let now = Instant::now();
-        let until = self.shared.instant(self.step_loop.wake_at(self.shared.time(now)));
+        let mut until = self.shared.instant(self.step_loop.wake_at(self.shared.time(now)));
+        if !self.is_quiet() && self.has_unpublished() {
+            until = until.min(self.last_event + QUIET);
+        }
         let has_waiting = self.step_loop.has_waiting();
         let spin = match self.launched.is_empty() {
             true => spin_between_steps(self.cluster.spin, self.cluster.usable_cores),

@@ -155,8 +155,9 @@ impl Shared {
     /// Unlocks what a caller has left for the step loop and wakes it. The flag is set under the lock, so that mail never lies
     /// there without it.
     pub(super) fn hand_over(&self, front: MutexGuard<'_, Front>) {
-        self.has_mail.store(true, Ordering::Release);
+        // The step loop must not see the flag and then wait for the lock.
         drop(front);
+        self.has_mail.store(true, Ordering::Release);
         self.bell.bell().ring();
     }
 

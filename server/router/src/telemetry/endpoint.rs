@@ -23,6 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::Rarely;
 use super::page;
+use super::ranks::RankGauges;
 use super::recorder::Recorder;
 use crate::api::{Access, Protocol, ServerTls, ready_probe};
 use crate::backend::Backend;
@@ -48,6 +49,7 @@ pub struct MetricsEndpoint {
 
 struct Shared {
     recorder: Recorder,
+    ranks: RankGauges,
     backend: Arc<dyn Backend>,
     ready: Probe,
     access: Arc<Access>,
@@ -72,7 +74,7 @@ impl MetricsEndpoint {
         access: Arc<Access>,
     ) -> std::io::Result<MetricsEndpoint> {
         let ready = ready_probe(Arc::clone(&backend));
-        let shared = Arc::new(Shared { recorder, backend, ready, access });
+        let shared = Arc::new(Shared { recorder, ranks: RankGauges::default(), backend, ready, access });
         Ok(MetricsEndpoint { listener: TcpListener::bind(address).await?, shared })
     }
 
@@ -168,7 +170,10 @@ fn answer(request: &Request<Incoming>, way: Way, shared: &Shared) -> Response<Fu
             Some(refused) => refused,
         },
         "/metrics" => match refusal(headers, way, access) {
-            None => text(StatusCode::OK, shared.recorder.render()),
+            None => {
+                shared.ranks.record(&shared.backend.status().ranks);
+                text(StatusCode::OK, shared.recorder.render())
+            }
             Some(refused) => refused,
         },
         path @ ("/status.json" | "/experts.json") => match refusal(headers, way, access) {

@@ -99,6 +99,14 @@ metrics_table! {
     EXPERT_ROWS_TOTAL = "expertd_expert_rows_total", Kind::Counter, Count, ["layer", "expert"];
     /// Bytes of weights that a rank holds.
     RANK_WEIGHT_BYTES = "expertd_rank_weight_bytes", Kind::Gauge, Bytes, ["rank"];
+    /// Memory in use on a rank's GPU, all processes together. Absent on CPUs, on parts of a GPU (MIG) and without NVIDIA's
+    /// management library; NaN while the rank is gone.
+    GPU_MEMORY_USED_BYTES = "expertd_gpu_memory_used_bytes", Kind::Gauge, Bytes, ["rank"];
+    /// Memory of a rank's GPU; absent and NaN as `expertd_gpu_memory_used_bytes`.
+    GPU_MEMORY_TOTAL_BYTES = "expertd_gpu_memory_total_bytes", Kind::Gauge, Bytes, ["rank"];
+    /// Share, from 0 to 1, of the driver's last sample period (at most a second) in which a kernel ran on a rank's GPU, as
+    /// NVIDIA's management library says every two seconds; absent and NaN as `expertd_gpu_memory_used_bytes`.
+    GPU_UTILIZATION_RATIO = "expertd_gpu_utilization_ratio", Kind::Gauge, Count, ["rank"];
     /// Number of the current generation (one life of the EP group); 0 before the first one.
     GENERATION = "expertd_generation", Kind::Gauge, Count, [];
     /// Generations that ended, by reason: exit, liveness, step, step_timeout, channel, load or setup.
@@ -146,6 +154,8 @@ metrics_table! {
     BYTES_IN_FLIGHT_LIMIT = "expertd_bytes_in_flight_limit", Kind::Gauge, Bytes, [];
     /// Resident memory of one process of the service (`router` or the number of a rank), by kind: anon, file or shmem.
     PROCESS_RESIDENT_BYTES = "expertd_process_resident_bytes", Kind::Gauge, Bytes, ["process", "kind"];
+    /// Upper bound of the router's resident memory, all kinds together.
+    ROUTER_MEMORY_LIMIT_BYTES = "expertd_router_memory_limit_bytes", Kind::Gauge, Bytes, [];
     /// Unix time at which the service started.
     START_TIME_SECONDS = "expertd_start_time_seconds", Kind::Gauge, Seconds, [];
     /// Always 1. The label is the name of the served model.

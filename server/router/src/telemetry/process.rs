@@ -16,6 +16,12 @@ pub struct ResidentBytes {
 }
 
 impl ResidentBytes {
+    /// All kinds together.
+    #[must_use]
+    pub const fn total(self) -> u64 {
+        self.anon + self.file + self.shmem
+    }
+
     /// Sets the gauges whose `process` label is `process`: `router` or a rank's number.
     pub fn record(self, process: &str) {
         for (kind, bytes) in [("anon", self.anon), ("file", self.file), ("shmem", self.shmem)] {
@@ -38,6 +44,11 @@ impl ResidentBytes {
 #[must_use]
 pub fn resident_bytes(pid: u32) -> Option<ResidentBytes> {
     ResidentBytes::parse(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
+}
+
+/// Sets the gauge of the upper bound of this process's resident memory.
+pub fn record_memory_limit(bytes: u64) {
+    gauge!(names::ROUTER_MEMORY_LIMIT_BYTES).set(bytes as f64);
 }
 
 #[cfg(test)]

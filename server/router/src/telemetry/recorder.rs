@@ -9,8 +9,11 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, 
 use super::names::{self, Kind};
 use super::process::resident_bytes;
 
-/// Interval at which histograms are drained and the process's memory is recorded.
-const UPKEEP_EVERY: Duration = Duration::from_secs(5);
+/// Interval at which histograms are drained. Until then they hold every sample in memory: at forty thousand calls a second, 2 MB more
+/// each second.
+const UPKEEP_EVERY: Duration = Duration::from_millis(250);
+/// Number of such intervals between two records of the process's memory.
+const MEMORY_EVERY: usize = 20;
 
 /// Handle that renders the metrics of this process.
 #[derive(Clone)]
@@ -70,9 +73,11 @@ pub fn install_recorder(features: &'static str) -> Recorder {
             record_build(features);
             let upkeep = handle.clone();
             let thread = std::thread::Builder::new().name("metrics".to_owned()).spawn(move || {
-                loop {
+                for turn in (0..MEMORY_EVERY).cycle() {
                     upkeep.run_upkeep();
-                    record_memory();
+                    if turn == 0 {
+                        record_memory();
+                    }
                     std::thread::sleep(UPKEEP_EVERY);
                 }
             });

@@ -1,7 +1,10 @@
-//! The router's memory for messages.
+//! The router's memory.
 
 use expertd_memory as memory;
+use expertd_router::api::{ConnectionLimits, transport_bytes};
 
+/// Bytes of a process that are not counted separately: program, stacks of threads, scratch memory, logs and metrics.
+pub(crate) const PROCESS_BYTES: usize = 128 << 20;
 /// Smallest default of max-bytes-in-flight.
 const BYTES_IN_FLIGHT: usize = 1 << 30;
 
@@ -17,17 +20,12 @@ pub struct MessageMemory {
 impl MessageMemory {
     /// Derives the sizes from the bytes that may be in flight. There are up to four copies of them: a message as frames and assembled,
     /// and its answer as rows and encoded. Memory for four copies of a step's rows in f32 is resident from the start, up to a limit.
-    pub(super) fn new(in_flight: usize, tokens_per_step: usize, hidden: usize) -> Self {
+    pub(crate) fn new(in_flight: usize, tokens_per_step: usize, hidden: usize) -> Self {
         const COPIES: usize = 4;
         const MAX_RESIDENT: usize = 256 << 20;
         let max_bytes = in_flight.saturating_mul(COPIES);
         let step = tokens_per_step.saturating_mul(hidden * 4 * COPIES);
         MessageMemory { resident_bytes: step.min(MAX_RESIDENT).min(max_bytes), max_bytes }
-    }
-
-    /// The sizes for the default of max-bytes-in-flight, with the largest message of `message_bytes`.
-    pub(crate) fn of_largest_message(message_bytes: usize, tokens_per_step: usize, hidden: usize) -> Self {
-        Self::new(default_bytes_in_flight(message_bytes), tokens_per_step, hidden)
     }
 
     /// Reserves the memory. A process without the reservation serves as well, but uses more memory.
@@ -38,7 +36,56 @@ impl MessageMemory {
     }
 }
 
+/// Upper bound of the router's resident memory, by part, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RouterMemory {
+    /// The program, stacks of threads, logs and metrics.
+    pub process: usize,
+    /// Staging and rings that it shares with ranks.
+    pub channels: usize,
+    /// Messages, answers, and the state of calls, which is charged like messages.
+    pub messages: usize,
+    /// Message bytes in the transport that no call has read yet.
+    pub transport: usize,
+    /// Connections without their calls.
+    pub connections: usize,
+    /// Memory that it shares with sessions on this host.
+    pub sessions: usize,
+}
+
+impl RouterMemory {
+    /// Derives the bound from the limits. `sessions` is the number of bytes of all sessions.
+    pub(crate) fn new(
+        messages: MessageMemory,
+        in_flight: usize,
+        channels: usize,
+        connections: &ConnectionLimits,
+        sessions: usize,
+    ) -> Self {
+        RouterMemory {
+            process: PROCESS_BYTES,
+            channels,
+            messages: messages.max_bytes,
+            transport: transport_bytes(in_flight),
+            connections: connections.bytes(),
+            sessions,
+        }
+    }
+
+    /// The sum of all parts.
+    #[must_use]
+    pub const fn total(&self) -> usize {
+        let &RouterMemory { process, channels, messages, transport, connections, sessions } = self;
+        process
+            .saturating_add(channels)
+            .saturating_add(messages)
+            .saturating_add(transport)
+            .saturating_add(connections)
+            .saturating_add(sessions)
+    }
+}
+
 /// 1 GiB, or 4 of the largest requests.
-pub(super) const fn default_bytes_in_flight(message_bytes: usize) -> usize {
+pub(crate) const fn default_bytes_in_flight(message_bytes: usize) -> usize {
     if 4 * message_bytes > BYTES_IN_FLIGHT { 4 * message_bytes } else { BYTES_IN_FLIGHT }
 }

@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use self::memory::MessageMemory;
+pub use self::memory::{MessageMemory, RouterMemory};
+pub(crate) use self::memory::{PROCESS_BYTES, default_bytes_in_flight};
 pub use self::sessions::SessionPlan;
 
 use self::machine::Machine;
@@ -81,6 +82,8 @@ pub struct ServePlan {
     pub channel_bytes: usize,
     /// Memory for messages and answers.
     pub buffers: MessageMemory,
+    /// Upper bound of the router's resident memory.
+    pub router_memory: RouterMemory,
 }
 
 impl ServePlan {
@@ -130,6 +133,14 @@ impl ServePlan {
         let fingerprint = checkpoint.fingerprint(coverage);
         let Sizes { shape, limits, queued, window_bytes, channel_bytes } = sizes;
         let buffers = MessageMemory::new(limits.max_bytes_in_flight, limits.max_tokens_per_step, spec.hidden);
+        let session_bytes = sessions.as_ref().map_or(0, SessionPlan::router_bytes);
+        let router_memory = RouterMemory::new(
+            buffers,
+            limits.max_bytes_in_flight,
+            channel_bytes,
+            &connections,
+            session_bytes,
+        );
         let max_tokens_per_step = limits.max_tokens_per_step;
         let placement = placement(&given, &spec, &machine)?;
         let model = model_info(&spec, name, fingerprint, limits, &machine, placement.as_ref());
@@ -195,6 +206,7 @@ impl ServePlan {
             window_bytes,
             channel_bytes,
             buffers,
+            router_memory,
             shown: given.shown(),
             spec,
         };
@@ -210,19 +222,30 @@ fn placement(
 ) -> Result<Option<ExpertPlacement>, PlanError> {
     let Some(path) = &given.placement.0 else { return Ok(None) };
     let failed = |problem: String| value("placement", format!("{}: {problem}", path.display()));
-    super::reload::check_device(machine.device).map_err(failed)?;
-    let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
-    let experts = spec.moe_layers().map(|(layer, moe)| (layer, moe.experts.count)).collect();
-    let placement = ExpertPlacement::from_json(&text)
-        .and_then(|placement| placement.check(machine.ranks as usize, &experts).map(|()| placement));
-    let placement = placement.map_err(|error| failed(error.to_string()))?;
-    match super::reload::lack_of_memory(spec, machine.ranks, Some(&placement)) {
+    let placement =
+        read_placement(path, spec, machine.ranks as usize).map_err(|problem| value("placement", problem))?;
+    // Loaders of GPU ranks check the memory of their devices.
+    let lacks = || super::reload::lack_of_memory(spec, machine.ranks, Some(&placement));
+    match (machine.device == DeviceKind::Cpu).then(lacks).flatten() {
         None => Ok(Some(placement)),
         Some((available, needed)) => Err(failed(format!(
             "the weights need {needed} MiB with all copies of experts, and {available} MiB of memory are available; use fewer \
              spare experts"
         ))),
     }
+}
+
+/// Reads a placement, and checks that it is for this model and number of ranks.
+///
+/// # Errors
+/// What is wrong, with the name of the file.
+pub(crate) fn read_placement(path: &Path, spec: &ModelSpec, ranks: usize) -> Result<ExpertPlacement, String> {
+    let failed = |problem: String| format!("{}: {problem}", path.display());
+    let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
+    let experts = spec.moe_layers().map(|(layer, moe)| (layer, moe.experts.count)).collect();
+    let placement = ExpertPlacement::from_json(&text)
+        .and_then(|placement| placement.check(ranks, &experts).map(|()| placement));
+    placement.map_err(|error| failed(error.to_string()))
 }
 
 /// Files with credentials.

@@ -23,6 +23,12 @@ impl SessionPlan {
         3 * self.limits.sessions
     }
 
+    /// Bytes that the router maps of all sessions, at most.
+    #[must_use]
+    pub const fn router_bytes(&self) -> usize {
+        self.limits.bytes / self.limits.mappings
+    }
+
     pub(super) fn new(given: &mut Given, ranks: u32) -> Result<Option<Self>, PlanError> {
         let users = match &given.session_allow_uid.0 {
             Some(text) => {

@@ -14,15 +14,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use expertd_proto::transport::CONNECTION_WINDOW_BYTES;
 use tokio::sync::Semaphore;
 
 use super::connection::{Connection, Owner, Stage};
+use crate::api::memory::transport_bytes;
 
 /// Charge of a message in addition to its bytes, for its entries in tables and queues.
 pub(in crate::api) const MESSAGE_BYTES: usize = 1 << 10;
-/// Charge of a call in addition to its messages, for its task, headers and buffers.
-pub(in crate::api) const CALL_BYTES: usize = 4 << 10;
+/// Charge of a call in addition to its messages and headers, for its task and buffers.
+pub(in crate::api) const CALL_BYTES: usize = 16 << 10;
 /// Longest time that a message waits for room before it is refused.
 pub(in crate::api) const WAIT_FOR_ROOM: Duration = Duration::from_millis(100);
 /// Time after which a message that waits for its connection's or owner's share first tries again. Each further wait is twice as
@@ -90,9 +90,9 @@ impl Budget {
         self.common_total + self.small_total
     }
 
-    /// The bound on unread bytes in the transport; at least the HTTP/2 window of one connection.
+    /// The bound on unread bytes in the transport.
     pub(in crate::api) fn unread_limit(&self) -> usize {
-        (self.total() / 2).max(CONNECTION_WINDOW_BYTES as usize)
+        transport_bytes(self.total())
     }
 
     /// Bytes that are charged now.
@@ -122,14 +122,14 @@ impl Budget {
         usize::try_from(self.unread.load(Ordering::Relaxed)).is_ok_and(|unread| unread > self.unread_limit())
     }
 
-    /// Charges a call, without its requests, for an answer of at most `answer` bytes.
+    /// Charges a call, without its requests, for `more` bytes of headers and of an answer.
     pub(in crate::api) fn try_call(
         self: &Arc<Self>,
         connection: &Arc<Connection>,
         owner: &Arc<Owner>,
-        answer: usize,
+        more: usize,
     ) -> Result<Ticket, Lack> {
-        self.ticket(connection, owner, true, None, CALL_BYTES + answer, CALL_BYTES + answer)
+        self.ticket(connection, owner, true, None, CALL_BYTES + more, CALL_BYTES + more)
     }
 
     /// Charges [`MESSAGE_BYTES`] for a message of announced `length`. Its bytes are charged as they arrive.

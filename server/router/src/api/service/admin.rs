@@ -13,11 +13,14 @@ use tonic::{Request, Response, Status};
 
 use super::convert;
 use crate::backend::{Backend, PlacementChange, ReloadRequest};
+use crate::telemetry::{ResidentBytes, resident_bytes};
 use expertd_types::ExpertPlacement;
 
 /// `expertd.v1.Admin` over a backend.
 pub(in crate::api) struct AdminService {
     pub(in crate::api) backend: Arc<dyn Backend>,
+    /// Upper bound of this process's resident memory, in bytes.
+    pub(in crate::api) memory_limit_bytes: u64,
 }
 
 #[tonic::async_trait]
@@ -25,6 +28,8 @@ impl Admin for AdminService {
     async fn get_status(&self, _: Request<GetStatusRequest>) -> Result<Response<GetStatusResponse>, Status> {
         let mut status = convert::status(&self.backend.model(), self.backend.status());
         status.imbalance = convert::imbalance(&self.backend.expert_rows());
+        status.router_memory_bytes = resident_bytes(std::process::id()).map_or(0, ResidentBytes::total);
+        status.router_memory_limit_bytes = self.memory_limit_bytes;
         Ok(Response::new(status))
     }
 

@@ -159,6 +159,11 @@ pub(in crate::api) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::Ge
                 .to_owned(),
                 weight_bytes_loaded: rank.weight_bytes_loaded,
                 weight_bytes_total: rank.weight_bytes_total,
+                gpu: rank.usage.map(|usage| v1::GpuUsage {
+                    memory_used_bytes: usage.memory_used_bytes,
+                    memory_total_bytes: usage.memory_total_bytes,
+                    utilization_percent: usage.utilization_percent.map(u32::from),
+                }),
             })
             .collect(),
         steps_total: status.steps_total,
@@ -191,6 +196,8 @@ pub(in crate::api) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::Ge
             })
             .collect(),
         imbalance: None,
+        router_memory_bytes: 0,
+        router_memory_limit_bytes: 0,
     }
 }
 

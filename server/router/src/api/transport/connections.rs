@@ -1,9 +1,7 @@
 //! Accepts connections, drives them, and ends those that exceed their limits.
 
 use std::io;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use expertd_proto::transport::{
@@ -12,18 +10,16 @@ use expertd_proto::transport::{
 use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use metrics::{counter, gauge};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_util::either::Either;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::address::{Listener, PlainSocket, Socket};
-use super::frames::FrameMeter;
 use super::front::{Front, Services};
 use super::table::{ConnectionTable, Origin};
 use super::tarpit::Tarpit;
+use super::watched::Watched;
 use crate::api::access::{Peer, Protocol, peer_name};
-use crate::api::framing::budget::Budget;
 use crate::api::framing::connection::{Connection, ConnectionTimeouts, Verdict};
 use crate::telemetry::{Rarely, names};
 use crate::watchdog;
@@ -170,14 +166,8 @@ impl Connections {
     }
 
     async fn serve(&self, socket: Socket, peer: Peer, connection: &Arc<Connection>) {
-        let io = TokioIo::new(Watched {
-            socket,
-            connection: Arc::clone(connection),
-            budget: Arc::clone(&self.services.budget),
-            tarpit: Arc::clone(&self.tarpit),
-            meter: FrameMeter::new(),
-            peer_ended: false,
-        });
+        let (budget, tarpit) = (Arc::clone(&self.services.budget), Arc::clone(&self.tarpit));
+        let io = TokioIo::new(Watched::new(socket, Arc::clone(connection), budget, tarpit));
         let front =
             Front::new(Arc::clone(&self.services), Arc::clone(connection), Arc::clone(&self.table), peer);
         let mut driving = std::pin::pin!(builder(self.max_streams).serve_connection(io, front));
@@ -251,7 +241,7 @@ impl Connections {
     }
 }
 
-fn end(connection: &Connection, reason: &'static str) {
+pub(super) fn end(connection: &Connection, reason: &'static str) {
     if !connection.end.is_cancelled() {
         count_end(reason);
         tracing::debug!(connection = connection.key.0, reason, "ending a connection");
@@ -280,97 +270,4 @@ fn builder(max_streams: u32) -> http2::Builder<TokioExecutor> {
         .keep_alive_interval(KEEP_ALIVE_INTERVAL)
         .keep_alive_timeout(KEEP_ALIVE_TIMEOUT);
     builder
-}
-
-/// A socket that records its traffic in the connection's state.
-struct Watched {
-    socket: Socket,
-    connection: Arc<Connection>,
-    budget: Arc<Budget>,
-    tarpit: Arc<Tarpit>,
-    meter: FrameMeter,
-    /// Whether the peer has closed its direction.
-    peer_ended: bool,
-}
-
-impl Watched {
-    fn note(&mut self, result: &Poll<io::Result<usize>>) {
-        self.connection.note_write(result.is_pending());
-        if let Poll::Ready(Ok(sent)) = result {
-            self.meter.sent(*sent);
-        }
-    }
-}
-
-impl Drop for Watched {
-    fn drop(&mut self) {
-        if self.connection.misbehaved() {
-            self.tarpit.keep(&self.socket);
-        }
-    }
-}
-
-impl AsyncRead for Watched {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let before = buf.filled().len();
-        let this = &mut *self;
-        let result = Pin::new(&mut this.socket).poll_read(cx, buf);
-        let read = &buf.filled()[before..];
-        this.peer_ended |= read.is_empty() && matches!(result, Poll::Ready(Ok(())));
-        if !read.is_empty() {
-            this.connection.note_read(read.len());
-            let seen = this.meter.read(read);
-            if seen.data_bytes > 0 {
-                this.connection.note_data(seen.data_bytes, &this.budget);
-            }
-            if seen.flood {
-                end(&this.connection, "flood");
-                this.connection.misbehave();
-                // The HTTP/2 layer keeps processing input while more arrives, so it must not get these bytes.
-                buf.set_filled(before);
-                return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
-            }
-        }
-        result
-    }
-}
-
-impl AsyncWrite for Watched {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        let result = Pin::new(&mut self.socket).poll_write(cx, buf);
-        self.note(&result);
-        result
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        let result = Pin::new(&mut self.socket).poll_write_vectored(cx, bufs);
-        self.note(&result);
-        result
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.socket.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.socket).poll_flush(cx)
-    }
-
-    /// The HTTP/2 layer shuts a connection down when either side wanted its end, or when the peer broke the protocol. In the
-    /// last case the peer has been told (GOAWAY), and the socket goes to the tarpit.
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.peer_ended || self.connection.close.is_cancelled() {
-            return Pin::new(&mut self.socket).poll_shutdown(cx);
-        }
-        self.connection.misbehave();
-        Poll::Ready(Ok(()))
-    }
 }

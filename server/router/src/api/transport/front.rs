@@ -207,7 +207,8 @@ impl Service<Request<Incoming>> for Front {
             None if path.starts_with(HEALTH) => 0,
             None => DESCRIPTOR_BYTES,
         };
-        let Ok(charge) = budget.try_call(&self.connection, &caller.owner, answer_bytes) else {
+        let held_bytes = answer_bytes + header_bytes(request.headers());
+        let Ok(charge) = budget.try_call(&self.connection, &caller.owner, held_bytes) else {
             return refused(Failure::NoRoom);
         };
         let limit = match public {
@@ -273,6 +274,11 @@ impl Service<Request<Incoming>> for Front {
             Ok(response.map(|body| ResponseBody::charged(body, charges, Some(charge), false)))
         })
     }
+}
+
+/// Bytes of a call's headers, as HTTP/2 counts them for its limit.
+fn header_bytes(headers: &HeaderMap) -> usize {
+    headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 32).sum()
 }
 
 fn refused(failure: Failure) -> AnswerFuture {

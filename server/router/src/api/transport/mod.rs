@@ -7,3 +7,4 @@ pub(in crate::api) mod front;
 pub(super) mod server;
 pub(super) mod table;
 mod tarpit;
+mod watched;

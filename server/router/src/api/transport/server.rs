@@ -47,6 +47,8 @@ pub struct ServerConfig {
     pub shutdown_grace: Duration,
     /// Time limits of connections.
     pub timeouts: ConnectionTimeouts,
+    /// Upper bound of the process's resident memory in bytes, which Admin reports.
+    pub memory_limit_bytes: u64,
 }
 
 /// Why the server could not be set up.
@@ -84,6 +86,7 @@ pub struct Server {
     connections: ConnectionLimits,
     timeouts: ConnectionTimeouts,
     grace: Duration,
+    memory_limit_bytes: u64,
 }
 
 impl ServerConfig {
@@ -130,8 +133,8 @@ impl Server {
             Some(address) => Some(bind(address, ADMIN_MODE).await?),
             None => None,
         };
-        let ServerConfig { connections, timeouts, shutdown_grace: grace, .. } = *config;
-        Ok(Server { public, admin, backend, access, connections, timeouts, grace })
+        let ServerConfig { connections, timeouts, shutdown_grace: grace, memory_limit_bytes, .. } = *config;
+        Ok(Server { public, admin, backend, access, connections, timeouts, grace, memory_limit_bytes })
     }
 
     /// The public addresses, with the ports that the system chose.
@@ -175,8 +178,8 @@ impl Server {
             shutdown.clone(),
             end.clone(),
         );
-        let admin_routes =
-            shared.add_service(AdminServer::new(AdminService { backend: self.backend })).prepare();
+        let admin = AdminService { backend: self.backend, memory_limit_bytes: self.memory_limit_bytes };
+        let admin_routes = shared.add_service(AdminServer::new(admin)).prepare();
         let admin_budget = Budget::new(ADMIN_BYTES, CONTROL_MESSAGE_BYTES);
         let admin = Connections::new(
             Services::control(admin_routes, admin_budget, Arc::clone(&access)),

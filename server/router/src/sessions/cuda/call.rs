@@ -9,10 +9,11 @@ use expertd_session::wire::CompletionRecord;
 use expertd_types::MemoryId;
 use tonic::Code;
 
-use super::super::call::{completion, failed};
+use super::super::call::{completion, end_trace, failed};
 use super::state::CudaState;
 use crate::api::Failure;
 use crate::backend::{Receipt, StepError};
+use crate::telemetry::RequestTrace;
 
 /// Who raises the completion words of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +41,8 @@ pub(crate) struct CudaCall {
     pub(super) returned: Option<RoutingLayout>,
     pub(super) tokens: usize,
     pub(super) began: Instant,
+    /// The call's span, if it is sampled.
+    pub(super) trace: Option<Arc<RequestTrace>>,
     /// Who raises the completion words.
     pub(super) raising: Raising,
     pub(super) is_complete: bool,
@@ -88,13 +91,13 @@ impl CudaCall {
             self.session.return_routing(self.doorbell, layout, &receipt.topk_ids, &receipt.topk_weights);
         }
         let record = completion(self.call, receipt);
-        self.complete(&record);
+        self.complete(&record, Some(receipt));
     }
 
     /// Ends the call without an answer.
     pub(crate) fn fail(mut self, error: StepError) {
         let record = failed(self.call, Failure::from(error));
-        self.complete(&record);
+        self.complete(&record, None);
     }
 
     /// Drops the call without a completion, for a caller that completes it otherwise.
@@ -102,9 +105,10 @@ impl CudaCall {
         self.is_complete = true;
     }
 
-    fn complete(&mut self, record: &CompletionRecord) {
+    fn complete(&mut self, record: &CompletionRecord, receipt: Option<&Receipt>) {
         self.is_complete = true;
         self.session.complete(self.doorbell, record, self.tokens, self.began.elapsed(), self.raising);
+        end_trace(self.trace.take(), record.code, receipt);
     }
 }
 
@@ -112,7 +116,7 @@ impl Drop for CudaCall {
     fn drop(&mut self) {
         if !self.is_complete {
             let text = "the call was given up by the step loop; try it again";
-            self.complete(&CompletionRecord::failed(self.call, Code::Unavailable as u32, text));
+            self.complete(&CompletionRecord::failed(self.call, Code::Unavailable as u32, text), None);
         }
     }
 }

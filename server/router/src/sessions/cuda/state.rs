@@ -15,7 +15,7 @@ use expertd_session::wire::{CompletionRecord, RequestRecord};
 use expertd_types::MemoryId;
 use tonic::Code;
 
-use super::super::call::failed;
+use super::super::call::{end_trace, failed};
 use super::super::open::{OpenSession, end_socket};
 use super::super::registry::{Charge, SessionStatus};
 use super::super::session::{Opener, RowsTravel};
@@ -23,7 +23,7 @@ use super::call::{CudaCall, Raising};
 use super::doorbells::{Admission, DoorbellTable, check};
 use crate::api::{Envelope, Failure, code_name, next_request_id, validate_session};
 use crate::sessions::Steps;
-use crate::telemetry::RequestMetrics;
+use crate::telemetry::{RequestMetrics, RequestTrace};
 
 /// How long the thread of doorbells polls without a pause after a call, where cores are spare: an engine computes between two calls.
 const BUSY_AFTER_CALL: Duration = Duration::from_millis(10);
@@ -49,7 +49,7 @@ pub(crate) struct CudaState {
     is_open: AtomicBool,
     is_closing: AtomicBool,
     table: Mutex<DoorbellTable>,
-    /// `[doorbells]`: whether a call is in flight. A ring that comes before the router has seen the end of a call waits.
+    /// `[doorbells]`: whether a call is in flight.
     in_flight: Vec<AtomicBool>,
     /// `[doorbells]`: the service's own copies.
     statuses: Mutex<Vec<StatusRecord>>,
@@ -286,7 +286,9 @@ impl CudaState {
     pub(super) fn poll(self: &Arc<Self>, steps: &dyn Steps) -> bool {
         let mut found = false;
         for doorbell in 0..self.control.doorbells() {
-            if self.is_in_flight(doorbell) {
+            // Ranks raise words, so the next ring may come before the router knows that the call has ended. Any other ring during
+            // a call ends the session.
+            if self.is_in_flight(doorbell) && self.control.is_seen(doorbell) {
                 continue;
             }
             if let Some(ring) = self.control.take(doorbell) {
@@ -303,8 +305,12 @@ impl CudaState {
         match admission {
             Admission::Admitted { call, prepared } => {
                 self.set_in_flight(doorbell, true);
-                if let Err(failure) = self.submit(doorbell, ring, call, &prepared, steps, began) {
-                    self.complete(doorbell, &failed(call, failure), 0, began.elapsed(), Raising::Router);
+                let trace = RequestTrace::of_session(self.number, "cuda", began);
+                let submitted = self.submit(doorbell, ring, call, &prepared, steps, (began, trace.clone()));
+                if let Err(failure) = submitted {
+                    let record = failed(call, failure);
+                    self.complete(doorbell, &record, 0, began.elapsed(), Raising::Router);
+                    end_trace(trace, record.code, None);
                 }
             }
             Admission::Invalid { call, reason } => {
@@ -327,7 +333,7 @@ impl CudaState {
         call: u64,
         prepared: &PreparedCall,
         steps: &dyn Steps,
-        began: Instant,
+        (began, trace): (Instant, Option<Arc<RequestTrace>>),
     ) -> Result<(), Failure> {
         let has = |flag| prepared.flags & flag != 0;
         let shared =
@@ -367,8 +373,11 @@ impl CudaState {
             timeout => began.checked_add(Duration::from_micros(timeout)),
         };
         let envelope = Envelope { id: next_request_id(), client: self.opener.client, deadline };
-        let request = validate_session(&steps.model(), message, envelope)?;
+        let mut request = validate_session(&steps.model(), message, envelope)?;
         self.metrics.admitted(request.tokens);
+        if let Some(trace) = &trace {
+            trace.admitted(&mut request);
+        }
         let call = CudaCall {
             session: Arc::clone(self),
             doorbell,
@@ -378,6 +387,7 @@ impl CudaState {
             returned: has(RequestRecord::RETURN_ROUTING).then_some(layout),
             tokens: request.tokens,
             began,
+            trace,
             raising: Raising::Router,
             is_complete: false,
         };

@@ -136,6 +136,7 @@ impl Driver {
         match memories.attachments.unanswered().filter(|_| memories.ordered.elapsed() > limit) {
             None => Ok(()),
             Some((memory, ranks)) => {
+                let ranks: Vec<u32> = ranks.into_iter().map(|rank| rank.0).collect();
                 let message =
                     format!("ranks {ranks:?} have not attached or detached memory {memory} within {limit:?}");
                 Err(Fault { kind: FaultKind::StepTimeout, message })

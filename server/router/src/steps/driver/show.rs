@@ -17,13 +17,22 @@ pub(super) struct Shown {
 }
 
 impl Driver {
-    /// Publishes the queue's counts if they have changed.
-    pub(super) fn show_queue(&mut self) {
-        let counts = Shown {
+    fn counts(&self) -> Shown {
+        Shown {
             queued_tokens: self.step_loop.queued_tokens(),
             requests_queued: self.step_loop.requests_queued(),
             requests_in_step: self.step_loop.requests_in_step(),
-        };
+        }
+    }
+
+    /// Whether a completed step or the queue's counts are to be published.
+    pub(super) fn has_unpublished(&self) -> bool {
+        !self.unrecorded.is_empty() || self.counts() != self.shown
+    }
+
+    /// Publishes the queue's counts if they have changed.
+    pub(super) fn show_queue(&mut self) {
+        let counts = self.counts();
         if counts == self.shown {
             return;
         }
@@ -46,6 +55,7 @@ impl Driver {
                     state: RankState::Loading,
                     weight_bytes_loaded: view.loaded_bytes,
                     weight_bytes_total: view.total_bytes,
+                    usage: None,
                 })
                 .collect(),
             (Some(group), _) => (0..)
@@ -60,6 +70,7 @@ impl Driver {
                         state: if view.ready { RankState::Ready } else { RankState::Loading },
                         weight_bytes_loaded: view.loaded_bytes,
                         weight_bytes_total: view.total_bytes,
+                        usage: view.usage,
                     }
                 })
                 .collect(),
@@ -71,6 +82,7 @@ impl Driver {
                     state: RankState::Gone,
                     weight_bytes_loaded: 0,
                     weight_bytes_total: 0,
+                    usage: None,
                 })
                 .collect(),
         };

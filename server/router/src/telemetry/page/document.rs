@@ -59,6 +59,11 @@ pub(in crate::telemetry) fn document(backend: &dyn Backend) -> Value {
             },
             "weight_bytes_loaded": rank.weight_bytes_loaded,
             "weight_bytes_total": rank.weight_bytes_total,
+            "gpu": rank.usage.map(|usage| json!({
+                "memory_used_bytes": usage.memory_used_bytes,
+                "memory_total_bytes": usage.memory_total_bytes,
+                "utilization_percent": usage.utilization_percent,
+            })),
         })).collect::<Vec<_>>(),
         "sessions": status.sessions.iter().map(|session| json!({
             "session": session.session,

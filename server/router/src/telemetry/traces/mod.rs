@@ -1,6 +1,7 @@
 //! Traces: a span for each request, sent to an OpenTelemetry collector over gRPC (OTLP).
 //!
-//! A span continues the caller's trace, if the call's metadata names one (W3C `traceparent`). Its children are the time in
+//! A span continues the caller's trace, if the call's metadata names one (W3C `traceparent`). Calls of sessions have no
+//! metadata; their spans begin traces. The children of a span are the time in
 //! the queue and each step. Requests never wait for the collector: ended spans go to a bounded queue, and those that do
 //! not fit are dropped and counted.
 
@@ -125,6 +126,11 @@ impl TraceParent {
     pub(crate) fn of(headers: &HeaderMap) -> Option<TraceParent> {
         let traces = TRACES.get()?;
         Some(TraceParent(traces.propagator.extract_with_context(&Context::new(), &Headers(headers))))
+    }
+
+    /// No trace, so that a span begins one; `None` while traces are off.
+    pub(crate) fn none() -> Option<TraceParent> {
+        TRACES.get().map(|_| TraceParent(Context::new()))
     }
 }
 

@@ -30,24 +30,23 @@ struct State {
 }
 
 impl TraceParent {
-    /// Begins the span of a request that arrived at `arrived`, for `method`, which is `Forward` or `ForwardStream`. `None`
-    /// if its trace is not sampled.
+    /// Begins the span of a request that arrived at `arrived`, for `method`, which is `Forward`, `ForwardStream` or
+    /// `Session`. `None` if its trace is not sampled.
     pub(crate) fn begin(&self, method: &'static str, arrived: Instant) -> Option<Arc<RequestTrace>> {
         let traces = TRACES.get()?;
         let (instant, time) = (Instant::now(), SystemTime::now());
         let start = time.checked_sub(instant.saturating_duration_since(arrived)).unwrap_or(time);
-        let name =
-            if method == "Forward" { "expertd.v1.Moe/Forward" } else { "expertd.v1.Moe/ForwardStream" };
+        let (name, attributes) = match method {
+            "Session" => ("expertd session call", Vec::new()),
+            "Forward" => ("expertd.v1.Moe/Forward", rpc(method)),
+            _ => ("expertd.v1.Moe/ForwardStream", rpc(method)),
+        };
         let builder = traces
             .tracer
             .span_builder(name)
             .with_kind(SpanKind::Server)
             .with_start_time(start)
-            .with_attributes([
-                KeyValue::new("rpc.system", "grpc"),
-                KeyValue::new("rpc.service", "expertd.v1.Moe"),
-                KeyValue::new("rpc.method", method),
-            ]);
+            .with_attributes(attributes);
         let span = traces.tracer.build_with_context(builder, &self.0);
         let state = State { span: Some(span), timings_asked: false };
         let sampled = state.span.as_ref().is_some_and(Span::is_recording);
@@ -66,6 +65,23 @@ impl RequestTrace {
         self.time.checked_sub(earlier).unwrap_or(self.time) + later
     }
 
+    /// Begins the span of a call of a session, which has a trace of its own. `kind` says where the session's rows lie.
+    pub(crate) fn of_session(
+        session: u64,
+        kind: &'static str,
+        arrived: Instant,
+    ) -> Option<Arc<RequestTrace>> {
+        let trace = TraceParent::none()?.begin("Session", arrived)?;
+        trace.with(|state| {
+            let Some(span) = &mut state.span else { return };
+            span.set_attributes([
+                KeyValue::new("expertd.session", number(session)),
+                KeyValue::new("expertd.session_kind", kind),
+            ]);
+        });
+        Some(trace)
+    }
+
     /// Describes the request, and asks for the timings of its steps.
     pub(crate) fn admitted(&self, request: &mut Request) {
         self.with(|state| {
@@ -82,11 +98,18 @@ impl RequestTrace {
         });
     }
 
-    /// Adds what the receipt says: a child for the time in the queue, and one for each step.
+    /// Adds what the receipt says, and removes the timings from it unless the caller has asked for them.
     pub(crate) fn answered(&self, receipt: &mut Receipt) {
+        self.describe(receipt);
+        if self.with(|state| state.span.is_some() && !state.timings_asked) {
+            receipt.timings.clear();
+        }
+    }
+
+    /// Adds what the receipt says: a child for the time in the queue, and one for each step.
+    pub(crate) fn describe(&self, receipt: &Receipt) {
         let Some(traces) = TRACES.get() else { return };
         self.with(|state| {
-            let timings_asked = state.timings_asked;
             let Some(span) = &mut state.span else { return };
             let ranks = receipt.tokens_per_rank.iter().map(|tokens| i64::from(*tokens)).collect();
             span.set_attributes([
@@ -108,9 +131,6 @@ impl RequestTrace {
             }
             for timing in &receipt.timings {
                 child("step", timing.formed, timing.done, step_attributes(timing));
-            }
-            if !timings_asked {
-                receipt.timings.clear();
             }
         });
     }
@@ -147,6 +167,15 @@ impl Drop for RequestTrace {
     fn drop(&mut self) {
         self.end(Code::Cancelled);
     }
+}
+
+/// Attributes of a call over gRPC.
+fn rpc(method: &'static str) -> Vec<KeyValue> {
+    vec![
+        KeyValue::new("rpc.system", "grpc"),
+        KeyValue::new("rpc.service", "expertd.v1.Moe"),
+        KeyValue::new("rpc.method", method),
+    ]
 }
 
 fn step_attributes(timing: &StepTiming) -> Vec<KeyValue> {
