@@ -63,9 +63,8 @@ __device__ __forceinline__ void compute_few(const Block<Format>& block, const Se
     constexpr bool TOKENS_AHEAD = N <= 16;
     const int panels = block.k_panels(segment), blocks = block.k_blocks(segment), twos = block.per_stage(segment) / 2;
     const uint32_t weight_step = segment.rows / UNIT_ROWS * Format::UNIT_BYTES, token_step = round_up_8(segment.tokens) * PANEL_ROW_BYTES;
-    // If the segment has fewer than 64 rows, some warps widen the data after them, whose sums are not stored.
-    const int lane = thread_here() % 32, warp = uniform(thread_here() / 32 % 4);
-    const uint32_t weight_place = (from / UNIT_ROWS + warp) * Format::UNIT_BYTES + lane * 16;
+    const int lane = thread_here() % 32;
+    const uint32_t weight_place = unit_of_warp<Format>(segment, from) + lane * 16;
     const uint32_t scale_place = Format::scale_place(lane) - lane * 16;
     // The lane gives the address of token l % 8, chunk l / 8 of 32 k.
     const uint32_t token_place = lane % 8 * PANEL_ROW_BYTES + ((lane / 8) ^ (lane % 8)) * 16;

@@ -60,6 +60,12 @@ template <class Format, int N> class NarrowSums {
     float part_[PARTS<Format, N>][N / 2];
 };
 
+// Distance from the weights of a k block to those of the warp's 16 rows. A warp without rows takes the last ones, so that it reads
+// nothing that the copy engine may be writing; its sums are not stored.
+template <class Format> __device__ __forceinline__ uint32_t unit_of_warp(const Segment& segment, int from) {
+    return min(from / UNIT_ROWS + uniform(threadIdx.x / 32 % 4), max(segment.rows / UNIT_ROWS - 1, 0)) * Format::UNIT_BYTES;
+}
+
 // Iterates over a segment's k blocks in the ring, for one warp.
 template <class Format> class KBlocks {
   public:
@@ -71,8 +77,7 @@ template <class Format> class KBlocks {
         : block_(block), stage_(stage), blocks_(block.k_blocks(segment)), per_stage_(block.per_stage(segment)),
           weight_step_(segment.rows / UNIT_ROWS * Format::UNIT_BYTES),
           token_step_(round_up_8(segment.tokens) * PANEL_ROW_BYTES / 16),
-          // If the segment has fewer than 64 rows, some warps widen the data after them, whose sums are not stored.
-          unit_(((from / UNIT_ROWS) + uniform(threadIdx.x / 32 % 4)) * Format::UNIT_BYTES) {}
+          unit_(unit_of_warp<Format>(segment, from)) {}
 
     // Moves to k block `k` and waits for it. After the last k block it stays there.
     __device__ __forceinline__ void next(int k) {

@@ -150,11 +150,8 @@ template <class Format> __device__ __forceinline__ bool paced(const ExpertdExper
 
 template <class Format> __device__ __forceinline__ int tile_tokens_for(int longest, int block_rows) {
     if (block_rows == TALL_ROWS) return longest <= 64 ? 64 : longest <= 128 ? 128 : TALL_TOKENS;
-    if (Format::FEW_TOKENS_ALONE && longest > 64) {
-        // Of equal tiles, the narrowest; narrow tiles leave room for more stages.
-        const int tiles = divide_up(longest, Format::MAX_TOKENS);
-        return divide_up(divide_up(longest, tiles), 16) * 16;
-    }
+    // Narrow tiles leave room for more stages. With several tiles for the longest expert, the widest tiles leave the others the fewest.
+    if (Format::FEW_TOKENS_ALONE && longest > 64) return min(divide_up(longest, 16) * 16, Format::MAX_TOKENS);
     const int tile = longest <= 32 ? 32 : longest <= 64 ? 64 : longest <= 128 ? 128 : longest <= 192 ? 192 : 256;
     return min(tile, Format::MAX_TOKENS);
 }
