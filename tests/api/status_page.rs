@@ -59,7 +59,7 @@ async fn the_state_says_what_the_service_does() {
     assert_eq!(found["model"]["hidden"], 8);
     assert_eq!(found["tokens_queued"], 3);
     let rank = json!({
-        "rank": 0, "device": "cpu", "state": "ready", "weight_bytes_loaded": 10, "weight_bytes_total": 20,
+        "rank": 0, "device": "cpu", "state": "ready", "weight_bytes_loaded": 10, "weight_bytes_total": 20, "gpu": null,
     });
     assert_eq!(found["ranks"], json!([rank]), "no process ids");
     assert_eq!(found["sessions"], json!([]));
