@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, missing_docs, unreachable_pub)]
 
 mod fake;
+mod scale;
 
 use clap::Parser as _;
 use expertd_loadtest::args::Args;

@@ -55,6 +55,11 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 }
 
 impl Fake {
+    /// A fake without faults.
+    pub fn correct() -> Fake {
+        Fake { fault: Fault::None, calls: Arc::default() }
+    }
+
     /// The gate of the fake: ids and weights of one row.
     pub fn gate(row: &[f32]) -> ([i32; K], [f32; K]) {
         let first = (row[0].abs() * 100.0) as i32 % EXPERTS;

@@ -139,6 +139,10 @@ impl Shared {
         self.lock().fleet.state(id)
     }
 
+    pub(super) fn has_content(&self, id: ServiceId) -> bool {
+        self.lock().fleet.has_content(id)
+    }
+
     pub(super) fn connected(&self, id: ServiceId, link: Link) {
         let mut inner = self.lock();
         inner.fleet.connected(id);

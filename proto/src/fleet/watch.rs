@@ -186,9 +186,10 @@ impl Probe<'_> {
             };
             let Some(shared) = self.watched.shared.upgrade() else { return (served, String::new()) };
             let (id, was) = (self.watched.id, shared.state(self.watched.id));
-            // After a time without service the weights may be others.
-            if state == State::Serving && (!learned || !matches!(was, Some(State::Serving | State::Suspect)))
-            {
+            // After a time without service the weights may be others. A service with other weights than those in use gets no
+            // calls that would show that it has loaded them since.
+            let kept_serving = learned && matches!(was, Some(State::Serving | State::Suspect));
+            if state == State::Serving && !(kept_serving && shared.has_content(id)) {
                 learned = match self.learn(&shared, &lost).await {
                     Ok(()) => true,
                     Err(status) => return (served, format!("GetModel: {}", status.message())),
