@@ -130,7 +130,7 @@ fn serve(
             has_ended.store(true, Ordering::Release);
         });
         while !has_ended.load(Ordering::Acquire) {
-            let Some(ring) = control.take(0) else {
+            let Some(ring) = control.take(0, false) else {
                 std::hint::spin_loop();
                 continue;
             };

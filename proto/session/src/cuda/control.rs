@@ -220,11 +220,14 @@ impl ControlMemory {
         self.routing.atomics().get(first..first + bytes / 4)
     }
 
-    /// Takes a ring of a doorbell. Bytes that a client scribbles are a ring, too.
+    /// Takes a ring of a doorbell. Bytes that a client scribbles are a ring, too. Ranks raise words, so the next ring may come before
+    /// the router knows that the call before it has ended: while that call is `in_flight`, a ring stays for a later poll if the client's
+    /// stream has seen the words. Any other ring during a call is taken, for the caller to refuse.
     #[must_use]
-    pub fn take(&self, doorbell: u32) -> Option<Ring> {
+    pub fn take(&self, doorbell: u32, in_flight: bool) -> Option<Ring> {
         let bell = &self.doorbells.atomics()[doorbell as usize * LINE / 8];
-        if bell.load(Ordering::Relaxed) == 0 {
+        // The order matters: the stream stores `SEEN` before it rings again, so a thread that finds that ring finds `SEEN`, too.
+        if bell.load(Ordering::Acquire) == 0 || in_flight && self.is_seen(doorbell) {
             return None;
         }
         let word = bell.swap(0, Ordering::AcqRel);
@@ -237,8 +240,7 @@ impl ControlMemory {
     }
 
     /// Whether the client's stream has seen the words of the call that was taken last.
-    #[must_use]
-    pub fn is_seen(&self, doorbell: u32) -> bool {
+    fn is_seen(&self, doorbell: u32) -> bool {
         self.seen(doorbell).load(Ordering::Acquire) == SEEN
     }
 

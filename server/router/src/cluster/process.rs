@@ -1,7 +1,7 @@
 //! A rank or a loader as a child process: started with its control socket as standard input, killed and reaped when it is
 //! no longer needed.
 
-use std::io::{self, BufReader};
+use std::io::{self, BufReader, ErrorKind};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -98,13 +98,21 @@ impl ChildProcess {
             ended: None,
             is_left: false,
         };
-        if !start.fds.is_empty() {
-            control::send_fds(&process.socket, start.fds)?;
+        match process.begin(start) {
+            // The process has ended already. The thread that reads finds the end of the socket, and what ended it is then said as ever.
+            Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {}
+            sent => sent?,
         }
-        control::send(&process.socket, start.setup)?;
         let thread = std::thread::Builder::new().name(format!("{command}-{rank}"));
         process.reader = Some(thread.spawn(move || read(reading))?);
         Ok(process)
+    }
+
+    fn begin<S: Serialize>(&self, start: &Start<'_, S>) -> io::Result<()> {
+        if !start.fds.is_empty() {
+            control::send_fds(&self.socket, start.fds)?;
+        }
+        control::send(&self.socket, start.setup)
     }
 
     /// Starts a rank. News of it goes to `events`, and `bell` is rung.

@@ -12,10 +12,13 @@ fn pair(doorbells: u32, words: u32) -> (ControlMemory, ControlMemory) {
 #[test]
 fn a_ring_is_taken_once_and_its_completion_raises_all_words() {
     let (service, client) = pair(3, 4);
-    assert_eq!(service.take(2), None);
+    assert_eq!(service.take(2, false), None);
     let ring = Ring { prepared: 5, rows: 8 };
     client.ring(2, ring);
-    assert_eq!((service.take(1), service.take(2), service.take(2)), (None, Some(ring), None));
+    assert_eq!(
+        (service.take(1, false), service.take(2, false), service.take(2, false)),
+        (None, Some(ring), None)
+    );
     assert_eq!(client.completion(2), [PENDING; 4]);
     let mut status = StatusRecord::zeroed();
     service.complete(2, &CompletionRecord { call: 9, ..CompletionRecord::zeroed() }, &mut status);
@@ -38,7 +41,7 @@ fn words_that_a_killed_rank_left_are_raised_unless_the_client_has_seen_them() {
     // The rank was killed before it raised the word, or after.
     for by_rank in [PENDING, DONE] {
         client.ring(0, ring);
-        assert_eq!(service.take(0), Some(ring));
+        assert_eq!(service.take(0, false), Some(ring));
         service.words.atomics()[0].store(by_rank, Ordering::Release);
         service.raise_unseen(0);
         assert_eq!(client.completion(0), [DONE]);
@@ -51,6 +54,71 @@ fn words_that_a_killed_rank_left_are_raised_unless_the_client_has_seen_them() {
     client.ring(0, ring);
     service.raise_unseen(0);
     assert_eq!(client.completion(0), [PENDING]);
+}
+
+/// A client's stream, a rank that raises its words and the router, each on a thread of its own. The router learns of a call's end after the
+/// stream, which has rung for its next call by then or rings meanwhile.
+#[test]
+fn a_ring_that_follows_a_word_of_a_rank_waits_until_the_router_knows() {
+    const CALLS: u64 = 20_000;
+    let (service, client) = pair(1, 1);
+    let ring = Ring { prepared: 0, rows: 1 };
+    // Numbers of calls: taken by the router, and ended as far as it knows.
+    let (taken, ended) = (AtomicU64::new(0), AtomicU64::new(0));
+    let is_over = || ended.load(Ordering::Acquire) >= CALLS;
+    let stream = || {
+        while !is_over() {
+            client.words.atomics()[0].store(PENDING, Ordering::SeqCst);
+            client.ring(0, ring);
+            while client.completion(0) != [DONE] && !is_over() {
+                std::thread::yield_now();
+            }
+            client.seen(0).store(SEEN, Ordering::SeqCst);
+        }
+    };
+    let rank = || {
+        for call in 1..=CALLS {
+            while taken.load(Ordering::Acquire) < call && !is_over() {
+                std::thread::yield_now();
+            }
+            service.raise(0, DONE);
+            for _ in 0..call % 4 {
+                std::thread::yield_now();
+            }
+            ended.fetch_max(call, Ordering::AcqRel);
+        }
+    };
+    let mut early = None;
+    std::thread::scope(|scope| {
+        scope.spawn(stream);
+        scope.spawn(rank);
+        while !is_over() {
+            let calls = taken.load(Ordering::Relaxed);
+            let in_flight = ended.load(Ordering::Acquire) < calls;
+            if service.take(0, in_flight).is_none() {
+                continue;
+            }
+            if ended.load(Ordering::Acquire) < calls {
+                early = Some(calls + 1);
+                ended.store(CALLS, Ordering::Release);
+            }
+            taken.store(calls + 1, Ordering::Release);
+        }
+    });
+    assert_eq!(early, None, "a ring was taken while the call before it was in flight");
+}
+
+#[test]
+fn a_second_ring_during_a_call_is_taken_to_be_refused() {
+    let (service, client) = pair(1, 1);
+    let ring = Ring { prepared: 0, rows: 1 };
+    client.ring(0, ring);
+    assert_eq!(service.take(0, false), Some(ring));
+    client.ring(0, ring);
+    assert_eq!(service.take(0, true), Some(ring));
+    client.seen(0).store(SEEN, Ordering::Release);
+    client.ring(0, ring);
+    assert_eq!((service.take(0, true), service.take(0, false)), (None, Some(ring)));
 }
 
 #[test]
@@ -111,10 +179,10 @@ proptest! {
         }
         let mut status = StatusRecord::zeroed();
         for doorbell in 0..4 {
-            if let Some(ring) = service.take(doorbell) {
+            if let Some(ring) = service.take(doorbell, false) {
                 prop_assert!(ring.to_word() != 0);
             }
-            prop_assert_eq!(service.take(doorbell), None);
+            prop_assert_eq!(service.take(doorbell, false), None);
             service.complete(doorbell, &CompletionRecord::zeroed(), &mut status);
             prop_assert_eq!(client.completion(doorbell), vec![DONE; 2]);
             prop_assert_eq!(client.status(doorbell).unwrap().calls, u64::from(doorbell) + 1);

@@ -282,16 +282,11 @@ impl CudaState {
         }
     }
 
-    /// Takes a ring of each doorbell that has no call in flight; returns whether there was one.
+    /// Takes a ring of each doorbell; returns whether there was one. A second ring during a call ends the session.
     pub(super) fn poll(self: &Arc<Self>, steps: &dyn Steps) -> bool {
         let mut found = false;
         for doorbell in 0..self.control.doorbells() {
-            // Ranks raise words, so the next ring may come before the router knows that the call has ended. Any other ring during
-            // a call ends the session.
-            if self.is_in_flight(doorbell) && self.control.is_seen(doorbell) {
-                continue;
-            }
-            if let Some(ring) = self.control.take(doorbell) {
+            if let Some(ring) = self.control.take(doorbell, self.is_in_flight(doorbell)) {
                 found = true;
                 self.take(doorbell, ring, steps);
             }
