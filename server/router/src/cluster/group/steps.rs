@@ -1,0 +1,195 @@
+//! Steps in flight of a generation: launched, completed by every rank, taken in order.
+
+use std::time::{Duration, Instant};
+
+use bytemuck::Zeroable as _;
+use expertd_ipc::{Completion, FormingStep, StagedRows, StepDescriptor};
+use expertd_types::{LayerId, Phase, Rank, Slot, StepId};
+
+use super::Group;
+use crate::cluster::fault::{Fault, FaultKind};
+
+/// A step that not every rank has completed.
+#[derive(Debug)]
+pub(super) struct InFlight {
+    pub(super) step: StepId,
+    sequence: u64,
+    slot: Slot,
+    tokens: usize,
+    since: Instant,
+    /// Whether rank 0 raises completion words at its end.
+    raises: bool,
+    /// `[ranks]`.
+    pub(super) completions: Vec<Option<Completion>>,
+}
+
+/// A completed step.
+#[derive(Debug)]
+pub struct StepDone {
+    /// Id of the step.
+    pub step: StepId,
+    /// Slot of the step; free after its answers are read.
+    pub slot: Slot,
+    /// Rows of the step, all ranks together.
+    pub tokens: usize,
+    /// Time since the launch.
+    pub elapsed: Duration,
+    /// `[phases]`: duration on the slowest rank, in nanoseconds.
+    pub phase_ns: [u64; Phase::ALL.len()],
+    /// `[ranks]`: completion records.
+    pub completions: Vec<Completion>,
+    /// Whether the ranks were killed before all of them had reported the step's end.
+    pub is_after_fault: bool,
+}
+
+impl StepDone {
+    /// The largest [`Completion::computed_ns`] of any rank. It is less than the sum of [`phase_ns`](Self::phase_ns) if one rank
+    /// waited for another, because the sum counts the wait twice.
+    #[must_use]
+    pub fn computed_ns(&self) -> u64 {
+        self.completions.iter().map(Completion::computed_ns).max().unwrap_or(0)
+    }
+}
+
+impl Group {
+    /// The newest step in flight whose experts phase has ended on every rank.
+    #[must_use]
+    pub fn experts_ended(&self) -> Option<StepId> {
+        let last = self.in_flight.back()?;
+        let done = self.channel.experts_done();
+        if last.sequence <= done {
+            return Some(last.step);
+        }
+        self.in_flight.iter().rev().find(|step| step.sequence <= done).map(|step| step.step)
+    }
+
+    /// Sets whether ranks ring the bell at the end of an experts phase. Set it while requests wait that could form a step then.
+    pub fn want_early_notice(&self, on: bool) {
+        self.channel.set_early_notice(on);
+    }
+
+    /// Begins to form a step in `slot`, which no step in flight uses.
+    pub fn begin(&mut self, slot: Slot, top_k: usize) -> FormingStep<'_, '_> {
+        self.channel.begin(slot, top_k)
+    }
+
+    /// Sends the staged step to all ranks. `raises` says whether rank 0 raises completion words at its end.
+    ///
+    /// # Errors
+    /// If a rank's ring has no room for it.
+    pub fn launch(
+        &mut self,
+        step: StepId,
+        slot: Slot,
+        layer: LayerId,
+        top_k: usize,
+        tokens: usize,
+        raises: bool,
+    ) -> Result<(), Fault> {
+        self.sequence += 1;
+        let common = StepDescriptor {
+            sequence: self.sequence,
+            step: step.0,
+            layer: layer.0,
+            slot: slot.0,
+            tokens: 0,
+            segments: 0,
+            step_tokens: tokens as u32,
+            top_k: top_k as u32,
+            ..StepDescriptor::zeroed()
+        };
+        self.channel.launch(&common)?;
+        if self.in_flight.is_empty() {
+            self.front_since = Instant::now();
+        }
+        self.in_flight.push_back(InFlight {
+            step,
+            sequence: self.sequence,
+            slot,
+            tokens,
+            since: Instant::now(),
+            raises,
+            completions: vec![None; self.members.len()],
+        });
+        Ok(())
+    }
+
+    /// Takes the oldest step in flight if every rank has completed it.
+    pub fn take_done(&mut self) -> Option<StepDone> {
+        if self.in_flight.front()?.completions.iter().any(Option::is_none) {
+            return None;
+        }
+        self.pop_done(false)
+    }
+
+    /// Takes the oldest step in flight if its completion words were raised, or were about to be, before a fault of the generation.
+    /// The first call kills and reaps the ranks, so that no word is raised later. Completions that the router has not received are
+    /// empty.
+    pub fn take_raised(&mut self) -> Option<StepDone> {
+        if !self.in_flight.front()?.raises {
+            return None;
+        }
+        self.kill_and_reap();
+        let step = self.in_flight.front()?;
+        if self.channel.raised(step.slot) != step.sequence {
+            return None;
+        }
+        self.pop_done(true)
+    }
+
+    fn pop_done(&mut self, is_after_fault: bool) -> Option<StepDone> {
+        let step = self.in_flight.pop_front()?;
+        self.front_since = Instant::now();
+        let completions =
+            step.completions.into_iter().map(|completion| completion.unwrap_or_else(Completion::zeroed));
+        let completions: Vec<Completion> = completions.collect();
+        let mut phase_ns = [0; Phase::ALL.len()];
+        for (slowest, phase) in phase_ns.iter_mut().zip(0..) {
+            *slowest = completions.iter().map(|c: &Completion| c.phase_ns[phase]).max().unwrap_or(0);
+        }
+        Some(StepDone {
+            step: step.step,
+            slot: step.slot,
+            tokens: step.tokens,
+            elapsed: step.since.elapsed(),
+            phase_ns,
+            completions,
+            is_after_fault,
+        })
+    }
+
+    /// Steps in flight.
+    #[must_use]
+    pub fn steps_in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// Output rows of a completed step.
+    #[must_use]
+    pub fn answer(&self, staged: &StagedRows) -> &[u8] {
+        self.channel.answer(staged)
+    }
+
+    /// Ids and weights of a completed step.
+    #[must_use]
+    pub fn routing(&self, staged: &StagedRows, top_k: usize) -> (&[u8], &[u8]) {
+        self.channel.routing(staged, top_k)
+    }
+
+    /// Notes that a rank has completed a step.
+    pub(super) fn record(&mut self, rank: Rank, completion: Completion) -> Result<(), Fault> {
+        if completion.failed != 0 {
+            let message = format!("rank {rank}: step failed: {}", completion.text());
+            return Err(Fault { kind: FaultKind::Step, message });
+        }
+        let Some(step) = self.in_flight.iter_mut().find(|s| s.sequence == completion.sequence) else {
+            let message = format!(
+                "rank {rank} completed step sequence {}, which is not in flight",
+                completion.sequence
+            );
+            return Err(Fault { kind: FaultKind::Channel, message });
+        };
+        step.completions[rank.index()] = Some(completion);
+        Ok(())
+    }
+}
