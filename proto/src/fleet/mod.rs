@@ -14,6 +14,8 @@ mod client;
 #[cfg(test)]
 mod simulation;
 mod state;
+#[cfg(test)]
+mod tests;
 mod watch;
 
 pub use client::{FleetClient, FleetConfig, FleetError};
