@@ -314,7 +314,6 @@ pub fn check(options: &Options) -> Outcome {
                     direct: 0,
                     reserved: [0; 3],
                     raise: raises(stage.signals.address(), number, raised).0,
-                    ..StepRequest::default()
                 }]));
                 layouts.push((segments, bytes));
             }
