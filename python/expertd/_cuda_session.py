@@ -221,7 +221,8 @@ class CudaSession:
 
     def most(self, dtype: torch.dtype) -> int:
         """Largest number of rows of a call. Calls with more are split."""
-        return min(self.sizes["rows"] // (self.served.hidden * dtype.itemsize), self.largest)
+        row_bytes: int = self.served.hidden * dtype.itemsize
+        return min(self.sizes["rows"] // row_bytes, self.largest)
 
     def synchronize(self) -> None:
         """Waits for the GPU and raises the exception of a call that failed."""
