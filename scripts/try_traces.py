@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
+
+from try_telemetry import fetch, until
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests/fixtures/golden/qwen3_next"
@@ -47,20 +48,8 @@ def collector() -> str:
 
 def sample(name: str) -> float:
     """The sum of a metric's samples."""
-    with urllib.request.urlopen(f"http://{METRICS}/metrics", timeout=5) as answer:
-        text = answer.read().decode()
+    text = fetch(f"http://{METRICS}/metrics")
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(name + r"[ {]", line))
-
-
-def until(what: str, ready, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(OSError, urllib.error.URLError):
-            if ready():
-                return
-        if time.monotonic() > end:
-            sys.exit(f"did not happen within {seconds:.0f} s: {what}")
-        time.sleep(0.2)
 
 
 def received(log: pathlib.Path) -> list[tuple[str, str, str, set[str]]]:

@@ -119,7 +119,7 @@ async fn idle_connections_leave_descriptors_for_the_next_generation() {
     serves_and_ends(child, &address).await;
 }
 
-/// Files in `/proc` of a process that is not dumpable belong to root, whatever its user.
+/// Files in `/proc` of a process that is not dumpable belong to root and not to its user.
 #[test]
 fn other_processes_of_the_user_cannot_read_memory() {
     let folder = tempfile::tempdir().unwrap();
