@@ -90,11 +90,12 @@ fn ragged(device: &Device, random: &mut Random, case: &Case) -> Outcome {
     if case.format == experts::W8A8 {
         shapes = vec![[0, 0], [0, 32], [experts::TILE_TALL, 128], [256, 32], [256, 128]];
         if case.block_scales {
-            shapes.push([experts::TILE_TOKEN_ROWS, 0]);
+            shapes.extend([[experts::TILE_TOKEN_ROWS, 0], [experts::TILE_TOKEN_PAIRS, 0]]);
         }
     }
     if case.format == experts::BF16 {
         shapes.extend([[experts::TILE_TALL, 128], [experts::TILE_TURNS, 32], [experts::TILE_TURNS, 128]]);
+        shapes.extend([[experts::TILE_TOKEN_ROWS, 0], [experts::TILE_TOKEN_PAIRS, 0]]);
     }
     for counts in
         [[0, 0, 0, 0], [1, 0, 0, 0], [3, 0, 41, 9], [0, 0, 0, 150], [8, 17, 64, 33], [130, 0, 97, 260]]
