@@ -11,20 +11,16 @@ namespace expertd {
 static_assert(Bf16::RING_BYTES / (stage_weight_bytes<Bf16>(TALL_ROWS) + ROW_TILE_TOKENS * PANEL_ROW_BYTES) == ROW_STAGES, "what stages_for finds");
 
 // gate_up: h of 64 tokens and 128 features, which are two panels.
+template <bool PLAIN>
 __device__ __forceinline__ void store_h_rows(const Block<Bf16>& block, const Segment& segment, const float* weights, uint32_t staging,
                                              int first_token, const float (&sums)[ROW_SUMS]) {
     const ExpertdExpertsParams& p = block.p;
     const float* bias = block.layer.gate_up_bias;
     const int thread = thread_here() % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4, row = warp * 16 + lane / 4;
     const int feature = segment.row / 2, tokens = segment.tokens - first_token;
-    const Activation activate(p);
-    const bool on_input = p.weight_on_input != 0;
+    const std::conditional_t<PLAIN, PlainActivation, Activation> activate(p);
     float in[2], out[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float w = weights[first_token + row + 8 * i];
-        in[i] = on_input ? w : 1.0f, out[i] = on_input ? 1.0f : w;
-    }
+    token_factors<PLAIN>(p, weights + first_token + row, in, out);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if (half * 128 >= segment.rows) break;
@@ -32,15 +28,15 @@ __device__ __forceinline__ void store_h_rows(const Block<Bf16>& block, const Seg
 #pragma unroll
         for (int o = 0; o < 8; o++) {
             float2 gate_bias = make_float2(0.0f, 0.0f), up_bias = gate_bias;
-            if (bias != nullptr) {
+            if (!PLAIN && bias != nullptr) {
                 const float* at = bias + int64_t(segment.expert) * 2 * p.inter + feature + half * 64 + o * 8 + pair * 2;
                 gate_bias = load_2f32(at), up_bias = load_2f32(at + p.inter);
             }
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int g = (half * 8 + o) * 8 + 2 * i, u = g + 4;
-                const float h0 = activate(sums[g] * in[i] + gate_bias.x, sums[u] * in[i] + up_bias.x);
-                const float h1 = activate(sums[g + 1] * in[i] + gate_bias.y, sums[u + 1] * in[i] + up_bias.y);
+                const float h0 = activate(biased<PLAIN>(sums[g], in[i], gate_bias.x), biased<PLAIN>(sums[u], in[i], up_bias.x));
+                const float h1 = activate(biased<PLAIN>(sums[g + 1], in[i], gate_bias.y), biased<PLAIN>(sums[u + 1], in[i], up_bias.y));
                 packed[i][o] = pack_bf16(h0 * out[i], h1 * out[i]);
             }
         }
@@ -56,11 +52,10 @@ __device__ __forceinline__ void store_h_rows(const Block<Bf16>& block, const Seg
     }
 }
 
-// A segment of up to 128 tokens: the warpgroup has those from 64 times its number on, if there are any.
+// A segment of more than 64 and up to 128 tokens: the warpgroup has those from 64 times its number on.
 __device__ __forceinline__ void compute_rows(const Block<Bf16>& block, const Segment& segment, const Cursor& slot, Cursor& stage) {
     const int warpgroup = uniform(threadIdx.x / 128), first_token = warpgroup * ROW_TOKENS;
     int panels = block.k_panels(segment);
-    if (first_token >= segment.tokens) return skip_rows(block, panels, stage);
     const uint32_t a_first = wgmma_descriptor(block.token_ring + first_token * PANEL_ROW_BYTES), b_first = wgmma_descriptor(block.weight_ring);
     float sums[ROW_SUMS];
 #pragma unroll
@@ -91,9 +86,11 @@ __device__ __forceinline__ void compute_rows(const Block<Bf16>& block, const Seg
     barrier_wait(&block.shared.routing_full[slot.slot], slot.parity);
     named_sync<128>(STAGING_BARRIER + warpgroup); // the staging area has been read
     if (segment.phase == 0) {
-        store_h_rows(block, segment, weights, staging, first_token, sums);
+        plain_h(block) ? store_h_rows<true>(block, segment, weights, staging, first_token, sums)
+                       : store_h_rows<false>(block, segment, weights, staging, first_token, sums);
     } else {
-        store_y_rows(block, segment, weights, 0, staging, first_token, sums);
+        block.layer.down_bias == nullptr ? store_y_rows<false>(block, segment, weights, 0, staging, first_token, sums)
+                                         : store_y_rows<true>(block, segment, weights, 0, staging, first_token, sums);
     }
 }
 

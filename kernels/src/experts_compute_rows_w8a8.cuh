@@ -44,6 +44,7 @@ __device__ __forceinline__ void copy_row_scales(const Block<W8a8>& block, const 
 
 // gate_up: h of 64 tokens and 128 features, rounded to bf16, then quantised. A thread has 32 features of each of its two tokens,
 // l / 4 and l / 4 + 8 of its warp's 16, and three others have the rest.
+template <bool PLAIN>
 __device__ __forceinline__ void store_h_rows(const Block<W8a8>& block, const Segment& segment, const float* weights, uint32_t scales,
                                              uint32_t staging, int first_token, const float (&sums)[ROW_SUMS]) {
     const ExpertdExpertsParams& p = block.p;
@@ -51,8 +52,9 @@ __device__ __forceinline__ void store_h_rows(const Block<W8a8>& block, const Seg
     constexpr int EIGHTS = HALF_ROWS / 16; // of features, in a half
     const int thread = thread_here() % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4, row = warp * 16 + lane / 4;
     const int feature = segment.row / 2, tokens = segment.tokens - first_token;
-    const Activation activate(p);
-    const bool on_input = p.weight_on_input != 0;
+    const std::conditional_t<PLAIN, PlainActivation, Activation> activate(p);
+    float in[2], out[2];
+    token_factors<PLAIN>(p, weights + first_token + row, in, out);
     uint32_t packed[2][2 * EIGHTS]; // of each token, pairs of features
     uint32_t largest[2] = {0, 0};
 #pragma unroll
@@ -63,15 +65,13 @@ __device__ __forceinline__ void store_h_rows(const Block<W8a8>& block, const Seg
             const uint32_t scale = scales + (half * 64 + o * 8 + pair * 2) * 4;
             const float2 gate_scale = load_shared_2f32(scale), up_scale = load_shared_2f32(scale + 128 * 4);
             float2 gate_bias = make_float2(0.0f, 0.0f), up_bias = gate_bias;
-            if (layer.gate_up_bias != nullptr) gate_bias = load_2f32(layer.gate_up_bias + at), up_bias = load_2f32(layer.gate_up_bias + at + p.inter);
+            if (!PLAIN && layer.gate_up_bias != nullptr) gate_bias = load_2f32(layer.gate_up_bias + at), up_bias = load_2f32(layer.gate_up_bias + at + p.inter);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float w = weights[first_token + row + 8 * i];
-                const float in = on_input ? w : 1.0f, out = on_input ? 1.0f : w;
                 const int g = (half * EIGHTS + o) * 8 + 2 * i, u = g + 4;
-                const float h0 = activate(sums[g] * gate_scale.x * in + gate_bias.x, sums[u] * up_scale.x * in + up_bias.x);
-                const float h1 = activate(sums[g + 1] * gate_scale.y * in + gate_bias.y, sums[u + 1] * up_scale.y * in + up_bias.y);
-                const uint32_t both = pack_bf16(h0 * out, h1 * out);
+                const float h0 = activate(biased<PLAIN>(sums[g] * gate_scale.x, in[i], gate_bias.x), biased<PLAIN>(sums[u] * up_scale.x, in[i], up_bias.x));
+                const float h1 = activate(biased<PLAIN>(sums[g + 1] * gate_scale.y, in[i], gate_bias.y), biased<PLAIN>(sums[u + 1] * up_scale.y, in[i], up_bias.y));
+                const uint32_t both = pack_bf16(h0 * out[i], h1 * out[i]);
                 packed[i][half * EIGHTS + o] = both;
                 asm("max.bf16x2 %0, %0, %1;" : "+r"(largest[i]) : "r"(both & 0x7FFF7FFFu));
             }
@@ -101,12 +101,11 @@ __device__ __forceinline__ void store_h_rows(const Block<W8a8>& block, const Seg
     }
 }
 
-// A segment of up to 128 tokens: the warpgroup has those from 64 times its number on, if there are any.
+// A segment of more than 64 and up to 128 tokens: the warpgroup has those from 64 times its number on.
 __device__ __forceinline__ void compute_rows(const Block<W8a8>& block, const Segment& at_first, const Cursor& slot, Cursor& stage) {
     constexpr uint32_t HALF = HALF_ROWS * PANEL_ROW_BYTES / 16; // from the first 128 weight rows to the others, in descriptors
     const int warpgroup = uniform(threadIdx.x / 128), first_token = warpgroup * ROW_TOKENS;
     int panels = block.k_panels(at_first);
-    if (first_token >= at_first.tokens) return skip_rows(block, panels, stage);
     const uint32_t scales = block.weight_ring + ROW_STAGES * ROW_STAGE_BYTES + warpgroup * ROW_SCALE_BYTES;
     named_sync<128>(STAGING_BARRIER + warpgroup); // every warp has read the scales of the segment before
     copy_row_scales(block, at_first, scales);
@@ -153,9 +152,11 @@ __device__ __forceinline__ void compute_rows(const Block<W8a8>& block, const Seg
     copies_wait<0>();
     named_sync<128>(STAGING_BARRIER + warpgroup); // the scales are there, the staging area has been read
     if (segment.phase == 0) {
-        store_h_rows(block, segment, weights, scales, staging, first_token, total);
+        plain_h(block) ? store_h_rows<true>(block, segment, weights, scales, staging, first_token, total)
+                       : store_h_rows<false>(block, segment, weights, scales, staging, first_token, total);
     } else {
-        store_y_rows(block, segment, weights, scales, staging, first_token, total);
+        block.layer.down_bias == nullptr ? store_y_rows<false>(block, segment, weights, scales, staging, first_token, total)
+                                         : store_y_rows<true>(block, segment, weights, scales, staging, first_token, total);
     }
 }
 
