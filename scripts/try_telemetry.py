@@ -173,6 +173,8 @@ def number(value: float, unit: str) -> str:
     suffix, scale = UNITS.get(unit, ("", 1))
     if unit == "s":
         suffix, scale = (" s", 1) if value >= 1 else (" ms", 1e3) if value >= 1e-3 else (" µs", 1e6)
+    if unit == "bytes" and value >= 2**30:
+        suffix, scale = " GiB", 1 / 2**30
     value *= scale
     return f"{value:.3g}{suffix}" if abs(value) < 1000 else f"{value:,.0f}{suffix}"
 
