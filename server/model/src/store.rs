@@ -50,8 +50,8 @@ pub(super) struct Mapped {
 }
 
 impl Mapped {
-    /// Whether the page cache holds most of these bytes of the file, which begin at a page. Systems tell it only to those who may
-    /// write the file; to others every page seems to be there.
+    /// Whether the page cache holds all or nearly all of these bytes of the file, which begin at a page. Systems tell it only to those
+    /// who may write the file; to others every page seems to be there.
     pub(super) fn is_cached(&self, bytes: Range<usize>) -> bool {
         const PAGE: usize = 4096;
         let Some(mapped) = self.bytes.get(bytes.start..bytes.end.min(self.bytes.len())) else { return true };
@@ -60,7 +60,12 @@ impl Mapped {
         // pages are larger than 4096 bytes.
         let status =
             unsafe { libc::mincore(mapped.as_ptr().cast_mut().cast(), mapped.len(), pages.as_mut_ptr()) };
-        status != 0 || 2 * pages.iter().filter(|page| **page & 1 == 1).count() >= pages.len()
+        status != 0 || 16 * pages.iter().filter(|page| **page & 1 == 0).count() <= pages.len()
+    }
+
+    /// Begins to bring bytes to the page cache, where they are not there. It is a hint.
+    pub(super) fn will_need(&self, bytes: Range<usize>) {
+        let _ = self.bytes.advise_range(Advice::WillNeed, bytes.start, bytes.len());
     }
 }
 
@@ -304,10 +309,10 @@ impl Store {
         }
     }
 
-    /// Begins to bring bytes that [`bytes`](Self::bytes) gave to the page cache, where they are not there. It is a hint.
+    /// [`Mapped::will_need`], for bytes that [`bytes`](Self::bytes) gave.
     pub(super) fn will_need(&self, bytes: &[u8]) {
         let (shard, place) = self.place(bytes);
-        let _ = self.mapped(shard).bytes.advise_range(Advice::WillNeed, place.start, place.len());
+        self.mapped(shard).will_need(place);
     }
 
     /// Every tensor that was looked up, with its bytes.
