@@ -1,4 +1,4 @@
-//! Reads tensors that the page cache does not hold past it (docs/measurements/weights.md); the others are used from their mappings.
+//! Reads tensors past the page cache, where it does not hold them (docs/measurements/weights.md); the others are used from their mappings.
 
 use std::io;
 use std::ops::Range;
@@ -17,7 +17,7 @@ const PIECE: usize = 4 << 20;
 /// Number of bytes, by where they came from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReadBytes {
-    /// Used from the page cache.
+    /// Used from mappings.
     pub cached: u64,
     /// Past the page cache.
     pub direct: u64,
@@ -34,8 +34,11 @@ impl std::iter::Sum for ReadBytes {
 }
 
 /// Memory for the tensors of one expert at a time. It grows to the largest one.
+///
+/// The default uses all tensors from their mappings, so that the page cache holds them afterwards, and has no memory.
 #[derive(Debug, Default)]
 pub struct ReadBuffer {
+    past_cache: bool,
     memory: Vec<u8>,
     total: ReadBytes,
 }
@@ -57,7 +60,13 @@ impl Part {
 }
 
 impl ReadBuffer {
-    /// All bytes of slices that were asked for.
+    /// A buffer whose tensors are read past the page cache, where it does not hold them.
+    #[must_use]
+    pub fn past_cache() -> Self {
+        ReadBuffer { past_cache: true, ..ReadBuffer::default() }
+    }
+
+    /// Number of bytes of all tensors that were asked for.
     #[must_use]
     pub const fn total(&self) -> ReadBytes {
         self.total
@@ -70,6 +79,10 @@ impl ReadBuffer {
         store: &'a Store,
         slices: &[&'a [u8]],
     ) -> Result<Vec<&'a [u8]>, ModelError> {
+        if !self.past_cache {
+            self.total.cached += slices.iter().map(|slice| slice.len() as u64).sum::<u64>();
+            return Ok(slices.to_vec());
+        }
         let places: Vec<_> = slices.iter().map(|slice| store.place(slice)).collect();
         let mut parts = parts(&places);
         let mut end = 0;

@@ -3,13 +3,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Component, Path, PathBuf};
 
 use memmap2::{Advice, Mmap};
-use rustix::fs::{Advice as FileAdvice, fadvise};
 use safetensors::Dtype;
 use serde::Deserialize;
 
@@ -21,9 +19,6 @@ const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 /// Largest accepted index; the index of a model with 10^5 tensors has about 10 MB.
 const MAX_INDEX_BYTES: u64 = 128 << 20;
-
-/// Bytes at the beginning of a file that are read at once because a header is there. Longer headers are read page by page.
-const USUAL_HEADER_BYTES: u64 = 256 << 10;
 
 /// The index of a tensor that has been looked up, in [`Store::info`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -182,11 +177,6 @@ impl Store {
             // it is served, reads beyond its end raise SIGBUS and end this process, which its supervisor handles. If
             // another process overwrites it, weights change: bytes are only read as numbers, never as addresses.
             let bytes = unsafe { Mmap::map(&file) }.map_err(io("map it"))?;
-            // Hints: what is read through the mapping is read here and there, so nothing around it is wanted. Reads ahead would also
-            // bring to the page cache what loaders read past it.
-            let _ = fadvise(&file, 0, None, FileAdvice::Random);
-            let _ = bytes.advise(Advice::Random);
-            let _ = fadvise(&file, 0, NonZeroU64::new(USUAL_HEADER_BYTES), FileAdvice::WillNeed);
             let header = Header::parse(&bytes)
                 .map_err(|reason| ModelError::Header { path: shard.path.clone(), reason })?;
             let direct = open_direct(&shard.path, &file);
@@ -306,6 +296,14 @@ impl Store {
             // The file was longer when its header was read.
             std::io::ErrorKind::UnexpectedEof => ModelError::Written { path },
             _ => ModelError::Io { path, action: "read it", source },
+        }
+    }
+
+    /// Sets whether few bytes here and there are accessed through the mappings, so that the system reads nothing around them. It is a hint.
+    pub(super) fn expect_few_bytes(&self, few: bool) {
+        let advice = if few { Advice::Random } else { Advice::Normal };
+        for mapped in self.shards.iter().filter_map(|shard| shard.mapped.as_ref()) {
+            let _ = mapped.bytes.advise(advice);
         }
     }
 
