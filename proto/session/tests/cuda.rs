@@ -17,7 +17,7 @@ use bytemuck::Zeroable as _;
 use cudarc::driver::sys::{self, CUresult, CUstream};
 use expertd_ipc::control::receive_fds;
 use expertd_session::SessionError;
-use expertd_session::cuda::control::ControlMemory;
+use expertd_session::cuda::control::{ControlMemory, TakenRing};
 use expertd_session::cuda::wire::{MAX_PREPARE_FRAME, OpenCuda, PrepareReply, PreparedCall, StatusRecord};
 use expertd_session::cuda::{CudaSession, CudaSessionOptions, Gpu, ImportedMemory};
 use expertd_session::socket;
@@ -130,7 +130,7 @@ fn serve(
             has_ended.store(true, Ordering::Release);
         });
         while !has_ended.load(Ordering::Acquire) {
-            let Some(ring) = control.take(0, false) else {
+            let Some(TakenRing { ring, .. }) = control.take(0, 0) else {
                 std::hint::spin_loop();
                 continue;
             };

@@ -13,15 +13,18 @@ use bytemuck::Zeroable as _;
 use expertd_ipc::region::{LINE, RegionError, SharedRegion, SharedSlice};
 
 use super::wire::{
-    ControlLayout, DONE, FAILED, KIND_CUDA, MAX_DOORBELLS, MAX_WORDS, OpenedCuda, PENDING, RELEASED, Ring,
-    SEEN, STATUS_STRIDE, StatusRecord,
+    BEGINS, ControlLayout, DONE, FAILED, KIND_CUDA, MAX_DOORBELLS, MAX_WORDS, OpenedCuda, PENDING, RELEASED,
+    Ring, SEEN, STATUS_STRIDE, StatusRecord,
 };
 use crate::wire::{CompletionRecord, VERSION};
 
-/// Offset on a line of completion words of the number of the last call that ended.
-const NUMBER: usize = 32;
-/// Offset on a line of completion words of the word that the client's stream sets to [`SEEN`] once it has seen them.
-const SEEN_WORD: usize = 40;
+/// Index on a doorbell's line of words of the word that the client's stream sets to [`SEEN`]. It stores this word and the first completion
+/// word together.
+const SEEN_WORD: usize = 0;
+/// Index of the first completion word.
+const FIRST_WORD: usize = 1;
+/// Offset on the line of the number of the last call that ended, in bytes.
+const NUMBER: usize = 40;
 /// 64-bit words of a status.
 const STATUS_WORDS: usize = size_of::<StatusRecord>() / 8;
 /// How often a status is read again while the service changes it.
@@ -40,6 +43,15 @@ pub struct ControlMemory {
     statuses: SharedSlice<u64>,
     count: u32,
     words_each: u32,
+}
+
+/// A ring that was taken from a doorbell.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TakenRing {
+    /// The ring.
+    pub ring: Ring,
+    /// Whether the client's stream has seen the words of the last call that is in flight.
+    pub follows_end: bool,
 }
 
 impl ControlMemory {
@@ -163,14 +175,14 @@ impl ControlMemory {
     /// Offset of a completion word in the region, in bytes.
     #[must_use]
     pub const fn word_offset(&self, doorbell: u32, word: u32) -> usize {
-        self.layout.words + doorbell as usize * LINE + word as usize * 4
+        self.layout.words + doorbell as usize * LINE + (FIRST_WORD + word as usize) * 4
     }
 
-    /// Offset in the region of the word that the client's stream sets to [`SEEN`] once it has seen a call's completion words, in
-    /// bytes.
+    /// Offset in the region of the 64-bit word to which the client's stream stores [`BEGINS`] before each call, in bytes: it says that the
+    /// stream has seen the last call's completion words, and clears the first one.
     #[must_use]
-    pub const fn seen_offset(&self, doorbell: u32) -> usize {
-        self.layout.words + doorbell as usize * LINE + SEEN_WORD
+    pub const fn begin_offset(&self, doorbell: u32) -> usize {
+        self.layout.words + doorbell as usize * LINE + SEEN_WORD * 4
     }
 
     /// Offset in the region of the number of the doorbell's last call that ended, a 64-bit word, in bytes.
@@ -226,23 +238,33 @@ impl ControlMemory {
         self.routing.atomics().get(first..first + bytes / 4)
     }
 
-    /// Takes a ring of a doorbell. Bytes that a client scribbles are a ring, too. Ranks raise words, so the next ring may come before
-    /// the router knows that the call before it has ended: while that call is `in_flight`, a ring stays for a later poll if the client's
-    /// stream has seen the words. Any other ring during a call is taken, for the caller to refuse.
+    /// Whether a doorbell may have been rung: [`take`](Self::take) may return a ring.
     #[must_use]
-    pub fn take(&self, doorbell: u32, in_flight: bool) -> Option<Ring> {
-        let bell = &self.doorbells.atomics()[doorbell as usize * LINE / 8];
+    pub fn is_rung(&self, doorbell: u32) -> bool {
+        self.doorbells.atomics()[doorbell as usize * LINE / 8].load(Ordering::Acquire) != 0
+    }
+
+    /// Takes a ring of a doorbell that has `in_flight` calls in flight. Bytes that a client scribbles are a ring, too. Ranks raise words,
+    /// so the next ring may come before the router knows that the call before it has ended. Such a ring is taken, too, and says that it
+    /// follows the end of that call; while more than one call is in flight it stays for a later poll. Any other ring during a call is
+    /// taken, for the caller to refuse.
+    #[must_use]
+    pub fn take(&self, doorbell: u32, in_flight: u32) -> Option<TakenRing> {
         // The order matters: the stream stores `SEEN` before it rings again, so a thread that finds that ring finds `SEEN`, too.
-        if bell.load(Ordering::Acquire) == 0 || in_flight && self.is_seen(doorbell) {
+        if !self.is_rung(doorbell) {
             return None;
         }
-        let word = bell.swap(0, Ordering::AcqRel);
+        let follows_end = in_flight > 0 && self.is_seen(doorbell);
+        if follows_end && in_flight > 1 {
+            return None;
+        }
+        let word = self.doorbells.atomics()[doorbell as usize * LINE / 8].swap(0, Ordering::AcqRel);
         if word == 0 {
             return None;
         }
         // The stream that rang has stored `SEEN` for its last call before, and stores it for this call after its words are raised.
         self.seen(doorbell).store(PENDING, Ordering::Release);
-        Some(Ring::from_word(word))
+        Some(TakenRing { ring: Ring::from_word(word), follows_end })
     }
 
     /// Whether the client's stream has seen the words of the call that was taken last.
@@ -251,14 +273,19 @@ impl ControlMemory {
     }
 
     fn seen(&self, doorbell: u32) -> &AtomicU32 {
-        &self.words.atomics()[doorbell as usize * LINE / 4 + SEEN_WORD / 4]
+        &self.words.atomics()[doorbell as usize * LINE / 4 + SEEN_WORD]
     }
 
-    /// Raises the words of an answered call that a rank was to raise and may not have raised before it was killed. Nothing else raises
-    /// them meanwhile. If the client's stream has seen the words, they may belong to its next call by now and stay as they are.
+    fn completion_words(&self, doorbell: u32) -> &[AtomicU32] {
+        let first = doorbell as usize * LINE / 4 + FIRST_WORD;
+        &self.words.atomics()[first..first + self.words_each as usize]
+    }
+
+    /// Raises the words of the call that was taken last, which is answered and which a rank was to raise and may not have raised before it
+    /// was killed. Nothing else raises them meanwhile, and no ring is taken. If the client's stream has seen the words, they may belong to its next call by now and stay as they are.
     pub fn raise_unseen(&self, doorbell: u32) {
         let words = self.completion(doorbell);
-        // The order matters: the stream stores `SEEN` before it begins its next call, whose first act is to clear the words.
+        // The order matters: the stream stores `SEEN` together with the store that clears the first word.
         if words.contains(&PENDING) && !self.is_seen(doorbell) {
             self.raise(doorbell, DONE);
         }
@@ -293,8 +320,7 @@ impl ControlMemory {
     }
 
     fn raise(&self, doorbell: u32, value: u32) {
-        let first = doorbell as usize * LINE / 4;
-        for word in &self.words.atomics()[first..first + self.words_each as usize] {
+        for word in self.completion_words(doorbell) {
             word.store(value, Ordering::Release);
         }
     }
@@ -303,8 +329,8 @@ impl ControlMemory {
     /// cannot write the words any more.
     pub fn release(&self) -> bool {
         let mut found = false;
-        for line in self.words.atomics().chunks(LINE / 4) {
-            for word in &line[..self.words_each as usize] {
+        for doorbell in 0..self.count {
+            for word in self.completion_words(doorbell) {
                 let swapped = word.compare_exchange(PENDING, RELEASED, Ordering::AcqRel, Ordering::Relaxed);
                 found |= swapped.is_ok();
             }
@@ -315,9 +341,7 @@ impl ControlMemory {
     /// The completion words of a doorbell.
     #[must_use]
     pub fn completion(&self, doorbell: u32) -> Vec<u32> {
-        let first = doorbell as usize * LINE / 4;
-        let words = &self.words.atomics()[first..first + self.words_each as usize];
-        words.iter().map(|word| word.load(Ordering::Acquire)).collect()
+        self.completion_words(doorbell).iter().map(|word| word.load(Ordering::Acquire)).collect()
     }
 
     /// Number of the doorbell's last call that ended. Once a call's words are raised, it is at least that call's number; the status
@@ -366,10 +390,11 @@ impl ControlMemory {
 
     /// Stores a ring, as a stream of the client does.
     pub fn ring(&self, doorbell: u32, ring: Ring) {
-        let first = doorbell as usize * LINE / 4;
-        for word in &self.words.atomics()[first..first + self.words_each as usize] {
+        for word in self.completion_words(doorbell).iter().skip(1) {
             word.store(PENDING, Ordering::Relaxed);
         }
+        // The numbers are on the same lines, so this is the 64-bit view of the words.
+        self.numbers.atomics()[doorbell as usize * LINE / 8 + SEEN_WORD / 2].store(BEGINS, Ordering::Relaxed);
         self.doorbells.atomics()[doorbell as usize * LINE / 8].store(ring.to_word(), Ordering::Release);
     }
 }

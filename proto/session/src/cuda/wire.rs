@@ -22,9 +22,11 @@ pub const PENDING: u32 = 0;
 pub const DONE: u32 = 1;
 /// Value of a completion word: the call failed; the doorbell's status says why.
 pub const FAILED: u32 = 2;
-/// Value of the word that the client's stream stores after it has seen a call's completion words; the service clears it when it takes
+/// Value of the word that says that the client's stream has seen the last call's completion words; the service clears it when it takes
 /// the call.
 pub const SEEN: u32 = 1;
+/// What the client's stream stores before a call to the 64-bit word of [`SEEN`] and the first completion word, [`PENDING`].
+pub const BEGINS: u64 = SEEN as u64 | (PENDING as u64) << 32;
 /// Value of a completion word: the client's own thread released the waiting stream, because the session has ended.
 pub const RELEASED: u32 = 3;
 

@@ -127,7 +127,9 @@ impl Driver {
             // A round lasts at most SWEEP_INTERVAL; longer operations tick by themselves.
             watchdog::tick();
             if self.exchange() {
-                // The rows of a new call are on their way to the ranks before anything else is looked at.
+                // The rows of a new call are on their way to the ranks before anything else is looked at, the answers of the last step
+                // included.
+                self.hear_experts();
                 if let Some(end) = self.act() {
                     break end;
                 }
@@ -189,6 +191,18 @@ impl Driver {
         has_mail
     }
 
+    /// Reports the end of experts phases to the state machine.
+    fn hear_experts(&mut self) {
+        let Some(group) = &self.group else { return };
+        let ended = group.experts_ended();
+        if ended.is_some() && ended != self.experts_ended {
+            self.experts_ended = ended;
+            if let Some(step) = ended {
+                self.step_loop.experts_ended(group.generation(), step);
+            }
+        }
+    }
+
     /// Reports events of ranks to the state machine.
     fn hear_ranks(&mut self) {
         let Some(group) = &mut self.group else { return };
@@ -197,13 +211,7 @@ impl Driver {
         let news = group.poll();
         let usage_changed = group.take_usage_change();
         let is_started = group.is_started();
-        let ended = group.experts_ended();
-        if ended.is_some() && ended != self.experts_ended {
-            self.experts_ended = ended;
-            if let Some(step) = ended {
-                self.step_loop.experts_ended(generation, step);
-            }
-        }
+        self.hear_experts();
         // Steps that all ranks completed before a fault count.
         while let Some(done) = self.group.as_mut().and_then(Group::take_done) {
             self.collect(done);

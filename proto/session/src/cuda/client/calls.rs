@@ -6,14 +6,16 @@ use std::ffi::c_void;
 use std::mem::zeroed;
 use std::sync::PoisonError;
 
-use cudarc::driver::sys::{self, CUdeviceptr, CUstream, CUstreamBatchMemOpParams, CUstreamBatchMemOpType};
+use cudarc::driver::sys::{
+    self, CUdeviceptr, CUstream, CUstreamBatchMemOpParams, CUstreamBatchMemOpType as MemOp,
+};
 use expertd_types::DType;
 
 use super::CudaSession;
 use crate::client::SessionError;
 use crate::cuda::driver::check;
 use crate::cuda::wire::{
-    DONE, MAX_PREPARE_FRAME, PENDING, PrepareReply, PreparedCall, Ring, RoutingLayout, SEEN,
+    BEGINS, DONE, MAX_PREPARE_FRAME, PENDING, PrepareReply, PreparedCall, Ring, RoutingLayout,
 };
 use crate::socket;
 use crate::wire::{RequestRecord, frame};
@@ -278,15 +280,14 @@ impl CudaSession {
         stream: CUstream,
     ) -> Result<(), SessionError> {
         let control = &self.shared.control;
-        let words =
-            (0..control.words_each()).map(|word| self.signals + control.word_offset(doorbell, word) as u64);
-        let bell = self.signals + control.doorbell_offset(doorbell) as u64;
+        let signal = |offset: usize| self.signals + offset as u64;
+        let words = (0..control.words_each()).map(|word| signal(control.word_offset(doorbell, word)));
         let ring = Ring { prepared: call.number, rows };
-        let mut operations: Vec<CUstreamBatchMemOpParams> = Vec::with_capacity(2 * words.len() + 2);
-        operations.extend(words.clone().map(|word| write_32(word, PENDING)));
-        operations.push(write_64(bell, ring.to_word()));
+        let mut operations: Vec<CUstreamBatchMemOpParams> = Vec::with_capacity(2 * words.len() + 1);
+        operations.extend(words.clone().skip(1).map(|word| write_32(word, PENDING)));
+        operations.push(write_64(signal(control.begin_offset(doorbell)), BEGINS));
+        operations.push(write_64(signal(control.doorbell_offset(doorbell)), ring.to_word()));
         operations.extend(words.map(|word| wait_32(word, DONE)));
-        operations.push(write_32(self.signals + control.seen_offset(doorbell) as u64, SEEN));
         let count = operations.len() as u32;
         // SAFETY: the addresses are in the control region, which stays registered until the session is dropped; the caller vouches for
         // the stream.
@@ -351,31 +352,45 @@ struct Carried {
     returned: [(*mut u8, CUdeviceptr, usize); 2],
 }
 
+/// Earlier writes of the stream precede a write with these flags.
+const WRITE: u32 = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
+
 fn write_32(address: CUdeviceptr, value: u32) -> CUstreamBatchMemOpParams {
-    // SAFETY: the union and its parts are integers.
-    let mut operation: CUstreamBatchMemOpParams = unsafe { zeroed() };
-    operation.writeValue.operation = CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WRITE_VALUE_32;
-    operation.writeValue.address = address;
-    operation.writeValue.__bindgen_anon_1.value = value;
-    operation
+    memory_operation(MemOp::CU_STREAM_MEM_OP_WRITE_VALUE_32, address, value.into(), WRITE)
 }
 
 fn write_64(address: CUdeviceptr, value: u64) -> CUstreamBatchMemOpParams {
-    // SAFETY: the union and its parts are integers.
-    let mut operation: CUstreamBatchMemOpParams = unsafe { zeroed() };
-    operation.writeValue.operation = CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WRITE_VALUE_64;
-    operation.writeValue.address = address;
-    operation.writeValue.__bindgen_anon_1.value64 = value;
-    operation
+    memory_operation(MemOp::CU_STREAM_MEM_OP_WRITE_VALUE_64, address, value, WRITE)
 }
 
 /// Waits until the word is at least `value`.
 fn wait_32(address: CUdeviceptr, value: u32) -> CUstreamBatchMemOpParams {
-    // SAFETY: the union and its parts are integers.
-    let mut operation: CUstreamBatchMemOpParams = unsafe { zeroed() };
-    operation.waitValue.operation = CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WAIT_VALUE_32;
-    operation.waitValue.address = address;
-    operation.waitValue.__bindgen_anon_1.value = value;
-    operation.waitValue.flags = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
-    operation
+    let at_least = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
+    memory_operation(MemOp::CU_STREAM_MEM_OP_WAIT_VALUE_32, address, value.into(), at_least)
 }
+
+fn memory_operation(
+    operation: MemOp,
+    address: CUdeviceptr,
+    value: u64,
+    flags: u32,
+) -> CUstreamBatchMemOpParams {
+    // SAFETY: the union and its parts are integers.
+    let mut params: CUstreamBatchMemOpParams = unsafe { zeroed() };
+    // A wait has the fields of a write, and 32-bit operations read the lower half of the value.
+    params.writeValue.operation = operation;
+    params.writeValue.address = address;
+    params.writeValue.__bindgen_anon_1.value64 = value;
+    params.writeValue.flags = flags;
+    params
+}
+
+const _: () = {
+    use std::mem::offset_of;
+    use sys::CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st as Wait;
+    use sys::CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st as Write;
+    assert!(offset_of!(Wait, operation) == offset_of!(Write, operation));
+    assert!(offset_of!(Wait, address) == offset_of!(Write, address));
+    assert!(offset_of!(Wait, __bindgen_anon_1) == offset_of!(Write, __bindgen_anon_1));
+    assert!(offset_of!(Wait, flags) == offset_of!(Write, flags));
+};

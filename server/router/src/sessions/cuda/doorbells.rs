@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use expertd_session::cuda::wire::{MAX_PREPARED, PreparedCall, Ring, RoutingLayout};
+use expertd_session::cuda::control::TakenRing;
+use expertd_session::cuda::wire::{MAX_PREPARED, PreparedCall, RoutingLayout};
 use expertd_session::wire::{ALIGN, RequestRecord};
 use expertd_types::{DType, LayerId};
 
@@ -34,7 +35,8 @@ pub(super) enum Admission {
 #[derive(Clone, Debug, Default)]
 struct Doorbell {
     calls: u64,
-    in_flight: bool,
+    /// At most 2: a call whose end the router does not know and the client's stream has seen, and the next one.
+    in_flight: u32,
 }
 
 /// The prepared calls and doorbells of one session.
@@ -67,13 +69,25 @@ impl DoorbellTable {
         Ok(first as u32)
     }
 
-    /// Admits the call of a ring, or says why not. The client may have stored any number.
-    pub(super) fn ring(&mut self, doorbell: u32, ring: Ring) -> Admission {
+    /// Number of calls of a doorbell in flight.
+    pub(super) fn in_flight_of(&self, doorbell: u32) -> u32 {
+        self.doorbells.get(doorbell as usize).map_or(0, |bell| bell.in_flight)
+    }
+
+    /// Whether a call is the last one that its doorbell was rung for.
+    pub(super) fn is_last(&self, doorbell: u32, call: u64) -> bool {
+        self.doorbells.get(doorbell as usize).is_some_and(|bell| bell.calls == call)
+    }
+
+    /// Admits the call of a ring, or says why not. The client may have stored any number, and may claim to have seen the end of a call
+    /// that has none.
+    pub(super) fn ring(&mut self, doorbell: u32, taken: TakenRing) -> Admission {
+        let TakenRing { ring, follows_end } = taken;
         if self.is_closing {
             return Admission::Closing;
         }
         let Some(bell) = self.doorbells.get_mut(doorbell as usize) else { return Admission::Closing };
-        if bell.in_flight {
+        if bell.in_flight > u32::from(follows_end) {
             return Admission::Broken(format!(
                 "doorbell {doorbell} was rung while a call of it is in flight; each doorbell has one call at a time"
             ));
@@ -90,14 +104,14 @@ impl DoorbellTable {
                 format!("must have 1 to {} rows as prepared, found {}", prepared.max_rows, ring.rows);
             return Admission::Invalid { call, reason };
         }
-        bell.in_flight = true;
+        bell.in_flight += 1;
         Admission::Admitted { call, prepared: *prepared }
     }
 
     /// A doorbell's call ends, with or without an answer.
     pub(super) fn complete(&mut self, doorbell: u32) {
         if let Some(bell) = self.doorbells.get_mut(doorbell as usize) {
-            bell.in_flight = false;
+            bell.in_flight = bell.in_flight.saturating_sub(1);
         }
     }
 
@@ -108,7 +122,7 @@ impl DoorbellTable {
 
     /// Number of calls in flight.
     pub(super) fn in_flight(&self) -> usize {
-        self.doorbells.iter().filter(|bell| bell.in_flight).count()
+        self.doorbells.iter().map(|bell| bell.in_flight as usize).sum()
     }
 }
 
@@ -190,6 +204,7 @@ fn check_routing(call: &PreparedCall, moe: &MoeLayerInfo, routing_bytes: usize) 
 #[cfg(test)]
 mod tests {
     use bytemuck::Zeroable as _;
+    use expertd_session::cuda::wire::Ring;
     use proptest::prelude::*;
 
     use super::*;
@@ -203,13 +218,17 @@ mod tests {
         let mut table = DoorbellTable::new(2);
         assert_eq!(table.prepare(&[call(4), call(8)]), Ok(0));
         assert_eq!(table.prepare(&[call(2)]), Ok(2));
-        let ring = Ring { prepared: 1, rows: 8 };
+        let ring = TakenRing { ring: Ring { prepared: 1, rows: 8 }, follows_end: false };
         assert_eq!(table.ring(0, ring), Admission::Admitted { call: 1, prepared: call(8) });
         assert_eq!(table.ring(1, ring), Admission::Admitted { call: 1, prepared: call(8) });
         assert!(matches!(table.ring(0, ring), Admission::Broken(_)));
         table.complete(0);
         assert_eq!(table.ring(0, ring), Admission::Admitted { call: 2, prepared: call(8) });
         assert_eq!(table.in_flight(), 2);
+        let next = TakenRing { follows_end: true, ..ring };
+        assert_eq!(table.ring(0, next), Admission::Admitted { call: 3, prepared: call(8) });
+        assert!(matches!(table.ring(0, next), Admission::Broken(_)));
+        assert_eq!((table.in_flight_of(0), table.is_last(0, 2), table.is_last(0, 3)), (2, false, true));
         table.close();
         assert_eq!(table.ring(0, ring), Admission::Closing);
     }
@@ -219,11 +238,13 @@ mod tests {
         let mut table = DoorbellTable::new(1);
         table.prepare(&[call(4)]).unwrap();
         for (prepared, rows) in [(1, 4), (u32::MAX, 1), (0, 5), (0, 0)] {
-            let admission = table.ring(0, Ring { prepared, rows });
+            let ring = TakenRing { ring: Ring { prepared, rows }, follows_end: false };
+            let admission = table.ring(0, ring);
             assert!(matches!(admission, Admission::Invalid { .. }), "{admission:?}");
         }
         assert_eq!(table.in_flight(), 0);
-        let admission = table.ring(0, Ring { prepared: 0, rows: 4 });
+        let ring = TakenRing { ring: Ring { prepared: 0, rows: 4 }, follows_end: false };
+        let admission = table.ring(0, ring);
         assert_eq!(admission, Admission::Admitted { call: 5, prepared: call(4) });
     }
 
@@ -236,35 +257,39 @@ mod tests {
     }
 
     proptest! {
-        /// Random clients: a doorbell never has two calls in flight, and every call that is admitted is as it was prepared.
+        /// Random clients: a doorbell never has more than two calls in flight, nor two of which neither follows the other's end, and every
+        /// call that is admitted is as it was prepared.
         #[test]
-        fn calls_are_as_prepared(events in prop::collection::vec((0_u32..4, 0_u32..6, 0_u32..6, any::<bool>()), 1..200)) {
+        fn calls_are_as_prepared(
+            events in prop::collection::vec((0_u32..4, 0_u32..6, 0_u32..6, any::<bool>(), any::<bool>()), 1..200),
+        ) {
             let mut table = DoorbellTable::new(3);
             let mut prepared = Vec::new();
-            let mut in_flight = [false; 4];
-            for (doorbell, number, rows, completes) in events {
+            let mut in_flight = [0_u32; 4];
+            for (doorbell, number, rows, completes, follows_end) in events {
+                let of_doorbell = &mut in_flight[doorbell as usize];
                 if completes {
                     table.complete(doorbell);
-                    in_flight[doorbell as usize] = false;
+                    *of_doorbell = of_doorbell.saturating_sub(1);
                 } else if number == 5 {
                     prop_assert_eq!(table.prepare(&[call(rows)]), Ok(prepared.len() as u32));
                     prepared.push(call(rows));
                 } else {
-                    match table.ring(doorbell, Ring { prepared: number, rows }) {
+                    match table.ring(doorbell, TakenRing { ring: Ring { prepared: number, rows }, follows_end }) {
                         Admission::Admitted { prepared: found, .. } => {
-                            prop_assert!(!in_flight[doorbell as usize]);
+                            prop_assert!(*of_doorbell <= u32::from(follows_end));
                             prop_assert_eq!(found, prepared[number as usize]);
                             prop_assert!(rows > 0 && rows <= found.max_rows);
-                            in_flight[doorbell as usize] = true;
+                            *of_doorbell += 1;
                         }
-                        Admission::Broken(_) => prop_assert!(in_flight[doorbell as usize]),
+                        Admission::Broken(_) => prop_assert!(*of_doorbell > u32::from(follows_end)),
                         Admission::Invalid { .. } => prop_assert!(
                             prepared.get(number as usize).is_none_or(|call| rows == 0 || rows > call.max_rows)
                         ),
                         Admission::Closing => prop_assert_eq!(doorbell, 3),
                     }
                 }
-                prop_assert_eq!(table.in_flight(), in_flight[..3].iter().filter(|bell| **bell).count());
+                prop_assert_eq!(table.in_flight() as u32, in_flight[..3].iter().sum::<u32>());
             }
         }
     }

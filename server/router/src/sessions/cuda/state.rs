@@ -49,8 +49,6 @@ pub(crate) struct CudaState {
     is_open: AtomicBool,
     is_closing: AtomicBool,
     table: Mutex<DoorbellTable>,
-    /// `[doorbells]`: whether a call is in flight.
-    in_flight: Vec<AtomicBool>,
     /// `[doorbells]`: the service's own copies.
     statuses: Mutex<Vec<StatusRecord>>,
     rows_travel: Mutex<RowsTravel>,
@@ -87,7 +85,6 @@ impl CudaState {
             is_open: AtomicBool::new(false),
             is_closing: AtomicBool::new(false),
             table: Mutex::new(DoorbellTable::new(doorbells)),
-            in_flight: (0..doorbells).map(|_| AtomicBool::new(false)).collect(),
             statuses: Mutex::new(vec![StatusRecord::zeroed(); doorbells as usize]),
             rows_travel: Mutex::default(),
             answered: Condvar::new(),
@@ -126,14 +123,6 @@ impl CudaState {
 
     fn table(&self) -> MutexGuard<'_, DoorbellTable> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn is_in_flight(&self, doorbell: u32) -> bool {
-        self.in_flight[doorbell as usize].load(Ordering::Acquire)
-    }
-
-    fn set_in_flight(&self, doorbell: u32, in_flight: bool) {
-        self.in_flight[doorbell as usize].store(in_flight, Ordering::Release);
     }
 
     fn rows_travel(&self) -> MutexGuard<'_, RowsTravel> {
@@ -239,13 +228,15 @@ impl CudaState {
         elapsed: Duration,
         raising: Raising,
     ) {
-        if raising == Raising::KilledRank {
-            // Before the doorbell's next ring is taken, which clears the word that says what the client has seen.
+        let mut table = self.table();
+        if raising == Raising::KilledRank && table.is_last(doorbell, record.call) {
+            // Under the lock under which rings are taken, because a ring clears the word that says what the client has seen. If a later call
+            // was taken, the client has seen the end of this one.
             self.control.raise_unseen(doorbell);
         }
         // Before the words are raised: the client may ring at once.
-        self.table().complete(doorbell);
-        self.set_in_flight(doorbell, false);
+        table.complete(doorbell);
+        drop(table);
         self.answer(doorbell, record, elapsed, raising);
         if record.code == 0 {
             self.rows_total.fetch_add(tokens as u64, Ordering::Relaxed);
@@ -286,20 +277,22 @@ impl CudaState {
     pub(super) fn poll(self: &Arc<Self>, steps: &dyn Steps) -> bool {
         let mut found = false;
         for doorbell in 0..self.control.doorbells() {
-            if let Some(ring) = self.control.take(doorbell, self.is_in_flight(doorbell)) {
-                found = true;
-                self.take(doorbell, ring, steps);
+            if self.control.is_rung(doorbell) {
+                found |= self.take(doorbell, steps);
             }
         }
         found
     }
 
-    fn take(self: &Arc<Self>, doorbell: u32, ring: Ring, steps: &dyn Steps) {
-        let began = Instant::now();
-        let admission = self.table().ring(doorbell, ring);
+    /// Takes a ring of a doorbell; returns whether there was one.
+    fn take(self: &Arc<Self>, doorbell: u32, steps: &dyn Steps) -> bool {
+        let mut table = self.table();
+        let Some(taken) = self.control.take(doorbell, table.in_flight_of(doorbell)) else { return false };
+        let admission = table.ring(doorbell, taken);
+        drop(table);
+        let (began, ring) = (Instant::now(), taken.ring);
         match admission {
             Admission::Admitted { call, prepared } => {
-                self.set_in_flight(doorbell, true);
                 let trace = RequestTrace::of_session(self.number, "cuda", began);
                 let submitted = self.submit(doorbell, ring, call, &prepared, steps, (began, trace.clone()));
                 if let Err(failure) = submitted {
@@ -318,6 +311,7 @@ impl CudaState {
             }
             Admission::Closing => {}
         }
+        true
     }
 
     /// Hands a call to the step loop.

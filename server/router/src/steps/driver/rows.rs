@@ -47,12 +47,13 @@ impl Driver {
             }
         }
         let top_k = step.kind.top_k;
-        let trial = TrialRow::new(cluster.shape.hidden, top_k);
+        let is_trial = step.rows.iter().any(|range| range.key == RequestKey::TRIAL);
+        let trial = is_trial.then(|| TrialRow::new(cluster.shape.hidden, top_k));
         let routed_by_gate = shared.top_k(step.kind.layer) == Some(top_k);
         let mut forming = group.begin(step.slot, top_k);
         let (mut staged, mut in_place) = (Vec::with_capacity(step.rows.len()), Vec::new());
         for range in &step.rows {
-            if range.key == RequestKey::TRIAL {
+            if let Some(trial) = trial.as_ref().filter(|_| range.key == RequestKey::TRIAL) {
                 staged.push((range.key, forming.stage(range.rank, &trial.rows(routed_by_gate))?));
             }
             let Some(active) = active.get(&range.key) else { continue };
