@@ -162,8 +162,10 @@ struct DispatchParams {
     uint32_t* block_counts;      // scratch [kMaxBlocks][local experts]
     uint32_t fp8_rows;           // 1: rows are quantised when they are sent; a row of the window then takes fp8_row_bytes()
     uint32_t power_of_two_scales;  // 1: the scales of FP8 rows are rounded up to powers of two
+    uint32_t first_row;          // first row that is sent; earlier launches have sent the rows before it
+    uint32_t push_rows;          // not 0: the launch only sends this number of rows, and a later launch does the rest of the dispatch
 };
-static_assert(sizeof(DispatchParams) == 272, "mirrored in src/params");
+static_assert(sizeof(DispatchParams) == 280, "mirrored in src/params");
 
 // Bytes of a row that is pushed in FP8: e4m3 [H], then f32 [ceil(H / 128)] scales. H must be a multiple of 64.
 inline constexpr uint32_t kScaleElements = 128;
@@ -185,13 +187,18 @@ struct CombineParams {
     const RowPlace* places;      // their flags select the rows to which `shared` is added; null selects all rows, if the step is not direct
     void* out;                   // [T][H] of SlotState::out_dtype, unless the step is direct
     uint64_t* experts_done;      // mapped: set to the step's number when its experts have ended; or null
+    uint32_t first_row;          // rows before it are combined by earlier launches
+    uint32_t end_row;            // later launches combine the rows from it on; 0: none
 };
-static_assert(sizeof(CombineParams) == 256, "mirrored in src/params");
+static_assert(sizeof(CombineParams) == 264, "mirrored in src/params");
 
 enum ScoreFn : uint32_t { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2, kSqrtSoftplus = 3, kSparseMixer = 4 };
 enum Choice : uint32_t { kByScores = 0, kByLogits = 1, kByTokenIds = 2 };
 enum GroupScore : uint32_t { kNoGroups = 0, kGroupMax = 1, kGroupTopTwoSum = 2 };
 enum Normalise : uint32_t { kNo = 0, kSum = 1, kSumAtLeast = 2 };
+
+// A launch of the gate begins at a multiple of this number of rows.
+constexpr uint32_t kGateTile = 64;
 
 // One layer in the table that the gate reads.
 struct GateLayer {
@@ -229,8 +236,10 @@ struct GateParams {
     float scale;
     float jitter;                // for kSparseMixer
     uint32_t vocab;
+    uint32_t first_row;          // first row of the launch, a multiple of kGateTile
+    uint32_t rows;               // number of rows of the launch, a multiple of kGateTile unless they are the last ones; 0: all
 };
-static_assert(sizeof(GateParams) == 136, "mirrored in src/params");
+static_assert(sizeof(GateParams) == 144, "mirrored in src/params");
 
 // Converts rows from mapped host staging to bf16 in device memory, and copies the step's description to SlotState.
 struct CopyInParams {
@@ -241,7 +250,7 @@ struct CopyInParams {
     const int32_t* staged_ids;      // mapped, [T][k], read for rows with given routing
     const float* staged_weights;    // mapped
     const int32_t* staged_token_ids;  // mapped, [T], or null
-    void* tokens;
+    void* tokens;                   // null: copy engines write the rows, which are all bf16
     void* tokens_low;               // bf16 [T][H]: rows minus `tokens`, written if any row of the step is not bf16; or null
     int32_t* topk_ids;
     float* topk_weights;
@@ -261,7 +270,7 @@ static_assert(sizeof(CopyInParams) == 136, "mirrored in src/params");
 // rows of each local expert to the counts. Rank 0 raises completion words once all ranks have written their results.
 struct CopyOutParams {
     Group group;
-    const void* out;                // [T][H] of SlotState::out_dtype
+    const void* out;                // [T][H] of SlotState::out_dtype; null: copy engines read the results
     const int32_t* topk_ids;
     const float* topk_weights;
     const RowPlace* places;

@@ -28,6 +28,10 @@ pub struct DispatchParams {
     pub fp8_rows: u32,
     /// 1: scales of these rows are rounded up to powers of two.
     pub power_of_two_scales: u32,
+    /// First row that is sent; earlier launches have sent the rows before it.
+    pub first_row: u32,
+    /// Not 0: the launch only sends this number of rows, and a later launch does the rest of the dispatch.
+    pub push_rows: u32,
 }
 
 /// Bytes of a row of `hidden` elements that is pushed in FP8: e4m3 codes, then an f32 scale for every 128 of them.
@@ -56,6 +60,10 @@ pub struct CombineParams {
     pub out: u64,
     /// Out: u64 in mapped memory, set to the step's number when its experts have ended; or 0.
     pub experts_done: u64,
+    /// Rows before it are combined by earlier launches.
+    pub first_row: u32,
+    /// Later launches combine the rows from it on; 0: none.
+    pub end_row: u32,
 }
 
 /// See `ScaleParams` in `step.h`.
@@ -78,7 +86,7 @@ pub struct ScaleParams {
 
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
-    assert!(size_of::<DispatchParams>() == 272);
-    assert!(size_of::<CombineParams>() == 256);
+    assert!(size_of::<DispatchParams>() == 280);
+    assert!(size_of::<CombineParams>() == 264);
     assert!(size_of::<ScaleParams>() == 240);
 };

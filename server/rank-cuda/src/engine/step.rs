@@ -2,10 +2,9 @@
 
 #![allow(unsafe_code, reason = "launches kernels")]
 
-use cudarc::driver::sys::CUstream;
-use expertd_kernels::device::{Buffer, Device, DeviceError, Mailbox};
+use expertd_kernels::device::{Buffer, Device, DeviceError, Mailbox, Stream};
 use expertd_kernels::experts::{self, ExpertsParams};
-use expertd_kernels::launch::{self, LaunchError};
+use expertd_kernels::launch;
 use expertd_kernels::layout::Shape;
 use expertd_kernels::params::{
     CombineParams, Completion, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group,
@@ -14,7 +13,9 @@ use expertd_kernels::params::{
 use expertd_kernels::slot::SlotBuffers;
 
 use super::counts::DeviceCounts;
+use super::fault::CudaFault;
 use super::layers::{Layer, Layers, gate_params};
+use super::parts::{self, Parts};
 use crate::experts::{DeviceFormat, HostBuffer, Panels, activation_code};
 use expertd_model::Activation;
 
@@ -157,6 +158,10 @@ pub(super) struct StepLaunches<'a> {
     pub(super) copy_blocks: u32,
     /// Elements of a row without padding.
     pub(super) row_elements: u32,
+    /// Whether copy engines carry rows to where the gate and dispatch read them, and results from where combine writes them.
+    pub(super) unchanged: bool,
+    /// Parts of the step, which are not captured; `None`: the step is not cut.
+    pub(super) parts: Option<Parts<'a>>,
 }
 
 impl StepLaunches<'_> {
@@ -169,8 +174,9 @@ impl StepLaunches<'_> {
         layers: &Layers,
         buffers: &Buffers,
         shape: &Shape,
-        stream: CUstream,
-    ) -> Result<(), LaunchError> {
+        on: &Stream,
+    ) -> Result<(), CudaFault> {
+        let stream = on.raw();
         let k = &self.slot.kernels;
         let state = k.state.address();
         let places = self.slot.places.address();
@@ -183,7 +189,7 @@ impl StepLaunches<'_> {
             staged_ids: self.staged.ids,
             staged_weights: self.staged.weights,
             staged_token_ids: if self.layer.spec.gate.needs_token_ids() { self.staged.token_ids } else { 0 },
-            tokens: k.tokens.address(),
+            tokens: if self.unchanged { 0 } else { k.tokens.address() },
             tokens_low: self.slot.tokens_low.address(),
             topk_ids: k.topk_ids.address(),
             topk_weights: k.topk_weights.address(),
@@ -203,25 +209,21 @@ impl StepLaunches<'_> {
             // SAFETY: as above.
             unsafe { launch::meet(&[self.group], 1, stream)? };
         }
-        if self.gate_rows > 0 {
-            let gate = GateParams {
-                state,
-                layers: layers.gates.address(),
-                tokens: k.tokens.address(),
-                tokens_low: self.slot.tokens_low.address(),
-                token_ids: self.slot.token_ids.address(),
-                logits: buffers.logits.address(),
-                tickets: buffers.tickets.address(),
-                places,
-                topk_ids: k.topk_ids.address(),
-                topk_weights: k.topk_weights.address(),
-                hidden,
-                max_tokens,
-                ..gate_params(&self.layer.spec.gate)
-            };
-            // SAFETY: as above.
-            unsafe { launch::gate(&[gate], self.gate_rows, stream)? };
-        }
+        let gate = GateParams {
+            state,
+            layers: layers.gates.address(),
+            tokens: k.tokens.address(),
+            tokens_low: self.slot.tokens_low.address(),
+            token_ids: self.slot.token_ids.address(),
+            logits: buffers.logits.address(),
+            tickets: buffers.tickets.address(),
+            places,
+            topk_ids: k.topk_ids.address(),
+            topk_weights: k.topk_weights.address(),
+            hidden,
+            max_tokens,
+            ..gate_params(&self.layer.spec.gate)
+        };
         // All ranks send rows in the format of the layer's experts. A group of one rank sends no rows.
         let fp8_rows = self.layer.format == DeviceFormat::W8a8 && self.group.ranks > 1;
         let dispatch = DispatchParams {
@@ -229,8 +231,25 @@ impl StepLaunches<'_> {
             power_of_two_scales: u32::from(self.layer.spec.experts.power_of_two_scales),
             ..k.dispatch(self.group)
         };
-        // SAFETY: as above.
-        unsafe { launch::dispatch(&[dispatch], self.dispatch_blocks, stream)? };
+        let inward = self.parts.map_or(&[][..], |parts| parts.inward);
+        let arrived = self.parts.map_or(&[][..], |parts| &parts.events.arrived);
+        for part in parts::launches(inward, arrived) {
+            if let Some(arrived) = part.event {
+                arrived.wait_event(on)?;
+            }
+            if self.gate_rows > 0 {
+                let end = part.end.unwrap_or(self.gate_rows);
+                let gate = GateParams { first_row: part.first, rows: end - part.first, ..gate };
+                // SAFETY: as above.
+                unsafe { launch::gate(&[gate], self.gate_rows, stream)? };
+            }
+            let push_rows = part.end.map_or(0, |end| end - part.first);
+            if push_rows == 0 || self.group.ranks > 1 {
+                let dispatch = DispatchParams { first_row: part.first, push_rows, ..dispatch };
+                // SAFETY: as above.
+                unsafe { launch::dispatch(&[dispatch], self.dispatch_blocks, stream)? };
+            }
+        }
         let local_experts = layers.local_experts(self.layer);
         if local_experts > 0 {
             let routed = ExpertsParams {
@@ -292,11 +311,19 @@ impl StepLaunches<'_> {
         }
         let experts_done = self.slot.experts_done.address();
         let combine = CombineParams { places, experts_done, ..k.combine(self.group, shared_out) };
-        // SAFETY: as above.
-        unsafe { launch::combine(&[combine], self.combine_blocks, stream)? };
+        let outward = self.parts.map_or(&[][..], |parts| parts.outward);
+        let combined = self.parts.map_or(&[][..], |parts| &parts.events.combined);
+        for part in parts::launches(outward, combined) {
+            let combine = CombineParams { first_row: part.first, end_row: part.end.unwrap_or(0), ..combine };
+            // SAFETY: as above.
+            unsafe { launch::combine(&[combine], self.combine_blocks, stream)? };
+            if let Some(combined) = part.event {
+                combined.record(on)?;
+            }
+        }
         let copy_out = CopyOutParams {
             group: self.group,
-            out: k.out.address(),
+            out: if self.unchanged { 0 } else { k.out.address() },
             topk_ids: k.topk_ids.address(),
             topk_weights: k.topk_weights.address(),
             places,
