@@ -273,8 +273,7 @@ impl Copies {
                 complete.record(compute)?;
             }
             complete.wait_event(&self.outward)?;
-            if parts.is_none_or(|parts| index + 1 == parts.outward.len()) {
-                // The copies of earlier parts run beside combine and do not count.
+            if parts.is_none() {
                 copy.out_begin.record(&self.outward)?;
             }
             for part in rows.between(first, end) {
@@ -309,10 +308,15 @@ impl Copies {
         self.slots[slot].out_end.has_passed()
     }
 
-    /// Durations of the copies of a slot's last step: to the device, and back.
-    pub(super) fn times(&self, slot: usize) -> Result<(Duration, Duration), DeviceError> {
+    /// Durations of the copies of a slot's last step: to the device, and back. If the step was cut into `parts` parts on its way back,
+    /// copies that run beside combine do not count.
+    pub(super) fn times(&self, slot: usize, parts: usize) -> Result<(Duration, Duration), DeviceError> {
         let copy = &self.slots[slot];
-        Ok((copy.in_end.since(&copy.in_begin)?, copy.out_end.since(&copy.out_begin)?))
+        let out_begin = match parts {
+            0 => &copy.out_begin,
+            parts => &copy.parts.combined[parts - 1],
+        };
+        Ok((copy.in_end.since(&copy.in_begin)?, copy.out_end.since(out_begin)?))
     }
 }
 

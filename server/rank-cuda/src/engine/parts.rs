@@ -17,18 +17,23 @@ use expertd_kernels::slot::combine_turn;
 const MAX_PARTS: usize = 8;
 /// Steps are cut if a rank has at least this many bytes of rows. The copies of fewer bytes take less time than the additional launches.
 const CUT_FROM: usize = 4 << 20;
-/// Number of parts in each direction.
-const PARTS: usize = 4;
-/// Overrides these numbers for measurements: the smallest number of rows of a rank, and the number of parts in and out, as in `1024,4,4`.
+/// Where rows that are copied in are cut, in percent of a rank's rows. Every part costs a few µs, and the gate of a part takes
+/// nearly as long as that of all rows.
+const INWARD: [u32; 1] = [75];
+/// Where results are cut.
+const OUTWARD: [u32; 1] = [25];
+/// Overrides these numbers for measurements: the smallest number of rows of a rank, then the percentages in and out, as in `1024,50/75,25`;
+/// 0 for no cut.
 const PARTS_ENV: &str = "EXPERTD_CUDA_PARTS";
 
-/// Which steps are cut, and into how many parts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Which steps are cut, and where.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Cut {
     /// Smallest number of rows of this rank.
     pub(super) from: u32,
-    inward: usize,
-    outward: usize,
+    /// Percentages, ascending.
+    inward: Vec<u32>,
+    outward: Vec<u32>,
 }
 
 impl Cut {
@@ -37,36 +42,42 @@ impl Cut {
         let given = std::env::var(PARTS_ENV).ok().and_then(|text| Cut::parse(&text));
         given.unwrap_or_else(|| Cut {
             from: CUT_FROM.div_ceil(hidden * 2) as u32,
-            inward: PARTS,
-            outward: PARTS,
+            inward: INWARD.to_vec(),
+            outward: OUTWARD.to_vec(),
         })
     }
 
     fn parse(text: &str) -> Option<Self> {
-        let (from, parts) = text.split_once(',')?;
-        let (inward, outward) = parts.split_once(',')?;
-        let parts = |text: &str| text.parse().ok().filter(|parts| (1..=MAX_PARTS).contains(parts));
-        Some(Cut { from: from.parse().ok()?, inward: parts(inward)?, outward: parts(outward)? })
+        let (from, cuts) = text.split_once(',')?;
+        let (inward, outward) = cuts.split_once(',')?;
+        let cuts = |text: &str| {
+            let cuts: Option<Vec<u32>> = text.split('/').map(|percent| percent.parse().ok()).collect();
+            cuts.filter(|cuts| {
+                cuts.len() < MAX_PARTS && cuts.is_sorted() && cuts.iter().all(|cut| *cut < 100)
+            })
+        };
+        Some(Cut { from: from.parse().ok()?, inward: cuts(inward)?, outward: cuts(outward)? })
     }
 
     /// The ends of the parts of `tokens` rows, at least one, in which a rank copies rows in.
     pub(super) fn inward(&self, tokens: u32) -> Vec<u32> {
-        ends(tokens, self.inward, GATE_TILE)
+        ends(tokens, &self.inward, GATE_TILE)
     }
 
     /// The ends of the parts in which a rank copies results out.
     pub(super) fn outward(&self, tokens: u32, shape: &Shape, combine_blocks: u32) -> Vec<u32> {
-        ends(tokens, self.outward, combine_turn(shape, combine_blocks))
+        ends(tokens, &self.outward, combine_turn(shape, combine_blocks))
     }
 }
 
-/// Ends of at most `parts` parts of about equal size. All but the last are multiples of `unit`.
-fn ends(tokens: u32, parts: usize, unit: u32) -> Vec<u32> {
-    let share = tokens / parts as u32;
-    let size = ((share + unit / 2) / unit).max(1) * unit;
+/// Ends of parts that end near `percentages` of the rows. All but the last are multiples of `unit`.
+fn ends(tokens: u32, percentages: &[u32], unit: u32) -> Vec<u32> {
+    let share = |percent: &u32| (u64::from(tokens) * u64::from(*percent) / 100) as u32;
     let mut ends: Vec<u32> =
-        (1..parts as u32).map(|part| part * size).take_while(|end| *end < tokens).collect();
+        percentages.iter().map(|percent| (share(percent) + unit / 2) / unit * unit).collect();
+    ends.retain(|end| (1..tokens).contains(end));
     ends.push(tokens);
+    ends.dedup();
     ends
 }
 
@@ -128,24 +139,25 @@ mod tests {
 
     #[test]
     fn parts_cover_all_rows_and_begin_at_units() {
+        let percentages = [0, 1, 12, 25, 25, 60, 99];
         for tokens in [1, 63, 64, 65, 200, 1000, 2048, 8192] {
-            for parts in 1..=MAX_PARTS {
-                for unit in [1, 64, 480, 5000] {
-                    let ends = ends(tokens, parts, unit);
-                    assert!(ends.len() <= parts && ends.last() == Some(&tokens), "{ends:?}");
-                    assert!(ends.windows(2).all(|pair| pair[0] < pair[1]), "{ends:?}");
-                    assert!(ends[..ends.len() - 1].iter().all(|end| end % unit == 0), "{ends:?}");
-                }
+            for unit in [1, 64, 480, 5000] {
+                let ends = ends(tokens, &percentages, unit);
+                assert!(ends.len() <= MAX_PARTS && ends.last() == Some(&tokens), "{ends:?}");
+                assert!(ends[0] > 0 && ends.windows(2).all(|pair| pair[0] < pair[1]), "{ends:?}");
+                assert!(ends[..ends.len() - 1].iter().all(|end| end % unit == 0), "{ends:?}");
             }
         }
-        assert_eq!(ends(2048, 4, GATE_TILE), [512, 1024, 1536, 2048]);
-        assert_eq!(ends(2048, 4, 480), [480, 960, 1440, 2048]);
+        assert_eq!(ends(2048, &[25, 50, 75], GATE_TILE), [512, 1024, 1536, 2048]);
+        assert_eq!(ends(2048, &[25], 480), [480, 2048]);
+        assert_eq!(ends(2048, &[0], 64), [2048]);
     }
 
     #[test]
-    fn a_cut_is_three_numbers() {
-        assert_eq!(Cut::parse("512,2,3"), Some(Cut { from: 512, inward: 2, outward: 3 }));
-        for wrong in ["", "512", "512,0,1", "512,1,9", "x,1,1"] {
+    fn a_cut_is_a_number_and_two_lists() {
+        let cut = Cut { from: 512, inward: vec![50, 75], outward: vec![0] };
+        assert_eq!(Cut::parse("512,50/75,0"), Some(cut));
+        for wrong in ["", "512", "512,0", "512,0,100", "512,75/50,0", "x,1,1", "1,1/2/3/4/5/6/7/8,0"] {
             assert_eq!(Cut::parse(wrong), None, "{wrong}");
         }
     }

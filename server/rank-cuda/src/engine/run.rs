@@ -32,8 +32,8 @@ pub(super) struct Running {
     gated: bool,
     /// Whether copy engines carry its rows.
     copied: bool,
-    /// Whether it was cut into parts.
-    cut: bool,
+    /// Number of parts in which its results are copied; 0: it was not cut.
+    parts: usize,
     /// Whether the router was notified of the end of its experts phase.
     notified: bool,
 }
@@ -52,14 +52,15 @@ impl Watch {
 }
 
 impl CudaEngine {
-    /// Launches a step whose rows travel unchanged. Returns whether it was cut into parts.
+    /// Launches a step whose rows travel unchanged. Returns the number of parts in which its results are copied; 0 if it was
+    /// not cut.
     fn launch_unchanged(
         &self,
         step: &StepDescriptor,
         layer: &Layer,
         variant: Variant,
         copies: &[ClientCopy],
-    ) -> Result<bool, CudaFault> {
+    ) -> Result<usize, CudaFault> {
         let Some(engines) = self.copies_of(variant) else {
             return Err(CudaFault::Stuck("a step without copy engines has rows for them".to_owned()));
         };
@@ -72,7 +73,7 @@ impl CudaEngine {
             engines.inward_unchanged(slot, &rows, None, &self.stream)?;
             self.launch_kernels(step, layer, variant, None)?;
             engines.outward_unchanged(slot, &rows, None, &self.stream)?;
-            return Ok(false);
+            return Ok(0);
         }
         let combine_blocks = combine_blocks(&self.shape, variant.rows, self.most_blocks);
         let parts = Parts {
@@ -83,7 +84,7 @@ impl CudaEngine {
         engines.inward_unchanged(slot, &rows, Some(parts), &self.stream)?;
         self.launch_kernels(step, layer, variant, Some(parts))?;
         engines.outward_unchanged(slot, &rows, Some(parts), &self.stream)?;
-        Ok(true)
+        Ok(parts.outward.len())
     }
 
     /// Launches the kernels of a step.
@@ -247,11 +248,11 @@ impl StepEngine for CudaEngine {
             true => Vec::new(),
             false => self.memories.place(&segments, staging.segments, converted),
         };
-        let cut = match carried {
+        let parts = match carried {
             Some(copies) => self.launch_unchanged(step, layer, variant, &copies)?,
             None => {
                 self.launch(step, layer, variant, &segments, &clients)?;
-                false
+                0
             }
         };
         self.inject_fault(slot)?;
@@ -264,7 +265,7 @@ impl StepEngine for CudaEngine {
             segments,
             gated,
             copied,
-            cut,
+            parts,
             notified: false,
         });
         Ok(None)
@@ -288,7 +289,7 @@ impl StepEngine for CudaEngine {
         if !self.has_ended(sequence, slot, copied)? {
             return Ok(None);
         }
-        let Some(Running { segments, gated, notified, cut, .. }) = self.running.pop_front() else {
+        let Some(Running { segments, gated, notified, parts, .. }) = self.running.pop_front() else {
             return Ok(None);
         };
         self.watch = Watch::start();
@@ -310,9 +311,10 @@ impl StepEngine for CudaEngine {
         }
         let mut phases = phases(&completion, gated);
         if let Some(copies) = self.copies.as_ref().filter(|_| copied) {
-            let (inward, outward) = copies.times(slot).map_err(CudaFault::from)?;
+            let (inward, outward) = copies.times(slot, parts).map_err(CudaFault::from)?;
             // In a step that is cut, the copies overlap the kernels of these phases.
-            let both = |kernel: Duration, copy: Duration| if cut { kernel.max(copy) } else { kernel + copy };
+            let both =
+                |kernel: Duration, copy: Duration| if parts == 0 { kernel + copy } else { kernel.max(copy) };
             let (copy_in, copy_out) = (Phase::CopyIn as usize, Phase::CopyOut as usize);
             phases[copy_in] = both(phases[copy_in], inward);
             phases[copy_out] = both(phases[copy_out], outward);
