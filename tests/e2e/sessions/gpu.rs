@@ -79,7 +79,7 @@ fn answers_of_every_size_and_type_equal_those_of_grpc() {
 
 /// Rows and returned routing of requests of many sizes, one at a time, with the gate's routing and with the same routing given; over gRPC
 /// and through a session. `parts` is `EXPERTD_CUDA_PARTS`.
-fn answers_in_parts(checkpoint: &Path, ranks: u32, parts: &str) -> Vec<(usize, ForwardResponse)> {
+fn answers_in_parts(checkpoint: &Path, ranks: u32, parts: &str) -> Vec<(u32, ForwardResponse)> {
     let (runtime, folder) = (runtime(), tempfile::tempdir().unwrap());
     let address = format!("unix:{}", folder.path().join("session.sock").display());
     let flags = ["--device", "cuda", "--session-listen", &address, "--max-tokens-per-step", "8192"];
@@ -93,8 +93,8 @@ fn answers_in_parts(checkpoint: &Path, ranks: u32, parts: &str) -> Vec<(usize, F
     host.in_place(&runtime);
     let mut rng = SmallRng::seed_from_u64(4);
     let mut answers = Vec::new();
-    for tokens in [1, 64, 130, 700, 2048, 4096, 5001, 8192] {
-        let values: Vec<f32> = (0..tokens * PARTS_HIDDEN).map(|_| rng.random_range(-2.0..2.0)).collect();
+    for tokens in [1_u32, 64, 130, 700, 2048, 4096, 5001, 8192] {
+        let values: Vec<f32> = (0..tokens as usize * PARTS_HIDDEN).map(|_| rng.random_range(-2.0..2.0)).collect();
         let rows = encode(&values, DType::Bf16);
         let mut request = ForwardRequest::inline(0, tokens, expertd_proto::v1::DType::DtypeBf16, rows);
         request.return_routing = true;
@@ -103,7 +103,7 @@ fn answers_in_parts(checkpoint: &Path, ranks: u32, parts: &str) -> Vec<(usize, F
         let (topk_ids, topk_weights) = (receipt.topk_ids, receipt.topk_weights);
         answers.push((tokens, over_grpc));
         answers.push((tokens, session.forward(&request, LOST).unwrap()));
-        let k = (topk_ids.len() / 4 / tokens) as u32;
+        let k = topk_ids.len() as u32 / 4 / tokens;
         request.routing = Some(Routing { topk_ids, topk_weights, k });
         answers.push((tokens, session.forward(&request, LOST).unwrap()));
     }
