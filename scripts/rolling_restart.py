@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Restarts the processes of the `replicas` overlay one after the other under load, as Kubernetes does. No call may fail.
 
-Usage: scripts/rolling_restart.py [--pods N] [--seconds N] [BIN]     BIN is a folder with expertd and expertd-loadtest
-                                                                   (default target/release)
+Usage: scripts/rolling_restart.py [--pods N] [--seconds N] [--upgrade FILE] [BIN]
+
+BIN is a folder with expertd and expertd-loadtest (default target/release). With --upgrade, the first round of restarts replaces
+expertd by FILE, an expertd of another version, the second one rolls back, and so on.
 
 The processes have the arguments and the environment of the rendered overlay, TLS and tokens included; only folders and
 addresses are those of this machine (127.0.0.2, 127.0.0.3, …). Each is ended by the overlay's preStop command and SIGTERM, within
@@ -106,6 +108,7 @@ def main() -> None:
     options.add_argument("binaries", nargs="?", type=pathlib.Path, default=ROOT / "target/release", metavar="BIN")
     options.add_argument("--pods", type=int, default=2)
     options.add_argument("--seconds", type=float, default=30, help="length of the load")
+    options.add_argument("--upgrade", type=pathlib.Path, metavar="FILE", help="expertd of another version")
     given = options.parse_args()
     urllib.request.install_opener(urllib.request.build_opener(urllib.request.ProxyHandler({})))
     spec = rendered()
@@ -127,10 +130,12 @@ def main() -> None:
         stack.callback(lambda: (load.kill(), load.wait()))
         time.sleep(2)
         restarts = 0
+        versions = [given.binaries / "expertd", given.upgrade or given.binaries / "expertd"]
         while load.poll() is None:
             # As a StatefulSet does: from the last to the first.
             pod = pods[-1 - restarts % len(pods)]
             pod.stop()
+            pod.binary = versions[(restarts // len(pods) + 1) % 2]
             pod.start()
             pod.until_ready()
             restarts += 1

@@ -29,6 +29,7 @@ mount --bind "$model" "$root/model"
 mount -t proc proc "$root/proc"
 mount -t tmpfs -o uid=10001,gid=10001,mode=0700 tmpfs "$root/run/expertd"
 mount -t tmpfs tmpfs "$root/dev"
+mkdir -m 1777 "$root/dev/shm"
 devices=(/dev/null /dev/zero /dev/urandom)
 settings=(PATH=/usr/local/bin:/usr/bin:/bin EXPERTD_ADMIN_LISTEN=unix:/run/expertd/admin.sock EXPERTD_MODEL=/model
     EXPERTD_LISTEN="$address" EXPERTD_METRICS_LISTEN=127.0.0.1:9951 EXPERTD_LOG=warn)

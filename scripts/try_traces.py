@@ -21,12 +21,12 @@ import tempfile
 import time
 import urllib.request
 
+import addresses
 from try_telemetry import fetch, until
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests/fixtures/golden/qwen3_next"
-LISTEN, METRICS = "127.0.0.1:50981", "127.0.0.1:50982"
-OTLP_GRPC, OTLP_HTTP = "127.0.0.1:50983", "127.0.0.1:50984"
+LISTEN, METRICS, OTLP_GRPC, OTLP_HTTP = addresses.free(4)
 # Attributes that each span of the name must have.
 PROMISED = {
     "expertd.v1.Moe/Forward": {"rpc.system", "rpc.method", "rpc.grpc.status_code", "expertd.layer", "expertd.tokens",

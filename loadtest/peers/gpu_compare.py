@@ -33,6 +33,7 @@ PEERS = {
     "nccl_ep": ("nccl_ep_layer.py", ["bf16"]),
     "flashinfer": ("flashinfer_layer.py", ["bf16", "fp8"]),
     "deepgemm": ("deepgemm_layer.py", ["fp8"]),
+    "triton_kernels": ("triton_kernels_layer.py", ["mxfp4"]),
 }
 # Peers that exchange rows between GPUs and so do not run on one.
 EXCHANGING = ["nccl_ep", "deepgemm"]
@@ -139,7 +140,7 @@ def main():
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048], help="rows per rank")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=["torch", "triton"])
     formats = ["bf16", "fp8", "mxfp4"]
-    parser.add_argument("--dtype", choices=formats, default="bf16", help="format of the weights; flashinfer and deepgemm run in fp8")
+    parser.add_argument("--dtype", choices=formats, default="bf16", help="format of the weights; README.md says which peers have it")
     parser.add_argument("--fp8-compute", choices=["fp8", "bf16"], help="how expertd multiplies FP8 weights [default: expertd's]")
     parser.add_argument("--routing", default="gate", help="routing of expertd's steps; each peer uses its own gate")
     parser.add_argument("--steps", type=int, default=60)
@@ -155,8 +156,9 @@ def main():
     args = parser.parse_args()
     if "nccl_ep" in args.peers and not (args.peer_site and args.nccl_home):
         parser.error("nccl_ep needs --peer-site and --nccl-home")
-    if "flashinfer" in args.peers and not args.peer_site:
-        parser.error("flashinfer needs --peer-site")
+    unpacked = [name for name in ("flashinfer", "deepgemm", "triton_kernels") if name in args.peers]
+    if unpacked and not args.peer_site:
+        parser.error(f"{', '.join(unpacked)}: --peer-site is missing, the folder with the unpacked wheels")
     with tempfile.TemporaryDirectory() as folder:
         found = ceilings(args)
         print(f"ceilings: {json.dumps(found)}")
@@ -165,8 +167,9 @@ def main():
         for shape in args.shape:
             for ranks in args.ranks:
                 mine = ours(args, ranks, shape, args.tokens, found, folder)
-                # Peers have SwiGLU only; a single rank has no peer to exchange with.
-                able = [name for name in args.peers if args.dtype in PEERS[name][1] and shape != "gpt-oss-120b"]
+                # One peer has gpt-oss's activation, and only that; a single rank has no peer to exchange with.
+                able = [name for name in args.peers if args.dtype in PEERS[name][1]]
+                able = [name for name in able if (name == "triton_kernels") == (shape == "gpt-oss-120b")]
                 names = [name for name in able if ranks > 1 or name not in EXCHANGING]
                 others = {name: peer(args, name, ranks, shape, args.tokens, folder) for name in names}
                 run = dict(shape=shape, ranks=ranks, format=args.dtype, routing=args.routing, ours=mine, peers=others)

@@ -24,6 +24,8 @@ class Shape:
     width: int
     experts: int
     top_k: int
+    # gpt-oss's experts: biases, gate and up rows in turn, and its clamped SwiGLU.
+    gpt_oss: bool = False
 
 
 SHAPES = {
@@ -31,6 +33,7 @@ SHAPES = {
     "olmoe-7b": Shape(2048, 1024, 64, 8),
     "mixtral-8x7b": Shape(4096, 14336, 8, 2),
     "deepseek-v3": Shape(7168, 2048, 256, 8),
+    "gpt-oss-120b": Shape(2880, 2880, 128, 4, gpt_oss=True),
 }
 # Default number of layers in memory, used in turn, so that no cache holds the weights of the next one.
 LAYERS = 2
@@ -38,9 +41,15 @@ LAYERS = 2
 STEPS = 8
 # FP8 weights have one scale for each block of BLOCK x BLOCK elements.
 BLOCK = 128
+# MXFP4 weights have one exponent for each MX_BLOCK elements of a row.
+MX_BLOCK = 32
+# The values of the codes 0 to 7 of MXFP4 (e2m1); the codes 8 to 15 are their negatives.
+MX_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Constants of gpt-oss's SwiGLU.
+ALPHA, LIMIT = 1.702, 7.0
 # Largest relative error of a layer with weights of a format. Peers with FP8 weights also round rows to FP8 (3 bits of
 # mantissa), some of them results as well; the reference does not.
-TOLERANCE = {"bf16": 2e-2, "fp8": 1e-1}
+TOLERANCE = {"bf16": 2e-2, "fp8": 1e-1, "mxfp4": 2e-2}
 
 
 def arguments(description, formats):
@@ -109,11 +118,43 @@ class Quantised:
         return (blocks * self.scales[group][:, None, :, None]).view(n, k)
 
 
+class Mxfp4:
+    """MXFP4 weights: e2m1 codes in pairs (u8 [G, N, K/2], the even element in the low half) with exponents of two, biased
+    by 127 (u8 [G, N, K/MX_BLOCK])."""
+
+    def __init__(self, weights):
+        groups, n, k = weights.shape
+        self.codes = torch.empty(groups, n, k // 2, device=weights.device, dtype=torch.uint8)
+        self.exponents = torch.empty(groups, n, k // MX_BLOCK, device=weights.device, dtype=torch.uint8)
+        self.table = torch.tensor(MX_VALUES, device=weights.device)
+        between = (self.table[1:] + self.table[:-1]) / 2
+        for group in range(groups):
+            blocks = weights[group].float().view(n, k // MX_BLOCK, MX_BLOCK)
+            # The largest element of a block is scaled to [4, 8); e2m1's largest value is 6.
+            exponents = torch.floor(torch.log2(blocks.abs().amax(-1, keepdim=True).clamp(1e-30))) - 2
+            codes = torch.bucketize((blocks * torch.exp2(-exponents)).abs(), between) + 8 * (blocks < 0)
+            low, high = codes.view(n, k // 2, 2).to(torch.uint8).unbind(-1)
+            self.codes[group] = low | high << 4
+            self.exponents[group] = (exponents.squeeze(-1) + 127).to(torch.uint8)
+
+    def __getitem__(self, group):
+        """The dequantised f32 weights of a group, [N, K]."""
+        codes = torch.stack([self.codes[group] & 15, self.codes[group] >> 4], -1).flatten(-2).long()
+        values = self.table[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+        scales = torch.exp2(self.exponents[group].float() - 127).unsqueeze(-1)
+        n, k = values.shape
+        return (values.view(n, k // MX_BLOCK, MX_BLOCK) * scales).view(n, k)
+
+
+# How weights are stored in each format; bf16 stays as it is.
+STORED = {"fp8": Quantised, "mxfp4": Mxfp4}
+
+
 class Layer:
     """Weights of this rank's experts and of the gate. All ranks have the same gate; a rank's experts are contiguous.
 
     `gate` is a bf16 tensor [E, H]. `gate_up` [E/N, 2I, H], gate rows before up rows, and `down` [E/N, H, I] are bf16
-    tensors or `Quantised`.
+    tensors, `Quantised` or `Mxfp4`. In gpt-oss gate and up rows take turns, and f32 biases [E/N, 2I] and [E/N, H] are added.
     """
 
     def __init__(self, world, shape, seed, dtype="bf16"):
@@ -132,10 +173,14 @@ class Layer:
             return values
 
         h, i, e = shape.hidden, shape.width, shape.experts
-        stored = Quantised if dtype == "fp8" else lambda weights: weights
+        stored = STORED.get(dtype, lambda weights: weights)
         self.gate = normal(e, h, scale=h**-0.5, generator=every)
         self.gate_up = stored(normal(self.local, 2 * i, h, scale=h**-0.5, generator=own))
         self.down = stored(normal(self.local, h, i, scale=i**-0.5, generator=own))
+        self.gate_up_bias, self.down_bias = None, None
+        if shape.gpt_oss:
+            self.gate_up_bias = normal(self.local, 2 * i, scale=0.1, generator=own).float()
+            self.down_bias = normal(self.local, h, scale=0.1, generator=own).float()
 
     def route(self, rows):
         """f32 weights and i64 experts, [rows, k]: softmax over the chosen experts."""
@@ -159,8 +204,14 @@ def reference(world, layer, rows):
         if row.numel() == 0:
             continue
         both = gathered[row].float() @ layer.gate_up[local].float().T
-        gate, up = both.chunk(2, -1)
-        out = (F.silu(gate) * up) @ layer.down[local].float().T
+        if layer.shape.gpt_oss:
+            both += layer.gate_up_bias[local]
+            gate, up = both[:, ::2].clamp(max=LIMIT), both[:, 1::2].clamp(-LIMIT, LIMIT)
+            inner = gate * torch.sigmoid(ALPHA * gate) * (up + 1)
+            out = inner @ layer.down[local].float().T + layer.down_bias[local]
+        else:
+            gate, up = both.chunk(2, -1)
+            out = (F.silu(gate) * up) @ layer.down[local].float().T
         total.index_add_(0, row, out * weights[row, choice].unsqueeze(1))
     if world.ranks > 1:
         dist.all_reduce(total)

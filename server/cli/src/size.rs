@@ -24,6 +24,8 @@ use expertd_types::Rank;
 const CONNECTIONS: usize = 1024;
 /// Bytes of a GPU rank's device memory that are not counted separately: graphs, tables, step buffers, and those of the driver.
 const DEVICE_RESERVE: u64 = 2 << 30;
+/// Host memory of a GPU rank beside [`PROCESS_BYTES`]: its share of the driver and CUDA's modules.
+const CUDA_PROCESS_BYTES: u64 = 1 << 30;
 /// Packed weights are padded to whole panels, by less than a tenth.
 const PADDING_TENTHS: u64 = 11;
 
@@ -107,24 +109,27 @@ impl Sizes {
         let messages = MessageMemory::new(in_flight, per_step, spec.hidden);
         let connections = ConnectionLimits::for_tcp(CONNECTIONS);
         let router = RouterMemory::new(messages, in_flight, 0, &connections, 0).total();
+        let process = match args.device {
+            DeviceKind::Cpu => PROCESS_BYTES as u64,
+            DeviceKind::Cuda => PROCESS_BYTES as u64 + CUDA_PROCESS_BYTES,
+        };
         let padded = |bytes: u64| bytes / 10 * PADDING_TENTHS;
         Ok(Sizes {
             weights: bytes_of_ranks(spec, ranks, held).into_iter().map(padded).collect(),
             windows: windows as u64,
             channels: shape.channel_bytes().map_err(|error| error.to_string())? as u64,
             router: router as u64,
-            processes: ranks as u64 * PROCESS_BYTES as u64,
+            processes: ranks as u64 * process,
         })
     }
 
     /// Memory of the container.
     fn host(&self, device: DeviceKind) -> u64 {
-        let of_ranks = match device {
+        let weights_and_windows = match device {
             DeviceKind::Cpu => self.weights.iter().sum::<u64>() + self.windows * self.weights.len() as u64,
-            // Each GPU rank's share of the driver and of CUDA's modules, which `PROCESS_BYTES` does not cover.
-            DeviceKind::Cuda => self.weights.len() as u64 * (1 << 30),
+            DeviceKind::Cuda => 0,
         };
-        of_ranks + self.channels + self.router + self.processes
+        weights_and_windows + self.channels + self.router + self.processes
     }
 
     /// Memory of the fullest GPU.
@@ -224,6 +229,7 @@ mod tests {
         let text = printed(&["--ranks", "4", "--device", "cuda"]);
         assert!(text.contains("nvidia.com/gpu: \"4\" }") && text.contains("cpu: \"16\""), "{text}");
         assert!(text.contains("# GPU"), "{text}");
+        assert!(text.contains("# ranks      4.5 GiB") && text.contains("memory: 10Gi"), "{text}");
     }
 
     #[test]

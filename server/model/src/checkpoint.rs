@@ -8,7 +8,7 @@ use super::plan::{LayerPlan, MlpPlan};
 use super::resolve::{Resolved, resolve};
 use super::store::Store;
 use super::{LayerChoice, ModelError, ModelSpec};
-use crate::MatrixView;
+use crate::{MatrixView, ReadBuffer, Scales};
 use expertd_types::{Coverage, ExpertId, LayerId, WeightFingerprint};
 
 /// A checkpoint in Hugging Face's layout, memory-mapped and checked by its headers. Weights are read from disk only
@@ -60,6 +60,29 @@ pub struct GateTensors<'a> {
     pub correction_bias: Option<Vec<f32>>,
     /// Experts by token id, `[vocab, top_k]`: all ids are in range and distinct within a row.
     pub token_table: Option<Vec<i32>>,
+}
+
+impl<'a> ExpertTensors<'a> {
+    /// The same tensors, with their matrices read to a buffer.
+    fn read(mut self, store: &'a Store, buffer: &'a mut ReadBuffer) -> Result<Self, ModelError> {
+        let mut matrices = [&mut self.gate, &mut self.up, &mut self.down];
+        let mut slices = Vec::new();
+        for matrix in &matrices {
+            slices.push(matrix.data);
+            if let Scales::Mx { exponents, .. } = matrix.scales {
+                slices.push(exponents);
+            }
+        }
+        let mut copies = buffer.read(store, &slices)?.into_iter();
+        let mut next = || copies.next().expect("each slice has a copy");
+        for matrix in &mut matrices {
+            matrix.data = next();
+            if let Scales::Mx { exponents, .. } = &mut matrix.scales {
+                *exponents = next();
+            }
+        }
+        Ok(self)
+    }
 }
 
 impl Checkpoint {
@@ -128,7 +151,7 @@ impl Checkpoint {
         self.plans[layer.index()].as_ref().ok_or(ModelError::DenseLayer { layer })
     }
 
-    /// The weights of one routed expert.
+    /// The weights of one routed expert, mapped. [`read_expert`](Self::read_expert) is faster where they are not in the page cache.
     ///
     /// # Errors
     /// If the layer has no MoE block, or there is no such layer or expert.
@@ -138,6 +161,33 @@ impl Checkpoint {
             Some(mlp) => Ok(self.mlp(mlp)),
             None => Err(ModelError::NoSuchExpert { layer, expert, num_experts: plan.experts.len() }),
         }
+    }
+
+    /// The weights of one routed expert, with its matrices read to `buffer`: for those who need all of them soon. The threads of the
+    /// current pool share the work.
+    ///
+    /// # Errors
+    /// As [`expert`](Self::expert), or if a file cannot be read.
+    pub fn read_expert<'a>(
+        &'a self,
+        layer: LayerId,
+        expert: ExpertId,
+        buffer: &'a mut ReadBuffer,
+    ) -> Result<ExpertTensors<'a>, ModelError> {
+        self.expert(layer, expert)?.read(&self.store, buffer)
+    }
+
+    /// The weights of the layer's shared experts, as [`read_expert`](Self::read_expert).
+    ///
+    /// # Errors
+    /// As [`shared`](Self::shared), or if a file cannot be read.
+    pub fn read_shared<'a>(
+        &'a self,
+        layer: LayerId,
+        buffer: &'a mut ReadBuffer,
+    ) -> Result<Option<SharedTensors<'a>>, ModelError> {
+        let Some(SharedTensors { mlp, gate }) = self.shared(layer)? else { return Ok(None) };
+        Ok(Some(SharedTensors { mlp: mlp.read(&self.store, buffer)?, gate }))
     }
 
     /// The weights of the layer's shared experts, if it has any.
@@ -160,8 +210,10 @@ impl Checkpoint {
     pub fn gate(&self, layer: LayerId) -> Result<GateTensors<'_>, ModelError> {
         let plan = &self.plan(layer)?.gate;
         let spec = &self.spec.layer(layer)?.gate;
+        let weight = plan.weight.view(&self.store);
+        self.store.will_need(weight.data);
         Ok(GateTensors {
-            weight: plan.weight.view(&self.store),
+            weight,
             bias: plan.bias.map(|bias| bias.read(&self.store)),
             correction_bias: plan.correction.map(|bias| bias.read(&self.store)),
             token_table: match plan.table {

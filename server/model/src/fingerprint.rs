@@ -36,21 +36,31 @@ pub(super) fn fingerprint(description: &[u8], store: &Store, coverage: Coverage)
     match coverage {
         Coverage::Whole => {
             let chunks: Vec<&[u8]> = tensors.iter().flat_map(|(_, bytes)| bytes.chunks(CHUNK)).collect();
-            let digests: Vec<Digest> = chunks.into_par_iter().map(|chunk| digest(&SHA256, chunk)).collect();
+            let digests: Vec<Digest> = chunks
+                .into_par_iter()
+                .map(|chunk| {
+                    store.will_need(chunk);
+                    digest(&SHA256, chunk)
+                })
+                .collect();
             digests.iter().for_each(|digest| context.update(digest.as_ref()));
         }
         Coverage::Sampled => {
             let total: usize = tensors.iter().map(|(_, bytes)| bytes.len()).sum();
             let step = (total / SAMPLES).max(SAMPLE_BYTES);
             let (mut first, mut next) = (0, 0);
+            let mut samples: Vec<&[u8]> = Vec::new();
             for (_, bytes) in &tensors {
                 while next < first + bytes.len() {
                     let at = next - first;
-                    context.update(&bytes[at..(at + SAMPLE_BYTES).min(bytes.len())]);
+                    samples.push(&bytes[at..(at + SAMPLE_BYTES).min(bytes.len())]);
                     next += step;
                 }
                 first += bytes.len();
             }
+            // Each sample may be a read of the disk: several threads wait for them.
+            let samples: Vec<Vec<u8>> = samples.into_par_iter().map(<[u8]>::to_vec).collect();
+            samples.iter().for_each(|sample| context.update(sample));
         }
     }
     let mut short = [0; 16];

@@ -119,18 +119,19 @@ impl MatrixRef {
             cols: self.cols,
             row_stride: self.row_stride,
             col_stride: self.col_stride,
-            scales: self.scales.view(store, self.rows),
+            scales: self.scales.view(store, self.rows, self.cols),
         }
     }
 }
 
 impl ScalesRef {
-    fn view<'a>(&self, store: &'a Store, rows: usize) -> Scales<'a> {
+    fn view<'a>(&self, store: &'a Store, rows: usize, cols: usize) -> Scales<'a> {
         match self {
             ScalesRef::None => Scales::None,
             ScalesRef::Block(scales) => scales.view(store, rows),
             ScalesRef::Mx { tensor, first, row_stride } => {
-                Scales::Mx { exponents: &store.bytes(*tensor)[*first..], row_stride: *row_stride }
+                let bytes = (rows - 1) * row_stride + cols / 32;
+                Scales::Mx { exponents: &store.bytes(*tensor)[*first..][..bytes], row_stride: *row_stride }
             }
         }
     }

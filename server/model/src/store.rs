@@ -3,10 +3,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::os::unix::fs::MetadataExt as _;
+use std::num::NonZeroU64;
+use std::ops::Range;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Component, Path, PathBuf};
 
-use memmap2::Mmap;
+use memmap2::{Advice, Mmap};
+use rustix::fs::{Advice as FileAdvice, fadvise};
 use safetensors::Dtype;
 use serde::Deserialize;
 
@@ -19,6 +22,9 @@ const INDEX: &str = "model.safetensors.index.json";
 /// Largest accepted index; the index of a model with 10^5 tensors has about 10 MB.
 const MAX_INDEX_BYTES: u64 = 128 << 20;
 
+/// Bytes at the beginning of a file that are read at once because a header is there. Longer headers are read page by page.
+const USUAL_HEADER_BYTES: u64 = 256 << 10;
+
 /// The index of a tensor that has been looked up, in [`Store::info`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct TensorId(u32);
@@ -30,15 +36,39 @@ pub(super) struct TensorInfo {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
     shard: usize,
-    range: std::ops::Range<usize>,
+    range: Range<usize>,
 }
 
 #[derive(Debug)]
-struct Mapped {
-    file: File,
+pub(super) struct Mapped {
+    pub(super) file: File,
+    /// The same file, opened for reads past the page cache, if its file system has them.
+    pub(super) direct: Option<File>,
     stamp: Stamp,
     bytes: Mmap,
     header: Header,
+}
+
+impl Mapped {
+    /// Whether the page cache holds most of these bytes of the file, which begin at a page. Systems tell it only to those who may
+    /// write the file; to others every page seems to be there.
+    pub(super) fn is_cached(&self, bytes: Range<usize>) -> bool {
+        const PAGE: usize = 4096;
+        let Some(mapped) = self.bytes.get(bytes.start..bytes.end.min(self.bytes.len())) else { return true };
+        let mut pages = vec![0_u8; mapped.len().div_ceil(PAGE)];
+        // SAFETY: the range lies in the mapping and begins at a page of it, and `pages` has a byte for each page, also where
+        // pages are larger than 4096 bytes.
+        let status =
+            unsafe { libc::mincore(mapped.as_ptr().cast_mut().cast(), mapped.len(), pages.as_mut_ptr()) };
+        status != 0 || 2 * pages.iter().filter(|page| **page & 1 == 1).count() >= pages.len()
+    }
+}
+
+/// Opens a file again for reads past the page cache.
+fn open_direct(path: &Path, file: &File) -> Option<File> {
+    let direct = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
+    let [found, expected] = [direct.metadata().ok()?, file.metadata().ok()?];
+    ((found.dev(), found.ino()) == (expected.dev(), expected.ino())).then_some(direct)
 }
 
 /// What tells that an open file was written to.
@@ -147,9 +177,15 @@ impl Store {
             // it is served, reads beyond its end raise SIGBUS and end this process, which its supervisor handles. If
             // another process overwrites it, weights change: bytes are only read as numbers, never as addresses.
             let bytes = unsafe { Mmap::map(&file) }.map_err(io("map it"))?;
+            // Hints: what is read through the mapping is read here and there, so nothing around it is wanted. Reads ahead would also
+            // bring to the page cache what loaders read past it.
+            let _ = fadvise(&file, 0, None, FileAdvice::Random);
+            let _ = bytes.advise(Advice::Random);
+            let _ = fadvise(&file, 0, NonZeroU64::new(USUAL_HEADER_BYTES), FileAdvice::WillNeed);
             let header = Header::parse(&bytes)
                 .map_err(|reason| ModelError::Header { path: shard.path.clone(), reason })?;
-            shard.mapped = Some(Mapped { file, stamp, bytes, header });
+            let direct = open_direct(&shard.path, &file);
+            shard.mapped = Some(Mapped { file, direct, stamp, bytes, header });
         }
         Ok(shard.mapped.as_ref().expect("the shard was mapped just now"))
     }
@@ -238,11 +274,40 @@ impl Store {
     /// The bytes of a tensor.
     pub(super) fn bytes(&self, id: TensorId) -> &[u8] {
         let info = self.info(id);
-        let mapped = self.shards[info.shard]
-            .mapped
-            .as_ref()
-            .expect("the shard of a tensor that was looked up is mapped");
-        &mapped.bytes[info.range.clone()]
+        &self.mapped(info.shard).bytes[info.range.clone()]
+    }
+
+    /// The shard and the range in its file of bytes that [`bytes`](Self::bytes) gave, or of a part of them.
+    pub(super) fn place(&self, bytes: &[u8]) -> (usize, Range<usize>) {
+        let find = |(number, shard): (usize, &Shard)| {
+            let mapped = shard.mapped.as_ref()?.bytes.as_ptr_range();
+            let given = bytes.as_ptr_range();
+            let is_in = mapped.start <= given.start && given.end <= mapped.end;
+            let start = given.start.addr().wrapping_sub(mapped.start.addr());
+            is_in.then_some((number, start..start + bytes.len()))
+        };
+        self.shards.iter().enumerate().find_map(find).expect("the bytes are those of a mapped file")
+    }
+
+    /// A shard that was mapped.
+    pub(super) fn mapped(&self, shard: usize) -> &Mapped {
+        self.shards[shard].mapped.as_ref().expect("the shard of a tensor that was looked up is mapped")
+    }
+
+    /// The error for a shard whose bytes cannot be read.
+    pub(super) fn read_error(&self, shard: usize, source: std::io::Error) -> ModelError {
+        let path = self.shards[shard].path.clone();
+        match source.kind() {
+            // The file was longer when its header was read.
+            std::io::ErrorKind::UnexpectedEof => ModelError::Written { path },
+            _ => ModelError::Io { path, action: "read it", source },
+        }
+    }
+
+    /// Begins to bring bytes that [`bytes`](Self::bytes) gave to the page cache, where they are not there. It is a hint.
+    pub(super) fn will_need(&self, bytes: &[u8]) {
+        let (shard, place) = self.place(bytes);
+        let _ = self.mapped(shard).bytes.advise_range(Advice::WillNeed, place.start, place.len());
     }
 
     /// Every tensor that was looked up, with its bytes.

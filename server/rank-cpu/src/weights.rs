@@ -7,7 +7,7 @@
 use std::mem::size_of;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::{Pod, Zeroable};
 use rayon::prelude::*;
@@ -19,7 +19,9 @@ use expertd_compute::gate::{CpuGate, GateParts};
 use expertd_compute::linalg::{PackedForm, PackedMatrix, SharedBytes, StoredError};
 use expertd_ipc::control::LoaderSetup;
 use expertd_ipc::{SealedError, SealedMemory, SealedWriter};
-use expertd_model::{Checkpoint, ExpertsSpec, ModelError, ModelSpec, MoeLayer, WeightOn};
+use expertd_model::{
+    Checkpoint, ExpertsSpec, ModelError, ModelSpec, MoeLayer, ReadBuffer, ReadBytes, WeightOn,
+};
 use expertd_rank::share::{ExpertShare, open_checkpoint, weights};
 use expertd_rank::{PackedShare, Progress};
 use expertd_types::{ExpertId, ExpertOwners, ExpertPlacement, LayerId, Rank, WeightFingerprint};
@@ -170,14 +172,15 @@ pub fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, Wei
         vectors: Vec::new(),
     };
     let mut packer = Packer::new(index, &share)?;
-    let mut loaded = 0;
+    // Buffers that no thread uses now.
+    let (mut loaded, buffers) = (0, Mutex::new(Vec::new()));
     for (layer, moe) in spec.moe_layers() {
         packer.gate(&CpuGate::new(&moe.gate, &checkpoint.gate(layer)?))?;
         let mine = share.experts(layer, moe);
         // Few at a time: what is packed and not yet written is held twice.
         for experts in mine.chunks(2 * setup.threads) {
             let packed: Vec<Result<CpuExpert, WeightsError>> = pool.install(|| {
-                experts.par_iter().map(|&expert| pack_expert(&checkpoint, layer, expert)).collect()
+                experts.par_iter().map(|&expert| pack_expert(&checkpoint, layer, expert, &buffers)).collect()
             });
             for expert in packed {
                 packer.expert(&expert?)?;
@@ -185,7 +188,9 @@ pub fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, Wei
                 progress.set(loaded, weight_bytes);
             }
         }
-        if let (Some(tensors), Some(shared)) = (checkpoint.shared(layer)?, &moe.shared) {
+        let mut buffer = take(&buffers);
+        let tensors = pool.install(|| checkpoint.read_shared(layer, &mut buffer))?;
+        if let (Some(tensors), Some(shared)) = (tensors, &moe.shared) {
             let packed = CpuExpert::pack(&weights(&tensors.mlp));
             let failed = |source| WeightsError::Expert { layer, which: "shared experts".into(), source };
             packer.expert(&packed.map_err(failed)?)?;
@@ -193,17 +198,37 @@ pub fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, Wei
             loaded += shared.bytes;
             progress.set(loaded, weight_bytes);
         }
+        put_back(&buffers, buffer);
     }
     // The bytes that were packed are those of the fingerprint if no file changed in between.
     checkpoint.check_unchanged()?;
     let share = packer.seal(weight_bytes)?;
+    let buffers = buffers.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let read: ReadBytes = buffers.iter().map(ReadBuffer::total).sum();
+    tracing::debug!(cached_bytes = read.cached, direct_bytes = read.direct, "packed");
     Ok(PackedShare { used: Box::new(checkpoint), ..share })
 }
 
-fn pack_expert(checkpoint: &Checkpoint, layer: LayerId, expert: u32) -> Result<CpuExpert, WeightsError> {
-    let tensors = checkpoint.expert(layer, ExpertId(expert))?;
+fn pack_expert(
+    checkpoint: &Checkpoint,
+    layer: LayerId,
+    expert: u32,
+    buffers: &Mutex<Vec<ReadBuffer>>,
+) -> Result<CpuExpert, WeightsError> {
+    let mut buffer = take(buffers);
+    let tensors = checkpoint.read_expert(layer, ExpertId(expert), &mut buffer)?;
     let failed = |source| WeightsError::Expert { layer, which: format!("expert {expert}"), source };
-    CpuExpert::pack(&weights(&tensors)).map_err(failed)
+    let packed = CpuExpert::pack(&weights(&tensors)).map_err(failed)?;
+    put_back(buffers, buffer);
+    Ok(packed)
+}
+
+fn take(buffers: &Mutex<Vec<ReadBuffer>>) -> ReadBuffer {
+    buffers.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+}
+
+fn put_back(buffers: &Mutex<Vec<ReadBuffer>>, buffer: ReadBuffer) {
+    buffers.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
 }
 
 /// Writes parts one after another.

@@ -1,7 +1,9 @@
 //! A slow reference of the MoE block: every matrix is widened to f64, every sum is in f64. It shares no code with the
 //! kernels, because the demo and the tests compare them with it.
 
-use expertd_model::{Activation, Checkpoint, ExpertTensors, MatrixView, ModelError, Scales, WeightFormat};
+use expertd_model::{
+    Activation, Checkpoint, ExpertTensors, MatrixView, ModelError, ReadBuffer, Scales, WeightFormat,
+};
 use expertd_types::{ExpertId, LayerId};
 
 /// Element `(r, c)` of a matrix, scaled, by the definition of its format.
@@ -126,7 +128,8 @@ pub fn block(
     let moe = checkpoint.spec().layer(layer)?;
     let k = ids.len() * hidden / rows.len().max(1);
     let mut experts: Vec<Option<Mlp>> = (0..moe.experts.count).map(|_| None).collect();
-    let shared = match (checkpoint.shared(layer)?, &moe.shared) {
+    let mut buffer = ReadBuffer::default();
+    let shared = match (checkpoint.read_shared(layer, &mut buffer)?, &moe.shared) {
         (Some(tensors), Some(spec)) => Some((Mlp::new(&tensors.mlp, spec.activation), tensors.gate)),
         _ => None,
     };
@@ -134,8 +137,14 @@ pub fn block(
     for (t, (row, out)) in rows.chunks_exact(hidden).zip(output.chunks_exact_mut(hidden)).enumerate() {
         let x: Vec<f64> = row.iter().map(|x| f64::from(*x)).collect();
         for (&id, &weight) in ids[t * k..][..k].iter().zip(&weights[t * k..][..k]) {
-            let tensors = checkpoint.expert(layer, ExpertId(id.cast_unsigned()))?;
-            let mlp = experts[id as usize].get_or_insert_with(|| Mlp::new(&tensors, moe.experts.activation));
+            let mlp = match &mut experts[id as usize] {
+                Some(mlp) => mlp,
+                empty => {
+                    let id = ExpertId(id.cast_unsigned());
+                    let tensors = checkpoint.read_expert(layer, id, &mut buffer)?;
+                    empty.insert(Mlp::new(&tensors, moe.experts.activation))
+                }
+            };
             let weight = f64::from(weight);
             let (on_input, on_output) =
                 if moe.experts.weight_on_input { (weight, 1.0) } else { (1.0, weight) };

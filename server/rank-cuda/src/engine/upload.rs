@@ -13,7 +13,7 @@ use half::bf16;
 use super::layers::{Layer, widest};
 use super::weights::WeightsError;
 use crate::experts::{CudaExperts, PackOn, Uploader, bf16_parts, padded, upload_bytes};
-use expertd_model::{Checkpoint, GateTensors};
+use expertd_model::{Checkpoint, GateTensors, ReadBuffer, ReadBytes};
 use expertd_rank::Progress;
 use expertd_rank::share::{ExpertShare, LoadProgress, weights};
 use expertd_types::{ExpertId, LayerId};
@@ -43,8 +43,12 @@ struct Job {
 }
 
 impl Upload<'_> {
-    /// Copies all weights to their places, and sets which layers have block scales.
-    pub(super) fn run(&self, layers: &mut [Option<Layer>], progress: &Progress) -> Result<(), WeightsError> {
+    /// Copies all weights to their places, and sets which layers have block scales. Returns the number of bytes read.
+    pub(super) fn run(
+        &self,
+        layers: &mut [Option<Layer>],
+        progress: &Progress,
+    ) -> Result<ReadBytes, WeightsError> {
         let spec = self.checkpoint.spec();
         let report = |loaded, total| progress.set(loaded, total);
         let progress = Mutex::new(LoadProgress::start(self.share.bytes(spec), report));
@@ -52,14 +56,16 @@ impl Upload<'_> {
         // `[layers][routed, shared]`: whether an expert without block scales was found.
         let by_row: Vec<[AtomicBool; 2]> = layers.iter().map(|_| Default::default()).collect();
         let (next, has_failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let read = Mutex::new(Vec::new());
         let lane = || {
             self.device.bind()?;
+            let mut buffer = ReadBuffer::default();
             let mut uploader =
                 Uploader::new(self.device, self.pool, spec.hidden, widest(spec), self.pack_on)?;
             while !has_failed.load(Ordering::Relaxed)
                 && let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed))
             {
-                let has_block_scales = self.upload(&mut uploader, job)?;
+                let has_block_scales = self.upload(&mut uploader, &mut buffer, job)?;
                 if !has_block_scales {
                     by_row[job.layer][usize::from(job.expert.is_none())].store(true, Ordering::Relaxed);
                 }
@@ -72,6 +78,7 @@ impl Upload<'_> {
                     }
                 }
             }
+            read.lock().unwrap_or_else(PoisonError::into_inner).push(buffer.total());
             Ok(uploader.finish()?)
         };
         let lane = || lane().inspect_err(|_: &WeightsError| has_failed.store(true, Ordering::Relaxed));
@@ -94,7 +101,7 @@ impl Upload<'_> {
                 }
             }
         }
-        Ok(())
+        Ok(read.into_inner().unwrap_or_else(PoisonError::into_inner).into_iter().sum())
     }
 
     /// The number of lanes for `jobs` experts.
@@ -104,16 +111,22 @@ impl Upload<'_> {
         (LANES_BYTES / bytes.max(1)).min(self.pool.current_num_threads()).min(jobs).clamp(1, LANES)
     }
 
-    /// Starts to upload one expert; whether its matrices have block scales.
-    fn upload(&self, uploader: &mut Uploader<'_>, job: &Job) -> Result<bool, WeightsError> {
+    /// Reads one expert to `buffer` and starts to upload it; whether its matrices have block scales.
+    fn upload(
+        &self,
+        uploader: &mut Uploader<'_>,
+        buffer: &mut ReadBuffer,
+        job: &Job,
+    ) -> Result<bool, WeightsError> {
         let layer = LayerId(job.layer as u32);
         let failed = |source| WeightsError::Upload { layer, source };
         match job.expert {
             Some(expert) => {
-                let tensors = self.checkpoint.expert(layer, ExpertId(expert))?;
+                let id = ExpertId(expert);
+                let tensors = self.pool.install(|| self.checkpoint.read_expert(layer, id, buffer))?;
                 uploader.load(&job.experts, job.place, &weights(&tensors)).map_err(failed)
             }
-            None => match self.checkpoint.shared(layer)? {
+            None => match self.pool.install(|| self.checkpoint.read_shared(layer, buffer))? {
                 Some(tensors) => {
                     uploader.load(&job.experts, job.place, &weights(&tensors.mlp)).map_err(failed)
                 }

@@ -139,7 +139,7 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
     let pack_on = if setup.in_background { PackOn::Host } else { PackOn::Device };
     clock.end("device memory");
     let upload = Upload { device: &device, pool: &pool, pack_on, checkpoint: &checkpoint, share: &share };
-    upload.run(&mut layers, progress)?;
+    let read = upload.run(&mut layers, progress)?;
     clock.end("upload");
     // The bytes that were packed are those of the fingerprint if no file changed in between.
     checkpoint.check_unchanged()?;
@@ -167,7 +167,7 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
     writer.write_at(0, &json)?;
     let memories = vec![writer.seal()?, memory.export()?];
     clock.end("export");
-    tracing::debug!(parts = %clock, "packed");
+    tracing::debug!(parts = %clock, cached_bytes = read.cached, direct_bytes = read.direct, "packed");
     let memory_bytes = memory.bytes() as u64;
     Ok(PackedShare {
         memory: memories,

@@ -89,6 +89,7 @@ impl Driver {
                 }
             }
             Err(reason) => {
+                tracing::warn!(reason, "the reload is refused");
                 let _ = reply.send(Err(reason));
             }
         }

@@ -278,10 +278,15 @@ impl Backend for Service {
         Box::pin(async move {
             let planner = shared.config.reload;
             let ReloadRequest { folder, placement } = request;
-            let context = shared.reload_context(placement)?;
-            let plan = tokio::task::spawn_blocking(move || (planner.0)(&context, folder.as_deref()));
-            let ReloadPlan { source, has_room } =
-                plan.await.map_err(|error| format!("the check of the checkpoint failed: {error}"))??;
+            let planned = async {
+                let context = shared.reload_context(placement)?;
+                tokio::task::spawn_blocking(move || (planner.0)(&context, folder.as_deref()))
+                    .await
+                    .map_err(|error| format!("the check of the checkpoint failed: {error}"))?
+            };
+            let ReloadPlan { source, has_room } = planned
+                .await
+                .inspect_err(|reason: &String| tracing::warn!(reason, "the reload is refused"))?;
             let (reply, replied) = oneshot::channel();
             shared.ask_to_reload(ReloadMail { source, has_room, reply });
             replied.await.unwrap_or_else(|_| Err("the service ended before the new weights served".into()))
