@@ -5,7 +5,8 @@
 //! rule: where there are cores to spare, a thread spins for [`SPIN_TIME`] after its last event, then sleeps until it is
 //! rung. CPU ranks need their cores to compute: their threads sleep at once while a step is in flight. While none is, those cores are
 //! idle, so the step loop, the first thread of a rank and, after an answer, a session's thread spin for [`BETWEEN_STEPS`] before they
-//! sleep ([`spin_between_steps`]).
+//! sleep ([`spin_between_steps`]). So does the step loop once the experts of a step have ended: ranks ring it then, and it rings the
+//! clients of the step's sessions, so that all of them wake up while the rows are combined.
 //!
 //! # The doorbell
 //! A [`Doorbell`] is one 32-bit word: bit 0 says that the waiter sleeps or is about to sleep, the other bits count rings.

@@ -94,7 +94,8 @@ fn answers_in_parts(checkpoint: &Path, ranks: u32, parts: &str) -> Vec<(u32, For
     let mut rng = SmallRng::seed_from_u64(4);
     let mut answers = Vec::new();
     for tokens in [1_u32, 64, 130, 700, 2048, 4096, 5001, 8192] {
-        let values: Vec<f32> = (0..tokens as usize * PARTS_HIDDEN).map(|_| rng.random_range(-2.0..2.0)).collect();
+        let values: Vec<f32> =
+            (0..tokens as usize * PARTS_HIDDEN).map(|_| rng.random_range(-2.0..2.0)).collect();
         let rows = encode(&values, DType::Bf16);
         let mut request = ForwardRequest::inline(0, tokens, expertd_proto::v1::DType::DtypeBf16, rows);
         request.return_routing = true;

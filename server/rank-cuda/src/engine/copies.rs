@@ -217,7 +217,11 @@ impl Copies {
         copy.out_end.record(&self.outward)
     }
 
-    /// Copies the rows of a step that travel unchanged. Without parts, `compute` waits for them.
+    /// Copies the rows of a step that travel unchanged. Without parts, `compute` waits for them. `is_alone`: no other step is in
+    /// flight, so that `compute` is idle until the rows arrive.
+    ///
+    /// Results are cleared first, because they are copied out even if a fault keeps combine from writing them, and must not be those of an
+    /// earlier step's client then.
     ///
     /// No earlier step is running in the slot: its completion was reported.
     pub(super) fn inward_unchanged(
@@ -225,15 +229,19 @@ impl Copies {
         slot: usize,
         rows: &UnchangedRows<'_>,
         parts: Option<Parts<'_>>,
+        is_alone: bool,
         compute: &Stream,
     ) -> Result<(), DeviceError> {
         let copy = &self.slots[slot];
         let bytes = rows.bytes();
+        let clearing = if is_alone { compute } else { &self.inward };
+        let results = if self.poison { 0xff } else { 0 };
+        // SAFETY: the slot's own memory of at least `bytes` bytes (asserted). Its last results were copied out, and the kernels of this
+        // step follow on `compute`, which waits for `inward` before combine.
+        unsafe { event::fill(clearing, rows.out.address(), results, bytes)? };
         if self.poison {
-            for buffer in [rows.tokens.address(), rows.out.address()] {
-                // SAFETY: the slot's own memory of at least `bytes` bytes (asserted), which no kernel uses before the copies have ended.
-                unsafe { event::fill(&self.inward, buffer, 0xff, bytes)? };
-            }
+            // SAFETY: as above; no kernel reads the rows before the copies have ended.
+            unsafe { event::fill(&self.inward, rows.tokens.address(), 0xff, bytes)? };
         }
         copy.in_begin.record(&self.inward)?;
         let mut first = 0;

@@ -68,9 +68,10 @@ impl CudaEngine {
         let buffers = &self.buffers.slots[slot].kernels;
         let row_bytes = self.hidden * 2;
         let rows = UnchangedRows { copies, row_bytes, tokens: &buffers.tokens, out: &buffers.out };
-        let is_cut = self.running.is_empty() && step.tokens >= self.cut.from && !self.aligned;
+        let is_alone = self.running.is_empty();
+        let is_cut = is_alone && step.tokens >= self.cut.from && !self.aligned;
         if !is_cut {
-            engines.inward_unchanged(slot, &rows, None, &self.stream)?;
+            engines.inward_unchanged(slot, &rows, None, is_alone, &self.stream)?;
             self.launch_kernels(step, layer, variant, None)?;
             engines.outward_unchanged(slot, &rows, None, &self.stream)?;
             return Ok(0);
@@ -81,7 +82,7 @@ impl CudaEngine {
             outward: &self.cut.outward(step.tokens, &self.shape, combine_blocks),
             events: engines.part_events(slot),
         };
-        engines.inward_unchanged(slot, &rows, Some(parts), &self.stream)?;
+        engines.inward_unchanged(slot, &rows, Some(parts), is_alone, &self.stream)?;
         self.launch_kernels(step, layer, variant, Some(parts))?;
         engines.outward_unchanged(slot, &rows, Some(parts), &self.stream)?;
         Ok(parts.outward.len())
