@@ -375,7 +375,7 @@ __device__ void carry_rows(const DispatchParams& p, const uint4& state, uint32_t
     const uint32_t words = g.hidden / 8;
     const uint32_t pieces = (words + kPiece - 1) / kPiece;
     const uint32_t block = blockIdx.x - lists, blocks = gridDim.x - lists;
-    uint32_t item = p.first_row * pieces + block * kWarps + threadIdx.x / 32;
+    uint32_t item = block * kWarps + threadIdx.x / 32;
     Item loaded;
     if (item < g.max_tokens * pieces) loaded = load_item(p, item, pieces, words);
     const StepView step = open_step(state, g.max_tokens);
@@ -395,20 +395,6 @@ __device__ void carry_rows(const DispatchParams& p, const uint4& state, uint32_t
     if (threadIdx.x == 0) g.state->end_ns[kDispatch] = now_ns();
 }
 
-// Sends some of this rank's rows, without flags. The launch that does the rest of the dispatch begins after this one has ended, so its
-// flags cover these rows.
-__device__ void push(const DispatchParams& p, const uint4& state) {
-    const Group& g = p.group;
-    const StepView step = open_step(state, g.max_tokens);
-    if (!step.ok || g.ranks == 1) return;
-    const uint32_t* copies = copies_of(g);
-    const uint32_t words = g.hidden / 8, pieces = (words + kPiece - 1) / kPiece, stride = gridDim.x * kWarps;
-    const uint32_t end = min(step.tokens, p.first_row + p.push_rows) * pieces;
-    for (uint32_t item = p.first_row * pieces + blockIdx.x * kWarps + threadIdx.x / 32; item < end; item += stride) {
-        send_item(p, copies, load_item(p, item, pieces, words), item, pieces, words);
-    }
-}
-
 template <int Count>
 __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ Ranks<DispatchParams, Count> all) {
     extern __shared__ uint32_t counts[];
@@ -417,9 +403,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
     stamp_begin(p.group.state, kDispatch);
     const uint4 state = head(p.group.state);
     const uint32_t lists = list_blocks(gridDim.x);
-    if (p.push_rows != 0) {
-        push(p, state);
-    } else if (p.group.ranks == 1) {
+    if (p.group.ranks == 1) {
         if (blockIdx.x < lists) list_alone(p, state, lists, counts);
     } else if (blockIdx.x < lists) {
         carry_routing(p, state, lists, counts);

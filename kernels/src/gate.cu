@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(32 * kGateWarps, 1) gate(const __grid_constant
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) p.state->begin_ns[kGate] = now_ns();
     const StepKind what = step_kind(p.state);
     const StepView step = open_step(head(p.state), p.max_tokens);
-    const uint32_t tokens = step.tokens, first_token = p.first_row + blockIdx.y * kTokens;
+    const uint32_t tokens = step.tokens, first_token = blockIdx.y * kTokens;
     if (!step.ok || what.routed || first_token >= tokens) return;
     const GateLayer layer = p.layers[what.layer];
 
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(32 * kGateWarps, 1) gate(const __grid_constant
 
 int launch_gate(const GateParams& params, uint32_t tokens, cudaStream_t stream) {
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((params.experts + kColumns - 1) / kColumns, (rows_of_launch(params, tokens) + kTokens - 1) / kTokens);
+    config.gridDim = dim3((params.experts + kColumns - 1) / kColumns, (tokens + kTokens - 1) / kTokens);
     config.blockDim = dim3(32 * kGateWarps);
     config.stream = stream;
     cudaLaunchAttribute attribute = {};
@@ -122,7 +122,7 @@ extern "C" int expertd_gate(const expertd::GateParams* params, uint32_t count, u
     for (uint32_t i = 0; i < count; ++i) {
         const GateParams& p = params[i];
         if (p.experts == 0 || p.experts > kMaxExperts || p.top_k == 0 || p.top_k > kMaxTopK || p.top_k > p.experts
-            || p.hidden % 8 != 0 || (p.group_score != kNoGroups && (p.groups == 0 || p.groups > 32)) || p.first_row % kGateTile != 0) {
+            || p.hidden % 8 != 0 || (p.group_score != kNoGroups && (p.groups == 0 || p.groups > 32))) {
             return cudaErrorInvalidValue;
         }
         const uint32_t tokens = tokens_at_most == 0 ? 1 : tokens_at_most;

@@ -13,7 +13,7 @@
 namespace expertd {
 namespace {
 
-constexpr int kTile = kGateTile; // tokens of a cluster: wgmma's M
+constexpr int kTile = 64;        // tokens of a cluster: wgmma's M
 constexpr int kMostSplits = 8;   // largest number of blocks of a cluster
 constexpr int kWarpgroups = 4;   // warpgroups of a block; each computes a quarter of the experts
 constexpr int kGateWarps = 4 * kWarpgroups;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 1) gate_wide(const __grid_constant__
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) p.state->begin_ns[kGate] = now_ns();
     const StepKind what = step_kind(p.state);
     const StepView step = open_step(head(p.state), p.max_tokens);
-    const uint32_t tokens = step.tokens, first_token = p.first_row + blockIdx.y * kTile;
+    const uint32_t tokens = step.tokens, first_token = blockIdx.y * kTile;
     // All blocks of a cluster take the same branch: nothing sets the error word while this kernel runs.
     if (!step.ok || what.routed || first_token >= tokens) return;
     const GateLayer layer = p.layers[what.layer];
@@ -171,8 +171,7 @@ int launch_width(const GateParams& params, uint32_t tokens, cudaStream_t stream)
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     config.attrs = attributes;
     config.numAttrs = 1;
-    // Use the largest number of blocks per tile with which all clusters are resident at once. It follows from all rows of the step and
-    // not from those of the launch, because it decides the order of sums.
+    // Use the largest number of blocks per tile with which all clusters are resident at once.
     for (uint32_t splits = kMostSplits; splits > 0; splits /= 2) {
         attributes[0].val.clusterDim.x = splits;
         config.gridDim = dim3(splits, tiles);
@@ -181,7 +180,6 @@ int launch_width(const GateParams& params, uint32_t tokens, cudaStream_t stream)
         if (known != cudaSuccess) return known;
         if (splits == 1 || tiles <= static_cast<uint32_t>(clusters)) break;
     }
-    config.gridDim.y = (rows_of_launch(params, tokens) + kTile - 1) / kTile;
     config.numAttrs = 2;
     return cudaLaunchKernelEx(&config, gate_wide<N>, params);
 }

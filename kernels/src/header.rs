@@ -6,9 +6,9 @@
 use crate::copies::PHYSICAL_BITS;
 use crate::layout::WindowLayout;
 use crate::params::{
-    CombineParams, Completion, CopyInParams, CopyOutParams, DispatchParams, GATE_TILE, GateLayer, GateParams,
-    Group, MAX_BLOCKS, MAX_CHUNKS, MAX_EXPERTS, MAX_RAISES, MAX_RANKS, MAX_TOP_K, PHASES, ROW_PLACE_BYTES,
-    Raise, ScaleParams, Segment, SharedParams, SlotState, StepRequest,
+    CombineParams, Completion, CopyInParams, CopyOutParams, DispatchParams, GateLayer, GateParams, Group,
+    MAX_BLOCKS, MAX_CHUNKS, MAX_EXPERTS, MAX_RAISES, MAX_RANKS, MAX_TOP_K, PHASES, ROW_PLACE_BYTES, Raise,
+    ScaleParams, Segment, SharedParams, SlotState, StepRequest,
 };
 
 /// Name, offset and size of a field; offset and size are in bytes.
@@ -118,7 +118,6 @@ fn constants_equal_those_of_step_h() {
         ("kMaxTopK", MAX_TOP_K),
         ("kMaxBlocks", MAX_BLOCKS),
         ("kMaxChunks", MAX_CHUNKS),
-        ("kGateTile", GATE_TILE as usize),
         ("kMaxExperts", MAX_EXPERTS),
         ("kPhysicalBits", PHYSICAL_BITS as usize),
         ("kMaxRaises", MAX_RAISES),
@@ -157,14 +156,14 @@ fn the_group_mirrors_step_h() {
 fn kernel_parameters_mirror_step_h() {
     let h = step_h();
     assert_mirrors!(h, "DispatchParams", DispatchParams: group, tokens, topk_ids, topk_weights, expert_offsets, row_index,
-        row_weight, position, block_counts, fp8_rows, power_of_two_scales, first_row, push_rows);
+        row_weight, position, block_counts, fp8_rows, power_of_two_scales);
     assert_mirrors!(h, "CombineParams", CombineParams: group, expert_out, position, topk_ids, shared, places, out,
         experts_done, first_row, end_row);
     assert_mirrors!(h, "ScaleParams", ScaleParams: group, rows, expert_offsets, row_index, row_weight, out);
     assert_mirrors!(h, "GateLayer", GateLayer: weight, weight_low, logit_bias, correction_bias, token_table);
     assert_mirrors!(h, "GateParams", GateParams: state, layers, tokens, tokens_low, token_ids, logits, tickets, places, topk_ids,
         topk_weights, hidden, experts, top_k, max_tokens, score_fn, choice, group_score, groups, groups_kept, normalise,
-        epsilon, scale, jitter, vocab, first_row, rows);
+        epsilon, scale, jitter, vocab);
     assert_mirrors!(h, "CopyInParams", CopyInParams: state, request, segments, staged_rows, staged_ids, staged_weights,
         staged_token_ids, tokens, tokens_low, topk_ids, topk_weights, token_ids, places, staged_bytes, hidden, top_k, max_tokens,
         experts, max_segments, row_elements);

@@ -143,8 +143,6 @@ impl SlotBuffers {
             block_counts: self.block_counts.address(),
             fp8_rows: 0,
             power_of_two_scales: 0,
-            first_row: 0,
-            push_rows: 0,
         }
     }
 

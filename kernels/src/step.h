@@ -162,10 +162,8 @@ struct DispatchParams {
     uint32_t* block_counts;      // scratch [kMaxBlocks][local experts]
     uint32_t fp8_rows;           // 1: rows are quantised when they are sent; a row of the window then takes fp8_row_bytes()
     uint32_t power_of_two_scales;  // 1: the scales of FP8 rows are rounded up to powers of two
-    uint32_t first_row;          // first row that is sent; earlier launches have sent the rows before it
-    uint32_t push_rows;          // not 0: the launch only sends this number of rows, and a later launch does the rest of the dispatch
 };
-static_assert(sizeof(DispatchParams) == 280, "mirrored in src/params");
+static_assert(sizeof(DispatchParams) == 272, "mirrored in src/params");
 
 // Bytes of a row that is pushed in FP8: e4m3 [H], then f32 [ceil(H / 128)] scales. H must be a multiple of 64.
 inline constexpr uint32_t kScaleElements = 128;
@@ -196,9 +194,6 @@ enum ScoreFn : uint32_t { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2, kSqr
 enum Choice : uint32_t { kByScores = 0, kByLogits = 1, kByTokenIds = 2 };
 enum GroupScore : uint32_t { kNoGroups = 0, kGroupMax = 1, kGroupTopTwoSum = 2 };
 enum Normalise : uint32_t { kNo = 0, kSum = 1, kSumAtLeast = 2 };
-
-// A launch of the gate begins at a multiple of this number of rows.
-constexpr uint32_t kGateTile = 64;
 
 // One layer in the table that the gate reads.
 struct GateLayer {
@@ -236,10 +231,8 @@ struct GateParams {
     float scale;
     float jitter;                // for kSparseMixer
     uint32_t vocab;
-    uint32_t first_row;          // first row of the launch, a multiple of kGateTile
-    uint32_t rows;               // number of rows of the launch, a multiple of kGateTile unless they are the last ones; 0: all
 };
-static_assert(sizeof(GateParams) == 144, "mirrored in src/params");
+static_assert(sizeof(GateParams) == 136, "mirrored in src/params");
 
 // Converts rows from mapped host staging to bf16 in device memory, and copies the step's description to SlotState.
 struct CopyInParams {

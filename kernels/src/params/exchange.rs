@@ -28,10 +28,6 @@ pub struct DispatchParams {
     pub fp8_rows: u32,
     /// 1: scales of these rows are rounded up to powers of two.
     pub power_of_two_scales: u32,
-    /// First row that is sent; earlier launches have sent the rows before it.
-    pub first_row: u32,
-    /// Not 0: the launch only sends this number of rows, and a later launch does the rest of the dispatch.
-    pub push_rows: u32,
 }
 
 /// Bytes of a row of `hidden` elements that is pushed in FP8: e4m3 codes, then an f32 scale for every 128 of them.
@@ -86,7 +82,7 @@ pub struct ScaleParams {
 
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
-    assert!(size_of::<DispatchParams>() == 280);
+    assert!(size_of::<DispatchParams>() == 272);
     assert!(size_of::<CombineParams>() == 264);
     assert!(size_of::<ScaleParams>() == 240);
 };

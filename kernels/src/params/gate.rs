@@ -68,17 +68,10 @@ pub struct GateParams {
     pub jitter: f32,
     /// Number of rows of the token table.
     pub vocab: u32,
-    /// First row of the launch, a multiple of [`GATE_TILE`].
-    pub first_row: u32,
-    /// Number of rows of the launch, a multiple of [`GATE_TILE`] unless they are the last ones; 0: all.
-    pub rows: u32,
 }
-
-/// A launch of the gate begins at a multiple of this number of rows.
-pub const GATE_TILE: u32 = 64;
 
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
     assert!(size_of::<GateLayer>() == 40);
-    assert!(size_of::<GateParams>() == 144);
+    assert!(size_of::<GateParams>() == 136);
 };

@@ -9,7 +9,7 @@ mod gate;
 pub use copy::{CopyInParams, CopyOutParams, SharedParams};
 pub use exchange::{CombineParams, DispatchParams, ScaleParams, fp8_row_bytes};
 pub use fault::{DeviceFault, Phase};
-pub use gate::{GATE_TILE, GateLayer, GateParams};
+pub use gate::{GateLayer, GateParams};
 
 use crate::layout::WindowLayout;
 

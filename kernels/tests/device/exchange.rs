@@ -3,7 +3,7 @@
 use expertd_kernels::device::{Buffer, Device, Stream, fill_device, read_device};
 use expertd_kernels::launch;
 use expertd_kernels::layout::{Shape, WindowLayout};
-use expertd_kernels::params::{CombineParams, DeviceFault, DispatchParams, Group, Phase, SlotState};
+use expertd_kernels::params::{CombineParams, DeviceFault, Group, Phase, SlotState};
 use expertd_kernels::slot::{SlotBuffers, combine_blocks, dispatch_blocks};
 use half::{bf16, f16};
 
@@ -225,21 +225,16 @@ impl Loopback {
         Ok(Loopback { members, stream: device.stream()?, _windows: memory })
     }
 
-    /// Launches an exchange whose dispatch and combine are cut before the rows `cuts`.
+    /// Launches an exchange whose combine is cut before the rows `cuts`.
     pub fn launch_cut(&self, blocks: (u32, u32), members: &[Member], cuts: &[u32]) -> Outcome {
         let groups: Vec<_> = members.iter().map(|m| m.group).collect();
         // SAFETY: all addresses are of live buffers of this group.
         unsafe { launch::meet(&groups, 1, self.stream.raw())? };
-        let dispatch: Vec<_> =
-            members.iter().map(|m| dispatches(m.buffers.dispatch(m.group), cuts)).collect();
+        self.launch_dispatch(blocks.0, members)?;
         let combine: Vec<_> = members.iter().map(|m| combines(m.buffers.combine(m.group, 0), cuts)).collect();
         let scale: Vec<_> = members.iter().map(|m| m.buffers.scale(m.group)).collect();
         // SAFETY: all addresses are of live buffers of this group.
         unsafe {
-            for part in 0..=cuts.len() {
-                let launch: Vec<_> = dispatch.iter().map(|parts| parts[part]).collect();
-                launch::dispatch(&launch, blocks.0, self.stream.raw())?;
-            }
             launch::scale(&scale, 32, self.stream.raw())?;
             for part in 0..=cuts.len() {
                 let launch: Vec<_> = combine.iter().map(|parts| parts[part]).collect();
@@ -275,20 +270,6 @@ impl Loopback {
     }
 }
 
-/// The launches of a dispatch that is cut before the rows `cuts`.
-pub fn dispatches(whole: DispatchParams, cuts: &[u32]) -> Vec<DispatchParams> {
-    let firsts = std::iter::once(0).chain(cuts.iter().copied());
-    let pushed = cuts.iter().copied().map(Some).chain([None]);
-    firsts
-        .zip(pushed)
-        .map(|(first_row, end)| DispatchParams {
-            first_row,
-            push_rows: end.map_or(0, |end| end - first_row),
-            ..whole
-        })
-        .collect()
-}
-
 /// The launches of a combine that is cut before the rows `cuts`.
 pub fn combines(whole: CombineParams, cuts: &[u32]) -> Vec<CombineParams> {
     let firsts = std::iter::once(0).chain(cuts.iter().copied());
@@ -296,7 +277,7 @@ pub fn combines(whole: CombineParams, cuts: &[u32]) -> Vec<CombineParams> {
     firsts.zip(ends).map(|(first_row, end_row)| CombineParams { first_row, end_row, ..whole }).collect()
 }
 
-/// Up to three rows, ascending, before which an exchange of at most `tokens` rows is cut; half of the time none.
+/// Up to three rows, ascending, before which a combine of at most `tokens` rows is cut; half of the time none.
 pub fn cuts(random: &mut Random, tokens: u32) -> Vec<u32> {
     let count = if random.below(2) == 0 { 0 } else { 1 + random.below(3) };
     let mut cuts: Vec<u32> = (0..count).map(|_| 1 + random.below(u64::from(tokens)) as u32).collect();

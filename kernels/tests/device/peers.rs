@@ -11,7 +11,7 @@ use expertd_kernels::layout::{Shape, WindowLayout};
 use expertd_kernels::slot::{combine_blocks, dispatch_blocks};
 use nccl_sys::{Communicator, Library, SymmetricMemory, UniqueId, Window};
 
-use crate::exchange::{Member, combines, cuts, dispatches};
+use crate::exchange::{Member, combines, cuts};
 use crate::random::{Random, step};
 use crate::timing::{SHAPES, capture, header, measure, row};
 use crate::{Options, Outcome};
@@ -146,7 +146,7 @@ fn exchanges(
 ) -> Outcome {
     // Every rank draws the same random steps.
     let mut random = Random(options.number("seed", 31));
-    // Each rank cuts its launches elsewhere.
+    // Each rank cuts its combine elsewhere.
     let mut of_rank = Random(options.number("seed", 31) + 1000 * u64::from(rank + 1));
     let cases = options.number("cases", 12);
     let stream = device.stream()?;
@@ -169,9 +169,7 @@ fn exchanges(
             // SAFETY: all addresses are of live buffers and of the window.
             unsafe {
                 launch::meet(&[member.group], 1, stream.raw())?;
-                for part in dispatches(member.buffers.dispatch(member.group), &cuts) {
-                    launch::dispatch(&[part], blocks.0, stream.raw())?;
-                }
+                launch::dispatch(&[member.buffers.dispatch(member.group)], blocks.0, stream.raw())?;
                 launch::scale(&[member.buffers.scale(member.group)], 64, stream.raw())?;
                 for part in combines(member.buffers.combine(member.group, 0), &cuts) {
                     launch::combine(&[part], blocks.1, stream.raw())?;

@@ -5,8 +5,7 @@
 //! rule: where there are cores to spare, a thread spins for [`SPIN_TIME`] after its last event, then sleeps until it is
 //! rung. CPU ranks need their cores to compute: their threads sleep at once while a step is in flight. While none is, those cores are
 //! idle, so the step loop, the first thread of a rank and, after an answer, a session's thread spin for [`BETWEEN_STEPS`] before they
-//! sleep ([`spin_between_steps`]). So does the step loop once the experts of a step have ended: ranks ring it then, and it rings the
-//! clients of the step's sessions, so that all of them wake up while the rows are combined.
+//! sleep ([`spin_between_steps`]).
 //!
 //! # The doorbell
 //! A [`Doorbell`] is one 32-bit word: bit 0 says that the waiter sleeps or is about to sleep, the other bits count rings.
@@ -61,9 +60,6 @@ pub struct WaitPolicy {
     pub spin: Duration,
     /// When the wait gives up; `None` waits for ever.
     pub deadline: Option<Instant>,
-    /// How long the condition is polled after a ring that changed nothing, before the thread sleeps again. Such a ring says that the
-    /// condition will hold soon.
-    pub after_ring: Duration,
 }
 
 impl WaitPolicy {
@@ -71,39 +67,13 @@ impl WaitPolicy {
     #[must_use]
     pub fn within(spin: Duration, limit: Duration) -> Self {
         // A limit beyond the clock's range means no deadline.
-        Self { spin, deadline: Instant::now().checked_add(limit), after_ring: Duration::ZERO }
+        Self { spin, deadline: Instant::now().checked_add(limit) }
     }
 
     /// Never gives up.
     #[must_use]
     pub const fn unlimited(spin: Duration) -> Self {
-        Self { spin, deadline: None, after_ring: Duration::ZERO }
-    }
-
-    /// Sets [`after_ring`](Self::after_ring).
-    #[must_use]
-    pub const fn after_ring(self, time: Duration) -> Self {
-        Self { after_ring: time, ..self }
-    }
-}
-
-impl WaitPolicy {
-    /// Polls for `time`, or until the deadline if that is earlier.
-    fn poll_for<T>(&self, time: Duration, poll: &mut impl FnMut() -> Option<T>) -> Option<T> {
-        if time.is_zero() {
-            return None;
-        }
-        let begun = Instant::now();
-        let over = |now| now - begun >= time || self.deadline.is_some_and(|end| end <= now);
-        while !over(Instant::now()) {
-            for _ in 0..POLLS_PER_CLOCK_READ {
-                if let Some(found) = poll() {
-                    return Some(found);
-                }
-                std::hint::spin_loop();
-            }
-        }
-        None
+        Self { spin, deadline: None }
     }
 }
 
@@ -218,8 +188,17 @@ impl<W: FutexWord> Doorbell<W> {
         policy: WaitPolicy,
         mut poll: impl FnMut() -> Option<T>,
     ) -> Result<T, TimedOut> {
-        if let Some(found) = policy.poll_for(policy.spin, &mut poll) {
-            return Ok(found);
+        if !policy.spin.is_zero() {
+            let begun = Instant::now();
+            let over = |now| now - begun >= policy.spin || policy.deadline.is_some_and(|end| end <= now);
+            while !over(Instant::now()) {
+                for _ in 0..POLLS_PER_CLOCK_READ {
+                    if let Some(found) = poll() {
+                        return Ok(found);
+                    }
+                    std::hint::spin_loop();
+                }
+            }
         }
         loop {
             if let Some(found) = poll() {
@@ -235,11 +214,7 @@ impl<W: FutexWord> Doorbell<W> {
             if found.is_none() && !limit.is_zero() {
                 self.0.sleep(seen, limit);
             }
-            let was_rung = self.0.fetch_and(!SLEEPING, Ordering::AcqRel) != seen;
-            let found = found.or_else(|| {
-                let time = if was_rung { policy.after_ring } else { Duration::ZERO };
-                policy.poll_for(time, &mut poll)
-            });
+            self.0.fetch_and(!SLEEPING, Ordering::AcqRel);
             match found {
                 Some(found) => return Ok(found),
                 None if limit.is_zero() => return Err(TimedOut),
@@ -284,28 +259,6 @@ mod tests {
         assert_eq!(bell.0.load(Ordering::Relaxed) & SLEEPING, 0);
         // A value that is available is returned even if the deadline has passed.
         assert_eq!(bell.wait_for(WaitPolicy::within(SPIN_TIME, Duration::ZERO), || Some(3)), Ok(3));
-    }
-
-    #[test]
-    fn after_a_ring_without_news_the_waiter_polls_before_it_sleeps_again() {
-        let (bell, news) = (doorbell(), AtomicU64::new(0));
-        let is_asleep = || bell.0.load(Ordering::Relaxed) & SLEEPING != 0;
-        thread::scope(|scope| {
-            let waiter = scope.spawn(|| {
-                let policy = WaitPolicy::unlimited(Duration::ZERO).after_ring(Duration::from_secs(60));
-                bell.wait_for(policy, || (news.load(Ordering::Acquire) == 1).then(is_asleep))
-            });
-            while !is_asleep() {
-                thread::yield_now();
-            }
-            // Only a ring of a sleeping waiter changes the word.
-            while bell.0.load(Ordering::Relaxed) < RING || is_asleep() {
-                bell.ring();
-                thread::yield_now();
-            }
-            news.store(1, Ordering::Release);
-            assert_eq!(waiter.join().expect("no panic"), Ok(false), "found by a waiter that was awake");
-        });
     }
 
     #[test]

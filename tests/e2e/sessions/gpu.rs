@@ -122,8 +122,8 @@ fn steps_in_parts_give_the_same_bits() {
     // This family has shared experts.
     let config = SynthConfig { hidden: PARTS_HIDDEN, experts: 16, ..SynthConfig::new("qwen2_moe") };
     synth::write(&config, folder.path()).unwrap();
-    let whole = answers_in_parts(folder.path(), ranks, "1000000,0,0");
-    for parts in ["1,75,25", "1,12/25/37/50/62/75/87,25/50/75"] {
+    let whole = answers_in_parts(folder.path(), ranks, "1000000,0");
+    for parts in ["1,25", "1,12/25/37/50/62/75/87"] {
         let found = answers_in_parts(folder.path(), ranks, parts);
         for ((tokens, wanted), (_, found)) in whole.iter().zip(&found) {
             assert!(wanted.rows == found.rows, "{parts}, {tokens} rows");

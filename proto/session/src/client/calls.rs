@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use expertd_ipc::WaitPolicy;
 use expertd_ipc::ring::{RingConsumer, RingError, RingProducer};
-use expertd_ipc::wait::{BETWEEN_STEPS, Doorbell};
+use expertd_ipc::wait::Doorbell;
 
 use super::{Buffer, SessionError};
 use crate::wire::{CompletionRecord, RequestRecord};
@@ -163,8 +163,7 @@ impl CallTable {
         call: u64,
         timeout: Duration,
     ) -> Result<(Option<CallBuffers>, CompletionRecord), SessionError> {
-        // The service also rings shortly before a completion, so that the thread wakes up while the step ends.
-        let policy = WaitPolicy::within(self.spin, timeout).after_ring(BETWEEN_STEPS);
+        let policy = WaitPolicy::within(self.spin, timeout);
         let mut calls = self.lock();
         loop {
             self.drain(&mut calls)?;

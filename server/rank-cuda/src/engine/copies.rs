@@ -33,7 +33,7 @@ struct SlotCopy {
     computed: Event,
     out_begin: Event,
     out_end: Event,
-    parts: PartEvents,
+    combined: PartEvents,
 }
 
 /// The rows of a step that travel unchanged: their copies, and where kernels read rows and write results.
@@ -128,7 +128,7 @@ impl Copies {
                 computed: Event::new(device)?,
                 out_begin: Event::new(device)?,
                 out_end: Event::new(device)?,
-                parts: PartEvents::new(device)?,
+                combined: PartEvents::new(device)?,
             })
         };
         Ok(Copies {
@@ -217,8 +217,8 @@ impl Copies {
         copy.out_end.record(&self.outward)
     }
 
-    /// Copies the rows of a step that travel unchanged. Without parts, `compute` waits for them. `is_alone`: no other step is in
-    /// flight, so that `compute` is idle until the rows arrive.
+    /// Copies the rows of a step that travel unchanged. [`arrived`](Self::arrived) says when they are on the device. `is_alone`: no
+    /// other step is in flight, so that `compute` is idle until then.
     ///
     /// Results are cleared first, because they are copied out even if a fault keeps combine from writing them, and must not be those of an
     /// earlier step's client then.
@@ -228,7 +228,6 @@ impl Copies {
         &self,
         slot: usize,
         rows: &UnchangedRows<'_>,
-        parts: Option<Parts<'_>>,
         is_alone: bool,
         compute: &Stream,
     ) -> Result<(), DeviceError> {
@@ -237,30 +236,27 @@ impl Copies {
         let clearing = if is_alone { compute } else { &self.inward };
         let results = if self.poison { 0xff } else { 0 };
         // SAFETY: the slot's own memory of at least `bytes` bytes (asserted). Its last results were copied out, and the kernels of this
-        // step follow on `compute`, which waits for `inward` before combine.
+        // step follow on `compute`, which waits for `inward` before the gate.
         unsafe { event::fill(clearing, rows.out.address(), results, bytes)? };
         if self.poison {
             // SAFETY: as above; no kernel reads the rows before the copies have ended.
             unsafe { event::fill(&self.inward, rows.tokens.address(), 0xff, bytes)? };
         }
         copy.in_begin.record(&self.inward)?;
-        let mut first = 0;
-        for (index, &end) in parts.map_or(&[rows.end()][..], |parts| parts.inward).iter().enumerate() {
-            for part in rows.between(first, end) {
-                // SAFETY: within `tokens` (asserted above) and within staging or a registered memory, which stay registered while
-                // the step runs. A client may write its memory meanwhile, which changes the numbers that are copied and nothing else.
-                unsafe {
-                    let to = rows.tokens.address() + part.at as u64;
-                    event::copy_to_device(&self.inward, to, part.input, part.bytes)?;
-                }
-            }
-            first = end;
-            if parts.is_some() {
-                copy.parts.arrived[index].record(&self.inward)?;
+        for part in rows.copies {
+            // SAFETY: within `tokens` (asserted above) and within staging or a registered memory, which stay registered while
+            // the step runs. A client may write its memory meanwhile, which changes the numbers that are copied and nothing else.
+            unsafe {
+                let to = rows.tokens.address() + part.at as u64;
+                event::copy_to_device(&self.inward, to, part.input, part.bytes)?;
             }
         }
-        copy.in_end.record(&self.inward)?;
-        if parts.is_none() { copy.in_end.wait_event(compute) } else { Ok(()) }
+        copy.in_end.record(&self.inward)
+    }
+
+    /// The rows that [`inward_unchanged`](Self::inward_unchanged) copies last are on the device.
+    pub(super) fn arrived(&self, slot: usize) -> &Event {
+        &self.slots[slot].in_end
     }
 
     /// Copies the results of a step whose rows travel unchanged: those of each part when it is complete, or all after the work that
@@ -274,15 +270,15 @@ impl Copies {
     ) -> Result<(), DeviceError> {
         let copy = &self.slots[slot];
         rows.bytes();
+        if parts.is_none() {
+            copy.computed.record(compute)?;
+            copy.computed.wait_event(&self.outward)?;
+            copy.out_begin.record(&self.outward)?;
+        }
         let mut first = 0;
-        for (index, &end) in parts.map_or(&[rows.end()][..], |parts| parts.outward).iter().enumerate() {
-            let complete = if parts.is_some() { &copy.parts.combined[index] } else { &copy.computed };
-            if parts.is_none() {
-                complete.record(compute)?;
-            }
-            complete.wait_event(&self.outward)?;
-            if parts.is_none() {
-                copy.out_begin.record(&self.outward)?;
+        for (index, &end) in parts.map_or(&[rows.end()][..], |parts| parts.ends).iter().enumerate() {
+            if parts.is_some() {
+                copy.combined.of(index).wait_event(&self.outward)?;
             }
             for part in rows.between(first, end) {
                 // SAFETY: as in `inward_unchanged`, for `out`.
@@ -296,9 +292,9 @@ impl Copies {
         copy.out_end.record(&self.outward)
     }
 
-    /// The events of a slot's parts.
-    pub(super) fn part_events(&self, slot: usize) -> &PartEvents {
-        &self.slots[slot].parts
+    /// The events of the parts of a slot's step.
+    pub(super) fn combined(&self, slot: usize) -> &PartEvents {
+        &self.slots[slot].combined
     }
 
     /// The beginning of a slot's row area in staging.
@@ -316,13 +312,13 @@ impl Copies {
         self.slots[slot].out_end.has_passed()
     }
 
-    /// Durations of the copies of a slot's last step: to the device, and back. If the step was cut into `parts` parts on its way back,
+    /// Durations of the copies of a slot's last step: to the device, and back. If the step was cut into `parts` parts,
     /// copies that run beside combine do not count.
     pub(super) fn times(&self, slot: usize, parts: usize) -> Result<(Duration, Duration), DeviceError> {
         let copy = &self.slots[slot];
         let out_begin = match parts {
             0 => &copy.out_begin,
-            parts => &copy.parts.combined[parts - 1],
+            parts => copy.combined.of(parts - 1),
         };
         Ok((copy.in_end.since(&copy.in_begin)?, copy.out_end.since(out_begin)?))
     }

@@ -69,23 +69,20 @@ impl CudaEngine {
         let row_bytes = self.hidden * 2;
         let rows = UnchangedRows { copies, row_bytes, tokens: &buffers.tokens, out: &buffers.out };
         let is_alone = self.running.is_empty();
-        let is_cut = is_alone && step.tokens >= self.cut.from && !self.aligned;
-        if !is_cut {
-            engines.inward_unchanged(slot, &rows, None, is_alone, &self.stream)?;
+        engines.inward_unchanged(slot, &rows, is_alone, &self.stream)?;
+        let arrived = engines.arrived(slot);
+        if !is_alone || step.tokens < self.cut.from || self.aligned {
+            arrived.wait_event(&self.stream)?;
             self.launch_kernels(step, layer, variant, None)?;
             engines.outward_unchanged(slot, &rows, None, &self.stream)?;
             return Ok(0);
         }
         let combine_blocks = combine_blocks(&self.shape, variant.rows, self.most_blocks);
-        let parts = Parts {
-            inward: &self.cut.inward(step.tokens),
-            outward: &self.cut.outward(step.tokens, &self.shape, combine_blocks),
-            events: engines.part_events(slot),
-        };
-        engines.inward_unchanged(slot, &rows, Some(parts), is_alone, &self.stream)?;
+        let ends = self.cut.ends(step.tokens, &self.shape, combine_blocks);
+        let parts = Parts { arrived, ends: &ends, combined: engines.combined(slot) };
         self.launch_kernels(step, layer, variant, Some(parts))?;
         engines.outward_unchanged(slot, &rows, Some(parts), &self.stream)?;
-        Ok(parts.outward.len())
+        Ok(ends.len())
     }
 
     /// Launches the kernels of a step.

@@ -15,7 +15,7 @@ use expertd_kernels::slot::SlotBuffers;
 use super::counts::DeviceCounts;
 use super::fault::CudaFault;
 use super::layers::{Layer, Layers, gate_params};
-use super::parts::{self, Parts};
+use super::parts::Parts;
 use crate::experts::{DeviceFormat, HostBuffer, Panels, activation_code};
 use expertd_model::Activation;
 
@@ -160,7 +160,7 @@ pub(super) struct StepLaunches<'a> {
     pub(super) row_elements: u32,
     /// Whether copy engines carry rows to where the gate and dispatch read them, and results from where combine writes them.
     pub(super) unchanged: bool,
-    /// Parts of the step, which are not captured; `None`: the step is not cut.
+    /// Parts of a step, whose launches are not captured; `None`: the step is not cut, and its rows are on the device.
     pub(super) parts: Option<Parts<'a>>,
 }
 
@@ -209,21 +209,28 @@ impl StepLaunches<'_> {
             // SAFETY: as above.
             unsafe { launch::meet(&[self.group], 1, stream)? };
         }
-        let gate = GateParams {
-            state,
-            layers: layers.gates.address(),
-            tokens: k.tokens.address(),
-            tokens_low: self.slot.tokens_low.address(),
-            token_ids: self.slot.token_ids.address(),
-            logits: buffers.logits.address(),
-            tickets: buffers.tickets.address(),
-            places,
-            topk_ids: k.topk_ids.address(),
-            topk_weights: k.topk_weights.address(),
-            hidden,
-            max_tokens,
-            ..gate_params(&self.layer.spec.gate)
-        };
+        if let Some(parts) = self.parts {
+            parts.arrived.wait_event(on)?;
+        }
+        if self.gate_rows > 0 {
+            let gate = GateParams {
+                state,
+                layers: layers.gates.address(),
+                tokens: k.tokens.address(),
+                tokens_low: self.slot.tokens_low.address(),
+                token_ids: self.slot.token_ids.address(),
+                logits: buffers.logits.address(),
+                tickets: buffers.tickets.address(),
+                places,
+                topk_ids: k.topk_ids.address(),
+                topk_weights: k.topk_weights.address(),
+                hidden,
+                max_tokens,
+                ..gate_params(&self.layer.spec.gate)
+            };
+            // SAFETY: as above.
+            unsafe { launch::gate(&[gate], self.gate_rows, stream)? };
+        }
         // All ranks send rows in the format of the layer's experts. A group of one rank sends no rows.
         let fp8_rows = self.layer.format == DeviceFormat::W8a8 && self.group.ranks > 1;
         let dispatch = DispatchParams {
@@ -231,25 +238,8 @@ impl StepLaunches<'_> {
             power_of_two_scales: u32::from(self.layer.spec.experts.power_of_two_scales),
             ..k.dispatch(self.group)
         };
-        let inward = self.parts.map_or(&[][..], |parts| parts.inward);
-        let arrived = self.parts.map_or(&[][..], |parts| &parts.events.arrived);
-        for part in parts::launches(inward, arrived) {
-            if let Some(arrived) = part.event {
-                arrived.wait_event(on)?;
-            }
-            if self.gate_rows > 0 {
-                let end = part.end.unwrap_or(self.gate_rows);
-                let gate = GateParams { first_row: part.first, rows: end - part.first, ..gate };
-                // SAFETY: as above.
-                unsafe { launch::gate(&[gate], self.gate_rows, stream)? };
-            }
-            let push_rows = part.end.map_or(0, |end| end - part.first);
-            if push_rows == 0 || self.group.ranks > 1 {
-                let dispatch = DispatchParams { first_row: part.first, push_rows, ..dispatch };
-                // SAFETY: as above.
-                unsafe { launch::dispatch(&[dispatch], self.dispatch_blocks, stream)? };
-            }
-        }
+        // SAFETY: as above.
+        unsafe { launch::dispatch(&[dispatch], self.dispatch_blocks, stream)? };
         let local_experts = layers.local_experts(self.layer);
         if local_experts > 0 {
             let routed = ExpertsParams {
@@ -311,14 +301,15 @@ impl StepLaunches<'_> {
         }
         let experts_done = self.slot.experts_done.address();
         let combine = CombineParams { places, experts_done, ..k.combine(self.group, shared_out) };
-        let outward = self.parts.map_or(&[][..], |parts| parts.outward);
-        let combined = self.parts.map_or(&[][..], |parts| &parts.events.combined);
-        for part in parts::launches(outward, combined) {
-            let combine = CombineParams { first_row: part.first, end_row: part.end.unwrap_or(0), ..combine };
+        let ends = self.parts.map_or(&[][..], |parts| &parts.ends[..parts.ends.len() - 1]);
+        let firsts = std::iter::once(0).chain(ends.iter().copied());
+        for (part, first_row) in firsts.enumerate() {
+            let end_row = ends.get(part).copied().unwrap_or(0);
+            let combine = CombineParams { first_row, end_row, ..combine };
             // SAFETY: as above.
             unsafe { launch::combine(&[combine], self.combine_blocks, stream)? };
-            if let Some(combined) = part.event {
-                combined.record(on)?;
+            if let Some(parts) = self.parts {
+                parts.combined.of(part).record(on)?;
             }
         }
         let copy_out = CopyOutParams {

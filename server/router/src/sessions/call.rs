@@ -66,11 +66,6 @@ impl SessionCall {
         self.session.memory().rows().part(self.output + start, bytes).ok()
     }
 
-    /// Wakes the client, whose completion will follow soon.
-    pub(crate) fn expect_answer(&self) {
-        self.session.memory().client_bell().ring();
-    }
-
     /// Completes the call, whose output rows are in place. `is_idle`: no step is in flight, so that the session's thread may spin.
     pub(crate) fn answer(mut self, receipt: &Receipt, is_idle: bool) {
         if let Some((ids, weights)) = self.returned {

@@ -174,13 +174,6 @@ impl Active {
         }
     }
 
-    /// Wakes the client of a session, whose answer will be complete soon.
-    pub(super) fn expect_answer(&self) {
-        if let Reply::Session(call) = &self.reply {
-            call.expect_answer();
-        }
-    }
-
     /// Sends the complete answer to the caller. `is_idle`: no step is in flight.
     pub(super) fn answer(
         self,

@@ -4,14 +4,14 @@
 mod memories;
 mod rows;
 mod show;
-mod waiting;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use expertd_ipc::control::CheckpointSource;
-use expertd_ipc::{Copier, StagedRows};
+use expertd_ipc::wait::spin_between_steps;
+use expertd_ipc::{Copier, StagedRows, WaitPolicy};
 use expertd_scheduler::{
     Action, Config, Failure, GroupFault, Receipt, RecoveryPolicy, RequestKey, StepLoop, Time,
 };
@@ -202,7 +202,6 @@ impl Driver {
             self.experts_ended = ended;
             if let Some(step) = ended {
                 self.step_loop.experts_ended(generation, step);
-                self.expect_answers(step);
             }
         }
         // Steps that all ranks completed before a fault count.
@@ -413,6 +412,40 @@ impl Driver {
                 metrics::counter!(names::REQUESTS_POISONED_TOTAL).increment(1);
                 active.fail(StepError::Poisoned { lost_steps });
             }
+        }
+    }
+
+    /// Sleeps until mail, a completion, an event of a rank, or the time of the next decision.
+    fn wait(&mut self) {
+        let now = Instant::now();
+        let mut until = self.shared.instant(self.step_loop.wake_at(self.shared.time(now)));
+        if !self.is_quiet() && self.has_unpublished() {
+            until = until.min(self.last_event + QUIET);
+        }
+        let has_waiting = self.step_loop.has_waiting();
+        let spin = match self.launched.is_empty() {
+            true => spin_between_steps(self.cluster.spin, self.cluster.usable_cores),
+            false => self.cluster.spin,
+        };
+        let spin = spin.saturating_sub(now - self.last_event);
+        let Driver { shared, group, loading, reload, experts_ended, .. } = self;
+        if let Some(group) = group {
+            group.want_early_notice(has_waiting);
+        }
+        let policy = WaitPolicy { spin, deadline: Some(until) };
+        let event = shared.bell.bell().wait_until(policy, || {
+            shared.has_mail()
+                || loading.as_mut().is_some_and(|(_, loading)| loading.collect())
+                || reload.as_mut().is_some_and(Reload::collect)
+                || group.as_mut().is_some_and(|group| {
+                    group.collect()
+                        || (has_waiting
+                            && group.experts_ended().is_some_and(|step| Some(step) != *experts_ended))
+                })
+        });
+        // A timeout is the periodic tick; it does not count as an event.
+        if event.is_ok() {
+            self.last_event = Instant::now();
         }
     }
 }
