@@ -2,8 +2,9 @@
 //!
 //! A step may start before the previous one has ended: the stream runs their kernels in the same order on every rank, and each
 //! step has the buffers of its slot to itself. For few rows, kernels read and write the channel's staging, which is pinned.
-//! For many rows, copy engines work beside the kernels of other steps (`copies`), or of the same step, if it runs alone (`parts`). Rows in the host memory of a client are accessed there
-//! in the same two ways, rows in the memory of a client's GPU by kernels only (`memories`). If the kernels need a padded hidden size,
+//! For many rows, copy engines work beside the kernels of other steps (`copies`), or of the same step, if it runs alone (`parts`).
+//! Rows in the host memory of a client are accessed there in the same two ways, rows in the memory of a client's GPU by kernels only
+//! (`memories`). If the kernels need a padded hidden size,
 //! the host widens rows to f32 in pinned memory of its own, and narrows the results.
 //!
 //! The launches of a step are captured as graphs before the rank is ready: one graph for each class of layers, slot and

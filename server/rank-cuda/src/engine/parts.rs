@@ -1,8 +1,9 @@
 //! Steps of many rows whose results are combined in parts, so that copies overlap combine.
 //!
-//! A step that runs alone waits for all of its rows before the gate, and with its first copy out for the last kernel. If combine
-//! runs in parts, the results of one part are copied out while it works on the next one. Experts process all rows together, so
-//! the results are the same, bit by bit. While other steps run, copies overlap theirs, and parts would only cost launches.
+//! Nothing overlaps the copies of a step that runs alone. If combine runs in parts, the results of one part are copied out while it
+//! works on the next one, and those of the last part while copy_out's kernel runs; copy_in's kernel runs before the rows have arrived.
+//! Experts process all rows together, so the results are the same, bit by bit. While other steps run, copies overlap theirs, and parts
+//! would only cost launches.
 //!
 //! How a rank cuts its step is its own affair: peers see the same flags in the same order.
 
