@@ -30,11 +30,20 @@ struct Plan {
     uint32_t mine;    // number of this block's items of the source with the most tokens
     uint32_t chunk;   // number of items of a chunk
     uint32_t chunks;  // number of chunks
+    uint32_t begin;   // first chunk of this launch
+    uint32_t end;     // the chunk after the last one of this launch
 };
 
 __device__ __forceinline__ uint32_t pieces_of(uint32_t words) { return (words + kPiece - 1) / kPiece; }
 
-__device__ __forceinline__ Plan make_plan(const Group& g, const Shared& shared) {
+// The first chunk that begins with the first item of row `row` or with a later one.
+__device__ __forceinline__ uint32_t chunk_at(const Plan& plan, uint32_t row) {
+    const uint32_t items = plan.chunk * gridDim.x;
+    return min((row * plan.pieces + items - 1) / items, plan.chunks);
+}
+
+__device__ __forceinline__ Plan make_plan(const CombineParams& p, const Shared& shared) {
+    const Group& g = p.group;
     Plan plan;
     plan.words = g.hidden / 8;
     plan.pieces = pieces_of(plan.words);
@@ -46,6 +55,10 @@ __device__ __forceinline__ Plan make_plan(const Group& g, const Shared& shared) 
     const uint32_t least = (plan.mine + kMaxChunks - 1) / kMaxChunks;
     if (plan.chunk < least) plan.chunk = (least + kWorkers - 1) / kWorkers * kWorkers;
     plan.chunks = max(1u, (plan.mine + plan.chunk - 1) / plan.chunk);
+    // A launch for the rows before a boundary has all chunks with items of those rows. Peers may cut their launches elsewhere or not at
+    // all, because chunks are the same on every rank.
+    plan.begin = chunk_at(plan, p.first_row);
+    plan.end = p.end_row == 0 ? plan.chunks : chunk_at(plan, p.end_row);
     return plan;
 }
 
@@ -272,7 +285,7 @@ __device__ bool reduce_chunk(const CombineParams& p, const Shared& shared, const
 // Stores a flag for each chunk, once all workers have sent their part of it. One warp runs this.
 __device__ void flag_chunks(const Group& g, Shared& shared, const Plan& plan, uint64_t flag) {
     const uint32_t lane = threadIdx.x % 32;
-    for (uint32_t chunk = 0; chunk < plan.chunks; ++chunk) {
+    for (uint32_t chunk = plan.begin; chunk < plan.end; ++chunk) {
         while (load_acquire(&shared.sent[chunk]) != kWorkers) {
             if (load_acquire(&shared.failed) != 0) return;
         }
@@ -290,7 +303,8 @@ __device__ void combine_alone(const CombineParams& p, const Plan& plan, uint32_t
     const Group& g = p.group;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint32_t received = 0;
-    for (uint32_t item = blockIdx.x + warp * gridDim.x; item < tokens * plan.pieces; item += gridDim.x * kWorkers) {
+    const uint32_t end = (p.end_row == 0 ? tokens : min(p.end_row, tokens)) * plan.pieces;
+    for (uint32_t item = p.first_row * plan.pieces + blockIdx.x + warp * gridDim.x; item < end; item += gridDim.x * kWorkers) {
         const uint32_t token = item / plan.pieces, piece = item - token * plan.pieces;
         const uint32_t place = lane < g.top_k ? __ldcg(p.position + static_cast<uint64_t>(token) * g.top_k + lane) : 0;
         float sum[kLoads][8] = {};
@@ -315,7 +329,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ R
     const CombineParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
     const Group& g = p.group;
     begin_kernel();
-    stamp_begin(g.state, kCombine);
+    if (p.first_row == 0) stamp_begin(g.state, kCombine);
     const uint4 state = head(g.state);
     if (threadIdx.x < g.ranks) {
         shared.tokens[threadIdx.x] = min(__ldcg(at<uint32_t>(g, g.rank, g.counts) + threadIdx.x), g.max_tokens);
@@ -332,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ R
         // No fence, because this is only a hint to the host and publishes no data.
         if (p.experts_done != nullptr) *static_cast<volatile uint64_t*>(p.experts_done) = g.state->step;
     }
-    const Plan plan = make_plan(g, shared);
+    const Plan plan = make_plan(p, shared);
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == kWorkers) {
         if (g.ranks != 1) flag_chunks(g, shared, plan, flag);
@@ -347,14 +361,14 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ R
     const uint32_t* copies = copies_of(g);
     uint32_t received = 0;
     bool ok = true;
-    for (uint32_t chunk = 0; chunk <= plan.chunks && ok; ++chunk) {
-        if (chunk < plan.chunks) {
+    for (uint32_t chunk = plan.begin; chunk <= plan.end && ok; ++chunk) {
+        if (chunk < plan.end) {
             random_delay(g, ~exchange, chunk * kWorkers + warp);
             received += send_chunk(p, shared, plan, range, chunk);
             __syncwarp();
             if (lane == 0) count_release(&shared.sent[chunk]);
         }
-        if (chunk != 0) ok = reduce_chunk(p, shared, plan, copies, flag, results, chunk - 1);
+        if (chunk != plan.begin) ok = reduce_chunk(p, shared, plan, copies, flag, results, chunk - 1);
     }
     if (!ok && lane == 0) count_release(&shared.failed);
     if (lane == 0 && received != 0) atomicAdd(&g.state->received, received);

@@ -178,10 +178,12 @@ __device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row
     if (named) token_id = load_host(p.staged_token_ids + row);
     const uint64_t first_word = static_cast<uint64_t>(row) * words;
     uint8_t* from = attached ? reinterpret_cast<uint8_t*>(offset) : p.staged_rows + offset;
-    uint4* to = static_cast<uint4*>(p.tokens) + first_word;
-    uint4* low = wide && p.tokens_low != nullptr ? static_cast<uint4*>(p.tokens_low) + first_word : nullptr;
-    if (narrow) take_narrow_row(p, from, segment.dtype, to, low);
-    else take_row(p, from, segment.dtype, to, low);
+    if (p.tokens != nullptr) {
+        uint4* to = static_cast<uint4*>(p.tokens) + first_word;
+        uint4* low = wide && p.tokens_low != nullptr ? static_cast<uint4*>(p.tokens_low) + first_word : nullptr;
+        if (narrow) take_narrow_row(p, from, segment.dtype, to, low);
+        else take_row(p, from, segment.dtype, to, low);
+    }
     if (lane == 0) {
         uint8_t* output = attached ? reinterpret_cast<uint8_t*>(segment.output_offset + within) : from;
         p.places[row] = {output, segment.dtype, segment.flags};
@@ -364,8 +366,8 @@ __global__ void __launch_bounds__(kThreads, 1) copy_out(const __grid_constant__ 
         const RowPlace place = p.places[row];
         uint8_t* to = place.output;
         const uint64_t first = static_cast<uint64_t>(row) * words;
-        if (state->direct != 0) {
-            // combine has stored the row.
+        if (state->direct != 0 || p.out == nullptr) {
+            // combine has stored the row, or copy engines carry it.
         } else if ((place.flags & kNarrowRows) != 0) {
             put_narrow_row(p, place, first, dtype);
         } else if (place.dtype == dtype) {

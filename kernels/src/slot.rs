@@ -8,6 +8,8 @@ use crate::params::{CombineParams, DispatchParams, Group, MAX_BLOCKS, MAX_RANKS,
 const DISPATCH_PIECE: u32 = 1024;
 /// Elements of a row that one warp moves at a time; see `combine.cu`.
 const COMBINE_PIECE: u32 = 512;
+/// Warps of a combine block that move rows; see `combine.cu`.
+const COMBINE_WORKERS: u32 = 15;
 
 /// Number of blocks for a dispatch of at most `tokens` rows per rank. One block in eight (at least one, at most 16) sends
 /// routing and lists rows, the others send rows. All ranks must use the same number, which is at least 2.
@@ -29,6 +31,13 @@ pub fn combine_blocks(shape: &Shape, tokens: u32, most: u32) -> u32 {
     let units = u64::from(tokens) * u64::from(shape.ranks) * pieces;
     let few = if units < 1024 { 64 } else { u64::from(most) };
     blocks(units.div_ceil(4).min(few), most)
+}
+
+/// Rows that a combine of `blocks` blocks moves in one turn of all its warps. A combine in several launches is fastest if they are cut at
+/// multiples of it.
+#[must_use]
+pub fn combine_turn(shape: &Shape, blocks: u32) -> u32 {
+    (COMBINE_WORKERS * blocks / shape.hidden.div_ceil(COMBINE_PIECE)).max(1)
 }
 
 fn blocks(wanted: u64, most: u32) -> u32 {
@@ -149,6 +158,8 @@ impl SlotBuffers {
             places: 0,
             out: self.out.address(),
             experts_done: 0,
+            first_row: 0,
+            end_row: 0,
         }
     }
 

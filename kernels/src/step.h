@@ -185,8 +185,10 @@ struct CombineParams {
     const RowPlace* places;      // their flags select the rows to which `shared` is added; null selects all rows, if the step is not direct
     void* out;                   // [T][H] of SlotState::out_dtype, unless the step is direct
     uint64_t* experts_done;      // mapped: set to the step's number when its experts have ended; or null
+    uint32_t first_row;          // rows before it are combined by earlier launches
+    uint32_t end_row;            // later launches combine the rows from it on; 0: none
 };
-static_assert(sizeof(CombineParams) == 256, "mirrored in src/params");
+static_assert(sizeof(CombineParams) == 264, "mirrored in src/params");
 
 enum ScoreFn : uint32_t { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2, kSqrtSoftplus = 3, kSparseMixer = 4 };
 enum Choice : uint32_t { kByScores = 0, kByLogits = 1, kByTokenIds = 2 };
@@ -241,7 +243,7 @@ struct CopyInParams {
     const int32_t* staged_ids;      // mapped, [T][k], read for rows with given routing
     const float* staged_weights;    // mapped
     const int32_t* staged_token_ids;  // mapped, [T], or null
-    void* tokens;
+    void* tokens;                   // null: copy engines write the rows, which are all bf16
     void* tokens_low;               // bf16 [T][H]: rows minus `tokens`, written if any row of the step is not bf16; or null
     int32_t* topk_ids;
     float* topk_weights;
@@ -261,7 +263,7 @@ static_assert(sizeof(CopyInParams) == 136, "mirrored in src/params");
 // rows of each local expert to the counts. Rank 0 raises completion words once all ranks have written their results.
 struct CopyOutParams {
     Group group;
-    const void* out;                // [T][H] of SlotState::out_dtype
+    const void* out;                // [T][H] of SlotState::out_dtype; null: copy engines read the results
     const int32_t* topk_ids;
     const float* topk_weights;
     const RowPlace* places;

@@ -21,7 +21,7 @@ pub struct CopyInParams {
     pub staged_weights: u64,
     /// i32 `[T]`, or 0.
     pub staged_token_ids: u64,
-    /// Out: bf16 `[T, H]`.
+    /// Out: bf16 `[T, H]`; 0: copy engines write the rows, which are all bf16.
     pub tokens: u64,
     /// Out: bf16 `[T, H]`, rows minus `tokens` in steps with any row that is not bf16; or 0.
     pub tokens_low: u64,
@@ -55,7 +55,7 @@ pub struct CopyInParams {
 pub struct CopyOutParams {
     /// The group.
     pub group: Group,
-    /// `[T, H]` of the slot's `out_dtype`.
+    /// `[T, H]` of the slot's `out_dtype`; 0: copy engines read the results.
     pub out: u64,
     /// i32 `[T, k]`.
     pub topk_ids: u64,

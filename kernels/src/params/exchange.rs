@@ -56,6 +56,10 @@ pub struct CombineParams {
     pub out: u64,
     /// Out: u64 in mapped memory, set to the step's number when its experts have ended; or 0.
     pub experts_done: u64,
+    /// Rows before it are combined by earlier launches.
+    pub first_row: u32,
+    /// Later launches combine the rows from it on; 0: none.
+    pub end_row: u32,
 }
 
 /// See `ScaleParams` in `step.h`.
@@ -79,6 +83,6 @@ pub struct ScaleParams {
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
     assert!(size_of::<DispatchParams>() == 272);
-    assert!(size_of::<CombineParams>() == 256);
+    assert!(size_of::<CombineParams>() == 264);
     assert!(size_of::<ScaleParams>() == 240);
 };

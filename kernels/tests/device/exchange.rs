@@ -3,7 +3,7 @@
 use expertd_kernels::device::{Buffer, Device, Stream, fill_device, read_device};
 use expertd_kernels::launch;
 use expertd_kernels::layout::{Shape, WindowLayout};
-use expertd_kernels::params::{DeviceFault, Group, Phase, SlotState};
+use expertd_kernels::params::{CombineParams, DeviceFault, Group, Phase, SlotState};
 use expertd_kernels::slot::{SlotBuffers, combine_blocks, dispatch_blocks};
 use half::{bf16, f16};
 
@@ -225,6 +225,25 @@ impl Loopback {
         Ok(Loopback { members, stream: device.stream()?, _windows: memory })
     }
 
+    /// Launches an exchange whose combine is cut before the rows `cuts`.
+    pub fn launch_cut(&self, blocks: (u32, u32), members: &[Member], cuts: &[u32]) -> Outcome {
+        let groups: Vec<_> = members.iter().map(|m| m.group).collect();
+        // SAFETY: all addresses are of live buffers of this group.
+        unsafe { launch::meet(&groups, 1, self.stream.raw())? };
+        self.launch_dispatch(blocks.0, members)?;
+        let combine: Vec<_> = members.iter().map(|m| combines(m.buffers.combine(m.group, 0), cuts)).collect();
+        let scale: Vec<_> = members.iter().map(|m| m.buffers.scale(m.group)).collect();
+        // SAFETY: all addresses are of live buffers of this group.
+        unsafe {
+            launch::scale(&scale, 32, self.stream.raw())?;
+            for part in 0..=cuts.len() {
+                let launch: Vec<_> = combine.iter().map(|parts| parts[part]).collect();
+                launch::combine(&launch, blocks.1, self.stream.raw())?;
+            }
+        }
+        Ok(())
+    }
+
     pub fn launch(&self, blocks: (u32, u32), members: &[Member]) -> Outcome {
         let groups: Vec<_> = members.iter().map(|m| m.group).collect();
         // SAFETY: all addresses are of live buffers of this group.
@@ -251,6 +270,22 @@ impl Loopback {
     }
 }
 
+/// The launches of a combine that is cut before the rows `cuts`.
+pub fn combines(whole: CombineParams, cuts: &[u32]) -> Vec<CombineParams> {
+    let firsts = std::iter::once(0).chain(cuts.iter().copied());
+    let ends = cuts.iter().copied().chain([0]);
+    firsts.zip(ends).map(|(first_row, end_row)| CombineParams { first_row, end_row, ..whole }).collect()
+}
+
+/// Up to three rows, ascending, before which a combine of at most `tokens` rows is cut; half of the time none.
+pub fn cuts(random: &mut Random, tokens: u32) -> Vec<u32> {
+    let count = if random.below(2) == 0 { 0 } else { 1 + random.below(3) };
+    let mut cuts: Vec<u32> = (0..count).map(|_| 1 + random.below(u64::from(tokens)) as u32).collect();
+    cuts.sort_unstable();
+    cuts.dedup();
+    cuts
+}
+
 pub fn shape(random: &mut Random, ranks: u32, most_tokens: u64) -> Shape {
     let experts = random.pick(&[1, 2, 3, 5, 8, 10, 60, 64, 128, 257]);
     let top_k = random.pick(&[1, 2, 4, 6, 8, 10]).min(experts);
@@ -270,7 +305,7 @@ pub fn loopback(options: &Options) -> Outcome {
     let cases = options.number("cases", 40);
     let most_tokens = options.number("tokens", 300);
     let steps_per_case = options.number("steps", 4);
-    let (mut exchanges, mut placements) = (0, 0);
+    let (mut exchanges, mut placements, mut cut) = (0, 0, 0);
     for case in 0..cases {
         let ranks = random.pick(&[1, 2, 3, 4, 4, 8]);
         let shape = shape(&mut random, ranks, most_tokens);
@@ -303,13 +338,15 @@ pub fn loopback(options: &Options) -> Outcome {
             } else {
                 (2 + random.below(u64::from(most) - 1) as u32, 1 + random.below(u64::from(most)) as u32)
             };
-            group.launch(blocks, &group.members)?;
+            let cuts = cuts(&mut random, shape.max_tokens);
+            cut += u32::from(!cuts.is_empty());
+            group.launch_cut(blocks, &group.members, &cuts)?;
             group.stream.synchronize()?;
             let physical = placed.as_ref().map(|placed| placed.physical(&steps, shape.top_k as usize));
             let expected = physical.as_deref().unwrap_or(&steps);
             for member in &group.members {
                 member.verify(&kernels, expected, dtype, poison).map_err(|error| {
-                    format!("case {case}, step {index}, {shape:?}, {kernels:?}, blocks {blocks:?}, dtype {dtype}: {error}")
+                    format!("case {case}, step {index}, {shape:?}, {kernels:?}, blocks {blocks:?}, cut at {cuts:?}, dtype {dtype}: {error}")
                 })?;
                 let sequence = member.buffers.state.read()?[0].sequence;
                 if sequence != index + 2 {
@@ -320,7 +357,8 @@ pub fn loopback(options: &Options) -> Outcome {
         }
     }
     println!(
-        "loopback: {exchanges} exchanges in {cases} groups, {placements} of them with a placement, are bitwise right"
+        "loopback: {exchanges} exchanges ({cut} of them in parts) in {cases} groups, {placements} of them with a placement, are \
+         bitwise right"
     );
     Ok(())
 }

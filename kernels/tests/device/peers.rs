@@ -11,7 +11,7 @@ use expertd_kernels::layout::{Shape, WindowLayout};
 use expertd_kernels::slot::{combine_blocks, dispatch_blocks};
 use nccl_sys::{Communicator, Library, SymmetricMemory, UniqueId, Window};
 
-use crate::exchange::Member;
+use crate::exchange::{Member, combines, cuts};
 use crate::random::{Random, step};
 use crate::timing::{SHAPES, capture, header, measure, row};
 use crate::{Options, Outcome};
@@ -146,6 +146,8 @@ fn exchanges(
 ) -> Outcome {
     // Every rank draws the same random steps.
     let mut random = Random(options.number("seed", 31));
+    // Each rank cuts its combine elsewhere.
+    let mut of_rank = Random(options.number("seed", 31) + 1000 * u64::from(rank + 1));
     let cases = options.number("cases", 12);
     let stream = device.stream()?;
     for case in 0..cases {
@@ -163,17 +165,20 @@ fn exchanges(
             meet(folder, &format!("go{case}-{index}"), rank, ranks)?;
             let blocks =
                 (dispatch_blocks(&shape, shape.max_tokens, 64), combine_blocks(&shape, shape.max_tokens, 64));
+            let cuts = cuts(&mut of_rank, shape.max_tokens);
             // SAFETY: all addresses are of live buffers and of the window.
             unsafe {
                 launch::meet(&[member.group], 1, stream.raw())?;
                 launch::dispatch(&[member.buffers.dispatch(member.group)], blocks.0, stream.raw())?;
                 launch::scale(&[member.buffers.scale(member.group)], 64, stream.raw())?;
-                launch::combine(&[member.buffers.combine(member.group, 0)], blocks.1, stream.raw())?;
+                for part in combines(member.buffers.combine(member.group, 0), &cuts) {
+                    launch::combine(&[part], blocks.1, stream.raw())?;
+                }
             }
             stream.synchronize()?;
             member
                 .verify(&shape, &steps, dtype, true)
-                .map_err(|error| format!("case {case}, step {index}, {shape:?}: {error}"))?;
+                .map_err(|error| format!("case {case}, step {index}, {shape:?}, cut at {cuts:?}: {error}"))?;
         }
     }
     if rank == 0 {

@@ -4,7 +4,8 @@
 //!
 //! Calls name the layers 0 to LAYERS - 1 in turn. For each number of tokens it prints, in µs, the median and the 99th percentile
 //! of the latency, the median time in the queue and in the step, the medians of the latency less the step and of the latency less the
-//! phases on the device, and rows per second. With one call in flight every answer of a layer must equal its first one.
+//! phases on the device, and rows per second. With one call in flight, some answers of each layer must equal its first one; not all,
+//! because a comparison of many rows takes longer than the service's threads stay awake between calls.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -16,6 +17,8 @@ use expertd_types::DType;
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Calls before the measured ones.
 const WARM_UP: usize = 50;
+/// One in this many rounds over the layers is compared with the first answers.
+const ROUNDS_PER_CHECK: usize = 32;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -97,7 +100,7 @@ fn measure(
             let phases: Duration = receipt.phases[1..6].iter().sum();
             samples.push([latency, receipt.queue_time, receipt.step_time, phases]);
         }
-        if in_flight == 1 {
+        if in_flight == 1 && (calls / layers.max(1) as usize).is_multiple_of(ROUNDS_PER_CHECK) {
             let first = first_answers.entry(layer).or_insert_with(|| answer.output.as_slice().to_vec());
             if first != answer.output.as_slice() {
                 return Err(

@@ -3,6 +3,7 @@
 //!     cargo test --release --features cuda --test e2e sessions::gpu -- --ignored --nocapture --test-threads 1
 
 use expertd_model::synth::{self, SynthConfig};
+use expertd_proto::v1::{ForwardResponse, Routing};
 use expertd_rank_cuda as gpu;
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
@@ -73,6 +74,63 @@ fn answers_of_every_size_and_type_equal_those_of_grpc() {
             let over_session = session.forward(&request, LOST).unwrap();
             assert!(over_session.rows == over_grpc.rows, "{dtype}, {tokens} rows");
         }
+    }
+}
+
+/// Rows and returned routing of requests of many sizes, one at a time, with the gate's routing and with the same routing given; over gRPC
+/// and through a session. `parts` is `EXPERTD_CUDA_PARTS`.
+fn answers_in_parts(checkpoint: &Path, ranks: u32, parts: &str) -> Vec<(u32, ForwardResponse)> {
+    let (runtime, folder) = (runtime(), tempfile::tempdir().unwrap());
+    let address = format!("unix:{}", folder.path().join("session.sock").display());
+    let flags = ["--device", "cuda", "--session-listen", &address, "--max-tokens-per-step", "8192"];
+    let environment =
+        [("EXPERTD_CUDA_PARTS", parts), ("EXPERTD_CUDA_COPIED_FROM_ROWS", "1"), ("EXPERTD_CUDA_POISON", "1")];
+    let service = Service::start_checkpoint(checkpoint, ranks, &flags, &environment);
+    let host = Host { service, address, _folder: folder };
+    let client = runtime.block_on(Client::connect(&host.service.address)).unwrap();
+    let options = SessionOptions { rows_bytes: 128 << 20, ..SessionOptions::default() };
+    let session = SessionClient::open(&host.address, &options).unwrap();
+    host.in_place(&runtime);
+    let mut rng = SmallRng::seed_from_u64(4);
+    let mut answers = Vec::new();
+    for tokens in [1_u32, 64, 130, 700, 2048, 4096, 5001, 8192] {
+        let values: Vec<f32> =
+            (0..tokens as usize * PARTS_HIDDEN).map(|_| rng.random_range(-2.0..2.0)).collect();
+        let rows = encode(&values, DType::Bf16);
+        let mut request = ForwardRequest::inline(0, tokens, expertd_proto::v1::DType::DtypeBf16, rows);
+        request.return_routing = true;
+        let over_grpc = runtime.block_on(client.forward(request.clone(), None)).unwrap();
+        let receipt = over_grpc.receipt.clone().unwrap();
+        let (topk_ids, topk_weights) = (receipt.topk_ids, receipt.topk_weights);
+        answers.push((tokens, over_grpc));
+        answers.push((tokens, session.forward(&request, LOST).unwrap()));
+        let k = topk_ids.len() as u32 / 4 / tokens;
+        request.routing = Some(Routing { topk_ids, topk_weights, k });
+        answers.push((tokens, session.forward(&request, LOST).unwrap()));
+    }
+    answers
+}
+
+/// Elements of a row in [`answers_in_parts`], with which combine has several parts from 480 rows on.
+const PARTS_HIDDEN: usize = 2048;
+
+#[test]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+fn steps_in_parts_give_the_same_bits() {
+    let ranks = ranks();
+    let folder = tempfile::tempdir().unwrap();
+    // This family has shared experts.
+    let config = SynthConfig { hidden: PARTS_HIDDEN, experts: 16, ..SynthConfig::new("qwen2_moe") };
+    synth::write(&config, folder.path()).unwrap();
+    let whole = answers_in_parts(folder.path(), ranks, "1000000,0");
+    for parts in ["1,25", "1,12/25/37/50/62/75/87"] {
+        let found = answers_in_parts(folder.path(), ranks, parts);
+        for ((tokens, wanted), (_, found)) in whole.iter().zip(&found) {
+            assert!(wanted.rows == found.rows, "{parts}, {tokens} rows");
+            let (a, b) = (wanted.receipt.as_ref().unwrap(), found.receipt.as_ref().unwrap());
+            assert!(a.topk_ids == b.topk_ids && a.topk_weights == b.topk_weights, "{parts}, {tokens} rows");
+        }
+        assert_eq!(whole.len(), found.len());
     }
 }
 

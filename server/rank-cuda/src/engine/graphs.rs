@@ -4,6 +4,21 @@ use std::collections::HashMap;
 
 use expertd_kernels::device::Graph;
 
+/// How the rows of a step travel between host and device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum RowPath {
+    /// Kernels read rows and write results in mapped memory.
+    Mapped,
+    /// Copy engines carry rows to a buffer and results from it; kernels convert them there.
+    Converted,
+    /// Copy engines carry bf16 rows to where the gate and dispatch read them, and results from where combine writes them.
+    Unchanged,
+}
+
+impl RowPath {
+    const ALL: [RowPath; 3] = [RowPath::Mapped, RowPath::Converted, RowPath::Unchanged];
+}
+
 /// What distinguishes steps of one kind of layer in one slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Variant {
@@ -13,8 +28,8 @@ pub(super) struct Variant {
     pub(super) gated: bool,
     /// Whether shared experts process any of this rank's rows.
     pub(super) shared: bool,
-    /// Whether copy engines carry its rows.
-    pub(super) copied: bool,
+    /// How its rows travel.
+    pub(super) path: RowPath,
 }
 
 impl Variant {
@@ -27,8 +42,10 @@ impl Variant {
             let may_be_copied = copied_from.is_some_and(|from| rows >= from);
             for gated in [false, true] {
                 for shared in [false, true].into_iter().filter(|&shared| has_shared || !shared) {
-                    for copied in [false, true].into_iter().filter(|&copied| may_be_copied || !copied) {
-                        variants.push(Variant { rows, gated, shared, copied });
+                    for path in
+                        RowPath::ALL.into_iter().filter(|&path| may_be_copied || path == RowPath::Mapped)
+                    {
+                        variants.push(Variant { rows, gated, shared, path });
                     }
                 }
             }
@@ -70,10 +87,12 @@ mod tests {
                 let regime = rows.next_power_of_two().min(most);
                 for gated in [false, true] {
                     for shared in [false, true] {
-                        let wanted = Variant { rows: regime, gated, shared, copied: false };
+                        let wanted = Variant { rows: regime, gated, shared, path: RowPath::Mapped };
                         assert!(variants.contains(&wanted), "{wanted:?} of {most}");
-                        let copied = Variant { copied: true, ..wanted };
-                        assert_eq!(variants.contains(&copied), regime >= 100, "{copied:?} of {most}");
+                        for path in [RowPath::Converted, RowPath::Unchanged] {
+                            let copied = Variant { path, ..wanted };
+                            assert_eq!(variants.contains(&copied), regime >= 100, "{copied:?} of {most}");
+                        }
                     }
                 }
             }

@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "registers the pages of clients' memories")]
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::os::fd::AsFd as _;
 
 use expertd_ipc::{Raise, Segment, SharedSlice};
@@ -75,6 +76,26 @@ pub(super) struct ClientCopy {
     /// Offset of both in the slot's rows, in bytes.
     pub(super) at: usize,
     pub(super) bytes: usize,
+}
+
+impl ClientCopy {
+    /// Whether `next` continues this copy at all places.
+    pub(super) fn is_followed_by(&self, next: &ClientCopy) -> bool {
+        self.at + self.bytes == next.at
+            && self.input.wrapping_add(self.bytes) == next.input
+            && self.output.wrapping_add(self.bytes) == next.output
+    }
+
+    /// The part of the copy whose offset in the slot's rows is in `range`; `None` if it is empty.
+    pub(super) fn clip(&self, range: Range<usize>) -> Option<ClientCopy> {
+        let (first, end) = (self.at.max(range.start), (self.at + self.bytes).min(range.end));
+        (first < end).then(|| ClientCopy {
+            input: self.input.wrapping_add(first - self.at),
+            output: self.output.wrapping_add(first - self.at),
+            at: first,
+            bytes: end - first,
+        })
+    }
 }
 
 impl Memories {

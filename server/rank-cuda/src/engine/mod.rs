@@ -2,8 +2,9 @@
 //!
 //! A step may start before the previous one has ended: the stream runs their kernels in the same order on every rank, and each
 //! step has the buffers of its slot to itself. For few rows, kernels read and write the channel's staging, which is pinned.
-//! For many rows, copy engines work beside the kernels of other steps (`copies`). Rows in the host memory of a client are accessed there
-//! in the same two ways, rows in the memory of a client's GPU by kernels only (`memories`). If the kernels need a padded hidden size,
+//! For many rows, copy engines work beside the kernels of other steps (`copies`), or of the same step, if it runs alone (`parts`).
+//! Rows in the host memory of a client are accessed there in the same two ways, rows in the memory of a client's GPU by kernels only
+//! (`memories`). If the kernels need a padded hidden size,
 //! the host widens rows to f32 in pinned memory of its own, and narrows the results.
 //!
 //! The launches of a step are captured as graphs before the rank is ready: one graph for each class of layers, slot and
@@ -22,6 +23,7 @@ mod injected;
 mod layers;
 mod memories;
 mod pad;
+mod parts;
 mod probe;
 mod run;
 mod setup;
@@ -45,9 +47,10 @@ use expertd_kernels::slot::{combine_blocks, dispatch_blocks};
 use self::copies::Copies;
 use self::counts::DeviceCounts;
 use self::fault::CudaFault;
-use self::graphs::{Graphs, Variant};
+use self::graphs::{Graphs, RowPath, Variant};
 use self::layers::{Layer, Layers};
 use self::memories::Memories;
+use self::parts::{Cut, Parts};
 use self::run::{Running, Watch};
 use self::step::{Buffers, COPY_BLOCKS, SlotSet, StagedAddresses, StepLaunches};
 use crate as gpu;
@@ -87,6 +90,7 @@ pub(super) struct CudaEngine {
     copies: Option<Copies>,
     /// Smallest number of rows per rank of a variant that uses `copies`.
     copied_from: u32,
+    cut: Cut,
     /// See [`gpu::ALIGNED`].
     aligned: bool,
     /// Steps in flight, oldest first.
@@ -143,6 +147,7 @@ impl CudaEngine {
             graphs: Graphs::default(),
             copies,
             copied_from: copied_from(&shape),
+            cut: Cut::new(setup.shape.hidden),
             aligned: std::env::var_os(gpu::ALIGNED).is_some(),
             running: VecDeque::new(),
             watch: Watch::start(),
@@ -203,6 +208,7 @@ impl CudaEngine {
         slot: usize,
         top_k: u32,
         variant: Variant,
+        parts: Option<Parts<'a>>,
     ) -> StepLaunches<'a> {
         StepLaunches {
             layer,
@@ -210,16 +216,22 @@ impl CudaEngine {
             counts: &self.counts,
             group: Group { top_k, ..self.layers.group(layer, self.groups[slot]) },
             staged: match self.copies_of(variant) {
-                Some(copies) => copies.staged(slot, self.staged[slot]),
-                None => self.staged[slot],
+                Some(copies) if variant.path == RowPath::Converted => copies.staged(slot, self.staged[slot]),
+                _ => self.staged[slot],
             },
-            copy_blocks: if self.may_be_copied(variant.rows) { self.most_blocks } else { COPY_BLOCKS },
+            copy_blocks: if self.may_be_copied(variant.rows) && variant.path != RowPath::Unchanged {
+                self.most_blocks
+            } else {
+                COPY_BLOCKS
+            },
             aligned: self.aligned && self.shape.ranks > 1,
             gate_rows: if variant.gated { variant.rows } else { 0 },
             shared: variant.shared,
             dispatch_blocks: dispatch_blocks(&self.shape, variant.rows, self.most_blocks),
             combine_blocks: combine_blocks(&self.shape, variant.rows, self.most_blocks),
             row_elements: self.hidden as u32,
+            unchanged: variant.path == RowPath::Unchanged,
+            parts,
         }
     }
 
@@ -230,12 +242,12 @@ impl CudaEngine {
         for (class, layer) in self.layers.classes() {
             for slot in 0..self.buffers.slots.len() {
                 for variant in Variant::all(self.shape.max_tokens, layer.shared.is_some(), copied_from) {
-                    let launches = self.launches(layer, slot, layer.spec.gate.top_k as u32, variant);
+                    let launches = self.launches(layer, slot, layer.spec.gate.top_k as u32, variant, None);
                     let graph = self.stream.capture(|| {
                         // SAFETY: the graph accesses memory of this engine, which drops its graphs first, and staging, which
                         // outlives the engine.
                         unsafe {
-                            launches.enqueue(&self.layers, &self.buffers, &self.shape, self.stream.raw())?;
+                            launches.enqueue(&self.layers, &self.buffers, &self.shape, &self.stream)?;
                         }
                         Ok::<_, CudaFault>(())
                     })?;
@@ -251,7 +263,7 @@ impl CudaEngine {
 
     /// The copies, if steps of this variant use them.
     fn copies_of(&self, variant: Variant) -> Option<&Copies> {
-        self.copies.as_ref().filter(|_| variant.copied)
+        self.copies.as_ref().filter(|_| variant.path != RowPath::Mapped)
     }
 
     /// Whether copy engines carry the rows of steps with up to `rows` rows per rank, unless all lie in the memory of GPUs.

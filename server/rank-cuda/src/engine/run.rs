@@ -6,13 +6,16 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{CUresult, cuStreamQuery};
 use expertd_kernels::params::{Completion, DeviceFault, StepRequest};
+use expertd_kernels::slot::combine_blocks;
 
 use super::CudaEngine;
+use super::copies::{UnchangedRows, unchanged};
 use super::fault::CudaFault;
-use super::graphs::Variant;
+use super::graphs::{RowPath, Variant};
 use super::layers::Layer;
 use super::memories::ClientCopy;
 use super::pad::{pad, unpad};
+use super::parts::Parts;
 use expertd_ipc::{ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
 use expertd_rank::segments::CheckedSegment;
 use expertd_rank::{ClientMemory, StepEngine, StepFault, StepReport};
@@ -29,6 +32,8 @@ pub(super) struct Running {
     gated: bool,
     /// Whether copy engines carry its rows.
     copied: bool,
+    /// Number of parts in which its results are copied; 0: it was not cut.
+    parts: usize,
     /// Whether the router was notified of the end of its experts phase.
     notified: bool,
 }
@@ -47,7 +52,62 @@ impl Watch {
 }
 
 impl CudaEngine {
-    /// Launches one step.
+    /// Launches a step whose rows travel unchanged. Returns the number of parts in which its results are copied; 0 if it was
+    /// not cut.
+    fn launch_unchanged(
+        &self,
+        step: &StepDescriptor,
+        layer: &Layer,
+        variant: Variant,
+        copies: &[ClientCopy],
+    ) -> Result<usize, CudaFault> {
+        let Some(engines) = self.copies_of(variant) else {
+            return Err(CudaFault::Stuck("a step without copy engines has rows for them".to_owned()));
+        };
+        let slot = step.slot as usize;
+        let buffers = &self.buffers.slots[slot].kernels;
+        let row_bytes = self.hidden * 2;
+        let rows = UnchangedRows { copies, row_bytes, tokens: &buffers.tokens, out: &buffers.out };
+        let is_alone = self.running.is_empty();
+        engines.inward_unchanged(slot, &rows, is_alone, &self.stream)?;
+        let arrived = engines.arrived(slot);
+        if !is_alone || step.tokens < self.cut.from || self.aligned {
+            arrived.wait_event(&self.stream)?;
+            self.launch_kernels(step, layer, variant, None)?;
+            engines.outward_unchanged(slot, &rows, None, &self.stream)?;
+            return Ok(0);
+        }
+        let combine_blocks = combine_blocks(&self.shape, variant.rows, self.most_blocks);
+        let ends = self.cut.ends(step.tokens, &self.shape, combine_blocks);
+        let parts = Parts { arrived, ends: &ends, combined: engines.combined(slot) };
+        self.launch_kernels(step, layer, variant, Some(parts))?;
+        engines.outward_unchanged(slot, &rows, Some(parts), &self.stream)?;
+        Ok(ends.len())
+    }
+
+    /// Launches the kernels of a step.
+    fn launch_kernels(
+        &self,
+        step: &StepDescriptor,
+        layer: &Layer,
+        variant: Variant,
+        parts: Option<Parts<'_>>,
+    ) -> Result<(), CudaFault> {
+        let slot = step.slot as usize;
+        match self.graphs.get(layer.class, slot, variant) {
+            Some(graph) if parts.is_none() && step.top_k as usize == layer.spec.gate.top_k => {
+                Ok(graph.launch(&self.stream)?)
+            }
+            _ => {
+                let launches = self.launches(layer, slot, step.top_k, variant, parts);
+                // SAFETY: all addresses are of memory in `self` or in the slot's staging. Completion is reported after the step has
+                // ended; after a fault the engine is dropped, which drains the streams first.
+                unsafe { launches.enqueue(&self.layers, &self.buffers, &self.shape, &self.stream) }
+            }
+        }
+    }
+
+    /// Launches a step whose rows kernels convert.
     fn launch(
         &self,
         step: &StepDescriptor,
@@ -62,17 +122,7 @@ impl CudaEngine {
         if let Some(copies) = copies {
             copies.inward(slot, segments.len(), bytes, clients, &self.stream)?;
         }
-        match self.graphs.get(layer.class, slot, variant) {
-            Some(graph) if step.top_k as usize == layer.spec.gate.top_k => graph.launch(&self.stream)?,
-            _ => {
-                let launches = self.launches(layer, slot, step.top_k, variant);
-                // SAFETY: all addresses are of memory in `self` or in the slot's staging. Completion is reported after the step has
-                // ended; after a fault the engine is dropped, which drains the streams first.
-                unsafe {
-                    launches.enqueue(&self.layers, &self.buffers, &self.shape, self.stream.raw())?;
-                }
-            }
-        }
+        self.launch_kernels(step, layer, variant, None)?;
         if let Some(copies) = copies {
             copies.outward(slot, bytes, clients, &self.stream)?;
         }
@@ -165,11 +215,23 @@ impl StepEngine for CudaEngine {
         });
         // Derived from the whole step, so that all ranks launch the grids of an exchange with equal sizes.
         let rows = step.step_tokens.div_ceil(self.shape.ranks).next_power_of_two().min(self.shape.max_tokens);
+        let copies = match &self.copies {
+            Some(copies) if self.may_be_copied(rows) && !on_gpus => Some(copies),
+            _ => None,
+        };
+        let carried = copies.and_then(|copies| {
+            unchanged(&segments, &self.memories, copies.staged_rows(slot), self.hidden * 2)
+        });
+        let path = match (copies, &carried) {
+            (None, _) => RowPath::Mapped,
+            (Some(_), None) => RowPath::Converted,
+            (Some(_), Some(_)) => RowPath::Unchanged,
+        };
         let variant = Variant {
             rows,
             gated,
             shared: layer.shared.is_some() && segments.iter().any(|segment| segment.shared),
-            copied: self.may_be_copied(rows) && !on_gpus,
+            path,
         };
         // Grids cover `variant.rows`; further rows would silently be skipped.
         if step.tokens > variant.rows {
@@ -178,15 +240,19 @@ impl StepEngine for CudaEngine {
                 step.tokens, variant.rows, step.step_tokens
             )));
         }
-        let copies = self.copies_of(variant);
         let copied = copies.is_some();
+        let converted = copies.filter(|_| path == RowPath::Converted).map(|copies| copies.row_bytes(slot));
         let clients = match padding {
             true => Vec::new(),
-            false => {
-                self.memories.place(&segments, staging.segments, copies.map(|copies| copies.row_bytes(slot)))
+            false => self.memories.place(&segments, staging.segments, converted),
+        };
+        let parts = match carried {
+            Some(copies) => self.launch_unchanged(step, layer, variant, &copies)?,
+            None => {
+                self.launch(step, layer, variant, &segments, &clients)?;
+                0
             }
         };
-        self.launch(step, layer, variant, &segments, &clients)?;
         self.inject_fault(slot)?;
         if self.running.is_empty() {
             self.watch = Watch::start();
@@ -197,6 +263,7 @@ impl StepEngine for CudaEngine {
             segments,
             gated,
             copied,
+            parts,
             notified: false,
         });
         Ok(None)
@@ -220,7 +287,7 @@ impl StepEngine for CudaEngine {
         if !self.has_ended(sequence, slot, copied)? {
             return Ok(None);
         }
-        let Some(Running { segments, gated, notified, .. }) = self.running.pop_front() else {
+        let Some(Running { segments, gated, notified, parts, .. }) = self.running.pop_front() else {
             return Ok(None);
         };
         self.watch = Watch::start();
@@ -242,9 +309,13 @@ impl StepEngine for CudaEngine {
         }
         let mut phases = phases(&completion, gated);
         if let Some(copies) = self.copies.as_ref().filter(|_| copied) {
-            let (inward, outward) = copies.times(slot).map_err(CudaFault::from)?;
-            phases[Phase::CopyIn as usize] += inward;
-            phases[Phase::CopyOut as usize] += outward;
+            let (inward, outward) = copies.times(slot, parts).map_err(CudaFault::from)?;
+            // In a step that is cut, the copies overlap the kernels of these phases.
+            let both =
+                |kernel: Duration, copy: Duration| if parts == 0 { kernel + copy } else { kernel.max(copy) };
+            let (copy_in, copy_out) = (Phase::CopyIn as usize, Phase::CopyOut as usize);
+            phases[copy_in] = both(phases[copy_in], inward);
+            phases[copy_out] = both(phases[copy_out], outward);
         }
         Ok(Some(StepReport {
             phases,

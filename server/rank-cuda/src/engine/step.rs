@@ -2,10 +2,9 @@
 
 #![allow(unsafe_code, reason = "launches kernels")]
 
-use cudarc::driver::sys::CUstream;
-use expertd_kernels::device::{Buffer, Device, DeviceError, Mailbox};
+use expertd_kernels::device::{Buffer, Device, DeviceError, Mailbox, Stream};
 use expertd_kernels::experts::{self, ExpertsParams};
-use expertd_kernels::launch::{self, LaunchError};
+use expertd_kernels::launch;
 use expertd_kernels::layout::Shape;
 use expertd_kernels::params::{
     CombineParams, Completion, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group,
@@ -14,7 +13,9 @@ use expertd_kernels::params::{
 use expertd_kernels::slot::SlotBuffers;
 
 use super::counts::DeviceCounts;
+use super::fault::CudaFault;
 use super::layers::{Layer, Layers, gate_params};
+use super::parts::Parts;
 use crate::experts::{DeviceFormat, HostBuffer, Panels, activation_code};
 use expertd_model::Activation;
 
@@ -157,6 +158,10 @@ pub(super) struct StepLaunches<'a> {
     pub(super) copy_blocks: u32,
     /// Elements of a row without padding.
     pub(super) row_elements: u32,
+    /// Whether copy engines carry rows to where the gate and dispatch read them, and results from where combine writes them.
+    pub(super) unchanged: bool,
+    /// Parts of a step, whose launches are not captured; `None`: the step is not cut, and its rows are on the device.
+    pub(super) parts: Option<Parts<'a>>,
 }
 
 impl StepLaunches<'_> {
@@ -169,8 +174,9 @@ impl StepLaunches<'_> {
         layers: &Layers,
         buffers: &Buffers,
         shape: &Shape,
-        stream: CUstream,
-    ) -> Result<(), LaunchError> {
+        on: &Stream,
+    ) -> Result<(), CudaFault> {
+        let stream = on.raw();
         let k = &self.slot.kernels;
         let state = k.state.address();
         let places = self.slot.places.address();
@@ -183,7 +189,7 @@ impl StepLaunches<'_> {
             staged_ids: self.staged.ids,
             staged_weights: self.staged.weights,
             staged_token_ids: if self.layer.spec.gate.needs_token_ids() { self.staged.token_ids } else { 0 },
-            tokens: k.tokens.address(),
+            tokens: if self.unchanged { 0 } else { k.tokens.address() },
             tokens_low: self.slot.tokens_low.address(),
             topk_ids: k.topk_ids.address(),
             topk_weights: k.topk_weights.address(),
@@ -202,6 +208,9 @@ impl StepLaunches<'_> {
         if self.aligned {
             // SAFETY: as above.
             unsafe { launch::meet(&[self.group], 1, stream)? };
+        }
+        if let Some(parts) = self.parts {
+            parts.arrived.wait_event(on)?;
         }
         if self.gate_rows > 0 {
             let gate = GateParams {
@@ -292,11 +301,20 @@ impl StepLaunches<'_> {
         }
         let experts_done = self.slot.experts_done.address();
         let combine = CombineParams { places, experts_done, ..k.combine(self.group, shared_out) };
-        // SAFETY: as above.
-        unsafe { launch::combine(&[combine], self.combine_blocks, stream)? };
+        let ends = self.parts.map_or(&[][..], |parts| &parts.ends[..parts.ends.len() - 1]);
+        let firsts = std::iter::once(0).chain(ends.iter().copied());
+        for (part, first_row) in firsts.enumerate() {
+            let end_row = ends.get(part).copied().unwrap_or(0);
+            let combine = CombineParams { first_row, end_row, ..combine };
+            // SAFETY: as above.
+            unsafe { launch::combine(&[combine], self.combine_blocks, stream)? };
+            if let Some(parts) = self.parts {
+                parts.combined.of(part).record(on)?;
+            }
+        }
         let copy_out = CopyOutParams {
             group: self.group,
-            out: k.out.address(),
+            out: if self.unchanged { 0 } else { k.out.address() },
             topk_ids: k.topk_ids.address(),
             topk_weights: k.topk_weights.address(),
             places,
