@@ -13,5 +13,5 @@ cd "$(dirname "$0")/.."
 ulimit -n "$(ulimit -Hn)"
 echo '| attack | attackers | connections made | calls/s alone | beside the control | beside the attack | attack / control | p99 alone, ms | control | attack | router, cores busy alone | beside the attack | beside the control + control | MiB before | MiB at most | MiB later |'
 echo '|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|'
-HOSTILE_ATTACKERS=${1:-1024} HOSTILE_SECONDS=${2:-5} HOSTILE_ROUNDS=${3:-2} HOSTILE_SETTLE_SECONDS=60 \
+HOSTILE_ATTACKERS=${1:-1024} HOSTILE_SECONDS=${2:-5} HOSTILE_ROUNDS=${3:-2} \
     cargo test --release --quiet --test hostile attacks:: -- --test-threads 1 --nocapture | grep '^|'

@@ -32,10 +32,13 @@ mount -t tmpfs tmpfs "$root/dev"
 mkdir -m 1777 "$root/dev/shm"
 devices=(/dev/null /dev/zero /dev/urandom)
 settings=(PATH=/usr/local/bin:/usr/bin:/bin EXPERTD_ADMIN_LISTEN=unix:/run/expertd/admin.sock EXPERTD_MODEL=/model
-    EXPERTD_LISTEN="$address" EXPERTD_METRICS_LISTEN=127.0.0.1:9951 EXPERTD_LOG=warn)
+    EXPERTD_LISTEN="$address" EXPERTD_METRICS_LISTEN=127.0.0.1:9951 EXPERTD_LOG="${EXPERTD_LOG:-warn}")
+# Rows of GPU ranks are bf16.
+tolerance=1e-5
 if [ "$gpus" = 0 ]; then
     settings+=(EXPERTD_RANKS=2)
 else
+    tolerance=1e-2
     settings+=(EXPERTD_RANKS="$gpus" EXPERTD_DEVICE=cuda EXPERTD_NCCL=/usr/local/lib/libnccl.so.2 LD_LIBRARY_PATH=/driver)
     mount --rbind /sys "$root/sys"
     mount -t tmpfs tmpfs "$root/driver"
@@ -53,10 +56,11 @@ inside() { "${enter[@]}" "$@"; }
 if inside sh -c 'echo > /file' 2> /dev/null; then echo "the root is writable"; exit 1; fi
 "${enter[@]}" expertd serve > /dev/null &
 service=$!
+trap 'kill -9 $service 2> /dev/null || true' EXIT
 for _ in $(seq 600); do inside expertd status > /dev/null 2>&1 && break; sleep 0.1; done
 echo "user $(awk '/^Uid:/ { print $2 }' /proc/$service/status), root $(awk '$5 == "/" { print $6; exit }' /proc/$service/mountinfo)"
+inside expertd verify --address "$address" --golden /model/golden.safetensors --tolerance "$tolerance"
 inside expertd status
-inside expertd verify --address "$address" --golden /model/golden.safetensors
 inside expertd drain
 wait "$service"
 echo "drained, exit status 0"

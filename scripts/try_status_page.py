@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Opens the status page of a service under load in headless Chromium, reads what it shows, and takes a picture of it.
+"""Opens the status page of a service under load in headless Chromium and reads what it shows; then the page of a recorded
+service on GPUs, of which it can take a picture.
 
 Usage: scripts/try_status_page.py [BIN] [PICTURE]     BIN is a folder with expertd and expertd-loadtest (default
                                                       target/release); PICTURE is a PNG file to write
@@ -19,12 +20,15 @@ import tempfile
 import time
 import urllib.request
 
+import addresses
+from recorded_service import Recording
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests/fixtures/golden/qwen3_next"
 # A name that would run a script if the page made markup of it.
 NAME = "tiny <img src=x onerror=alert(1)>"
-METRICS = "127.0.0.1:50981"
-LISTEN = "127.0.0.1:50980"
+LISTEN, METRICS, RECORDED = addresses.free(3)
+RECORDING = ROOT / "tests/fixtures/telemetry/two-gpus.tar.xz"
 TOKEN = "engine-token-0123456789abcdef"
 
 
@@ -107,13 +111,13 @@ def ready() -> bool:
     return False
 
 
-def check(browser: Browser) -> None:
-    """What must hold whatever the page shows."""
+def check(browser: Browser, address: str = METRICS) -> None:
+    """What must hold whatever the page of the listener at `address` shows."""
     for event in browser.events:
         method, details = event.get("method"), event.get("params", {})
         if method == "Network.requestWillBeSent":
             url = details["request"]["url"]
-            if not url.startswith(f"http://{METRICS}/"):
+            if not url.startswith(f"http://{address}/"):
                 sys.exit(f"the page asked for {url}")
         elif method == "Runtime.exceptionThrown" or (method == "Log.entryAdded" and details["entry"]["level"] == "error"
                                                      and "favicon" not in details["entry"].get("url", "")):
@@ -123,6 +127,33 @@ def check(browser: Browser) -> None:
     wide = browser.value("document.documentElement.scrollWidth > document.documentElement.clientWidth")
     if wide:
         sys.exit("the page is wider than its window")
+
+
+def point_at_an_expert(browser: Browser) -> None:
+    browser.until("!document.getElementById('experts').hidden && document.getElementById('heat').width > 1", "rows per expert")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved",
+                 **browser.value("(b => ({x: b.x + b.width / 2, y: b.y + b.height / 2}))(document.getElementById('heat').getBoundingClientRect())"))
+    browser.until("/layer \\d+, expert \\d+: \\d+ rows/.test(document.getElementById('cell').textContent)", "the rows of one expert")
+
+
+def recorded(browser: Browser, picture: pathlib.Path | None) -> None:
+    """The page of a service on two GPUs, as it was under load and after a fault."""
+    recording = Recording(RECORDING, RECORDED)
+    recording.play()
+    browser.events.clear()
+    browser.call("Page.navigate", url=f"http://{RECORDED}/")
+    browser.until("document.getElementById('state').textContent === 'serving'", "that the recorded service serves")
+    browser.until("[...document.querySelectorAll('#ranks tr')].slice(1).every(r => /GiB of \\d+/.test(r.cells[4].textContent) && /%/.test(r.cells[5].textContent))"
+                  " && document.querySelectorAll('#ranks tr').length === 3", "memory and utilisation of two GPUs")
+    if picture:
+        time.sleep(recording.seconds)
+    point_at_an_expert(browser)
+    check(browser, RECORDED)
+    if browser.value("(card => card.scrollWidth > card.clientWidth)(document.getElementById('ranks').parentElement)"):
+        sys.exit("the table of ranks on GPUs is wider than its card")
+    if picture:
+        browser.value("document.getElementById('note').textContent = ''; true")
+        browser.picture(picture)
 
 
 def main() -> None:
@@ -162,16 +193,10 @@ def main() -> None:
         browser.until("document.querySelectorAll('#ranks tr').length === 3", "two ranks")
         browser.until("document.querySelector('#clients td')?.textContent === 'engine'", "the client's name")
         browser.until("document.querySelectorAll('polyline').length >= 6 && [...document.querySelectorAll('polyline')].some(l => l.getAttribute('points').split(' ').length > 12)", "lines")
-        browser.until("!document.getElementById('experts').hidden && document.getElementById('heat').width > 1", "rows per expert")
-        browser.call("Input.dispatchMouseEvent", type="mouseMoved",
-                     **browser.value("(b => ({x: b.x + b.width / 2, y: b.y + b.height / 2}))(document.getElementById('heat').getBoundingClientRect())"))
-        browser.until("/layer \\d+, expert \\d+: \\d+ rows/.test(document.getElementById('cell').textContent)", "the rows of one expert")
+        point_at_an_expert(browser)
         if browser.value("document.getElementById('model').textContent") != NAME:
             sys.exit("the page does not show the model's name as it is")
         check(browser)
-        if picture:
-            browser.value("document.getElementById('model').textContent = 'tiny'; document.getElementById('note').textContent = ''; true")
-            browser.picture(picture)
         browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
         color = "getComputedStyle(document.body).backgroundColor"
         if browser.value(color) != "rgb(17, 21, 26)":
@@ -180,7 +205,10 @@ def main() -> None:
         check(browser)
         service.kill()
         browser.until("document.getElementById('state').textContent === 'no answer'", "that the service is gone")
-    print("the status page showed a service under load, in light and dark, wide and narrow, and its end")
+        browser.call("Emulation.setEmulatedMedia", features=[])
+        browser.call("Emulation.setDeviceMetricsOverride", **window)
+        recorded(browser, picture)
+    print("the status page showed a service under load, in light and dark, wide and narrow, its end, and a recorded service on GPUs")
 
 
 if __name__ == "__main__":

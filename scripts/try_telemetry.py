@@ -1,11 +1,18 @@
 #!/usr/bin/env python3
-"""Lets a real Prometheus scrape a service under load, and asks it for every panel of the dashboard and every recording rule.
+"""Lets a real Prometheus scrape two services under load, and asks it for every panel of the dashboard and every recording rule.
 
-Usage: scripts/try_telemetry.py [--seconds N] [--picture FILE.svg] [BIN]     BIN is a folder with expertd and
-                                                                          expertd-loadtest (default target/release)
+Usage: scripts/try_telemetry.py [--seconds N] [--picture FILE.svg] [BIN]
+       scripts/try_telemetry.py --record FILE.tar.xz [--seconds N] [--model DIR] [--device cuda] [--tokens LIST] [BIN]
 
-Fails if a panel or a rule has no data, or if panels of GPUs have data although the ranks run on CPUs. With --picture it draws the dashboard from the data. Needs prometheus (Debian's
+BIN is a folder with expertd and expertd-loadtest (default target/release). One service runs here on two CPU ranks. The other
+one is the recording of a service on two GPUs (tests/fixtures/telemetry): a listener says again, second by second, what that
+service said while it was under the same load and the same fault. So panels of GPUs are filled where there is none.
+
+Fails if a panel or a rule has no data of the recorded service; if one has none of the service on CPUs, panels of GPUs apart;
+or if these have data of it. --picture draws the dashboard from the recorded service's data. Needs prometheus (Debian's
 package of that name). Takes about N + 15 seconds (default 30).
+
+The second form makes such a recording, where a GPU is or elsewhere, and needs no Prometheus.
 """
 
 import argparse
@@ -26,11 +33,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 
+import addresses
+from recorded_service import Recorder, Recording
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests/fixtures/golden/qwen3_next"
 DASHBOARD = ROOT / "deploy/grafana/expertd.json"
 RULES = ROOT / "deploy/prometheus/rules.yaml"
-LISTEN, METRICS, PROMETHEUS = "127.0.0.1:50985", "127.0.0.1:50986", "127.0.0.1:50987"
+RECORDING = ROOT / "tests/fixtures/telemetry/two-gpus.tar.xz"
+LISTEN, METRICS, PROMETHEUS, RECORDED = addresses.free(4)
 TOKEN = "engine-token-0123456789abcdef"
 # Metrics that only ranks on GPUs have.
 OF_GPUS = "expertd_gpu_"
@@ -58,10 +69,10 @@ def ask(path: str, **parameters: object) -> list[dict]:
     return json.loads(text)["data"]["result"]
 
 
-def filled(expression: str) -> str:
-    """An expression with Grafana's variables set to what "All" means."""
-    expression = expression.replace("$__rate_interval", RATE_INTERVAL)
-    for name in ("model", "instance", "rank"):
+def filled(expression: str, instance: str) -> str:
+    """An expression with Grafana's variables set: one instance, all models and ranks."""
+    expression = expression.replace("$__rate_interval", RATE_INTERVAL).replace("$instance", instance)
+    for name in ("model", "rank"):
         expression = expression.replace(f"${name}", ".*")
     if "$" in expression:
         sys.exit(f"an unknown variable is left in {expression}")
@@ -72,65 +83,86 @@ def panels() -> list[dict]:
     return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel.get("targets")]
 
 
-def run(binaries: pathlib.Path, seconds: float, folder: pathlib.Path, stack: contextlib.ExitStack) -> float:
-    """Runs service, load, a fault and Prometheus; returns the time at which the load began."""
+class Processes:
+    """Processes that end with the stack."""
 
-    def start(*command: object, environment: dict[str, str] | None = None) -> subprocess.Popen:
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self.stack = stack
+
+    def start(self, *command: object, environment: dict[str, str] | None = None) -> subprocess.Popen:
         process = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                    env=os.environ | (environment or {}))
-        stack.callback(lambda: (process.kill(), process.wait()))
+        self.stack.callback(lambda: (process.kill(), process.wait()))
         return process
 
+
+def serve(given: argparse.Namespace, folder: pathlib.Path, processes: Processes) -> subprocess.Popen:
     (folder / "tokens").write_text(f"engine {TOKEN}\n")
     (folder / "token").write_text(TOKEN + "\n")
+    service = processes.start(
+        given.binaries / "expertd", "--log", "error", "serve", "--model", given.model, "--device", given.device, "--ranks", "2",
+        "--listen", LISTEN, "--metrics-listen", METRICS, "--token-file", folder / "tokens",
+        "--admin-listen", f"unix:{folder}/admin.sock", "--session-listen", f"unix:{folder}/session.sock",
+        # Nothing listens there, so that spans are dropped.
+        "--otlp-endpoint", "http://127.0.0.1:9",
+        environment={"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.01"})
+    until("the service is ready", lambda: fetch(f"http://{METRICS}/readyz"))
+    return service
+
+
+def watch(folder: pathlib.Path, processes: Processes) -> None:
+    """Starts Prometheus."""
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "2s"},
         "rule_files": [str(RULES)],
-        "scrape_configs": [{"job_name": "expertd", "static_configs": [{"targets": [METRICS]}]}],
+        "scrape_configs": [{"job_name": "expertd", "static_configs": [{"targets": [METRICS, RECORDED]}]}],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))
-    service = start(binaries / "expertd", "--log", "error", "serve", "--model", MODEL, "--device", "cpu", "--ranks", "2",
-                    "--listen", LISTEN, "--metrics-listen", METRICS, "--token-file", folder / "tokens",
-                    "--admin-listen", f"unix:{folder}/admin.sock", "--session-listen", f"unix:{folder}/session.sock",
-                    # Nothing listens there, so that spans are dropped.
-                    "--otlp-endpoint", "http://127.0.0.1:9", environment={"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.01"})
-    start("prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
-          f"--web.listen-address={PROMETHEUS}", "--log.level=error")
-    until("the service is ready", lambda: fetch(f"http://{METRICS}/readyz"))
+    processes.start("prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
+                    f"--web.listen-address={PROMETHEUS}", "--log.level=error")
     until("Prometheus is ready", lambda: fetch(f"http://{PROMETHEUS}/-/ready"))
-    begun = time.time()
-    load = [binaries / "expertd-loadtest", "--quiet", "--no-echo", "--connections", "1", "--duration", seconds]
-    loads = [start(*load, "--address", LISTEN, "--token-file", folder / "token", "--outstanding", "3", "--tokens", "uniform:1-48"),
-             start(*load, "--address", f"unix:{folder}/session.sock", "--session", "host", "--outstanding", "1", "--tokens", "4")]
-    time.sleep(seconds / 2)
-    # A fault in the middle: rank 1 is killed.
+
+
+def load(given: argparse.Namespace, service: subprocess.Popen, folder: pathlib.Path, processes: Processes) -> None:
+    """A client with a token, one with a session, and a fault in the middle: rank 1 is killed."""
+    begun = time.monotonic()
+    command = [given.binaries / "expertd-loadtest", "--quiet", "--no-echo", "--connections", "1", "--duration", given.seconds]
+    loads = [processes.start(*command, "--address", LISTEN, "--token-file", folder / "token", "--outstanding", "3",
+                             "--tokens", given.tokens),
+             processes.start(*command, "--address", f"unix:{folder}/session.sock", "--session", "host", "--outstanding", "1",
+                             "--tokens", "4")]
+    time.sleep(given.seconds / 2)
     tasks = pathlib.Path(f"/proc/{service.pid}/task").glob("*/children")
     children = " ".join(task.read_text() for task in tasks).split()
     ranks = [pid for pid in children if b"\0rank\0" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
     if not ranks:
         sys.exit("the service has no rank processes")
     subprocess.run(["kill", f"-{signal.SIGKILL.value}", ranks[-1]], check=True)
-    time.sleep(max(0, begun + seconds - 2 - time.time()))
+    time.sleep(max(0, begun + given.seconds - 2 - time.monotonic()))
     if any(process.poll() is not None for process in loads):
         sys.exit("a load ended early")
-    return begun
+
+
+def returns(expression: str, instance: str, now: float) -> bool:
+    samples = ask("query", query=filled(expression, instance), time=now)
+    return any(math.isfinite(float(sample["value"][1])) for sample in samples)
 
 
 def check(now: float) -> list[str]:
-    missing = []
+    wrong = []
     for panel in panels():
         for target in panel["targets"]:
-            samples = ask("query", query=filled(target["expr"]), time=now)
-            has_data = any(math.isfinite(float(sample["value"][1])) for sample in samples)
-            if OF_GPUS in target["expr"]:
-                if has_data:
-                    missing.append(f"panel {panel['title']!r} has data of GPUs: {target['expr']}")
-            elif not has_data:
-                missing.append(f"panel {panel['title']!r} has no data: {target['expr']}")
+            expression = target["expr"]
+            if not returns(expression, RECORDED, now):
+                wrong.append(f"panel {panel['title']!r} has no data of the recorded service: {expression}")
+            if returns(expression, METRICS, now) == (OF_GPUS in expression):
+                has = "data of GPUs" if OF_GPUS in expression else "no data"
+                wrong.append(f"panel {panel['title']!r} has {has} of the service on CPUs: {expression}")
     for record in re.findall(r"record: (\S+)", RULES.read_text()):
-        if not ask("query", query=record, time=now):
-            missing.append(f"recording rule {record} has no data")
-    return missing
+        for instance in (RECORDED, METRICS):
+            if not ask("query", query=f'{record}{{instance="{instance}"}}', time=now):
+                wrong.append(f"recording rule {record} has no data of {instance}")
+    return wrong
 
 
 COLORS = ["#2563c9", "#c2570c", "#0b7f86", "#6b3fb0", "#1a7f4b", "#b02470", "#7a6a00", "#5c6673"]
@@ -141,6 +173,8 @@ def number(value: float, unit: str) -> str:
     suffix, scale = UNITS.get(unit, ("", 1))
     if unit == "s":
         suffix, scale = (" s", 1) if value >= 1 else (" ms", 1e3) if value >= 1e-3 else (" µs", 1e6)
+    if unit == "bytes" and value >= 2**30:
+        suffix, scale = " GiB", 1 / 2**30
     value *= scale
     return f"{value:.3g}{suffix}" if abs(value) < 1000 else f"{value:,.0f}{suffix}"
 
@@ -149,9 +183,9 @@ def draw_panel(panel: dict, x: int, y: int, width: int, height: int, begun: floa
     unit = panel["fieldConfig"]["defaults"].get("unit", "short")
     series = []
     for target in panel["targets"]:
-        found = ask("query_range", query=filled(target["expr"]), start=begun, end=ended, step=1)
+        found = ask("query_range", query=filled(target["expr"], RECORDED), start=begun, end=ended, step=1)
         for one in found:
-            name = re.sub(r"{{(\w+)}}", lambda match: one["metric"].get(match[1], ""), target["legendFormat"]).replace(METRICS, "").strip()
+            name = re.sub(r"{{(\w+)}}", lambda match: one["metric"].get(match[1], ""), target["legendFormat"]).replace(RECORDED, "").strip()
             points = [(float(at), float(value)) for at, value in one["values"] if math.isfinite(float(value))]
             if points:
                 series.append((name, points))
@@ -202,22 +236,37 @@ def main() -> None:
     options.add_argument("binaries", nargs="?", type=pathlib.Path, default=ROOT / "target/release", metavar="BIN")
     options.add_argument("--seconds", type=float, default=30)
     options.add_argument("--picture", type=pathlib.Path)
+    options.add_argument("--record", type=pathlib.Path)
+    options.add_argument("--model", type=pathlib.Path, default=MODEL)
+    options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    options.add_argument("--tokens", default="uniform:1-48")
     given = options.parse_args()
-    if not shutil.which("prometheus"):
+    if not given.record and not shutil.which("prometheus"):
         sys.exit("prometheus was not found (Debian: prometheus)")
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        begun = run(given.binaries, given.seconds, folder, stack)
+        processes = Processes(stack)
+        service = serve(given, folder, processes)
+        if given.record:
+            recorder = Recorder(METRICS)
+            load(given, service, folder, processes)
+            print(f"{recorder.save(given.record)} scrapes are in {given.record}")
+            return
+        recording = Recording(RECORDING, RECORDED)
+        watch(folder, processes)
+        begun = time.time()
+        recording.play()
+        load(given, service, folder, processes)
         ended = time.time()
-        missing = check(ended)
+        wrong = check(ended)
         if given.picture:
             draw(given.picture, begun, ended)
-    for text in missing:
+    for text in wrong:
         print(text)
     expressions = [target["expr"] for panel in panels() for target in panel["targets"]]
-    count = sum(OF_GPUS not in expression for expression in expressions)
-    print(f"{count - sum(text.startswith('panel') for text in missing)} of {count} queries of {len(panels())} panels returned data")
-    sys.exit(1 if missing else 0)
+    of_gpus = sum(OF_GPUS in expression for expression in expressions)
+    print(f"{len(expressions)} queries of {len(panels())} panels, {of_gpus} of them about GPUs: {len(wrong)} of the answers are wrong")
+    sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":

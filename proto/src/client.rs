@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tonic::{Code, Request, Status, Streaming};
-use tonic_types::StatusExt as _;
 
 use crate::loss::connection_loss;
+use crate::retry::RetryPolicy;
 use crate::transport::{self, CONTROL_MESSAGE_BYTES, Channel, ConnectError, Credentials, RowsApart};
 use crate::v1::moe_client::MoeClient;
 use crate::v1::{
@@ -14,6 +14,12 @@ use crate::v1::{
     GetModelResponse, ListModelsRequest, ModelSummary, RequestStatus, Routing, SharedExperts,
     forward_request, forward_stream_response,
 };
+
+/// Time limit of a call that asks what a service holds. A service that neither answers nor closes its connection does not hold
+/// its client up.
+const QUESTION_TIMEOUT: Duration = Duration::from_secs(15);
+/// Largest number of experts per token in an answer that returns the routing.
+const MAX_TOP_K: usize = 256;
 
 /// Metadata of a call with the number of its layer, by which proxies can route.
 pub const LAYER_METADATA: &str = "expertd-layer";
@@ -27,51 +33,6 @@ pub enum ClientError {
     /// `GetModel` failed.
     #[error("GetModel failed: {} ({:?})", .0.message(), .0.code())]
     Model(Box<Status>),
-}
-
-/// Limits on retries of a failed call. The computation is pure, so a retry is always safe.
-#[derive(Clone, Copy, Debug)]
-pub struct RetryPolicy {
-    /// Largest number of attempts, the first one included.
-    pub max_attempts: u32,
-    /// Upper bound of one pause, whatever delay the service states.
-    pub max_pause: Duration,
-    /// Time after which no further attempt starts.
-    pub max_elapsed: Duration,
-}
-
-impl Default for RetryPolicy {
-    fn default() -> RetryPolicy {
-        RetryPolicy {
-            max_attempts: 8,
-            max_pause: Duration::from_secs(2),
-            max_elapsed: Duration::from_secs(30),
-        }
-    }
-}
-
-impl RetryPolicy {
-    /// The pause before attempt `attempt + 1`, or `None` if `status` is final or the limits are reached.
-    ///
-    /// The pause is the delay in the service's RetryInfo; without RetryInfo it starts at 50 ms and doubles.
-    #[must_use]
-    pub fn pause(&self, status: &Status, attempt: u32, elapsed: Duration) -> Option<Duration> {
-        if !matches!(status.code(), Code::Unavailable | Code::ResourceExhausted)
-            || attempt >= self.max_attempts
-        {
-            return None;
-        }
-        let pause = retry_delay(status)
-            .unwrap_or_else(|| Duration::from_millis(50).saturating_mul(1 << (attempt.max(1) - 1).min(10)))
-            .min(self.max_pause);
-        (elapsed + pause <= self.max_elapsed).then_some(pause)
-    }
-}
-
-/// The delay in the service's RetryInfo, if the status carries one.
-#[must_use]
-pub fn retry_delay(status: &Status) -> Option<Duration> {
-    status.get_details_retry_info().and_then(|info| info.retry_delay)
 }
 
 /// A connection to one service. Clones share it.
@@ -104,11 +65,9 @@ impl Client {
     /// [`ClientError::Model`] if `GetModel` fails.
     pub async fn over(channel: impl Into<Channel>) -> Result<Client, ClientError> {
         let mut moe = MoeClient::new(channel.into()).max_decoding_message_size(CONTROL_MESSAGE_BYTES);
-        let model = moe
-            .get_model(GetModelRequest::default())
+        let model = answer_in_time(moe.get_model(GetModelRequest::default()))
             .await
-            .map_err(|status| ClientError::Model(Box::new(status)))?
-            .into_inner();
+            .map_err(|status| ClientError::Model(Box::new(status)))?;
         let limit = model.limits.as_ref().map_or(0, |limits| limits.max_message_bytes);
         let limit = usize::try_from(limit).unwrap_or(usize::MAX).max(CONTROL_MESSAGE_BYTES);
         Ok(Client { moe: moe.max_decoding_message_size(limit).max_encoding_message_size(limit), retry: None })
@@ -133,7 +92,7 @@ impl Client {
     /// The status of the call.
     pub async fn model(&self, name: &str) -> Result<GetModelResponse, Status> {
         let request = GetModelRequest { name: name.to_owned() };
-        Ok(self.raw().get_model(request).await.map_err(connection_loss)?.into_inner())
+        answer_in_time(self.raw().get_model(request)).await.map_err(connection_loss)
     }
 
     /// The loaded models.
@@ -141,7 +100,7 @@ impl Client {
     /// # Errors
     /// The status of the call.
     pub async fn models(&self) -> Result<Vec<ModelSummary>, Status> {
-        Ok(self.raw().list_models(ListModelsRequest {}).await?.into_inner().models)
+        Ok(answer_in_time(self.raw().list_models(ListModelsRequest {})).await?.models)
     }
 
     /// Sends one token batch through one layer. `timeout` bounds the whole call, retries included.
@@ -196,9 +155,43 @@ impl Client {
     }
 }
 
+/// The answer to a question about models within [`QUESTION_TIMEOUT`].
+async fn answer_in_time<T>(
+    call: impl Future<Output = Result<tonic::Response<T>, Status>>,
+) -> Result<T, Status> {
+    match tokio::time::timeout(QUESTION_TIMEOUT, call).await {
+        Ok(answer) => answer.map(tonic::Response::into_inner),
+        Err(_) => Err(Status::deadline_exceeded(format!("no answer within {QUESTION_TIMEOUT:?}"))),
+    }
+}
+
 /// Sends one token batch, without retries. The call names its layer in the metadata `expertd-layer` as well, where
 /// proxies can read it.
+///
+/// What the service says about itself decides neither how much of an answer is held nor how many rows the caller gets: the request
+/// does.
 pub(crate) async fn send_once(
+    moe: MoeClient<Channel>,
+    message: ForwardRequest,
+    timeout: Option<Duration>,
+) -> Result<ForwardResponse, Status> {
+    let rows = match &message.payload {
+        Some(forward_request::Payload::Inline(rows)) => rows.len(),
+        None => 0,
+    };
+    let routing = if message.return_routing { message.tokens as usize * MAX_TOP_K * 8 } else { 0 };
+    let moe = moe.max_decoding_message_size(rows + routing + CONTROL_MESSAGE_BYTES);
+    let response = send(moe, message, timeout).await?;
+    if response.rows.len() != rows {
+        let found = response.rows.len();
+        return Err(Status::internal(format!(
+            "the service answered with {found} bytes of rows, expected {rows}, as many as it was sent"
+        )));
+    }
+    Ok(response)
+}
+
+async fn send(
     mut moe: MoeClient<Channel>,
     mut message: ForwardRequest,
     timeout: Option<Duration>,
@@ -344,59 +337,5 @@ impl ForwardRequest {
     pub fn returning_timings(mut self) -> ForwardRequest {
         self.return_timings = true;
         self
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use tonic_types::ErrorDetails;
-
-    use super::*;
-
-    fn busy(delay: Duration) -> Status {
-        let details = ErrorDetails::with_retry_info(Some(delay));
-        Status::with_error_details(Code::ResourceExhausted, "busy", details)
-    }
-
-    #[test]
-    fn retry_info_is_used_within_limits() {
-        let policy = RetryPolicy { max_attempts: 3, ..RetryPolicy::default() };
-        let asked = Duration::from_millis(120);
-        assert_eq!(policy.pause(&busy(asked), 1, Duration::ZERO), Some(asked));
-        assert_eq!(policy.pause(&busy(Duration::from_secs(60)), 1, Duration::ZERO), Some(policy.max_pause));
-        assert_eq!(policy.pause(&busy(asked), 3, Duration::ZERO), None, "attempts are used up");
-        assert_eq!(policy.pause(&busy(asked), 1, policy.max_elapsed), None, "time is used up");
-    }
-
-    #[test]
-    fn only_temporary_errors_are_retried() {
-        let policy = RetryPolicy::default();
-        assert_eq!(
-            policy.pause(&Status::unavailable("gone"), 1, Duration::ZERO),
-            Some(Duration::from_millis(50))
-        );
-        assert_eq!(
-            policy.pause(&Status::unavailable("gone"), 3, Duration::ZERO),
-            Some(Duration::from_millis(200))
-        );
-        for status in
-            [Status::invalid_argument("no"), Status::deadline_exceeded("late"), Status::internal("bug")]
-        {
-            assert_eq!(policy.pause(&status, 1, Duration::ZERO), None);
-        }
-    }
-
-    #[test]
-    fn a_stream_status_keeps_its_details() {
-        let original = busy(Duration::from_millis(7));
-        let sent = RequestStatus {
-            code: 8,
-            message: "busy".to_owned(),
-            details: Bytes::copy_from_slice(original.details()),
-            retry_after: None,
-        };
-        let status = Status::from(sent);
-        assert_eq!(status.code(), Code::ResourceExhausted);
-        assert_eq!(retry_delay(&status), Some(Duration::from_millis(7)));
     }
 }

@@ -14,18 +14,20 @@
 //! ```
 
 mod client;
+mod duration;
 pub mod fleet;
 mod loss;
+mod retry;
 #[cfg(feature = "session")]
 pub mod session;
 #[cfg(feature = "trace")]
 mod trace;
 pub mod transport;
 
-pub use client::{
-    AnswerReceiver, Client, ClientError, LAYER_METADATA, RequestSender, RetryPolicy, retry_delay,
-};
+pub use client::{AnswerReceiver, Client, ClientError, LAYER_METADATA, RequestSender};
+pub use duration::received_duration;
 pub use loss::connection_loss;
+pub use retry::{RetryPolicy, retry_delay};
 
 /// Package `expertd.v1`.
 pub mod v1 {

@@ -1,10 +1,9 @@
 //! Answers and receipts.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
-use expertd_proto::v1;
+use expertd_proto::{received_duration, v1};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use tonic::Status;
@@ -129,7 +128,7 @@ pub(crate) fn from_message(mut message: v1::Receipt, tokens: usize) -> Parts {
 }
 
 fn seconds(duration: Option<prost_types::Duration>) -> f64 {
-    duration.and_then(|d| Duration::try_from(d).ok()).unwrap_or_default().as_secs_f64()
+    duration.and_then(|duration| received_duration(&duration)).unwrap_or_default().as_secs_f64()
 }
 
 impl Parts {

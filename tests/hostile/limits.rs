@@ -119,22 +119,70 @@ async fn one_address_leaves_places_for_others_and_sockets_have_their_own() {
     works(&Client::connect(&service.unix).await.unwrap()).await;
 }
 
-#[tokio::test]
-async fn idle_sockets_on_the_metrics_port_delay_no_probe() {
+/// A metrics endpoint, and its address.
+async fn metrics() -> String {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, 64));
     let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
     let endpoint = MetricsEndpoint::bind("127.0.0.1:0".parse().unwrap(), install_recorder(""), fake, access);
     let endpoint = endpoint.await.unwrap();
     let address = endpoint.local_address().unwrap().to_string();
     tokio::spawn(endpoint.run());
+    address
+}
+
+/// The answer to a request of the metrics endpoint on a socket of its own, after `pause`.
+async fn probe(mut socket: TcpStream, pause: Duration) -> String {
+    tokio::time::sleep(pause).await;
+    let _ = socket.write_all(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await;
+    let mut answer = String::new();
+    let _ = socket.read_to_string(&mut answer).await;
+    answer
+}
+
+#[tokio::test]
+async fn connections_of_one_address_do_not_end_the_slow_probe_of_another() {
+    let address = metrics().await;
+    let slow = connect_from("127.0.0.2", &address).await.unwrap();
+    let slow = tokio::spawn(probe(slow, Duration::from_secs(2)));
+    let mut flood = Vec::new();
+    for _ in 0..500 {
+        flood.push(TcpStream::connect(&address).await.unwrap());
+    }
+    let answer = slow.await.unwrap();
+    assert!(answer.contains("alive"), "{answer}");
+}
+
+#[tokio::test]
+async fn requests_of_one_scraper_are_paced() {
+    const REQUESTS: usize = 1000;
+    let address = metrics().await;
+    let mut socket = TcpStream::connect(&address).await.unwrap();
+    let many = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n".repeat(REQUESTS);
+    socket.write_all(&many).await.unwrap();
+    let mut answers = Vec::new();
+    let mut part = [0; 4096];
+    while let Ok(Ok(bytes)) = tokio::time::timeout(Duration::from_secs(1), socket.read(&mut part)).await {
+        answers.extend_from_slice(&part[..bytes]);
+        // Far more than the pace allows in the time that this takes.
+        let alive = answers.windows(5).filter(|word| word == b"alive").count();
+        assert!(alive < REQUESTS, "all {REQUESTS} requests were answered at once");
+        if bytes == 0 || alive >= 40 {
+            break;
+        }
+    }
+    let answer = probe(TcpStream::connect(&address).await.unwrap(), Duration::ZERO).await;
+    assert!(answer.contains("alive"), "{answer}");
+}
+
+#[tokio::test]
+async fn idle_sockets_on_the_metrics_port_delay_no_probe() {
+    let address = metrics().await;
     let mut idle = Vec::new();
     for _ in 0..200 {
         idle.push(TcpStream::connect(&address).await.unwrap());
     }
-    let mut socket = TcpStream::connect(&address).await.unwrap();
-    socket.write_all(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
-    let mut answer = String::new();
+    let socket = TcpStream::connect(&address).await.unwrap();
     // The limit is shorter than the 5 s that idle sockets have to send a header.
-    let read = tokio::time::timeout(Duration::from_secs(4), socket.read_to_string(&mut answer)).await;
-    assert!(read.is_ok() && answer.contains("alive"), "{answer}");
+    let answer = tokio::time::timeout(Duration::from_secs(4), probe(socket, Duration::ZERO)).await;
+    assert!(answer.as_ref().is_ok_and(|answer| answer.contains("alive")), "{answer:?}");
 }

@@ -10,15 +10,21 @@ mod attacks;
 #[path = "../api/backend.rs"]
 mod backend;
 mod certificates;
+#[cfg(target_arch = "x86_64")]
+mod chaos;
 mod cores;
+#[cfg(target_arch = "x86_64")]
+mod faults;
 mod frames;
 #[path = "../api/harness.rs"]
 mod harness;
 mod limits;
+mod load;
 #[cfg(target_arch = "x86_64")]
 mod ptrace;
 #[path = "../e2e/service/mod.rs"]
 mod service;
+mod services;
 mod surroundings;
 #[cfg(target_arch = "x86_64")]
-mod threads;
+mod unreaped;

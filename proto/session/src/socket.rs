@@ -1,8 +1,9 @@
 //! Frames over the session socket.
 
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Read, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::Instant;
 
 use bytemuck::{Pod, Zeroable as _};
 use expertd_ipc::SharedRegion;
@@ -25,7 +26,40 @@ pub fn send(mut socket: &UnixStream, kind: u32, payload: &[u8]) -> io::Result<()
 ///
 /// # Errors
 /// If the payload exceeds `limit` bytes, or the stream broke within a frame.
-pub fn receive(mut socket: &UnixStream, limit: usize) -> io::Result<Option<(u32, Vec<u8>)>> {
+pub fn receive(socket: &UnixStream, limit: usize) -> io::Result<Option<(u32, Vec<u8>)>> {
+    receive_from(socket, limit)
+}
+
+/// [`receive`] with a time limit for the whole frame, however slowly its bytes arrive. It replaces the socket's read timeout.
+///
+/// # Errors
+/// As [`receive`], and if the frame is not complete at `deadline`.
+pub fn receive_until(
+    socket: &UnixStream,
+    limit: usize,
+    deadline: Instant,
+) -> io::Result<Option<(u32, Vec<u8>)>> {
+    receive_from(Until { socket, deadline }, limit)
+}
+
+/// Reads of a socket that end at a deadline.
+struct Until<'a> {
+    socket: &'a UnixStream,
+    deadline: Instant,
+}
+
+impl Read for Until<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.socket.set_read_timeout(Some(left))?;
+        self.socket.read(buf)
+    }
+}
+
+fn receive_from(mut socket: impl Read, limit: usize) -> io::Result<Option<(u32, Vec<u8>)>> {
     let mut header = FrameHeader::zeroed();
     let bytes = bytemuck::bytes_of_mut(&mut header);
     let first = socket.read(bytes)?;
@@ -89,6 +123,8 @@ pub fn receive_one(socket: &UnixStream, sender: &str, what: &str) -> io::Result<
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::wire::Open;
 
@@ -106,6 +142,23 @@ mod tests {
         let (a, b) = UnixStream::pair().unwrap();
         drop(a);
         assert!(receive(&b, 7).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_frame_that_arrives_too_slowly_is_refused() {
+        let (mut a, b) = UnixStream::pair().unwrap();
+        let deadline = Instant::now() + Duration::from_millis(300);
+        let slow = std::thread::spawn(move || {
+            // A byte at a time, each well within the time limit: the frame would take 20 times as long.
+            while a.write_all(&[1]).is_ok() {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        });
+        let error = receive_until(&b, 100, deadline).unwrap_err();
+        assert!(matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock), "{error}");
+        assert!(Instant::now() >= deadline);
+        drop(b);
+        slow.join().unwrap();
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use expertd_proto::received_duration;
 use expertd_proto::transport::Credentials;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{
@@ -353,7 +354,7 @@ impl CallOutcome {
 }
 
 fn duration(wire: Option<prost_types::Duration>) -> Duration {
-    wire.and_then(|wire| Duration::try_from(wire).ok()).unwrap_or_default()
+    wire.and_then(|wire| received_duration(&wire)).unwrap_or_default()
 }
 
 fn phases(timing: &StepTiming) -> [(&'static str, u64); 7] {

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use expertd_proto::retry_delay;
 use expertd_proto::transport::{self, CONTROL_MESSAGE_BYTES, Channel, ConnectError, Credentials};
 use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::{GetModelRequest, GetModelResponse};
@@ -99,15 +100,14 @@ fn explained(status: Status) -> Status {
 #[must_use]
 pub fn describe(status: &Status) -> String {
     let mut text = format!("{} ({})", status.message(), code_name(status.code()));
-    let details = status.get_error_details();
-    if let Some(bad) = details.bad_request() {
+    if let Some(bad) = status.get_details_bad_request() {
         // The service's own messages already contain the descriptions.
         let is_new = |text: &str| !status.message().contains(text);
         for violation in bad.field_violations.iter().filter(|violation| is_new(&violation.description)) {
             text.push_str(&format!("; {}: {}", violation.field, violation.description));
         }
     }
-    if let Some(delay) = details.retry_info().and_then(|retry| retry.retry_delay) {
+    if let Some(delay) = retry_delay(status) {
         text.push_str(&format!("; retry after {delay:?}"));
     }
     text

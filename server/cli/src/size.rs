@@ -62,6 +62,12 @@ pub struct SizeArgs {
     /// As in `serve`
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..=8))]
     pub slots: u32,
+    /// As in `serve` [default: 1 GiB, or 4 of the largest requests]
+    #[arg(long, value_name = "BYTES")]
+    pub max_bytes_in_flight: Option<usize>,
+    /// As in `serve`, for a service with sessions
+    #[arg(long, default_value_t = 0, value_name = "BYTES")]
+    pub max_session_bytes: u64,
 }
 
 /// Bytes that a service needs.
@@ -75,6 +81,8 @@ struct Sizes {
     channels: u64,
     /// Resident memory of the router, at most, without the channels.
     router: u64,
+    /// Memory of all sessions, at most.
+    sessions: u64,
     /// Memory of the ranks that is not counted separately.
     processes: u64,
 }
@@ -105,7 +113,12 @@ impl Sizes {
             DeviceKind::Cuda => gpu::window_bytes(&shape, spec.max_experts()),
         };
         let message = Limits::message_bytes(2 * per_step, spec.hidden, max_top_k);
-        let in_flight = default_bytes_in_flight(message);
+        let in_flight = args.max_bytes_in_flight.unwrap_or(default_bytes_in_flight(message));
+        if in_flight < message {
+            return Err(format!(
+                "--max-bytes-in-flight is {in_flight}, but the largest request needs up to {message} bytes"
+            ));
+        }
         let messages = MessageMemory::new(in_flight, per_step, spec.hidden);
         let connections = ConnectionLimits::for_tcp(CONNECTIONS);
         let router = RouterMemory::new(messages, in_flight, 0, &connections, 0).total();
@@ -119,6 +132,8 @@ impl Sizes {
             windows: windows as u64,
             channels: shape.channel_bytes().map_err(|error| error.to_string())? as u64,
             router: router as u64,
+            // The limit counts each session for the router and for each rank.
+            sessions: args.max_session_bytes / (ranks as u64 + 1),
             processes: ranks as u64 * process,
         })
     }
@@ -129,7 +144,7 @@ impl Sizes {
             DeviceKind::Cpu => self.weights.iter().sum::<u64>() + self.windows * self.weights.len() as u64,
             DeviceKind::Cuda => 0,
         };
-        weights_and_windows + self.channels + self.router + self.processes
+        weights_and_windows + self.channels + self.router + self.sessions + self.processes
     }
 
     /// Memory of the fullest GPU.
@@ -180,7 +195,8 @@ fn block(sizes: &Sizes, args: &SizeArgs, held: &str) -> String {
     line("weights", format!("{} of all ranks, {where_weights_are}", bytes(all)));
     line("windows", format!("{} per rank, {where_weights_are}", bytes(sizes.windows)));
     line("staging", bytes(sizes.channels));
-    line("router", format!("up to {}, without sessions", bytes(sizes.router)));
+    line("router", format!("up to {}", bytes(sizes.router)));
+    line("sessions", format!("up to {}", bytes(sizes.sessions)));
     line("ranks", bytes(sizes.processes));
     if device == DeviceKind::Cuda {
         line("GPU", format!("{} on the fullest one", bytes(sizes.device())));
@@ -230,6 +246,25 @@ mod tests {
         assert!(text.contains("nvidia.com/gpu: \"4\" }") && text.contains("cpu: \"16\""), "{text}");
         assert!(text.contains("# GPU"), "{text}");
         assert!(text.contains("# ranks      4.5 GiB") && text.contains("memory: 10Gi"), "{text}");
+    }
+
+    #[test]
+    fn limits_of_the_service_are_counted() {
+        // 512 MiB of messages instead of 4 GiB, 64 MiB unread instead of 512, and 4 GiB of sessions, mapped by three processes.
+        let text = printed(&[
+            "--ranks",
+            "2",
+            "--max-bytes-in-flight",
+            "134217728",
+            "--max-session-bytes",
+            "12884901888",
+        ]);
+        assert!(text.contains("# sessions   up to 4.0 GiB") && text.contains("memory: 6Gi"), "{text}");
+        let dir = tempfile::tempdir().unwrap();
+        synth::write(&SynthConfig::new("mixtral"), dir.path()).unwrap();
+        let line = ["size", dir.path().to_str().unwrap(), "--max-bytes-in-flight", "1000"];
+        let error = super::text(&Cli::try_parse_from(line).unwrap().size).unwrap_err();
+        assert!(error.contains("--max-bytes-in-flight is 1000"), "{error}");
     }
 
     #[test]

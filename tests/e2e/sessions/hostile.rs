@@ -1,10 +1,11 @@
 //! Clients that die or scribble, and clients that are refused.
 
+use std::io::Write as _;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use expertd_ipc::SharedRegion;
@@ -213,4 +214,54 @@ fn refusals_say_why() {
     let own = rustix::process::geteuid().as_raw();
     assert!(error.to_string().contains(&format!("user {own} may not open sessions")), "{error}");
     assert!(matches!(error, SessionError::Refused { .. }), "{error}");
+}
+
+#[test]
+fn as_many_sessions_as_allowed_open_beside_clients_that_never_open_one() {
+    let runtime = runtime();
+    let host = Host::start(FAMILY, 1, &["--max-sessions", "40"]);
+    let small = SessionOptions { rows_bytes: 1 << 12, calls: 1, ..SessionOptions::default() };
+    // Half an OPEN frame, and nothing at all. A session counts as open a moment after its client knows it.
+    let mut half_open: Vec<_> = (0..12).map(|_| UnixStream::connect(host.path()).unwrap()).collect();
+    half_open.iter_mut().step_by(2).for_each(|socket| socket.write_all(&[1, 0, 0]).unwrap());
+    let sessions: Vec<_> = (0..40).map(|_| Session::open(&host.address, &small).unwrap()).collect();
+    assert_eq!(host.status(&runtime).sessions.len(), 40);
+    drop(sessions);
+    // As many as may be connected without a session.
+    half_open = (0..16).map(|_| UnixStream::connect(host.path()).unwrap()).collect();
+    let error = Session::open(&host.address, &small).unwrap_err().to_string();
+    assert!(error.contains("connected without a session"), "{error}");
+    // They are turned away although each keeps sending.
+    let over = Arc::new(AtomicBool::new(false));
+    let of_sender = Arc::clone(&over);
+    let sender = std::thread::spawn(move || {
+        while !of_sender.load(Ordering::Relaxed) {
+            half_open.retain_mut(|socket| socket.write_all(&[0]).is_ok());
+            std::thread::sleep(Duration::from_secs(2));
+        }
+    });
+    eventually(LOST, "sessions open again", || Session::open(&host.address, &small).is_ok());
+    over.store(true, Ordering::Relaxed);
+    sender.join().unwrap();
+}
+
+#[test]
+fn floods_of_descriptors_are_not_taken() {
+    let host = Host::start(FAMILY, 1, &[]);
+    let small = SessionOptions { rows_bytes: 1 << 12, calls: 1, ..SessionOptions::default() };
+    let before = host.descriptors();
+    let file = tempfile::tempfile().unwrap();
+    let session = raw(&host, 1, 1 << 12);
+    let mut sent = 0;
+    for _ in 0..100 {
+        let opening = UnixStream::connect(host.path()).unwrap();
+        for socket in [&session._socket, &opening] {
+            sent += usize::from(expertd_ipc::control::send_fds(socket, &[file.as_fd(); 8]).is_ok());
+        }
+        assert!(host.descriptors() <= before + 40, "the service took descriptors");
+    }
+    assert!(sent > 50, "{sent} messages with descriptors were sent");
+    drop(session);
+    eventually(LOST, "sessions open", || Session::open(&host.address, &small).is_ok());
+    eventually(LOST, "no descriptor is left", || host.descriptors() <= before);
 }

@@ -1,5 +1,8 @@
 //! Returns memory that a burst needed to the system.
 
+use std::cell::Cell;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -8,6 +11,49 @@ use expertd_memory as memory;
 /// Longest time for which threads wait for one another.
 const MEETING: Duration = Duration::from_millis(1);
 
+/// Number of the current period.
+static PERIOD: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    /// The last period in which this thread has collected.
+    static COLLECTED: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Returns the calling thread's unused memory to the system if it has not done so in this period. Each thread of the runtime
+/// calls it before it sleeps.
+pub(super) fn collect_once() {
+    let period = PERIOD.load(Ordering::Relaxed);
+    if COLLECTED.replace(period) != period {
+        memory::collect();
+    }
+}
+
+/// Variable in the environment of ranks and loaders if the router alone does without huge pages.
+const HUGE_PAGES: &str = "EXPERTD_CHILD_HUGE_PAGES";
+
+/// Disables transparent huge pages in this process: with them, the allocators' first small object in a range of 2 MiB makes the
+/// whole range resident, and a range that was returned to the system becomes resident again as one. Child processes inherit
+/// this; the returned variable in their environment lets [`restore_huge_pages`] undo it. `None`: they were disabled before.
+///
+/// # Errors
+/// If the system refuses it. The process then has huge pages, as before.
+pub(super) fn disable_huge_pages() -> io::Result<Option<(String, String)>> {
+    if rustix::thread::transparent_huge_pages_are_disabled()? {
+        return Ok(None);
+    }
+    rustix::thread::disable_transparent_huge_pages(true)?;
+    Ok(Some((HUGE_PAGES.to_owned(), "1".to_owned())))
+}
+
+/// Gives a rank or loader the huge pages that its router does without.
+pub(crate) fn restore_huge_pages() {
+    if std::env::var_os(HUGE_PAGES).is_some()
+        && let Err(error) = rustix::thread::disable_transparent_huge_pages(false)
+    {
+        tracing::warn!(%error, "weights and rows are in small pages, which may be slower");
+    }
+}
+
 /// Returns unused memory to the system once per period: of the pool, and of the other allocator on each of the runtime's
 /// `workers` threads.
 pub(super) async fn settle(workers: usize) {
@@ -15,18 +61,20 @@ pub(super) async fn settle(workers: usize) {
     loop {
         periods.tick().await;
         memory::release_unused();
+        PERIOD.fetch_add(1, Ordering::Relaxed);
         collect(workers).await;
     }
 }
 
-/// Collects on every worker of the runtime, except on those that are busy for longer than [`MEETING`].
+/// Wakes every worker of the runtime, so that each collects: at once, or before it sleeps again if it came too late for the
+/// meeting. Busy workers collect before they sleep next.
 async fn collect(workers: usize) {
     let meeting = Arc::new(Meeting::new(workers));
     let tasks = (0..workers).map(|_| {
         let meeting = Arc::clone(&meeting);
         tokio::spawn(async move {
             meeting.attend();
-            memory::collect();
+            collect_once();
         })
     });
     for task in tasks.collect::<Vec<_>>() {

@@ -2,7 +2,7 @@
 
 mod descriptors;
 pub(super) mod layers;
-mod memory;
+pub(super) mod memory;
 pub mod plan;
 mod reload;
 mod report;
@@ -62,6 +62,7 @@ const END_AT_ONCE: Duration = Duration::from_secs(3);
 /// Runs the service until a signal, a drain, or a failure that it cannot recover from.
 #[must_use]
 pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
+    let huge_pages = memory::disable_huge_pages();
     let plan = Given::merge(args, matches).map_err(PlanError::from).and_then(|given| {
         if args.print_config && given.model.0.is_none() {
             print(&report::settings(&given.shown()));
@@ -69,7 +70,7 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
         }
         ServePlan::new(given).map(Some)
     });
-    let plan = match plan {
+    let mut plan = match plan {
         Ok(Some(plan)) if !args.print_config => plan,
         Ok(plan) => {
             if let Some(plan) = plan {
@@ -87,7 +88,14 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
         tell(&format!("expertd serve: {error}"));
         return ExitCode::from(exit::SETUP);
     }
-    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("api").build() {
+    match huge_pages {
+        Ok(for_children) => plan.cluster.environment.extend(for_children),
+        Err(error) => {
+            tracing::warn!(%error, "the router's memory is in huge pages, so bursts leave more of it resident")
+        }
+    }
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    let runtime = match runtime.enable_all().thread_name("api").on_thread_park(memory::collect_once).build() {
         Ok(runtime) => runtime,
         Err(error) => {
             tell(&format!("expertd serve: cannot start the asynchronous runtime: {error}"));

@@ -31,3 +31,4 @@ pub(crate) use transport::address::{Listener, PlainSocket};
 pub(crate) use transport::front::client_key;
 pub use transport::server::{Server, ServerConfig, ServerError};
 pub use transport::table::ConnectionLimits;
+pub(crate) use transport::table::Origin;

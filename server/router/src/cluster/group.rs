@@ -15,7 +15,7 @@ use self::steps::InFlight;
 pub use self::steps::StepDone;
 use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind, FormError};
-use super::process::{ChildProcess, RankEvent, RankNews};
+use super::process::{ChildProcess, RankEvent, RankNews, kill_and_reap};
 use super::weights::WeightSet;
 use crate::sessions::AttachAnswer;
 use crate::watchdog;
@@ -249,10 +249,8 @@ impl Group {
                 return Err(Fault { kind, message: format!("rank {rank}: {message}") });
             }
             RankNews::Gone => {
-                // A process that closes its socket is about to end. Wait a moment for its exit status.
-                member.process.wait_until(Instant::now() + Duration::from_millis(50));
-                member.process.kill();
-                let how = member.process.reap().map_or_else(String::new, |status| format!(" ({status})"));
+                let how =
+                    member.process.exit_status().map_or_else(String::new, |status| format!(" ({status})"));
                 return Err(Fault {
                     kind: FaultKind::Exit,
                     message: format!("rank {rank}, process {}, ended{how}", member.view.pid),
@@ -306,13 +304,7 @@ impl Group {
     }
 
     fn kill_and_reap(&mut self) {
-        // Kill all before waiting, so that the kernel frees their memory in parallel.
-        for member in &mut self.members {
-            member.process.kill();
-        }
-        for member in &mut self.members {
-            member.process.reap();
-        }
+        kill_and_reap(self.members.iter_mut().map(|member| &mut member.process));
     }
 
     /// Asks the ranks to exit, waits until `deadline`, then kills and reaps those that are left.

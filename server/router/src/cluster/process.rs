@@ -1,12 +1,14 @@
 //! A rank or a loader as a child process: started with its control socket as standard input, killed and reaped when it is
 //! no longer needed.
 
+use std::collections::BTreeSet;
 use std::io::{self, BufReader, ErrorKind};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::Sender;
+use std::sync::{Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -17,8 +19,19 @@ use expertd_ipc::passing::send_with_fds;
 use expertd_types::{Generation, Rank};
 use serde::Serialize;
 
-/// Longest wait for the end of a killed process, which first frees gigabytes of memory.
+/// Longest wait for the end of killed processes, which first free gigabytes of memory.
 const REAP_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest wait for the exit status of a process that has closed its control socket.
+const STATUS_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// Killed processes that have not ended.
+static LEFT: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
+
+/// Ids of the processes that were killed and have not ended, nor been reaped, in time.
+#[must_use]
+pub fn left_processes() -> Vec<u32> {
+    LEFT.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
+}
 
 /// News from the control socket of a rank.
 #[derive(Debug)]
@@ -186,10 +199,18 @@ impl ChildProcess {
         }
     }
 
-    /// Waits for the end of a killed process and returns its exit status. A process that does not end in time (stuck in a
-    /// driver) is left to a thread of its own, so that nothing else waits for it.
-    pub fn reap(&mut self) -> Option<ExitStatus> {
-        let status = self.status_until(Instant::now() + REAP_TIMEOUT).or(self.ended);
+    /// The exit status of a process that has closed its control socket, if it ends within a moment. A process that does not
+    /// is killed.
+    pub fn exit_status(&mut self) -> Option<ExitStatus> {
+        let status = self.status_until(Instant::now() + STATUS_TIMEOUT);
+        self.kill();
+        status.or(self.ended)
+    }
+
+    /// Waits for the end of a killed process until `deadline`. A process that does not end in time (stuck in a driver) is left
+    /// to a thread of its own, so that nothing else waits for it.
+    fn reap(&mut self, deadline: Instant) {
+        self.status_until(deadline);
         // Ends the reader thread even if the process still has its end of the socket open.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         if let Some(reader) = self.reader.take() {
@@ -198,22 +219,31 @@ impl ChildProcess {
         if let Some(mut child) = self.child.take() {
             self.is_left = true;
             let pid = self.pid;
-            tracing::error!(pid, waited = ?REAP_TIMEOUT, "a killed process does not end; the service continues without it");
+            tracing::error!(pid, "a killed process does not end; the service continues without it");
+            LEFT.lock().unwrap_or_else(PoisonError::into_inner).insert(pid);
             let wait = std::thread::Builder::new().name(format!("reap-{pid}"));
             // If the thread cannot be started, init reaps the process after this one ends.
             let _ = wait.spawn(move || {
                 let ended = child.wait();
+                LEFT.lock().unwrap_or_else(PoisonError::into_inner).remove(&pid);
                 tracing::warn!(pid, ?ended, "reaped the process that did not end");
             });
         }
-        status
     }
+}
+
+/// Kills processes and reaps those that end within [`REAP_TIMEOUT`]. All are killed before the first wait, so that the kernel
+/// frees their memory in parallel, and the time limit is that of all together.
+pub(super) fn kill_and_reap<'a>(processes: impl IntoIterator<Item = &'a mut ChildProcess>) {
+    let mut processes: Vec<_> = processes.into_iter().collect();
+    processes.iter_mut().for_each(|process| process.kill());
+    let deadline = Instant::now() + REAP_TIMEOUT;
+    processes.iter_mut().for_each(|process| process.reap(deadline));
 }
 
 impl Drop for ChildProcess {
     fn drop(&mut self) {
-        self.kill();
-        self.reap();
+        kill_and_reap([self]);
     }
 }
 

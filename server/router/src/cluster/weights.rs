@@ -18,7 +18,7 @@ use expertd_types::{Rank, WeightVersion};
 use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind};
 use super::group::{CHECK_INTERVAL, START_GRACE};
-use super::process::{ChildProcess, Start};
+use super::process::{ChildProcess, Start, kill_and_reap};
 use crate::watchdog;
 
 /// A loader that packs nothing for this long is given up.
@@ -324,9 +324,7 @@ impl Loading {
             }
             News::Gone if member.share.is_some() => {}
             News::Gone => {
-                member.process.wait_until(Instant::now() + Duration::from_millis(50));
-                member.process.kill();
-                let status = member.process.reap();
+                let status = member.process.exit_status();
                 let how = status.map_or_else(String::new, |status| format!(" ({status})"));
                 // Reading behind the end of a mapped file that was truncated raises SIGBUS.
                 let why = match status.and_then(|status| status.signal()) {
@@ -365,13 +363,7 @@ impl Loading {
 
 impl Drop for Loading {
     fn drop(&mut self) {
-        // All first, then wait: the kernel tears their memory down side by side.
-        for member in &mut self.members {
-            member.process.kill();
-        }
-        for member in &mut self.members {
-            member.process.reap();
-        }
+        kill_and_reap(self.members.iter_mut().map(|member| &mut member.process));
         release(std::mem::take(&mut self.members), || ());
     }
 }

@@ -22,7 +22,8 @@ use crate::telemetry::RequestMetrics;
 const CALLS: u32 = 4;
 /// Bytes of their row areas.
 const ROWS_BYTES: usize = 8 << 10;
-pub(super) const LIMITS: SessionLimits = SessionLimits { sessions: 2, bytes: 1 << 20, mappings: 1 };
+pub(super) const LIMITS: SessionLimits =
+    SessionLimits { sessions: 2, bytes: 1 << 20, mappings: 1, several_users: false };
 
 /// Checks every call that is admitted, answers some at once, refuses some, and keeps the others.
 pub(super) struct Echo {
@@ -135,7 +136,7 @@ pub fn records(data: &[u8]) {
     for (word, bytes) in words.atomics().iter().zip(data.as_chunks::<8>().0) {
         word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
     }
-    let charge = registry.charge(&LIMITS, memory.region().len()).expect("the first session fits");
+    let charge = registry.charge(&LIMITS, 0, memory.region().len()).expect("the first session fits");
     let (socket, _client) = UnixStream::pair().expect("a pair of sockets");
     let metrics = Arc::new(RequestMetrics::new("Session"));
     let session = SessionState::new(1, opener(), memory, rings.completions, socket, metrics, charge);
@@ -153,7 +154,7 @@ pub fn records(data: &[u8]) {
     assert_eq!(session.status().calls_in_flight, 0, "calls are left in flight");
     assert_eq!(Arc::strong_count(&session), 1, "a call is left");
     drop(session);
-    assert!(registry.charge(&LIMITS, LIMITS.bytes).is_ok(), "memory is still charged");
+    assert!(registry.charge(&LIMITS, 0, LIMITS.bytes).is_ok(), "memory is still charged");
 }
 
 /// The bytes that a client sends over the session socket: the service answers or refuses, and releases everything at the
@@ -167,7 +168,7 @@ pub fn socket(data: &[u8]) {
     let shared = shared(Echo::new(0), &registry);
     let serving = std::thread::spawn({
         let shared = Arc::clone(&shared);
-        move || drop(shared.serve(&service, opener()))
+        move || drop(shared.serve(&service, opener(), None))
     });
     let mut reading = client.try_clone().expect("a descriptor");
     // The descriptor of the region arrives with a byte that is read without it, and is closed.
@@ -179,5 +180,5 @@ pub fn socket(data: &[u8]) {
         std::thread::yield_now();
     }
     assert!(reading.join().is_ok() && registry.status().is_empty(), "a session is left");
-    assert!(registry.charge(&LIMITS, LIMITS.bytes).is_ok(), "memory is still charged");
+    assert!(registry.charge(&LIMITS, 0, LIMITS.bytes).is_ok(), "memory is still charged");
 }

@@ -3,11 +3,12 @@
 //! A session has two threads: one reads its socket, whose end is the session's end, and one takes requests out of its
 //! memory.
 
+use std::collections::HashMap;
 use std::io;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use expertd_session::cuda::wire::KIND_CUDA;
 use expertd_session::memory::SessionMemory;
@@ -30,10 +31,12 @@ use crate::watchdog;
 const OWN_MODE: u32 = 0o600;
 /// Mode of the socket where other users may; their credentials are checked.
 const SHARED_MODE: u32 = 0o666;
-/// How long a client may take to open a session, and how long one write to its socket may take.
+/// How long one write to a client's socket may take.
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(5);
-/// Connections beyond the number of sessions that may be opening or asking for the model.
-const MAX_OPENING: usize = 16;
+/// How long a client may take to open a session after it has connected.
+const OPENING_TIMEOUT: Duration = Duration::from_secs(10);
+/// Largest number of clients that are connected and have not opened a session.
+pub const MAX_OPENING: usize = 16;
 /// How long the ends of sessions are waited for when the service stops.
 const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -67,6 +70,8 @@ pub(super) struct Shared {
     /// Number of the next session.
     pub(super) next: AtomicU64,
     connections: AtomicUsize,
+    /// Clients by user that are connected and have not opened a session.
+    opening: Mutex<HashMap<u32, usize>>,
 }
 
 /// Reasons why sessions are refused.
@@ -127,6 +132,24 @@ impl Drop for Connected {
     }
 }
 
+/// Counts a client until it has opened a session or is gone.
+pub(super) struct Opening {
+    shared: Arc<Shared>,
+    user: u32,
+}
+
+impl Drop for Opening {
+    fn drop(&mut self) {
+        let mut opening = self.shared.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = opening.get_mut(&self.user) {
+            *count -= 1;
+            if *count == 0 {
+                opening.remove(&self.user);
+            }
+        }
+    }
+}
+
 impl Shared {
     pub(super) fn new(config: SessionConfig, steps: Arc<dyn Steps>, registry: Arc<SessionRegistry>) -> Self {
         let metrics = Arc::new(RequestMetrics::new("Session"));
@@ -135,7 +158,7 @@ impl Shared {
             counter!(names::SESSIONS_REFUSED_TOTAL, "reason" => reason).increment(0);
         }
         let (next, connections) = (AtomicU64::new(1), AtomicUsize::new(0));
-        Shared { config, steps, registry, metrics, next, connections }
+        Shared { config, steps, registry, metrics, next, connections, opening: Mutex::default() }
     }
 
     /// Threads of connections and sessions that have not ended.
@@ -149,24 +172,20 @@ impl Shared {
         let peer = stream.peer_cred();
         let prepared = stream.into_std().and_then(|socket| {
             socket.set_nonblocking(false)?;
-            socket.set_read_timeout(Some(SOCKET_TIMEOUT))?;
             socket.set_write_timeout(Some(SOCKET_TIMEOUT))?;
             Ok(socket)
         });
         let (Ok(peer), Ok(socket)) = (peer, prepared) else { return };
-        let limit = self.config.limits.sessions + MAX_OPENING;
-        let connections = self.connections.fetch_add(1, Ordering::AcqRel);
-        let connected = Connected(Arc::clone(self));
-        if connections >= limit {
-            // A few bytes, which an empty socket always takes.
-            refuse(
-                &socket,
-                "limit",
-                &format!("{connections} clients are connected, and no more may be; try later"),
-            );
-            return;
-        }
         let user = peer.uid();
+        // Refusals are a few bytes, which an empty socket always takes.
+        if let Err(text) = self.check_user(user) {
+            return refuse(&socket, "user", &text);
+        }
+        let opening = match self.begin_opening(user) {
+            Ok(opening) => opening,
+            Err(text) => return refuse(&socket, "limit", &text),
+        };
+        let connected = self.connected_again();
         let opener = Opener {
             user,
             pid: peer.pid().and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0),
@@ -174,7 +193,7 @@ impl Shared {
         };
         let thread = std::thread::Builder::new().name("session".to_owned());
         let started = thread.spawn(move || {
-            if let Err(error) = connected.0.serve(&socket, opener) {
+            if let Err(error) = connected.0.serve(&socket, opener, Some(opening)) {
                 tracing::debug!(user, %error, "the socket of a session broke");
             }
         });
@@ -183,19 +202,47 @@ impl Shared {
         }
     }
 
-    /// Serves one connection until its end.
-    pub(super) fn serve(self: &Arc<Self>, socket: &UnixStream, opener: Opener) -> io::Result<()> {
-        if !self.config.users.contains(&opener.user) {
-            let users = &self.config.users;
-            let text = format!(
-                "user {} may not open sessions; the service allows users {users:?} (session-allow-uid)",
-                opener.user
-            );
-            refuse(socket, "user", &text);
+    /// The sentence with which a user is refused who may not open sessions.
+    fn check_user(&self, user: u32) -> Result<(), String> {
+        let users = &self.config.users;
+        if users.contains(&user) {
             return Ok(());
         }
+        Err(format!(
+            "user {user} may not open sessions; the service allows users {users:?} (session-allow-uid)"
+        ))
+    }
+
+    /// Counts a client that may open a session, or returns the sentence with which it is refused. One of several users leaves
+    /// places for the others.
+    fn begin_opening(self: &Arc<Self>, user: u32) -> Result<Opening, String> {
+        let mut opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let all: usize = opening.values().sum();
+        let own = opening.entry(user).or_default();
+        if all >= MAX_OPENING || *own >= self.config.limits.of_user(MAX_OPENING) {
+            let text = format!(
+                "{all} clients are connected without a session, {own} of them of user {user}, and no more may be; try later"
+            );
+            if *own == 0 {
+                opening.remove(&user);
+            }
+            return Err(text);
+        }
+        *own += 1;
+        Ok(Opening { shared: Arc::clone(self), user })
+    }
+
+    /// Serves the connection of a user who may open sessions until its end. `opening` counts it until it has opened one.
+    pub(super) fn serve(
+        self: &Arc<Self>,
+        socket: &UnixStream,
+        opener: Opener,
+        opening: Option<Opening>,
+    ) -> io::Result<()> {
+        let deadline = Instant::now() + OPENING_TIMEOUT;
         loop {
-            let Some((kind, payload)) = socket::receive(socket, MAX_CLIENT_FRAME)? else { return Ok(()) };
+            let frame = socket::receive_until(socket, MAX_CLIENT_FRAME, deadline)?;
+            let Some((kind, payload)) = frame else { return Ok(()) };
             match kind {
                 frame::GET_MODEL => self.send_model(socket)?,
                 frame::OPEN => {
@@ -203,6 +250,7 @@ impl Shared {
                         KIND_CUDA => self.open_cuda(socket, opener, &payload).map(OpenSession::Cuda),
                         _ => self.open(socket, opener, &payload).map(OpenSession::Host),
                     });
+                    drop(opening);
                     return match opened {
                         Ok(session) => self.follow_to_the_end(socket, &session),
                         Err(reason) => {
@@ -249,7 +297,7 @@ impl Shared {
         let calls = open.calls.next_power_of_two();
         let rows_bytes = usize::try_from(open.rows_bytes).map_err(|error| error.to_string())?;
         let layout = RegionLayout::new(calls, rows_bytes).map_err(|error| error.to_string())?;
-        let charge = self.registry.charge(&self.config.limits, layout.bytes)?;
+        let charge = self.registry.charge(&self.config.limits, opener.user, layout.bytes)?;
         let (memory, rings) = SessionMemory::create(calls, rows_bytes).map_err(|error| error.to_string())?;
         let number = self.next_number()?;
         let spin_us = u32::try_from(self.config.spin.as_micros()).unwrap_or(u32::MAX);
@@ -292,7 +340,7 @@ impl Shared {
         Ok(session)
     }
 
-    /// Counts the second thread of a session.
+    /// Counts a thread of a connection or session.
     pub(super) fn connected_again(self: &Arc<Self>) -> Connected {
         self.connections.fetch_add(1, Ordering::AcqRel);
         Connected(Arc::clone(self))

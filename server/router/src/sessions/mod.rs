@@ -37,7 +37,7 @@ use crate::steps::Service;
 pub(crate) use attachments::{Action as AttachAction, Answer as AttachAnswer, Attachments, Outcome};
 pub(crate) use call::SessionCall;
 pub(crate) use cuda::{CudaCall, Raising};
-pub use listener::{SessionConfig, SessionServer};
+pub use listener::{MAX_OPENING, SessionConfig, SessionServer};
 pub(crate) use open::OpenSession;
 pub use registry::{RowsTravel, SessionLimits, SessionRegistry, SessionStatus};
 

@@ -62,6 +62,11 @@ impl OpenSession {
         }
     }
 
+    /// The user of the client's process.
+    pub(super) fn user(&self) -> u32 {
+        self.status().user
+    }
+
     pub(super) fn status(&self) -> SessionStatus {
         match self {
             OpenSession::Host(session) => session.status(),

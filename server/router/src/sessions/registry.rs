@@ -1,7 +1,6 @@
 //! All sessions: how many there may be, how much memory they hold, what they have done.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -20,6 +19,15 @@ pub struct SessionLimits {
     pub bytes: usize,
     /// Processes that map a session: the router and its ranks.
     pub mappings: usize,
+    /// Whether several users may open sessions. Each of them has three quarters of the sessions and bytes at most.
+    pub several_users: bool,
+}
+
+impl SessionLimits {
+    /// The part of a limit that one user may have.
+    pub(super) const fn of_user(&self, limit: usize) -> usize {
+        if self.several_users { limit - limit / 4 } else { limit }
+    }
 }
 
 /// One session as operators see it.
@@ -51,20 +59,36 @@ pub struct SessionStatus {
 #[derive(Debug, Default)]
 pub struct SessionRegistry {
     open: Mutex<HashMap<u64, OpenSession>>,
-    charged: Arc<AtomicUsize>,
+    charged: Arc<Mutex<Charged>>,
+}
+
+/// Mapped bytes of all sessions.
+#[derive(Debug, Default)]
+struct Charged {
+    all: usize,
+    users: HashMap<u32, usize>,
 }
 
 /// Mapped bytes that a session holds against the limit until its memory is released.
 #[derive(Debug)]
 pub(super) struct Charge {
-    charged: Arc<AtomicUsize>,
+    charged: Arc<Mutex<Charged>>,
+    user: u32,
     bytes: usize,
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        let left = self.charged.fetch_sub(self.bytes, Ordering::Relaxed) - self.bytes;
-        gauge!(names::SESSION_BYTES).set(left as f64);
+        let mut charged = self.charged.lock().unwrap_or_else(PoisonError::into_inner);
+        charged.all -= self.bytes;
+        gauge!(names::SESSION_BYTES).set(charged.all as f64);
+        let left = charged.users.get_mut(&self.user).map(|held| {
+            *held -= self.bytes;
+            *held
+        });
+        if left == Some(0) {
+            charged.users.remove(&self.user);
+        }
     }
 }
 
@@ -73,24 +97,29 @@ impl SessionRegistry {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Charges a region of `bytes` bytes.
+    /// Charges a region of `bytes` bytes to a user.
     ///
     /// # Errors
     /// The sentence with which the session is refused.
-    pub(super) fn charge(&self, limits: &SessionLimits, bytes: usize) -> Result<Charge, String> {
+    pub(super) fn charge(&self, limits: &SessionLimits, user: u32, bytes: usize) -> Result<Charge, String> {
         let wanted = bytes.saturating_mul(limits.mappings);
-        let charge = |held: usize| held.checked_add(wanted).filter(|&sum| sum <= limits.bytes);
-        match self.charged.fetch_update(Ordering::Relaxed, Ordering::Relaxed, charge) {
-            Ok(held) => {
-                gauge!(names::SESSION_BYTES).set((held + wanted) as f64);
-                Ok(Charge { charged: Arc::clone(&self.charged), bytes: wanted })
+        let mut charged = self.charged.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = charged.users.get(&user).copied().unwrap_or(0);
+        for (held, whose, limit) in
+            [(charged.all, "other", limits.bytes), (own, "its user's other", limits.of_user(limits.bytes))]
+        {
+            if held.checked_add(wanted).is_none_or(|sum| sum > limit) {
+                return Err(format!(
+                    "a session of {bytes} bytes, mapped by {} processes, exceeds {limit} bytes beside {held} bytes of {whose} \
+                     sessions; ask for fewer bytes of rows or raise max-session-bytes, which is {}",
+                    limits.mappings, limits.bytes
+                ));
             }
-            Err(held) => Err(format!(
-                "a session of {bytes} bytes, mapped by {} processes, exceeds max-session-bytes = {} beside {held} bytes of \
-                 other sessions; ask for fewer bytes of rows or raise max-session-bytes",
-                limits.mappings, limits.bytes
-            )),
         }
+        charged.all += wanted;
+        *charged.users.entry(user).or_default() += wanted;
+        gauge!(names::SESSION_BYTES).set(charged.all as f64);
+        Ok(Charge { charged: Arc::clone(&self.charged), user, bytes: wanted })
     }
 
     /// Adds an open session.
@@ -103,6 +132,15 @@ impl SessionRegistry {
             return Err(format!(
                 "{} sessions are open, as many as max-sessions allows; close one or raise max-sessions",
                 open.len()
+            ));
+        }
+        let user = session.user();
+        let own = open.values().filter(|session| session.user() == user).count();
+        if own >= limits.of_user(limits.sessions) {
+            return Err(format!(
+                "user {user} has {own} sessions, as many as one of several users may have; close one or raise max-sessions, \
+                 which is {}",
+                limits.sessions
             ));
         }
         open.insert(session.number(), session.clone());

@@ -20,7 +20,7 @@ use crate::backend::{
     Backend, DrainFuture, DrainReport, ExpertRows, ModelInfo, Pending, ReloadFuture, ReloadRequest, Request,
     ServiceState, ServiceStatus, SubmitError,
 };
-use crate::cluster::ClusterConfig;
+use crate::cluster::{ClusterConfig, left_processes};
 use crate::sessions::{CudaCall, OpenSession, SessionCall, SessionRegistry};
 
 /// How the service ended.
@@ -248,6 +248,11 @@ impl Backend for Service {
         status.sessions = self.shared.sessions.status();
         status.steps_total = self.shared.steps_total.load(Ordering::Relaxed);
         status.tokens_queued = self.shared.front().inbox.queued_tokens() as u64;
+        let left = left_processes();
+        if !left.is_empty() {
+            let separator = if status.reason.is_empty() { "" } else { "; " };
+            status.reason = format!("{}{separator}killed processes {left:?} do not end", status.reason);
+        }
         status
     }
 

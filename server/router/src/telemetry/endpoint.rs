@@ -2,12 +2,16 @@
 //! reads `/status.json`, `/experts.json` and `/metrics`.
 //!
 //! Probes need no credentials and may speak plaintext. Metrics and state from beyond loopback need a token, over TLS where
-//! that is configured; the page itself holds neither and needs TLS only. Every connection is served at once; above a limit, a new connection ends the oldest one.
+//! that is configured; the page itself holds neither and needs TLS only.
+//!
+//! Every connection is served at once; above a limit, a new connection ends the oldest one of the address that has the most.
+//! Requests beyond the first few on a connection are answered at a pace, so that neither costs the service much processor time.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -25,12 +29,16 @@ use super::Rarely;
 use super::page;
 use super::ranks::RankGauges;
 use super::recorder::Recorder;
-use crate::api::{Access, Protocol, ServerTls, ready_probe};
+use crate::api::{Access, Origin, Protocol, ServerTls, ready_probe};
 use crate::backend::Backend;
 use crate::watchdog;
 
-/// Largest number of connections. Above it, a new connection ends the oldest one.
+/// Largest number of connections. Above it, a new connection ends another one.
 const MAX_CONNECTIONS: usize = 64;
+/// Requests of a connection that are answered without a pause.
+const REQUESTS_AT_ONCE: u32 = 32;
+/// Pause before each further request.
+const REQUEST_PAUSE: Duration = Duration::from_millis(50);
 /// Time that a client has to send its request, TLS handshake included.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest life of a connection; a scrape is one short exchange.
@@ -88,7 +96,7 @@ impl MetricsEndpoint {
 
     /// Serves until the future is dropped.
     pub async fn run(self) {
-        let mut open: VecDeque<CancellationToken> = VecDeque::new();
+        let mut open = OpenConnections::default();
         let mut failed = Rarely::default();
         loop {
             let (stream, peer) = match self.listener.accept().await {
@@ -101,14 +109,7 @@ impl MetricsEndpoint {
                     continue;
                 }
             };
-            open.retain(|end| !end.is_cancelled());
-            if open.len() >= MAX_CONNECTIONS
-                && let Some(oldest) = open.pop_front()
-            {
-                oldest.cancel();
-            }
-            let end = CancellationToken::new();
-            open.push_back(end.clone());
+            let end = open.add(Origin::address(peer.ip()));
             let shared = Arc::clone(&self.shared);
             tokio::spawn(async move {
                 let over = end.clone().drop_guard();
@@ -120,6 +121,30 @@ impl MetricsEndpoint {
                 drop(over);
             });
         }
+    }
+}
+
+/// The open connections, the oldest first.
+#[derive(Default)]
+struct OpenConnections(VecDeque<(Origin, CancellationToken)>);
+
+impl OpenConnections {
+    /// Adds a connection, if there are too many after ending the oldest one of the address that has the most. The returned
+    /// token ends the new one, and is cancelled at its end.
+    fn add(&mut self, origin: Origin) -> CancellationToken {
+        self.0.retain(|(_, end)| !end.is_cancelled());
+        if self.0.len() >= MAX_CONNECTIONS {
+            let count = |of: Origin| self.0.iter().filter(|(origin, _)| *origin == of).count();
+            // Of several addresses with as many, that of the oldest connection.
+            let largest = (0..self.0.len()).rev().max_by_key(|&at| count(self.0[at].0));
+            let at = largest.and_then(|at| self.0.iter().position(|(origin, _)| *origin == self.0[at].0));
+            if let Some((_, oldest)) = at.and_then(|at| self.0.remove(at)) {
+                oldest.cancel();
+            }
+        }
+        let end = CancellationToken::new();
+        self.0.push_back((origin, end.clone()));
+        end
     }
 }
 
@@ -144,9 +169,16 @@ async fn serve_tls(stream: TcpStream, loopback: bool, tls: &ServerTls, shared: A
 }
 
 async fn exchange(stream: impl AsyncRead + AsyncWrite + Unpin, way: Way, shared: Arc<Shared>) {
+    let requests = AtomicU32::new(0);
     let service = service_fn(move |request| {
-        let response = answer(&request, way, &shared);
-        async move { Ok::<_, Infallible>(response) }
+        let shared = Arc::clone(&shared);
+        let pause = requests.fetch_add(1, Ordering::Relaxed) >= REQUESTS_AT_ONCE;
+        async move {
+            if pause {
+                tokio::time::sleep(REQUEST_PAUSE).await;
+            }
+            Ok::<_, Infallible>(answer(&request, way, &shared))
+        }
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
@@ -253,6 +285,30 @@ mod tests {
             headers.insert(header::AUTHORIZATION, format!("Bearer {token}").parse().unwrap());
         }
         refusal(&headers, way, access).map_or(StatusCode::OK, |refused| refused.status())
+    }
+
+    #[test]
+    fn the_address_with_the_most_connections_makes_way() {
+        let from = |last: u8| Origin::address(std::net::Ipv4Addr::new(10, 0, 0, last).into());
+        let mut open = OpenConnections::default();
+        let probe = open.add(from(1));
+        let first = open.add(from(2));
+        let flood: Vec<_> = (0..10 * MAX_CONNECTIONS).map(|_| open.add(from(2))).collect();
+        assert!(first.is_cancelled() && !probe.is_cancelled());
+        assert_eq!(flood.iter().filter(|end| !end.is_cancelled()).count(), MAX_CONNECTIONS - 1);
+        assert!(!flood[flood.len() - 1].is_cancelled(), "the oldest goes first");
+        probe.cancel();
+        open.add(from(1));
+        assert_eq!(
+            flood.iter().filter(|end| !end.is_cancelled()).count(),
+            MAX_CONNECTIONS - 1,
+            "there is room"
+        );
+        // As many of two addresses: that of the oldest connection makes way.
+        let mut open = OpenConnections::default();
+        let all: Vec<_> = (0..MAX_CONNECTIONS).map(|at| open.add(from(at as u8 % 2))).collect();
+        open.add(from(3));
+        assert_eq!(all.iter().position(CancellationToken::is_cancelled), Some(0));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::PlanError;
 use super::values::{derive, value, within};
 use crate::serve::settings::Given;
-use expertd_router::sessions::SessionLimits;
+use expertd_router::sessions::{MAX_OPENING, SessionLimits};
 
 /// Where and for whom sessions are served.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,10 +17,11 @@ pub struct SessionPlan {
 }
 
 impl SessionPlan {
-    /// File descriptors of all sessions: two of each socket, and one of each region.
+    /// File descriptors of all sessions: two of each socket, and one of each region; and the sockets of clients that have not
+    /// opened one.
     #[must_use]
     pub const fn descriptors(&self) -> usize {
-        3 * self.limits.sessions
+        3 * self.limits.sessions + MAX_OPENING
     }
 
     /// Bytes that the router maps of all sessions, at most.
@@ -58,6 +59,7 @@ impl SessionPlan {
             sessions: sessions as usize,
             bytes: usize::try_from(bytes).unwrap_or(usize::MAX),
             mappings: ranks as usize + 1,
+            several_users: users.len() > 1,
         };
         Ok(Some(SessionPlan { listen, users, limits }))
     }

@@ -10,6 +10,7 @@ use rustls::{RootCertStore, ServerConfig};
 use tokio_rustls::TlsAcceptor;
 
 use super::AccessError;
+use super::files::read;
 
 /// Protocol inside TLS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,10 +73,6 @@ impl ServerTls {
             Protocol::Http1 => &self.http1,
         }))
     }
-}
-
-fn read(path: &Path) -> Result<Vec<u8>, AccessError> {
-    std::fs::read(path).map_err(|source| AccessError::Read { path: path.to_owned(), source })
 }
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, AccessError> {

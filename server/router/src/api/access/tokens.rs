@@ -8,6 +8,7 @@ use ring::digest::{SHA256, digest};
 use subtle::ConstantTimeEq as _;
 
 use super::AccessError;
+use super::files::read;
 
 /// Shortest token, in bytes.
 const MIN_TOKEN_BYTES: usize = 16;
@@ -22,9 +23,10 @@ pub(in crate::api) struct Tokens {
 
 impl Tokens {
     pub(super) fn load(path: &Path) -> Result<Tokens, AccessError> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| AccessError::Read { path: path.to_owned(), source })?;
-        parse(&text).map_err(|reason| AccessError::Contents { path: path.to_owned(), reason })
+        let unusable = |reason: String| AccessError::Contents { path: path.to_owned(), reason };
+        let text =
+            String::from_utf8(read(path)?).map_err(|_| unusable("expected text in UTF-8".to_owned()))?;
+        parse(&text).map_err(unusable)
     }
 
     /// The client of a token. Takes the same time for every token of the same length.

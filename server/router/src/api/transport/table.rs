@@ -79,7 +79,7 @@ pub(crate) enum Origin {
 }
 
 impl Origin {
-    pub(in crate::api) fn address(address: IpAddr) -> Origin {
+    pub(crate) fn address(address: IpAddr) -> Origin {
         Origin::Address(match address.to_canonical() {
             IpAddr::V6(address) => {
                 let [a, b, c, d, ..] = address.segments();

@@ -41,7 +41,7 @@ pub fn doorbells(data: &[u8]) -> usize {
     let registry = SessionRegistry::default();
     let layout = ControlLayout::new(doorbells, routing_bytes).expect("a small layout");
     let control = ControlMemory::create(doorbells, 1, routing_bytes).expect("a small region");
-    let charge = registry.charge(&LIMITS, layout.bytes).expect("the first session fits");
+    let charge = registry.charge(&LIMITS, 0, layout.bytes).expect("the first session fits");
     let words = control.region().slice::<u64>(0, layout.bytes / 8).expect("the whole region");
     let (socket, _client) = UnixStream::pair().expect("a pair of sockets");
     let session = CudaState::new(SessionParts {
@@ -75,7 +75,7 @@ pub fn doorbells(data: &[u8]) -> usize {
     assert_eq!(session.status().calls_in_flight, 0, "calls are left in flight");
     assert_eq!(Arc::strong_count(&session), 1, "a call is left");
     drop(session);
-    assert!(registry.charge(&LIMITS, LIMITS.bytes).is_ok(), "memory is still charged");
+    assert!(registry.charge(&LIMITS, 0, LIMITS.bytes).is_ok(), "memory is still charged");
     echo.admitted()
 }
 
@@ -92,7 +92,7 @@ pub fn socket(data: &[u8]) {
     let shared = shared(Echo::new(open.memory_bytes), &registry);
     let serving = std::thread::spawn({
         let shared = Arc::clone(&shared);
-        move || drop(shared.serve(&service, opener()))
+        move || drop(shared.serve(&service, opener(), None))
     });
     let mut reading = client.try_clone().expect("a descriptor");
     let reading = std::thread::spawn(move || drop(reading.read_to_end(&mut Vec::new())));
@@ -107,5 +107,5 @@ pub fn socket(data: &[u8]) {
         std::thread::yield_now();
     }
     assert!(reading.join().is_ok() && registry.status().is_empty(), "a session is left");
-    assert!(registry.charge(&LIMITS, LIMITS.bytes).is_ok(), "memory is still charged");
+    assert!(registry.charge(&LIMITS, 0, LIMITS.bytes).is_ok(), "memory is still charged");
 }

@@ -46,7 +46,8 @@ impl Shared {
         let bytes = usize::try_from(open.memory_bytes).map_err(|error| error.to_string())?;
         let layout =
             ControlLayout::new(open.doorbells, open.routing_bytes).map_err(|error| error.to_string())?;
-        let charge = self.registry.charge(&self.config.limits, bytes.saturating_add(layout.bytes))?;
+        let charge =
+            self.registry.charge(&self.config.limits, opener.user, bytes.saturating_add(layout.bytes))?;
         let control = ControlMemory::create(open.doorbells, WORDS, open.routing_bytes);
         let control = control.map_err(|error| error.to_string())?;
         let number = self.next_number()?;

@@ -134,14 +134,46 @@ impl TraceParent {
     }
 }
 
+/// Largest value of a caller's header that is kept with each of its spans, the size that the W3C asks for. Spans wait for the
+/// receiver, and what callers send must not decide how much memory that takes.
+const MAX_STATE_BYTES: usize = 512;
+
 struct Headers<'a>(&'a HeaderMap);
 
 impl Extractor for Headers<'_> {
     fn get(&self, key: &str) -> Option<&str> {
-        self.0.get(key)?.to_str().ok()
+        self.0.get(key)?.to_str().ok().filter(|value| value.len() <= MAX_STATE_BYTES)
     }
 
     fn keys(&self) -> Vec<&str> {
         self.0.keys().map(http::HeaderName::as_str).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use opentelemetry::trace::TraceContextExt as _;
+
+    use super::*;
+
+    /// The caller's trace in the given headers.
+    fn extract(state: &str) -> Context {
+        let mut headers = HeaderMap::new();
+        let parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+        headers.insert("traceparent", parent.parse().unwrap());
+        headers.insert("tracestate", state.parse().unwrap());
+        TraceContextPropagator::new().extract_with_context(&Context::new(), &Headers(&headers))
+    }
+
+    #[test]
+    fn long_states_of_callers_are_not_kept() {
+        let short = extract("vendor=value");
+        assert_eq!(short.span().span_context().trace_state().header(), "vendor=value");
+        let members: Vec<_> = (0..200).map(|number| format!("v{number}={}", "x".repeat(60))).collect();
+        let long = extract(&members.join(","));
+        assert!(long.span().span_context().is_valid(), "the trace goes on");
+        assert_eq!(long.span().span_context().trace_state().header(), "");
     }
 }

@@ -1,0 +1,72 @@
+//! Ranks that end but cannot be reaped: another process traces them, so that they stay zombies that their parent cannot see.
+
+use std::process::Command;
+use std::time::Instant;
+
+use rustix::process::Signal;
+
+use crate::load::{Load, PATIENCE};
+use crate::ptrace;
+use crate::service::{Service, eventually, send};
+
+/// Traces processes without stopping them. `false`: this process may not.
+fn hold(processes: &[u32]) -> bool {
+    for &process in processes {
+        match ptrace::seize(process as i32) {
+            Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+                println!("other processes cannot be traced here (CAP_SYS_PTRACE): nothing is tested");
+                return false;
+            }
+            held => held.unwrap(),
+        }
+    }
+    true
+}
+
+/// What `expertd status` prints about the state.
+fn status(admin: &str) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_expertd"));
+    let output = command.args(["status", "--json", "--admin", admin]).output().unwrap();
+    let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    status["reason"].as_str().unwrap().to_owned()
+}
+
+/// Whether a process is a zombie.
+fn is_zombie(process: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('Z'))
+}
+
+#[test]
+fn ranks_that_cannot_be_reaped_hold_up_neither_the_next_generation_nor_the_end() {
+    let mut service = Service::start("qwen3_moe", 3, &[]);
+    let load = Load::start(&service.address);
+    assert!(load.goes_on());
+    let held = service.ranks();
+    if !hold(&held) {
+        return;
+    }
+    let killed = Instant::now();
+    send(held[0], Signal::KILL);
+    assert!(load.goes_on(), "the next generation serves");
+    println!("calls were answered {:?} after the kill", killed.elapsed());
+    assert!(held.iter().all(|&rank| is_zombie(rank)), "the first generation has ended and was not reaped");
+    assert!(load.take_failed().is_empty(), "no call fails");
+    let next = service.ranks();
+    assert!(next.len() == 3 && next.iter().all(|rank| !held.contains(rank)), "{next:?}");
+
+    let named = || status(&service.admin).contains(&format!("{}", held[0]));
+    assert!(named(), "the status names them: {}", status(&service.admin));
+    held.iter().for_each(|&rank| ptrace::reap(rank as i32));
+    eventually(PATIENCE, "the status names them until they are reaped", || !named());
+
+    // The ranks of the next generation cannot be reaped either when the service ends.
+    assert!(hold(&next));
+    drop(load);
+    let begun = Instant::now();
+    service.signal(Signal::TERM);
+    let status = service.wait(PATIENCE).expect("the service ends");
+    println!("the service ended after {:?}: {status}", begun.elapsed());
+    assert_eq!(status.code(), Some(0));
+    next.iter().for_each(|&rank| ptrace::reap(rank as i32));
+}
