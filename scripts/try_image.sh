@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the content of an image as Kubernetes does: an unprivileged user, a read-only root, only /run/expertd and /dev/shm writable; and
-# compares the answers with recorded ones. Needs root, no daemon.
+# Runs the content of an image as Kubernetes does: an unprivileged user, a read-only root, only /run/expertd and /dev/shm
+# writable; and compares the answers with recorded ones. Needs root, no daemon.
 #
 # Usage: scripts/try_image.sh [--gpus N] IMAGE [FAMILY]
 #   --gpus N  one rank on each of N GPUs; the driver's libraries and devices come from this machine, as a container
