@@ -53,8 +53,9 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
     std::mt19937 rng(std::random_device{}());
     Timer timer;
 
-    for (int tokens : {1, 8, 32, 128, 512, 2048, 8192}) {
-        if (only_tokens != 0 && tokens != only_tokens) continue;
+    std::vector<int> token_counts = {1, 8, 32, 128, 512, 2048, 8192};
+    if (only_tokens != 0) token_counts = {only_tokens};
+    for (int tokens : token_counts) {
         const int repeats = tokens <= 128 ? 12 : tokens <= 512 ? 6 : 3; // launches of a graph, each with its own routing
         std::vector<Routing> routings;
         std::vector<DeviceRouting> device;
@@ -82,7 +83,12 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
             int rows, width;
         };
         std::vector<Variant> list = {{0, 0}};
-        if (tune) {
+        const char* only = std::getenv("EXPERTS_TILE_ROWS"); // values of ExpertdExpertsParams.tile_rows, separated by commas
+        if (only != nullptr) {
+            list.clear();
+            for (const char* at = only; at != nullptr && *at != 0; at = std::strchr(at, ','), at += at != nullptr) list.push_back({std::atoi(at), 0});
+        }
+        if (tune && only == nullptr) {
             const double mean = double(most) / experts;
             for (int w : {32, 64, 128, 192, 256}) {
                 if (w > (m.format == EXPERTD_BF16 ? 256 : 128)) continue;
@@ -91,11 +97,12 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
                     if (m.format != EXPERTD_W8A8 && w * 3 >= mean && (w <= 32 || mean * 8 >= w) && (r >= 128 || mean < 48)) list.push_back({r, w});
             }
         }
-        if (tune && m.format == EXPERTD_W8A8) list.push_back({EXPERTD_TILE_TOKEN_ROWS, 0}), list.push_back({EXPERTD_TILE_TALL, 0}), list.push_back({256, 0}), list.push_back({256, 64});
-        if (tune && m.format == EXPERTD_BF16) list.push_back({EXPERTD_TILE_TALL, 0}), list.push_back({EXPERTD_TILE_TURNS, 0});
+        if (tune && only == nullptr && m.format == EXPERTD_W8A8) list.push_back({EXPERTD_TILE_TOKEN_ROWS, 0}), list.push_back({EXPERTD_TILE_TOKEN_PAIRS, 0}), list.push_back({EXPERTD_TILE_TALL, 0}), list.push_back({256, 0}), list.push_back({256, 64});
+        if (tune && only == nullptr && m.format == EXPERTD_BF16) list.push_back({EXPERTD_TILE_TOKEN_ROWS, 0}), list.push_back({EXPERTD_TILE_TOKEN_PAIRS, 0}), list.push_back({EXPERTD_TILE_TALL, 0}), list.push_back({EXPERTD_TILE_TURNS, 0});
+        std::vector<cudaGraphExec_t> graphs;
         for (const Variant& v : list) {
             cudaGraph_t graph;
-            cudaGraphExec_t exec;
+            graphs.emplace_back();
             CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
             for (int i = 0; i < repeats; i++) {
                 ExpertdExpertsParams p = parameters(m, experts);
@@ -109,14 +116,22 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
                 CHECK(expertd_experts_launch(&p, stream));
             }
             CHECK(cudaStreamEndCapture(stream, &graph));
-            CHECK(cudaGraphInstantiate(&exec, graph, 0));
-            const double us = timer.replay(exec, stream, 12) * 1e3 / repeats;
-            std::printf("%-15s T=%-5d rows/expert %6.1f active %3d/%-3d rows %d tokens %3d | %9.1f us  floor %9.1f  x%.2f | %5.0f GB/s %4.0f TFLOP/s\n",
-                        m.name, tokens, double(most) / experts, routings[0].active, experts, v.rows, v.width, us, floor_us,
-                        us / floor_us, bytes / us / 1e3, flops / us / 1e6);
-            std::fflush(stdout);
-            CHECK(cudaGraphExecDestroy(exec));
+            CHECK(cudaGraphInstantiate(&graphs.back(), graph, 0));
             CHECK(cudaGraphDestroy(graph));
+        }
+        // The variants take turns, because times depend on the clock, and the clock on what ran before.
+        std::vector<std::vector<double>> times(list.size());
+        for (int round = 0; round < (list.size() > 1 ? 5 : 1); round++) {
+            for (size_t v = 0; v < list.size(); v++) times[v].push_back(timer.replay(graphs[v], stream, 12) * 1e3 / repeats);
+        }
+        for (size_t v = 0; v < list.size(); v++) {
+            std::sort(times[v].begin(), times[v].end());
+            const double us = times[v][times[v].size() / 2];
+            std::printf("%-15s T=%-5d rows/expert %6.1f active %3d/%-3d rows %d tokens %3d | %9.1f us (%.1f to %.1f)  floor %9.1f  x%.2f | %5.0f GB/s %4.0f TFLOP/s\n",
+                        m.name, tokens, double(most) / experts, routings[0].active, experts, list[v].rows, list[v].width, us, times[v].front(),
+                        times[v].back(), floor_us, us / floor_us, bytes / us / 1e3, flops / us / 1e6);
+            std::fflush(stdout);
+            CHECK(cudaGraphExecDestroy(graphs[v]));
         }
     }
     CHECK(cudaStreamDestroy(stream));

@@ -10,7 +10,7 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     const size_t y_written = size_t(a) * m.hidden, y_all = y_written + 64 * size_t(m.hidden);
     auto x = random_buffer<bf16>(size_t(routing.window_rows) * m.hidden, 1.0f);
     DeviceRouting dr(routing);
-    Buffer<bf16> y(y_all), first(y_all), h(size_t(panel_rows) * m.inter), x_panels(size_t(panel_rows) * m.hidden);
+    Buffer<bf16> y(y_all), first(y_all), first_on_input(y_all), h(size_t(panel_rows) * m.inter), x_panels(size_t(panel_rows) * m.hidden);
     Buffer<uint32_t> state(expertd_experts_state_words(experts));
     CHECK(cudaMemset(state.data, 0, state.count * 4));
     Buffer<ExpertdLayerWeights> table(std::vector<ExpertdLayerWeights>{ExpertdLayerWeights{}, layer.view});
@@ -35,9 +35,10 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         for (int r : {256, int(EXPERTD_TILE_TALL)})
             for (int w : {0, 32, 64}) list.push_back({r, w, blocks, 0});
         if (layer.view.block_scales != 0) {
-            const int rows = EXPERTD_TILE_TOKEN_ROWS;
-            list.push_back({rows, 0, blocks, 0}), list.push_back({rows, 0, 7, 0}), list.push_back({rows, 0, blocks, 1});
-            list.push_back({rows, 0, blocks, 0, 1}), list.push_back({rows, 0, blocks, 0, 0, 1}), list.push_back({rows, 0, blocks, 0, 1, 1});
+            for (int rows : {EXPERTD_TILE_TOKEN_ROWS, EXPERTD_TILE_TOKEN_PAIRS}) {
+                list.push_back({rows, 0, blocks, 0}), list.push_back({rows, 0, 7, 0}), list.push_back({rows, 0, blocks, 1});
+                list.push_back({rows, 0, blocks, 0, 1}), list.push_back({rows, 0, blocks, 0, 0, 1}), list.push_back({rows, 0, blocks, 0, 1, 1});
+            }
         }
         list.push_back({0, 0, 7, 0}), list.push_back({0, 0, blocks, 1}), list.push_back({0, 0, blocks, 0, 1}), list.push_back({0, 0, blocks, 0, 0, 1}), list.push_back({0, 0, blocks, 0, 1, 1});
     } else if (variants) {
@@ -51,10 +52,13 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         if (m.format == EXPERTD_BF16)
             for (int r : {EXPERTD_TILE_TALL, EXPERTD_TILE_TURNS})
                 for (int w : {0, 32, 64, 128}) list.push_back({r, w, blocks, 0});
+        if (m.format == EXPERTD_BF16)
+            for (int r : {EXPERTD_TILE_TOKEN_ROWS, EXPERTD_TILE_TOKEN_PAIRS})
+                list.push_back({r, 0, blocks, 0}), list.push_back({r, 0, 7, 0}), list.push_back({r, 0, blocks, 1});
         list.push_back({0, 0, 7, 0});
         list.push_back({0, 0, blocks, 1});
     }
-    bool good = true;
+    bool good = true, on_input_seen = false;
     unsigned long long differing = 0;
     double worst = 0, worst_exact = 0, worst_model = 0, mean_relative = 0, mean_exact = 0, mean_model = 0;
     int compared = 0;
@@ -64,7 +68,11 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         const Fp8Rows quantised_rows(x, m.hidden, p.power_of_two_scales != 0);
         p.x = x.data, p.x_stride = 2 * m.hidden, p.x_format = list[v].fp8_rows;
         if (p.x_format != 0) p.x = quantised_rows.data.data, p.x_stride = quantised_rows.stride;
-        Buffer<bf16>& out = v == 0 ? first : y;
+        // Outputs are compared with the first one of the same kind.
+        const bool is_first = v == 0 || (p.weight_on_input && !on_input_seen);
+        Buffer<bf16>& reference = p.weight_on_input ? first_on_input : first;
+        on_input_seen |= p.weight_on_input != 0;
+        Buffer<bf16>& out = is_first ? reference : y;
         out.poison();
         h.poison();
         x_panels.poison();
@@ -74,15 +82,16 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         CHECK(cudaGetLastError());
         CHECK(cudaDeviceSynchronize());
         scan_kernel<<<1024, 256>>>(reinterpret_cast<uint16_t*>(out.data), y_written, y_all, bad.data);
-        if (v > 0 && !p.weight_on_input && !p.power_of_two_scales) differ_kernel<<<1024, 256>>>(reinterpret_cast<uint16_t*>(out.data), reinterpret_cast<uint16_t*>(first.data), y_written, bad.data + 1);
+        if (!is_first && !p.power_of_two_scales) differ_kernel<<<1024, 256>>>(reinterpret_cast<uint16_t*>(out.data), reinterpret_cast<uint16_t*>(reference.data), y_written, bad.data + 1);
         const auto found = bad.read();
         const auto left = state.read();
         const bool clean = std::all_of(left.begin(), left.end(), [](uint32_t w) { return w == 0; });
         differing += found[1];
         const bool same = v == 1 || (list[v].fp8_rows && !p.power_of_two_scales && p.blocks == 0); // whether the bits must be equal
-        if (found[0] != 0 || !clean || (same && found[1] != 0)) {
-            std::printf("  variant rows %d tokens %d blocks %d: %llu bad elements, %llu differ, state %s\n", p.tile_rows,
-                        p.tile_tokens, p.blocks, found[0], found[1], clean ? "clean" : "DIRTY");
+        const bool overrun = w8a8 && scales.overrun();
+        if (found[0] != 0 || !clean || overrun || (same && found[1] != 0)) {
+            std::printf("  variant rows %d tokens %d blocks %d: %llu bad elements, %llu differ, state %s%s\n", p.tile_rows,
+                        p.tile_tokens, p.blocks, found[0], found[1], clean ? "clean" : "DIRTY", overrun ? ", scales behind the last" : "");
             good = false;
         }
         if (a == 0) continue;
@@ -138,7 +147,9 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
             // the next power of two.
             const double own = std::sqrt(exact2 / norm2), model = std::sqrt(model2 / norm2);
             const double limit = !w8a8 ? 1e-2 : p.power_of_two_scales ? 8e-2 : 5e-2;
-            if (!(relative <= limit) || (w8a8 && !(own <= model * 1.25 + 5e-3))) {
+            // Twice the scale is twice the error, and small shapes have two groups of h.
+            const double worse = p.power_of_two_scales ? 2.0 : 1.25;
+            if (!(relative <= limit) || (w8a8 && !(own <= model * worse + 5e-3))) {
                 if (good) std::printf("  assignment %d expert %d: relative error %g, %g without quantisation where the reference has %g (rows %d tokens %d variant %zu)\n", index[s], sample_expert[s], relative, own, model, p.tile_rows, p.tile_tokens, v);
                 good = false;
             }

@@ -194,19 +194,32 @@ struct Fp8Rows {
     Fp8Rows(const Buffer<bf16>& x, int hidden, bool power_of_two)
         : stride((hidden + (hidden + 127) / 128 * 4 + 15) / 16 * 16), data(x.count / hidden * stride) {
         data.poison();
+        if (x.count == 0) return;
         quantise_rows_kernel<<<unsigned(x.count / hidden), 64>>>(x.data, data.data, hidden, stride, power_of_two);
         CHECK(cudaGetLastError());
         CHECK(cudaDeviceSynchronize());
     }
 };
 
-// Workspace for the scales of x and h, which W8A8 needs in addition to the panels.
+// Workspace for the scales of x and h, which W8A8 needs in addition to the panels, each followed by a group that nothing may write.
 struct ScaleWorkspace {
     Buffer<float> x, h;
+    size_t group;
     ScaleWorkspace(const Model& m, int panel_rows)
-        : x(size_t((m.hidden + 127) / 128) * panel_rows), h(size_t((m.inter + 127) / 128) * panel_rows) {
+        : x(size_t((m.hidden + 127) / 128 + 1) * panel_rows), h(size_t((m.inter + 127) / 128 + 1) * panel_rows), group(panel_rows) {
         x.poison();
         h.poison();
+    }
+    bool overrun() const {
+        for (const Buffer<float>* scales : {&x, &h}) {
+            const auto all = scales->read();
+            for (size_t i = all.size() - group; i < all.size(); i++) {
+                uint32_t bits;
+                std::memcpy(&bits, &all[i], sizeof(bits));
+                if (bits != 0xFFFFFFFF) return true;
+            }
+        }
+        return false;
     }
 };
 

@@ -12,7 +12,11 @@ struct Timer {
     // Median milliseconds of one replay.
     float replay(cudaGraphExec_t graph, cudaStream_t stream, float budget_ms) {
         std::vector<float> times;
-        float total = -40; // run for at least 40 ms first, until the clocks have risen
+        // Run for at least 40 ms first, until the clocks have risen. They fall again at the power limit, after some hundred ms.
+        const char* longer = std::getenv("EXPERTS_MS");
+        const float least = longer != nullptr ? float(std::atof(longer)) : 0;
+        budget_ms = std::max(budget_ms, least);
+        float total = -std::max(40.0f, least);
         for (int i = 0; i < 8000 && (times.size() < 5 || total < budget_ms); i++) {
             CHECK(cudaEventRecord(from, stream));
             CHECK(cudaGraphLaunch(graph, stream));

@@ -28,8 +28,9 @@ bool valid(const ExpertdExpertsParams& p) {
     return one_of(p.format, EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4, EXPERTD_W8A8) && p.tile_tokens <= (ENTRIES[p.format].widest + 31) / 32 * 32 &&
            one_of(p.tile_tokens, 0, 32, 64, 128, 192, 256) && (one_of(p.tile_rows, 0, 16, 32, 64, 128, 256) ||
             (one_of(p.tile_rows, EXPERTD_TILE_TALL, EXPERTD_TILE_TURNS) && p.format == EXPERTD_BF16 && p.tile_tokens <= 128) ||
-            (one_of(p.tile_rows, EXPERTD_TILE_TALL, EXPERTD_TILE_TOKEN_ROWS) && p.format == EXPERTD_W8A8)) &&
-           (p.format != EXPERTD_W8A8 || one_of(p.tile_rows, 0, EXPERTD_TILE_TALL, EXPERTD_TILE_TOKEN_ROWS, 256)) &&
+            (p.tile_rows == EXPERTD_TILE_TALL && p.format == EXPERTD_W8A8) ||
+            (one_of(p.tile_rows, EXPERTD_TILE_TOKEN_ROWS, EXPERTD_TILE_TOKEN_PAIRS) && one_of(p.format, EXPERTD_BF16, EXPERTD_W8A8))) &&
+           (p.format != EXPERTD_W8A8 || one_of(p.tile_rows, 0, EXPERTD_TILE_TALL, EXPERTD_TILE_TOKEN_ROWS, EXPERTD_TILE_TOKEN_PAIRS, 256)) &&
            (p.format == EXPERTD_W8A8 ? p.x_scales != nullptr && p.h_scales != nullptr && p.inter % BLOCK_K == 0 && p.panel_rows % 8 == 0
                                      : p.x_format == EXPERTD_ROWS_BF16) &&
            p.layers != nullptr && p.expert_offsets != nullptr && p.row_index != nullptr && p.row_weight != nullptr &&

@@ -50,7 +50,8 @@ enum {
     /* Special values of ExpertdExpertsParams.tile_rows. */
     EXPERTD_TILE_TALL = 1, /* 256 weight rows in one block */
     EXPERTD_TILE_TURNS = 2, /* two blocks share a segment, and in each block the two warpgroups take segments in turn */
-    EXPERTD_TILE_TOKEN_ROWS = 3 /* W8A8 with block_scales: 256 weight rows and 128 tokens, which are wgmma's M */
+    EXPERTD_TILE_TOKEN_ROWS = 3, /* bf16, and W8A8 with block_scales: 256 weight rows and 128 tokens, which are wgmma's M */
+    EXPERTD_TILE_TOKEN_PAIRS = 4 /* the same, and two blocks with neighbouring token tiles share their weights */
 };
 
 enum ExpertdLaunchFlags {
@@ -101,8 +102,9 @@ typedef struct ExpertdExpertsParams {
     int32_t blocks;                    /* thread blocks, rounded up to an even number; 0: one per SM */
     int32_t tile_tokens;               /* widest token tile: 32, 64 or 128; bf16 also 192 or 256; 0: chosen on the device */
     int32_t tile_rows;                 /* weight rows of a tile: 16, 32, 64, 128 or 256 (shared by two blocks); bf16 with up to
-                                          128 tokens also EXPERTD_TILE_TALL or _TURNS; 0: chosen on the device. W8A8 only has 0,
-                                          256 (two blocks with 256 rows each of their own token tiles) and EXPERTD_TILE_TALL */
+                                          128 tokens also EXPERTD_TILE_TALL or _TURNS; 0: chosen on the device. bf16 also has EXPERTD_TILE_TOKEN_ROWS
+                                          and _PAIRS. W8A8 only has 0, 256 (two blocks with 256 rows each of their own token
+                                          tiles), EXPERTD_TILE_TALL and, with block_scales, _TOKEN_ROWS and _PAIRS */
     int32_t flags;                     /* enum ExpertdLaunchFlags */
     int32_t format;                    /* enum ExpertdFormat: the format of all layers that are launched with these parameters */
     int32_t x_format;                  /* enum ExpertdRows */

@@ -43,7 +43,10 @@ template <int V> struct Constant {
 struct Cursor {
     int slot = 0;
     uint32_t parity = 0;
-    __device__ __forceinline__ void advance(int size, int by = 1) {
+    __device__ __forceinline__ void advance(int size) {
+        if (++slot == size) slot = 0, parity ^= 1;
+    }
+    __device__ __forceinline__ void advance(int size, int by) {
         for (slot += by; slot >= size; slot -= size) parity ^= 1;
     }
 };
@@ -53,7 +56,7 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xfffffff
 
 __device__ __forceinline__ Segment uniform(const Segment& s) {
     return Segment{uniform(s.phase),     uniform(s.expert), uniform(s.first), uniform(s.tokens),
-                   uniform(s.panel_row), uniform(s.row),    uniform(s.rows),  0};
+                   uniform(s.panel_row), uniform(s.row),    uniform(s.rows),  uniform(s.alone)};
 }
 
 // The block's view of the launch, which every role uses. Formats are in experts_formats.cuh.
@@ -68,11 +71,11 @@ template <class Format> struct Block {
     // Number of k blocks of a segment. A k block is the part of k that a unit of weights spans: one panel or several.
     __device__ int k_blocks(const Segment& s) const { return divide_up(k_panels(s), Format::BLOCK_PANELS); }
     __device__ int per_stage(const Segment& s) const {
-        if (Format::PANEL_ELEMENTS == BLOCK_K) return 1; // W8A8
+        if (Format::PANEL_ELEMENTS == BLOCK_K || (Format::TOKEN_ROWS && plan.token_rows)) return 1;
         return blocks_per_stage(plan.rows(s.phase), s.tokens, plan);
     }
     // Whether each warpgroup computes half of the segment's rows. Otherwise one warpgroup computes the segment alone.
-    __device__ bool shared_segment(const Segment& s) const { return !plan.in_turn && (Format::SHARED_SEGMENTS || s.rows > 64 || plan.pairs); }
+    __device__ bool shared_segment(const Segment& s) const { return !plan.in_turn && (Format::SHARED_SEGMENTS || s.rows > 64 || plan.pairs || (Format::TOKEN_ROWS && plan.token_rows)); }
     // Whether the ring is filled in portions, each after an earlier one has landed. In short steps x, h and the counters would
     // otherwise queue behind a whole ring of weights in the memory system, and every wait for them would lengthen the step.
     __device__ bool paced() const { return plan.paced; }
@@ -86,6 +89,11 @@ template <class Format> struct Block {
     // W8A8: the maxima of set 0 or 1.
     __device__ Maxima& maxima(uint32_t set) const {
         return *reinterpret_cast<Maxima*>(&shared.weights[set][ROW_TILE_TOKENS]);
+    }
+    // Number of token tiles of an expert.
+    __device__ int tiles(int expert) const {
+        if (Format::TOKEN_ROWS && plan.token_rows) return divide_up(shared.tables.offset[expert + 1] - shared.tables.offset[expert], ROW_TILE_TOKENS);
+        return shared.tables.tile[expert + 1] - shared.tables.tile[expert];
     }
     __device__ uint32_t* h_ready(int expert) const { return p.state + STATE_READY + expert; }
     __device__ uint32_t* x_ready(int expert) const { return p.state + STATE_READY + p.experts + expert; }

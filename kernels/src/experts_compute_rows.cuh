@@ -1,209 +1,98 @@
-// The mainloop and the end of a segment with FP8 weights and many tokens: tokens are wgmma's M operand, weights its N.
+// What segments with many tokens have in common in all formats: tokens are wgmma's M operand, weights its N.
 //
-// A warpgroup has 64 tokens and all 256 weight rows, in two products of 64 x 128 for every 128 k. A thread's sums belong to two
-// tokens, and weights whose scales are the same for 128 rows (ExpertdLayerWeights.block_scales) give them two scales each, of gate
-// and of up. So scaling takes one instruction a sum, where experts_compute_w8a8.cuh takes two and a load for every four. A
-// warpgroup has all features that share a scale of h, and needs nothing of the other.
+// A warpgroup has 64 tokens and all weight rows of the segment, so a warp has all features of its 16 tokens. It stages and stores them
+// without the other warps.
 #pragma once
 
-#include "experts_compute_w8a8.cuh"
+#include <type_traits>
+
+#include "experts_block.cuh"
+#include "experts_epilogue.cuh"
 
 namespace expertd {
 
-constexpr int ROW_TOKENS = 64;           // of a warpgroup
-constexpr int HALF_ROWS = TALL_ROWS / 2; // weight rows of a product
-constexpr int ROW_STAGES = 4;            // of the ring, behind which each warpgroup has room for the row scales of a segment
-constexpr int ROW_SCALE_BYTES = TALL_ROWS * 4;
-static_assert(ROW_STAGES * ROW_STAGE_BYTES + 2 * ROW_SCALE_BYTES <= W8a8::RING_BYTES && (ROW_STAGES + 1) * ROW_STAGE_BYTES > W8a8::RING_BYTES, "what stages_for finds");
+constexpr int ROW_TOKENS = 64;          // of a warpgroup
+constexpr int ROW_SUMS = TALL_ROWS / 2; // sums of a thread, of its tokens l / 4 and l / 4 + 8
+constexpr int ROW_STAGES = 4;           // of the ring
+static_assert(ROW_TILE_LEAST >= ROW_TOKENS, "both warpgroups have tokens");
 
-// Adds the products of 64 tokens with 128 weight rows to `total`. Eights of columns are gate and up in turn, or all down.
-__device__ __forceinline__ void add_scaled_rows(float (&total)[HALF_ROWS / 2], float (&sums)[HALF_ROWS / 2], float2 tokens, float2 weights) {
-    wgmma_pin(sums);
-    const float first[2] = {tokens.x * weights.x, tokens.x * weights.y}, second[2] = {tokens.y * weights.x, tokens.y * weights.y};
-#pragma unroll
-    for (int j = 0; j < HALF_ROWS / 8; j++) {
-        total[4 * j] = fmaf(sums[4 * j], first[j % 2], total[4 * j]);
-        total[4 * j + 1] = fmaf(sums[4 * j + 1], first[j % 2], total[4 * j + 1]);
-        total[4 * j + 2] = fmaf(sums[4 * j + 2], second[j % 2], total[4 * j + 2]);
-        total[4 * j + 3] = fmaf(sums[4 * j + 3], second[j % 2], total[4 * j + 3]);
-    }
+// Whether h needs neither biases nor clamps nor a routing weight on the input, as in most models. The end of a segment then takes half
+// of the instructions.
+template <class Format> __device__ __forceinline__ bool plain_h(const Block<Format>& block) {
+    return block.p.activation == EXPERTD_SWIGLU && block.p.weight_on_input == 0 && block.layer.gate_up_bias == nullptr;
 }
+
+// Activation for plain_h(), with the same result.
+struct PlainActivation {
+    __device__ __forceinline__ explicit PlainActivation(const ExpertdExpertsParams&) {}
+    __device__ __forceinline__ float operator()(float gate, float up) const { return gate * sigmoid(gate) * up; }
+};
+
+// The factors of gate and up, and of h, for a thread's two tokens. `weights` are the routing weights from its first token on.
+template <bool PLAIN>
+__device__ __forceinline__ void token_factors(const ExpertdExpertsParams& p, const float* weights, float (&in)[2], float (&out)[2]) {
+    const bool on_input = !PLAIN && p.weight_on_input != 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++) in[i] = on_input ? weights[8 * i] : 1.0f, out[i] = on_input ? 1.0f : weights[8 * i];
+}
+
+// A sum of gate or up with its factor and bias.
+template <bool PLAIN> __device__ __forceinline__ float biased(float sum, float factor, float bias) { return PLAIN ? sum : sum * factor + bias; }
 
 // Of two neighbouring columns.
 __device__ __forceinline__ float2 load_2f32(const float* from) { return __ldg(reinterpret_cast<const float2*>(from)); }
 
-// Starts to bring the row scales of a segment to shared memory: of gate and of up, or of down.
-__device__ __forceinline__ void copy_row_scales(const Block<W8a8>& block, const Segment& segment, uint32_t to) {
-    const int thread = threadIdx.x % 128;
-    const bool up = segment.phase == 0;
-    const float* from = up ? block.layer.gate_up_scale + int64_t(segment.expert) * 2 * block.p.inter + segment.row / 2
-                           : block.layer.down_scale + int64_t(segment.expert) * block.p.hidden + segment.row;
-    if (up || thread < segment.rows) copy_4(to + thread * 4, from + thread);
-    if (up || thread + 128 < segment.rows) copy_4(to + (thread + 128) * 4, from + (up ? block.p.inter : 128) + thread);
-    copies_commit();
+// Stages eight eights of features of a warp's 16 tokens: `pairs` holds two features of each eight for the lane's tokens l / 4 and
+// l / 4 + 8. Chunks are permuted as in a panel.
+__device__ __forceinline__ void stage_rows(uint32_t staging, const uint32_t (&pairs)[2][8]) {
+    const int lane = thread_here() % 32, token = lane / 8 % 2 * 8 + lane % 8;
+#pragma unroll
+    for (int o = 0; o < 8; o += 2) {
+        store_matrices(staging + token * 128 + (((o + lane / 16) ^ (token % 8)) * 16), pairs[0][o], pairs[1][o], pairs[0][o + 1], pairs[1][o + 1]);
+    }
+    __syncwarp();
 }
 
-// gate_up: h of 64 tokens and 128 features, rounded to bf16, then quantised. A thread has 32 features of each of its two tokens,
-// l / 4 and l / 4 + 8 of its warp's 16, and three others have the rest.
-__device__ __forceinline__ void store_h_rows(const Block<W8a8>& block, const Segment& segment, const float* weights, uint32_t scales,
-                                             uint32_t staging, int barrier, int first_token, float (&sums)[2][HALF_ROWS / 2]) {
+// down: y of 64 tokens and up to 256 features, 64 features at a time. `scales` is the shared-memory address of the segment's row
+// scales, if the format has them. `BIASED`: down has biases.
+template <bool BIASED, class Format>
+__device__ __forceinline__ void store_y_rows(const Block<Format>& block, const Segment& segment, const float* weights, uint32_t scales,
+                                             uint32_t staging, int first_token, const float (&sums)[ROW_SUMS]) {
     const ExpertdExpertsParams& p = block.p;
-    const ExpertdLayerWeights& layer = block.layer;
-    constexpr int EIGHTS = HALF_ROWS / 16; // of features, in a half
-    const int thread = thread_here() % 128, lane = thread % 32, pair = lane % 4, row = thread / 32 * 16 + lane / 4;
-    const int feature = segment.row / 2, tokens = segment.tokens - first_token;
-    const Activation activate(p);
-    const bool on_input = p.weight_on_input != 0;
-    uint32_t packed[2][2 * EIGHTS]; // of each token, pairs of features
-    uint32_t largest[2] = {0, 0};
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-#pragma unroll
-        for (int o = 0; o < EIGHTS; o++) {
-            const int64_t at = int64_t(segment.expert) * 2 * p.inter + feature + half * 64 + o * 8 + pair * 2;
-            const uint32_t scale = scales + (half * 64 + o * 8 + pair * 2) * 4;
-            const float2 gate_scale = load_shared_2f32(scale), up_scale = load_shared_2f32(scale + 128 * 4);
-            float2 gate_bias = make_float2(0.0f, 0.0f), up_bias = gate_bias;
-            if (layer.gate_up_bias != nullptr) gate_bias = load_2f32(layer.gate_up_bias + at), up_bias = load_2f32(layer.gate_up_bias + at + p.inter);
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float w = weights[first_token + row + 8 * i];
-                const float in = on_input ? w : 1.0f, out = on_input ? 1.0f : w;
-                const float(&gate)[HALF_ROWS / 2] = sums[half];
-                const int g = 8 * o + 2 * i, u = g + 4;
-                const float h0 = activate(gate[g] * gate_scale.x * in + gate_bias.x, gate[u] * up_scale.x * in + up_bias.x);
-                const float h1 = activate(gate[g + 1] * gate_scale.y * in + gate_bias.y, gate[u + 1] * up_scale.y * in + up_bias.y);
-                const uint32_t both = pack_bf16(h0 * out, h1 * out);
-                packed[i][half * EIGHTS + o] = both;
-                asm("max.bf16x2 %0, %0, %1;" : "+r"(largest[i]) : "r"(both & 0x7FFF7FFFu));
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float most = lanes_max<4>(fmaxf(low_bf16(largest[i]), high_bf16(largest[i])));
-        const GroupScale group = group_scale(most, p.power_of_two_scales != 0);
-        const uint32_t token = row + 8 * i;
-        if (pair == 0 && int(token) < tokens) {
-            p.h_scales[int64_t(feature / BLOCK_K) * p.panel_rows + segment.panel_row + first_token + token] = group.scale;
-        }
-#pragma unroll
-        for (int f = 0; f < 2 * EIGHTS; f++) {
-            const uint16_t codes = pack_2_e4m3(low_bf16(packed[i][f]) * group.inverse, high_bf16(packed[i][f]) * group.inverse);
-            store_shared_2(staging + token * BLOCK_K + panel_byte(token, f * 8 + pair * 2), codes);
-        }
-    }
-    named_sync<128>(barrier);
-    // Staged as it stands in the panel, whose rows here begin at a multiple of 8.
-    uint8_t* panel = static_cast<uint8_t*>(p.h) + (int64_t(feature / BLOCK_K) * p.panel_rows + segment.panel_row + first_token) * BLOCK_K;
-#pragma unroll
-    for (int i = 0; i < ROW_TOKENS / 16; i++) {
-        const int token = thread / 8 + i * 16;
-        if (token < tokens) *reinterpret_cast<uint4*>(panel + token * BLOCK_K + thread % 8 * 16) = load_shared_16(staging + token * BLOCK_K + thread % 8 * 16);
-    }
-}
-
-// down: y of 64 tokens and up to 256 features, 64 features at a time.
-__device__ __forceinline__ void store_y_rows(const Block<W8a8>& block, const Segment& segment, const float* weights, uint32_t scales,
-                                             uint32_t staging, int barrier, int first_token, float (&sums)[2][HALF_ROWS / 2]) {
-    const ExpertdExpertsParams& p = block.p;
-    const ExpertdLayerWeights& layer = block.layer;
+    const float* bias = block.layer.down_bias;
     const int thread = thread_here() % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4, row = warp * 16 + lane / 4;
     const int tokens = segment.tokens - first_token;
+    const float low = !BIASED || p.weight_on_input ? 1.0f : weights[first_token + row], high = !BIASED || p.weight_on_input ? 1.0f : weights[first_token + row + 8];
     uint16_t* y = static_cast<uint16_t*>(p.y) + int64_t(segment.first + first_token) * p.hidden + segment.row;
 #pragma unroll
     for (int pass = 0; pass < TALL_ROWS / 64; pass++) {
         if (pass * 64 >= segment.rows) break;
-        if (pass > 0) named_sync<128>(barrier); // the staging area has been read
+        uint32_t packed[2][8];
 #pragma unroll
-        for (int o = 0; o < 8; o += 2) {
-            uint32_t matrices[4]; // (tokens, features): (low, o), (high, o), (low, o + 1), (high, o + 1)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int64_t at = int64_t(segment.expert) * p.hidden + segment.row + pass * 64 + (o + i) * 8 + pair * 2;
-                const float2 scale = load_shared_2f32(scales + (pass * 64 + (o + i) * 8 + pair * 2) * 4);
-                const float(&d)[HALF_ROWS / 2] = sums[pass / 2];
-                const int j = 4 * (pass % 2 * 8 + o + i);
-                float y0 = d[j] * scale.x, y1 = d[j + 1] * scale.y, y2 = d[j + 2] * scale.x, y3 = d[j + 3] * scale.y;
-                if (layer.down_bias != nullptr) {
-                    const float2 bias = load_2f32(layer.down_bias + at);
-                    const float low = p.weight_on_input ? 1.0f : weights[first_token + row];
-                    const float high = p.weight_on_input ? 1.0f : weights[first_token + row + 8];
-                    y0 += low * bias.x, y1 += low * bias.y, y2 += high * bias.x, y3 += high * bias.y;
-                }
-                matrices[2 * i] = pack_bf16(y0, y1), matrices[2 * i + 1] = pack_bf16(y2, y3);
+        for (int o = 0; o < 8; o++) {
+            const int j = (pass * 8 + o) * 4;
+            float2 of = make_float2(0.0f, 0.0f);
+            if (BIASED) of = load_2f32(bias + int64_t(segment.expert) * p.hidden + segment.row + pass * 64 + o * 8 + pair * 2);
+            float2 scale = make_float2(1.0f, 1.0f);
+            if constexpr (Format::ROW_SCALES) scale = load_shared_2f32(scales + (pass * 64 + o * 8 + pair * 2) * 4);
+            float of_low[2] = {sums[j] * scale.x, sums[j + 1] * scale.y}, of_high[2] = {sums[j + 2] * scale.x, sums[j + 3] * scale.y};
+            if (BIASED) {
+                of_low[0] = fmaf(low, of.x, of_low[0]), of_low[1] = fmaf(low, of.y, of_low[1]);
+                of_high[0] = fmaf(high, of.x, of_high[0]), of_high[1] = fmaf(high, of.y, of_high[1]);
             }
-            const int token = warp * 16 + lane / 8 % 2 * 8 + lane % 8, chunk = o + lane / 16;
-            store_matrices(staging + token * 128 + ((chunk ^ (token % 8)) * 16), matrices[0], matrices[1], matrices[2], matrices[3]);
+            packed[0][o] = pack_bf16(of_low[0], of_low[1]);
+            packed[1][o] = pack_bf16(of_high[0], of_high[1]);
         }
-        named_sync<128>(barrier);
+        if (pass > 0) __syncwarp(); // the staging area has been read
+        stage_rows(staging + warp * 16 * 128, packed);
 #pragma unroll
-        for (int i = 0; i < ROW_TOKENS / 16; i++) {
-            const int token = thread / 8 + i * 16, chunk = thread % 8;
-            if (token < tokens && pass * 64 + chunk * 8 < segment.rows) {
+        for (int i = 0; i < 4; i++) {
+            const int token = warp * 16 + i * 4 + lane / 8, chunk = lane % 8;
+            if (token < tokens) {
                 const uint4 v = load_shared_16(staging + token * 128 + ((chunk ^ (token % 8)) * 16));
                 *reinterpret_cast<uint4*>(y + int64_t(token) * p.hidden + pass * 64 + chunk * 8) = v;
             }
         }
-    }
-}
-
-// A segment of up to 128 tokens: the warpgroup has those from 64 times its number on, if there are any.
-__device__ __forceinline__ void compute_rows(const Block<W8a8>& block, const Segment& at_first, const Cursor& slot, Cursor& stage) {
-    constexpr uint32_t HALF = HALF_ROWS * PANEL_ROW_BYTES / 16; // from the first 128 weight rows to the others, in descriptors
-    const int warpgroup = uniform(threadIdx.x / 128), first_token = warpgroup * ROW_TOKENS;
-    int panels = block.k_panels(at_first);
-    if (first_token >= at_first.tokens) {
-        for (; panels > 0; panels--) {
-            barrier_wait(&block.shared.full[stage.slot], stage.parity);
-            __syncwarp();
-            if (arrives_for_warp()) barrier_arrive(&block.shared.stage_empty[stage.slot]);
-            stage.advance(ROW_STAGES);
-        }
-        return;
-    }
-    const uint32_t scales = block.weight_ring + ROW_STAGES * ROW_STAGE_BYTES + warpgroup * ROW_SCALE_BYTES;
-    copy_row_scales(block, at_first, scales);
-    const uint32_t a_first = wgmma_descriptor(block.token_ring + first_token * PANEL_ROW_BYTES), b_first = wgmma_descriptor(block.weight_ring);
-    const uint32_t token_scales = TALL_ROWS * 4 + (first_token + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) * 4;
-    float total[2][HALF_ROWS / 2], sums[HALF_ROWS / 2];
-#pragma unroll
-    for (int i = 0; i < HALF_ROWS / 2; i++) total[0][i] = total[1][i] = sums[i] = 0.0f;
-#pragma unroll 1
-    for (; panels > 0; panels--) {
-        const uint32_t a = a_first + stage.slot * (ROW_TILE_TOKENS * PANEL_ROW_BYTES / 16);
-        const uint32_t b = b_first + stage.slot * (TALL_ROWS * PANEL_ROW_BYTES / 16);
-        const uint32_t at = block.scale_stage(stage.slot);
-        barrier_wait(&block.shared.full[stage.slot], stage.parity);
-        const float2 tokens = weight_scales(at + token_scales), low = weight_scales(at), high = weight_scales(at + HALF_ROWS * 4);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < W8A8_STEPS; step++) WgmmaFp8<HALF_ROWS>::mma(sums, a + step * 2, b + step * 2, step > 0);
-        wgmma_commit();
-        wgmma_wait<0>();
-        add_scaled_rows(total[0], sums, tokens, low);
-        wgmma_pin(sums);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < W8A8_STEPS; step++) WgmmaFp8<HALF_ROWS>::mma(sums, a + step * 2, b + HALF + step * 2, step > 0);
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_pin(sums);
-        __syncwarp(); // every lane has read its scales
-        if (arrives_for_warp()) barrier_arrive(&block.shared.stage_empty[stage.slot]);
-        stage.advance(ROW_STAGES);
-        add_scaled_rows(total[1], sums, tokens, high);
-    }
-    const Segment segment = uniform(block.shared.segments[slot.slot]); // read again: it would hold registers meanwhile
-    const float* weights = block.shared.weights[slot.slot];
-    const uint32_t staging = block.staging + warpgroup * STAGING_BYTES;
-    barrier_wait(&block.shared.routing_full[slot.slot], slot.parity);
-    copies_wait<0>();
-    named_sync<128>(STAGING_BARRIER + warpgroup); // the scales are there, the staging area has been read
-    if (segment.phase == 0) {
-        store_h_rows(block, segment, weights, scales, staging, STAGING_BARRIER + warpgroup, first_token, total);
-    } else {
-        store_y_rows(block, segment, weights, scales, staging, STAGING_BARRIER + warpgroup, first_token, total);
     }
 }
 

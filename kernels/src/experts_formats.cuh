@@ -38,6 +38,7 @@ struct Bf16 : Threads<2, 208, 88> {
     static constexpr bool THREADS_READ = false;                    // whether threads read stages, and not only the tensor cores
     static constexpr int SCALE_STAGE_BYTES = 0;                    // bytes of the scales of a stage
     static constexpr bool SHARED_SEGMENTS = false;                 // whether the warpgroups share every segment, low ones too
+    static constexpr bool TOKEN_ROWS = true; // whether many tokens are wgmma's M (experts_compute_rows.cuh)
     static constexpr bool HALVES = true; // whether a warpgroup may compute twice 64 weight rows: tall segments, pairs in turn
     static constexpr bool FEW_TOKENS_ALONE = false; // whether a warp multiplies few tokens by itself (experts_compute_few.cuh)
 };
@@ -79,6 +80,7 @@ struct Fp8 : Threads<2, 208, 88> {
     static constexpr int SCALE_STAGE_BYTES = 0;
     static constexpr bool SHARED_SEGMENTS = false;
     static constexpr int MAX_TOKENS = 128; // the sums of a k block and those of all k blocks share the registers
+    static constexpr bool TOKEN_ROWS = false;
     static constexpr bool HALVES = false;
     static constexpr bool FEW_TOKENS_ALONE = false;
     static constexpr bool SCALED_SUMS = true;
@@ -118,6 +120,7 @@ struct Mxfp4 : Threads<3, 144, 80> {
     static constexpr int SCALE_STAGE_BYTES = 0;
     static constexpr bool SHARED_SEGMENTS = true;
     static constexpr int MAX_TOKENS = 128;
+    static constexpr bool TOKEN_ROWS = false;
     static constexpr bool HALVES = false;
     static constexpr bool FEW_TOKENS_ALONE = true;
     static constexpr bool SCALED_SUMS = false;
@@ -161,6 +164,7 @@ struct W8a8 : Threads<2, 224, 56> {
     static constexpr int PANEL_ELEMENTS = BLOCK_K;
     static constexpr int BLOCK_PANELS = 1;
     static constexpr int MAX_TOKENS = 112; // the sums of 128 rows and those of one k block of 64 rows share the registers
+    static constexpr bool TOKEN_ROWS = true;
     static constexpr bool HALVES = false;
     static constexpr bool FEW_TOKENS_ALONE = false;
     static constexpr bool ROW_SCALES = true;

@@ -1,8 +1,8 @@
 // The expert MLP of one layer on one rank, in one persistent kernel for Hopper. Rows are bf16 or, with W8A8, FP8.
 //
-// Weights are wgmma's M operand and tokens its N, except for many FP8 rows. Each SM runs one block: two consumer warpgroups (64 or 128
-// weight rows each), or three with MXFP4, one warp that draws segments and streams weights, one warp that streams token rows, and two
-// warps that copy received rows into panels, grouped by expert. The blocks compute gate_up of all experts first, then down; readiness
+// Weights are wgmma's M operand and tokens its N, except for many tokens in bf16 and W8A8. Each SM runs one block: two consumer
+// warpgroups (64 or 128 weight rows each), or three with MXFP4, one warp that draws segments and streams weights, one warp that streams
+// token rows, and two warps that copy received rows into panels, grouped by expert. The blocks compute gate_up of all experts first, then down; readiness
 // is counted per expert, so a block starts down while others still finish gate_up. Weights depend on no other data: they fill the ring
 // meanwhile, so the stream from HBM does not pause.
 //
@@ -11,7 +11,7 @@
 //   experts_producers.cuh  weights and rows         experts_compute.cuh         mainloop, both operands in shared memory
 //   experts_rows.cuh       rows to panels           experts_compute_narrow.cuh  mainloop, weights widened in registers
 //   experts_block.cuh      data of all roles        experts_compute_w8a8.cuh    mainloop, FP8 products
-//                                                   experts_compute_rows.cuh    the same for many tokens
+//                                                   experts_compute_rows.cuh    many tokens (_bf16, _w8a8: mainloops)
 //                                                   experts_compute_few.cuh     mainloop of few tokens with MXFP4
 //   experts_quantise.cuh   e4m3 codes and scales    experts_epilogue.cuh        activation, biases, stores (_w8a8: h in e4m3)
 #pragma once
@@ -21,7 +21,8 @@
 #include "experts_compute.cuh"
 #include "experts_compute_few.cuh"
 #include "experts_compute_narrow.cuh"
-#include "experts_compute_rows.cuh"
+#include "experts_compute_rows_bf16.cuh"
+#include "experts_compute_rows_w8a8.cuh"
 #include "experts_compute_w8a8.cuh"
 #include "experts_plan.cuh"
 #include "experts_producers.cuh"
@@ -33,6 +34,10 @@ namespace expertd {
 __device__ __forceinline__ void compute_any(const Block<Bf16>& block, const Segment& segment, int from, bool shared_segment,
                                             const Cursor& slot, Cursor& stage, uint32_t&) {
     const int n = segment.tokens;
+    if (block.plan.token_rows && n > ROW_TILE_LEAST) {
+        compute_rows(block, segment, slot, stage);
+        return;
+    }
 #define EXPERTD_UP_TO(N) else if (n <= N) EXPERTD_COMPUTE(N);
 #define EXPERTD_COMPUTE(N) compute<N, 2>(block, segment, from, shared_segment, slot, stage)
     if (shared_segment ? block.plan.block_rows == TALL_ROWS : segment.rows > 64) {

@@ -25,11 +25,11 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
 
     Plan plan;
     constexpr bool W8A8 = Format::PANEL_ELEMENTS == BLOCK_K;
-    const bool tall = W8A8                 ? true
+    plan.token_rows = tokens_as_rows<Format>(p, shared.layer, shared.active, shared.tables.offset[p.experts]);
+    const bool tall = W8A8 || plan.token_rows ? true
                       : p.tile_rows != 0   ? p.tile_rows == EXPERTD_TILE_TALL
                       : p.tile_tokens != 0 ? false
                                            : tall_segments<Format>(p, shared.longest, shared.active, shared.tables.offset[p.experts]);
-    plan.token_rows = W8A8 && tokens_as_rows(p, shared.layer, shared.active, shared.tables.offset[p.experts]);
     plan.tile_tokens = plan.token_rows      ? ROW_TILE_TOKENS
                        : p.tile_tokens != 0 ? min(p.tile_tokens, Format::MAX_TOKENS)
                        : W8A8             ? tile_tokens_for<Format>(shared.longest, TILE_ROWS)
@@ -40,8 +40,9 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
     plan.stage_blocks = stage_blocks_for<Format>(plan.tile_tokens);
     plan.stages = stages_for<Format>(plan.tile_tokens, plan.block_rows, plan.stage_blocks);
 
-    plan.late_draw = W8A8;
-    plan.share_weights = W8A8 && !plan.token_rows && (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS : shares_weights(shared.longest, Format::MAX_TOKENS));
+    plan.late_draw = W8A8 || plan.token_rows;
+    plan.share_weights = plan.token_rows ? rows_in_pairs(p, shared.active, shared.tables.offset[p.experts])
+                                         : W8A8 && (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS : shares_weights(shared.longest, Format::MAX_TOKENS));
     // Token tiles of an expert; an even number if a pair computes two at once.
     const int step = plan.share_weights ? 2 : 1;
     const int tiles[2] = {divide_up(count[0], plan.tile_tokens * step) * step, divide_up(count[1], plan.tile_tokens * step) * step};
@@ -67,7 +68,7 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
     plan.in_turn = p.tile_rows != 0 ? p.tile_rows == EXPERTD_TILE_TURNS : !tall && pairs_in_turn<Format>(p, plan);
     plan.pairs = plan.in_turn || (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS
                                                    : !tall && !Format::FEW_TOKENS_ALONE && plan.tile_tokens > PAIR_TOKENS && min(p.hidden, p.inter) >= PAIR_K);
-    if (W8A8) plan.pairs = plan.share_weights;
+    if (W8A8 || plan.token_rows) plan.pairs = plan.share_weights;
     const int given = tall || plan.in_turn ? 0 : min(p.tile_rows, Format::TILE_ROWS);
     plan.up_rows = plan.in_turn ? level_rows(2 * p.inter, plan.tiles) : given != 0 ? given : segment_rows_for<Format>(2 * p.inter, plan);
     plan.down_rows = plan.in_turn ? LOW_ROWS : given != 0 ? given : segment_rows_for<Format>(p.hidden, plan);

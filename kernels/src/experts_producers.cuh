@@ -39,14 +39,14 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
         // Distance from the elements of the segment's rows to their scales.
         const int64_t to_scales = elements - int64_t(segment.row / UNIT_ROWS) * (Format::UNIT_BYTES - Format::UNIT_SCALE_BYTES);
         const int* tile = &shared.tables.tile[segment.expert];
-        const bool sharing = Format::UNIT_SCALE_BYTES != 0 && block.plan.share_weights;
-        const uint64_t policy = tile[1] - tile[0] == (sharing ? 2 : 1) ? once : again; // keep the rows in L2 only if another token tile needs them
+        const bool in_pair = Format::TOKEN_ROWS && block.plan.share_weights, sharing = in_pair && segment.alone == 0;
+        const uint64_t policy = tile[1] - tile[0] == (in_pair ? 2 : 1) ? once : again; // keep the rows in L2 only if another token tile needs them
         // If a pair shares weights, each block loads half of the segment's rows for both blocks.
         const uint32_t half = segment.rows / 2 / UNIT_ROWS * UNIT_ROWS, mine_from = blockIdx.x % 2 == 0 ? 0 : half;
         const uint32_t mine = blockIdx.x % 2 == 0 ? half : segment.rows - half;
         for (int k = 0; k < blocks; k += per_stage) {
             const int here = min(per_stage, blocks - k);
-            barrier_wait(sharing ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
+            barrier_wait(in_pair ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
             // Order the threads' reads of the stage before the copies that fill it again.
             if (Format::THREADS_READ) fence_shared_proxy();
             uint64_t* arrived = &shared.full[stage.slot];
@@ -65,7 +65,9 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
                 if (sharing) {
                     bulk_load_both(block.weight_stage(stage.slot) + mine_from * PANEL_ROW_BYTES, source + mine_from * PANEL_ROW_BYTES,
                                    mine * PANEL_ROW_BYTES, arrived, policy);
-                    bulk_load_both(block.scale_stage(stage.slot) + mine_from * 4, source + to_scales + mine_from * 4, mine * 4, arrived, policy);
+                    if (Format::UNIT_SCALE_BYTES != 0) {
+                        bulk_load_both(block.scale_stage(stage.slot) + mine_from * 4, source + to_scales + mine_from * 4, mine * 4, arrived, policy);
+                    }
                     source += block_bytes;
                     continue;
                 }
@@ -108,7 +110,7 @@ __device__ __forceinline__ void produce_tokens(const Block<Format>& block) {
                     const int octets = (shared.tables.row[e + 1] - shared.tables.row[e]) / 8;
                     await(p, block.x_ready(e), uint32_t(octets) * copy_slices(p));
                 } else {
-                    await(p, block.h_ready(e), uint32_t(shared.tables.tile[e + 1] - shared.tables.tile[e]) * (2 * p.inter / UNIT_ROWS));
+                    await(p, block.h_ready(e), uint32_t(block.tiles(e)) * (2 * p.inter / UNIT_ROWS));
                 }
                 ready_expert = e, ready_phase = segment.phase;
             }
@@ -116,8 +118,8 @@ __device__ __forceinline__ void produce_tokens(const Block<Format>& block) {
             const uint32_t bytes = round_up_8(segment.tokens) * PANEL_ROW_BYTES;
             const char* source = static_cast<const char*>(segment.phase == 0 ? p.x_panels : p.h) + int64_t(segment.panel_row) * PANEL_ROW_BYTES;
             constexpr bool SCALED = Format::SCALE_STAGE_BYTES != 0;
-            // In a pair, the first block loads the first half of the tokens for both blocks, the second block the second half.
-            const bool sharing = block.plan.pairs && !(SCALED && block.plan.share_weights);
+            // If a pair shares tokens, the first block loads the first half of them for both blocks, the second block the second half.
+            const bool sharing = block.plan.pairs && (!(Format::TOKEN_ROWS && block.plan.share_weights) || segment.alone != 0);
             const uint32_t half = (bytes / 2 + 1023) / 1024 * 1024;
             const uint32_t mine_from = sharing && blockIdx.x % 2 == 1 ? half : 0;
             const uint32_t mine = !sharing ? bytes : mine_from == 0 ? half : bytes - half;
@@ -126,7 +128,8 @@ __device__ __forceinline__ void produce_tokens(const Block<Format>& block) {
             const float* scale_source = (segment.phase == 0 ? p.x_scales : p.h_scales) + segment.panel_row;
             for (int panel = 0; panel < panels; panel += per_stage) {
                 const int here = min(per_stage, panels - panel);
-                barrier_wait(sharing ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
+                // Also if this segment shares nothing, because a barrier's parity tells only two rounds of the ring apart.
+                barrier_wait(block.plan.pairs ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
                 if (SCALED) fence_shared_proxy(); // as for weights
                 uint64_t* full = &shared.full[stage.slot];
                 barrier_arrive_expect(full, (bytes + scale_bytes) * here);

@@ -12,11 +12,11 @@
 // Pairs also compute few wide experts with few tokens. There low segments give every SM a part of down, and in pairs the weights
 // that the two blocks read at a time are still contiguous in memory. Each warpgroup has segments of its own in this case.
 //
-// Pairs of W8A8 share weights instead: both blocks compute the same weight rows, each for its own token tile, and each loads half of
-// the rows for both. The first block draws a segment only when it needs one, so that pairs with the same weights start together and
-// find them in L2.
+// Other pairs share weights: both blocks compute the same weight rows, each for its own token tile, and each loads half of the rows for
+// both. The first block draws a segment only when it needs one, so that pairs with the same weights start together and find them in L2.
 //
-// With many tokens per expert, W8A8 takes tokens as wgmma's M. Tiles are then full, except an expert's last one, because M comes in 64.
+// With many tokens per expert, bf16 and W8A8 take tokens as wgmma's M. Tiles are then full, except an expert's last one, because M
+// comes in 64. If the last one has no neighbour, the blocks of a pair take two strips of weights of it and share its tokens.
 //
 // No segment splits k, so the bits of a row depend neither on the division of work nor on other rows.
 #pragma once
@@ -43,9 +43,14 @@ constexpr int PAIR_TOKENS = 64;      // blocks work in pairs if token tiles are 
 constexpr int PAIR_K = 2048;         // at least this long; otherwise the coarser division costs more than it saves in L2
 constexpr int DRAWN_SLOTS = 16;      // more than MAX_STAGES, the most segments by which a pair's first block can be ahead of the second
 
-constexpr int ROW_TILE_TOKENS = 128; // W8A8: tokens of a full tile if tokens are wgmma's M, which they are if
-constexpr int ROW_TILE_MEAN = 96;    // experts have at least this many tokens on average
+constexpr int ROW_TILE_TOKENS = 128; // tokens of a full tile if tokens are wgmma's M (tokens_as_rows)
+constexpr int ROW_TILE_MEAN = 96;    // W8A8: they are, if experts have at least this many tokens on average
 constexpr int ROW_TILE_LEAST = 80;   // tiles of at most this many tokens keep weights as M
+constexpr int ROW_PAIR_MEAN = 224;   // pairs share weights from this average on; bf16 has tokens as M then, too. Where bf16 otherwise
+                                     // has pairs that share tokens (PAIR_K), both begin at
+constexpr int ROW_PAIR_WIDE_MEAN = 384;  // this average or, with fewer than ROW_PAIR_EXPERTS experts, whose last tiles weigh more, at
+constexpr int ROW_PAIR_FEW_MEAN = 1024;  // this one
+constexpr int ROW_PAIR_EXPERTS = 16;
 
 constexpr int WIDE_TOKENS = 64; // pairs whose warpgroups take turns: token tiles are at most this wide, every k is at least
 constexpr int WIDE_K = 4096;    // this long, and down has at most one strip of TILE_ROWS per SM
@@ -75,8 +80,8 @@ struct Plan {
     int block_rows; // upper limit of both: TILE_ROWS of the format or TALL_ROWS
     bool pairs;     // two blocks share each segment
     bool late_draw; // segments are drawn when they are needed and not one ahead
-    bool token_rows; // W8A8: tokens are wgmma's M, except in small tiles
-    bool share_weights; // pairs of W8A8: the two blocks have the same weight rows and neighbouring token tiles
+    bool token_rows; // tokens are wgmma's M, except in small tiles
+    bool share_weights; // the two blocks of a pair have the same weight rows and neighbouring token tiles
     bool in_turn;   // each segment of a block is computed by one warpgroup, even if it is not low
     bool paced;     // see PACED_BYTES
 
@@ -123,14 +128,24 @@ template <class Format> __device__ __forceinline__ bool tall_segments(const Expe
     return 2 * tiles * (p.hidden / TALL_ROWS) >= TALL_SEGMENTS * int(gridDim.x);
 }
 
-// W8A8: whether tokens are wgmma's M, which is faster for many tokens. It requires that 128 neighbouring weight rows share their scales.
+// Whether tokens are wgmma's M, which is faster for many tokens. W8A8 requires that 128 neighbouring weight rows share their scales.
+template <class Format>
 __device__ __forceinline__ bool tokens_as_rows(const ExpertdExpertsParams& p, const ExpertdLayerWeights& layer, int active, int all) {
-    if (layer.block_scales == 0 || (p.tile_rows != 0 && p.tile_rows != EXPERTD_TILE_TOKEN_ROWS)) return false;
-    return p.tile_rows == EXPERTD_TILE_TOKEN_ROWS || (p.tile_tokens == 0 && all >= ROW_TILE_MEAN * active && active > 0);
+    constexpr bool W8A8 = Format::PANEL_ELEMENTS == BLOCK_K;
+    if (!Format::TOKEN_ROWS || (W8A8 && layer.block_scales == 0)) return false;
+    if (p.tile_rows != 0) return p.tile_rows == EXPERTD_TILE_TOKEN_ROWS || p.tile_rows == EXPERTD_TILE_TOKEN_PAIRS;
+    if (p.tile_tokens != 0 || active == 0) return false;
+    const int wide = active < ROW_PAIR_EXPERTS ? ROW_PAIR_FEW_MEAN : ROW_PAIR_WIDE_MEAN;
+    return all >= (W8A8 ? ROW_TILE_MEAN : min(p.hidden, p.inter) >= PAIR_K ? wide : ROW_PAIR_MEAN) * active;
 }
 
-// W8A8: whether pairs share weights, which pays off for two token tiles per expert. With more tiles, rounding their number up to an
-// even one costs more than is saved in L2; with one, halving it does.
+// Whether pairs share weights if tokens are wgmma's M. It saves a third of the reads from L2, but an expert's last tile may be alone.
+__device__ __forceinline__ bool rows_in_pairs(const ExpertdExpertsParams& p, int active, int all) {
+    return p.tile_rows != 0 ? p.tile_rows == EXPERTD_TILE_TOKEN_PAIRS : all >= ROW_PAIR_MEAN * active;
+}
+
+// W8A8 with weights as M: whether pairs share weights, which pays off for two token tiles per expert. With more tiles, rounding their
+// number up to an even one costs more than is saved in L2; with one, halving it does.
 __device__ __forceinline__ bool shares_weights(int longest, int tile_tokens) {
     return longest > tile_tokens && longest <= 2 * tile_tokens;
 }
@@ -183,8 +198,8 @@ struct alignas(16) Segment {
     int32_t tokens; // number of tokens, 1 to tile_tokens
     int32_t panel_row; // row of the first assignment in x_panels and h, a multiple of 8
     int32_t row;    // first weight row, a multiple of 16
-    int32_t rows;   // number of weight rows, 16 to 256; in a pair 0 to 128, in one of W8A8 0 to 256
-    int32_t unused;
+    int32_t rows;   // number of weight rows, 16 to 256; in a pair 0 to 128, in one that shares weights 0 to 256
+    int32_t alone;  // in a pair that shares weights: whether the blocks have the same tokens instead, and other weights
 };
 
 // Number of k blocks in a pipeline stage: several for low segments, which would otherwise leave too few bytes in flight.
@@ -222,11 +237,27 @@ class Scheduler {
     }
 
     __device__ bool next(Segment& segment) {
-        // Draw now. W8A8 segments are large: the contents of the ring hide the latency of drawing.
-        if (plan_.late_draw && !first_) next_ = plan_.share_weights ? draw_for_pair() : int64_t(gridDim.x) + atomicAdd(p_.state, 1u);
-        first_ = false;
+        if (first_ || !plan_.late_draw) {
+            first_ = false;
+            if (next_ >= all_) return false;
+            if (find(segment)) return true;
+        }
+        // Draw now. Such segments are large: the contents of the ring hide the latency of drawing.
+        if (plan_.share_weights && blockIdx.x % 2 == 1) {
+            next_ = receive();
+            return next_ < all_ && find(segment);
+        }
+        do {
+            next_ = int64_t(plan_.share_weights ? gridDim.x / 2 : gridDim.x) + atomicAdd(p_.state, 1u);
+        } while (next_ < all_ && !find(segment));
+        if (plan_.share_weights) send(uint32_t(next_));
+        return next_ < all_;
+    }
+
+  private:
+    // Sets the segment of the id `next_`. Returns false if the id has none, which only drawn ids may.
+    __device__ __forceinline__ bool find(Segment& segment) {
         const int64_t id = next_;
-        if (id >= all_) return false;
         // Draw for the next call, so that this segment hides the latency of drawing.
         if (!plan_.late_draw) next_ = plan_.pairs ? id + gridDim.x / 2 : int64_t(gridDim.x) + atomicAdd(p_.state, 1u);
         if (phase_ == 0 && id >= first_down_) {
@@ -243,10 +274,17 @@ class Scheduler {
         const int in_group = in_expert - group * TOKEN_TILE_GROUP * strips_;
         const int width = min(TOKEN_TILE_GROUP, token_tiles / at_once - group * TOKEN_TILE_GROUP);
         const int in_pair = plan_.share_weights ? blockIdx.x % 2 : 0;
-        const int token_tile = (group * TOKEN_TILE_GROUP + in_group % width) * at_once + in_pair;
-
+        int token_tile = (group * TOKEN_TILE_GROUP + in_group % width) * at_once;
+        int strip = in_group / width;
         const int count = tables_.offset[expert_ + 1] - tables_.offset[expert_];
         const int size = plan_.token_rows ? ROW_TILE_TOKENS : round_up_8(divide_up(count, token_tiles));
+        segment.alone = plan_.token_rows && plan_.share_weights && (token_tile + 1) * size >= count;
+        if (segment.alone) { // an expert's last tile has no neighbour: the blocks take two strips of it
+            if (strip % 2 != 0) return false;
+            strip += in_pair;
+        } else {
+            token_tile += in_pair;
+        }
         const int first = min(token_tile * size, count);
         segment.phase = phase_;
         segment.expert = expert_;
@@ -255,13 +293,11 @@ class Scheduler {
         segment.panel_row = tables_.row[expert_] + token_tile * size;
         const int rows = plan_.rows(phase_);
         const int all_rows = phase_ == 0 ? 2 * p_.inter : p_.hidden;
-        segment.row = in_group / width * strip_rows(phase_) + (plan_.pairs && !plan_.share_weights ? int(blockIdx.x % 2) * rows : 0);
+        segment.row = strip * strip_rows(phase_) + (plan_.pairs && !plan_.share_weights ? int(blockIdx.x % 2) * rows : 0);
         segment.rows = max(min(rows, all_rows - segment.row), 0);
-        segment.unused = 0;
         return true;
     }
 
-  private:
     // Weight rows of a segment; in a pair, those of both blocks.
     __device__ int strip_rows(int phase) const {
         return plan_.pairs && !plan_.share_weights ? 2 * plan_.rows(phase) : plan_.rows(phase);
@@ -269,14 +305,14 @@ class Scheduler {
     // Number of token tiles per segment id.
     __device__ int tiles_at_once() const { return plan_.share_weights ? 2 : 1; }
 
-    __device__ int64_t draw_for_pair() {
+    // The first block of a pair sends each id that it drew and that has a segment, and the one after the last; the second receives them.
+    __device__ void send(uint32_t id) {
+        const uint32_t slot = turn_++ % DRAWN_SLOTS;
+        store_at(&drawn_.ids[slot], 1, id, &drawn_.full[slot]);
+    }
+    __device__ uint32_t receive() {
         const uint32_t slot = turn_ % DRAWN_SLOTS, parity = turn_ / DRAWN_SLOTS % 2;
         turn_++;
-        if (blockIdx.x % 2 == 0) {
-            const uint32_t id = gridDim.x / 2 + atomicAdd(p_.state, 1u);
-            store_at(&drawn_.ids[slot], 1, id, &drawn_.full[slot]);
-            return id;
-        }
         barrier_arrive_expect(&drawn_.full[slot], sizeof(uint32_t));
         barrier_wait(&drawn_.full[slot], parity);
         return *static_cast<volatile uint32_t*>(&drawn_.ids[slot]);

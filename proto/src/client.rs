@@ -7,7 +7,7 @@ use tonic::{Code, Request, Status, Streaming};
 use tonic_types::StatusExt as _;
 
 use crate::loss::connection_loss;
-use crate::transport::{self, CONTROL_MESSAGE_BYTES, Channel, ConnectError, Credentials};
+use crate::transport::{self, CONTROL_MESSAGE_BYTES, Channel, ConnectError, Credentials, RowsApart};
 use crate::v1::moe_client::MoeClient;
 use crate::v1::{
     DType, ForwardRequest, ForwardResponse, ForwardStreamRequest, ForwardStreamResponse, GetModelRequest,
@@ -200,11 +200,15 @@ impl Client {
 /// proxies can read it.
 pub(crate) async fn send_once(
     mut moe: MoeClient<Channel>,
-    message: ForwardRequest,
+    mut message: ForwardRequest,
     timeout: Option<Duration>,
 ) -> Result<ForwardResponse, Status> {
     let layer = message.layer;
+    let apart = RowsApart::take(&mut message);
     let mut request = Request::new(message);
+    if let Some(rows) = apart {
+        request.extensions_mut().insert(rows);
+    }
     request.metadata_mut().insert(LAYER_METADATA, layer.into());
     #[cfg(feature = "trace")]
     crate::trace::inject(request.metadata_mut());

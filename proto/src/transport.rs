@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use tonic::transport::Endpoint;
 
+mod apart;
 mod channel;
 mod credentials;
 
+pub(crate) use apart::RowsApart;
 pub use channel::Channel;
 pub use credentials::Credentials;
 

@@ -20,9 +20,9 @@ import expertd
 HIDDEN = 2048
 
 
-def make_checkpoint(folder):
-    synth = [expertd.command(), "synth", "--family", "qwen3_moe", "--out", str(folder), "--hidden", str(HIDDEN)]
-    subprocess.run([*synth, "--layers", "1", "--experts", "8", "--top-k", "1", "--width", "32"], check=True)
+def make_checkpoint(folder, experts, top_k, width):
+    synth = [expertd.command(), "synth", "--family", "qwen3_moe", "--out", str(folder), "--hidden", str(HIDDEN), "--layers", "1"]
+    subprocess.run([*synth, "--experts", str(experts), "--top-k", str(top_k), "--width", str(width)], check=True)
 
 
 class Package:
@@ -123,6 +123,9 @@ def main():
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--top-k", type=int, default=1)
+    parser.add_argument("--width", type=int, default=32, help="of an expert; few and narrow experts make the step short")
     parser.add_argument("--cores", help="cores of the service, such as 0-7 (default: all)")
     parser.add_argument("--generated", type=pathlib.Path, help="folder with the protocol's generated modules, to measure grpcio")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8, 1024])
@@ -135,7 +138,7 @@ def main():
         expertd.__path__.append(str(args.generated / "expertd"))
     with tempfile.TemporaryDirectory() as parent:
         folder = pathlib.Path(parent) / "checkpoint"
-        make_checkpoint(folder)
+        make_checkpoint(folder, args.experts, args.top_k, args.width)
         with expertd.serve(folder, ranks=args.ranks, device="cpu", **cores) as service:
             callers = {"session": Package(service, "host"), "grpc": Package(service, None)}
             if args.generated:

@@ -1,7 +1,7 @@
 """The native half of `Client` with `session="cuda"`: calls on CUDA tensors.
 
-A call is work of torch's current stream: a copy into the session's memory, memory operations that start the call and wait for its end,
-and a copy out of it. The host waits for none of them.
+A call is work of torch's current stream: a kernel that copies into the session's memory, memory operations that start the call and wait for
+its end, and a kernel that copies out of it. The host waits for none of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor  # type: ignore[import-not-found, unused-ignore]
 from torch.utils.dlpack import from_dlpack  # type: ignore[import-not-found, unused-ignore]
 
-from ._cuda_session import DTYPES, LANES, CudaAnswer, CudaSession, Kind, Lane, Routing
+from ._cuda_session import DTYPES, CudaAnswer, CudaSession, Kind, Prepared, as_weights
 from ._errors import ConnectError, NotFoundError, UnavailableError, UnsupportedError
 from ._native import NativeClient
 
@@ -41,7 +41,9 @@ class CudaRoute:
         self.retry = retry
         # Answers for the model; it opens no session.
         self._host = NativeClient([address], False, True, retry, None)
-        self._lanes: dict[int, tuple[Lane, ...]] = {}
+        self._sessions: dict[int, CudaSession] = {}
+        # What `enqueue` prepared: of a layer, a dtype, a GPU, shared experts, experts per token and token ids.
+        self._prepared: dict[tuple[int, torch.dtype, int, bool, int, bool], Prepared] = {}
         self._ended: set[int] = set()
         self._lock = threading.Lock()
 
@@ -62,8 +64,8 @@ class CudaRoute:
 
     def synchronize(self) -> None:
         """Waits for the GPUs and raises the exception of a call that failed."""
-        for lanes in list(self._lanes.values()):
-            lanes[0].session.synchronize()
+        for session in list(self._sessions.values()):
+            session.synchronize()
 
     def forward(self, layer: int, rows: Any, seconds: float | None, options: dict[str, Any], out: Any = None) -> CudaAnswer:
         tensor = _tensor(rows, "rows")
@@ -73,65 +75,111 @@ class CudaRoute:
             raise TypeError(f"rows have elements of {tensor.dtype}; expected bfloat16, float16 or float32")
         if options["dtype"] not in (None, DTYPES[tensor.dtype]):
             raise TypeError(f"rows have elements of {tensor.dtype}, and dtype says {options['dtype']!r}; leave dtype out")
-        routing = _routing(options, tensor)
+        ids, weights, token_ids = _routing(options, tensor)
         if seconds is not None and not seconds > 0:
             raise ValueError(f"timeout is {seconds}; expected a positive number of seconds, or None for no limit")
-        if torch.cuda.current_device() == tensor.device.index:
-            return self._enqueue(layer, tensor, routing, seconds, options, out)
-        with torch.cuda.device(tensor.device):
-            return self._enqueue(layer, tensor, routing, seconds, options, out)
-
-    def _enqueue(
-        self, layer: int, tensor: Tensor, routing: Routing, seconds: float | None, options: dict[str, Any], out: Any
-    ) -> CudaAnswer:
-        """A call on the current stream of the current device, which is that of `tensor`."""
+        tokens = tensor.shape[0]
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format) if out is None else _checked_output(out, tensor)
-        capturing = torch.cuda.is_current_stream_capturing()
-        lane = self._of(tensor.device, capturing)[1 if capturing else 0]
-        session, served = lane.session, lane.session.served
+        session = self._session(tensor.get_device())
+        served = session.served
         if options["model"] not in ("", served.name):
             raise NotFoundError(f"the service has no model {options['model']!r}; it serves {served.name!r}", code="NOT_FOUND")
         if tensor.shape[1] != served.hidden:
             raise ValueError(f"rows have {tensor.shape[1]} elements each; the model's hidden size is {served.hidden}")
-        if tensor.shape[0] == 0:
+        if tokens == 0:
             raise ValueError("rows has no rows; a session's call needs at least one")
+        kind = Kind(
+            dtype=tensor.dtype,
+            shared_experts=options["shared_experts"] == "include",
+            version=options["expected_weight_version"],
+            timeout_us=0 if seconds is None else max(int(seconds * 1e6), 1),
+            given_k=0 if ids is None else ids.shape[1],
+            return_routing=options["return_routing"],
+            token_ids=token_ids is not None,
+        )
         try:
-            session.native.check()
-            if capturing:
-                session.native.keep()
-            kind = Kind(
-                dtype=tensor.dtype,
-                shared_experts=options["shared_experts"] == "include",
-                version=options["expected_weight_version"],
-                timeout_us=0 if seconds is None else max(int(seconds * 1e6), 1),
-                given_k=0 if routing.ids is None else routing.ids.shape[1],
-                return_routing=options["return_routing"],
-                token_ids=routing.token_ids is not None,
-            )
-            prepared = lane.prepare(layer, kind)
-            return lane.forward(tensor, routing, out, prepared, kind.return_routing, ordered=not capturing)
+            prepared = session.prepare(layer, kind)
+            returned = None
+            if kind.return_routing:
+                shape = (tokens, prepared.k)
+                new_ids = torch.empty(shape, dtype=torch.int32, device=tensor.device)
+                returned = new_ids, torch.empty(shape, dtype=torch.float32, device=tensor.device)
+            if not prepared.by_token_id:
+                token_ids = None
+            number = prepared.enqueue(tensor.contiguous(), out, tokens, ids, weights, token_ids, returned=returned)
         except UnavailableError:
             self._forget(session)
             raise
+        topk_ids, topk_weights = returned or (None, None)
+        return CudaAnswer(out, topk_ids, topk_weights, session, number)
 
-    def _of(self, device: torch.device, capturing: bool) -> tuple[Lane, ...]:
-        """The lanes of the session on a GPU; opens one if there is none, or the last one has ended."""
-        index = device.index
-        found = self._lanes.get(index)
+    def enqueue(
+        self, layer: int, rows: Tensor, ids: Tensor | None, weights: Tensor | None, token_ids: Tensor | None, shared_experts: bool
+    ) -> Tensor:
+        """A call for the module of a model: as `forward`, with `rows` of shape `[..., hidden]` and everything else flat.
+
+        Eager models spend most of a decode step in Python, so that this does as little as it can. Rows with weights that are not finite
+        become NaN.
+        """
+        device, hidden = rows.get_device(), rows.shape[-1]
+        tokens = rows.numel() // hidden
+        key = (layer, rows.dtype, device, shared_experts, 0 if ids is None else ids.shape[1], token_ids is not None)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepare(key)
+        if hidden != prepared.session.served.hidden:
+            raise ValueError(f"rows have {hidden} elements each; the model's hidden size is {prepared.session.served.hidden}")
+        if not rows.is_contiguous():
+            rows = rows.contiguous()
+        if ids is not None and weights is not None:
+            if ids.shape != weights.shape or ids.shape[0] != tokens or ids.get_device() != device or weights.get_device() != device:
+                raise ValueError(
+                    f"ids are {list(ids.shape)} on {ids.device} and weights {list(weights.shape)} on {weights.device}; expected "
+                    f"[{tokens}, k] on {rows.device} of both"
+                )
+            if not ids.is_contiguous():
+                ids = ids.contiguous()
+            if weights.dtype is not torch.float32 or not weights.is_contiguous():
+                weights = as_weights(weights)
+        if token_ids is not None:
+            token_ids = token_ids.to(rows.device).contiguous()
+        out = torch.empty_like(rows)
+        try:
+            prepared.enqueue(rows, out, tokens, ids, weights, token_ids, masks=True)
+        except UnavailableError:
+            self._forget(prepared.session)
+            raise
+        return out
+
+    def _prepare(self, key: tuple[int, torch.dtype, int, bool, int, bool]) -> Prepared:
+        layer, dtype, device, shared_experts, k, has_token_ids = key
+        if dtype not in DTYPES:
+            raise TypeError(f"rows have elements of {dtype}; expected bfloat16, float16 or float32")
+        session = self._session(device)
+        kind = Kind(dtype, shared_experts, given_k=k, token_ids=has_token_ids)
+        try:
+            prepared = session.prepare(layer, kind)
+        except UnavailableError:
+            self._forget(session)
+            raise
+        self._prepared[key] = prepared
+        return prepared
+
+    def _session(self, device: int) -> CudaSession:
+        """The session on a GPU; opens one if there is none, or the last one has ended."""
+        found = self._sessions.get(device)
         if found is not None:
             return found
-        if capturing:
+        if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "a CUDA graph cannot capture the opening of a session; make one call of this client before the capture begins"
             )
         with self._lock:
-            if index not in self._lanes:
-                session = self._open(device, retry=index in self._ended)
-                with torch.cuda.device(device):
-                    self._lanes[index] = tuple(Lane(session, doorbell) for doorbell in range(LANES))
-            return self._lanes[index]
+            if device not in self._sessions:
+                self._sessions[device] = self._open(device, retry=device in self._ended)
+            return self._sessions[device]
 
-    def _open(self, device: torch.device, retry: bool) -> CudaSession:
+    def _open(self, device: int, retry: bool) -> CudaSession:
         policy = self.retry if retry else None
         start, attempt = time.monotonic(), 1
         while True:
@@ -150,10 +198,10 @@ class CudaRoute:
         if not session.native.has_ended():
             return
         with self._lock:
-            index = session.device.index
-            if index in self._lanes and self._lanes[index][0].session is session:
-                del self._lanes[index]
-                self._ended.add(index)
+            if self._sessions.get(session.device) is session:
+                del self._sessions[session.device]
+                self._ended.add(session.device)
+            self._prepared = {key: known for key, known in self._prepared.items() if known.session is not session}
 
 
 def _tensor(rows: Any, what: str) -> Tensor:
@@ -166,34 +214,38 @@ def _tensor(rows: Any, what: str) -> Tensor:
     return tensor.detach()
 
 
-def _routing(options: dict[str, Any], rows: Tensor) -> Routing:
-    """The routing and token ids of a call, on the GPU of its rows."""
+def _routing(options: dict[str, Any], rows: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Ids, weights and token ids of a call, row-major on the GPU of its rows."""
     ids, weights, token_ids = (options[name] for name in ("topk_ids", "topk_weights", "token_ids"))
     if (ids is None) != (weights is None):
         raise ValueError("topk_ids and topk_weights belong together: pass both, or neither to let the service run the gate")
     tokens = rows.shape[0]
     if ids is not None:
-        ids, weights = _integers(ids, "topk_ids"), _tensor(weights, "topk_weights")
+        ids, weights = _integers(ids, "topk_ids", rows), _beside(_tensor(weights, "topk_weights"), "topk_weights", rows)
         if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != tokens or ids.shape[1] == 0:
             raise ValueError(
                 f"topk_ids has shape {list(ids.shape)} and topk_weights {list(weights.shape)}; expected [{tokens}, k] of both"
             )
         if not weights.is_floating_point():
             raise TypeError(f"topk_weights has elements of {weights.dtype}; expected floats")
+        weights = as_weights(weights)
     if token_ids is not None:
-        token_ids = _integers(token_ids, "token_ids")
+        token_ids = _integers(token_ids, "token_ids", rows)
         if token_ids.shape != (tokens,):
             raise ValueError(f"token_ids has shape {list(token_ids.shape)}; expected [{tokens}]")
-    return Routing(ids, weights, token_ids)
+    return ids, weights, token_ids
 
 
-def _integers(array: Any, what: str) -> Tensor:
-    """int32 or int64. Numbers beyond int32 become others that no expert has."""
-    tensor = _tensor(array, what)
-    if tensor.dtype == torch.int64:
-        return tensor.clamp(-(2**31), 2**31 - 1)
-    if tensor.dtype != torch.int32:
+def _integers(array: Any, what: str, rows: Tensor) -> Tensor:
+    tensor = _beside(_tensor(array, what), what, rows)
+    if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{what} has elements of {tensor.dtype}; expected int32 or int64")
+    return tensor.contiguous()
+
+
+def _beside(tensor: Tensor, what: str, rows: Tensor) -> Tensor:
+    if tensor.device != rows.device:
+        raise ValueError(f"{what} is on {tensor.device} and rows on {rows.device}; expected one GPU: pass {what}.to(rows.device)")
     return tensor
 
 

@@ -1,4 +1,4 @@
-"""A service behind the modules of a model in torch, and the operator that calls it."""
+"""A service behind the modules of a model in torch, and the operator that calls it where torch has to see the call."""
 
 from __future__ import annotations
 
@@ -59,20 +59,18 @@ class Remote:
         token_ids: Tensor | None,
         shared_experts: bool,
     ) -> Tensor:
-        """Sends rows `[tokens, hidden]` in pieces that the service accepts. The result is on the device of `rows`."""
-        tokens, most = rows.shape[0], self._most
-        if tokens == 0:
+        """Sends rows `[..., hidden]` in pieces that the service accepts. The result is on the device of `rows`."""
+        if rows.numel() == 0:
             return torch.empty_like(rows)
-        shared: SharedExperts = "include" if shared_experts else "exclude"
         client = self.client
         if self.session == "cuda":
             if rows.is_cuda:
-                return self._on_gpu(layer, rows, topk_ids, topk_weights, token_ids, shared)
+                return client._native.enqueue(layer, rows, topk_ids, topk_weights, token_ids, shared_experts)
             # Layers that a device map left on the CPU.
             if self._host is None:
                 self._host = Client(self.address, session="host", retry=_RETRY)
             client = self._host
-        here = rows.detach().cpu().contiguous()
+        here = rows.detach().reshape(-1, rows.shape[-1]).cpu().contiguous()
         ids, weights, tids = (None if t is None else t.detach().cpu().contiguous() for t in (topk_ids, topk_weights, token_ids))
         # The service refuses weights that are not finite. Rows that are not finite have such weights, for example padding that
         # attention masks entirely. The output of these rows is NaN.
@@ -80,9 +78,10 @@ class Remote:
         if weights is not None and not bool(torch.isfinite(weights).all()):
             spoiled = ~torch.isfinite(weights).all(dim=-1)
             weights = torch.where(spoiled[:, None], torch.zeros_like(weights), weights)
+        shared: SharedExperts = "include" if shared_experts else "exclude"
         parts = []
-        for start in range(0, tokens, most):
-            piece = slice(start, min(start + most, tokens))
+        for start in range(0, here.shape[0], self._most):
+            piece = slice(start, start + self._most)
             answer = client.forward(
                 layer,
                 here[piece],
@@ -95,30 +94,33 @@ class Remote:
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         if spoiled is not None:
             out[spoiled] = float("nan")
-        return out.to(rows.device)
+        return out.view(rows.shape).to(rows.device)
 
-
-    def _on_gpu(
+    def call(
         self,
         layer: int,
         rows: Tensor,
-        topk_ids: Tensor | None,
-        topk_weights: Tensor | None,
-        token_ids: Tensor | None,
-        shared: SharedExperts,
+        topk_ids: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        shared_experts: bool = False,
     ) -> Tensor:
-        """As `forward`, as work of the current stream; the host waits for nothing."""
-        spoiled = None
-        if topk_weights is not None:
-            spoiled = ~torch.isfinite(topk_weights).all(dim=-1, keepdim=True)
-            topk_weights = topk_weights.masked_fill(spoiled, 0.0)
-        if token_ids is not None:
-            token_ids = token_ids.to(rows.device)
-        answer = self.client.forward(
-            layer, rows, topk_ids=topk_ids, topk_weights=topk_weights, token_ids=token_ids, shared_experts=shared
-        )
-        out: Tensor = answer.rows
-        return out if spoiled is None else out.masked_fill_(spoiled, float("nan"))
+        """As `forward`, through the operator `expertd::moe` where torch has to see the call."""
+        if _is_watched(rows, topk_weights):
+            return moe(rows, topk_ids, topk_weights, token_ids, self.number, layer, shared_experts)
+        return self.forward(layer, rows, topk_ids, topk_weights, token_ids, shared_experts)
+
+
+def _is_watched(rows: Tensor, topk_weights: Tensor | None) -> bool:
+    """Whether torch compiles, traces, differentiates or intercepts what happens to these tensors.
+
+    Otherwise a call need not be an operator, whose way through torch's dispatcher and Python takes longer than the call itself.
+    """
+    if torch.compiler.is_compiling() or type(rows) is not Tensor or rows.is_meta:
+        return True
+    if torch.is_grad_enabled() and (rows.requires_grad or (topk_weights is not None and topk_weights.requires_grad)):
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
 
 
 @torch.library.custom_op("expertd::moe", mutates_args=())

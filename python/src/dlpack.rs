@@ -17,8 +17,6 @@ use pyo3::{ffi, intern};
 use crate::element::Element;
 
 pub(crate) const CPU: i32 = 1;
-/// Memory of a GPU, or memory that it accesses.
-pub(crate) const CUDA: i32 = 2;
 /// Host memory that is pinned for CUDA.
 const CUDA_HOST: i32 = 3;
 const UNUSED: &CStr = c"dltensor";

@@ -31,7 +31,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<stream::Pending>()?;
     module.add_class::<cuda::NativeCudaSession>()?;
     module.add_class::<cuda::NativePrepared>()?;
-    module.add_class::<cuda::DeviceArray>()?;
     module.add_class::<receipt::Answer>()?;
     module.add_class::<receipt::Receipt>()?;
     module.add_class::<receipt::StepTiming>()?;

@@ -125,6 +125,55 @@ def test_out_receives_the_rows(served):
         served.client.forward(served.layers[0], rows, out=torch.zeros(out.shape[::-1], dtype=out.dtype, device=out.device).T)
 
 
+def shifted(tensor):
+    """The same values one element further in memory, so that no wide load or store is aligned."""
+    memory = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_arrays_need_no_alignment(served, dtype):
+    rows, layer = served.rows(70, dtype), served.layers[0]
+    free = served.client.forward(layer, rows, return_routing=True)
+    out = shifted(torch.zeros_like(rows))
+    given = {"topk_ids": shifted(free.topk_ids.long()), "topk_weights": shifted(free.topk_weights.double())}
+    for arguments in ({}, given, {"topk_ids": free.topk_ids, "topk_weights": shifted(free.topk_weights)}):
+        served.client.forward(layer, shifted(rows), out=out, **arguments)
+        assert worst(out, free.rows) < 2e-2
+    served.client.forward(layer, shifted(rows), out=out, expected_weight_version=99)
+    with pytest.raises(expertd.WeightVersionError):
+        served.client.synchronize()
+    assert out.isnan().all()
+
+
+@gpu
+def test_modules_get_nan_for_rows_whose_weights_are_not_finite(served):
+    from expertd import _torch
+
+    remote = _torch.Remote(served.service.session_address, session="cuda")
+    layer = served.layers[0]
+    for tokens in (5, 333):
+        rows = served.rows(tokens)
+        ids = torch.argsort(torch.rand(tokens, 16, device=rows.device), dim=1)[:, :3]
+        for dtype in (torch.float32, *DTYPES):
+            weights = torch.rand(tokens, 3, device=rows.device).to(dtype)
+            expected = remote.call(layer, rows, ids, weights)
+            assert not expected.isnan().any()
+            for spoiled in (float("nan"), float("inf"), -float("inf")):
+                weights[tokens - 2, 1] = spoiled
+                with torch.no_grad():
+                    found = remote.call(layer, rows.view(1, tokens, -1), ids.int(), weights)[0]
+                assert found[tokens - 2].isnan().all()
+                assert torch.equal(found[: tokens - 2], expected[: tokens - 2])
+                assert torch.equal(found[tokens - 1 :], expected[tokens - 1 :])
+    remote.client.synchronize()
+    with pytest.raises(ValueError, match="expected \\[333, k\\]"):
+        remote.call(layer, rows, ids[:4], weights[:4])
+    with pytest.raises(ValueError, match="hidden size"):
+        remote.call(layer, rows[:, :64])
+
+
 @gpu
 def test_a_graph_captures_calls_and_replays_them_with_other_rows(served):
     def walk(rows):

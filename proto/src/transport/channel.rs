@@ -1,4 +1,4 @@
-//! A connection whose calls carry the client's token.
+//! A connection whose calls carry the client's token, and large rows without a copy.
 
 use std::task::{Context, Poll};
 
@@ -6,6 +6,8 @@ use tonic::body::Body;
 use tonic::codegen::Service;
 use tonic::codegen::http::{HeaderValue, Request, Response, header};
 use tonic::transport;
+
+use super::apart::{ApartBody, RowsApart};
 
 /// A connection to a service. Clones share it.
 #[derive(Clone, Debug)]
@@ -41,6 +43,9 @@ impl Service<Request<Body>> for Channel {
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
         if let Some(token) = &self.authorization {
             request.headers_mut().insert(header::AUTHORIZATION, token.clone());
+        }
+        if let Some(rows) = request.extensions_mut().remove::<RowsApart>() {
+            request = request.map(|message| Body::new(ApartBody::new(message, rows)));
         }
         self.inner.call(request)
     }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import UnsupportedError
-from .._torch import Remote, moe
+from .._torch import Remote
 
 if TYPE_CHECKING:
     from .._native import MoeLayer
@@ -39,16 +39,14 @@ class _Remote(nn.Module):
                 "the model is in training mode, and remote experts cannot be trained; call model.eval(), or load the model "
                 "outside of remote_experts"
             )
-        flat = rows.reshape(-1, rows.shape[-1])
         if not self.by_token_id:
             token_ids = None
         elif token_ids is not None:
             token_ids = token_ids.reshape(-1)
         elif topk_ids is not None:
             # The service requires token ids for this layer, but does not use them when the request has routing.
-            token_ids = torch.zeros(flat.shape[0], dtype=torch.int32, device=flat.device)
-        out = moe(flat, topk_ids, topk_weights, token_ids, self.remote.number, self.layer, shared_experts)
-        return out.view(rows.shape)
+            token_ids = torch.zeros(topk_ids.shape[0], dtype=torch.int32, device=rows.device)
+        return self.remote.call(self.layer, rows, topk_ids, topk_weights, token_ids, shared_experts)
 
     def extra_repr(self) -> str:
         return f"layer={self.layer}, address={self.remote.address!r}"

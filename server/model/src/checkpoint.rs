@@ -7,7 +7,7 @@ use super::fingerprint::fingerprint;
 use super::plan::{LayerPlan, MlpPlan};
 use super::resolve::{Resolved, resolve};
 use super::store::Store;
-use super::{LayerChoice, ModelError, ModelSpec};
+use super::{LayerChoice, ModelError, ModelSpec, MoeLayer};
 use crate::{MatrixView, ReadBuffer, Scales};
 use expertd_types::{Coverage, ExpertId, LayerId, WeightFingerprint};
 
@@ -151,7 +151,7 @@ impl Checkpoint {
         self.plans[layer.index()].as_ref().ok_or(ModelError::DenseLayer { layer })
     }
 
-    /// The weights of one routed expert, mapped. [`read_expert`](Self::read_expert) is faster where they are not in the page cache.
+    /// The weights of one routed expert, mapped.
     ///
     /// # Errors
     /// If the layer has no MoE block, or there is no such layer or expert.
@@ -163,7 +163,21 @@ impl Checkpoint {
         }
     }
 
-    /// The weights of one routed expert, with its matrices read to `buffer`: for those who need all of them soon. The threads of the
+    /// Size of all experts of the layers that are held, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        let of = |moe: &MoeLayer| {
+            moe.experts.count as u64 * moe.experts.bytes + moe.shared.as_ref().map_or(0, |s| s.bytes)
+        };
+        self.spec.moe_layers().map(|(_, moe)| of(moe)).sum()
+    }
+
+    /// A hint that experts are read with [`ReadBuffer::past_cache`]: the system then reads nothing ahead through the mappings.
+    pub fn expect_reads_past_cache(&self) {
+        self.store.expect_few_bytes(true);
+    }
+
+    /// The weights of one routed expert, with its matrices in `buffer` if it reads them past the page cache. The threads of the
     /// current pool share the work.
     ///
     /// # Errors

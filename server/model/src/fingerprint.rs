@@ -36,13 +36,7 @@ pub(super) fn fingerprint(description: &[u8], store: &Store, coverage: Coverage)
     match coverage {
         Coverage::Whole => {
             let chunks: Vec<&[u8]> = tensors.iter().flat_map(|(_, bytes)| bytes.chunks(CHUNK)).collect();
-            let digests: Vec<Digest> = chunks
-                .into_par_iter()
-                .map(|chunk| {
-                    store.will_need(chunk);
-                    digest(&SHA256, chunk)
-                })
-                .collect();
+            let digests: Vec<Digest> = chunks.into_par_iter().map(|chunk| digest(&SHA256, chunk)).collect();
             digests.iter().for_each(|digest| context.update(digest.as_ref()));
         }
         Coverage::Sampled => {
@@ -59,7 +53,9 @@ pub(super) fn fingerprint(description: &[u8], store: &Store, coverage: Coverage)
                 first += bytes.len();
             }
             // Each sample may be a read of the disk: several threads wait for them.
+            store.expect_few_bytes(true);
             let samples: Vec<Vec<u8>> = samples.into_par_iter().map(<[u8]>::to_vec).collect();
+            store.expect_few_bytes(false);
             samples.iter().for_each(|sample| context.update(sample));
         }
     }

@@ -1,7 +1,5 @@
-//! Reads tensors from files to memory. Bytes that the page cache holds are copied from it; others are read past it, which is faster
-//! than through a mapping or through the cache (docs/measurements/weights.md).
+//! Reads tensors past the page cache, where it does not hold them (docs/measurements/weights.md); the others are used from their mappings.
 
-use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
@@ -16,10 +14,10 @@ const ALIGN: usize = 4096;
 /// Number of bytes that a thread reads at a time, a multiple of [`ALIGN`].
 const PIECE: usize = 4 << 20;
 
-/// Number of bytes read, by where they came from.
+/// Number of bytes, by where they came from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReadBytes {
-    /// From the page cache, or through it.
+    /// Used from mappings.
     pub cached: u64,
     /// Past the page cache.
     pub direct: u64,
@@ -36,8 +34,11 @@ impl std::iter::Sum for ReadBytes {
 }
 
 /// Memory for the tensors of one expert at a time. It grows to the largest one.
+///
+/// The default uses all tensors from their mappings, so that the page cache holds them afterwards, and has no memory.
 #[derive(Debug, Default)]
 pub struct ReadBuffer {
+    past_cache: bool,
     memory: Vec<u8>,
     total: ReadBytes,
 }
@@ -47,8 +48,8 @@ struct Part {
     shard: usize,
     /// Bytes of the file.
     bytes: Range<usize>,
-    /// Where the first byte of the page that `bytes` begins in is put.
-    place: usize,
+    /// Where the first byte of the page that `bytes` begins in is put. `None`: the part is in the page cache and used from there.
+    place: Option<usize>,
 }
 
 impl Part {
@@ -59,58 +60,77 @@ impl Part {
 }
 
 impl ReadBuffer {
-    /// All bytes read to this buffer.
+    /// A buffer whose tensors are read past the page cache, where it does not hold them.
+    #[must_use]
+    pub fn past_cache() -> Self {
+        ReadBuffer { past_cache: true, ..ReadBuffer::default() }
+    }
+
+    /// Number of bytes of all tensors that were asked for.
     #[must_use]
     pub const fn total(&self) -> ReadBytes {
         self.total
     }
 
-    /// Reads slices of mapped files; returns their copies in the same order. The threads of the current pool share the work.
+    /// Reads slices of mapped files, where the page cache does not hold them; returns what was read, or the slices themselves, in the same
+    /// order. The threads of the current pool share the work.
     pub(super) fn read<'a>(
         &'a mut self,
         store: &'a Store,
         slices: &[&'a [u8]],
     ) -> Result<Vec<&'a [u8]>, ModelError> {
+        if !self.past_cache {
+            self.total.cached += slices.iter().map(|slice| slice.len() as u64).sum::<u64>();
+            return Ok(slices.to_vec());
+        }
         let places: Vec<_> = slices.iter().map(|slice| store.place(slice)).collect();
-        let parts = parts(&places);
-        let bytes = parts.last().map_or(0, |part| part.place + part.pages().len());
-        if self.memory.len() < bytes + ALIGN {
-            self.memory.resize(bytes + ALIGN, 0);
+        let mut parts = parts(&places);
+        let mut end = 0;
+        for part in &mut parts {
+            let mapped = store.mapped(part.shard);
+            if mapped.direct.is_some() && !mapped.is_cached(part.pages()) {
+                part.place = Some(end);
+                end += part.pages().len();
+                self.total.direct += part.bytes.len() as u64;
+            } else {
+                mapped.will_need(part.bytes.clone());
+                self.total.cached += part.bytes.len() as u64;
+            }
+        }
+        if self.memory.len() < end + ALIGN {
+            self.memory.resize(end + ALIGN, 0);
         }
         let first = self.memory.as_ptr().align_offset(ALIGN);
         let mut rest = &mut self.memory[first..];
         let mut pieces = Vec::new();
-        for part in &parts {
-            let mapped = store.mapped(part.shard);
-            let pages = part.pages();
-            let direct = mapped.direct.as_ref().filter(|_| !mapped.is_cached(pages.clone()));
-            match direct {
-                Some(_) => self.total.direct += part.bytes.len() as u64,
-                None => self.total.cached += part.bytes.len() as u64,
-            }
-            let (memory, after) = std::mem::take(&mut rest).split_at_mut(pages.len());
+        for part in parts.iter().filter(|part| part.place.is_some()) {
+            let (memory, after) = std::mem::take(&mut rest).split_at_mut(part.pages().len());
             rest = after;
-            let starts = pages.step_by(PIECE);
-            pieces
-                .extend(memory.chunks_mut(PIECE).zip(starts).map(|(to, at)| (part, mapped, direct, to, at)));
+            pieces.extend(memory.chunks_mut(PIECE).zip(part.pages().step_by(PIECE)).map(|to| (part, to)));
         }
-        pieces.into_par_iter().try_for_each(|(part, mapped, direct, to, at)| {
-            read_piece(mapped, direct, to, at, part.bytes.end)
-                .map_err(|error| store.read_error(part.shard, error))
+        pieces.into_par_iter().try_for_each(|(part, (to, at))| {
+            let read = read_piece(store.mapped(part.shard), to, at, part.bytes.end);
+            read.map_err(|error| store.read_error(part.shard, error))
         })?;
         let memory = &self.memory[first..];
-        let copy = |(shard, bytes): &(usize, Range<usize>)| {
+        let find = |(slice, (shard, bytes)): (&&'a [u8], &(usize, Range<usize>))| {
             let holds = |part: &&Part| {
                 part.shard == *shard && part.pages().start <= bytes.start && bytes.end <= part.bytes.end
             };
-            let part = parts.iter().find(holds).expect("each slice lies in a part");
-            &memory[part.place + bytes.start - part.pages().start..][..bytes.len()]
+            match parts
+                .iter()
+                .find(holds)
+                .and_then(|part| Some(part.place? + bytes.start - part.pages().start))
+            {
+                Some(at) => &memory[at..][..bytes.len()],
+                None => slice,
+            }
         };
-        Ok(places.iter().map(copy).collect())
+        Ok(slices.iter().zip(&places).map(find).collect())
     }
 }
 
-/// The parts of files that cover `places`, in the order of files, with places one after another. Two parts have no page in common.
+/// The parts of files that cover `places`, in the order of files. Two parts have no page in common.
 fn parts(places: &[(usize, Range<usize>)]) -> Vec<Part> {
     let mut sorted: Vec<_> = places.iter().filter(|(_, bytes)| !bytes.is_empty()).collect();
     sorted.sort_unstable_by_key(|(shard, bytes)| (*shard, bytes.start));
@@ -120,26 +140,17 @@ fn parts(places: &[(usize, Range<usize>)]) -> Vec<Part> {
             Some(last) if last.shard == *shard && bytes.start < last.pages().end => {
                 last.bytes.end = last.bytes.end.max(bytes.end);
             }
-            last => {
-                let place = last.map_or(0, |last| last.place + last.pages().len());
-                parts.push(Part { shard: *shard, bytes: bytes.clone(), place });
-            }
+            _ => parts.push(Part { shard: *shard, bytes: bytes.clone(), place: None }),
         }
     }
     parts
 }
 
-/// Reads the bytes from `at` to `end` of a file, or as many as `to` takes, with `direct` if it can.
-fn read_piece(
-    mapped: &Mapped,
-    direct: Option<&File>,
-    to: &mut [u8],
-    at: usize,
-    end: usize,
-) -> io::Result<()> {
+/// Reads the bytes from `at` to `end` of a file, or as many as `to` takes, past the page cache if the file system lets it.
+fn read_piece(mapped: &Mapped, to: &mut [u8], at: usize, end: usize) -> io::Result<()> {
     let wanted = to.len().min(end - at);
     let mut done = 0;
-    if let Some(file) = direct {
+    if let Some(file) = &mapped.direct {
         // Whole pages are read. A file system may refuse, and the last page of a file may be short.
         while done < wanted && done.is_multiple_of(ALIGN) {
             match file.read_at(&mut to[done..], (at + done) as u64) {
@@ -171,7 +182,12 @@ mod tests {
             place(0, 0..0),
             place(1, 20..30),
         ]);
-        let found: Vec<_> = parts.iter().map(|p| (p.shard, p.bytes.clone(), p.place)).collect();
-        assert_eq!(found, [(0, 9000..9001, 0), (1, 10..8100, 4096), (1, 20_000..20_500, 12_288)]);
+        let found: Vec<_> = parts.iter().map(|p| (p.shard, p.bytes.clone(), p.pages())).collect();
+        let expected = [
+            (0, 9000..9001, 8192..12_288),
+            (1, 10..8100, 0..8192),
+            (1, 20_000..20_500, 16_384..20_480 + 4096),
+        ];
+        assert_eq!(found, expected);
     }
 }

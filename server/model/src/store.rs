@@ -3,13 +3,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Component, Path, PathBuf};
 
 use memmap2::{Advice, Mmap};
-use rustix::fs::{Advice as FileAdvice, fadvise};
 use safetensors::Dtype;
 use serde::Deserialize;
 
@@ -21,9 +19,6 @@ const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 /// Largest accepted index; the index of a model with 10^5 tensors has about 10 MB.
 const MAX_INDEX_BYTES: u64 = 128 << 20;
-
-/// Bytes at the beginning of a file that are read at once because a header is there. Longer headers are read page by page.
-const USUAL_HEADER_BYTES: u64 = 256 << 10;
 
 /// The index of a tensor that has been looked up, in [`Store::info`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,8 +45,8 @@ pub(super) struct Mapped {
 }
 
 impl Mapped {
-    /// Whether the page cache holds most of these bytes of the file, which begin at a page. Systems tell it only to those who may
-    /// write the file; to others every page seems to be there.
+    /// Whether the page cache holds all or nearly all of these bytes of the file, which begin at a page. Systems tell it only to those
+    /// who may write the file; to others every page seems to be there.
     pub(super) fn is_cached(&self, bytes: Range<usize>) -> bool {
         const PAGE: usize = 4096;
         let Some(mapped) = self.bytes.get(bytes.start..bytes.end.min(self.bytes.len())) else { return true };
@@ -60,7 +55,12 @@ impl Mapped {
         // pages are larger than 4096 bytes.
         let status =
             unsafe { libc::mincore(mapped.as_ptr().cast_mut().cast(), mapped.len(), pages.as_mut_ptr()) };
-        status != 0 || 2 * pages.iter().filter(|page| **page & 1 == 1).count() >= pages.len()
+        status != 0 || 16 * pages.iter().filter(|page| **page & 1 == 0).count() <= pages.len()
+    }
+
+    /// Begins to bring bytes to the page cache, where they are not there. It is a hint.
+    pub(super) fn will_need(&self, bytes: Range<usize>) {
+        let _ = self.bytes.advise_range(Advice::WillNeed, bytes.start, bytes.len());
     }
 }
 
@@ -177,11 +177,6 @@ impl Store {
             // it is served, reads beyond its end raise SIGBUS and end this process, which its supervisor handles. If
             // another process overwrites it, weights change: bytes are only read as numbers, never as addresses.
             let bytes = unsafe { Mmap::map(&file) }.map_err(io("map it"))?;
-            // Hints: what is read through the mapping is read here and there, so nothing around it is wanted. Reads ahead would also
-            // bring to the page cache what loaders read past it.
-            let _ = fadvise(&file, 0, None, FileAdvice::Random);
-            let _ = bytes.advise(Advice::Random);
-            let _ = fadvise(&file, 0, NonZeroU64::new(USUAL_HEADER_BYTES), FileAdvice::WillNeed);
             let header = Header::parse(&bytes)
                 .map_err(|reason| ModelError::Header { path: shard.path.clone(), reason })?;
             let direct = open_direct(&shard.path, &file);
@@ -304,10 +299,18 @@ impl Store {
         }
     }
 
-    /// Begins to bring bytes that [`bytes`](Self::bytes) gave to the page cache, where they are not there. It is a hint.
+    /// Sets whether few bytes here and there are accessed through the mappings, so that the system reads nothing around them. It is a hint.
+    pub(super) fn expect_few_bytes(&self, few: bool) {
+        let advice = if few { Advice::Random } else { Advice::Normal };
+        for mapped in self.shards.iter().filter_map(|shard| shard.mapped.as_ref()) {
+            let _ = mapped.bytes.advise(advice);
+        }
+    }
+
+    /// [`Mapped::will_need`], for bytes that [`bytes`](Self::bytes) gave.
     pub(super) fn will_need(&self, bytes: &[u8]) {
         let (shard, place) = self.place(bytes);
-        let _ = self.mapped(shard).bytes.advise_range(Advice::WillNeed, place.start, place.len());
+        self.mapped(shard).will_need(place);
     }
 
     /// Every tensor that was looked up, with its bytes.

@@ -46,7 +46,7 @@ fn experts_of_all_families_are_read_as_they_are_stored() {
     let folders = entries.into_iter().flatten().map(|entry| entry.unwrap().path());
     let folders: Vec<PathBuf> = folders.filter(|path| path.join("config.json").exists()).collect();
     assert!(folders.len() >= 21, "{folders:?}");
-    let mut buffer = ReadBuffer::default();
+    let mut buffer = ReadBuffer::past_cache();
     for folder in folders {
         assert!(compare(&Checkpoint::open(&folder).unwrap(), &mut buffer) > 0, "{}", folder.display());
     }
@@ -66,14 +66,16 @@ fn on_disk(folder: &Path) -> Checkpoint {
     let file = File::open(folder.join("model.safetensors")).unwrap();
     file.sync_all().unwrap();
     fadvise(&file, 0, None, Advice::DontNeed).unwrap();
-    Checkpoint::open(folder).unwrap()
+    let checkpoint = Checkpoint::open(folder).unwrap();
+    checkpoint.expect_reads_past_cache();
+    checkpoint
 }
 
 #[test]
 fn what_the_page_cache_lacks_is_read_past_it() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let checkpoint = on_disk(folder.path());
-    let mut buffer = ReadBuffer::default();
+    let mut buffer = ReadBuffer::past_cache();
     let mut read = Vec::new();
     for expert in (0..8).map(ExpertId) {
         let tensors = checkpoint.read_expert(FIRST, expert, &mut buffer).unwrap();
@@ -89,7 +91,7 @@ fn what_the_page_cache_lacks_is_read_past_it() {
         assert!(read == bytes(&mapped).concat(), "expert {expert} is not what the file holds");
     }
     // Comparing has brought everything to the page cache.
-    let mut buffer = ReadBuffer::default();
+    let mut buffer = ReadBuffer::past_cache();
     compare(&checkpoint, &mut buffer);
     assert_eq!(buffer.total().direct, 0);
 }
@@ -104,7 +106,7 @@ fn a_file_that_has_become_shorter_is_an_error() {
         .unwrap()
         .set_len(1 << 20)
         .unwrap();
-    let mut buffer = ReadBuffer::default();
+    let mut buffer = ReadBuffer::past_cache();
     let mut failed = 0;
     for expert in (0..8).map(ExpertId) {
         match checkpoint.read_expert(FIRST, expert, &mut buffer) {

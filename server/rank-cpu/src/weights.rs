@@ -7,7 +7,7 @@
 use std::mem::size_of;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use bytemuck::{Pod, Zeroable};
 use rayon::prelude::*;
@@ -19,10 +19,8 @@ use expertd_compute::gate::{CpuGate, GateParts};
 use expertd_compute::linalg::{PackedForm, PackedMatrix, SharedBytes, StoredError};
 use expertd_ipc::control::LoaderSetup;
 use expertd_ipc::{SealedError, SealedMemory, SealedWriter};
-use expertd_model::{
-    Checkpoint, ExpertsSpec, ModelError, ModelSpec, MoeLayer, ReadBuffer, ReadBytes, WeightOn,
-};
-use expertd_rank::share::{ExpertShare, open_checkpoint, weights};
+use expertd_model::{Checkpoint, ExpertsSpec, ModelError, ModelSpec, MoeLayer, WeightOn};
+use expertd_rank::share::{ExpertShare, ReadBuffers, open_checkpoint, weights};
 use expertd_rank::{PackedShare, Progress};
 use expertd_types::{ExpertId, ExpertOwners, ExpertPlacement, LayerId, Rank, WeightFingerprint};
 
@@ -172,8 +170,7 @@ pub fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, Wei
         vectors: Vec::new(),
     };
     let mut packer = Packer::new(index, &share)?;
-    // Buffers that no thread uses now.
-    let (mut loaded, buffers) = (0, Mutex::new(Vec::new()));
+    let (mut loaded, buffers) = (0, ReadBuffers::new(&checkpoint));
     for (layer, moe) in spec.moe_layers() {
         packer.gate(&CpuGate::new(&moe.gate, &checkpoint.gate(layer)?))?;
         let mine = share.experts(layer, moe);
@@ -188,7 +185,7 @@ pub fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, Wei
                 progress.set(loaded, weight_bytes);
             }
         }
-        let mut buffer = take(&buffers);
+        let mut buffer = buffers.take();
         let tensors = pool.install(|| checkpoint.read_shared(layer, &mut buffer))?;
         if let (Some(tensors), Some(shared)) = (tensors, &moe.shared) {
             let packed = CpuExpert::pack(&weights(&tensors.mlp));
@@ -198,13 +195,12 @@ pub fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, Wei
             loaded += shared.bytes;
             progress.set(loaded, weight_bytes);
         }
-        put_back(&buffers, buffer);
+        buffers.put_back(buffer);
     }
     // The bytes that were packed are those of the fingerprint if no file changed in between.
     checkpoint.check_unchanged()?;
     let share = packer.seal(weight_bytes)?;
-    let buffers = buffers.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let read: ReadBytes = buffers.iter().map(ReadBuffer::total).sum();
+    let read = buffers.total();
     tracing::debug!(cached_bytes = read.cached, direct_bytes = read.direct, "packed");
     Ok(PackedShare { used: Box::new(checkpoint), ..share })
 }
@@ -213,22 +209,14 @@ fn pack_expert(
     checkpoint: &Checkpoint,
     layer: LayerId,
     expert: u32,
-    buffers: &Mutex<Vec<ReadBuffer>>,
+    buffers: &ReadBuffers,
 ) -> Result<CpuExpert, WeightsError> {
-    let mut buffer = take(buffers);
+    let mut buffer = buffers.take();
     let tensors = checkpoint.read_expert(layer, ExpertId(expert), &mut buffer)?;
     let failed = |source| WeightsError::Expert { layer, which: format!("expert {expert}"), source };
     let packed = CpuExpert::pack(&weights(&tensors)).map_err(failed)?;
-    put_back(buffers, buffer);
+    buffers.put_back(buffer);
     Ok(packed)
-}
-
-fn take(buffers: &Mutex<Vec<ReadBuffer>>) -> ReadBuffer {
-    buffers.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
-}
-
-fn put_back(buffers: &Mutex<Vec<ReadBuffer>>, buffer: ReadBuffer) {
-    buffers.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
 }
 
 /// Writes parts one after another.

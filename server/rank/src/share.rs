@@ -1,9 +1,12 @@
 //! A rank's share of a checkpoint and the progress of loading it, for ranks on CPUs and GPUs.
 
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
 use expertd_ipc::control::CheckpointSource;
 use expertd_model::{
     Checkpoint, ExpertBiases, ExpertTensors, ExpertWeights, ExpertsSpec, LayerChoice, ModelError, ModelSpec,
-    MoeLayer, SharedSpec,
+    MoeLayer, ReadBuffer, ReadBytes, SharedSpec,
 };
 use expertd_types::{ExpertPlacement, LayerId, LayerPlacement, Rank};
 
@@ -62,6 +65,80 @@ pub fn open_checkpoint(source: &CheckpointSource) -> Result<Checkpoint, ModelErr
     Ok(checkpoint)
 }
 
+/// Buffers that loaders read experts to, one after another or side by side.
+///
+/// A checkpoint that takes more than half of the memory that is available is read past the page cache, which could not keep it, nor give
+/// it to the next loader. Other checkpoints are mapped, so that the next load finds them in memory; the other half is for weights that
+/// are packed on the host.
+#[derive(Debug)]
+pub struct ReadBuffers {
+    past_cache: bool,
+    /// Buffers that no thread uses now.
+    free: Mutex<Vec<ReadBuffer>>,
+}
+
+impl ReadBuffers {
+    /// Buffers for one checkpoint.
+    #[must_use]
+    pub fn new(checkpoint: &Checkpoint) -> Self {
+        Self::within(checkpoint, available_memory())
+    }
+
+    /// The same, with `available` bytes of memory; `None`: unknown.
+    fn within(checkpoint: &Checkpoint, available: Option<u64>) -> Self {
+        let past_cache = available.is_some_and(|available| checkpoint.bytes() > available / 2);
+        if past_cache {
+            checkpoint.expect_reads_past_cache();
+        }
+        ReadBuffers { past_cache, free: Mutex::default() }
+    }
+
+    /// Takes a buffer.
+    pub fn take(&self) -> ReadBuffer {
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        match free {
+            Some(buffer) => buffer,
+            None if self.past_cache => ReadBuffer::past_cache(),
+            None => ReadBuffer::default(),
+        }
+    }
+
+    /// Puts a buffer back.
+    pub fn put_back(&self, buffer: ReadBuffer) {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
+    }
+
+    /// Number of bytes of all tensors that were asked for with buffers that were put back.
+    pub fn total(&self) -> ReadBytes {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).iter().map(ReadBuffer::total).sum()
+    }
+}
+
+/// Memory that processes of this service can still take, in bytes, if the system reports it.
+#[must_use]
+pub fn available_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let available = line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()? << 10;
+    let number = |name: &str| {
+        let text = std::fs::read_to_string(Path::new("/sys/fs/cgroup").join(name)).ok()?;
+        text.trim().parse::<u64>().ok()
+    };
+    // Page cache counts as used in a control group, and can be reclaimed.
+    let limit = number("memory.max").zip(number("memory.current"));
+    let group = limit.map(|(max, current)| max.saturating_sub(current.saturating_sub(reclaimable())));
+    Some(group.map_or(available, |group| group.min(available)))
+}
+
+fn reclaimable() -> u64 {
+    let text = std::fs::read_to_string("/sys/fs/cgroup/memory.stat").unwrap_or_default();
+    let file = |name: &str| {
+        let value = text.lines().find_map(|line| line.strip_prefix(name))?;
+        value.trim().parse::<u64>().ok()
+    };
+    file("inactive_file ").unwrap_or(0) + file("active_file ").unwrap_or(0)
+}
+
 /// Reports how much of a share is loaded.
 pub struct LoadProgress<F> {
     done: u64,
@@ -104,4 +181,32 @@ pub fn weights<'a>(tensors: &'a ExpertTensors<'a>) -> ExpertWeights<'a> {
         _ => None,
     };
     ExpertWeights { gate: tensors.gate.clone(), up: tensors.up.clone(), down: tensors.down.clone(), biases }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+
+    use expertd_model::synth::{self, SynthConfig};
+    use expertd_types::ExpertId;
+
+    use super::*;
+
+    #[test]
+    fn what_memory_cannot_keep_is_read_past_the_page_cache() {
+        let folder = tempfile::tempdir().unwrap();
+        synth::write(&SynthConfig::new("qwen3_moe"), folder.path()).unwrap();
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let bytes = checkpoint.bytes();
+        assert_eq!(bytes, 2 * 8 * 3 * 64 * 96 * 2, "two layers of eight experts in bf16");
+        let is_past = |available| ReadBuffers::within(&checkpoint, available).past_cache;
+        assert_eq!([None, Some(2 * bytes), Some(2 * bytes - 1)].map(is_past), [false, false, true]);
+
+        let buffers = ReadBuffers::within(&checkpoint, Some(bytes));
+        let mut buffer = buffers.take();
+        checkpoint.read_expert(LayerId(0), ExpertId(3), &mut buffer).unwrap();
+        buffers.put_back(buffer);
+        let total = buffers.total();
+        assert_eq!(total.cached + total.direct, bytes / 16);
+    }
 }

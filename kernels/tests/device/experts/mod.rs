@@ -44,41 +44,58 @@ struct Expected {
 fn expected(case: &Case, all: &[Expert], step: &Step) -> Vec<Expected> {
     let experts =
         step.counts.iter().enumerate().flat_map(|(expert, count)| std::iter::repeat_n(expert, *count));
-    let of = |(assignment, expert): (usize, usize)| {
+    let experts: Vec<usize> = experts.collect();
+    let of = |assignment: usize| {
+        let expert = experts[assignment];
         let (x, weight) = (step.row(assignment, case.hidden), step.weights[assignment]);
         let (y, _) = case.reference(&all[expert], &x, weight);
         let fp8 = case.format == experts::W8A8;
         let undecided = if fp8 { case.undecided(&all[expert], &x, weight) } else { Vec::new() };
         Expected { expert, y, undecided }
     };
-    experts.enumerate().map(of).collect()
+    in_parallel(experts.len(), of)
+}
+
+/// `of` all numbers below `count`, in order.
+fn in_parallel<T: Send>(count: usize, of: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let each = count.div_ceil(threads).max(1);
+    std::thread::scope(|scope| {
+        let of = &of;
+        let parts: Vec<_> = (0..count)
+            .step_by(each)
+            .map(|from| scope.spawn(move || (from..count.min(from + each)).map(of).collect::<Vec<T>>()))
+            .collect();
+        parts.into_iter().flat_map(|part| part.join().expect("a thread of the reference panicked")).collect()
+    })
 }
 
 /// Compares all rows; returns the largest relative error.
 fn compare(expected: &[Expected], y: &[bf16], tolerance: f64) -> Result<f64, String> {
-    let mut worst = 0.0_f64;
-    for (assignment, row) in expected.iter().enumerate() {
-        let hidden = row.y.len();
-        let (mut errors, mut norm) = (Vec::with_capacity(hidden), 0.0);
-        for (feature, (want, got)) in row.y.iter().zip(&y[assignment * hidden..]).enumerate() {
-            if want.is_nan() != got.is_nan() {
-                return Err(format!("assignment {assignment} feature {feature}: {got} for {want}"));
-            }
-            if !want.is_nan() {
-                errors.push(got.to_f64() - want);
-                norm += want.powi(2);
-            }
+    let of = |assignment: usize| compare_row(assignment, &expected[assignment], y, tolerance);
+    in_parallel(expected.len(), of).into_iter().try_fold(0.0, |worst: f64, error| Ok(worst.max(error?)))
+}
+
+fn compare_row(assignment: usize, row: &Expected, y: &[bf16], tolerance: f64) -> Result<f64, String> {
+    let hidden = row.y.len();
+    let (mut errors, mut norm) = (Vec::with_capacity(hidden), 0.0);
+    for (feature, (want, got)) in row.y.iter().zip(&y[assignment * hidden..]).enumerate() {
+        if want.is_nan() != got.is_nan() {
+            return Err(format!("assignment {assignment} feature {feature}: {got} for {want}"));
         }
-        without_undecided(&mut errors, row.undecided.clone());
-        let error = errors.iter().map(|error| error.powi(2)).sum::<f64>();
-        let relative = if norm == 0.0 { error } else { (error / norm).sqrt() };
-        if relative > tolerance {
-            let expert = row.expert;
-            return Err(format!("assignment {assignment} of expert {expert}: relative error {relative:.2e}"));
+        if !want.is_nan() {
+            errors.push(got.to_f64() - want);
+            norm += want.powi(2);
         }
-        worst = worst.max(relative);
     }
-    Ok(worst)
+    without_undecided(&mut errors, row.undecided.clone());
+    let error = errors.iter().map(|error| error.powi(2)).sum::<f64>();
+    let relative = if norm == 0.0 { error } else { (error / norm).sqrt() };
+    if relative > tolerance {
+        let expert = row.expert;
+        return Err(format!("assignment {assignment} of expert {expert}: relative error {relative:.2e}"));
+    }
+    Ok(relative)
 }
 
 /// Random weights, ragged counts, every tile shape.
@@ -90,11 +107,12 @@ fn ragged(device: &Device, random: &mut Random, case: &Case) -> Outcome {
     if case.format == experts::W8A8 {
         shapes = vec![[0, 0], [0, 32], [experts::TILE_TALL, 128], [256, 32], [256, 128]];
         if case.block_scales {
-            shapes.push([experts::TILE_TOKEN_ROWS, 0]);
+            shapes.extend([[experts::TILE_TOKEN_ROWS, 0], [experts::TILE_TOKEN_PAIRS, 0]]);
         }
     }
     if case.format == experts::BF16 {
         shapes.extend([[experts::TILE_TALL, 128], [experts::TILE_TURNS, 32], [experts::TILE_TURNS, 128]]);
+        shapes.extend([[experts::TILE_TOKEN_ROWS, 0], [experts::TILE_TOKEN_PAIRS, 0]]);
     }
     for counts in
         [[0, 0, 0, 0], [1, 0, 0, 0], [3, 0, 41, 9], [0, 0, 0, 150], [8, 17, 64, 33], [130, 0, 97, 260]]

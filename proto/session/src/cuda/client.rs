@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "calls the CUDA driver")]
 
 mod calls;
+mod status;
 
 use std::net::Shutdown;
 use std::os::fd::AsFd as _;
@@ -24,7 +25,8 @@ use crate::client::SessionError;
 use crate::socket;
 use crate::wire::{MAX_SERVICE_FRAME, VERSION, frame};
 
-pub use calls::{CallFailure, DoorbellStatus, Prepared, RoutingPlaces};
+pub use calls::{Prepared, RoutingPlaces};
+pub use status::{CallFailure, DoorbellStatus};
 
 /// How often words are released once the session has ended.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(1);

@@ -185,6 +185,12 @@ impl ControlMemory {
         self.layout.routing_bytes
     }
 
+    /// Offset of a doorbell's routing area in the region, in bytes.
+    #[must_use]
+    pub const fn routing_offset(&self, doorbell: u32) -> usize {
+        self.layout.routing + doorbell as usize * self.layout.routing_bytes
+    }
+
     /// A doorbell's routing area, which the client's GPU copies to and from.
     #[must_use]
     pub fn routing_area(&self, doorbell: u32) -> *mut u32 {
@@ -340,6 +346,17 @@ impl ControlMemory {
             std::hint::spin_loop();
         }
         None
+    }
+
+    /// Number of a doorbell's calls that ended, and of those that failed; `None` while the service changes them.
+    #[must_use]
+    pub fn counts(&self, doorbell: u32) -> Option<(u64, u64)> {
+        let words = self.status_words(doorbell);
+        let before = words[0].load(Ordering::Acquire);
+        let (calls, failures) = (words[1].load(Ordering::Relaxed), words[2].load(Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        let is_stable = before.is_multiple_of(2) && words[0].load(Ordering::Relaxed) == before;
+        is_stable.then_some((calls, failures))
     }
 
     fn status_words(&self, doorbell: u32) -> &[AtomicU64] {

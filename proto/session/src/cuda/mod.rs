@@ -16,7 +16,11 @@ pub mod wire;
 #[cfg(feature = "cuda")]
 mod client;
 #[cfg(feature = "cuda")]
+mod copies;
+#[cfg(feature = "cuda")]
 mod driver;
+#[cfg(feature = "cuda")]
+mod lane;
 #[cfg(feature = "cuda")]
 mod memory;
 #[cfg(feature = "cuda")]
@@ -28,6 +32,8 @@ pub use self::client::{
 };
 #[cfg(feature = "cuda")]
 pub use self::driver::{Gpu, driver_present};
+#[cfg(feature = "cuda")]
+pub use self::lane::{CallArrays, IntegerArray, Lane, RoutingArrays};
 #[cfg(feature = "cuda")]
 pub use self::memory::{DeviceMemory, ImportedMemory};
 #[cfg(feature = "cuda")]

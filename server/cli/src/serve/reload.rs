@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use expertd_ipc::control::{CheckpointSource, DeviceKind};
 use expertd_model::ModelSpec;
-use expertd_rank::share::ExpertShare;
+use expertd_rank::share::{ExpertShare, available_memory};
 use expertd_router::steps::{ReloadContext, ReloadPlan};
 use expertd_types::{Coverage, ExpertPlacement, Rank, WeightFingerprint};
 use serde_json::Value;
@@ -108,30 +108,6 @@ fn difference(present: &Value, new: &Value, path: String) -> Option<String> {
         _ if present == new => None,
         _ => Some(format!("{path} is {new}, expected {present}")),
     }
-}
-
-/// Memory that processes of this service can still take, in bytes, if the system reports it.
-fn available_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let available = line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()? << 10;
-    let number = |name: &str| {
-        let text = std::fs::read_to_string(Path::new("/sys/fs/cgroup").join(name)).ok()?;
-        text.trim().parse::<u64>().ok()
-    };
-    // Page cache counts as used in a control group, and can be reclaimed.
-    let limit = number("memory.max").zip(number("memory.current"));
-    let group = limit.map(|(max, current)| max.saturating_sub(current.saturating_sub(reclaimable())));
-    Some(group.map_or(available, |group| group.min(available)))
-}
-
-fn reclaimable() -> u64 {
-    let text = std::fs::read_to_string("/sys/fs/cgroup/memory.stat").unwrap_or_default();
-    let file = |name: &str| {
-        let value = text.lines().find_map(|line| line.strip_prefix(name))?;
-        value.trim().parse::<u64>().ok()
-    };
-    file("inactive_file ").unwrap_or(0) + file("active_file ").unwrap_or(0)
 }
 
 #[cfg(test)]

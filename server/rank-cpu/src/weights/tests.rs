@@ -47,7 +47,7 @@ fn a_share_is_mapped_as_it_was_packed() {
             assert_eq!(of_rank.gate.weight().elements(), gate.weight().elements());
             assert_eq!(of_rank.gate.vectors(), gate.vectors());
             for (expert, mapped) in share.into_iter().zip(&of_rank.experts) {
-                let own = pack_expert(&checkpoint, layer, expert, &Mutex::default()).unwrap();
+                let own = pack_expert(&checkpoint, layer, expert, &ReadBuffers::new(&checkpoint)).unwrap();
                 for (mapped, own) in mapped.matrices().into_iter().zip(own.matrices()) {
                     assert_eq!((mapped.form(), mapped.elements()), (own.form(), own.elements()));
                     assert_eq!(mapped.scales(), own.scales());
@@ -87,7 +87,7 @@ fn a_placed_share_is_mapped_as_it_was_packed() {
     assert_eq!((found.local[0], found.local[1], found.local[last as usize]), (0, NOT_HERE, 1));
     assert_eq!(found.owners.of(ExpertId(last)).unwrap(), [Rank(0), Rank(1)]);
     for (&expert, mapped) in found.mine.iter().zip(&found.experts) {
-        let own = pack_expert(&checkpoint, layer, expert, &Mutex::default()).unwrap();
+        let own = pack_expert(&checkpoint, layer, expert, &ReadBuffers::new(&checkpoint)).unwrap();
         for (mapped, own) in mapped.matrices().into_iter().zip(own.matrices()) {
             assert_eq!(mapped.elements(), own.elements());
         }

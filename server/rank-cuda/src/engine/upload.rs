@@ -15,7 +15,7 @@ use super::weights::WeightsError;
 use crate::experts::{CudaExperts, PackOn, Uploader, bf16_parts, padded, upload_bytes};
 use expertd_model::{Checkpoint, GateTensors, ReadBuffer, ReadBytes};
 use expertd_rank::Progress;
-use expertd_rank::share::{ExpertShare, LoadProgress, weights};
+use expertd_rank::share::{ExpertShare, LoadProgress, ReadBuffers, weights};
 use expertd_types::{ExpertId, LayerId};
 
 /// Bytes of pinned memory that the lanes of a loader share, and of device memory while kernels pack.
@@ -56,10 +56,10 @@ impl Upload<'_> {
         // `[layers][routed, shared]`: whether an expert without block scales was found.
         let by_row: Vec<[AtomicBool; 2]> = layers.iter().map(|_| Default::default()).collect();
         let (next, has_failed) = (AtomicUsize::new(0), AtomicBool::new(false));
-        let read = Mutex::new(Vec::new());
+        let buffers = ReadBuffers::new(self.checkpoint);
         let lane = || {
             self.device.bind()?;
-            let mut buffer = ReadBuffer::default();
+            let mut buffer = buffers.take();
             let mut uploader =
                 Uploader::new(self.device, self.pool, spec.hidden, widest(spec), self.pack_on)?;
             while !has_failed.load(Ordering::Relaxed)
@@ -78,7 +78,7 @@ impl Upload<'_> {
                     }
                 }
             }
-            read.lock().unwrap_or_else(PoisonError::into_inner).push(buffer.total());
+            buffers.put_back(buffer);
             Ok(uploader.finish()?)
         };
         let lane = || lane().inspect_err(|_: &WeightsError| has_failed.store(true, Ordering::Relaxed));
@@ -101,7 +101,7 @@ impl Upload<'_> {
                 }
             }
         }
-        Ok(read.into_inner().unwrap_or_else(PoisonError::into_inner).into_iter().sum())
+        Ok(buffers.total())
     }
 
     /// The number of lanes for `jobs` experts.

@@ -1,22 +1,22 @@
-//! Prepared calls of a CUDA session: how they are described, enqueued on streams, and how they ended.
+//! Prepared calls of a CUDA session: how they are described and enqueued on streams.
 
 #![allow(unsafe_code, reason = "calls the CUDA driver")]
 
 use std::ffi::c_void;
 use std::mem::zeroed;
 use std::sync::PoisonError;
-use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUstream, CUstreamBatchMemOpParams, CUstreamBatchMemOpType};
+use expertd_types::DType;
 
 use super::CudaSession;
-use crate::client::{Receipt, SessionError};
+use crate::client::SessionError;
 use crate::cuda::driver::check;
 use crate::cuda::wire::{
     DONE, MAX_PREPARE_FRAME, PENDING, PrepareReply, PreparedCall, Ring, RoutingLayout, SEEN,
 };
 use crate::socket;
-use crate::wire::{CompletionRecord, RequestRecord, frame};
+use crate::wire::{RequestRecord, frame};
 
 /// A prepared call of a [`CudaSession`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +27,66 @@ pub struct Prepared {
     max_rows: u32,
     flags: u32,
     k: u32,
-    places: RoutingPlaces,
+    dtype: DType,
+    /// Places of rows and output in the session's memory.
+    rows: u64,
+    output: u64,
+    /// `None` if a [`Lane`](crate::cuda::Lane) brings what the call carries.
+    places: Option<RoutingPlaces>,
+}
+
+impl Prepared {
+    /// Largest number of rows of a call.
+    #[must_use]
+    pub const fn max_rows(&self) -> u32 {
+        self.max_rows
+    }
+
+    /// Element type of the rows.
+    #[must_use]
+    pub const fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Experts per token of given or returned routing.
+    #[must_use]
+    pub const fn k(&self) -> u32 {
+        self.k
+    }
+
+    /// Flags of a [`RequestRecord`].
+    #[must_use]
+    pub const fn flags(&self) -> u32 {
+        self.flags
+    }
+
+    const fn has(&self, flag: u32) -> bool {
+        self.flags & flag != 0
+    }
+
+    /// Whether the call carries ids and weights.
+    #[must_use]
+    pub const fn has_given_routing(&self) -> bool {
+        self.has(RequestRecord::GIVEN_ROUTING)
+    }
+
+    /// Whether the call returns ids and weights.
+    #[must_use]
+    pub const fn returns_routing(&self) -> bool {
+        self.has(RequestRecord::RETURN_ROUTING)
+    }
+}
+
+/// Addresses on the GPU of what a call uses.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::cuda) struct CallPlaces {
+    pub(in crate::cuda) rows: CUdeviceptr,
+    pub(in crate::cuda) output: CUdeviceptr,
+    /// The doorbell's routing area.
+    pub(in crate::cuda) routing: CUdeviceptr,
+    /// The doorbell's completion words.
+    pub(in crate::cuda) words: CUdeviceptr,
+    pub(in crate::cuda) word_count: u32,
 }
 
 /// Places of a call's routing in the session's memory, in bytes. A call uses those that its flags name. Returned routing overwrites
@@ -42,58 +101,6 @@ pub struct RoutingPlaces {
     pub token_ids: u64,
 }
 
-/// How the calls of a doorbell ended.
-#[derive(Clone, Debug)]
-pub struct DoorbellStatus {
-    /// Number of calls that ended.
-    pub calls: u64,
-    /// Number of calls that failed.
-    pub failures: u64,
-    /// How the last call was computed, if it was answered.
-    pub last: Option<Receipt>,
-    /// Why the last call that failed did.
-    pub last_failure: Option<CallFailure>,
-}
-
-/// Why a call failed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CallFailure {
-    /// Number of the call, from 1, among the doorbell's calls.
-    pub call: u64,
-    /// Code of gRPC.
-    pub code: u32,
-    /// The service's sentence.
-    pub message: String,
-    /// When a retry can succeed, if the service said so.
-    pub retry_after: Option<Duration>,
-    /// The service's name for the cause; empty if it gave none.
-    pub reason: String,
-    /// Names of invalid fields.
-    pub fields: Vec<String>,
-}
-
-impl CallFailure {
-    fn of(record: &CompletionRecord) -> Self {
-        let after = Duration::from_nanos(record.retry_after_ns);
-        let (reason, fields) = record.reason();
-        CallFailure {
-            call: record.call,
-            code: record.code,
-            message: record.text(),
-            retry_after: (!after.is_zero()).then_some(after),
-            reason,
-            fields,
-        }
-    }
-}
-
-impl From<CallFailure> for SessionError {
-    fn from(failure: CallFailure) -> Self {
-        let CallFailure { code, message, retry_after, reason, fields, .. } = failure;
-        SessionError::Status { code, message, retry_after, reason, fields }
-    }
-}
-
 impl CudaSession {
     /// Describes calls to the service, which checks them. Prepared calls live as long as the session. Calls that carry routing or token
     /// ids need [`prepare_routed`](Self::prepare_routed).
@@ -105,7 +112,25 @@ impl CudaSession {
             let reason = format!("call {index} carries routing or token ids and has no places for them");
             return Err(SessionError::NotPrepared { reason });
         }
-        self.describe(calls, |_| RoutingPlaces::default())
+        self.describe(calls, |_| Some(RoutingPlaces::default()))
+    }
+
+    /// As [`prepare`](Self::prepare), for calls of a [`Lane`](crate::cuda::Lane), which copies routing and token ids from arrays of the
+    /// caller. Each call is of one lane, because its places for rows and output are.
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare), or if the doorbell's routing area is too small.
+    pub fn prepare_for_lane(&self, calls: &[PreparedCall]) -> Result<Vec<Prepared>, SessionError> {
+        let all = self.shared.control.routing_bytes();
+        for (index, call) in calls.iter().enumerate() {
+            let needed = RoutingLayout::new(call.flags, call.max_rows, call.k).bytes;
+            if needed > all {
+                let reason =
+                    format!("call {index} carries {needed} bytes, and the session was opened with {all}");
+                return Err(SessionError::NotPrepared { reason });
+            }
+        }
+        self.describe(calls, |_| None)
     }
 
     /// As [`prepare`](Self::prepare), for calls that carry ids and weights ([`GIVEN_ROUTING`](RequestRecord::GIVEN_ROUTING)), return
@@ -137,14 +162,15 @@ impl CudaSession {
             }
         }
         let records: Vec<PreparedCall> = calls.iter().map(|(call, _)| *call).collect();
-        self.describe(&records, |index| calls[index].1)
+        self.describe(&records, |index| Some(calls[index].1))
     }
 
     fn describe(
         &self,
         calls: &[PreparedCall],
-        places: impl Fn(usize) -> RoutingPlaces,
+        places: impl Fn(usize) -> Option<RoutingPlaces>,
     ) -> Result<Vec<Prepared>, SessionError> {
+        let dtypes: Vec<DType> = calls.iter().map(|call| dtype(call.dtype)).collect::<Result<_, _>>()?;
         let replies = self.replies.lock().unwrap_or_else(PoisonError::into_inner);
         let mut prepared = Vec::with_capacity(calls.len());
         for part in calls.chunks(MAX_PREPARE_FRAME / size_of::<PreparedCall>()) {
@@ -162,10 +188,10 @@ impl CudaSession {
                 return Err(SessionError::NotPrepared { reason: String::from_utf8_lossy(text).into_owned() });
             }
             for (call, number) in part.iter().zip(head.first..) {
-                let PreparedCall { max_rows, flags, k, .. } = *call;
-                let places = places(prepared.len());
+                let PreparedCall { max_rows, flags, k, rows, output, .. } = *call;
+                let (dtype, places) = (dtypes[prepared.len()], places(prepared.len()));
                 let session = self.opened.session;
-                prepared.push(Prepared { session, number, max_rows, flags, k, places });
+                prepared.push(Prepared { session, number, max_rows, flags, k, dtype, rows, output, places });
             }
         }
         Ok(prepared)
@@ -189,6 +215,37 @@ impl CudaSession {
         rows: u32,
         stream: *mut c_void,
     ) -> Result<(), SessionError> {
+        self.check_call(&call, doorbell, rows)?;
+        let carried = self.carried(call, doorbell, rows)?;
+        let _entered = self.gpu.enter()?;
+        let stream: CUstream = stream.cast();
+        // SAFETY: the addresses are in the control region and in the session's memory (checked by `prepare_routed`, and by the service
+        // for the routing area), which stay registered and mapped until the session is dropped; the caller vouches for the stream.
+        unsafe {
+            for (host, device, bytes) in carried.read {
+                if bytes > 0 {
+                    let copied = sys::cuMemcpyDtoHAsync_v2(host.cast(), device, bytes, stream);
+                    check("cuMemcpyDtoHAsync", copied)?;
+                }
+            }
+            self.start(&call, doorbell, rows, stream)?;
+            for (host, device, bytes) in carried.returned {
+                if bytes > 0 {
+                    let copied = sys::cuMemcpyHtoDAsync_v2(device, host.cast(), bytes, stream);
+                    check("cuMemcpyHtoDAsync", copied)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the session is open, and that it has this call and this doorbell.
+    pub(in crate::cuda) fn check_call(
+        &self,
+        call: &Prepared,
+        doorbell: u32,
+        rows: u32,
+    ) -> Result<(), SessionError> {
         self.shared.check()?;
         if call.session != self.opened.session {
             let (other, own) = (call.session, self.opened.session);
@@ -206,95 +263,84 @@ impl CudaSession {
                 "the session has {of} doorbells; there is no doorbell {doorbell}"
             )));
         }
-        let control = &self.shared.control;
-        let words: Vec<CUdeviceptr> = (0..control.words_each())
-            .map(|word| self.signals + control.word_offset(doorbell, word) as u64)
-            .collect();
-        let bell = self.signals + control.doorbell_offset(doorbell) as u64;
-        let ring = Ring { prepared: call.number, rows };
-        let mut operations: Vec<CUstreamBatchMemOpParams> = Vec::with_capacity(2 * words.len() + 2);
-        operations.extend(words.iter().map(|&word| write_32(word, PENDING)));
-        operations.push(write_64(bell, ring.to_word()));
-        operations.extend(words.iter().map(|&word| wait_32(word, DONE)));
-        operations.push(write_32(self.signals + control.seen_offset(doorbell) as u64, SEEN));
-        let _entered = self.gpu.enter()?;
-        let stream: CUstream = stream.cast();
-        // SAFETY: the addresses are in the control region and in the session's memory (checked by `prepare_routed`, and by the service
-        // for the routing area), which stay registered and mapped until the session is dropped; the caller vouches for the stream.
-        unsafe {
-            let carried = self.carried(call, doorbell, rows);
-            for (host, device, bytes) in carried.read {
-                if bytes > 0 {
-                    let copied = sys::cuMemcpyDtoHAsync_v2(host.cast(), device, bytes, stream);
-                    check("cuMemcpyDtoHAsync", copied)?;
-                }
-            }
-            let count = operations.len() as u32;
-            let status = sys::cuStreamBatchMemOp_v2(stream, count, operations.as_mut_ptr(), 0);
-            check("cuStreamBatchMemOp", status)?;
-            for (host, device, bytes) in carried.returned {
-                if bytes > 0 {
-                    let copied = sys::cuMemcpyHtoDAsync_v2(device, host.cast(), bytes, stream);
-                    check("cuMemcpyHtoDAsync", copied)?;
-                }
-            }
-        }
         Ok(())
     }
 
+    /// Enqueues the operations that start a call and wait for its end.
+    ///
+    /// # Safety
+    /// The GPU's context is current, `stream` is a live stream of it, and [`check_call`](Self::check_call) passed.
+    pub(in crate::cuda) unsafe fn start(
+        &self,
+        call: &Prepared,
+        doorbell: u32,
+        rows: u32,
+        stream: CUstream,
+    ) -> Result<(), SessionError> {
+        let control = &self.shared.control;
+        let words =
+            (0..control.words_each()).map(|word| self.signals + control.word_offset(doorbell, word) as u64);
+        let bell = self.signals + control.doorbell_offset(doorbell) as u64;
+        let ring = Ring { prepared: call.number, rows };
+        let mut operations: Vec<CUstreamBatchMemOpParams> = Vec::with_capacity(2 * words.len() + 2);
+        operations.extend(words.clone().map(|word| write_32(word, PENDING)));
+        operations.push(write_64(bell, ring.to_word()));
+        operations.extend(words.map(|word| wait_32(word, DONE)));
+        operations.push(write_32(self.signals + control.seen_offset(doorbell) as u64, SEEN));
+        let count = operations.len() as u32;
+        // SAFETY: the addresses are in the control region, which stays registered until the session is dropped; the caller vouches for
+        // the stream.
+        let status = unsafe { sys::cuStreamBatchMemOp_v2(stream, count, operations.as_mut_ptr(), 0) };
+        check("cuStreamBatchMemOp", status)
+    }
+
+    /// Addresses of what a call uses.
+    pub(in crate::cuda) fn call_places(&self, call: &Prepared, doorbell: u32) -> CallPlaces {
+        let control = &self.shared.control;
+        let area = control.routing_offset(doorbell) as u64;
+        CallPlaces {
+            rows: self.memory.address() + call.rows,
+            output: self.memory.address() + call.output,
+            routing: self.signals + area,
+            words: self.signals + control.word_offset(doorbell, 0) as u64,
+            word_count: control.words_each(),
+        }
+    }
+
     /// The copies of what a call carries.
-    fn carried(&self, call: Prepared, doorbell: u32, rows: u32) -> Carried {
+    fn carried(&self, call: Prepared, doorbell: u32, rows: u32) -> Result<Carried, SessionError> {
         let layout = RoutingLayout::new(call.flags, rows, call.k);
+        let places = match call.places {
+            Some(places) => places,
+            None if layout.bytes == 0 => RoutingPlaces::default(),
+            None => {
+                let text = "the call was prepared for a lane, which brings its routing".to_owned();
+                return Err(SessionError::Device(text));
+            }
+        };
         let area = self.shared.control.routing_area(doorbell).cast::<u8>();
         let copy = |has: bool, offset: usize, place: u64, bytes: usize| {
             let bytes = if has { bytes } else { 0 };
             (area.wrapping_add(offset), self.memory.address() + place, bytes)
         };
-        let has = |flag| call.flags & flag != 0;
+        let has = |flag| call.has(flag);
         let routing = |flag| {
             [
-                copy(has(flag), 0, call.places.ids, layout.routing_bytes),
-                copy(has(flag), layout.weights, call.places.weights, layout.routing_bytes),
+                copy(has(flag), 0, places.ids, layout.routing_bytes),
+                copy(has(flag), layout.weights, places.weights, layout.routing_bytes),
             ]
         };
         let [ids, weights] = routing(RequestRecord::GIVEN_ROUTING);
-        let token_ids = copy(true, layout.token_ids, call.places.token_ids, layout.token_bytes);
-        Carried { read: [ids, weights, token_ids], returned: routing(RequestRecord::RETURN_ROUTING) }
+        let token_ids = copy(true, layout.token_ids, places.token_ids, layout.token_bytes);
+        Ok(Carried { read: [ids, weights, token_ids], returned: routing(RequestRecord::RETURN_ROUTING) })
     }
+}
 
-    /// How the calls of a doorbell ended. A call that is in flight counts once its words are raised. The service writes the status
-    /// of an answered call a few microseconds after a rank has raised its words; this waits for it.
-    ///
-    /// # Errors
-    /// If the session has ended; calls that were in flight have no output then.
-    pub fn status(&self, doorbell: u32) -> Result<DoorbellStatus, SessionError> {
-        self.shared.check()?;
-        if doorbell >= self.opened.doorbells {
-            return Err(SessionError::Device(format!("there is no doorbell {doorbell}")));
-        }
-        let control = &self.shared.control;
-        let (ended, began) = (control.number(doorbell), Instant::now());
-        let record = loop {
-            let record = control.status(doorbell);
-            let record = record
-                .ok_or_else(|| SessionError::Protocol("a status that changes without end".to_owned()))?;
-            if record.calls >= ended {
-                break record;
-            }
-            self.shared.check()?;
-            let waited = began.elapsed();
-            if waited > self.timeout {
-                return Err(SessionError::TimedOut { waited });
-            }
-            std::hint::spin_loop();
-        };
-        Ok(DoorbellStatus {
-            calls: record.calls,
-            failures: record.failures,
-            last: (record.calls > 0 && record.last.code == 0).then(|| Receipt::from(&record.last)),
-            last_failure: (record.failures > 0).then(|| CallFailure::of(&record.last_failure)),
-        })
-    }
+/// The element type that a record names.
+fn dtype(number: u32) -> Result<DType, SessionError> {
+    DType::from_code(number).ok_or_else(|| SessionError::NotPrepared {
+        reason: format!("element type {number}; expected 1 (bf16), 2 (f16) or 3 (f32)"),
+    })
 }
 
 /// Copies of a call: address in the routing area, address on the GPU, bytes. Copies of 0 bytes are left out.

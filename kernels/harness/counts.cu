@@ -1,0 +1,134 @@
+// Times the expert kernel for given numbers of rows per expert.
+//
+//   counts MODEL EXPERTS FILE [rounds] [window rows]
+//
+// Each line of FILE is a launch: a label and the number of rows of each of EXPERTS experts. The launches of a label are one graph; labels
+// take turns, `rounds` times (default 3). An expert's rows are different rows of the window (default 4096 rows), in ascending order.
+// Prints the median and the range of the rounds, in microseconds per launch.
+//
+// README.md in this folder says how to build `experts`; this program takes the place of harness/experts.cu.
+#include <fstream>
+#include <map>
+#include <sstream>
+
+#include "bench.cuh"
+
+namespace {
+
+using Counts = std::vector<int>;
+
+struct Launches {
+    std::string label;
+    std::vector<Counts> counts;
+};
+
+std::vector<Launches> read_launches(const char* path, int experts) {
+    std::vector<Launches> all;
+    std::ifstream in(path);
+    for (std::string line; std::getline(in, line);) {
+        std::istringstream words(line);
+        std::string label;
+        words >> label;
+        Counts counts;
+        for (int n; words >> n;) counts.push_back(n);
+        if (int(counts.size()) != experts) {
+            std::printf("%s: expected %d counts after `%s`, found %zu\n", path, experts, label.c_str(), counts.size());
+            std::exit(64);
+        }
+        if (all.empty() || all.back().label != label) all.push_back({label, {}});
+        all.back().counts.push_back(counts);
+    }
+    return all;
+}
+
+Routing routing_of(const Counts& counts, int window, std::mt19937& rng) {
+    Routing r;
+    r.offsets.push_back(0);
+    r.window_rows = window;
+    std::vector<int> rows(window);
+    for (int i = 0; i < window; i++) rows[i] = i;
+    for (int n : counts) {
+        for (int i = 0; i < n; i++) std::swap(rows[i], rows[i + rng() % (window - i)]);
+        std::vector<int> mine(rows.begin(), rows.begin() + n);
+        std::sort(mine.begin(), mine.end());
+        for (int row : mine) r.rows.push_back(row), r.weights.push_back(0.1f);
+        r.offsets.push_back(int(r.rows.size()));
+        r.active += n > 0;
+    }
+    return r;
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    const Model* model = nullptr;
+    for (const Model& m : MODELS) {
+        if (argc > 3 && std::strcmp(m.name, argv[1]) == 0) model = &m;
+    }
+    if (model == nullptr) {
+        std::printf("usage: counts MODEL EXPERTS FILE [rounds] [window rows]; models as for `experts`\n");
+        return 64;
+    }
+    CHECK(expertd_experts_setup());
+    const Model& m = *model;
+    const int experts = std::atoi(argv[2]), rounds = argc > 4 ? std::atoi(argv[4]) : 3, window = argc > 5 ? std::atoi(argv[5]) : 4096;
+    const std::vector<Launches> all = read_launches(argv[3], experts);
+    constexpr int LAYERS = 3;
+    std::vector<Layer> layers;
+    std::vector<ExpertdLayerWeights> views;
+    std::vector<uint32_t> indices;
+    for (int i = 0; i < LAYERS; i++) layers.emplace_back(m, experts, false, 128), indices.push_back(i);
+    for (auto& l : layers) views.push_back(l.view);
+    Buffer<ExpertdLayerWeights> table(views);
+    Buffer<uint32_t> layer_indices(indices), state(expertd_experts_state_words(experts));
+    CHECK(cudaMemset(state.data, 0, state.count * 4));
+    cudaStream_t stream;
+    CHECK(cudaStreamCreate(&stream));
+
+    int most = 0;
+    for (const Launches& l : all) {
+        for (const Counts& counts : l.counts) {
+            int sum = 0;
+            for (int n : counts) sum += n;
+            most = std::max(most, sum);
+        }
+    }
+    auto x = random_buffer<bf16>(size_t(window) * m.hidden, 1.0f);
+    const int panel_rows = panel_rows_for(most, experts);
+    Buffer<bf16> y(size_t(most) * m.hidden), h(size_t(panel_rows) * m.inter), x_panels(size_t(panel_rows) * m.hidden);
+    const ScaleWorkspace scales(m, panel_rows);
+    const Fp8Rows quantised(x, m.hidden, false);
+    std::mt19937 rng(7);
+    Timer timer;
+    std::map<std::string, std::vector<double>> times;
+    for (int round = 0; round < rounds; round++) {
+        for (const Launches& l : all) {
+            std::vector<DeviceRouting> device;
+            for (const Counts& counts : l.counts) device.emplace_back(routing_of(counts, window, rng));
+            cudaGraph_t graph;
+            cudaGraphExec_t exec;
+            CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+            for (size_t i = 0; i < device.size(); i++) {
+                ExpertdExpertsParams p = parameters(m, experts);
+                p.limit = 7.0f;
+                p.layers = table.data, p.layer = layer_indices.data + i % LAYERS;
+                p.expert_offsets = device[i].offsets.data, p.row_index = device[i].rows.data, p.row_weight = device[i].weights.data;
+                p.x = x.data, p.y = y.data, p.h = h.data, p.x_panels = x_panels.data, p.state = state.data, p.panel_rows = panel_rows;
+                p.x_scales = scales.x.data, p.h_scales = scales.h.data;
+                if (m.format == EXPERTD_W8A8) p.x = quantised.data.data, p.x_stride = quantised.stride, p.x_format = EXPERTD_ROWS_FP8;
+                CHECK(expertd_experts_launch(&p, stream));
+            }
+            CHECK(cudaStreamEndCapture(stream, &graph));
+            CHECK(cudaGraphInstantiate(&exec, graph, 0));
+            times[l.label].push_back(timer.replay(exec, stream, 12) * 1e3 / device.size());
+            CHECK(cudaGraphExecDestroy(exec));
+            CHECK(cudaGraphDestroy(graph));
+        }
+    }
+    for (const Launches& l : all) {
+        std::vector<double>& us = times[l.label];
+        std::sort(us.begin(), us.end());
+        std::printf("%-28s %8.1f us (%.1f .. %.1f)\n", l.label.c_str(), us[us.size() / 2], us.front(), us.back());
+    }
+    return 0;
+}

@@ -1,0 +1,107 @@
+//! How the calls of a doorbell ended.
+
+use std::time::{Duration, Instant};
+
+use super::CudaSession;
+use crate::client::{Receipt, SessionError};
+use crate::wire::CompletionRecord;
+
+/// How the calls of a doorbell ended.
+#[derive(Clone, Debug)]
+pub struct DoorbellStatus {
+    /// Number of calls that ended.
+    pub calls: u64,
+    /// Number of calls that failed.
+    pub failures: u64,
+    /// How the last call was computed, if it was answered.
+    pub last: Option<Receipt>,
+    /// Why the last call that failed did.
+    pub last_failure: Option<CallFailure>,
+}
+
+/// Why a call failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CallFailure {
+    /// Number of the call, from 1, among the doorbell's calls.
+    pub call: u64,
+    /// Code of gRPC.
+    pub code: u32,
+    /// The service's sentence.
+    pub message: String,
+    /// When a retry can succeed, if the service said so.
+    pub retry_after: Option<Duration>,
+    /// The service's name for the cause; empty if it gave none.
+    pub reason: String,
+    /// Names of invalid fields.
+    pub fields: Vec<String>,
+}
+
+impl CallFailure {
+    fn of(record: &CompletionRecord) -> Self {
+        let after = Duration::from_nanos(record.retry_after_ns);
+        let (reason, fields) = record.reason();
+        CallFailure {
+            call: record.call,
+            code: record.code,
+            message: record.text(),
+            retry_after: (!after.is_zero()).then_some(after),
+            reason,
+            fields,
+        }
+    }
+}
+
+impl From<CallFailure> for SessionError {
+    fn from(failure: CallFailure) -> Self {
+        let CallFailure { code, message, retry_after, reason, fields, .. } = failure;
+        SessionError::Status { code, message, retry_after, reason, fields }
+    }
+}
+
+impl CudaSession {
+    /// How the calls of a doorbell ended. A call that is in flight counts once its words are raised. The service writes the status
+    /// of an answered call a few microseconds after a rank has raised its words; this waits for it.
+    ///
+    /// # Errors
+    /// If the session has ended; calls that were in flight have no output then.
+    pub fn status(&self, doorbell: u32) -> Result<DoorbellStatus, SessionError> {
+        self.shared.check()?;
+        if doorbell >= self.opened.doorbells {
+            return Err(SessionError::Device(format!("there is no doorbell {doorbell}")));
+        }
+        let control = &self.shared.control;
+        let (ended, began) = (control.number(doorbell), Instant::now());
+        let record = loop {
+            let record = control.status(doorbell);
+            let record = record
+                .ok_or_else(|| SessionError::Protocol("a status that changes without end".to_owned()))?;
+            if record.calls >= ended {
+                break record;
+            }
+            self.shared.check()?;
+            let waited = began.elapsed();
+            if waited > self.timeout {
+                return Err(SessionError::TimedOut { waited });
+            }
+            std::hint::spin_loop();
+        };
+        Ok(DoorbellStatus {
+            calls: record.calls,
+            failures: record.failures,
+            last: (record.calls > 0 && record.last.code == 0).then(|| Receipt::from(&record.last)),
+            last_failure: (record.failures > 0).then(|| CallFailure::of(&record.last_failure)),
+        })
+    }
+
+    /// Whether a call of a doorbell failed after the first `known` failures; waits as [`status`](Self::status) does.
+    pub(in crate::cuda) fn has_failed(&self, doorbell: u32, known: u64) -> Result<bool, SessionError> {
+        self.shared.check()?;
+        let control = &self.shared.control;
+        // The usual case copies no records.
+        let ended = control.number(doorbell);
+        match control.counts(doorbell) {
+            Some((calls, failures)) if calls >= ended => Ok(failures > known),
+            _ => Ok(self.status(doorbell)?.failures > known),
+        }
+    }
+}
