@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the content of an image as Kubernetes does: an unprivileged user, a read-only root, only /run/expertd writable; and
-# compares the answers with recorded ones. Needs root, no daemon.
+# Runs the content of an image as Kubernetes does: an unprivileged user, a read-only root, only /run/expertd and /dev/shm
+# writable; and compares the answers with recorded ones. Needs root, no daemon.
 #
 # Usage: scripts/try_image.sh [--gpus N] IMAGE [FAMILY]
 #   --gpus N  one rank on each of N GPUs; the driver's libraries and devices come from this machine, as a container
@@ -28,7 +28,7 @@ mount --bind "$root" "$root"
 mount --bind "$model" "$root/model"
 mount -t proc proc "$root/proc"
 mount -t tmpfs -o uid=10001,gid=10001,mode=0700 tmpfs "$root/run/expertd"
-mount -t tmpfs tmpfs "$root/dev"
+mount -t tmpfs -o mode=0755 tmpfs "$root/dev"
 mkdir -m 1777 "$root/dev/shm"
 devices=(/dev/null /dev/zero /dev/urandom)
 settings=(PATH=/usr/local/bin:/usr/bin:/bin EXPERTD_ADMIN_LISTEN=unix:/run/expertd/admin.sock EXPERTD_MODEL=/model
@@ -41,7 +41,7 @@ else
     tolerance=1e-2
     settings+=(EXPERTD_RANKS="$gpus" EXPERTD_DEVICE=cuda EXPERTD_NCCL=/usr/local/lib/libnccl.so.2 LD_LIBRARY_PATH=/driver)
     mount --rbind /sys "$root/sys"
-    mount -t tmpfs tmpfs "$root/driver"
+    mount -t tmpfs -o mode=0755 tmpfs "$root/driver"
     for name in libcuda.so.1 libnvidia-ml.so.1 libnvidia-ptxjitcompiler.so.1; do
         file=$(ldconfig -p | awk -v name="$name" '$1 == name { print $NF; exit }')
         if [ -n "$file" ]; then cp "$(realpath "$file")" "$root/driver/$name"; fi
