@@ -36,6 +36,7 @@ uint64_t lay_out(Group& g) {
     g.dispatch_flags = place(ranks * kMaxBlocks * 8);
     g.combine_flags = place(ranks * kMaxBlocks * kMaxChunks * 8);
     g.meet_flags = place(ranks * 8);
+    g.written_flags = place(ranks * 8);
     g.counts = place(ranks * 4);
     g.ids = place(rows * g.top_k * 4);
     g.weights = place(rows * g.top_k * 4);
@@ -48,6 +49,28 @@ double median(std::vector<double> v) {
     if (v.empty()) return 0;
     std::nth_element(v.begin(), v.begin() + v.size() / 2, v.end());
     return v[v.size() / 2];
+}
+
+// Number of chosen experts that are not among a row's best by logits in f64. Sums in f32 exchange a few that are close.
+int wrong_choices(const Model& m, const bf16* rows, const std::vector<bf16>& weight, const int32_t* ids, int tokens) {
+    int wrong = 0;
+    for (int t = 0; t < tokens; t++) {
+        std::vector<double> logits(m.experts, 0.0);
+        for (int e = 0; e < m.experts; e++) {
+            for (int i = 0; i < m.hidden; i++) {
+                logits[e] += double(float(rows[size_t(t) * m.hidden + i])) * double(float(weight[size_t(e) * m.hidden + i]));
+            }
+        }
+        std::vector<double> sorted = logits;
+        std::sort(sorted.begin(), sorted.end());
+        const double least = sorted[m.experts - m.k] - 1e-3;
+        for (int j = 0; j < m.k; j++) {
+            const int id = ids[t * m.k + j];
+            const bool twice = std::find(ids + t * m.k, ids + t * m.k + j, id) != ids + t * m.k + j;
+            wrong += id < 0 || id >= m.experts || twice || logits[id] < least;
+        }
+    }
+    return wrong;
 }
 
 uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
@@ -120,7 +143,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
     mlp.tile_rows = tile_rows;
     CombineParams combine{g, y.data, position.data, ids.data, nullptr, places.data, out.data, experts_done.device};
     CopyOutParams back{};
-    back.state = state.data, back.out = out.data, back.topk_ids = ids.data, back.topk_weights = weights.data;
+    back.group = g, back.out = out.data, back.topk_ids = ids.data, back.topk_weights = weights.data;
     back.places = places.data, back.assignments = offsets.data + local;
     back.staged_ids = staged_ids.device, back.staged_weights = staged_weights.device, back.completion = completion.device;
     back.hidden = m.hidden, back.top_k = m.k, back.max_tokens = max_tokens;
@@ -157,10 +180,15 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
                                  "combine end", "copy_out begin", "copy_out end", "host", "gate-combine", "phases"};
     std::vector<double> stamps[STAMPS];
     double active = 0;
+    std::vector<std::vector<bf16>> gate_weights;
+    const bool check = std::getenv("STEP_CHECK") != nullptr;
+    for (const auto& weight : gates) gate_weights.push_back(check ? weight.read() : std::vector<bf16>());
+    int wrong = 0;
     for (int step = 1; step <= steps; step++) {
         *request.host = {uint64_t(step), uint32_t(tokens), uint32_t(step % layer_count), 0, kBf16, 1, 0};
         *segments.host = {0, 0, 0, uint32_t(tokens), kBf16, kSharedExperts, 0, 0};
-        std::memcpy(staged.host, pool.data() + rng() % (pool.size() - size_t(tokens) * m.hidden), size_t(tokens) * m.hidden * 2);
+        const bf16* staged_rows = pool.data() + rng() % (pool.size() - size_t(tokens) * m.hidden);
+        std::memcpy(staged.host, staged_rows, size_t(tokens) * m.hidden * 2);
         if (ranks > 1) { // the peers have already sent
             std::vector<uint64_t> flags(size_t(ranks) * kMaxBlocks * kMaxChunks, 0);
             const uint64_t flag = g.generation | uint64_t(step);
@@ -201,6 +229,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
         CHECK(cudaStreamSynchronize(stream));
         const Completion& done = *completion.host;
         if (done.error != 0) std::printf("error %x\n", done.error), std::exit(1);
+        if (check) wrong += wrong_choices(m, staged_rows, gate_weights[step % layer_count], staged_ids.host, tokens);
         if (step <= steps / 5) continue;
         const double zero = double(done.begin_ns[kCopyIn]);
         auto us = [&](uint64_t ns) { return (double(ns) - zero) / 1e3; };
@@ -221,6 +250,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
     const double floor = active * expert_bytes / HBM * 1e6;
     std::printf("%s ranks %d tokens %d rows %d: %.1f experts, weights %.1f us |", m.name, ranks, tokens, tile_rows, active, floor);
     for (int i = 0; i < STAMPS; i++) std::printf(" %s %.1f%s", names[i], median(stamps[i]), i + 1 < STAMPS ? "," : "\n");
+    if (check) std::printf("%d wrong choices\n", wrong);
     std::fflush(stdout);
     CHECK(cudaGraphExecDestroy(exec));
     CHECK(cudaGraphDestroy(graph));
