@@ -11,7 +11,7 @@ use rand::rngs::SmallRng;
 use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};
 
-use crate::faults::{Fault, Target, Victim, cause, threads};
+use crate::faults::{Fault, Lasting, Target, Victim, cause, threads};
 use crate::load::{Load, PATIENCE, is_ready};
 use crate::service::{Service, alive, eventually, loaders_of};
 
@@ -39,32 +39,61 @@ fn endure(
     fault: Fault,
 ) -> std::io::Result<Option<Outcome>> {
     let Some(lasting) = cause(victim, fault)? else { return Ok(None) };
-    let begun = Instant::now();
-    let mut unready_before = false;
-    while begun.elapsed() < fault.time() {
-        lasting.let_end();
-        if let Some(status) = service.wait(Duration::from_millis(50)) {
-            let (code, after) = (status.code(), begun.elapsed());
-            return Ok(Some(Outcome::Ended { code, after, unready_before }));
-        }
-        unready_before |= !is_ready(&service.metrics);
+    let mut watch = Watch { service, load, begun: Instant::now(), unready_before: false };
+    let until = watch.begun + fault.time();
+    if let Some(ended) = watch.until(|_| Instant::now() >= until, Some(&lasting)) {
+        return Ok(Some(ended));
     }
-    let whole = victim.name == "router";
-    if !whole && fault != Fault::Pause {
-        // The service must serve while the fault lasts.
-        assert!(
-            load.goes_on(),
-            "{} {fault:?}: calls are not answered, and the service does not end",
-            victim.name
-        );
+    // The service must serve while the fault lasts, unless it is that of the whole router.
+    if victim.name != "router" && fault != Fault::Pause {
+        let ended = watch.answers(Some(&lasting), &format!("{} {fault:?}", victim.name));
+        if ended.is_some() {
+            return Ok(ended);
+        }
     }
     drop(lasting);
-    assert!(
-        load.goes_on(),
-        "{} {fault:?}: no call is answered afterwards, and the service does not end",
-        victim.name
-    );
-    Ok(Some(Outcome::Unnoticed))
+    let ended = watch.answers(None, &format!("after {} {fault:?}", victim.name));
+    Ok(Some(ended.unwrap_or(Outcome::Unnoticed)))
+}
+
+/// A service that may end.
+struct Watch<'a> {
+    service: &'a mut Service,
+    load: &'a Load,
+    begun: Instant,
+    unready_before: bool,
+}
+
+impl Watch<'_> {
+    /// Watches the service until `over`; its end, if it ends before.
+    fn until(&mut self, over: impl Fn(&Load) -> bool, lasting: Option<&Lasting>) -> Option<Outcome> {
+        while !over(self.load) {
+            if let Some(lasting) = lasting {
+                lasting.let_end();
+            }
+            if let Some(status) = self.service.wait(Duration::from_millis(50)) {
+                let &mut Watch { begun, unready_before, .. } = self;
+                return Some(Outcome::Ended { code: status.code(), after: begun.elapsed(), unready_before });
+            }
+            self.unready_before |= !is_ready(&self.service.metrics);
+        }
+        None
+    }
+
+    /// Waits until a few calls that began after this one have been answered; the end of the service, if it ends before.
+    fn answers(&mut self, lasting: Option<&Lasting>, what: &str) -> Option<Outcome> {
+        let (before, begun) = (self.load.answered(), Instant::now());
+        self.until(
+            |load| {
+                assert!(
+                    begun.elapsed() < PATIENCE,
+                    "{what}: no call is answered, and the service does not end"
+                );
+                load.answered() >= before + 8
+            },
+            lasting,
+        )
+    }
 }
 
 /// Starts a reload, and waits for one of its loaders. `None`: it is over before a loader was seen.

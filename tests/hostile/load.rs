@@ -40,10 +40,15 @@ impl Load {
         load
     }
 
+    /// Number of calls that have been answered.
+    pub fn answered(&self) -> u64 {
+        self.answered.load(Ordering::Relaxed)
+    }
+
     /// Waits until a few calls that began after this one have been answered. `false`: they are not within [`PATIENCE`].
     pub fn goes_on(&self) -> bool {
-        let (before, begun) = (self.answered.load(Ordering::Relaxed), Instant::now());
-        while self.answered.load(Ordering::Relaxed) < before + 8 {
+        let (before, begun) = (self.answered(), Instant::now());
+        while self.answered() < before + 8 {
             if begun.elapsed() > PATIENCE {
                 return false;
             }

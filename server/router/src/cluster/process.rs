@@ -160,7 +160,7 @@ impl ChildProcess {
         let _ = send_with_fds(&self.socket, message, fds);
     }
 
-    /// Whether the process did not end although it was killed and [reaped](Self::reap); its memory is still mapped.
+    /// Whether the process did not end although it was killed and not reaped in time; its memory is still mapped.
     #[must_use]
     pub const fn is_left(&self) -> bool {
         self.is_left
@@ -192,7 +192,7 @@ impl ChildProcess {
         }
     }
 
-    /// Kills the process, even if it is stopped. Call [`reap`](Self::reap) afterwards.
+    /// Kills the process, even if it is stopped. `kill_and_reap` also waits for its end.
     pub fn kill(&mut self) {
         if let Some(child) = &mut self.child {
             let _ = child.kill();
