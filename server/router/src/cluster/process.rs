@@ -160,7 +160,7 @@ impl ChildProcess {
         let _ = send_with_fds(&self.socket, message, fds);
     }
 
-    /// Whether the process did not end although it was killed and not reaped in time; its memory is still mapped.
+    /// Whether the process was killed and did not end in time; its memory is still mapped.
     #[must_use]
     pub const fn is_left(&self) -> bool {
         self.is_left
