@@ -9,7 +9,7 @@
 //!
 //! The launches of a step are captured as graphs before the rank is ready: one graph for each class of layers, slot and
 //! [`Variant`]. Everything else that differs between steps is data in memory: the request in a mailbox, rows and segments in
-//! staging, weights in tables by layer. Steps whose k differs from the layer's are launched kernel by kernel.
+//! staging, weights in tables by layer. Steps whose k differs from the layer's, and steps in parts, are launched kernel by kernel.
 
 #![allow(unsafe_code, reason = "kernels work on memory that Rust only sees as addresses")]
 
