@@ -96,7 +96,7 @@ fn a_service_without_gpus_refuses_cuda_sessions() {
         assert!(text.contains("1 to 64 doorbells"), "{text}");
     }
     let text = refused(&host, &OpenCuda { memory_bytes: 1 << 40, ..OPEN }, memory);
-    assert!(text.contains("exceeds max-session-bytes"), "{text}");
+    assert!(text.contains("raise max-session-bytes"), "{text}");
     let text = refused(&host, &OpenCuda { version: VERSION + 1, ..OPEN }, memory);
     assert!(text.contains("this service version 1"), "{text}");
     // A byte without a descriptor.
