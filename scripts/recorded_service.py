@@ -15,13 +15,13 @@ import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "server/router/src/telemetry/page/status.html"
-# Every so many seconds.
+# The documents of a listener, with the seconds from one reading to the next.
 DOCUMENTS = {"metrics": 1, "status.json": 1, "experts.json": 4}
 TYPES = {"metrics": "text/plain; version=0.0.4", "status.json": "application/json", "experts.json": "application/json"}
 
 
 class Recorder:
-    """Reads the documents of the listener at `address` every second until it is saved."""
+    """Reads the documents of the listener at `address` until it is saved."""
 
     def __init__(self, address: str) -> None:
         self.address, self.texts = address, {}

@@ -245,7 +245,7 @@ impl ControlMemory {
     }
 
     /// Takes a ring of a doorbell that has `in_flight` calls in flight. Bytes that a client scribbles are a ring, too. Ranks raise words,
-    /// so the next ring may come before the router knows that the call before it has ended. Such a ring is taken, too, and says that it
+    /// so the next ring may come before the router knows that the call before it has ended. That ring is also taken, and says that it
     /// follows the end of that call; while more than one call is in flight it stays for a later poll. Any other ring during a call is
     /// taken, for the caller to refuse.
     #[must_use]
