@@ -29,7 +29,7 @@ fn rate(m: usize, count: usize, mut call: impl FnMut(usize)) -> f64 {
 
 fn pack(format: WeightFormat, data: &[u8]) -> PackedMatrix {
     let view =
-        MatrixView { format, data, rows: N, cols: K, row_stride: K, col_stride: 1, scales: Scales::None };
+        MatrixView { format, packing: Packing::Strided, data, rows: N, cols: K, row_stride: K, col_stride: 1, scales: Scales::None };
     PackedMatrix::pack(&view).expect("the matrix is valid")
 }
 
