@@ -1,6 +1,7 @@
 //! Products of packed rows with one panel of packed weights.
 #![allow(unsafe_code, reason = "calls kernels, which take pointers")]
 
+use super::groups::GroupLayout;
 use super::kernels::{KernelArgs, kernel};
 use super::packed::{K_BLOCK, PackedMatrix};
 use super::tiles::{Tiling, padded};
@@ -63,6 +64,7 @@ pub(crate) fn multiply(
                 scales: scales.get(scale_vector * width..).unwrap_or_default().as_ptr(),
                 scale_left: matrix.scale_blocks - first % matrix.scale_blocks,
                 scale_blocks: matrix.scale_blocks,
+                groups: matrix.groups.unwrap_or(GroupLayout::MX),
                 x: x.as_ptr(),
                 blocks,
                 acc: acc.as_mut_ptr(),

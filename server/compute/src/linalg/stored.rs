@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use super::groups::GroupLayout;
 use super::packed::PackedMatrix;
 use super::simd_level::SimdLevel;
 use super::storage::{SharedBytes, Storage};
@@ -27,6 +28,8 @@ pub struct PackedForm {
     pub interleaved: bool,
     /// Blocks of input features that share a vector of scales.
     pub scale_blocks: usize,
+    /// Scales within the blocks; `None` if the format has none.
+    pub groups: Option<GroupLayout>,
 }
 
 /// Stored bytes that are no packed matrix for this process.
@@ -49,6 +52,14 @@ pub enum StoredError {
         k: usize,
         /// Blocks per scale.
         scale_blocks: usize,
+    },
+    /// The scales within the blocks do not fit the format.
+    #[error("a packed matrix in {format} cannot have {found:?} as scales within its blocks")]
+    Groups {
+        /// Format of the elements.
+        format: WeightFormat,
+        /// What its form says.
+        found: Option<GroupLayout>,
     },
     /// The bytes do not fit the sizes.
     #[error(
@@ -77,6 +88,7 @@ impl PackedMatrix {
             k: self.k,
             interleaved: self.interleaved,
             scale_blocks: self.scale_blocks,
+            groups: self.groups,
         }
     }
 
@@ -102,7 +114,7 @@ impl PackedMatrix {
         elements: Range<usize>,
         scales: Range<usize>,
     ) -> Result<Self, StoredError> {
-        let PackedForm { level, format, n, k, interleaved, scale_blocks } = form;
+        let PackedForm { level, format, n, k, interleaved, scale_blocks, groups } = form;
         let active = SimdLevel::active();
         if level != active {
             return Err(StoredError::Level { found: level, expected: active });
@@ -110,6 +122,16 @@ impl PackedMatrix {
         let possible = |features: usize| (1..=MAX_FEATURES).contains(&features);
         if !possible(n) || !possible(k) || !possible(scale_blocks) {
             return Err(StoredError::Sizes { n, k, scale_blocks });
+        }
+        let needs_groups = matches!(
+            format,
+            WeightFormat::Mxfp4 | WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4
+        );
+        let possible = |groups: GroupLayout| {
+            groups.is_possible() && (format != WeightFormat::Mxfp8 || groups == GroupLayout::MX)
+        };
+        if groups.is_some() != needs_groups || !groups.is_none_or(possible) {
+            return Err(StoredError::Groups { format, found: groups });
         }
         let mut matrix = PackedMatrix {
             level,
@@ -120,6 +142,7 @@ impl PackedMatrix {
             data: Storage::empty(),
             scales: Storage::empty(),
             scale_blocks,
+            groups,
         };
         let wrong = |what, range: Range<usize>, expected| StoredError::Bytes {
             what,
@@ -130,11 +153,7 @@ impl PackedMatrix {
         let expected = matrix.panels() * matrix.panel_bytes();
         let data = Storage::shared(memory, elements.clone()).filter(|data| data.len() == expected);
         matrix.data = data.ok_or_else(|| wrong("elements", elements, expected))?;
-        let expected = if format == WeightFormat::Fp8E4m3 {
-            matrix.panels() * matrix.scale_vectors() * level.panel_width()
-        } else {
-            0
-        };
+        let expected = matrix.scale_count();
         let stored = Storage::shared(memory, scales.clone()).filter(|scales| scales.len() == expected);
         matrix.scales = stored.ok_or_else(|| wrong("scales", scales, expected * size_of::<f32>()))?;
         Ok(matrix)
