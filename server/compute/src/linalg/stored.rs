@@ -167,7 +167,7 @@ mod tests {
 
     use super::*;
     use crate::linalg::{AlignedBuffer, MatmulScratch, matmul};
-    use expertd_model::{MatrixView, Packing, Scales};
+    use expertd_model::{GroupScales, MatrixView, Packing, ScaleFormat, Scales};
 
     /// Memory with the elements of `matrix` at byte 64 and its scales behind them.
     fn stored(matrix: &PackedMatrix) -> (SharedBytes, Range<usize>, Range<usize>) {
@@ -201,17 +201,31 @@ mod tests {
             col_stride: 1,
             scales: Scales::Block { values: scales.into(), block_rows: 128, block_cols: 128 },
         };
-        let matrix = PackedMatrix::pack(&fp8).unwrap();
-        assert!(!matrix.scales().is_empty());
-        let (memory, elements, scales) = stored(&matrix);
-        let again = PackedMatrix::in_memory(matrix.form(), &memory, elements, scales).unwrap();
-        let rows: Vec<f32> = (0..m * k).map(|i| (i % 17) as f32 - 8.0).collect();
-        let product = |matrix: &PackedMatrix| {
-            let mut out = vec![f32::NAN; m * n];
-            matmul(&rows, matrix, &mut out, &mut MatmulScratch::new(k, 1), None);
-            out
+        // NVFP4: scales within the blocks, their factors apart.
+        let groups = GroupScales {
+            cols: 16,
+            format: ScaleFormat::Fp8E4m3,
+            data: &codes[..n * k.div_ceil(16)],
+            row_stride: k.div_ceil(16),
+            group_stride: 1,
+            factor: 0.75,
+            zeros: None,
         };
-        assert_eq!(product(&matrix), product(&again));
+        let nvfp4 =
+            MatrixView { format: WeightFormat::Nvfp4, scales: Scales::Groups(groups), ..fp8.clone() };
+        for view in [fp8, nvfp4] {
+            let matrix = PackedMatrix::pack(&view).unwrap();
+            assert!(!matrix.scales().is_empty());
+            let (memory, elements, scales) = stored(&matrix);
+            let again = PackedMatrix::in_memory(matrix.form(), &memory, elements, scales).unwrap();
+            let rows: Vec<f32> = (0..m * k).map(|i| (i % 17) as f32 - 8.0).collect();
+            let product = |matrix: &PackedMatrix| {
+                let mut out = vec![f32::NAN; m * n];
+                matmul(&rows, matrix, &mut out, &mut MatmulScratch::new(k, 1), None);
+                out
+            };
+            assert_eq!(product(&matrix), product(&again));
+        }
     }
 
     #[test]
@@ -247,6 +261,17 @@ mod tests {
         ));
         let huge = PackedForm { n: usize::MAX, ..form };
         assert!(matches!(read(huge, elements.clone(), scales.clone()), Err(StoredError::Sizes { .. })));
+        let groups = PackedForm { groups: Some(GroupLayout::MX), ..form };
+        assert!(matches!(read(groups, elements.clone(), scales.clone()), Err(StoredError::Groups { .. })));
+        for (format, groups) in [
+            (WeightFormat::Int4, None),
+            (WeightFormat::Nvfp4, Some(GroupLayout { per_block: 3, ..GroupLayout::MX })),
+            (WeightFormat::Nvfp4, Some(GroupLayout { per_block: 0, ..GroupLayout::MX })),
+            (WeightFormat::Mxfp8, Some(GroupLayout { zeros: true, ..GroupLayout::MX })),
+        ] {
+            let form = PackedForm { format, groups, ..form };
+            assert!(matches!(read(form, elements.clone(), scales.clone()), Err(StoredError::Groups { .. })));
+        }
         let other = SimdLevel::ALL.into_iter().find(|level| *level != SimdLevel::active()).unwrap();
         let level = PackedForm { level: other, ..form };
         assert!(matches!(read(level, elements, scales), Err(StoredError::Level { .. })));
