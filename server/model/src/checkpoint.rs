@@ -8,7 +8,7 @@ use super::plan::{LayerPlan, MlpPlan};
 use super::resolve::{Resolved, resolve};
 use super::store::Store;
 use super::{LayerChoice, ModelError, ModelSpec, MoeLayer};
-use crate::{MatrixView, ReadBuffer, Scales};
+use crate::{MatrixView, ReadBuffer};
 use expertd_types::{Coverage, ExpertId, LayerId, WeightFingerprint};
 
 /// A checkpoint in Hugging Face's layout, memory-mapped and checked by its headers. Weights are read from disk only
@@ -69,16 +69,14 @@ impl<'a> ExpertTensors<'a> {
         let mut slices = Vec::new();
         for matrix in &matrices {
             slices.push(matrix.data);
-            if let Scales::Mx { exponents, .. } = matrix.scales {
-                slices.push(exponents);
-            }
+            slices.extend(matrix.scales.mapped());
         }
         let mut copies = buffer.read(store, &slices)?.into_iter();
         let mut next = || copies.next().expect("each slice has a copy");
         for matrix in &mut matrices {
             matrix.data = next();
-            if let Scales::Mx { exponents, .. } = &mut matrix.scales {
-                *exponents = next();
+            for bytes in matrix.scales.mapped_mut() {
+                *bytes = next();
             }
         }
         Ok(self)

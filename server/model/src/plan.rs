@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use super::store::{Store, TensorId};
-use crate::{MatrixView, Scales, WeightFormat};
+use crate::{MatrixView, Packing, Scales, WeightFormat};
 
 /// A matrix inside a tensor.
 #[derive(Clone, Debug)]
@@ -105,15 +105,11 @@ impl VectorRef {
 
 impl MatrixRef {
     pub(super) fn view<'a>(&self, store: &'a Store) -> MatrixView<'a> {
-        let bits = match self.format {
-            WeightFormat::F32 => 32,
-            WeightFormat::F16 | WeightFormat::Bf16 => 16,
-            WeightFormat::Fp8E4m3 => 8,
-            WeightFormat::Mxfp4 => 4,
-        };
+        let bits = self.format.bits();
         let last = self.first + (self.rows - 1) * self.row_stride + (self.cols - 1) * self.col_stride;
         MatrixView {
             format: self.format,
+            packing: Packing::Strided,
             data: &store.bytes(self.tensor)[self.first * bits / 8..((last + 1) * bits).div_ceil(8)],
             rows: self.rows,
             cols: self.cols,
