@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use expertd_compute::experts::cpu::{CpuExpert, Workspace, WorkspaceSize, forward};
 use expertd_compute::experts::{Assignments, ExpertKind};
-use expertd_model::{Activation, ExpertWeights, MatrixView, Scales, WeightFormat, WeightOn};
+use expertd_model::{Activation, ExpertWeights, MatrixView, Packing, Scales, WeightFormat, WeightOn};
 use rand::seq::index::sample;
 use rand::{Rng, RngExt};
 
@@ -38,8 +38,12 @@ impl Projection {
             WeightFormat::Bf16 => {
                 (0..len).flat_map(|_| half::bf16::from_f32(value()).to_le_bytes()).collect()
             }
-            WeightFormat::Fp8E4m3 => (0..len).map(|_| rng.random::<u8>() & 0xbf).collect(),
-            WeightFormat::Mxfp4 => (0..len / 2).map(|_| rng.random()).collect(),
+            WeightFormat::Fp8E4m3 | WeightFormat::Mxfp8 => {
+                (0..len).map(|_| rng.random::<u8>() & 0xbf).collect()
+            }
+            WeightFormat::Mxfp4 | WeightFormat::Nvfp4 | WeightFormat::Int4 => {
+                (0..len / 2).map(|_| rng.random()).collect()
+            }
         };
         Projection { format, data, exponents: vec![119; len / 32] }
     }
@@ -56,6 +60,7 @@ impl Projection {
         };
         MatrixView {
             format: self.format,
+            packing: Packing::Strided,
             data: &self.data,
             rows,
             cols,

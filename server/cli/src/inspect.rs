@@ -166,6 +166,9 @@ fn format_name(format: WeightFormat) -> &'static str {
         WeightFormat::Bf16 => "bf16",
         WeightFormat::Fp8E4m3 => "FP8 e4m3 with scales",
         WeightFormat::Mxfp4 => "MXFP4",
+        WeightFormat::Mxfp8 => "MXFP8",
+        WeightFormat::Nvfp4 => "NVFP4",
+        WeightFormat::Int4 => "INT4 in groups",
     }
 }
 

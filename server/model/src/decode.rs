@@ -1,6 +1,6 @@
 //! Conversion of stored weight elements to values.
 
-use crate::{MatrixView, Scales, WeightFormat};
+use crate::{GroupScales, INT4_ZERO, MatrixView, ScaleFormat, Scales, WeightFormat};
 
 /// Magnitudes of FP4 e2m1, indexed by the low three bits of a code; the fourth bit is the sign.
 pub const FP4: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
@@ -38,9 +38,9 @@ pub fn e8m0_bf16(code: u8) -> u16 {
 }
 
 impl MatrixView<'_> {
-    /// Byte offset of element `(row, col)`; for MXFP4 its index in nibbles.
+    /// Index of element `(row, col)`, in elements.
     fn element(&self, row: usize, col: usize) -> usize {
-        row * self.row_stride + col * self.col_stride
+        self.packing.index(row, col, self.row_stride, self.col_stride)
     }
 
     /// The `N` bytes of element `(row, col)`.
@@ -53,7 +53,7 @@ impl MatrixView<'_> {
         *self.data[at..].first_chunk().expect("MatrixView::check covers all elements")
     }
 
-    /// The four bits of an MXFP4 element.
+    /// The four bits of an element of MXFP4, NVFP4 or INT4.
     #[must_use]
     pub fn nibble(&self, row: usize, col: usize) -> u8 {
         let at = self.element(row, col);
@@ -71,12 +71,30 @@ impl MatrixView<'_> {
         }
     }
 
-    /// The E8M0 exponent of an MXFP4 element.
+    /// The E8M0 exponent of an element of MXFP4 or MXFP8.
     #[must_use]
     pub fn exponent(&self, row: usize, col: usize) -> u8 {
         match &self.scales {
             Scales::Mx { exponents, row_stride } => exponents[row * row_stride + col / 32],
             _ => 127,
+        }
+    }
+
+    /// The scale of an element of INT4 or NVFP4, multiplied with the factor of its matrix.
+    #[must_use]
+    pub fn group_scale(&self, row: usize, col: usize) -> f32 {
+        match &self.scales {
+            Scales::Groups(scales) => scales.scale(row, col / scales.cols),
+            _ => 1.0,
+        }
+    }
+
+    /// The zero point of an INT4 element.
+    #[must_use]
+    pub fn zero_point(&self, row: usize, col: usize) -> u8 {
+        match &self.scales {
+            Scales::Groups(scales) => scales.zero_point(row, col / scales.cols),
+            _ => INT4_ZERO,
         }
     }
 
@@ -92,7 +110,52 @@ impl MatrixView<'_> {
                 let scale = f32::from_bits(u32::from(e8m0_bf16(self.exponent(row, col))) << 16);
                 fp4_e2m1(self.nibble(row, col)) * scale
             }
+            WeightFormat::Mxfp8 => {
+                let scale = f32::from_bits(u32::from(e8m0_bf16(self.exponent(row, col))) << 16);
+                fp8_e4m3(self.bits::<1>(row, col)[0]) * scale
+            }
+            WeightFormat::Nvfp4 => fp4_e2m1(self.nibble(row, col)) * self.group_scale(row, col),
+            WeightFormat::Int4 => {
+                let code = i16::from(self.nibble(row, col)) - i16::from(self.zero_point(row, col));
+                f32::from(code) * self.group_scale(row, col)
+            }
         }
+    }
+}
+
+impl GroupScales<'_> {
+    /// The scale of group `group` of row `row`, multiplied with the factor.
+    ///
+    /// # Panics
+    /// If [`MatrixView::check`] fails on the matrix of these scales.
+    #[must_use]
+    pub fn scale(&self, row: usize, group: usize) -> f32 {
+        let at = (row * self.row_stride + group * self.group_stride) * self.format.bytes();
+        let bytes = &self.data[at..];
+        let scale = match (self.format, bytes) {
+            (ScaleFormat::F32, &[a, b, c, d, ..]) => f32::from_le_bytes([a, b, c, d]),
+            (ScaleFormat::F16, &[a, b, ..]) => half::f16::from_le_bytes([a, b]).to_f32(),
+            (ScaleFormat::Bf16, &[a, b, ..]) => half::bf16::from_le_bytes([a, b]).to_f32(),
+            (ScaleFormat::Fp8E4m3, &[code, ..]) => fp8_e4m3(code),
+            _ => panic!("MatrixView::check covers all scales"),
+        };
+        scale * self.factor
+    }
+
+    /// The zero point of group `group` of row `row`.
+    ///
+    /// # Panics
+    /// If [`MatrixView::check`] fails on the matrix of these scales.
+    #[must_use]
+    pub fn zero_point(&self, row: usize, group: usize) -> u8 {
+        let Some(zeros) = &self.zeros else { return INT4_ZERO };
+        let at = zeros.packing.index(row, group, zeros.row_stride, zeros.group_stride);
+        if zeros.bias == 0 {
+            return zeros.data[at / 2] >> (at % 2 * 4) & 15;
+        }
+        let word = zeros.data[at / 8 * 4..].first_chunk().expect("MatrixView::check covers whole words");
+        let word = u32::from_le_bytes(*word).wrapping_add(0x1111_1111 * u32::from(zeros.bias));
+        (word >> (at % 8 * 4)) as u8 & 15
     }
 }
 

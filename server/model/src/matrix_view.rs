@@ -1,8 +1,7 @@
 //! Weight matrices as a checkpoint stores them.
 
-use std::borrow::Cow;
-
 use crate::decode::fp8_e4m3;
+use crate::{Packing, Scales};
 
 /// Storage format of weight elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -19,6 +18,27 @@ pub enum WeightFormat {
     /// Microscaling FP4 e2m1: 32 elements of a row share one E8M0 exponent; a byte holds two elements, low
     /// nibble first.
     Mxfp4,
+    /// Microscaling FP8 e4m3: 32 elements of a row share one E8M0 exponent.
+    Mxfp8,
+    /// NVIDIA's FP4 e2m1: 16 elements of a row share one FP8 e4m3 scale, and a matrix has one f32 factor; a byte
+    /// holds two elements, low nibble first.
+    Nvfp4,
+    /// Unsigned 4-bit integers: a group of columns of a row shares a scale and a zero point, which is subtracted
+    /// before the multiplication.
+    Int4,
+}
+
+impl WeightFormat {
+    /// Bits of an element, without its share of scales.
+    #[must_use]
+    pub const fn bits(self) -> usize {
+        match self {
+            WeightFormat::F32 => 32,
+            WeightFormat::F16 | WeightFormat::Bf16 => 16,
+            WeightFormat::Fp8E4m3 | WeightFormat::Mxfp8 => 8,
+            WeightFormat::Mxfp4 | WeightFormat::Nvfp4 | WeightFormat::Int4 => 4,
+        }
+    }
 }
 
 impl std::fmt::Display for WeightFormat {
@@ -29,43 +49,23 @@ impl std::fmt::Display for WeightFormat {
             WeightFormat::Bf16 => "bf16",
             WeightFormat::Fp8E4m3 => "fp8_e4m3",
             WeightFormat::Mxfp4 => "mxfp4",
+            WeightFormat::Mxfp8 => "mxfp8",
+            WeightFormat::Nvfp4 => "nvfp4",
+            WeightFormat::Int4 => "int4",
         })
     }
 }
 
-/// Multipliers of the elements of a [`MatrixView`].
-#[derive(Clone, Debug)]
-pub enum Scales<'a> {
-    /// No multipliers: the elements are the values.
-    None,
-    /// One multiplier per block, row-major `[ceil(rows / block_rows), ceil(cols / block_cols)]`. One scale for the
-    /// whole tensor is a block of all rows and columns; one scale per output channel is a block of one row.
-    Block {
-        /// The multipliers, named `weight_scale_inv` or `weight_scale` in checkpoints.
-        values: Cow<'a, [f32]>,
-        /// Rows per block.
-        block_rows: usize,
-        /// Columns per block.
-        block_cols: usize,
-    },
-    /// E8M0 exponents of [`WeightFormat::Mxfp4`]: byte `b` at `r * row_stride + c` scales block `c` of row `r` by
-    /// `2^(b - 127)`.
-    Mx {
-        /// The exponents.
-        exponents: &'a [u8],
-        /// Distance between rows, in bytes.
-        row_stride: usize,
-    },
-}
-
 /// A weight matrix `[rows, cols]` = `[output features, input features]`, borrowed from a mapped checkpoint.
 ///
-/// Element `(r, c)` has index `r * row_stride + c * col_stride` in `data`. For [`WeightFormat::Mxfp4`] that index
-/// counts nibbles, and `col_stride` is 1. `data` need not be aligned.
+/// Element `(r, c)` has index `packing.index(r, c, row_stride, col_stride)` in `data`. For formats of 4 bits that index
+/// counts nibbles. MXFP4, MXFP8 and NVFP4 have column stride 1. `data` need not be aligned.
 #[derive(Clone, Debug)]
 pub struct MatrixView<'a> {
     /// Storage format of the elements.
     pub format: WeightFormat,
+    /// Order of the elements; anything but [`Packing::Strided`] is for [`WeightFormat::Int4`].
+    pub packing: Packing,
     /// The bytes, starting with element `(0, 0)`.
     pub data: &'a [u8],
     /// Output features.
@@ -125,9 +125,12 @@ pub enum MatrixError {
         /// Scales given.
         found: usize,
     },
-    /// The MXFP4 elements of a row are not contiguous.
-    #[error("MXFP4 weights must be contiguous along a row, but the column stride is {0}")]
-    Strided(usize),
+    /// The elements of a row are not contiguous, which the format demands.
+    #[error("{0:?} weights must be contiguous along a row, but the column stride is {1}")]
+    Strided(WeightFormat, usize),
+    /// The elements have an order that the format does not allow.
+    #[error("{0:?} weights cannot be packed in {1:?}")]
+    Packing(WeightFormat, Packing),
 }
 
 impl MatrixView<'_> {
@@ -148,29 +151,45 @@ impl MatrixView<'_> {
     /// # Errors
     /// If they do not, or if the scales do not fit the format.
     pub fn check(&self) -> Result<(), MatrixError> {
-        let &MatrixView { format, rows, cols, .. } = self;
+        let &MatrixView { format, packing, rows, cols, .. } = self;
         if rows == 0 || cols == 0 {
             return Err(MatrixError::Empty { rows, cols });
         }
-        let too_short = |needed, found| MatrixError::TooShort { rows, cols, format, needed, found };
-        let last =
-            |row_stride: usize, last_col: usize| (rows - 1).checked_mul(row_stride)?.checked_add(last_col);
-        let last_col = (cols - 1).checked_mul(self.col_stride);
-        let last_element = last_col.and_then(|col| last(self.row_stride, col));
-        let needed = last_element.and_then(|element| match format {
-            WeightFormat::F32 => element.checked_add(1)?.checked_mul(4),
-            WeightFormat::F16 | WeightFormat::Bf16 => element.checked_add(1)?.checked_mul(2),
-            WeightFormat::Fp8E4m3 => element.checked_add(1),
-            WeightFormat::Mxfp4 => Some(element / 2 + 1),
-        });
-        match needed {
-            Some(needed) if needed <= self.data.len() => {}
-            needed => return Err(too_short(needed.unwrap_or(usize::MAX), self.data.len())),
+        if packing != Packing::Strided && format != WeightFormat::Int4 {
+            return Err(MatrixError::Packing(format, packing));
         }
-        match (&self.scales, format) {
-            (Scales::None, WeightFormat::Mxfp4) => {
-                Err(MatrixError::WrongScales { format, found: "no scales" })
+        if self.col_stride != 1
+            && matches!(format, WeightFormat::Mxfp4 | WeightFormat::Mxfp8 | WeightFormat::Nvfp4)
+        {
+            return Err(MatrixError::Strided(format, self.col_stride));
+        }
+        let last = packing.last_index(rows, cols, self.row_stride, self.col_stride);
+        let needed = last.and_then(|last| bytes_up_to(last, format.bits()));
+        match needed {
+            Some(needed) if needed <= self.data.len() => self.check_scales(),
+            needed => Err(MatrixError::TooShort {
+                rows,
+                cols,
+                format,
+                needed: needed.unwrap_or(usize::MAX),
+                found: self.data.len(),
+            }),
+        }
+    }
+
+    fn check_scales(&self) -> Result<(), MatrixError> {
+        let &MatrixView { format, rows, cols, .. } = self;
+        let enough = |needed: Option<usize>, found: usize| match needed {
+            Some(needed) if needed <= found => Ok(()),
+            needed => {
+                Err(MatrixError::ScaleCount { rows, cols, needed: needed.unwrap_or(usize::MAX), found })
             }
+        };
+        match (&self.scales, format) {
+            (
+                Scales::None,
+                WeightFormat::Mxfp4 | WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4,
+            ) => Err(MatrixError::WrongScales { format, found: "no scales" }),
             (Scales::None, _) => Ok(()),
             (Scales::Block { values, block_rows, block_cols }, WeightFormat::Fp8E4m3) => {
                 if *block_rows == 0 || *block_cols == 0 {
@@ -185,19 +204,42 @@ impl MatrixView<'_> {
                 }
             }
             (Scales::Block { .. }, _) => Err(MatrixError::WrongScales { format, found: "block scales" }),
-            (Scales::Mx { exponents, row_stride }, WeightFormat::Mxfp4) => {
-                if self.col_stride != 1 {
-                    return Err(MatrixError::Strided(self.col_stride));
-                }
-                let needed = last(*row_stride, cols.div_ceil(32)).unwrap_or(usize::MAX);
-                let found = exponents.len();
-                if needed <= found {
-                    Ok(())
-                } else {
-                    Err(MatrixError::ScaleCount { rows, cols, needed, found })
-                }
+            (Scales::Mx { exponents, row_stride }, WeightFormat::Mxfp4 | WeightFormat::Mxfp8) => {
+                let last = Packing::Strided.last_index(rows, cols.div_ceil(32), *row_stride, 1);
+                enough(last.and_then(|last| last.checked_add(1)), exponents.len())
             }
             (Scales::Mx { .. }, _) => Err(MatrixError::WrongScales { format, found: "E8M0 exponents" }),
+            (Scales::Groups(scales), WeightFormat::Nvfp4 | WeightFormat::Int4) => {
+                if scales.cols == 0 {
+                    return Err(MatrixError::WrongScales { format, found: "scales of empty groups" });
+                }
+                if scales.zeros.is_some() && format != WeightFormat::Int4 {
+                    return Err(MatrixError::WrongScales { format, found: "zero points" });
+                }
+                let groups = cols.div_ceil(scales.cols);
+                let last = Packing::Strided.last_index(rows, groups, scales.row_stride, scales.group_stride);
+                let bits = scales.format.bytes() * 8;
+                let needed = last.and_then(|last| bytes_up_to(last, bits));
+                enough(
+                    needed.map(|bytes| bytes / scales.format.bytes()),
+                    scales.data.len() / scales.format.bytes(),
+                )?;
+                let Some(zeros) = &scales.zeros else { return Ok(()) };
+                if zeros.bias != 0 && zeros.packing == Packing::Strided {
+                    return Err(MatrixError::WrongScales {
+                        format,
+                        found: "biased zero points outside words",
+                    });
+                }
+                let last = zeros.packing.last_index(rows, groups, zeros.row_stride, zeros.group_stride);
+                enough(last.and_then(|last| bytes_up_to(last, 4)), zeros.data.len())
+            }
+            (Scales::Groups(_), _) => Err(MatrixError::WrongScales { format, found: "group scales" }),
         }
     }
+}
+
+/// Bytes of the elements up to `last`, each of `bits` bits; `None` if they overflow.
+fn bytes_up_to(last: usize, bits: usize) -> Option<usize> {
+    Some(last.checked_add(1)?.checked_mul(bits)?.div_ceil(8))
 }

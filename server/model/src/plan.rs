@@ -2,14 +2,16 @@
 
 use std::borrow::Cow;
 
+use super::spec::Int4Spec;
 use super::store::{Store, TensorId};
-use crate::{MatrixView, Scales, WeightFormat};
+use crate::{GroupScales, MatrixView, ModelError, Packing, ScaleFormat, Scales, WeightFormat, ZeroPoints};
 
 /// A matrix inside a tensor.
 #[derive(Clone, Debug)]
 pub(super) struct MatrixRef {
     pub(super) tensor: TensorId,
     pub(super) format: WeightFormat,
+    pub(super) packing: Packing,
     /// Element index of `(0, 0)` in the tensor.
     pub(super) first: usize,
     pub(super) rows: usize,
@@ -17,6 +19,8 @@ pub(super) struct MatrixRef {
     pub(super) row_stride: usize,
     pub(super) col_stride: usize,
     pub(super) scales: ScalesRef,
+    /// `weight_shape` of compressed-tensors: `[rows, cols]` again, as contents of a tensor.
+    pub(super) shape: Option<TensorId>,
 }
 
 /// The multipliers of a matrix, in a tensor of their own.
@@ -31,6 +35,40 @@ pub(super) enum ScalesRef {
         /// Distance between rows, in bytes.
         row_stride: usize,
     },
+    Groups(GroupsRef),
+}
+
+/// Scales and zero points of groups, in tensors of their own; see [`GroupScales`].
+#[derive(Clone, Debug)]
+pub(super) struct GroupsRef {
+    pub(super) tensor: TensorId,
+    pub(super) format: ScaleFormat,
+    /// Columns of a group.
+    pub(super) cols: usize,
+    pub(super) row_stride: usize,
+    pub(super) group_stride: usize,
+    pub(super) factor: Factor,
+    pub(super) zeros: Option<ZerosRef>,
+}
+
+/// A number that multiplies all scales of a matrix.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Factor {
+    One,
+    /// The only element of a tensor.
+    Of(TensorId),
+    /// Its reciprocal.
+    Reciprocal(TensorId),
+}
+
+/// Zero points; see [`ZeroPoints`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ZerosRef {
+    pub(super) tensor: TensorId,
+    pub(super) packing: Packing,
+    pub(super) row_stride: usize,
+    pub(super) group_stride: usize,
+    pub(super) bias: u8,
 }
 
 /// A grid of block scales; the part that a matrix uses need not start at the edge of a block.
@@ -95,6 +133,23 @@ impl MlpPlan {
         };
         [&self.gate, &self.up, &self.down].into_iter().find_map(narrow)
     }
+
+    /// The groups of INT4 weights; all matrices have the config's.
+    pub(super) fn int4(&self) -> Option<Int4Spec> {
+        let ScalesRef::Groups(groups) = &self.gate.scales else { return None };
+        (self.gate.format == WeightFormat::Int4).then_some(Int4Spec {
+            group_cols: (groups.cols < self.gate.cols).then_some(groups.cols),
+            zero_points: groups.zeros.is_some(),
+        })
+    }
+
+    /// Checks what headers do not show.
+    ///
+    /// # Errors
+    /// [`ModelError::Contents`].
+    pub(super) fn check_contents(&self, store: &Store) -> Result<(), ModelError> {
+        [&self.gate, &self.up, &self.down].into_iter().try_for_each(|matrix| matrix.check_contents(store))
+    }
 }
 
 impl VectorRef {
@@ -105,15 +160,12 @@ impl VectorRef {
 
 impl MatrixRef {
     pub(super) fn view<'a>(&self, store: &'a Store) -> MatrixView<'a> {
-        let bits = match self.format {
-            WeightFormat::F32 => 32,
-            WeightFormat::F16 | WeightFormat::Bf16 => 16,
-            WeightFormat::Fp8E4m3 => 8,
-            WeightFormat::Mxfp4 => 4,
-        };
-        let last = self.first + (self.rows - 1) * self.row_stride + (self.cols - 1) * self.col_stride;
+        let bits = self.format.bits();
+        let last = self.packing.last_index(self.rows, self.cols, self.row_stride, self.col_stride);
+        let last = self.first + last.expect("the shape of the tensor was checked");
         MatrixView {
             format: self.format,
+            packing: self.packing,
             data: &store.bytes(self.tensor)[self.first * bits / 8..((last + 1) * bits).div_ceil(8)],
             rows: self.rows,
             cols: self.cols,
@@ -121,6 +173,28 @@ impl MatrixRef {
             col_stride: self.col_stride,
             scales: self.scales.view(store, self.rows, self.cols),
         }
+    }
+
+    /// Checks the small tensors whose contents, not only headers, must fit: a shape, and the factor of all scales.
+    pub(super) fn check_contents(&self, store: &Store) -> Result<(), ModelError> {
+        if let Some(id) = self.shape {
+            let found = store.integers(id);
+            if found != [self.rows as i64, self.cols as i64] {
+                let reason = format!("holds the shape {found:?}, expected [{}, {}]", self.rows, self.cols);
+                return Err(store.wrong_contents(id, reason));
+            }
+        }
+        let ScalesRef::Groups(GroupsRef { factor: Factor::Of(id) | Factor::Reciprocal(id), .. }) =
+            self.scales
+        else {
+            return Ok(());
+        };
+        let found = store.floats(id, 0, 1, 1)[0];
+        if found.is_finite() && found > 0.0 {
+            return Ok(());
+        }
+        let reason = format!("is {found}, expected a positive number that multiplies or divides all scales");
+        Err(store.wrong_contents(id, reason))
     }
 }
 
@@ -133,6 +207,31 @@ impl ScalesRef {
                 let bytes = (rows - 1) * row_stride + cols / 32;
                 Scales::Mx { exponents: &store.bytes(*tensor)[*first..][..bytes], row_stride: *row_stride }
             }
+            ScalesRef::Groups(groups) => Scales::Groups(groups.view(store)),
+        }
+    }
+}
+
+impl GroupsRef {
+    fn view<'a>(&self, store: &'a Store) -> GroupScales<'a> {
+        GroupScales {
+            cols: self.cols,
+            format: self.format,
+            data: store.bytes(self.tensor),
+            row_stride: self.row_stride,
+            group_stride: self.group_stride,
+            factor: match self.factor {
+                Factor::One => 1.0,
+                Factor::Of(id) => store.floats(id, 0, 1, 1)[0],
+                Factor::Reciprocal(id) => 1.0 / store.floats(id, 0, 1, 1)[0],
+            },
+            zeros: self.zeros.map(|zeros| ZeroPoints {
+                data: store.bytes(zeros.tensor),
+                packing: zeros.packing,
+                row_stride: zeros.row_stride,
+                group_stride: zeros.group_stride,
+                bias: zeros.bias,
+            }),
         }
     }
 }

@@ -51,6 +51,9 @@ pub struct ExpertsSpec {
     pub format: WeightFormat,
     /// Columns per block of FP8 scales, if a row of any matrix has several blocks.
     pub scale_cols: Option<usize>,
+    /// Groups of INT4 weights; `None` for other formats.
+    #[serde(default)]
+    pub int4: Option<Int4Spec>,
     /// Whether scales of rows that are quantised to FP8 are rounded up to powers of two.
     #[serde(default)]
     pub power_of_two_scales: bool,
@@ -73,11 +76,23 @@ pub struct SharedSpec {
     pub format: WeightFormat,
     /// Columns per block of FP8 scales; see [`ExpertsSpec::scale_cols`].
     pub scale_cols: Option<usize>,
+    /// Groups of INT4 weights; `None` for other formats.
+    #[serde(default)]
+    pub int4: Option<Int4Spec>,
     /// Whether scales of rows that are quantised to FP8 are rounded up to powers of two.
     #[serde(default)]
     pub power_of_two_scales: bool,
     /// Size in the checkpoint, scales and biases included, in bytes.
     pub bytes: u64,
+}
+
+/// How INT4 weights share scales.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Int4Spec {
+    /// Columns of a group, which share a scale and a zero point; `None` if a group is a row or more.
+    pub group_cols: Option<usize>,
+    /// Whether groups have zero points; without them every zero point is 8.
+    pub zero_points: bool,
 }
 
 impl ModelSpec {

@@ -15,6 +15,7 @@ const FIRST: LayerId = LayerId(0);
 fn bytes<'a>(tensors: &'a ExpertTensors<'_>) -> Vec<&'a [u8]> {
     let of = |scales: &'a Scales<'_>| match scales {
         Scales::Mx { exponents, .. } => *exponents,
+        Scales::Groups(groups) => groups.data,
         Scales::None | Scales::Block { .. } => &[],
     };
     [&tensors.gate, &tensors.up, &tensors.down].into_iter().flat_map(|m| [m.data, of(&m.scales)]).collect()

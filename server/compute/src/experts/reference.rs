@@ -2,20 +2,22 @@
 //! kernels, because the demo and the tests compare them with it.
 
 use expertd_model::{
-    Activation, Checkpoint, ExpertTensors, MatrixView, ModelError, ReadBuffer, Scales, WeightFormat,
+    Activation, Checkpoint, ExpertTensors, GroupScales, MatrixView, ModelError, ReadBuffer, ScaleFormat,
+    Scales, WeightFormat,
 };
 use expertd_types::{ExpertId, LayerId};
 
 /// Element `(r, c)` of a matrix, scaled, by the definition of its format.
 #[must_use]
 pub fn element(view: &MatrixView<'_>, r: usize, c: usize) -> f64 {
-    let at = r * view.row_stride + c * view.col_stride;
+    let at = view.packing.index(r, c, view.row_stride, view.col_stride);
     let raw = match view.format {
         WeightFormat::F32 => f64::from(f32::from_bits(u32::from_le_bytes(bytes(view, at)))),
         WeightFormat::F16 => f64::from(half::f16::from_le_bytes(bytes(view, at))),
         WeightFormat::Bf16 => f64::from(half::bf16::from_le_bytes(bytes(view, at))),
-        WeightFormat::Fp8E4m3 => fp8(view.data[at]),
-        WeightFormat::Mxfp4 => fp4(view.data[at / 2] >> (4 * (at % 2)) & 15),
+        WeightFormat::Fp8E4m3 | WeightFormat::Mxfp8 => fp8(view.data[at]),
+        WeightFormat::Mxfp4 | WeightFormat::Nvfp4 => fp4(nibble(view.data, at)),
+        WeightFormat::Int4 => f64::from(nibble(view.data, at)) - zero_point(view, r, c),
     };
     raw * match &view.scales {
         Scales::None => 1.0,
@@ -25,11 +27,44 @@ pub fn element(view: &MatrixView<'_>, r: usize, c: usize) -> f64 {
         Scales::Mx { exponents, row_stride } => {
             f64::powi(2.0, i32::from(exponents[r * row_stride + c / 32]) - 127)
         }
+        Scales::Groups(groups) => {
+            let at = r * groups.row_stride + c / groups.cols * groups.group_stride;
+            let scale = match groups.format {
+                ScaleFormat::F32 => {
+                    f64::from(f32::from_bits(u32::from_le_bytes(element_bytes(groups.data, at))))
+                }
+                ScaleFormat::F16 => f64::from(half::f16::from_le_bytes(element_bytes(groups.data, at))),
+                ScaleFormat::Bf16 => f64::from(half::bf16::from_le_bytes(element_bytes(groups.data, at))),
+                ScaleFormat::Fp8E4m3 => fp8(groups.data[at]),
+            };
+            scale * f64::from(groups.factor)
+        }
     }
 }
 
+fn nibble(data: &[u8], at: usize) -> u8 {
+    data[at / 2] >> (4 * (at % 2)) & 15
+}
+
+/// The zero point of INT4 element `(r, c)`: 8 if the matrix has none.
+fn zero_point(view: &MatrixView<'_>, r: usize, c: usize) -> f64 {
+    let Scales::Groups(GroupScales { cols, zeros: Some(zeros), .. }) = &view.scales else { return 8.0 };
+    let at = zeros.packing.index(r, c / cols, zeros.row_stride, zeros.group_stride);
+    if zeros.bias == 0 {
+        return f64::from(nibble(zeros.data, at));
+    }
+    // The bias is added to a word of eight nibbles as one number: 2^32 is a carry out of the last one.
+    let ones = (0..8).map(|i| 1_u64 << (4 * i)).sum::<u64>();
+    let word = (0..8).map(|i| u64::from(nibble(zeros.data, at / 8 * 8 + i)) << (4 * i)).sum::<u64>();
+    ((word + ones * u64::from(zeros.bias)) >> (4 * (at % 8)) & 15) as f64
+}
+
 fn bytes<const N: usize>(view: &MatrixView<'_>, at: usize) -> [u8; N] {
-    std::array::from_fn(|i| view.data[at * N + i])
+    element_bytes(view.data, at)
+}
+
+fn element_bytes<const N: usize>(data: &[u8], at: usize) -> [u8; N] {
+    std::array::from_fn(|i| data[at * N + i])
 }
 
 fn fp8(bits: u8) -> f64 {

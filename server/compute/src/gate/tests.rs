@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::{CpuGate, GateError, GateScratch};
 use expertd_model::{
-    Choice, GateSpec, GateTensors, GroupLimit, GroupScore, MatrixView, Normalise, Scales, ScoreFn,
+    Choice, GateSpec, GateTensors, GroupLimit, GroupScore, MatrixView, Normalise, Packing, Scales, ScoreFn,
     WeightFormat,
 };
 
@@ -17,6 +17,7 @@ fn identity(spec: &GateSpec, correction: Option<Vec<f32>>, table: Option<Vec<i32
         (0..e * e).flat_map(|i| if i % (e + 1) == 0 { 1f32 } else { 0.0 }.to_le_bytes()).collect();
     let weight = MatrixView {
         format: WeightFormat::F32,
+        packing: Packing::Strided,
         data: &data,
         rows: e,
         cols: e,

@@ -107,6 +107,7 @@ impl PackedMatrix {
         // either rule (no valid checkpoint is known to) is kept as f32.
         let format = match first.format {
             WeightFormat::Fp8E4m3 if scale_cols.is_none() => WeightFormat::F32,
+            WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4 => WeightFormat::F32,
             format => format,
         };
         let mut packed = PackedMatrix {
@@ -198,6 +199,7 @@ impl PackedMatrix {
             WeightFormat::F16 | WeightFormat::Bf16 => 2 * K_BLOCK * panel,
             WeightFormat::Fp8E4m3 => K_BLOCK * panel,
             WeightFormat::Mxfp4 => 2 * panel + K_BLOCK / 2 * panel,
+            WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4 => 4 * K_BLOCK * panel,
         }
     }
 
@@ -261,6 +263,9 @@ impl<'a> PackSources<'a> {
             WeightFormat::Bf16 => self.pack_elements::<2, 4>(panel, block, bytes),
             WeightFormat::Fp8E4m3 => self.pack_elements::<1, 2>(panel, block, bytes),
             WeightFormat::Mxfp4 => self.pack_mxfp4(panel, block, bytes),
+            WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4 => {
+                unreachable!("these formats are widened")
+            }
         }
     }
 

@@ -148,7 +148,7 @@ mod tests {
 
     use super::*;
     use crate::linalg::{AlignedBuffer, MatmulScratch, matmul};
-    use expertd_model::{MatrixView, Scales};
+    use expertd_model::{MatrixView, Packing, Scales};
 
     /// Memory with the elements of `matrix` at byte 64 and its scales behind them.
     fn stored(matrix: &PackedMatrix) -> (SharedBytes, Range<usize>, Range<usize>) {
@@ -174,6 +174,7 @@ mod tests {
         let scales = (0..n.div_ceil(128) * k.div_ceil(128)).map(|i| 0.5 + i as f32).collect::<Vec<_>>();
         let fp8 = MatrixView {
             format: WeightFormat::Fp8E4m3,
+            packing: Packing::Strided,
             data: &codes,
             rows: n,
             cols: k,
@@ -199,6 +200,7 @@ mod tests {
         let data = vec![0_u8; 40 * 64 * 2];
         let view = MatrixView {
             format: WeightFormat::Bf16,
+            packing: Packing::Strided,
             data: &data,
             rows: 40,
             cols: 64,

@@ -5,7 +5,7 @@ use rand::{Rng, RngExt};
 
 use super::*;
 use expertd_model::decode;
-use expertd_model::{MatrixView, Scales, WeightFormat};
+use expertd_model::{MatrixView, Packing, Scales, WeightFormat};
 
 /// A matrix in some format: the bytes as in a checkpoint, and the values they encode, computed here.
 pub(crate) struct TestMatrix {
@@ -99,6 +99,9 @@ impl TestMatrix {
                     matrix.values.push(if code >= 8 { -value } else { value });
                 }
             }
+            WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4 => {
+                unreachable!("`FORMATS` does not list {format}")
+            }
         }
         matrix
     }
@@ -110,6 +113,7 @@ impl TestMatrix {
         };
         MatrixView {
             format: self.format,
+            packing: Packing::Strided,
             data: &self.data,
             rows: self.n,
             cols: self.k,
@@ -210,6 +214,7 @@ fn every_code_is_converted_exactly() {
                 let scales = [0.75_f32, -3.0];
                 let view = MatrixView {
                     format: WeightFormat::Fp8E4m3,
+                    packing: Packing::Strided,
                     data: &codes,
                     rows: 256,
                     cols: k,
@@ -239,6 +244,7 @@ fn every_code_is_converted_exactly() {
             let exponents: Vec<u8> = (0..64).map(|i| (i * 4 + offset / 2).min(252) as u8).collect();
             let view = MatrixView {
                 format: WeightFormat::Mxfp4,
+                packing: Packing::Strided,
                 data: &nibbles,
                 rows: 32,
                 cols: k,
@@ -308,6 +314,7 @@ fn inconsistent_views_are_refused() {
     let data = vec![0_u8; 64];
     let view = |format, rows, cols, scales| MatrixView {
         format,
+        packing: Packing::Strided,
         data: &data,
         rows,
         cols,

@@ -12,7 +12,7 @@ use rand_distr::{Distribution as _, StandardNormal};
 use super::layers::gate_params;
 use expertd_compute::gate::CpuGate;
 use expertd_model::{Choice, GateSpec, GateTensors, GroupLimit, GroupScore, Normalise, ScoreFn};
-use expertd_model::{MatrixView, Scales, WeightFormat};
+use expertd_model::{MatrixView, Packing, Scales, WeightFormat};
 
 /// A layer's gate and its inputs. Weights are the identity, so that logits are the rows' first elements, exactly.
 struct Case {
@@ -81,6 +81,7 @@ impl Case {
         let data: Vec<u8> = self.weight().iter().flat_map(|bits| bits.to_le_bytes()).collect();
         let weight = MatrixView {
             format: WeightFormat::Bf16,
+            packing: Packing::Strided,
             data: &data,
             rows: self.spec.num_experts,
             cols: self.hidden,

@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use super::narrow::{ExpertLayout, has_block_scales};
 use super::{CudaExperts, DeviceFormat, HostBuffer, padded};
 use expertd_model::ExpertWeights;
-use expertd_model::{MatrixView, WeightFormat};
+use expertd_model::{MatrixView, Packing, WeightFormat};
 
 /// Why an expert could not be uploaded.
 #[derive(Debug, thiserror::Error)]
@@ -346,6 +346,7 @@ mod tests {
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let mut view = MatrixView {
             format: WeightFormat::F32,
+            packing: Packing::Strided,
             data: &bytes,
             rows: 3,
             cols: 5,
@@ -379,6 +380,7 @@ mod tests {
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let view = MatrixView {
             format: WeightFormat::F32,
+            packing: Packing::Strided,
             data: &bytes,
             rows: 3,
             cols: 5,

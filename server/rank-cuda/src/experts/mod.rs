@@ -53,7 +53,15 @@ impl DeviceFormat {
     #[must_use]
     pub const fn of(format: WeightFormat, fp8: Fp8Compute) -> Self {
         match (format, fp8) {
-            (WeightFormat::Bf16 | WeightFormat::F16 | WeightFormat::F32, _) => DeviceFormat::Bf16,
+            (
+                WeightFormat::Bf16
+                | WeightFormat::F16
+                | WeightFormat::F32
+                | WeightFormat::Mxfp8
+                | WeightFormat::Nvfp4
+                | WeightFormat::Int4,
+                _,
+            ) => DeviceFormat::Bf16,
             (WeightFormat::Fp8E4m3, Fp8Compute::Bf16) => DeviceFormat::Fp8,
             (WeightFormat::Fp8E4m3, Fp8Compute::Fp8) => DeviceFormat::W8a8,
             (WeightFormat::Mxfp4, _) => DeviceFormat::Mxfp4,

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use super::DeviceFormat;
 use expertd_model::ExpertWeights;
-use expertd_model::{MatrixView, Scales};
+use expertd_model::{MatrixView, Packing, Scales};
 
 /// Columns that share an FP8 multiplier on the device.
 const FP8_COLS: usize = 128;
@@ -233,6 +233,7 @@ mod tests {
         let values: Vec<f32> = (0..count).map(|i| 0.5 + i as f32 * 0.25).collect();
         MatrixView {
             format: WeightFormat::Fp8E4m3,
+            packing: Packing::Strided,
             data,
             rows,
             cols,
@@ -306,6 +307,7 @@ mod tests {
         let exponents: Vec<u8> = (0..2 * INTER * (HIDDEN / 32)).map(|i| 110 + (i % 23) as u8).collect();
         let half = |first: usize| MatrixView {
             format: WeightFormat::Mxfp4,
+            packing: Packing::Strided,
             data: &gate_up[first * HIDDEN / 2..],
             rows: INTER,
             cols: HIDDEN,

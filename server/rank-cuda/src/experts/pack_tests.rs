@@ -6,7 +6,7 @@ use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 
 use super::{CudaExperts, DeviceFormat, PackOn, Uploader, WeightSpace};
-use expertd_model::{ExpertBiases, ExpertWeights, MatrixView, Scales, WeightFormat};
+use expertd_model::{ExpertBiases, ExpertWeights, MatrixView, Packing, Scales, WeightFormat};
 
 const EXPERTS: usize = 3;
 
@@ -45,7 +45,16 @@ impl Stored {
             _ => Scales::None,
         };
         let (rows, cols) = (self.rows, self.cols);
-        MatrixView { format, data: &self.data, rows, cols, row_stride: cols, col_stride: 1, scales }
+        MatrixView {
+            format,
+            packing: Packing::Strided,
+            data: &self.data,
+            rows,
+            cols,
+            row_stride: cols,
+            col_stride: 1,
+            scales,
+        }
     }
 }
 

@@ -17,7 +17,9 @@ const ROWS: usize = SimdLevel::Portable.max_tile_rows();
 
 pub(super) fn kernels(format: WeightFormat) -> &'static [Kernel; ROWS] {
     match format {
-        WeightFormat::F32 => &[tile::<F32, 1>, tile::<F32, 2>, tile::<F32, 3>, tile::<F32, 4>],
+        WeightFormat::F32 | WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4 => {
+            &[tile::<F32, 1>, tile::<F32, 2>, tile::<F32, 3>, tile::<F32, 4>]
+        }
         WeightFormat::F16 => &[tile::<F16, 1>, tile::<F16, 2>, tile::<F16, 3>, tile::<F16, 4>],
         WeightFormat::Bf16 => &[tile::<Bf16, 1>, tile::<Bf16, 2>, tile::<Bf16, 3>, tile::<Bf16, 4>],
         WeightFormat::Fp8E4m3 => &[tile::<Fp8, 1>, tile::<Fp8, 2>, tile::<Fp8, 3>, tile::<Fp8, 4>],

@@ -23,7 +23,7 @@ macro_rules! vector_kernels {
 
         pub(super) fn kernels(format: WeightFormat) -> &'static [Kernel; ROWS] {
             match format {
-                WeightFormat::F32 => const { &kernels_of::<F32>() },
+                WeightFormat::F32 | WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4 => const { &kernels_of::<F32>() },
                 WeightFormat::F16 => const { &kernels_of::<F16>() },
                 WeightFormat::Bf16 => const { &kernels_of::<Bf16>() },
                 WeightFormat::Fp8E4m3 => const { &kernels_of::<Fp8>() },
