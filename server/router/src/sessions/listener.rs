@@ -14,7 +14,7 @@ use expertd_session::cuda::wire::KIND_CUDA;
 use expertd_session::memory::SessionMemory;
 use expertd_session::socket;
 use expertd_session::wire::{KIND_HOST, MAX_CALLS, MAX_CLIENT_FRAME, Open, RegionLayout, VERSION, frame};
-use metrics::counter;
+use metrics::{counter, gauge};
 use prost::Message as _;
 use tokio_util::sync::CancellationToken;
 
@@ -157,6 +157,9 @@ impl Shared {
         for reason in REFUSALS {
             counter!(names::SESSIONS_REFUSED_TOTAL, "reason" => reason).increment(0);
         }
+        counter!(names::SESSIONS_OPENED_TOTAL).increment(0);
+        gauge!(names::SESSIONS).set(0.0);
+        gauge!(names::SESSION_BYTES).set(0.0);
         let (next, connections) = (AtomicU64::new(1), AtomicUsize::new(0));
         Shared { config, steps, registry, metrics, next, connections, opening: Mutex::default() }
     }
