@@ -10,7 +10,10 @@
 //!   is compared, too, because a service can restart with other weights at the same address.
 //! * A host name stands for all its addresses, looked up again every few seconds; `a,b,c` adds them up.
 
+mod attempt;
 mod client;
+mod config;
+mod shared;
 #[cfg(test)]
 mod simulation;
 mod state;
@@ -18,7 +21,8 @@ mod state;
 mod tests;
 mod watch;
 
-pub use client::{FleetClient, FleetConfig, FleetError};
+pub use client::FleetClient;
+pub use config::{FleetConfig, FleetError};
 pub use state::{Choice, Content, Ended, Facts, Fleet, Limits, ServiceId, State, Ticket};
 
 use crate::v1::{GetModelResponse, Receipt};
