@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use expertd_compute::experts::reference::block;
 use expertd_compute::gate::CpuGate;
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
-use expertd_model::{Checkpoint, Int4Spec, WeightFormat};
+use expertd_model::{Checkpoint, WeightFormat};
 use expertd_types::Coverage;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
@@ -69,10 +69,13 @@ fn check(name: &str, config: &SynthConfig, dir: &Path) {
             SynthFormat::Int4 | SynthFormat::Int4Gptq | SynthFormat::Int4Awq => WeightFormat::Int4,
         };
         assert_eq!(moe.experts.format, expected, "{name}");
-        let int4 = expected == WeightFormat::Int4;
-        let zero_points = int4 && config.format != SynthFormat::Int4;
-        let group_cols = Some(32);
-        assert_eq!(moe.experts.int4, int4.then_some(Int4Spec { group_cols, zero_points }), "{name}");
+        let zero_points = matches!(config.format, SynthFormat::Int4Gptq | SynthFormat::Int4Awq);
+        assert_eq!(moe.experts.zero_points, zero_points, "{name}");
+        match expected {
+            WeightFormat::Int4 => assert_eq!(moe.experts.scale_cols, Some(32), "{name}"),
+            WeightFormat::Nvfp4 => assert_eq!(moe.experts.scale_cols, Some(16), "{name}"),
+            _ => {}
+        }
         assert_eq!((moe.experts.count, moe.gate.top_k), (config.experts, config.top_k), "{name}");
         let tokens = 6;
         let rows: Vec<f32> = (0..tokens * config.hidden).map(|_| rng.sample(StandardNormal)).collect();
