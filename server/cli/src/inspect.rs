@@ -127,7 +127,11 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String
         let biases = if experts.biases { "with biases" } else { "no biases" };
         line(
             "  weights",
-            &format!("{}, {} each, {biases}", format_name(experts.format), bytes(experts.bytes)),
+            &format!(
+                "{}, {} each, {biases}",
+                format_name(experts.format, experts.scale_cols, experts.zero_points),
+                bytes(experts.bytes)
+            ),
         );
         line("  routing weight", &format!("multiplies the expert's {weight_on}"));
         match &moe.shared {
@@ -135,7 +139,7 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String
             Some(shared) => {
                 let gated = if shared.gated { ", behind a sigmoid gate" } else { "" };
                 let size = bytes(shared.bytes);
-                let format = format_name(shared.format);
+                let format = format_name(shared.format, shared.scale_cols, shared.zero_points);
                 line("  shared", &format!("width {}, {format}, {size}{gated}", shared.width));
             }
         }
@@ -159,16 +163,21 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String
     out
 }
 
-fn format_name(format: WeightFormat) -> &'static str {
+/// The name of a format with the columns of its groups and zero points, where checkpoints differ in them.
+fn format_name(format: WeightFormat, scale_cols: Option<usize>, zero_points: bool) -> String {
     match format {
-        WeightFormat::F32 => "f32",
-        WeightFormat::F16 => "f16",
-        WeightFormat::Bf16 => "bf16",
-        WeightFormat::Fp8E4m3 => "FP8 e4m3 with scales",
-        WeightFormat::Mxfp4 => "MXFP4",
-        WeightFormat::Mxfp8 => "MXFP8",
-        WeightFormat::Nvfp4 => "NVFP4",
-        WeightFormat::Int4 => "INT4 in groups",
+        WeightFormat::F32 => "f32".into(),
+        WeightFormat::F16 => "f16".into(),
+        WeightFormat::Bf16 => "bf16".into(),
+        WeightFormat::Fp8E4m3 => "FP8 e4m3 with scales".into(),
+        WeightFormat::Mxfp4 => "MXFP4".into(),
+        WeightFormat::Mxfp8 => "MXFP8".into(),
+        WeightFormat::Nvfp4 => "NVFP4".into(),
+        WeightFormat::Int4 => {
+            let groups =
+                scale_cols.map_or("a scale per row".into(), |cols| format!("groups of {cols} columns"));
+            format!("INT4, {groups}{}", if zero_points { " with zero points" } else { "" })
+        }
     }
 }
 
