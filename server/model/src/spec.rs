@@ -49,7 +49,7 @@ pub struct ExpertsSpec {
     pub biases: bool,
     /// Storage format of the weights, in the checkpoint and in memory.
     pub format: WeightFormat,
-    /// Columns per block of FP8 scales, if a row of any matrix has several blocks.
+    /// Columns per block or group of scales (of FP8, INT4 and NVFP4), if a row of any matrix has several.
     pub scale_cols: Option<usize>,
     /// Whether scales of rows that are quantised to FP8 are rounded up to powers of two.
     #[serde(default)]
@@ -71,7 +71,7 @@ pub struct SharedSpec {
     pub biases: bool,
     /// Storage format of the weights, in the checkpoint and in memory.
     pub format: WeightFormat,
-    /// Columns per block of FP8 scales; see [`ExpertsSpec::scale_cols`].
+    /// Columns per block or group of scales; see [`ExpertsSpec::scale_cols`].
     pub scale_cols: Option<usize>,
     /// Whether scales of rows that are quantised to FP8 are rounded up to powers of two.
     #[serde(default)]
