@@ -1,8 +1,7 @@
 // Times replayed graphs, with different routing in every launch, and compares them with the floor.
 #pragma once
 
-#include "layer.cuh"
-#include "routing.cuh"
+#include "launch.cuh"
 #include "timer.cuh"
 
 __global__ void read_kernel(const uint4* data, size_t n, uint32_t* out) {
@@ -38,16 +37,7 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
     const size_t expert_bytes = expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_GATE_UP, m.hidden, m.inter) +
                                 expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_DOWN, m.hidden, m.inter);
     const int layer_count = std::max<int>(2, std::min<int>(4, int((size_t(2) << 30) / (expert_bytes * experts))));
-    std::vector<Layer> layers;
-    std::vector<ExpertdLayerWeights> views;
-    for (int i = 0; i < layer_count; i++) layers.emplace_back(m, experts, false, 128);
-    for (auto& l : layers) views.push_back(l.view);
-    Buffer<ExpertdLayerWeights> table(views);
-    std::vector<uint32_t> indices(layer_count);
-    for (int i = 0; i < layer_count; i++) indices[i] = i;
-    Buffer<uint32_t> layer_indices(indices);
-    Buffer<uint32_t> state(expertd_experts_state_words(experts));
-    CHECK(cudaMemset(state.data, 0, state.count * 4));
+    const TimedLayers layers(m, experts, layer_count);
     cudaStream_t stream;
     CHECK(cudaStreamCreate(&stream));
     std::mt19937 rng(std::random_device{}());
@@ -70,14 +60,8 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
             bytes += b / repeats, flops += f / repeats;
             floor_us += std::max(b / HBM, f / TENSOR) * 1e6 / repeats;
         }
-        auto x = random_buffer<bf16>(size_t(window) * m.hidden, 1.0f);
-        const int panel_rows = panel_rows_for(most, experts);
-        Buffer<bf16> y(size_t(most) * m.hidden), h(size_t(panel_rows) * m.inter), x_panels(size_t(panel_rows) * m.hidden);
-        h.poison();
-        x_panels.poison();
-        const ScaleWorkspace scales(m, panel_rows);
+        const TimedRows rows(m, experts, most, window);
         const bool fp8_rows = m.format == EXPERTD_W8A8 && std::getenv("EXPERTS_BF16_ROWS") == nullptr;
-        const Fp8Rows quantised(x, m.hidden, false);
 
         struct Variant {
             int rows, width;
@@ -105,13 +89,7 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
             graphs.emplace_back();
             CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
             for (int i = 0; i < repeats; i++) {
-                ExpertdExpertsParams p = parameters(m, experts);
-                p.limit = 7.0f;
-                p.layers = table.data, p.layer = layer_indices.data + i % layer_count;
-                p.expert_offsets = device[i].offsets.data, p.row_index = device[i].rows.data, p.row_weight = device[i].weights.data;
-                p.x = x.data, p.y = y.data, p.h = h.data, p.x_panels = x_panels.data, p.state = state.data, p.panel_rows = panel_rows;
-                p.x_scales = scales.x.data, p.h_scales = scales.h.data;
-                if (fp8_rows) p.x = quantised.data.data, p.x_stride = quantised.stride, p.x_format = EXPERTD_ROWS_FP8;
+                ExpertdExpertsParams p = timed_launch(m, experts, layers, rows, device[i], i, fp8_rows);
                 p.tile_rows = v.rows, p.tile_tokens = v.width, p.flags = flags;
                 CHECK(expertd_experts_launch(&p, stream));
             }

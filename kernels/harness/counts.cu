@@ -74,14 +74,7 @@ int main(int argc, char** argv) {
     const int experts = std::atoi(argv[2]), rounds = argc > 4 ? std::atoi(argv[4]) : 3, window = argc > 5 ? std::atoi(argv[5]) : 4096;
     const std::vector<Launches> all = read_launches(argv[3], experts);
     constexpr int LAYERS = 3;
-    std::vector<Layer> layers;
-    std::vector<ExpertdLayerWeights> views;
-    std::vector<uint32_t> indices;
-    for (int i = 0; i < LAYERS; i++) layers.emplace_back(m, experts, false, 128), indices.push_back(i);
-    for (auto& l : layers) views.push_back(l.view);
-    Buffer<ExpertdLayerWeights> table(views);
-    Buffer<uint32_t> layer_indices(indices), state(expertd_experts_state_words(experts));
-    CHECK(cudaMemset(state.data, 0, state.count * 4));
+    const TimedLayers layers(m, experts, LAYERS);
     cudaStream_t stream;
     CHECK(cudaStreamCreate(&stream));
 
@@ -93,11 +86,7 @@ int main(int argc, char** argv) {
             most = std::max(most, sum);
         }
     }
-    auto x = random_buffer<bf16>(size_t(window) * m.hidden, 1.0f);
-    const int panel_rows = panel_rows_for(most, experts);
-    Buffer<bf16> y(size_t(most) * m.hidden), h(size_t(panel_rows) * m.inter), x_panels(size_t(panel_rows) * m.hidden);
-    const ScaleWorkspace scales(m, panel_rows);
-    const Fp8Rows quantised(x, m.hidden, false);
+    const TimedRows rows(m, experts, most, window);
     std::mt19937 rng(7);
     Timer timer;
     std::map<std::string, std::vector<double>> times;
@@ -109,13 +98,7 @@ int main(int argc, char** argv) {
             cudaGraphExec_t exec;
             CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
             for (size_t i = 0; i < device.size(); i++) {
-                ExpertdExpertsParams p = parameters(m, experts);
-                p.limit = 7.0f;
-                p.layers = table.data, p.layer = layer_indices.data + i % LAYERS;
-                p.expert_offsets = device[i].offsets.data, p.row_index = device[i].rows.data, p.row_weight = device[i].weights.data;
-                p.x = x.data, p.y = y.data, p.h = h.data, p.x_panels = x_panels.data, p.state = state.data, p.panel_rows = panel_rows;
-                p.x_scales = scales.x.data, p.h_scales = scales.h.data;
-                if (m.format == EXPERTD_W8A8) p.x = quantised.data.data, p.x_stride = quantised.stride, p.x_format = EXPERTD_ROWS_FP8;
+                const ExpertdExpertsParams p = timed_launch(m, experts, layers, rows, device[i], i, m.format == EXPERTD_W8A8);
                 CHECK(expertd_experts_launch(&p, stream));
             }
             CHECK(cudaStreamEndCapture(stream, &graph));

@@ -1,32 +1,26 @@
 //! Calls through a session: rows are copied into memory that the service shares, and answers out of it.
 
+mod current;
+
 use std::borrow::Cow;
-use std::io::ErrorKind;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use expertd_proto::RetryPolicy;
-use expertd_proto::session::{self, DType, PendingCall, Session, SessionError, SessionOptions};
+use expertd_proto::session::{self, DType, PendingCall, Session, SessionError};
 use expertd_proto::v1::{self, GetModelResponse};
-use prost::Message as _;
 use pyo3::PyErr;
 use pyo3::prelude::*;
 use tonic::Status;
 
+pub(crate) use self::current::open_failure;
+use self::current::{CurrentSession, Opened, expect_name};
 use crate::array::Array;
 use crate::errors::Failure;
-use crate::input::Input;
 use crate::line::Line;
 use crate::receipt::{self, Received, Rows};
 use crate::request::Arguments;
 
-/// Row area of a new session, in bytes. A call that needs more opens a larger session.
-const ROWS_BYTES: usize = 16 << 20;
-/// Largest row area that is opened because calls in flight fill the present one, in bytes.
-const MAX_ROWS_BYTES: usize = 256 << 20;
-/// Time limit of opening a session and of asking for the model.
-const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval at which a waiting call checks whether it was interrupted.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval at which a call that waits for room in the session tries again, even if no other call has ended meanwhile.
@@ -60,97 +54,35 @@ impl From<Status> for End {
 /// A session with the service behind one socket. It is opened again after it has ended.
 #[derive(Debug)]
 pub(crate) struct HostSession {
-    address: String,
+    current: CurrentSession,
     retry: Option<RetryPolicy>,
-    current: Mutex<Option<Opened>>,
     /// Held while one call reserves its places, so that two calls never wait for each other's halves.
     placing: Mutex<()>,
     /// Calls that wait for room in the session.
     line: Line,
-    /// The service has refused a larger session.
-    is_largest: AtomicBool,
-}
-
-#[derive(Clone, Debug)]
-struct Opened {
-    session: Arc<Session>,
-    rows_bytes: usize,
-    model: Arc<GetModelResponse>,
-}
-
-impl Opened {
-    fn layer(&self, number: u32) -> Option<&v1::MoeLayer> {
-        self.model.moe_layers.iter().find(|moe| moe.layer == number)
-    }
-
-    /// The call's token ids, if its layer routes by them.
-    fn token_ids<'a>(&self, arguments: &'a Arguments) -> Option<&'a Input> {
-        let used = self.layer(arguments.layer).is_some_and(|moe| moe.routes_by_token_id);
-        arguments.token_ids.as_ref().filter(|_| used)
-    }
 }
 
 impl HostSession {
     pub(crate) fn new(address: String, retry: Option<RetryPolicy>) -> HostSession {
         HostSession {
-            address,
+            current: CurrentSession::new(address),
             retry,
-            current: Mutex::new(None),
             placing: Mutex::new(()),
             line: Line::default(),
-            is_largest: AtomicBool::new(false),
         }
     }
 
     /// Opens the session, if it is not open.
     pub(crate) fn connect(&self) -> Result<(), Failure> {
-        self.opened(0).map(drop).map_err(|error| open_failure(&self.address, error))
-    }
-
-    /// The open session with room for `needed` bytes; opens one if there is none.
-    fn opened(&self, needed: usize) -> Result<Opened, SessionError> {
-        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(opened) = current.as_ref().filter(|opened| opened.rows_bytes >= needed) {
-            return Ok(opened.clone());
-        }
-        let rows_bytes = needed.max(ROWS_BYTES).checked_next_power_of_two().unwrap_or(needed);
-        let options = SessionOptions { rows_bytes, timeout: OPEN_TIMEOUT, ..SessionOptions::default() };
-        let session = Session::open(&self.address, &options)?;
-        let model = Arc::new(decode(session.model())?);
-        let opened = Opened { session: Arc::new(session), rows_bytes, model };
-        // Calls in flight keep a smaller session until their end.
-        *current = Some(opened.clone());
-        Ok(opened)
-    }
-
-    /// Opens a session with twice the row area, if that is within limits.
-    fn enlarged(&self, opened: &Opened) -> Option<Opened> {
-        let doubled = opened.rows_bytes.checked_mul(2).filter(|&bytes| bytes <= MAX_ROWS_BYTES)?;
-        if self.is_largest.load(Ordering::Relaxed) {
-            return None;
-        }
-        let larger = self.opened(doubled);
-        self.is_largest.store(larger.is_err(), Ordering::Relaxed);
-        larger.ok()
-    }
-
-    /// Lets the next call open another session.
-    fn forget(&self, ended: &Arc<Session>) {
-        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        if current.as_ref().is_some_and(|opened| Arc::ptr_eq(&opened.session, ended)) {
-            *current = None;
-        }
+        self.current.connect()
     }
 
     /// The model that the service serves now.
     ///
     /// # Errors
-    /// NOT_FOUND if the name is another one, and what prevents asking.
+    /// NOT_FOUND if the service's model has another name than `name`, and the failure of the question itself.
     pub(crate) fn model(&self, name: &str) -> Result<GetModelResponse, Failure> {
-        let model = session::fetch_model(&self.address, OPEN_TIMEOUT).and_then(|bytes| decode(&bytes));
-        let model = model.map_err(session::status)?;
-        expect_name(&model, name)?;
-        Ok(model)
+        self.current.model(name)
     }
 
     /// Makes a call and waits for its answer, with retries by the client's policy. `check` says whether to go on waiting.
@@ -184,7 +116,7 @@ impl HostSession {
         check: &mut dyn FnMut() -> PyResult<()>,
     ) -> Result<Received, End> {
         let places = Places::of(arguments);
-        let opened = self.opened(places.total()).map_err(session::status)?;
+        let opened = self.current.with_room(places.total()).map_err(session::status)?;
         expect_name(&opened.model, &arguments.model)?;
         expect_shapes(arguments, &opened)?;
         let deadline = arguments.timeout.map(|timeout| start + timeout);
@@ -223,7 +155,7 @@ impl HostSession {
                     Ok(pending) => return Ok((opened.session, pending)),
                     Err(SessionError::TooManyCalls { .. }) => {}
                     Err(SessionError::NoRoom { .. }) => {
-                        if let Some(larger) = self.enlarged(&opened) {
+                        if let Some(larger) = self.current.enlarged(&opened) {
                             opened = larger;
                             continue;
                         }
@@ -277,7 +209,7 @@ impl HostSession {
 
     fn failed(&self, session: &Arc<Session>, error: SessionError) -> End {
         if matches!(error, SessionError::Ended { .. }) {
-            self.forget(session);
+            self.current.forget(session);
         }
         End::Failed(session::status(error).into())
     }
@@ -361,18 +293,6 @@ fn read_answer(answer: session::Answer, arguments: &Arguments) -> Result<Receive
     Ok(Received { rows, receipt: receipt::from_message(message, shape.tokens) })
 }
 
-fn decode(bytes: &[u8]) -> Result<GetModelResponse, SessionError> {
-    GetModelResponse::decode(bytes)
-        .map_err(|error| SessionError::Protocol(format!("a model that cannot be decoded: {error}")))
-}
-
-fn expect_name(model: &GetModelResponse, name: &str) -> Result<(), Failure> {
-    if name.is_empty() || name == model.name {
-        return Ok(());
-    }
-    Err(Status::not_found(format!("the service has no model {name:?}; it serves {:?}", model.name)).into())
-}
-
 /// Places have no shapes, so the service cannot check these.
 fn expect_shapes(arguments: &Arguments, opened: &Opened) -> Result<(), Status> {
     let (shape, hidden) = (arguments.shape(), opened.session.hidden());
@@ -388,27 +308,5 @@ fn expect_shapes(arguments: &Arguments, opened: &Opened) -> Result<(), Status> {
             shape.tokens
         ))),
         _ => Ok(()),
-    }
-}
-
-/// The failure of a session that could not be opened.
-pub(crate) fn open_failure(address: &str, error: SessionError) -> Failure {
-    let hint = "sessions need the socket of `expertd serve --session-listen unix:PATH`";
-    match error {
-        SessionError::Socket { source, .. } if source.kind() == ErrorKind::PermissionDenied => {
-            Status::permission_denied(format!(
-                "{address}: {source}; the service allows its own user, and those of `--session-allow-uid`"
-            ))
-            .into()
-        }
-        SessionError::Socket { source, .. }
-            if matches!(source.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) =>
-        {
-            Failure::Connect(format!("session socket {address}: no answer within {OPEN_TIMEOUT:?}; {hint}"))
-        }
-        SessionError::Socket { .. } | SessionError::Protocol(_) => {
-            Failure::Connect(format!("{error}; {hint}"))
-        }
-        other => Failure::Connect(other.to_string()),
     }
 }

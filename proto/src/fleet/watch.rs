@@ -13,8 +13,8 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
-use super::client::{FleetConfig, Link, Shared};
-use super::{Facts, ServiceId, State, content_of_model};
+use super::shared::{Link, Shared};
+use super::{Facts, FleetConfig, ServiceId, State, content_of_model};
 use crate::transport::{self, CONTROL_MESSAGE_BYTES, Channel, Credentials};
 use crate::v1::moe_client::MoeClient;
 use crate::v1::{GetModelRequest, GetModelResponse};
@@ -162,7 +162,7 @@ impl Watched {
 struct Probe<'a> {
     watched: &'a Watched,
     channel: Channel,
-    /// A caller saw something that is worth a probe at once.
+    /// Notified when a call on this service ends in a way that calls for a probe at once.
     woken: Arc<Notify>,
     config: FleetConfig,
 }

@@ -2,7 +2,8 @@
 //! rows [m, 2048] times weights [2048, 2048]. Weights rotate through 640 MB, so they are cold. Prints GFLOP/s of thread CPU
 //! time, at the 10th percentile of the calls. The arguments are values of m.
 
-use expertd_compute::linalg::{SimdLevel, MatmulScratch, MatrixView, PackedMatrix, Scales, WeightFormat, matmul};
+use expertd_compute::linalg::{MatmulScratch, PackedMatrix, SimdLevel, matmul};
+use expertd_model::{MatrixView, Packing, Scales, WeightFormat};
 use rand::RngExt;
 
 const N: usize = 2048;
@@ -28,8 +29,16 @@ fn rate(m: usize, count: usize, mut call: impl FnMut(usize)) -> f64 {
 }
 
 fn pack(format: WeightFormat, data: &[u8]) -> PackedMatrix {
-    let view =
-        MatrixView { format, packing: Packing::Strided, data, rows: N, cols: K, row_stride: K, col_stride: 1, scales: Scales::None };
+    let view = MatrixView {
+        format,
+        packing: Packing::Strided,
+        data,
+        rows: N,
+        cols: K,
+        row_stride: K,
+        col_stride: 1,
+        scales: Scales::None,
+    };
     PackedMatrix::pack(&view).expect("the matrix is valid")
 }
 
@@ -56,7 +65,27 @@ fn main() {
             let (x, w) = (x.as_ptr(), plain[i].as_ptr());
             // out [m, n] = x [m, k] * w^T; strides are columns first.
             let (k, none) = (K as isize, gemm::Parallelism::None);
-            gemm::gemm(m, N, K, out.as_mut_ptr(), cs, rs, false, x, 1, k, w, k, 1, 0.0, 1.0, false, false, false, none);
+            gemm::gemm(
+                m,
+                N,
+                K,
+                out.as_mut_ptr(),
+                cs,
+                rs,
+                false,
+                x,
+                1,
+                k,
+                w,
+                k,
+                1,
+                0.0,
+                1.0,
+                false,
+                false,
+                false,
+                none,
+            );
         });
         println!("| {m} | {bf16:.0} | {f32:.0} | {gemm:.0} |");
     }

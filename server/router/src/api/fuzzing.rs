@@ -18,8 +18,9 @@ use tokio::sync::{oneshot, watch};
 use tonic::Status;
 
 use super::access::tokens;
-use super::framing::body::{Arrival, Charges, PREFIX, RequestBody};
+use super::framing::body::{PREFIX, RequestBody};
 use super::framing::budget::Budget;
+use super::framing::charges::{Arrival, Charges};
 use super::framing::chunks::{Chunks, terms};
 use super::service::call::deadline;
 use super::service::validate::{Envelope, validate};

@@ -11,8 +11,9 @@ use http_body::{Body, Frame};
 use prost::encoding::{decode_varint, encode_varint, encoded_len_varint};
 use tonic::Status;
 
-use super::body::{Charges, Leaving, PREFIX, charged_bytes};
+use super::body::PREFIX;
 use super::budget::Ticket;
+use super::charges::{Charges, Leaving, charged_bytes};
 use super::connection::Stage;
 
 /// Rows of at least this size are sent without a copy into the encoded answer.

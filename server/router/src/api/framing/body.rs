@@ -8,9 +8,8 @@
 use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::Instant;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 use http_body::{Body, Frame};
@@ -18,6 +17,7 @@ use tonic::Status;
 
 use super::apart::{self, APART_BYTES, Gathering};
 use super::budget::{Budget, Ticket};
+use super::charges::{Arrival, Charges};
 use super::connection::{Connection, Owner, Stage};
 use crate::api::service::failure::Failure;
 use expertd_types::ChunkedBytes;
@@ -28,79 +28,6 @@ pub(in crate::api) const PREFIX: usize = 5;
 const ID_FIELD: usize = 11;
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
-
-/// Whether a message was charged or refused before it reached the decoder.
-pub(in crate::api) enum Arrival {
-    /// The charge, and the rows if they were taken out of the message.
-    Charged(Ticket, Option<ChunkedBytes>),
-    Refused(Status),
-}
-
-/// An answer that is about to be encoded.
-#[derive(Default)]
-pub(in crate::api) struct Leaving {
-    /// `None` if the request was refused before it was received.
-    pub(in crate::api) ticket: Option<Ticket>,
-    /// Rows that are sent without a copy; the message's own rows are then empty.
-    pub(in crate::api) rows: Option<Bytes>,
-}
-
-/// The charges of one call, in the order of its messages.
-#[derive(Default)]
-pub(in crate::api) struct Charges {
-    lists: Mutex<Lists>,
-}
-
-#[derive(Default)]
-struct Lists {
-    arrived: VecDeque<Arrival>,
-    leaving: VecDeque<Leaving>,
-    complete_at: Option<Instant>,
-}
-
-impl Charges {
-    /// When the last byte of the latest message arrived.
-    pub(in crate::api) fn complete_at(&self) -> Option<Instant> {
-        self.lists().complete_at
-    }
-
-    /// The arrival that belongs to the next decoded message.
-    pub(in crate::api) fn next_arrival(&self) -> Option<Arrival> {
-        self.lists().arrived.pop_front()
-    }
-
-    /// Queues the answer that is encoded next.
-    pub(in crate::api) fn leave(&self, leaving: Leaving) {
-        self.lists().leaving.push_back(leaving);
-    }
-
-    fn arrive(&self, arrival: Arrival) {
-        self.lists().arrived.push_back(arrival);
-    }
-
-    /// Takes the answers that were encoded since the last call.
-    pub(in crate::api) fn take_leaving(&self) -> VecDeque<Leaving> {
-        std::mem::take(&mut self.lists().leaving)
-    }
-
-    fn lists(&self) -> MutexGuard<'_, Lists> {
-        self.lists.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Bytes that keep a charge until the last slice of them is dropped.
-pub(in crate::api) fn charged_bytes(bytes: Bytes, ticket: Ticket) -> Bytes {
-    struct Owner {
-        bytes: Bytes,
-        _ticket: Ticket,
-    }
-    impl AsRef<[u8]> for Owner {
-        fn as_ref(&self) -> &[u8] {
-            &self.bytes
-        }
-    }
-    Bytes::from_owner(Owner { bytes, _ticket: ticket })
-}
 
 /// Limits of a request body, and the accounts that it is charged to.
 #[derive(Clone)]
@@ -188,7 +115,7 @@ impl<B> RequestBody<B> {
         if self.terms.forward {
             self.charges.arrive(Arrival::Charged(ticket, rows));
         }
-        self.charges.lists().complete_at = Some(Instant::now());
+        self.charges.complete_now();
     }
 
     /// Decides about a message whose prefix was read from `pending`.

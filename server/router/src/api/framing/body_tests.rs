@@ -15,7 +15,8 @@ use tonic::{Code, Status};
 use super::super::budget::{Budget, MESSAGE_BYTES};
 use super::super::chunks::{Chunks, terms};
 use super::super::connection::Connection;
-use super::{Arrival, Charges, RequestBody, charged_bytes};
+use super::{Arrival, Charges, RequestBody};
+use crate::api::framing::charges::charged_bytes;
 use crate::backend::ClientKey;
 
 const LIMIT: usize = 300;

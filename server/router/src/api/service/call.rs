@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::failure::Failure;
 use super::validate::Envelope;
-use crate::api::framing::body::Charges;
+use crate::api::framing::charges::Charges;
 use crate::backend::{ClientKey, RequestId};
 use crate::telemetry::{RequestTrace, TraceParent};
 

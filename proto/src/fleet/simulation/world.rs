@@ -1,20 +1,19 @@
-//! A simulation of hundreds of services that are killed, stopped, drained and restarted with other weights, under requests
-//! with deadlines. Time is virtual and every random number comes from the seed, so a failure is repeated by its seed.
+//! The services, requests and events of the simulation, and the way of a request through them.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::time::Duration;
 
-use super::{Choice, Content, Draws, Ended, Facts, Fleet, Limits, ServiceId, State, Ticket};
+use super::super::{Choice, Content, Draws, Ended, Fleet, Limits, ServiceId, Ticket};
 
-/// Interval and time limit of probes, as in the client's defaults.
-const PROBE: u64 = 500;
-const PROBE_TIMEOUT: u64 = 750;
+/// Interval and time limit of probes in milliseconds, as in the client's defaults.
+pub(super) const PROBE: u64 = 500;
+pub(super) const PROBE_TIMEOUT: u64 = 750;
 /// Deadline of each request, in milliseconds.
 const DEADLINE: u64 = 5000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Life {
+pub(super) enum Life {
     Up,
     /// Refuses new requests, answers those that it has.
     Draining,
@@ -25,31 +24,31 @@ enum Life {
 }
 
 #[derive(Debug)]
-struct Server {
-    id: ServiceId,
-    layers: BTreeSet<u32>,
-    content: u32,
-    life: Life,
+pub(super) struct Server {
+    pub(super) id: ServiceId,
+    pub(super) layers: BTreeSet<u32>,
+    pub(super) content: u32,
+    pub(super) life: Life,
     /// Whether the client has asked what it holds since it last started.
-    learned: bool,
-    missed: u32,
-    answered: u64,
+    pub(super) learned: bool,
+    pub(super) missed: u32,
+    pub(super) answered: u64,
     /// Numbers of the requests that it has taken in.
-    working: BTreeSet<u64>,
+    pub(super) working: BTreeSet<u64>,
 }
 
 #[derive(Debug)]
-struct Request {
+pub(super) struct Request {
     layer: u32,
     rows: u64,
     begun: u64,
-    ticket: Option<Ticket>,
+    pub(super) ticket: Option<Ticket>,
     server: usize,
-    attempt: u64,
+    pub(super) attempt: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Event {
+pub(super) enum Event {
     Arrive,
     Retry(u64),
     Answer {
@@ -59,40 +58,40 @@ enum Event {
     Probe(usize),
     Missed(usize),
     Fault,
-    Change {
-        server: usize,
-        to: u8,
-    },
+    /// The process of a server ends.
+    End(usize),
+    /// The process of a server starts again, or continues after a stop.
+    GoOn(usize),
     /// The next server of a rollout ends, to come back with the next content.
     Roll(usize),
 }
 
-struct World {
-    now: u64,
-    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
-    number: u64,
-    draws: Draws,
-    fleet: Fleet,
-    servers: Vec<Server>,
-    requests: BTreeMap<u64, Request>,
-    arrived: u64,
-    answered: u64,
-    failed: Vec<String>,
+pub(super) struct World {
+    pub(super) now: u64,
+    pub(super) events: BinaryHeap<Reverse<(u64, u64, Event)>>,
+    pub(super) number: u64,
+    pub(super) draws: Draws,
+    pub(super) fleet: Fleet,
+    pub(super) servers: Vec<Server>,
+    pub(super) requests: BTreeMap<u64, Request>,
+    pub(super) arrived: u64,
+    pub(super) answered: u64,
+    pub(super) failed: Vec<String>,
     /// Contents of answers in the order in which their requests were sent.
-    contents: Vec<(u64, u32)>,
-    faults: bool,
-    rollout_order: Vec<usize>,
-    last_arrival: u64,
-    longest: u64,
+    pub(super) contents: Vec<(u64, u32)>,
+    pub(super) faults: bool,
+    pub(super) rollout_order: Vec<usize>,
+    pub(super) last_arrival: u64,
+    pub(super) longest: u64,
 }
 
-fn content(number: u32) -> Content {
+pub(super) fn content(number: u32) -> Content {
     Content(format!("m {number}"))
 }
 
 impl World {
     /// `shares` shares of `width` layers, each held by `replicas` services.
-    fn new(seed: u64, shares: u32, width: u32, replicas: u32) -> World {
+    pub(super) fn new(seed: u64, shares: u32, width: u32, replicas: u32) -> World {
         let mut world = World {
             now: 0,
             events: BinaryHeap::new(),
@@ -133,20 +132,20 @@ impl World {
         world
     }
 
-    fn draw(&mut self, below: u64) -> u64 {
+    pub(super) fn draw(&mut self, below: u64) -> u64 {
         self.draws.next() % below.max(1)
     }
 
-    fn time(&self) -> Duration {
+    pub(super) fn time(&self) -> Duration {
         Duration::from_millis(self.now)
     }
 
-    fn at(&mut self, after: u64, event: Event) {
+    pub(super) fn at(&mut self, after: u64, event: Event) {
         self.number += 1;
         self.events.push(Reverse((self.now + after, self.number, event)));
     }
 
-    fn run(&mut self, until: u64) {
+    pub(super) fn run(&mut self, until: u64) {
         while let Some(Reverse((when, _, event))) = self.events.pop() {
             self.now = when;
             if when > until && self.requests.is_empty() {
@@ -160,7 +159,8 @@ impl World {
                 Event::Missed(server) => self.missed(server),
                 Event::Fault if self.faults => self.fault(),
                 Event::Fault => {}
-                Event::Change { server, to } => self.change(server, to),
+                Event::End(server) => self.end(server),
+                Event::GoOn(server) => self.go_on(server),
                 Event::Roll(step) => self.roll(step),
             }
         }
@@ -186,7 +186,7 @@ impl World {
         }
     }
 
-    fn send(&mut self, number: u64) {
+    pub(super) fn send(&mut self, number: u64) {
         let Some(request) = self.requests.get(&number) else { return };
         if request.ticket.is_some() {
             return;
@@ -269,113 +269,8 @@ impl World {
         }
     }
 
-    fn probe(&mut self, index: usize) {
-        self.at(PROBE, Event::Probe(index));
-        let time = self.time();
-        let server = &mut self.servers[index];
-        let state = match server.life {
-            Life::Stopped if server.missed == 0 => return self.at(PROBE_TIMEOUT, Event::Missed(index)),
-            Life::Stopped => return,
-            Life::Dead => State::Lost,
-            Life::Draining => State::NotServing,
-            Life::Up => State::Serving,
-        };
-        server.missed = 0;
-        if state == State::Lost {
-            server.learned = false;
-            return self.lose(index);
-        }
-        if state == State::Serving && !server.learned {
-            server.learned = true;
-            let facts = Facts { content: content(server.content), layers: server.layers.clone() };
-            self.fleet.learned(self.servers[index].id, facts, time);
-        }
-        self.fleet.observed(self.servers[index].id, state, time);
-    }
-
-    fn missed(&mut self, index: usize) {
-        if self.servers[index].life != Life::Stopped {
-            return;
-        }
-        self.servers[index].missed += 1;
-        if self.servers[index].missed == 1 {
-            self.fleet.observed(self.servers[index].id, State::Suspect, self.time());
-            self.at(PROBE_TIMEOUT, Event::Missed(index));
-        } else {
-            self.lose(index);
-        }
-    }
-
-    /// Counts a server as lost: its requests go elsewhere.
-    fn lose(&mut self, index: usize) {
-        let time = self.time();
-        self.fleet.observed(self.servers[index].id, State::Lost, time);
-        for number in std::mem::take(&mut self.servers[index].working) {
-            let Some(request) = self.requests.get_mut(&number) else { continue };
-            if let Some(ticket) = request.ticket.take() {
-                self.fleet.ended(ticket, Ended::Lost, time);
-            }
-            self.send(number);
-        }
-    }
-
-    /// Something happens to a server, if enough others hold its layers.
-    fn fault(&mut self) {
-        let gap = 50 + self.draw(300);
-        self.at(gap, Event::Fault);
-        let count = self.servers.len() as u64;
-        let index = self.draw(count) as usize;
-        let peers = self.servers.iter().filter(|s| s.layers == self.servers[index].layers);
-        let (up, all) = (peers.clone().filter(|s| s.life == Life::Up).count(), peers.count());
-        if self.servers[index].life != Life::Up || 2 * (up - 1) < all {
-            return;
-        }
-        match self.draw(3) {
-            0 => self.change(index, 0),
-            1 => {
-                self.servers[index].life = Life::Stopped;
-                self.servers[index].missed = 0;
-                let pause = 200 + self.draw(6000);
-                self.at(pause, Event::Change { server: index, to: 1 });
-            }
-            _ => {
-                self.servers[index].life = Life::Draining;
-                self.at(100, Event::Change { server: index, to: 0 });
-            }
-        }
-    }
-
-    /// A process ends (0) and starts again later, or goes on (1).
-    fn change(&mut self, index: usize, to: u8) {
-        if to == 0 {
-            self.servers[index].life = Life::Dead;
-            self.servers[index].learned = false;
-            let down = 500 + self.draw(3000);
-            self.at(down, Event::Change { server: index, to: 1 });
-            // Broken connections end requests at once.
-            self.lose(index);
-        } else {
-            let server = &mut self.servers[index];
-            server.life = Life::Up;
-            server.missed = 0;
-            for number in std::mem::take(&mut server.working) {
-                let Some(request) = self.requests.get(&number) else { continue };
-                let attempt = request.attempt;
-                self.at(1, Event::Answer { request: number, attempt });
-            }
-        }
-    }
-
-    fn roll(&mut self, step: usize) {
-        let Some(&index) = self.rollout_order.get(step) else { return };
-        self.at(40, Event::Roll(step + 1));
-        let server = &mut self.servers[index];
-        server.content += 1;
-        self.change(index, 0);
-    }
-
     /// Ends with everything answered, and all rows taken back.
-    fn finish(&mut self, seed: u64) {
+    pub(super) fn finish(&mut self, seed: u64) {
         assert!(
             self.failed.is_empty(),
             "seed {seed}: {} of {}: {:#?}",
@@ -387,54 +282,5 @@ impl World {
         for server in &self.servers {
             assert_eq!(self.fleet.outstanding_rows(server.id), 0, "seed {seed}: {server:?}");
         }
-    }
-}
-
-/// Seeds to run: `EXPERTD_SIMULATION_SEED` alone, or a few.
-fn seeds() -> std::ops::Range<u64> {
-    match std::env::var("EXPERTD_SIMULATION_SEED").ok().and_then(|text| text.parse::<u64>().ok()) {
-        Some(seed) => seed..seed + 1,
-        None => 0..4,
-    }
-}
-
-#[test]
-fn no_request_fails_while_services_die_stop_and_drain() {
-    for seed in seeds() {
-        let mut world = World::new(seed, 20, 3, 15);
-        world.last_arrival = 60_000;
-        world.at(1000, Event::Arrive);
-        world.at(2000, Event::Fault);
-        world.run(60_000);
-        world.finish(seed);
-        let answered: Vec<u64> = world.servers.iter().map(|server| server.answered).collect();
-        let mean = answered.iter().sum::<u64>() / answered.len() as u64;
-        assert!(answered.iter().all(|&one| one > mean / 3 && one < mean * 3), "seed {seed}: {answered:?}");
-    }
-}
-
-#[test]
-fn contents_are_never_mixed_in_a_rollout() {
-    for seed in seeds() {
-        let mut world = World::new(seed, 20, 3, 15);
-        world.faults = false;
-        world.last_arrival = 30_000;
-        world.at(1000, Event::Arrive);
-        // New weights on one service after the other, in random order.
-        let mut order: Vec<usize> = (0..world.servers.len()).collect();
-        for last in (1..order.len()).rev() {
-            let other = world.draw(last as u64 + 1) as usize;
-            order.swap(last, other);
-        }
-        world.rollout_order = order;
-        world.at(3000, Event::Roll(0));
-        world.run(30_000);
-        world.finish(seed);
-        // One switch: an answer of the old weights comes after one of the new weights only if it was sent before.
-        let first_new = world.contents.iter().find(|(_, content)| *content == 1).map(|(at, _)| *at);
-        let last_old = world.contents.iter().rfind(|(_, content)| *content == 0).map(|(at, _)| *at);
-        let (first_new, last_old) =
-            (first_new.expect("the new weights answer"), last_old.expect("the old did"));
-        assert!(last_old <= first_new + 31, "seed {seed}: old until {last_old}, new from {first_new}");
     }
 }

@@ -1,0 +1,273 @@
+//! A running service: its start, its listeners, and its end.
+
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use expertd_ipc::wait::spin_between_steps;
+use expertd_router::api::{
+    self, Access, Address, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig,
+};
+use expertd_router::backend::{Backend, ServiceState};
+use expertd_router::sessions::{SessionConfig, SessionServer};
+use expertd_router::steps::{Service, ServiceEnd};
+use expertd_router::telemetry::{
+    MetricsEndpoint, Recorder, flush_traces, install_recorder, record_memory_limit, start_traces, tell,
+};
+use expertd_router::watchdog;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use super::error::StartError;
+use super::plan::{ServePlan, SessionPlan};
+use super::{descriptors, exit, memory, print, report};
+
+/// Time limit for connections to close after the last answer was sent.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
+
+/// Time limit for the last spans to be sent.
+const FLUSH_TRACES: Duration = Duration::from_secs(2);
+
+/// Time limit for the end of the service after a second signal.
+const END_AT_ONCE: Duration = Duration::from_secs(3);
+
+/// A running service with its listeners.
+pub struct Running {
+    service: Arc<Service>,
+    addresses: Vec<Address>,
+    admin: Option<Address>,
+    metrics: SocketAddr,
+    shutdown: CancellationToken,
+    server: tokio::task::JoinHandle<Result<(), api::ServerError>>,
+    sessions: Option<(String, tokio::task::JoinHandle<()>)>,
+}
+
+impl Running {
+    /// Checks addresses and credentials, reserves memory for messages, binds every address, then forms the first generation.
+    ///
+    /// # Errors
+    /// If an address is invalid or cannot be bound, or the scheduler cannot be started.
+    pub async fn start(plan: ServePlan) -> Result<Self, StartError> {
+        let config = server_config(&plan)?;
+        let sessions = session_config(&plan)?;
+        let access = Arc::new(Access::load(&plan.access)?);
+        config.check(&access)?;
+        let metrics = metrics_address(&plan, &access)?;
+        let recorder = install_recorder(if expertd_rank_cuda::BUILT { "cuda" } else { "" });
+        record_memory_limit(config.memory_limit_bytes);
+        start_traces(plan.otlp_endpoint.as_deref())?;
+        plan.buffers.reserve();
+        tokio::spawn(memory::settle(tokio::runtime::Handle::current().metrics().num_workers()));
+        let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
+        match Self::listen(&service, &config, access, metrics, recorder, sessions).await {
+            Ok(running) => Ok(running),
+            Err(error) => {
+                service.drain(Some(Duration::ZERO)).await;
+                service.join();
+                Err(error)
+            }
+        }
+    }
+
+    async fn listen(
+        service: &Arc<Service>,
+        config: &ServerConfig,
+        access: Arc<Access>,
+        metrics: SocketAddr,
+        recorder: Recorder,
+        sessions: Option<SessionConfig>,
+    ) -> Result<Self, StartError> {
+        let service = Arc::clone(service);
+        let backend: Arc<dyn Backend> = Arc::clone(&service) as Arc<dyn Backend>;
+        let endpoint = MetricsEndpoint::bind(metrics, recorder, Arc::clone(&backend), Arc::clone(&access))
+            .await
+            .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
+        let metrics = endpoint.local_address().unwrap_or(metrics);
+        let server = Server::bind(config, access, backend).await?;
+        let session_server = match sessions {
+            Some(config) => {
+                let address = config.listen.to_string();
+                let bound = SessionServer::bind(config, Arc::clone(&service)).await;
+                Some((address, bound.map_err(api::ServerError::from)?))
+            }
+            None => None,
+        };
+        let (addresses, admin) = (server.addresses(), server.admin_address());
+        tokio::spawn(endpoint.run());
+        let shutdown = CancellationToken::new();
+        let server = tokio::spawn(server.run(shutdown.clone()));
+        let sessions =
+            session_server.map(|(address, sessions)| (address, tokio::spawn(sessions.run(shutdown.clone()))));
+        Ok(Running { service, addresses, admin, metrics, shutdown, server, sessions })
+    }
+
+    /// The first public address.
+    #[must_use]
+    pub fn address(&self) -> Option<&Address> {
+        self.addresses.first()
+    }
+
+    /// The service behind the listeners.
+    #[must_use]
+    pub const fn service(&self) -> &Arc<Service> {
+        &self.service
+    }
+
+    /// Prints the service's addresses once it serves.
+    pub(super) fn announce(&self) {
+        let (service, metrics) = (Arc::clone(&self.service), self.metrics);
+        let addresses = self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let admin = self.admin.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string);
+        let sessions = self
+            .sessions
+            .as_ref()
+            .map_or_else(String::new, |(address, _)| format!(", sessions on {address}"));
+        let loading = Arc::clone(&service);
+        // Progress is drawn by its own thread, because a terminal that does not accept output blocks the thread that writes to it.
+        let follow = move || report::follow_loading(&loading);
+        if let Err(error) = std::thread::Builder::new().name("progress".to_owned()).spawn(follow) {
+            tracing::warn!(%error, "cannot start the thread that shows the progress of loading");
+        }
+        tokio::spawn(async move {
+            let mut state = service.watch_state();
+            let serving = state.wait_for(|s| *s == ServiceState::Serving).await;
+            if serving.is_ok() {
+                print(&format!(
+                    "ready: listening on {addresses}, admin on {admin}, metrics on http://{metrics}/metrics{sessions}\n"
+                ));
+            }
+        });
+    }
+
+    /// Waits for a signal, a drain or a failure, and then stops the service.
+    pub(super) async fn until_end(self) -> ExitCode {
+        drain_on_signals(Arc::clone(&self.service));
+        let end = self.watched_until_end().await;
+        self.stop().await;
+        match end {
+            ServiceEnd::Drained => ExitCode::SUCCESS,
+            ServiceEnd::LoadFailed(message) => {
+                tell(&format!("expertd serve: {message}"));
+                ExitCode::from(exit::LOAD)
+            }
+            ServiceEnd::SetupFailed(message) => {
+                tell(&format!("expertd serve: {message}"));
+                ExitCode::from(exit::SETUP)
+            }
+        }
+    }
+
+    /// Waits for the service's end on this thread, without which the process would never exit.
+    async fn watched_until_end(&self) -> ServiceEnd {
+        let heartbeat = watchdog::watch("the main thread");
+        let mut ticks = tokio::time::interval(watchdog::TICK);
+        let mut ended = std::pin::pin!(self.service.ended());
+        let end = loop {
+            tokio::select! {
+                end = &mut ended => break end,
+                _ = ticks.tick() => heartbeat.tick(),
+            }
+        };
+        heartbeat.finish();
+        end
+    }
+
+    /// Drains and stops the service: sends all answers, closes connections, reaps ranks.
+    pub async fn drain(self) {
+        self.service.drain(None).await;
+        self.service.ended().await;
+        self.stop().await;
+    }
+
+    async fn stop(self) {
+        self.shutdown.cancel();
+        if let Ok(Err(error)) = self.server.await {
+            tracing::warn!(%error, "the server ended with an error");
+        }
+        if let Some((_, sessions)) = self.sessions
+            && let Err(error) = sessions.await
+        {
+            tracing::warn!(%error, "the session socket's task ended with an error");
+        }
+        self.service.join();
+        flush_traces(FLUSH_TRACES).await;
+    }
+}
+
+fn address(name: &'static str, text: &str) -> Result<Address, StartError> {
+    text.parse().map_err(|source| StartError::Address { name, source })
+}
+
+/// The configuration of the gRPC listeners.
+fn server_config(plan: &ServePlan) -> Result<ServerConfig, StartError> {
+    let sessions = plan.sessions.as_ref().map_or(0, SessionPlan::descriptors);
+    let (tcp, unix) = (plan.connections.tcp, plan.connections.unix + sessions);
+    let sockets = descriptors::sockets(tcp, unix, plan.cluster.shape.ranks as usize)
+        .map_err(StartError::Descriptors)?;
+    let listen = plan.listen.split(',').map(|text| address("listen", text.trim()));
+    Ok(ServerConfig {
+        listen: listen.collect::<Result<_, _>>()?,
+        admin: Some(address("admin-listen", &plan.admin_listen)?),
+        insecure: plan.access.insecure,
+        connections: ConnectionLimits {
+            tarpit: sockets.tarpit,
+            ..plan.connections.with_tcp(sockets.connections)
+        },
+        shutdown_grace: SHUTDOWN_GRACE,
+        timeouts: ConnectionTimeouts::default(),
+        memory_limit_bytes: plan.router_memory.total() as u64,
+    })
+}
+
+/// The configuration of the session socket, if there is to be one.
+fn session_config(plan: &ServePlan) -> Result<Option<SessionConfig>, StartError> {
+    let Some(sessions) = &plan.sessions else { return Ok(None) };
+    Ok(Some(SessionConfig {
+        listen: address("session-listen", &sessions.listen)?,
+        users: sessions.users.clone(),
+        limits: sessions.limits,
+        spin: plan.cluster.spin,
+        spin_between_steps: spin_between_steps(plan.cluster.spin, plan.cluster.usable_cores),
+    }))
+}
+
+/// The address of the metrics endpoint. Beyond loopback it needs tokens, unless the configuration allows it to be open.
+fn metrics_address(plan: &ServePlan, access: &Access) -> Result<SocketAddr, StartError> {
+    let address = plan.metrics_listen.parse::<SocketAddr>();
+    let address = address.map_err(|_| StartError::MetricsAddress(plan.metrics_listen.clone()))?;
+    if Address::Tcp(address).is_beyond_loopback() && !access.has_tokens() && !plan.access.insecure {
+        return Err(StartError::OpenMetrics(address));
+    }
+    Ok(address)
+}
+
+/// Drains the service at SIGTERM or SIGINT. A second signal ends it within [`END_AT_ONCE`].
+fn drain_on_signals(service: Arc<Service>) {
+    let mut signals = Vec::new();
+    for kind in [SignalKind::terminate(), SignalKind::interrupt()] {
+        match signal(kind) {
+            Ok(signal) => signals.push(signal),
+            Err(error) => tracing::warn!(%error, "cannot listen for a signal"),
+        }
+    }
+    tokio::spawn(async move {
+        let mut first = true;
+        while !signals.is_empty() {
+            futures_util::future::select_all(signals.iter_mut().map(|s| Box::pin(s.recv()))).await;
+            if first {
+                tracing::info!("signal received: draining; a second signal ends the service at once");
+                tokio::spawn(service.drain(None));
+            } else {
+                tracing::warn!("second signal received: ending at once");
+                tokio::spawn(service.drain(Some(Duration::ZERO)));
+                tokio::spawn(async {
+                    tokio::time::sleep(END_AT_ONCE).await;
+                    tell("expertd serve: ended by a second signal before the drain was over");
+                    std::process::exit(i32::from(exit::SETUP));
+                });
+            }
+            first = false;
+        }
+    });
+}
