@@ -111,7 +111,7 @@ impl GroupLayout {
             _ => scale.copy_from_slice(&view.group_scale(row, col).to_le_bytes()),
         }
         if self.zeros {
-            // At most 15 plus a bias of 1, less 8.
+            // -8 to 7.
             zeros[column] = view.zero_point(row, col).wrapping_sub(expertd_model::INT4_ZERO);
         }
     }

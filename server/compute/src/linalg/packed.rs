@@ -10,7 +10,7 @@ use expertd_model::{INT4_ZERO, MatrixError, MatrixView, Packing, Scales, WeightF
 pub(crate) const K_BLOCK: usize = 32;
 
 /// Outputs of the widest panel.
-const MAX_PANEL: usize = SimdLevel::Avx512.panel_width();
+pub(crate) const MAX_PANEL: usize = SimdLevel::Avx512.panel_width();
 
 /// An error that prevents a matrix from being packed.
 #[derive(Debug, thiserror::Error)]

@@ -211,8 +211,7 @@ mod tests {
             factor: 0.75,
             zeros: None,
         };
-        let nvfp4 =
-            MatrixView { format: WeightFormat::Nvfp4, scales: Scales::Groups(groups), ..fp8.clone() };
+        let nvfp4 = MatrixView { format: WeightFormat::Nvfp4, scales: Scales::Groups(groups), ..fp8.clone() };
         for view in [fp8, nvfp4] {
             let matrix = PackedMatrix::pack(&view).unwrap();
             assert!(!matrix.scales().is_empty());

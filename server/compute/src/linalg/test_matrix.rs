@@ -250,14 +250,19 @@ impl TestMatrix {
             data.extend(bytes);
             scales[if transposed { i % n * groups + i / n } else { i }] = value;
         }
-        let stored: Vec<u8> = (0..n * groups).map(|_| rng.random_range(0..16)).collect();
-        let zero = |i: usize| kind.zeros.map_or(8.0, |(_, bias)| f64::from(stored[i] + bias));
+        let points: Vec<u8> = (0..n * groups).map(|_| rng.random_range(0..16)).collect();
+        let zero = |i: usize| kind.zeros.map_or(8.0, |_| f64::from(points[i]));
         matrix.values.extend(codes.iter().enumerate().map(|(i, &code)| {
             let group = i / k * groups + i % k / kind.group;
             (f64::from(code) - zero(group)) * scales[group]
         }));
         let zeros = kind.zeros.map(|(packing, bias)| {
-            let (data, strides) = pack_nibbles(&stored, n, groups, packing);
+            let (mut data, strides) = pack_nibbles(&points, n, groups, packing);
+            // As GPTQ's first files were written: the bias was subtracted from whole words.
+            for word in data.as_chunks_mut::<4>().0 {
+                let biased = u32::from_le_bytes(*word).wrapping_sub(0x1111_1111 * u32::from(bias));
+                *word = biased.to_le_bytes();
+            }
             TestZeros { data, packing, strides, bias }
         });
         matrix.groups =

@@ -163,9 +163,9 @@ impl Scaled for Fp8 {
     }
 
     #[inline(always)]
-    unsafe fn next(elements: &mut Fp8Pairs, odd: bool) -> Wide {
+    unsafe fn next(elements: &mut Fp8Pairs, i: usize) -> Wide {
         // SAFETY: `scaled_tile` calls this eight times after a load.
-        unsafe { elements.next(odd) }
+        unsafe { elements.next(i % 2 == 1) }
     }
 }
 
@@ -189,9 +189,9 @@ impl Scaled for Mxfp8 {
     }
 
     #[inline(always)]
-    unsafe fn next(elements: &mut Fp8Pairs, odd: bool) -> Wide {
+    unsafe fn next(elements: &mut Fp8Pairs, i: usize) -> Wide {
         // SAFETY: `scaled_tile` calls this eight times after a load.
-        unsafe { elements.next(odd) }
+        unsafe { elements.next(i % 2 == 1) }
     }
 }
 
@@ -258,14 +258,15 @@ impl Scaled for Fp4 {
     }
 
     #[inline(always)]
-    unsafe fn next(words: &mut Fp4Words, odd: bool) -> Wide {
+    unsafe fn next(words: &mut Fp4Words, i: usize) -> Wide {
         // SAFETY: the caller guarantees the features.
-        unsafe { next_integers::<8, 24>(if odd { &mut words.odd } else { &mut words.even }) }
+        unsafe { next_integers::<8, 24>(if i % 2 == 1 { &mut words.odd } else { &mut words.even }) }
     }
 }
 
 impl Scaled for Int4 {
     const ELEMENTS: usize = K_BLOCK / 2 * P;
+    const ZEROS: bool = true;
     type Elements = Words;
 
     #[inline(always)]
@@ -275,7 +276,7 @@ impl Scaled for Int4 {
     }
 
     #[inline(always)]
-    unsafe fn next(words: &mut Words, _: bool) -> Wide {
+    unsafe fn next(words: &mut Words, _: usize) -> Wide {
         // SAFETY: the caller guarantees the features.
         unsafe { next_integers::<4, 28>(words) }
     }

@@ -163,9 +163,9 @@ impl Scaled for Fp8 {
     }
 
     #[inline(always)]
-    unsafe fn next(elements: &mut Fp8Pairs, odd: bool) -> Wide {
+    unsafe fn next(elements: &mut Fp8Pairs, i: usize) -> Wide {
         // SAFETY: `scaled_tile` calls this eight times after a load.
-        unsafe { elements.next(odd) }
+        unsafe { elements.next(i % 2 == 1) }
     }
 }
 
@@ -189,9 +189,9 @@ impl Scaled for Mxfp8 {
     }
 
     #[inline(always)]
-    unsafe fn next(elements: &mut Fp8Pairs, odd: bool) -> Wide {
+    unsafe fn next(elements: &mut Fp8Pairs, i: usize) -> Wide {
         // SAFETY: `scaled_tile` calls this eight times after a load.
-        unsafe { elements.next(odd) }
+        unsafe { elements.next(i % 2 == 1) }
     }
 }
 
@@ -215,9 +215,7 @@ unsafe fn load_words(elements: *const u8, octet: usize) -> Words {
 /// Requires the CPU features.
 #[inline(always)]
 unsafe fn next_nibbles(words: &mut Words, table: __m512) -> Wide {
-    // The permutation uses the low four bits of its indices. Intrinsics without pointers are safe where their features
-    // are enabled, but this function is inlined into one that enables them.
-    // SAFETY: the caller guarantees the features.
+    // SAFETY: register operations. The permutation uses the low four bits of its indices.
     unsafe {
         *words = [_mm512_rol_epi32::<4>(words[0]), _mm512_rol_epi32::<4>(words[1])];
         [_mm512_permutexvar_ps(words[0], table), _mm512_permutexvar_ps(words[1], table)]
@@ -235,7 +233,7 @@ impl Scaled for Fp4 {
     }
 
     #[inline(always)]
-    unsafe fn next(words: &mut Words, _: bool) -> Wide {
+    unsafe fn next(words: &mut Words, _: usize) -> Wide {
         // SAFETY: the caller guarantees the features.
         unsafe {
             let [a, b, c, d, e, f, g, h] = FP4;
@@ -247,6 +245,7 @@ impl Scaled for Fp4 {
 
 impl Scaled for Int4 {
     const ELEMENTS: usize = K_BLOCK / 2 * P;
+    const ZEROS: bool = true;
     type Elements = Words;
 
     #[inline(always)]
@@ -256,7 +255,7 @@ impl Scaled for Int4 {
     }
 
     #[inline(always)]
-    unsafe fn next(words: &mut Words, _: bool) -> Wide {
+    unsafe fn next(words: &mut Words, _: usize) -> Wide {
         // SAFETY: the caller guarantees the features.
         unsafe {
             let table = _mm512_setr_ps(

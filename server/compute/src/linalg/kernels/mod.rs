@@ -61,3 +61,15 @@ pub(super) fn kernel(level: SimdLevel, format: WeightFormat, rows: usize) -> Ker
         _ => portable::kernels(format)[rows - 1],
     }
 }
+
+/// The kernel that writes the weights of `blocks` blocks, scaled, to `acc` as blocks of f32, `[blocks, 32, P]`; it does not
+/// read `x`. `None` if the format has no scales.
+pub(super) fn widen(level: SimdLevel, format: WeightFormat) -> Option<Kernel> {
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx512 => avx512::widen(format),
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx2 => avx2::widen(format),
+        _ => portable::widen(format),
+    }
+}

@@ -28,6 +28,16 @@ pub(super) fn kernels(format: WeightFormat) -> &'static [Kernel; ROWS] {
     }
 }
 
+pub(super) fn widen(format: WeightFormat) -> Option<Kernel> {
+    match format {
+        WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => None,
+        WeightFormat::Fp8E4m3 => Some(widen_blocks::<Fp8>),
+        WeightFormat::Mxfp8 => Some(widen_blocks::<Mxfp8>),
+        WeightFormat::Mxfp4 | WeightFormat::Nvfp4 => Some(widen_blocks::<Fp4>),
+        WeightFormat::Int4 => Some(widen_blocks::<Int4>),
+    }
+}
+
 const fn kernels_of<F: Format>() -> [Kernel; ROWS] {
     [tile::<F, 1>, tile::<F, 2>, tile::<F, 3>, tile::<F, 4>]
 }
@@ -163,6 +173,44 @@ fn group_header(
     };
     let zeros = &bytes[bytes.len() - P..];
     [scales, std::array::from_fn(|c| if layout.zeros { f32::from(zeros[c].cast_signed()) } else { 0.0 })]
+}
+
+/// Writes the weights of the blocks, scaled, to `acc` as f32 blocks.
+///
+/// # Safety
+/// See [`Kernel`]; `acc` is `[blocks, 32, P]`, and `x` is not read.
+unsafe fn widen_blocks<F: Format>(args: &KernelArgs) {
+    let in_block = F::SCALES == ScalePlace::InBlock;
+    let (header, groups) =
+        if in_block { (args.groups.header_bytes(P), args.groups.per_block) } else { (0, 1) };
+    let size = header + F::ELEMENTS;
+    // SAFETY: the caller guarantees the extents, which do not overlap.
+    let (weights, out) = unsafe {
+        (
+            from_raw_parts(args.weights, args.blocks * size),
+            from_raw_parts_mut(args.acc, args.blocks * K_BLOCK * P),
+        )
+    };
+    let (out, _) = out.as_chunks_mut::<P>();
+    for (b, (block, out)) in weights.chunks_exact(size).zip(out.chunks_exact_mut(K_BLOCK)).enumerate() {
+        let apart = || {
+            let vector = (b + args.scale_blocks - args.scale_left) / args.scale_blocks;
+            // SAFETY: the caller guarantees a vector of scales or factors for each block of formats that have them.
+            unsafe { *args.scales.add(vector * P).cast::<[f32; P]>() }
+        };
+        let (header, elements) = block.split_at(header);
+        for (group, out) in out.chunks_exact_mut(K_BLOCK / groups).enumerate() {
+            let [scales, zeros] = match F::SCALES {
+                ScalePlace::None => [[1.0; P], [0.0; P]],
+                ScalePlace::Apart => [apart(), [0.0; P]],
+                ScalePlace::InBlock => group_header(args.groups, header, apart, group),
+            };
+            for (i, out) in out.iter_mut().enumerate() {
+                let weights = F::widen(elements, group * K_BLOCK / groups + i);
+                *out = std::array::from_fn(|c| (weights[c] - zeros[c]) * scales[c]);
+            }
+        }
+    }
 }
 
 /// # Safety

@@ -41,6 +41,16 @@ macro_rules! vector_kernels {
             [$(plain_tile::<F, $rows, $sums>),*]
         }
 
+        pub(super) fn widen(format: WeightFormat) -> Option<Kernel> {
+            match format {
+                WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => None,
+                WeightFormat::Fp8E4m3 => Some(widen_blocks::<Fp8>),
+                WeightFormat::Mxfp8 => Some(widen_blocks::<Mxfp8>),
+                WeightFormat::Mxfp4 | WeightFormat::Nvfp4 => Some(widen_blocks::<Fp4>),
+                WeightFormat::Int4 => Some(widen_blocks::<Int4>),
+            }
+        }
+
         const fn scaled<F: Scaled>() -> [Kernel; ROWS] {
             [$(scaled_tile::<F, $rows, $sums>),*]
         }
@@ -68,7 +78,9 @@ macro_rules! vector_kernels {
             const ELEMENTS: usize;
             /// Whether a block starts with scales.
             const IN_BLOCK: bool = true;
-            /// The elements of eight input features, less those that `next` returned.
+            /// Whether there may be zero points.
+            const ZEROS: bool = false;
+            /// The elements of eight input features, or of those that `next` has not returned yet.
             type Elements: Copy;
 
             /// The scales of a group.
@@ -88,11 +100,11 @@ macro_rules! vector_kernels {
             /// Requires the CPU features. `elements` points to the elements of a block, and `octet < K_BLOCK / OCTET`.
             unsafe fn load(elements: *const u8, octet: usize) -> Self::Elements;
 
-            /// The unscaled weights of the next input feature, which is odd or even.
+            /// The unscaled weights of the next input feature, `i` of the octet.
             ///
             /// # Safety
-            /// Requires the CPU features.
-            unsafe fn next(elements: &mut Self::Elements, odd: bool) -> Wide;
+            /// Requires the CPU features. Called for `i` from 0 to 7 in order after each `load`.
+            unsafe fn next(elements: &mut Self::Elements, i: usize) -> Wide;
         }
 
         struct F32;
@@ -128,7 +140,20 @@ macro_rules! vector_kernels {
             }
         }
 
-        /// Sums of eight neighbouring elements each of a row are added in this way, which does not depend on the tile.
+        /// Loads the zero points of a group, less 8, from the header of a block.
+        ///
+        /// # Safety
+        /// Requires the CPU features, and a block of this layout, which has zero points.
+        #[inline(always)]
+        unsafe fn zeros_in_block(layout: GroupLayout, block: *const u8, group: usize) -> Wide {
+            // SAFETY: the zero points are the last P bytes of a group.
+            unsafe {
+                let zeros = block.add((group + 1) * layout.group_bytes(P) - P);
+                [i8(zeros), i8(zeros.add(LANES))]
+            }
+        }
+
+        /// The sum of `octets * OCTET` elements of a row, in the same order for every tile.
         ///
         /// # Safety
         /// `x` points to `octets * OCTET` elements.
@@ -185,6 +210,35 @@ macro_rules! vector_kernels {
             }
         }
 
+        /// Adds the products with input features `I` and `I + 1` of an octet, and returns the next address to prefetch.
+        ///
+        /// # Safety
+        /// Requires the CPU features. `x` points to the octet's first input feature in the block of the first row.
+        #[inline(always)]
+        unsafe fn pair<F: Scaled, const R: usize, const S: usize, const I: usize>(
+            args: &KernelArgs,
+            acc: &mut [[Wide; R]; S],
+            weights: &mut F::Elements,
+            x: *const f32,
+            prefetch: *const u8,
+        ) -> *const u8 {
+            // SAFETY: the caller guarantees the CPU features and the extents. A prefetch takes any address.
+            unsafe {
+                for line in 0..F::ELEMENTS.div_ceil(K_BLOCK / 2 * 64) {
+                    _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(line * 64).cast());
+                }
+                for i in [I, I + 1] {
+                    let wide = F::next(weights, i);
+                    for (r, acc) in acc[i % S].iter_mut().enumerate() {
+                        let x = $splat(*x.add(r * K_BLOCK + i));
+                        acc[0] = $multiply_add(wide[0], x, acc[0]);
+                        acc[1] = $multiply_add(wide[1], x, acc[1]);
+                    }
+                }
+                prefetch.wrapping_add(args.prefetch_step)
+            }
+        }
+
         /// Adds the products of a tile of `R` rows to its sums, group by group; `S` is the number of sets of sums.
         ///
         /// # Safety
@@ -208,24 +262,22 @@ macro_rules! vector_kernels {
                     scale_left -= 1;
                     let elements = block.add(header);
                     for group in 0..groups {
+                        // Sums of the rows' elements, which zero points multiply.
+                        let mut totals = [0.0_f32; R];
+                        if F::ZEROS && layout.zeros {
+                            for (r, total) in totals.iter_mut().enumerate() {
+                                *total = sum_of(x.add(r * K_BLOCK + group * octets * OCTET), octets);
+                            }
+                        }
                         let mut acc = [[[$zero(); 2]; R]; S];
                         for octet in group * octets..(group + 1) * octets {
                             let mut weights = F::load(elements, octet);
-                            for pair in 0..OCTET / 2 {
-                                for line in 0..F::ELEMENTS.div_ceil(K_BLOCK / 2 * 64) {
-                                    _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(line * 64).cast());
-                                }
-                                prefetch = prefetch.wrapping_add(args.prefetch_step);
-                                for odd in 0..2 {
-                                    let i = octet * OCTET + pair * 2 + odd;
-                                    let wide = F::next(&mut weights, odd == 1);
-                                    for (r, acc) in acc[odd % S].iter_mut().enumerate() {
-                                        let x = $splat(*x.add(r * K_BLOCK + i));
-                                        acc[0] = $multiply_add(wide[0], x, acc[0]);
-                                        acc[1] = $multiply_add(wide[1], x, acc[1]);
-                                    }
-                                }
-                            }
+                            let x = x.add(octet * OCTET);
+                            // One call per input feature: constants that depend on it are then immediate operands.
+                            prefetch = pair::<F, R, S, 0>(args, &mut acc, &mut weights, x, prefetch);
+                            prefetch = pair::<F, R, S, 2>(args, &mut acc, &mut weights, x, prefetch);
+                            prefetch = pair::<F, R, S, 4>(args, &mut acc, &mut weights, x, prefetch);
+                            prefetch = pair::<F, R, S, 6>(args, &mut acc, &mut weights, x, prefetch);
                         }
                         if S == 2 {
                             for r in 0..R {
@@ -234,14 +286,11 @@ macro_rules! vector_kernels {
                                 }
                             }
                         }
-                        if F::IN_BLOCK && layout.zeros {
-                            let zeros = block.add((group + 1) * layout.group_bytes(P) - P);
-                            let zeros = [i8(zeros), i8(zeros.add(LANES))];
+                        if F::ZEROS && layout.zeros {
+                            let zeros = zeros_in_block(layout, block, group);
                             for r in 0..R {
-                                let start = x.add(r * K_BLOCK + group * octets * OCTET);
-                                let sum = $splat(sum_of(start, octets));
                                 for half in 0..2 {
-                                    let offset = $multiply(zeros[half], sum);
+                                    let offset = $multiply(zeros[half], $splat(totals[r]));
                                     acc[0][r][half] = $subtract(acc[0][r][half], offset);
                                 }
                             }
@@ -256,6 +305,52 @@ macro_rules! vector_kernels {
                     }
                     block = elements.add(F::ELEMENTS);
                     x = x.add(R * K_BLOCK);
+                }
+            }
+        }
+
+        /// Writes the weights of the blocks, scaled, to `acc` as f32 blocks.
+        ///
+        /// # Safety
+        /// See [`Kernel`]; `acc` is `[blocks, 32, P]`, and `x` is not read.
+        #[target_feature(enable = $features)]
+        unsafe fn widen_blocks<F: Scaled>(args: &KernelArgs) {
+            // SAFETY: the caller guarantees the CPU features and the extents that `KernelArgs` states. `scales` is
+            // read only by formats that have scales apart from the blocks.
+            unsafe {
+                let layout = args.groups;
+                let header = if F::IN_BLOCK { layout.header_bytes(P) } else { 0 };
+                let groups = if F::IN_BLOCK { layout.per_block } else { 1 };
+                let octets = K_BLOCK / OCTET / groups;
+                let (mut block, mut out) = (args.weights, args.acc);
+                let (mut scales, mut scale_left) = (args.scales, args.scale_left);
+                for _ in 0..args.blocks {
+                    if scale_left == 0 {
+                        scales = scales.wrapping_add(P);
+                        scale_left = args.scale_blocks;
+                    }
+                    scale_left -= 1;
+                    let elements = block.add(header);
+                    for group in 0..groups {
+                        let scale = F::scale(args, block, scales, group);
+                        let zeros = if F::ZEROS && layout.zeros {
+                            zeros_in_block(layout, block, group)
+                        } else {
+                            [$zero(); 2]
+                        };
+                        for octet in group * octets..(group + 1) * octets {
+                            let mut weights = F::load(elements, octet);
+                            for i in 0..OCTET {
+                                let wide = F::next(&mut weights, i);
+                                for half in 0..2 {
+                                    let weight = $subtract(wide[half], zeros[half]);
+                                    $store(out.add(half * LANES), $multiply(weight, scale[half]));
+                                }
+                                out = out.add(P);
+                            }
+                        }
+                    }
+                    block = elements.add(F::ELEMENTS);
                 }
             }
         }
