@@ -295,11 +295,14 @@ macro_rules! vector_kernels {
                             }
                         }
                         let scale = F::scale(args, block, scales, group);
-                        for r in 0..R {
-                            for half in 0..2 {
-                                let at = args.acc.add(r * P + half * LANES);
-                                $store(at, $multiply_add(acc[0][r][half], scale[half], $load(at)));
-                            }
+                        // Two short loops: the compiler keeps sums in registers only where it unrolls all loops over rows.
+                        for (r, sums) in acc[0].iter().enumerate() {
+                            let at = args.acc.add(r * P);
+                            $store(at, $multiply_add(sums[0], scale[0], $load(at)));
+                        }
+                        for (r, sums) in acc[0].iter().enumerate() {
+                            let at = args.acc.add(r * P + LANES);
+                            $store(at, $multiply_add(sums[1], scale[1], $load(at)));
                         }
                     }
                     block = elements.add(F::ELEMENTS);
