@@ -46,5 +46,5 @@ pub use matrix_view::{MatrixError, MatrixView, WeightFormat};
 pub use packing::Packing;
 pub use read::{ReadBuffer, ReadBytes};
 pub use scales::{GroupScales, INT4_ZERO, ScaleFormat, Scales, ZeroPoints};
-pub use spec::{ExpertsSpec, Int4Spec, ModelSpec, MoeLayer, SharedSpec};
+pub use spec::{ExpertsSpec, ModelSpec, MoeLayer, SharedSpec};
 pub use weights::{ExpertBiases, ExpertWeights, WeightOn};

@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 
-use super::spec::Int4Spec;
 use super::store::{Store, TensorId};
 use crate::{GroupScales, MatrixView, ModelError, Packing, ScaleFormat, Scales, WeightFormat, ZeroPoints};
 
@@ -124,23 +123,20 @@ pub(super) struct LayerPlan {
 }
 
 impl MlpPlan {
-    /// Columns per block of scales, if a row of any matrix has several blocks; all matrices have the config's block
+    /// Columns per block or group of scales, if a row of any matrix has several; all matrices have the config's
     /// size.
     pub(super) fn scale_cols(&self) -> Option<usize> {
         let narrow = |matrix: &MatrixRef| match &matrix.scales {
             ScalesRef::Block(scales) if scales.block[1] < matrix.cols => Some(scales.block[1]),
+            ScalesRef::Groups(groups) if groups.cols < matrix.cols => Some(groups.cols),
             _ => None,
         };
         [&self.gate, &self.up, &self.down].into_iter().find_map(narrow)
     }
 
-    /// The groups of INT4 weights; all matrices have the config's.
-    pub(super) fn int4(&self) -> Option<Int4Spec> {
-        let ScalesRef::Groups(groups) = &self.gate.scales else { return None };
-        (self.gate.format == WeightFormat::Int4).then_some(Int4Spec {
-            group_cols: (groups.cols < self.gate.cols).then_some(groups.cols),
-            zero_points: groups.zeros.is_some(),
-        })
+    /// Whether groups have zero points.
+    pub(super) fn zero_points(&self) -> bool {
+        matches!(&self.gate.scales, ScalesRef::Groups(groups) if groups.zeros.is_some())
     }
 
     /// Checks what headers do not show.

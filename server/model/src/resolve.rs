@@ -251,7 +251,7 @@ fn resolve_layer(
         biases: context.family.expert_biases,
         format: plans[0].gate.format,
         scale_cols: plans[0].scale_cols(),
-        int4: plans[0].int4(),
+        zero_points: plans[0].zero_points(),
         power_of_two_scales: context.quantization.power_of_two_scales,
         bytes: plans[0].bytes,
     };
@@ -370,7 +370,7 @@ fn resolve_shared(
         biases,
         format: plan.gate.format,
         scale_cols: plan.scale_cols(),
-        int4: plan.int4(),
+        zero_points: plan.zero_points(),
         power_of_two_scales: context.quantization.power_of_two_scales,
         bytes: plan.bytes,
     };

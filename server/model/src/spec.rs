@@ -49,11 +49,11 @@ pub struct ExpertsSpec {
     pub biases: bool,
     /// Storage format of the weights, in the checkpoint and in memory.
     pub format: WeightFormat,
-    /// Columns per block of FP8 scales, if a row of any matrix has several blocks.
+    /// Columns per block or group of scales (of FP8, INT4 and NVFP4), if a row of any matrix has several.
     pub scale_cols: Option<usize>,
-    /// Groups of INT4 weights; `None` for other formats.
+    /// Whether groups of INT4 weights have zero points; without them every zero point is 8.
     #[serde(default)]
-    pub int4: Option<Int4Spec>,
+    pub zero_points: bool,
     /// Whether scales of rows that are quantised to FP8 are rounded up to powers of two.
     #[serde(default)]
     pub power_of_two_scales: bool,
@@ -74,25 +74,16 @@ pub struct SharedSpec {
     pub biases: bool,
     /// Storage format of the weights, in the checkpoint and in memory.
     pub format: WeightFormat,
-    /// Columns per block of FP8 scales; see [`ExpertsSpec::scale_cols`].
+    /// Columns per block or group of scales; see [`ExpertsSpec::scale_cols`].
     pub scale_cols: Option<usize>,
-    /// Groups of INT4 weights; `None` for other formats.
+    /// Whether groups of INT4 weights have zero points; without them every zero point is 8.
     #[serde(default)]
-    pub int4: Option<Int4Spec>,
+    pub zero_points: bool,
     /// Whether scales of rows that are quantised to FP8 are rounded up to powers of two.
     #[serde(default)]
     pub power_of_two_scales: bool,
     /// Size in the checkpoint, scales and biases included, in bytes.
     pub bytes: u64,
-}
-
-/// How INT4 weights share scales.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Int4Spec {
-    /// Columns of a group, which share a scale and a zero point; `None` if a group is a row or more.
-    pub group_cols: Option<usize>,
-    /// Whether groups have zero points; without them every zero point is 8.
-    pub zero_points: bool,
 }
 
 impl ModelSpec {

@@ -210,7 +210,7 @@ impl Group {
     /// The fault that ends this generation.
     pub fn poll(&mut self) -> Result<bool, Fault> {
         let news = self.collect();
-        // Completions first: a failed step's report says more than the end of the rank's process.
+        // Completions first: the report of a failed step names the cause, and the end of the rank's process does not.
         while let Some((rank, completion)) = self.completed.pop_front() {
             self.record(rank, completion?)?;
         }
