@@ -243,7 +243,7 @@ fn as_many_sessions_as_allowed_open_beside_clients_that_never_open_one() {
     let runtime = runtime();
     let host = Host::start(FAMILY, 1, &["--max-sessions", "40"]);
     let small = SessionOptions { rows_bytes: 1 << 12, calls: 1, ..SessionOptions::default() };
-    // Half an OPEN frame, and nothing at all. A session counts as open a moment after its client is told so.
+    // Half an OPEN frame, and nothing at all.
     let mut half_open: Vec<_> = (0..12).map(|_| UnixStream::connect(host.path()).unwrap()).collect();
     half_open.iter_mut().step_by(2).for_each(|socket| socket.write_all(&[1, 0, 0]).unwrap());
     let sessions: Vec<_> = (0..40).map(|_| Session::open(&host.address, &small).unwrap()).collect();
