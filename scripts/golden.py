@@ -10,7 +10,12 @@
 
 Each folder gets the files of `save_pretrained` and a `golden.safetensors` like those in tests/fixtures/golden, recorded in
 float32 from the checkpoint after it was loaded back from disk. With --record, the script records existing checkpoints; it
-dequantises quantised ones with PyTorch into a float32 copy and runs the copy. Needs torch, transformers and safetensors.
+dequantises quantised ones with PyTorch into a float32 copy and runs the copy.
+
+    python scripts/golden.py OUT --compress
+
+makes small checkpoints whose experts the compressed-tensors library quantises, one in each of its formats, and records them.
+Needs torch, transformers and safetensors; compressed-tensors for its formats.
 """
 
 import argparse
@@ -22,6 +27,7 @@ import tempfile
 
 import torch
 import transformers
+from golden_formats import FP4, LIBRARY, compress_experts, dequantise_modules
 from safetensors.torch import load_file, save_file
 
 TINY = dict(
@@ -198,9 +204,6 @@ def make(folder, config, dtype, shard, seed):
     save_file(record(model, ids), folder / "golden.safetensors")
 
 
-FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-
-
 def dequantise(tensors, transposed):
     """Returns float32 tensors with the names of an unquantised checkpoint."""
     out = {}
@@ -250,17 +253,18 @@ def unfuse(tensors, config):
 def record_folder(folder):
     """Records golden data of an existing checkpoint."""
     config = json.loads((folder / "config.json").read_text())
-    if config.pop("quantization_config", None) is None:
+    declared = config.pop("quantization_config", None)
+    if declared is None:
         return run_and_record(folder, folder)
     tensors = {}
     for file in folder.glob("model*.safetensors"):
         tensors |= load_file(file)
-    transposed = config["model_type"] in ("gpt_oss", "llama4_text")
-    tensors = dequantise(tensors, transposed)
-    if config["model_type"] not in ("gpt_oss", "llama4_text", "granitemoe"):
+    kind = config["model_type"]
+    tensors = dequantise(dequantise_modules(tensors, declared), kind in ("gpt_oss", "llama4_text"))
+    if kind not in ("gpt_oss", "llama4_text", "granitemoe"):
         tensors = unfuse(tensors, config)
-    if config["model_type"] == "llama4_text":
-        tensors = fuse_llama4(tensors)
+    elif any(".experts.0." in name for name in tensors):
+        tensors = fuse(tensors, kind)
     with tempfile.TemporaryDirectory() as copy:
         copy = pathlib.Path(copy)
         (copy / "config.json").write_text(json.dumps(config))
@@ -268,21 +272,48 @@ def record_folder(folder):
         run_and_record(copy, folder)
 
 
-def fuse_llama4(tensors):
-    """Fuses the experts of Llama 4, whose unquantised checkpoints store them as `[E, in, out]`."""
+def fuse(tensors, kind):
+    """Fuses separate experts, for families whose unquantised checkpoints store them together."""
     out, parts = {}, {}
     for name, tensor in tensors.items():
         stem, _, leaf = name.partition(".experts.")
-        if leaf.endswith(".weight"):
-            e, projection, _ = leaf.split(".")
-            parts.setdefault(stem, {}).setdefault(projection, {})[int(e)] = tensor.T
-        else:
+        if not leaf:
             out[name] = tensor
+            continue
+        e, projection, what = leaf.split(".")
+        turned = what == "weight" and kind != "granitemoe"
+        parts.setdefault(stem, {}).setdefault((projection, what), {})[int(e)] = tensor.T if turned else tensor
     for stem, found in parts.items():
-        stack = {p: torch.stack([t[e] for e in sorted(t)]) for p, t in found.items()}
-        out[f"{stem}.experts.gate_up_proj"] = torch.cat([stack["gate_proj"], stack["up_proj"]], -1).contiguous()
-        out[f"{stem}.experts.down_proj"] = stack["down_proj"].contiguous()
+        stack = {key: torch.stack([t[e] for e in sorted(t)]) for key, t in found.items()}
+        for what in {what for _, what in stack}:
+            gate, up, down = (stack[name, what] for name in ("gate_proj", "up_proj", "down_proj"))
+            if kind == "granitemoe":
+                both, names = torch.cat([gate, up], 1), ("input_linear.weight", "output_linear.weight")
+            else:
+                both = torch.stack([gate, up], -1).flatten(-2) if kind == "gpt_oss" else torch.cat([gate, up], -1)
+                leaf = "" if what == "weight" else "_bias"
+                names = (f"experts.gate_up_proj{leaf}", f"experts.down_proj{leaf}")
+            for name, tensor in zip(names, (both, down)):
+                out[f"{stem}.{name}"] = tensor.contiguous()
     return out
+
+
+def compress(folder, kind):
+    """Makes a small checkpoint in one of compressed-tensors' formats, with the library's own tensors, and records it."""
+    config = transformers.AutoConfig.for_model(
+        "qwen3_moe", **TINY, **sized(PLAIN, (64, 4, 2, 96)), intermediate_size=96, norm_topk_prob=True)
+    config.num_hidden_layers = 1
+    torch.manual_seed(len(kind))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomise(model, len(kind))
+    model.save_pretrained(folder)
+    tensors = {name: t for name, t in load_file(folder / "model.safetensors").items() if ".mlp." in name}
+    tensors, declared = compress_experts(tensors, kind)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**text, "quantization_config": declared}, indent=2) + "\n")
+    record_folder(folder)
 
 
 def run_and_record(source, folder):
@@ -381,6 +412,7 @@ def main():
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--only", default="", help="make only folders whose name contains this text")
     parser.add_argument("--record", action="store_true", help="record the existing checkpoints in OUT")
+    parser.add_argument("--compress", action="store_true", help="make checkpoints in the formats of compressed-tensors instead")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="make N random checkpoints of each family instead")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random checkpoints")
     arguments = parser.parse_args()
@@ -388,6 +420,12 @@ def main():
         for folder in sorted(path.parent for path in arguments.out.glob("*/config.json")):
             if arguments.only in folder.name:
                 attempt(folder.name, lambda: record_folder(folder))
+        return
+    if arguments.compress:
+        for kind in (kind for kind in LIBRARY if arguments.only in kind):
+            folder = arguments.out / f"qwen3_moe-{kind}-library"
+            folder.mkdir(parents=True, exist_ok=True)
+            attempt(folder.name, lambda: compress(folder, kind))
         return
     listed = random_cases(arguments.random, arguments.seed) if arguments.random else cases()
     for number, (name, config, dtype, shard) in enumerate(listed):

@@ -13,25 +13,25 @@ use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors, serialize_to_file};
 use serde_json::{Map, Value, json};
 
-const HIDDEN: usize = 64;
-const WIDTH: usize = 96;
-const EXPERTS: usize = 4;
+pub(crate) const HIDDEN: usize = 64;
+pub(crate) const WIDTH: usize = 96;
+pub(crate) const EXPERTS: usize = 4;
 
 #[derive(Clone)]
-struct Tensor {
+pub(crate) struct Tensor {
     dtype: Dtype,
     shape: Vec<usize>,
     data: Vec<u8>,
 }
 
 #[derive(Clone)]
-struct CheckpointParts {
-    config: Map<String, Value>,
-    tensors: BTreeMap<String, Tensor>,
+pub(crate) struct CheckpointParts {
+    pub(crate) config: Map<String, Value>,
+    pub(crate) tensors: BTreeMap<String, Tensor>,
 }
 
 impl CheckpointParts {
-    fn of(family: &str) -> Self {
+    pub(crate) fn of(family: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let format = SynthFormat::F32;
         let config = SynthConfig {
@@ -55,7 +55,7 @@ impl CheckpointParts {
         }
     }
 
-    fn write(&self, dir: &Path) {
+    pub(crate) fn write(&self, dir: &Path) {
         let config = Value::Object(self.config.clone()).to_string();
         std::fs::write(dir.join("config.json"), config).unwrap();
         let views = self
@@ -65,7 +65,7 @@ impl CheckpointParts {
         serialize_to_file(views, None, &dir.join("model.safetensors")).unwrap();
     }
 
-    fn open(&self) -> Result<(tempfile::TempDir, Checkpoint), ModelError> {
+    pub(crate) fn open(&self) -> Result<(tempfile::TempDir, Checkpoint), ModelError> {
         let dir = tempfile::tempdir().unwrap();
         self.write(dir.path());
         let checkpoint = Checkpoint::open(dir.path())?;
@@ -77,7 +77,7 @@ impl CheckpointParts {
         tensor.data.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
     }
 
-    fn put(&mut self, name: String, dtype: Dtype, shape: &[usize], data: Vec<u8>) {
+    pub(crate) fn put(&mut self, name: String, dtype: Dtype, shape: &[usize], data: Vec<u8>) {
         self.tensors.insert(name, Tensor { dtype, shape: shape.to_vec(), data });
     }
 
@@ -119,7 +119,7 @@ fn fuse(parts: &mut CheckpointParts, base: &str, transposed: bool) {
     parts.put_f32(format!("{base}experts.down_proj"), &down_shape, &down);
 }
 
-fn all_experts(checkpoint: &Checkpoint) -> Vec<[Vec<f64>; 3]> {
+pub(crate) fn all_experts(checkpoint: &Checkpoint) -> Vec<[Vec<f64>; 3]> {
     let layers: Vec<LayerId> = checkpoint.spec().moe_layers().map(|(layer, _)| layer).collect();
     let expert = |layer, e| {
         let tensors = checkpoint.expert(layer, ExpertId(e)).unwrap();
@@ -181,7 +181,7 @@ fn fp8_codes(count: usize, salt: usize) -> Vec<u8> {
 }
 
 /// The value by the definition of e4m3: sign, four bits of exponent with bias 7, three bits of mantissa.
-fn fp8_value(code: u8) -> f64 {
+pub(crate) fn fp8_value(code: u8) -> f64 {
     let magnitude = match (code >> 3 & 15, f64::from(code & 7)) {
         (0, mantissa) => mantissa * 2f64.powi(-9),
         (exponent, mantissa) => (8.0 + mantissa) * 2f64.powi(i32::from(exponent) - 10),

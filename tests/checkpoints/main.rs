@@ -8,5 +8,6 @@ mod golden_block;
 mod layers;
 mod layouts;
 mod models_doc;
+mod packed_layouts;
 mod synth;
 mod verify;

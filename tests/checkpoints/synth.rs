@@ -6,19 +6,23 @@ use std::path::{Path, PathBuf};
 
 use expertd_compute::experts::reference::block;
 use expertd_compute::gate::CpuGate;
-use expertd_model::Checkpoint;
-use expertd_model::WeightFormat;
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
+use expertd_model::{Checkpoint, WeightFormat};
 use expertd_types::Coverage;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
 
-const FORMATS: [(SynthFormat, &str); 5] = [
+const FORMATS: [(SynthFormat, &str); 10] = [
     (SynthFormat::Bf16, "bf16"),
     (SynthFormat::F16, "f16"),
     (SynthFormat::F32, "f32"),
     (SynthFormat::Fp8, "fp8"),
     (SynthFormat::Mxfp4, "mxfp4"),
+    (SynthFormat::Mxfp8, "mxfp8"),
+    (SynthFormat::Nvfp4, "nvfp4"),
+    (SynthFormat::Int4, "int4"),
+    (SynthFormat::Int4Gptq, "int4-gptq"),
+    (SynthFormat::Int4Awq, "int4-awq"),
 ];
 
 fn configs(family: &str) -> Vec<(String, SynthConfig)> {
@@ -28,8 +32,9 @@ fn configs(family: &str) -> Vec<(String, SynthConfig)> {
         all.push((format!("{family}-{name}"), small.clone()));
         // Sizes that are not divisors of 128 or of each other, and several files.
         let odd = match format {
-            SynthFormat::Mxfp4 => (96, 160),
-            _ => (72, 136),
+            SynthFormat::Bf16 | SynthFormat::F16 | SynthFormat::F32 | SynthFormat::Fp8 => (72, 136),
+            SynthFormat::Nvfp4 => (80, 144),
+            _ => (96, 160),
         };
         let top_k = if family == "phimoe" { 2 } else { 3 };
         let (hidden, width) = odd;
@@ -59,8 +64,18 @@ fn check(name: &str, config: &SynthConfig, dir: &Path) {
             SynthFormat::F32 => WeightFormat::F32,
             SynthFormat::Fp8 => WeightFormat::Fp8E4m3,
             SynthFormat::Mxfp4 => WeightFormat::Mxfp4,
+            SynthFormat::Mxfp8 => WeightFormat::Mxfp8,
+            SynthFormat::Nvfp4 => WeightFormat::Nvfp4,
+            SynthFormat::Int4 | SynthFormat::Int4Gptq | SynthFormat::Int4Awq => WeightFormat::Int4,
         };
         assert_eq!(moe.experts.format, expected, "{name}");
+        let zero_points = matches!(config.format, SynthFormat::Int4Gptq | SynthFormat::Int4Awq);
+        assert_eq!(moe.experts.zero_points, zero_points, "{name}");
+        match expected {
+            WeightFormat::Int4 => assert_eq!(moe.experts.scale_cols, Some(32), "{name}"),
+            WeightFormat::Nvfp4 => assert_eq!(moe.experts.scale_cols, Some(16), "{name}"),
+            _ => {}
+        }
         assert_eq!((moe.experts.count, moe.gate.top_k), (config.experts, config.top_k), "{name}");
         let tokens = 6;
         let rows: Vec<f32> = (0..tokens * config.hidden).map(|_| rng.sample(StandardNormal)).collect();

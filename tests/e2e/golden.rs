@@ -1,8 +1,10 @@
 //! Tests of recorded answers through the real service: every family, several ranks, routing by the service's gate and
 //! recorded routing.
 
+use std::path::Path;
+
 use crate::service::load::{Load, Rows, check};
-use crate::service::{Service, families, golden};
+use crate::service::{Service, families, fixture, golden};
 use clap::Parser as _;
 use expertd_cli::verify::{VerifyArgs, verify};
 
@@ -14,7 +16,11 @@ struct Verify {
 
 /// Verifies one family on one running service, all rows at once and in batches.
 async fn verified(service: &Service, family: &str, batches: &[&str]) {
-    let path = golden(family);
+    verified_file(service, &golden(family), family, batches).await;
+}
+
+/// The same with a file of golden data.
+async fn verified_file(service: &Service, path: &Path, family: &str, batches: &[&str]) {
     for routing in ["gate", "recorded"] {
         // The blocks of this family do not return their ids.
         if routing == "recorded" && family == "llama4_text" {
@@ -47,6 +53,21 @@ async fn every_family_at_three_ranks() {
         let service = Service::start(&family, 3, &[]);
         verified(&service, &family, &["1000", "1"]).await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_quantised_format_at_three_ranks() {
+    let folders = std::fs::read_dir(fixture("").with_file_name("quantised")).unwrap();
+    let folders = folders.map(|entry| entry.unwrap().path()).filter(|folder| folder.is_dir());
+    let mut tried = 0;
+    for folder in folders {
+        let name = folder.file_name().unwrap().to_str().unwrap();
+        let family = name.split_once('-').unwrap().0;
+        let service = Service::start_checkpoint(&folder, 3, &[], &[]);
+        verified_file(&service, &folder.join("golden.safetensors"), family, &["1000", "1"]).await;
+        tried += 1;
+    }
+    assert_eq!(tried, 13);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -152,11 +152,12 @@ impl Checkpoint {
     /// The weights of one routed expert, mapped.
     ///
     /// # Errors
-    /// If the layer has no MoE block, or there is no such layer or expert.
+    /// If the layer has no MoE block, there is no such layer or expert, or the contents of a tensor of a few bytes contradict the
+    /// headers (`weight_shape`, a factor of all scales that is not positive).
     pub fn expert(&self, layer: LayerId, expert: ExpertId) -> Result<ExpertTensors<'_>, ModelError> {
         let plan = self.plan(layer)?;
         match plan.experts.get(expert.index()) {
-            Some(mlp) => Ok(self.mlp(mlp)),
+            Some(mlp) => self.mlp(mlp),
             None => Err(ModelError::NoSuchExpert { layer, expert, num_experts: plan.experts.len() }),
         }
     }
@@ -205,13 +206,11 @@ impl Checkpoint {
     /// The weights of the layer's shared experts, if it has any.
     ///
     /// # Errors
-    /// If the layer has no MoE block, or there is no such layer.
+    /// If the layer has no MoE block, there is no such layer, or contents contradict headers as for [`expert`](Self::expert).
     pub fn shared(&self, layer: LayerId) -> Result<Option<SharedTensors<'_>>, ModelError> {
         let plan = self.plan(layer)?;
-        Ok(plan.shared.as_ref().map(|(mlp, gate)| SharedTensors {
-            mlp: self.mlp(mlp),
-            gate: gate.map(|gate| gate.read(&self.store)),
-        }))
+        let Some((mlp, gate)) = &plan.shared else { return Ok(None) };
+        Ok(Some(SharedTensors { mlp: self.mlp(mlp)?, gate: gate.map(|gate| gate.read(&self.store)) }))
     }
 
     /// The weights of the layer's gate. For a layer that routes by token id, this reads and checks the token table.
@@ -242,15 +241,16 @@ impl Checkpoint {
         self.spec.layer(layer).map_or(0, |moe| moe.experts.bytes)
     }
 
-    fn mlp(&self, plan: &MlpPlan) -> ExpertTensors<'_> {
+    fn mlp(&self, plan: &MlpPlan) -> Result<ExpertTensors<'_>, ModelError> {
+        plan.check_contents(&self.store)?;
         let bias = |i: usize| plan.biases.map(|biases| biases[i].read(&self.store));
-        ExpertTensors {
+        Ok(ExpertTensors {
             gate: plan.gate.view(&self.store),
             up: plan.up.view(&self.store),
             down: plan.down.view(&self.store),
             gate_bias: bias(0),
             up_bias: bias(1),
             down_bias: bias(2),
-        }
+        })
     }
 }

@@ -18,7 +18,12 @@ pub(super) struct Config {
     text: Map<String, Value>,
     /// The outer object of a multimodal checkpoint, without its parts.
     outer: Map<String, Value>,
+    /// The file that declares the quantisation, if it is not this one.
+    quantization_file: Option<PathBuf>,
 }
+
+/// The file in which earlier releases of ModelOpt declare the quantisation.
+const MODELOPT_FILE: &str = "hf_quant_config.json";
 
 impl Config {
     /// Reads `config.json` in the directory of a checkpoint.
@@ -32,7 +37,31 @@ impl Config {
             }
             other => other,
         })?;
-        Self::parse(path, &bytes)
+        let mut config = Self::parse(path, &bytes)?;
+        let file = dir.join(MODELOPT_FILE);
+        if config.get("quantization_config").is_none() && file.exists() {
+            config.add_modelopt(file)?;
+        }
+        Ok(config)
+    }
+
+    /// Adds the contents of ModelOpt's file as `quantization_config`.
+    fn add_modelopt(&mut self, file: PathBuf) -> Result<(), ModelError> {
+        let bytes = read_json_file(&file, MAX_CONFIG_BYTES)?;
+        let mut object: Map<String, Value> = serde_json::from_slice(&bytes)
+            .map_err(|error| ModelError::Json { path: file.clone(), reason: error.to_string() })?;
+        object.insert("quant_method".into(), "modelopt".into());
+        self.text.insert("quantization_config".into(), Value::Object(object));
+        self.quantization_file = Some(file);
+        Ok(())
+    }
+
+    /// The file that declares the quantisation, and the prefix of the fields' names in it.
+    pub(super) fn quantization_place(&self) -> (PathBuf, &'static str) {
+        match &self.quantization_file {
+            Some(file) => (file.clone(), ""),
+            None => (self.path.clone(), "quantization_config."),
+        }
     }
 
     /// Parses the bytes of a `config.json`.
@@ -52,7 +81,7 @@ impl Config {
                     text.entry("quantization_config").or_insert(quantization);
                 }
                 outer.retain(|_, value| !value.is_object());
-                Ok(Self { path, prefix: "text_config.", text, outer })
+                Ok(Self { path, prefix: "text_config.", text, outer, quantization_file: None })
             }
             Some(other) if !other.is_null() => Err(ModelError::Field {
                 path,
@@ -60,7 +89,10 @@ impl Config {
                 expected: "an object".into(),
                 found: kind(&other).into(),
             }),
-            _ => Ok(Self { path, prefix: "", text: outer, outer: Map::new() }),
+            _ => {
+                let quantization_file = None;
+                Ok(Self { path, prefix: "", text: outer, outer: Map::new(), quantization_file })
+            }
         }
     }
 

@@ -150,7 +150,12 @@ impl GroupScales<'_> {
     pub fn zero_point(&self, row: usize, group: usize) -> u8 {
         let Some(zeros) = &self.zeros else { return INT4_ZERO };
         let at = zeros.packing.index(row, group, zeros.row_stride, zeros.group_stride);
-        (zeros.data[at / 2] >> (at % 2 * 4) & 15) + zeros.bias
+        if zeros.bias == 0 {
+            return zeros.data[at / 2] >> (at % 2 * 4) & 15;
+        }
+        let word = zeros.data[at / 8 * 4..].first_chunk().expect("MatrixView::check covers whole words");
+        let word = u32::from_le_bytes(*word).wrapping_add(0x1111_1111 * u32::from(zeros.bias));
+        (word >> (at % 8 * 4)) as u8 & 15
     }
 }
 

@@ -1,12 +1,12 @@
 //! Lookup of the tensors of a layer's experts: separate, or fused in one of several layouts, which names and shapes
 //! tell apart.
 
-use super::matrices::{matrix, mxfp4, plain_format, scale_grid};
+use super::matrices::{has_matrix, matrix, mxfp4, plain_format, scale_grid};
 use super::plan::{BlockScales, MatrixRef, MlpPlan, ScalesRef, VectorRef};
 use super::resolve::{Context, vector};
 use super::store::{Store, TensorId};
 use super::{ModelError, plan};
-use crate::WeightFormat;
+use crate::{Packing, WeightFormat};
 
 /// Dimensions of a stack of MLPs.
 #[derive(Clone, Copy, Debug)]
@@ -62,14 +62,14 @@ pub(super) fn separate(
 ) -> Result<MlpPlan, ModelError> {
     let names = PROJECTIONS
         .iter()
-        .find(|names| store.has(&format!("{module}{}.weight", names[0])))
+        .find(|names| has_matrix(store, &format!("{module}{}", names[0])))
         .unwrap_or(&PROJECTIONS[0])
         .map(|name| format!("{module}{name}"));
     let shapes = [[dims.width, dims.hidden], [dims.width, dims.hidden], [dims.hidden, dims.width]];
     let mut bytes = 0;
     let mut matrices = Vec::with_capacity(3);
     for (name, shape) in names.iter().zip(shapes) {
-        let (found, size) = matrix(store, context.quantization, &format!("{name}.weight"), shape, reason)?;
+        let (found, size) = matrix(store, context.quantization, name, shape, reason)?;
         matrices.push(found);
         bytes += size;
     }
@@ -154,7 +154,18 @@ fn fused(
             }
         };
         let first = first + row_first * if transposed { 1 } else { cols };
-        MatrixRef { tensor, format, first, rows, cols, row_stride, col_stride, scales }
+        MatrixRef {
+            tensor,
+            format,
+            packing: Packing::Strided,
+            first,
+            rows,
+            cols,
+            row_stride,
+            col_stride,
+            scales,
+            shape: None,
+        }
     };
     let half = |e, start| part(gate_up, up_format, &up_grid, e, [width, hidden], 2 * width, start, step);
     Ok((0..experts)
@@ -191,12 +202,14 @@ fn fused_mxfp4(
     let part = |(blocks, scales), row: usize, step: usize, rows, cols: usize| MatrixRef {
         tensor: blocks,
         format: WeightFormat::Mxfp4,
+        packing: Packing::Strided,
         first: row * cols,
         rows,
         cols,
         row_stride: step * cols,
         col_stride: 1,
         scales: ScalesRef::Mx { tensor: scales, first: row * (cols / 32), row_stride: step * (cols / 32) },
+        shape: None,
     };
     Ok((0..experts)
         .map(|e| MlpPlan {

@@ -5,11 +5,12 @@ use safetensors::Dtype;
 use super::ModelError;
 use super::plan::{BlockScales, MatrixRef, ScalesRef};
 use super::quant::Quantization;
+use super::quantised;
 use super::store::{Store, TensorId};
-use crate::WeightFormat;
+use crate::{Packing, WeightFormat};
 
 const PLAIN_TYPES: &str = "BF16, F16 or F32";
-const ALL_TYPES: &str = "BF16, F16, F32, or F8_E4M3 with scales";
+const ALL_TYPES: &str = "BF16, F16, F32, F8_E4M3 with scales, or U8 with `quant_algo` NVFP4";
 
 /// The format of an unquantised tensor.
 pub(super) fn plain_format(dtype: Dtype) -> Option<WeightFormat> {
@@ -36,24 +37,35 @@ pub(super) fn plain(
     Ok(MatrixRef {
         tensor,
         format,
+        packing: Packing::Strided,
         first: 0,
         rows,
         cols,
         row_stride: cols,
         col_stride: 1,
         scales: ScalesRef::None,
+        shape: None,
     })
 }
 
-/// Finds a matrix `[rows, cols]`, possibly in FP8 with scales in a second tensor. Also returns the size of both in
+/// Whether the checkpoint lists the weights of a linear module, in any format.
+pub(super) fn has_matrix(store: &Store, module: &str) -> bool {
+    ["weight", "weight_packed", "qweight"].iter().any(|leaf| store.has(&format!("{module}.{leaf}")))
+}
+
+/// Finds the matrix `[rows, cols]` of a linear module, in any format. Also returns its size with that of its scales, in
 /// bytes.
 pub(super) fn matrix(
     store: &mut Store,
     quantization: Quantization,
-    name: &str,
+    module: &str,
     shape: [usize; 2],
     reason: &str,
 ) -> Result<(MatrixRef, u64), ModelError> {
+    if let Some(found) = quantised::find(store, quantization, module, shape, reason)? {
+        return Ok(found);
+    }
+    let name = &format!("{module}.weight");
     let tensor = store.find(name, reason)?;
     let bytes = store.bytes(tensor).len() as u64;
     if store.info(tensor).dtype != Dtype::F8_E4M3 {
@@ -69,12 +81,14 @@ pub(super) fn matrix(
     let found = MatrixRef {
         tensor,
         format: WeightFormat::Fp8E4m3,
+        packing: Packing::Strided,
         first: 0,
         rows,
         cols,
         row_stride: cols,
         col_stride: 1,
         scales: ScalesRef::Block(grid),
+        shape: None,
     };
     Ok((found, bytes + scale_bytes))
 }
@@ -139,13 +153,10 @@ pub(super) fn mxfp4(
         }
     }
     if !cols.is_multiple_of(32) {
-        return Err(ModelError::Contents {
-            path: store.path(blocks).to_owned(),
-            tensor: store.info(blocks).name.clone(),
-            reason: format!(
-                "MXFP4 stores blocks of 32 inputs, but {cols} (from config.json) is not a multiple of 32"
-            ),
-        });
+        let reason = format!(
+            "MXFP4 stores blocks of 32 inputs, but {cols} (from config.json) is not a multiple of 32"
+        );
+        return Err(store.wrong_contents(blocks, reason));
     }
     store.expect_shape(blocks, &[experts, rows, cols / 32, 16], reason)?;
     store.expect_shape(scales, &[experts, rows, cols / 32], reason)?;

@@ -225,6 +225,12 @@ impl MatrixView<'_> {
                     scales.data.len() / scales.format.bytes(),
                 )?;
                 let Some(zeros) = &scales.zeros else { return Ok(()) };
+                if zeros.bias != 0 && zeros.packing == Packing::Strided {
+                    return Err(MatrixError::WrongScales {
+                        format,
+                        found: "biased zero points outside words",
+                    });
+                }
                 let last = zeros.packing.last_index(rows, groups, zeros.row_stride, zeros.group_stride);
                 enough(last.and_then(|last| bytes_up_to(last, 4)), zeros.data.len())
             }

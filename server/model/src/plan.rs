@@ -3,13 +3,14 @@
 use std::borrow::Cow;
 
 use super::store::{Store, TensorId};
-use crate::{MatrixView, Packing, Scales, WeightFormat};
+use crate::{GroupScales, MatrixView, ModelError, Packing, ScaleFormat, Scales, WeightFormat, ZeroPoints};
 
 /// A matrix inside a tensor.
 #[derive(Clone, Debug)]
 pub(super) struct MatrixRef {
     pub(super) tensor: TensorId,
     pub(super) format: WeightFormat,
+    pub(super) packing: Packing,
     /// Element index of `(0, 0)` in the tensor.
     pub(super) first: usize,
     pub(super) rows: usize,
@@ -17,6 +18,8 @@ pub(super) struct MatrixRef {
     pub(super) row_stride: usize,
     pub(super) col_stride: usize,
     pub(super) scales: ScalesRef,
+    /// `weight_shape` of compressed-tensors: `[rows, cols]` again, as contents of a tensor.
+    pub(super) shape: Option<TensorId>,
 }
 
 /// The multipliers of a matrix, in a tensor of their own.
@@ -31,6 +34,40 @@ pub(super) enum ScalesRef {
         /// Distance between rows, in bytes.
         row_stride: usize,
     },
+    Groups(GroupsRef),
+}
+
+/// Scales and zero points of groups, in tensors of their own; see [`GroupScales`].
+#[derive(Clone, Debug)]
+pub(super) struct GroupsRef {
+    pub(super) tensor: TensorId,
+    pub(super) format: ScaleFormat,
+    /// Columns of a group.
+    pub(super) cols: usize,
+    pub(super) row_stride: usize,
+    pub(super) group_stride: usize,
+    pub(super) factor: Factor,
+    pub(super) zeros: Option<ZerosRef>,
+}
+
+/// A number that multiplies all scales of a matrix.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Factor {
+    One,
+    /// The only element of a tensor.
+    Of(TensorId),
+    /// Its reciprocal.
+    Reciprocal(TensorId),
+}
+
+/// Zero points; see [`ZeroPoints`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ZerosRef {
+    pub(super) tensor: TensorId,
+    pub(super) packing: Packing,
+    pub(super) row_stride: usize,
+    pub(super) group_stride: usize,
+    pub(super) bias: u8,
 }
 
 /// A grid of block scales; the part that a matrix uses need not start at the edge of a block.
@@ -86,14 +123,28 @@ pub(super) struct LayerPlan {
 }
 
 impl MlpPlan {
-    /// Columns per block of scales, if a row of any matrix has several blocks; all matrices have the config's block
+    /// Columns per block or group of scales, if a row of any matrix has several; all matrices have the config's
     /// size.
     pub(super) fn scale_cols(&self) -> Option<usize> {
         let narrow = |matrix: &MatrixRef| match &matrix.scales {
             ScalesRef::Block(scales) if scales.block[1] < matrix.cols => Some(scales.block[1]),
+            ScalesRef::Groups(groups) if groups.cols < matrix.cols => Some(groups.cols),
             _ => None,
         };
         [&self.gate, &self.up, &self.down].into_iter().find_map(narrow)
+    }
+
+    /// Whether groups have zero points.
+    pub(super) fn zero_points(&self) -> bool {
+        matches!(&self.gate.scales, ScalesRef::Groups(groups) if groups.zeros.is_some())
+    }
+
+    /// Checks what headers do not show.
+    ///
+    /// # Errors
+    /// [`ModelError::Contents`].
+    pub(super) fn check_contents(&self, store: &Store) -> Result<(), ModelError> {
+        [&self.gate, &self.up, &self.down].into_iter().try_for_each(|matrix| matrix.check_contents(store))
     }
 }
 
@@ -106,10 +157,11 @@ impl VectorRef {
 impl MatrixRef {
     pub(super) fn view<'a>(&self, store: &'a Store) -> MatrixView<'a> {
         let bits = self.format.bits();
-        let last = self.first + (self.rows - 1) * self.row_stride + (self.cols - 1) * self.col_stride;
+        let last = self.packing.last_index(self.rows, self.cols, self.row_stride, self.col_stride);
+        let last = self.first + last.expect("the shape of the tensor was checked");
         MatrixView {
             format: self.format,
-            packing: Packing::Strided,
+            packing: self.packing,
             data: &store.bytes(self.tensor)[self.first * bits / 8..((last + 1) * bits).div_ceil(8)],
             rows: self.rows,
             cols: self.cols,
@@ -117,6 +169,28 @@ impl MatrixRef {
             col_stride: self.col_stride,
             scales: self.scales.view(store, self.rows, self.cols),
         }
+    }
+
+    /// Checks the small tensors whose contents, not only headers, must fit: a shape, and the factor of all scales.
+    pub(super) fn check_contents(&self, store: &Store) -> Result<(), ModelError> {
+        if let Some(id) = self.shape {
+            let found = store.integers(id);
+            if found != [self.rows as i64, self.cols as i64] {
+                let reason = format!("holds the shape {found:?}, expected [{}, {}]", self.rows, self.cols);
+                return Err(store.wrong_contents(id, reason));
+            }
+        }
+        let ScalesRef::Groups(GroupsRef { factor: Factor::Of(id) | Factor::Reciprocal(id), .. }) =
+            self.scales
+        else {
+            return Ok(());
+        };
+        let found = store.floats(id, 0, 1, 1)[0];
+        if found.is_finite() && found > 0.0 {
+            return Ok(());
+        }
+        let reason = format!("is {found}, expected a positive number that multiplies or divides all scales");
+        Err(store.wrong_contents(id, reason))
     }
 }
 
@@ -129,6 +203,31 @@ impl ScalesRef {
                 let bytes = (rows - 1) * row_stride + cols / 32;
                 Scales::Mx { exponents: &store.bytes(*tensor)[*first..][..bytes], row_stride: *row_stride }
             }
+            ScalesRef::Groups(groups) => Scales::Groups(groups.view(store)),
+        }
+    }
+}
+
+impl GroupsRef {
+    fn view<'a>(&self, store: &'a Store) -> GroupScales<'a> {
+        GroupScales {
+            cols: self.cols,
+            format: self.format,
+            data: store.bytes(self.tensor),
+            row_stride: self.row_stride,
+            group_stride: self.group_stride,
+            factor: match self.factor {
+                Factor::One => 1.0,
+                Factor::Of(id) => store.floats(id, 0, 1, 1)[0],
+                Factor::Reciprocal(id) => 1.0 / store.floats(id, 0, 1, 1)[0],
+            },
+            zeros: self.zeros.map(|zeros| ZeroPoints {
+                data: store.bytes(zeros.tensor),
+                packing: zeros.packing,
+                row_stride: zeros.row_stride,
+                group_stride: zeros.group_stride,
+                bias: zeros.bias,
+            }),
         }
     }
 }

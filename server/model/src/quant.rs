@@ -1,26 +1,63 @@
 //! `quantization_config`: the storage formats that a checkpoint declares.
 
+mod compressed;
+mod modelopt;
+mod packed;
+
+use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::ModelError;
 use super::config::Config;
 
-/// The declared storage formats of weights. Tensors stored in bf16, f16 or f32 do not depend on them; those in FP8 and
-/// MXFP4 are checked against them.
+/// The declared storage formats of weights. Tensors stored in bf16, f16 or f32 do not depend on them; quantised ones are
+/// checked against them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Quantization {
-    /// Whether FP8 may occur.
+    /// Whether FP8 with scales of blocks, channels or tensors may occur.
     pub(super) fp8: bool,
     /// Whether MXFP4 may occur.
     pub(super) mxfp4: bool,
+    /// Whether MXFP8 may occur.
+    pub(super) mxfp8: bool,
+    /// Whether NVFP4 may occur.
+    pub(super) nvfp4: bool,
+    /// How INT4 is stored, if it may occur.
+    pub(super) int4: Option<Int4>,
     /// `[rows, cols]` of an FP8 scale block, if scales are per block.
     pub(super) block: Option<[usize; 2]>,
     /// Whether rows that are quantised to FP8 get scales that are powers of two (`scale_fmt` = ue8m0).
     pub(super) power_of_two_scales: bool,
 }
 
+/// How a checkpoint stores INT4.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Int4 {
+    pub(super) layout: Int4Layout,
+    /// Columns of a group; `None` if a row is one group.
+    pub(super) group: Option<usize>,
+}
+
+/// Tensors and order of INT4 weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(super) enum Int4Layout {
+    /// `weight_packed`, `weight_scale` and, if weights are asymmetric, `weight_zero_point` of compressed-tensors.
+    Compressed { zero_points: bool },
+    /// `qweight`, `qzeros`, `scales` of GPTQ.
+    Gptq {
+        /// What is added to each zero point.
+        zero_bias: u8,
+        /// Whether `g_idx` may name other groups than neighbouring columns.
+        reordered: bool,
+    },
+    /// The same names in AWQ's order.
+    Awq,
+}
+
 const SUPPORTED: &str = "the supported methods are `fp8` (e4m3; scales per block, channel or tensor), `compressed-tensors` with \
-     8-bit float weights, and `mxfp4`; convert the checkpoint, or use its bf16 release";
+     8-bit float weights (FP8, MXFP8), 4-bit float weights (NVFP4, MXFP4) or 4-bit integers (`pack-quantized`, groups or channels), \
+     `gptq` and `awq` with 4 bits, `modelopt` (FP8, NVFP4, MXFP8), `mxfp8` and `mxfp4`; convert the checkpoint, or use its bf16 \
+     release";
 
 impl Quantization {
     /// Reads `quantization_config`. Without it nothing is quantised.
@@ -30,7 +67,11 @@ impl Quantization {
         match method.as_deref() {
             Some("fp8") => Self::fp8(config, map),
             Some("mxfp4") => Ok(Self { mxfp4: true, ..Self::default() }),
-            Some("compressed-tensors") => Self::compressed_tensors(config, map),
+            Some("mxfp8") => Self::mxfp8(config, map),
+            Some("compressed-tensors") => compressed::read(config, map),
+            Some("gptq") => packed::gptq(config, map),
+            Some("awq") => packed::awq(config, map),
+            Some("modelopt" | "modelopt_fp4") => modelopt::read(config, map),
             _ => Err(unsupported(config, "quant_method", method.as_deref().unwrap_or("(none)"))),
         }
     }
@@ -48,33 +89,14 @@ impl Quantization {
         Ok(Self { fp8: true, block, power_of_two_scales, ..Self::default() })
     }
 
-    fn compressed_tensors(config: &Config, map: &Map<String, Value>) -> Result<Self, ModelError> {
-        let format = text(map, "format");
-        if !matches!(format.as_deref(), None | Some("float-quantized" | "naive-quantized")) {
-            return Err(unsupported(config, "format", &format.unwrap_or_default()));
-        }
-        let mut found = Self { fp8: true, ..Self::default() };
-        let groups = map.get("config_groups").and_then(Value::as_object);
-        for (name, group) in groups.into_iter().flatten() {
-            let Some(weights) = group.get("weights").and_then(Value::as_object) else { continue };
-            let field = |leaf: &str| format!("config_groups.{name}.weights.{leaf}");
-            if weights.get("num_bits").and_then(Value::as_u64) != Some(8) {
-                return Err(unsupported(config, &field("num_bits"), &show(weights.get("num_bits"))));
-            }
-            if text(weights, "type").as_deref() != Some("float") {
-                return Err(unsupported(config, &field("type"), &show(weights.get("type"))));
-            }
-            match text(weights, "strategy").as_deref() {
-                Some("tensor" | "channel") => {}
-                Some("block") => {
-                    let value = weights.get("block_structure").cloned().unwrap_or(Value::Null);
-                    let name = format!("quantization_config.{}", field("block_structure"));
-                    found.block = Some(block_size(config, &name, &value)?);
-                }
-                _ => return Err(unsupported(config, &field("strategy"), &show(weights.get("strategy")))),
+    fn mxfp8(config: &Config, map: &Map<String, Value>) -> Result<Self, ModelError> {
+        if let Some(value) = map.get("weight_block_size").filter(|value| !value.is_null()) {
+            let field = "quantization_config.weight_block_size";
+            if block_size(config, field, value)? != [1, 32] {
+                return Err(config.wrong(field, "[1, 32], the block of MXFP8", value));
             }
         }
-        Ok(found)
+        Ok(Self { mxfp8: true, ..Self::default() })
     }
 }
 
@@ -90,14 +112,16 @@ fn text(map: &Map<String, Value>, field: &str) -> Option<String> {
     map.get(field).and_then(Value::as_str).map(str::to_owned)
 }
 
+/// Whether a field is true.
+fn flag(map: &Map<String, Value>, field: &str) -> bool {
+    map.get(field).and_then(Value::as_bool).unwrap_or(false)
+}
+
 fn show(value: Option<&Value>) -> String {
     value.map_or_else(|| "nothing".into(), Value::to_string)
 }
 
 fn unsupported(config: &Config, field: &str, value: &str) -> ModelError {
-    ModelError::Unsupported {
-        path: config.path().to_owned(),
-        what: format!("quantization_config.{field} = {value}"),
-        why: SUPPORTED.into(),
-    }
+    let (path, object) = config.quantization_place();
+    ModelError::Unsupported { path, what: format!("{object}{field} = {value}"), why: SUPPORTED.into() }
 }

@@ -7,7 +7,8 @@ use std::os::unix::fs::FileExt as _;
 use rayon::prelude::*;
 
 use super::ModelError;
-use super::store::{Mapped, Store};
+use super::mapped::Mapped;
+use super::store::Store;
 
 /// Alignment of direct reads: of places in files, in memory, and of lengths. No block device in use asks for more.
 const ALIGN: usize = 4096;

@@ -115,7 +115,7 @@ fn description(spec: &ModelSpec, context: &Context<'_>, gate: &GateSpec, kinds: 
             LayerKind::Hashed => 'h',
         })
         .collect();
-    let text = serde_json::json!({
+    let mut text = serde_json::json!({
         "family": spec.family,
         "hidden": spec.hidden,
         "layers": kinds,
@@ -125,6 +125,10 @@ fn description(spec: &ModelSpec, context: &Context<'_>, gate: &GateSpec, kinds: 
         "gate": gate,
         "power_of_two_scales": context.quantization.power_of_two_scales,
     });
+    // The same tensors mean other numbers if they are declared otherwise.
+    if let Some(int4) = context.quantization.int4 {
+        text["int4"] = serde_json::json!(int4);
+    }
     text.to_string().into_bytes()
 }
 
@@ -247,6 +251,7 @@ fn resolve_layer(
         biases: context.family.expert_biases,
         format: plans[0].gate.format,
         scale_cols: plans[0].scale_cols(),
+        zero_points: plans[0].zero_points(),
         power_of_two_scales: context.quantization.power_of_two_scales,
         bytes: plans[0].bytes,
     };
@@ -365,6 +370,7 @@ fn resolve_shared(
         biases,
         format: plan.gate.format,
         scale_cols: plan.scale_cols(),
+        zero_points: plan.zero_points(),
         power_of_two_scales: context.quantization.power_of_two_scales,
         bytes: plan.bytes,
     };

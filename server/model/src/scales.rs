@@ -103,8 +103,8 @@ impl ScaleFormat {
     }
 }
 
-/// 4-bit zero points. That of row `r` and group `g` is `bias` plus the nibble at
-/// `packing.index(r, g, row_stride, group_stride)`.
+/// 4-bit zero points. That of row `r` and group `g` is the nibble at `packing.index(r, g, row_stride, group_stride)`, after
+/// `bias` was added to each word.
 #[derive(Clone, Copy, Debug)]
 pub struct ZeroPoints<'a> {
     /// Bytes of the zero points, starting with the word of row 0 and group 0.
@@ -115,6 +115,8 @@ pub struct ZeroPoints<'a> {
     pub row_stride: usize,
     /// Distance between groups, in nibbles.
     pub group_stride: usize,
-    /// What is added to each stored value: 1 in the first version of GPTQ's files, 0 otherwise.
+    /// What is added to each of the eight nibbles of a word, as one sum: a carry goes to the next nibble, and that of the
+    /// last one is dropped. 1 in the first version of GPTQ's files, whose words were stored after the opposite
+    /// subtraction; 0 otherwise, and always if `packing` is [`Packing::Strided`].
     pub bias: u8,
 }

@@ -49,8 +49,11 @@ pub struct ExpertsSpec {
     pub biases: bool,
     /// Storage format of the weights, in the checkpoint and in memory.
     pub format: WeightFormat,
-    /// Columns per block of FP8 scales, if a row of any matrix has several blocks.
+    /// Columns per block or group of scales (of FP8, INT4 and NVFP4), if a row of any matrix has several.
     pub scale_cols: Option<usize>,
+    /// Whether groups of INT4 weights have zero points; without them every zero point is 8.
+    #[serde(default)]
+    pub zero_points: bool,
     /// Whether scales of rows that are quantised to FP8 are rounded up to powers of two.
     #[serde(default)]
     pub power_of_two_scales: bool,
@@ -71,8 +74,11 @@ pub struct SharedSpec {
     pub biases: bool,
     /// Storage format of the weights, in the checkpoint and in memory.
     pub format: WeightFormat,
-    /// Columns per block of FP8 scales; see [`ExpertsSpec::scale_cols`].
+    /// Columns per block or group of scales; see [`ExpertsSpec::scale_cols`].
     pub scale_cols: Option<usize>,
+    /// Whether groups of INT4 weights have zero points; without them every zero point is 8.
+    #[serde(default)]
+    pub zero_points: bool,
     /// Whether scales of rows that are quantised to FP8 are rounded up to powers of two.
     #[serde(default)]
     pub power_of_two_scales: bool,

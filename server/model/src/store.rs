@@ -1,19 +1,16 @@
 //! The tensors of a checkpoint's directory: a single file or shards with an index, memory-mapped.
-#![allow(unsafe_code, reason = "memory-mapping the checkpoint's files")]
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
 use std::ops::Range;
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Component, Path, PathBuf};
 
-use memmap2::{Advice, Mmap};
 use safetensors::Dtype;
 use serde::Deserialize;
 
 use super::ModelError;
 use super::config::read_json_file;
-use super::header::{Entry, Header};
+use super::header::Entry;
+use super::mapped::Mapped;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -32,57 +29,6 @@ pub(super) struct TensorInfo {
     pub(super) shape: Vec<usize>,
     shard: usize,
     range: Range<usize>,
-}
-
-#[derive(Debug)]
-pub(super) struct Mapped {
-    pub(super) file: File,
-    /// The same file, opened for reads past the page cache, if its file system has them.
-    pub(super) direct: Option<File>,
-    stamp: Stamp,
-    bytes: Mmap,
-    header: Header,
-}
-
-impl Mapped {
-    /// Whether the page cache holds all or nearly all of these bytes of the file, which begin at a page. Systems tell it only to those
-    /// who may write the file; to others every page seems to be there.
-    pub(super) fn is_cached(&self, bytes: Range<usize>) -> bool {
-        const PAGE: usize = 4096;
-        let Some(mapped) = self.bytes.get(bytes.start..bytes.end.min(self.bytes.len())) else { return true };
-        let mut pages = vec![0_u8; mapped.len().div_ceil(PAGE)];
-        // SAFETY: the range lies in the mapping and begins at a page of it, and `pages` has a byte for each page, also where
-        // pages are larger than 4096 bytes.
-        let status =
-            unsafe { libc::mincore(mapped.as_ptr().cast_mut().cast(), mapped.len(), pages.as_mut_ptr()) };
-        status != 0 || 16 * pages.iter().filter(|page| **page & 1 == 0).count() <= pages.len()
-    }
-
-    /// Begins to bring bytes to the page cache, where they are not there. It is a hint.
-    pub(super) fn will_need(&self, bytes: Range<usize>) {
-        let _ = self.bytes.advise_range(Advice::WillNeed, bytes.start, bytes.len());
-    }
-}
-
-/// Opens a file again for reads past the page cache.
-fn open_direct(path: &Path, file: &File) -> Option<File> {
-    let direct = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
-    let [found, expected] = [direct.metadata().ok()?, file.metadata().ok()?];
-    ((found.dev(), found.ino()) == (expected.dev(), expected.ino())).then_some(direct)
-}
-
-/// What tells that an open file was written to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Stamp {
-    length: u64,
-    modified: (i64, i64),
-}
-
-impl Stamp {
-    fn of(file: &File) -> std::io::Result<Self> {
-        let found = file.metadata()?;
-        Ok(Stamp { length: found.len(), modified: (found.mtime(), found.mtime_nsec()) })
-    }
 }
 
 #[derive(Debug)]
@@ -116,7 +62,7 @@ impl Store {
         if single.exists() {
             let mut store = Self::empty(single.clone());
             store.shards.push(Shard { path: single, mapped: None });
-            store.names = store.shard(0)?.header.names().into_iter().map(|name| (name, 0)).collect();
+            store.names = store.shard(0)?.header().names().into_iter().map(|name| (name, 0)).collect();
             return Ok(store);
         }
         let index = dir.join(INDEX);
@@ -167,20 +113,7 @@ impl Store {
     fn shard(&mut self, number: usize) -> Result<&Mapped, ModelError> {
         let shard = &mut self.shards[number];
         if shard.mapped.is_none() {
-            let io = |action| {
-                let path = shard.path.clone();
-                move |source| ModelError::Io { path, action, source }
-            };
-            let file = File::open(&shard.path).map_err(io("open it"))?;
-            let stamp = Stamp::of(&file).map_err(io("read its size"))?;
-            // SAFETY: the mapping is read-only and private to this process. If another process truncates the file while
-            // it is served, reads beyond its end raise SIGBUS and end this process, which its supervisor handles. If
-            // another process overwrites it, weights change: bytes are only read as numbers, never as addresses.
-            let bytes = unsafe { Mmap::map(&file) }.map_err(io("map it"))?;
-            let header = Header::parse(&bytes)
-                .map_err(|reason| ModelError::Header { path: shard.path.clone(), reason })?;
-            let direct = open_direct(&shard.path, &file);
-            shard.mapped = Some(Mapped { file, direct, stamp, bytes, header });
+            shard.mapped = Some(Mapped::open(&shard.path)?);
         }
         Ok(shard.mapped.as_ref().expect("the shard was mapped just now"))
     }
@@ -199,7 +132,7 @@ impl Store {
         shards.sort_unstable();
         shards.dedup();
         for shard in shards {
-            let header = &self.shard(shard)?.header;
+            let header = self.shard(shard)?.header();
             let names = header.names().into_iter().filter(|name| begins(name));
             let found: Vec<_> =
                 names.filter_map(|name| header.entry(&name).map(|entry| (name, entry))).collect();
@@ -247,7 +180,7 @@ impl Store {
             return Ok(id);
         }
         let Some(&shard) = self.names.get(name) else { return Err(self.missing(name, reason)) };
-        let Some(entry) = self.shard(shard)?.header.entry(name) else {
+        let Some(entry) = self.shard(shard)?.header().entry(name) else {
             let reason =
                 format!("{} lists it in this file, but the file's header does not", file_name(&self.listing));
             let path = self.shards[shard].path.clone();
@@ -269,13 +202,13 @@ impl Store {
     /// The bytes of a tensor.
     pub(super) fn bytes(&self, id: TensorId) -> &[u8] {
         let info = self.info(id);
-        &self.mapped(info.shard).bytes[info.range.clone()]
+        &self.mapped(info.shard).bytes()[info.range.clone()]
     }
 
     /// The shard and the range in its file of bytes that [`bytes`](Self::bytes) gave, or of a part of them.
     pub(super) fn place(&self, bytes: &[u8]) -> (usize, Range<usize>) {
         let find = |(number, shard): (usize, &Shard)| {
-            let mapped = shard.mapped.as_ref()?.bytes.as_ptr_range();
+            let mapped = shard.mapped.as_ref()?.bytes().as_ptr_range();
             let given = bytes.as_ptr_range();
             let is_in = mapped.start <= given.start && given.end <= mapped.end;
             let start = given.start.addr().wrapping_sub(mapped.start.addr());
@@ -301,10 +234,10 @@ impl Store {
 
     /// Sets whether few bytes here and there are accessed through the mappings, so that the system reads nothing around them. It is a hint.
     pub(super) fn expect_few_bytes(&self, few: bool) {
-        let advice = if few { Advice::Random } else { Advice::Normal };
-        for mapped in self.shards.iter().filter_map(|shard| shard.mapped.as_ref()) {
-            let _ = mapped.bytes.advise(advice);
-        }
+        self.shards
+            .iter()
+            .filter_map(|shard| shard.mapped.as_ref())
+            .for_each(|mapped| mapped.expect_few_bytes(few));
     }
 
     /// [`Mapped::will_need`], for bytes that [`bytes`](Self::bytes) gave.
@@ -321,16 +254,8 @@ impl Store {
     /// Checks that no mapped file was written to or truncated since it was opened. A file that replaced it in its folder
     /// does not count: the mapped one is still whole.
     pub(super) fn check_unchanged(&self) -> Result<(), ModelError> {
-        for shard in &self.shards {
-            let Some(mapped) = &shard.mapped else { continue };
-            let failed =
-                |source| ModelError::Io { path: shard.path.clone(), action: "read its size", source };
-            let now = Stamp::of(&mapped.file).map_err(failed)?;
-            if (now.length, now.modified) != (mapped.stamp.length, mapped.stamp.modified) {
-                return Err(ModelError::Written { path: shard.path.clone() });
-            }
-        }
-        Ok(())
+        let mut mapped = self.shards.iter().filter_map(|shard| Some((shard, shard.mapped.as_ref()?)));
+        mapped.try_for_each(|(shard, mapped)| mapped.check_unchanged(&shard.path))
     }
 
     /// Checks the shape of a tensor.
@@ -364,6 +289,21 @@ impl Store {
         }
     }
 
+    /// An error about the contents of a tensor.
+    pub(super) fn wrong_contents(&self, id: TensorId, reason: String) -> ModelError {
+        let (path, tensor) = (self.path(id).to_owned(), self.info(id).name.clone());
+        ModelError::Contents { path, tensor, reason }
+    }
+
+    /// All elements of a tensor of type I64 or I32.
+    pub(super) fn integers(&self, id: TensorId) -> Vec<i64> {
+        let bytes = self.bytes(id);
+        match self.info(id).dtype {
+            Dtype::I64 => bytes.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect(),
+            _ => bytes.as_chunks().0.iter().map(|b| i64::from(i32::from_le_bytes(*b))).collect(),
+        }
+    }
+
     /// `count` floating-point elements of a tensor as f32, `stride` elements apart, from element `first` on.
     pub(super) fn floats(&self, id: TensorId, first: usize, stride: usize, count: usize) -> Vec<f32> {
         let (bytes, dtype) = (self.bytes(id), self.info(id).dtype);
@@ -388,11 +328,7 @@ impl Store {
         top_k: usize,
         experts: usize,
     ) -> Result<Vec<i32>, ModelError> {
-        let bytes = self.bytes(id);
-        let table: Vec<i64> = match self.info(id).dtype {
-            Dtype::I64 => bytes.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect(),
-            _ => bytes.as_chunks().0.iter().map(|b| i64::from(i32::from_le_bytes(*b))).collect(),
-        };
+        let table = self.integers(id);
         for (token, row) in table.chunks(top_k).enumerate() {
             for (i, expert) in row.iter().enumerate() {
                 let problem = if usize::try_from(*expert).is_ok_and(|e| e < experts) {
@@ -403,8 +339,7 @@ impl Store {
                 } else {
                     format!("lists expert {expert} for token {token}, expected 0 to {}", experts - 1)
                 };
-                let (path, tensor) = (self.path(id).to_owned(), self.info(id).name.clone());
-                return Err(ModelError::Contents { path, tensor, reason: problem });
+                return Err(self.wrong_contents(id, problem));
             }
         }
         Ok(table

@@ -16,7 +16,11 @@ fn survive(dir: &Path) {
         let _ = checkpoint.shared(layer);
         let moe = checkpoint.spec().layer(layer).unwrap();
         let last = ExpertId(u32::try_from(moe.experts.count - 1).unwrap());
-        let _ = checkpoint.expert(layer, last);
+        let Ok(tensors) = checkpoint.expert(layer, last) else { continue };
+        for view in [&tensors.gate, &tensors.up, &tensors.down] {
+            view.check().unwrap();
+            let _ = view.value(view.rows - 1, view.cols - 1);
+        }
     }
 }
 
@@ -31,6 +35,11 @@ fn originals() -> Vec<(Vec<u8>, Vec<u8>)> {
         ("gpt_oss", SynthFormat::Mxfp4),
         ("deepseek_v4", SynthFormat::F16),
         ("qwen2_moe", SynthFormat::Bf16),
+        ("deepseek_v3", SynthFormat::Int4),
+        ("qwen2_moe", SynthFormat::Int4Gptq),
+        ("qwen3_moe", SynthFormat::Int4Awq),
+        ("mixtral", SynthFormat::Nvfp4),
+        ("olmoe", SynthFormat::Mxfp8),
     ];
     families
         .iter()
@@ -54,7 +63,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
     #[test]
     fn mutated_checkpoints_never_panic(
-        which in 0usize..4,
+        which in 0usize..9,
         config_edits in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..3),
         header_edits in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
         cut in proptest::option::of(any::<prop::sample::Index>()),
@@ -79,7 +88,7 @@ proptest! {
 
     #[test]
     fn configs_with_any_numbers_never_panic(
-        which in 0usize..4,
+        which in 0usize..9,
         field in any::<prop::sample::Index>(),
         value in prop_oneof![
             Just(json!(null)), Just(json!([])), Just(json!({})), Just(json!("x")), Just(json!(true)),

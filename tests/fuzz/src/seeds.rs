@@ -80,6 +80,11 @@ fn checkpoints() -> Vec<(Vec<u8>, Vec<u8>)> {
         ("deepseek_v3", SynthFormat::Fp8),
         ("llama4_text", SynthFormat::Fp8),
         ("gpt_oss", SynthFormat::Mxfp4),
+        ("qwen3_moe", SynthFormat::Mxfp8),
+        ("mixtral", SynthFormat::Nvfp4),
+        ("deepseek_v3", SynthFormat::Int4),
+        ("qwen2_moe", SynthFormat::Int4Gptq),
+        ("qwen3_moe", SynthFormat::Int4Awq),
     ];
     let families = synth::families().into_iter().map(|family| (family, SynthFormat::Bf16));
     families
@@ -87,7 +92,9 @@ fn checkpoints() -> Vec<(Vec<u8>, Vec<u8>)> {
         .filter_map(|(family, format)| {
             let directory = tempfile::tempdir().expect("a temporary directory");
             // The files are smaller than the largest input of a fuzzer, 16 KiB, where the format has no larger blocks.
-            let side = if format == SynthFormat::Mxfp4 { 32 } else { 16 };
+            let plain =
+                [SynthFormat::Bf16, SynthFormat::F16, SynthFormat::F32, SynthFormat::Fp8, SynthFormat::Nvfp4];
+            let side = if plain.contains(&format) { 16 } else { 32 };
             let config = SynthConfig {
                 hidden: side,
                 width: side,

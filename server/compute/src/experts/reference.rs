@@ -50,7 +50,13 @@ fn nibble(data: &[u8], at: usize) -> u8 {
 fn zero_point(view: &MatrixView<'_>, r: usize, c: usize) -> f64 {
     let Scales::Groups(GroupScales { cols, zeros: Some(zeros), .. }) = &view.scales else { return 8.0 };
     let at = zeros.packing.index(r, c / cols, zeros.row_stride, zeros.group_stride);
-    f64::from(nibble(zeros.data, at)) + f64::from(zeros.bias)
+    if zeros.bias == 0 {
+        return f64::from(nibble(zeros.data, at));
+    }
+    // The bias is added to a word of eight nibbles as one number: 2^32 is a carry out of the last one.
+    let ones = (0..8).map(|i| 1_u64 << (4 * i)).sum::<u64>();
+    let word = (0..8).map(|i| u64::from(nibble(zeros.data, at / 8 * 8 + i)) << (4 * i)).sum::<u64>();
+    ((word + ones * u64::from(zeros.bias)) >> (4 * (at % 8)) & 15) as f64
 }
 
 fn bytes<const N: usize>(view: &MatrixView<'_>, at: usize) -> [u8; N] {

@@ -101,7 +101,7 @@ pub(super) fn config_json(config: &SynthConfig, family: &Family) -> Value {
     let dtype = match config.format {
         SynthFormat::F16 => "float16",
         SynthFormat::F32 => "float32",
-        SynthFormat::Bf16 | SynthFormat::Fp8 | SynthFormat::Mxfp4 => "bfloat16",
+        _ => "bfloat16",
     };
     let mut map = object(json!({
         "architectures": [family.architecture],
@@ -193,8 +193,56 @@ fn quantization(config: &SynthConfig, family: &Family) -> Option<Value> {
             "activation_scheme": "dynamic",
         })),
         SynthFormat::Mxfp4 => Some(json!({"quant_method": "mxfp4"})),
+        SynthFormat::Mxfp8 => {
+            let weights = json!({"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32,
+                "symmetric": true, "dynamic": false, "scale_dtype": "torch.uint8"});
+            Some(compressed_tensors("mxfp8-quantized", &weights, &["lm_head", "re:.*gate$"]))
+        }
+        SynthFormat::Int4 => {
+            let weights = json!({"num_bits": 4, "type": "int", "strategy": "group", "group_size": config.int4_group(),
+                "symmetric": true, "dynamic": false, "actorder": null});
+            let ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_expert.*", "re:.*gate$"];
+            Some(compressed_tensors("pack-quantized", &weights, &ignore))
+        }
+        SynthFormat::Nvfp4 => Some(json!({
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "kv_cache_quant_algo": "FP8",
+            "ignore": ["lm_head", "model.layers.*.mlp.gate", "model.layers.*.self_attn*"],
+            "producer": {"name": "modelopt"},
+        })),
+        SynthFormat::Int4Gptq => Some(json!({
+            "quant_method": "gptq",
+            "checkpoint_format": "gptq",
+            "bits": 4,
+            "group_size": config.int4_group(),
+            "desc_act": false,
+            "sym": false,
+            "pack_dtype": "int32",
+            "lm_head": false,
+            "dynamic": {"-:.*gate$": {}},
+        })),
+        SynthFormat::Int4Awq => Some(json!({
+            "quant_method": "awq",
+            "version": "gemm",
+            "bits": 4,
+            "group_size": config.int4_group(),
+            "zero_point": true,
+            "modules_to_not_convert": ["gate"],
+        })),
         SynthFormat::Bf16 | SynthFormat::F16 | SynthFormat::F32 => None,
     }
+}
+
+fn compressed_tensors(format: &str, weights: &Value, ignore: &[&str]) -> Value {
+    json!({
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": null}},
+        "ignore": ignore,
+        "quantization_status": "compressed",
+    })
 }
 
 fn object(value: Value) -> Map<String, Value> {

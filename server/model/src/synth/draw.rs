@@ -11,7 +11,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::StandardNormal;
 use rayon::prelude::*;
 
-use super::layout::{Element, FP4_DEVIATION, FP8_DEVIATION, Fill, Tensor};
+use super::layout::{Element, FP8_DEVIATION, FP8_SCALE, Fill, Tensor};
 
 /// Bytes drawn from one seed.
 const SEED_BLOCK: usize = 1 << 16;
@@ -52,9 +52,30 @@ impl Tables {
                 let table: Vec<[u8; 1]> = self.fp8.iter().map(|b| [*b]).collect();
                 blocks.for_each(|(i, out)| seeded(i).pick4(&table, out));
             }
-            (Fill::Fp4Codes, _) => blocks.for_each(|(i, out)| seeded(i).raw(out)),
-            (Fill::Exponents(deviation), _) => {
-                let middle = (deviation / FP4_DEVIATION).log2().round() + 127.0;
+            (Fill::Fp4Codes | Fill::Words, _) => blocks.for_each(|(i, out)| seeded(i).raw(out)),
+            (Fill::ZeroPoints(first), _) => {
+                let nibble = |bits: u8| first + (bits & 7);
+                let table: Vec<[u8; 1]> =
+                    (0..=u16::MAX).map(|i| [nibble(i as u8) | nibble((i >> 8) as u8) << 4]).collect();
+                blocks.for_each(|(i, out)| seeded(i).pick4(&table, out));
+            }
+            (Fill::Fp8Scales, _) => {
+                let scale = |i: u32| FP8_SCALE * (0.5 + i as f32 / 65536.0);
+                let table: Vec<[u8; 1]> = (0..1 << 16).map(|i| [nearest_fp8(scale(i))]).collect();
+                blocks.for_each(|(i, out)| seeded(i).pick4(&table, out));
+            }
+            (Fill::Numbers(numbers), _) => {
+                for (cell, number) in out.chunks_exact_mut(4).zip(numbers) {
+                    cell.copy_from_slice(&(number as u32).to_le_bytes());
+                }
+            }
+            (Fill::Groups { cols }, _) => {
+                for (i, cell) in out.chunks_exact_mut(4).enumerate() {
+                    cell.copy_from_slice(&((start as usize / 4 + i) as u32 / cols as u32).to_le_bytes());
+                }
+            }
+            (Fill::Exponents(mean), _) => {
+                let middle = mean.log2().round() + 127.0;
                 let middle = middle.clamp(2.0, 252.0) as u8;
                 let table: Vec<[u8; 1]> = (0..1 << 16).map(|i| [middle - 1 + (i % 4 != 0) as u8]).collect();
                 blocks.for_each(|(i, out)| seeded(i).pick4(&table, out));
@@ -63,6 +84,9 @@ impl Tables {
                 let values = (0..1 << 16).map(|i| mean * (0.5 + i as f32 / 65536.0));
                 if element == Element::F32 {
                     let table: Vec<[u8; 4]> = values.map(f32::to_le_bytes).collect();
+                    blocks.for_each(|(i, out)| seeded(i).pick4(&table, out));
+                } else if element == Element::F16 {
+                    let table: Vec<[u8; 2]> = values.map(|x| f16::from_f32(x).to_le_bytes()).collect();
                     blocks.for_each(|(i, out)| seeded(i).pick4(&table, out));
                 } else {
                     let table: Vec<[u8; 2]> = values.map(|x| bf16::from_f32(x).to_le_bytes()).collect();

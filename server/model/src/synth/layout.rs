@@ -16,8 +16,21 @@ pub(super) enum Fill {
     Scales(f32),
     /// Pairs of FP4 codes, all equally likely.
     Fp4Codes,
-    /// E8M0 exponents that give FP4 values about this standard deviation.
+    /// E8M0 exponents whose powers of two are about this number.
     Exponents(f32),
+    /// Words of eight 4-bit integers, all equally likely.
+    Words,
+    /// Words of eight zero points, uniform from this one to the seventh after it.
+    ZeroPoints(u8),
+    /// FP8 codes of scales, uniform from half to one and a half times [`FP8_SCALE`].
+    Fp8Scales,
+    /// These numbers.
+    Numbers([usize; 2]),
+    /// The group of each column.
+    Groups {
+        /// Columns of a group.
+        cols: usize,
+    },
     /// Distinct experts in each row.
     Experts {
         /// Number of experts to draw from.
@@ -29,6 +42,10 @@ pub(super) enum Fill {
 pub(super) const FP8_DEVIATION: f32 = 96.0;
 /// Standard deviation of uniformly drawn FP4 codes.
 pub(super) const FP4_DEVIATION: f32 = 2.926;
+/// Standard deviation of uniformly drawn INT4 codes, minus their zero points.
+pub(super) const INT4_DEVIATION: f32 = 5.0;
+/// Mean of FP8 scales.
+pub(super) const FP8_SCALE: f32 = 64.0;
 
 /// Element types, named as in safetensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +55,7 @@ pub(super) enum Element {
     F32,
     Fp8,
     U8,
+    I32,
     I64,
 }
 
@@ -49,6 +67,7 @@ impl Element {
             Element::F32 => "F32",
             Element::Fp8 => "F8_E4M3",
             Element::U8 => "U8",
+            Element::I32 => "I32",
             Element::I64 => "I64",
         }
     }
@@ -57,7 +76,7 @@ impl Element {
         match self {
             Element::Fp8 | Element::U8 => 1,
             Element::Bf16 | Element::F16 => 2,
-            Element::F32 => 4,
+            Element::F32 | Element::I32 => 4,
             Element::I64 => 8,
         }
     }
@@ -95,23 +114,24 @@ pub(super) fn tensors(config: &SynthConfig, family: &'static Family) -> Vec<Tens
     layout.tensors
 }
 
-struct Layout<'a> {
-    config: &'a SynthConfig,
-    family: &'static Family,
+/// The tensors of a checkpoint so far.
+pub(super) struct Layout<'a> {
+    pub(super) config: &'a SynthConfig,
+    pub(super) family: &'static Family,
     tensors: Vec<Tensor>,
 }
 
 impl Layout<'_> {
-    fn push(&mut self, name: String, element: Element, shape: &[usize], fill: Fill) {
+    pub(super) fn push(&mut self, name: String, element: Element, shape: &[usize], fill: Fill) {
         self.tensors.push(Tensor { name, element, shape: shape.to_vec(), fill });
     }
 
     /// The element type of unquantised tensors.
-    fn plain(&self) -> Element {
+    pub(super) fn plain(&self) -> Element {
         match self.config.format {
             SynthFormat::F16 => Element::F16,
             SynthFormat::F32 => Element::F32,
-            SynthFormat::Bf16 | SynthFormat::Fp8 | SynthFormat::Mxfp4 => Element::Bf16,
+            _ => Element::Bf16,
         }
     }
 
@@ -151,7 +171,7 @@ impl Layout<'_> {
                 for (name, [rows, cols]) in fused {
                     let (blocks, scales) = (format!("{base}{name}_blocks"), format!("{base}{name}_scales"));
                     self.push(blocks, Element::U8, &[experts, rows, cols / 32, 16], Fill::Fp4Codes);
-                    let fill = Fill::Exponents(deviation(cols));
+                    let fill = Fill::Exponents(deviation(cols) / FP4_DEVIATION);
                     self.push(scales, Element::U8, &[experts, rows, cols / 32], fill);
                 }
             }
@@ -164,18 +184,18 @@ impl Layout<'_> {
                     self.push(format!("{name}_scale_inv"), Element::F32, &grid, fill);
                 }
             }
-            _ if one_by_one || format == SynthFormat::Fp8 => {
-                for e in 0..experts {
-                    self.mlp(&format!("{base}experts.{e}."), width, self.family.expert_biases);
-                }
-                return;
-            }
-            _ => {
+            SynthFormat::Bf16 | SynthFormat::F16 | SynthFormat::F32 if !one_by_one => {
                 let transposed = self.family.stored == StoredLayout::FusedTransposed;
                 for (name, [rows, cols]) in fused {
                     let shape = if transposed { [experts, cols, rows] } else { [experts, rows, cols] };
                     self.push(format!("{base}{name}"), self.plain(), &shape, Fill::Normal(deviation(cols)));
                 }
+            }
+            _ => {
+                for e in 0..experts {
+                    self.mlp(&format!("{base}experts.{e}."), width, self.family.expert_biases, format);
+                }
+                return;
             }
         }
         if self.family.expert_biases {
@@ -186,29 +206,17 @@ impl Layout<'_> {
     }
 
     /// Adds one MLP with separate projections.
-    fn mlp(&mut self, module: &str, width: usize, biases: bool) {
+    fn mlp(&mut self, module: &str, width: usize, biases: bool, format: SynthFormat) {
         let hidden = self.config.hidden;
         let names = match self.family.stored {
             StoredLayout::Numbered => ["w1", "w3", "w2"],
             _ => ["gate_proj", "up_proj", "down_proj"],
         };
-        for (name, [rows, cols]) in names.into_iter().zip([[width, hidden], [width, hidden], [hidden, width]])
-        {
-            let weight = format!("{module}{name}.weight");
-            if self.config.format == SynthFormat::Fp8 {
-                let fill = Fill::Scales(deviation(cols) / FP8_DEVIATION);
-                self.push(weight.clone(), Element::Fp8, &[rows, cols], Fill::Fp8Codes);
-                if fp8_by_channel(self.family) {
-                    self.push(format!("{weight}_scale"), Element::Bf16, &[rows, 1], fill);
-                } else {
-                    let grid = [rows.div_ceil(128), cols.div_ceil(128)];
-                    self.push(format!("{weight}_scale_inv"), Element::F32, &grid, fill);
-                }
-            } else {
-                self.push(weight, self.plain(), &[rows, cols], Fill::Normal(deviation(cols)));
-            }
+        for (name, shape) in names.into_iter().zip([[width, hidden], [width, hidden], [hidden, width]]) {
+            let name = format!("{module}{name}");
+            self.linear(&name, shape, format);
             if biases {
-                self.push(format!("{module}{name}.bias"), self.plain(), &[rows], Fill::Normal(0.1));
+                self.push(format!("{name}.bias"), self.plain(), &shape[..1], Fill::Normal(0.1));
             }
         }
     }
@@ -216,7 +224,11 @@ impl Layout<'_> {
     fn shared(&mut self, base: &str) {
         let Some(rule) = self.family.shared else { return };
         debug_assert!(!matches!(rule.width, SharedWidth::Count { default: 0, .. }));
-        self.mlp(&format!("{base}{}.", rule.module), self.config.width, false);
+        let format = match self.config.format {
+            SynthFormat::Int4 => SynthFormat::Bf16,
+            format => format,
+        };
+        self.mlp(&format!("{base}{}.", rule.module), self.config.width, false, format);
         if let Some(gate) = rule.gate {
             let hidden = self.config.hidden;
             self.push(format!("{base}{gate}"), self.plain(), &[1, hidden], Fill::Normal(deviation(hidden)));
@@ -226,6 +238,6 @@ impl Layout<'_> {
 
 /// Standard deviation of weights that multiply `inputs` numbers of unit variance, so that activations have a variance
 /// near one.
-fn deviation(inputs: usize) -> f32 {
+pub(super) fn deviation(inputs: usize) -> f32 {
     1.5 / (inputs as f32).sqrt()
 }

@@ -6,6 +6,7 @@
 mod configs;
 mod draw;
 mod layout;
+mod linear;
 mod write;
 
 use std::path::{Path, PathBuf};
@@ -30,6 +31,35 @@ pub enum SynthFormat {
     Fp8,
     /// MXFP4: blocks of 32 inputs share an exponent.
     Mxfp4,
+    /// MXFP8 as compressed-tensors writes it: blocks of 32 inputs share an exponent.
+    Mxfp8,
+    /// NVFP4 as ModelOpt writes it: blocks of 16 inputs share an FP8 scale.
+    Nvfp4,
+    /// INT4 as Kimi-K2 has it (compressed-tensors): symmetric, groups of 32 inputs; shared experts in bf16.
+    Int4,
+    /// INT4 of GPTQ, with zero points; groups of 128 inputs, or 64 or 32 where 128 does not divide the sizes.
+    #[serde(rename = "int4-gptq")]
+    #[cfg_attr(feature = "clap", value(name = "int4-gptq"))]
+    Int4Gptq,
+    /// INT4 of AWQ, with zero points; groups as for GPTQ.
+    #[serde(rename = "int4-awq")]
+    #[cfg_attr(feature = "clap", value(name = "int4-awq"))]
+    Int4Awq,
+}
+
+impl SynthFormat {
+    /// Inputs that the format stores together; sizes must be multiples of them.
+    const fn block(self) -> usize {
+        match self {
+            SynthFormat::Bf16 | SynthFormat::F16 | SynthFormat::F32 | SynthFormat::Fp8 => 1,
+            SynthFormat::Nvfp4 => 16,
+            SynthFormat::Mxfp4
+            | SynthFormat::Mxfp8
+            | SynthFormat::Int4
+            | SynthFormat::Int4Gptq
+            | SynthFormat::Int4Awq => 32,
+        }
+    }
 }
 
 /// The parameters of a synthesised checkpoint.
@@ -70,6 +100,15 @@ impl SynthConfig {
             format: SynthFormat::Bf16,
             seed: 0,
             max_shard_bytes: 4 << 30,
+        }
+    }
+
+    /// Inputs of an INT4 group.
+    fn int4_group(&self) -> usize {
+        let divides = |group: &usize| self.hidden.is_multiple_of(*group) && self.width.is_multiple_of(*group);
+        match self.format {
+            SynthFormat::Int4Gptq | SynthFormat::Int4Awq => [128, 64].into_iter().find(divides).unwrap_or(32),
+            _ => 32,
         }
     }
 }
@@ -165,11 +204,14 @@ fn check(config: &SynthConfig) -> Result<&'static Family, SynthError> {
     if family.name == "phimoe" && config.top_k != 2 {
         return wrong("top-k", "2, the number that this family's gate always chooses", config.top_k);
     }
-    if config.format == SynthFormat::Mxfp4 {
-        for (field, size) in [("hidden", config.hidden), ("width", config.width)] {
-            if !size.is_multiple_of(32) {
-                return wrong(field, "a multiple of 32, the block size of MXFP4", size);
-            }
+    let block = config.format.block();
+    for (field, size) in [("hidden", config.hidden), ("width", config.width)] {
+        if !size.is_multiple_of(block) {
+            return wrong(
+                field,
+                &format!("a multiple of {block}, the block size of {:?}", config.format),
+                size,
+            );
         }
     }
     Ok(family)

@@ -1,0 +1,186 @@
+"""Storage formats of linear modules for scripts/golden.py: values of INT4, NVFP4, MXFP4 and MXFP8 by their definitions, and
+checkpoints that the compressed-tensors library writes.
+
+The definitions are those of the libraries that write the files: compressed-tensors (`pack_quantized`, `nvfp4`, `mxfp4`, `mxfp8`),
+GPTQModel (`TorchQuantLinear`, `convert_gptq_v1_to_v2_format`), AutoAWQ (`WQLinear_GEMM`) and ModelOpt's exporter. They are computed
+in float64. Values of compressed-tensors' formats are compared with those of the library itself.
+"""
+
+import torch
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+# The column of each nibble of a word, from the lowest on.
+IN_ORDER = [0, 1, 2, 3, 4, 5, 6, 7]
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def nibbles(words, order=IN_ORDER):
+    """`[n, m]` words of 32 bits as `[n, 8 m]` numbers."""
+    words = words.long() & 0xFFFFFFFF
+    out = torch.empty(*words.shape, 8, dtype=torch.float64)
+    for place, column in enumerate(order):
+        out[..., column] = (words >> (4 * place) & 15).double()
+    return out.flatten(-2)
+
+
+def exponents(codes):
+    return torch.exp2(codes.view(torch.uint8).double() - 127)
+
+
+def spread(groups, columns, size):
+    """`[rows, groups]` as `[rows, columns]`: `size` columns have the same number."""
+    return groups.repeat_interleave(size, 1)[:, :columns]
+
+
+def fp4(codes):
+    return torch.stack([FP4[(codes & 15).long()], FP4[(codes >> 4).long()]], -1).flatten(-2)
+
+
+def pack_quantized(part, _):
+    rows, cols = part["weight_shape"].tolist()
+    values = nibbles(part["weight_packed"])[:, :cols]
+    scale = part["weight_scale"].double()
+    size = cols // scale.shape[1]
+    zeros = torch.full_like(scale, 8)
+    if "weight_zero_point" in part:
+        zeros = nibbles(part["weight_zero_point"].T).T[:rows]
+    return (values - spread(zeros, cols, size)) * spread(scale, cols, size)
+
+
+def gptq(part, declared):
+    values = nibbles(part["qweight"].T)
+    cols = values.shape[1]
+    zeros = part["qzeros"].long() & 0xFFFFFFFF
+    if declared.get("checkpoint_format", "gptq") == "gptq":
+        zeros = zeros + 0x11111111 & 0xFFFFFFFF
+    zeros, scale = nibbles(zeros).T, part["scales"].double().T
+    index = part["g_idx"].long()
+    assert index.shape == (cols,)
+    return (values - zeros[:, index]) * scale[:, index]
+
+
+def awq(part, declared):
+    values, zeros = nibbles(part["qweight"], AWQ_ORDER).T, nibbles(part["qzeros"], AWQ_ORDER).T
+    cols, size = values.shape[1], declared["group_size"]
+    return (values - spread(zeros, cols, size)) * spread(part["scales"].double().T, cols, size)
+
+
+def nvfp4(part, _):
+    values = fp4(part.get("weight_packed", part.get("weight")))
+    factor = 1 / part["weight_global_scale"].double() if "weight_global_scale" in part else part["weight_scale_2"].double()
+    return values * spread(part["weight_scale"].double(), values.shape[1], 16) * factor
+
+
+def mxfp4(part, _):
+    values = fp4(part["weight_packed"])
+    return values * spread(exponents(part["weight_scale"]), values.shape[1], 32)
+
+
+def mxfp8(part, _):
+    values = part["weight"].double()
+    return values * spread(exponents(part["weight_scale"]), values.shape[1], 32)
+
+
+def definition(part, declared):
+    """The function that computes the values of a module's tensors; None if they are in another format."""
+    if "qweight" in part:
+        return {"gptq": gptq, "awq": awq}[declared["quant_method"]]
+    if "weight_packed" in part:
+        if part["weight_packed"].dtype == torch.int32:
+            return pack_quantized
+        return mxfp4 if part["weight_scale"].dtype == torch.uint8 else nvfp4
+    if part["weight"].dtype == torch.uint8:
+        return nvfp4
+    if part["weight"].dtype == torch.float8_e4m3fn and part.get("weight_scale", part["weight"]).dtype == torch.uint8:
+        return mxfp8
+    return None
+
+
+def dequantise_modules(tensors, declared):
+    """Replaces the tensors of modules in these formats by float32 weights; the others stay."""
+    modules = {}
+    for name, tensor in tensors.items():
+        stem, _, leaf = name.rpartition(".")
+        modules.setdefault(stem, {})[leaf] = tensor
+    out = {}
+    for stem, part in modules.items():
+        known = {"weight", "weight_packed", "qweight"} & set(part)
+        values = definition(part, declared) if known else None
+        if values is None:
+            out |= {f"{stem}.{leaf}": tensor for leaf, tensor in part.items()}
+            continue
+        weight = values(part, declared)
+        if declared["quant_method"] == "compressed-tensors":
+            compare_with_library(stem, part, declared, weight)
+        out[f"{stem}.weight"] = weight.float().contiguous()
+        if "bias" in part:
+            out[f"{stem}.bias"] = part["bias"].float()
+    return out
+
+
+def scheme_of(declared):
+    from compressed_tensors.quantization import QuantizationScheme
+
+    (group,) = declared["config_groups"].values()
+    return QuantizationScheme(**{key: group[key] for key in ("targets", "weights")})
+
+
+def compressor(declared):
+    from compressed_tensors.compressors import BaseCompressor
+
+    return BaseCompressor.get_value_from_registry(declared["format"])
+
+
+def compare_with_library(stem, part, declared, weight):
+    """The library rounds to bf16 on the way: the first seven bits agree."""
+    theirs = compressor(declared).decompress(dict(part), scheme_of(declared))["weight"].double()
+    error = (theirs - weight).abs() / weight.abs().clamp(min=1e-30)
+    assert theirs.shape == weight.shape and error.max() < 2**-6, f"{stem}: {error.max()}"
+
+
+# Declarations of compressed-tensors: format, weights.
+LIBRARY = {
+    "int4-asymmetric": ("pack-quantized", dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=False)),
+    "int4-channel": ("pack-quantized", dict(num_bits=4, type="int", strategy="channel", symmetric=True)),
+    "nvfp4": ("nvfp4-pack-quantized",
+              dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True,
+                   scale_dtype="torch.float8_e4m3fn")),
+    "mxfp4": ("mxfp4-pack-quantized",
+              dict(num_bits=4, type="float", strategy="group", group_size=32, symmetric=True, scale_dtype="torch.uint8")),
+    "mxfp8": ("mxfp8-quantized",
+              dict(num_bits=8, type="float", strategy="group", group_size=32, symmetric=True, scale_dtype="torch.uint8")),
+}
+
+
+def declaration(kind):
+    form, weights = LIBRARY[kind]
+    group = {"targets": ["Linear"], "weights": {**weights, "dynamic": False}, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
+            "ignore": ["lm_head", "re:.*gate$"], "quantization_status": "compressed"}
+
+
+def compress_experts(tensors, kind):
+    """Quantises the experts' projections with the library. Returns all tensors with the names that it writes."""
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    declared = declaration(kind)
+    scheme, library = scheme_of(declared), compressor(declared)
+    args, out = scheme.weights, {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            out[name] = tensor
+            continue
+        weight = tensor.float()
+        groups = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))
+        low, high = groups.amin(-1), groups.amax(-1)
+        state = {"weight": weight}
+        if kind == "nvfp4":
+            state["weight_global_scale"] = generate_gparam(weight.min(), weight.max()).reshape(1)
+        scale, zeros = calculate_qparams(low, high, args, global_scale=state.get("weight_global_scale"))
+        state["weight_scale"] = scale.bfloat16() if args.type == "int" else scale
+        if not args.symmetric:
+            state["weight_zero_point"] = zeros.to(torch.int8)
+        stem = name.removesuffix(".weight")
+        for leaf, part in library.compress(state, scheme).items():
+            out[f"{stem}.{leaf}"] = part.contiguous()
+    return out, declared
