@@ -16,6 +16,7 @@ import concurrent.futures
 import json
 import os
 import pathlib
+import random
 import shutil
 import signal
 import subprocess
@@ -34,14 +35,14 @@ BUILDS = {
     "session_cuda": (["--package", "expertd-session", "--test", "cuda"], "cuda"),
 }
 # The kernels without a service; the last one needs two GPUs.
-DEVICE = ["gate", "experts", "loopback", "faults", "staging", "peers ranks=2"]
+DEVICE = ["gate", "experts", "loopback", "faults", "staging", "peers ranks=2 timing=0"]
 # Modules of `e2e` whose ignored tests need GPUs. `victim` is a process of another test.
 MODULES = ["gpu", "gpu_placement", "sessions::gpu", "sessions::cuda_gpu", "sessions::cuda_routing"]
 NOT_TESTS = ["victim", "stand_in"]
 # Tests that fail with fewer GPUs than two.
 NEED_TWO = ["gpu_placement::", "a_gpu_that_the_service_does_not_see", "device peers"]
 # These tests take longest (about a minute each on two busy GPUs) and begin first.
-FIRST = ["every_family", "quantised"]
+FIRST = ["every_family", "quantised", "device experts"]
 # Steps cut into parts, whose rows copy engines move into poisoned memory.
 IN_PARTS = {"EXPERTD_CUDA_COPIED_FROM_ROWS": "1", "EXPERTD_CUDA_PARTS": "1,50", "EXPERTD_CUDA_POISON": "1"}
 PASSED, FAILED, CUT_OFF, SKIPPED, NOT_BEGUN = "passed", "FAILED", "CUT OFF", "skipped", "NOT BEGUN"
@@ -84,7 +85,9 @@ def ignored(program):
 
 def checks_of(programs):
     """All checks, those that take longest first."""
-    checks = [Check(f"device {words}", [programs["device"], *words.split()]) for words in DEVICE]
+    # New data in every run; the name says how to repeat them.
+    device = [f"{words} seed={random.randrange(1_000_000)}" for words in DEVICE]
+    checks = [Check(f"device {words}", [programs["device"], *words.split()]) for words in device]
     for program in ("e2e", "rank_cuda", "session_cuda"):
         for test in ignored(programs[program]):
             if program == "e2e" and test.rsplit("::", 1)[0] not in MODULES:
@@ -121,6 +124,13 @@ def run(check, limit, log):
     if check.outcome == PASSED and "--exact" in check.command and b"1 passed" not in log.read_bytes():
         check.outcome = FAILED
     check.seconds = time.monotonic() - start
+
+
+def telling(log):
+    """The lines of a test's output from a panic on, or the last ones."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    panic = next((at for at, line in enumerate(lines) if " panicked at " in line), None)
+    return lines[-5:] if panic is None else lines[panic : panic + 5]
 
 
 def gpus():
@@ -170,8 +180,7 @@ def main():
         with printing:
             print(f"{check.outcome:9} {check.seconds:6.1f} s  {check.name}", flush=True)
             if check.outcome in (FAILED, CUT_OFF):
-                tail = log.read_text(errors="replace").splitlines()[-12:]
-                print("".join(f"    | {line[:200]}\n" for line in tail), end="", flush=True)
+                print("".join(f"    | {line[:200]}\n" for line in telling(log)), end="", flush=True)
 
     start = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(args.lanes) as lanes:

@@ -133,7 +133,7 @@ def marker(kind, x, y):
 
 
 def spread(wanted, low, high):
-    """Heights for labels that want to be at `wanted`: at least `LABEL_GAP` apart, between `low` and `high`."""
+    """Heights for labels that should be near `wanted`: at least `LABEL_GAP` apart, between `low` and `high`."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     placed = {}
     floor = low

@@ -54,7 +54,7 @@ __device__ void count_rows(const CopyOutParams& p) {
 }
 
 // Tells rank 0 that this rank's results are written. Rank 0 waits until all ranks have said so, if the step has completion words, and
-// raises them. The step's number is in host memory before any of them, so that the host knows after a fault whether clients have seen the
+// raises them. The step's number is in host memory before any of them, so that after a fault the host can tell whether clients have seen the
 // end of the step.
 __device__ void raise_words(const CopyOutParams& p) {
     const Group& g = p.group;

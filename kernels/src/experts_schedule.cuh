@@ -7,7 +7,7 @@
 //
 // With wide token tiles and long k the blocks work in pairs (clusters of two): both blocks work on the same segment of twice the
 // height, each computes half of its weight rows, and each loads half of the tokens for both. That saves a third of the reads from L2.
-// Pairs take every n-th segment instead of drawing, so that both blocks know the next one without communication.
+// Pairs take every n-th segment instead of drawing, so that both blocks find the next one without communication.
 //
 // Pairs also compute few wide experts with few tokens. There low segments give every SM a part of down, and in pairs the weights
 // that the two blocks read at a time are still contiguous in memory. Each warpgroup has segments of its own in this case.

@@ -84,7 +84,7 @@ impl Args {
 #[derive(ClapArgs, Clone, Debug)]
 #[command(next_help_heading = "Load")]
 pub struct Shape {
-    /// Unary calls, streams, or walks through all layers
+    /// Unary calls, streams, or decode steps of an engine
     #[arg(long, value_enum, default_value_t)]
     pub mode: Mode,
     /// Number of connections
@@ -206,7 +206,8 @@ pub enum Mode {
     Unary,
     /// `ForwardStream`
     Stream,
-    /// `Forward`, where each outstanding request is a batch of sequences that walks all layers in order, as an engine decodes
+    /// `Forward`, as an engine decodes: --outstanding batches, each of --tokens sequences, walk all layers in order, and each layer waits
+    /// for the one before. Reports model steps per second and the latency of each layer
     Decode,
 }
 

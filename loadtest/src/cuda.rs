@@ -236,6 +236,8 @@ impl CudaWorker {
         let mut source = load.source(self.worker);
         let mut graphs: HashMap<u32, SessionGraph> = HashMap::new();
         loop {
+            // The request of the first layer, whose rows all layers have.
+            source.begin_walk();
             let request = source.random(false);
             let tokens = request.tokens;
             self.write(&request)?;
@@ -258,17 +260,19 @@ impl CudaWorker {
                     tonic::Code::from_i32(code),
                     failure.as_ref().map_or("", |failure| &failure.message),
                 );
+                stats.walks_failed += u64::from(measured);
                 continue;
             }
             let layers = load.workload.layers.len();
             load.progress.answered.fetch_add(layers as u64, Ordering::Relaxed);
             load.progress.tokens.fetch_add(layers as u64 * u64::from(tokens), Ordering::Relaxed);
+            load.progress.walked(false);
             stats.answered_all += layers as u64;
             if measured {
                 stats.answered += layers as u64;
                 stats.tokens += layers as u64 * u64::from(tokens);
                 stats.last_answer = Some(Instant::now());
-                stats.walks.record(took);
+                stats.walk(tokens, took, took);
                 stats.latency.record(took / layers.max(1) as u32);
                 if let Some(receipt) = status.last {
                     stats.step.record(receipt.step_time);

@@ -85,6 +85,15 @@ pub struct ProgressCounters {
     pub failed: AtomicU64,
     /// Number of outstanding requests.
     pub outstanding: AtomicU64,
+    /// Number of complete walks through all layers.
+    pub walks: AtomicU64,
+}
+
+impl ProgressCounters {
+    /// A walk has ended.
+    pub fn walked(&self, has_failed: bool) {
+        self.walks.fetch_add(u64::from(!has_failed), Ordering::Relaxed);
+    }
 }
 
 /// The state of a running load.

@@ -20,7 +20,7 @@ pub fn show(load: Arc<Load>) -> JoinHandle<()> {
         if let Ok(style) = ProgressStyle::with_template("{elapsed:>4} [{bar:30}] {percent:>3}% {msg}") {
             bar.set_style(style.progress_chars("=> "));
         }
-        let mut last = (Instant::now(), 0, 0);
+        let (mut last, walks) = ((Instant::now(), 0, 0, 0), load.workload.walks());
         loop {
             tokio::time::sleep(REFRESH).await;
             let now = Instant::now();
@@ -29,17 +29,22 @@ pub fn show(load: Arc<Load>) -> JoinHandle<()> {
             bar.set_position((of_time.max(of_count).min(1.0) * 1000.0) as u64);
             let answered = load.progress.answered.load(Ordering::Relaxed);
             let tokens = load.progress.tokens.load(Ordering::Relaxed);
+            let walked = load.progress.walks.load(Ordering::Relaxed);
             let seconds = (now - last.0).as_secs_f64();
             let phase = if now < load.period.measured { "warm-up, " } else { "" };
             let failed = load.progress.failed.load(Ordering::Relaxed);
             let failed = if failed > 0 { format!(", {failed} failed") } else { String::new() };
+            let model_steps = match walks {
+                true => format!("{:.1} model steps/s, ", (walked - last.3) as f64 / seconds),
+                false => String::new(),
+            };
             bar.set_message(format!(
-                "{phase}{:.0} requests/s, {:.0} tokens/s, {} outstanding{failed}",
+                "{phase}{model_steps}{:.0} requests/s, {:.0} tokens/s, {} outstanding{failed}",
                 (answered - last.1) as f64 / seconds,
                 (tokens - last.2) as f64 / seconds,
                 load.progress.outstanding.load(Ordering::Relaxed)
             ));
-            last = (now, answered, tokens);
+            last = (now, answered, tokens, walked);
         }
     })
 }

@@ -120,13 +120,34 @@ pub struct EchoLoad {
     pub latency: Summary,
 }
 
-/// Walks through all layers: steps of a model as an engine decodes.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct WalkReport {
-    /// Walks per second of elapsed time, all workers together.
-    pub walks_per_second: f64,
-    /// Time of a walk.
-    pub duration: Summary,
+/// Model steps of --mode decode: each is a walk of one batch of sequences through all layers.
+#[derive(Clone, Debug, Serialize)]
+pub struct DecodeReport {
+    /// Complete model steps per second of elapsed time, all batches together.
+    pub model_steps_per_second: f64,
+    /// Rows of complete model steps per second of elapsed time: the tokens that the sequences gain.
+    pub sequence_tokens_per_second: f64,
+    /// Time of a model step.
+    pub model_step: Summary,
+    /// The part of a model step in calls. The load generator spends the rest between two calls, where an engine computes attention.
+    pub in_calls: Summary,
+    /// Number of model steps in which a call failed; the other figures exclude them.
+    pub failed: u64,
+    /// Time of a call by decoder layer, to two digits. Empty for CUDA sessions: one graph has the calls of all layers.
+    pub layers: BTreeMap<u32, Summary>,
+}
+
+impl DecodeReport {
+    fn new(stats: &Stats, elapsed: f64) -> DecodeReport {
+        DecodeReport {
+            model_steps_per_second: stats.walks.count() as f64 / elapsed,
+            sequence_tokens_per_second: stats.walk_rows as f64 / elapsed,
+            model_step: stats.walks.summary(),
+            in_calls: stats.walks_in_calls.summary(),
+            failed: stats.walks_failed,
+            layers: stats.layers.iter().map(|(&layer, calls)| (layer, calls.summary())).collect(),
+        }
+    }
 }
 
 /// The report of a run.
@@ -156,8 +177,8 @@ pub struct Report {
     pub rest: Summary,
     /// Open loop: delay of the client's own sending.
     pub late: Option<Summary>,
-    /// With --mode decode: walks through all layers.
-    pub walks: Option<WalkReport>,
+    /// With --mode decode: model steps.
+    pub decode: Option<DecodeReport>,
     /// Steps per second of the whole service, from step numbers.
     pub steps_per_second: f64,
     /// Mean rows per step, with `--timings`.
@@ -243,10 +264,7 @@ impl Report {
             queue: stats.queue.summary(),
             step: stats.step.summary(),
             rest: stats.rest.summary(),
-            walks: (stats.walks.count() > 0).then(|| WalkReport {
-                walks_per_second: stats.walks.count() as f64 / elapsed,
-                duration: stats.walks.summary(),
-            }),
+            decode: (stats.walks.count() + stats.walks_failed > 0).then(|| DecodeReport::new(stats, elapsed)),
             late: (stats.late.count() > 0).then(|| stats.late.summary()),
             steps_per_second: steps as f64 / elapsed,
             tokens_per_step: (stats.step_tokens.1 > 0)

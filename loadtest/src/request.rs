@@ -119,7 +119,7 @@ impl Workload {
     #[must_use]
     pub fn source(self: &Arc<Self>, worker: u64, check: f64) -> RequestSource {
         let rng = SmallRng::seed_from_u64(self.seed ^ (worker + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        RequestSource { workload: Arc::clone(self), check, rng, next_layer: 0 }
+        RequestSource { workload: Arc::clone(self), check, rng, next_layer: 0, walk_tokens: 0 }
     }
 
     /// Whether requests walk all layers in order.
@@ -183,6 +183,8 @@ pub struct RequestSource {
     rng: SmallRng,
     /// Index of the next layer of a walk.
     next_layer: usize,
+    /// Rows of the present walk, which are the same in all layers.
+    walk_tokens: u32,
 }
 
 impl RequestSource {
@@ -203,17 +205,24 @@ impl RequestSource {
         PlannedRequest { request: self.random(true), purpose: Purpose::Sampled }
     }
 
+    /// Lets the next request begin a walk.
+    pub const fn begin_walk(&mut self) {
+        self.next_layer = 0;
+    }
+
     /// A request of random rows.
     pub fn random(&mut self, sampled: bool) -> ForwardRequest {
         let workload = Arc::clone(&self.workload);
-        let tokens = workload.counts.draw(&mut self.rng, workload.limit);
         let layers = workload.layers.len();
-        let index = if workload.walks {
+        let (index, tokens) = if workload.walks {
             let at = self.next_layer;
             self.next_layer = (at + 1) % layers;
-            at
+            if at == 0 {
+                self.walk_tokens = workload.counts.draw(&mut self.rng, workload.limit);
+            }
+            (at, self.walk_tokens)
         } else {
-            self.rng.random_range(0..layers)
+            (self.rng.random_range(0..layers), workload.counts.draw(&mut self.rng, workload.limit))
         };
         let layer = &workload.layers[index];
         let elements = tokens as usize * workload.model.hidden as usize;

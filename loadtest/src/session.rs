@@ -46,14 +46,15 @@ pub fn closed(load: &Load, client: &SessionClient, worker: u64) {
         let Some(measured) = load.period.admit(now) else { return };
         walk.begin(now, measured);
         load.progress.outstanding.fetch_add(1, Ordering::Relaxed);
-        exchange(load, client, Job::new(planned, now, measured), worker);
+        let tokens = planned.request.tokens;
+        let answered = exchange(load, client, Job::new(planned, now, measured), worker);
         load.progress.outstanding.fetch_sub(1, Ordering::Relaxed);
-        walk.end(load, worker);
+        walk.end(load, worker, tokens, answered);
     }
 }
 
-/// Sends a job until it has its final outcome.
-fn exchange(load: &Load, client: &SessionClient, mut job: Job, worker: u64) {
+/// Sends a job until it has its final outcome. Returns whether that is an answer.
+fn exchange(load: &Load, client: &SessionClient, mut job: Job, worker: u64) -> bool {
     let timeout = match load.deadline_ms {
         Some(deadline) => Duration::from_millis(deadline.into()),
         None => load.period.give_up,
@@ -64,12 +65,13 @@ fn exchange(load: &Load, client: &SessionClient, mut job: Job, worker: u64) {
             Ok(response) => Outcome::Answer(Box::new(response)),
             Err(error) => session::status(error).into(),
         };
+        let answered = matches!(outcome, Outcome::Answer(_));
         match load.finish(worker, job, outcome) {
             Some((again, after)) => {
                 job = again;
                 std::thread::sleep(after);
             }
-            None => return,
+            None => return answered,
         }
     }
 }

@@ -24,6 +24,13 @@ impl Default for Durations {
 }
 
 impl Durations {
+    /// With two significant digits, for many of them.
+    #[must_use]
+    pub fn coarse() -> Durations {
+        let histogram = Histogram::new_with_bounds(1, 3_600_000_000_000, 2);
+        Durations(histogram.expect("the constant bounds are valid"))
+    }
+
     /// Records one duration.
     pub fn record(&mut self, duration: Duration) {
         self.0.saturating_record(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX).max(1));
@@ -112,6 +119,14 @@ pub struct Stats {
     pub late: Durations,
     /// Time of each walk through all layers.
     pub walks: Durations,
+    /// The part of each walk that its calls took.
+    pub walks_in_calls: Durations,
+    /// Number of rows of all walks.
+    pub walk_rows: u64,
+    /// Number of walks in which a call failed. The figures of walks exclude them.
+    pub walks_failed: u64,
+    /// Time of walks' calls by decoder layer.
+    pub layers: BTreeMap<u32, Durations>,
     /// Durations by phase; empty without `--timings`.
     pub phases: BTreeMap<usize, Durations>,
     /// Sum of the tokens of the steps that requests took part in, and the number of summands.
@@ -155,6 +170,18 @@ pub struct Stats {
 }
 
 impl Stats {
+    /// Records a walk of `rows` rows through all layers, and the part of it that its calls took.
+    pub fn walk(&mut self, rows: u32, took: Duration, in_calls: Duration) {
+        self.walks.record(took);
+        self.walks_in_calls.record(in_calls);
+        self.walk_rows += u64::from(rows);
+    }
+
+    /// Records the call of one layer of a walk.
+    pub fn layer(&mut self, layer: u32, took: Duration) {
+        self.layers.entry(layer).or_insert_with(Durations::coarse).record(took);
+    }
+
     /// Counts a wrong answer.
     pub fn wrong(&mut self, note: String) {
         self.wrong += 1;
@@ -185,6 +212,12 @@ impl Stats {
         self.rest.merge(&other.rest);
         self.late.merge(&other.late);
         self.walks.merge(&other.walks);
+        self.walks_in_calls.merge(&other.walks_in_calls);
+        self.walk_rows += other.walk_rows;
+        self.walks_failed += other.walks_failed;
+        for (&layer, durations) in &other.layers {
+            self.layers.entry(layer).or_insert_with(Durations::coarse).merge(durations);
+        }
         for (&phase, durations) in &other.phases {
             self.phases.entry(phase).or_default().merge(durations);
         }

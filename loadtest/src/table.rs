@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use crate::report::Report;
+use crate::report::{DecodeReport, Report};
 use crate::stats::{PHASES, Summary};
 
 /// Formats the whole report.
@@ -48,12 +48,18 @@ fn write(out: &mut String, report: &Report) -> std::fmt::Result {
         report.steps_per_second,
         report.tokens_per_step.map_or(String::new(), |tokens| format!("   {tokens:.1} tokens/step"))
     )?;
-    if let Some(walks) = &report.walks {
+    if let Some(decode) = &report.decode {
         writeln!(
             out,
-            "decode       {:.1} model steps/s through {} layers",
-            walks.walks_per_second,
-            settings.layers.len()
+            "decode       {:.1} model steps/s through {} layers   {:.0} tokens/s of all sequences{}",
+            decode.model_steps_per_second,
+            settings.layers.len(),
+            decode.sequence_tokens_per_second,
+            if decode.failed > 0 {
+                format!("   {} model steps failed", decode.failed)
+            } else {
+                String::new()
+            }
         )?;
     }
     writeln!(
@@ -71,8 +77,10 @@ fn write(out: &mut String, report: &Report) -> std::fmt::Result {
     durations(out, "  queue", &report.queue)?;
     durations(out, "  step", &report.step)?;
     durations(out, "  rest", &report.rest)?;
-    if let Some(walks) = &report.walks {
-        durations(out, "model step", &walks.duration)?;
+    if let Some(decode) = &report.decode {
+        durations(out, "model step", &decode.model_step)?;
+        durations(out, "  in calls", &decode.in_calls)?;
+        layers(out, decode)?;
     }
     if let Some(late) = &report.late {
         durations(out, "sent late", late)?;
@@ -164,6 +172,27 @@ fn echo(out: &mut String, report: &Report) -> std::fmt::Result {
     Ok(())
 }
 
+/// Layers of a table of decode.
+const SHOWN_LAYERS: usize = 8;
+
+/// The calls of each layer; of many layers, the slowest ones.
+fn layers(out: &mut String, decode: &DecodeReport) -> std::fmt::Result {
+    let mut slowest: Vec<_> = decode.layers.iter().collect();
+    let left_out = slowest.len().saturating_sub(SHOWN_LAYERS);
+    if left_out > 0 {
+        slowest.sort_by(|a, b| b.1.p50_seconds.total_cmp(&a.1.p50_seconds));
+        slowest.truncate(SHOWN_LAYERS);
+        slowest.sort_by_key(|(layer, _)| **layer);
+    }
+    for (layer, summary) in slowest {
+        durations(out, &format!("  layer {layer}"), summary)?;
+    }
+    if left_out > 0 {
+        writeln!(out, "  ({left_out} layers with a smaller p50 are left out; --json has them)")?;
+    }
+    Ok(())
+}
+
 fn durations(out: &mut String, name: &str, summary: &Summary) -> std::fmt::Result {
     let columns = [
         summary.mean_seconds,
@@ -203,8 +232,33 @@ fn mib(bytes: u64) -> f64 {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn of_many_layers_the_slowest_are_shown_in_order() {
+        let at = |layer: u32| Summary { p50_seconds: f64::from(layer % 10) * 1e-3, ..Summary::default() };
+        let decode = |count: u32| DecodeReport {
+            model_steps_per_second: 1.0,
+            sequence_tokens_per_second: 1.0,
+            model_step: Summary::default(),
+            in_calls: Summary::default(),
+            failed: 0,
+            layers: (0..count).map(|layer| (layer, at(layer))).collect(),
+        };
+        let shown = |count| {
+            let mut out = String::new();
+            layers(&mut out, &decode(count)).unwrap();
+            out
+        };
+        assert_eq!(shown(8).lines().count(), 8);
+        let twelve = shown(12);
+        let first: Vec<&str> = twelve.lines().filter_map(|line| line.split_whitespace().nth(1)).collect();
+        assert_eq!(first, ["2", "3", "4", "5", "6", "7", "8", "9", "layers"]);
+        assert!(twelve.contains("(4 layers with a smaller p50 are left out"), "{twelve}");
+        assert_eq!(shown(0), "");
+    }
 
     #[test]
     fn durations_are_short() {

@@ -22,8 +22,9 @@ pub async fn closed(load: Arc<Load>, client: Client, worker: u64) {
         let now = Instant::now();
         let Some(measured) = load.period.admit(now) else { return };
         walk.begin(now, measured);
-        exchange(&load, client.clone(), Job::new(planned, now, measured), worker).await;
-        walk.end(&load, worker);
+        let tokens = planned.request.tokens;
+        let answered = exchange(&load, client.clone(), Job::new(planned, now, measured), worker).await;
+        walk.end(&load, worker, tokens, answered);
     }
 }
 
@@ -42,15 +43,15 @@ pub async fn open(load: Arc<Load>, client: Client, worker: u64, mut arrivals: Un
             load.recorder.of(worker).late.record(job.sent.saturating_duration_since(intended));
         }
         let (load, client) = (Arc::clone(&load), client.clone());
-        calls.spawn(async move { exchange(&load, client, job, worker).await });
+        calls.spawn(async move { _ = exchange(&load, client, job, worker).await });
     }
     while calls.join_next().await.is_some() {}
 }
 
-/// Sends a job until it has its final outcome.
-async fn exchange(load: &Load, mut client: Client, mut job: Job, worker: u64) {
+/// Sends a job until it has its final outcome. Returns whether that is an answer.
+async fn exchange(load: &Load, mut client: Client, mut job: Job, worker: u64) -> bool {
     load.progress.outstanding.fetch_add(1, Ordering::Relaxed);
-    loop {
+    let answered = loop {
         let request = job.planned.request.clone();
         let deadline = load.deadline_ms.map(|ms| Duration::from_millis(ms.into()));
         job.sent = Instant::now();
@@ -68,13 +69,15 @@ async fn exchange(load: &Load, mut client: Client, mut job: Job, worker: u64) {
             Ok(Err(status)) => status.into(),
             Err(_) => Outcome::NoAnswer(format!("no answer within {give_up:?}")),
         };
+        let answered = matches!(outcome, Outcome::Answer(_));
         match load.finish(worker, job, outcome) {
             Some((again, after)) => {
                 job = again;
                 tokio::time::sleep(after).await;
             }
-            None => break,
+            None => break answered,
         }
-    }
+    };
     load.progress.outstanding.fetch_sub(1, Ordering::Relaxed);
+    answered
 }

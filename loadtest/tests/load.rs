@@ -55,6 +55,33 @@ async fn a_correct_service_passes_in_every_mode() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn decode_reports_whole_model_steps_and_every_layer() {
+    let mode = [&["--mode", "decode"][..], UNARY].concat();
+    let address = fake::serve(Fault::None).await;
+    let report = load(&address, &mode).await;
+    let decode = report.decode.as_ref().unwrap();
+    // Six batches of two layers each: the last walk of each may have no end.
+    assert!((294..=300).contains(&decode.model_step.count), "{decode:?}");
+    assert_eq!((decode.failed, decode.in_calls.count), (0, decode.model_step.count));
+    assert!(decode.in_calls.mean_seconds <= decode.model_step.mean_seconds);
+    assert_eq!(decode.layers.keys().collect::<Vec<_>>(), [&1, &3]);
+    assert_eq!(decode.layers.values().map(|calls| calls.count).sum::<u64>(), report.requests);
+    // A batch has the same rows in both layers.
+    let walked = 2.0 * decode.sequence_tokens_per_second * report.elapsed_seconds;
+    let without_end = report.tokens as f64 - walked;
+    assert!((-0.5..=6.0 * 9.0 + 0.5).contains(&without_end), "{walked} of {} rows", report.tokens);
+    assert!(load(&address, UNARY).await.decode.is_none());
+
+    let address = fake::serve(Fault::Unavailable(50)).await;
+    let report = load(&address, &mode).await;
+    let decode = report.decode.as_ref().unwrap();
+    assert!((6..=12).contains(&decode.failed), "{decode:?}");
+    let failed = report.statuses["Unavailable"].count;
+    assert!((10..=12).contains(&failed) && decode.failed <= failed, "{failed}: {decode:?}");
+    assert!((294..=300).contains(&(decode.model_step.count + decode.failed)), "{decode:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn unix_sockets_echo_and_json_work() {
     let folder = tempfile::tempdir().unwrap();
     let address = fake::serve_unix(&folder.path().join("service.sock")).await;

@@ -1,6 +1,6 @@
 //! Sessions: clients on the same host that share memory with the service. `docs/sessions.md` has the protocol.
 //!
-//! [`SessionClient`] takes the messages of gRPC and copies their rows. Callers who want to save these copies use
+//! [`SessionClient`] takes the messages of gRPC and copies their rows. Callers that avoid these copies use
 //! [`Session`] itself, and write rows where the service reads them.
 
 use std::collections::HashMap;
@@ -161,7 +161,7 @@ pub fn receipt(receipt: &Receipt, timings: bool) -> v1::Receipt {
     }
 }
 
-/// The status of gRPC that says what an error of a session says.
+/// The gRPC status of a session's error.
 #[must_use]
 pub fn status(error: SessionError) -> Status {
     let text = error.to_string();

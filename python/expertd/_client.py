@@ -42,7 +42,7 @@ DEFAULT_RETRY = RetryPolicy()
 
 @dataclass(frozen=True)
 class Credentials:
-    """Files with what the client shows to the service, and how it knows the service. They are read when it connects.
+    """Files with the client's credentials and those by which it checks the service. They are read when it connects.
 
     Attributes:
         ca: certificate authorities of the service, PEM; turns TLS on.
@@ -106,7 +106,7 @@ def native_client(
         )
     if session is not None and credentials is not None:
         raise ValueError(
-            f'session="{session}" takes no credentials, because the service knows the user of a session; leave credentials out'
+            f'session="{session}" takes no credentials, because the kernel tells the service the user of a session; leave credentials out'
         )
     if session == "cuda":
         from ._cuda import CudaRoute
@@ -135,7 +135,7 @@ class Client:
     Threads may share it; the GIL is released while a call waits.
 
     Arguments:
-        address: `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`. A list of them, or one name with several addresses, stands for
+        address: `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`. A list of them, or one name with several addresses, means
             several services with one model: each call goes to one that holds its layer, and to another one if that fails.
             With a session, `unix:/PATH` of the socket that the service got as `--session-listen`.
         session: None: rows travel over gRPC. "host": rows are copied into memory that the service on this host shares, and

@@ -105,7 +105,7 @@ impl Array {
         self.shape.iter().product::<usize>() * self.element.size()
     }
 
-    /// The error of consumers that know no bf16.
+    /// The format of the buffer protocol, or the error for bf16, which has none.
     fn format(&self) -> PyResult<&'static CStr> {
         self.element.format().ok_or_else(|| {
             PyBufferError::new_err(

@@ -14,7 +14,7 @@ use crate::model::{Model, ModelSummary};
 use crate::receipt::Received;
 use crate::request::Call;
 
-/// Time within which all of several services should have said what they hold. What those hold that did counts after it.
+/// Time for which a question about the model waits until every service has said what it holds.
 const COMPLETE_MODEL: Duration = Duration::from_secs(5);
 
 /// Addresses, and the connection to them after the first call.
@@ -35,8 +35,8 @@ pub(crate) enum Link {
 }
 
 impl Connection {
-    /// `several` makes one client of all addresses. Otherwise that happens if the only address is a name that stands for
-    /// several.
+    /// `several` makes one client of all addresses. Otherwise that happens if the only address is a name with several
+    /// addresses.
     pub(crate) fn new(
         addresses: Vec<String>,
         several: bool,

@@ -1,4 +1,4 @@
-//! Sessions in a GPU's memory. The Python half (`expertd/_cuda.py`) checks tensors and knows torch's streams; this half opens the session,
+//! Sessions in a GPU's memory. The Python half (`expertd/_cuda.py`) checks tensors and finds torch's streams; this half opens the session,
 //! prepares calls, and enqueues them.
 
 #![allow(unsafe_code, reason = "enqueues work on streams that Python names")]
@@ -59,7 +59,7 @@ pub(crate) struct NativePrepared {
     of_lanes: [Prepared; LANES],
 }
 
-/// What Python says about a call to prepare.
+/// The arguments of a call to prepare, from Python.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 pub(crate) struct PreparedArguments {

@@ -115,7 +115,7 @@ impl Element {
         }
     }
 
-    /// The type that the proto's type of token rows stands for.
+    /// The element type of rows whose `DType` in the proto is `dtype`.
     pub(crate) const fn from_row_type(dtype: DType) -> Option<Element> {
         match dtype {
             DType::DtypeBf16 => Some(Element::Bf16),

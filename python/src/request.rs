@@ -45,7 +45,7 @@ pub(crate) struct Arguments {
     pub(crate) return_routing: bool,
     pub(crate) return_timings: bool,
     pub(crate) timeout: Option<Duration>,
-    /// Where the caller wants the answer's rows.
+    /// The array that receives the answer's rows, if the caller gave one.
     pub(crate) out: Option<Arc<Output>>,
 }
 

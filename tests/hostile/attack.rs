@@ -29,7 +29,7 @@ fn size(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
 
-/// Whether the service knows tokens, of which the honest client has one and the attackers have none.
+/// Whether the service asks for tokens. The honest client has one, the attackers have none.
 fn authenticated() -> bool {
     std::env::var_os("HOSTILE_TOKENS").is_some()
 }

@@ -17,8 +17,6 @@ use crate::service::{Service, alive, eventually, loaders_of};
 
 /// Exit code of the watchdog.
 const LOST: i32 = 71;
-/// Exit code after a panic of the step loop, for example because it joins a thread that was killed.
-const PANICKED: i32 = 70;
 /// Time limit for the first loader of a reload.
 const LOADING: Duration = Duration::from_secs(5);
 
@@ -148,8 +146,6 @@ fn threads_and_processes_in_random_order() {
         (service, load)
     };
     let (mut service, mut load) = start();
-    // Whether a thread of this service was killed. If something waits for that thread's end later, the step loop panics.
-    let mut killed = false;
     let mut order: Vec<(String, Fault)> = Vec::new();
     for round in 0..rounds {
         let mut victims = victims(&service);
@@ -190,16 +186,14 @@ fn threads_and_processes_in_random_order() {
                 if name == "router" && fault == Fault::Kill {
                     assert_eq!(code, None, "it is the signal that ends it");
                 } else {
-                    assert!(matches!(code, Some(LOST | PANICKED)), "{name} {fault:?}: exit code {code:?}");
-                    let said = unready_before || code == Some(PANICKED);
-                    assert!(said, "{name} {fault:?}: the service was ready to its end");
-                    assert!(fault != Fault::Pause || killed, "{name}: a pause of a second ends nothing");
+                    assert_eq!(code, Some(LOST), "{name} {fault:?}");
+                    assert!(unready_before, "{name} {fault:?}: the service was ready to its end");
+                    assert!(fault != Fault::Pause, "{name}: a pause of a second ends nothing");
                 }
                 let ranks = service.ranks();
                 eventually(PATIENCE, "ranks end with the router", || !ranks.iter().any(|&rank| alive(rank)));
                 drop(load);
                 (service, load) = start();
-                killed = false;
             }
             Some(Outcome::Unnoticed) => {
                 let failed = load.take_failed();
@@ -209,7 +203,6 @@ fn threads_and_processes_in_random_order() {
                     failed.len(),
                     failed[0]
                 );
-                killed |= fault == Fault::Kill && matches!(victim.target, Target::Thread(_));
             }
             None => {}
         }

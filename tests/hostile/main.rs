@@ -22,6 +22,8 @@ mod limits;
 mod load;
 #[cfg(target_arch = "x86_64")]
 mod ptrace;
+#[cfg(target_arch = "x86_64")]
+mod readers;
 #[path = "../e2e/service/mod.rs"]
 mod service;
 mod services;

@@ -40,7 +40,7 @@ def mark(chosen, words, rows, K: tl.constexpr, WORDS: tl.constexpr, BITS: tl.con
 
 
 def packed(weights):
-    """The library's tensor and precision of an `Mxfp4`, whose k stands in the second dimension there."""
+    """The library's tensor and precision of an `Mxfp4`, whose k is the second dimension there."""
     from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
     from triton_kernels.numerics import InFlexData
     from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor

@@ -110,7 +110,16 @@ pub fn receive_region(socket: &UnixStream) -> io::Result<OwnedFd> {
 /// # Errors
 /// If it sent none or several.
 pub fn receive_one(socket: &UnixStream, sender: &str, what: &str) -> io::Result<OwnedFd> {
-    let mut fds = receive_fds(socket)?;
+    let mut fds = loop {
+        match receive_fds(socket) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                let problem = format!("{sender} sent no byte `F` with the descriptor of {what}");
+                return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
+            }
+            received => break received?,
+        }
+    };
     match (fds.pop(), fds.len()) {
         (Some(fd), 0) => Ok(fd),
         (fd, others) => {
@@ -131,7 +140,7 @@ mod tests {
     #[test]
     fn frames_arrive_whole_and_long_ones_are_refused() {
         let (a, b) = UnixStream::pair().unwrap();
-        let open = Open { version: 1, kind: 1, rows_bytes: 4096, calls: 4, reserved: 0 };
+        let open = Open { version: crate::wire::VERSION, kind: 1, rows_bytes: 4096, calls: 4, reserved: 0 };
         send(&a, 1, bytemuck::bytes_of(&open)).unwrap();
         send(&a, 3, b"sentence").unwrap();
         let (kind, payload) = receive(&b, 100).unwrap().unwrap();
@@ -164,7 +173,10 @@ mod tests {
     #[test]
     fn a_byte_without_a_descriptor_is_refused() {
         let (mut a, b) = UnixStream::pair().unwrap();
-        a.write_all(b"F").unwrap();
+        a.write_all(b"FG").unwrap();
         assert!(receive_region(&b).unwrap_err().to_string().contains("0 descriptors"));
+        assert!(receive_region(&b).unwrap_err().to_string().contains("no byte `F`"));
+        drop(a);
+        assert!(receive_region(&b).unwrap_err().to_string().contains("no byte `F`"));
     }
 }

@@ -6,8 +6,9 @@ use bytemuck::{Pod, Zeroable};
 use expertd_ipc::region::{LINE, Layout, RegionError};
 use expertd_ipc::ring::RingLayout;
 
-/// Version of the protocol. A service refuses every other version with a sentence.
-pub const VERSION: u32 = 1;
+/// Version of the protocol. A service refuses every other version with a sentence. Version 2 has another layout of a doorbell's words,
+/// and reasons behind the sentences of failed calls.
+pub const VERSION: u32 = 2;
 /// Kind of a session whose rows lie in host memory. [`crate::cuda::wire`] has the other kind.
 pub const KIND_HOST: u32 = 1;
 

@@ -60,7 +60,7 @@ pub(super) async fn attempt(
     end
 }
 
-/// What a service's status says about the service.
+/// How a status that is not a lost connection ends the attempt.
 fn ended_by(status: &Status) -> Ended {
     let reason = status.get_details_error_info().map(|info| info.reason).unwrap_or_default();
     match (status.code(), reason.as_str()) {

@@ -8,7 +8,7 @@
 //! * Requests go to services with one content of the weights only. Another content replaces it once services with the other
 //!   one cover more layers; a service that stopped serving still counts for [`Limits::content_grace`]. An answer's receipt
 //!   is compared, too, because a service can restart with other weights at the same address.
-//! * A host name stands for all its addresses, looked up again every few seconds; `a,b,c` adds them up.
+//! * A host name means all its addresses, which are looked up again every few seconds. `a,b,c` means all addresses of all names.
 
 mod attempt;
 mod client;

@@ -26,11 +26,11 @@ pub struct Facts {
 pub enum State {
     /// Connected, or about to be, and not yet asked what it serves.
     Unknown,
-    /// It says that it serves.
+    /// Its health check says SERVING.
     Serving,
     /// One probe had no answer in time. It gets requests only if no other service can take them.
     Suspect,
-    /// It says that it does not serve: it loads, recovers or drains. What it has taken in, it answers.
+    /// Its health check says that it does not serve: it loads, recovers or drains. It still answers the requests that it has taken in.
     NotServing,
     /// It cannot be reached, or two probes in a row had no answer. Requests that it has taken in go elsewhere.
     Lost,
@@ -63,7 +63,7 @@ impl Default for Limits {
 struct Service {
     state: State,
     facts: Option<Facts>,
-    /// Number of its connection; what ended on an earlier one says nothing about this one.
+    /// Number of its connection; the end of a call on an earlier connection says nothing about this one.
     connection: u64,
     /// Rows sent and not yet answered, over all connections.
     outstanding_rows: u64,

@@ -1,4 +1,4 @@
-//! What a client shows to a service, and how it knows the service.
+//! The credentials that a client shows to a service, and those by which it checks the service.
 
 use std::path::{Path, PathBuf};
 

@@ -6,7 +6,7 @@ mod routing;
 
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -148,6 +148,25 @@ pub enum BenchError {
 const POOL: usize = 4 << 20;
 
 impl BenchArgs {
+    /// The plan of the service that is measured, whose steps have room for `max_tokens_per_step` rows.
+    fn plan(&self, ranks: u32, max_tokens_per_step: usize) -> Result<ServePlan, PlanError> {
+        let serve = ServeArgs {
+            model: Some(self.model.clone()),
+            ranks: Some(ranks),
+            placement: self.placement.clone(),
+            device: self.device,
+            fp8_compute: self.fp8_compute,
+            cores: self.cores.clone(),
+            max_tokens_per_step: Some(max_tokens_per_step),
+            ..ServeArgs::default()
+        };
+        let mut plan = ServePlan::new(Given::merge(&serve, None)?)?;
+        let variables = [(self.eager, gpu::EAGER), (self.aligned, gpu::ALIGNED)];
+        let set = variables.into_iter().filter(|(is_set, _)| *is_set);
+        plan.cluster.environment.extend(set.map(|(_, name)| (name.to_owned(), "1".to_owned())));
+        Ok(plan)
+    }
+
     /// The ceilings from which floors are computed: as given, otherwise measured on the GPUs. Returns `None` on CPU ranks
     /// without given ceilings, and prints why if the measurement fails.
     fn ceilings(&self, device: DeviceKind, ranks: u32) -> Option<Ceilings> {
@@ -206,23 +225,7 @@ fn bytes_per_weight(info: &ModelInfo, loaded: u64) -> f64 {
 pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     let largest = args.tokens.iter().copied().max().unwrap_or(1);
     let ranks = args.ranks.unwrap_or(1);
-    let serve = ServeArgs {
-        model: Some(args.model.clone()),
-        ranks: Some(ranks),
-        placement: args.placement.clone(),
-        device: args.device,
-        fp8_compute: args.fp8_compute,
-        cores: args.cores.clone(),
-        max_tokens_per_step: Some(largest * ranks as usize),
-        ..ServeArgs::default()
-    };
-    let mut plan = ServePlan::new(Given::merge(&serve, None).map_err(PlanError::from)?)?;
-    if args.eager {
-        plan.cluster.environment.push((gpu::EAGER.to_owned(), "1".to_owned()));
-    }
-    if args.aligned {
-        plan.cluster.environment.push((gpu::ALIGNED.to_owned(), "1".to_owned()));
-    }
+    let plan = args.plan(ranks, largest * ranks as usize)?;
     let (hidden, layers) = (plan.spec.hidden, plan.model.layers.clone());
     println!(
         "{} ({}), {} MoE layers, hidden {hidden}; {ranks} ranks, {} cores, rows in {}",
@@ -281,14 +284,16 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         println!("imbalance of rows over ranks: {mean:.3}, at most {largest:.3} (layer {layer})");
     }
     if let Some(path) = &args.expert_rows {
-        let text = serde_json::to_string(&rows).unwrap_or_default();
-        std::fs::write(path, text).map_err(|source| BenchError::Write { path: path.clone(), source })?;
+        write(path, &serde_json::to_string(&rows).unwrap_or_default())?;
     }
     if let Some(path) = &args.json {
-        let text = report::json(bench.ceilings.as_ref(), &figures).to_string();
-        std::fs::write(path, text).map_err(|source| BenchError::Write { path: path.clone(), source })?;
+        write(path, &report::json(bench.ceilings.as_ref(), &figures).to_string())?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn write(path: &Path, text: &str) -> Result<(), BenchError> {
+    std::fs::write(path, text).map_err(|source| BenchError::Write { path: path.to_owned(), source })
 }
 
 struct Bench {

@@ -8,8 +8,10 @@ use clap::Args;
 use serde_json::json;
 
 use super::serve::layers;
+use expertd_ipc::control::Fp8Compute;
 use expertd_model::WeightFormat;
 use expertd_model::{Checkpoint, ModelError, ModelSpec, MoeLayer, Placement};
+use expertd_rank_cuda as gpu;
 use expertd_types::{Coverage, LayerId, Rank};
 
 /// Show the contents of a checkpoint: family, layers, gate, formats, and bytes per rank
@@ -63,7 +65,13 @@ pub fn bytes_per_rank(spec: &ModelSpec, ranks: usize) -> Vec<u64> {
     bytes_of_ranks(spec, ranks, |_, moe, rank| Placement::new(moe.experts.count, ranks).range(rank).len())
 }
 
-/// The same where each rank holds `held` routed experts of a layer.
+/// The same in the memory of GPUs, with the default of `serve --fp8-compute`.
+fn gpu_bytes_per_rank(spec: &ModelSpec, ranks: usize) -> Vec<u64> {
+    let held = |_, moe: &MoeLayer, rank| Placement::new(moe.experts.count, ranks).range(rank).len();
+    gpu_bytes_of_ranks(spec, Fp8Compute::Fp8, ranks, held)
+}
+
+/// [`bytes_per_rank`] where each rank holds `held` routed experts of a layer.
 pub fn bytes_of_ranks(
     spec: &ModelSpec,
     ranks: usize,
@@ -77,6 +85,18 @@ pub fn bytes_of_ranks(
         }
     }
     bytes
+}
+
+/// The same in the memory of GPUs.
+pub fn gpu_bytes_of_ranks(
+    spec: &ModelSpec,
+    fp8: Fp8Compute,
+    ranks: usize,
+    held: impl Fn(LayerId, &MoeLayer, Rank) -> usize,
+) -> Vec<u64> {
+    let gates: u64 = spec.moe_layers().map(|(_, moe)| gate_bytes(spec, moe)).sum();
+    let of = |rank| gates + gpu::weight_bytes(spec, fp8, |layer, moe| held(layer, moe, rank));
+    (0..).map(Rank).take(ranks).map(of).collect()
 }
 
 /// Size of a gate in bytes, with two bytes per weight, including its token table.
@@ -99,6 +119,7 @@ fn as_json(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String 
         "weight_fingerprint": checkpoint.fingerprint(coverage),
         "ranks": ranks,
         "bytes_per_rank": bytes_per_rank(spec, ranks),
+        "gpu_bytes_per_rank": gpu_bytes_per_rank(spec, ranks),
         "available_memory_bytes": available_memory(),
     });
     format!("{value:#}\n")
@@ -133,6 +154,7 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String
                 bytes(experts.bytes)
             ),
         );
+        line("  on GPUs", &gpu::Stored::routed(experts).explain(Fp8Compute::Fp8));
         line("  routing weight", &format!("multiplies the expert's {weight_on}"));
         match &moe.shared {
             None => line("  shared", "none"),
@@ -141,6 +163,9 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String
                 let size = bytes(shared.bytes);
                 let format = format_name(shared.format, shared.scale_cols, shared.zero_points);
                 line("  shared", &format!("width {}, {format}, {size}{gated}", shared.width));
+                if shared.format != experts.format {
+                    line("  … on GPUs", &gpu::Stored::shared(shared).explain(Fp8Compute::Fp8));
+                }
             }
         }
         if moe.gate.needs_token_ids() {
@@ -160,6 +185,9 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String
     let total: u64 = per_rank.iter().sum();
     line("  all ranks", &bytes(total));
     line("fits", &fits(total, available_memory()));
+    if let Some(largest) = gpu_bytes_per_rank(spec, ranks).into_iter().max() {
+        line("on GPUs", &format!("{} of weights on the fullest one", bytes(largest)));
+    }
     out
 }
 
@@ -249,6 +277,8 @@ pub fn bytes(size: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use super::*;
 
     #[test]
@@ -257,5 +287,25 @@ mod tests {
         assert_eq!(ranges(&layers), "0 to 2, 5, 7 to 8");
         assert_eq!(bytes(17), "17 B");
         assert_eq!(bytes(3 << 19), "1.5 MiB");
+    }
+
+    #[test]
+    fn gpus_hold_other_bytes_than_checkpoints() {
+        use expertd_model::synth::{self, SynthConfig, SynthFormat};
+        let sizes = |format, width| {
+            let dir = tempfile::tempdir().unwrap();
+            let config = SynthConfig { format, width, ..SynthConfig::new("mixtral") };
+            synth::write(&config, dir.path()).unwrap();
+            let checkpoint = Checkpoint::open(dir.path()).unwrap();
+            let text = in_words(&checkpoint, 2, Coverage::Sampled);
+            (bytes_per_rank(checkpoint.spec(), 2), gpu_bytes_per_rank(checkpoint.spec(), 2), text)
+        };
+        let (stored, gpu, text) = sizes(SynthFormat::Bf16, 128);
+        assert_eq!(stored, gpu);
+        assert!(text.contains("on GPUs         bf16, as stored"), "{text}");
+        // 128 × 64 elements in bytes need panels of 128 × 128.
+        let (stored, gpu, text) = sizes(SynthFormat::Fp8, 128);
+        assert!(gpu[0] > stored[0] * 5 / 4 && gpu[0] < 2 * stored[0], "{stored:?} {gpu:?}");
+        assert!(text.contains("FP8, as stored; products in FP8"), "{text}");
     }
 }

@@ -6,13 +6,13 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use super::inspect::{bytes, bytes_of_ranks};
+use super::inspect::{bytes, bytes_of_ranks, gpu_bytes_of_ranks};
 use super::serve::layers;
 use super::serve::plan::{
     MessageMemory, PROCESS_BYTES, RouterMemory, default_bytes_in_flight, read_placement,
 };
 use expertd_ipc::GroupShape;
-use expertd_ipc::control::DeviceKind;
+use expertd_ipc::control::{DeviceKind, Fp8Compute};
 use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec, MoeLayer};
 use expertd_rank::share::ExpertShare;
 use expertd_rank_cuda as gpu;
@@ -127,8 +127,12 @@ impl Sizes {
             DeviceKind::Cuda => PROCESS_BYTES as u64 + CUDA_PROCESS_BYTES,
         };
         let padded = |bytes: u64| bytes / 10 * PADDING_TENTHS;
+        let weights = match args.device {
+            DeviceKind::Cpu => bytes_of_ranks(spec, ranks, held),
+            DeviceKind::Cuda => gpu_bytes_of_ranks(spec, Fp8Compute::Fp8, ranks, held),
+        };
         Ok(Sizes {
-            weights: bytes_of_ranks(spec, ranks, held).into_iter().map(padded).collect(),
+            weights: weights.into_iter().map(padded).collect(),
             windows: windows as u64,
             channels: shape.channel_bytes().map_err(|error| error.to_string())? as u64,
             router: router as u64,

@@ -8,11 +8,10 @@
 
 use std::fmt;
 use std::io;
-use std::marker::PhantomData;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use bytemuck::Pod;
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -21,10 +20,11 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::faults;
 
-/// Bytes of a cache line. Words that different processes write are placed on different lines.
-pub const LINE: usize = 64;
-/// Bytes of a page, the alignment of large areas.
-pub const PAGE: usize = 4096;
+mod layout;
+mod slice;
+
+pub use layout::{LINE, Layout, PAGE};
+pub use slice::SharedSlice;
 
 /// Why a region or a view of one could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -88,63 +88,6 @@ pub enum RegionError {
         /// The alignment that the elements need.
         align: usize,
     },
-}
-
-/// Assigns aligned offsets to the areas of a region, one after another.
-///
-/// All processes build the same layout from the same numbers, so offsets need not be transmitted.
-#[derive(Clone, Debug, Default)]
-pub struct Layout {
-    len: usize,
-}
-
-impl Layout {
-    /// An empty layout.
-    #[must_use]
-    pub const fn new() -> Self {
-        Self { len: 0 }
-    }
-
-    /// Appends an area of `bytes` that begins on a cache line of its own; returns its offset.
-    ///
-    /// # Errors
-    /// [`RegionError::TooLarge`].
-    pub fn line(&mut self, bytes: usize) -> Result<usize, RegionError> {
-        self.area(bytes, LINE)
-    }
-
-    /// Appends an area of `bytes` that begins on a page of its own; returns its offset.
-    ///
-    /// # Errors
-    /// [`RegionError::TooLarge`].
-    pub fn page(&mut self, bytes: usize) -> Result<usize, RegionError> {
-        self.area(bytes, PAGE)
-    }
-
-    /// Length of a region that holds all areas, in bytes: a multiple of [`PAGE`].
-    #[must_use]
-    pub const fn len(&self) -> usize {
-        // `area` refuses lengths that this rounding would overflow.
-        self.len.next_multiple_of(PAGE)
-    }
-
-    /// Whether no area was appended.
-    #[must_use]
-    pub const fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    fn area(&mut self, bytes: usize, align: usize) -> Result<usize, RegionError> {
-        let offset = self.len.next_multiple_of(align);
-        let end = offset.checked_add(bytes).and_then(|end| end.checked_next_multiple_of(LINE));
-        match end {
-            Some(end) if end <= isize::MAX as usize - PAGE => {
-                self.len = end;
-                Ok(offset)
-            }
-            _ => Err(RegionError::TooLarge { offset, bytes }),
-        }
-    }
 }
 
 /// A memfd of fixed length, mapped readable and writable, shared with every process that holds its descriptor.
@@ -263,7 +206,8 @@ impl SharedRegion {
         }
         // SAFETY: the offset is within the mapping (at most one past its end, for an empty view).
         let ptr = unsafe { self.base.add(offset) }.cast::<T>();
-        Ok(SharedSlice { region: Arc::clone(self), ptr, len, element: PhantomData })
+        // SAFETY: `len` elements are in bounds and aligned (checked), and the view keeps the mapping alive.
+        Ok(unsafe { SharedSlice::new(Arc::clone(self), ptr, len) })
     }
 
     /// Asks the kernel for pages of 4 KiB, also where it prefers larger ones. Other processes decide for their mappings.
@@ -337,119 +281,6 @@ impl Drop for SharedRegion {
 
 fn system_error(what: &'static str, name: &str, bytes: usize, errno: Errno) -> RegionError {
     RegionError::System { what, name: name.into(), bytes, source: errno.into() }
-}
-
-/// A view of `len` elements of `T` in a region.
-///
-/// A view is only an address: other threads and processes may write the same bytes. Words that several sides access at
-/// once are accessed through [`atomics`](Self::atomics); plain data through [`as_slice`](Self::as_slice) and
-/// [`as_mut_slice`](Self::as_mut_slice), by the side that owns the data according to a protocol of flags.
-pub struct SharedSlice<T> {
-    region: Arc<SharedRegion>,
-    ptr: NonNull<T>,
-    len: usize,
-    element: PhantomData<T>,
-}
-
-// SAFETY: the pointer leads into a region that the view keeps alive; elements are plain data.
-unsafe impl<T: Pod> Send for SharedSlice<T> {}
-// SAFETY: as above; shared use needs atomics or an unsafe claim of ownership.
-unsafe impl<T: Pod> Sync for SharedSlice<T> {}
-
-impl<T: Pod> SharedSlice<T> {
-    /// Number of elements.
-    #[must_use]
-    pub const fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether there are no elements.
-    #[must_use]
-    pub const fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// A view of `len` elements of this view, from element `start` on.
-    ///
-    /// # Errors
-    /// [`RegionError::OutOfBounds`].
-    pub fn part(&self, start: usize, len: usize) -> Result<Self, RegionError> {
-        if start.checked_add(len).is_none_or(|end| end > self.len) {
-            let size = size_of::<T>();
-            let (offset, bytes) = (start.saturating_mul(size), len.saturating_mul(size));
-            return Err(RegionError::OutOfBounds { offset, bytes, len: self.len * size });
-        }
-        // SAFETY: the element lies within this view (at most one past its end, for an empty part).
-        let ptr = unsafe { self.ptr.add(start) };
-        Ok(SharedSlice { region: Arc::clone(&self.region), ptr, len, element: PhantomData })
-    }
-
-    /// The region that holds the elements.
-    #[must_use]
-    pub const fn region(&self) -> &Arc<SharedRegion> {
-        &self.region
-    }
-
-    /// The address in this process, for registering the memory with a device.
-    #[must_use]
-    pub const fn as_ptr(&self) -> *mut T {
-        self.ptr.as_ptr()
-    }
-
-    /// The elements, for reading. Any bit pattern is a valid `T`.
-    ///
-    /// # Safety
-    /// No thread of any process writes these elements while the slice lives: their writer has released them (by storing
-    /// a flag with release ordering that the caller has loaded with acquire ordering) and does not write again before
-    /// the caller has released them in turn.
-    #[must_use]
-    pub unsafe fn as_slice(&self) -> &[T] {
-        // SAFETY: in bounds and aligned (checked when the view was made), initialised (memfds are zeroed), unchanged
-        // while borrowed (the caller's promise).
-        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
-    }
-
-    /// The elements, for writing.
-    ///
-    /// # Safety
-    /// No other thread of any process accesses these elements while the slice lives: all others have released them as
-    /// for [`as_slice`](Self::as_slice), and the caller makes no second slice of them meanwhile.
-    #[must_use]
-    #[allow(clippy::mut_from_ref, reason = "exclusive by the caller's promise: the view is only an address")]
-    pub unsafe fn as_mut_slice(&self) -> &mut [T] {
-        // SAFETY: as in `as_slice`, and exclusive by the caller's promise.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
-    }
-}
-
-impl SharedSlice<u64> {
-    /// The elements as atomics, which any number of processes may access at once.
-    #[must_use]
-    pub const fn atomics(&self) -> &[AtomicU64] {
-        // SAFETY: same size and alignment; words that are used as atomics are never made plain slices of.
-        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().cast::<AtomicU64>(), self.len) }
-    }
-}
-
-impl SharedSlice<u32> {
-    /// The elements as atomics, which any number of processes may access at once.
-    #[must_use]
-    pub const fn atomics(&self) -> &[AtomicU32] {
-        // SAFETY: same size and alignment; words that are used as atomics are never made plain slices of.
-        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().cast::<AtomicU32>(), self.len) }
-    }
-}
-
-impl<T> Clone for SharedSlice<T> {
-    fn clone(&self) -> Self {
-        Self { region: Arc::clone(&self.region), ptr: self.ptr, len: self.len, element: PhantomData }
-    }
-}
-
-impl<T> fmt::Debug for SharedSlice<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SharedSlice").field("len", &self.len).field("region", &self.region).finish()
-    }
 }
 
 #[cfg(test)]

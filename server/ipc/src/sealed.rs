@@ -26,14 +26,12 @@ const POPULATE_BYTES: usize = 16 << 20;
 #[derive(Debug, thiserror::Error)]
 pub enum SealedError {
     /// A system call failed.
-    #[error("cannot {what} {bytes} bytes of memory for {name}: {source}")]
+    #[error("cannot {what} the memory for {name}: {source}")]
     System {
-        /// The operation that failed, as a verb.
-        what: &'static str,
+        /// The operation that failed, in words.
+        what: String,
         /// Name of the memory.
         name: String,
-        /// Length of the memory, as far as it is known.
-        bytes: u64,
         /// The system's error.
         source: io::Error,
     },
@@ -67,10 +65,10 @@ impl SealedWriter {
     /// If the kernel refuses, for example because the process has no descriptors left.
     pub fn create(name: &str) -> Result<Self, SealedError> {
         if faults::happens("weights-emfile") {
-            return Err(failed("create", name, 0, Errno::MFILE));
+            return Err(failed("create", name, Errno::MFILE));
         }
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
-            .map_err(|error| failed("create", name, 0, error))?;
+            .map_err(|error| failed("create", name, error))?;
         Ok(SealedWriter { fd, name: name.to_owned(), len: 0 })
     }
 
@@ -80,17 +78,17 @@ impl SealedWriter {
     /// If there is no memory for them.
     pub fn write_at(&mut self, mut offset: u64, mut bytes: &[u8]) -> Result<(), SealedError> {
         if faults::happens("weights-enomem") {
-            return Err(failed("write", &self.name, offset, Errno::NOMEM));
+            return Err(failed(&format!("write byte {offset} of"), &self.name, Errno::NOMEM));
         }
         while !bytes.is_empty() {
             match rustix::io::pwrite(&self.fd, bytes, offset) {
-                Ok(0) => return Err(failed("write", &self.name, offset, Errno::NOSPC)),
+                Ok(0) => return Err(failed(&format!("write byte {offset} of"), &self.name, Errno::NOSPC)),
                 Ok(written) => {
                     (bytes, offset) = (&bytes[written..], offset + written as u64);
                     self.len = self.len.max(offset);
                 }
                 Err(Errno::INTR) => {}
-                Err(error) => return Err(failed("write", &self.name, offset, error)),
+                Err(error) => return Err(failed(&format!("write byte {offset} of"), &self.name, error)),
             }
         }
         Ok(())
@@ -114,13 +112,13 @@ impl SealedWriter {
     /// If the kernel refuses.
     pub fn seal(self) -> Result<OwnedFd, SealedError> {
         rustix::fs::fcntl_add_seals(&self.fd, SEALS)
-            .map_err(|error| failed("seal", &self.name, self.len, error))?;
+            .map_err(|error| failed(&format!("seal the {} bytes of", self.len), &self.name, error))?;
         Ok(self.fd)
     }
 }
 
-fn failed(what: &'static str, name: &str, bytes: u64, error: Errno) -> SealedError {
-    SealedError::System { what, name: name.to_owned(), bytes, source: error.into() }
+fn failed(what: &str, name: &str, error: Errno) -> SealedError {
+    SealedError::System { what: what.to_owned(), name: name.to_owned(), source: error.into() }
 }
 
 /// Sealed memory, mapped for reading.
@@ -141,13 +139,16 @@ impl SealedMemory {
     /// [`SealedError::Unsealed`] or [`SealedError::Empty`] if it is no such memory; [`SealedError::System`] if the kernel
     /// refuses.
     pub fn map(fd: impl AsFd) -> Result<Arc<Self>, SealedError> {
-        let name = "sealed memory";
-        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|error| failed("inspect", name, 0, error))?;
+        let name = "weights that another process sealed";
+        let seals =
+            rustix::fs::fcntl_get_seals(&fd).map_err(|error| failed("read the seals of", name, error))?;
         if !seals.contains(SEALS) {
             return Err(SealedError::Unsealed { found: seals.bits(), expected: SEALS.bits() });
         }
-        let found = rustix::fs::fstat(&fd).map_err(|error| failed("inspect", name, 0, error))?.st_size as u64;
-        let len = usize::try_from(found).map_err(|_| failed("map", name, found, Errno::NOMEM))?;
+        let found =
+            rustix::fs::fstat(&fd).map_err(|error| failed("read the size of", name, error))?.st_size as u64;
+        let len = usize::try_from(found)
+            .map_err(|_| failed(&format!("map the {found} bytes of"), name, Errno::NOMEM))?;
         if len == 0 {
             return Err(SealedError::Empty);
         }
@@ -156,8 +157,9 @@ impl SealedMemory {
         // SAFETY: a fresh mapping at an address of the kernel's choice does not affect existing memory.
         let base =
             unsafe { rustix::mm::mmap(ptr::null_mut(), len, ProtFlags::READ, MapFlags::PRIVATE, &fd, 0) }
-                .map_err(|error| failed("map", name, found, error))?;
-        let base = NonNull::new(base.cast::<u8>()).ok_or_else(|| failed("map", name, found, Errno::NOMEM))?;
+                .map_err(|error| failed(&format!("map the {found} bytes of"), name, error))?;
+        let base = NonNull::new(base.cast::<u8>())
+            .ok_or_else(|| failed(&format!("map the {found} bytes of"), name, Errno::NOMEM))?;
         Ok(Arc::new(SealedMemory { base, len }))
     }
 
@@ -221,6 +223,18 @@ mod tests {
         let bytes = (*memory).as_ref();
         assert_eq!((&bytes[..5], &bytes[8192..]), (&b"index"[..], &b"weights"[..]));
         assert!(bytes[5..8192].iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn errors_name_the_operation_and_the_memory() {
+        let full = failed("write byte 4096 of", "the weights of rank 1", Errno::NOSPC).to_string();
+        assert!(
+            full.starts_with("cannot write byte 4096 of the memory for the weights of rank 1: No space left"),
+            "{full}"
+        );
+        let file = tempfile::tempfile().unwrap();
+        let error = SealedMemory::map(&file).unwrap_err().to_string();
+        assert!(error.starts_with("cannot read the seals of the memory for weights"), "{error}");
     }
 
     #[test]

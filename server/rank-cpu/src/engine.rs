@@ -1,18 +1,21 @@
 //! The engine of a CPU rank: gate, experts and exchange in f32.
 
+mod grouped;
+mod phases;
+
 use std::sync::Arc;
 
-use crate::weights::{NOT_HERE, RankLayer, RankWeights as MappedWeights, map};
+use self::grouped::GroupedRows;
+use self::phases::{StepRows, compute_received};
+use crate::weights::{RankLayer, RankWeights as MappedWeights, map};
 use crate::{CpuGroup, HostRouting};
-use expertd_compute::experts::Assignments;
-use expertd_compute::experts::cpu::{Workspace, WorkspaceSize, forward, forward_one};
+use expertd_compute::experts::cpu::{Workspace, WorkspaceSize};
 use expertd_compute::gate::GateScratch;
 use expertd_compute::linalg::{AlignedBuffer, SimdLevel};
 use expertd_ipc::control::{FailureKind, RankSetup};
 use expertd_ipc::{ExpertsNotice, GroupShape, RankStaging, RowCounts, StepDescriptor};
 use expertd_model::ModelSpec;
-use expertd_rank::convert::{narrow, narrow_shared, widen, widen_shared};
-use expertd_rank::segments::{CheckedSegment, RowsPlace, rows_of};
+use expertd_rank::segments::CheckedSegment;
 use expertd_rank::{
     ClientMemory, Failure, HostMemories, Joining, Loaded, PhaseClock, StepEngine, StepFault, StepReport,
     setup_failure,
@@ -26,14 +29,6 @@ struct StepBuffers {
     out: AlignedBuffer<f32>,
     /// Output of the shared experts; empty if no layer has shared experts.
     shared: AlignedBuffer<f32>,
-}
-
-/// Received rows in the order of their experts; see [`Assignments`].
-#[derive(Default)]
-struct GroupedRows {
-    offsets: Vec<u32>,
-    rows: Vec<u32>,
-    weights: Vec<f32>,
 }
 
 /// The engine of one CPU rank.
@@ -154,61 +149,6 @@ impl CpuEngine {
     }
 }
 
-impl GroupedRows {
-    /// Sorts `(row, expert, weight)` by the experts that this rank owns, rows ascending; `choices` is iterated twice.
-    fn fill(&mut self, layer: &RankLayer, choices: impl Iterator<Item = (u32, i32, f32)> + Clone) {
-        let count = layer.mine.len();
-        let local = |id: i32| {
-            let index = *layer.local.get(usize::try_from(id).ok()?)?;
-            (index != NOT_HERE).then_some(index as usize)
-        };
-        self.offsets.clear();
-        self.offsets.resize(count + 1, 0);
-        for expert in choices.clone().filter_map(|(_, id, _)| local(id)) {
-            self.offsets[expert + 1] += 1;
-        }
-        for expert in 0..count {
-            self.offsets[expert + 1] += self.offsets[expert];
-        }
-        let total = self.offsets[count] as usize;
-        self.rows.resize(total, 0);
-        self.weights.resize(total, 0.0);
-        // Each expert's offset serves as its write position, which ends at the next expert's first offset.
-        for (row, id, weight) in choices {
-            if let Some(expert) = local(id) {
-                let at = self.offsets[expert] as usize;
-                self.rows[at] = row;
-                self.weights[at] = weight;
-                self.offsets[expert] += 1;
-            }
-        }
-        self.offsets.copy_within(0..count, 1);
-        self.offsets[0] = 0;
-    }
-
-    /// Rows of each expert.
-    fn rows_per_expert(&self) -> impl Iterator<Item = u64> {
-        self.offsets.windows(2).map(|pair| u64::from(pair[1] - pair[0]))
-    }
-
-    fn assignments(&self) -> Assignments<'_> {
-        Assignments { offsets: &self.offsets, rows: &self.rows, weights: &self.weights }
-    }
-}
-
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    // Eight independent sums let the additions run in parallel.
-    let (a8, a_rest) = a.as_chunks::<8>();
-    let (b8, b_rest) = b.as_chunks::<8>();
-    let mut sums = [0.0; 8];
-    for (a, b) in a8.iter().zip(b8) {
-        for i in 0..8 {
-            sums[i] += a[i] * b[i];
-        }
-    }
-    sums.iter().sum::<f32>() + a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum::<f32>()
-}
-
 impl StepEngine for CpuEngine {
     fn begin(
         &mut self,
@@ -217,49 +157,24 @@ impl StepEngine for CpuEngine {
         notice: &ExpertsNotice,
     ) -> Result<Option<StepReport>, StepFault> {
         let mut clock = PhaseClock::start();
-        let hidden = self.hidden;
-        let (tokens, k) = (step.tokens as usize, step.top_k as usize);
+        let mut staging = staging;
+        let (hidden, tokens, k) = (self.hidden, step.tokens as usize, step.top_k as usize);
         let slot = Slot(step.slot);
-        let layer = self
-            .layers
-            .get_mut(step.layer as usize)
-            .and_then(Option::as_mut)
-            .ok_or(StepFault::Layer(step.layer))?;
-        let buffers = &mut self.buffers;
-        let rows = &mut buffers.rows[..tokens * hidden];
-        let out = &mut buffers.out[..tokens * hidden];
+        let layer = self.layers.get_mut(step.layer as usize).and_then(Option::as_mut);
+        let layer = layer.ok_or(StepFault::Layer(step.layer))?;
+        let rows = &mut self.buffers.rows[..tokens * hidden];
+        let out = &mut self.buffers.out[..tokens * hidden];
+        let shared_elements = if layer.shared.is_some() { tokens * hidden } else { 0 };
+        let shared_out = &mut self.buffers.shared[..shared_elements];
 
         let (staged_bytes, memories) = (staging.rows.len(), &self.memories);
         let size = |memory| memories.size(memory);
         let segments = CheckedSegment::all(staging.segments, tokens, hidden, staged_bytes, size)?;
-        for segment in &segments {
-            let to = &mut rows[segment.rows.start * hidden..segment.rows.end * hidden];
-            match &segment.place {
-                RowsPlace::Staging(bytes) => widen(&staging.rows[bytes.clone()], segment.dtype, to),
-                RowsPlace::Memory { memory, input, .. } => {
-                    if let Some(memory) = memories.get(*memory) {
-                        widen_shared(memory, input.start, segment.dtype, to);
-                    }
-                }
-            }
-        }
+        let step_rows = StepRows { segments: &segments, memories, hidden };
+        step_rows.copy_in(staging.rows, rows);
         clock.end(Phase::CopyIn);
 
-        for gated in segments.chunk_by(|a, b| a.gated == b.gated).filter(|chunk| chunk[0].gated) {
-            let range = rows_of(gated);
-            let routed = range.start * k..range.end * k;
-            layer
-                .gate
-                .route_with(
-                    &rows[range.start * hidden..range.end * hidden],
-                    Some(&staging.token_ids[range]),
-                    &mut staging.ids[routed.clone()],
-                    &mut staging.weights[routed],
-                    &mut self.gate_scratch,
-                    Some(&self.pool),
-                )
-                .map_err(StepFault::engine)?;
-        }
+        step_rows.route(layer, rows, k, &mut staging, &mut self.gate_scratch, &self.pool)?;
         clock.end(Phase::Gate);
 
         let routing = HostRouting {
@@ -275,68 +190,17 @@ impl StepEngine for CpuEngine {
         self.group.dispatch_send(slot, rows)?;
         clock.end(Phase::Dispatch);
         // The shared experts are computed while the peers' rows arrive.
-        let shared_out = &mut buffers.shared[..if layer.shared.is_some() { tokens * hidden } else { 0 }];
-        let with_shared =
-            || segments.chunk_by(|a, b| a.shared == b.shared).filter(|chunk| chunk[0].shared).map(rows_of);
         if let Some(shared) = &layer.shared {
-            for range in with_shared() {
-                let (first, elements) = (range.start, range.start * hidden..range.end * hidden);
-                let sigmoids = shared.gate.as_ref().map(|gate| {
-                    let sigmoids = &mut self.sigmoids[..range.len()];
-                    for (sigmoid, row) in sigmoids.iter_mut().zip(rows[first * hidden..].chunks_exact(hidden))
-                    {
-                        let logit: f32 = dot(row, gate);
-                        *sigmoid = 1.0 / (1.0 + (-logit).exp());
-                    }
-                    &*sigmoids
-                });
-                forward_one(
-                    shared.kind,
-                    &shared.mlp,
-                    sigmoids,
-                    &rows[elements.clone()],
-                    &mut shared_out[elements],
-                    &mut self.workspace,
-                    Some(&self.pool),
-                );
-            }
+            let sigmoids = &mut self.sigmoids;
+            step_rows.compute_shared(shared, rows, shared_out, sigmoids, &mut self.workspace, &self.pool);
         }
         clock.end(Phase::Experts);
         self.group.dispatch_wait(slot)?;
         clock.end(Phase::Dispatch);
 
-        let (received_rows, expert_rows) = {
-            let batches: Vec<_> = self.group.received(slot)?.collect();
-            let mut first = 0;
-            let firsts: Vec<usize> = batches
-                .iter()
-                .map(|batch| {
-                    let before = first;
-                    first += batch.rows.len() / hidden;
-                    before
-                })
-                .collect();
-            self.grouped.fill(
-                layer,
-                batches.iter().zip(&firsts).flat_map(|(batch, &first)| {
-                    let choices = batch.ids.iter().zip(batch.weights).enumerate();
-                    choices.map(move |(i, (&id, &weight))| ((first + i / batch.k) as u32, id, weight))
-                }),
-            );
-            let (rows, mut out): (Vec<&[f32]>, Vec<&mut [f32]>) =
-                batches.into_iter().map(|batch| (batch.rows, batch.partials)).unzip();
-            let assignments = self.grouped.assignments();
-            forward(
-                layer.kind,
-                &layer.experts,
-                assignments,
-                &rows,
-                &mut out,
-                &mut self.workspace,
-                Some(&self.pool),
-            );
-            (first, assignments.rows.len())
-        };
+        let batches = self.group.received(slot)?.collect();
+        let (received_rows, expert_rows) =
+            compute_received(layer, batches, hidden, &mut self.grouped, &mut self.workspace, &self.pool);
         notice.experts_ended(step.sequence);
         clock.end(Phase::Experts);
         let computed = layer.mine.iter().zip(self.grouped.rows_per_expert());
@@ -346,27 +210,11 @@ impl StepEngine for CpuEngine {
 
         self.group.combine(slot, out)?;
         if layer.shared.is_some() {
-            for range in with_shared() {
-                let elements = range.start * hidden..range.end * hidden;
-                out[elements.clone()]
-                    .iter_mut()
-                    .zip(&shared_out[elements])
-                    .for_each(|(out, shared)| *out += shared);
-            }
+            step_rows.add_shared(shared_out, out);
         }
         clock.end(Phase::Combine);
 
-        for segment in &segments {
-            let from = &out[segment.rows.start * hidden..segment.rows.end * hidden];
-            match &segment.place {
-                RowsPlace::Staging(bytes) => narrow(from, segment.dtype, &mut staging.rows[bytes.clone()]),
-                RowsPlace::Memory { memory, output, .. } => {
-                    if let Some(memory) = memories.get(*memory) {
-                        narrow_shared(from, segment.dtype, memory, output.start);
-                    }
-                }
-            }
-        }
+        step_rows.copy_out(out, staging.rows);
         clock.end(Phase::CopyOut);
         Ok(Some(StepReport { phases: clock.phases(), received_rows, expert_rows }))
     }
@@ -375,9 +223,8 @@ impl StepEngine for CpuEngine {
         match client {
             ClientMemory::Host(bytes) => self.memories.attach(memory, bytes),
             ClientMemory::Device(_) => {
-                Err("ranks on CPUs cannot access the memory of a GPU; open a host session, or serve \
-                                            with --device cuda"
-                    .to_owned())
+                let text = "ranks on CPUs cannot access the memory of a GPU; open a host session, or serve with --device cuda";
+                Err(text.to_owned())
             }
         }
     }

@@ -5,8 +5,9 @@ use std::path::Path;
 use expertd_kernels::layout::{Shape, WindowLayout};
 use expertd_kernels::params::MAX_EXPERTS;
 
+use crate::format::{FP8_COLS, Stored};
 use expertd_ipc::GroupShape;
-use expertd_model::{ModelSpec, MoeLayer};
+use expertd_model::{ModelSpec, MoeLayer, WeightFormat};
 
 /// Whether this build can run ranks on GPUs.
 pub const BUILT: bool = cfg!(feature = "cuda");
@@ -24,9 +25,6 @@ pub const BUILD_HINT: &str = "this build has no GPU ranks; build with `cargo bui
 
 /// The kernels' row length is a multiple of this number of elements; shorter rows are padded.
 const ROW_UNIT: usize = 64;
-
-/// Blocks of FP8 scales must be a multiple of this number of columns wide, unless they span a row.
-const SCALE_COLS: usize = 128;
 
 /// Environment variables that ranks on GPUs need: no NVLink multicast, and all kernels loaded before any wait on the
 /// device.
@@ -137,11 +135,11 @@ pub fn check(spec: &ModelSpec, shape: &GroupShape) -> Result<(), String> {
 }
 
 fn unsupported(moe: &MoeLayer) -> Option<String> {
-    let shared = moe.shared.as_ref().and_then(|shared| shared.scale_cols);
-    let odd = |cols: &usize| !cols.is_multiple_of(SCALE_COLS);
-    if let Some(cols) = moe.experts.scale_cols.or(shared).filter(odd) {
+    let of = [Some(Stored::routed(&moe.experts)), moe.shared.as_ref().map(Stored::shared)];
+    let narrow = |stored: &Stored| stored.format == WeightFormat::Fp8E4m3 && !stored.has_wide_scales();
+    if let Some(cols) = of.into_iter().flatten().find(narrow).and_then(|stored| stored.scale_cols) {
         return Some(format!(
-            "has FP8 scales for blocks of {cols} columns (supported: as wide as the matrix, or a multiple of {SCALE_COLS})"
+            "has FP8 scales for blocks of {cols} columns (supported: as wide as the matrix, or a multiple of {FP8_COLS})"
         ));
     }
     if moe.experts.count > MAX_EXPERTS {

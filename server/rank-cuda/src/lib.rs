@@ -1,6 +1,6 @@
 //! Expert ranks on GPUs.
 //!
-//! [`check`], [`copy_tables`], [`environment`], [`present`] and [`window_bytes`] need no access to a GPU; they are part of every build, and
+//! [`check`], [`copy_tables`], [`environment`], [`present`], [`Stored`], [`weight_bytes`] and [`window_bytes`] need no access to a GPU; they are part of every build, and
 //! the router uses them. With feature `cuda`, [`pack`] loads weights, [`load`] makes the engine, and [`probe`] and [`ceilings`] inspect the
 //! machine's GPUs.
 
@@ -8,11 +8,13 @@
 mod engine;
 #[cfg(feature = "cuda")]
 pub mod experts;
+mod format;
 mod host;
 mod placement;
 #[cfg(feature = "cuda")]
 pub mod windows;
 
+pub use format::{DeviceFormat, Stored, weight_bytes};
 pub use host::{
     ALIGNED, BUILD_HINT, BUILT, Check, EAGER, check, environment, kernel_shape, numa_nodes, present,
     window_bytes,

@@ -91,7 +91,7 @@ pub fn tick() {
     });
 }
 
-/// The thread or task that stands still or was lost, if there is one.
+/// The thread or task that makes no progress or was lost, if there is one.
 #[must_use]
 pub fn lost() -> Option<String> {
     LOST.lock().unwrap_or_else(PoisonError::into_inner).clone()

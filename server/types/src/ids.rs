@@ -44,7 +44,7 @@ id!(
     Slot(u32)
 );
 id!(
-    /// Number of a memory that clients share with the ranks, from 1 on; never reused within a service. 0 stands for staging.
+    /// Number of a memory that clients share with the ranks, from 1 on; never reused within a service. 0 means staging.
     MemoryId(u32)
 );
 id!(

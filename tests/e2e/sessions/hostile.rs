@@ -188,14 +188,36 @@ fn refusals_say_why() {
     };
     let open = Open { version: VERSION, kind: 1, rows_bytes: 4096, calls: 4, reserved: 0 };
     let with = |open: Open| refused(frame::OPEN, bytemuck::bytes_of(&open));
+    // The client of an earlier release.
+    let old = with(Open { version: VERSION - 1, ..open });
+    let (client, service) =
+        (format!("speaks version {}", VERSION - 1), format!("this service version {VERSION};"));
+    assert!(old.contains(&client) && old.contains(&service) && old.contains("the same release"), "{old}");
     assert!(with(Open { version: 9, ..open }).contains("version 9"));
+    assert!(with(Open { reserved: 7, ..open }).contains("ends with 7, expected 0"));
+    assert!(refused(frame::OPEN, &[0; 300]).contains("announces 300 bytes; at most 256 fit"));
+    let short = refused(frame::OPEN, &bytemuck::bytes_of(&open)[..20]);
+    assert!(short.contains("a frame has 20 bytes, expected 24"), "{short}");
     assert!(with(Open { kind: 7, ..open }).contains("kind 7"));
     assert!(with(Open { calls: 0, ..open }).contains("0 calls"));
     assert!(with(Open { rows_bytes: 1 << 30, ..open }).contains("max-session-bytes"));
     assert!(with(Open { rows_bytes: u64::MAX - 5, ..open }).contains("address space"));
     assert!(refused(frame::OPEN, b"").contains("version none"));
     assert!(refused(77, b"").contains("kind 77"));
+    // An open session has no other frames than GET_MODEL, and ends with a reason.
+    for (kind, bytes, wanted) in
+        [(frame::OPEN, 24, "kind 1 on the socket of an open session"), (77, 300, "announces 300 bytes")]
+    {
+        let session = raw(&host, 1, 1 << 12);
+        socket::send(&session._socket, kind, &vec![0; bytes]).unwrap();
+        let (kind, text) = socket::receive(&session._socket, 1 << 20).unwrap().unwrap();
+        let text = String::from_utf8(text).unwrap();
+        assert!(kind == frame::ENDED && text.contains(wanted), "{kind}: {text}");
+    }
     let small = SessionOptions { rows_bytes: 1 << 16, ..SessionOptions::default() };
+    eventually(LOST, "places of ended sessions are free", || {
+        (0..2).map(|_| Session::open(&host.address, &small)).collect::<Result<Vec<_>, _>>().is_ok()
+    });
     let sessions = [0; 2].map(|_| Session::open(&host.address, &small).unwrap());
     let error = Session::open(&host.address, &small).unwrap_err();
     assert!(error.to_string().contains("max-sessions"), "{error}");
@@ -221,7 +243,7 @@ fn as_many_sessions_as_allowed_open_beside_clients_that_never_open_one() {
     let runtime = runtime();
     let host = Host::start(FAMILY, 1, &["--max-sessions", "40"]);
     let small = SessionOptions { rows_bytes: 1 << 12, calls: 1, ..SessionOptions::default() };
-    // Half an OPEN frame, and nothing at all. A session counts as open a moment after its client knows it.
+    // Half an OPEN frame, and nothing at all. A session counts as open a moment after its client is told so.
     let mut half_open: Vec<_> = (0..12).map(|_| UnixStream::connect(host.path()).unwrap()).collect();
     half_open.iter_mut().step_by(2).for_each(|socket| socket.write_all(&[1, 0, 0]).unwrap());
     let sessions: Vec<_> = (0..40).map(|_| Session::open(&host.address, &small).unwrap()).collect();

@@ -1,11 +1,16 @@
 //! Sessions of the real service: the same answers as over gRPC, shared steps, faults.
 
+mod bounded;
 mod cuda;
 mod cuda_gpu;
 mod cuda_routing;
 mod gpu;
 mod hostile;
 mod killed;
+#[path = "../../../proto/session/examples/forward.rs"]
+#[allow(dead_code, unreachable_pub, reason = "an example is a program")]
+mod rust_example;
+mod seen;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -322,7 +327,7 @@ fn compile_c(example: &str, program: &Path, more: &[&str]) {
 }
 
 #[test]
-fn the_example_in_c_computes_what_grpc_computes() {
+fn the_examples_compute_what_grpc_computes() {
     let runtime = runtime();
     let host = Host::start(FAMILY, 2, &[]);
     let folder = tempfile::tempdir().unwrap();
@@ -352,6 +357,12 @@ fn the_example_in_c_computes_what_grpc_computes() {
     let decoded = expertd_types::rows::decode(&response.rows, expertd_types::DType::F32);
     let wanted: f64 = decoded.iter().map(|&value| f64::from(value)).sum();
     assert!((sum - wanted).abs() <= 1e-6 * wanted.abs().max(1.0), "{sum} {wanted}");
+
+    let text = rust_example::forward(&host.address, layer, tokens).unwrap();
+    let sum: f64 = text.split(' ').next_back().unwrap().parse().unwrap();
+    assert!((sum - wanted).abs() <= 1e-6 * wanted.abs().max(1.0), "{sum} {wanted}: {text}");
+    let error = rust_example::forward(&host.address, 9999, tokens).unwrap_err().to_string();
+    assert!(error.contains("code 5: there is no layer 9999"), "{error}");
 
     let refused = run(&host.address, 9999);
     let error = String::from_utf8_lossy(&refused.stderr).into_owned();

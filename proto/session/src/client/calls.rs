@@ -139,6 +139,7 @@ impl CallTable {
         let reason = format!("the session's memory is broken: {error}");
         self.end.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| reason.clone());
         self.has_ended.store(true, Ordering::Release);
+        self.changed.notify_all();
         SessionError::Ended { reason }
     }
 

@@ -4,8 +4,8 @@ mod arena;
 mod call;
 mod calls;
 mod error;
+mod opening;
 
-use std::io;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,6 +22,7 @@ pub use self::arena::Buffer;
 pub use self::call::{Call, GivenRouting, Receipt};
 use self::calls::{CallBuffers, CallTable};
 pub use self::error::SessionError;
+pub(crate) use self::opening::Opening;
 use crate::socket;
 use crate::wire::{
     CompletionRecord, KIND_HOST, MAX_SERVICE_FRAME, Open, Opened, RegionLayout, RequestRecord, VERSION, frame,
@@ -130,53 +131,14 @@ pub struct Session {
 }
 
 /// Asks the service at `address`, `unix:PATH`, for its model without opening a session: an encoded
-/// `expertd.v1.GetModelResponse`. `timeout` limits each frame.
+/// `expertd.v1.GetModelResponse`, which comes within `timeout`.
 ///
 /// # Errors
 /// If the service cannot be reached, refuses this user, or sends no model.
 pub fn fetch_model(address: &str, timeout: Duration) -> Result<Vec<u8>, SessionError> {
-    let socket = connect(address, timeout)?;
-    let sent = socket::send(&socket, frame::GET_MODEL, &[]);
-    expect_model(&socket, address, sent)
-}
-
-fn socket_error(address: &str, source: io::Error) -> SessionError {
-    SessionError::Socket { address: address.to_owned(), source }
-}
-
-/// Connects to `unix:PATH`; `timeout` limits each read and write.
-fn connect(address: &str, timeout: Duration) -> Result<UnixStream, SessionError> {
-    let path = address.strip_prefix("unix:").ok_or_else(|| SessionError::Address(address.to_owned()))?;
-    let path = path.strip_prefix("//").unwrap_or(path);
-    let failed = |source| socket_error(address, source);
-    let socket = UnixStream::connect(path).map_err(failed)?;
-    socket.set_read_timeout(Some(timeout)).map_err(failed)?;
-    socket.set_write_timeout(Some(timeout)).map_err(failed)?;
-    Ok(socket)
-}
-
-/// The payload of the next frame, which must be of this kind.
-fn expect_frame(socket: &UnixStream, address: &str, kind: u32, name: &str) -> Result<Vec<u8>, SessionError> {
-    match socket::receive(socket, MAX_SERVICE_FRAME) {
-        Ok(Some((found, payload))) if found == kind => Ok(payload),
-        Ok(Some((frame::REFUSED | frame::ENDED, text))) => {
-            Err(SessionError::Refused { reason: String::from_utf8_lossy(&text).into_owned() })
-        }
-        Ok(Some((found, _))) => {
-            Err(SessionError::Protocol(format!("a frame of kind {found}, expected {name} ({kind})")))
-        }
-        Ok(None) => Err(socket_error(address, io::ErrorKind::UnexpectedEof.into())),
-        Err(source) => Err(socket_error(address, source)),
-    }
-}
-
-/// The model that the service sends after the client's frames. A service that refuses the client may close the socket before it
-/// has read them; its reason can still be read, although they were not `sent`.
-fn expect_model(socket: &UnixStream, address: &str, sent: io::Result<()>) -> Result<Vec<u8>, SessionError> {
-    match (expect_frame(socket, address, frame::MODEL, "MODEL"), sent) {
-        (Err(SessionError::Socket { .. }), Err(source)) => Err(socket_error(address, source)),
-        (model, _) => model,
-    }
+    let mut opening = Opening::connect(address, timeout)?;
+    opening.send(frame::GET_MODEL, &[]);
+    opening.expect(frame::MODEL, "MODEL")
 }
 
 impl Session {
@@ -185,12 +147,10 @@ impl Session {
     /// # Errors
     /// If the service cannot be reached, refuses the session, or sends what is no session of this protocol.
     pub fn open(address: &str, options: &SessionOptions) -> Result<Session, SessionError> {
-        let socket = connect(address, options.timeout)?;
-        Session::over(socket, address, options)
+        Session::begin(Opening::connect(address, options.timeout)?, options)
     }
 
-    fn over(socket: UnixStream, address: &str, options: &SessionOptions) -> Result<Session, SessionError> {
-        let failed = |source| socket_error(address, source);
+    fn begin(mut opening: Opening<'_>, options: &SessionOptions) -> Result<Session, SessionError> {
         let open = Open {
             version: VERSION,
             kind: KIND_HOST,
@@ -198,11 +158,10 @@ impl Session {
             calls: options.calls,
             reserved: 0,
         };
-        let sent = socket::send(&socket, frame::GET_MODEL, &[])
-            .and_then(|()| socket::send(&socket, frame::OPEN, bytemuck::bytes_of(&open)));
-        let model = expect_model(&socket, address, sent)?;
-        let opened = expect_frame(&socket, address, frame::OPENED, "OPENED")?;
-        let opened: Opened = socket::record(&opened).map_err(failed)?;
+        opening.send(frame::GET_MODEL, &[]);
+        opening.send(frame::OPEN, bytemuck::bytes_of(&open));
+        let model = opening.expect(frame::MODEL, "MODEL")?;
+        let opened: Opened = opening.expect_record(frame::OPENED, "OPENED")?;
         if (opened.version, opened.kind) != (VERSION, KIND_HOST) {
             return Err(SessionError::Protocol(format!(
                 "a session of version {} and kind {}, expected version {VERSION} and kind {KIND_HOST}",
@@ -220,7 +179,7 @@ impl Session {
                 "a layout with offsets {told:?}, expected {offsets:?}; client and service must have the same version"
             )));
         }
-        let region = SharedRegion::from_fd(socket::receive_region(&socket).map_err(failed)?, layout.bytes)?;
+        let region = SharedRegion::from_fd(opening.receive_region()?, layout.bytes)?;
         let bell = |offset| Ok::<_, RegionError>(Doorbell::new(region.slice(offset, 1)?));
         let spin = options.spin.unwrap_or(Duration::from_micros(opened.spin_us.into()));
         let table = Arc::new(CallTable::new(
@@ -230,7 +189,9 @@ impl Session {
             opened.calls,
             spin,
         ));
-        socket.set_read_timeout(None).map_err(failed)?;
+        let address = opening.address();
+        let failed = |source| SessionError::Socket { address: address.to_owned(), source };
+        let socket = opening.finish()?;
         let (watched, of_watcher) = (socket.try_clone().map_err(failed)?, Arc::clone(&table));
         let watcher = std::thread::Builder::new()
             .name("expertd-session".to_owned())

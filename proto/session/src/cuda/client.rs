@@ -6,7 +6,6 @@ mod calls;
 mod status;
 
 use std::net::Shutdown;
-use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
@@ -15,13 +14,12 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUdeviceptr};
-use expertd_ipc::control::send_fds;
 
 use super::control::ControlMemory;
 use super::driver::{Gpu, check};
 use super::memory::DeviceMemory;
 use super::wire::{KIND_CUDA, OpenCuda, OpenedCuda};
-use crate::client::SessionError;
+use crate::client::{Opening, SessionError};
 use crate::socket;
 use crate::wire::{MAX_SERVICE_FRAME, VERSION, frame};
 
@@ -131,9 +129,7 @@ impl CudaSession {
         let gpu = Gpu::open(options.device)?;
         gpu.check_memory_operations()?;
         let memory = DeviceMemory::allocate(&gpu, options.memory_bytes)?;
-        let (socket, failed) = connect(address, options.timeout)?;
-        socket::send(&socket, frame::GET_MODEL, &[]).map_err(&failed)?;
-        let model = expect(&socket, frame::MODEL).map_err(&failed)??;
+        let mut opening = Opening::connect(address, options.timeout)?;
         let open = OpenCuda {
             version: VERSION,
             kind: KIND_CUDA,
@@ -142,23 +138,20 @@ impl CudaSession {
             routing_bytes: options.routing_bytes,
             device: gpu.uuid()?,
         };
-        let fd = memory.export()?;
-        socket::send(&socket, frame::OPEN, bytemuck::bytes_of(&open))
-            .and_then(|()| send_fds(&socket, &[fd.as_fd()]))
-            .map_err(&failed)?;
-        drop(fd);
-        let opened = expect(&socket, frame::OPENED_CUDA).map_err(&failed)??;
-        let opened: OpenedCuda =
-            socket::record(&opened).map_err(|error| SessionError::Protocol(error.to_string()))?;
+        opening.send(frame::GET_MODEL, &[]);
+        opening.send(frame::OPEN, bytemuck::bytes_of(&open));
+        opening.send_descriptor(memory.export()?);
+        let model = opening.expect(frame::MODEL, "MODEL")?;
+        let opened: OpenedCuda = opening.expect_record(frame::OPENED_CUDA, "OPENED")?;
         if (opened.version, opened.kind) != (VERSION, KIND_CUDA) {
             let (version, kind) = (opened.version, opened.kind);
             let text =
                 format!("a session of version {version} and kind {kind}, expected {VERSION} and {KIND_CUDA}");
             return Err(SessionError::Protocol(text));
         }
-        let fd = socket::receive_region(&socket).map_err(&failed)?;
-        let control = ControlMemory::join(fd, &opened)?;
-        socket.set_read_timeout(None).map_err(&failed)?;
+        let control = ControlMemory::join(opening.receive_region()?, &opened)?;
+        let failed = |source| SessionError::Socket { address: address.to_owned(), source };
+        let socket = opening.finish()?;
         let signals = register(&gpu, &control)?;
         let shared = Arc::new(Shared {
             control,
@@ -167,9 +160,9 @@ impl CudaSession {
             end: Mutex::new(None),
         });
         let (sender, replies) = mpsc::channel();
-        let (of_thread, reading) = (Arc::clone(&shared), socket.try_clone().map_err(&failed)?);
+        let (of_thread, reading) = (Arc::clone(&shared), socket.try_clone().map_err(failed)?);
         let watcher = std::thread::Builder::new().name("expertd-session".to_owned());
-        let watcher = watcher.spawn(move || of_thread.watch(&reading, &sender)).map_err(&failed)?;
+        let watcher = watcher.spawn(move || of_thread.watch(&reading, &sender)).map_err(failed)?;
         Ok(CudaSession {
             shared,
             signals,
@@ -245,33 +238,6 @@ impl Drop for CudaSession {
             let _ = watcher.join();
         }
     }
-}
-
-/// Connects to a session socket.
-fn connect(
-    address: &str,
-    timeout: Duration,
-) -> Result<(UnixStream, impl Fn(std::io::Error) -> SessionError), SessionError> {
-    let path = address.strip_prefix("unix:").ok_or_else(|| SessionError::Address(address.to_owned()))?;
-    let path = path.strip_prefix("//").unwrap_or(path);
-    let named = address.to_owned();
-    let failed = move |source| SessionError::Socket { address: named.clone(), source };
-    let socket = UnixStream::connect(path).map_err(&failed)?;
-    socket.set_read_timeout(Some(timeout)).map_err(&failed)?;
-    socket.set_write_timeout(Some(timeout)).map_err(&failed)?;
-    Ok((socket, failed))
-}
-
-/// Receives a frame of one kind.
-fn expect(socket: &UnixStream, kind: u32) -> std::io::Result<Result<Vec<u8>, SessionError>> {
-    Ok(match socket::receive(socket, MAX_SERVICE_FRAME)? {
-        Some((found, payload)) if found == kind => Ok(payload),
-        Some((frame::REFUSED | frame::ENDED, text)) => {
-            Err(SessionError::Refused { reason: String::from_utf8_lossy(&text).into_owned() })
-        }
-        Some((found, _)) => Err(SessionError::Protocol(format!("a frame of kind {found}, expected {kind}"))),
-        None => Err(SessionError::Refused { reason: "the service closed the socket".to_owned() }),
-    })
 }
 
 /// Registers doorbells, completion words and routing areas with the GPU; returns the device address of the region's first byte.

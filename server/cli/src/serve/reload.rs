@@ -57,7 +57,7 @@ pub(super) fn lack_of_memory(
     Some((available >> 20, needed >> 20))
 }
 
-/// What `expertd inspect` says of a checkpoint.
+/// The output of `expertd inspect` for a checkpoint.
 struct Inspected {
     model: Value,
     fingerprint: WeightFingerprint,

@@ -8,9 +8,14 @@ use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 
 use super::plan::ServePlan;
 use super::settings::Shown;
+use crate::inspect::gpu_bytes_of_ranks;
+use expertd_ipc::control::DeviceKind;
+use expertd_model::MoeLayer;
+use expertd_rank::share::ExpertShare;
+use expertd_rank_cuda as gpu;
 use expertd_router::backend::{Backend, RankState, ServiceState};
 use expertd_router::steps::Service;
-use expertd_types::LayerRange;
+use expertd_types::{LayerRange, Rank};
 
 /// One line per setting, with its value and source.
 #[must_use]
@@ -69,6 +74,9 @@ pub fn plan(plan: &ServePlan) -> String {
             line(if rank == 0 { "ranks" } else { "" }, format!("{rank}: {}; {owned}", placed.device));
         }
     }
+    if cluster.device == DeviceKind::Cuda {
+        line("weights", gpu_weights(plan));
+    }
     line(
         "memory",
         format!(
@@ -124,6 +132,27 @@ pub fn plan(plan: &ServePlan) -> String {
         ),
     );
     text
+}
+
+/// The formats of the experts in GPU memory, and the size of the largest share.
+fn gpu_weights(plan: &ServePlan) -> String {
+    let ServePlan { spec, cluster, .. } = plan;
+    let fp8 = cluster.fp8_compute;
+    let mut formats: Vec<String> = Vec::new();
+    for (_, moe) in spec.moe_layers() {
+        let shared = moe.shared.as_ref().map(gpu::Stored::shared);
+        for stored in [Some(gpu::Stored::routed(&moe.experts)), shared].into_iter().flatten() {
+            let text = stored.explain(fp8);
+            if !formats.contains(&text) {
+                formats.push(text);
+            }
+        }
+    }
+    let ranks = cluster.shape.ranks as usize;
+    let share = ExpertShare::of_rank(Rank(0), ranks, cluster.checkpoint.placement.clone());
+    let held = |layer, moe: &MoeLayer, rank| share.layer(layer, moe).experts_of(rank).len();
+    let largest = gpu_bytes_of_ranks(spec, fp8, ranks, held).into_iter().max().unwrap_or(0);
+    format!("on GPUs in {}; {} on the fullest one", formats.join(", and in "), HumanBytes(largest))
 }
 
 /// Shows the progress of loading until the service serves or has failed: a bar on a terminal, otherwise log lines.

@@ -7,6 +7,7 @@ use expertd_kernels::params::{GateLayer, GateParams, Group};
 use serde::{Deserialize, Serialize};
 
 use crate::experts::{CudaExperts, DeviceFormat, WeightSpace, padded};
+use crate::format::Stored;
 use expertd_ipc::control::Fp8Compute;
 use expertd_model::{Choice, GateSpec, GroupScore, ModelSpec, MoeLayer, Normalise, ScoreFn};
 use expertd_rank::share::ExpertShare;
@@ -94,11 +95,11 @@ pub(super) fn widest(spec: &ModelSpec) -> usize {
 /// Whether any layer's experts compute products in FP8.
 pub(super) fn any_fp8_products(spec: &ModelSpec, fp8: Fp8Compute) -> bool {
     let of = |moe: &MoeLayer| {
-        let shared = moe.shared.as_ref().map(|shared| shared.format);
-        [Some(moe.experts.format), shared]
+        let shared = moe.shared.as_ref().map(Stored::shared);
+        [Some(Stored::routed(&moe.experts)), shared]
             .into_iter()
             .flatten()
-            .any(|f| DeviceFormat::of(f, fp8) == DeviceFormat::W8a8)
+            .any(|stored| stored.on_device(fp8) == DeviceFormat::W8a8)
     };
     spec.moe_layers().any(|(_, moe)| of(moe))
 }
@@ -169,8 +170,8 @@ pub(super) fn place(
     let mut layers: Vec<Option<Layer>> = Vec::with_capacity(spec.num_layers);
     for (index, (moe, facts)) in (0..).zip(spec.layers.iter().zip(facts)) {
         let layer = moe.as_ref().map(|moe| {
-            let mut experts_of = |format, count, width, biases, block_scales| {
-                let format = DeviceFormat::of(format, fp8);
+            let mut experts_of = |stored: Stored, count, width, biases, block_scales| {
+                let format = stored.on_device(fp8);
                 let mut experts = CudaExperts::place(space, format, count, spec.hidden, width, biases);
                 experts.set_block_scales(block_scales);
                 experts
@@ -178,11 +179,13 @@ pub(super) fn place(
             let mine = share.experts(LayerId(index), moe);
             let MoeLayer { experts: routed, shared, .. } = moe;
             let experts = (!mine.is_empty()).then(|| {
-                experts_of(routed.format, mine.len(), routed.width, routed.biases, facts.block_scales)
+                let stored = Stored::routed(routed);
+                experts_of(stored, mine.len(), routed.width, routed.biases, facts.block_scales)
             });
             let shared = shared.as_ref().map(|shared| {
                 let block_scales = facts.shared_block_scales;
-                (experts_of(shared.format, 1, shared.width, shared.biases, block_scales), shared.gated)
+                let stored = Stored::shared(shared);
+                (experts_of(stored, 1, shared.width, shared.biases, block_scales), shared.gated)
             });
             let row = padded(spec.hidden) * size_of::<u16>();
             let shared = shared.map(|(experts, is_gated)| SharedExperts {
@@ -193,7 +196,7 @@ pub(super) fn place(
                 spec: moe.clone(),
                 class: class_of(&layers, moe),
                 mine,
-                format: DeviceFormat::of(moe.experts.format, fp8),
+                format: Stored::routed(&moe.experts).on_device(fp8),
                 gate: place_gate(&moe.gate, row, facts.gate_low, space),
                 experts,
                 shared,

@@ -111,7 +111,7 @@ impl Drop for Nvml {
     }
 }
 
-/// A reader of the usage of the GPU with this UUID; `None` if the library does not know it.
+/// A reader of the usage of the GPU with this UUID; `None` if the library does not list it.
 pub(super) fn reader(uuid: [u8; 16]) -> Option<ReadUsage> {
     let nvml = Nvml::open(&uuid).and_then(|nvml| nvml.read().map(|_| nvml));
     match nvml {

@@ -11,10 +11,11 @@ use expertd_kernels::launch::LaunchError;
 use half::bf16;
 use rayon::prelude::*;
 
+use super::grouped::{fill_row, is_grouped};
 use super::narrow::{ExpertLayout, has_block_scales};
 use super::{CudaExperts, DeviceFormat, HostBuffer, padded};
 use expertd_model::ExpertWeights;
-use expertd_model::{MatrixView, Packing, WeightFormat};
+use expertd_model::{MatrixView, WeightFormat};
 
 /// Why an expert could not be uploaded.
 #[derive(Debug, thiserror::Error)]
@@ -316,7 +317,7 @@ pub fn bf16_parts(view: &MatrixView<'_>, cols: usize) -> (Vec<u16>, Option<Vec<u
 
 /// Writes `view` as bf16 rows of `cols` elements; elements outside the matrix are zero.
 fn fill(view: &MatrixView<'_>, cols: usize, to: &mut [u16]) {
-    to.par_chunks_mut(cols).enumerate().for_each(|(row, to)| {
+    to.par_chunks_mut(cols).enumerate().for_each_init(Vec::new, |codes, (row, to)| {
         if row >= view.rows {
             to.fill(0);
             return;
@@ -327,6 +328,8 @@ fn fill(view: &MatrixView<'_>, cols: usize, to: &mut [u16]) {
             let start = row * view.row_stride * 2;
             bytemuck::cast_slice_mut::<u16, u8>(values)
                 .copy_from_slice(&view.data[start..start + view.cols * 2]);
+        } else if is_grouped(view.format) {
+            fill_row(view, row, codes, values);
         } else {
             for (col, value) in values.iter_mut().enumerate() {
                 *value = bf16::from_f32(view.value(row, col)).to_bits();
@@ -338,7 +341,7 @@ fn fill(view: &MatrixView<'_>, cols: usize, to: &mut [u16]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use expertd_model::Scales;
+    use expertd_model::{Packing, Scales};
 
     #[test]
     fn matrices_are_rounded_and_padded() {

@@ -3,85 +3,33 @@
 //! Sizes that the kernel does not support are padded with zeros, which changes no result: a padded intermediate feature is
 //! `activation(0, 0) = 0`, and a padded hidden feature is multiplied with zeros only. Weights in f32 and f16 are rounded to
 //! bf16 (to nearest, ties to even). FP8 and MXFP4 codes are kept, in one layout for products in bf16 and in another for
-//! products in FP8.
+//! products in FP8. [`Stored::on_device`](crate::Stored::on_device) says what becomes of the other formats.
 
+mod grouped;
 mod host;
 mod load;
 mod narrow;
 #[cfg(test)]
 mod pack_tests;
 mod space;
+#[cfg(test)]
+mod unit_tests;
 
+pub use crate::format::DeviceFormat;
+pub(crate) use crate::format::padded;
 pub use host::HostBuffer;
 pub use load::{PackOn, UploadError, Uploader, bf16_parts, upload_bytes};
 pub use space::WeightSpace;
 
-use expertd_ipc::control::Fp8Compute;
 use expertd_kernels::device::{Buffer, Device, DeviceError};
-use expertd_kernels::experts::{
-    BF16, FP8, LayerWeights, MXFP4, PACK_DOWN, PACK_GATE_UP, SCALE_ELEMENTS, W8A8, matrix_bytes,
-};
+use expertd_kernels::experts::{BF16, FP8, LayerWeights, MXFP4, W8A8};
 
-use expertd_model::{Activation, WeightFormat};
+use expertd_model::Activation;
 
-/// The kernels' hidden and intermediate sizes are multiples of this number of elements.
-const SIZE_UNIT: usize = 64;
 /// Alignment of panels, in bytes.
 const PANEL_ALIGNMENT: u64 = 1024;
 
-/// Rounds a hidden or intermediate size up to the next one that the kernels support.
-#[must_use]
-pub const fn padded(size: usize) -> usize {
-    size.next_multiple_of(SIZE_UNIT)
-}
-
-/// Format of weights in device memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DeviceFormat {
-    /// bf16, for weights stored in bf16, f16 and f32.
-    Bf16,
-    /// FP8 e4m3 with multipliers, widened to bf16 for products with rows in bf16.
-    Fp8,
-    /// FP8 e4m3 with multipliers, for products with rows in FP8.
-    W8a8,
-    /// MXFP4, widened to bf16 for products with rows in bf16.
-    Mxfp4,
-}
-
 impl DeviceFormat {
-    /// Device format of weights that the checkpoint stores in `format`.
-    #[must_use]
-    pub const fn of(format: WeightFormat, fp8: Fp8Compute) -> Self {
-        match (format, fp8) {
-            (
-                WeightFormat::Bf16
-                | WeightFormat::F16
-                | WeightFormat::F32
-                | WeightFormat::Mxfp8
-                | WeightFormat::Nvfp4
-                | WeightFormat::Int4,
-                _,
-            ) => DeviceFormat::Bf16,
-            (WeightFormat::Fp8E4m3, Fp8Compute::Bf16) => DeviceFormat::Fp8,
-            (WeightFormat::Fp8E4m3, Fp8Compute::Fp8) => DeviceFormat::W8a8,
-            (WeightFormat::Mxfp4, _) => DeviceFormat::Mxfp4,
-        }
-    }
-
-    /// Whether weights that the checkpoint stores in `stored` can have this device format.
-    fn accepts(self, stored: WeightFormat) -> bool {
-        [Fp8Compute::Bf16, Fp8Compute::Fp8].iter().any(|fp8| DeviceFormat::of(stored, *fp8) == self)
-    }
-
-    /// Rounds an intermediate size up to the next one that the kernel supports.
-    #[must_use]
-    pub const fn padded_inter(self, inter: usize) -> usize {
-        match self {
-            DeviceFormat::W8a8 => inter.next_multiple_of(SCALE_ELEMENTS),
-            DeviceFormat::Bf16 | DeviceFormat::Fp8 | DeviceFormat::Mxfp4 => padded(inter),
-        }
-    }
-
     /// The kernel's code for this format.
     #[must_use]
     pub const fn code(self) -> i32 {
@@ -91,11 +39,6 @@ impl DeviceFormat {
             DeviceFormat::Mxfp4 => MXFP4,
             DeviceFormat::W8a8 => W8A8,
         }
-    }
-
-    /// Sizes in device memory of one expert's gate and up projections, and of its down projection, in bytes.
-    fn matrix_bytes(self, hidden: usize, inter: usize) -> [usize; 2] {
-        [PACK_GATE_UP, PACK_DOWN].map(|kind| matrix_bytes(self.code(), kind, hidden, inter) as usize)
     }
 }
 

@@ -1,17 +1,17 @@
 //! The upload buffer of one FP8 or MXFP4 expert: its codes and scales in the layout that the packing kernel reads.
 //!
-//! Codes are copied unchanged; padding rows and columns are zero. FP8 scales become one multiplier per row and 128 columns,
-//! or one per row where a scale spans all columns of a matrix.
+//! Codes are copied unchanged, and INT4's integers become e4m3 codes; padding rows and columns are zero. Scales of FP8 and INT4
+//! become one multiplier per row and 128 columns, or one per row where a scale spans all columns of a matrix.
 
 use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, PackNarrowParams};
 use rayon::prelude::*;
 
 use super::DeviceFormat;
+use super::grouped::{fill_integers, scale};
+use crate::format::FP8_COLS;
 use expertd_model::ExpertWeights;
-use expertd_model::{MatrixView, Packing, Scales};
+use expertd_model::{MatrixView, Scales, WeightFormat};
 
-/// Columns that share an FP8 multiplier on the device.
-const FP8_COLS: usize = 128;
 /// Rows that may share an FP8 multiplier on the device.
 const BLOCK_ROWS: usize = 128;
 /// Columns that share an MXFP4 exponent.
@@ -147,12 +147,22 @@ fn check(format: DeviceFormat, view: &MatrixView<'_>) -> Result<(), String> {
                  {FP8_COLS} or the width of the matrix; use --device cpu"
             ))
         }
+        Scales::Groups(groups) if groups.cols < view.cols && !groups.cols.is_multiple_of(FP8_COLS) => {
+            Err(format!(
+                "INT4 scales for groups of {} columns: FP8 multipliers need groups that are a multiple of {FP8_COLS} wide or span \
+             the matrix; use --device cpu",
+                groups.cols
+            ))
+        }
         _ => Ok(()),
     }
 }
 
 /// Writes rows of `cols` codes; those outside the matrix are zero.
 fn fill_codes(view: &MatrixView<'_>, cols: usize, to: &mut [u8], format: DeviceFormat) {
+    if view.format == WeightFormat::Int4 {
+        return fill_integers(view, cols, to);
+    }
     let bytes = row_bytes(format, cols);
     to.par_chunks_mut(bytes).enumerate().for_each(|(row, to)| {
         to.fill(0);
@@ -184,9 +194,13 @@ fn fill_exponents(view: &MatrixView<'_>, blocks: usize, to: &mut [u8]) {
     }
 }
 
-/// Whether a scale spans all columns of the FP8 matrix.
+/// Whether a scale spans all columns of the FP8 or INT4 matrix.
 fn is_scaled_by_row(view: &MatrixView<'_>) -> bool {
-    !matches!(view.scales, Scales::Block { block_cols, .. } if block_cols < view.cols)
+    match &view.scales {
+        Scales::Block { block_cols, .. } => *block_cols >= view.cols,
+        Scales::Groups(groups) => groups.cols >= view.cols,
+        Scales::None | Scales::Mx { .. } => true,
+    }
 }
 
 /// Whether 128 neighbouring rows, from a multiple of 128 on, have the same multipliers of 128 columns.
@@ -204,9 +218,9 @@ fn fill_multipliers(view: &MatrixView<'_>, blocks: usize, to: &mut [f32], row_sc
     let by_row = is_scaled_by_row(view);
     for (row, (to, row_scale)) in to.chunks_mut(blocks).zip(row_scales).enumerate() {
         let inside = row < view.rows;
-        *row_scale = if inside && by_row { view.scale(row, 0) } else { 1.0 };
+        *row_scale = if inside && by_row { scale(view, row, 0) } else { 1.0 };
         for (block, to) in to.iter_mut().enumerate() {
-            *to = if inside && !by_row { view.scale(row, block * FP8_COLS) } else { 1.0 };
+            *to = if inside && !by_row { scale(view, row, block * FP8_COLS) } else { 1.0 };
         }
     }
 }
@@ -216,7 +230,8 @@ mod tests {
     use std::borrow::Cow;
 
     use super::*;
-    use expertd_model::WeightFormat;
+    use expertd_model::decode::fp8_e4m3;
+    use expertd_model::{GroupScales, Packing, ScaleFormat, ZeroPoints};
 
     const HIDDEN: usize = 200;
     const INTER: usize = 96;
@@ -267,10 +282,7 @@ mod tests {
                 } else {
                     let scale = (row * cols.div_ceil(128) + col / 128) * 4 + layout.scales[which];
                     let scale = f64::from(floats(&staged[scale..scale + 4])[0]);
-                    let code = staged[layout.codes[which] + at];
-                    let plain =
-                        MatrixView { data: &[code], row_stride: 1, scales: Scales::None, ..view.clone() };
-                    f64::from(plain.value(0, 0)) * scale
+                    f64::from(fp8_e4m3(staged[layout.codes[which] + at])) * scale
                 };
                 let row_scale = row_scales[[0, PADDED[1], 2 * PADDED[1]][which] + row];
                 let inside = row < view.rows && col < view.cols;
@@ -297,6 +309,75 @@ mod tests {
             for (which, view) in [&gate, &up, &down].into_iter().enumerate() {
                 compare(&layout, &staged, which, view);
             }
+        }
+    }
+
+    /// A symmetric or asymmetric INT4 matrix with groups of `group` columns.
+    fn int4<'a>(
+        [rows, cols]: [usize; 2],
+        data: &'a [u8],
+        scales: &'a [u8],
+        group: usize,
+        zeros: Option<&'a [u8]>,
+    ) -> MatrixView<'a> {
+        let groups = cols.div_ceil(group);
+        let zeros = zeros.map(|data| ZeroPoints {
+            data,
+            packing: Packing::Strided,
+            row_stride: groups,
+            group_stride: 1,
+            bias: 0,
+        });
+        MatrixView {
+            format: WeightFormat::Int4,
+            packing: Packing::Strided,
+            data,
+            rows,
+            cols,
+            row_stride: cols,
+            col_stride: 1,
+            scales: Scales::Groups(GroupScales {
+                cols: group,
+                format: ScaleFormat::Bf16,
+                data: scales,
+                row_stride: groups,
+                group_stride: 1,
+                factor: 1.0,
+                zeros,
+            }),
+        }
+    }
+
+    #[test]
+    fn int4_with_groups_of_128_columns_arrives() {
+        let data = bytes(INTER * HIDDEN / 2, 7);
+        let zeros = bytes(INTER * HIDDEN / 2, 8);
+        let scales: Vec<u8> = (0..HIDDEN * 2)
+            .flat_map(|i| half::bf16::from_f32(0.02 + i as f32 * 0.001).to_le_bytes())
+            .collect();
+        for (group, zeros) in [(128, None), (128, Some(&zeros[..])), (256, Some(&zeros)), (HIDDEN, None)] {
+            let gate = int4([INTER, HIDDEN], &data, &scales, group, zeros);
+            let down = int4([HIDDEN, INTER], &data, &scales, group, zeros);
+            for view in [&gate, &down] {
+                view.check().unwrap();
+            }
+            let layout = ExpertLayout::new(DeviceFormat::Fp8, PADDED[0], PADDED[1]);
+            let mut staged = vec![0xaa; layout.bytes];
+            layout.fill(&expert(&gate, &gate, &down), &mut staged).unwrap();
+            for (which, view) in [&gate, &gate, &down].into_iter().enumerate() {
+                compare(&layout, &staged, which, view);
+            }
+        }
+        // Such weights are never multiplied in FP8, and narrow groups have no FP8 multipliers.
+        let (gate, down) = (
+            int4([INTER, HIDDEN], &data, &scales, 128, None),
+            int4([HIDDEN, INTER], &data, &scales, 32, None),
+        );
+        for (format, part) in [(DeviceFormat::W8a8, "int4"), (DeviceFormat::Fp8, "groups of 32 columns")] {
+            let layout = ExpertLayout::new(format, PADDED[0], PADDED[1]);
+            let mut staged = vec![0; layout.bytes];
+            let error = layout.fill(&expert(&gate, &gate, &down), &mut staged).unwrap_err();
+            assert!(error.contains(part), "{error}");
         }
     }
 

@@ -6,12 +6,17 @@ use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 
 use super::{CudaExperts, DeviceFormat, PackOn, Uploader, WeightSpace};
-use expertd_model::{ExpertBiases, ExpertWeights, MatrixView, Packing, Scales, WeightFormat};
+use expertd_model::{
+    ExpertBiases, ExpertWeights, GroupScales, MatrixView, Packing, ScaleFormat, Scales, WeightFormat,
+};
 
 const EXPERTS: usize = 3;
 
+/// Columns of a group of INT4 scales.
+const GROUP: usize = 128;
+
 /// Random codes and scales of one matrix.
-struct Stored {
+pub(super) struct Stored {
     data: Vec<u8>,
     scales: Vec<f32>,
     exponents: Vec<u8>,
@@ -20,31 +25,41 @@ struct Stored {
 }
 
 impl Stored {
-    fn draw(format: WeightFormat, rows: usize, cols: usize, random: &mut SmallRng) -> Self {
-        let bits = match format {
-            WeightFormat::Mxfp4 => 4,
-            WeightFormat::Fp8E4m3 => 8,
-            _ => 16,
-        };
-        let data = (0..rows * cols * bits / 8).map(|_| random.random()).collect();
-        let blocks = rows.div_ceil(128) * cols.div_ceil(128);
-        let scales = (0..blocks).map(|_| random.random_range(0.1..2.0)).collect();
+    pub(super) fn draw(format: WeightFormat, rows: usize, cols: usize, random: &mut SmallRng) -> Self {
+        let data = (0..(rows * cols * format.bits()).div_ceil(8)).map(|_| random.random()).collect();
+        let scales = (0..rows * cols.div_ceil(GROUP)).map(|_| random.random_range(0.1..2.0)).collect();
         // Some exponents are NaN, and some exceed what bf16 multipliers hold.
         let exponents = (0..rows * cols.div_ceil(32)).map(|_| random.random()).collect();
         Stored { data, scales, exponents, rows, cols }
     }
 
-    fn view(&self, format: WeightFormat) -> MatrixView<'_> {
+    /// Replaces FP8 codes that are NaN, and exponents by those whose values f32 holds.
+    pub(super) fn leave_out_nan(&mut self) {
+        self.data.iter_mut().filter(|code| **code & 0x7f == 0x7f).for_each(|code| *code ^= 1);
+        self.exponents.iter_mut().for_each(|code| *code = 90 + *code % 60);
+    }
+
+    pub(super) fn view(&self, format: WeightFormat) -> MatrixView<'_> {
+        let (rows, cols) = (self.rows, self.cols);
         let scales = match format {
             WeightFormat::Fp8E4m3 => {
-                Scales::Block { values: self.scales[..].into(), block_rows: 128, block_cols: 128 }
+                let blocks = rows.div_ceil(128) * cols.div_ceil(128);
+                Scales::Block { values: self.scales[..blocks].into(), block_rows: 128, block_cols: 128 }
             }
-            WeightFormat::Mxfp4 => {
-                Scales::Mx { exponents: &self.exponents, row_stride: self.cols.div_ceil(32) }
+            WeightFormat::Mxfp4 | WeightFormat::Mxfp8 => {
+                Scales::Mx { exponents: &self.exponents, row_stride: cols.div_ceil(32) }
             }
+            WeightFormat::Int4 => Scales::Groups(GroupScales {
+                cols: GROUP,
+                format: ScaleFormat::F32,
+                data: bytemuck::cast_slice(&self.scales),
+                row_stride: cols.div_ceil(GROUP),
+                group_stride: 1,
+                factor: 1.0,
+                zeros: None,
+            }),
             _ => Scales::None,
         };
-        let (rows, cols) = (self.rows, self.cols);
         MatrixView {
             format,
             packing: Packing::Strided,
@@ -68,6 +83,9 @@ fn packing_on_the_host_gives_the_bytes_of_the_kernels() {
         (WeightFormat::Fp8E4m3, DeviceFormat::Fp8),
         (WeightFormat::Fp8E4m3, DeviceFormat::W8a8),
         (WeightFormat::Mxfp4, DeviceFormat::Mxfp4),
+        (WeightFormat::Int4, DeviceFormat::Fp8),
+        (WeightFormat::Int4, DeviceFormat::Bf16),
+        (WeightFormat::Mxfp8, DeviceFormat::Bf16),
     ];
     for (stored, format) in formats {
         for (hidden, inter) in [(64, 64), (192, 320), (384, 160)] {

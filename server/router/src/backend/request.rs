@@ -58,7 +58,7 @@ pub struct Request {
     pub return_routing: bool,
     /// Whether the receipt carries phase timings.
     pub return_timings: bool,
-    /// Time after which the caller does not want the answer.
+    /// Time after which the answer is of no use to the caller.
     pub deadline: Option<Instant>,
 }
 

@@ -11,7 +11,7 @@ use expertd_types::Rank;
 pub enum FaultKind {
     /// A rank's process ended.
     Exit,
-    /// A rank sent no heartbeat in time.
+    /// A rank sent no heartbeat in time, or the router's thread that reads its messages was lost.
     Liveness,
     /// A rank reported that a step failed.
     Step,

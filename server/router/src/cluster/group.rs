@@ -30,6 +30,8 @@ pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Factor by which a process may be silent longer before its first sign of life: the system has yet to start it, and it
 /// has yet to map the channel.
 pub(super) const START_GRACE: u32 = 10;
+/// Consecutive checks without a read after which the thread that reads a rank's messages counts as lost: 2 s.
+const LOST_READER_CHECKS: u32 = 20;
 
 /// Progress of a rank.
 #[derive(Clone, Debug)]
@@ -56,6 +58,10 @@ struct Member {
     /// Consecutive checks without a heartbeat. Counted rather than timed, so that a stall of the router itself does not count
     /// against a rank.
     missed_beats: u32,
+    /// Reads of its control socket at the last check.
+    reads: u64,
+    /// Consecutive checks without a read.
+    missed_reads: u32,
 }
 
 /// A generation. Dropping it kills and reaps its ranks.
@@ -133,7 +139,14 @@ impl Group {
                 total_bytes: 0,
                 usage: None,
             };
-            group.members.push(Member { process, view, heartbeat: 0, missed_beats: 0 });
+            group.members.push(Member {
+                process,
+                view,
+                heartbeat: 0,
+                missed_beats: 0,
+                reads: 0,
+                missed_reads: 0,
+            });
         }
         Ok(group)
     }
@@ -197,7 +210,7 @@ impl Group {
     /// The fault that ends this generation.
     pub fn poll(&mut self) -> Result<bool, Fault> {
         let news = self.collect();
-        // Completions first: a failed step's report says more than the end of the rank's process.
+        // Completions first: the report of a failed step names the cause, and the end of the rank's process does not.
         while let Some((rank, completion)) = self.completed.pop_front() {
             self.record(rank, completion?)?;
         }
@@ -275,6 +288,17 @@ impl Group {
                 let waited = CHECK_INTERVAL * member.missed_beats;
                 let message =
                     format!("rank {rank}, process {}, sent no heartbeat for {waited:?}", member.view.pid);
+                return Err(Fault { kind: FaultKind::Liveness, message });
+            }
+            let reads = member.process.reads();
+            member.missed_reads = if reads == member.reads { member.missed_reads + 1 } else { 0 };
+            member.reads = reads;
+            if member.missed_reads >= LOST_READER_CHECKS {
+                let waited = CHECK_INTERVAL * member.missed_reads;
+                let message = format!(
+                    "the router's thread that reads the messages of rank {rank} has stood still for {waited:?}; the next \
+                     generation gets another one"
+                );
                 return Err(Fault { kind: FaultKind::Liveness, message });
             }
         }

@@ -2,14 +2,14 @@
 //! no longer needed.
 
 use std::collections::BTreeSet;
-use std::io::{self, BufReader, ErrorKind};
+use std::io::{self, BufReader, ErrorKind, Read};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::watchdog;
@@ -60,7 +60,8 @@ pub struct ChildProcess {
     child: Option<Child>,
     pid: u32,
     socket: UnixStream,
-    reader: Option<JoinHandle<()>>,
+    /// Counts on while the thread that reads the control socket of a rank lives.
+    reads: Arc<AtomicU64>,
     ended: Option<ExitStatus>,
     /// Whether the process was killed and has not ended.
     is_left: bool,
@@ -90,7 +91,7 @@ impl ChildProcess {
     /// If the process cannot be started.
     pub(super) fn spawn<S: Serialize>(
         start: &Start<'_, S>,
-        read: impl FnOnce(UnixStream) + Send + 'static,
+        read: impl FnOnce(UnixStream, &AtomicU64) + Send + 'static,
     ) -> io::Result<Self> {
         let (socket, theirs) = UnixStream::pair()?;
         let reading = socket.try_clone()?;
@@ -103,11 +104,11 @@ impl ChildProcess {
             // A process group of its own keeps the terminal's signals from the child; the router stops its children in order.
             .process_group(0)
             .spawn()?;
-        let mut process = ChildProcess {
+        let process = ChildProcess {
             pid: child.id(),
             child: Some(child),
             socket,
-            reader: None,
+            reads: Arc::default(),
             ended: None,
             is_left: false,
         };
@@ -117,7 +118,10 @@ impl ChildProcess {
             sent => sent?,
         }
         let thread = std::thread::Builder::new().name(format!("{command}-{rank}"));
-        process.reader = Some(thread.spawn(move || read(reading))?);
+        let reads = Arc::clone(&process.reads);
+        // The thread ends with the socket. It is never joined, because a join of a thread that was killed panics, and one of a thread
+        // that stands still does not return.
+        thread.spawn(move || read(reading, &reads))?;
         Ok(process)
     }
 
@@ -141,7 +145,17 @@ impl ChildProcess {
     ) -> io::Result<Self> {
         let (generation, rank) = (setup.generation, setup.rank);
         let start = Start { command: "rank", rank, setup, fds, environment };
-        Self::spawn(&start, move |socket| read_control(&socket, generation, rank, &events, &bell))
+        Self::spawn(&start, move |socket, reads| {
+            // Without the time limit the thread would not tick. The kernel refuses no limit of this size.
+            let _ = socket.set_read_timeout(Some(watchdog::TICK));
+            let socket = TickingReader { socket: &socket, reads };
+            read_control(socket, generation, rank, &events, &bell);
+        })
+    }
+
+    /// A number that increases at least every [`watchdog::TICK`] while the thread lives that reads the control socket of a rank.
+    pub(super) fn reads(&self) -> u64 {
+        self.reads.load(Ordering::Relaxed)
     }
 
     /// The process id.
@@ -211,11 +225,8 @@ impl ChildProcess {
     /// to a thread of its own, so that nothing else waits for it.
     fn reap(&mut self, deadline: Instant) {
         self.status_until(deadline);
-        // Ends the reader thread even if the process still has its end of the socket open.
+        // Ends the thread that reads it even if the process still has its end of the socket open.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
-        if let Some(reader) = self.reader.take() {
-            let _ = reader.join();
-        }
         if let Some(mut child) = self.child.take() {
             self.is_left = true;
             let pid = self.pid;
@@ -247,8 +258,26 @@ impl Drop for ChildProcess {
     }
 }
 
+/// Reads a control socket that has a time limit for reads, and counts the attempts.
+struct TickingReader<'a> {
+    socket: &'a UnixStream,
+    reads: &'a AtomicU64,
+}
+
+impl Read for TickingReader<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        loop {
+            self.reads.fetch_add(1, Ordering::Relaxed);
+            match self.socket.read(bytes) {
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
+                read => return read,
+            }
+        }
+    }
+}
+
 fn read_control(
-    socket: &UnixStream,
+    socket: impl Read,
     generation: Generation,
     rank: Rank,
     events: &Sender<RankEvent>,

@@ -40,9 +40,7 @@ impl WeightSet {
     pub fn share(&self, rank: Rank) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.shares.get(rank.index()).into_iter().flatten().map(OwnedFd::as_fd)
     }
-}
 
-impl WeightSet {
     /// Frees the memory, unless something else still holds the set; rings `bell` when that is done.
     #[must_use]
     pub fn free(self: Arc<Self>, bell: &RouterBell) -> Freeing {
@@ -89,7 +87,7 @@ const fn fds_of_share(device: DeviceKind) -> usize {
     }
 }
 
-/// How far a loader is.
+/// The progress of a loader.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LoaderView {
     /// Its process.
@@ -105,8 +103,8 @@ struct Member {
     process: ChildProcess,
     view: LoaderView,
     share: Option<Vec<OwnedFd>>,
-    has_spoken: bool,
-    /// Checks in a row without a message.
+    has_reported: bool,
+    /// Number of checks in a row without a message.
     silent: u32,
     /// When `loaded_bytes` last grew.
     last_progress: Instant,
@@ -152,12 +150,12 @@ pub struct Loading {
     source: CheckpointSource,
     in_background: bool,
     bell: RouterBell,
-    /// Memory that has to be free before the loaders start.
+    /// Memory that must be free before the loaders start.
     awaited: Option<Freeing>,
     members: Vec<Member>,
     sender: Sender<(Rank, News)>,
     events: Receiver<(Rank, News)>,
-    heard: VecDeque<(Rank, News)>,
+    waiting: VecDeque<(Rank, News)>,
     begun: Instant,
     next_check: Instant,
 }
@@ -192,7 +190,7 @@ impl Loading {
             members: Vec::new(),
             sender,
             events,
-            heard: VecDeque::new(),
+            waiting: VecDeque::new(),
             begun: now,
             next_check: now + CHECK_INTERVAL,
         };
@@ -221,13 +219,16 @@ impl Loading {
             let environment = &config.environment;
             let start = Start { command: "loader", rank, setup: &setup, fds: &[], environment };
             let (events, bell) = (self.sender.clone(), self.bell.clone());
-            let process = ChildProcess::spawn(&start, move |socket| read(socket, rank, &events, &bell))?;
+            let process = ChildProcess::spawn(&start, move |socket, _| {
+                // A loader whose messages do not arrive counts as silent.
+                read(socket, rank, &events, &bell);
+            })?;
             let view = LoaderView { pid: process.pid(), ..LoaderView::default() };
             self.members.push(Member {
                 process,
                 view,
                 share: None,
-                has_spoken: false,
+                has_reported: false,
                 silent: 0,
                 last_progress: now,
             });
@@ -241,21 +242,21 @@ impl Loading {
         self.version
     }
 
-    /// How far each loader is.
+    /// The progress of each loader.
     pub fn views(&self) -> impl Iterator<Item = LoaderView> {
         self.members.iter().map(|member| member.view)
     }
 
-    /// Collects what loaders have said, without waiting; whether there is anything for [`poll`](Self::poll).
+    /// Collects the messages of loaders without waiting. Returns whether there is anything for [`poll`](Self::poll).
     pub fn collect(&mut self) -> bool {
-        self.heard.extend(self.events.try_iter());
-        !self.heard.is_empty() || self.awaited.as_ref().is_some_and(Freeing::has_ended)
+        self.waiting.extend(self.events.try_iter());
+        !self.waiting.is_empty() || self.awaited.as_ref().is_some_and(Freeing::has_ended)
     }
 
-    /// Takes in what loaders have said, without waiting; the weights, once all of them are packed.
+    /// Takes in the messages of loaders without waiting. Returns the weights once all of them are packed.
     ///
     /// # Errors
-    /// The failure of a loader. The others are of no use then.
+    /// The failure of a loader. The shares of the others cannot be used then.
     pub fn poll(&mut self) -> Result<Option<WeightSet>, LoadFailure> {
         self.collect();
         if self.awaited.take_if(|freeing| freeing.has_ended()).is_some() {
@@ -267,8 +268,8 @@ impl Loading {
         if self.awaited.is_some() {
             return Ok(None);
         }
-        while let Some((rank, news)) = self.heard.pop_front() {
-            self.hear(rank, news)?;
+        while let Some((rank, news)) = self.waiting.pop_front() {
+            self.take_in(rank, news)?;
         }
         if Instant::now() >= self.next_check {
             self.check_life()?;
@@ -292,10 +293,11 @@ impl Loading {
         Ok(Some(WeightSet { version: self.version, source: self.source.clone(), shares }))
     }
 
-    fn hear(&mut self, rank: Rank, news: News) -> Result<(), LoadFailure> {
+    /// Records a message of a loader, or its end.
+    fn take_in(&mut self, rank: Rank, news: News) -> Result<(), LoadFailure> {
         let load = |message| LoadFailure { message, lacks_room: false };
         let member = &mut self.members[rank.index()];
-        (member.silent, member.has_spoken) = (0, true);
+        (member.silent, member.has_reported) = (0, true);
         match news {
             News::Message(FromLoader::Loading { loaded_bytes, total_bytes }, _) => {
                 if loaded_bytes > member.view.loaded_bytes {
@@ -344,7 +346,7 @@ impl Loading {
         let allowed = self.config.silent_checks();
         for (rank, member) in self.members.iter_mut().enumerate().filter(|(_, m)| m.share.is_none()) {
             member.silent += 1;
-            let grace = if member.has_spoken { 1 } else { START_GRACE };
+            let grace = if member.has_reported { 1 } else { START_GRACE };
             let pid = member.view.pid;
             let message = if member.silent >= allowed * grace {
                 format!("showed no life for {:?}", CHECK_INTERVAL * member.silent)
@@ -389,9 +391,9 @@ fn read(socket: UnixStream, rank: Rank, events: &Sender<(Rank, News)>, bell: &Ro
             }
         };
         let last = matches!(news, News::Gone);
-        let heard = events.send((rank, news));
+        let sent = events.send((rank, news));
         bell.bell().ring();
-        if last || heard.is_err() {
+        if last || sent.is_err() {
             return;
         }
     }

@@ -4,7 +4,7 @@
 //! memory.
 
 use std::collections::HashMap;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,7 +14,7 @@ use expertd_session::cuda::wire::KIND_CUDA;
 use expertd_session::memory::SessionMemory;
 use expertd_session::socket;
 use expertd_session::wire::{KIND_HOST, MAX_CALLS, MAX_CLIENT_FRAME, Open, RegionLayout, VERSION, frame};
-use metrics::counter;
+use metrics::{counter, gauge};
 use prost::Message as _;
 use tokio_util::sync::CancellationToken;
 
@@ -157,6 +157,9 @@ impl Shared {
         for reason in REFUSALS {
             counter!(names::SESSIONS_REFUSED_TOTAL, "reason" => reason).increment(0);
         }
+        counter!(names::SESSIONS_OPENED_TOTAL).increment(0);
+        gauge!(names::SESSIONS).set(0.0);
+        gauge!(names::SESSION_BYTES).set(0.0);
         let (next, connections) = (AtomicU64::new(1), AtomicUsize::new(0));
         Shared { config, steps, registry, metrics, next, connections, opening: Mutex::default() }
     }
@@ -241,8 +244,14 @@ impl Shared {
     ) -> io::Result<()> {
         let deadline = Instant::now() + OPENING_TIMEOUT;
         loop {
-            let frame = socket::receive_until(socket, MAX_CLIENT_FRAME, deadline)?;
-            let Some((kind, payload)) = frame else { return Ok(()) };
+            let (kind, payload) = match socket::receive_until(socket, MAX_CLIENT_FRAME, deadline) {
+                Ok(Some(frame)) => frame,
+                Ok(None) => return Ok(()),
+                Err(error) => {
+                    refuse(socket, "protocol", &unreadable(&error));
+                    return Err(error);
+                }
+            };
             match kind {
                 frame::GET_MODEL => self.send_model(socket)?,
                 frame::OPEN => {
@@ -288,6 +297,12 @@ impl Shared {
                 open.kind
             ));
         }
+        if open.reserved != 0 {
+            return Err(format!(
+                "OPEN ends with {}, expected 0 in this version of the protocol",
+                open.reserved
+            ));
+        }
         if open.calls == 0 || open.calls > MAX_CALLS || open.rows_bytes == 0 {
             return Err(format!(
                 "a session needs 1 to {MAX_CALLS} calls and at least one byte of rows; the client asks for {} calls and {} bytes",
@@ -316,7 +331,9 @@ impl Shared {
         let started = sent.and_then(|()| {
             let connected = self.connected_again();
             thread.spawn(move || {
-                of_thread.take_requests(rings.requests, &*steps, spin);
+                let session = OpenSession::Host(Arc::clone(&of_thread));
+                session.end_if_it_panics(|| of_thread.take_requests(rings.requests, &*steps, spin));
+                drop(session);
                 // The memory is released before the thread counts as ended.
                 drop(of_thread);
                 drop(connected);
@@ -363,15 +380,29 @@ impl Shared {
 
     /// Answers frames of an open host session until the socket ends; returns why the service ends it.
     fn follow(&self, socket: &UnixStream) -> io::Result<Option<String>> {
-        while let Some((kind, _)) = socket::receive(socket, MAX_CLIENT_FRAME)? {
-            if kind != frame::GET_MODEL {
-                return Ok(Some(format!(
-                    "a frame of kind {kind} on the socket of an open session; expected GET_MODEL"
-                )));
+        loop {
+            match socket::receive(socket, MAX_CLIENT_FRAME) {
+                Ok(Some((frame::GET_MODEL, _))) => self.send_model(socket)?,
+                Ok(Some((kind, _))) => {
+                    return Ok(Some(format!(
+                        "a frame of kind {kind} on the socket of an open session; expected GET_MODEL"
+                    )));
+                }
+                Ok(None) => return Ok(None),
+                Err(error) => return Ok(Some(unreadable(&error))),
             }
-            self.send_model(socket)?;
         }
-        Ok(None)
+    }
+}
+
+/// What a client is told whose bytes are no frame.
+pub(super) fn unreadable(error: &io::Error) -> String {
+    match error.kind() {
+        ErrorKind::TimedOut | ErrorKind::WouldBlock => {
+            format!("no whole frame has come within {OPENING_TIMEOUT:?}; expected OPEN or GET_MODEL")
+        }
+        ErrorKind::UnexpectedEof => "the socket ended within a frame".to_owned(),
+        _ => error.to_string(),
     }
 }
 
@@ -383,7 +414,8 @@ fn kind_of(payload: &[u8]) -> Result<u32, String> {
     if version != Some(VERSION) {
         let found = version.map_or_else(|| "none".to_owned(), |version| version.to_string());
         return Err(format!(
-            "the client speaks version {found} of the session protocol, this service version {VERSION}"
+            "the client speaks version {found} of the session protocol, this service version {VERSION}; use client and service of \
+             the same release"
         ));
     }
     word(4).ok_or_else(|| format!("an OPEN frame of {} bytes has no kind of session", payload.len()))

@@ -3,6 +3,7 @@
 use std::net::Shutdown;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use expertd_ipc::control::MemoryKind;
@@ -94,6 +95,18 @@ impl OpenSession {
         }
     }
 
+    /// Runs what takes the session's calls. A panic ends the session, so that its client does not wait for answers that nothing
+    /// computes.
+    pub(super) fn end_if_it_panics(&self, take_calls: impl FnOnce()) {
+        // What the panic leaves behind is closed here and not used otherwise.
+        if catch_unwind(AssertUnwindSafe(take_calls)).is_err() {
+            tracing::error!(session = self.number(), "the thread of a session panicked");
+            self.close(Some(
+                "the service's thread of this session panicked; open another session, and report this bug",
+            ));
+        }
+    }
+
     fn begin_close(&self) -> bool {
         match self {
             OpenSession::Host(session) => session.begin_close(),
@@ -116,4 +129,41 @@ pub(super) fn end_socket(socket: &UnixStream, reason: Option<&str>) {
         let _ = expertd_session::socket::send(socket, frame::ENDED, reason.as_bytes());
     }
     let _ = socket.shutdown(Shutdown::Both);
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::time::Duration;
+
+    use expertd_session::memory::SessionMemory;
+    use expertd_session::socket;
+
+    use super::*;
+    use crate::backend::ClientKey;
+    use crate::sessions::registry::{SessionLimits, SessionRegistry};
+    use crate::sessions::session::Opener;
+    use crate::telemetry::RequestMetrics;
+
+    #[test]
+    fn a_panic_of_a_sessions_thread_ends_the_session_with_a_reason() {
+        let limits = SessionLimits { sessions: 1, bytes: 1 << 20, mappings: 1, several_users: false };
+        let registry = SessionRegistry::default();
+        let (memory, rings) = SessionMemory::create(2, 4096).unwrap();
+        let charge = registry.charge(&limits, 0, memory.region().len()).unwrap();
+        let (service, client) = UnixStream::pair().unwrap();
+        client.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let opener = Opener { user: 0, pid: 0, client: ClientKey(1) };
+        let metrics = Arc::new(RequestMetrics::new("Session"));
+        let state = SessionState::new(7, opener, memory, rings.completions, service, metrics, charge);
+        let session = OpenSession::Host(Arc::clone(&state));
+        session.end_if_it_panics(|| {});
+        assert!(!state.is_closing(), "a thread that ends as planned says nothing");
+        session.end_if_it_panics(|| panic!("planted"));
+        assert!(state.is_closing());
+        let (kind, text) = socket::receive(&client, 4096).unwrap().unwrap();
+        assert_eq!(kind, frame::ENDED);
+        assert!(String::from_utf8(text).unwrap().contains("panicked; open another session"));
+        assert!(socket::receive(&client, 4096).unwrap().is_none(), "the socket has ended");
+    }
 }

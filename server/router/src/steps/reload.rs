@@ -50,7 +50,7 @@ impl Reload {
         }
     }
 
-    /// Collects what loaders have said; whether there is anything to take in.
+    /// Collects the messages of loaders. Returns whether there are any to take in.
     pub(super) fn collect(&mut self) -> bool {
         match &mut self.stage {
             Stage::Loading(loading) => loading.collect(),
@@ -95,7 +95,7 @@ impl Driver {
         }
     }
 
-    /// Takes in what the loaders of a reload have said.
+    /// Takes in the messages of the loaders of a reload.
     pub(super) fn hear_reload(&mut self) {
         let Some(reload) = &mut self.reload else { return };
         let Stage::Loading(loading) = &mut reload.stage else { return };

@@ -22,8 +22,8 @@ use self::values::{derive, millis, value, within};
 use super::layers;
 use super::settings::{Given, SettingsError, Shown, Source};
 use crate::admin::default_admin_address;
-use expertd_ipc::SharedRegion;
 use expertd_ipc::control::{CheckpointSource, DeviceKind, RankSetup};
+use expertd_ipc::{GroupShape, SharedRegion};
 use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec};
 use expertd_rank_cuda as gpu;
 use expertd_router::api::{AccessConfig, ConnectionLimits};
@@ -111,15 +111,7 @@ impl ServePlan {
 
         let machine = Machine::choose(&mut given)?;
         let sizes = Sizes::choose(&mut given, &spec, &machine)?;
-        let step_timeout = millis("step-timeout-ms", &given.step_timeout_ms)?;
-        let device_timeout = millis("device-timeout-ms", &given.device_timeout_ms)?;
-        let liveness_timeout = millis("liveness-timeout-ms", &given.liveness_timeout_ms)?;
-        if liveness_timeout < Duration::from_millis(300) {
-            return Err(value(
-                "liveness-timeout-ms",
-                "must be at least 300, because the heartbeat's interval is up to 100 ms",
-            ));
-        }
+        let timeouts = Timeouts::of(&given)?;
         if given.admin_listen.0.is_none() {
             let address = default_admin_address().map_err(|problem| value("admin-listen", problem))?;
             derive(&mut given.admin_listen, address, "a socket of this user");
@@ -141,61 +133,16 @@ impl ServePlan {
             &connections,
             session_bytes,
         );
-        let max_tokens_per_step = limits.max_tokens_per_step;
+        let scheduler = scheduler(&given, limits.max_tokens_per_step, queued, &machine)?;
         let placement = placement(&given, &spec, &machine)?;
         let model = model_info(&spec, name, fingerprint, limits, &machine, placement.as_ref());
-        let Machine { device, fp8_compute, usable_cores, shares, spin, .. } = machine;
-        let plan = ServePlan {
+        let checkpoint =
+            CheckpointSource { folder: absolute(&path), layers: spec.held, fingerprint, placement };
+        let description = serde_json::to_value(&spec).unwrap_or_default();
+        Ok(ServePlan {
             model,
-            cluster: ClusterConfig {
-                shape,
-                windows: match device {
-                    DeviceKind::Cpu => Some(cpu_windows),
-                    DeviceKind::Cuda => None,
-                },
-                device,
-                description: serde_json::to_value(&spec).unwrap_or_default(),
-                checkpoint: CheckpointSource {
-                    folder: absolute(&path),
-                    layers: spec.held,
-                    fingerprint,
-                    placement,
-                },
-                max_weight_bytes: given.max_weight_bytes.0,
-                fp8_compute,
-                cores: shares,
-                usable_cores,
-                spin,
-                peer_timeout: match device {
-                    DeviceKind::Cpu => step_timeout,
-                    DeviceKind::Cuda => device_timeout.min(step_timeout),
-                },
-                liveness_timeout,
-                step_timeout,
-                environment: match device {
-                    DeviceKind::Cpu => Vec::new(),
-                    DeviceKind::Cuda => gpu::environment(),
-                },
-            },
-            scheduler: SchedulerConfig {
-                max_tokens_per_step,
-                max_queued_tokens: queued,
-                max_wait: Duration::from_micros(within(
-                    "max-wait-us",
-                    given.max_wait_us.0.unwrap_or(0),
-                    0,
-                    60_000_000,
-                )?),
-                on_fault: given.on_fault.0.unwrap_or_default(),
-                drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
-                expert_metrics: given.expert_metrics.0.unwrap_or(false),
-                reload: ReloadPlanner(super::reload::plan),
-                copy_threads: match device {
-                    // Ranks use all cores.
-                    DeviceKind::Cpu => 1,
-                    DeviceKind::Cuda => (usable_cores / 2).clamp(1, MAX_COPY_THREADS),
-                },
-            },
+            cluster: cluster(machine, shape, &timeouts, checkpoint, description, given.max_weight_bytes.0),
+            scheduler,
             listen: listen(&given.listen),
             admin_listen: listen(&given.admin_listen),
             sessions,
@@ -209,9 +156,91 @@ impl ServePlan {
             router_memory,
             shown: given.shown(),
             spec,
-        };
-        Ok(plan)
+        })
     }
+}
+
+/// Time limits of the EP group.
+struct Timeouts {
+    step: Duration,
+    device: Duration,
+    liveness: Duration,
+}
+
+impl Timeouts {
+    fn of(given: &Given) -> Result<Timeouts, PlanError> {
+        let step = millis("step-timeout-ms", &given.step_timeout_ms)?;
+        let device = millis("device-timeout-ms", &given.device_timeout_ms)?;
+        let liveness = millis("liveness-timeout-ms", &given.liveness_timeout_ms)?;
+        if liveness < Duration::from_millis(300) {
+            return Err(value(
+                "liveness-timeout-ms",
+                "must be at least 300, because the heartbeat's interval is up to 100 ms",
+            ));
+        }
+        Ok(Timeouts { step, device, liveness })
+    }
+}
+
+/// Configuration of the EP group. `description` is the model's specification for ranks.
+fn cluster(
+    machine: Machine,
+    shape: GroupShape,
+    timeouts: &Timeouts,
+    checkpoint: CheckpointSource,
+    description: serde_json::Value,
+    max_weight_bytes: Option<u64>,
+) -> ClusterConfig {
+    let Machine { device, fp8_compute, usable_cores, shares, spin, .. } = machine;
+    ClusterConfig {
+        shape,
+        windows: match device {
+            DeviceKind::Cpu => Some(cpu_windows),
+            DeviceKind::Cuda => None,
+        },
+        device,
+        description,
+        checkpoint,
+        max_weight_bytes,
+        fp8_compute,
+        cores: shares,
+        usable_cores,
+        spin,
+        peer_timeout: match device {
+            DeviceKind::Cpu => timeouts.step,
+            DeviceKind::Cuda => timeouts.device.min(timeouts.step),
+        },
+        liveness_timeout: timeouts.liveness,
+        step_timeout: timeouts.step,
+        environment: match device {
+            DeviceKind::Cpu => Vec::new(),
+            DeviceKind::Cuda => gpu::environment(),
+        },
+    }
+}
+
+/// Configuration of step forming and admission.
+fn scheduler(
+    given: &Given,
+    max_tokens_per_step: usize,
+    max_queued_tokens: usize,
+    machine: &Machine,
+) -> Result<SchedulerConfig, PlanError> {
+    let max_wait_us = within("max-wait-us", given.max_wait_us.0.unwrap_or(0), 0, 60_000_000)?;
+    Ok(SchedulerConfig {
+        max_tokens_per_step,
+        max_queued_tokens,
+        max_wait: Duration::from_micros(max_wait_us),
+        on_fault: given.on_fault.0.unwrap_or_default(),
+        drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
+        expert_metrics: given.expert_metrics.0.unwrap_or(false),
+        reload: ReloadPlanner(super::reload::plan),
+        copy_threads: match machine.device {
+            // Ranks use all cores.
+            DeviceKind::Cpu => 1,
+            DeviceKind::Cuda => (machine.usable_cores / 2).clamp(1, MAX_COPY_THREADS),
+        },
+    })
 }
 
 /// Reads the placement and checks that the ranks can have it.

@@ -11,8 +11,7 @@ use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 use super::failure::{Failure, Violation};
 use super::unowned::{self, UNOWNED};
 use crate::backend::{ClientKey, GivenRouting, ModelInfo, MoeLayerInfo, Request, RequestId};
-use expertd_types::ChunkedBytes;
-use expertd_types::{DType, LayerId, NoFingerprint, WeightFingerprint};
+use expertd_types::{ChunkedBytes, DType, LayerId, NoFingerprint, WeightFingerprint, WeightVersion};
 
 /// Longest name of a model, in bytes.
 const MAX_NAME_BYTES: usize = 256;
@@ -62,29 +61,8 @@ fn check(
 ) -> Result<Option<Request>, Failure> {
     check_model(model, &message.model)?;
     let layer_id = LayerId(message.layer);
-    if layer_id.index() >= model.num_layers {
-        return Err(Failure::UnknownLayer { layer: message.layer, num_layers: model.num_layers });
-    }
-    if !model.held.contains(layer_id) {
-        return Err(Failure::LayerNotHeld { layer: message.layer, held: model.held });
-    }
-    let Some(layer) = model.layers.get(&layer_id) else {
-        return Err(Failure::field(
-            "layer",
-            format!("layer {} has no MoE block; GetModel lists the layers with one", message.layer),
-        ));
-    };
-    if let Some(expected) = message.expected_weight_version
-        && expected != model.weight_version.0
-    {
-        return Err(Failure::WeightVersion { expected, loaded: model.weight_version.0 });
-    }
-    if !message.expected_weight_fingerprint.is_empty() {
-        check_fingerprint(model, &message.expected_weight_fingerprint)?;
-    }
-    // Checked again when a version that was loaded meanwhile begins to serve.
-    let pinned = message.expected_weight_version.is_some() || !message.expected_weight_fingerprint.is_empty();
-    let expected_version = pinned.then_some(model.weight_version);
+    let layer = held_layer(model, layer_id)?;
+    let expected_version = expected_version(model, &message)?;
 
     let mut found = Violations::default();
     let tokens = message.tokens as usize;
@@ -136,6 +114,36 @@ fn check(
         return_timings: message.return_timings,
         deadline: envelope.deadline,
     }))
+}
+
+/// The layer, if the model has it, this service holds it, and it has an MoE block.
+fn held_layer(model: &ModelInfo, id: LayerId) -> Result<&MoeLayerInfo, Failure> {
+    if id.index() >= model.num_layers {
+        return Err(Failure::UnknownLayer { layer: id.0, num_layers: model.num_layers });
+    }
+    if !model.held.contains(id) {
+        return Err(Failure::LayerNotHeld { layer: id.0, held: model.held });
+    }
+    model.layers.get(&id).ok_or_else(|| {
+        Failure::field("layer", format!("layer {id} has no MoE block; GetModel lists the layers with one"))
+    })
+}
+
+/// The version that must compute the answer: the loaded one if the call names it or its fingerprint, `None` if it names neither.
+/// It is checked again when another version that was loaded meanwhile begins to serve.
+fn expected_version(model: &ModelInfo, message: &ForwardRequest) -> Result<Option<WeightVersion>, Failure> {
+    let loaded = model.weight_version;
+    if let Some(expected) = message.expected_weight_version
+        && expected != loaded.0
+    {
+        return Err(Failure::WeightVersion { expected, loaded: loaded.0 });
+    }
+    let fingerprint = &message.expected_weight_fingerprint;
+    if !fingerprint.is_empty() {
+        check_fingerprint(model, fingerprint)?;
+    }
+    let is_named = message.expected_weight_version.is_some() || !fingerprint.is_empty();
+    Ok(is_named.then_some(loaded))
 }
 
 /// Compares the fingerprint that a call expects with that of the loaded weights.

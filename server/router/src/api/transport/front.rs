@@ -201,20 +201,17 @@ impl Service<Request<Incoming>> for Front {
         let Services { budget, moe, .. } = &*self.services;
         let path = request.uri().path();
         let (streaming, unary) = (path == FORWARD_STREAM, path == FORWARD);
+        let forward = streaming || unary;
         let public = moe.as_ref().filter(|_| path.starts_with(MOE));
-        let answer_bytes = match public {
-            Some(_) if streaming || unary => 0,
-            Some(public) => public.model_bytes,
-            None if path.starts_with(HEALTH) => 0,
-            None => DESCRIPTOR_BYTES,
+        let (answer_bytes, limit) = match public {
+            Some(public) if forward => (0, public.message_limit),
+            Some(public) => (public.model_bytes, CONTROL_REQUEST_BYTES),
+            None if path.starts_with(HEALTH) => (0, CONTROL_REQUEST_BYTES),
+            None => (DESCRIPTOR_BYTES, CONTROL_REQUEST_BYTES),
         };
         let held_bytes = answer_bytes + header_bytes(request.headers());
         let Ok(charge) = budget.try_call(&self.connection, &caller.owner, held_bytes) else {
             return refused(Failure::NoRoom);
-        };
-        let limit = match public {
-            Some(public) if streaming || unary => public.message_limit,
-            _ => CONTROL_REQUEST_BYTES,
         };
         let terms = Terms {
             budget: Arc::clone(budget),
@@ -223,7 +220,7 @@ impl Service<Request<Incoming>> for Front {
             limit,
             // A reflection stream carries several requests.
             streaming: streaming || public.is_none(),
-            forward: public.is_some() && (streaming || unary),
+            forward: public.is_some() && forward,
         };
         let charges = Arc::new(Charges::default());
         let body_charges = Arc::clone(&charges);
@@ -260,13 +257,7 @@ impl Service<Request<Incoming>> for Front {
         }
         let metrics = Arc::clone(&public.metrics);
         Box::pin(async move {
-            let response = match deadline {
-                None => answer.await?,
-                Some(at) => match tokio::time::timeout_at(at.into(), answer).await {
-                    Ok(response) => response?,
-                    Err(_) => Status::from(Failure::DeadlineExceeded).into_http(),
-                },
-            };
+            let response = until(deadline, answer).await?;
             let code = code_of(&response);
             metrics.answered(code_name(code), charges.complete_at().unwrap_or(arrived).elapsed());
             if let Some(trace) = trace {
@@ -285,6 +276,18 @@ fn header_bytes(headers: &HeaderMap) -> usize {
 fn refused(failure: Failure) -> AnswerFuture {
     let response = Status::from(failure).into_http().map(|body| ResponseBody::plain(body, None));
     Box::pin(async move { Ok(response) })
+}
+
+/// The answer, or DEADLINE_EXCEEDED if it is not ready at `deadline`.
+async fn until<B: Default>(
+    deadline: Option<Instant>,
+    answer: impl Future<Output = Result<Response<B>, Infallible>>,
+) -> Result<Response<B>, Infallible> {
+    let Some(deadline) = deadline else { return answer.await };
+    match tokio::time::timeout_at(deadline.into(), answer).await {
+        Ok(answer) => answer,
+        Err(_) => Ok(Status::from(Failure::DeadlineExceeded).into_http()),
+    }
 }
 
 /// The status of a unary answer: in the headers of an error, in the trailers of a success.

@@ -35,7 +35,7 @@ pub(super) enum Admission {
 #[derive(Clone, Debug, Default)]
 struct Doorbell {
     calls: u64,
-    /// At most 2: a call whose end the router does not know and the client's stream has seen, and the next one.
+    /// At most 2: a call that has ended for the client's stream but not yet for the router, and the next one.
     in_flight: u32,
 }
 

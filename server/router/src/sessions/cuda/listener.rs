@@ -14,7 +14,7 @@ use expertd_session::socket;
 use expertd_session::wire::frame;
 use metrics::counter;
 
-use super::super::listener::Shared;
+use super::super::listener::{Shared, unreadable};
 use super::super::open::OpenSession;
 use super::super::session::Opener;
 use super::state::{CudaState, SessionParts};
@@ -98,7 +98,9 @@ impl Shared {
         let connected = self.connected_again();
         let thread = std::thread::Builder::new().name(format!("doorbells-{}", session.number()));
         thread.spawn(move || {
-            of_thread.take_rings(&*steps, has_spare_cores);
+            let session = OpenSession::Cuda(Arc::clone(&of_thread));
+            session.end_if_it_panics(|| of_thread.take_rings(&*steps, has_spare_cores));
+            drop(session);
             // The session is released before the thread counts as ended.
             drop(of_thread);
             drop(connected);
@@ -112,10 +114,10 @@ impl Shared {
         socket: &UnixStream,
         session: &CudaState,
     ) -> io::Result<Option<String>> {
-        while let Some((kind, payload)) = socket::receive(socket, MAX_PREPARE_FRAME)? {
-            match kind {
-                frame::GET_MODEL => self.send_model(socket)?,
-                frame::PREPARE => {
+        loop {
+            match socket::receive(socket, MAX_PREPARE_FRAME) {
+                Ok(Some((frame::GET_MODEL, _))) => self.send_model(socket)?,
+                Ok(Some((frame::PREPARE, payload))) => {
                     let reply = match self.prepare(session, &payload) {
                         Ok(reply) => bytemuck::bytes_of(&reply).to_vec(),
                         Err(reason) => {
@@ -126,14 +128,15 @@ impl Shared {
                     };
                     socket::send(socket, frame::PREPARED, &reply)?;
                 }
-                other => {
+                Ok(Some((kind, _))) => {
                     return Ok(Some(format!(
-                        "a frame of kind {other} on the socket of an open CUDA session; expected PREPARE or GET_MODEL"
+                        "a frame of kind {kind} on the socket of an open CUDA session; expected PREPARE or GET_MODEL"
                     )));
                 }
+                Ok(None) => return Ok(None),
+                Err(error) => return Ok(Some(unreadable(&error))),
             }
         }
-        Ok(None)
     }
 
     fn prepare(&self, session: &CudaState, payload: &[u8]) -> Result<PrepareReply, String> {

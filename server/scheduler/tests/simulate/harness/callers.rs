@@ -3,7 +3,7 @@
 use expertd_scheduler::{RequestKey, StepKind, Time};
 use expertd_types::{Generation, StepId, WeightVersion};
 
-/// An admitted request, with its state as an observer outside the step loop knows it.
+/// An admitted request, with the state that an observer outside the step loop can see.
 #[derive(Clone, Debug)]
 pub struct Caller {
     pub key: RequestKey,

@@ -165,7 +165,7 @@ impl World {
                 });
                 if std::mem::take(&mut self.next_form_fails) {
                     self.ranks_fail("no process", false);
-                    // The thread knows at once that it could not start processes.
+                    // That processes could not be started is an event at once.
                     if let Some(event) = self.events.pop_back() {
                         self.tell(&event)?;
                     }

@@ -1,0 +1,75 @@
+//! Received rows in the order of their experts.
+
+use expertd_compute::experts::Assignments;
+
+use crate::exchange::ReceivedRows;
+use crate::weights::{NOT_HERE, RankLayer};
+
+/// Received rows in the order of their experts; see [`Assignments`].
+#[derive(Default)]
+pub(super) struct GroupedRows {
+    offsets: Vec<u32>,
+    rows: Vec<u32>,
+    weights: Vec<f32>,
+}
+
+impl GroupedRows {
+    /// Sorts the choices of the experts that this rank owns by expert, and by row within an expert. The rows of all batches count
+    /// from the first row of the first batch.
+    pub(super) fn fill(&mut self, layer: &RankLayer, batches: &[ReceivedRows<'_>], hidden: usize) {
+        let mut next = 0;
+        let firsts: Vec<usize> = batches
+            .iter()
+            .map(|batch| {
+                let first = next;
+                next += batch.rows.len() / hidden;
+                first
+            })
+            .collect();
+        let choices = batches.iter().zip(&firsts).flat_map(|(batch, &first)| {
+            let choices = batch.ids.iter().zip(batch.weights).enumerate();
+            choices.map(move |(i, (&id, &weight))| ((first + i / batch.k) as u32, id, weight))
+        });
+        self.sort(layer, choices);
+    }
+
+    /// Sorts `(row, expert, weight)`; `choices` is iterated twice.
+    fn sort(&mut self, layer: &RankLayer, choices: impl Iterator<Item = (u32, i32, f32)> + Clone) {
+        let count = layer.mine.len();
+        let local = |id: i32| {
+            let index = *layer.local.get(usize::try_from(id).ok()?)?;
+            (index != NOT_HERE).then_some(index as usize)
+        };
+        self.offsets.clear();
+        self.offsets.resize(count + 1, 0);
+        for expert in choices.clone().filter_map(|(_, id, _)| local(id)) {
+            self.offsets[expert + 1] += 1;
+        }
+        for expert in 0..count {
+            self.offsets[expert + 1] += self.offsets[expert];
+        }
+        let total = self.offsets[count] as usize;
+        self.rows.resize(total, 0);
+        self.weights.resize(total, 0.0);
+        // Each expert's offset serves as its write position, which ends at the next expert's first offset.
+        for (row, id, weight) in choices {
+            if let Some(expert) = local(id) {
+                let at = self.offsets[expert] as usize;
+                self.rows[at] = row;
+                self.weights[at] = weight;
+                self.offsets[expert] += 1;
+            }
+        }
+        self.offsets.copy_within(0..count, 1);
+        self.offsets[0] = 0;
+    }
+
+    /// Rows of each expert.
+    pub(super) fn rows_per_expert(&self) -> impl Iterator<Item = u64> {
+        self.offsets.windows(2).map(|pair| u64::from(pair[1] - pair[0]))
+    }
+
+    pub(super) fn assignments(&self) -> Assignments<'_> {
+        Assignments { offsets: &self.offsets, rows: &self.rows, weights: &self.weights }
+    }
+}

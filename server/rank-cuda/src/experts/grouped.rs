@@ -1,0 +1,294 @@
+//! Rows of INT4, NVFP4 and MXFP8 matrices, a group of columns at a time: as bf16, or as e4m3 codes of INT4's integers.
+
+use std::sync::LazyLock;
+
+use expertd_model::decode::{e8m0_bf16, fp4_e2m1, fp8_e4m3};
+use expertd_model::{MatrixView, Packing, Scales, WeightFormat};
+use half::bf16;
+use rayon::prelude::*;
+
+/// Columns that share an exponent in MXFP8.
+const MX_COLS: usize = 32;
+
+/// The values of FP8 codes.
+static E4M3: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|code| fp8_e4m3(code as u8)));
+
+/// Whether [`fill_row`] converts the format.
+pub(super) const fn is_grouped(format: WeightFormat) -> bool {
+    matches!(format, WeightFormat::Int4 | WeightFormat::Nvfp4 | WeightFormat::Mxfp8)
+}
+
+/// The e4m3 code of an integer from -16 to 16, which e4m3 holds exactly.
+const fn integer_code(value: i16) -> u8 {
+    let magnitude = value.unsigned_abs();
+    if magnitude == 0 {
+        return 0;
+    }
+    // The exponent has bias 7, and three bits follow the leading one.
+    let exponent = magnitude.ilog2();
+    let code = ((exponent + 7) << 3) as u8 | ((magnitude << 3 >> exponent) & 7) as u8;
+    if value < 0 { code | 0x80 } else { code }
+}
+
+/// Writes an INT4 matrix as rows of `cols` e4m3 codes of its elements minus their zero points; those outside the matrix are zero.
+pub(super) fn fill_integers(view: &MatrixView<'_>, cols: usize, to: &mut [u8]) {
+    to.par_chunks_mut(cols).enumerate().for_each(|(row, to)| {
+        let (codes, padding) = to.split_at_mut(if row < view.rows { view.cols } else { 0 });
+        padding.fill(0);
+        if codes.is_empty() {
+            return;
+        }
+        nibbles(view, row, codes);
+        let group = group_cols(view);
+        for (index, codes) in codes.chunks_mut(group).enumerate() {
+            let zero = i16::from(view.zero_point(row, index * group));
+            let table: [u8; 16] = std::array::from_fn(|code| integer_code(code as i16 - zero));
+            codes.iter_mut().for_each(|code| *code = table[usize::from(*code)]);
+        }
+    });
+}
+
+/// Writes row `row` of a matrix whose format [`is_grouped`] as bf16: each element's value, rounded once. `codes` is memory for a row.
+pub(super) fn fill_row(view: &MatrixView<'_>, row: usize, codes: &mut Vec<u8>, to: &mut [u16]) {
+    let (group, round) = (group_cols(view), |value: f32| bf16::from_f32(value).to_bits());
+    if view.format == WeightFormat::Mxfp8 {
+        let start = row * view.row_stride;
+        let codes = &view.data[start..start + view.cols];
+        for (index, (codes, to)) in codes.chunks(group).zip(to.chunks_mut(group)).enumerate() {
+            let scale = scale(view, row, index * group);
+            codes.iter().zip(to).for_each(|(code, to)| *to = round(E4M3[usize::from(*code)] * scale));
+        }
+        return;
+    }
+    codes.resize(view.cols, 0);
+    nibbles(view, row, codes);
+    for (index, (codes, to)) in codes.chunks(group).zip(to.chunks_mut(group)).enumerate() {
+        let first = index * group;
+        let scale = scale(view, row, first);
+        let zero = i16::from(view.zero_point(row, first));
+        let value = |code: usize| match view.format {
+            WeightFormat::Int4 => f32::from(code as i16 - zero),
+            _ => fp4_e2m1(code as u8),
+        };
+        let table: [u16; 16] = std::array::from_fn(|code| round(value(code) * scale));
+        codes.iter().zip(to).for_each(|(code, to)| *to = table[usize::from(*code)]);
+    }
+}
+
+/// The multiplier of an element, of any format with scales that FP8 multipliers can hold, and of MXFP8.
+pub(super) fn scale(view: &MatrixView<'_>, row: usize, col: usize) -> f32 {
+    match view.scales {
+        Scales::Groups(_) => view.group_scale(row, col),
+        Scales::Mx { .. } => bf16::from_bits(e8m0_bf16(view.exponent(row, col))).to_f32(),
+        Scales::None | Scales::Block { .. } => view.scale(row, col),
+    }
+}
+
+/// Columns that share a scale and a zero point.
+fn group_cols(view: &MatrixView<'_>) -> usize {
+    match &view.scales {
+        Scales::Groups(scales) => scales.cols,
+        Scales::Mx { .. } => MX_COLS,
+        Scales::None | Scales::Block { .. } => view.cols,
+    }
+}
+
+/// Writes the four bits of each element of row `row` to a byte of its own.
+fn nibbles(view: &MatrixView<'_>, row: usize, to: &mut [u8]) {
+    let first = row * view.row_stride;
+    match view.packing {
+        Packing::Strided if view.col_stride == 1 && first.is_multiple_of(2) => {
+            let bytes = &view.data[first / 2..];
+            for (to, byte) in to.chunks_mut(2).zip(bytes) {
+                to[0] = byte & 15;
+                if let Some(odd) = to.get_mut(1) {
+                    *odd = byte >> 4;
+                }
+            }
+        }
+        Packing::ColumnWords if first.is_multiple_of(8) && view.col_stride.is_multiple_of(8) => {
+            for (word, to) in to.chunks_mut(8).enumerate() {
+                let bytes = &view.data[(first + word * view.col_stride) / 2..];
+                to.iter_mut().enumerate().for_each(|(col, to)| *to = bytes[col / 2] >> (col % 2 * 4) & 15);
+            }
+        }
+        _ => to.iter_mut().enumerate().for_each(|(col, to)| *to = view.nibble(row, col)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use expertd_model::{GroupScales, ScaleFormat, ZeroPoints};
+
+    /// Bytes with a long period.
+    fn bytes(len: usize, seed: usize) -> Vec<u8> {
+        (0..len).map(|i| ((i * 37 + i / 251 + seed * 11) % 251) as u8).collect()
+    }
+
+    #[test]
+    fn integers_up_to_sixteen_have_exact_codes() {
+        for value in -16..=16 {
+            assert_eq!(fp8_e4m3(integer_code(value)), f32::from(value), "{value}");
+        }
+    }
+
+    /// Calls `with` on INT4 matrices of each packing, with and without zero points, whose last group and word are not full.
+    fn integers(group: usize, with: impl Fn(&MatrixView<'_>)) {
+        const ROWS: usize = 24;
+        const COLS: usize = 200;
+        let (data, zeros) = (bytes(ROWS * COLS / 2, 1), bytes(ROWS * COLS, 2));
+        let groups = COLS.div_ceil(group);
+        let scales: Vec<u8> = (0..ROWS * groups)
+            .flat_map(|i| half::f16::from_f32(0.01 + i as f32 * 0.003).to_le_bytes())
+            .collect();
+        let by_rows = |data| ZeroPoints {
+            data,
+            packing: Packing::Strided,
+            row_stride: groups,
+            group_stride: 1,
+            bias: 0,
+        };
+        let by_words =
+            |packing, bias| ZeroPoints { data: &zeros, packing, row_stride: 8, group_stride: ROWS, bias };
+        let cases = [
+            (Packing::Strided, [COLS, 1], None),
+            (Packing::Strided, [COLS, 1], Some(by_rows(&zeros))),
+            (Packing::Strided, [1, ROWS], None),
+            (Packing::ColumnWords, [8, 8 * ROWS], Some(by_words(Packing::RowWords, 1))),
+            (Packing::AwqWords, [8, ROWS], Some(by_words(Packing::AwqWords, 0))),
+        ];
+        for (packing, [row_stride, col_stride], zeros) in cases {
+            let scales = GroupScales {
+                cols: group,
+                format: ScaleFormat::F16,
+                data: &scales,
+                row_stride: groups,
+                group_stride: 1,
+                factor: 0.75,
+                zeros,
+            };
+            let view = MatrixView {
+                format: WeightFormat::Int4,
+                packing,
+                data: &data,
+                rows: ROWS,
+                cols: COLS,
+                row_stride,
+                col_stride,
+                scales: Scales::Groups(scales),
+            };
+            view.check().unwrap();
+            with(&view);
+        }
+    }
+
+    /// Compares a row by row conversion with the values of the elements.
+    fn compare(view: &MatrixView<'_>) {
+        let (mut codes, mut row_of) = (Vec::new(), vec![0; view.cols]);
+        for row in 0..view.rows {
+            fill_row(view, row, &mut codes, &mut row_of);
+            for (col, found) in row_of.iter().enumerate() {
+                let (found, value) = (bf16::from_bits(*found), bf16::from_f32(view.value(row, col)));
+                let same = found.to_bits() == value.to_bits() || (found.is_nan() && value.is_nan());
+                assert!(same, "{:?} ({row}, {col}): {found} for {value}", view.packing);
+            }
+        }
+    }
+
+    #[test]
+    fn integers_of_any_packing_are_rounded_to_bf16_once() {
+        for group in [32, 64, 100, 128, 256] {
+            integers(group, compare);
+        }
+    }
+
+    #[test]
+    fn codes_and_scales_of_integers_multiply_to_their_values() {
+        for group in [128, 256] {
+            integers(group, |view| {
+                let cols = 256;
+                let mut codes = vec![0xaa; (view.rows + 8) * cols];
+                fill_integers(view, cols, &mut codes);
+                for (row, codes) in codes.chunks(cols).enumerate() {
+                    for (col, code) in codes.iter().enumerate() {
+                        if row < view.rows && col < view.cols {
+                            let value = fp8_e4m3(*code) * scale(view, row, col);
+                            assert_eq!(value, view.value(row, col), "{:?} ({row}, {col})", view.packing);
+                        } else {
+                            assert_eq!(*code, 0, "{:?} ({row}, {col})", view.packing);
+                        }
+                    }
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn nvfp4_is_rounded_to_bf16_once() {
+        const ROWS: usize = 8;
+        const COLS: usize = 72;
+        let (data, scales) = (bytes(ROWS * COLS / 2, 3), bytes(ROWS * 5, 4));
+        for factor in [1.0, 0.003_71, f32::MIN_POSITIVE] {
+            let scales = GroupScales {
+                cols: 16,
+                format: ScaleFormat::Fp8E4m3,
+                data: &scales,
+                row_stride: 5,
+                group_stride: 1,
+                factor,
+                zeros: None,
+            };
+            let view = MatrixView {
+                format: WeightFormat::Nvfp4,
+                packing: Packing::Strided,
+                data: &data,
+                rows: ROWS,
+                cols: COLS,
+                row_stride: COLS,
+                col_stride: 1,
+                scales: Scales::Groups(scales),
+            };
+            view.check().unwrap();
+            compare(&view);
+            if factor == 1.0 {
+                // e2m1 × e4m3 has at most six significant bits, so bf16 takes nothing.
+                let exact = |row, col| {
+                    let value = view.value(row, col);
+                    value.is_nan() || bf16::from_f32(value).to_f32() == value
+                };
+                assert!((0..ROWS).all(|row| (0..COLS).all(|col| exact(row, col))));
+            }
+        }
+    }
+
+    #[test]
+    fn mxfp8_arrives_exactly() {
+        const ROWS: usize = 32;
+        const COLS: usize = 96;
+        let data: Vec<u8> = (0..ROWS * COLS).map(|i| (i * 7) as u8).collect();
+        // 2^-110 to 2^110, and NaN.
+        let exponents: Vec<u8> =
+            (0..ROWS * 3).map(|i| if i == 17 { 0xff } else { (17 + i * 23 % 221) as u8 }).collect();
+        let view = MatrixView {
+            format: WeightFormat::Mxfp8,
+            packing: Packing::Strided,
+            data: &data,
+            rows: ROWS,
+            cols: COLS,
+            row_stride: COLS,
+            col_stride: 1,
+            scales: Scales::Mx { exponents: &exponents, row_stride: 3 },
+        };
+        view.check().unwrap();
+        compare(&view);
+        for row in 0..ROWS {
+            for col in 0..COLS {
+                let value = view.value(row, col);
+                assert!(value.is_nan() || bf16::from_f32(value).to_f32() == value, "({row}, {col}): {value}");
+            }
+        }
+    }
+}

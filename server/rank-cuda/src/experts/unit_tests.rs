@@ -1,0 +1,116 @@
+//! Units that the host has packed, read as the experts' kernel reads them: lane by lane, with its masks and rotations.
+#![allow(clippy::unwrap_used, unsafe_code, reason = "tests pack host memory")]
+
+use expertd_kernels::experts::{UNIT_ROWS, pack_narrow_host};
+use half::bf16;
+use rand::SeedableRng as _;
+use rand::rngs::SmallRng;
+
+use super::DeviceFormat;
+use super::narrow::ExpertLayout;
+use super::pack_tests::Stored;
+use expertd_model::{ExpertWeights, WeightFormat};
+
+/// Columns of a unit.
+const COLS: usize = 128;
+const HIDDEN: usize = 192;
+const INTER: usize = 128;
+
+/// Both halves of a register as bf16, multiplied with a power of two.
+fn halves(bits: u32, exponent: i32) -> [f64; 2] {
+    [bits as u16, (bits >> 16) as u16]
+        .map(|bits| f64::from(bf16::from_bits(bits).to_f32()) * 2f64.powi(exponent))
+}
+
+fn word(unit: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(*unit[at..].first_chunk().unwrap())
+}
+
+/// The two elements that a lane holds in pair `pair` of step `step`, without factors of rows (`Fp8::widen`, `Fp8::load_scales`).
+fn fp8_pair(unit: &[u8], lane: usize, step: usize, pair: usize) -> [f64; 2] {
+    let word = word(unit, step / 2 * 512 + lane * 16 + step % 2 * 8 + pair / 2 * 4);
+    let bits = match pair % 2 {
+        0 => word & 0x87F0_87F0,
+        _ => word.rotate_right(4) & 0x8780_8780 | word << 4 & 0x0070_0070,
+    };
+    let scale = self::word(unit, 2048 + lane / 4 * 8 + pair % 2 * 4);
+    halves(bits, 120).map(|value| value * f64::from(f32::from_bits(scale)))
+}
+
+/// The same for MXFP4 (`Mxfp4::widen_block`, `Mxfp4::multiplier`).
+fn mxfp4_pair(unit: &[u8], lane: usize, step: usize, pair: usize) -> [f64; 2] {
+    let at = step / 4 * 512 + lane * 16 + step % 4 / 2 * 8;
+    let (first, second) = (word(unit, at), word(unit, at + 4));
+    let third = first & 0x6030_6030 | second.rotate_right(30) & !0x6030_6030;
+    let bits = [
+        first,
+        first.rotate_right(4),
+        first << 6,
+        second,
+        second.rotate_right(4),
+        second << 6,
+        third.rotate_right(8),
+        third << 2,
+    ];
+    let bits = bits[step % 2 * 4 + pair] & 0x81C0_81C0;
+    let four = word(unit, 1024 + lane / 4 * 8 + pair % 2 * 4);
+    let block = step / 2;
+    let two = if block < 2 { four } else { four.rotate_right(8) } & 0x7F80_7F80;
+    let multiplier = halves(two, 0)[block % 2];
+    halves(bits, 0).map(|value| value * multiplier)
+}
+
+/// Packs an expert and compares every element with its value in the checkpoint.
+fn check(stored: WeightFormat, format: DeviceFormat, pair_of: fn(&[u8], usize, usize, usize) -> [f64; 2]) {
+    let mut random = SmallRng::seed_from_u64(11);
+    let [gate, up, down] = [(INTER, HIDDEN), (INTER, HIDDEN), (HIDDEN, INTER)].map(|(rows, cols)| {
+        let mut drawn = Stored::draw(stored, rows, cols, &mut random);
+        drawn.leave_out_nan();
+        drawn
+    });
+    let weights =
+        ExpertWeights { gate: gate.view(stored), up: up.view(stored), down: down.view(stored), biases: None };
+    let layout = ExpertLayout::new(format, HIDDEN, INTER);
+    let mut staged = vec![0_u64; layout.bytes.div_ceil(8)];
+    layout.fill(&weights, bytemuck::cast_slice_mut(&mut staged)).unwrap();
+    let sizes = format.matrix_bytes(HIDDEN, INTER);
+    let shapes = [(2 * INTER, HIDDEN), (HIDDEN, INTER)];
+    for (which, mut params) in layout.packs(staged.as_ptr() as u64).into_iter().enumerate() {
+        let (rows, cols) = shapes[which];
+        let (mut units, mut factors) = (vec![0_u128; sizes[which] / 16], vec![0_f32; rows]);
+        (params.units, params.row_scales) = (units.as_mut_ptr() as u64, factors.as_mut_ptr() as u64);
+        let count = rows / UNIT_ROWS;
+        // SAFETY: source and destinations are live buffers of the documented sizes.
+        unsafe { pack_narrow_host(&params, 0..count as u64) }.unwrap();
+        let bytes: &[u8] = bytemuck::cast_slice(&units);
+        let unit_bytes = bytes.len() / (count * cols.div_ceil(COLS));
+        for (index, unit) in bytes.chunks(unit_bytes).enumerate() {
+            let (block, first) = (index / count, index % count * UNIT_ROWS);
+            let all = |n: usize| (0..32).flat_map(move |lane| (0..n).map(move |i| (lane, i)));
+            for (lane, i) in all(8 * 4) {
+                let (step, pair) = (i / 4, i % 4);
+                let row = lane / 4 + pair % 2 * 8;
+                let col = block * COLS + 16 * step + 2 * (lane % 4) + 8 * (pair / 2);
+                let (feature, view) = match (which, row < 8) {
+                    (0, true) => (first / 2 + row, &weights.gate),
+                    (0, false) => (first / 2 + row - 8, &weights.up),
+                    _ => (first + row, &weights.down),
+                };
+                let factor = factors[feature + if which == 0 && row >= 8 { INTER } else { 0 }];
+                for (half, found) in pair_of(unit, lane, step, pair).into_iter().enumerate() {
+                    let col = col + half;
+                    let expected = if col < cols { f64::from(view.value(feature, col)) } else { 0.0 };
+                    let found = found * f64::from(factor);
+                    assert_eq!(found as f32, expected as f32, "{stored} {which} ({feature}, {col})");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn lanes_find_every_element_where_the_host_packed_it() {
+    check(WeightFormat::Fp8E4m3, DeviceFormat::Fp8, fp8_pair);
+    check(WeightFormat::Int4, DeviceFormat::Fp8, fp8_pair);
+    check(WeightFormat::Mxfp4, DeviceFormat::Mxfp4, mxfp4_pair);
+}

@@ -1,0 +1,223 @@
+//! The formats of expert weights in GPU memory, which one a checkpoint's weights get, and the memory that they take.
+
+use expertd_ipc::control::Fp8Compute;
+use expertd_model::{ExpertsSpec, ModelSpec, MoeLayer, SharedSpec, WeightFormat};
+use expertd_types::LayerId;
+
+/// The kernels' hidden and intermediate sizes are multiples of this number of elements.
+const SIZE_UNIT: usize = 64;
+/// Columns that share a multiplier of FP8 weights.
+pub(crate) const FP8_COLS: usize = 128;
+/// Rows of a unit of weights (`kernels/src/experts_layout.cuh`).
+const UNIT_ROWS: usize = 16;
+/// Columns of a unit of weights.
+const UNIT_COLS: usize = 128;
+
+/// Rounds a hidden or intermediate size up to the next one that the kernels support.
+pub(crate) const fn padded(size: usize) -> usize {
+    size.next_multiple_of(SIZE_UNIT)
+}
+
+/// Format of weights in device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceFormat {
+    /// bf16, for weights stored in bf16, f16 and f32, and for those whose scales no other format can hold.
+    Bf16,
+    /// FP8 e4m3 with multipliers, widened to bf16 for products with rows in bf16. For FP8 weights, and for INT4 weights, whose
+    /// integers are e4m3 codes.
+    Fp8,
+    /// FP8 e4m3 with multipliers, for products with rows in FP8.
+    W8a8,
+    /// MXFP4, widened to bf16 for products with rows in bf16.
+    Mxfp4,
+}
+
+/// The properties of stored weights that decide on their device format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stored {
+    /// Format in the checkpoint.
+    pub format: WeightFormat,
+    /// Columns per block or group of scales, if a row of any matrix has several.
+    pub scale_cols: Option<usize>,
+}
+
+impl Stored {
+    /// The routed experts of a layer.
+    #[must_use]
+    pub const fn routed(spec: &ExpertsSpec) -> Self {
+        Stored { format: spec.format, scale_cols: spec.scale_cols }
+    }
+
+    /// The shared experts of a layer.
+    #[must_use]
+    pub const fn shared(spec: &SharedSpec) -> Self {
+        Stored { format: spec.format, scale_cols: spec.scale_cols }
+    }
+
+    /// Whether the scales of 128 columns, from a multiple of 128 on, are one.
+    pub(crate) const fn has_wide_scales(self) -> bool {
+        match self.scale_cols {
+            Some(cols) => cols.is_multiple_of(FP8_COLS),
+            None => true,
+        }
+    }
+
+    /// The format of these weights on GPU ranks.
+    #[must_use]
+    pub const fn on_device(self, fp8: Fp8Compute) -> DeviceFormat {
+        match (self.format, fp8) {
+            (WeightFormat::Fp8E4m3, Fp8Compute::Bf16) => DeviceFormat::Fp8,
+            (WeightFormat::Fp8E4m3, Fp8Compute::Fp8) => DeviceFormat::W8a8,
+            (WeightFormat::Mxfp4, _) => DeviceFormat::Mxfp4,
+            // Only the weights of such a checkpoint are quantised. Rows stay in bf16, whatever `fp8` says.
+            (WeightFormat::Int4, _) if self.has_wide_scales() => DeviceFormat::Fp8,
+            (
+                WeightFormat::Bf16
+                | WeightFormat::F16
+                | WeightFormat::F32
+                | WeightFormat::Mxfp8
+                | WeightFormat::Nvfp4
+                | WeightFormat::Int4,
+                _,
+            ) => DeviceFormat::Bf16,
+        }
+    }
+
+    /// The format of these weights on GPU ranks, for people: what it is, and why.
+    #[must_use]
+    pub fn explain(self, fp8: Fp8Compute) -> String {
+        match (self.format, self.on_device(fp8)) {
+            (WeightFormat::Bf16, _) => "bf16, as stored".to_owned(),
+            (format @ (WeightFormat::F16 | WeightFormat::F32), _) => format!("bf16, rounded from {format}"),
+            (WeightFormat::Int4, DeviceFormat::Fp8) => {
+                "FP8, which holds the integers exactly; products in bf16".to_owned()
+            }
+            (WeightFormat::Int4, _) => {
+                let cols = self.scale_cols.unwrap_or_default();
+                format!(
+                    "bf16, rounded once, because groups of {cols} columns are no multiple of {FP8_COLS} wide"
+                )
+            }
+            (WeightFormat::Nvfp4, _) => "bf16, rounded once with the factor of the matrix".to_owned(),
+            (WeightFormat::Mxfp8, _) => "bf16, which holds the values exactly".to_owned(),
+            (_, DeviceFormat::W8a8) => "FP8, as stored; products in FP8".to_owned(),
+            (_, DeviceFormat::Mxfp4) => "MXFP4, as stored; products in bf16".to_owned(),
+            (_, DeviceFormat::Fp8 | DeviceFormat::Bf16) => "FP8, as stored; products in bf16".to_owned(),
+        }
+    }
+}
+
+impl DeviceFormat {
+    /// Whether weights that the checkpoint stores in `stored` can have this device format.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn accepts(self, stored: WeightFormat) -> bool {
+        match self {
+            DeviceFormat::Bf16 => true,
+            DeviceFormat::Fp8 => matches!(stored, WeightFormat::Fp8E4m3 | WeightFormat::Int4),
+            DeviceFormat::W8a8 => matches!(stored, WeightFormat::Fp8E4m3),
+            DeviceFormat::Mxfp4 => matches!(stored, WeightFormat::Mxfp4),
+        }
+    }
+
+    /// Rounds an intermediate size up to the next one that the kernel supports.
+    #[must_use]
+    pub const fn padded_inter(self, inter: usize) -> usize {
+        match self {
+            DeviceFormat::W8a8 => inter.next_multiple_of(FP8_COLS),
+            DeviceFormat::Bf16 | DeviceFormat::Fp8 | DeviceFormat::Mxfp4 => padded(inter),
+        }
+    }
+
+    /// Sizes of one expert's gate and up projections, and of its down projection, in bytes. The sizes of the expert are padded.
+    #[must_use]
+    pub const fn matrix_bytes(self, hidden: usize, inter: usize) -> [usize; 2] {
+        [self.bytes(2 * inter, hidden), self.bytes(hidden, inter)]
+    }
+
+    /// Size of a matrix in bytes, without factors of its rows.
+    const fn bytes(self, rows: usize, cols: usize) -> usize {
+        let (code_bits, scale_bytes) = match self {
+            DeviceFormat::Bf16 => return rows * cols * 2,
+            DeviceFormat::Fp8 | DeviceFormat::W8a8 => (8, UNIT_ROWS * 4),
+            DeviceFormat::Mxfp4 => (4, UNIT_ROWS * UNIT_COLS / 32),
+        };
+        let unit = UNIT_ROWS * UNIT_COLS * code_bits / 8 + scale_bytes;
+        rows / UNIT_ROWS * cols.div_ceil(UNIT_COLS) * unit
+    }
+
+    /// Size of one expert of these unpadded sizes in device memory, with factors of rows and biases, in bytes.
+    #[must_use]
+    pub const fn expert_bytes(self, hidden: usize, inter: usize, biases: bool) -> usize {
+        let (hidden, inter) = (padded(hidden), self.padded_inter(inter));
+        let [gate_up, down] = self.matrix_bytes(hidden, inter);
+        let scaled = !matches!(self, DeviceFormat::Bf16);
+        gate_up + down + (scaled as usize + biases as usize) * (2 * inter + hidden) * 4
+    }
+}
+
+/// Size in device memory of a rank's experts, of which it holds `held` in each layer, and of all shared experts, in bytes. Gates and
+/// the alignment of tables are not counted.
+pub fn weight_bytes(spec: &ModelSpec, fp8: Fp8Compute, held: impl Fn(LayerId, &MoeLayer) -> usize) -> u64 {
+    let of = |(layer, moe): (LayerId, &MoeLayer)| {
+        let format = Stored::routed(&moe.experts).on_device(fp8);
+        let routed = format.expert_bytes(spec.hidden, moe.experts.width, moe.experts.biases);
+        let shared = moe.shared.as_ref().map_or(0, |shared| {
+            Stored::shared(shared).on_device(fp8).expert_bytes(spec.hidden, shared.width, shared.biases)
+        });
+        (held(layer, moe) * routed + shared) as u64
+    };
+    spec.moe_layers().map(of).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn on_device(format: WeightFormat, scale_cols: Option<usize>) -> [DeviceFormat; 2] {
+        [Fp8Compute::Fp8, Fp8Compute::Bf16].map(|fp8| Stored { format, scale_cols }.on_device(fp8))
+    }
+
+    #[test]
+    fn the_device_format_follows_from_the_scales() {
+        use DeviceFormat::{Bf16, Fp8, Mxfp4, W8a8};
+        for wide in [None, Some(128), Some(384)] {
+            assert_eq!(on_device(WeightFormat::Int4, wide), [Fp8, Fp8], "{wide:?}");
+        }
+        for narrow in [16, 32, 64, 96, 192] {
+            assert_eq!(on_device(WeightFormat::Int4, Some(narrow)), [Bf16, Bf16], "{narrow}");
+        }
+        assert_eq!(on_device(WeightFormat::Nvfp4, Some(16)), [Bf16, Bf16]);
+        assert_eq!(on_device(WeightFormat::Mxfp8, Some(32)), [Bf16, Bf16]);
+        assert_eq!(on_device(WeightFormat::Mxfp4, Some(32)), [Mxfp4, Mxfp4]);
+        assert_eq!(on_device(WeightFormat::Fp8E4m3, Some(128)), [W8a8, Fp8]);
+        let int4 = |cols| Stored { format: WeightFormat::Int4, scale_cols: Some(cols) };
+        assert!(int4(32).explain(Fp8Compute::Fp8).contains("groups of 32 columns"));
+        assert!(int4(128).explain(Fp8Compute::Fp8).starts_with("FP8"));
+    }
+
+    #[test]
+    fn an_expert_of_integers_takes_half_of_bf16() {
+        // gate and up [256, 256] and down [256, 128] in units of 16 × 128 elements with 16 f32 multipliers.
+        let units = 2 * 128 / 16 * 2 + 256 / 16;
+        let factors = (2 * 128 + 256) * 4;
+        let fp8 = DeviceFormat::Fp8.expert_bytes(256, 128, false);
+        assert_eq!(fp8, units * (2048 + 64) + factors);
+        assert_eq!(DeviceFormat::Fp8.expert_bytes(250, 100, true), fp8 + factors);
+        assert_eq!(DeviceFormat::Bf16.expert_bytes(256, 128, false), 3 * 256 * 128 * 2);
+        assert_eq!(DeviceFormat::Mxfp4.expert_bytes(256, 128, false), units * (1024 + 64) + factors);
+    }
+
+    /// The kernels compute sizes by themselves.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn sizes_are_those_of_the_kernels() {
+        use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, matrix_bytes};
+        for format in [DeviceFormat::Bf16, DeviceFormat::Fp8, DeviceFormat::W8a8, DeviceFormat::Mxfp4] {
+            for (hidden, inter) in [(64, 128), (192, 256), (2048, 768), (2880 - 64, 2880 - 64)] {
+                let kernels = [PACK_GATE_UP, PACK_DOWN]
+                    .map(|kind| matrix_bytes(format.code(), kind, hidden, inter) as usize);
+                assert_eq!(format.matrix_bytes(hidden, inter), kernels, "{format:?} {hidden} × {inter}");
+            }
+        }
+    }
+}
