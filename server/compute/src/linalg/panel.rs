@@ -56,8 +56,9 @@ pub(crate) fn multiply(
         // Only the first tile reads the panel from memory, the others from the cache: prefetch the next panel.
         tiles => (next.as_ptr(), next.len().div_ceil(tiles * blocks * PAIRS)),
     };
+    let zeros = matrix.groups.is_some_and(|groups| groups.zeros);
     // Several tiles share the work of widening weights that have scales.
-    let widen = widen(matrix.level, matrix.format).filter(|_| tiling.tiles() > 1);
+    let widen = widen(matrix.level, matrix.format, zeros).filter(|_| tiling.tiles() > 1);
     let part = if widen.is_some() { part.min(WIDE_BLOCKS) } else { part };
     let mut wide = [0.0_f32; WIDE_BLOCKS * K_BLOCK * MAX_PANEL];
     for first in (0..blocks).step_by(part) {
@@ -90,7 +91,7 @@ pub(crate) fn multiply(
             arguments = KernelArgs { x: x.as_ptr(), acc: acc.as_mut_ptr(), prefetch, ..arguments };
             // SAFETY: the level is supported; weights, x and acc have the lengths that `KernelArgs` asks for; a matrix
             // that needs scales has `scale_vectors` vectors per panel, which cover its blocks.
-            unsafe { kernel(matrix.level, format, tile.rows)(&arguments) };
+            unsafe { kernel(matrix.level, format, zeros, tile.rows)(&arguments) };
             prefetch = prefetch.wrapping_add(blocks * PAIRS * prefetch_step);
         }
     }

@@ -128,7 +128,9 @@ impl PackedMatrix {
             WeightFormat::Mxfp4 | WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4
         );
         let possible = |groups: GroupLayout| {
-            groups.is_possible() && (format != WeightFormat::Mxfp8 || groups == GroupLayout::MX)
+            groups.is_possible()
+                && (!groups.zeros || format == WeightFormat::Int4)
+                && (format != WeightFormat::Mxfp8 || groups == GroupLayout::MX)
         };
         if groups.is_some() != needs_groups || !groups.is_none_or(possible) {
             return Err(StoredError::Groups { format, found: groups });
@@ -266,7 +268,8 @@ mod tests {
             (WeightFormat::Int4, None),
             (WeightFormat::Nvfp4, Some(GroupLayout { per_block: 3, ..GroupLayout::MX })),
             (WeightFormat::Nvfp4, Some(GroupLayout { per_block: 0, ..GroupLayout::MX })),
-            (WeightFormat::Mxfp8, Some(GroupLayout { zeros: true, ..GroupLayout::MX })),
+            (WeightFormat::Nvfp4, Some(GroupLayout { zeros: true, ..GroupLayout::MX })),
+            (WeightFormat::Mxfp8, Some(GroupLayout { per_block: 2, ..GroupLayout::MX })),
         ] {
             let form = PackedForm { format, groups, ..form };
             assert!(matches!(read(form, elements.clone(), scales.clone()), Err(StoredError::Groups { .. })));

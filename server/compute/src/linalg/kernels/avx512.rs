@@ -171,6 +171,7 @@ impl Scaled for Fp8 {
 
 impl Scaled for Mxfp8 {
     const ELEMENTS: usize = K_BLOCK * P;
+    const MX: bool = true;
     type Elements = Fp8Pairs;
 
     #[inline(always)]
@@ -245,7 +246,6 @@ impl Scaled for Fp4 {
 
 impl Scaled for Int4 {
     const ELEMENTS: usize = K_BLOCK / 2 * P;
-    const ZEROS: bool = true;
     type Elements = Words;
 
     #[inline(always)]

@@ -3,8 +3,8 @@
 //! There is one kernel for each level, format and number of rows of a tile. Every kernel adds, for each row `r` and
 //! column `c` of the panel, the sum over i of `x[r][i] * weight(c, i)` to `acc[r][c]`, in f32.
 //!
-//! Where weights have scales, the kernels sum the products of the elements that share one, subtract the zero point times
-//! the sum of the row's elements, multiply by the scale, and add to `acc`. An element itself is converted exactly.
+//! Where weights have scales, the kernels sum the products of the elements that share one, multiply the sum by the scale, and
+//! add it to `acc`. An element less its zero point is converted exactly.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -51,25 +51,25 @@ pub(super) struct KernelArgs {
 /// The CPU must support the level, and the pointers must cover what [`KernelArgs`] states. No alignment is needed.
 pub(super) type Kernel = unsafe fn(&KernelArgs);
 
-/// The kernel for `rows` rows, in `1 ..= level.max_tile_rows()`.
-pub(super) fn kernel(level: SimdLevel, format: WeightFormat, rows: usize) -> Kernel {
+/// The kernel for `rows` rows, in `1 ..= level.max_tile_rows()`; `zeros`: whether the matrix has zero points.
+pub(super) fn kernel(level: SimdLevel, format: WeightFormat, zeros: bool, rows: usize) -> Kernel {
     match level {
         #[cfg(target_arch = "x86_64")]
-        SimdLevel::Avx512 => avx512::kernels(format)[rows - 1],
+        SimdLevel::Avx512 => avx512::kernels(format, zeros)[rows - 1],
         #[cfg(target_arch = "x86_64")]
-        SimdLevel::Avx2 => avx2::kernels(format)[rows - 1],
+        SimdLevel::Avx2 => avx2::kernels(format, zeros)[rows - 1],
         _ => portable::kernels(format)[rows - 1],
     }
 }
 
 /// The kernel that writes the weights of `blocks` blocks, scaled, to `acc` as blocks of f32, `[blocks, 32, P]`; it does not
 /// read `x`. `None` if the format has no scales.
-pub(super) fn widen(level: SimdLevel, format: WeightFormat) -> Option<Kernel> {
+pub(super) fn widen(level: SimdLevel, format: WeightFormat, zeros: bool) -> Option<Kernel> {
     match level {
         #[cfg(target_arch = "x86_64")]
-        SimdLevel::Avx512 => avx512::widen(format),
+        SimdLevel::Avx512 => avx512::widen(format, zeros),
         #[cfg(target_arch = "x86_64")]
-        SimdLevel::Avx2 => avx2::widen(format),
+        SimdLevel::Avx2 => avx2::widen(format, zeros),
         _ => portable::widen(format),
     }
 }

@@ -238,11 +238,18 @@ unsafe fn tile<F: Format, const R: usize>(args: &KernelArgs) {
         };
         let (header, elements) = block.split_at(header);
         for group in 0..groups {
-            let features = group * K_BLOCK / groups..(group + 1) * K_BLOCK / groups;
+            let [scales, zeros] = match F::SCALES {
+                ScalePlace::None => [[1.0; P], [0.0; P]],
+                ScalePlace::Apart => [apart(), [0.0; P]],
+                ScalePlace::InBlock => group_header(args.groups, header, apart, group),
+            };
             let mut acc = [[0.0_f32; P]; R];
             let acc = if F::SCALES == ScalePlace::None { &mut total } else { &mut acc };
-            for i in features.clone() {
-                let w = F::widen(elements, i);
+            for i in group * K_BLOCK / groups..(group + 1) * K_BLOCK / groups {
+                let mut w = F::widen(elements, i);
+                if in_block && args.groups.zeros {
+                    w = std::array::from_fn(|c| w[c] - zeros[c]);
+                }
                 for (r, acc) in acc.iter_mut().enumerate() {
                     let x = x[r * K_BLOCK + i];
                     for (acc, w) in acc.iter_mut().zip(w) {
@@ -250,18 +257,8 @@ unsafe fn tile<F: Format, const R: usize>(args: &KernelArgs) {
                     }
                 }
             }
-            let [scales, zeros] = match F::SCALES {
-                ScalePlace::None => continue,
-                ScalePlace::Apart => [apart(), [0.0; P]],
-                ScalePlace::InBlock => group_header(args.groups, header, apart, group),
-            };
-            if in_block && args.groups.zeros {
-                for (r, acc) in acc.iter_mut().enumerate() {
-                    let sum: f32 = x[r * K_BLOCK..][features.clone()].iter().sum();
-                    for (acc, zero) in acc.iter_mut().zip(zeros) {
-                        *acc -= zero * sum;
-                    }
-                }
+            if F::SCALES == ScalePlace::None {
+                continue;
             }
             for (sums, acc) in sums.iter_mut().zip(acc) {
                 for ((sum, acc), scale) in sums.iter_mut().zip(acc).zip(scales) {

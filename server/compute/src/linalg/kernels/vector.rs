@@ -25,7 +25,7 @@ macro_rules! vector_kernels {
         const ROWS: usize = $level.max_tile_rows();
         const LANES: usize = P / 2;
 
-        pub(super) fn kernels(format: WeightFormat) -> &'static [Kernel; ROWS] {
+        pub(super) fn kernels(format: WeightFormat, zeros: bool) -> &'static [Kernel; ROWS] {
             match format {
                 WeightFormat::F32 => const { &plain::<F32>() },
                 WeightFormat::F16 => const { &plain::<F16>() },
@@ -33,6 +33,7 @@ macro_rules! vector_kernels {
                 WeightFormat::Fp8E4m3 => const { &scaled::<Fp8>() },
                 WeightFormat::Mxfp8 => const { &scaled::<Mxfp8>() },
                 WeightFormat::Mxfp4 | WeightFormat::Nvfp4 => const { &scaled::<Fp4>() },
+                WeightFormat::Int4 if zeros => const { &scaled::<Int4Zeros>() },
                 WeightFormat::Int4 => const { &scaled::<Int4>() },
             }
         }
@@ -41,12 +42,13 @@ macro_rules! vector_kernels {
             [$(plain_tile::<F, $rows, $sums>),*]
         }
 
-        pub(super) fn widen(format: WeightFormat) -> Option<Kernel> {
+        pub(super) fn widen(format: WeightFormat, zeros: bool) -> Option<Kernel> {
             match format {
                 WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => None,
                 WeightFormat::Fp8E4m3 => Some(widen_blocks::<Fp8>),
                 WeightFormat::Mxfp8 => Some(widen_blocks::<Mxfp8>),
                 WeightFormat::Mxfp4 | WeightFormat::Nvfp4 => Some(widen_blocks::<Fp4>),
+                WeightFormat::Int4 if zeros => Some(widen_blocks::<Int4Zeros>),
                 WeightFormat::Int4 => Some(widen_blocks::<Int4>),
             }
         }
@@ -78,7 +80,9 @@ macro_rules! vector_kernels {
             const ELEMENTS: usize;
             /// Whether a block starts with scales.
             const IN_BLOCK: bool = true;
-            /// Whether there may be zero points.
+            /// Whether the layout is [`GroupLayout::MX`], which the compiler then knows.
+            const MX: bool = false;
+            /// Whether there are zero points.
             const ZEROS: bool = false;
             /// The elements of eight input features, or of those that `next` has not returned yet.
             type Elements: Copy;
@@ -114,6 +118,25 @@ macro_rules! vector_kernels {
         struct Mxfp8;
         struct Fp4;
         struct Int4;
+        struct Int4Zeros;
+
+        impl Scaled for Int4Zeros {
+            const ELEMENTS: usize = Int4::ELEMENTS;
+            const ZEROS: bool = true;
+            type Elements = <Int4 as Scaled>::Elements;
+
+            #[inline(always)]
+            unsafe fn load(elements: *const u8, octet: usize) -> Self::Elements {
+                // SAFETY: the same contract.
+                unsafe { Int4::load(elements, octet) }
+            }
+
+            #[inline(always)]
+            unsafe fn next(elements: &mut Self::Elements, i: usize) -> Wide {
+                // SAFETY: the same contract.
+                unsafe { Int4::next(elements, i) }
+            }
+        }
 
         /// Loads the scales of a group from the header of a block.
         ///
@@ -151,23 +174,6 @@ macro_rules! vector_kernels {
                 let zeros = block.add((group + 1) * layout.group_bytes(P) - P);
                 [i8(zeros), i8(zeros.add(LANES))]
             }
-        }
-
-        /// The sum of `octets * OCTET` elements of a row, in the same order for every tile.
-        ///
-        /// # Safety
-        /// `x` points to `octets * OCTET` elements.
-        #[inline(always)]
-        unsafe fn sum_of(x: *const f32, octets: usize) -> f32 {
-            let mut sums = [0.0_f32; OCTET];
-            for octet in 0..octets {
-                for (lane, sum) in sums.iter_mut().enumerate() {
-                    // SAFETY: the caller guarantees the extent.
-                    *sum += unsafe { *x.add(octet * OCTET + lane) };
-                }
-            }
-            let [a, b, c, d, e, f, g, h] = sums;
-            ((a + b) + (c + d)) + ((e + f) + (g + h))
         }
 
         /// Adds the products of a tile of `R` rows to its sums; `S` is the number of sets of sums.
@@ -219,6 +225,7 @@ macro_rules! vector_kernels {
             args: &KernelArgs,
             acc: &mut [[Wide; R]; S],
             weights: &mut F::Elements,
+            zeros: Wide,
             x: *const f32,
             prefetch: *const u8,
         ) -> *const u8 {
@@ -228,7 +235,10 @@ macro_rules! vector_kernels {
                     _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(line * 64).cast());
                 }
                 for i in [I, I + 1] {
-                    let wide = F::next(weights, i);
+                    let mut wide = F::next(weights, i);
+                    if F::ZEROS {
+                        wide = [$subtract(wide[0], zeros[0]), $subtract(wide[1], zeros[1])];
+                    }
                     for (r, acc) in acc[i % S].iter_mut().enumerate() {
                         let x = $splat(*x.add(r * K_BLOCK + i));
                         acc[0] = $multiply_add(wide[0], x, acc[0]);
@@ -248,7 +258,7 @@ macro_rules! vector_kernels {
             // SAFETY: the caller guarantees the CPU features and the extents that `KernelArgs` states. `scales` is
             // read only by formats that have scales apart from the blocks.
             unsafe {
-                let layout = args.groups;
+                let layout = if F::MX { GroupLayout::MX } else { args.groups };
                 let header = if F::IN_BLOCK { layout.header_bytes(P) } else { 0 };
                 let groups = if F::IN_BLOCK { layout.per_block } else { 1 };
                 let octets = K_BLOCK / OCTET / groups;
@@ -262,36 +272,25 @@ macro_rules! vector_kernels {
                     scale_left -= 1;
                     let elements = block.add(header);
                     for group in 0..groups {
-                        // Sums of the rows' elements, which zero points multiply.
-                        let mut totals = [0.0_f32; R];
-                        if F::ZEROS && layout.zeros {
-                            for (r, total) in totals.iter_mut().enumerate() {
-                                *total = sum_of(x.add(r * K_BLOCK + group * octets * OCTET), octets);
-                            }
-                        }
+                        let zeros = if F::ZEROS {
+                            zeros_in_block(layout, block, group)
+                        } else {
+                            [$zero(); 2]
+                        };
                         let mut acc = [[[$zero(); 2]; R]; S];
                         for octet in group * octets..(group + 1) * octets {
                             let mut weights = F::load(elements, octet);
                             let x = x.add(octet * OCTET);
                             // One call per input feature: constants that depend on it are then immediate operands.
-                            prefetch = pair::<F, R, S, 0>(args, &mut acc, &mut weights, x, prefetch);
-                            prefetch = pair::<F, R, S, 2>(args, &mut acc, &mut weights, x, prefetch);
-                            prefetch = pair::<F, R, S, 4>(args, &mut acc, &mut weights, x, prefetch);
-                            prefetch = pair::<F, R, S, 6>(args, &mut acc, &mut weights, x, prefetch);
+                            prefetch = pair::<F, R, S, 0>(args, &mut acc, &mut weights, zeros, x, prefetch);
+                            prefetch = pair::<F, R, S, 2>(args, &mut acc, &mut weights, zeros, x, prefetch);
+                            prefetch = pair::<F, R, S, 4>(args, &mut acc, &mut weights, zeros, x, prefetch);
+                            prefetch = pair::<F, R, S, 6>(args, &mut acc, &mut weights, zeros, x, prefetch);
                         }
                         if S == 2 {
                             for r in 0..R {
                                 for half in 0..2 {
                                     acc[0][r][half] = $add(acc[0][r][half], acc[1][r][half]);
-                                }
-                            }
-                        }
-                        if F::ZEROS && layout.zeros {
-                            let zeros = zeros_in_block(layout, block, group);
-                            for r in 0..R {
-                                for half in 0..2 {
-                                    let offset = $multiply(zeros[half], $splat(totals[r]));
-                                    acc[0][r][half] = $subtract(acc[0][r][half], offset);
                                 }
                             }
                         }
@@ -318,7 +317,7 @@ macro_rules! vector_kernels {
             // SAFETY: the caller guarantees the CPU features and the extents that `KernelArgs` states. `scales` is
             // read only by formats that have scales apart from the blocks.
             unsafe {
-                let layout = args.groups;
+                let layout = if F::MX { GroupLayout::MX } else { args.groups };
                 let header = if F::IN_BLOCK { layout.header_bytes(P) } else { 0 };
                 let groups = if F::IN_BLOCK { layout.per_block } else { 1 };
                 let octets = K_BLOCK / OCTET / groups;
@@ -333,7 +332,7 @@ macro_rules! vector_kernels {
                     let elements = block.add(header);
                     for group in 0..groups {
                         let scale = F::scale(args, block, scales, group);
-                        let zeros = if F::ZEROS && layout.zeros {
+                        let zeros = if F::ZEROS {
                             zeros_in_block(layout, block, group)
                         } else {
                             [$zero(); 2]
