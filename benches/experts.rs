@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use expertd_compute::experts::cpu::{CpuExpert, Workspace, WorkspaceSize, forward};
 use expertd_compute::experts::{Assignments, ExpertKind};
-use expertd_model::{Activation, ExpertWeights, MatrixView, Packing, Scales, WeightFormat, WeightOn};
+use expertd_model::{
+    Activation, ExpertWeights, GroupScales, MatrixView, Packing, ScaleFormat, Scales, WeightFormat, WeightOn,
+};
 use rand::seq::index::sample;
 use rand::{Rng, RngExt};
 
@@ -21,15 +23,31 @@ const EXPERTS: usize = 64;
 const K: usize = 8;
 const KIND: ExpertKind = ExpertKind { activation: Activation::SwiGlu, weight_on: WeightOn::Output };
 
+/// Formats, with the columns of a group and the name of the benchmark.
+const FORMATS: [(WeightFormat, usize, &str); 8] = [
+    (WeightFormat::Bf16, 1, "Bf16"),
+    (WeightFormat::F32, 1, "F32"),
+    (WeightFormat::Fp8E4m3, 128, "Fp8E4m3"),
+    (WeightFormat::Mxfp8, 32, "Mxfp8"),
+    (WeightFormat::Mxfp4, 32, "Mxfp4"),
+    (WeightFormat::Nvfp4, 16, "Nvfp4"),
+    (WeightFormat::Int4, 32, "Int4-32"),
+    (WeightFormat::Int4, 128, "Int4-128"),
+];
+
 /// One projection's bytes and scales; all experts have the same ones.
 struct Projection {
     format: WeightFormat,
+    /// Columns of a group.
+    group: usize,
     data: Vec<u8>,
     exponents: Vec<u8>,
+    /// The scales of groups: FP8 of NVFP4, bf16 of INT4.
+    scales: Vec<u8>,
 }
 
 impl Projection {
-    fn random(rng: &mut impl Rng, format: WeightFormat) -> Self {
+    fn random(rng: &mut impl Rng, format: WeightFormat, group: usize) -> Self {
         let len = HIDDEN * INTERMEDIATE;
         let mut value = || rng.random_range(-0.02_f32..0.02);
         let data = match format {
@@ -45,7 +63,11 @@ impl Projection {
                 (0..len / 2).map(|_| rng.random()).collect()
             }
         };
-        Projection { format, data, exponents: vec![119; len / 32] }
+        let scale = match format {
+            WeightFormat::Nvfp4 => vec![0x30],
+            _ => half::bf16::from_f32(0.005).to_le_bytes().to_vec(),
+        };
+        Projection { format, group, data, exponents: vec![119; len / 32], scales: scale.repeat(len / group) }
     }
 
     fn view(&self, rows: usize, cols: usize) -> MatrixView<'_> {
@@ -55,7 +77,21 @@ impl Projection {
                 block_rows: 128,
                 block_cols: 128,
             },
-            WeightFormat::Mxfp4 => Scales::Mx { exponents: &self.exponents, row_stride: cols / 32 },
+            WeightFormat::Mxfp4 | WeightFormat::Mxfp8 => {
+                Scales::Mx { exponents: &self.exponents, row_stride: cols / 32 }
+            }
+            WeightFormat::Nvfp4 | WeightFormat::Int4 => Scales::Groups(GroupScales {
+                cols: self.group,
+                format: match self.format {
+                    WeightFormat::Nvfp4 => ScaleFormat::Fp8E4m3,
+                    _ => ScaleFormat::Bf16,
+                },
+                data: &self.scales,
+                row_stride: cols / self.group,
+                group_stride: 1,
+                factor: 1.0,
+                zeros: None,
+            }),
             _ => Scales::None,
         };
         MatrixView {
@@ -114,14 +150,14 @@ fn experts(c: &mut Criterion) {
     let mut rng = rand::rng();
     let mut group = c.benchmark_group("experts");
     group.sample_size(20);
-    for format in [WeightFormat::Bf16, WeightFormat::F32, WeightFormat::Fp8E4m3, WeightFormat::Mxfp4] {
-        let experts = Projection::random(&mut rng, format).experts();
+    for (format, columns, name) in FORMATS {
+        let experts = Projection::random(&mut rng, format, columns).experts();
         for tokens in [1, 8, 64, 512] {
             let assignments = tokens * K;
             let size = WorkspaceSize { hidden: HIDDEN, intermediate: INTERMEDIATE, assignments, threads };
             let mut workspace = Workspace::new(size);
             group.throughput(Throughput::Elements(tokens as u64));
-            group.bench_function(BenchmarkId::new(format!("{format:?}"), tokens), |b| {
+            group.bench_function(BenchmarkId::new(name, tokens), |b| {
                 b.iter_custom(|calls| {
                     (0..calls).map(|_| call(&mut rng, &experts, tokens, &mut workspace, &pool)).sum()
                 });

@@ -27,7 +27,7 @@ import tempfile
 
 import torch
 import transformers
-from golden_formats import FP4, LIBRARY, compress_experts, dequantise_modules
+from golden_formats import FP4, LIBRARY, SIZES, compress_experts, dequantise_modules
 from safetensors.torch import load_file, save_file
 
 TINY = dict(
@@ -300,8 +300,9 @@ def fuse(tensors, kind):
 
 def compress(folder, kind):
     """Makes a small checkpoint in one of compressed-tensors' formats, with the library's own tensors, and records it."""
+    hidden, width = SIZES.get(kind, (64, 96))
     config = transformers.AutoConfig.for_model(
-        "qwen3_moe", **TINY, **sized(PLAIN, (64, 4, 2, 96)), intermediate_size=96, norm_topk_prob=True)
+        "qwen3_moe", **TINY, **sized(PLAIN, (hidden, 4, 2, width)), intermediate_size=96, norm_topk_prob=True)
     config.num_hidden_layers = 1
     torch.manual_seed(len(kind))
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -138,10 +138,13 @@ def compare_with_library(stem, part, declared, weight):
     assert theirs.shape == weight.shape and error.max() < 2**-6, f"{stem}: {error.max()}"
 
 
+# Hidden size and width of experts: no multiples of words where no group has to divide them.
+SIZES = {"int4-channel": (72, 44)}
+
 # Declarations of compressed-tensors: format, weights.
 LIBRARY = {
     "int4-asymmetric": ("pack-quantized", dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=False)),
-    "int4-channel": ("pack-quantized", dict(num_bits=4, type="int", strategy="channel", symmetric=True)),
+    "int4-channel": ("pack-quantized", dict(num_bits=4, type="int", strategy="channel", symmetric=False)),
     "nvfp4": ("nvfp4-pack-quantized",
               dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True,
                    scale_dtype="torch.float8_e4m3fn")),

@@ -423,6 +423,20 @@ fn contents_that_contradict_headers_are_found_when_an_expert_is_read() {
 }
 
 #[test]
+fn a_quantised_gate_is_refused_in_words() {
+    let sandbox = packed(SynthFormat::Int4Gptq);
+    for layer in 0..2 {
+        let gate = format!("model.layers.{layer}.mlp.gate.");
+        sandbox.rename_tensor(&format!("{gate}weight"), &format!("{gate}qweight"));
+    }
+    sandbox.refused(&[
+        "mlp.gate.weight` is missing",
+        "found `model.layers.0.mlp.gate.qweight`",
+        "quantise experts only",
+    ]);
+}
+
+#[test]
 fn columns_in_another_order_are_refused_with_the_way_out() {
     let declare = |sandbox: &Sandbox, desc_act: bool| {
         sandbox.config(|config| config["quantization_config"]["desc_act"] = json!(desc_act));

@@ -1,6 +1,7 @@
 //! Packed matrices and the SIMD kernels that multiply rows with them.
 
 mod epilogue;
+mod groups;
 mod kernels;
 mod matmul;
 mod memory;
@@ -11,9 +12,13 @@ mod simd_level;
 mod storage;
 mod stored;
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod test_matrix;
+#[cfg(test)]
 pub(crate) mod tests;
 mod tiles;
 
+pub use groups::{GroupLayout, PackedScale};
 pub use matmul::{MatmulScratch, matmul};
 pub use packed::{PackError, PackedMatrix};
 pub use simd_level::{SIMD_LEVEL_ENV, SimdLevel};

@@ -1,16 +1,16 @@
 //! Weight matrices packed for the kernels.
 
+use super::groups::{GroupLayout, OCTET, PackedScale};
 use super::memory::AlignedBuffer;
 use super::simd_level::SimdLevel;
 use super::storage::Storage;
-use expertd_model::decode::e8m0_bf16;
-use expertd_model::{MatrixError, MatrixView, Scales, WeightFormat};
+use expertd_model::{INT4_ZERO, MatrixError, MatrixView, Packing, Scales, WeightFormat};
 
 /// Input features per packed block; the last block is padded with zeros.
 pub(crate) const K_BLOCK: usize = 32;
 
 /// Outputs of the widest panel.
-const MAX_PANEL: usize = SimdLevel::Avx512.panel_width();
+pub(crate) const MAX_PANEL: usize = SimdLevel::Avx512.panel_width();
 
 /// An error that prevents a matrix from being packed.
 #[derive(Debug, thiserror::Error)]
@@ -34,11 +34,13 @@ pub enum PackError {
 /// A weight matrix `[n, k]` in its stored format, laid out for the kernels of one [`SimdLevel`].
 ///
 /// Output features are grouped into panels of `P` (two vectors of the level). A panel is a sequence of blocks of 32
-/// input features. A block holds, for one input feature after the other (f32, f16) or for one pair of neighbouring
-/// input features after the other (bf16, FP8), the elements of all `P` outputs. A kernel can therefore widen a vector
-/// of weights once and multiply it with broadcast elements of several rows, without adding across SIMD lanes. An MXFP4
-/// block is `P` exponents as bf16 powers of two, then four groups of `P` words with eight elements each. FP8 scales are
-/// stored apart from the weights, one vector per panel and block of scales.
+/// input features. A block holds, for one input feature after the other (f32, f16), for one pair of neighbouring
+/// input features after the other (bf16, FP8, MXFP8) or for eight of them (4-bit formats: words of 32 bits, the first
+/// feature in the highest nibble), the elements of all `P` outputs. A kernel can therefore widen a vector
+/// of weights once and multiply it with broadcast elements of several rows, without adding across SIMD lanes.
+///
+/// A block of MXFP4, MXFP8, NVFP4 or INT4 starts with its scales and zero points ([`GroupLayout`]). FP8 scales are stored
+/// apart from the weights, one vector per panel and block of scales. INT4 elements are stored less 8, as two's complement.
 #[derive(Debug)]
 pub struct PackedMatrix {
     pub(super) level: SimdLevel,
@@ -47,10 +49,12 @@ pub struct PackedMatrix {
     pub(super) k: usize,
     pub(super) interleaved: bool,
     pub(super) data: Storage<u8>,
-    /// `[panels, ceil(blocks / scale_blocks), P]`, FP8 only.
+    /// `[panels, ceil(blocks / scale_blocks), P]`: scales of FP8, factors of f16 scales; empty otherwise.
     pub(super) scales: Storage<f32>,
     /// Blocks of input features that share a vector of scales.
     pub(super) scale_blocks: usize,
+    /// Scales within the blocks; `None` if the format has none.
+    pub(super) groups: Option<GroupLayout>,
 }
 
 impl PackedMatrix {
@@ -103,11 +107,16 @@ impl PackedMatrix {
             .then(|| common_scale_cols(first, second))
             .flatten()
             .filter(|_| !first.has_fp8_nan() && !second.has_fp8_nan());
-        // The kernels cannot convert FP8 NaN, and a vector of scales must cover whole blocks. A matrix that breaks
-        // either rule (no valid checkpoint is known to) is kept as f32.
+        let groups = GroupLayout::of(first, second);
+        // The kernels cannot convert FP8 NaN, and scales must cover whole blocks or octets of input features. A matrix
+        // that breaks either rule (no valid checkpoint is known to) is kept as f32.
         let format = match first.format {
             WeightFormat::Fp8E4m3 if scale_cols.is_none() => WeightFormat::F32,
-            WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4 => WeightFormat::F32,
+            WeightFormat::Mxfp4 | WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4
+                if groups.is_none() =>
+            {
+                WeightFormat::F32
+            }
             format => format,
         };
         let mut packed = PackedMatrix {
@@ -119,27 +128,46 @@ impl PackedMatrix {
             data: Storage::empty(),
             scales: Storage::empty(),
             scale_blocks: scale_cols.map_or(1, |cols| cols.div_ceil(K_BLOCK)),
+            groups,
         };
         let mut data = AlignedBuffer::zeroed(packed.panels() * packed.panel_bytes());
         for (panel, bytes) in data.chunks_exact_mut(packed.panel_bytes()).enumerate() {
             for (block, bytes) in bytes.chunks_exact_mut(packed.block_bytes()).enumerate() {
-                sources.pack_block(format, panel, block, bytes);
+                sources.pack_block(format, groups, panel, block, bytes);
             }
         }
         packed.data = Storage::Own(data);
-        if let Some(cols) = scale_cols {
-            let mut scales =
-                AlignedBuffer::zeroed(packed.panels() * packed.scale_vectors() * level.panel_width());
-            for (i, scale) in scales.iter_mut().enumerate() {
-                let (column, vector) = (i % level.panel_width(), i / level.panel_width());
-                let (panel, block) = (vector / packed.scale_vectors(), vector % packed.scale_vectors());
-                if let Some((view, row)) = sources.row(panel, column) {
-                    *scale = view.scale(row, block * cols) * FP8_BIAS;
-                }
-            }
-            packed.scales = Storage::Own(scales);
+        if packed.has_factors() {
+            packed.scale_blocks = packed.blocks();
+            packed.pack_scales(sources, |view, _, _| match &view.scales {
+                Scales::Groups(groups) => groups.factor,
+                _ => 1.0,
+            });
+        } else if let Some(cols) = scale_cols {
+            packed.pack_scales(sources, |view, row, block| view.scale(row, block * cols) * FP8_BIAS);
         }
         packed
+    }
+
+    /// Fills `scales` with `scale(matrix, row, vector)`.
+    fn pack_scales(
+        &mut self,
+        sources: &PackSources<'_>,
+        scale: impl Fn(&MatrixView<'_>, usize, usize) -> f32,
+    ) {
+        let mut scales = AlignedBuffer::zeroed(self.panels() * self.scale_vectors() * sources.panel);
+        for (i, element) in scales.iter_mut().enumerate() {
+            let (column, vector) = (i % sources.panel, i / sources.panel);
+            if let Some((view, row)) = sources.row(vector / self.scale_vectors(), column) {
+                *element = scale(view, row, vector % self.scale_vectors());
+            }
+        }
+        self.scales = Storage::Own(scales);
+    }
+
+    /// Whether scales within the blocks have factors.
+    fn has_factors(&self) -> bool {
+        self.groups.is_some_and(|groups| groups.scale == PackedScale::F16)
     }
 
     /// Output features (of both projections, for a gated pair).
@@ -194,12 +222,16 @@ impl PackedMatrix {
     /// Bytes per block of a panel.
     pub(crate) fn block_bytes(&self) -> usize {
         let panel = self.level.panel_width();
-        match self.format {
-            WeightFormat::F32 => 4 * K_BLOCK * panel,
-            WeightFormat::F16 | WeightFormat::Bf16 => 2 * K_BLOCK * panel,
-            WeightFormat::Fp8E4m3 => K_BLOCK * panel,
-            WeightFormat::Mxfp4 => 2 * panel + K_BLOCK / 2 * panel,
-            WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4 => 4 * K_BLOCK * panel,
+        let elements = K_BLOCK * panel * self.format.bits() / 8;
+        elements + self.groups.map_or(0, |groups| groups.header_bytes(panel))
+    }
+
+    /// Number of f32 scales that are stored apart from the blocks.
+    pub(super) fn scale_count(&self) -> usize {
+        if self.format == WeightFormat::Fp8E4m3 || self.has_factors() {
+            self.panels() * self.scale_vectors() * self.level.panel_width()
+        } else {
+            0
         }
     }
 
@@ -220,7 +252,7 @@ impl PackedMatrix {
 }
 
 /// Factor that packed scales include, because kernels read FP8 codes as if their exponent had the bias of f16.
-const FP8_BIAS: f32 = 256.0;
+pub(crate) const FP8_BIAS: f32 = 256.0;
 
 /// Columns that share a scale in both views; `None` if the kernels do not support their blocks.
 fn common_scale_cols(first: &MatrixView<'_>, second: &MatrixView<'_>) -> Option<usize> {
@@ -253,18 +285,41 @@ impl<'a> PackSources<'a> {
         (row < view.rows).then_some((view, row))
     }
 
-    fn pack_block(&self, format: WeightFormat, panel: usize, block: usize, bytes: &mut [u8]) {
+    fn pack_block(
+        &self,
+        format: WeightFormat,
+        groups: Option<GroupLayout>,
+        panel: usize,
+        block: usize,
+        bytes: &mut [u8],
+    ) {
+        let header = groups.map_or(0, |groups| groups.header_bytes(self.panel));
+        let (header, elements) = bytes.split_at_mut(header);
+        if let Some(groups) = groups {
+            self.pack_groups(groups, panel, block, header);
+        }
         match format {
             WeightFormat::F32 if self.views[0].format != WeightFormat::F32 => {
-                self.pack_widened(panel, block, bytes)
+                self.pack_widened(panel, block, elements)
             }
-            WeightFormat::F32 => self.pack_elements::<4, 4>(panel, block, bytes),
-            WeightFormat::F16 => self.pack_elements::<2, 2>(panel, block, bytes),
-            WeightFormat::Bf16 => self.pack_elements::<2, 4>(panel, block, bytes),
-            WeightFormat::Fp8E4m3 => self.pack_elements::<1, 2>(panel, block, bytes),
-            WeightFormat::Mxfp4 => self.pack_mxfp4(panel, block, bytes),
-            WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4 => {
-                unreachable!("these formats are widened")
+            WeightFormat::F32 => self.pack_elements::<4, 4>(panel, block, elements),
+            WeightFormat::F16 => self.pack_elements::<2, 2>(panel, block, elements),
+            WeightFormat::Bf16 => self.pack_elements::<2, 4>(panel, block, elements),
+            WeightFormat::Fp8E4m3 | WeightFormat::Mxfp8 => self.pack_elements::<1, 2>(panel, block, elements),
+            WeightFormat::Mxfp4 | WeightFormat::Nvfp4 => self.pack_nibbles(panel, block, 0, elements),
+            WeightFormat::Int4 => self.pack_nibbles(panel, block, INT4_ZERO, elements),
+        }
+    }
+
+    /// Writes the scales and zero points of a block. Groups that lie in the padding keep scales of zero.
+    fn pack_groups(&self, groups: GroupLayout, panel: usize, block: usize, header: &mut [u8]) {
+        for column in 0..self.panel {
+            let Some((view, row)) = self.row(panel, column) else { continue };
+            for group in 0..groups.per_block {
+                let col = block * K_BLOCK + group * K_BLOCK / groups.per_block;
+                if col < view.cols {
+                    groups.write(header, self.panel, group, column, view, (row, col));
+                }
             }
         }
     }
@@ -306,16 +361,40 @@ impl<'a> PackSources<'a> {
         }
     }
 
-    fn pack_mxfp4(&self, panel: usize, block: usize, bytes: &mut [u8]) {
+    /// Packs elements of four bits, each XOR `flip`. Padding is zero.
+    fn pack_nibbles(&self, panel: usize, block: usize, flip: u8, elements: &mut [u8]) {
+        let (words, _) = elements.as_chunks_mut::<4>();
         for column in 0..self.panel {
             let Some((view, row)) = self.row(panel, column) else { continue };
-            let start = block * K_BLOCK;
-            bytes[2 * column..2 * column + 2]
-                .copy_from_slice(&e8m0_bf16(view.exponent(row, start)).to_le_bytes());
-            for i in 0..K_BLOCK.min(view.cols - start) {
-                let word = 2 * self.panel + (i / 8 * self.panel + column) * 4;
-                bytes[word + i % 8 / 2] |= view.nibble(row, start + i) << (i % 2 * 4);
+            for octet in 0..K_BLOCK / OCTET {
+                let col = block * K_BLOCK + octet * OCTET;
+                if col >= view.cols {
+                    break;
+                }
+                let count = OCTET.min(view.cols - col);
+                let word = whole_word(view, row, col).filter(|_| count == OCTET).unwrap_or_else(|| {
+                    (0..count).fold(0, |word, i| word | u32::from(view.nibble(row, col + i)) << (4 * i))
+                });
+                let flips = u32::from(flip) * (0x1111_1111 >> (4 * (OCTET - count)));
+                words[octet * self.panel + column] = reverse_nibbles(word ^ flips).to_le_bytes();
             }
         }
     }
+}
+
+/// The eight elements of four bits from `col` on, the first in the lowest nibble, if they are stored as such a word.
+fn whole_word(view: &MatrixView<'_>, row: usize, col: usize) -> Option<u32> {
+    let contiguous = match view.packing {
+        Packing::Strided => view.col_stride == 1,
+        Packing::ColumnWords => col.is_multiple_of(OCTET),
+        Packing::RowWords | Packing::AwqWords => false,
+    };
+    let at = view.packing.index(row, col, view.row_stride, view.col_stride);
+    let bytes = view.data.get(at / 2..)?.first_chunk()?;
+    (contiguous && at.is_multiple_of(2)).then(|| u32::from_le_bytes(*bytes))
+}
+
+fn reverse_nibbles(word: u32) -> u32 {
+    let bytes = word.swap_bytes();
+    (bytes & 0x0f0f_0f0f) << 4 | bytes >> 4 & 0x0f0f_0f0f
 }

@@ -1,9 +1,11 @@
 //! Products of packed rows with one panel of packed weights.
 #![allow(unsafe_code, reason = "calls kernels, which take pointers")]
 
-use super::kernels::{KernelArgs, kernel};
-use super::packed::{K_BLOCK, PackedMatrix};
+use super::groups::GroupLayout;
+use super::kernels::{KernelArgs, kernel, widen};
+use super::packed::{K_BLOCK, MAX_PANEL, PackedMatrix};
 use super::tiles::{Tiling, padded};
+use expertd_model::WeightFormat;
 
 /// Largest number of blocks of input features per pass over the tiles, so that this part of a panel stays in the L2
 /// cache.
@@ -11,6 +13,9 @@ const MAX_BLOCKS: usize = 64;
 
 /// Distance between the weights that are multiplied and the weights that are prefetched, in bytes.
 const AHEAD: usize = 4096;
+
+/// Number of blocks that are widened at a time for several tiles: 32 KiB at the most.
+const WIDE_BLOCKS: usize = 8;
 
 /// Pairs of input features per block.
 const PAIRS: usize = K_BLOCK / 2;
@@ -51,27 +56,41 @@ pub(crate) fn multiply(
         // Only the first tile reads the panel from memory, the others from the cache: prefetch the next panel.
         tiles => (next.as_ptr(), next.len().div_ceil(tiles * blocks * PAIRS)),
     };
+    // Several tiles share the work of widening weights that have scales.
+    let widen = widen(matrix.level, matrix.format).filter(|_| tiling.tiles() > 1);
+    let part = if widen.is_some() { part.min(WIDE_BLOCKS) } else { part };
+    let mut wide = [0.0_f32; WIDE_BLOCKS * K_BLOCK * MAX_PANEL];
     for first in (0..blocks).step_by(part) {
         let blocks = part.min(blocks - first);
         let scale_vector = panel * matrix.scale_vectors() + first / matrix.scale_blocks;
+        let weights = &weights[first * matrix.block_bytes()..][..blocks * matrix.block_bytes()];
+        let mut arguments = KernelArgs {
+            weights: weights.as_ptr(),
+            scales: scales.get(scale_vector * width..).unwrap_or_default().as_ptr(),
+            scale_left: matrix.scale_blocks - first % matrix.scale_blocks,
+            scale_blocks: matrix.scale_blocks,
+            groups: matrix.groups.unwrap_or(GroupLayout::MX),
+            x: x.as_ptr(),
+            blocks,
+            acc: wide.as_mut_ptr(),
+            prefetch,
+            prefetch_step,
+        };
+        let mut format = matrix.format;
+        if let Some(widen) = widen {
+            // SAFETY: the level is supported; weights and scales have the lengths that `KernelArgs` asks for (see below), and
+            // `wide` holds `WIDE_BLOCKS` blocks of f32, of which a part has no more.
+            unsafe { widen(&arguments) };
+            arguments.weights = wide.as_ptr().cast();
+            format = WeightFormat::F32;
+        }
         for tile in tiling.iter() {
             let x = &x[tile.start * k + first * tile.rows * K_BLOCK..][..blocks * tile.rows * K_BLOCK];
             let acc = &mut acc[tile.start * width..][..tile.rows * width];
-            let weights = &weights[first * matrix.block_bytes()..][..blocks * matrix.block_bytes()];
-            let arguments = KernelArgs {
-                weights: weights.as_ptr(),
-                scales: scales.get(scale_vector * width..).unwrap_or_default().as_ptr(),
-                scale_left: matrix.scale_blocks - first % matrix.scale_blocks,
-                scale_blocks: matrix.scale_blocks,
-                x: x.as_ptr(),
-                blocks,
-                acc: acc.as_mut_ptr(),
-                prefetch,
-                prefetch_step,
-            };
+            arguments = KernelArgs { x: x.as_ptr(), acc: acc.as_mut_ptr(), prefetch, ..arguments };
             // SAFETY: the level is supported; weights, x and acc have the lengths that `KernelArgs` asks for; a matrix
             // that needs scales has `scale_vectors` vectors per panel, which cover its blocks.
-            unsafe { kernel(matrix.level, matrix.format, tile.rows)(&arguments) };
+            unsafe { kernel(matrix.level, format, tile.rows)(&arguments) };
             prefetch = prefetch.wrapping_add(blocks * PAIRS * prefetch_step);
         }
     }

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use super::groups::GroupLayout;
 use super::packed::PackedMatrix;
 use super::simd_level::SimdLevel;
 use super::storage::{SharedBytes, Storage};
@@ -27,6 +28,8 @@ pub struct PackedForm {
     pub interleaved: bool,
     /// Blocks of input features that share a vector of scales.
     pub scale_blocks: usize,
+    /// Scales within the blocks; `None` if the format has none.
+    pub groups: Option<GroupLayout>,
 }
 
 /// Stored bytes that are no packed matrix for this process.
@@ -49,6 +52,14 @@ pub enum StoredError {
         k: usize,
         /// Blocks per scale.
         scale_blocks: usize,
+    },
+    /// The scales within the blocks do not fit the format.
+    #[error("a packed matrix in {format} cannot have {found:?} as scales within its blocks")]
+    Groups {
+        /// Format of the elements.
+        format: WeightFormat,
+        /// What its form says.
+        found: Option<GroupLayout>,
     },
     /// The bytes do not fit the sizes.
     #[error(
@@ -77,6 +88,7 @@ impl PackedMatrix {
             k: self.k,
             interleaved: self.interleaved,
             scale_blocks: self.scale_blocks,
+            groups: self.groups,
         }
     }
 
@@ -102,7 +114,7 @@ impl PackedMatrix {
         elements: Range<usize>,
         scales: Range<usize>,
     ) -> Result<Self, StoredError> {
-        let PackedForm { level, format, n, k, interleaved, scale_blocks } = form;
+        let PackedForm { level, format, n, k, interleaved, scale_blocks, groups } = form;
         let active = SimdLevel::active();
         if level != active {
             return Err(StoredError::Level { found: level, expected: active });
@@ -110,6 +122,16 @@ impl PackedMatrix {
         let possible = |features: usize| (1..=MAX_FEATURES).contains(&features);
         if !possible(n) || !possible(k) || !possible(scale_blocks) {
             return Err(StoredError::Sizes { n, k, scale_blocks });
+        }
+        let needs_groups = matches!(
+            format,
+            WeightFormat::Mxfp4 | WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4
+        );
+        let possible = |groups: GroupLayout| {
+            groups.is_possible() && (format != WeightFormat::Mxfp8 || groups == GroupLayout::MX)
+        };
+        if groups.is_some() != needs_groups || !groups.is_none_or(possible) {
+            return Err(StoredError::Groups { format, found: groups });
         }
         let mut matrix = PackedMatrix {
             level,
@@ -120,6 +142,7 @@ impl PackedMatrix {
             data: Storage::empty(),
             scales: Storage::empty(),
             scale_blocks,
+            groups,
         };
         let wrong = |what, range: Range<usize>, expected| StoredError::Bytes {
             what,
@@ -130,11 +153,7 @@ impl PackedMatrix {
         let expected = matrix.panels() * matrix.panel_bytes();
         let data = Storage::shared(memory, elements.clone()).filter(|data| data.len() == expected);
         matrix.data = data.ok_or_else(|| wrong("elements", elements, expected))?;
-        let expected = if format == WeightFormat::Fp8E4m3 {
-            matrix.panels() * matrix.scale_vectors() * level.panel_width()
-        } else {
-            0
-        };
+        let expected = matrix.scale_count();
         let stored = Storage::shared(memory, scales.clone()).filter(|scales| scales.len() == expected);
         matrix.scales = stored.ok_or_else(|| wrong("scales", scales, expected * size_of::<f32>()))?;
         Ok(matrix)
@@ -148,7 +167,7 @@ mod tests {
 
     use super::*;
     use crate::linalg::{AlignedBuffer, MatmulScratch, matmul};
-    use expertd_model::{MatrixView, Packing, Scales};
+    use expertd_model::{GroupScales, MatrixView, Packing, ScaleFormat, Scales};
 
     /// Memory with the elements of `matrix` at byte 64 and its scales behind them.
     fn stored(matrix: &PackedMatrix) -> (SharedBytes, Range<usize>, Range<usize>) {
@@ -182,17 +201,30 @@ mod tests {
             col_stride: 1,
             scales: Scales::Block { values: scales.into(), block_rows: 128, block_cols: 128 },
         };
-        let matrix = PackedMatrix::pack(&fp8).unwrap();
-        assert!(!matrix.scales().is_empty());
-        let (memory, elements, scales) = stored(&matrix);
-        let again = PackedMatrix::in_memory(matrix.form(), &memory, elements, scales).unwrap();
-        let rows: Vec<f32> = (0..m * k).map(|i| (i % 17) as f32 - 8.0).collect();
-        let product = |matrix: &PackedMatrix| {
-            let mut out = vec![f32::NAN; m * n];
-            matmul(&rows, matrix, &mut out, &mut MatmulScratch::new(k, 1), None);
-            out
+        // NVFP4: scales within the blocks, their factors apart.
+        let groups = GroupScales {
+            cols: 16,
+            format: ScaleFormat::Fp8E4m3,
+            data: &codes[..n * k.div_ceil(16)],
+            row_stride: k.div_ceil(16),
+            group_stride: 1,
+            factor: 0.75,
+            zeros: None,
         };
-        assert_eq!(product(&matrix), product(&again));
+        let nvfp4 = MatrixView { format: WeightFormat::Nvfp4, scales: Scales::Groups(groups), ..fp8.clone() };
+        for view in [fp8, nvfp4] {
+            let matrix = PackedMatrix::pack(&view).unwrap();
+            assert!(!matrix.scales().is_empty());
+            let (memory, elements, scales) = stored(&matrix);
+            let again = PackedMatrix::in_memory(matrix.form(), &memory, elements, scales).unwrap();
+            let rows: Vec<f32> = (0..m * k).map(|i| (i % 17) as f32 - 8.0).collect();
+            let product = |matrix: &PackedMatrix| {
+                let mut out = vec![f32::NAN; m * n];
+                matmul(&rows, matrix, &mut out, &mut MatmulScratch::new(k, 1), None);
+                out
+            };
+            assert_eq!(product(&matrix), product(&again));
+        }
     }
 
     #[test]
@@ -228,6 +260,17 @@ mod tests {
         ));
         let huge = PackedForm { n: usize::MAX, ..form };
         assert!(matches!(read(huge, elements.clone(), scales.clone()), Err(StoredError::Sizes { .. })));
+        let groups = PackedForm { groups: Some(GroupLayout::MX), ..form };
+        assert!(matches!(read(groups, elements.clone(), scales.clone()), Err(StoredError::Groups { .. })));
+        for (format, groups) in [
+            (WeightFormat::Int4, None),
+            (WeightFormat::Nvfp4, Some(GroupLayout { per_block: 3, ..GroupLayout::MX })),
+            (WeightFormat::Nvfp4, Some(GroupLayout { per_block: 0, ..GroupLayout::MX })),
+            (WeightFormat::Mxfp8, Some(GroupLayout { zeros: true, ..GroupLayout::MX })),
+        ] {
+            let form = PackedForm { format, groups, ..form };
+            assert!(matches!(read(form, elements.clone(), scales.clone()), Err(StoredError::Groups { .. })));
+        }
         let other = SimdLevel::ALL.into_iter().find(|level| *level != SimdLevel::active()).unwrap();
         let level = PackedForm { level: other, ..form };
         assert!(matches!(read(level, elements, scales), Err(StoredError::Level { .. })));

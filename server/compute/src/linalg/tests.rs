@@ -5,124 +5,9 @@ use rand::{Rng, RngExt};
 
 use super::*;
 use expertd_model::decode;
-use expertd_model::{MatrixView, Packing, Scales, WeightFormat};
+use expertd_model::{GroupScales, MatrixView, Packing, ScaleFormat, Scales, WeightFormat};
 
-/// A matrix in some format: the bytes as in a checkpoint, and the values they encode, computed here.
-pub(crate) struct TestMatrix {
-    format: WeightFormat,
-    data: Vec<u8>,
-    scales: Scales<'static>,
-    exponents: Vec<u8>,
-    n: usize,
-    k: usize,
-    pub(crate) values: Vec<f64>,
-}
-
-pub(crate) const FORMATS: [WeightFormat; 5] =
-    [WeightFormat::F32, WeightFormat::F16, WeightFormat::Bf16, WeightFormat::Fp8E4m3, WeightFormat::Mxfp4];
-
-impl TestMatrix {
-    /// A matrix of random elements; `block` is rows by columns of an FP8 scale block.
-    pub(crate) fn random(
-        rng: &mut impl Rng,
-        format: WeightFormat,
-        n: usize,
-        k: usize,
-        block: (usize, usize),
-    ) -> Self {
-        let mut matrix = TestMatrix {
-            format,
-            data: Vec::new(),
-            scales: Scales::None,
-            exponents: Vec::new(),
-            n,
-            k,
-            values: Vec::with_capacity(n * k),
-        };
-        let size = 1.0 / (k as f32).sqrt();
-        match format {
-            WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => {
-                for _ in 0..n * k {
-                    let x: f32 = rng.random_range(-size..size);
-                    let (bytes, value) = match format {
-                        WeightFormat::F32 => (x.to_le_bytes().to_vec(), f64::from(x)),
-                        WeightFormat::F16 => {
-                            let x = half::f16::from_f32(x);
-                            (x.to_le_bytes().to_vec(), x.to_f64())
-                        }
-                        _ => {
-                            let x = half::bf16::from_f32(x);
-                            (x.to_le_bytes().to_vec(), x.to_f64())
-                        }
-                    };
-                    matrix.data.extend(bytes);
-                    matrix.values.push(value);
-                }
-            }
-            WeightFormat::Fp8E4m3 => {
-                let across = k.div_ceil(block.1);
-                let scales: Vec<f32> =
-                    (0..n.div_ceil(block.0) * across).map(|_| size * rng.random_range(0.001..0.01)).collect();
-                for i in 0..n * k {
-                    let code = loop {
-                        let code: u8 = rng.random();
-                        if code & 0x7f != 0x7f {
-                            break code;
-                        }
-                    };
-                    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7) / 8.0);
-                    let magnitude = if exponent == 0 {
-                        mantissa / 64.0
-                    } else {
-                        (1.0 + mantissa) * 2f64.powi(exponent - 7)
-                    };
-                    let scale = scales[i / k / block.0 * across + i % k / block.1];
-                    matrix.data.push(code);
-                    matrix.values.push(if code >= 128 { -magnitude } else { magnitude } * f64::from(scale));
-                }
-                matrix.scales =
-                    Scales::Block { values: scales.into(), block_rows: block.0, block_cols: block.1 };
-            }
-            WeightFormat::Mxfp4 => {
-                assert!(k.is_multiple_of(2));
-                matrix.exponents = (0..n * k.div_ceil(32)).map(|_| rng.random_range(110..124)).collect();
-                for i in 0..n * k {
-                    let code: u8 = rng.random_range(0..16);
-                    if i.is_multiple_of(2) {
-                        matrix.data.push(code)
-                    } else {
-                        *matrix.data.last_mut().unwrap() |= code << 4
-                    }
-                    let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code % 8)];
-                    let exponent = matrix.exponents[i / k * k.div_ceil(32) + i % k / 32];
-                    let value = magnitude * 2f64.powi(i32::from(exponent) - 127);
-                    matrix.values.push(if code >= 8 { -value } else { value });
-                }
-            }
-            WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4 => {
-                unreachable!("`FORMATS` does not list {format}")
-            }
-        }
-        matrix
-    }
-
-    pub(crate) fn view(&self) -> MatrixView<'_> {
-        let scales = match self.format {
-            WeightFormat::Mxfp4 => Scales::Mx { exponents: &self.exponents, row_stride: self.k.div_ceil(32) },
-            _ => self.scales.clone(),
-        };
-        MatrixView {
-            format: self.format,
-            packing: Packing::Strided,
-            data: &self.data,
-            rows: self.n,
-            cols: self.k,
-            row_stride: self.k,
-            col_stride: 1,
-            scales,
-        }
-    }
-}
+pub(crate) use super::test_matrix::{FORMATS, Int4Kind, TestMatrix};
 
 pub(crate) fn levels() -> impl Iterator<Item = SimdLevel> {
     SimdLevel::ALL.into_iter().filter(|level| level.is_supported())
@@ -265,6 +150,152 @@ fn every_code_is_converted_exactly() {
             }
         }
     }
+}
+
+#[test]
+fn every_int4_code_is_converted_exactly() {
+    // The rows are the identity, so the output is the weights. The sources are laid out as compressed-tensors, GPTQ (with
+    // its zero points less one) and AWQ lay them out; the groups do not divide the columns, and 70 columns leave padding.
+    let mut rng = rand::rng();
+    let (n, k) = (45, 70);
+    let identity: Vec<f32> = (0..k * k).map(|i| if i / k == i % k { 1.0 } else { 0.0 }).collect();
+    for (packing, zeros) in [
+        (Packing::Strided, None),
+        (Packing::ColumnWords, Some((Packing::RowWords, 1))),
+        (Packing::AwqWords, Some((Packing::AwqWords, 0))),
+        (Packing::RowWords, Some((Packing::Strided, 0))),
+    ] {
+        for scales in [ScaleFormat::F32, ScaleFormat::F16, ScaleFormat::Bf16] {
+            for group in [8, 16, 24, 32, 40, 48, 64, 128] {
+                let matrix = TestMatrix::int4(&mut rng, n, k, Int4Kind { group, scales, packing, zeros });
+                for level in levels() {
+                    let packed = PackedMatrix::pack_for(level, &matrix.view()).unwrap();
+                    assert_eq!(packed.format(), WeightFormat::Int4);
+                    let mut out = vec![f32::NAN; k * n];
+                    matmul(&identity, &packed, &mut out, &mut MatmulScratch::new(k, 1), None);
+                    for (i, got) in out.iter().enumerate() {
+                        let (col, row) = (i / n, i % n);
+                        let want = matrix.values[row * k + col] as f32;
+                        assert_eq!(*got, want, "{level} {packing:?} {scales:?} groups of {group} at {i}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_code_with_scales_within_blocks_is_converted_exactly() {
+    let (n, k) = (32, 64);
+    let identity: Vec<f32> = (0..k * k).map(|i| if i / k == i % k { 1.0 } else { 0.0 }).collect();
+    let check = |view: &MatrixView<'_>, want: &dyn Fn(usize, usize) -> f64| {
+        for level in levels() {
+            let packed = PackedMatrix::pack_for(level, view).unwrap();
+            assert_eq!(packed.format(), view.format);
+            let mut out = vec![f32::NAN; n * k];
+            matmul(&identity, &packed, &mut out, &mut MatmulScratch::new(k, 1), None);
+            for (i, got) in out.iter().enumerate() {
+                let want = want(i % n, i / n) as f32;
+                assert!(*got == want || want.is_nan() && got.is_nan(), "{level} {i}: {got}, not {want}");
+            }
+        }
+    };
+    for offset in 0..8 {
+        // MXFP8: every code that is a number, with exponents from the smallest to the largest that keeps 448 * 2^e finite.
+        let codes: Vec<u8> = (0..n * k)
+            .map(|i| ((i * 37 + i / k + offset) % 256) as u8)
+            .map(|code| if code & 0x7f == 0x7f { 0x80 } else { code })
+            .collect();
+        let exponents: Vec<u8> = (0..n * 2).map(|i| (i * 4 + offset / 2).min(245) as u8).collect();
+        let view = MatrixView {
+            format: WeightFormat::Mxfp8,
+            packing: Packing::Strided,
+            data: &codes,
+            rows: n,
+            cols: k,
+            row_stride: k,
+            col_stride: 1,
+            scales: Scales::Mx { exponents: &exponents, row_stride: 2 },
+        };
+        check(&view, &|row, col| {
+            let exponent = exponents[row * 2 + col / 32];
+            f64::from(decode::fp8_e4m3(codes[row * k + col])) * 2f64.powi(i32::from(exponent) - 127)
+        });
+        // NVFP4: every code under every scale, NaN included, which poisons the outputs of its row. f32 holds all products.
+        let nibbles: Vec<u8> =
+            (0..n * k / 2).map(|i| ((i * 17 + i / 16 + offset * 29) % 256) as u8).collect();
+        let scales: Vec<u8> = (0..n * 4).map(|i| (i + offset * 32) as u8).collect();
+        let groups = GroupScales {
+            cols: 16,
+            format: ScaleFormat::Fp8E4m3,
+            data: &scales,
+            row_stride: 4,
+            group_stride: 1,
+            factor: 0.375,
+            zeros: None,
+        };
+        let view = MatrixView {
+            format: WeightFormat::Nvfp4,
+            data: &nibbles,
+            scales: Scales::Groups(groups),
+            ..view.clone()
+        };
+        check(&view, &|row, col| {
+            if scales[row * 4..][..4].iter().any(|code| code & 0x7f == 0x7f) {
+                return f64::NAN;
+            }
+            let element = row * k + col;
+            let code = nibbles[element / 2] >> (element % 2 * 4) & 15;
+            let scale = decode::fp8_e4m3(scales[row * 4 + col / 16]);
+            f64::from(decode::fp4_e2m1(code)) * f64::from(scale) * 0.375
+        });
+    }
+}
+
+#[test]
+fn matrices_that_the_kernels_cannot_hold_are_kept_as_f32() {
+    let mut rng = rand::rng();
+    let k = 70;
+    let kind = Int4Kind { group: 5, scales: ScaleFormat::F16, packing: Packing::Strided, zeros: None };
+    let odd_groups = TestMatrix::int4(&mut rng, 20, k, kind);
+    let mut nan = TestMatrix::random(&mut rng, WeightFormat::Mxfp8, 20, k, (1, 1));
+    nan.data[k + 3] = 0xff;
+    let exponents = [247_u8; 20 * 3];
+    let mut plain = TestMatrix::random(&mut rng, WeightFormat::Mxfp8, 20, k, (1, 1));
+    // Elements below 2 keep the weights finite.
+    plain.data.iter_mut().for_each(|code| *code &= 0xbf);
+    let huge = MatrixView { scales: Scales::Mx { exponents: &exponents, row_stride: 3 }, ..plain.view() };
+    let identity: Vec<f32> = (0..k * k).map(|i| if i / k == i % k { 1.0 } else { 0.0 }).collect();
+    for (view, nan_row) in [(odd_groups.view(), None), (nan.view(), Some(1)), (huge, None)] {
+        for level in levels() {
+            let packed = PackedMatrix::pack_for(level, &view).unwrap();
+            assert_eq!(packed.format(), WeightFormat::F32);
+            let mut out = vec![f32::NAN; k * 20];
+            matmul(&identity, &packed, &mut out, &mut MatmulScratch::new(k, 1), None);
+            for (i, got) in out.iter().enumerate() {
+                let (row, col) = (i % 20, i / 20);
+                let same = *got == view.value(row, col);
+                assert!(if nan_row == Some(row) { got.is_nan() } else { same }, "{level} {i}: {got}");
+            }
+        }
+    }
+}
+
+#[test]
+fn gate_and_up_may_have_different_groups() {
+    // `forward` computes pairs; here it is enough that the header holds the groups of both without rounding.
+    let mut rng = rand::rng();
+    let kind = |group, scales, zeros| Int4Kind { group, scales, packing: Packing::Strided, zeros };
+    let gate = TestMatrix::int4(&mut rng, 20, 64, kind(32, ScaleFormat::Bf16, None));
+    let up = TestMatrix::int4(&mut rng, 20, 64, kind(16, ScaleFormat::F16, Some((Packing::Strided, 0))));
+    let packed = PackedMatrix::pack_gated(SimdLevel::Portable, &gate.view(), &up.view()).unwrap();
+    let groups = GroupLayout { per_block: 2, scale: PackedScale::F32, zeros: true };
+    assert_eq!(packed.form().groups, Some(groups));
+    let same = PackedMatrix::pack_gated(SimdLevel::Portable, &gate.view(), &gate.view()).unwrap();
+    let groups = GroupLayout { per_block: 1, scale: PackedScale::Bf16, zeros: false };
+    assert_eq!(same.form().groups, Some(groups));
+    // 4 bits and 2 bytes of scale per 32 elements: 4.5 bits per weight of two halves of three padded panels.
+    assert_eq!(same.bytes(), 3 * 16 * 64 * 9 / 16);
 }
 
 #[test]

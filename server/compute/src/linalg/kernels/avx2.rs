@@ -6,10 +6,10 @@ use std::arch::x86_64::*;
 
 use super::vector::vector_kernels;
 use super::{Kernel, KernelArgs};
-use crate::linalg::packed::K_BLOCK;
+use crate::linalg::groups::{GroupLayout, OCTET, PackedScale};
+use crate::linalg::packed::{FP8_BIAS, K_BLOCK};
 use crate::linalg::simd_level::SimdLevel;
 use expertd_model::WeightFormat;
-use expertd_model::decode::FP4;
 
 vector_kernels! {
     level: SimdLevel::Avx2,
@@ -20,6 +20,8 @@ vector_kernels! {
     load: _mm256_loadu_ps,
     store: _mm256_storeu_ps,
     add: _mm256_add_ps,
+    subtract: _mm256_sub_ps,
+    multiply: _mm256_mul_ps,
     multiply_add: _mm256_fmadd_ps,
     sums: [1: 2, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1],
 }
@@ -28,7 +30,7 @@ impl Format for F32 {
     const BLOCK: usize = 4 * K_BLOCK * P;
 
     #[inline(always)]
-    unsafe fn widen(block: *const u8, i: usize, _: Wide) -> Wide {
+    unsafe fn widen(block: *const u8, i: usize) -> Wide {
         // SAFETY: 64 bytes per input feature.
         unsafe {
             let at = block.cast::<f32>().add(i * P);
@@ -41,7 +43,7 @@ impl Format for F16 {
     const BLOCK: usize = 2 * K_BLOCK * P;
 
     #[inline(always)]
-    unsafe fn widen(block: *const u8, i: usize, _: Wide) -> Wide {
+    unsafe fn widen(block: *const u8, i: usize) -> Wide {
         // SAFETY: 32 bytes per input feature.
         unsafe {
             let at = block.add(i * P * 2).cast::<__m128i>();
@@ -54,7 +56,7 @@ impl Format for Bf16 {
     const BLOCK: usize = 2 * K_BLOCK * P;
 
     #[inline(always)]
-    unsafe fn widen(block: *const u8, i: usize, _: Wide) -> Wide {
+    unsafe fn widen(block: *const u8, i: usize) -> Wide {
         // SAFETY: a block has 64 bytes per two input features; a 32-bit lane holds the even one in its low half.
         unsafe {
             let at = block.add(i / 2 * P * 4).cast::<__m256i>();
@@ -69,67 +71,213 @@ impl Format for Bf16 {
     }
 }
 
-impl Format for Fp8 {
-    const BLOCK: usize = K_BLOCK * P;
-    const SCALED: bool = true;
+/// Widens 8 bf16 values.
+///
+/// # Safety
+/// Requires the CPU features; 16 bytes are read.
+#[inline(always)]
+unsafe fn bf16(at: *const u8) -> __m256 {
+    // SAFETY: the caller guarantees the extent.
+    unsafe {
+        let upper = _mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast()));
+        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(upper))
+    }
+}
 
+/// Widens 8 f16 values.
+///
+/// # Safety
+/// Requires the CPU features; 16 bytes are read.
+#[inline(always)]
+unsafe fn f16(at: *const u8) -> __m256 {
+    // SAFETY: the caller guarantees the extent.
+    unsafe { _mm256_cvtph_ps(_mm_loadu_si128(at.cast())) }
+}
+
+/// Widens 8 integers of 8 bits.
+///
+/// # Safety
+/// Requires the CPU features; 8 bytes are read.
+#[inline(always)]
+unsafe fn i8(at: *const u8) -> __m256 {
+    // SAFETY: the caller guarantees the extent.
+    unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(at.cast()))) }
+}
+
+/// Four pairs of FP8 input features that are read one after the other.
+#[derive(Clone, Copy)]
+struct Fp8Pairs {
+    next: *const u8,
+    pairs: __m256i,
+}
+
+impl Fp8Pairs {
+    /// # Safety
+    /// `elements` points to the FP8 elements of a block, and `octet < K_BLOCK / OCTET`.
     #[inline(always)]
-    unsafe fn scale(_: *const u8, scales: *const f32) -> Wide {
-        // SAFETY: scales has P elements.
-        unsafe { [_mm256_loadu_ps(scales), _mm256_loadu_ps(scales.add(8))] }
+    unsafe fn load(elements: *const u8, octet: usize) -> Self {
+        // SAFETY: the caller guarantees the extent; `next` loads the pairs before they are used.
+        unsafe { Fp8Pairs { next: elements.add(octet * OCTET * P), pairs: _mm256_setzero_si256() } }
     }
 
+    /// The next input feature, times 2^-8.
+    ///
+    /// # Safety
+    /// Requires the CPU features. Called at most eight times after a `load`, for an even input feature first.
     #[inline(always)]
-    unsafe fn widen(block: *const u8, i: usize, scale: Wide) -> Wide {
+    unsafe fn next(&mut self, odd: bool) -> Wide {
         // SAFETY: a block has 32 bytes per two input features; a 16-bit lane holds the even one in its low byte.
         //
         // An e4m3 code whose exponent and mantissa start at bit 13 reads as an f16 that is too small by 2^8; the scales
         // include that factor. The arithmetic shift copies the sign into bit 14, where it is masked out.
         unsafe {
-            let pairs = _mm256_loadu_si256(block.add(i / 2 * P * 2).cast());
-            let high = if i.is_multiple_of(2) { _mm256_slli_epi16::<8>(pairs) } else { pairs };
+            if !odd {
+                self.pairs = _mm256_loadu_si256(self.next.cast());
+                self.next = self.next.add(2 * P);
+            }
+            let high = if odd { self.pairs } else { _mm256_slli_epi16::<8>(self.pairs) };
             let half =
                 _mm256_and_si256(_mm256_srai_epi16::<1>(high), _mm256_set1_epi16(0xbf80_u16.cast_signed()));
             let low = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
             let high = _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(half));
-            [_mm256_mul_ps(low, scale[0]), _mm256_mul_ps(high, scale[1])]
+            [low, high]
         }
     }
 }
 
-impl Format for Mxfp4 {
-    const BLOCK: usize = 2 * P + K_BLOCK / 2 * P;
+impl Scaled for Fp8 {
+    const ELEMENTS: usize = K_BLOCK * P;
+    const IN_BLOCK: bool = false;
+    type Elements = Fp8Pairs;
 
     #[inline(always)]
-    unsafe fn scale(block: *const u8, _: *const f32) -> Wide {
-        // SAFETY: a block starts with P 16-bit exponents.
+    unsafe fn scale(_: &KernelArgs, _: *const u8, scales: *const f32, _: usize) -> Wide {
+        // SAFETY: scales has P elements.
+        unsafe { [_mm256_loadu_ps(scales), _mm256_loadu_ps(scales.add(8))] }
+    }
+
+    #[inline(always)]
+    unsafe fn load(elements: *const u8, octet: usize) -> Fp8Pairs {
+        // SAFETY: the caller guarantees the extent.
+        unsafe { Fp8Pairs::load(elements, octet) }
+    }
+
+    #[inline(always)]
+    unsafe fn next(elements: &mut Fp8Pairs, i: usize) -> Wide {
+        // SAFETY: `scaled_tile` calls this eight times after a load.
+        unsafe { elements.next(i % 2 == 1) }
+    }
+}
+
+impl Scaled for Mxfp8 {
+    const ELEMENTS: usize = K_BLOCK * P;
+    type Elements = Fp8Pairs;
+
+    #[inline(always)]
+    unsafe fn scale(_: &KernelArgs, block: *const u8, _: *const f32, _: usize) -> Wide {
+        // SAFETY: a block starts with P exponents.
         unsafe {
-            let widen = |at: *const u8| {
-                let upper = _mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast()));
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(upper))
-            };
-            [widen(block), widen(block.add(16))]
+            let factor = _mm256_set1_ps(FP8_BIAS);
+            [_mm256_mul_ps(bf16(block), factor), _mm256_mul_ps(bf16(block.add(16)), factor)]
         }
     }
 
     #[inline(always)]
-    unsafe fn widen(block: *const u8, i: usize, scale: Wide) -> Wide {
-        // SAFETY: P words per eight input features follow the exponents.
+    unsafe fn load(elements: *const u8, octet: usize) -> Fp8Pairs {
+        // SAFETY: the caller guarantees the extent.
+        unsafe { Fp8Pairs::load(elements, octet) }
+    }
+
+    #[inline(always)]
+    unsafe fn next(elements: &mut Fp8Pairs, i: usize) -> Wide {
+        // SAFETY: `scaled_tile` calls this eight times after a load.
+        unsafe { elements.next(i % 2 == 1) }
+    }
+}
+
+/// Two vectors of words, the next element highest.
+type Words = [__m256i; 2];
+
+/// # Safety
+/// Requires the CPU features. `elements` points to the 4-bit elements of a block, and `octet < K_BLOCK / OCTET`.
+#[inline(always)]
+unsafe fn load_words(elements: *const u8, octet: usize) -> Words {
+    // SAFETY: P words per eight input features.
+    unsafe {
+        let at = elements.add(octet * P * 4).cast::<__m256i>();
+        [_mm256_loadu_si256(at), _mm256_loadu_si256(at.add(1))]
+    }
+}
+
+/// The highest `BITS` bits of each word as a signed integer; they are shifted out.
+///
+/// # Safety
+/// Requires the CPU features.
+#[inline(always)]
+unsafe fn next_integers<const BITS: i32, const REST: i32>(words: &mut Words) -> Wide {
+    // SAFETY: register operations.
+    unsafe {
+        let values = words.map(|word| _mm256_cvtepi32_ps(_mm256_srai_epi32::<REST>(word)));
+        *words = words.map(|word| _mm256_slli_epi32::<BITS>(word));
+        values
+    }
+}
+
+/// Eight FP4 input features as integers of 8 bits, twice their values: the even ones and the odd ones.
+#[derive(Clone, Copy)]
+struct Fp4Words {
+    even: Words,
+    odd: Words,
+}
+
+impl Scaled for Fp4 {
+    const ELEMENTS: usize = K_BLOCK / 2 * P;
+    type Elements = Fp4Words;
+
+    #[inline(always)]
+    unsafe fn scale(args: &KernelArgs, block: *const u8, scales: *const f32, group: usize) -> Wide {
+        // SAFETY: the caller guarantees the extents.
         unsafe {
-            let at = block.add(2 * P + i / 8 * P * 4).cast::<__m256i>();
-            let words = [_mm256_loadu_si256(at), _mm256_loadu_si256(at.add(1))];
-            let [a, b, c, d, e, f, g, h] = FP4;
-            let magnitudes = _mm256_setr_ps(a, b, c, d, e, f, g, h);
-            let right = _mm_cvtsi32_si128((i % 8 * 4) as i32);
-            let left = _mm_cvtsi32_si128((28 - i % 8 * 4) as i32);
-            let minus = _mm256_set1_epi32(i32::MIN);
-            // The permutation uses the low three bits of its indices; the fourth bit is the sign.
-            let value = |word| {
-                let magnitude = _mm256_permutevar8x32_ps(magnitudes, _mm256_srl_epi32(word, right));
-                let sign = _mm256_and_si256(_mm256_sll_epi32(word, left), minus);
-                _mm256_or_ps(magnitude, _mm256_castsi256_ps(sign))
-            };
-            [_mm256_mul_ps(value(words[0]), scale[0]), _mm256_mul_ps(value(words[1]), scale[1])]
+            let half = _mm256_set1_ps(0.5);
+            scale_in_block(args.groups, block, scales, group).map(|scale| _mm256_mul_ps(scale, half))
         }
+    }
+
+    #[inline(always)]
+    unsafe fn load(elements: *const u8, octet: usize) -> Fp4Words {
+        // SAFETY: the caller guarantees the extent.
+        unsafe {
+            let words = load_words(elements, octet);
+            let table = _mm256_broadcastsi128_si256(_mm_setr_epi8(
+                0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12,
+            ));
+            let mask = _mm256_set1_epi8(15);
+            let values = |nibbles| _mm256_shuffle_epi8(table, _mm256_and_si256(nibbles, mask));
+            Fp4Words { even: words.map(|word| values(_mm256_srli_epi32::<4>(word))), odd: words.map(values) }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn next(words: &mut Fp4Words, i: usize) -> Wide {
+        // SAFETY: the caller guarantees the features.
+        unsafe { next_integers::<8, 24>(if i % 2 == 1 { &mut words.odd } else { &mut words.even }) }
+    }
+}
+
+impl Scaled for Int4 {
+    const ELEMENTS: usize = K_BLOCK / 2 * P;
+    const ZEROS: bool = true;
+    type Elements = Words;
+
+    #[inline(always)]
+    unsafe fn load(elements: *const u8, octet: usize) -> Words {
+        // SAFETY: the caller guarantees the extent.
+        unsafe { load_words(elements, octet) }
+    }
+
+    #[inline(always)]
+    unsafe fn next(words: &mut Words, _: usize) -> Wide {
+        // SAFETY: the caller guarantees the features.
+        unsafe { next_integers::<4, 28>(words) }
     }
 }

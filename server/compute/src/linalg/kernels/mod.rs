@@ -2,6 +2,9 @@
 //!
 //! There is one kernel for each level, format and number of rows of a tile. Every kernel adds, for each row `r` and
 //! column `c` of the panel, the sum over i of `x[r][i] * weight(c, i)` to `acc[r][c]`, in f32.
+//!
+//! Where weights have scales, the kernels sum the products of the elements that share one, subtract the zero point times
+//! the sum of the row's elements, multiply by the scale, and add to `acc`. An element itself is converted exactly.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -11,6 +14,7 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 mod vector;
 
+use super::groups::GroupLayout;
 use super::simd_level::SimdLevel;
 use expertd_model::WeightFormat;
 
@@ -19,12 +23,15 @@ use expertd_model::WeightFormat;
 pub(super) struct KernelArgs {
     /// First block of the panel to read; `blocks` contiguous blocks follow.
     pub(super) weights: *const u8,
-    /// FP8: the scales (`P` floats) of the first block; the vectors of later blocks follow.
+    /// FP8: the scales (`P` floats) of the first block; the vectors of later blocks follow. Formats with f16 scales: the
+    /// factors.
     pub(super) scales: *const f32,
-    /// FP8: number of blocks that the first vector of scales covers.
+    /// Number of blocks that the first vector of `scales` covers.
     pub(super) scale_left: usize,
-    /// FP8: number of blocks that each later vector of scales covers.
+    /// Number of blocks that each later vector of `scales` covers.
     pub(super) scale_blocks: usize,
+    /// MXFP4, MXFP8, NVFP4, INT4: the scales within the blocks.
+    pub(super) groups: GroupLayout,
     /// Rows: `[blocks, R, 32]`.
     pub(super) x: *const f32,
     /// Blocks of 32 input features.
@@ -52,5 +59,17 @@ pub(super) fn kernel(level: SimdLevel, format: WeightFormat, rows: usize) -> Ker
         #[cfg(target_arch = "x86_64")]
         SimdLevel::Avx2 => avx2::kernels(format)[rows - 1],
         _ => portable::kernels(format)[rows - 1],
+    }
+}
+
+/// The kernel that writes the weights of `blocks` blocks, scaled, to `acc` as blocks of f32, `[blocks, 32, P]`; it does not
+/// read `x`. `None` if the format has no scales.
+pub(super) fn widen(level: SimdLevel, format: WeightFormat) -> Option<Kernel> {
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx512 => avx512::widen(format),
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx2 => avx2::widen(format),
+        _ => portable::widen(format),
     }
 }

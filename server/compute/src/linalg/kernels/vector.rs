@@ -1,8 +1,10 @@
 //! The part of the vector kernels that does not depend on the length of vectors.
 
-/// Defines the kernels of one instruction set: `P`, `ROWS`, `Wide`, the trait `Format` with one type per weight format, and
-/// `kernels`. The file that uses the macro implements `Format` for the five types. `sums` gives the number of sets of sums for
-/// each number of rows: a tile of few rows has registers to spare, and a second set hides the latency of the multiply-add.
+/// Defines the kernels of one instruction set: `P`, `ROWS`, `Wide`, the traits `Format` and `Scaled`, one type per way to
+/// decode weights, and `kernels`. The file that uses the macro implements `Format` for `F32`, `F16` and `Bf16`, `Scaled` for
+/// the others, and the functions `bf16`, `f16` and `i8`, which widen a vector from memory. `sums` gives the number of sets of
+/// sums for each number of rows: a tile of few rows has registers to spare, and a second set hides the latency of the
+/// multiply-add.
 macro_rules! vector_kernels {
     (
         level: $level:expr,
@@ -13,6 +15,8 @@ macro_rules! vector_kernels {
         load: $load:path,
         store: $store:path,
         add: $add:path,
+        subtract: $subtract:path,
+        multiply: $multiply:path,
         multiply_add: $multiply_add:path,
         sums: [$($rows:literal: $sums:literal),*],
     ) => {
@@ -23,72 +27,160 @@ macro_rules! vector_kernels {
 
         pub(super) fn kernels(format: WeightFormat) -> &'static [Kernel; ROWS] {
             match format {
-                WeightFormat::F32 | WeightFormat::Mxfp8 | WeightFormat::Nvfp4 | WeightFormat::Int4 => const { &kernels_of::<F32>() },
-                WeightFormat::F16 => const { &kernels_of::<F16>() },
-                WeightFormat::Bf16 => const { &kernels_of::<Bf16>() },
-                WeightFormat::Fp8E4m3 => const { &kernels_of::<Fp8>() },
-                WeightFormat::Mxfp4 => const { &kernels_of::<Mxfp4>() },
+                WeightFormat::F32 => const { &plain::<F32>() },
+                WeightFormat::F16 => const { &plain::<F16>() },
+                WeightFormat::Bf16 => const { &plain::<Bf16>() },
+                WeightFormat::Fp8E4m3 => const { &scaled::<Fp8>() },
+                WeightFormat::Mxfp8 => const { &scaled::<Mxfp8>() },
+                WeightFormat::Mxfp4 | WeightFormat::Nvfp4 => const { &scaled::<Fp4>() },
+                WeightFormat::Int4 => const { &scaled::<Int4>() },
             }
         }
 
-        const fn kernels_of<F: Format>() -> [Kernel; ROWS] {
-            [$(tile::<F, $rows, $sums>),*]
+        const fn plain<F: Format>() -> [Kernel; ROWS] {
+            [$(plain_tile::<F, $rows, $sums>),*]
+        }
+
+        pub(super) fn widen(format: WeightFormat) -> Option<Kernel> {
+            match format {
+                WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => None,
+                WeightFormat::Fp8E4m3 => Some(widen_blocks::<Fp8>),
+                WeightFormat::Mxfp8 => Some(widen_blocks::<Mxfp8>),
+                WeightFormat::Mxfp4 | WeightFormat::Nvfp4 => Some(widen_blocks::<Fp4>),
+                WeightFormat::Int4 => Some(widen_blocks::<Int4>),
+            }
+        }
+
+        const fn scaled<F: Scaled>() -> [Kernel; ROWS] {
+            [$(scaled_tile::<F, $rows, $sums>),*]
         }
 
         /// The weights of one input feature for the outputs of a panel.
         type Wide = [$vector; 2];
 
-        /// The decoding of one format. The functions are inlined into `tile`, which enables the CPU features.
+        /// The decoding of a format without scales. The function is inlined into `plain_tile`, which enables the CPU
+        /// features.
         trait Format {
             /// Bytes of a block.
             const BLOCK: usize;
-            /// Whether scales are stored apart from the weights.
-            const SCALED: bool = false;
-
-            /// Loads the scales of a whole block; zeros if the format has none.
-            ///
-            /// # Safety
-            /// Requires the CPU features. `block` points to a block, `scales` to a vector of scales if the format is
-            /// `SCALED`.
-            #[inline(always)]
-            unsafe fn scale(_block: *const u8, _scales: *const f32) -> Wide {
-                // SAFETY: a register operation.
-                unsafe { [$zero(); 2] }
-            }
 
             /// Widens the weights of input feature `i`.
             ///
             /// # Safety
             /// Requires the CPU features. `block` points to a block, and `i < K_BLOCK`.
-            unsafe fn widen(block: *const u8, i: usize, scale: Wide) -> Wide;
+            unsafe fn widen(block: *const u8, i: usize) -> Wide;
+        }
+
+        /// The decoding of a format with scales. The functions are inlined into `scaled_tile`, which enables the CPU
+        /// features.
+        trait Scaled {
+            /// Bytes of the elements of a block.
+            const ELEMENTS: usize;
+            /// Whether a block starts with scales.
+            const IN_BLOCK: bool = true;
+            /// Whether there may be zero points.
+            const ZEROS: bool = false;
+            /// The elements of eight input features, or of those that `next` has not returned yet.
+            type Elements: Copy;
+
+            /// The scales of a group.
+            ///
+            /// # Safety
+            /// Requires the CPU features, a block as `args` describes it, and a vector of scales if the format has
+            /// them apart from the blocks.
+            #[inline(always)]
+            unsafe fn scale(args: &KernelArgs, block: *const u8, scales: *const f32, group: usize) -> Wide {
+                // SAFETY: the caller guarantees the extents.
+                unsafe { scale_in_block(args.groups, block, scales, group) }
+            }
+
+            /// Loads eight input features.
+            ///
+            /// # Safety
+            /// Requires the CPU features. `elements` points to the elements of a block, and `octet < K_BLOCK / OCTET`.
+            unsafe fn load(elements: *const u8, octet: usize) -> Self::Elements;
+
+            /// The unscaled weights of the next input feature, `i` of the octet.
+            ///
+            /// # Safety
+            /// Requires the CPU features. Called for `i` from 0 to 7 in order after each `load`.
+            unsafe fn next(elements: &mut Self::Elements, i: usize) -> Wide;
         }
 
         struct F32;
         struct F16;
         struct Bf16;
         struct Fp8;
-        struct Mxfp4;
+        struct Mxfp8;
+        struct Fp4;
+        struct Int4;
+
+        /// Loads the scales of a group from the header of a block.
+        ///
+        /// # Safety
+        /// Requires the CPU features, a block of this layout, and factors if its scales are f16.
+        #[inline(always)]
+        unsafe fn scale_in_block(
+            layout: GroupLayout,
+            block: *const u8,
+            factors: *const f32,
+            group: usize,
+        ) -> Wide {
+            // SAFETY: the caller guarantees the extents.
+            unsafe {
+                let at = block.add(group * layout.group_bytes(P));
+                match layout.scale {
+                    PackedScale::Bf16 => [bf16(at), bf16(at.add(2 * LANES))],
+                    PackedScale::F16 => [
+                        $multiply(f16(at), $load(factors)),
+                        $multiply(f16(at.add(2 * LANES)), $load(factors.add(LANES))),
+                    ],
+                    PackedScale::F32 => [$load(at.cast()), $load(at.add(4 * LANES).cast())],
+                }
+            }
+        }
+
+        /// Loads the zero points of a group, less 8, from the header of a block.
+        ///
+        /// # Safety
+        /// Requires the CPU features, and a block of this layout, which has zero points.
+        #[inline(always)]
+        unsafe fn zeros_in_block(layout: GroupLayout, block: *const u8, group: usize) -> Wide {
+            // SAFETY: the zero points are the last P bytes of a group.
+            unsafe {
+                let zeros = block.add((group + 1) * layout.group_bytes(P) - P);
+                [i8(zeros), i8(zeros.add(LANES))]
+            }
+        }
+
+        /// The sum of `octets * OCTET` elements of a row, in the same order for every tile.
+        ///
+        /// # Safety
+        /// `x` points to `octets * OCTET` elements.
+        #[inline(always)]
+        unsafe fn sum_of(x: *const f32, octets: usize) -> f32 {
+            let mut sums = [0.0_f32; OCTET];
+            for octet in 0..octets {
+                for (lane, sum) in sums.iter_mut().enumerate() {
+                    // SAFETY: the caller guarantees the extent.
+                    *sum += unsafe { *x.add(octet * OCTET + lane) };
+                }
+            }
+            let [a, b, c, d, e, f, g, h] = sums;
+            ((a + b) + (c + d)) + ((e + f) + (g + h))
+        }
 
         /// Adds the products of a tile of `R` rows to its sums; `S` is the number of sets of sums.
         ///
         /// # Safety
         /// See [`Kernel`].
         #[target_feature(enable = $features)]
-        unsafe fn tile<F: Format, const R: usize, const S: usize>(args: &KernelArgs) {
+        unsafe fn plain_tile<F: Format, const R: usize, const S: usize>(args: &KernelArgs) {
             // SAFETY: the caller guarantees the CPU features and the extents that `KernelArgs` states.
             unsafe {
                 let mut acc = [[[$zero(); 2]; R]; S];
                 let (mut weights, mut x, mut prefetch) = (args.weights, args.x, args.prefetch);
-                let (mut scales, mut scale_left) = (args.scales, args.scale_left);
                 for _ in 0..args.blocks {
-                    if F::SCALED {
-                        if scale_left == 0 {
-                            scales = scales.add(P);
-                            scale_left = args.scale_blocks;
-                        }
-                        scale_left -= 1;
-                    }
-                    let scale = F::scale(weights, scales);
                     for pair in 0..K_BLOCK / 2 {
                         for line in 0..F::BLOCK.div_ceil(K_BLOCK / 2 * 64) {
                             _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(line * 64).cast());
@@ -96,7 +188,7 @@ macro_rules! vector_kernels {
                         prefetch = prefetch.wrapping_add(args.prefetch_step);
                         for odd in 0..2 {
                             let i = pair * 2 + odd;
-                            let wide = F::widen(weights, i, scale);
+                            let wide = F::widen(weights, i);
                             for (r, acc) in acc[odd % S].iter_mut().enumerate() {
                                 let x = $splat(*x.add(r * K_BLOCK + i));
                                 acc[0] = $multiply_add(wide[0], x, acc[0]);
@@ -114,6 +206,151 @@ macro_rules! vector_kernels {
                         let sum = if S == 2 { $add(low, high) } else { low };
                         $store(at, $add($load(at), sum));
                     }
+                }
+            }
+        }
+
+        /// Adds the products with input features `I` and `I + 1` of an octet, and returns the next address to prefetch.
+        ///
+        /// # Safety
+        /// Requires the CPU features. `x` points to the octet's first input feature in the block of the first row.
+        #[inline(always)]
+        unsafe fn pair<F: Scaled, const R: usize, const S: usize, const I: usize>(
+            args: &KernelArgs,
+            acc: &mut [[Wide; R]; S],
+            weights: &mut F::Elements,
+            x: *const f32,
+            prefetch: *const u8,
+        ) -> *const u8 {
+            // SAFETY: the caller guarantees the CPU features and the extents. A prefetch takes any address.
+            unsafe {
+                for line in 0..F::ELEMENTS.div_ceil(K_BLOCK / 2 * 64) {
+                    _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(line * 64).cast());
+                }
+                for i in [I, I + 1] {
+                    let wide = F::next(weights, i);
+                    for (r, acc) in acc[i % S].iter_mut().enumerate() {
+                        let x = $splat(*x.add(r * K_BLOCK + i));
+                        acc[0] = $multiply_add(wide[0], x, acc[0]);
+                        acc[1] = $multiply_add(wide[1], x, acc[1]);
+                    }
+                }
+                prefetch.wrapping_add(args.prefetch_step)
+            }
+        }
+
+        /// Adds the products of a tile of `R` rows to its sums, group by group; `S` is the number of sets of sums.
+        ///
+        /// # Safety
+        /// See [`Kernel`].
+        #[target_feature(enable = $features)]
+        unsafe fn scaled_tile<F: Scaled, const R: usize, const S: usize>(args: &KernelArgs) {
+            // SAFETY: the caller guarantees the CPU features and the extents that `KernelArgs` states. `scales` is
+            // read only by formats that have scales apart from the blocks.
+            unsafe {
+                let layout = args.groups;
+                let header = if F::IN_BLOCK { layout.header_bytes(P) } else { 0 };
+                let groups = if F::IN_BLOCK { layout.per_block } else { 1 };
+                let octets = K_BLOCK / OCTET / groups;
+                let (mut block, mut x, mut prefetch) = (args.weights, args.x, args.prefetch);
+                let (mut scales, mut scale_left) = (args.scales, args.scale_left);
+                for _ in 0..args.blocks {
+                    if scale_left == 0 {
+                        scales = scales.wrapping_add(P);
+                        scale_left = args.scale_blocks;
+                    }
+                    scale_left -= 1;
+                    let elements = block.add(header);
+                    for group in 0..groups {
+                        // Sums of the rows' elements, which zero points multiply.
+                        let mut totals = [0.0_f32; R];
+                        if F::ZEROS && layout.zeros {
+                            for (r, total) in totals.iter_mut().enumerate() {
+                                *total = sum_of(x.add(r * K_BLOCK + group * octets * OCTET), octets);
+                            }
+                        }
+                        let mut acc = [[[$zero(); 2]; R]; S];
+                        for octet in group * octets..(group + 1) * octets {
+                            let mut weights = F::load(elements, octet);
+                            let x = x.add(octet * OCTET);
+                            // One call per input feature: constants that depend on it are then immediate operands.
+                            prefetch = pair::<F, R, S, 0>(args, &mut acc, &mut weights, x, prefetch);
+                            prefetch = pair::<F, R, S, 2>(args, &mut acc, &mut weights, x, prefetch);
+                            prefetch = pair::<F, R, S, 4>(args, &mut acc, &mut weights, x, prefetch);
+                            prefetch = pair::<F, R, S, 6>(args, &mut acc, &mut weights, x, prefetch);
+                        }
+                        if S == 2 {
+                            for r in 0..R {
+                                for half in 0..2 {
+                                    acc[0][r][half] = $add(acc[0][r][half], acc[1][r][half]);
+                                }
+                            }
+                        }
+                        if F::ZEROS && layout.zeros {
+                            let zeros = zeros_in_block(layout, block, group);
+                            for r in 0..R {
+                                for half in 0..2 {
+                                    let offset = $multiply(zeros[half], $splat(totals[r]));
+                                    acc[0][r][half] = $subtract(acc[0][r][half], offset);
+                                }
+                            }
+                        }
+                        let scale = F::scale(args, block, scales, group);
+                        for r in 0..R {
+                            for half in 0..2 {
+                                let at = args.acc.add(r * P + half * LANES);
+                                $store(at, $multiply_add(acc[0][r][half], scale[half], $load(at)));
+                            }
+                        }
+                    }
+                    block = elements.add(F::ELEMENTS);
+                    x = x.add(R * K_BLOCK);
+                }
+            }
+        }
+
+        /// Writes the weights of the blocks, scaled, to `acc` as f32 blocks.
+        ///
+        /// # Safety
+        /// See [`Kernel`]; `acc` is `[blocks, 32, P]`, and `x` is not read.
+        #[target_feature(enable = $features)]
+        unsafe fn widen_blocks<F: Scaled>(args: &KernelArgs) {
+            // SAFETY: the caller guarantees the CPU features and the extents that `KernelArgs` states. `scales` is
+            // read only by formats that have scales apart from the blocks.
+            unsafe {
+                let layout = args.groups;
+                let header = if F::IN_BLOCK { layout.header_bytes(P) } else { 0 };
+                let groups = if F::IN_BLOCK { layout.per_block } else { 1 };
+                let octets = K_BLOCK / OCTET / groups;
+                let (mut block, mut out) = (args.weights, args.acc);
+                let (mut scales, mut scale_left) = (args.scales, args.scale_left);
+                for _ in 0..args.blocks {
+                    if scale_left == 0 {
+                        scales = scales.wrapping_add(P);
+                        scale_left = args.scale_blocks;
+                    }
+                    scale_left -= 1;
+                    let elements = block.add(header);
+                    for group in 0..groups {
+                        let scale = F::scale(args, block, scales, group);
+                        let zeros = if F::ZEROS && layout.zeros {
+                            zeros_in_block(layout, block, group)
+                        } else {
+                            [$zero(); 2]
+                        };
+                        for octet in group * octets..(group + 1) * octets {
+                            let mut weights = F::load(elements, octet);
+                            for i in 0..OCTET {
+                                let wide = F::next(&mut weights, i);
+                                for half in 0..2 {
+                                    let weight = $subtract(wide[half], zeros[half]);
+                                    $store(out.add(half * LANES), $multiply(weight, scale[half]));
+                                }
+                                out = out.add(P);
+                            }
+                        }
+                    }
+                    block = elements.add(F::ELEMENTS);
                 }
             }
         }
