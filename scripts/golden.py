@@ -27,7 +27,7 @@ import tempfile
 
 import torch
 import transformers
-from golden_formats import FP4, LIBRARY, compress_experts, dequantise_modules
+from golden_formats import FP4, LIBRARY, SIZES, compress_experts, dequantise_modules, fuse
 from safetensors.torch import load_file, save_file
 
 TINY = dict(
@@ -272,36 +272,11 @@ def record_folder(folder):
         run_and_record(copy, folder)
 
 
-def fuse(tensors, kind):
-    """Fuses separate experts, for families whose unquantised checkpoints store them together."""
-    out, parts = {}, {}
-    for name, tensor in tensors.items():
-        stem, _, leaf = name.partition(".experts.")
-        if not leaf:
-            out[name] = tensor
-            continue
-        e, projection, what = leaf.split(".")
-        turned = what == "weight" and kind != "granitemoe"
-        parts.setdefault(stem, {}).setdefault((projection, what), {})[int(e)] = tensor.T if turned else tensor
-    for stem, found in parts.items():
-        stack = {key: torch.stack([t[e] for e in sorted(t)]) for key, t in found.items()}
-        for what in {what for _, what in stack}:
-            gate, up, down = (stack[name, what] for name in ("gate_proj", "up_proj", "down_proj"))
-            if kind == "granitemoe":
-                both, names = torch.cat([gate, up], 1), ("input_linear.weight", "output_linear.weight")
-            else:
-                both = torch.stack([gate, up], -1).flatten(-2) if kind == "gpt_oss" else torch.cat([gate, up], -1)
-                leaf = "" if what == "weight" else "_bias"
-                names = (f"experts.gate_up_proj{leaf}", f"experts.down_proj{leaf}")
-            for name, tensor in zip(names, (both, down)):
-                out[f"{stem}.{name}"] = tensor.contiguous()
-    return out
-
-
 def compress(folder, kind):
     """Makes a small checkpoint in one of compressed-tensors' formats, with the library's own tensors, and records it."""
+    hidden, width = SIZES.get(kind, (64, 96))
     config = transformers.AutoConfig.for_model(
-        "qwen3_moe", **TINY, **sized(PLAIN, (64, 4, 2, 96)), intermediate_size=96, norm_topk_prob=True)
+        "qwen3_moe", **TINY, **sized(PLAIN, (hidden, 4, 2, width)), intermediate_size=96, norm_topk_prob=True)
     config.num_hidden_layers = 1
     torch.manual_seed(len(kind))
     model = transformers.AutoModelForCausalLM.from_config(config)

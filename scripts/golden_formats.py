@@ -118,6 +118,32 @@ def dequantise_modules(tensors, declared):
     return out
 
 
+def fuse(tensors, kind):
+    """Fuses separate experts, for families whose unquantised checkpoints store them together."""
+    out, parts = {}, {}
+    for name, tensor in tensors.items():
+        stem, _, leaf = name.partition(".experts.")
+        if not leaf:
+            out[name] = tensor
+            continue
+        e, projection, what = leaf.split(".")
+        turned = what == "weight" and kind != "granitemoe"
+        parts.setdefault(stem, {}).setdefault((projection, what), {})[int(e)] = tensor.T if turned else tensor
+    for stem, found in parts.items():
+        stack = {key: torch.stack([t[e] for e in sorted(t)]) for key, t in found.items()}
+        for what in {what for _, what in stack}:
+            gate, up, down = (stack[name, what] for name in ("gate_proj", "up_proj", "down_proj"))
+            if kind == "granitemoe":
+                both, names = torch.cat([gate, up], 1), ("input_linear.weight", "output_linear.weight")
+            else:
+                both = torch.stack([gate, up], -1).flatten(-2) if kind == "gpt_oss" else torch.cat([gate, up], -1)
+                leaf = "" if what == "weight" else "_bias"
+                names = (f"experts.gate_up_proj{leaf}", f"experts.down_proj{leaf}")
+            for name, tensor in zip(names, (both, down)):
+                out[f"{stem}.{name}"] = tensor.contiguous()
+    return out
+
+
 def scheme_of(declared):
     from compressed_tensors.quantization import QuantizationScheme
 
@@ -138,10 +164,13 @@ def compare_with_library(stem, part, declared, weight):
     assert theirs.shape == weight.shape and error.max() < 2**-6, f"{stem}: {error.max()}"
 
 
+# Hidden size and width of experts: no multiples of words where no group has to divide them.
+SIZES = {"int4-channel": (72, 44)}
+
 # Declarations of compressed-tensors: format, weights.
 LIBRARY = {
     "int4-asymmetric": ("pack-quantized", dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=False)),
-    "int4-channel": ("pack-quantized", dict(num_bits=4, type="int", strategy="channel", symmetric=True)),
+    "int4-channel": ("pack-quantized", dict(num_bits=4, type="int", strategy="channel", symmetric=False)),
     "nvfp4": ("nvfp4-pack-quantized",
               dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True,
                    scale_dtype="torch.float8_e4m3fn")),

@@ -375,3 +375,62 @@ fn microscaling_formats_with_separate_experts() {
         }));
     }
 }
+
+#[test]
+fn stacks_of_all_experts_in_nvfp4() {
+    // One factor for all experts, one for each, and one for each gate and up.
+    for factors in [0, 1, 2] {
+        let mut parts = CheckpointParts::of("qwen3_moe");
+        parts.tensors.retain(|name, _| !name.contains(".experts."));
+        let declared = json!({"quant_method": "modelopt", "quant_algo": "NVFP4"});
+        parts.config.insert("quantization_config".into(), declared);
+        let factor = |e: usize, half: usize| match factors {
+            0 => 2f32.powi(-9),
+            1 => 2f32.powi(-9 - e as i32),
+            _ => 2f32.powi(-9 - 2 * e as i32 - half as i32),
+        };
+        let mut expected = vec![[vec![], vec![], vec![]]; 2 * EXPERTS];
+        for (layer, leaf, [rows, cols]) in (0..2).flat_map(|layer| {
+            [("gate_up_proj", [2 * WIDTH, HIDDEN]), ("down_proj", [HIDDEN, WIDTH])]
+                .map(|(leaf, shape)| (layer, leaf, shape))
+        }) {
+            let (mut codes, mut scales, mut numbers) = (Vec::new(), Vec::new(), Vec::new());
+            let halves = if leaf == "down_proj" { 1 } else { 2 };
+            for e in 0..EXPERTS {
+                let name = String::new();
+                let module = Module { parts: &mut parts, name, rows, cols, salt: 3 * e + layer };
+                codes.extend(fp4_bytes(&module));
+                scales.extend((0..rows).flat_map(|r| (0..cols / 16).map(move |g| fp8_scale(r + e, g))));
+                numbers.extend((0..halves).map(|half| factor(e, half)));
+                let values = module.values(|r, c| {
+                    let half = r / (rows / halves);
+                    fp4_value(code(3 * e + layer, r, c))
+                        * (fp8_value(fp8_scale(r + e, c / 16)) * f64::from(factor(e, half)))
+                });
+                let place = &mut expected[layer * EXPERTS + e];
+                if leaf == "down_proj" {
+                    place[2] = values;
+                } else {
+                    let (gate, up) = values.split_at(WIDTH * HIDDEN);
+                    (place[0], place[1]) = (gate.to_vec(), up.to_vec());
+                }
+            }
+            let shape = match factors {
+                0 => vec![],
+                2 if halves == 2 => vec![EXPERTS, 2],
+                _ => vec![EXPERTS],
+            };
+            if halves == 2 && factors == 1 {
+                numbers = numbers.into_iter().step_by(2).collect();
+            }
+            numbers.truncate(shape.iter().product());
+            let stem = format!("model.layers.{layer}.mlp.experts.{leaf}");
+            parts.put(stem.clone(), Dtype::U8, &[EXPERTS, rows, cols / 2], codes);
+            parts.put(format!("{stem}_weight_scale"), Dtype::F8_E4M3, &[EXPERTS, rows, cols / 16], scales);
+            let data = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+            parts.put(format!("{stem}_weight_scale_2"), Dtype::F32, &shape, data);
+        }
+        let checkpoint = same((parts, expected));
+        assert_eq!(checkpoint.spec().layer(LayerId(0)).unwrap().experts.scale_cols, Some(16));
+    }
+}

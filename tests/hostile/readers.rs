@@ -1,4 +1,4 @@
-//! The router's threads that read what ranks say, killed and stopped: that ends a generation and nothing else.
+//! The router's threads that read the messages of ranks are killed and stopped: that ends a generation and nothing else.
 
 use std::time::Duration;
 

@@ -1,32 +1,29 @@
 //! `expertd bench`: measures the phases of a step, without gRPC.
 
+mod args;
 mod floor;
 mod report;
 mod routing;
 
 use std::collections::VecDeque;
-use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use clap::Args;
 use expertd_kernels::ceilings::Ceilings;
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 use rand_distr::{Distribution as _, StandardNormal};
 
+pub use self::args::BenchArgs;
 use self::floor::{Floor, LayerSizes, floor};
 use self::report::Figures;
 use self::routing::RoutingArg;
-use super::ceilings;
-use super::serve::plan::{PlanError, ServePlan};
-use super::serve::settings::{Given, ServeArgs};
-use expertd_ipc::control::{DeviceKind, Fp8Compute};
+use super::serve::plan::PlanError;
+use expertd_ipc::control::Fp8Compute;
 use expertd_model::WeightFormat;
-use expertd_rank_cuda as gpu;
 use expertd_router::backend::{
     Backend, ClientKey, ModelInfo, Pending, RankPlacement, Receipt, Request, RequestId, ServiceState,
     StepError, SubmitError,
@@ -34,84 +31,6 @@ use expertd_router::backend::{
 use expertd_router::steps::{Service, StartError};
 use expertd_types::rows;
 use expertd_types::{DType, LayerId, LayerPlacement, Placement, Rank};
-
-/// Measure the phases of a step on this machine, without gRPC
-///
-/// Starts the ranks, sends one request at a time (or keeps several in flight), rotates over the model's layers and draws
-/// new random rows for every step. Prints medians, and the range of the whole step. On GPUs, and if the machine's speed
-/// limits are given, it also prints the floor for the routing that was drawn: the weights or arithmetic of the slowest rank,
-/// and the rows over the busiest link.
-#[derive(Args, Clone, Debug)]
-pub struct BenchArgs {
-    /// Folder of the checkpoint; `expertd synth` writes one of any shape
-    #[arg(long)]
-    pub model: PathBuf,
-    /// Number of expert ranks [default: 1]
-    #[arg(long)]
-    pub ranks: Option<u32>,
-    /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
-    #[arg(long, value_enum)]
-    pub device: Option<DeviceKind>,
-    /// How GPU ranks multiply FP8 weights [default: fp8 on GPUs]
-    #[arg(long, value_enum)]
-    pub fp8_compute: Option<Fp8Compute>,
-    /// JSON file with the experts that each rank owns, as in `serve`
-    #[arg(long, value_name = "FILE")]
-    pub placement: Option<PathBuf>,
-    /// Write the rows that each expert of each layer has computed on each rank to this file, as JSON for `rebalance --rows`
-    #[arg(long, value_name = "FILE")]
-    pub expert_rows: Option<PathBuf>,
-    /// CPU cores to use, e.g. 0-7,16 [default: all that this process may run on]
-    #[arg(long)]
-    pub cores: Option<String>,
-    /// Step sizes to measure, in tokens per rank, comma-separated
-    #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 64, 512], value_parser = at_least_one)]
-    pub tokens: Vec<usize>,
-    /// Element type of the rows
-    #[arg(long, value_enum, default_value = "bf16")]
-    pub dtype: DType,
-    /// Number of steps to measure at each size
-    #[arg(long, default_value_t = 30, value_parser = at_least_one)]
-    pub steps: usize,
-    /// Number of steps to run before measuring
-    #[arg(long, default_value_t = 5)]
-    pub warmup: usize,
-    /// Number of requests in flight; with more than one, steps follow each other without a pause. A step holds as many tokens
-    /// as the largest size, so measure one size at a time to prevent requests from sharing a step
-    #[arg(long, default_value = "1")]
-    pub in_flight: NonZeroUsize,
-    /// How experts are chosen: gate, uniform, zipf:S (popular experts change with every step), hot:S (the same, but they stay),
-    /// rows:FILE (as often as in the counts that `status --expert-rows` prints), even (all experts get equally many rows), or one-rank
-    /// (only those that rank 0 owns without a placement)
-    #[arg(long, default_value = "gate")]
-    pub routing: RoutingArg,
-    /// Launch the kernels of GPU ranks one by one instead of replaying graphs
-    #[arg(long)]
-    pub eager: bool,
-    /// Make GPU ranks wait for each other before each step's work, so that the time printed as "without copies" includes no
-    /// wait for a rank whose rows arrived later, as in peers that copy nothing; whole steps take a few microseconds more
-    #[arg(long)]
-    pub aligned: bool,
-    /// Memory bandwidth of one rank in GB/s, for the floor [default: measured first, on GPUs]
-    #[arg(long, value_name = "GB/s", requires = "tensor_tflops")]
-    pub memory_gbps: Option<f64>,
-    /// Matrix product rate of one rank in TFLOP/s, for the floor [default: measured first, on GPUs]
-    #[arg(long, value_name = "TFLOP/s", requires = "memory_gbps")]
-    pub tensor_tflops: Option<f64>,
-    /// Rate at which one rank sends to others in GB/s, for the floor of several ranks [default: measured first, on GPUs]
-    #[arg(long, value_name = "GB/s")]
-    pub link_gbps: Option<f64>,
-    /// Also write the figures to this file, as JSON
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
-}
-
-fn at_least_one(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(number) if number > 0 => Ok(number),
-        _ => Err("expected a whole number of at least 1".to_owned()),
-    }
-}
 
 /// Why a benchmark failed.
 #[derive(Debug, thiserror::Error)]
@@ -146,64 +65,6 @@ pub enum BenchError {
 
 /// Number of offsets in the pool of random elements at which the rows of a request can begin.
 const POOL: usize = 4 << 20;
-
-impl BenchArgs {
-    /// The plan of the service that is measured, whose steps have room for `max_tokens_per_step` rows.
-    fn plan(&self, ranks: u32, max_tokens_per_step: usize) -> Result<ServePlan, PlanError> {
-        let serve = ServeArgs {
-            model: Some(self.model.clone()),
-            ranks: Some(ranks),
-            placement: self.placement.clone(),
-            device: self.device,
-            fp8_compute: self.fp8_compute,
-            cores: self.cores.clone(),
-            max_tokens_per_step: Some(max_tokens_per_step),
-            ..ServeArgs::default()
-        };
-        let mut plan = ServePlan::new(Given::merge(&serve, None)?)?;
-        let variables = [(self.eager, gpu::EAGER), (self.aligned, gpu::ALIGNED)];
-        let set = variables.into_iter().filter(|(is_set, _)| *is_set);
-        plan.cluster.environment.extend(set.map(|(_, name)| (name.to_owned(), "1".to_owned())));
-        Ok(plan)
-    }
-
-    /// The ceilings from which floors are computed: as given, otherwise measured on the GPUs. Returns `None` on CPU ranks
-    /// without given ceilings, and prints why if the measurement fails.
-    fn ceilings(&self, device: DeviceKind, ranks: u32) -> Option<Ceilings> {
-        let link_known = ranks == 1 || self.link_gbps.is_some();
-        let mut reached = if self.memory_gbps.is_some() && self.tensor_tflops.is_some() && link_known {
-            Ceilings::default()
-        } else if device == DeviceKind::Cuda {
-            measured(ranks)?
-        } else {
-            return None;
-        };
-        if let Some(given) = self.memory_gbps {
-            reached.memory_bytes_per_second = given * 1e9;
-        }
-        if let Some(given) = self.tensor_tflops {
-            reached.tensor_sustained_flops = given * 1e12;
-        }
-        if let Some(given) = self.link_gbps {
-            reached.link_bytes_per_second = Some(given * 1e9);
-        }
-        Some(reached)
-    }
-}
-
-/// Measures and prints the GPUs' ceilings; prints why if the measurement fails.
-fn measured(gpus: u32) -> Option<Ceilings> {
-    match ceilings::in_child_process(gpus) {
-        Ok(found) => {
-            println!("{}", ceilings::in_words(&found));
-            Some(found)
-        }
-        Err(error) => {
-            eprintln!("no floors are printed, because the GPUs' ceilings cannot be measured: {error}");
-            None
-        }
-    }
-}
 
 /// Mean bytes per weight as ranks hold it, from the bytes they loaded: routed experts, shared experts and gates.
 fn bytes_per_weight(info: &ModelInfo, loaded: u64) -> f64 {

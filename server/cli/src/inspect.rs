@@ -163,7 +163,7 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String
                 let size = bytes(shared.bytes);
                 let format = format_name(shared.format, shared.scale_cols, shared.zero_points);
                 line("  shared", &format!("width {}, {format}, {size}{gated}", shared.width));
-                if shared.format != experts.format {
+                if gpu::Stored::shared(shared) != gpu::Stored::routed(experts) {
                     line("  … on GPUs", &gpu::Stored::shared(shared).explain(Fp8Compute::Fp8));
                 }
             }

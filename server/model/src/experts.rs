@@ -3,6 +3,7 @@
 
 use super::matrices::{has_matrix, matrix, mxfp4, plain_format, scale_grid};
 use super::plan::{BlockScales, MatrixRef, MlpPlan, ScalesRef, VectorRef};
+use super::quantised::Nvfp4Stack;
 use super::resolve::{Context, vector};
 use super::store::{Store, TensorId};
 use super::{ModelError, plan};
@@ -31,6 +32,8 @@ pub(super) fn resolve(
     let (gate_up, down) = (format!("{base}{}", family.fused.0), format!("{base}{}", family.fused.1));
     let plans = if store.has(&format!("{gate_up}_blocks")) {
         fused_mxfp4(context, store, [&gate_up, &down], dims, &reason)?
+    } else if context.quantization.nvfp4 && store.has(&format!("{gate_up}_weight_scale_2")) {
+        fused_nvfp4(context, store, [&gate_up, &down], dims, &reason)?
     } else if store.has(&gate_up) {
         fused(context, store, [&gate_up, &down], dims, &reason)?
     } else {
@@ -216,6 +219,33 @@ fn fused_mxfp4(
             gate: part(gate_up, e * 2 * width + starts[0], step, width, hidden),
             up: part(gate_up, e * 2 * width + starts[1], step, width, hidden),
             down: part(down, e * hidden, 1, hidden, width),
+            biases: biases.of(e),
+            bytes,
+        })
+        .collect())
+}
+
+/// Finds a stack of all experts in NVFP4.
+fn fused_nvfp4(
+    context: &Context<'_>,
+    store: &mut Store,
+    [gate_up_name, down_name]: [&str; 2],
+    dims: Dims,
+    reason: &str,
+) -> Result<Vec<MlpPlan>, ModelError> {
+    let Dims { hidden, width, experts } = dims;
+    let gate_up = Nvfp4Stack::find(store, gate_up_name, [experts, 2 * width, hidden], reason)?;
+    let down = Nvfp4Stack::find(store, down_name, [experts, hidden, width], reason)?;
+    let biases = fused_biases(context, store, [gate_up_name, down_name], dims, reason)?;
+    let tensors = [gate_up.tensors(), down.tensors()].concat();
+    let bytes = bytes_per_expert(store, tensors.into_iter().chain(biases.tensors()), experts);
+    let (starts, step) = halves(context.family.interleaved, width);
+    let half = |e: usize, half: usize| gate_up.matrix(e, half, e * 2 * width + starts[half], step, width);
+    Ok((0..experts)
+        .map(|e| MlpPlan {
+            gate: half(e, 0),
+            up: half(e, 1),
+            down: down.matrix(e, 0, e * hidden, 1, hidden),
             biases: biases.of(e),
             bytes,
         })

@@ -42,6 +42,8 @@ pub(super) enum ScalesRef {
 pub(super) struct GroupsRef {
     pub(super) tensor: TensorId,
     pub(super) format: ScaleFormat,
+    /// Index of the scale of row 0 and group 0.
+    pub(super) first: usize,
     /// Columns of a group.
     pub(super) cols: usize,
     pub(super) row_stride: usize,
@@ -54,10 +56,10 @@ pub(super) struct GroupsRef {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Factor {
     One,
-    /// The only element of a tensor.
-    Of(TensorId),
+    /// An element of a tensor.
+    Of(TensorId, usize),
     /// Its reciprocal.
-    Reciprocal(TensorId),
+    Reciprocal(TensorId, usize),
 }
 
 /// Zero points; see [`ZeroPoints`].
@@ -180,12 +182,12 @@ impl MatrixRef {
                 return Err(store.wrong_contents(id, reason));
             }
         }
-        let ScalesRef::Groups(GroupsRef { factor: Factor::Of(id) | Factor::Reciprocal(id), .. }) =
+        let ScalesRef::Groups(GroupsRef { factor: Factor::Of(id, at) | Factor::Reciprocal(id, at), .. }) =
             self.scales
         else {
             return Ok(());
         };
-        let found = store.floats(id, 0, 1, 1)[0];
+        let found = store.floats(id, at, 1, 1)[0];
         if found.is_finite() && found > 0.0 {
             return Ok(());
         }
@@ -203,23 +205,26 @@ impl ScalesRef {
                 let bytes = (rows - 1) * row_stride + cols / 32;
                 Scales::Mx { exponents: &store.bytes(*tensor)[*first..][..bytes], row_stride: *row_stride }
             }
-            ScalesRef::Groups(groups) => Scales::Groups(groups.view(store)),
+            ScalesRef::Groups(groups) => Scales::Groups(groups.view(store, rows, cols)),
         }
     }
 }
 
 impl GroupsRef {
-    fn view<'a>(&self, store: &'a Store) -> GroupScales<'a> {
+    fn view<'a>(&self, store: &'a Store, rows: usize, cols: usize) -> GroupScales<'a> {
+        let groups = cols.div_ceil(self.cols);
+        let last = self.first + (rows - 1) * self.row_stride + (groups - 1) * self.group_stride;
+        let bytes = self.format.bytes();
         GroupScales {
             cols: self.cols,
             format: self.format,
-            data: store.bytes(self.tensor),
+            data: &store.bytes(self.tensor)[self.first * bytes..(last + 1) * bytes],
             row_stride: self.row_stride,
             group_stride: self.group_stride,
             factor: match self.factor {
                 Factor::One => 1.0,
-                Factor::Of(id) => store.floats(id, 0, 1, 1)[0],
-                Factor::Reciprocal(id) => 1.0 / store.floats(id, 0, 1, 1)[0],
+                Factor::Of(id, at) => store.floats(id, at, 1, 1)[0],
+                Factor::Reciprocal(id, at) => 1.0 / store.floats(id, at, 1, 1)[0],
             },
             zeros: self.zeros.map(|zeros| ZeroPoints {
                 data: store.bytes(zeros.tensor),

@@ -1,6 +1,8 @@
 //! Lookup of the weights of one linear module in INT4, NVFP4, MXFP4 or MXFP8, with scales and zero points in tensors of their own.
 //! The names and types of the tensors tell the format, which must be one that the config declares.
 
+mod stack;
+
 use safetensors::Dtype;
 
 use super::ModelError;
@@ -8,6 +10,8 @@ use super::plan::{Factor, GroupsRef, MatrixRef, ScalesRef, ZerosRef};
 use super::quant::{Int4, Int4Layout, Quantization};
 use super::store::{Store, TensorId};
 use crate::{Packing, ScaleFormat, WeightFormat};
+
+pub(super) use stack::Nvfp4Stack;
 
 type Found = (MatrixRef, u64);
 
@@ -166,6 +170,7 @@ impl Module<'_> {
         let scales = ScalesRef::Groups(GroupsRef {
             tensor: scales,
             format,
+            first: 0,
             cols: group.min(cols),
             row_stride: 1,
             group_stride: rows,
@@ -271,6 +276,7 @@ impl Module<'_> {
         let scales = ScalesRef::Groups(GroupsRef {
             tensor: scales,
             format,
+            first: 0,
             cols: group,
             row_stride: groups,
             group_stride: 1,
@@ -296,7 +302,7 @@ impl Module<'_> {
         mut self,
         weight: TensorId,
         factor: &str,
-        how: fn(TensorId) -> Factor,
+        how: fn(TensorId, usize) -> Factor,
     ) -> Result<Found, ModelError> {
         let (rows, cols) = (self.rows, self.cols);
         self.expect_multiple(weight, "blocks of 16 inputs", cols, 16)?;
@@ -309,10 +315,11 @@ impl Module<'_> {
         let scales = ScalesRef::Groups(GroupsRef {
             tensor: scales,
             format: ScaleFormat::Fp8E4m3,
+            first: 0,
             cols: 16,
             row_stride: cols / 16,
             group_stride: 1,
-            factor: how(factor),
+            factor: how(factor, 0),
             zeros: None,
         });
         Ok(self.done(by_rows(weight, WeightFormat::Nvfp4, [rows, cols], scales)))

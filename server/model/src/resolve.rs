@@ -214,9 +214,16 @@ impl TensorNames {
             }
         }
         let gate = family.gate.weight[0];
-        let seen = match store.example(gate) {
-            Some(name) => format!("found `{name}`"),
-            None => format!("no tensor name ends in `{gate}`"),
+        let stem = gate.trim_end_matches("weight");
+        let quantised = ["qweight", "weight_packed"].map(|leaf| store.example(&format!("{stem}{leaf}")));
+        let seen = match (store.example(gate), quantised.into_iter().flatten().next()) {
+            (Some(name), _) => format!("found `{name}`"),
+            (None, Some(name)) => {
+                format!(
+                    "found `{name}`, but gates in formats of 4 bits are not supported: quantise experts only"
+                )
+            }
+            (None, None) => format!("no tensor name ends in `{gate}`"),
         };
         let prefixes: Vec<_> = PREFIXES.iter().map(|prefix| format!("`{prefix}`")).collect();
         Err(store.missing(

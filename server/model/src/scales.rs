@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use crate::Packing;
 
-/// Multipliers of the elements of a [`MatrixView`].
+/// Multipliers of the elements of a [`MatrixView`](crate::MatrixView).
 #[derive(Clone, Debug)]
 pub enum Scales<'a> {
     /// No multipliers: the elements are the values.
@@ -19,7 +19,7 @@ pub enum Scales<'a> {
         /// Columns per block.
         block_cols: usize,
     },
-    /// E8M0 exponents of [`WeightFormat::Mxfp4`] and [`WeightFormat::Mxfp8`]: byte `b` at `r * row_stride + c` scales block `c` of row `r` by
+    /// E8M0 exponents of [`WeightFormat::Mxfp4`](crate::WeightFormat::Mxfp4) and [`WeightFormat::Mxfp8`](crate::WeightFormat::Mxfp8): byte `b` at `r * row_stride + c` scales block `c` of row `r` by
     /// `2^(b - 127)`.
     Mx {
         /// The exponents.
@@ -27,7 +27,7 @@ pub enum Scales<'a> {
         /// Distance between rows, in bytes.
         row_stride: usize,
     },
-    /// Scales of groups of neighbouring columns, of [`WeightFormat::Int4`] and [`WeightFormat::Nvfp4`].
+    /// Scales of groups of neighbouring columns, of [`WeightFormat::Int4`](crate::WeightFormat::Int4) and [`WeightFormat::Nvfp4`](crate::WeightFormat::Nvfp4).
     Groups(GroupScales<'a>),
 }
 
@@ -71,7 +71,7 @@ pub struct GroupScales<'a> {
     pub group_stride: usize,
     /// Multiplier of every scale.
     pub factor: f32,
-    /// Zero points of [`WeightFormat::Int4`]. Without them every zero point is [`INT4_ZERO`].
+    /// Zero points of [`WeightFormat::Int4`](crate::WeightFormat::Int4). Without them every zero point is [`INT4_ZERO`].
     pub zeros: Option<ZeroPoints<'a>>,
 }
 

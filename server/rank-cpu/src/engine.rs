@@ -32,7 +32,7 @@ struct StepBuffers {
 }
 
 /// The engine of one CPU rank.
-pub struct CpuEngine {
+pub(crate) struct CpuEngine {
     group: CpuGroup,
     pool: rayon::ThreadPool,
     hidden: usize,
@@ -138,13 +138,13 @@ impl CpuEngine {
 
     /// Size of the weights that this rank holds, in bytes.
     #[must_use]
-    pub const fn weight_bytes(&self) -> u64 {
+    pub(crate) const fn weight_bytes(&self) -> u64 {
         self.weight_bytes
     }
 
     /// Human-readable description of the device.
     #[must_use]
-    pub fn device(&self) -> String {
+    pub(crate) fn device(&self) -> String {
         format!("cpu, {} threads, {}", self.pool.current_num_threads(), SimdLevel::active())
     }
 }

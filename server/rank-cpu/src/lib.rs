@@ -1,20 +1,21 @@
 //! Expert ranks on CPUs.
 //!
-//! * [`window`]: the symmetric windows of a generation, in one region of shared memory.
-//! * [`exchange`]: the protocol that decides which rank may access which part of a window, described in `docs/protocol.md`.
+//! * `window`: the symmetric windows of a generation, in one region of shared memory.
+//! * `exchange`: the protocol that decides which rank may access which part of a window, described in `docs/protocol.md`.
 //! * [`CpuGroup`]: prepare, dispatch and combine over the windows.
-//! * [`CpuEngine`]: the phases of a step in f32.
+//! * `engine`: the phases of a step in f32; [`load`] makes the engine of a rank.
+//! * `weights`: packed weights in sealed memory; [`pack`] makes them in a loader.
 
 mod config;
 mod engine;
 mod error;
-pub mod exchange;
+mod exchange;
 pub mod group;
 mod weights;
-pub mod window;
+mod window;
 
 pub use config::{ConfigError, EpConfig, MAX_RANKS, MAX_SLOTS, MAX_TOP_K};
-pub use engine::{CpuEngine, load};
+pub use engine::load;
 pub use error::EpError;
 pub use group::{CpuGroup, HostRouting};
 pub use weights::{WeightsError, pack};
@@ -46,7 +47,7 @@ pub fn window_bytes(shape: &GroupShape) -> Result<usize, ConfigError> {
 
 /// The EP group's configuration for the rank of `setup`.
 #[must_use]
-pub fn ep_config(setup: &RankSetup) -> EpConfig {
+pub(crate) fn ep_config(setup: &RankSetup) -> EpConfig {
     config_of(&setup.shape, setup.rank, setup.generation, setup.peer_timeout, setup.spin)
 }
 

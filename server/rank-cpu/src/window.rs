@@ -31,11 +31,11 @@ use expertd_ipc::wait::Doorbell;
 use expertd_types::{Generation, Rank, Sequence, Slot};
 
 /// Low bits of a flag, which hold the sequence; the generation is in the bits above.
-pub const SEQUENCE_BITS: u32 = 40;
+pub(crate) const SEQUENCE_BITS: u32 = 40;
 
 /// The value of a flag whose writer has reached exchange `sequence` of `generation`.
 #[must_use]
-pub const fn flag_value(generation: Generation, sequence: Sequence) -> u64 {
+pub(crate) const fn flag_value(generation: Generation, sequence: Sequence) -> u64 {
     generation.0 << SEQUENCE_BITS | sequence.0
 }
 
@@ -56,7 +56,7 @@ pub struct WindowShape {
 
 /// The two flags of an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FlagKind {
+pub(crate) enum FlagKind {
     /// The peer's rows for this rank have been written.
     Dispatch = 0,
     /// The peer has read this rank's rows of this exchange and written its partials for this rank.
@@ -66,7 +66,7 @@ pub enum FlagKind {
 impl FlagKind {
     /// Name of the phase that waits for the flag.
     #[must_use]
-    pub const fn phase(self) -> &'static str {
+    pub(crate) const fn phase(self) -> &'static str {
         match self {
             Self::Dispatch => "dispatch",
             Self::Combine => "combine",
@@ -77,7 +77,7 @@ impl FlagKind {
 /// The header of a dispatch area.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
-pub struct AreaHeader {
+pub(crate) struct AreaHeader {
     /// Number of rows in the area.
     pub rows: u32,
     /// Experts per token in this step.

@@ -63,6 +63,7 @@ fn read_layer(checkpoint: &Checkpoint, layer: LayerId, experts: usize) {
     for expert in [0, experts - 1] {
         let Ok(tensors) = checkpoint.expert(layer, ExpertId(expert as u32)) else { continue };
         for view in [&tensors.gate, &tensors.up, &tensors.down] {
+            view.check().expect("a view of an accepted checkpoint is consistent");
             let _ = view.value(0, 0);
             let _ = view.value(view.rows - 1, view.cols - 1);
         }

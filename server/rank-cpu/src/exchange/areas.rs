@@ -9,7 +9,7 @@ use expertd_types::{Rank, Slot};
 
 /// What this rank dispatches to one peer: to be filled while the slot is open ([`SlotState`](super::SlotState)).
 #[derive(Debug)]
-pub struct Outgoing<'a> {
+pub(crate) struct Outgoing<'a> {
     /// Number of rows, and k.
     pub head: &'a mut AreaHeader,
     /// `[max_tokens_per_rank, max_top_k]`.

@@ -19,10 +19,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-pub use self::areas::{Outgoing, ReceivedIter, ReceivedRows};
-pub use self::error::{ExchangeError, FaultCause, SlotState};
+pub(crate) use self::areas::Outgoing;
+pub use self::areas::{ReceivedIter, ReceivedRows};
+pub(crate) use self::error::{ExchangeError, FaultCause, SlotState};
 use self::error::{decode_fault, encode_fault};
-pub use super::window::{AreaHeader, AttachError, FlagKind, WindowLayout, WindowShape};
+pub(crate) use super::window::{AreaHeader, AttachError, FlagKind, WindowLayout, WindowShape};
 use super::window::{SEQUENCE_BITS, Windows, flag_value};
 use expertd_ipc::region::SharedRegion;
 use expertd_ipc::wait::{TimedOut, WaitPolicy};
@@ -30,7 +31,7 @@ use expertd_types::{Generation, Rank, Sequence, Slot};
 
 /// Parameters of a rank's exchanges.
 #[derive(Clone, Copy, Debug)]
-pub struct ExchangeOptions {
+pub(crate) struct ExchangeOptions {
     /// This rank.
     pub rank: Rank,
     /// The windows' generation.
@@ -52,7 +53,7 @@ struct SlotProgress {
 
 /// One rank's side of the exchanges of a generation.
 #[derive(Debug)]
-pub struct Exchange {
+pub(crate) struct Exchange {
     windows: Windows,
     options: ExchangeOptions,
     slots: Vec<SlotProgress>,
@@ -65,7 +66,7 @@ impl Exchange {
     ///
     /// # Errors
     /// [`AttachError`].
-    pub fn attach(
+    pub(crate) fn attach(
         layout: &WindowLayout,
         region: &Arc<SharedRegion>,
         options: ExchangeOptions,
@@ -77,7 +78,7 @@ impl Exchange {
     ///
     /// # Errors
     /// [`AttachError`].
-    pub fn from_fd(
+    pub(crate) fn from_fd(
         layout: &WindowLayout,
         fd: OwnedFd,
         options: ExchangeOptions,
@@ -91,19 +92,11 @@ impl Exchange {
         Self { windows, options, slots, last: Sequence(0), ended: false }
     }
 
-    /// The slot's state.
-    ///
-    /// # Errors
-    /// [`ExchangeError::Slot`].
-    pub fn state(&self, slot: Slot) -> Result<SlotState, ExchangeError> {
-        self.progress(slot).map(|p| p.state)
-    }
-
     /// Begins the next exchange in an idle slot, with `k` experts per token.
     ///
     /// # Errors
     /// [`ExchangeError`].
-    pub fn begin(&mut self, slot: Slot, k: u32) -> Result<Sequence, ExchangeError> {
+    pub(crate) fn begin(&mut self, slot: Slot, k: u32) -> Result<Sequence, ExchangeError> {
         self.expect(slot, SlotState::Idle)?;
         self.check_error_word()?;
         let sequence = Sequence(self.last.0 + 1);
@@ -135,7 +128,7 @@ impl Exchange {
     ///
     /// # Panics
     /// If there is no such peer.
-    pub fn outgoing(&mut self, slot: Slot, peer: usize) -> Result<Outgoing<'_>, ExchangeError> {
+    pub(crate) fn outgoing(&mut self, slot: Slot, peer: usize) -> Result<Outgoing<'_>, ExchangeError> {
         self.expect(slot, SlotState::Open)?;
         let area = &self.windows.outgoing[self.windows.area(slot, peer)];
         // SAFETY: the slot is open. Only this rank writes these areas (one process per window, by its claim), and the peer
@@ -156,7 +149,7 @@ impl Exchange {
     ///
     /// # Errors
     /// [`ExchangeError::State`] unless the slot is open.
-    pub fn send_dispatch(&mut self, slot: Slot) -> Result<(), ExchangeError> {
+    pub(crate) fn send_dispatch(&mut self, slot: Slot) -> Result<(), ExchangeError> {
         self.release(slot, FlagKind::Dispatch, SlotState::Open, SlotState::Sent)
     }
 
@@ -164,7 +157,7 @@ impl Exchange {
     ///
     /// # Errors
     /// [`ExchangeError`].
-    pub fn wait_dispatch(&mut self, slot: Slot) -> Result<(), ExchangeError> {
+    pub(crate) fn wait_dispatch(&mut self, slot: Slot) -> Result<(), ExchangeError> {
         self.wait(slot, FlagKind::Dispatch, SlotState::Sent)?;
         let expected_k = self.slots[slot.index()].k;
         let max_rows = self.windows.shape.max_tokens_per_rank;
@@ -190,7 +183,7 @@ impl Exchange {
     ///
     /// # Errors
     /// [`ExchangeError::State`] unless the slot is ready.
-    pub fn received(&mut self, slot: Slot) -> Result<ReceivedIter<'_>, ExchangeError> {
+    pub(crate) fn received(&mut self, slot: Slot) -> Result<ReceivedIter<'_>, ExchangeError> {
         self.expect(slot, SlotState::Ready)?;
         let ranks = 0..self.windows.shape.ranks;
         Ok(ReceivedIter { k: self.slots[slot.index()].k as usize, windows: &mut self.windows, slot, ranks })
@@ -200,7 +193,7 @@ impl Exchange {
     ///
     /// # Errors
     /// [`ExchangeError::State`] unless the slot is ready.
-    pub fn send_combine(&mut self, slot: Slot) -> Result<(), ExchangeError> {
+    pub(crate) fn send_combine(&mut self, slot: Slot) -> Result<(), ExchangeError> {
         self.release(slot, FlagKind::Combine, SlotState::Ready, SlotState::Returning)
     }
 
@@ -208,7 +201,7 @@ impl Exchange {
     ///
     /// # Errors
     /// [`ExchangeError`].
-    pub fn wait_combine(&mut self, slot: Slot) -> Result<(), ExchangeError> {
+    pub(crate) fn wait_combine(&mut self, slot: Slot) -> Result<(), ExchangeError> {
         self.wait(slot, FlagKind::Combine, SlotState::Returning)?;
         self.slots[slot.index()].state = SlotState::Returned;
         Ok(())
@@ -221,7 +214,7 @@ impl Exchange {
     ///
     /// # Panics
     /// If there is no such peer.
-    pub fn returned(&self, slot: Slot, peer: usize) -> Result<&[f32], ExchangeError> {
+    pub(crate) fn returned(&self, slot: Slot, peer: usize) -> Result<&[f32], ExchangeError> {
         self.expect(slot, SlotState::Returned)?;
         // SAFETY: the peer stored its combine flag after it wrote the partials, and writes them again only after it has
         // seen our dispatch flag of the slot's next exchange, which is stored through `&mut self`.
@@ -232,14 +225,14 @@ impl Exchange {
     ///
     /// # Errors
     /// [`ExchangeError::State`] unless the slot is returned.
-    pub fn finish(&mut self, slot: Slot) -> Result<(), ExchangeError> {
+    pub(crate) fn finish(&mut self, slot: Slot) -> Result<(), ExchangeError> {
         self.expect(slot, SlotState::Returned)?;
         self.slots[slot.index()].state = SlotState::Idle;
         Ok(())
     }
 
     /// Ends the group: reports to every peer that this rank failed, so that none waits for it.
-    pub fn abort(&mut self) {
+    pub(crate) fn abort(&mut self) {
         if !self.ended {
             self.report(FaultCause::Failed);
             self.ended = true;
@@ -254,7 +247,7 @@ impl Exchange {
     ///
     /// # Errors
     /// [`ExchangeError::State`], [`ExchangeError::Slot`] or [`ExchangeError::Ended`].
-    pub fn expect(&self, slot: Slot, expected: SlotState) -> Result<(), ExchangeError> {
+    pub(crate) fn expect(&self, slot: Slot, expected: SlotState) -> Result<(), ExchangeError> {
         if self.ended {
             return Err(ExchangeError::Ended);
         }

@@ -100,10 +100,11 @@ fn memory_with_other_contents_is_refused() {
     let header = Header { magic: MAGIC, layout: LAYOUT, reserved: 0, index_bytes: u64::MAX };
     let later = Header { layout: LAYOUT + 1, index_bytes: 2, ..header };
     let empty = Header { index_bytes: 2, ..header };
+    let layout = format!("layout {LAYOUT}");
     let contents: [(&str, Vec<u8>); 4] = [
         ("a header", b"short".to_vec()),
         ("an index", bytemuck::bytes_of(&header).to_vec()),
-        ("layout 2", [bytemuck::bytes_of(&later), b"{}"].concat()),
+        (&layout, [bytemuck::bytes_of(&later), b"{}"].concat()),
         ("an index", [bytemuck::bytes_of(&empty), b"{}"].concat()),
     ];
     for (expected, bytes) in contents {

@@ -7,9 +7,13 @@ use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 
 use super::DeviceFormat;
+use super::grouped::fill_row;
 use super::narrow::ExpertLayout;
 use super::pack_tests::Stored;
-use expertd_model::{ExpertWeights, WeightFormat};
+use expertd_ipc::control::Fp8Compute;
+use expertd_model::synth::{self, SynthConfig, SynthFormat};
+use expertd_model::{Checkpoint, ExpertWeights, WeightFormat};
+use expertd_types::ExpertId;
 
 /// Columns of a unit.
 const COLS: usize = 128;
@@ -60,8 +64,11 @@ fn mxfp4_pair(unit: &[u8], lane: usize, step: usize, pair: usize) -> [f64; 2] {
     halves(bits, 0).map(|value| value * multiplier)
 }
 
-/// Packs an expert and compares every element with its value in the checkpoint.
-fn check(stored: WeightFormat, format: DeviceFormat, pair_of: fn(&[u8], usize, usize, usize) -> [f64; 2]) {
+/// The two elements that a lane holds in a pair of a step.
+type PairOf = fn(&[u8], usize, usize, usize) -> [f64; 2];
+
+/// Draws an expert and checks it.
+fn check_drawn(stored: WeightFormat, format: DeviceFormat, pair_of: PairOf) {
     let mut random = SmallRng::seed_from_u64(11);
     let [gate, up, down] = [(INTER, HIDDEN), (INTER, HIDDEN), (HIDDEN, INTER)].map(|(rows, cols)| {
         let mut drawn = Stored::draw(stored, rows, cols, &mut random);
@@ -70,11 +77,17 @@ fn check(stored: WeightFormat, format: DeviceFormat, pair_of: fn(&[u8], usize, u
     });
     let weights =
         ExpertWeights { gate: gate.view(stored), up: up.view(stored), down: down.view(stored), biases: None };
-    let layout = ExpertLayout::new(format, HIDDEN, INTER);
+    check(&weights, format, pair_of);
+}
+
+/// Packs an expert and compares every element with its value in the checkpoint.
+fn check(weights: &ExpertWeights<'_>, format: DeviceFormat, pair_of: PairOf) {
+    let (hidden, inter) = (weights.gate.cols, weights.gate.rows);
+    let layout = ExpertLayout::new(format, hidden, inter);
     let mut staged = vec![0_u64; layout.bytes.div_ceil(8)];
-    layout.fill(&weights, bytemuck::cast_slice_mut(&mut staged)).unwrap();
-    let sizes = format.matrix_bytes(HIDDEN, INTER);
-    let shapes = [(2 * INTER, HIDDEN), (HIDDEN, INTER)];
+    layout.fill(weights, bytemuck::cast_slice_mut(&mut staged)).unwrap();
+    let sizes = format.matrix_bytes(hidden, inter);
+    let shapes = [(2 * inter, hidden), (hidden, inter)];
     for (which, mut params) in layout.packs(staged.as_ptr() as u64).into_iter().enumerate() {
         let (rows, cols) = shapes[which];
         let (mut units, mut factors) = (vec![0_u128; sizes[which] / 16], vec![0_f32; rows]);
@@ -96,12 +109,12 @@ fn check(stored: WeightFormat, format: DeviceFormat, pair_of: fn(&[u8], usize, u
                     (0, false) => (first / 2 + row - 8, &weights.up),
                     _ => (first + row, &weights.down),
                 };
-                let factor = factors[feature + if which == 0 && row >= 8 { INTER } else { 0 }];
+                let factor = factors[feature + if which == 0 && row >= 8 { inter } else { 0 }];
                 for (half, found) in pair_of(unit, lane, step, pair).into_iter().enumerate() {
                     let col = col + half;
                     let expected = if col < cols { f64::from(view.value(feature, col)) } else { 0.0 };
                     let found = found * f64::from(factor);
-                    assert_eq!(found as f32, expected as f32, "{stored} {which} ({feature}, {col})");
+                    assert_eq!(found as f32, expected as f32, "{} {which} ({feature}, {col})", view.format);
                 }
             }
         }
@@ -110,7 +123,39 @@ fn check(stored: WeightFormat, format: DeviceFormat, pair_of: fn(&[u8], usize, u
 
 #[test]
 fn lanes_find_every_element_where_the_host_packed_it() {
-    check(WeightFormat::Fp8E4m3, DeviceFormat::Fp8, fp8_pair);
-    check(WeightFormat::Int4, DeviceFormat::Fp8, fp8_pair);
-    check(WeightFormat::Mxfp4, DeviceFormat::Mxfp4, mxfp4_pair);
+    check_drawn(WeightFormat::Fp8E4m3, DeviceFormat::Fp8, fp8_pair);
+    check_drawn(WeightFormat::Int4, DeviceFormat::Fp8, fp8_pair);
+    check_drawn(WeightFormat::Mxfp4, DeviceFormat::Mxfp4, mxfp4_pair);
+}
+
+#[test]
+fn experts_of_checkpoints_get_their_device_format_and_arrive() {
+    use DeviceFormat::{Bf16, Fp8};
+    use SynthFormat::{Int4, Int4Awq, Int4Gptq, Mxfp8, Nvfp4};
+    // The groups of GPTQ and AWQ have 128 columns, those of the others 32 or 16.
+    for (format, expected) in [(Int4Gptq, Fp8), (Int4Awq, Fp8), (Int4, Bf16), (Mxfp8, Bf16), (Nvfp4, Bf16)] {
+        let dir = tempfile::tempdir().unwrap();
+        let config = SynthConfig { format, hidden: 256, width: 128, ..SynthConfig::new("qwen3_moe") };
+        synth::write(&config, dir.path()).unwrap();
+        let checkpoint = Checkpoint::open(dir.path()).unwrap();
+        let (layer, moe) = checkpoint.spec().moe_layers().next().unwrap();
+        for fp8 in [Fp8Compute::Fp8, Fp8Compute::Bf16] {
+            assert_eq!(crate::Stored::routed(&moe.experts).on_device(fp8), expected, "{format:?}");
+        }
+        let tensors = checkpoint.expert(layer, ExpertId(1)).unwrap();
+        let (gate, up, down) = (tensors.gate, tensors.up, tensors.down);
+        let weights = ExpertWeights { gate, up, down, biases: None };
+        if expected == Fp8 {
+            check(&weights, Fp8, fp8_pair);
+            continue;
+        }
+        for view in [&weights.gate, &weights.up, &weights.down] {
+            let (mut codes, mut to) = (Vec::new(), vec![0; view.cols]);
+            for row in 0..view.rows {
+                fill_row(view, row, &mut codes, &mut to);
+                let values = (0..view.cols).map(|col| bf16::from_f32(view.value(row, col)).to_bits());
+                assert!(values.eq(to.iter().copied()), "{format:?} row {row}");
+            }
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 use expertd_proto::transport::{CONNECTION_WINDOW_BYTES, MAX_FRAME_BYTES};
 
-use super::transport::table::ConnectionLimits;
+use super::transport::limits::ConnectionLimits;
 
 /// Bytes of a connection: one incomplete frame, the headers of one call, compression tables, TLS records, and the socket's and
 /// the connection's own state.

@@ -29,6 +29,6 @@ pub(crate) use service::validate::{Envelope, validate_session};
 pub use transport::address::{Address, AddressError, BindError};
 pub(crate) use transport::address::{Listener, PlainSocket};
 pub(crate) use transport::front::client_key;
+pub use transport::limits::ConnectionLimits;
 pub use transport::server::{Server, ServerConfig, ServerError};
-pub use transport::table::ConnectionLimits;
 pub(crate) use transport::table::Origin;

@@ -8,7 +8,7 @@ use expertd_types::Rank;
 
 /// Kind of a fault that ended a generation; the `reason` label of its metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FaultKind {
+pub(crate) enum FaultKind {
     /// A rank's process ended.
     Exit,
     /// A rank sent no heartbeat in time, or the router's thread that reads its messages was lost.
@@ -27,7 +27,7 @@ pub enum FaultKind {
 
 impl FaultKind {
     /// Every kind.
-    pub const ALL: [FaultKind; 7] = [
+    pub(crate) const ALL: [FaultKind; 7] = [
         FaultKind::Exit,
         FaultKind::Liveness,
         FaultKind::Step,
@@ -39,7 +39,7 @@ impl FaultKind {
 
     /// The label.
     #[must_use]
-    pub const fn label(self) -> &'static str {
+    pub(crate) const fn label(self) -> &'static str {
         match self {
             FaultKind::Exit => "exit",
             FaultKind::Liveness => "liveness",
@@ -54,7 +54,7 @@ impl FaultKind {
 
 /// Why a generation ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fault {
+pub(crate) struct Fault {
     /// Kind of the fault.
     pub kind: FaultKind,
     /// Description for operators.
@@ -77,7 +77,7 @@ impl From<ChannelError> for Fault {
 
 /// Why a generation could not be formed.
 #[derive(Debug, thiserror::Error)]
-pub enum FormError {
+pub(crate) enum FormError {
     /// A rank's process could not be started.
     #[error("cannot start rank {rank}: {source}")]
     Spawn {

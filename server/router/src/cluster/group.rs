@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use self::memories::AttachNews;
 use self::steps::InFlight;
-pub use self::steps::StepDone;
+pub(crate) use self::steps::StepDone;
 use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind, FormError};
 use super::process::{ChildProcess, RankEvent, RankNews, kill_and_reap};
@@ -35,7 +35,7 @@ const LOST_READER_CHECKS: u32 = 20;
 
 /// Progress of a rank.
 #[derive(Clone, Debug)]
-pub struct RankView {
+pub(crate) struct RankView {
     /// Process id.
     pub pid: u32,
     /// Device in words, once the rank has reported it.
@@ -66,7 +66,7 @@ struct Member {
 
 /// A generation. Dropping it kills and reaps its ranks.
 #[derive(Debug)]
-pub struct Group {
+pub(crate) struct Group {
     config: Arc<ClusterConfig>,
     generation: Generation,
     channel: RouterChannel,
@@ -95,7 +95,7 @@ impl Group {
     ///
     /// # Errors
     /// If shared memory cannot be created or a process cannot be started.
-    pub fn form(
+    pub(crate) fn form(
         config: &Arc<ClusterConfig>,
         generation: Generation,
         weights: &WeightSet,
@@ -168,28 +168,28 @@ impl Group {
 
     /// The number of this generation.
     #[must_use]
-    pub const fn generation(&self) -> Generation {
+    pub(crate) const fn generation(&self) -> Generation {
         self.generation
     }
 
     /// Progress of each rank.
-    pub fn ranks(&self) -> impl Iterator<Item = &RankView> {
+    pub(crate) fn ranks(&self) -> impl Iterator<Item = &RankView> {
         self.members.iter().map(|member| &member.view)
     }
 
     /// Whether the reported usage of a device has changed since the last call.
-    pub fn take_usage_change(&mut self) -> bool {
+    pub(crate) fn take_usage_change(&mut self) -> bool {
         std::mem::take(&mut self.usage_changed)
     }
 
     /// Whether steps can be launched.
     #[must_use]
-    pub const fn is_started(&self) -> bool {
+    pub(crate) const fn is_started(&self) -> bool {
         self.started
     }
 
     /// Collects events and completions of ranks without waiting. Returns whether [`poll`](Self::poll) has something to process.
-    pub fn collect(&mut self) -> bool {
+    pub(crate) fn collect(&mut self) -> bool {
         self.received.extend(self.events.try_iter());
         for rank in 0..self.members.len() {
             let rank = Rank(rank as u32);
@@ -208,7 +208,7 @@ impl Group {
     ///
     /// # Errors
     /// The fault that ends this generation.
-    pub fn poll(&mut self) -> Result<bool, Fault> {
+    pub(crate) fn poll(&mut self) -> Result<bool, Fault> {
         let news = self.collect();
         // Completions first: the report of a failed step names the cause, and the end of the rank's process does not.
         while let Some((rank, completion)) = self.completed.pop_front() {
@@ -321,7 +321,7 @@ impl Group {
 
     /// Kills and reaps every rank. Returns the ids of processes that do not end, which may still access the memory that they
     /// mapped.
-    pub fn end(mut self) -> Vec<u32> {
+    pub(crate) fn end(mut self) -> Vec<u32> {
         self.kill_and_reap();
         let left = self.members.iter().filter(|member| member.process.is_left());
         left.map(|member| member.view.pid).collect()
@@ -332,7 +332,7 @@ impl Group {
     }
 
     /// Asks the ranks to exit, waits until `deadline`, then kills and reaps those that are left.
-    pub fn leave(mut self, deadline: Instant) {
+    pub(crate) fn leave(mut self, deadline: Instant) {
         for member in &self.members {
             member.process.send(ToRank::Exit);
         }

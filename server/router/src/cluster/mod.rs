@@ -9,7 +9,7 @@ mod weights;
 
 pub use config::{ClusterConfig, MakeWindows};
 pub use cores::{available_cores, numa_nodes, share_cores, share_cores_near, usable};
-pub use fault::{Fault, FaultKind, FormError};
-pub use group::{Group, RankView, StepDone};
-pub use process::{ChildProcess, RankEvent, RankNews, left_processes};
-pub use weights::{LoadFailure, LoaderView, Loading, LoadingMode, WeightSet};
+pub(crate) use fault::{Fault, FaultKind};
+pub(crate) use group::{Group, StepDone};
+pub(crate) use process::left_processes;
+pub(crate) use weights::{LoadFailure, Loading, LoadingMode, WeightSet};

@@ -16,7 +16,7 @@ use crate::watchdog;
 use expertd_ipc::RouterBell;
 use expertd_ipc::control::{self, FromRank, RankSetup, ToRank};
 use expertd_ipc::passing::send_with_fds;
-use expertd_types::{Generation, Rank};
+use expertd_types::Rank;
 use serde::Serialize;
 
 /// Longest wait for the end of killed processes, which first free gigabytes of memory.
@@ -29,13 +29,13 @@ static LEFT: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
 /// Ids of the processes that were killed and have not ended, nor been reaped, in time.
 #[must_use]
-pub fn left_processes() -> Vec<u32> {
+pub(crate) fn left_processes() -> Vec<u32> {
     LEFT.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
 }
 
 /// News from the control socket of a rank.
 #[derive(Debug)]
-pub enum RankNews {
+pub(super) enum RankNews {
     /// A message.
     Message(FromRank),
     /// The socket was closed: the process has ended or is about to.
@@ -44,9 +44,7 @@ pub enum RankNews {
 
 /// An event of one rank.
 #[derive(Debug)]
-pub struct RankEvent {
-    /// Generation of the rank.
-    pub generation: Generation,
+pub(super) struct RankEvent {
     /// The rank.
     pub rank: Rank,
     /// The news.
@@ -55,7 +53,7 @@ pub struct RankEvent {
 
 /// A running rank or loader. Dropping it kills and reaps the process.
 #[derive(Debug)]
-pub struct ChildProcess {
+pub(super) struct ChildProcess {
     /// `None` after it is reaped or handed to a thread that waits for it.
     child: Option<Child>,
     pid: u32,
@@ -143,13 +141,13 @@ impl ChildProcess {
         events: Sender<RankEvent>,
         bell: RouterBell,
     ) -> io::Result<Self> {
-        let (generation, rank) = (setup.generation, setup.rank);
+        let rank = setup.rank;
         let start = Start { command: "rank", rank, setup, fds, environment };
         Self::spawn(&start, move |socket, reads| {
             // Without the time limit the thread would not tick. The kernel refuses no limit of this size.
             let _ = socket.set_read_timeout(Some(watchdog::TICK));
             let socket = TickingReader { socket: &socket, reads };
-            read_control(socket, generation, rank, &events, &bell);
+            read_control(socket, rank, &events, &bell);
         })
     }
 
@@ -160,28 +158,28 @@ impl ChildProcess {
 
     /// The process id.
     #[must_use]
-    pub fn pid(&self) -> u32 {
+    pub(super) fn pid(&self) -> u32 {
         self.pid
     }
 
     /// Sends a message. If the rank is gone, its events report it.
-    pub fn send(&self, message: ToRank) {
+    pub(super) fn send(&self, message: ToRank) {
         let _ = control::send(&self.socket, &message);
     }
 
     /// Sends a message with descriptors. If the rank is gone, its events report it.
-    pub fn send_with_fds(&self, message: &ToRank, fds: &[BorrowedFd<'_>]) {
+    pub(super) fn send_with_fds(&self, message: &ToRank, fds: &[BorrowedFd<'_>]) {
         let _ = send_with_fds(&self.socket, message, fds);
     }
 
     /// Whether the process was killed and did not end in time; its memory is still mapped.
     #[must_use]
-    pub const fn is_left(&self) -> bool {
+    pub(super) const fn is_left(&self) -> bool {
         self.is_left
     }
 
     /// Waits until `deadline` for the process to exit. Returns whether it did.
-    pub fn wait_until(&mut self, deadline: Instant) -> bool {
+    pub(super) fn wait_until(&mut self, deadline: Instant) -> bool {
         self.status_until(deadline).is_some() || self.child.is_none()
     }
 
@@ -207,7 +205,7 @@ impl ChildProcess {
     }
 
     /// Kills the process, even if it is stopped. `kill_and_reap` also waits for its end.
-    pub fn kill(&mut self) {
+    pub(super) fn kill(&mut self) {
         if let Some(child) = &mut self.child {
             let _ = child.kill();
         }
@@ -215,7 +213,7 @@ impl ChildProcess {
 
     /// The exit status of a process that has closed its control socket, if it ends within a moment. A process that does not
     /// is killed.
-    pub fn exit_status(&mut self) -> Option<ExitStatus> {
+    pub(super) fn exit_status(&mut self) -> Option<ExitStatus> {
         let status = self.status_until(Instant::now() + STATUS_TIMEOUT);
         self.kill();
         status.or(self.ended)
@@ -276,13 +274,7 @@ impl Read for TickingReader<'_> {
     }
 }
 
-fn read_control(
-    socket: impl Read,
-    generation: Generation,
-    rank: Rank,
-    events: &Sender<RankEvent>,
-    bell: &RouterBell,
-) {
+fn read_control(socket: impl Read, rank: Rank, events: &Sender<RankEvent>, bell: &RouterBell) {
     let mut reader = BufReader::new(socket);
     loop {
         let news = match control::receive::<FromRank>(&mut reader) {
@@ -294,7 +286,7 @@ fn read_control(
             }
         };
         let last = matches!(news, RankNews::Gone);
-        let delivered = events.send(RankEvent { generation, rank, news });
+        let delivered = events.send(RankEvent { rank, news });
         bell.bell().ring();
         if last || delivered.is_err() {
             return;

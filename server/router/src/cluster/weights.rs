@@ -26,7 +26,7 @@ const STALL_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A set of weights that generations can serve.
 #[derive(Debug)]
-pub struct WeightSet {
+pub(crate) struct WeightSet {
     /// Its number.
     pub version: WeightVersion,
     /// The checkpoint that it comes from.
@@ -37,13 +37,13 @@ pub struct WeightSet {
 
 impl WeightSet {
     /// The memory of a rank's share.
-    pub fn share(&self, rank: Rank) -> impl Iterator<Item = BorrowedFd<'_>> {
+    pub(crate) fn share(&self, rank: Rank) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.shares.get(rank.index()).into_iter().flatten().map(OwnedFd::as_fd)
     }
 
     /// Frees the memory, unless something else still holds the set; rings `bell` when that is done.
     #[must_use]
-    pub fn free(self: Arc<Self>, bell: &RouterBell) -> Freeing {
+    pub(crate) fn free(self: Arc<Self>, bell: &RouterBell) -> Freeing {
         let bell = bell.clone();
         let shares = Arc::into_inner(self).map(|mut set| std::mem::take(&mut set.shares));
         Freeing(release(shares, move || bell.bell().ring()))
@@ -58,7 +58,7 @@ impl Drop for WeightSet {
 
 /// Memory that is being freed.
 #[derive(Debug)]
-pub struct Freeing(Option<JoinHandle<()>>);
+pub(crate) struct Freeing(Option<JoinHandle<()>>);
 
 impl Freeing {
     /// Whether the memory is free.
@@ -89,7 +89,7 @@ const fn fds_of_share(device: DeviceKind) -> usize {
 
 /// The progress of a loader.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct LoaderView {
+pub(crate) struct LoaderView {
     /// Its process.
     pub pid: u32,
     /// Bytes of the checkpoint that are packed.
@@ -118,7 +118,7 @@ enum News {
 
 /// Why weights could not be loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LoadFailure {
+pub(crate) struct LoadFailure {
     /// Description for operators.
     pub message: String,
     /// Whether the only cause is that the weights do not fit beside those that are in memory.
@@ -133,7 +133,7 @@ impl From<LoadFailure> for Fault {
 
 /// What is in memory while weights are loaded.
 #[derive(Debug)]
-pub enum LoadingMode {
+pub(crate) enum LoadingMode {
     /// No other weights.
     Alone,
     /// No other weights, once these are freed.
@@ -144,7 +144,7 @@ pub enum LoadingMode {
 
 /// A set of weights that is being loaded, by one process for each rank. Dropping it kills and reaps them.
 #[derive(Debug)]
-pub struct Loading {
+pub(crate) struct Loading {
     config: Arc<ClusterConfig>,
     version: WeightVersion,
     source: CheckpointSource,
@@ -166,7 +166,7 @@ impl Loading {
     ///
     /// # Errors
     /// If a process cannot be started.
-    pub fn start(
+    pub(crate) fn start(
         config: &Arc<ClusterConfig>,
         version: WeightVersion,
         source: CheckpointSource,
@@ -238,17 +238,17 @@ impl Loading {
 
     /// The version that is being loaded.
     #[must_use]
-    pub const fn version(&self) -> WeightVersion {
+    pub(crate) const fn version(&self) -> WeightVersion {
         self.version
     }
 
     /// The progress of each loader.
-    pub fn views(&self) -> impl Iterator<Item = LoaderView> {
+    pub(crate) fn views(&self) -> impl Iterator<Item = LoaderView> {
         self.members.iter().map(|member| member.view)
     }
 
     /// Collects the messages of loaders without waiting. Returns whether there is anything for [`poll`](Self::poll).
-    pub fn collect(&mut self) -> bool {
+    pub(crate) fn collect(&mut self) -> bool {
         self.waiting.extend(self.events.try_iter());
         !self.waiting.is_empty() || self.awaited.as_ref().is_some_and(Freeing::has_ended)
     }
@@ -257,7 +257,7 @@ impl Loading {
     ///
     /// # Errors
     /// The failure of a loader. The shares of the others cannot be used then.
-    pub fn poll(&mut self) -> Result<Option<WeightSet>, LoadFailure> {
+    pub(crate) fn poll(&mut self) -> Result<Option<WeightSet>, LoadFailure> {
         self.collect();
         if self.awaited.take_if(|freeing| freeing.has_ended()).is_some() {
             self.start_loaders().map_err(|error| LoadFailure {

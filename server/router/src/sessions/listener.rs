@@ -256,10 +256,9 @@ impl Shared {
                 frame::GET_MODEL => self.send_model(socket)?,
                 frame::OPEN => {
                     let opened = kind_of(&payload).and_then(|kind| match kind {
-                        KIND_CUDA => self.open_cuda(socket, opener, &payload).map(OpenSession::Cuda),
-                        _ => self.open(socket, opener, &payload).map(OpenSession::Host),
+                        KIND_CUDA => self.open_cuda(socket, opener, &payload, opening).map(OpenSession::Cuda),
+                        _ => self.open(socket, opener, &payload, opening).map(OpenSession::Host),
                     });
-                    drop(opening);
                     return match opened {
                         Ok(session) => self.follow_to_the_end(socket, &session),
                         Err(reason) => {
@@ -283,12 +282,13 @@ impl Shared {
         socket::send(socket, frame::MODEL, &encode_model(&self.steps.model()).encode_to_vec())
     }
 
-    /// Makes a session and hands it to the client.
+    /// Makes a session and hands it to the client, which `opening` counts until the session does.
     fn open(
         self: &Arc<Self>,
         socket: &UnixStream,
         opener: Opener,
         payload: &[u8],
+        opening: Option<Opening>,
     ) -> Result<Arc<SessionState>, String> {
         let open: Open = socket::record(payload).map_err(|error| error.to_string())?;
         if open.kind != KIND_HOST {
@@ -322,6 +322,7 @@ impl Shared {
         let metrics = Arc::clone(&self.metrics);
         let session = SessionState::new(number, opener, memory, rings.completions, writing, metrics, charge);
         self.registry.add(&self.config.limits, &OpenSession::Host(Arc::clone(&session)))?;
+        drop(opening);
         let sent = socket::send(socket, frame::OPENED, bytemuck::bytes_of(&opened))
             .and_then(|()| socket::send_region(socket, session.memory().region()))
             .and_then(|()| socket.set_read_timeout(None));

@@ -4,6 +4,7 @@ pub(super) mod address;
 mod connections;
 pub(super) mod frames;
 pub(in crate::api) mod front;
+pub(super) mod limits;
 pub(super) mod server;
 pub(super) mod table;
 mod tarpit;

@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use super::connections::count_end;
+use super::limits::ConnectionLimits;
 use crate::api::framing::connection::{Connection, Owner};
 use crate::backend::ClientKey;
 
@@ -17,57 +18,6 @@ use crate::backend::ClientKey;
 const SETTLED: Duration = Duration::from_secs(1);
 /// Owners without connections that the table keeps before it removes them.
 const STALE_OWNERS: usize = 256;
-
-/// Limits on the number of connections.
-#[derive(Clone, Copy, Debug)]
-pub struct ConnectionLimits {
-    /// All TCP connections.
-    pub tcp: usize,
-    /// TCP connections from one address (IPv6: from one /64 network).
-    pub per_address: usize,
-    /// Connections of one authenticated client.
-    pub per_client: usize,
-    /// Connections over Unix-domain sockets.
-    pub unix: usize,
-    /// TCP connections without valid credentials so far, if credentials are required.
-    pub unauthenticated: usize,
-    /// Sockets of refused and ended peers that are kept open for a second, so that they do not come back at once. Each takes
-    /// one file descriptor.
-    pub tarpit: usize,
-}
-
-impl ConnectionLimits {
-    /// Default limits for `tcp` connections: half of them for one address or client, a quarter for unauthenticated ones, 256
-    /// over Unix-domain sockets, and as many sockets in the tarpit.
-    #[must_use]
-    pub fn for_tcp(tcp: usize) -> ConnectionLimits {
-        let tcp = tcp.max(1);
-        ConnectionLimits {
-            tcp,
-            per_address: tcp.div_ceil(2),
-            per_client: tcp.div_ceil(2),
-            unix: 256,
-            unauthenticated: tcp.div_ceil(4),
-            tarpit: tcp,
-        }
-    }
-
-    /// The same limits for fewer TCP connections, of which one address or client has half at most.
-    #[must_use]
-    pub fn with_tcp(self, tcp: usize) -> ConnectionLimits {
-        if tcp >= self.tcp {
-            return self;
-        }
-        let fewer = ConnectionLimits::for_tcp(tcp);
-        ConnectionLimits {
-            tcp: fewer.tcp,
-            per_address: self.per_address.min(fewer.per_address),
-            per_client: self.per_client.min(fewer.per_client),
-            unauthenticated: self.unauthenticated.min(fewer.unauthenticated),
-            ..self
-        }
-    }
-}
 
 /// Origin of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -325,14 +275,6 @@ mod tests {
 
     fn limits() -> ConnectionLimits {
         ConnectionLimits { tcp: 8, per_address: 6, per_client: 4, unix: 2, unauthenticated: 4, tarpit: 8 }
-    }
-
-    #[test]
-    fn fewer_connections_leave_room_for_other_addresses() {
-        let limits = ConnectionLimits::for_tcp(1024);
-        let fewer = limits.with_tcp(56);
-        assert_eq!((fewer.tcp, fewer.per_address, fewer.per_client, fewer.unauthenticated), (56, 28, 28, 14));
-        assert_eq!((fewer.unix, limits.with_tcp(2000).tcp), (256, 1024));
     }
 
     #[test]

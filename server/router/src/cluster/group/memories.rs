@@ -10,7 +10,7 @@ use crate::sessions::AttachAnswer;
 
 /// The answer of a rank to an order about a client's memory.
 #[derive(Debug)]
-pub struct AttachNews {
+pub(crate) struct AttachNews {
     /// The rank.
     pub rank: Rank,
     /// The memory.
@@ -23,21 +23,21 @@ pub struct AttachNews {
 
 impl Group {
     /// Sends a client's memory to every rank.
-    pub fn attach(&self, memory: MemoryId, kind: MemoryKind, fds: &[BorrowedFd<'_>]) {
+    pub(crate) fn attach(&self, memory: MemoryId, kind: MemoryKind, fds: &[BorrowedFd<'_>]) {
         for member in &self.members {
             member.process.send_with_fds(&ToRank::Attach { memory, kind }, fds);
         }
     }
 
     /// Asks every rank to detach a client's memory.
-    pub fn detach(&self, memory: MemoryId) {
+    pub(crate) fn detach(&self, memory: MemoryId) {
         for member in &self.members {
             member.process.send(ToRank::Detach { memory });
         }
     }
 
     /// Takes the oldest answer of a rank to [`attach`](Self::attach) or [`detach`](Self::detach).
-    pub fn take_attach_answer(&mut self) -> Option<AttachNews> {
+    pub(crate) fn take_attach_answer(&mut self) -> Option<AttachNews> {
         self.attach_answers.pop_front()
     }
 }

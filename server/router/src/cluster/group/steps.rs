@@ -1,6 +1,6 @@
 //! Steps in flight of a generation: launched, completed by every rank, taken in order.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytemuck::Zeroable as _;
 use expertd_ipc::{Completion, FormingStep, StagedRows, StepDescriptor};
@@ -16,7 +16,6 @@ pub(super) struct InFlight {
     sequence: u64,
     slot: Slot,
     tokens: usize,
-    since: Instant,
     /// Whether rank 0 raises completion words at its end.
     raises: bool,
     /// `[ranks]`.
@@ -25,15 +24,11 @@ pub(super) struct InFlight {
 
 /// A completed step.
 #[derive(Debug)]
-pub struct StepDone {
+pub(crate) struct StepDone {
     /// Id of the step.
     pub step: StepId,
-    /// Slot of the step; free after its answers are read.
-    pub slot: Slot,
     /// Rows of the step, all ranks together.
     pub tokens: usize,
-    /// Time since the launch.
-    pub elapsed: Duration,
     /// `[phases]`: duration on the slowest rank, in nanoseconds.
     pub phase_ns: [u64; Phase::ALL.len()],
     /// `[ranks]`: completion records.
@@ -46,7 +41,7 @@ impl StepDone {
     /// The largest [`Completion::computed_ns`] of any rank. It is less than the sum of [`phase_ns`](Self::phase_ns) if one rank
     /// waited for another, because the sum counts the wait twice.
     #[must_use]
-    pub fn computed_ns(&self) -> u64 {
+    pub(crate) fn computed_ns(&self) -> u64 {
         self.completions.iter().map(Completion::computed_ns).max().unwrap_or(0)
     }
 }
@@ -54,7 +49,7 @@ impl StepDone {
 impl Group {
     /// The newest step in flight whose experts phase has ended on every rank.
     #[must_use]
-    pub fn experts_ended(&self) -> Option<StepId> {
+    pub(crate) fn experts_ended(&self) -> Option<StepId> {
         let last = self.in_flight.back()?;
         let done = self.channel.experts_done();
         if last.sequence <= done {
@@ -64,12 +59,12 @@ impl Group {
     }
 
     /// Sets whether ranks ring the bell at the end of an experts phase. Set it while requests wait that could form a step then.
-    pub fn want_early_notice(&self, on: bool) {
+    pub(crate) fn want_early_notice(&self, on: bool) {
         self.channel.set_early_notice(on);
     }
 
     /// Begins to form a step in `slot`, which no step in flight uses.
-    pub fn begin(&mut self, slot: Slot, top_k: usize) -> FormingStep<'_, '_> {
+    pub(crate) fn begin(&mut self, slot: Slot, top_k: usize) -> FormingStep<'_, '_> {
         self.channel.begin(slot, top_k)
     }
 
@@ -77,7 +72,7 @@ impl Group {
     ///
     /// # Errors
     /// If a rank's ring has no room for it.
-    pub fn launch(
+    pub(crate) fn launch(
         &mut self,
         step: StepId,
         slot: Slot,
@@ -107,7 +102,6 @@ impl Group {
             sequence: self.sequence,
             slot,
             tokens,
-            since: Instant::now(),
             raises,
             completions: vec![None; self.members.len()],
         });
@@ -115,7 +109,7 @@ impl Group {
     }
 
     /// Takes the oldest step in flight if every rank has completed it.
-    pub fn take_done(&mut self) -> Option<StepDone> {
+    pub(crate) fn take_done(&mut self) -> Option<StepDone> {
         if self.in_flight.front()?.completions.iter().any(Option::is_none) {
             return None;
         }
@@ -125,7 +119,7 @@ impl Group {
     /// Takes the oldest step in flight if its completion words were raised, or were about to be, before a fault of the generation.
     /// The first call kills and reaps the ranks, so that no word is raised later. Completions that the router has not received are
     /// empty.
-    pub fn take_raised(&mut self) -> Option<StepDone> {
+    pub(crate) fn take_raised(&mut self) -> Option<StepDone> {
         if !self.in_flight.front()?.raises {
             return None;
         }
@@ -147,32 +141,18 @@ impl Group {
         for (slowest, phase) in phase_ns.iter_mut().zip(0..) {
             *slowest = completions.iter().map(|c: &Completion| c.phase_ns[phase]).max().unwrap_or(0);
         }
-        Some(StepDone {
-            step: step.step,
-            slot: step.slot,
-            tokens: step.tokens,
-            elapsed: step.since.elapsed(),
-            phase_ns,
-            completions,
-            is_after_fault,
-        })
-    }
-
-    /// Steps in flight.
-    #[must_use]
-    pub fn steps_in_flight(&self) -> usize {
-        self.in_flight.len()
+        Some(StepDone { step: step.step, tokens: step.tokens, phase_ns, completions, is_after_fault })
     }
 
     /// Output rows of a completed step.
     #[must_use]
-    pub fn answer(&self, staged: &StagedRows) -> &[u8] {
+    pub(crate) fn answer(&self, staged: &StagedRows) -> &[u8] {
         self.channel.answer(staged)
     }
 
     /// Ids and weights of a completed step.
     #[must_use]
-    pub fn routing(&self, staged: &StagedRows, top_k: usize) -> (&[u8], &[u8]) {
+    pub(crate) fn routing(&self, staged: &StagedRows, top_k: usize) -> (&[u8], &[u8]) {
         self.channel.routing(staged, top_k)
     }
 

@@ -14,7 +14,7 @@ use expertd_session::socket;
 use expertd_session::wire::frame;
 use metrics::counter;
 
-use super::super::listener::{Shared, unreadable};
+use super::super::listener::{Opening, Shared, unreadable};
 use super::super::open::OpenSession;
 use super::super::session::Opener;
 use super::state::{CudaState, SessionParts};
@@ -26,12 +26,13 @@ const ATTACH_TIMEOUT: Duration = Duration::from_secs(8);
 const WORDS: u32 = 1;
 
 impl Shared {
-    /// Makes a CUDA session and hands it to the client.
+    /// Makes a CUDA session and hands it to the client, which `opening` counts until ranks have attached its memory.
     pub(in crate::sessions) fn open_cuda(
         self: &Arc<Self>,
         socket: &UnixStream,
         opener: Opener,
         payload: &[u8],
+        opening: Option<Opening>,
     ) -> Result<Arc<CudaState>, String> {
         let open: OpenCuda = socket::record(payload).map_err(|error| error.to_string())?;
         let memory =
@@ -64,9 +65,10 @@ impl Shared {
         let held = OpenSession::Cuda(Arc::clone(&session));
         self.registry.add(&self.config.limits, &held)?;
         self.steps.session_opened(held);
-        let started = session
-            .wait_attached(Instant::now() + ATTACH_TIMEOUT)
-            .and_then(|()| self.begin_cuda(socket, &session).map_err(|error| error.to_string()));
+        let attached = session.wait_attached(Instant::now() + ATTACH_TIMEOUT);
+        drop(opening);
+        let started =
+            attached.and_then(|()| self.begin_cuda(socket, &session).map_err(|error| error.to_string()));
         if let Err(reason) = started {
             // The socket stays open for the refusal.
             session.begin_close();
