@@ -1,6 +1,8 @@
 //! Products of packed rows with one panel of packed weights.
 #![allow(unsafe_code, reason = "calls kernels, which take pointers")]
 
+use std::mem::MaybeUninit;
+
 use super::groups::GroupLayout;
 use super::kernels::{KernelArgs, kernel, widen};
 use super::packed::{K_BLOCK, MAX_PANEL, PackedMatrix};
@@ -16,6 +18,9 @@ const AHEAD: usize = 4096;
 
 /// Number of blocks that are widened at a time for several tiles: 32 KiB at the most.
 const WIDE_BLOCKS: usize = 8;
+
+/// Largest number of rows whose sums the FP8 kernel keeps in registers with AVX-512, measured.
+const CROWDED_ROWS: usize = 10;
 
 /// Pairs of input features per block.
 const PAIRS: usize = K_BLOCK / 2;
@@ -57,10 +62,13 @@ pub(crate) fn multiply(
         tiles => (next.as_ptr(), next.len().div_ceil(tiles * blocks * PAIRS)),
     };
     let zeros = matrix.groups.is_some_and(|groups| groups.zeros);
-    // Several tiles share the work of widening weights that have scales.
-    let widen = widen(matrix.level, matrix.format, zeros).filter(|_| tiling.tiles() > 1);
+    // Several tiles share the work of widening weights that have scales. One tile of the most rows leaves its FP8 kernel
+    // too few registers, so that widening first is faster there, too.
+    let crowded = matrix.format == WeightFormat::Fp8E4m3 && rows > CROWDED_ROWS;
+    let widen = widen(matrix.level, matrix.format, zeros).filter(|_| tiling.tiles() > 1 || crowded);
     let part = if widen.is_some() { part.min(WIDE_BLOCKS) } else { part };
-    let mut wide = [0.0_f32; WIDE_BLOCKS * K_BLOCK * MAX_PANEL];
+    // To fill the buffer with zeros would take a tenth of the time of a panel of 4-bit weights.
+    let mut wide = MaybeUninit::<[f32; WIDE_BLOCKS * K_BLOCK * MAX_PANEL]>::uninit();
     for first in (0..blocks).step_by(part) {
         let blocks = part.min(blocks - first);
         let scale_vector = panel * matrix.scale_vectors() + first / matrix.scale_blocks;
@@ -73,14 +81,15 @@ pub(crate) fn multiply(
             groups: matrix.groups.unwrap_or(GroupLayout::MX),
             x: x.as_ptr(),
             blocks,
-            acc: wide.as_mut_ptr(),
+            acc: wide.as_mut_ptr().cast(),
             prefetch,
             prefetch_step,
         };
         let mut format = matrix.format;
         if let Some(widen) = widen {
             // SAFETY: the level is supported; weights and scales have the lengths that `KernelArgs` asks for (see below), and
-            // `wide` holds `WIDE_BLOCKS` blocks of f32, of which a part has no more.
+            // `wide` has room for `WIDE_BLOCKS` blocks of f32, of which a part has no more. `widen` writes all elements of
+            // these blocks, and the kernel reads no others.
             unsafe { widen(&arguments) };
             arguments.weights = wide.as_ptr().cast();
             format = WeightFormat::F32;

@@ -231,7 +231,9 @@ macro_rules! vector_kernels {
         ) -> *const u8 {
             // SAFETY: the caller guarantees the CPU features and the extents. A prefetch takes any address.
             unsafe {
-                for line in 0..F::ELEMENTS.div_ceil(K_BLOCK / 2 * 64) {
+                // The header counts where it fills a line that the lines of the elements leave out.
+                let bytes = F::ELEMENTS + if F::MX { GroupLayout::MX.header_bytes(P) } else { 0 };
+                for line in 0..bytes.div_ceil(K_BLOCK / 2 * 64) {
                     _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(line * 64).cast());
                 }
                 for i in [I, I + 1] {
