@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::packed::K_BLOCK;
-use expertd_model::{GroupScales, MatrixView, ScaleFormat, Scales, WeightFormat};
+use expertd_model::{GroupScales, INT4_ZERO, MatrixView, ScaleFormat, Scales, WeightFormat};
 
 /// Input features whose elements a word of 32 bits holds.
 pub(crate) const OCTET: usize = 8;
@@ -112,7 +112,7 @@ impl GroupLayout {
         }
         if self.zeros {
             // -8 to 7.
-            zeros[column] = view.zero_point(row, col).wrapping_sub(expertd_model::INT4_ZERO);
+            zeros[column] = view.zero_point(row, col).wrapping_sub(INT4_ZERO);
         }
     }
 }
@@ -138,8 +138,14 @@ impl Source {
             ScaleFormat::F16 | ScaleFormat::Fp8E4m3 => PackedScale::F16,
             ScaleFormat::Bf16 | ScaleFormat::F32 => PackedScale::F32,
         };
-        Some(Source { per_block, scale, zeros: groups.zeros.is_some() })
+        Some(Source { per_block, scale, zeros: groups.zeros.is_some() && !is_symmetric(view, groups) })
     }
+}
+
+/// Whether every zero point is that of symmetric integers, as in most of GPTQ's checkpoints. The kernels then need none.
+fn is_symmetric(view: &MatrixView<'_>, groups: &GroupScales<'_>) -> bool {
+    let of_row = 0..view.cols.div_ceil(groups.cols);
+    (0..view.rows).all(|row| of_row.clone().all(|group| groups.zero_point(row, group) == INT4_ZERO))
 }
 
 /// The largest exponent whose power of two the kernels can multiply by 2^8.

@@ -5,7 +5,7 @@ use rand::{Rng, RngExt};
 
 use super::*;
 use expertd_model::decode;
-use expertd_model::{GroupScales, MatrixView, Packing, ScaleFormat, Scales, WeightFormat};
+use expertd_model::{GroupScales, MatrixView, Packing, ScaleFormat, Scales, WeightFormat, ZeroPoints};
 
 pub(crate) use super::test_matrix::{FORMATS, Int4Kind, TestMatrix};
 
@@ -296,6 +296,34 @@ fn gate_and_up_may_have_different_groups() {
     assert_eq!(same.form().groups, Some(groups));
     // 4 bits and 2 bytes of scale per 32 elements: 4.5 bits per weight of two halves of three padded panels.
     assert_eq!(same.bytes(), 3 * 16 * 64 * 9 / 16);
+}
+
+#[test]
+fn zero_points_of_symmetric_weights_are_not_packed() {
+    let mut rng = rand::rng();
+    let (n, k) = (24, 64);
+    let kind = Int4Kind { group: 32, scales: ScaleFormat::F16, packing: Packing::ColumnWords, zeros: None };
+    let matrix = TestMatrix::int4(&mut rng, n, k, kind);
+    let Scales::Groups(groups) = matrix.view().scales else { panic!("INT4 has groups") };
+    let pack = |zeros: Option<ZeroPoints<'_>>| {
+        let scales = Scales::Groups(GroupScales { zeros, ..groups });
+        PackedMatrix::pack_for(SimdLevel::Portable, &MatrixView { scales, ..matrix.view() }).unwrap()
+    };
+    let expected = pack(None);
+    for (nibbles, bias) in [(0x88, 0), (0x77, 1)] {
+        let mut data = vec![nibbles; n * (k / 32) / 2];
+        let symmetric = pack(Some(zero_points(&data, n, bias)));
+        assert_eq!(symmetric.form(), expected.form());
+        assert_eq!(symmetric.data[..], expected.data[..]);
+        *data.last_mut().unwrap() ^= 0x10;
+        let other = pack(Some(zero_points(&data, n, bias)));
+        assert!(other.form().groups.unwrap().zeros, "one zero point differs");
+    }
+}
+
+/// Zero points as GPTQ stores those of `n` rows.
+fn zero_points(data: &[u8], n: usize, bias: u8) -> ZeroPoints<'_> {
+    ZeroPoints { data, packing: Packing::RowWords, row_stride: 8, group_stride: n, bias }
 }
 
 #[test]
