@@ -72,13 +72,14 @@ async fn decode_reports_whole_model_steps_and_every_layer() {
     assert!((-0.5..=6.0 * 9.0 + 0.5).contains(&without_end), "{walked} of {} rows", report.tokens);
     assert!(load(&address, UNARY).await.decode.is_none());
 
+    // Answers that are asked for again would take part of the failures.
     let address = fake::serve(Fault::Unavailable(50)).await;
-    let report = load(&address, &mode).await;
+    let report = load(&address, &[&mode[..], &["--check", "0"]].concat()).await;
     let decode = report.decode.as_ref().unwrap();
+    assert_eq!(report.statuses["Unavailable"].count, 12);
     assert!((6..=12).contains(&decode.failed), "{decode:?}");
-    let failed = report.statuses["Unavailable"].count;
-    assert!((10..=12).contains(&failed) && decode.failed <= failed, "{failed}: {decode:?}");
-    assert!((294..=300).contains(&(decode.model_step.count + decode.failed)), "{decode:?}");
+    // A model step that fails in its first layer leaves a request for another.
+    assert!((294..=306).contains(&(decode.model_step.count + decode.failed)), "{decode:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
