@@ -216,7 +216,8 @@ macro_rules! vector_kernels {
             }
         }
 
-        /// Adds the products with input features `I` and `I + 1` of an octet, and returns the next address to prefetch.
+        /// Adds the products with input features `I` and `I + 1` of an octet, and returns the next address to prefetch. For one
+        /// row, `sums_of_x` gets the sums of its elements instead of zero points being subtracted from weights.
         ///
         /// # Safety
         /// Requires the CPU features. `x` points to the octet's first input feature in the block of the first row.
@@ -224,6 +225,7 @@ macro_rules! vector_kernels {
         unsafe fn pair<F: Scaled, const R: usize, const S: usize, const I: usize>(
             args: &KernelArgs,
             acc: &mut [[Wide; R]; S],
+            sums_of_x: &mut [$vector; S],
             weights: &mut F::Elements,
             zeros: Wide,
             x: *const f32,
@@ -238,11 +240,14 @@ macro_rules! vector_kernels {
                 }
                 for i in [I, I + 1] {
                     let mut wide = F::next(weights, i);
-                    if F::ZEROS {
+                    if F::ZEROS && R > 1 {
                         wide = [$subtract(wide[0], zeros[0]), $subtract(wide[1], zeros[1])];
                     }
                     for (r, acc) in acc[i % S].iter_mut().enumerate() {
                         let x = $splat(*x.add(r * K_BLOCK + i));
+                        if F::ZEROS && R == 1 {
+                            sums_of_x[i % S] = $add(sums_of_x[i % S], x);
+                        }
                         acc[0] = $multiply_add(wide[0], x, acc[0]);
                         acc[1] = $multiply_add(wide[1], x, acc[1]);
                     }
@@ -280,14 +285,23 @@ macro_rules! vector_kernels {
                             [$zero(); 2]
                         };
                         let mut acc = [[[$zero(); 2]; R]; S];
+                        let mut sums_of_x = [$zero(); S];
                         for octet in group * octets..(group + 1) * octets {
                             let mut weights = F::load(elements, octet);
                             let x = x.add(octet * OCTET);
                             // One call per input feature: constants that depend on it are then immediate operands.
-                            prefetch = pair::<F, R, S, 0>(args, &mut acc, &mut weights, zeros, x, prefetch);
-                            prefetch = pair::<F, R, S, 2>(args, &mut acc, &mut weights, zeros, x, prefetch);
-                            prefetch = pair::<F, R, S, 4>(args, &mut acc, &mut weights, zeros, x, prefetch);
-                            prefetch = pair::<F, R, S, 6>(args, &mut acc, &mut weights, zeros, x, prefetch);
+                            prefetch = pair::<F, R, S, 0>(args, &mut acc, &mut sums_of_x, &mut weights, zeros, x, prefetch);
+                            prefetch = pair::<F, R, S, 2>(args, &mut acc, &mut sums_of_x, &mut weights, zeros, x, prefetch);
+                            prefetch = pair::<F, R, S, 4>(args, &mut acc, &mut sums_of_x, &mut weights, zeros, x, prefetch);
+                            prefetch = pair::<F, R, S, 6>(args, &mut acc, &mut sums_of_x, &mut weights, zeros, x, prefetch);
+                        }
+                        if F::ZEROS && R == 1 {
+                            for (acc, sum_of_x) in acc.iter_mut().zip(sums_of_x) {
+                                for half in 0..2 {
+                                    let product = $multiply(zeros[half], sum_of_x);
+                                    acc[0][half] = $subtract(acc[0][half], product);
+                                }
+                            }
                         }
                         if S == 2 {
                             for r in 0..R {
