@@ -21,7 +21,8 @@ const HIDDEN: usize = 2048;
 const INTERMEDIATE: usize = 1024;
 const EXPERTS: usize = 64;
 const K: usize = 8;
-const KIND: ExpertKind = ExpertKind { activation: Activation::SwiGlu, weight_on: WeightOn::Output };
+const KIND: ExpertKind =
+    ExpertKind { activation: Activation::SwiGlu, weight_on: WeightOn::Output, fp8_rows: None };
 
 /// Formats, with the columns of a group and the name of the benchmark.
 const FORMATS: [(WeightFormat, usize, &str); 8] = [

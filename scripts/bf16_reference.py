@@ -16,13 +16,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from golden import blocks
+from golden import auto_class, blocks
 
 
 def errors(folder, device):
     """Returns the relative errors of the rows, and the number of rows that were routed differently."""
     golden = load_file(folder / "golden.safetensors")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    auto = auto_class(transformers.AutoConfig.from_pretrained(folder))
+    model = auto.from_pretrained(
         folder, dtype=torch.bfloat16, experts_implementation="eager").eval().to(device)
     found, rerouted, routed = [], 0, {}
 

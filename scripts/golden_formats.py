@@ -1,5 +1,5 @@
-"""Storage formats of linear modules for scripts/golden.py: values of INT4, NVFP4, MXFP4 and MXFP8 by their definitions, and
-checkpoints that the compressed-tensors library writes.
+"""Storage formats of linear modules for scripts/golden.py: values of INT4, NVFP4, MXFP4 and MXFP8 by their definitions,
+checkpoints that the compressed-tensors library writes, and FP8 in blocks of any size.
 
 The definitions are those of the libraries that write the files: compressed-tensors (`pack_quantized`, `nvfp4`, `mxfp4`, `mxfp8`),
 GPTQModel (`TorchQuantLinear`, `convert_gptq_v1_to_v2_format`), AutoAWQ (`WQLinear_GEMM`) and ModelOpt's exporter. They are computed
@@ -127,7 +127,7 @@ def fuse(tensors, kind):
             out[name] = tensor
             continue
         e, projection, what = leaf.split(".")
-        turned = what == "weight" and kind != "granitemoe"
+        turned = what == "weight" and kind not in ("granitemoe", "mistral4")
         parts.setdefault(stem, {}).setdefault((projection, what), {})[int(e)] = tensor.T if turned else tensor
     for stem, found in parts.items():
         stack = {key: torch.stack([t[e] for e in sorted(t)]) for key, t in found.items()}
@@ -135,6 +135,8 @@ def fuse(tensors, kind):
             gate, up, down = (stack[name, what] for name in ("gate_proj", "up_proj", "down_proj"))
             if kind == "granitemoe":
                 both, names = torch.cat([gate, up], 1), ("input_linear.weight", "output_linear.weight")
+            elif kind == "mistral4":
+                both, names = torch.cat([gate, up], 1), ("experts.gate_up_proj", "experts.down_proj")
             else:
                 both = torch.stack([gate, up], -1).flatten(-2) if kind == "gpt_oss" else torch.cat([gate, up], -1)
                 leaf = "" if what == "weight" else "_bias"
@@ -213,3 +215,33 @@ def compress_experts(tensors, kind):
         for leaf, part in library.compress(state, scheme).items():
             out[f"{stem}.{leaf}"] = part.contiguous()
     return out, declared
+
+
+# FP8 that neither `expertd synth` nor the library writes: family, sizes of a block, the module that stays in bf16, and a seed. With these
+# seeds bf16 rows and weights leave every row within 1e-2: no output is a small difference of large terms.
+BLOCKS = {
+    "deepseek_v3-fp8-narrow": ("deepseek_v3", [40, 48], None, 22),
+    "qwen2_moe-fp8-mixed": ("qwen2_moe", [128, 128], "shared_expert.down_proj", 22),
+}
+
+
+def to_fp8(weight, block):
+    """The codes and scales of a matrix in FP8 with a scale for each block, whose largest magnitude gets the largest code."""
+    rows, cols = weight.shape
+    whole = torch.nn.functional.pad(weight.float(), (0, -cols % block[1], 0, -rows % block[0]))
+    grid = whole.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).abs().amax((1, 3)) / 448
+    scale = grid.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :cols]
+    return (weight.float() / scale).to(torch.float8_e4m3fn), grid
+
+
+def blocks_of_experts(tensors, block, plain):
+    """Quantises the projections of routed and shared experts to FP8, except the module `plain`. Returns all tensors."""
+    out = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            out[name] = tensor
+        elif plain is not None and plain in name:
+            out[name] = tensor.bfloat16()
+        else:
+            out[name], out[f"{name}_scale_inv"] = to_fp8(tensor, block)
+    return out, {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}

@@ -13,6 +13,8 @@ from expertd.v1 import moe_pb2, moe_pb2_grpc
 
 # Messages hold megabytes of rows; the default limits of gRPC are too small for them.
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+# Otherwise gRPC sends the socket's path as `:authority`, which is invalid in HTTP/2, so that the service refuses the call.
+UNIX_AUTHORITY = ("grpc.default_authority", "localhost")
 
 
 def f32_bytes(values):
@@ -102,7 +104,8 @@ def main():
     parser.add_argument("--address", default="127.0.0.1:50051", help="HOST:PORT or unix:PATH")
     parser.add_argument("--tokens", type=int, default=4)
     args = parser.parse_args()
-    with grpc.insecure_channel(args.address, options=UNLIMITED) as channel:
+    options = [*UNLIMITED, UNIX_AUTHORITY] if args.address.startswith("unix:") else UNLIMITED
+    with grpc.insecure_channel(args.address, options=options) as channel:
         stub = moe_pb2_grpc.MoeStub(channel)
         model = stub.GetModel(moe_pb2.GetModelRequest())
         layers = [layer.layer for layer in model.moe_layers]

@@ -1,4 +1,5 @@
-// Quantisation to e4m3, which is the same for rows at the sending rank, for x and for h.
+// Quantisation to e4m3, which is the same for rows at the sending rank, for x and for h, and on CPU ranks (docs/models.md, "FP8
+// products").
 //
 // A group of elements shares the scale s = largest magnitude / 448, rounded up to a power of two if the checkpoint asks for it. A code
 // is element * (1 / s), rounded to nearest even. A NaN stays NaN. In a group with an infinity, either all elements become NaN or all

@@ -28,6 +28,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use expertd_proto::address_hint;
 use expertd_proto::fleet::FleetError;
 use expertd_proto::session::{SessionClient, SessionError, SessionOptions};
 use expertd_proto::transport::{CONTROL_MESSAGE_BYTES, ConnectError, Credentials};
@@ -63,7 +64,7 @@ pub enum Error {
     #[error(transparent)]
     Fleet(#[from] FleetError),
     /// `GetModel` failed.
-    #[error("GetModel failed: {:?}: {}", status.code(), status.message())]
+    #[error("GetModel failed: {:?}: {}{}", status.code(), status.message(), address_hint(status))]
     GetModel {
         /// The call's status.
         status: Box<tonic::Status>,

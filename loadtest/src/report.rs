@@ -325,7 +325,8 @@ impl Report {
                 cpu.load_generator_cores, cpu.cores
             );
         }
-        if self.settings.connections * self.settings.streams * self.settings.outstanding == 1 {
+        let open_loop = self.settings.rate_per_second.is_some();
+        if !open_loop && self.settings.connections * self.settings.streams * self.settings.outstanding == 1 {
             return "latency: only one request is outstanding at a time".to_owned();
         }
         let busy = cpu.machine_busy_share.unwrap_or(0.0);
@@ -336,6 +337,9 @@ impl Report {
         }
         if busy > 0.92 {
             return format!("processor cores: the machine is {:.0} % busy", busy * 100.0);
+        }
+        if open_loop {
+            return "the offered rate".to_owned();
         }
         "the number of outstanding requests: more would raise the throughput".to_owned()
     }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use tonic::{Code, Request, Status, Streaming};
 
-use crate::loss::connection_loss;
+use crate::loss::{address_hint, connection_loss};
 use crate::retry::RetryPolicy;
 use crate::transport::{self, CONTROL_MESSAGE_BYTES, Channel, ConnectError, Credentials, RowsApart};
 use crate::v1::moe_client::MoeClient;
@@ -31,7 +31,7 @@ pub enum ClientError {
     #[error(transparent)]
     Connect(#[from] ConnectError),
     /// `GetModel` failed.
-    #[error("GetModel failed: {} ({:?})", .0.message(), .0.code())]
+    #[error("GetModel failed: {} ({:?}){}", .0.message(), .0.code(), address_hint(.0))]
     Model(Box<Status>),
 }
 

@@ -26,7 +26,7 @@ pub mod transport;
 
 pub use client::{AnswerReceiver, Client, ClientError, LAYER_METADATA, RequestSender};
 pub use duration::received_duration;
-pub use loss::connection_loss;
+pub use loss::{address_hint, connection_loss, with_address_hint};
 pub use retry::{RetryPolicy, retry_delay};
 
 /// Package `expertd.v1`.

@@ -1,6 +1,7 @@
 //! Statuses that the transport makes when a connection is lost.
 
 use std::error::Error;
+use std::io::{self, ErrorKind};
 
 use tonic::{Code, Status};
 
@@ -17,6 +18,33 @@ pub fn connection_loss(status: Status) -> Status {
     } else {
         status
     }
+}
+
+/// What may be wrong with an address if its first call ends with this status, which the transport and not the service made.
+#[must_use]
+pub fn address_hint(status: &Status) -> &'static str {
+    let Some(source) = status.source() else { return "" };
+    if causes(source).any(says_that_nothing_answers) {
+        return "";
+    }
+    "; the address accepts connections but did not answer as gRPC: is it the public address (`serve --listen`), and does it need \
+     TLS (--tls-ca)?"
+}
+
+/// The status with [`address_hint`] behind its message.
+#[must_use]
+pub fn with_address_hint(status: Status) -> Status {
+    match address_hint(&status) {
+        "" => status,
+        hint => Status::new(status.code(), format!("{}{hint}", status.message())),
+    }
+}
+
+/// Whether the error says that no process listens at the address, or that none answers in time.
+fn says_that_nothing_answers(error: &(dyn Error + 'static)) -> bool {
+    let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
+    error.is::<tonic::TimeoutExpired>()
+        || matches!(kind, Some(ErrorKind::ConnectionRefused | ErrorKind::NotFound | ErrorKind::TimedOut))
 }
 
 /// Whether the status says that the connection could not be made, or was lost before the answer.
@@ -124,6 +152,29 @@ mod tests {
         let status = call.await.unwrap_err();
         server.abort();
         status
+    }
+
+    #[tokio::test]
+    async fn an_address_that_does_not_speak_grpc_gets_a_hint() {
+        // A TLS alert, and an answer in HTTP/1.
+        for garbage in [&b"\x15\x03\x03\x00\x02\x02\x16"[..], b"HTTP/1.1 400 Bad Request\r\n\r\n"] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = listener.local_addr().unwrap().to_string();
+            let server = tokio::spawn(async move {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                stream.write_all(garbage).await.unwrap();
+                // Closing with unread bytes would reset the connection before the client has read the answer.
+                stream.read_to_end(&mut Vec::new()).await
+            });
+            let moe = MoeClient::new(transport::connect(&address).await.unwrap());
+            let call = send_once(moe, ForwardRequest::default(), Some(Duration::from_secs(60)));
+            let status = call.await.unwrap_err();
+            assert!(address_hint(&status).contains("--tls-ca"), "{status:?}");
+            server.abort();
+        }
+        assert_eq!(address_hint(&Status::internal("of the service")), "");
+        let refused = Status::from_error(Box::new(io::Error::from(ErrorKind::ConnectionRefused)));
+        assert_eq!(address_hint(&refused), "");
     }
 
     #[tokio::test]

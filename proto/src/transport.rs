@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use tonic::transport::Endpoint;
+use tonic::transport::{Endpoint, Uri};
 
 mod apart;
 mod channel;
@@ -73,6 +73,7 @@ pub fn endpoint(address: &str) -> Result<Endpoint, ConnectError> {
     if uri == "unix:" || uri == "unix://" {
         return Err(bad("the path is missing".to_owned()));
     }
+    require_port(address)?;
     let endpoint = Endpoint::from_shared(uri).map_err(|error| bad(chain(&error)))?;
     Ok(endpoint
         .connect_timeout(CONNECT_TIMEOUT)
@@ -84,6 +85,18 @@ pub fn endpoint(address: &str) -> Result<Endpoint, ConnectError> {
         .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
         .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
         .keep_alive_while_idle(true))
+}
+
+/// Refuses a host without a port, which would mean port 80. An address with a scheme may leave the scheme's own port out.
+fn require_port(address: &str) -> Result<(), ConnectError> {
+    let lacks_port = |uri: &Uri| uri.host().is_some() && uri.port().is_none();
+    if address.starts_with("unix:")
+        || address.contains("://")
+        || !address.parse().is_ok_and(|uri| lacks_port(&uri))
+    {
+        return Ok(());
+    }
+    Err(ConnectError::Address { address: address.to_owned(), reason: "the port is missing".to_owned() })
 }
 
 /// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`, in plaintext and without credentials.

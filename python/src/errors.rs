@@ -1,6 +1,6 @@
 //! Failures of calls as exceptions of the package (`expertd/_errors.py`).
 
-use expertd_proto::{ClientError, retry_delay};
+use expertd_proto::{ClientError, retry_delay, with_address_hint};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -25,7 +25,7 @@ impl From<Status> for Failure {
 impl From<ClientError> for Failure {
     fn from(error: ClientError) -> Failure {
         match error {
-            ClientError::Model(status) => Failure::Status(status),
+            ClientError::Model(status) => with_address_hint(*status).into(),
             ClientError::Connect(error) => Failure::Connect(error.to_string()),
         }
     }

@@ -1,7 +1,10 @@
-"""A client that is not ours (grpcio) over TLS, with client certificates and tokens."""
+"""Clients that are not ours (grpcio): the example, and one over TLS with client certificates and tokens."""
 
 import importlib
 import pathlib
+import shutil
+import subprocess
+import sys
 import threading
 
 import grpc
@@ -105,6 +108,23 @@ def test_a_client_certificate_or_a_token_is_needed(moe, certificates):
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
             call(moe, channel)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("listen", [{}, {"listen": "127.0.0.1:0"}])
+def test_the_example_client_over_a_socket_and_over_tcp(tmp_path, listen):
+    example = PROTO.parent / "examples" / "python" / "client.py"
+    shutil.copy(example, tmp_path)
+    well_known = pathlib.Path(grpc_tools.__file__).parent / "_proto"
+    arguments = [f"-I{PROTO}", f"-I{well_known}", f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}"]
+    assert protoc.main(["protoc", *arguments, str(PROTO / "expertd/v1/moe.proto")]) == 0
+    # The installed package of the same name would hide the generated modules.
+    (tmp_path / "expertd" / "__init__.py").touch()
+    with expertd.serve(GOLDEN / "mixtral", ranks=1, **listen) as service:
+        address = service.address.removeprefix("http://")
+        assert address.startswith("127." if listen else "unix:")
+        command = [sys.executable, "client.py", "--address", address]
+        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 def test_no_call_fails_while_certificates_are_replaced(moe, certificates):

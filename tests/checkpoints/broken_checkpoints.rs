@@ -1,6 +1,7 @@
 //! Tests that errors about unusable checkpoints name file, tensor or field, and what was expected and found.
 
 mod garbled;
+mod layer_lists;
 mod quantised;
 
 use std::fs;
@@ -75,6 +76,22 @@ fn split(bytes: &[u8]) -> (&[u8], &[u8]) {
 
 fn join(header: &[u8], data: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header, data].concat()
+}
+
+/// A pipe in the place of a file would be waited for, and a device may have no end.
+#[test]
+fn files_that_are_no_files() {
+    let sandbox = Sandbox::of("mixtral");
+    for (name, device) in [("model.safetensors", "/dev/zero"), ("config.json", "/dev/zero")] {
+        fs::remove_file(sandbox.path(name)).unwrap();
+        std::os::unix::fs::symlink(device, sandbox.path(name)).unwrap();
+        sandbox.refused(&[name, "expected a regular file, found a pipe, socket or device"]);
+        fs::remove_file(sandbox.path(name)).unwrap();
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, sandbox.path(name), rustix::fs::FileType::Fifo, mode, 0)
+            .unwrap();
+        sandbox.refused(&[name, "expected a regular file, found a pipe, socket or device"]);
+    }
 }
 
 const EXPERT: &str = "model.layers.1.block_sparse_moe.experts.3.w2.weight";

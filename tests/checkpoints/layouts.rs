@@ -5,6 +5,7 @@ use std::path::Path;
 
 use expertd_compute::experts::reference::dense;
 use expertd_ipc::GroupShape;
+use expertd_ipc::control::Fp8Compute;
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
 use expertd_model::{Checkpoint, ModelError};
 use expertd_rank_cuda as gpu;
@@ -263,7 +264,7 @@ fn fp8_scales_by_block_channel_and_tensor() {
         let found = checkpoint.spec().moe_layers().map(|(_, moe)| moe.experts.power_of_two_scales);
         assert!(found.collect::<Vec<_>>().iter().all(|found| *found == expected), "{declared:?}");
     }
-    // The kernels of GPU ranks do not support these blocks.
+    // GPU ranks keep these weights in bf16.
     let shape = GroupShape {
         ranks: 1,
         slots: 2,
@@ -273,8 +274,13 @@ fn fp8_scales_by_block_channel_and_tensor() {
         max_top_k: 2,
     };
     let (_dir, checkpoint) = parts.open().unwrap();
-    let refused = gpu::check(checkpoint.spec(), &shape).unwrap_err();
-    assert!(refused.contains("layer 0") && refused.contains("blocks of 40 columns"), "{refused}");
+    gpu::check(checkpoint.spec(), &shape).unwrap();
+    let (_, moe) = checkpoint.spec().moe_layers().next().unwrap();
+    for fp8 in [Fp8Compute::Fp8, Fp8Compute::Bf16] {
+        let stored = gpu::Stored::routed(&moe.experts);
+        assert_eq!(stored.on_device(fp8), gpu::DeviceFormat::Bf16);
+        assert!(stored.explain(fp8).contains("blocks of 40 columns"), "{}", stored.explain(fp8));
+    }
 
     let (mut parts, expected) = quantised("_scale_inv", Dtype::F32, blocks(128), scale_of);
     let config = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]});

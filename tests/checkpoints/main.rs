@@ -4,6 +4,7 @@
 
 mod broken_checkpoints;
 mod common;
+mod fp8_beside_transformers;
 mod golden_block;
 mod layers;
 mod layouts;

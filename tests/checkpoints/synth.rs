@@ -83,7 +83,7 @@ fn check(name: &str, config: &SynthConfig, dir: &Path) {
         let gate = CpuGate::new(&moe.gate, &checkpoint.gate(layer).unwrap());
         let (mut ids, mut weights) = (vec![-1; tokens * config.top_k], vec![f32::NAN; tokens * config.top_k]);
         gate.route(&rows, Some(&token_ids), &mut ids, &mut weights).unwrap();
-        let output = block(&checkpoint, layer, &rows, &ids, &weights).unwrap();
+        let output = block(&checkpoint, layer, &rows, (&ids, &weights), false).unwrap();
         let square = output.iter().map(|x| x * x).sum::<f64>() / output.len() as f64;
         assert!((0.01..300.0).contains(&square), "{name} layer {layer}: outputs have mean square {square}");
         let different = ids.iter().collect::<std::collections::BTreeSet<_>>().len();
@@ -94,7 +94,7 @@ fn check(name: &str, config: &SynthConfig, dir: &Path) {
 #[test]
 fn every_family_and_format_can_be_written_and_opened() {
     let temporary = tempfile::tempdir().unwrap();
-    assert_eq!(synth::families().len(), 17);
+    assert_eq!(synth::families().len(), 31);
     for family in synth::families() {
         for (name, config) in configs(family) {
             let dir = directory(&temporary, &name);
@@ -134,4 +134,15 @@ fn invalid_sizes_are_refused_by_name() {
     assert!(refused(SynthConfig { hidden: 0, ..base.clone() }).contains("hidden"));
     let odd = SynthConfig { format: SynthFormat::Mxfp4, width: 100, ..base };
     assert!(refused(odd).contains("width: expected a multiple of 32"));
+}
+
+#[test]
+fn weights_that_do_not_fit_the_file_system_are_refused_before_any_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let sizes =
+        SynthConfig { hidden: 1 << 20, width: 1 << 20, experts: 64, layers: 64, ..SynthConfig::new("olmoe") };
+    let error = synth::write(&sizes, folder.path()).unwrap_err();
+    let synth::SynthError::Space { needed, free, .. } = error else { panic!("{error}") };
+    assert!(needed > free, "{needed} {free}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }

@@ -9,10 +9,12 @@ use bytes::Bytes;
 use expertd_cli::admin::AdminAddress;
 use expertd_cli::reload::{ReloadArgs, reload};
 use expertd_cli::status::expert_rows;
+use expertd_model::synth::{self, SynthConfig};
 use expertd_proto::Client;
 use expertd_proto::v1::{ForwardRequest, GetModelResponse, ReloadResponse};
 use expertd_types::{ExpertPlacement, LayerId, LayerPlacement, Rank};
 use rustix::process::Signal;
+use serde_json::json;
 
 use crate::service::load::{Rows, check};
 use crate::service::{Service, eventually, fixture, golden, send, serve_to_the_end};
@@ -158,6 +160,26 @@ async fn a_placement_with_copies_comes_in_without_a_failed_call() {
     let report = reload_placement(&service, Path::new("contiguous")).await.unwrap();
     assert_eq!(report.weight_version, 3);
     assert_eq!(owned(&client.model("").await.unwrap(), layer), owned(&before, layer));
+}
+
+/// Placements of released models have tens of kilobytes.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_placement_of_hundreds_of_experts_is_taken() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, file) = (folder.path().join("model"), folder.path().join("placement.json"));
+    let config =
+        SynthConfig { hidden: 16, experts: 384, width: 8, layers: 6, ..SynthConfig::new("qwen3_moe") };
+    synth::write(&config, &path).unwrap();
+    let service = Service::start_checkpoint(&path, 2, &[], &[]);
+    let all: Vec<u32> = (0..384).collect();
+    let layers: Vec<_> = (0..6).map(|layer| json!({"layer": layer, "experts": [all, all]})).collect();
+    let text = json!({"ranks": 2, "layers": layers}).to_string();
+    assert!(text.len() > 16 << 10, "{}", text.len());
+    std::fs::write(&file, text).unwrap();
+    let report = reload_placement(&service, &file).await.unwrap();
+    assert_eq!(report.weight_version, 2);
+    let model = Client::connect(&service.address).await.unwrap().model("").await.unwrap();
+    assert_eq!(owned(&model, 5), [all.clone(), all]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

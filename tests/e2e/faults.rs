@@ -178,9 +178,18 @@ async fn a_stopped_rank_dies_with_the_router() {
     });
 }
 
+/// Whether this process, and with it those that it starts, ignores a signal.
+fn is_ignored(signal: Signal) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
+    u64::from_str_radix(mask.trim(), 16).unwrap() >> (signal.as_raw() - 1) & 1 == 1
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_signal_drains_the_service() {
-    for signal in [Signal::TERM, Signal::INT] {
+    // A service that inherits an ignored SIGHUP, as under nohup, goes on.
+    let signals = [Signal::TERM, Signal::INT, Signal::HUP].into_iter().filter(|signal| !is_ignored(*signal));
+    for signal in signals {
         let mut service = Service::start(FAMILY, RANKS, &[]);
         let load = warm(&service).await;
         let ranks = service.ranks();

@@ -67,7 +67,7 @@ async fn every_quantised_format_at_three_ranks() {
         verified_file(&service, &folder.join("golden.safetensors"), family, &["1000", "1"]).await;
         tried += 1;
     }
-    assert_eq!(tried, 13);
+    assert_eq!(tried, 16);
 }
 
 #[tokio::test(flavor = "multi_thread")]

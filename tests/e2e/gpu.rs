@@ -26,6 +26,23 @@ pub(crate) const QUANTISED: [&str; 4] = [
     "../quantised/granitemoe-fp8-odd",
     "../quantised/llama4_text-fp8-odd",
 ];
+/// Fixtures in formats for which the experts' kernel has no layout, and in MXFP4 and INT4 as libraries write them: their experts are
+/// held in bf16, FP8 or MXFP4 (docs/gpu.md).
+const REPACKED: [&str; 11] = [
+    "../quantised/deepseek_v3-fp8-narrow",
+    "../quantised/deepseek_v3-int4",
+    "../quantised/deepseek_v3-nvfp4",
+    "../quantised/qwen2_moe-fp8-mixed",
+    "../quantised/qwen2_moe-int4-awq",
+    "../quantised/qwen3_moe-int4-asymmetric-library",
+    "../quantised/qwen3_moe-int4-channel-library",
+    "../quantised/qwen3_moe-int4-gptq",
+    "../quantised/qwen3_moe-mxfp4-library",
+    "../quantised/qwen3_moe-mxfp8-library",
+    "../quantised/qwen3_moe-nvfp4-library",
+];
+/// A fixture whose rows need no padding: copy engines carry only such rows.
+const UNPADDED: &str = "../unpadded/qwen2_moe";
 /// Time limit of each wait in these tests.
 const TIME_LIMIT: Duration = Duration::from_secs(120);
 
@@ -114,6 +131,47 @@ async fn recorded_answers_of_quantised_checkpoints() {
     }
 }
 
+/// At every number of ranks. `scripts/gpu_checks.py` also runs this with copy engines and poisoned memory.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
+async fn recorded_answers_of_rows_without_padding() {
+    let (most, _in_use) = gpus();
+    for ranks in 1..=most {
+        let service = start(UNPADDED, ranks, &[]);
+        assert_unpadded(&service).await;
+        verified_in_both_types(&service, UNPADDED, ranks, "1e-2").await;
+        // All rows in one step, in bf16: copy engines bring them to where the gate and dispatch read them.
+        verified(&service, UNPADDED, "bf16", "1000", "1e-2").await;
+    }
+}
+
+/// Checks that the kernels' rows are as long as the service's, so that copy engines may carry them.
+async fn assert_unpadded(service: &Service) {
+    let client = expertd_proto::Client::connect(&service.address).await.unwrap();
+    let hidden = client.model("").await.unwrap().hidden;
+    assert!(hidden.is_multiple_of(64), "rows of {hidden} elements are padded");
+}
+
+/// Each fixture runs at one number of ranks, taken in turn. Only the mixed one has products in FP8.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
+async fn recorded_answers_of_repacked_checkpoints() {
+    let (most, _in_use) = gpus();
+    for (index, name) in (0..).zip(REPACKED) {
+        let ranks = index % most + 1;
+        let service = start(name, ranks, &["--fp8-compute", "bf16"]);
+        verified_in_both_types(&service, name, ranks, "1e-2").await;
+        drop(service);
+        let tolerance = if name.ends_with("-mixed") { "1e-1" } else { "1e-2" };
+        if name.contains("-fp8-") {
+            let service = start(name, ranks, &["--fp8-compute", "fp8"]);
+            verified_in_both_types(&service, name, ranks, tolerance).await;
+        }
+    }
+}
+
 /// Steps are small, so that many are formed and the next one is staged, copied and launched while one runs.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
@@ -124,8 +182,9 @@ async fn every_answer_is_right_while_steps_overlap() {
     for copied_from in ["1000000", "1"] {
         let environment = [("EXPERTD_CUDA_COPIED_FROM_ROWS", copied_from), ("EXPERTD_CUDA_POISON", "1")];
         let flags = ["--device", "cuda", "--max-tokens-per-step", "48"];
-        let service = Service::start_with("qwen2_moe", ranks, &flags, &environment);
-        let load = Load::start_within(TOLERANCE, &service.address, &golden("qwen2_moe"), 64).await;
+        let service = Service::start_with(UNPADDED, ranks, &flags, &environment);
+        assert_unpadded(&service).await;
+        let load = Load::start_within(TOLERANCE, &service.address, &golden(UNPADDED), 64).await;
         tokio::time::sleep(Duration::from_secs(3)).await;
         let calls = load.stop().await;
         let failed = calls.iter().find_map(|call| call.result.as_ref().err());

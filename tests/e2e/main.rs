@@ -5,11 +5,14 @@
 mod balance;
 mod faults;
 mod fleet;
+mod fp8;
 mod golden;
 mod gpu;
 mod gpu_placement;
+mod held;
 mod layers;
 mod reload;
+mod reload_checks;
 mod replacing;
 mod service;
 mod sessions;

@@ -22,11 +22,25 @@ use crate::weights::{Answers, checkpoint, large};
 
 /// Fewer rows than a request has: every request is split.
 const ROWS_PER_STEP: &str = "4";
-const LOST: Duration = Duration::from_secs(120);
+pub(crate) const LOST: Duration = Duration::from_secs(120);
 
 pub(crate) async fn reload_to(service: &Service, model: &Path) -> Result<ReloadResponse, String> {
+    reload_of(service, Some(model), None).await
+}
+
+/// A reload of a folder, or of the one that serves, with a placement, or with the present one.
+pub(crate) async fn reload_of(
+    service: &Service,
+    model: Option<&Path>,
+    placement: Option<&Path>,
+) -> Result<ReloadResponse, String> {
     let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
-    let args = ReloadArgs { model: Some(model.to_owned()), placement: None, admin, json: false };
+    let args = ReloadArgs {
+        model: model.map(Path::to_owned),
+        placement: placement.map(Path::to_owned),
+        admin,
+        json: false,
+    };
     reload(&args).await.map_err(|error| error.to_string())
 }
 

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use crate::service::{fixture, serve_to_the_end};
+use crate::service::{fixture, serve_command, serve_to_the_end};
 
 const FAMILY: &str = "qwen3_moe";
 
@@ -100,6 +100,7 @@ fn families_that_are_not_supported() {
 
 #[test]
 fn bad_settings() {
+    let long_name = "x".repeat(100_000);
     for (flags, word) in [
         (&["--ranks", "0"][..], "ranks"),
         (&["--ranks", "9"], "ranks"),
@@ -113,11 +114,24 @@ fn bad_settings() {
         (&["--token-file", "/no/such/tokens"], "/no/such/tokens"),
         (&["--listen", "127.0.0.1:0,here"], "\"here\" is not an address"),
         (&["--config", "/no/such/file.toml"], "/no/such/file.toml"),
+        (&["--max-bytes-in-flight", "18446744073709551615"], "max-bytes-in-flight: is 18446744073709551615"),
+        (&["--model-name", &long_name], "model-name: has 100000 bytes"),
     ] {
         let (code, message) = serve_to_the_end(&fixture(FAMILY), flags);
         assert!(matches!(code, Some(2 | 64)), "{flags:?}: {code:?} {message}");
         assert!(message.contains(word), "{message}");
     }
+}
+
+/// A value longer than a format width can be is printed like any other.
+#[test]
+fn long_values_are_printed() {
+    let name = "x".repeat(100_000);
+    let mut command =
+        serve_command(&fixture(FAMILY), &["--print-config", "--model-name", "m", "--otlp-endpoint", &name]);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{:?}", output.status);
+    assert!(String::from_utf8(output.stdout).unwrap().contains(&name));
 }
 
 #[test]
@@ -127,4 +141,5 @@ fn an_address_that_is_taken_is_named() {
     let (code, message) = serve_to_the_end(&fixture(FAMILY), &["--listen", &address]);
     assert!(code.is_some_and(|code| code != 0 && code != 64), "{code:?}");
     assert!(message.contains(&address), "{message}");
+    assert!(!message.contains("generation"), "no rank starts before every address is bound: {message}");
 }

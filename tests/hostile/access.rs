@@ -90,6 +90,43 @@ async fn tokens_are_required_over_tcp_and_name_the_client() {
     }
 }
 
+/// A stream lasts as long as its client likes; its requests are computed as long as the token is one of the file.
+#[tokio::test]
+async fn a_token_that_is_removed_ends_the_streams_of_its_client() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tokens");
+    let other = "other-token-0123456789";
+    std::fs::write(&file, format!("engine {TOKEN}\nother {other}\n")).unwrap();
+    let access = AccessConfig { token_file: Some(file.clone()), ..AccessConfig::default() };
+    let service = start(&access, None).await;
+    let mut streams = Vec::new();
+    for token in [TOKEN, other] {
+        let own = folder.path().join(token);
+        std::fs::write(&own, token).unwrap();
+        let credentials = Credentials { token_file: Some(own), ..Credentials::default() };
+        let client = Client::connect_with(&service.tcp, &credentials).await.unwrap();
+        streams.push(client.stream(1).await.unwrap());
+    }
+    let good = request(ECHO, 2, HIDDEN);
+    std::fs::write(&file, format!("other {other}\n")).unwrap();
+    let begun = std::time::Instant::now();
+    let status = loop {
+        let (sender, receiver) = &mut streams[0];
+        sender.send(1, good.clone(), None).await.unwrap();
+        match receiver.next().await {
+            Ok(answer) => assert_eq!(answer.unwrap().1.unwrap().rows, rows_of(&good)),
+            Err(status) => break status,
+        }
+        assert!(begun.elapsed() < Duration::from_secs(30), "the stream goes on without its token");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    };
+    assert_eq!(status.code(), Code::Unauthenticated, "{status:?}");
+    let (sender, receiver) = &mut streams[1];
+    sender.send(2, good.clone(), None).await.unwrap();
+    let (id, answer) = receiver.next().await.unwrap().unwrap();
+    assert_eq!((id, answer.unwrap().rows), (2, rows_of(&good)));
+}
+
 #[tokio::test]
 async fn tls_keeps_plaintext_and_strangers_out() {
     let folder = tempfile::tempdir().unwrap();

@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use tokio::net::TcpStream;
 
 use crate::attack::{greet, honest, honest_client};
-use crate::service::{Service, fixture, ranks_of, send, serve_command, serve_to_the_end};
+use crate::service::{Service, eventually, fixture, ranks_of, send, serve_command, serve_to_the_end};
 
 /// Starts a service that logs a lot to the given standard error. Returns the service and its public address.
 fn start(stderr: Stdio) -> (Child, String) {
@@ -79,11 +79,38 @@ async fn a_second_signal_ends_a_drain() {
     let request = ForwardRequest::inline(model.moe_layers[0].layer, 1, DType::DtypeF32, rows);
     let call = tokio::spawn(async move { client.forward(request, None).await });
     tokio::time::sleep(Duration::from_millis(500)).await;
-    service.signal(Signal::TERM);
-    assert!(service.wait(Duration::from_secs(1)).is_none(), "the drain waits for the call");
+    // A terminal that is closed may send several SIGHUPs.
+    for signal in [Signal::TERM, Signal::HUP, Signal::HUP] {
+        service.signal(signal);
+        assert!(service.wait(Duration::from_secs(4)).is_none(), "the drain waits for the call");
+    }
     service.signal(Signal::TERM);
     assert!(service.wait(Duration::from_secs(30)).is_some(), "the second signal ends it");
     assert!(call.await.unwrap().is_err());
+}
+
+/// The files of sockets are removed, as cleaners of temporary folders do: clients and operators can connect again soon.
+#[tokio::test(flavor = "multi_thread")]
+async fn sockets_whose_files_are_removed_are_bound_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = |name: &str| format!("unix:{}", folder.path().join(name).display());
+    let [public, admin, sessions] = ["api", "admin", "sessions"].map(socket);
+    let flags = ["--listen", &public, "--admin-listen", &admin, "--session-listen", &sessions];
+    let mut service = Service::start("qwen3_moe", 1, &flags);
+    for name in ["api", "admin", "sessions"] {
+        std::fs::remove_file(folder.path().join(name)).unwrap();
+    }
+    let is_back = |name: &str| std::os::unix::net::UnixStream::connect(folder.path().join(name)).is_ok();
+    eventually(Duration::from_secs(60), "all sockets are back", || {
+        ["api", "admin", "sessions"].into_iter().all(is_back)
+    });
+    assert_eq!(std::fs::metadata(folder.path().join("admin")).unwrap().mode() & 0o777, 0o600);
+    let client = expertd_proto::Client::connect(&public).await.unwrap();
+    assert_eq!(client.model("").await.unwrap().name, "qwen3_moe");
+    drop(client);
+    service.signal(Signal::TERM);
+    assert_eq!(service.wait(Duration::from_secs(60)).unwrap().code(), Some(0), "drained");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "the files are removed at the end");
 }
 
 #[test]

@@ -1,5 +1,9 @@
 /* Makes one call through a session: forward ADDRESS LAYER TOKENS. Row i has the value i + 1 in every element, in f32.
- * Prints the sum of the output's elements. */
+ * Prints the sum of the output's elements.
+ *
+ *   cargo build --release -p expertd-c
+ *   cc -I proto/c/include proto/c/examples/forward.c -L target/release -lexpertd_c -o forward
+ *   LD_LIBRARY_PATH=target/release ./forward unix:/run/expertd/session.sock 0 8 */
 #include <stdio.h>
 #include <stdlib.h>
 

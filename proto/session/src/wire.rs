@@ -6,9 +6,9 @@ use bytemuck::{Pod, Zeroable};
 use expertd_ipc::region::{LINE, Layout, RegionError};
 use expertd_ipc::ring::RingLayout;
 
-/// Version of the protocol. A service refuses every other version with a sentence. Version 2 has another layout of a doorbell's words,
-/// and reasons behind the sentences of failed calls.
-pub const VERSION: u32 = 2;
+/// Version of the protocol. A service refuses every other version with a sentence. Since version 3 the end of a session
+/// and the end of its memory are two events: the client ends the session, and closes its socket once it needs the memory no longer.
+pub const VERSION: u32 = 3;
 /// Kind of a session whose rows lie in host memory. [`crate::cuda::wire`] has the other kind.
 pub const KIND_HOST: u32 = 1;
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use tonic::codegen::http::HeaderValue;
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 
-use super::{ConnectError, chain, endpoint};
+use super::{ConnectError, chain, endpoint, require_port};
 
 /// Files with credentials. Without any, connections are plaintext and calls anonymous. Files are read when a
 /// connection is made.
@@ -53,10 +53,15 @@ impl Credentials {
             }
             return endpoint(address);
         };
+        require_port(address)?;
         let host = address.trim_start_matches("https://").trim_start_matches("http://");
-        let mut tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read(ca)?));
+        let mut tls =
+            ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read_pem(ca, "CERTIFICATE")?));
         match (&self.cert, &self.key) {
-            (Some(cert), Some(key)) => tls = tls.identity(Identity::from_pem(read(cert)?, read(key)?)),
+            (Some(cert), Some(key)) => {
+                let (cert, key) = (read_pem(cert, "CERTIFICATE")?, read_pem(key, "PRIVATE KEY")?);
+                tls = tls.identity(Identity::from_pem(cert, key));
+            }
             (None, None) => {}
             (Some(file), None) | (None, Some(file)) => {
                 return Err(unusable(file, "a certificate and its key must be given together"));
@@ -92,6 +97,19 @@ fn read(path: &Path) -> Result<Vec<u8>, ConnectError> {
     std::fs::read(path).map_err(|error| unusable(path, &error.to_string()))
 }
 
+/// Reads a PEM file that must have a section of this kind. Without the check an authority would be missing without a word.
+fn read_pem(path: &Path, kind: &str) -> Result<Vec<u8>, ConnectError> {
+    let bytes = read(path)?;
+    let text = String::from_utf8_lossy(&bytes);
+    if text
+        .lines()
+        .any(|line| line.starts_with("-----BEGIN ") && line.trim_end().ends_with(&format!("{kind}-----")))
+    {
+        return Ok(bytes);
+    }
+    Err(unusable(path, &format!("expected a PEM file with a section `{kind}`, found none")))
+}
+
 fn unusable(file: &Path, reason: &str) -> ConnectError {
     ConnectError::Credentials { file: file.display().to_string(), reason: reason.to_owned() }
 }
@@ -124,5 +142,36 @@ mod tests {
         assert!(error.contains("--tls-ca"), "{error}");
         let lone = Credentials { cert: Some("c".into()), ..Credentials::default() };
         assert!(lone.apply("host:1").unwrap_err().to_string().contains("--tls-ca"));
+    }
+
+    #[test]
+    fn a_host_without_a_port_is_refused() {
+        let ca = std::env::temp_dir().join(format!("expertd-port-{}", std::process::id()));
+        std::fs::write(&ca, "-----BEGIN CERTIFICATE-----\nMA==\n-----END CERTIFICATE-----\n").unwrap();
+        for credentials in
+            [Credentials::default(), Credentials { ca: Some(ca.clone()), ..Credentials::default() }]
+        {
+            for address in ["localhost", "10.0.0.1", "[::1]", "a.example"] {
+                let error = credentials.apply(address).unwrap_err().to_string();
+                assert!(error.contains("port is missing") && error.contains(address), "{error}");
+            }
+            for address in ["localhost:1", "[::1]:1", "http://localhost", "unix:/x", "unix:x"] {
+                let error = credentials.apply(address).err().map(|error| error.to_string());
+                assert!(!error.is_some_and(|error| error.contains("port")), "{address}");
+            }
+        }
+        std::fs::remove_file(&ca).unwrap();
+    }
+
+    #[test]
+    fn a_file_without_certificates_is_named() {
+        let path = std::env::temp_dir().join(format!("expertd-authority-{}", std::process::id()));
+        let credentials = Credentials { ca: Some(path.clone()), ..Credentials::default() };
+        for text in ["", "{}", "-----BEGIN PRIVATE KEY-----\nMA==\n-----END PRIVATE KEY-----\n"] {
+            std::fs::write(&path, text).unwrap();
+            let error = credentials.apply("host:1").unwrap_err().to_string();
+            assert!(error.contains("expertd-authority-") && error.contains("`CERTIFICATE`"), "{error}");
+        }
+        std::fs::remove_file(&path).unwrap();
     }
 }

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _VERSIONS = ((5, 17), (5, 23))
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.[^.]+$")
-_NOT_TEXT = re.compile(r"vision|visual|audio|(?:^|\.)mtp")
+_NOT_TEXT = re.compile(r"vision|visual|audio|(?:^|\.)(?:mtp|talker)")
 Mode = Literal["experts", "block"]
 
 # The settings of the running `with` block; None outside of a block, and in other threads.
@@ -142,6 +142,9 @@ def _put(
         setattr(parent, attribute, RemoteLlama4(remote, served, block))
     else:
         block.experts = RemoteExperts(remote, served)
+        if not list(block.parameters(recurse=False)):
+            # Some models initialise the experts' weights together with their block; here these weights do not exist.
+            block._is_hf_initialized = True
 
 
 def _ignore_missing(model: PreTrainedModel, blocks: list[str], mode: Mode) -> None:

@@ -30,7 +30,8 @@ def make_checkpoint(family, folder, dtype=torch.float32, **overrides):
     write_checkpoint(transformers.AutoConfig.for_model(family, **config), folder, dtype)
 
 
-def write_checkpoint(config, folder, dtype=torch.float32, auto=transformers.AutoModelForCausalLM):
+def write_checkpoint(config, folder, dtype=torch.float32):
+    auto = golden_script.auto_class(config)
     seed = int(torch.randint(1 << 30, (1,)))
     torch.manual_seed(seed)
     model = auto.from_config(config).eval()

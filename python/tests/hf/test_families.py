@@ -27,11 +27,10 @@ def same(local, remote, batch):
 @pytest.mark.parametrize("family", list(golden_script.FAMILIES))
 def test_logits_and_tokens_are_those_of_the_local_model(served, family, mode, session):
     folder, service = served(family)
-    local = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    auto = golden_script.auto_class(transformers.AutoConfig.from_pretrained(folder))
+    local = auto.from_pretrained(folder, dtype=torch.float32)
     with remote_experts(service.session_address if session else service.address, mode=mode, session=session):
-        remote, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
-        )
+        remote, info = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert expert_parameters(local) and not expert_parameters(remote)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     for batch in (1, 4):
@@ -57,10 +56,10 @@ def test_layers_spread_over_three_services(tmp_path, family):
 @pytest.mark.parametrize("mode", ["experts", "block"])
 @pytest.mark.parametrize("outer", list(golden_script.NESTED))
 def test_models_with_a_vision_part(tmp_path, outer, mode):
-    text_type, names, extra = golden_script.NESTED[outer]
+    text_type, names, extra, _ = golden_script.NESTED[outer]
     text = {**golden_script.TINY, **extra, **golden_script.sized(names, (64, 12, 3, 40))}
     auto = transformers.AutoModelForImageTextToText
-    write_checkpoint(golden_script.nested_config(outer, text_type, text), tmp_path, auto=auto)
+    write_checkpoint(golden_script.nested_config(outer, text_type, text), tmp_path)
     local = auto.from_pretrained(tmp_path, dtype=torch.float32)
     with expertd.serve(tmp_path, ranks=2) as service:
         with remote_experts(service.address, mode=mode):

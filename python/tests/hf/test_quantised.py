@@ -13,8 +13,8 @@ import expertd  # noqa: E402
 from expertd.transformers import remote_experts  # noqa: E402
 
 # transformers finds no scales for granitemoe's stacked experts and refuses an FP8 gpt_oss. Llama 4 is quantised by
-# compressed-tensors, which is a package of its own.
-NOT_FP8 = {"granitemoe", "gpt_oss", "llama4_text"}
+# compressed-tensors, which is a package of its own. Mistral 4 has no class for text alone that AutoModelForCausalLM knows.
+NOT_FP8 = {"granitemoe", "gpt_oss", "llama4_text", "mistral4"}
 CHECKPOINTS = [("gpt_oss", "mxfp4"), *((family, "fp8") for family in golden_script.FAMILIES if family not in NOT_FP8)]
 
 

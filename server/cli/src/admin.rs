@@ -6,7 +6,7 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use expertd_proto::transport::{self, Channel, Credentials};
+use expertd_proto::transport::{self, Channel, ConnectError, Credentials};
 use expertd_proto::v1::admin_client::AdminClient;
 
 use super::client::ClientError;
@@ -28,7 +28,16 @@ impl AdminAddress {
     /// # Errors
     /// If the address is malformed or the connection fails.
     pub async fn connect(&self) -> Result<AdminClient<Channel>, ClientError> {
-        Ok(AdminClient::new(transport::connect_with(&self.shown(), &self.credentials).await?))
+        match transport::connect_with(&self.shown(), &self.credentials).await {
+            Ok(channel) => Ok(AdminClient::new(channel)),
+            Err(error @ ConnectError::Unreachable { .. }) if self.address.is_none() => {
+                Err(ClientError::Content(format!(
+                    "{error} This is the default socket of this user; --admin gives another address (that of `serve \
+                     --admin-listen`)"
+                )))
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// The address that is connected to.

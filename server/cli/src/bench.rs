@@ -21,9 +21,11 @@ pub use self::args::BenchArgs;
 use self::floor::{Floor, LayerSizes, floor};
 use self::report::Figures;
 use self::routing::RoutingArg;
+use super::serve::gpu_bytes;
 use super::serve::plan::PlanError;
-use expertd_ipc::control::Fp8Compute;
-use expertd_model::WeightFormat;
+use expertd_ipc::control::DeviceKind;
+use expertd_model::MoeLayer;
+use expertd_rank_cuda as gpu;
 use expertd_router::backend::{
     Backend, ClientKey, ModelInfo, Pending, RankPlacement, Receipt, Request, RequestId, ServiceState,
     StepError, SubmitError,
@@ -66,8 +68,8 @@ pub enum BenchError {
 /// Number of offsets in the pool of random elements at which the rows of a request can begin.
 const POOL: usize = 4 << 20;
 
-/// Mean bytes per weight as ranks hold it, from the bytes they loaded: routed experts, shared experts and gates.
-fn bytes_per_weight(info: &ModelInfo, loaded: u64) -> f64 {
+/// Mean bytes per weight as ranks hold it, from the bytes that they hold: routed experts, shared experts and gates.
+fn bytes_per_weight(info: &ModelInfo, held: u64) -> f64 {
     let ranks = info.placement.len();
     let weights = info.layers.iter().map(|(id, layer)| {
         let ranges = info.placement.iter().flat_map(|rank| &rank.experts).filter(|(at, ..)| at == id);
@@ -76,7 +78,7 @@ fn bytes_per_weight(info: &ModelInfo, loaded: u64) -> f64 {
         let shared = ranks * layer.shared_width;
         3 * info.hidden * (owned * layer.expert_width + shared) + ranks * layer.num_experts * info.hidden
     });
-    loaded as f64 / weights.sum::<usize>().max(1) as f64
+    held as f64 / weights.sum::<usize>().max(1) as f64
 }
 
 /// Runs the benchmark.
@@ -96,11 +98,18 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         plan.cluster.cores.concat().len(),
         args.dtype,
     );
-    let fp8_stored = plan.spec.moe_layers().any(|(_, moe)| moe.experts.format == WeightFormat::Fp8E4m3);
-    let fp8_products = fp8_stored && plan.cluster.fp8_compute == Fp8Compute::Fp8;
+    let on_gpus = plan.cluster.device == DeviceKind::Cuda;
+    let of = |moe: &MoeLayer| gpu::Stored::routed(&moe.experts).on_device(plan.cluster.fp8_compute);
+    let fp8_products = on_gpus && plan.spec.moe_layers().any(|(_, moe)| of(moe) == gpu::DeviceFormat::W8a8);
+    if let Some(text) = super::serve::describe_weights(&plan) {
+        println!("{text}");
+    }
+    // Ranks report what they read of the checkpoint, and GPU ranks may hold it in another format.
+    let bytes_on_gpus = on_gpus.then(|| gpu_bytes(&plan).into_iter().sum());
     let ceilings = args.ceilings(plan.cluster.device, ranks);
     plan.buffers.reserve();
-    let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
+    let service = Service::new(plan.model, plan.cluster, plan.scheduler)?;
+    service.begin()?;
     let loading = Arc::clone(&service);
     let _ = tokio::task::spawn_blocking(move || super::serve::follow_loading(&loading)).await;
     let status = service.status();
@@ -129,7 +138,8 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         next_id: 0,
         routing: args.routing.clone(),
         ceilings,
-        weight_bytes: status.ranks.iter().map(|rank| rank.weight_bytes_loaded).sum(),
+        weight_bytes: bytes_on_gpus
+            .unwrap_or_else(|| status.ranks.iter().map(|rank| rank.weight_bytes_loaded).sum()),
         fp8_products,
     };
     drop(values);
@@ -169,9 +179,9 @@ struct Bench {
     next_id: u64,
     routing: RoutingArg,
     ceilings: Option<Ceilings>,
-    /// Bytes of weights that all ranks loaded together.
+    /// Bytes of weights that all ranks hold together.
     weight_bytes: u64,
-    /// Whether routed experts are multiplied as FP8.
+    /// Whether GPUs multiply routed experts as FP8.
     fp8_products: bool,
 }
 
@@ -183,17 +193,18 @@ impl Bench {
         args: &BenchArgs,
     ) -> Result<Figures, BenchError> {
         let steps = args.steps;
-        let mut answers = Vec::with_capacity(steps);
-        let mut pending = VecDeque::with_capacity(args.in_flight.get());
+        let mut answers = Vec::new();
+        let mut pending = VecDeque::new();
         let mut begun = Instant::now();
-        for step in 0..args.warmup + steps + args.in_flight.get() - 1 {
+        let warm = args.warmup.saturating_add(args.in_flight.get());
+        for step in 0..warm.saturating_add(steps) - 1 {
             pending.push_back(self.submit(tokens)?);
             if pending.len() < args.in_flight.get() {
                 continue;
             }
             let Some((layer, answer)) = pending.pop_front() else { continue };
             let answer = answer.await.map_err(|_| BenchError::Gone)??;
-            if step + 1 < args.warmup + args.in_flight.get() {
+            if step + 1 < warm {
                 begun = Instant::now();
             } else {
                 answers.push((layer, answer.receipt));

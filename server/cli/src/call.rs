@@ -180,7 +180,10 @@ fn pick_layer<'a>(args: &CallArgs, model: &'a GetModelResponse) -> Result<&'a Mo
     found.ok_or_else(|| {
         let all = model.moe_layers.iter().map(|moe| moe.layer.to_string()).collect::<Vec<_>>().join(", ");
         let wanted = args.layer.map_or("any layer".to_owned(), |layer| format!("layer {layer}"));
-        CallError::Usage(format!("{wanted} is not a MoE layer of {}, whose MoE layers are {all}", model.name))
+        CallError::Usage(format!(
+            "{wanted} of {} is not a MoE layer that this service holds; it holds {all}",
+            model.name
+        ))
     })
 }
 

@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use expertd_proto::retry_delay;
 use expertd_proto::transport::{self, CONTROL_MESSAGE_BYTES, Channel, ConnectError, Credentials};
 use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::{GetModelRequest, GetModelResponse};
+use expertd_proto::{retry_delay, with_address_hint};
 use tonic::Status;
 use tonic_types::StatusExt as _;
 
@@ -88,7 +88,7 @@ pub async fn get_model(
 /// Adds a hint to the status if the address does not serve models at all.
 fn explained(status: Status) -> Status {
     if status.code() != tonic::Code::Unimplemented {
-        return status;
+        return with_address_hint(status);
     }
     Status::unimplemented(format!(
         "this address does not serve models; use the public address (`serve --listen`, default {DEFAULT_ADDRESS}), not \

@@ -172,7 +172,7 @@ async fn call_all(args: &DemoArgs, running: &Running, checkpoint: &Checkpoint) -
         let receipt = answer.receipt.unwrap_or_default();
         let ids = rows::decode_i32(&receipt.topk_ids);
         let weights = rows::decode_f32(&receipt.topk_weights);
-        let expected = reference::block(checkpoint, layer, &values, &ids, &weights)?;
+        let expected = reference::block(checkpoint, layer, &values, (&ids, &weights), false)?;
         let error = reference::worst_row(&expected, &rows::decode_f32(&answer.rows), hidden);
         let right = error <= TOLERANCE && answer.rows.len() == values.len() * 4;
         all_right &= right;

@@ -11,6 +11,8 @@ use super::serve::layers;
 use expertd_ipc::control::Fp8Compute;
 use expertd_model::WeightFormat;
 use expertd_model::{Checkpoint, ModelError, ModelSpec, MoeLayer, Placement};
+use expertd_rank::end_with;
+use expertd_rank::share::available_memory;
 use expertd_rank_cuda as gpu;
 use expertd_types::{Coverage, LayerId, Rank};
 
@@ -32,11 +34,20 @@ pub struct InspectArgs {
     /// Print everything as JSON
     #[arg(long)]
     pub json: bool,
+    /// End with this process, which must be the parent (set by `serve` for the check of a reload)
+    #[arg(long, hide = true)]
+    pub parent: Option<u32>,
 }
 
 /// Opens a checkpoint and describes it; exit status 64 if it cannot be served.
 #[must_use]
 pub fn run(args: &InspectArgs) -> ExitCode {
+    if let Some(parent) = args.parent
+        && let Err(error) = end_with(parent)
+    {
+        eprintln!("expertd inspect: {error}");
+        return ExitCode::FAILURE;
+    }
     let choice = match layers::parse(&args.layers, layers::host_name) {
         Ok(choice) => choice,
         Err(problem) => {
@@ -105,13 +116,6 @@ fn gate_bytes(spec: &ModelSpec, moe: &MoeLayer) -> u64 {
     (moe.gate.num_experts * spec.hidden * 2 + table) as u64
 }
 
-/// Available memory of this machine in bytes, if the system reports it.
-fn available_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    Some(line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()? << 10)
-}
-
 fn as_json(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String {
     let spec = checkpoint.spec();
     let value = json!({
@@ -154,6 +158,9 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String
                 bytes(experts.bytes)
             ),
         );
+        if experts.take_fp8_rows() {
+            line("  on CPUs", "FP8, as stored; rows in f32, or in FP8 with --fp8-compute fp8");
+        }
         line("  on GPUs", &gpu::Stored::routed(experts).explain(Fp8Compute::Fp8));
         line("  routing weight", &format!("multiplies the expert's {weight_on}"));
         match &moe.shared {
@@ -161,7 +168,9 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String
             Some(shared) => {
                 let gated = if shared.gated { ", behind a sigmoid gate" } else { "" };
                 let size = bytes(shared.bytes);
-                let format = format_name(shared.format, shared.scale_cols, shared.zero_points);
+                let formats = [&[shared.format], &shared.other_formats[..]].concat();
+                let names = formats.iter().map(|f| format_name(*f, shared.scale_cols, shared.zero_points));
+                let format = names.collect::<Vec<_>>().join(" and ");
                 line("  shared", &format!("width {}, {format}, {size}{gated}", shared.width));
                 if gpu::Stored::shared(shared) != gpu::Stored::routed(experts) {
                     line("  … on GPUs", &gpu::Stored::shared(shared).explain(Fp8Compute::Fp8));
@@ -307,5 +316,29 @@ mod tests {
         let (stored, gpu, text) = sizes(SynthFormat::Fp8, 128);
         assert!(gpu[0] > stored[0] * 5 / 4 && gpu[0] < 2 * stored[0], "{stored:?} {gpu:?}");
         assert!(text.contains("FP8, as stored; products in FP8"), "{text}");
+    }
+
+    #[test]
+    fn formats_that_become_bf16_on_gpus_are_said_with_their_reason() {
+        let of = |name: &str| {
+            let fixtures =
+                std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/quantised");
+            let checkpoint = Checkpoint::open(&fixtures.join(name)).unwrap();
+            let text = in_words(&checkpoint, 1, Coverage::Sampled);
+            (gpu_bytes_per_rank(checkpoint.spec(), 1)[0], text)
+        };
+        // Matrices [136, 72] take 192 × 128 elements, of two bytes in bf16. FP8 takes 256 × 128 bytes and scales.
+        let [bf16, gate] = [3 * 192 * 128 * 2, 6 * 72 * 2];
+        let (size, text) = of("deepseek_v3-fp8-narrow");
+        assert_eq!(size, 7 * bf16 + gate);
+        assert!(text.contains("on GPUs         bf16, rounded once, because blocks of 48 columns"), "{text}");
+        let (size, text) = of("qwen2_moe-fp8-mixed");
+        let fp8 = (2 * 256 / 16 + 128 / 16 * 2) * (2048 + 64) + (2 * 256 + 128) * 4;
+        assert_eq!(size, 6 * fp8 + bf16 + gate);
+        assert!(text.contains("width 136, FP8 e4m3 with scales and bf16"), "{text}");
+        assert!(
+            text.contains("… on GPUs       bf16, rounded once, because gate, up and down differ"),
+            "{text}"
+        );
     }
 }

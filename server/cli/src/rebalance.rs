@@ -55,7 +55,7 @@ struct Change {
 /// If the rows cannot be had, or there are none.
 pub async fn run(args: RebalanceArgs) -> Result<ExitCode, ClientError> {
     let rows = match &args.rows {
-        Some(path) => serde_json::from_str(&read(path)?).map_err(|error| {
+        Some(path) => ExpertRows::from_json(&read(path)?).map_err(|error| {
             ClientError::Content(format!(
                 "{}: {error}; expected what `expertd status --expert-rows` prints",
                 path.display()
@@ -64,7 +64,10 @@ pub async fn run(args: RebalanceArgs) -> Result<ExitCode, ClientError> {
         None => measure(&args).await?,
     };
     let (placement, changes) = rebalance(&rows, args.ranks, args.spare_experts).ok_or_else(|| {
-        ClientError::Content("no expert has computed a row yet; send requests first".into())
+        ClientError::Content(match args.seconds {
+            Some(seconds) => format!("no expert has computed a row in {seconds} s; send requests meanwhile"),
+            None => "no expert has computed a row yet; send requests first".to_owned(),
+        })
     })?;
     eprint!("{}", in_words(&changes));
     let text = serde_json::to_string(&placement);

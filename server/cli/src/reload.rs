@@ -16,7 +16,7 @@ use super::client::{ClientError, read};
 /// error the current weights continue to serve. Exits with status 0 once the new weights serve, with 1 if they do not.
 #[derive(Args, Clone, Debug)]
 pub struct ReloadArgs {
-    /// Directory of the checkpoint [default: the one that the service was started with]
+    /// Directory of the checkpoint [default: the one whose weights serve]
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
     /// JSON file with the experts that each rank is to own, as `expertd rebalance` prints it, or `contiguous` [default: the present

@@ -9,7 +9,7 @@ use clap::Args;
 use super::inspect::{bytes, bytes_of_ranks, gpu_bytes_of_ranks};
 use super::serve::layers;
 use super::serve::plan::{
-    MessageMemory, PROCESS_BYTES, RouterMemory, default_bytes_in_flight, read_placement,
+    MAX_BYTES_IN_FLIGHT, MessageMemory, PROCESS_BYTES, RouterMemory, default_bytes_in_flight, read_placement,
 };
 use expertd_ipc::GroupShape;
 use expertd_ipc::control::{DeviceKind, Fp8Compute};
@@ -95,7 +95,7 @@ impl Sizes {
         let share = ExpertShare::of_rank(Rank(0), ranks, placement);
         let held = |layer, moe: &MoeLayer, rank| match args.spare_experts {
             0 => share.layer(layer, moe).experts_of(rank).len(),
-            spare => (moe.experts.count.div_ceil(ranks) + spare).min(moe.experts.count),
+            spare => moe.experts.count.div_ceil(ranks).saturating_add(spare).min(moe.experts.count),
         };
         let per_step = args.max_tokens_per_step as usize;
         let per_rank = per_step.div_ceil(ranks);
@@ -117,6 +117,11 @@ impl Sizes {
         if in_flight < message {
             return Err(format!(
                 "--max-bytes-in-flight is {in_flight}, but the largest request needs up to {message} bytes"
+            ));
+        }
+        if in_flight > MAX_BYTES_IN_FLIGHT {
+            return Err(format!(
+                "--max-bytes-in-flight is {in_flight}, must be at most {MAX_BYTES_IN_FLIGHT}"
             ));
         }
         let messages = MessageMemory::new(in_flight, per_step, spec.hidden);
@@ -148,7 +153,9 @@ impl Sizes {
             DeviceKind::Cpu => self.weights.iter().sum::<u64>() + self.windows * self.weights.len() as u64,
             DeviceKind::Cuda => 0,
         };
-        weights_and_windows + self.channels + self.router + self.sessions + self.processes
+        [self.channels, self.router, self.sessions, self.processes]
+            .into_iter()
+            .fold(weights_and_windows, u64::saturating_add)
     }
 
     /// Memory of the fullest GPU.
@@ -237,6 +244,19 @@ mod tests {
         synth::write(&config, dir.path()).unwrap();
         let line = [&["size", dir.path().to_str().unwrap()], more].concat();
         text(&Cli::try_parse_from(line).unwrap().size).unwrap()
+    }
+
+    #[test]
+    fn huge_numbers_are_bounded_or_refused() {
+        let all = printed(&["--spare-experts", "8"]);
+        assert_eq!(printed(&["--spare-experts", "18446744073709551615"]), all);
+        printed(&["--max-session-bytes", "18446744073709551615"]);
+        let dir = tempfile::tempdir().unwrap();
+        synth::write(&SynthConfig::new("mixtral"), dir.path()).unwrap();
+        let folder = dir.path().to_str().unwrap();
+        let line = ["size", folder, "--max-bytes-in-flight", "18446744073709551615"];
+        let error = text(&Cli::try_parse_from(line).unwrap().size).unwrap_err();
+        assert!(error.contains("must be at most 1099511627776"), "{error}");
     }
 
     #[test]

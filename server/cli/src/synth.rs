@@ -75,7 +75,7 @@ pub fn run(args: &SynthArgs) -> ExitCode {
             println!("wrote {} of weights to {}", super::inspect::bytes(bytes), args.out.display());
             ExitCode::SUCCESS
         }
-        Err(error @ SynthError::Io { .. }) => {
+        Err(error @ (SynthError::Io { .. } | SynthError::Space { .. })) => {
             eprintln!("expertd synth: {error}");
             ExitCode::FAILURE
         }

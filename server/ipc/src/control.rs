@@ -38,14 +38,14 @@ impl std::fmt::Display for DeviceKind {
     }
 }
 
-/// How the products of FP8 experts are computed on GPUs.
+/// How the products of experts that are stored in FP8 are computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
 pub enum Fp8Compute {
     /// Rows are quantised to FP8, too, in blocks of 128 elements.
     Fp8,
-    /// Weights are widened to bf16.
+    /// Weights are widened to bf16 on GPUs, to f32 on CPUs, and rows keep that precision.
     #[default]
     Bf16,
 }
@@ -83,7 +83,7 @@ pub struct LoaderSetup {
     pub device: DeviceKind,
     /// The checkpoint.
     pub checkpoint: CheckpointSource,
-    /// How the products of FP8 experts are computed; CPU ranks widen the weights.
+    /// How the products of FP8 experts are computed.
     pub fp8_compute: Fp8Compute,
     /// Cores that the loader is pinned to.
     pub cores: Vec<usize>,
@@ -137,7 +137,7 @@ pub struct RankSetup {
     pub device: DeviceKind,
     /// Fingerprint of the weights. A loader has packed the rank's share; its descriptors are the last that the router sends.
     pub fingerprint: WeightFingerprint,
-    /// How the products of FP8 experts are computed; CPU ranks widen the weights.
+    /// How the products of FP8 experts are computed.
     pub fp8_compute: Fp8Compute,
     /// Cores that the rank is pinned to.
     pub cores: Vec<usize>,
@@ -309,6 +309,24 @@ pub fn send<M: Serialize>(mut socket: &UnixStream, message: &M) -> io::Result<()
     socket.write_all(&line)
 }
 
+/// Writes as much of a message as the socket takes without waiting. Returns the rest, which must follow before any other message.
+///
+/// # Errors
+/// If the peer is gone.
+pub fn send_some<M: Serialize>(socket: &UnixStream, message: &M) -> io::Result<Vec<u8>> {
+    let mut line = serde_json::to_vec(message)?;
+    line.push(b'\n');
+    while !line.is_empty() {
+        match rustix::net::send(socket.as_fd(), &line, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+            Ok(sent) => drop(line.drain(..sent)),
+            Err(rustix::io::Errno::AGAIN) => break,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(line)
+}
+
 /// Reads one message; returns `None` at the end of the stream.
 ///
 /// # Errors
@@ -346,6 +364,22 @@ mod tests {
         let mut reader = BufReader::new(&b);
         assert_eq!(receive(&mut reader).unwrap(), Some(ToRank::Start));
         assert_eq!(receive::<ToRank>(&mut reader).unwrap(), None);
+    }
+
+    #[test]
+    fn a_message_that_its_receiver_does_not_read_is_sent_in_parts() {
+        let (mut a, b) = UnixStream::pair().unwrap();
+        let id: Vec<u8> = (0..2_000_000_u32).map(|at| at as u8).collect();
+        let message = ToRank::GroupId { id, multiprocessors: 7 };
+        let rest = send_some(&a, &message).unwrap();
+        assert!(!rest.is_empty(), "no socket takes megabytes");
+        let receiving = std::thread::spawn(move || receive::<ToRank>(&mut BufReader::new(&b)).unwrap());
+        a.write_all(&rest).unwrap();
+        assert_eq!(receiving.join().unwrap(), Some(message));
+        let (a, b) = UnixStream::pair().unwrap();
+        assert!(send_some(&a, &ToRank::Start).unwrap().is_empty());
+        drop(b);
+        assert!(send_some(&a, &ToRank::Start).is_err());
     }
 
     #[test]

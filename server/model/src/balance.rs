@@ -25,9 +25,9 @@ pub fn balance(rows: &[u64], ranks: usize, spare: usize) -> LayerPlacement {
     let contiguous = LayerPlacement::contiguous(rows.len(), ranks);
     let mut found = vec![(imbalance(rows, &contiguous), contiguous)];
     if rows.iter().any(|&rows| rows > 0) {
-        let room = rows.len().div_ceil(ranks) + spare;
+        let room = rows.len().div_ceil(ranks).saturating_add(spare);
         // An expert has at most one copy on each rank.
-        let extra = (room * ranks).min(rows.len() * ranks) - rows.len();
+        let extra = room.saturating_mul(ranks).min(rows.len() * ranks) - rows.len();
         let mut copies = vec![1_u32; rows.len()];
         let mut added = 0;
         for trial in 0..=TRIALS {
@@ -53,12 +53,12 @@ pub fn balance(rows: &[u64], ranks: usize, spare: usize) -> LayerPlacement {
 /// mean; 1 is perfect, also without rows.
 #[must_use]
 pub fn imbalance(rows: &[u64], placement: &LayerPlacement) -> f64 {
-    let total: u64 = rows.iter().sum();
-    if total == 0 {
+    let total: f64 = rows.iter().map(|&rows| rows as f64).sum();
+    if total == 0.0 {
         return 1.0;
     }
     let most = loads(rows, placement).into_iter().fold(0.0, f64::max);
-    most * placement.ranks() as f64 / total as f64
+    most * placement.ranks() as f64 / total
 }
 
 /// `[ranks]`: rows of each rank under a placement whose copies share an expert's rows evenly.
@@ -293,6 +293,12 @@ mod tests {
         assert_eq!(owners.of(expertd_types::ExpertId(3)).map(<[Rank]>::len), Some(4));
         let after = imbalance(&rows, &placement);
         assert!(before > 3.5 && after < 1.03, "{before} before, {after} after");
+    }
+
+    #[test]
+    fn more_spare_places_than_any_number_are_those_of_all_experts() {
+        let rows = [u64::MAX, 3, 2, 1];
+        assert_eq!(balance(&rows, 2, usize::MAX), balance(&rows, 2, 2));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Typed access to the fields of `config.json`, with errors that name file and field.
 
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use serde_json::{Map, Value};
 
@@ -9,11 +9,11 @@ use super::ModelError;
 /// Largest accepted `config.json`; quantised releases list thousands of modules in theirs.
 const MAX_CONFIG_BYTES: u64 = 64 << 20;
 
-/// The fields of a model's text part: the whole file, or its `text_config`.
+/// The fields of a model's text part: the whole file, or its `text_config`, which may lie within `thinker_config`.
 #[derive(Debug)]
 pub(super) struct Config {
     path: PathBuf,
-    /// `"text_config."` if the fields are nested, otherwise empty.
+    /// `"text_config."` or `"thinker_config.text_config."` if the fields are nested, otherwise empty.
     prefix: &'static str,
     text: Map<String, Value>,
     /// The outer object of a multimodal checkpoint, without its parts.
@@ -31,8 +31,10 @@ impl Config {
         let path = dir.join("config.json");
         let bytes = read_json_file(&path, MAX_CONFIG_BYTES).map_err(|error| match error {
             ModelError::Io { path, action, source } => {
-                let wanted = "expected the directory of a checkpoint with config.json and *.safetensors";
-                let source = std::io::Error::new(source.kind(), format!("{source}; {wanted}"));
+                let source = match hint(dir, source.kind()) {
+                    Some(hint) => std::io::Error::new(source.kind(), format!("{source}; {hint}")),
+                    None => source,
+                };
                 ModelError::Io { path, action, source }
             }
             other => other,
@@ -74,6 +76,12 @@ impl Config {
                 reason: format!("expected an object, found {}", kind(&value)),
             });
         };
+        let mut prefix = "text_config.";
+        if let Some(Value::Object(thinker)) = outer.remove("thinker_config") {
+            prefix = "thinker_config.text_config.";
+            outer.retain(|name, value| !value.is_object() || name == "quantization_config");
+            outer.extend(thinker);
+        }
         match outer.remove("text_config") {
             Some(Value::Object(mut text)) => {
                 // Multimodal releases keep this field in the outer object, beside the parts that it applies to.
@@ -81,11 +89,11 @@ impl Config {
                     text.entry("quantization_config").or_insert(quantization);
                 }
                 outer.retain(|_, value| !value.is_object());
-                Ok(Self { path, prefix: "text_config.", text, outer, quantization_file: None })
+                Ok(Self { path, prefix, text, outer, quantization_file: None })
             }
             Some(other) if !other.is_null() => Err(ModelError::Field {
                 path,
-                field: "text_config".into(),
+                field: prefix.trim_end_matches('.').into(),
                 expected: "an object".into(),
                 found: kind(&other).into(),
             }),
@@ -138,12 +146,20 @@ impl Config {
         }
     }
 
-    /// An integer of at most `max`, if the field is present.
+    /// An integer of at most `max`, if the field is present. A list that has the same integer for every layer is taken as
+    /// that integer.
     pub(super) fn opt_usize(&self, name: &str, max: usize) -> Result<Option<usize>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
-        match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
+        let number = match value.as_array().map(Vec::as_slice) {
+            Some([first, rest @ ..]) if rest.iter().all(|other| other == first) => first,
+            _ => value,
+        };
+        match number.as_u64().and_then(|n| usize::try_from(n).ok()) {
             Some(n) if n <= max => Ok(Some(n)),
-            _ => Err(self.wrong(name, &format!("an integer from 0 to {max}"), value)),
+            _ => {
+                let or_list = if value.is_array() { ", the same for every layer" } else { "" };
+                Err(self.wrong(name, &format!("an integer from 0 to {max}{or_list}"), value))
+            }
         }
     }
 
@@ -191,6 +207,34 @@ impl Config {
         value.as_bool().map(Some).ok_or_else(|| self.wrong(name, "true or false", value))
     }
 
+    /// Like [`Self::opt_bool`], for a field that has several possible names. If more than one is present, they must agree.
+    pub(super) fn opt_flag(&self, names: &[&str]) -> Result<Option<bool>, ModelError> {
+        let mut found: Option<(&str, bool)> = None;
+        for name in names {
+            let Some(flag) = self.opt_bool(name)? else { continue };
+            match found {
+                Some((other, known)) if known != flag => {
+                    let expected = format!("{known}, the value of `{other}`");
+                    return Err(self.wrong_text(name, &expected, &flag.to_string()));
+                }
+                _ => found = Some((name, flag)),
+            }
+        }
+        Ok(found.map(|(_, flag)| flag))
+    }
+
+    /// A list of flags, `true` and `false` or 1 and 0, if the field is present.
+    pub(super) fn opt_flags(&self, name: &str) -> Result<Option<Vec<bool>>, ModelError> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let flag = |value: &Value| match (value.as_bool(), value.as_u64()) {
+            (Some(flag), _) => Some(flag),
+            (_, Some(number @ (0 | 1))) => Some(number == 1),
+            _ => None,
+        };
+        let list = value.as_array().and_then(|list| list.iter().map(flag).collect::<Option<Vec<_>>>());
+        list.map(Some).ok_or_else(|| self.wrong(name, "a list of 0 and 1, or of true and false", value))
+    }
+
     pub(super) fn opt_str(&self, name: &str) -> Result<Option<&str>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         value.as_str().map(Some).ok_or_else(|| self.wrong(name, "a string", value))
@@ -228,10 +272,41 @@ impl Config {
     }
 }
 
+/// What to do about a folder `dir` whose config.json cannot be read for a reason of this kind.
+fn hint(dir: &Path, kind: std::io::ErrorKind) -> Option<&'static str> {
+    match kind {
+        std::io::ErrorKind::NotFound if !dir.exists() && is_hub_name(dir) => Some(
+            "expected the folder of a checkpoint; a model's name on a hub is not one: download the model first",
+        ),
+        std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory => {
+            Some("expected the folder of a checkpoint, with config.json and *.safetensors")
+        }
+        _ => None,
+    }
+}
+
+/// Whether a path has the form of a name on Hugging Face's hub, `OWNER/MODEL`.
+fn is_hub_name(path: &Path) -> bool {
+    let parts: Vec<_> = path.components().collect();
+    matches!(parts[..], [Component::Normal(_), Component::Normal(_)])
+}
+
+/// The length of a regular file. A named pipe would be waited for, and a device may have no end.
+pub(super) fn regular(path: &Path) -> std::io::Result<u64> {
+    let found = std::fs::metadata(path)?;
+    if found.is_dir() || found.is_file() {
+        return Ok(found.len());
+    }
+    Err(std::io::Error::new(
+        std::io::ErrorKind::InvalidInput,
+        "expected a regular file, found a pipe, socket or device",
+    ))
+}
+
 /// Reads a whole JSON file unless it is larger than `max_bytes`.
 pub(super) fn read_json_file(path: &Path, max_bytes: u64) -> Result<Vec<u8>, ModelError> {
     let io = |action| move |source| ModelError::Io { path: path.to_owned(), action, source };
-    let length = std::fs::metadata(path).map_err(io("open it"))?.len();
+    let length = regular(path).map_err(io("open it"))?;
     if length > max_bytes {
         let reason = format!("it has {length} bytes, more than the accepted {max_bytes}");
         return Err(ModelError::Json { path: path.to_owned(), reason });
@@ -256,5 +331,24 @@ fn show(value: &Value) -> String {
         text
     } else {
         format!("{} starting {}…", kind(value), text.chars().take(60).collect::<String>())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::ErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn a_folder_without_a_config_gets_the_hint_of_its_cause() {
+        let name = Path::new("no-such-owner/no-such-model");
+        assert!(hint(name, ErrorKind::NotFound).is_some_and(|hint| hint.contains("download")));
+        for path in ["/no/such/folder", "/", "no-such-folder", "./no-such-folder", "../no-such-folder"] {
+            assert!(
+                hint(Path::new(path), ErrorKind::NotFound).is_some_and(|hint| hint.contains("*.safetensors"))
+            );
+        }
+        assert_eq!(hint(name, ErrorKind::PermissionDenied), None);
     }
 }

@@ -60,14 +60,16 @@ impl MatrixView<'_> {
         self.data[at / 2] >> (at % 2 * 4) & 15
     }
 
-    /// The multiplier of an FP8 element.
+    /// The multiplier of an element, with the factor of its matrix; 1 if the matrix has no scales.
     #[must_use]
     pub fn scale(&self, row: usize, col: usize) -> f32 {
         match &self.scales {
+            Scales::None => 1.0,
             Scales::Block { values, block_rows, block_cols } => {
                 values[row / block_rows * self.cols.div_ceil(*block_cols) + col / block_cols]
             }
-            _ => 1.0,
+            Scales::Mx { .. } => f32::from_bits(u32::from(e8m0_bf16(self.exponent(row, col))) << 16),
+            Scales::Groups(scales) => scales.scale(row, col / scales.cols),
         }
     }
 
@@ -77,15 +79,6 @@ impl MatrixView<'_> {
         match &self.scales {
             Scales::Mx { exponents, row_stride } => exponents[row * row_stride + col / 32],
             _ => 127,
-        }
-    }
-
-    /// The scale of an element of INT4 or NVFP4, multiplied with the factor of its matrix.
-    #[must_use]
-    pub fn group_scale(&self, row: usize, col: usize) -> f32 {
-        match &self.scales {
-            Scales::Groups(scales) => scales.scale(row, col / scales.cols),
-            _ => 1.0,
         }
     }
 
@@ -105,19 +98,15 @@ impl MatrixView<'_> {
             WeightFormat::F32 => f32::from_le_bytes(self.bits(row, col)),
             WeightFormat::F16 => half::f16::from_le_bytes(self.bits(row, col)).to_f32(),
             WeightFormat::Bf16 => half::bf16::from_le_bytes(self.bits(row, col)).to_f32(),
-            WeightFormat::Fp8E4m3 => fp8_e4m3(self.bits::<1>(row, col)[0]) * self.scale(row, col),
-            WeightFormat::Mxfp4 => {
-                let scale = f32::from_bits(u32::from(e8m0_bf16(self.exponent(row, col))) << 16);
-                fp4_e2m1(self.nibble(row, col)) * scale
+            WeightFormat::Fp8E4m3 | WeightFormat::Mxfp8 => {
+                fp8_e4m3(self.bits::<1>(row, col)[0]) * self.scale(row, col)
             }
-            WeightFormat::Mxfp8 => {
-                let scale = f32::from_bits(u32::from(e8m0_bf16(self.exponent(row, col))) << 16);
-                fp8_e4m3(self.bits::<1>(row, col)[0]) * scale
+            WeightFormat::Mxfp4 | WeightFormat::Nvfp4 => {
+                fp4_e2m1(self.nibble(row, col)) * self.scale(row, col)
             }
-            WeightFormat::Nvfp4 => fp4_e2m1(self.nibble(row, col)) * self.group_scale(row, col),
             WeightFormat::Int4 => {
                 let code = i16::from(self.nibble(row, col)) - i16::from(self.zero_point(row, col));
-                f32::from(code) * self.group_scale(row, col)
+                f32::from(code) * self.scale(row, col)
             }
         }
     }

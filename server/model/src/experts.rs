@@ -7,7 +7,7 @@ use super::quantised::Nvfp4Stack;
 use super::resolve::{Context, vector};
 use super::store::{Store, TensorId};
 use super::{ModelError, plan};
-use crate::{Packing, WeightFormat};
+use crate::WeightFormat;
 
 /// Dimensions of a stack of MLPs.
 #[derive(Clone, Copy, Debug)]
@@ -145,7 +145,7 @@ fn fused(
                 all_rows,
                 row_first,
                 step| {
-        let [rows, cols] = shape;
+        let cols = shape[1];
         let first = e * all_rows * cols;
         let (row_stride, col_stride) = if transposed { (step, all_rows) } else { (step * cols, 1) };
         let scales = match grid {
@@ -157,29 +157,14 @@ fn fused(
             }
         };
         let first = first + row_first * if transposed { 1 } else { cols };
-        MatrixRef {
-            tensor,
-            format,
-            packing: Packing::Strided,
-            first,
-            rows,
-            cols,
-            row_stride,
-            col_stride,
-            scales,
-            shape: None,
-        }
+        let whole = MatrixRef::by_rows(tensor, format, shape, scales);
+        MatrixRef { first, row_stride, col_stride, ..whole }
     };
-    let half = |e, start| part(gate_up, up_format, &up_grid, e, [width, hidden], 2 * width, start, step);
-    Ok((0..experts)
-        .map(|e| MlpPlan {
-            gate: half(e, starts[0]),
-            up: half(e, starts[1]),
-            down: part(down, down_format, &down_grid, e, [hidden, width], hidden, 0, 1),
-            biases: biases.of(e),
-            bytes,
-        })
-        .collect())
+    let half = |e, half: usize| {
+        part(gate_up, up_format, &up_grid, e, [width, hidden], 2 * width, starts[half], step)
+    };
+    let down = |e| part(down, down_format, &down_grid, e, [hidden, width], hidden, 0, 1);
+    Ok(stacked(experts, half, down, &biases, bytes))
 }
 
 /// Number of scales of one expert's matrix in a grid.
@@ -202,27 +187,15 @@ fn fused_mxfp4(
     let tensors = [gate_up.0, gate_up.1, down.0, down.1];
     let bytes = bytes_per_expert(store, tensors.into_iter().chain(biases.tensors()), experts);
     let (starts, step) = halves(context.family.interleaved, width);
-    let part = |(blocks, scales), row: usize, step: usize, rows, cols: usize| MatrixRef {
-        tensor: blocks,
-        format: WeightFormat::Mxfp4,
-        packing: Packing::Strided,
-        first: row * cols,
-        rows,
-        cols,
-        row_stride: step * cols,
-        col_stride: 1,
-        scales: ScalesRef::Mx { tensor: scales, first: row * (cols / 32), row_stride: step * (cols / 32) },
-        shape: None,
+    let part = |(blocks, scales), row: usize, step: usize, rows, cols: usize| {
+        let scales =
+            ScalesRef::Mx { tensor: scales, first: row * (cols / 32), row_stride: step * (cols / 32) };
+        let whole = MatrixRef::by_rows(blocks, WeightFormat::Mxfp4, [rows, cols], scales);
+        MatrixRef { first: row * cols, row_stride: step * cols, ..whole }
     };
-    Ok((0..experts)
-        .map(|e| MlpPlan {
-            gate: part(gate_up, e * 2 * width + starts[0], step, width, hidden),
-            up: part(gate_up, e * 2 * width + starts[1], step, width, hidden),
-            down: part(down, e * hidden, 1, hidden, width),
-            biases: biases.of(e),
-            bytes,
-        })
-        .collect())
+    let half = |e: usize, half: usize| part(gate_up, e * 2 * width + starts[half], step, width, hidden);
+    let down = |e: usize| part(down, e * hidden, 1, hidden, width);
+    Ok(stacked(experts, half, down, &biases, bytes))
 }
 
 /// Finds a stack of all experts in NVFP4.
@@ -241,15 +214,20 @@ fn fused_nvfp4(
     let bytes = bytes_per_expert(store, tensors.into_iter().chain(biases.tensors()), experts);
     let (starts, step) = halves(context.family.interleaved, width);
     let half = |e: usize, half: usize| gate_up.matrix(e, half, e * 2 * width + starts[half], step, width);
-    Ok((0..experts)
-        .map(|e| MlpPlan {
-            gate: half(e, 0),
-            up: half(e, 1),
-            down: down.matrix(e, 0, e * hidden, 1, hidden),
-            biases: biases.of(e),
-            bytes,
-        })
-        .collect())
+    let down = |e: usize| down.matrix(e, 0, e * hidden, 1, hidden);
+    Ok(stacked(experts, half, down, &biases, bytes))
+}
+
+/// The MLPs of a stack: `half` is the gate (0) or up (1) projection of an expert, `down` its down projection.
+fn stacked(
+    experts: usize,
+    half: impl Fn(usize, usize) -> MatrixRef,
+    down: impl Fn(usize) -> MatrixRef,
+    biases: &FusedBiases,
+    bytes: u64,
+) -> Vec<MlpPlan> {
+    let of = |e| MlpPlan { gate: half(e, 0), up: half(e, 1), down: down(e), biases: biases.of(e), bytes };
+    (0..experts).map(of).collect()
 }
 
 fn bytes_per_expert(store: &Store, tensors: impl Iterator<Item = TensorId>, experts: usize) -> u64 {

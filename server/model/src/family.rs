@@ -1,6 +1,6 @@
 //! The description of a model family: the meaning of its config fields, the names of its tensors and its routing.
 //!
-//! A family is nothing but a constant of type [`Family`]; `families.rs` has all of them. `docs/models.md` shows how to
+//! A family is nothing but a constant of type [`Family`]; the module `families` has all of them. `docs/models.md` shows how to
 //! add one.
 
 use super::gate_spec::{GroupScore, Normalise};
@@ -66,15 +66,27 @@ pub enum StoredLayout {
 pub enum LayerRule {
     /// All layers.
     All,
-    /// The layers that `mlp_layer_types` names; without that field, all but the first `first_k_dense_replace`.
+    /// The layers that `mlp_layer_types` names; without that field, those whose flag is set; without flags, all but the
+    /// first few.
     FirstDense {
-        /// Value of `first_k_dense_replace` if both fields are absent.
+        /// Config field with the number of dense layers.
+        count: Option<&'static str>,
+        /// Config field with a list of flags, one for each layer: true or 1 for a layer with an MoE block.
+        flags: Option<&'static str>,
+        /// Number of dense layers if all these fields are absent.
         default: usize,
     },
     /// Every `decoder_sparse_step`-th layer, except `mlp_only_layers`.
     SparseStep,
     /// Every `moe_layer_interval`-th layer from `moe_layer_start_index` to `moe_layer_end_index`.
     Window,
+    /// The layers whose number modulo `expert_layer_period` is `expert_layer_offset`.
+    Period {
+        /// Value of `expert_layer_period` if it is absent.
+        period: usize,
+        /// Value of `expert_layer_offset` if it is absent.
+        offset: usize,
+    },
     /// `moe_layers`; without that field, every `interleave_moe_layer_step`-th layer.
     Listed,
     /// All layers. Those that `mlp_layer_types` calls `hash_moe` (without that field, the first `num_hash_layers`)
@@ -90,12 +102,21 @@ pub enum LayerRule {
 pub struct Routing {
     /// Function from logits to scores.
     pub scores: ScoreRule,
-    /// Choice limited to groups by `n_group` and `topk_group`.
-    pub groups: Option<GroupScore>,
+    /// Choice limited to the best groups of experts.
+    pub groups: Option<GroupRule>,
     /// Renormalisation of the chosen weights.
     pub normalise: NormaliseRule,
     /// Config field with the multiplier of the weights, and the value if it is absent.
     pub scale: Option<(&'static str, f32)>,
+}
+
+/// A limit of the choice to the best groups: `topk_group` of them.
+#[derive(Clone, Copy, Debug)]
+pub struct GroupRule {
+    /// The rating of a group.
+    pub by: GroupScore,
+    /// Config field with the number of groups, and its aliases.
+    pub count: &'static [&'static str],
 }
 
 /// A rule for the function from logits to scores.
@@ -122,9 +143,11 @@ pub enum NormaliseRule {
     Never,
     /// Always.
     Always(Normalise),
-    /// If `norm_topk_prob` is true.
-    NormTopkProb {
-        /// Value of `norm_topk_prob` if it is absent.
+    /// If a config field is true.
+    If {
+        /// The field, and its aliases.
+        fields: &'static [&'static str],
+        /// Its value if it is absent.
         default: bool,
         /// The normalisation.
         how: Normalise,
@@ -176,6 +199,8 @@ pub struct SharedRule {
     pub gate: Option<&'static str>,
     /// Config field that states whether their projections have biases.
     pub bias_field: Option<&'static str>,
+    /// Whether their projections are called `w1`, `w3` and `w2` in released checkpoints; `synth` writes them so.
+    pub numbered: bool,
 }
 
 /// Intermediate size of the shared experts together.
@@ -204,7 +229,12 @@ pub(super) const COMMONLY_IGNORED: &[&str] = &[
     "router_aux_loss_coef",
     "router_z_loss_coef",
     "attn_output_gate",
+    "attention_output_gate",
+    "index_skip_topk_offset",
     "index_topk",
+    "index_topk_blocks",
+    "index_topk_freq",
+    "index_topk_pattern",
     "output_gate_type",
 ];
 
@@ -216,24 +246,28 @@ impl Family {
         fields.extend(self.experts.iter().chain(self.top_k).chain(self.width));
         fields.extend_from_slice(match self.layers {
             LayerRule::All => &[],
-            LayerRule::FirstDense { .. } => &["first_k_dense_replace", "mlp_layer_types"],
+            LayerRule::FirstDense { .. } => &["mlp_layer_types"],
             LayerRule::SparseStep => &["decoder_sparse_step", "mlp_only_layers"],
             LayerRule::Window => &["moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"],
+            LayerRule::Period { .. } => &["expert_layer_period", "expert_layer_offset"],
             LayerRule::Listed => &["moe_layers", "interleave_moe_layer_step"],
             LayerRule::Hashed { .. } => &["mlp_layer_types", "num_hash_layers", "vocab_size"],
         });
+        if let LayerRule::FirstDense { count, flags, .. } = self.layers {
+            fields.extend(count.into_iter().chain(flags));
+        }
         fields.extend_from_slice(match self.routing.scores {
             ScoreRule::ScoringFunc => &["scoring_func"],
             ScoreRule::SparseMixer => &["router_jitter_noise"],
             _ => &[],
         });
-        fields.extend_from_slice(match self.routing.groups {
-            None => &[],
-            Some(GroupScore::Max) => &["topk_method", "n_group", "topk_group"],
-            Some(GroupScore::TopTwoSum) => &["n_group", "topk_group"],
-        });
+        if let Some(groups) = self.routing.groups {
+            fields.extend_from_slice(groups.count);
+            fields.push("topk_group");
+            fields.extend((groups.by == GroupScore::Max).then_some("topk_method"));
+        }
         fields.extend_from_slice(match self.routing.normalise {
-            NormaliseRule::NormTopkProb { .. } => &["norm_topk_prob"],
+            NormaliseRule::If { fields, .. } => fields,
             NormaliseRule::NormMin => &["moe_norm_min"],
             NormaliseRule::Never | NormaliseRule::Always(_) => &[],
         });

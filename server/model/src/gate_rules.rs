@@ -1,7 +1,7 @@
 //! The gates of a model's layers, from its family's rules and its config.
 
 use super::config::Config;
-use super::family::{Family, LayerRule, NormaliseRule, ScoreRule};
+use super::family::{Family, GroupRule, LayerRule, NormaliseRule, ScoreRule};
 use super::gate_spec::{Choice, GateSpec, GroupLimit, GroupScore, MAX_TOP_K, Normalise, ScoreFn};
 use super::{ModelError, resolve::MAX_EXPERTS, resolve::MAX_LAYERS};
 
@@ -24,13 +24,19 @@ pub(super) fn layer_kinds(
     let number = |field, default| Ok(config.opt_usize(field, MAX_LAYERS)?.unwrap_or(default));
     let rule: Box<dyn Fn(usize) -> LayerKind> = match family.layers {
         LayerRule::All => Box::new(|_| LayerKind::Moe),
-        LayerRule::FirstDense { default } => {
+        LayerRule::FirstDense { count, flags, default } => {
             if let Some(kinds) =
                 typed_layers(config, layers, &[("dense", LayerKind::Dense), ("sparse", LayerKind::Moe)])?
             {
                 return Ok(kinds);
             }
-            let first = number("first_k_dense_replace", default)?;
+            if let Some(field) = flags
+                && let Some(list) = config.opt_flags(field)?
+            {
+                one_for_each_layer(config, field, list.len(), layers)?;
+                return Ok(list.into_iter().take(layers).map(moe_if).collect());
+            }
+            let first = count.map_or(Ok(default), |field| number(field, default))?;
             Box::new(move |layer| moe_if(layer >= first))
         }
         LayerRule::SparseStep => {
@@ -45,6 +51,11 @@ pub(super) fn layer_kinds(
             let end = if open { layers } else { number("moe_layer_end_index", layers)? };
             let step = config.opt_size(&["moe_layer_interval"], MAX_LAYERS)?.unwrap_or(1);
             Box::new(move |layer| moe_if((layer + 1) % step == 0 && (start..=end).contains(&layer)))
+        }
+        LayerRule::Period { period, offset } => {
+            let period = config.opt_size(&["expert_layer_period"], MAX_LAYERS)?.unwrap_or(period);
+            let offset = number("expert_layer_offset", offset)?;
+            Box::new(move |layer| moe_if(layer % period == offset))
         }
         LayerRule::Listed => match config.opt_indices("moe_layers")? {
             Some(list) => Box::new(move |layer| moe_if(list.contains(&layer))),
@@ -74,10 +85,7 @@ fn typed_layers(
 ) -> Result<Option<Vec<LayerKind>>, ModelError> {
     const FIELD: &str = "mlp_layer_types";
     let Some(list) = config.opt_words(FIELD)? else { return Ok(None) };
-    if list.len() < layers {
-        let expected = format!("a list of {layers} entries, one for each layer");
-        return Err(config.wrong_text(FIELD, &expected, &format!("{} entries", list.len())));
-    }
+    one_for_each_layer(config, FIELD, list.len(), layers)?;
     let kind = |word: &&str| {
         words.iter().find(|(known, _)| known == word).map(|(_, kind)| *kind).ok_or_else(|| {
             let known: Vec<_> = words.iter().map(|(word, _)| format!("`{word}`")).collect();
@@ -85,6 +93,15 @@ fn typed_layers(
         })
     };
     list.iter().take(layers).map(kind).collect::<Result<_, _>>().map(Some)
+}
+
+/// Refuses a list that is shorter than the number of layers. A longer one also describes layers that predict further tokens.
+fn one_for_each_layer(config: &Config, field: &str, found: usize, layers: usize) -> Result<(), ModelError> {
+    if found >= layers {
+        return Ok(());
+    }
+    let expected = format!("a list of {layers} entries, one for each layer");
+    Err(config.wrong_text(field, &expected, &format!("{found} entries")))
 }
 
 /// The gate of the family's scored layers; `hashed` turns it into the gate of a layer that routes by token id.
@@ -120,8 +137,12 @@ pub(super) fn gate_spec(
     let normalise = match family.routing.normalise {
         NormaliseRule::Never => Normalise::No,
         NormaliseRule::Always(how) => how,
-        NormaliseRule::NormTopkProb { default, how } => {
-            if config.opt_bool("norm_topk_prob")?.unwrap_or(default) { how } else { Normalise::No }
+        NormaliseRule::If { fields, default, how } => {
+            if config.opt_flag(fields)?.unwrap_or(default) {
+                how
+            } else {
+                Normalise::No
+            }
         }
         NormaliseRule::NormMin => {
             Normalise::SumAtLeast { floor: config.opt_f32("moe_norm_min")?.unwrap_or(1e-12) }
@@ -150,7 +171,7 @@ fn groups(
     num_experts: usize,
     top_k: usize,
 ) -> Result<Option<GroupLimit>, ModelError> {
-    let Some(by) = family.routing.groups else { return Ok(None) };
+    let Some(GroupRule { by, count }) = family.routing.groups else { return Ok(None) };
     if by == GroupScore::Max {
         match config.opt_str("topk_method")?.unwrap_or("greedy") {
             "greedy" => return Ok(None),
@@ -160,23 +181,23 @@ fn groups(
             }
         }
     }
-    let groups = config.opt_size(&["n_group"], MAX_EXPERTS)?.unwrap_or(1);
+    let groups = config.opt_size(count, MAX_EXPERTS)?.unwrap_or(1);
     let kept = config.opt_size(&["topk_group"], MAX_EXPERTS)?.unwrap_or(1);
     if !num_experts.is_multiple_of(groups) {
         let expected = format!("a divisor of the number of experts, {num_experts}");
-        return Err(config.wrong_text("n_group", &expected, &groups.to_string()));
+        return Err(config.wrong_text(count[0], &expected, &groups.to_string()));
     }
     if kept > groups {
         return Err(config.wrong_text(
             "topk_group",
-            &format!("at most `n_group`, {groups}"),
+            &format!("at most `{}`, {groups}", count[0]),
             &kept.to_string(),
         ));
     }
     let size = num_experts / groups;
     if by == GroupScore::TopTwoSum && size < 2 {
         let expected = "groups of at least two experts, because the group's score is a sum of two";
-        return Err(config.wrong_text("n_group", expected, &format!("{groups} groups of {size}")));
+        return Err(config.wrong_text(count[0], expected, &format!("{groups} groups of {size}")));
     }
     if by == GroupScore::TopTwoSum && kept * size < top_k {
         let expected = format!("enough groups of {size} experts to choose {top_k} from");

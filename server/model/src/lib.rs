@@ -1,7 +1,7 @@
 //! Reading of checkpoints: `config.json` and safetensors files become a [`ModelSpec`] and views of the weights.
 //!
 //! [`Checkpoint::open`] maps a directory in Hugging Face's layout and checks it by its headers alone. The differences
-//! between model families are data in `families.rs`.
+//! between model families are data in the module `families`.
 
 mod activation;
 pub mod balance;
@@ -46,5 +46,5 @@ pub use matrix_view::{MatrixError, MatrixView, WeightFormat};
 pub use packing::Packing;
 pub use read::{ReadBuffer, ReadBytes};
 pub use scales::{GroupScales, INT4_ZERO, ScaleFormat, Scales, ZeroPoints};
-pub use spec::{ExpertsSpec, ModelSpec, MoeLayer, SharedSpec};
+pub use spec::{ExpertsSpec, FP8_ROW_GROUP, ModelSpec, MoeLayer, SharedSpec, has_wide_scales};
 pub use weights::{ExpertBiases, ExpertWeights, WeightOn};

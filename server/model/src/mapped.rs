@@ -9,6 +9,7 @@ use std::path::Path;
 use memmap2::{Advice, Mmap};
 
 use super::ModelError;
+use super::config::regular;
 use super::header::Header;
 
 /// A mapped safetensors file whose header was checked.
@@ -26,6 +27,7 @@ impl Mapped {
     /// Maps a file and checks its header.
     pub(super) fn open(path: &Path) -> Result<Self, ModelError> {
         let io = |action| move |source| ModelError::Io { path: path.to_owned(), action, source };
+        regular(path).map_err(io("open it"))?;
         let file = File::open(path).map_err(io("open it"))?;
         let stamp = Stamp::of(&file).map_err(io("read its size"))?;
         // SAFETY: the mapping is read-only and private to this process. If another process truncates the file while

@@ -7,7 +7,7 @@ use super::plan::{BlockScales, MatrixRef, ScalesRef};
 use super::quant::Quantization;
 use super::quantised;
 use super::store::{Store, TensorId};
-use crate::{Packing, WeightFormat};
+use crate::WeightFormat;
 
 const PLAIN_TYPES: &str = "BF16, F16 or F32";
 const ALL_TYPES: &str = "BF16, F16, F32, F8_E4M3 with scales, or U8 with `quant_algo` NVFP4";
@@ -34,18 +34,7 @@ pub(super) fn plain(
         return Err(store.wrong_dtype(tensor, PLAIN_TYPES));
     };
     store.expect_shape(tensor, &[rows, cols], reason)?;
-    Ok(MatrixRef {
-        tensor,
-        format,
-        packing: Packing::Strided,
-        first: 0,
-        rows,
-        cols,
-        row_stride: cols,
-        col_stride: 1,
-        scales: ScalesRef::None,
-        shape: None,
-    })
+    Ok(MatrixRef::by_rows(tensor, format, [rows, cols], ScalesRef::None))
 }
 
 /// Whether the checkpoint lists the weights of a linear module, in any format.
@@ -74,22 +63,10 @@ pub(super) fn matrix(
         }
         return Ok((plain(store, name, shape, reason)?, bytes));
     }
-    let [rows, cols] = shape;
     store.expect_shape(tensor, &shape, reason)?;
     let grid = scale_grid(store, quantization, name, None, shape)?;
     let scale_bytes = store.bytes(grid.tensor).len() as u64;
-    let found = MatrixRef {
-        tensor,
-        format: WeightFormat::Fp8E4m3,
-        packing: Packing::Strided,
-        first: 0,
-        rows,
-        cols,
-        row_stride: cols,
-        col_stride: 1,
-        scales: ScalesRef::Block(grid),
-        shape: None,
-    };
+    let found = MatrixRef::by_rows(tensor, WeightFormat::Fp8E4m3, shape, ScalesRef::Block(grid));
     Ok((found, bytes + scale_bytes))
 }
 

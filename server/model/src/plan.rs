@@ -136,6 +136,14 @@ impl MlpPlan {
         [&self.gate, &self.up, &self.down].into_iter().find_map(narrow)
     }
 
+    /// The formats of the up and down projections that differ from that of the gate projection, each once.
+    pub(super) fn other_formats(&self) -> Vec<WeightFormat> {
+        let mut found = vec![self.up.format, self.down.format];
+        found.dedup();
+        found.retain(|format| *format != self.gate.format);
+        found
+    }
+
     /// Whether groups have zero points.
     pub(super) fn zero_points(&self) -> bool {
         matches!(&self.gate.scales, ScalesRef::Groups(groups) if groups.zeros.is_some())
@@ -157,6 +165,27 @@ impl VectorRef {
 }
 
 impl MatrixRef {
+    /// A whole tensor with contiguous rows.
+    pub(super) const fn by_rows(
+        tensor: TensorId,
+        format: WeightFormat,
+        [rows, cols]: [usize; 2],
+        scales: ScalesRef,
+    ) -> Self {
+        MatrixRef {
+            tensor,
+            format,
+            packing: Packing::Strided,
+            first: 0,
+            rows,
+            cols,
+            row_stride: cols,
+            col_stride: 1,
+            scales,
+            shape: None,
+        }
+    }
+
     pub(super) fn view<'a>(&self, store: &'a Store) -> MatrixView<'a> {
         let bits = self.format.bits();
         let last = self.packing.last_index(self.rows, self.cols, self.row_stride, self.col_stride);

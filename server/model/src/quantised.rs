@@ -183,19 +183,8 @@ impl Module<'_> {
                 bias,
             }),
         });
-        let format = WeightFormat::Int4;
-        Ok(self.done(MatrixRef {
-            tensor: weight,
-            format,
-            packing,
-            first: 0,
-            rows,
-            cols,
-            row_stride,
-            col_stride,
-            scales,
-            shape: None,
-        }))
+        let whole = MatrixRef::by_rows(weight, WeightFormat::Int4, [rows, cols], scales);
+        Ok(self.done(MatrixRef { packing, row_stride, col_stride, ..whole }))
     }
 
     /// Checks the tensor with the group of each column, if there is one. Its contents are checked if they may differ from the order
@@ -283,18 +272,8 @@ impl Module<'_> {
             factor: Factor::One,
             zeros,
         });
-        Ok(self.done(MatrixRef {
-            tensor: weight,
-            format: WeightFormat::Int4,
-            packing: Packing::Strided,
-            first: 0,
-            rows,
-            cols,
-            row_stride: 8 * words,
-            col_stride: 1,
-            scales,
-            shape: Some(shape),
-        }))
+        let whole = MatrixRef::by_rows(weight, WeightFormat::Int4, [rows, cols], scales);
+        Ok(self.done(MatrixRef { row_stride: 8 * words, shape: Some(shape), ..whole }))
     }
 
     /// NVFP4, with the factor of all scales in the tensor `factor`.
@@ -322,7 +301,7 @@ impl Module<'_> {
             factor: how(factor, 0),
             zeros: None,
         });
-        Ok(self.done(by_rows(weight, WeightFormat::Nvfp4, [rows, cols], scales)))
+        Ok(self.done(MatrixRef::by_rows(weight, WeightFormat::Nvfp4, [rows, cols], scales)))
     }
 
     /// MXFP4 or MXFP8.
@@ -335,22 +314,6 @@ impl Module<'_> {
         }
         self.expect(scales, &[Dtype::U8, Dtype::F8_E8M0], &[rows, cols / 32])?;
         let scales = ScalesRef::Mx { tensor: scales, first: 0, row_stride: cols / 32 };
-        Ok(self.done(by_rows(weight, format, [rows, cols], scales)))
-    }
-}
-
-/// A whole tensor with contiguous rows.
-fn by_rows(tensor: TensorId, format: WeightFormat, [rows, cols]: [usize; 2], scales: ScalesRef) -> MatrixRef {
-    MatrixRef {
-        tensor,
-        format,
-        packing: Packing::Strided,
-        first: 0,
-        rows,
-        cols,
-        row_stride: cols,
-        col_stride: 1,
-        scales,
-        shape: None,
+        Ok(self.done(MatrixRef::by_rows(weight, format, [rows, cols], scales)))
     }
 }

@@ -14,6 +14,7 @@ use super::store::{Store, TensorId};
 use super::{LayerChoice, ModelError, matrices};
 use crate::Activation;
 use expertd_types::LayerId;
+use serde_json::Value;
 
 /// Bounds of the values in a config, so that no field makes a loop or an allocation unreasonably large.
 pub(super) const MAX_LAYERS: usize = 4096;
@@ -22,8 +23,8 @@ const MAX_HIDDEN: usize = 1 << 20;
 const MAX_VOCAB: usize = 1 << 24;
 
 /// Prefixes of `layers.N.`, in the order in which they are tried.
-const PREFIXES: [&str; 5] =
-    ["model.", "model.language_model.", "language_model.model.", "language_model.", ""];
+const PREFIXES: [&str; 6] =
+    ["model.", "model.language_model.", "language_model.model.", "language_model.", "thinker.model.", ""];
 
 /// The resolved description of a checkpoint.
 pub(super) struct Resolved {
@@ -162,8 +163,13 @@ fn check_fields(config: &Config, family: &Family) -> Result<(), ModelError> {
     }
     for (field, allowed) in family.only {
         let Some(value) = config.raw(field) else { continue };
-        let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-        if !allowed.contains(&text.as_str()) {
+        let allows = |value: &Value| {
+            let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            allowed.contains(&text.as_str())
+        };
+        // Some fields have one value, or a list with one value for each layer.
+        let all = value.as_array().is_some_and(|list| !list.is_empty() && list.iter().all(allows));
+        if !all && !allows(value) {
             let expected: Vec<_> = allowed.iter().map(|value| format!("`{value}`")).collect();
             return Err(config.wrong(field, &expected.join(" or "), value));
         }
@@ -376,6 +382,7 @@ fn resolve_shared(
         gated: gate.is_some(),
         biases,
         format: plan.gate.format,
+        other_formats: plan.other_formats(),
         scale_cols: plan.scale_cols(),
         zero_points: plan.zero_points(),
         power_of_two_scales: context.quantization.power_of_two_scales,

@@ -72,8 +72,11 @@ pub struct SharedSpec {
     pub gated: bool,
     /// Whether gate, up and down have biases.
     pub biases: bool,
-    /// Storage format of the weights, in the checkpoint and in memory.
+    /// Storage format of the gate projection in the checkpoint.
     pub format: WeightFormat,
+    /// Storage formats of the up and down projections that differ from [`format`](Self::format), each once.
+    #[serde(default)]
+    pub other_formats: Vec<WeightFormat>,
     /// Columns per block or group of scales; see [`ExpertsSpec::scale_cols`].
     pub scale_cols: Option<usize>,
     /// Whether groups of INT4 weights have zero points; without them every zero point is 8.
@@ -84,6 +87,39 @@ pub struct SharedSpec {
     pub power_of_two_scales: bool,
     /// Size in the checkpoint, scales and biases included, in bytes.
     pub bytes: u64,
+}
+
+/// Neighbouring elements of a row that share a scale where the row is quantised to FP8.
+pub const FP8_ROW_GROUP: usize = 128;
+
+impl ExpertsSpec {
+    /// Whether these experts can be multiplied with rows in FP8: their matrices are stored in FP8, and no scale changes within the
+    /// columns of a group of such a row.
+    #[must_use]
+    pub fn take_fp8_rows(&self) -> bool {
+        take_fp8_rows(self.format, self.scale_cols)
+    }
+}
+
+impl SharedSpec {
+    /// See [`ExpertsSpec::take_fp8_rows`].
+    #[must_use]
+    pub fn take_fp8_rows(&self) -> bool {
+        self.other_formats.is_empty() && take_fp8_rows(self.format, self.scale_cols)
+    }
+}
+
+fn take_fp8_rows(format: WeightFormat, scale_cols: Option<usize>) -> bool {
+    format == WeightFormat::Fp8E4m3 && has_wide_scales(scale_cols)
+}
+
+/// Whether no scale changes within [`FP8_ROW_GROUP`] columns, from a multiple of it on; see [`ExpertsSpec::scale_cols`].
+#[must_use]
+pub const fn has_wide_scales(scale_cols: Option<usize>) -> bool {
+    match scale_cols {
+        Some(cols) => cols.is_multiple_of(FP8_ROW_GROUP),
+        None => true,
+    }
 }
 
 impl ModelSpec {

@@ -87,7 +87,8 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let group = CpuGroup::from_fd(windows, crate::ep_config(setup)).map_err(setup_failure)?;
     joining.clock.end("windows");
     let weights = joining.next_fd("the weights")?;
-    let weights = map(weights, setup.rank, setup.shape.ranks as usize, &setup.fingerprint)
+    let ranks = setup.shape.ranks as usize;
+    let weights = map(weights, setup.rank, ranks, &setup.fingerprint, setup.fp8_compute)
         .map_err(|error| (FailureKind::Load, error.to_string()))?;
     let memory = Arc::clone(&weights.memory);
     joining.clock.end("weights");

@@ -17,9 +17,9 @@ use expertd_compute::experts::ExpertKind;
 use expertd_compute::experts::cpu::{CpuExpert, ExpertError, ExpertParts};
 use expertd_compute::gate::{CpuGate, GateParts};
 use expertd_compute::linalg::{PackedForm, PackedMatrix, SharedBytes, StoredError};
-use expertd_ipc::control::LoaderSetup;
+use expertd_ipc::control::{Fp8Compute, LoaderSetup};
 use expertd_ipc::{SealedError, SealedMemory, SealedWriter};
-use expertd_model::{Checkpoint, ExpertsSpec, ModelError, ModelSpec, MoeLayer, WeightOn};
+use expertd_model::{Checkpoint, ModelError, ModelSpec, MoeLayer};
 use expertd_rank::share::{ExpertShare, ReadBuffers, open_checkpoint, weights};
 use expertd_rank::{PackedShare, Progress};
 use expertd_types::{ExpertId, ExpertOwners, ExpertPlacement, LayerId, Rank, WeightFingerprint};
@@ -137,11 +137,6 @@ struct Index {
     /// Of each layer with an MoE block: the gate's bias, correction bias and table; then the two biases of each expert and
     /// of the shared ones, and the gate of these. Empty where there is none.
     vectors: Vec<Place>,
-}
-
-fn kind(spec: &ExpertsSpec) -> ExpertKind {
-    let weight_on = if spec.weight_on_input { WeightOn::Input } else { WeightOn::Output };
-    ExpertKind { activation: spec.activation, weight_on }
 }
 
 /// Packs one rank's share of a checkpoint into sealed memory, and proves that it is of the expected weights.
@@ -295,12 +290,13 @@ impl Packer {
     }
 }
 
-/// Maps the weights that a loader has packed for `rank` of `ranks`.
+/// Maps the weights that a loader has packed for `rank` of `ranks`. They are packed alike for both kinds of FP8 products.
 pub(crate) fn map(
     fd: OwnedFd,
     rank: Rank,
     ranks: usize,
     fingerprint: &WeightFingerprint,
+    fp8: Fp8Compute,
 ) -> Result<RankWeights, WeightsError> {
     let memory = SealedMemory::map(fd)?;
     let bytes = (*memory).as_ref();
@@ -329,6 +325,7 @@ pub(crate) fn map(
         shared: Arc::clone(&memory) as SharedBytes,
         matrices: index.matrices.into_iter(),
         vectors: index.vectors.into_iter(),
+        fp8_products: fp8 == Fp8Compute::Fp8,
     };
     let share = ExpertShare::of_rank(rank, ranks, index.placement);
     let layers = (0..).map(LayerId).zip(&index.spec.layers);
@@ -343,6 +340,8 @@ struct Parts {
     shared: SharedBytes,
     matrices: std::vec::IntoIter<StoredMatrix>,
     vectors: std::vec::IntoIter<Place>,
+    /// Whether experts that are stored in FP8 multiply rows in FP8.
+    fp8_products: bool,
 }
 
 fn range([offset, bytes]: Place) -> Range<usize> {
@@ -407,7 +406,7 @@ impl Parts {
             Some(spec) => {
                 let mlp = self.expert("the layer's shared experts")?;
                 let gate: Vec<f32> = self.vector()?;
-                let kind = ExpertKind { activation: spec.activation, weight_on: WeightOn::Output };
+                let kind = ExpertKind::shared(spec, self.fp8_products);
                 Some(SharedMlp { kind, mlp, gate: spec.gated.then_some(gate) })
             }
             None => None,
@@ -420,7 +419,8 @@ impl Parts {
                 found: format!("expert {expert}"),
             })? = index;
         }
-        Ok(RankLayer { gate, owners, mine, local, kind: kind(&moe.experts), experts, shared })
+        let kind = ExpertKind::routed(&moe.experts, self.fp8_products);
+        Ok(RankLayer { gate, owners, mine, local, kind, experts, shared })
     }
 }
 

@@ -1,7 +1,7 @@
 //! The formats of expert weights in GPU memory, which one a checkpoint's weights get, and the memory that they take.
 
 use expertd_ipc::control::Fp8Compute;
-use expertd_model::{ExpertsSpec, ModelSpec, MoeLayer, SharedSpec, WeightFormat};
+use expertd_model::{ExpertsSpec, ModelSpec, MoeLayer, SharedSpec, WeightFormat, has_wide_scales};
 use expertd_types::LayerId;
 
 /// The kernels' hidden and intermediate sizes are multiples of this number of elements.
@@ -21,7 +21,8 @@ pub(crate) const fn padded(size: usize) -> usize {
 /// Format of weights in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceFormat {
-    /// bf16, for weights stored in bf16, f16 and f32, and for those whose scales no other format can hold.
+    /// bf16, for weights stored in bf16, f16 and f32, for those whose scales no other format can hold, and for experts whose
+    /// matrices differ in format.
     Bf16,
     /// FP8 e4m3 with multipliers, widened to bf16 for products with rows in bf16. For FP8 weights, and for INT4 weights, whose
     /// integers are e4m3 codes.
@@ -39,42 +40,45 @@ pub struct Stored {
     pub format: WeightFormat,
     /// Columns per block or group of scales, if a row of any matrix has several.
     pub scale_cols: Option<usize>,
+    /// Whether gate, up and down differ in format; `format` is then that of gate.
+    pub is_mixed: bool,
 }
 
 impl Stored {
     /// The routed experts of a layer.
     #[must_use]
     pub const fn routed(spec: &ExpertsSpec) -> Self {
-        Stored { format: spec.format, scale_cols: spec.scale_cols }
+        Stored { format: spec.format, scale_cols: spec.scale_cols, is_mixed: false }
     }
 
     /// The shared experts of a layer.
     #[must_use]
     pub const fn shared(spec: &SharedSpec) -> Self {
-        Stored { format: spec.format, scale_cols: spec.scale_cols }
-    }
-
-    /// Whether the scales of 128 columns, from a multiple of 128 on, are one.
-    pub(crate) const fn has_wide_scales(self) -> bool {
-        match self.scale_cols {
-            Some(cols) => cols.is_multiple_of(FP8_COLS),
-            None => true,
-        }
+        let is_mixed = !spec.other_formats.is_empty();
+        Stored { format: spec.format, scale_cols: spec.scale_cols, is_mixed }
     }
 
     /// The format of these weights on GPU ranks.
     #[must_use]
     pub const fn on_device(self, fp8: Fp8Compute) -> DeviceFormat {
+        if self.is_mixed {
+            return DeviceFormat::Bf16;
+        }
         match (self.format, fp8) {
-            (WeightFormat::Fp8E4m3, Fp8Compute::Bf16) => DeviceFormat::Fp8,
-            (WeightFormat::Fp8E4m3, Fp8Compute::Fp8) => DeviceFormat::W8a8,
+            (WeightFormat::Fp8E4m3, Fp8Compute::Bf16) if has_wide_scales(self.scale_cols) => {
+                DeviceFormat::Fp8
+            }
+            (WeightFormat::Fp8E4m3, Fp8Compute::Fp8) if has_wide_scales(self.scale_cols) => {
+                DeviceFormat::W8a8
+            }
             (WeightFormat::Mxfp4, _) => DeviceFormat::Mxfp4,
             // Only the weights of such a checkpoint are quantised. Rows stay in bf16, whatever `fp8` says.
-            (WeightFormat::Int4, _) if self.has_wide_scales() => DeviceFormat::Fp8,
+            (WeightFormat::Int4, _) if has_wide_scales(self.scale_cols) => DeviceFormat::Fp8,
             (
                 WeightFormat::Bf16
                 | WeightFormat::F16
                 | WeightFormat::F32
+                | WeightFormat::Fp8E4m3
                 | WeightFormat::Mxfp8
                 | WeightFormat::Nvfp4
                 | WeightFormat::Int4,
@@ -86,16 +90,20 @@ impl Stored {
     /// The format of these weights on GPU ranks, for people: what it is, and why.
     #[must_use]
     pub fn explain(self, fp8: Fp8Compute) -> String {
+        if self.is_mixed {
+            return "bf16, rounded once, because gate, up and down differ in format".to_owned();
+        }
         match (self.format, self.on_device(fp8)) {
             (WeightFormat::Bf16, _) => "bf16, as stored".to_owned(),
             (format @ (WeightFormat::F16 | WeightFormat::F32), _) => format!("bf16, rounded from {format}"),
             (WeightFormat::Int4, DeviceFormat::Fp8) => {
                 "FP8, which holds the integers exactly; products in bf16".to_owned()
             }
-            (WeightFormat::Int4, _) => {
+            (format @ (WeightFormat::Int4 | WeightFormat::Fp8E4m3), DeviceFormat::Bf16) => {
                 let cols = self.scale_cols.unwrap_or_default();
+                let parts = if format == WeightFormat::Int4 { "groups" } else { "blocks" };
                 format!(
-                    "bf16, rounded once, because groups of {cols} columns are no multiple of {FP8_COLS} wide"
+                    "bf16, rounded once, because {parts} of {cols} columns are no multiple of {FP8_COLS} wide"
                 )
             }
             (WeightFormat::Nvfp4, _) => "bf16, rounded once with the factor of the matrix".to_owned(),
@@ -174,7 +182,8 @@ mod tests {
     use super::*;
 
     fn on_device(format: WeightFormat, scale_cols: Option<usize>) -> [DeviceFormat; 2] {
-        [Fp8Compute::Fp8, Fp8Compute::Bf16].map(|fp8| Stored { format, scale_cols }.on_device(fp8))
+        [Fp8Compute::Fp8, Fp8Compute::Bf16]
+            .map(|fp8| Stored { format, scale_cols, is_mixed: false }.on_device(fp8))
     }
 
     #[test]
@@ -189,10 +198,33 @@ mod tests {
         assert_eq!(on_device(WeightFormat::Nvfp4, Some(16)), [Bf16, Bf16]);
         assert_eq!(on_device(WeightFormat::Mxfp8, Some(32)), [Bf16, Bf16]);
         assert_eq!(on_device(WeightFormat::Mxfp4, Some(32)), [Mxfp4, Mxfp4]);
-        assert_eq!(on_device(WeightFormat::Fp8E4m3, Some(128)), [W8a8, Fp8]);
-        let int4 = |cols| Stored { format: WeightFormat::Int4, scale_cols: Some(cols) };
-        assert!(int4(32).explain(Fp8Compute::Fp8).contains("groups of 32 columns"));
-        assert!(int4(128).explain(Fp8Compute::Fp8).starts_with("FP8"));
+        for wide in [None, Some(128), Some(256)] {
+            assert_eq!(on_device(WeightFormat::Fp8E4m3, wide), [W8a8, Fp8], "{wide:?}");
+        }
+        for narrow in [32, 64, 96, 192] {
+            assert_eq!(on_device(WeightFormat::Fp8E4m3, Some(narrow)), [Bf16, Bf16], "{narrow}");
+        }
+        for (format, parts) in [(WeightFormat::Int4, "groups"), (WeightFormat::Fp8E4m3, "blocks")] {
+            let of = |cols| Stored { format, scale_cols: Some(cols), is_mixed: false };
+            let text = of(32).explain(Fp8Compute::Fp8);
+            assert_eq!(
+                text,
+                format!("bf16, rounded once, because {parts} of 32 columns are no multiple of 128 wide")
+            );
+            assert!(of(128).explain(Fp8Compute::Fp8).starts_with("FP8"));
+        }
+    }
+
+    #[test]
+    fn matrices_of_several_formats_become_bf16() {
+        use WeightFormat::{Bf16, F16, Fp8E4m3, Int4, Mxfp4, Mxfp8, Nvfp4};
+        for format in [Bf16, F16, Fp8E4m3, Int4, Mxfp4, Mxfp8, Nvfp4] {
+            let stored = Stored { format, scale_cols: Some(128), is_mixed: true };
+            for fp8 in [Fp8Compute::Fp8, Fp8Compute::Bf16] {
+                assert_eq!(stored.on_device(fp8), DeviceFormat::Bf16, "{format}");
+                assert!(stored.explain(fp8).contains("differ in format"), "{format}");
+            }
+        }
     }
 
     #[test]

@@ -5,9 +5,8 @@ use std::path::Path;
 use expertd_kernels::layout::{Shape, WindowLayout};
 use expertd_kernels::params::MAX_EXPERTS;
 
-use crate::format::{FP8_COLS, Stored};
 use expertd_ipc::GroupShape;
-use expertd_model::{ModelSpec, MoeLayer, WeightFormat};
+use expertd_model::{ModelSpec, MoeLayer};
 
 /// Whether this build can run ranks on GPUs.
 pub const BUILT: bool = cfg!(feature = "cuda");
@@ -135,13 +134,6 @@ pub fn check(spec: &ModelSpec, shape: &GroupShape) -> Result<(), String> {
 }
 
 fn unsupported(moe: &MoeLayer) -> Option<String> {
-    let of = [Some(Stored::routed(&moe.experts)), moe.shared.as_ref().map(Stored::shared)];
-    let narrow = |stored: &Stored| stored.format == WeightFormat::Fp8E4m3 && !stored.has_wide_scales();
-    if let Some(cols) = of.into_iter().flatten().find(narrow).and_then(|stored| stored.scale_cols) {
-        return Some(format!(
-            "has FP8 scales for blocks of {cols} columns (supported: as wide as the matrix, or a multiple of {FP8_COLS})"
-        ));
-    }
     if moe.experts.count > MAX_EXPERTS {
         return Some(format!("has {} experts (supported: at most {MAX_EXPERTS})", moe.experts.count));
     }

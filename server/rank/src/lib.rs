@@ -13,7 +13,7 @@ pub mod share;
 pub use clock::SetupClock;
 pub use loader::{PackFailure, PackedShare, Progress, run_loader};
 pub use memories::{ClientMemory, DeviceMemory, HostMemories};
-pub use process::{Failure, Joining, Loaded, RankExit, ReadUsage, run_rank, setup_failure};
+pub use process::{Failure, Joining, Loaded, RankExit, ReadUsage, end_with, run_rank, setup_failure};
 
 use std::time::{Duration, Instant};
 

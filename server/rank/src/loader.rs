@@ -13,7 +13,7 @@ use expertd_ipc::control::{self, FromLoader, LoaderSetup};
 use expertd_ipc::passing::send_with_fds;
 
 use crate::RankExit;
-use crate::process::{die_with, pin};
+use crate::process::{end_with, pin};
 
 /// How much lower the priority of a loader is while a generation serves.
 const BACKGROUND_NICE: i32 = 10;
@@ -77,7 +77,7 @@ pub fn run_loader(
     socket: &UnixStream,
     pack: impl FnOnce(&LoaderSetup, &Progress) -> Result<PackedShare, PackFailure>,
 ) -> Result<(), RankExit> {
-    die_with(parent)?;
+    end_with(parent)?;
     let mut reader = BufReader::new(socket.try_clone()?);
     let setup: LoaderSetup = control::receive(&mut reader)?
         .ok_or_else(|| RankExit::Orphan("the router ended before it sent this loader's setup".into()))?;

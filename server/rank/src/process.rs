@@ -94,7 +94,7 @@ pub fn run_rank(
     socket: UnixStream,
     load: impl FnOnce(Joining<'_>) -> Result<Loaded, Failure>,
 ) -> Result<(), RankExit> {
-    die_with(parent)?;
+    end_with(parent)?;
     let fds = control::receive_fds(&socket)?;
     let mut reader = BufReader::new(FdReader::new(socket.try_clone()?));
     let setup: RankSetup = control::receive(&mut reader)?
@@ -110,8 +110,11 @@ pub fn run_rank(
     }
 }
 
-/// Ends this process with its router.
-pub(crate) fn die_with(parent: u32) -> Result<(), RankExit> {
+/// Lets the kernel end this process with its parent, which must be process `parent`, or with the thread of it that started this process.
+///
+/// # Errors
+/// If the parent is another process already.
+pub fn end_with(parent: u32) -> Result<(), RankExit> {
     // The signal is requested before the parent is checked, so that a parent which dies in between is noticed.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .map_err(io::Error::from)?;

@@ -32,6 +32,29 @@ pub struct LayerRows {
 }
 
 impl ExpertRows {
+    /// Reads rows from JSON.
+    ///
+    /// # Errors
+    /// If the text is something else, or its numbers cannot be those of one service.
+    pub fn from_json(text: &str) -> Result<ExpertRows, String> {
+        let rows: ExpertRows = serde_json::from_str(text).map_err(|error| error.to_string())?;
+        let mut total = 0_u64;
+        for layer in &rows.layers {
+            let experts = layer.ranks.first().map_or(0, Vec::len);
+            if let Some(other) = layer.ranks.iter().find(|rank| rank.len() != experts) {
+                let found = other.len();
+                return Err(format!(
+                    "layer {} has {experts} experts on rank 0 and {found} on another rank, expected as many on every rank",
+                    layer.layer
+                ));
+            }
+            for &rows in layer.ranks.iter().flatten() {
+                total = total.checked_add(rows).ok_or("the rows of all experts together exceed 64 bits")?;
+            }
+        }
+        Ok(rows)
+    }
+
     /// The largest imbalance of any layer and that layer; `None` if no layer has rows.
     #[must_use]
     pub fn largest_imbalance(&self) -> Option<(LayerId, f64)> {
@@ -162,6 +185,18 @@ mod tests {
         assert_eq!(some.layers[0].imbalance(), Some(1.0));
         assert_eq!(some.largest_imbalance(), Some((LayerId(4), 1.2)));
         assert_eq!(some.mean_imbalance(), Some((10.0 + 1.2 * 30.0) / 40.0));
+    }
+
+    #[test]
+    fn rows_that_no_service_has_are_refused() {
+        let read =
+            |ranks: &str| ExpertRows::from_json(&format!(r#"{{"layers":[{{"layer":3,"ranks":{ranks}}}]}}"#));
+        let layer = LayerRows { layer: LayerId(3), ranks: vec![vec![1, 2], vec![3, 4]] };
+        assert_eq!(read("[[1,2],[3,4]]"), Ok(ExpertRows { layers: vec![layer] }));
+        assert!(
+            read("[[1,2],[3]]").is_err_and(|error| error.contains("layer 3 has 2 experts on rank 0 and 1"))
+        );
+        assert!(read("[[18446744073709551615],[1]]").is_err_and(|error| error.contains("exceed 64 bits")));
     }
 
     #[test]

@@ -43,8 +43,13 @@ fn f32s(bytes: &[u8]) -> Vec<f32> {
 }
 
 impl Golden {
+    /// The recording of float32 in a directory.
     pub fn read(dir: &Path) -> Self {
-        let bytes = std::fs::read(dir.join("golden.safetensors")).unwrap();
+        Self::read_file(&dir.join("golden.safetensors"))
+    }
+
+    pub fn read_file(path: &Path) -> Self {
+        let bytes = std::fs::read(path).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
         let token_ids: Vec<i32> = file
             .tensor("input_ids")
@@ -67,7 +72,7 @@ impl Golden {
             let output = f32s(part("output").unwrap().data());
             layers.push(Layer { index, input: f32s(input.data()), output, routing });
         }
-        assert!(!layers.is_empty(), "{}: no layers recorded", dir.display());
+        assert!(!layers.is_empty(), "{}: no layers recorded", path.display());
         Self { layers, tokens: token_ids.len(), token_ids }
     }
 }

@@ -2,7 +2,7 @@
 
 use expertd_compute::experts::cpu::{CpuExpert, Workspace, WorkspaceSize, forward, forward_one};
 use expertd_compute::experts::{Assignments, ExpertKind};
-use expertd_model::{Checkpoint, ExpertBiases, ExpertTensors, ExpertWeights, WeightOn};
+use expertd_model::{Checkpoint, ExpertBiases, ExpertTensors, ExpertWeights};
 use expertd_types::{ExpertId, LayerId};
 
 fn pack(tensors: &ExpertTensors<'_>) -> CpuExpert {
@@ -14,13 +14,15 @@ fn pack(tensors: &ExpertTensors<'_>) -> CpuExpert {
     CpuExpert::pack(&ExpertWeights { gate, up, down, biases }).unwrap()
 }
 
-/// The block's output `[tokens, hidden]` for given routing `[tokens, k]`.
+/// The block's output `[tokens, hidden]` for given routing `[tokens, k]`. `fp8_products`: experts that are stored in FP8
+/// multiply rows in FP8.
 pub fn block(
     checkpoint: &Checkpoint,
     layer: LayerId,
     rows: &[f32],
     ids: &[i32],
     weights: &[f32],
+    fp8_products: bool,
 ) -> Vec<f32> {
     let spec = checkpoint.spec();
     let moe = spec.layer(layer).unwrap();
@@ -38,8 +40,7 @@ pub fn block(
         }
         offsets.push(numbers.len() as u32);
     }
-    let weight_on = if moe.experts.weight_on_input { WeightOn::Input } else { WeightOn::Output };
-    let kind = ExpertKind { activation: moe.experts.activation, weight_on };
+    let kind = ExpertKind::routed(&moe.experts, fp8_products);
     let assignments = Assignments { offsets: &offsets, rows: &numbers, weights: &sorted };
     let mut out = vec![f32::NAN; rows.len()];
     forward(kind, &experts, assignments, &[rows], &mut [&mut out], &mut workspace, None);
@@ -48,7 +49,7 @@ pub fn block(
             let logit = |row: &[f32]| row.iter().zip(gate).map(|(x, g)| x * g).sum::<f32>();
             rows.chunks_exact(hidden).map(|row| 1.0 / (1.0 + (-logit(row)).exp())).collect()
         });
-        let kind = ExpertKind { activation: spec.activation, weight_on: WeightOn::Output };
+        let kind = ExpertKind::shared(spec, fp8_products);
         let mut extra = vec![f32::NAN; rows.len()];
         forward_one(kind, &pack(&shared.mlp), factors.as_deref(), rows, &mut extra, &mut workspace, None);
         out.iter_mut().zip(extra).for_each(|(out, extra)| *out += extra);

@@ -196,6 +196,15 @@ pub fn loaders_of(router: u32) -> Vec<u32> {
     of_command(router, "loader")
 }
 
+/// The processes that check a checkpoint for a reload of this router.
+pub fn checks_of(router: u32) -> Vec<u32> {
+    let is_check = |pid: &u32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.split(|&byte| byte == 0).any(|word| word == b"inspect")
+    };
+    children(router).into_iter().filter(is_check).collect()
+}
+
 fn of_command(router: u32, command: &str) -> Vec<u32> {
     let mut ranks = children(router)
         .into_iter()

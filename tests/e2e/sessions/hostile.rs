@@ -78,22 +78,28 @@ fn killed_clients_leave_nothing_behind() {
 }
 
 /// A session whose memory the test writes itself.
-struct RawSession {
-    opened: Opened,
-    region: Arc<SharedRegion>,
-    _socket: UnixStream,
+pub(super) struct RawSession {
+    pub(super) opened: Opened,
+    pub(super) region: Arc<SharedRegion>,
+    pub(super) _socket: UnixStream,
 }
 
-fn raw(host: &Host, calls: u32, rows_bytes: u64) -> RawSession {
+pub(super) fn raw(host: &Host, calls: u32, rows_bytes: u64) -> RawSession {
     let stream = UnixStream::connect(host.path()).unwrap();
     let open = Open { version: VERSION, kind: 1, rows_bytes, calls, reserved: 0 };
     socket::send(&stream, frame::OPEN, bytemuck::bytes_of(&open)).unwrap();
     let (kind, payload) = socket::receive(&stream, 1 << 20).unwrap().unwrap();
     assert_eq!(kind, frame::OPENED, "{}", String::from_utf8_lossy(&payload));
-    let opened: Opened = socket::record(&payload).unwrap();
-    let fd = socket::receive_region(&stream).unwrap();
-    let region = SharedRegion::from_fd(fd, opened.region_bytes as usize).unwrap();
-    RawSession { opened, region, _socket: stream }
+    RawSession::join(socket::record(&payload).unwrap(), stream)
+}
+
+impl RawSession {
+    /// The session that the service has opened on `socket`.
+    pub(super) fn join(opened: Opened, socket: UnixStream) -> RawSession {
+        let fd = socket::receive_region(&socket).unwrap();
+        let region = SharedRegion::from_fd(fd, opened.region_bytes as usize).unwrap();
+        RawSession { opened, region, _socket: socket }
+    }
 }
 
 #[test]

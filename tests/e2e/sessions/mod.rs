@@ -6,6 +6,7 @@ mod cuda_gpu;
 mod cuda_routing;
 mod gpu;
 mod hostile;
+mod kept;
 mod killed;
 #[path = "../../../proto/session/examples/forward.rs"]
 #[allow(dead_code, unreachable_pub, reason = "an example is a program")]

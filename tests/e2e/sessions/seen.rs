@@ -26,7 +26,7 @@ fn metric(host: &Host, name: &str) -> Vec<(String, f64)> {
 }
 
 /// The sum of a metric's values whose labels contain `label`.
-fn value(host: &Host, name: &str, label: &str) -> f64 {
+pub(super) fn value(host: &Host, name: &str, label: &str) -> f64 {
     let all = metric(host, name);
     assert!(!all.is_empty(), "no {name}");
     all.iter().filter(|(labels, _)| labels.contains(label)).map(|(_, value)| value).sum()

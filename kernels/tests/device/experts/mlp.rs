@@ -1,9 +1,10 @@
 //! Random experts, and what they make of a row in f64.
 
+use expertd_compute::experts::reference::quantised;
 use expertd_kernels::experts;
 use half::bf16;
 
-use super::stored::{Stored, code_range, group_scales, quantised};
+use super::stored::{Stored, code_range, group_scales};
 use crate::random::Random;
 
 /// Of the activations that have them.
@@ -59,12 +60,11 @@ impl Case {
     pub fn reference(&self, expert: &Expert, x: &[f64], weight: f32) -> (Vec<f64>, Vec<f64>) {
         let (_, on_output) = self.weights(weight);
         let fp8 = self.format == experts::W8A8;
-        let rows = if fp8 { quantised(x) } else { x.to_vec() };
+        let rows = if fp8 { quantised(x, false) } else { x.to_vec() };
         let h: Vec<f64> = (0..self.inter).map(|f| self.feature(expert, f, &rows, weight).0).collect();
-        // The kernel quantises the weighted h, rounded to bf16.
-        let narrow = |h: &f64| bf16::from_f64(h * on_output).to_f64();
         let h = if fp8 {
-            quantised(&h.iter().map(narrow).collect::<Vec<_>>()).iter().map(|h| h / on_output).collect()
+            let weighted: Vec<f64> = h.iter().map(|h| h * on_output).collect();
+            quantised(&weighted, false).iter().map(|h| h / on_output).collect()
         } else {
             h
         };
@@ -81,7 +81,7 @@ impl Case {
     /// for each element of h whose code the rounding of sums before it decides. FP8 products only.
     pub fn undecided(&self, expert: &Expert, x: &[f64], weight: f32) -> Vec<Vec<f64>> {
         let (_, on_output) = self.weights(weight);
-        let rows = quantised(x);
+        let rows = quantised(x, false);
         let h: Vec<(f64, f64)> = (0..self.inter).map(|f| self.feature(expert, f, &rows, weight)).collect();
         let rounded = |by: f64| -> Vec<f64> {
             h.iter()

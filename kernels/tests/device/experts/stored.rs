@@ -1,5 +1,6 @@
 //! Matrices as checkpoints store them, and what their elements are worth by the formats' definitions.
 
+use expertd_compute::experts::reference;
 use expertd_kernels::experts;
 use half::bf16;
 
@@ -113,41 +114,13 @@ impl Stored {
     }
 }
 
-/// The nearest value of e4m3, ties to the even code; what is beyond the largest becomes the largest.
-fn to_e4m3(value: f64) -> f64 {
-    if value.is_nan() {
-        return f64::NAN;
-    }
-    let magnitude = value.abs().min(448.0);
-    // Steps of codes: 2^-9 below 2^-6, else an eighth of the power of two.
-    let exponent = if magnitude < 2f64.powi(-6) { -6 } else { magnitude.log2().floor() as i32 };
-    let step = 2f64.powi(exponent - 3);
-    ((magnitude / step).round_ties_even() * step).copysign(value)
-}
-
-/// What quantisation to e4m3 leaves of values: a scale for every 128 of them, as the kernels choose it.
-pub fn quantised(values: &[f64]) -> Vec<f64> {
-    let scales = group_scales(values);
-    let value = |(i, v): (usize, &f64)| {
-        let scale = scales[i / experts::SCALE_ELEMENTS];
-        code_range(*v, *v, scale, scale).0 * f64::from(scale)
-    };
-    values.iter().enumerate().map(value).collect()
-}
-
 /// The scale of every 128 values.
 pub fn group_scales(values: &[f64]) -> Vec<f32> {
-    let scale = |group: &[f64]| {
-        let largest =
-            group.iter().fold(2f64.powi(-100), |most, v| if v.abs() > most { v.abs() } else { most });
-        largest as f32 / 448.0
-    };
-    values.chunks(experts::SCALE_ELEMENTS).map(scale).collect()
+    values.chunks(experts::SCALE_ELEMENTS).map(|group| reference::group_scale(group, false)).collect()
 }
 
 /// The codes, as numbers, of the smallest and the largest magnitude that a value may have, with the scales that its group may
 /// have: the smallest magnitude with the largest scale, and the other way round.
 pub fn code_range(least: f64, most: f64, small_scale: f32, large_scale: f32) -> (f64, f64) {
-    let code = |value: f64, scale: f32| to_e4m3(f64::from(value as f32 * (1.0 / scale)));
-    (code(least, large_scale), code(most, small_scale))
+    (reference::code(least, large_scale), reference::code(most, small_scale))
 }

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use expertd_ipc::region::SharedSlice;
 
+use super::link::Link;
 use crate::wire::ALIGN;
 
 /// Free ranges of the row area, in ascending order, none adjacent to the next.
@@ -48,13 +49,15 @@ impl Arena {
     }
 }
 
-/// Bytes of a session's memory that one owner has at a time. The service reads and writes them only while a call has them.
+/// Bytes of a session's memory that one owner has at a time. The service reads and writes them only while a call has them. They outlive
+/// the session, whose memory counts against the service's limits until the last buffer is dropped.
 #[derive(Debug)]
 pub struct Buffer {
     pub(super) arena: Arc<Mutex<Arena>>,
     /// What the arena gave; may be longer than the view.
     pub(super) range: Range<usize>,
     pub(super) bytes: SharedSlice<u8>,
+    pub(super) _link: Arc<Link>,
 }
 
 impl Buffer {

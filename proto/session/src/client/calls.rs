@@ -43,6 +43,8 @@ struct Calls {
     next: u64,
     /// Requests that were pushed and whose completion has not been popped.
     in_flight: u64,
+    /// Whether the session was dropped: no buffer is given out any more.
+    is_closed: bool,
 }
 
 /// State that the threads of a client share.
@@ -72,6 +74,7 @@ impl CallTable {
             entries: HashMap::new(),
             next: 1,
             in_flight: 0,
+            is_closed: false,
         };
         CallTable {
             calls: Mutex::new(calls),
@@ -97,6 +100,14 @@ impl CallTable {
         // Under the lock, so that a thread between its check and its sleep is not missed.
         let _calls = self.lock();
         self.changed.notify_all();
+    }
+
+    /// The session was dropped: every waiting call fails, and the buffers of calls that no thread waits for are dropped.
+    pub(super) fn close(&self) {
+        self.end("the client has dropped the session");
+        let mut calls = self.lock();
+        calls.is_closed = true;
+        calls.entries.retain(|_, entry| !entry.is_abandoned);
     }
 
     fn ended(&self) -> Option<SessionError> {
@@ -235,7 +246,7 @@ impl Calls {
 
     fn abandon(&mut self, call: u64) {
         let Some(entry) = self.entries.get_mut(&call) else { return };
-        if entry.completion.is_some() {
+        if entry.completion.is_some() || self.is_closed {
             self.entries.remove(&call);
         } else {
             entry.is_abandoned = true;

@@ -4,9 +4,9 @@ mod arena;
 mod call;
 mod calls;
 mod error;
+mod link;
 mod opening;
 
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -22,6 +22,7 @@ pub use self::arena::Buffer;
 pub use self::call::{Call, GivenRouting, Receipt};
 use self::calls::{CallBuffers, CallTable};
 pub use self::error::SessionError;
+use self::link::Link;
 pub(crate) use self::opening::Opening;
 use crate::socket;
 use crate::wire::{
@@ -116,18 +117,16 @@ impl Drop for PendingCall {
     }
 }
 
-/// An open session. Threads may share it; dropping it ends it.
+/// An open session. Threads may share it; dropping it ends it. Buffers and answers keep their bytes afterwards.
 #[derive(Debug)]
 pub struct Session {
     table: Arc<CallTable>,
-    socket: UnixStream,
+    link: Arc<Link>,
     watcher: Option<JoinHandle<()>>,
     rows: SharedSlice<u8>,
     arena: Arc<Mutex<Arena>>,
     model: Vec<u8>,
     opened: Opened,
-    /// The process that opened the session. A fork has neither its watcher nor the right to end it.
-    process: u32,
 }
 
 /// Asks the service at `address`, `unix:PATH`, for its model without opening a session: an encoded
@@ -199,13 +198,12 @@ impl Session {
             .map_err(failed)?;
         Ok(Session {
             table,
-            socket,
+            link: Arc::new(Link::new(socket)),
             watcher: Some(watcher),
             rows: region.slice(layout.rows, layout.rows_bytes)?,
             arena: Arc::new(Mutex::new(Arena::new(layout.rows_bytes))),
             model,
             opened,
-            process: std::process::id(),
         })
     }
 
@@ -244,7 +242,7 @@ impl Session {
         };
         drop(arena);
         let view = self.rows.part(range.start, bytes)?;
-        Ok(Buffer { arena: Arc::clone(&self.arena), range, bytes: view })
+        Ok(Buffer { arena: Arc::clone(&self.arena), range, bytes: view, _link: Arc::clone(&self.link) })
     }
 
     /// Starts a call of `rows` (`[tokens, hidden]` in the call's dtype), whose answer is written to `output`, of the same
@@ -313,7 +311,8 @@ impl Session {
 }
 
 impl Session {
-    /// The whole row area, for callers that place rows themselves.
+    /// The whole row area, for callers that place rows themselves. Once the session and all its buffers are dropped, its bytes
+    /// are zero.
     #[must_use]
     pub const fn rows(&self) -> &SharedSlice<u8> {
         &self.rows
@@ -361,13 +360,20 @@ fn watch(socket: &UnixStream) -> String {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        if self.process != std::process::id() {
-            // The socket is the parent's as well, and the watcher does not exist here.
-            std::mem::forget(self.watcher.take());
+        let watcher = self.watcher.take();
+        if !self.link.is_own() {
+            // The watcher does not exist in a fork.
+            std::mem::forget(watcher);
             return;
         }
-        let _ = self.socket.shutdown(Shutdown::Both);
-        if let Some(watcher) = self.watcher.take() {
+        self.table.close();
+        if Arc::strong_count(&self.link) > 1 {
+            // Buffers are left. The watcher ends with the service's answer, or with the last of them.
+            self.link.end_session();
+            return;
+        }
+        self.link.close();
+        if let Some(watcher) = watcher {
             let _ = watcher.join();
         }
     }

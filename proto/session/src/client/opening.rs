@@ -135,7 +135,7 @@ mod tests {
     const SOON: Duration = Duration::from_millis(200);
     const LATE: Duration = Duration::from_secs(60);
 
-    /// A socket whose service accepts nobody, and one client that waits there already: the next one cannot connect.
+    /// The service accepts no connection, and one client already fills its backlog, so that the next client cannot connect.
     #[test]
     fn connecting_to_a_service_that_accepts_nothing_ends() {
         let folder = tempfile::tempdir().unwrap();

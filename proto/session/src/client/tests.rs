@@ -2,6 +2,7 @@ use std::os::fd::AsFd as _;
 
 use expertd_ipc::control::send_fds;
 use expertd_types::DType;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::*;
 use crate::memory::{ServiceRings, SessionMemory};
@@ -209,4 +210,41 @@ fn a_refusal_is_read_although_the_service_has_closed_the_socket() {
     let error =
         Session::begin(Opening::over(client, "unix:/test", SECOND), &SessionOptions::default()).unwrap_err();
     assert!(matches!(&error, SessionError::Refused { reason } if reason == "not you"), "{error}");
+}
+
+/// Whether the client has ended its half of the socket, and whether it has closed the socket.
+fn ends(service: &UnixStream) -> (bool, bool) {
+    let mut polled = [PollFd::new(service, PollFlags::RDHUP)];
+    poll(&mut polled, Some(&Timespec::default())).unwrap();
+    (polled[0].revents().contains(PollFlags::RDHUP), polled[0].revents().contains(PollFlags::HUP))
+}
+
+#[test]
+fn the_socket_is_closed_with_the_last_buffer() {
+    let (session, memory, mut rings, service) = opened(8);
+    let submit = |session: &Session| {
+        let (rows, output) = (session.buffer(32).unwrap(), session.buffer(32).unwrap());
+        session.submit(&Call::new(0, 1, DType::F32), rows, output).unwrap()
+    };
+    let (answered, abandoned, waiting, pending) =
+        (submit(&session), submit(&session), submit(&session), submit(&session));
+    serve(&memory, &mut rings, 1);
+    let answer = answered.wait(SECOND).unwrap();
+    drop(abandoned);
+    assert_eq!(ends(&service), (false, false));
+    drop(session);
+    assert_eq!(ends(&service), (true, false), "the session has ended, and its memory is used");
+    assert!(matches!(waiting.wait(SECOND), Err(SessionError::Ended { .. })));
+    drop(answer.rows);
+    assert!(answer.output.as_slice().iter().all(|byte| *byte == 0xff), "inverted zeros");
+    drop(answer.output);
+    assert_eq!(ends(&service), (true, false), "a call is left");
+    drop(pending);
+    assert_eq!(ends(&service), (true, true));
+
+    let (session, _memory, _rings, service) = opened(2);
+    let abandoned = submit(&session);
+    drop(abandoned);
+    drop(session);
+    assert_eq!(ends(&service), (true, true), "nothing is left of a session without answers");
 }

@@ -97,6 +97,11 @@ impl Shared {
             }
         };
         self.end(reason);
+        self.release_until_dropped();
+    }
+
+    /// Releases waiting streams again and again until the session is dropped.
+    fn release_until_dropped(&self) {
         while !self.is_dropped.load(Ordering::Acquire) {
             self.control.release();
             std::thread::sleep(RELEASE_INTERVAL);
@@ -224,16 +229,26 @@ impl CudaSession {
 
 impl Drop for CudaSession {
     fn drop(&mut self) {
-        // The end of the socket is the end of the session; the watching thread then releases streams that still wait.
+        // The session ends. The service frees the pages of the control region when the socket is closed, which must not happen while
+        // the GPU has registered them: streams would wait for words in pages that no process sees any more.
+        let _ = self.socket.shutdown(Shutdown::Write);
+        std::thread::scope(|scope| {
+            // Streams are released from here, because a stopped service does not answer the end of the session.
+            let releasing = std::thread::Builder::new().name("expertd-release".to_owned());
+            if releasing.spawn_scoped(scope, || self.shared.release_until_dropped()).is_err() {
+                // The watching thread then releases them.
+                let _ = self.socket.shutdown(Shutdown::Read);
+            }
+            if let Ok(_entered) = self.gpu.enter() {
+                // SAFETY: the context is current.
+                let _ = unsafe { sys::cuCtxSynchronize() };
+                let (pages, _) = self.shared.control.signals();
+                // SAFETY: registered once in `open`; no work of the GPU uses the pages any more.
+                let _ = unsafe { sys::cuMemHostUnregister(pages.cast()) };
+            }
+            self.shared.is_dropped.store(true, Ordering::Release);
+        });
         let _ = self.socket.shutdown(Shutdown::Both);
-        if let Ok(_entered) = self.gpu.enter() {
-            // SAFETY: the context is current.
-            let _ = unsafe { sys::cuCtxSynchronize() };
-            let (pages, _) = self.shared.control.signals();
-            // SAFETY: registered once in `open`; no work of the GPU uses the pages any more.
-            let _ = unsafe { sys::cuMemHostUnregister(pages.cast()) };
-        }
-        self.shared.is_dropped.store(true, Ordering::Release);
         if let Some(watcher) = self.watcher.take() {
             let _ = watcher.join();
         }

@@ -31,12 +31,15 @@ pub struct BenchArgs {
     /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
     #[arg(long, value_enum)]
     pub device: Option<DeviceKind>,
-    /// How GPU ranks multiply FP8 weights [default: fp8 on GPUs]
+    /// How ranks multiply FP8 weights, as in `serve` [default: fp8 on GPUs, bf16 on CPUs]
     #[arg(long, value_enum)]
     pub fp8_compute: Option<Fp8Compute>,
     /// JSON file with the experts that each rank owns, as in `serve`
     #[arg(long, value_name = "FILE")]
     pub placement: Option<PathBuf>,
+    /// Start although the weights need more host memory than is available now, as in `serve`
+    #[arg(long)]
+    pub skip_memory_check: bool,
     /// Write the rows that each expert of each layer has computed on each rank to this file, as JSON for `rebalance --rows`
     #[arg(long, value_name = "FILE")]
     pub expert_rows: Option<PathBuf>,
@@ -99,6 +102,7 @@ impl BenchArgs {
             model: Some(self.model.clone()),
             ranks: Some(ranks),
             placement: self.placement.clone(),
+            skip_memory_check: Some(self.skip_memory_check),
             device: self.device,
             fp8_compute: self.fp8_compute,
             cores: self.cores.clone(),
@@ -106,6 +110,7 @@ impl BenchArgs {
             ..ServeArgs::default()
         };
         let mut plan = ServePlan::new(Given::merge(&serve, None)?)?;
+        plan.check_memory()?;
         let variables = [(self.eager, gpu::EAGER), (self.aligned, gpu::ALIGNED)];
         let set = variables.into_iter().filter(|(is_set, _)| *is_set);
         plan.cluster.environment.extend(set.map(|(_, name)| (name.to_owned(), "1".to_owned())));

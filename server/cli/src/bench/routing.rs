@@ -63,7 +63,7 @@ impl FromStr for RoutingArg {
 fn counted(path: &Path) -> Result<RoutingArg, String> {
     let failed = |error: String| format!("{}: {error}; expected rows of experts as JSON", path.display());
     let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
-    let rows: ExpertRows = serde_json::from_str(&text).map_err(|error| failed(error.to_string()))?;
+    let rows = ExpertRows::from_json(&text).map_err(failed)?;
     let layers = rows.layers.iter().map(|layer| (layer.layer, layer.of_experts()));
     Ok(RoutingArg::Counted(Arc::new(layers.collect())))
 }

@@ -26,7 +26,8 @@ pub enum StartError {
     MetricsAddress(String),
     /// The metrics endpoint could not be bound.
     #[error(
-        "metrics-listen: cannot bind {address}: {source}; choose another --metrics-listen (port 0 picks a free one)"
+        "metrics-listen: cannot bind {address}: {source}; choose another --metrics-listen (port 0 picks a free one){}",
+        hint(source.kind() == std::io::ErrorKind::AddrInUse)
     )]
     MetricsBind {
         /// The address.
@@ -49,12 +50,25 @@ pub enum StartError {
     /// The limit on open files is too low.
     #[error("{0}")]
     Descriptors(String),
-    /// A gRPC listener could not be started.
-    #[error(transparent)]
+    /// A gRPC listener or the session socket could not be started.
+    #[error("{source}{hint}", source = .0, hint = hint(is_in_use(.0)))]
     Server(#[from] api::ServerError),
     /// The scheduler could not be started.
     #[error(transparent)]
     Service(#[from] expertd_router::steps::StartError),
+}
+
+fn is_in_use(error: &api::ServerError) -> bool {
+    matches!(error, api::ServerError::Bind { source, .. } if source.is_in_use())
+}
+
+/// What to do if another service of this host has the address.
+const fn hint(in_use: bool) -> &'static str {
+    if in_use {
+        "; two services on one host need different --listen, --admin-listen and --metrics-listen"
+    } else {
+        ""
+    }
 }
 
 impl StartError {

@@ -11,7 +11,8 @@ mod running;
 pub mod settings;
 
 pub use error::StartError;
-pub use report::{follow_loading, plan as describe_plan};
+pub(super) use report::gpu_bytes;
+pub use report::{follow_loading, plan as describe_plan, weights as describe_weights};
 pub use running::Running;
 
 use std::io::Write as _;
@@ -49,7 +50,12 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
             print(&report::settings(&given.shown()));
             return Ok(None);
         }
-        ServePlan::new(given).map(Some)
+        let plan = ServePlan::new(given)?;
+        // Settings are also printed for other machines than this one.
+        if !args.print_config {
+            plan.check_memory()?;
+        }
+        Ok(Some(plan))
     });
     let mut plan = match plan {
         Ok(Some(plan)) if !args.print_config => plan,

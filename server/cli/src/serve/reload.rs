@@ -66,10 +66,12 @@ struct Inspected {
 fn inspect(folder: &Path, present: &CheckpointSource) -> Result<Inspected, String> {
     let mut command = Command::new("/proc/self/exe");
     command.args(["--log", "off", "inspect", "--json", "--layers", &present.layers.to_string()]);
+    // The check of a large checkpoint takes minutes, and must not outlive the service.
+    command.args(["--parent", &std::process::id().to_string()]);
     if present.fingerprint.coverage == Coverage::Whole {
         command.arg("--verify-weights");
     }
-    let output = command.arg(folder).stdin(Stdio::null()).output();
+    let output = command.arg("--").arg(folder).stdin(Stdio::null()).output();
     let output = output.map_err(|error| format!("cannot start `expertd inspect`: {error}"))?;
     if !output.status.success() {
         let text = String::from_utf8_lossy(&output.stderr);
@@ -114,6 +116,8 @@ fn difference(present: &Value, new: &Value, path: String) -> Option<String> {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use expertd_model::Checkpoint;
+    use expertd_model::synth::SynthConfig;
     use expertd_types::{LayerId, LayerRange};
     use serde_json::json;
 
@@ -133,6 +137,18 @@ mod tests {
         assert!(difference(&epsilon("1.1e-20"), &written, String::new()).is_some());
         new["layers"] = json!([]);
         assert_eq!(difference(&present, &new, String::new()).unwrap(), "layers has 0 entries, expected 2");
+    }
+
+    #[test]
+    fn weights_beyond_the_available_memory_are_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        expertd_model::synth::write(&SynthConfig::new("olmoe"), folder.path()).unwrap();
+        let mut spec = Checkpoint::open(folder.path()).unwrap().spec().clone();
+        assert_eq!(lack_of_memory(&spec, 2, None), None);
+        let large = available_memory().unwrap() / spec.layers[0].as_ref().unwrap().experts.count as u64;
+        spec.layers[0].as_mut().unwrap().experts.bytes = large;
+        let (available, needed) = lack_of_memory(&spec, 2, None).unwrap();
+        assert!(available < needed, "{available} {needed}");
     }
 
     #[test]

@@ -9,19 +9,23 @@ use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 use super::plan::ServePlan;
 use super::settings::Shown;
 use crate::inspect::gpu_bytes_of_ranks;
-use expertd_ipc::control::DeviceKind;
-use expertd_model::MoeLayer;
+use expertd_ipc::control::{DeviceKind, Fp8Compute};
+use expertd_model::{MoeLayer, SharedSpec};
 use expertd_rank::share::ExpertShare;
 use expertd_rank_cuda as gpu;
 use expertd_router::backend::{Backend, RankState, ServiceState};
 use expertd_router::steps::Service;
 use expertd_types::{LayerRange, Rank};
 
+/// Largest width of the column of values.
+const MAX_ALIGNED: usize = 80;
+
 /// One line per setting, with its value and source.
 #[must_use]
 pub(super) fn settings(shown: &[Shown]) -> String {
     let name = shown.iter().map(|s| s.name.len()).max().unwrap_or(0);
-    let value = shown.iter().map(|s| s.value.len()).max().unwrap_or(0);
+    // Longer values are printed whole; only their sources are not aligned.
+    let value = shown.iter().map(|s| s.value.len()).max().unwrap_or(0).min(MAX_ALIGNED);
     let mut text = String::new();
     for s in shown {
         let _ = writeln!(text, "{:name$} = {:value$}  # {}", s.name, s.value, s.source);
@@ -74,8 +78,8 @@ pub fn plan(plan: &ServePlan) -> String {
             line(if rank == 0 { "ranks" } else { "" }, format!("{rank}: {}; {owned}", placed.device));
         }
     }
-    if cluster.device == DeviceKind::Cuda {
-        line("weights", gpu_weights(plan));
+    if let Some(text) = weights(plan) {
+        line("weights", text);
     }
     line(
         "memory",
@@ -134,6 +138,20 @@ pub fn plan(plan: &ServePlan) -> String {
     text
 }
 
+/// How ranks hold the experts and what rows they multiply; `None` if CPU ranks have only experts that always take rows in f32.
+pub fn weights(plan: &ServePlan) -> Option<String> {
+    let compute = plan.cluster.fp8_compute;
+    if plan.cluster.device == DeviceKind::Cuda {
+        return Some(gpu_weights(plan));
+    }
+    let in_fp8 = |(_, moe): (_, &MoeLayer)| {
+        moe.experts.take_fp8_rows() || moe.shared.as_ref().is_some_and(SharedSpec::take_fp8_rows)
+    };
+    let rows = if compute == Fp8Compute::Fp8 { "FP8" } else { "f32" };
+    let text = || format!("FP8 experts multiply rows in {rows} (--fp8-compute {compute})");
+    plan.spec.moe_layers().any(in_fp8).then(text)
+}
+
 /// The formats of the experts in GPU memory, and the size of the largest share.
 fn gpu_weights(plan: &ServePlan) -> String {
     let ServePlan { spec, cluster, .. } = plan;
@@ -148,11 +166,17 @@ fn gpu_weights(plan: &ServePlan) -> String {
             }
         }
     }
+    let largest = gpu_bytes(plan).into_iter().max().unwrap_or(0);
+    format!("on GPUs in {}; {} on the fullest one", formats.join(", and in "), HumanBytes(largest))
+}
+
+/// `[ranks]`: bytes of weights in the memory of each GPU.
+pub(crate) fn gpu_bytes(plan: &ServePlan) -> Vec<u64> {
+    let ServePlan { spec, cluster, .. } = plan;
     let ranks = cluster.shape.ranks as usize;
     let share = ExpertShare::of_rank(Rank(0), ranks, cluster.checkpoint.placement.clone());
     let held = |layer, moe: &MoeLayer, rank| share.layer(layer, moe).experts_of(rank).len();
-    let largest = gpu_bytes_of_ranks(spec, fp8, ranks, held).into_iter().max().unwrap_or(0);
-    format!("on GPUs in {}; {} on the fullest one", formats.join(", and in "), HumanBytes(largest))
+    gpu_bytes_of_ranks(spec, cluster.fp8_compute, ranks, held)
 }
 
 /// Shows the progress of loading until the service serves or has failed: a bar on a terminal, otherwise log lines.

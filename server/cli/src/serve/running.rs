@@ -59,15 +59,10 @@ impl Running {
         start_traces(plan.otlp_endpoint.as_deref())?;
         plan.buffers.reserve();
         tokio::spawn(memory::settle(tokio::runtime::Handle::current().metrics().num_workers()));
-        let service = Service::start(plan.model, plan.cluster, plan.scheduler)?;
-        match Self::listen(&service, &config, access, metrics, recorder, sessions).await {
-            Ok(running) => Ok(running),
-            Err(error) => {
-                service.drain(Some(Duration::ZERO)).await;
-                service.join();
-                Err(error)
-            }
-        }
+        let service = Service::new(plan.model, plan.cluster, plan.scheduler)?;
+        let running = Self::listen(&service, &config, access, metrics, recorder, sessions).await?;
+        service.begin()?;
+        Ok(running)
     }
 
     async fn listen(
@@ -89,7 +84,8 @@ impl Running {
             Some(config) => {
                 let address = config.listen.to_string();
                 let bound = SessionServer::bind(config, Arc::clone(&service)).await;
-                Some((address, bound.map_err(api::ServerError::from)?))
+                let failed = |source| api::ServerError::Bind { setting: "session-listen", source };
+                Some((address, bound.map_err(failed)?))
             }
             None => None,
         };
@@ -242,23 +238,35 @@ fn metrics_address(plan: &ServePlan, access: &Access) -> Result<SocketAddr, Star
     Ok(address)
 }
 
-/// Drains the service at SIGTERM or SIGINT. A second signal ends it within [`END_AT_ONCE`].
+/// Whether the process was started to survive the end of its terminal, as `nohup` does.
+fn ignores_hangup() -> bool {
+    const HANGUP: u64 = 1;
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    ignored.is_some_and(|mask| mask & HANGUP != 0)
+}
+
+/// Drains the service at SIGTERM or SIGINT, and at SIGHUP unless that is ignored. Another SIGTERM or SIGINT ends it within
+/// [`END_AT_ONCE`]; another SIGHUP does not, because a terminal that is closed may send several.
 fn drain_on_signals(service: Arc<Service>) {
     let mut signals = Vec::new();
-    for kind in [SignalKind::terminate(), SignalKind::interrupt()] {
+    let hangup = (!ignores_hangup()).then(SignalKind::hangup);
+    for kind in [SignalKind::terminate(), SignalKind::interrupt()].into_iter().chain(hangup) {
         match signal(kind) {
-            Ok(signal) => signals.push(signal),
+            Ok(signal) => signals.push((kind, signal)),
             Err(error) => tracing::warn!(%error, "cannot listen for a signal"),
         }
     }
     tokio::spawn(async move {
         let mut first = true;
         while !signals.is_empty() {
-            futures_util::future::select_all(signals.iter_mut().map(|s| Box::pin(s.recv()))).await;
+            let received = signals.iter_mut().map(|(_, signal)| Box::pin(signal.recv()));
+            let (_, at, _) = futures_util::future::select_all(received).await;
             if first {
                 tracing::info!("signal received: draining; a second signal ends the service at once");
                 tokio::spawn(service.drain(None));
-            } else {
+            } else if signals[at].0 != SignalKind::hangup() {
                 tracing::warn!("second signal received: ending at once");
                 tokio::spawn(service.drain(Some(Duration::ZERO)));
                 tokio::spawn(async {

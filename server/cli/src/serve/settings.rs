@@ -104,7 +104,7 @@ macro_rules! settings {
         /// Each setting comes from its flag, otherwise from its environment variable, otherwise from the file given by
         /// --config, otherwise from its default. The service first prints all settings, and prints `ready:` once it serves.
         ///
-        /// Exits with status 0 after a drain (SIGTERM, SIGINT, `expertd drain`), 2 for an unknown flag or a value that does
+        /// Exits with status 0 after a drain (SIGTERM, SIGINT, SIGHUP, `expertd drain`), 2 for an unknown flag or a value that does
         /// not parse, 64 for an invalid setting or a broken checkpoint, 65 if weights could not be loaded, 69 if an address
         /// could not be bound, 70 if ranks kept failing or the step loop failed, 71 if a thread was lost that the service needs.
         #[derive(Args, Clone, Debug, Default)]
@@ -183,8 +183,8 @@ settings! {
     ranks: u32 = None, env "EXPERTD_RANKS";
     /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
     device: DeviceKind = None, env "EXPERTD_DEVICE";
-    /// How GPU ranks multiply FP8 weights: fp8 also quantises the rows, as the checkpoints are meant to be run; bf16 widens the
-    /// weights, which is more exact; CPU ranks always widen them [default: fp8 on GPUs]
+    /// How ranks multiply FP8 weights: fp8 also quantises the rows, as the checkpoints are meant to be run; bf16 widens the weights
+    /// (on CPUs to f32), which is more exact [default: fp8 on GPUs, bf16 on CPUs]
     fp8_compute: Fp8Compute = None, env "EXPERTD_FP8_COMPUTE";
     /// Addresses of the public API, comma-separated: HOST:PORT or unix:PATH; port 0 picks a free one [default: 127.0.0.1:50051]
     listen: String = Some("127.0.0.1:50051".into()), env "EXPERTD_LISTEN";
@@ -223,6 +223,8 @@ settings! {
     /// Host memory for packed weights, in bytes; a reload that exceeds it drops the present weights first, while requests wait
     /// [default: what the machine has available]
     max_weight_bytes: u64 = None, env "EXPERTD_MAX_WEIGHT_BYTES";
+    /// Start although the weights need more host memory than is available now [default: false]
+    skip_memory_check: bool = Some(false), env "EXPERTD_SKIP_MEMORY_CHECK", arg(num_args = 0..=1, default_missing_value = "true");
     /// Largest number of rows in one step, all ranks together; determines the size of windows and staging [default: 2048]
     max_tokens_per_step: usize = Some(2048), env "EXPERTD_MAX_TOKENS_PER_STEP";
     /// Largest number of rows in one request; a request larger than a step is split [default: twice max-tokens-per-step]
@@ -350,7 +352,7 @@ mod tests {
              session_listen=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
              metrics_listen=127.0.0.1:9464 expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \
-             admin_token_file=- insecure=false verify_weights=false max_weight_bytes=- max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
+             admin_token_file=- insecure=false verify_weights=false max_weight_bytes=- skip_memory_check=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
              max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 on_fault=retry \
              drain_timeout_ms=10000 max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"
         );

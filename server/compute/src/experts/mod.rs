@@ -6,7 +6,9 @@
 pub mod cpu;
 pub mod reference;
 
-use expertd_model::{Activation, WeightOn};
+use expertd_model::{Activation, ExpertsSpec, SharedSpec, WeightOn};
+
+use crate::linalg::Fp8Scales;
 
 /// Assignments of rows to the experts of a rank, grouped by expert.
 ///
@@ -28,4 +30,28 @@ pub struct ExpertKind {
     pub activation: Activation,
     /// Operand of the routing weight.
     pub weight_on: WeightOn,
+    /// `Some`: rows, and the inputs of the down projection, are quantised to FP8 with these scales, as docs/models.md defines
+    /// ("FP8 products"). `None`: they stay in f32.
+    pub fp8_rows: Option<Fp8Scales>,
+}
+
+impl ExpertKind {
+    /// The routed experts of a layer. `fp8_products`: experts that can be multiplied with rows in FP8 are.
+    #[must_use]
+    pub fn routed(spec: &ExpertsSpec, fp8_products: bool) -> Self {
+        let weight_on = if spec.weight_on_input { WeightOn::Input } else { WeightOn::Output };
+        let fp8_rows = (fp8_products && spec.take_fp8_rows()).then(|| fp8_scales(spec.power_of_two_scales));
+        ExpertKind { activation: spec.activation, weight_on, fp8_rows }
+    }
+
+    /// The shared experts of a layer; see [`routed`](Self::routed).
+    #[must_use]
+    pub fn shared(spec: &SharedSpec, fp8_products: bool) -> Self {
+        let fp8_rows = (fp8_products && spec.take_fp8_rows()).then(|| fp8_scales(spec.power_of_two_scales));
+        ExpertKind { activation: spec.activation, weight_on: WeightOn::Output, fp8_rows }
+    }
+}
+
+const fn fp8_scales(power_of_two: bool) -> Fp8Scales {
+    if power_of_two { Fp8Scales::PowerOfTwo } else { Fp8Scales::F32 }
 }

@@ -1,11 +1,14 @@
-//! A slow reference of the MoE block: every matrix is widened to f64, every sum is in f64. It shares no code with the
-//! kernels, because the demo and the tests compare them with it.
+//! A slow reference of the MoE block: every matrix is widened to f64, every sum is in f64, and FP8 rows are quantised by
+//! their definition. It shares no code with the kernels, because the demo and the tests compare them with it.
 
 use expertd_model::{
     Activation, Checkpoint, ExpertTensors, GroupScales, MatrixView, ModelError, ReadBuffer, ScaleFormat,
-    Scales, WeightFormat,
+    Scales, WeightFormat, WeightOn,
 };
 use expertd_types::{ExpertId, LayerId};
+
+use super::ExpertKind;
+use crate::linalg::Fp8Scales;
 
 /// Element `(r, c)` of a matrix, scaled, by the definition of its format.
 #[must_use]
@@ -88,6 +91,40 @@ pub fn dense(view: &MatrixView<'_>) -> Vec<f64> {
     (0..view.rows).flat_map(|r| (0..view.cols).map(move |c| element(view, r, c))).collect()
 }
 
+/// What quantisation to FP8 e4m3 leaves of a row, by the definition in docs/models.md ("FP8 products"): each value is rounded
+/// to bf16, divided by the scale of its group of 128, rounded to the nearest code, and multiplied by the scale.
+#[must_use]
+pub fn quantised(row: &[f64], power_of_two_scales: bool) -> Vec<f64> {
+    let rounded: Vec<f64> = row.iter().map(|x| half::bf16::from_f64(*x).to_f64()).collect();
+    let of_group = |group: &[f64]| {
+        let scale = group_scale(group, power_of_two_scales);
+        group.iter().map(|x| code(*x, scale) * f64::from(scale)).collect::<Vec<_>>()
+    };
+    rounded.chunks(128).flat_map(of_group).collect()
+}
+
+/// The scale of a group of bf16 values.
+#[must_use]
+pub fn group_scale(group: &[f64], power_of_two: bool) -> f32 {
+    let largest = group.iter().fold(2f64.powi(-100), |most, x| if x.abs() > most { x.abs() } else { most });
+    let scale = largest as f32 / 448.0;
+    if power_of_two { f64::from(scale).log2().ceil().exp2() as f32 } else { scale }
+}
+
+/// The nearest e4m3 value to `x / scale`, ties to even, at most 448. The division is a multiplication by the f32 inverse.
+#[must_use]
+pub fn code(x: f64, scale: f32) -> f64 {
+    let x = f64::from(x as f32 * (1.0 / scale));
+    if x.is_nan() {
+        return f64::NAN;
+    }
+    let magnitude = x.abs().min(448.0);
+    // The smallest step is that of subnormal codes, which end at 2^-6.
+    let exponent = magnitude.log2().floor().max(-6.0);
+    let step = (exponent - 3.0).exp2();
+    ((magnitude / step).round_ties_even() * step).copysign(x)
+}
+
 struct Mlp {
     gate: Vec<f64>,
     up: Vec<f64>,
@@ -95,11 +132,11 @@ struct Mlp {
     gate_bias: Option<Vec<f32>>,
     up_bias: Option<Vec<f32>>,
     down_bias: Option<Vec<f32>>,
-    activation: Activation,
+    kind: ExpertKind,
 }
 
 impl Mlp {
-    fn new(tensors: &ExpertTensors<'_>, activation: Activation) -> Self {
+    fn new(tensors: &ExpertTensors<'_>, kind: ExpertKind) -> Self {
         Mlp {
             gate: dense(&tensors.gate),
             up: dense(&tensors.up),
@@ -107,24 +144,37 @@ impl Mlp {
             gate_bias: tensors.gate_bias.clone(),
             up_bias: tensors.up_bias.clone(),
             down_bias: tensors.down_bias.clone(),
-            activation,
+            kind,
         }
     }
 
-    /// `down(activation(gate(x), up(x)))` of one row.
-    fn run(&self, x: &[f64]) -> Vec<f64> {
-        let gates = linear(&self.gate, self.gate_bias.as_deref(), x);
-        let ups = linear(&self.up, self.up_bias.as_deref(), x);
-        let middle: Vec<f64> =
-            gates.iter().zip(&ups).map(|(g, u)| activate(self.activation, *g, *u)).collect();
-        linear(&self.down, self.down_bias.as_deref(), &middle)
+    /// `weight * down(activation(gate(x), up(x)))` of one row, or the same with the weight on its input.
+    fn run(&self, x: &[f64], weight: f64) -> Vec<f64> {
+        let (on_input, on_output) = match self.kind.weight_on {
+            WeightOn::Input => (weight, 1.0),
+            WeightOn::Output => (1.0, weight),
+        };
+        let x = self.rows(x.to_vec()).into_iter().map(|x| x * on_input).collect::<Vec<_>>();
+        let gates = linear(&self.gate, self.gate_bias.as_deref(), &x, 1.0);
+        let ups = linear(&self.up, self.up_bias.as_deref(), &x, 1.0);
+        let h = gates.iter().zip(&ups).map(|(g, u)| activate(self.kind.activation, *g, *u) * on_output);
+        linear(&self.down, self.down_bias.as_deref(), &self.rows(h.collect()), on_output)
+    }
+
+    /// A row as the products have it.
+    fn rows(&self, row: Vec<f64>) -> Vec<f64> {
+        match self.kind.fp8_rows {
+            Some(scales) => quantised(&row, scales == Fp8Scales::PowerOfTwo),
+            None => row,
+        }
     }
 }
 
-fn linear(weights: &[f64], bias: Option<&[f32]>, x: &[f64]) -> Vec<f64> {
+/// `weights * x + bias_weight * bias`.
+fn linear(weights: &[f64], bias: Option<&[f32]>, x: &[f64], bias_weight: f64) -> Vec<f64> {
     let products =
         weights.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum::<f64>());
-    products.enumerate().map(|(i, y)| y + bias.map_or(0.0, |bias| f64::from(bias[i]))).collect()
+    products.enumerate().map(|(i, y)| y + bias_weight * bias.map_or(0.0, |bias| f64::from(bias[i]))).collect()
 }
 
 fn sigmoid(x: f64) -> f64 {
@@ -147,8 +197,8 @@ fn activate(activation: Activation, gate: f64, up: f64) -> f64 {
     }
 }
 
-/// The block's output `[tokens, hidden]` for `rows [tokens, hidden]` and given routing `[tokens, k]`, shared experts
-/// included.
+/// The block's output `[tokens, hidden]` for `rows [tokens, hidden]` and given routing (ids and weights, each `[tokens, k]`), shared
+/// experts included. `fp8_products`: experts that can be multiplied with rows in FP8 are.
 ///
 /// # Errors
 /// If the layer has no MoE block, or an id names no expert of it.
@@ -156,8 +206,8 @@ pub fn block(
     checkpoint: &Checkpoint,
     layer: LayerId,
     rows: &[f32],
-    ids: &[i32],
-    weights: &[f32],
+    (ids, weights): (&[i32], &[f32]),
+    fp8_products: bool,
 ) -> Result<Vec<f64>, ModelError> {
     let hidden = checkpoint.spec().hidden;
     let moe = checkpoint.spec().layer(layer)?;
@@ -165,9 +215,12 @@ pub fn block(
     let mut experts: Vec<Option<Mlp>> = (0..moe.experts.count).map(|_| None).collect();
     let mut buffer = ReadBuffer::default();
     let shared = match (checkpoint.read_shared(layer, &mut buffer)?, &moe.shared) {
-        (Some(tensors), Some(spec)) => Some((Mlp::new(&tensors.mlp, spec.activation), tensors.gate)),
+        (Some(tensors), Some(spec)) => {
+            Some((Mlp::new(&tensors.mlp, ExpertKind::shared(spec, fp8_products)), tensors.gate))
+        }
         _ => None,
     };
+    let kind = ExpertKind::routed(&moe.experts, fp8_products);
     let mut output = vec![0.0; rows.len()];
     for (t, (row, out)) in rows.chunks_exact(hidden).zip(output.chunks_exact_mut(hidden)).enumerate() {
         let x: Vec<f64> = row.iter().map(|x| f64::from(*x)).collect();
@@ -177,18 +230,14 @@ pub fn block(
                 empty => {
                     let id = ExpertId(id.cast_unsigned());
                     let tensors = checkpoint.read_expert(layer, id, &mut buffer)?;
-                    empty.insert(Mlp::new(&tensors, moe.experts.activation))
+                    empty.insert(Mlp::new(&tensors, kind))
                 }
             };
-            let weight = f64::from(weight);
-            let (on_input, on_output) =
-                if moe.experts.weight_on_input { (weight, 1.0) } else { (1.0, weight) };
-            let y = mlp.run(&x.iter().map(|x| x * on_input).collect::<Vec<_>>());
-            out.iter_mut().zip(y).for_each(|(out, y)| *out += on_output * y);
+            out.iter_mut().zip(mlp.run(&x, f64::from(weight))).for_each(|(out, y)| *out += y);
         }
         if let Some((mlp, gate)) = &shared {
-            let factor = gate.as_ref().map_or(1.0, |gate| sigmoid(linear(&widen(gate), None, &x)[0]));
-            out.iter_mut().zip(mlp.run(&x)).for_each(|(out, y)| *out += factor * y);
+            let factor = gate.as_ref().map_or(1.0, |gate| sigmoid(linear(&widen(gate), None, &x, 0.0)[0]));
+            out.iter_mut().zip(mlp.run(&x, factor)).for_each(|(out, y)| *out += y);
         }
     }
     Ok(output)

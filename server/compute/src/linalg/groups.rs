@@ -108,7 +108,7 @@ impl GroupLayout {
                 let value = expertd_model::decode::fp8_e4m3(stored::<1>(groups, row, col)[0]);
                 scale.copy_from_slice(&half::f16::from_f32(value).to_le_bytes());
             }
-            _ => scale.copy_from_slice(&view.group_scale(row, col).to_le_bytes()),
+            _ => scale.copy_from_slice(&view.scale(row, col).to_le_bytes()),
         }
         if self.zeros {
             // -8 to 7.

@@ -49,3 +49,34 @@ fn length_is_sealed_and_checked() {
     assert!(matches!(SharedRegion::from_fd(bare, 4096), Err(RegionError::Unsealed)));
     assert!(matches!(SharedRegion::create("none", 0), Err(RegionError::Empty { .. })));
 }
+
+#[test]
+fn freed_pages_are_zero_for_every_process_and_come_back_when_they_are_touched() {
+    // The last page is not whole.
+    let region = SharedRegion::create("test", 5 * PAGE + 100).expect("memfd");
+    let other = SharedRegion::from_fd(region.try_clone_fd().expect("dup"), region.len()).expect("map again");
+    let blocks = || rustix::fs::fstat(&*other).expect("fstat").st_blocks;
+    region.populate(0, region.len()).expect("memory");
+    assert_eq!(blocks() as usize * 512, 6 * PAGE);
+    let ours = region.slice::<u32>(0, region.len() / 4).expect("in bounds");
+    ours.atomics().iter().for_each(|word| word.store(7, Ordering::Relaxed));
+    region.free_pages().expect("the kernel frees pages");
+    assert_eq!(blocks(), 0);
+    drop((ours, region));
+    let theirs = other.slice::<u32>(0, other.len() / 4).expect("in bounds");
+    theirs.atomics()[PAGE / 4].store(9, Ordering::Relaxed);
+    assert_eq!(blocks() as usize * 512, PAGE, "the page that was touched");
+    let left = theirs.atomics().iter().filter(|word| word.load(Ordering::Relaxed) != 0).count();
+    assert_eq!(left, 1, "everything else is zero");
+}
+
+#[test]
+fn populating_leaves_no_page_out() {
+    let bytes = 2 * POPULATED_AT_ONCE + 3 * PAGE;
+    let region = SharedRegion::create("test", bytes).expect("memfd");
+    let blocks = || rustix::fs::fstat(&*region).expect("fstat").st_blocks as usize * 512;
+    region.populate(PAGE + 1, POPULATED_AT_ONCE).expect("memory");
+    assert_eq!(blocks(), POPULATED_AT_ONCE + PAGE);
+    region.populate(0, bytes).expect("memory");
+    assert_eq!(blocks(), bytes);
+}

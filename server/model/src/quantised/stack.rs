@@ -2,7 +2,7 @@
 
 use safetensors::Dtype;
 
-use super::{Module, by_rows};
+use super::Module;
 use crate::plan::{Factor, GroupsRef, MatrixRef, ScalesRef};
 use crate::store::{Store, TensorId};
 use crate::{ModelError, ScaleFormat, WeightFormat};
@@ -70,7 +70,7 @@ impl Nvfp4Stack {
             factor: Factor::Of(self.factor, at),
             zeros: None,
         });
-        let whole = by_rows(self.weight, WeightFormat::Nvfp4, [rows, self.cols], scales);
+        let whole = MatrixRef::by_rows(self.weight, WeightFormat::Nvfp4, [rows, self.cols], scales);
         MatrixRef { first: first * self.cols, row_stride: step * self.cols, ..whole }
     }
 }

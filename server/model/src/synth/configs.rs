@@ -70,6 +70,48 @@ const EXTRAS: &[(&str, &str)] = &[
     ("llama4_text", r#"{"head_dim": 16, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 1}"#),
     ("minimax_m2", r#"{"head_dim": 16}"#),
     ("phimoe", r#"{"router_jitter_noise": 0.01, "input_jitter_noise": 0.0}"#),
+    ("afmoe", r#"{"route_scale": 2.826, "head_dim": 16}"#),
+    (
+        "bailing_hybrid",
+        concat!(
+            r#"{"routed_scaling_factor": 2.5, "norm_topk_prob": true, "q_lora_rank": 32, "kv_lora_rank": 32, "#,
+            r#""qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 16}"#
+        ),
+    ),
+    ("exaone_moe", r#"{"routed_scaling_factor": 2.5, "norm_topk_prob": true}"#),
+    ("hunyuan_v1_moe", r#"{"head_dim": 16}"#),
+    ("hy_v3", r#"{"router_scaling_factor": 2.826, "head_dim": 16}"#),
+    (
+        "jamba",
+        concat!(
+            r#"{"expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 2, "attn_layer_offset": 1, "#,
+            r#""use_mamba_kernels": false, "mamba_d_state": 4}"#
+        ),
+    ),
+    (
+        "kimi_linear",
+        concat!(
+            r#"{"routed_scaling_factor": 2.446, "moe_renormalize": true, "q_lora_rank": 32, "kv_lora_rank": 32, "#,
+            r#""qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4, "#,
+            r#""linear_head_dim": 16, "linear_num_heads": 4}"#
+        ),
+    ),
+    ("laguna", r#"{"moe_routed_scaling_factor": 2.5, "head_dim": 16}"#),
+    ("lfm2_moe", r#"{"norm_topk_prob": true, "routed_scaling_factor": 1.5, "use_expert_bias": true}"#),
+    ("mellum", r#"{"norm_topk_prob": true, "head_dim": 16}"#),
+    (
+        "mimo_v2_flash",
+        r#"{"norm_topk_prob": true, "routed_scaling_factor": null, "head_dim": 16, "v_head_dim": 16}"#,
+    ),
+    ("minimax", r#"{"head_dim": 16}"#),
+    (
+        "mistral4",
+        concat!(
+            r#"{"routed_scaling_factor": 1.5, "norm_topk_prob": true, "q_lora_rank": 32, "kv_lora_rank": 32, "#,
+            r#""qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 32}"#
+        ),
+    ),
+    ("solar_open", r#"{"routed_scaling_factor": 1.5, "norm_topk_prob": true, "head_dim": 16}"#),
 ];
 
 pub(super) fn names() -> Vec<&'static str> {
@@ -129,8 +171,13 @@ pub(super) fn config_json(config: &SynthConfig, family: &Family) -> Value {
     map.insert((*top_k).into(), config.top_k.into());
     map.insert(family.width[0].into(), config.width.into());
     match family.layers {
-        LayerRule::FirstDense { .. } => {
-            map.insert("first_k_dense_replace".into(), dense_layers(config, family).into());
+        LayerRule::FirstDense { count: Some(count), .. } => {
+            map.insert(count.into(), dense_layers(config, family).into());
+        }
+        LayerRule::FirstDense { count: None, .. } => {
+            let dense = dense_layers(config, family);
+            let kind = |layer| if layer < dense { "dense" } else { "sparse" };
+            map.insert("mlp_layer_types".into(), (0..config.layers).map(kind).collect::<Vec<_>>().into());
         }
         LayerRule::Window => {
             map.insert("moe_layer_start_index".into(), dense_layers(config, family).into());
@@ -146,13 +193,18 @@ pub(super) fn config_json(config: &SynthConfig, family: &Family) -> Value {
         }
         _ => {}
     }
-    if family.routing.groups.is_some() {
+    if let Some(rule) = family.routing.groups {
         let (groups, kept) = groups(config);
-        map.insert("n_group".into(), groups.into());
+        map.insert(rule.count[0].into(), groups.into());
         map.insert("topk_group".into(), kept.into());
     }
-    if extras.contains("linear_num_key_heads") {
-        let kind = |layer| if layer + 1 == config.layers { "full_attention" } else { "linear_attention" };
+    let other_attention = match family.name {
+        "bailing_hybrid" | "kimi_linear" | "qwen3_next" | "qwen3_5_moe_text" => Some("linear_attention"),
+        "lfm2_moe" => Some("conv"),
+        _ => None,
+    };
+    if let Some(other) = other_attention {
+        let kind = |layer| if layer + 1 == config.layers { "full_attention" } else { other };
         map.insert("layer_types".into(), (0..config.layers).map(kind).collect::<Vec<_>>().into());
     }
     match family.shared.map(|shared| shared.width) {

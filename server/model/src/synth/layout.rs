@@ -192,8 +192,10 @@ impl Layout<'_> {
                 }
             }
             _ => {
+                let numbered = self.family.stored == StoredLayout::Numbered;
                 for e in 0..experts {
-                    self.mlp(&format!("{base}experts.{e}."), width, self.family.expert_biases, format);
+                    let module = format!("{base}experts.{e}.");
+                    self.mlp(&module, numbered, width, self.family.expert_biases, format);
                 }
                 return;
             }
@@ -206,12 +208,9 @@ impl Layout<'_> {
     }
 
     /// Adds one MLP with separate projections.
-    fn mlp(&mut self, module: &str, width: usize, biases: bool, format: SynthFormat) {
+    fn mlp(&mut self, module: &str, numbered: bool, width: usize, biases: bool, format: SynthFormat) {
         let hidden = self.config.hidden;
-        let names = match self.family.stored {
-            StoredLayout::Numbered => ["w1", "w3", "w2"],
-            _ => ["gate_proj", "up_proj", "down_proj"],
-        };
+        let names = if numbered { ["w1", "w3", "w2"] } else { ["gate_proj", "up_proj", "down_proj"] };
         for (name, shape) in names.into_iter().zip([[width, hidden], [width, hidden], [hidden, width]]) {
             let name = format!("{module}{name}");
             self.linear(&name, shape, format);
@@ -228,7 +227,7 @@ impl Layout<'_> {
             SynthFormat::Int4 => SynthFormat::Bf16,
             format => format,
         };
-        self.mlp(&format!("{base}{}.", rule.module), self.config.width, false, format);
+        self.mlp(&format!("{base}{}.", rule.module), rule.numbered, self.config.width, false, format);
         if let Some(gate) = rule.gate {
             let hidden = self.config.hidden;
             self.push(format!("{base}{gate}"), self.plain(), &[1, hidden], Fill::Normal(deviation(hidden)));

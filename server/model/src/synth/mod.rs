@@ -129,6 +129,18 @@ pub enum SynthError {
         /// The requested value.
         found: String,
     },
+    /// The file system has too little room.
+    #[error(
+        "{path}: the weights take {needed} bytes, and the file system has {free} free; choose smaller sizes or another folder"
+    )]
+    Space {
+        /// The folder.
+        path: PathBuf,
+        /// Bytes of the weights.
+        needed: u64,
+        /// Free bytes, those of files that would be overwritten included.
+        free: u64,
+    },
     /// A file cannot be written.
     #[error("{path}: cannot write the file: {source}")]
     Io {
@@ -158,7 +170,7 @@ pub fn size(config: &SynthConfig) -> Result<u64, SynthError> {
 /// overwritten.
 ///
 /// # Errors
-/// If the family or the sizes are invalid, or a file cannot be written.
+/// If the family or the sizes are invalid, the file system has too little room, or a file cannot be written.
 pub fn write(config: &SynthConfig, dir: &Path) -> Result<(), SynthError> {
     write_with(config, dir, &mut |_| {})
 }
@@ -171,10 +183,23 @@ pub fn write_with(config: &SynthConfig, dir: &Path, progress: &mut dyn FnMut(u64
     let family = check(config)?;
     let io = |path: PathBuf| move |source| SynthError::Io { path, source };
     std::fs::create_dir_all(dir).map_err(io(dir.to_owned()))?;
+    let tensors = layout::tensors(config, family);
+    let needed = tensors.iter().map(layout::Tensor::bytes).sum();
+    let free =
+        free_bytes(dir).map(|free| free.saturating_add(write::overwritten_bytes(&tensors, config, dir)));
+    if let Some(free) = free.filter(|free| *free < needed) {
+        return Err(SynthError::Space { path: dir.to_owned(), needed, free });
+    }
     let path = dir.join("config.json");
     let text = serde_json::to_string_pretty(&configs::config_json(config, family)).expect("plain JSON");
     std::fs::write(&path, text + "\n").map_err(io(path))?;
-    write::tensors(&layout::tensors(config, family), config, dir, progress)
+    write::tensors(&tensors, config, dir, progress)
+}
+
+/// Bytes that this user may still write to the file system of a folder, if the system reports them.
+fn free_bytes(dir: &Path) -> Option<u64> {
+    let system = rustix::fs::statvfs(dir).ok()?;
+    system.f_bavail.checked_mul(system.f_frsize)
 }
 
 fn check(config: &SynthConfig) -> Result<&'static Family, SynthError> {

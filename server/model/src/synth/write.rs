@@ -25,11 +25,7 @@ pub(super) fn tensors(
     let mut weight_map = Map::new();
     let mut number = 0;
     for (i, shard) in shards.iter().enumerate() {
-        let name = if shards.len() == 1 {
-            "model.safetensors".to_owned()
-        } else {
-            format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len())
-        };
+        let name = file_name(i, shards.len());
         let path = dir.join(&name);
         let seeds = (number..).map(|n: u64| mix(config.seed ^ mix(n)));
         file(&path, shard, seeds, &tables, progress).map_err(|source| SynthError::Io { path, source })?;
@@ -43,6 +39,20 @@ pub(super) fn tensors(
         std::fs::write(&path, format!("{index:#}\n")).map_err(|source| SynthError::Io { path, source })?;
     }
     Ok(())
+}
+
+fn file_name(shard: usize, shards: usize) -> String {
+    if shards == 1 {
+        return "model.safetensors".to_owned();
+    }
+    format!("model-{:05}-of-{shards:05}.safetensors", shard + 1)
+}
+
+/// Size of the files that [`tensors`] would overwrite.
+pub(super) fn overwritten_bytes(tensors: &[Tensor], config: &SynthConfig, dir: &Path) -> u64 {
+    let shards = split(tensors, config.max_shard_bytes).len();
+    let found = (0..shards).filter_map(|shard| std::fs::metadata(dir.join(file_name(shard, shards))).ok());
+    found.map(|file| file.len()).sum()
 }
 
 /// Divides the tensors into groups of consecutive ones of up to `max_bytes`.
@@ -107,4 +117,25 @@ fn header(tensors: &[Tensor]) -> Vec<u8> {
     let mut header = Value::Object(map).to_string().into_bytes();
     header.resize(header.len().next_multiple_of(8), b' ');
     header
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::by_name;
+    use crate::synth::{self, layout};
+
+    #[test]
+    fn overwritten_files_are_those_of_an_earlier_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = SynthConfig { max_shard_bytes: 64 << 10, ..SynthConfig::new("olmoe") };
+        let all = layout::tensors(&config, by_name("olmoe").unwrap());
+        assert!(split(&all, config.max_shard_bytes).len() > 1);
+        assert_eq!(overwritten_bytes(&all, &config, folder.path()), 0);
+        synth::write(&config, folder.path()).unwrap();
+        let weights: u64 = all.iter().map(Tensor::bytes).sum();
+        assert!(overwritten_bytes(&all, &config, folder.path()) > weights);
+    }
 }

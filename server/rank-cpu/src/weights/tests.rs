@@ -1,11 +1,14 @@
 use std::path::Path;
 use std::time::Duration;
 
+use expertd_compute::linalg::Fp8Scales;
 use expertd_ipc::control::{CheckpointSource, DeviceKind, Fp8Compute};
-use expertd_model::synth::{self, SynthConfig};
+use expertd_model::synth::{self, SynthConfig, SynthFormat};
 use expertd_types::{Coverage, LayerPlacement, LayerRange};
 
 use super::*;
+
+const BF16: Fp8Compute = Fp8Compute::Bf16;
 
 fn setup(folder: &Path, rank: u32, fingerprint: WeightFingerprint) -> LoaderSetup {
     LoaderSetup {
@@ -36,7 +39,7 @@ fn a_share_is_mapped_as_it_was_packed() {
         let checkpoint = Checkpoint::open(&folder).unwrap();
         let fingerprint = checkpoint.fingerprint(Coverage::Sampled);
         let packed = pack(&setup(&folder, 1, fingerprint), &Progress::default()).unwrap();
-        let mapped = map(packed.memory[0].try_clone().unwrap(), Rank(1), 3, &fingerprint).unwrap();
+        let mapped = map(packed.memory[0].try_clone().unwrap(), Rank(1), 3, &fingerprint, BF16).unwrap();
         assert_eq!(&mapped.spec, checkpoint.spec(), "{family}");
         assert_eq!(mapped.weight_bytes, packed.weight_bytes);
         for (layer, moe) in checkpoint.spec().moe_layers() {
@@ -59,7 +62,7 @@ fn a_share_is_mapped_as_it_was_packed() {
         // Another rank, another number of ranks and other weights are refused.
         let other = WeightFingerprint { digest: [0; 16], ..fingerprint };
         for (rank, ranks, fingerprint) in [(0, 3, fingerprint), (1, 2, fingerprint), (1, 3, other)] {
-            let refused = map(packed.memory[0].try_clone().unwrap(), Rank(rank), ranks, &fingerprint);
+            let refused = map(packed.memory[0].try_clone().unwrap(), Rank(rank), ranks, &fingerprint, BF16);
             assert!(matches!(refused, Err(WeightsError::Contents { .. })), "{rank} of {ranks}");
         }
         let refused = pack(&setup(&folder, 1, other), &Progress::default());
@@ -81,7 +84,7 @@ fn a_placed_share_is_mapped_as_it_was_packed() {
     let mut setup = setup(&folder, 1, fingerprint);
     setup.checkpoint.placement = Some(ExpertPlacement::new(3, [(layer, placed)]));
     let packed = pack(&setup, &Progress::default()).unwrap();
-    let mapped = map(packed.memory[0].try_clone().unwrap(), Rank(1), 3, &fingerprint).unwrap();
+    let mapped = map(packed.memory[0].try_clone().unwrap(), Rank(1), 3, &fingerprint, BF16).unwrap();
     let found = mapped.layers[layer.index()].as_ref().unwrap();
     assert_eq!((found.mine.as_slice(), found.experts.len()), ([0, last].as_slice(), 2));
     assert_eq!((found.local[0], found.local[1], found.local[last as usize]), (0, NOT_HERE, 1));
@@ -90,6 +93,31 @@ fn a_placed_share_is_mapped_as_it_was_packed() {
         let own = pack_expert(&checkpoint, layer, expert, &ReadBuffers::new(&checkpoint)).unwrap();
         for (mapped, own) in mapped.matrices().into_iter().zip(own.matrices()) {
             assert_eq!(mapped.elements(), own.elements());
+        }
+    }
+}
+
+/// Only experts that are stored in FP8 multiply FP8 rows, and only on request.
+#[test]
+fn fp8_rows_follow_from_the_format_and_the_setting() {
+    for (format, scales) in [
+        (SynthFormat::Fp8, Some(Fp8Scales::F32)),
+        (SynthFormat::Bf16, None),
+        (SynthFormat::Mxfp8, None),
+        (SynthFormat::Nvfp4, None),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path().join("model");
+        synth::write(&SynthConfig { format, ..SynthConfig::new("qwen2_moe") }, &folder).unwrap();
+        let fingerprint = Checkpoint::open(&folder).unwrap().fingerprint(Coverage::Sampled);
+        let packed = pack(&setup(&folder, 1, fingerprint), &Progress::default()).unwrap();
+        for (fp8, expected) in [(Fp8Compute::Fp8, scales), (BF16, None)] {
+            let memory = packed.memory[0].try_clone().unwrap();
+            let mapped = map(memory, Rank(1), 3, &fingerprint, fp8).unwrap();
+            for layer in mapped.layers.iter().flatten() {
+                assert_eq!(layer.kind.fp8_rows, expected, "{format:?}, {fp8}");
+                assert_eq!(layer.shared.as_ref().unwrap().kind.fp8_rows, expected, "{format:?}, {fp8}");
+            }
         }
     }
 }
@@ -110,7 +138,7 @@ fn memory_with_other_contents_is_refused() {
     for (expected, bytes) in contents {
         let mut memory = SealedWriter::create("test").unwrap();
         memory.write_at(0, &bytes).unwrap();
-        let refused = map(memory.seal().unwrap(), Rank(0), 1, &fingerprint);
+        let refused = map(memory.seal().unwrap(), Rank(0), 1, &fingerprint, BF16);
         let Err(error) = refused else { panic!("mapped") };
         assert!(error.to_string().contains(expected), "{error}");
     }

@@ -21,7 +21,7 @@ use expertd_rank::{PackedShare, Progress, SetupClock};
 use expertd_types::{ExpertPlacement, LayerId, Rank, WeightFingerprint};
 
 /// Changes with every change of the places of weights or of their formats.
-const LAYOUT: u32 = 2;
+const LAYOUT: u32 = 3;
 /// Device memory that a loader leaves to buffers of steps, graphs and the driver, in bytes.
 const RESERVE: u64 = 1 << 30;
 /// Largest number of threads that copy weights from the page cache to pinned memory.

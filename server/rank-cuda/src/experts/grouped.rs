@@ -1,21 +1,25 @@
-//! Rows of INT4, NVFP4 and MXFP8 matrices, a group of columns at a time: as bf16, or as e4m3 codes of INT4's integers.
+//! Rows of quantised matrices, a group of columns at a time: as bf16, or as e4m3 codes of INT4's integers.
 
 use std::sync::LazyLock;
 
-use expertd_model::decode::{e8m0_bf16, fp4_e2m1, fp8_e4m3};
+use expertd_model::decode::{fp4_e2m1, fp8_e4m3};
 use expertd_model::{MatrixView, Packing, Scales, WeightFormat};
 use half::bf16;
 use rayon::prelude::*;
 
-/// Columns that share an exponent in MXFP8.
+/// Columns that share an exponent in MXFP4 and MXFP8.
 const MX_COLS: usize = 32;
 
 /// The values of FP8 codes.
 static E4M3: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|code| fp8_e4m3(code as u8)));
 
-/// Whether [`fill_row`] converts the format.
-pub(super) const fn is_grouped(format: WeightFormat) -> bool {
-    matches!(format, WeightFormat::Int4 | WeightFormat::Nvfp4 | WeightFormat::Mxfp8)
+/// Whether [`fill_row`] converts the matrix.
+pub(super) fn is_grouped(view: &MatrixView<'_>) -> bool {
+    match view.format {
+        WeightFormat::Int4 | WeightFormat::Nvfp4 | WeightFormat::Mxfp4 | WeightFormat::Mxfp8 => true,
+        WeightFormat::Fp8E4m3 => view.col_stride == 1,
+        WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => false,
+    }
 }
 
 /// The e4m3 code of an integer from -16 to 16, which e4m3 holds exactly.
@@ -48,14 +52,14 @@ pub(super) fn fill_integers(view: &MatrixView<'_>, cols: usize, to: &mut [u8]) {
     });
 }
 
-/// Writes row `row` of a matrix whose format [`is_grouped`] as bf16: each element's value, rounded once. `codes` is memory for a row.
+/// Writes row `row` of a matrix that [`is_grouped`] as bf16: each element's value, rounded once. `codes` is memory for a row.
 pub(super) fn fill_row(view: &MatrixView<'_>, row: usize, codes: &mut Vec<u8>, to: &mut [u16]) {
     let (group, round) = (group_cols(view), |value: f32| bf16::from_f32(value).to_bits());
-    if view.format == WeightFormat::Mxfp8 {
+    if matches!(view.format, WeightFormat::Mxfp8 | WeightFormat::Fp8E4m3) {
         let start = row * view.row_stride;
         let codes = &view.data[start..start + view.cols];
         for (index, (codes, to)) in codes.chunks(group).zip(to.chunks_mut(group)).enumerate() {
-            let scale = scale(view, row, index * group);
+            let scale = view.scale(row, index * group);
             codes.iter().zip(to).for_each(|(code, to)| *to = round(E4M3[usize::from(*code)] * scale));
         }
         return;
@@ -64,7 +68,7 @@ pub(super) fn fill_row(view: &MatrixView<'_>, row: usize, codes: &mut Vec<u8>, t
     nibbles(view, row, codes);
     for (index, (codes, to)) in codes.chunks(group).zip(to.chunks_mut(group)).enumerate() {
         let first = index * group;
-        let scale = scale(view, row, first);
+        let scale = view.scale(row, first);
         let zero = i16::from(view.zero_point(row, first));
         let value = |code: usize| match view.format {
             WeightFormat::Int4 => f32::from(code as i16 - zero),
@@ -75,21 +79,13 @@ pub(super) fn fill_row(view: &MatrixView<'_>, row: usize, codes: &mut Vec<u8>, t
     }
 }
 
-/// The multiplier of an element, of any format with scales that FP8 multipliers can hold, and of MXFP8.
-pub(super) fn scale(view: &MatrixView<'_>, row: usize, col: usize) -> f32 {
-    match view.scales {
-        Scales::Groups(_) => view.group_scale(row, col),
-        Scales::Mx { .. } => bf16::from_bits(e8m0_bf16(view.exponent(row, col))).to_f32(),
-        Scales::None | Scales::Block { .. } => view.scale(row, col),
-    }
-}
-
 /// Columns that share a scale and a zero point.
 fn group_cols(view: &MatrixView<'_>) -> usize {
     match &view.scales {
         Scales::Groups(scales) => scales.cols,
         Scales::Mx { .. } => MX_COLS,
-        Scales::None | Scales::Block { .. } => view.cols,
+        Scales::Block { block_cols, .. } => *block_cols,
+        Scales::None => view.cols,
     }
 }
 
@@ -215,7 +211,7 @@ mod tests {
                 for (row, codes) in codes.chunks(cols).enumerate() {
                     for (col, code) in codes.iter().enumerate() {
                         if row < view.rows && col < view.cols {
-                            let value = fp8_e4m3(*code) * scale(view, row, col);
+                            let value = fp8_e4m3(*code) * view.scale(row, col);
                             assert_eq!(value, view.value(row, col), "{:?} ({row}, {col})", view.packing);
                         } else {
                             assert_eq!(*code, 0, "{:?} ({row}, {col})", view.packing);
@@ -265,15 +261,46 @@ mod tests {
     }
 
     #[test]
-    fn mxfp8_arrives_exactly() {
+    fn fp8_in_narrow_blocks_is_rounded_to_bf16_once() {
+        const ROWS: usize = 24;
+        const COLS: usize = 200;
+        // Every code occurs, NaN too.
+        let data: Vec<u8> = (0..ROWS * COLS).map(|i| (i * 7 + i / 256) as u8).collect();
+        for (block_rows, block_cols) in [(1, 16), (128, 64), (7, 96), (ROWS, COLS), (5, 1 << 16)] {
+            let count = ROWS.div_ceil(block_rows) * COLS.div_ceil(block_cols);
+            let values: Vec<f32> = (0..count).map(|i| 0.01 + i as f32 * 0.003).collect();
+            let view = MatrixView {
+                format: WeightFormat::Fp8E4m3,
+                packing: Packing::Strided,
+                data: &data,
+                rows: ROWS,
+                cols: COLS,
+                row_stride: COLS,
+                col_stride: 1,
+                scales: Scales::Block { values: values.into(), block_rows, block_cols },
+            };
+            view.check().unwrap();
+            assert!(is_grouped(&view));
+            compare(&view);
+        }
+    }
+
+    /// MXFP4 becomes bf16 only beside matrices of another format.
+    #[test]
+    fn mx_formats_arrive_exactly() {
+        mx_arrives_exactly(WeightFormat::Mxfp8);
+        mx_arrives_exactly(WeightFormat::Mxfp4);
+    }
+
+    fn mx_arrives_exactly(format: WeightFormat) {
         const ROWS: usize = 32;
         const COLS: usize = 96;
-        let data: Vec<u8> = (0..ROWS * COLS).map(|i| (i * 7) as u8).collect();
+        let data: Vec<u8> = (0..ROWS * COLS * format.bits() / 8).map(|i| (i * 7) as u8).collect();
         // 2^-110 to 2^110, and NaN.
         let exponents: Vec<u8> =
             (0..ROWS * 3).map(|i| if i == 17 { 0xff } else { (17 + i * 23 % 221) as u8 }).collect();
         let view = MatrixView {
-            format: WeightFormat::Mxfp8,
+            format,
             packing: Packing::Strided,
             data: &data,
             rows: ROWS,

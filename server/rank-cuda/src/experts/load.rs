@@ -29,7 +29,7 @@ pub enum UploadError {
     /// The copy to the device failed.
     #[error("copying weights to the device failed: {0}")]
     Copy(String),
-    /// The kernels do not support the way in which the matrices are stored.
+    /// The matrices do not fit the device format of their layer.
     #[error("device cuda: {0}")]
     Unsupported(String),
 }
@@ -112,7 +112,7 @@ impl<'a> Uploader<'a> {
     /// ([`CudaExperts::has_block_scales`]).
     ///
     /// # Errors
-    /// If the device fails or the kernels do not support the matrices.
+    /// If the device fails or the matrices do not fit the device format.
     pub fn load(
         &mut self,
         experts: &CudaExperts,
@@ -316,7 +316,7 @@ pub fn bf16_parts(view: &MatrixView<'_>, cols: usize) -> (Vec<u16>, Option<Vec<u
 }
 
 /// Writes `view` as bf16 rows of `cols` elements; elements outside the matrix are zero.
-fn fill(view: &MatrixView<'_>, cols: usize, to: &mut [u16]) {
+pub(super) fn fill(view: &MatrixView<'_>, cols: usize, to: &mut [u16]) {
     to.par_chunks_mut(cols).enumerate().for_each_init(Vec::new, |codes, (row, to)| {
         if row >= view.rows {
             to.fill(0);
@@ -328,7 +328,7 @@ fn fill(view: &MatrixView<'_>, cols: usize, to: &mut [u16]) {
             let start = row * view.row_stride * 2;
             bytemuck::cast_slice_mut::<u16, u8>(values)
                 .copy_from_slice(&view.data[start..start + view.cols * 2]);
-        } else if is_grouped(view.format) {
+        } else if is_grouped(view) {
             fill_row(view, row, codes, values);
         } else {
             for (col, value) in values.iter_mut().enumerate() {

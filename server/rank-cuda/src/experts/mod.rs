@@ -3,7 +3,7 @@
 //! Sizes that the kernel does not support are padded with zeros, which changes no result: a padded intermediate feature is
 //! `activation(0, 0) = 0`, and a padded hidden feature is multiplied with zeros only. Weights in f32 and f16 are rounded to
 //! bf16 (to nearest, ties to even). FP8 and MXFP4 codes are kept, in one layout for products in bf16 and in another for
-//! products in FP8. [`Stored::on_device`](crate::Stored::on_device) says what becomes of the other formats.
+//! products in FP8. [`Stored::on_device`](crate::Stored::on_device) lists the exceptions and the other formats.
 
 mod grouped;
 mod host;

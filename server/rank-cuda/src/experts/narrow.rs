@@ -7,7 +7,7 @@ use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, PackNarrowParams};
 use rayon::prelude::*;
 
 use super::DeviceFormat;
-use super::grouped::{fill_integers, scale};
+use super::grouped::fill_integers;
 use crate::format::FP8_COLS;
 use expertd_model::ExpertWeights;
 use expertd_model::{MatrixView, Scales, WeightFormat};
@@ -130,27 +130,24 @@ fn scale_bytes(format: DeviceFormat, cols: usize) -> usize {
     if format == DeviceFormat::Mxfp4 { cols / MX_COLS } else { cols.div_ceil(FP8_COLS) * 4 }
 }
 
-/// Checks whether the kernels support this matrix.
+/// Checks whether a matrix fits the format, which [`Stored::on_device`](crate::Stored::on_device) chose for all matrices of the experts.
 fn check(format: DeviceFormat, view: &MatrixView<'_>) -> Result<(), String> {
     if !format.accepts(view.format) {
-        return Err(format!(
-            "one matrix of an expert is stored in {} and the others are not; GPU ranks need one format for all",
-            view.format
-        ));
+        return Err(format!("a matrix in {} cannot be packed as {format:?}", view.format));
     }
     match view.scales {
         Scales::Block { block_rows, block_cols, .. }
             if block_cols < view.cols && !block_cols.is_multiple_of(FP8_COLS) =>
         {
             Err(format!(
-                "FP8 scales for blocks of {block_rows}×{block_cols}: GPU ranks need blocks whose width is a multiple of \
-                 {FP8_COLS} or the width of the matrix; use --device cpu"
+                "FP8 scales for blocks of {block_rows}×{block_cols} cannot be packed as {format:?}: expected blocks that are a \
+                 multiple of {FP8_COLS} columns wide or span the matrix"
             ))
         }
         Scales::Groups(groups) if groups.cols < view.cols && !groups.cols.is_multiple_of(FP8_COLS) => {
             Err(format!(
-                "INT4 scales for groups of {} columns: FP8 multipliers need groups that are a multiple of {FP8_COLS} wide or span \
-             the matrix; use --device cpu",
+                "INT4 scales for groups of {} columns cannot be packed as {format:?}: expected groups that are a multiple of \
+                 {FP8_COLS} columns wide or span the matrix",
                 groups.cols
             ))
         }
@@ -218,9 +215,9 @@ fn fill_multipliers(view: &MatrixView<'_>, blocks: usize, to: &mut [f32], row_sc
     let by_row = is_scaled_by_row(view);
     for (row, (to, row_scale)) in to.chunks_mut(blocks).zip(row_scales).enumerate() {
         let inside = row < view.rows;
-        *row_scale = if inside && by_row { scale(view, row, 0) } else { 1.0 };
+        *row_scale = if inside && by_row { view.scale(row, 0) } else { 1.0 };
         for (block, to) in to.iter_mut().enumerate() {
-            *to = if inside && !by_row { scale(view, row, block * FP8_COLS) } else { 1.0 };
+            *to = if inside && !by_row { view.scale(row, block * FP8_COLS) } else { 1.0 };
         }
     }
 }
@@ -417,14 +414,14 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_cannot_hold_is_refused_by_name() {
+    fn matrices_that_do_not_fit_the_format_are_errors() {
         let data = bytes(INTER * HIDDEN, 6);
         let gate = fp8(INTER, HIDDEN, &data, [128, 96]);
         let down = fp8(HIDDEN, INTER, &data, [128, 128]);
         let layout = ExpertLayout::new(DeviceFormat::Fp8, PADDED[0], PADDED[1]);
         let mut staged = vec![0; layout.bytes];
         let error = layout.fill(&expert(&gate, &gate, &down), &mut staged).unwrap_err();
-        assert!(error.contains("128×96") && error.contains("--device cpu"), "{error}");
+        assert!(error.contains("128×96") && error.contains("multiple of 128"), "{error}");
         let plain = vec![0; HIDDEN * INTER * 2];
         let bf16 = MatrixView { format: WeightFormat::Bf16, data: &plain, scales: Scales::None, ..down };
         let gate = fp8(INTER, HIDDEN, &data, [128, 128]);

@@ -86,6 +86,8 @@ fn packing_on_the_host_gives_the_bytes_of_the_kernels() {
         (WeightFormat::Int4, DeviceFormat::Fp8),
         (WeightFormat::Int4, DeviceFormat::Bf16),
         (WeightFormat::Mxfp8, DeviceFormat::Bf16),
+        (WeightFormat::Mxfp4, DeviceFormat::Bf16),
+        (WeightFormat::Fp8E4m3, DeviceFormat::Bf16),
     ];
     for (stored, format) in formats {
         for (hidden, inter) in [(64, 64), (192, 320), (384, 160)] {

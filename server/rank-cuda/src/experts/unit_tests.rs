@@ -1,18 +1,25 @@
-//! Units that the host has packed, read as the experts' kernel reads them: lane by lane, with its masks and rotations.
+//! Units and panels that the host has packed, read as the experts' kernel reads them: units lane by lane, with its masks and
+//! rotations, panels by their swizzle.
 #![allow(clippy::unwrap_used, unsafe_code, reason = "tests pack host memory")]
 
-use expertd_kernels::experts::{UNIT_ROWS, pack_narrow_host};
+use std::path::Path;
+
+use expertd_kernels::experts::{
+    PACK_DOWN, PACK_GATE_UP, PANEL, PackParams, UNIT_ROWS, pack_host, pack_narrow_host,
+};
 use half::bf16;
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 
 use super::DeviceFormat;
 use super::grouped::fill_row;
+use super::load::fill;
 use super::narrow::ExpertLayout;
 use super::pack_tests::Stored;
+use super::padded;
 use expertd_ipc::control::Fp8Compute;
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
-use expertd_model::{Checkpoint, ExpertWeights, WeightFormat};
+use expertd_model::{Checkpoint, ExpertTensors, ExpertWeights, MatrixView, WeightFormat};
 use expertd_types::ExpertId;
 
 /// Columns of a unit.
@@ -157,5 +164,88 @@ fn experts_of_checkpoints_get_their_device_format_and_arrive() {
                 assert!(values.eq(to.iter().copied()), "{format:?} row {row}");
             }
         }
+    }
+}
+
+/// Converts and packs an expert to bf16 panels and compares every element with its value in the checkpoint. The padding of an odd
+/// size is zero.
+fn check_panels(expert: &ExpertTensors<'_>) {
+    let ExpertTensors { gate, up, down, .. } = expert;
+    let (hidden, inter) = (padded(gate.cols), padded(gate.rows));
+    let rows_of = |view: &MatrixView<'_>, rows: usize, cols: usize| {
+        let mut to = vec![0xaaaa_u16; rows * cols];
+        fill(view, cols, &mut to);
+        to
+    };
+    let (first, second) = (rows_of(gate, inter, hidden), rows_of(up, inter, hidden));
+    let third = rows_of(down, hidden, inter);
+    let of_kinds = [
+        (PACK_GATE_UP, &first, second.as_ptr() as u64, [2 * inter, hidden]),
+        (PACK_DOWN, &third, 0, [hidden, inter]),
+    ];
+    for (kind, source, second, [rows, cols]) in of_kinds {
+        let mut panels = vec![0xaaaa_u16; rows * cols];
+        let params = PackParams {
+            first: source.as_ptr() as u64,
+            second,
+            panels: panels.as_mut_ptr() as u64,
+            expert_stride: (hidden * inter) as u64,
+            experts: 1,
+            hidden: hidden as i32,
+            inter: inter as i32,
+            kind,
+        };
+        // SAFETY: sources and destination are live buffers of those sizes.
+        unsafe { pack_host(&params, 0..(cols / PANEL) as u64) }.unwrap();
+        for row in 0..rows {
+            let (feature, view) = match (kind, row % 16 < 8) {
+                (PACK_GATE_UP, true) => (row / 16 * 8 + row % 8, gate),
+                (PACK_GATE_UP, false) => (row / 16 * 8 + row % 8, up),
+                _ => (row, down),
+            };
+            for col in 0..cols {
+                let chunk = (col % 64 / 8) ^ (row % 8);
+                let found = panels[(col / 64 * rows + row) * 64 + chunk * 8 + col % 8];
+                let inside = feature < view.rows && col < view.cols;
+                let expected = if inside { view.value(feature, col) } else { 0.0 };
+                assert_eq!(found, bf16::from_f32(expected).to_bits(), "{} ({feature}, {col})", view.format);
+            }
+        }
+    }
+}
+
+/// The experts of a fixture that have the device format bf16: routed ones, and shared ones.
+fn bf16_experts_of(name: &str, fp8: Fp8Compute) -> [bool; 2] {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/quantised").join(name);
+    let checkpoint = Checkpoint::open(&folder).unwrap();
+    let mut found = [false; 2];
+    for (layer, moe) in checkpoint.spec().moe_layers() {
+        if crate::Stored::routed(&moe.experts).on_device(fp8) == DeviceFormat::Bf16 {
+            found[0] = true;
+            for expert in 0..moe.experts.count as u32 {
+                check_panels(&checkpoint.expert(layer, ExpertId(expert)).unwrap());
+            }
+        }
+        let shared = moe.shared.as_ref().map(crate::Stored::shared);
+        if shared.is_some_and(|shared| shared.on_device(fp8) == DeviceFormat::Bf16) {
+            found[1] = true;
+            check_panels(&checkpoint.shared(layer).unwrap().unwrap().mlp);
+        }
+    }
+    found
+}
+
+#[test]
+fn experts_without_a_layout_of_their_own_arrive_in_bf16_panels() {
+    for fp8 in [Fp8Compute::Fp8, Fp8Compute::Bf16] {
+        assert_eq!(bf16_experts_of("deepseek_v3-fp8-narrow", fp8), [true, true]);
+        assert_eq!(bf16_experts_of("qwen2_moe-fp8-mixed", fp8), [false, true]);
+        assert_eq!(bf16_experts_of("deepseek_v3-fp8-odd", fp8), [false, false]);
+    }
+    let fp8 = Fp8Compute::Fp8;
+    assert_eq!(bf16_experts_of("deepseek_v3-nvfp4", fp8), [true, true]);
+    assert_eq!(bf16_experts_of("qwen2_moe-int4-awq", fp8), [true, true]);
+    for name in ["int4-gptq", "int4-asymmetric-library", "mxfp8-library", "nvfp4-library"] {
+        assert_eq!(bf16_experts_of(&format!("qwen3_moe-{name}"), fp8), [true, false], "{name}");
     }
 }

@@ -17,7 +17,7 @@ pub use expertd_scheduler::{ClientKey, ServiceState};
 use expertd_types::{ExpertPlacement, WeightFingerprint, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
-pub use self::model::{Limits, ModelInfo, MoeLayerInfo, RankPlacement, owned_ranges};
+pub use self::model::{Limits, MAX_NAME_BYTES, ModelInfo, MoeLayerInfo, RankPlacement, owned_ranges};
 pub use self::request::{
     Answer, GivenRouting, PhaseTimes, Receipt, Request, RequestId, StepError, StepTiming, SubmitError,
 };
@@ -67,7 +67,7 @@ pub trait Backend: Send + Sync + 'static {
 /// What a reload loads.
 #[derive(Clone, Debug, Default)]
 pub struct ReloadRequest {
-    /// Folder of the checkpoint; `None`: the one that the service was started with.
+    /// Folder of the checkpoint; `None`: the one that serves.
     pub folder: Option<PathBuf>,
     /// The ranks that are to own the experts.
     pub placement: PlacementChange,

@@ -6,6 +6,9 @@ use expertd_types::{
     ExpertPlacement, Generation, LayerId, LayerPlacement, LayerRange, Rank, WeightFingerprint, WeightVersion,
 };
 
+/// Longest name of a model, in bytes.
+pub const MAX_NAME_BYTES: usize = 256;
+
 /// Description of the loaded model.
 #[derive(Clone, Debug)]
 pub struct ModelInfo {

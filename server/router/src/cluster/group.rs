@@ -29,7 +29,7 @@ use expertd_types::{DeviceUsage, Generation, Rank};
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Factor by which a process may be silent longer before its first sign of life: the system has yet to start it, and it
 /// has yet to map the channel.
-pub(super) const START_GRACE: u32 = 10;
+const START_GRACE: u32 = 10;
 /// Consecutive checks without a read after which the thread that reads a rank's messages counts as lost: 2 s.
 const LOST_READER_CHECKS: u32 = 20;
 
@@ -284,7 +284,7 @@ impl Group {
             self.usage_changed |= usage != member.view.usage;
             member.view.usage = usage;
             let grace = if beat == 0 { START_GRACE } else { 1 };
-            if member.missed_beats >= allowed * grace {
+            if member.missed_beats >= allowed.saturating_mul(grace) {
                 let waited = CHECK_INTERVAL * member.missed_beats;
                 let message =
                     format!("rank {rank}, process {}, sent no heartbeat for {waited:?}", member.view.pid);

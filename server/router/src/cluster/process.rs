@@ -2,7 +2,7 @@
 //! no longer needed.
 
 use std::collections::BTreeSet;
-use std::io::{self, BufReader, ErrorKind, Read};
+use std::io::{self, BufReader, ErrorKind, Read, Write as _};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -110,24 +110,32 @@ impl ChildProcess {
             ended: None,
             is_left: false,
         };
-        match process.begin(start) {
+        let rest = match process.begin(start) {
             // The process has ended already. The thread that reads finds the end of the socket, and what ended it is then said as ever.
-            Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {}
+            Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {
+                Vec::new()
+            }
             sent => sent?,
-        }
+        };
         let thread = std::thread::Builder::new().name(format!("{command}-{rank}"));
         let reads = Arc::clone(&process.reads);
         // The thread ends with the socket. It is never joined, because a join of a thread that was killed panics, and one of a thread
         // that stands still does not return.
-        thread.spawn(move || read(reading, &reads))?;
+        thread.spawn(move || {
+            // After an error the reader finds the end of the socket.
+            let _ = (&reading).write_all(&rest);
+            read(reading, &reads);
+        })?;
         Ok(process)
     }
 
-    fn begin<S: Serialize>(&self, start: &Start<'_, S>) -> io::Result<()> {
+    /// Sends the descriptors and as much of the first message as the socket takes without waiting, and returns the rest. The setup of a
+    /// loader holds a placement, which may be larger than the socket's buffer, and a process that is stopped reads nothing.
+    fn begin<S: Serialize>(&self, start: &Start<'_, S>) -> io::Result<Vec<u8>> {
         if !start.fds.is_empty() {
             control::send_fds(&self.socket, start.fds)?;
         }
-        control::send(&self.socket, start.setup)
+        control::send_some(&self.socket, start.setup)
     }
 
     /// Starts a rank. News of it goes to `events`, and `bell` is rung.

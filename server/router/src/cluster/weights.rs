@@ -17,10 +17,13 @@ use expertd_types::{Rank, WeightVersion};
 
 use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind};
-use super::group::{CHECK_INTERVAL, START_GRACE};
+use super::group::CHECK_INTERVAL;
 use super::process::{ChildProcess, Start, kill_and_reap};
 use crate::watchdog;
 
+/// Factor by which a loader may be silent longer than a rank: on a busy machine the packing threads of all loaders compete for the cores,
+/// and no call waits for a loader while weights serve.
+const SILENCE_FACTOR: u32 = 10;
 /// A loader that packs nothing for this long is given up.
 const STALL_TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -103,7 +106,6 @@ struct Member {
     process: ChildProcess,
     view: LoaderView,
     share: Option<Vec<OwnedFd>>,
-    has_reported: bool,
     /// Number of checks in a row without a message.
     silent: u32,
     /// When `loaded_bytes` last grew.
@@ -224,14 +226,7 @@ impl Loading {
                 read(socket, rank, &events, &bell);
             })?;
             let view = LoaderView { pid: process.pid(), ..LoaderView::default() };
-            self.members.push(Member {
-                process,
-                view,
-                share: None,
-                has_reported: false,
-                silent: 0,
-                last_progress: now,
-            });
+            self.members.push(Member { process, view, share: None, silent: 0, last_progress: now });
         }
         Ok(())
     }
@@ -283,8 +278,8 @@ impl Loading {
             version = self.version.0,
             fingerprint = %self.source.fingerprint,
             bytes,
-            seconds,
-            gigabytes_per_second = bytes as f64 / seconds / 1e9,
+            seconds = rounded(seconds),
+            gigabytes_per_second = rounded(bytes as f64 / seconds / 1e9),
             "weights are loaded"
         );
         let shares = self.members.iter_mut().filter_map(|member| member.share.take()).collect();
@@ -297,7 +292,7 @@ impl Loading {
     fn take_in(&mut self, rank: Rank, news: News) -> Result<(), LoadFailure> {
         let load = |message| LoadFailure { message, lacks_room: false };
         let member = &mut self.members[rank.index()];
-        (member.silent, member.has_reported) = (0, true);
+        member.silent = 0;
         match news {
             News::Message(FromLoader::Loading { loaded_bytes, total_bytes }, _) => {
                 if loaded_bytes > member.view.loaded_bytes {
@@ -343,12 +338,11 @@ impl Loading {
 
     fn check_life(&mut self) -> Result<(), LoadFailure> {
         self.next_check = Instant::now() + CHECK_INTERVAL;
-        let allowed = self.config.silent_checks();
+        let allowed = self.config.silent_checks().saturating_mul(SILENCE_FACTOR);
         for (rank, member) in self.members.iter_mut().enumerate().filter(|(_, m)| m.share.is_none()) {
             member.silent += 1;
-            let grace = if member.has_reported { 1 } else { START_GRACE };
             let pid = member.view.pid;
-            let message = if member.silent >= allowed * grace {
+            let message = if member.silent >= allowed {
                 format!("showed no life for {:?}", CHECK_INTERVAL * member.silent)
             } else if member.last_progress.elapsed() > STALL_TIMEOUT {
                 let LoaderView { loaded_bytes, total_bytes, .. } = member.view;
@@ -373,6 +367,11 @@ impl Drop for Loading {
 /// Numbers of signals, as `ExitStatusExt::signal` gives them.
 const SIGBUS: i32 = 7;
 const SIGKILL: i32 = 9;
+
+/// A number for the log, with two decimals.
+fn rounded(number: f64) -> f64 {
+    (number * 100.0).round() / 100.0
+}
 
 fn read(socket: UnixStream, rank: Rank, events: &Sender<(Rank, News)>, bell: &RouterBell) {
     let mut reader = BufReader::new(FdReader::new(socket));

@@ -137,9 +137,10 @@ pub fn records(data: &[u8]) {
         word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
     }
     let charge = registry.charge(&LIMITS, 0, memory.region().len()).expect("the first session fits");
+    let held = registry.hold(memory.region(), charge);
     let (socket, _client) = UnixStream::pair().expect("a pair of sockets");
     let metrics = Arc::new(RequestMetrics::new("Session"));
-    let session = SessionState::new(1, opener(), memory, rings.completions, socket, metrics, charge);
+    let session = SessionState::new(1, opener(), memory, rings.completions, socket, metrics, held);
     let echo = Echo::new(0);
     let mut taken = 0;
     while let Ok(Some(record)) = rings.requests.try_pop() {

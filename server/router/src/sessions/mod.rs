@@ -7,6 +7,8 @@
 //! * `call`: a call that the step loop has.
 //! * `registry`: all sessions: limits, status.
 //! * `listener`: the session socket.
+//! * `connection`: what the socket of a client carries.
+//! * `release`: the pages of ended sessions are freed.
 //! * `cuda`: sessions whose rows lie in the memory of the client's GPU.
 //! * `open`: a session of either kind.
 //!
@@ -14,12 +16,14 @@
 
 mod attachments;
 mod call;
+mod connection;
 mod cuda;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 mod listener;
 mod open;
 mod registry;
+mod release;
 mod session;
 mod sizes;
 mod table;

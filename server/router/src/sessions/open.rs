@@ -107,14 +107,15 @@ impl OpenSession {
         }
     }
 
-    fn begin_close(&self) -> bool {
+    /// Lets no call enter any more. Returns whether the session was open; then the caller [ends its socket](Self::finish_close).
+    pub(super) fn begin_close(&self) -> bool {
         match self {
             OpenSession::Host(session) => session.begin_close(),
             OpenSession::Cuda(session) => session.begin_close(),
         }
     }
 
-    fn finish_close(&self, reason: Option<&str>) {
+    pub(super) fn finish_close(&self, reason: Option<&str>) {
         match self {
             OpenSession::Host(session) => session.finish_close(reason),
             OpenSession::Cuda(session) => session.finish_close(reason),
@@ -122,13 +123,13 @@ impl OpenSession {
     }
 }
 
-/// Tells the client why its session ends, and ends the socket.
+/// Tells the client why its session ends, and reads no more of its socket.
 pub(super) fn end_socket(socket: &UnixStream, reason: Option<&str>) {
-    if let Some(reason) = reason {
-        // The socket has a time limit for writes; a client that does not read gets no reason.
-        let _ = expertd_session::socket::send(socket, frame::ENDED, reason.as_bytes());
-    }
-    let _ = socket.shutdown(Shutdown::Both);
+    // The socket has a time limit for writes; a client that does not read gets no reason.
+    let told = reason
+        .is_some_and(|reason| expertd_session::socket::send(socket, frame::ENDED, reason.as_bytes()).is_ok());
+    // A client that was told closes the socket when it needs the session's memory no longer.
+    let _ = socket.shutdown(if told { Shutdown::Read } else { Shutdown::Both });
 }
 
 #[cfg(test)]
@@ -151,11 +152,12 @@ mod tests {
         let registry = SessionRegistry::default();
         let (memory, rings) = SessionMemory::create(2, 4096).unwrap();
         let charge = registry.charge(&limits, 0, memory.region().len()).unwrap();
+        let held = registry.hold(memory.region(), charge);
         let (service, client) = UnixStream::pair().unwrap();
         client.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let opener = Opener { user: 0, pid: 0, client: ClientKey(1) };
         let metrics = Arc::new(RequestMetrics::new("Session"));
-        let state = SessionState::new(7, opener, memory, rings.completions, service, metrics, charge);
+        let state = SessionState::new(7, opener, memory, rings.completions, service, metrics, held);
         let session = OpenSession::Host(Arc::clone(&state));
         session.end_if_it_panics(|| {});
         assert!(!state.is_closing(), "a thread that ends as planned says nothing");
@@ -164,6 +166,6 @@ mod tests {
         let (kind, text) = socket::receive(&client, 4096).unwrap().unwrap();
         assert_eq!(kind, frame::ENDED);
         assert!(String::from_utf8(text).unwrap().contains("panicked; open another session"));
-        assert!(socket::receive(&client, 4096).unwrap().is_none(), "the socket has ended");
+        assert!(socket::send(&client, frame::GET_MODEL, &[]).is_err(), "the service reads no more");
     }
 }

@@ -1,12 +1,16 @@
 //! All sessions: how many there may be, how much memory they hold, what they have done.
 
 use std::collections::HashMap;
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use expertd_ipc::SharedRegion;
 use metrics::gauge;
 
+use super::listener::MAX_OPENING;
 use super::open::OpenSession;
+use super::release::{HeldRegion, Releaser};
 pub use super::session::RowsTravel;
 use crate::telemetry::names;
 
@@ -27,6 +31,13 @@ impl SessionLimits {
     /// The part of a limit that one user may have.
     pub(super) const fn of_user(&self, limit: usize) -> usize {
         if self.several_users { limit - limit / 4 } else { limit }
+    }
+
+    /// Largest number of memories that the service holds: one for each open session and for each client that opens one, and as many
+    /// again as open sessions for sessions that have ended and whose calls or ranks still use the memory.
+    #[must_use]
+    pub const fn memories(&self) -> usize {
+        2 * self.sessions + MAX_OPENING
     }
 }
 
@@ -55,21 +66,41 @@ pub struct SessionStatus {
     pub device: Option<[u8; 16]>,
 }
 
-/// The open sessions.
+/// The sessions. One that has ended is listed as open until its client has closed the socket.
 #[derive(Debug, Default)]
 pub struct SessionRegistry {
     open: Mutex<HashMap<u64, OpenSession>>,
     charged: Arc<Mutex<Charged>>,
+    releaser: Releaser,
 }
 
-/// Mapped bytes of all sessions.
+/// The memories of all sessions.
 #[derive(Debug, Default)]
 struct Charged {
-    all: usize,
-    users: HashMap<u32, usize>,
+    all: Memories,
+    users: HashMap<u32, Memories>,
 }
 
-/// Mapped bytes that a session holds against the limit until its memory is released.
+/// Memories that are held, and their mapped bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Memories {
+    count: usize,
+    bytes: usize,
+}
+
+impl Memories {
+    const fn add(&mut self, bytes: usize) {
+        self.count += 1;
+        self.bytes += bytes;
+    }
+
+    const fn remove(&mut self, bytes: usize) {
+        self.count -= 1;
+        self.bytes -= bytes;
+    }
+}
+
+/// Mapped bytes that a session holds against the limit until the pages of its memory are freed.
 #[derive(Debug)]
 pub(super) struct Charge {
     charged: Arc<Mutex<Charged>>,
@@ -80,14 +111,13 @@ pub(super) struct Charge {
 impl Drop for Charge {
     fn drop(&mut self) {
         let mut charged = self.charged.lock().unwrap_or_else(PoisonError::into_inner);
-        charged.all -= self.bytes;
-        gauge!(names::SESSION_BYTES).set(charged.all as f64);
-        let left = charged.users.get_mut(&self.user).map(|held| {
-            *held -= self.bytes;
-            *held
-        });
-        if left == Some(0) {
-            charged.users.remove(&self.user);
+        charged.all.remove(self.bytes);
+        gauge!(names::SESSION_BYTES).set(charged.all.bytes as f64);
+        if let Some(own) = charged.users.get_mut(&self.user) {
+            own.remove(self.bytes);
+            if own.count == 0 {
+                charged.users.remove(&self.user);
+            }
         }
     }
 }
@@ -104,22 +134,40 @@ impl SessionRegistry {
     pub(super) fn charge(&self, limits: &SessionLimits, user: u32, bytes: usize) -> Result<Charge, String> {
         let wanted = bytes.saturating_mul(limits.mappings);
         let mut charged = self.charged.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = charged.users.get(&user).copied().unwrap_or(0);
-        for (held, whose, limit) in
-            [(charged.all, "other", limits.bytes), (own, "its user's other", limits.of_user(limits.bytes))]
-        {
-            if held.checked_add(wanted).is_none_or(|sum| sum > limit) {
+        let own = charged.users.get(&user).copied().unwrap_or_default();
+        for (held, whose, bytes_limit, memories) in [
+            (charged.all, "other", limits.bytes, limits.memories()),
+            (own, "its user's other", limits.of_user(limits.bytes), limits.of_user(limits.memories())),
+        ] {
+            if held.count >= memories {
                 return Err(format!(
-                    "a session of {bytes} bytes, mapped by {} processes, exceeds {limit} bytes beside {held} bytes of {whose} \
+                    "{} memories of {whose} sessions are held, most of them of sessions that have ended and whose calls are under way; \
+                     at most {memories} may be held; try later",
+                    held.count
+                ));
+            }
+            if held.bytes.checked_add(wanted).is_none_or(|sum| sum > bytes_limit) {
+                return Err(format!(
+                    "a session of {bytes} bytes, mapped by {} processes, exceeds {bytes_limit} bytes beside {} bytes of {whose} \
                      sessions; ask for fewer bytes of rows or raise max-session-bytes, which is {}",
-                    limits.mappings, limits.bytes
+                    limits.mappings, held.bytes, limits.bytes
                 ));
             }
         }
-        charged.all += wanted;
-        *charged.users.entry(user).or_default() += wanted;
-        gauge!(names::SESSION_BYTES).set(charged.all as f64);
+        charged.all.add(wanted);
+        charged.users.entry(user).or_default().add(wanted);
+        gauge!(names::SESSION_BYTES).set(charged.all.bytes as f64);
         Ok(Charge { charged: Arc::clone(&self.charged), user, bytes: wanted })
+    }
+
+    /// Takes over a region that was made for a client and charged.
+    pub(super) fn hold(&self, region: &Arc<SharedRegion>, charge: Charge) -> HeldRegion {
+        HeldRegion::new(region, charge, &self.releaser)
+    }
+
+    /// Starts the thread that frees the pages of regions.
+    pub(super) fn start_releasing(&self) -> io::Result<()> {
+        self.releaser.start()
     }
 
     /// Adds an open session.
@@ -130,7 +178,8 @@ impl SessionRegistry {
         let mut open = self.open();
         if open.len() >= limits.sessions {
             return Err(format!(
-                "{} sessions are open, as many as max-sessions allows; close one or raise max-sessions",
+                "{} sessions are open or ended and not yet closed by their clients, as many as max-sessions allows; close one or \
+                 raise max-sessions",
                 open.len()
             ));
         }
@@ -148,7 +197,7 @@ impl SessionRegistry {
         Ok(())
     }
 
-    /// Removes a session that has ended.
+    /// Removes a session that has ended and whose client has closed the socket.
     pub(super) fn remove(&self, session: u64) {
         let mut open = self.open();
         open.remove(&session);
@@ -167,5 +216,35 @@ impl SessionRegistry {
             self.sessions().iter().map(|session| session.status()).collect();
         sessions.sort_by_key(|session| session.session);
         sessions
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memories_are_limited_in_number_and_bytes() {
+        let limits = SessionLimits { sessions: 2, bytes: 1000, mappings: 4, several_users: true };
+        let registry = SessionRegistry::default();
+        // One user of several may have three quarters of each.
+        let error = registry.charge(&limits, 1, 200).unwrap_err();
+        assert!(error.contains("exceeds 750 bytes beside 0 bytes of its user's other"), "{error}");
+        let large = registry.charge(&limits, 1, 187).unwrap();
+        let error = registry.charge(&limits, 2, 100).unwrap_err();
+        assert!(error.contains("exceeds 1000 bytes beside 748 bytes of other sessions"), "{error}");
+        drop(large);
+        let own: Vec<_> = (0..15).map(|_| registry.charge(&limits, 1, 1).unwrap()).collect();
+        let error = registry.charge(&limits, 1, 1).unwrap_err();
+        assert!(error.contains("15 memories of its user's other sessions are held"), "{error}");
+        let others: Vec<_> = (0..5).map(|_| registry.charge(&limits, 2, 1).unwrap()).collect();
+        let error = registry.charge(&limits, 3, 1).unwrap_err();
+        assert!(error.contains("20 memories of other sessions are held"), "{error}");
+        drop(own);
+        assert!(registry.charge(&limits, 1, 1).is_ok());
+        drop(others);
+        let charged = registry.charged.lock().unwrap();
+        assert!(charged.all == Memories::default() && charged.users.is_empty());
     }
 }

@@ -16,7 +16,8 @@ use tonic::Code;
 use super::Steps;
 use super::call::{SessionCall, end_trace, failed};
 use super::open::{OpenSession, end_socket};
-use super::registry::{Charge, SessionStatus};
+use super::registry::SessionStatus;
+use super::release::HeldRegion;
 use super::sizes::Sizes;
 use super::table::{Admission, CallTable};
 use crate::api::{Envelope, Failure, code_name, next_request_id, validate_session};
@@ -48,7 +49,8 @@ enum Wake {
     Closing,
 }
 
-/// What the threads of the router share of one session. Its memory stays mapped until the last call is complete.
+/// What the threads of the router share of one session. Its memory stays mapped until the last call is complete, no rank has it, and
+/// the client has closed its socket.
 #[derive(Debug)]
 pub(crate) struct SessionState {
     number: u64,
@@ -66,7 +68,8 @@ pub(crate) struct SessionState {
     rows_total: AtomicU64,
     metrics: Arc<RequestMetrics>,
     rows_travel: Mutex<RowsTravel>,
-    _charge: Charge,
+    /// Dropped last: the other fields have views of the region.
+    _held: HeldRegion,
 }
 
 /// How rows travel between the session's memory and the ranks.
@@ -95,7 +98,7 @@ impl SessionState {
         completions: RingProducer<CompletionRecord>,
         socket: UnixStream,
         metrics: Arc<RequestMetrics>,
-        charge: Charge,
+        held: HeldRegion,
     ) -> Arc<Self> {
         let table = CallTable::new(memory.calls() as usize, memory.rows().len());
         Arc::new(SessionState {
@@ -112,7 +115,7 @@ impl SessionState {
             metrics,
             memory,
             rows_travel: Mutex::default(),
-            _charge: charge,
+            _held: held,
         })
     }
 

@@ -62,10 +62,14 @@ impl Reload {
 impl Driver {
     /// Starts the loaders of a reload, or refuses it.
     pub(super) fn start_reload(&mut self, mail: ReloadMail) {
-        let ReloadMail { source, has_room, reply } = mail;
+        let ReloadMail { source, checked_against, has_room, reply } = mail;
         let begun = Instant::now();
         let started = match (&self.weights, &self.reload) {
             (_, Some(_)) => Err("another reload is under way; wait for its end".to_owned()),
+            (Some(present), None) if present.version != checked_against => Err(format!(
+                "weight version {} has begun to serve while the reload was checked against version {}; try again",
+                present.version.0, checked_against.0
+            )),
             (None, _) => Err("weights are still being loaded; try again once they serve".to_owned()),
             (Some(present), None) => {
                 let version = WeightVersion(present.version.0 + 1);

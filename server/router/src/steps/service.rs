@@ -15,7 +15,7 @@ use expertd_types::MemoryId;
 use tokio::sync::{oneshot, watch};
 
 use super::shared::{Payload, ReloadMail, Reply, SessionMail, Shared};
-use super::thread;
+use super::thread::{self, StepLoop};
 use crate::backend::{
     Backend, DrainFuture, DrainReport, ExpertRows, ModelInfo, Pending, ReloadFuture, ReloadRequest, Request,
     ServiceState, ServiceStatus, SubmitError,
@@ -71,7 +71,7 @@ impl fmt::Debug for ReloadPlanner {
 /// What a new checkpoint is compared with.
 #[derive(Clone, Debug)]
 pub struct ReloadContext {
-    /// The checkpoint that the service was started with, and the placement that the reload is to have.
+    /// The checkpoint that serves, with the placement that the reload is to have.
     pub checkpoint: CheckpointSource,
     /// Description of its model.
     pub spec: serde_json::Value,
@@ -89,14 +89,16 @@ pub struct Service {
     /// The step loop's thread owns the sender, which is dropped with the thread however it ends.
     end: watch::Receiver<Option<ServiceEnd>>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// `None` once the step loop has begun.
+    step_loop: Mutex<Option<StepLoop>>,
 }
 
 impl Service {
-    /// Starts the step loop, which forms the first generation.
+    /// Creates a service whose step loop starts with [`begin`](Self::begin), so that its addresses can be bound before any rank starts.
     ///
     /// # Errors
-    /// If shared memory or the thread cannot be created.
-    pub fn start(
+    /// If shared memory or a thread cannot be created.
+    pub fn new(
         model: ModelInfo,
         cluster: ClusterConfig,
         config: SchedulerConfig,
@@ -112,8 +114,26 @@ impl Service {
         metrics::gauge!(crate::telemetry::names::MODEL_INFO, "model" => model.name.clone()).set(1.0);
         let shared = Arc::new(Shared::new(model, config.clone(), reload, seed)?);
         crate::expert_rows::export(Arc::downgrade(&shared), config.expert_metrics, Shared::expert_rows)?;
-        let (thread, end) = thread::start(Arc::clone(&shared), cluster, config, seed)?;
-        Ok(Arc::new(Service { shared, end, thread: Mutex::new(Some(thread)) }))
+        let (result, end) = watch::channel(None);
+        let step_loop = StepLoop { shared: Arc::clone(&shared), cluster, config, seed, result };
+        Ok(Arc::new(Service {
+            shared,
+            end,
+            thread: Mutex::new(None),
+            step_loop: Mutex::new(Some(step_loop)),
+        }))
+    }
+
+    /// Starts the step loop, which forms the first generation.
+    ///
+    /// # Errors
+    /// If the thread cannot be created.
+    pub fn begin(&self) -> Result<(), StartError> {
+        let step_loop = self.step_loop.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(step_loop) = step_loop {
+            *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(step_loop.begin()?);
+        }
+        Ok(())
     }
 
     /// Resolves when the service has ended, also after a panic of the step loop.
@@ -284,16 +304,17 @@ impl Backend for Service {
             let planner = shared.config.reload;
             let ReloadRequest { folder, placement } = request;
             let planned = async {
-                let context = shared.reload_context(placement)?;
-                tokio::task::spawn_blocking(move || (planner.0)(&context, folder.as_deref()))
-                    .await
-                    .map_err(|error| format!("the check of the checkpoint failed: {error}"))?
+                let (version, context) = shared.reload_context(placement)?;
+                let plan =
+                    tokio::task::spawn_blocking(move || (planner.0)(&context, folder.as_deref())).await;
+                let plan = plan.map_err(|error| format!("the check of the checkpoint failed: {error}"))?;
+                plan.map(|plan| (version, plan))
             };
-            let ReloadPlan { source, has_room } = planned
+            let (checked_against, ReloadPlan { source, has_room }) = planned
                 .await
                 .inspect_err(|reason: &String| tracing::warn!(reason, "the reload is refused"))?;
             let (reply, replied) = oneshot::channel();
-            shared.ask_to_reload(ReloadMail { source, has_room, reply });
+            shared.ask_to_reload(ReloadMail { source, checked_against, has_room, reply });
             replied.await.unwrap_or_else(|_| Err("the service ended before the new weights served".into()))
         })
     }
@@ -357,7 +378,7 @@ pub(super) mod tests {
 
     /// A service whose thread has ended.
     pub(in crate::steps) fn service(end: watch::Receiver<Option<ServiceEnd>>) -> Service {
-        Service { shared: shared(), end, thread: Mutex::new(None) }
+        Service { shared: shared(), end, thread: Mutex::new(None), step_loop: Mutex::new(None) }
     }
 
     pub(in crate::steps) fn submission() -> Submission {

@@ -7,7 +7,7 @@ use std::time::Instant;
 use expertd_ipc::control::CheckpointSource;
 use expertd_ipc::{RegionError, RouterBell, RowCounts, RowCountsShape};
 use expertd_scheduler::{Inbox, Time};
-use expertd_types::{ExpertPlacement, Generation, LayerId, MemoryId, WeightFingerprint, WeightVersion};
+use expertd_types::{Generation, LayerId, MemoryId, WeightFingerprint, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
 use super::service::{ReloadContext, SchedulerConfig};
@@ -20,6 +20,8 @@ use crate::sessions::{CudaCall, OpenSession, SessionCall, SessionRegistry};
 /// A checked reload on its way to the step loop.
 pub(super) struct ReloadMail {
     pub(super) source: CheckpointSource,
+    /// The version that served when the reload was checked.
+    pub(super) checked_against: WeightVersion,
     pub(super) has_room: bool,
     pub(super) reply: oneshot::Sender<Result<ReloadReport, String>>,
 }
@@ -87,8 +89,8 @@ pub(super) struct Shared {
     pub(super) row_counts: RowCounts,
     pub(super) config: SchedulerConfig,
     pub(super) reload: ReloadContext,
-    /// The placement of the weights that serve, or served last.
-    placement: Mutex<Option<ExpertPlacement>>,
+    /// Version and source of the weights that serve, or served last.
+    serving: Mutex<(WeightVersion, CheckpointSource)>,
     pub(super) started: Instant,
     pub(super) sessions: Arc<SessionRegistry>,
 }
@@ -106,6 +108,7 @@ impl Shared {
             layers: model.num_layers as u32,
             experts: model.layers.values().map(|layer| layer.num_experts).max().unwrap_or(0) as u32,
         })?;
+        let serving = (model.weight_version, reload.checkpoint.clone());
         Ok(Shared {
             front: Mutex::new(Front {
                 inbox,
@@ -122,7 +125,7 @@ impl Shared {
             steps_total: AtomicU64::new(0),
             row_counts,
             config,
-            placement: Mutex::new(reload.checkpoint.placement.clone()),
+            serving: Mutex::new(serving),
             reload,
             started: Instant::now(),
             sessions: Arc::default(),
@@ -212,16 +215,21 @@ impl Shared {
         }
         *model = Arc::new(now);
         drop(model);
-        self.placement.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&source.placement);
+        *self.serving.lock().unwrap_or_else(PoisonError::into_inner) = (weight_version, source.clone());
     }
 
-    /// What a reload is checked against: the checkpoint has the placement that the reload is to have.
+    /// What a reload is checked against, and the version that serves: the checkpoint is the one that serves, with the placement that the
+    /// reload is to have.
     ///
     /// # Errors
     /// If that placement does not fit the model or the ranks.
-    pub(super) fn reload_context(&self, change: PlacementChange) -> Result<ReloadContext, String> {
+    pub(super) fn reload_context(
+        &self,
+        change: PlacementChange,
+    ) -> Result<(WeightVersion, ReloadContext), String> {
+        let (version, serving) = self.serving.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let placement = match change {
-            PlacementChange::Keep => self.placement.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            PlacementChange::Keep => serving.placement.clone(),
             PlacementChange::Contiguous => None,
             PlacementChange::Given(placement) => Some(placement),
         };
@@ -230,9 +238,8 @@ impl Shared {
             let experts = model.layers.iter().map(|(&layer, info)| (layer, info.num_experts)).collect();
             placement.check(self.reload.ranks as usize, &experts).map_err(|error| error.to_string())?;
         }
-        let mut context = self.reload.clone();
-        context.checkpoint.placement = placement;
-        Ok(context)
+        let checkpoint = CheckpointSource { placement, ..serving };
+        Ok((version, ReloadContext { checkpoint, ..self.reload.clone() }))
     }
 
     pub(super) fn set_state(&self, state: ServiceState, reason: &str) {

@@ -18,26 +18,32 @@ use crate::{telemetry, watchdog};
 pub(super) const GONE: &str =
     "the step loop ended unexpectedly; this is a bug in expertd; restart the service";
 
-/// The thread and the receiver of its result.
-pub(super) type Started = (JoinHandle<()>, watch::Receiver<Option<ServiceEnd>>);
+/// A step loop that has not begun. If it is dropped, the receiver of its result resolves.
+pub(super) struct StepLoop {
+    pub(super) shared: Arc<Shared>,
+    pub(super) cluster: ClusterConfig,
+    pub(super) config: SchedulerConfig,
+    pub(super) seed: u64,
+    pub(super) result: watch::Sender<Option<ServiceEnd>>,
+}
 
-/// Starts the step loop on a thread that lives as long as the service, because ranks die with the thread that started
-/// them.
-pub(super) fn start(
-    shared: Arc<Shared>,
-    cluster: ClusterConfig,
-    config: SchedulerConfig,
-    seed: u64,
-) -> io::Result<Started> {
-    let of_driver = Arc::clone(&shared);
-    guarded(shared, move || Driver::new(of_driver, cluster, config, seed).run())
+impl StepLoop {
+    /// Begins on a thread that lives as long as the service, because ranks die with the thread that started them.
+    pub(super) fn begin(self) -> io::Result<JoinHandle<()>> {
+        let StepLoop { shared, cluster, config, seed, result } = self;
+        let of_driver = Arc::clone(&shared);
+        guarded(shared, result, move || Driver::new(of_driver, cluster, config, seed).run())
+    }
 }
 
 /// Runs `body` on a thread. The sender of its result is dropped with the thread, so the receiver always resolves. After a
 /// panic, all waiting callers are released.
-fn guarded(shared: Arc<Shared>, body: impl FnOnce() -> ServiceEnd + Send + 'static) -> io::Result<Started> {
-    let (sender, receiver) = watch::channel(None);
-    let thread = std::thread::Builder::new().name("steps".into()).spawn(move || {
+fn guarded(
+    shared: Arc<Shared>,
+    result: watch::Sender<Option<ServiceEnd>>,
+    body: impl FnOnce() -> ServiceEnd + Send + 'static,
+) -> io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name("steps".into()).spawn(move || {
         let heartbeat = watchdog::watch_thread("the step loop");
         // A panic drops the driver: its group kills and reaps every rank, and callers in flight get UNAVAILABLE.
         // Nothing uses the driver afterwards; the state shared with callers is behind locks that ignore poison.
@@ -48,10 +54,9 @@ fn guarded(shared: Arc<Shared>, body: impl FnOnce() -> ServiceEnd + Send + 'stat
             ServiceEnd::SetupFailed(message)
         });
         close(&shared, &end);
-        sender.send_replace(Some(end));
+        result.send_replace(Some(end));
         heartbeat.finish();
-    })?;
-    Ok((thread, receiver))
+    })
 }
 
 /// Releases everything that waits for the step loop.
@@ -97,7 +102,8 @@ mod tests {
         let (report, reported) = tokio::sync::oneshot::channel();
         shared.front().drain_waiters.push(report);
         let state = shared.state.subscribe();
-        let (thread, mut end) = guarded(Arc::clone(&shared), || panic!("planted")).unwrap();
+        let (result, mut end) = watch::channel(None);
+        let thread = guarded(Arc::clone(&shared), result, || panic!("planted")).unwrap();
         let ended = tokio::time::timeout(Duration::from_secs(10), end.wait_for(Option::is_some)).await;
         let ended = ended.expect("the end is known").unwrap().clone();
         assert_eq!(ended, Some(ServiceEnd::SetupFailed("the step loop panicked: planted".into())));

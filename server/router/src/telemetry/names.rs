@@ -128,13 +128,13 @@ metrics_table! {
     /// read), stalled_request and stalled_answer (a message moves too slowly), unread (too many bytes in the transport),
     /// flood (too many control frames, tiny DATA frames or bytes of headers), idle, age.
     CONNECTIONS_ENDED_TOTAL = "expertd_connections_ended_total", Kind::Counter, Count, ["reason"];
-    /// Open sessions: clients on the same host that share memory with the service.
+    /// Sessions: clients on the same host that share memory with the service, each until it has closed its socket.
     SESSIONS = "expertd_sessions", Kind::Gauge, Count, [];
     /// Sessions opened.
     SESSIONS_OPENED_TOTAL = "expertd_sessions_opened_total", Kind::Counter, Count, [];
     /// Sessions refused, by reason: user (not allowed), open (limits, version, no memory), protocol, limit (too many connections).
     SESSIONS_REFUSED_TOTAL = "expertd_sessions_refused_total", Kind::Counter, Count, ["reason"];
-    /// Mapped bytes charged for sessions: the size of each, once for the router and once for each rank.
+    /// Mapped bytes charged for sessions: the size of each, once for the router and once for each rank, until its pages are freed.
     SESSION_BYTES = "expertd_session_bytes", Kind::Gauge, Bytes, [];
     /// Calls of authenticated clients, by name. A stream is one call.
     CLIENT_CALLS_TOTAL = "expertd_client_calls_total", Kind::Counter, Count, ["client"];

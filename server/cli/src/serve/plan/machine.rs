@@ -86,19 +86,11 @@ impl Machine {
         }
         let ranks = within("ranks", ranks, 1, MAX_RANKS)?;
         let fp8_compute = match device {
-            DeviceKind::Cpu => {
-                derive(&mut given.fp8_compute, Fp8Compute::Bf16, "CPU ranks widen FP8 weights")
-            }
+            DeviceKind::Cpu => derive(&mut given.fp8_compute, Fp8Compute::Bf16, "CPU ranks keep rows in f32"),
             DeviceKind::Cuda => {
                 derive(&mut given.fp8_compute, Fp8Compute::Fp8, "as FP8 checkpoints are meant to be run")
             }
         };
-        if device == DeviceKind::Cpu && fp8_compute == Fp8Compute::Fp8 {
-            return Err(value(
-                "fp8-compute",
-                "is fp8, which CPU ranks do not support; leave the setting out, or use bf16",
-            ));
-        }
 
         let nodes = match device {
             DeviceKind::Cpu => vec![None; ranks as usize],

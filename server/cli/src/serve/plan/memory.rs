@@ -8,6 +8,9 @@ pub(crate) const PROCESS_BYTES: usize = 128 << 20;
 /// Smallest default of max-bytes-in-flight.
 const BYTES_IN_FLIGHT: usize = 1 << 30;
 
+/// Largest max-bytes-in-flight.
+pub(crate) const MAX_BYTES_IN_FLIGHT: usize = 1 << 40;
+
 /// Memory of the router for messages and answers; see [`memory`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MessageMemory {

@@ -9,10 +9,10 @@ mod values;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+pub(crate) use self::memory::{MAX_BYTES_IN_FLIGHT, PROCESS_BYTES, default_bytes_in_flight};
 pub use self::memory::{MessageMemory, RouterMemory};
-pub(crate) use self::memory::{PROCESS_BYTES, default_bytes_in_flight};
 pub use self::sessions::SessionPlan;
 
 use self::machine::Machine;
@@ -27,13 +27,16 @@ use expertd_ipc::{GroupShape, SharedRegion};
 use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec};
 use expertd_rank_cuda as gpu;
 use expertd_router::api::{AccessConfig, ConnectionLimits};
-use expertd_router::backend::{Limits, ModelInfo};
+use expertd_router::backend::{Limits, MAX_NAME_BYTES, ModelInfo};
 use expertd_router::cluster::ClusterConfig;
 use expertd_router::steps::{ReloadPlanner, SchedulerConfig};
 use expertd_types::{Coverage, ExpertPlacement};
 
 /// Largest number of router threads that copy rows of large steps for GPUs. Each moves about 10 GB/s.
 const MAX_COPY_THREADS: usize = 16;
+
+/// Time for the memory of an earlier service, whose ranks may still be ending, to become available.
+const MEMORY_WAIT: Duration = Duration::from_secs(5);
 
 /// Why a service cannot be planned; exit status 64.
 #[derive(Debug, thiserror::Error)]
@@ -54,6 +57,7 @@ pub enum PlanError {
 pub struct ServePlan {
     /// Every setting with its value and source.
     pub shown: Vec<Shown>,
+    skip_memory_check: bool,
     /// Description of the model for callers.
     pub model: ModelInfo,
     /// Specification of the model's layers.
@@ -108,6 +112,10 @@ impl ServePlan {
         let spec = checkpoint.spec().clone();
         derive(&mut given.layers, spec.held.to_string(), "all");
         let name = derive(&mut given.model_name, folder_name(&path), "the folder's name");
+        if name.is_empty() || name.len() > MAX_NAME_BYTES {
+            let found = name.len();
+            return Err(value("model-name", format!("has {found} bytes, must have 1 to {MAX_NAME_BYTES}")));
+        }
 
         let machine = Machine::choose(&mut given)?;
         let sizes = Sizes::choose(&mut given, &spec, &machine)?;
@@ -155,7 +163,44 @@ impl ServePlan {
             buffers,
             router_memory,
             shown: given.shown(),
+            skip_memory_check: given.skip_memory_check.0.unwrap_or(false),
             spec,
+        })
+    }
+
+    /// Checks that host memory has room for the weights of CPU ranks. Loaders of GPU ranks check the memory of their devices.
+    ///
+    /// # Errors
+    /// If there is too little memory, also after a wait of five seconds.
+    pub fn check_memory(&self) -> Result<(), PlanError> {
+        let ClusterConfig { device, shape, checkpoint, .. } = &self.cluster;
+        if *device != DeviceKind::Cpu || self.skip_memory_check {
+            return Ok(());
+        }
+        let placement = checkpoint.placement.as_ref();
+        let lack = || super::reload::lack_of_memory(&self.spec, shape.ranks, placement);
+        let end = Instant::now() + MEMORY_WAIT;
+        let (available, needed) = loop {
+            match lack() {
+                None => return Ok(()),
+                Some(lack) if Instant::now() >= end => break lack,
+                Some(_) => std::thread::sleep(Duration::from_millis(200)),
+            }
+        };
+        let found = format!("{needed} MiB, and {available} MiB of memory are available");
+        Err(match placement {
+            Some(_) => value(
+                "placement",
+                format!("the weights need {found}, copies of experts included; use fewer spare experts"),
+            ),
+            None => value(
+                "model",
+                format!(
+                    "the weights need {found}; use a machine with more memory or GPUs, or share the layers among several \
+                     services (--layers). If memory that is in use now will be free by the time they are loaded, pass \
+                     --skip-memory-check"
+                ),
+            ),
         })
     }
 }
@@ -243,25 +288,15 @@ fn scheduler(
     })
 }
 
-/// Reads the placement and checks that the ranks can have it.
+/// Reads the placement, if there is one.
 fn placement(
     given: &Given,
     spec: &ModelSpec,
     machine: &Machine,
 ) -> Result<Option<ExpertPlacement>, PlanError> {
     let Some(path) = &given.placement.0 else { return Ok(None) };
-    let failed = |problem: String| value("placement", format!("{}: {problem}", path.display()));
-    let placement =
-        read_placement(path, spec, machine.ranks as usize).map_err(|problem| value("placement", problem))?;
-    // Loaders of GPU ranks check the memory of their devices.
-    let lacks = || super::reload::lack_of_memory(spec, machine.ranks, Some(&placement));
-    match (machine.device == DeviceKind::Cpu).then(lacks).flatten() {
-        None => Ok(Some(placement)),
-        Some((available, needed)) => Err(failed(format!(
-            "the weights need {needed} MiB with all copies of experts, and {available} MiB of memory are available; use fewer \
-             spare experts"
-        ))),
-    }
+    let placement = read_placement(path, spec, machine.ranks as usize);
+    placement.map(Some).map_err(|problem| value("placement", problem))
 }
 
 /// Reads a placement, and checks that it is for this model and number of ranks.

@@ -2,7 +2,7 @@
 
 use super::PlanError;
 use super::machine::Machine;
-use super::memory::default_bytes_in_flight;
+use super::memory::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight};
 use super::values::{derive, value, within};
 use crate::serve::settings::{Given, Source};
 use expertd_ipc::GroupShape;
@@ -71,6 +71,7 @@ impl Sizes {
                 ),
             ));
         }
+        within("max-bytes-in-flight", in_flight, message_bytes, MAX_BYTES_IN_FLIGHT)?;
         let limits = Limits {
             max_tokens_per_request: per_request,
             max_tokens_per_step: per_step,

@@ -13,8 +13,8 @@ use super::workspace::ExpertPart;
 use super::{CpuExpert, Workspace};
 use crate::experts::{Assignments, ExpertKind};
 use crate::linalg::{
-    DisjointSlice, PanelOutput, SimdLevel, Tiling, WorkQueue, activate, multiply, pack_row, padded,
-    run_parallel,
+    AlignedBuffer, DisjointSlice, PanelOutput, RowTile, SimdLevel, Tiling, WorkQueue, activate, multiply,
+    pack_row, padded, quantise_row, run_parallel,
 };
 use expertd_model::WeightOn;
 
@@ -122,6 +122,7 @@ impl Call<'_> {
             }
             self.pack(workspace, pool);
             self.gate_up(workspace, pool);
+            self.quantise(workspace, pool);
             self.down(&out, fresh, workspace, pool);
             fresh = false;
         }
@@ -148,31 +149,30 @@ impl Call<'_> {
 
     fn pack(&self, workspace: &mut Workspace, pool: Option<&ThreadPool>) {
         let Workspace { x, parts, sums, .. } = workspace;
-        let tiles = parts.last().map_or(0, |part| part.tiles + part.tiling.tiles());
-        let k = padded(self.hidden);
-        let x = DisjointSlice::new(x);
-        let queue = WorkQueue::new(tiles);
-        // Copying few rows takes less time than waking threads.
-        let pool = pool.filter(|_| tiles > 4);
-        run_parallel(pool, sums, |_| {
-            for (item, _) in queue.iter() {
-                let part = &parts[parts.partition_point(|part| part.tiles <= item) - 1];
-                let tile = part.tiling.tile(item - part.tiles);
-                let at = (part.start + tile.start) * k;
-                // SAFETY: tiles do not overlap, and each is one item.
-                let packed = unsafe { x.part_mut(at..at + tile.rows * k) };
-                for r in 0..tile.rows {
-                    let assignment = part.first + tile.start + r;
-                    let factor = self.weights.filter(|_| self.kind.weight_on == WeightOn::Input);
-                    let factor = factor.map(|weights| weights[assignment]);
-                    pack_row(
-                        packed,
-                        tile.rows,
-                        r,
-                        self.rows.row(self.number(assignment), self.hidden),
-                        factor,
-                    );
+        let on_input = self.weights.filter(|_| self.kind.weight_on == WeightOn::Input);
+        for_each_tile(parts, padded(self.hidden), x, sums, pool, |part, tile, packed| {
+            for r in 0..tile.rows {
+                let assignment = part.first + tile.start + r;
+                let factor = on_input.map(|weights| weights[assignment]);
+                let row = self.rows.row(self.number(assignment), self.hidden);
+                if let Some(scales) = self.kind.fp8_rows {
+                    // The weight multiplies the quantised row, so that a row's codes are the same for all experts.
+                    pack_row(packed, tile.rows, r, row, None);
+                    quantise_row(packed, tile.rows, r, scales, factor.unwrap_or(1.0));
+                } else {
+                    pack_row(packed, tile.rows, r, row, factor);
                 }
+            }
+        });
+    }
+
+    /// Quantises the inputs of the down projections if the kind says so.
+    fn quantise(&self, workspace: &mut Workspace, pool: Option<&ThreadPool>) {
+        let Some(scales) = self.kind.fp8_rows else { return };
+        let Workspace { h, parts, sums, .. } = workspace;
+        for_each_tile(parts, padded(self.experts[0].intermediate()), h, sums, pool, |_, tile, packed| {
+            for r in 0..tile.rows {
+                quantise_row(packed, tile.rows, r, scales, 1.0);
             }
         });
     }
@@ -284,6 +284,31 @@ impl Call<'_> {
         let weights = self.weights.filter(|_| self.kind.weight_on == WeightOn::Output)?;
         Some(&weights[part.first..][..part.rows])
     }
+}
+
+/// Calls `each` once for each tile of the parts, with the tile's packed rows of `k` elements in `buffer`.
+fn for_each_tile(
+    parts: &[ExpertPart],
+    k: usize,
+    buffer: &mut [f32],
+    threads: &mut [AlignedBuffer<f32>],
+    pool: Option<&ThreadPool>,
+    each: impl Fn(&ExpertPart, RowTile, &mut [f32]) + Sync,
+) {
+    let tiles = parts.last().map_or(0, |part| part.tiles + part.tiling.tiles());
+    let buffer = DisjointSlice::new(buffer);
+    let queue = WorkQueue::new(tiles);
+    // The work of few tiles takes less time than waking threads.
+    let pool = pool.filter(|_| tiles > 4);
+    run_parallel(pool, threads, |_| {
+        for (item, _) in queue.iter() {
+            let part = &parts[parts.partition_point(|part| part.tiles <= item) - 1];
+            let tile = part.tiling.tile(item - part.tiles);
+            let at = (part.start + tile.start) * k;
+            // SAFETY: tiles do not overlap, and each is one item.
+            each(part, tile, unsafe { buffer.part_mut(at..at + tile.rows * k) });
+        }
+    });
 }
 
 /// Sets sums to their initial value: the bias of the panel's outputs, times the row's weight if there is one; zero

@@ -26,19 +26,6 @@ vector_kernels! {
     sums: [1: 2, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1],
 }
 
-impl Format for F32 {
-    const BLOCK: usize = 4 * K_BLOCK * P;
-
-    #[inline(always)]
-    unsafe fn widen(block: *const u8, i: usize) -> Wide {
-        // SAFETY: 64 bytes per input feature.
-        unsafe {
-            let at = block.cast::<f32>().add(i * P);
-            [_mm256_loadu_ps(at), _mm256_loadu_ps(at.add(8))]
-        }
-    }
-}
-
 impl Format for F16 {
     const BLOCK: usize = 2 * K_BLOCK * P;
 
@@ -142,57 +129,6 @@ impl Fp8Pairs {
             let high = _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(half));
             [low, high]
         }
-    }
-}
-
-impl Scaled for Fp8 {
-    const ELEMENTS: usize = K_BLOCK * P;
-    const IN_BLOCK: bool = false;
-    type Elements = Fp8Pairs;
-
-    #[inline(always)]
-    unsafe fn scale(_: &KernelArgs, _: *const u8, scales: *const f32, _: usize) -> Wide {
-        // SAFETY: scales has P elements.
-        unsafe { [_mm256_loadu_ps(scales), _mm256_loadu_ps(scales.add(8))] }
-    }
-
-    #[inline(always)]
-    unsafe fn load(elements: *const u8, octet: usize) -> Fp8Pairs {
-        // SAFETY: the caller guarantees the extent.
-        unsafe { Fp8Pairs::load(elements, octet) }
-    }
-
-    #[inline(always)]
-    unsafe fn next(elements: &mut Fp8Pairs, i: usize) -> Wide {
-        // SAFETY: `scaled_tile` calls this eight times after a load.
-        unsafe { elements.next(i % 2 == 1) }
-    }
-}
-
-impl Scaled for Mxfp8 {
-    const ELEMENTS: usize = K_BLOCK * P;
-    const MX: bool = true;
-    type Elements = Fp8Pairs;
-
-    #[inline(always)]
-    unsafe fn scale(_: &KernelArgs, block: *const u8, _: *const f32, _: usize) -> Wide {
-        // SAFETY: a block starts with P exponents.
-        unsafe {
-            let factor = _mm256_set1_ps(FP8_BIAS);
-            [_mm256_mul_ps(bf16(block), factor), _mm256_mul_ps(bf16(block.add(16)), factor)]
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn load(elements: *const u8, octet: usize) -> Fp8Pairs {
-        // SAFETY: the caller guarantees the extent.
-        unsafe { Fp8Pairs::load(elements, octet) }
-    }
-
-    #[inline(always)]
-    unsafe fn next(elements: &mut Fp8Pairs, i: usize) -> Wide {
-        // SAFETY: `scaled_tile` calls this eight times after a load.
-        unsafe { elements.next(i % 2 == 1) }
     }
 }
 

@@ -1,8 +1,8 @@
 //! The part of the vector kernels that does not depend on the length of vectors.
 
 /// Defines the kernels of one instruction set: `P`, `ROWS`, `Wide`, the traits `Format` and `Scaled`, one type per way to
-/// decode weights, and `kernels`. The file that uses the macro implements `Format` for `F32`, `F16` and `Bf16`, `Scaled` for
-/// the others, and the functions `bf16`, `f16` and `i8`, which widen a vector from memory. `sums` gives the number of sets of
+/// decode weights, and `kernels`. The file that uses the macro implements `Format` for `F16` and `Bf16`, `Scaled` for `Fp4` and
+/// `Int4`, the type `Fp8Pairs`, and the functions `bf16`, `f16` and `i8`, which widen a vector from memory. `sums` gives the number of sets of
 /// sums for each number of rows: a tile of few rows has registers to spare, and a second set hides the latency of the
 /// multiply-add.
 macro_rules! vector_kernels {
@@ -119,6 +119,70 @@ macro_rules! vector_kernels {
         struct Fp4;
         struct Int4;
         struct Int4Zeros;
+
+        impl Format for F32 {
+            const BLOCK: usize = 4 * K_BLOCK * P;
+
+            #[inline(always)]
+            unsafe fn widen(block: *const u8, i: usize) -> Wide {
+                // SAFETY: a block has P floats per input feature.
+                unsafe {
+                    let at = block.cast::<f32>().add(i * P);
+                    [$load(at), $load(at.add(LANES))]
+                }
+            }
+        }
+
+        impl Scaled for Fp8 {
+            const ELEMENTS: usize = K_BLOCK * P;
+            const IN_BLOCK: bool = false;
+            type Elements = Fp8Pairs;
+
+            #[inline(always)]
+            unsafe fn scale(_: &KernelArgs, _: *const u8, scales: *const f32, _: usize) -> Wide {
+                // SAFETY: scales has P elements.
+                unsafe { [$load(scales), $load(scales.add(LANES))] }
+            }
+
+            #[inline(always)]
+            unsafe fn load(elements: *const u8, octet: usize) -> Fp8Pairs {
+                // SAFETY: the caller guarantees the extent.
+                unsafe { Fp8Pairs::load(elements, octet) }
+            }
+
+            #[inline(always)]
+            unsafe fn next(elements: &mut Fp8Pairs, i: usize) -> Wide {
+                // SAFETY: `scaled_tile` calls this eight times after a load.
+                unsafe { elements.next(i % 2 == 1) }
+            }
+        }
+
+        impl Scaled for Mxfp8 {
+            const ELEMENTS: usize = Fp8::ELEMENTS;
+            const MX: bool = true;
+            type Elements = Fp8Pairs;
+
+            #[inline(always)]
+            unsafe fn scale(_: &KernelArgs, block: *const u8, _: *const f32, _: usize) -> Wide {
+                // SAFETY: a block starts with P exponents.
+                unsafe {
+                    let factor = $splat(FP8_BIAS);
+                    [$multiply(bf16(block), factor), $multiply(bf16(block.add(2 * LANES)), factor)]
+                }
+            }
+
+            #[inline(always)]
+            unsafe fn load(elements: *const u8, octet: usize) -> Fp8Pairs {
+                // SAFETY: the same contract.
+                unsafe { Fp8::load(elements, octet) }
+            }
+
+            #[inline(always)]
+            unsafe fn next(elements: &mut Fp8Pairs, i: usize) -> Wide {
+                // SAFETY: the same contract.
+                unsafe { Fp8::next(elements, i) }
+            }
+        }
 
         impl Scaled for Int4Zeros {
             const ELEMENTS: usize = Int4::ELEMENTS;

@@ -83,6 +83,29 @@ pub(in crate::api) enum Peer {
     Unknown,
 }
 
+/// The token that let a call in, for calls that last.
+#[derive(Clone)]
+pub(in crate::api) struct Pass {
+    access: Arc<Access>,
+    digest: [u8; 32],
+    client: Arc<str>,
+    /// The tokens among which this one was last found.
+    found_in: Option<Arc<Tokens>>,
+}
+
+impl Pass {
+    /// Whether the token still is one of its client.
+    pub(in crate::api) fn is_valid(&mut self) -> bool {
+        let Some(tokens) = self.access.tokens.as_ref().map(Watched::now) else { return true };
+        if self.found_in.as_ref().is_some_and(|found_in| Arc::ptr_eq(found_in, &tokens)) {
+            return true;
+        }
+        let is_known = tokens.name_of(&self.digest).is_some_and(|client| client == self.client);
+        self.found_in = is_known.then_some(tokens);
+        is_known
+    }
+}
+
 /// The current credentials.
 pub struct Access {
     tls: Option<Watched<ServerTls>>,
@@ -216,6 +239,13 @@ impl Access {
             }
             Peer::Unknown => Ok(None),
         }
+    }
+
+    /// The token of a call that was let in as `client`; `None` if it was let in without one.
+    pub(in crate::api) fn pass(self: &Arc<Self>, headers: &HeaderMap, client: &Arc<str>) -> Option<Pass> {
+        self.tokens.as_ref()?;
+        let digest = tokens::hash(bearer(headers)?.ok()?);
+        Some(Pass { access: Arc::clone(self), digest, client: Arc::clone(client), found_in: None })
     }
 
     /// The name of a caller of Admin.

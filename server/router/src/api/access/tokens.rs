@@ -31,10 +31,14 @@ impl Tokens {
 
     /// The client of a token. Takes the same time for every token of the same length.
     pub(super) fn name(&self, token: &[u8]) -> Option<Arc<str>> {
-        let given = hash(token);
+        self.name_of(&hash(token))
+    }
+
+    /// The client of the token with this digest.
+    pub(super) fn name_of(&self, given: &[u8; 32]) -> Option<Arc<str>> {
         let mut found = None;
         for (name, known) in &self.clients {
-            if bool::from(known.ct_eq(&given)) {
+            if bool::from(known.ct_eq(given)) {
                 found = Some(name);
             }
         }
@@ -42,7 +46,8 @@ impl Tokens {
     }
 }
 
-fn hash(token: &[u8]) -> [u8; 32] {
+/// The SHA-256 digest of a token.
+pub(super) fn hash(token: &[u8]) -> [u8; 32] {
     let mut bytes = [0; 32];
     bytes.copy_from_slice(digest(&SHA256, token).as_ref());
     bytes

@@ -131,10 +131,12 @@ impl<B> RequestBody<B> {
             ));
         }
         if length > self.terms.limit {
-            let text = format!(
-                "the message has {length} bytes, and the limit is {} (GetModel reports it); send fewer tokens per request",
-                self.terms.limit
-            );
+            let way_out = match self.terms.forward {
+                true => " (GetModel reports it); send fewer tokens per request",
+                false => "",
+            };
+            let text =
+                format!("the message has {length} bytes, and the limit is {}{way_out}", self.terms.limit);
             return self.refuse(Failure::field("body", text).into(), length, BytesMut::new());
         }
         let Terms { budget, connection, owner, .. } = &self.terms;

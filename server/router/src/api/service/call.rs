@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::failure::Failure;
 use super::validate::Envelope;
+use crate::api::access::Pass;
 use crate::api::framing::charges::Charges;
 use crate::backend::{ClientKey, RequestId};
 use crate::telemetry::{RequestTrace, TraceParent};
@@ -26,6 +27,8 @@ pub(in crate::api) struct Call {
     /// Time at which the service answers DEADLINE_EXCEEDED.
     pub(in crate::api) deadline: Option<Instant>,
     pub(in crate::api) charges: Arc<Charges>,
+    /// The token of a stream, which may be removed while the stream lasts.
+    pub(in crate::api) pass: Option<Pass>,
     /// Cancelled when the service shuts down; streams then finish their requests in flight and end.
     pub(in crate::api) closing: CancellationToken,
     /// The caller's trace, which requests of a stream continue.

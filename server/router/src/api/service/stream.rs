@@ -206,6 +206,12 @@ impl Stream for Exchange {
             }
             match Pin::new(inbound).poll_next(cx) {
                 Poll::Pending => return Poll::Pending,
+                Poll::Ready(Some(Ok(_))) if this.call.pass.as_mut().is_some_and(|pass| !pass.is_valid()) => {
+                    drop(this.call.charges.next_arrival());
+                    this.end =
+                        Some(Failure::Unauthenticated("the token is no longer known to the service").into());
+                    this.inbound = None;
+                }
                 Poll::Ready(Some(Ok(message))) => {
                     if let Some(answered) = this.take(message) {
                         return this.send(answered);

@@ -10,11 +10,8 @@ use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 
 use super::failure::{Failure, Violation};
 use super::unowned::{self, UNOWNED};
-use crate::backend::{ClientKey, GivenRouting, ModelInfo, MoeLayerInfo, Request, RequestId};
+use crate::backend::{ClientKey, GivenRouting, MAX_NAME_BYTES, ModelInfo, MoeLayerInfo, Request, RequestId};
 use expertd_types::{ChunkedBytes, DType, LayerId, NoFingerprint, WeightFingerprint, WeightVersion};
-
-/// Longest name of a model, in bytes.
-const MAX_NAME_BYTES: usize = 256;
 
 /// The parts of a request that are not in its message.
 #[derive(Clone, Copy, Debug)]

@@ -7,12 +7,18 @@ use std::net::SocketAddr;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::{Duration, Instant};
 
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio_rustls::server::TlsStream;
 use tokio_util::either::Either;
 
 use super::table::Origin;
+use crate::telemetry::Rarely;
+
+/// Interval of the checks whether the file of a Unix-domain socket still exists.
+const FILE_ROUND: Duration = Duration::from_secs(1);
 
 /// An address to listen on: `HOST:PORT` (numeric host, port 0 picks a free one) or `unix:/PATH`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -89,7 +95,7 @@ pub enum BindError {
         source: io::Error,
     },
     /// Another process listens on the socket.
-    #[error("cannot listen on unix:{}: another process listens on it; stop that process or choose another path", path.display())]
+    #[error("cannot listen on unix:{}: another process listens on it: stop that process, or choose another path", path.display())]
     InUse {
         /// The socket's path.
         path: PathBuf,
@@ -102,10 +108,22 @@ pub enum BindError {
     },
 }
 
+impl BindError {
+    /// Whether another process listens on the address.
+    #[must_use]
+    pub fn is_in_use(&self) -> bool {
+        match self {
+            BindError::System { source, .. } => source.kind() == io::ErrorKind::AddrInUse,
+            BindError::InUse { .. } => true,
+            BindError::NotASocket { .. } => false,
+        }
+    }
+}
+
 fn hint(address: &Address, error: &io::Error) -> &'static str {
     match (error.kind(), address) {
         (io::ErrorKind::AddrInUse, _) => {
-            "; another process uses it; choose another port, or port 0 for a free one"
+            "; stop the process that uses it, or choose another port (0 picks a free one)"
         }
         (io::ErrorKind::PermissionDenied, Address::Tcp(_)) => "; ports below 1024 need privileges",
         (io::ErrorKind::NotFound, Address::Unix(_)) => "; its directory does not exist",
@@ -116,7 +134,7 @@ fn hint(address: &Address, error: &io::Error) -> &'static str {
 /// A bound listener. Dropping it removes a Unix-domain socket's file.
 pub(crate) enum Listener {
     Tcp(TcpListener),
-    Unix(UnixListener, SocketFile),
+    Unix(UnixSocket),
 }
 
 impl Listener {
@@ -125,7 +143,7 @@ impl Listener {
         let failed = |source| BindError::System { address: address.clone(), source };
         match address {
             Address::Tcp(socket) => TcpListener::bind(socket).await.map(Listener::Tcp).map_err(failed),
-            Address::Unix(path) => bind_unix(path, mode),
+            Address::Unix(path) => UnixSocket::bind(path, mode).map(Listener::Unix),
         }
     }
 
@@ -133,12 +151,13 @@ impl Listener {
     pub(in crate::api) fn address(&self) -> io::Result<Address> {
         match self {
             Listener::Tcp(listener) => listener.local_addr().map(Address::Tcp),
-            Listener::Unix(_, file) => Ok(Address::Unix(file.path.clone())),
+            Listener::Unix(socket) => Ok(Address::Unix(socket.file.path.clone())),
         }
     }
 
-    /// Accepts the next connection and determines its origin.
-    pub(crate) async fn accept(&self) -> io::Result<(PlainSocket, Origin)> {
+    /// Accepts the next connection and determines its origin. Call it at least once a second, so that a Unix-domain socket whose file
+    /// was removed is bound again.
+    pub(crate) async fn accept(&mut self) -> io::Result<(PlainSocket, Origin)> {
         match self {
             Listener::Tcp(listener) => {
                 let (stream, peer) = listener.accept().await?;
@@ -146,8 +165,9 @@ impl Listener {
                 let _ = stream.set_nodelay(true);
                 Ok((Either::Left(stream), Origin::address(peer.ip())))
             }
-            Listener::Unix(listener, _) => {
-                let (stream, _) = listener.accept().await?;
+            Listener::Unix(socket) => {
+                socket.check_file();
+                let (stream, _) = socket.listener.accept().await?;
                 let user = stream.peer_cred()?.uid();
                 Ok((Either::Right(stream), Origin::User(user)))
             }
@@ -155,20 +175,69 @@ impl Listener {
     }
 }
 
-fn bind_unix(path: &Path, mode: u32) -> Result<Listener, BindError> {
-    let failed = |source| BindError::System { address: Address::Unix(path.to_owned()), source };
-    let listener = match UnixListener::bind(path) {
-        Ok(listener) => listener,
-        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-            remove_stale(path)?;
-            UnixListener::bind(path).map_err(failed)?
+/// A bound Unix-domain socket and its file.
+pub(crate) struct UnixSocket {
+    /// Dropped before the listener, which keeps the file's number from being used again.
+    file: SocketFile,
+    listener: UnixListener,
+    mode: u32,
+    next_check: Instant,
+    unreachable: Rarely,
+}
+
+impl UnixSocket {
+    fn bind(path: &Path, mode: u32) -> Result<UnixSocket, BindError> {
+        let failed = |source| BindError::System { address: Address::Unix(path.to_owned()), source };
+        let listener = match UnixListener::bind(path) {
+            Ok(listener) => listener,
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                remove_stale(path)?;
+                UnixListener::bind(path).map_err(failed)?
+            }
+            Err(error) => return Err(failed(error)),
+        };
+        let id = FileId::of(path).map_err(failed)?;
+        let file = SocketFile { path: path.to_owned(), id };
+        // Before this call the umask decided who may connect; the peer's user is checked in any case.
+        std::fs::set_permissions(path, Permissions::from_mode(mode)).map_err(failed)?;
+        let next_check = Instant::now() + FILE_ROUND;
+        Ok(UnixSocket { file, listener, mode, next_check, unreachable: Rarely::default() })
+    }
+
+    /// Binds the socket again if its file was removed: without the file no client can connect. A file that something else has put in
+    /// its place stays.
+    fn check_file(&mut self) {
+        if Instant::now() < self.next_check {
+            return;
         }
-        Err(error) => return Err(failed(error)),
-    };
-    let file = SocketFile::of(path).map_err(failed)?;
-    // Before this call the umask decided who may connect; the peer's user is checked in any case.
-    std::fs::set_permissions(path, Permissions::from_mode(mode)).map_err(failed)?;
-    Ok(Listener::Unix(listener, file))
+        self.next_check = Instant::now() + FILE_ROUND;
+        let path = self.file.path.display().to_string();
+        let problem = match FileId::of(&self.file.path) {
+            Ok(found) if found == self.file.id => return,
+            Ok(_) => {
+                "another file is in its place; remove that file, and the socket is bound again".to_owned()
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                match UnixSocket::bind(&self.file.path, self.mode) {
+                    Ok(again) => {
+                        tracing::warn!(path, "the file of a socket was removed; the socket is bound again");
+                        *self = again;
+                        return;
+                    }
+                    Err(error) => error.to_string(),
+                }
+            }
+            Err(error) => error.to_string(),
+        };
+        if let Some(times) = self.unreachable.now() {
+            tracing::error!(
+                path,
+                problem,
+                times,
+                "clients cannot connect to a socket whose file was removed"
+            );
+        }
+    }
 }
 
 /// Removes a socket file that an ended process left behind, and nothing else: a refused connection proves that no process
@@ -183,7 +252,7 @@ fn remove_stale(path: &Path) -> Result<(), BindError> {
     if !metadata.file_type().is_socket() {
         return Err(BindError::NotASocket { path: path.to_owned() });
     }
-    match std::os::unix::net::UnixStream::connect(path) {
+    match connect(path) {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
             tracing::info!(path = %path.display(), "removing the socket of an ended process");
             std::fs::remove_file(path).map_err(failed)
@@ -194,24 +263,33 @@ fn remove_stale(path: &Path) -> Result<(), BindError> {
     }
 }
 
-/// Removes the socket's file on drop if it is still the file that was bound.
-pub(crate) struct SocketFile {
-    path: PathBuf,
-    device: u64,
-    inode: u64,
+/// Connects without waiting: a stopped process that listens may have no room for another connection, which is an error then.
+fn connect(path: &Path) -> io::Result<()> {
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    Ok(rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?)
 }
 
-impl SocketFile {
-    fn of(path: &Path) -> io::Result<SocketFile> {
+/// Device and inode of a file. While a socket is open, no other file gets those of its file.
+#[derive(PartialEq, Eq)]
+struct FileId(u64, u64);
+
+impl FileId {
+    fn of(path: &Path) -> io::Result<FileId> {
         let metadata = std::fs::symlink_metadata(path)?;
-        Ok(SocketFile { path: path.to_owned(), device: metadata.dev(), inode: metadata.ino() })
+        Ok(FileId(metadata.dev(), metadata.ino()))
     }
+}
+
+/// Removes the socket's file on drop if it is still the file that was bound.
+struct SocketFile {
+    path: PathBuf,
+    id: FileId,
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let ours = std::fs::symlink_metadata(&self.path)
-            .is_ok_and(|found| found.dev() == self.device && found.ino() == self.inode);
+        let ours = FileId::of(&self.path).is_ok_and(|found| found == self.id);
         if ours && let Err(error) = std::fs::remove_file(&self.path) {
             tracing::debug!(path = %self.path.display(), %error, "the socket file could not be removed");
         }
@@ -274,6 +352,57 @@ mod tests {
         let _theirs = std::os::unix::net::UnixListener::bind(&path).unwrap();
         drop(ours);
         assert!(path.exists());
+    }
+
+    /// Tries to connect until a connection is accepted, and returns whether that happened within the time of several checks.
+    async fn is_reachable(listener: &mut Listener, path: &Path) -> bool {
+        let deadline = Instant::now() + 8 * FILE_ROUND;
+        while Instant::now() < deadline {
+            let client = std::os::unix::net::UnixStream::connect(path);
+            let accepted = tokio::time::timeout(Duration::from_millis(100), listener.accept()).await;
+            if client.is_ok() && matches!(accepted, Ok(Ok(_))) {
+                return true;
+            }
+        }
+        false
+    }
+
+    #[tokio::test]
+    async fn a_socket_whose_file_was_removed_is_bound_again_and_one_of_another_owner_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s.sock");
+        let mut ours = Listener::bind(&Address::Unix(path.clone()), 0o600).await.unwrap();
+        let before = FileId::of(&path).unwrap();
+        tokio::time::sleep(2 * FILE_ROUND).await;
+        assert!(is_reachable(&mut ours, &path).await);
+        assert!(FileId::of(&path).unwrap() == before, "a file that is there stays");
+        std::fs::remove_file(&path).unwrap();
+        assert!(is_reachable(&mut ours, &path).await);
+        assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+
+        std::fs::remove_file(&path).unwrap();
+        let theirs = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert!(!is_reachable(&mut ours, &path).await, "another process has taken the path");
+        drop(theirs);
+        std::fs::remove_file(&path).unwrap();
+        assert!(is_reachable(&mut ours, &path).await);
+        drop(ours);
+        assert!(!path.exists());
+    }
+
+    /// A stopped process accepts nothing: its socket has no room for further connections and is in use all the same.
+    #[tokio::test]
+    async fn a_full_socket_is_in_use() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s.sock");
+        let full = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        rustix::net::bind(&full, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        rustix::net::listen(&full, 0).unwrap();
+        let _waiting = std::os::unix::net::UnixStream::connect(&path).unwrap();
+        let address = Address::Unix(path.clone());
+        let bound = tokio::task::spawn(async move { Listener::bind(&address, 0o600).await.err() });
+        let error = tokio::time::timeout(Duration::from_secs(20), bound).await.expect("no wait").unwrap();
+        assert!(matches!(error, Some(BindError::InUse { .. })), "{error:?}");
     }
 
     #[tokio::test]

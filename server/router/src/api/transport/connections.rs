@@ -98,7 +98,7 @@ impl Connections {
     }
 
     /// Accepts connections until the service closes. A connection above a limit is closed.
-    pub(in crate::api) async fn accept(self: Arc<Self>, listener: Listener) {
+    pub(in crate::api) async fn accept(self: Arc<Self>, mut listener: Listener) {
         let (mut refused, mut failed) = (Rarely::default(), Rarely::default());
         let heartbeat = watchdog::watch("the task that accepts connections");
         let mut ticks = tokio::time::interval(watchdog::TICK);

@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::Instant;
 
+use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use expertd_proto::v1::moe_server::MoeServer;
 use http::{HeaderMap, Request, Response};
 use hyper::body::Incoming;
@@ -36,11 +37,14 @@ use crate::telemetry::{RequestMetrics, TraceParent, names};
 
 const FORWARD: &str = "/expertd.v1.Moe/Forward";
 const FORWARD_STREAM: &str = "/expertd.v1.Moe/ForwardStream";
+const GET_MODEL: &str = "/expertd.v1.Moe/GetModel";
 const MOE: &str = "/expertd.v1.Moe/";
 /// Largest request of a call without rows, in bytes: names, and reflection requests.
 const CONTROL_REQUEST_BYTES: usize = 4 << 10;
+/// Admin; its requests carry placements.
+const ADMIN: &str = "/expertd.v1.Admin/";
 const HEALTH: &str = "/grpc.health.v1.Health/";
-/// Bytes charged for an answer of reflection or Admin.
+/// Bytes charged for an answer of reflection, ListModels or Admin.
 const DESCRIPTOR_BYTES: usize = 64 << 10;
 
 /// The services of a listener, and the credentials that they require.
@@ -56,8 +60,7 @@ pub(in crate::api) struct Services {
 struct Public {
     server: MoeServer<MoeService>,
     message_limit: usize,
-    /// Size of the answer to GetModel, in bytes.
-    model_bytes: usize,
+    backend: Arc<dyn Backend>,
     metrics: Arc<RequestMetrics>,
     closing: CancellationToken,
 }
@@ -77,13 +80,12 @@ impl Services {
         closing: CancellationToken,
     ) -> Services {
         let message_limit = backend.model().limits.max_message_bytes;
-        let model_bytes = convert::model(&backend.model()).encoded_len();
         let metrics = Arc::new(RequestMetrics::new("Forward"));
-        let service = MoeService::new(backend, Arc::clone(&metrics));
+        let service = MoeService::new(Arc::clone(&backend), Arc::clone(&metrics));
         let server = MoeServer::new(service)
             .max_decoding_message_size(message_limit)
             .max_encoding_message_size(usize::MAX);
-        let moe = Some(Public { server, message_limit, model_bytes, metrics, closing });
+        let moe = Some(Public { server, message_limit, backend, metrics, closing });
         Services { routes, moe, budget, access }
     }
 }
@@ -114,6 +116,8 @@ struct Caller {
     owner: Arc<Owner>,
     /// Counts the tokens of a client that has a name.
     tokens: Option<Counter>,
+    /// The client's name.
+    name: Option<Arc<str>>,
 }
 
 /// The key of a named client, which its connections and sessions share.
@@ -141,7 +145,7 @@ impl Front {
         };
         let Some(name) = name else {
             let owner = Arc::clone(&self.connection.peer);
-            return Ok(Caller { key: self.connection.key, owner, tokens: None });
+            return Ok(Caller { key: self.connection.key, owner, tokens: None, name: None });
         };
         self.table.authenticate(&self.connection);
         let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
@@ -164,7 +168,7 @@ impl Front {
             Some(client) => {
                 client.calls.increment(1);
                 let (owner, tokens) = (Arc::clone(&client.owner), Some(client.tokens.clone()));
-                Ok(Caller { key: client.key, owner, tokens })
+                Ok(Caller { key: client.key, owner, tokens, name: Some(Arc::clone(&client.name)) })
             }
             None => Err(Failure::Unauthenticated("the credentials were lost")),
         }
@@ -198,16 +202,20 @@ impl Service<Request<Incoming>> for Front {
             Ok(caller) => caller,
             Err(failure) => return refused(failure),
         };
-        let Services { budget, moe, .. } = &*self.services;
+        let Services { budget, moe, access, .. } = &*self.services;
         let path = request.uri().path();
         let (streaming, unary) = (path == FORWARD_STREAM, path == FORWARD);
         let forward = streaming || unary;
         let public = moe.as_ref().filter(|_| path.starts_with(MOE));
         let (answer_bytes, limit) = match public {
             Some(public) if forward => (0, public.message_limit),
-            Some(public) => (public.model_bytes, CONTROL_REQUEST_BYTES),
+            // The size of its answer changes with the placement.
+            Some(public) if path == GET_MODEL => {
+                (convert::model(&public.backend.model()).encoded_len(), CONTROL_REQUEST_BYTES)
+            }
+            None if moe.is_none() && path.starts_with(ADMIN) => (DESCRIPTOR_BYTES, CONTROL_MESSAGE_BYTES),
             None if path.starts_with(HEALTH) => (0, CONTROL_REQUEST_BYTES),
-            None => (DESCRIPTOR_BYTES, CONTROL_REQUEST_BYTES),
+            _ => (DESCRIPTOR_BYTES, CONTROL_REQUEST_BYTES),
         };
         let held_bytes = answer_bytes + header_bytes(request.headers());
         let Ok(charge) = budget.try_call(&self.connection, &caller.owner, held_bytes) else {
@@ -243,6 +251,7 @@ impl Service<Request<Incoming>> for Front {
             client_tokens: caller.tokens,
             deadline,
             charges: Arc::clone(&charges),
+            pass: caller.name.filter(|_| streaming).and_then(|name| access.pass(request.headers(), &name)),
             closing: public.closing.clone(),
             parent: parent.filter(|_| streaming),
             trace: trace.clone(),

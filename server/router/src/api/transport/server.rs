@@ -24,8 +24,8 @@ use crate::backend::Backend;
 const ADMIN_CONNECTIONS: usize = 32;
 /// Largest number of concurrent calls on an admin connection.
 const ADMIN_STREAMS: u32 = 32;
-/// Largest number of request bytes that calls to Admin may hold.
-const ADMIN_BYTES: usize = 4 << 20;
+/// Largest number of request bytes that calls to Admin may hold: a few placements of the largest size.
+const ADMIN_BYTES: usize = 4 * CONTROL_MESSAGE_BYTES;
 /// Longest idle time of an admin connection: a drain answers only at its end.
 const MAX_DRAIN: Duration = Duration::from_secs(24 * 3600);
 /// Mode of a public Unix-domain socket: the service's user and group may connect.
@@ -56,8 +56,13 @@ pub struct ServerConfig {
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
     /// An address could not be bound.
-    #[error(transparent)]
-    Bind(#[from] BindError),
+    #[error("{setting}: {source}")]
+    Bind {
+        /// Name of the setting with the address.
+        setting: &'static str,
+        /// Why not.
+        source: BindError,
+    },
     /// Rows and credentials would cross the network in plaintext.
     #[error(
         "{0} can be reached from other hosts and would speak plaintext; give --tls-cert and --tls-key, listen on \
@@ -128,10 +133,10 @@ impl Server {
         config.check(&access)?;
         let mut public = Vec::new();
         for address in &config.listen {
-            public.push(bind(address, PUBLIC_MODE).await?);
+            public.push(bind("listen", address, PUBLIC_MODE).await?);
         }
         let admin = match &config.admin {
-            Some(address) => Some(bind(address, ADMIN_MODE).await?),
+            Some(address) => Some(bind("admin-listen", address, ADMIN_MODE).await?),
             None => None,
         };
         let ServerConfig { connections, timeouts, shutdown_grace: grace, memory_limit_bytes, .. } = *config;
@@ -215,10 +220,16 @@ impl Server {
     }
 }
 
-async fn bind(address: &Address, mode: u32) -> Result<(Address, Listener), ServerError> {
-    let listener = Listener::bind(address, mode).await?;
-    let bound =
-        listener.address().map_err(|source| BindError::System { address: address.clone(), source })?;
+/// Binds the address of `setting`.
+async fn bind(
+    setting: &'static str,
+    address: &Address,
+    mode: u32,
+) -> Result<(Address, Listener), ServerError> {
+    let failed = |source| ServerError::Bind { setting, source };
+    let listener = Listener::bind(address, mode).await.map_err(failed)?;
+    let system = |source| BindError::System { address: address.clone(), source };
+    let bound = listener.address().map_err(system).map_err(failed)?;
     Ok((bound, listener))
 }
 

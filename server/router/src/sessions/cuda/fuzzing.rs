@@ -42,6 +42,7 @@ pub fn doorbells(data: &[u8]) -> usize {
     let layout = ControlLayout::new(doorbells, routing_bytes).expect("a small layout");
     let control = ControlMemory::create(doorbells, 1, routing_bytes).expect("a small region");
     let charge = registry.charge(&LIMITS, 0, layout.bytes).expect("the first session fits");
+    let held = registry.hold(control.region(), charge);
     let words = control.region().slice::<u64>(0, layout.bytes / 8).expect("the whole region");
     let (socket, _client) = UnixStream::pair().expect("a pair of sockets");
     let session = CudaState::new(SessionParts {
@@ -52,7 +53,7 @@ pub fn doorbells(data: &[u8]) -> usize {
         open: OpenCuda { memory_bytes: MEMORY_BYTES, ..OpenCuda::zeroed() },
         socket,
         metrics: Arc::new(RequestMetrics::new("Session")),
-        charge,
+        held,
     });
     let echo = Echo::new(MEMORY_BYTES);
     let bytes = (usize::from(prepared) * size_of::<PreparedCall>()).min(data.len());

@@ -14,7 +14,8 @@ use expertd_session::socket;
 use expertd_session::wire::frame;
 use metrics::counter;
 
-use super::super::listener::{Opening, Shared, unreadable};
+use super::super::connection::unreadable;
+use super::super::listener::{Opening, Shared};
 use super::super::open::OpenSession;
 use super::super::session::Opener;
 use super::state::{CudaState, SessionParts};
@@ -51,6 +52,7 @@ impl Shared {
             self.registry.charge(&self.config.limits, opener.user, bytes.saturating_add(layout.bytes))?;
         let control = ControlMemory::create(open.doorbells, WORDS, open.routing_bytes);
         let control = control.map_err(|error| error.to_string())?;
+        let held = self.registry.hold(control.region(), charge);
         let number = self.next_number()?;
         let session = CudaState::new(SessionParts {
             number,
@@ -60,11 +62,11 @@ impl Shared {
             open,
             socket: socket.try_clone().map_err(|error| error.to_string())?,
             metrics: Arc::clone(&self.metrics),
-            charge,
+            held,
         });
-        let held = OpenSession::Cuda(Arc::clone(&session));
-        self.registry.add(&self.config.limits, &held)?;
-        self.steps.session_opened(held);
+        let opened = OpenSession::Cuda(Arc::clone(&session));
+        self.registry.add(&self.config.limits, &opened)?;
+        self.steps.session_opened(opened);
         let attached = session.wait_attached(Instant::now() + ATTACH_TIMEOUT);
         drop(opening);
         let started =

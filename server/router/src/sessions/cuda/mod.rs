@@ -14,3 +14,5 @@ mod state;
 
 pub(crate) use call::{CudaCall, Raising};
 pub(crate) use state::CudaState;
+#[cfg(test)]
+pub(super) use state::SessionParts;

@@ -17,7 +17,8 @@ use tonic::Code;
 
 use super::super::call::{end_trace, failed};
 use super::super::open::{OpenSession, end_socket};
-use super::super::registry::{Charge, SessionStatus};
+use super::super::registry::SessionStatus;
+use super::super::release::HeldRegion;
 use super::super::session::{Opener, RowsTravel};
 use super::call::{CudaCall, Raising};
 use super::doorbells::{Admission, DoorbellTable, check};
@@ -35,7 +36,7 @@ const IDLE_AFTER: Duration = Duration::from_secs(1);
 const IDLE_PAUSE: Duration = Duration::from_micros(500);
 
 /// What the threads of the router share of one CUDA session. Its control region stays mapped, and its memory's descriptor open,
-/// until the last call is complete and no rank has the memory.
+/// until the last call is complete, no rank has the memory, and the client has closed its socket.
 #[derive(Debug)]
 pub(crate) struct CudaState {
     number: u64,
@@ -56,23 +57,24 @@ pub(crate) struct CudaState {
     calls_total: AtomicU64,
     rows_total: AtomicU64,
     metrics: Arc<RequestMetrics>,
-    _charge: Charge,
+    /// Dropped last: the other fields have views of the region.
+    _held: HeldRegion,
 }
 
 /// The parts that the listener makes before a session.
-pub(super) struct SessionParts {
-    pub(super) number: u64,
-    pub(super) opener: Opener,
-    pub(super) control: ControlMemory,
-    pub(super) memory: OwnedFd,
-    pub(super) open: OpenCuda,
-    pub(super) socket: UnixStream,
-    pub(super) metrics: Arc<RequestMetrics>,
-    pub(super) charge: Charge,
+pub(in crate::sessions) struct SessionParts {
+    pub(in crate::sessions) number: u64,
+    pub(in crate::sessions) opener: Opener,
+    pub(in crate::sessions) control: ControlMemory,
+    pub(in crate::sessions) memory: OwnedFd,
+    pub(in crate::sessions) open: OpenCuda,
+    pub(in crate::sessions) socket: UnixStream,
+    pub(in crate::sessions) metrics: Arc<RequestMetrics>,
+    pub(in crate::sessions) held: HeldRegion,
 }
 
 impl CudaState {
-    pub(super) fn new(parts: SessionParts) -> Arc<Self> {
+    pub(in crate::sessions) fn new(parts: SessionParts) -> Arc<Self> {
         let doorbells = parts.control.doorbells();
         Arc::new(CudaState {
             number: parts.number,
@@ -91,7 +93,7 @@ impl CudaState {
             calls_total: AtomicU64::new(0),
             rows_total: AtomicU64::new(0),
             metrics: parts.metrics,
-            _charge: parts.charge,
+            _held: parts.held,
         })
     }
 

@@ -1,0 +1,317 @@
+//! The launches of a step, in order.
+
+#![allow(unsafe_code, reason = "launches kernels")]
+
+use expertd_kernels::device::Stream;
+use expertd_kernels::experts::{self, ExpertsParams};
+use expertd_kernels::launch;
+use expertd_kernels::layout::Shape;
+use expertd_kernels::params::{
+    CombineParams, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group, SharedParams, SlotState,
+    fp8_row_bytes,
+};
+
+use super::{Buffers, SlotSet, StagedAddresses};
+use crate::engine::counts::DeviceCounts;
+use crate::engine::fault::CudaFault;
+use crate::engine::layers::{Layer, Layers, gate_params};
+use crate::engine::parts::Parts;
+use crate::experts::{DeviceFormat, activation_code};
+use expertd_model::Activation;
+
+/// Blocks of the kernel that lists the rows of shared experts.
+const LIST_BLOCKS: u32 = 32;
+
+/// The launches of one step.
+pub(in crate::engine) struct StepLaunches<'a> {
+    pub(in crate::engine) layer: &'a Layer,
+    pub(in crate::engine) slot: &'a SlotSet,
+    pub(in crate::engine) counts: &'a DeviceCounts,
+    /// The group, with the layer's physical experts and the step's k.
+    pub(in crate::engine) group: Group,
+    pub(in crate::engine) staged: StagedAddresses,
+    /// Whether ranks wait for each other between copy_in and the gate.
+    pub(in crate::engine) aligned: bool,
+    /// Rows that the gate's grid covers; 0 if the gate routes no row of this rank.
+    pub(in crate::engine) gate_rows: u32,
+    /// Whether shared experts run.
+    pub(in crate::engine) shared: bool,
+    /// Grid of dispatch, equal on every rank.
+    pub(in crate::engine) dispatch_blocks: u32,
+    /// Grid of combine, equal on every rank.
+    pub(in crate::engine) combine_blocks: u32,
+    /// Grid of copy_in and copy_out.
+    pub(in crate::engine) copy_blocks: u32,
+    /// Elements of a row without padding.
+    pub(in crate::engine) row_elements: u32,
+    /// Whether copy engines carry rows to where the gate and dispatch read them, and results from where combine writes them.
+    pub(in crate::engine) unchanged: bool,
+    /// Parts of a step, whose launches are not captured; `None`: the step is not cut, and its rows are on the device.
+    pub(in crate::engine) parts: Option<Parts<'a>>,
+}
+
+impl StepLaunches<'_> {
+    /// Enqueues the whole step: copy_in, the meeting of ranks, the wait for rows that copy engines carry, gate, dispatch, routed
+    /// experts, shared experts, combine in one launch or in parts, copy_out. Those that the step does not need are left out.
+    ///
+    /// # Safety
+    /// All addresses are live until the stream has run what is enqueued, and the device's context is current.
+    pub(in crate::engine) unsafe fn enqueue(
+        &self,
+        layers: &Layers,
+        buffers: &Buffers,
+        shape: &Shape,
+        on: &Stream,
+    ) -> Result<(), CudaFault> {
+        let step = Phases { step: self, layers, buffers, shape, on };
+        // SAFETY: the caller keeps all addresses live, for this and every launch below.
+        unsafe { step.copy_in()? };
+        if self.aligned {
+            // SAFETY: as above.
+            unsafe { launch::meet(&[self.group], 1, on.raw())? };
+        }
+        if let Some(parts) = self.parts {
+            parts.arrived.wait_event(on)?;
+        }
+        if self.gate_rows > 0 {
+            // SAFETY: as above.
+            unsafe { step.gate()? };
+        }
+        // SAFETY: as above.
+        unsafe { step.dispatch()? };
+        if layers.local_experts(self.layer) > 0 {
+            // SAFETY: as above.
+            unsafe { step.routed_experts()? };
+        }
+        // SAFETY: as above.
+        let shared_out = unsafe { step.shared_experts()? };
+        // SAFETY: as above.
+        unsafe {
+            step.combine(shared_out)?;
+            step.copy_out()
+        }
+    }
+
+    /// Whether rows travel between ranks in FP8. All ranks send rows in the format of the layer's experts. A group of one rank sends
+    /// no rows.
+    fn sends_fp8_rows(&self) -> bool {
+        self.layer.format == DeviceFormat::W8a8 && self.group.ranks > 1
+    }
+}
+
+/// A step that is being enqueued. Each method enqueues the launches of a phase; all addresses must be live until the stream has run them.
+struct Phases<'a> {
+    step: &'a StepLaunches<'a>,
+    layers: &'a Layers,
+    buffers: &'a Buffers,
+    shape: &'a Shape,
+    on: &'a Stream,
+}
+
+impl Phases<'_> {
+    unsafe fn copy_in(&self) -> Result<(), CudaFault> {
+        let Phases { step, shape, .. } = self;
+        let (slot, k) = (step.slot, &step.slot.kernels);
+        let copy_in = CopyInParams {
+            state: k.state.address(),
+            request: slot.request.address(),
+            segments: step.staged.segments,
+            staged_rows: step.staged.rows,
+            staged_ids: step.staged.ids,
+            staged_weights: step.staged.weights,
+            staged_token_ids: if step.layer.spec.gate.needs_token_ids() { step.staged.token_ids } else { 0 },
+            tokens: if step.unchanged { 0 } else { k.tokens.address() },
+            tokens_low: slot.tokens_low.address(),
+            topk_ids: k.topk_ids.address(),
+            topk_weights: k.topk_weights.address(),
+            token_ids: slot.token_ids.address(),
+            places: slot.places.address(),
+            staged_bytes: step.staged.row_bytes,
+            hidden: shape.hidden,
+            top_k: step.group.top_k,
+            max_tokens: shape.max_tokens,
+            experts: step.layer.spec.experts.count as u32,
+            max_segments: step.staged.max_segments,
+            row_elements: step.row_elements,
+        };
+        // SAFETY: the caller keeps all addresses live.
+        unsafe { launch::copy_in(&[copy_in], step.copy_blocks, self.on.raw())? };
+        Ok(())
+    }
+
+    unsafe fn gate(&self) -> Result<(), CudaFault> {
+        let Phases { step, layers, buffers, shape, .. } = self;
+        let (slot, k) = (step.slot, &step.slot.kernels);
+        let gate = GateParams {
+            state: k.state.address(),
+            layers: layers.gates.address(),
+            tokens: k.tokens.address(),
+            tokens_low: slot.tokens_low.address(),
+            token_ids: slot.token_ids.address(),
+            logits: buffers.logits.address(),
+            tickets: buffers.tickets.address(),
+            places: slot.places.address(),
+            topk_ids: k.topk_ids.address(),
+            topk_weights: k.topk_weights.address(),
+            hidden: shape.hidden,
+            max_tokens: shape.max_tokens,
+            ..gate_params(&step.layer.spec.gate)
+        };
+        // SAFETY: the caller keeps all addresses live.
+        unsafe { launch::gate(&[gate], step.gate_rows, self.on.raw())? };
+        Ok(())
+    }
+
+    unsafe fn dispatch(&self) -> Result<(), CudaFault> {
+        let step = self.step;
+        let dispatch = DispatchParams {
+            fp8_rows: u32::from(step.sends_fp8_rows()),
+            power_of_two_scales: u32::from(step.layer.spec.experts.power_of_two_scales),
+            ..step.slot.kernels.dispatch(step.group)
+        };
+        // SAFETY: the caller keeps all addresses live.
+        unsafe { launch::dispatch(&[dispatch], step.dispatch_blocks, self.on.raw())? };
+        Ok(())
+    }
+
+    unsafe fn routed_experts(&self) -> Result<(), CudaFault> {
+        let Phases { step, layers, shape, .. } = self;
+        let (k, spec, hidden) = (&step.slot.kernels, &step.layer.spec.experts, shape.hidden);
+        let (x_format, x_stride) = if step.sends_fp8_rows() {
+            (experts::ROWS_FP8, fp8_row_bytes(hidden as usize) as u64)
+        } else {
+            (experts::ROWS_BF16, u64::from(hidden) * 2)
+        };
+        let routed = ExpertsParams {
+            layers: layers.experts.address(),
+            expert_offsets: k.expert_offsets.address(),
+            row_index: k.row_index.address(),
+            row_weight: k.row_weight.address(),
+            x: k.rows(&step.group),
+            y: k.expert_out.address(),
+            experts: layers.local_experts(step.layer) as i32,
+            inter: step.layer.format.padded_inter(spec.width) as i32,
+            weight_on_input: i32::from(spec.weight_on_input),
+            power_of_two_scales: i32::from(spec.power_of_two_scales),
+            format: step.layer.format.code(),
+            x_format,
+            x_stride,
+            ..self.mlp(spec.activation)
+        };
+        // SAFETY: the caller keeps all addresses live.
+        unsafe { experts::experts(&routed, self.on.raw())? };
+        Ok(())
+    }
+
+    /// Returns the address of the output, or 0 if no shared experts run.
+    unsafe fn shared_experts(&self) -> Result<u64, CudaFault> {
+        let Phases { step, layers, shape, .. } = self;
+        let Some(shared) = step.layer.shared.as_ref().filter(|_| step.shared) else { return Ok(0) };
+        let (slot, stream) = (step.slot, self.on.raw());
+        let shared_out = slot.shared_out.address();
+        let list = SharedParams {
+            state: slot.kernels.state.address(),
+            tokens: slot.kernels.tokens.address(),
+            gates: layers.shared_gates.address(),
+            expert_offsets: slot.shared_offsets.address(),
+            row_index: slot.shared_index.address(),
+            row_weight: slot.shared_weight.address(),
+            hidden: shape.hidden,
+            max_tokens: shape.max_tokens,
+        };
+        let spec = step.layer.spec.shared.as_ref();
+        let activation = spec.map_or(Activation::SwiGlu, |s| s.activation);
+        let all = ExpertsParams {
+            layers: layers.shared.address(),
+            expert_offsets: list.expert_offsets,
+            row_index: list.row_index,
+            row_weight: list.row_weight,
+            x: list.tokens,
+            y: shared_out,
+            experts: 1,
+            inter: shared.experts.inter() as i32,
+            power_of_two_scales: i32::from(spec.is_some_and(|s| s.power_of_two_scales)),
+            format: shared.experts.format().code(),
+            ..self.mlp(activation)
+        };
+        // SAFETY: the caller keeps all addresses live.
+        unsafe {
+            launch::shared(&[list], LIST_BLOCKS, stream)?;
+            experts::experts(&all, stream)?;
+        }
+        Ok(shared_out)
+    }
+
+    unsafe fn combine(&self, shared_out: u64) -> Result<(), CudaFault> {
+        let step = self.step;
+        let (places, experts_done) = (step.slot.places.address(), step.slot.experts_done.address());
+        let combine =
+            CombineParams { places, experts_done, ..step.slot.kernels.combine(step.group, shared_out) };
+        let ends = step.parts.map_or(&[][..], |parts| &parts.ends[..parts.ends.len() - 1]);
+        let firsts = std::iter::once(0).chain(ends.iter().copied());
+        for (part, first_row) in firsts.enumerate() {
+            let end_row = ends.get(part).copied().unwrap_or(0);
+            let combine = CombineParams { first_row, end_row, ..combine };
+            // SAFETY: the caller keeps all addresses live.
+            unsafe { launch::combine(&[combine], step.combine_blocks, self.on.raw())? };
+            if let Some(parts) = step.parts {
+                parts.combined.of(part).record(self.on)?;
+            }
+        }
+        Ok(())
+    }
+
+    unsafe fn copy_out(&self) -> Result<(), CudaFault> {
+        let Phases { step, layers, shape, .. } = self;
+        let (slot, k) = (step.slot, &step.slot.kernels);
+        let local_experts = layers.local_experts(step.layer);
+        let copy_out = CopyOutParams {
+            group: step.group,
+            out: if step.unchanged { 0 } else { k.out.address() },
+            topk_ids: k.topk_ids.address(),
+            topk_weights: k.topk_weights.address(),
+            places: slot.places.address(),
+            assignments: k.expert_offsets.address() + u64::from(local_experts) * 4,
+            staged_ids: step.staged.ids,
+            staged_weights: step.staged.weights,
+            completion: slot.completion.address(),
+            raised: step.staged.raised,
+            hidden: shape.hidden,
+            top_k: step.group.top_k,
+            max_tokens: shape.max_tokens,
+            first_expert: step.layer.mine.first().copied().unwrap_or(0),
+            local_experts,
+            local_ids: layers.local_ids(),
+            row_elements: step.row_elements,
+            ..step.counts.params(k.expert_offsets.address())
+        };
+        // SAFETY: the caller keeps all addresses live.
+        unsafe { launch::copy_out(&[copy_out], step.copy_blocks, self.on.raw())? };
+        Ok(())
+    }
+
+    /// The parameters that routed and shared experts have in common.
+    fn mlp(&self, activation: Activation) -> ExpertsParams {
+        let Phases { step, buffers, shape, .. } = self;
+        let (activation, alpha, limit) = activation_code(activation);
+        let state = step.slot.kernels.state.address();
+        ExpertsParams {
+            layer: state + std::mem::offset_of!(SlotState, layer) as u64,
+            error: state + std::mem::offset_of!(SlotState, error) as u64,
+            x_panels: buffers.x_panels.address(),
+            h: buffers.h.address(),
+            x_scales: buffers.x_scales.address(),
+            h_scales: buffers.h_scales.address(),
+            state: buffers.state.address(),
+            x_stride: u64::from(shape.hidden) * 2,
+            deadline_ns: step.group.deadline_ns,
+            panel_rows: buffers.panel_rows as i32,
+            hidden: shape.hidden as i32,
+            activation,
+            alpha,
+            limit,
+            flags: experts::PROGRAMMATIC,
+            ..ExpertsParams::default()
+        }
+    }
+}
