@@ -1,4 +1,5 @@
-// The kernel for bf16 experts with few rows each: steps whose time is that of reading weights.
+// The kernel for bf16 experts with few rows each: steps whose time is that of reading weights. Ranks do not use it: it has not run on a
+// GPU yet, only the harness launches it (EXPERTD_LAUNCH_FEW_ROWS).
 //
 // It computes the same as experts_kernel (experts_kernel.cuh) for any counts, but reads an expert's weights once for every eight rows.
 // Where experts_kernel gives a block segments of 64 or 128 weight rows, a block here has one contiguous run of rows of the same number of
@@ -56,7 +57,8 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) experts_few_kernel(const __gri
 int resident_few_blocks() {
     static const int count = [] {
         int device = 0, processors = 0, each = 0;
-        if (cudaGetDevice(&device) != cudaSuccess ||
+        if (cudaFuncSetAttribute(experts_few_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED_BYTES) != cudaSuccess ||
+            cudaGetDevice(&device) != cudaSuccess ||
             cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
             cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, experts_few_kernel, FEW_THREADS, FEW_SHARED_BYTES) != cudaSuccess) {
             return 0;
@@ -67,12 +69,6 @@ int resident_few_blocks() {
 }
 
 } // namespace
-
-int setup_few() {
-    const cudaError_t status = cudaFuncSetAttribute(experts_few_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED_BYTES);
-    if (status != cudaSuccess) return status;
-    return resident_few_blocks() > 0 ? cudaSuccess : cudaErrorInvalidConfiguration;
-}
 
 int launch_few(const ExpertdExpertsParams& p, cudaStream_t stream) {
     int blocks = resident_few_blocks();

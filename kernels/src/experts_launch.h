@@ -8,7 +8,6 @@
 namespace expertd {
 
 int setup_bf16();
-int setup_few();
 int setup_fp8();
 int setup_mxfp4();
 int setup_w8a8();
