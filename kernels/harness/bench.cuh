@@ -32,7 +32,8 @@ void measure_ceiling() {
     std::printf("plain read of 4 GiB: %.0f GB/s\n", bytes / ms / 1e6);
 }
 
-void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
+// `flags`: values of ExpertdExpertsParams.flags, separated by commas, that take turns. `only_tokens`: numbers of tokens, likewise.
+void bench_model(const Model& m, bool tune, const char* flags, const char* only_tokens) {
     const int experts = m.experts / ranks;
     const size_t expert_bytes = expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_GATE_UP, m.hidden, m.inter) +
                                 expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_DOWN, m.hidden, m.inter);
@@ -44,7 +45,10 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
     Timer timer;
 
     std::vector<int> token_counts = {1, 8, 32, 128, 512, 2048, 8192};
-    if (only_tokens != 0) token_counts = {only_tokens};
+    if (only_tokens != nullptr && std::strcmp(only_tokens, "0") != 0) {
+        token_counts.clear();
+        for (const char* at = only_tokens; at != nullptr && *at != 0; at = std::strchr(at, ','), at += at != nullptr) token_counts.push_back(std::atoi(at));
+    }
     for (int tokens : token_counts) {
         const int repeats = tokens <= 128 ? 12 : tokens <= 512 ? 6 : 3; // launches of a graph, each with its own routing
         std::vector<Routing> routings;
@@ -64,7 +68,7 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
         const bool fp8_rows = m.format == EXPERTD_W8A8 && std::getenv("EXPERTS_BF16_ROWS") == nullptr;
 
         struct Variant {
-            int rows, width;
+            int rows, width, flags = 0;
         };
         std::vector<Variant> list = {{0, 0}};
         const char* only = std::getenv("EXPERTS_TILE_ROWS"); // values of ExpertdExpertsParams.tile_rows, separated by commas
@@ -83,6 +87,11 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
         }
         if (tune && only == nullptr && m.format == EXPERTD_W8A8) list.push_back({EXPERTD_TILE_TOKEN_ROWS, 0}), list.push_back({EXPERTD_TILE_TOKEN_PAIRS, 0}), list.push_back({EXPERTD_TILE_TALL, 0}), list.push_back({256, 0}), list.push_back({256, 64});
         if (tune && only == nullptr && m.format == EXPERTD_BF16) list.push_back({EXPERTD_TILE_TOKEN_ROWS, 0}), list.push_back({EXPERTD_TILE_TOKEN_PAIRS, 0}), list.push_back({EXPERTD_TILE_TALL, 0}), list.push_back({EXPERTD_TILE_TURNS, 0});
+        std::vector<Variant> shapes;
+        std::swap(shapes, list);
+        for (const char* at = flags; at != nullptr && *at != 0; at = std::strchr(at, ','), at += at != nullptr) {
+            for (Variant v : shapes) v.flags = std::atoi(at), list.push_back(v);
+        }
         std::vector<cudaGraphExec_t> graphs;
         for (const Variant& v : list) {
             cudaGraph_t graph;
@@ -90,7 +99,7 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
             CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
             for (int i = 0; i < repeats; i++) {
                 ExpertdExpertsParams p = timed_launch(m, experts, layers, rows, device[i], i, fp8_rows);
-                p.tile_rows = v.rows, p.tile_tokens = v.width, p.flags = flags;
+                p.tile_rows = v.rows, p.tile_tokens = v.width, p.flags = v.flags;
                 CHECK(expertd_experts_launch(&p, stream));
             }
             CHECK(cudaStreamEndCapture(stream, &graph));
@@ -105,8 +114,8 @@ void bench_model(const Model& m, bool tune, int flags, int only_tokens) {
         for (size_t v = 0; v < list.size(); v++) {
             std::sort(times[v].begin(), times[v].end());
             const double us = times[v][times[v].size() / 2];
-            std::printf("%-15s T=%-5d rows/expert %6.1f active %3d/%-3d rows %d tokens %3d | %9.1f us (%.1f to %.1f)  floor %9.1f  x%.2f | %5.0f GB/s %4.0f TFLOP/s\n",
-                        m.name, tokens, double(most) / experts, routings[0].active, experts, list[v].rows, list[v].width, us, times[v].front(),
+            std::printf("%-15s T=%-5d rows/expert %6.1f active %3d/%-3d rows %d tokens %3d flags %d | %9.1f us (%.1f to %.1f)  floor %9.1f  x%.2f | %5.0f GB/s %4.0f TFLOP/s\n",
+                        m.name, tokens, double(most) / experts, routings[0].active, experts, list[v].rows, list[v].width, list[v].flags, us, times[v].front(),
                         times[v].back(), floor_us, us / floor_us, bytes / us / 1e3, flops / us / 1e6);
             std::fflush(stdout);
             CHECK(cudaGraphExecDestroy(graphs[v]));

@@ -10,7 +10,7 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     const size_t y_written = size_t(a) * m.hidden, y_all = y_written + 64 * size_t(m.hidden);
     auto x = random_buffer<bf16>(size_t(routing.window_rows) * m.hidden, 1.0f);
     DeviceRouting dr(routing);
-    Buffer<bf16> y(y_all), first(y_all), first_on_input(y_all), h(size_t(panel_rows) * m.inter), x_panels(size_t(panel_rows) * m.hidden);
+    Buffer<bf16> y(y_all), first(y_all), first_on_input(y_all), first_few(y_all), first_few_on_input(y_all), h(size_t(panel_rows) * m.inter), x_panels(size_t(panel_rows) * m.hidden);
     Buffer<uint32_t> state(expertd_experts_state_words(experts));
     CHECK(cudaMemset(state.data, 0, state.count * 4));
     Buffer<ExpertdLayerWeights> table(std::vector<ExpertdLayerWeights>{ExpertdLayerWeights{}, layer.view});
@@ -26,7 +26,7 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     const bool w8a8 = m.format == EXPERTD_W8A8;
 
     struct Variant {
-        int rows, width, blocks, weight_on_input, power_of_two = 0, fp8_rows = 0;
+        int rows, width, blocks, weight_on_input, power_of_two = 0, fp8_rows = 0, flags = 0;
     };
     std::vector<Variant> list = {{0, 0, 0, 0}, {0, 0, 0, 0}};
     if (variants && w8a8) {
@@ -58,20 +58,26 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         list.push_back({0, 0, 7, 0});
         list.push_back({0, 0, blocks, 1});
     }
-    bool good = true, on_input_seen = false;
+    if (m.format == EXPERTD_BF16 && a <= 4096) {
+        for (int blocks : {0, 0, 7, a <= 256 ? 1 : 50}) list.push_back({0, 0, blocks, 0, 0, 0, EXPERTD_LAUNCH_FEW_ROWS});
+        for (int blocks : {0, 5}) list.push_back({0, 0, blocks, 1, 0, 0, EXPERTD_LAUNCH_FEW_ROWS});
+    }
+    bool good = true, seen[4] = {};
     unsigned long long differing = 0;
     double worst = 0, worst_exact = 0, worst_model = 0, mean_relative = 0, mean_exact = 0, mean_model = 0;
     int compared = 0;
     for (size_t v = 0; v < list.size(); v++) {
-        p.tile_rows = list[v].rows, p.tile_tokens = list[v].width, p.blocks = list[v].blocks;
+        p.tile_rows = list[v].rows, p.tile_tokens = list[v].width, p.blocks = list[v].blocks, p.flags = list[v].flags;
+        const bool few = (p.flags & EXPERTD_LAUNCH_FEW_ROWS) != 0;
         p.weight_on_input = list[v].weight_on_input, p.power_of_two_scales = list[v].power_of_two;
         const Fp8Rows quantised_rows(x, m.hidden, p.power_of_two_scales != 0);
         p.x = x.data, p.x_stride = 2 * m.hidden, p.x_format = list[v].fp8_rows;
         if (p.x_format != 0) p.x = quantised_rows.data.data, p.x_stride = quantised_rows.stride;
         // Outputs are compared with the first one of the same kind.
-        const bool is_first = v == 0 || (p.weight_on_input && !on_input_seen);
-        Buffer<bf16>& reference = p.weight_on_input ? first_on_input : first;
-        on_input_seen |= p.weight_on_input != 0;
+        bool& kind_seen = seen[(few ? 2 : 0) + (p.weight_on_input ? 1 : 0)];
+        const bool is_first = !kind_seen;
+        Buffer<bf16>& reference = few ? (p.weight_on_input ? first_few_on_input : first_few) : p.weight_on_input ? first_on_input : first;
+        kind_seen = true;
         Buffer<bf16>& out = is_first ? reference : y;
         out.poison();
         h.poison();
@@ -87,11 +93,11 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         const auto left = state.read();
         const bool clean = std::all_of(left.begin(), left.end(), [](uint32_t w) { return w == 0; });
         differing += found[1];
-        const bool same = v == 1 || (list[v].fp8_rows && !p.power_of_two_scales && p.blocks == 0); // whether the bits must be equal
+        const bool same = v == 1 || few || (list[v].fp8_rows && !p.power_of_two_scales && p.blocks == 0); // whether the bits must be equal
         const bool overrun = w8a8 && scales.overrun();
         if (found[0] != 0 || !clean || overrun || (same && found[1] != 0)) {
-            std::printf("  variant rows %d tokens %d blocks %d: %llu bad elements, %llu differ, state %s%s\n", p.tile_rows,
-                        p.tile_tokens, p.blocks, found[0], found[1], clean ? "clean" : "DIRTY", overrun ? ", scales behind the last" : "");
+            std::printf("  variant rows %d tokens %d blocks %d flags %d: %llu bad elements, %llu differ, state %s%s\n", p.tile_rows,
+                        p.tile_tokens, p.blocks, p.flags, found[0], found[1], clean ? "clean" : "DIRTY", overrun ? ", scales behind the last" : "");
             good = false;
         }
         if (a == 0) continue;
@@ -167,10 +173,42 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     return good;
 }
 
+// Experts with few rows each, in bf16, for the models of which `only` is one, or all, and for small odd shapes.
+bool check_few_rows(const char* only, bool small_only) {
+    std::mt19937 rng(std::random_device{}());
+    bool good = true;
+    for (const Model& m : MODELS) {
+        if (small_only || m.format != EXPERTD_BF16 || (only != nullptr && std::strcmp(only, m.name) != 0)) continue;
+        const int experts = m.experts / ranks;
+        Layer layer(m, experts, true);
+        auto counts_case = [&](const char* what, std::vector<int> counts, int window) {
+            counts.resize(experts, 0);
+            good &= check_case(m, experts, from_counts(counts, window, rng), layer, what, false);
+        };
+        counts_case("few: one row on the last expert", [&] { std::vector<int> c(experts, 0); c.back() = 1; return c; }(), 3);
+        counts_case("few: up to 8 rows with zeros", {3, 0, 8, 1, 0, 7, 2, 8, 5, 1, 1, 6, 4, 0, 8, 1}, 11);
+        counts_case("few: up to 35 rows", {9, 35, 1, 0, 17}, 40);
+        for (int tokens : {1, 2, 8}) good &= check_case(m, experts, draw(m, tokens, rng), layer, ("few: uniform routing, T=" + std::to_string(tokens)).c_str(), false);
+    }
+    if (only != nullptr) return good;
+    Model clamped{"clamped", small_only ? 512 : 2048, small_only ? 256 : 1024, 20, 8, EXPERTD_SWIGLU_CLAMPED, false, EXPERTD_BF16};
+    Layer layer(clamped, 5, true);
+    good &= check_case(clamped, 5, from_counts({8, 0, 7, 1, 2}, 12, rng), layer, "few: 5 experts, clamped", false);
+    Model oai{"oai", 448, 320, 20, 2, EXPERTD_SWIGLU_OAI, true, EXPERTD_BF16};
+    Layer biased(oai, 17, true);
+    good &= check_case(oai, 17, from_counts({0, 3, 8, 1, 0, 0, 9, 2, 17, 1, 1, 4, 0, 5, 6, 8, 0}, 19, rng), biased, "few: hidden 448, inter 320, biases", false);
+    good &= check_case(oai, 17, from_counts({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0}, 1, rng), biased, "few: the same, one row", false);
+    good &= check_case(oai, 17, from_counts(std::vector<int>(17, 0), 1, rng), biased, "few: the same, no rows", false);
+    Model small{"small", 64, 64, 8, 2, EXPERTD_SWIGLU, true, EXPERTD_BF16};
+    Layer tiny(small, 3, true);
+    good &= check_case(small, 3, from_counts({5, 0, 40}, 41, rng), tiny, "few: hidden 64, inter 64, biases", false);
+    return good;
+}
+
 // `only_format` limits the small checks to one format; -1 runs all.
 int check_all(bool small_only, const char* only, int only_format) {
     std::mt19937 rng(std::random_device{}());
-    bool good = true;
+    bool good = only_format > EXPERTD_BF16 || check_few_rows(only, small_only);
     for (const Model& m : MODELS) {
         if (small_only || (only != nullptr && std::strcmp(only, m.name) != 0)) continue;
         const int experts = m.experts / ranks;

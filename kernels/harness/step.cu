@@ -2,7 +2,9 @@
 // copy_out in one captured graph. The host plays the peers: it sets their flags, routing and rows before the step, so the time is this
 // rank's own latency.
 //
-//   step STEPS MODEL:RANKS:TOKENS[:TILE_ROWS] ...      e.g. step 400 qwen3-30b:1:1 olmoe-7b:2:8
+//   step STEPS MODEL:RANKS:TOKENS[:TILE_ROWS[:FLAGS]] ...      e.g. step 400 qwen3-30b:1:1 olmoe-7b:2:8
+//
+// FLAGS is added to EXPERTD_LAUNCH_PROGRAMMATIC (4: EXPERTD_LAUNCH_FEW_ROWS).
 //
 // Prints medians in microseconds since the begin of copy_in.
 #include <chrono>
@@ -75,7 +77,7 @@ int wrong_choices(const Model& m, const bf16* rows, const std::vector<bf16>& wei
 
 uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
-void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps) {
+void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags, int steps) {
     const int local = m.experts / ranks, max_tokens = std::max(tokens, 8);
     const size_t expert_bytes = expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_GATE_UP, m.hidden, m.inter) +
                                 expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_DOWN, m.hidden, m.inter);
@@ -139,7 +141,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
     mlp.layers = table.data, mlp.layer = &state.data->layer, mlp.error = &state.data->error;
     mlp.expert_offsets = reinterpret_cast<int32_t*>(offsets.data), mlp.row_index = reinterpret_cast<int32_t*>(row_index.data);
     mlp.row_weight = row_weight.data, mlp.x = ranks == 1 ? reinterpret_cast<uint8_t*>(rows.data) : window.data + g.rows, mlp.y = y.data, mlp.x_panels = x_panels.data;
-    mlp.h = h.data, mlp.state = expert_state.data, mlp.panel_rows = panel_rows, mlp.flags = EXPERTD_LAUNCH_PROGRAMMATIC;
+    mlp.h = h.data, mlp.state = expert_state.data, mlp.panel_rows = panel_rows, mlp.flags = EXPERTD_LAUNCH_PROGRAMMATIC | flags;
     mlp.tile_rows = tile_rows;
     CombineParams combine{g, y.data, position.data, ids.data, nullptr, places.data, out.data, experts_done.device};
     CopyOutParams back{};
@@ -248,7 +250,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int steps)
     }
     active /= stamps[0].size();
     const double floor = active * expert_bytes / HBM * 1e6;
-    std::printf("%s ranks %d tokens %d rows %d: %.1f experts, weights %.1f us |", m.name, ranks, tokens, tile_rows, active, floor);
+    std::printf("%s ranks %d tokens %d rows %d flags %d: %.1f experts, weights %.1f us |", m.name, ranks, tokens, tile_rows, flags, active, floor);
     for (int i = 0; i < STAMPS; i++) std::printf(" %s %.1f%s", names[i], median(stamps[i]), i + 1 < STAMPS ? "," : "\n");
     if (check) std::printf("%d wrong choices\n", wrong);
     std::fflush(stdout);
@@ -266,10 +268,10 @@ int main(int argc, char** argv) {
     CHECK(expertd_experts_setup());
     for (int i = 2; i < argc; i++) {
         char name[64];
-        int ranks = 1, tokens = 1, rows = 0;
-        std::sscanf(argv[i], "%63[^:]:%d:%d:%d", name, &ranks, &tokens, &rows);
+        int ranks = 1, tokens = 1, rows = 0, flags = 0;
+        std::sscanf(argv[i], "%63[^:]:%d:%d:%d:%d", name, &ranks, &tokens, &rows, &flags);
         for (const Model& m : MODELS) {
-            if (std::strcmp(name, m.name) == 0) time_steps(m, ranks, tokens, rows, std::atoi(argv[1]));
+            if (std::strcmp(name, m.name) == 0) time_steps(m, ranks, tokens, rows, flags, std::atoi(argv[1]));
         }
     }
     return 0;

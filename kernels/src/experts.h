@@ -59,7 +59,10 @@ enum ExpertdLaunchFlags {
      * for it (griddepcontrol.wait) before it reads anything but layer and layers, which must have been written earlier. */
     EXPERTD_LAUNCH_PROGRAMMATIC = 1,
     /* Cooperative launch: the runtime checks that all blocks can be resident at once. Blocks wait for each other's h. */
-    EXPERTD_LAUNCH_COOPERATIVE = 2
+    EXPERTD_LAUNCH_COOPERATIVE = 2,
+    /* bf16: a kernel for experts with few rows each. It gives the right results for any counts, but reads an expert's weights once for
+     * every eight rows. tile_tokens and tile_rows do not matter. Not used by ranks yet. */
+    EXPERTD_LAUNCH_FEW_ROWS = 4
 };
 
 /* One layer's weights on this rank; an array of these lives in device memory. */

@@ -119,6 +119,22 @@ __device__ __forceinline__ void await(const ExpertdExpertsParams& p, const uint3
     fence_async_proxy();
 }
 
+// Resets the counters for the next launch, in the last block that calls it. A block's token warp calls this after its last wait. By
+// then the block has drawn all its segments, and all blocks have added to the counters, because the waits only end when they have.
+// The last segments are still being computed at that time.
+__device__ __forceinline__ void finish(const ExpertdExpertsParams& p) {
+    const int lane = threadIdx.x % 32;
+    uint32_t before = 0;
+    if (lane == 0) {
+        __threadfence();
+        before = atomicAdd(p.state + STATE_DONE, 1u);
+    }
+    if (__shfl_sync(0xffffffff, before, 0) != gridDim.x - 1) return;
+    __threadfence();
+    for (int i = lane; i < 2 * p.experts; i += 32) p.state[STATE_READY + i] = 0;
+    if (lane == 0) p.state[0] = 0, p.state[STATE_DONE] = 0;
+}
+
 template <class Format>
 __device__ __forceinline__ void await_stage(const Block<Format>& block, const Cursor& stage) {
     barrier_wait(&block.shared.full[stage.slot], stage.parity);

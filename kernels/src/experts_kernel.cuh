@@ -24,6 +24,7 @@
 #include "experts_compute_rows_bf16.cuh"
 #include "experts_compute_rows_w8a8.cuh"
 #include "experts_compute_w8a8.cuh"
+#include "experts_launch.h"
 #include "experts_plan.cuh"
 #include "experts_producers.cuh"
 #include "experts_rows.cuh"
@@ -164,22 +165,6 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
     }
 }
 
-// Resets the counters for the next launch, in the last block that calls it. A block's token warp calls this after its last wait. By
-// then the block has drawn all its segments, and all blocks have added to the counters, because the waits only end when they have.
-// The last segments are still being computed at that time.
-__device__ __forceinline__ void finish(const ExpertdExpertsParams& p) {
-    const int lane = threadIdx.x % 32;
-    uint32_t before = 0;
-    if (lane == 0) {
-        __threadfence();
-        before = atomicAdd(p.state + STATE_DONE, 1u);
-    }
-    if (__shfl_sync(0xffffffff, before, 0) != gridDim.x - 1) return;
-    __threadfence();
-    for (int i = lane; i < 2 * p.experts; i += 32) p.state[STATE_READY + i] = 0;
-    if (lane == 0) p.state[0] = 0, p.state[STATE_DONE] = 0;
-}
-
 template <class Format>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
     experts_kernel(const __grid_constant__ ExpertdExpertsParams p) {
@@ -268,24 +253,7 @@ template <class Format> int launch_format(const ExpertdExpertsParams& p, cudaStr
     int blocks = resident_blocks<Format>();
     if (p.blocks > 0 && p.blocks < blocks) blocks = (p.blocks + 1) / 2 * 2;
     if (blocks == 0) return cudaErrorInvalidConfiguration;
-    cudaLaunchAttribute attributes[2];
-    unsigned count = 0;
-    if (p.flags & EXPERTD_LAUNCH_PROGRAMMATIC) {
-        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (p.flags & EXPERTD_LAUNCH_COOPERATIVE) {
-        attributes[count].id = cudaLaunchAttributeCooperative;
-        attributes[count++].val.cooperative = 1;
-    }
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(blocks);
-    config.blockDim = dim3(Format::THREADS);
-    config.dynamicSmemBytes = SHARED_BYTES;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = count;
-    return cudaLaunchKernelEx(&config, experts_kernel<Format>, p);
+    return launch_resident(experts_kernel<Format>, p, blocks, Format::THREADS, SHARED_BYTES, stream);
 }
 
 } // namespace expertd

@@ -184,6 +184,18 @@ __device__ __forceinline__ void add_release(uint32_t* p, uint32_t value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
+// ---- words in shared memory by which threads of a block announce something ----
+
+__device__ __forceinline__ uint32_t load_acquire_shared(const uint32_t* p) {
+    uint32_t value;
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(smem_address(p)) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release_shared(uint32_t* p, uint32_t value) {
+    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(smem_address(p)), "r"(value) : "memory");
+}
+
 // ---- threads ----
 
 template <int REGISTERS> __device__ __forceinline__ void registers_up() {

@@ -1,0 +1,80 @@
+// The kernel for bf16 experts with few rows each: steps whose time is that of reading weights. Ranks do not use it: it has not run on a
+// GPU yet, only the harness launches it (EXPERTD_LAUNCH_FEW_ROWS).
+//
+// It computes the same as experts_kernel (experts_kernel.cuh) for any counts, but reads an expert's weights once for every eight rows.
+// Where experts_kernel gives a block segments of 64 or 128 weight rows, a block here has one contiguous run of rows of the same number of
+// bytes as the others, and nothing stops its stream of weights: not the step's first rows, not the hand-over of h, not the end of a
+// segment. experts_few_plan.cuh says how work is divided, experts_few_roles.cuh what warps do.
+//
+// h is [assignments][inter] here, and x_panels is not used.
+#include <cuda_runtime.h>
+
+#include "experts_few_roles.cuh"
+#include "experts_launch.h"
+
+namespace expertd {
+namespace {
+
+__global__ void __launch_bounds__(FEW_THREADS, 1) experts_few_kernel(const __grid_constant__ ExpertdExpertsParams p) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    FewShared& shared = *reinterpret_cast<FewShared*>(memory + FEW_RING_BYTES);
+    const int warp = uniform(threadIdx.x / 32);
+    if (threadIdx.x == 0) {
+        shared.tiles_ready = 0;
+        for (int s = 0; s < FEW_STREAMS; s++) {
+            for (int i = 0; i < FEW_SLOTS; i++) barrier_init(&shared.full[s][i], 1), barrier_init(&shared.empty[s][i], WARP_ARRIVALS);
+        }
+        barrier_init(&shared.sums_full, FEW_CONSUMERS * WARP_ARRIVALS);
+        barrier_init(&shared.sums_empty, FEW_FINISHERS * WARP_ARRIVALS);
+        barrier_init_fence();
+    }
+    if (threadIdx.x < sizeof(shared.layer) / sizeof(uint64_t)) {
+        const uint32_t index = p.layer != nullptr ? __ldcg(p.layer) : 0;
+        reinterpret_cast<uint64_t*>(&shared.layer)[threadIdx.x] = reinterpret_cast<const uint64_t*>(p.layers + index)[threadIdx.x];
+    }
+    wait_for_previous_kernel();
+    const uint32_t failed = p.error != nullptr ? __ldcg(p.error) : 0;
+    const int tiles = make_few_tables(p, shared); // its barriers also make the above visible
+    if (failed != 0) return;
+    if (shared.tables.offset[p.experts] > p.panel_rows) {
+        if (p.error != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.error = EXPERTD_ERROR_ROWS;
+        return;
+    }
+    const FewShare share = few_share(p, tiles);
+    const uint32_t ring = smem_address(memory);
+    if (warp < FEW_FINISHER) {
+        consume_few(p, shared, share, ring, warp);
+    } else if (warp < FEW_STREAM) {
+        finish_few(p, shared, share, warp - FEW_FINISHER);
+    } else if (warp < FEW_WATCHER) {
+        if (threadIdx.x % 32 == 0) stream_weights(p, shared, share, ring, warp - FEW_STREAM);
+    } else {
+        watch_few(p, shared, share);
+    }
+}
+
+// Blocks wait for each other's h, so all must be resident: one per SM.
+int resident_few_blocks() {
+    static const int count = [] {
+        int device = 0, processors = 0, each = 0;
+        if (cudaFuncSetAttribute(experts_few_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED_BYTES) != cudaSuccess ||
+            cudaGetDevice(&device) != cudaSuccess ||
+            cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, experts_few_kernel, FEW_THREADS, FEW_SHARED_BYTES) != cudaSuccess) {
+            return 0;
+        }
+        return each > 0 ? processors : 0;
+    }();
+    return count;
+}
+
+} // namespace
+
+int launch_few(const ExpertdExpertsParams& p, cudaStream_t stream) {
+    int blocks = resident_few_blocks();
+    if (blocks == 0) return cudaErrorInvalidConfiguration;
+    if (p.blocks > 0 && p.blocks < blocks) blocks = p.blocks;
+    return launch_resident(experts_few_kernel, p, blocks, FEW_THREADS, FEW_SHARED_BYTES, stream);
+}
+
+} // namespace expertd
