@@ -36,7 +36,7 @@ PEERS = {
     "triton_kernels": ("triton_kernels_layer.py", ["mxfp4"]),
 }
 # Peers that exchange rows between GPUs and so do not run on one.
-EXCHANGING = ["nccl_ep", "deepgemm"]
+EXCHANGING = ["nccl_ep"]
 SIZES = {  # the sizes in gpu/layer.py, which cannot be imported without torch
     "qwen3-30b-a3b": (2048, 768, 128, 8),
     "olmoe-7b": (2048, 1024, 64, 8),

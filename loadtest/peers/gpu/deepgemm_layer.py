@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """DeepGEMM peer: its fused FP8 MoE for Hopper, which quantises rows, exchanges them, multiplies and combines in one kernel.
 
-The gate is PyTorch's. Needs sgl-deep-gemm 0.1.4.post1; see README.md for the environment.
+The gate is PyTorch's. A single rank runs the same kernel with its buffers in plain memory. Needs sgl-deep-gemm
+0.1.4.post1; see README.md for the environment.
 
 torchrun --nproc-per-node N deepgemm_layer.py [--shape S] [--tokens T ...]
 """
 
 import os
 import sys
+from types import SimpleNamespace
 
 if "PEER_SITE" in os.environ:
     sys.path.insert(0, os.environ["PEER_SITE"])
@@ -21,15 +23,49 @@ import layer as common  # noqa: E402
 WIDEST = 4096
 
 
+class OneRank:
+    """The part of a process group that DeepGEMM's call needs, for a process without others."""
+
+    def rank(self):
+        return 0
+
+
+def plain_buffer(world, shape, tokens):
+    """DeepGEMM's buffer of a single rank; its own constructor needs a process group and symmetric memory."""
+    import deep_gemm
+    from deep_gemm.utils.math import align
+
+    library, sizes = deep_gemm._C, (shape.top_k, shape.hidden, shape.width)
+    capacity = align(tokens, library.get_token_alignment_for_mega_moe())
+    size, slices = library.get_symm_buffer_size_for_sm90_mega_moe(1, shape.experts, capacity, *sizes, True, "swiglu")
+    memory = torch.zeros(size, dtype=torch.int8, device=world.device)
+    parts = [part if isinstance(part, torch.Tensor) else torch.from_dlpack(part) for part in slices(memory)]
+    return SimpleNamespace(
+        buffer=memory,
+        handle=SimpleNamespace(buffer_ptrs=[memory.data_ptr()]),
+        group=OneRank(),
+        num_max_tokens_per_rank=capacity,
+        num_experts=shape.experts,
+        num_topk=shape.top_k,
+        x=parts[0].view(torch.float8_e4m3fn),
+        x_sf=parts[1],
+        topk_idx=parts[2],
+        topk_weights=parts[3],
+    )
+
+
 def prepare(world, shape, tokens):
     import deep_gemm
 
-    if world.ranks == 1 or shape.width > WIDEST:
+    if shape.width > WIDEST:
         return None
     # One step follows the other, so all use the same buffer.
-    buffer = deep_gemm.get_symm_buffer_for_mega_moe(
-        dist.group.WORLD, shape.experts, tokens, shape.top_k, shape.hidden, shape.width
-    )
+    if world.ranks == 1:
+        buffer = plain_buffer(world, shape, tokens)
+    else:
+        buffer = deep_gemm.get_symm_buffer_for_mega_moe(
+            dist.group.WORLD, shape.experts, tokens, shape.top_k, shape.hidden, shape.width
+        )
 
     def make(layer, rows, out):
         if not hasattr(layer, "for_deepgemm"):
