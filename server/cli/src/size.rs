@@ -327,6 +327,27 @@ mod tests {
     }
 
     #[test]
+    fn mxfp4_held_as_fp8_takes_twice_the_memory_of_gpus() {
+        use expertd_model::synth::SynthFormat;
+        let dir = tempfile::tempdir().unwrap();
+        let config = SynthConfig {
+            hidden: 256,
+            width: 256,
+            format: SynthFormat::Mxfp4,
+            ..SynthConfig::new("gpt_oss")
+        };
+        synth::write(&config, dir.path()).unwrap();
+        let checkpoint = Checkpoint::open_layers(dir.path(), LayerChoice::All).unwrap();
+        let weights = |more: &[&str]| {
+            let line = [&["size", "x", "--mxfp4-compute"], more].concat();
+            Sizes::new(checkpoint.spec(), &Cli::try_parse_from(line).unwrap().size).unwrap().weights[0]
+        };
+        let (widened, fp8) = (weights(&["bf16", "--device", "cuda"]), weights(&["fp8", "--device", "cuda"]));
+        assert!(fp8 > widened * 18 / 10 && fp8 < 2 * widened, "{widened} {fp8}");
+        assert_eq!(weights(&["bf16"]), weights(&["fp8"]));
+    }
+
+    #[test]
     fn fewer_layers_need_less() {
         let spec = |choice| {
             let dir = tempfile::tempdir().unwrap();

@@ -169,7 +169,7 @@ impl<'a> Mxfp4<'a> {
         for row in rows.clone() {
             let blocks = self.elements(row, &mut copy).chunks(BLOCK / 2).zip(self.exponents(row));
             for (block, (bytes, &exponent)) in blocks.enumerate() {
-                if exponent != NAN_EXPONENT && bytes.iter().any(|byte| byte & 0x77 != 0) {
+                if exponent != NAN_EXPONENT && has_values(bytes) {
                     let group = block * BLOCK / GROUP;
                     of_groups[group] = of_groups[group].max(exponent);
                     least[group] = least[group].min(exponent);
@@ -211,12 +211,30 @@ impl<'a> Mxfp4<'a> {
         for (block, ((bytes, &exponent), to)) in blocks {
             let shift = shift_of(exponent, tops[block * BLOCK / GROUP]);
             is_far |= shift > EXACT_SHIFT && shift != NAN;
-            for (pair, byte) in to.chunks_mut(2).zip(bytes) {
-                let both = codes[shift][usize::from(*byte)].to_le_bytes();
-                pair.copy_from_slice(&both[..pair.len()]);
+            let pairs = &codes[shift];
+            if let (Ok(to), Ok(bytes)) =
+                (<&mut [u8; BLOCK]>::try_from(&mut *to), <&[u8; BLOCK / 2]>::try_from(bytes))
+            {
+                // Known lengths let the compiler do without checks.
+                for (to, byte) in to.as_chunks_mut::<2>().0.iter_mut().zip(bytes) {
+                    *to = pairs[usize::from(*byte)].to_le_bytes();
+                }
+                continue;
+            }
+            for (to, byte) in to.chunks_mut(2).zip(bytes) {
+                to.copy_from_slice(&pairs[usize::from(*byte)].to_le_bytes()[..to.len()]);
             }
         }
         if is_far { self.rounded(row, tops, &mut copy) } else { 0 }
+    }
+}
+
+/// Whether a block has elements other than zero.
+fn has_values(bytes: &[u8]) -> bool {
+    const MAGNITUDES: u8 = 0x77;
+    match <[u8; BLOCK / 2]>::try_from(bytes) {
+        Ok(bytes) => u128::from_le_bytes(bytes) & u128::from_le_bytes([MAGNITUDES; BLOCK / 2]) != 0,
+        Err(_) => bytes.iter().any(|byte| byte & MAGNITUDES != 0),
     }
 }
 
