@@ -76,6 +76,8 @@ def ours(args, ranks, shape, tokens, found, folder):
     command += ["--tokens", ",".join(map(str, tokens)), "--aligned"]
     if args.fp8_compute:
         command += ["--fp8-compute", args.fp8_compute]
+    if args.mxfp4_compute:
+        command += ["--mxfp4-compute", args.mxfp4_compute]
     if found:
         command += ["--memory-gbps", found["memory_read_bytes_per_second"] / 1e9]
         command += ["--tensor-tflops", found["tensor_sustained_flops"] / 1e12]
@@ -142,6 +144,7 @@ def main():
     formats = ["bf16", "fp8", "mxfp4"]
     parser.add_argument("--dtype", choices=formats, default="bf16", help="format of the weights; README.md says which peers have it")
     parser.add_argument("--fp8-compute", choices=["fp8", "bf16"], help="how expertd multiplies FP8 weights [default: expertd's]")
+    parser.add_argument("--mxfp4-compute", choices=["fp8", "bf16"], help="the same for MXFP4 weights")
     parser.add_argument("--routing", default="gate", help="routing of expertd's steps; each peer uses its own gate")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--replays", type=int, default=15)

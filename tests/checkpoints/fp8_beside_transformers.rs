@@ -6,8 +6,8 @@ use crate::common::golden::{Golden, root};
 use crate::common::kernels;
 use expertd_compute::experts::reference;
 use expertd_model::Checkpoint;
-use expertd_types::LayerId;
 use expertd_types::rows::relative_error;
+use expertd_types::{Fp8Products, LayerId};
 
 /// Fixtures, and how much their rows may differ from transformers' as a root mean square. llama4_text's path has one scale for a
 /// whole row.
@@ -47,14 +47,15 @@ fn compare(name: &str, most: f64) {
     for layer in recorded(&dir).layers {
         let id = LayerId(layer.index);
         let (ids, weights) = layer.routing.unwrap();
-        let exact = reference::block(&checkpoint, id, &layer.input, (&ids, &weights), false).unwrap();
+        let exact =
+            reference::block(&checkpoint, id, &layer.input, (&ids, &weights), Fp8Products::NONE).unwrap();
         let exact: Vec<f32> = exact.into_iter().map(|x| x as f32).collect();
         let products = |fp8| kernels::block(&checkpoint, id, &layer.input, &ids, &weights, fp8);
-        let quantised = products(true);
+        let quantised = products(Fp8Products::OF_FP8);
         ours.add(&quantised, &exact, hidden);
         theirs.add(&layer.output, &exact, hidden);
         apart.add(&quantised, &layer.output, hidden);
-        widened.add(&products(false), &layer.output, hidden);
+        widened.add(&products(Fp8Products::NONE), &layer.output, hidden);
     }
     for (what, errors) in [
         ("ours from f64", &ours),

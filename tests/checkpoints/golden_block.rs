@@ -10,8 +10,8 @@ use crate::common::golden::{Golden, folders, root};
 use crate::common::kernels;
 use expertd_compute::experts::reference::{block, worst_row};
 use expertd_compute::gate::CpuGate;
-use expertd_model::{Checkpoint, WeightFormat};
-use expertd_types::LayerId;
+use expertd_model::Checkpoint;
+use expertd_types::{Fp8Products, LayerId};
 
 const TOLERANCE: f64 = 1e-5;
 /// The same of FP8 products against blocks that were recorded without quantising rows, which changes a row by 4 to 8 %.
@@ -35,14 +35,14 @@ fn check(dir: &Path) -> Result<(), String> {
         if let Some((expected_ids, expected_weights)) = &layer.routing {
             compare_routing(&name, layer.index, k, (&ids, &weights), (expected_ids, expected_weights))?;
         }
-        let output = block(&checkpoint, id, &layer.input, (&ids, &weights), false).unwrap();
+        let output = block(&checkpoint, id, &layer.input, (&ids, &weights), Fp8Products::NONE).unwrap();
         let error = worst_row(&output, &layer.output, spec.hidden);
         println!("{name} layer {}: {error:.1e} ({})", layer.index, moe.gate.describe());
         if error.is_nan() || error > TOLERANCE {
             return Err(format!("{name} layer {}: a row is off by {error:.2e}", layer.index));
         }
         let recorded: Vec<f64> = layer.output.iter().map(|x| f64::from(*x)).collect();
-        let kernels = kernels::block(&checkpoint, id, &layer.input, &ids, &weights, false);
+        let kernels = kernels::block(&checkpoint, id, &layer.input, &ids, &weights, Fp8Products::NONE);
         let error = worst_row(&recorded, &kernels, spec.hidden);
         if error.is_nan() || error > TOLERANCE {
             return Err(format!(
@@ -54,9 +54,9 @@ fn check(dir: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// The recorded blocks of an FP8 fixture against FP8 products, by definition and by the kernels. Returns the errors of rows of
-/// the kernels against the definition.
-fn check_fp8_products(dir: &Path) -> Vec<f64> {
+/// The recorded blocks of an FP8 or MXFP4 fixture against FP8 products, by definition and by the kernels. Returns the errors of rows
+/// of the kernels against the definition.
+fn check_fp8_products(dir: &Path, products: Fp8Products) -> Vec<f64> {
     let name = dir.file_name().unwrap().to_string_lossy().into_owned();
     let checkpoint = Checkpoint::open(dir).unwrap();
     let golden = Golden::read(dir);
@@ -65,19 +65,22 @@ fn check_fp8_products(dir: &Path) -> Vec<f64> {
     for layer in &golden.layers {
         let id = LayerId(layer.index);
         let moe = checkpoint.spec().layer(id).unwrap();
-        assert_eq!(moe.experts.format, WeightFormat::Fp8E4m3, "{name}");
+        assert!(moe.experts.take_fp8_rows(products), "{name}");
         let gate = CpuGate::new(&moe.gate, &checkpoint.gate(id).unwrap());
         let count = golden.tokens * moe.gate.top_k;
         let (mut ids, mut weights) = (vec![-1; count], vec![f32::NAN; count]);
         gate.route(&layer.input, Some(&golden.token_ids), &mut ids, &mut weights).unwrap();
-        let defined = block(&checkpoint, id, &layer.input, (&ids, &weights), true).unwrap();
-        let found = kernels::block(&checkpoint, id, &layer.input, &ids, &weights, true);
+        let defined = block(&checkpoint, id, &layer.input, (&ids, &weights), products).unwrap();
+        let found = kernels::block(&checkpoint, id, &layer.input, &ids, &weights, products);
         for (defined, found) in defined.chunks(hidden).zip(found.chunks(hidden)) {
             errors.push(worst_row(defined, found, hidden));
         }
         let recorded: Vec<f64> = layer.output.iter().map(|x| f64::from(*x)).collect();
         let error = worst_row(&recorded, &found, hidden);
-        println!("{name} layer {}: {error:.1e} with FP8 products", layer.index);
+        let rows = || recorded.chunks(hidden).zip(found.chunks(hidden));
+        let squares: f64 = rows().map(|(recorded, found)| worst_row(recorded, found, hidden).powi(2)).sum();
+        let mean = (squares / golden.tokens as f64).sqrt();
+        println!("{name} layer {}: {mean:.1e}, worst {error:.1e} with FP8 products", layer.index);
         // Rows that are not quantised would be nearer.
         assert!(error > 1e-3 && error < FP8_TOLERANCE, "{name} layer {}: {error:.2e}", layer.index);
     }
@@ -145,11 +148,27 @@ fn quantised_checkpoints_agree_with_the_recorded_blocks_of_their_dequantised_cop
 fn fp8_products_agree_with_their_definition_and_with_the_recorded_blocks() {
     let dirs = folders(&root().with_file_name("quantised"));
     let takes = |dir: &Path| {
-        Checkpoint::open(dir).unwrap().spec().moe_layers().all(|(_, moe)| moe.experts.take_fp8_rows())
+        Checkpoint::open(dir)
+            .unwrap()
+            .spec()
+            .moe_layers()
+            .all(|(_, moe)| moe.experts.take_fp8_rows(Fp8Products::OF_FP8))
     };
     let dirs: Vec<_> = dirs.iter().filter(|dir| takes(dir)).collect();
     assert_eq!(dirs.len(), 5, "not the fixture with narrow blocks");
-    let errors: Vec<f64> = dirs.into_iter().flat_map(|dir| check_fp8_products(dir)).collect();
+    let errors: Vec<f64> =
+        dirs.into_iter().flat_map(|dir| check_fp8_products(dir, Fp8Products::OF_FP8)).collect();
+    check_codes(&errors);
+}
+
+/// Experts that are stored in MXFP4 take FP8 rows on request.
+#[test]
+fn fp8_products_of_mxfp4_agree_with_their_definition_and_with_the_recorded_blocks() {
+    let root = root().with_file_name("quantised");
+    let errors: Vec<f64> = ["gpt_oss-mxfp4-odd", "qwen3_moe-mxfp4-library"]
+        .into_iter()
+        .flat_map(|name| check_fp8_products(&root.join(name), Fp8Products::OF_MXFP4))
+        .collect();
     check_codes(&errors);
 }
 
@@ -169,10 +188,10 @@ fn fp8_products_take_scales_that_are_powers_of_two() {
         let (checkpoint, golden) = (Checkpoint::open(dir).unwrap(), Golden::read(dir));
         let (layer, ids) = (&golden.layers[0], [4, 0, 7].repeat(golden.tokens));
         let weights = vec![0.5; ids.len()];
-        kernels::block(&checkpoint, LayerId(layer.index), &layer.input, &ids, &weights, true)
+        kernels::block(&checkpoint, LayerId(layer.index), &layer.input, &ids, &weights, Fp8Products::OF_FP8)
     };
     assert_ne!(products(&fixture), products(folder.path()));
-    check_codes(&check_fp8_products(folder.path()));
+    check_codes(&check_fp8_products(folder.path(), Fp8Products::OF_FP8));
 }
 
 #[test]

@@ -5,11 +5,10 @@ use std::path::Path;
 
 use expertd_compute::experts::reference::dense;
 use expertd_ipc::GroupShape;
-use expertd_ipc::control::Fp8Compute;
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
 use expertd_model::{Checkpoint, ModelError};
 use expertd_rank_cuda as gpu;
-use expertd_types::{ExpertId, LayerId};
+use expertd_types::{ExpertId, Fp8Products, LayerId};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors, serialize_to_file};
 use serde_json::{Map, Value, json};
@@ -276,7 +275,7 @@ fn fp8_scales_by_block_channel_and_tensor() {
     let (_dir, checkpoint) = parts.open().unwrap();
     gpu::check(checkpoint.spec(), &shape).unwrap();
     let (_, moe) = checkpoint.spec().moe_layers().next().unwrap();
-    for fp8 in [Fp8Compute::Fp8, Fp8Compute::Bf16] {
+    for fp8 in [Fp8Products::OF_BOTH, Fp8Products::NONE] {
         let stored = gpu::Stored::routed(&moe.experts);
         assert_eq!(stored.on_device(fp8), gpu::DeviceFormat::Bf16);
         assert!(stored.explain(fp8).contains("blocks of 40 columns"), "{}", stored.explain(fp8));

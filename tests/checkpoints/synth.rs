@@ -8,7 +8,7 @@ use expertd_compute::experts::reference::block;
 use expertd_compute::gate::CpuGate;
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
 use expertd_model::{Checkpoint, WeightFormat};
-use expertd_types::Coverage;
+use expertd_types::{Coverage, Fp8Products};
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
 
@@ -83,7 +83,7 @@ fn check(name: &str, config: &SynthConfig, dir: &Path) {
         let gate = CpuGate::new(&moe.gate, &checkpoint.gate(layer).unwrap());
         let (mut ids, mut weights) = (vec![-1; tokens * config.top_k], vec![f32::NAN; tokens * config.top_k]);
         gate.route(&rows, Some(&token_ids), &mut ids, &mut weights).unwrap();
-        let output = block(&checkpoint, layer, &rows, (&ids, &weights), false).unwrap();
+        let output = block(&checkpoint, layer, &rows, (&ids, &weights), Fp8Products::NONE).unwrap();
         let square = output.iter().map(|x| x * x).sum::<f64>() / output.len() as f64;
         assert!((0.01..300.0).contains(&square), "{name} layer {layer}: outputs have mean square {square}");
         let different = ids.iter().collect::<std::collections::BTreeSet<_>>().len();

@@ -21,7 +21,7 @@ use expertd_ipc::control::DeviceKind;
 use expertd_model::synth::{self, SynthConfig, SynthError, SynthFormat};
 use expertd_model::{Checkpoint, ModelError};
 use expertd_router::backend::{Backend, ServiceState};
-use expertd_types::{DType, rows};
+use expertd_types::{DType, Fp8Products, rows};
 
 /// Largest relative error of a correct row, which f32 arithmetic computes and sums in f64 check.
 const TOLERANCE: f64 = 1e-5;
@@ -172,7 +172,7 @@ async fn call_all(args: &DemoArgs, running: &Running, checkpoint: &Checkpoint) -
         let receipt = answer.receipt.unwrap_or_default();
         let ids = rows::decode_i32(&receipt.topk_ids);
         let weights = rows::decode_f32(&receipt.topk_weights);
-        let expected = reference::block(checkpoint, layer, &values, (&ids, &weights), false)?;
+        let expected = reference::block(checkpoint, layer, &values, (&ids, &weights), Fp8Products::NONE)?;
         let error = reference::worst_row(&expected, &rows::decode_f32(&answer.rows), hidden);
         let right = error <= TOLERANCE && answer.rows.len() == values.len() * 4;
         all_right &= right;

@@ -8,13 +8,15 @@ use clap::Args;
 use serde_json::json;
 
 use super::serve::layers;
-use expertd_ipc::control::Fp8Compute;
 use expertd_model::WeightFormat;
 use expertd_model::{Checkpoint, ModelError, ModelSpec, MoeLayer, Placement};
 use expertd_rank::end_with;
 use expertd_rank::share::available_memory;
 use expertd_rank_cuda as gpu;
-use expertd_types::{Coverage, LayerId, Rank};
+use expertd_types::{Coverage, Fp8Products, LayerId, Rank};
+
+/// The products that GPU ranks compute in FP8 with the defaults of `serve`.
+pub const GPU_PRODUCTS: Fp8Products = Fp8Products::OF_FP8;
 
 /// Show the contents of a checkpoint: family, layers, gate, formats, and bytes per rank
 #[derive(Args, Clone, Debug)]
@@ -76,10 +78,10 @@ pub fn bytes_per_rank(spec: &ModelSpec, ranks: usize) -> Vec<u64> {
     bytes_of_ranks(spec, ranks, |_, moe, rank| Placement::new(moe.experts.count, ranks).range(rank).len())
 }
 
-/// The same in the memory of GPUs, with the default of `serve --fp8-compute`.
-fn gpu_bytes_per_rank(spec: &ModelSpec, ranks: usize) -> Vec<u64> {
+/// The same in the memory of GPUs.
+fn gpu_bytes_per_rank(spec: &ModelSpec, ranks: usize, products: Fp8Products) -> Vec<u64> {
     let held = |_, moe: &MoeLayer, rank| Placement::new(moe.experts.count, ranks).range(rank).len();
-    gpu_bytes_of_ranks(spec, Fp8Compute::Fp8, ranks, held)
+    gpu_bytes_of_ranks(spec, products, ranks, held)
 }
 
 /// [`bytes_per_rank`] where each rank holds `held` routed experts of a layer.
@@ -101,12 +103,12 @@ pub fn bytes_of_ranks(
 /// The same in the memory of GPUs.
 pub fn gpu_bytes_of_ranks(
     spec: &ModelSpec,
-    fp8: Fp8Compute,
+    products: Fp8Products,
     ranks: usize,
     held: impl Fn(LayerId, &MoeLayer, Rank) -> usize,
 ) -> Vec<u64> {
     let gates: u64 = spec.moe_layers().map(|(_, moe)| gate_bytes(spec, moe)).sum();
-    let of = |rank| gates + gpu::weight_bytes(spec, fp8, |layer, moe| held(layer, moe, rank));
+    let of = |rank| gates + gpu::weight_bytes(spec, products, |layer, moe| held(layer, moe, rank));
     (0..).map(Rank).take(ranks).map(of).collect()
 }
 
@@ -123,7 +125,7 @@ fn as_json(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String 
         "weight_fingerprint": checkpoint.fingerprint(coverage),
         "ranks": ranks,
         "bytes_per_rank": bytes_per_rank(spec, ranks),
-        "gpu_bytes_per_rank": gpu_bytes_per_rank(spec, ranks),
+        "gpu_bytes_per_rank": gpu_bytes_per_rank(spec, ranks, GPU_PRODUCTS),
         "available_memory_bytes": available_memory(),
     });
     format!("{value:#}\n")
@@ -158,10 +160,13 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String
                 bytes(experts.bytes)
             ),
         );
-        if experts.take_fp8_rows() {
-            line("  on CPUs", "FP8, as stored; rows in f32, or in FP8 with --fp8-compute fp8");
+        if experts.take_fp8_rows(Fp8Products::OF_BOTH) {
+            let is_mxfp4 = experts.format == WeightFormat::Mxfp4;
+            let (name, flag) = if is_mxfp4 { ("MXFP4", "mxfp4") } else { ("FP8", "fp8") };
+            let text = format!("{name}, as stored; rows in f32, or in FP8 with --{flag}-compute fp8");
+            line("  on CPUs", &text);
         }
-        line("  on GPUs", &gpu::Stored::routed(experts).explain(Fp8Compute::Fp8));
+        line("  on GPUs", &on_gpus(gpu::Stored::routed(experts)));
         line("  routing weight", &format!("multiplies the expert's {weight_on}"));
         match &moe.shared {
             None => line("  shared", "none"),
@@ -173,7 +178,7 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String
                 let format = names.collect::<Vec<_>>().join(" and ");
                 line("  shared", &format!("width {}, {format}, {size}{gated}", shared.width));
                 if gpu::Stored::shared(shared) != gpu::Stored::routed(experts) {
-                    line("  … on GPUs", &gpu::Stored::shared(shared).explain(Fp8Compute::Fp8));
+                    line("  … on GPUs", &on_gpus(gpu::Stored::shared(shared)));
                 }
             }
         }
@@ -194,10 +199,23 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String
     let total: u64 = per_rank.iter().sum();
     line("  all ranks", &bytes(total));
     line("fits", &fits(total, available_memory()));
-    if let Some(largest) = gpu_bytes_per_rank(spec, ranks).into_iter().max() {
-        line("on GPUs", &format!("{} of weights on the fullest one", bytes(largest)));
+    let largest = |products| gpu_bytes_per_rank(spec, ranks, products).into_iter().max().unwrap_or(0);
+    let (by_default, in_fp8) = (largest(GPU_PRODUCTS), largest(Fp8Products::OF_BOTH));
+    let mut text = format!("{} of weights on the fullest one", bytes(by_default));
+    if in_fp8 != by_default {
+        let _ = write!(text, ", {} with --mxfp4-compute fp8", bytes(in_fp8));
     }
+    line("on GPUs", &text);
     out
+}
+
+/// The format of weights on GPUs, and the setting that changes it where the weights are in MXFP4.
+fn on_gpus(stored: gpu::Stored) -> String {
+    let by_default = stored.explain(GPU_PRODUCTS);
+    match stored.explain(Fp8Products::OF_BOTH) {
+        in_fp8 if in_fp8 != by_default => format!("{by_default}; with --mxfp4-compute fp8: {in_fp8}"),
+        _ => by_default,
+    }
 }
 
 /// The name of a format with the columns of its groups and zero points, where checkpoints differ in them.
@@ -307,7 +325,11 @@ mod tests {
             synth::write(&config, dir.path()).unwrap();
             let checkpoint = Checkpoint::open(dir.path()).unwrap();
             let text = in_words(&checkpoint, 2, Coverage::Sampled);
-            (bytes_per_rank(checkpoint.spec(), 2), gpu_bytes_per_rank(checkpoint.spec(), 2), text)
+            (
+                bytes_per_rank(checkpoint.spec(), 2),
+                gpu_bytes_per_rank(checkpoint.spec(), 2, GPU_PRODUCTS),
+                text,
+            )
         };
         let (stored, gpu, text) = sizes(SynthFormat::Bf16, 128);
         assert_eq!(stored, gpu);
@@ -319,13 +341,13 @@ mod tests {
     }
 
     #[test]
-    fn formats_that_become_bf16_on_gpus_are_said_with_their_reason() {
+    fn formats_that_gpus_hold_otherwise_are_said() {
         let of = |name: &str| {
             let fixtures =
                 std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/quantised");
             let checkpoint = Checkpoint::open(&fixtures.join(name)).unwrap();
             let text = in_words(&checkpoint, 1, Coverage::Sampled);
-            (gpu_bytes_per_rank(checkpoint.spec(), 1)[0], text)
+            (gpu_bytes_per_rank(checkpoint.spec(), 1, GPU_PRODUCTS)[0], text)
         };
         // Matrices [136, 72] take 192 × 128 elements, of two bytes in bf16. FP8 takes 256 × 128 bytes and scales.
         let [bf16, gate] = [3 * 192 * 128 * 2, 6 * 72 * 2];
@@ -340,5 +362,15 @@ mod tests {
             text.contains("… on GPUs       bf16, rounded once, because gate, up and down differ"),
             "{text}"
         );
+        // Matrices [160, 96] take 192 × 128 elements of half a byte, 256 × 128 bytes as FP8.
+        let (size, text) = of("gpt_oss-mxfp4-odd");
+        let mxfp4 = (2 * 192 / 16 + 128 / 16 * 2) * (1024 + 64) + 2 * (2 * 192 + 128) * 4;
+        let fp8 = (2 * 256 / 16 + 128 / 16 * 2) * (2048 + 64) + 2 * (2 * 256 + 128) * 4;
+        let (experts, gates) = (3 * 9, 3 * 9 * 96 * 2);
+        assert_eq!(size, experts * mxfp4 + gates);
+        let format = "MXFP4, as stored; products in bf16; with --mxfp4-compute fp8: FP8, re-encoded from MXFP4; products in FP8";
+        assert!(text.contains(format), "{text}");
+        let in_fp8 = format!("{} with --mxfp4-compute fp8", bytes(experts * fp8 + gates));
+        assert!(text.contains(&in_fp8), "{text}");
     }
 }

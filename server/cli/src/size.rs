@@ -6,19 +6,19 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use super::inspect::{bytes, bytes_of_ranks, gpu_bytes_of_ranks};
+use super::inspect::{GPU_PRODUCTS, bytes, bytes_of_ranks, gpu_bytes_of_ranks};
 use super::serve::layers;
 use super::serve::plan::{
     MAX_BYTES_IN_FLIGHT, MessageMemory, PROCESS_BYTES, RouterMemory, default_bytes_in_flight, read_placement,
 };
 use expertd_ipc::GroupShape;
-use expertd_ipc::control::{DeviceKind, Fp8Compute};
+use expertd_ipc::control::DeviceKind;
 use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec, MoeLayer};
 use expertd_rank::share::ExpertShare;
 use expertd_rank_cuda as gpu;
 use expertd_router::api::ConnectionLimits;
 use expertd_router::backend::Limits;
-use expertd_types::Rank;
+use expertd_types::{Fp8Compute, Fp8Products, Rank};
 
 /// The default of max-connections.
 const CONNECTIONS: usize = 1024;
@@ -44,6 +44,9 @@ pub struct SizeArgs {
     /// Device of the ranks
     #[arg(long, value_enum, default_value_t = DeviceKind::Cpu)]
     pub device: DeviceKind,
+    /// How GPU ranks multiply MXFP4 weights, as in `serve`; with fp8 these take twice the memory
+    #[arg(long, value_enum, default_value_t = Fp8Compute::Bf16)]
+    pub mxfp4_compute: Fp8Compute,
     /// Layers that the service holds, as in `serve --layers`
     #[arg(long, default_value = "all")]
     pub layers: String,
@@ -134,7 +137,10 @@ impl Sizes {
         let padded = |bytes: u64| bytes / 10 * PADDING_TENTHS;
         let weights = match args.device {
             DeviceKind::Cpu => bytes_of_ranks(spec, ranks, held),
-            DeviceKind::Cuda => gpu_bytes_of_ranks(spec, Fp8Compute::Fp8, ranks, held),
+            DeviceKind::Cuda => {
+                let of_mxfp4 = args.mxfp4_compute == Fp8Compute::Fp8;
+                gpu_bytes_of_ranks(spec, Fp8Products { of_mxfp4, ..GPU_PRODUCTS }, ranks, held)
+            }
         };
         Ok(Sizes {
             weights: weights.into_iter().map(padded).collect(),
@@ -318,6 +324,27 @@ mod tests {
         assert_eq!(sizes("", &["--spare-experts", "9"]), sizes("", &["--spare-experts", "4"]));
         let error = sizes(r#"{"ranks": 3, "layers": []}"#, &["--placement", path]).unwrap_err();
         assert!(error.contains("placement.json") && error.contains("3 ranks"), "{error}");
+    }
+
+    #[test]
+    fn mxfp4_held_as_fp8_takes_twice_the_memory_of_gpus() {
+        use expertd_model::synth::SynthFormat;
+        let dir = tempfile::tempdir().unwrap();
+        let config = SynthConfig {
+            hidden: 256,
+            width: 256,
+            format: SynthFormat::Mxfp4,
+            ..SynthConfig::new("gpt_oss")
+        };
+        synth::write(&config, dir.path()).unwrap();
+        let checkpoint = Checkpoint::open_layers(dir.path(), LayerChoice::All).unwrap();
+        let weights = |more: &[&str]| {
+            let line = [&["size", "x", "--mxfp4-compute"], more].concat();
+            Sizes::new(checkpoint.spec(), &Cli::try_parse_from(line).unwrap().size).unwrap().weights[0]
+        };
+        let (widened, fp8) = (weights(&["bf16", "--device", "cuda"]), weights(&["fp8", "--device", "cuda"]));
+        assert!(fp8 > widened * 18 / 10 && fp8 < 2 * widened, "{widened} {fp8}");
+        assert_eq!(weights(&["bf16"]), weights(&["fp8"]));
     }
 
     #[test]

@@ -16,7 +16,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::{GroupShape, RowCountsShape};
-use expertd_types::{ExpertPlacement, Generation, LayerRange, MemoryId, Rank, WeightFingerprint};
+use expertd_types::{
+    ExpertPlacement, Fp8Products, Generation, LayerRange, MemoryId, Rank, WeightFingerprint,
+};
 
 /// Kind of device that ranks run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,27 +36,6 @@ impl std::fmt::Display for DeviceKind {
         f.write_str(match self {
             DeviceKind::Cpu => "cpu",
             DeviceKind::Cuda => "cuda",
-        })
-    }
-}
-
-/// How the products of experts that are stored in FP8 are computed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
-#[serde(rename_all = "lowercase")]
-pub enum Fp8Compute {
-    /// Rows are quantised to FP8, too, in blocks of 128 elements.
-    Fp8,
-    /// Weights are widened to bf16 on GPUs, to f32 on CPUs, and rows keep that precision.
-    #[default]
-    Bf16,
-}
-
-impl std::fmt::Display for Fp8Compute {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Fp8Compute::Fp8 => "fp8",
-            Fp8Compute::Bf16 => "bf16",
         })
     }
 }
@@ -83,8 +64,8 @@ pub struct LoaderSetup {
     pub device: DeviceKind,
     /// The checkpoint.
     pub checkpoint: CheckpointSource,
-    /// How the products of FP8 experts are computed.
-    pub fp8_compute: Fp8Compute,
+    /// The experts whose products are computed in FP8.
+    pub fp8_products: Fp8Products,
     /// Cores that the loader is pinned to.
     pub cores: Vec<usize>,
     /// Number of threads that read and pack.
@@ -137,8 +118,8 @@ pub struct RankSetup {
     pub device: DeviceKind,
     /// Fingerprint of the weights. A loader has packed the rank's share; its descriptors are the last that the router sends.
     pub fingerprint: WeightFingerprint,
-    /// How the products of FP8 experts are computed.
-    pub fp8_compute: Fp8Compute,
+    /// The experts whose products are computed in FP8.
+    pub fp8_products: Fp8Products,
     /// Cores that the rank is pinned to.
     pub cores: Vec<usize>,
     /// Number of threads that compute and load weights.

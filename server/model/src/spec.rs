@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{GateSpec, ModelError};
 use crate::{Activation, WeightFormat};
-use expertd_types::{LayerId, LayerRange};
+use expertd_types::{Fp8Products, LayerId, LayerRange};
 
 /// The MoE part of a model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -93,24 +93,28 @@ pub struct SharedSpec {
 pub const FP8_ROW_GROUP: usize = 128;
 
 impl ExpertsSpec {
-    /// Whether these experts can be multiplied with rows in FP8: their matrices are stored in FP8, and no scale changes within the
-    /// columns of a group of such a row.
+    /// Whether these experts multiply rows in FP8: `products` asks for it, and their matrices are stored in MXFP4, or in FP8 whose
+    /// scales do not change within the columns of a group of such a row.
     #[must_use]
-    pub fn take_fp8_rows(&self) -> bool {
-        take_fp8_rows(self.format, self.scale_cols)
+    pub const fn take_fp8_rows(&self, products: Fp8Products) -> bool {
+        take_fp8_rows(self.format, self.scale_cols, products)
     }
 }
 
 impl SharedSpec {
     /// See [`ExpertsSpec::take_fp8_rows`].
     #[must_use]
-    pub fn take_fp8_rows(&self) -> bool {
-        self.other_formats.is_empty() && take_fp8_rows(self.format, self.scale_cols)
+    pub const fn take_fp8_rows(&self, products: Fp8Products) -> bool {
+        self.other_formats.is_empty() && take_fp8_rows(self.format, self.scale_cols, products)
     }
 }
 
-fn take_fp8_rows(format: WeightFormat, scale_cols: Option<usize>) -> bool {
-    format == WeightFormat::Fp8E4m3 && has_wide_scales(scale_cols)
+const fn take_fp8_rows(format: WeightFormat, scale_cols: Option<usize>, products: Fp8Products) -> bool {
+    match format {
+        WeightFormat::Fp8E4m3 => products.of_fp8 && has_wide_scales(scale_cols),
+        WeightFormat::Mxfp4 => products.of_mxfp4,
+        _ => false,
+    }
 }
 
 /// Whether no scale changes within [`FP8_ROW_GROUP`] columns, from a multiple of it on; see [`ExpertsSpec::scale_cols`].

@@ -88,7 +88,7 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     joining.clock.end("windows");
     let weights = joining.next_fd("the weights")?;
     let ranks = setup.shape.ranks as usize;
-    let weights = map(weights, setup.rank, ranks, &setup.fingerprint, setup.fp8_compute)
+    let weights = map(weights, setup.rank, ranks, &setup.fingerprint, setup.fp8_products)
         .map_err(|error| (FailureKind::Load, error.to_string()))?;
     let memory = Arc::clone(&weights.memory);
     joining.clock.end("weights");

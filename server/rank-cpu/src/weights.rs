@@ -17,12 +17,12 @@ use expertd_compute::experts::ExpertKind;
 use expertd_compute::experts::cpu::{CpuExpert, ExpertError, ExpertParts};
 use expertd_compute::gate::{CpuGate, GateParts};
 use expertd_compute::linalg::{PackedForm, PackedMatrix, SharedBytes, StoredError};
-use expertd_ipc::control::{Fp8Compute, LoaderSetup};
+use expertd_ipc::control::LoaderSetup;
 use expertd_ipc::{SealedError, SealedMemory, SealedWriter};
 use expertd_model::{Checkpoint, ModelError, ModelSpec, MoeLayer};
 use expertd_rank::share::{ExpertShare, ReadBuffers, open_checkpoint, weights};
 use expertd_rank::{PackedShare, Progress};
-use expertd_types::{ExpertId, ExpertOwners, ExpertPlacement, LayerId, Rank, WeightFingerprint};
+use expertd_types::{ExpertId, ExpertOwners, ExpertPlacement, Fp8Products, LayerId, Rank, WeightFingerprint};
 
 /// Marks the memory as packed weights of CPU ranks.
 const MAGIC: [u8; 8] = *b"xpdcpuwt";
@@ -290,13 +290,13 @@ impl Packer {
     }
 }
 
-/// Maps the weights that a loader has packed for `rank` of `ranks`. They are packed alike for both kinds of FP8 products.
+/// Maps the weights that a loader has packed for `rank` of `ranks`. They are packed alike whatever `fp8_products` says.
 pub(crate) fn map(
     fd: OwnedFd,
     rank: Rank,
     ranks: usize,
     fingerprint: &WeightFingerprint,
-    fp8: Fp8Compute,
+    fp8_products: Fp8Products,
 ) -> Result<RankWeights, WeightsError> {
     let memory = SealedMemory::map(fd)?;
     let bytes = (*memory).as_ref();
@@ -325,7 +325,7 @@ pub(crate) fn map(
         shared: Arc::clone(&memory) as SharedBytes,
         matrices: index.matrices.into_iter(),
         vectors: index.vectors.into_iter(),
-        fp8_products: fp8 == Fp8Compute::Fp8,
+        fp8_products,
     };
     let share = ExpertShare::of_rank(rank, ranks, index.placement);
     let layers = (0..).map(LayerId).zip(&index.spec.layers);
@@ -340,8 +340,8 @@ struct Parts {
     shared: SharedBytes,
     matrices: std::vec::IntoIter<StoredMatrix>,
     vectors: std::vec::IntoIter<Place>,
-    /// Whether experts that are stored in FP8 multiply rows in FP8.
-    fp8_products: bool,
+    /// The experts that multiply rows in FP8.
+    fp8_products: Fp8Products,
 }
 
 fn range([offset, bytes]: Place) -> Range<usize> {

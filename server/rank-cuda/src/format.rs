@@ -1,8 +1,7 @@
 //! The formats of expert weights in GPU memory, which one a checkpoint's weights get, and the memory that they take.
 
-use expertd_ipc::control::Fp8Compute;
 use expertd_model::{ExpertsSpec, ModelSpec, MoeLayer, SharedSpec, WeightFormat, has_wide_scales};
-use expertd_types::LayerId;
+use expertd_types::{Fp8Products, LayerId};
 
 /// The kernels' hidden and intermediate sizes are multiples of this number of elements.
 const SIZE_UNIT: usize = 64;
@@ -27,7 +26,7 @@ pub enum DeviceFormat {
     /// FP8 e4m3 with multipliers, widened to bf16 for products with rows in bf16. For FP8 weights, and for INT4 weights, whose
     /// integers are e4m3 codes.
     Fp8,
-    /// FP8 e4m3 with multipliers, for products with rows in FP8.
+    /// FP8 e4m3 with multipliers, for products with rows in FP8. For FP8 weights, and for MXFP4 weights, which are re-encoded.
     W8a8,
     /// MXFP4, widened to bf16 for products with rows in bf16.
     Mxfp4,
@@ -60,40 +59,44 @@ impl Stored {
 
     /// The format of these weights on GPU ranks.
     #[must_use]
-    pub const fn on_device(self, fp8: Fp8Compute) -> DeviceFormat {
+    pub const fn on_device(self, products: Fp8Products) -> DeviceFormat {
         if self.is_mixed {
             return DeviceFormat::Bf16;
         }
-        match (self.format, fp8) {
-            (WeightFormat::Fp8E4m3, Fp8Compute::Bf16) if has_wide_scales(self.scale_cols) => {
-                DeviceFormat::Fp8
+        match self.format {
+            WeightFormat::Fp8E4m3 if has_wide_scales(self.scale_cols) => {
+                if products.of_fp8 {
+                    DeviceFormat::W8a8
+                } else {
+                    DeviceFormat::Fp8
+                }
             }
-            (WeightFormat::Fp8E4m3, Fp8Compute::Fp8) if has_wide_scales(self.scale_cols) => {
-                DeviceFormat::W8a8
+            WeightFormat::Mxfp4 => {
+                if products.of_mxfp4 {
+                    DeviceFormat::W8a8
+                } else {
+                    DeviceFormat::Mxfp4
+                }
             }
-            (WeightFormat::Mxfp4, _) => DeviceFormat::Mxfp4,
-            // Only the weights of such a checkpoint are quantised. Rows stay in bf16, whatever `fp8` says.
-            (WeightFormat::Int4, _) if has_wide_scales(self.scale_cols) => DeviceFormat::Fp8,
-            (
-                WeightFormat::Bf16
-                | WeightFormat::F16
-                | WeightFormat::F32
-                | WeightFormat::Fp8E4m3
-                | WeightFormat::Mxfp8
-                | WeightFormat::Nvfp4
-                | WeightFormat::Int4,
-                _,
-            ) => DeviceFormat::Bf16,
+            // Only the weights of such a checkpoint are quantised. Rows stay in bf16, whatever `products` says.
+            WeightFormat::Int4 if has_wide_scales(self.scale_cols) => DeviceFormat::Fp8,
+            WeightFormat::Bf16
+            | WeightFormat::F16
+            | WeightFormat::F32
+            | WeightFormat::Fp8E4m3
+            | WeightFormat::Mxfp8
+            | WeightFormat::Nvfp4
+            | WeightFormat::Int4 => DeviceFormat::Bf16,
         }
     }
 
     /// The format of these weights on GPU ranks, for people: what it is, and why.
     #[must_use]
-    pub fn explain(self, fp8: Fp8Compute) -> String {
+    pub fn explain(self, products: Fp8Products) -> String {
         if self.is_mixed {
             return "bf16, rounded once, because gate, up and down differ in format".to_owned();
         }
-        match (self.format, self.on_device(fp8)) {
+        match (self.format, self.on_device(products)) {
             (WeightFormat::Bf16, _) => "bf16, as stored".to_owned(),
             (format @ (WeightFormat::F16 | WeightFormat::F32), _) => format!("bf16, rounded from {format}"),
             (WeightFormat::Int4, DeviceFormat::Fp8) => {
@@ -108,6 +111,9 @@ impl Stored {
             }
             (WeightFormat::Nvfp4, _) => "bf16, rounded once with the factor of the matrix".to_owned(),
             (WeightFormat::Mxfp8, _) => "bf16, which holds the values exactly".to_owned(),
+            (WeightFormat::Mxfp4, DeviceFormat::W8a8) => {
+                "FP8, re-encoded from MXFP4; products in FP8".to_owned()
+            }
             (_, DeviceFormat::W8a8) => "FP8, as stored; products in FP8".to_owned(),
             (_, DeviceFormat::Mxfp4) => "MXFP4, as stored; products in bf16".to_owned(),
             (_, DeviceFormat::Fp8 | DeviceFormat::Bf16) => "FP8, as stored; products in bf16".to_owned(),
@@ -122,7 +128,7 @@ impl DeviceFormat {
         match self {
             DeviceFormat::Bf16 => true,
             DeviceFormat::Fp8 => matches!(stored, WeightFormat::Fp8E4m3 | WeightFormat::Int4),
-            DeviceFormat::W8a8 => matches!(stored, WeightFormat::Fp8E4m3),
+            DeviceFormat::W8a8 => matches!(stored, WeightFormat::Fp8E4m3 | WeightFormat::Mxfp4),
             DeviceFormat::Mxfp4 => matches!(stored, WeightFormat::Mxfp4),
         }
     }
@@ -165,12 +171,16 @@ impl DeviceFormat {
 
 /// Size in device memory of a rank's experts, of which it holds `held` in each layer, and of all shared experts, in bytes. Gates and
 /// the alignment of tables are not counted.
-pub fn weight_bytes(spec: &ModelSpec, fp8: Fp8Compute, held: impl Fn(LayerId, &MoeLayer) -> usize) -> u64 {
+pub fn weight_bytes(
+    spec: &ModelSpec,
+    products: Fp8Products,
+    held: impl Fn(LayerId, &MoeLayer) -> usize,
+) -> u64 {
     let of = |(layer, moe): (LayerId, &MoeLayer)| {
-        let format = Stored::routed(&moe.experts).on_device(fp8);
+        let format = Stored::routed(&moe.experts).on_device(products);
         let routed = format.expert_bytes(spec.hidden, moe.experts.width, moe.experts.biases);
         let shared = moe.shared.as_ref().map_or(0, |shared| {
-            Stored::shared(shared).on_device(fp8).expert_bytes(spec.hidden, shared.width, shared.biases)
+            Stored::shared(shared).on_device(products).expert_bytes(spec.hidden, shared.width, shared.biases)
         });
         (held(layer, moe) * routed + shared) as u64
     };
@@ -182,8 +192,8 @@ mod tests {
     use super::*;
 
     fn on_device(format: WeightFormat, scale_cols: Option<usize>) -> [DeviceFormat; 2] {
-        [Fp8Compute::Fp8, Fp8Compute::Bf16]
-            .map(|fp8| Stored { format, scale_cols, is_mixed: false }.on_device(fp8))
+        [Fp8Products::OF_FP8, Fp8Products::NONE]
+            .map(|products| Stored { format, scale_cols, is_mixed: false }.on_device(products))
     }
 
     #[test]
@@ -197,7 +207,7 @@ mod tests {
         }
         assert_eq!(on_device(WeightFormat::Nvfp4, Some(16)), [Bf16, Bf16]);
         assert_eq!(on_device(WeightFormat::Mxfp8, Some(32)), [Bf16, Bf16]);
-        assert_eq!(on_device(WeightFormat::Mxfp4, Some(32)), [Mxfp4, Mxfp4]);
+        assert_eq!(on_device(WeightFormat::Mxfp4, None), [Mxfp4, Mxfp4]);
         for wide in [None, Some(128), Some(256)] {
             assert_eq!(on_device(WeightFormat::Fp8E4m3, wide), [W8a8, Fp8], "{wide:?}");
         }
@@ -206,12 +216,12 @@ mod tests {
         }
         for (format, parts) in [(WeightFormat::Int4, "groups"), (WeightFormat::Fp8E4m3, "blocks")] {
             let of = |cols| Stored { format, scale_cols: Some(cols), is_mixed: false };
-            let text = of(32).explain(Fp8Compute::Fp8);
+            let text = of(32).explain(Fp8Products::OF_FP8);
             assert_eq!(
                 text,
                 format!("bf16, rounded once, because {parts} of 32 columns are no multiple of 128 wide")
             );
-            assert!(of(128).explain(Fp8Compute::Fp8).starts_with("FP8"));
+            assert!(of(128).explain(Fp8Products::OF_FP8).starts_with("FP8"));
         }
     }
 
@@ -220,10 +230,25 @@ mod tests {
         use WeightFormat::{Bf16, F16, Fp8E4m3, Int4, Mxfp4, Mxfp8, Nvfp4};
         for format in [Bf16, F16, Fp8E4m3, Int4, Mxfp4, Mxfp8, Nvfp4] {
             let stored = Stored { format, scale_cols: Some(128), is_mixed: true };
-            for fp8 in [Fp8Compute::Fp8, Fp8Compute::Bf16] {
-                assert_eq!(stored.on_device(fp8), DeviceFormat::Bf16, "{format}");
-                assert!(stored.explain(fp8).contains("differ in format"), "{format}");
+            for products in [Fp8Products::OF_BOTH, Fp8Products::NONE] {
+                assert_eq!(stored.on_device(products), DeviceFormat::Bf16, "{format}");
+                assert!(stored.explain(products).contains("differ in format"), "{format}");
             }
+        }
+    }
+
+    #[test]
+    fn mxfp4_becomes_fp8_only_on_request() {
+        use WeightFormat::{Bf16, Fp8E4m3, Int4, Mxfp4, Mxfp8, Nvfp4};
+        let of = |format| Stored { format, scale_cols: None, is_mixed: false };
+        let of_mxfp4 = Fp8Products::OF_MXFP4;
+        assert_eq!(of(Mxfp4).on_device(of_mxfp4), DeviceFormat::W8a8);
+        assert_eq!(of(Mxfp4).on_device(Fp8Products::OF_BOTH), DeviceFormat::W8a8);
+        assert_eq!(of(Mxfp4).explain(of_mxfp4), "FP8, re-encoded from MXFP4; products in FP8");
+        assert_eq!(of(Mxfp4).explain(Fp8Products::OF_FP8), "MXFP4, as stored; products in bf16");
+        for format in [Bf16, Fp8E4m3, Int4, Mxfp8, Nvfp4] {
+            let none = of(format).on_device(Fp8Products::NONE);
+            assert_eq!(of(format).on_device(of_mxfp4), none, "{format}");
         }
     }
 

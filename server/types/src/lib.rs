@@ -8,6 +8,7 @@ mod ids;
 mod layers;
 mod phase;
 mod placement;
+mod products;
 pub mod rows;
 mod usage;
 
@@ -17,4 +18,5 @@ pub use ids::*;
 pub use layers::LayerRange;
 pub use phase::Phase;
 pub use placement::{ExpertOwners, ExpertPlacement, LayerPlacement, Placement, PlacementError};
+pub use products::{Fp8Compute, Fp8Products};
 pub use usage::{DeviceUsage, USAGE_WORDS};

@@ -3,7 +3,7 @@
 use expertd_compute::experts::cpu::{CpuExpert, Workspace, WorkspaceSize, forward, forward_one};
 use expertd_compute::experts::{Assignments, ExpertKind};
 use expertd_model::{Checkpoint, ExpertBiases, ExpertTensors, ExpertWeights};
-use expertd_types::{ExpertId, LayerId};
+use expertd_types::{ExpertId, Fp8Products, LayerId};
 
 fn pack(tensors: &ExpertTensors<'_>) -> CpuExpert {
     let biases = match (&tensors.gate_bias, &tensors.up_bias, &tensors.down_bias) {
@@ -14,15 +14,14 @@ fn pack(tensors: &ExpertTensors<'_>) -> CpuExpert {
     CpuExpert::pack(&ExpertWeights { gate, up, down, biases }).unwrap()
 }
 
-/// The block's output `[tokens, hidden]` for given routing `[tokens, k]`. `fp8_products`: experts that are stored in FP8
-/// multiply rows in FP8.
+/// The block's output `[tokens, hidden]` for given routing `[tokens, k]`.
 pub fn block(
     checkpoint: &Checkpoint,
     layer: LayerId,
     rows: &[f32],
     ids: &[i32],
     weights: &[f32],
-    fp8_products: bool,
+    fp8_products: Fp8Products,
 ) -> Vec<f32> {
     let spec = checkpoint.spec();
     let moe = spec.layer(layer).unwrap();

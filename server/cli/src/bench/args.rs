@@ -4,10 +4,10 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::Args;
-use expertd_ipc::control::{DeviceKind, Fp8Compute};
+use expertd_ipc::control::DeviceKind;
 use expertd_kernels::ceilings::Ceilings;
 use expertd_rank_cuda as gpu;
-use expertd_types::DType;
+use expertd_types::{DType, Fp8Compute};
 
 use super::routing::RoutingArg;
 use crate::ceilings;
@@ -34,6 +34,9 @@ pub struct BenchArgs {
     /// How ranks multiply FP8 weights, as in `serve` [default: fp8 on GPUs, bf16 on CPUs]
     #[arg(long, value_enum)]
     pub fp8_compute: Option<Fp8Compute>,
+    /// How ranks multiply MXFP4 weights, as in `serve` [default: bf16]
+    #[arg(long, value_enum)]
+    pub mxfp4_compute: Option<Fp8Compute>,
     /// JSON file with the experts that each rank owns, as in `serve`
     #[arg(long, value_name = "FILE")]
     pub placement: Option<PathBuf>,
@@ -105,6 +108,7 @@ impl BenchArgs {
             skip_memory_check: Some(self.skip_memory_check),
             device: self.device,
             fp8_compute: self.fp8_compute,
+            mxfp4_compute: self.mxfp4_compute,
             cores: self.cores.clone(),
             max_tokens_per_step: Some(max_tokens_per_step),
             ..ServeArgs::default()

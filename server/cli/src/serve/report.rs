@@ -9,13 +9,13 @@ use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 use super::plan::ServePlan;
 use super::settings::Shown;
 use crate::inspect::gpu_bytes_of_ranks;
-use expertd_ipc::control::{DeviceKind, Fp8Compute};
-use expertd_model::{MoeLayer, SharedSpec};
+use expertd_ipc::control::DeviceKind;
+use expertd_model::MoeLayer;
 use expertd_rank::share::ExpertShare;
 use expertd_rank_cuda as gpu;
 use expertd_router::backend::{Backend, RankState, ServiceState};
 use expertd_router::steps::Service;
-use expertd_types::{LayerRange, Rank};
+use expertd_types::{Fp8Compute, Fp8Products, LayerRange, Rank};
 
 /// Largest width of the column of values.
 const MAX_ALIGNED: usize = 80;
@@ -140,27 +140,33 @@ pub fn plan(plan: &ServePlan) -> String {
 
 /// How ranks hold the experts and what rows they multiply; `None` if CPU ranks have only experts that always take rows in f32.
 pub fn weights(plan: &ServePlan) -> Option<String> {
-    let compute = plan.cluster.fp8_compute;
     if plan.cluster.device == DeviceKind::Cuda {
         return Some(gpu_weights(plan));
     }
-    let in_fp8 = |(_, moe): (_, &MoeLayer)| {
-        moe.experts.take_fp8_rows() || moe.shared.as_ref().is_some_and(SharedSpec::take_fp8_rows)
+    let Fp8Products { of_fp8, of_mxfp4 } = plan.cluster.fp8_products;
+    let formats =
+        [("FP8", "fp8", of_fp8, Fp8Products::OF_FP8), ("MXFP4", "mxfp4", of_mxfp4, Fp8Products::OF_MXFP4)];
+    let text = |(format, flag, in_fp8, products): (&str, &str, bool, Fp8Products)| {
+        let takes = |(_, moe): (_, &MoeLayer)| {
+            let shared = moe.shared.as_ref();
+            moe.experts.take_fp8_rows(products) || shared.is_some_and(|shared| shared.take_fp8_rows(products))
+        };
+        let (rows, value) = if in_fp8 { ("FP8", Fp8Compute::Fp8) } else { ("f32", Fp8Compute::Bf16) };
+        let text = || format!("{format} experts multiply rows in {rows} (--{flag}-compute {value})");
+        plan.spec.moe_layers().any(takes).then(text)
     };
-    let rows = if compute == Fp8Compute::Fp8 { "FP8" } else { "f32" };
-    let text = || format!("FP8 experts multiply rows in {rows} (--fp8-compute {compute})");
-    plan.spec.moe_layers().any(in_fp8).then(text)
+    let texts: Vec<String> = formats.into_iter().filter_map(text).collect();
+    (!texts.is_empty()).then(|| texts.join("; "))
 }
 
 /// The formats of the experts in GPU memory, and the size of the largest share.
 fn gpu_weights(plan: &ServePlan) -> String {
     let ServePlan { spec, cluster, .. } = plan;
-    let fp8 = cluster.fp8_compute;
     let mut formats: Vec<String> = Vec::new();
     for (_, moe) in spec.moe_layers() {
         let shared = moe.shared.as_ref().map(gpu::Stored::shared);
         for stored in [Some(gpu::Stored::routed(&moe.experts)), shared].into_iter().flatten() {
-            let text = stored.explain(fp8);
+            let text = stored.explain(cluster.fp8_products);
             if !formats.contains(&text) {
                 formats.push(text);
             }
@@ -176,7 +182,7 @@ pub(crate) fn gpu_bytes(plan: &ServePlan) -> Vec<u64> {
     let ranks = cluster.shape.ranks as usize;
     let share = ExpertShare::of_rank(Rank(0), ranks, cluster.checkpoint.placement.clone());
     let held = |layer, moe: &MoeLayer, rank| share.layer(layer, moe).experts_of(rank).len();
-    gpu_bytes_of_ranks(spec, cluster.fp8_compute, ranks, held)
+    gpu_bytes_of_ranks(spec, cluster.fp8_products, ranks, held)
 }
 
 /// Shows the progress of loading until the service serves or has failed: a bar on a terminal, otherwise log lines.

@@ -7,6 +7,7 @@ pub mod cpu;
 pub mod reference;
 
 use expertd_model::{Activation, ExpertsSpec, SharedSpec, WeightOn};
+use expertd_types::Fp8Products;
 
 use crate::linalg::Fp8Scales;
 
@@ -36,18 +37,18 @@ pub struct ExpertKind {
 }
 
 impl ExpertKind {
-    /// The routed experts of a layer. `fp8_products`: experts that can be multiplied with rows in FP8 are.
+    /// The routed experts of a layer.
     #[must_use]
-    pub fn routed(spec: &ExpertsSpec, fp8_products: bool) -> Self {
+    pub fn routed(spec: &ExpertsSpec, fp8_products: Fp8Products) -> Self {
         let weight_on = if spec.weight_on_input { WeightOn::Input } else { WeightOn::Output };
-        let fp8_rows = (fp8_products && spec.take_fp8_rows()).then(|| fp8_scales(spec.power_of_two_scales));
+        let fp8_rows = spec.take_fp8_rows(fp8_products).then(|| fp8_scales(spec.power_of_two_scales));
         ExpertKind { activation: spec.activation, weight_on, fp8_rows }
     }
 
     /// The shared experts of a layer; see [`routed`](Self::routed).
     #[must_use]
-    pub fn shared(spec: &SharedSpec, fp8_products: bool) -> Self {
-        let fp8_rows = (fp8_products && spec.take_fp8_rows()).then(|| fp8_scales(spec.power_of_two_scales));
+    pub fn shared(spec: &SharedSpec, fp8_products: Fp8Products) -> Self {
+        let fp8_rows = spec.take_fp8_rows(fp8_products).then(|| fp8_scales(spec.power_of_two_scales));
         ExpertKind { activation: spec.activation, weight_on: WeightOn::Output, fp8_rows }
     }
 }

@@ -5,7 +5,7 @@ use expertd_model::{
     Activation, Checkpoint, ExpertTensors, GroupScales, MatrixView, ModelError, ReadBuffer, ScaleFormat,
     Scales, WeightFormat, WeightOn,
 };
-use expertd_types::{ExpertId, LayerId};
+use expertd_types::{ExpertId, Fp8Products, LayerId};
 
 use super::ExpertKind;
 use crate::linalg::Fp8Scales;
@@ -198,7 +198,7 @@ fn activate(activation: Activation, gate: f64, up: f64) -> f64 {
 }
 
 /// The block's output `[tokens, hidden]` for `rows [tokens, hidden]` and given routing (ids and weights, each `[tokens, k]`), shared
-/// experts included. `fp8_products`: experts that can be multiplied with rows in FP8 are.
+/// experts included.
 ///
 /// # Errors
 /// If the layer has no MoE block, or an id names no expert of it.
@@ -207,7 +207,7 @@ pub fn block(
     layer: LayerId,
     rows: &[f32],
     (ids, weights): (&[i32], &[f32]),
-    fp8_products: bool,
+    fp8_products: Fp8Products,
 ) -> Result<Vec<f64>, ModelError> {
     let hidden = checkpoint.spec().hidden;
     let moe = checkpoint.spec().layer(layer)?;

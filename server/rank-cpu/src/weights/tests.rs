@@ -2,20 +2,20 @@ use std::path::Path;
 use std::time::Duration;
 
 use expertd_compute::linalg::Fp8Scales;
-use expertd_ipc::control::{CheckpointSource, DeviceKind, Fp8Compute};
+use expertd_ipc::control::{CheckpointSource, DeviceKind};
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
 use expertd_types::{Coverage, LayerPlacement, LayerRange};
 
 use super::*;
 
-const BF16: Fp8Compute = Fp8Compute::Bf16;
+const BF16: Fp8Products = Fp8Products::NONE;
 
 fn setup(folder: &Path, rank: u32, fingerprint: WeightFingerprint) -> LoaderSetup {
     LoaderSetup {
         rank: Rank(rank),
         ranks: 3,
         device: DeviceKind::Cpu,
-        fp8_compute: Fp8Compute::Fp8,
+        fp8_products: Fp8Products::OF_FP8,
         checkpoint: CheckpointSource {
             folder: folder.to_owned(),
             layers: LayerRange::whole(2),
@@ -97,26 +97,32 @@ fn a_placed_share_is_mapped_as_it_was_packed() {
     }
 }
 
-/// Only experts that are stored in FP8 multiply FP8 rows, and only on request.
+/// Only experts that are stored in FP8 or MXFP4 multiply FP8 rows, and only on request.
 #[test]
 fn fp8_rows_follow_from_the_format_and_the_setting() {
-    for (format, scales) in [
-        (SynthFormat::Fp8, Some(Fp8Scales::F32)),
-        (SynthFormat::Bf16, None),
-        (SynthFormat::Mxfp8, None),
-        (SynthFormat::Nvfp4, None),
+    let fp8_takers = [Fp8Products::OF_FP8, Fp8Products::OF_BOTH];
+    let mxfp4_takers = [Fp8Products::OF_MXFP4, Fp8Products::OF_BOTH];
+    for (family, format, takers) in [
+        ("qwen2_moe", SynthFormat::Fp8, &fp8_takers[..]),
+        ("gpt_oss", SynthFormat::Mxfp4, &mxfp4_takers),
+        ("qwen2_moe", SynthFormat::Bf16, &[]),
+        ("qwen2_moe", SynthFormat::Mxfp8, &[]),
+        ("qwen2_moe", SynthFormat::Nvfp4, &[]),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path().join("model");
-        synth::write(&SynthConfig { format, ..SynthConfig::new("qwen2_moe") }, &folder).unwrap();
+        synth::write(&SynthConfig { format, ..SynthConfig::new(family) }, &folder).unwrap();
         let fingerprint = Checkpoint::open(&folder).unwrap().fingerprint(Coverage::Sampled);
         let packed = pack(&setup(&folder, 1, fingerprint), &Progress::default()).unwrap();
-        for (fp8, expected) in [(Fp8Compute::Fp8, scales), (BF16, None)] {
+        for products in [BF16, Fp8Products::OF_FP8, Fp8Products::OF_MXFP4, Fp8Products::OF_BOTH] {
+            let expected = takers.contains(&products).then_some(Fp8Scales::F32);
             let memory = packed.memory[0].try_clone().unwrap();
-            let mapped = map(memory, Rank(1), 3, &fingerprint, fp8).unwrap();
+            let mapped = map(memory, Rank(1), 3, &fingerprint, products).unwrap();
             for layer in mapped.layers.iter().flatten() {
-                assert_eq!(layer.kind.fp8_rows, expected, "{format:?}, {fp8}");
-                assert_eq!(layer.shared.as_ref().unwrap().kind.fp8_rows, expected, "{format:?}, {fp8}");
+                let shared = layer.shared.as_ref().map(|shared| shared.kind);
+                for kind in [layer.kind].into_iter().chain(shared) {
+                    assert_eq!(kind.fp8_rows, expected, "{format:?}, {products:?}");
+                }
             }
         }
     }

@@ -8,10 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::experts::{CudaExperts, DeviceFormat, WeightSpace, padded};
 use crate::format::Stored;
-use expertd_ipc::control::Fp8Compute;
 use expertd_model::{Choice, GateSpec, GroupScore, ModelSpec, MoeLayer, Normalise, ScoreFn};
 use expertd_rank::share::ExpertShare;
-use expertd_types::{LayerId, Rank};
+use expertd_types::{Fp8Products, LayerId, Rank};
 
 /// Properties of a layer's weights that its specification does not contain.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
@@ -93,13 +92,13 @@ pub(super) fn widest(spec: &ModelSpec) -> usize {
 }
 
 /// Whether any layer's experts compute products in FP8.
-pub(super) fn any_fp8_products(spec: &ModelSpec, fp8: Fp8Compute) -> bool {
+pub(super) fn any_fp8_products(spec: &ModelSpec, products: Fp8Products) -> bool {
     let of = |moe: &MoeLayer| {
         let shared = moe.shared.as_ref().map(Stored::shared);
         [Some(Stored::routed(&moe.experts)), shared]
             .into_iter()
             .flatten()
-            .any(|stored| stored.on_device(fp8) == DeviceFormat::W8a8)
+            .any(|stored| stored.on_device(products) == DeviceFormat::W8a8)
     };
     spec.moe_layers().any(|(_, moe)| of(moe))
 }
@@ -163,7 +162,7 @@ impl Layers {
 pub(super) fn place(
     spec: &ModelSpec,
     share: &ExpertShare,
-    fp8: Fp8Compute,
+    products: Fp8Products,
     facts: &[LayerFacts],
     space: &mut WeightSpace,
 ) -> Vec<Option<Layer>> {
@@ -171,7 +170,7 @@ pub(super) fn place(
     for (index, (moe, facts)) in (0..).zip(spec.layers.iter().zip(facts)) {
         let layer = moe.as_ref().map(|moe| {
             let mut experts_of = |stored: Stored, count, width, biases, block_scales| {
-                let format = stored.on_device(fp8);
+                let format = stored.on_device(products);
                 let mut experts = CudaExperts::place(space, format, count, spec.hidden, width, biases);
                 experts.set_block_scales(block_scales);
                 experts
@@ -196,7 +195,7 @@ pub(super) fn place(
                 spec: moe.clone(),
                 class: class_of(&layers, moe),
                 mine,
-                format: Stored::routed(&moe.experts).on_device(fp8),
+                format: Stored::routed(&moe.experts).on_device(products),
                 gate: place_gate(&moe.gate, row, facts.gate_low, space),
                 experts,
                 shared,

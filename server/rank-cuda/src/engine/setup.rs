@@ -62,7 +62,7 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
         inter: padded(widest(spec)),
         slots: setup.shape.slots,
         padding,
-        fp8_products: any_fp8_products(spec, setup.fp8_compute),
+        fp8_products: any_fp8_products(spec, setup.fp8_products),
     };
     let buffers = Buffers::new(&device, &shape, &sizes).map_err(no_room)?;
     let copies = if padding { None } else { Some(Copies::new(&device, &staged).map_err(no_room)?) };

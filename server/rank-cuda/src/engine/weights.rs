@@ -13,15 +13,15 @@ use super::layers::{LayerFacts, Layers, place};
 use super::upload::Upload;
 use crate::copy_tables;
 use crate::experts::{PackOn, UploadError, WeightSpace, bf16_parts, padded};
-use expertd_ipc::control::{Fp8Compute, LoaderSetup, RankSetup};
+use expertd_ipc::control::{LoaderSetup, RankSetup};
 use expertd_ipc::{SealedError, SealedMemory, SealedWriter};
 use expertd_model::{Checkpoint, ModelError, ModelSpec};
 use expertd_rank::share::{ExpertShare, open_checkpoint};
 use expertd_rank::{PackedShare, Progress, SetupClock};
-use expertd_types::{ExpertPlacement, LayerId, Rank, WeightFingerprint};
+use expertd_types::{ExpertPlacement, Fp8Products, LayerId, Rank, WeightFingerprint};
 
 /// Changes with every change of the places of weights or of their formats.
-const LAYOUT: u32 = 3;
+const LAYOUT: u32 = 4;
 /// Device memory that a loader leaves to buffers of steps, graphs and the driver, in bytes.
 const RESERVE: u64 = 1 << 30;
 /// Largest number of threads that copy weights from the page cache to pinned memory.
@@ -89,7 +89,7 @@ struct Index {
     fingerprint: WeightFingerprint,
     rank: Rank,
     ranks: usize,
-    fp8_compute: Fp8Compute,
+    fp8_products: Fp8Products,
     /// Size of the rank's share in the checkpoint, in bytes.
     weight_bytes: u64,
     /// Size of the device memory, in bytes.
@@ -126,7 +126,7 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
     let mut facts = pool.install(|| facts_of(&checkpoint))?;
     clock.end("gates");
     let mut space = WeightSpace::counting();
-    place(spec, &share, setup.fp8_compute, &facts, &mut space);
+    place(spec, &share, setup.fp8_products, &facts, &mut space);
     let bytes = space.bytes();
     let (free, total) = device.memory()?;
     if bytes + RESERVE > free as u64 {
@@ -135,7 +135,7 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
     }
     let memory = ShareableMemory::allocate(&device, usize::try_from(bytes).unwrap_or(usize::MAX))?;
     let mut space = WeightSpace::at(memory.address());
-    let mut layers = place(spec, &share, setup.fp8_compute, &facts, &mut space);
+    let mut layers = place(spec, &share, setup.fp8_products, &facts, &mut space);
     let pack_on = if setup.in_background { PackOn::Host } else { PackOn::Device };
     clock.end("device memory");
     let upload = Upload { device: &device, pool: &pool, pack_on, checkpoint: &checkpoint, share: &share };
@@ -155,7 +155,7 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
         fingerprint: setup.checkpoint.fingerprint,
         rank: setup.rank,
         ranks: share.ranks,
-        fp8_compute: setup.fp8_compute,
+        fp8_products: setup.fp8_products,
         weight_bytes,
         memory_bytes: memory.bytes(),
         spec: spec.clone(),
@@ -208,18 +208,20 @@ impl HeldWeights {
         let index: Index = serde_json::from_slice((*sealed).as_ref())
             .map_err(|error| contents("an index of packed weights", error))?;
         let ranks = setup.shape.ranks as usize;
-        let expected = (LAYOUT, setup.rank, ranks, setup.fingerprint, setup.fp8_compute);
-        let found = (index.layout, index.rank, index.ranks, index.fingerprint, index.fp8_compute);
+        let expected = (LAYOUT, setup.rank, ranks, setup.fingerprint, setup.fp8_products);
+        let found = (index.layout, index.rank, index.ranks, index.fingerprint, index.fp8_products);
         if found != expected || index.facts.len() != index.spec.layers.len() {
-            let show = |(layout, rank, ranks, fingerprint, fp8): (
+            let show = |(layout, rank, ranks, fingerprint, products): (
                 u32,
                 Rank,
                 usize,
                 WeightFingerprint,
-                Fp8Compute,
+                Fp8Products,
             )| {
+                let Fp8Products { of_fp8, of_mxfp4 } = products;
                 format!(
-                    "layout {layout}, rank {rank} of {ranks}, fingerprint {fingerprint}, FP8 products in {fp8}"
+                    "layout {layout}, rank {rank} of {ranks}, fingerprint {fingerprint}, FP8 products of FP8 {of_fp8}, of MXFP4 \
+                     {of_mxfp4}"
                 )
             };
             return Err(contents(show(expected), show(found)));
@@ -245,10 +247,10 @@ impl HeldWeights {
     /// Maps the weights, for reading only. `tables` are those of [`copy_tables`](Self::copy_tables).
     pub(super) fn map(self, device: &Device, tables: Option<&CopyTables>) -> Result<Layers, WeightsError> {
         let share = self.share();
-        let Index { rank, fp8_compute, weight_bytes, memory_bytes, spec, facts, .. } = self.index;
+        let Index { rank, fp8_products, weight_bytes, memory_bytes, spec, facts, .. } = self.index;
         let memory = ShareableMemory::import(device, self.memory.as_fd(), memory_bytes)?;
         let mut space = WeightSpace::at(memory.address());
-        let layers = place(&spec, &share, fp8_compute, &facts, &mut space);
+        let layers = place(&spec, &share, fp8_products, &facts, &mut space);
         if space.bytes() > memory_bytes as u64 {
             let found = format!("{memory_bytes} bytes of device memory");
             return Err(contents(format!("{} bytes of weights", space.bytes()), found));

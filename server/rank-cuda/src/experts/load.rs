@@ -12,7 +12,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::grouped::{fill_row, is_grouped};
-use super::narrow::{ExpertLayout, has_block_scales};
+use super::narrow::{ExpertLayout, Filled};
 use super::{CudaExperts, DeviceFormat, HostBuffer, padded};
 use expertd_model::ExpertWeights;
 use expertd_model::{MatrixView, WeightFormat};
@@ -108,8 +108,7 @@ impl<'a> Uploader<'a> {
         Ok(Uploader { pool, buffers: [buffer()?, buffer()?], next: 0 })
     }
 
-    /// Starts to upload expert `index` of `experts`. Returns whether all matrices have block scales where their format has scales
-    /// ([`CudaExperts::has_block_scales`]).
+    /// Starts to upload expert `index` of `experts`.
     ///
     /// # Errors
     /// If the device fails or the matrices do not fit the device format.
@@ -118,7 +117,7 @@ impl<'a> Uploader<'a> {
         experts: &CudaExperts,
         index: usize,
         weights: &ExpertWeights<'_>,
-    ) -> Result<bool, UploadError> {
+    ) -> Result<Filled, UploadError> {
         let (hidden, inter) = (experts.hidden, experts.inter);
         let buffer = &mut self.buffers[self.next];
         self.next = 1 - self.next;
@@ -137,12 +136,14 @@ impl<'a> Uploader<'a> {
             }
         }
         match experts.format {
-            DeviceFormat::Bf16 => buffer.load_bf16(self.pool, experts, index, weights)?,
+            DeviceFormat::Bf16 => {
+                buffer.load_bf16(self.pool, experts, index, weights)?;
+                Ok(Filled { block_scales: true, rounded: 0 })
+            }
             DeviceFormat::Fp8 | DeviceFormat::W8a8 | DeviceFormat::Mxfp4 => {
-                buffer.load_narrow(self.pool, experts, index, weights)?;
+                buffer.load_narrow(self.pool, experts, index, weights)
             }
         }
-        Ok([&weights.gate, &weights.up, &weights.down].into_iter().all(has_block_scales))
     }
 
     /// Waits until all experts are on the device.
@@ -224,7 +225,7 @@ impl UploadBuffer {
         experts: &CudaExperts,
         index: usize,
         weights: &ExpertWeights<'_>,
-    ) -> Result<(), UploadError> {
+    ) -> Result<Filled, UploadError> {
         let (format, hidden, inter) = (experts.format, experts.hidden, experts.inter);
         let layout = ExpertLayout::new(format, hidden, inter);
         let rows: &mut [u8] = match &mut self.unpacked {
@@ -232,7 +233,7 @@ impl UploadBuffer {
             Unpacked::Device(_) => unsafe { self.host.as_mut_slice(layout.bytes) },
             Unpacked::Host(rows) => &mut bytemuck::cast_slice_mut(rows)[..layout.bytes],
         };
-        pool.install(|| layout.fill(weights, rows)).map_err(UploadError::Unsupported)?;
+        let filled = pool.install(|| layout.fill(weights, rows)).map_err(UploadError::Unsupported)?;
         let source = match &self.unpacked {
             Unpacked::Device(staged) => {
                 self.copy(0, staged.address(), layout.bytes)?;
@@ -262,7 +263,7 @@ impl UploadBuffer {
             self.copy(at + bytes, row_scales, rows * 4)?;
             at += (bytes + rows * 4).next_multiple_of(64);
         }
-        Ok(())
+        Ok(filled)
     }
 
     /// Starts to copy `bytes` bytes at `offset` of the host's buffer to device address `to`.

@@ -2,8 +2,8 @@
 //!
 //! Sizes that the kernel does not support are padded with zeros, which changes no result: a padded intermediate feature is
 //! `activation(0, 0) = 0`, and a padded hidden feature is multiplied with zeros only. Weights in f32 and f16 are rounded to
-//! bf16 (to nearest, ties to even). FP8 and MXFP4 codes are kept, in one layout for products in bf16 and in another for
-//! products in FP8. [`Stored::on_device`](crate::Stored::on_device) lists the exceptions and the other formats.
+//! bf16 (to nearest, ties to even). FP8 and MXFP4 codes are kept for products in bf16; for products in FP8, FP8 codes have another
+//! layout, and MXFP4 codes become FP8 codes. [`Stored::on_device`](crate::Stored::on_device) lists the exceptions and the other formats.
 
 mod grouped;
 mod host;
@@ -19,6 +19,7 @@ pub use crate::format::DeviceFormat;
 pub(crate) use crate::format::padded;
 pub use host::HostBuffer;
 pub use load::{PackOn, UploadError, Uploader, bf16_parts, upload_bytes};
+pub use narrow::Filled;
 pub use space::WeightSpace;
 
 use expertd_kernels::device::{Buffer, Device, DeviceError};

@@ -1,7 +1,8 @@
 //! The upload buffer of one FP8 or MXFP4 expert: its codes and scales in the layout that the packing kernel reads.
 //!
-//! Codes are copied unchanged, and INT4's integers become e4m3 codes; padding rows and columns are zero. Scales of FP8 and INT4
-//! become one multiplier per row and 128 columns, or one per row where a scale spans all columns of a matrix.
+//! Codes are copied unchanged, INT4's integers become e4m3 codes, and so does MXFP4 for products in FP8; padding rows and columns are
+//! zero. Scales of FP8 and INT4 become one multiplier per row and 128 columns, or one per row where a scale spans all columns of a
+//! matrix.
 
 use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, PackNarrowParams};
 use rayon::prelude::*;
@@ -10,12 +11,22 @@ use super::DeviceFormat;
 use super::grouped::fill_integers;
 use crate::format::FP8_COLS;
 use expertd_model::ExpertWeights;
-use expertd_model::{MatrixView, Scales, WeightFormat};
+use expertd_model::{MatrixView, Scales, WeightFormat, mxfp4_as_fp8};
 
 /// Rows that may share an FP8 multiplier on the device.
 const BLOCK_ROWS: usize = 128;
 /// Columns that share an MXFP4 exponent.
 const MX_COLS: usize = 32;
+
+/// Properties of an expert that was written to an upload buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Filled {
+    /// Whether all matrices have block scales where their format has scales
+    /// ([`CudaExperts::has_block_scales`](super::CudaExperts::has_block_scales)).
+    pub block_scales: bool,
+    /// Number of MXFP4 elements that were rounded because FP8 does not hold them.
+    pub rounded: u64,
+}
 
 /// Byte offsets of one expert's codes and scales in an upload buffer. All are multiples of 16.
 #[derive(Clone, Copy, Debug)]
@@ -53,7 +64,7 @@ impl ExpertLayout {
     ///
     /// # Errors
     /// The property of a matrix that the kernels do not support.
-    pub(super) fn fill(&self, weights: &ExpertWeights<'_>, to: &mut [u8]) -> Result<(), String> {
+    pub(super) fn fill(&self, weights: &ExpertWeights<'_>, to: &mut [u8]) -> Result<Filled, String> {
         let (codes, rest) = to.split_at_mut(self.scales[0]);
         let (scales, row_scales) = rest.split_at_mut(self.row_scales - self.scales[0]);
         let row_scales: &mut [f32] =
@@ -65,16 +76,21 @@ impl ExpertLayout {
             (&weights.up, self.inter, self.hidden, up),
             (&weights.down, self.hidden, self.inter, outputs),
         ];
+        let mut filled = Filled { block_scales: true, rounded: 0 };
         for (i, (view, rows, cols, row_scales)) in matrices.into_iter().enumerate() {
             check(self.format, view)?;
-            fill_codes(
-                view,
-                cols,
-                &mut codes[self.codes[i]..][..rows * row_bytes(self.format, cols)],
-                self.format,
-            );
+            let codes = &mut codes[self.codes[i]..][..rows * row_bytes(self.format, cols)];
             let scales =
                 &mut scales[self.scales[i] - self.scales[0]..][..rows * scale_bytes(self.format, cols)];
+            if self.format == DeviceFormat::W8a8 && view.format == WeightFormat::Mxfp4 {
+                let found = mxfp4_as_fp8(view, cols, codes, bytemuck::cast_slice_mut(scales));
+                row_scales.fill(1.0);
+                filled.block_scales &= found.block_scales;
+                filled.rounded += found.rounded;
+                continue;
+            }
+            fill_codes(view, cols, codes, self.format);
+            filled.block_scales &= has_block_scales(view);
             match self.format {
                 DeviceFormat::Mxfp4 => {
                     fill_exponents(view, cols / MX_COLS, scales);
@@ -88,7 +104,7 @@ impl ExpertLayout {
                 ),
             }
         }
-        Ok(())
+        Ok(filled)
     }
 
     /// Parameters that pack gate and up, and down, from a buffer at device address `staged`. The caller sets the destinations.
@@ -201,7 +217,7 @@ fn is_scaled_by_row(view: &MatrixView<'_>) -> bool {
 }
 
 /// Whether 128 neighbouring rows, from a multiple of 128 on, have the same multipliers of 128 columns.
-pub(super) fn has_block_scales(view: &MatrixView<'_>) -> bool {
+fn has_block_scales(view: &MatrixView<'_>) -> bool {
     match view.scales {
         Scales::Block { block_rows, .. } if !is_scaled_by_row(view) => {
             block_rows.is_multiple_of(BLOCK_ROWS) || block_rows >= view.rows
@@ -223,209 +239,4 @@ fn fill_multipliers(view: &MatrixView<'_>, blocks: usize, to: &mut [f32], row_sc
 }
 
 #[cfg(test)]
-mod tests {
-    use std::borrow::Cow;
-
-    use super::*;
-    use expertd_model::decode::fp8_e4m3;
-    use expertd_model::{GroupScales, Packing, ScaleFormat, ZeroPoints};
-
-    const HIDDEN: usize = 200;
-    const INTER: usize = 96;
-    const PADDED: [usize; 2] = [256, 128];
-
-    /// Bytes with a long period.
-    fn bytes(len: usize, seed: usize) -> Vec<u8> {
-        (0..len).map(|i| ((i * 37 + i / 251 + seed * 11) % 251) as u8).collect()
-    }
-
-    fn fp8(rows: usize, cols: usize, data: &[u8], block: [usize; 2]) -> MatrixView<'_> {
-        let [block_rows, block_cols] = block;
-        let count = rows.div_ceil(block_rows) * cols.div_ceil(block_cols);
-        let values: Vec<f32> = (0..count).map(|i| 0.5 + i as f32 * 0.25).collect();
-        MatrixView {
-            format: WeightFormat::Fp8E4m3,
-            packing: Packing::Strided,
-            data,
-            rows,
-            cols,
-            row_stride: cols,
-            col_stride: 1,
-            scales: Scales::Block { values: Cow::Owned(values), block_rows, block_cols },
-        }
-    }
-
-    fn expert<'a>(gate: &MatrixView<'a>, up: &MatrixView<'a>, down: &MatrixView<'a>) -> ExpertWeights<'a> {
-        ExpertWeights { gate: gate.clone(), up: up.clone(), down: down.clone(), biases: None }
-    }
-
-    fn floats(bytes: &[u8]) -> Vec<f32> {
-        bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
-    }
-
-    /// Decodes every element of matrix `which` from the upload buffer and compares it with `view`.
-    fn compare(layout: &ExpertLayout, staged: &[u8], which: usize, view: &MatrixView<'_>) {
-        let [rows, cols] = if which == 2 { PADDED } else { [PADDED[1], PADDED[0]] };
-        let row_scales = floats(&staged[layout.row_scales..]);
-        for row in 0..rows {
-            for col in 0..cols {
-                let at = row * cols + col;
-                let value = if layout.format == DeviceFormat::Mxfp4 {
-                    let code = staged[layout.codes[which] + at / 2] >> (at % 2 * 4) & 15;
-                    let exponent = staged[layout.scales[which] + row * (cols / 32) + col / 32];
-                    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)]
-                        * if code & 8 == 0 { 1.0 } else { -1.0 }
-                        * 2f64.powi(i32::from(exponent) - 127)
-                } else {
-                    let scale = (row * cols.div_ceil(128) + col / 128) * 4 + layout.scales[which];
-                    let scale = f64::from(floats(&staged[scale..scale + 4])[0]);
-                    f64::from(fp8_e4m3(staged[layout.codes[which] + at])) * scale
-                };
-                let row_scale = row_scales[[0, PADDED[1], 2 * PADDED[1]][which] + row];
-                let inside = row < view.rows && col < view.cols;
-                let expected = if inside { f64::from(view.value(row, col)) } else { 0.0 };
-                assert_eq!((value * f64::from(row_scale)) as f32, expected as f32, "{which} ({row}, {col})");
-            }
-        }
-    }
-
-    #[test]
-    fn fp8_with_scales_of_any_height_arrives() {
-        let (gate, up, down) = (bytes(INTER * HIDDEN, 1), bytes(INTER * HIDDEN, 2), bytes(HIDDEN * INTER, 3));
-        // The packing kernel handles codes that are NaN; these tests avoid them.
-        let clean =
-            |v: Vec<u8>| v.into_iter().map(|c| if c & 0x7f == 0x7f { c ^ 1 } else { c }).collect::<Vec<_>>();
-        let (gate, up, down) = (clean(gate), clean(up), clean(down));
-        for block in [[128, 128], [1, 128], [1, HIDDEN], [INTER, HIDDEN], [13, 256]] {
-            let gate = fp8(INTER, HIDDEN, &gate, block);
-            let up = fp8(INTER, HIDDEN, &up, block);
-            let down = fp8(HIDDEN, INTER, &down, [block[0], 128]);
-            let layout = ExpertLayout::new(DeviceFormat::Fp8, PADDED[0], PADDED[1]);
-            let mut staged = vec![0xaa; layout.bytes];
-            layout.fill(&expert(&gate, &up, &down), &mut staged).unwrap();
-            for (which, view) in [&gate, &up, &down].into_iter().enumerate() {
-                compare(&layout, &staged, which, view);
-            }
-        }
-    }
-
-    /// A symmetric or asymmetric INT4 matrix with groups of `group` columns.
-    fn int4<'a>(
-        [rows, cols]: [usize; 2],
-        data: &'a [u8],
-        scales: &'a [u8],
-        group: usize,
-        zeros: Option<&'a [u8]>,
-    ) -> MatrixView<'a> {
-        let groups = cols.div_ceil(group);
-        let zeros = zeros.map(|data| ZeroPoints {
-            data,
-            packing: Packing::Strided,
-            row_stride: groups,
-            group_stride: 1,
-            bias: 0,
-        });
-        MatrixView {
-            format: WeightFormat::Int4,
-            packing: Packing::Strided,
-            data,
-            rows,
-            cols,
-            row_stride: cols,
-            col_stride: 1,
-            scales: Scales::Groups(GroupScales {
-                cols: group,
-                format: ScaleFormat::Bf16,
-                data: scales,
-                row_stride: groups,
-                group_stride: 1,
-                factor: 1.0,
-                zeros,
-            }),
-        }
-    }
-
-    #[test]
-    fn int4_with_groups_of_128_columns_arrives() {
-        let data = bytes(INTER * HIDDEN / 2, 7);
-        let zeros = bytes(INTER * HIDDEN / 2, 8);
-        let scales: Vec<u8> = (0..HIDDEN * 2)
-            .flat_map(|i| half::bf16::from_f32(0.02 + i as f32 * 0.001).to_le_bytes())
-            .collect();
-        for (group, zeros) in [(128, None), (128, Some(&zeros[..])), (256, Some(&zeros)), (HIDDEN, None)] {
-            let gate = int4([INTER, HIDDEN], &data, &scales, group, zeros);
-            let down = int4([HIDDEN, INTER], &data, &scales, group, zeros);
-            for view in [&gate, &down] {
-                view.check().unwrap();
-            }
-            let layout = ExpertLayout::new(DeviceFormat::Fp8, PADDED[0], PADDED[1]);
-            let mut staged = vec![0xaa; layout.bytes];
-            layout.fill(&expert(&gate, &gate, &down), &mut staged).unwrap();
-            for (which, view) in [&gate, &gate, &down].into_iter().enumerate() {
-                compare(&layout, &staged, which, view);
-            }
-        }
-        // Such weights are never multiplied in FP8, and narrow groups have no FP8 multipliers.
-        let (gate, down) = (
-            int4([INTER, HIDDEN], &data, &scales, 128, None),
-            int4([HIDDEN, INTER], &data, &scales, 32, None),
-        );
-        for (format, part) in [(DeviceFormat::W8a8, "int4"), (DeviceFormat::Fp8, "groups of 32 columns")] {
-            let layout = ExpertLayout::new(format, PADDED[0], PADDED[1]);
-            let mut staged = vec![0; layout.bytes];
-            let error = layout.fill(&expert(&gate, &gate, &down), &mut staged).unwrap_err();
-            assert!(error.contains(part), "{error}");
-        }
-    }
-
-    #[test]
-    fn mxfp4_with_alternating_rows_arrives() {
-        const HIDDEN: usize = 224; // blocks of 32
-        let (gate_up, down) = (bytes(2 * INTER * HIDDEN / 2, 4), bytes(HIDDEN * INTER / 2, 5));
-        let exponents: Vec<u8> = (0..2 * INTER * (HIDDEN / 32)).map(|i| 110 + (i % 23) as u8).collect();
-        let half = |first: usize| MatrixView {
-            format: WeightFormat::Mxfp4,
-            packing: Packing::Strided,
-            data: &gate_up[first * HIDDEN / 2..],
-            rows: INTER,
-            cols: HIDDEN,
-            row_stride: 2 * HIDDEN,
-            col_stride: 1,
-            scales: Scales::Mx {
-                exponents: &exponents[first * (HIDDEN / 32)..],
-                row_stride: 2 * (HIDDEN / 32),
-            },
-        };
-        let (gate, up) = (half(0), half(1));
-        let down = MatrixView {
-            data: &down,
-            rows: HIDDEN,
-            cols: INTER,
-            row_stride: INTER,
-            scales: Scales::Mx { exponents: &exponents, row_stride: INTER / 32 },
-            ..half(0)
-        };
-        let layout = ExpertLayout::new(DeviceFormat::Mxfp4, PADDED[0], PADDED[1]);
-        let mut staged = vec![0xaa; layout.bytes];
-        layout.fill(&expert(&gate, &up, &down), &mut staged).unwrap();
-        for (which, view) in [&gate, &up, &down].into_iter().enumerate() {
-            compare(&layout, &staged, which, view);
-        }
-    }
-
-    #[test]
-    fn matrices_that_do_not_fit_the_format_are_errors() {
-        let data = bytes(INTER * HIDDEN, 6);
-        let gate = fp8(INTER, HIDDEN, &data, [128, 96]);
-        let down = fp8(HIDDEN, INTER, &data, [128, 128]);
-        let layout = ExpertLayout::new(DeviceFormat::Fp8, PADDED[0], PADDED[1]);
-        let mut staged = vec![0; layout.bytes];
-        let error = layout.fill(&expert(&gate, &gate, &down), &mut staged).unwrap_err();
-        assert!(error.contains("128×96") && error.contains("multiple of 128"), "{error}");
-        let plain = vec![0; HIDDEN * INTER * 2];
-        let bf16 = MatrixView { format: WeightFormat::Bf16, data: &plain, scales: Scales::None, ..down };
-        let gate = fp8(INTER, HIDDEN, &data, [128, 128]);
-        let error = layout.fill(&expert(&gate, &gate, &bf16), &mut staged).unwrap_err();
-        assert!(error.contains("bf16"), "{error}");
-    }
-}
+mod tests;

@@ -83,6 +83,7 @@ fn packing_on_the_host_gives_the_bytes_of_the_kernels() {
         (WeightFormat::Fp8E4m3, DeviceFormat::Fp8),
         (WeightFormat::Fp8E4m3, DeviceFormat::W8a8),
         (WeightFormat::Mxfp4, DeviceFormat::Mxfp4),
+        (WeightFormat::Mxfp4, DeviceFormat::W8a8),
         (WeightFormat::Int4, DeviceFormat::Fp8),
         (WeightFormat::Int4, DeviceFormat::Bf16),
         (WeightFormat::Mxfp8, DeviceFormat::Bf16),

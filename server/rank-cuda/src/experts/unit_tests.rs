@@ -17,10 +17,10 @@ use super::load::fill;
 use super::narrow::ExpertLayout;
 use super::pack_tests::Stored;
 use super::padded;
-use expertd_ipc::control::Fp8Compute;
+use expertd_model::decode::fp8_e4m3;
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
 use expertd_model::{Checkpoint, ExpertTensors, ExpertWeights, MatrixView, WeightFormat};
-use expertd_types::ExpertId;
+use expertd_types::{ExpertId, Fp8Products};
 
 /// Columns of a unit.
 const COLS: usize = 128;
@@ -146,7 +146,7 @@ fn experts_of_checkpoints_get_their_device_format_and_arrive() {
         synth::write(&config, dir.path()).unwrap();
         let checkpoint = Checkpoint::open(dir.path()).unwrap();
         let (layer, moe) = checkpoint.spec().moe_layers().next().unwrap();
-        for fp8 in [Fp8Compute::Fp8, Fp8Compute::Bf16] {
+        for fp8 in [Fp8Products::OF_BOTH, Fp8Products::NONE] {
             assert_eq!(crate::Stored::routed(&moe.experts).on_device(fp8), expected, "{format:?}");
         }
         let tensors = checkpoint.expert(layer, ExpertId(1)).unwrap();
@@ -162,6 +162,62 @@ fn experts_of_checkpoints_get_their_device_format_and_arrive() {
                 fill_row(view, row, &mut codes, &mut to);
                 let values = (0..view.cols).map(|col| bf16::from_f32(view.value(row, col)).to_bits());
                 assert!(values.eq(to.iter().copied()), "{format:?} row {row}");
+            }
+        }
+    }
+}
+
+/// Packs an expert for products in FP8 and compares every element with its value in the checkpoint. The padding of an odd size is zero.
+fn check_fp8_panels(expert: &ExpertTensors<'_>) {
+    let ExpertTensors { gate, up, down, .. } = expert;
+    let (hidden, inter) = (padded(gate.cols), DeviceFormat::W8a8.padded_inter(gate.rows));
+    let layout = ExpertLayout::new(DeviceFormat::W8a8, hidden, inter);
+    let mut staged = vec![0xaaaa_aaaa_aaaa_aaaa_u64; layout.bytes.div_ceil(8)];
+    let [gate_view, up_view, down_view] = [gate, up, down].map(Clone::clone);
+    let weights = ExpertWeights { gate: gate_view, up: up_view, down: down_view, biases: None };
+    let filled = layout.fill(&weights, bytemuck::cast_slice_mut(&mut staged)).unwrap();
+    assert_eq!(filled.rounded, 0);
+    let sizes = DeviceFormat::W8a8.matrix_bytes(hidden, inter);
+    let shapes = [(2 * inter, hidden), (hidden, inter)];
+    for (which, mut params) in layout.packs(staged.as_ptr() as u64).into_iter().enumerate() {
+        let (rows, cols) = shapes[which];
+        let (mut panels, mut factors) = (vec![0_u128; sizes[which] / 16], vec![0_f32; rows]);
+        (params.units, params.row_scales) = (panels.as_mut_ptr() as u64, factors.as_mut_ptr() as u64);
+        // SAFETY: source and destinations are live buffers of the documented sizes.
+        unsafe { pack_narrow_host(&params, 0..(rows / UNIT_ROWS) as u64) }.unwrap();
+        assert!(factors.iter().all(|factor| *factor == 1.0));
+        let bytes: &[u8] = bytemuck::cast_slice(&panels);
+        for (block, panel) in bytes.chunks(rows * (COLS + 4)).enumerate() {
+            let (codes, scales) = panel.split_at(rows * COLS);
+            for (row, codes) in codes.chunks(COLS).enumerate() {
+                let (feature, view) = match (which, row % 16 < 8) {
+                    (0, true) => (row / 16 * 8 + row % 8, gate),
+                    (0, false) => (row / 16 * 8 + row % 8, up),
+                    _ => (row, down),
+                };
+                let scale = f32::from_bits(word(scales, row * 4));
+                for col in 0..COLS {
+                    let code = codes[((col / 16) ^ (row % 8)) * 16 + col % 16];
+                    let at = block * COLS + col;
+                    let inside = feature < view.rows && at < view.cols && at < cols;
+                    let expected = if inside { view.value(feature, at) } else { 0.0 };
+                    assert_eq!(fp8_e4m3(code) * scale, expected, "{} {which} ({feature}, {at})", view.format);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn mxfp4_experts_arrive_in_fp8_panels() {
+    for name in ["gpt_oss-mxfp4-odd", "qwen3_moe-mxfp4-library"] {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/quantised").join(name);
+        let checkpoint = Checkpoint::open(&folder).unwrap();
+        for (layer, moe) in checkpoint.spec().moe_layers() {
+            let stored = crate::Stored::routed(&moe.experts);
+            assert_eq!(stored.on_device(Fp8Products::OF_MXFP4), DeviceFormat::W8a8, "{name}");
+            for expert in 0..moe.experts.count as u32 {
+                check_fp8_panels(&checkpoint.expert(layer, ExpertId(expert)).unwrap());
             }
         }
     }
@@ -215,7 +271,7 @@ fn check_panels(expert: &ExpertTensors<'_>) {
 }
 
 /// The experts of a fixture that have the device format bf16: routed ones, and shared ones.
-fn bf16_experts_of(name: &str, fp8: Fp8Compute) -> [bool; 2] {
+fn bf16_experts_of(name: &str, fp8: Fp8Products) -> [bool; 2] {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/quantised").join(name);
     let checkpoint = Checkpoint::open(&folder).unwrap();
     let mut found = [false; 2];
@@ -237,12 +293,12 @@ fn bf16_experts_of(name: &str, fp8: Fp8Compute) -> [bool; 2] {
 
 #[test]
 fn experts_without_a_layout_of_their_own_arrive_in_bf16_panels() {
-    for fp8 in [Fp8Compute::Fp8, Fp8Compute::Bf16] {
+    for fp8 in [Fp8Products::OF_BOTH, Fp8Products::NONE] {
         assert_eq!(bf16_experts_of("deepseek_v3-fp8-narrow", fp8), [true, true]);
         assert_eq!(bf16_experts_of("qwen2_moe-fp8-mixed", fp8), [false, true]);
         assert_eq!(bf16_experts_of("deepseek_v3-fp8-odd", fp8), [false, false]);
     }
-    let fp8 = Fp8Compute::Fp8;
+    let fp8 = Fp8Products::OF_FP8;
     assert_eq!(bf16_experts_of("deepseek_v3-nvfp4", fp8), [true, true]);
     assert_eq!(bf16_experts_of("qwen2_moe-int4-awq", fp8), [true, true]);
     for name in ["int4-gptq", "int4-asymmetric-library", "mxfp8-library", "nvfp4-library"] {

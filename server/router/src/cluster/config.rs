@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::group::CHECK_INTERVAL;
-use expertd_ipc::control::{CheckpointSource, DeviceKind, Fp8Compute, RankSetup};
+use expertd_ipc::control::{CheckpointSource, DeviceKind, RankSetup};
 use expertd_ipc::{GroupShape, SharedRegion};
-use expertd_types::Rank;
+use expertd_types::{Fp8Products, Rank};
 
 /// Creates the windows of the generation that a rank is set up for.
 pub type MakeWindows = fn(&RankSetup) -> Result<Arc<SharedRegion>, String>;
@@ -26,8 +26,8 @@ pub struct ClusterConfig {
     pub checkpoint: CheckpointSource,
     /// Host memory that packed weights may take, two versions of them together, in bytes; `None` if only the machine limits it.
     pub max_weight_bytes: Option<u64>,
-    /// Arithmetic of FP8 experts on GPUs.
-    pub fp8_compute: Fp8Compute,
+    /// The experts whose products are computed in FP8.
+    pub fp8_products: Fp8Products,
     /// Cores of each rank.
     pub cores: Vec<Vec<usize>>,
     /// Cores that may be busy all the time; fewer than all if a container's quota allows less.

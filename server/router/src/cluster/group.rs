@@ -356,7 +356,7 @@ fn rank_setup(
         row_counts,
         device: config.device,
         fingerprint: weights.source.fingerprint,
-        fp8_compute: config.fp8_compute,
+        fp8_products: config.fp8_products,
         cores: config.cores[rank.index()].clone(),
         threads: config.threads(rank),
         spin: config.spin,

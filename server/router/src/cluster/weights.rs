@@ -212,7 +212,7 @@ impl Loading {
                 ranks: config.shape.ranks,
                 device: config.device,
                 checkpoint: self.source.clone(),
-                fp8_compute: config.fp8_compute,
+                fp8_products: config.fp8_products,
                 cores: config.cores[rank.index()].clone(),
                 threads: config.threads(rank),
                 heartbeat: config.heartbeat(),

@@ -5,10 +5,11 @@ use std::time::Duration;
 use super::PlanError;
 use super::values::{derive, value, within};
 use crate::serve::settings::{Given, parse_cores};
-use expertd_ipc::control::{DeviceKind, Fp8Compute};
+use expertd_ipc::control::DeviceKind;
 use expertd_ipc::wait::SPIN_TIME;
 use expertd_rank_cuda as gpu;
 use expertd_router::cluster::{available_cores, numa_nodes, share_cores, share_cores_near, usable};
+use expertd_types::{Fp8Compute, Fp8Products};
 
 /// Largest number of ranks on one host.
 const MAX_RANKS: u32 = 8;
@@ -20,8 +21,8 @@ pub(super) struct Machine {
     pub(super) device: DeviceKind,
     /// Number of ranks.
     pub(super) ranks: u32,
-    /// Arithmetic of FP8 experts.
-    pub(super) fp8_compute: Fp8Compute,
+    /// The experts whose products are computed in FP8.
+    pub(super) fp8_products: Fp8Products,
     /// Number of cores that may be busy all the time.
     pub(super) usable_cores: usize,
     /// `[ranks]`: cores of each rank.
@@ -91,7 +92,12 @@ impl Machine {
                 derive(&mut given.fp8_compute, Fp8Compute::Fp8, "as FP8 checkpoints are meant to be run")
             }
         };
-
+        let mxfp4_compute =
+            derive(&mut given.mxfp4_compute, Fp8Compute::Bf16, "MXFP4 checkpoints quantise the weights only");
+        let fp8_products = Fp8Products {
+            of_fp8: fp8_compute == Fp8Compute::Fp8,
+            of_mxfp4: mxfp4_compute == Fp8Compute::Fp8,
+        };
         let nodes = match device {
             DeviceKind::Cpu => vec![None; ranks as usize],
             DeviceKind::Cuda => gpu::numa_nodes(ranks as usize),
@@ -103,7 +109,7 @@ impl Machine {
         // GPU ranks leave most of their cores idle; CPU ranks use all of theirs.
         let spare_cores = device == DeviceKind::Cuda && usable_cores > 2 * ranks as usize;
         let spin = if spare_cores { SPIN_TIME } else { Duration::ZERO };
-        Ok(Machine { device, ranks, fp8_compute, usable_cores, shares, nodes, spin })
+        Ok(Machine { device, ranks, fp8_products, usable_cores, shares, nodes, spin })
     }
 }
 

@@ -236,7 +236,7 @@ fn cluster(
     description: serde_json::Value,
     max_weight_bytes: Option<u64>,
 ) -> ClusterConfig {
-    let Machine { device, fp8_compute, usable_cores, shares, spin, .. } = machine;
+    let Machine { device, fp8_products, usable_cores, shares, spin, .. } = machine;
     ClusterConfig {
         shape,
         windows: match device {
@@ -247,7 +247,7 @@ fn cluster(
         description,
         checkpoint,
         max_weight_bytes,
-        fp8_compute,
+        fp8_products,
         cores: shares,
         usable_cores,
         spin,
