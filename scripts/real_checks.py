@@ -20,6 +20,9 @@ import time
 
 TOOL_LEAVES = ("input_scale", "k_scale", "v_scale", "input_global_scale", "output_scale", "q_scale")
 
+STORED_LEAVES = ("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale",
+                 "weight_zero_point", "weight_shape", "weight_g_idx", "qweight", "qzeros", "scales", "g_idx")
+
 
 def folders(out, only):
     for done in sorted(out.glob("*/*/done")):
@@ -104,7 +107,7 @@ def plain(folder):
         if quantised:
             out[f"{stem}.weight"] = values(part, declared).float().contiguous()
         for leaf, tensor in part.items():
-            if leaf == "bias" or (not quantised and "scale" not in leaf):
+            if leaf not in STORED_LEAVES:
                 out[f"{stem}.{leaf}"] = tensor.float()
     return out
 

@@ -7,6 +7,7 @@
 
 import argparse
 import json
+import os
 import pathlib
 import shutil
 import sys
@@ -223,9 +224,14 @@ def autoround(form, scheme="W4A16", **options):
         import transformers
         from auto_round import AutoRound
         model, tokenizer = load(source), transformers.AutoTokenizer.from_pretrained(source)
+        calibration = folder / "calibration.jsonl"
+        lines = (" ".join(f"w{i}" for i in ids[0].tolist()) for ids in sequences(16, 128))
+        calibration.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
         rounds = AutoRound(model, tokenizer, scheme=scheme, iters=0, nsamples=8, seqlen=64, device_map="cpu",
-                           **options)
+                           dataset=str(calibration), **options)
         rounds.quantize_and_save(str(folder), format=form)
+        for inner in folder.glob("*/config.json"):  # a folder is named by the number of bits
+            shutil.copytree(inner.parent, folder, dirs_exist_ok=True)
     return run
 
 
@@ -257,6 +263,7 @@ AUTOROUND = {
 
 def gptqmodel(rtn=False, **options):
     def run(source, folder):
+        os.cpu_count = lambda: 8  # its pools of threads ask for more workers than two cores give
         from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
         if rtn:
             from gptqmodel.quantization import RTNConfig

@@ -4,6 +4,7 @@ mod autoround;
 mod compressed;
 mod modelopt;
 mod packed;
+mod rotations;
 
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -67,6 +68,7 @@ impl Quantization {
     /// Reads `quantization_config`. Without it nothing is quantised.
     pub(super) fn read(config: &Config) -> Result<Self, ModelError> {
         let Some(map) = config.quantization()? else { return Ok(Self::default()) };
+        rotations::refuse(config, map)?;
         let method = text(map, "quant_method");
         match method.as_deref() {
             Some("fp8") => Self::fp8(config, map),
