@@ -2,6 +2,7 @@
 """Checks that expertd serves what public quantisation tools wrote; scripts/real_quantisers.py makes the checkpoints.
 
     python scripts/real_checks.py OUT record [--only SUBSTRING]
+    python scripts/real_checks.py OUT compare [--only SUBSTRING]
     python scripts/real_checks.py OUT serve --expertd PATH [--only SUBSTRING]
 
 `record` dequantises the MoE blocks of every checkpoint by the definitions of the formats, compares them with the weights before
@@ -40,6 +41,8 @@ def declaration(folder):
 def fp8(part, scale, block):
     """FP8 with a scale per tensor, channel or block."""
     scale, (rows, cols) = scale.double(), part["weight"].shape
+    if scale.dim() == 4:
+        scale = scale[:, 0, :, 0]
     if scale.dim() == 1 and scale.numel() == rows:
         scale = scale[:, None]
     if scale.dim() == 2:
@@ -76,6 +79,8 @@ def values(part, declared):
     scale = part.get("weight_scale", part.get("weight_scale_inv"))
     if kind == torch.uint8 and "weight_scale_2" in part:
         return formats.nvfp4(part, declared)
+    if kind == torch.uint8:
+        return formats.mxfp4({"weight_packed": part["weight"], "weight_scale": scale}, declared)
     if kind == torch.float8_e4m3fn and scale.dtype == torch.uint8:
         return formats.mxfp8({**part, "weight_scale": scale}, declared)
     if kind == torch.float8_e4m3fn:
@@ -146,6 +151,37 @@ def record(out, only):
             print(f"{name}: NOT RECORDED: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
 
+def compare(out, only):
+    """Dequantises with compressed-tensors, given scales in float32 so that it does not round to bf16, and with the definitions."""
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    for name, folder in folders(out, only):
+        declared = declaration(folder)
+        if (declared or {}).get("quant_method") != "compressed-tensors":
+            continue
+        modules, worst, count = {}, 0.0, 0
+        for key, tensor in block_tensors(folder).items():
+            stem, _, leaf = key.rpartition(".")
+            modules.setdefault(stem, {})[leaf] = tensor
+        for stem, part in modules.items():
+            part = {leaf: tensor for leaf, tensor in part.items() if leaf in STORED_LEAVES}
+            kind = part.get("weight_packed", part.get("weight", torch.zeros(1))).dtype
+            if "weight_scale" not in part or ".experts.1." not in stem:
+                continue
+            bits = 8 if kind == torch.float8_e4m3fn else 4
+            group = next(g for g in declared["config_groups"].values() if g["weights"]["num_bits"] == bits)
+            scheme = QuantizationScheme(targets=["Linear"], weights=group["weights"], format=group.get("format"))
+            form = group.get("format") or declared["format"]
+            wide = {leaf: t.float() if leaf == "weight_scale" and t.dtype in (torch.bfloat16, torch.float16) else t
+                    for leaf, t in part.items()}
+            theirs = BaseCompressor.get_value_from_registry(form).decompress(wide, scheme)["weight"].double()
+            ours = values(part, declared)
+            worst = max(worst, ((theirs - ours).abs() / ours.abs().clamp(min=1e-30)).max().item())
+            count += 1
+        print(f"{name}: {count} matrices, largest relative difference to compressed-tensors {worst:.1e}", flush=True)
+
+
 def serve(out, only, expertd):
     for name, folder in folders(out, only):
         shown = subprocess.run([expertd, "inspect", folder], capture_output=True, text=True)
@@ -185,12 +221,14 @@ def serve(out, only, expertd):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path)
-    parser.add_argument("step", choices=["record", "serve"])
+    parser.add_argument("step", choices=["record", "compare", "serve"])
     parser.add_argument("--only", default="")
     parser.add_argument("--expertd", default="expertd")
     arguments = parser.parse_args()
     if arguments.step == "record":
         record(arguments.out, arguments.only)
+    elif arguments.step == "compare":
+        compare(arguments.out, arguments.only)
     else:
         serve(arguments.out, arguments.only, arguments.expertd)
 

@@ -354,12 +354,18 @@ fn exponents(module: &Module<'_>) -> Vec<u8> {
 fn microscaling_formats_with_separate_experts() {
     let weights =
         |bits: u8| json!({"num_bits": bits, "type": "float", "strategy": "group", "group_size": 32});
-    same(stored(compressed("mxfp4-pack-quantized", &weights(4)), |module| {
-        let (rows, cols, salt) = (module.rows, module.cols, module.salt);
-        module.put("weight_packed", Dtype::U8, &[rows, cols / 2], fp4_bytes(module));
-        module.put("weight_scale", Dtype::U8, &[rows, cols / 32], exponents(module));
-        module.values(|r, c| fp4_value(code(salt, r, c)) * 2f64.powi(i32::from(exponent(r, c / 32)) - 127))
-    }));
+    for (declared, leaf) in [
+        (compressed("mxfp4-pack-quantized", &weights(4)), "weight_packed"),
+        (json!({"quant_method": "modelopt", "quant_algo": "mxfp4"}), "weight"),
+    ] {
+        same(stored(declared, |module| {
+            let (rows, cols, salt) = (module.rows, module.cols, module.salt);
+            module.put(leaf, Dtype::U8, &[rows, cols / 2], fp4_bytes(module));
+            module.put("weight_scale", Dtype::U8, &[rows, cols / 32], exponents(module));
+            module
+                .values(|r, c| fp4_value(code(salt, r, c)) * 2f64.powi(i32::from(exponent(r, c / 32)) - 127))
+        }));
+    }
     for (declared, leaf, dtype) in [
         (compressed("mxfp8-quantized", &weights(8)), "weight_scale", Dtype::U8),
         (json!({"quant_method": "modelopt", "quant_algo": "MXFP8"}), "weight_scale", Dtype::F8_E8M0),

@@ -60,7 +60,7 @@ pub(super) enum Int4Layout {
 
 const SUPPORTED: &str = "the supported methods are `fp8` (e4m3; scales per block, channel or tensor), `compressed-tensors` with \
      8-bit float weights (FP8, MXFP8), 4-bit float weights (NVFP4, MXFP4) or 4-bit integers (`pack-quantized`, groups or channels), \
-     `gptq` and `awq` with 4 bits, `auto-round` with the tensors of one of these, `modelopt` (FP8, NVFP4, MXFP8), `mxfp8` and \
+     `gptq` and `awq` with 4 bits, `auto-round` with the tensors of one of these, `modelopt` (FP8, NVFP4, MXFP8, MXFP4), `mxfp8` and \
      `mxfp4`; convert the checkpoint, or use its bf16 \
      release";
 

@@ -54,6 +54,11 @@ pub(super) fn find(
     }
     let weight = module.find("weight")?;
     match module.dtype(weight) {
+        // ModelOpt stores MXFP4 under the same names as NVFP4, less the second scale.
+        Dtype::U8 if quantization.mxfp4 && !module.has("weight_scale_2") => {
+            let scales = module.find("weight_scale")?;
+            module.mx(weight, scales, WeightFormat::Mxfp4).map(Some)
+        }
         Dtype::U8 if quantization.nvfp4 => module.nvfp4(weight, "weight_scale_2", Factor::Of).map(Some),
         Dtype::F8_E4M3 if quantization.mxfp8 => {
             let scales = module.first_of(["weight_scale", "weight_scale_inv"])?;

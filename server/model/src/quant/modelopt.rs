@@ -35,6 +35,10 @@ fn add(
             found.nvfp4 = true;
             16
         }
+        Some("MXFP4") => {
+            found.mxfp4 = true;
+            32
+        }
         Some("MXFP8") => {
             found.mxfp8 = true;
             32
