@@ -26,7 +26,7 @@ STORED_LEAVES = ("weight", "weight_packed", "weight_scale", "weight_scale_inv", 
 
 
 def folders(out, only):
-    for done in sorted(out.glob("*/*/done")):
+    for done in sorted(path for path in out.glob("*/*/done") if (path.parent / "config.json").exists()):
         name = f"{done.parent.parent.name}/{done.parent.name}"
         if only in name:
             yield name, done.parent

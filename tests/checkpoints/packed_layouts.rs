@@ -248,8 +248,8 @@ pub(crate) fn put_awq(module: &mut Module<'_>, group: usize) -> Vec<f64> {
 
 #[test]
 fn integers_of_awq() {
-    for group in [8, 32] {
-        let declared = json!({"quant_method": "awq", "version": "GEMM", "bits": 4, "group_size": group, "zero_point": true,
+    for (group, zero_point) in [(8, true), (32, false)] {
+        let declared = json!({"quant_method": "awq", "version": "GEMM", "bits": 4, "group_size": group, "zero_point": zero_point,
             "modules_to_not_convert": ["gate"]});
         same(stored(declared, |module| put_awq(module, group)));
     }

@@ -45,10 +45,6 @@ fn quantisation_that_is_not_supported_is_refused_by_name() {
             "quantization_config.version = gemv",
         ),
         (
-            json!({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": false}),
-            "quantization_config.zero_point = false",
-        ),
-        (
             json!({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4_AWQ"}}),
             "quantization_config.quantization.quant_algo = \"NVFP4_AWQ\"",
         ),
