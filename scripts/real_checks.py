@@ -167,9 +167,11 @@ def compare(out, only):
         for stem, part in modules.items():
             part = {leaf: tensor for leaf, tensor in part.items() if leaf in STORED_LEAVES}
             kind = part.get("weight_packed", part.get("weight", torch.zeros(1))).dtype
-            if "weight_scale" not in part or ".experts.1." not in stem:
+            if "weight_scale" not in part or ".experts.1." not in stem or kind == torch.int8:
                 continue
             bits = 8 if kind == torch.float8_e4m3fn else 4
+            if not any(g["weights"]["num_bits"] == bits for g in declared["config_groups"].values()):
+                continue
             group = next(g for g in declared["config_groups"].values() if g["weights"]["num_bits"] == bits)
             scheme = QuantizationScheme(targets=["Linear"], weights=group["weights"], format=group.get("format"))
             form = group.get("format") or declared["format"]
