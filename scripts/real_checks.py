@@ -7,7 +7,7 @@
 
 `record` dequantises the MoE blocks of every checkpoint by the definitions of the formats, compares them with the weights before
 quantisation, and records the outputs of transformers' blocks with them in float32. `serve` runs `expertd inspect`, and `expertd
-verify` against `expertd serve` with two CPU ranks.
+verify` against `expertd serve` with two CPU ranks. Needs torch, transformers, safetensors and compressed-tensors.
 """
 
 import argparse
@@ -197,8 +197,9 @@ def serve(out, only, expertd):
         with tempfile.TemporaryDirectory() as place:
             socket, port = f"unix:{place}/s", 21000 + os.getpid() % 20000
             service = subprocess.Popen(
-                [expertd, "serve", "--model", folder, "--ranks", "2", "--device", "cpu", "--listen", socket, "--admin-listen", f"unix:{place}/a",
-                 "--metrics-listen", f"127.0.0.1:{port}", "--fp8-compute", "bf16"], stdout=subprocess.DEVNULL, stderr=open(f"{place}/log", "w"))
+                [expertd, "serve", "--model", folder, "--ranks", "2", "--device", "cpu", "--listen", socket,
+                 "--admin-listen", f"unix:{place}/a", "--metrics-listen", f"127.0.0.1:{port}", "--fp8-compute", "bf16"],
+                stdout=subprocess.DEVNULL, stderr=open(f"{place}/log", "w"))
             try:
                 deadline = time.time() + 90
                 while not pathlib.Path(f"{place}/s").exists() and service.poll() is None and time.time() < deadline:
@@ -211,7 +212,8 @@ def serve(out, only, expertd):
                     time.sleep(0.5)
                 if done.stdout.strip():
                     report = json.loads(done.stdout)
-                    text = json.dumps(report)[:200] if done.returncode else f"ok {max(layer['largest_error'] for layer in report['layers']):.1e}"
+                    error = max(layer["largest_error"] for layer in report["layers"])
+                    text = json.dumps(report)[:200] if done.returncode else f"ok {error:.1e}"
                 else:
                     text = f"NO ANSWER: {done.stderr.strip()[-200:]} {pathlib.Path(place, 'log').read_text()[-300:]}"
                 print(f"{name}: {text} ({kind})", flush=True)

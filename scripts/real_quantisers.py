@@ -1,8 +1,13 @@
 #!/usr/bin/env python3
-"""Makes tiny random models, quantises them with public tools on the CPU, and checks that expertd serves what the tools wrote.
+"""Makes tiny random models and quantises them with public tools on the CPU; scripts/real_checks.py checks what the tools wrote.
 
     python scripts/real_quantisers.py OUT models
-    python scripts/real_quantisers.py OUT quantise [--only SUBSTRING]
+    python scripts/real_quantisers.py OUT quantise --tools TOOLS [--families FAMILIES] [--only SUBSTRING,...]
+
+The tools need other versions of the same libraries, so each one gets a virtual environment of its own: llmcompressor 0.14.0.1 (torch
+2.14.0, transformers 5.17.0; also for `models` and the checks), nvidia-modelopt 0.47.0 with transformers 5.23.0, accelerate, datasets and
+torchvision; auto-round 0.16.1 with compressed-tensors; gptqmodel 7.6.0. Set HF_HUB_OFFLINE=1: nothing is downloaded.
+A folder of a case has the file `done` if the tool wrote it, `failed` with the traceback otherwise.
 """
 
 import argparse
@@ -78,12 +83,12 @@ IGNORED = ["lm_head", "re:.*mlp.gate$", "re:.*block_sparse_moe.gate$", "re:.*sha
 def compressor(recipe, calibrate):
     def run(source, folder):
         from llmcompressor import oneshot
-        from torch.utils.data import DataLoader
         model = load(source)
         options = {}
         if calibrate:
+            import datasets
             rows = [dict(input_ids=ids[0].tolist(), attention_mask=[1] * ids.shape[1]) for ids in sequences()]
-            options = dict(dataset=__import__("datasets").Dataset.from_list(rows), num_calibration_samples=8, max_seq_length=64)
+            options = dict(dataset=datasets.Dataset.from_list(rows), num_calibration_samples=8, max_seq_length=64)
         import transformers
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         oneshot(model=model, processor=tokenizer, recipe=recipe(), **options)
@@ -100,6 +105,7 @@ def preset(scheme, **more):
 
 
 def weights(strategy, size=None, symmetric=True, actorder=None, method="rtn"):
+    """Integers of 4 bits."""
     def recipe():
         from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
         from llmcompressor.modifiers.gptq import GPTQModifier
@@ -118,13 +124,8 @@ def kv_cache():
         num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True))
 
 
-def awq():
-    from llmcompressor.modifiers.awq import AWQModifier
-    return AWQModifier(targets=["Linear"], scheme="W4A16_ASYM", ignore=IGNORED)
-
-
 def mixed():
-    """FP8 beside INT4: experts in 4 bits, everything else in 8."""
+    """INT4 experts beside FP8 attention."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from llmcompressor.modifiers.quantization import QuantizationModifier
     four = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)
@@ -149,8 +150,6 @@ LLMCOMPRESSOR = {
     "w4a16-g32-asym": compressor(weights("group", 32, False), False),
     "w4a16-channel": compressor(weights("channel"), False),
     "gptq-static": compressor(weights("group", 32, actorder="static", method="gptq"), True),
-    "gptq-group": compressor(weights("group", 32, actorder="group", method="gptq"), True),
-    "awq-asym": compressor(awq, True),
     "fp8": compressor(preset("FP8"), True),
     "fp8-kv": compressor(kv_cache, True),
     "fp8-dynamic": compressor(preset("FP8_DYNAMIC"), False),
@@ -208,11 +207,8 @@ MODELOPT = {
     "nvfp4-w4a16": modelopt("W4A16_NVFP4_CFG"),
     "nvfp4-experts": modelopt("NVFP4_EXPERTS_ONLY_CFG"),
     "nvfp4-mlp": modelopt("NVFP4_MLP_ONLY_CFG"),
-    "nvfp4-awq": modelopt("NVFP4_AWQ_LITE_CFG"),
     "mxfp8": modelopt("MXFP8_DEFAULT_CFG"),
     "mxfp4": modelopt("MXFP4_DEFAULT_CFG"),
-    "int4-awq": modelopt("INT4_AWQ_CFG"),
-    "int4-block": modelopt("INT4_BLOCKWISE_WEIGHT_ONLY_CFG"),
     "w4a8-nvfp4": modelopt("W4A8_NVFP4_FP8_CFG"),
 }
 
@@ -283,42 +279,12 @@ GPTQMODEL = {
     "gptq-desc": gptqmodel(group_size=32, desc_act=True),
     "gptq-asym": gptqmodel(group_size=32, sym=False),
     "gptq-v2": gptqmodel(group_size=32, format="gptq_v2"),
-    "gptq-channel": gptqmodel(group_size=-1),
     "awq": gptqmodel(group_size=32, method="awq", format="gemm"),
     "rtn": gptqmodel(True, group_size=32),
 }
 
 
-# ---- AutoAWQ
-
-def autoawq(source, folder):
-    from awq import AutoAWQForCausalLM
-    model = AutoAWQForCausalLM.from_pretrained(str(source), device_map="cpu")
-    import transformers
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    model.quantize(tokenizer, quant_config=dict(zero_point=True, q_group_size=32, w_bit=4, version="GEMM"),
-                   calib_data=[" ".join(f"w{i}" for i in ids[0].tolist()) for ids in sequences(16, 100)], max_calib_seq_len=64)
-    model.save_quantized(str(folder))
-
-
-# ---- transformers
-
-def finegrained(source, folder):
-    import transformers
-    config = transformers.FineGrainedFP8Config(weight_block_size=(128, 128))
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, quantization_config=config, device_map="cpu")
-    model.save_pretrained(folder)
-
-
-def mxfp4(source, folder):
-    import transformers
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.bfloat16, quantization_config=transformers.Mxfp4Config(), device_map="cpu")
-    model.save_pretrained(folder)
-
-
-TOOLS = {"llmcompressor": LLMCOMPRESSOR, "modelopt": MODELOPT, "autoround": AUTOROUND, "gptqmodel": GPTQMODEL,
-         "autoawq": {"gemm": autoawq}, "transformers": {"fp8": finegrained, "mxfp4": mxfp4}}
+TOOLS = {"llmcompressor": LLMCOMPRESSOR, "modelopt": MODELOPT, "autoround": AUTOROUND, "gptqmodel": GPTQMODEL}
 
 
 def quantise(out, tools, only, families):
