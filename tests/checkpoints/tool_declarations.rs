@@ -109,9 +109,16 @@ fn rotations_of_rows_are_refused_and_those_of_weights_are_not() {
     let named =
         "quantization_config.transform_config.config_groups.R.apply with location input is not supported";
     assert!(message.contains(named) && message.contains("quantise again without rotations"), "{message}");
-    let mut declared = auto_round(None, 32);
-    declared["rotation_config"] = json!({"block_size": 32, "hadamard_type": "hadamard"});
-    let (parts, _) = stored(declared, |module| put_gptq(module, 32, true));
-    let message = parts.open().unwrap_err().to_string();
-    assert!(message.contains("quantization_config.rotation_config is not supported"), "{message}");
+    for (place, named) in [
+        ("", ""),
+        ("model.layers.0.mlp.experts.0.up_proj", "extra_config.model.layers.0.mlp.experts.0.up_proj."),
+    ] {
+        let mut declared = auto_round(None, 32);
+        let fields = if place.is_empty() { &mut declared } else { &mut declared["extra_config"][place] };
+        fields["rotation_config"] = json!({"block_size": 32, "hadamard_type": "hadamard"});
+        let (parts, _) = stored(declared, |module| put_gptq(module, 32, true));
+        let message = parts.open().unwrap_err().to_string();
+        let expected = format!("quantization_config.{named}rotation_config is not supported");
+        assert!(message.contains(&expected), "{message}");
+    }
 }

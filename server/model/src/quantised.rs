@@ -151,7 +151,9 @@ impl Module<'_> {
         let int4 = declared.filter(|int4| !matches!(int4.layout, Int4Layout::Compressed { .. }));
         self.expect_declared(weight, int4.is_some(), "GPTQ or AWQ")?;
         let Some(Int4 { layout, group }) = int4 else { return Err(self.missing("weight")) };
-        self.expect_four_bits(weight, if layout == Int4Layout::Awq { (1, rows) } else { (0, cols) })?;
+        let of_awq = layout == Int4Layout::Awq;
+        let (four, packed) = if of_awq { ([cols, rows / 8], 1) } else { ([cols / 8, rows], 0) };
+        self.expect_four_bits(weight, four, packed)?;
         self.expect_multiple(weight, "8 outputs in each word of zero points", rows, 8)?;
         let group = group.unwrap_or(cols);
         let groups = cols.div_ceil(group);
@@ -193,18 +195,23 @@ impl Module<'_> {
         Ok(self.done(MatrixRef { packing, row_stride, col_stride, ..whole }))
     }
 
-    /// Checks that words of 32 bits hold integers of 4 bits: dimension `dim` of a tensor counts the words of `size` integers.
-    fn expect_four_bits(&self, id: TensorId, (dim, size): (usize, usize)) -> Result<(), ModelError> {
-        let words = self.store.info(id).shape.get(dim).copied().unwrap_or(0);
-        match words.checked_mul(32).filter(|bits| bits.is_multiple_of(size)).map(|bits| bits / size) {
-            Some(bits @ (2 | 3 | 8)) => {
+    /// Checks that the words of a tensor, `four` with integers of 4 bits, do not hold integers of other bits along dimension `packed`.
+    fn expect_four_bits(&self, id: TensorId, four: [usize; 2], packed: usize) -> Result<(), ModelError> {
+        let of_bits = |bits: usize| {
+            let mut shape = four;
+            shape[packed] = four[packed] * bits / 4;
+            shape
+        };
+        let shape = &self.store.info(id).shape;
+        match [2, 3, 8].into_iter().find(|bits| *shape == of_bits(*bits)) {
+            Some(bits) => {
                 let reason = format!(
                     "holds integers of {bits} bits, expected 4 bits, the only ones that are supported in MoE blocks; quantise them \
                      with 4 bits, or not at all"
                 );
                 Err(self.store.wrong_contents(id, reason))
             }
-            _ => Ok(()),
+            None => Ok(()),
         }
     }
 
@@ -266,7 +273,7 @@ impl Module<'_> {
     ) -> Result<Found, ModelError> {
         let (rows, cols) = (self.rows, self.cols);
         let group = group.unwrap_or(cols);
-        self.expect_four_bits(weight, (1, cols))?;
+        self.expect_four_bits(weight, [rows, cols.div_ceil(8)], 1)?;
         self.expect_multiple(weight, &format!("groups of {group} inputs"), cols, group)?;
         let (words, groups) = (cols.div_ceil(8), cols / group);
         self.expect(weight, &[Dtype::I32], &[rows, words])?;

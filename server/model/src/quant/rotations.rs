@@ -11,10 +11,14 @@ const FIELDS: [&str; 2] = ["rotation_config", "spinquant_config"];
 
 /// Refuses rotations of rows. Those of weights alone are part of the stored weights.
 pub(super) fn refuse(config: &Config, map: &Map<String, Value>) -> Result<(), ModelError> {
-    let declared =
-        |field: &&str| map.get(*field).and_then(Value::as_object).is_some_and(|object| !object.is_empty());
-    if let Some(field) = FIELDS.iter().find(|field| declared(field)) {
+    if let Some(field) = declared(map) {
         return Err(unsupported(config, field));
+    }
+    let modules = map.get("extra_config").and_then(Value::as_object);
+    for (name, module) in modules.into_iter().flatten() {
+        if let Some(field) = module.as_object().and_then(declared) {
+            return Err(unsupported(config, &format!("extra_config.{name}.{field}")));
+        }
     }
     let groups = map
         .get("transform_config")
@@ -30,6 +34,16 @@ pub(super) fn refuse(config: &Config, map: &Map<String, Value>) -> Result<(), Mo
         }
     }
     Ok(())
+}
+
+/// The field in which AutoRound declares a rotation, if it does.
+fn declared(map: &Map<String, Value>) -> Option<&'static str> {
+    let set = |field: &&str| match map.get(*field) {
+        None | Some(Value::Null | Value::Bool(false)) => false,
+        Some(Value::Object(object)) => !object.is_empty(),
+        Some(_) => true,
+    };
+    FIELDS.into_iter().find(set)
 }
 
 fn unsupported(config: &Config, field: &str) -> ModelError {
