@@ -189,10 +189,10 @@ pub(crate) fn fp8_value(code: u8) -> f64 {
     if code >= 128 { -magnitude } else { magnitude }
 }
 
-type Scale = fn(usize, usize) -> f32;
+pub(crate) type Scale = fn(usize, usize) -> f32;
 
 /// A checkpoint with separate FP8 experts, and the values of its matrices.
-fn quantised(
+pub(crate) fn quantised(
     suffix: &str,
     dtype: Dtype,
     shape: impl Fn([usize; 2]) -> (Vec<usize>, [usize; 2]),
@@ -233,12 +233,12 @@ fn quantised(
 }
 
 /// A scale that is exact in bf16 and different everywhere.
-fn scale_of(r: usize, c: usize) -> f32 {
+pub(crate) fn scale_of(r: usize, c: usize) -> f32 {
     (1.0 + ((r * 5 + c * 3) % 7) as f32 / 8.0) / 64.0
 }
 
 #[track_caller]
-fn same(parts: &CheckpointParts, expected: &[[Vec<f64>; 3]]) {
+pub(crate) fn same(parts: &CheckpointParts, expected: &[[Vec<f64>; 3]]) {
     let (_dir, checkpoint) = parts.open().unwrap();
     assert!(all_experts(&checkpoint) == expected, "dequantised matrices differ");
 }

@@ -11,4 +11,5 @@ mod layouts;
 mod models_doc;
 mod packed_layouts;
 mod synth;
+mod tool_declarations;
 mod verify;

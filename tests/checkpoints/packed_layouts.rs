@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::layouts::{CheckpointParts, EXPERTS, HIDDEN, WIDTH, all_experts, fp8_value};
 
 /// One linear module whose tensors are written.
-struct Module<'a> {
+pub(crate) struct Module<'a> {
     parts: &'a mut CheckpointParts,
     name: String,
     rows: usize,
@@ -86,7 +86,7 @@ fn scale(r: usize, g: usize) -> f32 {
 }
 
 /// A checkpoint whose experts `write` stores, which returns their values.
-fn stored(
+pub(crate) fn stored(
     declared: Value,
     write: impl Fn(&mut Module<'_>) -> Vec<f64>,
 ) -> (CheckpointParts, Vec<[Vec<f64>; 3]>) {
@@ -110,7 +110,7 @@ fn stored(
 
 /// Checks the values of all experts: those of the slow reference exactly, and those that kernels start from, which are f32.
 #[track_caller]
-fn same((parts, expected): (CheckpointParts, Vec<[Vec<f64>; 3]>)) -> Checkpoint {
+pub(crate) fn same((parts, expected): (CheckpointParts, Vec<[Vec<f64>; 3]>)) -> Checkpoint {
     let (_dir, checkpoint) = parts.open().unwrap_or_else(|error| panic!("{error}"));
     assert!(all_experts(&checkpoint) == expected, "dequantised matrices differ");
     let experts = (0..2).flat_map(|layer| (0..EXPERTS).map(move |e| (LayerId(layer), ExpertId(e as u32))));
@@ -134,7 +134,7 @@ fn same_in_f32(view: &MatrixView<'_>, expected: &[f64]) {
     }
 }
 
-fn compressed(format: &str, weights: &Value) -> Value {
+pub(crate) fn compressed(format: &str, weights: &Value) -> Value {
     json!({"quant_method": "compressed-tensors", "format": format,
            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}})
 }
@@ -193,6 +193,32 @@ fn less_one(word: u32) -> u32 {
     word.wrapping_sub(0x1111_1111)
 }
 
+/// Writes a module in GPTQ's tensors, in the first version of its files or the second. Returns its values.
+pub(crate) fn put_gptq(module: &mut Module<'_>, group: i32, first_version: bool) -> Vec<f64> {
+    let (rows, cols, salt) = (module.rows, module.cols, module.salt);
+    let size = usize::try_from(group).unwrap_or(cols);
+    let groups = cols.div_ceil(size);
+    let mut words = vec![0_u32; cols / 8 * rows];
+    for (r, c) in (0..rows).flat_map(|r| (0..cols).map(move |c| (r, c))) {
+        words[c / 8 * rows + r] |= u32::from(code(salt, r, c)) << (c % 8 * 4);
+    }
+    let data = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    module.put("qweight", Dtype::I32, &[cols / 8, rows], data);
+    let mut zeros = vec![0_u32; groups * rows / 8];
+    for (r, g) in (0..rows).flat_map(|r| (0..groups).map(move |g| (r, g))) {
+        zeros[g * rows / 8 + r / 8] |= u32::from(zero(r, g)) << (r % 8 * 4);
+    }
+    let stored = |word: &u32| if first_version { less_one(*word) } else { *word }.to_le_bytes();
+    let data = zeros.iter().flat_map(stored).collect();
+    module.put("qzeros", Dtype::I32, &[groups, rows / 8], data);
+    module.put_scales("scales", Dtype::F16, [groups, rows], |g, r| scale(r, g));
+    let index = (0..cols).flat_map(|c| ((c / size) as i32).to_le_bytes()).collect();
+    module.put("g_idx", Dtype::I32, &[cols], index);
+    module.values(|r, c| {
+        (f64::from(code(salt, r, c)) - f64::from(zero(r, c / size))) * f64::from(scale(r, c / size))
+    })
+}
+
 #[test]
 fn integers_of_gptq() {
     // 40 divides neither side: the last group of a row is smaller.
@@ -201,53 +227,31 @@ fn integers_of_gptq() {
     {
         let declared = json!({"quant_method": "gptq", "bits": 4, "group_size": group, "checkpoint_format": version,
             "desc_act": reordered, "sym": false, "dynamic": {"-:.*gate$": {}}});
-        let checkpoint = same(stored(declared, |module| {
-            let (rows, cols, salt) = (module.rows, module.cols, module.salt);
-            let size = usize::try_from(group).unwrap_or(cols);
-            let groups = cols.div_ceil(size);
-            let mut words = vec![0_u32; cols / 8 * rows];
-            for (r, c) in (0..rows).flat_map(|r| (0..cols).map(move |c| (r, c))) {
-                words[c / 8 * rows + r] |= u32::from(code(salt, r, c)) << (c % 8 * 4);
-            }
-            let data = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-            module.put("qweight", Dtype::I32, &[cols / 8, rows], data);
-            let mut zeros = vec![0_u32; groups * rows / 8];
-            for (r, g) in (0..rows).flat_map(|r| (0..groups).map(move |g| (r, g))) {
-                zeros[g * rows / 8 + r / 8] |= u32::from(zero(r, g)) << (r % 8 * 4);
-            }
-            let stored = |word: &u32| if version == "gptq" { less_one(*word) } else { *word }.to_le_bytes();
-            let data = zeros.iter().flat_map(stored).collect();
-            module.put("qzeros", Dtype::I32, &[groups, rows / 8], data);
-            module.put_scales("scales", Dtype::F16, [groups, rows], |g, r| scale(r, g));
-            let index = (0..cols).flat_map(|c| ((c / size) as i32).to_le_bytes()).collect();
-            module.put("g_idx", Dtype::I32, &[cols], index);
-            module.values(|r, c| {
-                let difference = f64::from(code(salt, r, c)) - f64::from(zero(r, c / size));
-                difference * f64::from(scale(r, c / size))
-            })
-        }));
+        let checkpoint = same(stored(declared, |module| put_gptq(module, group, version == "gptq")));
         let experts = &checkpoint.spec().layer(LayerId(0)).unwrap().experts;
         assert_eq!((experts.scale_cols, experts.zero_points), (usize::try_from(group).ok(), true));
     }
 }
 
-#[test]
-fn integers_of_awq() {
+/// Writes a module in AWQ's tensors. Returns its values.
+pub(crate) fn put_awq(module: &mut Module<'_>, group: usize) -> Vec<f64> {
     // The nibbles of a word, from the lowest on, hold these of its eight outputs.
     let order = [0, 2, 4, 6, 1, 3, 5, 7];
-    for group in [8, 32] {
-        let declared = json!({"quant_method": "awq", "version": "GEMM", "bits": 4, "group_size": group, "zero_point": true,
+    let (rows, cols, salt) = (module.rows, module.cols, module.salt);
+    module.put_words("qweight", [cols, rows], order, |c, r| code(salt, r, c));
+    module.put_words("qzeros", [cols / group, rows], order, |g, r| zero(r, g));
+    module.put_scales("scales", Dtype::F16, [cols / group, rows], |g, r| scale(r, g));
+    module.values(|r, c| {
+        (f64::from(code(salt, r, c)) - f64::from(zero(r, c / group))) * f64::from(scale(r, c / group))
+    })
+}
+
+#[test]
+fn integers_of_awq() {
+    for (group, zero_point) in [(8, true), (32, false)] {
+        let declared = json!({"quant_method": "awq", "version": "GEMM", "bits": 4, "group_size": group, "zero_point": zero_point,
             "modules_to_not_convert": ["gate"]});
-        same(stored(declared, |module| {
-            let (rows, cols, salt) = (module.rows, module.cols, module.salt);
-            module.put_words("qweight", [cols, rows], order, |c, r| code(salt, r, c));
-            module.put_words("qzeros", [cols / group, rows], order, |g, r| zero(r, g));
-            module.put_scales("scales", Dtype::F16, [cols / group, rows], |g, r| scale(r, g));
-            module.values(|r, c| {
-                let difference = f64::from(code(salt, r, c)) - f64::from(zero(r, c / group));
-                difference * f64::from(scale(r, c / group))
-            })
-        }));
+        same(stored(declared, |module| put_awq(module, group)));
     }
 }
 
@@ -350,12 +354,18 @@ fn exponents(module: &Module<'_>) -> Vec<u8> {
 fn microscaling_formats_with_separate_experts() {
     let weights =
         |bits: u8| json!({"num_bits": bits, "type": "float", "strategy": "group", "group_size": 32});
-    same(stored(compressed("mxfp4-pack-quantized", &weights(4)), |module| {
-        let (rows, cols, salt) = (module.rows, module.cols, module.salt);
-        module.put("weight_packed", Dtype::U8, &[rows, cols / 2], fp4_bytes(module));
-        module.put("weight_scale", Dtype::U8, &[rows, cols / 32], exponents(module));
-        module.values(|r, c| fp4_value(code(salt, r, c)) * 2f64.powi(i32::from(exponent(r, c / 32)) - 127))
-    }));
+    for (declared, leaf) in [
+        (compressed("mxfp4-pack-quantized", &weights(4)), "weight_packed"),
+        (json!({"quant_method": "modelopt", "quant_algo": "mxfp4"}), "weight"),
+    ] {
+        same(stored(declared, |module| {
+            let (rows, cols, salt) = (module.rows, module.cols, module.salt);
+            module.put(leaf, Dtype::U8, &[rows, cols / 2], fp4_bytes(module));
+            module.put("weight_scale", Dtype::U8, &[rows, cols / 32], exponents(module));
+            module
+                .values(|r, c| fp4_value(code(salt, r, c)) * 2f64.powi(i32::from(exponent(r, c / 32)) - 127))
+        }));
+    }
     for (declared, leaf, dtype) in [
         (compressed("mxfp8-quantized", &weights(8)), "weight_scale", Dtype::U8),
         (json!({"quant_method": "modelopt", "quant_algo": "MXFP8"}), "weight_scale", Dtype::F8_E8M0),

@@ -127,7 +127,11 @@ fn fused(
             let grid = scale_grid(store, context.quantization, name, Some(experts), shape)?;
             return Ok((WeightFormat::Fp8E4m3, Some(grid)));
         }
-        let types = if transposed { "BF16, F16 or F32" } else { "BF16, F16, F32, or F8_E4M3 with scales" };
+        let types = if transposed {
+            "BF16, F16 or F32 in a stack [E, in, out]; quantise experts that are stored one by one"
+        } else {
+            "BF16, F16, F32, or F8_E4M3 with scales"
+        };
         plain_format(dtype).map(|format| (format, None)).ok_or_else(|| store.wrong_dtype(tensor, types))
     };
     let (up_format, up_grid) = stack(store, gate_up, gate_up_name, [2 * width, hidden])?;

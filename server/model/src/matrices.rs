@@ -87,12 +87,15 @@ pub(super) fn scale_grid(
         _ => (false, &shape[..]),
     };
     let block = quantization.block.unwrap_or([128, 128]);
+    let not_only_blocks = quantization.block.is_none() || quantization.fp8_rows;
     let grid = [rows.div_ceil(block[0]), cols.div_ceil(block[1])];
-    let found = if rest == grid {
+    // ModelOpt keeps the dimensions that it reduced.
+    let kept = [grid[0], 1, grid[1], 1];
+    let found = if rest == grid || rest == kept {
         Some((grid, block))
-    } else if quantization.block.is_none() && rest.iter().product::<usize>() == 1 {
+    } else if not_only_blocks && rest.iter().product::<usize>() == 1 {
         Some(([1, 1], [rows, cols]))
-    } else if quantization.block.is_none() && (rest == [rows, 1] || rest == [rows]) {
+    } else if not_only_blocks && (rest == [rows, 1] || rest == [rows]) {
         Some(([rows, 1], [1, cols]))
     } else {
         None

@@ -1,8 +1,10 @@
 //! `quantization_config`: the storage formats that a checkpoint declares.
 
+mod autoround;
 mod compressed;
 mod modelopt;
 mod packed;
+mod rotations;
 
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -26,6 +28,8 @@ pub(super) struct Quantization {
     pub(super) int4: Option<Int4>,
     /// `[rows, cols]` of an FP8 scale block, if scales are per block.
     pub(super) block: Option<[usize; 2]>,
+    /// Whether some FP8 matrices may have a scale per channel or tensor beside others with scales per block.
+    pub(super) fp8_rows: bool,
     /// Whether rows that are quantised to FP8 get scales that are powers of two (`scale_fmt` = ue8m0).
     pub(super) power_of_two_scales: bool,
 }
@@ -56,13 +60,15 @@ pub(super) enum Int4Layout {
 
 const SUPPORTED: &str = "the supported methods are `fp8` (e4m3; scales per block, channel or tensor), `compressed-tensors` with \
      8-bit float weights (FP8, MXFP8), 4-bit float weights (NVFP4, MXFP4) or 4-bit integers (`pack-quantized`, groups or channels), \
-     `gptq` and `awq` with 4 bits, `modelopt` (FP8, NVFP4, MXFP8), `mxfp8` and `mxfp4`; convert the checkpoint, or use its bf16 \
+     `gptq` and `awq` with 4 bits, `auto-round` with the tensors of one of these, `modelopt` (FP8, NVFP4, MXFP8, MXFP4), `mxfp8` and \
+     `mxfp4`; convert the checkpoint, or use its bf16 \
      release";
 
 impl Quantization {
     /// Reads `quantization_config`. Without it nothing is quantised.
     pub(super) fn read(config: &Config) -> Result<Self, ModelError> {
         let Some(map) = config.quantization()? else { return Ok(Self::default()) };
+        rotations::refuse(config, map)?;
         let method = text(map, "quant_method");
         match method.as_deref() {
             Some("fp8") => Self::fp8(config, map),
@@ -71,6 +77,7 @@ impl Quantization {
             Some("compressed-tensors") => compressed::read(config, map),
             Some("gptq") => packed::gptq(config, map),
             Some("awq") => packed::awq(config, map),
+            Some("auto-round") => autoround::read(config, map),
             Some("modelopt" | "modelopt_fp4") => modelopt::read(config, map),
             _ => Err(unsupported(config, "quant_method", method.as_deref().unwrap_or("(none)"))),
         }

@@ -54,6 +54,11 @@ pub(super) fn find(
     }
     let weight = module.find("weight")?;
     match module.dtype(weight) {
+        // ModelOpt stores MXFP4 under the same names as NVFP4, less the second scale.
+        Dtype::U8 if quantization.mxfp4 && !module.has("weight_scale_2") => {
+            let scales = module.find("weight_scale")?;
+            module.mx(weight, scales, WeightFormat::Mxfp4).map(Some)
+        }
         Dtype::U8 if quantization.nvfp4 => module.nvfp4(weight, "weight_scale_2", Factor::Of).map(Some),
         Dtype::F8_E4M3 if quantization.mxfp8 => {
             let scales = module.first_of(["weight_scale", "weight_scale_inv"])?;
@@ -146,6 +151,9 @@ impl Module<'_> {
         let int4 = declared.filter(|int4| !matches!(int4.layout, Int4Layout::Compressed { .. }));
         self.expect_declared(weight, int4.is_some(), "GPTQ or AWQ")?;
         let Some(Int4 { layout, group }) = int4 else { return Err(self.missing("weight")) };
+        let of_awq = layout == Int4Layout::Awq;
+        let (four, packed) = if of_awq { ([cols, rows / 8], 1) } else { ([cols / 8, rows], 0) };
+        self.expect_four_bits(weight, four, packed)?;
         self.expect_multiple(weight, "8 outputs in each word of zero points", rows, 8)?;
         let group = group.unwrap_or(cols);
         let groups = cols.div_ceil(group);
@@ -185,6 +193,26 @@ impl Module<'_> {
         });
         let whole = MatrixRef::by_rows(weight, WeightFormat::Int4, [rows, cols], scales);
         Ok(self.done(MatrixRef { packing, row_stride, col_stride, ..whole }))
+    }
+
+    /// Checks that the words of a tensor, `four` with integers of 4 bits, do not hold integers of other bits along dimension `packed`.
+    fn expect_four_bits(&self, id: TensorId, four: [usize; 2], packed: usize) -> Result<(), ModelError> {
+        let of_bits = |bits: usize| {
+            let mut shape = four;
+            shape[packed] = four[packed] * bits / 4;
+            shape
+        };
+        let shape = &self.store.info(id).shape;
+        match [2, 3, 8].into_iter().find(|bits| *shape == of_bits(*bits)) {
+            Some(bits) => {
+                let reason = format!(
+                    "holds integers of {bits} bits, expected 4 bits, the only ones that are supported in MoE blocks; quantise them \
+                     with 4 bits, or not at all"
+                );
+                Err(self.store.wrong_contents(id, reason))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Checks the tensor with the group of each column, if there is one. Its contents are checked if they may differ from the order
@@ -245,6 +273,7 @@ impl Module<'_> {
     ) -> Result<Found, ModelError> {
         let (rows, cols) = (self.rows, self.cols);
         let group = group.unwrap_or(cols);
+        self.expect_four_bits(weight, [rows, cols.div_ceil(8)], 1)?;
         self.expect_multiple(weight, &format!("groups of {group} inputs"), cols, group)?;
         let (words, groups) = (cols.div_ceil(8), cols / group);
         self.expect(weight, &[Dtype::I32], &[rows, words])?;

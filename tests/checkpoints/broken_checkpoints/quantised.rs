@@ -27,17 +27,22 @@ fn quantisation_that_is_not_supported_is_refused_by_name() {
             json!({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}),
             "quantization_config.checkpoint_format = marlin",
         ),
+        (json!({"quant_method": "auto-round", "bits": 2, "group_size": 128}), "quantization_config.bits = 2"),
         (
-            json!({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*down_proj": {"bits": 8}}}),
-            "quantization_config.dynamic.+:.*down_proj.bits = 8",
+            json!({"quant_method": "auto-round", "bits": 4, "group_size": 128, "packing_format": "auto_round:marlin"}),
+            "quantization_config.packing_format = auto_round:marlin",
+        ),
+        (
+            json!({"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "nv_fp4"}),
+            "quantization_config.group_size = 32",
+        ),
+        (
+            json!({"quant_method": "auto-round", "bits": 4, "group_size": 16, "data_type": "nv_fp4_e5m3"}),
+            "quantization_config.data_type = nv_fp4_e5m3",
         ),
         (
             json!({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}),
             "quantization_config.version = gemv",
-        ),
-        (
-            json!({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": false}),
-            "quantization_config.zero_point = false",
         ),
         (
             json!({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4_AWQ"}}),

@@ -21,16 +21,43 @@ pub(super) fn read(config: &Config, map: &Map<String, Value>) -> Result<Quantiza
     check_format(config, map, "format")?;
     let mut found = Quantization::default();
     let groups = map.get("config_groups").and_then(Value::as_object);
+    let mut integers = Vec::new();
+    let mut understood = false;
+    let mut refused = None;
     for (name, group) in groups.into_iter().flatten() {
-        let Some(group) = group.as_object() else { continue };
-        check_format(config, group, &format!("config_groups.{name}.format"))?;
-        if let Some(weights) = group.get("weights").and_then(Value::as_object) {
-            Group { config, name, weights }.add(&mut found)?;
+        match add(config, name, group, &mut found, &mut integers) {
+            Ok(weights) => understood |= weights,
+            Err(error) => refused = refused.or(Some(error)),
         }
+    }
+    // Another group may be that of attention only: tensors of experts in a format that is not understood are refused by their types.
+    if let Some(error) = refused.filter(|_| !understood) {
+        return Err(error);
+    }
+    found.int4 = integers.first().copied();
+    if integers.windows(2).any(|pair| pair[0] != pair[1]) {
+        let field = "quantization_config.config_groups";
+        let expected = "the same groups, symmetry and strategy in every group of 4-bit integers";
+        return Err(config.wrong_text(field, expected, "different ones"));
     }
     // Releases without groups were FP8 with one scale for each tensor.
     found.fp8 |= groups.is_none_or(Map::is_empty);
     Ok(found)
+}
+
+/// Adds the format of the weights of a group, if it has any.
+fn add(
+    config: &Config,
+    name: &str,
+    group: &Value,
+    found: &mut Quantization,
+    integers: &mut Vec<Int4>,
+) -> Result<bool, ModelError> {
+    let Some(group) = group.as_object() else { return Ok(false) };
+    check_format(config, group, &format!("config_groups.{name}.format"))?;
+    let Some(weights) = group.get("weights").and_then(Value::as_object) else { return Ok(false) };
+    Group { config, name, weights }.add(found, integers)?;
+    Ok(true)
 }
 
 fn check_format(config: &Config, map: &Map<String, Value>, field: &str) -> Result<(), ModelError> {
@@ -57,19 +84,13 @@ impl Group<'_> {
     }
 
     /// Adds the format of these weights.
-    fn add(&self, found: &mut Quantization) -> Result<(), ModelError> {
+    fn add(&self, found: &mut Quantization, integers: &mut Vec<Int4>) -> Result<(), ModelError> {
         let bits = self.weights.get("num_bits").and_then(Value::as_u64);
         match (bits, text(self.weights, "type").as_deref()) {
             (Some(8), Some("float")) => self.eight_bits(found),
             (Some(4), Some("float")) => self.four_bits(found),
             (Some(4), Some("int")) => {
-                let int4 = Some(self.integers()?);
-                if found.int4.is_some() && found.int4 != int4 {
-                    let expected = "the same groups, symmetry and strategy in every group of 4-bit integers";
-                    let field = format!("quantization_config.{}", self.field("strategy"));
-                    return Err(self.config.wrong_text(&field, expected, "another one"));
-                }
-                found.int4 = int4;
+                integers.push(self.integers()?);
                 Ok(())
             }
             (Some(4 | 8), _) => self.refuse("type"),
@@ -79,7 +100,10 @@ impl Group<'_> {
 
     fn eight_bits(&self, found: &mut Quantization) -> Result<(), ModelError> {
         match text(self.weights, "strategy").as_deref() {
-            Some("tensor" | "channel") => found.fp8 = true,
+            Some("tensor" | "channel") => {
+                found.fp8 = true;
+                found.fp8_rows = true;
+            }
             Some("block") => {
                 let value = self.weights.get("block_structure").cloned().unwrap_or(Value::Null);
                 let name = format!("quantization_config.{}", self.field("block_structure"));

@@ -35,12 +35,22 @@ fn add(
             found.nvfp4 = true;
             16
         }
+        Some("MXFP4") => {
+            found.mxfp4 = true;
+            32
+        }
         Some("MXFP8") => {
             found.mxfp8 = true;
             32
         }
         Some("FP8" | "FP8_PER_CHANNEL_PER_TOKEN") => {
             found.fp8 = true;
+            found.fp8_rows = true;
+            return Ok(());
+        }
+        Some("FP8_PB_WO") => {
+            found.fp8 = true;
+            found.block = Some([128, 128]);
             return Ok(());
         }
         Some("MIXED_PRECISION") if map.contains_key("quantized_layers") => return Ok(()),

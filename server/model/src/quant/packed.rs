@@ -22,28 +22,16 @@ pub(super) fn gptq(config: &Config, map: &Map<String, Value>) -> Result<Quantiza
         _ => {}
     }
     let group = group_size(config, map, &["group_size"])?;
-    check_dynamic(config, map, group)?;
-    let layout = Int4Layout::Gptq { zero_bias, reordered: flag(map, "desc_act") };
+    let layout = Int4Layout::Gptq { zero_bias, reordered: reordered(map) };
     Ok(Quantization { int4: Some(Int4 { layout, group }), ..Quantization::default() })
 }
 
-/// Checks the exceptions of `dynamic`: modules that stay as they were, or that differ in what their tensors do not show.
-fn check_dynamic(config: &Config, map: &Map<String, Value>, group: Option<usize>) -> Result<(), ModelError> {
+/// Whether some columns may be in another order. The rules of `dynamic` for single modules may say so too; what else they change, bits
+/// and groups, the shapes of tensors show.
+fn reordered(map: &Map<String, Value>) -> bool {
     let rules = map.get("dynamic").and_then(Value::as_object);
-    for (pattern, rule) in rules.into_iter().flatten().filter(|(pattern, _)| !pattern.starts_with("-:")) {
-        let Some(rule) = rule.as_object() else { continue };
-        let field = |leaf: &str| format!("dynamic.{pattern}.{leaf}");
-        if rule.contains_key("bits") && rule.get("bits").and_then(Value::as_u64) != Some(4) {
-            return Err(unsupported(config, &field("bits"), &show(rule.get("bits"))));
-        }
-        if rule.contains_key("group_size") && group_size(config, rule, &["group_size"])? != group {
-            return Err(unsupported(config, &field("group_size"), &show(rule.get("group_size"))));
-        }
-        if flag(rule, "desc_act") && !flag(map, "desc_act") {
-            return Err(unsupported(config, &field("desc_act"), "true"));
-        }
-    }
-    Ok(())
+    let mut rules = rules.into_iter().flat_map(Map::values).filter_map(Value::as_object);
+    flag(map, "desc_act") || rules.any(|rule| flag(rule, "desc_act"))
 }
 
 pub(super) fn awq(config: &Config, map: &Map<String, Value>) -> Result<Quantization, ModelError> {
@@ -53,14 +41,16 @@ pub(super) fn awq(config: &Config, map: &Map<String, Value>) -> Result<Quantizat
         Some(version) if version != "gemm" => return Err(unsupported(config, "version", &version)),
         _ => {}
     }
-    if map.contains_key("zero_point") && !flag(map, "zero_point") {
-        return Err(unsupported(config, "zero_point", &show(map.get("zero_point"))));
-    }
+    // `zero_point` false says that all zero points are 8; the tensor with them is there all the same.
     let group = group_size(config, map, &["group_size", "q_group_size"])?;
     Ok(Quantization { int4: Some(Int4 { layout: Int4Layout::Awq, group }), ..Quantization::default() })
 }
 
-fn expect_four_bits(config: &Config, map: &Map<String, Value>, field: &str) -> Result<(), ModelError> {
+pub(super) fn expect_four_bits(
+    config: &Config,
+    map: &Map<String, Value>,
+    field: &str,
+) -> Result<(), ModelError> {
     match map.get(field).and_then(Value::as_u64) {
         Some(4) => Ok(()),
         _ => Err(unsupported(config, field, &show(map.get(field)))),
@@ -68,7 +58,7 @@ fn expect_four_bits(config: &Config, map: &Map<String, Value>, field: &str) -> R
 }
 
 /// The columns of a group; `None` if a row is one group (-1).
-fn group_size(
+pub(super) fn group_size(
     config: &Config,
     map: &Map<String, Value>,
     names: &[&str],
