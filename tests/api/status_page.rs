@@ -41,7 +41,7 @@ async fn state(address: &str) -> Value {
 #[tokio::test]
 async fn the_page_is_whole_and_runs_its_own_script_only() {
     let (_fake, address) = start().await;
-    let (head, body) = get(&address, "any.example", "/").await;
+    let (head, body) = get(&address, "localhost", "/").await;
     assert!(head.starts_with("http/1.1 200") && head.contains("content-type: text/html"), "{head}");
     let policy = head.lines().find(|line| line.starts_with("content-security-policy:")).unwrap();
     assert!(policy.contains("default-src 'none'") && policy.contains("script-src 'sha256-"), "{policy}");
@@ -76,9 +76,18 @@ async fn the_state_says_what_the_service_does() {
 async fn pages_of_other_sites_read_no_state() {
     let (_fake, address) = start().await;
     for host in [address.as_str(), "localhost:9464", "[::1]"] {
-        let (head, _) = get(&address, host, "/status.json").await;
-        assert!(head.starts_with("http/1.1 200"), "{host}: {head}");
+        for path in ["/", "/status.json", "/metrics"] {
+            let (head, _) = get(&address, host, path).await;
+            assert!(head.starts_with("http/1.1 200"), "{host} {path}: {head}");
+        }
     }
-    let (head, body) = get(&address, "rebound.example", "/status.json").await;
-    assert!(head.starts_with("http/1.1 403") && !body.contains("fake"), "{head} {body}");
+    for path in ["/", "/status.json", "/experts.json", "/metrics"] {
+        let (head, body) = get(&address, "rebound.example", path).await;
+        assert!(head.starts_with("http/1.1 403"), "{path}: {head}");
+        assert!(body.contains("--metrics-hosts") && body.lines().count() == 1, "{path}: {body}");
+    }
+    for probe in ["/healthz", "/readyz"] {
+        let (head, _) = get(&address, "probed.example", probe).await;
+        assert!(head.starts_with("http/1.1 200"), "{probe}: {head}");
+    }
 }

@@ -1,6 +1,7 @@
 //! Tests of checkpoints that cannot be served: exit code 64 and a message that names the defect, before any port is
 //! bound.
 
+use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 
 use crate::service::{fixture, serve_command, serve_to_the_end};
@@ -132,6 +133,31 @@ fn long_values_are_printed() {
     let output = command.output().unwrap();
     assert!(output.status.success(), "{:?}", output.status);
     assert!(String::from_utf8(output.stdout).unwrap().contains(&name));
+}
+
+/// A newcomer sees what was given, what was chosen, and last how to call the service. The rest is in --print-config.
+#[test]
+fn the_summary_names_what_was_given_and_ends_with_a_command_that_works() {
+    let mut child = serve_command(&fixture(FAMILY), &["--ranks", "2", "--slots", "3"]).spawn().unwrap();
+    let mut lines = Vec::new();
+    let mut output = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
+    while !lines.last().is_some_and(|line: &String| line.starts_with(" watch it")) {
+        lines.push(output.next().unwrap_or_else(|| panic!("the output ended: {lines:#?}")));
+    }
+    let given = lines.iter().filter(|line| line.ends_with("# flag")).count();
+    let at = |start: &str| lines.iter().position(|line| line.starts_with(start)).unwrap();
+    assert_eq!(at("# "), given, "given settings come first, and no others: {lines:#?}");
+    assert!(lines[given].contains("--print-config"), "{lines:#?}");
+    assert!(lines.iter().any(|line| line.starts_with("slots ")), "{lines:#?}");
+    assert!(lines.len() < given + 20, "{lines:#?}");
+    let (plan, ready, call) = (at("    model  "), at("ready: "), at("  call it  expertd "));
+    assert!(given < plan && plan < ready && ready < call, "{lines:#?}");
+    assert!(lines[call + 1].contains("http://127.0.0.1:"), "{lines:#?}");
+    let words = lines[call].trim_start_matches("  call it  expertd ").split(' ');
+    let called = std::process::Command::new(env!("CARGO_BIN_EXE_expertd")).args(words).output().unwrap();
+    assert!(called.status.success(), "{called:?}");
+    child.kill().unwrap();
+    child.wait().unwrap();
 }
 
 #[test]

@@ -155,7 +155,7 @@ async fn settled(pid: u32, before: u64) -> (u64, u64) {
 async fn scrape(metrics: &str) -> String {
     let address = metrics.trim_start_matches("http://").trim_end_matches("/metrics");
     let mut socket = TcpStream::connect(address).await.unwrap();
-    socket.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
+    socket.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await.unwrap();
     let mut text = String::new();
     socket.read_to_string(&mut text).await.unwrap();
     text

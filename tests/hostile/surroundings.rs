@@ -1,7 +1,7 @@
 //! Tests of a real service in broken surroundings: standard error, signals, descriptors, other processes of the user.
 
 use std::fs::Permissions;
-use std::io::{BufRead as _, BufReader, Read as _};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, Stdio};
@@ -111,6 +111,74 @@ async fn sockets_whose_files_are_removed_are_bound_again() {
     service.signal(Signal::TERM);
     assert_eq!(service.wait(Duration::from_secs(60)).unwrap().code(), Some(0), "drained");
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "the files are removed at the end");
+}
+
+/// Clients that are turned away connect at will, users without rights among them. The log has a line, and not one for each.
+#[test]
+fn sessions_that_are_refused_do_not_fill_the_log() {
+    let folder = tempfile::tempdir().unwrap();
+    let (socket, log) = (folder.path().join("sessions"), folder.path().join("log"));
+    let listen = format!("unix:{}", socket.display());
+    let mut command = serve_command(&fixture("qwen3_moe"), &["--ranks", "1", "--session-listen", &listen]);
+    command.env("EXPERTD_LOG", "info").stderr(std::fs::File::create(&log).unwrap());
+    let (mut child, _) = ready(command);
+    for _ in 0..100 {
+        let mut client = std::os::unix::net::UnixStream::connect(&socket).unwrap();
+        client.write_all(b"no frame, and longer than the head of one").unwrap();
+        client.shutdown(std::net::Shutdown::Write).unwrap();
+        // The service has answered and closed the socket.
+        let _ = client.read_to_end(&mut Vec::new());
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let log = std::fs::read_to_string(&log).unwrap();
+    let lines = log.lines().filter(|line| line.contains("refused")).count();
+    assert!((1..10).contains(&lines), "{lines} lines: {log}");
+}
+
+/// Services that start at once on the file of an ended service: one serves, the others name the path, and clients reach it.
+#[tokio::test(flavor = "multi_thread")]
+async fn of_services_that_start_at_once_on_a_stale_socket_one_serves() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("api");
+    drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+    let listen = format!("unix:{}", socket.display());
+    // Services take turns by this lock, so that none of them replaces the file meanwhile.
+    let lock = std::fs::File::open(folder.path()).unwrap();
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    let output = |service: usize| folder.path().join(format!("output-{service}"));
+    let starting: Vec<_> = (0..4)
+        .map(|service| {
+            let mut command = serve_command(&fixture("qwen3_moe"), &["--ranks", "1", "--listen", &listen]);
+            command.stdout(std::fs::File::create(output(service)).unwrap());
+            command.stderr(Stdio::piped()).spawn().unwrap()
+        })
+        .collect();
+    let mut serving: Vec<u32> = starting.iter().map(Child::id).collect();
+    let (ended, ends) = std::sync::mpsc::channel();
+    for child in starting {
+        let (ended, pid) = (ended.clone(), child.id());
+        std::thread::spawn(move || ended.send((pid, child.wait_with_output().unwrap())));
+    }
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert!(std::os::unix::net::UnixStream::connect(&socket).is_err(), "services wait for their turn");
+    drop(lock);
+    for _ in 0..3 {
+        let (pid, output) = ends.recv_timeout(Duration::from_secs(60)).expect("all but one service end");
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(69), "{text}");
+        assert!(text.contains("another process listens") && text.contains("--listen"), "{text}");
+        serving.retain(|other| *other != pid);
+    }
+    eventually(Duration::from_secs(60), "a service is ready", || {
+        (0..4).any(|service| std::fs::read_to_string(output(service)).unwrap().contains("ready: "))
+    });
+    let client = expertd_proto::Client::connect(&listen).await.unwrap();
+    assert_eq!(client.model("").await.unwrap().name, "qwen3_moe");
+    drop(client);
+    send(serving[0], Signal::TERM);
+    let (_, output) = ends.recv_timeout(Duration::from_secs(60)).expect("the last service drains");
+    assert_eq!(output.status.code(), Some(0));
 }
 
 #[test]

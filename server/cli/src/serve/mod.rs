@@ -70,7 +70,7 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
             return ExitCode::from(exit::USAGE);
         }
     };
-    print(&format!("{}{}", report::settings(&plan.shown), report::plan(&plan)));
+    print(&format!("{}{}", report::given_settings(&plan.shown), report::plan(&plan)));
     if let Err(error) = guard_process() {
         tell(&format!("expertd serve: {error}"));
         return ExitCode::from(exit::SETUP);

@@ -1,18 +1,20 @@
-//! Output of `expertd serve`: the settings, the plan, the progress of loading.
+//! Output of `expertd serve`: the settings, the plan, the progress of loading, and how to use the service.
 
 use std::fmt::Write as _;
 use std::io::IsTerminal as _;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 
 use super::plan::ServePlan;
-use super::settings::Shown;
+use super::settings::{Shown, Source};
 use crate::inspect::gpu_bytes_of_ranks;
 use expertd_ipc::control::DeviceKind;
 use expertd_model::MoeLayer;
 use expertd_rank::share::ExpertShare;
 use expertd_rank_cuda as gpu;
+use expertd_router::api::{AccessConfig, Address};
 use expertd_router::backend::{Backend, RankState, ServiceState};
 use expertd_router::steps::Service;
 use expertd_types::{Fp8Compute, Fp8Products, LayerRange, Rank};
@@ -20,9 +22,28 @@ use expertd_types::{Fp8Compute, Fp8Products, LayerRange, Rank};
 /// Largest width of the column of values.
 const MAX_ALIGNED: usize = 80;
 
-/// One line per setting, with its value and source.
+/// One line for each setting that was given, and a line that says how to see the others, which are also in the log at level debug.
+#[must_use]
+pub(super) fn given_settings(shown: &[Shown]) -> String {
+    let is_default = |s: &&Shown| matches!(s.source, Source::Default(_));
+    let (defaults, given): (Vec<_>, Vec<_>) = shown.iter().partition(is_default);
+    for Shown { name, value, source } in &defaults {
+        tracing::debug!(name, value, %source, "setting");
+    }
+    let more = defaults.len();
+    let text = lines(given);
+    format!(
+        "{text}# {more} more settings have their defaults; the same command with --print-config prints all\n"
+    )
+}
+
+/// One line for each setting, with its value and source.
 #[must_use]
 pub(super) fn settings(shown: &[Shown]) -> String {
+    lines(shown.iter().collect())
+}
+
+fn lines(shown: Vec<&Shown>) -> String {
     let name = shown.iter().map(|s| s.name.len()).max().unwrap_or(0);
     // Longer values are printed whole; only their sources are not aligned.
     let value = shown.iter().map(|s| s.value.len()).max().unwrap_or(0).min(MAX_ALIGNED);
@@ -136,6 +157,26 @@ pub fn plan(plan: &ServePlan) -> String {
         ),
     );
     text
+}
+
+/// How to call and watch a service with these addresses. Clients that connect over TCP need `access`.
+pub(super) fn usage(address: &Address, metrics: SocketAddr, access: &AccessConfig) -> String {
+    let near = |address: SocketAddr| match address.ip() {
+        ip if !ip.is_unspecified() => address,
+        IpAddr::V4(_) => SocketAddr::from((Ipv4Addr::LOCALHOST, address.port())),
+        IpAddr::V6(_) => SocketAddr::from((Ipv6Addr::LOCALHOST, address.port())),
+    };
+    let mut call = match address {
+        Address::Tcp(address) => format!("expertd call --tokens 16 --address {}", near(*address)),
+        Address::Unix(_) => format!("expertd call --tokens 16 --address {address}"),
+    };
+    if matches!(address, Address::Tcp(_)) {
+        for (file, flag) in [(&access.tls_cert, " --tls-ca FILE"), (&access.token_file, " --token-file FILE")]
+        {
+            call.push_str(if file.is_some() { flag } else { "" });
+        }
+    }
+    format!("  call it  {call}\n watch it  http://{}/\n", near(metrics))
 }
 
 /// How ranks hold the experts and what rows they multiply; `None` if CPU ranks have only experts that always take rows in f32.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use expertd_ipc::wait::spin_between_steps;
 use expertd_router::api::{
-    self, Access, Address, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig,
+    self, Access, AccessConfig, Address, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig,
 };
 use expertd_router::backend::{Backend, ServiceState};
 use expertd_router::sessions::{SessionConfig, SessionServer};
@@ -38,6 +38,7 @@ pub struct Running {
     addresses: Vec<Address>,
     admin: Option<Address>,
     metrics: SocketAddr,
+    access: AccessConfig,
     shutdown: CancellationToken,
     server: tokio::task::JoinHandle<Result<(), api::ServerError>>,
     sessions: Option<(String, tokio::task::JoinHandle<()>)>,
@@ -62,7 +63,7 @@ impl Running {
         let service = Service::new(plan.model, plan.cluster, plan.scheduler)?;
         let running = Self::listen(&service, &config, access, metrics, recorder, sessions).await?;
         service.begin()?;
-        Ok(running)
+        Ok(Running { access: plan.access, ..running })
     }
 
     async fn listen(
@@ -95,7 +96,8 @@ impl Running {
         let server = tokio::spawn(server.run(shutdown.clone()));
         let sessions =
             session_server.map(|(address, sessions)| (address, tokio::spawn(sessions.run(shutdown.clone()))));
-        Ok(Running { service, addresses, admin, metrics, shutdown, server, sessions })
+        let access = AccessConfig::default();
+        Ok(Running { service, addresses, admin, metrics, access, shutdown, server, sessions })
     }
 
     /// The first public address.
@@ -119,6 +121,7 @@ impl Running {
             .sessions
             .as_ref()
             .map_or_else(String::new, |(address, _)| format!(", sessions on {address}"));
+        let usage = self.address().map(|address| report::usage(address, metrics, &self.access));
         let loading = Arc::clone(&service);
         // Progress is drawn by its own thread, because a terminal that does not accept output blocks the thread that writes to it.
         let follow = move || report::follow_loading(&loading);
@@ -130,7 +133,8 @@ impl Running {
             let serving = state.wait_for(|s| *s == ServiceState::Serving).await;
             if serving.is_ok() {
                 print(&format!(
-                    "ready: listening on {addresses}, admin on {admin}, metrics on http://{metrics}/metrics{sessions}\n"
+                    "ready: listening on {addresses}, admin on {admin}, metrics on http://{metrics}/metrics{sessions}\n{}",
+                    usage.unwrap_or_default()
                 ));
             }
         });

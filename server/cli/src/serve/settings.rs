@@ -103,7 +103,8 @@ macro_rules! settings {
         /// Serve the MoE layers of a checkpoint
         ///
         /// Each setting comes from its flag, otherwise from its environment variable, otherwise from the file given by
-        /// --config, otherwise from its default. The service first prints all settings, and prints `ready:` once it serves.
+        /// --config, otherwise from its default. The service first prints what was given and what it
+        /// chose, and prints `ready:` once it serves.
         ///
         /// Exits with status 0 after a drain (SIGTERM, SIGINT, SIGHUP, `expertd drain`), 2 for an unknown flag or a value that does
         /// not parse, 64 for an invalid setting or a broken checkpoint, 65 if weights could not be loaded, 69 if an address
@@ -113,7 +114,7 @@ macro_rules! settings {
             /// TOML file with any of the settings below; names have underscores instead of dashes
             #[arg(long, env = "EXPERTD_CONFIG", value_name = "FILE")]
             pub config: Option<PathBuf>,
-            /// Print every setting with its value and source, and exit
+            /// Print every setting with its value and source, defaults and what they were derived from included, and exit
             #[arg(long)]
             pub print_config: bool,
             $( $(#[$doc])* #[arg(long, env = $env $(, $($arg)*)?)] pub $name: Option<$ty>, )*
@@ -204,6 +205,9 @@ settings! {
     max_session_bytes: u64 = Some(4 << 30), env "EXPERTD_MAX_SESSION_BYTES";
     /// Address of the Prometheus endpoint, GET /metrics: IP:PORT [default: 127.0.0.1:9464]
     metrics_listen: String = Some("127.0.0.1:9464".into()), env "EXPERTD_METRICS_LISTEN";
+    /// Names besides localhost under which processes of this host may read metrics and the status page, comma-separated; requests with
+    /// an address or a token need none [default: none]
+    metrics_hosts: String = None, env "EXPERTD_METRICS_HOSTS";
     /// Export the rows of each expert and layer as metrics: one series for each [default: false]
     expert_metrics: bool = Some(false), env "EXPERTD_EXPERT_METRICS", arg(num_args = 0..=1, default_missing_value = "true");
     /// Receiver of traces, OTLP over gRPC, e.g. http://127.0.0.1:4317 [default: that of OTEL_EXPORTER_OTLP_ENDPOINT, else none]
@@ -354,7 +358,7 @@ mod tests {
             shown.join(" "),
             "model=- model_name=- layers=- placement=- ranks=- device=- fp8_compute=- mxfp4_compute=- listen=127.0.0.1:50051 admin_listen=- \
              session_listen=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
-             metrics_listen=127.0.0.1:9464 expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
+             metrics_listen=127.0.0.1:9464 metrics_hosts=- expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \
              admin_token_file=- insecure=false verify_weights=false max_weight_bytes=- skip_memory_check=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
              max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 on_fault=retry \

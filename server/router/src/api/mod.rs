@@ -21,7 +21,7 @@ pub(crate) use access::{Protocol, ServerTls};
 pub use framing::connection::ConnectionTimeouts;
 pub use memory::transport_bytes;
 pub(crate) use service::call::next_request_id;
-pub(crate) use service::convert::model as encode_model;
+pub(crate) use service::description::ModelDescription;
 pub use service::failure::{ERROR_DOMAIN, code_name};
 pub(crate) use service::failure::{Failure, public_text};
 pub use service::health::ready_probe;

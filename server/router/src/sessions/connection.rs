@@ -10,14 +10,12 @@ use expertd_session::memory::SessionMemory;
 use expertd_session::socket;
 use expertd_session::wire::{KIND_HOST, MAX_CALLS, MAX_CLIENT_FRAME, Open, RegionLayout, VERSION, frame};
 use metrics::counter;
-use prost::Message as _;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::listener::{Opening, Shared};
 use super::open::OpenSession;
 use super::registry::SessionRegistry;
 use super::session::{Opener, SessionState, Spin};
-use crate::api::encode_model;
 use crate::telemetry::names;
 
 /// How long a client may take to open a session after it has connected.
@@ -68,7 +66,7 @@ impl Shared {
                 Ok(Some(frame)) => frame,
                 Ok(None) => return Ok(None),
                 Err(error) => {
-                    refuse(socket, "protocol", &unreadable(&error));
+                    self.refuse(socket, "protocol", &unreadable(&error));
                     return Err(error);
                 }
             };
@@ -82,7 +80,7 @@ impl Shared {
                     return match opened {
                         Ok(session) => Ok(Some(self.follow_to_the_end(socket, session))),
                         Err(reason) => {
-                            refuse(socket, "open", &reason);
+                            self.refuse(socket, "open", &reason);
                             Ok(None)
                         }
                     };
@@ -91,7 +89,7 @@ impl Shared {
                     let text = format!(
                         "a frame of kind {other} before a session was opened; expected OPEN or GET_MODEL"
                     );
-                    refuse(socket, "protocol", &text);
+                    self.refuse(socket, "protocol", &text);
                     return Ok(None);
                 }
             }
@@ -99,7 +97,7 @@ impl Shared {
     }
 
     pub(super) fn send_model(&self, socket: &UnixStream) -> io::Result<()> {
-        socket::send(socket, frame::MODEL, &encode_model(&self.steps.model()).encode_to_vec())
+        socket::send(socket, frame::MODEL, &self.description.encoded(&self.steps.model()))
     }
 
     /// Makes a session and hands it to the client, which `opening` counts until the session does.
@@ -244,11 +242,4 @@ fn kind_of(payload: &[u8]) -> Result<u32, String> {
         ));
     }
     word(4).ok_or_else(|| format!("an OPEN frame of {} bytes has no kind of session", payload.len()))
-}
-
-/// Tells a client why it is turned away.
-pub(super) fn refuse(socket: &UnixStream, reason: &'static str, text: &str) {
-    counter!(names::SESSIONS_REFUSED_TOTAL, "reason" => reason).increment(1);
-    tracing::info!(reason, text, "a session is refused");
-    let _ = socket::send(socket, frame::REFUSED, text.as_bytes());
 }

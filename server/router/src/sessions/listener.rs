@@ -4,20 +4,22 @@
 //! memory.
 
 use std::collections::HashMap;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use expertd_session::socket;
+use expertd_session::wire::frame;
 use metrics::{counter, gauge};
 use tokio_util::sync::CancellationToken;
 
 use super::Steps;
-use super::connection::refuse;
 use super::registry::{SessionLimits, SessionRegistry};
 use super::session::Opener;
-use crate::api::{Address, BindError, Listener, PlainSocket, client_key};
+use crate::api::{Address, BindError, Listener, ModelDescription, PlainSocket, client_key};
 use crate::steps::Service;
-use crate::telemetry::{RequestMetrics, names};
+use crate::telemetry::{Rarely, RequestMetrics, names};
 use crate::watchdog;
 
 /// Mode of the socket while only the service's own user may open sessions.
@@ -58,11 +60,14 @@ pub(super) struct Shared {
     pub(super) steps: Arc<dyn Steps>,
     pub(super) registry: Arc<SessionRegistry>,
     pub(super) metrics: Arc<RequestMetrics>,
+    pub(super) description: ModelDescription,
     /// Number of the next session.
     pub(super) next: AtomicU64,
     connections: AtomicUsize,
     /// Clients by user that are connected and have not opened a session.
     opening: Mutex<HashMap<u32, usize>>,
+    /// When each of [`REFUSALS`] was logged.
+    refused: Mutex<[Rarely; REFUSALS.len()]>,
 }
 
 /// Reasons why sessions are refused.
@@ -155,7 +160,9 @@ impl Shared {
         gauge!(names::SESSIONS).set(0.0);
         gauge!(names::SESSION_BYTES).set(0.0);
         let (next, connections) = (AtomicU64::new(1), AtomicUsize::new(0));
-        Shared { config, steps, registry, metrics, next, connections, opening: Mutex::default() }
+        let description = ModelDescription::default();
+        let (opening, refused) = (Mutex::default(), Mutex::default());
+        Shared { config, steps, registry, metrics, description, next, connections, opening, refused }
     }
 
     /// Threads of connections and sessions that have not ended, without those that wait for the clients of ended sessions.
@@ -176,11 +183,11 @@ impl Shared {
         let user = peer.uid();
         // Refusals are a few bytes, which an empty socket always takes.
         if let Err(text) = self.check_user(user) {
-            return refuse(&socket, "user", &text);
+            return self.refuse(&socket, "user", &text);
         }
         let opening = match self.begin_opening(user) {
             Ok(opening) => opening,
-            Err(text) => return refuse(&socket, "limit", &text),
+            Err(text) => return self.refuse(&socket, "limit", &text),
         };
         let connected = self.connected_again();
         let opener = Opener {
@@ -202,6 +209,19 @@ impl Shared {
         if let Err(error) = started {
             tracing::warn!(%error, "cannot start the thread of a session");
         }
+    }
+
+    /// Tells a client why it is turned away. Users who may not open sessions can connect at will, so that not every line is logged.
+    pub(super) fn refuse(&self, socket: &UnixStream, reason: &'static str, text: &str) {
+        counter!(names::SESSIONS_REFUSED_TOTAL, "reason" => reason).increment(1);
+        let mut refused = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_reason = refused.iter_mut().zip(REFUSALS).find(|(_, name)| *name == reason);
+        let logged = of_reason.and_then(|(refused, _)| refused.now());
+        drop(refused);
+        if let Some(times) = logged {
+            tracing::info!(reason, text, times, "sessions are refused");
+        }
+        let _ = socket::send(socket, frame::REFUSED, text.as_bytes());
     }
 
     /// The sentence with which a user is refused who may not open sessions.

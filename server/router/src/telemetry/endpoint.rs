@@ -2,7 +2,8 @@
 //! reads `/status.json`, `/experts.json` and `/metrics`.
 //!
 //! Probes need no credentials and may speak plaintext. Metrics and state from beyond loopback need a token, over TLS where
-//! that is configured; the page itself holds neither and needs TLS only.
+//! that is configured; the page itself holds neither and needs TLS only. Requests from loopback need a `Host` header that names this
+//! host, probes excepted.
 //!
 //! Every connection is served at once; above a limit, a new connection ends the oldest one of the address that has the most.
 //! Requests beyond the first few on a connection are answered at a pace, so that neither costs the service much processor time.
@@ -26,6 +27,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 
 use super::Rarely;
+use super::host;
 use super::page;
 use super::ranks::RankGauges;
 use super::recorder::Recorder;
@@ -196,7 +198,12 @@ fn answer(request: &Request<Incoming>, way: Way, shared: &Shared) -> Response<Fu
     }
     let unwell = watchdog::lost();
     let (headers, access) = (request.headers(), &*shared.access);
-    match request.uri().path() {
+    let path = request.uri().path();
+    let is_probe = matches!(path, "/healthz" | "/readyz");
+    if way.loopback && !is_probe && !host::is_named(headers, access) && !access.may_scrape(headers) {
+        return text(StatusCode::FORBIDDEN, host::REFUSAL);
+    }
+    match path {
         "/" => match plaintext(way, access) {
             None => shown("text/html; charset=utf-8", page::PAGE),
             Some(refused) => refused,
@@ -208,11 +215,7 @@ fn answer(request: &Request<Incoming>, way: Way, shared: &Shared) -> Response<Fu
             }
             Some(refused) => refused,
         },
-        path @ ("/status.json" | "/experts.json") => match refusal(headers, way, access) {
-            None if way.loopback && !page::names_this_host(headers) && !access.may_scrape(headers) => text(
-                StatusCode::FORBIDDEN,
-                "the state of the service is shown under an address or localhost, not under other names\n",
-            ),
+        "/status.json" | "/experts.json" => match refusal(headers, way, access) {
             None => {
                 let backend = &*shared.backend;
                 let document =

@@ -2,6 +2,7 @@
 
 mod endpoint;
 mod handles;
+mod host;
 mod logs;
 pub mod names;
 mod page;

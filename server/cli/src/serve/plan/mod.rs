@@ -314,20 +314,19 @@ pub(crate) fn read_placement(path: &Path, spec: &ModelSpec, ranks: usize) -> Res
 
 /// Files with credentials.
 fn access(given: &Given) -> AccessConfig {
-    let names = given.tls_client_names.0.clone().unwrap_or_default();
+    let names = |setting: &(Option<String>, Source)| -> Vec<String> {
+        let names = setting.0.as_deref().unwrap_or_default().split(',').map(str::trim);
+        names.filter(|name| !name.is_empty()).map(str::to_owned).collect()
+    };
     AccessConfig {
         tls_cert: given.tls_cert.0.clone(),
         tls_key: given.tls_key.0.clone(),
         tls_client_ca: given.tls_client_ca.0.clone(),
-        tls_client_names: names
-            .split(',')
-            .map(str::trim)
-            .filter(|name| !name.is_empty())
-            .map(str::to_owned)
-            .collect(),
+        tls_client_names: names(&given.tls_client_names),
         token_file: given.token_file.0.clone(),
         admin_token_file: given.admin_token_file.0.clone(),
         insecure: given.insecure.0.unwrap_or(false),
+        metrics_hosts: names(&given.metrics_hosts),
     }
 }
 

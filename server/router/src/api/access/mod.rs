@@ -46,6 +46,8 @@ pub struct AccessConfig {
     pub admin_token_file: Option<PathBuf>,
     /// Whether plaintext beyond loopback is allowed.
     pub insecure: bool,
+    /// Names beside `localhost` under which processes of this host may ask the metrics port.
+    pub metrics_hosts: Vec<String>,
 }
 
 /// Credentials that cannot be used.
@@ -113,6 +115,7 @@ pub struct Access {
     admin_tokens: Option<Watched<Tokens>>,
     client_certificates: bool,
     client_names: Vec<String>,
+    metrics_hosts: Vec<String>,
 }
 
 impl Access {
@@ -150,6 +153,7 @@ impl Access {
             admin_tokens: tokens(&config.admin_token_file)?,
             client_certificates: config.tls_client_ca.is_some(),
             client_names: config.tls_client_names.clone(),
+            metrics_hosts: config.metrics_hosts.clone(),
         })
     }
 
@@ -270,6 +274,11 @@ impl Access {
             Some(_) => Err(Failure::NotAllowed("the token is not for Admin")),
             None => Err(Failure::Unauthenticated("the token is not known to the service")),
         }
+    }
+
+    /// Whether a setting gives this host the name.
+    pub(crate) fn is_metrics_host(&self, name: &str) -> bool {
+        self.metrics_hosts.iter().any(|host| host.eq_ignore_ascii_case(name))
     }
 
     /// Whether a scrape of `/metrics` from beyond loopback has a token of either file.

@@ -63,10 +63,10 @@ impl ResponseBody {
     fn leave(&mut self, mut encoded: Bytes) -> Bytes {
         let Some(charges) = &self.charges else { return encoded };
         let leaving = charges.take_leaving();
-        if leaving.iter().all(|answer| answer.rows.is_none()) {
+        if leaving.iter().all(|answer| answer.rows.is_none() && answer.message.is_none()) {
             return leaving.into_iter().filter_map(|answer| answer.ticket).fold(encoded, hold);
         }
-        for Leaving { ticket, rows } in leaving {
+        for Leaving { ticket, rows, message: whole } in leaving {
             let message = first_message(&mut encoded);
             let mut held = |bytes: Bytes| {
                 self.queue.push_back(match &ticket {
@@ -74,9 +74,13 @@ impl ResponseBody {
                     None => bytes,
                 });
             };
-            match rows {
-                None => held(message),
-                Some(rows) => {
+            match (rows, whole) {
+                (None, None) => held(message),
+                (None, Some(whole)) => {
+                    held(prefix(whole.len()));
+                    held(whole);
+                }
+                (Some(rows), _) => {
                     let (head, rest) = around(message.slice(PREFIX..), rows.len(), self.streaming);
                     held(head);
                     held(rows);
@@ -88,6 +92,14 @@ impl ResponseBody {
         self.queue.retain(|bytes| !bytes.is_empty());
         self.queue.pop_front().unwrap_or_default()
     }
+}
+
+/// The prefix of a message of `length` bytes: not compressed, and its length.
+fn prefix(length: usize) -> Bytes {
+    let mut prefix = BytesMut::with_capacity(PREFIX);
+    prefix.put_u8(0);
+    prefix.put_u32(length as u32);
+    prefix.freeze()
 }
 
 fn hold(bytes: Bytes, ticket: Ticket) -> Bytes {
@@ -206,11 +218,21 @@ mod tests {
         for length in [1, 127, 128, 70_000] {
             let rows = rows(length);
             let charges = Arc::new(Charges::default());
-            charges.leave(Leaving { ticket: None, rows: Some(rows.clone()) });
+            charges.leave(Leaving { rows: Some(rows.clone()), ..Leaving::default() });
             let (sent, frames) = send(framed(&answer(Bytes::new())), charges, false).await;
             assert_eq!(sent, framed(&answer(rows.clone())));
             assert!(frames.contains(&rows.as_ptr()));
         }
+    }
+
+    #[tokio::test]
+    async fn an_encoded_message_is_sent_without_a_copy() {
+        let message = Bytes::from(answer(rows(300)).encode_to_vec());
+        let charges = Arc::new(Charges::default());
+        charges.leave(Leaving { message: Some(message.clone()), ..Leaving::default() });
+        let (sent, frames) = send(framed(&ForwardResponse::default()), charges, false).await;
+        assert_eq!(sent, framed(&answer(rows(300))));
+        assert!(frames.contains(&message.as_ptr()));
     }
 
     #[tokio::test]
@@ -232,7 +254,7 @@ mod tests {
             expected.extend(framed(&message(rows.clone())));
             encoded.extend(framed(&message(if large { Bytes::new() } else { rows.clone() })));
             apart.extend(large.then(|| rows.as_ptr()));
-            charges.leave(Leaving { ticket: Some(ticket), rows: large.then_some(rows) });
+            charges.leave(Leaving { ticket: Some(ticket), rows: large.then_some(rows), message: None });
         };
         leave(0, Some(90_000), true);
         leave(1 << 40, Some(50), false);

@@ -25,6 +25,8 @@ pub(in crate::api) struct Leaving {
     pub(in crate::api) ticket: Option<Ticket>,
     /// Rows that are sent without a copy; the message's own rows are then empty.
     pub(in crate::api) rows: Option<Bytes>,
+    /// An encoded message that is sent without a copy in place of the empty one that is encoded.
+    pub(in crate::api) message: Option<Bytes>,
 }
 
 /// The charges of one call, in the order of its messages.

@@ -74,7 +74,7 @@ pub(in crate::api) fn summary(model: &ModelInfo) -> v1::ModelSummary {
     }
 }
 
-pub(crate) fn model(model: &ModelInfo) -> v1::GetModelResponse {
+pub(in crate::api) fn model(model: &ModelInfo) -> v1::GetModelResponse {
     let limits = &model.limits;
     v1::GetModelResponse {
         name: model.name.clone(),

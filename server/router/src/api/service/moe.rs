@@ -11,6 +11,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::call::Call;
 use super::convert;
+use super::description::ModelDescription;
 use super::failure::Failure;
 use super::stream::Exchange;
 use super::validate::{Envelope, check_model, validate};
@@ -26,6 +27,7 @@ pub(in crate::api) struct MoeService {
     backend: Arc<dyn Backend>,
     metrics: Arc<RequestMetrics>,
     stream_metrics: Arc<RequestMetrics>,
+    description: Arc<ModelDescription>,
 }
 
 /// An accepted request.
@@ -38,8 +40,13 @@ pub(in crate::api) enum Taken {
 
 impl MoeService {
     /// `metrics` are those of unary calls; streams record their own.
-    pub(in crate::api) fn new(backend: Arc<dyn Backend>, metrics: Arc<RequestMetrics>) -> MoeService {
-        MoeService { backend, metrics, stream_metrics: Arc::new(RequestMetrics::new("ForwardStream")) }
+    pub(in crate::api) fn new(
+        backend: Arc<dyn Backend>,
+        metrics: Arc<RequestMetrics>,
+        description: Arc<ModelDescription>,
+    ) -> MoeService {
+        let stream_metrics = Arc::new(RequestMetrics::new("ForwardStream"));
+        MoeService { backend, metrics, stream_metrics, description }
     }
 }
 
@@ -100,7 +107,7 @@ impl Moe for MoeService {
             },
         };
         let rows = take_large(&mut response.rows);
-        call.charges.leave(Leaving { ticket: Some(ticket), rows });
+        call.charges.leave(Leaving { ticket: Some(ticket), rows, message: None });
         Ok(Response::new(response))
     }
 
@@ -133,6 +140,9 @@ impl Moe for MoeService {
     ) -> Result<Response<GetModelResponse>, Status> {
         let model = self.backend.model();
         check_model(&model, &request.get_ref().name)?;
-        Ok(Response::new(convert::model(&model)))
+        let message = Some(self.description.encoded(&model));
+        call_of(&request)?.charges.leave(Leaving { message, ..Leaving::default() });
+        // The encoded message goes in the place of this empty one.
+        Ok(Response::new(GetModelResponse::default()))
     }
 }

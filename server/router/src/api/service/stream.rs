@@ -155,7 +155,7 @@ impl Exchange {
             }
             Err(status) => Outcome::Status(request_status(&status)),
         };
-        self.call.charges.leave(Leaving { ticket: answered.ticket, rows });
+        self.call.charges.leave(Leaving { ticket: answered.ticket, rows, message: None });
         Poll::Ready(Some(Ok(ForwardStreamResponse { id: answered.id, result: Some(outcome) })))
     }
 

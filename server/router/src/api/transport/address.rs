@@ -1,24 +1,17 @@
 //! Addresses and listeners: TCP and Unix-domain sockets.
 
 use std::fmt;
-use std::fs::Permissions;
 use std::io;
 use std::net::SocketAddr;
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
-use std::time::{Duration, Instant};
 
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio_rustls::server::TlsStream;
 use tokio_util::either::Either;
 
 use super::table::Origin;
-use crate::telemetry::Rarely;
-
-/// Interval of the checks whether the file of a Unix-domain socket still exists.
-const FILE_ROUND: Duration = Duration::from_secs(1);
+use super::unix::UnixSocket;
 
 /// An address to listen on: `HOST:PORT` (numeric host, port 0 picks a free one) or `unix:/PATH`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -143,7 +136,7 @@ impl Listener {
         let failed = |source| BindError::System { address: address.clone(), source };
         match address {
             Address::Tcp(socket) => TcpListener::bind(socket).await.map(Listener::Tcp).map_err(failed),
-            Address::Unix(path) => UnixSocket::bind(path, mode).map(Listener::Unix),
+            Address::Unix(path) => UnixSocket::bind(path, mode).await.map(Listener::Unix),
         }
     }
 
@@ -151,7 +144,7 @@ impl Listener {
     pub(in crate::api) fn address(&self) -> io::Result<Address> {
         match self {
             Listener::Tcp(listener) => listener.local_addr().map(Address::Tcp),
-            Listener::Unix(socket) => Ok(Address::Unix(socket.file.path.clone())),
+            Listener::Unix(socket) => Ok(Address::Unix(socket.path().to_owned())),
         }
     }
 
@@ -166,132 +159,9 @@ impl Listener {
                 Ok((Either::Left(stream), Origin::address(peer.ip())))
             }
             Listener::Unix(socket) => {
-                socket.check_file();
-                let (stream, _) = socket.listener.accept().await?;
-                let user = stream.peer_cred()?.uid();
+                let (stream, user) = socket.accept().await?;
                 Ok((Either::Right(stream), Origin::User(user)))
             }
-        }
-    }
-}
-
-/// A bound Unix-domain socket and its file.
-pub(crate) struct UnixSocket {
-    /// Dropped before the listener, which keeps the file's number from being used again.
-    file: SocketFile,
-    listener: UnixListener,
-    mode: u32,
-    next_check: Instant,
-    unreachable: Rarely,
-}
-
-impl UnixSocket {
-    fn bind(path: &Path, mode: u32) -> Result<UnixSocket, BindError> {
-        let failed = |source| BindError::System { address: Address::Unix(path.to_owned()), source };
-        let listener = match UnixListener::bind(path) {
-            Ok(listener) => listener,
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                remove_stale(path)?;
-                UnixListener::bind(path).map_err(failed)?
-            }
-            Err(error) => return Err(failed(error)),
-        };
-        let id = FileId::of(path).map_err(failed)?;
-        let file = SocketFile { path: path.to_owned(), id };
-        // Before this call the umask decided who may connect; the peer's user is checked in any case.
-        std::fs::set_permissions(path, Permissions::from_mode(mode)).map_err(failed)?;
-        let next_check = Instant::now() + FILE_ROUND;
-        Ok(UnixSocket { file, listener, mode, next_check, unreachable: Rarely::default() })
-    }
-
-    /// Binds the socket again if its file was removed: without the file no client can connect. A file that something else has put in
-    /// its place stays.
-    fn check_file(&mut self) {
-        if Instant::now() < self.next_check {
-            return;
-        }
-        self.next_check = Instant::now() + FILE_ROUND;
-        let path = self.file.path.display().to_string();
-        let problem = match FileId::of(&self.file.path) {
-            Ok(found) if found == self.file.id => return,
-            Ok(_) => {
-                "another file is in its place; remove that file, and the socket is bound again".to_owned()
-            }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                match UnixSocket::bind(&self.file.path, self.mode) {
-                    Ok(again) => {
-                        tracing::warn!(path, "the file of a socket was removed; the socket is bound again");
-                        *self = again;
-                        return;
-                    }
-                    Err(error) => error.to_string(),
-                }
-            }
-            Err(error) => error.to_string(),
-        };
-        if let Some(times) = self.unreachable.now() {
-            tracing::error!(
-                path,
-                problem,
-                times,
-                "clients cannot connect to a socket whose file was removed"
-            );
-        }
-    }
-}
-
-/// Removes a socket file that an ended process left behind, and nothing else: a refused connection proves that no process
-/// listens.
-fn remove_stale(path: &Path) -> Result<(), BindError> {
-    let failed = |source| BindError::System { address: Address::Unix(path.to_owned()), source };
-    let metadata = match std::fs::symlink_metadata(path) {
-        Ok(metadata) => metadata,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(failed(error)),
-    };
-    if !metadata.file_type().is_socket() {
-        return Err(BindError::NotASocket { path: path.to_owned() });
-    }
-    match connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            tracing::info!(path = %path.display(), "removing the socket of an ended process");
-            std::fs::remove_file(path).map_err(failed)
-        }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Err(failed(error)),
-        _ => Err(BindError::InUse { path: path.to_owned() }),
-    }
-}
-
-/// Connects without waiting: a stopped process that listens may have no room for another connection, which is an error then.
-fn connect(path: &Path) -> io::Result<()> {
-    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    Ok(rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?)
-}
-
-/// Device and inode of a file. While a socket is open, no other file gets those of its file.
-#[derive(PartialEq, Eq)]
-struct FileId(u64, u64);
-
-impl FileId {
-    fn of(path: &Path) -> io::Result<FileId> {
-        let metadata = std::fs::symlink_metadata(path)?;
-        Ok(FileId(metadata.dev(), metadata.ino()))
-    }
-}
-
-/// Removes the socket's file on drop if it is still the file that was bound.
-struct SocketFile {
-    path: PathBuf,
-    id: FileId,
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        let ours = FileId::of(&self.path).is_ok_and(|found| found == self.id);
-        if ours && let Err(error) = std::fs::remove_file(&self.path) {
-            tracing::debug!(path = %self.path.display(), %error, "the socket file could not be removed");
         }
     }
 }
@@ -320,89 +190,6 @@ mod tests {
             let error = text.parse::<Address>().unwrap_err().to_string();
             assert!(error.contains("use 127.0.0.1:50051"), "{error}");
         }
-    }
-
-    #[tokio::test]
-    async fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("s.sock");
-        let address = Address::Unix(path.clone());
-
-        // A killed process leaves its file behind.
-        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
-        assert!(path.exists());
-        let live = Listener::bind(&address, 0o600).await.unwrap();
-        assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
-
-        assert!(matches!(Listener::bind(&address, 0o600).await, Err(BindError::InUse { .. })));
-        drop(live);
-        assert!(!path.exists(), "dropping the listener removes its file");
-
-        std::fs::write(&path, "precious").unwrap();
-        assert!(matches!(Listener::bind(&address, 0o600).await, Err(BindError::NotASocket { .. })));
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
-    }
-
-    #[tokio::test]
-    async fn a_socket_of_another_owner_is_not_removed() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("s.sock");
-        let ours = Listener::bind(&Address::Unix(path.clone()), 0o600).await.unwrap();
-        std::fs::remove_file(&path).unwrap();
-        let _theirs = std::os::unix::net::UnixListener::bind(&path).unwrap();
-        drop(ours);
-        assert!(path.exists());
-    }
-
-    /// Tries to connect until a connection is accepted, and returns whether that happened within the time of several checks.
-    async fn is_reachable(listener: &mut Listener, path: &Path) -> bool {
-        let deadline = Instant::now() + 8 * FILE_ROUND;
-        while Instant::now() < deadline {
-            let client = std::os::unix::net::UnixStream::connect(path);
-            let accepted = tokio::time::timeout(Duration::from_millis(100), listener.accept()).await;
-            if client.is_ok() && matches!(accepted, Ok(Ok(_))) {
-                return true;
-            }
-        }
-        false
-    }
-
-    #[tokio::test]
-    async fn a_socket_whose_file_was_removed_is_bound_again_and_one_of_another_owner_stays() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("s.sock");
-        let mut ours = Listener::bind(&Address::Unix(path.clone()), 0o600).await.unwrap();
-        let before = FileId::of(&path).unwrap();
-        tokio::time::sleep(2 * FILE_ROUND).await;
-        assert!(is_reachable(&mut ours, &path).await);
-        assert!(FileId::of(&path).unwrap() == before, "a file that is there stays");
-        std::fs::remove_file(&path).unwrap();
-        assert!(is_reachable(&mut ours, &path).await);
-        assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
-
-        std::fs::remove_file(&path).unwrap();
-        let theirs = std::os::unix::net::UnixListener::bind(&path).unwrap();
-        assert!(!is_reachable(&mut ours, &path).await, "another process has taken the path");
-        drop(theirs);
-        std::fs::remove_file(&path).unwrap();
-        assert!(is_reachable(&mut ours, &path).await);
-        drop(ours);
-        assert!(!path.exists());
-    }
-
-    /// A stopped process accepts nothing: its socket has no room for further connections and is in use all the same.
-    #[tokio::test]
-    async fn a_full_socket_is_in_use() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("s.sock");
-        let full = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
-        rustix::net::bind(&full, &SocketAddrUnix::new(&path).unwrap()).unwrap();
-        rustix::net::listen(&full, 0).unwrap();
-        let _waiting = std::os::unix::net::UnixStream::connect(&path).unwrap();
-        let address = Address::Unix(path.clone());
-        let bound = tokio::task::spawn(async move { Listener::bind(&address, 0o600).await.err() });
-        let error = tokio::time::timeout(Duration::from_secs(20), bound).await.expect("no wait").unwrap();
-        assert!(matches!(error, Some(BindError::InUse { .. })), "{error:?}");
     }
 
     #[tokio::test]

@@ -14,7 +14,6 @@ use http::{HeaderMap, Request, Response};
 use hyper::body::Incoming;
 use hyper::service::Service;
 use metrics::{Counter, counter};
-use prost::Message as _;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::{Code, Status};
@@ -29,7 +28,7 @@ use crate::api::framing::budget::Budget;
 use crate::api::framing::charges::Charges;
 use crate::api::framing::connection::{Connection, Owner};
 use crate::api::service::call::{Call, deadline};
-use crate::api::service::convert;
+use crate::api::service::description::ModelDescription;
 use crate::api::service::failure::{Failure, code_name};
 use crate::api::service::moe::MoeService;
 use crate::backend::{Backend, ClientKey};
@@ -62,6 +61,7 @@ struct Public {
     message_limit: usize,
     backend: Arc<dyn Backend>,
     metrics: Arc<RequestMetrics>,
+    description: Arc<ModelDescription>,
     closing: CancellationToken,
 }
 
@@ -81,11 +81,12 @@ impl Services {
     ) -> Services {
         let message_limit = backend.model().limits.max_message_bytes;
         let metrics = Arc::new(RequestMetrics::new("Forward"));
-        let service = MoeService::new(Arc::clone(&backend), Arc::clone(&metrics));
+        let description = Arc::new(ModelDescription::default());
+        let service = MoeService::new(Arc::clone(&backend), Arc::clone(&metrics), Arc::clone(&description));
         let server = MoeServer::new(service)
             .max_decoding_message_size(message_limit)
             .max_encoding_message_size(usize::MAX);
-        let moe = Some(Public { server, message_limit, backend, metrics, closing });
+        let moe = Some(Public { server, message_limit, backend, metrics, description, closing });
         Services { routes, moe, budget, access }
     }
 }
@@ -211,7 +212,7 @@ impl Service<Request<Incoming>> for Front {
             Some(public) if forward => (0, public.message_limit),
             // The size of its answer changes with the placement.
             Some(public) if path == GET_MODEL => {
-                (convert::model(&public.backend.model()).encoded_len(), CONTROL_REQUEST_BYTES)
+                (public.description.encoded(&public.backend.model()).len(), CONTROL_REQUEST_BYTES)
             }
             None if moe.is_none() && path.starts_with(ADMIN) => (DESCRIPTOR_BYTES, CONTROL_MESSAGE_BYTES),
             None if path.starts_with(HEALTH) => (0, CONTROL_REQUEST_BYTES),

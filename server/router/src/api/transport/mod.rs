@@ -8,4 +8,5 @@ pub(super) mod limits;
 pub(super) mod server;
 pub(super) mod table;
 mod tarpit;
+mod unix;
 mod watched;

@@ -8,7 +8,6 @@ mod document;
 use std::sync::LazyLock;
 
 use http::header::{self, HeaderName, HeaderValue};
-use http::{HeaderMap, uri::Authority};
 
 pub(super) use document::{document, experts};
 
@@ -60,18 +59,6 @@ fn base64(bytes: &[u8]) -> String {
         }
     }
     text
-}
-
-/// Whether a request names this host by an address or as `localhost`. A page of another site can make a browser send requests
-/// here under that site's name if the name resolves to a loopback address; such requests must not read anything.
-pub(super) fn names_this_host(headers: &HeaderMap) -> bool {
-    let Some(host) = headers.get(header::HOST) else { return true };
-    let authority = host.to_str().ok().and_then(|host| host.parse::<Authority>().ok());
-    authority.is_some_and(|authority| {
-        let host = authority.host();
-        let address = host.trim_start_matches('[').trim_end_matches(']');
-        host.eq_ignore_ascii_case("localhost") || address.parse::<std::net::IpAddr>().is_ok()
-    })
 }
 
 #[cfg(test)]
@@ -126,23 +113,5 @@ mod tests {
         ] {
             assert!(!page.contains(forbidden), "the page must not contain {forbidden}");
         }
-    }
-
-    #[test]
-    fn only_addresses_and_localhost_name_this_host() {
-        let named = |host: &'static str| {
-            let mut headers = HeaderMap::new();
-            headers.insert(header::HOST, HeaderValue::from_static(host));
-            names_this_host(&headers)
-        };
-        for host in ["127.0.0.1:9400", "localhost", "LOCALHOST:1", "[::1]:9400", "10.0.0.7"] {
-            assert!(named(host), "{host}");
-        }
-        for host in
-            ["evil.example", "evil.example:9400", "localhost.evil.example", "127.0.0.1.evil.example", "a b"]
-        {
-            assert!(!named(host), "{host}");
-        }
-        assert!(names_this_host(&HeaderMap::new()));
     }
 }
