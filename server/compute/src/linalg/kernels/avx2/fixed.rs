@@ -198,14 +198,12 @@ unsafe fn row<F: Pairs>(args: &KernelArgs) {
                         }
                     }
                     let digits = x.add(octet * OCTET).cast::<i32>();
-                    for p in 0..4 {
+                    for (p, (first, second)) in weights[0].into_iter().zip(weights[1]).enumerate() {
                         let high = _mm256_set1_epi32(*digits.add(p));
                         let low = _mm256_set1_epi32(*digits.add(4 + p));
-                        for half in 0..2 {
-                            let [high_sum, low_sum] = &mut sums[half];
-                            *high_sum =
-                                _mm256_add_epi32(*high_sum, _mm256_madd_epi16(weights[half][p], high));
-                            *low_sum = _mm256_add_epi32(*low_sum, _mm256_madd_epi16(weights[half][p], low));
+                        for (sums, weights) in sums.iter_mut().zip([first, second]) {
+                            sums[0] = _mm256_add_epi32(sums[0], _mm256_madd_epi16(weights, high));
+                            sums[1] = _mm256_add_epi32(sums[1], _mm256_madd_epi16(weights, low));
                         }
                     }
                 }
