@@ -3,7 +3,7 @@
 //! 10th percentile over all calls, and the time of bf16 divided by that of the format. The arguments are numbers of rows.
 
 use expertd_compute::linalg::{MatmulScratch, PackedMatrix, SimdLevel, matmul};
-use expertd_model::{GroupScales, MatrixView, Packing, ScaleFormat, Scales, WeightFormat, ZeroPoints};
+use expertd_cpu_formats::{CASES, Case, cpu_seconds, with_matrix};
 use rand::RngExt;
 
 const N: usize = 2048;
@@ -12,80 +12,15 @@ const K: usize = 2048;
 const BYTES: usize = 160 << 20;
 const ROUNDS: usize = 12;
 
-/// A format with its name, group size (INT4) and whether it has zero points.
-type Case = (&'static str, WeightFormat, usize, bool);
-
-const CASES: [Case; 8] = [
-    ("bf16", WeightFormat::Bf16, 0, false),
-    ("FP8 (128 × 128)", WeightFormat::Fp8E4m3, 0, false),
-    ("MXFP8", WeightFormat::Mxfp8, 0, false),
-    ("MXFP4", WeightFormat::Mxfp4, 0, false),
-    ("NVFP4", WeightFormat::Nvfp4, 16, false),
-    ("INT4, groups of 32, bf16 scales", WeightFormat::Int4, 32, false),
-    ("INT4, groups of 128, bf16 scales", WeightFormat::Int4, 128, false),
-    ("INT4, groups of 128, zero points", WeightFormat::Int4, 128, true),
-];
-
-fn cpu_seconds() -> f64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
-    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
-}
-
 /// Copies of one random matrix, which fill `BYTES`.
-fn matrices((_, format, group, zeros): Case) -> Vec<PackedMatrix> {
-    let mut rng = rand::rng();
-    // Any bytes are good elements, but no FP8 NaN and no infinite or huge bf16.
-    let data: Vec<u8> = (0..N * K * format.bits() / 8).map(|_| rng.random::<u8>() & 0xbf).collect();
-    let exponents = vec![119; N * K / 32];
-    let scale = match format {
-        WeightFormat::Nvfp4 => vec![0x30],
-        _ => 0x3c00_u16.to_le_bytes().to_vec(),
-    };
-    let scale_data = scale.repeat(N * K / group.max(1));
-    let zero_data = vec![0x87; (N * K / group.max(1)).div_ceil(2)];
-    let across = K / group.max(1);
-    let scales = match format {
-        WeightFormat::Fp8E4m3 => Scales::Block {
-            values: vec![0.01; (N / 128) * (K / 128)].into(),
-            block_rows: 128,
-            block_cols: 128,
-        },
-        WeightFormat::Mxfp4 | WeightFormat::Mxfp8 => {
-            Scales::Mx { exponents: &exponents, row_stride: K / 32 }
-        }
-        WeightFormat::Nvfp4 | WeightFormat::Int4 => Scales::Groups(GroupScales {
-            cols: group,
-            format: if group == 16 { ScaleFormat::Fp8E4m3 } else { ScaleFormat::Bf16 },
-            data: &scale_data,
-            row_stride: across,
-            group_stride: 1,
-            factor: 1.0,
-            zeros: zeros.then_some(ZeroPoints {
-                data: &zero_data,
-                packing: Packing::Strided,
-                row_stride: across,
-                group_stride: 1,
-                bias: 0,
-            }),
-        }),
-        _ => Scales::None,
-    };
-    let view = MatrixView {
-        format,
-        packing: Packing::Strided,
-        data: &data,
-        rows: N,
-        cols: K,
-        row_stride: K,
-        col_stride: 1,
-        scales,
-    };
-    let pack = || PackedMatrix::pack(&view).expect("the matrix is valid");
-    let first = pack();
-    assert_eq!(first.format(), format, "the kernels hold the format itself");
-    let count = BYTES / first.bytes();
-    std::iter::once(first).chain((1..count).map(|_| pack())).collect()
+fn matrices(case: Case) -> Vec<PackedMatrix> {
+    with_matrix(case, N, K, |view| {
+        let pack = || PackedMatrix::pack(view).expect("the matrix is valid");
+        let first = pack();
+        assert_eq!(first.format(), case.1, "the kernels hold the format itself");
+        let count = BYTES / first.bytes();
+        std::iter::once(first).chain((1..count).map(|_| pack())).collect()
+    })
 }
 
 fn main() {
@@ -122,7 +57,11 @@ fn main() {
                 bf16 = tenth;
             }
             let bytes = packed[case][0].bytes() as f64 / (N * K) as f64;
-            println!("| {m} | {} | {bytes:.3} | {median:.0} | {tenth:.0} | {:.2} |", CASES[case].0, bf16 / tenth);
+            println!(
+                "| {m} | {} | {bytes:.3} | {median:.0} | {tenth:.0} | {:.2} |",
+                CASES[case].0,
+                bf16 / tenth
+            );
         }
     }
 }

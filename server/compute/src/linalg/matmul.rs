@@ -3,8 +3,9 @@
 
 use rayon::ThreadPool;
 
+use super::fixed::{PackedRows, fix_row};
 use super::memory::AlignedBuffer;
-use super::packed::PackedMatrix;
+use super::packed::{K_BLOCK, PackedMatrix};
 use super::panel::multiply;
 use super::parallel::{DisjointSlice, WorkQueue, run_parallel};
 use super::simd_level::SimdLevel;
@@ -20,6 +21,8 @@ const ITEMS: usize = 64;
 #[derive(Debug)]
 pub struct MatmulScratch {
     x: AlignedBuffer<f32>,
+    /// The scales of a single fixed-point row.
+    x_scales: AlignedBuffer<f32>,
     /// Sums of rows with one panel, one buffer per thread.
     sums: Vec<AlignedBuffer<f32>>,
 }
@@ -31,6 +34,7 @@ impl MatmulScratch {
         let panel = SimdLevel::ALL.map(SimdLevel::panel_width).into_iter().max().unwrap_or(0);
         MatmulScratch {
             x: AlignedBuffer::resident(CHUNK * padded(max_k)),
+            x_scales: AlignedBuffer::resident(padded(max_k) / K_BLOCK),
             sums: (0..threads.max(1)).map(|_| AlignedBuffer::resident(CHUNK * panel)).collect(),
         }
     }
@@ -41,6 +45,7 @@ impl MatmulScratch {
     /// Fills the scratch with NaN, which must not reach any result.
     pub(crate) fn poison(&mut self) {
         self.x.fill(f32::NAN);
+        self.x_scales.fill(f32::NAN);
         self.sums.iter_mut().for_each(|sums| sums.fill(f32::NAN));
     }
 }
@@ -103,15 +108,23 @@ fn chunk(
         }
     });
 
+    if count == 1 {
+        fix_row(matrix, &mut scratch.x[..stride], &mut scratch.x_scales[..matrix.blocks()]);
+    }
+
     let queue = WorkQueue::new(parts * panels);
-    let (x, out) = (&scratch.x, DisjointSlice::new(out));
+    let (x, x_scales) = (&scratch.x, &scratch.x_scales[..matrix.blocks()]);
+    // A part of several rows may be one row, too, but only the only row is converted.
+    let x_scales = if count == 1 { x_scales } else { &[] };
+    let out = DisjointSlice::new(out);
     run_parallel(pool, &mut scratch.sums, |sums| {
         for (item, next) in queue.iter() {
             let ((start, count), panel) = (part(item % parts), item / parts);
             let next = next.map_or(&[][..], |next| matrix.panel_data(next / parts));
             let sums = &mut sums[..count * width];
             sums.fill(0.0);
-            multiply(matrix, panel, count, &x[start * stride..][..count * stride], sums, next);
+            let x = &x[start * stride..][..count * stride];
+            multiply(matrix, panel, PackedRows::new(count, x, x_scales), sums, next);
             let columns = panel * width..n.min((panel + 1) * width);
             for (r, sums) in sums.chunks_exact(width).enumerate() {
                 let row = (start + r) * n;

@@ -1,6 +1,7 @@
 //! Packed matrices and the SIMD kernels that multiply rows with them.
 
 mod epilogue;
+mod fixed;
 mod groups;
 mod kernels;
 mod matmul;
@@ -28,7 +29,9 @@ pub use storage::SharedBytes;
 pub use stored::{PackedForm, StoredError};
 
 pub(crate) use epilogue::{PanelOutput, activate};
+pub(crate) use fixed::{PackedRows, fix_row};
 pub use memory::AlignedBuffer;
+pub(crate) use packed::K_BLOCK;
 pub(crate) use panel::multiply;
 pub(crate) use parallel::{DisjointSlice, WorkQueue, run_parallel};
 pub(crate) use quantise::quantise_row;

@@ -170,6 +170,11 @@ impl PackedMatrix {
         self.groups.is_some_and(|groups| groups.scale == PackedScale::F16)
     }
 
+    /// Whether there are zero points.
+    pub(super) fn has_zeros(&self) -> bool {
+        self.groups.is_some_and(|groups| groups.zeros)
+    }
+
     /// Output features (of both projections, for a gated pair).
     #[must_use]
     pub fn n(&self) -> usize {

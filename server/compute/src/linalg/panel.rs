@@ -3,8 +3,9 @@
 
 use std::mem::MaybeUninit;
 
+use super::fixed::PackedRows;
 use super::groups::GroupLayout;
-use super::kernels::{KernelArgs, kernel, widen};
+use super::kernels::{KernelArgs, fixed_kernel, kernel, widen};
 use super::packed::{K_BLOCK, MAX_PANEL, PackedMatrix};
 use super::tiles::{Tiling, padded};
 use expertd_model::WeightFormat;
@@ -25,19 +26,18 @@ const CROWDED_ROWS: usize = 10;
 /// Pairs of input features per block.
 const PAIRS: usize = K_BLOCK / 2;
 
-/// Adds to `acc`, `[rows, P]`, the products of `x` (`rows` rows packed in tiles) with one panel of `matrix`.
+/// Adds to `acc`, `[rows, P]`, the products of the rows with one panel of `matrix`.
 ///
 /// Each sum runs over the input features in ascending order, in parts of up to 2048 that are then added; its bits
-/// depend neither on threads nor on other panels. If `x` has several tiles, `next` is prefetched into the cache
+/// depend neither on threads nor on other panels. If there are several tiles, `next` is prefetched into the cache
 /// meanwhile.
 ///
 /// # Panics
-/// If `x` or `acc` has another length than `rows` rows need.
+/// If `x`, its scales or `acc` have another length than the rows need.
 pub(crate) fn multiply(
     matrix: &PackedMatrix,
     panel: usize,
-    rows: usize,
-    x: &[f32],
+    PackedRows { rows, x, scales: x_scales }: PackedRows<'_>,
     acc: &mut [f32],
     next: &[u8],
 ) {
@@ -50,6 +50,7 @@ pub(crate) fn multiply(
     );
     assert_eq!(x.len(), rows * k);
     assert_eq!(acc.len(), rows * width);
+    assert!(x_scales.is_empty() || (rows, x_scales.len()) == (1, matrix.blocks()));
     let tiling = Tiling::new(matrix.level, rows);
     let blocks = matrix.blocks();
     let part = blocks.div_ceil(blocks.div_ceil(MAX_BLOCKS));
@@ -61,7 +62,9 @@ pub(crate) fn multiply(
         // Only the first tile reads the panel from memory, the others from the cache: prefetch the next panel.
         tiles => (next.as_ptr(), next.len().div_ceil(tiles * blocks * PAIRS)),
     };
-    let zeros = matrix.groups.is_some_and(|groups| groups.zeros);
+    let zeros = matrix.has_zeros();
+    let fixed = fixed_kernel(matrix.level, matrix.format, zeros).filter(|_| !x_scales.is_empty());
+    assert!(fixed.is_some() || x_scales.is_empty(), "the matrix takes no fixed-point rows");
     // Several tiles share the work of widening weights that have scales. One tile of the most rows leaves its FP8 kernel
     // too few registers, so that widening first is faster there, too.
     let crowded = matrix.format == WeightFormat::Fp8E4m3 && rows > CROWDED_ROWS;
@@ -80,6 +83,7 @@ pub(crate) fn multiply(
             scale_blocks: matrix.scale_blocks,
             groups: matrix.groups.unwrap_or(GroupLayout::MX),
             x: x.as_ptr(),
+            x_scales: x_scales.get(first..).unwrap_or_default().as_ptr(),
             blocks,
             acc: wide.as_mut_ptr().cast(),
             prefetch,
@@ -98,9 +102,13 @@ pub(crate) fn multiply(
             let x = &x[tile.start * k + first * tile.rows * K_BLOCK..][..blocks * tile.rows * K_BLOCK];
             let acc = &mut acc[tile.start * width..][..tile.rows * width];
             arguments = KernelArgs { x: x.as_ptr(), acc: acc.as_mut_ptr(), prefetch, ..arguments };
-            // SAFETY: the level is supported; weights, x and acc have the lengths that `KernelArgs` asks for; a matrix
-            // that needs scales has `scale_vectors` vectors per panel, which cover its blocks.
-            unsafe { kernel(matrix.level, format, zeros, tile.rows)(&arguments) };
+            let kernel = match fixed {
+                Some(fixed) => fixed.multiply,
+                None => kernel(matrix.level, format, zeros, tile.rows),
+            };
+            // SAFETY: the level is supported; weights, x, its scales and acc have the lengths that `KernelArgs` asks for; a
+            // matrix that needs scales has `scale_vectors` vectors per panel, which cover its blocks.
+            unsafe { kernel(&arguments) };
             prefetch = prefetch.wrapping_add(blocks * PAIRS * prefetch_step);
         }
     }

@@ -13,8 +13,8 @@ use super::workspace::ExpertPart;
 use super::{CpuExpert, Workspace};
 use crate::experts::{Assignments, ExpertKind};
 use crate::linalg::{
-    AlignedBuffer, DisjointSlice, PanelOutput, RowTile, SimdLevel, Tiling, WorkQueue, activate, multiply,
-    pack_row, padded, quantise_row, run_parallel,
+    AlignedBuffer, DisjointSlice, K_BLOCK, PackedMatrix, PackedRows, PanelOutput, RowTile, SimdLevel, Tiling,
+    WorkQueue, activate, fix_row, multiply, pack_row, padded, quantise_row, run_parallel,
 };
 use expertd_model::WeightOn;
 
@@ -84,6 +84,13 @@ pub fn forward_one(
     call.run(&mut [out], workspace, pool);
 }
 
+/// The products of an expert.
+#[derive(Clone, Copy)]
+enum Projection {
+    GateUp,
+    Down,
+}
+
 /// The operands of one call.
 struct Call<'a> {
     kind: ExpertKind,
@@ -121,8 +128,10 @@ impl Call<'_> {
                 break;
             }
             self.pack(workspace, pool);
+            self.fix(workspace, Projection::GateUp);
             self.gate_up(workspace, pool);
             self.quantise(workspace, pool);
+            self.fix(workspace, Projection::Down);
             self.down(&out, fresh, workspace, pool);
             fresh = false;
         }
@@ -166,6 +175,21 @@ impl Call<'_> {
         });
     }
 
+    /// Converts the rows of parts that have only one to fixed-point numbers, where a matrix takes them. It takes about as long
+    /// as waking a thread.
+    fn fix(&self, workspace: &mut Workspace, projection: Projection) {
+        let Workspace { x, x_scales, h, h_scales, parts, .. } = workspace;
+        for part in parts.iter().filter(|part| part.rows == 1) {
+            let expert = &self.experts[part.expert];
+            let (matrix, rows, scales) = match projection {
+                Projection::GateUp => (&expert.gate_up, &mut *x, &mut *x_scales),
+                Projection::Down => (&expert.down, &mut *h, &mut *h_scales),
+            };
+            let (k, blocks) = (padded(matrix.k()), padded(matrix.k()) / K_BLOCK);
+            fix_row(matrix, &mut rows[part.start * k..][..k], &mut scales[part.start * blocks..][..blocks]);
+        }
+    }
+
     /// Quantises the inputs of the down projections if the kind says so.
     fn quantise(&self, workspace: &mut Workspace, pool: Option<&ThreadPool>) {
         let Some(scales) = self.kind.fp8_rows else { return };
@@ -178,9 +202,9 @@ impl Call<'_> {
     }
 
     fn gate_up(&self, workspace: &mut Workspace, pool: Option<&ThreadPool>) {
-        let Workspace { x, h, parts, sums, .. } = workspace;
+        let Workspace { x, x_scales, h, parts, sums, .. } = workspace;
         let (level, panels) = (self.level(), self.experts[0].gate_up.panels());
-        let (k, padded) = (padded(self.hidden), padded(self.experts[0].intermediate()));
+        let padded = padded(self.experts[0].intermediate());
         let (x, h) = (&x[..], DisjointSlice::new(h));
         let queue = WorkQueue::new(parts.len() * panels);
         run_parallel(pool, sums, |sums| {
@@ -192,8 +216,8 @@ impl Call<'_> {
                 });
                 let sums = &mut sums[..part.rows * level.panel_width()];
                 start_sums(sums, panel, level, &expert.gate_up_bias, None);
-                let x = &x[part.start * k..][..part.rows * k];
-                multiply(&expert.gate_up, panel, part.rows, x, sums, next);
+                let rows = packed_rows(part, &expert.gate_up, x, x_scales);
+                multiply(&expert.gate_up, panel, rows, sums, next);
                 let last = panel + 1 == panels;
                 let output = PanelOutput { h, start: part.start * padded, padded, panel, last };
                 // SAFETY: an item owns the rows of a part and the columns of a panel; no other item has both.
@@ -210,9 +234,9 @@ impl Call<'_> {
         workspace: &mut Workspace,
         pool: Option<&ThreadPool>,
     ) {
-        let Workspace { h, parts, sums, .. } = workspace;
+        let Workspace { h, h_scales, parts, sums, .. } = workspace;
         let (level, panels) = (self.level(), self.experts[0].down.panels());
-        let (width, k) = (level.panel_width(), padded(self.experts[0].intermediate()));
+        let width = level.panel_width();
         let h = &h[..];
         let per_item = panels_per_item(parts, panels, sums.len(), level);
         let queue = WorkQueue::new(panels.div_ceil(per_item));
@@ -238,8 +262,8 @@ impl Call<'_> {
                         };
                         let sums = &mut sums[..part.rows * width];
                         start_sums(sums, panel, level, &expert.down_bias, self.output_weights(part));
-                        let h = &h[part.start * k..][..part.rows * k];
-                        multiply(&expert.down, panel, part.rows, h, sums, next);
+                        let rows = packed_rows(part, &expert.down, h, h_scales);
+                        multiply(&expert.down, panel, rows, sums, next);
                         let columns = panel * width..columns.end.min((panel + 1) * width);
                         // SAFETY: an item owns these columns, in all rows.
                         unsafe { self.add(out, part, columns, sums) };
@@ -284,6 +308,18 @@ impl Call<'_> {
         let weights = self.weights.filter(|_| self.kind.weight_on == WeightOn::Output)?;
         Some(&weights[part.first..][..part.rows])
     }
+}
+
+/// The rows of a part as operands of `matrix`.
+fn packed_rows<'a>(
+    part: &ExpertPart,
+    matrix: &PackedMatrix,
+    x: &'a [f32],
+    scales: &'a [f32],
+) -> PackedRows<'a> {
+    let (k, blocks) = (padded(matrix.k()), padded(matrix.k()) / K_BLOCK);
+    let scales = &scales[part.start * blocks..][..part.rows * blocks];
+    PackedRows::new(part.rows, &x[part.start * k..][..part.rows * k], scales)
 }
 
 /// Calls `each` once for each tile of the parts, with the tile's packed rows of `k` elements in `buffer`.

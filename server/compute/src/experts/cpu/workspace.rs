@@ -1,6 +1,6 @@
 //! Scratch memory of the grouped MLP.
 
-use crate::linalg::{AlignedBuffer, SimdLevel, Tiling, padded};
+use crate::linalg::{AlignedBuffer, K_BLOCK, SimdLevel, Tiling, padded};
 
 /// Largest sizes that a [`Workspace`] supports.
 #[derive(Clone, Copy, Debug)]
@@ -22,6 +22,10 @@ pub struct Workspace {
     pub(super) x: AlignedBuffer<f32>,
     /// Packed inputs of the down projections of a chunk.
     pub(super) h: AlignedBuffer<f32>,
+    /// Scales of the blocks of fixed-point rows in `x`, `[chunk, blocks]`.
+    pub(super) x_scales: AlignedBuffer<f32>,
+    /// The same for `h`.
+    pub(super) h_scales: AlignedBuffer<f32>,
     /// The parts of a chunk.
     pub(super) parts: Vec<ExpertPart>,
     /// Sums of rows with one panel, one buffer per thread.
@@ -72,6 +76,8 @@ impl Workspace {
         Workspace {
             x: AlignedBuffer::resident(chunk * padded(size.hidden)),
             h: AlignedBuffer::resident(chunk * padded(size.intermediate)),
+            x_scales: AlignedBuffer::resident(chunk * padded(size.hidden) / K_BLOCK),
+            h_scales: AlignedBuffer::resident(chunk * padded(size.intermediate) / K_BLOCK),
             parts: Vec::with_capacity(chunk),
             sums: (0..size.threads.max(1)).map(|_| AlignedBuffer::resident(part * panel)).collect(),
             size,
@@ -83,14 +89,16 @@ impl Workspace {
     /// Size of the workspace once all of it has been used, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        (self.x.len() + self.h.len() + self.sums.iter().map(|sums| sums.len()).sum::<usize>())
-            * size_of::<f32>()
+        let rows = [&self.x, &self.h, &self.x_scales, &self.h_scales];
+        rows.into_iter().chain(&self.sums).map(|buffer| buffer.len()).sum::<usize>() * size_of::<f32>()
     }
 
     #[cfg(test)]
     pub(super) fn poison(&mut self) {
         self.x.fill(f32::NAN);
         self.h.fill(f32::NAN);
+        self.x_scales.fill(1.0);
+        self.h_scales.fill(1.0);
         self.sums.iter_mut().for_each(|sums| sums.fill(f32::NAN));
     }
 }

@@ -2,10 +2,14 @@
 //! in registers.
 #![allow(unsafe_code, reason = "SIMD intrinsics and pointers into packed panels")]
 
+mod fixed;
+
 use std::arch::x86_64::*;
 
 use super::vector::vector_kernels;
-use super::{Kernel, KernelArgs};
+pub(super) use fixed::kernel as fixed_kernel;
+
+use super::{FixedKernel, Kernel, KernelArgs};
 use crate::linalg::groups::{GroupLayout, OCTET, PackedScale};
 use crate::linalg::packed::{FP8_BIAS, K_BLOCK};
 use crate::linalg::simd_level::SimdLevel;
@@ -160,6 +164,20 @@ unsafe fn next_integers<const BITS: i32, const REST: i32>(words: &mut Words) -> 
     }
 }
 
+/// Twice the values of the FP4 codes in the low halves of bytes.
+///
+/// # Safety
+/// Requires the CPU features.
+#[inline(always)]
+unsafe fn fp4_values(codes: __m256i) -> __m256i {
+    // SAFETY: register operations.
+    unsafe {
+        let table = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+        let codes = _mm256_and_si256(codes, _mm256_set1_epi8(15));
+        _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes)
+    }
+}
+
 /// Eight FP4 input features as integers of 8 bits, twice their values: the even ones and the odd ones.
 #[derive(Clone, Copy)]
 struct Fp4Words {
@@ -185,12 +203,10 @@ impl Scaled for Fp4 {
         // SAFETY: the caller guarantees the extent.
         unsafe {
             let words = load_words(elements, octet);
-            let table = _mm256_broadcastsi128_si256(_mm_setr_epi8(
-                0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12,
-            ));
-            let mask = _mm256_set1_epi8(15);
-            let values = |nibbles| _mm256_shuffle_epi8(table, _mm256_and_si256(nibbles, mask));
-            Fp4Words { even: words.map(|word| values(_mm256_srli_epi32::<4>(word))), odd: words.map(values) }
+            Fp4Words {
+                even: words.map(|word| fp4_values(_mm256_srli_epi32::<4>(word))),
+                odd: words.map(|word| fp4_values(word)),
+            }
         }
     }
 

@@ -15,6 +15,7 @@ mod portable;
 mod vector;
 
 use super::groups::GroupLayout;
+use super::packed::K_BLOCK;
 use super::simd_level::SimdLevel;
 use expertd_model::WeightFormat;
 
@@ -34,6 +35,8 @@ pub(super) struct KernelArgs {
     pub(super) groups: GroupLayout,
     /// Rows: `[blocks, R, 32]`.
     pub(super) x: *const f32,
+    /// Fixed-point rows: one scale per block.
+    pub(super) x_scales: *const f32,
     /// Blocks of 32 input features.
     pub(super) blocks: usize,
     /// Sums: `[R, P]`.
@@ -59,6 +62,25 @@ pub(super) fn kernel(level: SimdLevel, format: WeightFormat, zeros: bool, rows: 
         #[cfg(target_arch = "x86_64")]
         SimdLevel::Avx2 => avx2::kernels(format, zeros)[rows - 1],
         _ => portable::kernels(format)[rows - 1],
+    }
+}
+
+/// A kernel for one row of fixed-point numbers.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only AVX2 has such kernels"))]
+#[derive(Clone, Copy)]
+pub(super) struct FixedKernel {
+    /// Converts a block of the row, whose elements are finite, in place, and returns its scale. The CPU must support the level.
+    pub(super) convert: unsafe fn(&mut [f32; K_BLOCK]) -> f32,
+    /// Multiplies a converted row.
+    pub(super) multiply: Kernel,
+}
+
+/// The kernel for one row of fixed-point numbers; `None` if the f32 kernel is the only one.
+pub(super) fn fixed_kernel(level: SimdLevel, format: WeightFormat, zeros: bool) -> Option<FixedKernel> {
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx2 => avx2::fixed_kernel(format, zeros),
+        _ => None,
     }
 }
 

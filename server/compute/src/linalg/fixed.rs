@@ -1,0 +1,136 @@
+//! Single rows as fixed-point numbers, which some kernels multiply faster than f32.
+#![allow(unsafe_code, reason = "calls kernels")]
+
+use super::kernels::fixed_kernel;
+use super::packed::{K_BLOCK, PackedMatrix};
+
+/// Rows that are packed in tiles.
+#[derive(Clone, Copy)]
+pub(crate) struct PackedRows<'a> {
+    /// Number of rows.
+    pub(crate) rows: usize,
+    /// The elements: f32, or one row that [`fix_row`] converted.
+    pub(crate) x: &'a [f32],
+    /// The scales of a converted row, one per block; empty for f32.
+    pub(crate) scales: &'a [f32],
+}
+
+impl<'a> PackedRows<'a> {
+    /// Rows in `x`. If there is only one, [`fix_row`] has written `scales`.
+    pub(crate) fn new(rows: usize, x: &'a [f32], scales: &'a [f32]) -> Self {
+        let fixed = rows == 1 && scales.first().is_some_and(|scale| !scale.is_nan());
+        PackedRows { rows, x, scales: if fixed { scales } else { &[] } }
+    }
+}
+
+/// Converts a packed row in place into fixed-point numbers and writes the scales of its blocks. If the kernels of `matrix` take
+/// no such rows, or an element is not finite, the row stays f32 and the first scale becomes NaN.
+///
+/// # Panics
+/// If `x` is not a packed row for `matrix`, or `scales` does not have one element per block.
+pub(crate) fn fix_row(matrix: &PackedMatrix, x: &mut [f32], scales: &mut [f32]) {
+    assert_eq!((x.len(), scales.len()), (matrix.blocks() * K_BLOCK, matrix.blocks()));
+    let kernel = fixed_kernel(matrix.level(), matrix.format(), matrix.has_zeros());
+    // Without short-circuits, so that the compiler vectorises it.
+    let finite = |x: &[f32]| x.iter().fold(true, |finite, x| finite & x.is_finite());
+    match kernel.filter(|_| matrix.level().is_supported() && finite(x)) {
+        Some(kernel) => {
+            for (block, scale) in x.as_chunks_mut().0.iter_mut().zip(scales) {
+                // SAFETY: the CPU supports the level.
+                *scale = unsafe { (kernel.convert)(block) };
+            }
+        }
+        None => scales[0] = f32::NAN,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::linalg::tests::{FORMATS, TestMatrix, levels, random_rows, relative_error};
+    use crate::linalg::{MatmulScratch, SimdLevel, matmul};
+
+    /// The product of one row with the matrix on a level.
+    fn product(level: SimdLevel, matrix: &TestMatrix, x: &[f32]) -> Vec<f32> {
+        let packed = PackedMatrix::pack_for(level, &matrix.view()).unwrap();
+        let mut out = vec![f32::NAN; packed.n()];
+        let mut scratch = MatmulScratch::new(x.len(), 1);
+        scratch.poison();
+        matmul(x, &packed, &mut out, &mut scratch, None);
+        out
+    }
+
+    fn exact(matrix: &TestMatrix, x: &[f32]) -> Vec<f64> {
+        let dot = |weights: &[f64]| x.iter().zip(weights).map(|(x, w)| f64::from(*x) * w).sum();
+        matrix.values.chunks_exact(x.len()).map(dot).collect()
+    }
+
+    #[test]
+    fn fixed_point_is_more_exact_than_f32() {
+        let mut rng = rand::rng();
+        for format in FORMATS {
+            let matrix = TestMatrix::random(&mut rng, format, 300, 2080, (128, 128));
+            for power in [1, 5] {
+                // The fifth power spreads the exponents of a block.
+                let x: Vec<f32> = random_rows(&mut rng, 2080).iter().map(|x| x.powi(power)).collect();
+                let want = exact(&matrix, &x);
+                let error = |level| relative_error(&product(level, &matrix, &x), &want);
+                let f32_error = error(SimdLevel::Portable);
+                for level in levels() {
+                    let packed = PackedMatrix::pack_for(level, &matrix.view()).unwrap();
+                    if fixed_kernel(level, packed.format(), packed.has_zeros()).is_some() {
+                        let error = error(level);
+                        assert!(
+                            error < 2.5e-7 && error < f32_error,
+                            "{format:?} {level} x^{power}: {error:e}, in f32 {f32_error:e}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn one_row_of_extreme_elements_is_multiplied() {
+        let mut rng = rand::rng();
+        for format in FORMATS {
+            let matrix = TestMatrix::random(&mut rng, format, 40, 130, (128, 128));
+            // Zeros, subnormal numbers, the smallest and the largest exponents, and both in one block.
+            for (one, other) in
+                [(0.0, 0.0), (1e-42, 1e-44), (1e-38, -1e-38), (1e30, 1e30), (1e30, 1e-30), (-1e-20, 1e20)]
+            {
+                let x: Vec<f32> = random_rows(&mut rng, 130)
+                    .iter()
+                    .enumerate()
+                    .map(|(i, x)| x * [one, other][i % 2])
+                    .collect();
+                let (want, largest) = (exact(&matrix, &x), f64::from(one.abs().max(other.abs())));
+                for level in levels() {
+                    for (got, want) in product(level, &matrix, &x).iter().zip(&want) {
+                        // Subnormal results round to multiples of 2^-149, up to 2^-98 * 2^-30 away in fixed point.
+                        let error = (f64::from(*got) - want).abs();
+                        assert!(
+                            error < 1e-4 * largest + 1e-34,
+                            "{format:?} {level} {one:e}: {got:e}, not {want:e}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn one_row_that_is_not_finite_stays_so() {
+        let mut rng = rand::rng();
+        for format in FORMATS {
+            let matrix = TestMatrix::random(&mut rng, format, 40, 70, (128, 128));
+            for element in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut x = random_rows(&mut rng, 70);
+                x[67] = element;
+                for level in levels() {
+                    assert!(product(level, &matrix, &x).iter().all(|out| !out.is_finite()));
+                }
+            }
+        }
+    }
+}
