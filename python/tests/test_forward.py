@@ -81,10 +81,11 @@ def test_shared_experts_can_be_left_out(golden):
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_narrow_rows_come_back_in_their_dtype(golden, rows, dtype):
     it = golden("qwen3_moe")
-    exact = np.asarray(it.client.forward(it.layers[0], rows).rows)
+    # The same values in float32: rounding them could change the gate's choice.
+    exact = np.asarray(it.client.forward(it.layers[0], rows.astype(dtype).astype(np.float32)).rows)
     narrow = it.client.forward(it.layers[0], rows.astype(dtype))
     assert np.asarray(narrow.rows).dtype == dtype and narrow.rows.numpy().dtype == dtype
-    assert worst_row(np.asarray(narrow.rows).astype(np.float32), exact) < 3e-2
+    assert worst_row(np.asarray(narrow.rows).astype(np.float32), exact) < 5e-3
     bits = it.client.forward(it.layers[0], rows.astype(dtype).view(np.uint16), dtype=narrow.rows.dtype)
     assert np.array_equal(np.asarray(bits.rows.view("u16")), np.asarray(narrow.rows.view("u16")))
 
