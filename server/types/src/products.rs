@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
 pub enum Fp8Compute {
-    /// Rows are quantised to FP8, too, in blocks of 128 elements.
+    /// Rows are also quantised to FP8, in blocks of 128 elements.
     Fp8,
     /// Weights are widened to bf16 on GPUs, to f32 on CPUs, and rows keep that precision.
     #[default]

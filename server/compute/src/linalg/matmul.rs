@@ -114,7 +114,7 @@ fn chunk(
 
     let queue = WorkQueue::new(parts * panels);
     let (x, x_scales) = (&scratch.x, &scratch.x_scales[..matrix.blocks()]);
-    // A part of several rows may be one row, too, but only the only row is converted.
+    // Of several rows, the last part may be a single row; that one stays f32.
     let x_scales = if count == 1 { x_scales } else { &[] };
     let out = DisjointSlice::new(out);
     run_parallel(pool, &mut scratch.sums, |sums| {
