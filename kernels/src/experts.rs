@@ -24,6 +24,9 @@ pub const SWIGLU_OAI: i32 = 2;
 
 /// Launch flag: the kernel may start before the previous kernel of the stream has ended, and then waits for it.
 pub const PROGRAMMATIC: i32 = 1;
+/// Launch flag: a kernel for experts with few rows each, in formats that have one ([`BF16`]). It is right for any number of rows, but
+/// reads an expert's weights once for every eight of them.
+pub const FEW_ROWS: i32 = 4;
 
 /// Weights in bf16 panels.
 pub const BF16: i32 = 0;
@@ -131,7 +134,7 @@ pub struct ExpertsParams {
     pub tile_tokens: i32,
     /// 0: chosen on the device. [`TILE_TALL`], [`TILE_TURNS`]; other values: `experts.h`.
     pub tile_rows: i32,
-    /// [`PROGRAMMATIC`].
+    /// [`PROGRAMMATIC`] and [`FEW_ROWS`].
     pub flags: i32,
     /// [`BF16`] and others: of all layers in the table that are launched with these parameters.
     pub format: i32,

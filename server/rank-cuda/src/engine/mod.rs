@@ -224,6 +224,7 @@ impl CudaEngine {
             } else {
                 COPY_BLOCKS
             },
+            rows: variant.rows,
             aligned: self.aligned && self.shape.ranks > 1,
             gate_rows: if variant.gated { variant.rows } else { 0 },
             shared: variant.shared,

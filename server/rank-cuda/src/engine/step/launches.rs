@@ -22,6 +22,10 @@ use expertd_model::Activation;
 /// Blocks of the kernel that lists the rows of shared experts.
 const LIST_BLOCKS: u32 = 32;
 
+/// Largest mean number of rows of an expert for which the experts' kernel for few rows is launched. It reads weights once for every
+/// eight rows of an expert.
+const FEW_ROWS: u32 = 4;
+
 /// The launches of one step.
 pub(in crate::engine) struct StepLaunches<'a> {
     pub(in crate::engine) layer: &'a Layer,
@@ -30,6 +34,8 @@ pub(in crate::engine) struct StepLaunches<'a> {
     /// The group, with the layer's physical experts and the step's k.
     pub(in crate::engine) group: Group,
     pub(in crate::engine) staged: StagedAddresses,
+    /// The largest number of rows per rank that the launches cover.
+    pub(in crate::engine) rows: u32,
     /// Whether ranks wait for each other between copy_in and the gate.
     pub(in crate::engine) aligned: bool,
     /// Rows that the gate's grid covers; 0 if the gate routes no row of this rank.
@@ -96,6 +102,13 @@ impl StepLaunches<'_> {
     /// no rows.
     fn sends_fp8_rows(&self) -> bool {
         self.layer.format == DeviceFormat::W8a8 && self.group.ranks > 1
+    }
+
+    /// Whether routed experts have few rows each. This depends on the step's shape only, because launches are captured before
+    /// the routing is known; the kernel is right for any routing.
+    fn has_few_routed_rows(&self) -> bool {
+        let rows = u64::from(self.rows) * u64::from(self.group.ranks) * u64::from(self.group.top_k);
+        rows <= u64::from(FEW_ROWS) * self.layer.spec.experts.count as u64
     }
 }
 
@@ -196,7 +209,7 @@ impl Phases<'_> {
             format: step.layer.format.code(),
             x_format,
             x_stride,
-            ..self.mlp(spec.activation)
+            ..self.mlp(spec.activation, step.has_few_routed_rows())
         };
         // SAFETY: the caller keeps all addresses live.
         unsafe { experts::experts(&routed, self.on.raw())? };
@@ -232,7 +245,7 @@ impl Phases<'_> {
             inter: shared.experts.inter() as i32,
             power_of_two_scales: i32::from(spec.is_some_and(|s| s.power_of_two_scales)),
             format: shared.experts.format().code(),
-            ..self.mlp(activation)
+            ..self.mlp(activation, step.rows <= FEW_ROWS)
         };
         // SAFETY: the caller keeps all addresses live.
         unsafe {
@@ -291,7 +304,7 @@ impl Phases<'_> {
     }
 
     /// The parameters that routed and shared experts have in common.
-    fn mlp(&self, activation: Activation) -> ExpertsParams {
+    fn mlp(&self, activation: Activation, few_rows: bool) -> ExpertsParams {
         let Phases { step, buffers, shape, .. } = self;
         let (activation, alpha, limit) = activation_code(activation);
         let state = step.slot.kernels.state.address();
@@ -310,7 +323,7 @@ impl Phases<'_> {
             activation,
             alpha,
             limit,
-            flags: experts::PROGRAMMATIC,
+            flags: experts::PROGRAMMATIC | if few_rows { experts::FEW_ROWS } else { 0 },
             ..ExpertsParams::default()
         }
     }
