@@ -58,9 +58,13 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         list.push_back({0, 0, 7, 0});
         list.push_back({0, 0, blocks, 1});
     }
-    if (m.format == EXPERTD_BF16 && a <= 4096) {
+    if (a <= 4096) {
         for (int blocks : {0, 0, 7, a <= 256 ? 1 : 50}) list.push_back({0, 0, blocks, 0, 0, 0, EXPERTD_LAUNCH_FEW_ROWS});
         for (int blocks : {0, 5}) list.push_back({0, 0, blocks, 1, 0, 0, EXPERTD_LAUNCH_FEW_ROWS});
+        if (w8a8) {
+            for (int fp8_rows : {0, 1}) list.push_back({0, 0, 0, 0, 1, fp8_rows, EXPERTD_LAUNCH_FEW_ROWS});
+            for (int blocks : {0, 7}) list.push_back({0, 0, blocks, 0, 0, 1, EXPERTD_LAUNCH_FEW_ROWS});
+        }
     }
     bool good = true, seen[4] = {};
     unsigned long long differing = 0;
@@ -138,9 +142,13 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
             CHECK(cudaGetLastError());
             expected = ref_y.read();
         }
+        const bool whole = y_all <= size_t(1) << 25; // few copies take less time than many
+        const std::vector<bf16> all_rows = whole ? out.read() : std::vector<bf16>();
         std::vector<bf16> row(m.hidden);
         for (int s = 0; s < samples; s++) {
-            CHECK(cudaMemcpy(row.data(), out.data + size_t(index[s]) * m.hidden, m.hidden * 2, cudaMemcpyDeviceToHost));
+            const size_t from = size_t(index[s]) * m.hidden;
+            if (whole) std::copy_n(all_rows.begin() + from, m.hidden, row.begin());
+            else CHECK(cudaMemcpy(row.data(), out.data + from, m.hidden * 2, cudaMemcpyDeviceToHost));
             double error2 = 0, norm2 = 0, exact2 = 0, model2 = 0;
             for (int f = 0; f < m.hidden; f++) {
                 const double want = expected[size_t(s) * m.hidden + f], got = double(float(row[f]));
@@ -164,7 +172,7 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
             mean_relative += relative * relative, mean_exact += exact2 / norm2, mean_model += model2 / norm2, compared++;
         }
     }
-    std::printf("%-13s %-34s A=%-6d worst row error %.2e, %zu runs, %llu elements differ between variants: %s\n", m.name, what, a,
+    std::printf("%-13s %s %-34s A=%-6d worst row error %.2e, %zu runs, %llu elements differ between variants: %s\n", m.name, FORMATS[m.format], what, a,
                 worst, list.size(), differing, good ? "ok" : "FAILED");
     if (w8a8 && compared > 0)
         std::printf("    against f64 without quantisation, worst row and root mean square: %.2e %.2e; of the quantised reference %.2e %.2e; between the two %.2e\n",
@@ -173,12 +181,12 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     return good;
 }
 
-// Experts with few rows each, in bf16, for the models of which `only` is one, or all, and for small odd shapes.
-bool check_few_rows(const char* only, bool small_only) {
+// Experts with few rows each, for the models of which `only` is one, or all, and for small odd shapes. `only_format`: -1 runs all formats.
+bool check_few_rows(const char* only, bool small_only, int only_format) {
     std::mt19937 rng(std::random_device{}());
     bool good = true;
     for (const Model& m : MODELS) {
-        if (small_only || m.format != EXPERTD_BF16 || (only != nullptr && std::strcmp(only, m.name) != 0)) continue;
+        if (small_only || (only_format >= 0 && m.format != only_format) || (only != nullptr && std::strcmp(only, m.name) != 0)) continue;
         const int experts = m.experts / ranks;
         Layer layer(m, experts, true);
         auto counts_case = [&](const char* what, std::vector<int> counts, int window) {
@@ -190,25 +198,29 @@ bool check_few_rows(const char* only, bool small_only) {
         counts_case("few: up to 35 rows", {9, 35, 1, 0, 17}, 40);
         for (int tokens : {1, 2, 8}) good &= check_case(m, experts, draw(m, tokens, rng), layer, ("few: uniform routing, T=" + std::to_string(tokens)).c_str(), false);
     }
-    if (only != nullptr) return good;
-    Model clamped{"clamped", small_only ? 512 : 2048, small_only ? 256 : 1024, 20, 8, EXPERTD_SWIGLU_CLAMPED, false, EXPERTD_BF16};
-    Layer layer(clamped, 5, true);
-    good &= check_case(clamped, 5, from_counts({8, 0, 7, 1, 2}, 12, rng), layer, "few: 5 experts, clamped", false);
-    Model oai{"oai", 448, 320, 20, 2, EXPERTD_SWIGLU_OAI, true, EXPERTD_BF16};
-    Layer biased(oai, 17, true);
-    good &= check_case(oai, 17, from_counts({0, 3, 8, 1, 0, 0, 9, 2, 17, 1, 1, 4, 0, 5, 6, 8, 0}, 19, rng), biased, "few: hidden 448, inter 320, biases", false);
-    good &= check_case(oai, 17, from_counts({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0}, 1, rng), biased, "few: the same, one row", false);
-    good &= check_case(oai, 17, from_counts(std::vector<int>(17, 0), 1, rng), biased, "few: the same, no rows", false);
-    Model small{"small", 64, 64, 8, 2, EXPERTD_SWIGLU, true, EXPERTD_BF16};
-    Layer tiny(small, 3, true);
-    good &= check_case(small, 3, from_counts({5, 0, 40}, 41, rng), tiny, "few: hidden 64, inter 64, biases", false);
+    for (int format : {EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4, EXPERTD_W8A8}) {
+        if (only != nullptr) break;
+        if (only_format >= 0 && format != only_format) continue;
+        const bool w8a8 = format == EXPERTD_W8A8; // inter is a multiple of 128
+        Model clamped{"clamped", small_only ? 512 : 2048, small_only ? 256 : 1024, 20, 8, EXPERTD_SWIGLU_CLAMPED, false, format};
+        Layer layer(clamped, 5, true);
+        good &= check_case(clamped, 5, from_counts({8, 0, 7, 1, 2}, 12, rng), layer, "few: 5 experts, clamped", false);
+        Model oai{"oai", 448, w8a8 ? 384 : 320, 20, 2, EXPERTD_SWIGLU_OAI, true, format};
+        Layer biased(oai, 17, true);
+        good &= check_case(oai, 17, from_counts({0, 3, 8, 1, 0, 0, 9, 2, 17, 1, 1, 4, 0, 5, 6, 8, 0}, 19, rng), biased, "few: hidden 448, inter 320 or 384, biases", false);
+        good &= check_case(oai, 17, from_counts({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0}, 1, rng), biased, "few: the same, one row", false);
+        good &= check_case(oai, 17, from_counts(std::vector<int>(17, 0), 1, rng), biased, "few: the same, no rows", false);
+        Model small{"small", 64, w8a8 ? 128 : 64, 8, 2, EXPERTD_SWIGLU, true, format};
+        Layer tiny(small, 3, true);
+        good &= check_case(small, 3, from_counts({5, 0, 40}, 41, rng), tiny, "few: hidden 64, inter 64 or 128, biases", false);
+    }
     return good;
 }
 
 // `only_format` limits the small checks to one format; -1 runs all.
 int check_all(bool small_only, const char* only, int only_format) {
     std::mt19937 rng(std::random_device{}());
-    bool good = only_format > EXPERTD_BF16 || check_few_rows(only, small_only);
+    bool good = check_few_rows(only, small_only, only_format);
     for (const Model& m : MODELS) {
         if (small_only || (only != nullptr && std::strcmp(only, m.name) != 0)) continue;
         const int experts = m.experts / ranks;

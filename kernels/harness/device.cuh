@@ -52,6 +52,7 @@ const Model MODELS[] = {
     {"mixtral-w8a8", 4096, 14336, 8, 2, EXPERTD_SWIGLU, false, EXPERTD_W8A8},
     {"gpt-oss-w8a8", 2880, 2944, 128, 4, EXPERTD_SWIGLU_OAI, true, EXPERTD_W8A8}, // inter is padded, as loaders do
 };
+constexpr const char* FORMATS[] = {"bf16", "fp8", "mxfp4", "w8a8"}; // by enum ExpertdFormat
 __host__ __device__ inline bool fp8_codes(int format) { return format == EXPERTD_FP8 || format == EXPERTD_W8A8; }
 inline int ranks = 4; // number of ranks of the group whose load is timed
 constexpr double HBM = 4.2e12, TENSOR = 650e12; // the rates of the floors in docs/measurements/gpu-steps.md

@@ -73,18 +73,21 @@ struct Codes {
     Buffer<uint8_t> codes, exponents;
     Buffer<float> scales;
 
-    // `any_code`: all are as likely; else FP8 codes are those of normal values.
-    Codes(int format, int rows, int k, float deviation, int scale_rows, bool any_code) {
+    Codes(int format, int rows, int k) {
         const bool fp8 = fp8_codes(format);
         codes = Buffer<uint8_t>(size_t(rows) * k / (fp8 ? 1 : 2));
+        if (fp8) scales = Buffer<float>(size_t(rows) * ((k + 127) / 128));
+        else exponents = Buffer<uint8_t>(size_t(rows) * (k / 32));
+    }
+    // `any_code`: all are as likely; else FP8 codes are those of normal values.
+    void fill(int k, float deviation, int scale_rows, bool any_code) {
+        const bool fp8 = scales.data != nullptr;
         if (any_code || !fp8) codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++), fp8);
         else normal_codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++));
         // The root mean square of all codes is 112 for e4m3 and 2.9 for e2m1.
         if (fp8) {
-            scales = Buffer<float>(size_t(rows) * ((k + 127) / 128));
             float_scales_kernel<<<256, 256>>>(scales.data, scales.count, mix(next_seed++), deviation / 112, (k + 127) / 128, scale_rows);
         } else {
-            exponents = Buffer<uint8_t>(size_t(rows) * (k / 32));
             exponents_kernel<<<256, 256>>>(exponents.data, exponents.count, mix(next_seed++), 128 + int(std::floor(std::log2(deviation / 2.9f))));
         }
         CHECK(cudaGetLastError());
@@ -148,9 +151,9 @@ struct Layer {
         const size_t matrix = size_t(m.hidden) * m.inter;
         // Checks want every code.
         const bool any_code = keep || std::getenv("EXPERTS_ANY_CODE") != nullptr;
+        Codes g(m.format, m.inter, m.hidden), u(m.format, m.inter, m.hidden), d(m.format, m.hidden, m.inter);
         for (int e = 0; e < experts; e++) {
-            const Codes g(m.format, m.inter, m.hidden, in, scale_rows, any_code), u(m.format, m.inter, m.hidden, in, scale_rows, any_code);
-            const Codes d(m.format, m.hidden, m.inter, out, scale_rows, any_code);
+            g.fill(m.hidden, in, scale_rows, any_code), u.fill(m.hidden, in, scale_rows, any_code), d.fill(m.inter, out, scale_rows, any_code);
             float_scales_kernel<<<64, 256>>>(row_scales.data, row_scales.count, mix(next_seed++), 1.0f);
             const float *in_scales = row_scales.data, *out_scales = row_scales.data + 2 * m.inter;
             ExpertdPackNarrowParams p{};

@@ -3,11 +3,13 @@
 
 #include "device.cuh"
 
-struct Timer {
-    cudaEvent_t from, to;
+class Timer {
+  public:
     Timer() {
-        CHECK(cudaEventCreate(&from));
-        CHECK(cudaEventCreate(&to));
+        for (int i = 0; i < BATCH; i++) {
+            CHECK(cudaEventCreate(&from_[i]));
+            CHECK(cudaEventCreate(&to_[i]));
+        }
     }
     // Median milliseconds of one replay.
     float replay(cudaGraphExec_t graph, cudaStream_t stream, float budget_ms) {
@@ -17,17 +19,27 @@ struct Timer {
         const float least = longer != nullptr ? float(std::atof(longer)) : 0;
         budget_ms = std::max(budget_ms, least);
         float total = -std::max(40.0f, least);
-        for (int i = 0; i < 8000 && (times.size() < 5 || total < budget_ms); i++) {
-            CHECK(cudaEventRecord(from, stream));
-            CHECK(cudaGraphLaunch(graph, stream));
-            CHECK(cudaEventRecord(to, stream));
-            CHECK(cudaEventSynchronize(to));
-            float ms;
-            CHECK(cudaEventElapsedTime(&ms, from, to));
-            if (i >= 3 && total >= 0) times.push_back(ms);
-            total += ms;
+        for (int i = 0; i < 8000 && (times.size() < 5 || total < budget_ms);) {
+            // Some replays are queued at a time, because the host may take much longer to wait than the device for a replay.
+            const int count = i < 3 ? 1 : total < 0 ? BATCH : 8;
+            for (int j = 0; j < count; j++) {
+                CHECK(cudaEventRecord(from_[j], stream));
+                CHECK(cudaGraphLaunch(graph, stream));
+                CHECK(cudaEventRecord(to_[j], stream));
+            }
+            CHECK(cudaEventSynchronize(to_[count - 1]));
+            for (int j = 0; j < count; j++, i++) {
+                float ms;
+                CHECK(cudaEventElapsedTime(&ms, from_[j], to_[j]));
+                if (i >= 3 && total >= 0) times.push_back(ms);
+                total += ms;
+            }
         }
         std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
         return times[times.size() / 2];
     }
+
+  private:
+    static constexpr int BATCH = 32;
+    cudaEvent_t from_[BATCH], to_[BATCH];
 };

@@ -55,6 +55,6 @@ extern "C" int expertd_experts_setup(void) {
 
 extern "C" int expertd_experts_launch(const ExpertdExpertsParams* params, void* stream) {
     if (!expertd::valid(*params)) return cudaErrorInvalidValue;
-    if (params->format == EXPERTD_BF16 && (params->flags & EXPERTD_LAUNCH_FEW_ROWS)) return expertd::launch_few(*params, static_cast<cudaStream_t>(stream));
+    if (params->flags & EXPERTD_LAUNCH_FEW_ROWS) return expertd::launch_few(*params, static_cast<cudaStream_t>(stream));
     return expertd::ENTRIES[params->format].launch(*params, static_cast<cudaStream_t>(stream));
 }

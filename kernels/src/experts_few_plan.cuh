@@ -4,16 +4,17 @@
 // in the order of tiles, and then all units of down are divided among the blocks in contiguous runs of the same number of bytes. A block
 // cuts its runs into segments, which belong to one tile and have at most FEW_UNITS units.
 //
-// Inside a block each panel of a segment is an item. Items are numbered over all segments of the block; item j is multiplied by consumer
-// warp j % FEW_CONSUMERS and brought by stream j % FEW_STREAMS. So the warps split k. Their sums are added in the order of panels, and the
+// Inside a block each k block of a segment is an item. Items are numbered over all segments of the block; item j is multiplied by consumer
+// warp j % FEW_CONSUMERS and brought by stream j % FEW_STREAMS. So the warps split k. Their sums are added in the order of k blocks, and the
 // bits of a row depend on nothing but its weights.
 #pragma once
 
 #include "experts_block.cuh"
+#include "experts_few_formats.cuh"
 
 namespace expertd {
 
-constexpr int FEW_TOKENS = 8;    // tokens of a tile
+constexpr int FEW_TOKENS = 8;
 constexpr int FEW_UNITS = 8;     // most units of a segment
 constexpr int FEW_CONSUMERS = 8; // warps that multiply
 constexpr int FEW_FINISHERS = 4; // warps that add up sums and store h and y
@@ -22,13 +23,8 @@ constexpr int FEW_FINISHER = FEW_CONSUMERS, FEW_STREAM = FEW_FINISHER + FEW_FINI
 constexpr int FEW_THREADS = 32 * (FEW_WATCHER + 1);
 static_assert(FEW_CONSUMERS % FEW_STREAMS == 0, "a consumer warp has one stream");
 
-constexpr int UNIT_PANEL_BYTES = UNIT_ROWS * PANEL_ROW_BYTES; // bytes of one panel of a unit
-constexpr int FEW_CHUNK_UNITS = 2;                            // units of a panel that one bulk copy brings
-constexpr int FEW_CHUNK_BYTES = FEW_CHUNK_UNITS * UNIT_PANEL_BYTES;
-constexpr int FEW_CHUNKS = FEW_UNITS / FEW_CHUNK_UNITS; // most chunks of an item
-constexpr int FEW_SLOTS = 23;                           // chunks of a stream that shared memory holds
-constexpr int FEW_RING_BYTES = FEW_STREAMS * FEW_SLOTS * FEW_CHUNK_BYTES;
-constexpr int FEW_PACED_SLOTS = 8; // chunks of a stream that are under way at once if weights are paced (PACED_WEIGHTS)
+constexpr int FEW_MOST_SLOTS = 32;
+constexpr int FEW_PACED_BYTES = 64 * 1024; // weights of a block that are under way at once if weights are paced (PACED_WEIGHTS)
 
 struct FewTables {
     int32_t offset[EXPERTD_MAX_EXPERTS + 1]; // assignments before expert e
@@ -36,16 +32,26 @@ struct FewTables {
 };
 
 struct FewShared {
-    float4 sums[FEW_CONSUMERS][FEW_UNITS][32]; // of the segment that ended last, by residue of panels, unit and lane
+    float4 sums[FEW_CONSUMERS][FEW_UNITS][32]; // of the segment that ended last, by residue of k blocks, unit and lane
     ExpertdLayerWeights layer;
     FewTables tables;
     int32_t warp_tiles[FEW_THREADS / 32];
     uint32_t tiles_ready; // how often the h of another tile than before became ready for the block's segments of down
-    uint64_t full[FEW_STREAMS][FEW_SLOTS], empty[FEW_STREAMS][FEW_SLOTS];
+    uint64_t full[FEW_STREAMS][FEW_MOST_SLOTS], empty[FEW_STREAMS][FEW_MOST_SLOTS];
     uint64_t sums_full, sums_empty;
 };
-constexpr int FEW_SHARED_BYTES = FEW_RING_BYTES + sizeof(FewShared);
-static_assert(FEW_SHARED_BYTES <= 227 * 1024, "shared memory of one block");
+
+// The ring of a format, in which each stream has its slots. A slot holds a chunk, the part of an item that one copy brings.
+template <class Format> struct FewRing {
+    static constexpr int SLOT_BYTES = Format::CHUNK_UNITS * (Format::UNIT_BYTES + Format::UNIT_SCALE_BYTES);
+    static constexpr int FITTING = (227 * 1024 - int(sizeof(FewShared))) / (FEW_STREAMS * SLOT_BYTES);
+    static constexpr int SLOTS = FITTING < FEW_MOST_SLOTS ? FITTING : FEW_MOST_SLOTS;
+    static constexpr int BYTES = FEW_STREAMS * SLOTS * SLOT_BYTES;
+    static constexpr int SHARED_BYTES = BYTES + sizeof(FewShared); // shared memory of a block
+    static constexpr int PACED_SLOTS = FEW_PACED_BYTES / (FEW_STREAMS * SLOT_BYTES);
+    static constexpr int CHUNKS = FEW_UNITS / Format::CHUNK_UNITS; // most chunks of an item
+    static_assert(SLOT_BYTES % 128 == 0 && FEW_UNITS % Format::CHUNK_UNITS == 0 && PACED_SLOTS <= SLOTS);
+};
 
 // Computes the prefix sums over experts and returns the number of tiles. All threads must call it; each handles two experts.
 __device__ __forceinline__ int make_few_tables(const ExpertdExpertsParams& p, FewShared& shared) {
@@ -96,21 +102,25 @@ __device__ __forceinline__ Run even_run(uint32_t count, uint32_t block) {
     return {first, first + each + (block < more ? 1 : 0)};
 }
 
+// Number of k blocks of a row of `k` elements.
+template <class Format> __device__ __forceinline__ int few_k_blocks(int k) { return divide_up(k, Format::BLOCK_PANELS * PANEL_K); }
+
 // Divides the units of the phase with the longer k evenly, and those of the other one such that every block has the same number of
-// panels of units.
-__device__ __forceinline__ FewShare few_share(const ExpertdExpertsParams& p, int tiles) {
-    const uint32_t up_panels = p.hidden / PANEL_K, down_panels = p.inter / PANEL_K, block = blockIdx.x, blocks = gridDim.x;
+// k blocks of units.
+template <class Format> __device__ __forceinline__ FewShare few_share(const ExpertdExpertsParams& p, int tiles) {
+    constexpr int BYTES = Format::UNIT_BYTES + Format::UNIT_SCALE_BYTES; // of a k block of a unit
+    const uint32_t up_depth = few_k_blocks<Format>(p.hidden), down_depth = few_k_blocks<Format>(p.inter), block = blockIdx.x, blocks = gridDim.x;
     const uint32_t up = tiles * (2 * p.inter / UNIT_ROWS), down = tiles * (p.hidden / UNIT_ROWS);
-    const bool up_first = up_panels >= down_panels;
-    const uint32_t coarse = up_first ? up : down, coarse_panels = up_first ? up_panels : down_panels;
-    const uint32_t fine = up_first ? down : up, fine_panels = up_first ? down_panels : up_panels;
-    const uint32_t all = coarse * coarse_panels + fine * fine_panels;
+    const bool up_first = up_depth >= down_depth;
+    const uint32_t coarse = up_first ? up : down, coarse_depth = up_first ? up_depth : down_depth;
+    const uint32_t fine = up_first ? down : up, fine_depth = up_first ? down_depth : up_depth;
+    const uint32_t all = coarse * coarse_depth + fine * fine_depth;
     const Run of_coarse = even_run(coarse, block);
     Run of_fine;
-    if (all / blocks > ((coarse + blocks - 1) / blocks) * coarse_panels) {
+    if (all / blocks > ((coarse + blocks - 1) / blocks) * coarse_depth) {
         auto before = [&](uint32_t b, uint32_t coarse_before) { // units of the finer phase before block b
-            const uint32_t panels = b * (all / blocks) + b * (all % blocks) / blocks;
-            return (panels - coarse_before * coarse_panels) / fine_panels;
+            const uint32_t depth = b * (all / blocks) + b * (all % blocks) / blocks;
+            return (depth - coarse_before * coarse_depth) / fine_depth;
         };
         of_fine = {before(block, of_coarse.first), before(block + 1, of_coarse.end)};
     } else { // one unit more is more than a share: give the blocks without it those of the finer phase that are over
@@ -118,7 +128,7 @@ __device__ __forceinline__ FewShare few_share(const ExpertdExpertsParams& p, int
         of_fine = {fine - reversed.end, fine - reversed.first};
     }
     const Run of_up = up_first ? of_coarse : of_fine, of_down = up_first ? of_fine : of_coarse;
-    return {of_up.first, of_up.end, of_down.first, of_down.end, all / blocks <= uint32_t(PACED_WEIGHTS / UNIT_PANEL_BYTES)};
+    return {of_up.first, of_up.end, of_down.first, of_down.end, all / blocks <= uint32_t(PACED_WEIGHTS / BYTES)};
 }
 
 struct FewSegment {
@@ -130,8 +140,7 @@ struct FewSegment {
     int unit;   // first unit of the expert's matrix
     int units;  // number of units, 1 to FEW_UNITS
 
-    __device__ __forceinline__ int panels(const ExpertdExpertsParams& p) const { return (phase == 0 ? p.hidden : p.inter) / PANEL_K; }
-    __device__ __forceinline__ int chunks() const { return divide_up(units, FEW_CHUNK_UNITS); }
+    __device__ __forceinline__ int k(const ExpertdExpertsParams& p) const { return phase == 0 ? p.hidden : p.inter; }
 };
 
 // Returns the block's segments in order. Every warp has one of its own.
@@ -171,9 +180,11 @@ class FewSegments {
 
 // Positions of items in a stream. `items` are the block's items before the segment, of which this many come before the stream's first:
 __device__ __forceinline__ int first_of_stream(uint32_t items, int stream) { return (uint32_t(stream) - items) % FEW_STREAMS; }
-// Number of the stream's items in a segment.
-__device__ __forceinline__ int items_of_stream(uint32_t items, int stream, int panels) {
-    return divide_up(panels - first_of_stream(items, stream), FEW_STREAMS);
+// Number of the stream's items in a segment with this number of k blocks.
+__device__ __forceinline__ int items_of_stream(uint32_t items, int stream, int k_blocks) {
+    return divide_up(k_blocks - first_of_stream(items, stream), FEW_STREAMS);
 }
+// The k blocks that a consumer warp has of a segment are those with this residue modulo FEW_CONSUMERS.
+__device__ __forceinline__ int residue_of(uint32_t items, int warp) { return (uint32_t(warp) - items) % FEW_CONSUMERS; }
 
 } // namespace expertd

@@ -3,139 +3,147 @@
 // Streams bring weights to shared memory in chunks, in order, and need no other data: they fill their ring also while the block waits for
 // rows, for h or for sums. Consumers multiply. Their second operand, the rows of x or h, comes from L2 straight to registers, one item
 // ahead. Finishers add up the consumers' sums of a segment and store h or y. The watcher waits for the h of other blocks.
-//
-// Lane l of a consumer multiplies row l / 4 of mma's A with column l / 4 of B; q = l % 4. In a panel it takes the 16-byte chunks q and
-// 4 + q of its weight rows and of its token. Each chunk is a lane's k of two steps of mma: which k a step has does not matter, as long as
-// both operands agree. A's row r is the unit's row r / 2 + 4 (r % 2), so that eight lanes read from all banks of shared memory.
 #pragma once
 
 #include "experts_few_plan.cuh"
-#include "mma.cuh"
 
 namespace expertd {
 
-// The row of a unit's eight rows of gate or up (or of either half, in down) that a lane has sums of.
-__device__ __forceinline__ int few_row(int lane) { return lane / 8 + 4 * (lane / 4 % 2); }
-
 // Streams the chunks of the stream's items.
+template <class Format>
 __device__ __forceinline__ void stream_weights(const ExpertdExpertsParams& p, FewShared& shared, const FewShare& share, uint32_t ring, int stream) {
+    using Ring = FewRing<Format>;
     FewSegments segments(p, shared.tables, share);
     FewSegment segment;
     const uint64_t once = policy_evict_first(), again = policy_evict_normal();
 #ifdef EXPERTD_FEW_TUNE
-    const uint32_t ahead = (p.flags >> 8 & 31) != 0 ? uint32_t(p.flags >> 8 & 31) : share.paced ? FEW_PACED_SLOTS : FEW_SLOTS;
+    const uint32_t ahead = (p.flags >> 8 & 31) != 0 ? uint32_t(p.flags >> 8 & 31) : share.paced ? Ring::PACED_SLOTS : Ring::SLOTS;
 #else
-    const uint32_t ahead = share.paced ? FEW_PACED_SLOTS : FEW_SLOTS;
+    const uint32_t ahead = share.paced ? Ring::PACED_SLOTS : Ring::SLOTS;
 #endif
     uint32_t items = 0, at = 0; // items of the block before the segment; chunks of the stream so far
-    ring += stream * FEW_SLOTS * FEW_CHUNK_BYTES;
+    ring += stream * Ring::SLOTS * Ring::SLOT_BYTES;
     while (segments.next(segment)) {
-        const int panels = segment.panels(p), all_rows = segment.phase == 0 ? 2 * p.inter : p.hidden;
-        const int64_t panel_bytes = int64_t(all_rows) * PANEL_ROW_BYTES;
+        const int k_blocks = few_k_blocks<Format>(segment.k(p)), all_units = (segment.phase == 0 ? 2 * p.inter : p.hidden) / UNIT_ROWS;
+        const int64_t block_bytes = int64_t(all_units) * (Format::UNIT_BYTES + Format::UNIT_SCALE_BYTES); // of a k block of the matrix
+        const int first = first_of_stream(items, stream);
         const char* source = static_cast<const char*>(segment.phase == 0 ? shared.layer.gate_up : shared.layer.down) +
-                             segment.expert * (panels * panel_bytes) + segment.unit * UNIT_PANEL_BYTES;
+                             (segment.expert * int64_t(k_blocks) + first) * block_bytes;
+        const int64_t scales = int64_t(all_units) * Format::UNIT_BYTES; // distance from a k block of the matrix to its scales
         const int* tile = &shared.tables.tile[segment.expert];
         const uint64_t policy = tile[1] - tile[0] == 1 ? once : again;
-        const int first = first_of_stream(items, stream), bytes = segment.units * UNIT_PANEL_BYTES;
-        source += first * panel_bytes;
-        for (int panel = first; panel < panels; panel += FEW_STREAMS, source += FEW_STREAMS * panel_bytes) {
-            for (int done = 0; done < bytes; done += FEW_CHUNK_BYTES, at++) {
-                const uint32_t slot = at % FEW_SLOTS;
-                barrier_wait(&shared.empty[stream][slot], at / FEW_SLOTS % 2 ^ 1);
+        for (int k = first; k < k_blocks; k += FEW_STREAMS, source += FEW_STREAMS * block_bytes) {
+            for (int done = 0; done < segment.units; done += Format::CHUNK_UNITS, at++) {
+                const uint32_t slot = at % Ring::SLOTS, place = ring + slot * Ring::SLOT_BYTES;
+                uint64_t* full = &shared.full[stream][slot];
+                barrier_wait(&shared.empty[stream][slot], at / Ring::SLOTS % 2 ^ 1);
                 fence_shared_proxy(); // the consumers' reads of the slot come before the copy
-                if (at >= ahead) barrier_wait(&shared.full[stream][(at - ahead) % FEW_SLOTS], (at - ahead) / FEW_SLOTS % 2);
-                const int here = min(FEW_CHUNK_BYTES, bytes - done);
-                barrier_arrive_expect(&shared.full[stream][slot], here);
-                bulk_load(ring + slot * FEW_CHUNK_BYTES, source + done, here, &shared.full[stream][slot], policy);
+                if (at >= ahead) barrier_wait(&shared.full[stream][(at - ahead) % Ring::SLOTS], (at - ahead) / Ring::SLOTS % 2);
+                const int here = min(Format::CHUNK_UNITS, segment.units - done), unit = segment.unit + done;
+                barrier_arrive_expect(full, here * (Format::UNIT_BYTES + Format::UNIT_SCALE_BYTES));
+                bulk_load(place, source + unit * Format::UNIT_BYTES, here * Format::UNIT_BYTES, full, policy);
+                if constexpr (Format::UNIT_SCALE_BYTES != 0) {
+                    bulk_load(place + Format::CHUNK_UNITS * Format::UNIT_BYTES, source + scales + unit * Format::UNIT_SCALE_BYTES,
+                              here * Format::UNIT_SCALE_BYTES, full, policy);
+                }
             }
         }
-        items += panels;
+        items += k_blocks;
     }
     if (stream == 0) let_next_kernel_start();
 }
 
-// A lane's part of a panel of the rows: the chunks q and 4 + q of its token.
-struct FewRow {
-    uint4 low, high;
-    __device__ __forceinline__ void load(const char* row, int panel, bool there) {
-        low = high = make_uint4(0, 0, 0, 0);
-        if (!there) return;
-        const uint4* source = reinterpret_cast<const uint4*>(row + int64_t(panel) * PANEL_ROW_BYTES);
-        low = __ldcg(source), high = __ldcg(source + 4);
-    }
-};
+// The lane's token of a segment. `index`: its row of x.
+__device__ __forceinline__ FewSource few_source(const ExpertdExpertsParams& p, const FewSegment& segment, uint32_t index) {
+    const int token = threadIdx.x % 32 / 4;
+    FewSource source;
+    source.codes = segment.phase == 0 && p.x_format == EXPERTD_ROWS_FP8;
+    if (token >= segment.tokens) return source;
+    source.panels = segment.k(p) / PANEL_K;
+    source.row = segment.phase == 0 ? static_cast<const char*>(p.x) + index * p.x_stride
+                                    : static_cast<const char*>(p.h) + int64_t(segment.first + token) * p.inter * 2;
+    return source;
+}
 
-// Adds the products of a unit's panel at `address`, where the lane's chunk q is.
-struct FewUnit {
-    uint4 low, low_8, high, high_8; // chunks q and 4 + q of the lane's row and of the row eight further
-    __device__ __forceinline__ void load(uint32_t address) {
-        low = load_shared_16(address), low_8 = load_shared_16(address + 8 * PANEL_ROW_BYTES);
-        high = load_shared_16(address ^ 64), high_8 = load_shared_16((address ^ 64) + 8 * PANEL_ROW_BYTES);
-    }
-    __device__ __forceinline__ void multiply(float (&sums)[4], const FewRow& row) const {
-        const uint32_t a[4][4] = {{low.x, low_8.x, low.y, low_8.y}, {low.z, low_8.z, low.w, low_8.w},
-                                  {high.x, high_8.x, high.y, high_8.y}, {high.z, high_8.z, high.w, high_8.w}};
-        mma_16x8x16(sums, a[0], row.low.x, row.low.y);
-        mma_16x8x16(sums, a[1], row.low.z, row.low.w);
-        mma_16x8x16(sums, a[2], row.high.x, row.high.y);
-        mma_16x8x16(sums, a[3], row.high.z, row.high.w);
-    }
-};
+__device__ __forceinline__ uint32_t few_row_index(const ExpertdExpertsParams& p, const FewSegment& segment) {
+    const int token = threadIdx.x % 32 / 4;
+    return segment.phase == 0 && token < segment.tokens ? __ldcg(p.row_index + segment.first + token) : 0;
+}
 
-// Multiplies the warp's items.
-__device__ __forceinline__ void consume_few(const ExpertdExpertsParams& p, FewShared& shared, const FewShare& share, uint32_t ring, int warp) {
-    const int stream = warp % FEW_STREAMS, lane = threadIdx.x % 32, token = lane / 4;
-    const int row_here = few_row(lane);
-    ring += stream * FEW_SLOTS * FEW_CHUNK_BYTES + row_here * PANEL_ROW_BYTES + (lane % 4 ^ row_here) * 16;
-    FewSegments segments(p, shared.tables, share);
-    FewSegment segment;
-    uint32_t items = 0, chunks = 0; // before the segment: items of the block, chunks of the stream
-    uint32_t wanted = 0;            // tiles whose h the block has needed so far
-    int tile = -1;
-    uint32_t parity = 1; // of sums_empty
-    while (segments.next(segment)) {
-        const int panels = segment.panels(p), item_chunks = segment.chunks();
-        const int residue = (uint32_t(warp) - items) % FEW_CONSUMERS; // the warp has the panels with this residue
-        const bool there = token < segment.tokens;
-        const char* row;
-        if (segment.phase == 0) {
-            row = static_cast<const char*>(p.x) + (there ? uint64_t(__ldcg(p.row_index + segment.first + token)) * p.x_stride : 0);
+// Multiplies the units of a chunk, whose sums begin at `sums`. Units are loaded one ahead, and the slot is released after the last load.
+template <class Format>
+__device__ __forceinline__ void multiply_chunk(float (*sums)[4], const typename Format::Row& row, uint32_t at, uint32_t scales, int units, uint64_t* empty) {
+    typename Format::Unit unit[2];
+    unit[0].load(at, scales);
+#pragma unroll
+    for (int u = 0; u < Format::CHUNK_UNITS; u++) {
+        if (u >= units) break;
+        if (u + 1 < units && u + 1 < Format::CHUNK_UNITS) {
+            unit[(u + 1) % 2].load(at + (u + 1) * Format::UNIT_BYTES, scales + (u + 1) * Format::UNIT_SCALE_BYTES);
         } else {
-            if (segment.tile != tile) tile = segment.tile, wanted++;
+            __syncwarp(); // all lanes have read the slot
+            if (arrives_for_warp()) barrier_arrive(empty);
+        }
+        unit[u % 2].multiply(sums[u], row);
+    }
+}
+
+// Multiplies the warp's items. The first rows of a segment are loaded during the last item of the one before, if they are there.
+template <class Format>
+__device__ __forceinline__ void consume_few(const ExpertdExpertsParams& p, FewShared& shared, const FewShare& share, uint32_t ring, int warp) {
+    using Ring = FewRing<Format>;
+    const int stream = warp % FEW_STREAMS, lane = threadIdx.x % 32;
+    ring += stream * Ring::SLOTS * Ring::SLOT_BYTES;
+    const uint32_t place = Format::place(lane);
+    FewSegments segments(p, shared.tables, share);
+    FewSegment segment, following;
+    uint32_t items = 0, chunks = 0; // before the segment: items of the block, chunks of the stream
+    uint32_t wanted = 0;            // number of tiles whose h the segment and those before it need
+    uint32_t parity = 1;            // of sums_empty
+    bool more = segments.next(segment), loaded = false;
+    if (more && segment.phase == 1) wanted = 1;
+    uint32_t index = more ? few_row_index(p, segment) : 0;
+    FewSource source;
+    typename Format::Ahead ahead;
+    while (more) {
+        const int k_blocks = few_k_blocks<Format>(segment.k(p)), item_chunks = divide_up(segment.units, Format::CHUNK_UNITS);
+        const int residue = residue_of(items, warp);
+        if (!loaded) {
             const SpinLimit limit;
             while (load_acquire_shared(&shared.tiles_ready) < wanted) limit.tick();
-            row = static_cast<const char*>(p.h) + int64_t(segment.first + token) * p.inter * 2;
+            source = few_source(p, segment, index);
+            ahead.load(source, residue);
         }
-        row += lane % 4 * 16;
+        more = segments.next(following);
+        const uint32_t wanted_next = wanted + (more && following.phase == 1 && (segment.phase == 0 || following.tile != segment.tile));
+        index = more ? few_row_index(p, following) : 0;
+        loaded = false;
 
         float sums[FEW_UNITS][4];
 #pragma unroll
         for (int u = 0; u < FEW_UNITS; u++) sums[u][0] = sums[u][1] = sums[u][2] = sums[u][3] = 0.0f;
         uint32_t at = chunks + (residue - first_of_stream(items, stream)) / FEW_STREAMS * item_chunks;
-        FewRow here, next;
-        next.load(row, residue, there && residue < panels);
 #pragma unroll 1
-        for (int panel = residue; panel < panels; panel += FEW_CONSUMERS, at += FEW_CONSUMERS / FEW_STREAMS * item_chunks) {
-            here = next;
-            next.load(row, panel + FEW_CONSUMERS, there && panel + FEW_CONSUMERS < panels);
+        for (int k = residue; k < k_blocks; k += FEW_CONSUMERS, at += FEW_CONSUMERS / FEW_STREAMS * item_chunks) {
+            const typename Format::Row row(ahead, source, p.power_of_two_scales != 0);
+            int next = k + FEW_CONSUMERS;
+            if (next >= k_blocks && more && uniform(load_acquire_shared(&shared.tiles_ready)) >= wanted_next) {
+                source = few_source(p, following, index);
+                next = residue_of(items + k_blocks, warp);
+                loaded = true;
+            }
+            ahead.load(source, next); // loads nothing after the end of a row
 #pragma unroll
-            for (int c = 0; c < FEW_CHUNKS; c++) {
+            for (int c = 0; c < Ring::CHUNKS; c++) {
                 if (c >= item_chunks) break;
-                const uint32_t slot = (at + c) % FEW_SLOTS;
-                barrier_wait(&shared.full[stream][slot], (at + c) / FEW_SLOTS % 2);
-                const uint32_t address = ring + slot * FEW_CHUNK_BYTES;
-                const bool both = FEW_CHUNK_UNITS * c + 1 < segment.units;
-                FewUnit first, second;
-                first.load(address);
-                if (both) second.load(address + UNIT_PANEL_BYTES);
-                first.multiply(sums[2 * c], here);
-                if (both) second.multiply(sums[2 * c + 1], here);
-                __syncwarp(); // all lanes have read the slot
-                if (arrives_for_warp()) barrier_arrive(&shared.empty[stream][slot]);
+                const uint32_t slot = (at + c) % Ring::SLOTS, slot_place = ring + slot * Ring::SLOT_BYTES;
+                barrier_wait(&shared.full[stream][slot], (at + c) / Ring::SLOTS % 2);
+                multiply_chunk<Format>(sums + c * Format::CHUNK_UNITS, row, slot_place + place, slot_place + Format::CHUNK_UNITS * Format::UNIT_BYTES,
+                                       segment.units - c * Format::CHUNK_UNITS, &shared.empty[stream][slot]);
             }
         }
-        chunks += items_of_stream(items, stream, panels) * item_chunks;
-        items += panels;
+        chunks += items_of_stream(items, stream, k_blocks) * item_chunks;
+        items += k_blocks;
 
         barrier_wait(&shared.sums_empty, parity);
         parity ^= 1;
@@ -146,6 +154,8 @@ __device__ __forceinline__ void consume_few(const ExpertdExpertsParams& p, FewSh
         }
         __syncwarp();
         if (arrives_for_warp()) barrier_arrive(&shared.sums_full);
+        segment = following;
+        wanted = wanted_next;
     }
 }
 
@@ -154,9 +164,10 @@ __device__ __forceinline__ void store_bf16(void* to, int64_t at, float value) {
 }
 
 // Adds up the sums of each segment and stores h or y. A warp has every fourth unit.
+template <class Format>
 __device__ __forceinline__ void finish_few(const ExpertdExpertsParams& p, FewShared& shared, const FewShare& share, int warp) {
     static_assert(FEW_UNITS == 2 * FEW_FINISHERS, "two units of a segment for a warp");
-    const int lane = threadIdx.x % 32, row = few_row(lane), column = lane % 4 * 2;
+    const int lane = threadIdx.x % 32, row = Format::row(lane), column = lane % 4 * 2;
     const ExpertdLayerWeights& layer = shared.layer;
     const Activation activate(p);
     const bool on_input = p.weight_on_input != 0;
@@ -164,18 +175,20 @@ __device__ __forceinline__ void finish_few(const ExpertdExpertsParams& p, FewSha
     FewSegment segment;
     uint32_t parity = 0;
     while (segments.next(segment)) {
-        float weight[2], bias[2][2];
+        float weight[2], bias[2][2], scale[2][2];
         for (int t = 0; t < 2; t++) weight[t] = column + t < segment.tokens ? __ldcg(p.row_weight + segment.first + column + t) : 0.0f;
         const float* biases = segment.phase == 0 ? layer.gate_up_bias : layer.down_bias;
-        const int further = segment.phase == 0 ? p.inter : 8; // distance of the bias of the row eight further
+        const float* scales = segment.phase == 0 ? layer.gate_up_scale : layer.down_scale;
+        const int further = segment.phase == 0 ? p.inter : 8; // distance of the bias and scale of the row eight further
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int u = warp + i * FEW_FINISHERS, unit = segment.unit + u;
-            bias[i][0] = bias[i][1] = 0.0f;
-            if (biases == nullptr || u >= segment.units) continue;
-            const float* of_unit = biases + (segment.phase == 0 ? int64_t(segment.expert) * 2 * p.inter + unit * 8
-                                                                : int64_t(segment.expert) * p.hidden + unit * UNIT_ROWS);
-            bias[i][0] = of_unit[row], bias[i][1] = of_unit[row + further];
+            const int64_t place = row + (segment.phase == 0 ? int64_t(segment.expert) * 2 * p.inter + unit * 8
+                                                            : int64_t(segment.expert) * p.hidden + unit * UNIT_ROWS);
+            bias[i][0] = bias[i][1] = 0.0f, scale[i][0] = scale[i][1] = 1.0f;
+            if (u >= segment.units) continue;
+            if (biases != nullptr) bias[i][0] = biases[place], bias[i][1] = biases[place + further];
+            if constexpr (Format::ROW_SCALES) scale[i][0] = scales[place], scale[i][1] = scales[place + further];
         }
         barrier_wait(&shared.sums_full, parity);
         parity ^= 1;
@@ -197,11 +210,12 @@ __device__ __forceinline__ void finish_few(const ExpertdExpertsParams& p, FewSha
         for (int i = 0; i < 2; i++) {
             const int u = warp + i * FEW_FINISHERS, unit = segment.unit + u;
             if (u >= segment.units) continue;
-            const float low[2] = {sum[i].x, sum[i].y}, high[2] = {sum[i].z, sum[i].w}; // of two tokens
+            float low[2] = {sum[i].x, sum[i].y}, high[2] = {sum[i].z, sum[i].w}; // of two tokens
 #pragma unroll
             for (int t = 0; t < 2; t++) {
                 if (column + t >= segment.tokens) continue;
                 const int64_t assignment = segment.first + column + t;
+                if constexpr (Format::ROW_SCALES) low[t] *= scale[i][0], high[t] *= scale[i][1];
                 if (segment.phase == 0) {
                     const float in = on_input ? weight[t] : 1.0f, out = on_input ? 1.0f : weight[t];
                     store_bf16(p.h, assignment * p.inter + unit * 8 + row, activate(low[t] * in + bias[i][0], high[t] * in + bias[i][1]) * out);
