@@ -50,7 +50,11 @@ template <class Format> struct FewRing {
     static constexpr int SHARED_BYTES = BYTES + sizeof(FewShared); // shared memory of a block
     static constexpr int PACED_SLOTS = FEW_PACED_BYTES / (FEW_STREAMS * SLOT_BYTES);
     static constexpr int CHUNKS = FEW_UNITS / Format::CHUNK_UNITS; // most chunks of an item
-    static_assert(SLOT_BYTES % 128 == 0 && FEW_UNITS % Format::CHUNK_UNITS == 0 && PACED_SLOTS <= SLOTS);
+    // Most chunks of a stream that are under way at once. A parity tells only the last two fills of a slot apart, so when a consumer
+    // waits for a chunk, the chunk before it in the slot must be complete. The consumer has had a chunk at most (FEW_CONSUMERS /
+    // FEW_STREAMS - 1) * CHUNKS + 1 chunks earlier, and what was complete then is what is no longer under way.
+    static constexpr int MOST_AHEAD = SLOTS - (FEW_CONSUMERS / FEW_STREAMS - 1) * CHUNKS - 1;
+    static_assert(SLOT_BYTES % 128 == 0 && FEW_UNITS % Format::CHUNK_UNITS == 0 && PACED_SLOTS <= MOST_AHEAD);
 };
 
 // Computes the prefix sums over experts and returns the number of tiles. All threads must call it; each handles two experts.

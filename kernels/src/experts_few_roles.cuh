@@ -17,9 +17,10 @@ __device__ __forceinline__ void stream_weights(const ExpertdExpertsParams& p, Fe
     FewSegment segment;
     const uint64_t once = policy_evict_first(), again = policy_evict_normal();
 #ifdef EXPERTD_FEW_TUNE
-    const uint32_t ahead = (p.flags >> 8 & 31) != 0 ? uint32_t(p.flags >> 8 & 31) : share.paced ? Ring::PACED_SLOTS : Ring::SLOTS;
+    const int tuned = p.flags >> 8 & 31;
+    const uint32_t ahead = tuned != 0 ? min(tuned, Ring::MOST_AHEAD) : share.paced ? Ring::PACED_SLOTS : Ring::MOST_AHEAD;
 #else
-    const uint32_t ahead = share.paced ? Ring::PACED_SLOTS : Ring::SLOTS;
+    const uint32_t ahead = share.paced ? Ring::PACED_SLOTS : Ring::MOST_AHEAD;
 #endif
     uint32_t items = 0, at = 0; // items of the block before the segment; chunks of the stream so far
     ring += stream * Ring::SLOTS * Ring::SLOT_BYTES;
