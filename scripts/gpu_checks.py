@@ -37,7 +37,7 @@ BUILDS = {
 # The kernels without a service; the last one needs two GPUs.
 DEVICE = ["gate", "experts", "loopback", "faults", "staging", "peers ranks=2 timing=0"]
 # Modules of `e2e` whose ignored tests need GPUs. `victim` is a process of another test.
-MODULES = ["gpu", "gpu_placement", "reload", "sessions::gpu", "sessions::cuda_gpu", "sessions::cuda_routing"]
+MODULES = ["fp8", "gpu", "gpu_placement", "reload", "sessions::gpu", "sessions::cuda_gpu", "sessions::cuda_routing"]
 NOT_TESTS = ["victim", "stand_in"]
 # Tests that fail with fewer GPUs than two.
 NEED_TWO = ["gpu_placement::", "chaos_on_gpus", "a_gpu_that_the_service_does_not_see", "device peers"]

@@ -24,8 +24,8 @@ pub const SWIGLU_OAI: i32 = 2;
 
 /// Launch flag: the kernel may start before the previous kernel of the stream has ended, and then waits for it.
 pub const PROGRAMMATIC: i32 = 1;
-/// Launch flag: a kernel for experts with few rows each, in formats that have one ([`BF16`]). It is right for any number of rows, but
-/// reads an expert's weights once for every eight of them.
+/// Launch flag: a kernel for experts with few rows each. It is right for any number of rows, but reads an expert's weights once for
+/// every eight of them. [`ExpertsParams::h`] must have room for bf16 `[assignments, inter]` in every format.
 pub const FEW_ROWS: i32 = 4;
 
 /// Weights in bf16 panels.

@@ -8,6 +8,8 @@
 mod engine;
 #[cfg(feature = "cuda")]
 pub mod experts;
+#[cfg(any(feature = "cuda", test))]
+mod few_rows;
 mod format;
 mod host;
 mod placement;

@@ -82,8 +82,9 @@ mod tests {
                     })
                     .collect();
                 let error = |level| {
-                    let errors =
-                        draws.iter().map(|(matrix, x, want)| relative_error(&product(level, matrix, x), want));
+                    let errors = draws
+                        .iter()
+                        .map(|(matrix, x, want)| relative_error(&product(level, matrix, x), want));
                     errors.sum::<f64>() / DRAWS as f64
                 };
                 let f32_error = error(SimdLevel::Portable);

@@ -225,6 +225,7 @@ impl CudaEngine {
                 COPY_BLOCKS
             },
             rows: variant.rows,
+            multiprocessors: self.most_blocks,
             aligned: self.aligned && self.shape.ranks > 1,
             gate_rows: if variant.gated { variant.rows } else { 0 },
             shared: variant.shared,

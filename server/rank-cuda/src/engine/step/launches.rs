@@ -17,14 +17,11 @@ use crate::engine::fault::CudaFault;
 use crate::engine::layers::{Layer, Layers, gate_params};
 use crate::engine::parts::Parts;
 use crate::experts::{DeviceFormat, activation_code};
+use crate::few_rows::ExpertsLoad;
 use expertd_model::Activation;
 
 /// Blocks of the kernel that lists the rows of shared experts.
 const LIST_BLOCKS: u32 = 32;
-
-/// Largest mean number of rows of an expert for which the experts' kernel for few rows is launched. It reads weights once for every
-/// eight rows of an expert.
-const FEW_ROWS: u32 = 4;
 
 /// The launches of one step.
 pub(in crate::engine) struct StepLaunches<'a> {
@@ -36,6 +33,7 @@ pub(in crate::engine) struct StepLaunches<'a> {
     pub(in crate::engine) staged: StagedAddresses,
     /// The largest number of rows per rank that the launches cover.
     pub(in crate::engine) rows: u32,
+    pub(in crate::engine) multiprocessors: u32,
     /// Whether ranks wait for each other between copy_in and the gate.
     pub(in crate::engine) aligned: bool,
     /// Rows that the gate's grid covers; 0 if the gate routes no row of this rank.
@@ -102,13 +100,6 @@ impl StepLaunches<'_> {
     /// no rows.
     fn sends_fp8_rows(&self) -> bool {
         self.layer.format == DeviceFormat::W8a8 && self.group.ranks > 1
-    }
-
-    /// Whether routed experts have few rows each. This depends on the step's shape only, because launches are captured before
-    /// the routing is known; the kernel is right for any routing.
-    fn has_few_routed_rows(&self) -> bool {
-        let rows = u64::from(self.rows) * u64::from(self.group.ranks) * u64::from(self.group.top_k);
-        rows <= u64::from(FEW_ROWS) * self.layer.spec.experts.count as u64
     }
 }
 
@@ -195,6 +186,16 @@ impl Phases<'_> {
         } else {
             (experts::ROWS_BF16, u64::from(hidden) * 2)
         };
+        let format = step.layer.format;
+        let local_experts = layers.local_experts(step.layer);
+        let rows = u64::from(step.rows) * u64::from(step.group.ranks);
+        let load = ExpertsLoad {
+            assignments: rows * u64::from(step.group.top_k),
+            experts: spec.count,
+            local_experts: local_experts as usize,
+            expert_bytes: format.expert_bytes(hidden as usize, spec.width, spec.biases),
+            multiprocessors: step.multiprocessors,
+        };
         let routed = ExpertsParams {
             layers: layers.experts.address(),
             expert_offsets: k.expert_offsets.address(),
@@ -202,14 +203,14 @@ impl Phases<'_> {
             row_weight: k.row_weight.address(),
             x: k.rows(&step.group),
             y: k.expert_out.address(),
-            experts: layers.local_experts(step.layer) as i32,
-            inter: step.layer.format.padded_inter(spec.width) as i32,
+            experts: local_experts as i32,
+            inter: format.padded_inter(spec.width) as i32,
             weight_on_input: i32::from(spec.weight_on_input),
             power_of_two_scales: i32::from(spec.power_of_two_scales),
-            format: step.layer.format.code(),
+            format: format.code(),
             x_format,
             x_stride,
-            ..self.mlp(spec.activation, step.has_few_routed_rows())
+            ..self.mlp(spec.activation, format.has_few_rows(&load))
         };
         // SAFETY: the caller keeps all addresses live.
         unsafe { experts::experts(&routed, self.on.raw())? };
@@ -234,6 +235,14 @@ impl Phases<'_> {
         };
         let spec = step.layer.spec.shared.as_ref();
         let activation = spec.map_or(Activation::SwiGlu, |s| s.activation);
+        let format = shared.experts.format();
+        let load = ExpertsLoad {
+            assignments: u64::from(step.rows),
+            experts: 1,
+            local_experts: 1,
+            expert_bytes: format.expert_bytes(shape.hidden as usize, shared.experts.inter(), false),
+            multiprocessors: step.multiprocessors,
+        };
         let all = ExpertsParams {
             layers: layers.shared.address(),
             expert_offsets: list.expert_offsets,
@@ -244,8 +253,8 @@ impl Phases<'_> {
             experts: 1,
             inter: shared.experts.inter() as i32,
             power_of_two_scales: i32::from(spec.is_some_and(|s| s.power_of_two_scales)),
-            format: shared.experts.format().code(),
-            ..self.mlp(activation, step.rows <= FEW_ROWS)
+            format: format.code(),
+            ..self.mlp(activation, format.has_few_rows(&load))
         };
         // SAFETY: the caller keeps all addresses live.
         unsafe {

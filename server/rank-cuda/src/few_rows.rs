@@ -1,0 +1,98 @@
+//! Which steps launch the experts' kernel for few rows.
+//!
+//! Launches are captured before the routing is known, so the choice follows from the step's shape. Both kernels are right for any
+//! routing. The limits are what was measured ([gpu-experts](../../../docs/measurements/gpu-experts.md#the-kernel-for-few-rows)).
+
+use crate::format::DeviceFormat;
+
+/// What the experts of a rank have to do in a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExpertsLoad {
+    /// The largest number of rows of all ranks, times experts per row.
+    pub(crate) assignments: u64,
+    /// Number of experts among which rows choose.
+    pub(crate) experts: usize,
+    /// Number of experts of the rank.
+    pub(crate) local_experts: usize,
+    /// Bytes of an expert's weights.
+    pub(crate) expert_bytes: usize,
+    /// Multiprocessors of the GPU.
+    pub(crate) multiprocessors: u32,
+}
+
+impl ExpertsLoad {
+    /// Mean number of rows of an expert.
+    fn rows(&self) -> f64 {
+        self.assignments as f64 / self.experts as f64
+    }
+
+    /// Bytes of weights that a multiprocessor reads if rows choose experts evenly.
+    fn bytes(&self) -> f64 {
+        // An expert stays without rows with probability (1 - 1 / experts)^assignments.
+        let active = self.local_experts as f64 * (1.0 - (-self.rows()).exp());
+        active * self.expert_bytes as f64 / f64::from(self.multiprocessors)
+    }
+}
+
+impl DeviceFormat {
+    /// Whether the kernel for few rows is expected to be faster.
+    pub(crate) fn has_few_rows(self, load: &ExpertsLoad) -> bool {
+        // The kernel reads an expert's weights once for every eight rows, and brings large weights no faster than the usual one.
+        let (rows, bytes) = match self {
+            DeviceFormat::Bf16 => (4.0, 4e6),
+            DeviceFormat::Fp8 | DeviceFormat::Mxfp4 => (2.0, f64::INFINITY),
+            DeviceFormat::W8a8 => (0.5, 1e6),
+        };
+        load.rows() <= rows && load.bytes() <= bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A rank of `ranks` with `tokens` rows each.
+    fn load(
+        format: DeviceFormat,
+        [hidden, inter, experts, top_k]: [usize; 4],
+        ranks: usize,
+        tokens: usize,
+    ) -> ExpertsLoad {
+        ExpertsLoad {
+            assignments: (ranks * tokens * top_k) as u64,
+            experts,
+            local_experts: experts / ranks,
+            expert_bytes: format.expert_bytes(hidden, inter, false),
+            multiprocessors: 132,
+        }
+    }
+
+    #[test]
+    fn the_faster_kernel_is_chosen_where_both_were_measured() {
+        const QWEN3: [usize; 4] = [2048, 768, 128, 8];
+        const MIXTRAL: [usize; 4] = [4096, 14336, 8, 2];
+        const DEEPSEEK: [usize; 4] = [7168, 2048, 256, 8];
+        const GPT_OSS: [usize; 4] = [2880, 2880, 128, 4];
+        let cases = [
+            (DeviceFormat::Bf16, QWEN3, 4, &[1, 2, 4, 8, 16][..], &[32, 128][..]),
+            (DeviceFormat::Bf16, QWEN3, 1, &[1, 2, 4], &[16, 32]),
+            (DeviceFormat::Bf16, MIXTRAL, 4, &[1], &[8]),
+            (DeviceFormat::Bf16, DEEPSEEK, 4, &[], &[1, 8]),
+            (DeviceFormat::Mxfp4, GPT_OSS, 4, &[1, 2, 4, 8, 16], &[32]),
+            (DeviceFormat::Mxfp4, GPT_OSS, 1, &[1, 2, 4, 8], &[]),
+            (DeviceFormat::Fp8, QWEN3, 4, &[1, 8], &[]),
+            (DeviceFormat::Fp8, GPT_OSS, 4, &[1, 8], &[]),
+            (DeviceFormat::W8a8, QWEN3, 4, &[1, 2], &[8, 16, 32]),
+            (DeviceFormat::W8a8, QWEN3, 1, &[1], &[8]),
+            (DeviceFormat::W8a8, DEEPSEEK, 4, &[], &[1, 8]),
+        ];
+        for (format, model, ranks, few, many) in cases {
+            for (tokens, expected) in
+                few.iter().map(|&few| (few, true)).chain(many.iter().map(|&many| (many, false)))
+            {
+                let load = load(format, model, ranks, tokens);
+                assert_eq!(format.has_few_rows(&load), expected, "{format:?} {load:?}, {tokens} rows");
+            }
+        }
+    }
+}
