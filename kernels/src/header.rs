@@ -133,7 +133,8 @@ fn constants_equal_those_of_step_h() {
 fn step_structs_mirror_step_h() {
     let h = step_h();
     assert_mirrors!(h, "SlotState", SlotState: sequence, error, tokens, layer, given_routing, received, out_dtype, step,
-        ticket, epoch, exchange, begin_ns, end_ns, raises, direct, raise);
+        ticket, epoch, exchange, begin_ns, end_ns, raises, direct, raise, announced,
+        reserved);
     assert_mirrors!(h, "Raise", Raise: word, number, call);
     assert_mirrors!(h, "StepRequest", StepRequest: step, tokens, layer, given_routing, out_dtype, segments, raises, direct, reserved, raise);
     assert_mirrors!(h, "Segment", Segment: byte_offset, output_offset, first_row, rows, dtype,

@@ -57,8 +57,10 @@ struct SlotState {
     uint32_t raises;         // number of entries of `raise`
     uint32_t direct;         // 1: combine stores results at their places, and copy_out copies none
     Raise raise[kMaxRaises];
+    uint64_t announced;      // a hint from copy_in to the gate, which may already wait behind it; see announcement() in common.cuh
+    uint64_t reserved;       // the size is a multiple of 16
 };
-static_assert(sizeof(SlotState) == 272, "mirrored in src/params");
+static_assert(sizeof(SlotState) == 288, "mirrored in src/params");
 
 // The host's description of a step, in memory mapped into the device.
 struct StepRequest {
