@@ -114,11 +114,10 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
     Buffer<bf16> rows(size_t(max_tokens) * m.hidden), y(size_t(entries) * m.hidden), out(2 * size_t(max_tokens) * m.hidden);
     Buffer<bf16> x_panels(size_t(panel_rows) * m.hidden), h(size_t(panel_rows) * m.inter);
     Buffer<int32_t> ids(max_tokens * m.k), token_ids(max_tokens);
-    Buffer<float> weights(max_tokens * m.k), logits(max_tokens * m.experts), row_weight(entries);
+    Buffer<float> weights(max_tokens * m.k), row_weight(entries);
     Buffer<uint32_t> offsets(local + 1), row_index(entries), position(entries), block_counts(kMaxBlocks * local);
-    Buffer<uint32_t> tickets(max_tokens), expert_state(expertd_experts_state_words(local));
+    Buffer<uint32_t> expert_state(expertd_experts_state_words(local));
     Buffer<RowPlace> places(max_tokens);
-    CHECK(cudaMemset(tickets.data, 0, tickets.count * 4));
     CHECK(cudaMemset(expert_state.data, 0, expert_state.count * 4));
     Mapped<StepRequest> request(1);
     constexpr uint32_t MAX_SEGMENTS = 1024;
@@ -140,8 +139,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
     in.experts = m.experts, in.max_segments = MAX_SEGMENTS;
     GateParams gate{};
     gate.state = state.data, gate.layers = gate_table.data, gate.tokens = rows.data, gate.token_ids = token_ids.data;
-    gate.logits = logits.data, gate.tickets = tickets.data, gate.places = places.data, gate.topk_ids = ids.data;
-    gate.topk_weights = weights.data, gate.hidden = m.hidden, gate.experts = m.experts, gate.top_k = m.k;
+    gate.places = places.data, gate.topk_ids = ids.data, gate.topk_weights = weights.data, gate.hidden = m.hidden, gate.experts = m.experts, gate.top_k = m.k;
     gate.max_tokens = max_tokens, gate.score_fn = kSoftmax, gate.normalise = kSum, gate.scale = 1.0f;
     DispatchParams dispatch{g, rows.data, ids.data, weights.data, offsets.data, row_index.data, row_weight.data, position.data, block_counts.data};
     ExpertdExpertsParams mlp = parameters(m, local);

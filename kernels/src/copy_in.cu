@@ -48,10 +48,7 @@ constexpr uint32_t kRequestWords = sizeof(StepRequest) / sizeof(uint64_t);
 static_assert(kEarly * kEntryWords + kRequestWords <= kThreads, "a thread each");
 // Largest number of blocks of a cluster. Its first block loads the step's description for all of them: loads of one address by several
 // multiprocessors follow one another on the host's link.
-#ifndef EXPERTD_COPY_CLUSTER
-#define EXPERTD_COPY_CLUSTER 8
-#endif
-constexpr uint32_t kCluster = EXPERTD_COPY_CLUSTER;
+constexpr uint32_t kCluster = 8;
 // Largest number of 16-byte words of a row in memory that a warp copies: a round trip with all of them under way.
 constexpr uint32_t kPiece = 32 * 2 * kUnroll;
 

@@ -11,12 +11,6 @@
 namespace expertd {
 namespace {
 
-#ifndef EXPERTD_GATE_REHEARSE
-#define EXPERTD_GATE_REHEARSE 1
-#endif
-#ifndef EXPERTD_GATE_SIZE
-#define EXPERTD_GATE_SIZE 8
-#endif
 constexpr uint32_t kTokens = 16;     // tokens of a cluster
 constexpr uint32_t kColumns = 8;     // experts of a tile
 constexpr uint32_t kSumWarps = 16;   // warps of a block that multiply; each sums over a part of the inner dimension
@@ -102,31 +96,24 @@ __global__ void __launch_bounds__(kAllThreads<Tiles, Size>, 1) gate(const __grid
     }
     if (warp > kSumWarps) {
         const uint32_t slot = warp - kSumWarps - 1, token = first_token + slot * Size + block;
-        GateLayer layer = {};
-        // The first pass, on zeros and without results, brings the code while nothing else is to be done.
-        const bool rehearse = EXPERTD_GATE_REHEARSE && p.choice != kByTokenIds;
-#pragma unroll 1
-        for (uint32_t pass = rehearse ? 0 : 1; pass < 2; ++pass) {
-            if (pass == 1) {
-                barrier_of(kStartBarrier, kAll);
-                const uint4 state = head(p.state);
-                const StepKind what = step_kind(p.state);
-                const bool given = token < p.max_tokens && p.places != nullptr && (p.places[token].flags & kGivenRouting) != 0;
-                const uint32_t tokens = min(state.w, p.max_tokens);
-                if (state.z != 0 || what.routed || token >= tokens) return;
-                if (slot == 0 && lane == 0) {
-                    // The tokens of this block, which are every Size-th of the tile.
-                    const uint32_t mine = (min(tokens - first_token, kTokens) - block + Size - 1) / Size;
-                    barrier_arrive_expect(&complete, mine * p.experts * sizeof(float));
-                }
-                layer = p.layers[what.layer];
-                barrier_wait(&complete, 0);
-                if (given) break;
-            }
+        barrier_of(kStartBarrier, kAll);
+        const uint4 state = head(p.state);
+        const StepKind what = step_kind(p.state);
+        const bool given = token < p.max_tokens && p.places != nullptr && (p.places[token].flags & kGivenRouting) != 0;
+        const uint32_t tokens = min(state.w, p.max_tokens);
+        if (state.z != 0 || what.routed || token >= tokens) return;
+        if (slot == 0 && lane == 0) {
+            // The tokens of this block, which are every Size-th of the tile.
+            const uint32_t mine = (min(tokens - first_token, kTokens) - block + Size - 1) / Size;
+            barrier_arrive_expect(&complete, mine * p.experts * sizeof(float));
+        }
+        const GateLayer layer = p.layers[what.layer];
+        barrier_wait(&complete, 0);
+        if (!given) {
             float mine[kPer];
 #pragma unroll
             for (int i = 0; i < kPer; ++i) mine[i] = i * 32 + lane < p.experts ? logits[slot][i * 32 + lane] : -kInfinity;
-            choose<kPer>(p, layer, token, mine, scratch[slot], pass == 1);
+            choose<kPer>(p, layer, token, mine, scratch[slot]);
         }
         if (block == 0 && blockIdx.y == 0 && slot == 0 && lane == 0) p.state->end_ns[kGate] = now_ns();
         return;
@@ -242,11 +229,11 @@ int launch_few(const GateParams& params, uint32_t tokens, cudaStream_t stream, b
 int launch_gate(const GateParams& params, uint32_t tokens, cudaStream_t stream) {
     bool fits = true;
     if (params.experts <= 64) return launch_few<1, 8>(params, tokens, stream, fits);
-    if (params.experts <= 128 && EXPERTD_GATE_SIZE == 8) return launch_few<2, 8>(params, tokens, stream, fits);
-    const auto wide = params.experts <= 128 ? launch_few<1, 16> : params.experts <= 256 ? launch_few<2, 16> : launch_few<4, 16>;
+    if (params.experts <= 128) return launch_few<2, 8>(params, tokens, stream, fits);
+    const auto wide = params.experts <= 256 ? launch_few<2, 16> : launch_few<4, 16>;
     const int code = wide(params, tokens, stream, fits);
     if (fits) return code;
-    const auto narrow = params.experts <= 128 ? launch_few<2, 8> : params.experts <= 256 ? launch_few<4, 8> : launch_few<8, 8>;
+    const auto narrow = params.experts <= 256 ? launch_few<4, 8> : launch_few<8, 8>;
     fits = true;
     return narrow(params, tokens, stream, fits);
 }

@@ -169,10 +169,10 @@ __device__ __forceinline__ void sparse_mixer(const GateParams& p, const float (&
 }
 
 // Chooses the experts of a token. A lane's logits are those of experts lane, lane + 32, ...; they are -infinity past the last expert.
-// `scratch` is the warp's: Per * 32 floats. The choice is only stored with `store`.
+// `scratch` is the warp's: Per * 32 floats.
 template <int Per>
-__device__ __forceinline__ void choose(const GateParams& p, const GateLayer& layer, uint32_t token, float (&logits)[Per], float* scratch,
-                                       bool store = true) {
+__device__ __forceinline__ void choose(const GateParams& p, const GateLayer& layer, uint32_t token, float (&logits)[Per],
+                                       float* scratch) {
     const uint32_t lane = threadIdx.x % 32;
     float scores[Per];
 #pragma unroll
@@ -239,7 +239,7 @@ __device__ __forceinline__ void choose(const GateParams& p, const GateLayer& lay
         }
         weight *= p.scale;
     }
-    if (store && lane < p.top_k) {
+    if (lane < p.top_k) {
         p.topk_ids[static_cast<uint64_t>(token) * p.top_k + lane] = static_cast<int32_t>(id);
         p.topk_weights[static_cast<uint64_t>(token) * p.top_k + lane] = weight;
     }

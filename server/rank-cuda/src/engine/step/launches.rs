@@ -148,8 +148,6 @@ impl Phases<'_> {
             tokens: k.tokens.address(),
             tokens_low: slot.tokens_low.address(),
             token_ids: slot.token_ids.address(),
-            logits: buffers.logits.address(),
-            tickets: buffers.tickets.address(),
             places: slot.places.address(),
             topk_ids: k.topk_ids.address(),
             topk_weights: k.topk_weights.address(),
