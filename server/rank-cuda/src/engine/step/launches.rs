@@ -140,7 +140,7 @@ impl Phases<'_> {
     }
 
     unsafe fn gate(&self) -> Result<(), CudaFault> {
-        let Phases { step, layers, buffers, shape, .. } = self;
+        let Phases { step, layers, shape, .. } = self;
         let (slot, k) = (step.slot, &step.slot.kernels);
         let gate = GateParams {
             state: k.state.address(),
