@@ -25,16 +25,14 @@ void bench(const Shape& shape, uint32_t tokens, cudaStream_t stream) {
     }
     Buffer<expertd::GateLayer> table(layers);
     Buffer<expertd::SlotState> state(states);
-    Buffer<float> logits(size_t(tokens) * shape.experts), chosen_weights(size_t(tokens) * shape.top_k);
+    Buffer<float> chosen_weights(size_t(tokens) * shape.top_k);
     Buffer<int32_t> ids(size_t(tokens) * shape.top_k);
-    Buffer<uint32_t> tickets(tokens / 16 + 1);
-    CHECK(cudaMemset(tickets.data, 0, tickets.count * 4));
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
     for (uint32_t i = 0; i < LAUNCHES; i++) {
         expertd::GateParams p{};
-        p.state = state.data + i, p.layers = table.data, p.tokens = rows[i].data, p.logits = logits.data, p.tickets = tickets.data;
+        p.state = state.data + i, p.layers = table.data, p.tokens = rows[i].data;
         p.topk_ids = ids.data, p.topk_weights = chosen_weights.data, p.hidden = shape.hidden, p.experts = shape.experts;
         p.top_k = shape.top_k, p.max_tokens = tokens, p.score_fn = expertd::kSoftmax, p.normalise = expertd::kSum, p.scale = 1.0f;
         CHECK(expertd_gate(&p, 1, tokens, stream));

@@ -2,11 +2,12 @@
 // copy_out in one captured graph. The host plays the peers: it sets their flags, routing and rows before the step, so the time is this
 // rank's own latency.
 //
-//   step STEPS MODEL:RANKS:TOKENS[:TILE_ROWS[:FLAGS]] ...      e.g. step 400 qwen3-30b:1:1 olmoe-7b:2:8
+//   step STEPS MODEL:RANKS:TOKENS[:TILE_ROWS[:FLAGS[:SEGMENTS[:COPY_BLOCKS]]]] ...      e.g. step 400 qwen3-30b:1:1 olmoe-7b:2:8
 //
-// FLAGS is added to EXPERTD_LAUNCH_PROGRAMMATIC (4: EXPERTD_LAUNCH_FEW_ROWS).
+// FLAGS is added to EXPERTD_LAUNCH_PROGRAMMATIC (4: EXPERTD_LAUNCH_FEW_ROWS). SEGMENTS is the number of separate runs of rows in host
+// memory (default 1); if it is negative, rows and results are in device memory, as those of CUDA sessions.
 //
-// Prints medians in microseconds since the begin of copy_in.
+// Prints medians in microseconds since the begin of copy_in, and a hash of all results, which is equal for kernels that give equal bits.
 #include <chrono>
 
 #include "../src/step.h"
@@ -75,9 +76,14 @@ int wrong_choices(const Model& m, const bf16* rows, const std::vector<bf16>& wei
     return wrong;
 }
 
+uint64_t hash_bytes(uint64_t hash, const void* data, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) hash = (hash ^ static_cast<const uint8_t*>(data)[i]) * 0x100000001b3ull;
+    return hash;
+}
+
 uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
-void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags, int steps) {
+void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags, int runs, uint32_t copy_blocks, int steps) {
     const int local = m.experts / ranks, max_tokens = std::max(tokens, 8);
     const size_t expert_bytes = expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_GATE_UP, m.hidden, m.inter) +
                                 expertd_experts_matrix_bytes(m.format, EXPERTD_PACK_DOWN, m.hidden, m.inter);
@@ -108,14 +114,14 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
     Buffer<bf16> rows(size_t(max_tokens) * m.hidden), y(size_t(entries) * m.hidden), out(2 * size_t(max_tokens) * m.hidden);
     Buffer<bf16> x_panels(size_t(panel_rows) * m.hidden), h(size_t(panel_rows) * m.inter);
     Buffer<int32_t> ids(max_tokens * m.k), token_ids(max_tokens);
-    Buffer<float> weights(max_tokens * m.k), logits(max_tokens * m.experts), row_weight(entries);
+    Buffer<float> weights(max_tokens * m.k), row_weight(entries);
     Buffer<uint32_t> offsets(local + 1), row_index(entries), position(entries), block_counts(kMaxBlocks * local);
-    Buffer<uint32_t> tickets(max_tokens), expert_state(expertd_experts_state_words(local));
+    Buffer<uint32_t> expert_state(expertd_experts_state_words(local));
     Buffer<RowPlace> places(max_tokens);
-    CHECK(cudaMemset(tickets.data, 0, tickets.count * 4));
     CHECK(cudaMemset(expert_state.data, 0, expert_state.count * 4));
     Mapped<StepRequest> request(1);
-    Mapped<Segment> segments(1);
+    constexpr uint32_t MAX_SEGMENTS = 1024;
+    Mapped<Segment> segments(MAX_SEGMENTS);
     Mapped<uint8_t> staged(size_t(max_tokens) * m.hidden * 4);
     Mapped<int32_t> staged_ids(max_tokens * m.k), staged_token_ids(max_tokens);
     Mapped<float> staged_weights(max_tokens * m.k);
@@ -130,11 +136,10 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
     in.staged_ids = staged_ids.device, in.staged_weights = staged_weights.device, in.tokens = rows.data;
     in.topk_ids = ids.data, in.topk_weights = weights.data, in.token_ids = token_ids.data, in.places = places.data;
     in.staged_bytes = size_t(max_tokens) * m.hidden * 4, in.hidden = m.hidden, in.top_k = m.k, in.max_tokens = max_tokens;
-    in.experts = m.experts, in.max_segments = 1;
+    in.experts = m.experts, in.max_segments = MAX_SEGMENTS;
     GateParams gate{};
     gate.state = state.data, gate.layers = gate_table.data, gate.tokens = rows.data, gate.token_ids = token_ids.data;
-    gate.logits = logits.data, gate.tickets = tickets.data, gate.places = places.data, gate.topk_ids = ids.data;
-    gate.topk_weights = weights.data, gate.hidden = m.hidden, gate.experts = m.experts, gate.top_k = m.k;
+    gate.places = places.data, gate.topk_ids = ids.data, gate.topk_weights = weights.data, gate.hidden = m.hidden, gate.experts = m.experts, gate.top_k = m.k;
     gate.max_tokens = max_tokens, gate.score_fn = kSoftmax, gate.normalise = kSum, gate.scale = 1.0f;
     DispatchParams dispatch{g, rows.data, ids.data, weights.data, offsets.data, row_index.data, row_weight.data, position.data, block_counts.data};
     ExpertdExpertsParams mlp = parameters(m, local);
@@ -161,12 +166,12 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     auto enqueue = [&] {
-        CHECK(expertd_copy_in(&in, 1, 16, stream));
+        CHECK(expertd_copy_in(&in, 1, copy_blocks, stream));
         CHECK(expertd_gate(&gate, 1, tokens, stream));
         CHECK(expertd_dispatch(&dispatch, 1, dispatch_blocks, stream));
         CHECK(expertd_experts_launch(&mlp, stream));
         CHECK(expertd_combine(&combine, 1, combine_blocks, stream));
-        CHECK(expertd_copy_out(&back, 1, 16, stream));
+        CHECK(expertd_copy_out(&back, 1, copy_blocks, stream));
     };
     CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     enqueue();
@@ -177,6 +182,8 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
     std::normal_distribution<float> normal;
     std::vector<bf16> pool(1 << 20);
     for (auto& v : pool) v = bf16(normal(rng));
+    Buffer<bf16> device_pool(pool), results(size_t(max_tokens) * m.hidden);
+    uint64_t hash = 0xcbf29ce484222325ull;
     constexpr int STAMPS = 13;
     const char* names[STAMPS] = {"copy_in end", "gate begin", "gate end", "dispatch begin", "lists end", "dispatch end", "combine begin",
                                  "combine end", "copy_out begin", "copy_out end", "host", "gate-combine", "phases"};
@@ -187,10 +194,20 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
     for (const auto& weight : gates) gate_weights.push_back(check ? weight.read() : std::vector<bf16>());
     int wrong = 0;
     for (int step = 1; step <= steps; step++) {
-        *request.host = {uint64_t(step), uint32_t(tokens), uint32_t(step % layer_count), 0, kBf16, 1, 0};
-        *segments.host = {0, 0, 0, uint32_t(tokens), kBf16, kSharedExperts, 0, 0};
-        const bf16* staged_rows = pool.data() + rng() % (pool.size() - size_t(tokens) * m.hidden);
-        std::memcpy(staged.host, staged_rows, size_t(tokens) * m.hidden * 2);
+        const int count = std::min(std::abs(runs), tokens);
+        *request.host = {uint64_t(step), uint32_t(tokens), uint32_t(step % layer_count), 0, kBf16, uint32_t(count), 0, runs < 0};
+        const size_t from = rng() % (pool.size() - size_t(tokens) * m.hidden) / 8 * 8;
+        const bf16* staged_rows = pool.data() + from;
+        for (int i = 0; i < count; i++) {
+            const uint32_t row = tokens * i / count, end = tokens * (i + 1) / count;
+            const uint64_t at = uint64_t(row) * m.hidden * 2;
+            segments.host[i] = {at, 0, row, end - row, kBf16, kSharedExperts, 0, 0};
+            if (runs < 0) {
+                segments.host[i].byte_offset = uint64_t(device_pool.data + from) + at;
+                segments.host[i].output_offset = uint64_t(results.data) + at, segments.host[i].memory = 1;
+            }
+        }
+        if (runs > 0) std::memcpy(staged.host, staged_rows, size_t(tokens) * m.hidden * 2);
         if (ranks > 1) { // the peers have already sent
             std::vector<uint64_t> flags(size_t(ranks) * kMaxBlocks * kMaxChunks, 0);
             const uint64_t flag = g.generation | uint64_t(step);
@@ -231,6 +248,11 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
         CHECK(cudaStreamSynchronize(stream));
         const Completion& done = *completion.host;
         if (done.error != 0) std::printf("error %x\n", done.error), std::exit(1);
+        const size_t row_bytes = size_t(tokens) * m.hidden * 2;
+        if (runs < 0) CHECK(cudaMemcpy(staged.host, results.data, row_bytes, cudaMemcpyDeviceToHost));
+        hash = hash_bytes(hash, staged.host, row_bytes);
+        hash = hash_bytes(hash, staged_ids.host, size_t(tokens) * m.k * 4);
+        hash = hash_bytes(hash, staged_weights.host, size_t(tokens) * m.k * 4);
         if (check) wrong += wrong_choices(m, staged_rows, gate_weights[step % layer_count], staged_ids.host, tokens);
         if (step <= steps / 5) continue;
         const double zero = double(done.begin_ns[kCopyIn]);
@@ -246,12 +268,16 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
                                            span(done.begin_ns[kCombine], done.end_ns[kCombine])};
         for (int i = 0; i < STAMPS; i++) stamps[i].push_back(values[i]);
         const auto counts = offsets.read();
+        const auto listed = row_index.read();
+        hash = hash_bytes(hash_bytes(hash, counts.data(), counts.size() * 4), listed.data(), counts[local] * 4);
         for (int e = 0; e < local; e++) active += counts[e + 1] > counts[e];
     }
     active /= stamps[0].size();
     const double floor = active * expert_bytes / HBM * 1e6;
-    std::printf("%s ranks %d tokens %d rows %d flags %d: %.1f experts, weights %.1f us |", m.name, ranks, tokens, tile_rows, flags, active, floor);
-    for (int i = 0; i < STAMPS; i++) std::printf(" %s %.1f%s", names[i], median(stamps[i]), i + 1 < STAMPS ? "," : "\n");
+    std::printf("%s ranks %d tokens %d rows %d flags %d segments %d blocks %u: %.1f experts, weights %.1f us |", m.name, ranks, tokens,
+                tile_rows, flags, runs, copy_blocks, active, floor);
+    for (int i = 0; i < STAMPS; i++) std::printf(" %s %.1f%s", names[i], median(stamps[i]), i + 1 < STAMPS ? "," : "");
+    std::printf(", hash %016llx\n", static_cast<unsigned long long>(hash));
     if (check) std::printf("%d wrong choices\n", wrong);
     std::fflush(stdout);
     CHECK(cudaGraphExecDestroy(exec));
@@ -268,10 +294,11 @@ int main(int argc, char** argv) {
     CHECK(expertd_experts_setup());
     for (int i = 2; i < argc; i++) {
         char name[64];
-        int ranks = 1, tokens = 1, rows = 0, flags = 0;
-        std::sscanf(argv[i], "%63[^:]:%d:%d:%d:%d", name, &ranks, &tokens, &rows, &flags);
+        int ranks = 1, tokens = 1, rows = 0, flags = 0, runs = 1;
+        unsigned copy_blocks = 16;
+        std::sscanf(argv[i], "%63[^:]:%d:%d:%d:%d:%d:%u", name, &ranks, &tokens, &rows, &flags, &runs, &copy_blocks);
         for (const Model& m : MODELS) {
-            if (std::strcmp(name, m.name) == 0) time_steps(m, ranks, tokens, rows, flags, std::atoi(argv[1]));
+            if (std::strcmp(name, m.name) == 0) time_steps(m, ranks, tokens, rows, flags, runs, copy_blocks, std::atoi(argv[1]));
         }
     }
     return 0;

@@ -114,6 +114,12 @@ __device__ __forceinline__ void begin_kernel() {
 // Loads the first 16 bytes of SlotState: sequence, error and tokens. open_step() decodes them; other loads can be issued in between.
 __device__ __forceinline__ uint4 head(const SlotState* state) { return __ldcg(reinterpret_cast<const uint4*>(state)); }
 
+// What copy_in tells the gate as soon as it knows it, in SlotState::announced, so that the gate can load weights while rows are on their
+// way: tokens and layer, and the sequence to tell it from that of an earlier step. It is a hint; the gate compares it with the state.
+__device__ __forceinline__ uint64_t announcement(uint64_t sequence, uint32_t tokens, uint32_t layer) {
+    return sequence << 32 | static_cast<uint64_t>(layer & 0xfff) << 20 | (tokens & 0xfffff);
+}
+
 struct StepView {
     uint64_t sequence;
     uint32_t tokens;
@@ -252,17 +258,21 @@ struct Ranks {
 
 // Launches `one` for a single rank, as a programmatic dependent launch (every kernel begins with begin_kernel), or `many` for a
 // loopback group. The blocks of a `resident` kernel wait for each other and must be resident together; a loopback group is launched
-// cooperatively, which fails instead of hanging.
+// cooperatively, which fails instead of hanging. `cluster` is the number of blocks of a cluster of a single rank's launch.
 template <typename Params, typename One, typename Many>
 int launch(One one, Many many, const Params* params, uint32_t count, uint32_t blocks, uint32_t threads,
-           bool resident, void* stream, uint32_t shared_bytes = 0) {
+           bool resident, void* stream, uint32_t shared_bytes = 0, uint32_t cluster = 1) {
     if (count == 0 || count > kMaxRanks || blocks == 0) return cudaErrorInvalidValue;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks, count);
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute attribute = {};
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchAttribute& attribute = attributes[0];
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = cluster;
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
     if (count == 1) {
         attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -270,8 +280,8 @@ int launch(One one, Many many, const Params* params, uint32_t count, uint32_t bl
         attribute.id = cudaLaunchAttributeCooperative;
         attribute.val.cooperative = 1;
     }
-    config.attrs = &attribute;
-    config.numAttrs = count == 1 || resident ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = count == 1 ? (cluster == 1 ? 1 : 2) : resident ? 1 : 0;
     if (count == 1) {
         Ranks<Params, 1> all;
         all.rank[0] = params[0];

@@ -1,6 +1,7 @@
 // copy_in reads the step's description and copies its rows from mapped host staging, or from the memory of clients, to device memory.
 // The host's link limits it, so few blocks suffice.
 #include "common.cuh"
+#include "ptx.cuh"
 
 namespace expertd {
 namespace {
@@ -42,11 +43,14 @@ __device__ __forceinline__ float load_host(const float* address) {
 constexpr uint32_t kTable = 1024;
 constexpr uint32_t kEntryWords = sizeof(Segment) / sizeof(uint64_t);
 // Number of entries that are loaded together with the request, before their number is known.
-constexpr uint32_t kEarly = kThreads / kEntryWords - 2;
-// The same for a grid of more than kSmallGrid blocks: every block loads these entries over the host's link.
-constexpr uint32_t kEarlyOfMany = 4;
-constexpr uint32_t kSmallGrid = 16;
-static_assert(kEarly * kEntryWords + sizeof(StepRequest) / 16 <= kThreads, "a thread each");
+constexpr uint32_t kEarly = kThreads / kEntryWords - 4;
+constexpr uint32_t kRequestWords = sizeof(StepRequest) / sizeof(uint64_t);
+static_assert(kEarly * kEntryWords + kRequestWords <= kThreads, "a thread each");
+// Largest number of blocks of a cluster. Its first block loads the step's description for all of them: loads of one address by several
+// multiprocessors follow one another on the host's link.
+constexpr uint32_t kCluster = 8;
+// Largest number of 16-byte words of a row in memory that a warp copies: a round trip with all of them under way.
+constexpr uint32_t kPiece = 32 * 2 * kUnroll;
 
 // The segment that holds `row`, among `count` segments of consecutive rows.
 __device__ __forceinline__ Segment segment_of(const Segment* table, uint32_t count, uint32_t row) {
@@ -77,11 +81,12 @@ __device__ __forceinline__ void widen_f16(const uint4& raw, float (&v)[8]) {
     }
 }
 
-// Converts a row from staging to bf16 and, unless `low` is null, stores the rounding errors there. One warp runs this.
-__device__ void take_row(const CopyInParams& p, const uint8_t* from, uint32_t dtype, uint4* to, uint4* low) {
-    const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
+// Converts the words from `begin` to `words` of a row from staging to bf16 and, unless `low` is null, stores the rounding errors there.
+// One warp runs this.
+__device__ void take_row(const uint8_t* from, uint32_t dtype, uint32_t begin, uint32_t words, uint4* to, uint4* low) {
+    const uint32_t lane = threadIdx.x % 32;
     if (dtype == kF32) {
-        for (uint32_t base = 0; base < words; base += 32 * kUnroll) {
+        for (uint32_t base = begin; base < words; base += 32 * kUnroll) {
             uint4 a[kUnroll], b[kUnroll];
 #pragma unroll
             for (uint32_t i = 0; i < kUnroll; ++i) {
@@ -104,7 +109,7 @@ __device__ void take_row(const CopyInParams& p, const uint8_t* from, uint32_t dt
         }
         return;
     }
-    for (uint32_t base = 0; base < words; base += 32 * 2 * kUnroll) {
+    for (uint32_t base = begin; base < words; base += 32 * 2 * kUnroll) {
         uint4 data[2 * kUnroll];
 #pragma unroll
         for (uint32_t i = 0; i < 2 * kUnroll; ++i) {
@@ -138,8 +143,9 @@ __device__ __forceinline__ float load_element(const void* row, uint32_t index, u
 }
 
 // As take_row, for a row of `row_elements` elements.
-__device__ void take_narrow_row(const CopyInParams& p, const void* from, uint32_t dtype, uint4* to, uint4* low) {
-    for (uint32_t word = threadIdx.x % 32; word < p.hidden / 8; word += 32) {
+__device__ void take_narrow_row(const CopyInParams& p, const void* from, uint32_t dtype, uint32_t begin, uint32_t words, uint4* to,
+                                uint4* low) {
+    for (uint32_t word = begin + threadIdx.x % 32; word < words; word += 32) {
         float v[8];
 #pragma unroll
         for (uint32_t i = 0; i < 8; ++i) {
@@ -152,8 +158,8 @@ __device__ void take_narrow_row(const CopyInParams& p, const void* from, uint32_
     }
 }
 
-// Copies a row from staging with its place and its routing. One warp runs this.
-__device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row, bool wide) {
+// Copies a piece of a row from staging; with the first piece the row's place and its routing. One warp runs this.
+__device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row, uint32_t piece, bool wide) {
     const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
     const bool narrow = (segment.flags & kNarrowRows) != 0;
     const uint32_t element_bytes = segment.dtype == kF32 ? 4 : 2, align = narrow ? element_bytes : 16;
@@ -168,8 +174,8 @@ __device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row
     }
     // Load the routing first, so that its loads are under way while those of the row are issued.
     const uint64_t at = static_cast<uint64_t>(row) * p.top_k + lane;
-    const bool given = (segment.flags & kGivenRouting) != 0 && lane < p.top_k;
-    const bool named = p.staged_token_ids != nullptr && lane == 0;
+    const bool given = piece == 0 && (segment.flags & kGivenRouting) != 0 && lane < p.top_k;
+    const bool named = piece == 0 && p.staged_token_ids != nullptr && lane == 0;
     int32_t id = 0, token_id = 0;
     float weight = 0.0f;
     if (given) {
@@ -182,10 +188,11 @@ __device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row
     if (p.tokens != nullptr) {
         uint4* to = static_cast<uint4*>(p.tokens) + first_word;
         uint4* low = wide && p.tokens_low != nullptr ? static_cast<uint4*>(p.tokens_low) + first_word : nullptr;
-        if (narrow) take_narrow_row(p, from, segment.dtype, to, low);
-        else take_row(p, from, segment.dtype, to, low);
+        const uint32_t begin = piece * kPiece, end = min(begin + kPiece, words);
+        if (narrow) take_narrow_row(p, from, segment.dtype, begin, end, to, low);
+        else take_row(from, segment.dtype, begin, end, to, low);
     }
-    if (lane == 0) {
+    if (piece == 0 && lane == 0) {
         uint8_t* output = attached ? reinterpret_cast<uint8_t*>(segment.output_offset + within) : from;
         p.places[row] = {output, segment.dtype, segment.flags};
     }
@@ -201,28 +208,60 @@ __device__ void take(const CopyInParams& p, const Segment& segment, uint32_t row
     if (named) p.token_ids[row] = token_id;
 }
 
+// A step's description, in every block's shared memory.
+struct Description {
+    StepRequest request;
+    Segment table[kTable];
+};
+
+// Loads the request and the segment table's first entries, in one round trip to the host, and passes on what the other blocks of the
+// cluster need. The first block of a cluster runs this.
+__device__ __forceinline__ void describe(const CopyInParams& p, Description& description, uint32_t blocks) {
+    static_assert(offsetof(Description, table) == kRequestWords * sizeof(uint64_t), "one array of words");
+    uint64_t* words = reinterpret_cast<uint64_t*>(&description);
+    const uint32_t early = min(p.max_segments, kEarly), at = threadIdx.x;
+    const bool any = at < kRequestWords + early * kEntryWords;
+    uint64_t word = 0;
+    if (any) {
+        const uint64_t* from = at < kRequestWords ? reinterpret_cast<const uint64_t*>(p.request) + at
+                                                  : reinterpret_cast<const uint64_t*>(p.segments) + (at - kRequestWords);
+        word = load_host(from);
+        words[at] = word;
+    }
+    __syncthreads();
+    if (blocks == 1) return;
+    cluster_wait();  // the other blocks have started
+    if (any && at < kRequestWords + min(description.request.segments, early) * kEntryWords) {
+        for (uint32_t block = 1; block < blocks; ++block) store_peer(peer_address(smem_address(words + at), block), word);
+    }
+    __syncwarp();
+    cluster_arrive();
+}
+
 template <int Count>
 __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Ranks<CopyInParams, Count> all) {
     const CopyInParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
-    __shared__ StepRequest request;
-    __shared__ Segment table[kTable];
-    uint64_t* table_words = reinterpret_cast<uint64_t*>(table);
-    const uint64_t* entries = reinterpret_cast<const uint64_t*>(p.segments);
+    __shared__ __align__(16) Description description;
+    const uint32_t blocks = cluster_blocks();
+    if (blocks != 1) cluster_arrive();
     begin_kernel();
     const uint64_t begin = now_ns();
-    // The request and the first entries take one round trip to the host, the rows a second one. Segments are looked up in shared
-    // memory, which takes none.
-    const uint32_t early = min(p.max_segments, gridDim.x > kSmallGrid ? kEarlyOfMany : kEarly);
-    if (threadIdx.x < early * kEntryWords) {
-        table_words[threadIdx.x] = load_host(entries + threadIdx.x);
-    } else if (threadIdx.x >= kThreads - sizeof(StepRequest) / 16) {
-        const uint32_t part = kThreads - 1 - threadIdx.x;
-        reinterpret_cast<uint4*>(&request)[part] = load_host(reinterpret_cast<const uint4*>(p.request) + part);
+    // Not changed before combine.
+    const uint64_t sequence = __ldcg(reinterpret_cast<const unsigned long long*>(&p.state->sequence));
+    // The description takes one round trip to the host, the rows a second one. Segments are looked up in shared memory, which takes none.
+    const bool first_block = cluster_block() == 0;
+    if (first_block) {
+        describe(p, description, blocks);
+    } else {
+        cluster_wait();
+        cluster_arrive();
+        cluster_wait();
     }
-    __syncthreads();
+    const StepRequest& request = description.request;
     const bool possible = request.tokens <= p.max_tokens && request.segments <= p.max_segments;
     const uint32_t tokens = possible ? request.tokens : 0, segments = possible ? request.segments : 0;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
+        if (possible) *static_cast<volatile uint64_t*>(&p.state->announced) = announcement(sequence, tokens, request.layer);
         if (!possible) set_error(p.state, kBadCount, 0xff, kCopyIn);
         p.state->tokens = tokens;
         p.state->layer = request.layer;
@@ -235,28 +274,36 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
         p.state->direct = request.direct;
         for (uint32_t i = 0; i < kMaxRaises; ++i) p.state->raise[i] = request.raise[i];
     }
-    // Neighbouring rows belong to different blocks, so that few rows are spread over many SMs.
+    // Neighbouring pieces belong to different blocks, so that few rows are spread over many SMs.
+    const uint32_t pieces = (p.hidden / 8 + kPiece - 1) / kPiece;
     const uint32_t first = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+    const uint32_t early = min(p.max_segments, kEarly);
+    Segment* table = description.table;
     uint32_t covered = 0;
     for (uint32_t entry = 0; entry < segments; entry += kTable) {
         const uint32_t count = min(kTable, segments - entry);
-        if (entry != 0) __syncthreads();
-        for (uint32_t word = (entry == 0 ? early * kEntryWords : 0) + threadIdx.x; word < count * kEntryWords;
-             word += kThreads) {
-            table_words[word] = load_host(entries + static_cast<uint64_t>(entry) * kEntryWords + word);
+        if (count > early || entry != 0) {
+            if (entry != 0) __syncthreads();
+            const uint64_t* entries = reinterpret_cast<const uint64_t*>(p.segments + entry);
+            for (uint32_t word = (entry == 0 ? early * kEntryWords : 0) + threadIdx.x; word < count * kEntryWords; word += kThreads) {
+                reinterpret_cast<uint64_t*>(table)[word] = load_host(entries + word);
+            }
+            __syncthreads();
         }
-        if (count > early || entry != 0) __syncthreads();
         const Segment& last = table[count - 1];
         // Segments must be consecutive; otherwise some rows would not be copied.
         if (table[0].first_row != covered) break;
         const uint32_t end = min(tokens, last.first_row + last.rows);
-        for (uint32_t row = covered + first; row < end; row += gridDim.x * kWarps) {
-            take(p, segment_of(table, count, row), row, request.out_dtype != kBf16);
+        for (uint32_t item = covered * pieces + first; item < end * pieces; item += gridDim.x * kWarps) {
+            const uint32_t row = item / pieces;
+            take(p, segment_of(table, count, row), row, item - row * pieces, request.out_dtype != kBf16);
         }
         covered = end;
     }
     if (covered != tokens && blockIdx.x == 0 && threadIdx.x == 0) set_error(p.state, kBadCount, 0xfe, kCopyIn);
     stamp_end(p.state, kCopyIn);
+    __syncwarp();
+    if (first_block && blocks != 1) cluster_wait();
 }
 
 }  // namespace
@@ -264,5 +311,7 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
 
 extern "C" int expertd_copy_in(const expertd::CopyInParams* params, uint32_t count, uint32_t blocks, void* stream) {
     using namespace expertd;
-    return launch(copy_in<1>, copy_in<kMaxRanks>, params, count, blocks, kThreads, false, stream);
+    uint32_t cluster = count == 1 ? kCluster : 1;
+    while (cluster > 1 && blocks % cluster != 0) cluster /= 2;
+    return launch(copy_in<1>, copy_in<kMaxRanks>, params, count, blocks, kThreads, false, stream, 0, cluster);
 }

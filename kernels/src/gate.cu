@@ -1,14 +1,32 @@
-// The gate of steps with few tokens: computes logits = tokens x weight^T in bf16 with f32 sums on the tensor cores; then the block
-// that finishes a tile of tokens last chooses the experts, with one warp per token. gate_wide.cu is the gate of many tokens.
+// The gate of steps with few tokens: computes logits = tokens x weight^T in bf16 with f32 sums on the tensor cores, then chooses the
+// experts. gate_wide.cu is the gate of many tokens.
+//
+// A cluster of blocks computes kTokens tokens and all experts; each block has a part of the experts, and chooses for some of the tokens.
+// Logits go straight to the shared memory of the block that chooses. What needs no rows happens while the rows are still on their way:
+// copy_in announces the layer, and the gate loads its weights.
 #include "gate_choice.cuh"
 #include "gate_wide.h"
+#include "ptx.cuh"
 
 namespace expertd {
 namespace {
 
-constexpr uint32_t kTokens = 16;   // tokens of a block
-constexpr uint32_t kColumns = 8;   // experts of a block
-constexpr uint32_t kGateWarps = 16;  // warps of a block, each of which sums over a part of the inner dimension
+constexpr uint32_t kTokens = 16;     // tokens of a cluster
+constexpr uint32_t kColumns = 8;     // experts of a tile
+constexpr uint32_t kSumWarps = 16;   // warps of a block that multiply; each sums over a part of the inner dimension
+constexpr uint32_t kSumThreads = 32 * kSumWarps;
+constexpr uint32_t kHintBarrier = 1, kStartBarrier = 2, kSumsBarrier = 3;
+
+// Tiles: tiles of experts of a block. Size: blocks of a cluster.
+template <int Tiles, int Size> constexpr uint32_t kChoosers = kTokens / Size;  // warps of a block that choose, each for one token
+template <int Tiles, int Size> constexpr uint32_t kAllThreads = kSumThreads + 32 * (1 + kChoosers<Tiles, Size>);
+template <int Tiles, int Size> constexpr uint32_t kMost = Tiles * Size * kColumns;  // largest number of experts
+template <int Tiles> constexpr uint32_t kSumBytes = kSumWarps * Tiles * kTokens * kColumns * sizeof(float);
+
+__device__ __forceinline__ void barrier_of(uint32_t barrier, uint32_t threads) {
+    __syncwarp();
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
 __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                     uint32_t b1) {
@@ -17,101 +35,207 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-template <int Per>
-__device__ __forceinline__ void choose_stored(const GateParams& p, const GateLayer& layer, uint32_t token, float* scratch) {
-    const uint32_t lane = threadIdx.x % 32;
-    const float* from = p.logits + static_cast<uint64_t>(token) * p.experts;
-    float logits[Per];
+// Loads a lane's part of 32 columns of kTokens rows, or of the rows of Tiles * kColumns experts. What does not exist is zero.
+template <int Tiles>
+__device__ __forceinline__ void load_weights(const uint4* w, uint32_t first, uint32_t experts, uint32_t word, uint32_t words,
+                                             uint4 (&b)[Tiles]) {
 #pragma unroll
-    for (int i = 0; i < Per; ++i) {
-        const uint32_t expert = i * 32 + lane;
-        logits[i] = expert < p.experts ? __ldcg(from + expert) : -kInfinity;
+    for (int t = 0; t < Tiles; ++t) {
+        const uint32_t expert = first + t * kColumns + threadIdx.x % 32 / 4;
+        b[t] = word < words && expert < experts ? __ldg(w + static_cast<uint64_t>(expert) * words + word) : make_uint4(0, 0, 0, 0);
     }
-    choose<Per>(p, layer, token, logits, scratch);
 }
 
-__global__ void __launch_bounds__(32 * kGateWarps, 1) gate(const __grid_constant__ GateParams p) {
-    constexpr uint32_t kScratch = kGateWarps * kMaxExperts;
-    static_assert((kGateWarps - 1) * kTokens * kColumns <= kScratch, "sums and scratch share the memory");
-    __shared__ float shared[kScratch];
-    begin_kernel();
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) p.state->begin_ns[kGate] = now_ns();
-    const StepKind what = step_kind(p.state);
-    const StepView step = open_step(head(p.state), p.max_tokens);
-    const uint32_t tokens = step.tokens, first_token = blockIdx.y * kTokens;
-    if (!step.ok || what.routed || first_token >= tokens) return;
-    const GateLayer layer = p.layers[what.layer];
+__device__ __forceinline__ void load_tokens(const uint4* x, uint32_t first, uint32_t tokens, uint32_t word, uint32_t words, uint4 (&a)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const uint32_t token = first + half * 8 + threadIdx.x % 32 / 4;
+        a[half] = word < words && token < tokens ? load_row(x + static_cast<uint64_t>(token) * words + word) : make_uint4(0, 0, 0, 0);
+    }
+}
 
+// Adds the products of 32 columns. A lane's 16-byte load feeds two instructions. The columns are in another order than the instruction
+// expects, but in the same order for both operands, so the terms of the sum are the same.
+template <int Tiles>
+__device__ __forceinline__ void multiply(float (&acc)[Tiles][4], const uint4 (&a)[2], const uint4 (&b)[Tiles]) {
+#pragma unroll
+    for (int t = 0; t < Tiles; ++t) {
+        mma(acc[t], a[0].x, a[1].x, a[0].y, a[1].y, b[t].x, b[t].y);
+        mma(acc[t], a[0].z, a[1].z, a[0].w, a[1].w, b[t].z, b[t].w);
+    }
+}
+
+template <int Tiles, int Size>
+__global__ void __launch_bounds__(kAllThreads<Tiles, Size>, 1) gate(const __grid_constant__ GateParams p) {
+    constexpr uint32_t kAll = kAllThreads<Tiles, Size>, kChoose = kChoosers<Tiles, Size>;
+    constexpr int kPer = kMost<Tiles, Size> < 64 ? 2 : kMost<Tiles, Size> / 32;  // experts of a lane that chooses
+    constexpr int kAhead = Tiles == 1 ? 4 : 8 / Tiles;  // steps of the inner dimension whose weights are loaded before rows arrive
+    extern __shared__ float sums[];                  // [kSumWarps][Tiles * 4][32]
+    __shared__ float logits[kChoose][kPer * 32];     // of the tokens for which this block chooses
+    __shared__ float scratch[kChoose][kPer * 32];
+    __shared__ uint64_t complete;                    // completes when the logits are there
+    __shared__ uint32_t started;                     // 1: the previous kernel has ended
+    __shared__ uint64_t announced;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32_t row = lane / 4, quarter = lane % 4;
-    const uint32_t first_expert = blockIdx.x * kColumns;
-    const uint32_t words = p.hidden / 8;
-    const uint32_t weight_row = first_expert + row;
-    float acc[4] = {};
-    // 32 columns per step. A lane's 16-byte load feeds two instructions. The columns of a step are in another order than the
-    // instruction expects, but in the same order for both operands, so the terms of the sum are the same.
+    const uint32_t block = blockIdx.x, first_token = blockIdx.y * kTokens;
+    if (threadIdx.x == 0) {
+        barrier_init(&complete, 1);
+        barrier_init_fence();
+        started = 0;
+    }
+    for (uint32_t i = threadIdx.x; i < kChoose * kPer * 32; i += kAll) logits[0][i] = 0.0f;
+    __syncwarp();
+    cluster_sync();
+
+    if (warp == kSumWarps) {
+        begin_kernel();
+        if (block == 0 && blockIdx.y == 0 && lane == 0) p.state->begin_ns[kGate] = now_ns();
+        *static_cast<volatile uint32_t*>(&started) = 1;
+        barrier_of(kStartBarrier, kAll);
+        return;
+    }
+    if (warp > kSumWarps) {
+        const uint32_t slot = warp - kSumWarps - 1, token = first_token + slot * Size + block;
+        barrier_of(kStartBarrier, kAll);
+        const uint4 state = head(p.state);
+        const StepKind what = step_kind(p.state);
+        const bool given = token < p.max_tokens && p.places != nullptr && (p.places[token].flags & kGivenRouting) != 0;
+        const uint32_t tokens = min(state.w, p.max_tokens);
+        if (state.z != 0 || what.routed || token >= tokens) return;
+        if (slot == 0 && lane == 0) {
+            // The tokens of this block, which are every Size-th of the tile.
+            const uint32_t mine = (min(tokens - first_token, kTokens) - block + Size - 1) / Size;
+            barrier_arrive_expect(&complete, mine * p.experts * sizeof(float));
+        }
+        const GateLayer layer = p.layers[what.layer];
+        barrier_wait(&complete, 0);
+        if (!given) {
+            float mine[kPer];
+#pragma unroll
+            for (int i = 0; i < kPer; ++i) mine[i] = i * 32 + lane < p.experts ? logits[slot][i * 32 + lane] : -kInfinity;
+            choose<kPer>(p, layer, token, mine, scratch[slot]);
+        }
+        if (block == 0 && blockIdx.y == 0 && slot == 0 && lane == 0) p.state->end_ns[kGate] = now_ns();
+        return;
+    }
+
+    const uint32_t row = lane / 4, quarter = lane % 4, words = p.hidden / 8;
+    const uint32_t first_expert = block * (Tiles * kColumns);
+    float acc[Tiles][4] = {};
+    const auto word_of = [&](uint32_t step) { return (step * kSumWarps + warp) * 4 + quarter; };
+
+    if (warp == 0) {
+        if (lane == 0) announced = await_announcement(p.state, &started);
+    }
+    barrier_of(kHintBarrier, kSumThreads);
+    Hint hint(announced);
+    GateLayer layer = {};
+    uint4 a[kAhead][2], b[kAhead][Tiles];
+    const auto load_ahead = [&] {
+        layer = p.layers[hint.layer];
+#pragma unroll
+        for (int s = 0; s < kAhead; ++s) load_weights(static_cast<const uint4*>(layer.weight), first_expert, p.experts, word_of(s), words, b[s]);
+    };
+    if (hint.known) {
+        load_ahead();
+        // The rest comes to L2.
+        for (uint32_t word = word_of(kAhead); word < words; word += 4 * kSumWarps) {
+            for (uint32_t t = 0; t < Tiles; ++t) {
+                const uint32_t expert = first_expert + t * kColumns + row;
+                if (expert < p.experts) {
+                    prefetch_l2(static_cast<const uint4*>(layer.weight) + static_cast<uint64_t>(expert) * words + word);
+                }
+            }
+        }
+    }
+    barrier_of(kStartBarrier, kAll);
+    const uint4 state = head(p.state);
+    const StepKind what = step_kind(p.state);
+    const auto load_tokens_ahead = [&] {
+#pragma unroll
+        for (int s = 0; s < kAhead; ++s) load_tokens(static_cast<const uint4*>(p.tokens), first_token, hint.tokens, word_of(s), words, a[s]);
+    };
+    if (hint.known) load_tokens_ahead();
+    const uint32_t tokens = min(state.w, p.max_tokens);
+    if (state.z != 0 || what.routed || first_token >= tokens) return;
+    if (!hint.known || hint.tokens != tokens || hint.layer != what.layer) {
+        hint.tokens = tokens, hint.layer = what.layer;
+        load_ahead();
+        load_tokens_ahead();
+    }
     const GateProducts products(p, layer, what);
+#pragma unroll
+    for (int s = 0; s < kAhead; ++s) multiply(acc, a[s], b[s]);
     for (uint32_t product = 0; product < products.count(); ++product) {
         const uint4* x = static_cast<const uint4*>(products.takes_low_rows(product) ? p.tokens_low : p.tokens);
         const uint4* w = static_cast<const uint4*>(products.takes_low_weights(product) ? layer.weight_low : layer.weight);
-#pragma unroll 4
-        for (uint32_t block = warp; block * 4 < words; block += kGateWarps) {
-            const uint32_t word = block * 4 + quarter;
-            const bool inside = word < words;
-            uint4 a[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint32_t token = first_token + half * 8 + row;
-                a[half] = inside && token < tokens ? load_row(x + static_cast<uint64_t>(token) * words + word) : make_uint4(0, 0, 0, 0);
-            }
-            const uint4 b = inside && weight_row < p.experts ? __ldg(w + static_cast<uint64_t>(weight_row) * words + word)
-                                                             : make_uint4(0, 0, 0, 0);
-            mma(acc, a[0].x, a[1].x, a[0].y, a[1].y, b.x, b.y);
-            mma(acc, a[0].z, a[1].z, a[0].w, a[1].w, b.z, b.w);
+        const uint32_t steps = (words + 4 * kSumWarps - 1) / (4 * kSumWarps);
+#pragma unroll 2
+        for (uint32_t step = product == 0 ? kAhead : 0; step < steps; ++step) {
+            uint4 some[2], of_experts[Tiles];
+            load_weights(w, first_expert, p.experts, word_of(step), words, of_experts);
+            load_tokens(x, first_token, tokens, word_of(step), words, some);
+            multiply(acc, some, of_experts);
         }
     }
-    // Add up the sums of the warps in the order of warps.
-    if (warp != 0) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) shared[((warp - 1) * 4 + i) * 32 + lane] = acc[i];
+    for (int t = 0; t < Tiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[(warp * Tiles * 4 + t * 4 + i) * 32 + lane] = acc[t][i];
     }
-    __syncthreads();
-    if (warp == 0) {
+    barrier_of(kSumsBarrier, kSumThreads);
+    // Add up the sums of the warps in the order of warps. A thread has one logit of the block at a time.
+    for (uint32_t at = threadIdx.x; at < Tiles * kTokens * kColumns; at += kSumThreads) {
+        float sum = sums[at];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float sum = acc[i];
-#pragma unroll
-            for (int s = 1; s < static_cast<int>(kGateWarps); ++s) sum += shared[((s - 1) * 4 + i) * 32 + lane];
-            const uint32_t token = first_token + (i / 2) * 8 + row;
-            const uint32_t expert = first_expert + quarter * 2 + i % 2;
-            if (token < tokens && expert < p.experts) p.logits[static_cast<uint64_t>(token) * p.experts + expert] = sum;
+        for (uint32_t w = 1; w < kSumWarps; ++w) sum += sums[w * (Tiles * kTokens * kColumns) + at];
+        const uint32_t i = at / 32 % 4, token = (i / 2) * 8 + row;
+        const uint32_t expert = first_expert + at / 128 * kColumns + quarter * 2 + i % 2;
+        if (first_token + token < tokens && expert < p.experts) {
+            store_at(reinterpret_cast<uint32_t*>(&logits[token / Size][expert]), token % Size, __float_as_uint(sum), &complete);
         }
     }
-    if (!last_block(p.tickets + blockIdx.y, gridDim.x)) return;
-    const uint32_t token = first_token + warp;
-    static_assert(kGateWarps >= kTokens, "a warp chooses for one token");
-    if (token < tokens && (p.places == nullptr || (p.places[token].flags & kGivenRouting) == 0)) {
-        float* scratch = shared + warp * kMaxExperts;
-        if (p.experts <= 64) choose_stored<2>(p, layer, token, scratch);
-        else if (p.experts <= 128) choose_stored<4>(p, layer, token, scratch);
-        else if (p.experts <= 256) choose_stored<8>(p, layer, token, scratch);
-        else choose_stored<16>(p, layer, token, scratch);
-    }
-    __syncthreads();
-    if (blockIdx.y == 0 && threadIdx.x == 0) p.state->end_ns[kGate] = now_ns();
 }
 
-int launch_gate(const GateParams& params, uint32_t tokens, cudaStream_t stream) {
+template <int Tiles, int Size>
+int launch_few(const GateParams& params, uint32_t tokens, cudaStream_t stream, bool& fits) {
+    const auto kernel = gate<Tiles, Size>;
+    int code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSumBytes<Tiles>);
+    if (code == cudaSuccess && Size > 8) code = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (code != cudaSuccess) return code;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((params.experts + kColumns - 1) / kColumns, (tokens + kTokens - 1) / kTokens);
-    config.blockDim = dim3(32 * kGateWarps);
+    config.gridDim = dim3(Size, (tokens + kTokens - 1) / kTokens);
+    config.blockDim = dim3(kAllThreads<Tiles, Size>);
+    config.dynamicSmemBytes = kSumBytes<Tiles>;
     config.stream = stream;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = Size;
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = attributes;
     config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, gate, params);
+    if (Size > 8) {
+        int clusters = 0;
+        fits = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess && clusters > 0;
+        if (!fits) return cudaSuccess;
+    }
+    config.numAttrs = 2;
+    return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+// Clusters of 16 blocks read weights faster, but not every device has room for them: a part of one may not.
+int launch_gate(const GateParams& params, uint32_t tokens, cudaStream_t stream) {
+    bool fits = true;
+    if (params.experts <= 64) return launch_few<1, 8>(params, tokens, stream, fits);
+    if (params.experts <= 128) return launch_few<2, 8>(params, tokens, stream, fits);
+    const auto wide = params.experts <= 256 ? launch_few<2, 16> : launch_few<4, 16>;
+    const int code = wide(params, tokens, stream, fits);
+    if (fits) return code;
+    const auto narrow = params.experts <= 256 ? launch_few<4, 8> : launch_few<8, 8>;
+    fits = true;
+    return narrow(params, tokens, stream, fits);
 }
 
 }  // namespace

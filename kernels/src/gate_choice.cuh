@@ -23,6 +23,26 @@ struct GateProducts {
     __device__ __forceinline__ bool takes_low_weights(uint32_t product) const { return low_weights && product == 1 + low_rows; }
 };
 
+// What a step begins with, if copy_in has announced it.
+struct Hint {
+    uint32_t tokens, layer;
+    bool known;
+
+    __device__ __forceinline__ explicit Hint(uint64_t announced)
+        : tokens(static_cast<uint32_t>(announced) & 0xfffff), layer(static_cast<uint32_t>(announced) >> 20), known(announced != 0) {}
+};
+
+// Waits for copy_in's announcement of this step, or until `started` is 1: the previous kernel has ended. Returns 0 without an announcement.
+__device__ __forceinline__ uint64_t await_announcement(const SlotState* state, const volatile uint32_t* started) {
+    const uint64_t sequence = __ldcg(reinterpret_cast<const unsigned long long*>(&state->sequence));
+    const volatile uint64_t* announced = &state->announced;
+    for (;;) {
+        const uint64_t seen = *announced;
+        if (seen >> 32 == (sequence & ~0u)) return seen;
+        if (*started != 0) return 0;
+    }
+}
+
 constexpr float kInfinity = __builtin_huge_valf();
 
 __device__ __forceinline__ float warp_max(float v) {
@@ -51,13 +71,14 @@ __device__ __forceinline__ float score_of(uint32_t function, float logit) {
     return logit;
 }
 
-// The value of expert `id`, which lane id % 32 holds at index id / 32.
+// Writes the warp's values to `scratch`, from where all lanes may read those of any expert. (A choice among registers by an index that
+// is not known to the compiler becomes local memory.)
 template <int Per>
-__device__ __forceinline__ float value_at(const float (&values)[Per], uint32_t id) {
-    float mine = 0.0f;
+__device__ __forceinline__ void publish(const float (&values)[Per], float* scratch) {
+    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < Per; ++i) mine = i == static_cast<int>(id / 32) ? values[i] : mine;
-    return __shfl_sync(~0u, mine, id % 32);
+    for (int i = 0; i < Per; ++i) scratch[i * 32 + threadIdx.x % 32] = values[i];
+    __syncwarp();
 }
 
 // Returns the id of the warp's largest key, the lowest id among equal keys, and sets that key to 0.
@@ -81,9 +102,9 @@ __device__ __forceinline__ uint32_t take_best(uint32_t (&keys)[Per]) {
     return id;
 }
 
-// Excludes the experts of all groups but the best `groups_kept`. `scratch` is the warp's: one float per expert.
+// Excludes the experts of all groups but the best `groups_kept`. `scratch` is the warp's: Per * 32 floats.
 template <int Per>
-__device__ void limit_groups(const GateParams& p, float (&values)[Per], float (&scores)[Per], float* scratch) {
+__device__ __forceinline__ void limit_groups(const GateParams& p, float (&values)[Per], float (&scores)[Per], float* scratch) {
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t size = p.experts / p.groups;
 #pragma unroll
@@ -120,15 +141,16 @@ __device__ void limit_groups(const GateParams& p, float (&values)[Per], float (&
 
 // Phi's sparse mixer, as in evaluation: chooses the largest remaining logit top_k times; each weight is a softmax over the logits near it.
 template <int Per>
-__device__ void sparse_mixer(const GateParams& p, const float (&logits)[Per], uint32_t& id, float& weight) {
+__device__ __forceinline__ void sparse_mixer(const GateParams& p, const float (&logits)[Per], uint32_t& id, float& weight, float* scratch) {
     const uint32_t lane = threadIdx.x % 32;
+    publish<Per>(logits, scratch);
     uint32_t keys[Per];
 #pragma unroll
     for (int i = 0; i < Per; ++i) keys[i] = i * 32 + lane < p.experts ? rank_key(logits[i]) : 0;
     uint32_t taken = ~0u;
     for (uint32_t round = 0; round < p.top_k; ++round) {
         const uint32_t best = take_best<Per>(keys);
-        const float top = value_at<Per>(logits, best);
+        const float top = scratch[best];
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < Per; ++i) {
@@ -147,9 +169,10 @@ __device__ void sparse_mixer(const GateParams& p, const float (&logits)[Per], ui
 }
 
 // Chooses the experts of a token. A lane's logits are those of experts lane, lane + 32, ...; they are -infinity past the last expert.
-// `scratch` is the warp's: one float per expert.
+// `scratch` is the warp's: Per * 32 floats.
 template <int Per>
-__device__ void choose(const GateParams& p, const GateLayer& layer, uint32_t token, float (&logits)[Per], float* scratch) {
+__device__ __forceinline__ void choose(const GateParams& p, const GateLayer& layer, uint32_t token, float (&logits)[Per],
+                                       float* scratch) {
     const uint32_t lane = threadIdx.x % 32;
     float scores[Per];
 #pragma unroll
@@ -160,7 +183,7 @@ __device__ void choose(const GateParams& p, const GateLayer& layer, uint32_t tok
     uint32_t id = 0;
     float weight = 0.0f;
     if (p.score_fn == kSparseMixer) {
-        sparse_mixer<Per>(p, logits, id, weight);
+        sparse_mixer<Per>(p, logits, id, weight, scratch);
     } else {
         if (p.score_fn == kSoftmax) {
             float top = -kInfinity, sum = 0.0f;
@@ -181,14 +204,7 @@ __device__ void choose(const GateParams& p, const GateLayer& layer, uint32_t tok
         }
         if (p.choice == kByTokenIds) {
             const uint32_t row = min(static_cast<uint32_t>(max(p.token_ids[token], 0)), p.vocab - 1);
-            for (uint32_t j = 0; j < p.top_k; ++j) {
-                const uint32_t expert = static_cast<uint32_t>(layer.token_table[row * p.top_k + j]);
-                const float w = value_at<Per>(scores, expert);
-                if (lane == j) {
-                    id = expert;
-                    weight = w;
-                }
-            }
+            if (lane < p.top_k) id = static_cast<uint32_t>(layer.token_table[row * p.top_k + lane]);
         } else {
             float values[Per];
 #pragma unroll
@@ -205,14 +221,12 @@ __device__ void choose(const GateParams& p, const GateLayer& layer, uint32_t tok
             for (int i = 0; i < Per; ++i) keys[i] = i * 32 + lane < p.experts ? rank_key(values[i]) : 0;
             for (uint32_t j = 0; j < p.top_k; ++j) {
                 const uint32_t best = take_best<Per>(keys);
-                const float w = value_at<Per>(scores, best);
-                if (lane == j) {
-                    id = best;
-                    weight = w;
-                }
+                if (lane == j) id = best;
             }
         }
+        publish<Per>(scores, scratch);
         const bool mine = lane < p.top_k;
+        weight = mine && id < p.experts ? scratch[id] : 0.0f;
         if (p.score_fn == kSoftmaxOfChosen) {
             const float top = warp_max(mine ? weight : -kInfinity);
             const float e = mine ? expf(weight - top) : 0.0f;

@@ -75,12 +75,33 @@ template <int N> class Copies {
     const uint16_t* from_[kCount];
 };
 
+// Brings the block's part of the weights to L2 while rows are on their way. One warp runs this.
+__device__ __forceinline__ void prefetch_weights(const GateParams& p, uint32_t layer, uint32_t splits, uint32_t split) {
+    constexpr uint32_t kLine = 64;  // elements
+    const uint32_t lines = (p.hidden + kLine - 1) / kLine, from = lines * split / splits, count = lines * (split + 1) / splits - from;
+    const uint16_t* weight = static_cast<const uint16_t*>(p.layers[layer].weight);
+    for (uint32_t i = threadIdx.x % 32; i < count * p.experts; i += 32) {
+        const uint32_t expert = i / count;
+        prefetch_l2(weight + static_cast<uint64_t>(expert) * p.hidden + (from + i - expert * count) * kLine);
+    }
+}
+
 template <int N>
 __global__ void __launch_bounds__(kThreads, 1) gate_wide(const __grid_constant__ GateParams p) {
     constexpr int kPer = N <= 16 ? 2 : N / 8;
     extern __shared__ unsigned char memory[];
     __shared__ float scratch[kGateWarps][kPer * 32];
+    __shared__ uint32_t started;
+    if (threadIdx.x == 0) started = 0;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        uint64_t announced = threadIdx.x == 0 ? await_announcement(p.state, &started) : 0;
+        announced = __shfl_sync(~0u, announced, 0);
+        const Hint hint(announced);
+        if (hint.known && blockIdx.y == 0 && *static_cast<volatile uint32_t*>(&started) == 0) prefetch_weights(p, hint.layer, gridDim.x, blockIdx.x);
+    }
     begin_kernel();
+    if (threadIdx.x == 32) *static_cast<volatile uint32_t*>(&started) = 1;
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) p.state->begin_ns[kGate] = now_ns();
     const StepKind what = step_kind(p.state);
     const StepView step = open_step(head(p.state), p.max_tokens);

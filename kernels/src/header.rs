@@ -133,7 +133,8 @@ fn constants_equal_those_of_step_h() {
 fn step_structs_mirror_step_h() {
     let h = step_h();
     assert_mirrors!(h, "SlotState", SlotState: sequence, error, tokens, layer, given_routing, received, out_dtype, step,
-        ticket, epoch, exchange, begin_ns, end_ns, raises, direct, raise);
+        ticket, epoch, exchange, begin_ns, end_ns, raises, direct, raise, announced,
+        reserved);
     assert_mirrors!(h, "Raise", Raise: word, number, call);
     assert_mirrors!(h, "StepRequest", StepRequest: step, tokens, layer, given_routing, out_dtype, segments, raises, direct, reserved, raise);
     assert_mirrors!(h, "Segment", Segment: byte_offset, output_offset, first_row, rows, dtype,
@@ -161,8 +162,8 @@ fn kernel_parameters_mirror_step_h() {
         experts_done, first_row, end_row);
     assert_mirrors!(h, "ScaleParams", ScaleParams: group, rows, expert_offsets, row_index, row_weight, out);
     assert_mirrors!(h, "GateLayer", GateLayer: weight, weight_low, logit_bias, correction_bias, token_table);
-    assert_mirrors!(h, "GateParams", GateParams: state, layers, tokens, tokens_low, token_ids, logits, tickets, places, topk_ids,
-        topk_weights, hidden, experts, top_k, max_tokens, score_fn, choice, group_score, groups, groups_kept, normalise,
+    assert_mirrors!(h, "GateParams", GateParams: state, layers, tokens, tokens_low, token_ids, places, topk_ids, topk_weights,
+        hidden, experts, top_k, max_tokens, score_fn, choice, group_score, groups, groups_kept, normalise,
         epsilon, scale, jitter, vocab);
     assert_mirrors!(h, "CopyInParams", CopyInParams: state, request, segments, staged_rows, staged_ids, staged_weights,
         staged_token_ids, tokens, tokens_low, topk_ids, topk_weights, token_ids, places, staged_bytes, hidden, top_k, max_tokens,

@@ -109,6 +109,27 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+__device__ __forceinline__ uint32_t cluster_blocks() {
+    uint32_t count;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
+    return count;
+}
+
+// The number of this block in its cluster.
+__device__ __forceinline__ uint32_t cluster_block() {
+    uint32_t block;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
+    return block;
+}
+
+// The two halves of cluster_sync(). A block has started when it arrives, and its earlier stores are visible to blocks that have waited.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void store_peer(uint32_t address, uint64_t value) {
+    asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
+}
+
 __device__ __forceinline__ float load_peer(uint32_t address) {
     float value;
     asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
@@ -116,6 +137,10 @@ __device__ __forceinline__ float load_peer(uint32_t address) {
 }
 
 // ---- copies ----
+
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
 
 __device__ __forceinline__ uint64_t policy_evict_first() {
     uint64_t policy;

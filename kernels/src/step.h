@@ -57,8 +57,10 @@ struct SlotState {
     uint32_t raises;         // number of entries of `raise`
     uint32_t direct;         // 1: combine stores results at their places, and copy_out copies none
     Raise raise[kMaxRaises];
+    uint64_t announced;      // a hint from copy_in to the gate, which may already wait behind it; see announcement() in common.cuh
+    uint64_t reserved;       // the size is a multiple of 16
 };
-static_assert(sizeof(SlotState) == 272, "mirrored in src/params");
+static_assert(sizeof(SlotState) == 288, "mirrored in src/params");
 
 // The host's description of a step, in memory mapped into the device.
 struct StepRequest {
@@ -212,8 +214,6 @@ struct GateParams {
     const void* tokens;          // bf16 [T][H]
     const void* tokens_low;      // bf16 [T][H]: row minus `tokens`, for rows that were not bf16; null: rounding errors are not kept
     const int32_t* token_ids;    // [T], for layers that route by token id
-    float* logits;               // scratch [max_tokens][E]
-    uint32_t* tickets;           // scratch [tiles of tokens], zero before the first step
     const RowPlace* places;      // their flags mark rows with given routing; null: no row has any
     int32_t* topk_ids;
     float* topk_weights;
@@ -232,7 +232,7 @@ struct GateParams {
     float jitter;                // for kSparseMixer
     uint32_t vocab;
 };
-static_assert(sizeof(GateParams) == 136, "mirrored in src/params");
+static_assert(sizeof(GateParams) == 120, "mirrored in src/params");
 
 // Converts rows from mapped host staging to bf16 in device memory, and copies the step's description to SlotState.
 struct CopyInParams {

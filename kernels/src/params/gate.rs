@@ -30,10 +30,6 @@ pub struct GateParams {
     pub tokens_low: u64,
     /// i32 `[T]`, or 0.
     pub token_ids: u64,
-    /// Scratch: f32 `[max_tokens, E]`.
-    pub logits: u64,
-    /// Scratch: u32, one per tile of 16 tokens, zero before the first step.
-    pub tickets: u64,
     /// Row places from copy_in, whose flags mark rows with given routing; 0 if no row has any.
     pub places: u64,
     /// Out: i32 `[T, k]`.
@@ -73,5 +69,5 @@ pub struct GateParams {
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
     assert!(size_of::<GateLayer>() == 40);
-    assert!(size_of::<GateParams>() == 136);
+    assert!(size_of::<GateParams>() == 120);
 };

@@ -76,6 +76,10 @@ pub struct SlotState {
     pub direct: u32,
     /// The words that are raised when the step has ended.
     pub raise: [Raise; MAX_RAISES],
+    /// What copy_in tells the gate ahead of the rows; see `announcement` in `common.cuh`.
+    pub announced: u64,
+    /// Padding: the size is a multiple of 16.
+    pub reserved: u64,
 }
 
 /// The host's description of a step, in mapped memory.
@@ -190,7 +194,7 @@ pub struct Group {
 
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
-    assert!(size_of::<SlotState>() == 272);
+    assert!(size_of::<SlotState>() == 288);
     assert!(size_of::<StepRequest>() == 144);
     assert!(size_of::<Completion>() == 136);
     assert!(size_of::<Group>() == 200);

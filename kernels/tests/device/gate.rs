@@ -124,16 +124,12 @@ pub fn check(options: &Options) -> Outcome {
         )?;
         let ids = Buffer::<i32>::zeroed(&device, (tokens * top_k) as usize)?;
         let weights = Buffer::<f32>::zeroed(&device, (tokens * top_k) as usize)?;
-        let logits = Buffer::<f32>::zeroed(&device, (tokens * experts) as usize)?;
-        let tickets = Buffer::<u32>::zeroed(&device, tokens.div_ceil(16) as usize)?;
         let p = GateParams {
             state: state.address(),
             layers: table.address(),
             tokens: x_device.address(),
             tokens_low: x_low_device.address(),
             token_ids: 0,
-            logits: logits.address(),
-            tickets: tickets.address(),
             places: 0,
             topk_ids: ids.address(),
             topk_weights: weights.address(),
@@ -154,7 +150,7 @@ pub fn check(options: &Options) -> Outcome {
         };
         let mut first: Option<(Vec<i32>, Vec<f32>)> = None;
         for _ in 0..2 {
-            for poisoned in [&logits.fill_bytes(0xff), &ids.fill_bytes(0xff), &weights.fill_bytes(0xff)] {
+            for poisoned in [&ids.fill_bytes(0xff), &weights.fill_bytes(0xff)] {
                 poisoned.as_ref().map_err(ToString::to_string)?;
             }
             // SAFETY: all addresses are of live buffers of the sizes above.

@@ -126,11 +126,9 @@ impl Case {
         let state = SlotState { sequence: 1, tokens: tokens as u32, ..SlotState::default() };
         let state = Buffer::from_slice(device, &[state]).unwrap();
         let token_ids = Buffer::from_slice(device, &self.token_ids).unwrap();
-        let logits = Buffer::<f32>::zeroed(device, tokens * self.spec.num_experts).unwrap();
-        let tickets = Buffer::<u32>::zeroed(device, tokens.div_ceil(16) + 1).unwrap();
         let ids = Buffer::<i32>::zeroed(device, entries).unwrap();
         let weights = Buffer::<f32>::zeroed(device, entries).unwrap();
-        for poisoned in [logits.fill_bytes(0xff), ids.fill_bytes(0xff), weights.fill_bytes(0x11)] {
+        for poisoned in [ids.fill_bytes(0xff), weights.fill_bytes(0x11)] {
             poisoned.unwrap();
         }
         let params = GateParams {
@@ -138,8 +136,6 @@ impl Case {
             layers: layers.address(),
             tokens: rows.address(),
             token_ids: token_ids.address(),
-            logits: logits.address(),
-            tickets: tickets.address(),
             topk_ids: ids.address(),
             topk_weights: weights.address(),
             hidden: self.hidden as u32,

@@ -52,7 +52,7 @@ use self::layers::{Layer, Layers};
 use self::memories::Memories;
 use self::parts::{Cut, Parts};
 use self::run::{Running, Watch};
-use self::step::{Buffers, COPY_BLOCKS, SlotSet, StagedAddresses, StepLaunches};
+use self::step::{Buffers, COPY_BLOCKS, SlotSet, StagedAddresses, StepLaunches, copy_blocks};
 use crate as gpu;
 use crate::windows::LsaWindows;
 use expertd_ipc::control::RankSetup;
@@ -220,7 +220,7 @@ impl CudaEngine {
                 _ => self.staged[slot],
             },
             copy_blocks: if self.may_be_copied(variant.rows) && variant.path != RowPath::Unchanged {
-                self.most_blocks
+                copy_blocks(variant.rows, self.most_blocks)
             } else {
                 COPY_BLOCKS
             },

@@ -12,9 +12,20 @@ pub(super) use launches::StepLaunches;
 
 use crate::experts::{HostBuffer, Panels};
 
-/// Blocks of the kernels that copy rows between host and device: enough to saturate the link, and few enough to leave most
-/// multiprocessors to other kernels.
+/// Least number of blocks of the kernels that copy rows between host and device: enough to saturate the link, and few enough to leave
+/// most multiprocessors to other kernels.
 pub(super) const COPY_BLOCKS: u32 = 16;
+/// Rows that a block of these kernels copies at a time.
+const COPY_BLOCK_ROWS: u32 = 16;
+/// Blocks of a cluster of copy_in.
+const COPY_CLUSTER: u32 = 8;
+
+/// Blocks of the kernels that copy up to `rows` rows between device memories: one row for each warp. More blocks read the step's
+/// description over PCIe more often, and it takes longer for all of them to start.
+pub(super) fn copy_blocks(rows: u32, most: u32) -> u32 {
+    let wanted = rows.div_ceil(COPY_BLOCK_ROWS).next_multiple_of(COPY_CLUSTER);
+    wanted.min(most / COPY_CLUSTER * COPY_CLUSTER).max(COPY_BLOCKS)
+}
 
 /// The buffers of one slot.
 pub(super) struct SlotSet {
@@ -41,8 +52,6 @@ pub(super) struct SlotSet {
 /// All buffers of steps, apart from weights and windows.
 pub(super) struct Buffers {
     pub(super) slots: Vec<SlotSet>,
-    logits: Buffer<f32>,
-    tickets: Buffer<u32>,
     x_panels: Panels,
     h: Panels,
     /// Scales of `x_panels` for FP8 products; empty without them.
@@ -101,8 +110,6 @@ impl Buffers {
         let scales = |k: usize| if fp8_products { k.div_ceil(experts::SCALE_ELEMENTS) * rows } else { 0 };
         Ok(Buffers {
             slots: (0..slots).map(|_| slot()).collect::<Result<_, _>>()?,
-            logits: Buffer::zeroed(device, tokens * shape.experts as usize)?,
-            tickets: Buffer::zeroed(device, tokens.div_ceil(16) + 1)?,
             x_panels: Panels::new(device, rows * hidden)?,
             h: Panels::new(device, rows * inter)?,
             x_scales: Buffer::zeroed(device, scales(hidden))?,

@@ -144,7 +144,7 @@ impl Phases<'_> {
     }
 
     unsafe fn gate(&self) -> Result<(), CudaFault> {
-        let Phases { step, layers, buffers, shape, .. } = self;
+        let Phases { step, layers, shape, .. } = self;
         let (slot, k) = (step.slot, &step.slot.kernels);
         let gate = GateParams {
             state: k.state.address(),
@@ -152,8 +152,6 @@ impl Phases<'_> {
             tokens: k.tokens.address(),
             tokens_low: slot.tokens_low.address(),
             token_ids: slot.token_ids.address(),
-            logits: buffers.logits.address(),
-            tickets: buffers.tickets.address(),
             places: slot.places.address(),
             topk_ids: k.topk_ids.address(),
             topk_weights: k.topk_weights.address(),
