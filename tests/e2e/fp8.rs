@@ -58,12 +58,13 @@ fn routing(rng: &mut SmallRng, rows: usize, num_experts: u32, k: usize) -> (Vec<
     (ids, (0..rows * k).map(|_| rng.random_range(0.05..0.9)).collect())
 }
 
-/// Requests of recorded rows for all layers, `k` random experts for each row.
+/// Requests of recorded rows for all layers, `k` random experts for each row, or as many as a layer allows.
 async fn requests(client: &Client, name: &str, k: usize) -> Vec<ForwardRequest> {
     let mut rng = SmallRng::seed_from_u64(11);
     let model = client.model("").await.unwrap();
     let mut rows = Rows::new(&golden(name), 11, ROWS);
     let mut of_layer = |moe: &expertd_proto::v1::MoeLayer| {
+        let k = k.min(moe.max_k as usize);
         let (ids, weights) = routing(&mut rng, ROWS, moe.num_experts, k);
         let (request, _) = rows.draw_of(moe.layer, ROWS);
         request.with_routing(encode_i32(&ids), encode(&weights, DType::F32), k as u32)

@@ -216,6 +216,9 @@ fn chain(length: usize) -> Vec<PreparedCall> {
 fn write(address: u64, bytes: &[u8]) {
     // SAFETY: the callers' memory, which no call in flight uses.
     ok(unsafe { sys::cuMemcpyHtoD_v2(address, bytes.as_ptr().cast(), bytes.len()) });
+    // The copy of pageable memory may return earlier, and the tests' streams do not wait for the default stream.
+    // SAFETY: the default stream.
+    ok(unsafe { sys::cuStreamSynchronize(std::ptr::null_mut()) });
 }
 
 fn read(address: u64, len: usize) -> Vec<u8> {

@@ -39,7 +39,7 @@ impl DeviceFormat {
     pub(crate) fn has_few_rows(self, load: &ExpertsLoad) -> bool {
         // The kernel reads an expert's weights once for every eight rows, and brings large weights no faster than the usual one.
         let (rows, bytes) = match self {
-            DeviceFormat::Bf16 => (4.0, 4e6),
+            DeviceFormat::Bf16 => (4.0, 3.5e6),
             DeviceFormat::Fp8 | DeviceFormat::Mxfp4 => (2.0, f64::INFINITY),
             DeviceFormat::W8a8 => (0.5, 1e6),
         };
@@ -75,7 +75,7 @@ mod tests {
         const GPT_OSS: [usize; 4] = [2880, 2880, 128, 4];
         let cases = [
             (DeviceFormat::Bf16, QWEN3, 4, &[1, 2, 4, 8, 16][..], &[32, 128][..]),
-            (DeviceFormat::Bf16, QWEN3, 1, &[1, 2, 4], &[16, 32]),
+            (DeviceFormat::Bf16, QWEN3, 1, &[1, 2, 4], &[8, 16, 32]),
             (DeviceFormat::Bf16, MIXTRAL, 4, &[1], &[8]),
             (DeviceFormat::Bf16, DEEPSEEK, 4, &[], &[1, 8]),
             (DeviceFormat::Mxfp4, GPT_OSS, 4, &[1, 2, 4, 8, 16], &[32]),
