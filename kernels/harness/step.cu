@@ -126,7 +126,9 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
     Mapped<int32_t> staged_ids(max_tokens * m.k), staged_token_ids(max_tokens);
     Mapped<float> staged_weights(max_tokens * m.k);
     Mapped<Completion> completion(1);
-    Mapped<uint64_t> experts_done(1);
+    Mapped<uint64_t> experts_done(1), call_number(1), raised(1), host_counts(size_t(layer_count) * m.experts);
+    Mapped<uint32_t> word(1);
+    Buffer<uint64_t> row_counts(std::vector<uint64_t>(size_t(layer_count) * m.experts, 0));
 
     g.state = state.data;
     for (int r = 0; r < ranks; r++) g.windows[r] = r == 0 ? window.data : elsewhere.data;
@@ -153,7 +155,9 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
     back.group = g, back.out = out.data, back.topk_ids = ids.data, back.topk_weights = weights.data;
     back.places = places.data, back.assignments = offsets.data + local;
     back.staged_ids = staged_ids.device, back.staged_weights = staged_weights.device, back.completion = completion.device;
-    back.hidden = m.hidden, back.top_k = m.k, back.max_tokens = max_tokens;
+    back.hidden = m.hidden, back.top_k = m.k, back.max_tokens = max_tokens, back.raised = raised.device;
+    back.expert_offsets = offsets.data, back.row_counts = row_counts.data, back.row_counts_host = host_counts.device;
+    back.local_experts = local, back.count_stride = m.experts;
 
     // As in slot.rs.
     const uint32_t items = tokens * ceil_div(m.hidden, 1024), send = ceil_div(items, items < 256 ? 8 : 4);
@@ -184,18 +188,24 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
     for (auto& v : pool) v = bf16(normal(rng));
     Buffer<bf16> device_pool(pool), results(size_t(max_tokens) * m.hidden);
     uint64_t hash = 0xcbf29ce484222325ull;
-    constexpr int STAMPS = 13;
+    constexpr int STAMPS = 14;
     const char* names[STAMPS] = {"copy_in end", "gate begin", "gate end", "dispatch begin", "lists end", "dispatch end", "combine begin",
-                                 "combine end", "copy_out begin", "copy_out end", "host", "gate-combine", "phases"};
+                                 "combine end", "copy_out begin", "copy_out end", "host", "gate-combine", "phases", "word"};
     std::vector<double> stamps[STAMPS];
     double active = 0;
     std::vector<std::vector<bf16>> gate_weights;
     const bool check = std::getenv("STEP_CHECK") != nullptr;
     for (const auto& weight : gates) gate_weights.push_back(check ? weight.read() : std::vector<bf16>());
-    int wrong = 0;
+    int wrong = 0, late = 0;
+    // With checks results go to host memory, where no element may be as it was when the completion word is raised.
+    Mapped<uint32_t> visible(check ? size_t(max_tokens) * m.hidden / 2 : 1);
+    const uint64_t result_rows = check ? uint64_t(visible.device) : uint64_t(results.data);
     for (int step = 1; step <= steps; step++) {
         const int count = std::min(std::abs(runs), tokens);
-        *request.host = {uint64_t(step), uint32_t(tokens), uint32_t(step % layer_count), 0, kBf16, uint32_t(count), 0, runs < 0};
+        *request.host = {uint64_t(step), uint32_t(tokens), uint32_t(step % layer_count), 0, kBf16, uint32_t(count), runs < 0, runs < 0};
+        request.host->raise[0] = {word.device, call_number.device, uint64_t(step)};
+        *word.host = 0;
+        if (check) std::memset(visible.host, 0xff, size_t(tokens) * m.hidden * 2);
         const size_t from = rng() % (pool.size() - size_t(tokens) * m.hidden) / 8 * 8;
         const bf16* staged_rows = pool.data() + from;
         for (int i = 0; i < count; i++) {
@@ -204,7 +214,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
             segments.host[i] = {at, 0, row, end - row, kBf16, kSharedExperts, 0, 0};
             if (runs < 0) {
                 segments.host[i].byte_offset = uint64_t(device_pool.data + from) + at;
-                segments.host[i].output_offset = uint64_t(results.data) + at, segments.host[i].memory = 1;
+                segments.host[i].output_offset = result_rows + at, segments.host[i].memory = 1;
             }
         }
         if (runs > 0) std::memcpy(staged.host, staged_rows, size_t(tokens) * m.hidden * 2);
@@ -214,6 +224,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
             std::fill(flags.begin(), flags.end(), flag);
             const size_t d = kMaxBlocks * 8, c = kMaxBlocks * kMaxChunks * 8;
             CHECK(cudaMemcpy(window.data + g.dispatch_flags + d, flags.data(), (ranks - 1) * d, cudaMemcpyHostToDevice));
+            CHECK(cudaMemcpy(window.data + g.written_flags + 8, flags.data(), (ranks - 1) * 8, cudaMemcpyHostToDevice));
             CHECK(cudaMemcpy(window.data + g.combine_flags + c, flags.data(), (ranks - 1) * c, cudaMemcpyHostToDevice));
             for (int r = 1; r < ranks; r++) {
                 const uint32_t count = tokens;
@@ -237,19 +248,27 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
         CHECK(cudaDeviceSynchronize());
         const auto begin = std::chrono::steady_clock::now();
         CHECK(cudaGraphLaunch(exec, stream));
+        double seen = 0.0; // when the completion word was raised
+        const auto since = [&] { return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count(); };
         while (*const_cast<volatile uint64_t*>(&completion.host->step) != uint64_t(step)) {
+            if (seen == 0.0 && *const_cast<volatile uint32_t*>(word.host) != 0) {
+                seen = since();
+                for (size_t i = 0; check && i < size_t(tokens) * m.hidden / 2; i++) late += const_cast<volatile uint32_t*>(visible.host)[i] == ~0u;
+            }
             if (std::chrono::steady_clock::now() - begin > std::chrono::seconds(5)) {
                 CHECK(cudaStreamSynchronize(stream));
                 std::printf("step %d does not end\n", step);
                 std::exit(1);
             }
         }
-        const double host = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count();
+        const double host = since();
+        if (runs < 0 && (*word.host != 1 || *call_number.host != uint64_t(step) || *raised.host != uint64_t(step))) std::printf("error: word\n"), std::exit(1);
+        if (seen == 0.0) seen = host;
         CHECK(cudaStreamSynchronize(stream));
         const Completion& done = *completion.host;
         if (done.error != 0) std::printf("error %x\n", done.error), std::exit(1);
         const size_t row_bytes = size_t(tokens) * m.hidden * 2;
-        if (runs < 0) CHECK(cudaMemcpy(staged.host, results.data, row_bytes, cudaMemcpyDeviceToHost));
+        if (runs < 0) CHECK(cudaMemcpy(staged.host, reinterpret_cast<void*>(result_rows), row_bytes, cudaMemcpyDefault));
         hash = hash_bytes(hash, staged.host, row_bytes);
         hash = hash_bytes(hash, staged_ids.host, size_t(tokens) * m.k * 4);
         hash = hash_bytes(hash, staged_weights.host, size_t(tokens) * m.k * 4);
@@ -265,7 +284,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
                                        span(done.begin_ns[kGate], done.end_ns[kGate]) + span(done.end_ns[kDispatch], done.end_ns[kPrepare]) +
                                            span(done.begin_ns[kDispatch], done.end_ns[kDispatch]) +
                                            span(std::max(done.end_ns[kDispatch], done.end_ns[kPrepare]), done.begin_ns[kCombine]) +
-                                           span(done.begin_ns[kCombine], done.end_ns[kCombine])};
+                                           span(done.begin_ns[kCombine], done.end_ns[kCombine]), seen};
         for (int i = 0; i < STAMPS; i++) stamps[i].push_back(values[i]);
         const auto counts = offsets.read();
         const auto listed = row_index.read();
@@ -273,12 +292,13 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
         for (int e = 0; e < local; e++) active += counts[e + 1] > counts[e];
     }
     active /= stamps[0].size();
+    hash = hash_bytes(hash, host_counts.host, size_t(layer_count) * m.experts * 8);
     const double floor = active * expert_bytes / HBM * 1e6;
     std::printf("%s ranks %d tokens %d rows %d flags %d segments %d blocks %u: %.1f experts, weights %.1f us |", m.name, ranks, tokens,
                 tile_rows, flags, runs, copy_blocks, active, floor);
     for (int i = 0; i < STAMPS; i++) std::printf(" %s %.1f%s", names[i], median(stamps[i]), i + 1 < STAMPS ? "," : "");
     std::printf(", hash %016llx\n", static_cast<unsigned long long>(hash));
-    if (check) std::printf("%d wrong choices\n", wrong);
+    if (check) std::printf("%d wrong choices, %d words of results after the completion word\n", wrong, late);
     std::fflush(stdout);
     CHECK(cudaGraphExecDestroy(exec));
     CHECK(cudaGraphDestroy(graph));

@@ -14,6 +14,7 @@ constexpr uint32_t kThreads = 32 * (kWorkers + 1);
 constexpr uint32_t kLoads = 2;            // number of 16-byte words of a piece per lane
 constexpr uint32_t kPiece = 32 * kLoads;  // 16-byte words of a piece: 1 KB of bf16
 constexpr uint32_t kBatch = 4;            // number of expert outputs that are loaded together
+constexpr uint32_t kBatchAlone = 8;       // the same in a group of one rank
 constexpr uint32_t kTogether = 4;         // number of ranks whose partial sums are loaded together
 
 // Shared memory of a block.
@@ -95,15 +96,16 @@ __device__ __forceinline__ Choice load_choice(const CombineParams& p, uint32_t s
 }
 
 // Adds up the expert outputs of the lanes in the mask `chosen`, in the order of choices. All lanes of the warp must call it.
+template <uint32_t Batch>
 __device__ __forceinline__ void add_outputs(const CombineParams& p, uint32_t chosen, uint32_t place, uint32_t words,
                                             uint32_t piece, float (&sum)[kLoads][8]) {
     const uint32_t lane = threadIdx.x % 32;
     const uint4* out = static_cast<const uint4*>(p.expert_out);
     while (chosen != 0) {
-        uint4 data[kBatch][kLoads];
-        const uint32_t batch = min(static_cast<uint32_t>(__popc(chosen)), kBatch);
+        uint4 data[Batch][kLoads];
+        const uint32_t batch = min(static_cast<uint32_t>(__popc(chosen)), Batch);
 #pragma unroll
-        for (uint32_t b = 0; b < kBatch; ++b) {
+        for (uint32_t b = 0; b < Batch; ++b) {
             if (b >= batch) break;
             const uint32_t choice = __ffs(chosen) - 1;
             chosen &= chosen - 1;
@@ -115,7 +117,7 @@ __device__ __forceinline__ void add_outputs(const CombineParams& p, uint32_t cho
             }
         }
 #pragma unroll
-        for (uint32_t b = 0; b < kBatch; ++b) {
+        for (uint32_t b = 0; b < Batch; ++b) {
             if (b >= batch) break;
 #pragma unroll
             for (uint32_t i = 0; i < kLoads; ++i) add_bf16x8(sum[i], data[b][i]);
@@ -164,7 +166,7 @@ __device__ uint32_t send_chunk(const CombineParams& p, const Shared& shared, con
         if (chosen == 0) continue;
         received += current.piece == 0;
         float sum[kLoads][8] = {};
-        add_outputs(p, chosen, current.choice.place, plan.words, current.piece, sum);
+        add_outputs<kBatch>(p, chosen, current.choice.place, plan.words, current.piece, sum);
         uint4* to = at<uint4>(g, current.source, g.partials)
             + (static_cast<uint64_t>(g.rank) * g.max_tokens + current.token) * plan.words;
 #pragma unroll
@@ -206,14 +208,20 @@ __device__ __forceinline__ uint32_t ranks_of(const CombineParams& p, const uint3
     return __reduce_or_sync(~0u, rank);
 }
 
+// The place of this rank's token `token`. Without places the output of the shared experts belongs to all rows.
+__device__ __forceinline__ RowPlace load_place(const CombineParams& p, uint32_t token) {
+    if (p.places == nullptr) return {nullptr, 0, kSharedExperts};
+    const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(p.places + token));
+    return {reinterpret_cast<uint8_t*>(static_cast<uint64_t>(raw.y) << 32 | raw.x), raw.z, raw.w};
+}
+
 // Stores the result of a piece of this rank's token `token`: `sum`, plus the output of the shared experts if the row includes it.
-__device__ __forceinline__ void finish(const CombineParams& p, uint32_t token, uint32_t piece, uint32_t words,
+__device__ __forceinline__ void finish(const CombineParams& p, uint32_t token, uint32_t piece, uint32_t words, const RowPlace& place,
                                        const Results& results, float (&sum)[kLoads][8]) {
     const uint32_t lane = threadIdx.x % 32;
-    const bool shared =
-        p.shared != nullptr && (p.places == nullptr || (p.places[token].flags & kSharedExperts) != 0);
+    const bool shared = p.shared != nullptr && (place.flags & kSharedExperts) != 0;
     const uint64_t row_bytes = static_cast<uint64_t>(words) * (results.dtype == kF32 ? 32 : 16);
-    uint8_t* row = results.direct ? p.places[token].output : static_cast<uint8_t*>(p.out) + token * row_bytes;
+    uint8_t* row = results.direct ? place.output : static_cast<uint8_t*>(p.out) + token * row_bytes;
 #pragma unroll
     for (uint32_t i = 0; i < kLoads; ++i) {
         const uint32_t word = piece * kPiece + i * 32 + lane;
@@ -256,6 +264,7 @@ __device__ bool reduce_chunk(const CombineParams& p, const Shared& shared, const
         const uint32_t token = item / plan.pieces, piece = item - token * plan.pieces;
         if (token >= shared.tokens[g.rank]) break;
         if (at_item >= chunk * plan.chunk + kWorkers) wanted = ranks_of(p, copies, token);
+        const RowPlace place = load_place(p, token);
         float sum[kLoads][8] = {};
         // Load the partial sums of kTogether ranks at a time, because registers hold no more.
         for (uint32_t first = 0; first < g.ranks; first += kTogether) {
@@ -277,7 +286,7 @@ __device__ bool reduce_chunk(const CombineParams& p, const Shared& shared, const
                 for (uint32_t i = 0; i < kLoads; ++i) add_bf16x8(sum[i], data[r][i]);
             }
         }
-        finish(p, token, piece, plan.words, results, sum);
+        finish(p, token, piece, plan.words, place, results, sum);
     }
     return true;
 }
@@ -298,18 +307,59 @@ __device__ void flag_chunks(const Group& g, Shared& shared, const Plan& plan, ui
     }
 }
 
+// What a warp needs to know of an item in a group of one rank.
+struct ItemAlone {
+    uint32_t token, piece;
+    uint32_t output;  // a lane's choice: index of its output
+    RowPlace place;
+};
+
+__device__ __forceinline__ ItemAlone load_alone(const CombineParams& p, uint32_t item, uint32_t pieces) {
+    const Group& g = p.group;
+    const uint32_t lane = threadIdx.x % 32;
+    ItemAlone loaded = {item / pieces, 0, 0, {}};
+    loaded.piece = item - loaded.token * pieces;
+    if (loaded.token >= g.max_tokens) return loaded;
+    if (lane < g.top_k) loaded.output = __ldcg(p.position + static_cast<uint64_t>(loaded.token) * g.top_k + lane);
+    loaded.place = load_place(p, loaded.token);
+    return loaded;
+}
+
 // combine in a group of one rank: without windows and flags, but with the same roundings.
-__device__ void combine_alone(const CombineParams& p, const Plan& plan, uint32_t tokens, const Results& results) {
+//
+// What dispatch and the kernels before it wrote is loaded before the experts have ended: this kernel's blocks can only start once all
+// blocks of the experts' kernel have waited for dispatch. So after that wait a result is one load away.
+__device__ void combine_alone(const CombineParams& p) {
     const Group& g = p.group;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    uint32_t received = 0;
-    const uint32_t end = (p.end_row == 0 ? tokens : min(p.end_row, tokens)) * plan.pieces;
-    for (uint32_t item = p.first_row * plan.pieces + blockIdx.x + warp * gridDim.x; item < end; item += gridDim.x * kWorkers) {
-        const uint32_t token = item / plan.pieces, piece = item - token * plan.pieces;
-        const uint32_t place = lane < g.top_k ? __ldcg(p.position + static_cast<uint64_t>(token) * g.top_k + lane) : 0;
+    const uint32_t words = g.hidden / 8, pieces = pieces_of(words), stride = gridDim.x * kWorkers;
+    uint32_t item = p.first_row * pieces + blockIdx.x + warp * gridDim.x;
+    // The first item is loaded before the number of tokens is known: the buffers always hold max_tokens tokens.
+    ItemAlone next = load_alone(p, item, pieces);
+    const uint4 state = head(g.state);
+    const Results results = {__ldcg(&g.state->out_dtype), __ldcg(&g.state->direct) != 0};
+    const uint64_t exchange = __ldcg(reinterpret_cast<const unsigned long long*>(&g.state->exchange));
+    const uint64_t number = __ldcg(reinterpret_cast<const unsigned long long*>(&g.state->step));
+    const uint32_t tokens = min(state.w, g.max_tokens);
+    // After an earlier error nothing of an item means anything.
+    const uint32_t end = state.z != 0 ? 0 : (p.end_row == 0 ? tokens : min(p.end_row, tokens)) * pieces;
+    begin_kernel();
+    if (p.first_row == 0) stamp_begin(g.state, kCombine);
+    const uint32_t error = __ldcg(&g.state->error);  // that of the experts, too; it arrives together with the first outputs
+    if (warp == kWorkers) {
+        if (blockIdx.x != 0 || lane != 0 || error != 0) return;
+        g.state->sequence = exchange + 1;
+        g.state->received = tokens;
+        // No fence, because this is only a hint to the host and publishes no data.
+        if (p.experts_done != nullptr) *static_cast<volatile uint64_t*>(p.experts_done) = number;
+        return;
+    }
+    for (; item < end; item += stride) {
+        const ItemAlone current = next;
+        if (item + stride < end) next = load_alone(p, item + stride, pieces);
         float sum[kLoads][8] = {};
-        add_outputs(p, __ballot_sync(~0u, lane < g.top_k), place, plan.words, piece, sum);
-        received += piece == 0;
+        add_outputs<kBatchAlone>(p, __ballot_sync(~0u, lane < g.top_k), current.output, words, current.piece, sum);
+        if (error != 0) return;
 #pragma unroll
         for (uint32_t i = 0; i < kLoads; ++i) {
             // Round to bf16, as partial sums of several ranks are.
@@ -318,9 +368,9 @@ __device__ void combine_alone(const CombineParams& p, const Plan& plan, uint32_t
             for (int j = 0; j < 8; ++j) sum[i][j] = 0.0f;
             add_bf16x8(sum[i], partial);
         }
-        finish(p, token, piece, plan.words, results, sum);
+        finish(p, current.token, current.piece, words, current.place, results, sum);
     }
-    if (lane == 0 && received != 0) atomicAdd(&g.state->received, received);
+    stamp_end(g.state, kCombine);
 }
 
 template <int Count>
@@ -328,6 +378,10 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ R
     __shared__ Shared shared;
     const CombineParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
     const Group& g = p.group;
+    if (g.ranks == 1) {
+        combine_alone(p);
+        return;
+    }
     begin_kernel();
     if (p.first_row == 0) stamp_begin(g.state, kCombine);
     const uint4 state = head(g.state);
@@ -349,12 +403,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ R
     const Plan plan = make_plan(p, shared);
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == kWorkers) {
-        if (g.ranks != 1) flag_chunks(g, shared, plan, flag);
-        return;
-    }
-    if (g.ranks == 1) {
-        combine_alone(p, plan, step.tokens, results);
-        stamp_end(g.state, kCombine);
+        flag_chunks(g, shared, plan, flag);
         return;
     }
     const Range range = experts_of(g, g.rank);

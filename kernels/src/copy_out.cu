@@ -1,6 +1,7 @@
 // copy_out copies result rows from device memory to mapped host staging, or to the memory of clients, raises completion words and stores
 // the completion record. The host's link limits it, so few blocks suffice.
 #include "common.cuh"
+#include "ptx.cuh"
 
 namespace expertd {
 namespace {
@@ -8,6 +9,9 @@ namespace {
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / 32;
 constexpr uint32_t kUnroll = 4;  // number of 16-byte words in flight per lane
+constexpr uint32_t kAlone = 8 * kThreads;   // largest number of choices that the first block copies alone
+constexpr int kReported = 1;                // barrier: the first block has reported
+constexpr uint32_t kChoices = 4;            // number of choices that a thread loads together
 
 __device__ __forceinline__ void load_out(const void* out, uint64_t word, uint32_t dtype, float (&v)[8]) {
 #pragma unroll
@@ -37,14 +41,34 @@ __device__ void put_narrow_row(const CopyOutParams& p, const RowPlace& place, ui
     }
 }
 
-// Adds the rows of each local expert to the counts of the step's layer. Steps follow one another on the stream, so no other kernel
-// changes the counts.
-__device__ void count_rows(const CopyOutParams& p) {
-    for (uint32_t local = blockIdx.x * kThreads + threadIdx.x; local < p.local_experts; local += gridDim.x * kThreads) {
+// Copies ids and weights that were used, and adds the rows of each local expert to the counts of the step's layer. `first` is the thread's
+// number among `stride` threads. Steps follow one another on the stream, so no other kernel changes the counts.
+__device__ __forceinline__ void report(const CopyOutParams& p, uint32_t tokens, uint32_t first, uint32_t stride) {
+    const uint32_t count = tokens * p.top_k;
+    for (uint32_t base = first; base < count; base += kChoices * stride) {
+        int32_t ids[kChoices];
+        float weights[kChoices];
+#pragma unroll
+        for (uint32_t i = 0; i < kChoices; ++i) {
+            const uint32_t at = base + i * stride;
+            if (at >= count) continue;
+            ids[i] = __ldcg(p.topk_ids + at);
+            weights[i] = __ldcg(p.topk_weights + at);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kChoices; ++i) {
+            const uint32_t at = base + i * stride;
+            if (at >= count) continue;
+            p.staged_ids[at] = ids[i];
+            p.staged_weights[at] = weights[i];
+        }
+    }
+    if (p.expert_offsets == nullptr) return;
+    const uint64_t layer = __ldcg(&p.group.state->layer);
+    for (uint32_t local = first; local < p.local_experts; local += stride) {
         const uint32_t rows = __ldcg(p.expert_offsets + local + 1) - __ldcg(p.expert_offsets + local);
-        if (rows == 0) continue;
-        const uint64_t layer = p.group.state->layer;
         const uint32_t expert = p.local_ids == nullptr ? p.first_expert + local : p.local_ids[layer * p.local_experts + local];
+        if (rows == 0) continue;
         const uint64_t cell = layer * p.count_stride + expert;
         const uint64_t count = p.row_counts[cell] + rows;
         p.row_counts[cell] = count;
@@ -53,73 +77,126 @@ __device__ void count_rows(const CopyOutParams& p) {
     }
 }
 
-// Tells rank 0 that this rank's results are written. Rank 0 waits until all ranks have said so, if the step has completion words, and
-// raises them. The step's number is in host memory before any of them, so that after a fault the host can tell whether clients have seen the
-// end of the step.
-__device__ void raise_words(const CopyOutParams& p) {
-    const Group& g = p.group;
-    SlotState* state = g.state;
-    if (__ldcg(&state->error) != 0) return;
-    const uint32_t raises = state->raises;
-    if (g.ranks != 1) {
-        const uint64_t flag = g.generation | __ldcg(reinterpret_cast<const unsigned long long*>(&state->exchange));
-        if (g.rank != 0) store_release_system(at<uint64_t>(g, 0, g.written_flags) + g.rank, flag);
-        for (uint32_t r = 1; g.rank == 0 && raises != 0 && r < g.ranks; ++r) {
-            if (!wait_flag(g, at<uint64_t>(g, 0, g.written_flags) + r, flag, r, kCopyOut)) return;
-        }
-    }
-    if (raises == 0) return;
-    for (uint32_t i = 0; i < raises; ++i) *static_cast<volatile uint64_t*>(state->raise[i].number) = state->raise[i].call;
-    *static_cast<volatile uint64_t*>(p.raised) = state->step;
-    __threadfence_system();
-    for (uint32_t i = 0; i < raises; ++i) *static_cast<volatile uint32_t*>(state->raise[i].word) = 1;
-}
+// What the end of the step needs and combine does not write. Each lane has one entry of `raise`.
+struct Ending {
+    uint64_t step, flag;
+    uint32_t raises, assignments;
+    Raise raise;
+};
 
-__device__ __forceinline__ uint64_t load_time(const uint64_t* time) {
-    return __ldcg(reinterpret_cast<const unsigned long long*>(time));
-}
-
-// Ends the step, once all blocks have written their results: raises completion words and stores the completion record. One thread runs
-// this.
-__device__ void end_step(const CopyOutParams& p) {
+__device__ __forceinline__ Ending load_ending(const CopyOutParams& p) {
     SlotState* state = p.group.state;
-    state->end_ns[kCopyOut] = now_ns();
-    raise_words(p);
-    // All loads of a batch before its stores, so that they are under way together.
-    const uint32_t received = __ldcg(&state->received), error = __ldcg(&state->error);
-    const uint32_t assignments = p.assignments == nullptr ? 0 : __ldcg(p.assignments);
-    uint64_t times[kPhases];
-#pragma unroll
-    for (uint32_t phase = 0; phase < kPhases; ++phase) times[phase] = load_time(&state->begin_ns[phase]);
-#pragma unroll
-    for (uint32_t phase = 0; phase < kPhases; ++phase) p.completion->begin_ns[phase] = times[phase];
-#pragma unroll
-    for (uint32_t phase = 0; phase < kPhases; ++phase) times[phase] = load_time(&state->end_ns[phase]);
-#pragma unroll
-    for (uint32_t phase = 0; phase < kPhases; ++phase) p.completion->end_ns[phase] = times[phase];
-    p.completion->received = received;
-    p.completion->assignments = assignments;
-    p.completion->error = error;
-    store_release_system(&p.completion->step, state->step);
+    const auto load = [](const uint64_t* word) { return __ldcg(reinterpret_cast<const unsigned long long*>(word)); };
+    const uint64_t* raise = reinterpret_cast<const uint64_t*>(&state->raise[threadIdx.x % kMaxRaises]);
+    Ending ending;
+    ending.step = load(&state->step);
+    ending.flag = p.group.generation | load(&state->exchange);
+    ending.raises = __ldcg(&state->raises);
+    ending.assignments = p.assignments == nullptr ? 0 : __ldcg(p.assignments);
+    ending.raise = {reinterpret_cast<uint32_t*>(load(raise)), reinterpret_cast<uint64_t*>(load(raise + 1)), load(raise + 2)};
+    return ending;
 }
 
+// Tells rank 0 that this rank's results are written. Rank 0 waits until all ranks have said so, if the step has completion words. One warp
+// runs this. Returns false if the step has failed.
+__device__ __forceinline__ bool meet_ranks(const Group& g, const Ending& ending) {
+    const uint32_t lane = threadIdx.x % 32;
+    if (g.rank != 0) {
+        if (lane == 0) store_release_system(at<uint64_t>(g, 0, g.written_flags) + g.rank, ending.flag);
+        return true;
+    }
+    if (ending.raises == 0) return true;
+    bool late = false;
+    if (lane != 0 && lane < g.ranks) {
+        late = !wait_flag(g, at<uint64_t>(g, 0, g.written_flags) + lane, ending.flag, lane, kCopyOut);
+    }
+    late = __any_sync(~0u, late);
+    // Makes what the polling lanes acquired visible to the other lanes.
+    __syncwarp();
+    return !late;
+}
+
+// Ends the step, once all blocks have written their results: raises completion words and stores the completion record. One warp runs
+// this. With `Alone` it is the first warp of the only block; the other warps report meanwhile, and the record waits for them.
+//
+// The step's number is in host memory before any word is raised, so that after a fault the host can tell whether clients have seen the
+// end of the step. One fence orders that, and all results that this warp knows of, before the words.
+template <bool Alone>
+__device__ __forceinline__ void end_step(const CopyOutParams& p, const Ending& ending) {
+    const uint64_t begin = Alone ? now_ns() : 0;
+    SlotState* state = p.group.state;
+    const uint32_t lane = threadIdx.x % 32;
+    // All loads are under way together. begin_ns and end_ns are one array of times.
+    uint32_t error = __ldcg(&state->error);
+    const uint32_t received = __ldcg(&state->received);
+    uint64_t time = lane < 2 * kPhases ? __ldcg(reinterpret_cast<const unsigned long long*>(state->begin_ns) + lane) : 0;
+    if (Alone && lane == kCopyOut) time = begin;
+    if (error == 0 && p.group.ranks != 1 && !meet_ranks(p.group, ending)) error = __ldcg(&state->error);
+    const bool raises = error == 0 && ending.raises != 0;
+    if (raises) {
+        if (lane < ending.raises) *static_cast<volatile uint64_t*>(ending.raise.number) = ending.raise.call;
+        if (lane == 0) *static_cast<volatile uint64_t*>(p.raised) = ending.step;
+    }
+    if (lane == kPhases + kCopyOut) time = now_ns();
+    static_assert(offsetof(SlotState, end_ns) == offsetof(SlotState, begin_ns) + kPhases * sizeof(uint64_t), "one array");
+    static_assert(offsetof(Completion, end_ns) == offsetof(Completion, begin_ns) + kPhases * sizeof(uint64_t), "one array");
+    if (lane < 2 * kPhases) p.completion->begin_ns[lane] = time;
+    if (lane == 0) {
+        p.completion->received = received;
+        p.completion->assignments = ending.assignments;
+        p.completion->error = error;
+    }
+    if (raises) {
+        __syncwarp();
+        __threadfence_system();
+        if (lane < ending.raises) *static_cast<volatile uint32_t*>(ending.raise.word) = 1;
+    }
+    __syncwarp();
+    if (Alone) named_sync<kThreads>(kReported);
+    if (lane == 0) store_release_system(&p.completion->step, ending.step);
+}
+
+// Blocks can only start once all blocks of combine have waited for the experts. So everything except what combine writes is loaded, and
+// reported to the host, before combine has ended.
 template <int Count>
 __global__ void __launch_bounds__(kThreads, 1) copy_out(const __grid_constant__ Ranks<CopyOutParams, Count> all) {
     const CopyOutParams& p = all.rank[Count == 1 ? 0 : blockIdx.y];
     SlotState* state = p.group.state;
+    const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
+    const Ending ending = load_ending(p);
+    const uint32_t tokens = min(__ldcg(&state->tokens), p.max_tokens), dtype = __ldcg(&state->out_dtype);
+    // Threads may see an error of combine or not. After an earlier one, which all see, there is nothing to report.
+    const bool failed = __ldcg(&state->error) != 0;
+    // Without rows to copy: combine stores them at their places, or copy engines carry them.
+    const bool done = __ldcg(&state->direct) != 0 || p.out == nullptr;
+    const bool alone = done && tokens * p.top_k <= kAlone;
+    if (alone && blockIdx.x != 0) return;
+    if (alone && threadIdx.x >= 32) {
+        if (!failed) report(p, tokens, threadIdx.x - 32, kThreads - 32);
+        __syncwarp();
+        named_sync<kThreads>(kReported);
+        return;
+    }
+    if (alone) {
+        begin_kernel();
+        end_step<true>(p, ending);
+        return;
+    }
+    if (!failed) report(p, tokens, blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);
+    const uint32_t stride = gridDim.x * kWarps;
+    uint32_t row = blockIdx.x * kWarps + threadIdx.x / 32;
+    RowPlace next = {};
+    if (row < tokens) next = p.places[row];
     begin_kernel();
     stamp_begin(state, kCopyOut);
-    const uint32_t tokens = min(state->tokens, p.max_tokens), dtype = state->out_dtype;
-    const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
     // `dtype` is either that of all rows, and words are copied unchanged, or f32.
-    for (uint32_t row = blockIdx.x * kWarps + threadIdx.x / 32; state->error == 0 && row < tokens;
-         row += gridDim.x * kWarps) {
-        const RowPlace place = p.places[row];
+    const bool copies = !done && __ldcg(&state->error) == 0;
+    for (; copies && row < tokens; row += stride) {
+        const RowPlace place = next;
+        if (row + stride < tokens) next = p.places[row + stride];
         uint8_t* to = place.output;
         const uint64_t first = static_cast<uint64_t>(row) * words;
-        if (state->direct != 0 || p.out == nullptr) {
-            // combine has stored the row, or copy engines carry it.
-        } else if ((place.flags & kNarrowRows) != 0) {
+        if ((place.flags & kNarrowRows) != 0) {
             put_narrow_row(p, place, first, dtype);
         } else if (place.dtype == dtype) {
             const uint32_t all_words = dtype == kF32 ? 2 * words : words;
@@ -148,16 +225,10 @@ __global__ void __launch_bounds__(kThreads, 1) copy_out(const __grid_constant__ 
                 }
             }
         }
-        if (lane < p.top_k) {
-            const uint64_t at = static_cast<uint64_t>(row) * p.top_k + lane;
-            p.staged_ids[at] = p.topk_ids[at];
-            p.staged_weights[at] = p.topk_weights[at];
-        }
     }
-    if (p.expert_offsets != nullptr && state->error == 0) count_rows(p);
     // At system scope, because the results are read by the host, by other GPUs, or by their copy engines.
     __threadfence_system();
-    if (last_block(&state->ticket, gridDim.x) && threadIdx.x == 0) end_step(p);
+    if (last_block(&state->ticket, gridDim.x) && threadIdx.x < 32) end_step<false>(p, ending);
 }
 
 }  // namespace

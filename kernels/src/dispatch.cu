@@ -145,6 +145,11 @@ __device__ void list_alone(const DispatchParams& p, const uint4& state, uint32_t
         experts[i] = there ? static_cast<uint32_t>(__ldcg(p.topk_ids + v)) : ~0u;
         weights[i] = there ? __ldcg(p.topk_weights + v) : 0.0f;
     }
+    FewEntry few = {~0u, 0.0f, threadIdx.x};
+    if (blockIdx.x == 0 && threadIdx.x < min(kFew, g.max_tokens * g.top_k)) {
+        few.expert = static_cast<uint32_t>(__ldcg(p.topk_ids + threadIdx.x));
+        few.weight = __ldcg(p.topk_weights + threadIdx.x);
+    }
     const StepView step = open_step(state, g.max_tokens);
     if (!step.ok) return;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -152,8 +157,12 @@ __device__ void list_alone(const DispatchParams& p, const uint4& state, uint32_t
         g.state->end_ns[kDispatch] = now_ns();
     }
     const uint32_t total = step.tokens * g.top_k;
-    if (total > kInOneBlock || g.experts > kThreads) list_rows(p, step.tokens, lists, counts);
-    else if (blockIdx.x == 0) list_in_one_block(p, total, experts, weights, counts);
+    if (total > kInOneBlock || g.experts > kThreads) {
+        list_rows(p, step.tokens, lists, counts);
+    } else if (blockIdx.x == 0) {
+        if (total <= kFew && g.experts < kThreads) list_few(p, total, g.experts, few, counts);
+        else list_in_one_block(p, total, experts, weights, counts);
+    }
     stamp_end(g.state, kPrepare);
 }
 

@@ -76,20 +76,20 @@ __device__ __forceinline__ void load_batch(const DispatchParams& p, const Entrie
     }
 }
 
+// A thread's entry where a block lists few: its local expert, weight, and index in the arrays of the routing.
+struct FewEntry {
+    uint32_t expert;
+    float weight;
+    uint32_t place;
+};
+
 // Lists few entries in the first block, one thread per entry. A thread counts the entries that come before its own in the order of
 // (expert, entry).
-__device__ void list_few(const DispatchParams& p, const Entries& entries, uint32_t total, const Range& range,
-                         uint32_t* keys /* shared [kFew] */) {
-    const Routing routing = routing_of(p);
-    const uint32_t local = range.last - range.first, v = threadIdx.x;
-    uint32_t key = ~0u, place = 0;
-    float weight = 0.0f;
-    if (v < total) {
-        place = find(p.group, entries, v);
-        const uint32_t expert = static_cast<uint32_t>(__ldcg(routing.ids + place)) - range.first;
-        weight = __ldcg(routing.weights + place);
-        if (expert < local) key = expert * kFew + v;
-    }
+__device__ __forceinline__ void list_few(const DispatchParams& p, uint32_t total, uint32_t local, const FewEntry& entry,
+                                         uint32_t* keys /* shared [kFew] */) {
+    const uint32_t v = threadIdx.x;
+    const auto [expert, weight, place] = entry;
+    const uint32_t key = v < total && expert < local ? expert * kFew + v : ~0u;
     if (v < kFew) keys[v] = key;
     __syncthreads();
     if (v >= total && v > local) return;
@@ -130,7 +130,15 @@ __device__ void list_rows(const DispatchParams& p, uint32_t own, uint32_t lists,
         }
     }
     if (total <= kFew && local < kThreads) {
-        if (blockIdx.x == 0) list_few(p, entries, total, range, counts);
+        if (blockIdx.x != 0) return;
+        const Routing routing = routing_of(p);
+        FewEntry entry = {};
+        if (threadIdx.x < total) {
+            entry.place = find(g, entries, threadIdx.x);
+            entry.expert = static_cast<uint32_t>(__ldcg(routing.ids + entry.place)) - range.first;
+            entry.weight = __ldcg(routing.weights + entry.place);
+        }
+        list_few(p, total, local, entry, counts);
         return;
     }
     uint32_t share = kAlone;

@@ -218,14 +218,15 @@ int launch_few(const GateParams& params, uint32_t tokens, cudaStream_t stream, b
     config.numAttrs = 1;
     if (Size > 8) {
         int clusters = 0;
-        fits = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess && clusters > 0;
+        fits = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess && clusters >= static_cast<int>(config.gridDim.y);
         if (!fits) return cudaSuccess;
     }
     config.numAttrs = 2;
     return cudaLaunchKernelEx(&config, kernel, params);
 }
 
-// Clusters of 16 blocks read weights faster, but not every device has room for them: a part of one may not.
+// Clusters of 16 blocks read weights faster, but the device may not have room for all of them at once, and a part of one may have room for
+// none.
 int launch_gate(const GateParams& params, uint32_t tokens, cudaStream_t stream) {
     bool fits = true;
     if (params.experts <= 64) return launch_few<1, 8>(params, tokens, stream, fits);

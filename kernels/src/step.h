@@ -177,7 +177,8 @@ constexpr uint32_t fp8_row_bytes(uint32_t hidden) {
 }
 
 // Adds up the outputs of a row's local experts in the order of the token's choices, pushes the sum to the row's source rank, and
-// adds up the partials of all ranks there, in rank order. All sums are f32; partials travel as bf16.
+// adds up the partials of all ranks there, in rank order. All sums are f32; partials travel as bf16. A rank alone reads what dispatch wrote
+// before the previous kernel has ended, which must be another one.
 struct CombineParams {
     Group group;
     const void* expert_out;      // bf16 [assignments][H], already multiplied by the routing weight
@@ -260,7 +261,8 @@ struct CopyInParams {
 static_assert(sizeof(CopyInParams) == 136, "mirrored in src/params");
 
 // Writes each result row to its token's place in mapped memory, in the token's element type; then the completion record. Adds the
-// rows of each local expert to the counts. Rank 0 raises completion words once all ranks have written their results.
+// rows of each local expert to the counts. Rank 0 raises completion words once all ranks have written their results. The previous kernel
+// is combine: what earlier ones wrote is read before it has ended.
 struct CopyOutParams {
     Group group;
     const void* out;                // [T][H] of SlotState::out_dtype; null: copy engines read the results

@@ -83,6 +83,7 @@ impl StepLaunches<'_> {
         }
         // SAFETY: as above.
         unsafe { step.dispatch()? };
+        // A rank alone has all experts: its combine must not follow dispatch directly.
         if layers.local_experts(self.layer) > 0 {
             // SAFETY: as above.
             unsafe { step.routed_experts()? };
