@@ -10,6 +10,9 @@ use super::mlp::{ALPHA, Case, Expert, LIMIT};
 use super::stored::Stored;
 use crate::random::Random;
 
+/// In place of `tile_rows` and `tile_tokens`: the kernel for few rows.
+pub const FEW_ROWS: [i32; 2] = [-1, 0];
+
 /// Experts in device memory.
 pub struct Loaded {
     weights: LayerWeights,
@@ -149,9 +152,11 @@ impl Step {
         device: &Device,
         case: &Case,
         loaded: &Loaded,
-        [tile_rows, tile_tokens]: [i32; 2],
+        tiles: [i32; 2],
     ) -> Result<Vec<bf16>, Box<dyn std::error::Error>> {
         const BEHIND: usize = 64;
+        let (flags, [tile_rows, tile_tokens]) =
+            if tiles == FEW_ROWS { (experts::FEW_ROWS, [0, 0]) } else { (0, tiles) };
         let (hidden, inter) = (case.hidden, case.inter);
         let (total, count) = (self.index.len(), self.counts.len());
         let mut offsets = vec![0_i32];
@@ -198,6 +203,7 @@ impl Step {
             tile_rows,
             tile_tokens,
             format: case.format,
+            flags,
             ..ExpertsParams::default()
         };
         let stream = device.stream()?;

@@ -9,7 +9,7 @@ use expertd_kernels::device::Device;
 use expertd_kernels::experts;
 use half::bf16;
 
-use self::launch::{Step, load};
+use self::launch::{FEW_ROWS, Step, load};
 use self::mlp::{Case, Expert};
 use crate::random::Random;
 use crate::{Options, Outcome};
@@ -114,6 +114,7 @@ fn ragged(device: &Device, random: &mut Random, case: &Case) -> Outcome {
         shapes.extend([[experts::TILE_TALL, 128], [experts::TILE_TURNS, 32], [experts::TILE_TURNS, 128]]);
         shapes.extend([[experts::TILE_TOKEN_ROWS, 0], [experts::TILE_TOKEN_PAIRS, 0]]);
     }
+    shapes.push(FEW_ROWS);
     for counts in
         [[0, 0, 0, 0], [1, 0, 0, 0], [3, 0, 41, 9], [0, 0, 0, 150], [8, 17, 64, 33], [130, 0, 97, 260]]
     {
@@ -167,27 +168,29 @@ fn specials(device: &Device, random: &mut Random, case: &Case) -> Outcome {
     }
     let loaded = load(device, case, &all)?;
     let step = Step::draw(random, case.hidden, &[9, 20, 70, 5]);
-    let y = step.run(device, case, &loaded, [0, 0])?;
     // Features differ in size by dozens of powers of two here: each is compared on its own. Rounding h and y to bf16 moves
     // an output by less than 2^-7 of its terms.
-    let mut assignment = 0;
-    for (expert, count) in step.counts.iter().enumerate() {
-        for _ in 0..*count {
-            let x = step.row(assignment, case.hidden);
-            let (expected, sizes) = case.reference(&all[expert], &x, step.weights[assignment]);
-            for (feature, (want, size)) in expected.iter().zip(sizes).enumerate() {
-                let got = y[assignment * case.hidden + feature].to_f64();
-                let good =
-                    if want.is_nan() { got.is_nan() } else { (got - want).abs() <= size * 2f64.powi(-7) };
-                if !good {
-                    return Err(format!(
-                        "specials, format {}: expert {expert} feature {feature}: {got} for {want}",
-                        case.format
-                    )
-                    .into());
+    for tiles in [[0, 0], FEW_ROWS] {
+        let y = step.run(device, case, &loaded, tiles)?;
+        let mut assignment = 0;
+        for (expert, count) in step.counts.iter().enumerate() {
+            for _ in 0..*count {
+                let x = step.row(assignment, case.hidden);
+                let (expected, sizes) = case.reference(&all[expert], &x, step.weights[assignment]);
+                for (feature, (want, size)) in expected.iter().zip(sizes).enumerate() {
+                    let got = y[assignment * case.hidden + feature].to_f64();
+                    let good =
+                        if want.is_nan() { got.is_nan() } else { (got - want).abs() <= size * 2f64.powi(-7) };
+                    if !good {
+                        return Err(format!(
+                            "specials, format {}, tiles {tiles:?}: expert {expert} feature {feature}: {got} for {want}",
+                            case.format
+                        )
+                        .into());
+                    }
                 }
+                assignment += 1;
             }
-            assignment += 1;
         }
     }
     println!(
