@@ -184,7 +184,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
 
     std::mt19937 rng(11);
     std::normal_distribution<float> normal;
-    std::vector<bf16> pool(1 << 20);
+    std::vector<bf16> pool(std::max(size_t(1) << 20, 2 * size_t(max_tokens) * m.hidden));
     for (auto& v : pool) v = bf16(normal(rng));
     Buffer<bf16> device_pool(pool), results(size_t(max_tokens) * m.hidden);
     uint64_t hash = 0xcbf29ce484222325ull;
