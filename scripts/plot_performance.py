@@ -22,6 +22,12 @@ MEASUREMENTS = Path(__file__).resolve().parents[1] / "docs/measurements"
 # The pictures in the documents: file, JSON, the runs that it shows (all if empty), title.
 PICTURES = [
     (
+        "steps-1-gpu.svg",
+        "steps-1-gpu.json",
+        ["qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b"],
+        "One MoE layer on one H200, gate to combine",
+    ),
+    (
         "steps-4-gpus.svg",
         "steps-4-gpus-flashinfer-deepgemm.json",
         ["qwen3-30b-a3b", "deepseek-v3"],
