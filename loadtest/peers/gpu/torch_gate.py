@@ -1,0 +1,30 @@
+#!/usr/bin/env python3
+"""Times PyTorch's gate alone, in graphs like those of the peers, whose times contain it.
+
+torch_gate.py [--shape S] [--tokens T ...]
+"""
+
+import types
+
+import torch
+
+import layer as common
+
+STEPS, REPLAYS = 8, 9
+
+
+def main():
+    args = common.arguments(__doc__, ("bf16",)).parse_args()
+    world, shape = common.World(), common.SHAPES[args.shape]
+    gate = torch.randn(shape.experts, shape.hidden, device=world.device).mul_(shape.hidden**-0.5).bfloat16()
+    layer = types.SimpleNamespace(shape=shape, gate=gate)
+    with torch.inference_mode():
+        for tokens in args.tokens:
+            rows = torch.empty(STEPS, tokens, shape.hidden, device=world.device, dtype=torch.bfloat16)
+            enqueue = lambda: [common.Layer.route(layer, row) for row in rows]
+            times = common.replay_times(world, enqueue, rows.normal_, REPLAYS, STEPS)
+            print(f"{args.shape}: {tokens} rows: {sorted(times)[REPLAYS // 2]:.1f} us", flush=True)
+
+
+if __name__ == "__main__":
+    main()
