@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
 """Times PyTorch's gate alone, in graphs like those of the peers, whose times contain it.
 
-torch_gate.py [--shape S] [--tokens T ...]
+torch_gate.py [--shape S] [--tokens T ...] [--steps N] [--replays N]
 """
 
+import statistics
 import types
 
 import torch
 
 import layer as common
-
-STEPS, REPLAYS = 8, 9
 
 
 def main():
@@ -20,10 +19,10 @@ def main():
     layer = types.SimpleNamespace(shape=shape, gate=gate)
     with torch.inference_mode():
         for tokens in args.tokens:
-            rows = torch.empty(STEPS, tokens, shape.hidden, device=world.device, dtype=torch.bfloat16)
+            rows = torch.empty(args.steps, tokens, shape.hidden, device=world.device, dtype=torch.bfloat16)
             enqueue = lambda: [common.Layer.route(layer, row) for row in rows]
-            times = common.replay_times(world, enqueue, rows.normal_, REPLAYS, STEPS)
-            print(f"{args.shape}: {tokens} rows: {sorted(times)[REPLAYS // 2]:.1f} us", flush=True)
+            times = common.replay_times(world, enqueue, rows.normal_, args.replays, args.steps)
+            print(f"{args.shape}: {tokens} rows: {statistics.median(times):.1f} us", flush=True)
 
 
 if __name__ == "__main__":
