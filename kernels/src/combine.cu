@@ -211,8 +211,7 @@ __device__ __forceinline__ uint32_t ranks_of(const CombineParams& p, const uint3
 // The place of this rank's token `token`. Without places the output of the shared experts belongs to all rows.
 __device__ __forceinline__ RowPlace load_place(const CombineParams& p, uint32_t token) {
     if (p.places == nullptr) return {nullptr, 0, kSharedExperts};
-    const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(p.places + token));
-    return {reinterpret_cast<uint8_t*>(static_cast<uint64_t>(raw.y) << 32 | raw.x), raw.z, raw.w};
+    return load_row_place(p.places + token);
 }
 
 // Stores the result of a piece of this rank's token `token`: `sum`, plus the output of the shared experts if the row includes it.

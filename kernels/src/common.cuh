@@ -114,6 +114,12 @@ __device__ __forceinline__ void begin_kernel() {
 // Loads the first 16 bytes of SlotState: sequence, error and tokens. open_step() decodes them; other loads can be issued in between.
 __device__ __forceinline__ uint4 head(const SlotState* state) { return __ldcg(reinterpret_cast<const uint4*>(state)); }
 
+// The place of a row, from L2: kernels load places before they have waited for the previous kernel.
+__device__ __forceinline__ RowPlace load_row_place(const RowPlace* place) {
+    const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(place));
+    return {reinterpret_cast<uint8_t*>(static_cast<uint64_t>(raw.y) << 32 | raw.x), raw.z, raw.w};
+}
+
 // What copy_in tells the gate as soon as it knows it, in SlotState::announced, so that the gate can load weights while rows are on their
 // way: tokens and layer, and the sequence to tell it from that of an earlier step. It is a hint; the gate compares it with the state.
 __device__ __forceinline__ uint64_t announcement(uint64_t sequence, uint32_t tokens, uint32_t layer) {

@@ -42,7 +42,8 @@ __device__ void put_narrow_row(const CopyOutParams& p, const RowPlace& place, ui
 }
 
 // Copies ids and weights that were used, and adds the rows of each local expert to the counts of the step's layer. `first` is the thread's
-// number among `stride` threads. Steps follow one another on the stream, so no other kernel changes the counts.
+// number among `stride` threads. Steps follow one another on the stream, so no other kernel changes the counts. A step that fails in
+// combine is counted, and counted again when it is repeated.
 __device__ __forceinline__ void report(const CopyOutParams& p, uint32_t tokens, uint32_t first, uint32_t stride) {
     const uint32_t count = tokens * p.top_k;
     for (uint32_t base = first; base < count; base += kChoices * stride) {
@@ -70,7 +71,7 @@ __device__ __forceinline__ void report(const CopyOutParams& p, uint32_t tokens, 
         const uint32_t expert = p.local_ids == nullptr ? p.first_expert + local : p.local_ids[layer * p.local_experts + local];
         if (rows == 0) continue;
         const uint64_t cell = layer * p.count_stride + expert;
-        const uint64_t count = p.row_counts[cell] + rows;
+        const uint64_t count = __ldcg(reinterpret_cast<const unsigned long long*>(p.row_counts + cell)) + rows;
         p.row_counts[cell] = count;
         // A whole word, which the host may read at any time.
         *static_cast<volatile uint64_t*>(p.row_counts_host + cell) = count;
@@ -186,14 +187,14 @@ __global__ void __launch_bounds__(kThreads, 1) copy_out(const __grid_constant__ 
     const uint32_t stride = gridDim.x * kWarps;
     uint32_t row = blockIdx.x * kWarps + threadIdx.x / 32;
     RowPlace next = {};
-    if (row < tokens) next = p.places[row];
+    if (row < tokens) next = load_row_place(p.places + row);
     begin_kernel();
     stamp_begin(state, kCopyOut);
     // `dtype` is either that of all rows, and words are copied unchanged, or f32.
     const bool copies = !done && __ldcg(&state->error) == 0;
     for (; copies && row < tokens; row += stride) {
         const RowPlace place = next;
-        if (row + stride < tokens) next = p.places[row + stride];
+        if (row + stride < tokens) next = load_row_place(p.places + row + stride);
         uint8_t* to = place.output;
         const uint64_t first = static_cast<uint64_t>(row) * words;
         if ((place.flags & kNarrowRows) != 0) {

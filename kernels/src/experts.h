@@ -60,9 +60,9 @@ enum ExpertdLaunchFlags {
     EXPERTD_LAUNCH_PROGRAMMATIC = 1,
     /* Cooperative launch: the runtime checks that all blocks can be resident at once. Blocks wait for each other's h. */
     EXPERTD_LAUNCH_COOPERATIVE = 2,
-    /* A kernel for experts with few rows each. It gives the right results for any counts, but reads an expert's weights once for every
-     * eight rows. tile_tokens and tile_rows do not matter. h must have room for bf16 [assignments][inter] in every format; x_panels and
-     * the scales of x and h are not used. */
+    /* A kernel for experts with few rows each. It gives the right results for any counts whose work (k blocks of all units of 16 weight
+     * rows) fits 32 bits, but reads an expert's weights once for every eight rows. tile_tokens and tile_rows do not matter. h must have
+     * room for bf16 [assignments][inter] in every format; x_panels and the scales of x and h are not used. */
     EXPERTD_LAUNCH_FEW_ROWS = 4
 };
 

@@ -33,9 +33,9 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) experts_few_kernel(const __gri
         reinterpret_cast<uint64_t*>(&shared.layer)[threadIdx.x] = reinterpret_cast<const uint64_t*>(p.layers + index)[threadIdx.x];
     }
     wait_for_previous_kernel();
-    const uint32_t failed = p.error != nullptr ? __ldcg(p.error) : 0;
-    const int tiles = make_few_tables(p, shared); // its barriers also make the above visible
-    if (failed != 0) return;
+    bool failed = p.error != nullptr && __ldcg(p.error) != 0;
+    const int tiles = make_few_tables(p, shared, failed); // its barriers also make the above visible
+    if (failed) return;
     if (shared.tables.offset[p.experts] > p.panel_rows) {
         if (p.error != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.error = EXPERTD_ERROR_ROWS;
         return;

@@ -57,8 +57,9 @@ template <class Format> struct FewRing {
     static_assert(SLOT_BYTES % 128 == 0 && FEW_UNITS % Format::CHUNK_UNITS == 0 && PACED_SLOTS <= MOST_AHEAD);
 };
 
-// Computes the prefix sums over experts and returns the number of tiles. All threads must call it; each handles two experts.
-__device__ __forceinline__ int make_few_tables(const ExpertdExpertsParams& p, FewShared& shared) {
+// Computes the prefix sums over experts and returns the number of tiles. All threads must call it; each handles two experts. Afterwards
+// `failed` is the same for all threads: whether any found it set.
+__device__ __forceinline__ int make_few_tables(const ExpertdExpertsParams& p, FewShared& shared, bool& failed) {
     static_assert(2 * FEW_THREADS > EXPERTD_MAX_EXPERTS, "every expert, and the end of the last one");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int tiles[2];
@@ -86,7 +87,7 @@ __device__ __forceinline__ int make_few_tables(const ExpertdExpertsParams& p, Fe
         if (e <= p.experts) shared.tables.tile[e] = before;
         before += tiles[i];
     }
-    __syncthreads();
+    failed = __syncthreads_or(failed) != 0;
     return all;
 }
 

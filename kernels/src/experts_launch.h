@@ -12,7 +12,7 @@ int setup_fp8();
 int setup_mxfp4();
 int setup_w8a8();
 int launch_bf16(const ExpertdExpertsParams& p, cudaStream_t stream);
-int launch_few(const ExpertdExpertsParams& p, cudaStream_t stream); // bf16 with EXPERTD_LAUNCH_FEW_ROWS
+int launch_few(const ExpertdExpertsParams& p, cudaStream_t stream); // all formats with EXPERTD_LAUNCH_FEW_ROWS
 int launch_fp8(const ExpertdExpertsParams& p, cudaStream_t stream);
 int launch_mxfp4(const ExpertdExpertsParams& p, cudaStream_t stream);
 int launch_w8a8(const ExpertdExpertsParams& p, cudaStream_t stream);
