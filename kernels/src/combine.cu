@@ -337,8 +337,8 @@ __device__ void combine_alone(const CombineParams& p) {
     ItemAlone next = load_alone(p, item, pieces);
     const uint4 state = head(g.state);
     const Results results = {__ldcg(&g.state->out_dtype), __ldcg(&g.state->direct) != 0};
-    const uint64_t exchange = __ldcg(reinterpret_cast<const unsigned long long*>(&g.state->exchange));
-    const uint64_t number = __ldcg(reinterpret_cast<const unsigned long long*>(&g.state->step));
+    const uint64_t exchange = load_word(&g.state->exchange);
+    const uint64_t number = load_word(&g.state->step);
     const uint32_t tokens = min(state.w, g.max_tokens);
     // After an earlier error nothing of an item means anything.
     const uint32_t end = state.z != 0 ? 0 : (p.end_row == 0 ? tokens : min(p.end_row, tokens)) * pieces;
@@ -390,7 +390,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ R
     if (threadIdx.x < kMaxChunks) shared.sent[threadIdx.x] = 0;
     if (threadIdx.x == 0) shared.failed = 0;
     const Results results = {__ldcg(&g.state->out_dtype), __ldcg(&g.state->direct) != 0};
-    const uint64_t exchange = __ldcg(reinterpret_cast<const unsigned long long*>(&g.state->exchange));
+    const uint64_t exchange = load_word(&g.state->exchange);
     const StepView step = open_step(state, g.max_tokens);
     if (!step.ok) return;
     const uint64_t flag = g.generation | exchange;

@@ -114,6 +114,9 @@ __device__ __forceinline__ void begin_kernel() {
 // Loads the first 16 bytes of SlotState: sequence, error and tokens. open_step() decodes them; other loads can be issued in between.
 __device__ __forceinline__ uint4 head(const SlotState* state) { return __ldcg(reinterpret_cast<const uint4*>(state)); }
 
+// A 64-bit word, from L2.
+__device__ __forceinline__ uint64_t load_word(const uint64_t* word) { return __ldcg(reinterpret_cast<const unsigned long long*>(word)); }
+
 // The place of a row, from L2: kernels load places before they have waited for the previous kernel.
 __device__ __forceinline__ RowPlace load_row_place(const RowPlace* place) {
     const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(place));

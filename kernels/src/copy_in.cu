@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
     begin_kernel();
     const uint64_t begin = now_ns();
     // Not changed before combine.
-    const uint64_t sequence = __ldcg(reinterpret_cast<const unsigned long long*>(&p.state->sequence));
+    const uint64_t sequence = load_word(&p.state->sequence);
     // The description takes one round trip to the host, the rows a second one. Segments are looked up in shared memory, which takes none.
     const bool first_block = cluster_block() == 0;
     if (first_block) {

@@ -71,7 +71,7 @@ __device__ __forceinline__ void report(const CopyOutParams& p, uint32_t tokens, 
         const uint32_t expert = p.local_ids == nullptr ? p.first_expert + local : p.local_ids[layer * p.local_experts + local];
         if (rows == 0) continue;
         const uint64_t cell = layer * p.count_stride + expert;
-        const uint64_t count = __ldcg(reinterpret_cast<const unsigned long long*>(p.row_counts + cell)) + rows;
+        const uint64_t count = load_word(p.row_counts + cell) + rows;
         p.row_counts[cell] = count;
         // A whole word, which the host may read at any time.
         *static_cast<volatile uint64_t*>(p.row_counts_host + cell) = count;
@@ -87,14 +87,13 @@ struct Ending {
 
 __device__ __forceinline__ Ending load_ending(const CopyOutParams& p) {
     SlotState* state = p.group.state;
-    const auto load = [](const uint64_t* word) { return __ldcg(reinterpret_cast<const unsigned long long*>(word)); };
     const uint64_t* raise = reinterpret_cast<const uint64_t*>(&state->raise[threadIdx.x % kMaxRaises]);
     Ending ending;
-    ending.step = load(&state->step);
-    ending.flag = p.group.generation | load(&state->exchange);
+    ending.step = load_word(&state->step);
+    ending.flag = p.group.generation | load_word(&state->exchange);
     ending.raises = __ldcg(&state->raises);
     ending.assignments = p.assignments == nullptr ? 0 : __ldcg(p.assignments);
-    ending.raise = {reinterpret_cast<uint32_t*>(load(raise)), reinterpret_cast<uint64_t*>(load(raise + 1)), load(raise + 2)};
+    ending.raise = {reinterpret_cast<uint32_t*>(load_word(raise)), reinterpret_cast<uint64_t*>(load_word(raise + 1)), load_word(raise + 2)};
     return ending;
 }
 
@@ -130,7 +129,7 @@ __device__ __forceinline__ void end_step(const CopyOutParams& p, const Ending& e
     // All loads are under way together. begin_ns and end_ns are one array of times.
     uint32_t error = __ldcg(&state->error);
     const uint32_t received = __ldcg(&state->received);
-    uint64_t time = lane < 2 * kPhases ? __ldcg(reinterpret_cast<const unsigned long long*>(state->begin_ns) + lane) : 0;
+    uint64_t time = lane < 2 * kPhases ? load_word(state->begin_ns + lane) : 0;
     if (Alone && lane == kCopyOut) time = begin;
     if (error == 0 && p.group.ranks != 1 && !meet_ranks(p.group, ending)) error = __ldcg(&state->error);
     const bool raises = error == 0 && ending.raises != 0;

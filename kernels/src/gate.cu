@@ -6,6 +6,7 @@
 // copy_in announces the layer, and the gate loads its weights.
 #include "gate_choice.cuh"
 #include "gate_wide.h"
+#include "mma.cuh"
 #include "ptx.cuh"
 
 namespace expertd {
@@ -15,7 +16,7 @@ constexpr uint32_t kTokens = 16;     // tokens of a cluster
 constexpr uint32_t kColumns = 8;     // experts of a tile
 constexpr uint32_t kSumWarps = 16;   // warps of a block that multiply; each sums over a part of the inner dimension
 constexpr uint32_t kSumThreads = 32 * kSumWarps;
-constexpr uint32_t kHintBarrier = 1, kStartBarrier = 2, kSumsBarrier = 3;
+constexpr int kHintBarrier = 1, kStartBarrier = 2, kSumsBarrier = 3;
 
 // Tiles: tiles of experts of a block. Size: blocks of a cluster.
 template <int Tiles, int Size> constexpr uint32_t kChoosers = kTokens / Size;  // warps of a block that choose, each for one token
@@ -23,16 +24,9 @@ template <int Tiles, int Size> constexpr uint32_t kAllThreads = kSumThreads + 32
 template <int Tiles, int Size> constexpr uint32_t kMost = Tiles * Size * kColumns;  // largest number of experts
 template <int Tiles> constexpr uint32_t kSumBytes = kSumWarps * Tiles * kTokens * kColumns * sizeof(float);
 
-__device__ __forceinline__ void barrier_of(uint32_t barrier, uint32_t threads) {
+template <int Threads> __device__ __forceinline__ void barrier_of(int barrier) {
     __syncwarp();
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                    uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    named_sync<Threads>(barrier);
 }
 
 // Loads a lane's part of 32 columns of kTokens rows, or of the rows of Tiles * kColumns experts. What does not exist is zero.
@@ -60,8 +54,8 @@ template <int Tiles>
 __device__ __forceinline__ void multiply(float (&acc)[Tiles][4], const uint4 (&a)[2], const uint4 (&b)[Tiles]) {
 #pragma unroll
     for (int t = 0; t < Tiles; ++t) {
-        mma(acc[t], a[0].x, a[1].x, a[0].y, a[1].y, b[t].x, b[t].y);
-        mma(acc[t], a[0].z, a[1].z, a[0].w, a[1].w, b[t].z, b[t].w);
+        mma_16x8x16(acc[t], {a[0].x, a[1].x, a[0].y, a[1].y}, b[t].x, b[t].y);
+        mma_16x8x16(acc[t], {a[0].z, a[1].z, a[0].w, a[1].w}, b[t].z, b[t].w);
     }
 }
 
@@ -91,12 +85,12 @@ __global__ void __launch_bounds__(kAllThreads<Tiles, Size>, 1) gate(const __grid
         begin_kernel();
         if (block == 0 && blockIdx.y == 0 && lane == 0) p.state->begin_ns[kGate] = now_ns();
         *static_cast<volatile uint32_t*>(&started) = 1;
-        barrier_of(kStartBarrier, kAll);
+        barrier_of<kAll>(kStartBarrier);
         return;
     }
     if (warp > kSumWarps) {
         const uint32_t slot = warp - kSumWarps - 1, token = first_token + slot * Size + block;
-        barrier_of(kStartBarrier, kAll);
+        barrier_of<kAll>(kStartBarrier);
         const uint4 state = head(p.state);
         const StepKind what = step_kind(p.state);
         const bool given = token < p.max_tokens && p.places != nullptr && (p.places[token].flags & kGivenRouting) != 0;
@@ -127,7 +121,7 @@ __global__ void __launch_bounds__(kAllThreads<Tiles, Size>, 1) gate(const __grid
     if (warp == 0) {
         if (lane == 0) announced = await_announcement(p.state, &started);
     }
-    barrier_of(kHintBarrier, kSumThreads);
+    barrier_of<kSumThreads>(kHintBarrier);
     Hint hint(announced);
     GateLayer layer = {};
     uint4 a[kAhead][2], b[kAhead][Tiles];
@@ -148,7 +142,7 @@ __global__ void __launch_bounds__(kAllThreads<Tiles, Size>, 1) gate(const __grid
             }
         }
     }
-    barrier_of(kStartBarrier, kAll);
+    barrier_of<kAll>(kStartBarrier);
     const uint4 state = head(p.state);
     const StepKind what = step_kind(p.state);
     const auto load_tokens_ahead = [&] {
@@ -183,7 +177,7 @@ __global__ void __launch_bounds__(kAllThreads<Tiles, Size>, 1) gate(const __grid
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[(warp * Tiles * 4 + t * 4 + i) * 32 + lane] = acc[t][i];
     }
-    barrier_of(kSumsBarrier, kSumThreads);
+    barrier_of<kSumThreads>(kSumsBarrier);
     // Add up the sums of the warps in the order of warps. A thread has one logit of the block at a time.
     for (uint32_t at = threadIdx.x; at < Tiles * kTokens * kColumns; at += kSumThreads) {
         float sum = sums[at];

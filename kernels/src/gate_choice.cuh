@@ -34,7 +34,7 @@ struct Hint {
 
 // Waits for copy_in's announcement of this step, or until `started` is 1: the previous kernel has ended. Returns 0 without an announcement.
 __device__ __forceinline__ uint64_t await_announcement(const SlotState* state, const volatile uint32_t* started) {
-    const uint64_t sequence = __ldcg(reinterpret_cast<const unsigned long long*>(&state->sequence));
+    const uint64_t sequence = load_word(&state->sequence);
     const volatile uint64_t* announced = &state->announced;
     for (;;) {
         const uint64_t seen = *announced;
