@@ -196,7 +196,7 @@ bool check_few_rows(const char* only, bool small_only, int only_format) {
         counts_case("few: one row on the last expert", [&] { std::vector<int> c(experts, 0); c.back() = 1; return c; }(), 3);
         counts_case("few: up to 8 rows with zeros", {3, 0, 8, 1, 0, 7, 2, 8, 5, 1, 1, 6, 4, 0, 8, 1}, 11);
         counts_case("few: up to 35 rows", {9, 35, 1, 0, 17}, 40);
-        // With 64 tokens there are so many tiles that weights are not paced.
+        // 64 tokens have so many tiles that the kernel has as many chunks under way as it may (FewRing::MOST_AHEAD).
         for (int tokens : {1, 2, 8, 64}) good &= check_case(m, experts, draw(m, tokens, rng), layer, ("few: uniform routing, T=" + std::to_string(tokens)).c_str(), false);
     }
     for (int format : {EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4, EXPERTD_W8A8}) {

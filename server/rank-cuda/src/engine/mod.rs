@@ -106,6 +106,7 @@ pub(super) struct CudaEngine {
     shape: Shape,
     /// Elements of a row without padding.
     hidden: usize,
+    multiprocessors: u32,
     /// Largest number of blocks of an exchange.
     most_blocks: u32,
     /// Longest time that the host waits for a step. The deadlines of device waits are shorter.
@@ -139,7 +140,8 @@ impl CudaEngine {
             set.kernels.group(&shape, setup.rank.0, &windows.slot(slot), setup.generation.0, deadline)
         });
         let groups = groups.collect();
-        let most_blocks = device.multiprocessors()?.min(expertd_kernels::params::MAX_BLOCKS as u32);
+        let multiprocessors = device.multiprocessors()?;
+        let most_blocks = multiprocessors.min(expertd_kernels::params::MAX_BLOCKS as u32);
         let stream = device.stream()?;
         device.synchronize()?;
         let mut engine = CudaEngine {
@@ -160,6 +162,7 @@ impl CudaEngine {
             memories: Memories::new(setup.rank == Rank(0)),
             shape,
             hidden: setup.shape.hidden,
+            multiprocessors,
             most_blocks,
             step_deadline: 3 * setup.peer_timeout + Duration::from_secs(5),
             device,
@@ -225,7 +228,7 @@ impl CudaEngine {
                 COPY_BLOCKS
             },
             rows: variant.rows,
-            multiprocessors: self.most_blocks,
+            multiprocessors: self.multiprocessors,
             aligned: self.aligned && self.shape.ranks > 1,
             gate_rows: if variant.gated { variant.rows } else { 0 },
             shared: variant.shared,

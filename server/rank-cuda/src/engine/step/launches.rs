@@ -33,6 +33,7 @@ pub(in crate::engine) struct StepLaunches<'a> {
     pub(in crate::engine) staged: StagedAddresses,
     /// The largest number of rows per rank that the launches cover.
     pub(in crate::engine) rows: u32,
+    /// Multiprocessors of the GPU.
     pub(in crate::engine) multiprocessors: u32,
     /// Whether ranks wait for each other between copy_in and the gate.
     pub(in crate::engine) aligned: bool,
