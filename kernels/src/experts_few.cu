@@ -20,9 +20,11 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) experts_few_kernel(const __gri
     FewShared& shared = *reinterpret_cast<FewShared*>(memory + FewRing<Format>::BYTES);
     const int warp = uniform(threadIdx.x / 32);
     if (threadIdx.x == 0) {
-        shared.tiles_ready = 0;
         for (int s = 0; s < FEW_STREAMS; s++) {
             for (int i = 0; i < FewRing<Format>::SLOTS; i++) barrier_init(&shared.full[s][i], 1), barrier_init(&shared.empty[s][i], WARP_ARRIVALS);
+        }
+        for (int c = 0; c < FEW_CONSUMERS; c++) {
+            for (int i = 0; i < FEW_MOST_ROW_SLOTS; i++) barrier_init(&shared.rows_full[c][i], 32), barrier_init(&shared.rows_empty[c][i], WARP_ARRIVALS);
         }
         barrier_init(&shared.sums_full, FEW_CONSUMERS * WARP_ARRIVALS);
         barrier_init(&shared.sums_empty, FEW_FINISHERS * WARP_ARRIVALS);
@@ -46,10 +48,10 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) experts_few_kernel(const __gri
         consume_few<Format>(p, shared, share, ring, warp);
     } else if (warp < FEW_STREAM) {
         finish_few<Format>(p, shared, share, warp - FEW_FINISHER);
-    } else if (warp < FEW_WATCHER) {
+    } else if (warp < FEW_ROWS) {
         if (threadIdx.x % 32 == 0) stream_weights<Format>(p, shared, share, ring, warp - FEW_STREAM);
     } else {
-        watch_few(p, shared, share);
+        bring_rows<Format>(p, shared, share, ring + FewRing<Format>::ROWS);
     }
 }
 

@@ -1,12 +1,11 @@
-// What differs between formats in experts_few_kernel: the bytes of units, how a lane loads its part of the rows, and the product of a
-// unit with them.
+// What differs between formats in experts_few_kernel: the bytes of units and rows, how a lane takes its part of both from shared memory, and
+// their product.
 //
 // A k block is the part of k that a unit of weights spans: 64 k in bf16, 128 k in the other formats. Lane l of a consumer multiplies row
 // l / 4 of mma's A with column l / 4 of B, which is a token; q = l % 4.
 //
 // A format has
-//   Ahead  the lane's part of a k block of its token as it is in memory, which is loaded an item ahead
-//   Row    the same as operands
+//   Row    the lane's part of a k block of its token, as operands
 //   Unit   the lane's part of a unit's k block as it is in shared memory
 #pragma once
 
@@ -17,13 +16,6 @@
 
 namespace expertd {
 
-// A lane's token of a segment.
-struct FewSource {
-    const char* row = nullptr;
-    int panels = 0;     // panels of 64 k of the row; 0: there is no token
-    bool codes = false; // the row is e4m3 with scales behind it, and not bf16
-};
-
 // bf16. Weights are panels in wgmma's swizzle. A lane takes the 16-byte chunks q and 4 + q of its weight rows and of its token. Each chunk
 // is its k of two steps of mma: which k a step has does not matter, as long as both operands agree. A's row r is the unit's row
 // r / 2 + 4 (r % 2), so that eight lanes read from all banks of shared memory.
@@ -32,25 +24,22 @@ struct FewBf16 {
     static constexpr int UNIT_BYTES = UNIT_ROWS * PANEL_ROW_BYTES;
     static constexpr int UNIT_SCALE_BYTES = 0; // bytes of a unit's scales, if scales follow all rows of a k block
     static constexpr int CHUNK_UNITS = 2;      // units of a k block that one bulk copy brings
-    static constexpr bool ROW_SCALES = false;  // whether the sums of a row are multiplied by a factor
+    static constexpr int ROW_SLOTS = 2;        // slots of a consumer for the rows of an item
+    static constexpr int ROW_STRIDE = 192;     // distance of tokens in a slot, without bank conflicts
+    static constexpr int ROW_SCALE = 0;        // place of a token's scale in the slot, if rows may be codes with scales
+    static constexpr bool ROW_SCALES = false;  // whether the sums of a weight row are multiplied by its scale
 
     // The row of a unit's eight rows of gate or up (or of either half, in down) that a lane has sums of.
     static __device__ __forceinline__ int row(int lane) { return lane / 8 + 4 * (lane / 4 % 2); }
     // Distance from a unit to the lane's first bytes.
     static __device__ __forceinline__ uint32_t place(int lane) { return row(lane) * PANEL_ROW_BYTES + (lane % 4 ^ row(lane)) * 16; }
 
-    struct Ahead {
-        uint4 low, high;
-        __device__ __forceinline__ void load(const FewSource& source, int block) {
-            low = high = make_uint4(0, 0, 0, 0);
-            if (block >= source.panels) return;
-            const uint4* from = reinterpret_cast<const uint4*>(source.row + int64_t(block) * PANEL_ROW_BYTES) + threadIdx.x % 4;
-            low = __ldcg(from), high = __ldcg(from + 4);
-        }
-    };
     struct Row {
         uint4 low, high;
-        __device__ __forceinline__ Row(const Ahead& ahead, const FewSource&, bool) : low(ahead.low), high(ahead.high) {}
+        __device__ __forceinline__ Row(uint32_t rows, bool, bool) {
+            const uint32_t at = rows + threadIdx.x % 32 / 4 * ROW_STRIDE + threadIdx.x % 4 * 16;
+            low = load_shared_16(at), high = load_shared_16(at + 64);
+        }
     };
     struct Unit {
         uint4 low, low_8, high, high_8; // chunks q and 4 + q of the lane's row and of the row eight further
@@ -69,38 +58,39 @@ struct FewBf16 {
     };
 };
 
-// MXFP4 and FP8 with bf16 products: weights are in the order of mma's fragments, so a lane needs 4 bytes of every 16 of its token.
+// FP8 with bf16 products, and MXFP4. Weights are in the order of mma's fragments.
 template <class Format> struct FewNarrow {
     static constexpr int BLOCK_PANELS = 2;
     static constexpr int UNIT_BYTES = Format::UNIT_BYTES;
     static constexpr int UNIT_SCALE_BYTES = 0;
-    static constexpr int CHUNK_UNITS = Format::SCALED_SUMS ? 2 : 4;
+    static constexpr int CHUNK_UNITS = Format::SCALED_SUMS ? 2 : 8;
+    static constexpr int ROW_SLOTS = Format::SCALED_SUMS ? 1 : 2;
+    static constexpr int ROW_STRIDE = 272;
+    static constexpr int ROW_SCALE = 0;
     static constexpr bool ROW_SCALES = true;
+    // MXFP4 weights are multiplied as Mxfp4::place_block leaves them, which is 2^-126 of their value. Rows are multiplied by 2^48 first, so that
+    // sums are not subnormal. Elements above 2^80 become infinite, and sums of elements below 2^-48 lose precision.
+    static constexpr uint32_t ROW_FACTOR = 0x57805780; // 2^48 in bf16, twice
+    static constexpr float SUM_FACTOR = Format::SCALED_SUMS ? 1.0f : 1.0f / (1ull << 48);
     static constexpr int STEPS = BLOCK_K / 16;
 
     static __device__ __forceinline__ int row(int lane) { return lane / 4; }
     static __device__ __forceinline__ uint32_t place(int) { return 0; }
 
-    struct Ahead {
-        uint32_t words[STEPS][2];
-        __device__ __forceinline__ void load(const FewSource& source, int block) {
-            const uint32_t* from = reinterpret_cast<const uint32_t*>(source.row + int64_t(block) * (2 * BLOCK_K)) + threadIdx.x % 4;
-#pragma unroll
-            for (int panel = 0; panel < 2; panel++) {
-                const bool there = 2 * block + panel < source.panels;
-#pragma unroll
-                for (int s = panel * STEPS / 2; s < (panel + 1) * STEPS / 2; s++) {
-                    words[s][0] = there ? __ldcg(from + 8 * s) : 0;
-                    words[s][1] = there ? __ldcg(from + 8 * s + 4) : 0;
-                }
-            }
-        }
-    };
     struct Row {
         uint32_t words[STEPS][2];
-        __device__ __forceinline__ Row(const Ahead& ahead, const FewSource&, bool) {
+        __device__ __forceinline__ Row(uint32_t rows, bool, bool) {
+            const int lane = threadIdx.x % 32; // gives the address of token l % 8, chunk l / 8 of 32 k
+            const uint32_t at = rows + lane % 8 * ROW_STRIDE + lane / 8 * 16;
 #pragma unroll
-            for (int s = 0; s < STEPS; s++) words[s][0] = ahead.words[s][0], words[s][1] = ahead.words[s][1];
+            for (int s = 0; s < STEPS; s += 2) {
+                const uint4 two = load_matrices(at + s * 32);
+                words[s][0] = two.x, words[s][1] = two.y, words[s + 1][0] = two.z, words[s + 1][1] = two.w;
+            }
+            if constexpr (!Format::SCALED_SUMS) {
+#pragma unroll
+                for (int s = 0; s < STEPS; s++) words[s][0] = multiply_bf16(words[s][0], ROW_FACTOR), words[s][1] = multiply_bf16(words[s][1], ROW_FACTOR);
+            }
         }
     };
     struct Unit {
@@ -113,27 +103,34 @@ template <class Format> struct FewNarrow {
             for (int c = 0; c < CHUNKS; c++) chunk[c] = load_chunk(at, c, lane);
             scales = Format::load_scales(at, lane);
         }
-        // Steps go to two sums in turn, so that a product need not wait for the one before it.
         __device__ __forceinline__ void multiply(float (&sums)[4], const Row& row) const {
-            float part[2][4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) part[0][i] = Format::SCALED_SUMS ? 0.0f : sums[i], part[1][i] = 0.0f;
-#pragma unroll
-            for (int c = 0; c < CHUNKS; c++) {
-                uint32_t a[Format::CHUNK_STEPS][4];
-                Format::widen(chunk[c], scales, c, a);
-#pragma unroll
-                for (int s = 0; s < Format::CHUNK_STEPS; s++) {
-                    const int step = c * Format::CHUNK_STEPS + s;
-                    mma_16x8x16(part[step % 2], a[s], row.words[step][0], row.words[step][1]);
-                }
-            }
             if constexpr (Format::SCALED_SUMS) {
+                // Steps go to two sums in turn, so that a product need not wait for the one before it.
+                float part[2][4] = {};
+#pragma unroll
+                for (int c = 0; c < CHUNKS; c++) {
+                    uint32_t a[Format::CHUNK_STEPS][4];
+                    Format::widen(chunk[c], scales, c, a);
+#pragma unroll
+                    for (int s = 0; s < Format::CHUNK_STEPS; s++) {
+                        const int step = c * Format::CHUNK_STEPS + s;
+                        mma_16x8x16(part[step % 2], a[s], row.words[step][0], row.words[step][1]);
+                    }
+                }
 #pragma unroll
                 for (int i = 0; i < 4; i++) sums[i] = fmaf(part[0][i] + part[1][i], i < 2 ? scales.x : scales.y, sums[i]);
             } else {
 #pragma unroll
-                for (int i = 0; i < 4; i++) sums[i] = part[0][i] + part[1][i];
+                for (int b = 0; b < BLOCK_K / 32; b++) {
+                    uint32_t a[2][4];
+                    Format::place_block(b % 2 == 0 ? chunk[b / 2].x : chunk[b / 2].z, b % 2 == 0 ? chunk[b / 2].y : chunk[b / 2].w, a[0], a[1]);
+                    float part[4] = {};
+                    mma_16x8x16(part, a[0], row.words[2 * b][0], row.words[2 * b][1]);
+                    mma_16x8x16(part, a[1], row.words[2 * b + 1][0], row.words[2 * b + 1][1]);
+                    const float low = Format::block_scale(scales.x, b), high = Format::block_scale(scales.y, b);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) sums[i] = fmaf(part[i], i < 2 ? low : high, sums[i]);
+                }
             }
         }
     };
@@ -157,48 +154,38 @@ struct FewW8a8 {
     static constexpr int UNIT_BYTES = W8a8::UNIT_BYTES;
     static constexpr int UNIT_SCALE_BYTES = W8a8::UNIT_SCALE_BYTES;
     static constexpr int CHUNK_UNITS = 2;
+    static constexpr int ROW_SLOTS = 1;
+    static constexpr int ROW_STRIDE = 272;
+    static constexpr int ROW_SCALE = 256;
     static constexpr bool ROW_SCALES = true;
+    static constexpr float SUM_FACTOR = 1.0f;
 
     static __device__ __forceinline__ int row(int lane) { return FewBf16::row(lane); }
     static __device__ __forceinline__ uint32_t place(int lane) { return FewBf16::place(lane); }
 
-    struct Ahead {
-        uint4 chunk[4]; // e4m3: chunks q and 4 + q, and two that are not used; bf16: the elements of these two chunks
-        float scale;    // e4m3
-        __device__ __forceinline__ void load(const FewSource& source, int block) {
-            const int q = threadIdx.x % 4;
-            const bool low = 2 * block < source.panels, high = 2 * block + 1 < source.panels;
-            const uint4 zero = make_uint4(0, 0, 0, 0);
-            chunk[2] = chunk[3] = zero;
-            scale = 0.0f;
-            if (source.codes) {
-                const uint4* from = reinterpret_cast<const uint4*>(source.row + int64_t(block) * BLOCK_K) + q;
-                chunk[0] = low ? __ldcg(from) : zero, chunk[1] = high ? __ldcg(from + 4) : zero;
-                if (low) scale = __ldcg(reinterpret_cast<const float*>(source.row + source.panels * PANEL_K) + block);
-            } else {
-                const uint4* from = reinterpret_cast<const uint4*>(source.row + int64_t(block) * (2 * BLOCK_K)) + 2 * q;
-                chunk[0] = low ? __ldcg(from) : zero, chunk[1] = low ? __ldcg(from + 1) : zero;
-                chunk[2] = high ? __ldcg(from + 8) : zero, chunk[3] = high ? __ldcg(from + 9) : zero;
-            }
-        }
-    };
     struct Row {
         uint4 low, high; // codes
         float2 scale;    // scales of the tokens of the lane's sums
-        __device__ __forceinline__ Row(const Ahead& ahead, const FewSource& source, bool power_of_two) : low(ahead.chunk[0]), high(ahead.chunk[1]) {
-            float own = ahead.scale;
-            if (!source.codes) {
-                const float largest = fmaxf(fmaxf(largest_of(ahead.chunk[0]), largest_of(ahead.chunk[1])),
-                                            fmaxf(largest_of(ahead.chunk[2]), largest_of(ahead.chunk[3])));
+        __device__ __forceinline__ Row(uint32_t rows, bool codes, bool power_of_two) {
+            const int q = threadIdx.x % 4;
+            const uint32_t at = rows + threadIdx.x % 32 / 4 * ROW_STRIDE;
+            float own; // scale of the lane's token
+            if (codes) {
+                low = load_shared_16(at + q * 16), high = load_shared_16(at + 64 + q * 16);
+                own = load_shared_f32(at + ROW_SCALE);
+            } else {
+                const uint4 elements[4] = {load_shared_16(at + q * 32), load_shared_16(at + q * 32 + 16), load_shared_16(at + 128 + q * 32),
+                                           load_shared_16(at + 128 + q * 32 + 16)};
+                const float largest = fmaxf(fmaxf(largest_of(elements[0]), largest_of(elements[1])),
+                                            fmaxf(largest_of(elements[2]), largest_of(elements[3])));
                 const GroupScale group = group_scale(lanes_max<4>(largest), power_of_two);
-                const uint2 codes[4] = {quantise(ahead.chunk[0], group.inverse), quantise(ahead.chunk[1], group.inverse),
-                                        quantise(ahead.chunk[2], group.inverse), quantise(ahead.chunk[3], group.inverse)};
-                low = make_uint4(codes[0].x, codes[0].y, codes[1].x, codes[1].y);
-                high = make_uint4(codes[2].x, codes[2].y, codes[3].x, codes[3].y);
+                const uint2 of[4] = {quantise(elements[0], group.inverse), quantise(elements[1], group.inverse),
+                                     quantise(elements[2], group.inverse), quantise(elements[3], group.inverse)};
+                low = make_uint4(of[0].x, of[0].y, of[1].x, of[1].y), high = make_uint4(of[2].x, of[2].y, of[3].x, of[3].y);
                 own = group.scale;
             }
-            const int token = threadIdx.x % 4 * 2; // four lanes have a token
-            scale = make_float2(__shfl_sync(0xffffffff, own, token * 4), __shfl_sync(0xffffffff, own, token * 4 + 4));
+            const int first = q * 2 * 4; // four lanes have a token
+            scale = make_float2(__shfl_sync(0xffffffff, own, first), __shfl_sync(0xffffffff, own, first + 4));
         }
     };
     struct Unit {

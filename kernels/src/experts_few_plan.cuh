@@ -19,12 +19,13 @@ constexpr int FEW_UNITS = 8;     // most units of a segment
 constexpr int FEW_CONSUMERS = 8; // warps that multiply
 constexpr int FEW_FINISHERS = 4; // warps that add up sums and store h and y
 constexpr int FEW_STREAMS = 2;   // warps that bring weights
-constexpr int FEW_FINISHER = FEW_CONSUMERS, FEW_STREAM = FEW_FINISHER + FEW_FINISHERS, FEW_WATCHER = FEW_STREAM + FEW_STREAMS;
-constexpr int FEW_THREADS = 32 * (FEW_WATCHER + 1);
+constexpr int FEW_FINISHER = FEW_CONSUMERS, FEW_STREAM = FEW_FINISHER + FEW_FINISHERS, FEW_ROWS = FEW_STREAM + FEW_STREAMS;
+constexpr int FEW_THREADS = 32 * (FEW_ROWS + 1); // the last warp brings rows
 static_assert(FEW_CONSUMERS % FEW_STREAMS == 0, "a consumer warp has one stream");
 
 constexpr int FEW_MOST_SLOTS = 32;
-constexpr int FEW_PACED_BYTES = 64 * 1024; // weights of a block that are under way at once if weights are paced (PACED_WEIGHTS)
+constexpr int FEW_MOST_ROW_SLOTS = 2;
+constexpr int FEW_PACED_BYTES = 56 * 1024; // weights of a block that are under way at once if weights are paced (PACED_WEIGHTS)
 
 struct FewTables {
     int32_t offset[EXPERTD_MAX_EXPERTS + 1]; // assignments before expert e
@@ -36,17 +37,21 @@ struct FewShared {
     ExpertdLayerWeights layer;
     FewTables tables;
     int32_t warp_tiles[FEW_THREADS / 32];
-    uint32_t tiles_ready; // how often the h of another tile than before became ready for the block's segments of down
+    uint64_t rows_full[FEW_CONSUMERS][FEW_MOST_ROW_SLOTS], rows_empty[FEW_CONSUMERS][FEW_MOST_ROW_SLOTS];
     uint64_t full[FEW_STREAMS][FEW_MOST_SLOTS], empty[FEW_STREAMS][FEW_MOST_SLOTS];
     uint64_t sums_full, sums_empty;
 };
 
-// The ring of a format, in which each stream has its slots. A slot holds a chunk, the part of an item that one copy brings.
+// The ring of a format, in which each stream has its slots. A slot holds a chunk, the part of an item that one copy brings. Behind the ring
+// each consumer has slots for the rows of its items.
 template <class Format> struct FewRing {
     static constexpr int SLOT_BYTES = Format::CHUNK_UNITS * (Format::UNIT_BYTES + Format::UNIT_SCALE_BYTES);
-    static constexpr int FITTING = (227 * 1024 - int(sizeof(FewShared))) / (FEW_STREAMS * SLOT_BYTES);
+    static constexpr int ROW_SLOT_BYTES = FEW_TOKENS * Format::ROW_STRIDE;
+    static constexpr int ROWS_BYTES = FEW_CONSUMERS * Format::ROW_SLOTS * ROW_SLOT_BYTES;
+    static constexpr int FITTING = (227 * 1024 - int(sizeof(FewShared)) - ROWS_BYTES) / (FEW_STREAMS * SLOT_BYTES);
     static constexpr int SLOTS = FITTING < FEW_MOST_SLOTS ? FITTING : FEW_MOST_SLOTS;
-    static constexpr int BYTES = FEW_STREAMS * SLOTS * SLOT_BYTES;
+    static constexpr int ROWS = FEW_STREAMS * SLOTS * SLOT_BYTES; // place of the rows
+    static constexpr int BYTES = ROWS + ROWS_BYTES;
     static constexpr int SHARED_BYTES = BYTES + sizeof(FewShared); // shared memory of a block
     static constexpr int PACED_SLOTS = FEW_PACED_BYTES / (FEW_STREAMS * SLOT_BYTES);
     static constexpr int CHUNKS = FEW_UNITS / Format::CHUNK_UNITS; // most chunks of an item
@@ -54,7 +59,8 @@ template <class Format> struct FewRing {
     // waits for a chunk, the chunk before it in the slot must be complete. The consumer has had a chunk at most (FEW_CONSUMERS /
     // FEW_STREAMS - 1) * CHUNKS + 1 chunks earlier, and what was complete then is what is no longer under way.
     static constexpr int MOST_AHEAD = SLOTS - (FEW_CONSUMERS / FEW_STREAMS - 1) * CHUNKS - 1;
-    static_assert(SLOT_BYTES % 128 == 0 && FEW_UNITS % Format::CHUNK_UNITS == 0 && PACED_SLOTS <= MOST_AHEAD);
+    static_assert(SLOT_BYTES % 128 == 0 && FEW_UNITS % Format::CHUNK_UNITS == 0 && PACED_SLOTS <= MOST_AHEAD &&
+                  Format::ROW_SLOTS <= FEW_MOST_ROW_SLOTS);
 };
 
 // Computes the prefix sums over experts and returns the number of tiles. All threads must call it; each handles two experts. Afterwards

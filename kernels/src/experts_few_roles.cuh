@@ -1,8 +1,8 @@
 // What the warps of a block of experts_few_kernel do.
 //
 // Streams bring weights to shared memory in chunks, in order, and need no other data: they fill their ring also while the block waits for
-// rows, for h or for sums. Consumers multiply. Their second operand, the rows of x or h, comes from L2 straight to registers, one item
-// ahead. Finishers add up the consumers' sums of a segment and store h or y. The watcher waits for the h of other blocks.
+// rows, for h or for sums. One warp brings the rows of x and h, and waits for the h of other blocks. Consumers multiply. Finishers add up
+// the consumers' sums of a segment and store h or y.
 #pragma once
 
 #include "experts_few_plan.cuh"
@@ -16,12 +16,7 @@ __device__ __forceinline__ void stream_weights(const ExpertdExpertsParams& p, Fe
     FewSegments segments(p, shared.tables, share);
     FewSegment segment;
     const uint64_t once = policy_evict_first(), again = policy_evict_normal();
-#ifdef EXPERTD_FEW_TUNE
-    const int tuned = p.flags >> 8 & 31;
-    const uint32_t ahead = tuned != 0 ? min(tuned, Ring::MOST_AHEAD) : share.paced ? Ring::PACED_SLOTS : Ring::MOST_AHEAD;
-#else
     const uint32_t ahead = share.paced ? Ring::PACED_SLOTS : Ring::MOST_AHEAD;
-#endif
     uint32_t items = 0, at = 0; // items of the block before the segment; chunks of the stream so far
     ring += stream * Ring::SLOTS * Ring::SLOT_BYTES;
     while (segments.next(segment)) {
@@ -54,21 +49,61 @@ __device__ __forceinline__ void stream_weights(const ExpertdExpertsParams& p, Fe
     if (stream == 0) let_next_kernel_start();
 }
 
-// The lane's token of a segment. `index`: its row of x.
-__device__ __forceinline__ FewSource few_source(const ExpertdExpertsParams& p, const FewSegment& segment, uint32_t index) {
-    const int token = threadIdx.x % 32 / 4;
-    FewSource source;
-    source.codes = segment.phase == 0 && p.x_format == EXPERTD_ROWS_FP8;
-    if (token >= segment.tokens) return source;
-    source.panels = segment.k(p) / PANEL_K;
-    source.row = segment.phase == 0 ? static_cast<const char*>(p.x) + index * p.x_stride
-                                    : static_cast<const char*>(p.h) + int64_t(segment.first + token) * p.inter * 2;
-    return source;
+// Whether the segment's rows are e4m3 with scales behind them, and not bf16.
+__device__ __forceinline__ bool has_codes(const ExpertdExpertsParams& p, const FewSegment& segment) {
+    return segment.phase == 0 && p.x_format == EXPERTD_ROWS_FP8;
 }
 
-__device__ __forceinline__ uint32_t few_row_index(const ExpertdExpertsParams& p, const FewSegment& segment) {
-    const int token = threadIdx.x % 32 / 4;
-    return segment.phase == 0 && token < segment.tokens ? __ldcg(p.row_index + segment.first + token) : 0;
+// Brings the k blocks of x and h that the block's items multiply; what a k block has after the end of a row is zero. The h of a tile is
+// awaited first. Afterwards the warp helps to reset the counters.
+template <class Format>
+__device__ __forceinline__ void bring_rows(const ExpertdExpertsParams& p, FewShared& shared, const FewShare& share, uint32_t rows) {
+    using Ring = FewRing<Format>;
+    constexpr int MOST = FEW_TOKENS * Format::BLOCK_PANELS * PANEL_ROW_BYTES / 16 / 32; // most pieces of 16 bytes of a lane
+    const int lane = threadIdx.x % 32;
+    FewSegments segments(p, shared.tables, share);
+    FewSegment segment;
+    uint32_t items = 0;
+    int tile = -1; // the tile whose h is there
+    while (segments.next(segment)) {
+        const bool codes = has_codes(p, segment);
+        const int k = segment.k(p), block_bytes = Format::BLOCK_PANELS * PANEL_ROW_BYTES >> codes, row_bytes = 2 * k >> codes;
+        const auto row_of = [&](int token) {
+            return segment.phase == 0 ? static_cast<const char*>(p.x) + __ldcg(p.row_index + segment.first + token) * p.x_stride
+                                      : static_cast<const char*>(p.h) + int64_t(segment.first + token) * row_bytes;
+        };
+        const char* from[MOST] = {};
+        uint32_t to[MOST], within[MOST]; // in a slot of rows; in the k block of a token
+#pragma unroll
+        for (int i = 0; i < MOST; i++) {
+            const int place = (i * 32 + lane) * 16, token = place / block_bytes;
+            within[i] = place % block_bytes;
+            to[i] = token * Format::ROW_STRIDE + within[i];
+            if (token < segment.tokens) from[i] = row_of(token) + within[i];
+        }
+        const char* scales = codes && lane < segment.tokens ? row_of(lane) + row_bytes : nullptr;
+        if (segment.phase == 1 && segment.tile != tile) {
+            tile = segment.tile;
+            const int tiles = shared.tables.tile[segment.expert + 1] - shared.tables.tile[segment.expert];
+            if (lane == 0) await(p, p.state + STATE_READY + segment.expert, uint32_t(tiles) * (2 * p.inter / UNIT_ROWS));
+            __syncwarp();
+        }
+        const int k_blocks = few_k_blocks<Format>(k);
+        for (int block = 0; block < k_blocks; block++, items++) {
+            const int consumer = items % FEW_CONSUMERS, number = items / FEW_CONSUMERS % Format::ROW_SLOTS, before = block * block_bytes;
+            const uint32_t slot = rows + (consumer * Format::ROW_SLOTS + number) * Ring::ROW_SLOT_BYTES;
+            barrier_wait(&shared.rows_empty[consumer][number], items / (FEW_CONSUMERS * Format::ROW_SLOTS) % 2 ^ 1);
+#pragma unroll
+            for (int i = 0; i < MOST; i++) {
+                if (from[i] != nullptr) copy_16(slot + to[i], from[i] + before, before + int(within[i]) < row_bytes);
+            }
+            if constexpr (Format::ROW_SCALE != 0) {
+                if (scales != nullptr) copy_4(slot + lane * Format::ROW_STRIDE + Format::ROW_SCALE, scales + block * sizeof(float));
+            }
+            barrier_arrive_after_copies(&shared.rows_full[consumer][number]);
+        }
+    }
+    finish(p);
 }
 
 // Multiplies the units of a chunk, whose sums begin at `sums`. Units are loaded one ahead, and the slot is released after the last load.
@@ -89,51 +124,32 @@ __device__ __forceinline__ void multiply_chunk(float (*sums)[4], const typename 
     }
 }
 
-// Multiplies the warp's items. The first rows of a segment are loaded during the last item of the one before, if they are there.
+// Multiplies the warp's items.
 template <class Format>
 __device__ __forceinline__ void consume_few(const ExpertdExpertsParams& p, FewShared& shared, const FewShare& share, uint32_t ring, int warp) {
     using Ring = FewRing<Format>;
     const int stream = warp % FEW_STREAMS, lane = threadIdx.x % 32;
+    const uint32_t rows = ring + Ring::ROWS + warp * Format::ROW_SLOTS * Ring::ROW_SLOT_BYTES, place = Format::place(lane);
     ring += stream * Ring::SLOTS * Ring::SLOT_BYTES;
-    const uint32_t place = Format::place(lane);
     FewSegments segments(p, shared.tables, share);
-    FewSegment segment, following;
+    FewSegment segment;
     uint32_t items = 0, chunks = 0; // before the segment: items of the block, chunks of the stream
-    uint32_t wanted = 0;            // number of tiles whose h the segment and those before it need
+    uint32_t taken = 0;             // items of the warp
     uint32_t parity = 1;            // of sums_empty
-    bool more = segments.next(segment), loaded = false;
-    if (more && segment.phase == 1) wanted = 1;
-    uint32_t index = more ? few_row_index(p, segment) : 0;
-    FewSource source;
-    typename Format::Ahead ahead;
-    while (more) {
+    while (segments.next(segment)) {
         const int k_blocks = few_k_blocks<Format>(segment.k(p)), item_chunks = divide_up(segment.units, Format::CHUNK_UNITS);
         const int residue = residue_of(items, warp);
-        if (!loaded) {
-            const SpinLimit limit;
-            while (load_acquire_shared(&shared.tiles_ready) < wanted) limit.tick();
-            source = few_source(p, segment, index);
-            ahead.load(source, residue);
-        }
-        more = segments.next(following);
-        const uint32_t wanted_next = wanted + (more && following.phase == 1 && (segment.phase == 0 || following.tile != segment.tile));
-        index = more ? few_row_index(p, following) : 0;
-        loaded = false;
-
         float sums[FEW_UNITS][4];
 #pragma unroll
         for (int u = 0; u < FEW_UNITS; u++) sums[u][0] = sums[u][1] = sums[u][2] = sums[u][3] = 0.0f;
         uint32_t at = chunks + (residue - first_of_stream(items, stream)) / FEW_STREAMS * item_chunks;
 #pragma unroll 1
-        for (int k = residue; k < k_blocks; k += FEW_CONSUMERS, at += FEW_CONSUMERS / FEW_STREAMS * item_chunks) {
-            const typename Format::Row row(ahead, source, p.power_of_two_scales != 0);
-            int next = k + FEW_CONSUMERS;
-            if (next >= k_blocks && more && uniform(load_acquire_shared(&shared.tiles_ready)) >= wanted_next) {
-                source = few_source(p, following, index);
-                next = residue_of(items + k_blocks, warp);
-                loaded = true;
-            }
-            ahead.load(source, next); // loads nothing after the end of a row
+        for (int k = residue; k < k_blocks; k += FEW_CONSUMERS, at += FEW_CONSUMERS / FEW_STREAMS * item_chunks, taken++) {
+            const uint32_t row_slot = taken % Format::ROW_SLOTS;
+            barrier_wait(&shared.rows_full[warp][row_slot], taken / Format::ROW_SLOTS % 2);
+            const typename Format::Row row(rows + row_slot * Ring::ROW_SLOT_BYTES, has_codes(p, segment), p.power_of_two_scales != 0);
+            __syncwarp(); // all lanes have read the slot
+            if (arrives_for_warp()) barrier_arrive(&shared.rows_empty[warp][row_slot]);
 #pragma unroll
             for (int c = 0; c < Ring::CHUNKS; c++) {
                 if (c >= item_chunks) break;
@@ -155,8 +171,6 @@ __device__ __forceinline__ void consume_few(const ExpertdExpertsParams& p, FewSh
         }
         __syncwarp();
         if (arrives_for_warp()) barrier_arrive(&shared.sums_full);
-        segment = following;
-        wanted = wanted_next;
     }
 }
 
@@ -189,7 +203,7 @@ __device__ __forceinline__ void finish_few(const ExpertdExpertsParams& p, FewSha
             bias[i][0] = bias[i][1] = 0.0f, scale[i][0] = scale[i][1] = 1.0f;
             if (u >= segment.units) continue;
             if (biases != nullptr) bias[i][0] = biases[place], bias[i][1] = biases[place + further];
-            if constexpr (Format::ROW_SCALES) scale[i][0] = scales[place], scale[i][1] = scales[place + further];
+            if constexpr (Format::ROW_SCALES) scale[i][0] = scales[place] * Format::SUM_FACTOR, scale[i][1] = scales[place + further] * Format::SUM_FACTOR;
         }
         barrier_wait(&shared.sums_full, parity);
         parity ^= 1;
@@ -232,24 +246,6 @@ __device__ __forceinline__ void finish_few(const ExpertdExpertsParams& p, FewSha
             if (warp == 0 && lane == 0) publish(p.state + STATE_READY + segment.expert, segment.units);
         }
     }
-}
-
-// Waits for the h of the block's tiles of down, then helps to reset the counters.
-__device__ __forceinline__ void watch_few(const ExpertdExpertsParams& p, FewShared& shared, const FewShare& share) {
-    FewSegments segments(p, shared.tables, share, 1);
-    FewSegment segment;
-    uint32_t ready = 0;
-    int tile = -1;
-    while (segments.next(segment)) {
-        if (segment.tile == tile) continue;
-        tile = segment.tile;
-        const int tiles = shared.tables.tile[segment.expert + 1] - shared.tables.tile[segment.expert];
-        if (threadIdx.x % 32 == 0) {
-            await(p, p.state + STATE_READY + segment.expert, uint32_t(tiles) * (2 * p.inter / UNIT_ROWS));
-            store_release_shared(&shared.tiles_ready, ++ready);
-        }
-    }
-    finish(p);
 }
 
 } // namespace expertd

@@ -131,24 +131,37 @@ struct Mxfp4 : Threads<3, 144, 80> {
     static __device__ __forceinline__ uint32_t scale_place(int lane) { return MXFP4_ELEMENT_BYTES + lane / 4 * 8; }
     static __device__ __forceinline__ Scales load_scales(uint32_t unit, int lane) { return load_shared_8(unit + scale_place(lane)); }
 
+    // Multipliers i and i + 1 of the four, for even i, as bf16.
+    static __device__ __forceinline__ uint32_t two_multipliers(uint32_t four, int i) { return (i < 2 ? four : rotate_right(four, 8)) & 0x7F807F80; }
     // Multiplier `i` of the four, twice, as bf16. A multiplication takes half of a register without an instruction.
     static __device__ __forceinline__ uint32_t multiplier(uint32_t four, int i) {
-        const uint32_t two = (i < 2 ? four : rotate_right(four, 8)) & 0x7F807F80;
+        const uint32_t two = two_multipliers(four, i);
         return i % 2 == 0 ? low_half_twice(two) : high_half_twice(two);
     }
-    // Widens 32 k: the two words hold two steps.
-    static __device__ __forceinline__ void widen_block(uint32_t first, uint32_t second, uint32_t low, uint32_t high,
-                                                       uint32_t (&a)[4], uint32_t (&b)[4]) {
+    // Multiplier `i` of the four.
+    static __device__ __forceinline__ float block_scale(uint32_t four, int i) {
+        const uint32_t two = two_multipliers(four, i);
+        return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xFFFF0000);
+    }
+    // Puts the bits of 32 k in the places of bf16's: the elements' values times 2^-126, subnormal ones included. The two words hold two steps.
+    static __device__ __forceinline__ void place_block(uint32_t first, uint32_t second, uint32_t (&a)[4], uint32_t (&b)[4]) {
         constexpr uint32_t PLACES = 0x81C081C0;
         const uint32_t third = select_bits(MXFP4_LEFT, first, rotate_right(second, 32 - MXFP4_LEFT_ROTATION));
-        a[0] = multiply_bf16(first & PLACES, low);
-        a[1] = multiply_bf16(rotate_right(first, 4) & PLACES, high);
-        a[2] = multiply_bf16((first << 6) & PLACES, low);
-        a[3] = multiply_bf16(second & PLACES, high);
-        b[0] = multiply_bf16(rotate_right(second, 4) & PLACES, low);
-        b[1] = multiply_bf16((second << 6) & PLACES, high);
-        b[2] = multiply_bf16(rotate_right(third, 8) & PLACES, low);
-        b[3] = multiply_bf16((third << 2) & PLACES, high);
+        a[0] = first & PLACES;
+        a[1] = rotate_right(first, 4) & PLACES;
+        a[2] = (first << 6) & PLACES;
+        a[3] = second & PLACES;
+        b[0] = rotate_right(second, 4) & PLACES;
+        b[1] = (second << 6) & PLACES;
+        b[2] = rotate_right(third, 8) & PLACES;
+        b[3] = (third << 2) & PLACES;
+    }
+    // Widens 32 k.
+    static __device__ __forceinline__ void widen_block(uint32_t first, uint32_t second, uint32_t low, uint32_t high,
+                                                       uint32_t (&a)[4], uint32_t (&b)[4]) {
+        place_block(first, second, a, b);
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = multiply_bf16(a[i], i % 2 == 0 ? low : high), b[i] = multiply_bf16(b[i], i % 2 == 0 ? low : high);
     }
     static __device__ __forceinline__ void widen(const uint4& words, const Scales& scales, int chunk, uint32_t (*a)[4]) {
         widen_block(words.x, words.y, multiplier(scales.x, 2 * chunk), multiplier(scales.y, 2 * chunk), a[0], a[1]);

@@ -40,7 +40,7 @@ impl DeviceFormat {
         // The kernel reads an expert's weights once for every eight rows, and brings large weights no faster than the usual one.
         let (rows, bytes) = match self {
             DeviceFormat::Bf16 => (4.0, 3.5e6),
-            DeviceFormat::Fp8 | DeviceFormat::Mxfp4 => (2.0, f64::INFINITY),
+            DeviceFormat::Fp8 | DeviceFormat::Mxfp4 => (5.0, f64::INFINITY),
             DeviceFormat::W8a8 => (0.5, 1e6),
         };
         load.rows() <= rows && load.bytes() <= bytes
@@ -78,10 +78,12 @@ mod tests {
             (DeviceFormat::Bf16, QWEN3, 1, &[1, 2, 4], &[8, 16, 32]),
             (DeviceFormat::Bf16, MIXTRAL, 4, &[1], &[8]),
             (DeviceFormat::Bf16, DEEPSEEK, 4, &[], &[1, 8]),
-            (DeviceFormat::Mxfp4, GPT_OSS, 4, &[1, 2, 4, 8, 16], &[32]),
-            (DeviceFormat::Mxfp4, GPT_OSS, 1, &[1, 2, 4, 8], &[]),
-            (DeviceFormat::Fp8, QWEN3, 4, &[1, 8], &[]),
-            (DeviceFormat::Fp8, GPT_OSS, 4, &[1, 8], &[]),
+            (DeviceFormat::Mxfp4, GPT_OSS, 4, &[1, 2, 4, 8, 16, 32], &[]),
+            (DeviceFormat::Mxfp4, GPT_OSS, 1, &[1, 2, 4, 8, 16, 32], &[]),
+            (DeviceFormat::Mxfp4, DEEPSEEK, 4, &[1, 2, 8], &[]),
+            (DeviceFormat::Fp8, QWEN3, 4, &[1, 2, 4, 8, 16], &[]),
+            (DeviceFormat::Fp8, QWEN3, 1, &[1, 2, 4, 8, 16, 32], &[]),
+            (DeviceFormat::Fp8, GPT_OSS, 4, &[1, 2, 4, 8, 16, 32], &[]),
             (DeviceFormat::W8a8, QWEN3, 4, &[1, 2], &[8, 16, 32]),
             (DeviceFormat::W8a8, QWEN3, 1, &[1], &[8]),
             (DeviceFormat::W8a8, DEEPSEEK, 4, &[], &[1, 8]),
