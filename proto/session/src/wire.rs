@@ -7,8 +7,9 @@ use expertd_ipc::region::{LINE, Layout, RegionError};
 use expertd_ipc::ring::RingLayout;
 
 /// Version of the protocol. A service refuses every other version with a sentence. Since version 3 the end of a session
-/// and the end of its memory are two events: the client ends the session, and closes its socket once it needs the memory no longer.
-pub const VERSION: u32 = 3;
+/// and the end of its memory are two events: the client ends the session, and closes its socket once it needs the memory no longer. Since
+/// version 4 a doorbell and its completion word are one 64-bit word.
+pub const VERSION: u32 = 4;
 /// Kind of a session whose rows lie in host memory. [`crate::cuda::wire`] has the other kind.
 pub const KIND_HOST: u32 = 1;
 

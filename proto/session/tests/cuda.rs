@@ -17,7 +17,7 @@ use bytemuck::Zeroable as _;
 use cudarc::driver::sys::{self, CUresult, CUstream};
 use expertd_ipc::control::receive_fds;
 use expertd_session::SessionError;
-use expertd_session::cuda::control::{ControlMemory, TakenRing};
+use expertd_session::cuda::control::ControlMemory;
 use expertd_session::cuda::wire::{MAX_PREPARE_FRAME, OpenCuda, PrepareReply, PreparedCall, StatusRecord};
 use expertd_session::cuda::{CudaSession, CudaSessionOptions, Gpu, ImportedMemory};
 use expertd_session::socket;
@@ -100,7 +100,7 @@ fn stand_in() {
         Ok(memory) => memory,
         Err(error) => return refuse(error.to_string()),
     };
-    let control = ControlMemory::create(open.doorbells, 1, 0).unwrap();
+    let control = ControlMemory::create(open.doorbells, 0).unwrap();
     socket::send(&client, frame::OPENED_CUDA, bytemuck::bytes_of(&control.opened(1, HIDDEN as u32))).unwrap();
     socket::send_region(&client, control.region()).unwrap();
     let (kind, payload) = socket::receive(&client, MAX_PREPARE_FRAME).unwrap().unwrap();
@@ -130,7 +130,7 @@ fn serve(
             has_ended.store(true, Ordering::Release);
         });
         while !has_ended.load(Ordering::Acquire) {
-            let Some(TakenRing { ring, .. }) = control.take(0, 0) else {
+            let Some(ring) = control.take(0, 0) else {
                 std::hint::spin_loop();
                 continue;
             };

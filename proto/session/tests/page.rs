@@ -59,9 +59,9 @@ fn tables() -> Vec<(&'static str, Record)> {
                 ranks queue_ns step_ns phase_ns tokens_per_rank message),
         ),
         (
-            "OPENED has 72 bytes",
-            record!(cuda::OpenedCuda: version kind session region_bytes doorbells_offset words_offset routing_offset
-                statuses_offset doorbells words hidden routing_bytes),
+            "OPENED has 64 bytes",
+            record!(cuda::OpenedCuda: version kind session region_bytes doorbells_offset routing_offset statuses_offset
+                doorbells hidden routing_bytes reserved),
         ),
         (
             "A prepared call has 56 bytes",
@@ -196,7 +196,7 @@ fn the_page_has_kinds_flags_and_limits() {
             cuda::MAX_PREPARED
         ),
         format!("1 to {} records of {} bytes", cuda::MAX_PREPARE_FRAME / 56, size_of::<cuda::PreparedCall>()),
-        format!("completion words of each, 1 to {}", cuda::MAX_WORDS),
+        format!("number of rows, 1 to {}", cuda::MAX_ROWS),
         format!("is {} × *d* bytes later; everything else", cuda::STATUS_STRIDE),
         format!("A completion word is {} if", cuda::DONE),
         format!("complete, {} if the\ncall failed, and {} if", cuda::FAILED, cuda::RELEASED),
@@ -205,20 +205,13 @@ fn the_page_has_kinds_flags_and_limits() {
     }
 }
 
-/// Places on a doorbell's line, relative to the beginning of the words, which the page gives in sentences.
-fn words_of_a_doorbell() -> [usize; 4] {
-    let control = ControlMemory::create(2, 1, 100).unwrap();
+/// Places of a doorbell and of the number of its last call, which the page gives in sentences.
+fn places_of_a_doorbell() -> [usize; 2] {
+    let control = ControlMemory::create(2, 100).unwrap();
     let opened = control.opened(1, 8);
-    let first = opened.words_offset as usize;
     assert_eq!(control.doorbell_offset(1) - control.doorbell_offset(0), 64);
     assert_eq!(control.routing_offset(1) - control.routing_offset(0), opened.routing_bytes as usize);
-    assert_eq!(control.begin_offset(1) - control.begin_offset(0), 64);
-    [
-        control.begin_offset(0) - first,
-        control.word_offset(0, 0) - first,
-        control.word_offset(0, 1) - first,
-        control.number_offset(0) - first,
-    ]
+    [control.doorbell_offset(0), control.number_offset(0)].map(|at| at - opened.doorbells_offset as usize)
 }
 
 /// A digest of every number that client and service must agree on.
@@ -227,12 +220,12 @@ fn digest() -> u64 {
     for (_, record) in tables().into_iter().chain(sentences()) {
         text += &format!("{} {} {:?}\n", record.name, record.bytes, record.fields);
     }
-    text += &format!("{FRAMES:?} {FLAGS:?} {:?}\n", words_of_a_doorbell());
+    text += &format!("{FRAMES:?} {FLAGS:?} {:?}\n", places_of_a_doorbell());
     text += &format!(
-        "{KIND_HOST} {} {ALIGN} {:?} {} {}\n",
+        "{KIND_HOST} {} {ALIGN} {:?} {:?} {}\n",
         cuda::KIND_CUDA,
-        [cuda::PENDING, cuda::DONE, cuda::FAILED, cuda::RELEASED, cuda::SEEN],
-        cuda::BEGINS,
+        [cuda::PENDING, cuda::DONE, cuda::FAILED, cuda::RELEASED],
+        [cuda::MAX_PREPARED, cuda::MAX_ROWS as usize],
         cuda::Ring { prepared: 3, rows: 5 }.to_word(),
     );
     let region = RegionLayout::new(64, 1 << 20).unwrap();
@@ -245,11 +238,11 @@ fn digest() -> u64 {
 
 #[test]
 fn other_bytes_are_another_version() {
-    assert_eq!(words_of_a_doorbell(), [0, 4, 8, 40], "the page gives these places in sentences");
-    assert!(PAGE.contains("The u64 that is 40 bytes after the beginning of the words"));
+    assert_eq!(places_of_a_doorbell(), [0, 8], "the page gives these places in sentences");
+    assert!(PAGE.contains("The u64 that is 8 bytes after the doorbell"));
     assert_eq!(
         (VERSION, digest()),
-        (3, 0x318d_e0d4_a480_f06d),
+        (4, 0xf715_2a03_cfa1_0553),
         "the bytes of the protocol have changed: raise VERSION, describe them in docs/sessions.md, and pin both here"
     );
 }

@@ -217,13 +217,11 @@ impl CudaSession {
         self.opened.doorbells
     }
 
-    /// Device address of a doorbell's completion words, and their number. The words are 32-bit integers in host memory; see
-    /// [`wire`](super::wire) for their values. `None` if there is no such doorbell.
+    /// Device address of a doorbell's completion word, a 32-bit integer in host memory; see [`wire`](super::wire) for its values. `None` if
+    /// there is no such doorbell.
     #[must_use]
-    pub fn completion_words(&self, doorbell: u32) -> Option<(u64, u32)> {
-        let control = &self.shared.control;
-        let first = (doorbell < self.opened.doorbells).then(|| control.word_offset(doorbell, 0) as u64)?;
-        Some((self.signals + first, control.words_each()))
+    pub fn completion_word(&self, doorbell: u32) -> Option<u64> {
+        (doorbell < self.opened.doorbells).then(|| self.doorbell(doorbell))
     }
 }
 
@@ -255,7 +253,7 @@ impl Drop for CudaSession {
     }
 }
 
-/// Registers doorbells, completion words and routing areas with the GPU; returns the device address of the region's first byte.
+/// Registers doorbells and routing areas with the GPU; returns the device address of the region's first byte.
 fn register(gpu: &Gpu, control: &ControlMemory) -> Result<CUdeviceptr, SessionError> {
     let (pages, bytes) = control.signals();
     let _entered = gpu.enter()?;

@@ -1,9 +1,12 @@
 //! The control region of a CUDA session: a memfd that the service makes, and that the client registers with its GPU.
 //!
-//! The client may write anything anywhere in it at any time. The service takes a doorbell's word by exchange, which is a copy, copies
-//! the routing of a call once, and reads the word that says which completion words the client's stream has seen. It writes statuses,
-//! completion words and returned routing. Doorbells and words are in host memory: waits for words in device memory starve the writes that
-//! would end them.
+//! The client may write anything anywhere in it at any time. The service takes a ring by exchange, which is a copy, and copies the routing of
+//! a call once. It writes statuses, completion words and returned routing. Doorbells are in host memory: waits for words in device memory
+//! starve the writes that would end them.
+//!
+//! A doorbell is a 64-bit word. Its lower half is the completion word, its upper half the ring. The client's stream starts a call by one
+//! store to both, which clears the completion word; since a stream runs in order, the ring also says that it has seen the completion word of
+//! its last call.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -13,18 +16,15 @@ use bytemuck::Zeroable as _;
 use expertd_ipc::region::{LINE, RegionError, SharedRegion, SharedSlice};
 
 use super::wire::{
-    BEGINS, ControlLayout, DONE, FAILED, KIND_CUDA, MAX_DOORBELLS, MAX_WORDS, OpenedCuda, PENDING, RELEASED,
-    Ring, SEEN, STATUS_STRIDE, StatusRecord,
+    ControlLayout, DONE, FAILED, KIND_CUDA, MAX_DOORBELLS, OpenedCuda, PENDING, RELEASED, Ring,
+    STATUS_STRIDE, StatusRecord,
 };
 use crate::wire::{CompletionRecord, VERSION};
 
-/// Index on a doorbell's line of words of the word that the client's stream sets to [`SEEN`]. It stores this word and the first completion
-/// word together.
-const SEEN_WORD: usize = 0;
-/// Index of the first completion word.
-const FIRST_WORD: usize = 1;
-/// Offset on the line of the number of the last call that ended, in bytes.
-const NUMBER: usize = 40;
+/// Index of the ring among the 32-bit words of a doorbell's line; the completion word is the first.
+const RING: usize = 1;
+/// Index of the number of the last call that ended among the 64-bit words of the line.
+const NUMBER: usize = 1;
 /// 64-bit words of a status.
 const STATUS_WORDS: usize = size_of::<StatusRecord>() / 8;
 /// How often a status is read again while the service changes it.
@@ -35,36 +35,26 @@ const STATUS_READS: usize = 1000;
 pub struct ControlMemory {
     region: Arc<SharedRegion>,
     layout: ControlLayout,
-    doorbells: SharedSlice<u64>,
-    words: SharedSlice<u32>,
-    /// On the lines of the words.
-    numbers: SharedSlice<u64>,
+    /// Lines of doorbells as 64-bit words.
+    lines: SharedSlice<u64>,
+    /// The same lines as 32-bit words.
+    halves: SharedSlice<u32>,
     routing: SharedSlice<u32>,
     statuses: SharedSlice<u64>,
     count: u32,
-    words_each: u32,
-}
-
-/// A ring that was taken from a doorbell.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TakenRing {
-    /// The ring.
-    pub ring: Ring,
-    /// Whether the client's stream has seen the words of the last call that is in flight.
-    pub follows_end: bool,
 }
 
 impl ControlMemory {
-    /// Makes a region with `doorbells` doorbells of `words` completion words and `routing_bytes` bytes for routing each.
+    /// Makes a region with `doorbells` doorbells and `routing_bytes` bytes for routing each.
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn create(doorbells: u32, words: u32, routing_bytes: u32) -> Result<Self, RegionError> {
+    pub fn create(doorbells: u32, routing_bytes: u32) -> Result<Self, RegionError> {
         let layout = ControlLayout::new(doorbells, routing_bytes)?;
         let region = SharedRegion::create("expertd-session-control", layout.bytes)?;
         region.avoid_huge_pages();
         region.populate(0, layout.bytes)?;
-        Self::over(region, layout, doorbells, words)
+        Self::over(region, layout, doorbells)
     }
 
     /// Maps the region that the service made.
@@ -76,50 +66,35 @@ impl ControlMemory {
         if opened.doorbells == 0 || opened.doorbells > MAX_DOORBELLS {
             return Err(too_large(opened.doorbells.into()));
         }
-        if opened.words == 0 || opened.words > MAX_WORDS {
-            return Err(too_large(opened.words.into()));
-        }
         let bytes = usize::try_from(opened.region_bytes).map_err(|_| too_large(opened.region_bytes))?;
         let region = SharedRegion::from_fd(fd, bytes)?;
         let layout = ControlLayout {
             doorbells: opened.doorbells_offset as usize,
-            words: opened.words_offset as usize,
             routing: opened.routing_offset as usize,
             routing_bytes: opened.routing_bytes as usize,
             statuses: opened.statuses_offset as usize,
             bytes,
         };
-        Self::over(region, layout, opened.doorbells, opened.words)
+        Self::over(region, layout, opened.doorbells)
     }
 
-    fn over(
-        region: Arc<SharedRegion>,
-        layout: ControlLayout,
-        doorbells: u32,
-        words: u32,
-    ) -> Result<Self, RegionError> {
+    fn over(region: Arc<SharedRegion>, layout: ControlLayout, doorbells: u32) -> Result<Self, RegionError> {
         let count = doorbells as usize;
         // What the GPU uses lies before the statuses: `signals` is what a client registers.
-        let signals = [
-            (layout.doorbells, count * LINE),
-            (layout.words, count * LINE),
-            (layout.routing, count * layout.routing_bytes),
-        ];
+        let signals = [(layout.doorbells, count * LINE), (layout.routing, count * layout.routing_bytes)];
         for (offset, bytes) in signals {
             if offset.checked_add(bytes).is_none_or(|end| end > layout.statuses) {
                 return Err(RegionError::OutOfBounds { offset, bytes, len: layout.statuses });
             }
         }
         Ok(ControlMemory {
-            doorbells: region.slice(layout.doorbells, count * LINE / 8)?,
-            words: region.slice(layout.words, count * LINE / 4)?,
-            numbers: region.slice(layout.words, count * LINE / 8)?,
+            lines: region.slice(layout.doorbells, count * LINE / 8)?,
+            halves: region.slice(layout.doorbells, count * LINE / 4)?,
             routing: region.slice(layout.routing, count * layout.routing_bytes / 4)?,
             statuses: region.slice(layout.statuses, count * STATUS_STRIDE / 8)?,
             region,
             layout,
             count: doorbells,
-            words_each: words,
         })
     }
 
@@ -132,13 +107,12 @@ impl ControlMemory {
             session,
             region_bytes: self.region.len() as u64,
             doorbells_offset: self.layout.doorbells as u64,
-            words_offset: self.layout.words as u64,
             routing_offset: self.layout.routing as u64,
             statuses_offset: self.layout.statuses as u64,
             doorbells: self.count,
-            words: self.words_each,
             hidden,
             routing_bytes: self.layout.routing_bytes as u32,
+            reserved: 0,
         }
     }
 
@@ -148,10 +122,10 @@ impl ControlMemory {
         &self.region
     }
 
-    /// The doorbells, their completion words and routing areas, for registering the pages with a device: all bytes before the statuses.
+    /// The doorbells and their routing areas, for registering the pages with a device: all bytes before the statuses.
     #[must_use]
     pub const fn signals(&self) -> (*mut u64, usize) {
-        (self.doorbells.as_ptr(), self.layout.statuses)
+        (self.lines.as_ptr(), self.layout.statuses)
     }
 
     /// Number of doorbells.
@@ -160,35 +134,16 @@ impl ControlMemory {
         self.count
     }
 
-    /// Number of completion words of each doorbell.
-    #[must_use]
-    pub const fn words_each(&self) -> u32 {
-        self.words_each
-    }
-
-    /// Offset of a doorbell in the region, in bytes.
+    /// Offset of a doorbell in the region, in bytes. Its completion word is at the same place.
     #[must_use]
     pub const fn doorbell_offset(&self, doorbell: u32) -> usize {
         self.layout.doorbells + doorbell as usize * LINE
     }
 
-    /// Offset of a completion word in the region, in bytes.
-    #[must_use]
-    pub const fn word_offset(&self, doorbell: u32, word: u32) -> usize {
-        self.layout.words + doorbell as usize * LINE + (FIRST_WORD + word as usize) * 4
-    }
-
-    /// Offset in the region of the 64-bit word to which the client's stream stores [`BEGINS`] before each call, in bytes: it says that the
-    /// stream has seen the last call's completion words, and clears the first one.
-    #[must_use]
-    pub const fn begin_offset(&self, doorbell: u32) -> usize {
-        self.layout.words + doorbell as usize * LINE + SEEN_WORD * 4
-    }
-
     /// Offset in the region of the number of the doorbell's last call that ended, a 64-bit word, in bytes.
     #[must_use]
     pub const fn number_offset(&self, doorbell: u32) -> usize {
-        self.layout.words + doorbell as usize * LINE + NUMBER
+        self.doorbell_offset(doorbell) + NUMBER * 8
     }
 
     /// Size of each doorbell's routing area, in bytes.
@@ -238,69 +193,53 @@ impl ControlMemory {
         self.routing.atomics().get(first..first + bytes / 4)
     }
 
-    /// Whether a doorbell may have been rung: [`take`](Self::take) may return a ring.
+    /// Takes a ring of a doorbell that has `in_flight` calls in flight. Bytes that a client scribbles are a ring, too. Ranks raise
+    /// completion words, so the next ring may come before the router knows that the call before it has ended. With more than one call in
+    /// flight a ring stays for a later poll.
+    #[must_use]
+    pub fn take(&self, doorbell: u32, in_flight: u32) -> Option<Ring> {
+        if in_flight > 1 || !self.is_rung(doorbell) {
+            return None;
+        }
+        let half = self.half(doorbell, RING).swap(0, Ordering::AcqRel);
+        (half != 0).then(|| Ring::from_half(half))
+    }
+
+    /// Whether a doorbell was rung and the ring was not taken.
     #[must_use]
     pub fn is_rung(&self, doorbell: u32) -> bool {
-        self.doorbells.atomics()[doorbell as usize * LINE / 8].load(Ordering::Acquire) != 0
+        self.half(doorbell, RING).load(Ordering::Acquire) != 0
     }
 
-    /// Takes a ring of a doorbell that has `in_flight` calls in flight. Bytes that a client scribbles are a ring, too. Ranks raise words,
-    /// so the next ring may come before the router knows that the call before it has ended. That ring is also taken, and says that it
-    /// follows the end of that call; while more than one call is in flight it stays for a later poll. Any other ring during a call is
-    /// taken, for the caller to refuse.
-    #[must_use]
-    pub fn take(&self, doorbell: u32, in_flight: u32) -> Option<TakenRing> {
-        // The order matters: the stream stores `SEEN` before it rings again, so a thread that finds that ring finds `SEEN`, too.
-        if !self.is_rung(doorbell) {
-            return None;
-        }
-        let follows_end = in_flight > 0 && self.is_seen(doorbell);
-        if follows_end && in_flight > 1 {
-            return None;
-        }
-        let word = self.doorbells.atomics()[doorbell as usize * LINE / 8].swap(0, Ordering::AcqRel);
-        if word == 0 {
-            return None;
-        }
-        // The stream that rang has stored `SEEN` for its last call before, and stores it for this call after its words are raised.
-        self.seen(doorbell).store(PENDING, Ordering::Release);
-        Some(TakenRing { ring: Ring::from_word(word), follows_end })
+    fn half(&self, doorbell: u32, index: usize) -> &AtomicU32 {
+        &self.halves.atomics()[doorbell as usize * LINE / 4 + index]
     }
 
-    /// Whether the client's stream has seen the words of the call that was taken last.
-    fn is_seen(&self, doorbell: u32) -> bool {
-        self.seen(doorbell).load(Ordering::Acquire) == SEEN
+    fn line(&self, doorbell: u32, index: usize) -> &AtomicU64 {
+        &self.lines.atomics()[doorbell as usize * LINE / 8 + index]
     }
 
-    fn seen(&self, doorbell: u32) -> &AtomicU32 {
-        &self.words.atomics()[doorbell as usize * LINE / 4 + SEEN_WORD]
+    fn completion_word(&self, doorbell: u32) -> &AtomicU32 {
+        self.half(doorbell, 0)
     }
 
-    fn completion_words(&self, doorbell: u32) -> &[AtomicU32] {
-        let first = doorbell as usize * LINE / 4 + FIRST_WORD;
-        &self.words.atomics()[first..first + self.words_each as usize]
-    }
-
-    /// Raises the words of the call that was taken last, which is answered and which a rank was to raise and may not have raised before it
-    /// was killed. Nothing else raises them meanwhile, and no ring is taken. If the client's stream has seen the words, they may belong to its next call by now and stay as they are.
+    /// Raises the completion word of the call that was taken last, which is answered and which a rank was to raise and may not have raised before
+    /// it was killed. Nothing else raises it meanwhile, and no ring is taken. If the rank had raised it, the doorbell is not 0: the word is
+    /// raised, or the client's stream has seen it and rung again.
     pub fn raise_unseen(&self, doorbell: u32) {
-        let words = self.completion(doorbell);
-        // The order matters: the stream stores `SEEN` together with the store that clears the first word.
-        if words.contains(&PENDING) && !self.is_seen(doorbell) {
-            self.raise(doorbell, DONE);
-        }
+        let raised = u64::from(DONE);
+        let _ = self.line(doorbell, 0).compare_exchange(0, raised, Ordering::AcqRel, Ordering::Relaxed);
     }
 
-    /// Ends a doorbell's call: writes its status, then raises its words. `status` counts the doorbell's calls and is the
+    /// Ends a doorbell's call: writes its status, then raises its completion word. `status` counts the doorbell's calls and is the
     /// service's own copy.
     pub fn complete(&self, doorbell: u32, record: &CompletionRecord, status: &mut StatusRecord) {
         self.set_status(doorbell, record, status);
-        self.numbers.atomics()[doorbell as usize * LINE / 8 + NUMBER / 8]
-            .store(status.calls, Ordering::Relaxed);
+        self.line(doorbell, NUMBER).store(status.calls, Ordering::Relaxed);
         self.raise(doorbell, if record.code == 0 { DONE } else { FAILED });
     }
 
-    /// Writes the status of a doorbell's call whose words a rank has raised.
+    /// Writes the status of a doorbell's call whose completion word a rank has raised.
     pub fn set_status(&self, doorbell: u32, record: &CompletionRecord, status: &mut StatusRecord) {
         status.calls += 1;
         status.last = *record;
@@ -320,9 +259,7 @@ impl ControlMemory {
     }
 
     fn raise(&self, doorbell: u32, value: u32) {
-        for word in self.completion_words(doorbell) {
-            word.store(value, Ordering::Release);
-        }
+        self.completion_word(doorbell).store(value, Ordering::Release);
     }
 
     /// Releases every stream that waits for a completion word; returns whether there was one. For the client, once the service
@@ -330,25 +267,23 @@ impl ControlMemory {
     pub fn release(&self) -> bool {
         let mut found = false;
         for doorbell in 0..self.count {
-            for word in self.completion_words(doorbell) {
-                let swapped = word.compare_exchange(PENDING, RELEASED, Ordering::AcqRel, Ordering::Relaxed);
-                found |= swapped.is_ok();
-            }
+            let word = self.completion_word(doorbell);
+            found |= word.compare_exchange(PENDING, RELEASED, Ordering::AcqRel, Ordering::Relaxed).is_ok();
         }
         found
     }
 
-    /// The completion words of a doorbell.
+    /// The completion word of a doorbell.
     #[must_use]
-    pub fn completion(&self, doorbell: u32) -> Vec<u32> {
-        self.completion_words(doorbell).iter().map(|word| word.load(Ordering::Acquire)).collect()
+    pub fn completion(&self, doorbell: u32) -> u32 {
+        self.completion_word(doorbell).load(Ordering::Acquire)
     }
 
-    /// Number of the doorbell's last call that ended. Once a call's words are raised, it is at least that call's number; the status
+    /// Number of the doorbell's last call that ended. Once a call's word is raised, it is at least that call's number; the status
     /// may follow a moment later.
     #[must_use]
     pub fn number(&self, doorbell: u32) -> u64 {
-        self.numbers.atomics()[doorbell as usize * LINE / 8 + NUMBER / 8].load(Ordering::Acquire)
+        self.line(doorbell, NUMBER).load(Ordering::Acquire)
     }
 
     /// A doorbell's status; `None` while the service changes it without end.
@@ -388,14 +323,9 @@ impl ControlMemory {
         &self.statuses.atomics()[first..first + STATUS_WORDS]
     }
 
-    /// Stores a ring, as a stream of the client does.
+    /// Rings, as a stream of the client does.
     pub fn ring(&self, doorbell: u32, ring: Ring) {
-        for word in self.completion_words(doorbell).iter().skip(1) {
-            word.store(PENDING, Ordering::Relaxed);
-        }
-        // The numbers are on the same lines, so this is the 64-bit view of the words.
-        self.numbers.atomics()[doorbell as usize * LINE / 8 + SEEN_WORD / 2].store(BEGINS, Ordering::Relaxed);
-        self.doorbells.atomics()[doorbell as usize * LINE / 8].store(ring.to_word(), Ordering::Release);
+        self.line(doorbell, 0).store(ring.to_word(), Ordering::Release);
     }
 }
 

@@ -62,9 +62,8 @@ pub(super) struct Put {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Take {
-    /// The completion words.
-    pub(super) words: CUdeviceptr,
-    pub(super) word_count: u32,
+    /// The completion word.
+    pub(super) word: CUdeviceptr,
     /// Bits of what an output that does not exist is filled with.
     pub(super) nan: u32,
     pub(super) output_place: CUdeviceptr,

@@ -208,8 +208,7 @@ impl Lane {
             ..Put::default()
         };
         let mut take = Take {
-            words: places.words,
-            word_count: places.word_count,
+            word: places.word,
             nan: not_a_number(call.dtype()),
             output_place: places.output,
             output: arrays.output + before,

@@ -9,10 +9,10 @@ use crate::wire::{ALIGN, CompletionRecord, RequestRecord};
 pub const KIND_CUDA: u32 = 2;
 /// Largest number of doorbells of one session.
 pub const MAX_DOORBELLS: u32 = 64;
-/// Largest number of completion words of a doorbell.
-pub const MAX_WORDS: u32 = 8;
-/// Largest number of prepared calls of one session.
-pub const MAX_PREPARED: usize = 65536;
+/// Largest number of prepared calls of one session: their numbers have 16 bits in a [`Ring`].
+pub const MAX_PREPARED: usize = 1 << 16;
+/// Largest number of rows of a call, which has 16 bits in a [`Ring`].
+pub const MAX_ROWS: u32 = 0xffff;
 /// Largest payload of a [`PREPARE`](crate::wire::frame::PREPARE) frame, in bytes.
 pub const MAX_PREPARE_FRAME: usize = 1024 * size_of::<PreparedCall>();
 
@@ -22,11 +22,6 @@ pub const PENDING: u32 = 0;
 pub const DONE: u32 = 1;
 /// Value of a completion word: the call failed; the doorbell's status says why.
 pub const FAILED: u32 = 2;
-/// Value of the word that says that the client's stream has seen the last call's completion words; the service clears it when it takes
-/// the call.
-pub const SEEN: u32 = 1;
-/// What the client's stream stores before a call to the 64-bit word of [`SEEN`] and the first completion word, [`PENDING`].
-pub const BEGINS: u64 = SEEN as u64 | (PENDING as u64) << 32;
 /// Value of a completion word: the client's own thread released the waiting stream, because the session has ended.
 pub const RELEASED: u32 = 3;
 
@@ -60,22 +55,20 @@ pub struct OpenedCuda {
     pub session: u64,
     /// Size of the control region, in bytes.
     pub region_bytes: u64,
-    /// Offset of the first doorbell, a 64-bit word; each one is on a cache line of its own.
+    /// Offset of the first doorbell; each one is on a cache line of its own.
     pub doorbells_offset: u64,
-    /// Offset of the first doorbell's completion words, 32-bit words; those of each doorbell are on a line of their own.
-    pub words_offset: u64,
     /// Offset of the first doorbell's routing area; `routing_bytes` bytes for each.
     pub routing_offset: u64,
     /// Offset of the first doorbell's status; [`STATUS_STRIDE`] bytes for each.
     pub statuses_offset: u64,
     /// Number of doorbells.
     pub doorbells: u32,
-    /// Number of completion words of each doorbell, 1 to [`MAX_WORDS`].
-    pub words: u32,
     /// Elements of a row.
     pub hidden: u32,
     /// Size of each doorbell's routing area, in bytes: what the client asked for, rounded up to [`ALIGN`].
     pub routing_bytes: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
 /// A call that is described once and started by its number. Places are offsets into the client's memory, in bytes, and multiples
@@ -87,7 +80,7 @@ pub struct PreparedCall {
     pub layer: u32,
     /// Element type: 1 bf16, 2 f16, 3 f32.
     pub dtype: u32,
-    /// Largest number of rows of a call.
+    /// Largest number of rows of a call, at most [`MAX_ROWS`].
     pub max_rows: u32,
     /// Flags of a [`RequestRecord`]. Ids, weights and token ids are in the doorbell's routing area ([`RoutingLayout`]).
     pub flags: u32,
@@ -154,26 +147,27 @@ pub fn uuid_text(uuid: &[u8; 16]) -> String {
     format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
-/// The number that a client stores to a doorbell: the prepared call and its rows, never zero.
+/// How a client starts a call: the upper half of the doorbell's 64-bit word, never zero. The lower half is the completion word, which the
+/// same store clears.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ring {
-    /// Number of the prepared call.
+    /// Number of the prepared call, below [`MAX_PREPARED`].
     pub prepared: u32,
     /// Number of rows, 1 to the prepared largest number.
     pub rows: u32,
 }
 
 impl Ring {
-    /// The word of the doorbell.
+    /// What the client stores to the doorbell: the ring and [`PENDING`].
     #[must_use]
     pub const fn to_word(self) -> u64 {
-        (self.prepared as u64) << 32 | self.rows as u64
+        ((self.prepared << 16 | self.rows) as u64) << 32 | PENDING as u64
     }
 
-    /// The ring that a word stands for; the client may have stored anything.
+    /// The ring that the upper half of a doorbell stands for; the client may have stored anything.
     #[must_use]
-    pub const fn from_word(word: u64) -> Self {
-        Ring { prepared: (word >> 32) as u32, rows: word as u32 }
+    pub const fn from_half(half: u32) -> Self {
+        Ring { prepared: half >> 16, rows: half & MAX_ROWS }
     }
 }
 
@@ -203,8 +197,6 @@ pub const STATUS_STRIDE: usize = size_of::<StatusRecord>().next_multiple_of(LINE
 pub struct ControlLayout {
     /// The doorbells.
     pub doorbells: usize,
-    /// The completion words.
-    pub words: usize,
     /// The routing areas.
     pub routing: usize,
     /// Size of each of them, in bytes: a multiple of [`ALIGN`].
@@ -222,11 +214,9 @@ impl ControlLayout {
     /// If the sizes exceed the address space.
     pub fn new(doorbells: u32, routing_bytes: u32) -> Result<Self, RegionError> {
         let mut layout = Layout::new();
-        let lines = doorbells as usize * LINE;
         let routing_bytes = (routing_bytes as usize).next_multiple_of(ALIGN);
         Ok(ControlLayout {
-            doorbells: layout.page(lines)?,
-            words: layout.page(lines)?,
+            doorbells: layout.page(doorbells as usize * LINE)?,
             routing: layout.page(doorbells as usize * routing_bytes)?,
             routing_bytes,
             statuses: layout.page(doorbells as usize * STATUS_STRIDE)?,
@@ -243,15 +233,14 @@ mod tests {
     #[test]
     fn sizes_are_pinned() {
         assert_eq!(size_of::<OpenCuda>(), 40);
-        assert_eq!(size_of::<OpenedCuda>(), 72);
+        assert_eq!(size_of::<OpenedCuda>(), 64);
         assert_eq!(size_of::<PreparedCall>(), 56);
         assert_eq!(size_of::<PrepareReply>(), 8);
         assert_eq!(size_of::<StatusRecord>(), 848);
         let layout = ControlLayout::new(4, 0).unwrap();
-        assert_eq!((layout.doorbells, layout.words, layout.routing, layout.statuses), (0, 4096, 8192, 8192));
-        assert_eq!(layout.bytes, 12288);
+        assert_eq!((layout.doorbells, layout.routing, layout.statuses, layout.bytes), (0, 4096, 4096, 8192));
         let layout = ControlLayout::new(4, 1025).unwrap();
-        assert_eq!((layout.routing, layout.routing_bytes, layout.statuses), (8192, 1088, 16384));
+        assert_eq!((layout.routing, layout.routing_bytes, layout.statuses), (4096, 1088, 12288));
     }
 
     #[test]
@@ -275,7 +264,7 @@ mod tests {
     #[test]
     fn a_ring_is_one_word() {
         let ring = Ring { prepared: 7, rows: 2048 };
-        assert_eq!(ring.to_word(), 0x7_0000_0800);
-        assert_eq!(Ring::from_word(ring.to_word()), ring);
+        assert_eq!(ring.to_word(), 0x7_0800_0000_0000);
+        assert_eq!(Ring::from_half((ring.to_word() >> 32) as u32), ring);
     }
 }

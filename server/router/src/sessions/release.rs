@@ -126,7 +126,7 @@ mod tests {
     }
 
     fn cuda(registry: &SessionRegistry) -> (Arc<CudaState>, Arc<SharedRegion>) {
-        let control = ControlMemory::create(64, 1, 16 << 10).unwrap();
+        let control = ControlMemory::create(64, 16 << 10).unwrap();
         let kept = keep(control.region());
         let charge = registry.charge(&LIMITS, 0, kept.len()).unwrap();
         let held = registry.hold(control.region(), charge);

@@ -14,9 +14,7 @@ use expertd_types::DType;
 use super::CudaSession;
 use crate::client::SessionError;
 use crate::cuda::driver::check;
-use crate::cuda::wire::{
-    BEGINS, DONE, MAX_PREPARE_FRAME, PENDING, PrepareReply, PreparedCall, Ring, RoutingLayout,
-};
+use crate::cuda::wire::{DONE, MAX_PREPARE_FRAME, PrepareReply, PreparedCall, Ring, RoutingLayout};
 use crate::socket;
 use crate::wire::{RequestRecord, frame};
 
@@ -86,9 +84,8 @@ pub(in crate::cuda) struct CallPlaces {
     pub(in crate::cuda) output: CUdeviceptr,
     /// The doorbell's routing area.
     pub(in crate::cuda) routing: CUdeviceptr,
-    /// The doorbell's completion words.
-    pub(in crate::cuda) words: CUdeviceptr,
-    pub(in crate::cuda) word_count: u32,
+    /// The doorbell's completion word.
+    pub(in crate::cuda) word: CUdeviceptr,
 }
 
 /// Places of a call's routing in the session's memory, in bytes. A call uses those that its flags name. Returned routing overwrites
@@ -279,20 +276,20 @@ impl CudaSession {
         rows: u32,
         stream: CUstream,
     ) -> Result<(), SessionError> {
-        let control = &self.shared.control;
-        let signal = |offset: usize| self.signals + offset as u64;
-        let words = (0..control.words_each()).map(|word| signal(control.word_offset(doorbell, word)));
+        let bell = self.doorbell(doorbell);
         let ring = Ring { prepared: call.number, rows };
-        let mut operations: Vec<CUstreamBatchMemOpParams> = Vec::with_capacity(2 * words.len() + 1);
-        operations.extend(words.clone().skip(1).map(|word| write_32(word, PENDING)));
-        operations.push(write_64(signal(control.begin_offset(doorbell)), BEGINS));
-        operations.push(write_64(signal(control.doorbell_offset(doorbell)), ring.to_word()));
-        operations.extend(words.map(|word| wait_32(word, DONE)));
+        // The lower half of the doorbell, which the wait reads, is the completion word.
+        let mut operations = [write_64(bell, ring.to_word()), wait_32(bell, DONE)];
         let count = operations.len() as u32;
         // SAFETY: the addresses are in the control region, which stays registered until the session is dropped; the caller vouches for
         // the stream.
         let status = unsafe { sys::cuStreamBatchMemOp_v2(stream, count, operations.as_mut_ptr(), 0) };
         check("cuStreamBatchMemOp", status)
+    }
+
+    /// Device address of a doorbell.
+    pub(super) fn doorbell(&self, doorbell: u32) -> CUdeviceptr {
+        self.signals + self.shared.control.doorbell_offset(doorbell) as u64
     }
 
     /// Addresses of what a call uses.
@@ -303,8 +300,7 @@ impl CudaSession {
             rows: self.memory.address() + call.rows,
             output: self.memory.address() + call.output,
             routing: self.signals + area,
-            words: self.signals + control.word_offset(doorbell, 0) as u64,
-            word_count: control.words_each(),
+            word: self.doorbell(doorbell),
         }
     }
 
@@ -354,10 +350,6 @@ struct Carried {
 
 /// Earlier writes of the stream precede a write with these flags.
 const WRITE: u32 = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
-
-fn write_32(address: CUdeviceptr, value: u32) -> CUstreamBatchMemOpParams {
-    memory_operation(MemOp::CU_STREAM_MEM_OP_WRITE_VALUE_32, address, value.into(), WRITE)
-}
 
 fn write_64(address: CUdeviceptr, value: u64) -> CUstreamBatchMemOpParams {
     memory_operation(MemOp::CU_STREAM_MEM_OP_WRITE_VALUE_64, address, value, WRITE)

@@ -2,30 +2,29 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn pair(doorbells: u32, words: u32) -> (ControlMemory, ControlMemory) {
-    let service = ControlMemory::create(doorbells, words, 200).unwrap();
+fn pair(doorbells: u32) -> (ControlMemory, ControlMemory) {
+    let service = ControlMemory::create(doorbells, 200).unwrap();
     let opened = service.opened(3, 64);
     let client = ControlMemory::join(service.region().try_clone_fd().unwrap(), &opened).unwrap();
     (service, client)
 }
 
 #[test]
-fn a_ring_is_taken_once_and_its_completion_raises_all_words() {
-    let (service, client) = pair(3, 4);
+fn a_ring_is_taken_once_and_its_completion_raises_the_word() {
+    let (service, client) = pair(3);
     assert_eq!(service.take(2, 0), None);
     let ring = Ring { prepared: 5, rows: 8 };
     client.ring(2, ring);
-    let taken = Some(TakenRing { ring, follows_end: false });
-    assert_eq!((service.take(1, 0), service.take(2, 0), service.take(2, 0)), (None, taken, None));
-    assert_eq!(client.completion(2), [PENDING; 4]);
+    assert_eq!((service.take(1, 0), service.take(2, 0), service.take(2, 0)), (None, Some(ring), None));
+    assert_eq!(client.completion(2), PENDING);
     let mut status = StatusRecord::zeroed();
     service.complete(2, &CompletionRecord { call: 9, ..CompletionRecord::zeroed() }, &mut status);
-    assert_eq!(client.completion(2), [DONE; 4]);
+    assert_eq!(client.completion(2), DONE);
     let read = client.status(2).unwrap();
     assert_eq!((read.calls, read.failures, read.last.call), (1, 0, 9));
     client.ring(2, ring);
     service.complete(2, &CompletionRecord::failed(10, 14, "gone"), &mut status);
-    assert_eq!(client.completion(2), [FAILED; 4]);
+    assert_eq!(client.completion(2), FAILED);
     service.complete(2, &CompletionRecord { call: 11, ..CompletionRecord::zeroed() }, &mut status);
     let read = client.status(2).unwrap();
     assert_eq!((read.calls, read.failures, read.last.call, read.last_failure.call), (3, 1, 11, 10));
@@ -33,40 +32,38 @@ fn a_ring_is_taken_once_and_its_completion_raises_all_words() {
 }
 
 #[test]
-fn words_that_a_killed_rank_left_are_raised_unless_the_client_has_seen_them() {
-    let (service, client) = pair(1, 1);
+fn a_word_that_a_killed_rank_left_is_raised_unless_the_client_has_seen_it() {
+    let (service, client) = pair(1);
     let ring = Ring { prepared: 0, rows: 1 };
     // The rank was killed before it raised the word, or after.
     for by_rank in [PENDING, DONE] {
         client.ring(0, ring);
         assert!(service.take(0, 0).is_some());
-        service.completion_words(0)[0].store(by_rank, Ordering::Release);
+        service.raise(0, by_rank);
         service.raise_unseen(0);
-        assert_eq!(client.completion(0), [DONE]);
+        assert_eq!(client.completion(0), DONE);
     }
-    // The stream has gone on: it has cleared the word for its next call, and rung for it or not yet.
-    client.numbers.atomics()[0].store(BEGINS, Ordering::Release);
-    service.raise_unseen(0);
-    assert_eq!(client.completion(0), [PENDING]);
+    // The stream has gone on and rung for its next call.
     client.ring(0, ring);
     service.raise_unseen(0);
-    assert_eq!(client.completion(0), [PENDING]);
+    assert_eq!((client.completion(0), service.take(0, 1)), (PENDING, Some(ring)));
 }
 
-/// A client's stream, a rank that raises its words and the router, each on a thread of its own. The router learns of a call's end after the
-/// stream, which has rung for its next call by then or rings meanwhile.
+/// A client's stream, a rank that raises its word and the router, each on a thread of its own. The router learns of a call's end after the
+/// stream, which has rung for its next call by then or rings meanwhile. Every ring is taken, once.
 #[test]
 fn a_ring_that_follows_a_word_of_a_rank_is_taken() {
     const CALLS: u64 = 5_000;
-    let (service, client) = pair(1, 1);
-    let ring = Ring { prepared: 0, rows: 1 };
-    // Numbers of calls: taken by the router, and ended as far as it knows.
-    let (taken, ended) = (AtomicU64::new(0), AtomicU64::new(0));
+    let (service, client) = pair(1);
+    // Numbers of calls: rung by the stream, taken by the router, and ended as far as the router knows.
+    let [rung, taken, ended] = [const { AtomicU64::new(0) }; 3];
     let is_over = || ended.load(Ordering::Acquire) >= CALLS;
+    let ring = |call: u64| Ring { prepared: call as u32, rows: 1 };
     let stream = || {
-        while !is_over() {
-            client.ring(0, ring);
-            while client.completion(0) != [DONE] && !is_over() {
+        for call in 1..=CALLS {
+            rung.store(call, Ordering::Release);
+            client.ring(0, ring(call));
+            while client.completion(0) != DONE && !is_over() {
                 std::thread::yield_now();
             }
         }
@@ -83,58 +80,50 @@ fn a_ring_that_follows_a_word_of_a_rank_is_taken() {
             ended.fetch_max(call, Ordering::AcqRel);
         }
     };
-    let mut refused = None;
+    let mut wrong = None;
     std::thread::scope(|scope| {
         scope.spawn(stream);
         scope.spawn(rank);
         while !is_over() {
-            let calls = taken.load(Ordering::Relaxed);
-            let in_flight = calls.saturating_sub(ended.load(Ordering::Acquire));
-            let Some(TakenRing { follows_end, .. }) = service.take(0, in_flight as u32) else {
-                std::thread::yield_now();
-                continue;
-            };
-            if in_flight > u64::from(follows_end) {
-                refused = Some((calls + 1, in_flight, follows_end));
-                ended.store(CALLS, Ordering::Release);
+            let call = taken.load(Ordering::Relaxed) + 1;
+            let in_flight = call - 1 - ended.load(Ordering::Acquire).min(call - 1);
+            match service.take(0, in_flight as u32) {
+                Some(found) if found == ring(call) => taken.store(call, Ordering::Release),
+                // The stream rings again once it has seen the word, so it is never more than a call ahead.
+                None if rung.load(Ordering::Acquire) <= call => std::thread::yield_now(),
+                found => {
+                    wrong = Some((call, found));
+                    ended.store(CALLS, Ordering::Release);
+                }
             }
-            taken.store(calls + 1, Ordering::Release);
         }
     });
-    assert_eq!(refused, None, "a ring of an honest client would be refused");
+    assert_eq!(wrong, None, "this call's ring was lost or taken twice");
 }
 
 #[test]
-fn a_second_ring_during_a_call_is_taken_to_be_refused() {
-    let (service, client) = pair(1, 1);
+fn a_ring_waits_while_two_calls_are_in_flight() {
+    let (service, client) = pair(1);
     let ring = Ring { prepared: 0, rows: 1 };
     client.ring(0, ring);
-    let taken = |follows_end| Some(TakenRing { ring, follows_end });
-    assert_eq!(service.take(0, 0), taken(false));
-    let ring_alone = || client.doorbells.atomics()[0].store(ring.to_word(), Ordering::Release);
-    ring_alone();
-    assert_eq!(service.take(0, 1), taken(false));
-    client.ring(0, ring);
-    assert_eq!((service.take(0, 2), service.take(0, 1)), (None, taken(true)));
-    ring_alone();
-    assert_eq!(service.take(0, 2), taken(false));
+    assert_eq!((service.take(0, 2), service.take(0, 1), service.take(0, 1)), (None, Some(ring), None));
 }
 
 #[test]
 fn only_waiting_words_are_released() {
-    let (service, client) = pair(2, 2);
+    let (service, client) = pair(2);
     let mut status = StatusRecord::zeroed();
     client.ring(0, Ring { prepared: 0, rows: 1 });
     client.ring(1, Ring { prepared: 0, rows: 1 });
     service.complete(0, &CompletionRecord::zeroed(), &mut status);
     assert!(client.release());
-    assert_eq!((client.completion(0), client.completion(1)), (vec![DONE; 2], vec![RELEASED; 2]));
+    assert_eq!((client.completion(0), client.completion(1)), (DONE, RELEASED));
     assert!(!client.release());
 }
 
 #[test]
 fn routing_is_copied_within_its_doorbells_area_only() {
-    let (service, client) = pair(3, 1);
+    let (service, client) = pair(3);
     assert_eq!(service.routing_bytes(), 256);
     let bytes: Vec<u8> = (0..64).collect();
     client.write_routing(1, 192, &bytes).unwrap();
@@ -148,13 +137,12 @@ fn routing_is_copied_within_its_doorbells_area_only() {
 
 #[test]
 fn offsets_beyond_the_region_are_refused() {
-    let service = ControlMemory::create(2, 1, 64).unwrap();
+    let service = ControlMemory::create(2, 64).unwrap();
     let fd = || service.region().try_clone_fd().unwrap();
     let opened = service.opened(1, 64);
     for wrong in [
         OpenedCuda { doorbells_offset: opened.region_bytes, ..opened },
         OpenedCuda { statuses_offset: u64::MAX - 7, ..opened },
-        OpenedCuda { words: 9, ..opened },
         OpenedCuda { routing_offset: opened.statuses_offset, ..opened },
         OpenedCuda { routing_bytes: u32::MAX, ..opened },
         OpenedCuda { doorbells: 0, ..opened },
@@ -165,25 +153,25 @@ fn offsets_beyond_the_region_are_refused() {
 }
 
 proptest! {
-    /// Whatever a client writes into the region, each word of a doorbell is taken once, and a status that the client reads
+    /// Whatever a client writes into the region, each ring of a doorbell is taken once, and a status that the client reads
     /// is one that the service wrote, or none.
     #[test]
     fn scribbles_are_rings_or_nothing(
         writes in prop::collection::vec((any::<prop::sample::Index>(), any::<u64>()), 0..200),
     ) {
-        let (service, client) = pair(4, 2);
+        let (service, client) = pair(4);
         let all = client.region().slice::<u64>(0, client.region().len() / 8).unwrap();
         for (at, word) in writes {
             all.atomics()[at.index(all.len())].store(word, Ordering::Relaxed);
         }
         let mut status = StatusRecord::zeroed();
         for doorbell in 0..4 {
-            if let Some(taken) = service.take(doorbell, 0) {
-                prop_assert!(taken.ring.to_word() != 0 && !taken.follows_end);
+            if let Some(ring) = service.take(doorbell, 0) {
+                prop_assert!(ring.to_word() != 0);
             }
             prop_assert_eq!(service.take(doorbell, 0), None);
             service.complete(doorbell, &CompletionRecord::zeroed(), &mut status);
-            prop_assert_eq!(client.completion(doorbell), vec![DONE; 2]);
+            prop_assert_eq!(client.completion(doorbell), DONE);
             prop_assert_eq!(client.status(doorbell).unwrap().calls, u64::from(doorbell) + 1);
         }
     }

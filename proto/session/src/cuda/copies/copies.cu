@@ -46,8 +46,7 @@ struct Put {
 };
 
 struct Take {
-    const volatile u32* words;
-    u32 word_count;
+    const volatile u32* word;
     // Two bf16 or f16, or one f32.
     u32 nan;
     const char* output_place;
@@ -137,16 +136,11 @@ __device__ void take(const Take& call, bool is_done, u64 first, u64 stride) {
 }
 
 extern "C" __global__ void expertd_take(const Take call) {
-    // One thread of a block reads the words, which are in host memory.
-    __shared__ u32 shared_done;
-    if (threadIdx.x == 0) {
-        u32 done = 1;
-#pragma unroll 1
-        for (u32 word = 0; word < call.word_count; ++word) done &= call.words[word] == DONE;
-        shared_done = done;
-    }
+    // One thread of a block reads the completion word, which is in host memory.
+    __shared__ u32 shared_word;
+    if (threadIdx.x == 0) shared_word = *call.word;
     __syncthreads();
-    const bool is_done = shared_done != 0;
+    const bool is_done = shared_word == DONE;
     const u64 first = u64(blockIdx.x) * blockDim.x + threadIdx.x;
     const u64 stride = u64(gridDim.x) * blockDim.x;
     // f32 elements are aligned to 4 bytes, others to 2.

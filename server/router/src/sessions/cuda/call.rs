@@ -69,7 +69,7 @@ impl CudaCall {
         let control = self.session.control();
         Raise {
             memory: self.memory().0,
-            word: control.word_offset(self.doorbell, 0) as u32,
+            word: control.doorbell_offset(self.doorbell) as u32,
             number: control.number_offset(self.doorbell) as u32,
             reserved: 0,
             call: self.call,

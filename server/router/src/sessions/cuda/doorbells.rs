@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use expertd_session::cuda::control::TakenRing;
-use expertd_session::cuda::wire::{MAX_PREPARED, PreparedCall, RoutingLayout};
+use expertd_session::cuda::wire::{MAX_PREPARED, MAX_ROWS, PreparedCall, Ring, RoutingLayout};
 use expertd_session::wire::{ALIGN, RequestRecord};
 use expertd_types::{DType, LayerId};
 
@@ -26,8 +25,6 @@ pub(super) enum Admission {
         /// The reason.
         reason: String,
     },
-    /// The session ends, for this reason.
-    Broken(String),
     /// The session is ending; no client waits for the call.
     Closing,
 }
@@ -79,19 +76,13 @@ impl DoorbellTable {
         self.doorbells.get(doorbell as usize).is_some_and(|bell| bell.calls == call)
     }
 
-    /// Admits the call of a ring, or says why not. The client may have stored any number, and may claim to have seen the end of a call
-    /// that has none.
-    pub(super) fn ring(&mut self, doorbell: u32, taken: TakenRing) -> Admission {
-        let TakenRing { ring, follows_end } = taken;
+    /// Admits the call of a ring, or says why not. The client may have stored any number. A doorbell has at most one other call in flight,
+    /// whose end the client has seen unless it breaks the rules.
+    pub(super) fn ring(&mut self, doorbell: u32, ring: Ring) -> Admission {
         if self.is_closing {
             return Admission::Closing;
         }
         let Some(bell) = self.doorbells.get_mut(doorbell as usize) else { return Admission::Closing };
-        if bell.in_flight > u32::from(follows_end) {
-            return Admission::Broken(format!(
-                "doorbell {doorbell} was rung while a call of it is in flight; each doorbell has one call at a time"
-            ));
-        }
         bell.calls += 1;
         let call = bell.calls;
         let count = self.prepared.len();
@@ -153,7 +144,7 @@ pub(super) fn check(
     let Some(dtype) = DType::from_code(dtype) else {
         return Err(format!("dtype must be 1 (bf16), 2 (f16) or 3 (f32), found {dtype}"));
     };
-    let limit = model.limits.max_tokens_per_request;
+    let limit = model.limits.max_tokens_per_request.min(MAX_ROWS as usize);
     if max_rows == 0 || max_rows as usize > limit {
         return Err(format!("max_rows must be 1 to {limit}, found {max_rows}"));
     }
@@ -204,7 +195,6 @@ fn check_routing(call: &PreparedCall, moe: &MoeLayerInfo, routing_bytes: usize) 
 #[cfg(test)]
 mod tests {
     use bytemuck::Zeroable as _;
-    use expertd_session::cuda::wire::Ring;
     use proptest::prelude::*;
 
     use super::*;
@@ -214,20 +204,17 @@ mod tests {
     }
 
     #[test]
-    fn a_doorbell_has_one_call_at_a_time() {
+    fn a_call_is_admitted_before_the_end_of_the_last_one_is_known() {
         let mut table = DoorbellTable::new(2);
         assert_eq!(table.prepare(&[call(4), call(8)]), Ok(0));
         assert_eq!(table.prepare(&[call(2)]), Ok(2));
-        let ring = TakenRing { ring: Ring { prepared: 1, rows: 8 }, follows_end: false };
+        let ring = Ring { prepared: 1, rows: 8 };
         assert_eq!(table.ring(0, ring), Admission::Admitted { call: 1, prepared: call(8) });
         assert_eq!(table.ring(1, ring), Admission::Admitted { call: 1, prepared: call(8) });
-        assert!(matches!(table.ring(0, ring), Admission::Broken(_)));
         table.complete(0);
         assert_eq!(table.ring(0, ring), Admission::Admitted { call: 2, prepared: call(8) });
         assert_eq!(table.in_flight(), 2);
-        let next = TakenRing { follows_end: true, ..ring };
-        assert_eq!(table.ring(0, next), Admission::Admitted { call: 3, prepared: call(8) });
-        assert!(matches!(table.ring(0, next), Admission::Broken(_)));
+        assert_eq!(table.ring(0, ring), Admission::Admitted { call: 3, prepared: call(8) });
         assert_eq!((table.in_flight_of(0), table.is_last(0, 2), table.is_last(0, 3)), (2, false, true));
         table.close();
         assert_eq!(table.ring(0, ring), Admission::Closing);
@@ -238,13 +225,11 @@ mod tests {
         let mut table = DoorbellTable::new(1);
         table.prepare(&[call(4)]).unwrap();
         for (prepared, rows) in [(1, 4), (u32::MAX, 1), (0, 5), (0, 0)] {
-            let ring = TakenRing { ring: Ring { prepared, rows }, follows_end: false };
-            let admission = table.ring(0, ring);
+            let admission = table.ring(0, Ring { prepared, rows });
             assert!(matches!(admission, Admission::Invalid { .. }), "{admission:?}");
         }
         assert_eq!(table.in_flight(), 0);
-        let ring = TakenRing { ring: Ring { prepared: 0, rows: 4 }, follows_end: false };
-        let admission = table.ring(0, ring);
+        let admission = table.ring(0, Ring { prepared: 0, rows: 4 });
         assert_eq!(admission, Admission::Admitted { call: 5, prepared: call(4) });
     }
 
@@ -257,16 +242,15 @@ mod tests {
     }
 
     proptest! {
-        /// Random clients: a doorbell never has more than two calls in flight, nor two of which neither follows the other's end, and every
-        /// call that is admitted is as it was prepared.
+        /// Random clients: a doorbell never has more than two calls in flight, and every call that is admitted is as it was prepared.
         #[test]
         fn calls_are_as_prepared(
-            events in prop::collection::vec((0_u32..4, 0_u32..6, 0_u32..6, any::<bool>(), any::<bool>()), 1..200),
+            events in prop::collection::vec((0_u32..4, 0_u32..6, 0_u32..6, any::<bool>()), 1..200),
         ) {
             let mut table = DoorbellTable::new(3);
             let mut prepared = Vec::new();
             let mut in_flight = [0_u32; 4];
-            for (doorbell, number, rows, completes, follows_end) in events {
+            for (doorbell, number, rows, completes) in events {
                 let of_doorbell = &mut in_flight[doorbell as usize];
                 if completes {
                     table.complete(doorbell);
@@ -274,15 +258,14 @@ mod tests {
                 } else if number == 5 {
                     prop_assert_eq!(table.prepare(&[call(rows)]), Ok(prepared.len() as u32));
                     prepared.push(call(rows));
-                } else {
-                    match table.ring(doorbell, TakenRing { ring: Ring { prepared: number, rows }, follows_end }) {
+                } else if table.in_flight_of(doorbell) < 2 {
+                    match table.ring(doorbell, Ring { prepared: number, rows }) {
                         Admission::Admitted { prepared: found, .. } => {
-                            prop_assert!(*of_doorbell <= u32::from(follows_end));
+                            prop_assert!(*of_doorbell < 2);
                             prop_assert_eq!(found, prepared[number as usize]);
                             prop_assert!(rows > 0 && rows <= found.max_rows);
                             *of_doorbell += 1;
                         }
-                        Admission::Broken(_) => prop_assert!(*of_doorbell > u32::from(follows_end)),
                         Admission::Invalid { .. } => prop_assert!(
                             prepared.get(number as usize).is_none_or(|call| rows == 0 || rows > call.max_rows)
                         ),

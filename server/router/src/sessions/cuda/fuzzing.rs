@@ -40,7 +40,7 @@ pub fn doorbells(data: &[u8]) -> usize {
     let (doorbells, routing_bytes) = (1 + u32::from(doorbells) % DOORBELLS, u32::from(routing) * 4);
     let registry = SessionRegistry::default();
     let layout = ControlLayout::new(doorbells, routing_bytes).expect("a small layout");
-    let control = ControlMemory::create(doorbells, 1, routing_bytes).expect("a small region");
+    let control = ControlMemory::create(doorbells, routing_bytes).expect("a small region");
     let charge = registry.charge(&LIMITS, 0, layout.bytes).expect("the first session fits");
     let held = registry.hold(control.region(), charge);
     let words = control.region().slice::<u64>(0, layout.bytes / 8).expect("the whole region");

@@ -23,8 +23,6 @@ use crate::telemetry::names;
 
 /// How long ranks may take to attach the memory of a session that is opened.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(8);
-/// Completion words of a doorbell: the router raises one, once every part of a call is complete.
-const WORDS: u32 = 1;
 
 impl Shared {
     /// Makes a CUDA session and hands it to the client, which `opening` counts until ranks have attached its memory.
@@ -50,7 +48,7 @@ impl Shared {
             ControlLayout::new(open.doorbells, open.routing_bytes).map_err(|error| error.to_string())?;
         let charge =
             self.registry.charge(&self.config.limits, opener.user, bytes.saturating_add(layout.bytes))?;
-        let control = ControlMemory::create(open.doorbells, WORDS, open.routing_bytes);
+        let control = ControlMemory::create(open.doorbells, open.routing_bytes);
         let control = control.map_err(|error| error.to_string())?;
         let held = self.registry.hold(control.region(), charge);
         let number = self.next_number()?;

@@ -232,11 +232,10 @@ impl CudaState {
     ) {
         let mut table = self.table();
         if raising == Raising::KilledRank && table.is_last(doorbell, record.call) {
-            // Under the lock under which rings are taken, because a ring clears the word that says what the client has seen. If a later call
-            // was taken, the client has seen the end of this one.
+            // Under the lock under which rings are taken. If a later call was taken, the client has seen the end of this one.
             self.control.raise_unseen(doorbell);
         }
-        // Before the words are raised: the client may ring at once.
+        // Before the word is raised: the client may ring at once.
         table.complete(doorbell);
         drop(table);
         self.answer(doorbell, record, elapsed, raising);
@@ -275,7 +274,7 @@ impl CudaState {
         }
     }
 
-    /// Takes a ring of each doorbell; returns whether there was one. A second ring during a call ends the session.
+    /// Takes a ring of each doorbell; returns whether there was one.
     pub(super) fn poll(self: &Arc<Self>, steps: &dyn Steps) -> bool {
         let mut found = false;
         for doorbell in 0..self.control.doorbells() {
@@ -289,10 +288,10 @@ impl CudaState {
     /// Takes a ring of a doorbell; returns whether there was one.
     fn take(self: &Arc<Self>, doorbell: u32, steps: &dyn Steps) -> bool {
         let mut table = self.table();
-        let Some(taken) = self.control.take(doorbell, table.in_flight_of(doorbell)) else { return false };
-        let admission = table.ring(doorbell, taken);
+        let Some(ring) = self.control.take(doorbell, table.in_flight_of(doorbell)) else { return false };
+        let admission = table.ring(doorbell, ring);
         drop(table);
-        let (began, ring) = (Instant::now(), taken.ring);
+        let began = Instant::now();
         match admission {
             Admission::Admitted { call, prepared } => {
                 let trace = RequestTrace::of_session(self.number, "cuda", began);
@@ -306,10 +305,6 @@ impl CudaState {
             Admission::Invalid { call, reason } => {
                 let record = failed(call, Failure::field("prepared call", reason));
                 self.answer(doorbell, &record, began.elapsed(), Raising::Router);
-            }
-            Admission::Broken(reason) => {
-                tracing::warn!(session = self.number, reason, "the service ends a session");
-                OpenSession::Cuda(Arc::clone(self)).close(Some(&reason));
             }
             Admission::Closing => {}
         }
