@@ -33,8 +33,7 @@ pub struct SessionGraph {
 unsafe impl Send for SessionGraph {}
 
 impl SessionStream {
-    /// Makes a stream. No other stream may use its doorbell meanwhile; the service ends a session that has two calls of one doorbell
-    /// in flight.
+    /// Makes a stream. No other stream may use its doorbell meanwhile: two calls of a doorbell in flight spoil each other's output.
     ///
     /// # Errors
     /// The driver's error.
