@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Memory for the rows of a call, in bytes; as much again is for outputs. Calls with more rows are split.
 _AREA_BYTES = 32 << 20
+# Largest number of rows of a call, which has 16 bits in a doorbell.
+_MAX_ROWS = 0xFFFF
 _ALIGN = 64
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 # Element types of weights, as the native half numbers them.
@@ -130,7 +132,7 @@ class CudaSession:
         limit, k = served.limits.max_tokens_per_request, max(moe.max_k for moe in served.moe_layers)
         self._area_bytes = _aligned(min(_AREA_BYTES, limit * served.hidden * 4))
         # Rows of two bytes are the most.
-        self._largest = min(self._area_bytes // (served.hidden * 2), limit)
+        self._largest = min(self._area_bytes // (served.hidden * 2), limit, _MAX_ROWS)
         routing_bytes = 2 * _aligned(self._largest * k * 4) + _aligned(self._largest * 4)
         self.native = NativeCudaSession(address, device, self._area_bytes, routing_bytes)
 

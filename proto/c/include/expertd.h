@@ -102,7 +102,7 @@ typedef struct expertd_cuda_session expertd_cuda_session;
 typedef struct {
   uint32_t layer;
   uint32_t dtype;          /* EXPERTD_BF16, EXPERTD_F16 or EXPERTD_F32 */
-  uint32_t max_rows;       /* largest number of rows of a call */
+  uint32_t max_rows;       /* largest number of rows of a call, at most 65535 */
   uint32_t flags;          /* as of expertd_call */
   uint64_t rows;           /* [max_rows, hidden] */
   uint64_t output;         /* [max_rows, hidden]; must not overlap rows */

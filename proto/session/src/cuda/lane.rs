@@ -244,7 +244,7 @@ impl Lane {
         Ok((put, take))
     }
 
-    /// Whether a call of this lane failed after the first `known` failures. Waits for the status of a call whose completion words are raised,
+    /// Whether a call of this lane failed after the first `known` failures. Waits for the status of a call whose completion word is raised,
     /// as [`CudaSession::status`] does.
     ///
     /// # Errors

@@ -1,9 +1,9 @@
 //! CUDA sessions: rows lie in the memory of the client's GPU, and a call is work of a CUDA stream.
 //!
 //! The client allocates the memory and passes its descriptor to the service, whose ranks map it. It gets a control region in
-//! host memory: doorbells, completion words and statuses. It describes its calls once ([`wire::PreparedCall`]). From then on a
-//! call is a few memory operations of a stream: zeros to the completion words, a number to a doorbell, a wait for the words.
-//! All of them are constants, so that a CUDA graph can capture and replay them. Ids, weights and token ids that a call carries are copied by
+//! host memory: doorbells, each with its completion word, and statuses. It describes its calls once ([`wire::PreparedCall`]). From then on
+//! a call is two memory operations of a stream: a store to a doorbell, which also clears its completion word, and a wait for that word.
+//! Both are constants, so that a CUDA graph can capture and replay them. Ids, weights and token ids that a call carries are copied by
 //! the stream between the client's memory and the control region.
 //!
 //! * [`wire`]: frames and the layout of the control region.
