@@ -18,7 +18,7 @@ use crate::hash::KeyMap;
 use crate::queue::FairQueue;
 use crate::recovery::Recovery;
 use crate::throughput::Throughput;
-use crate::{ClientKey, RequestKey, StepKind, Time};
+use crate::{ClientKey, Failure, RequestKey, StepKind, Time};
 
 /// Waiting requests are checked for deadlines and for callers that left at least this often.
 pub const SWEEP_INTERVAL: Duration = Duration::from_millis(100);
@@ -44,6 +44,8 @@ struct Request {
     steps: Vec<StepId>,
     /// Number of complete rows per rank.
     tokens_per_rank: Vec<u32>,
+    /// Why the request ends without an answer once no step in flight names it. Its waiting rows have left the queue.
+    withdrawn: Option<Failure>,
 }
 
 impl Request {
@@ -206,6 +208,12 @@ impl StepLoop {
     #[must_use]
     pub const fn queued_tokens(&self) -> usize {
         self.queue.tokens() + self.suspect_tokens
+    }
+
+    /// Whether a request waits for the end of its last step to fail.
+    #[must_use]
+    pub fn is_withdrawn(&self, key: RequestKey) -> bool {
+        self.requests.get(&key).is_some_and(|request| request.withdrawn.is_some())
     }
 
     /// Number of requests without rows in a step.

@@ -8,6 +8,7 @@ mod gpu;
 mod hostile;
 mod kept;
 mod killed;
+mod late;
 #[path = "../../../proto/session/examples/forward.rs"]
 #[allow(dead_code, unreachable_pub, reason = "an example is a program")]
 mod rust_example;

@@ -84,6 +84,7 @@ impl StepLoop {
                 lost_steps: 0,
                 steps: Vec::new(),
                 tokens_per_rank: Vec::new(),
+                withdrawn: None,
             };
             // The inbox learns of a fault or of the end at the next exchange; requests that arrived before are refused here.
             let refused = match self.admission(now) {

@@ -44,6 +44,10 @@ impl StepLoop {
                 self.answer(range.key, generation, now);
             } else if !request.is_in_step() {
                 self.in_step -= 1;
+                if let Some(failure) = request.withdrawn.take() {
+                    self.requests.remove(&range.key);
+                    self.actions.push_back(Action::Fail { key: range.key, failure });
+                }
             }
         }
         for client in done.clients {

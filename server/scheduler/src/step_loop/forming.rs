@@ -111,7 +111,7 @@ impl StepLoop {
         let Taken { takes, dropped, examined } = self.queue.take(kind, limit, max_takes, lead, unwanted);
         self.examined = examined;
         for key in dropped {
-            self.drop_request(key, now, callers);
+            self.withdraw(key, now, callers);
         }
         if takes.is_empty() {
             return true;
@@ -129,7 +129,7 @@ impl StepLoop {
         let (kind, waiting) = (request.kind, request.tokens - request.begun);
         if request.is_late(now) || callers.has_left(key) {
             self.leave_suspects(key);
-            self.drop_request(key, now, callers);
+            self.withdraw(key, now, callers);
             return true;
         }
         let tokens = waiting.min(self.config.max_tokens_per_step);
@@ -177,16 +177,21 @@ impl StepLoop {
         self.actions.push_front(Action::Launch { step: id });
     }
 
-    /// Fails a waiting request that is late or whose caller has left. It must already have left the queue.
-    pub(super) fn drop_request(&mut self, key: RequestKey, now: Time, callers: &impl Callers) {
-        let Some(request) = self.requests.remove(&key) else { return };
-        self.forget_in_step(&request);
+    /// Ends a request that is late or whose caller has left, and whose waiting rows have left the queue. While a step in flight names
+    /// the request, ranks may still read its rows and write its output, so that it fails when its last step has ended.
+    fn withdraw(&mut self, key: RequestKey, now: Time, callers: &impl Callers) {
+        let Some(request) = self.requests.get_mut(&key) else { return };
         let failure = if request.is_late(now) && !callers.has_left(key) {
             Failure::DeadlineExceeded
         } else {
             Failure::Cancelled
         };
-        self.actions.push_back(Action::Fail { key, failure });
+        if request.is_in_step() {
+            request.withdrawn = Some(failure);
+        } else {
+            self.requests.remove(&key);
+            self.actions.push_back(Action::Fail { key, failure });
+        }
     }
 
     /// Drops waiting requests that are late or whose callers have left. Requests with rows in a step are kept.
@@ -200,7 +205,7 @@ impl StepLoop {
         keys.sort_unstable();
         for key in keys {
             self.leave_queue(key);
-            self.drop_request(key, now, callers);
+            self.withdraw(key, now, callers);
         }
     }
 
@@ -209,7 +214,7 @@ impl StepLoop {
         let Some(request) = self.requests.get(&key) else { return };
         if self.suspects.contains(&key) {
             self.leave_suspects(key);
-        } else if request.begun < request.tokens {
+        } else if request.begun < request.tokens && request.withdrawn.is_none() {
             self.queue.remove(request.kind, request.client, key);
         }
     }

@@ -182,6 +182,11 @@ impl StepLoop {
         }
         for key in lost.into_iter().rev() {
             let Some(request) = self.requests.get_mut(&key) else { continue };
+            if let Some(failure) = request.withdrawn.take() {
+                self.requests.remove(&key);
+                self.actions.push_back(Action::Fail { key, failure });
+                continue;
+            }
             let (kind, client, rows) = (request.kind, request.client, request.begun - request.completed);
             request.begun = request.completed;
             request.lost_steps += 1;
@@ -222,7 +227,9 @@ impl StepLoop {
         }
     }
 
+    /// Fails a request that no step in flight names.
     fn fail(&mut self, key: RequestKey, failure: Failure) {
+        debug_assert!(self.in_flight.is_empty(), "a step in flight may name request {key}");
         self.leave_queue(key);
         if let Some(request) = self.requests.remove(&key) {
             self.forget_in_step(&request);
@@ -253,6 +260,13 @@ impl StepLoop {
         let Some(deadline) = self.drain else { return false };
         if !self.requests.is_empty() && now < deadline {
             return false;
+        }
+        if !self.in_flight.is_empty()
+            && let Some(group) = self.group.take()
+        {
+            // The failed requests' memory is free for other uses, so that no rank may write it any more.
+            self.actions.push_back(Action::EndGroup { generation: group.generation });
+            self.in_flight.clear();
         }
         let reason = "the service is draining, and its drain timeout passed before the answer was complete";
         let dropped = self.fail_all(&reason.into());

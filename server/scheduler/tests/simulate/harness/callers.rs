@@ -19,6 +19,8 @@ pub struct Caller {
     pub is_closed_loop: bool,
     /// Time at which the caller left.
     pub left: Option<Time>,
+    /// Whether it was seen to be withdrawn while it was in a step.
+    pub was_withdrawn: bool,
     /// Whether the step loop has received it.
     pub is_received: bool,
     pub is_answered: bool,
@@ -47,6 +49,11 @@ pub struct Caller {
 }
 
 impl Caller {
+    /// Whether it needs no further step.
+    pub fn is_unwanted(&self, now: Time) -> bool {
+        self.left.is_some() || self.deadline.is_some_and(|deadline| deadline <= now)
+    }
+
     /// Whether rows of it wait for a step.
     pub const fn waits(&self) -> bool {
         !self.is_answered && self.begun < self.tokens

@@ -92,8 +92,16 @@ impl World {
         }
         let (mut waiting, mut incoming, mut in_step, mut received) = (0, 0, 0, 0);
         for caller in self.open.iter().map(|index| &self.callers[*index]) {
-            if caller.is_received {
+            if self.step_loop.is_withdrawn(caller.key) {
+                ensure!(
+                    caller.is_in_step() && caller.is_unwanted(self.now),
+                    "request {} is withdrawn, but is in no step or wanted",
+                    caller.key
+                );
+            } else if caller.is_received {
                 waiting += caller.waiting_tokens();
+            }
+            if caller.is_received {
                 in_step += usize::from(caller.is_in_step());
                 received += 1;
             } else {
@@ -120,8 +128,22 @@ impl World {
         Ok(())
     }
 
+    /// Checks that no rank may still read the rows of a request or write its output: every step that names it has ended on all ranks,
+    /// or its ranks have been reaped.
+    fn check_unused(&self, key: RequestKey) -> Result<(), String> {
+        let steps = self.ranks.iter().flat_map(|ranks| &ranks.steps).filter(|step| !step.is_done);
+        let mut naming = steps.filter(|step| step.step.rows.iter().any(|range| range.key == key));
+        match naming.next() {
+            None => Ok(()),
+            Some(step) => Err(format!("request {key} ends while step {} is in flight", step.step.id)),
+        }
+    }
+
     pub(super) fn check_action(&mut self, action: &Action) -> Result<(), String> {
         ensure!(self.end.is_none(), "an action follows the end");
+        if let Action::Answer { key, .. } | Action::Fail { key, .. } = action {
+            self.check_unused(*key)?;
+        }
         match action {
             Action::FormGroup { generation } => self.check_forming(*generation),
             Action::Answer { key, receipt } => {
@@ -217,6 +239,7 @@ impl World {
     fn check_failure(&mut self, key: RequestKey, failure: &Failure) -> Result<(), String> {
         let caller = self.caller(key)?.clone();
         ensure!(!caller.is_answered, "request {key} is answered twice");
+        self.seen.withdrawn += u64::from(caller.was_withdrawn);
         match failure {
             Failure::Cancelled => {
                 ensure!(caller.left.is_some(), "request {key} is cancelled, but its caller has not left");

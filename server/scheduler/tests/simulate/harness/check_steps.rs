@@ -206,13 +206,18 @@ impl World {
             && self.told.in_flight.back().is_none_or(|(last, ended)| *ended && !last.is_alone);
         if self.told.serving.is_some() && can_form && !self.told.is_replaced {
             for caller in self.open.iter().map(|index| &self.callers[*index]) {
-                if caller.is_received && caller.waits() && caller.lost == 0 {
+                if caller.is_received && self.waits(caller) && caller.lost == 0 {
                     due = due.min(caller.admitted + config.max_wait);
                 }
             }
         }
         ensure!(until <= due.max(self.now), "the thread sleeps {:?} too long", until.since(due));
         Ok(())
+    }
+
+    /// Whether rows of a request wait for a step.
+    fn waits(&self, caller: &Caller) -> bool {
+        caller.waits() && !self.step_loop.is_withdrawn(caller.key)
     }
 
     /// Checks that no request waits while a step could be formed from it.
@@ -228,7 +233,7 @@ impl World {
         }
         let mut kinds: BTreeMap<StepKind, (usize, bool)> = BTreeMap::new();
         for caller in self.open.iter().map(|index| &self.callers[*index]) {
-            if !caller.is_received || !caller.waits() {
+            if !caller.is_received || !self.waits(caller) {
                 continue;
             }
             if caller.lost >= 2 {
@@ -261,7 +266,8 @@ impl World {
 
     /// Notes that a generation ends. One that no fault ended is being replaced, and has no step in flight.
     pub(super) fn note_replaced(&mut self, generation: Generation) -> Result<(), String> {
-        if !self.told.is_replaced {
+        let ends_drain = self.drain.is_some_and(|deadline| deadline <= self.now);
+        if !self.told.is_replaced || ends_drain && !self.told.in_flight.is_empty() {
             return Ok(());
         }
         ensure!(self.told.in_flight.is_empty(), "generation {generation} is replaced with steps in flight");

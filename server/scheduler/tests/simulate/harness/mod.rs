@@ -28,6 +28,7 @@ pub struct Seen {
     poisoned: u64,
     unavailable: u64,
     late: u64,
+    withdrawn: u64,
     cancelled: u64,
     overloaded: u64,
     admitted_while_reforming: u64,
@@ -43,7 +44,7 @@ pub struct Seen {
 impl Seen {
     /// Each count with its name.
     #[allow(dead_code, reason = "the example prints them all instead")]
-    pub fn all(&self) -> [(&'static str, u64); 20] {
+    pub fn all(&self) -> [(&'static str, u64); 21] {
         [
             ("answers", self.answers),
             ("split requests answered", self.split_requests_answered),
@@ -55,6 +56,7 @@ impl Seen {
             ("poisoned", self.poisoned),
             ("unavailable", self.unavailable),
             ("late", self.late),
+            ("withdrawn while in a step", self.withdrawn),
             ("cancelled", self.cancelled),
             ("overloaded", self.overloaded),
             ("admitted while re-forming", self.admitted_while_reforming),
@@ -177,6 +179,7 @@ impl Seen {
         sum.poisoned += self.poisoned;
         sum.unavailable += self.unavailable;
         sum.late += self.late;
+        sum.withdrawn += self.withdrawn;
         sum.cancelled += self.cancelled;
         sum.overloaded += self.overloaded;
         sum.admitted_while_reforming += self.admitted_while_reforming;

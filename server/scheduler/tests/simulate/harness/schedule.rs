@@ -70,10 +70,11 @@ impl Schedule {
     /// The schedule of a seed.
     pub fn new(seed: u64) -> Schedule {
         let mut random = Random(seed.wrapping_mul(0x2545_f491_4f6c_dd1d));
-        match random.between(0, 19) {
+        match random.between(0, 20) {
             0 => shared_backlog(&mut random, seed),
             1 => shared_closed_loop(&mut random, seed),
             2 => crowd(&mut random, seed),
+            3 => split_and_late(&mut random, seed),
             _ => anything(&mut random, seed),
         }
     }
@@ -222,5 +223,34 @@ fn crowd(random: &mut Random, seed: u64) -> Schedule {
         });
     }
     inputs.extend(vec![Input::Round; 20]);
+    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
+}
+
+/// Requests of several steps whose deadlines pass, or whose callers leave, while a step computes some of their rows.
+fn split_and_late(random: &mut Random, seed: u64) -> Schedule {
+    let limit = 16;
+    let config = Config { slots: random.between(2, 3) as usize, ..healthy(random, seed, limit) };
+    let mut inputs = vec![Input::UntilAsleep, Input::Ready, Input::UntilAsleep];
+    for _ in 0..random.between(20, 60) {
+        inputs.push(match random.between(0, 99) {
+            0..30 => Input::Submit {
+                client: random.between(1, 2),
+                kind: 0,
+                tokens: random.between(1, 4 * limit as u64) as usize,
+                deadline_millis: random.chance(70).then(|| random.between(1, 3)),
+                is_poison: false,
+                is_pinned: false,
+            },
+            30..50 => Input::Pass { micros: random.choose(&[100, 500, 1_000]) },
+            50..65 => Input::Experts,
+            65..75 => Input::Done,
+            75..80 => Input::Leave { which: random.between(0, 3) as usize },
+            80 => Input::Fault { is_load: false },
+            81 => Input::Ready,
+            82 => Input::Replace,
+            83 => Input::Drain { timeout_millis: random.choose(&[0, 1]) },
+            _ => Input::UntilAsleep,
+        });
+    }
     Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
 }

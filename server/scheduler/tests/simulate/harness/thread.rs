@@ -78,7 +78,12 @@ impl World {
             Turn::Poll => {
                 let callers = &self.callers;
                 let has_left = |key: RequestKey| callers[key.0 as usize - 1].left.is_some();
-                let Some(action) = self.step_loop.poll(self.now, &has_left) else {
+                let action = self.step_loop.poll(self.now, &has_left);
+                for index in &self.open {
+                    let caller = &mut self.callers[*index];
+                    caller.was_withdrawn |= self.step_loop.is_withdrawn(caller.key);
+                }
+                let Some(action) = action else {
                     self.check_rest()?;
                     self.dropped_tokens = 0;
                     self.is_just_ready = false;

@@ -212,6 +212,7 @@ impl World {
                     expected,
                     is_closed_loop,
                     left: None,
+                    was_withdrawn: false,
                     is_received: false,
                     is_answered: false,
                     waits_since: self.now,
