@@ -8,7 +8,7 @@ use bytes::Bytes;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 
-use super::failure::{Failure, Violation};
+use crate::api::failure::{Failure, Violation};
 use super::unowned::{self, UNOWNED};
 use crate::backend::{ClientKey, GivenRouting, MAX_NAME_BYTES, ModelInfo, MoeLayerInfo, Request, RequestId};
 use expertd_types::{ChunkedBytes, DType, LayerId, NoFingerprint, WeightFingerprint, WeightVersion};
@@ -21,15 +21,13 @@ pub(crate) struct Envelope {
     pub(crate) deadline: Option<Instant>,
 }
 
-/// Checks a request against the model. Rows that are `apart` replace empty inline rows. `None` for zero tokens: the answer is
-/// empty and needs no step.
+/// Checks a request against the model. `None` for zero tokens: the answer is empty and needs no step.
 pub(in crate::api) fn validate(
     model: &ModelInfo,
     message: ForwardRequest,
-    apart: Option<ChunkedBytes>,
     envelope: Envelope,
 ) -> Result<Option<Request>, Failure> {
-    check(model, message, Rows::Message(apart), envelope)
+    check(model, message, Rows::Message, envelope)
 }
 
 /// The same for a request of at least one row, whose rows lie in the memory of a session.
@@ -44,8 +42,8 @@ pub(crate) fn validate_session(
 
 /// Where the rows of a request are.
 enum Rows {
-    /// In the message, or apart from it.
-    Message(Option<ChunkedBytes>),
+    /// In the message.
+    Message,
     /// In the memory of a session, where their places were checked.
     Session,
 }
@@ -75,7 +73,7 @@ fn check(
         );
     }
     let rows = match rows {
-        Rows::Message(apart) => found.rows(message.payload, apart, tokens, model.hidden, dtype),
+        Rows::Message => found.rows(message.payload, tokens, model.hidden, dtype),
         Rows::Session => ChunkedBytes::default(),
     };
     let routing = message.routing.and_then(|routing| found.routing(routing, tokens, layer));
@@ -190,19 +188,17 @@ impl Violations {
     fn rows(
         &mut self,
         payload: Option<Payload>,
-        apart: Option<ChunkedBytes>,
         tokens: usize,
         hidden: usize,
         dtype: Option<DType>,
     ) -> ChunkedBytes {
         match payload {
             Some(Payload::Inline(rows)) => {
-                let rows = apart.filter(|_| rows.is_empty()).unwrap_or_else(|| rows.into());
                 if let Some(dtype) = dtype {
                     let shape = format!("{tokens} tokens of {hidden} {dtype}");
                     self.bytes("inline", rows.len(), tokens * hidden * dtype.size(), &shape);
                 }
-                return rows;
+                return rows.into();
             }
             None if tokens == 0 => {}
             None => self.add("inline", "the rows are missing"),
