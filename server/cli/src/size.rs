@@ -129,7 +129,7 @@ impl Sizes {
         }
         let messages = MessageMemory::new(in_flight, per_step, spec.hidden);
         let connections = ConnectionLimits::for_tcp(CONNECTIONS);
-        let router = RouterMemory::new(messages, in_flight, 0, &connections, 0).total();
+        let router = RouterMemory::new(messages, 0, &connections, 0).total();
         let process = match args.device {
             DeviceKind::Cpu => PROCESS_BYTES as u64,
             DeviceKind::Cuda => PROCESS_BYTES as u64 + CUDA_PROCESS_BYTES,

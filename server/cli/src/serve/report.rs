@@ -118,11 +118,10 @@ pub fn plan(plan: &ServePlan) -> String {
     line(
         "router",
         format!(
-            "resident memory at most {}: messages, answers and calls {}, unread in the transport {}, connections {}, sessions {}, \
+            "resident memory at most {}: messages, answers and calls {}, connections {}, sessions {}, \
              staging {}, the rest {}",
             bytes(router.total()),
             bytes(router.messages),
-            bytes(router.transport),
             bytes(router.connections),
             bytes(router.sessions),
             bytes(router.channels),

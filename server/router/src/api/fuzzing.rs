@@ -5,9 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use expertd_proto::v1::ForwardRequest;
-use expertd_types::{
-    Coverage, Generation, LayerId, LayerRange, StepId, WeightFingerprint, WeightVersion,
-};
+use expertd_types::{Coverage, Generation, LayerId, LayerRange, StepId, WeightFingerprint, WeightVersion};
 use http::{HeaderMap, HeaderValue};
 use prost::Message as _;
 use tokio::sync::{oneshot, watch};

@@ -1,12 +1,15 @@
 //! The router's memory.
 
 use expertd_memory as memory;
-use expertd_router::api::{ConnectionLimits, transport_bytes};
+use expertd_router::api::ConnectionLimits;
 
 /// Bytes of a process that are not counted separately: program, stacks of threads, scratch memory, logs and metrics.
 pub(crate) const PROCESS_BYTES: usize = 128 << 20;
 /// Smallest default of max-bytes-in-flight.
 const BYTES_IN_FLIGHT: usize = 1 << 30;
+
+/// Bytes of a connection: one incomplete frame, the headers of one call, compression tables, TLS records, and its state.
+const CONNECTION_BYTES: usize = 320 << 10;
 
 /// Largest max-bytes-in-flight.
 pub(crate) const MAX_BYTES_IN_FLIGHT: usize = 1 << 40;
@@ -48,8 +51,6 @@ pub struct RouterMemory {
     pub channels: usize,
     /// Messages, answers, and the state of calls, which is charged like messages.
     pub messages: usize,
-    /// Message bytes in the transport that no call has read yet.
-    pub transport: usize,
     /// Connections without their calls.
     pub connections: usize,
     /// Memory that it shares with sessions on this host.
@@ -60,7 +61,6 @@ impl RouterMemory {
     /// Derives the bound from the limits. `sessions` is the number of bytes of all sessions.
     pub(crate) fn new(
         messages: MessageMemory,
-        in_flight: usize,
         channels: usize,
         connections: &ConnectionLimits,
         sessions: usize,
@@ -69,8 +69,7 @@ impl RouterMemory {
             process: PROCESS_BYTES,
             channels,
             messages: messages.max_bytes,
-            transport: transport_bytes(in_flight),
-            connections: connections.bytes(),
+            connections: (connections.tcp + connections.unix).saturating_mul(CONNECTION_BYTES),
             sessions,
         }
     }
@@ -78,11 +77,10 @@ impl RouterMemory {
     /// The sum of all parts.
     #[must_use]
     pub const fn total(&self) -> usize {
-        let &RouterMemory { process, channels, messages, transport, connections, sessions } = self;
+        let &RouterMemory { process, channels, messages, connections, sessions } = self;
         process
             .saturating_add(channels)
             .saturating_add(messages)
-            .saturating_add(transport)
             .saturating_add(connections)
             .saturating_add(sessions)
     }

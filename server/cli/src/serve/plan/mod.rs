@@ -134,13 +134,7 @@ impl ServePlan {
         let Sizes { shape, limits, queued, window_bytes, channel_bytes } = sizes;
         let buffers = MessageMemory::new(limits.max_bytes_in_flight, limits.max_tokens_per_step, spec.hidden);
         let session_bytes = sessions.as_ref().map_or(0, SessionPlan::router_bytes);
-        let router_memory = RouterMemory::new(
-            buffers,
-            limits.max_bytes_in_flight,
-            channel_bytes,
-            &connections,
-            session_bytes,
-        );
+        let router_memory = RouterMemory::new(buffers, channel_bytes, &connections, session_bytes);
         let scheduler = scheduler(&given, limits.max_tokens_per_step, queued, &machine)?;
         let placement = placement(&given, &spec, &machine)?;
         let model = model_info(&spec, name, fingerprint, limits, &machine, placement.as_ref());

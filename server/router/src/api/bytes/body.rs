@@ -101,8 +101,7 @@ impl<B> RequestBody<B> {
             ));
         }
         if length > *limit {
-            let way_out =
-                if *forward { " (GetModel reports it); send fewer tokens per request" } else { "" };
+            let way_out = if *forward { " (GetModel reports it); send fewer tokens per request" } else { "" };
             let text = format!("the message has {length} bytes, and the limit is {limit}{way_out}");
             return Err(Failure::field("body", text).into());
         }
@@ -134,8 +133,12 @@ impl<B> RequestBody<B> {
                     self.charges.arrive(Arc::new((charge, busy)));
                 }
             } else if self.have == PREFIX {
-                if !self.begin()? {
-                    return Ok((at, false));
+                match self.begin() {
+                    Ok(true) => {}
+                    Ok(false) => return Ok((at, false)),
+                    // The messages before it go first.
+                    Err(_) if at > 0 => return Ok((at, true)),
+                    Err(status) => return Err(status),
                 }
             } else if at == self.pending.len() {
                 return Ok((at, true));

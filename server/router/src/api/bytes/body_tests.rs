@@ -32,11 +32,7 @@ fn message(length: usize) -> Vec<u8> {
 }
 
 /// A body of the given bytes in chunks of `size`, which then ends or stays open.
-fn chunks(
-    bytes: &[u8],
-    size: usize,
-    ends: bool,
-) -> impl Body<Data = Bytes, Error = Status> + Unpin + use<> {
+fn chunks(bytes: &[u8], size: usize, ends: bool) -> impl Body<Data = Bytes, Error = Status> + Unpin + use<> {
     let parts: VecDeque<_> = bytes.chunks(size).map(Bytes::copy_from_slice).collect();
     StreamBody::new(Box::pin(futures_util::stream::unfold(parts, move |mut parts| async move {
         match parts.pop_front() {
@@ -91,8 +87,7 @@ async fn a_broken_body_is_an_invalid_argument() {
         (&large[..], true, false),
     ] {
         let budget = Budget::new(1 << 20, LIMIT);
-        let mut body =
-            RequestBody::new(chunks(bytes, 2, ends), terms(&budget, streaming), Arc::default());
+        let mut body = RequestBody::new(chunks(bytes, 2, ends), terms(&budget, streaming), Arc::default());
         assert_eq!(read(&mut body).await.1, Some(Code::InvalidArgument), "{bytes:?}");
         drop(body);
         assert_eq!(budget.held(), 0);

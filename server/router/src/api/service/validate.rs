@@ -8,8 +8,8 @@ use bytes::Bytes;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 
-use crate::api::failure::{Failure, Violation};
 use super::unowned::{self, UNOWNED};
+use crate::api::failure::{Failure, Violation};
 use crate::backend::{ClientKey, GivenRouting, MAX_NAME_BYTES, ModelInfo, MoeLayerInfo, Request, RequestId};
 use expertd_types::{ChunkedBytes, DType, LayerId, NoFingerprint, WeightFingerprint, WeightVersion};
 

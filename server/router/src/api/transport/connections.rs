@@ -129,7 +129,13 @@ impl Connections {
     }
 
     /// Serves a connection. Its place and the handle for its end are dropped last, also if a call panics.
-    async fn drive(self: Arc<Self>, socket: PlainSocket, origin: Origin, place: Place, _apart: Option<Apart>) {
+    async fn drive(
+        self: Arc<Self>,
+        socket: PlainSocket,
+        origin: Origin,
+        place: Place,
+        _apart: Option<Apart>,
+    ) {
         let _open = self.services.public.is_some().then(Open::new);
         let secured = tokio::select! {
             () = self.end.cancelled() => return,

@@ -296,8 +296,7 @@ where
                 Err(failure) => return refused(failure),
             };
             let parent = TraceParent::of(request.headers());
-            let trace =
-                parent.as_ref().filter(|_| unary).and_then(|parent| parent.begin("Forward", arrived));
+            let trace = parent.as_ref().filter(|_| unary).and_then(|parent| parent.begin("Forward", arrived));
             of_unary = unary.then(|| (Arc::clone(&public.metrics), trace.clone()));
             let headers = request.headers();
             let call = Call {

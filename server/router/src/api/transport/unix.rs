@@ -83,7 +83,9 @@ fn remove_stale(path: &Path) -> Result<(), BindError> {
         return Err(BindError::NotASocket { path: path.to_owned() });
     }
     match StdStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path).map_err(failed),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            fs::remove_file(path).map_err(failed)
+        }
         _ => Err(BindError::InUse { path: path.to_owned() }),
     }
 }
