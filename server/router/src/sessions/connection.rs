@@ -70,7 +70,7 @@ impl Shared {
             match kind {
                 frame::GET_MODEL => self.send_model(socket)?,
                 frame::OPEN => {
-                    return match self.open(socket, opener, &payload, opening, deadline) {
+                    return match self.open(socket, opener, &payload, opening) {
                         Ok(session) => Ok(Some(self.follow_to_the_end(socket, session))),
                         Err(reason) => {
                             self.refuse(socket, "open", &reason);

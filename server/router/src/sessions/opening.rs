@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use expertd_ipc::SharedRegion;
 use expertd_ipc::control::DeviceKind;
@@ -23,6 +23,10 @@ use super::session::{Opener, Session};
 use crate::steps::ClientMemory as _;
 use crate::telemetry::names;
 
+/// How long ranks may take to attach the memory of a session that is opened. Clients wait 10 s by default, so that they read why a
+/// session is refused.
+const ATTACH_TIMEOUT: Duration = Duration::from_secs(8);
+
 /// A session that is about to be opened.
 struct Prepared {
     session: OpenSession,
@@ -34,8 +38,7 @@ struct Prepared {
 }
 
 impl Shared {
-    /// Opens the session that an OPEN frame asks for. `opening` counts the client until ranks have attached the session's memory, which
-    /// they must do before `deadline`.
+    /// Opens the session that an OPEN frame asks for. `opening` counts the client until ranks have attached the session's memory.
     ///
     /// # Errors
     /// The sentence with which the session is refused.
@@ -45,7 +48,6 @@ impl Shared {
         opener: Opener,
         payload: &[u8],
         opening: Option<Opening>,
-        deadline: Instant,
     ) -> Result<OpenSession, String> {
         let Prepared { session, frame, region, thread } = match kind_of(payload)? {
             KIND_CUDA => self.prepare_cuda(socket, opener, payload)?,
@@ -53,7 +55,7 @@ impl Shared {
         };
         self.registry.add(&self.config.limits, &session)?;
         self.steps.memory_opened(Box::new(session.clone()));
-        let attached = session.session().wait_attached(deadline);
+        let attached = session.session().wait_attached(Instant::now() + ATTACH_TIMEOUT);
         drop(opening);
         let started = attached.and_then(|()| {
             socket::send(socket, frame.0, &frame.1)
@@ -145,10 +147,6 @@ impl Shared {
         payload: &[u8],
     ) -> Result<Prepared, String> {
         let open: OpenCuda = socket::record(payload).map_err(|error| error.to_string())?;
-        if self.steps.device() != DeviceKind::Cuda {
-            return Err("CUDA sessions need GPU ranks, and this service has CPU ranks; open a host session"
-                .to_owned());
-        }
         let memory =
             socket::receive_one(socket, "the client", "its memory").map_err(|error| error.to_string())?;
         if open.doorbells == 0 || open.doorbells > MAX_DOORBELLS || open.memory_bytes == 0 {
@@ -157,6 +155,10 @@ impl Shared {
                  doorbells and {} bytes",
                 open.doorbells, open.memory_bytes
             ));
+        }
+        if self.steps.device() != DeviceKind::Cuda {
+            let text = "the service's CPU ranks cannot access the memory of a GPU; open a host session";
+            return Err(text.to_owned());
         }
         self.prepare_device(socket, opener, open, memory)
     }
