@@ -95,7 +95,7 @@ fn a_service_without_gpus_refuses_cuda_sessions() {
         let text = refused(&host, &OpenCuda { doorbells, ..OPEN }, memory);
         assert!(text.contains("1 to 64 doorbells"), "{text}");
     }
-    let text = refused(&host, &OpenCuda { version: VERSION + 1, ..OPEN }, memory);
+    let text = refused(&host, &OpenCuda { version: VERSION + 1, ..OPEN }, |_| {});
     assert!(text.contains(&format!("this service version {VERSION};")), "{text}");
     // A byte without a descriptor.
     let text = refused(&host, &OPEN, |mut client| client.write_all(b"F").unwrap());

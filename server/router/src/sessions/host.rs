@@ -114,11 +114,12 @@ impl HostSession {
 
     /// Pushes the completion of a call that the table holds.
     pub(super) fn complete(&self, record: &CompletionRecord, tokens: usize, elapsed: Duration) {
+        self.session.ended(record, tokens);
         let mut calls = self.calls();
         calls.table.complete(record.call);
         self.push(&mut calls, record);
         drop(calls);
-        self.session.ended(record, tokens, elapsed);
+        self.session.record(record, elapsed);
     }
 
     /// Wakes the thread that takes requests, if it spins then, so that it and the client wake up at the same time.
@@ -209,8 +210,9 @@ impl HostSession {
             Ok(sizes) => sizes,
             Err(failure) => {
                 let completion = failed(record.call, failure);
+                self.session.ended(&completion, 0);
                 self.push(&mut self.calls(), &completion);
-                self.session.ended(&completion, 0, began.elapsed());
+                self.session.record(&completion, began.elapsed());
                 end_trace(trace, completion.code, None);
                 return Ok(());
             }

@@ -149,12 +149,16 @@ impl Session {
         self.metrics.admitted(tokens);
     }
 
-    /// Counts a call that has ended.
-    pub(super) fn ended(&self, record: &CompletionRecord, tokens: usize, elapsed: Duration) {
+    /// Counts a call that has ended, before its client learns of it.
+    pub(super) fn ended(&self, record: &CompletionRecord, tokens: usize) {
         self.calls_total.fetch_add(1, Ordering::Relaxed);
         if record.code == 0 {
             self.rows_total.fetch_add(tokens as u64, Ordering::Relaxed);
         }
+    }
+
+    /// Records the metrics of a call that has ended. The client does not wait for it.
+    pub(super) fn record(&self, record: &CompletionRecord, elapsed: Duration) {
         self.metrics.answered(code_name(Code::from_i32(record.code.cast_signed())), elapsed);
     }
 

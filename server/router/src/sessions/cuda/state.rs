@@ -128,8 +128,9 @@ impl CudaSession {
         // Before the word is raised: the client may ring at once.
         table.complete(doorbell);
         drop(table);
+        self.session.ended(record, tokens);
         self.answer(doorbell, record, raising);
-        self.session.ended(record, tokens, elapsed);
+        self.session.record(record, elapsed);
     }
 
     fn answer(&self, doorbell: u32, record: &CompletionRecord, raising: Raising) {
@@ -197,8 +198,9 @@ impl CudaSession {
             }
             Admission::Invalid { call, reason } => {
                 let record = failed(call, Failure::field("prepared call", reason));
+                self.session.ended(&record, 0);
                 self.answer(doorbell, &record, Raising::Caller);
-                self.session.ended(&record, 0, began.elapsed());
+                self.session.record(&record, began.elapsed());
             }
             Admission::Closing => {}
         }
