@@ -10,8 +10,8 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use expertd_proto::transport;
-use expertd_proto::transport::Channel;
+use expertd_client::transport;
+use expertd_client::transport::Channel;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::moe_server::{Moe, MoeServer};
@@ -117,9 +117,9 @@ fn start_bare(unix: Option<&str>) -> String {
     let limit = expertd_router::backend::Limits::message_bytes(MAX_TOKENS, HIDDEN, 8);
     let router = tonic::transport::Server::builder()
         .tcp_nodelay(true)
-        .initial_stream_window_size(transport::STREAM_WINDOW_BYTES)
-        .initial_connection_window_size(transport::CONNECTION_WINDOW_BYTES)
-        .max_frame_size(transport::MAX_FRAME_BYTES)
+        .initial_stream_window_size(expertd_proto::transport::STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(expertd_proto::transport::CONNECTION_WINDOW_BYTES)
+        .max_frame_size(expertd_proto::transport::MAX_FRAME_BYTES)
         .add_service(MoeServer::new(Bare).max_decoding_message_size(limit));
     let _guard = runtime.enter();
     if let Some(path) = unix {

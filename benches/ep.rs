@@ -10,9 +10,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use expertd_ipc::wait::SPIN_TIME;
 use expertd_rank_cpu::group::loopback;
 use expertd_rank_cpu::{CpuGroup, EpConfig, HostRouting};
+use expertd_shm::wait::SPIN_TIME;
 use expertd_types::{ExpertOwners, Generation, Rank, Slot};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TOP = "server|kernels|proto|loadtest|tests|scripts|docs|benches|examples|deploy|python"
+TOP = "server|kernels|client|proto|loadtest|tests|scripts|docs|benches|examples|deploy|python"
 
 
 def anchor(heading):
