@@ -21,6 +21,7 @@ pub use self::args::BenchArgs;
 use self::floor::{Floor, LayerSizes, floor};
 use self::report::Figures;
 use self::routing::RoutingArg;
+use super::ceilings;
 use super::serve::gpu_bytes;
 use super::serve::plan::PlanError;
 use expertd_ipc::control::DeviceKind;
@@ -55,6 +56,9 @@ pub enum BenchError {
     /// The service ended before it answered a step.
     #[error("the service ended during a step")]
     Gone,
+    /// The speed limits of the GPUs could not be measured.
+    #[error("{0}")]
+    Ceilings(String),
     /// The JSON file could not be written.
     #[error("cannot write {}: {source}", path.display())]
     Write {
@@ -86,6 +90,16 @@ fn bytes_per_weight(info: &ModelInfo, held: u64) -> f64 {
 /// # Errors
 /// [`BenchError`].
 pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
+    if args.ceilings {
+        let found = ceilings::measured(args.ranks).map_err(BenchError::Ceilings)?;
+        if args.json.as_deref() != Some(Path::new("-")) {
+            println!("{}", ceilings::in_words(&found));
+        }
+        if let Some(path) = &args.json {
+            write(path, &serde_json::json!(found).to_string())?;
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
     let largest = args.tokens.iter().copied().max().unwrap_or(1);
     let ranks = args.ranks.unwrap_or(1);
     let plan = args.plan(ranks, largest * ranks as usize)?;
@@ -163,7 +177,12 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Writes to a file; `-` is standard output.
 fn write(path: &Path, text: &str) -> Result<(), BenchError> {
+    if path == Path::new("-") {
+        println!("{text}");
+        return Ok(());
+    }
     std::fs::write(path, text).map_err(|source| BenchError::Write { path: path.to_owned(), source })
 }
 

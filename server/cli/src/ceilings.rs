@@ -1,4 +1,4 @@
-//! `expertd ceilings`: measures the speed limits of this machine's GPUs.
+//! `expertd bench --ceilings`: the speed limits of this machine's GPUs.
 
 use std::process::{Command, ExitCode};
 
@@ -7,10 +7,7 @@ use expertd_kernels::ceilings::Ceilings;
 
 use expertd_rank_cuda as gpu;
 
-/// Measure the speed limits of this machine's GPUs: memory, tensor cores, links
-///
-/// Takes about a second, during which nothing else should use the GPUs. `expertd bench` computes its floors from these
-/// figures.
+/// Measure the speed limits of this machine's GPUs (replaced by `bench --ceilings`)
 #[derive(Args, Clone, Debug)]
 pub struct CeilingsArgs {
     /// Number of GPUs to measure together [default: all that this process may use]
@@ -24,8 +21,8 @@ pub struct CeilingsArgs {
 /// Measures the GPUs and prints the figures.
 #[must_use]
 pub fn run(args: &CeilingsArgs) -> ExitCode {
-    let gpus = args.gpus.unwrap_or_else(|| gpu::present().max(1));
-    match gpu::ceilings(gpus) {
+    eprintln!("WARNING: `expertd ceilings` will be removed; use `expertd bench --ceilings`");
+    match measured(args.gpus) {
         Ok(found) if args.json => println!("{}", serde_json::json!(found)),
         Ok(found) => println!("{}", in_words(&found)),
         Err(error) => {
@@ -34,6 +31,14 @@ pub fn run(args: &CeilingsArgs) -> ExitCode {
         }
     }
     ExitCode::SUCCESS
+}
+
+/// Measures this number of GPUs [default: all that this process may use], in this process.
+///
+/// # Errors
+/// Why they cannot be measured.
+pub(super) fn measured(gpus: Option<u32>) -> Result<Ceilings, String> {
+    gpu::ceilings(gpus.unwrap_or_else(|| gpu::present().max(1)))
 }
 
 /// Formats the figures in one line.
@@ -56,7 +61,7 @@ pub(super) fn in_words(found: &Ceilings) -> String {
 pub(super) fn in_child_process(gpus: u32) -> Result<Ceilings, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let mut command = Command::new(program);
-    command.args(["--log", "error", "ceilings", "--json", "--gpus", &gpus.to_string()]);
+    command.args(["--log", "error", "bench", "--ceilings", "--json", "-", "--ranks", &gpus.to_string()]);
     let done = command.envs(gpu::environment()).output().map_err(|error| error.to_string())?;
     if !done.status.success() {
         return Err(String::from_utf8_lossy(&done.stderr).trim().to_owned());

@@ -72,6 +72,7 @@ enum Command {
     Synth(synth::SynthArgs),
     Doctor(doctor::DoctorArgs),
     Bench(bench::BenchArgs),
+    #[command(hide = true)]
     Ceilings(ceilings::CeilingsArgs),
     Status(status::StatusArgs),
     Drain(drain::DrainArgs),

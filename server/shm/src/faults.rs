@@ -17,6 +17,20 @@ pub fn happens(name: &str) -> bool {
     folder.as_ref().is_some_and(|folder| std::fs::remove_file(folder.join(name)).is_ok())
 }
 
+/// The value of the environment variable `name`, with which tests change what the process does.
+#[cfg(any(debug_assertions, feature = "fault-injection"))]
+#[must_use]
+pub fn setting(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+/// The value of a variable for tests; `None`, in this build.
+#[cfg(not(any(debug_assertions, feature = "fault-injection")))]
+#[must_use]
+pub const fn setting(_name: &str) -> Option<String> {
+    None
+}
+
 /// Whether the fault is to happen; never, in this build.
 #[cfg(not(any(debug_assertions, feature = "fault-injection")))]
 #[must_use]

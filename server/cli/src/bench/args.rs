@@ -23,8 +23,12 @@ use crate::serve::settings::{Given, ServeArgs};
 #[derive(Args, Clone, Debug)]
 pub struct BenchArgs {
     /// Folder of the checkpoint; `expertd synth` writes one of any shape
-    #[arg(long)]
-    pub model: PathBuf,
+    #[arg(long, required_unless_present = "ceilings")]
+    pub model: Option<PathBuf>,
+    /// Only measure the speed limits of the GPUs, together: memory, tensor cores, links. Takes about a second, during which
+    /// nothing else should use the GPUs [default of --ranks: all GPUs that this process may use]
+    #[arg(long, conflicts_with = "model")]
+    pub ceilings: bool,
     /// Number of expert ranks [default: 1]
     #[arg(long)]
     pub ranks: Option<u32>,
@@ -86,7 +90,7 @@ pub struct BenchArgs {
     /// Rate at which one rank sends to others in GB/s, for the floor of several ranks [default: measured first, on GPUs]
     #[arg(long, value_name = "GB/s")]
     pub link_gbps: Option<f64>,
-    /// Also write the figures to this file, as JSON
+    /// Also write the figures to this file (`-`: standard output), as JSON (speeds in bytes and FLOP per second, times in seconds)
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
@@ -102,7 +106,7 @@ impl BenchArgs {
     /// The plan of the service that is measured, whose steps have room for `max_tokens_per_step` rows.
     pub(super) fn plan(&self, ranks: u32, max_tokens_per_step: usize) -> Result<ServePlan, PlanError> {
         let serve = ServeArgs {
-            model: Some(self.model.clone()),
+            model: self.model.clone(),
             ranks: Some(ranks),
             placement: self.placement.clone(),
             skip_memory_check: Some(self.skip_memory_check),

@@ -18,10 +18,6 @@ use expertd_types::DType;
 /// Largest number of copies in each direction of a step whose rows travel unchanged; each costs the host microseconds.
 const MAX_COPIES: usize = 16;
 
-/// If this variable is set, a slot's rows on the device are filled with NaN before each copy, so that a kernel that reads too early
-/// gives a wrong result.
-const POISON_ENV: &str = "EXPERTD_CUDA_POISON";
-
 /// Device memory for the rows and segments in a slot's staging, and the events of their copies.
 #[derive(Debug)]
 struct SlotCopy {
@@ -113,11 +109,16 @@ pub(super) struct Copies {
     inward: Stream,
     outward: Stream,
     slots: Vec<SlotCopy>,
+    /// Whether a slot's memory is filled with NaN before each copy.
     poison: bool,
 }
 
 impl Copies {
-    pub(super) fn new(device: &Device, places: &[StagingAddresses]) -> Result<Self, DeviceError> {
+    pub(super) fn new(
+        device: &Device,
+        places: &[StagingAddresses],
+        poison: bool,
+    ) -> Result<Self, DeviceError> {
         let slot = |staging: &StagingAddresses| {
             Ok::<_, DeviceError>(SlotCopy {
                 staging: *staging,
@@ -135,7 +136,7 @@ impl Copies {
             inward: device.stream()?,
             outward: device.stream()?,
             slots: places.iter().map(slot).collect::<Result<_, _>>()?,
-            poison: std::env::var_os(POISON_ENV).is_some(),
+            poison,
         })
     }
 

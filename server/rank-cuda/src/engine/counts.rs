@@ -7,17 +7,12 @@ use expertd_kernels::params::CopyOutParams;
 use expertd_types::Rank;
 use std::sync::atomic::Ordering;
 
-/// Environment variable with which steps leave rows uncounted, to measure what counting costs.
-const UNCOUNTED_ENV: &str = "EXPERTD_CUDA_UNCOUNTED";
-
 /// This rank's counts in device memory, and the pinned pages of the router's table.
 pub(super) struct DeviceCounts {
     counts: Buffer<u64>,
     host: Pinned<'static>,
     /// Number of experts that a layer has room for.
     stride: u32,
-    /// Whether [`UNCOUNTED_ENV`] is not set.
-    is_on: bool,
     // Dropped after the pages are no longer pinned.
     _table: RowCounts,
 }
@@ -32,14 +27,13 @@ impl DeviceCounts {
         // SAFETY: `table` maps these pages and is dropped after `host`.
         let host = unsafe { Pinned::register(device, pages, bytes) }?;
         let counts = Buffer::from_slice(device, &counted)?;
-        let is_on = std::env::var_os(UNCOUNTED_ENV).is_none();
-        Ok(DeviceCounts { counts, host, stride: shape.experts, is_on, _table: table })
+        Ok(DeviceCounts { counts, host, stride: shape.experts, _table: table })
     }
 
     /// The parameters that concern counts.
     pub(super) fn params(&self, expert_offsets: u64) -> CopyOutParams {
         CopyOutParams {
-            expert_offsets: if self.is_on { expert_offsets } else { 0 },
+            expert_offsets,
             row_counts: self.counts.address(),
             row_counts_host: self.host.address(),
             count_stride: self.stride,

@@ -62,8 +62,9 @@ use expertd_types::Rank;
 /// Copy engines carry the rows of a step with at least this many bytes of bf16 rows per rank. For fewer bytes their latency
 /// exceeds the time that they hide.
 const COPIED_FROM: usize = 1 << 20;
-/// Overrides [`COPIED_FROM`] in rows per rank, for measurements.
-const COPIED_FROM_ENV: &str = "EXPERTD_CUDA_COPIED_FROM_ROWS";
+/// For tests (see [`expertd_shm::faults`]): copy engines carry the rows of all steps, into memory that is filled with NaN before, so
+/// that a kernel that reads too early gives a wrong result. The value is that of [`Cut::parse`].
+const POISON: &str = "EXPERTD_CUDA_POISON";
 
 /// The pinned staging of the channel.
 struct PinnedStaging {
@@ -144,12 +145,13 @@ impl CudaEngine {
         let most_blocks = multiprocessors.min(expertd_kernels::params::MAX_BLOCKS as u32);
         let stream = device.stream()?;
         device.synchronize()?;
+        let row_bytes = shape.hidden as usize * 2;
         let mut engine = CudaEngine {
             stream,
             graphs: Graphs::default(),
             copies,
-            copied_from: copied_from(&shape),
-            cut: Cut::new(setup.shape.hidden),
+            copied_from: if poison().is_some() { 1 } else { COPIED_FROM.div_ceil(row_bytes) as u32 },
+            cut: poison().unwrap_or_else(|| Cut::new(setup.shape.hidden)),
             aligned: std::env::var_os(gpu::ALIGNED).is_some(),
             running: VecDeque::new(),
             watch: Watch::start(),
@@ -277,10 +279,9 @@ impl CudaEngine {
     }
 }
 
-/// [`COPIED_FROM`] in rows per rank.
-fn copied_from(shape: &Shape) -> u32 {
-    let given = std::env::var(COPIED_FROM_ENV).ok().and_then(|rows| rows.parse().ok());
-    given.unwrap_or_else(|| COPIED_FROM.div_ceil(shape.hidden as usize * 2) as u32)
+/// Where a test that sets [`POISON`] cuts results.
+fn poison() -> Option<Cut> {
+    expertd_shm::faults::setting(POISON).and_then(|text| Cut::parse(&text))
 }
 
 impl Drop for CudaEngine {

@@ -18,8 +18,6 @@ const MAX_PARTS: usize = 8;
 const CUT_FROM: usize = 2 << 20;
 /// Where results are cut, in percent of a rank's rows. Each part costs the GPU some µs.
 const CUTS: [u32; 1] = [25];
-/// Overrides these numbers for measurements: the smallest number of rows of a rank, and the percentages, as in `1024,25/50`; 0 for no cut.
-const PARTS_ENV: &str = "EXPERTD_CUDA_PARTS";
 
 /// Which steps are cut, and where.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,16 +31,18 @@ pub(super) struct Cut {
 impl Cut {
     /// For bf16 rows of `hidden` elements.
     pub(super) fn new(hidden: usize) -> Self {
-        let given = std::env::var(PARTS_ENV).ok().and_then(|text| Cut::parse(&text));
-        given.unwrap_or_else(|| Cut { from: CUT_FROM.div_ceil(hidden * 2) as u32, cuts: CUTS.to_vec() })
+        Cut { from: CUT_FROM.div_ceil(hidden * 2) as u32, cuts: CUTS.to_vec() }
     }
 
-    fn parse(text: &str) -> Option<Self> {
-        let (from, cuts) = text.split_once(',')?;
-        let cuts: Option<Vec<u32>> = cuts.split('/').map(|percent| percent.parse().ok()).collect();
+    /// Cuts steps of any number of rows at percentages, as in `25/50`; `0` cuts none.
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        if text == "0" {
+            return Some(Cut { from: u32::MAX, cuts: Vec::new() });
+        }
+        let cuts: Option<Vec<u32>> = text.split('/').map(|percent| percent.parse().ok()).collect();
         let cuts = cuts
             .filter(|cuts| cuts.len() < MAX_PARTS && cuts.is_sorted() && cuts.iter().all(|cut| *cut < 100))?;
-        Some(Cut { from: from.parse().ok()?, cuts })
+        Some(Cut { from: 1, cuts })
     }
 
     /// The ends of the parts of `tokens` rows, at least one.
@@ -108,10 +108,10 @@ mod tests {
     }
 
     #[test]
-    fn a_cut_is_a_number_and_percentages() {
-        assert_eq!(Cut::parse("512,50/75"), Some(Cut { from: 512, cuts: vec![50, 75] }));
-        assert_eq!(Cut::parse("1,0"), Some(Cut { from: 1, cuts: vec![0] }));
-        for wrong in ["", "512", "512,100", "512,75/50", "x,1", "1,1/2/3/4/5/6/7/8"] {
+    fn a_cut_is_percentages() {
+        assert_eq!(Cut::parse("50/75"), Some(Cut { from: 1, cuts: vec![50, 75] }));
+        assert_eq!(Cut::parse("0"), Some(Cut { from: u32::MAX, cuts: vec![] }));
+        for wrong in ["", "100", "75/50", "x", "1/2/3/4/5/6/7/8"] {
             assert_eq!(Cut::parse(wrong), None, "{wrong}");
         }
     }

@@ -65,7 +65,11 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
         fp8_products: any_fp8_products(spec, setup.fp8_products),
     };
     let buffers = Buffers::new(&device, &shape, &sizes).map_err(no_room)?;
-    let copies = if padding { None } else { Some(Copies::new(&device, &staged).map_err(no_room)?) };
+    let copies = if padding {
+        None
+    } else {
+        Some(Copies::new(&device, &staged, super::poison().is_some()).map_err(no_room)?)
+    };
     clock.end("buffers");
     let layers = weights.map(&device, tables.as_ref()).map_err(load_failure)?;
     clock.end("weights");

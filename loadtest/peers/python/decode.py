@@ -5,7 +5,7 @@ The model has the shape of Qwen3-30B-A3B and random weights. The ways to compute
 same attention, a static cache and batches of random prompts. Prints one JSON line per measurement. Needs two GPUs, torch,
 transformers, and accelerate for the way "offload".
 
-    python/benches/decode.py --folder /dev/shm/qwen --batches 1 8 64
+    loadtest/peers/python/decode.py --folder /dev/shm/qwen --batches 1 8 64
 """
 
 import argparse
