@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the Markdown files of the repository: relative links, anchors, and paths in backticks must exist.
+"""Checks the Markdown files of the repository: relative links, anchors, paths in backticks, and reasons of errors must exist.
 
 Prints each one that does not, and exits with 1 if there are any. Python's standard library and git are all it needs.
 """
@@ -10,13 +10,26 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TOP = "server|kernels|client|proto|loadtest|tests|scripts|docs|benches|examples|deploy|python"
+TOP = "server|kernels|proto|client|loadtest|tests|scripts|docs|examples|deploy|python"
 
 
 def anchor(heading):
     """The anchor that GitHub gives to a heading."""
     text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading.strip().lower())
     return re.sub(r"[^\w\- ]", "", text.replace("`", "")).replace(" ", "-")
+
+
+def reasons(api):
+    """Reasons of errors that the source has and docs/api.md lacks, or the other way round."""
+    source = "".join(path.read_text() for path in ROOT.glob("server/*/src/**/failure.rs"))
+    body = re.search(r"fn reason\(.*?\n    }\n", source, re.S)
+    found = set(re.findall(r'"([A-Z_]+)"', body[0] if body else ""))
+    table = api.partition("## Statuses")[2].partition("\n## ")[0]
+    listed = {word for row in re.findall(r"^\|.*$", table, re.M)[2:] for word in re.findall(r"`([A-Z_]+)`", row)}
+    page = ROOT / "docs/api.md"
+    wrong = [(page, f"lacks the reason {name}") for name in sorted(found - listed)]
+    wrong += [(page, f"lists the reason {name}, which the source does not have") for name in sorted(listed - found)]
+    return wrong if found else [(page, "has reasons, but no failure.rs with `fn reason` was found")]
 
 
 def main():
@@ -38,6 +51,7 @@ def main():
         for path in re.findall(rf"`((?:{TOP})/[\w./-]+)`", text):
             if not (ROOT / path).exists():
                 wrong.append((page, f"names `{path}`, which does not exist"))
+    wrong += reasons(pages[ROOT / "docs/api.md"])
     for page, text in wrong:
         print(f"{page.relative_to(ROOT)}: {text}", file=sys.stderr)
     return 1 if wrong else 0

@@ -109,7 +109,7 @@ struct Fp8 : Threads<2, 208, 88> {
     }
 };
 
-// Three consumers: widening is bound by the latency of instructions, which more warps hide (docs/measurements/formats.md).
+// Three consumers: widening is bound by the latency of instructions, which more warps hide (docs/measurements/gpu-experts.md).
 struct Mxfp4 : Threads<3, 144, 80> {
     static constexpr int UNIT_BYTES = MXFP4_UNIT_BYTES;
     static constexpr int UNIT_SCALE_BYTES = 0;

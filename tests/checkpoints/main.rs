@@ -4,11 +4,11 @@
 
 mod broken_checkpoints;
 mod common;
+mod family_names;
 mod fp8_beside_transformers;
 mod golden_block;
 mod layers;
 mod layouts;
-mod models_doc;
 mod packed_layouts;
 mod synth;
 mod tool_declarations;

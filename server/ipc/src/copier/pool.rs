@@ -1,7 +1,7 @@
 //! Threads that copy the portions of a batch and spin before they sleep, as the other threads of a step do.
 //!
 //! Library thread pools sleep within microseconds of their last task, and waking them takes longer than most batches
-//! (docs/decisions/0012).
+//! (docs/decisions/0015-gpu-step-copies.md).
 
 #![allow(unsafe_code, reason = "threads take turns at the list of copies")]
 
