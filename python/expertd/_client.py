@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ._cuda import CudaRoute
     from ._cuda_session import CudaAnswer
     from ._native import Answer, Model, ModelSummary
-    from ._types import Address, DType, ForwardOptions, Rows, Session, SharedExperts
+    from ._types import Address, DType, ForwardOptions, GraphFailure, Rows, Session, SharedExperts
 
 PendingAnswer = Pending
 
@@ -85,7 +85,11 @@ def options(
 
 
 def native_client(
-    address: Address, session: Session | None, retry: RetryPolicy | None, credentials: Credentials | None
+    address: Address,
+    session: Session | None,
+    retry: RetryPolicy | None,
+    credentials: Credentials | None,
+    on_graph_failure: GraphFailure = "abort",
 ) -> NativeClient | CudaRoute:
     """The connection for the arguments that `Client` and `AsyncClient` share.
 
@@ -98,6 +102,8 @@ def native_client(
     if not addresses:
         raise ValueError("no address was given; pass HOST:PORT, unix:/PATH, or a list of them")
     check_session(session)
+    if on_graph_failure not in ("abort", "raise"):
+        raise ValueError(f'on_graph_failure is {on_graph_failure!r}; expected "abort" or "raise"')
     several = len(addresses) > 1 or not isinstance(address, str)
     if session is not None and len(addresses) > 1:
         raise ValueError(
@@ -111,7 +117,7 @@ def native_client(
     if session == "cuda":
         from ._cuda import CudaRoute
 
-        return CudaRoute(addresses[0], retry)
+        return CudaRoute(addresses[0], retry, on_graph_failure)
     return NativeClient(addresses, several, session is not None, retry, credentials)
 
 
@@ -144,6 +150,10 @@ class Client:
         retry: rules for retrying failed calls; None means no retries. Several services have rules of their own, of which
             `max_elapsed` sets how long a call without a timeout looks for a service.
         credentials: certificates and token; None means plaintext and no token. Sessions take none.
+        on_graph_failure: with `session="cuda"`, what happens when a call fails in a CUDA graph that is replayed, because the service is
+            gone, for example. Replays raise no exception, and their outputs are NaN then. "abort": the process ends with a message on
+            stderr and SIGABRT. "raise": `check` and `synchronize` raise the call's exception; the program calls one of them before it
+            uses what a replay computed.
 
     Raises:
         ConnectError: nothing answers at the address.
@@ -158,9 +168,10 @@ class Client:
         session: Session | None = None,
         retry: RetryPolicy | None = DEFAULT_RETRY,
         credentials: Credentials | None = None,
+        on_graph_failure: GraphFailure = "abort",
     ) -> None:
         self.address = address
-        self._native = native_client(address, session, retry, credentials)
+        self._native = native_client(address, session, retry, credentials, on_graph_failure)
         self._native.connect()
 
     def forward(
@@ -212,6 +223,14 @@ class Client:
         """
         if not isinstance(self._native, NativeClient):
             self._native.synchronize()
+
+    def check(self) -> None:
+        """With `session="cuda"`: as `synchronize`, without waiting for the GPU.
+
+        The program has waited for the calls in question itself, with an event or by a copy to the host. Costs less than a microsecond.
+        """
+        if not isinstance(self._native, NativeClient):
+            self._native.check()
 
     def stream(self, capacity: int = 64) -> Stream:
         """A stream that carries many calls at once. With several services, or a session, each call goes its own way.

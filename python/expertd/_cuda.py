@@ -21,6 +21,7 @@ from ._native import NativeClient
 if TYPE_CHECKING:
     from ._client import RetryPolicy
     from ._native import Model, ModelSummary, NativeStream
+    from ._types import GraphFailure
 
 
 def require_gpu() -> None:
@@ -35,13 +36,16 @@ def require_gpu() -> None:
 class CudaRoute:
     """The native half of `Client` with `session="cuda"`."""
 
-    def __init__(self, address: str, retry: RetryPolicy | None) -> None:
+    def __init__(self, address: str, retry: RetryPolicy | None, on_graph_failure: GraphFailure = "abort") -> None:
         require_gpu()
         self.address = address
         self.retry = retry
+        self.on_graph_failure = on_graph_failure
         # Answers for the model; it opens no session.
         self._host = NativeClient([address], False, True, retry, None)
         self._sessions: dict[int, CudaSession] = {}
+        # Sessions that have ended and were replaced, and whose calls are in graphs.
+        self._replaced: list[CudaSession] = []
         # What `enqueue` prepared: of a layer, a dtype, a GPU, shared experts, experts per token and token ids.
         self._prepared: dict[tuple[int, torch.dtype, int, bool, int, bool], Prepared] = {}
         self._ended: set[int] = set()
@@ -64,8 +68,21 @@ class CudaRoute:
 
     def synchronize(self) -> None:
         """Waits for the GPUs and raises the exception of a call that failed."""
+        for device in {session.device for session in (*self._sessions.values(), *self._replaced)}:
+            torch.cuda.synchronize(device)
+        self.check()
+
+    def check(self) -> None:
+        """Raises the exception of a call that failed, if it was not raised before. Waits for nothing."""
         for session in list(self._sessions.values()):
-            session.synchronize()
+            session.native.check()
+        for session in list(self._replaced):
+            session.native.check_released()
+
+    def verify(self) -> None:
+        """Raises the exception of a call that failed, in every thread and each time. For engines, which end with the first failure."""
+        for session in (*list(self._sessions.values()), *self._replaced):
+            session.native.verify()
 
     def forward(self, layer: int, rows: Any, seconds: float | None, options: dict[str, Any], out: Any = None) -> CudaAnswer:
         tensor = _tensor(rows, "rows")
@@ -184,7 +201,7 @@ class CudaRoute:
         start, attempt = time.monotonic(), 1
         while True:
             try:
-                return CudaSession(self.address, device, self._host.model(""))
+                return CudaSession(self.address, device, self._host.model(""), self.on_graph_failure == "abort")
             except (ConnectError, UnavailableError):
                 pause = min(0.05 * 2 ** min(attempt - 1, 10), policy.max_pause) if policy else 0.0
                 over = policy is None or attempt >= policy.max_attempts
@@ -201,6 +218,8 @@ class CudaRoute:
             if self._sessions.get(session.device) is session:
                 del self._sessions[session.device]
                 self._ended.add(session.device)
+                if session.native.is_kept():
+                    self._replaced.append(session)
             self._prepared = {key: known for key, known in self._prepared.items() if known.session is not session}
 
 

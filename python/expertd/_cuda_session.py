@@ -125,7 +125,7 @@ def as_weights(weights: Tensor) -> Tensor:
 class CudaSession:
     """A session in the memory of one GPU."""
 
-    def __init__(self, address: str, device: int, served: Model) -> None:
+    def __init__(self, address: str, device: int, served: Model, ends_process: bool = True) -> None:
         self.device = device
         self.served = served
         self._prepared: dict[tuple[int, Kind], Prepared] = {}
@@ -134,7 +134,7 @@ class CudaSession:
         # Rows of two bytes are the most.
         self._largest = min(self._area_bytes // (served.hidden * 2), limit, _MAX_ROWS)
         routing_bytes = 2 * _aligned(self._largest * k * 4) + _aligned(self._largest * 4)
-        self.native = NativeCudaSession(address, device, self._area_bytes, routing_bytes)
+        self.native = NativeCudaSession(address, device, self._area_bytes, routing_bytes, ends_process)
 
     def prepare(self, layer: int, kind: Kind) -> Prepared:
         """The prepared call of a layer. The first call of a kind prepares it for all layers that have it."""

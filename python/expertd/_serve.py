@@ -22,7 +22,7 @@ from ._client import DEFAULT_RETRY, Client, RetryPolicy
 from ._errors import ServiceError, UnsupportedError
 
 if TYPE_CHECKING:
-    from ._types import Session
+    from ._types import GraphFailure, Session
 
 _LOG_LINES = 200
 _READY = re.compile(r"^ready: listening on (?P<address>[^,]+)(?:, [^,]+)*?, admin on (?P<admin>[^,]+), metrics on (?P<metrics>\S+)")
@@ -164,9 +164,16 @@ class Service:
             exit_code=code,
         )
 
-    def client(self, *, session: Session | None = None, retry: RetryPolicy | None = DEFAULT_RETRY) -> Client:
+    def client(
+        self,
+        *,
+        session: Session | None = None,
+        retry: RetryPolicy | None = DEFAULT_RETRY,
+        on_graph_failure: GraphFailure = "abort",
+    ) -> Client:
         """A client that is connected to this service."""
-        return Client(self.session_address if session else self.address, session=session, retry=retry)
+        address = self.session_address if session else self.address
+        return Client(address, session=session, retry=retry, on_graph_failure=on_graph_failure)
 
     def log(self) -> str:
         """The last lines that the service printed."""

@@ -14,7 +14,7 @@ from ._errors import UnsupportedError
 
 if TYPE_CHECKING:
     from ._native import Model, MoeLayer
-    from ._types import Address, Session, SharedExperts
+    from ._types import Address, GraphFailure, Session, SharedExperts
 
 # A rank that died is replaced within seconds; reading a large checkpoint again takes minutes.
 _RETRY = RetryPolicy(max_attempts=1_000, max_pause=2.0, max_elapsed=600.0)
@@ -26,12 +26,19 @@ class Remote:
     """A connection that the modules of a model, and copies of the model, share."""
 
     def __init__(
-        self, address: Address, credentials: Credentials | None = None, session: Session | None = None
+        self,
+        address: Address,
+        credentials: Credentials | None = None,
+        session: Session | None = None,
+        on_graph_failure: GraphFailure = "abort",
     ) -> None:
         self.address = address
         self.credentials = credentials
         self.session = session
-        self.client = Client(address, session=session, retry=_RETRY, credentials=credentials)
+        self.on_graph_failure = on_graph_failure
+        self.client = Client(
+            address, session=session, retry=_RETRY, credentials=credentials, on_graph_failure=on_graph_failure
+        )
         # With session="cuda": the client of rows in host memory.
         self._host: Client | None = None
         self.model: Model = self.client.model()
@@ -48,7 +55,12 @@ class Remote:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Remote, (self.address, self.credentials, self.session))
+        return (Remote, (self.address, self.credentials, self.session, self.on_graph_failure))
+
+    def verify(self) -> None:
+        """With `session="cuda"`: raises the exception of a call that failed, in every thread and each time. Waits for nothing."""
+        if self.session == "cuda":
+            self.client._native.verify()
 
     def forward(
         self,

@@ -18,6 +18,7 @@ class SupportsDLPack(Protocol):
 Rows: TypeAlias = SupportsDLPack | Any
 Address: TypeAlias = str | Sequence[str]
 Session: TypeAlias = Literal["host", "cuda"]
+GraphFailure: TypeAlias = Literal["abort", "raise"]
 DType: TypeAlias = Literal["bf16", "f16", "f32"]
 SharedExperts: TypeAlias = Literal["include", "exclude"]
 

@@ -4,6 +4,7 @@
 #![allow(unsafe_code, reason = "enqueues work on streams that Python names")]
 
 use std::ffi::c_void;
+use std::io::Write as _;
 use std::ptr::without_provenance_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -36,6 +37,10 @@ struct Open {
     lanes: Vec<Lane>,
     /// Number of failures of each lane that were raised as exceptions.
     raised: [AtomicU64; LANES],
+    /// Number of each lane's calls that were released after the session's end, and whose exception was raised.
+    raised_released: [AtomicU64; LANES],
+    /// The process ends when a call in a replayed graph fails.
+    ends_process: bool,
     /// The session stays open until the process ends, because graphs use its memory.
     is_kept: AtomicBool,
     /// The process that opened the session. CUDA does not survive a fork.
@@ -128,7 +133,8 @@ impl Open {
     /// Finds a call that failed and was not raised yet, or the session's end.
     fn check(&self) -> Result<(), SessionError> {
         for (lane, raised) in self.lanes.iter().zip(&self.raised) {
-            if !lane.has_failed(raised.load(Ordering::Acquire))? {
+            let has_failed = lane.has_failed(raised.load(Ordering::Acquire));
+            if !has_failed.inspect_err(|_| _ = self.note_released())? {
                 continue;
             }
             let status = lane.status()?;
@@ -140,6 +146,52 @@ impl Open {
         }
         Ok(())
     }
+
+    /// Finds a call that failed, whether or not it was raised, or the session's end.
+    fn verify(&self) -> Result<(), SessionError> {
+        for lane in &self.lanes {
+            if lane.failures()? > 0
+                && let Some(failure) = lane.status()?.last_failure
+            {
+                return Err(failure.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds the session's end if calls were released since the last exception, by replays of graphs.
+    fn check_released(&self) -> Result<(), SessionError> {
+        if self.note_released() { self.lanes[0].status().map(drop) } else { Ok(()) }
+    }
+
+    /// Whether calls were released since the last time.
+    fn note_released(&self) -> bool {
+        let lanes = self.lanes.iter().zip(&self.raised_released);
+        lanes.fold(false, |found, (lane, raised)| {
+            let released = lane.released();
+            raised.swap(released, Ordering::AcqRel) < released || found
+        })
+    }
+
+    /// Keeps the session until the process ends, because a graph captures a call of it.
+    fn keep(this: &Arc<Open>) -> Result<(), SessionError> {
+        if this.is_kept.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        std::mem::forget(Arc::clone(this));
+        if this.ends_process { this.lanes[CAPTURED].on_failure(end_process) } else { Ok(()) }
+    }
+}
+
+/// Ends the process because a call in a replayed graph failed. An orderly exit would wait for the GPU, and other threads would go on with the
+/// output.
+#[allow(clippy::disallowed_methods, reason = "a client has no ranks to reap")]
+fn end_process(reason: &str) {
+    let text = "a call in a replayed CUDA graph failed, and its output is not a result. Replays raise no exception, so that this process \
+                ends. A program that makes its client with on_graph_failure=\"raise\", and calls check() before it uses what a replay \
+                computed, gets an exception instead";
+    let _ = writeln!(std::io::stderr(), "expertd: {reason}: {text}");
+    std::process::abort();
 }
 
 fn raise(py: Python<'_>, error: SessionError) -> PyErr {
@@ -152,7 +204,7 @@ fn raise(py: Python<'_>, error: SessionError) -> PyErr {
 
 #[pymethods]
 impl NativeCudaSession {
-    /// Opens a session with memory on GPU `device` of this process.
+    /// Opens a session with memory on GPU `device` of this process. `ends_process`: when a call in a replayed graph fails.
     #[new]
     fn new(
         py: Python<'_>,
@@ -160,6 +212,7 @@ impl NativeCudaSession {
         device: u32,
         area_bytes: u64,
         routing_bytes: u32,
+        ends_process: bool,
     ) -> PyResult<NativeCudaSession> {
         let memory_bytes = 2 * LANES * usize::try_from(area_bytes)?;
         let options = CudaSessionOptions {
@@ -175,6 +228,8 @@ impl NativeCudaSession {
         let open = Open {
             lanes,
             raised: [const { AtomicU64::new(0) }; LANES],
+            raised_released: [const { AtomicU64::new(0) }; LANES],
+            ends_process,
             is_kept: AtomicBool::new(false),
             process: std::process::id(),
         };
@@ -200,6 +255,23 @@ impl NativeCudaSession {
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.open.check_process()?;
         self.open.check().map_err(|error| raise(py, error))
+    }
+
+    /// Raises the exception of a call that failed, again each time, or of the session's end. For engines, whose threads must all see it.
+    fn verify(&self, py: Python<'_>) -> PyResult<()> {
+        self.open.check_process()?;
+        self.open.verify().map_err(|error| raise(py, error))
+    }
+
+    /// Raises the session's end if replays of graphs called it since the last exception.
+    fn check_released(&self, py: Python<'_>) -> PyResult<()> {
+        self.open.check_process()?;
+        self.open.check_released().map_err(|error| raise(py, error))
+    }
+
+    /// Whether graphs captured calls of the session.
+    fn is_kept(&self) -> bool {
+        self.open.is_kept.load(Ordering::Acquire)
     }
 
     /// Whether the session has ended.
@@ -266,8 +338,8 @@ impl NativePrepared {
             // to later work of the same stream only. A session that a graph captured is kept open.
             unsafe {
                 let is_captured = open.lanes[0].is_captured(stream)?;
-                if is_captured && !open.is_kept.swap(true, Ordering::AcqRel) {
-                    std::mem::forget(Arc::clone(open));
+                if is_captured {
+                    Open::keep(open)?;
                 }
                 let lane = if is_captured { CAPTURED } else { 0 };
                 open.lanes[lane].call(&self.of_lanes[lane], tokens, &arrays, stream, is_captured)

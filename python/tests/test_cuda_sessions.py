@@ -4,6 +4,9 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -24,7 +27,7 @@ def test_without_a_gpu_the_session_is_refused():
 class Served:
     def __init__(self, folder, **settings):
         self.service = expertd.serve(folder, device="cuda", ranks=1, **settings)
-        self.client = self.service.client(session="cuda")
+        self.client = self.service.client(session="cuda", on_graph_failure="raise")
         self.grpc = self.service.client()
         self.model = self.client.model()
         self.layers = [layer.layer for layer in self.model.moe_layers]
@@ -300,4 +303,134 @@ def test_replays_survive_the_death_of_a_rank_and_end_with_the_service(checkpoint
         it.client.forward(it.layers[0], static)
     with pytest.raises(expertd.ExpertdError):
         it.client.forward(it.layers[0], static)
+    # The client holds that session no longer, and its graph still replays.
+    it.client.check()
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize(it.device)
+        with pytest.raises(expertd.UnavailableError):
+            it.client.check()
+        it.client.check()
+    it.service.stop()
+
+
+def captured(it, rows):
+    """A graph of calls of all layers, and its output."""
+
+    def walk():
+        found = rows
+        for layer in it.layers:
+            found = found + it.client.forward(layer, found).rows
+        return found
+
+    expected = walk().clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(it.device), torch.cuda.graph(graph):
+        found = walk()
+    return graph, found, expected
+
+
+@gpu
+@pytest.mark.parametrize("order", ["before a replay", "in a replay", "at any time", "in a replay, stopped first"])
+def test_no_result_of_a_replay_is_used_when_the_service_was_killed(checkpoint, order):
+    it = Served(checkpoint)
+    graph, found, expected = captured(it, it.rows(8))
+    event = torch.cuda.Event(blocking=True)
+    killed, used = False, 0
+    if order == "at any time":
+        threading.Timer(0.3, it.service.process.kill).start()
+    for replay in range(1_000_000):
+        if replay == 20 and order == "before a replay":
+            it.service.process.kill()
+            it.service.process.wait()
+        if replay == 20 and order == "in a replay, stopped first":
+            os.kill(it.service.process.pid, signal.SIGSTOP)
+        graph.replay()
+        event.record(torch.cuda.current_stream(it.device))
+        if replay == 20 and order == "in a replay, stopped first":
+            time.sleep(0.2)
+            assert not event.query()
+        if replay == 20 and order.startswith("in a replay"):
+            it.service.process.kill()
+        event.synchronize()
+        try:
+            it.client.check()
+        except expertd.UnavailableError:
+            killed = True
+            break
+        assert torch.equal(found, expected)
+        used += 1
+    assert killed and used >= 20
+    # Engines check from several threads.
+    for _ in range(3):
+        with pytest.raises(expertd.UnavailableError):
+            it.client._native.verify()
+        graph.replay()
+        event.record(torch.cuda.current_stream(it.device))
+        event.synchronize()
+        with pytest.raises(expertd.UnavailableError):
+            it.client.check()
+    it.service.stop()
+
+
+@gpu
+def test_a_call_that_the_service_refuses_in_a_replay_is_raised_for_each_replay(served):
+    rows = served.rows(4)
+    served.client.forward(served.layers[0], rows, expected_weight_version=99)
+    with pytest.raises(expertd.WeightVersionError):
+        served.client.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(served.device), torch.cuda.graph(graph):
+        right = served.client.forward(served.layers[0], rows).rows
+        wrong = served.client.forward(served.layers[0], rows, expected_weight_version=99).rows
+    for _ in range(20):
+        graph.replay()
+        assert wrong.isnan().cpu().all() and not right.isnan().cpu().any()
+        with pytest.raises(expertd.WeightVersionError, match="99"):
+            served.client.check()
+        served.client.check()
+
+
+PROGRAM = """
+import sys, time, torch, expertd
+address, layer, hidden, version = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+client = expertd.Client(address, session="cuda")
+rows = torch.randn(8, hidden, device="cuda").bfloat16()
+expected = client.forward(layer, rows).rows
+if version:
+    try:
+        client.forward(layer, rows, expected_weight_version=int(version))
+        client.synchronize()
+    except expertd.WeightVersionError:
+        pass
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    found = client.forward(layer, rows, expected_weight_version=int(version) if version else None).rows
+print("captured", flush=True)
+for _ in range(20_000):
+    graph.replay()
+    print("right" if torch.equal(found, expected) else "WRONG", flush=True)
+    time.sleep(0.002)
+"""
+
+
+@gpu
+@pytest.mark.parametrize("cause", ["killed", "refused"])
+def test_a_program_that_checks_nothing_ends_when_a_call_of_its_graph_fails(checkpoint, cause):
+    it = Served(checkpoint)
+    arguments = [it.service.session_address, str(it.layers[0]), str(it.model.hidden), "99" if cause == "refused" else ""]
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert program.stdout.readline() == "captured\n"
+    if cause == "killed":
+        assert [program.stdout.readline() for _ in range(20)] == ["right\n"] * 20
+        it.service.process.kill()
+    out, err = program.communicate(timeout=60)
+    assert program.returncode == -signal.SIGABRT, (program.returncode, out[-500:], err[-2000:])
+    assert "on_graph_failure" in err and ("socket" in err if cause == "killed" else "99" in err)
+    if cause == "killed":
+        assert set(out.split()) <= {"right"}
+    # The service lets the stream of a refused call go on; the process ends a millisecond later.
+    assert cause == "killed" or len(out.split()) <= 10
     it.service.stop()

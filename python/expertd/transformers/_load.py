@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
+from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 
 from .._client import Credentials, check_session
@@ -104,6 +105,21 @@ def _install() -> None:
         return original(model, *args, **kwargs)
 
     PreTrainedModel._get_dtype_plan = with_remote_experts
+    GenerationMixin.generate = _checked(GenerationMixin.generate)
+
+
+def _checked(original: Any) -> Any:
+    """Calls on a GPU fail after they were made: the last steps of `generate` are checked before it returns."""
+
+    @functools.wraps(original)
+    def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(model, *args, **kwargs)
+        remote = getattr(model, "_expertd_remote", None)
+        if remote is not None:
+            remote.client.synchronize()
+        return output
+
+    return generate
 
 
 def _replace(model: PreTrainedModel, remote: Remote, mode: Mode, check_weights: bool) -> None:
@@ -122,6 +138,7 @@ def _replace(model: PreTrainedModel, remote: Remote, mode: Mode, check_weights: 
     for name, block in blocks.items():
         _put(model, name, block, remote, mode, remote.layer(layers[name]))
     _ignore_missing(model, list(blocks), mode)
+    model._expertd_remote = remote
 
 
 def _is_block(name: str, module: torch.nn.Module) -> bool:

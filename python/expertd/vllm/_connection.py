@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .._torch import Remote
+from ._guard import guard_outputs
 from ._settings import Settings
+
+if TYPE_CHECKING:
+    from .._types import GraphFailure
 
 # In the order in which they were made. An engine loads one model, so the number of its connection is 0 in every process, and
 # compiled graphs, which contain the number, can be kept on disk.
@@ -16,12 +20,24 @@ _connections: list[tuple[Settings, Remote]] = []
 
 
 def connect(settings: Settings) -> tuple[int, Remote]:
-    """The number and the connection for these settings, made at the first call."""
+    """The number and the connection for these settings, made at the first call.
+
+    With a CUDA session the outputs of vLLM's steps are checked first. Where that is not possible, the process ends when a call fails in
+    a CUDA graph.
+    """
     for number, (known, remote) in enumerate(_connections):
         if known == settings:
             return number, remote
-    _connections.append((settings, Remote(settings.address, settings.credentials, settings.session)))
+    is_guarded = settings.session == "cuda" and guard_outputs(verify)
+    on_graph_failure: GraphFailure = "raise" if is_guarded else "abort"
+    _connections.append((settings, Remote(settings.address, settings.credentials, settings.session, on_graph_failure)))
     return len(_connections) - 1, _connections[-1][1]
+
+
+def verify() -> None:
+    """Raises the exception of a call that failed in this process, each time."""
+    for _, remote in _connections:
+        remote.verify()
 
 
 @torch.library.custom_op("expertd::vllm_experts", mutates_args=())

@@ -4,30 +4,28 @@
 
 mod calls;
 mod status;
+mod watch;
 
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUdeviceptr};
 
+use self::watch::Shared;
 use super::control::ControlMemory;
 use super::driver::{Gpu, check};
 use super::memory::DeviceMemory;
 use super::wire::{KIND_CUDA, OpenCuda, OpenedCuda};
 use crate::client::{Opening, SessionError};
-use crate::socket;
-use crate::wire::{MAX_SERVICE_FRAME, VERSION, frame};
+use crate::wire::{VERSION, frame};
 
 pub use calls::{Prepared, RoutingPlaces};
 pub use status::{CallFailure, DoorbellStatus};
-
-/// How often words are released once the session has ended.
-const RELEASE_INTERVAL: Duration = Duration::from_millis(1);
+pub use watch::FailureHandler;
 
 /// How a CUDA session is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,58 +51,6 @@ impl Default for CudaSessionOptions {
             doorbells: 1,
             routing_bytes: 0,
             timeout: Duration::from_secs(10),
-        }
-    }
-}
-
-/// State that the thread of the socket shares with the session.
-#[derive(Debug)]
-struct Shared {
-    control: ControlMemory,
-    has_ended: AtomicBool,
-    is_dropped: AtomicBool,
-    end: Mutex<Option<String>>,
-}
-
-impl Shared {
-    fn end(&self, reason: String) {
-        self.end.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
-        self.has_ended.store(true, Ordering::Release);
-    }
-
-    fn check(&self) -> Result<(), SessionError> {
-        if !self.has_ended.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        let reason = self.end.lock().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default();
-        Err(SessionError::Ended { reason })
-    }
-
-    /// Reads the socket until the session ends, then releases waiting streams until the session is dropped. Streams may hold calls
-    /// that begin later, in graphs for example, so one release is not enough.
-    fn watch(&self, socket: &UnixStream, replies: &Sender<Vec<u8>>) {
-        let reason = loop {
-            match socket::receive(socket, MAX_SERVICE_FRAME) {
-                Ok(Some((frame::ENDED | frame::REFUSED, text))) => {
-                    break String::from_utf8_lossy(&text).into_owned();
-                }
-                Ok(Some((frame::PREPARED, payload))) => {
-                    let _ = replies.send(payload);
-                }
-                Ok(Some(_)) => {}
-                Ok(None) => break "the service closed the session's socket".to_owned(),
-                Err(error) => break format!("the session's socket broke: {error}"),
-            }
-        };
-        self.end(reason);
-        self.release_until_dropped();
-    }
-
-    /// Releases waiting streams again and again until the session is dropped.
-    fn release_until_dropped(&self) {
-        while !self.is_dropped.load(Ordering::Acquire) {
-            self.control.release();
-            std::thread::sleep(RELEASE_INTERVAL);
         }
     }
 }
@@ -158,12 +104,8 @@ impl CudaSession {
         let failed = |source| SessionError::Socket { address: address.to_owned(), source };
         let socket = opening.finish()?;
         let signals = register(&gpu, &control)?;
-        let shared = Arc::new(Shared {
-            control,
-            has_ended: AtomicBool::new(false),
-            is_dropped: AtomicBool::new(false),
-            end: Mutex::new(None),
-        });
+        control.raise_idle();
+        let shared = Arc::new(Shared::new(control));
         let (sender, replies) = mpsc::channel();
         let (of_thread, reading) = (Arc::clone(&shared), socket.try_clone().map_err(failed)?);
         let watcher = std::thread::Builder::new().name("expertd-session".to_owned());
@@ -185,6 +127,15 @@ impl CudaSession {
     /// Checks that the session is open.
     pub(super) fn check(&self) -> Result<(), SessionError> {
         self.shared.check()
+    }
+
+    /// Has `handler` called with the reason when a call of a doorbell fails: before the waiting stream is released if the session has ended,
+    /// and within a millisecond of the failure if the service failed the call. A doorbell has one handler; others are ignored.
+    ///
+    /// # Errors
+    /// If no thread can be started.
+    pub fn on_failure(&self, doorbell: u32, handler: FailureHandler) -> Result<(), SessionError> {
+        Shared::on_failure(&self.shared, doorbell, handler)
     }
 
     /// Elements of a row.
@@ -244,7 +195,7 @@ impl Drop for CudaSession {
                 // SAFETY: registered once in `open`; no work of the GPU uses the pages any more.
                 let _ = unsafe { sys::cuMemHostUnregister(pages.cast()) };
             }
-            self.shared.is_dropped.store(true, Ordering::Release);
+            self.shared.stop();
         });
         let _ = self.socket.shutdown(Shutdown::Both);
         if let Some(watcher) = self.watcher.take() {

@@ -262,15 +262,20 @@ impl ControlMemory {
         self.completion_word(doorbell).store(value, Ordering::Release);
     }
 
-    /// Releases every stream that waits for a completion word; returns whether there was one. For the client, once the service
-    /// cannot write the words any more.
-    pub fn release(&self) -> bool {
-        let mut found = false;
+    /// Raises the completion words of a new session, so that a word is 0 only while a call is in flight. For the client, before its first
+    /// call.
+    pub fn raise_idle(&self) {
         for doorbell in 0..self.count {
             let word = self.completion_word(doorbell);
-            found |= word.compare_exchange(PENDING, RELEASED, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+            let _ = word.compare_exchange(PENDING, DONE, Ordering::AcqRel, Ordering::Relaxed);
         }
-        found
+    }
+
+    /// Releases a stream that waits for a doorbell's completion word; returns whether there was one. For the client, once the service
+    /// cannot write the word any more.
+    pub fn release(&self, doorbell: u32) -> bool {
+        let word = self.completion_word(doorbell);
+        word.compare_exchange(PENDING, RELEASED, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 
     /// The completion word of a doorbell.
@@ -316,6 +321,12 @@ impl ControlMemory {
         fence(Ordering::Acquire);
         let is_stable = before.is_multiple_of(2) && words[0].load(Ordering::Relaxed) == before;
         is_stable.then_some((calls, failures))
+    }
+
+    /// Number of a doorbell's calls that failed. It counts a call before the call's completion word is raised.
+    #[must_use]
+    pub fn failures(&self, doorbell: u32) -> u64 {
+        self.status_words(doorbell)[2].load(Ordering::Acquire)
     }
 
     fn status_words(&self, doorbell: u32) -> &[AtomicU64] {

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cudarc::driver::sys::{self, CUdeviceptr, CUevent, CUstream, CUstreamCaptureStatus};
 use expertd_types::DType;
 
-use super::client::{CudaSession, DoorbellStatus, Prepared};
+use super::client::{CudaSession, DoorbellStatus, FailureHandler, Prepared};
 use super::copies::{Copies, Integers, Put, Take, Weights};
 use super::driver::check;
 use super::wire::RoutingLayout;
@@ -251,6 +251,28 @@ impl Lane {
     /// As [`CudaSession::status`].
     pub fn has_failed(&self, known: u64) -> Result<bool, SessionError> {
         self.session.has_failed(self.doorbell, known)
+    }
+
+    /// Number of calls of this lane that failed, as [`CudaSession::failures`] says.
+    ///
+    /// # Errors
+    /// If the session has ended.
+    pub fn failures(&self) -> Result<u64, SessionError> {
+        self.session.failures(self.doorbell)
+    }
+
+    /// Number of calls of this lane that were released because the session had ended.
+    #[must_use]
+    pub fn released(&self) -> u64 {
+        self.session.released(self.doorbell)
+    }
+
+    /// Has `handler` called when a call of this lane fails, as [`CudaSession::on_failure`] says.
+    ///
+    /// # Errors
+    /// If no thread can be started.
+    pub fn on_failure(&self, handler: FailureHandler) -> Result<(), SessionError> {
+        self.session.on_failure(self.doorbell, handler)
     }
 
     /// How the calls ended.

@@ -28,7 +28,7 @@ mod stream;
 
 #[cfg(feature = "cuda")]
 pub use self::client::{
-    CallFailure, CudaSession, CudaSessionOptions, DoorbellStatus, Prepared, RoutingPlaces,
+    CallFailure, CudaSession, CudaSessionOptions, DoorbellStatus, FailureHandler, Prepared, RoutingPlaces,
 };
 #[cfg(feature = "cuda")]
 pub use self::driver::{Gpu, driver_present};

@@ -37,7 +37,7 @@ pub struct CallFailure {
 }
 
 impl CallFailure {
-    fn of(record: &CompletionRecord) -> Self {
+    pub(super) fn of(record: &CompletionRecord) -> Self {
         let after = Duration::from_nanos(record.retry_after_ns);
         let (reason, fields) = record.reason();
         CallFailure {
@@ -103,5 +103,21 @@ impl CudaSession {
             Some((calls, failures)) if calls >= ended => Ok(failures > known),
             _ => Ok(self.status(doorbell)?.failures > known),
         }
+    }
+
+    /// Number of calls of a doorbell that failed, for a check behind the GPU's work: once an event behind a call has passed, this counts the
+    /// call if it failed. It is one load; `status` has the reason.
+    ///
+    /// # Errors
+    /// If the session has ended, or there is no such doorbell. A stream is released only after this error is certain.
+    pub fn failures(&self, doorbell: u32) -> Result<u64, SessionError> {
+        self.shared.check()?;
+        self.shared.failures(doorbell)
+    }
+
+    /// Number of calls of a doorbell that were released because the session had ended. Each of them is counted before its stream goes on.
+    #[must_use]
+    pub fn released(&self, doorbell: u32) -> u64 {
+        self.shared.released(doorbell)
     }
 }

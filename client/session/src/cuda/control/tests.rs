@@ -116,9 +116,36 @@ fn only_waiting_words_are_released() {
     client.ring(0, Ring { prepared: 0, rows: 1 });
     client.ring(1, Ring { prepared: 0, rows: 1 });
     service.complete(0, &CompletionRecord::zeroed(), &mut status);
-    assert!(client.release());
+    assert_eq!((client.release(0), client.release(1)), (false, true));
     assert_eq!((client.completion(0), client.completion(1)), (DONE, RELEASED));
-    assert!(!client.release());
+    assert!(!client.release(1));
+}
+
+#[test]
+fn words_of_idle_doorbells_are_not_released() {
+    let (_service, client) = pair(2);
+    client.ring(0, Ring { prepared: 0, rows: 1 });
+    client.raise_idle();
+    assert_eq!((client.completion(0), client.completion(1)), (DONE, DONE));
+    client.ring(1, Ring { prepared: 0, rows: 1 });
+    assert_eq!((client.release(0), client.release(1)), (false, true));
+}
+
+#[test]
+fn a_failure_is_counted_before_its_word_is_raised() {
+    let (service, client) = pair(1);
+    let mut status = StatusRecord::zeroed();
+    let failed = CompletionRecord { code: 14, ..CompletionRecord::zeroed() };
+    for (record, failures) in [(&failed, 1), (&CompletionRecord::zeroed(), 1), (&failed, 2)] {
+        client.ring(0, Ring { prepared: 0, rows: 1 });
+        std::thread::scope(|scope| {
+            scope.spawn(|| service.complete(0, record, &mut status));
+            while client.completion(0) == PENDING {
+                std::hint::spin_loop();
+            }
+            assert_eq!(client.failures(0), failures);
+        });
+    }
 }
 
 #[test]
