@@ -192,7 +192,7 @@ fn survive_consumer(rng: &mut ChaCha8Rng, link: &Link) -> u64 {
 
 #[test]
 fn either_side_is_killed_at_random_points() {
-    let seed = rand::rng().random();
+    let seed = expertd_test_seed::seed();
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut records = 0;

@@ -165,7 +165,7 @@ mod tests {
     }
 
     fn random(bytes: usize) -> Vec<u8> {
-        let mut rng = rand::rng();
+        let mut rng = expertd_test_seed::rng();
         (0..bytes).map(|_| rng.random()).collect()
     }
 

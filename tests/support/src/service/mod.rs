@@ -1,5 +1,4 @@
 //! The real binary as a child process, with helpers for tests.
-#![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
 
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
@@ -17,7 +16,7 @@ const READY: Duration = Duration::from_secs(120);
 
 /// Folder of a family's fixture: checkpoint and golden.safetensors.
 pub fn fixture(family: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/golden").join(family)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/golden").join(family)
 }
 
 /// The golden file of a family.
@@ -48,13 +47,25 @@ pub struct Service {
     pub metrics: String,
 }
 
+/// The program under test: `EXPERTD_BINARY`, otherwise the one that cargo built for this test.
+pub fn program() -> PathBuf {
+    std::env::var_os("EXPERTD_BINARY").map_or_else(
+        || {
+            let test = std::env::current_exe().unwrap();
+            let target = test.ancestors().nth(2).unwrap();
+            target.join("expertd")
+        },
+        PathBuf::from,
+    )
+}
+
 /// The command line that serves a checkpoint on free ports, on CPU ranks unless `more` says otherwise.
 pub fn serve_command(model: &Path, more: &[&str]) -> Command {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let socket = std::env::temp_dir().join(format!("expertd-test-{}-{number}.sock", std::process::id()));
     let admin = format!("unix:{}", socket.display());
-    let mut command = Command::new(env!("CARGO_BIN_EXE_expertd"));
+    let mut command = Command::new(program());
     command.arg("serve").arg("--model").arg(model);
     for (flag, value) in [
         ("--device", "cpu"),

@@ -95,7 +95,7 @@ impl Service {
 /// New random rows.
 pub fn random_rows(bytes: usize) -> Bytes {
     let mut rows = vec![0u8; bytes];
-    rand::rng().fill(&mut rows[..]);
+    expertd_test_seed::rng().fill(&mut rows[..]);
     Bytes::from(rows)
 }
 
