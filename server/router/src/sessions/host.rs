@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use expertd_ipc::WaitPolicy;
 use expertd_ipc::control::MemoryKind;
-use expertd_ipc::ring::{RingConsumer, RingProducer};
 use expertd_session::memory::SessionMemory;
 use expertd_session::wire::{CompletionRecord, RequestRecord};
+use expertd_shm::WaitPolicy;
+use expertd_shm::ring::{RingConsumer, RingProducer};
 
 use super::Steps;
 use super::completion::{end_trace, failed};

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use expertd_ipc::SharedRegion;
 use expertd_ipc::control::DeviceKind;
 use expertd_session::cuda::control::ControlMemory;
 use expertd_session::cuda::wire::{ControlLayout, KIND_CUDA, MAX_DOORBELLS, OpenCuda};
 use expertd_session::memory::SessionMemory;
 use expertd_session::socket;
 use expertd_session::wire::{KIND_HOST, MAX_CALLS, Open, RegionLayout, VERSION, frame};
+use expertd_shm::SharedRegion;
 use metrics::counter;
 
 use super::cuda::CudaSession;

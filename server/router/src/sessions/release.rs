@@ -10,7 +10,7 @@ use std::mem::take;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use expertd_ipc::SharedRegion;
+use expertd_shm::SharedRegion;
 
 use super::registry::Charge;
 
