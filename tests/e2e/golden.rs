@@ -71,7 +71,7 @@ async fn every_quantised_format_at_three_ranks() {
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_larger_than_a_step_are_split_and_right() {
     let service = Service::start("olmoe", 2, &["--max-tokens-per-step", "16"]);
-    let client = expertd_proto::Client::connect(&service.address).await.unwrap();
+    let client = expertd_client::Client::connect(&service.address).await.unwrap();
     let limits = client.model("").await.unwrap().limits.unwrap();
     assert_eq!(limits.max_tokens_per_step, 16);
     let mut rows = Rows::new(&golden("olmoe"), 5, limits.max_tokens_per_request as usize);

@@ -1,5 +1,5 @@
 //! CUDA sessions at a service without GPUs: the opening, refusals, and what they leave behind. The tests with GPUs are in
-//! `cuda_gpu` and in `proto/session/tests/cuda.rs`.
+//! `cuda_gpu` and in `client/session/tests/cuda.rs`.
 
 use std::io::Write as _;
 use std::os::fd::AsFd as _;
@@ -7,11 +7,11 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
 
-use expertd_ipc::SharedRegion;
-use expertd_ipc::control::send_fds;
 use expertd_session::cuda::wire::{KIND_CUDA, MAX_DOORBELLS, OpenCuda};
 use expertd_session::socket;
 use expertd_session::wire::{VERSION, frame};
+use expertd_shm::SharedRegion;
+use expertd_shm::descriptors::send_fds;
 
 use rustix::process::Signal;
 

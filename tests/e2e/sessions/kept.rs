@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bytemuck::Zeroable as _;
-use expertd_ipc::SharedRegion;
-use expertd_ipc::region::PAGE;
-use expertd_ipc::ring::RingProducer;
-use expertd_proto::session::{Call, DType, Session, SessionError, SessionOptions};
+use expertd_client::session::{Call, DType, Session, SessionError, SessionOptions};
 use expertd_session::socket;
 use expertd_session::wire::{RegionLayout, RequestRecord, frame};
+use expertd_shm::SharedRegion;
+use expertd_shm::region::PAGE;
+use expertd_shm::ring::RingProducer;
 use rustix::process::Signal;
 
 use super::hostile::{RawSession, raw};

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
-use expertd_proto::transport::Channel;
+use expertd_client::transport::Channel;
+use expertd_client::{Client, transport};
 use expertd_proto::v1::{DType, ForwardRequest};
-use expertd_proto::{Client, transport};
 use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig};
 use http::Request;
 use http_body_util::BodyExt as _;

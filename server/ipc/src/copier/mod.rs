@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use self::pool::{CopyJob, CopyPool};
 use self::stores::StoreKind;
-use super::region::SharedSlice;
+use expertd_shm::region::{self, SharedSlice};
 use expertd_types::ChunkedSlice;
 
 /// Smaller batches, in bytes, are copied by the calling thread alone.
@@ -61,8 +61,8 @@ impl CopyRange {
         unsafe {
             match self.shared {
                 SharedEnd::Neither => store.copy(from, to, bytes),
-                SharedEnd::Source => stores::from_shared(from, to, bytes),
-                SharedEnd::Destination => stores::to_shared(from, to, bytes),
+                SharedEnd::Source => region::from_shared(from, to, bytes),
+                SharedEnd::Destination => region::to_shared(from, to, bytes),
             }
         }
     }
@@ -206,31 +206,6 @@ impl Copier {
         let job = CopyJob { ranges: batch.ranges, portion: portion.next_multiple_of(4 << 10), store };
         // SAFETY: the callers of `push` promised it; the sources are borrowed until this returns.
         unsafe { pool.run(job, helpers) };
-    }
-}
-
-/// Copies by one thread from and to memory that other processes may access at any time.
-impl SharedSlice<u8> {
-    /// Copies the bytes from byte `at` on to `to`, each once. Bytes that change meanwhile are copied as they were or as they
-    /// become.
-    ///
-    /// # Panics
-    /// If the bytes exceed the view.
-    pub fn load_bytes(&self, at: usize, to: &mut [u8]) {
-        assert!(at <= self.len() && to.len() <= self.len() - at, "a copy exceeds its source");
-        // SAFETY: in bounds (asserted) of a region that the view keeps mapped; this process writes memory that is shared so
-        // with atomic stores only. The destination is borrowed mutably.
-        unsafe { stores::from_shared(self.as_ptr().wrapping_add(at), to.as_mut_ptr(), to.len()) };
-    }
-
-    /// Copies `from` to the bytes from byte `at` on.
-    ///
-    /// # Panics
-    /// If the bytes exceed the view.
-    pub fn store_bytes(&self, at: usize, from: &[u8]) {
-        assert!(at <= self.len() && from.len() <= self.len() - at, "a copy exceeds its destination");
-        // SAFETY: as in `load_bytes`; the source is borrowed.
-        unsafe { stores::to_shared(from.as_ptr(), self.as_ptr().wrapping_add(at), from.len()) };
     }
 }
 

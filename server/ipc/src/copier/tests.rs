@@ -2,7 +2,7 @@ use bytes::Bytes;
 use proptest::prelude::*;
 
 use super::*;
-use crate::SharedRegion;
+use expertd_shm::SharedRegion;
 use expertd_types::ChunkedBytes;
 
 /// One copier without helpers, one whose helpers sleep at once, and one whose helpers spin for a while.

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable as _;
-use expertd_ipc::{AttachedRows, RowSource, SharedSlice};
+use expertd_ipc::{AttachedRows, RowSource};
 use expertd_session::wire::{CompletionRecord, MAX_RANKS};
+use expertd_shm::SharedSlice;
 use expertd_types::MemoryId;
 use tonic::Code;
 use tonic_types::StatusExt as _;

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use expertd_ipc::SharedRegion;
+use expertd_shm::SharedRegion;
 use metrics::gauge;
 
 use super::listener::MAX_OPENING;

@@ -8,7 +8,7 @@ use std::io;
 use std::mem::take;
 use std::sync::{Arc, OnceLock, mpsc};
 
-use expertd_ipc::SharedRegion;
+use expertd_shm::SharedRegion;
 
 use super::registry::Charge;
 

@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use expertd_ipc::ring::{RingConsumer, RingProducer};
-use expertd_ipc::{SharedRegion, WaitPolicy};
 use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 use expertd_session::memory::SessionMemory;
 use expertd_session::wire::{CompletionRecord, RequestRecord};
+use expertd_shm::ring::{RingConsumer, RingProducer};
+use expertd_shm::{SharedRegion, WaitPolicy};
 use expertd_types::MemoryId;
 use tonic::Code;
 

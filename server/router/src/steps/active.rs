@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use expertd_ipc::{Raise, RowSource, RowsToStage, SharedSlice};
+use expertd_ipc::{Raise, RowSource, RowsToStage};
+use expertd_shm::SharedSlice;
 use expertd_types::{DType, WeightFingerprint};
 
 use super::shared::Reply;

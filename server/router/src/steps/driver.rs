@@ -11,9 +11,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use expertd_ipc::control::CheckpointSource;
-use expertd_ipc::wait::spin_between_steps;
-use expertd_ipc::{Copier, StagedRows, WaitPolicy};
+use expertd_ipc::{Copier, StagedRows};
 use expertd_scheduler::{Action, Config, Failure, Receipt, RecoveryPolicy, RequestKey, StepLoop, Time};
+use expertd_shm::WaitPolicy;
+use expertd_shm::wait::spin_between_steps;
 use expertd_types::{Generation, MemoryId, StepId, WeightVersion};
 
 use self::memories::Memories;

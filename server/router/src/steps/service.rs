@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use expertd_ipc::RegionError;
 use expertd_ipc::control::{CheckpointSource, DeviceKind};
 use expertd_scheduler::{OnFault, Refusal, StepKind, Submission};
+use expertd_shm::RegionError;
 use expertd_types::MemoryId;
 use tokio::sync::{oneshot, watch};
 

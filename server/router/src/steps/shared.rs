@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Instant;
 
 use expertd_ipc::control::CheckpointSource;
-use expertd_ipc::{RegionError, RouterBell, RowCounts, RowCountsShape};
+use expertd_ipc::{RouterBell, RowCounts, RowCountsShape};
 use expertd_scheduler::{Inbox, Time};
+use expertd_shm::RegionError;
 use expertd_types::{Generation, LayerId, MemoryId, WeightFingerprint, WeightVersion};
 use tokio::sync::{oneshot, watch};
 

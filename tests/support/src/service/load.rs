@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use expertd_cli::golden::Golden;
-use expertd_proto::Client;
+use expertd_client::Client;
 use expertd_proto::v1::{self, ForwardRequest, ForwardResponse};
 use expertd_types::DType;
 use expertd_types::rows::{decode, encode, encode_i32, relative_error};

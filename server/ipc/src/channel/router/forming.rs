@@ -4,11 +4,11 @@ use bytemuck::Pod;
 use expertd_types::{ChunkedSlice, DType, MemoryId, Rank, Slot};
 
 use super::super::super::copier::{Copier, CopyBatch};
-use super::super::super::region::SharedSlice;
 use super::super::ChannelError;
 use super::super::layout::SEGMENT_ALIGN;
 use super::super::records::{Raise, Segment};
 use super::{Cursor, RouterChannel, StagedRows};
+use expertd_shm::region::SharedSlice;
 
 /// Where the router finds rows.
 #[derive(Clone, Copy, Debug)]

@@ -7,8 +7,8 @@ use crate::backend::{
     Answer, ExpertRows, LayerRows, ModelInfo, PhaseTimes, RankState, Receipt, ServiceState, ServiceStatus,
 };
 use crate::sessions::RowsTravel;
-use expertd_session::cuda::wire::uuid_text;
 use expertd_types::DType;
+use expertd_types::uuid_text;
 
 fn narrow(value: usize) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)

@@ -9,12 +9,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bytemuck::Zeroable as _;
-use expertd_ipc::SharedRegion;
-use expertd_ipc::control::send_fds;
 use expertd_session::cuda::control::ControlMemory;
 use expertd_session::cuda::wire::{ControlLayout, KIND_CUDA, OpenCuda, PreparedCall};
 use expertd_session::socket;
 use expertd_session::wire::{VERSION, frame};
+use expertd_shm::SharedRegion;
+use expertd_shm::descriptors::send_fds;
 
 use super::super::fuzzing::{Echo, LIMITS, opener, shared};
 use super::super::open::OpenSession;
