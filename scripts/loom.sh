@@ -2,4 +2,4 @@
 # Tests the algorithms that threads and processes share (rings, doorbells, portions of copies) in every interleaving, with loom.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cargo test --release -p expertd-ipc --features loom loom "$@"
+cargo test --release -p expertd-shm -p expertd-ipc --features expertd-shm/loom,expertd-ipc/loom loom "$@"

@@ -2,7 +2,7 @@
 # Compiles the kernels of CUDA sessions' clients to the PTX that is part of the source. Needs nvcc of CUDA 13.0, as
 # scripts/fetch-cuda.sh installs it, and no GPU.
 #
-#   scripts/session_ptx.sh            writes proto/session/src/cuda/copies/copies.ptx
+#   scripts/session_ptx.sh            writes client/session/src/cuda/copies/copies.ptx
 #   scripts/session_ptx.sh --check    fails if that file is not what copies.cu compiles to
 #
 # Environment: CUDA_HOME, a toolkit or a folder of scripts/fetch-cuda.sh (default target/cuda).
@@ -11,7 +11,7 @@ set -eu
 root=$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)
 home=${CUDA_HOME:-$root/target/cuda}
 [ -x "$home/bin/nvcc" ] || home=$home/nvidia/cu13
-folder=$root/proto/session/src/cuda/copies
+folder=$root/client/session/src/cuda/copies
 made=$(mktemp -d)
 trap 'rm -r "$made"' EXIT
 

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::{Args as ClapArgs, Parser, ValueEnum};
-use expertd_proto::transport::Credentials;
+use expertd_client::transport::Credentials;
 use expertd_types::DType;
 
 use crate::Error;

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_proto::fleet::{FleetClient, FleetConfig};
-use expertd_proto::session::{self, SessionClient};
-use expertd_proto::transport::{self, Channel, Credentials};
+use expertd_client::fleet::{FleetClient, FleetConfig};
+use expertd_client::session::{self, SessionClient};
+use expertd_client::transport::{self, Channel, Credentials};
 use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::{ForwardRequest, ForwardResponse, GetModelRequest, GetModelResponse};
 use tonic::{Request, Status};

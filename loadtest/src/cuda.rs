@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable as _;
 use bytes::Bytes;
-use expertd_proto::session::{self, SessionClient};
+use expertd_client::session::{self, SessionClient};
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{ForwardRequest, ForwardResponse, MoeLayer, SharedExperts};
 use expertd_session::SessionError;

@@ -5,7 +5,6 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use expertd_proto::transport;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::forward_stream_response::Result as Answered;
 use expertd_proto::v1::moe_server::{Moe, MoeServer};
@@ -110,9 +109,9 @@ impl EchoServer {
         let (stop, stopped) = oneshot::channel::<()>();
         let router = Server::builder()
             .tcp_nodelay(true)
-            .initial_stream_window_size(transport::STREAM_WINDOW_BYTES)
-            .initial_connection_window_size(transport::CONNECTION_WINDOW_BYTES)
-            .max_frame_size(transport::MAX_FRAME_BYTES)
+            .initial_stream_window_size(expertd_proto::transport::STREAM_WINDOW_BYTES)
+            .initial_connection_window_size(expertd_proto::transport::CONNECTION_WINDOW_BYTES)
+            .max_frame_size(expertd_proto::transport::MAX_FRAME_BYTES)
             .add_service(
                 MoeServer::new(Echo { traffic })
                     .max_decoding_message_size(message_bytes)

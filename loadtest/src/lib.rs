@@ -28,10 +28,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_proto::address_hint;
-use expertd_proto::fleet::FleetError;
-use expertd_proto::session::{SessionClient, SessionError, SessionOptions};
-use expertd_proto::transport::{CONTROL_MESSAGE_BYTES, ConnectError, Credentials};
+use expertd_client::address_hint;
+use expertd_client::fleet::FleetError;
+use expertd_client::session::{SessionClient, SessionError, SessionOptions};
+use expertd_client::transport::{ConnectError, Credentials};
+use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::task::JoinSet;
 

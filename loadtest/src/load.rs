@@ -58,7 +58,7 @@ pub enum Outcome {
 
 impl From<Status> for Outcome {
     fn from(status: Status) -> Outcome {
-        let status = expertd_proto::connection_loss(status);
+        let status = expertd_client::connection_loss(status);
         let retry_after = expertd_proto::retry_delay(&status);
         Outcome::Status { code: status.code(), message: status.message().to_owned(), retry_after }
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use expertd_proto::session::{self, SessionClient, SessionOptions};
+use expertd_client::session::{self, SessionClient, SessionOptions};
 
 use crate::Error;
 use crate::args::Shape;

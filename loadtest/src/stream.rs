@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use expertd_proto::transport::Channel;
+use expertd_client::transport::Channel;
 use expertd_proto::v1::forward_stream_response::Result as Answered;
 use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::{ForwardStreamRequest, ForwardStreamResponse};

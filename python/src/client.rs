@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_proto::RetryPolicy;
-use expertd_proto::transport::Credentials;
+use expertd_client::RetryPolicy;
+use expertd_client::transport::Credentials;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use expertd_proto::fleet::{FleetClient, FleetConfig};
-use expertd_proto::transport::Credentials;
+use expertd_client::fleet::{FleetClient, FleetConfig};
+use expertd_client::transport::Credentials;
+use expertd_client::{Client, RetryPolicy};
 use expertd_proto::v1::GetModelResponse;
-use expertd_proto::{Client, RetryPolicy};
 use tokio::sync::OnceCell;
 use tonic::Status;
 

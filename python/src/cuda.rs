@@ -11,12 +11,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytemuck::Zeroable as _;
-use expertd_proto::session::cuda::wire::PreparedCall;
-use expertd_proto::session::cuda::{
+use expertd_client::session::cuda::wire::PreparedCall;
+use expertd_client::session::cuda::{
     CallArrays, CudaSession, CudaSessionOptions, IntegerArray, Lane, Prepared, RoutingArrays,
 };
-use expertd_proto::session::wire::RequestRecord;
-use expertd_proto::session::{self, DType, SessionError};
+use expertd_client::session::wire::RequestRecord;
+use expertd_client::session::{self, DType, SessionError};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 use tonic::Status;

@@ -1,6 +1,7 @@
 //! Failures of calls as exceptions of the package (`expertd/_errors.py`).
 
-use expertd_proto::{ClientError, retry_delay, with_address_hint};
+use expertd_client::{ClientError, with_address_hint};
+use expertd_proto::retry_delay;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

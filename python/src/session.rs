@@ -6,8 +6,8 @@ use std::borrow::Cow;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use expertd_proto::RetryPolicy;
-use expertd_proto::session::{self, DType, PendingCall, Session, SessionError};
+use expertd_client::RetryPolicy;
+use expertd_client::session::{self, DType, PendingCall, Session, SessionError};
 use expertd_proto::v1::{self, GetModelResponse};
 use pyo3::PyErr;
 use pyo3::prelude::*;

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use expertd_client::{AnswerReceiver, Client, RequestSender};
 use expertd_proto::v1::{ForwardRequest, ForwardResponse};
-use expertd_proto::{AnswerReceiver, Client, RequestSender};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use tokio::runtime::Handle;

@@ -11,8 +11,13 @@ import pytest
 from safetensors.numpy import load_file
 
 import expertd
+import seed
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "golden"
+
+
+def pytest_report_header():
+    return f"EXPERTD_TEST_SEED={seed.SEED}"
 
 
 class Golden:
@@ -64,7 +69,7 @@ def golden(request, started):
 def rows(golden):
     """Eight random rows of the service `golden("qwen3_moe")`."""
     hidden = golden("qwen3_moe").model.hidden
-    return np.random.default_rng().standard_normal((8, hidden)).astype(np.float32)
+    return seed.rng().standard_normal((8, hidden)).astype(np.float32)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+import seed
 from conftest import worst_row
 
 import expertd
@@ -52,7 +53,7 @@ def test_experts_that_are_not_asked_for_add_nothing(golden, rows):
     layer = it.model.moe_layers[0]
     whole = it.client.forward(layer.layer, rows, return_routing=True)
     ids, weights = np.asarray(whole.receipt.topk_ids), np.asarray(whole.receipt.topk_weights)
-    mine = np.random.default_rng().random(ids.shape) < 0.5
+    mine = seed.rng().random(ids.shape) < 0.5
     mine[0], mine[1] = False, True
     parts = []
     for chosen in (mine, ~mine):
@@ -109,7 +110,7 @@ class OnlyDLPack:
 def test_rows_may_come_through_dlpack_or_any_buffer(golden, tokens):
     it = golden("qwen3_moe")
     hidden = it.model.hidden
-    rows = np.random.default_rng().standard_normal((tokens, hidden)).astype(np.float32)
+    rows = seed.rng().standard_normal((tokens, hidden)).astype(np.float32)
     expected = np.asarray(it.client.forward(it.layers[0], rows).rows)
     through = OnlyDLPack(rows)
     assert np.array_equal(np.asarray(it.client.forward(it.layers[0], through).rows), expected)
@@ -137,7 +138,7 @@ def test_answers_are_shared_without_a_copy(golden, rows):
 def test_a_batch_may_have_more_rows_than_a_step(golden):
     it = golden("qwen3_moe")
     many = it.model.limits.max_tokens_per_step + 1
-    rows = np.random.default_rng().standard_normal((many, it.model.hidden)).astype(np.float32)
+    rows = seed.rng().standard_normal((many, it.model.hidden)).astype(np.float32)
     split = it.client.forward(it.layers[0], rows, return_timings=True, return_routing=True)
     assert len(split.receipt.steps) > 1
     # The receipt of a session has the sum over the steps.

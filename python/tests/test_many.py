@@ -8,13 +8,14 @@ import signal
 
 import numpy as np
 import pytest
+import seed
 from conftest import GOLDEN, stopped, worst_row
 
 import expertd
 
 
 def batches(it, count):
-    random = np.random.default_rng()
+    random = seed.rng()
     return [random.standard_normal((1 + i % 7, it.model.hidden)).astype(np.float32) for i in range(count)]
 
 
@@ -83,7 +84,7 @@ def test_callers_do_not_see_that_a_rank_died(session):
     with expertd.serve(GOLDEN / "qwen3_moe", ranks=2) as service, service.client(session=session) as client:
         model = client.model()
         layer = model.moe_layers[0].layer
-        rows = np.random.default_rng().standard_normal((8, model.hidden)).astype(np.float32)
+        rows = seed.rng().standard_normal((8, model.hidden)).astype(np.float32)
         expected = np.asarray(client.forward(layer, rows).rows)
         with client.stream() as stream:
             for victim in (0, 1):

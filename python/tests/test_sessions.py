@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+import seed
 from conftest import GOLDEN, stopped, worst_row
 
 import expertd
@@ -20,7 +21,7 @@ def test_a_session_is_opened_again_when_the_service_is_back(tmp_path):
         client = service.client(session="host")
         model = client.model()
         layer = model.moe_layers[0].layer
-        rows = np.random.default_rng().standard_normal((3, model.hidden)).astype(np.float32)
+        rows = seed.rng().standard_normal((3, model.hidden)).astype(np.float32)
         expected = np.asarray(client.forward(layer, rows).rows)
     back = threading.Event()
 
@@ -62,7 +63,7 @@ def test_a_call_larger_than_a_new_sessions_memory(tmp_path):
     with expertd.serve(folder, ranks=1) as service:
         host, grpc = service.client(session="host"), service.client()
         model = host.model()
-        rows = np.random.default_rng().standard_normal((1500, model.hidden)).astype(np.float32)
+        rows = seed.rng().standard_normal((1500, model.hidden)).astype(np.float32)
         assert 2 * rows.nbytes > 16 << 20
         layer = model.moe_layers[0].layer
         assert worst_row(host.forward(layer, rows).rows, grpc.forward(layer, rows).rows) < 1e-5
@@ -84,7 +85,7 @@ def test_deadlines_hold_while_a_call_waits_for_room(started):
 
 def test_a_fork_that_drops_the_client_does_not_end_the_session(started):
     it = started("qwen3_moe", "host")
-    rows = np.random.default_rng().standard_normal((2, it.model.hidden)).astype(np.float32)
+    rows = seed.rng().standard_normal((2, it.model.hidden)).astype(np.float32)
     with it.service.client(session="host", retry=None) as client:
         expected = np.asarray(client.forward(it.layers[0], rows).rows)
         child = os.fork()

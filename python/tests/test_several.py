@@ -7,6 +7,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import seed
 from conftest import worst_row
 
 import expertd
@@ -26,7 +27,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     """Rows, and each layer's answer from a service that holds all layers."""
-    rows = np.random.default_rng().standard_normal((5, 64)).astype(np.float32)
+    rows = seed.rng().standard_normal((5, 64)).astype(np.float32)
     with expertd.serve(checkpoint, ranks=1) as service, service.client() as client:
         return rows, [np.asarray(client.forward(layer, rows).rows) for layer in range(LAYERS)]
 

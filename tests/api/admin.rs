@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use expertd_client::{RetryPolicy, transport};
 use expertd_proto::v1::admin_client::AdminClient;
 use expertd_proto::v1::{DrainRequest, GetStatusRequest};
-use expertd_proto::{RetryPolicy, transport};
 use expertd_router::api::{
     Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig, ServerError,
 };

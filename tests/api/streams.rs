@@ -71,7 +71,7 @@ async fn a_stream_holds_a_bounded_number_of_requests() {
     for id in 0..100 {
         sender.send(id, request(backend::HOLD, 1, HIDDEN), None).await.unwrap();
     }
-    let limit = fake.held_limit();
+    let limit = held_limit(&fake);
     eventually("the stream is full", || fake.held() == limit).await;
     tokio::time::sleep(Duration::from_millis(50)).await;
     assert_eq!(fake.held(), limit);
@@ -244,8 +244,6 @@ fn fake_limit(fake: &Fake) -> usize {
     expertd_router::backend::Backend::model(fake).limits.max_message_bytes
 }
 
-impl Fake {
-    fn held_limit(&self) -> usize {
-        expertd_router::backend::Backend::model(self).limits.max_requests_per_stream as usize
-    }
+fn held_limit(fake: &Fake) -> usize {
+    expertd_router::backend::Backend::model(fake).limits.max_requests_per_stream as usize
 }

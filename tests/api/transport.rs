@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
-use expertd_proto::transport::endpoint;
+use expertd_client::transport::endpoint;
 use expertd_proto::v1::ForwardRequest;
 use expertd_router::api::ConnectionTimeouts;
 use expertd_router::backend::Limits;
@@ -49,7 +49,7 @@ async fn garbage_on_the_port_does_not_affect_others() {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, MAX_TOKENS));
     let service = Service::start(&fake).await;
     let client = service.client().await;
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
     for round in 0..40 {
         let length = rng.random_range(1..4000);
@@ -323,9 +323,9 @@ async fn many_connections_at_once_get_their_own_answers() {
             let service = Arc::clone(&service);
             tokio::spawn(async move {
                 let address = if task % 2 == 0 { service.tcp.clone() } else { service.unix.clone() };
-                let client = expertd_proto::Client::connect(&address).await.unwrap();
+                let client = expertd_client::Client::connect(&address).await.unwrap();
                 for _ in 0..20 {
-                    let tokens = rand::rng().random_range(1..=MAX_TOKENS / 4);
+                    let tokens = expertd_test_seed::rng().random_range(1..=MAX_TOKENS / 4);
                     let good = request(backend::ECHO, tokens, HIDDEN);
                     assert_eq!(client.forward(good.clone(), None).await.unwrap().rows, rows_of(&good));
                 }

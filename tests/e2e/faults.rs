@@ -23,7 +23,7 @@ async fn warm(service: &Service) -> Load {
 
 /// Waits until a call that began after `since` is answered.
 async fn serving_again(service: &Service, since: Instant) {
-    let client = expertd_proto::Client::connect(&service.address).await.unwrap();
+    let client = expertd_client::Client::connect(&service.address).await.unwrap();
     let mut rows = crate::service::load::Rows::new(&golden(FAMILY), 77, 8);
     loop {
         let (request, _) = rows.draw();

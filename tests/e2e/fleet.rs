@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::service::load::{Rows, check};
 use crate::service::{Service, fixture, golden};
-use expertd_proto::fleet::{FleetClient, FleetConfig, State};
+use expertd_client::fleet::{FleetClient, FleetConfig, State};
 use rustix::process::Signal;
 use tokio::task::JoinSet;
 use tonic::Code;

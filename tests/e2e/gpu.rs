@@ -146,7 +146,7 @@ async fn recorded_answers_of_rows_without_padding() {
 
 /// Checks that the kernels' rows are as long as the service's, so that copy engines may carry them.
 async fn assert_unpadded(service: &Service) {
-    let client = expertd_proto::Client::connect(&service.address).await.unwrap();
+    let client = expertd_client::Client::connect(&service.address).await.unwrap();
     let hidden = client.model("").await.unwrap().hidden;
     assert!(hidden.is_multiple_of(64), "rows of {hidden} elements are padded");
 }
@@ -202,7 +202,7 @@ async fn a_rank_killed_under_load() {
     let old = service.ranks();
     let fault = Instant::now();
     send(*old.last().unwrap(), Signal::KILL);
-    let client = expertd_proto::Client::connect(&service.address).await.unwrap();
+    let client = expertd_client::Client::connect(&service.address).await.unwrap();
     let mut rows = Rows::new(&golden("qwen3_moe"), 77, 8);
     tokio::time::sleep(Duration::from_millis(200)).await;
     while client.forward(rows.draw().0, None).await.is_err() {

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use expertd_client::Client;
 use expertd_model::{Checkpoint, LayerChoice, MoeLayer};
-use expertd_proto::Client;
 use expertd_proto::v1::GetModelResponse;
 use expertd_types::rows::{decode, relative_error};
 use expertd_types::{DType, ExpertPlacement, LayerId, LayerPlacement, Rank};

@@ -2,7 +2,7 @@
 
 use crate::service::load::{Rows, check};
 use crate::service::{Service, fixture, golden, serve_to_the_end};
-use expertd_proto::Client;
+use expertd_client::Client;
 use expertd_proto::v1::LayerRange;
 use tonic::Code;
 use tonic_types::StatusExt as _;
@@ -38,7 +38,7 @@ async fn held_layers_are_served_and_others_are_not_found() {
                 }
             }
         }
-        let status = expertd_proto::transport::connect(&service.admin).await.unwrap();
+        let status = expertd_client::transport::connect(&service.admin).await.unwrap();
         let status = expertd_proto::v1::admin_client::AdminClient::new(status)
             .get_status(expertd_proto::v1::GetStatusRequest {})
             .await

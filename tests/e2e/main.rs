@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+use expertd_test_support::service;
+
 mod balance;
 mod faults;
 mod fleet;
@@ -14,7 +16,6 @@ mod layers;
 mod reload;
 mod reload_checks;
 mod replacing;
-mod service;
 mod sessions;
 mod soak_gpu;
 mod startup;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use expertd_cli::admin::AdminAddress;
 use expertd_cli::reload::{ReloadArgs, reload};
-use expertd_proto::Client;
+use expertd_client::Client;
 use expertd_proto::v1::ReloadResponse;
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom as _;
@@ -213,7 +213,7 @@ pub(crate) fn signal(pid: u32, signal: Signal) {
     let _ = kill_process(Pid::from_raw(pid as i32).unwrap(), signal);
 }
 
-/// Whether this build of the service has faults that tests cause (`expertd_ipc::faults`).
+/// Whether this build of the service has faults that tests cause (`expertd_shm::faults`).
 const INJECTS: bool = cfg!(any(debug_assertions, feature = "fault-injection"));
 /// Memory files of the next generation cannot be made, or not grown; those of the next loader cannot be made, or not grown.
 const NO_MEMORY: [&str; 4] = ["memfd-emfile", "memfd-enomem", "weights-emfile", "weights-enomem"];

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use expertd_proto::Client;
+use expertd_client::Client;
 use rustix::process::Signal;
 
 use crate::held::HeldFile;

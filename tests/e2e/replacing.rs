@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use expertd_client::Client;
 use expertd_model::synth::{self, SynthConfig};
-use expertd_proto::Client;
 use rustix::process::Signal;
 
 use crate::reload::{Callers, catch_loader, reload_to, show, signal};

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::service::Service;
-use expertd_proto::Client;
+use expertd_client::Client;
 use expertd_proto::v1::{self, ForwardRequest, ForwardResponse};
 use expertd_rank_cuda as gpu;
 use expertd_types::DType;

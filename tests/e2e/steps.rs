@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::service;
 use crate::service::load::{Rows, check};
 use crate::service::{Service, fixture, golden, send};
-use expertd_proto::Client;
+use expertd_client::Client;
 use expertd_proto::v1::admin_client::AdminClient;
 use expertd_proto::v1::{DrainRequest, ForwardRequest, ForwardResponse, GetStatusRequest, GetStatusResponse};
 use rustix::process::Signal;
@@ -37,7 +37,7 @@ async fn submit(client: &Client, request: &ForwardRequest, timeout: Option<Durat
 }
 
 async fn status(service: &Service) -> GetStatusResponse {
-    let mut admin = AdminClient::new(expertd_proto::transport::connect(&service.admin).await.unwrap());
+    let mut admin = AdminClient::new(expertd_client::transport::connect(&service.admin).await.unwrap());
     admin.get_status(GetStatusRequest {}).await.unwrap().into_inner()
 }
 
@@ -156,7 +156,7 @@ async fn a_drain_ends_when_its_time_is_up() {
     let (request, _) = rows.draw_of(layer, STEP);
     let in_step = submit(&client, &request, None).await;
     until(&service, 1, 0).await;
-    let mut admin = AdminClient::new(expertd_proto::transport::connect(&service.admin).await.unwrap());
+    let mut admin = AdminClient::new(expertd_client::transport::connect(&service.admin).await.unwrap());
     let drained = admin.drain(DrainRequest { timeout_ms: 200 }).await.unwrap().into_inner();
     assert_eq!(drained.requests_dropped, 1);
     let dropped = in_step.await.unwrap().unwrap_err();

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use crate::service::load::{Rows, check};
 use crate::service::{Service, eventually, golden};
-use expertd_proto::Client;
-use expertd_proto::session::{SessionClient, SessionOptions};
+use expertd_client::Client;
+use expertd_client::session::{SessionClient, SessionOptions};
 use expertd_proto::v1::ForwardRequest;
 use opentelemetry::Context;
 use opentelemetry::trace::{

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use expertd_client::Client;
 use expertd_model::synth::{self, SynthConfig};
-use expertd_proto::Client;
 use expertd_proto::v1::{DType, ForwardRequest, ForwardResponse, Routing};
 use expertd_types::rows::{decode, relative_error};
 use rand::rngs::SmallRng;

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use expertd_proto::Client;
-use expertd_proto::transport::Channel;
+use expertd_client::Client;
+use expertd_client::transport::Channel;
 use expertd_proto::v1::{DType, ForwardRequest};
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

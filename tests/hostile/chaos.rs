@@ -26,6 +26,7 @@ enum Outcome {
     /// Every call was answered.
     Unnoticed,
     /// The service ended.
+    #[allow(dead_code, reason = "printed with Debug")]
     Ended { code: Option<i32>, after: Duration, unready_before: bool },
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_proto::{Client, RetryPolicy};
+use expertd_client::{Client, RetryPolicy};
 use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts};
 use expertd_router::backend::Limits;
 use expertd_router::telemetry::{MetricsEndpoint, install_recorder};

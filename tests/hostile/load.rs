@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use expertd_proto::Client;
+use expertd_client::Client;
 use expertd_proto::v1::{DType, ForwardRequest};
 
 use crate::attack::honest_client;

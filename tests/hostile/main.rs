@@ -2,13 +2,13 @@
 //!
 //! `cargo test --test hostile` runs everything in small sizes; `scripts/hostile.sh` runs the attacks in full size and
 //! prints what they cost an honest client.
-#![allow(clippy::unwrap_used, dead_code, missing_docs, unreachable_pub)]
+#![allow(clippy::unwrap_used, missing_docs, unreachable_pub)]
+
+use expertd_test_support::{backend, harness, service};
 
 mod access;
 mod attack;
 mod attacks;
-#[path = "../api/backend.rs"]
-mod backend;
 mod certificates;
 #[cfg(target_arch = "x86_64")]
 mod chaos;
@@ -16,16 +16,12 @@ mod cores;
 #[cfg(target_arch = "x86_64")]
 mod faults;
 mod frames;
-#[path = "../api/harness.rs"]
-mod harness;
 mod limits;
 mod load;
 #[cfg(target_arch = "x86_64")]
 mod ptrace;
 #[cfg(target_arch = "x86_64")]
 mod readers;
-#[path = "../e2e/service/mod.rs"]
-mod service;
 mod services;
 mod surroundings;
 #[cfg(target_arch = "x86_64")]

@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
+use expertd_client::{Client, ClientError, RetryPolicy};
 use expertd_proto::v1::moe_server::{Moe, MoeServer};
 use expertd_proto::v1::*;
-use expertd_proto::{Client, ClientError, RetryPolicy};
 use futures_util::Stream;
 use prost::Message as _;
 use tokio_stream::wrappers::TcpListenerStream;

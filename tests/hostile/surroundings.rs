@@ -105,7 +105,7 @@ async fn sockets_whose_files_are_removed_are_bound_again() {
         ["api", "admin", "sessions"].into_iter().all(is_back)
     });
     assert_eq!(std::fs::metadata(folder.path().join("admin")).unwrap().mode() & 0o777, 0o600);
-    let client = expertd_proto::Client::connect(&public).await.unwrap();
+    let client = expertd_client::Client::connect(&public).await.unwrap();
     assert_eq!(client.model("").await.unwrap().name, "qwen3_moe");
     drop(client);
     service.signal(Signal::TERM);
@@ -173,7 +173,7 @@ async fn of_services_that_start_at_once_on_a_stale_socket_one_serves() {
     eventually(Duration::from_secs(60), "a service is ready", || {
         (0..4).any(|service| std::fs::read_to_string(output(service)).unwrap().contains("ready: "))
     });
-    let client = expertd_proto::Client::connect(&listen).await.unwrap();
+    let client = expertd_client::Client::connect(&listen).await.unwrap();
     assert_eq!(client.model("").await.unwrap().name, "qwen3_moe");
     drop(client);
     send(serving[0], Signal::TERM);

@@ -10,8 +10,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use expertd_client::transport::Credentials;
 use expertd_loadtest::connect::{Client, connect};
-use expertd_proto::transport::{CONTROL_MESSAGE_BYTES, Credentials};
+use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use expertd_proto::v1::{self, ForwardRequest, ForwardResponse};
 use expertd_types::{DType, rows};
 use rand::rngs::SmallRng;

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use expertd_proto::session::{self, Session, SessionError, SessionOptions};
+use expertd_client::session::{self, Session, SessionError, SessionOptions};
 use expertd_proto::v1::{self, GetModelResponse};
 use prost::Message as _;
 use tonic::Status;

@@ -6,7 +6,7 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use expertd_proto::transport::{self, Channel, ConnectError, Credentials};
+use expertd_client::transport::{self, Channel, ConnectError, Credentials};
 use expertd_proto::v1::admin_client::AdminClient;
 
 use super::client::ClientError;

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use expertd_client::transport::Credentials;
 use expertd_proto::received_duration;
-use expertd_proto::transport::Credentials;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{
     ForwardRequest, ForwardResponse, GetModelResponse, MoeLayer, Receipt, Routing, SharedExperts, StepTiming,

@@ -2,10 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-use expertd_proto::transport::{self, CONTROL_MESSAGE_BYTES, Channel, ConnectError, Credentials};
+use expertd_client::transport::{self, Channel, ConnectError, Credentials};
+use expertd_client::with_address_hint;
+use expertd_proto::retry_delay;
+use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use expertd_proto::v1::moe_client::MoeClient;
 use expertd_proto::v1::{GetModelRequest, GetModelResponse};
-use expertd_proto::{retry_delay, with_address_hint};
 use tonic::Status;
 use tonic_types::StatusExt as _;
 

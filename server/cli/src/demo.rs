@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use expertd_proto::transport::Credentials;
+use expertd_client::transport::Credentials;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{self, ForwardRequest};
 use indicatif::HumanBytes;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use expertd_proto::transport::Credentials;
+use expertd_client::transport::Credentials;
 use expertd_proto::v1::{
     DType as WireDType, ForwardRequest, GetModelResponse, Routing, forward_request::Payload,
 };
@@ -233,7 +233,7 @@ struct LayerAnswer {
     weights: Vec<f32>,
 }
 
-type MoeClient = expertd_proto::v1::moe_client::MoeClient<expertd_proto::transport::Channel>;
+type MoeClient = expertd_proto::v1::moe_client::MoeClient<expertd_client::transport::Channel>;
 
 impl LayerCheck<'_> {
     async fn ask(&self, connection: &mut MoeClient) -> Result<LayerAnswer, VerifyError> {

@@ -1,17 +1,13 @@
 //! Control messages between the router and a rank over an inherited socketpair: file descriptors with the first byte, then
 //! one JSON message per line. Token rows never travel over it.
 
-use std::io::{self, BufRead, IoSlice, IoSliceMut, Write};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::io::{self, BufRead, Write};
+use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
-};
+use rustix::net::SendFlags;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -232,54 +228,6 @@ pub enum FromRank {
     },
 }
 
-/// Largest number of descriptors in one message.
-const MAX_FDS: usize = 8;
-
-/// Sends `fds` with one byte.
-///
-/// # Errors
-/// If the peer is gone.
-pub fn send_fds(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        let problem =
-            format!("cannot send {} file descriptors in one message; at most {MAX_FDS} fit", fds.len());
-        return Err(io::Error::other(problem));
-    }
-    rustix::net::sendmsg(socket.as_fd(), &[IoSlice::new(b"F")], &mut control, SendFlags::NOSIGNAL)?;
-    Ok(())
-}
-
-/// Receives the descriptors that [`send_fds`] sent.
-///
-/// # Errors
-/// If the peer is gone or sent anything else.
-pub fn receive_fds(socket: &UnixStream) -> io::Result<Vec<OwnedFd>> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let mut byte = [0u8];
-    let received = rustix::net::recvmsg(
-        socket.as_fd(),
-        &mut [IoSliceMut::new(&mut byte)],
-        &mut control,
-        RecvFlags::CMSG_CLOEXEC,
-    )?;
-    if received.bytes != 1 || byte != *b"F" {
-        return Err(io::Error::new(
-            io::ErrorKind::InvalidData,
-            "the control socket did not begin with file descriptors; was this process started by `expertd serve`?",
-        ));
-    }
-    let mut fds = Vec::new();
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(received) = message {
-            fds.extend(received);
-        }
-    }
-    Ok(fds)
-}
-
 /// Writes one message.
 ///
 /// # Errors
@@ -326,6 +274,7 @@ mod tests {
     use std::io::{BufReader, Read, Seek};
 
     use super::*;
+    use expertd_shm::descriptors::{receive_fds, send_fds};
 
     #[test]
     fn descriptors_and_messages_arrive() {
@@ -361,13 +310,5 @@ mod tests {
         assert!(send_some(&a, &ToRank::Start).unwrap().is_empty());
         drop(b);
         assert!(send_some(&a, &ToRank::Start).is_err());
-    }
-
-    #[test]
-    fn another_protocol_on_the_socket_is_an_error() {
-        let (mut a, b) = UnixStream::pair().unwrap();
-        a.write_all(b"GET / HTTP/1.1\r\n").unwrap();
-        let error = receive_fds(&b).unwrap_err();
-        assert!(error.to_string().contains("expertd serve"), "{error}");
     }
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use expertd_types::Rank;
 use serde::{Deserialize, Serialize};
 
-use super::region::{Layout, PAGE, RegionError, SharedRegion, SharedSlice};
+use expertd_shm::region::{Layout, PAGE, RegionError, SharedRegion, SharedSlice};
 
 /// Sizes of a table of row counts. Every process computes the same layout from them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

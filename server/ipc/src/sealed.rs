@@ -13,8 +13,8 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::faults;
-use crate::region::PAGE;
+use expertd_shm::faults;
+use expertd_shm::region::PAGE;
 
 /// What a sealed memfd no longer allows.
 const SEALS: SealFlags =

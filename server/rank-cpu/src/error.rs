@@ -2,8 +2,8 @@
 
 use super::config::ConfigError;
 use crate::exchange::{AttachError, ExchangeError};
-use expertd_ipc::region::RegionError;
 use expertd_rank::StepFault;
+use expertd_shm::region::RegionError;
 
 /// Why a call on a group failed. Unless [`is_misuse`](EpError::is_misuse) returns true, the group has ended: its peers have
 /// been notified, and the caller can only drop it.

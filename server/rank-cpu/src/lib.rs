@@ -23,8 +23,9 @@ pub use weights::{WeightsError, pack};
 use std::sync::Arc;
 use std::time::Duration;
 
+use expertd_ipc::GroupShape;
 use expertd_ipc::control::RankSetup;
-use expertd_ipc::{GroupShape, SharedRegion};
+use expertd_shm::SharedRegion;
 use expertd_types::{Generation, Rank};
 
 /// Creates the windows of `setup`'s generation, whose descriptor the ranks inherit.

@@ -26,8 +26,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::{Pod, Zeroable};
 
-use expertd_ipc::region::{LINE, Layout, RegionError, SharedRegion, SharedSlice};
-use expertd_ipc::wait::Doorbell;
+use expertd_shm::region::{LINE, Layout, RegionError, SharedRegion, SharedSlice};
+use expertd_shm::wait::Doorbell;
 use expertd_types::{Generation, Rank, Sequence, Slot};
 
 /// Low bits of a flag, which hold the sequence; the generation is in the bits above.

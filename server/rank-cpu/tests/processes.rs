@@ -132,7 +132,7 @@ fn start(seed: u64, count: u64, deadline: Duration) -> (CpuGroup, Vec<OtherRank>
 
 #[test]
 fn processes_exchange_rows() {
-    let seed = rand::rng().random::<u32>().into();
+    let seed = expertd_test_seed::seed();
     println!("seed {seed}");
     let (mut group, mut others) = start(seed, 500, Duration::from_secs(60));
     for n in 0..500 {
@@ -145,7 +145,7 @@ fn processes_exchange_rows() {
 
 #[test]
 fn a_killed_rank_is_named() {
-    let seed = rand::rng().random::<u32>().into();
+    let seed = expertd_test_seed::seed();
     println!("seed {seed}");
     let (mut group, mut others) = start(seed, u64::MAX, Duration::from_secs(5));
     for n in 0..20 {

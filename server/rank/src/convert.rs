@@ -3,7 +3,7 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use expertd_ipc::SharedSlice;
+use expertd_shm::SharedSlice;
 use expertd_types::DType;
 
 /// Widens `bytes`, which hold aligned elements of `dtype`, to f32 without rounding.
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn shared_memory_converts_as_own_memory_does() {
-        let region = expertd_ipc::SharedRegion::create("test", 1 << 16).unwrap();
+        let region = expertd_shm::SharedRegion::create("test", 1 << 16).unwrap();
         let memory = region.slice::<u8>(0, 1 << 16).unwrap();
         for dtype in [DType::F32, DType::F16, DType::Bf16] {
             // More elements than the buffer holds, and an odd rest.

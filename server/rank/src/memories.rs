@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use expertd_ipc::control::{self, MemoryKind, ToRank};
 use expertd_ipc::passing::FdReader;
-use expertd_ipc::{SharedRegion, SharedSlice};
+use expertd_shm::{SharedRegion, SharedSlice};
 use expertd_types::MemoryId;
 
 /// A memory that a client shares, mapped into this process. The client may write any of it at any time.

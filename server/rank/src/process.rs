@@ -14,8 +14,8 @@ use crate::memories::{ClientMemory, Order, Orders, unexpected};
 use crate::{SetupClock, StepEngine, StepFault, StepReport};
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::passing::FdReader;
-use expertd_ipc::wait::spin_between_steps;
 use expertd_ipc::{Completion, Heartbeat, RankChannel, RouterBell, RowCounts, StepDescriptor, UsageReport};
+use expertd_shm::wait::spin_between_steps;
 use expertd_types::{DeviceUsage, MemoryId, Rank};
 
 /// Why a rank's process ended.
@@ -95,7 +95,7 @@ pub fn run_rank(
     load: impl FnOnce(Joining<'_>) -> Result<Loaded, Failure>,
 ) -> Result<(), RankExit> {
     end_with(parent)?;
-    let fds = control::receive_fds(&socket)?;
+    let fds = expertd_shm::descriptors::receive_fds(&socket)?;
     let mut reader = BufReader::new(FdReader::new(socket.try_clone()?));
     let setup: RankSetup = control::receive(&mut reader)?
         .ok_or_else(|| RankExit::Orphan("the router ended before it sent this rank's setup".into()))?;

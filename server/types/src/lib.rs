@@ -11,6 +11,7 @@ mod placement;
 mod products;
 pub mod rows;
 mod usage;
+mod uuid;
 
 pub use chunked::{ChunkedBytes, ChunkedSlice};
 pub use fingerprint::{Coverage, NoFingerprint, WeightFingerprint};
@@ -20,3 +21,4 @@ pub use phase::Phase;
 pub use placement::{ExpertOwners, ExpertPlacement, LayerPlacement, Placement, PlacementError};
 pub use products::{Fp8Compute, Fp8Products};
 pub use usage::{DeviceUsage, USAGE_WORDS};
+pub use uuid::uuid_text;

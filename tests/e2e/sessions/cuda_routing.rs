@@ -7,7 +7,6 @@ use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 
 use bytemuck::Zeroable as _;
-use expertd_ipc::control::send_fds;
 use expertd_proto::v1::Routing;
 use expertd_rank_cuda as gpu;
 use expertd_session::cuda::control::ControlMemory;
@@ -17,6 +16,7 @@ use expertd_session::cuda::{
 };
 use expertd_session::socket;
 use expertd_session::wire::{RequestRecord, VERSION, frame};
+use expertd_shm::descriptors::send_fds;
 use rand::rngs::SmallRng;
 use rand::{Rng as _, RngExt as _, SeedableRng as _};
 

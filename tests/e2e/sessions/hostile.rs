@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use expertd_ipc::SharedRegion;
-use expertd_proto::session::{Call, DType, Session, SessionError, SessionOptions};
+use expertd_client::session::{Call, DType, Session, SessionError, SessionOptions};
 use expertd_session::socket;
 use expertd_session::wire::{Open, Opened, RequestRecord, VERSION, frame};
+use expertd_shm::SharedRegion;
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 
@@ -232,7 +232,7 @@ fn refusals_say_why() {
     // Descriptors that a client sends are not taken.
     let stream = UnixStream::connect(host.path()).unwrap();
     let file = tempfile::tempfile().unwrap();
-    expertd_ipc::control::send_fds(&stream, &[file.as_fd()]).unwrap();
+    expertd_shm::descriptors::send_fds(&stream, &[file.as_fd()]).unwrap();
     drop(stream);
     let before = host.descriptors();
     eventually(LOST, "the next session opens", || Session::open(&host.address, &small).is_ok());
@@ -287,7 +287,7 @@ fn floods_of_descriptors_are_not_taken() {
     for _ in 0..100 {
         let opening = UnixStream::connect(host.path()).unwrap();
         for socket in [&session._socket, &opening] {
-            sent += usize::from(expertd_ipc::control::send_fds(socket, &[file.as_fd(); 8]).is_ok());
+            sent += usize::from(expertd_shm::descriptors::send_fds(socket, &[file.as_fd(); 8]).is_ok());
         }
         assert!(host.descriptors() <= before + 40, "the service took descriptors");
     }

@@ -9,12 +9,12 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytemuck::Zeroable as _;
-use expertd_ipc::SharedRegion;
-use expertd_ipc::ring::{RingConsumer, RingProducer};
 use expertd_session::socket;
 use expertd_session::wire::{
     CompletionRecord, FrameHeader, Open, Opened, RegionLayout, RequestRecord, VERSION, frame,
 };
+use expertd_shm::SharedRegion;
+use expertd_shm::ring::{RingConsumer, RingProducer};
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, waitpid};

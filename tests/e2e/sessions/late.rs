@@ -4,8 +4,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable as _;
-use expertd_ipc::ring::{RingConsumer, RingProducer};
 use expertd_session::wire::{CompletionRecord, RegionLayout, RequestRecord};
+use expertd_shm::ring::{RingConsumer, RingProducer};
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 

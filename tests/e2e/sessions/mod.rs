@@ -9,7 +9,7 @@ mod hostile;
 mod kept;
 mod killed;
 mod late;
-#[path = "../../../proto/session/examples/forward.rs"]
+#[path = "../../../client/session/examples/forward.rs"]
 #[allow(dead_code, unreachable_pub, reason = "an example is a program")]
 mod rust_example;
 mod seen;
@@ -21,8 +21,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use expertd_proto::Client;
-use expertd_proto::session::{SessionClient, SessionError, SessionOptions};
+use expertd_client::Client;
+use expertd_client::session::{SessionClient, SessionError, SessionOptions};
 use expertd_proto::v1::admin_client::AdminClient;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{ForwardRequest, GetStatusRequest, GetStatusResponse};
@@ -63,7 +63,7 @@ impl Host {
     fn status(&self, runtime: &tokio::runtime::Runtime) -> GetStatusResponse {
         runtime.block_on(async {
             let mut admin =
-                AdminClient::new(expertd_proto::transport::connect(&self.service.admin).await.unwrap());
+                AdminClient::new(expertd_client::transport::connect(&self.service.admin).await.unwrap());
             admin.get_status(GetStatusRequest {}).await.unwrap().into_inner()
         })
     }
@@ -312,7 +312,7 @@ fn libraries() -> PathBuf {
 
 /// Compiles an example in C to `program`, with further arguments for the compiler.
 fn compile_c(example: &str, program: &Path, more: &[&str]) {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("proto/c");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("client/c");
     let compiled = Command::new("cc")
         .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])
         .arg(program)

@@ -4,7 +4,7 @@ use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 
-use expertd_proto::session::SessionError;
+use expertd_client::session::SessionError;
 use expertd_proto::v1::SessionStatus;
 use expertd_session::socket;
 

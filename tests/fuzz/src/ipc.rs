@@ -3,9 +3,9 @@
 use std::sync::atomic::AtomicU64;
 
 use expertd_ipc::control::{self, FromRank, RankSetup, ToRank};
-use expertd_ipc::ring::{RingConsumer, RingError, RingMemory, RingProducer};
 use expertd_ipc::{Completion, Segment, StepDescriptor};
 use expertd_rank::segments::{CheckedSegment, RowsPlace};
+use expertd_shm::ring::{RingConsumer, RingError, RingMemory, RingProducer};
 use expertd_types::MemoryId;
 
 /// The lines of a control socket, read as each kind of message.

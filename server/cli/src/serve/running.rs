@@ -5,7 +5,6 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_ipc::wait::spin_between_steps;
 use expertd_router::api::{self, Access, AccessConfig, Address, ConnectionTimeouts, Server, ServerConfig};
 use expertd_router::backend::{Backend, ServiceState};
 use expertd_router::sessions::{SessionConfig, SessionServer};
@@ -14,6 +13,7 @@ use expertd_router::telemetry::{
     MetricsEndpoint, Recorder, flush_traces, install_recorder, record_memory_limit, start_traces, tell,
 };
 use expertd_router::watchdog;
+use expertd_shm::wait::spin_between_steps;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 

@@ -206,7 +206,7 @@ mod tests {
 
     #[test]
     fn activations_at_every_level() {
-        let mut rng = rand::rng();
+        let mut rng = expertd_test_seed::rng();
         for level in SimdLevel::ALL.into_iter().filter(|level| level.is_supported()) {
             for activation in [
                 Activation::SwiGlu,

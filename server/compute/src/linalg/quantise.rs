@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn rows_of_all_sizes_are_quantised_as_defined() {
-        let mut rng = rand::rng();
+        let mut rng = expertd_test_seed::rng();
         for len in [1, 31, 32, 64, 127, 128, 129, 200, 256, 448] {
             let normal: Vec<f32> = (0..len).map(|_| rng.random_range(-3.0..3.0)).collect();
             check(&normal);

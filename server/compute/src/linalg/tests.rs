@@ -40,7 +40,7 @@ fn magnitudes(x: &[f32], values: &[f64], n: usize, k: usize) -> Vec<f64> {
 
 #[test]
 fn matmul_matches_the_definition() {
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
     for format in FORMATS {
         for (m, n, k, block) in [
@@ -156,7 +156,7 @@ fn every_code_is_converted_exactly() {
 fn every_int4_code_is_converted_exactly() {
     // The rows are the identity, so the output is the weights. The sources are laid out as compressed-tensors, GPTQ (with
     // its zero points less one) and AWQ lay them out; the groups do not divide the columns, and 70 columns leave padding.
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     let (n, k) = (45, 70);
     let identity: Vec<f32> = (0..k * k).map(|i| if i / k == i % k { 1.0 } else { 0.0 }).collect();
     for (packing, zeros) in [
@@ -254,7 +254,7 @@ fn every_code_with_scales_within_blocks_is_converted_exactly() {
 
 #[test]
 fn matrices_that_the_kernels_cannot_hold_are_kept_as_f32() {
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     let k = 70;
     let kind = Int4Kind { group: 5, scales: ScaleFormat::F16, packing: Packing::Strided, zeros: None };
     let odd_groups = TestMatrix::int4(&mut rng, 20, k, kind);
@@ -284,7 +284,7 @@ fn matrices_that_the_kernels_cannot_hold_are_kept_as_f32() {
 #[test]
 fn gate_and_up_may_have_different_groups() {
     // `forward` computes pairs; here it is enough that the header holds the groups of both without rounding.
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     let kind = |group, scales, zeros| Int4Kind { group, scales, packing: Packing::Strided, zeros };
     let gate = TestMatrix::int4(&mut rng, 20, 64, kind(32, ScaleFormat::Bf16, None));
     let up = TestMatrix::int4(&mut rng, 20, 64, kind(16, ScaleFormat::F16, Some((Packing::Strided, 0))));
@@ -300,7 +300,7 @@ fn gate_and_up_may_have_different_groups() {
 
 #[test]
 fn zero_points_of_symmetric_weights_are_not_packed() {
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     let (n, k) = (24, 64);
     let kind = Int4Kind { group: 32, scales: ScaleFormat::F16, packing: Packing::ColumnWords, zeros: None };
     let matrix = TestMatrix::int4(&mut rng, n, k, kind);
@@ -328,7 +328,7 @@ fn zero_points(data: &[u8], n: usize, bias: u8) -> ZeroPoints<'_> {
 
 #[test]
 fn packing_does_not_depend_on_strides() {
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     let (n, k) = (45, 70);
     for format in [WeightFormat::F32, WeightFormat::F16, WeightFormat::Bf16, WeightFormat::Fp8E4m3] {
         let matrix = TestMatrix::random(&mut rng, format, n, k, (128, 128));
@@ -351,7 +351,7 @@ fn packing_does_not_depend_on_strides() {
 
 #[test]
 fn non_finite_inputs_affect_only_their_rows() {
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     for format in FORMATS {
         let matrix = TestMatrix::random(&mut rng, format, 40, 70, (128, 128));
         let mut x = random_rows(&mut rng, 5 * 70);

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use bytemuck::Pod;
 use serde::{Deserialize, Serialize};
 
-use super::super::region::{Layout, RegionError, SharedRegion, SharedSlice};
-use super::super::ring::RingLayout;
 use super::records::{Completion, MAX_RAISES, Raise, Segment, StepDescriptor};
+use expertd_shm::region::{Layout, RegionError, SharedRegion, SharedSlice};
+use expertd_shm::ring::RingLayout;
 use expertd_types::USAGE_WORDS;
 
 /// The sizes that determine the layout of the channels. The router and all ranks of a generation use the same ones.

@@ -22,9 +22,9 @@ pub use router::{AttachedRows, FormingStep, RouterChannel, RowSource, RowsToStag
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use super::region::{PAGE, RegionError, SharedRegion};
-use super::ring::RingError;
-use super::wait::Doorbell;
+use expertd_shm::region::{PAGE, RegionError, SharedRegion};
+use expertd_shm::ring::RingError;
+use expertd_shm::wait::Doorbell;
 use expertd_types::{Rank, Slot};
 
 /// The doorbell of the router's step loop. Ranks ring it after a completion, other threads of the router after any other
@@ -135,8 +135,8 @@ mod tests {
     use rand::RngExt as _;
 
     use super::super::copier::Copier;
-    use super::super::wait::WaitPolicy;
     use super::*;
+    use expertd_shm::wait::WaitPolicy;
     use expertd_types::{ChunkedBytes, DType, Slot};
 
     fn shape() -> GroupShape {
@@ -165,7 +165,7 @@ mod tests {
     }
 
     fn random(bytes: usize) -> Vec<u8> {
-        let mut rng = rand::rng();
+        let mut rng = expertd_test_seed::rng();
         (0..bytes).map(|_| rng.random()).collect()
     }
 

@@ -8,12 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use super::super::region::{PAGE, SharedRegion, SharedSlice};
-use super::super::ring::{RingConsumer, RingProducer};
-use super::super::wait::{Doorbell, WaitPolicy};
 use super::ChannelError;
 use super::layout::{ChannelLayout, GroupShape, Staging};
 use super::records::{Completion, MAX_RAISES, Raise, Segment, StepDescriptor};
+use expertd_shm::region::{PAGE, SharedRegion, SharedSlice};
+use expertd_shm::ring::{RingConsumer, RingProducer};
+use expertd_shm::wait::{Doorbell, WaitPolicy};
 use expertd_types::{DeviceUsage, Rank, Slot};
 
 /// A rank's end of its channel.

@@ -8,12 +8,12 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::super::region::{SharedRegion, SharedSlice};
-use super::super::ring::{RingConsumer, RingProducer};
-use super::super::wait::Doorbell;
 use super::ChannelError;
 use super::layout::{ChannelLayout, GroupShape, Staging};
 use super::records::{Completion, StepDescriptor};
+use expertd_shm::region::{SharedRegion, SharedSlice};
+use expertd_shm::ring::{RingConsumer, RingProducer};
+use expertd_shm::wait::Doorbell;
 use expertd_types::{DeviceUsage, Rank, Slot};
 
 pub use self::forming::{AttachedRows, FormingStep, RowSource, RowsToStage};

@@ -14,8 +14,8 @@ use std::time::Duration;
 use super::CopyRange;
 use super::portions::Portions;
 use super::stores::StoreKind;
-use crate::region::{LINE, SharedRegion};
-use crate::wait::{Doorbell, WaitPolicy};
+use expertd_shm::region::{LINE, SharedRegion};
+use expertd_shm::wait::{Doorbell, WaitPolicy};
 
 /// A batch that is being copied, cut into portions of equal size.
 #[derive(Debug)]

@@ -5,11 +5,6 @@
     reason = "copies between addresses, some with instructions that the compiler does not choose"
 )]
 
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-
-/// Bytes of the words of copies from and to shared memory.
-const WORD: usize = size_of::<u64>();
-
 /// The kind of store that a copy uses.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum StoreKind {
@@ -32,54 +27,6 @@ impl StoreKind {
                 StoreKind::Plain => plain(from, to, bytes),
                 StoreKind::Streaming => streaming(from, to, bytes),
             }
-        }
-    }
-}
-
-/// Copies from memory that other threads and processes may write meanwhile: each word or byte is loaded once, atomically.
-///
-/// # Safety
-/// `from` is valid for reads of `bytes` bytes, and all its concurrent writers in this process store atomically. `to` is valid
-/// for writes of `bytes` bytes, which nothing else accesses.
-pub(super) unsafe fn from_shared(from: *const u8, to: *mut u8, bytes: usize) {
-    let head = from.align_offset(WORD).min(bytes);
-    let tail = head + (bytes - head) / WORD * WORD;
-    for at in (0..head).chain(tail..bytes) {
-        // SAFETY: within both, which are valid as the caller promises.
-        unsafe {
-            let byte = AtomicU8::from_ptr(from.wrapping_add(at).cast_mut()).load(Ordering::Relaxed);
-            to.wrapping_add(at).write(byte);
-        }
-    }
-    for at in (head..tail).step_by(WORD) {
-        // SAFETY: within both; `from` is aligned from `head` on, and the store needs no alignment.
-        unsafe {
-            let word = AtomicU64::from_ptr(from.wrapping_add(at).cast_mut().cast()).load(Ordering::Relaxed);
-            to.wrapping_add(at).cast::<u64>().write_unaligned(word);
-        }
-    }
-}
-
-/// Copies to memory that other threads and processes may access meanwhile: each word or byte is stored atomically.
-///
-/// # Safety
-/// `from` is valid for reads of `bytes` bytes, which nothing writes meanwhile. `to` is valid for writes of `bytes` bytes, and
-/// all its concurrent accesses in this process are atomic.
-pub(super) unsafe fn to_shared(from: *const u8, to: *mut u8, bytes: usize) {
-    let head = to.align_offset(WORD).min(bytes);
-    let tail = head + (bytes - head) / WORD * WORD;
-    for at in (0..head).chain(tail..bytes) {
-        // SAFETY: within both, which are valid as the caller promises.
-        unsafe {
-            let byte = from.wrapping_add(at).read();
-            AtomicU8::from_ptr(to.wrapping_add(at)).store(byte, Ordering::Relaxed);
-        }
-    }
-    for at in (head..tail).step_by(WORD) {
-        // SAFETY: within both; `to` is aligned from `head` on, and the load needs no alignment.
-        unsafe {
-            let word = from.wrapping_add(at).cast::<u64>().read_unaligned();
-            AtomicU64::from_ptr(to.wrapping_add(at).cast()).store(word, Ordering::Relaxed);
         }
     }
 }

@@ -25,8 +25,8 @@ pub(crate) use self::error::{ExchangeError, FaultCause, SlotState};
 use self::error::{decode_fault, encode_fault};
 pub(crate) use super::window::{AreaHeader, AttachError, FlagKind, WindowLayout, WindowShape};
 use super::window::{SEQUENCE_BITS, Windows, flag_value};
-use expertd_ipc::region::SharedRegion;
-use expertd_ipc::wait::{TimedOut, WaitPolicy};
+use expertd_shm::region::SharedRegion;
+use expertd_shm::wait::{TimedOut, WaitPolicy};
 use expertd_types::{Generation, Rank, Sequence, Slot};
 
 /// Parameters of a rank's exchanges.

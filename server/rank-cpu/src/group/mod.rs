@@ -18,7 +18,7 @@ use crate::config::{ConfigError, EpConfig};
 use crate::error::EpError;
 use crate::exchange::{Exchange, ExchangeOptions, SlotState, WindowLayout, WindowShape};
 pub use crate::exchange::{ReceivedIter, ReceivedRows};
-use expertd_ipc::region::SharedRegion;
+use expertd_shm::region::SharedRegion;
 use expertd_types::{ExpertOwners, Rank, Sequence, Slot};
 
 /// The gate's decision for a rank's tokens, in host memory.

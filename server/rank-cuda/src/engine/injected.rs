@@ -1,4 +1,4 @@
-//! Faults of the device that tests cause: see [`expertd_ipc::faults`].
+//! Faults of the device that tests cause: see [`expertd_shm::faults`].
 
 #![allow(unsafe_code, reason = "launches kernels that misbehave")]
 
@@ -8,7 +8,7 @@ use expertd_kernels::params::Group;
 
 use super::CudaEngine;
 use super::fault::CudaFault;
-use expertd_ipc::faults;
+use expertd_shm::faults;
 
 /// An address that no allocation has.
 const UNMAPPED: u64 = 1 << 12;

@@ -6,12 +6,13 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::os::fd::AsFd as _;
 
-use expertd_ipc::{Raise, Segment, SharedSlice};
+use expertd_ipc::{Raise, Segment};
 use expertd_kernels::device::{Device, Pinned};
 use expertd_kernels::params::{MAX_RAISES, Raise as DeviceRaise};
 use expertd_rank::ClientMemory;
 use expertd_rank::segments::{CheckedSegment, RowsPlace};
 use expertd_session::cuda::{Gpu, ImportedMemory};
+use expertd_shm::SharedSlice;
 use expertd_types::MemoryId;
 
 /// Copy engines carry a segment of at least this many bytes in a step whose rows they carry; kernels access smaller ones

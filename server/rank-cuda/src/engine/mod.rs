@@ -62,7 +62,7 @@ use expertd_types::Rank;
 /// Copy engines carry the rows of a step with at least this many bytes of bf16 rows per rank. For fewer bytes their latency
 /// exceeds the time that they hide.
 const COPIED_FROM: usize = 1 << 20;
-/// For tests (see [`expertd_ipc::faults`]): copy engines carry the rows of all steps, into memory that is filled with NaN before, so
+/// For tests (see [`expertd_shm::faults`]): copy engines carry the rows of all steps, into memory that is filled with NaN before, so
 /// that a kernel that reads too early gives a wrong result. The value is that of [`Cut::parse`].
 const POISON: &str = "EXPERTD_CUDA_POISON";
 
@@ -281,7 +281,7 @@ impl CudaEngine {
 
 /// Where a test that sets [`POISON`] cuts results.
 fn poison() -> Option<Cut> {
-    expertd_ipc::faults::setting(POISON).and_then(|text| Cut::parse(&text))
+    expertd_shm::faults::setting(POISON).and_then(|text| Cut::parse(&text))
 }
 
 impl Drop for CudaEngine {

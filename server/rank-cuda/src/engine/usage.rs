@@ -6,8 +6,8 @@
 use std::ffi::{CString, c_char, c_int, c_uint, c_ulonglong, c_void};
 
 use expertd_rank::ReadUsage;
-use expertd_session::cuda::wire::uuid_text;
 use expertd_types::DeviceUsage;
+use expertd_types::uuid_text;
 use libloading::Library;
 
 /// File name of the library.

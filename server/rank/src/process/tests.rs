@@ -3,10 +3,8 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use super::*;
-use expertd_ipc::{
-    Copier, ExpertsNotice, GroupShape, RankStaging, RouterChannel, RowsToStage, SharedRegion, StagedRows,
-    WaitPolicy,
-};
+use expertd_ipc::{Copier, ExpertsNotice, GroupShape, RankStaging, RouterChannel, RowsToStage, StagedRows};
+use expertd_shm::{SharedRegion, WaitPolicy};
 use expertd_types::{DType, Slot};
 
 const BYTES: usize = 3 * 4;

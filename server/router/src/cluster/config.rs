@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::group::CHECK_INTERVAL;
+use expertd_ipc::GroupShape;
 use expertd_ipc::control::{CheckpointSource, DeviceKind, RankSetup};
-use expertd_ipc::{GroupShape, SharedRegion};
+use expertd_shm::SharedRegion;
 use expertd_types::{Fp8Products, Rank};
 
 /// Creates the windows of the generation that a rank is set up for.
@@ -32,7 +33,7 @@ pub struct ClusterConfig {
     pub cores: Vec<Vec<usize>>,
     /// Cores that may be busy all the time; fewer than all if a container's quota allows less.
     pub usable_cores: usize,
-    /// Time that ranks and the router spin before they sleep; see [`SPIN_TIME`](expertd_ipc::wait::SPIN_TIME).
+    /// Time that ranks and the router spin before they sleep; see [`SPIN_TIME`](expertd_shm::wait::SPIN_TIME).
     pub spin: Duration,
     /// Longest wait of a rank for its peers within a step.
     pub peer_timeout: Duration,

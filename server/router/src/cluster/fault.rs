@@ -3,7 +3,8 @@
 use std::fmt;
 use std::io;
 
-use expertd_ipc::{ChannelError, RegionError};
+use expertd_ipc::ChannelError;
+use expertd_shm::RegionError;
 use expertd_types::Rank;
 
 /// Kind of a fault that ended a generation; the `reason` label of its metric.

@@ -20,9 +20,8 @@ use super::weights::WeightSet;
 use crate::sessions::AttachAnswer;
 use crate::watchdog;
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
-use expertd_ipc::{
-    ChannelError, Completion, RouterBell, RouterChannel, RowCounts, RowCountsShape, SharedRegion,
-};
+use expertd_ipc::{ChannelError, Completion, RouterBell, RouterChannel, RowCounts, RowCountsShape};
+use expertd_shm::SharedRegion;
 use expertd_types::{DeviceUsage, Generation, Rank};
 
 /// Interval at which heartbeats and step deadlines are checked.

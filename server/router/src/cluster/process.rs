@@ -133,7 +133,7 @@ impl ChildProcess {
     /// loader holds a placement, which may be larger than the socket's buffer, and a process that is stopped reads nothing.
     fn begin<S: Serialize>(&self, start: &Start<'_, S>) -> io::Result<Vec<u8>> {
         if !start.fds.is_empty() {
-            control::send_fds(&self.socket, start.fds)?;
+            expertd_shm::descriptors::send_fds(&self.socket, start.fds)?;
         }
         control::send_some(&self.socket, start.setup)
     }

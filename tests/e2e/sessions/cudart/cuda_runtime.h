@@ -1,4 +1,4 @@
-/* The parts of the CUDA runtime's interface that proto/c/examples/forward_cuda.c uses, for machines without CUDA:
+/* The parts of the CUDA runtime's interface that client/c/examples/forward_cuda.c uses, for machines without CUDA:
  * libcudart.c beside it has functions that fail. */
 #ifndef CUDA_RUNTIME_STAND_IN_H
 #define CUDA_RUNTIME_STAND_IN_H

@@ -1,8 +1,8 @@
 //! Tests of grouped experts against the definition, in f64.
 #![allow(clippy::unwrap_used)]
 
+use expertd_test_seed::TestRng;
 use rand::RngExt;
-use rand::rngs::ThreadRng;
 
 use super::*;
 use crate::experts::{Assignments, ExpertKind, reference};
@@ -19,7 +19,7 @@ struct TestExpert {
 
 impl TestExpert {
     fn random(
-        rng: &mut ThreadRng,
+        rng: &mut TestRng,
         format: WeightFormat,
         hidden: usize,
         intermediate: usize,
@@ -85,10 +85,10 @@ struct Routing {
 impl Routing {
     /// Assigns row `r` to expert `e` if `is_assigned` returns true for them.
     fn new(
-        rng: &mut ThreadRng,
+        rng: &mut TestRng,
         experts: usize,
         rows: usize,
-        is_assigned: impl Fn(&mut ThreadRng, usize, usize) -> bool,
+        is_assigned: impl Fn(&mut TestRng, usize, usize) -> bool,
     ) -> Self {
         let mut routing = Routing { offsets: vec![0], rows: Vec::new(), weights: Vec::new() };
         for expert in 0..experts {
@@ -141,7 +141,7 @@ fn check(got: &[f32], want: &[f64], hidden: usize, what: &str) {
 
 /// Runs a case at all levels, on one and on three threads, which must give the same bits. Returns the errors of all rows.
 fn run(
-    rng: &mut ThreadRng,
+    rng: &mut TestRng,
     kind: ExpertKind,
     experts: &[TestExpert],
     routing: &Routing,
@@ -179,7 +179,7 @@ fn run(
 
 /// The same of a case without quantised rows, where every row must be right to f32's precision.
 fn case(
-    rng: &mut ThreadRng,
+    rng: &mut TestRng,
     kind: ExpertKind,
     experts: &[TestExpert],
     routing: &Routing,
@@ -204,7 +204,7 @@ fn kinds() -> [ExpertKind; 4] {
 
 #[test]
 fn every_format_and_kind() {
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     for format in FORMATS {
         for (kind, biased) in kinds().into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
             for (hidden, intermediate) in [(64, 40), (50, 18), (160, 96)] {
@@ -224,7 +224,7 @@ fn every_format_and_kind() {
 /// to f32's precision, and the others differ by few codes.
 #[test]
 fn fp8_products_of_every_kind() {
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     let mut all = Vec::new();
     for scales in [Fp8Scales::F32, Fp8Scales::PowerOfTwo] {
         for (kind, biased) in kinds().into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
@@ -251,7 +251,7 @@ fn fp8_products_of_every_kind() {
 
 #[test]
 fn skewed_routing_and_several_chunks() {
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     let kind = kinds()[0];
     let experts: Vec<_> =
         (0..4).map(|_| TestExpert::random(&mut rng, WeightFormat::Bf16, 96, 70, true)).collect();
@@ -279,7 +279,7 @@ fn no_experts_give_zeros() {
 
 #[test]
 fn one_expert_for_all_rows() {
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     let (hidden, intermediate, rows) = (70, 36, 29);
     let expert = TestExpert::random(&mut rng, WeightFormat::F16, hidden, intermediate, false);
     let x = random_rows(&mut rng, rows * hidden);
@@ -304,7 +304,7 @@ fn one_expert_for_all_rows() {
 
 #[test]
 fn non_finite_rows_do_not_affect_others() {
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     let expert = TestExpert::random(&mut rng, WeightFormat::Bf16, 64, 50, true);
     let mut x = random_rows(&mut rng, 20 * 64);
     x[64 * 7] = f32::NAN;
@@ -326,7 +326,7 @@ fn non_finite_rows_do_not_affect_others() {
 #[test]
 #[should_panic(expected = "row 3 is out of range: there are 3 rows")]
 fn a_row_out_of_range_panics() {
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     let expert = TestExpert::random(&mut rng, WeightFormat::F32, 32, 32, false).pack(SimdLevel::Portable);
     let size = WorkspaceSize { hidden: 32, intermediate: 32, assignments: 4, threads: 1 };
     let assignments = Assignments { offsets: &[0, 2], rows: &[1, 3], weights: &[1.0, 1.0] };
@@ -337,7 +337,7 @@ fn a_row_out_of_range_panics() {
 
 #[test]
 fn mismatched_shapes_are_refused() {
-    let mut rng = rand::rng();
+    let mut rng = expertd_test_seed::rng();
     let expert = TestExpert::random(&mut rng, WeightFormat::F32, 32, 16, true);
     let weights = |down: &'_ TestMatrix| -> String {
         let biases = ExpertBiases { gate: &[0.0; 16], up: &[0.0; 15], down: &[0.0; 32] };

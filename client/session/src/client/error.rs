@@ -1,0 +1,131 @@
+//! Errors of sessions.
+
+use std::io;
+use std::time::Duration;
+
+use expertd_shm::region::RegionError;
+use expertd_shm::ring::RingError;
+
+use crate::wire::CompletionRecord;
+
+impl SessionError {
+    /// The error of a call that failed.
+    #[must_use]
+    pub fn of_call(record: &CompletionRecord) -> SessionError {
+        let after = Duration::from_nanos(record.retry_after_ns);
+        let (reason, fields) = record.reason();
+        SessionError::Status {
+            code: record.code,
+            message: record.text(),
+            retry_after: (!after.is_zero()).then_some(after),
+            reason,
+            fields,
+        }
+    }
+}
+
+/// Why a session cannot be opened or a call has no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum SessionError {
+    /// The address is not that of a Unix socket.
+    #[error(
+        "`{0}` is not the address of a session socket; use unix:PATH, as given to `expertd serve --session-listen`"
+    )]
+    Address(String),
+    /// The socket cannot be used.
+    #[error("session socket {address}: {source}")]
+    Socket {
+        /// The address.
+        address: String,
+        /// The error.
+        source: io::Error,
+    },
+    /// The service refuses the session.
+    #[error("the service refuses the session: {reason}")]
+    Refused {
+        /// The service's sentence.
+        reason: String,
+    },
+    /// What the service sent is not a session of this protocol.
+    #[error("the service sent {0}")]
+    Protocol(String),
+    /// The memory that the service sent cannot be used.
+    #[error("the session's memory cannot be used: {0}")]
+    Memory(#[from] RegionError),
+    /// A ring of the memory cannot be used.
+    #[error("the session's memory cannot be used: {0}")]
+    Ring(#[from] RingError),
+    /// The row area has no room.
+    #[error(
+        "the session's row area has no {bytes} consecutive free bytes (at most {largest}); drop buffers or open the \
+         session with more"
+    )]
+    NoRoom {
+        /// The bytes that were wanted.
+        bytes: usize,
+        /// The largest free range.
+        largest: usize,
+    },
+    /// A buffer is too small for the call.
+    #[error("{what} has {found} bytes, but the call needs {needed}")]
+    BufferSize {
+        /// `rows`, `output` or another part of the call.
+        what: &'static str,
+        /// Bytes of the buffer.
+        found: usize,
+        /// Bytes that are needed.
+        needed: usize,
+    },
+    /// As many calls as the session allows are in flight.
+    #[error("{calls} calls of this session are in flight, and no more are allowed; wait for one of them")]
+    TooManyCalls {
+        /// The limit.
+        calls: u64,
+    },
+    /// The call ended with a status.
+    #[error("code {code}: {message}")]
+    Status {
+        /// Code of gRPC.
+        code: u32,
+        /// The service's sentence.
+        message: String,
+        /// When a retry can succeed, if the service said so.
+        retry_after: Option<Duration>,
+        /// The service's name for the cause, as in gRPC's ErrorInfo; empty if it gave none.
+        reason: String,
+        /// Names of invalid fields. `message` has a sentence for each, `NAME: SENTENCE`.
+        fields: Vec<String>,
+    },
+    /// No completion came in time. The call keeps its buffers until it comes.
+    #[error("no completion within {waited:?}")]
+    TimedOut {
+        /// The time limit.
+        waited: Duration,
+    },
+    /// The machine has no CUDA driver.
+    #[error("the CUDA driver (libcuda.so.1) was not found; CUDA sessions need NVIDIA's driver")]
+    NoDriver,
+    /// A call of the CUDA driver failed.
+    #[error("{call} failed: {error}")]
+    Driver {
+        /// Name of the call.
+        call: &'static str,
+        /// The driver's error.
+        error: String,
+    },
+    /// Memory of a GPU that cannot be used for a session.
+    #[error("{0}")]
+    Device(String),
+    /// The service refuses calls that were to be prepared.
+    #[error("the service refuses to prepare the calls: {reason}")]
+    NotPrepared {
+        /// The service's sentence.
+        reason: String,
+    },
+    /// The session has ended.
+    #[error("the session has ended: {reason}")]
+    Ended {
+        /// Why.
+        reason: String,
+    },
+}

@@ -1,0 +1,42 @@
+//! The client of expertd: calls, streams, retries, TLS and tokens, several services as one ([`fleet`]), and, with feature
+//! `session`, clients that share memory with a service on their host.
+//!
+//! ```no_run
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! use expertd_client::v1::{DType, ForwardRequest};
+//!
+//! let client = expertd_client::Client::connect("127.0.0.1:50051").await?;
+//! let model = client.model("").await?;
+//! let rows = bytes::Bytes::from(vec![0u8; model.hidden as usize * 4]);
+//! let request = ForwardRequest::inline(model.moe_layers[0].layer, 1, DType::DtypeF32, rows);
+//! let answer = client.forward(request, None).await?;
+//! # Ok(()) }
+//! ```
+
+mod client;
+pub mod fleet;
+mod loss;
+mod retry;
+#[cfg(feature = "session")]
+pub mod session;
+#[cfg(feature = "trace")]
+mod trace;
+pub mod transport;
+
+/// The messages of the protocol.
+pub use expertd_proto::v1;
+
+pub use client::{AnswerReceiver, Client, ClientError, LAYER_METADATA, RequestSender};
+pub use loss::{address_hint, connection_loss, with_address_hint};
+pub use retry::RetryPolicy;
+
+/// Compiles the Rust examples of the README and of pages in docs/ as doctests.
+#[cfg(doctest)]
+mod documents {
+    #[doc = include_str!("../../README.md")]
+    struct Readme;
+    #[doc = include_str!("../../docs/api.md")]
+    struct Api;
+    #[doc = include_str!("../../docs/services.md")]
+    struct Services;
+}

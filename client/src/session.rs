@@ -1,0 +1,235 @@
+//! Sessions: clients on the same host that share memory with the service. `docs/sessions.md` has the protocol.
+//!
+//! [`SessionClient`] takes the messages of gRPC and copies their rows. Callers that avoid these copies use
+//! [`Session`] itself, and write rows where the service reads them.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use bytes::Bytes;
+pub use expertd_session::*;
+use prost::Message as _;
+use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt as _};
+
+use expertd_proto::v1::forward_request::Payload;
+use expertd_proto::v1::{self, ForwardRequest, ForwardResponse, GetModelResponse, SharedExperts};
+
+/// Domain of the ErrorInfo, as of the service.
+const ERROR_DOMAIN: &str = "expertd";
+
+/// A session that takes the messages of gRPC. Threads may share it.
+#[derive(Debug)]
+pub struct SessionClient {
+    session: Session,
+    model: GetModelResponse,
+}
+
+impl SessionClient {
+    /// Opens a session on `address`, `unix:PATH`.
+    ///
+    /// # Errors
+    /// As [`Session::open`], and if the service sent bytes that are no model.
+    pub fn open(address: &str, options: &SessionOptions) -> Result<Self, SessionError> {
+        let session = Session::open(address, options)?;
+        let model = GetModelResponse::decode(session.model())
+            .map_err(|error| SessionError::Protocol(format!("a model that cannot be decoded: {error}")))?;
+        Ok(SessionClient { session, model })
+    }
+
+    /// The model that the service served when the session was opened.
+    #[must_use]
+    pub const fn model(&self) -> &GetModelResponse {
+        &self.model
+    }
+
+    /// The session, for calls without copies.
+    #[must_use]
+    pub const fn session(&self) -> &Session {
+        &self.session
+    }
+
+    /// Makes the call of a gRPC request: its rows are copied into the session's memory, and the answer out of it. Blocks
+    /// for `timeout` at most, which is the call's deadline as well. The receipt names the first and the last step only; its
+    /// timings are one entry, the sum over the steps, without the number of tokens.
+    ///
+    /// The protocol of sessions names no fingerprint of weights; an expected one is compared with the receipt, so that the
+    /// answer of other weights becomes an error.
+    ///
+    /// # Errors
+    /// As [`Session::submit`] and [`PendingCall::wait`], if the request has no inline rows, and FAILED_PRECONDITION if other
+    /// weights computed the answer than the request expects.
+    pub fn forward(
+        &self,
+        request: &ForwardRequest,
+        timeout: Duration,
+    ) -> Result<ForwardResponse, SessionError> {
+        let Some(Payload::Inline(inline)) = &request.payload else {
+            return Err(SessionError::BufferSize { what: "rows", found: 0, needed: request.tokens as usize });
+        };
+        let Some(dtype) = u32::try_from(request.dtype).ok().and_then(DType::from_code) else {
+            let code = request.dtype;
+            return Err(SessionError::Protocol(format!(
+                "element type {code}, which this client does not know"
+            )));
+        };
+        let mut rows = self.session.buffer(inline.len())?;
+        rows.as_mut_slice().copy_from_slice(inline);
+        let output = self.session.buffer(inline.len())?;
+        let given = request.routing.as_ref().map(|routing| {
+            let weights: Vec<f32> = words(&routing.topk_weights).map(f32::from_le_bytes).collect();
+            (routing.k as usize, integers(&routing.topk_ids), weights)
+        });
+        let token_ids = (!request.token_ids.is_empty()).then(|| integers(&request.token_ids));
+        let call = Call {
+            layer: request.layer,
+            tokens: request.tokens as usize,
+            dtype,
+            routing: given.as_ref().map(|(k, ids, weights)| GivenRouting { k: *k, ids, weights }),
+            token_ids: token_ids.as_deref(),
+            shared_experts: request.shared_experts() != SharedExperts::Exclude,
+            expected_weight_version: request.expected_weight_version,
+            return_routing: request.return_routing.then(|| self.top_k(request.layer)),
+            timeout: Some(timeout),
+        };
+        let answer = self.session.submit(&call, rows, output)?.wait(timeout)?;
+        check_weights(&request.expected_weight_fingerprint, &answer.receipt.weight_fingerprint)?;
+        let rows = Bytes::copy_from_slice(answer.output.as_slice());
+        let (topk_ids, topk_weights) = answer.routing.unwrap_or_default();
+        let mut receipt = receipt(&answer.receipt, request.return_timings);
+        (receipt.topk_ids, receipt.topk_weights) = (topk_ids.into(), topk_weights.into());
+        Ok(ForwardResponse { rows, receipt: Some(receipt) })
+    }
+
+    /// Experts per token of a layer's gate; 1 for a layer that the service does not have, which it refuses.
+    fn top_k(&self, layer: u32) -> usize {
+        let found = self.model.moe_layers.iter().find(|moe| moe.layer == layer);
+        found.map_or(1, |moe| moe.top_k as usize)
+    }
+}
+
+/// Compares the fingerprint that a request expects, if any, with that of the weights that computed its answer.
+fn check_weights(expected: &str, found: &str) -> Result<(), SessionError> {
+    if expected.is_empty() || expected == found {
+        return Ok(());
+    }
+    Err(SessionError::Status {
+        code: Code::FailedPrecondition as u32,
+        message: format!("weights with fingerprint {found} are loaded, the request expects {expected}"),
+        retry_after: None,
+        reason: "WEIGHT_VERSION_MISMATCH".to_owned(),
+        fields: Vec::new(),
+    })
+}
+
+fn words(bytes: &Bytes) -> impl Iterator<Item = [u8; 4]> + '_ {
+    bytes.as_chunks::<4>().0.iter().copied()
+}
+
+fn integers(bytes: &Bytes) -> Vec<i32> {
+    words(bytes).map(i32::from_le_bytes).collect()
+}
+
+/// A receipt as gRPC has it: of several steps the first and the last one, and their timings as one entry, the sum over the
+/// steps, without the number of tokens.
+#[must_use]
+pub fn receipt(receipt: &Receipt, timings: bool) -> v1::Receipt {
+    let (first, last) = receipt.steps;
+    let [copy_in, gate, prepare, dispatch, experts, combine, copy_out] =
+        receipt.phases.map(|phase| u64::try_from(phase.as_nanos()).unwrap_or(u64::MAX));
+    let timing = v1::StepTiming {
+        step: last,
+        tokens: 0,
+        copy_in_ns: copy_in,
+        gate_ns: gate,
+        prepare_ns: prepare,
+        dispatch_ns: dispatch,
+        experts_ns: experts,
+        combine_ns: combine,
+        copy_out_ns: copy_out,
+    };
+    v1::Receipt {
+        steps: if first == last { vec![first] } else { vec![first, last] },
+        generation: receipt.generation,
+        weight_version: receipt.weight_version,
+        weight_fingerprint: receipt.weight_fingerprint.clone(),
+        tokens_per_rank: receipt.tokens_per_rank.clone(),
+        timings: if timings { vec![timing] } else { Vec::new() },
+        queue_time: receipt.queue_time.try_into().ok(),
+        step_time: receipt.step_time.try_into().ok(),
+        ..v1::Receipt::default()
+    }
+}
+
+/// The gRPC status of a session's error.
+#[must_use]
+pub fn status(error: SessionError) -> Status {
+    let text = error.to_string();
+    match error {
+        SessionError::Status { code, message, retry_after, reason, fields } => {
+            let mut details = ErrorDetails::new();
+            details.set_retry_info(retry_after);
+            if !reason.is_empty() {
+                details.set_error_info(reason, ERROR_DOMAIN, HashMap::new());
+            }
+            for (field, problem) in violations(&message, &fields) {
+                details.add_bad_request_violation(field, problem);
+            }
+            Status::with_error_details(Code::from_i32(code.cast_signed()), message, details)
+        }
+        SessionError::TimedOut { .. } => Status::deadline_exceeded(text),
+        SessionError::TooManyCalls { .. } | SessionError::NoRoom { .. } => Status::resource_exhausted(text),
+        SessionError::Ended { .. } | SessionError::Socket { .. } | SessionError::Refused { .. } => {
+            Status::unavailable(text)
+        }
+        SessionError::BufferSize { .. } | SessionError::Address(_) | SessionError::NotPrepared { .. } => {
+            Status::invalid_argument(text)
+        }
+        SessionError::NoDriver | SessionError::Driver { .. } | SessionError::Device(_) => {
+            Status::failed_precondition(text)
+        }
+        SessionError::Protocol(_) | SessionError::Memory(_) | SessionError::Ring(_) => Status::internal(text),
+    }
+}
+
+/// The problem of each invalid field. The message has them as `FIELD: PROBLEM`, one behind the other with `; ` between.
+fn violations<'a>(message: &'a str, fields: &'a [String]) -> impl Iterator<Item = (&'a str, &'a str)> {
+    fields.iter().enumerate().map(move |(index, field)| {
+        let begin = format!("{field}: ");
+        let rest = message.find(&begin).map_or(message, |at| &message[at + begin.len()..]);
+        let next = fields.get(index + 1).and_then(|next| rest.find(&format!("; {next}: ")));
+        (field.as_str(), next.map_or(rest, |end| &rest[..end]))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_has_the_reason_and_the_fields_of_a_call() {
+        let error = SessionError::Status {
+            code: Code::InvalidArgument as u32,
+            message: "tokens: must be 1; not 0; k: must be 4".to_owned(),
+            retry_after: Some(Duration::from_millis(7)),
+            reason: "INVALID_REQUEST".to_owned(),
+            fields: vec!["tokens".to_owned(), "k".to_owned()],
+        };
+        let status = status(error);
+        assert_eq!(status.get_details_error_info().unwrap().reason, "INVALID_REQUEST");
+        let fields = status.get_details_bad_request().unwrap().field_violations;
+        let fields: Vec<_> =
+            fields.iter().map(|one| (one.field.as_str(), one.description.as_str())).collect();
+        assert_eq!(fields, [("tokens", "must be 1; not 0"), ("k", "must be 4")]);
+        assert_eq!(status.get_details_retry_info().unwrap().retry_delay, Some(Duration::from_millis(7)));
+    }
+
+    #[test]
+    fn an_answer_of_other_weights_is_an_error() {
+        assert!(check_weights("", "sampled:01").is_ok());
+        assert!(check_weights("sampled:01", "sampled:01").is_ok());
+        let error = status(check_weights("sampled:01", "sampled:02").unwrap_err());
+        assert_eq!(error.code(), Code::FailedPrecondition);
+        assert!(error.message().contains("sampled:02 are loaded"), "{}", error.message());
+    }
+}

@@ -1,0 +1,20 @@
+//! Memory that processes share, of the server and of its clients.
+//!
+//! * [`region`]: memory that several processes map, and bounds-checked views of it.
+//! * [`wait`]: spin-then-futex waiting, and the [`wait::Doorbell`] that many threads ring and one waits on.
+//! * [`ring`]: a single-producer, single-consumer ring of fixed-size records.
+//! * [`descriptors`]: descriptors that travel over a socket.
+//!
+//! Unsafe code is confined to `region` (mapping and views). Rings and waiting use atomics and contain no unsafe code.
+
+pub mod descriptors;
+pub mod faults;
+pub mod region;
+pub mod ring;
+pub mod wait;
+
+#[cfg(all(test, feature = "loom"))]
+mod loom_tests;
+
+pub use region::{RegionError, SharedRegion, SharedSlice};
+pub use wait::WaitPolicy;
