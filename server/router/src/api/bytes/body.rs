@@ -114,7 +114,8 @@ impl<B> RequestBody<B> {
 
     /// Charges as many of the pending bytes as there is room for. Returns their number, and whether there was room for all.
     fn charge(&mut self) -> Result<(usize, bool), Status> {
-        let mut at = 0;
+        // `before` is where the bytes before the message begin: a refused message's go to no decoder, which has its own status for it.
+        let (mut at, mut before) = (0, 0);
         loop {
             if let Some(message) = &mut self.message {
                 let take = message.left.min(self.pending.len() - at);
@@ -137,13 +138,14 @@ impl<B> RequestBody<B> {
                     Ok(true) => {}
                     Ok(false) => return Ok((at, false)),
                     // The messages before it go first.
-                    Err(_) if at > 0 => return Ok((at, true)),
+                    Err(_) if before > 0 => return Ok((before, true)),
                     Err(status) => return Err(status),
                 }
             } else if at == self.pending.len() {
                 return Ok((at, true));
             } else {
                 let take = (PREFIX - self.have).min(self.pending.len() - at);
+                before = at;
                 self.prefix[self.have..self.have + take].copy_from_slice(&self.pending[at..at + take]);
                 self.have += take;
                 at += take;
