@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use crate::common::golden::{Golden, root};
+use expertd_test_fixtures::fixture;
+
+use crate::common::golden::Golden;
 use crate::common::kernels;
 use expertd_compute::experts::reference;
 use expertd_model::Checkpoint;
@@ -40,7 +42,7 @@ impl Errors {
 /// Both quantise the same rows alike. What differs is h: transformers rounds it to bf16 more often, so that some elements get the
 /// neighbouring code. That is less than what quantisation changes.
 fn compare(name: &str, most: f64) {
-    let dir = root().with_file_name("quantised").join(name);
+    let dir = fixture(&format!("quantised/{name}"));
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let hidden = checkpoint.spec().hidden;
     let [mut ours, mut theirs, mut apart, mut widened] = [const { Errors(Vec::new()) }; 4];

@@ -6,7 +6,9 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use crate::common::golden::{Golden, folders, root};
+use expertd_test_fixtures::fixture;
+
+use crate::common::golden::{Golden, folders};
 use crate::common::kernels;
 use expertd_compute::experts::reference::{block, worst_row};
 use expertd_compute::gate::CpuGate;
@@ -131,22 +133,22 @@ fn check_all(dirs: &[PathBuf]) {
 
 #[test]
 fn the_fixtures_of_families_agree_with_the_recorded_blocks() {
-    let dirs = folders(&root());
+    let dirs = expertd_test_fixtures::all("golden");
     assert_eq!(dirs.len(), 22);
     check_all(&dirs);
-    check_all(&folders(&root().with_file_name("unpadded")));
+    check_all(&expertd_test_fixtures::all("unpadded"));
 }
 
 #[test]
 fn quantised_checkpoints_agree_with_the_recorded_blocks_of_their_dequantised_copies() {
-    let dirs = folders(&root().with_file_name("quantised"));
+    let dirs = expertd_test_fixtures::all("quantised");
     assert_eq!(dirs.len(), 16);
     check_all(&dirs);
 }
 
 #[test]
 fn fp8_products_agree_with_their_definition_and_with_the_recorded_blocks() {
-    let dirs = folders(&root().with_file_name("quantised"));
+    let dirs = expertd_test_fixtures::all("quantised");
     let takes = |dir: &Path| {
         Checkpoint::open(dir)
             .unwrap()
@@ -164,10 +166,9 @@ fn fp8_products_agree_with_their_definition_and_with_the_recorded_blocks() {
 /// Experts that are stored in MXFP4 take FP8 rows on request.
 #[test]
 fn fp8_products_of_mxfp4_agree_with_their_definition_and_with_the_recorded_blocks() {
-    let root = root().with_file_name("quantised");
     let errors: Vec<f64> = ["gpt_oss-mxfp4-odd", "qwen3_moe-mxfp4-library"]
         .into_iter()
-        .flat_map(|name| check_fp8_products(&root.join(name), Fp8Products::OF_MXFP4))
+        .flat_map(|name| check_fp8_products(&fixture(&format!("quantised/{name}")), Fp8Products::OF_MXFP4))
         .collect();
     check_codes(&errors);
 }
@@ -175,7 +176,7 @@ fn fp8_products_of_mxfp4_agree_with_their_definition_and_with_the_recorded_block
 /// `scale_fmt` of the config decides on the scales of rows.
 #[test]
 fn fp8_products_take_scales_that_are_powers_of_two() {
-    let fixture = root().with_file_name("quantised").join("deepseek_v3-fp8-odd");
+    let fixture = fixture("quantised/deepseek_v3-fp8-odd");
     let folder = tempfile::tempdir().unwrap();
     for file in ["model.safetensors", "golden.safetensors"] {
         std::fs::copy(fixture.join(file), folder.path().join(file)).unwrap();

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use crate::service::load::{Load, Rows, check};
-use crate::service::{Service, families, fixture, golden};
+use crate::service::{Service, families, golden};
 use clap::Parser as _;
 use expertd_cli::verify::{VerifyArgs, verify};
 
@@ -57,10 +57,8 @@ async fn every_family_at_three_ranks() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_quantised_format_at_three_ranks() {
-    let folders = std::fs::read_dir(fixture("").with_file_name("quantised")).unwrap();
-    let folders = folders.map(|entry| entry.unwrap().path()).filter(|folder| folder.is_dir());
     let mut tried = 0;
-    for folder in folders {
+    for folder in expertd_test_fixtures::all("quantised") {
         let name = folder.file_name().unwrap().to_str().unwrap();
         let family = name.split_once('-').unwrap().0;
         let service = Service::start_checkpoint(&folder, 3, &[], &[]);

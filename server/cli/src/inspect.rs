@@ -343,9 +343,8 @@ mod tests {
     #[test]
     fn formats_that_gpus_hold_otherwise_are_said() {
         let of = |name: &str| {
-            let fixtures =
-                std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/quantised");
-            let checkpoint = Checkpoint::open(&fixtures.join(name)).unwrap();
+            let folder = expertd_test_fixtures::fixture(&format!("quantised/{name}"));
+            let checkpoint = Checkpoint::open(&folder).unwrap();
             let text = in_words(&checkpoint, 1, Coverage::Sampled);
             (gpu_bytes_per_rank(checkpoint.spec(), 1, GPU_PRODUCTS)[0], text)
         };

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
 use expertd_model::{Checkpoint, ExpertTensors, ModelError, ReadBuffer, Scales};
@@ -43,10 +43,7 @@ fn compare(checkpoint: &Checkpoint, buffer: &mut ReadBuffer) -> usize {
 
 #[test]
 fn experts_of_all_families_are_read_as_they_are_stored() {
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures");
-    let entries = ["golden", "quantised"].map(|name| std::fs::read_dir(fixtures.join(name)).unwrap());
-    let folders = entries.into_iter().flatten().map(|entry| entry.unwrap().path());
-    let folders: Vec<PathBuf> = folders.filter(|path| path.join("config.json").exists()).collect();
+    let folders = ["golden", "quantised"].map(expertd_test_fixtures::all).concat();
     assert!(folders.len() >= 30, "{folders:?}");
     let mut buffer = ReadBuffer::past_cache();
     for folder in folders {

@@ -111,15 +111,20 @@ impl<P> Inbox<P> {
     /// # Errors
     /// [`Refusal`] if it is not admitted now.
     pub fn submit(&mut self, now: Time, submission: Submission, payload: P) -> Result<RequestKey, Refusal> {
-        if let Some(refusal) = self.refuse(now, &submission) {
-            return Err(refusal);
+        match self.refuse(now, &submission) {
+            Some(refusal) => Err(refusal),
+            None => Ok(self.admit(now, submission, payload)),
         }
+    }
+
+    /// Admits a request that [`refuse`](Self::refuse) has just let pass.
+    pub fn admit(&mut self, now: Time, submission: Submission, payload: P) -> RequestKey {
         self.has_mail = true;
         self.last_key += 1;
         let key = RequestKey(self.last_key);
         self.incoming_tokens += submission.tokens;
         self.incoming.push(Mail { key, submission, admitted: now, payload });
-        Ok(key)
+        key
     }
 
     /// Why a request is not admitted now; `None` if it would be.

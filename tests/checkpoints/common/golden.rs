@@ -4,11 +4,6 @@ use std::path::{Path, PathBuf};
 
 use safetensors::{Dtype, SafeTensors};
 
-/// The directory that holds one directory per family.
-pub fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/golden")
-}
-
 /// The directories under `root` that hold golden data, sorted.
 pub fn folders(root: &Path) -> Vec<PathBuf> {
     let mut all: Vec<_> = std::fs::read_dir(root)

@@ -212,14 +212,13 @@ fn half_closed_sockets_hold_no_place() {
     drop(sockets);
 }
 
-/// A client that opens sessions, begins a call in each and leaves, while no step ends: neither memory nor descriptors gather.
+/// Clients that ask for sessions while no step ends are refused in time, and neither memory nor descriptors gather.
 #[test]
-fn sessions_whose_calls_wait_are_released_although_no_step_ends() {
+fn sessions_that_no_rank_attaches_are_released_although_no_step_ends() {
     let runtime = runtime();
     let timeouts = ["--liveness-timeout-ms", "600000", "--step-timeout-ms", "600000"];
-    let host = Host::start(FAMILY, 2, &[&timeouts[..], &["--max-sessions", "4"]].concat());
+    let host = Host::start(FAMILY, 2, &timeouts);
     let session = host.open();
-    host.in_place(&runtime);
     let stopped = host.service.ranks()[0];
     send(stopped, Signal::STOP);
     let (request, wanted) = Rows::new(&golden(FAMILY), 5, 8).draw();
@@ -228,25 +227,27 @@ fn sessions_whose_calls_wait_are_released_although_no_step_ends() {
         session
     });
     eventually(LOST, "a step is under way", || host.status(&runtime).requests_in_flight == 1);
-    let before = host.descriptors();
-    let mut kept = Vec::new();
-    for _ in 0..60 {
-        eventually(LOST, "a session has a place", || host.status(&runtime).sessions.len() < 4);
-        let session = raw(&host, CALLS, ROWS_BYTES);
-        let popped = session.region.slice::<u64>(session.opened.requests_offset as usize + 64, 1).unwrap();
-        begin_calls(&session, 1, 1);
-        eventually(LOST, "its call is taken", || popped.atomics()[0].load(Ordering::Acquire) > 0);
-        kept.push(session.region);
-        // 4 sessions may be open, and 2 * 4 + 16 memories held; each has two more descriptors at most.
-        assert!(host.descriptors() <= before + 4 + 3 * 24, "{} descriptors", host.descriptors() - before);
+    let (before, charged) = (host.descriptors(), value(&host, "expertd_session_bytes", ""));
+    for _ in 0..2 {
+        let opening: Vec<_> = (0..8)
+            .map(|_| {
+                let address = host.address.clone();
+                std::thread::spawn(move || Session::open(&address, &SessionOptions::default()).unwrap_err())
+            })
+            .collect();
+        for thread in opening {
+            let text = thread.join().unwrap().to_string();
+            assert!(text.contains("have not attached the memory in time"), "{text}");
+        }
     }
     // The stopped rank has been told to attach one of them and does not answer.
-    let left = || kept.iter().filter(|region| page_bytes(region) > 0).count();
-    eventually(LOST / 2, "pages of one session at most are left", || left() <= 1);
+    let one = 2 * SessionOptions::default().rows_bytes as u64 * 3;
+    let held = || value(&host, "expertd_session_bytes", "") - charged;
+    eventually(LOST, "the memory of one session at most is held", || held() <= one as f64);
+    assert!(host.descriptors() <= before + 4, "{} descriptors", host.descriptors() - before);
     assert_eq!(host.status(&runtime).requests_in_flight, 1, "the step has not ended");
     send(stopped, Signal::CONT);
     drop(waiting.join().unwrap());
-    eventually(LOST, "no page is left", || left() == 0);
     eventually(LOST, "nothing is charged", || value(&host, "expertd_session_bytes", "") == 0.0);
     eventually(LOST, "no descriptor is left", || host.descriptors() <= before);
 }

@@ -12,7 +12,7 @@ pub type TestRng = rand_chacha::ChaCha8Rng;
 
 const VARIABLE: &str = "EXPERTD_TEST_SEED";
 
-/// The seed of this process: [`VARIABLE`], otherwise a random number.
+/// The seed of this process: `EXPERTD_SEED`, otherwise a random number.
 ///
 /// # Panics
 /// If the variable is not a number.
@@ -24,7 +24,7 @@ fn of_process() -> u64 {
     })
 }
 
-/// A seed for the calling thread: another one with each call, the same ones in each run with the same [`VARIABLE`].
+/// A seed for the calling thread: another one with each call, the same ones in each run with the same `EXPERTD_TEST_SEED`.
 #[must_use]
 pub fn seed() -> u64 {
     thread_local! {

@@ -17,7 +17,6 @@ use std::time::Duration;
 
 use self::pool::{CopyJob, CopyPool};
 use self::stores::StoreKind;
-use expertd_shm::region::{self, SharedSlice};
 use expertd_types::ChunkedSlice;
 
 /// Smaller batches, in bytes, are copied by the calling thread alone.
@@ -35,15 +34,6 @@ struct CopyRange {
     bytes: usize,
     /// Offset of this range's end in the batch, in bytes.
     end: usize,
-    shared: SharedEnd,
-}
-
-/// The end of a copy that other processes may access at any time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum SharedEnd {
-    Neither,
-    Source,
-    Destination,
 }
 
 impl CopyRange {
@@ -56,15 +46,8 @@ impl CopyRange {
     /// # Safety
     /// As for [`CopyBatch::push`]; the bytes lie within the range, and no other thread copies them.
     unsafe fn copy(&self, store: StoreKind, at: usize, bytes: usize) {
-        let (from, to) = (self.from.wrapping_add(at), self.to.wrapping_add(at));
         // SAFETY: the caller's promise.
-        unsafe {
-            match self.shared {
-                SharedEnd::Neither => store.copy(from, to, bytes),
-                SharedEnd::Source => region::from_shared(from, to, bytes),
-                SharedEnd::Destination => region::to_shared(from, to, bytes),
-            }
-        }
+        unsafe { store.copy(self.from.wrapping_add(at), self.to.wrapping_add(at), bytes) };
     }
 }
 
@@ -84,31 +67,8 @@ impl<'a> CopyBatch<'a> {
     pub unsafe fn push(&mut self, from: ChunkedSlice<'a>, mut to: *mut u8) {
         for slice in from.iter() {
             let (bytes, end) = (slice.len(), self.bytes() + slice.len());
-            let shared = SharedEnd::Neither;
-            self.ranges.push(CopyRange { from: slice.as_ptr(), to, bytes, end, shared });
+            self.ranges.push(CopyRange { from: slice.as_ptr(), to, bytes, end });
             to = to.wrapping_add(bytes);
-        }
-    }
-
-    /// Adds a copy of `bytes` bytes at `offset` of `area`, memory that other processes may write at any time: the copy then
-    /// has some of the old bytes and some of the new ones.
-    ///
-    /// # Panics
-    /// If the bytes exceed the area.
-    ///
-    /// # Safety
-    /// As for [`push`](Self::push).
-    pub unsafe fn push_shared(
-        &mut self,
-        area: &'a SharedSlice<u8>,
-        offset: usize,
-        bytes: usize,
-        to: *mut u8,
-    ) {
-        assert!(offset <= area.len() && bytes <= area.len() - offset, "a copy exceeds its source");
-        if bytes > 0 {
-            let (end, from) = (self.bytes() + bytes, area.as_ptr().wrapping_add(offset).cast_const());
-            self.ranges.push(CopyRange { from, to, bytes, end, shared: SharedEnd::Source });
         }
     }
 
@@ -144,24 +104,6 @@ impl Copier {
     /// one thread alone is faster with plain stores.
     pub fn stream(&mut self, batch: CopyBatch<'_>) {
         self.copy(batch, StoreKind::Streaming);
-    }
-
-    /// Copies each slice to the memory that is paired with it, which any thread of any process may access at any time.
-    /// Where two destinations overlap, either copy may win for each byte.
-    ///
-    /// # Panics
-    /// If a slice and its destination have different lengths.
-    pub fn write_shared(&mut self, copies: &[(&[u8], SharedSlice<u8>)]) {
-        let mut batch = CopyBatch::default();
-        for (from, to) in copies {
-            assert_eq!(from.len(), to.len(), "a copy to memory of another length");
-            if !from.is_empty() {
-                let (bytes, end) = (from.len(), batch.bytes() + from.len());
-                let shared = SharedEnd::Destination;
-                batch.ranges.push(CopyRange { from: from.as_ptr(), to: to.as_ptr(), bytes, end, shared });
-            }
-        }
-        self.copy(batch, StoreKind::Plain);
     }
 
     /// Appends each slice to the vector of `to` whose index is paired with it.

@@ -2,8 +2,6 @@
 //! rotations, panels by their swizzle.
 #![allow(clippy::unwrap_used, unsafe_code, reason = "tests pack host memory")]
 
-use std::path::Path;
-
 use expertd_kernels::experts::{
     PACK_DOWN, PACK_GATE_UP, PANEL, PackParams, UNIT_ROWS, pack_host, pack_narrow_host,
 };
@@ -211,7 +209,7 @@ fn check_fp8_panels(expert: &ExpertTensors<'_>) {
 #[test]
 fn mxfp4_experts_arrive_in_fp8_panels() {
     for name in ["gpt_oss-mxfp4-odd", "qwen3_moe-mxfp4-library"] {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/quantised").join(name);
+        let folder = expertd_test_fixtures::fixture(&format!("quantised/{name}"));
         let checkpoint = Checkpoint::open(&folder).unwrap();
         for (layer, moe) in checkpoint.spec().moe_layers() {
             let stored = crate::Stored::routed(&moe.experts);
@@ -272,7 +270,7 @@ fn check_panels(expert: &ExpertTensors<'_>) {
 
 /// The experts of a fixture that have the device format bf16: routed ones, and shared ones.
 fn bf16_experts_of(name: &str, fp8: Fp8Products) -> [bool; 2] {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/quantised").join(name);
+    let folder = expertd_test_fixtures::fixture(&format!("quantised/{name}"));
     let checkpoint = Checkpoint::open(&folder).unwrap();
     let mut found = [false; 2];
     for (layer, moe) in checkpoint.spec().moe_layers() {

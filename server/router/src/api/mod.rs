@@ -25,7 +25,7 @@ pub(crate) use service::description::ModelDescription;
 pub use service::failure::{ERROR_DOMAIN, code_name};
 pub(crate) use service::failure::{Failure, public_text};
 pub use service::health::ready_probe;
-pub(crate) use service::validate::{Envelope, validate_session};
+pub(crate) use service::validate::{Asked, AskedRouting, Envelope, check};
 pub use transport::address::{Address, AddressError, BindError};
 pub(crate) use transport::address::{Listener, PlainSocket};
 pub(crate) use transport::front::client_key;

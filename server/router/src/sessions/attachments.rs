@@ -2,8 +2,8 @@
 //! I/O.
 //!
 //! Ranks carry out one order at a time, all of them the same one, so that registering memory with a device stops them
-//! together and few messages wait on their sockets. No call waits for an order: until every rank has attached a memory, the router
-//! copies its rows.
+//! together and few messages wait on their sockets. A session opens when every rank has attached its memory, and a generation serves
+//! when its ranks have answered for every memory.
 
 use std::collections::BTreeMap;
 
@@ -120,12 +120,6 @@ impl Attachments {
     pub(crate) fn held_by_ranks(&self) -> impl Iterator<Item = MemoryId> {
         let held = self.memories.iter().filter(|(_, attachment)| attachment.place != Place::Nowhere);
         held.map(|(memory, _)| *memory)
-    }
-
-    /// Whether a step may name the memory.
-    pub(crate) fn is_usable(&self, memory: MemoryId) -> bool {
-        let usable = |attachment: &Attachment| attachment.place == Place::Attached && !attachment.is_closing;
-        self.memories.get(&memory).is_some_and(usable)
     }
 
     /// Whether every rank has the memory.

@@ -5,17 +5,23 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use bytes::Bytes;
+use expertd_ipc::RowSource;
+use expertd_ipc::control::DeviceKind;
 use expertd_session::memory::SessionMemory;
 use expertd_types::MemoryId;
 
+use super::Steps;
+use super::host::HostSession;
 use super::listener::{SessionConfig, Shared};
-use super::registry::{RowsTravel, SessionLimits, SessionRegistry};
-use super::session::{Opener, SessionState};
-use super::{CudaCall, OpenSession, SessionCall, Steps};
+use super::open::OpenSession;
+use super::registry::{SessionLimits, SessionRegistry};
+use super::session::{Opener, Session};
 use crate::api::fuzzing::{check_request, model, receipt};
 use crate::backend::{ClientKey, ModelInfo, Request, StepError, SubmitError};
+use crate::steps::{Attachment, CallError, Caller, ClientMemory};
 use crate::telemetry::RequestMetrics;
 
 /// Calls in flight of the sessions under test.
@@ -28,20 +34,19 @@ pub(super) const LIMITS: SessionLimits =
 /// Checks every call that is admitted, answers some at once, refuses some, and keeps the others.
 pub(super) struct Echo {
     model: Arc<ModelInfo>,
-    /// Size of the client's memory on its GPU.
-    device_bytes: u64,
-    kept: Mutex<Vec<SessionCall>>,
-    kept_cuda: Mutex<Vec<CudaCall>>,
+    /// Size of the memory in which rows lie.
+    memory_bytes: u64,
+    kept: Mutex<Vec<Box<dyn Caller>>>,
     admitted: AtomicUsize,
 }
 
 impl Echo {
-    pub(super) fn new(device_bytes: u64) -> Arc<Echo> {
-        let (kept, kept_cuda, admitted) = Default::default();
-        Arc::new(Echo { model: Arc::new(model()), device_bytes, kept, kept_cuda, admitted })
+    pub(super) fn new(memory_bytes: u64) -> Arc<Echo> {
+        let (kept, admitted) = Default::default();
+        Arc::new(Echo { model: Arc::new(model()), memory_bytes, kept, admitted })
     }
 
-    /// Number of calls of CUDA sessions that were handed over.
+    /// Number of calls that were handed over.
     pub(super) fn admitted(&self) -> usize {
         self.admitted.load(Ordering::Relaxed)
     }
@@ -50,12 +55,10 @@ impl Echo {
     pub(super) fn fail_kept(&self) {
         let error = || {
             let (reason, retry_after) = ("a rank ended".to_owned(), Duration::from_millis(5));
-            StepError::Unavailable { reason, retry_after }
+            CallError::Failed(StepError::Unavailable { reason, retry_after })
         };
         let kept = std::mem::take(&mut *self.kept.lock().unwrap_or_else(PoisonError::into_inner));
-        kept.into_iter().for_each(|call| call.fail(error()));
-        let kept = std::mem::take(&mut *self.kept_cuda.lock().unwrap_or_else(PoisonError::into_inner));
-        kept.into_iter().for_each(|call| call.fail(error()));
+        kept.into_iter().for_each(|caller| caller.fail(error()));
     }
 }
 
@@ -81,47 +84,33 @@ impl Steps for Echo {
         Arc::clone(&self.model)
     }
 
-    fn submit(&self, request: Request, call: SessionCall) -> Result<(), SubmitError> {
-        check_request(&self.model, &request);
-        let bytes = request.tokens * self.model.hidden * request.dtype.size();
-        assert!(call.output(0, bytes).is_some(), "output of {bytes} bytes outside the row area");
-        match request.tokens % 4 {
-            0 => {
-                call.forget();
-                return Err(SubmitError::Draining);
-            }
-            1 => self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(call),
-            _ => call.answer(&receipt(&request), false),
-        }
-        Ok(())
+    fn device(&self) -> DeviceKind {
+        DeviceKind::Cuda
     }
 
-    fn submit_cuda(&self, request: Request, call: CudaCall) -> Result<(), SubmitError> {
+    fn take_in(&self, request: Request, caller: Box<dyn Caller>) {
         check_request(&self.model, &request);
         self.admitted.fetch_add(1, Ordering::Relaxed);
         let bytes = request.tokens * self.model.hidden * request.dtype.size();
-        let rows = call.attached_rows(0, bytes);
+        let RowSource::Attached(rows) = caller.rows(0..bytes) else {
+            panic!("rows outside of the session's memory")
+        };
         let end = |start: u64| start.checked_add(bytes as u64).expect("the end of rows");
-        assert!(end(rows.input) <= self.device_bytes && end(rows.output) <= self.device_bytes, "{rows:?}");
+        let memory = self.memory_bytes;
+        assert!(end(rows.input) <= memory && end(rows.output) <= memory, "{rows:?}");
         assert!(end(rows.input) <= rows.output || end(rows.output) <= rows.input, "{rows:?} overlap");
         match request.tokens % 4 {
-            0 => {
-                call.forget();
-                return Err(SubmitError::Draining);
-            }
-            1 => self.kept_cuda.lock().unwrap_or_else(PoisonError::into_inner).push(call),
-            _ => call.answer(&receipt(&request)),
-        }
-        Ok(())
-    }
-
-    fn session_opened(&self, session: OpenSession) {
-        if session.needs_ranks() {
-            session.set_rows_travel(RowsTravel::InPlace);
+            0 => caller.fail(CallError::Refused(SubmitError::Draining)),
+            1 => self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(caller),
+            _ => caller.answer(Bytes::new(), receipt(&request), false),
         }
     }
 
-    fn session_ended(&self, _: MemoryId) {}
+    fn memory_opened(&self, memory: Box<dyn ClientMemory>) {
+        memory.set_attachment(Attachment::Attached);
+    }
+
+    fn memory_ended(&self, _: MemoryId) {}
 }
 
 /// Rings and row area of a session with arbitrary contents, as a hostile client writes them.
@@ -137,11 +126,11 @@ pub fn records(data: &[u8]) {
         word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
     }
     let charge = registry.charge(&LIMITS, 0, memory.region().len()).expect("the first session fits");
-    let held = registry.hold(memory.region(), charge);
+    let echo = Echo::new(memory.region().len() as u64);
+    let held = registry.hold(memory.region(), None, charge);
     let (socket, _client) = UnixStream::pair().expect("a pair of sockets");
-    let metrics = Arc::new(RequestMetrics::new("Session"));
-    let session = SessionState::new(1, opener(), memory, rings.completions, socket, metrics, held);
-    let echo = Echo::new(0);
+    let common = Session::new(1, opener(), socket, Arc::new(RequestMetrics::new("Session")));
+    let session = HostSession::new(common, memory, rings.completions, held);
     let mut taken = 0;
     while let Ok(Some(record)) = rings.requests.try_pop() {
         taken += 1;
@@ -155,7 +144,19 @@ pub fn records(data: &[u8]) {
     assert_eq!(session.status().calls_in_flight, 0, "calls are left in flight");
     assert_eq!(Arc::strong_count(&session), 1, "a call is left");
     drop(session);
-    assert!(registry.charge(&LIMITS, 0, LIMITS.bytes).is_ok(), "memory is still charged");
+    wait_until_free(&registry);
+}
+
+/// Waits until no memory is charged. A thread of its own releases each session's memory.
+///
+/// # Panics
+/// If memory is still charged after a while.
+pub(super) fn wait_until_free(registry: &SessionRegistry) {
+    let begun = Instant::now();
+    while registry.charge(&LIMITS, 0, LIMITS.bytes).is_err() {
+        assert!(begun.elapsed() < Duration::from_secs(30), "memory is still charged");
+        std::thread::yield_now();
+    }
 }
 
 /// The bytes that a client sends over the session socket: the service answers or refuses, and releases everything at the
@@ -166,7 +167,7 @@ pub fn records(data: &[u8]) {
 pub fn socket(data: &[u8]) {
     let (service, mut client) = UnixStream::pair().expect("a pair of sockets");
     let registry = Arc::new(SessionRegistry::default());
-    let shared = shared(Echo::new(0), &registry);
+    let shared = shared(Echo::new(u64::MAX), &registry);
     let serving = std::thread::spawn({
         let shared = Arc::clone(&shared);
         move || drop(shared.serve(&service, opener(), None))
@@ -181,5 +182,5 @@ pub fn socket(data: &[u8]) {
         std::thread::yield_now();
     }
     assert!(reading.join().is_ok() && registry.status().is_empty(), "a session is left");
-    assert!(registry.charge(&LIMITS, 0, LIMITS.bytes).is_ok(), "memory is still charged");
+    wait_until_free(&registry);
 }

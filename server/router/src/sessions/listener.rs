@@ -18,7 +18,7 @@ use super::Steps;
 use super::registry::{SessionLimits, SessionRegistry};
 use super::session::Opener;
 use crate::api::{Address, BindError, Listener, ModelDescription, PlainSocket, client_key};
-use crate::steps::Service;
+use crate::steps::{ClientMemory as _, Service};
 use crate::telemetry::{Rarely, RequestMetrics, names};
 use crate::watchdog;
 
@@ -83,9 +83,6 @@ impl SessionServer {
         let mode = if config.users.iter().all(|&user| user == own) { OWN_MODE } else { SHARED_MODE };
         let listener = Listener::bind(&config.listen, mode).await?;
         let registry = Arc::clone(service.sessions());
-        registry
-            .start_releasing()
-            .map_err(|source| BindError::System { address: config.listen.clone(), source })?;
         Ok(SessionServer { listener, shared: Arc::new(Shared::new(config, service, registry)) })
     }
 
@@ -109,7 +106,7 @@ impl SessionServer {
         }
         heartbeat.finish();
         for session in self.shared.registry.sessions() {
-            session.close_apart("the service ends".to_owned());
+            session.end("the service ends".to_owned());
         }
         let ended = async {
             while self.shared.connections.load(Ordering::Acquire) > 0 {

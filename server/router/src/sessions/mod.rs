@@ -2,26 +2,32 @@
 //!
 //! * `table`: the calls of one session, without threads or I/O: which may enter and when it ends.
 //! * `sizes`: sizes and places of a request.
-//! * `session`: one session: its memory, its thread that takes requests, its completions.
+//! * `session`: what both kinds of sessions have in common.
+//! * `host`: a host session: its memory, its thread that takes requests, its completions.
+//! * `host_call`: a call of a host session that the step loop has.
+//! * `completion`: completion records.
 //! * `attachments`: which memories the ranks have attached, without threads or I/O.
-//! * `call`: a call that the step loop has.
 //! * `registry`: all sessions: limits, status.
 //! * `listener`: the session socket.
 //! * `connection`: what the socket of a client carries.
 //! * `release`: the pages of ended sessions are freed.
 //! * `cuda`: sessions whose rows lie in the memory of the client's GPU.
 //! * `open`: a session of either kind.
+//! * `opening`: how one is opened.
 //!
 //! `docs/sessions.md` has the protocol and says what is trusted.
 
 mod attachments;
-mod call;
+mod completion;
 mod connection;
 mod cuda;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
+mod host;
+mod host_call;
 mod listener;
 mod open;
+mod opening;
 mod registry;
 mod release;
 mod session;
@@ -33,40 +39,32 @@ pub use cuda::fuzzing as cuda_fuzzing;
 
 use std::sync::Arc;
 
+use expertd_ipc::control::DeviceKind;
 use expertd_types::MemoryId;
 
-use crate::backend::{Backend, ModelInfo, Request, SubmitError};
-use crate::steps::Service;
+use crate::backend::{Backend, ModelInfo, Request};
+use crate::steps::{Caller, ClientMemory, Service};
 
 pub(crate) use attachments::{Action as AttachAction, Answer as AttachAnswer, Attachments, Outcome};
-pub(crate) use call::SessionCall;
-pub(crate) use cuda::{CudaCall, Raising};
 pub use listener::{MAX_OPENING, SessionConfig, SessionServer};
-pub(crate) use open::OpenSession;
-pub use registry::{RowsTravel, SessionLimits, SessionRegistry, SessionStatus};
+pub use registry::{SessionLimits, SessionRegistry, SessionStatus};
 
 /// What takes the calls of sessions: the step loop.
 pub(crate) trait Steps: Send + Sync {
     /// The model that it serves.
     fn model(&self) -> Arc<ModelInfo>;
 
-    /// Admits a call, whose `call` it completes later.
-    ///
-    /// # Errors
-    /// [`SubmitError`] when it is not admitted now. The call then has no completion.
-    fn submit(&self, request: Request, call: SessionCall) -> Result<(), SubmitError>;
+    /// The ranks' device.
+    fn device(&self) -> DeviceKind;
 
-    /// As [`submit`](Self::submit), for a call whose rows lie in the memory of a client's GPU.
-    ///
-    /// # Errors
-    /// As [`submit`](Self::submit).
-    fn submit_cuda(&self, request: Request, call: CudaCall) -> Result<(), SubmitError>;
+    /// Takes in a request, whose `caller` gets its answer or its failure.
+    fn take_in(&self, request: Request, caller: Box<dyn Caller>);
 
-    /// Takes note of a new session.
-    fn session_opened(&self, session: OpenSession);
+    /// Takes note of the memory of a new session.
+    fn memory_opened(&self, memory: Box<dyn ClientMemory>);
 
-    /// Takes note of the end of a session that was opened.
-    fn session_ended(&self, memory: MemoryId);
+    /// Takes note of the end of a session whose memory was opened.
+    fn memory_ended(&self, memory: MemoryId);
 }
 
 impl Steps for Service {
@@ -74,19 +72,19 @@ impl Steps for Service {
         Backend::model(self)
     }
 
-    fn submit(&self, request: Request, call: SessionCall) -> Result<(), SubmitError> {
-        self.submit_session(request, call)
+    fn device(&self) -> DeviceKind {
+        Service::device(self)
     }
 
-    fn submit_cuda(&self, request: Request, call: CudaCall) -> Result<(), SubmitError> {
-        Service::submit_cuda(self, request, call)
+    fn take_in(&self, request: Request, caller: Box<dyn Caller>) {
+        Service::take_in(self, request, caller);
     }
 
-    fn session_opened(&self, session: OpenSession) {
-        Service::session_opened(self, session);
+    fn memory_opened(&self, memory: Box<dyn ClientMemory>) {
+        Service::memory_opened(self, memory);
     }
 
-    fn session_ended(&self, memory: MemoryId) {
-        Service::session_ended(self, memory);
+    fn memory_ended(&self, memory: MemoryId) {
+        Service::memory_ended(self, memory);
     }
 }

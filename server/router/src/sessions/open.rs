@@ -1,71 +1,76 @@
 //! A session of either kind, as the registry and the step loop hold it.
 
-use std::net::Shutdown;
-use std::os::fd::{AsFd as _, BorrowedFd};
-use std::os::unix::net::UnixStream;
+use std::os::fd::BorrowedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use expertd_ipc::control::MemoryKind;
-use expertd_session::wire::frame;
 use expertd_types::MemoryId;
 
-use super::cuda::CudaState;
+use super::cuda::CudaSession;
+use super::host::HostSession;
 use super::registry::SessionStatus;
-use super::session::{RowsTravel, SessionState};
+use super::session::Session;
+use crate::steps::{Attachment, ClientMemory};
 
 /// A session.
 #[derive(Clone, Debug)]
 pub(crate) enum OpenSession {
     /// Rows lie in host memory.
-    Host(Arc<SessionState>),
+    Host(Arc<HostSession>),
     /// Rows lie in the memory of the client's GPU.
-    Cuda(Arc<CudaState>),
+    Cuda(Arc<CudaSession>),
+}
+
+impl ClientMemory for OpenSession {
+    fn id(&self) -> MemoryId {
+        self.session().memory_id()
+    }
+
+    fn parts(&self) -> (MemoryKind, Vec<BorrowedFd<'_>>) {
+        match self {
+            OpenSession::Host(session) => session.parts(),
+            OpenSession::Cuda(session) => session.parts(),
+        }
+    }
+
+    fn set_attachment(&self, attachment: Attachment) {
+        if let Some(reason) = self.session().set_attachment(attachment) {
+            self.end(reason);
+        }
+    }
+
+    fn end(&self, reason: String) {
+        if !self.begin_close() {
+            return;
+        }
+        let session = self.clone();
+        let thread = std::thread::Builder::new().name("session-end".to_owned());
+        if thread.spawn(move || session.finish_close(Some(&reason))).is_err() {
+            self.finish_close(None);
+        }
+    }
 }
 
 impl OpenSession {
-    pub(crate) fn number(&self) -> u64 {
+    /// What both kinds have in common.
+    pub(super) fn session(&self) -> &Session {
         match self {
-            OpenSession::Host(session) => session.number(),
-            OpenSession::Cuda(session) => session.number(),
+            OpenSession::Host(session) => &session.session,
+            OpenSession::Cuda(session) => &session.session,
         }
     }
 
-    /// The number under which ranks attach the memory.
-    pub(crate) fn memory_id(&self) -> MemoryId {
+    pub(super) fn number(&self) -> u64 {
+        self.session().number()
+    }
+
+    /// The name of its kind in logs.
+    pub(super) const fn kind(&self) -> &'static str {
         match self {
-            OpenSession::Host(session) => session.memory_id(),
-            OpenSession::Cuda(session) => session.memory_id(),
+            OpenSession::Host(_) => "session",
+            OpenSession::Cuda(_) => "CUDA session",
         }
-    }
-
-    /// Whether calls need ranks that have attached the memory: the router cannot copy their rows.
-    pub(crate) const fn needs_ranks(&self) -> bool {
-        matches!(self, OpenSession::Cuda(_))
-    }
-
-    /// The memory as ranks receive it, with its descriptors.
-    pub(crate) fn memory(&self) -> (MemoryKind, Vec<BorrowedFd<'_>>) {
-        match self {
-            OpenSession::Host(session) => {
-                let region = session.region();
-                (MemoryKind::Host { bytes: region.len() as u64 }, vec![region.as_fd()])
-            }
-            OpenSession::Cuda(session) => session.memory(),
-        }
-    }
-
-    /// Sets how rows travel from now on.
-    pub(crate) fn set_rows_travel(&self, rows_travel: RowsTravel) {
-        match self {
-            OpenSession::Host(session) => session.set_rows_travel(rows_travel),
-            OpenSession::Cuda(session) => session.set_rows_travel(rows_travel),
-        }
-    }
-
-    /// The user of the client's process.
-    pub(super) fn user(&self) -> u32 {
-        self.status().user
     }
 
     pub(super) fn status(&self) -> SessionStatus {
@@ -80,18 +85,6 @@ impl OpenSession {
     pub(super) fn close(&self, reason: Option<&str>) {
         if self.begin_close() {
             self.finish_close(reason);
-        }
-    }
-
-    /// As [`close`](Self::close), for a thread that must not wait for the client.
-    pub(crate) fn close_apart(&self, reason: String) {
-        if !self.begin_close() {
-            return;
-        }
-        let session = self.clone();
-        let thread = std::thread::Builder::new().name("session-end".to_owned());
-        if thread.spawn(move || session.finish_close(Some(&reason))).is_err() {
-            self.finish_close(None);
         }
     }
 
@@ -118,18 +111,9 @@ impl OpenSession {
     pub(super) fn finish_close(&self, reason: Option<&str>) {
         match self {
             OpenSession::Host(session) => session.finish_close(reason),
-            OpenSession::Cuda(session) => session.finish_close(reason),
+            OpenSession::Cuda(session) => session.session.end_socket(reason),
         }
     }
-}
-
-/// Tells the client why its session ends, and reads no more of its socket.
-pub(super) fn end_socket(socket: &UnixStream, reason: Option<&str>) {
-    // The socket has a time limit for writes; a client that does not read gets no reason.
-    let told = reason
-        .is_some_and(|reason| expertd_session::socket::send(socket, frame::ENDED, reason.as_bytes()).is_ok());
-    // A client that was told closes the socket when it needs the session's memory no longer.
-    let _ = socket.shutdown(if told { Shutdown::Read } else { Shutdown::Both });
 }
 
 #[cfg(test)]
@@ -139,6 +123,10 @@ mod tests {
 
     use expertd_session::memory::SessionMemory;
     use expertd_session::socket;
+
+    use std::os::unix::net::UnixStream;
+
+    use expertd_session::wire::frame;
 
     use super::*;
     use crate::backend::ClientKey;
@@ -152,17 +140,17 @@ mod tests {
         let registry = SessionRegistry::default();
         let (memory, rings) = SessionMemory::create(2, 4096).unwrap();
         let charge = registry.charge(&limits, 0, memory.region().len()).unwrap();
-        let held = registry.hold(memory.region(), charge);
+        let held = registry.hold(memory.region(), None, charge);
         let (service, client) = UnixStream::pair().unwrap();
         client.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let opener = Opener { user: 0, pid: 0, client: ClientKey(1) };
         let metrics = Arc::new(RequestMetrics::new("Session"));
-        let state = SessionState::new(7, opener, memory, rings.completions, service, metrics, held);
-        let session = OpenSession::Host(Arc::clone(&state));
+        let common = Session::new(7, opener, service, metrics);
+        let session = OpenSession::Host(HostSession::new(common, memory, rings.completions, held));
         session.end_if_it_panics(|| {});
-        assert!(!state.is_closing(), "a thread that ends as planned says nothing");
+        assert!(!session.session().is_closing(), "a thread that ends as planned says nothing");
         session.end_if_it_panics(|| panic!("planted"));
-        assert!(state.is_closing());
+        assert!(session.session().is_closing());
         let (kind, text) = socket::receive(&client, 4096).unwrap().unwrap();
         assert_eq!(kind, frame::ENDED);
         assert!(String::from_utf8(text).unwrap().contains("panicked; open another session"));

@@ -1,7 +1,7 @@
 //! All sessions: how many there may be, how much memory they hold, what they have done.
 
 use std::collections::HashMap;
-use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -10,8 +10,8 @@ use metrics::gauge;
 
 use super::listener::MAX_OPENING;
 use super::open::OpenSession;
-use super::release::{HeldRegion, Releaser};
-pub use super::session::RowsTravel;
+use super::release::HeldRegion;
+use crate::steps::Attachment;
 use crate::telemetry::names;
 
 /// How many sessions there may be and how much memory they may hold.
@@ -60,8 +60,8 @@ pub struct SessionStatus {
     pub rows_total: u64,
     /// Calls in flight.
     pub calls_in_flight: u64,
-    /// How rows travel between its memory and the ranks.
-    pub rows_travel: RowsTravel,
+    /// What ranks have of its memory.
+    pub attachment: Attachment,
     /// UUID of the client's GPU; `None` if the rows lie in host memory.
     pub device: Option<[u8; 16]>,
 }
@@ -71,7 +71,6 @@ pub struct SessionStatus {
 pub struct SessionRegistry {
     open: Mutex<HashMap<u64, OpenSession>>,
     charged: Arc<Mutex<Charged>>,
-    releaser: Releaser,
 }
 
 /// The memories of all sessions.
@@ -160,14 +159,14 @@ impl SessionRegistry {
         Ok(Charge { charged: Arc::clone(&self.charged), user, bytes: wanted })
     }
 
-    /// Takes over a region that was made for a client and charged.
-    pub(super) fn hold(&self, region: &Arc<SharedRegion>, charge: Charge) -> HeldRegion {
-        HeldRegion::new(region, charge, &self.releaser)
-    }
-
-    /// Starts the thread that frees the pages of regions.
-    pub(super) fn start_releasing(&self) -> io::Result<()> {
-        self.releaser.start()
+    /// Takes over a region that was made for a client, and the memory that the client passed, which are charged together.
+    pub(super) fn hold(
+        &self,
+        region: &Arc<SharedRegion>,
+        memory: Option<OwnedFd>,
+        charge: Charge,
+    ) -> HeldRegion {
+        HeldRegion::new(region, memory, charge)
     }
 
     /// Adds an open session.
@@ -183,8 +182,8 @@ impl SessionRegistry {
                 open.len()
             ));
         }
-        let user = session.user();
-        let own = open.values().filter(|session| session.user() == user).count();
+        let user = session.session().user();
+        let own = open.values().filter(|session| session.session().user() == user).count();
         if own >= limits.of_user(limits.sessions) {
             return Err(format!(
                 "user {user} has {own} sessions, as many as one of several users may have; close one or raise max-sessions, \

@@ -1,85 +1,72 @@
-//! The release of the regions that the service made for clients.
+//! The release of the memory that the service made for clients, or that clients passed to it.
 //!
 //! A client may keep the descriptor or its mapping of a region for ever. Its pages count for the container that touched them first,
 //! which is the service's, so the service frees them itself: once its own threads and all ranks have let go of the region, and the
-//! client has closed its socket. A thread of its own does so, because freeing a GiB takes a large part of a second.
+//! client has closed its socket. A thread does so for each session, because freeing a GiB takes a large part of a second, and closing
+//! a descriptor that a client passed takes as long as the client likes. What is not released yet is charged, so that the limit on
+//! sessions' memories bounds the threads.
 
-use std::io;
 use std::mem::take;
-use std::sync::{Arc, OnceLock, mpsc};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use expertd_shm::SharedRegion;
 
 use super::registry::Charge;
 
-/// A region that the service made for a client. When it is dropped, its pages are freed, and then it is charged no more. Its owner
-/// drops it once the client may not use it any more, and after its own views of it.
+/// A region that the service made for a client, and the memory that the client passed. When it is dropped, the pages are freed and
+/// the descriptor is closed, and then they are charged no more. Its owner drops it once the client may not use it any more, and after
+/// its own views of it.
 #[derive(Debug)]
 pub(super) struct HeldRegion {
     spent: Option<Spent>,
-    releaser: Releaser,
 }
 
-/// A region that nothing in the service uses.
+/// Memory that nothing in the service uses.
 #[derive(Debug)]
 struct Spent {
     region: Arc<SharedRegion>,
+    memory: Option<OwnedFd>,
     charge: Charge,
 }
 
 impl Spent {
     fn release(self) {
-        let Spent { region, charge } = self;
+        let Spent { region, memory, charge } = self;
         // Before the mapping ends, because a mapping without pages ends at once.
         if let Err(error) = region.free_pages() {
             tracing::error!(%error, "the pages of a session's memory stay as long as its client keeps them");
         }
         drop(region);
+        drop(memory);
         drop(charge);
     }
 }
 
 impl HeldRegion {
-    pub(super) fn new(region: &Arc<SharedRegion>, charge: Charge, releaser: &Releaser) -> Self {
-        let region = Arc::clone(region);
-        HeldRegion { spent: Some(Spent { region, charge }), releaser: releaser.clone() }
+    pub(super) fn new(region: &Arc<SharedRegion>, memory: Option<OwnedFd>, charge: Charge) -> Self {
+        HeldRegion { spent: Some(Spent { region: Arc::clone(region), memory, charge }) }
+    }
+
+    /// The memory that the client passed.
+    pub(super) fn memory(&self) -> Option<BorrowedFd<'_>> {
+        self.spent.as_ref()?.memory.as_ref().map(OwnedFd::as_fd)
     }
 }
 
 impl Drop for HeldRegion {
     fn drop(&mut self) {
-        if let Some(spent) = take(&mut self.spent) {
-            self.releaser.release(spent);
-        }
-    }
-}
-
-/// Hands regions to the thread that releases them. Without such a thread they are released at once.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Releaser {
-    queue: Arc<OnceLock<mpsc::Sender<Spent>>>,
-}
-
-impl Releaser {
-    /// Starts the thread, which ends with the last handle. Regions in its queue are still charged, so the limit on sessions' bytes
-    /// bounds it.
-    pub(super) fn start(&self) -> io::Result<()> {
-        let (sender, queue) = mpsc::channel::<Spent>();
-        std::thread::Builder::new()
-            .name("session-pages".to_owned())
-            .spawn(move || queue.into_iter().for_each(Spent::release))?;
-        // A second thread would find its queue closed and end.
-        let _ = self.queue.set(sender);
-        Ok(())
-    }
-
-    fn release(&self, spent: Spent) {
-        let unsent = match self.queue.get() {
-            Some(queue) => queue.send(spent).err().map(|mpsc::SendError(spent)| spent),
-            None => Some(spent),
+        let Some(spent) = take(&mut self.spent) else { return };
+        let spent = Arc::new(std::sync::Mutex::new(Some(spent)));
+        let release = |spent: &std::sync::Mutex<Option<Spent>>| {
+            let spent = spent.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+            spent.into_iter().for_each(Spent::release);
         };
-        if let Some(spent) = unsent {
-            spent.release();
+        let of_thread = Arc::clone(&spent);
+        let thread = std::thread::Builder::new().name("session-release".to_owned());
+        if thread.spawn(move || release(&of_thread)).is_err() {
+            // Without a thread the memory is released here, however long that takes.
+            release(&spent);
         }
     }
 }
@@ -87,7 +74,8 @@ impl Releaser {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::os::fd::OwnedFd;
+    use std::io::Write as _;
+    use std::net::{TcpListener, TcpStream};
     use std::os::unix::net::UnixStream;
     use std::time::{Duration, Instant};
 
@@ -98,9 +86,10 @@ mod tests {
 
     use super::*;
     use crate::backend::ClientKey;
-    use crate::sessions::cuda::{CudaState, SessionParts};
+    use crate::sessions::cuda::CudaSession;
+    use crate::sessions::host::HostSession;
     use crate::sessions::registry::{SessionLimits, SessionRegistry};
-    use crate::sessions::session::{Opener, SessionState};
+    use crate::sessions::session::{Opener, Session};
     use crate::telemetry::RequestMetrics;
 
     const LIMITS: SessionLimits =
@@ -115,59 +104,74 @@ mod tests {
         SharedRegion::from_fd(region.try_clone_fd().unwrap(), region.len()).unwrap()
     }
 
+    fn common(number: u64) -> Session {
+        Session::new(number, OPENER, UnixStream::pair().unwrap().0, Arc::new(RequestMetrics::new("Session")))
+    }
+
     /// A session of either kind, and its region as its client keeps it.
-    fn host(registry: &SessionRegistry) -> (Arc<SessionState>, Arc<SharedRegion>) {
+    fn host(registry: &SessionRegistry) -> (Arc<HostSession>, Arc<SharedRegion>) {
         let (memory, rings) = SessionMemory::create(2, 1 << 20).unwrap();
         let kept = keep(memory.region());
         let charge = registry.charge(&LIMITS, 0, kept.len()).unwrap();
-        let held = registry.hold(memory.region(), charge);
-        let (socket, metrics) = (UnixStream::pair().unwrap().0, Arc::new(RequestMetrics::new("Session")));
-        (SessionState::new(1, OPENER, memory, rings.completions, socket, metrics, held), kept)
+        let held = registry.hold(memory.region(), None, charge);
+        (HostSession::new(common(1), memory, rings.completions, held), kept)
     }
 
-    fn cuda(registry: &SessionRegistry) -> (Arc<CudaState>, Arc<SharedRegion>) {
+    fn cuda(registry: &SessionRegistry, memory: OwnedFd) -> (Arc<CudaSession>, Arc<SharedRegion>) {
         let control = ControlMemory::create(64, 16 << 10).unwrap();
         let kept = keep(control.region());
         let charge = registry.charge(&LIMITS, 0, kept.len()).unwrap();
-        let held = registry.hold(control.region(), charge);
-        let (socket, memory) = UnixStream::pair().unwrap();
-        let session = CudaState::new(SessionParts {
-            number: 2,
-            opener: OPENER,
-            control,
-            memory: OwnedFd::from(memory),
-            open: OpenCuda::zeroed(),
-            socket,
-            metrics: Arc::new(RequestMetrics::new("Session")),
-            held,
-        });
-        (session, kept)
+        let held = registry.hold(control.region(), Some(memory), charge);
+        (CudaSession::new(common(2), control, OpenCuda::zeroed(), held), kept)
+    }
+
+    fn is_free(registry: &SessionRegistry) -> bool {
+        registry.charge(&LIMITS, 0, LIMITS.bytes).is_ok()
+    }
+
+    fn wait_until_free(registry: &SessionRegistry) {
+        let begun = Instant::now();
+        while !is_free(registry) {
+            assert!(begun.elapsed() < Duration::from_secs(60), "the regions are charged for ever");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     #[test]
     fn a_region_loses_its_pages_with_the_last_use_and_is_charged_until_then() {
         let registry = SessionRegistry::default();
         let (host, kept_host) = host(&registry);
-        let (cuda, kept_cuda) = cuda(&registry);
-        let is_free = || registry.charge(&LIMITS, 0, LIMITS.bytes).is_ok();
+        let (cuda, kept_cuda) = cuda(&registry, UnixStream::pair().unwrap().0.into());
         let of_a_call = (Arc::clone(&host), Arc::clone(&cuda));
         drop((host, cuda));
-        assert!(blocks(&kept_host) > 0 && blocks(&kept_cuda) > 0 && !is_free());
+        assert!(blocks(&kept_host) > 0 && blocks(&kept_cuda) > 0 && !is_free(&registry));
         drop(of_a_call);
-        assert_eq!((blocks(&kept_host), blocks(&kept_cuda)), (0, 0));
-        assert!(is_free());
+        wait_until_free(&registry);
+        assert_eq!((blocks(&kept_host), blocks(&kept_cuda)), (0, 0), "what is not charged has no pages");
+    }
+
+    /// A socket that lingers over bytes that its peer does not read.
+    fn lingering() -> (OwnedFd, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let peer = listener.accept().unwrap().0;
+        rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(5))).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        while (&socket).write(&[0; 1 << 16]).is_ok() {}
+        socket.set_nonblocking(false).unwrap();
+        (socket.into(), peer)
     }
 
     #[test]
-    fn a_thread_of_its_own_frees_the_pages() {
+    fn a_descriptor_that_closes_slowly_delays_no_other_thread() {
         let registry = SessionRegistry::default();
-        registry.start_releasing().unwrap();
-        let kept: Vec<_> = (0..4).map(|_| host(&registry).1).collect();
+        let (memory, peer) = lingering();
+        let (cuda, _) = cuda(&registry, memory);
         let begun = Instant::now();
-        while registry.charge(&LIMITS, 0, LIMITS.bytes).is_err() {
-            assert!(begun.elapsed() < Duration::from_secs(60), "the regions are charged for ever");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        assert!(kept.iter().all(|kept| blocks(kept) == 0), "what is not charged has no pages");
+        drop(cuda);
+        assert!(begun.elapsed() < Duration::from_secs(2), "the close was waited for");
+        assert!(!is_free(&registry), "it is charged until it is closed");
+        drop(peer);
+        wait_until_free(&registry);
     }
 }

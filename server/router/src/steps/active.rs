@@ -1,15 +1,13 @@
-//! An admitted request: its rows, its partial answer, and the sender of its result.
+//! An admitted request: its caller and its partial answer.
 
 use std::ops::Range;
 
 use bytes::Bytes;
-use expertd_ipc::{Raise, RowSource, RowsToStage};
-use expertd_shm::SharedSlice;
+use expertd_ipc::{Raise, RowsToStage};
 use expertd_types::{DType, WeightFingerprint};
 
-use super::shared::Reply;
-use crate::backend::{self, Answer, Request, StepError, StepTiming};
-use crate::sessions::{Attachments, Raising};
+use super::caller::{CallError, Caller, Raising};
+use crate::backend::{self, Request, StepError, StepTiming};
 use crate::telemetry::names;
 
 /// The parts of an answer: rows, and expert ids and weights if requested.
@@ -53,23 +51,20 @@ impl TrialRow {
 #[derive(Debug)]
 pub(super) struct Active {
     request: Request,
-    reply: Reply,
+    caller: Box<dyn Caller>,
     row_bytes: usize,
-    /// `None` while rows are appended to it. Rows of a session's call are written to the session's memory instead.
+    /// Empty while rows are appended to it, which happens outside. Rows that ranks write in place are not part of it.
     output: Output,
-    /// Bytes of output in the session's memory.
-    written: usize,
     timings: Vec<StepTiming>,
 }
 
 impl Active {
-    pub(super) fn new(request: Request, reply: Reply, hidden: usize) -> Self {
+    pub(super) fn new(request: Request, caller: Box<dyn Caller>, hidden: usize) -> Self {
         Active {
             row_bytes: hidden * request.dtype.size(),
             request,
-            reply,
+            caller,
             output: Output::default(),
-            written: 0,
             timings: Vec::new(),
         }
     }
@@ -80,35 +75,23 @@ impl Active {
 
     /// Whether the caller has cancelled the request.
     pub(super) fn is_cancelled(&self) -> bool {
-        match &self.reply {
-            Reply::Message(reply) => reply.is_closed(),
-            Reply::Session(call) => call.is_closed(),
-            Reply::Cuda(call) => call.is_closed(),
-        }
+        self.caller.has_left()
     }
 
     /// Allocates the whole answer, once.
     pub(super) fn begin_output(&mut self) {
-        if matches!(self.reply, Reply::Message(_)) && self.output[ROWS].capacity() == 0 {
+        if self.output[ROWS].capacity() == 0 {
             self.output[ROWS].reserve_exact(self.request.tokens * self.row_bytes);
         }
     }
 
-    /// The rows of `range` and their routing, for staging; rows in a memory that ranks have attached stay there.
-    pub(super) fn rows(&self, range: Range<usize>, attachments: &Attachments) -> RowsToStage<'_> {
+    /// The rows of `range` and their routing, for staging.
+    pub(super) fn rows(&self, range: Range<usize>) -> RowsToStage<'_> {
         let bytes =
             |of: &'_ Bytes, per_row: usize| range.start * per_row..(range.end * per_row).min(of.len());
         let request = &self.request;
-        let places = range.start * self.row_bytes..range.end * self.row_bytes;
         RowsToStage {
-            rows: match &self.reply {
-                Reply::Message(_) => request.rows.view(places).into(),
-                Reply::Session(call) if attachments.is_usable(call.memory()) => {
-                    RowSource::Attached(call.attached_rows(places.start, places.len()))
-                }
-                Reply::Session(call) => call.source(places.start, places.len()),
-                Reply::Cuda(call) => RowSource::Attached(call.attached_rows(places.start, places.len())),
-            },
+            rows: self.caller.rows(range.start * self.row_bytes..range.end * self.row_bytes),
             tokens: range.len(),
             dtype: request.dtype,
             routing: request.routing.as_ref().map(|given| {
@@ -128,19 +111,6 @@ impl Active {
         std::mem::take(&mut self.output)
     }
 
-    /// The place of the next `bytes` bytes of output in the memory of a session; `None` for a request of another caller.
-    pub(super) fn next_place(&mut self, bytes: usize) -> Option<SharedSlice<u8>> {
-        let Reply::Session(call) = &self.reply else { return None };
-        let place = call.output(self.written, bytes)?;
-        self.written += bytes;
-        Some(place)
-    }
-
-    /// Passes over the place of the next `rows` rows of output, which a rank has written.
-    pub(super) fn skip_rows(&mut self, rows: usize) {
-        self.written += rows * self.row_bytes;
-    }
-
     /// Puts the answer back.
     pub(super) fn put_output(&mut self, output: Output) {
         self.output = output;
@@ -158,21 +128,17 @@ impl Active {
             part.clear();
         }
         self.timings.clear();
-        self.written = 0;
     }
 
-    /// The completion word of a call of a CUDA session whose `rows` rows in a step are all of its rows; `None` if the router
-    /// raises it.
+    /// The completion word that rank 0 can raise for the call, whose `rows` rows in a step are all of its rows.
     pub(super) fn raise(&self, rows: usize) -> Option<Raise> {
-        let Reply::Cuda(call) = &self.reply else { return None };
-        (rows == self.request.tokens && !self.request.return_routing).then(|| call.raise())
+        let is_whole = rows == self.request.tokens && !self.request.return_routing;
+        is_whole.then(|| self.caller.raise()).flatten()
     }
 
-    /// Sets who raises the completion words.
+    /// Sets who raises the completion word.
     pub(super) fn set_raising(&mut self, raising: Raising) {
-        if let Reply::Cuda(call) = &mut self.reply {
-            call.set_raising(raising);
-        }
+        self.caller.set_raising(raising);
     }
 
     /// Sends the complete answer to the caller. `is_idle`: no step is in flight.
@@ -202,27 +168,13 @@ impl Active {
             queue_time: receipt.queue_time,
             step_time: receipt.step_time,
         };
-        match self.reply {
-            Reply::Message(reply) => {
-                if reply.send(Ok(Answer { rows: rows.into(), receipt })).is_err() {
-                    metrics::counter!(names::REQUESTS_CANCELLED_TOTAL).increment(1);
-                }
-            }
-            Reply::Session(call) => call.answer(&receipt, is_idle),
-            Reply::Cuda(call) => call.answer(&receipt),
-        }
+        self.caller.answer(rows.into(), receipt, is_idle);
         // The caller does not wait for it.
         metrics::histogram!(names::QUEUE_DURATION_SECONDS).record(queue_time.as_secs_f64());
     }
 
     /// Ends the request without an answer.
     pub(super) fn fail(self, error: StepError) {
-        match self.reply {
-            Reply::Message(reply) => {
-                let _ = reply.send(Err(error));
-            }
-            Reply::Session(call) => call.fail(error),
-            Reply::Cuda(call) => call.fail(error),
-        }
+        self.caller.fail(CallError::Failed(error));
     }
 }

@@ -176,9 +176,9 @@ impl Driver {
         let mut front = self.shared.front();
         let delivery = self.step_loop.exchange(&mut front.inbox, now);
         let reloads = std::mem::take(&mut front.reloads);
-        let sessions = std::mem::take(&mut front.sessions);
+        let memories = std::mem::take(&mut front.memories);
         drop(front);
-        for mail in sessions {
+        for mail in memories {
             self.memories.take_in(mail);
         }
         for mail in reloads {
@@ -186,7 +186,7 @@ impl Driver {
         }
         let (active, hidden) = (&mut self.active, self.cluster.shape.hidden);
         self.step_loop.receive(delivery, now, |key, payload| {
-            active.insert(key, Active::new(payload.request, payload.reply, hidden));
+            active.insert(key, Active::new(payload.request, payload.caller, hidden));
         });
         has_mail
     }

@@ -14,14 +14,15 @@ use expertd_shm::RegionError;
 use expertd_types::MemoryId;
 use tokio::sync::{oneshot, watch};
 
-use super::shared::{Payload, ReloadMail, Reply, SessionMail, Shared};
+use super::caller::{CallError, Caller, ClientMemory, MessageCaller};
+use super::shared::{MemoryMail, Payload, ReloadMail, Shared};
 use super::thread::{self, StepLoop};
 use crate::backend::{
     Backend, DrainFuture, DrainReport, ExpertRows, ModelInfo, Pending, ReloadFuture, ReloadRequest, Request,
     ServiceState, ServiceStatus, SubmitError,
 };
 use crate::cluster::{ClusterConfig, left_processes};
-use crate::sessions::{CudaCall, OpenSession, SessionCall, SessionRegistry};
+use crate::sessions::SessionRegistry;
 
 /// How the service ended.
 pub use expertd_scheduler::End as ServiceEnd;
@@ -163,42 +164,37 @@ impl Service {
         &self.shared.sessions
     }
 
-    /// Tells the step loop of a new session, whose memory ranks then attach.
-    pub(crate) fn session_opened(&self, session: OpenSession) {
-        self.shared.send_session(SessionMail::Opened(session));
+    /// The ranks' device.
+    #[must_use]
+    pub fn device(&self) -> DeviceKind {
+        self.shared.reload.device
     }
 
-    /// Tells the step loop of the end of a session that was opened.
-    pub(crate) fn session_ended(&self, memory: MemoryId) {
-        self.shared.send_session(SessionMail::Ended(memory));
+    /// Tells the step loop of a client's memory, which ranks then attach.
+    pub(crate) fn memory_opened(&self, memory: Box<dyn ClientMemory>) {
+        self.shared.send_memory(MemoryMail::Opened(memory));
     }
 
-    /// Takes in a validated request whose rows lie in a session's memory; `call` gets its answer.
-    ///
-    /// # Errors
-    /// [`SubmitError`] when it is not admitted now. The call then has no completion.
-    pub(crate) fn submit_session(&self, request: Request, call: SessionCall) -> Result<(), SubmitError> {
-        self.enter(request, Reply::Session(call))
+    /// Tells the step loop that no further call names a client's memory.
+    pub(crate) fn memory_ended(&self, memory: MemoryId) {
+        self.shared.send_memory(MemoryMail::Ended(memory));
     }
 
-    /// The same for a request whose rows lie in the memory of a client's GPU.
-    ///
-    /// # Errors
-    /// As [`submit_session`](Self::submit_session).
-    pub(crate) fn submit_cuda(&self, request: Request, call: CudaCall) -> Result<(), SubmitError> {
-        self.enter(request, Reply::Cuda(call))
+    /// Takes in a validated request, whose `caller` gets its answer or its failure.
+    pub(crate) fn take_in(&self, request: Request, caller: Box<dyn Caller>) {
+        if let Err((refusal, caller)) = self.enter(request, caller) {
+            caller.fail(CallError::Refused(refusal));
+        }
     }
 
-    /// Leaves a request for the step loop, or forgets its reply if it is not admitted.
-    fn enter(&self, request: Request, reply: Reply) -> Result<(), SubmitError> {
+    /// Leaves a request for the step loop, or returns its caller with the reason why it is not admitted.
+    fn enter(&self, request: Request, caller: Box<dyn Caller>) -> Result<(), (SubmitError, Box<dyn Caller>)> {
         let (submission, now) = (self.submission(&request), self.shared.time(Instant::now()));
         let mut front = self.shared.front();
         if let Some(refusal) = front.inbox.refuse(now, &submission) {
-            drop(front);
-            reply.forget();
-            return Err(refusal.into());
+            return Err((refusal.into(), caller));
         }
-        front.inbox.submit(now, submission, Payload { request, reply })?;
+        front.inbox.admit(now, submission, Payload { request, caller });
         self.shared.hand_over(front);
         Ok(())
     }
@@ -258,7 +254,9 @@ impl Backend for Service {
 
     fn submit(&self, request: Request) -> Result<Pending, SubmitError> {
         let (reply, pending) = oneshot::channel();
-        self.enter(request, Reply::Message(reply))?;
+        let mut request = request;
+        let caller = MessageCaller { rows: std::mem::take(&mut request.rows), reply };
+        self.enter(request, Box::new(caller)).map_err(|(refusal, _)| refusal)?;
         Ok(pending)
     }
 

@@ -11,12 +11,13 @@ use expertd_shm::RegionError;
 use expertd_types::{Generation, LayerId, MemoryId, WeightFingerprint, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
+use super::caller::{Caller, ClientMemory};
 use super::service::{ReloadContext, SchedulerConfig};
 use crate::backend::{
-    Answer, DrainReport, ExpertRows, LayerRows, ModelInfo, PlacementChange, ReloadReport, Request,
-    ServiceState, ServiceStatus, StepError, owned_ranges,
+    DrainReport, ExpertRows, LayerRows, ModelInfo, PlacementChange, ReloadReport, Request, ServiceState,
+    ServiceStatus, owned_ranges,
 };
-use crate::sessions::{CudaCall, OpenSession, SessionCall, SessionRegistry};
+use crate::sessions::SessionRegistry;
 
 /// A checked reload on its way to the step loop.
 pub(super) struct ReloadMail {
@@ -27,41 +28,19 @@ pub(super) struct ReloadMail {
     pub(super) reply: oneshot::Sender<Result<ReloadReport, String>>,
 }
 
-/// News of a session on its way to the step loop.
+/// News of a client's memory on its way to the step loop.
 #[derive(Debug)]
-pub(super) enum SessionMail {
-    /// It was opened; the step loop holds its memory until no rank has it any more.
-    Opened(OpenSession),
-    /// It has ended.
+pub(super) enum MemoryMail {
+    /// Ranks are to attach it; the step loop holds it until no rank has it any more.
+    Opened(Box<dyn ClientMemory>),
+    /// No further call names it.
     Ended(MemoryId),
-}
-
-/// The way of a request's result to its caller.
-#[derive(Debug)]
-pub(super) enum Reply {
-    /// As a message.
-    Message(oneshot::Sender<Result<Answer, StepError>>),
-    /// Into the memory of a session.
-    Session(SessionCall),
-    /// Into the memory of a client's GPU.
-    Cuda(CudaCall),
-}
-
-impl Reply {
-    /// Drops the way to a caller that is told otherwise that its request was not admitted.
-    pub(super) fn forget(self) {
-        match self {
-            Reply::Message(_) => {}
-            Reply::Session(call) => call.forget(),
-            Reply::Cuda(call) => call.forget(),
-        }
-    }
 }
 
 /// The parts of a request that its [`Submission`] does not hold.
 pub(super) struct Payload {
     pub(super) request: Request,
-    pub(super) reply: Reply,
+    pub(super) caller: Box<dyn Caller>,
 }
 
 /// State that callers and the step loop share under a lock.
@@ -71,8 +50,8 @@ pub(super) struct Front {
     pub(super) drain_waiters: Vec<oneshot::Sender<DrainReport>>,
     /// Reloads that were asked for.
     pub(super) reloads: Vec<ReloadMail>,
-    /// Sessions that were opened or have ended.
-    pub(super) sessions: Vec<SessionMail>,
+    /// Memories of clients that were opened or have ended.
+    pub(super) memories: Vec<MemoryMail>,
     /// Whether the step loop has ended.
     pub(super) has_ended: bool,
 }
@@ -115,7 +94,7 @@ impl Shared {
                 inbox,
                 drain_waiters: Vec::new(),
                 reloads: Vec::new(),
-                sessions: Vec::new(),
+                memories: Vec::new(),
                 has_ended: false,
             }),
             has_mail: AtomicBool::new(false),
@@ -147,17 +126,17 @@ impl Shared {
         self.hand_over(front);
     }
 
-    /// Leaves news of a session for the step loop, if there is one.
-    pub(super) fn send_session(&self, mail: SessionMail) {
+    /// Leaves news of a client's memory for the step loop, if there is one.
+    pub(super) fn send_memory(&self, mail: MemoryMail) {
         let mut front = self.front();
         if !front.has_ended {
-            front.sessions.push(mail);
+            front.memories.push(mail);
         }
         self.hand_over(front);
     }
 
-    /// Unlocks what a caller has left for the step loop and wakes it. The flag is set under the lock, so that mail never lies
-    /// there without it.
+    /// Unlocks what a caller has left for the step loop and wakes it. The flag follows the mail: a step loop that takes the mail before
+    /// the flag is set finds nothing at its next look, and one that sees the flag finds the mail.
     pub(super) fn hand_over(&self, front: MutexGuard<'_, Front>) {
         // The step loop must not see the flag and then wait for the lock.
         drop(front);

@@ -72,10 +72,10 @@ fn close(shared: &Shared, end: &ServiceEnd) {
     front.has_ended = true;
     front.drain_waiters.clear();
     front.reloads.clear();
-    let sessions = std::mem::take(&mut front.sessions);
+    let memories = std::mem::take(&mut front.memories);
     drop(front);
     // Dropping these fails their calls and releases their memory.
-    drop((dropped, sessions));
+    drop((dropped, memories));
     if let Some(reason) = failed {
         shared.set_state(ServiceState::Failed, reason);
     }

@@ -14,9 +14,12 @@ pub mod load;
 /// Time limit until a service is ready, far longer than it needs.
 const READY: Duration = Duration::from_secs(120);
 
-/// Folder of a family's fixture: checkpoint and golden.safetensors.
+/// Folder of a family's fixture, or of `../quantised/NAME`: checkpoint and golden.safetensors.
 pub fn fixture(family: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/golden").join(family)
+    match family.strip_prefix("../") {
+        Some(other) => expertd_test_fixtures::fixture(other),
+        None => expertd_test_fixtures::fixture(&format!("golden/{family}")),
+    }
 }
 
 /// The golden file of a family.
@@ -26,12 +29,9 @@ pub fn golden(family: &str) -> PathBuf {
 
 /// Every family with a fixture.
 pub fn families() -> Vec<String> {
-    let folders = std::fs::read_dir(fixture("")).unwrap().map(|entry| entry.unwrap());
-    let mut families = folders
-        .filter(|folder| folder.path().join("golden.safetensors").exists())
-        .map(|folder| folder.file_name().into_string().unwrap())
-        .collect::<Vec<_>>();
-    families.sort();
+    let folders = expertd_test_fixtures::all("golden").into_iter();
+    let families = folders.map(|folder| folder.file_name().unwrap().to_str().unwrap().to_owned());
+    let families: Vec<String> = families.collect();
     assert!(families.len() >= 4, "fixtures are missing: {families:?}");
     families
 }

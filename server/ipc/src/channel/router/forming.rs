@@ -15,15 +15,6 @@ use expertd_shm::region::SharedSlice;
 pub enum RowSource<'a> {
     /// Memory of this process.
     Own(ChunkedSlice<'a>),
-    /// Memory that a client may write at any time.
-    Session {
-        /// The client's row area.
-        area: &'a SharedSlice<u8>,
-        /// Offset of the rows in the area, in bytes.
-        offset: usize,
-        /// Length of the rows, in bytes.
-        bytes: usize,
-    },
     /// Memory that every rank has attached: ranks read the rows and write the answer there, and the router copies neither.
     Attached(AttachedRows),
 }
@@ -59,7 +50,7 @@ impl RowSource<'_> {
     pub const fn len(&self) -> usize {
         match self {
             RowSource::Own(rows) => rows.len(),
-            RowSource::Session { bytes, .. } | RowSource::Attached(AttachedRows { bytes, .. }) => *bytes,
+            RowSource::Attached(AttachedRows { bytes, .. }) => *bytes,
         }
     }
 
@@ -199,22 +190,12 @@ impl<'c, 'a> FormingStep<'c, 'a> {
 /// Adds a copy of `bytes` to elements `at..` of `to`, which must be staging of a slot that is not in flight. Rows in an
 /// attached memory stay there.
 fn push_copy<'a, T: Pod>(batch: &mut CopyBatch<'a>, bytes: RowSource<'a>, to: &SharedSlice<T>, at: usize) {
-    if matches!(bytes, RowSource::Attached(_)) {
-        return;
-    }
+    let RowSource::Own(bytes) = bytes else { return };
     let capacity = to.len() * size_of::<T>();
     let start = at * size_of::<T>();
     assert!(start <= capacity && bytes.len() <= capacity - start, "the rows exceed the staging");
     // SAFETY: in bounds (asserted). The slot is not in flight, so only the router accesses the destination; it is shared
     // memory, so it overlaps no source, and cursors advance, so it overlaps no other destination. The batch lives with a
-    // mutable borrow of the channel, which keeps the memory mapped and the slot out of flight. A session's memory is another
-    // region, and this process writes it with atomic stores only.
-    unsafe {
-        let to = to.as_ptr().cast::<u8>().add(start);
-        match bytes {
-            RowSource::Own(bytes) => batch.push(bytes, to),
-            RowSource::Session { area, offset, bytes } => batch.push_shared(area, offset, bytes, to),
-            RowSource::Attached(_) => {}
-        }
-    }
+    // mutable borrow of the channel, which keeps the memory mapped and the slot out of flight.
+    unsafe { batch.push(bytes, to.as_ptr().cast::<u8>().add(start)) };
 }

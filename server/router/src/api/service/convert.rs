@@ -6,7 +6,7 @@ use super::failure::Failure;
 use crate::backend::{
     Answer, ExpertRows, LayerRows, ModelInfo, PhaseTimes, RankState, Receipt, ServiceState, ServiceStatus,
 };
-use crate::sessions::RowsTravel;
+use crate::steps::Attachment;
 use expertd_types::DType;
 use expertd_types::uuid_text;
 
@@ -187,11 +187,11 @@ pub(in crate::api) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::Ge
                 calls_total: session.calls_total,
                 rows_total: session.rows_total,
                 calls_in_flight: session.calls_in_flight,
-                in_place: session.rows_travel == RowsTravel::InPlace,
+                in_place: session.attachment == Attachment::Attached,
                 device: session.device.as_ref().map(uuid_text).unwrap_or_default(),
-                refusal: match session.rows_travel {
-                    RowsTravel::Refused(reason) => reason,
-                    RowsTravel::InPlace | RowsTravel::Copied => String::new(),
+                refusal: match session.attachment {
+                    Attachment::Refused(reason) => reason,
+                    Attachment::Attached | Attachment::Awaited => String::new(),
                 },
             })
             .collect(),

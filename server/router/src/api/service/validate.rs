@@ -1,4 +1,4 @@
-//! Converts a message to a request of the backend, or lists its invalid fields.
+//! Converts what a call asks for to a request of the step loop, or lists its invalid fields.
 //!
 //! Nothing is copied: rows, ids and weights stay slices of the received message and may be unaligned.
 
@@ -7,6 +7,7 @@ use std::time::Instant;
 use bytes::Bytes;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
+use expertd_session::wire::RequestRecord;
 
 use super::failure::{Failure, Violation};
 use super::unowned::{self, UNOWNED};
@@ -21,7 +22,88 @@ pub(crate) struct Envelope {
     pub(crate) deadline: Option<Instant>,
 }
 
-/// Checks a request against the model. Rows that are `apart` replace empty inline rows. `None` for zero tokens: the answer is
+/// What a call asks for, whichever way it came.
+pub(crate) struct Asked {
+    pub(crate) layer: LayerId,
+    pub(crate) tokens: usize,
+    /// The number of [`DType::from_code`].
+    pub(crate) dtype: u32,
+    pub(crate) rows: AskedRows,
+    pub(crate) routing: Option<AskedRouting>,
+    pub(crate) token_ids: Bytes,
+    /// Whether shared experts are part of the output; otherwise the number that means neither.
+    pub(crate) shared_experts: Result<bool, i32>,
+    pub(crate) expected_version: Option<u64>,
+    pub(crate) expected_fingerprint: String,
+    pub(crate) return_routing: bool,
+    pub(crate) return_timings: bool,
+}
+
+/// Where the rows of a call are.
+pub(crate) enum AskedRows {
+    /// Here; `None` if the call has none.
+    Given(Option<ChunkedBytes>),
+    /// In memory that ranks have attached, at places that were checked.
+    InPlace,
+}
+
+/// Routing that a call brings along.
+pub(crate) struct AskedRouting {
+    /// Row-major int32 little-endian `[tokens, k]`.
+    pub(crate) ids: Bytes,
+    /// Row-major float32 little-endian `[tokens, k]`.
+    pub(crate) weights: Bytes,
+    /// 0: as many as the layer's gate chooses.
+    pub(crate) k: u32,
+}
+
+impl Asked {
+    /// What a record of a session asks for, without what it carries.
+    pub(crate) fn of_record(flags: u32, layer: u32, tokens: u32, dtype: u32) -> Asked {
+        Asked {
+            layer: LayerId(layer),
+            tokens: tokens as usize,
+            dtype,
+            rows: AskedRows::InPlace,
+            routing: None,
+            token_ids: Bytes::new(),
+            shared_experts: Ok(flags & RequestRecord::EXCLUDE_SHARED == 0),
+            expected_version: None,
+            expected_fingerprint: String::new(),
+            return_routing: flags & RequestRecord::RETURN_ROUTING != 0,
+            return_timings: true,
+        }
+    }
+
+    fn of_message(message: ForwardRequest, apart: Option<ChunkedBytes>) -> Asked {
+        let rows = message
+            .payload
+            .map(|Payload::Inline(rows)| apart.filter(|_| rows.is_empty()).unwrap_or_else(|| rows.into()));
+        Asked {
+            layer: LayerId(message.layer),
+            tokens: message.tokens as usize,
+            dtype: message.dtype.cast_unsigned(),
+            rows: AskedRows::Given(rows),
+            routing: message.routing.map(|given| AskedRouting {
+                ids: given.topk_ids,
+                weights: given.topk_weights,
+                k: given.k,
+            }),
+            token_ids: message.token_ids,
+            shared_experts: match SharedExperts::try_from(message.shared_experts) {
+                Ok(SharedExperts::Unspecified | SharedExperts::Include) => Ok(true),
+                Ok(SharedExperts::Exclude) => Ok(false),
+                Err(_) => Err(message.shared_experts),
+            },
+            expected_version: message.expected_weight_version,
+            expected_fingerprint: message.expected_weight_fingerprint,
+            return_routing: message.return_routing,
+            return_timings: message.return_timings,
+        }
+    }
+}
+
+/// Checks a message against the model. Rows that are `apart` replace empty inline rows. `None` for zero tokens: the answer is
 /// empty and needs no step.
 pub(in crate::api) fn validate(
     model: &ModelInfo,
@@ -29,66 +111,46 @@ pub(in crate::api) fn validate(
     apart: Option<ChunkedBytes>,
     envelope: Envelope,
 ) -> Result<Option<Request>, Failure> {
-    check(model, message, Rows::Message(apart), envelope)
+    check_model(model, &message.model)?;
+    check_any(model, Asked::of_message(message, apart), envelope)
 }
 
-/// The same for a request of at least one row, whose rows lie in the memory of a session.
-pub(crate) fn validate_session(
-    model: &ModelInfo,
-    message: ForwardRequest,
-    envelope: Envelope,
-) -> Result<Request, Failure> {
-    let request = check(model, message, Rows::Session, envelope)?;
+/// Checks a call of at least one row against the model.
+pub(crate) fn check(model: &ModelInfo, asked: Asked, envelope: Envelope) -> Result<Request, Failure> {
+    let request = check_any(model, asked, envelope)?;
     request.ok_or_else(|| Failure::field("tokens", "must be at least 1, found 0"))
 }
 
-/// Where the rows of a request are.
-enum Rows {
-    /// In the message, or apart from it.
-    Message(Option<ChunkedBytes>),
-    /// In the memory of a session, where their places were checked.
-    Session,
-}
-
-fn check(
-    model: &ModelInfo,
-    message: ForwardRequest,
-    rows: Rows,
-    envelope: Envelope,
-) -> Result<Option<Request>, Failure> {
-    check_model(model, &message.model)?;
-    let layer_id = LayerId(message.layer);
-    let layer = held_layer(model, layer_id)?;
-    let expected_version = expected_version(model, &message)?;
+fn check_any(model: &ModelInfo, asked: Asked, envelope: Envelope) -> Result<Option<Request>, Failure> {
+    let layer = held_layer(model, asked.layer)?;
+    let expected_version = expected_version(model, &asked)?;
 
     let mut found = Violations::default();
-    let tokens = message.tokens as usize;
+    let tokens = asked.tokens;
     if tokens > model.limits.max_tokens_per_request {
         let limit = model.limits.max_tokens_per_request;
         return Err(Failure::field("tokens", format!("at most {limit} per request, found {tokens}")));
     }
-    let dtype = u32::try_from(message.dtype).ok().and_then(DType::from_code);
+    let dtype = DType::from_code(asked.dtype);
     if dtype.is_none() {
         found.add(
             "dtype",
-            format!("must be DTYPE_BF16, DTYPE_F16 or DTYPE_F32, found {}", name_of(message.dtype)),
+            format!(
+                "must be DTYPE_BF16, DTYPE_F16 or DTYPE_F32, found {}",
+                name_of(asked.dtype.cast_signed())
+            ),
         );
     }
-    let rows = match rows {
-        Rows::Message(apart) => found.rows(message.payload, apart, tokens, model.hidden, dtype),
-        Rows::Session => ChunkedBytes::default(),
+    let rows = match asked.rows {
+        AskedRows::Given(rows) => found.rows(rows, tokens, model.hidden, dtype),
+        AskedRows::InPlace => ChunkedBytes::default(),
     };
-    let routing = message.routing.and_then(|routing| found.routing(routing, tokens, layer));
-    let token_ids = layer.routes_by_token_id.then(|| found.token_ids(message.token_ids, tokens, layer));
-    let shared_experts = match SharedExperts::try_from(message.shared_experts) {
-        Ok(SharedExperts::Unspecified | SharedExperts::Include) => true,
-        Ok(SharedExperts::Exclude) => false,
-        Err(_) => {
-            let value = message.shared_experts;
-            found.add("shared_experts", format!("must be INCLUDE or EXCLUDE, found {value}"));
-            true
-        }
-    };
+    let routing = asked.routing.and_then(|routing| found.routing(routing, tokens, layer));
+    let token_ids = layer.routes_by_token_id.then(|| found.token_ids(asked.token_ids, tokens, layer));
+    let shared_experts = asked.shared_experts.unwrap_or_else(|value| {
+        found.add("shared_experts", format!("must be INCLUDE or EXCLUDE, found {value}"));
+        true
+    });
 
     let (Some(dtype), true) = (dtype, found.0.is_empty()) else {
         return Err(Failure::Invalid { violations: found.0 });
@@ -99,7 +161,7 @@ fn check(
     Ok(Some(Request {
         id: envelope.id,
         client: envelope.client,
-        layer: layer_id,
+        layer: asked.layer,
         tokens,
         dtype,
         rows,
@@ -107,8 +169,8 @@ fn check(
         token_ids,
         shared_experts,
         expected_version,
-        return_routing: message.return_routing,
-        return_timings: message.return_timings,
+        return_routing: asked.return_routing,
+        return_timings: asked.return_timings,
         deadline: envelope.deadline,
     }))
 }
@@ -128,18 +190,18 @@ fn held_layer(model: &ModelInfo, id: LayerId) -> Result<&MoeLayerInfo, Failure> 
 
 /// The version that must compute the answer: the loaded one if the call names it or its fingerprint, `None` if it names neither.
 /// It is checked again when another version that was loaded meanwhile begins to serve.
-fn expected_version(model: &ModelInfo, message: &ForwardRequest) -> Result<Option<WeightVersion>, Failure> {
+fn expected_version(model: &ModelInfo, asked: &Asked) -> Result<Option<WeightVersion>, Failure> {
     let loaded = model.weight_version;
-    if let Some(expected) = message.expected_weight_version
+    if let Some(expected) = asked.expected_version
         && expected != loaded.0
     {
         return Err(Failure::WeightVersion { expected, loaded: loaded.0 });
     }
-    let fingerprint = &message.expected_weight_fingerprint;
+    let fingerprint = &asked.expected_fingerprint;
     if !fingerprint.is_empty() {
         check_fingerprint(model, fingerprint)?;
     }
-    let is_named = message.expected_weight_version.is_some() || !fingerprint.is_empty();
+    let is_named = asked.expected_version.is_some() || !fingerprint.is_empty();
     Ok(is_named.then_some(loaded))
 }
 
@@ -189,28 +251,28 @@ impl Violations {
 
     fn rows(
         &mut self,
-        payload: Option<Payload>,
-        apart: Option<ChunkedBytes>,
+        rows: Option<ChunkedBytes>,
         tokens: usize,
         hidden: usize,
         dtype: Option<DType>,
     ) -> ChunkedBytes {
-        match payload {
-            Some(Payload::Inline(rows)) => {
-                let rows = apart.filter(|_| rows.is_empty()).unwrap_or_else(|| rows.into());
-                if let Some(dtype) = dtype {
-                    let shape = format!("{tokens} tokens of {hidden} {dtype}");
-                    self.bytes("inline", rows.len(), tokens * hidden * dtype.size(), &shape);
-                }
-                return rows;
-            }
-            None if tokens == 0 => {}
-            None => self.add("inline", "the rows are missing"),
+        if rows.is_none() && tokens > 0 {
+            self.add("inline", "the rows are missing");
         }
-        ChunkedBytes::default()
+        let Some(rows) = rows else { return ChunkedBytes::default() };
+        if let Some(dtype) = dtype {
+            let shape = format!("{tokens} tokens of {hidden} {dtype}");
+            self.bytes("inline", rows.len(), tokens * hidden * dtype.size(), &shape);
+        }
+        rows
     }
 
-    fn routing(&mut self, routing: v1::Routing, tokens: usize, layer: &MoeLayerInfo) -> Option<GivenRouting> {
+    fn routing(
+        &mut self,
+        routing: AskedRouting,
+        tokens: usize,
+        layer: &MoeLayerInfo,
+    ) -> Option<GivenRouting> {
         let k = if routing.k == 0 { layer.top_k } else { routing.k as usize };
         if k == 0 || k > layer.max_k {
             self.add("routing.k", format!("must be 1 to {} for this layer, found {k}", layer.max_k));
@@ -218,18 +280,18 @@ impl Violations {
         }
         let shape = format!("{tokens} tokens, k = {k}, 4 bytes each");
         let expected = tokens * k * 4;
-        let ids_fit = self.bytes("routing.topk_ids", routing.topk_ids.len(), expected, &shape);
-        let weights_fit = self.bytes("routing.topk_weights", routing.topk_weights.len(), expected, &shape);
-        if ids_fit && let Err(text) = check_ids(&routing.topk_ids, k, layer.num_experts) {
+        let ids_fit = self.bytes("routing.topk_ids", routing.ids.len(), expected, &shape);
+        let weights_fit = self.bytes("routing.topk_weights", routing.weights.len(), expected, &shape);
+        if ids_fit && let Err(text) = check_ids(&routing.ids, k, layer.num_experts) {
             self.add("routing.topk_ids", text);
         }
         if weights_fit
             && ids_fit
-            && let Err(text) = check_weights(&routing.topk_weights, &routing.topk_ids, k)
+            && let Err(text) = check_weights(&routing.weights, &routing.ids, k)
         {
             self.add("routing.topk_weights", text);
         }
-        let (ids, weights) = (routing.topk_ids, routing.topk_weights);
+        let (ids, weights) = (routing.ids, routing.weights);
         if !self.0.is_empty() {
             return None;
         }

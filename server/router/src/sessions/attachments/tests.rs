@@ -14,7 +14,7 @@ fn answer_all(table: &mut Attachments, memory: u32, answer: Answer) -> Option<Ou
 }
 
 #[test]
-fn a_memory_is_usable_between_the_last_answer_and_the_close() {
+fn a_memory_is_attached_from_the_last_answer_until_its_last_step_ends() {
     let mut table = Attachments::new(2);
     let memory = MemoryId(1);
     table.open(memory);
@@ -22,12 +22,12 @@ fn a_memory_is_usable_between_the_last_answer_and_the_close() {
     table.begin_generation();
     assert_eq!(table.poll(true), Some(Action::Attach(memory)));
     assert_eq!(table.answered(Rank(0), memory, ATTACHED), Ok(None));
-    assert!(!table.is_usable(memory) && table.is_awaited(memory));
+    assert!(!table.is_attached(memory) && table.is_awaited(memory));
     assert_eq!(table.answered(Rank(1), memory, ATTACHED), Ok(Some(Outcome::Attached(memory))));
-    assert!(table.is_usable(memory) && !table.is_awaited(memory));
+    assert!(table.is_attached(memory) && !table.is_awaited(memory));
     table.launched(memory);
     table.close(memory);
-    assert!(!table.is_usable(memory) && table.is_attached(memory));
+    assert!(table.is_attached(memory), "the step in flight has it");
     assert_eq!(table.poll(true), None, "a step in flight names it");
     table.ended(memory);
     assert_eq!(table.poll(true), Some(Action::Detach(memory)));
@@ -67,7 +67,7 @@ fn a_refused_memory_is_detached_when_its_client_goes() {
     table.answered(Rank(1), MemoryId(1), Answer::Attached { refused: true }).unwrap();
     let outcome = table.answered(Rank(0), MemoryId(1), ATTACHED).unwrap();
     assert_eq!(outcome, Some(Outcome::Refused(MemoryId(1))));
-    assert!(!table.is_usable(MemoryId(1)) && table.poll(true).is_none());
+    assert!(!table.is_attached(MemoryId(1)) && table.poll(true).is_none());
     table.close(MemoryId(1));
     assert_eq!(table.poll(true), Some(Action::Detach(MemoryId(1))));
 }
@@ -172,9 +172,8 @@ proptest! {
                 2 | 3 => world.answer(&mut table, at % 2, at % 10 == 9),
                 4 | 5 => {
                     let all: Vec<MemoryId> = world.open.iter().chain(&world.closing).copied().collect();
-                    if let Some(&memory) = all.get(at % all.len().max(1)).filter(|memory| table.is_usable(**memory)) {
+                    if let Some(&memory) = all.get(at % all.len().max(1)).filter(|memory| table.is_attached(**memory) && world.open.contains(memory)) {
                         prop_assert!(world.ranks.iter().all(|(has, _)| has.contains(&memory)));
-                        prop_assert!(world.open.contains(&memory));
                         world.steps.push_back(memory);
                         table.launched(memory);
                     }

@@ -1,108 +1,73 @@
 //! A call of a CUDA session that the step loop has.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use expertd_ipc::{AttachedRows, Raise};
-use expertd_session::cuda::wire::RoutingLayout;
-use expertd_session::wire::CompletionRecord;
-use expertd_types::MemoryId;
+use bytes::Bytes;
+use expertd_ipc::{AttachedRows, Raise, RowSource};
+use expertd_session::cuda::wire::{PreparedCall, RoutingLayout};
+use expertd_session::wire::{CompletionRecord, RequestRecord};
 use tonic::Code;
 
-use super::super::call::{completion, end_trace, failed};
-use super::state::CudaState;
+use super::super::completion::{GIVEN_UP, completion, end_trace, failed};
+use super::state::CudaSession;
 use crate::api::Failure;
-use crate::backend::{Receipt, StepError};
+use crate::backend::Receipt;
+use crate::steps::{CallError, Caller, Raising};
 use crate::telemetry::RequestTrace;
-
-/// Who raises the completion words of a call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Raising {
-    /// The router.
-    Router,
-    /// Rank 0 has raised them; the client may have begun its next call.
-    Rank,
-    /// Rank 0, which was killed: it has raised them or was about to.
-    KilledRank,
-}
 
 /// A call of a CUDA session, from admission to its completion. A call that is dropped without an answer fails.
 #[derive(Debug)]
-pub(crate) struct CudaCall {
-    pub(super) session: Arc<CudaState>,
-    pub(super) doorbell: u32,
+pub(super) struct CudaCall {
+    session: Arc<CudaSession>,
+    doorbell: u32,
     /// Number of the call among the doorbell's calls.
-    pub(super) call: u64,
+    call: u64,
     /// Offset of the rows in the client's memory, in bytes.
-    pub(super) rows: u64,
+    rows: u64,
     /// Offset of the output, in bytes.
-    pub(super) output: u64,
+    output: u64,
     /// Where the call's routing is returned, if the client asked for it.
-    pub(super) returned: Option<RoutingLayout>,
-    pub(super) tokens: usize,
-    pub(super) began: Instant,
+    returned: Option<RoutingLayout>,
+    tokens: usize,
+    began: Instant,
     /// The call's span, if it is sampled.
-    pub(super) trace: Option<Arc<RequestTrace>>,
-    /// Who raises the completion words.
-    pub(super) raising: Raising,
-    pub(super) is_complete: bool,
+    trace: Option<Arc<RequestTrace>>,
+    raising: Raising,
+    is_complete: bool,
 }
 
 impl CudaCall {
-    /// Whether the client is gone.
-    pub(crate) fn is_closed(&self) -> bool {
-        self.session.is_closing()
-    }
-
-    /// The `bytes` bytes of rows and of output from byte `start` on.
-    pub(crate) fn attached_rows(&self, start: usize, bytes: usize) -> AttachedRows {
-        AttachedRows {
-            memory: self.memory(),
-            input: self.rows + start as u64,
-            output: self.output + start as u64,
-            bytes,
+    /// Call number `call` of a doorbell, for `tokens` rows, with routing at `layout`.
+    pub(super) fn new(
+        session: &Arc<CudaSession>,
+        (doorbell, call): (u32, u64),
+        prepared: &PreparedCall,
+        (tokens, layout): (usize, RoutingLayout),
+        began: Instant,
+        trace: Option<Arc<RequestTrace>>,
+    ) -> Self {
+        let returns = prepared.flags & RequestRecord::RETURN_ROUTING != 0;
+        CudaCall {
+            session: Arc::clone(session),
+            doorbell,
+            call,
+            rows: prepared.rows,
+            output: prepared.output,
+            returned: returns.then_some(layout),
+            tokens,
+            began,
+            trace,
+            raising: Raising::Caller,
+            is_complete: false,
         }
-    }
-
-    /// The completion word, for rank 0.
-    pub(crate) fn raise(&self) -> Raise {
-        let control = self.session.control();
-        Raise {
-            memory: self.memory().0,
-            word: control.doorbell_offset(self.doorbell) as u32,
-            number: control.number_offset(self.doorbell) as u32,
-            reserved: 0,
-            call: self.call,
-        }
-    }
-
-    /// Sets who raises the completion words.
-    pub(crate) const fn set_raising(&mut self, raising: Raising) {
-        self.raising = raising;
-    }
-
-    fn memory(&self) -> MemoryId {
-        self.session.memory_id()
-    }
-
-    /// Completes the call, whose output rows are in place.
-    pub(crate) fn answer(mut self, receipt: &Receipt) {
-        if let Some(layout) = &self.returned {
-            self.session.return_routing(self.doorbell, layout, &receipt.topk_ids, &receipt.topk_weights);
-        }
-        let record = completion(self.call, receipt);
-        self.complete(&record, Some(receipt));
     }
 
     /// Ends the call without an answer.
-    pub(crate) fn fail(mut self, error: StepError) {
-        let record = failed(self.call, Failure::from(error));
+    pub(super) fn end(mut self, failure: Failure) {
+        let record = failed(self.call, failure);
         self.complete(&record, None);
-    }
-
-    /// Drops the call without a completion, for a caller that completes it otherwise.
-    pub(crate) fn forget(mut self) {
-        self.is_complete = true;
     }
 
     fn complete(&mut self, record: &CompletionRecord, receipt: Option<&Receipt>) {
@@ -112,11 +77,53 @@ impl CudaCall {
     }
 }
 
+impl Caller for CudaCall {
+    fn has_left(&self) -> bool {
+        self.session.session.is_closing()
+    }
+
+    fn rows(&self, range: Range<usize>) -> RowSource<'_> {
+        RowSource::Attached(AttachedRows {
+            memory: self.session.session.memory_id(),
+            input: self.rows + range.start as u64,
+            output: self.output + range.start as u64,
+            bytes: range.len(),
+        })
+    }
+
+    fn answer(mut self: Box<Self>, _rows: Bytes, receipt: Receipt, _is_idle: bool) {
+        if let Some(layout) = &self.returned {
+            self.session.return_routing(self.doorbell, layout, &receipt.topk_ids, &receipt.topk_weights);
+        }
+        let record = completion(self.call, &receipt);
+        self.complete(&record, Some(&receipt));
+    }
+
+    fn fail(self: Box<Self>, error: CallError) {
+        self.end(error.into());
+    }
+
+    fn raise(&self) -> Option<Raise> {
+        let control = self.session.control();
+        Some(Raise {
+            memory: self.session.session.memory_id().0,
+            word: control.doorbell_offset(self.doorbell) as u32,
+            number: control.number_offset(self.doorbell) as u32,
+            reserved: 0,
+            call: self.call,
+        })
+    }
+
+    fn set_raising(&mut self, raising: Raising) {
+        self.raising = raising;
+    }
+}
+
 impl Drop for CudaCall {
     fn drop(&mut self) {
         if !self.is_complete {
-            let text = "the call was given up by the step loop; try it again";
-            self.complete(&CompletionRecord::failed(self.call, Code::Unavailable as u32, text), None);
+            let record = CompletionRecord::failed(self.call, Code::Unavailable as u32, GIVEN_UP);
+            self.complete(&record, None);
         }
     }
 }

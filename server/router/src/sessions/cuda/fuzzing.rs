@@ -16,10 +16,11 @@ use expertd_session::wire::{VERSION, frame};
 use expertd_shm::SharedRegion;
 use expertd_shm::descriptors::send_fds;
 
-use super::super::fuzzing::{Echo, LIMITS, opener, shared};
+use super::super::fuzzing::{Echo, LIMITS, opener, shared, wait_until_free};
 use super::super::open::OpenSession;
 use super::super::registry::SessionRegistry;
-use super::state::{CudaState, SessionParts};
+use super::super::session::Session;
+use super::state::CudaSession;
 use crate::telemetry::RequestMetrics;
 
 /// Bytes of the client's memory.
@@ -42,19 +43,13 @@ pub fn doorbells(data: &[u8]) -> usize {
     let layout = ControlLayout::new(doorbells, routing_bytes).expect("a small layout");
     let control = ControlMemory::create(doorbells, routing_bytes).expect("a small region");
     let charge = registry.charge(&LIMITS, 0, layout.bytes).expect("the first session fits");
-    let held = registry.hold(control.region(), charge);
+    let memory = File::open("/dev/null").expect("a descriptor").into();
+    let held = registry.hold(control.region(), Some(memory), charge);
     let words = control.region().slice::<u64>(0, layout.bytes / 8).expect("the whole region");
     let (socket, _client) = UnixStream::pair().expect("a pair of sockets");
-    let session = CudaState::new(SessionParts {
-        number: 1,
-        opener: opener(),
-        control,
-        memory: File::open("/dev/null").expect("a descriptor").into(),
-        open: OpenCuda { memory_bytes: MEMORY_BYTES, ..OpenCuda::zeroed() },
-        socket,
-        metrics: Arc::new(RequestMetrics::new("Session")),
-        held,
-    });
+    let common = Session::new(1, opener(), socket, Arc::new(RequestMetrics::new("Session")));
+    let open = OpenCuda { memory_bytes: MEMORY_BYTES, ..OpenCuda::zeroed() };
+    let session = CudaSession::new(common, control, open, held);
     let echo = Echo::new(MEMORY_BYTES);
     let bytes = (usize::from(prepared) * size_of::<PreparedCall>()).min(data.len());
     let (records, mut contents) = data.split_at(bytes);
@@ -79,7 +74,7 @@ pub fn doorbells(data: &[u8]) -> usize {
     assert_eq!(session.status().calls_in_flight, 0, "calls are left in flight");
     assert_eq!(Arc::strong_count(&session), 1, "a call is left");
     drop(session);
-    assert!(registry.charge(&LIMITS, 0, LIMITS.bytes).is_ok(), "memory is still charged");
+    wait_until_free(&registry);
     echo.admitted()
 }
 
@@ -111,5 +106,5 @@ pub fn socket(data: &[u8]) {
         std::thread::yield_now();
     }
     assert!(reading.join().is_ok() && registry.status().is_empty(), "a session is left");
-    assert!(registry.charge(&LIMITS, 0, LIMITS.bytes).is_ok(), "memory is still charged");
+    wait_until_free(&registry);
 }

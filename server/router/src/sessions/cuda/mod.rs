@@ -3,7 +3,7 @@
 //! * `doorbells`: prepared calls and calls in flight of one session, without threads or I/O.
 //! * `state`: one session: its control region and the thread that takes rings of its doorbells.
 //! * `call`: a call that the step loop has.
-//! * `listener`: how a session is opened, and what its socket carries.
+//! * `listener`: what the socket of a session carries.
 
 mod call;
 mod doorbells;
@@ -12,7 +12,4 @@ pub mod fuzzing;
 mod listener;
 mod state;
 
-pub(crate) use call::{CudaCall, Raising};
-pub(crate) use state::CudaState;
-#[cfg(test)]
-pub(super) use state::SessionParts;
+pub(super) use state::CudaSession;

@@ -1,4 +1,4 @@
-//! The memories of sessions: which ones ranks attach, and when they are released.
+//! The memories of clients: which ones ranks attach, and when they are released.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -7,8 +7,9 @@ use expertd_types::{Generation, MemoryId, WeightVersion};
 
 use super::Driver;
 use crate::cluster::{Fault, FaultKind};
-use crate::sessions::{AttachAction, Attachments, OpenSession, Outcome, RowsTravel};
-use crate::steps::shared::SessionMail;
+use crate::sessions::{AttachAction, Attachments, Outcome};
+use crate::steps::caller::{Attachment, ClientMemory};
+use crate::steps::shared::MemoryMail;
 
 /// After an order, ranks get no other one for this many times its duration, so that clients that open and close sessions all the
 /// time take a tenth of the ranks' time at most.
@@ -16,14 +17,14 @@ const PAUSE_FACTOR: u32 = 9;
 /// The longest pause between two orders.
 const MAX_PAUSE: Duration = Duration::from_millis(100);
 
-/// The memories of sessions and what ranks have of them.
+/// The memories of clients and what ranks have of them.
 pub(super) struct Memories {
     pub(super) attachments: Attachments,
     /// Held until no rank has the memory.
-    sessions: HashMap<MemoryId, OpenSession>,
+    clients: HashMap<MemoryId, Box<dyn ClientMemory>>,
     /// Why a rank cannot attach a memory, until every rank has answered.
     refusals: HashMap<MemoryId, String>,
-    /// A generation whose ranks are ready, while they attach memories that calls cannot do without.
+    /// A generation whose ranks are ready, while they attach memories.
     ready: Option<(Generation, WeightVersion)>,
     /// When the present or last order was sent.
     ordered: Instant,
@@ -35,7 +36,7 @@ impl Memories {
     pub(super) fn new(ranks: usize) -> Self {
         Memories {
             attachments: Attachments::new(ranks),
-            sessions: HashMap::new(),
+            clients: HashMap::new(),
             refusals: HashMap::new(),
             ready: None,
             ordered: Instant::now(),
@@ -49,11 +50,10 @@ impl Memories {
         self.ready = Some((generation, version));
     }
 
-    /// The generation that is ready, once its ranks have answered for every memory that calls cannot do without.
+    /// The generation that is ready, once its ranks have answered for every memory.
     pub(super) fn take_ready(&mut self) -> Option<(Generation, WeightVersion)> {
         self.ready?;
-        let needed = self.sessions.iter().filter(|(_, session)| session.needs_ranks());
-        if needed.into_iter().any(|(memory, _)| self.attachments.is_awaited(*memory)) {
+        if self.clients.keys().any(|memory| self.attachments.is_awaited(*memory)) {
             return None;
         }
         self.ready.take()
@@ -68,29 +68,29 @@ impl Memories {
         Err(Fault { kind: FaultKind::Channel, message })
     }
 
-    pub(super) fn take_in(&mut self, mail: SessionMail) {
+    pub(super) fn take_in(&mut self, mail: MemoryMail) {
         match mail {
-            SessionMail::Opened(session) => {
-                self.attachments.open(session.memory_id());
-                self.sessions.insert(session.memory_id(), session);
+            MemoryMail::Opened(client) => {
+                self.attachments.open(client.id());
+                self.clients.insert(client.id(), client);
             }
-            SessionMail::Ended(memory) => self.attachments.close(memory),
+            MemoryMail::Ended(memory) => self.attachments.close(memory),
         }
     }
 
-    /// The generation's ranks are gone, except the processes `left`. Sessions whose memory such a process may still write end: their
+    /// The generation's ranks are gone, except the processes `left`. The session ends whose memory such a process may still write: its
     /// calls must not be computed again beside it.
     pub(super) fn end_generation(&mut self, left: &[u32]) {
         for memory in self.attachments.held_by_ranks() {
-            let Some(session) = self.sessions.get(&memory) else { continue };
-            session.set_rows_travel(RowsTravel::Copied);
+            let Some(client) = self.clients.get(&memory) else { continue };
+            client.set_attachment(Attachment::Awaited);
             if !left.is_empty() {
                 let reason = format!(
                     "processes {left:?}, ranks that were killed, do not end and may still write to the session's memory; \
                      open another session"
                 );
-                tracing::error!(session = session.number(), reason, "the service ends a session");
-                session.close_apart(reason);
+                tracing::error!(session = %memory, reason, "the service ends a session");
+                client.end(reason);
             }
         }
         self.refusals.clear();
@@ -117,18 +117,18 @@ impl Driver {
                 let now = Instant::now();
                 memories.next_order = now + (PAUSE_FACTOR * (now - memories.ordered)).min(MAX_PAUSE);
             }
-            let (memory, rows_travel) = match outcome {
+            let (memory, attachment) = match outcome {
                 None => continue,
-                Some(Outcome::Attached(memory)) => (memory, RowsTravel::InPlace),
+                Some(Outcome::Attached(memory)) => (memory, Attachment::Attached),
                 Some(Outcome::Refused(memory)) => {
                     let reason = memories.refusals.remove(&memory).unwrap_or_default();
                     tracing::warn!(%memory, reason, "a rank cannot use a session's memory");
-                    (memory, RowsTravel::Refused(reason))
+                    (memory, Attachment::Refused(reason))
                 }
             };
-            if let Some(session) = memories.sessions.get(&memory) {
-                tracing::debug!(session = session.number(), ?rows_travel, "ranks have answered");
-                session.set_rows_travel(rows_travel);
+            if let Some(client) = memories.clients.get(&memory) {
+                tracing::debug!(%memory, ?attachment, "ranks have answered");
+                client.set_attachment(attachment);
             }
         }
         // A step may be under way before the order, and orders are carried out as steps are.
@@ -156,14 +156,14 @@ impl Driver {
             }
             match (action, &group) {
                 (AttachAction::Attach(memory), Some(group)) => {
-                    if let Some(session) = memories.sessions.get(&memory) {
-                        let (kind, fds) = session.memory();
+                    if let Some(client) = memories.clients.get(&memory) {
+                        let (kind, fds) = client.parts();
                         group.attach(memory, kind, &fds);
                     }
                 }
                 (AttachAction::Detach(memory), Some(group)) => group.detach(memory),
                 (AttachAction::Release(memory), _) => {
-                    memories.sessions.remove(&memory);
+                    memories.clients.remove(&memory);
                 }
                 // Without ranks there are no orders.
                 (AttachAction::Attach(_) | AttachAction::Detach(_), None) => {}

@@ -11,8 +11,8 @@ use expertd_types::StepId;
 use super::{Driver, Launched};
 use crate::backend::{PhaseTimes, StepTiming};
 use crate::cluster::{Fault, Group, StepDone};
-use crate::sessions::Raising;
 use crate::steps::active::{Active, IDS, Output, ROWS, TrialRow, WEIGHTS};
+use crate::steps::caller::Raising;
 
 /// A completed step that the metrics lack.
 pub(super) struct Unrecorded {
@@ -42,9 +42,6 @@ impl Driver {
         let mut tokens_per_rank = vec![0; cluster.shape.ranks as usize];
         for range in &step.rows {
             tokens_per_rank[range.rank.index()] += range.rows.len();
-            if let Some(active) = active.get_mut(&range.key) {
-                active.begin_output();
-            }
         }
         let top_k = step.kind.top_k;
         let is_trial = step.rows.iter().any(|range| range.key == RequestKey::TRIAL);
@@ -57,7 +54,7 @@ impl Driver {
                 staged.push((range.key, forming.stage(range.rank, &trial.rows(routed_by_gate))?));
             }
             let Some(active) = active.get(&range.key) else { continue };
-            let rows = active.rows(range.rows.clone(), &memories.attachments);
+            let rows = active.rows(range.rows.clone());
             if let RowSource::Attached(rows) = rows.rows {
                 memories.expect_attached(rows.memory)?;
                 in_place.push(rows.memory);
@@ -110,7 +107,6 @@ impl Driver {
         };
         // The ranges of one request are adjacent.
         let (mut keys, mut outputs, mut copies) = (Vec::new(), Vec::<Output>::new(), Vec::new());
-        let mut shared = Vec::new();
         let mut first = 0;
         for (key, staged) in &launched.staged {
             // Skip rows of requests that ended meanwhile.
@@ -121,17 +117,14 @@ impl Driver {
                     active.set_raising(if done.is_after_fault { Raising::KilledRank } else { Raising::Rank });
                 }
                 keys.push(*key);
+                if !staged.is_attached() {
+                    active.begin_output();
+                }
                 first = outputs.as_flattened().len();
                 outputs.push(active.take_output());
             }
-            if staged.is_attached() {
-                active.skip_rows(staged.rows());
-            } else {
-                let rows = group.answer(staged);
-                match active.next_place(rows.len()) {
-                    Some(place) => shared.push((rows, place)),
-                    None => copies.push((first + ROWS, rows)),
-                }
+            if !staged.is_attached() {
+                copies.push((first + ROWS, group.answer(staged)));
             }
             if active.request().return_routing {
                 let (ids, weights) = group.routing(staged, launched.top_k);
@@ -139,7 +132,6 @@ impl Driver {
             }
         }
         self.copier.append(&copies, outputs.as_flattened_mut());
-        self.copier.write_shared(&shared);
         for (key, output) in keys.iter().zip(outputs) {
             if let Some(active) = self.active.get_mut(key) {
                 active.put_output(output);
