@@ -97,7 +97,7 @@ pub async fn connect(address: &str) -> Result<Channel, ConnectError> {
 /// [`ConnectError`] if the address does not parse, a file cannot be used or nothing answers there.
 pub async fn connect_with(address: &str, credentials: &Credentials) -> Result<Channel, ConnectError> {
     let endpoint = credentials.apply(address)?;
-    let authorization = credentials.authorization()?;
+    let authorization = credentials.authorization(address)?;
     let channel = endpoint
         .connect()
         .await

@@ -70,7 +70,8 @@ class AsyncClient:
     ) -> Answer:
         """Sends one token batch through one layer's MoE block; arguments and result as for `Client.forward`.
 
-        `out` must not be used before the call has returned, also if its task is cancelled.
+        `out` must not be used before the call has returned or has raised, `CancelledError` included. Nothing is written to
+        it from then on.
         """
         return await self._native.forward_async(layer, rows, timeout, options(**arguments), out)
 

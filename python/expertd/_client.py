@@ -50,6 +50,7 @@ class Credentials:
         key: the private key of that certificate, PEM.
         server_name: the name in the service's certificate, if it differs from the host of the address.
         token_file: file with the client's token, alone or as `NAME TOKEN`.
+        insecure: send the token to another host without TLS as well.
     """
 
     ca: str | os.PathLike[str] | None = None
@@ -57,6 +58,7 @@ class Credentials:
     key: str | os.PathLike[str] | None = None
     server_name: str | None = None
     token_file: str | os.PathLike[str] | None = None
+    insecure: bool = False
 
 
 def options(

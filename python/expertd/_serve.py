@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import collections
 import ctypes
+import functools
 import os
 import pathlib
 import re
@@ -127,7 +128,7 @@ class Service:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                preexec_fn=_end_with_parent,
+                preexec_fn=functools.partial(_end_with_parent, os.getpid()),
             )
         except OSError as error:
             self._spawn_error = error
@@ -205,6 +206,9 @@ class Service:
         return f"Service(address={getattr(self, 'address', None)!r}, state={self._state!r})"
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(parent: int) -> None:
     # With SIGTERM the service would drain and log to a pipe that no one reads. SIGKILL ends it at once, and its ranks with it.
     _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    # The kernel sends the signal for deaths from now on only.
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,21 +1,31 @@
 //! Conversion of futures of the runtime to futures of `asyncio`.
 
+use std::sync::Arc;
+
 use pyo3::prelude::*;
 use pyo3::{IntoPyObjectExt as _, intern};
 use tokio::task::AbortHandle;
 
 use crate::errors::Failure;
+use crate::input::Output;
 use crate::runtime;
 
-/// Ends the task when its `asyncio` future was cancelled.
+/// Ends the task when its `asyncio` future was cancelled, and gives the caller's array back before the cancelled task goes on: callbacks
+/// run in the order in which they were added, and this one is added first.
 #[pyclass(frozen)]
-struct OnDone(AbortHandle);
+struct OnDone {
+    task: AbortHandle,
+    out: Option<Arc<Output>>,
+}
 
 #[pymethods]
 impl OnDone {
     fn __call__(&self, future: &Bound<'_, PyAny>) -> PyResult<()> {
         if future.call_method0(intern!(future.py(), "cancelled"))?.is_truthy()? {
-            self.0.abort();
+            self.task.abort();
+            if let Some(out) = &self.out {
+                out.give_back();
+            }
         }
         Ok(())
     }
@@ -28,6 +38,21 @@ impl OnDone {
 pub(crate) fn spawn<'py, T>(
     py: Python<'py>,
     future: impl Future<Output = Result<T, Failure>> + Send + 'static,
+) -> PyResult<Bound<'py, PyAny>>
+where
+    T: for<'a> IntoPyObject<'a> + Send + 'static,
+{
+    spawn_filling(py, future, None)
+}
+
+/// The same for a future that copies rows into `out`. Once the returned future is cancelled, nothing is copied there.
+///
+/// # Errors
+/// As [`spawn`].
+pub(crate) fn spawn_filling<'py, T>(
+    py: Python<'py>,
+    future: impl Future<Output = Result<T, Failure>> + Send + 'static,
+    out: Option<Arc<Output>>,
 ) -> PyResult<Bound<'py, PyAny>>
 where
     T: for<'a> IntoPyObject<'a> + Send + 'static,
@@ -47,7 +72,7 @@ where
             }
         });
     });
-    promise.call_method1(intern!(py, "add_done_callback"), (OnDone(task.abort_handle()),))?;
+    promise.call_method1(intern!(py, "add_done_callback"), (OnDone { task: task.abort_handle(), out },))?;
     Ok(promise)
 }
 

@@ -112,12 +112,13 @@ pub(crate) struct CredentialArguments {
     key: Option<PathBuf>,
     server_name: Option<String>,
     token_file: Option<PathBuf>,
+    insecure: bool,
 }
 
 impl From<CredentialArguments> for Credentials {
     fn from(given: CredentialArguments) -> Credentials {
-        let CredentialArguments { ca, cert, key, server_name, token_file } = given;
-        Credentials { ca, cert, key, server_name, token_file }
+        let CredentialArguments { ca, cert, key, server_name, token_file, insecure } = given;
+        Credentials { ca, cert, key, server_name, token_file, insecure }
     }
 }
 
@@ -225,7 +226,8 @@ impl NativeClient {
     ) -> PyResult<Bound<'py, PyAny>> {
         let route = self.route()?;
         let arguments = Arguments::new(layer, rows, seconds, options, out)?;
-        asyncio::spawn(py, route.call(arguments))
+        let out = arguments.out.clone();
+        asyncio::spawn_filling(py, route.call(arguments), out)
     }
 
     fn model(&self, py: Python<'_>, name: String) -> PyResult<Model> {

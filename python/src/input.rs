@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code, reason = "the buffer protocol hands out pointers to memory")]
 
+use std::sync::{Mutex, PoisonError};
+
 use bytes::Bytes;
 use half::{bf16, f16};
 use pyo3::buffer::PyUntypedBuffer;
@@ -199,6 +201,8 @@ impl Input {
 pub(crate) struct Output {
     object: Py<PyAny>,
     memory: Input,
+    /// Whether the caller has the array back, so that nothing may be copied into it. Held while rows are copied.
+    is_given_back: Mutex<bool>,
 }
 
 impl Output {
@@ -223,11 +227,20 @@ impl Output {
         if matches!(&memory.data, Data::Buffer(buffer) if buffer.0.readonly()) {
             return Err(PyBufferError::new_err("out cannot be written to; pass an array that can"));
         }
-        Ok(Output { object: object.clone().unbind(), memory })
+        Ok(Output { object: object.clone().unbind(), memory, is_given_back: Mutex::new(false) })
     }
 
-    /// Copies an answer's rows into the array; `None` if they have another size.
+    /// Gives the array back to the caller of a cancelled call: waits for a copy that is under way, and prevents later ones.
+    pub(crate) fn give_back(&self) {
+        *self.is_given_back.lock().unwrap_or_else(PoisonError::into_inner) = true;
+    }
+
+    /// Copies an answer's rows into the array, unless the caller has it back; `None` if they have another size.
     pub(crate) fn fill(&self, rows: &[u8]) -> Option<()> {
+        let is_given_back = self.is_given_back.lock().unwrap_or_else(PoisonError::into_inner);
+        if *is_given_back {
+            return Some(());
+        }
         let to = match &self.memory.data {
             Data::Buffer(buffer) => buffer.0.buf_ptr().cast::<u8>(),
             Data::Tensor(tensor) => tensor.data().cast_mut(),
@@ -237,7 +250,8 @@ impl Output {
             return None;
         }
         // SAFETY: the exporter keeps these bytes in place until `memory` is dropped, and they can be written to (checked for
-        // buffers; DLPack's consumers may write). Callers are told not to use `out` before the call has returned. The answer's
+        // buffers; DLPack's consumers may write). Callers are told not to use `out` before the call has returned or was
+        // cancelled, and `give_back` waits for this copy. The answer's
         // memory belongs to this process or to a session's region, never to the caller.
         unsafe { std::ptr::copy_nonoverlapping(rows.as_ptr(), to, rows.len()) };
         Some(())

@@ -14,6 +14,7 @@ import pytest
 from conftest import GOLDEN
 
 import expertd
+from expertd._serve import _end_with_parent
 
 
 def test_the_command_is_the_one_of_the_wheel():
@@ -92,3 +93,13 @@ def test_a_service_with_tokens_wants_one(tmp_path):
         assert client.model().family == "mixtral"
         with pytest.raises(expertd.ConnectError, match="nowhere"):
             expertd.Client(service.address, credentials=expertd.Credentials(token_file="/nowhere"))
+
+
+@pytest.mark.parametrize(("parent_lives", "signal_number"), [(True, 0), (False, signal.SIGKILL)])
+def test_a_service_whose_parent_died_before_it_began_ends(parent_lives, signal_number):
+    own = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _end_with_parent(own if parent_lives else own + 1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal_number

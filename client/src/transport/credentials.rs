@@ -1,8 +1,10 @@
 //! The credentials that a client shows to a service, and those by which it checks the service.
 
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use tonic::codegen::http::HeaderValue;
+use tonic::codegen::http::uri::Authority;
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 
 use super::{ConnectError, chain, endpoint, require_port};
@@ -33,6 +35,9 @@ pub struct Credentials {
         arg(long = "token-file", value_name = "FILE", help_heading = "Credentials")
     )]
     pub token_file: Option<PathBuf>,
+    /// Send the token to another host without TLS as well
+    #[cfg_attr(feature = "clap", arg(long = "insecure", help_heading = "Credentials"))]
+    pub insecure: bool,
 }
 
 impl Credentials {
@@ -73,9 +78,16 @@ impl Credentials {
         endpoint(&format!("https://{host}"))?.tls_config(tls).map_err(|error| unusable(ca, &chain(&error)))
     }
 
-    /// The `authorization` header, if there is a token.
-    pub(super) fn authorization(&self) -> Result<Option<HeaderValue>, ConnectError> {
+    /// The `authorization` header of calls to `address`, if there is a token.
+    pub(super) fn authorization(&self, address: &str) -> Result<Option<HeaderValue>, ConnectError> {
         let Some(file) = &self.token_file else { return Ok(None) };
+        if self.ca.is_none() && !self.insecure && is_beyond_loopback(address) {
+            let reason = format!(
+                "the token would be sent unencrypted to {address}; turn TLS on (--tls-ca), or pass --insecure \
+                 (insecure=True) if the network is trusted"
+            );
+            return Err(unusable(file, &reason));
+        }
         let text = String::from_utf8(read(file)?).map_err(|_| unusable(file, "expected text"))?;
         let mut words = text
             .lines()
@@ -91,6 +103,22 @@ impl Credentials {
         value.set_sensitive(true);
         Ok(Some(value))
     }
+}
+
+/// Whether bytes to the address can leave this host. A name may mean any host, except `localhost`.
+fn is_beyond_loopback(address: &str) -> bool {
+    if address.starts_with("unix:") {
+        return false;
+    }
+    let authority = address.split_once("://").map_or(address, |(_, rest)| rest);
+    let Ok(authority) = authority.split('/').next().unwrap_or_default().parse::<Authority>() else {
+        return true;
+    };
+    let host = authority.host();
+    let literal = host.trim_start_matches('[').trim_end_matches(']');
+    !literal
+        .parse::<IpAddr>()
+        .map_or_else(|_| host.eq_ignore_ascii_case("localhost"), |ip| ip.to_canonical().is_loopback())
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, ConnectError> {
@@ -127,13 +155,49 @@ mod tests {
         for (text, token) in [("abc\n", Some("Bearer abc")), ("# x\nme abc", Some("Bearer abc")), ("", None)]
         {
             std::fs::write(&path, text).unwrap();
-            let header = credentials.authorization().ok().flatten();
+            let header = credentials.authorization("localhost:1").ok().flatten();
             assert_eq!(header.as_ref().map(|header| header.to_str().unwrap()), token);
             assert!(!format!("{header:?}").contains("abc"));
         }
         std::fs::remove_file(&path).unwrap();
-        let error = credentials.authorization().unwrap_err().to_string();
+        let error = credentials.authorization("localhost:1").unwrap_err().to_string();
         assert!(error.contains("expertd-token-"), "{error}");
+    }
+
+    #[test]
+    fn a_token_is_not_sent_unencrypted_to_another_host() {
+        let path = std::env::temp_dir().join(format!("expertd-secret-{}", std::process::id()));
+        std::fs::write(&path, "abc").unwrap();
+        let credentials = Credentials { token_file: Some(path.clone()), ..Credentials::default() };
+        let trusting = Credentials { insecure: true, ..credentials.clone() };
+        let encrypted = Credentials { ca: Some("ca.pem".into()), ..credentials.clone() };
+        let remote = [
+            "192.0.2.2:1",
+            "http://192.0.2.2:1",
+            "a.example:1",
+            "localhost.example:1",
+            "[2001:db8::1]:1",
+            "me@h:1",
+        ];
+        for address in remote {
+            let error = credentials.authorization(address).unwrap_err().to_string();
+            assert!(error.contains("--insecure") && error.contains(address), "{error}");
+            assert!(trusting.authorization(address).unwrap().is_some());
+            assert!(encrypted.authorization(address).unwrap().is_some());
+        }
+        for address in [
+            "127.0.0.1:1",
+            "http://127.1.2.3:1/",
+            "localhost:1",
+            "[::1]:1",
+            "[::ffff:127.0.0.1]:1",
+            "unix:/x",
+        ] {
+            assert!(credentials.authorization(address).unwrap().is_some(), "{address}");
+        }
+        let anonymous = Credentials { token_file: None, ..credentials };
+        assert!(anonymous.authorization("192.0.2.2:1").unwrap().is_none());
+        std::fs::remove_file(&path).unwrap();
     }
 
     #[test]

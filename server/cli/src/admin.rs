@@ -28,6 +28,15 @@ impl AdminAddress {
     /// # Errors
     /// If the address is malformed or the connection fails.
     pub async fn connect(&self) -> Result<AdminClient<Channel>, ClientError> {
+        if self.address.is_none() {
+            let address = self.shown();
+            let socket = Path::new(address.trim_start_matches("unix:"));
+            check_owner(socket).map_err(|error| {
+                ClientError::Content(format!(
+                    "cannot trust {address}: {error}; --admin gives another address"
+                ))
+            })?;
+        }
         match transport::connect_with(&self.shown(), &self.credentials).await {
             Ok(channel) => Ok(AdminClient::new(channel)),
             Err(error @ ConnectError::Unreachable { .. }) if self.address.is_none() => {
@@ -80,12 +89,28 @@ fn private(folder: &Path) -> io::Result<()> {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
+    check_private(folder)
+}
+
+/// Checks that a folder is one that only this user may change.
+fn check_private(folder: &Path) -> io::Result<()> {
     let found = std::fs::symlink_metadata(folder)?;
     let own = found.uid() == rustix::process::geteuid().as_raw();
     if !found.is_dir() || !own || found.mode() & 0o022 != 0 {
         return Err(io::Error::other("it is not a folder that only this user may change"));
     }
     Ok(())
+}
+
+/// Checks that no other user can have made a default socket. A folder that does not exist has none.
+fn check_owner(socket: &Path) -> Result<(), String> {
+    let Some(folder) = socket.parent() else { return Ok(()) };
+    match check_private(folder) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(format!("{}: {error}", folder.display()))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Wraps the status of an Admin call, with a hint if the address does not serve Admin.
@@ -117,8 +142,11 @@ mod tests {
         private(&folder).unwrap();
         set_permissions(&folder, Permissions::from_mode(0o770)).unwrap();
         assert!(private(&folder).is_err());
+        assert!(check_owner(&folder.join(SOCKET)).is_err(), "another user may have made the socket");
+        assert!(check_owner(&parent.path().join("missing").join(SOCKET)).is_ok());
         let link = parent.path().join("link");
         std::os::unix::fs::symlink(parent.path(), &link).unwrap();
         assert!(private(&link).is_err());
+        assert!(check_owner(&link.join(SOCKET)).is_err());
     }
 }

@@ -16,7 +16,7 @@ use rand::rngs::SmallRng;
 use rand_distr::{Distribution as _, StandardNormal};
 use serde_json::json;
 
-use super::client::{self, ClientError, RoutingArg};
+use super::client::{self, ClientError, RoutingArg, printable};
 use super::golden::{Golden, GoldenError, GoldenLayer};
 use expertd_types::{DType, rows};
 
@@ -291,7 +291,10 @@ impl CallOutcome {
             self.seed.map_or(", recorded rows".to_owned(), |seed| format!(", random rows of seed {seed}"));
         println!(
             "model        {} ({}), weight version {}, generation {}",
-            model.name, model.family, receipt.weight_version, receipt.generation
+            printable(&model.name),
+            printable(&model.family),
+            receipt.weight_version,
+            receipt.generation
         );
         println!(
             "request      layer {}, {} tokens of {} {}{seed}",

@@ -1,5 +1,6 @@
 //! Common parts of the client commands: connections, the model's description, error messages.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 use expertd_client::transport::{self, Channel, ConnectError, Credentials};
@@ -98,15 +99,34 @@ fn explained(status: Status) -> Status {
     ))
 }
 
+/// A service's text for a terminal: control characters are escaped, so that it cannot move the cursor or change the terminal's
+/// state.
+#[must_use]
+pub fn printable(text: &str) -> Cow<'_, str> {
+    /// Marks that reorder the text after them.
+    const REORDERING: [std::ops::RangeInclusive<char>; 2] =
+        ['\u{202a}'..='\u{202e}', '\u{2066}'..='\u{2069}'];
+    let is_harmful = |c: char| c.is_control() || REORDERING.iter().any(|marks| marks.contains(&c));
+    if !text.contains(is_harmful) {
+        return Cow::Borrowed(text);
+    }
+    let mut safe = String::with_capacity(text.len() + 8);
+    for c in text.chars() {
+        if is_harmful(c) { safe.extend(c.escape_default()) } else { safe.push(c) }
+    }
+    Cow::Owned(safe)
+}
+
 /// Formats a status in one line: message, code, invalid fields and retry delay.
 #[must_use]
 pub fn describe(status: &Status) -> String {
-    let mut text = format!("{} ({})", status.message(), code_name(status.code()));
+    let mut text = format!("{} ({})", printable(status.message()), code_name(status.code()));
     if let Some(bad) = status.get_details_bad_request() {
         // The service's own messages already contain the descriptions.
         let is_new = |text: &str| !status.message().contains(text);
         for violation in bad.field_violations.iter().filter(|violation| is_new(&violation.description)) {
-            text.push_str(&format!("; {}: {}", violation.field, violation.description));
+            let (field, description) = (printable(&violation.field), printable(&violation.description));
+            text.push_str(&format!("; {field}: {description}"));
         }
     }
     if let Some(delay) = retry_delay(status) {
@@ -133,6 +153,18 @@ mod tests {
     use tonic_types::ErrorDetails;
 
     use super::*;
+
+    #[test]
+    fn control_characters_of_a_service_are_escaped() {
+        let hostile = "\u{1b}]0;owned\u{7}\u{1b}[2J\u{9b}31m\u{202e}\r\n";
+        let mut details = ErrorDetails::new();
+        details.add_bad_request_violation("field\u{1b}", "too large\u{8}");
+        let status = Status::with_error_details(Code::Internal, format!("ruhig {hostile}"), details);
+        let text = describe(&status);
+        assert!(!text.contains(|c: char| c.is_control() || c == '\u{202e}'), "{text:?}");
+        assert!(text.starts_with("ruhig \\u{1b}]0;owned\\u{7}"), "{text}");
+        assert_eq!(printable("größe 1 µs"), "größe 1 µs");
+    }
 
     #[test]
     fn a_status_is_described_with_its_details() {

@@ -13,7 +13,7 @@ use expertd_proto::v1::{
 use serde_json::json;
 
 use super::admin::{AdminAddress, call_error};
-use super::client::ClientError;
+use super::client::{ClientError, printable};
 
 /// Show the state of a running service, its EP group and its ranks
 ///
@@ -143,7 +143,7 @@ fn state_name(state: ServiceState) -> &'static str {
 fn to_text(status: &GetStatusResponse) -> String {
     let mut text = String::new();
     let mut line = |name: &str, value: String| {
-        let _ = writeln!(text, "{name:<12} {value}");
+        let _ = writeln!(text, "{name:<12} {}", printable(&value));
     };
     let state = state_name(status.state());
     line(

@@ -6,38 +6,76 @@ use std::os::unix::net::UnixStream;
 /// The socket, which the session and its buffers hold. The service frees the session's memory when it is closed, so that a buffer
 /// keeps its bytes after the end of the session.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(crate) struct Link {
     socket: UnixStream,
     /// The process that opened the session. A fork has no right to end it.
     process: u32,
 }
 
 impl Link {
-    pub(super) fn new(socket: UnixStream) -> Self {
+    pub(crate) fn new(socket: UnixStream) -> Self {
         Link { socket, process: std::process::id() }
     }
 
     /// Whether this process opened the session.
-    pub(super) fn is_own(&self) -> bool {
+    pub(crate) fn is_own(&self) -> bool {
         self.process == std::process::id()
     }
 
-    /// Ends the session. Its memory stays as it is until [`close`](Self::close).
-    pub(super) fn end_session(&self) {
-        let _ = self.socket.shutdown(Shutdown::Write);
+    /// The socket.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn socket(&self) -> &UnixStream {
+        &self.socket
+    }
+
+    /// Ends the session, unless this process is a fork. Its memory stays as it is until [`close`](Self::close).
+    pub(crate) fn end_session(&self) {
+        self.shutdown(Shutdown::Write);
     }
 
     /// Lets the service free the session's memory, also while a fork of this process has the socket. A thread that reads the socket
-    /// finds its end.
-    pub(super) fn close(&self) {
-        let _ = self.socket.shutdown(Shutdown::Both);
+    /// finds its end. A fork changes nothing.
+    pub(crate) fn close(&self) {
+        self.shutdown(Shutdown::Both);
+    }
+
+    /// Ends the reading half, so that a thread that reads the socket finds its end.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn stop_reading(&self) {
+        self.shutdown(Shutdown::Read);
+    }
+
+    fn shutdown(&self, how: Shutdown) {
+        if self.is_own() {
+            let _ = self.socket.shutdown(how);
+        }
     }
 }
 
 impl Drop for Link {
     fn drop(&mut self) {
-        if self.is_own() {
-            self.close();
-        }
+        self.close();
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::io::{ErrorKind, Read as _};
+
+    use super::*;
+
+    #[test]
+    fn a_fork_does_not_end_the_session() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        let link = Link::new(ours.try_clone().unwrap());
+        let inherited = Link { socket: ours, process: link.process + 1 };
+        inherited.end_session();
+        inherited.close();
+        drop(inherited);
+        assert_eq!(theirs.read(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock);
+        drop(link);
+        assert_eq!(theirs.read(&mut [0]).unwrap(), 0);
     }
 }

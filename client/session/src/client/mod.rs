@@ -22,7 +22,7 @@ pub use self::arena::Buffer;
 pub use self::call::{Call, GivenRouting, Receipt};
 use self::calls::{CallBuffers, CallTable};
 pub use self::error::SessionError;
-use self::link::Link;
+pub(crate) use self::link::Link;
 pub(crate) use self::opening::Opening;
 use crate::socket;
 use crate::wire::{

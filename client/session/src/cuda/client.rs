@@ -6,8 +6,6 @@ mod calls;
 mod status;
 mod watch;
 
-use std::net::Shutdown;
-use std::os::unix::net::UnixStream;
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
@@ -20,7 +18,7 @@ use super::control::ControlMemory;
 use super::driver::{Gpu, check};
 use super::memory::DeviceMemory;
 use super::wire::{KIND_CUDA, OpenCuda, OpenedCuda};
-use crate::client::{Opening, SessionError};
+use crate::client::{Link, Opening, SessionError};
 use crate::wire::{VERSION, frame};
 
 pub use calls::{Prepared, RoutingPlaces};
@@ -63,7 +61,7 @@ pub struct CudaSession {
     signals: CUdeviceptr,
     memory: DeviceMemory,
     gpu: Arc<Gpu>,
-    socket: UnixStream,
+    link: Link,
     replies: Mutex<Receiver<Vec<u8>>>,
     watcher: Option<JoinHandle<()>>,
     opened: OpenedCuda,
@@ -115,7 +113,7 @@ impl CudaSession {
             signals,
             memory,
             gpu,
-            socket,
+            link: Link::new(socket),
             replies: Mutex::new(replies),
             watcher: Some(watcher),
             opened,
@@ -178,15 +176,20 @@ impl CudaSession {
 
 impl Drop for CudaSession {
     fn drop(&mut self) {
+        if !self.link.is_own() {
+            // A fork has neither the watcher nor the GPU's context: `Gpu` has nothing of its parent's released.
+            std::mem::forget(self.watcher.take());
+            return;
+        }
         // The session ends. The service frees the pages of the control region when the socket is closed, which must not happen while
         // the GPU has registered them: streams would wait for words in pages that no process sees any more.
-        let _ = self.socket.shutdown(Shutdown::Write);
+        self.link.end_session();
         std::thread::scope(|scope| {
             // Streams are released from here, because a stopped service does not answer the end of the session.
             let releasing = std::thread::Builder::new().name("expertd-release".to_owned());
             if releasing.spawn_scoped(scope, || self.shared.release_until_dropped()).is_err() {
                 // The watching thread then releases them.
-                let _ = self.socket.shutdown(Shutdown::Read);
+                self.link.stop_reading();
             }
             if let Ok(_entered) = self.gpu.enter() {
                 // SAFETY: the context is current.
@@ -197,7 +200,7 @@ impl Drop for CudaSession {
             }
             self.shared.stop();
         });
-        let _ = self.socket.shutdown(Shutdown::Both);
+        self.link.close();
         if let Some(watcher) = self.watcher.take() {
             let _ = watcher.join();
         }

@@ -30,6 +30,8 @@ pub struct Gpu {
     ordinal: i32,
     device: CUdevice,
     context: CUcontext,
+    /// The process that opened the GPU. A fork cannot use its context, and releases nothing of it.
+    process: u32,
 }
 
 // SAFETY: driver handles may be used from any thread.
@@ -65,7 +67,7 @@ impl Gpu {
             check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, ordinal))?;
             check("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&raw mut context, device))?;
         }
-        Ok(Arc::new(Gpu { ordinal, device, context }))
+        Ok(Arc::new(Gpu { ordinal, device, context, process: std::process::id() }))
     }
 
     /// Number of the GPU among those that this process sees.
@@ -120,7 +122,16 @@ impl Gpu {
     }
 
     /// Makes the context current on this thread.
+    ///
+    /// # Errors
+    /// In a fork of the process that opened the GPU, and the driver's error.
     pub(super) fn enter(&self) -> Result<Entered, SessionError> {
+        if self.process != std::process::id() {
+            let opener = self.process;
+            return Err(SessionError::Device(format!(
+                "the GPU was opened in process {opener}, of which this process is a fork; open a session in each process"
+            )));
+        }
         // SAFETY: the context is retained as long as `self` lives.
         check("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(self.context) })?;
         Ok(Entered)
@@ -129,6 +140,9 @@ impl Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
+        if self.process != std::process::id() {
+            return;
+        }
         // SAFETY: retained once in `open`.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }

@@ -47,7 +47,7 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        let _entered = self.gpu.enter();
+        let Ok(_entered) = self.gpu.enter() else { return };
         // SAFETY: undoes `new` once; the owner keeps streams from using the range. Errors cannot be handled here.
         unsafe {
             if self.is_mapped {

@@ -175,7 +175,7 @@ impl CudaSession {
         for part in calls.chunks(MAX_PREPARE_FRAME / size_of::<PreparedCall>()) {
             self.shared.check()?;
             let broke = |error: std::io::Error| SessionError::Ended { reason: error.to_string() };
-            socket::send(&self.socket, frame::PREPARE, bytemuck::cast_slice(part)).map_err(broke)?;
+            socket::send(self.link.socket(), frame::PREPARE, bytemuck::cast_slice(part)).map_err(broke)?;
             let reply = replies.recv_timeout(self.timeout).map_err(|_| {
                 self.shared.check().err().unwrap_or(SessionError::TimedOut { waited: self.timeout })
             })?;
